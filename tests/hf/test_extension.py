@@ -14,8 +14,6 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 import normattn
 from normattn import InputError
 from normattn.hf import extension_of, from_llama
-from normattn.hf.model_parts import model_parts
-from normattn.hf.probe import probe_tokens
 from normattn.hf.saved import as_trained as without_method
 
 from . import tiny
@@ -237,38 +235,6 @@ def test_extended_twice_copied_or_changed() -> None:
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_weights_that_are_kept_elsewhere() -> None:
-    accelerate = pytest.importorskip("accelerate")
-    model, ids = build("Llama"), tokens()
-    as_trained = logits(model, ids)
-    with normattn.extend(model, "ReRoPE-logn+", window=3):
-        extended = logits(model, ids)
-    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
-    with normattn.extend(model, "ReRoPE-logn+", window=3):
-        assert torch.equal(logits(model, ids), extended)
-    assert torch.equal(logits(model, ids), as_trained)
-    with torch.device("meta"):
-        empty = type(model)(configuration("Llama"))
-    with pytest.raises(InputError, match="on the meta device: load them first"):
-        normattn.extend(empty, "ReRoPE")
-
-
-@pytest.mark.parametrize("method", ["ReRoPE-logn+", "YaRN(factor=3)-logn+"])
-def test_recomputed_activations_give_the_same_gradients(method: str) -> None:
-    model, ids = build("Llama").train(), tokens()
-    found = []
-    with normattn.extend(model, method):
-        for recompute in (False, True):
-            if recompute:
-                newer = getattr(model, "activation_checkpointing_enable", None)
-                (newer or model.gradient_checkpointing_enable)()
-            model.zero_grad()
-            model(ids, labels=ids, use_cache=False).loss.backward()
-            found.append([each.grad.clone() for each in model.parameters()])
-    for one, other in zip(*found, strict=True):
-        assert torch.equal(one, other)
-
-
 def test_candidates_that_are_taken_back() -> None:
     """Prompt lookup crops the cache behind tokens that were not accepted."""
     model, ids = model_of("Llama"), tokens(1, 12)
@@ -277,15 +243,3 @@ def test_candidates_that_are_taken_back() -> None:
         plain = model.generate(ids, do_sample=False, **asked)
         looked = model.generate(ids, do_sample=False, prompt_lookup_num_tokens=3, **asked)
     assert torch.equal(plain, looked)
-
-
-def test_a_model_is_asked_with_tokens_from_all_over_its_vocabulary() -> None:
-    """The first are often reserved and hardly trained, and rounding decides what they give."""
-    parts = model_parts(model_of("Llama"))
-    size = parts.config.vocab_size
-    (ids,) = probe_tokens(parts)
-    gaps = ids.diff()
-    assert len(set(ids.tolist())) == len(ids)
-    assert 0 < size // 20 < ids[0]
-    assert ids[-1] < size
-    assert gaps.max() - gaps.min() <= 1

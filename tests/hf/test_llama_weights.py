@@ -118,17 +118,6 @@ def test_methods_after_training_read_on_with_imported_weights() -> None:
         torch.testing.assert_close(ours(ids), wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_a_dump_is_as_before_without_biases() -> None:
-    """Runs that were made before there was such a setting can be gone on with."""
-    sizes: dict[str, Any] = {"vocab_size": 8, "dim": 8, "layers": 1, "train_length": 4}
-    assert "qkv_bias" not in CausalLMConfig(**sizes).model_dump(mode="json")
-    with_bias = CausalLMConfig(**sizes, qkv_bias=True)
-    assert with_bias.model_dump(mode="json")["qkv_bias"] is True
-    assert CausalLMConfig(**with_bias.model_dump(mode="json")) == with_bias
-    with pytest.raises(InputError, match="qkv_bias has no meaning"):
-        CausalLMConfig(**sizes, qkv_bias=True, block="gau")
-
-
 @pytest.mark.parametrize("method", ["PI", "NTK", "YaRN"])
 def test_a_method_after_training_does_not_become_one_trained_in(method: str) -> None:
     theirs = build("Llama")

@@ -257,12 +257,6 @@ def test_a_training_is_looked_at(trainer: Any, tmp_path: Path) -> None:
     assert not (tmp_path / "out0" / "diagnostics.jsonl").exists()
 
 
-@pytest.mark.parametrize("every", [0, -1, True])
-def test_a_callback_that_looks_at_no_step(every: Any) -> None:
-    with pytest.raises(InputError, match="every 1 or more steps"):
-        normattn.hf.AttentionCallback(every=every)
-
-
 def _run(capfd: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
     capfd.readouterr()
     with pytest.raises(SystemExit) as ended:

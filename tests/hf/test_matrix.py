@@ -206,17 +206,6 @@ def test_an_indexer_selects_as_trained(family: str) -> None:
     assert torch.equal(counts.visible[0], at_most)
 
 
-def test_masks_that_a_layer_makes_are_kept() -> None:
-    """A value that Doge's own mask adds to a key's scores reaches the extended attention."""
-    model, ids = build("doge"), tokens()
-    with normattn.extend(model, "ReRoPE", window=4):
-        found = logits(model, ids)
-        with torch.no_grad():
-            for each in model.model.layers:
-                each.self_attn.A.mul_(3)
-        assert float((logits(model, ids) - found).abs().max()) > 1e-3
-
-
 @pytest.mark.parametrize(
     ("method", "values"), [("DualChunk", {"size": 9, "local": 4}), ("logn+", {})]
 )

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import set_seed
 
 import normattn.hf
 from normattn import InputError
@@ -70,38 +69,6 @@ def test_beams_are_reordered_with_their_cache(score: str) -> None:
     assert torch.equal(found, wrapped.generate(PROMPTS, use_cache=False, **how))
     assert torch.equal(found[:, 7:], wrapped.generate(**padded(PROMPTS), **how)[:, 10:])
     assert not torch.equal(found, wrapped.generate(PROMPTS, **HOW))
-
-
-def test_beams_find_what_an_exhaustive_search_finds() -> None:
-    """With as many beams as there are pairs of tokens, two steps are searched whole."""
-    wrapped, model = wrapped_of(SCORES[0]), model_of(SCORES[0])
-    found = wrapped.generate(PROMPTS[:1], num_beams=40, **{**HOW, "max_new_tokens": 2})
-    pairs = torch.cartesian_prod(torch.arange(40), torch.arange(40))
-    rows = torch.cat((PROMPTS[:1].expand(len(pairs), -1), pairs), 1)
-    with torch.no_grad():
-        scores = torch.log_softmax(model(rows), -1)
-    both = scores[:, 6].gather(1, pairs[:, :1]) + scores[:, 7].gather(1, pairs[:, 1:])
-    assert found[0, 7:].tolist() == pairs[both[:, 0].argmax()].tolist()
-
-
-def test_sampling_is_reproducible_and_the_cache_does_not_change_it() -> None:
-    wrapped, how = wrapped_of(SCORES[0]), {**HOW, "do_sample": True, "top_k": 8}
-    drawn = []
-    for cached in (True, True, False):
-        set_seed(5)
-        drawn.append(wrapped.generate(PROMPTS, use_cache=cached, **how))
-    assert torch.equal(drawn[0], drawn[1])
-    assert torch.equal(drawn[0], drawn[2])
-    assert not torch.equal(drawn[0], wrapped.generate(PROMPTS, **HOW))
-
-
-def test_a_stop_token_ends_a_row() -> None:
-    wrapped = wrapped_of(SCORES[0])
-    free = wrapped.generate(PROMPTS, **HOW)
-    stop = int(free[0, 9])
-    found = wrapped.generate(PROMPTS, eos_token_id=stop, **HOW)
-    assert int(found[0, 9]) == stop
-    assert not found[0, 10:].any()
 
 
 def test_a_conversation_goes_on_from_its_cache() -> None:

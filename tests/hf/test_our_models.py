@@ -81,13 +81,6 @@ def test_saved_and_loaded_by_the_auto_class_it_is_the_same(
         assert torch.equal(again.model.state_dict()[name], value), name
 
 
-def test_a_tied_head_is_stored_once(tmp_path: Path) -> None:
-    normattn.hf.wrap(causal()).save_pretrained(tmp_path)
-    names = load_file(tmp_path / "model.safetensors")
-    assert "model.embedding.weight" in names
-    assert not any("head" in name for name in names)
-
-
 def test_bfloat16_comes_back(tmp_path: Path) -> None:
     wrapped = normattn.hf.wrap(causal().to(torch.bfloat16))
     wrapped.save_pretrained(tmp_path)
@@ -177,14 +170,6 @@ def test_padding_changes_nothing(make: Any) -> None:
     mask = (torch.arange(13) >= 4).long().expand(3, -1)
     found, wanted = logits(wrapped, padded, attention_mask=mask), logits(wrapped)
     torch.testing.assert_close(found if found.dim() == 2 else found[:, 4:], wanted)
-
-
-def test_a_tuple_where_it_is_asked_for() -> None:
-    wrapped = normattn.hf.wrap(causal())
-    loss, found = wrapped(IDS, labels=IDS, use_cache=False, return_dict=False)
-    assert loss.shape == ()
-    assert found.shape == (3, 9, 40)
-    assert logits(wrapped, logits_to_keep=2).shape == (3, 2, 40)
 
 
 def test_methods_after_training_are_ours() -> None:

@@ -1,4 +1,7 @@
-"""Keys that an extended layer keeps turned are those that it would turn anew, whatever happens."""
+"""Decoding keeps rotated keys beside the cache: whatever happens to it, logits are those of a read.
+
+A second test counts how many keys are rotated, which is why they are kept.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +14,14 @@ import transformers
 from torch import Tensor
 
 import normattn
-from normattn.hf.attention_fn import ATTRIBUTE
 from normattn.hf.rotated_key_cache import RotatedKeyCache
 
-from .families import LENGTH, build, tokens
+from .families import LENGTH, build, logits, tokens
 
 # Half typed by transformers: taken as Any.
 _CACHE: Any = transformers.DynamicCache
 METHODS: dict[str, dict[str, Any]] = {
     "LeakyReRoPE": {"window": 3, "s": 2.5},
-    "SelfExtend": {"window": 3, "group": 2},
     "DynamicNTK": {},
     "ReRoPE-logn+": {"window": 3},
 }
@@ -35,111 +36,78 @@ def extended(request: pytest.FixtureRequest) -> Iterator[Any]:
         yield model
 
 
-def _kept(model: Any) -> list[RotatedKeyCache]:
-    layers = [module.__dict__.get(ATTRIBUTE) for module in model.modules()]
-    kept = [layer.kept for layer in layers if layer is not None]
-    assert kept
-    return kept
-
-
 def _step(model: Any, ids: Tensor, cache: Any) -> Tensor:
-    with torch.no_grad():
-        out: Tensor = model(input_ids=ids, past_key_values=cache, use_cache=True).logits
-    return out
+    return logits(model, ids, past_key_values=cache, use_cache=True)
 
 
-def _whole(model: Any, ids: Tensor) -> Tensor:
-    with torch.no_grad():
-        out: Tensor = model(input_ids=ids, use_cache=False).logits
-    return out
-
-
-def _close(found: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
-
-
-def _turns(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many keys are turned by each call that keeps them."""
-    turned: list[int] = []
-    own = RotatedKeyCache.rotated
-
-    def counted(
-        self: RotatedKeyCache, name: Any, k: Tensor, turn: Callable[[int], Tensor]
-    ) -> Tensor:
-        def noted(first: int) -> Tensor:
-            turned.append(k.shape[2] - first)
-            return turn(first)
-
-        return own(self, name, k, noted)
-
-    monkeypatch.setattr(RotatedKeyCache, "rotated", counted)
-    return turned
+def _assert_read(found: Tensor, model: Any, ids: Tensor) -> None:
+    """The last rows are those of one forward without a cache."""
+    whole = logits(model, ids, use_cache=False)[:, -found.shape[1] :]
+    torch.testing.assert_close(found, whole, rtol=1e-9, atol=1e-9)
 
 
 def test_steps_are_the_whole_text(extended: Any) -> None:
     ids, cache = tokens(2, COUNT), _CACHE()
-    steps = [_step(extended, ids[:, :5], cache)]
-    steps += [_step(extended, ids[:, at : at + 1], cache) for at in range(5, COUNT - 4)]
-    steps += [_step(extended, ids[:, COUNT - 4 :], cache)]
-    # A moving spectrum reads a row as its own block does, at whatever length the text ends.
-    _close(torch.cat(steps, 1), _whole(extended, ids))
+    parts = torch.split(ids, [5, *[1] * (COUNT - 9), 4], 1)
+    _assert_read(torch.cat([_step(extended, part, cache) for part in parts], 1), extended, ids)
 
 
-def test_only_new_keys_are_turned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_new_keys_are_rotated(monkeypatch: pytest.MonkeyPatch) -> None:
+    rotated: list[int] = []
+    own = RotatedKeyCache.rotated
+
+    def counted(
+        self: RotatedKeyCache, name: Any, k: Tensor, rotate: Callable[[int], Tensor]
+    ) -> Tensor:
+        def noted(first: int) -> Tensor:
+            rotated.append(k.shape[2] - first)
+            return rotate(first)
+
+        return own(self, name, k, noted)
+
+    monkeypatch.setattr(RotatedKeyCache, "rotated", counted)
     model, ids, cache = build("Llama").double(), tokens(1, COUNT), _CACHE()
-    turned = _turns(monkeypatch)
-    with normattn.extend(model, "LeakyReRoPE", window=3, s=2.5):
-        # Extending reads a few tokens itself.
-        turned.clear()
+    with normattn.extend(model, "LeakyReRoPE", window=3, s=2.5) as extension:
+        rotated.clear()
         _step(model, ids[:, :9], cache)
-        assert turned == []
+        assert rotated == []
         for at in range(9, 12):
             _step(model, ids[:, at : at + 1], cache)
-        layers = len(_kept(model))
-        assert turned == [10] * layers + [1] * 2 * layers
+        layers = len(extension.resolved.extended)
+        assert rotated == [10] * layers + [1] * 2 * layers
         cache.crop(-1)
         _step(model, ids[:, 11:12], cache)
-        assert turned[3 * layers :] == [1] * layers
+        assert rotated[3 * layers :] == [1] * layers
 
 
-def test_a_cache_that_was_changed_is_turned_anew(extended: Any) -> None:
+def test_a_cache_that_was_changed_is_rotated_again(extended: Any) -> None:
     ids, cache = tokens(2, COUNT), _CACHE()
     for part in torch.split(ids[:, :12], [9, 1, 1, 1], 1):
         _step(extended, part, cache)
     other = tokens(2, COUNT).flip(0)
-    # Rows exchanged by a beam search.
-    cache.reorder_cache(torch.tensor([1, 0]))
-    _close(_step(extended, other[:, 12:13], cache), _whole(extended, other[:, :13])[:, 12:])
-    # Taken back, and another way gone.
-    cache.crop(-3)
+    cache.reorder_cache(torch.tensor([1, 0]))  # as a beam search does
+    _assert_read(_step(extended, other[:, 12:13], cache), extended, other[:, :13])
+    cache.crop(-3)  # taken back, and another way gone
     changed = torch.cat((other[:, :10], ids[:, 10:14]), 1)
     for at in range(10, 14):
         out = _step(extended, changed[:, at : at + 1], cache)
-    _close(out, _whole(extended, changed)[:, 13:])
-    # Written to in place.
+    _assert_read(out, extended, changed)
     fresh = _CACHE()
-    _step(extended, ids[:, :13], fresh)
-    _step(extended, ids[:, 13:14], fresh)
+    for part in torch.split(ids[:, :14], [13, 1], 1):
+        _step(extended, part, fresh)
     for layer, source in zip(cache.layers, fresh.layers, strict=True):
-        layer.keys.copy_(source.keys)
+        layer.keys.copy_(source.keys)  # written to in place
         layer.values.copy_(source.values)
-    _close(_step(extended, ids[:, 14:15], cache), _whole(extended, ids[:, :15])[:, 14:])
+    _assert_read(_step(extended, ids[:, 14:15], cache), extended, ids[:, :15])
 
 
 def test_two_caches_in_turn(extended: Any) -> None:
-    one, two = tokens(1, COUNT), tokens(1, COUNT).flip(1)
+    texts = tokens(1, COUNT), tokens(1, COUNT).flip(1)
     caches = _CACHE(), _CACHE()
     for at in range(COUNT):
-        for ids, cache in zip((one, two), caches, strict=True):
-            out = _step(extended, ids[:, at : at + 1], cache)
-    _close(out, _whole(extended, two)[:, -1:])
-
-
-def test_nothing_outlives_the_cache() -> None:
-    model, ids, cache = build("Llama").double(), tokens(1, COUNT), _CACHE()
-    with normattn.extend(model, "LeakyReRoPE", window=3, s=2.5):
-        for part in torch.split(ids, [COUNT - 2, 1, 1], 1):
-            _step(model, part, cache)
-        assert all(kept._rooms for kept in _kept(model))
-        del cache
-        assert not any(kept._rooms for kept in _kept(model))
+        found = [
+            _step(extended, ids[:, at : at + 1], cache)
+            for ids, cache in zip(texts, caches, strict=True)
+        ]
+    for out, ids in zip(found, texts, strict=True):
+        _assert_read(out, extended, ids)

@@ -14,7 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from normattn import ScoreSpec, score_of
 from normattn.score.recipes import RECIPES
 
-from .families import FAMILIES, model_of
+from .families import model_of
 from .test_recipes import _SIZES, _configuration, _model, _small
 from .tiny import build
 
@@ -45,7 +45,7 @@ def test_a_recipe_is_read_back(name: str) -> None:
         assert each.difference < 1e-5
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", ["Granite", "Gemma2", "GPTNeoX"])
 def test_families_of_the_other_tests_are_read(family: str) -> None:
     before = model_of(family)
     implementation = before.config._attn_implementation
@@ -239,7 +239,7 @@ def test_masks_that_every_text_has_are_no_operands(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma2", "Cohere"])
+@pytest.mark.parametrize("family", ["Qwen3", "Gemma2"])
 def test_a_model_in_half_precision_is_read_as_in_float32(
     family: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:

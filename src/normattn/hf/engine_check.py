@@ -126,8 +126,7 @@ def verify(
     own = read_gguf(file) if file.suffix == ".gguf" else None
     told = read_told(against, raw_of(config), own)
     meant = _meant(config, method, train_length)
-    known = {meant.trained, meant.longest, told.longest} - {None}
-    lengths = [length for length in known if length is not None and SHORT < length < 1 << 31]
+    lengths = _lengths_to_compare(config, meant, told)
     base = read_positions(config, lengths)
     if not rotates(base):
         raise InputError(
@@ -180,6 +179,15 @@ def _meant(config: Any, method: str | None, length: int | None) -> _Meant:
     stretch = getattr(spec.rope_scaling, "stretch", None)
     reach = None if stretch is None else int(spec.train_length * stretch)
     return _Meant(spec.method, spec, spec.train_length, reach, bases, spectra)
+
+
+def _lengths_to_compare(config: Any, meant: _Meant, told: Told) -> list[int]:
+    """The trained and the longest length, and where dynamic NTK has changed the frequencies."""
+    known = {meant.trained, meant.longest, told.longest}
+    for rope in (*_ropes(raw_of(config)), *told.rope.values()):
+        if kind_of(rope) == "dynamic" and meant.longest is not None:
+            known.add(int(meant.longest * max(2.0, float(rope.get("factor") or 1.0))))
+    return [length for length in known if length is not None and SHORT < length < 1 << 31]
 
 
 def _extended(base: Positions, spectra: Mapping[int, Spectrum]) -> Positions:
