@@ -42,7 +42,9 @@ from normattn.hf.tiny_model import read_configuration, small_model
 from normattn.io import expanded
 from normattn.score import ScoreSpec
 
-_UNMULTIPLIED = ("default", "su", "longrope", "llama3", "yarn", "deepseek_yarn")
+_UNMULTIPLIED = (
+    *("default", "su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling"),
+)
 """Kinds whose factor vLLM does not multiply max_position_embeddings with."""
 _COUNTED = ("yarn", "llama3", "longrope")
 """Kinds whose frequencies depend on the trained length."""

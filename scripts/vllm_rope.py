@@ -1,0 +1,180 @@
+"""Hold what `--emit vllm` says against vLLM's own code, out of its wheel, for ten families.
+
+    pip download vllm --no-deps -d WHEELS
+    python scripts/vllm_rope.py WHEELS/vllm-*.whl
+
+`get_rope` makes the table of cos and sin, and `_get_and_verify_max_len` the longest text; nothing
+else of vLLM is run, and what these files import beside is replaced by stubs. Prints a table of the
+largest difference from the spectrum that the method means, and ends with 1 where one is above 1e-4
+or a length is not what was asked for.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import importlib
+import importlib.abc
+import importlib.machinery
+import itertools
+import json
+import re
+import shlex
+import sys
+import tempfile
+import types
+import zipfile
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+from tests.hf import tiny
+
+from normattn.errors import InputError
+from normattn.hf.engines import Wanted, emit
+from normattn.hf.model_parts import innermost
+from normattn.hf.plan import plan
+from normattn.hf.rope_detection import method_frequencies, method_gain
+
+ROPE = "vllm.model_executor.layers.rotary_embedding"
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3_text", "olmo2", "granite")
+FAMILIES = (*FAMILIES, "glm4", "gpt_oss")
+METHODS = (
+    "YaRN(factor=4)",
+    "YaRN(factor=4,sharpness=0)",
+    "YaRN(factor=4,beta_fast=16,beta_slow=2)",
+)
+METHODS = (*METHODS, "PI(factor=4)", "NTK(factor=4)", "NTK-mixed(factor=4)", "ABF(base=300000)")
+FACTOR, CLOSE = 4, 1e-4
+
+
+class _Stub(types.ModuleType):
+    """A module whose every name is something that can be called, and decorates nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("CustomOp", "PluggableLayer"):
+            return _Layer
+        return MagicMock(name=name)
+
+
+class _Layer(torch.nn.Module):
+    """What vLLM's layers inherit."""
+
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+
+    @classmethod
+    def register(cls, *_: Any, **__: Any) -> Any:
+        """Register nothing."""
+        return lambda kind: kind
+
+    @classmethod
+    def enabled(cls) -> bool:
+        """No kernel of its own."""
+        return False
+
+
+class _Stubs(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds every module of vLLM but those of rotary embeddings."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name.partition(".")[0] != "vllm" or name.startswith(ROPE):
+            return None
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec: Any) -> types.ModuleType:
+        stub = _Stub(spec.name)
+        place = spec.name.replace(".", "/")
+        stub.__path__ = [str(self.root / place)]
+        return stub
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """Nothing."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+
+def longest_rule(source: str, ropes: Any) -> Any:
+    """`_get_and_verify_max_len` of vLLM's config/model.py, alone."""
+    tree = ast.parse(source)
+    found = [x for x in tree.body if getattr(x, "name", "") == "_get_and_verify_max_len"]
+    names = dict.fromkeys(("logger", "current_platform"), MagicMock())
+    names["current_platform"].check_max_model_len = lambda length: length
+    envs = types.SimpleNamespace(VLLM_ALLOW_LONG_MAX_MODEL_LEN=False)
+    space: dict[str, Any] = {**names, "envs": envs, "iter_rope_parameters": ropes, "Any": Any}
+    types_used = dict.fromkeys(("PreTrainedConfig", "ModelArchitectureConfig"), object)
+    space |= types_used
+    exec(compile(ast.Module(found, []), "model.py", "exec"), space)
+    return space["_get_and_verify_max_len"]
+
+
+def _options(text: str) -> dict[str, str]:
+    words = shlex.split(text.replace("\\\n", " "))
+    return dict(itertools.pairwise(words))
+
+
+def off(get_rope: Any, longest: Any, family: str, method: str) -> str:
+    """How far vLLM's table is from what is meant; a sentence where the command is refused."""
+    model = tiny.build(family, max_position_embeddings=64)
+    planned = plan(model, method, 64)
+    told = _options(emit(Wanted("m", planned, 64 * FACTOR, "a"), "vllm"))
+    fields = json.loads(told["--hf-overrides"])
+    config = copy.deepcopy(planned.parts.config)
+    for name, value in fields.items():
+        setattr(config, name, value)
+    length = int(told["--max-model-len"])
+    derived = types.SimpleNamespace(
+        derived_max_model_len_and_key=(config.max_position_embeddings, "max_position_embeddings")
+    )
+    if longest(config, derived, None, length, False, None) != length:
+        return "another length"
+    largest = 0.0
+    for layer in planned.layers:
+        if layer.rotation is None:
+            continue
+        rope = dict(config.rope_parameters)
+        rope = rope.get(planned.parts.layer_type(layer.module), rope)
+        size = layer.rotation.head_dim
+        table = get_rope(size, config.max_position_embeddings, True, rope, torch.float32)
+        cos, sin = table.cos_sin_cache[:length].double().chunk(2, -1)
+        theta = method_frequencies(planned.spec, layer.rotation).abs()
+        angle = torch.arange(len(cos), dtype=torch.float64)[:, None] * theta
+        gain = method_gain(planned.spec) * layer.rotation.amplitude
+        both = (cos - angle.cos() * gain, sin - angle.sin() * gain)
+        largest = max(largest, *(float(x.abs().max()) for x in both))
+    return f"{largest:.0e}"
+
+
+def main(wheel: str) -> int:
+    """Print the table."""
+    root = Path(tempfile.mkdtemp())
+    with zipfile.ZipFile(wheel) as held:
+        place = ROPE.replace(".", "/")
+        names = [name for name in held.namelist() if name.startswith(place)]
+        held.extractall(root, names)
+        source = held.read("vllm/config/model.py").decode()
+    sys.meta_path.insert(0, _Stubs(root))
+    get_rope = importlib.import_module(ROPE).get_rope
+    longest = longest_rule(source, lambda config: list(innermost(config.rope_parameters)))
+    version = re.search(r"vllm-([0-9.]+)", Path(wheel).name)
+    print(f"vLLM {version[1] if version else '?'}: the largest difference of cos and sin\n")
+    print(f"| family | {' | '.join(METHODS)} |\n{'| --- ' * (len(METHODS) + 1)}|")
+    wrong = 0
+    for family in FAMILIES:
+        cells = []
+        for method in METHODS:
+            try:
+                cells.append(off(get_rope, longest, family, method))
+                wrong += not (cells[-1][0].isdigit() and float(cells[-1]) < CLOSE)
+            except InputError as error:
+                cells.append(f"refused: {error}")
+        print(f"| {family} | {' | '.join(cells)} |", flush=True)
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
