@@ -41,7 +41,7 @@ from normattn.hf.rope_detection import method_frequencies, method_gain
 
 ROPE = "vllm.model_executor.layers.rotary_embedding"
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3_text", "olmo2", "granite")
-FAMILIES = (*FAMILIES, "glm4", "gpt_oss")
+FAMILIES = (*FAMILIES, "glm4", "smollm3")
 METHODS = (
     "YaRN(factor=4)",
     "YaRN(factor=4,sharpness=0)",

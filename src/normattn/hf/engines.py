@@ -25,7 +25,7 @@ from normattn.score.parts.rope_scaling import NTKMixed
 
 CHECKED = {
     "hf": "transformers 5.23.0, run",
-    "vllm": "vLLM 0.33.0 (get_rope, _get_and_verify_max_len), read",
+    "vllm": "vLLM 0.33.0, get_rope and _get_and_verify_max_len run",
     "sglang": "SGLang at commit 108c36c (get_rope), read",
     "llama.cpp": "llama.cpp of xllamacpp 2026.10.11549, YaRN run, the rest read",
     "gguf": "llama.cpp of xllamacpp 2026.10.11549, YaRN run, the rest read",
