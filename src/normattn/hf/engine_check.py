@@ -132,8 +132,8 @@ def verify(
     base = read_positions(config, lengths)
     if not rotates(base):
         raise InputError(
-            f"{folder}: no layer of a {config.get_text_config().model_type} model turns by its "
-            "position, so there is nothing to compare"
+            f"{folder}: no layer of a {config.get_text_config().model_type} model shows rotary "
+            "positions to its attention function, so there is nothing to compare"
         )
     wanted = _extended(base, meant.spectra)
     if own is not None and method is None:

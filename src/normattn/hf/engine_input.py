@@ -64,8 +64,11 @@ class Told:
         kind = self.raw.get("model_type")
         if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
             raise InputError(f"{self.file}: model_type {kind!r} is not known to transformers")
+        made: Any = CONFIG_MAPPING[kind]
+        # How a config.json holds infinity, which JSON has not.
+        decode = getattr(made, "_decode_special_floats", copy.deepcopy)
         with explained(self.file):
-            return CONFIG_MAPPING[kind].from_dict(copy.deepcopy(self.raw))
+            return made.from_dict(copy.deepcopy(decode(self.raw)))
 
     @property
     def decoder(self) -> Mapping[str, Any]:

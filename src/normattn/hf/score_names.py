@@ -1,7 +1,7 @@
 """From what a layer was recorded to do, and what its configuration says, to the parts of its score.
 
-The configuration proposes (bases, spectra, lengths that few tokens cannot show); what was measured
-decides: a proposal that does not give the measured frequencies is none.
+The configuration proposes (bases, rope scaling, lengths that few tokens cannot show); what was
+measured decides: a proposal that does not give the measured frequencies is none.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from normattn.hf.score_fit import CLOSE, Rotation, plain_base
@@ -27,8 +27,7 @@ def rope_of(config: Any, index: int) -> Mapping[str, Any]:
     given = getattr(config, "rope_parameters", None) or {}
     types = getattr(config, "layer_types", None)
     if any(isinstance(value, Mapping) or value is None for value in given.values()):
-        kind = types[index] if types is not None else None
-        given = given.get(kind) or {}
+        given = given.get(types[index] if types is not None else None) or {}
     rope: Mapping[str, Any] = given
     return rope
 
@@ -40,32 +39,24 @@ def position_words(
     head_dim: int,
     gains: tuple[float, ...],
 ) -> tuple[str, int | None] | None:
-    """Position and spectrum of a rotation as parts, with the length that they need; None if none.
+    """Position and rope scaling as parts, with the length that they need; None where none fits.
 
     `gains` are what the rotation may multiply q and k with by what was measured; none where that
     cannot be told.
     """
     if float(rotation.theta.abs().max()) < _STILL:
         return "NoPE", None
-    for position, spectrum, length in _proposals(rotation, rope, config, head_dim, gains):
-        text = "-".join(filter(None, ("Baseline", position, spectrum)))
-        spec = ScoreSpec.parse(text, train_length=length)
-        theirs, mine = (
-            _filled(rotation.theta, head_dim),
-            _filled(frequencies(spec, head_dim), head_dim),
-        )
-        far = rotation.size.numel() - 1
-        if float((theirs - mine).abs().max()) * far < 10 * CLOSE:
-            return "-".join(filter(None, (position, spectrum))), length
+    still = head_dim // 2 - rotation.theta.numel()
+    measured = torch.nn.functional.pad(rotation.theta, (0, still))
+    for position, scaling, length in _proposals(rotation, rope, config, head_dim, gains):
+        words = "-".join(filter(None, (position, scaling)))
+        spec = ScoreSpec.parse(f"Baseline-{words}" if words else "Baseline", train_length=length)
+        named = frequencies(spec, head_dim)
+        named = torch.nn.functional.pad(named, (0, head_dim // 2 - named.numel()))
+        off = float((measured - named).abs().max()) * (rotation.size.numel() - 1)
+        if off < 10 * CLOSE:
+            return words, length
     return None
-
-
-def _filled(theta: Float[Tensor, " p"], head_dim: int) -> Float[Tensor, " half"]:
-    """Frequencies of all D/2 pairs, those that do not turn being 0."""
-    return torch.nn.functional.pad(theta, (0, head_dim // 2 - theta.numel()))
-
-
-_Words = tuple[str, str, int | None]
 
 
 def _proposals(
@@ -74,24 +65,24 @@ def _proposals(
     config: Any,
     head_dim: int,
     gains: tuple[float, ...],
-) -> Iterator[_Words]:
+) -> Iterator[tuple[str, str, int | None]]:
     """What the configuration says, then a plain row of frequencies that fits."""
     size = 2 * rotation.theta.numel()
     share = rope.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None)
     layout = "layout=interleaved" if rotation.interleaved else ""
-    backward = "direction=backward" if float(rotation.theta[0]) < 0 else ""
-    bases = [rope.get("rope_theta"), plain_base(-rotation.theta if backward else rotation.theta)]
+    backward = float(rotation.theta[0]) < 0
+    bases = (rope.get("rope_theta"), plain_base(-rotation.theta if backward else rotation.theta))
     for base in filter(None, bases):
         named = f"base={_nice(float(base))}" if float(base) != 10000 else ""
         if rope.get("rope_type") == "proportional" and share:
-            yield _part("PRoPE", named, layout, f"fraction={share}"), _stretch(rope), None
+            yield _part("PRoPE", named, layout, f"fraction={share}"), _linear(rope), None
             continue
-        kind, part = "RoPE", backward
+        fields = (named, layout, "direction=backward" if backward else "")
+        position = _part("RoPE", *fields) if any(fields) else ""
         if size != head_dim:
-            kind, part = "PartialRoPE", _fraction(size, head_dim)
-            part += ",side=last" if rotation.start else ""
-        position = _part(kind, named, layout, part) if named or layout or part else ""
-        yield position, *_spectrum(rope, config, gains)
+            side = "side=last" if rotation.start else ""
+            position = _part("PartialRoPE", named, layout, _fraction(size, head_dim), side)
+        yield position, *_scaling(rope, config, gains)
         yield position, "", None
 
 
@@ -100,47 +91,53 @@ def _part(name: str, *fields: str) -> str:
     return f"{name}({inside})" if inside else name
 
 
-def _stretch(rope: Mapping[str, Any]) -> str:
+def _linear(rope: Mapping[str, Any]) -> str:
     factor = float(rope.get("factor") or 1.0)
     return f"PI(factor={_nice(factor)})" if factor != 1 else ""
 
 
-def _spectrum(
+def _scaling(
     rope: Mapping[str, Any], config: Any, gains: tuple[float, ...]
 ) -> tuple[str, int | None]:
-    """The stretched spectrum that rope parameters name, with the length it counts within."""
+    """The rope scaling that rope parameters name, with the length it counts within."""
     kind = rope.get("rope_type") or rope.get("type") or "default"
     length = rope.get("original_max_position_embeddings")
     length = length or getattr(config, "max_position_embeddings", None)
     if kind == "linear":
-        return _stretch(rope), None
+        return _linear(rope), None
     if kind == "llama3":
-        fields = (
-            f"factor={_nice(float(rope['factor']))}",
-            f"low={_nice(float(rope['low_freq_factor']))}",
-            f"high={_nice(float(rope['high_freq_factor']))}",
-        )
+        names = {"factor": "factor", "low": "low_freq_factor", "high": "high_freq_factor"}
+        fields = (f"{name}={_nice(float(rope[theirs]))}" for name, theirs in names.items())
         return _part("Llama3", *fields), length
-    if kind == "yarn":
-        factor = float(rope["factor"])
-        given = [f"factor={_nice(factor)}"]
-        given += ["truncate=false"] if rope.get("truncate") is False else []
-        for name, usual in (("beta_fast", 32.0), ("beta_slow", 1.0)):
-            if (value := rope.get(name)) not in (None, usual):
-                given.append(f"{name}={_nice(float(value))}")
-        likely = (0.1, 0.1 * float(rope.get("mscale_all_dim") or 1.0))
-        sharpness = _sharpness(gains or (_amplitude(rope, factor),), factor, likely)
-        given += [f"sharpness={_nice(sharpness)}"] if sharpness != 0.1 else []
-        return _part("YaRN", *given), length
-    return "", None
+    if kind != "yarn":
+        return "", None
+    factor = float(rope["factor"])
+    given = [f"factor={_nice(factor)}"]
+    given += ["truncate=false"] if rope.get("truncate") is False else []
+    for name, usual in (("beta_fast", 32.0), ("beta_slow", 1.0)):
+        if (value := rope.get(name)) not in (None, usual):
+            given.append(f"{name}={_nice(float(value))}")
+    sharpness = _sharpness(gains or (_amplitude(rope, factor),), factor, rope)
+    given += [f"sharpness={_nice(sharpness)}"] if sharpness != 0.1 else []
+    return _part("YaRN", *given), length
 
 
-def _sharpness(gains: tuple[float, ...], factor: float, usual: tuple[float, ...]) -> float:
+def _sharpness(gains: tuple[float, ...], factor: float, rope: Mapping[str, Any]) -> float:
     """YaRN's by what multiplies q and k: a usual one if one of them says so, else the last."""
     if factor <= 1:
         return 0.1
     told = [round((gain - 1) / math.log(factor), 4) for gain in gains]
+    usual = (0.1, 0.1 * float(rope.get("mscale_all_dim") or 1.0))
     return next((one for one in usual if round(one, 4) in told), told[-1])
+
+
+def _amplitude(rope: Mapping[str, Any], factor: float) -> float:
+    """What transformers multiplies cos and sin with under YaRN."""
+    if (told := rope.get("attention_factor")) is not None:
+        return float(told)
+    weights = rope.get("mscale"), rope.get("mscale_all_dim")
+    above, below = (0.1 * float(weight or 0) * math.log(factor) + 1 for weight in weights)
+    return above / below if all(weights) else 0.1 * math.log(factor) + 1
 
 
 def _fraction(size: int, head_dim: int) -> str:
@@ -151,19 +148,6 @@ def _fraction(size: int, head_dim: int) -> str:
     return f"fraction={_nice(next(fits, exact))}"
 
 
-def _amplitude(rope: Mapping[str, Any], factor: float) -> float:
-    """What transformers multiplies cos and sin with under YaRN."""
-    if (told := rope.get("attention_factor")) is not None:
-        return float(told)
-
-    def grown(weight: Any) -> float:
-        return 0.1 * float(weight) * math.log(factor) + 1
-
-    if rope.get("mscale") and rope.get("mscale_all_dim"):
-        return grown(rope["mscale"]) / grown(rope["mscale_all_dim"])
-    return grown(1.0)
-
-
 def _nice(value: float) -> str:
     """A number as a person would write it, where that is as close as was measured."""
     rounded = float(f"{value:.3g}")
@@ -172,26 +156,24 @@ def _nice(value: float) -> str:
 
 
 def temperature_words(
-    config: Any, rope: Mapping[str, Any], size: Float[Tensor, " t"], turns: bool
+    config: Any, rope: Mapping[str, Any], size: Float[Tensor, " t"], rotates: bool
 ) -> str | None:
     """The position temperature of a layer, "" where it has none, None where it is another."""
-    words = ""
+    words, expected = "", torch.ones_like(size)
     if rope.get("llama_4_scaling_beta") is not None:
         length = rope.get("original_max_position_embeddings")
         words = f"Temperature(beta={rope['llama_4_scaling_beta']},length={length})"
-    elif getattr(config, "attn_temperature_tuning", False) and not turns:
+    elif getattr(config, "attn_temperature_tuning", False) and not rotates:
         words = f"Temperature(beta={config.attn_scale},length={config.floor_scale},shift=1)"
-    expected = torch.ones_like(size)
-    if words:
-        logn = ScoreSpec.parse(f"Baseline-{words}").logn
-        assert logn is not None
+    logn = ScoreSpec.parse(f"Baseline-{words}" if words else "Baseline").logn
+    if logn is not None:
         expected = logn.factor(torch.arange(1, size.numel() + 1, dtype=torch.float64), None)
-    close = float((size / size[0] - expected / expected[0]).abs().max()) < 10 * CLOSE
-    return words if close else None
+    off = (size / size[0] - expected / expected[0]).abs().max()
+    return words if float(off) < 10 * CLOSE else None
 
 
-def window_words(visible: Tensor, named: str) -> tuple[str, str | None]:
-    """The part that hides what `visible` (T, T) hides, and what no part says; causal already.
+def window_words(visible: Bool[Tensor, "t t"], named: str) -> tuple[str, str | None]:
+    """The part that hides what `visible` hides, and what no part says; causal already.
 
     A window that is longer than the tokens is that of the configuration, `named`, a part or "".
     """
@@ -200,9 +182,8 @@ def window_words(visible: Tensor, named: str) -> tuple[str, str | None]:
     distance = positions[:, None] - positions
     causal = distance >= 0
     if torch.equal(visible, causal):
-        if named and int(named.partition("=")[2].rstrip(")")) < tokens:
-            return "", f"{named} hides nothing"
-        return named, None
+        seen = named and int(named.partition("=")[2].rstrip(")")) < tokens
+        return ("", f"{named} hides nothing") if seen else (named, None)
     width = int(torch.where(visible, distance, 0).max()) + 1
     if torch.equal(visible, causal & (distance < width)):
         return f"SlidingWindow(window={width})", None

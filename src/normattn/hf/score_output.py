@@ -10,24 +10,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Shaped
 from torch import Tensor
 from torch.nn import functional as F
 
 from normattn.hf.probe import hidden
-from normattn.hf.score_fit import CLOSE
+from normattn.hf.score_fit import CLOSE, heads_of
 from normattn.hf.score_names import window_words
 from normattn.hf.score_record import RecordedLayer
 
-_CHANGED = "its output is changed before the last projection in a way that no part says"
+_ROUNDED = 1e-4
+"""How far numbers of two texts may be apart by rounding alone, as a share of the largest."""
 
 
 @dataclass(frozen=True)
 class Gating:
-    """The output gate's part and its logits (B, T, …), and what else happens to the output.
-
-    `lacks` is what is not understood.
-    """
+    """The output gate's part and its logits (B, T, …); `lacks` is what is not understood."""
 
     part: str = ""
     logits: Tensor | None = None
@@ -37,46 +34,12 @@ class Gating:
 def gating(layer: RecordedLayer) -> Gating:
     """What stands between attention's output and the last projection."""
     out = layer.out.flatten(2)
-    given = [
-        projection.given for projection in layer.projections if projection.given.shape == out.shape
-    ]
+    given = [x.given for x in layer.projections if x.given.shape == out.shape]
     if any(torch.equal(candidate, out) for candidate in given):
         return Gating()
-    for candidate in given:
-        for logits in _logits(layer):
-            gate = _gate(layer.out, candidate, logits)
-            if gate is not None:
-                return gate
-    return Gating(lacks=_CHANGED)
-
-
-def _gate(out: Tensor, given: Tensor, logits: Tensor) -> Gating | None:
-    """The gate that makes `given` (B, T, H·E) of the output (B, T, H, E) by these logits.
-
-    A number for each head may be added to them first.
-    """
-    heads, size = out.shape[2:]
-    wide = logits.shape[-1] // heads
-    per = [] if wide > 1 or size == 1 else ["per=head"]
-    gate = logits.double().reshape(*logits.shape[:2], heads, wide)
-    wanted = given.double().view_as(out)
-    tried = [(gate, []), (gate, ["act=softplus"]), (gate + _shift(out, wanted, gate), [])]
-    for logits, act in tried:
-        opened = F.softplus(logits) if act else logits.sigmoid()
-        if _same(opened * out, wanted):
-            fields = ",".join([*per, *act])
-            return Gating(f"Gate({fields})" if fields else "Gate", logits.flatten(2))
-    return None
-
-
-def _shift(out: Tensor, wanted: Tensor, gate: Tensor) -> Tensor:
-    """What is added to a head's logits besides (H, 1), by the middle of what the output tells."""
-    share = (wanted / out).clamp(1e-6, 1 - 1e-6)
-    return (share.logit() - gate).movedim(2, 0).flatten(1).median(-1).values[:, None]
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    return float((one - other).abs().max()) <= CLOSE * float(other.abs().max())
+    gates = (_gate(layer.out, x, logits) for x in given for logits in _logits(layer))
+    lacks = "its output is changed before the last projection in a way that no part says"
+    return next((gate for gate in gates if gate is not None), Gating(lacks=lacks))
 
 
 def _logits(layer: RecordedLayer) -> Iterator[Tensor]:
@@ -87,11 +50,26 @@ def _logits(layer: RecordedLayer) -> Iterator[Tensor]:
         if made.shape[-1] in (heads * size, heads):
             yield made
         elif made.shape[-1] == heads * (d + size):
-            yield made.reshape(*made.shape[:2], heads, d + size)[..., d:].flatten(2)
+            yield heads_of(made, d + size)[..., d:].transpose(1, 2).flatten(2)
 
 
-_ROUNDED = 1e-4
-"""How far numbers of two texts may be apart by rounding alone, as a share of the largest."""
+def _gate(out: Tensor, given: Tensor, logits: Tensor) -> Gating | None:
+    """The gate that makes `given` (B, T, H·E) of the output (B, T, H, E) by these logits.
+
+    A number for each head may be added to them first: the middle of what the output tells.
+    """
+    heads, size = out.shape[2:]
+    wide = logits.shape[-1] // heads
+    gate = logits.double().reshape(*logits.shape[:2], heads, wide)
+    wanted = given.double().view_as(out)
+    share = (wanted / out).clamp(1e-6, 1 - 1e-6)
+    shift = (share.logit() - gate).movedim(2, 0).flatten(1).median(-1).values[:, None]
+    for shifted, act in ((gate, ""), (gate, "act=softplus"), (gate + shift, "")):
+        opened = F.softplus(shifted) if act else shifted.sigmoid()
+        if float((opened * out - wanted).abs().max()) <= CLOSE * float(wanted.abs().max()):
+            fields = ",".join(filter(None, ("" if wide > 1 or size == 1 else "per=head", act)))
+            return Gating(f"Gate({fields})" if fields else "Gate", shifted.flatten(2))
+    return None
 
 
 @dataclass(frozen=True)
@@ -113,43 +91,45 @@ def masking(layer: RecordedLayer, config: Any) -> Masking:
     """What the mask does, by what was recorded of it in texts that differ."""
     causal = not bool(layer.visible[0].triu(1).any())
     mask = None if layer.mask is None else layer.mask[..., : layer.k.shape[2]]
-    part, unsaid = "", None
+    part, unsaid, named = "", None, _named(layer, config)
     if causal and layer.same_mask:
-        part, unsaid = window_words(layer.visible[0].cpu(), _named(layer, config))
-    elif causal and mask is not None:
-        part = _kept_within(~hidden(mask), _named(layer, config))
+        part, unsaid = window_words(layer.visible[0].cpu(), named)
+    elif causal and mask is not None and named.startswith("SlidingWindow"):
+        part = named if _within(~hidden(mask), named) else ""
     if mask is None or (layer.same_mask and not layer.added and unsaid is None):
         return Masking(part, causal, lacks=_too_few(layer) if layer.indexed else unsaid)
     hides, adds = _by_text(mask)
     operand = mask.cpu() if mask.dtype == torch.bool else mask.double().cpu()
-    lacks = _fixed(layer, hides, adds) or unsaid
+    lacks = _in_every_text(layer, hides, adds) or unsaid
     return Masking(part, causal, operand, _words(layer, hides, adds), lacks)
 
 
-def _by_text(mask: Shaped[Tensor, "b h t s"]) -> tuple[bool, bool]:
+def _by_text(mask: Tensor) -> tuple[bool, bool]:
     """Whether the keys that it hides, and the numbers that it adds, differ from text to text."""
     hides = hidden(mask)
+    differ = bool((hides != hides[:1]).any())
     if mask.dtype == torch.bool:
-        return bool((hides != hides[:1]).any()), False
+        return differ, False
     both = ~hides & ~hides[:1]
     added, apart = (torch.where(both, x, 0.0).abs().max() for x in (mask, mask - mask[:1]))
-    return bool((hides != hides[:1]).any()), bool(apart > _ROUNDED * added)
+    return differ, bool(apart > _ROUNDED * added)
 
 
 def _words(layer: RecordedLayer, hides: bool, adds: bool) -> str | None:
     """What the operand does, in words."""
-    if not (hides or adds):
-        return None
-    if layer.indexed and not adds:
+    seen, added = "which keys are seen", "what is added to scores"
+    words = {
+        (False, False): None,
+        (True, True): f"{seen} and {added} depend on the text (attn_mask)",
+        (True, False): f"{seen} depends on the text (attn_mask)",
+        (False, True): "what the mask adds to the scores depends on the text (attn_mask)",
+    }
+    if layer.indexed and hides and not adds:
         return "an indexer chooses the keys of each query (attn_mask)"
-    if hides and adds:
-        return "which keys are seen and what is added to scores depend on the text (attn_mask)"
-    if hides:
-        return "which keys are seen depends on the text (attn_mask)"
-    return "what the mask adds to the scores depends on the text (attn_mask)"
+    return words[hides, adds]
 
 
-def _fixed(layer: RecordedLayer, hides: bool, adds: bool) -> str | None:
+def _in_every_text(layer: RecordedLayer, hides: bool, adds: bool) -> str | None:
     """What a mask does in every text alike, which would be a part of the score."""
     if layer.added and not adds:
         return f"its mask adds up to {layer.added:.2g} to a score, which no part says"
@@ -162,13 +142,11 @@ def _too_few(layer: RecordedLayer) -> str:
     return f"its indexer leaves out none of {layer.q.shape[2]} tokens: it takes more to show it"
 
 
-def _kept_within(visible: Bool[Tensor, "b h t s"], named: str) -> str:
-    """The window of the configuration where no key beyond it is seen, "" otherwise."""
-    if not named.startswith("SlidingWindow"):
-        return ""
+def _within(visible: Tensor, window: str) -> bool:
+    """Whether no key beyond a window is seen."""
     queries, keys = (torch.arange(size, device=visible.device) for size in visible.shape[-2:])
-    near = queries[:, None] - keys < int(named.partition("=")[2].rstrip(")"))
-    return "" if bool((visible & ~near).any()) else named
+    near = queries[:, None] - keys < int(window.partition("=")[2].rstrip(")"))
+    return not bool((visible & ~near).any())
 
 
 def _named(layer: RecordedLayer, config: Any) -> str:
