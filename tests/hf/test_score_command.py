@@ -45,13 +45,18 @@ def test_the_command_names_layers(tmp_path: Path, capsys: pytest.CaptureFixture[
             {},
             "Baseline-PartialRoPE(layout=interleaved,fraction=0.3334,side=last)",
         ),
+        (
+            "granitemoehybrid",
+            {"layer_types": ["mamba", "attention"], "num_hidden_layers": 2},
+            "Baseline(scale=1)",
+        ),
         ("doge", {}, "QKRMSNorm"),
         ("gemma4_text", {}, "QKRMSNorm(scale=1)-SlidingWindow(window=512)"),
         ("gemma3n_text", {}, "QKRMSNorm(scale=1)-SlidingWindow(window=512)"),
     ],
 )
 def test_the_command_reads_sizes_as_released(
-    kind: str, more: dict[str, int], score: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    kind: str, more: dict[str, Any], score: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Groups of experts, sizes by layer, ratios of widths and ranks survive in the small model."""
     make: Any = transformers.CONFIG_MAPPING[kind]

@@ -119,6 +119,11 @@ def _make_small(text: Any) -> None:
     }
     sizes |= {name: value for name, value in _TOKENS.items() if hasattr(text, name)}
     sizes |= {"num_attention_heads": 2, "hidden_size": 2 * int(head_dim)} | _narrowed(text)
+    # Mamba layers beside attention, whose heads make up a multiple of the width.
+    expand, own_width = getattr(text, "mamba_expand", None), hasattr(text, "mamba_d_ssm")
+    if isinstance(expand, int) and hasattr(text, "mamba_n_heads") and not own_width:
+        wide = expand * sizes["hidden_size"]
+        sizes |= {"mamba_n_heads": 2, "mamba_n_groups": 1, "mamba_d_head": wide // 2}
     if hasattr(text, "num_key_value_heads"):
         sizes["num_key_value_heads"] = 2 if groups == heads else 1
     for name, value in sizes.items():
