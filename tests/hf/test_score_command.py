@@ -48,7 +48,7 @@ def test_the_command_names_layers(tmp_path: Path, capsys: pytest.CaptureFixture[
         (
             "granitemoehybrid",
             {"layer_types": ["mamba", "attention"], "num_hidden_layers": 2},
-            "Baseline(scale=1)",
+            "Baseline(scale=1)-NoPE",
         ),
         ("doge", {}, "QKRMSNorm"),
         ("gemma4_text", {}, "QKRMSNorm(scale=1)-SlidingWindow(window=512)"),
