@@ -16,8 +16,8 @@ from typing import Any
 
 from normattn.cli.listing import described, excluded
 from normattn.lab.studies import OF_COMMANDS, find, names
-from normattn.lab.sweep import presets
-from normattn.lab.sweep.study import Study
+from normattn.lab.studies import preset as presets
+from normattn.lab.studies.base import Study
 from normattn.score.parts import Part, Slot, parts
 
 ROOT = Path(__file__).parents[1]
@@ -233,7 +233,7 @@ def _study_page(name: str, study: Study) -> list[str]:
 def _presets(name: str, study: Study) -> list[str]:
     if study.made_by:
         return []
-    own = (ROOT / "src" / "normattn" / "lab" / "sweep" / "presets" / name).is_dir()
+    own = (ROOT / "src" / "normattn" / "lab" / "studies" / "presets" / name).is_dir()
     known = presets.names(name if own else None)
     return [f"- **Presets:** {', '.join(f'`{preset}`' for preset in known)}"]
 

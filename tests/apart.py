@@ -20,7 +20,7 @@ from pathlib import Path
 SECONDS = 1800  # far beyond what any takes: speed is not tested here
 PRELOADED = (
     *("torch._dynamo", "normattn.lab.training.fsdp", "training.group"),
-    *("normattn.cli.app", "normattn.cli.reproduce", "normattn.lab.sweep.cell"),
+    *("normattn.cli.app", "normattn.cli.reproduce", "normattn.lab.sweep.runner"),
 )
 
 

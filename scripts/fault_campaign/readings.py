@@ -212,10 +212,9 @@ def _of_sweep(setting: Setting, place: Path, out: Path) -> list[Work]:
 def _again(setting: Setting, place: Path, out: Path) -> None:
     """What `reproduce` does, in this process: each cell that is not done, then the page."""
     from normattn.lab.studies import find
-    from normattn.lab.sweep.cell import run_cell
-    from normattn.lab.sweep.layout import CellPaths, write_if_changed
-    from normattn.lab.sweep.run import _open, is_done
-    from normattn.lab.sweep.study import Request
+    from normattn.lab.sweep.paths import RunPaths, write_if_changed
+    from normattn.lab.sweep.run import Request
+    from normattn.lab.sweep.runner import _open, is_done, run_child
 
     study = find("keynorm")
     asked = Request(
@@ -226,10 +225,10 @@ def _again(setting: Setting, place: Path, out: Path) -> None:
     with _open(sweep).lock():
         for cell in sweep.cells:
             if not is_done(sweep, cell):
-                paths = CellPaths.of(place, cell.variant, cell.seed)
+                paths = RunPaths.of(place, cell.variant, cell.seed)
                 fields = cell.model_dump(mode="json")
                 write_if_changed(paths.settings, {"study": study.name, **fields})
-                run_cell(paths.job, study)
+                run_child(paths.job, study)
         config = sweep.config.model_dump(mode="json")
         study.report(study.measurements(place), out / "again", config)
 

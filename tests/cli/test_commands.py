@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from cli.conftest import Command
 from normattn.cli import values
 from normattn.lab import studies
-from normattn.lab.sweep.settings import merged
+from normattn.lab.sweep.config import merged
 from normattn.score.parts import base as registry
 from normattn.settings import typed
 

@@ -11,7 +11,7 @@ import pytest
 
 from cli.conftest import Command
 from normattn.lab.data.retrieval_facts import TASKS
-from normattn.lab.sweep.methods import left_out, post_hoc_methods
+from normattn.lab.studies.methods import left_out, post_hoc_methods
 from normattn.score import ScoreSpec
 
 

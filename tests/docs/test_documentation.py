@@ -101,7 +101,7 @@ def test_commands_are_understood(
         "cli.inspection_foreign.inspect_foreign",
         "cli.reporting.report",
         "cli.score_reading.read_score",
-        "lab.sweep.run.reproduce",
+        "lab.sweep.runner.reproduce",
     ):
         monkeypatch.setattr(f"normattn.{place}", work(place))
     with pytest.raises(SystemExit) as ended:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from normattn.lab.studies.keynorm import METHODS, VARIANTS
-from normattn.lab.sweep import presets
-from normattn.lab.sweep.reading import AS_IS
+from normattn.lab.studies import preset as presets
+from normattn.lab.studies.language import AS_IS
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text("utf-8")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from normattn.lab.studies.keynorm import METHODS, VARIANTS
-from normattn.lab.sweep.reading import AS_IS
+from normattn.lab.studies.language import AS_IS
 
 from .test_quick import RESULTS, ROOT, interval, name, points, published, rows
 

@@ -19,8 +19,8 @@ from normattn.lab.diagnostics.lines import read_diagnostics
 from normattn.lab.runs import RunDirectory, read_metrics, read_status
 from normattn.lab.stats import measurements
 from normattn.lab.studies import find
-from normattn.lab.sweep import presets
-from normattn.lab.sweep.cell import read_cell
+from normattn.lab.studies import preset as presets
+from normattn.lab.sweep.runner import read_run
 from normattn.lab.training.config import read_settings
 from normattn.models.pretrained import load_any
 from normattn.settings import Settings
@@ -52,7 +52,7 @@ READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "status": ("status.json", lambda path: read_status(path.parent)),
     "metrics": ("metrics.jsonl", read_metrics),
     "diagnostics": ("diagnostics.jsonl", read_diagnostics),
-    "cell": ("cell.json", lambda path: read_cell(path, find("keynorm"))),
+    "cell": ("cell.json", lambda path: read_run(path, find("keynorm"))),
     "measurements": (measurements.FILE, measurements.read),
     "settings": ("mine.json", read_settings),
     "model": ("config.json", lambda path: load_any(path.parent)),

@@ -12,9 +12,9 @@ from normattn.lab.report.page import context
 from normattn.lab.stats import measurements
 from normattn.lab.sweep import cell as cell_module
 from normattn.lab.sweep import layout
-from normattn.lab.sweep.cell import run_cell
-from normattn.lab.sweep.layout import CellPaths, write_if_changed
-from normattn.lab.sweep.study import Cell, Study, Sweep
+from normattn.lab.sweep.runner import run_child
+from normattn.lab.sweep.paths import RunPaths, write_if_changed
+from normattn.lab.sweep.run import Run, Sweep
 
 PAGE = "page"
 
@@ -32,9 +32,9 @@ def run(study: Study, sweep: Sweep) -> None:
 
 def one_cell(study: Study, sweep: Sweep, cell: Cell) -> int:
     """Run one cell; return its exit code."""
-    paths = CellPaths.of(sweep.out, cell.variant, cell.seed)
+    paths = RunPaths.of(sweep.out, cell.variant, cell.seed)
     write_if_changed(paths.settings, {"study": study.name, **cell.model_dump(mode="json")})
-    return run_cell(paths.job, study)
+    return run_child(paths.job, study)
 
 
 def write(study: Study, out: Path) -> None:

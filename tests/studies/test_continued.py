@@ -15,9 +15,9 @@ from normattn.io import read_object
 from normattn.lab.data import prepare_tokens
 from normattn.lab.studies.continue_ import STUDY, evaluation_sets, resolve
 from normattn.lab.sweep.reading import KeptStage
-from normattn.lab.sweep.settings import EvaluationSettings
+from normattn.lab.studies.preset import EvaluationSettings
 from normattn.lab.sweep.stages import TrainStage
-from normattn.lab.sweep.study import Request
+from normattn.lab.sweep.run import Request
 from normattn.lab.training import TrainingConfig
 from normattn.models.pretrained import load_model
 from studies.inprocess import files, run, run_killed

@@ -65,7 +65,7 @@ def test_a_lost_or_damaged_marker_costs_a_look_and_no_digit(tiny: Path, tmp_path
 
 def test_empty_files_alone_are_no_evaluations(tiny: Path, tmp_path: Path) -> None:
     from normattn.lab.studies import find
-    from normattn.lab.sweep.study import Request
+    from normattn.lab.sweep.run import Request
 
     asked = Request(
         str(tiny), variants=("KNA",), methods=("as is", "YaRN"), seeds=(0,), out=tmp_path / "out"

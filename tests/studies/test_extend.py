@@ -12,7 +12,7 @@ from normattn.lab.report.figure import Intervals
 from normattn.lab.report.page import context
 from normattn.lab.report.view import View
 from normattn.lab.stats import Identity, identified, joined, sums
-from normattn.lab.studies._advice import LAST, LEAST_GAIN, LOSS, Advice, advise, home
+from normattn.lab.studies.advice import LAST, LEAST_GAIN, LOSS, Advice, advise, home
 from normattn.lab.studies.extend import EXACT, KEY, PAGE, PREFILL, SECONDS, TRAIN, complete
 
 L, TOKENS = 8, 8

@@ -12,11 +12,11 @@ from normattn.errors import InputError
 from normattn.lab.data import prepare_tokens
 from normattn.lab.studies.factors import CHANGES, STUDY, FactorCell, resolve, words
 from normattn.lab.studies.keynorm import resolve as resolve_keynorm
-from normattn.lab.sweep.language import ReadCell
-from normattn.lab.sweep.layout import CellPaths
-from normattn.lab.sweep.measuring import evaluate_trained
-from normattn.lab.sweep.run import reproduce
-from normattn.lab.sweep.study import Request, Sweep, free_settings, with_added
+from normattn.lab.studies.language import ReadCell
+from normattn.lab.sweep.paths import RunPaths
+from normattn.lab.studies.language import evaluate_trained
+from normattn.lab.sweep.runner import reproduce
+from normattn.lab.sweep.run import Request, Sweep
 from normattn.models.pretrained import load_model
 from normattn.settings import first_difference
 from studies.inprocess import files, run
@@ -101,7 +101,7 @@ def test_the_table_is_what_the_models_read(tiny: Path, tmp_path: Path) -> None:
         for seed in (0, 1):
             (cell,) = (c for c in sweep.cells if c.name == f"{name}-{score} seed {seed}")
             assert isinstance(cell, FactorCell)
-            place = CellPaths.of(tmp_path, cell.variant, seed).run
+            place = RunPaths.of(tmp_path, cell.variant, seed).run
             config, settings = cell.training_config, cell.evaluation
             assert str(load_model(place / "model").config.score) == str(config.model.score)
             frame = evaluate_trained(

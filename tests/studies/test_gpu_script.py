@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from normattn.lab.sweep.presets import load
-from normattn.lab.sweep.settings import merged
+from normattn.lab.studies.preset import load
+from normattn.lab.sweep.config import merged
 from normattn.lab.training.tasks.text import TrainingConfig
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "gpu"

@@ -17,7 +17,7 @@ from normattn.cli.app import main
 from normattn.cli.reporting import report
 from normattn.errors import InputError
 from normattn.lab.stats import measurements
-from normattn.lab.sweep.corpora import canonical_json, refuse_changed_text
+from normattn.lab.sweep.collect import canonical_json, refuse_changed_text
 
 RESULTS = Path(__file__).parents[2] / "results"
 WHOLE = RESULTS / "rmsnorm-laptop"

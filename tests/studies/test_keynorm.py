@@ -10,11 +10,11 @@ import pytest
 
 from normattn.errors import InputError
 from normattn.lab.studies.keynorm import METHODS, VARIANTS, resolve, trained_in_variants
-from normattn.lab.sweep import presets
-from normattn.lab.sweep.language import ReadCell, TextConfig
-from normattn.lab.sweep.methods import Omission, grouped
-from normattn.lab.sweep.plan import make_plan
-from normattn.lab.sweep.study import Cell, Request, SweepConfig
+from normattn.lab.studies import preset as presets
+from normattn.lab.studies.language import ReadCell, TextConfig
+from normattn.lab.studies.methods import Omission, grouped
+from normattn.lab.sweep.planner import make_plan
+from normattn.lab.sweep.run import Request, Run
 from normattn.lab.training import TrainingConfig
 from normattn.score import ScoreSpec
 from normattn.score.parts import base as registry

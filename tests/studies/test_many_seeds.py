@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from normattn.lab.studies import find, names
-from normattn.lab.sweep.plan import make_plan
-from normattn.lab.sweep.study import Request
+from normattn.lab.sweep.planner import make_plan
+from normattn.lab.sweep.run import Request
 from normattn.lab.training import LoopConfig
 
 

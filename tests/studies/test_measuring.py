@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from normattn.lab.sweep.measuring import read_lengths, set_lengths
-from normattn.lab.sweep.settings import PROTOCOLS, EvaluationSettings
+from normattn.lab.studies.language import read_lengths, set_lengths
+from normattn.lab.studies.preset import PROTOCOLS, EvaluationSettings
 
 
 @pytest.mark.parametrize(

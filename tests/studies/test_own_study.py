@@ -17,8 +17,8 @@ from normattn.lab.stats import Identity, identified, joined, sums
 from normattn.lab.studies import find, find_typed, names, summary
 from normattn.lab.studies.base import Claim, Eval, Metric, Study, Variant
 from normattn.lab.sweep.launchers import Local
-from normattn.lab.sweep.study import CORPUS, Request
-from normattn.lab.sweep.study import Study as OneStudy
+from normattn.lab.sweep.run import CORPUS, Request
+from normattn.lab.studies.base import Study as OneStudy
 from studies import here
 
 PAGE = Path(__file__).parents[2] / "docs" / "adding-a-study.md"

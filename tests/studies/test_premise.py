@@ -12,7 +12,7 @@ import pytest
 from normattn.lab.report.figure import Curves
 from normattn.lab.report.view import View
 from normattn.lab.stats import Bootstrap, Identity, fact, identified, joined, sums
-from normattn.lab.studies.base import position_figures
+from normattn.lab.studies.lm_report import position_figures
 from normattn.lab.studies.premise import at_training_length, copying, premise
 
 L, LONGEST, DOCUMENTS = 4, 16, 40

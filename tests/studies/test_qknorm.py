@@ -16,8 +16,8 @@ from normattn.lab.studies.qknorm import STUDY, collect, resolve
 from normattn.lab.studies.qknorm.rows import parts
 from normattn.lab.studies.qknorm.settings import MULTIPLES, SCORES, SWEPT
 from normattn.lab.studies.qknorm.translation import RateCell, TranslateCell, scores_of
-from normattn.lab.sweep import presets
-from normattn.lab.sweep.study import Request, Sweep
+from normattn.lab.studies import preset as presets
+from normattn.lab.sweep.run import Request, Sweep
 from studies.inprocess import files, run, run_killed
 
 PRESET = """

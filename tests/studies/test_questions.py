@@ -13,7 +13,7 @@ import torch
 import normattn
 from normattn.errors import InputError
 from normattn.lab.studies.questions import NAME, QUESTIONS, STUDY, Question, resolve
-from normattn.lab.sweep.study import Request
+from normattn.lab.sweep.run import Request
 from normattn.score import ScoreSpec
 from studies.inprocess import files, run
 

@@ -10,7 +10,7 @@ import pytest
 from normattn.errors import InputError
 from normattn.lab.studies import keynorm
 from normattn.lab.studies.reading import STUDY, resolve
-from normattn.lab.sweep.study import Request
+from normattn.lab.sweep.run import Request
 from studies.inprocess import files, run
 
 

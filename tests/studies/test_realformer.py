@@ -13,9 +13,9 @@ from normattn.errors import InputError
 from normattn.io import read_object
 from normattn.lab.studies.realformer import STUDY, EncoderCell, GridCell, resolve
 from normattn.lab.studies.realformer.settings import ROWS
-from normattn.lab.sweep import presets
-from normattn.lab.sweep.layout import CellPaths
-from normattn.lab.sweep.study import Request, Sweep
+from normattn.lab.studies import preset as presets
+from normattn.lab.sweep.paths import RunPaths
+from normattn.lab.sweep.run import Request, Sweep
 from normattn.lab.training.init_from import new_masked_model
 from normattn.lab.training.tasks.text import MaskedConfig
 from normattn.models.masked_lm import MaskedLM
@@ -219,7 +219,7 @@ def test_a_row_goes_on_from_the_trained_postln(preset: str, tmp_path: Path) -> N
     run(STUDY, made)
     start = {}
     for row in chosen:
-        paths = CellPaths.of(tmp_path, f"small-{row}", 0)
+        paths = RunPaths.of(tmp_path, f"small-{row}", 0)
         start[row] = (paths.run / "model" / "model.safetensors").read_bytes()
         if row == "PostLN":
             continue

@@ -13,7 +13,7 @@ from normattn.errors import InputError
 from normattn.io import read_object
 from normattn.lab.data import prepare_tokens
 from normattn.lab.studies.retrofit import STUDY, evaluation_sets, resolve
-from normattn.lab.sweep.study import Request
+from normattn.lab.sweep.run import Request
 from normattn.lab.training import TrainingConfig
 from normattn.lab.training.init_from import new_model
 from normattn.models.pretrained import load_model

@@ -14,8 +14,8 @@ from normattn.errors import InputError
 from normattn.lab.stats import collected, measurements
 from normattn.lab.studies.rmsnorm import NORMS, STUDY, TIMED, NormCell, TimeCell, collect, resolve
 from normattn.lab.studies.rmsnorm.measuring import whole_time
-from normattn.lab.sweep import presets
-from normattn.lab.sweep.study import Request, Sweep
+from normattn.lab.studies import preset as presets
+from normattn.lab.sweep.run import Request, Sweep
 from studies.inprocess import files, run, run_killed
 
 pytest.importorskip("torchmetrics")

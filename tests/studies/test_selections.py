@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from normattn.lab.sweep.methods import left_out, post_hoc_methods, refusal
+from normattn.lab.studies.methods import left_out, post_hoc_methods, refusal
 from normattn.score import ScoreSpec
 from normattn.score.parts import base as registry
 

@@ -10,9 +10,9 @@ import pytest
 from normattn.cli.reporting import report
 from normattn.errors import InputError
 from normattn.lab.studies.window import STUDY, resolve
-from normattn.lab.sweep.language import ReadCell, TextConfig
-from normattn.lab.sweep.layout import CellPaths
-from normattn.lab.sweep.study import Request
+from normattn.lab.studies.language import ReadCell, TextConfig
+from normattn.lab.sweep.paths import RunPaths
+from normattn.lab.sweep.run import Request
 from studies.inprocess import files, run, run_killed
 
 FEW = {
@@ -52,7 +52,7 @@ def test_a_report_says_what_is_not_finished_and_which_records_are_gone(
     assert (tmp_path / "again" / "table.md").is_file()
     assert not capsys.readouterr().err
 
-    done = CellPaths.of(out, "Baseline", 0).done
+    done = RunPaths.of(out, "Baseline", 0).done
     done.rename(done.with_name("aside.json"))
     report([out], tmp_path / "again")
     assert capsys.readouterr().err == (

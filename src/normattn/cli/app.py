@@ -206,11 +206,11 @@ StudyName = Annotated[str, typer.Option("--study")]
 def _cell(directory: Path, study: StudyName, parent: Parent = 0) -> None:
     """Train and evaluate the cell in `directory`; stop when the process `parent` is gone."""
     from normattn.lab.studies import errors_in, find_typed
-    from normattn.lab.sweep.cell import run_cell
+    from normattn.lab.sweep.runner import run_child
 
     found = find_typed(study)
     with errors_in(found):
-        code = run_cell(directory, found, parent)
+        code = run_child(directory, found, parent)
     if code:
         raise typer.Exit(code)
 

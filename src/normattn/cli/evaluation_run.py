@@ -21,15 +21,16 @@ from normattn.lab.report.terminal import say, tell
 from normattn.lab.runs import RunDirectory, require_finished
 from normattn.lab.stats import MeasurementStore
 from normattn.lab.studies import find
-from normattn.lab.sweep.layout import is_of_a_study
-from normattn.lab.sweep.measuring import (
+from normattn.lab.studies.language import (
     EVALUATIONS,
     asked_alone,
-    count_evaluations,
     evaluate_trained,
+    set_lengths,
 )
-from normattn.lab.sweep.methods import ALL, left_out, post_hoc_methods
-from normattn.lab.sweep.settings import PROTOCOLS, EvaluationSettings, Protocol, validated
+from normattn.lab.studies.methods import ALL, left_out, post_hoc_methods
+from normattn.lab.studies.preset import PROTOCOLS, EvaluationSettings, Protocol
+from normattn.lab.sweep.config import validated
+from normattn.lab.sweep.paths import is_of_a_study
 from normattn.lab.training import TrainingConfig
 from normattn.lab.training.tasks.text import CausalWorkload
 from normattn.score import ScoreSpec
@@ -66,7 +67,7 @@ def evaluate_run(asked: EvaluateOptions) -> None:
     for sentence in sentences:
         tell(sentence)
     torch.set_num_threads(asked.threads)
-    total = count_evaluations(settings) * len(methods)
+    total = len(set_lengths(settings)) * len(methods)
 
     require_finished(run, "be evaluated")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:

@@ -20,9 +20,9 @@ from normattn.lab.report.view import View
 from normattn.lab.runs import RunDirectory, require_finished, unchanged
 from normattn.lab.stats import MeasurementStore
 from normattn.lab.studies import find
-from normattn.lab.studies.base import history_figure
+from normattn.lab.studies.language import EVALUATIONS, MODEL, asked_alone
+from normattn.lab.studies.lm_report import history_figure
 from normattn.lab.sweep.collect import history
-from normattn.lab.sweep.measuring import EVALUATIONS, MODEL, asked_alone
 from normattn.lab.training import TrainingConfig
 from normattn.lab.training.config import LoopConfig
 from normattn.lab.training.tasks.classification import (

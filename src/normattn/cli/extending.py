@@ -40,9 +40,9 @@ from normattn.lab.report.terminal import Bar, say
 from normattn.lab.report.view import View
 from normattn.lab.runs import RunDirectory
 from normattn.lab.stats import Identity, MeasurementStore
-from normattn.lab.studies._advice import Advice, advise
+from normattn.lab.studies.advice import Advice, advise
 from normattn.lab.studies.extend import KIND, MEASUREMENTS, STUDY
-from normattn.lab.sweep.plan import duration
+from normattn.lab.sweep.planner import duration
 from normattn.lab.training.distributed import choose_device
 from normattn.terminal import show
 

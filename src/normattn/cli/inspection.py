@@ -30,8 +30,7 @@ from normattn.lab.report.terminal import print_table, say
 from normattn.lab.report.view import View
 from normattn.lab.runs import RunDirectory, require_finished
 from normattn.lab.stats import Identity, identified, joined, sums
-from normattn.lab.studies.inspect import STUDY
-from normattn.lab.studies.inspect.measured import DRAWN, KEY, KIND, QUERY, TRAINING
+from normattn.lab.studies.inspect import DRAWN, KEY, KIND, QUERY, STUDY, TRAINING
 from normattn.lab.training import LoopConfig, TrainingConfig
 from normattn.lab.training.distributed import choose_device
 from normattn.lab.training.tasks import classification, text, translation, vision

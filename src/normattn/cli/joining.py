@@ -16,8 +16,8 @@ import polars as pl
 from normattn.errors import InputError
 from normattn.lab.stats import measurements
 from normattn.lab.stats.measurements import FACTOR
-from normattn.lab.sweep.corpora import Corpora
-from normattn.lab.sweep.study import free_settings
+from normattn.lab.sweep.collect import Corpora
+from normattn.lab.sweep.config import free_settings
 from normattn.settings import first_difference
 
 CELL = ("row", "seed")

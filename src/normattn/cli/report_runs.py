@@ -18,10 +18,9 @@ from normattn.lab.runs import RunDirectory, read_status
 from normattn.lab.stats import collected, joined, measurements
 from normattn.lab.stats.arrays import left_out, on_common_sets
 from normattn.lab.stats.measurements import FACTOR
+from normattn.lab.studies.language import asked_alone
 from normattn.lab.studies.reading import KIND, OWN_TABLES
-from normattn.lab.sweep.collect import history
-from normattn.lab.sweep.corpora import Corpora
-from normattn.lab.sweep.measuring import asked_alone
+from normattn.lab.sweep.collect import Corpora, history
 from normattn.lab.training import TrainingConfig
 from normattn.lab.training.config import CHANGEABLE
 from normattn.lab.training.init_from import CORPUS_FILE

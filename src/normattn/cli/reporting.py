@@ -17,13 +17,13 @@ from normattn.io import read_object, write_json
 from normattn.lab.report.terminal import say
 from normattn.lab.runs.directory import FORMAT
 from normattn.lab.stats import measurements
-from normattn.lab.studies import OF_COMMANDS, errors_in, find, find_typed, gallery
+from normattn.lab.studies import OF_COMMANDS, errors_in, extend, find, find_typed
 from normattn.lab.studies.extend import KIND as EXTEND
 from normattn.lab.studies.reading import KIND as READING
-from normattn.lab.sweep.cell import study_named
-from normattn.lab.sweep.corpora import Corpora
-from normattn.lab.sweep.layout import CellPaths
-from normattn.lab.sweep.study import Study, with_added
+from normattn.lab.sweep.collect import Corpora
+from normattn.lab.sweep.config import with_added
+from normattn.lab.sweep.paths import RunPaths
+from normattn.lab.sweep.runner import study_named
 from normattn.terminal import warn
 
 
@@ -126,12 +126,14 @@ def _measured(folder: Path, named: str | None) -> Measured | None:
 
 def _gallery(places: Sequence[Path], out: Path) -> Measured:
     """Models and texts that `extend` read, whose settings lie in `out` too."""
-    measured, config = gallery.gathered(places), gallery.settings(places)
+    measured, config = extend.gathered(places), extend.settings(places)
     kind = _configuration(out)[1]
-    if kind not in (None, gallery.KIND):
+    if kind not in (None, extend.GALLERY.name):
         raise InputError(f"{out / 'config.json'} is that of {kind}: give another --out")
-    write_json(out / "config.json", {"format": FORMAT, "kind": gallery.KIND, "config": config})
-    return Measured(gallery.STUDY, config, measured)
+    write_json(
+        out / "config.json", {"format": FORMAT, "kind": extend.GALLERY.name, "config": config}
+    )
+    return Measured(extend.GALLERY, config, measured)
 
 
 def _joined(places: Sequence[Path], parts: Sequence[Measured], out: Path) -> Measured:
@@ -172,8 +174,8 @@ def _refuse_own_place(out: Path, places: Sequence[Path], held: str) -> None:
 def _refuse_lost(study: Study, folder: Path) -> None:
     """Raise `InputError` where something that a cell has measured is no longer there."""
     for done in sorted(folder.glob("jobs/*/*/done.json")):
-        paths = CellPaths.of_job(done.parent)
-        for stage in study.cell(read_object(done), str(done)).stages(paths):
+        paths = RunPaths.of_job(done.parent)
+        for stage in study.run(read_object(done), str(done)).stages(paths):
             if not stage.is_done():
                 raise InputError(
                     f"{paths.run} was finished, but records of its {stage.phase} are missing; the "
@@ -183,7 +185,7 @@ def _refuse_lost(study: Study, folder: Path) -> None:
 
 def _tell_unfinished(folder: Path) -> None:
     """Say whose measurements are not whole: a page shows what there is of them."""
-    begun = (at for at in CellPaths.below(folder) if not at.done.exists())
+    begun = (at for at in RunPaths.below(folder) if not at.done.exists())
     names = [f"{at.run.parent.name} {at.run.name}" for at in begun if not at.diverged.exists()]
     if names:
         warn(
@@ -210,7 +212,7 @@ def _configuration(folder: Path) -> tuple[Mapping[str, Any], str | None]:
 
 def _study_of_cells(folder: Path) -> Study | None:
     """The study that a sweep's cells name."""
-    for paths in CellPaths.below(folder):
+    for paths in RunPaths.below(folder):
         return _registered(study_named(paths.settings), paths.settings)
     return None
 

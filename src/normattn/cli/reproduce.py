@@ -19,7 +19,7 @@ from normattn.cli.checked import Commands
 from normattn.errors import InputError
 
 if TYPE_CHECKING:
-    from normattn.lab.sweep.study import Study
+    from normattn.lab.studies.base import Study
 
 GOES_ON = "Stop it anywhere and rerun the command to resume: the table is the same to the last bit."
 
@@ -108,8 +108,8 @@ def _command(study: Study) -> Any:
     def run(options: ReproduceOptions) -> None:
         from normattn.lab.studies import errors_in
         from normattn.lab.sweep import clusters, launchers
-        from normattn.lab.sweep.run import reproduce
-        from normattn.lab.sweep.study import CORPUS, Request
+        from normattn.lab.sweep.run import CORPUS, Request
+        from normattn.lab.sweep.runner import reproduce
 
         own, changes = launchers.split_changes(options.changes or {})
         _refuse_both({CORPUS: options.corpus, "seeds": options.seeds}, changes)
@@ -140,7 +140,7 @@ def _command(study: Study) -> Any:
 
 def _refuse_both(given: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
     """`InputError` for a setting that an option gives and `--set` as well, alone or in a group."""
-    from normattn.lab.sweep.settings import merged, value_at
+    from normattn.lab.sweep.config import merged, value_at
 
     assigned = merged({}, changes)
     both = [

@@ -12,9 +12,9 @@ from normattn.cli.options.train import TrainOptions
 from normattn.errors import InputError
 from normattn.lab.report.terminal import tell
 from normattn.lab.runs.environment import keep_pages
-from normattn.lab.sweep import presets
-from normattn.lab.sweep.settings import merged, value_at
-from normattn.lab.sweep.stages import diagnostics_probes
+from normattn.lab.studies import preset as presets
+from normattn.lab.sweep.config import merged, value_at
+from normattn.lab.sweep.run import diagnostics_probes
 from normattn.lab.training import TrainingConfig, train_causal
 from normattn.lab.training.config import read_settings
 from normattn.lab.training.planning import describe_plan

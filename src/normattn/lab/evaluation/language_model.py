@@ -188,6 +188,7 @@ def evaluate_run(
     store: MeasurementStore | None = None,
     precision: Precision = "fp32",
     split: str = "test",
+    row: str = "",
     factors: Mapping[str, Factor] | None = None,
     tokens_per_batch: int = 16384,
     on_measured: Callable[[pl.DataFrame], None] | None = None,
@@ -197,7 +198,8 @@ def evaluate_run(
 
     `methods` are texts such as "" (as is), "YaRN", "ReRoPE-logn+". `factor` is what stretching
     methods stretch by, fixed for a whole table (default: the longest set over the training
-    length); `split` and `factors` say of what documents and what else varies. Cells that `store`
+    length); `split` and `factors` say of what documents and what else varies, `row` what tables
+    call the model (default: its score). Cells that `store`
     holds are not evaluated again. `on_measured` is called after each,
     `on_method` after the last one of a method.
     """
@@ -214,7 +216,7 @@ def evaluate_run(
         spec = own.with_method(method).resolve(train_length=train_length, factor=factor)
         whose = Identity(
             study="",
-            row=spec.variant_name,
+            row=row or spec.variant_name,
             score=str(spec),
             seed=seed,
             method=spec.method_name,

@@ -1,46 +1,45 @@
-"""The experiments, one file each; a new study is one new file that says `STUDY = Study(…)`.
+"""The experiments; a new study is one new file that says `STUDY = Study("name", "question", …)`.
 
-A study is found by the name of its file: nothing else has to be edited. A study of your own is
-named by the path of its file, on the command line alone (`normattn reproduce ./my_study.py`): a
-name that was read from a file never runs code.
+A study is found by that line, in whatever file of this folder it stands: nothing else has to be
+edited. A study of your own is named by the path of its file, on the command line alone (`normattn
+reproduce ./my_study.py`): a name that was read from a file never runs code.
 """
 
 from __future__ import annotations
 
 import ast
 import importlib
-import pkgutil
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from normattn.errors import unknown
 
 if TYPE_CHECKING:
-    from normattn.lab.sweep.study import Study
+    from normattn.lab.studies.base import Study
 
-_SHARED = ("base", "premise")
-"""Files that studies share."""
 OF_COMMANDS = ("extend", "gallery", "inspect")
 """Measured by commands of these names; here they are pages only, found but not listed."""
 
 
+class _Place(NamedTuple):
+    """Where a study stands, and what it asks."""
+
+    module: str
+    variable: str
+    question: str
+
+
 def names() -> list[str]:
     """The studies of the library, in the order of their names; none of them is imported."""
-    return sorted(
-        module.name.rstrip("_")
-        for module in pkgutil.iter_modules(__path__)
-        if module.name[0] != "_" and module.name not in (*OF_COMMANDS, *_SHARED)
-    )
+    return sorted(name for name in _found() if name not in OF_COMMANDS)
 
 
 def summary(name: str) -> str:
-    """What a study asks: the first line of its file, which is not imported."""
-    source = next(Path(folder) / f"{_module(name)}.py" for folder in __path__)
-    if not source.exists():
-        source = source.with_suffix("") / "__init__.py"
-    text = ast.get_docstring(ast.parse(source.read_text("utf-8"))) or name
-    return text.splitlines()[0]
+    """What a study asks; its file is not imported."""
+    return _found()[name].question
 
 
 def find(name: str) -> Study:
@@ -48,11 +47,12 @@ def find(name: str) -> Study:
 
     Raises `InputError`, with the nearest name, for any other text: a path is never followed.
     """
-    if name not in (*names(), *OF_COMMANDS):
+    place = _found().get(name)
+    if place is None:
         own = "; give a study of your own on the command line, by the path of its file"
         raise unknown("study", name, names(), own)
-    module = importlib.import_module(f"{__name__}.{_module(name)}")
-    return cast("Study", module.STUDY)
+    module = importlib.import_module(f"{__name__}.{place.module}")
+    return cast("Study", getattr(module, place.variable))
 
 
 def find_typed(name: str) -> Study:
@@ -77,7 +77,28 @@ def errors_in(study: Study) -> AbstractContextManager[None]:
     return errors_of(study.source)
 
 
-def _module(name: str) -> str:
-    """`continue` is a word of Python: its file has an underscore at its end."""
-    modules = {module.name.rstrip("_"): module.name for module in pkgutil.iter_modules(__path__)}
-    return modules[name]
+@cache
+def _found() -> dict[str, _Place]:
+    """Every `NAME = Study("name", "question", …)` at the top of a file of this folder."""
+    return {
+        name: place
+        for folder in __path__
+        for file in sorted(Path(folder).glob("*.py"))
+        for name, place in _studies_of(file)
+    }
+
+
+def _studies_of(file: Path) -> Iterator[tuple[str, _Place]]:
+    text = file.read_text("utf-8")
+    if " = Study(" not in text:
+        return
+    for line in ast.parse(text).body:
+        if not (isinstance(line, ast.Assign) and isinstance(line.value, ast.Call)):
+            continue
+        function, (variable,) = line.value.func, line.targets
+        if getattr(function, "id", "") != "Study" or not isinstance(variable, ast.Name):
+            continue
+        given = dict(zip(("name", "question"), line.value.args, strict=False))
+        given |= {keyword.arg: keyword.value for keyword in line.value.keywords if keyword.arg}
+        name, question = (ast.literal_eval(given[key]) for key in ("name", "question"))
+        yield name, _Place(file.stem, variable.id, question)

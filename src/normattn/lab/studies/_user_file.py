@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 
 from normattn.errors import InputError, NormattnError
-from normattn.lab.sweep.study import Study
+from normattn.lab.studies.base import Study
 from normattn.stopping import asked_to_stop
 
 
@@ -32,7 +32,7 @@ def load(path: Path) -> Study:
     if not isinstance(study, Study):
         raise InputError(f"{path} defines no STUDY = Study(…)")
     own = copy.copy(study)
-    object.__setattr__(own, "source", path)  # a study is frozen once it is made
+    own.source = path
     return own
 
 

@@ -1,7 +1,9 @@
-"""How far does an existing model read a text of one's own, by which post-hoc method, at what cost?
+"""How far do existing models read, by which post-hoc method, at what cost?
 
-`normattn extend MODEL` measures it: every method reads the same windows of the text. A shorter
-length is a window's end, so that the same last tokens are scored after contexts of every length.
+*extend*: `normattn extend MODEL` has every method read the same windows of a text of one's own. A
+shorter length is a window's end, so that the same last tokens are scored after contexts of every
+length. *gallery*: `normattn report` of several such folders puts models and texts side by side;
+lengths are compared as multiples of each model's training length L.
 """
 
 from __future__ import annotations
@@ -13,27 +15,28 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from normattn.lab.report.figure import (
-    Curves,
-    Figure,
-    IntervalColumn,
-    Intervals,
-    Line,
-    Mark,
-    Panel,
-    Point,
-)
-from normattn.lab.report.page import Page
+from normattn.errors import InputError
+from normattn.lab.report.figure import Curves, Figure, Line, Mark, Panel
 from normattn.lab.report.points import bin_points, octaves
-from normattn.lab.report.table import NOTHING, Cell, Column, Row, Table, shown
+from normattn.lab.report.table import (
+    NOTHING,
+    Cell,
+    Column,
+    Row,
+    Table,
+    estimate_column,
+    shown,
+    text_column,
+)
 from normattn.lab.report.view import View
 from normattn.lab.runs import RunDirectory
-from normattn.lab.stats import Estimate, MeasurementStore, Metric
+from normattn.lab.stats import Estimate, MeasurementStore, Metric, measurements
 from normattn.lab.stats.arrays import Array, Where
-from normattn.lab.stats.metrics import accuracy, loss
-from normattn.lab.studies._advice import (
+from normattn.lab.stats.metrics import accuracy
+from normattn.lab.studies.advice import (
     LAST,
     LOSS,
+    TRAIN,
     advise,
     cost_at_train_length,
     home,
@@ -42,26 +45,20 @@ from normattn.lab.studies._advice import (
     name_of,
     resolved,
     spoken,
+    train_length,
 )
-from normattn.lab.sweep.study import Study, measured_by
+from normattn.lab.studies.base import Study
+from normattn.lab.studies.lm_report import intervals
 
 KIND, MEASUREMENTS = "extend", "measurements"
-TRAIN, POSITION, KEY, PREFILL = "train_length", "by_position", "retrieval", "prefill"
+POSITION, KEY, PREFILL = "by_position", "retrieval", "prefill"
 SECONDS, PEAK = "prefill_seconds", "peak_bytes"
-ACCURACY, POSITION_LOSS = accuracy(), loss()
-EXACT = accuracy("pass keys found", "exact")
+ACCURACY, EXACT = accuracy(), accuracy("pass keys found", "exact")
 LINEAR = 0.1
 """Nats: where the axis of changes turns logarithmic, as a model as it is loses a hundredfold."""
+SOURCES = ("kexue.fm/archives/9708", "arXiv:2309.00071", "arXiv:2401.01325")
 
-MEASURED = (
-    "s: the decoder over one whole window without a cache and without the head, the median over "
-    "windows. MiB: the most that the process grew beyond what it held with the model loaded, of "
-    "all windows.",
-)
-KEYS = (
-    "pass keys: one of five digits is stated in each window, at a depth of its own, and asked for "
-    "at the end; it is found where greedy decoding would give every digit.",
-)
+Columns = Callable[[View], Sequence[Column]]
 
 
 def complete(measured: pl.DataFrame, windows: int) -> pl.DataFrame:
@@ -82,23 +79,45 @@ def _rows(view: View) -> list[Row]:
     return [Row(name_of(method), {"method": method}) for method in methods_of(view)]
 
 
-def _with_parameters(view: View, row: Row) -> Cell:
+def _subject(row: Row) -> Where:
+    """The model and the text that a row is about, where there are several."""
+    return {name: row.where[name] for name in ("row", TEXT) if name in row.where}
+
+
+def _of(view: View, subject: Where) -> View:
+    """What is known of one model on one text."""
+    if not subject:
+        return view
+    rows = view.frame.filter(*(pl.col(name) == value for name, value in subject.items()))
+    return View(rows, view.bootstrap)
+
+
+def _with_parameters(view: View, row: Row) -> str | None:
     method = str(row.where["method"])
-    return Cell(resolved(view, method)) if method else NOTHING
+    return resolved(_of(view, _subject(row)), method) if method else None
 
 
-def _by_length(key: str, statistic: Metric) -> Callable[[View], Sequence[Column]]:
+def _cost(view: View, row: Row) -> Estimate | None:
+    return cost_at_train_length(_of(view, _subject(row)), str(row.where["method"]))
+
+
+PARAMETERS = text_column("parameters", "with its parameters", _with_parameters)
+
+
+def _cost_column(key: str, title: str) -> Column:
+    """By how many percent the loss at the training length rises under a method."""
+    return estimate_column(key, title, _cost, lambda cost: shown(cost, 2, signed=True))
+
+
+def _by_length(metric: Metric) -> Columns:
     """A column for every length, of the last tokens."""
-
-    def columns(view: View) -> list[Column]:
-        whole = Column("parameters", "with its parameters", plain=_with_parameters)
-        all_columns = [whole] if key == "loss" else []
-        for length in lengths_of(view):
-            last = statistic.at(protocol=LAST, length=length)
-            all_columns.append(Column(f"{key}_{length}", spoken(length), last))
-        return all_columns
-
-    return columns
+    return lambda view: [
+        *((PARAMETERS,) if metric is LOSS else ()),
+        *(
+            Column(f"{metric.name}_{n}", spoken(n), metric.at(protocol=LAST, length=n))
+            for n in lengths_of(view)
+        ),
+    ]
 
 
 def _changes(view: View) -> list[Column]:
@@ -111,60 +130,47 @@ def _changes(view: View) -> list[Column]:
     ]
 
 
-def _octaves(statistic: Metric) -> Callable[[View], Sequence[Column]]:
+def _octaves(metric: Metric) -> Columns:
     """Loss or accuracy at the longest length in bins up to L, 2 L, 4 L …"""
-
-    def columns(view: View) -> list[Column]:
-        at = {"protocol": POSITION}
-        return [
-            Column(f"{statistic.name}_{low}", title, statistic.at(at).between(span), interval=False)
-            for low, title, span in octaves(view, statistic, at)
-        ]
-
-    return columns
-
-
-def _change(view: View, row: Row) -> Cell:
-    """By how many percent the loss at the training length rises under a method."""
-    cost = cost_at_train_length(view, str(row.where["method"]))
-    return NOTHING if cost is None else Cell(shown(cost, 2, signed=True), cost)
+    at = {"protocol": POSITION}
+    return lambda view: [
+        Column(f"{metric.name}_{low}", title, metric.at(at).between(span), interval=False)
+        for low, title, span in octaves(view, metric, at)
+    ]
 
 
 def _prefill(view: View) -> list[Column]:
     """Seconds, memory and pass keys at every length."""
     columns = []
-    for length in lengths_of(view):
-        at = {"protocol": PREFILL, "length": length}
-        name = spoken(length)
+    for n in lengths_of(view):
+        at, name = {"protocol": PREFILL, "length": n}, spoken(n)
         columns += [
-            Column(f"seconds_{length}", f"{name}: s", plain=_of_windows(SECONDS, at, np.median)),
-            Column(f"bytes_{length}", f"{name}: MiB", plain=_of_windows(PEAK, at, np.max)),
-            Column(f"keys_{length}", f"{name}: pass keys", plain=_keys(length)),
+            _of_windows(f"seconds_{n}", f"{name}: s", SECONDS, at, np.median),
+            _of_windows(f"bytes_{n}", f"{name}: MiB", PEAK, at, np.max),
+            Column(f"keys_{n}", f"{name}: pass keys", plain=_keys(n)),
         ]
     return columns
 
 
 def _of_windows(
-    statistic: str, at: Where, combined: Callable[[Array], Any]
-) -> Callable[[View, Row], Cell]:
+    key: str, title: str, statistic: str, at: Where, combined: Callable[[Array], Any]
+) -> Column:
     """One number of all windows: seconds, or bytes shown in MiB."""
 
-    def cell(view: View, row: Row) -> Cell:
+    def estimated(view: View, row: Row) -> Estimate | None:
         sums = view.sums(statistic, {**row.where, **at})
-        if sums is None:
-            return NOTHING
-        value = float(combined(sums.numerator))
-        text = f"{value:.1f}" if statistic == SECONDS else f"{value / 2**20:,.0f}"
-        return Cell(text, Estimate(value, units=len(sums.units)))
+        return sums and Estimate(float(combined(sums.numerator)), units=len(sums.units))
 
-    return cell
+    def text(known: Estimate) -> str:
+        return f"{known.value:.1f}" if statistic == SECONDS else f"{known.value / 2**20:,.0f}"
+
+    return estimate_column(key, title, estimated, text)
 
 
 def _keys(length: int) -> Callable[[View, Row], Cell]:
     def cell(view: View, row: Row) -> Cell:
         where = {**row.where, "protocol": KEY, "length": length}
-        estimate = view.estimate(EXACT, where)
-        sums = view.sums(EXACT.name, where)
+        estimate, sums = view.estimate(EXACT, where), view.sums(EXACT.name, where)
         if estimate is None or sums is None:
             return NOTHING
         return Cell(f"{sums.numerator.sum():.0f} of {sums.denominator.sum():.0f}", estimate)
@@ -172,93 +178,79 @@ def _keys(length: int) -> Callable[[View, Row], Cell]:
     return cell
 
 
-def _measured_notes(view: View) -> Sequence[str]:
-    return MEASURED + (KEYS if view.values("unit", {"protocol": KEY}) else ())
+def _measured_notes(view: View) -> list[str]:
+    said = [
+        "s: the decoder over one whole window without a cache and without the head, the median "
+        "over windows. MiB: the most that the process grew beyond what it held with the model "
+        "loaded, of all windows."
+    ]
+    if view.values("unit", {"protocol": KEY}):
+        said.append(
+            "pass keys: one of five digits is stated in each window, at a depth of its own, and "
+            "asked for at the end; it is found where greedy decoding would give every digit."
+        )
+    return said
 
 
 def _advice(view: View) -> list[str]:
     """What to take, and what was scored."""
     scored = view.sums(LOSS.name, {"protocol": LAST, "length": lengths_of(view)[-1], "method": ""})
-    said = [*advise(view).sentences]
-    trained = int(view.frame["train_length"][0])
-    start = f"Trained to read {trained:,} tokens, not trained further."
+    start = f"Trained to read {train_length(view):,} tokens, not trained further."
     if scored is not None:
-        start += (
-            f" The last {scored.denominator[0, 0].sum():,.0f} tokens of every window are scored."
-        )
-    return [*said, start]
+        count = scored.denominator[0, 0].sum()
+        start += f" The last {count:,.0f} tokens of every window are scored."
+    return [*advise(view).sentences, start]
 
 
 def figures(view: View) -> list[Figure]:
     """What longer contexts do to the same last tokens, and the longest length by position."""
-    trained, known = int(view.frame["train_length"][0]), spoken(home(view))
+    title = (
+        f"Nats above the model as it is after {spoken(home(view))}, for the same last tokens; the "
+        f"axis is linear within ±{LINEAR}"
+    )
+    mark = Mark(float(train_length(view)), "L")
+    panels = tuple(
+        Panel(
+            *(metric.title, _position_lines(view, metric), "tokens read", unit, True),
+            marks=(mark,),
+        )
+        for metric, unit in ((LOSS, "nats"), (ACCURACY, "next tokens (%)"))
+    )
     return [
-        Intervals(
-            "last_segment",
-            f"Nats above the model as it is after {known}, for the same last tokens; the axis is "
-            f"linear within ±{LINEAR}",
-            tuple(row.label for row in _rows(view)),
-            tuple(
-                IntervalColumn(
-                    column.title,
-                    tuple(column.cell(view, row).estimate for row in _rows(view)),
-                    zero=True,
-                )
-                for column in _changes(view)
-            ),
-            LINEAR,
-        ),
-        Curves(
-            "reading_by_position",
-            "Your text, by position",
-            tuple(
-                Panel(
-                    *(statistic.title, _position_lines(view, statistic), "tokens read", unit, True),
-                    marks=(Mark(float(trained), "L"),),
-                )
-                for statistic, unit in ((POSITION_LOSS, "nats"), (ACCURACY, "next tokens (%)"))
-            ),
-            shared_y=False,
-        ),
+        intervals(view, "last_segment", title, _rows(view), _changes(view), LINEAR),
+        Curves("reading_by_position", "Your text, by position", panels, shared_y=False),
     ]
 
 
-def _position_lines(view: View, statistic: Metric) -> tuple[Line, ...]:
+def _position_lines(view: View, metric: Metric) -> tuple[Line, ...]:
+    """A line for each method; those that differ in log-n alone share a colour."""
     lines = []
     for method in methods_of(view):
         at = {"method": method, "protocol": POSITION}
-        plotted = bin_points(view, statistic, at, lambda bin_: bin_[3])
+        plotted = bin_points(view, metric, at, lambda bin_: bin_[3])
+        family = method.removesuffix("-logn+") or "as is"
         if plotted:
-            lines.append(_line(method, plotted))
+            dashed = method not in ("", family)
+            lines.append(Line(name_of(method), plotted, family, dashed=dashed))
     return tuple(lines)
 
 
-def _line(method: str, plotted: tuple[Point, ...]) -> Line:
-    """Methods that differ in log-n alone share a colour."""
-    family = method.removesuffix("-logn+") or "as is"
-    return Line(name_of(method), plotted, family, dashed=method != family and bool(method))
-
-
-def _table(
-    key: str,
-    title: str,
-    columns: tuple[Column, ...] | Callable[[View], Sequence[Column]],
-    notes: Callable[[View], Sequence[str]] | tuple[str, ...] = (),
-) -> Table:
+def _table(key: str, title: str, columns: Any, notes: Any = ()) -> Table:
     """A table with a row for each method."""
     return Table(key, title, _rows, columns, notes=notes, head="method")
 
 
-PAGE = Page(
+STUDY = Study(
+    "extend",
+    "How far does this model read this text, by which method, and at what cost?",
     title="Reading past the training length, without training",
-    question="How far does this model read this text, by which method, and at what cost?",
-    sources=("kexue.fm/archives/9708", "arXiv:2309.00071", "arXiv:2401.01325"),
+    help="How far a model reads past its training length, by every post-hoc method.",
+    sources=SOURCES,
     tables=(
         _table(
             "table",
             "Loss on the same last tokens, by length of the context (nats)",
-            _by_length("loss", LOSS),
-            _advice,
+            *(_by_length(LOSS), _advice),
         ),
         _table(
             "change",
@@ -266,14 +258,8 @@ PAGE = Page(
             "paired over windows; 0: nothing is lost)",
             _changes,
         ),
-        _table(
-            *("accuracy", "Accuracy on the same last tokens (%)"), _by_length("accuracy", ACCURACY)
-        ),
-        _table(
-            "loss_by_position",
-            "Loss by position at the longest length (nats)",
-            _octaves(POSITION_LOSS),
-        ),
+        _table("accuracy", "Accuracy on the same last tokens (%)", _by_length(ACCURACY)),
+        _table("loss_by_position", "Loss by position at the longest length (nats)", _octaves(LOSS)),
         _table(
             "accuracy_by_position",
             "Accuracy by position at the longest length (%)",
@@ -284,7 +270,7 @@ PAGE = Page(
             "What it costs at the training length",
             (
                 Column("loss", "loss, nats", LOSS.at(protocol=TRAIN)),
-                Column("change", "more than as it is, %", plain=_change),
+                _cost_column("change", "more than as it is, %"),
             ),
         ),
         _table(
@@ -295,14 +281,124 @@ PAGE = Page(
     ),
     figures=figures,
     summary=lambda view: advise(view).sentences[:2],
-)
-
-STUDY = Study(
-    name=KIND,
-    help="How far a model reads past its training length, by every post-hoc method.",
-    resolve=measured_by("normattn extend MODEL"),
-    cells=(),
-    page=PAGE,
     collect=collect,
     made_by="normattn extend MODEL",
+)
+
+# Several models and texts
+
+TEXT, MULTIPLE = "factor.text", "factor.multiple"
+
+
+def gathered(places: Sequence[Path]) -> pl.DataFrame:
+    """What `extend` has read in all these folders, with the text and the multiple of L of each row.
+
+    Raises `InputError` where a folder is not one of `extend`, and where two hold the same model on
+    texts of the same name.
+    """
+    folders: dict[tuple[str, str], Path] = {}
+    parts = []
+    for folder in places:
+        text = _text(folder)
+        whole = (folder / MEASUREMENTS).is_dir()
+        measured = collect(folder) if whole else measurements.read(folder / measurements.FILE)
+        for model in measured["row"].unique(maintain_order=True):
+            if (model, text) in folders:
+                both = f"{folders[model, text]} and {folder}"
+                raise InputError(f"{both} both hold {model} on {text}")
+            folders[model, text] = folder
+        multiple = (pl.col("length") / pl.col("train_length")).alias(MULTIPLE)
+        parts.append(measured.with_columns(pl.lit(text).alias(TEXT), multiple))
+    return measurements.joined(parts).with_columns(pl.lit("gallery").alias("study"))
+
+
+def settings(places: Sequence[Path]) -> dict[str, dict[str, Any]]:
+    """What each of these folders was read by, under the names of its model and text."""
+    stored = [RunDirectory.existing(folder, KIND).config for folder in places]
+    return {
+        f"{Path(config['model']).stem}, {_text(folder)}": {
+            name: value for name, value in config.items() if name not in ("model", "text")
+        }
+        for folder, config in zip(places, stored, strict=True)
+    }
+
+
+def _text(folder: Path) -> str:
+    """The names of the files that were read."""
+    given = RunDirectory.existing(folder, KIND).config["text"]
+    return " + ".join(Path(file).name for file in ([given] if isinstance(given, str) else given))
+
+
+def _subjects(view: View) -> list[Where]:
+    """Every model on every text, by name: a table comes back from its file in another order."""
+    return [
+        {"row": model, TEXT: text}
+        for model in sorted(view.values("row"))
+        for text in sorted(view.values(TEXT, {"row": model}))
+    ]
+
+
+def _gallery_rows(view: View) -> list[Row]:
+    return [
+        Row(f"{subject['row']}, {subject[TEXT]}: {name_of(method)}", {**subject, "method": method})
+        for subject in _subjects(view)
+        for method in methods_of(_of(view, subject))
+    ]
+
+
+def _losses(view: View) -> list[Column]:
+    """The loss after contexts of every multiple of L, what the longest one takes, and more."""
+    multiples = sorted(view.values(MULTIPLE, {"protocol": LAST}))
+    titles = {m: "L" if m == 1 else f"{m:g} L" for m in multiples}
+    longest = multiples[-1]
+    known = max((multiple for multiple in multiples if multiple <= 1), default=multiples[0])
+    last = LOSS.at(protocol=LAST)
+    change = last.at({MULTIPLE: longest}) - last.at({MULTIPLE: known}, method="")
+    keys = EXACT.at({MULTIPLE: longest}, protocol=KEY)
+    return [
+        PARAMETERS,
+        *(Column(f"loss_{m:g}", f"after {titles[m]}", last.at({MULTIPLE: m})) for m in multiples),
+        Column("change", f"{titles[longest]} above as is at {titles[known]}", change),
+        _cost_column("cost", "cost at L, %"),
+        Column("keys", f"pass keys at {titles[longest]}, %", keys),
+    ]
+
+
+def _gallery_advice(view: View) -> list[str]:
+    said = []
+    for subject in _subjects(view):
+        part = _of(view, subject)
+        windows = part.frame.filter(pl.col("protocol") == LAST)["unit"].n_unique()
+        said.append(
+            f"{subject['row']} on {subject[TEXT]} ({windows} windows, L = "
+            f"{train_length(part):,}): {advise(part).sentences[0]}"
+        )
+    return said
+
+
+def _gallery_figures(view: View) -> list[Figure]:
+    """The loss of the same last tokens after every multiple of L, and what the longest takes."""
+    losses = [column for column in _losses(view) if column.metric and column.metric.name == "loss"]
+    title = "Loss of the same last tokens as the context before them grows (nats)"
+    return [intervals(view, "gallery", title, _gallery_rows(view), losses)]
+
+
+GALLERY = Study(
+    "gallery",
+    "How far do existing models read, on several texts, by which post-hoc method, at what cost?",
+    title="Existing models past their training length",
+    help="How far existing models read past their training length, on several texts.",
+    sources=SOURCES,
+    tables=(
+        Table(
+            "table",
+            "Loss on the same last tokens after longer contexts (nats); L is the training length",
+            _gallery_rows,
+            _losses,
+            notes=_gallery_advice,
+            head="model, text: method",
+        ),
+    ),
+    figures=_gallery_figures,
+    made_by="normattn report FOLDER FOLDER …",
 )

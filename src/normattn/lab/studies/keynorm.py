@@ -9,21 +9,22 @@ Baseline, KNA and CosA.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 from normattn.errors import InputError
 from normattn.lab.report.claim import Claim
 from normattn.lab.report.figure import Figure
 from normattn.lab.report.table import Column, Row, Table, text_column
 from normattn.lab.report.view import View
-from normattn.lab.stats import Metric
-from normattn.lab.studies.base import (
+from normattn.lab.studies.base import Study
+from normattn.lab.studies.language import AS_IS, TextSetting, text_runs
+from normattn.lab.studies.lm_report import (
     ACCURACY,
     CHANGE,
     LAST,
     LEGEND,
     MAIN_COLUMNS,
     TRAINED,
-    Study,
     history_figure,
     in_short,
     length_figure,
@@ -33,23 +34,12 @@ from normattn.lab.studies.base import (
     reading_rows,
     table_figure,
 )
+from normattn.lab.studies.methods import ALL, candidates, canonical, checked_methods, usable
 from normattn.lab.studies.premise import EQUAL, premise
-from normattn.lab.sweep.language import (
-    ReadCell,
-    TextConfig,
-    canonical,
-    checked_methods,
-    opened,
-    read_sweep,
-    usable,
-)
-from normattn.lab.sweep.methods import ALL, Omission, candidates
-from normattn.lab.sweep.reading import AS_IS
-from normattn.lab.sweep.settings import Preset
-from normattn.lab.sweep.study import Request, Sweep
+from normattn.lab.studies.preset import opened
+from normattn.lab.sweep.run import Request, Sweep
 from normattn.score.parts import Part, parts
 
-KIND = "keynorm"
 BASES = ("Baseline", "Baseline-logn", "KNA", "KNA-logn", "CosA", "CosA-logn")
 """The scores that the extended table reads with every method."""
 VARIANTS = tuple(
@@ -58,8 +48,6 @@ VARIANTS = tuple(
 METHODS = (AS_IS, "NTK", "YaRN", "ReRoPE")
 READ_WITH = ("YaRN", "ReRoPE")
 """The methods that other rows of the extended table are read with."""
-ORDERED = "QKRMSNorm"
-"""What a part of the slot `order` is shown on: it needs a norm, whose gain may matter."""
 
 
 def resolve(request: Request) -> Sweep:
@@ -69,30 +57,34 @@ def resolve(request: Request) -> Sweep:
     range. A method that makes no sense for one of several scores leaves out that row, and says so;
     so does a part that a row of the extended table cannot have.
     """
-    preset = opened(request, KIND, Preset)
-    config = TextConfig.of_text(preset)
-    variants, untrained = _variants(request, config)
-    asked = None
-    if request.methods != (ALL,):
-        asked = checked_methods(_listed(request.methods, "--methods") or METHODS, config)
-    wanted = {variant: asked or _every_method(variant) for variant in variants}
-    methods, unread = usable(wanted, config)
-    return read_sweep(request, KIND, preset, config, methods, [*untrained, *unread])
+    preset = opened(request, "keynorm")
+    setting = TextSetting.of(preset)
+    variants, untrained = _variants(request, setting)
+    if request.methods == (ALL,):
+        wanted = {
+            name: (AS_IS, *(candidates() if name in (*BASES, *VARIANTS) else READ_WITH))
+            for name in variants
+        }
+    else:
+        asked = checked_methods(_listed(request.methods, "--methods") or METHODS, setting)
+        wanted = dict.fromkeys(variants, asked)
+    methods, unread = usable(wanted, setting)
+    runs = text_runs(setting, request.seeds_or(preset.seeds), methods)
+    return setting.sweep(request, "keynorm", runs, [*untrained, *unread])
 
 
-def _variants(request: Request, config: TextConfig) -> tuple[tuple[str, ...], list[Omission]]:
+def _variants(request: Request, setting: TextSetting) -> tuple[tuple[str, ...], list[str]]:
     """The scores to train, and why each of the others cannot be trained here."""
     every = (ALL,) in (request.variants, request.methods) and request.variants in (None, (ALL,))
     if not every:
-        return canonical(_listed(request.variants, "--variants") or VARIANTS, config), []
-    trained: list[str] = []
-    omissions: list[Omission] = []
-    for variant in trained_in_variants(int(config.training["model"]["layers"])):
+        return canonical(_listed(request.variants, "--variants") or VARIANTS, setting), []
+    trained, untrained = list[str](), list[str]()
+    for variant in trained_in_variants(int(setting.training["model"]["layers"])):
         try:
-            trained += canonical([variant], config)
+            trained += canonical([variant], setting)
         except InputError as error:
-            omissions.append(Omission(variant, "", str(error)))
-    return tuple(dict.fromkeys(trained)), omissions
+            untrained.append(f"{variant} is left out: {error}")
+    return tuple(dict.fromkeys(trained)), untrained
 
 
 def trained_in_variants(
@@ -102,14 +94,15 @@ def trained_in_variants(
 
     Other norms of the score are not among them: `reproduce mechanism` compares those. Each part
     stands alone with its default parameters, on Baseline (NoPE on KNA too, where the source found
-    no extrapolation); a part that would change none of so few `layers` changes the last one.
+    no extrapolation; a part of the slot `order` on QKRMSNorm, as it needs a norm); one that would
+    change none of so few `layers` changes the last one.
     """
     rows = list(BASES)
     for name, part in (parts() if known is None else known).items():
         if part.when != "trained-in" or name in ("RoPE", "logn"):
             continue
         if part.slot.value == "order":
-            rows.append(f"{ORDERED}-{name}")
+            rows.append(f"QKRMSNorm-{name}")
         elif part.slot.value != "variant":
             every = getattr(part, "every", 0)
             text = f"{part.name}(every={layers})" if every > layers >= 2 else part.name
@@ -123,16 +116,8 @@ def _listed(names: tuple[str, ...] | None, option: str) -> tuple[str, ...] | Non
     return names
 
 
-def _every_method(variant: str) -> tuple[str, ...]:
-    """What `all` stands for: every method on the scores of the table; a row that shows another part
-    is read unmodified and with two methods.
-    """
-    return (AS_IS, *(candidates() if variant in (*BASES, *VARIANTS) else READ_WITH))
-
-
 # Claims
 
-SOURCE, CONTROL = "kexue 9859", "control"
 PAST = {
     "non_repeated": "natural text past L",
     "repeated": "tiled text past L",
@@ -143,84 +128,75 @@ MATTERS = 5.0
 data could have shown none but larger ones, an undecided sentence has too little data; and a
 sentence that promises no loss, or nothing to gain, holds where less than these are lost, or won."""
 WITHIN = f"less than {MATTERS:.0f} points"
+said = partial(Claim, source="kexue 9859", matters=MATTERS)
 
 
-def claims(view: View) -> list[Claim]:
+def claims(view: View) -> Iterator[Claim]:
     """What the source says of normalised keys, sentence by sentence; two controls come last."""
-    return [
-        *_past_the_training_length(view),
-        *_at_the_training_length(),
-        *_with_methods(view),
-        *_as_contexts_grow(view),
-        *_controls(view),
-    ]
-
-
-def _at(view: View, protocol: str, variant: str, method: str = "") -> Metric:
-    """Accuracy over the longest texts of a protocol."""
-    return past(ACCURACY, view, protocol, variant=variant, method=method)
-
-
-def _past_the_training_length(view: View) -> Iterator[Claim]:
-    """Scores as they are against Baseline as it is."""
+    read = {text: past(ACCURACY, view, text, method="") for text in PAST}
+    natural, tiled = read["non_repeated"], read["repeated"]
+    base, kna = {"variant": "Baseline"}, natural.at(variant="KNA")
     for row in ("KNA", "CosA", "KNA-logn", "CosA-logn"):
         for protocol, words in PAST.items():
-            yield Claim(
+            yield said(
                 f"{row} reads better than Baseline: {words}",
-                _at(view, protocol, row) - _at(view, protocol, "Baseline"),
-                *(SOURCE, f"{row} − Baseline, accuracy"),
-                matters=MATTERS,
+                read[protocol].at(variant=row) - read[protocol].at(base),
+                measured=f"{row} − Baseline, accuracy",
             )
-    yield Claim(
+    yield said(
         "normalising the queries alone does not help: KNA is above QNA on natural text",
-        _at(view, "non_repeated", "KNA") - _at(view, "non_repeated", "QNA"),
-        *(SOURCE, "KNA − QNA, accuracy"),
-        matters=MATTERS,
+        kna - natural.at(variant="QNA"),
+        measured="KNA − QNA, accuracy",
     )
-
-
-def _at_the_training_length() -> Iterator[Claim]:
     at_l = ACCURACY.at(TRAINED)
     for row in ("KNA", "CosA", "QNA"):
-        yield Claim(
+        yield said(
             f"{row} is slightly better at the training length",
-            at_l.at(variant=row) - at_l.at(variant="Baseline"),
-            *(SOURCE, f"{row} − Baseline at L, accuracy"),
+            at_l.at(variant=row) - at_l.at(base),
+            measured=f"{row} − Baseline at L, accuracy",
             matters=EQUAL,
         )
-
-
-def _with_methods(view: View) -> Iterator[Claim]:
-    """What methods are worth to normalised keys, and what normalised keys are worth beside them."""
     for method in ("YaRN", "ReRoPE"):
-        baseline = _at(view, "non_repeated", "Baseline", method)
-        yield Claim(
+        yield said(
             f"KNA as it is reads natural text as well as Baseline with {method} ({WITHIN} worse)",
-            _at(view, "non_repeated", "KNA") - baseline,
-            *(SOURCE, f"KNA − Baseline-{method}, accuracy"),
-            matters=MATTERS,
+            kna - natural.at(base, method=method),
+            measured=f"KNA − Baseline-{method}, accuracy",
             margin=MATTERS,
         )
     for row in ("KNA", "CosA"):
         for method in ("NTK", "YaRN", "ReRoPE"):
-            natural = _at(view, "non_repeated", row)
-            yield Claim(
+            yield said(
                 f"{row} gains nothing from {method} on natural text ({WITHIN})",
-                natural.at(method=method) - natural,
-                *(SOURCE, f"{row}-{method} − {row}, accuracy", -1, MATTERS, MATTERS),
+                natural.at(variant=row, method=method) - natural.at(variant=row),
+                measured=f"{row}-{method} − {row}, accuracy",
+                sign=-1,
+                margin=MATTERS,
             )
-    tiled = _at(view, "repeated", "KNA")
     for method in ("NTK", "YaRN", "ReRoPE"):
-        yield Claim(
+        yield said(
             f"KNA gains from {method} on tiled text",
-            tiled.at(method=method) - tiled,
-            *(SOURCE, f"KNA-{method} − KNA, accuracy"),
-            matters=MATTERS,
+            tiled.at(variant="KNA", method=method) - tiled.at(variant="KNA"),
+            measured=f"KNA-{method} − KNA, accuracy",
         )
-    yield Claim(
+    yield said(
         "KNA as it is does not make out positions past L: below Baseline with YaRN on tiled text",
-        tiled - _at(view, "repeated", "Baseline", "YaRN"),
-        *(SOURCE, "KNA − Baseline-YaRN, accuracy", -1, MATTERS),
+        tiled.at(variant="KNA") - tiled.at(base, method="YaRN"),
+        measured="KNA − Baseline-YaRN, accuracy",
+        sign=-1,
+    )
+    yield from _as_contexts_grow(view)
+    yield said(
+        "KNA as it is reads natural text past L better than a model with a window of L/4",
+        kna - natural.at(variant="Baseline-SlidingWindow"),
+        source="control",
+        measured="KNA − Baseline-SlidingWindow, accuracy",
+    )
+    yield said(
+        "KNA as it is reads natural text past L better than Baseline does by its first tokens and "
+        "a window",
+        kna - natural.at(base, method="StreamingLLM"),
+        source="control",
+        measured="KNA − Baseline-StreamingLLM, accuracy",
     )
 
 
@@ -231,43 +207,24 @@ def _as_contexts_grow(view: View) -> Iterator[Claim]:
         return
     near, far = lengths[0], lengths[-1]
     longer = LAST.at(length=far, method="") - LAST.at(length=near, method="")
-    change = CHANGE.at(method="")
+    change, ends = CHANGE.at(method=""), f"last segment: after {far:,} − after {near:,}"
     for row in ("KNA", "CosA"):
-        yield Claim(
+        yield said(
             f"{row} loses less than Baseline from L to the longest context",
             change.at(variant=row) - change.at(variant="Baseline"),
-            *(SOURCE, f"change of {row} − change of Baseline, last segment"),
-            matters=MATTERS,
+            measured=f"change of {row} − change of Baseline, last segment",
         )
-        yield Claim(
+        yield said(
             f"{row} needs no change at all: longer contexts do not hurt it (by {WITHIN})",
             longer.at(variant=row),
-            *(SOURCE, f"{row}, last segment: after {far:,} − after {near:,}"),
-            matters=MATTERS,
+            measured=f"{row}, {ends}",
             margin=MATTERS,
         )
-    yield Claim(
+    yield said(
         "KNA does not extrapolate without rotary positions: longer contexts hurt KNA-NoPE",
         longer.at(variant="KNA-NoPE"),
-        *(SOURCE, f"KNA-NoPE, last segment: after {far:,} − after {near:,}", -1, MATTERS),
-    )
-
-
-def _controls(view: View) -> Iterator[Claim]:
-    """KNA against what cannot extrapolate and cannot fail."""
-    natural = _at(view, "non_repeated", "KNA")
-    yield Claim(
-        "KNA as it is reads natural text past L better than a model with a window of L/4",
-        natural - natural.at(variant="Baseline-SlidingWindow"),
-        *(CONTROL, "KNA − Baseline-SlidingWindow, accuracy"),
-        matters=MATTERS,
-    )
-    yield Claim(
-        "KNA as it is reads natural text past L better than Baseline does by its first tokens and "
-        "a window",
-        natural - natural.at(variant="Baseline", method="StreamingLLM"),
-        *(CONTROL, "KNA − Baseline-StreamingLLM, accuracy"),
-        matters=MATTERS,
+        measured=f"KNA-NoPE, {ends}",
+        sign=-1,
     )
 
 
@@ -324,7 +281,7 @@ def figures(view: View) -> list[Figure]:
 
 
 STUDY = Study(
-    KIND,
+    "keynorm",
     "Does normalising keys (KNA), queries (QNA) or both (CosA) let a model trained on "
     "short text read long text, as it is or with NTK, YaRN and ReRoPE?",
     title="Accuracy past the training length",
@@ -334,7 +291,6 @@ STUDY = Study(
     "OUT; another setting that a result depends on is refused.",
     sources=("kexue.fm/archives/9859",),
     resolve=resolve,
-    runs=(ReadCell,),
     tables=(
         Table(
             "table",

@@ -2,7 +2,7 @@
 
 A difference past the training length speaks of extrapolation only between models that are equally
 good at it, and a model that uses no far context has little to lose. Both are computed from the
-frame and stand below the table as sentences, whichever way they come out.
+measurements and stand below the table as sentences, whichever way they come out.
 
 *Equally good*: the 95 % interval of every score's accuracy at L minus Baseline's lies within ±1
 point. *Copying is learned*: tokens within L whose answer stands in the context (tiled text) are
@@ -19,28 +19,24 @@ from collections.abc import Iterator, Sequence
 from normattn.lab.report.table import shown
 from normattn.lab.report.view import View
 from normattn.lab.stats import Estimate, contrast, select
-from normattn.lab.studies.base import ACCURACY, SEEN, TRAINED, VARIANT_ORDER, ranked
-from normattn.lab.sweep import presets
+from normattn.lab.studies import preset
+from normattn.lab.studies.lm_report import ACCURACY, SEEN, TRAINED, VARIANT_ORDER, ranked
 from normattn.score.parts.rope_scaling import YaRN
 
 EQUAL = 1.0
 """Points at L within which two scores count as equally good."""
-
 COPIES = 10.0
 """Points that tiled text must be above natural text for copying to count as learned."""
-
 LISTED = 8
 """Rows that a sentence names; of more it names the ends."""
-
 LONGER = "workstation"
 """The preset whose trainings of the source's architecture are longer than a laptop's."""
 
-BASELINE = "Baseline"
-
 
 def premise(view: View, copiers: Sequence[str] | None = None) -> list[str]:
-    """The sentences that this frame can tell; `copiers`: the rows of which it says whether they
-    copy (default the source's scores).
+    """The sentences that these measurements can tell.
+
+    `copiers`: the rows of which it says whether they copy (default the source's scores).
     """
     return [*_equally_good(view), *_copying(view, copiers), *_yarns_ramp(view), *_longer(view)]
 
@@ -49,9 +45,9 @@ def at_training_length(view: View) -> dict[str, Estimate]:
     """Every other row's accuracy at L minus Baseline's, in points, as they were trained."""
     at_l = ACCURACY.at(TRAINED)
     differences = {
-        row: view.estimate(at_l.at(variant=row) - at_l.at(variant=BASELINE))
+        row: view.estimate(at_l.at(variant=row) - at_l.at(variant="Baseline"))
         for row in _rows(view)
-        if row != BASELINE
+        if row != "Baseline"
     }
     return {row: known for row, known in differences.items() if known is not None}
 
@@ -69,15 +65,19 @@ def _equally_good(view: View) -> Iterator[str]:
     differences = at_training_length(view)
     if not differences:
         return
-    apart = {row: known for row, known in differences.items() if not _within(known, EQUAL)}
+    ends = {row: (known.low, known.high) for row, known in differences.items()}
+    apart = {
+        row: known
+        for row, known in differences.items()
+        if None in ends[row] or max(abs(end or 0.0) for end in ends[row]) > EQUAL
+    }
+    said = "Whether the premise is met cannot be told: at L these scores may differ from Baseline "
+    said += "by more than a point"
     if not apart:
         said = "The premise is met: at L every other score is within a point of Baseline"
-    elif any(_beyond(known, EQUAL) for known in apart.values()):
+    elif any((low or 0.0) > EQUAL or (high or 0.0) < -EQUAL for low, high in ends.values()):
         said = "The premise is not met: the scores are not equally good at L"
-    else:
-        said = "Whether the premise is met cannot be told: at L these scores may differ from "
-        said += "Baseline by more than a point"
-    yield (f"{said}. Accuracy at L minus Baseline's, in points: {_listed(apart or differences)}.")
+    yield f"{said}. Accuracy at L minus Baseline's, in points: {_listed(apart or differences)}."
 
 
 def _copying(view: View, copiers: Sequence[str] | None) -> Iterator[str]:
@@ -86,14 +86,13 @@ def _copying(view: View, copiers: Sequence[str] | None) -> Iterator[str]:
         return
     learned = [row for row, known in measured.items() if known.value >= COPIES]
     others = len(measured) - len(learned)
+    said = "Copying is learned by every score"
     if not learned:
         said = "Copying is not learned by any score, so nothing about repeated text or about the "
         said += "use of far context follows from these models"
     elif others:
         said = f"Copying is learned by {', '.join(learned)} and not by the other {others}, so "
         said += "these rows differ in more than how they extrapolate"
-    else:
-        said = "Copying is learned by every score"
     yield (
         f"{said}. Within L, tokens whose answer stands in the context (tiled text) minus natural "
         f"text at the same positions, in points, where a mean of {COPIES:.0f} counts as learned: "
@@ -121,7 +120,7 @@ def _yarns_ramp(view: View) -> Iterator[str]:
 def _longer(view: View) -> Iterator[str]:
     """Where trainings of the source's architecture took more steps than these."""
     steps = select(view.frame, {"protocol": "training", "statistic": "steps"})["sum"].to_list()
-    most, longer = int(max(steps, default=0)), int(presets.load(LONGER).training["steps"])
+    most, longer = int(max(steps, default=0)), int(preset.load(LONGER).training["steps"])
     if 0 < most < longer:
         yield (
             f"These trainings took {most:,} steps. The source's architecture after {longer:,}: "
@@ -147,34 +146,15 @@ def _copied(view: View, row: str) -> Estimate | None:
     natural = view.sums(ACCURACY.name, {**where, "protocol": "non_repeated"})
     if tiled is None or natural is None:
         return None
-    ends = [end for _, _, _, end in tiled.bins]
     counted = tiled.denominator.sum((0, 1)) > 0
-    bins = [number for number, end in enumerate(ends) if end <= within and counted[number]]
     # From half of L on: the shortest segment is half as long as L.
-    if not bins or [natural.bins[number] for number in bins] != [tiled.bins[n] for n in bins]:
+    bins = [n for n, (*_, end) in enumerate(tiled.bins) if end <= within and counted[n]]
+    if not bins or [natural.bins[n] for n in bins] != [tiled.bins[n] for n in bins]:
         return None
     # Few documents are read in both ways; drawn together, each counts where it was read.
     units = tuple(sorted({*tiled.units, *natural.units}))
     terms = [(1.0, tiled.at(bins).over(units)), (-1.0, natural.at(bins).over(units))]
     return contrast(terms, ACCURACY.value, view.bootstrap)
-
-
-def _within(known: Estimate, points: float) -> bool:
-    return (
-        known.low is not None
-        and known.high is not None
-        and -points <= known.low
-        and known.high <= points
-    )
-
-
-def _beyond(known: Estimate, points: float) -> bool:
-    """Whether the whole interval lies beyond that many points."""
-    return (
-        known.low is not None
-        and known.high is not None
-        and (known.low > points or known.high < -points)
-    )
 
 
 def _listed(estimates: dict[str, Estimate]) -> str:

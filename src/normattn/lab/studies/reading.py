@@ -1,31 +1,42 @@
-"""How far does each method let a trained model read, up to 64 times its training length?
+"""How far do methods let a trained model read, and how wide should ReRoPE's window be?
 
-Models are trained as in `keynorm` and then read by position and asked for facts (`TASKS`) under
-every post-hoc method that their score can take. The same page is what `normattn report` makes of
-runs that were evaluated by hand.
+*reading*: models are trained as in `keynorm`, then read by position to 64 training lengths and
+asked for facts, under every post-hoc method that their score can take. The same page is what
+`normattn report` makes of runs that were evaluated by hand. *window* (kexue 9708): Baseline and
+Baseline-logn are read past L with ReRoPE at several windows, the first with logn+ (switched on
+after training) too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Annotated
 
 import polars as pl
+from pydantic import Field, field_validator
 
-from normattn.lab.report.figure import Curves, Figure, Grid, Line, Mark, Panel
-from normattn.lab.report.points import bin_points, octaves
-from normattn.lab.report.table import Column, Row, Table
+from normattn.errors import InputError
+from normattn.lab.report.claim import Claim
+from normattn.lab.report.figure import Curves, Figure, Grid, Line, Mark, Panel, Point
+from normattn.lab.report.points import bin_points, octaves, points
+from normattn.lab.report.table import NOTHING, Cell, Column, Row, Table, text_column
 from normattn.lab.report.view import View
 from normattn.lab.stats import Metric
 from normattn.lab.stats.metrics import accuracy
-from normattn.lab.studies.base import (
+from normattn.lab.studies.base import Study
+from normattn.lab.studies.language import AS_IS, TextSetting, text_runs
+from normattn.lab.studies.lm_report import (
     ACCURACY,
     LEGEND,
     LOSS,
     METHOD_ORDER,
-    Study,
     history_figure,
     length_figure,
     pairs_of,
+    past,
     position_figures,
     ranked,
     reading_columns,
@@ -33,23 +44,14 @@ from normattn.lab.studies.base import (
     row_of,
     table_figure,
 )
-from normattn.lab.sweep.language import (
-    ReadCell,
-    TextConfig,
-    canonical,
-    checked_methods,
-    opened,
-    read_sweep,
-    usable,
-)
-from normattn.lab.sweep.methods import ALL, candidates
-from normattn.lab.sweep.reading import AS_IS
-from normattn.lab.sweep.settings import EvaluationSettings, Preset, validated
-from normattn.lab.sweep.study import Request, Sweep
+from normattn.lab.studies.methods import ALL, candidates, canonical, checked_methods, usable
+from normattn.lab.studies.preset import opened, own_group
+from normattn.lab.sweep.collect import measured_below
+from normattn.lab.sweep.run import Request, Sweep
+from normattn.score import ScoreSpec
 from normattn.settings import Settings
 
 KIND = "reading"
-VARIANTS = ("Baseline", "KNA", "CosA-logn")
 POSITION, RETRIEVAL = "by_position", "retrieval"
 OWN_TABLES = (POSITION, RETRIEVAL)
 """Protocols whose rows stand in tables of their own."""
@@ -63,8 +65,6 @@ TASKS = {
 }
 EXACT = accuracy("answers right", "exact")
 
-INSTEAD = {"multiples": "reading.multiples", "protocols": "the protocols of its question"}
-
 
 class ReadingSettings(Settings):
     """`reproduce reading`: the lengths in units of L; each must have room for the facts asked."""
@@ -72,25 +72,18 @@ class ReadingSettings(Settings):
     multiples: tuple[int, ...] = (1, 4, 16, 64)
 
 
-class ReadingPreset(Preset):
-    """A preset with the lengths that are read."""
-
-    reading: ReadingSettings = ReadingSettings()
-
-
 def resolve(request: Request) -> Sweep:
     """Every choice made and checked, as `keynorm.resolve` does."""
-    preset = opened(request, KIND, ReadingPreset, INSTEAD)
-    read = {"multiples": preset.reading.multiples, "protocols": (POSITION, RETRIEVAL)}
-    settings = validated(
-        EvaluationSettings, {**preset.evaluation.model_dump(), **read}, "reading.multiples"
-    )
-    config = TextConfig.of_text(preset, dict(settings))
-    asked = None if request.methods in (None, (ALL,)) else request.methods
-    methods = (AS_IS, *candidates()) if asked is None else checked_methods(asked, config)
-    variants = canonical(request.variants or VARIANTS, config)
-    ways, skipped = usable(dict.fromkeys(variants, methods), config)
-    return read_sweep(request, KIND, preset, config, ways, skipped)
+    instead = {"multiples": "reading.multiples", "protocols": "the protocols of its question"}
+    preset = opened(request, KIND, "reading", instead)
+    multiples = own_group(request, "reading", ReadingSettings).multiples
+    setting = TextSetting.of(preset, {"multiples": multiples, "protocols": OWN_TABLES})
+    asked = request.methods or (ALL,)
+    methods = (AS_IS, *candidates()) if asked == (ALL,) else checked_methods(asked, setting)
+    variants = canonical(request.variants or ("Baseline", "KNA", "CosA-logn"), setting)
+    ways, skipped = usable(dict.fromkeys(variants, methods), setting)
+    runs = text_runs(setting, request.seeds_or(preset.seeds), ways)
+    return setting.sweep(request, KIND, runs, skipped)
 
 
 def rows_of(protocol: str) -> Callable[[View], list[Row]]:
@@ -127,17 +120,17 @@ def _retrieval_columns(view: View) -> list[Column]:
     ]
 
 
-def figures(view: View) -> list[Figure]:
+def figures(view: View) -> Iterator[Figure]:
     """Accuracy and loss by position, retrieval by depth, and what the standard protocols give."""
-    drawn: list[Figure] = []
     standard = view.frame.filter(~pl.col("protocol").is_in(OWN_TABLES))
     if standard.filter(pl.col("protocol") != "training").height:
         plain = View(standard, view.bootstrap)
-        drawn += [*position_figures(plain), length_figure(plain), table_figure(plain)]
+        yield from (*position_figures(plain), length_figure(plain), table_figure(plain))
     if standard.filter(pl.col("protocol") == "training").height:
-        drawn.append(history_figure(view))
-    drawn += [_by_position(view, row) for row in view.values("row", {"protocol": POSITION})]
-    return [*drawn, *_by_depth(view)]
+        yield history_figure(view)
+    for row in view.values("row", {"protocol": POSITION}):
+        yield _by_position(view, row)
+    yield from _by_depth(view)
 
 
 def _by_position(view: View, row: str) -> Figure:
@@ -145,14 +138,14 @@ def _by_position(view: View, row: str) -> Figure:
     mark = Mark(float(view.one("train_length", where) or 1), "L")
     panels = []
     for metric, unit in ((ACCURACY, "accuracy (%)"), (LOSS, "loss (nats)")):
-        lines = []
-        for method in ranked(view.values("method", where), METHOD_ORDER):
-            at = {**where, "method": method}
-            plotted = bin_points(view, metric, at, lambda bin_: bin_[3])
-            if plotted:
-                lines.append(Line(method or "as is", plotted, method or "as is"))
-        panel = Panel(metric.title, tuple(lines), "position", unit, log_x=True, marks=(mark,))
-        panels.append(panel)
+        curves = {
+            method or "as is": bin_points(
+                view, metric, {**where, "method": method}, lambda bin_: bin_[3]
+            )
+            for method in ranked(view.values("method", where), METHOD_ORDER)
+        }
+        lines = tuple(Line(name, curve, name) for name, curve in curves.items() if curve)
+        panels.append(Panel(metric.title, lines, "position", unit, log_x=True, marks=(mark,)))
     name = f"reading_by_position_{row}".replace("(", "_").replace(")", "").replace("=", "")
     return Curves(name, f"{row}: by position", tuple(panels), shared_y=False)
 
@@ -160,15 +153,13 @@ def _by_position(view: View, row: str) -> Figure:
 def _by_depth(view: View) -> Iterator[Figure]:
     """Tokens of the answers that are right, by depth of the fact, at the longest length."""
     length = view.longest(RETRIEVAL)
-    if length is None:
-        return
-    for task in view.values(TASK, {"protocol": RETRIEVAL}):
+    for task in view.values(TASK, {"protocol": RETRIEVAL}) if length else ():
         where = {"protocol": RETRIEVAL, TASK: task, "length": length}
-        read = {row.label: view.sums("accuracy", {**row.where, **where}) for row in rows(view)}
+        rows = rows_of(RETRIEVAL)(view)
+        read = {row.label: view.sums("accuracy", {**row.where, **where}) for row in rows}
         known = {name: sums for name, sums in read.items() if sums is not None}
         if not known:
             continue
-        depths = [f"{depth:.2f}" for _, _, depth, _ in next(iter(known.values())).bins]
         values = tuple(
             tuple((100 * sums.numerator.sum((0, 1)) / sums.denominator.sum((0, 1))).tolist())
             for sums in known.values()
@@ -177,7 +168,7 @@ def _by_depth(view: View) -> Iterator[Figure]:
             f"retrieval_{task}",
             f"{TASKS[task]} at {length:,} tokens: answer tokens right, %",
             tuple(known),
-            tuple(depths),
+            tuple(f"{depth:.2f}" for _, _, depth, _ in next(iter(known.values())).bins),
             values,
             tuple(tuple(f"{value:.0f}" for value in line) for line in values),
             x_title="depth of the fact (0: beginning)",
@@ -185,10 +176,8 @@ def _by_depth(view: View) -> Iterator[Figure]:
         )
 
 
-rows = rows_of(RETRIEVAL)
-
 STUDY = Study(
-    KIND,
+    "reading",
     "How far does each score, and each post-hoc method, let a model read past the length "
     "it was trained at?",
     title="Reading past the training length",
@@ -196,7 +185,6 @@ STUDY = Study(
     "post-hoc method, by position and by retrieval.",
     sources=("kexue.fm/archives/9708", "kexue.fm/archives/9859"),
     resolve=resolve,
-    runs=(ReadCell,),
     tables=(
         Table(
             "table",
@@ -219,7 +207,7 @@ STUDY = Study(
         Table(
             "retrieval",
             "Facts stated in a long text and asked for at its end, %",
-            rows,
+            rows_of(RETRIEVAL),
             _retrieval_columns,
             notes=(
                 "answers: right as a whole, as greedy decoding would give them; tokens: of "
@@ -236,3 +224,210 @@ STUDY = Study(
     ),
 )
 PAGE = STUDY.page
+
+
+# The window of ReRoPE
+
+FORM, WINDOW = "factor.logn", "factor.window"
+FORMS = PLAIN, POST_HOC, TRAINED_IN = "no log-n", "logn+", "logn"
+DRAWN = ("non_repeated", "repeated", "last_segment")
+
+
+class WindowSettings(Settings):
+    """`reproduce window`: the windows of ReRoPE, as shares of the training length."""
+
+    shares: tuple[Annotated[float, Field(gt=0)], ...] = (0.125, 0.25, 0.5, 0.75, 1.0)
+
+    @field_validator("shares")
+    @classmethod
+    def _rising(cls, value: tuple[float, ...]) -> tuple[float, ...]:
+        if not value or list(value) != sorted(set(value)):
+            raise ValueError(f"shares must rise, got {list(value)}")
+        return value
+
+
+def resolve_window(request: Request) -> Sweep:
+    """Unmodified, then every window; for the model without log-n also with logn+.
+
+    Only the longest of the tested lengths is read. Raises `InputError` as `keynorm.resolve` does.
+    """
+    preset = opened(request, "window", "window")
+    request.refuse_choices("window", variants=False)
+    window = own_group(request, "window", WindowSettings)
+    setting = TextSetting.of(preset, {"multiples": preset.evaluation.multiples[-1:]})
+    sizes = [max(1, round(share * setting.train_length)) for share in window.shares]
+    if len(set(sizes)) < len(sizes):
+        raise InputError(
+            f"window.shares give the same window twice at a training length of "
+            f"{setting.train_length}: {sizes}"
+        )
+    methods = [AS_IS, *(f"ReRoPE(window={size})" for size in sizes)]
+    ways = {
+        "Baseline": [*methods, "logn+", *(f"{method}-logn+" for method in methods[1:])],
+        "Baseline-logn": methods,
+    }
+    read = {
+        variant: checked_methods(ways[variant], setting) for variant in canonical([*ways], setting)
+    }
+    runs = text_runs(setting, request.seeds_or(preset.seeds), read)
+    return setting.sweep(request, "window", runs, window=window)
+
+
+def collect_windows(out: Path) -> pl.DataFrame:
+    """What was measured, with the form of log-n and the window of each score as factors."""
+    measured = measured_below(out)
+    if not measured.height:
+        return measured
+    read = measured.filter(pl.col("protocol") != "training")
+    specs = [(text, ScoreSpec.parse(text)) for text in read["score"].unique(maintain_order=True)]
+    forms = {None: PLAIN, "trained-in": TRAINED_IN}
+    factors = pl.DataFrame(
+        {
+            "score": [text for text, _ in specs],
+            FORM: [forms.get(spec.logn and spec.logn.when, POST_HOC) for _, spec in specs],
+            WINDOW: [spec.remapping.window if spec.remapping else None for _, spec in specs],
+        },
+        schema={"score": pl.String, FORM: pl.String, WINDOW: pl.Int64},
+    )
+    return measured.join(factors, on="score", how="left", maintain_order="left")
+
+
+def window_rows(view: View) -> list[Row]:
+    """Forms of log-n, windows ascending, the model without ReRoPE first."""
+    read = view.frame.filter(pl.col("protocol") != "training")
+    settings = read.select(FORM, WINDOW).unique().rows() if read.height else []
+    settings.sort(key=lambda setting: (FORMS.index(setting[0]), setting[1] or 0))
+    return [Row(form, {FORM: form, WINDOW: window}) for form, window in settings]
+
+
+def _window_columns(view: View) -> list[Column]:
+    length = int(max(view.values("train_length")))
+    return [
+        text_column(
+            "share",
+            "w / L",
+            lambda view, row: row.where[WINDOW] and Fraction(row.where[WINDOW], length),
+        ),
+        text_column("window", "w", lambda view, row: row.where[WINDOW]),
+    ]
+
+
+def _past_columns(view: View) -> Sequence[Column]:
+    """The window, then what a method reads past L."""
+    kept = ("repeated", "repeated_seen", "non_repeated", "last_", "cost")
+    read = [column for column in reading_columns(view) if column.key.startswith(kept)]
+    return [
+        *_window_columns(view),
+        *(replace(c, plain=_cost) if c.key == "cost" else c for c in read),
+    ]
+
+
+def _cost(view: View, row: Row) -> Cell:
+    """What the method changes at L, against the same trained model without it."""
+    base = {FORM: TRAINED_IN if row.where[FORM] == TRAINED_IN else PLAIN, WINDOW: None}
+    if row.where == base:
+        return NOTHING
+    at_l = ACCURACY.at(protocol="train_length")
+    return Column("cost", "cost at L", at_l - at_l.at(base)).cell(view, row)
+
+
+def _read_past(view: View) -> dict[str, tuple[str, Metric]]:
+    """By protocol the title and the accuracy over its longest texts."""
+    return {
+        name: (
+            f"{name.replace('_', ' ')} ({view.longest(name):,})",
+            past(ACCURACY, view, name),
+        )
+        for name in DRAWN
+        if view.longest(name)
+    }
+
+
+def _gains(view: View) -> list[Column]:
+    """What a form of log-n adds to none at the same window."""
+    read = _read_past(view).items()
+    plain = {FORM: PLAIN}
+    return [
+        *_window_columns(view),
+        *(Column(name, title, metric - metric.at(plain)) for name, (title, metric) in read),
+    ]
+
+
+def _window_claims(view: View) -> list[Claim]:
+    """logn+ helps ReRoPE at every window: the mean over windows would hide which."""
+    natural = past(ACCURACY, view, "non_repeated")
+    gain = natural.at({FORM: POST_HOC}) - natural.at({FORM: PLAIN})
+    windows = [row.where[WINDOW] for row in window_rows(view) if row.where[FORM] == PLAIN]
+    return [
+        Claim(
+            f"logn+ improves ReRoPE with w = {window}",
+            gain.at({WINDOW: window}),
+            *("kexue 9708", "logn+ − no log-n, non-repeated accuracy"),
+        )
+        for window in windows
+        if window is not None
+    ]
+
+
+def _window_figures(view: View) -> list[Figure]:
+    """Accuracy against w / L, one line per form of log-n; dotted: without ReRoPE."""
+    panels = [
+        Panel(title, tuple(_window_lines(view, metric)), "w / L", "accuracy (%)")
+        for title, metric in _read_past(view).values()
+    ]
+    title = "Accuracy past the training length against ReRoPE's window"
+    return [Curves("accuracy_by_window", title, tuple(panels), shared_y=False)]
+
+
+def _window_lines(view: View, metric: Metric) -> Iterator[Line]:
+    length = max(view.values("train_length"))
+    for form in FORMS:
+        windows = [row.where[WINDOW] for row in window_rows(view) if row.where[FORM] == form]
+        places = ((w / length, {FORM: form, WINDOW: w}) for w in windows if w is not None)
+        shares = points(view, metric, places)
+        level = view.estimate(metric, {FORM: form, WINDOW: None})
+        if shares:
+            yield Line(form, shares, form)
+        if shares and level is not None:
+            flat = tuple(Point.of(x, level) for x in (shares[0].x, shares[-1].x))
+            yield Line(f"{form}, no ReRoPE", flat, form, dashed=True)
+
+
+WINDOW_STUDY = Study(
+    "window",
+    "How wide should ReRoPE's window w be, and what does log-n scaling add, trained in or "
+    "switched on afterwards (logn+)?",
+    title="ReRoPE's window",
+    help="Read with ReRoPE at windows of ⅛ to 1 training lengths, without log-n, with it and "
+    "logn+.\n\nTrains Baseline and Baseline-logn, reads to 8 times the training length, and "
+    "writes one table and one figure: accuracy against the window, a line for each form of log-n.",
+    sources=("kexue.fm/archives/9708",),
+    resolve=resolve_window,
+    tables=(
+        Table(
+            "table",
+            "",
+            window_rows,
+            _past_columns,
+            head="log-n",
+            notes=LEGEND,
+            intro="Token accuracy in %. Rows without a window are the models without ReRoPE.",
+        ),
+        Table(
+            "gains",
+            "What log-n adds at the same window, in points",
+            lambda view: [row for row in window_rows(view) if row.where[FORM] != PLAIN],
+            _gains,
+            head="log-n",
+        ),
+    ),
+    claims=_window_claims,
+    figures=_window_figures,
+    collect=collect_windows,
+    examples=(
+        ("--preset smoke", "the whole path, small"),
+        ("", "the study itself"),
+        ("--seeds 3", "with intervals over three trained models"),
+        ('--set "window.shares=[0.25,0.5,1,2]"', "other windows"),
+    ),
+)

@@ -1,1 +1,1 @@
-"""How a study is run: a plan, cells in child processes, progress, and going on after a stop."""
+"""How a study is run: a plan, runs in child processes, progress, and going on after a stop."""

@@ -1,14 +1,11 @@
 """Run jobs on other hosts: tasks of a Ray cluster, and Slurm jobs by submitit.
 
-Slurm jobs belong to the cluster: where this process is killed, they go on. All jobs of a folder
-have one name, made from the folder. The next command finds them in the queue by that name, cancels
-them (which saves their state) and submits what is left. So no job is submitted twice, whenever the
-first command was killed.
+Slurm jobs belong to the cluster: where this process is killed, they go on. Cancel them (`scancel`)
+before the command is run again; two jobs never work on one run, as each holds its lock.
 """
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import logging
 import os
@@ -16,7 +13,6 @@ import platform
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -31,31 +27,21 @@ import psutil
 from pydantic import Field
 
 from normattn.errors import InputError, unknown
+from normattn.lab.sweep.config import validated
 from normattn.lab.sweep.launchers import (
     Child,
     Job,
     Launcher,
     Local,
     Needs,
-    Outcome,
-    Session,
+    Start,
     Task,
     visible_gpus,
 )
-from normattn.lab.sweep.settings import validated
 
 INHERITED = ("PYTHONPATH", "NORMATTN_CACHE", "XDG_CACHE_HOME")
 """Where a job finds code and data; other hosts may have other values."""
 CONNECT_SECONDS = 30.0
-LEAVING_SECONDS = 180.0
-"""How long cancelled jobs of an earlier command may take to leave the queue."""
-QUEUE_SECONDS = 10.0
-STOPPING_QUEUE_SECONDS = 1.0
-OVER = {
-    *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL"),
-    *("OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT"),
-}
-"""States of a job that will not go on, unless it is requeued in the same moment."""
 
 
 @dataclass
@@ -109,7 +95,7 @@ class RemoteJob:
     def save(self) -> None:
         """Have the child save its state and end, if there is one."""
         if self.child is not None:
-            self.child.terminate()
+            self.child.stop()
             self.child.process.wait()
 
 
@@ -134,6 +120,8 @@ class Remote(Launcher):
     cuda, or where it is auto and this machine has one).
     """
 
+    poll_seconds: ClassVar[float] = 0.5
+
     cpus: int | None = Field(default=None, ge=1)
     gpus: int | None = Field(default=None, ge=0)
 
@@ -150,12 +138,6 @@ class Remote(Launcher):
             return self.gpus
         here = needs.device == "auto" and bool(visible_gpus())
         return int(here or needs.device.startswith("cuda"))
-
-
-class RemoteSession(Session):
-    """A session that looks at a scheduler twice a second."""
-
-    poll_seconds: ClassVar[float] = 0.5
 
 
 def library(name: str, extra: str) -> Any:
@@ -184,19 +166,19 @@ class Ray(Remote):
     retries: int = Field(default=3, ge=0)
 
     @contextmanager
-    def session(self, jobs: Sequence[Job], needs: Needs) -> Iterator[Session]:
+    def session(self, jobs: Sequence[Job], needs: Needs) -> Iterator[Start]:
         """Join the cluster, and leave it at the end."""
         ray = library("ray", "ray")
         joined = ray.is_initialized()
         if not joined:
             self._join(ray)
         try:
-            task = ray.remote(RemoteJob.__call__).options(
+            remote = ray.remote(RemoteJob.__call__).options(
                 num_cpus=self.cpus_for(needs),
                 num_gpus=self.gpus_for(needs),
                 max_retries=self.retries,
             )
-            yield _RayTasks(ray, task)
+            yield lambda jobs: [RayTask(job, ray, remote.remote(RemoteJob(job))) for job in jobs]
         finally:
             if not joined:
                 ray.shutdown()
@@ -214,45 +196,43 @@ class Ray(Remote):
             ray.init(address=self.address, log_to_driver=False, logging_level="ERROR", **started)
         except (OSError, RuntimeError, ValueError) as error:
             where = address or "this machine"
-            raise InputError(
-                f"no Ray cluster answers at {where}: {_line(error, first=True)}"
-            ) from error
+            raise InputError(f"no Ray cluster answers at {where}: {_lines(error)[0]}") from error
         finally:
             if threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGTERM, before)  # Ray installs a handler of its own.
 
 
-class _RayTasks(RemoteSession):
-    """References to the results of Ray's tasks."""
+class RayTask(Task):
+    """A reference to the result of one of Ray's tasks."""
 
     # Ray loses an interruption that it raises where Python ignores exceptions.
     ask_again_seconds: ClassVar[float] = 3.0
 
-    def __init__(self, ray: Any, task: Any) -> None:
-        self._ray, self._task = ray, task
+    def __init__(self, job: Job, ray: Any, handle: Any) -> None:
+        super().__init__(job)
+        self._ray, self._handle = ray, handle
 
-    def start(self, jobs: Sequence[Job]) -> list[Task]:
-        return [Task(job, self._task.remote(RemoteJob(job))) for job in jobs]
+    def done(self) -> bool:
+        """Whether Ray has its result."""
+        return bool(self._ray.wait([self._handle], timeout=0)[0])
 
-    def is_over(self, task: Task) -> bool:
-        return bool(self._ray.wait([task.handle], timeout=0)[0])
-
-    def outcome(self, task: Task) -> Outcome:
+    def result(self) -> tuple[int, str]:
+        """What the job returned, or why Ray gave it up."""
         try:
-            return task.outcome(*self._ray.get(task.handle))
+            code, message = self._ray.get(self._handle)
+            return code, message
         except self._ray.exceptions.RayError as error:
             cause = getattr(error, "cause", None) or error
-            return task.outcome(1, f"Ray gave it up: {_line(cause, first=True)}")
+            return 1, f"Ray gave it up: {_lines(cause)[0]}"
 
-    def stop(self, tasks: Sequence[Task]) -> None:
-        """Have Ray raise KeyboardInterrupt in these tasks: their children save."""
-        for task in tasks:
-            self._ray.cancel(task.handle)
+    def stop(self) -> None:
+        """Have Ray raise KeyboardInterrupt in the task: its child saves."""
+        self._ray.cancel(self._handle)
 
-    def kill(self, tasks: Sequence[Task]) -> None:
-        """End the workers; their children notice."""
-        for task in (task for task in tasks if not self.is_over(task)):
-            self._ray.cancel(task.handle, force=True)
+    def kill(self) -> None:
+        """End the worker; its child notices."""
+        if not self.done():
+            self._ray.cancel(self._handle, force=True)
 
 
 class Slurm(Remote):
@@ -277,27 +257,32 @@ class Slurm(Remote):
     cluster: Literal["slurm", "local"] = "slurm"
 
     @contextmanager
-    def session(self, jobs: Sequence[Job], needs: Needs) -> Iterator[Session]:
-        """Cancel what an earlier command left in the queue."""
+    def session(self, jobs: Sequence[Job], needs: Needs) -> Iterator[Start]:
+        """Submit an array of jobs each time."""
         submitit = library("submitit", "slurm")
         logging.getLogger("submitit").setLevel(logging.ERROR)
-        place = jobs[0].log.parents[2].resolve()
-        name = f"normattn-{hashlib.sha256(str(place).encode()).hexdigest()[:16]}"
         # A new folder each time: submitit unpickles what it finds there, so it must be our own.
-        (place / ".submitit").mkdir(parents=True, exist_ok=True)
-        folder = tempfile.mkdtemp(prefix="", dir=place / ".submitit")
+        place = jobs[0].log.parents[2].resolve() / ".submitit"
+        place.mkdir(parents=True, exist_ok=True)
+        folder = tempfile.mkdtemp(prefix="", dir=place)
         try:
             executor = submitit.AutoExecutor(
                 folder=folder, cluster=self.cluster, slurm_max_num_timeout=self.requeues
             )
         except RuntimeError as error:
             raise InputError(f"no Slurm is here: {error}") from error
-        executor.update_parameters(**self.parameters(needs), name=name)
-        if self.cluster == "slurm":
-            _cancel_earlier(name)
-            yield _SlurmJobs(executor)
-        else:
-            yield _LocalJobs(executor)
+        executor.update_parameters(**self.parameters(needs), name="normattn")
+        # Jobs of the local executor end with this process; others are on another host.
+        here = (os.getpid(), psutil.Process().create_time()) if self.cluster == "local" else None
+
+        def start(jobs: Sequence[Job]) -> list[Task]:
+            try:
+                handles = executor.submit_array([SlurmJob(job, here) for job in jobs])
+            except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+                raise InputError(f"the jobs cannot be submitted: {_lines(error)[-1]}") from error
+            return [SlurmTask(*pair) for pair in zip(jobs, handles, strict=True)]
+
+        yield start
 
     def parameters(self, needs: Needs) -> dict[str, Any]:
         """What submitit is given for each job, by its names."""
@@ -336,132 +321,47 @@ def _leave(number: int, frame: FrameType | None) -> NoReturn:
     raise SystemExit(128 + number)
 
 
-class _LocalJobs(RemoteSession):
-    """Jobs of submitit's own executor, which end with this process."""
+class SlurmTask(Task):
+    """A job of submitit, by Slurm or by its own executor."""
 
-    def __init__(self, executor: Any) -> None:
-        self._executor = executor
-        self._owner: tuple[int, float] | None = (os.getpid(), psutil.Process().create_time())
+    def __init__(self, job: Job, handle: Any) -> None:
+        super().__init__(job)
+        self._handle = handle
 
-    def start(self, jobs: Sequence[Job]) -> list[Task]:
-        try:
-            handles = self._executor.submit_array([SlurmJob(job, self._owner) for job in jobs])
-        except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-            raise InputError(f"the jobs cannot be submitted: {_line(error)}") from error
-        return [Task(job, handle) for job, handle in zip(jobs, handles, strict=True)]
+    def done(self) -> bool:
+        """Whether it left a result, or its scheduler says that it is over."""
+        return bool(self._handle.done())
 
-    def is_over(self, task: Task) -> bool:
-        return bool(task.handle.done())
+    def result(self) -> tuple[int, str]:
+        """What the job returned."""
+        if not self._handle.paths.result_pickle.exists():
+            ended = f"job {self._handle.job_id} ended without a result"
+            return 1, f"{ended}; rerun the command to resume"
+        failure = self._handle.exception()
+        if failure is not None:
+            return 1, _lines(failure)[-1]
+        code, message = self._handle.result()
+        return code, message
 
-    def outcome(self, task: Task) -> Outcome:
-        handle = task.handle
-        if not handle.paths.result_pickle.exists():
-            return task.outcome(
-                1, f"job {handle.job_id} ended without a result; rerun the command to resume"
-            )
-        failure = handle.exception()
-        return task.outcome(*((1, _line(failure)) if failure is not None else handle.result()))
-
-    def stop(self, tasks: Sequence[Task]) -> None:
-        """Ask the jobs' controllers; what submitit itself sends is followed by force."""
-        for task in tasks:
-            if not task.handle.done():
-                os.kill(int(task.handle.job_id), signal.SIGTERM)
-
-    def kill(self, tasks: Sequence[Task]) -> None:
-        self.stop(tasks)
-
-
-class _SlurmJobs(_LocalJobs):
-    """Jobs in Slurm's queue, known by the results that they leave and by squeue's answers."""
-
-    def __init__(self, executor: Any) -> None:
-        super().__init__(executor)
-        self._owner = None  # It is on another host.
-        self._seconds = QUEUE_SECONDS
-        self._asked = float("-inf")
-        self._answers = 0
-        self._states: dict[str, str] = {}
-        self._over_since: dict[str, int] = {}
-
-    def is_over(self, task: Task) -> bool:
-        """Whether it left a result, or two answers in a row found it over.
-
-        After one answer it may be on its way back into the queue, or its result on its way through
-        the file system.
-        """
-        if task.handle.paths.result_pickle.exists():
-            return True
-        self._look()
-        job = task.handle.job_id
-        if self._states.get(job, "COMPLETED") not in OVER:
-            self._over_since.pop(job, None)
-            return False
-        return self._over_since.setdefault(job, self._answers) < self._answers
-
-    def _look(self) -> None:
-        """Ask squeue for the states of the user's jobs, if the last answer is old."""
-        if time.monotonic() < self._asked + self._seconds:
+    def stop(self) -> None:
+        """Ask its controller, or have Slurm cancel it: its child saves."""
+        if self._handle.done():
             return
-        answer = _squeue("--states=all", "--format=%i %T")
-        self._asked = time.monotonic()
-        if answer.returncode:
-            return  # A busy controller says nothing about its jobs.
-        self._answers += 1
-        pairs = (line.split() for line in answer.stdout.splitlines())
-        self._states = {pair[0]: pair[1] for pair in pairs if len(pair) == 2}
+        if hasattr(self._handle, "_process"):
+            # What submitit itself sends to a job of its own executor is followed by force.
+            os.kill(int(self._handle.job_id), signal.SIGTERM)
+        else:
+            self._handle.cancel(check=False)
 
-    def stop(self, tasks: Sequence[Task]) -> None:
-        """Cancel the jobs: Slurm asks each to end, which saves its state, and waits a while."""
-        _scancel([task.handle.job_id for task in tasks])
-        self._seconds = STOPPING_QUEUE_SECONDS
+    def kill(self) -> None:
+        """The same: a job elsewhere has a while to save, and then its scheduler ends it."""
+        self.stop()
 
 
-def _cancel_earlier(name: str) -> None:
-    """Cancel the user's jobs of this name, and wait until each has saved its state and left.
-
-    Raises `InputError` where Slurm does not answer or a job stays.
-    """
-    if not (left := _named(name)):
-        return
-    print(
-        f"normattn: cancelling {len(left)} job{'s' * (len(left) > 1)} of an earlier command on "
-        "this folder; their state is saved",
-        file=sys.stderr,
-    )
-    deadline = time.monotonic() + LEAVING_SECONDS
-    while left := _named(name):
-        _scancel(left)
-        if time.monotonic() > deadline:
-            raise InputError(
-                f"jobs {', '.join(left)} of an earlier command are still in the queue after "
-                f"{LEAVING_SECONDS:.0f} s; cancel them first"
-            )
-        time.sleep(STOPPING_QUEUE_SECONDS)
-
-
-def _named(name: str) -> list[str]:
-    """The user's jobs of this name that wait or run."""
-    answer = _squeue(f"--name={name}", "--format=%i")
-    if answer.returncode:
-        raise InputError(f"squeue does not say what is in the queue: {answer.stderr.strip()}")
-    return answer.stdout.split()
-
-
-def _squeue(*options: str) -> subprocess.CompletedProcess[str]:
-    command = ("squeue", "--me", "--noheader", "--array", *options)
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
-def _scancel(ids: Sequence[str]) -> None:
-    if ids:
-        subprocess.run(("scancel", "--quiet", *ids), check=False)
-
-
-def _line(error: BaseException, first: bool = False) -> str:
-    """The first or the last line of what an exception says."""
+def _lines(error: BaseException) -> list[str]:
+    """What an exception says."""
     lines = [line.strip() for line in str(error).split("\n") if line.strip(" -")]
-    return lines[0 if first else -1] if lines else type(error).__name__
+    return lines or [type(error).__name__]
 
 
 def launcher(name: str, settings: Mapping[str, Any]) -> Launcher:

@@ -1,9 +1,10 @@
-"""Everything that was measured below a study's directory, trainings included, as one frame."""
+"""Everything that was measured below a study's directory, and the text that its models read."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,14 @@ import numpy as np
 import polars as pl
 
 from normattn.errors import InputError
-from normattn.io import read_object
+from normattn.io import read_object, write_json
 from normattn.lab.runs import read_metrics
 from normattn.lab.stats import Identity, collected, fact, identified, joined, sums
 from normattn.lab.stats.arrays import left_out, on_common_sets
 from normattn.lab.stats.measurements import FACTOR, Factor, empty
-from normattn.lab.sweep.corpora import refuse_changed_text
-from normattn.lab.sweep.layout import CellPaths
+from normattn.lab.sweep.paths import RunPaths
+from normattn.lab.sweep.run import canonical_json, has_ended
+from normattn.lab.training.init_from import CORPUS_FILE
 
 BINS = 100
 """Points of a training's loss curve, at most."""
@@ -26,39 +28,64 @@ BINS = 100
 def measured_below(out: Path, factors: Sequence[str] = ()) -> pl.DataFrame:
     """The stored measurements of a sweep, and the loss curve of each of its trainings.
 
-    `factors` are the cells' own fields that tell trainings of one row apart. Rows that agree in
-    them can be compared only on one set of documents: where a protocol was measured on several of
-    one length, the one with the most rows counts.
+    `factors` are those of the runs that tell trainings of one row apart. Rows that agree in them
+    can be compared only on one set of documents: where a protocol was measured on several of one
+    length, the one with the most rows counts.
     """
-    apart = [f"{FACTOR}{name}" for name in factors]
-    cells = CellPaths.below(out)
-    refuse_changed_text(paths.run for paths in cells)
+    runs = RunPaths.below(out)
+    refuse_changed_text(paths.run for paths in runs)
     whole = collected(out)
-    parts = [on_common_sets(whole, apart)]
+    parts = [on_common_sets(whole, [f"{FACTOR}{name}" for name in factors])]
     for sentence in left_out(whole, parts[0]):
         print(f"normattn: {sentence}", file=sys.stderr)
-    for paths in cells:
-        cell = _cell(paths, factors)
-        varied = {name: cell[name] for name in factors}
-        parts.append(history(paths.run, cell["row"], cell["seed"], varied))
+    parts += [history(paths.run, *_labels(paths)) for paths in runs]
     return joined(parts)
 
 
-def _cell(paths: CellPaths, factors: Sequence[str]) -> dict[str, Any]:
-    """The settings of a cell; `InputError` where they are not those of the cell in its place."""
-    cell = read_object(paths.settings)
+def of_trainings(
+    out: Path, also: Callable[[Identity, Path], pl.DataFrame] = lambda whose, run: empty()
+) -> pl.DataFrame:
+    """Every measurement below `out`, and of each training that ended its loss curve.
+
+    `also` gives what else a training left in its directory. Raises `InputError` where a protocol
+    was measured on several data sets: such rows cannot be compared.
+    """
+    measured = collected(out)
+    tested = measured.filter(pl.col("protocol") != "training")
+    for protocol, count in tested.group_by("protocol").agg(pl.col("data").n_unique()).rows():
+        if count > 1:
+            raise InputError(
+                f"{out}: {protocol} was measured on {count} data sets; report them apart"
+            )
+    parts = [measured]
+    for paths in RunPaths.below(out):
+        if has_ended(paths.run):
+            row, seed, factors = _labels(paths)
+            whose = Identity("", row, row, seed, "training", split="train", factors=factors)
+            parts += [history(paths.run, row, seed, factors), also(whose, paths.run)]
+    return joined(parts)
+
+
+def _labels(paths: RunPaths) -> tuple[str, int, dict[str, Factor]]:
+    """The row, the seed and the factors of a run, as its settings say them.
+
+    Raises `InputError` where they are not those of the run in its place.
+    """
+    stored = read_object(paths.settings)
     wanted = {"variant": paths.run.parent.name, "seed": int(paths.run.name.removeprefix("seed"))}
     for name, value in wanted.items():
-        if cell.get(name) != value or type(cell[name]) is not type(value):
+        if stored.get(name) != value or type(stored[name]) is not type(value):
             raise InputError(
-                f"{paths.settings} is damaged: {name} is {cell.get(name)!r:.40} there, and its "
+                f"{paths.settings} is damaged: {name} is {stored.get(name)!r:.40} there, and its "
                 f"place is that of {value!r}"
             )
-    said = {"row": cell["variant"], **cell}
-    for name in ("row", *factors):
-        if type(said.get(name)) not in (str, int, float):
-            raise InputError(f"{paths.settings} is damaged: {name} is {said.get(name)!r:.40}")
-    return said
+    row, factors = stored.get("row") or stored["variant"], stored.get("factors") or {}
+    plain = isinstance(factors, dict) and all(
+        isinstance(value, str | int | float) for value in factors.values()
+    )
+    if not isinstance(row, str) or not plain:
+        raise InputError(f"{paths.settings} is damaged: its row or its factors are no plain values")
+    return row, stored["seed"], factors
 
 
 def history(
@@ -71,28 +98,18 @@ def history(
     steps = np.array([line["step"] for line in lines], float)
     losses = np.array([_loss(line, run) for line in lines])
     width = max(1.0, float(steps[-1]) / BINS)
-    bins = ((steps - 1) // width).astype(int)
-    used, where = np.unique(bins, return_inverse=True)
+    used, where = np.unique(((steps - 1) // width).astype(int), return_inverse=True)
     finite = np.isfinite(losses)
     above = np.bincount(where[finite], losses[finite], minlength=len(used))
     below = np.bincount(where[finite], minlength=len(used))
-    identity = Identity(
-        study="",
-        row=row,
-        score=row,
-        seed=seed,
-        protocol="training",
-        split="train",
-        factors=factors or {},
-    )
-    starts = used * width + 1
     rows = pl.concat(
         [
             sums("loss", [""], [[a]], [[b]], axis="step", edges=[start, start + width])
-            for start, a, b in zip(starts, above, below, strict=True)
+            for start, a, b in zip(used * width + 1, above, below, strict=True)
         ]
     )
-    return identified(identity, [rows, fact("steps", float(steps[-1]))])
+    whose = Identity("", row, row, seed, "training", split="train", factors=factors or {})
+    return identified(whose, [rows, fact("steps", float(steps[-1]))])
 
 
 def _loss(line: Mapping[str, Any], run: Path) -> float:
@@ -100,3 +117,80 @@ def _loss(line: Mapping[str, Any], run: Path) -> float:
     if not isinstance(loss, int | float):
         raise InputError(f"{run / 'metrics.jsonl'} is damaged: step {line['step']} has no loss")
     return float(loss)
+
+
+@dataclass(frozen=True)
+class Corpora:
+    """The text that models were trained on: `fingerprints` of the tokens, `sources` with versions.
+
+    Empty for a study that trains on no text, or whose folder was made before this was kept.
+    """
+
+    fingerprints: frozenset[str] = frozenset()
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def below(cls, folder: Path) -> Corpora:
+        """What the trainings in the directory of a study left, or what a published folder holds."""
+        records = sorted(folder.glob(f"cells/*/*/{CORPUS_FILE}"))
+        return cls.joined(map(cls.read, records or folder.glob(CORPUS_FILE)))
+
+    @classmethod
+    def read(cls, file: Path) -> Corpora:
+        """The record of one run, or of a published folder."""
+        stored = read_object(file)
+        prints = stored.get("fingerprints", [stored.get("fingerprint")])
+        sources = stored.get("sources")
+        if not _texts(prints) or not isinstance(sources, dict) or not _texts(sources.values()):
+            raise InputError(f"{file} is damaged: expected fingerprints and sources with versions")
+        return cls(frozenset(prints), sources)
+
+    @classmethod
+    def joined(cls, parts: Iterable[Corpora]) -> Corpora:
+        """All of them as one; `InputError` where two hold other versions of one source."""
+        prints: frozenset[str] = frozenset()
+        sources: dict[str, str] = {}
+        for part in parts:
+            prints |= part.fingerprints
+            for name, version in part.sources.items():
+                if sources.setdefault(name, version) != version:
+                    raise InputError(
+                        f"models of one page were trained on {name} {sources[name]} and {version}: "
+                        "prepare the same corpus for all of them"
+                    )
+        return cls(prints, dict(sorted(sources.items())))
+
+    def write(self, folder: Path) -> None:
+        """Leave the record in a folder that is to be published, where there is one."""
+        if self.fingerprints:
+            record = {"fingerprints": sorted(self.fingerprints), "sources": dict(self.sources)}
+            write_json(folder / CORPUS_FILE, record)
+
+
+def refuse_changed_text(runs: Iterable[Path], now: Mapping[str, str] | None = None) -> None:
+    """`InputError` where two trainings on the same settings of the data read different data.
+
+    `now` has the fingerprint of what was prepared, by its settings (`canonical_json`). Files behind
+    an address can change from one training to the next; their models have other tokenisers and were
+    tested on other documents.
+    """
+    seen: dict[str, tuple[object, object]] = {
+        settings: ("the corpus as it is", fingerprint)
+        for settings, fingerprint in (now or {}).items()
+    }
+    for run in runs:
+        if not ((run / CORPUS_FILE).is_file() and (run / "config.json").is_file()):
+            continue
+        settings = read_object(run / "config.json").get("config")
+        data = settings.get("data") if isinstance(settings, dict) else None
+        fingerprint = read_object(run / CORPUS_FILE).get("fingerprint")
+        first, known = seen.setdefault(canonical_json(data), (run, fingerprint))
+        if fingerprint != known:
+            raise InputError(
+                f"{first} and what {run} was trained on differ, though by the same settings: the "
+                "corpus changed in between; give each text a directory of its own"
+            )
+
+
+def _texts(values: object) -> bool:
+    return isinstance(values, Iterable) and all(isinstance(value, str) for value in values)

@@ -12,9 +12,10 @@ import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -67,45 +68,34 @@ class Needs:
     device: str = "cpu"
 
 
-@dataclass(eq=False)
-class Task:
-    """A job that was started, with the launcher's own handle on it."""
+class Task(ABC):
+    """A job that was started. `stop` is repeated after `ask_again_seconds` while it goes on."""
 
-    job: Job
-    handle: Any
-    started: float = field(default_factory=time.monotonic)
-
-    def outcome(self, code: int, message: str) -> Outcome:
-        """The outcome of this task, ended just now."""
-        return Outcome(self.job, code, message, time.monotonic() - self.started)
-
-
-class Session(ABC):
-    """Starts, watches and stops the jobs of one sweep."""
-
-    poll_seconds: ClassVar[float] = 0.1
     ask_again_seconds: ClassVar[float] = float("inf")
-    """After how long `stop` is repeated for tasks that go on."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.started = time.monotonic()
 
     @abstractmethod
-    def start(self, jobs: Sequence[Job]) -> list[Task]:
-        """Start these jobs, or hand them to a scheduler."""
+    def done(self) -> bool:
+        """Whether it has ended."""
 
     @abstractmethod
-    def is_over(self, task: Task) -> bool:
-        """Whether the task has ended."""
+    def result(self) -> tuple[int, str]:
+        """The exit code, and why it failed ("" on success), of a task that has ended."""
 
     @abstractmethod
-    def outcome(self, task: Task) -> Outcome:
-        """How a task ended that is over."""
+    def stop(self) -> None:
+        """Ask it to save its state and end."""
 
     @abstractmethod
-    def stop(self, tasks: Sequence[Task]) -> None:
-        """Ask these tasks to save their state and end."""
+    def kill(self) -> None:
+        """End it, saved or not; nothing where it has ended."""
 
-    @abstractmethod
-    def kill(self, tasks: Sequence[Task]) -> None:
-        """End these tasks, saved or not; those that are over are left alone."""
+
+Start = Callable[[Sequence[Job]], Sequence[Task]]
+"""Starts jobs, or hands them to a scheduler."""
 
 
 class Launcher(Settings, ABC):
@@ -116,14 +106,15 @@ class Launcher(Settings, ABC):
     """
 
     name: ClassVar[str]
+    poll_seconds: ClassVar[float] = 0.1
 
     @abstractmethod
     def slots(self, needs: Needs) -> int | None:
         """How many jobs run at once by default; None leaves it to a scheduler's queue."""
 
     @abstractmethod
-    def session(self, jobs: Sequence[Job], needs: Needs) -> AbstractContextManager[Session]:
-        """A session for these jobs, closed when the context ends."""
+    def session(self, jobs: Sequence[Job], needs: Needs) -> AbstractContextManager[Start]:
+        """What starts these jobs, closed when the context ends."""
 
     def describe(self) -> str:
         """The name, and the settings that differ from their defaults."""
@@ -158,7 +149,7 @@ def run_jobs(
         return ended
     # The handlers come last: a scheduler's library may install its own when a session opens.
     stop = StopRequest(insist=False)
-    with launcher.session(jobs, needs or Needs()) as session, stop:
+    with launcher.session(jobs, needs or Needs()) as start, stop:
         try:
             while (waiting or running) and not stop.count:
                 free = at_once - len(running)
@@ -166,17 +157,19 @@ def run_jobs(
                 for job in now:  # What an earlier attempt printed is no sign of this one.
                     job.log.parent.mkdir(parents=True, exist_ok=True)
                     job.log.unlink(missing_ok=True)
-                running += session.start(now) if now else []
-                for task in [task for task in running if session.is_over(task)]:
+                running += start(now) if now else []
+                for task in [task for task in running if task.done()]:
                     running.remove(task)
-                    ended.append(session.outcome(task))
+                    seconds = time.monotonic() - task.started
+                    ended.append(Outcome(task.job, *task.result(), seconds))
                 observe([task.job for task in running if task.job.log.exists()], ended)
-                time.sleep(session.poll_seconds)
+                time.sleep(launcher.poll_seconds)
             left = len(waiting) + len(running)
             if stop.count:
-                _stop_all(session, running, stop)
+                _stop_all(running, stop)
         finally:
-            session.kill(running)
+            for task in running:
+                task.kill()
     if stop.count:
         raise Interrupted(
             f"stopped by {stop.by} with {left} of {len(jobs)} jobs unfinished; "
@@ -185,20 +178,21 @@ def run_jobs(
     return ended
 
 
-def _stop_all(session: Session, running: Sequence[Task], stop: StopRequest) -> None:
+def _stop_all(running: Sequence[Task], stop: StopRequest) -> None:
     """Ask every task to stop, and wait until all have, or until patience ends."""
     asked, deadline = float("-inf"), time.monotonic() + GRACE_SECONDS
-    while left := [task for task in running if not session.is_over(task)]:
+    while left := [task for task in running if not task.done()]:
         now = time.monotonic()
         if stop.count > 1 or now > deadline:
             return
-        if now - asked >= session.ask_again_seconds:
-            session.stop(left)
+        if now - asked >= left[0].ask_again_seconds:
             asked = now
+            for task in left:
+                task.stop()
         time.sleep(0.05)
 
 
-class Child:
+class Child(Task):
     """A job as a child process, in a process group of its own: Ctrl-C reaches the parent alone.
 
     `environment` is added to this process's; `folder` is the child's working directory.
@@ -207,7 +201,7 @@ class Child:
     def __init__(
         self, job: Job, environment: Mapping[str, str] | None = None, folder: Path | None = None
     ) -> None:
-        self.job = job
+        super().__init__(job)
         job.log.parent.mkdir(parents=True, exist_ok=True)
         # One thread each, so that results do not depend on how many jobs run.
         threads = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
@@ -228,7 +222,7 @@ class Child:
         """Whether it has ended."""
         return self.process.poll() is not None
 
-    def terminate(self) -> None:
+    def stop(self) -> None:
         """Ask it to save its state and end."""
         if not self.done():
             self.process.terminate()
@@ -272,49 +266,28 @@ class Local(Launcher):
         return len(self._gpus(needs)) or max(1, cores() // needs.cores)
 
     @contextmanager
-    def session(self, jobs: Sequence[Job], needs: Needs) -> Iterator[Session]:
-        """Start child processes."""
-        yield _Children(self._gpus(needs))
+    def session(self, jobs: Sequence[Job], needs: Needs) -> Iterator[Start]:
+        """Start child processes, each on the GPU with the fewest others."""
+        gpus, children = self._gpus(needs), list[tuple[str, Child]]()
+
+        def start(jobs: Sequence[Job]) -> list[Task]:
+            return [begin(job) for job in jobs]
+
+        def begin(job: Job) -> Child:
+            if not gpus:
+                return Child(job)
+            busy = Counter(gpu for gpu, child in children if not child.done())
+            gpu = min(gpus, key=lambda name: busy[name])
+            children.append((gpu, Child(job, {VISIBLE: gpu})))
+            return children[-1][1]
+
+        yield start
 
     def _gpus(self, needs: Needs) -> tuple[str, ...]:
         """The GPUs that jobs are spread over; none where jobs choose by themselves."""
         if needs.device not in ("auto", "cuda"):
             return ()
         return tuple(map(str, self.devices)) if self.devices is not None else visible_gpus()
-
-
-class _Children(Session):
-    """Child processes, each on the GPU with the fewest others."""
-
-    def __init__(self, gpus: Sequence[str]) -> None:
-        self._load = dict.fromkeys(gpus, 0)
-
-    def start(self, jobs: Sequence[Job]) -> list[Task]:
-        return [Task(job, self._begin(job)) for job in jobs]
-
-    def _begin(self, job: Job) -> tuple[Child, str | None]:
-        gpu = min(self._load, key=self._load.__getitem__, default=None)
-        if gpu is None:
-            return Child(job), None
-        self._load[gpu] += 1
-        return Child(job, {VISIBLE: gpu}), gpu
-
-    def is_over(self, task: Task) -> bool:
-        return bool(task.handle[0].done())
-
-    def outcome(self, task: Task) -> Outcome:
-        child, gpu = task.handle
-        if gpu is not None:
-            self._load[gpu] -= 1
-        return task.outcome(*child.result())
-
-    def stop(self, tasks: Sequence[Task]) -> None:
-        for task in tasks:
-            task.handle[0].terminate()
-
-    def kill(self, tasks: Sequence[Task]) -> None:
-        for task in tasks:
-            task.handle[0].kill()
 
 
 def visible_gpus() -> tuple[str, ...]:

@@ -1,186 +1,322 @@
-"""From a request to a table: plan, data, cells under a launcher, tabulation; resumable."""
+"""A run, its stages, and a sweep of runs as a request makes it.
+
+A run is one child process's work: it trains a variant with one seed and measures the model, stage
+by stage. Each stage is done once, in a directory of its own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import ExitStack
-from dataclasses import replace
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Protocol, TypeVar
 
-from rich.table import Table
+import polars as pl
+from pydantic import Field
 
-from normattn.io import write_text
-from normattn.lab.report.terminal import say, tell
-from normattn.lab.runs import RunDirectory
-from normattn.lab.sweep.cell import child_arguments, write_cell
-from normattn.lab.sweep.corpora import refuse_changed_text
-from normattn.lab.sweep.launchers import Job, Launcher, Local, Needs, Outcome, run_jobs
-from normattn.lab.sweep.layout import CellPaths, peek
-from normattn.lab.sweep.methods import grouped
-from normattn.lab.sweep.plan import make_plan, stage_shares, time_range
-from normattn.lab.sweep.progress import SweepProgress, headlines
-from normattn.lab.sweep.study import (
-    CHANGEABLE,
-    Cell,
-    Request,
-    Study,
-    Sweep,
-    free_settings,
-    with_added,
-)
-from normattn.lab.training.distributed import choose_device
-from normattn.lab.training.init_from import HasFingerprint
-from normattn.terminal import Console, warn
+from normattn.errors import DivergedError, InputError
+from normattn.lab.diagnostics import DiagnosticsProbe
+from normattn.lab.report.page import Page, Written
+from normattn.lab.runs import read_status
+from normattn.lab.stats import Identity, MeasurementStore, identified, sums
+from normattn.lab.stats.measurements import Factor
+from normattn.lab.sweep.config import SweepConfig
+from normattn.lab.sweep.launchers import Launcher, Local
+from normattn.lab.sweep.paths import RunPaths
+from normattn.lab.training import LoopConfig, StepReport, TrainingConfig
+from normattn.lab.training.init_from import Continuation
+from normattn.lab.training.planning import Cost
+from normattn.lab.training.task import Probe
+from normattn.lab.training.tasks.text import MaskedConfig
+from normattn.lab.training.tasks.workload import Workload, train_workload
+from normattn.settings import Settings
 
-# Above this number, the sentences about rows left out are only written to a file.
-SHOWN_SENTENCES = 12
-LEFT_OUT = "left_out.txt"
+CORPUS = "training.data.corpus"
+EVALUATIONS = "evaluations"
+UNKNOWN = "0" * 64
+"""The digest of weights that are not trained yet."""
+Config = TypeVar("Config", bound=LoopConfig)
+Note = Callable[[int, int, str], None]
+"""Told how much of a stage is done, of how much, and a few words."""
 
 
-def reproduce(study: Study, request: Request, only_plan: bool = False) -> list[str]:
-    """Run what a study makes of `request`, or only print its plan; return what failed.
+@dataclass(frozen=True)
+class Stage:
+    """One step of a run; a finished one is found done and costs nothing again.
 
-    Raises `InputError` before anything is written when it cannot be done, and `Interrupted` when
-    stopped; rerunning the command resumes them. A cell that diverged is a result; one that failed
-    otherwise is named in the answer, after all others are done.
+    `cost` is what the whole stage takes, done or not; `is_done` says whether nothing is left to do
+    (a training that diverged has ended too). `run` does what is not yet done with the data that the
+    run prepared: it raises `Interrupted` when stopped, with its state saved, and `DivergedError`
+    for a divergence that ends the whole run. `trains` are the settings of a training.
     """
-    sweep = study.resolve(request)
-    said = {"changed": dict(request.changes), "asked": (request.choices,)}
-    sweep = replace(sweep, config=sweep.config.model_copy(update=said))
-    console = Console(highlight=False)
-    launcher, needs = request.launcher, needs_of(sweep)
-    count = len(sweep.cells)
-    at_once = min(request.jobs or launcher.slots(needs) or count, count)
-    for cell in _one_of_each_data(sweep):
-        for line in cell.workload.look(cell.training_config):
-            tell(line, console)
-    _print_plan(console, sweep, launcher, at_once, every=only_plan)
-    if only_plan:
-        return []
-    with ExitStack() as stack:
-        # What is no sweep, is in use, or has another configuration is refused before any work; a
-        # new directory is made only once the corpus has been found good.
-        occupied = sweep.out.exists() and (not sweep.out.is_dir() or any(sweep.out.iterdir()))
-        if occupied:
-            stack.enter_context(_open(sweep).lock())
-        _prepare(console, sweep)
-        if not occupied:
-            stack.enter_context(_open(sweep).lock())
-        _note_choices(sweep, request.choices)
-        if sweep.skipped:
-            sentences = (omission.sentence for omission in sweep.skipped)
-            write_text(sweep.out / LEFT_OUT, "\n".join(sentences) + "\n")
-        outcomes = _run_cells(study, sweep, launcher, at_once)
-        failed = [_failure(outcome) for outcome in outcomes if outcome.failed]
-        # Said first: where too few are left, there may be nothing to report.
-        for sentence in failed:
-            warn(f"normattn: {sentence}")
-        if len(failed) < len(sweep.cells):
-            report(study, sweep.out, RunDirectory.existing(sweep.out).config)
-    return failed
+
+    phase: str
+    cost: Callable[[], Cost]
+    is_done: Callable[[], bool]
+    run: Callable[[Any, Note], None]
+    trains: LoopConfig | None = None
 
 
-def report(study: Study, out: Path, config: Mapping[str, Any]) -> None:
-    """Write the page of what was measured in `out`, and print where it is."""
-    say(out, study.report(study.measurements(out), out, config))
+def training_stage(
+    workload: Workload[Any, Any],
+    config: LoopConfig,
+    folder: Path,
+    essential: bool = True,
+    probes: Callable[[Any], Sequence[Probe]] = lambda data: (),
+) -> Stage:
+    """Train `config` in `folder`. Where an `essential` training diverges, the run ends.
+
+    A configuration that goes on from a model which an earlier stage trains says `UNKNOWN` weights:
+    they are looked up when the stage runs. `probes` makes what looks into the training, beside
+    the diagnostics that the configuration asks for.
+    """
+
+    def train(data: Any, note: Note) -> None:
+        # NaN once is NaN again, so it is not tried twice.
+        before = divergence(folder)
+        if before is not None and essential:
+            raise before
+        if before is not None:
+            return
+        try:
+            train_workload(
+                workload,
+                with_weights(config),
+                folder,
+                on_step=_noting(note),
+                probes=(*diagnostics_probes(config, folder), *probes(data)),
+                show_progress=False,
+            )
+        except DivergedError:
+            if essential:
+                raise
+
+    return Stage(
+        "training", lambda: workload.cost(config), lambda: has_ended(folder), train, config
+    )
 
 
-def needs_of(sweep: Sweep) -> Needs:
-    """What each cell computes on."""
-    config = sweep.cells[0].training_config
-    return Needs(config.threads, config.device)
+def measuring_stage(
+    folder: Path,
+    name: str,
+    measure: Callable[[Any, Note], pl.DataFrame],
+    cost: Callable[[], Cost],
+    phase: str = "evaluation",
+) -> Stage:
+    """Measure the training in `folder` once, as the record `name` among its evaluations."""
+    store = MeasurementStore(folder / EVALUATIONS)
+
+    def run(data: Any, note: Note) -> None:
+        store.once(name, lambda: measure(data, note))
+
+    return Stage(phase, cost, store.path(name).is_file, run)
 
 
-def _open(sweep: Sweep) -> RunDirectory:
-    stored = peek(sweep.out / "config.json").get("config") or {}
-    free = free_settings(stored, sweep.config.model_dump(mode="json")) if stored else CHANGEABLE
-    return RunDirectory.open(sweep.out, sweep.config, sweep.study, free)
+def diagnostics_probes(config: LoopConfig, run: Path) -> tuple[Probe, ...]:
+    """A probe of the run in `run`, at every layer, where `inspect_every` asks for one."""
+    if not config.inspect_every:
+        return ()
+    return (DiagnosticsProbe(config.inspect_every, run=run),)
 
 
-def _note_choices(sweep: Sweep, choices: dict[str, str]) -> None:
-    """Add to the directory's settings what chose further cells: its page says how to make all."""
-    run = RunDirectory.existing(sweep.out)
-    later = with_added(run.config, sweep.config.model_dump(mode="json"))
-    for name in (name for name in later if later[name] != run.config[name]):
-        run.put(name, later[name])
-    asked = run.config.get("asked") or [{}]
-    if choices not in asked:
-        run.put("asked", [*asked, choices])
+def has_ended(run: Path) -> bool:
+    """Whether the training in `run` has ended, in a model or in NaN."""
+    status = read_status(run)
+    return status is not None and status.state in ("finished", "diverged")
 
 
-def _print_plan(
-    console: Console, sweep: Sweep, launcher: Launcher, at_once: int, every: bool
-) -> None:
-    title = f"plan: {sweep.study}, preset {sweep.config.preset}"
-    table = Table(title=title, show_header=False)
-    plan = make_plan(sweep)
-    for name, value in plan.lines():
-        table.add_row(name, value)
-    config = sweep.cells[0].training_config
-    if isinstance(launcher, Local) and choose_device(config.device).type == "cpu":
-        table.add_row("time on CPU cores", time_range(plan.flops, at_once, config.threads))
-    for name, value in sweep.facts:
-        table.add_row(name, value)
-    table.add_row("runs under", launcher.describe())
-    table.add_row("output", str(sweep.out))
-    console.print(table)
-    sentences = grouped(sweep.skipped)
-    if every or len(sentences) <= SHOWN_SENTENCES:
-        for sentence in sentences:
-            tell(sentence, console)
-    else:
-        counted = f"{len(sweep.skipped)} rows make no sense and are left out"
-        console.print(f"{counted}; {sweep.out / LEFT_OUT} says why", soft_wrap=True)
+def divergence(run: Path) -> DivergedError | None:
+    """How the training in `run` diverged; None when it did not."""
+    status = read_status(run)
+    if status is None or status.state != "diverged":
+        return None
+    return DivergedError(status.step, status.where, status.checkpoint)
 
 
-def _one_of_each_data(sweep: Sweep) -> list[Cell]:
-    """The first of the cells that read the same data, for each data."""
-    firsts = {cell.reads: cell for cell in reversed(sweep.cells)}
-    return list(reversed(firsts.values()))
+def with_weights(config: Config) -> Config:
+    """The configuration with the weights that its start holds by now."""
+    planned = config.continued if isinstance(config, TrainingConfig | MaskedConfig) else None
+    if planned is None or planned.weights != UNKNOWN:
+        return config
+    weights = Continuation.of(Path(planned.start)).weights
+    return config.model_copy(update={"continued": planned.model_copy(update={"weights": weights})})
 
 
-def _prepare(console: Console, sweep: Sweep) -> None:
-    """Prepare the data before the children start; see that it is enough, and as it was before."""
-    told: set[str] = set()
-    now: dict[str, str] = {}
-    for cell in _one_of_each_data(sweep):
-        with console.status("preparing the data"):
-            data = cell.prepare()
-            lines = sweep.describe(cell, data)
-        if isinstance(data, HasFingerprint):
-            now[cell.reads[1]] = data.fingerprint
-        for line in lines:
-            if line not in told:
-                tell(line, console)
-        told |= {*lines}
-    # Not by the children's settings: a cell that has none fails alone, the others do not.
-    refuse_changed_text(sorted(sweep.out.glob("cells/*/seed*")), now)
+def _noting(note: Note) -> Callable[[StepReport], None]:
+    def step(report: StepReport) -> None:
+        rate = f"{report.tokens_per_second:,.0f} tokens/s"
+        note(report.step, report.steps, f"loss {report.loss:.3f}, {rate}")
+
+    return step
 
 
-def _run_cells(study: Study, sweep: Sweep, launcher: Launcher, at_once: int) -> list[Outcome]:
-    work = [_job(study, sweep, cell) for cell in sweep.cells if not is_done(sweep, cell)]
-    shares = {cell.name: stage_shares(sweep, cell) for cell in sweep.cells}
-    cells = {cell.name: cell for cell in sweep.cells}
-    with SweepProgress(work, shares, lambda name: headlines(study, sweep, cells[name])) as progress:
-        return run_jobs(work, launcher, at_once, needs_of(sweep), progress)
+class Run(Settings, ABC):
+    """One training of a variant with one seed, and what is measured of it.
+
+    `training` are the whole settings but for the seed. `row` is what tables call it (default: the
+    variant), `score` what it trains (default: the row), `factors` what else the study varies. Runs
+    of a study differ in (variant, seed), which also name their directories.
+    """
+
+    workload: ClassVar[Workload[Any, Any]]
+
+    kind: str
+    variant: str
+    seed: int
+    row: str = ""
+    score: str = ""
+    factors: dict[str, Factor] = Field(default_factory=dict)
+    training: dict[str, Any]
+
+    @property
+    def training_config(self) -> Any:
+        """The settings of this training, checked."""
+        fields = {**self.training, "seed": self.seed}
+        return self.workload.config_class.parse(fields, f"the settings of {self.name}")
+
+    @abstractmethod
+    def stages(self, paths: RunPaths) -> list[Stage]:
+        """What the run does, in order."""
+
+    @property
+    def name(self) -> str:
+        """How progress and errors call this run."""
+        return f"{self.variant} seed {self.seed}"
+
+    @property
+    def reads(self) -> tuple[str, str]:
+        """Runs that agree in this read the same data: the kind, and the settings of the data."""
+        data = self.training_config.model_dump(mode="json").get("data")
+        return self.kind, canonical_json(data)
+
+    @property
+    def readings(self) -> int:
+        """How many rows of the table the run gives."""
+        return 1
+
+    def identity(self, protocol: str, **factors: Factor) -> Identity:
+        """Whose measurement it is: the row and the seed, and what else the study varies."""
+        row = self.row or self.variant
+        return Identity(
+            study="",
+            row=row,
+            score=self.score or row,
+            seed=self.seed,
+            protocol=protocol,
+            factors={**self.factors, **factors},
+        )
+
+    def diverged(self, step: int, where: str, **factors: Factor) -> pl.DataFrame:
+        """The measurement: this training ended in NaN, first seen in the module `where`."""
+        ended = sums("diverged", [where], [[1.0]], [[1.0]], axis="step", edges=[float(step)])
+        return identified(self.identity("training", **factors), [ended])
 
 
-def is_done(sweep: Sweep, cell: Cell) -> bool:
-    """Whether the cell ended before as it is asked for now, and its records are still there."""
-    paths = CellPaths.of(sweep.out, cell.variant, cell.seed)
-    same = peek(paths.done) == cell.model_dump(mode="json")
-    return same and all(stage.is_done() for stage in sweep.stages(cell))
+def canonical_json(settings: object) -> str:
+    """Settings as one text that is equal where they are."""
+    return json.dumps(settings, sort_keys=True)
 
 
-def _job(study: Study, sweep: Sweep, cell: Cell) -> Job:
-    """The child of one cell, told what to do by a file of its own."""
-    paths = CellPaths.of(sweep.out, cell.variant, cell.seed)
-    write_cell(paths.settings, study, cell)
-    paths.progress.unlink(missing_ok=True)
-    return Job(cell.name, child_arguments("_cell", paths.job, study), paths.log)
+@dataclass(frozen=True)
+class Request:
+    """What the command line asks for; None leaves a choice to the preset.
+
+    `changes` are settings by dotted name, as `{"training.steps": 100}`; `launcher` is where the
+    runs execute, which no digit depends on.
+    """
+
+    preset: str = "laptop"
+    variants: tuple[str, ...] | None = None
+    methods: tuple[str, ...] | None = None
+    seeds: tuple[int, ...] | None = None
+    jobs: int | None = None
+    out: Path | None = None
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    launcher: Launcher = field(default_factory=Local)
+
+    @property
+    def choices(self) -> dict[str, str]:
+        """The options that choose runs and how they are read, as they are typed."""
+        seeds, count = self.seeds, len(self.seeds or ())
+        # One number is how many there are, from 0 on; with a comma it is the seed itself.
+        counted = str(count) if seeds == tuple(range(count)) else ",".join(map(str, seeds or ()))
+        given = {
+            "variants": self.variants and ",".join(self.variants),
+            "methods": self.methods and ",".join(self.methods),
+            "seeds": seeds and (f"{counted}," if count == 1 and seeds != (0,) else counted),
+        }
+        return {name: text for name, text in given.items() if text}
+
+    def refuse_choices(self, study: str, *, variants: bool = True) -> None:
+        """Raise `InputError` for --methods, and for --variants where a study has its own."""
+        own = {"variants": None if variants else self.variants, "methods": self.methods}
+        for name, given in own.items():
+            if given is not None:
+                raise InputError(f"reproduce {study} chooses its own {name}; leave --{name} out")
+
+    def seeds_or(self, count: int) -> tuple[int, ...]:
+        """The seeds asked for, or the preset's number of them."""
+        return self.seeds or tuple(range(count))
 
 
-def _failure(outcome: Outcome) -> str:
-    said = outcome.message.removeprefix("normattn: ")
-    return f"{outcome.job.name} failed: {said} (its output is in {outcome.job.log})"
+@dataclass(frozen=True)
+class Sweep:
+    """A resolved request: the shared settings, the runs, and why rows were left out (`skipped`).
+
+    `study` is the study's name. `facts` are further lines of the plan; `describe` is told a run's
+    data, once for each kind of run, and says in lines what it is (`InputError` where it does not
+    suffice).
+    """
+
+    study: str
+    config: SweepConfig
+    runs: tuple[Run, ...]
+    out: Path
+    describe: Callable[[Any, Any], Sequence[str]] = lambda run, data: ()
+    facts: tuple[tuple[str, str], ...] = ()
+    skipped: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls, request: Request, study: str, config: SweepConfig, runs: Sequence[Run], **more: Any
+    ) -> Sweep:
+        """The sweep of these runs, where the request wants it; each variant's settings are checked.
+
+        Raises `InputError` for settings that cannot be.
+        """
+        for run in {run.variant: run for run in reversed(runs)}.values():
+            _ = run.training_config
+        out = request.out or Path("runs") / f"{study}-{config.preset}"
+        return cls(study, config, tuple(runs), out, **more)
+
+    def stages(self, run: Run) -> list[Stage]:
+        """The stages of one of the runs, in this sweep's directory."""
+        return run.stages(self.paths(run))
+
+    def paths(self, run: Run) -> RunPaths:
+        """Where a run keeps what."""
+        return RunPaths.of(self.out, run.variant, run.seed)
+
+
+class Experiment(Protocol):
+    """What running a study needs of it: `normattn.lab.studies.base.Study` is one."""
+
+    name: str
+    runs: tuple[type[Run], ...]
+    page: Page
+    headline: tuple[str, ...]
+    source: Path | None
+
+    def resolve(self, request: Request) -> Sweep:
+        """The sweep of a request."""
+
+    def run(self, fields: Mapping[str, Any], where: str) -> Run:
+        """The run that these fields describe."""
+
+    def measurements(self, out: Path) -> pl.DataFrame:
+        """Everything that was measured below `out`."""
+
+    def report(self, measured: pl.DataFrame, out: Path, config: Mapping[str, Any]) -> Written:
+        """Write the report of these measurements into `out`."""

@@ -1,0 +1,204 @@
+"""What to take for longer texts, in plain words, with the numbers that say so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from normattn.lab.report.table import shown
+from normattn.lab.report.view import View
+from normattn.lab.stats import Estimate
+from normattn.lab.stats.metrics import loss
+from normattn.lab.studies.lm_report import ranked
+
+LEAST_GAIN = 0.01
+"""Nats per token, 1 % of perplexity: a smaller gain is no reason to change a model."""
+LAST, TRAIN = "last_segment", "train_length"
+LOSS = loss()
+
+
+@dataclass(frozen=True)
+class Advice:
+    """`sentences` to be read in turn; `method` as it was asked for, None for the model as it is."""
+
+    sentences: tuple[str, ...]
+    method: str | None
+
+
+@dataclass(frozen=True)
+class _Best:
+    """The lowest loss at a length, and whether it is better than the model's as it is.
+
+    `better`: surely lower, and by enough to matter; `sure`: by however little.
+    """
+
+    length: int
+    method: str
+    loss: Estimate
+    gain: Estimate | None
+    rivals: tuple[str, ...]
+
+    @property
+    def better(self) -> bool:
+        """Surely lower, and by enough to matter."""
+        return self.sure and self.gain is not None and self.gain.value <= -LEAST_GAIN
+
+    @property
+    def sure(self) -> bool:
+        """Surely lower, by however little."""
+        return self.gain is not None and self.gain.below_zero
+
+
+def advise(view: View) -> Advice:
+    """The method with the lowest loss on the last segment, at the longest length, then at each.
+
+    It is better than the model as it is where the interval of their paired difference lies below 0
+    and the difference is at least `LEAST_GAIN`.
+    """
+    winners = [best for best in (_best(view, length) for length in lengths_of(view)) if best]
+    if not winners or "" not in methods_of(view):
+        return Advice(("No length was read by the model as it is: nothing can be advised.",), None)
+    last, trained = winners[-1], train_length(view)
+    cost = cost_at_train_length(view, last.method)
+    sentences = [_headline(view, winners, cost), *(_sentence(view, best) for best in winners)]
+    if last.loss.units == 1:
+        sentences.append(
+            "One window has no interval: this is one reading, not a finding; take more --windows."
+        )
+    if last.better and cost is not None and cost.above_zero:
+        sentences.append(
+            f"Texts of up to {spoken(trained)} tokens are read better by the model as it is: "
+            "switch it off there."
+        )
+    return Advice(tuple(sentences), last.method if last.better else None)
+
+
+def methods_of(view: View) -> list[str]:
+    """The methods that were read, the model as it is first."""
+    return ranked(view.values("method"), ("",))
+
+
+def lengths_of(view: View) -> list[int]:
+    """The lengths that were read, ascending."""
+    return sorted(view.values("length", {"protocol": LAST}))
+
+
+def train_length(view: View) -> int:
+    """The model's training length."""
+    return int(view.frame["train_length"][0])
+
+
+def home(view: View) -> int:
+    """The training length, or what was read that comes nearest from below, or above."""
+    lengths, trained = lengths_of(view), train_length(view)
+    return max((length for length in lengths if length <= trained), default=min(lengths))
+
+
+def name_of(method: str) -> str:
+    """The method as it was typed."""
+    return method or "as is"
+
+
+def resolved(view: View, method: str) -> str:
+    """The method with all its parameters, which can be typed as well."""
+    return str(view.one("score", {"method": method}) or method)
+
+
+def spoken(length: int) -> str:
+    """8192 as `8k`, 12000 as `12,000`."""
+    return f"{length // 1024}k" if length % 1024 == 0 else f"{length:,}"
+
+
+def cost_at_train_length(view: View, method: str) -> Estimate | None:
+    """By how many percent a method raises the loss at the training length, paired over windows.
+
+    The loss of the model as it is is taken as known. None where one of the two was not read.
+    """
+    at_l = LOSS.at(protocol=TRAIN)
+    base = view.estimate(at_l.at(method=""))
+    change = view.estimate(at_l.at(method=method) - at_l.at(method=""))
+    if base is None or change is None:
+        return None
+    scale = 100 / base.value
+    low, high = (None if end is None else end * scale for end in (change.low, change.high))
+    per_seed = tuple(value * scale for value in change.per_seed)
+    return replace(change, value=change.value * scale, low=low, high=high, per_seed=per_seed)
+
+
+def _best(view: View, length: int) -> _Best | None:
+    last = LOSS.at(protocol=LAST, length=length)
+    losses = {method: view.estimate(last.at(method=method)) for method in methods_of(view)}
+    known = {method: estimate for method, estimate in losses.items() if estimate is not None}
+    if not known:
+        return None
+    best = min(known, key=lambda method: known[method].value)
+
+    def rivals() -> Iterator[str]:
+        """Those whose paired difference to the best is not surely above 0."""
+        for other in known:
+            apart = view.estimate(last.at(method=other) - last.at(method=best))
+            if other != best and apart is not None and not apart.above_zero:
+                yield other
+
+    gain = view.estimate(last.at(method=best) - last.at(method="")) if best else None
+    return _Best(length, best, known[best], gain, tuple(rivals()))
+
+
+def _headline(view: View, winners: Sequence[_Best], cost: Estimate | None) -> str:
+    last = winners[-1]
+    if not last.better:
+        return (
+            f"No method is clearly better than the model as it is at {spoken(last.length)} tokens."
+        )
+    name, whole = name_of(last.method), resolved(view, last.method)
+    name += f", that is {whole}" if whole != name else ""
+    trained = train_length(view)
+    return f"{name}: {_span(winners, trained)} tokens; {_spoken_cost(cost, spoken(trained))}."
+
+
+def _span(winners: Sequence[_Best], trained: int) -> str:
+    """At which lengths the method that is best at the last of `winners` is so without a gap."""
+    last = winners[-1]
+    other = max(
+        (best.length for best in winners if best.method != last.method or not best.better),
+        default=0,
+    )
+    since = [best.length for best in winners if best.length > other]
+    # Within the training length nobody needs a method: "up to" is said of what lies beyond it.
+    if other <= trained:
+        return f"best up to {spoken(last.length)}"
+    if len(since) == 1:
+        return f"best at {spoken(last.length)}"
+    return f"best from {spoken(since[0])} to {spoken(last.length)}"
+
+
+def _spoken_cost(cost: Estimate | None, at: str) -> str:
+    if cost is None:
+        return f"what it costs at {at} was not read"
+    if cost.above_zero:
+        return f"costs {cost.value:.1f} % of loss at {at}"
+    if cost.below_zero:
+        return f"costs nothing at {at}, where the loss falls by {-cost.value:.1f} %"
+    if cost.low is None:
+        return f"the loss at {at} changes by {cost.value:+z.1f} %, without an interval"
+    return f"no significant cost at {at} (loss {shown(cost, signed=True)} %)"
+
+
+def _sentence(view: View, best: _Best) -> str:
+    start, name = f"At {spoken(best.length)} tokens ", name_of(best.method)
+    own = view.estimate(LOSS, {"protocol": LAST, "length": best.length, "method": ""})
+    lowest = f"{shown(best.loss, digits=3)} nats"
+    if own is None:
+        return f"{start}the model as it is was not read; lowest: {name}, {lowest}."
+    if best.gain is None:
+        return f"{start}no method is better than the model as it is, {shown(own, digits=3)} nats."
+    numbers = (
+        f"{lowest} against {shown(own, digits=3)} as it is, "
+        f"difference {shown(best.gain, signed=True, digits=3)}"
+    )
+    if not best.better:
+        why = f"by less than {LEAST_GAIN:g} nats" if best.sure else "but not surely lower"
+        return f"{start}the lowest loss is {name}'s, {why}: {numbers}."
+    others = [name_of(method) for method in best.rivals if method]
+    tied = f" Not told apart from it: {', '.join(others)}." if others else ""
+    return f"{start}{name} is best: {numbers}.{tied}"

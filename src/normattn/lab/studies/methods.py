@@ -1,0 +1,103 @@
+"""Which scores can be trained in a setting, and which post-hoc methods a score can take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from normattn.errors import InputError
+from normattn.lab.studies.language import AS_IS, TextSetting, text_runs
+from normattn.score.parts import parts
+from normattn.score.spec import ScoreSpec
+
+ALL = "all"
+WITH_LOGN = ("NTK", "YaRN", "ReRoPE")
+"""The methods that are also read together with post-hoc log-n scaling."""
+
+
+def canonical(variants: Sequence[str], setting: TextSetting) -> tuple[str, ...]:
+    """The scores to train, by their printed names; each must be whole and trainable here."""
+    names = []
+    for variant in variants:
+        spec = ScoreSpec.parse(variant)
+        if spec.method:
+            raise InputError(
+                f"{variant} holds {spec.method}, which is applied after training; "
+                f"name {spec.variant_name} among --variants and {spec.method} among --methods"
+            )
+        names.append(spec.text)
+    if len(set(names)) != len(names):
+        raise InputError(f"--variants names a score twice: {', '.join(variants)}")
+    for run in text_runs(setting, (0,), dict.fromkeys(names, ())):
+        _ = run.training_config
+    return tuple(names)
+
+
+def checked_methods(methods: Sequence[str], setting: TextSetting) -> tuple[str, ...]:
+    """The methods by their printed names; an unknown one is refused with the nearest named."""
+    plain = ScoreSpec.parse("Baseline")
+    names = []
+    for method in methods:
+        if method.lower() in ("", "as is", "as-is"):
+            names.append(AS_IS)
+            continue
+        spec = plain.with_method(method)
+        if spec.train_length not in (None, setting.train_length):
+            raise InputError(
+                f"{method} is for a training length of {spec.train_length}, but this table's is "
+                f"{setting.train_length}"
+            )
+        if not spec.method_text:
+            raise InputError(f"{method} changes nothing after training; it is no --methods entry")
+        names.append(spec.method_text)
+    return tuple(dict.fromkeys(names))
+
+
+def usable(
+    methods: Mapping[str, Sequence[str]], setting: TextSetting
+) -> tuple[dict[str, tuple[str, ...]], list[str]]:
+    """Of each score the methods that can be applied to it, and why each of the others cannot."""
+    applicable, skipped = {}, []
+    for variant, asked in methods.items():
+        spec = ScoreSpec.parse(variant, train_length=setting.train_length)
+        reasons = {
+            method: refusal(spec, "" if method == AS_IS else method, setting.evaluation.factor)
+            for method in asked
+        }
+        applicable[variant] = tuple(method for method, why in reasons.items() if why is None)
+        skipped += [
+            f"{variant} with {method} is left out: {why}" for method, why in reasons.items() if why
+        ]
+    return applicable, skipped
+
+
+def candidates() -> tuple[str, ...]:
+    """Every registered post-hoc method by itself, then those read with log-n scaling too."""
+    alone = [name for name, part in parts().items() if part.when != "trained-in"]
+    return (*alone, *(f"{name}-logn+" for name in WITH_LOGN if name in alone))
+
+
+def post_hoc_methods(spec: ScoreSpec, factor: float = 8.0) -> tuple[str, ...]:
+    """Every registered post-hoc method that `spec` can take, as texts for `with_method`.
+
+    Each part stands alone with its default parameters, in the order of slots and names; then come
+    `NTK-logn+`, `YaRN-logn+` and `ReRoPE-logn+`. The model as it is is not among them. `factor` is
+    what stretching methods stretch by; it only decides whether their parameters are in range.
+    """
+    return tuple(method for method in candidates() if refusal(spec, method, factor) is None)
+
+
+def left_out(spec: ScoreSpec, factor: float = 8.0) -> tuple[str, ...]:
+    """A sentence for each registered post-hoc method that `spec` cannot take."""
+    reasons = {method: refusal(spec, method, factor) for method in candidates()}
+    return tuple(
+        f"{spec.name} with {method} is left out: {why}" for method, why in reasons.items() if why
+    )
+
+
+def refusal(spec: ScoreSpec, method: str, factor: float = 8.0) -> str | None:
+    """Why `spec` cannot take `method`; None when it can."""
+    try:
+        spec.with_method(method).resolve(factor=factor)
+    except InputError as error:
+        return str(error)
+    return None

@@ -1,0 +1,692 @@
+"""Do normalised queries and keys translate better and tolerate high learning rates? (QK-Norm)
+
+The source claims 28.5 → 29.2 BLEU for QK-Norm in translation, and stability. Three experiments: a
+translation model with each score (BLEU, chrF, loss), a learning-rate sweep (some scores at ×1 …
+×32 of the learning rate: final loss, largest logit, attention entropy) and, where the preset has
+them, the same scores in a small Vision Transformer (arXiv 2010.04245, 2302.05442).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from normattn.lab.data.pairs import PairData
+from normattn.lab.diagnostics.lines import read_diagnostics
+from normattn.lab.evaluation.masked import MARGIN, learnt_nothing
+from normattn.lab.report.claim import SEEDS, Claim
+from normattn.lab.report.figure import Curves, Figure, IntervalColumn, Intervals, Line, Panel, Point
+from normattn.lab.report.points import points, step_points
+from normattn.lab.report.table import Column, Row, Table, estimate_column, text_column
+from normattn.lab.report.view import View
+from normattn.lab.stats import Estimate, Identity, Metric, identified, select, sign_test, sums
+from normattn.lab.stats.arrays import Where
+from normattn.lab.stats.measurements import empty
+from normattn.lab.stats.metrics import BLEU, CHRF, accuracy, loss
+from normattn.lab.studies.base import Study
+from normattn.lab.studies.lm_report import ranked
+from normattn.lab.studies.preset import opened_as
+from normattn.lab.studies.qknorm_runs import (
+    CLIP,
+    IMAGES,
+    MUON,
+    RATES,
+    SCORES,
+    TRANSLATION,
+    VARIED,
+    QKNormPreset,
+    Rated,
+    TranslationRun,
+    VisionRun,
+    parts,
+    rows_of,
+)
+from normattn.lab.sweep.collect import of_trainings
+from normattn.lab.sweep.config import SweepConfig, merged
+from normattn.lab.sweep.run import Request, Run, Sweep
+from normattn.lab.training.tasks.translation import TranslationConfig, epochs
+from normattn.score import ScoreSpec
+
+BASE = "Baseline"
+
+
+def resolve(request: Request) -> Sweep:
+    """The study that a request asks for.
+
+    `variants` are the rows; the learning-rate sweep and the Vision Transformers keep those of their
+    own scores that are among them. Raises `InputError` for unknown settings, scores that cannot be
+    trained, and choices that this study does not have.
+    """
+    preset = opened_as(request, "qknorm", QKNormPreset)
+    request.refuse_choices("qknorm")
+    training = _whole(preset.training, f"preset {preset.name}, training")
+    vision, rates, swept = preset.vision, preset.rates, None
+    rows = rows_of(request.variants or preset.scores, preset.trained_with)
+    seeds = request.seeds_or(preset.seeds)
+    of_images = request.seeds_or(vision.seeds if vision and vision.seeds else preset.seeds)
+
+    def of(experiment: str, own: Sequence[str], multiples: Sequence[float]) -> list[Rated]:
+        """An experiment's own scores among the rows that were chosen, at each multiple."""
+        every = rows_of(own, preset.trained_with).items()
+        kept = {name: row for name, row in every if request.variants is None or name in rows}
+        return [Rated(experiment, *row, rate) for row in kept.items() for rate in multiples]
+
+    def each(seeds: Sequence[int], runs: Sequence[Run]) -> list[Run]:
+        return [run.model_copy(update={"seed": seed}) for seed in seeds for run in runs]
+
+    tested = preset.evaluation
+    made = each(
+        seeds,
+        [TranslationRun.of(Rated(TRANSLATION, *row), training, tested) for row in rows.items()],
+    )
+    if vision is not None:
+        at_one = of(IMAGES, vision.scores, (1.0,))
+        higher = of(IMAGES, vision.rates.scores, vision.rates.multiples)
+        made += each(of_images, [VisionRun.of(rated, vision.training) for rated in at_one])
+        made += each(seeds, [VisionRun.of(rated, vision.training) for rated in higher])
+    if rates is not None:
+        subject = f"preset {preset.name}, rates.training"
+        over = swept = _whole(merged(preset.training, rates.training), subject)
+        fewer = tested.model_copy(update={"max_sentences": rates.max_sentences})
+        rated = of(RATES, rates.scores, rates.multiples)
+        made += each(seeds, [TranslationRun.of(one, over, fewer) for one in rated])
+    config = SweepConfig(
+        preset=preset.name,
+        training=training,
+        evaluation=tested,
+        rates=swept,
+        vision=vision.training if vision else None,
+    )
+    return Sweep.of(request, "qknorm", config, made, describe=_describe, facts=_facts(training))
+
+
+def _whole(training: Mapping[str, Any], subject: str) -> dict[str, Any]:
+    """The settings with every default filled in, less what the tables vary."""
+    varied = {"seed": 0, "model.score": BASE}
+    fields = TranslationConfig.parse(merged(training, varied), subject).model_dump(mode="json")
+    del fields["seed"]
+    for name in VARIED:
+        del fields["model"][name]
+    return fields
+
+
+def _facts(training: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    """What is trained on what, for the plan."""
+    model, data = training["model"], training["data"]
+    vocabulary = f"{data['vocab_size']:,} words"
+    if data["target_vocab_size"]:
+        vocabulary += f" and {data['target_vocab_size']:,} of the target's own"
+    return (
+        ("sentence pairs", f"{Path(data['corpus']).name}, {data['source']} → {data['target']}"),
+        (
+            "model",
+            f"width {model['dim']}, {model['layers']} + {model['decoder_layers']} layers, "
+            f"{model['heads']} heads, {model['placement']}, {vocabulary}",
+        ),
+        (
+            "training",
+            f"{training['steps']:,} steps of {training['batch_tokens']:,} padded tokens, learning "
+            f"rate {training['optimiser']['lr']:g}, dropout {model['dropout']:g}, label smoothing "
+            f"{training['label_smoothing']:g}",
+        ),
+    )
+
+
+def _describe(run: Run, data: Any) -> list[str]:
+    if not isinstance(data, PairData) or not isinstance(run, TranslationRun):
+        return []
+    config = run.training_config
+    seen = f"{config.steps:,} steps see each training pair {epochs(config, data):.1f} times"
+    if not run.translated:
+        return [f"learning-rate sweep: {seen}"]
+    return [f"corpus {config.data.corpus}: {data.facts()}", seen]
+
+
+def _attention(whose: Identity, run: Path) -> pl.DataFrame:
+    """By recorded step: the largest logit of any head, the entropy shares of all heads."""
+    measured = []
+    for line in read_diagnostics(run):
+        largest, shares = line.most("largest"), line.values("entropy_share")
+        if largest is not None and shares:
+            at: dict[str, Any] = {"axis": "step", "edges": [float(line.step)]}
+            measured.append(sums("largest_logit", [""], [[largest]], [[1.0]], **at))
+            measured.append(sums("entropy_share", [""], [[sum(shares)]], [[len(shares)]], **at))
+    return identified(whose, measured) if measured else empty()
+
+
+# What was measured
+
+LOSS, ACCURACY = loss(), accuracy()
+IMAGE_ACCURACY = Metric("accuracy", "accuracy", ACCURACY.value, "%", 2)
+IMAGE_LOSS = loss(digits=4)
+UNIGRAM = loss("unigram baseline", "unigram_loss")
+
+
+def at(experiment: str, score: str, rate: float | None = None) -> dict[str, Any]:
+    """Where the tested models of a score are; `rate` is the multiple of the learning rate."""
+    rated = {} if rate is None else {"factor.rate": rate}
+    return {"row": score, "protocol": experiment, "factor.experiment": experiment, **rated}
+
+
+def training_of(where: Where) -> dict[str, Any]:
+    """Where the trainings of these models are."""
+    return {**where, "protocol": "training"}
+
+
+def scores(view: View, experiment: str) -> list[str]:
+    """The scores of an experiment, in the order of the table; diverged ones too."""
+    return ranked(view.values("row", {"factor.experiment": experiment}), SCORES)
+
+
+def multiples(view: View, experiment: str, score: str | None = None) -> list[float]:
+    """The multiples of the learning rate of an experiment, or of one score in it, rising."""
+    row = {} if score is None else {"row": score}
+    return sorted(view.values("factor.rate", {"factor.experiment": experiment, **row}))
+
+
+def base_of(row: str) -> str:
+    """What a row is compared with in the sweep: Baseline by the same optimiser, without QK-Clip."""
+    return "+".join((BASE, *(other for other in parts(row)[1] if other != CLIP)))
+
+
+def diverged(view: View, where: Where) -> list[tuple[int, int]]:
+    """(seed, step) of each training of these models that ended in NaN."""
+    rows = select(view.frame, {**training_of(where), "statistic": "diverged"})
+    return sorted((seed, int(step)) for seed, step in rows.select("seed", "bin").rows())
+
+
+def failures(view: View, where: Where) -> dict[int, bool]:
+    """Of every seed whether its training failed: in NaN, or hardly better than unigrams."""
+    failed = {seed: True for seed, _ in diverged(view, where)}
+    ours, guess = view.estimate(LOSS, where), view.estimate(UNIGRAM, where)
+    if ours is not None and guess is not None:
+        for seed, value, of in zip(ours.seeds, ours.per_seed, guess.per_seed, strict=True):
+            failed[seed] = learnt_nothing(value, of)
+    return failed
+
+
+def tolerated(view: View, score: str) -> float | None:
+    """The highest multiple up to which no training of a score failed; None where the first did.
+
+    A multiple whose trainings have not been tested, nor ended in NaN, is not known to be tolerated.
+    """
+    reached = None
+    for rate in multiples(view, RATES, score):
+        failed = failures(view, at(RATES, score, rate))
+        if not failed or any(failed.values()):
+            break
+        reached = rate
+    return reached
+
+
+def by_rate(view: View, metric: Metric, score: str) -> dict[float, float]:
+    """A metric of one score of the sweep by the multiple of the learning rate."""
+    rated = {rate: at(RATES, score, rate) for rate in multiples(view, RATES, score)}
+    known = ((rate, view.estimate(metric, where)) for rate, where in rated.items())
+    return {rate: estimate.value for rate, estimate in known if estimate is not None}
+
+
+def unigram(view: View) -> float | None:
+    """The loss of guessing each word of the sweep's test set by its frequency."""
+    every = (by_rate(view, UNIGRAM, score).values() for score in scores(view, RATES))
+    return min((value for values in every for value in values), default=None)
+
+
+def largest_logit(view: View, where: Where) -> Estimate | None:
+    """The largest logit of any recorded step and seed."""
+    logits = _steps(view, "largest_logit", where)
+    return _of_seeds({seed: float(values.max()) for seed, values in logits.items()}, max)
+
+
+def last_entropy(view: View, where: Where) -> Estimate | None:
+    """The entropy share at the last recorded step, the mean over the seeds."""
+    shares = _steps(view, "entropy_share", where)
+    last = {seed: float(values[-1]) for seed, values in shares.items()}
+    return _of_seeds(last, lambda values: sum(values) / len(values))
+
+
+def _steps(view: View, statistic: str, where: Where) -> dict[int, NDArray[np.float64]]:
+    """A recorded quantity of every seed by step; one that diverged has fewer steps."""
+    recorded = {}
+    for seed in sorted(view.values("seed", {**training_of(where), "statistic": statistic})):
+        measured = view.sums(statistic, {**training_of(where), "seed": seed})
+        assert measured is not None
+        recorded[seed] = (measured.numerator / measured.denominator)[0, 0]
+    return recorded
+
+
+def _of_seeds(
+    values: Mapping[int, float], combined: Callable[[Sequence[float]], float]
+) -> Estimate | None:
+    if not values:
+        return None
+    per_seed = tuple(values.values())
+    return Estimate(combined(per_seed), seeds=tuple(values), per_seed=per_seed)
+
+
+# Tables
+
+SOURCE_BLEU = (28.5, 29.2)
+"""What the source reports without and with QK-Norm, on a corpus and at a size of its own."""
+CLAIMED = ("QKLayerNorm", "QKRMSNorm", "QKNorm2020")
+"""The norms of both sides that the source's sentence speaks of; QKNorm2020 is its own form."""
+
+
+def to_base(metric: Metric) -> Metric:
+    """The difference to Baseline."""
+    return metric - metric.at(variant=BASE)
+
+
+def translation_rows(view: View) -> list[Row]:
+    """A row for every score; a score that diverged with every seed too."""
+    return [Row(score, at(TRANSLATION, score)) for score in scores(view, TRANSLATION)]
+
+
+def rated_rows(experiment: str, view: View) -> list[Row]:
+    """A row for every score and learning rate of an experiment."""
+    return [
+        Row(f"{score} ×{rate:g}", at(experiment, score, rate))
+        for score in scores(view, experiment)
+        for rate in multiples(view, experiment, score)
+    ]
+
+
+def _learning_rate(view: View, row: Row) -> str | None:
+    # Of the tested models, or of the trainings that ended in NaN.
+    rates = (view.one("factor.learning_rate", at) for at in (row.where, training_of(row.where)))
+    return next((f"{rate:.3g}" for rate in rates if rate is not None), None)
+
+
+def _failed(view: View, row: Row) -> str | None:
+    failed = failures(view, row.where)
+    return f"{sum(failed.values())} of {len(failed)}" if failed else None
+
+
+def _tolerated(view: View, row: Row) -> str:
+    reached = tolerated(view, row.where["row"])
+    return "none" if reached is None else f"×{reached:g}"
+
+
+def _best(view: View, row: Row) -> str | None:
+    losses = by_rate(view, LOSS, row.where["row"])
+    return f"×{min(losses, key=lambda rate: losses[rate]):g}" if losses else None
+
+
+def _results(*metrics: Metric) -> tuple[Column, ...]:
+    """Each of them, then each one's difference to Baseline."""
+    changes = (Column(f"change_{m.name}", f"Δ {m.title}", to_base(m)) for m in metrics)
+    return (*(Column(m.name, m.title, m) for m in metrics), *changes)
+
+
+ENDS = (
+    text_column(
+        "seeds",
+        "seeds",
+        lambda view, row: " ".join(map(str, sorted(view.values("seed", row.where)))),
+    ),
+    text_column(
+        "diverged",
+        "diverged at",
+        lambda view, row: ", ".join(
+            f"step {step} (seed {seed})" for seed, step in diverged(view, row.where)
+        ),
+    ),
+)
+INNER = (
+    estimate_column(
+        *("largest_logit", "largest logit"),
+        lambda view, row: largest_logit(view, row.where),
+        lambda logit: f"{logit.value:.3g}",
+    ),
+    estimate_column(
+        *("last_entropy_share", "last entropy / ln n"),
+        lambda view, row: last_entropy(view, row.where),
+        lambda entropy: f"{entropy.value:.2f}",
+    ),
+)
+RATE = text_column("learning_rate", "learning rate", _learning_rate)
+FAILED = text_column("failed", "failed", _failed)
+
+
+def _source_rows(view: View) -> list[Row]:
+    measured = view.values("row", {"protocol": TRANSLATION})
+    return [
+        Row(score, at(TRANSLATION, score))
+        for score in CLAIMED
+        if score in measured and BASE in measured
+    ]
+
+
+def _translation_notes(view: View) -> Sequence[str]:
+    trained = (parts(row)[0] for row in scores(view, TRANSLATION))
+    leaks = any(ScoreSpec.parse(score).leaks_future for score in trained)
+    across = (
+        "BatchNorm and InstanceNorm rows: in the encoder, and on the keys of the cross attention; "
+        "elsewhere they would read the future, and those layers are Baseline's.",
+    )
+    made = (said for said in view.values("settings", {"protocol": TRANSLATION}) if said)
+    return (
+        "BLEU, chrF: of the translations by beam search, as sacrebleu computes them; of several "
+        "seeds the mean of theirs.",
+        "loss (nats), accuracy (%): per target token of the references, each predicted from those "
+        "before it.",
+        "Δ: difference to Baseline, paired over sentences and seeds.",
+        *(across if leaks else ()),
+        *_trained_with(view, TRANSLATION),
+        *(f"translated with {said}" for said in ranked(made, ())),
+    )
+
+
+def _trained_with(view: View, experiment: str) -> Iterator[str]:
+    """What the rows with a + are trained with, as far as there are any."""
+    rows = scores(view, experiment)
+    if any(MUON in row for row in rows):
+        yield (
+            "+Muon: Muon moves the layers' matrices and AdamW all else; a multiple of the learning "
+            "rate is one of the row's own, which may differ from that of other rows."
+        )
+    bounds = view.values("factor.qk_clip") if "factor.qk_clip" in view.frame.columns else []
+    for bound in bounds:
+        if bound is not None and any(CLIP in row for row in rows):
+            yield (
+                "+QK-Clip: after each step the query and key weights of a head whose largest logit "
+                f"in it passed τ = {bound:g} are made smaller, so that it would have been τ."
+            )
+
+
+INNER_NOTE = (
+    "largest logit: of any recorded step, layer, head and seed; last entropy: of attention at the "
+    "last recorded step as a share of ln n, mean over layers, heads and seeds (1: spread evenly, "
+    "0: one key takes all)."
+)
+
+
+def _rate_notes(view: View) -> Sequence[str]:
+    guess = unigram(view)
+    said = "" if guess is None else f", {guess:.2f} nats"
+    return (
+        "loss: nats per target token of the references, after training at so many times the "
+        "learning rate; Δ: difference to Baseline at the same rate.",
+        f"failed: seeds that ended in NaN, or less than {MARGIN:g} nats better than the unigram "
+        f"baseline, which guesses each word by its frequency in the training pairs{said}.",
+        *_trained_with(view, RATES),
+        INNER_NOTE,
+    )
+
+
+def _image_notes(view: View) -> Sequence[str]:
+    classes = view.values("sum", {"statistic": "classes"})
+    tokens = view.values("length", {"protocol": IMAGES})
+    sizes = sorted(view.values("sum", {"statistic": "parameters"}))
+    if not (sizes and classes and tokens):
+        return (INNER_NOTE,)
+    size = " to ".join(f"{value:,.0f}" for value in dict.fromkeys((sizes[0], sizes[-1])))
+    return (
+        f"{classes[0]:.0f} classes, {tokens[0]} tokens an image, {size} parameters.",
+        "accuracy (%), loss (nats): per image; Δ: difference to Baseline at the same learning "
+        "rate, paired over images and seeds.",
+        INNER_NOTE,
+    )
+
+
+# Claims
+
+TRANSLATES, STABLE, BOUNDED = "arXiv 2010.04245", "arXiv 2302.05442", "arXiv 2507.20534"
+CLIPPED = (("Baseline+QK-Clip", "QKRMSNorm"), ("Baseline+Muon+QK-Clip", "QKRMSNorm+Muon"))
+"""Does clipping do what normalising does? The rows that say it, by AdamW and by Muon."""
+
+
+def claims(view: View) -> Iterator[Claim]:
+    """Better translations; tolerance to high learning rates; QK-Clip instead of a norm."""
+    for score in CLAIMED:
+        said = f"{score} translates better than {BASE}"
+        yield _against(said, TRANSLATES, BLEU, score, BASE, TRANSLATION)
+        said = f"{score} has a lower loss than {BASE}"
+        yield _against(said, TRANSLATES, LOSS, score, BASE, TRANSLATION, sign=-1)
+    for experiment, metric, sign, words in (
+        (RATES, LOSS, -1, "has a lower loss"),
+        (IMAGES, IMAGE_ACCURACY, 1, "is more accurate on images"),
+    ):
+        high = max(multiples(view, experiment), default=1.0)
+        for score in scores(view, experiment) if high > 1 else ():
+            if score != (base := base_of(score)):
+                said = f"{score} at ×{high:g} of the learning rate {words} than {base}"
+                yield _against(said, _source(score), metric, score, base, experiment, high, sign)
+    for score in scores(view, RATES):
+        if score != (base := base_of(score)):
+            yield _fails_less(
+                f"fewer trainings fail with {score} than with {base} in the learning-rate sweep",
+                _source(score),
+                *(score, base),
+            )
+    high = max(multiples(view, RATES), default=1.0)
+    for clipped, normed in CLIPPED:
+        yield _fails_less(
+            f"{clipped} tolerates as high a learning rate as {normed} "
+            "(at least no worse: the difference is not below 0)",
+            "asked here",
+            *(clipped, normed),
+        )
+        for experiment, rate in ((RATES, high), (TRANSLATION, None)):
+            rated = "" if rate is None else f"at ×{rate:g} of the learning rate "
+            said = f"{clipped} {rated}ends at as good a loss as {normed} "
+            said += "(at least no worse: the difference is not above 0)"
+            yield _against(said, "asked here", LOSS, clipped, normed, experiment, rate, sign=-1)
+
+
+def _source(row: str) -> str:
+    return BOUNDED if CLIP in row else STABLE
+
+
+def _against(
+    sentence: str,
+    source: str,
+    metric: Metric,
+    score: str,
+    base: str,
+    experiment: str,
+    rate: float | None = None,
+    sign: int = 1,
+) -> Claim:
+    """A score minus another in the same experiment, at the same learning rate."""
+    rated = "" if rate is None else f" at ×{rate:g}"
+    ours, theirs = (metric.at(at(experiment, row, rate)) for row in (score, base))
+    measured = f"{score} − {base}{rated}, {metric.title}"
+    return Claim(sentence, ours - theirs, source, measured, sign)
+
+
+def _fails_less(sentence: str, source: str, score: str, than: str) -> Claim:
+    """An exact sign test over the sweep's trainings, which were chosen and not drawn.
+
+    Trainings of one seed at several rates are alike: with fewer than `SEEDS` there is no p.
+    """
+
+    def test(view: View) -> Estimate | None:
+        only_base = only_score = pairs = 0
+        seeds: set[int] = set()
+        for rate in multiples(view, RATES, score):
+            ours = failures(view, at(RATES, score, rate))
+            base = failures(view, at(RATES, than, rate))
+            for seed in ours.keys() & base.keys():
+                only_base += base[seed] and not ours[seed]
+                only_score += ours[seed] and not base[seed]
+                pairs += 1
+                seeds.add(seed)
+        if not pairs:
+            return None
+        return Estimate(
+            float(only_base - only_score),
+            p=sign_test(only_base, only_score) if len(seeds) >= SEEDS else None,
+            units=pairs,
+            seeds=tuple(sorted(seeds)),
+        )
+
+    measured = f"trainings in which only {than} fails − only {score} (exact sign test)"
+    return Claim(sentence, None, source, measured, test=test, digits=0)
+
+
+# Figures
+
+OF_RATE = "learning rate, in units of the preset's"
+
+
+def figures(view: View) -> list[Figure]:
+    """Scores by their results, results by learning rate, logits and entropy by step."""
+    losses = _lines_by_rate(view, RATES, LOSS)
+    guess = unigram(view)
+    if guess is not None:
+        level = tuple(Point(rate, guess) for rate in multiples(view, RATES))
+        losses = (*losses, Line("unigram baseline", level, dashed=True))
+    trained = tuple(
+        Line(score, steps, score)
+        for score in scores(view, TRANSLATION)
+        if (steps := step_points(view, "loss", training_of(at(TRANSLATION, score))))
+    )
+    seen = _lines_by_rate(view, IMAGES, IMAGE_ACCURACY)
+    return [
+        _by_score(view, "bleu_by_score", "Translation by score", TRANSLATION, (BLEU, LOSS)),
+        Curves(
+            *("loss_by_learning_rate", "Test loss by learning rate"),
+            (Panel("after training", losses, OF_RATE, "test loss (nats per token)", log_x=True),),
+        ),
+        _by_step(view, "largest_logit", "largest_logit", "largest logit", log=True),
+        _by_step(view, "entropy_share", "attention_entropy", "entropy / ln n", log=False),
+        Curves(
+            *("training_loss", "Training loss; bands: all seeds"),
+            (Panel("", trained, "training step", "training loss (nats per token)"),),
+        ),
+        _by_score(view, "vision_by_score", "Images by score", IMAGES, (IMAGE_ACCURACY, IMAGE_LOSS)),
+        Curves(
+            *("vision_by_learning_rate", "Images: accuracy by learning rate"),
+            (Panel("after training", seen, OF_RATE, "accuracy (%)", log_x=True),),
+        ),
+    ]
+
+
+def _by_score(
+    view: View, name: str, title: str, experiment: str, metrics: tuple[Metric, ...]
+) -> Figure:
+    """Every score at the preset's learning rate; of fewer than two there is nothing to compare."""
+    rows = [
+        score
+        for score in scores(view, experiment)
+        if view.sums(LOSS.name, at(experiment, score, 1.0)) is not None
+    ]
+    columns = tuple(
+        IntervalColumn(
+            f"{metric.title} ({metric.unit})" if metric.unit else metric.title,
+            tuple(view.estimate(metric, at(experiment, score, 1.0)) for score in rows),
+        )
+        for metric in metrics
+    )
+    return Intervals(name, title, tuple(rows), columns if len(rows) > 1 else ())
+
+
+def _lines_by_rate(view: View, experiment: str, metric: Metric) -> tuple[Line, ...]:
+    """A line for every score trained at several rates; no point where every seed ended in NaN."""
+    lines = []
+    for score in scores(view, experiment):
+        rates = multiples(view, experiment, score)
+        plotted = points(view, metric, ((x, at(experiment, score, x)) for x in rates))
+        if len(rates) > 1 and plotted:
+            lines.append(Line(score, plotted, score))
+    return tuple(lines)
+
+
+def _by_step(view: View, statistic: str, name: str, title: str, log: bool) -> Figure:
+    """A panel for every rate; a line ends where the last training ended."""
+    panels = []
+    for rate in multiples(view, RATES):
+        lines = tuple(
+            Line(score, steps, score)
+            for score in scores(view, RATES)
+            if (steps := step_points(view, statistic, training_of(at(RATES, score, rate))))
+        )
+        if lines:
+            rated = f"learning rate ×{rate:g}"
+            panels.append(Panel(rated, lines, "training step", title, log_y=log))
+    whole = f"{title[0].upper()}{title[1:]} while training, by learning rate; bands: all seeds"
+    return Curves(name, whole, tuple(panels))
+
+
+STUDY = Study(
+    "qknorm",
+    "Do normalised queries and keys translate better, and do they tolerate high learning rates?",
+    title="QK-Norm: translation and stability",
+    help="Train translation models with each score, a learning-rate sweep, and small Vision "
+    "Transformers; tabulate and plot.\n\n"
+    "Rows are added by running it again with other --variants or --seeds on the same OUT; "
+    "another setting that a result depends on is refused. BLEU needs `pip install "
+    "'normattn[translation]'`, the images `normattn[vision]`.",
+    sources=("arxiv.org/abs/2010.04245", "arxiv.org/abs/2302.05442"),
+    resolve=resolve,
+    runs=(TranslationRun, VisionRun),
+    tables=(
+        Table(
+            "table",
+            "Translation by score",
+            translation_rows,
+            (*_results(BLEU, CHRF, LOSS, ACCURACY), *ENDS),
+            notes=_translation_notes,
+        ),
+        Table(
+            "source",
+            "Beside the source's sentence: another corpus and size, not a target",
+            _source_rows,
+            (
+                Column("without", "without: BLEU", BLEU.at(variant=BASE)),
+                Column("with", "with: BLEU", BLEU),
+                Column("change", "Δ BLEU", to_base(BLEU)),
+                text_column(
+                    "source",
+                    "the source",
+                    lambda view, row: "{:g} → {:g} ({:+z.1f})".format(
+                        *SOURCE_BLEU, SOURCE_BLEU[1] - SOURCE_BLEU[0]
+                    ),
+                ),
+            ),
+        ),
+        Table(
+            "tolerance",
+            "Tolerance to high learning rates",
+            lambda view: [Row(score, {"row": score}) for score in scores(view, RATES)],
+            (
+                text_column("tolerated", "tolerates up to", _tolerated),
+                text_column("best", "lowest loss at", _best),
+            ),
+            intro="The highest multiple of the learning rate up to which no seed failed.",
+        ),
+        Table(
+            "rates",
+            "The learning-rate sweep",
+            partial(rated_rows, RATES),
+            (RATE, *_results(LOSS), FAILED, *INNER, *ENDS),
+            notes=_rate_notes,
+        ),
+        Table(
+            "vision",
+            "The same scores in a small Vision Transformer",
+            partial(rated_rows, IMAGES),
+            (RATE, *_results(IMAGE_ACCURACY, IMAGE_LOSS), *INNER, *ENDS),
+            notes=_image_notes,
+        ),
+    ),
+    claims=claims,
+    figures=figures,
+    collect=partial(of_trainings, also=_attention),
+    variants_help="Scores of the table, by commas; the learning-rate sweep and the images keep "
+    "theirs among them. [default: the preset's]",
+    examples=(
+        ("--preset smoke", "the whole path in about a minute"),
+        ("", "the study itself on two cores"),
+        ("--seeds 3", "with intervals over three models of each kind"),
+        ("--variants Baseline,KNA --plan", "its cost"),
+        ("--preset multi30k --corpus FOLDER", "three scores on multi30k, three seeds"),
+    ),
+)

@@ -1,0 +1,431 @@
+"""What the QK-Norm study trains and measures: translation models and Vision Transformers.
+
+A row of its tables is a score, and what its models are trained with beside it, as `Baseline+Muon`.
+Each name after a + is that of settings, which are laid over the training's: another optimiser,
+QK-Clip. A preset's `trained_with` changes what they are, and may add others.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, Any, ClassVar, Literal
+
+import numpy as np
+import polars as pl
+from pydantic import Field, field_validator
+
+from normattn.errors import InputError, unknown
+from normattn.io import write_json
+from normattn.lab.data.images import ImageData
+from normattn.lab.data.pairs import PairData, PairSplit
+from normattn.lab.evaluation.classification import score_images
+from normattn.lab.evaluation.scorer import weights_digest
+from normattn.lab.evaluation.translation import (
+    Search,
+    corpus_counts,
+    score_references,
+    translate,
+    unigram_loss,
+)
+from normattn.lab.stats import fact, identified, joined, sums
+from normattn.lab.studies.preset import StudyPreset
+from normattn.lab.sweep.config import merged
+from normattn.lab.sweep.paths import RunPaths
+from normattn.lab.sweep.run import EVALUATIONS, Note, Run, Stage, measuring_stage, training_stage
+from normattn.lab.training.distributed import choose_device
+from normattn.lab.training.planning import Cost
+from normattn.lab.training.tasks.translation import TranslationWorkload
+from normattn.lab.training.tasks.vision import VisionWorkload
+from normattn.lab.training.tasks.workload import MODEL
+from normattn.models.config import without_position
+from normattn.models.flops import flops_per_image, parameter_count
+from normattn.models.pretrained import load_as
+from normattn.models.translator import Translator
+from normattn.models.vision_transformer import VisionTransformer
+from normattn.score import ScoreSpec
+from normattn.score.grammar import read
+from normattn.score.parts import Part, RotaryPosition, SidedNorm, Slot, find
+from normattn.settings import Settings
+
+TRANSLATION, RATES, IMAGES = "translation", "rates", "images"
+"""The experiments: a table of scores, a learning-rate sweep, the Vision Transformers."""
+SCORES = (
+    *("Baseline", "QKLayerNorm", "QKRMSNorm", "QLayerNorm", "QRMSNorm", "KLayerNorm", "KRMSNorm"),
+    *("QNA", "KNA", "CosA", "QKNorm2020", "QKBatchNorm", "QKInstanceNorm"),
+    *("Baseline+QK-Clip", "Baseline+Muon", "QKRMSNorm+Muon", "Baseline+Muon+QK-Clip"),
+)
+"""The rows of the table unless said."""
+SWEPT = ("Baseline", "QKRMSNorm", "QKLayerNorm", "KNA", *SCORES[-4:])
+"""The rows of the learning-rate sweep unless said."""
+IMAGE_SCORES = (
+    *("Baseline", "QKLayerNorm", "QKRMSNorm", "QNA", "KNA", "CosA", "QKNorm2020"),
+    *("QKBatchNorm", "QKInstanceNorm"),
+)
+MULTIPLES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+VARIED = ("score", "decoder_score", "cross_score")
+"""The settings of a model that the tables vary."""
+GUESSED = 1000
+"""Sentences or images of data that has not been read yet, for the plan."""
+
+# Rows
+
+Layer = Mapping[str, Any]
+"""Settings by name."""
+MUON, CLIP = "Muon", "QK-Clip"
+TRAINED_WITH: Mapping[str, Layer] = {
+    # The steps of its matrices have the size of AdamW's (arXiv 2502.16982): the same learning rate.
+    MUON: {"optimiser": {"name": "muon"}},
+    # 100 at the size of Kimi K2; a bound that is reached in small trainings (arXiv 2507.20534).
+    CLIP: {"qk_clip": 30.0},
+}
+_JOINT = re.compile(r"\+(?=[A-Za-z])")
+"""A + before a name: that of `logn+` and of 1e+06 joins nothing."""
+
+
+def parts(row: str) -> tuple[str, tuple[str, ...]]:
+    """A row's score and what its models are trained with, as they are called."""
+    score, *others = _JOINT.split(row)
+    return score, tuple(others)
+
+
+def rows_of(names: Sequence[str], known: Mapping[str, Layer]) -> dict[str, tuple[Layer, ...]]:
+    """The settings of each row by its printed name, in this order.
+
+    Raises `InputError` for what is not `known`, for a row that is named twice, and for a score with
+    a method: it is applied after training.
+    """
+    rows: dict[str, tuple[Layer, ...]] = {}
+    for name in names:
+        score, others = parts(name)
+        spec = ScoreSpec.parse(score)
+        if spec.method:
+            raise InputError(f"{score} holds {spec.method}, which is applied after training")
+        for other in others:
+            if other not in known:
+                raise unknown("training of a row", other, known, f" (in {name})")
+        # In the order of `known`: one row has one name, and the same settings come last.
+        ordered = [other for other in known if other in others]
+        if len(ordered) != len(others):
+            raise InputError(f"{name} names something twice")
+        row = "+".join((spec.text, *ordered))
+        if row in rows:
+            raise InputError(f"a score is named twice: {', '.join(names)}")
+        rows[row] = tuple(known[other] for other in ordered)
+    return rows
+
+
+# Presets
+
+
+def _refuse_varied(training: dict[str, Any]) -> dict[str, Any]:
+    """`training` itself; `ValueError` where it sets what the tables vary."""
+    if "seed" in training or any(name in training.get("model", {}) for name in VARIED):
+        raise ValueError("scores and the seed are varied by the tables, not set by a preset")
+    return training
+
+
+class TranslationSettings(Settings):
+    """How a trained model is tested: on which pairs, how many of them, and by which beam search.
+
+    `max_sentences` takes the first so many of the split (default: all). Settings are chosen on
+    "validation", tables made on "test".
+    """
+
+    split: Literal["test", "validation"] = "test"
+    max_sentences: int | None = Field(default=None, ge=2)
+    beam: int = Field(default=4, ge=1)
+    length_penalty: float = Field(default=0.6, ge=0)
+    batch: int = Field(default=64, ge=1)
+
+
+class Rates(Settings):
+    """Which `scores` are trained at which `multiples` of the learning rate."""
+
+    scores: tuple[str, ...] = SWEPT
+    multiples: tuple[Annotated[float, Field(gt=0)], ...] = MULTIPLES
+
+    @field_validator("multiples")
+    @classmethod
+    def _rising(cls, value: tuple[float, ...]) -> tuple[float, ...]:
+        if not value or list(value) != sorted(set(value)):
+            raise ValueError(f"multiples must rise, got {list(value)}")
+        return value
+
+
+class TranslationRates(Rates):
+    """The sweep of the translation models.
+
+    `training` is laid over the preset's: these trainings may be shorter. `max_sentences` of the
+    test set are read at the end.
+    """
+
+    training: dict[str, Any] = Field(default_factory=dict)
+    max_sentences: int | None = Field(default=None, ge=2)
+
+    _no_varied_field = field_validator("training")(_refuse_varied)
+
+
+class ImageRates(Rates):
+    """The sweep of the Vision Transformers, beside the table's trainings at ×1."""
+
+    scores: tuple[str, ...] = ()
+    multiples: tuple[Annotated[float, Field(gt=1)], ...] = MULTIPLES[1:]
+
+
+class VisionSettings(Settings):
+    """The Vision Transformers: `training` is a `VisionTrainingConfig` less score and seed.
+
+    `seeds` says how many are trained of each row, where --seeds does not (None: as many as of the
+    tables); the sweep `rates` has the tables' seeds.
+    """
+
+    training: dict[str, Any]
+    seeds: int | None = Field(default=None, ge=1)
+    scores: tuple[str, ...] = IMAGE_SCORES
+    rates: ImageRates = ImageRates()
+
+    _no_varied_field = field_validator("training")(_refuse_varied)
+
+
+class QKNormPreset(StudyPreset):
+    """One whole setting of the study; `training` holds fields of `TranslationConfig`.
+
+    Scores and seeds are no part of `training`: they are what the tables vary. Without `rates` or
+    `vision` that part is left out. `trained_with`: the settings behind each name that a row may add
+    to its score with a +, laid over `TRAINED_WITH`.
+    """
+
+    scores: tuple[str, ...] = SCORES
+    evaluation: TranslationSettings = TranslationSettings()
+    rates: TranslationRates | None = None
+    vision: VisionSettings | None = None
+    trained_with: dict[str, dict[str, Any]] = Field(default_factory=dict, validate_default=True)
+
+    @field_validator("trained_with")
+    @classmethod
+    def _complete(cls, value: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        return {
+            name: _refuse_varied(training) for name, training in merged(TRAINED_WITH, value).items()
+        }
+
+    _no_varied_field = field_validator("training")(_refuse_varied)
+
+
+# Runs
+
+
+@dataclass(frozen=True)
+class Rated:
+    """What a run of one of the experiments is made of: a row at a multiple of its learning rate."""
+
+    experiment: str
+    row: str
+    layers: tuple[Layer, ...]
+    rate: float = 1.0
+
+    def fields(self, kind: type[Run], base: Layer, scores: Layer) -> dict[str, Any]:
+        """The fields of the run, all but its seed; `base` are settings of its training."""
+        name = {IMAGES: f"vision {self.row}"}.get(self.experiment, self.row)
+        marked = self.experiment == RATES or self.rate != 1
+        training = merged(base, *self.layers, scores)
+        subject = f"the settings of {name}"
+        config: Any = kind.workload.config_class.parse({**training, "seed": 0}, subject)
+        rate = config.optimiser.lr * self.rate
+        factors = {"experiment": self.experiment, "rate": self.rate, "learning_rate": rate}
+        clip = {} if config.qk_clip is None else {"qk_clip": config.qk_clip}
+        return {
+            "variant": f"{name}@x{self.rate:g}" if marked else name,
+            "row": self.row,
+            "factors": {**factors, **clip},
+            "training": merged(training, {"optimiser.lr": rate}),
+        }
+
+
+def scores_of(variant: str) -> dict[str, str]:
+    """The scores of encoder, decoder and cross attention in the row `variant`, as settings.
+
+    One score everywhere, where that can be. BatchNorm and InstanceNorm read across the sequence:
+    the decoder, which they would show the future, keeps Baseline, and so do the queries of the
+    cross attention, which are the decoder's; its keys are the source's and keep their norm.
+    """
+    spec = ScoreSpec.parse(variant)
+    if not spec.leaks_future:
+        return {"model.score": variant}
+    own = spec.variant
+    assert isinstance(own, SidedNorm)
+    plain: Any = find("Baseline")()
+    keys = plain
+    if "K" in own.sides:
+        parameters = {field.name: getattr(own, field.name) for field in fields(own)}
+        keys = find(own.name if own.sides == "K" else own.name.removeprefix("Q"))(**parameters)
+
+    def with_variant(other: Part) -> ScoreSpec:
+        return ScoreSpec(tuple(other if part is own else part for part in spec.parts))
+
+    return {
+        "model.score": variant,
+        "model.decoder_score": with_variant(plain).text,
+        "model.cross_score": without_position(with_variant(keys)).text,
+    }
+
+
+def vision_score(score: str) -> str:
+    """The score as a Vision Transformer is trained with it.
+
+    As in ViT the model learns positions (`KNA` is trained as `KNA-NoPE`), unless the score names
+    one. Raises `InputError` for a score with a method that is applied after training.
+    """
+    spec = ScoreSpec.parse(score)
+    if spec.method:
+        raise InputError(f"{score} holds {spec.method}, which is applied after training")
+    named = any(part.slot is Slot.POSITION for part, _ in read(score)[0])
+    turned = isinstance(spec.position, RotaryPosition)
+    return f"{score}-NoPE" if turned and not named else score
+
+
+class TranslationRun(Run):
+    """A translation model, whose test set is scored and, where `translated`, translated."""
+
+    workload: ClassVar[TranslationWorkload] = TranslationWorkload()
+    kind: Literal["translation"] = "translation"
+    evaluation: TranslationSettings
+    translated: bool
+
+    @classmethod
+    def of(cls, rated: Rated, training: Layer, evaluation: TranslationSettings) -> TranslationRun:
+        """The run of a row, for seed 0."""
+        score = parts(rated.row)[0]
+        fields = rated.fields(cls, training, scores_of(score))
+        translated = rated.experiment == TRANSLATION
+        return cls(seed=0, score=score, evaluation=evaluation, translated=translated, **fields)
+
+    def stages(self, paths: RunPaths) -> list[Stage]:
+        """Train, then score the references, and translate where the table shows translations.
+
+        The cost of testing is unknown before the data is read: as of sentences of 16 tokens.
+        """
+        config, settings = self.training_config, self.evaluation
+        tokens = 16 * (settings.max_sentences or GUESSED)
+        cost = Cost(scored=tokens * (1 + settings.beam * self.translated))
+
+        def test(data: PairData, note: Note) -> pl.DataFrame:
+            model = load_as(Translator, paths.run / MODEL, config.model)
+            model = model.to(choose_device(config.device))
+            split = data.split(settings.split).first(settings.max_sentences)
+            units = [f"{number:06}" for number in range(len(split))]
+            measured, said = [*_references(model, data, split, units, note)], ""
+            if self.translated:
+                texts, said, counts = self._translations(model, data, split, units, note)
+                write_json(paths.run / EVALUATIONS / "translations.json", {"translations": texts})
+                measured += counts
+            tested = replace(
+                self.identity(str(self.factors["experiment"])),
+                split=settings.split,
+                data=split.fingerprint(data.fingerprint),
+                weights=weights_digest(model),
+                settings=said,
+            )
+            return identified(tested, measured)
+
+        return [
+            training_stage(self.workload, config, paths.run),
+            measuring_stage(paths.run, TRANSLATION, test, lambda: cost),
+        ]
+
+    def _translations(
+        self, model: Translator, data: PairData, split: PairSplit, units: list[str], note: Note
+    ) -> tuple[list[str], str, list[pl.DataFrame]]:
+        """The translations, how they were made and counted, the counts behind BLEU and chrF."""
+        beam, penalty = self.evaluation.beam, self.evaluation.length_penalty
+        texts = translate(
+            model,
+            split,
+            data.target_tokeniser,
+            Search(beam, penalty, self.evaluation.batch),
+            lambda done, total: note(done, total, "translated"),
+        )
+        counts = corpus_counts(texts, [target for _, target in split.texts])
+        said = (f"beam {beam}, length penalty {penalty:g}", *counts.signatures)
+        counted = []
+        for name, rows in (("bleu", counts.bleu), ("chrf", counts.chrf)):
+            # The counts of every sentence are bins of the axis "count".
+            above = np.asarray(rows, np.float64)
+            edges = range(above.shape[1])
+            counted.append(sums(name, units, above, np.ones(len(above)), axis="count", edges=edges))
+        return list(texts), "; ".join(said), counted
+
+
+def _references(
+    model: Translator, data: PairData, split: PairSplit, units: list[str], note: Note
+) -> Iterator[pl.DataFrame]:
+    """Of every sentence: nats and hits of the model, nats of the unigram model."""
+    scored = score_references(model, split, progress=lambda n, of: note(n, of, "references"))
+    unigram = unigram_loss(data.train, split, data.target_tokeniser.vocab_size)
+    tokens = np.asarray(scored.tokens)
+    yield sums("loss", units, np.asarray(scored.loss), tokens)
+    yield sums("accuracy", units, np.asarray(scored.correct), tokens)
+    yield sums("unigram_loss", units, unigram, tokens)
+
+
+class VisionRun(Run):
+    """A Vision Transformer, tested image by image.
+
+    `split` are the images that are tested: settings are chosen on "validation", tables made on
+    "test".
+    """
+
+    workload: ClassVar[VisionWorkload] = VisionWorkload()
+    kind: Literal["vision"] = "vision"
+    split: Literal["test", "validation"] = "test"
+
+    @classmethod
+    def of(cls, rated: Rated, training: Layer, **own: Any) -> VisionRun:
+        """The run of a row, for seed 0."""
+        score = vision_score(parts(rated.row)[0])
+        fields = rated.fields(cls, training, {"model.score": score})
+        return cls(seed=0, score=score, **fields, **own)
+
+    def stages(self, paths: RunPaths) -> list[Stage]:
+        """Train, then test. The cost of testing is unknown before the images are read."""
+        config = self.training_config
+        tokens = config.model.tokens
+
+        def cost() -> Cost:
+            flops = GUESSED * flops_per_image(config.model).forward
+            return Cost(scored=GUESSED * tokens, flops=flops)
+
+        def test(data: ImageData, note: Note) -> pl.DataFrame:
+            model = load_as(VisionTransformer, paths.run / MODEL, config.model)
+            model = model.to(choose_device(config.device))
+            scores = score_images(
+                model,
+                data.split(self.split),
+                progress=lambda done, total: note(done, total, "images"),
+            )
+            units = [f"{number:06}" for number in range(len(scores.loss))]
+            ones = np.ones(len(units))
+            tested = replace(
+                self.identity(IMAGES),
+                length=tokens,
+                train_length=tokens,
+                split=self.split,
+                data=data.fingerprint,
+                weights=weights_digest(model),
+            )
+            results = (
+                sums("accuracy", units, np.asarray(scores.correct), ones),
+                sums("loss", units, np.asarray(scores.loss), ones),
+            )
+            facts = (
+                fact("parameters", parameter_count(model)),
+                fact("classes", model.config.classes),
+            )
+            trained = replace(tested, protocol="training")
+            return joined([identified(tested, results), identified(trained, facts)])
+
+        return [
+            training_stage(self.workload, config, paths.run),
+            measuring_stage(paths.run, IMAGES, test, cost),
+        ]

@@ -1,0 +1,125 @@
+"""Layers of settings laid over each other, and what all runs of a sweep share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from normattn.errors import InputError
+from normattn.lab.training.config import explain, refuse_unknown
+from normattn.settings import Settings, refuse_beyond
+
+Model = TypeVar("Model", bound=BaseModel)
+
+# Settings that no digit of a table depends on.
+CHANGEABLE = (
+    "training.checkpoint_seconds",
+    "training.track",
+    "training.tensorboard",  # what `track` was before
+    "training.parallel",
+    "evaluation.max_tokens",
+    "mechanism.max_tokens",
+    "changed",  # what follows from it is compared
+    "asked",  # it chooses runs, which may be added
+)
+# Settings of rows that may be added: where one is empty, no run was made of it yet.
+ADDABLE = ("english",)
+
+
+class SweepConfig(Settings):
+    """What every run of one study shares; runs may be added, but this may not change.
+
+    `changed` is what was asked for beside the preset, by dotted name; `asked` are the options that
+    chose the runs, of every command that added some (`Request.choices`). Each study adds its own
+    settings, as `training` and `evaluation`.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    preset: str
+    changed: dict[str, Any] = Field(default_factory=dict)
+    asked: tuple[dict[str, str], ...] = ()
+
+
+def free_settings(one: Mapping[str, Any], other: Mapping[str, Any]) -> frozenset[str]:
+    """What may differ between the settings of two sweeps whose runs shall be one study's."""
+    added = (name for name in ADDABLE if not (one.get(name) and other.get(name)))
+    return frozenset({*CHANGEABLE, *added})
+
+
+def with_added(config: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:
+    """`config` with those settings of `later` that only rows added later have."""
+    added = {name: later[name] for name in ADDABLE if later.get(name) and not config.get(name)}
+    if not added:
+        return dict(config)
+    changed = {**config.get("changed", {}), **later.get("changed", {})}
+    return {**config, **added, "changed": changed}
+
+
+def validated(model: type[Model], fields: Mapping[str, Any], subject: str) -> Model:
+    """`model` filled with `fields`; what is wrong with them comes as one `InputError` sentence."""
+    refuse_unknown(fields, model, subject)
+    refuse_beyond(fields, subject)
+    try:
+        return model.model_validate(dict(fields))
+    except ValidationError as error:
+        raise InputError(f"{subject}: {explain(error)}") from error
+
+
+def merged(base: Mapping[str, Any], *layers: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with the nested or dotted settings of each layer laid over it.
+
+    A dotted key is a path: `{"model.dim": 64}` changes one field of `model`. Raises `InputError`
+    where a value would replace a group of settings, or a group go below a value.
+    """
+    result = _copy(base)
+    for layer in layers:
+        for key, value in layer.items():
+            _put(result, key.split("."), value, key)
+    return result
+
+
+def value_at(fields: Mapping[str, Any], name: str) -> Any:
+    """The value at a dotted name of nested settings; None where there is none."""
+    value: Any = fields
+    for key in name.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Settings as text by dotted name; None and empty groups are left out."""
+    texts: dict[str, str] = {}
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            texts |= flat(value, f"{prefix}{name}.")
+        elif value not in (None, [], ()):
+            shown = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+            texts[prefix + name] = shown
+    return texts
+
+
+def _put(target: dict[str, Any], path: list[str], value: Any, key: str) -> None:
+    *parents, last = path
+    for name in parents:
+        # None stands where a group is switched off, as a run's `continued`.
+        inner = target[name] = {} if target.get(name) is None else target[name]
+        if not isinstance(inner, dict):
+            raise InputError(f"{key} cannot be set: {name} is a value, not a group of settings")
+        target = inner
+    group = target.get(last)
+    if isinstance(value, Mapping) and isinstance(group, dict):
+        for name, inner_value in value.items():
+            _put(group, [name], inner_value, f"{key}.{name}")
+    elif isinstance(group, dict) and value is not None:
+        raise InputError(
+            f"{key} cannot be {value!r}: it is a group of settings ({', '.join(group)})"
+        )
+    else:
+        target[last] = _copy(value) if isinstance(value, Mapping) else value
+
+
+def _copy(value: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: _copy(v) if isinstance(v, Mapping) else v for k, v in value.items()}
