@@ -26,8 +26,7 @@ from normattn.lab.diagnostics import (
 )
 from normattn.lab.report.view import View
 from normattn.lab.stats import Bootstrap, measurements
-from normattn.lab.studies.mechanism.measured import rows
-from normattn.lab.studies.mechanism.page import columns
+from normattn.lab.studies.mechanism import columns, rows
 from normattn.models import CausalLM, CausalLMConfig
 
 NAMES = (

@@ -9,8 +9,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from normattn.lab.studies.keynorm import METHODS, VARIANTS
 from normattn.lab.studies import preset as presets
+from normattn.lab.studies.keynorm import METHODS, VARIANTS
 from normattn.lab.studies.language import AS_IS
 
 ROOT = Path(__file__).parents[2]

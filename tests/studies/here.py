@@ -7,46 +7,40 @@ kills and failures of test_sweep.py, test_jobs.py and test_launchers.py.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, redirect_stderr, redirect_stdout
-from typing import ClassVar
 
 import pytest
 
 from normattn import __main__
 from normattn.cli import app
-from normattn.lab.sweep.launchers import FINISHED, Job, Local, Needs, Outcome, Session, Task
+from normattn.lab.sweep.launchers import FINISHED, Job, Local, Needs, Start, Task
 
 
-class OneByOne(Session):
-    """Starting a job runs it to its end."""
+class Done(Task):
+    """Making it runs the job to its end."""
 
-    poll_seconds: ClassVar[float] = 0.0
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self._result = run(job)
 
-    def start(self, jobs: Sequence[Job]) -> list[Task]:
-        """One after another."""
-        return [Task(job, run(job)) for job in jobs]
-
-    def is_over(self, task: Task) -> bool:
+    def done(self) -> bool:
         """Always."""
         return True
 
-    def outcome(self, task: Task) -> Outcome:
-        """What `run` returned."""
-        assert isinstance(task.handle, Outcome)
-        return task.handle
+    def result(self) -> tuple[int, str]:
+        """How it ended."""
+        return self._result
 
-    def stop(self, tasks: Sequence[Task]) -> None:
+    def stop(self) -> None:
         """Nothing runs between two looks."""
 
-    def kill(self, tasks: Sequence[Task]) -> None:
+    def kill(self) -> None:
         """See `stop`."""
 
 
-def run(job: Job) -> Outcome:
+def run(job: Job) -> tuple[int, str]:
     """What `Child` does, without a child: the command, its output in the log, how it ended."""
-    began = time.monotonic()
     assert job.arguments[:2] == ("-m", "normattn")
     job.log.parent.mkdir(parents=True, exist_ok=True)
     with (
@@ -59,12 +53,12 @@ def run(job: Job) -> Outcome:
     code = ended.value.code
     assert isinstance(code, int)
     message = "" if code == FINISHED else job.log.read_text().splitlines()[-1]
-    return Outcome(job, code, message, time.monotonic() - began)
+    return code, message
 
 
-def session(self: Local, jobs: Sequence[Job], needs: Needs) -> AbstractContextManager[Session]:
+def session(self: Local, jobs: Sequence[Job], needs: Needs) -> AbstractContextManager[Start]:
     """In place of `Local.session`."""
-    return nullcontext(OneByOne())
+    return nullcontext(lambda jobs: [Done(job) for job in jobs])
 
 
 def main() -> None:

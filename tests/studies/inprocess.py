@@ -1,7 +1,8 @@
-"""A study in the test's own process: its cells one after another, killed where a test says."""
+"""A study in the test's own process: its runs one after another, killed where a test says."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,10 @@ import pytest
 from normattn.lab.report.markdown import page_json, page_markdown, table_csv
 from normattn.lab.report.page import context
 from normattn.lab.stats import measurements
-from normattn.lab.sweep import cell as cell_module
-from normattn.lab.sweep import layout
-from normattn.lab.sweep.runner import run_child
-from normattn.lab.sweep.paths import RunPaths, write_if_changed
+from normattn.lab.studies.base import Study
+from normattn.lab.sweep import paths as sweep_paths
+from normattn.lab.sweep import runner
+from normattn.lab.sweep.paths import write_if_changed
 from normattn.lab.sweep.run import Run, Sweep
 
 PAGE = "page"
@@ -24,17 +25,17 @@ class Killed(BaseException):
 
 
 def run(study: Study, sweep: Sweep) -> None:
-    """Every cell, then the page."""
-    for cell in sweep.cells:
-        assert one_cell(study, sweep, cell) == 0
+    """Every run, then the page."""
+    for each in sweep.runs:
+        assert one_run(study, sweep, each) == 0
     write(study, sweep.out)
 
 
-def one_cell(study: Study, sweep: Sweep, cell: Cell) -> int:
-    """Run one cell; return its exit code."""
-    paths = RunPaths.of(sweep.out, cell.variant, cell.seed)
-    write_if_changed(paths.settings, {"study": study.name, **cell.model_dump(mode="json")})
-    return run_child(paths.job, study)
+def one_run(study: Study, sweep: Sweep, each: Run) -> int:
+    """Do one run; return its exit code."""
+    paths = sweep.paths(each)
+    write_if_changed(paths.settings, {"study": study.name, **each.model_dump(mode="json")})
+    return runner.run_child(paths.job, study)
 
 
 def write(study: Study, out: Path) -> None:
@@ -57,18 +58,17 @@ def run_killed(study: Study, sweep: Sweep, every: int, monkeypatch: pytest.Monke
     Returns how often it was killed before an attempt came to its end.
     """
     notes = kills = 0
-    write = layout.note_progress
 
     def note(path: Path, value: dict[str, Any]) -> None:
         nonlocal notes
-        write(path, value)
+        sweep_paths.note_progress(path, value)
         notes += 1
         if notes == (kills + 1) * every:
             raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(cell_module, "note_progress", note)
-        patch.setattr(cell_module, "PROGRESS_SECONDS", 0.0)
+        patch.setattr(runner, "note_progress", note)
+        patch.setattr(runner, "PROGRESS_SECONDS", 0.0)
         while True:
             notes = 0
             try:
@@ -82,3 +82,9 @@ def run_killed(study: Study, sweep: Sweep, every: int, monkeypatch: pytest.Monke
 def files(out: Path) -> dict[str, bytes]:
     """Every file that a reader gets."""
     return {file.name: file.read_bytes() for file in sorted((out / PAGE).iterdir())}
+
+
+def tables(out: Path) -> dict[str, list[dict[str, Any]]]:
+    """The tables of the page by their keys."""
+    found: dict[str, list[dict[str, Any]]] = json.loads(files(out)["table.json"])["tables"]
+    return found

@@ -71,7 +71,7 @@ def test_empty_files_alone_are_no_evaluations(tiny: Path, tmp_path: Path) -> Non
         str(tiny), variants=("KNA",), methods=("as is", "YaRN"), seeds=(0,), out=tmp_path / "out"
     )
     sweep = find("keynorm").resolve(asked)
-    reading = sweep.stages(sweep.cells[0])[-1]
+    reading = sweep.stages(sweep.runs[0])[-1]
     folder = tmp_path / "out" / "cells" / "KNA" / "seed0" / "evaluations"
     folder.mkdir(parents=True)
     for number in range(100):

@@ -13,7 +13,7 @@ from normattn.lab.report.page import context
 from normattn.lab.report.view import View
 from normattn.lab.stats import Identity, identified, joined, sums
 from normattn.lab.studies.advice import LAST, LEAST_GAIN, LOSS, Advice, advise, home
-from normattn.lab.studies.extend import EXACT, KEY, PAGE, PREFILL, SECONDS, TRAIN, complete
+from normattn.lab.studies.extend import EXACT, KEY, PREFILL, SECONDS, STUDY, TRAIN, complete
 
 L, TOKENS = 8, 8
 NAMES = {"": "as is", "PI": "PI", "YaRN": "YaRN(factor=4)"}
@@ -133,7 +133,7 @@ def test_every_column_of_the_page() -> None:
         ),
         identified(_identity("", 16, KEY), [sums(EXACT.name, units, [1, 0, 1], [1] * 3)]),
     ]
-    made = context(PAGE, joined([frame, *more]))
+    made = context(STUDY.page, joined([frame, *more]))
     tables = {
         table.key: {
             (line[0].text, column.key): cell.text

@@ -13,7 +13,7 @@ from normattn.errors import InputError
 from normattn.lab.report.page import context
 from normattn.lab.runs.directory import FORMAT
 from normattn.lab.stats import measurements
-from normattn.lab.studies import extend, gallery
+from normattn.lab.studies import extend
 from studies.test_extend import _frame, _lines
 
 LOSSES = {"a": _lines((3.0, 4.0), YaRN=(3.1, 3.2)), "b": _lines((2.0, 2.5), PI=(2.6, 2.7))}
@@ -38,14 +38,14 @@ def _folder(place: Path, text: str, model: str = "model") -> Path:
 def test_every_row_is_that_of_its_own_page(tmp_path: Path) -> None:
     places = [_folder(tmp_path / "1", "a"), _folder(tmp_path / "2", "b")]
     places.append(_folder(tmp_path / "3", "a", "other"))
-    made = context(gallery.PAGE, gallery.gathered(places)).tables[0]
+    made = context(extend.GALLERY.page, extend.gathered(places)).tables[0]
     keys = [column.key for column in made.columns]
     rows = {line[0].text: dict(zip(keys, line, strict=True)) for line in made.cells}
     alone = {}
     for place, text, model in zip(places, "aba", ("model", "model", "other"), strict=True):
         tables = {
             t.key: t
-            for t in context(extend.PAGE, measurements.read(place / measurements.FILE)).tables
+            for t in context(extend.STUDY.page, measurements.read(place / measurements.FILE)).tables
         }
         for key, column, here in (
             ("table", "loss_8", "loss_1"),
@@ -84,7 +84,7 @@ def test_the_command_and_its_frame(
     assert pages[0] == pages[1]
     assert "model, b.txt: PI" in (tmp_path / "all" / "table.md").read_text()
     stored = json.loads((tmp_path / "all" / "config.json").read_text())
-    assert stored["kind"] == gallery.KIND
+    assert stored["kind"] == extend.GALLERY.name
     assert stored["config"]["model, a.txt"] == {"windows": 3, "train_length": 8}
     before = Path(places[0], measurements.FILE).read_bytes()
     with pytest.raises(SystemExit) as ended:
@@ -102,6 +102,6 @@ def test_the_command_and_its_frame(
 def test_one_text_twice_is_refused(tmp_path: Path) -> None:
     twice = [_folder(tmp_path / "1", "a"), _folder(tmp_path / "2", "a")]
     with pytest.raises(InputError, match=r"1 and .*2 both hold model on a\.txt"):
-        gallery.gathered(twice)
+        extend.gathered(twice)
     with pytest.raises(InputError, match=r"1 and .*1 both hold model on a\.txt"):
-        gallery.gathered(twice[:1] * 2)
+        extend.gathered(twice[:1] * 2)

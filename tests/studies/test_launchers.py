@@ -21,8 +21,8 @@ from normattn.lab.studies import find
 from normattn.lab.sweep import clusters, launchers
 from normattn.lab.sweep.clusters import Ray, RemoteJob, Slurm
 from normattn.lab.sweep.launchers import Job, Launcher, Local, Needs, run_jobs
-from normattn.lab.sweep.runner import reproduce
 from normattn.lab.sweep.run import Request
+from normattn.lab.sweep.runner import reproduce
 from studies.test_jobs import SAVES
 from studies.test_sweep import SECONDS, result, wait_for_training
 

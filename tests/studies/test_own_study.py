@@ -18,7 +18,6 @@ from normattn.lab.studies import find, find_typed, names, summary
 from normattn.lab.studies.base import Claim, Eval, Metric, Study, Variant
 from normattn.lab.sweep.launchers import Local
 from normattn.lab.sweep.run import CORPUS, Request
-from normattn.lab.studies.base import Study as OneStudy
 from studies import here
 
 PAGE = Path(__file__).parents[2] / "docs" / "adding-a-study.md"
@@ -120,18 +119,15 @@ def test_a_variant_changes_settings_of_its_training(tiny: Path) -> None:
         evals=[Eval(lengths=(1, 2))],
         columns={"at L": Metric("accuracy").at(1)},
     )
-    assert isinstance(study, OneStudy)
     sweep = study.resolve(Request(preset=str(tiny), seeds=(0, 1)))
-    steps = {cell.name: cell.training_config.steps for cell in sweep.cells}
+    steps = {run.name: run.training_config.steps for run in sweep.runs}
     plain = steps["KNA seed 0"]
     assert plain != 3
     assert steps == {
         **{f"KNA seed {seed}": plain for seed in (0, 1)},
         **{f"KNA-short seed {seed}": 3 for seed in (0, 1)},
     }
-    scores = {
-        cell.training_config.model_dump(mode="json")["model"]["score"] for cell in sweep.cells
-    }
+    scores = {run.training_config.model_dump(mode="json")["model"]["score"] for run in sweep.runs}
     assert len(scores) == 1
 
 

@@ -16,13 +16,13 @@ from normattn.lab.report.page import context
 from normattn.lab.report.view import View
 from normattn.lab.stats import Bootstrap, Identity, identified, joined, sums
 from normattn.lab.stats.metrics import bleu
-from normattn.lab.studies.qknorm.measured import (
+from normattn.lab.studies.qknorm import (
+    STUDY,
     base_of,
     failures,
     rows_of,
     tolerated,
 )
-from normattn.lab.studies.qknorm.page import PAGE
 
 SENTENCES = 30
 DRAWN = Bootstrap(resamples=200)
@@ -120,13 +120,13 @@ def ended(trained: Identity, step: int = 41, where: str = "blocks.0") -> pl.Data
 
 def tables(parts: Iterable[pl.DataFrame]) -> dict[str, dict[str, dict[str, Any]]]:
     """The numbers of the page: table, row, column."""
-    made = json.loads(page_json(context(PAGE, joined(parts), bootstrap=DRAWN)))
+    made = json.loads(page_json(context(STUDY.page, joined(parts), bootstrap=DRAWN)))
     return {key: {row["row"]: row for row in rows} for key, rows in made["tables"].items()}
 
 
 def verdicts(parts: Sequence[pl.DataFrame]) -> dict[str, str]:
     """The verdict of every claim."""
-    made = context(PAGE, joined(parts), bootstrap=DRAWN)
+    made = context(STUDY.page, joined(parts), bootstrap=DRAWN)
     return {found.claim.sentence: found.verdict for found in made.findings}
 
 
@@ -192,7 +192,7 @@ def test_what_the_sweep_says() -> None:
     }
     assert (
         "unigram baseline, which guesses each word by its frequency in the training pairs, 5.50"
-        in (page_markdown(context(PAGE, joined(parts), bootstrap=DRAWN)))
+        in (page_markdown(context(STUDY.page, joined(parts), bootstrap=DRAWN)))
     )
 
 
@@ -254,7 +254,7 @@ def test_a_row_is_compared_with_baseline_by_its_own_optimiser() -> None:
     assert [base_of(row) for row in rows] == ["Baseline+Muon"] * 3
     made = [swept(row, rate, 3.0, seed) for row in rows for rate in (1.0, 4.0) for seed in (0, 1)]
     made += [translated(rows[1], 0).with_columns(pl.lit(30.0).alias("factor.qk_clip"))]
-    text = page_markdown(context(PAGE, joined(made), bootstrap=DRAWN))
+    text = page_markdown(context(STUDY.page, joined(made), bootstrap=DRAWN))
     assert "QKRMSNorm+Muon at ×4 of the learning rate has a lower loss than Baseline+Muon" in text
     assert text.count("one of the row's own, which may differ from that of other rows") == 2
     assert text.count("passed τ = 30 are") == 2

@@ -18,8 +18,8 @@ from normattn.lab.report.table import Filled
 from normattn.lab.report.view import View
 from normattn.lab.stats import Bootstrap, Identity, fact, identified, joined, sums
 from normattn.lab.studies.realformer import STUDY
-from normattn.lab.studies.realformer.reading import Setting, grid
-from normattn.lab.studies.realformer.scoring import by_layer
+from normattn.lab.studies.realformer_report import Setting, grid
+from normattn.lab.studies.realformer_runs import by_layer
 
 DOCUMENTS = tuple(f"d{n:02}" for n in range(30))
 TOKENS, WINDOWS = np.full(30, 100), np.full(30, 2)

@@ -16,8 +16,7 @@ from normattn.lab.report.context import PageContext
 from normattn.lab.report.page import context
 from normattn.lab.report.table import Cell
 from normattn.lab.stats import Bootstrap, Identity, fact, identified, joined, sums
-from normattn.lab.studies.rmsnorm import STUDY
-from normattn.lab.studies.rmsnorm.measuring import timed
+from normattn.lab.studies.rmsnorm import STUDY, timed
 
 FEW = Bootstrap(resamples=300)
 DOCUMENTS = 60

@@ -18,6 +18,7 @@ from normattn.lab.report.terminal import say
 from normattn.lab.runs.directory import FORMAT
 from normattn.lab.stats import measurements
 from normattn.lab.studies import OF_COMMANDS, errors_in, extend, find, find_typed
+from normattn.lab.studies.base import Study
 from normattn.lab.studies.extend import KIND as EXTEND
 from normattn.lab.studies.reading import KIND as READING
 from normattn.lab.sweep.collect import Corpora

@@ -159,7 +159,9 @@ def _of_windows(
 
     def estimated(view: View, row: Row) -> Estimate | None:
         sums = view.sums(statistic, {**row.where, **at})
-        return sums and Estimate(float(combined(sums.numerator)), units=len(sums.units))
+        if sums is None:
+            return None
+        return Estimate(float(combined(sums.numerator)), units=len(sums.units))
 
     def text(known: Estimate) -> str:
         return f"{known.value:.1f}" if statistic == SECONDS else f"{known.value / 2**20:,.0f}"

@@ -104,8 +104,8 @@ class TextSetting:
         `sets` makes the texts that each run reads, to say how many documents they are from.
         """
         evaluation = self.evaluation
-        config = SweepConfig(
-            preset=self.preset.name, training=self.training, evaluation=evaluation, **own
+        config = SweepConfig.of(
+            self.preset.name, training=self.training, evaluation=evaluation, **own
         )
         longest = self.train_length * max(evaluation.multiples)
         return Sweep.of(

@@ -96,8 +96,8 @@ def resolve(request: Request) -> Sweep:
         fewer = tested.model_copy(update={"max_sentences": rates.max_sentences})
         rated = of(RATES, rates.scores, rates.multiples)
         made += each(seeds, [TranslationRun.of(one, over, fewer) for one in rated])
-    config = SweepConfig(
-        preset=preset.name,
+    config = SweepConfig.of(
+        preset.name,
         training=training,
         evaluation=tested,
         rates=swept,

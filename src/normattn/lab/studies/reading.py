@@ -280,7 +280,7 @@ def collect_windows(out: Path) -> pl.DataFrame:
         return measured
     read = measured.filter(pl.col("protocol") != "training")
     specs = [(text, ScoreSpec.parse(text)) for text in read["score"].unique(maintain_order=True)]
-    forms = {None: PLAIN, "trained-in": TRAINED_IN}
+    forms: dict[object, str] = {None: PLAIN, "trained-in": TRAINED_IN}
     factors = pl.DataFrame(
         {
             "score": [text for text, _ in specs],

@@ -78,8 +78,8 @@ def resolve(request: Request) -> Sweep:
         for run in {run.variant: run for run in runs}.values()
     }
     runs.sort(key=lambda run: -flops[run.variant])
-    config = SweepConfig(
-        preset=preset.name,
+    config = SweepConfig.of(
+        preset.name,
         training=training,
         sizes=preset.sizes,
         grid=preset.grid,

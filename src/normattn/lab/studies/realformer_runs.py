@@ -367,7 +367,11 @@ class GridRun(EncoderRun):
                         "seed": self.seed,
                     }
                     subject = f"the settings of {self.name} at {rate:g}, {dropout:g}, {warmup}"
-                    varied = {"learning_rate": rate, "dropout": dropout, "warmup": warmup}
+                    varied: dict[str, Factor] = {
+                        "learning_rate": rate,
+                        "dropout": dropout,
+                        "warmup": warmup,
+                    }
                     yield varied, MaskedConfig.parse(merged(self.training, changes), subject)
 
 

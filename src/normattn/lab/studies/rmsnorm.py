@@ -263,8 +263,8 @@ def resolve(request: Request) -> Sweep:
             TimeRun(variant=TIMED, seed=0, training=first, norms=norms, timing=preset.timing)
         )
     model = runs[0].training_config.model
-    config = SweepConfig(
-        preset=preset.name,
+    config = SweepConfig.of(
+        preset.name,
         training=training,
         evaluation=preset.evaluation,
         timing=preset.timing,

@@ -42,6 +42,11 @@ class SweepConfig(Settings):
     changed: dict[str, Any] = Field(default_factory=dict)
     asked: tuple[dict[str, str], ...] = ()
 
+    @classmethod
+    def of(cls, preset: str, **shared: Any) -> SweepConfig:
+        """The settings of a preset that all runs share."""
+        return cls.model_validate({"preset": preset, **shared})
+
 
 def free_settings(one: Mapping[str, Any], other: Mapping[str, Any]) -> frozenset[str]:
     """What may differ between the settings of two sweeps whose runs shall be one study's."""

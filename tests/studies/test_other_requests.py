@@ -1,0 +1,306 @@
+"""What requests of the studies of other models resolve to: qknorm, realformer and rmsnorm."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from normattn.errors import InputError
+from normattn.lab.studies import find, preset
+from normattn.lab.studies.qknorm_runs import (
+    MULTIPLES,
+    SCORES,
+    SWEPT,
+    TranslationRun,
+    VisionRun,
+    parts,
+    scores_of,
+    vision_score,
+)
+from normattn.lab.studies.realformer_runs import ROWS, EncoderRun, GridRun
+from normattn.lab.studies.rmsnorm import TIMED, NormRun, TimeRun, whole_time
+from normattn.lab.sweep.run import Request, Sweep
+from normattn.models.config import TranslatorConfig
+from studies import small
+
+QKNORM, REALFORMER, RMSNORM = (find(name) for name in ("qknorm", "realformer", "rmsnorm"))
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> str:
+    pytest.importorskip("sacrebleu", reason="BLEU needs sacrebleu")
+    pytest.importorskip("sklearn", reason="the images are scikit-learn's")
+    return small.qknorm(tmp_path_factory.mktemp("qknorm"))
+
+
+@pytest.fixture
+def encoders(tiny: Path, tmp_path: Path) -> str:
+    return small.realformer(tmp_path, tiny.parent / "texts")
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory: pytest.TempPathFactory) -> str:
+    pytest.importorskip("torchmetrics")
+    return small.rmsnorm(tmp_path_factory.mktemp("rmsnorm"))
+
+
+# QK-Norm
+
+
+def test_every_preset_of_qknorm_can_be() -> None:
+    assert preset.names("qknorm") == ["gpu", "laptop", "multi30k", "smoke"]
+    for name in preset.names("qknorm"):
+        runs = QKNORM.resolve(Request(name, seeds=(0,))).runs
+        assert len({run.variant for run in runs}) == len(runs)
+    runs = QKNORM.resolve(Request("laptop", seeds=(0,))).runs
+    translated = [r.variant for r in runs if isinstance(r, TranslationRun) and r.translated]
+    assert translated == list(SCORES)
+    swept = {(r.row, r.factors["rate"]) for r in runs if r.factors["experiment"] == "rates"}
+    assert swept == {(score, rate) for score in SWEPT for rate in MULTIPLES}
+
+
+@pytest.mark.parametrize(
+    ("variant", "decoder", "across"),
+    [
+        ("QKBatchNorm", "Baseline", "KBatchNorm-NoPE"),
+        ("KInstanceNorm", "Baseline", "KInstanceNorm-NoPE"),
+        ("QBatchNorm", "Baseline", "Baseline-NoPE"),
+        ("QKBatchNorm-NoPE", "Baseline-NoPE", "KBatchNorm-NoPE"),
+        ("QKInstanceNorm(gain=false)-logn", "Baseline-logn", "KInstanceNorm(gain=false)-logn-NoPE"),
+        ("KInstanceNorm(gain=false)-ALiBi", "Baseline-ALiBi", "KInstanceNorm(gain=false)-NoPE"),
+    ],
+)
+def test_norms_over_tokens_stay_where_no_future_is_seen(
+    variant: str, decoder: str, across: str
+) -> None:
+    found = scores_of(variant)
+    assert found == {
+        "model.score": variant,
+        "model.decoder_score": decoder,
+        "model.cross_score": across,
+    }
+    scores = {name.removeprefix("model."): text for name, text in found.items()}
+    sizes = {"source_vocab": 9, "dim": 8, "heads": 2, "layers": 1, "train_length": 16}
+    config = TranslatorConfig(**sizes, **scores)  # type: ignore[arg-type]
+    assert str(config.cross_score) == f"{across}@16"
+    assert scores_of("KNA-logn") == {"model.score": "KNA-logn"}
+
+
+def test_a_rate_multiplies_the_learning_rate_of_the_row(pairs: str, tmp_path: Path) -> None:
+    runs = QKNORM.resolve(Request(pairs, out=tmp_path)).runs
+    swept = [run for run in runs if run.factors["experiment"] == "rates"]
+    assert [run.variant for run in swept] == ["Baseline@x1", "Baseline@x8"]
+    assert [run.training_config.optimiser.lr for run in swept] == [1e-3, 8e-3]
+    assert [run.identity("training").factors for run in swept] == [
+        {"experiment": "rates", "rate": rate, "learning_rate": rate * 1e-3} for rate in (1.0, 8.0)
+    ]
+    chosen = QKNORM.resolve(Request(pairs, ("QKBatchNorm",), out=tmp_path)).runs
+    assert [run.variant for run in chosen] == [
+        *("QKBatchNorm", "vision QKBatchNorm", "vision QKBatchNorm@x2")
+    ]
+    vision = chosen[2].training_config
+    assert str(vision.model.score).startswith("QKBatchNorm-NoPE@")
+    assert vision.model.positions == "learned"
+
+
+CLIPPED = "Baseline+Muon+QK-Clip"
+
+
+def test_rows_are_trained_with_what_stands_after_a_plus(pairs: str, tmp_path: Path) -> None:
+    rows = ["Baseline", "Baseline+QK-Clip", "Baseline+QK-Clip+Muon"]
+    changes = {
+        **dict.fromkeys(("scores", "rates.scores", "vision.scores"), rows),
+        "vision.rates.scores": [],
+        "trained_with.Muon.optimiser.lr": 2e-3,
+        "trained_with.QK-Clip.qk_clip": 5,
+    }
+    runs = QKNORM.resolve(Request(pairs, out=tmp_path, changes=changes)).runs
+    found = {run.variant: run for run in runs}
+    names = [name for name in found if name.startswith(CLIPPED)]
+    assert names == [CLIPPED, f"{CLIPPED}@x1", f"{CLIPPED}@x8"]
+    assert f"vision {CLIPPED}" in found
+    for name, run in found.items():
+        config = run.training_config
+        assert config.optimiser.name == ("muon" if "Muon" in name else "adamw"), name
+        assert config.qk_clip == (5 if "QK-Clip" in name else None), name
+        # Multiples are of the row's own learning rate.
+        own = 2e-3 if "Muon" in name else 1e-3
+        assert config.optimiser.lr == own * (8 if name.endswith("@x8") else 1), name
+    identity = found[f"{CLIPPED}@x8"].identity("training")
+    assert (identity.row, identity.score) == (CLIPPED, "Baseline")
+    assert identity.factors["qk_clip"] == 5.0
+    assert parts("KNA-logn+") == ("KNA-logn+", ())
+    assert parts("Baseline-RoPE(base=1e+06)+Muon") == ("Baseline-RoPE(base=1e+06)", ("Muon",))
+
+
+def test_images_may_have_more_seeds_and_no_positions_of_their_own(pairs: str) -> None:
+    def seeds(**asked: Any) -> list[int]:
+        runs = QKNORM.resolve(Request(pairs, changes={"vision.seeds": 3}, **asked)).runs
+        return [r.seed for r in runs if isinstance(r, VisionRun) and r.factors["rate"] == 1]
+
+    assert seeds() == [0, 1, 2]
+    assert seeds(seeds=(4,)) == [4]
+    assert vision_score("KNA-logn") == "KNA-logn-NoPE"
+    for score in ("KNA-NoPE", "KNA-RoPE", "KNA-ALiBi", "KNA-RoPE(base=100)"):
+        assert vision_score(score) == score
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"rates.multiples": [2, 1]}, "multiples must rise"),
+        ({"training.model.score": "KNA"}, "varied by the tables"),
+        ({"training.steps": 0}, "steps"),
+        ({"rates.training": {"step": 3}}, "step"),
+        ({"scores": ["Baseline", "KNB"]}, "KNB"),
+        ({"scores": ["KNA", "KNA"]}, "named twice"),
+        ({"scores": ["KNA-YaRN"]}, "applied after training"),
+        ({"scores": ["KNA-logn++Muon"]}, r"KNA-logn\+ holds logn"),
+        ({"scores": ["Baseline+Moun"]}, r"did you mean Muon\?.* \(in Baseline\+Moun\)"),
+        ({"scores": ["Baseline+Muon+Muon"]}, "names something twice"),
+        ({"scores": ["QKRMSNorm+QK-Clip"]}, "its norm undoes it"),
+        ({"trained_with.Muon.optimiser.name": "moun", "scores": ["KNA+Muon"]}, "moun"),
+        ({"trained_with.Wide.model.score": "KNA"}, "varied by the tables"),
+        ({"vision.training.model.patch": 3, "vision.scores": ["KNA"]}, "patches of 3 × 3"),
+    ],
+    ids=str,
+)
+def test_bad_input_of_qknorm(pairs: str, changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        QKNORM.resolve(Request(pairs, changes=changes))
+
+
+# RealFormer
+
+
+def _encoders(sweep: Sweep, grid: bool = False) -> list[EncoderRun]:
+    return [
+        run
+        for run in sweep.runs
+        if isinstance(run, EncoderRun) and isinstance(run, GridRun) == grid
+    ]
+
+
+@pytest.mark.parametrize("name", ["smoke", "laptop"])
+def test_a_preset_of_realformer_holds_every_row(name: str) -> None:
+    sweep = REALFORMER.resolve(Request(name))
+    table = _encoders(sweep)
+    assert {run.row for run in table} == set(ROWS)
+    assert {run.size for run in table} == {"small", "large"}
+    assert {run.row for run in _encoders(sweep, grid=True)} >= {"PostLN", "RealFormer"}
+    half, whole = (
+        next(r for r in table if (r.row, r.size) == (row, "small")).training_config
+        for row in ("RealFormer-half", "RealFormer")
+    )
+    assert half.steps == whole.steps // 2
+    assert half.model == whole.model
+
+
+def test_the_presets_of_the_source_and_of_rates_chosen_row_by_row() -> None:
+    assert preset.names("realformer") == ["gpu-base", "laptop", "smoke", "workstation"]
+    source = REALFORMER.resolve(Request("gpu-base", ("RealFormer",), seeds=(0,)))
+    models = {run.size: run.training_config.model for run in _encoders(source)}
+    sizes = {size: (m.layers, m.dim, m.train_length) for size, m in models.items()}
+    assert sizes == {"small": (4, 512, 512), "base": (12, 768, 512), "large": (24, 1024, 512)}
+    rates: dict[str, dict[str, float]] = {"four": {}, "twelve": {}}
+    for run in _encoders(REALFORMER.resolve(Request("workstation", seeds=(0,)))):
+        assert run.training["model"]["init_std"] == 0.07
+        rates[run.size][run.row] = run.training["optimiser"]["lr"]
+    assert set(rates["four"]) == set(rates["twelve"])
+    for own in rates.values():
+        assert own["RealFormer-half"] == own["RealFormer-from-PostLN"] == own["RealFormer"]
+        assert own["PostLN-continued"] == own["PostLN"]
+
+
+def test_rows_rates_and_sizes_can_be_chosen(encoders: str) -> None:
+    chosen = REALFORMER.resolve(Request(encoders, ("RealFormer", "PostLN"), seeds=(3, 5)))
+    assert sorted((run.variant, run.seed) for run in chosen.runs) == sorted(
+        (f"{size}-{row}", seed)
+        for size in ("small", "large")
+        for row in ("PostLN", "RealFormer")
+        for seed in (3, 5)
+    )
+    rows = ["PostLN", "PreLN", "RealFormer-from-PostLN"]
+    changes = {
+        "sizes.small.rows": rows,
+        "sizes.small.rates": {"PostLN": 0.25},
+        "sizes.large.rows": [],
+    }
+    made = REALFORMER.resolve(Request(encoders, changes=changes))
+    rates = {run.row: run.training_config.optimiser.lr for run in _encoders(made)}
+    assert rates["PostLN"] == rates["RealFormer-from-PostLN"] == 0.25
+    assert rates["PreLN"] != 0.25
+    assert "large" not in dict(made.facts)["sizes"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"variants": ("RealFromer",)}, "there is no row 'RealFromer'"),
+        ({"methods": ("YaRN",)}, "chooses its own methods"),
+        ({"changes": {"training.model.placement": "PreLN"}}, "placement is varied by the table"),
+        ({"changes": {"grid.size": "huge"}}, r"grid\.size is huge; there are small, large"),
+        ({"changes": {"grid.rows": ["RealFormer-from-PostLN"]}}, "which the grid does not"),
+        ({"changes": {"training.schedule.warmup_steps": 3}}, "less than their warm-up"),
+        ({"changes": {"sizes.small.rates": {"PostLm": 0.25}}}, "rates: there is no row 'PostLm'"),
+    ],
+    ids=str,
+)
+def test_bad_input_of_realformer(encoders: str, asked: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        REALFORMER.resolve(Request(encoders, **asked))
+
+
+# RMSNorm
+
+
+def test_both_norms_are_trained_alike_and_then_timed(documents: str) -> None:
+    runs = RMSNORM.resolve(Request(documents)).runs
+    assert [(run.variant, run.seed) for run in runs] == [
+        *(("LayerNorm", 0), ("RMSNorm", 0), ("LayerNorm", 1), ("RMSNorm", 1)),
+        (TIMED, 0),
+    ]
+    layer, rms = (run.training_config.model_dump() for run in runs[:2])
+    assert (layer["model"].pop("norm"), rms["model"].pop("norm")) == ("layer", "rms")
+    assert layer == rms
+    assert layer["model"]["labels"] == 3
+    timed = runs[-1]
+    assert isinstance(timed, TimeRun)
+    assert timed.norms == ("LayerNorm", "RMSNorm")
+    alone = RMSNORM.resolve(Request(documents, variants=("rmsnorm",), seeds=(7,))).runs
+    assert [(type(run), run.variant, run.seed) for run in alone] == [(NormRun, "RMSNorm", 7)]
+
+
+def test_presets_of_rmsnorm_have_the_source_s_size() -> None:
+    pytest.importorskip("torchmetrics")
+    for name in ("laptop", "gpu"):
+        made = RMSNORM.resolve(Request(name))
+        for run in made.runs[:2]:
+            parameters = made.stages(run)[0].cost().parameters
+            assert parameters == pytest.approx(7.92e6, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"variants": ("BatchNorm",)}, "no norm 'BatchNorm' here; there are LayerNorm, RMSNorm"),
+        ({"changes": {"training.model.norm": "rms"}}, "the norm and the seed are varied"),
+        ({"changes": {"training.data.corpus": "nowhere"}}, "nowhere does not exist"),
+        ({"methods": ("YaRN",)}, "chooses its own methods"),
+    ],
+    ids=str,
+)
+def test_bad_input_of_rmsnorm(documents: str, asked: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        RMSNORM.resolve(Request(documents, **asked))
+
+
+def test_a_resumed_training_took_its_steps_at_its_own_pace() -> None:
+    lines = [
+        *({"step": 4, "seconds": 8.0}, {"step": 6, "seconds": 12.0}),
+        *({"step": 5, "seconds": 1.0}, {"step": 10, "seconds": 11.0}),
+    ]
+    assert whole_time(lines, 10) == pytest.approx(20.0)
+    assert whole_time([], 10) is None

@@ -1,0 +1,360 @@
+"""What requests of the studies of language models resolve to, before anything runs."""
+
+from __future__ import annotations
+
+import tomllib
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import normattn
+from normattn.errors import InputError
+from normattn.lab.studies import find, preset
+from normattn.lab.studies.keynorm import METHODS, VARIANTS, trained_in_variants
+from normattn.lab.studies.language import TextRun, read_lengths, set_lengths
+from normattn.lab.studies.methods import left_out, post_hoc_methods, refusal
+from normattn.lab.studies.preset import PROTOCOLS, EvaluationSettings
+from normattn.lab.studies.variants import CHANGES, QUESTIONS, Question
+from normattn.lab.sweep.config import free_settings, with_added
+from normattn.lab.sweep.planner import make_plan
+from normattn.lab.sweep.run import Request, Sweep
+from normattn.lab.sweep.runner import reproduce
+from normattn.lab.training import TrainingConfig
+from normattn.score import ScoreSpec
+from normattn.score.parts import base as registry
+from normattn.settings import first_difference
+
+FEW: dict[str, Any] = {"training.steps": 3, "evaluation.max_windows": 6}
+
+
+def resolve(study: str, *given: Any, **more: Any) -> Sweep:
+    return find(study).resolve(Request(*map(str, given[:1]), *given[1:], **more))
+
+
+def methods_of(sweep: Sweep) -> dict[str, tuple[str, ...]]:
+    return {run.variant: run.methods for run in sweep.runs if isinstance(run, TextRun)}
+
+
+# keynorm
+
+
+@pytest.mark.parametrize(
+    "name", ["smoke", "quick", "laptop", "workstation", "workstation-mha", "gpu-100m"]
+)
+def test_every_preset_gives_the_whole_table(name: str) -> None:
+    sweep = resolve("keynorm", name)
+    assert methods_of(sweep) == dict.fromkeys(VARIANTS, METHODS)
+    assert len(VARIANTS) * len(METHODS) == 32
+    assert not sweep.skipped
+    assert sweep.out == Path("runs") / f"keynorm-{name}"
+
+
+def test_the_source_s_own_setting() -> None:
+    names = "Baseline Baseline-logn QNA QNA-logn KNA KNA-logn CosA CosA-logn"
+    assert names.split() == list(VARIANTS)
+    sweep = resolve("keynorm", "gpu-100m")
+    config = sweep.runs[0].training_config
+    model = config.model
+    assert (model.block, model.layers, model.dim, model.key_size) == ("gau", 24, 768, 128)
+    assert (model.train_length, model.placement, model.norm_gain) == (512, "DeepNorm", False)
+    assert config.optimiser.name == "tiger"
+    assert sweep.runs[0].evaluation.factor * model.train_length == 4096  # type: ignore[attr-defined]
+    assert 90e6 < make_plan(sweep).parameters[0] < 140e6
+
+
+def test_rows_can_be_added_without_another_configuration(tiny: Path) -> None:
+    narrow = resolve("keynorm", tiny, ("KNA",), ("as is",), (0,))
+    wide = resolve("keynorm", tiny, ("Baseline", "KNA-logn"), ("YaRN", "NTK"), (0, 1, 2))
+    assert narrow.config == wide.config
+    assert [run.name for run in wide.runs] == [
+        f"{variant} seed {seed}" for seed in range(3) for variant in ("Baseline", "KNA-logn")
+    ]
+    changed = resolve("keynorm", tiny, changes={"training.model.dim": 32})
+    assert changed.config != narrow.config
+
+
+def test_every_setting_is_resolved(tiny: Path) -> None:
+    training = resolve("keynorm", tiny).config.model_dump()["training"]
+    assert training["optimiser"]["betas"]
+    assert training["data"]["seed"] == 0
+    assert "seed" not in training
+    assert "score" not in training["model"]
+
+
+def test_parameters_of_scores_and_methods_are_kept(tiny: Path) -> None:
+    named = ("ReRoPE(window=3)", "ReRoPE(window=3)-logn+", "YaRN(factor=2)", "NTK-mixed")
+    sweep = resolve("keynorm", tiny, ("CosA(c=3.5)",), named)
+    assert methods_of(sweep) == {
+        "CosA(c=3.5)": ("ReRoPE(window=3)", "ReRoPE(window=3)-logn+", "YaRN(factor=2)", "NTKMixed")
+    }
+    assert sweep.runs[0].training_config.model.score == ScoreSpec.parse("CosA(c=3.5)@8")
+
+
+def test_a_method_without_sense_leaves_out_its_row_and_says_why(tiny: Path) -> None:
+    sweep = resolve("keynorm", tiny, ("KNA", "KNA-NoPE"))
+    assert methods_of(sweep) == {"KNA": METHODS, "KNA-NoPE": ("as is",)}
+    assert len(sweep.skipped) == 3
+    said = "KNA-NoPE with NTK is left out: NTK on NoPE makes no sense"
+    assert sweep.skipped[0].startswith(said)
+
+
+def test_presets_hold_no_setting_twice() -> None:
+    """What a TOML file says is what the preset means: nothing in it is ignored."""
+    folder = resources.files("normattn.lab.studies") / "presets"
+    for name in preset.names():
+        written = tomllib.loads((folder / f"{name.replace('-', '_')}.toml").read_text("utf-8"))
+        kept = preset.load(name).model_dump()
+        for group in ("training", "evaluation"):
+            for key, value in written[group].items():
+                stored = kept[group][key]
+                assert (list(stored) if isinstance(stored, tuple) else stored) == value
+
+
+def test_all_is_every_part_that_a_row_can_have(tiny: Path) -> None:
+    for asked in ({}, {"variants": ("all",)}):
+        sweep = resolve("keynorm", tiny, methods=("all",), **asked)
+        rows = methods_of(sweep)
+        assert list(rows) == [name for name in trained_in_variants(1) if name in rows]
+        assert {"Baseline", "KNA-logn", "CosA", "KNA-NoPE"} <= rows.keys()
+        skipped = " ".join(sweep.skipped)
+        for name, part in registry.parts().items():
+            if part.when != "trained-in":
+                assert any(name in of for of in rows.values()) or f"with {name} is" in skipped
+        # Nothing rotary is left to stretch on a model without positions.
+        assert rows["Baseline-NoPE"] == ("as is",)
+        assert rows["Baseline-Sink"] == ("as is", "YaRN", "ReRoPE")
+    assert list(methods_of(resolve("keynorm", tiny, ("KNA",), ("all",)))) == ["KNA"]
+
+
+def test_every_trained_in_part_has_a_row_of_its_own() -> None:
+    shown = trained_in_variants(layers=4)
+    for name, part in registry.parts().items():
+        if part.when == "trained-in" and part.slot.value != "variant":
+            assert name == "RoPE" or any(row.endswith(f"-{name}") for row in shown)
+    # A part of every few layers reaches one of them.
+    assert "Baseline-NoPEEvery" in shown
+    assert "Baseline-NoPEEvery(every=3)" in trained_in_variants(layers=3)
+
+
+# The others
+
+
+def test_the_windows_of_the_source() -> None:
+    sweep = resolve("window", "laptop")
+    windows = [f"ReRoPE(window={size})" for size in (8, 16, 32, 48, 64)]
+    with_logn = ("logn+", *(f"{window}-logn+" for window in windows))
+    assert methods_of(sweep) == {
+        "Baseline": ("as is", *windows, *with_logn),
+        "Baseline-logn": ("as is", *windows),
+    }
+    assert sweep.config.model_dump()["evaluation"]["multiples"] == (8,)
+
+
+def test_every_question_compares_rows_that_differ_in_one_part() -> None:
+    for name, seeds in (("smoke", 1), ("workstation", 3)):
+        assert len(resolve("questions", name).runs) == 17 * seeds
+    for question in QUESTIONS.values():
+        # A row is named as its measurements are.
+        assert [ScoreSpec.parse(row).text for row in question.rows] == list(question.rows)
+        for row, other in question.pairs:
+            ours, theirs = (set(ScoreSpec.parse(name).parts) for name in (row, other))
+            assert len(ours - theirs) == 1, row
+            assert len(theirs - ours) <= 1, row
+    assert Question("?", (("CosA(c=2.0)", "CosA(c=4)"),)).rows == ("CosA", "CosA(c=2)")
+
+
+def test_keynorm_is_the_rms_norm_without_a_gain() -> None:
+    q, k, v = torch.randn(3, 2, 3, 17, 16, dtype=torch.float64)
+    ours = normattn.attention(q, k, v, "KRMSNorm(gain=false,eps=0)")
+    assert torch.allclose(ours, normattn.attention(q, k, v, "KNA"), atol=1e-9)
+
+
+def differing(ours: Any, base: Any, prefix: str = "") -> dict[str, Any]:
+    """The settings in which two groups differ, by dotted name."""
+    if not (isinstance(ours, dict) and isinstance(base, dict)):
+        return {} if ours == base else {prefix[:-1]: ours}
+    found: dict[str, Any] = {}
+    for name in sorted(ours.keys() | base.keys()):
+        found |= differing(ours.get(name), base.get(name), f"{prefix}{name}.")
+    return found
+
+
+def trained(sweep: Sweep) -> dict[str, Any]:
+    return {
+        run.variant: run.training_config.model_dump(mode="json")
+        for run in sweep.runs
+        if run.seed == 0
+    }
+
+
+def test_each_change_changes_what_it_says_and_nothing_else(tiny: Path) -> None:
+    texts = str(tiny.parent / "texts")
+    made = trained(resolve("factors", "laptop", changes={"factors.english": texts}))
+    base = made["preset-KNA"]
+    other = ("preln", "mha")  # of a preset that is otherwise
+    found = {n: differing(made[f"{n}-KNA"], base) for n in CHANGES if n not in other}
+    assert found.pop("gau") == {"model.block": "gau", "model.heads": 1}
+    assert found.pop("tiger")["optimiser.name"] == "tiger"
+    score = "KNA-RoPE(base=130)@64"
+    assert found == {
+        "preset": {},
+        "base-130": {"model.score": score},
+        "length-2x": {"batch_size": 32, "model.train_length": 128, "model.score": "KNA@128"},
+        "length-4x": {"batch_size": 16, "model.train_length": 256, "model.score": "KNA@256"},
+        "no-tiling": {"data.tiled_fraction": 0.0},
+        "steps-third": {"steps": 300},
+        "steps-half": {"steps": 450},
+        "steps-4x": {"steps": 3600},
+        "one-head": {"model.heads": 1},
+        "heads-2x": {"model.heads": 2, "model.score": score},
+        "heads-4x": {"model.heads": 1, "model.score": score},
+        "deepnorm": {"model.placement": "DeepNorm"},
+        "layers-6": {"model.layers": 6},
+        "layers-12": {"model.layers": 12},
+        "english": {"data.corpus": texts},
+    }
+    small = trained(resolve("factors", "workstation", variants=("preset", "mha+preln")))
+    assert differing(small["mha+preln-KNA"], small["preset-KNA"]) == {
+        "model.block": "mha",
+        "model.heads": 4,
+        "model.gamma_std": None,  # Only a gated attention unit has it.
+        "model.placement": "PreLN",
+    }
+    joined = resolve("factors", "laptop", variants=("gau+no-tiling+steps-4x",))
+    (config,) = (run.training_config for run in joined.runs if "-KNA" in run.variant)
+    assert (config.model.block, config.data.tiled_fraction, config.steps) == ("gau", 0.0, 3600)
+
+
+def test_changes_that_cannot_be_are_left_out_and_english_may_come_later(
+    tiny: Path, tmp_path: Path
+) -> None:
+    skipped = [sentence.split()[0] for sentence in resolve("factors", tiny).skipped]
+    assert skipped == ["no-tiling", "heads-4x", "preln", "mha", "english"]
+    english = tmp_path / "english"
+    english.mkdir()
+    before = resolve("factors", tiny, variants=("preset",), changes=FEW)
+    later = resolve("factors", tiny, changes={**FEW, "factors.english": str(english)})
+    stored, wanted = (sweep.config.model_dump(mode="json") for sweep in (before, later))
+    assert first_difference(stored, wanted, free_settings(stored, wanted)) is None
+    assert with_added(stored, wanted) == with_added(wanted, stored) == wanted
+    other = {**wanted, "english": "elsewhere"}
+    assert first_difference(wanted, other, free_settings(wanted, other)) is not None
+
+
+def test_every_text_is_looked_at_before_any_work(tiny: Path, tmp_path: Path) -> None:
+    nowhere = tmp_path / "nowhere"
+    asked = Request(
+        str(tiny),
+        out=tmp_path / "out",
+        variants=("preset", "tiger", "english"),
+        changes={**FEW, "factors.english": str(nowhere)},
+    )
+    assert len({run.reads for run in find("factors").resolve(asked).runs}) == 2
+    with pytest.raises(InputError, match=f"{nowhere}' does not exist"):
+        reproduce(find("factors"), asked)
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_goes_on_and_how() -> None:
+    sweep = resolve("continue", "laptop")
+    goes_on: dict[str, list[TrainingConfig]] = {}
+    for run in sweep.runs:
+        configs: list[Any] = [stage.trains for stage in sweep.stages(run) if stage.trains]
+        goes_on[run.variant] = configs[1:]
+    methods = {
+        variant: [each.continued.method for each in configs if each.continued]
+        for variant, configs in goes_on.items()
+    }
+    assert methods == {
+        "Baseline": ["", "PI(factor=4)", "ABF", "NTK(factor=4)", "YaRN(factor=4)"],
+        **{name: [""] for name in ("KNA", "KNA-logn", "CosA")},
+    }
+    config = goes_on["Baseline"][1]
+    # As many tokens a step as before, at the new length; the score keeps what it was trained with.
+    assert (config.batch_size, config.sequence_length, config.model.train_length) == (16, 256, 64)
+    assert str(config.model.score) == "Baseline@64"
+    assert config.keep[-1] == config.steps
+    assert {each.optimiser.lr for configs in goes_on.values() for each in configs} == {1e-3}
+
+
+def test_the_rows_of_mechanism() -> None:
+    assert [run.variant for run in resolve("mechanism", "laptop").runs] == [
+        *("Baseline", "KNA", "KNA-NoPE"),
+        *("QKLayerNorm", "QKLayerNorm(gain=false)", "QKRMSNorm", "QKRMSNorm(gain=false)"),
+    ]
+
+
+REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
+    ("keynorm", {"changes": {"training.model": 5}}, r"model cannot be 5: it is a group .*dim"),
+    ("keynorm", {"changes": {"nowhere.steps": 1}}, "nowhere"),
+    ("keynorm", {"changes": {"reading.multiples": [1]}}, "reads no reading settings"),
+    ("keynorm", {"variants": ("all", "KNA")}, "--variants all is said alone"),
+    ("keynorm", {"methods": ("all", "KNA")}, "--methods all is said alone"),
+    ("keynorm", {"preset": "smoek"}, "did you mean smoke"),
+    ("keynorm", {"variants": ("KNA-YaRN",)}, "is applied after training"),
+    ("window", {"changes": {"window.shares": [0.1, 0.12]}}, "same window twice"),
+    ("window", {"changes": {"window.shares": [1.0, 0.5]}}, "shares must rise"),
+    ("window", {"methods": ("YaRN",)}, "chooses its own methods"),
+    ("reading", {"changes": {"evaluation.multiples": [1]}}, r"reads reading\.multiples instead"),
+    ("reading", {"changes": {"reading.multiples": [4, 2]}}, "multiples must rise"),
+    ("questions", {"variants": ("gains",)}, "did you mean gain"),
+    ("factors", {"variants": ("gaus",)}, "did you mean gau"),
+    ("factors", {"variants": ("english",)}, "no corpus of English text was named"),
+    ("factors", {"variants": ("heads-4x",)}, "heads: input should be greater than or equal to 1"),
+    ("factors", {"variants": ("preln",)}, "preln changes nothing in the preset tiny"),
+    ("continue", {"changes": {"continued.keep": [10]}}, "keep must end with the last step 200"),
+    ("continue", {"changes": {"continued.read": [2, 4]}}, "read must rise from 1"),
+    ("continue", {"changes": {"continued.multiple": 3}}, r"give continued\.batch_size"),
+    ("continue", {"changes": {"window.shares": [1.0]}}, "reads no window settings"),
+    ("retrofit", {"variants": ("KNO",)}, "unknown score part 'KNO'"),
+    ("retrofit", {"methods": ("YaRN",)}, "chooses its own methods"),
+    ("mechanism", {"changes": {"evaluation.multiples": [1]}}, r"mechanism\.multiple instead"),
+    ("mechanism", {"changes": {"mechanism.multiple": 1}}, "multiple"),
+)
+
+
+@pytest.mark.parametrize(("study", "asked", "said"), REFUSED, ids=lambda case: str(case)[:40])
+def test_bad_input(study: str, asked: dict[str, Any], said: str, tiny: Path) -> None:
+    with pytest.raises(InputError, match=said):
+        find(study).resolve(Request(**{"preset": str(tiny), **asked}))
+
+
+# Methods and texts
+
+
+def test_every_post_hoc_part_stands_alone_and_some_with_logn() -> None:
+    spec = ScoreSpec.parse("KNA", train_length=64)
+    methods = post_hoc_methods(spec)
+    parts = [name for name, part in registry.parts().items() if part.when != "trained-in"]
+    refused = " ".join(left_out(spec))
+    assert all(name in methods or f"with {name} is left out" in refused for name in parts)
+    assert {"logn+", "PI", "NTK", "YaRN", "ReRoPE"} <= {*methods}
+    assert methods[-3:] == ("NTK-logn+", "YaRN-logn+", "ReRoPE-logn+")
+    for method in methods:
+        assert spec.with_method(method).resolve(factor=8).variant_name == "KNA"
+    nope = ScoreSpec.parse("KNA-NoPE", train_length=64)
+    assert "logn+" in post_hoc_methods(nope)
+    assert "YaRN" not in post_hoc_methods(nope)
+    assert "makes no sense" in str(refusal(nope, "YaRN"))
+    assert refusal(ScoreSpec.parse("KNA-logn", train_length=64), "logn+") is not None
+    # An unknown length leaves out what needs it.
+    assert "ReRoPE" not in post_hoc_methods(ScoreSpec.parse("KNA"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "lengths"),
+    [
+        ({}, [1, 1, 2, 4, 8, 8]),
+        ({"protocols": (*PROTOCOLS, "by_position")}, [1, 1, 2, 4, 8, 8]),
+        ({"protocols": ("last_segment",)}, [1, 2, 4, 8]),
+        ({"protocols": ("non_repeated", "repeated")}, [8, 8]),
+        ({"multiples": (1,)}, [1, 1]),
+    ],
+)
+def test_windows_in_common_are_counted_once(changes: dict[str, Any], lengths: list[int]) -> None:
+    settings = EvaluationSettings(**changes)
+    assert sorted(read_lengths(settings)) == lengths
+    assert set(read_lengths(settings)) == set(set_lengths(settings))

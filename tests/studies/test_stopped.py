@@ -1,0 +1,277 @@
+"""Every study, killed anywhere and resumed: the same bytes; and that its page holds what it says.
+
+Some numbers are computed once more from the saved models alone.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+import torch
+
+from normattn.errors import InputError
+from normattn.io import read_object
+from normattn.lab.data import prepare_tokens
+from normattn.lab.stats import measurements, select
+from normattn.lab.studies import find
+from normattn.lab.studies.continued import natural_sets
+from normattn.lab.studies.language import evaluation_sets
+from normattn.lab.studies.preset import EvaluationSettings
+from normattn.lab.sweep.run import Sweep
+from normattn.lab.training import TrainingConfig
+from normattn.lab.training.init_from import new_masked_model, new_model
+from normattn.lab.training.tasks.text import MaskedConfig
+from normattn.models.masked_lm import MaskedLM
+from normattn.models.pretrained import load_as, load_model
+from studies import small
+from studies.inprocess import PAGE, files, one_run, run, run_killed, tables, write
+
+EVERY = {
+    "window": 17,
+    "continue": 23,
+    "retrofit": 17,
+    "mechanism": 4,
+    "qknorm": 5,
+    "realformer": 9,
+    "rmsnorm": 9,
+}
+"""After how many notes of progress each study is killed, again and again."""
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_stopped_anywhere_it_is_the_same(
+    name: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for library in {"qknorm": ("sacrebleu", "sklearn"), "rmsnorm": ("torchmetrics",)}.get(name, ()):
+        pytest.importorskip(library)
+    study = find(name)
+    whole, broken = (
+        study.resolve(small.request(name, tiny, _made(tmp_path, each), tmp_path / each / "out"))
+        for each in ("whole", "broken")
+    )
+    # The two read one corpus, so that nothing differs but the kills.
+    run(study, whole)
+    assert all(stage.is_done() for each in whole.runs for stage in whole.stages(each))
+    if name == "rmsnorm":
+        # Times differ from run to run: those of the unbroken one are given to the other.
+        timed = Path("cells/step time/seed0/evaluations/step time.parquet")
+        (broken.out / timed).parent.mkdir(parents=True)
+        (broken.out / timed).write_bytes((whole.out / timed).read_bytes())
+    assert run_killed(study, broken, EVERY[name], monkeypatch) > 1
+    if name == "rmsnorm":
+        same = [_timeless(sweep.out) for sweep in (whole, broken)]
+        assert same[0].drop("data", "weights").equals(same[1].drop("data", "weights"))
+    else:
+        assert files(broken.out) == files(whole.out)
+    for metrics in sorted(whole.out.glob("cells/*/*/metrics.jsonl")):
+        again = broken.out / metrics.relative_to(whole.out)
+        assert again.read_bytes() == metrics.read_bytes()
+    CHECKS[name](whole)
+
+
+def _made(folder: Path, name: str) -> Path:
+    (folder / name).mkdir()
+    # Corpora lie in one place: their addresses are part of the settings.
+    shared = folder / "corpora"
+    shared.mkdir(exist_ok=True)
+    return shared
+
+
+def _timeless(out: Path) -> pl.DataFrame:
+    measured = measurements.sorted_rows(find("rmsnorm").measurements(out))
+    return measured.filter(pl.col("statistic") != "training_seconds")
+
+
+def _window(sweep: Sweep) -> None:
+    rows = tables(sweep.out)["table"]
+    assert [(row["row"], row["window"]) for row in rows] == [
+        (form, window) for form in ("no log-n", "logn+", "logn") for window in (None, "4", "8")
+    ]
+    assert [row["share"] for row in rows[:3]] == [None, "1/2", "1"]
+    assert rows[0]["cost"] is None
+    # At w = L no relative position of the training length is touched.
+    assert rows[2]["cost"]["value"] == 0.0
+    assert "gains.csv" in files(sweep.out)
+
+
+def _continue(sweep: Sweep) -> None:
+    facts = tables(sweep.out)["table"]
+    names = (*(f"Baseline{way}" for way in ("", "-PI", "-ABF", "-NTK", "-YaRN")), "KNA")
+    assert {(fact["row"], fact["step"]) for fact in facts} >= {
+        (name, str(step)) for name in names for step in (0, 1, 4)
+    }
+    for name, folder, method in (
+        ("KNA", "KNA/seed0/as it is", ""),
+        ("Baseline-PI", "Baseline/seed0/PI(factor=4)", "PI(factor=4)"),
+    ):
+        place = sweep.out / "continued" / folder
+        model = load_model(place / "kept" / "step-00000004")
+        data = prepare_tokens(_config(place).data)
+        settings = EvaluationSettings(multiples=(1, 4, 8), max_windows=3)
+        with model.using(method):
+            windows = natural_sets(data, 8, settings)[-1].windows
+            scores = model.token_scores(torch.from_numpy(windows))
+        found = next(f for f in facts if (f["row"], f["step"]) == (name, "4"))
+        assert found["loss_64"]["value"] == pytest.approx(float(scores.loss.mean()), rel=1e-5)
+        correct = 100 * float(scores.correct.double().mean())
+        assert found["accuracy_64"]["value"] == pytest.approx(correct)
+
+
+def _config(place: Path) -> TrainingConfig:
+    return TrainingConfig.parse(read_object(place / "config.json")["config"])
+
+
+def _retrofit(sweep: Sweep) -> None:
+    """The branches start with the trained weights."""
+    facts = tables(sweep.out)["table"]
+    names = ("as Baseline", "as KNA", "as QKRMSNorm")
+    assert {(fact["row"], fact["step"]) for fact in facts} == {
+        (name, str(step)) for name in names for step in (0, 1, 4)
+    }
+    base = load_model(sweep.out / "cells" / "Baseline" / "seed0" / "model")
+    settings: Any = sweep.runs[0]
+    for name in names:
+        place = sweep.out / "continued" / "Baseline" / "seed0" / name[3:]
+        config = _config(place)
+        fresh = new_model(config.model, config.continued)
+        assert fresh.config.score.variant_name == name[3:]
+        weights = fresh.state_dict()
+        assert all(torch.equal(weights[key], value) for key, value in base.state_dict().items())
+        assert bool(weights.keys() - base.state_dict().keys()) == (name == "as QKRMSNorm")
+        last = load_model(place / "kept" / "step-00000004")
+        read: Any = evaluation_sets(prepare_tokens(config.data), 8, settings.evaluation)[-1]
+        correct = last.token_scores(torch.from_numpy(read.windows)).correct[:, read.scored]
+        (fact,) = (f for f in facts if (f["row"], f["step"]) == (name, "4"))
+        assert fact["far"]["value"] == pytest.approx(100 * float(correct.double().mean()))
+
+
+def _mechanism(sweep: Sweep) -> None:
+    whole, norms, distances, clamped = (
+        {row["row"]: row for row in tables(sweep.out)[name]}
+        for name in ("table", "positions", "distances", "clamped")
+    )
+    assert list(whole) == ["Baseline", "KNA", "KNA-NoPE"]
+    assert whole["KNA"]["correlation"] == "one norm"
+    for row in whole.values():
+        assert row["cosine_near_0.5"]["low"] <= row["cosine_near_0.5"]["value"]
+        assert -1 <= row["cosine_far_0.001"]["value"] <= row["cosine_far_0.999"]["value"] <= 1
+        assert 0 <= row["outside"]["value"] <= 100
+    baseline, kna, nope = norms.values()
+    # The rotation keeps a norm, so the raw key says the same as the key that is scored.
+    raw = baseline["raw_position"]["value"]
+    assert baseline["position"]["value"] == pytest.approx(raw, abs=1e-3)
+    assert [kna["position"], kna["position_size"]] == ["one norm", None]
+    assert kna["first_key"]["value"] == pytest.approx(1, abs=1e-4)
+    assert -1 <= nope["raw_position"]["value"] <= 1
+    above, below, heads = map(int, baseline["position_heads"].split(" / "))
+    assert above + below <= heads == 2  # one layer
+    for name, row in distances.items():
+        ends = sorted((row["near_outside"]["value"], row["far_outside"]["value"]))
+        assert ends[0] <= whole[name]["outside"]["value"] <= ends[1]
+        difference = row["far_outside"]["value"] - row["near_outside"]["value"]
+        assert row["further"]["value"] == pytest.approx(difference, abs=1e-6)
+    assert clamped["KNA-NoPE"]["accuracy_clamped"] is None
+    gained = clamped["KNA"]["loss_clamped"]["value"] - clamped["KNA"]["loss_as_is"]["value"]
+    assert clamped["KNA"]["loss_clamped_less_as_is"]["value"] == pytest.approx(gained, abs=1e-6)
+
+
+def _qknorm(sweep: Sweep) -> None:
+    found = tables(sweep.out)
+    assert [row["row"] for row in found["table"]] == ["Baseline", "KNA"]
+    assert found["table"][1]["change_loss"]["units"] == 4
+    assert [row["row"] for row in found["rates"]] == ["Baseline ×1", "Baseline ×8"]
+    assert found["rates"][0]["loss"]["units"] == 6
+    assert found["rates"][1]["largest_logit"]["value"] > 0
+    assert 0 < found["rates"][1]["last_entropy_share"]["value"] <= 1
+    assert [row["row"] for row in found["vision"]] == ["QKBatchNorm ×1", "QKBatchNorm ×2"]
+    measured = measurements.read(sweep.out / PAGE / measurements.FILE)
+    tested = select(measured, {"protocol": "images", "statistic": "accuracy"})
+    assert set(tested.select("row", "factor.rate").rows()) == {
+        ("QKBatchNorm", rate) for rate in (1.0, 2.0)
+    }
+    kept = sweep.out / "cells" / "KNA" / "seed0" / "evaluations" / "translations.json"
+    assert len(read_object(kept)["translations"]) == 4
+    _of_other_data("qknorm", sweep.out, "KNA/*/evaluations/translation")
+
+
+def _of_other_data(study: str, out: Path, pattern: str) -> None:
+    """Two test sets are not mixed, and a record that cannot be read is named."""
+    place = sorted(out.glob(f"cells/{pattern}.parquet"))[0]
+    other = measurements.read(place).with_columns(pl.lit("other").alias("data"))
+    measurements.write(place, other)
+    with pytest.raises(InputError, match="was measured on 2 data sets"):
+        find(study).collect(out)
+    place.write_text("nothing")
+    with pytest.raises(InputError, match=rf"{place.name} is no frame"):
+        find(study).collect(out)
+
+
+def _realformer(sweep: Sweep) -> None:
+    rows = tables(sweep.out)["table"]
+    chosen = small.CHANGES["realformer"]["sizes.small.rows"]
+    assert [(row["size"], row["row"]) for row in rows] == [
+        *(("small", row) for row in chosen),
+        *(("large", row) for row in ("PostLN", "RealFormer")),
+    ]
+    for row in rows:
+        accuracy = row["accuracy"]
+        assert accuracy["low"] <= accuracy["value"] <= accuracy["high"]
+        half = row["row"] in ("RealFormer-half", "RealFormer-from-PostLN")
+        assert row["planned_steps"]["value"] == (2 if half else 4)
+    # A row goes on from the trained PostLN.
+    name = "RealFormer-from-PostLN"
+    start = sweep.out / "cells" / f"small-{name}" / "seed0" / "model"
+    folder = sweep.out / "continued" / f"small-{name}" / "seed0" / name
+    config = MaskedConfig.parse(read_object(folder / "config.json")["config"], "the run")
+    assert config.continued is not None
+    begun = new_masked_model(config.model, config.continued).state_dict()
+    trained = load_as(MaskedLM, start).state_dict()
+    assert all(torch.equal(begun[key], weights) for key, weights in trained.items())
+    ended = load_as(MaskedLM, folder / "model").state_dict()
+    assert any(not torch.equal(ended[key], weights) for key, weights in trained.items())
+
+
+def _rmsnorm(sweep: Sweep) -> None:
+    rows = tables(sweep.out)["table"]
+    assert [row["row"] for row in rows] == ["LayerNorm", "RMSNorm"]
+    for row in rows:
+        assert row["micro_f1"]["seeds"] == [0, 1]
+        assert row["step_ms"]["units"] == 2
+        assert row["step_ms"]["low"] <= row["step_ms"]["value"] <= row["step_ms"]["high"]
+    assert "RMSNorm costs a little F1 (0.26 points)" in files(sweep.out)["table.md"].decode()
+    _of_other_data("rmsnorm", sweep.out, "RMSNorm/seed1/evaluations/classification")
+
+
+CHECKS = {
+    "window": _window,
+    "continue": _continue,
+    "retrofit": _retrofit,
+    "mechanism": _mechanism,
+    "qknorm": _qknorm,
+    "realformer": _realformer,
+    "rmsnorm": _rmsnorm,
+}
+
+
+def test_a_row_and_a_grid_that_diverge_are_results(tiny: Path, tmp_path: Path) -> None:
+    # Tiger's steps are relative: at this rate every weight grows tenfold a step.
+    poison = {"training.optimiser": {"name": "tiger", "lr": 10.0}, "training.steps": 60}
+    grid = {"grid.rates": [1e-3, 10.0], "grid.steps": 60}
+    preset = small.realformer(tmp_path, tiny.parent / "texts")
+    study = find("realformer")
+    asked = small.Request(preset, changes={**poison, **grid}, out=tmp_path / "out")
+    made = study.resolve(asked)
+    chosen = [each for each in made.runs if each.variant in ("small-PostLN", "grid-PostLN")]
+    codes = {each.variant: one_run(study, made, each) for each in chosen}
+    assert codes == {"small-PostLN": 3, "grid-PostLN": 0}
+    write(study, made.out)
+    assert "PostLN, size small, seed 0: diverged at step" in files(made.out)["table.md"].decode()
+    rows = tables(made.out)["grid"]
+    assert [(row["warmup"], row["learning_rate"], row["loss"] is None) for row in rows] == [
+        *(("1", "0.001", False), ("1", "10", True)),
+        *(("0", "0.001", False), ("0", "10", True)),
+    ]
+    assert [row["state"] for row in rows][1::2] == ["diverged", "diverged"]
