@@ -259,9 +259,9 @@ def wait_until(found: Callable[[], Any]) -> Any:
     ("name", "settings", "said"),
     [
         ("slrum", {}, "no launcher is called 'slrum': did you mean slurm"),
-        ("slurm", {"partitoin": "gpu"}, "there is no setting partitoin; did you mean partition"),
+        ("slurm", {"partitoin": "gpu"}, "unknown field partitoin; did you mean partition"),
         ("slurm", {"time": 0}, "the slurm launcher: time: .* greater than or equal to 1"),
-        ("local", {"partition": "gpu"}, "there is no setting partition; there are devices"),
+        ("local", {"partition": "gpu"}, "unknown field partition; there are devices"),
         ("local", {"devices": ()}, "the local launcher: devices"),
         ("ray", {"gpus": -1}, "the ray launcher: gpus"),
     ],

@@ -42,6 +42,7 @@ from normattn.lab.sweep.launchers import (
 INHERITED = ("PYTHONPATH", "NORMATTN_CACHE", "XDG_CACHE_HOME")
 """Where a job finds code and data; other hosts may have other values."""
 CONNECT_SECONDS = 30.0
+ASKED_SECONDS = 2.0
 
 
 @dataclass
@@ -327,10 +328,17 @@ class SlurmTask(Task):
     def __init__(self, job: Job, handle: Any) -> None:
         super().__init__(job)
         self._handle = handle
+        self._ask_at = float("inf")
 
     def done(self) -> bool:
-        """Whether it left a result, or its scheduler says that it is over."""
-        return bool(self._handle.done())
+        """Whether it left a result, or its scheduler says that it is over.
+
+        A job that was stopped leaves none, so its scheduler is asked every other second.
+        """
+        due = time.monotonic() >= self._ask_at
+        if due:
+            self._ask_at = time.monotonic() + ASKED_SECONDS
+        return bool(self._handle.done(force_check=due))
 
     def result(self) -> tuple[int, str]:
         """What the job returned."""
@@ -347,6 +355,7 @@ class SlurmTask(Task):
         """Ask its controller, or have Slurm cancel it: its child saves."""
         if self._handle.done():
             return
+        self._ask_at = time.monotonic() + ASKED_SECONDS
         if hasattr(self._handle, "_process"):
             # What submitit itself sends to a job of its own executor is followed by force.
             os.kill(int(self._handle.job_id), signal.SIGTERM)

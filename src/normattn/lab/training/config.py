@@ -6,7 +6,7 @@ import difflib
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
@@ -325,6 +325,8 @@ def _models(annotation: Any) -> list[type[BaseModel]]:
     """The settings classes that a field may hold, through unions."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
+    if get_origin(annotation) is dict:  # Its keys are no fields.
+        return []
     return [model for part in get_args(annotation) for model in _models(part)]
 
 
