@@ -49,7 +49,8 @@ def evaluate_cell(
     """Measure one model by document and position, or return what `store` already has of it.
 
     Statistics: `accuracy` and `loss` (nats) of every scored token; of tiled text also
-    `accuracy_seen`, of the tokens whose answer stands earlier in the context. Bins are those of
+    `accuracy_seen`, of the tokens whose answer stands earlier in the context, and the same by how
+    far back it stands (`accuracy_by_distance`). Bins are those of
     `bin_edges` (`rising_edges` of the protocol `by_position`), by the 0-based position t of the
     query whose next token is scored.
     `tokens_per_batch` bounds the input tokens scored at once (one window is the least) and changes
@@ -59,13 +60,27 @@ def evaluate_cell(
         raise InputError(f"tokens_per_batch must be at least 1, got {tokens_per_batch}")
     edges = _edges(evaluation_set)
     at_set = identity(whose, evaluation_set)
-    key = digest(at_set.columns(), edges)
+    distances = [] if evaluation_set.segments is None else ["accuracy_by_distance"]
+    key = digest(at_set.columns(), edges, *distances)
 
     def measure() -> pl.DataFrame:
         counts = _count(scorer, evaluation_set, edges, tokens_per_batch, whose.name)
-        return identified(at_set, counts.rows(evaluation_set.documents, edges))
+        rows = counts.rows(evaluation_set.documents, edges)
+        if counts.seen_correct is not None and counts.seen_tokens is not None:
+            rows.append(_by_distance(evaluation_set, counts.seen_correct, counts.seen_tokens))
+        return identified(at_set, rows)
 
     return measure() if store is None else store.once(key, measure)
+
+
+def _by_distance(texts: EvaluationSet, right: NDArray[Any], of: NDArray[Any]) -> pl.DataFrame:
+    """Of tiled text the tokens whose answer stands earlier, by how far back: segment − 1 tokens."""
+    assert texts.segments is not None
+    segments = np.unique(texts.segments)
+    own = texts.segments[:, None] == segments
+    above, below = (part.sum(1)[:, None] * own for part in (right, of))
+    at: dict[str, Any] = {"axis": "distance", "edges": (segments - 1).tolist()}
+    return sums("accuracy_by_distance", texts.documents, above, below, **at)
 
 
 @dataclass(frozen=True)

@@ -172,6 +172,10 @@ def _panel(panel: Panel, colour: Any, dash: Any, chosen: Any, limits: tuple[floa
         opacity=alt.condition(chosen, alt.value(0.9), alt.value(0.1)),
     )
     layers: list[Any] = [band, lines, points]
+    if panel.shaded is not None and values:
+        first = min(value["x"] for value in values)  # type: ignore[type-var]
+        area = _chart_of([{"x": first, "shaded": panel.shaded}]).encode(x=x, x2="shaded:Q")
+        layers.insert(0, area.mark_rect(color="#000000", opacity=0.06, clip=True))
     if panel.marks:
         marks = [{"x": mark.x, "label": mark.label} for mark in panel.marks]
         rule = _chart_of(marks).encode(x="x:Q")

@@ -48,7 +48,10 @@ class Mark:
 
 @dataclass(frozen=True)
 class Panel:
-    """Axes with lines; `steps` draws each value as constant up to the next x."""
+    """Axes with lines; `steps` draws each value as constant up to the next x.
+
+    What lies below the x `shaded` has a grey ground.
+    """
 
     title: str
     lines: tuple[Line, ...]
@@ -58,6 +61,7 @@ class Panel:
     log_y: bool = False
     steps: bool = False
     marks: tuple[Mark, ...] = ()
+    shaded: float | None = None
 
 
 @dataclass(frozen=True)

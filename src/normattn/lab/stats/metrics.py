@@ -281,6 +281,7 @@ def _divided(numerator: Array, denominator: Array) -> Array:
 KNOWN: dict[str, tuple[str, Value, str, int]] = {
     "accuracy": ("accuracy", ratio(100.0), "%", 1),
     "accuracy_seen": ("seen", ratio(100.0), "%", 1),
+    "accuracy_by_distance": ("copied", ratio(100.0), "%", 1),
     "loss": ("loss", ratio(), "nats", 3),
 }
 """Title, value, unit and digits of the metrics that every study knows."""

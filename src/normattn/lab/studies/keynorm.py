@@ -21,10 +21,15 @@ from normattn.lab.studies.language import AS_IS, TextSetting, text_runs
 from normattn.lab.studies.lm_report import (
     ACCURACY,
     CHANGE,
+    CONTROL,
     LAST,
     LEGEND,
     MAIN_COLUMNS,
     TRAINED,
+    copied_from,
+    copying_columns,
+    copying_figure,
+    distances,
     history_figure,
     in_short,
     length_figure,
@@ -185,6 +190,7 @@ def claims(view: View) -> Iterator[Claim]:
         sign=-1,
     )
     yield from _as_contexts_grow(view)
+    yield from _by_distance(view)
     yield said(
         "KNA as it is reads natural text past L better than a model with a window of L/4",
         kna - natural.at(variant="Baseline-SlidingWindow"),
@@ -225,6 +231,34 @@ def _as_contexts_grow(view: View) -> Iterator[Claim]:
         longer.at(variant="KNA-NoPE"),
         measured=f"KNA-NoPE, {ends}",
         sign=-1,
+    )
+
+
+def _by_distance(view: View) -> Iterator[Claim]:
+    """Copying over a trained and over an unseen distance; the control sees neither's answer."""
+    known, trained = distances(view), max(view.values("train_length"), default=0)
+    near, far = max((d for d in known if d < trained), default=0), max(known, default=0)
+    control = {"variant": "Baseline", "method": "StreamingLLM"}
+    if not near < trained <= far:
+        return
+    kna, unseen = (copied_from(view, d).at(variant="KNA", method="") for d in (near, far))
+    yield said(
+        f"KNA as it is copies over a distance that it was trained on ({near:,} tokens)",
+        kna - kna.at(**control),
+        measured=f"KNA − Baseline-StreamingLLM, tiled text, distance {near:,}",
+    )
+    yield said(
+        f"KNA as it is does not copy over a distance that it was not trained on ({far:,} tokens; "
+        f"{WITHIN})",
+        unseen - unseen.at(**control),
+        measured=f"KNA − Baseline-StreamingLLM, tiled text, distance {far:,}",
+        sign=-1,
+        margin=MATTERS,
+    )
+    yield said(
+        f"YaRN gives KNA that distance ({far:,} tokens)",
+        unseen.at(method="YaRN") - unseen,
+        measured=f"KNA-YaRN − KNA, tiled text, distance {far:,}",
     )
 
 
@@ -277,7 +311,13 @@ def _source_columns(view: View) -> Sequence[Column]:
 
 def figures(view: View) -> list[Figure]:
     """Accuracy by position and by length, the table in colours, the trainings."""
-    return [*position_figures(view), length_figure(view), table_figure(view), history_figure(view)]
+    return [
+        *position_figures(view),
+        copying_figure(view),
+        length_figure(view),
+        table_figure(view),
+        history_figure(view),
+    ]
 
 
 STUDY = Study(
@@ -301,6 +341,15 @@ STUDY = Study(
             "seeds.",
             notes=lambda view: (*premise(view), *LEGEND),
             main=MAIN_COLUMNS,
+        ),
+        Table(
+            "copying",
+            "How far back can each score copy from?",
+            lambda view: reading_rows(view) if distances(view) else [],
+            copying_columns,
+            intro="Token accuracy in % on tiled text, tokens whose answer stands earlier, by how "
+            "many tokens back it stands. A model that cannot see so far back is at the level of "
+            f"{CONTROL}.",
         ),
         Table(
             "source",

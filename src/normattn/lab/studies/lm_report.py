@@ -43,6 +43,8 @@ CONTROL = "StreamingLLM"
 TRAINED: Where = {"protocol": "train_length", "method": ""}
 """What was measured at the training length, as the row was trained."""
 ACCURACY, LOSS, SEEN = Metric("accuracy"), Metric("loss"), Metric("accuracy_seen")
+COPIED = Metric("accuracy_by_distance").at(protocol="repeated")
+"""The same tokens as *seen*, by how far back the answer stands."""
 LAST = ACCURACY.at(protocol="last_segment")
 CHANGE = (LAST.at(LONGEST) - LAST.at(SHORTEST)).titled("change")
 """The last segment's accuracy after the longest context minus after the shortest, in points."""
@@ -144,6 +146,50 @@ def _cost(view: View, row: Row) -> Cell:
         return Cell("–")
     at_l = ACCURACY.at(protocol="train_length")
     return Column("cost", "cost at L", at_l - at_l.at(method="")).cell(view, row)
+
+
+def distances(view: View) -> list[int]:
+    """How far back the answers stood in the longest tiled texts: one less than the segment."""
+    where = {"protocol": "repeated", "length": view.longest("repeated")}
+    return sorted(int(d) for d in view.values("bin", {**where, "statistic": COPIED.name}))
+
+
+def copied_from(view: View, distance: int) -> Metric:
+    """Accuracy on tokens whose answer stands so many tokens back in the longest tiled texts."""
+    return past(COPIED, view, "repeated").between((float(distance), distance + 1.0))
+
+
+def copying_columns(view: View) -> list[Column]:
+    """Accuracy on tiled text by the distance over which a model has to copy."""
+    return [
+        Column(f"copied_{d}", f"copied over {d:,} tokens", copied_from(view, d))
+        for d in distances(view)
+    ]
+
+
+def copying_figure(view: View) -> Figure:
+    """Accuracy against the copying distance; distances that were trained are shaded."""
+    trained = max(view.values("train_length", {"protocol": "repeated"}), default=None)
+    methods = ranked(view.values("method", {"protocol": "repeated"}), METHOD_ORDER)
+
+    def by_distance(at: Where) -> tuple[Point, ...]:
+        return tuple(
+            Point.of(float(d), estimate)
+            for d in distances(view)
+            if (estimate := view.known(copied_from(view, d).at(at))) is not None
+        )
+
+    panels = tuple(
+        Panel(
+            drawn[0] or "as is",
+            _lines(view, {"protocol": "repeated"}, drawn, by_distance),
+            *("copying distance (tokens)", "accuracy (%)", True),
+            shaded=None if trained is None else float(trained),
+        )
+        for drawn in _panels(methods)
+    )
+    title = "Accuracy on tiled text by copying distance; shaded: distances that were trained"
+    return Curves("accuracy_by_distance", title, panels, first=FAMILIES)
 
 
 def in_short(view: View) -> list[str]:
