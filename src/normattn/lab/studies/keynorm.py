@@ -140,7 +140,7 @@ def claims(view: View) -> Iterator[Claim]:
     """What the source says of normalised keys, sentence by sentence; two controls come last."""
     read = {text: past(ACCURACY, view, text, method="") for text in PAST}
     natural, tiled = read["non_repeated"], read["repeated"]
-    base, kna = {"variant": "Baseline"}, natural.at(variant="KNA")
+    base, kna = {"row": "Baseline"}, natural.at(variant="KNA")
     for row in ("KNA", "CosA", "KNA-logn", "CosA-logn"):
         for protocol, words in PAST.items():
             yield said(
