@@ -26,7 +26,7 @@ from normattn.lab.diagnostics import (
 )
 from normattn.lab.report.view import View
 from normattn.lab.stats import Bootstrap, measurements
-from normattn.lab.studies.mechanism import columns, rows
+from normattn.lab.studies.mechanism_report import columns, rows
 from normattn.models import CausalLM, CausalLMConfig
 
 NAMES = (

@@ -20,7 +20,7 @@ from normattn.lab.studies.qknorm_runs import (
     vision_score,
 )
 from normattn.lab.studies.realformer_runs import ROWS, EncoderRun, GridRun
-from normattn.lab.studies.rmsnorm import TIMED, NormRun, TimeRun, whole_time
+from normattn.lab.studies.rmsnorm_runs import TIMED, NormRun, TimeRun, whole_time
 from normattn.lab.sweep.run import Request, Sweep
 from normattn.models.config import TranslatorConfig
 from studies import small

@@ -16,13 +16,8 @@ from normattn.lab.report.page import context
 from normattn.lab.report.view import View
 from normattn.lab.stats import Bootstrap, Identity, identified, joined, sums
 from normattn.lab.stats.metrics import bleu
-from normattn.lab.studies.qknorm import (
-    STUDY,
-    base_of,
-    failures,
-    rows_of,
-    tolerated,
-)
+from normattn.lab.studies.qknorm import STUDY
+from normattn.lab.studies.qknorm_report import at, base_of, failures, tolerated
 
 SENTENCES = 30
 DRAWN = Bootstrap(resamples=200)
@@ -168,8 +163,8 @@ def test_what_the_sweep_says() -> None:
     assert tolerated(view, "KNA") == 1  # one of two seeds failed at ×4
     untested = swept("QNA", 4, 2.0).filter(protocol="training")
     assert tolerated(View(joined([swept("QNA", 1, 2.0), untested]), DRAWN), "QNA") == 1
-    assert failures(view, rows_of("rates", "KNA", 4.0)) == {0: False, 1: True}
-    assert failures(view, rows_of("rates", "Baseline", 16.0)) == {0: True}
+    assert failures(view, at("rates", "KNA", 4.0)) == {0: False, 1: True}
+    assert failures(view, at("rates", "Baseline", 16.0)) == {0: True}
     found = tables(parts)
     rates = found["rates"]
     assert list(rates) == [

@@ -13,11 +13,12 @@ import torch
 import normattn
 from normattn.errors import InputError
 from normattn.lab.studies import find, preset
+from normattn.lab.studies.factors import CHANGES
 from normattn.lab.studies.keynorm import METHODS, VARIANTS, trained_in_variants
 from normattn.lab.studies.language import TextRun, read_lengths, set_lengths
 from normattn.lab.studies.methods import left_out, post_hoc_methods, refusal
 from normattn.lab.studies.preset import PROTOCOLS, EvaluationSettings
-from normattn.lab.studies.variants import CHANGES, QUESTIONS, Question
+from normattn.lab.studies.questions import QUESTIONS, Question
 from normattn.lab.sweep.config import free_settings, with_added
 from normattn.lab.sweep.planner import make_plan
 from normattn.lab.sweep.run import Request, Sweep

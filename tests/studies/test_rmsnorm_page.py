@@ -16,7 +16,8 @@ from normattn.lab.report.context import PageContext
 from normattn.lab.report.page import context
 from normattn.lab.report.table import Cell
 from normattn.lab.stats import Bootstrap, Identity, fact, identified, joined, sums
-from normattn.lab.studies.rmsnorm import STUDY, timed
+from normattn.lab.studies.rmsnorm import STUDY
+from normattn.lab.studies.rmsnorm_runs import timed
 
 FEW = Bootstrap(resamples=300)
 DOCUMENTS = 60
