@@ -204,7 +204,7 @@ StudyName = Annotated[str, typer.Option("--study")]
 
 
 def _cell(directory: Path, study: StudyName, parent: Parent = 0) -> None:
-    """Train and evaluate the cell in `directory`; stop when the process `parent` is gone."""
+    """Train and evaluate the run in `directory`; stop when the process `parent` is gone."""
     from normattn.lab.studies import errors_in, find_typed
     from normattn.lab.sweep.runner import run_child
 

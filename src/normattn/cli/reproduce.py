@@ -39,13 +39,13 @@ class ReproduceOptions:
     jobs: int | None = option(
         None,
         min=1,
-        help="Cells at a time; changes no result. [default: one on each GPU, else one a core; all "
+        help="Runs at a time; changes no result. [default: one on each GPU, else one a core; all "
         "of them under a scheduler]",
     )
     launcher: str = option(
         "local",
         metavar="local|slurm|ray",
-        help="Where cells run; changes no result. Its settings: --set launcher.partition=gpu.",
+        help="Where runs execute; changes no result. Its settings: --set launcher.partition=gpu.",
     )
     out: Path | None = option(None, help="[default: runs/STUDY-PRESET]", show_default=False)
     corpus: str | None = option(
