@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -240,7 +241,8 @@ def kept_stage(
 
     def run(data: TokenData, note: Note) -> None:
         texts, read = sets(data, config.model.train_length, settings), reached()
-        for number, step in enumerate(read):
+        done = count()
+        for step in read:
             expected = config.model if step else continued.saved(config.model)
             records = store(step)
             evaluate_run(
@@ -253,10 +255,9 @@ def kept_stage(
                 split=settings.split,
                 factors={"step": step, **factors},
                 tokens_per_batch=settings.max_tokens,
-                on_measured=lambda measured: note(0, len(read) * len(texts), ""),
+                on_measured=lambda measured: note(next(done) + 1, len(read) * len(texts), ""),
             )
             records.finish(work)
-            note((number + 1) * len(texts), len(read) * len(texts), "")
 
     def is_done() -> bool:
         read = reached()
@@ -376,13 +377,7 @@ def evaluate_trained(
     `data`, and for a method that cannot be applied.
     """
     refuse_other_data(data, run)
-    done = 0
-
-    def count(measured: pl.DataFrame) -> None:
-        nonlocal done
-        done += 1
-        on_done(done)
-
+    done = count(1)
     return joined(
         evaluate_run(
             trained_model(run, config),
@@ -396,7 +391,7 @@ def evaluate_trained(
             row=row,
             factors=factors,
             tokens_per_batch=settings.max_tokens,
-            on_measured=count,
+            on_measured=lambda measured: on_done(next(done)),
             on_method=on_method,
         )
     )
