@@ -10,8 +10,10 @@ import polars as pl
 import pytest
 
 from normattn.lab.report.figure import Curves
+from normattn.lab.report.page import context
 from normattn.lab.report.view import View
 from normattn.lab.stats import Bootstrap, Identity, fact, identified, joined, sums
+from normattn.lab.studies import find
 from normattn.lab.studies.lm_report import position_figures
 from normattn.lab.studies.premise import at_training_length, copying, premise
 
@@ -127,3 +129,36 @@ def test_copying_that_some_have_learned_is_said_by_name() -> None:
     learned, not_learned = frame({"CosA": 30.0}, copied=25.0), frame({"Baseline": 30.0}, copied=9.0)
     assert "is learned by CosA and not by the other 1" in said(joined([not_learned, learned]))
     assert "Copying is not learned by any score" in said(not_learned)
+
+
+def test_copying_by_distance_is_tabulated_and_claimed() -> None:
+    """KNA copies over 3 tokens and not over 7; YaRN gives it those."""
+    parts = []
+    rights = {
+        ("KNA", ""): (60, 20),
+        ("KNA", "YaRN"): (70, 65),
+        ("Baseline", ""): (50, 10),
+        ("Baseline", "StreamingLLM"): (20, 20),
+    }
+    for seed in (0, 1, 2):
+        for number, ((row, method), right) in enumerate(rights.items()):
+            spread = NOISE[:, None] * (seed + number) / 5
+            who = Identity("keynorm", row, row, seed, "repeated", LONGEST, L, method, data="d")
+            above = np.array(right) + spread
+            names = [f"x{n:02}" for n in range(DOCUMENTS)]
+            at: Any = {"axis": "distance", "edges": (3, 7)}
+            of = np.full((DOCUMENTS, 2), 100.0)
+            parts.append(identified(who, [sums("accuracy_by_distance", names, above, of, **at)]))
+    made = context(find("keynorm").page, joined(parts), bootstrap=Bootstrap(resamples=200))
+    (table,) = (table for table in made.tables if table.key == "copying")
+    assert [column.key for column in table.columns] == ["row", "copied_3", "copied_7"]
+    verdicts = {found.claim.measured: found.verdict for found in made.findings}
+    assert verdicts == {
+        "KNA − Baseline-StreamingLLM, tiled text, distance 3": "confirmed",
+        "KNA − Baseline-StreamingLLM, tiled text, distance 7": "confirmed",
+        "KNA-YaRN − KNA, tiled text, distance 7": "confirmed",
+    }
+    (figure,) = (f for f in made.figures if f.name == "accuracy_by_distance")
+    assert isinstance(figure, Curves)
+    assert figure.panels[0].shaded == L
+    assert [point.x for point in figure.panels[0].lines[0].points] == [3, 7]
