@@ -96,7 +96,7 @@ TOML = {
 
 
 @pytest.mark.parametrize("content", TOML)
-@pytest.mark.parametrize("read", [read_settings, presets._read])
+@pytest.mark.parametrize("read", [read_settings, lambda path: presets.fields(str(path))])
 def test_toml_is_refused_by_name(read: Callable[[Path], Any], content: str, tmp_path: Path) -> None:
     place = tmp_path / "mine.toml"
     place.write_text(TOML[content], "utf-8")
