@@ -28,6 +28,7 @@ from normattn.lab.studies.lm_report import ranked
 from normattn.lab.studies.preset import opened_as
 from normattn.lab.studies.qknorm_report import (
     ACCURACY,
+    BASE,
     CLAIMED,
     IMAGE_ACCURACY,
     IMAGE_LOSS,
@@ -65,8 +66,6 @@ from normattn.lab.sweep.config import SweepConfig, merged
 from normattn.lab.sweep.run import Request, Run, Sweep
 from normattn.lab.training.tasks.translation import TranslationConfig, epochs
 from normattn.score import ScoreSpec
-
-BASE = "Baseline"
 
 
 def resolve(request: Request) -> Sweep:

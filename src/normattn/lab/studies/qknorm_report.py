@@ -28,6 +28,7 @@ from normattn.lab.studies.qknorm_runs import (
 
 # What was measured
 
+BASE = "Baseline"
 LOSS, ACCURACY = loss(), accuracy()
 IMAGE_ACCURACY = Metric("accuracy", "accuracy", ACCURACY.value, "%", 2)
 IMAGE_LOSS = loss(digits=4)
