@@ -80,11 +80,11 @@ def test_seen_tokens_are_those_whose_answer_stands_earlier() -> None:
     by_distance = found.filter(statistic="accuracy_by_distance", axis="distance")
     found = found.filter(axis="position")
     assert sorted(set(by_distance["bin"])) == [segment - 1 for segment in segments]
-    counted = by_distance.filter(by_distance["of"] > 0)
-    assert counted["bin"].to_list() == [segment - 1 for segment in segments]
+    measured = by_distance.filter(by_distance["of"] > 0)
+    assert measured["bin"].to_list() == [segment - 1 for segment in segments]
     for column in ("sum", "of"):
         whole = table(found, "accuracy_seen", column).sum(1)
-        assert counted[column].to_list() == whole.tolist()
+        assert measured[column].to_list() == whole.tolist()
     bins = list(itertools.pairwise(edges_of(found)))
     for w, window in enumerate(windows):
         seen, right = np.zeros(20, int), np.zeros(20, int)

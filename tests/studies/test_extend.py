@@ -12,8 +12,8 @@ from normattn.lab.report.figure import Intervals
 from normattn.lab.report.page import context
 from normattn.lab.report.view import View
 from normattn.lab.stats import Identity, identified, joined, sums
-from normattn.lab.studies.advice import LAST, LEAST_GAIN, LOSS, Advice, advise, home
-from normattn.lab.studies.extend import EXACT, KEY, PREFILL, SECONDS, STUDY, TRAIN, complete
+from normattn.lab.studies.advice import LAST, LEAST_GAIN, LOSS, TRAIN, Advice, advise, home
+from normattn.lab.studies.extend import EXACT, KEY, PREFILL, SECONDS, STUDY, complete
 
 L, TOKENS = 8, 8
 NAMES = {"": "as is", "PI": "PI", "YaRN": "YaRN(factor=4)"}

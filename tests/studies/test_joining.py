@@ -17,7 +17,8 @@ from normattn.cli.app import main
 from normattn.cli.reporting import report
 from normattn.errors import InputError
 from normattn.lab.stats import measurements
-from normattn.lab.sweep.collect import canonical_json, refuse_changed_text
+from normattn.lab.sweep.collect import refuse_changed_text
+from normattn.lab.sweep.run import canonical_json
 
 RESULTS = Path(__file__).parents[2] / "results"
 WHOLE = RESULTS / "rmsnorm-laptop"

@@ -12,7 +12,8 @@ import torch
 
 import normattn
 from normattn.errors import InputError
-from normattn.lab.studies import find, preset
+from normattn.lab.studies import find
+from normattn.lab.studies import preset as presets
 from normattn.lab.studies.factors import CHANGES
 from normattn.lab.studies.keynorm import METHODS, VARIANTS, trained_in_variants
 from normattn.lab.studies.language import TextRun, read_lengths, set_lengths
@@ -31,8 +32,8 @@ from normattn.settings import first_difference
 FEW: dict[str, Any] = {"training.steps": 3, "evaluation.max_windows": 6}
 
 
-def resolve(study: str, *given: Any, **more: Any) -> Sweep:
-    return find(study).resolve(Request(*map(str, given[:1]), *given[1:], **more))
+def resolve(study: str, preset: Any = "laptop", *given: Any, **more: Any) -> Sweep:
+    return find(study).resolve(Request(str(preset), *given, **more))
 
 
 def methods_of(sweep: Sweep) -> dict[str, tuple[str, ...]]:
@@ -105,9 +106,9 @@ def test_a_method_without_sense_leaves_out_its_row_and_says_why(tiny: Path) -> N
 def test_presets_hold_no_setting_twice() -> None:
     """What a TOML file says is what the preset means: nothing in it is ignored."""
     folder = resources.files("normattn.lab.studies") / "presets"
-    for name in preset.names():
+    for name in presets.names():
         written = tomllib.loads((folder / f"{name.replace('-', '_')}.toml").read_text("utf-8"))
-        kept = preset.load(name).model_dump()
+        kept = presets.load(name).model_dump()
         for group in ("training", "evaluation"):
             for key, value in written[group].items():
                 stored = kept[group][key]

@@ -20,7 +20,7 @@ from normattn.lab.studies import find
 from normattn.lab.studies.continued import natural_sets
 from normattn.lab.studies.language import evaluation_sets
 from normattn.lab.studies.preset import EvaluationSettings
-from normattn.lab.sweep.run import Sweep
+from normattn.lab.sweep.run import Request, Sweep
 from normattn.lab.training import TrainingConfig
 from normattn.lab.training.init_from import new_masked_model, new_model
 from normattn.lab.training.tasks.text import MaskedConfig
@@ -263,7 +263,7 @@ def test_a_row_and_a_grid_that_diverge_are_results(tiny: Path, tmp_path: Path) -
     grid = {"grid.rates": [1e-3, 10.0], "grid.steps": 60}
     preset = small.realformer(tmp_path, tiny.parent / "texts")
     study = find("realformer")
-    asked = small.Request(preset, changes={**poison, **grid}, out=tmp_path / "out")
+    asked = Request(preset, changes={**poison, **grid}, out=tmp_path / "out")
     made = study.resolve(asked)
     chosen = [each for each in made.runs if each.variant in ("small-PostLN", "grid-PostLN")]
     codes = {each.variant: one_run(study, made, each) for each in chosen}

@@ -22,7 +22,6 @@ from normattn.lab.runs import RunDirectory, require_finished
 from normattn.lab.stats import MeasurementStore
 from normattn.lab.studies import find
 from normattn.lab.studies.language import (
-    EVALUATIONS,
     asked_alone,
     evaluate_trained,
     set_lengths,
@@ -31,6 +30,7 @@ from normattn.lab.studies.methods import ALL, left_out, post_hoc_methods
 from normattn.lab.studies.preset import PROTOCOLS, EvaluationSettings, Protocol
 from normattn.lab.sweep.config import validated
 from normattn.lab.sweep.paths import is_of_a_study
+from normattn.lab.sweep.run import EVALUATIONS
 from normattn.lab.training import TrainingConfig
 from normattn.lab.training.tasks.text import CausalWorkload
 from normattn.score import ScoreSpec

@@ -20,9 +20,10 @@ from normattn.lab.report.view import View
 from normattn.lab.runs import RunDirectory, require_finished, unchanged
 from normattn.lab.stats import MeasurementStore
 from normattn.lab.studies import find
-from normattn.lab.studies.language import EVALUATIONS, MODEL, asked_alone
+from normattn.lab.studies.language import asked_alone
 from normattn.lab.studies.lm_report import history_figure
 from normattn.lab.sweep.collect import history
+from normattn.lab.sweep.run import EVALUATIONS
 from normattn.lab.training import TrainingConfig
 from normattn.lab.training.config import LoopConfig
 from normattn.lab.training.tasks.classification import (
@@ -32,6 +33,7 @@ from normattn.lab.training.tasks.classification import (
     ClassificationWorkload,
 )
 from normattn.lab.training.tasks.text import CausalWorkload, MaskedConfig, MaskedWorkload
+from normattn.lab.training.tasks.workload import MODEL
 from normattn.models.pretrained import load_any
 from normattn.terminal import warn
 
