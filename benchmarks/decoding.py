@@ -16,8 +16,8 @@ import normattn
 from benchmarks.attention import Rotation, Shape
 from benchmarks.harness import DTYPES, Case, Options
 from normattn.lab.runs.timing import Step
+from normattn.layers.attention import attention_cached
 from normattn.layers.cache import StaticCache
-from normattn.layers.decode import attention_cached
 
 SCORES = (
     *("Baseline", "KNA", "Baseline-logn@512", "Baseline-YaRN(factor=8)@512", "Baseline-ALiBi"),

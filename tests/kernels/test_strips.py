@@ -8,8 +8,8 @@ import torch
 from kernels.memory import largest
 from normattn import Score, attention, explain
 from normattn.kernels import reference
+from normattn.layers.attention import attention_cached
 from normattn.layers.cache import GrowingCache
-from normattn.layers.decode import attention_cached
 from score.cases import tensors
 
 B, H, G, T, D = 2, 4, 2, 96, 8

@@ -90,7 +90,7 @@ PROGRAM = """
 import json, sys, torch
 from normattn import Attention, GatedAttentionUnit, InputError, Score, ScoreSpec, attention
 from normattn.layers import CrossAttention
-from normattn.layers.decode import attention_cached
+from normattn.layers.attention import attention_cached
 from normattn.layers.cache import GrowingCache
 q, k, v = (torch.zeros(2, heads, 5, 4) for heads in (4, 2, 2))
 at, padding = torch.arange(5), torch.zeros(2, 5, dtype=torch.bool)

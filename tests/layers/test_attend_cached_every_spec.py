@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from normattn import Score, attention
+from normattn.layers.attention import attention_cached
 from normattn.layers.cache import GrowingCache
-from normattn.layers.decode import attention_cached
 from score.cases import (
     METHODS,
     VARIANTS,

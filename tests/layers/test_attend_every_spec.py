@@ -16,7 +16,7 @@ from torch import Tensor
 
 from normattn import InputError, ScoreSpec, attention
 from normattn.kernels import BACKENDS, AttentionInputs, attend, reference, tiled
-from normattn.layers import prepare as attend_module
+from normattn.layers import attention as attend_module
 from normattn.score.parts import parts
 from score import naive, oracle
 from score.cases import (

@@ -104,7 +104,7 @@ DECODING = """
 import json, sys, warnings, torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from normattn import Score, attention
-from normattn.layers.decode import attention_cached
+from normattn.layers.attention import attention_cached
 from normattn.layers.cache import StaticCache
 warnings.simplefilter("ignore")
 torch.set_num_threads(1)

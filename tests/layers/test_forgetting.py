@@ -11,8 +11,8 @@ from torch import Tensor
 
 from normattn import Attention, GatedAttentionUnit, InputError, Score, attention
 from normattn.kernels import BACKENDS
+from normattn.layers.attention import attention_cached
 from normattn.layers.cache import GrowingCache
-from normattn.layers.decode import attention_cached
 from score.cases import tensors
 
 B, H, G, T, D, E = 2, 4, 2, 11, 6, 5

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from normattn import Attention, InputError, Score, ScoreSpec, attention, explain
 from normattn.kernels import BACKENDS, reference, tiled
+from normattn.layers.attention import attention_cached
 from normattn.layers.cache import GrowingCache
 from normattn.layers.cross_attention import refuse_across
-from normattn.layers.decode import attention_cached
 from normattn.layers.gau import GatedAttentionUnit
 from normattn.layers.residual_scores import residual_layers
 from normattn.models import CausalLM, CausalLMConfig

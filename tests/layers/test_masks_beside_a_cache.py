@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from normattn import Attention, InputError, Score, attention
+from normattn.layers.attention import attention_cached
 from normattn.layers.cache import GrowingCache, KeyValueCache, StaticCache, WindowCache
-from normattn.layers.decode import attention_cached
 from score.cases import tensors
 
 TOKENS, D = 12, 8

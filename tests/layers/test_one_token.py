@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from normattn.errors import InputError
-from normattn.layers.attention import attention
+from normattn.layers.attention import attention, attention_cached
 from normattn.layers.cache import GrowingCache
-from normattn.layers.decode import attention_cached
 from normattn.score import Score
 
 H, G, D = 4, 2, 8

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from normattn import Attention, GatedAttentionUnit, InputError, Score, attention
+from normattn.layers.attention import attention_cached
 from normattn.layers.cache import GrowingCache
 from normattn.layers.cross_attention import CrossAttention
-from normattn.layers.decode import attention_cached
 from score.cases import tensors
 
 B, H, G, T, D, E = 2, 4, 2, 9, 6, 5

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from normattn import Attention, CausalLM, CausalLMConfig, InputError, Score, ScoreSpec, attention
 from normattn.kernels import tiled
+from normattn.layers.attention import attention_cached
 from normattn.layers.cache import GrowingCache
-from normattn.layers.decode import attention_cached
 from normattn.layers.residual_scores import ResidualLayer, residual_layers
 from score import oracle
 from score.cases import array, built, tensors

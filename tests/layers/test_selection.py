@@ -10,8 +10,8 @@ from normattn import Attention, InputError, Score, ScoreSpec, attention, explain
 from normattn.kernels import reference
 from normattn.kernels.stats import observing
 from normattn.lab.diagnostics.alpha import alpha
+from normattn.layers.attention import attention_cached
 from normattn.layers.cache import GrowingCache, KeyValueCache, StaticCache, WindowCache
-from normattn.layers.decode import attention_cached
 from normattn.layers.prepare import prepare
 from normattn.models import CausalLM, CausalLMConfig
 from score.cases import tensors

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from normattn import InputError, Score, ScoreSpec, attention, explain
 from normattn.kernels.stats import Observation, observing
+from normattn.layers.attention import attention_cached
 from normattn.layers.cache import GrowingCache
-from normattn.layers.decode import attention_cached
 from score.cases import NORMALISERS, built, normalised, tensors
 
 B, H, T, D = 2, 2, 11, 8

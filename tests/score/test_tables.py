@@ -44,7 +44,7 @@ TEXTS = (
 
 def _forget() -> None:
     rotary._CACHE.clear()
-    prepare.forget_plans()
+    prepare.forget_tables()
     prepare._built.cache_clear()
 
 

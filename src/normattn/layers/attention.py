@@ -1,46 +1,66 @@
-"""Multi-head and grouped-query attention whose score is a value: a function and a layer.
+"""Multi-head and grouped-query attention whose score is a value: functions and layers.
+
+`layers.prepare` decides what a call needs; here queries, keys and values run through it.
 
 Legend: B batch, H query heads, G key heads, T queries, S keys, D head dimension, E value size.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from normattn.errors import InputError
-from normattn.kernels.inputs import check_shapes
-from normattn.kernels.stats import announce
+from normattn.kernels import AttentionInputs, attend
+from normattn.kernels.inputs import Selection, check_shapes
+from normattn.kernels.numerics import without_infinities
+from normattn.kernels.sdpa import sdpa
+from normattn.kernels.stats import announce, observer
 from normattn.layers.cache import KeyValueCache
 from normattn.layers.checks import (
     BOOLEAN,
-    check_documents,
-    check_dropout,
-    check_forget,
-    check_gate,
     check_input,
     check_mask,
     check_order,
+    check_parts,
     check_positions,
     check_restarts,
-    check_score,
     check_tensor,
+    checked_head_dim,
+    checked_probability,
 )
-from normattn.layers.decode import attention_cached
+from normattn.layers.decode import BlockKeys, DecodeTables, begin_selection, decodes
 from normattn.layers.gates import (
+    add_forgetting,
+    apply_gate,
     forget_projection,
     gate_projection,
+    join_pairs,
     log_gates,
     pair_values,
+    scale_heads,
+    share_factor,
     sum_gates,
 )
-from normattn.layers.prepare import find_plan, prepare, without_parameters
-from normattn.layers.residual_scores import ResidualLayer, check_residual
+from normattn.layers.prepare import (
+    AttentionPlan,
+    FoldedTables,
+    find_tables,
+    in_blocks,
+    prepare,
+    without_parameters,
+)
+from normattn.layers.residual_scores import ResidualLayer
+from normattn.plain import plain_operations
 from normattn.score import Score, ScoreSpec
 from normattn.score.positions import numbered
+from normattn.score.rotary import rotate_rows, rotate_with_gradient, scaled
 from normattn.score.spec import as_spec
 
 
@@ -102,26 +122,19 @@ def attention(
     whole = attn_mask is None and key_padding is None and query_padding is None
     whole = whole and q_positions is None and k_positions is None and documents is None
     if whole and residual is None and gate is None and forget is None and dropout_p == 0:
-        plan = find_plan(score, q, k, v, causal, backend)
-        if plan is not None and plan.tables is not None:
-            module = score if isinstance(score, Score) else plan.tables.score
-            assert module is not None
-            return plan.run_folded(plan.tables, module, q, k, v)
+        tables = find_tables(score, q, k, v, causal, backend)
+        if tables is not None:
+            return run_folded(tables, score if isinstance(score, Score) else tables.score, q, k, v)
     check_shapes(q, k, v)
     module = score if isinstance(score, Score) else without_parameters(score, q, k)
     spec, (batch, heads, queries, _), keys = module.spec, q.shape, k.shape[2]
-    check_score(module, q, k)
+    check_parts(module, q, k, v, keys, documents, residual, gate, forget)
     check_mask(attn_mask, (batch, heads, queries, keys))
-    check_dropout(dropout_p)
-    padding_is = ", True where one is padding"
-    check_tensor("key_padding", key_padding, ((batch, keys),), BOOLEAN, padding_is)
-    check_tensor("query_padding", query_padding, ((batch, queries),), BOOLEAN, padding_is)
+    checked_probability(dropout_p, "dropout_p")
+    check_tensor("key_padding", key_padding, BOOLEAN, (batch, keys))
+    check_tensor("query_padding", query_padding, BOOLEAN, (batch, queries))
     check_positions("q_positions", q_positions, batch, queries)
     check_positions("k_positions", k_positions, batch, keys)
-    check_documents(spec, documents, batch, queries, keys)
-    check_residual(spec, residual)
-    check_gate(spec, gate, q, v)
-    check_forget(spec, forget, q, k)
     if causal and k_positions is not None and documents is None:
         check_restarts("k_positions", k_positions, key_padding)
     if documents is not None:
@@ -134,21 +147,221 @@ def attention(
         k_positions=k_positions,
         documents=documents,
     )
-    at = plan.positions
+    at, sums = plan.positions, None
     if q_positions is not None or k_positions is not None:
         check_order(spec, at, documents)
-    sums = None
     if forget is not None:
         sums = sum_gates(log_gates(forget, k.shape[1], k.dtype, key_padding), heads)
     announce(module, q, k, query_padding, key_padding, at.query, at.key)
-    return plan.run(
-        *(module, q, k, pair_values(spec, v, k.shape[-1])),
+    return run(
+        *(plan, module, q, k, pair_values(spec, v, k.shape[-1])),
         residual=residual,
         gate=gate,
         forget_sums=sums,
         query_padding=query_padding,
         dropout=dropout_p,
     )
+
+
+def run_folded(
+    tables: FoldedTables,
+    score: Score | None,
+    q: Float[Tensor, "b h t d"],
+    k: Float[Tensor, "b g s d"],
+    v: Float[Tensor, "b g s e"],
+) -> Float[Tensor, "b h t e"]:
+    """softmax(score) · v by norm, rotation and torch's kernel.
+
+    What is not finite shows. On a CPU a number is read, and other kernels take over. On another
+    device the rows of the batch that hold it become NaN, without waiting for the device.
+    """
+    assert score is not None
+    # Not by attribute, which is a call of Python each.
+    norms, learned = score._modules, score.scale
+    query_norm, key_norm = norms.get("query_norm"), norms.get("key_norm")
+    if query_norm is not None:
+        q = query_norm.apply_directly(q)  # type: ignore[operator]
+    if key_norm is not None:
+        k = key_norm.apply_directly(k)  # type: ignore[operator]
+    if learned is not None:
+        q = q * learned
+    if tables.query is not None and tables.key is not None:
+        rotate = rotate_with_gradient if torch.is_grad_enabled() else rotate_rows
+        q, k = rotate(q, *tables.query, False), rotate(k, *tables.key, False)
+    elif isinstance(tables.scale, Tensor):
+        q = scaled(q, tables.scale)
+    elif tables.scale is not None:
+        q = q * tables.scale  # as for a number for each row: equal numbers give equal bits
+    causal = tables.mask.causal
+    if not q.is_cpu:
+        return sdpa(q, k, v, causal, 1.0) + zero_or_nan(q, k).to(v.dtype)
+    # In float32: a sum of half-precision numbers is beyond their range soon.
+    total = q.detach().sum(dtype=torch.float32) + k.detach().sum(dtype=torch.float32)
+    if math.isfinite(total.item()):
+        return sdpa(q, k, v, causal, 1.0)
+    return attend(AttentionInputs(q, k, v, tables.mask), tables.backend)
+
+
+def zero_or_nan(q: Tensor, k: Tensor) -> Float[Tensor, "b 1 1 1"]:
+    """0 for each row of the batch, or NaN where a query or a key is not finite; on the device."""
+    if not q.numel() or not k.numel():
+        return q.new_zeros(())
+    largest = [torch.linalg.vector_norm(x.detach(), torch.inf, (1, 2, 3)) for x in (q, k)]
+    zero: Tensor = (largest[0] + largest[1]) * 0.0
+    return zero[:, None, None, None]
+
+
+def run(
+    plan: AttentionPlan,
+    score: Score,
+    q: Float[Tensor, "b h t d"],
+    k: Float[Tensor, "b g s cached"],
+    v: Float[Tensor, "b g s e"],
+    *,
+    residual: ResidualLayer | None = None,
+    gate: Float[Tensor, "b t gates"] | None = None,
+    forget_sums: Float[Tensor, "b h s"] | None = None,
+    query_padding: Bool[Tensor, "b t"] | None = None,
+    dropout: float = 0.0,
+    selection: Selection | None = None,
+    rotated: Callable[[int, int], Tensor] | None = None,
+    kernel: Callable[[AttentionInputs], Tensor] | None = None,
+) -> Float[Tensor, "b h t out"]:
+    """softmax(score) · v for any score by a plan, with what a layer adds to it.
+
+    Keys are as they came, or those of a cache; values of pairs of heads stand side by side.
+    `forget_sums` are the summed gates of `FoX`, of all keys; `selection` what queries before have
+    selected, beside a cache; `rotated` takes (keys, block) to the first keys of a cache as the rows
+    of a block read them. `kernel` computes instead of the one that the plan names (`explain`).
+    """
+
+    def part(rows: slice, keys: int, block: int) -> Tensor:
+        own = None if query_padding is None else query_padding[:, rows]
+        tensors = q[:, :, rows], k[:, :, :keys], v[:, :, :keys]
+        placed = plan.positions.part(rows, keys), plan.mask.part(rows, keys), own, block, dropout
+        if plan.cached:
+            turned = None if rotated is None else rotated(keys, block)
+            inputs = score.with_cached_keys(*tensors, *placed, turned)
+        else:
+            inputs = score(*tensors, *placed)
+        if selection is not None:
+            inputs = replace(inputs, selection=selection)
+        inputs = add_forgetting(inputs, forget_sums, rows, q.shape[2])
+        if kernel is not None:
+            return kernel(inputs)
+        return attend(inputs if residual is None else residual.join(inputs), plan.backend)
+
+    # The definition is made of operations that every derivative goes through.
+    with plain_operations(plan.backend == "reference"):
+        out = in_blocks(score.spec, plan.positions, part)
+        return apply_gate(score.spec, join_pairs(score, out), gate)
+
+
+def attention_cached(
+    q: Float[Tensor, "b h t d"],
+    k: Float[Tensor, "b g t d"],
+    v: Float[Tensor, "b g t e"],
+    score: Score,
+    cache: KeyValueCache,
+    key_padding: Bool[Tensor, "b s"] | None = None,
+    positions: Int[Tensor, "*bs s"] | None = None,
+    documents: Int[Tensor, "b s"] | None = None,
+    backend: str = "auto",
+    residual: ResidualLayer | None = None,
+    gate: Float[Tensor, "b t gates"] | None = None,
+    forget: Float[Tensor, "b t logits"] | None = None,
+    attn_mask: Tensor | None = None,
+    causal: bool = True,
+) -> Float[Tensor, "b h t e"]:
+    """The last T rows of `attention` over all tokens that a cache and this call hold.
+
+    q, k and v are those of the T new tokens, whose keys and values join the cache; `residual`,
+    `gate` and `forget` are theirs, too. `key_padding` (left only), `positions` and `documents` are
+    those of all S tokens; positions are found from the others where they are not given. `attn_mask`
+    (B, H, T, S) says what the new tokens see of all; `causal=False` lets it show them each other
+    both ways, as those of a prefix or an image: tokens read before never see later ones.
+
+    Raises `InputError` for shapes that do not fit, a full cache, and a cache that another score
+    filled.
+    """
+    given = (key_padding, positions, documents, attn_mask, residual, forget)
+    plain = all(x is None for x in given) and causal and backend == "auto" and observer() is None
+    # Tables laid out for tokens to come would tie a compiled graph to their number.
+    plain = plain and not torch.compiler.is_compiling()
+    tables: DecodeTables | None = cache.tables if plain else None
+    if tables is not None and tables.bare and gate is None and tables.fits(score, q, k, v, cache):
+        cache.claim(score.spec)
+        return tables.run(score, q, k, v, cache)
+    check_shapes(q, k, v)
+    spec, (batch, _, count, _), first = score.spec, q.shape, cache.length
+    check_parts(score, q, k, v, first + count, documents, residual, gate, forget)
+    check_mask(attn_mask, (*q.shape[:3], first + count))
+    check_tensor("key_padding of all tokens", key_padding, BOOLEAN, (batch, first + count))
+    check_positions("positions of all tokens", positions, batch, first + count)
+    if positions is not None and documents is None:
+        check_restarts("positions", positions, key_padding)
+    if not causal:
+        _check_both_ways(spec, attn_mask, documents)
+    cache.claim(spec)
+    v = pair_values(spec, v, k.shape[-1])
+    if plain and count == 1 and decodes(score, q):
+        if tables is None or not tables.fits(score, q, k, v, cache):
+            cache.tables = tables = DecodeTables.prepare(score, first, q, k, v)
+        return apply_gate(spec, join_pairs(score, tables.run(score, q, k, v, cache)), gate)
+    if documents is not None:
+        documents = numbered(documents, key_padding)
+    plan = prepare(
+        *(spec, count, first + count, batch, q.device, causal, backend),
+        attn_mask=attn_mask,
+        key_padding=key_padding,
+        q_positions=None if positions is None else positions[..., first:],
+        k_positions=positions,
+        documents=documents,
+        cached=True,
+    )
+    at, own = plan.positions, None if key_padding is None else key_padding[:, first:]
+    announce(score, q, k, own, own, at.query, at.query)
+    new_keys = score.cache_keys(k, at.query, first if at.regular else None)
+    new_keys, width, sums = without_infinities(new_keys), new_keys.shape[-1], None
+    if forget is not None:
+        new_keys = torch.cat((new_keys, log_gates(forget, k.shape[1], k.dtype)), -1)
+    keys, values = cache.append(new_keys, v)
+    if forget is not None:
+        # Kept apart from token to token, so that the oldest may be dropped and rows exchanged.
+        sums, keys = sum_gates(keys[..., width:], q.shape[1]), keys[..., :width]
+    selection = None if spec.selection is None else begin_selection(cache, keys, first, own)
+    plan = plan.without_first(cache.dropped)
+    blocks = BlockKeys(score, cache, keys, plan.positions) if spec.blockwise else None
+    out = run(
+        *(plan, score, q, keys, values),
+        residual=residual,
+        gate=gate,
+        forget_sums=sums,
+        selection=selection,
+        rotated=None if blocks is None else blocks.rotated,
+    )
+    if blocks is not None:
+        blocks.forget_others()
+    if selection is not None and selection.after is not None:
+        before = selection.before[:, : keys.shape[2] - count]
+        cache.selected = {first: before, cache.length: selection.after.detach()}
+    return out
+
+
+def _check_both_ways(spec: ScoreSpec, mask: Tensor | None, documents: Tensor | None) -> None:
+    """Refuse tokens that see later ones without saying which, or by a score that cannot."""
+    if mask is None or documents is not None:
+        raise InputError(
+            "a cache is for causal attention: beside it causal=False needs attn_mask=…, what the "
+            "new tokens see of all tokens, and takes no documents"
+        )
+    if spec.needs_causal:
+        raise InputError(f"{spec.name} is defined for causal attention only")
+    if spec.leaks_future:
+        raise InputError(
+            f"{spec.name} takes statistics across the sequence, which tokens that come later would "
+            "change: it cannot be read with a cache"
+        )
 
 
 Operands = tuple[
@@ -196,13 +409,10 @@ class SelfAttention(nn.Module, ABC):
         """Let every position of `x` attend; `key_padding` is True where a position is padding.
 
         With a `cache`, which this call extends, `x` are new tokens that see those read before as
-        well; `key_padding`, `positions` and `documents` are then those of all S tokens, and
-        `attn_mask` says what the new ones see of all; with `causal=False` it may let them see each
-        other.
-        `residual` is what the layers below hand on, where the score asks for it. `query_padding`,
-        `key_padding` where it is not given, says which rows no statistics should count; a causal
-        layer whose padding stands on the right needs nothing else of it. `backend` names the
-        kernel, as in `attention`.
+        well; `key_padding`, `positions`, `documents`, `attn_mask` and `causal` are then those of
+        `attention_cached`. `query_padding`, `key_padding` where it is not given, says which rows no
+        statistics should count; a causal layer whose padding stands on the right needs nothing else
+        of it. `residual` and `backend` are as in `attention`.
         """
         check_input("x", x, self.dim)
         q, k, v, beside = self.operands(x)
@@ -217,13 +427,7 @@ class SelfAttention(nn.Module, ABC):
             )
             return self.output(o, beside)
         o = attention(
-            q,
-            k,
-            v,
-            self.score,
-            causal=causal,
-            attn_mask=attn_mask,
-            key_padding=key_padding,
+            *(q, k, v, self.score, causal, attn_mask, key_padding),
             query_padding=key_padding if query_padding is None else query_padding,
             q_positions=positions,
             k_positions=positions,
@@ -244,9 +448,8 @@ class Attention(SelfAttention):
     Shapes: (B, T, dim) → (B, T, dim). `head_dim` defaults to dim / heads. `score` is a
     `ScoreSpec` or its name; what it learns lives in `.score`. The weight of `qkv` holds the rows
     of q, then k, then v, each head by head. `bias`: both projections have one; `qkv_bias`: that of
-    q, k and v alone (Qwen2). `dropout` is the probability with which an attention
-    weight is dropped in training. `gate` is the projection of a score with `Gate`. Raises
-    `InputError` for sizes that do not divide.
+    q, k and v alone (Qwen2). `dropout` is the probability with which an attention weight is dropped
+    in training. Raises `InputError` for sizes that do not divide.
     Source: arXiv 1706.03762; grouped queries: arXiv 2305.13245.
     """
 
@@ -263,8 +466,7 @@ class Attention(SelfAttention):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        self.dim = dim
-        self.heads = heads
+        self.dim, self.heads = dim, heads
         self.kv_heads = heads if kv_heads is None else kv_heads
         self.head_dim = checked_head_dim(dim, heads, self.kv_heads, head_dim)
         self.dropout = checked_probability(dropout)
@@ -278,15 +480,9 @@ class Attention(SelfAttention):
 
     def operands(self, x: Float[Tensor, "b t dim"]) -> Operands:
         """q, k and v; nothing beside them."""
-        heads_BTHD = self.qkv(x).view(*x.shape[:2], -1, self.head_dim)
-        heads_BHTD = heads_BTHD.transpose(1, 2)
+        heads = self.qkv(x).view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
         keys = self.heads + self.kv_heads
-        q, k, v = (
-            heads_BHTD[:, : self.heads],
-            heads_BHTD[:, self.heads : keys],
-            heads_BHTD[:, keys:],
-        )
-        return q, k, v, None
+        return heads[:, : self.heads], heads[:, self.heads : keys], heads[:, keys:], None
 
     def output(
         self, o: Float[Tensor, "b h t d"], beside: Tensor | None
@@ -304,46 +500,3 @@ class Attention(SelfAttention):
     def extra_repr(self) -> str:
         """Name the settings in the printed module."""
         return f"heads={self.heads}, kv_heads={self.kv_heads}, head_dim={self.head_dim}"
-
-
-def share_factor(
-    factor: Float[Tensor, " h"], kv_heads: int
-) -> tuple[Float[Tensor, " h"], Float[Tensor, " g"]]:
-    """Factors of q and k whose products are `factor`: a key head takes the root of its smallest."""
-    key = factor.reshape(kv_heads, -1).amin(1).sqrt()
-    return factor / key.repeat_interleave(len(factor) // kv_heads), key
-
-
-def scale_heads(projection: nn.Linear, factor: Float[Tensor, " n"]) -> None:
-    """Multiply the output of each of n heads, one after another, by its factor, in place."""
-    rows = factor.repeat_interleave(projection.out_features // len(factor))
-    projection.weight.mul_(rows[:, None])
-    if projection.bias is not None:
-        projection.bias.mul_(rows)
-
-
-def checked_head_dim(dim: int, heads: int, kv_heads: int, head_dim: int | None) -> int:
-    """The width of one head, after checking that all sizes fit."""
-    if dim < 1 or heads < 1 or kv_heads < 1:
-        raise InputError(
-            f"attention of width {dim} with {heads} heads and {kv_heads} key heads was asked for; "
-            "each must be at least 1"
-        )
-    if heads % kv_heads:
-        raise InputError(f"{heads} query heads cannot share {kv_heads} key heads evenly")
-    if head_dim is None and dim % heads:
-        raise InputError(
-            f"a width of {dim} does not divide into {heads} heads; "
-            "give head_dim, or choose a number of heads that divides the width"
-        )
-    size = dim // heads if head_dim is None else head_dim
-    if size < 1:
-        raise InputError(f"head_dim is {size}; it must be at least 1")
-    return size
-
-
-def checked_probability(dropout: float) -> float:
-    """The probability itself, after checking that it is one."""
-    if not 0 <= dropout < 1:
-        raise InputError(f"dropout is {dropout}; it must be at least 0 and below 1")
-    return dropout

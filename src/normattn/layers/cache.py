@@ -97,8 +97,8 @@ class KeyValueCache(ABC):
     """Keys, as `Score.cache_keys` makes them, and values of the tokens that one layer has read.
 
     `length` counts the tokens read. The first `dropped` of them may be forgotten. `rotated` holds
-    keys as the rows of a block read them, where the score works by blocks, and `step` what
-    a single token's attention needs of its score beforehand; `near` has the keys before token
+    keys as the rows of a block read them, where the score works by blocks, and `tables`
+    what a single token needs of its score beforehand; `near` has the keys before token
     `near_end` at their near positions, where there are two regimes. `selected` has
     what queries took from each key (B, S), by the number of tokens read then: now, and a call
     before. A cache belongs to the score that filled it and to inference: tensors that want a
@@ -110,7 +110,7 @@ class KeyValueCache(ABC):
         self.dropped = 0
         self.window = 0
         self.rotated: dict[int, Room] = {}
-        self.step: Any = None  # the `DecodeStep` of `layers.decode`, which imports this file
+        self.tables: Any = None  # the `DecodeTables` of `layers.decode`, which imports this file
         self.near, self.near_end = Room(2), 0
         self.selected: dict[int, Tensor] = {}
         self._limit = limit
@@ -182,7 +182,7 @@ class KeyValueCache(ABC):
         self.length = length
         if not length:
             # An empty cache may be filled by a model that has been trained further.
-            self.step = None
+            self.tables = None
 
     def check_cut(self, length: int) -> None:
         """Raise `InputError` where what rows after `length` must see is forgotten."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from normattn.errors import InputError
 from normattn.kernels.inputs import DTYPES, check_dense
+from normattn.layers.residual_scores import ResidualLayer
 from normattn.score import Positions, Score, ScoreSpec
 
 BOOLEAN = (torch.bool,)
@@ -19,11 +20,7 @@ _NAMES = {BOOLEAN: "boolean", INTEGER: "int64 or int32", DTYPES: "floating"}
 
 
 def check_tensor(
-    name: str,
-    x: Tensor | None,
-    shapes: tuple[tuple[int, ...], ...],
-    types: tuple[torch.dtype, ...],
-    where: str = "",
+    name: str, x: Tensor | None, types: tuple[torch.dtype, ...], *shapes: tuple[int, ...]
 ) -> None:
     """Refuse a tensor of a shape or type that is not among these; None passes."""
     if x is None:
@@ -31,7 +28,7 @@ def check_tensor(
     check_dense(name, x)
     if tuple(x.shape) not in shapes or x.dtype not in types:
         raise InputError(
-            f"{name} must be {_NAMES[types]} of shape {' or '.join(map(str, shapes))}{where}, but "
+            f"{name} must be {_NAMES[types]} of shape {' or '.join(map(str, shapes))}, but "
             f"it is {x.dtype} of {tuple(x.shape)}"
         )
 
@@ -49,14 +46,12 @@ def check_input(name: str, x: Tensor, width: int) -> None:
         )
 
 
-def check_positions(
-    name: str, positions: Tensor | None, batch: int, tokens: int, where: str = ""
-) -> None:
+def check_positions(name: str, positions: Tensor | None, batch: int, tokens: int) -> None:
     """Refuse positions that are not integers of shape (T,), (1, T) or (B, T)."""
     shapes: tuple[tuple[int, ...], ...] = ((tokens,), (batch, tokens))
     if batch != 1 and positions is not None and tuple(positions.shape) == (1, tokens):
         shapes = (*shapes, (1, tokens))
-    check_tensor(name, positions, shapes, INTEGER, where)
+    check_tensor(name, positions, INTEGER, *shapes)
 
 
 def check_score(score: Score, q: Tensor, k: Tensor) -> None:
@@ -67,12 +62,6 @@ def check_score(score: Score, q: Tensor, k: Tensor) -> None:
             f"the score was built for {expected[0]} query heads, {expected[1]} key heads and "
             f"dimension {expected[2]}, but q is {tuple(q.shape)} and k is {tuple(k.shape)}"
         )
-
-
-def check_dropout(dropout: float) -> None:
-    """Refuse what is no probability below 1."""
-    if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
-        raise InputError(f"dropout_p must be at least 0 and below 1, but it is {dropout}")
 
 
 def check_mask(mask: Tensor | None, full: tuple[int, ...]) -> None:
@@ -91,72 +80,83 @@ def check_mask(mask: Tensor | None, full: tuple[int, ...]) -> None:
         )
 
 
-def check_documents(
-    spec: ScoreSpec, documents: Tensor | None, batch: int, queries: int, keys: int
+def check_parts(
+    score: Score,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: int,
+    documents: Tensor | None,
+    residual: object,
+    gate: Tensor | None,
+    forget: Tensor | None,
 ) -> None:
-    """Refuse documents that the score does not keep apart, missing ones, and other shapes."""
-    if spec.documents is None and documents is not None:
+    """Refuse what the score's parts do not take, lack, or have in another shape.
+
+    `keys` counts those of a cache, too.
+    """
+    check_score(score, q, k)
+    spec, (batch, heads, queries, _) = score.spec, q.shape
+    check_residual(spec, residual)
+    _check_present(spec, spec.documents is not None, "documents", "Packed", documents)
+    _check_present(spec, spec.gate is not None, "gate", "Gate", gate)
+    _check_present(spec, spec.forgets, "forget", "FoX", forget)
+    if queries > keys and (documents is not None or forget is not None):
         raise InputError(
-            f"documents are given, but {spec.name} attends across them: name {spec.name}-Packed"
-        )
-    if documents is None:
-        if spec.documents is None:
-            return
-        raise InputError(
-            f"{spec.name} keeps documents apart and needs documents=…, integers {(batch, keys)}"
-        )
-    if queries > keys:
-        raise InputError(
-            f"with documents the queries are the last of the keys, but there are {queries} "
+            f"with {spec.name} the queries are the last of the keys, but there are {queries} "
             f"queries and {keys} keys"
         )
-    check_tensor("documents", documents, ((batch, keys),), INTEGER)
+    check_tensor("documents", documents, INTEGER, (batch, keys))
+    check_tensor("forget", forget, DTYPES, (batch, k.shape[2], heads))
+    if spec.gate is not None:
+        wide = heads * (v.shape[-1] if spec.gate.per == "feature" else 1)
+        check_tensor("gate", gate, DTYPES, (batch, queries, wide))
 
 
-def check_gate(spec: ScoreSpec, gate: Tensor | None, q: Tensor, v: Tensor) -> None:
-    """Refuse a gate that the score does not have, one that is missing, and other shapes."""
-    if spec.gate is None:
-        if gate is not None:
-            raise InputError(f"a gate is given, but {spec.name} has none: name {spec.name}-Gate")
-        return
-    wide = q.shape[1] * (v.shape[-1] if spec.gate.per == "feature" else 1)
-    expected = (q.shape[0], q.shape[2], wide)
-    if gate is None:
+# What each argument is, for a score whose part needs it.
+_MEANING = {
+    "documents": "the number of each key's document, integers (B, S)",
+    "gate": "W_g x of shape (B, T, H·E), or (B, T, H) per head",
+    "forget": "a gate's logit for each key, (B, S, H)",
+}
+
+
+def _check_present(spec: ScoreSpec, wanted: bool, name: str, part: str, x: Tensor | None) -> None:
+    if wanted and x is None:
+        raise InputError(f"{spec.name} needs {name}=…, {_MEANING[name]}")
+    if x is not None and not wanted:
+        raise InputError(f"{name} is given, but {spec.name} does not use it: name {part} in it")
+
+
+def check_residual(spec: ScoreSpec, residual: object) -> None:
+    """Raise `InputError` where score and residual do not belong together."""
+    if spec.residual is None and residual is not None:
         raise InputError(
-            f"{spec.name} gates its output and needs gate=…, W_g x of shape {expected}"
+            f"a residual is given, but {spec.name} takes nothing from the layers below"
         )
-    check_tensor("gate", gate, (expected,), DTYPES, f" for {spec.name}")
-
-
-def check_forget(spec: ScoreSpec, forget: Tensor | None, q: Tensor, k: Tensor) -> None:
-    """Refuse gates that the score does not have, gates that are missing, and other shapes."""
-    if not spec.forgets:
-        if forget is not None:
-            raise InputError(f"forget is given, but {spec.name} forgets nothing: name FoX in it")
-        return
-    if q.shape[2] > k.shape[2]:
+    if spec.residual is not None and not isinstance(residual, ResidualLayer):
         raise InputError(
-            f"with {spec.name} the queries are the last of the keys, but there are {q.shape[2]} "
-            f"queries and {k.shape[2]} keys"
+            f"{spec.name} adds to what the layers below hand on: pass residual=residual[n] to "
+            "layer n, with residual = layers.residual_layers(spec, layers=…)"
         )
-    expected = (k.shape[0], k.shape[2], q.shape[1])
-    if forget is None:
-        raise InputError(f"{spec.name} needs forget=…, a gate's logit for each key, {expected}")
-    check_tensor("forget", forget, (expected,), DTYPES)
 
 
 def check_order(spec: ScoreSpec, at: Positions, documents: Tensor | None) -> None:
     """Refuse tokens out of order for a score that hands on from each to the next."""
     if (spec.selection is None and not spec.forgets) or torch.compiler.is_compiling():
         return
+
+    def goes_back(positions: Tensor, numbers: Tensor | None) -> bool:
+        back = positions.diff(dim=-1) < 0
+        return bool((back if numbers is None else back & (numbers.diff(dim=-1) == 0)).any())
+
     rows = at.query.shape[-1]
-    if _goes_back(at.query, None if documents is None else documents[:, -rows:]):
+    if goes_back(at.query, None if documents is None else documents[:, -rows:]):
         raise InputError(
             f"{spec.name} hands on from each row to the next: q_positions must not go back"
         )
-    if spec.forgets and (
-        _goes_back(at.key, documents) or bool((at.query != at.key[..., -rows:]).any())
-    ):
+    apart = spec.forgets and bool((at.query != at.key[..., -rows:]).any())
+    if apart or (spec.forgets and goes_back(at.key, documents)):
         raise InputError(
             f"{spec.name} forgets from each key to the next: k_positions must not go back, and the "
             "queries must stand where the last keys do"
@@ -186,9 +186,25 @@ def check_restarts(name: str, positions: Tensor, padding: Tensor | None) -> None
         )
 
 
-def _goes_back(positions: Tensor, documents: Tensor | None) -> bool:
-    """Whether a token stands before the one to its left, of the same document."""
-    back = positions.diff(dim=-1) < 0
-    if documents is not None:
-        back = back & (documents.diff(dim=-1) == 0)
-    return bool(back.any())
+def checked_head_dim(dim: int, heads: int, kv_heads: int, head_dim: int | None) -> int:
+    """The width of one head, after checking that all sizes fit."""
+    if min(dim, heads, kv_heads) < 1 or (head_dim is not None and head_dim < 1):
+        raise InputError(
+            f"attention of width {dim} with {heads} heads, {kv_heads} key heads and a head_dim of "
+            f"{head_dim} was asked for; each must be at least 1"
+        )
+    if heads % kv_heads:
+        raise InputError(f"{heads} query heads cannot share {kv_heads} key heads evenly")
+    if head_dim is None and dim % heads:
+        raise InputError(
+            f"a width of {dim} does not divide into {heads} heads; "
+            "give head_dim, or choose a number of heads that divides the width"
+        )
+    return dim // heads if head_dim is None else head_dim
+
+
+def checked_probability(dropout: float, name: str = "dropout") -> float:
+    """The probability itself, after checking that it is one."""
+    if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
+        raise InputError(f"{name} is {dropout}; it must be at least 0 and below 1")
+    return dropout

@@ -6,7 +6,7 @@ heads, D head dimension.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -15,15 +15,19 @@ from torch import Tensor, nn
 from normattn.errors import InputError
 from normattn.kernels import AttentionMask
 from normattn.kernels.stats import announce
-from normattn.layers.attention import (
+from normattn.layers.attention import run
+from normattn.layers.checks import (
+    BOOLEAN,
+    check_input,
+    check_positions,
+    check_residual,
+    check_tensor,
     checked_head_dim,
     checked_probability,
-    scale_heads,
-    share_factor,
 )
-from normattn.layers.checks import BOOLEAN, check_input, check_positions, check_tensor
+from normattn.layers.gates import scale_heads, share_factor
 from normattn.layers.prepare import AttentionPlan, hide_other_chunks
-from normattn.layers.residual_scores import ResidualLayer, check_residual
+from normattn.layers.residual_scores import ResidualLayer
 from normattn.score import Positions, Score, ScoreSpec
 from normattn.score.spec import as_spec
 
@@ -47,16 +51,11 @@ class Memory:
 
     def choose(self, rows: Int[Tensor, " r"]) -> Memory:
         """Source i becomes the old source rows[i]; sources may repeat or lack."""
-        positions, count = self.positions, self.count
-        return Memory(
-            self.keys[rows],
-            self.raw[rows],
-            self.values[rows],
-            None if self.padding is None else self.padding[rows],
-            positions if positions is None or positions.dim() == 1 else positions[rows],
-            count if count.dim() == 1 else count[rows],
-            self.spec,
-        )
+        # What has one axis is of all sources.
+        tensors = {
+            name: x[rows] for name, x in vars(self).items() if isinstance(x, Tensor) and x.dim() > 1
+        }
+        return replace(self, **tensors)
 
 
 class CrossAttention(nn.Module):
@@ -86,8 +85,7 @@ class CrossAttention(nn.Module):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        self.dim = dim
-        self.heads = heads
+        self.dim, self.heads = dim, heads
         self.kv_heads = heads if kv_heads is None else kv_heads
         self.head_dim = checked_head_dim(dim, heads, self.kv_heads, head_dim)
         self.dropout = checked_probability(dropout)
@@ -111,15 +109,15 @@ class CrossAttention(nn.Module):
         has none.
         """
         check_input("source", source, self.kv.in_features)
-        check_tensor("padding", padding, (source.shape[:2],), BOOLEAN)
+        check_tensor("padding", padding, BOOLEAN, tuple(source.shape[:2]))
         kv = self.kv(source).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         k, v = kv[:, : self.kv_heads], kv[:, self.kv_heads :]
         spec = self.score.spec
-        if _has_positions(spec):
-            positions = _require("positions", positions, spec)
-            check_positions("positions", positions, *source.shape[:2])
-        else:
+        if not _has_positions(spec):
             positions = None
+        else:
+            positions = _require(positions, spec)
+            check_positions("positions", positions, *source.shape[:2])
         places = torch.arange(k.shape[2], device=k.device) if positions is None else positions
         stored = self.score.cache_keys(k, places, padding=padding)
         if padding is None:
@@ -146,26 +144,27 @@ class CrossAttention(nn.Module):
         which the r rows of a source then share. `residual` is what the layers below hand on.
         `backend` names the kernel, as in `attention`.
         """
+        spec, rows, sources = self.score.spec, x.shape[0], memory.keys.shape[0]
         check_input("x", x, self.dim)
-        check_residual(self.score.spec, residual)
-        rows, sources = x.shape[0], memory.keys.shape[0]
+        check_residual(spec, residual)
         if sources == 0 or rows % sources:
             raise InputError(f"{rows} rows cannot be shared evenly by {sources} sources")
-        if memory.spec != self.score.spec:
+        if memory.spec != spec:
             raise InputError(
-                f"this memory holds keys of {memory.spec}, and {self.score.spec} cannot read them: "
-                "remember the source again after switching methods"
+                f"this memory holds keys of {memory.spec}, and {spec} cannot read them: remember "
+                "the source again after switching methods"
             )
-        check_tensor("query_padding", query_padding, (x.shape[:2],), BOOLEAN)
+        check_tensor("query_padding", query_padding, BOOLEAN, tuple(x.shape[:2]))
         if query_padding is not None:
             query_padding = query_padding.reshape(sources, -1)
         q = self.q(x).reshape(sources, -1, self.heads, self.head_dim).transpose(1, 2)
         at = self._positions(x, memory, positions)
         announce(self.score, q, memory.raw, query_padding, memory.padding, at.query, at.key)
         mask = AttentionMask(False, at.query, at.key, at.regular, memory.padding)
-        if self.score.spec.chunk is not None:
-            mask = hide_other_chunks(mask, self.score.spec.chunk, sources)
-        o = AttentionPlan(at, mask, backend, cached=True).run(
+        if spec.chunk is not None:
+            mask = hide_other_chunks(mask, spec.chunk, sources)
+        o = run(
+            AttentionPlan(at, mask, backend, cached=True),
             *(self.score, q, memory.keys, memory.values),
             residual=residual,
             query_padding=query_padding,
@@ -183,20 +182,18 @@ class CrossAttention(nn.Module):
 
     def _positions(self, x: Tensor, memory: Memory, positions: Tensor | None) -> Positions:
         """Positions of the queries, those of all rows of a source in one line, and of the keys."""
-        repeats = x.shape[0] // memory.keys.shape[0]
-        if memory.positions is None:
+        repeats, key = x.shape[0] // memory.keys.shape[0], memory.positions
+        if key is None:
             query = torch.arange(repeats * x.shape[1], device=x.device)
             key = torch.arange(memory.keys.shape[2], device=x.device)
-            regular = memory.padding is None
-            return Positions(query, key, memory.count, causal=False, regular=regular)
-        positions = _require("positions", positions, self.score.spec)
+            return Positions(query, key, memory.count, False, regular=memory.padding is None)
+        positions = _require(positions, self.score.spec)
         check_positions("positions", positions, *x.shape[:2])
         if positions.dim() == 1:
             query = positions.repeat(repeats)
         else:
             query = positions.reshape(-1, repeats * x.shape[1])
-        key = memory.positions
-        return Positions(query, key, memory.count, causal=False, regular=False, ordered=False)
+        return Positions(query, key, memory.count, False, regular=False, ordered=False)
 
     def extra_repr(self) -> str:
         """Name the settings in the printed module."""
@@ -205,18 +202,15 @@ class CrossAttention(nn.Module):
 
 def refuse_across(spec: ScoreSpec) -> None:
     """Raise `InputError` for a score that has no meaning between two sequences."""
-    if spec.needs_causal:
-        raise InputError(
-            f"{spec.name} is defined for causal attention only, and cross attention is not causal"
-        )
-    if spec.gate is not None:
-        raise InputError(f"{spec.name} gates its output, which cross attention does not")
-    if spec.difference is not None:
-        raise InputError(f"{spec.name} joins pairs of heads, which cross attention does not")
-    if spec.documents is not None:
-        raise InputError(
-            f"{spec.name} keeps the documents of one sequence apart; cross attention has two"
-        )
+    reasons = (
+        (spec.needs_causal, "is defined for causal attention only, and cross attention is not"),
+        (spec.gate is not None, "gates its output, which cross attention does not"),
+        (spec.difference is not None, "joins pairs of heads, which cross attention does not"),
+        (spec.documents is not None, "keeps documents of one sequence apart, and here are two"),
+    )
+    for refused, why in reasons:
+        if refused:
+            raise InputError(f"{spec.name} {why}")
 
 
 def _has_positions(spec: ScoreSpec) -> bool:
@@ -225,10 +219,10 @@ def _has_positions(spec: ScoreSpec) -> bool:
     return spec.position.rotary or spec.bias is not None or visible
 
 
-def _require(name: str, positions: Tensor | None, spec: ScoreSpec) -> Tensor:
+def _require(positions: Tensor | None, spec: ScoreSpec) -> Tensor:
     if positions is None:
         raise InputError(
-            f"{spec.name} has positions, and two sequences share no count of them: give {name}=…, "
-            "or name the score with NoPE"
+            f"{spec.name} has positions, and two sequences share no count of them: give "
+            "positions=…, or name the score with NoPE"
         )
     return positions

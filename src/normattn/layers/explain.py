@@ -6,7 +6,7 @@ Legend: B batch, H query heads, G key heads, T queries, S keys, D head dimension
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,11 +17,11 @@ from normattn.errors import InputError
 from normattn.kernels import AttentionInputs, reasons
 from normattn.kernels.dispatch import working_bytes
 from normattn.kernels.inputs import check_shapes
+from normattn.layers.attention import run
 from normattn.layers.gates import log_gates, pair_values, sum_gates
 from normattn.layers.prepare import prepare
 from normattn.layers.residual_scores import residual_layers
 from normattn.score import Score, ScoreSpec
-from normattn.score.parts import Part
 from normattn.score.spec import as_spec
 
 
@@ -44,13 +44,22 @@ class Explanation:
     working_bytes: int
 
     def __str__(self) -> str:
-        lines = [f"{self.spec} on {self.shapes}", "folded into q and k:", *_items(self.folded)]
-        lines += ["left to the kernel:", *_items(self.left)]
-        lines += [f"kernel: {self.kernel} ({self.why})", "not taken:"]
-        lines += _items([f"{name}: {reason}" for name, reason in self.refused.items()])
+        def listed(title: str, lines: Sequence[str]) -> Iterator[str]:
+            yield title
+            yield from (f"  - {line}" for line in lines or ["nothing"])
+
+        refused = [f"{name}: {reason}" for name, reason in self.refused.items()]
         output, working = self.output_bytes / 2**20, self.working_bytes / 2**20
-        lines.append(f"memory of a forward: {output:.1f} MiB of output, about {working:.1f} beside")
-        return "\n".join(lines)
+        return "\n".join(
+            [
+                f"{self.spec} on {self.shapes}",
+                *listed("folded into q and k:", self.folded),
+                *listed("left to the kernel:", self.left),
+                f"kernel: {self.kernel} ({self.why})",
+                *listed("not taken:", refused),
+                f"memory of a forward: {output:.1f} MiB of output, about {working:.1f} beside",
+            ]
+        )
 
 
 def explain(
@@ -78,41 +87,35 @@ def explain(
     Raises `InputError` where `attention` would: shapes that do not fit, an incomplete score, a
     kernel that cannot serve it; and for a layout, which is a score per layer.
     """
-    spec = as_spec(spec).resolve()
-    if torch.device(device).type not in ("cpu", "cuda"):
+    spec, target = as_spec(spec).resolve(), torch.device(device)
+    if target.type not in ("cpu", "cuda"):
         raise InputError(f"kernels run on a CPU or a CUDA device, not on {device}")
     k_shape = q_shape if k_shape is None else k_shape
     shapes = (q_shape, k_shape, k_shape if v_shape is None else v_shape)
-    inputs = _inputs(spec, shapes, dtype, device, causal)
+    inputs = _inputs(spec, shapes, dtype, target, causal)
     decision = reasons(inputs, backend)
     folded, left = _folded_and_left(spec)
-    q = inputs.q
     named = ", ".join(f"{name} {tuple(x)}" for name, x in zip("qkv", shapes, strict=True))
     return Explanation(
         str(spec),
-        f"{named}, {dtype} on {q.device.type}, {'causal' if causal else 'not causal'}",
+        f"{named}, {dtype} on {target.type}, {'causal' if causal else 'not causal'}",
         folded,
         left,
         decision.kernel,
         decision.why,
         decision.refused,
-        math.prod(q_shape[:3]) * shapes[2][3] * q.element_size(),
+        math.prod(q_shape[:3]) * shapes[2][3] * dtype.itemsize,
         working_bytes(decision.kernel, inputs),
     )
-
-
-def _items(lines: Sequence[str]) -> list[str]:
-    return [f"  - {line}" for line in lines] or ["  - nothing"]
 
 
 class _StandIn(Tensor):
     """A tensor without numbers that says that it is on a device, which need not be there."""
 
     @staticmethod
-    def __new__(cls, like: Tensor, device: torch.device | str) -> Any:
-        target = torch.device(device)
+    def __new__(cls, like: Tensor, device: torch.device) -> Any:
         return Tensor._make_wrapper_subclass(
-            cls, like.shape, dtype=like.dtype, device=target, requires_grad=like.requires_grad
+            cls, like.shape, dtype=like.dtype, device=device, requires_grad=like.requires_grad
         )
 
     @classmethod
@@ -126,70 +129,53 @@ def _inputs(
     spec: ScoreSpec,
     shapes: Sequence[Sequence[int]],
     dtype: torch.dtype,
-    device: torch.device | str,
+    device: torch.device,
     causal: bool,
 ) -> AttentionInputs:
     """The inputs that a kernel would get, the last one where there is one for each block."""
     # One number each, however large the shape.
     check_shapes(*(torch.zeros((), dtype=dtype).expand(tuple(shape)) for shape in shapes))
+    documents = sums = gate = None
     with torch.device("meta"):
         q, k, v = (torch.empty(tuple(shape), dtype=dtype) for shape in shapes)
-        score = Score(spec, q.shape[1], q.shape[3], k.shape[1])
-        v = pair_values(spec, v, k.shape[-1])
-        documents = sums = None
+        (batch, heads, queries, _), (keys, size) = q.shape, k.shape[2:]
+        score = Score(spec, heads, size, k.shape[1])
         if spec.documents is not None:
-            documents = torch.empty(k.shape[0], k.shape[2], dtype=torch.int64)
+            documents = torch.empty(batch, keys, dtype=torch.int64)
         if spec.forgets:
-            gates = log_gates(torch.empty(k.shape[0], k.shape[2], q.shape[1]), k.shape[1], dtype)
-            sums = sum_gates(gates, q.shape[1])
-    residual, problems = residual_layers(spec, 1), []
+            logits = torch.empty(batch, keys, heads)
+            sums = sum_gates(log_gates(logits, k.shape[1], dtype), heads)
+        if spec.gate is not None:
+            wide = heads * (v.shape[-1] if spec.gate.per == "feature" else 1)
+            gate = q.new_empty(batch, queries, wide)
+    residual, noted = residual_layers(spec, 1), []
 
     def note(inputs: AttentionInputs) -> Tensor:
-        problems.append(inputs if residual is None else residual[0].join(inputs))
+        noted.append(inputs if residual is None else residual[0].join(inputs))
         return inputs.v.new_empty(*inputs.q.shape[:3], inputs.v.shape[3])
 
-    plan = prepare(
-        *(spec, q.shape[2], k.shape[2], q.shape[0], q.device, causal), documents=documents
-    )
-    gate = None
-    if spec.gate is not None:
-        size = v.shape[-1] if spec.difference is None else v.shape[-1] // 2
-        wide = q.shape[1] * (size if spec.gate.per == "feature" else 1)
-        gate = q.new_empty(q.shape[0], q.shape[2], wide)
-    plan.run(score, q, k, v, gate=gate, forget_sums=sums, kernel=note)
-    tensors = [None if x is None else _StandIn(x, device) for x in problems[-1].tensors]
-    return replace(AttentionInputs.of(problems[-1].settings, tensors), carry=problems[-1].carry)
+    plan = prepare(spec, queries, keys, batch, q.device, causal, documents=documents)
+    v = pair_values(spec, v, size)
+    run(plan, score, q, k, v, gate=gate, forget_sums=sums, kernel=note)
+    tensors = [None if x is None else _StandIn(x, device) for x in noted[-1].tensors]
+    return replace(AttentionInputs.of(noted[-1].settings, tensors), carry=noted[-1].carry)
 
 
 def _folded_and_left(spec: ScoreSpec) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """What is folded into q and k, and what a kernel has to do."""
-
-    def named(*parts: Part | None) -> list[str]:
-        return [f"{part.name}: {part.summary}" for part in parts if part is not None]
-
-    scores = spec.residual is not None and spec.residual.carries == "scores"
-    features = None if scores else spec.residual
-    folded = named(spec.variant, spec.logn, spec.order, spec.position, spec.rope_scaling, features)
-    carried = spec.residual if scores else None
-    left = named(
-        spec.remapping,
-        spec.chunk_remapping,
-        carried,
-        spec.bias,
-        spec.cap,
-        spec.sink,
-        spec.normaliser,
-        spec.difference,
-        spec.selection,
-        *_visible(spec),
-        spec.documents,
-        spec.gate,
+    summed = spec.residual is not None and spec.residual.carries == "scores"
+    features, scores = (None, spec.residual) if summed else (spec.residual, None)
+    windows = [part for part in spec.parts if part.slot.value == "window"]
+    inside = (spec.variant, spec.logn, spec.order, spec.position, spec.rope_scaling, features)
+    beside = (
+        *(spec.remapping, spec.chunk_remapping, scores, spec.bias, spec.cap, spec.sink),
+        *(spec.normaliser, spec.difference, spec.selection, *windows, spec.documents, spec.gate),
+    )
+    folded, left = (
+        [f"{part.name}: {part.summary}" for part in parts if part is not None]
+        for parts in (inside, beside)
     )
     if spec.blockwise:
         name, rows = spec.block
         left.append(f"query rows in blocks of {rows}: {name} turns keys for each anew")
     return tuple(folded), tuple(left)
-
-
-def _visible(spec: ScoreSpec) -> tuple[Part, ...]:
-    return tuple(part for part in spec.parts if part.slot.value == "window")

@@ -36,8 +36,7 @@ class SwiGLU(nn.Module):
 
     def __init__(self, dim: int, hidden: int | None = None, *, bias: bool = False) -> None:
         super().__init__()
-        self.hidden = swiglu_hidden(dim) if hidden is None else hidden
-        _check(dim, self.hidden)
+        self.hidden = _checked(dim, swiglu_hidden(dim) if hidden is None else hidden)
         self.up = nn.Linear(dim, 2 * self.hidden, bias=bias)
         self.down = nn.Linear(self.hidden, dim, bias=bias)
 
@@ -45,11 +44,15 @@ class SwiGLU(nn.Module):
         """Map each position by itself."""
         kept = torch.is_grad_enabled() or plain() or torch.compiler.is_compiling()
         if kept or x.device.type != "cpu":
-            return self._mapped(x)
-        parts = [self._mapped(part) for part in _parts(x.reshape(-1, x.shape[-1]))]
-        return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(x.shape)
+            return self._map(x)
+        rows = x.reshape(-1, x.shape[-1])
+        # The last part takes the rest, as products of few rows round otherwise.
+        whole = max(0, len(rows) // _ROWS - 1)
+        parts = torch.split(rows, [*[_ROWS] * whole, len(rows) - _ROWS * whole])
+        mapped = [self._map(part) for part in parts]
+        return (mapped[0] if len(mapped) == 1 else torch.cat(mapped)).view(x.shape)
 
-    def _mapped(self, x: Tensor) -> Tensor:
+    def _map(self, x: Tensor) -> Tensor:
         both = self.up(x)
         if plain():
             gate, up = both.chunk(2, dim=-1)
@@ -68,8 +71,7 @@ class GELU(nn.Module):
 
     def __init__(self, dim: int, hidden: int | None = None, *, bias: bool = False) -> None:
         super().__init__()
-        self.hidden = 4 * dim if hidden is None else hidden
-        _check(dim, self.hidden)
+        self.hidden = _checked(dim, 4 * dim if hidden is None else hidden)
         self.up = nn.Linear(dim, self.hidden, bias=bias)
         self.down = nn.Linear(self.hidden, dim, bias=bias)
 
@@ -103,15 +105,10 @@ class _GatedSiLU(torch.autograd.Function):
         return grad_both
 
 
-def _parts(rows: Tensor) -> tuple[Tensor, ...]:
-    """Parts of as many rows; the last takes the rest, as products of few rows round otherwise."""
-    count = max(1, len(rows) // _ROWS)
-    return torch.split(rows, [*[_ROWS] * (count - 1), len(rows) - _ROWS * (count - 1)])
-
-
-def _check(dim: int, hidden: int) -> None:
+def _checked(dim: int, hidden: int) -> int:
     if dim < 1 or hidden < 1:
         raise InputError(
             f"a feed-forward layer of width {dim} and hidden width {hidden} was asked for; "
             "both must be at least 1"
         )
+    return hidden

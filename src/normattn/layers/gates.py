@@ -24,6 +24,22 @@ from normattn.kernels import AttentionInputs
 from normattn.score import Score, ScoreSpec
 
 
+def share_factor(
+    factor: Float[Tensor, " h"], kv_heads: int
+) -> tuple[Float[Tensor, " h"], Float[Tensor, " g"]]:
+    """Factors of q and k whose products are `factor`: a key head takes the root of its smallest."""
+    key = factor.reshape(kv_heads, -1).amin(1).sqrt()
+    return factor / key.repeat_interleave(len(factor) // kv_heads), key
+
+
+def scale_heads(projection: nn.Linear, factor: Float[Tensor, " n"]) -> None:
+    """Multiply the output of each of n heads, one after another, by its factor, in place."""
+    rows = factor.repeat_interleave(projection.out_features // len(factor))
+    projection.weight.mul_(rows[:, None])
+    if projection.bias is not None:
+        projection.bias.mul_(rows)
+
+
 def gate_projection(spec: ScoreSpec, dim: int, heads: int, size: int) -> nn.Linear | None:
     """W_g of a score with `Gate`: from the layer's width to H or H·E; None for other scores."""
     if spec.gate is None:
@@ -72,24 +88,23 @@ def sum_gates(gates: Float[Tensor, "b g s f"], heads: int) -> Float[Tensor, "b h
 
 
 def add_forgetting(
-    problem: AttentionInputs, sums: Float[Tensor, "b h s"] | None, rows: slice, queries: int
+    inputs: AttentionInputs, sums: Float[Tensor, "b h s"] | None, rows: slice, queries: int
 ) -> AttentionInputs:
-    """The problem of some of the last `queries` tokens with C among its features, in all regimes.
+    """The inputs of some of the last `queries` tokens with C among their features, near and far.
 
-    `sums` holds C of all tokens; without it the problem is as it was.
+    `sums` holds C of all tokens; without it the inputs are as they were.
     """
     if sums is None:
-        return problem
+        return inputs
     query = sums[:, :, sums.shape[2] - queries :][:, :, rows]
-    key = sums[:, :, : problem.v.shape[2]]
-    q_more, k_more = _features(problem.q, problem.k.shape[1], query, key)
-
-    near = k_more[:, :, problem.near_start :]
-    q, k = torch.cat((problem.q, q_more), -1), torch.cat((problem.k, near), -1)
-    if problem.far_q is None or problem.far_k is None:
-        return replace(problem, q=q, k=k)
-    far_q, far_k = torch.cat((problem.far_q, q_more), -1), torch.cat((problem.far_k, k_more), -1)
-    return replace(problem, q=q, k=k, far_q=far_q, far_k=far_k)
+    key = sums[:, :, : inputs.v.shape[2]]
+    q_more, k_more = _features(inputs.q, inputs.k.shape[1], query, key)
+    near = k_more[:, :, inputs.near_start :]
+    q, k = torch.cat((inputs.q, q_more), -1), torch.cat((inputs.k, near), -1)
+    if inputs.far_q is None or inputs.far_k is None:
+        return replace(inputs, q=q, k=k)
+    far_q, far_k = torch.cat((inputs.far_q, q_more), -1), torch.cat((inputs.far_k, k_more), -1)
+    return replace(inputs, q=q, k=k, far_q=far_q, far_k=far_k)
 
 
 def _parts(x: Float[Tensor, "b g s r"], dtype: torch.dtype) -> Float[Tensor, "b g s f"]:

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from normattn.errors import InputError
-from normattn.layers.attention import Operands, SelfAttention, checked_probability
+from normattn.layers.attention import Operands, SelfAttention
+from normattn.layers.checks import checked_probability
 from normattn.layers.gates import forget_projection, gate_projection
 from normattn.score import Score, ScoreSpec
 from normattn.score.spec import as_spec
@@ -20,13 +21,12 @@ class GatedAttentionUnit(SelfAttention):
     [u, v, z] = swish(x W) in one matmul, u and v of width expansion · dim, z of width `key_size`;
     q = γ_q ⊙ z (+ β_q), k = γ_k ⊙ z (+ β_k); one head. Shapes: (B, T, dim) → (B, T, dim).
 
-    Defaults: key_size 128, expansion 2, and no biases and no β, which is GAU-α. `offset=True` adds
-    β_q and β_k (zeros at the start), `bias=True` the biases of the two matmuls. γ starts at ones,
-    as in GAU-α, where q = k makes every token attend to itself at first. The paper draws it with a
-    deviation of 0.02, which makes every weight uniform; a model's setting `gamma_std` draws it with
-    any deviation. `separate_qk=True` gives q and k linear projections of their own: q = x W_q,
-    k = x W_k, without swish, γ and β. The weight of `expand` holds the rows of u, v, z, or of u, v,
-    q, k. `dropout` is the probability with which an attention weight is dropped in training.
+    The defaults are GAU-α. `offset=True` adds β_q and β_k (zeros at the start), `bias=True` the
+    biases of the two matmuls. γ starts at ones, where q = k makes every token attend to itself at
+    first (a model's `gamma_std` draws it; the paper's deviation is 0.02). `separate_qk=True` gives
+    q and k linear projections of their own, without swish, γ and β. The weight of `expand` holds
+    the rows of u, v, z, or of u, v, q, k. `dropout` is the probability with which an attention
+    weight is dropped in training.
 
     Raises `InputError` for a size below 1. Source: arXiv 2202.10447; kexue 8934, 9052.
     """
@@ -77,7 +77,13 @@ class GatedAttentionUnit(SelfAttention):
             u, v, q, k = torch.split(self.expand(x), self.widths, dim=-1)
             return q.unsqueeze(1), k.unsqueeze(1), F.silu(v).unsqueeze(1), F.silu(u)
         u, v, z = torch.split(F.silu(self.expand(x)), self.widths, dim=-1)
-        return *self._query_and_key(z), v.unsqueeze(1), u
+        assert self.gamma is not None
+        gamma = self.gamma.to(z.dtype)
+        q, k = z * gamma[0], z * gamma[1]
+        if self.beta is not None:
+            beta = self.beta.to(z.dtype)
+            q, k = q + beta[0], k + beta[1]
+        return q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), u
 
     def output(
         self, o: Float[Tensor, "b 1 t e"], beside: Tensor | None
@@ -87,30 +93,17 @@ class GatedAttentionUnit(SelfAttention):
         y: Tensor = self.out(beside * o.squeeze(1))
         return y
 
-    def _query_and_key(
-        self, z: Float[Tensor, "b t s"]
-    ) -> tuple[Float[Tensor, "b 1 t s"], Float[Tensor, "b 1 t s"]]:
-        assert self.gamma is not None
-        gamma = self.gamma.to(z.dtype)
-        q, k = z * gamma[0], z * gamma[1]
-        if self.beta is not None:
-            beta = self.beta.to(z.dtype)
-            q, k = q + beta[0], k + beta[1]
-        return q.unsqueeze(1), k.unsqueeze(1)
-
     @torch.no_grad()
     def shrink(self, factor: Float[Tensor, " 1"]) -> None:
         """Multiply the logits q·k by a factor, by what makes q and k of their shared features."""
         if self.gamma is None:
-            _, _, q, k = torch.split(self.expand.weight, self.widths)
-            bias = self.expand.bias
-            rows = (q, k) if bias is None else (q, k, *torch.split(bias, self.widths)[2:])
-            for row in rows:
-                row.mul_(factor.sqrt())
-            return
-        self.gamma.mul_(factor.sqrt())
-        if self.beta is not None:
-            self.beta.mul_(factor.sqrt())
+            whole = (self.expand.weight, self.expand.bias)
+            parts = [torch.split(x, self.widths) for x in whole if x is not None]
+            rows = [row for _, _, *both in parts for row in both]
+        else:
+            rows = [row for row in (self.gamma, self.beta) if row is not None]
+        for row in rows:
+            row.mul_(factor.sqrt())
 
     def extra_repr(self) -> str:
         """Name the settings in the printed module."""

@@ -12,15 +12,13 @@ from torch.nn import functional as F
 from normattn.errors import InputError
 from normattn.score.norms import rms_norm, wide
 
-EpsPlacement = Literal["inside", "outside"]
-
 
 class LayerNorm(nn.Module):
-    """Layer normalisation: y = (x − mean(x)) / √(var(x) + eps) · gain + bias, biased variance.
+    """y = (x − mean(x)) / √(var(x) + eps) · gain + bias, with the biased variance.
 
     Shapes: (..., dim) → (..., dim). Statistics are taken in float32 when the input is bfloat16
-    or float16. Defaults: eps 1e-6, a gain (ones at the start) and a bias (zeros at the start).
-    Raises `InputError` for a width below 1 or a negative eps. Source: arXiv 1607.06450.
+    or float16. The gain starts at ones, the bias at zeros. Raises `InputError` for a width below 1
+    or a negative eps. Source: arXiv 1607.06450.
     """
 
     def __init__(
@@ -28,18 +26,15 @@ class LayerNorm(nn.Module):
     ) -> None:
         super().__init__()
         _check(dim, eps)
-        self.dim = dim
-        self.eps = eps
+        self.dim, self.eps = dim, eps
         self.gain = nn.Parameter(torch.ones(dim)) if gain else None
         self.bias = nn.Parameter(torch.zeros(dim)) if bias else None
 
     def forward(self, x: Float[Tensor, "... dim"]) -> Float[Tensor, "... dim"]:
         """Normalise the last axis of `x`."""
         dtype = wide(x.dtype)
-        rows = x.to(dtype)
-        gain = None if self.gain is None else self.gain.to(dtype)
-        bias = None if self.bias is None else self.bias.to(dtype)
-        return F.layer_norm(rows, (self.dim,), gain, bias, self.eps).to(x.dtype)
+        gain, bias = (None if each is None else each.to(dtype) for each in (self.gain, self.bias))
+        return F.layer_norm(x.to(dtype), (self.dim,), gain, bias, self.eps).to(x.dtype)
 
     def extra_repr(self) -> str:
         """Name the settings in the printed module."""
@@ -48,13 +43,12 @@ class LayerNorm(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square normalisation: y = x / rms(x) · gain.
+    """y = x / rms(x) · gain with rms(x) = √(mean(x²) + eps), or √(mean(x²)) + eps.
 
-    `eps_placement` "inside" (default): rms(x) = √(mean(x²) + eps). "outside": rms(x) =
-    √(mean(x²)) + eps. Shapes: (..., dim) → (..., dim).
-    Statistics are taken in float32 when the input is bfloat16 or float16. Defaults: eps 1e-6, a
-    gain (ones at the start). Raises `InputError` for a width below 1, a negative eps or an unknown
-    placement. Source: arXiv 1910.07467.
+    `eps_placement` is "inside" or "outside" of the root. Shapes: (..., dim) → (..., dim).
+    Statistics are taken in float32 when the input is bfloat16 or float16. The gain starts at ones.
+    Raises `InputError` for a width below 1, a negative eps or an unknown placement. Source: arXiv
+    1910.07467.
     """
 
     def __init__(
@@ -63,7 +57,7 @@ class RMSNorm(nn.Module):
         eps: float = 1e-6,
         *,
         gain: bool = True,
-        eps_placement: EpsPlacement = "inside",
+        eps_placement: Literal["inside", "outside"] = "inside",
     ) -> None:
         super().__init__()
         _check(dim, eps)
@@ -71,9 +65,7 @@ class RMSNorm(nn.Module):
             raise InputError(
                 f"RMSNorm's eps_placement is {eps_placement!r}; it can be 'inside' or 'outside'"
             )
-        self.dim = dim
-        self.eps = eps
-        self.eps_placement = eps_placement
+        self.dim, self.eps, self.eps_placement = dim, eps, eps_placement
         self.gain = nn.Parameter(torch.ones(dim)) if gain else None
 
     def forward(self, x: Float[Tensor, "... dim"]) -> Float[Tensor, "... dim"]:
@@ -81,17 +73,14 @@ class RMSNorm(nn.Module):
         if self.eps_placement == "inside":
             return rms_norm(x, self.gain, self.eps)
         rows = x.to(wide(x.dtype))
-        gain = None if self.gain is None else self.gain.to(rows.dtype)
         rms = torch.linalg.vector_norm(rows, dim=-1, keepdim=True) * float(self.dim**-0.5)
         normal: Tensor = rows / (rms + self.eps)
-        return (normal if gain is None else normal * gain).to(x.dtype)
+        return (normal if self.gain is None else normal * self.gain.to(rows.dtype)).to(x.dtype)
 
     def extra_repr(self) -> str:
         """Name the settings in the printed module."""
-        return (
-            f"{self.dim}, eps={self.eps}, gain={self.gain is not None}, "
-            f"eps_placement={self.eps_placement!r}"
-        )
+        gain = self.gain is not None
+        return f"{self.dim}, eps={self.eps}, gain={gain}, eps_placement={self.eps_placement!r}"
 
 
 def _check(dim: int, eps: float) -> None:

@@ -1,16 +1,11 @@
 """What a layer's score takes from the layers below: scores, or queries, keys and values.
 
-`residual_layers(spec, layers)` gives one object to each layer. A layer that runs again, in another
-forward or in the recomputation of activation checkpointing, gets from below what it got before.
-
-Legend: B batch, H query heads, G key heads, T queries, S keys, D score size, E value size.
+Legend: B batch, H query heads, T queries, E value size.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import replace
-from weakref import ref
 
 import torch
 from jaxtyping import Float
@@ -23,118 +18,85 @@ from normattn.kernels.residual import CarriedScores
 from normattn.score import ScoreSpec
 
 
-class ResidualLayer(ABC):
-    """The residual of one layer of a stack."""
+class ResidualLayer:
+    """The residual of one layer of a stack, which `residual_layers` makes.
 
-    @abstractmethod
-    def join(self, problem: AttentionInputs) -> AttentionInputs:
-        """The problem of this layer together with what the layers below hand on."""
-
-    def attend(self, problem: AttentionInputs, backend: str = "auto") -> Float[Tensor, "b h t e"]:
-        """softmax(score) · v with the residual in the score."""
-        return attend(self.join(problem), backend)
-
-
-class ScoreResidual(ResidualLayer):
-    """RealFormer: s_n = Σ_m q_m k_mᵀ, m ≤ n, or its mean over the layers.
-
-    The kernel of the lowest layer serves all layers (`kernels.residual`).
+    A layer that runs again, in another forward or in the recomputation of activation checkpointing,
+    gets from below what it got before.
     """
 
-    def __init__(self, scores: CarriedScores, layer: int) -> None:
-        self._scores, self._layer = scores, layer
+    def __init__(self, sums: CarriedScores | FeatureSums, layer: int) -> None:
+        self._sums, self._layer = sums, layer
 
-    def join(self, problem: AttentionInputs) -> AttentionInputs:
-        """The problem with the sum of the scores below."""
-        self._scores.begin(self._layer)
-        return replace(problem, carry=self._scores)
+    def join(self, inputs: AttentionInputs) -> AttentionInputs:
+        """The inputs of this layer together with what the layers below hand on."""
+        if isinstance(self._sums, FeatureSums):
+            return self._sums.join(inputs, self._layer)
+        self._sums.begin(self._layer)
+        return replace(inputs, carry=self._sums)
+
+    def attend(self, inputs: AttentionInputs, backend: str = "auto") -> Float[Tensor, "b h t e"]:
+        """softmax(score) · v with the residual in the score."""
+        return attend(self.join(inputs), backend)
 
 
-class FeatureResidual(ResidualLayer):
+class FeatureSums:
     """ResidualQK: Q̃_n = Q_n + Q̃_{n−1} and K̃_n = K_n + K̃_{n−1}, of all keys also beside a cache.
 
-    With `values` (ResidualQKV) the same of V. Without gradients only the newest layer's sums are
-    held.
+    `names` has "v" as well for ResidualQKV. Without gradients only the newest sums are held.
     """
 
-    def __init__(self, values: bool = False, below: FeatureResidual | None = None) -> None:
-        self._names = ("q", "k", "v") if values else ("q", "k")
-        self._below = below
-        self._above: ref[FeatureResidual] | None = None
-        self._stack: Stack | None = None
-        self._sums: dict[str, Tensor] | None = None
-        if below is not None:
-            below._above = ref(self)
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self._names = names
+        self._sums: dict[int, tuple[Stack, dict[str, Tensor]]] = {}
 
-    def join(self, problem: AttentionInputs) -> AttentionInputs:
-        """The problem with the summed queries and keys, for any kernel."""
-        own = {name: getattr(problem, name) for name in self._names}
-        if self._below is None:
-            self._forget_above()
-            sums = own
-        else:
-            below = self._below.sums(problem.stack, own)
-            sums = {name: below[name] + x for name, x in own.items()}
+    def join(self, inputs: AttentionInputs, layer: int) -> AttentionInputs:
+        """The inputs with the summed queries and keys, for any kernel."""
+        sums: dict[str, Tensor] = {name: getattr(inputs, name) for name in self._names}
+        if layer:
+            below = self._below(layer, inputs.stack, sums)
+            sums = {name: below[name] + x for name, x in sums.items()}
             if not torch.is_grad_enabled():
-                self._below._sums = None
-        self._stack, self._sums = problem.stack, sums
-        return replace(problem, q=sums["q"], k=sums["k"], v=sums.get("v", problem.v))
+                del self._sums[layer - 1]
+        elif torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
+            # A forward begins: a layer that it leaves out must not be read from the last one.
+            self._sums.clear()
+        self._sums[layer] = inputs.stack, sums
+        return replace(inputs, q=sums["q"], k=sums["k"], v=sums.get("v", inputs.v))
 
-    def sums(self, stack: Stack, own: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Q̃ and K̃ (and Ṽ) of this layer, for the one above, whose own are given."""
-        if self._sums is None:
+    def _below(self, layer: int, stack: Stack, own: dict[str, Tensor]) -> dict[str, Tensor]:
+        if layer - 1 not in self._sums:
             raise InputError(
                 "the layer below has handed no queries and keys on: run all layers of the stack "
                 "in every forward, bottom first; activation checkpointing needs use_reentrant=False"
             )
-        if self._stack != stack:
+        same, sums = self._sums[layer - 1]
+        if same != stack:
             raise InputError(
                 f"all layers that share residual queries and keys must have the same shape, but "
-                f"below is {self._stack} and here {stack}"
+                f"below is {same} and here {stack}"
             )
         for name, x in own.items():
-            if self._sums[name].shape != x.shape:
+            if sums[name].shape != x.shape:
                 raise InputError(
                     f"all layers that share a residual {name} must have it in one shape, but below "
-                    f"it is {tuple(self._sums[name].shape)} and here {tuple(x.shape)}"
+                    f"it is {tuple(sums[name].shape)} and here {tuple(x.shape)}"
                 )
-        return self._sums
-
-    def _forget_above(self) -> None:
-        """Begin a forward: a layer that it leaves out must not be read from the last one."""
-        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
-            return
-        above = None if self._above is None else self._above()
-        while above is not None:
-            above._sums = None
-            above = None if above._above is None else above._above()
+        return sums
 
 
 def residual_layers(spec: ScoreSpec, layers: int) -> tuple[ResidualLayer, ...] | None:
     """The residual of each of `layers` layers, bottom first; None for a score without one.
 
-    Residual scores are held in one buffer, or, where all layers together have few features, as
-    queries and keys (`kernels.dispatch`).
+    RealFormer's scores s_n = Σ_m q_m k_mᵀ, m ≤ n, or their mean over the layers, are held in one
+    buffer or, where all layers together have few features, as queries and keys: the kernel of the
+    lowest layer decides for all (`kernels.residual`).
     """
     if spec.residual is None:
         return None
+    sums: CarriedScores | FeatureSums
     if spec.residual.carries == "scores":
-        scores = CarriedScores(spec.residual.mean, layers)
-        return tuple(ScoreResidual(scores, layer) for layer in range(layers))
-    made: list[FeatureResidual] = []
-    for layer in range(layers):
-        made.append(FeatureResidual(spec.residual.values, made[layer - 1] if layer else None))
-    return tuple(made)
-
-
-def check_residual(spec: ScoreSpec, residual: object) -> None:
-    """Raise `InputError` where score and residual do not belong together."""
-    if spec.residual is None and residual is not None:
-        raise InputError(
-            f"a residual is given, but {spec.name} takes nothing from the layers below"
-        )
-    if spec.residual is not None and not isinstance(residual, ResidualLayer):
-        raise InputError(
-            f"{spec.name} adds to what the layers below hand on: pass residual=residual[n] to "
-            "layer n, with residual = layers.residual_layers(spec, layers=…)"
-        )
+        sums = CarriedScores(spec.residual.mean, layers)
+    else:
+        sums = FeatureSums(("q", "k", "v") if spec.residual.values else ("q", "k"))
+    return tuple(ResidualLayer(sums, layer) for layer in range(layers))
