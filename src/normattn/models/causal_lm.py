@@ -21,8 +21,8 @@ from normattn.kernels.cross_entropy import (
 from normattn.models.cache import CHUNK, ModelCache
 from normattn.models.config import CausalLMConfig
 from normattn.models.generation import Answer, generate
-from normattn.models.transformer import AttentionContext, Blocks, first_norm, initialise, last_norm
-from normattn.models.utils import MethodHandle, checked_ids, embed, without_dropout
+from normattn.models.transformer import AttentionContext, TokenModel, initialise
+from normattn.models.utils import MethodHandle, checked_ids, without_dropout
 from normattn.plain import plain_operations
 from normattn.score import Score, ScoreSpec
 
@@ -33,27 +33,21 @@ _SCORED_TOKENS = 8192
 _LEFT_OUT = 64
 
 
-class CausalLM(nn.Module):
+class CausalLM(TokenModel):
     """A decoder that predicts token t + 1 from tokens 0 … t.
 
     `model(ids (B, T)) → logits (B, T, V)`. Blocks are an attention and a feed-forward sub-layer
-    ("mha") or one gated attention unit ("gau"), each in the configured placement. PreLN and
-    ReZero end in a norm; PostLN and DeepNorm, whose blocks end in one, instead normalise the
-    embedding, so that every sub-layer reads a normalised stream; ReZeroNoNorm and FixedScale
-    have no norm at all. The head is the embedding unless
-    `tie_head` is off. Weights are drawn from torch's global generator (`initialise`). Raises
-    `InputError` for token ids outside the vocabulary (on CPU) and for settings that cannot be.
+    ("mha") or one gated attention unit ("gau"), each in the configured placement (`TokenModel`).
+    The head is the embedding unless `tie_head` is off. Weights are drawn from torch's global
+    generator (`initialise`). Raises `InputError` for token ids outside the vocabulary (on CPU) and
+    for settings that cannot be.
     """
 
     config_class = CausalLMConfig
 
     def __init__(self, config: CausalLMConfig) -> None:
-        super().__init__()
+        super().__init__(config, config.vocab_size)
         self.config = config
-        self.embedding = nn.Embedding(config.vocab_size, config.dim)
-        self.embedding_norm = first_norm(config)
-        self.blocks = Blocks(config)
-        self.final_norm = last_norm(config)
         self.head = (
             None if config.tie_head else nn.Linear(config.dim, config.vocab_size, bias=False)
         )
@@ -97,17 +91,19 @@ class CausalLM(nn.Module):
         `backend` is the kernel of every layer, as in `attention`: with "reference" the whole model
         is plain operations, which any derivative and torch.func go through.
         """
-        with plain_operations(backend == "reference"):
-            x = embed(self.embedding, self.embedding_norm, checked_ids(ids))
-            if cache is None:
-                documents = self._documents(ids)
-                x = self.blocks(x, AttentionContext(key_padding, None, documents, backend=backend))
-            else:
-                context = replace(cache.read(ids, key_padding), backend=backend)
-                x = self.blocks(x, context, cache.layers)
-                cache.done(ids.shape[1])
-            last: Tensor = x if self.final_norm is None else self.final_norm(x)
-            return last
+        checked_ids(ids)
+        if cache is None:
+            documents = None
+            if (packed := self.config.score.documents) is not None:
+                # A separator belongs to the document that it ends.
+                ends = (ids == packed.separator).long()
+                documents = ends.cumsum(-1) - ends
+            context = AttentionContext(key_padding, None, documents, backend=backend)
+            return self.read(ids, context)
+        context = replace(cache.read(ids, key_padding), backend=backend)
+        hidden = self.read(ids, context, cache.layers)
+        cache.done(ids.shape[1])
+        return hidden
 
     def new_cache(self, max_length: int | None = None) -> ModelCache:
         """An empty cache for the scores that are active now.
@@ -144,8 +140,7 @@ class CausalLM(nn.Module):
         """The hidden vectors of `chunk` tokens after another."""
         if not isinstance(chunk, int) or chunk < 1:
             raise InputError(f"chunk is {chunk}; it must be a whole number of at least 1")
-        checked_ids(ids)
-        for start in range(0, ids.shape[1], chunk):
+        for start in range(0, checked_ids(ids).shape[1], chunk):
             part = slice(start, start + chunk)
             padding = None if key_padding is None else key_padding[:, part]
             yield self.hidden(ids[:, part], padding, cache)
@@ -162,9 +157,10 @@ class CausalLM(nn.Module):
         The (B, T, V) logits are never held whole, but with `backend` "reference" (see `hidden`).
         Raises `InputError` below two tokens.
         """
-        hidden, targets = self._predictions(ids, backend)
+        _check_two(ids)
+        hidden = self.hidden(ids[:, :-1], backend=backend).flatten(0, 1)
         with plain_operations(backend == "reference"):
-            return linear_cross_entropy(hidden, self.head_weight, targets)
+            return linear_cross_entropy(hidden, self.head_weight, ids[:, 1:].flatten())
 
     @torch.no_grad()
     def token_scores(self, ids: Int[Tensor, "b t1"], first: int = 0) -> TokenScores:
@@ -175,40 +171,38 @@ class CausalLM(nn.Module):
         length. Of what stands before `first` (default 0: every token) as much as possible goes
         through no head. Raises `InputError` below two tokens and where no token follows `first`.
         """
-        tokens = checked_ids(ids).shape[1] - 1
-        if tokens < 1:
-            raise InputError(f"rows of {ids.shape[1]} tokens predict nothing; give at least 2")
+        tokens = _check_two(ids)
         if not 0 <= first < tokens:
             raise InputError(f"tokens from {first} on were asked for, but a row predicts {tokens}")
         rows = max(1, _SCORED_TOKENS // ids.shape[1])
-        read = self._scores_in_chunks if tokens > _SCORED_TOKENS else self._scores
         with without_dropout(self):
-            scores = [read(group, first) for group in torch.split(ids, rows)]
-        loss = torch.cat([part.loss for part in scores])
-        return TokenScores(loss, torch.cat([part.correct for part in scores]))
-
-    def _scores(self, ids: Tensor, first: int) -> TokenScores:
-        hidden, targets = self.hidden(ids[:, :-1]), ids[:, 1:]
-        even = hidden.device.type == "cpu" and targets.shape[1] % _LEFT_OUT == 0
-        start = first // _LEFT_OUT * _LEFT_OUT if even else 0
-        wanted = hidden[:, start:].flatten(0, 1), targets[:, start:].flatten()
-        scores = token_scores(wanted[0], self.head_weight, wanted[1])
-        loss, correct = (x.view(len(ids), -1)[:, first - start :] for x in scores)
+            scores = [self._scores(group, first) for group in torch.split(ids, rows)]
+        loss, correct = (torch.cat(parts) for parts in zip(*scores, strict=True))
         return TokenScores(loss, correct)
 
-    def _scores_in_chunks(self, ids: Tensor, first: int) -> TokenScores:
-        """The same for one row, read with a cache."""
-        chunks = self._in_chunks(ids[:, :-1], None, self.new_cache(), CHUNK)
-        targets = torch.split(ids[:, 1:], CHUNK, 1)
-        left_out = first // CHUNK
-        scores = [
-            token_scores(hidden.flatten(0, 1), self.head_weight, target.flatten())
-            for number, (hidden, target) in enumerate(zip(chunks, targets, strict=True))
-            if number >= left_out
-        ]
-        rest = slice(first - left_out * CHUNK, None)
-        loss = torch.cat([part.loss for part in scores])[None, rest]
-        return TokenScores(loss, torch.cat([part.correct for part in scores])[None, rest])
+    def _scores(self, ids: Tensor, first: int) -> TokenScores:
+        """The scores of some rows, of one long row read with a cache."""
+        read, targets = ids[:, :-1], ids[:, 1:]
+        tokens = targets.shape[1]
+        if tokens > _SCORED_TOKENS:
+            chunks, unit = self._in_chunks(read, None, self.new_cache(), CHUNK), CHUNK
+        else:
+            even = ids.device.type == "cpu" and tokens % _LEFT_OUT == 0
+            unit = _LEFT_OUT if even else tokens
+            chunks = iter([self.hidden(read)])
+        start, done = first // unit * unit, 0
+        found: list[list[Tensor]] = []
+        for hidden in chunks:
+            end = done + hidden.shape[1]
+            if end > start:
+                own = hidden[:, max(0, start - done) :], targets[:, max(start, done) : end]
+                scores = token_scores(own[0].flatten(0, 1), self.head_weight, own[1].flatten())
+                found.append([x.view(len(ids), -1) for x in scores])
+            done = end
+        loss, correct = (
+            torch.cat(parts, 1)[:, first - start :] for parts in zip(*found, strict=True)
+        )
+        return TokenScores(loss, correct)
 
     def using(self, method: ScoreSpec | str, **parameters: Any) -> MethodHandle:
         """Switch a post-hoc method on in every layer until the handle is removed.
@@ -223,31 +217,22 @@ class CausalLM(nn.Module):
                 f"{self._method.spec.name} is already switched on in this model; "
                 "remove it before switching on another method"
             )
-        trained = self.config.score
-        if isinstance(method, ScoreSpec):
-            if parameters:
-                names = ", ".join(parameters)
-                raise InputError(f"a whole ScoreSpec carries its parameters; {names} cannot join")
-            spec = method
+        if isinstance(method, str):
+            spec = self.config.score.with_method(method, **parameters)
+        elif parameters:
+            names = ", ".join(parameters)
+            raise InputError(f"a whole ScoreSpec carries its parameters; {names} cannot join")
         else:
-            spec = trained.with_method(method, **parameters)
+            spec = method
         spec = spec.resolve(train_length=self.config.train_length)
         scores = [module for module in self.modules() if isinstance(module, Score)]
-        layers = self.config.layers
-        specs = [spec.layer(layer, layers) for layer in range(len(scores))]
+        specs = [spec.layer(layer, self.config.layers) for layer in range(len(scores))]
         self._method = MethodHandle(scores, specs, spec)
         return self._method
 
-    def _documents(self, ids: Tensor) -> Tensor | None:
-        """The number of each token's document; a separator belongs to the document it ends."""
-        packed = self.config.score.documents
-        if packed is None:
-            return None
-        ends = (ids == packed.separator).long()
-        return ends.cumsum(-1) - ends
 
-    def _predictions(self, ids: Tensor, backend: str = "auto") -> tuple[Tensor, Tensor]:
-        if checked_ids(ids).shape[1] < 2:
-            raise InputError(f"rows of {ids.shape[1]} tokens predict nothing; give at least 2")
-        hidden = self.hidden(ids[:, :-1], backend=backend)
-        return hidden.flatten(0, 1), ids[:, 1:].flatten()
+def _check_two(ids: Tensor) -> int:
+    """How many tokens a row predicts; `InputError` where it is none."""
+    if checked_ids(ids).shape[1] < 2:
+        raise InputError(f"rows of {ids.shape[1]} tokens predict nothing; give at least 2")
+    return ids.shape[1] - 1

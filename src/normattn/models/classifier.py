@@ -11,30 +11,24 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from normattn.models.config import ClassifierConfig
-from normattn.models.transformer import AttentionContext, Blocks, first_norm, initialise, last_norm
-from normattn.models.utils import checked_ids, embed
-from normattn.plain import plain_operations
+from normattn.models.transformer import AttentionContext, TokenModel, initialise
 
 
-class Classifier(nn.Module):
+class Classifier(TokenModel):
     """p(k | text) = σ(w_k · mean_t h_t + b_k), each label by itself.
 
     `model(ids (B, T), key_padding (B, T)) → logits (B, K)`. h is the encoder's output after its
     last norm; the mean is over the tokens that are no padding, so that neither padding nor
-    neighbours in a batch change a text's logits. Norms before and after the stack stand as in
-    `CausalLM`. Weights are drawn from torch's global generator (`initialise`), the head's bias is 0
-    at the start. Raises `InputError` for ids outside the vocabulary (on CPU).
+    neighbours in a batch change a text's logits. Weights are drawn from torch's global generator
+    (`initialise`), the head's bias is 0 at the start. Raises `InputError` for ids outside the
+    vocabulary (on CPU).
     """
 
     config_class = ClassifierConfig
 
     def __init__(self, config: ClassifierConfig) -> None:
-        super().__init__()
+        super().__init__(config, config.vocab_size)
         self.config = config
-        self.embedding = nn.Embedding(config.vocab_size, config.dim)
-        self.embedding_norm = first_norm(config)
-        self.blocks = Blocks(config)
-        self.final_norm = last_norm(config)
         self.head = nn.Linear(config.dim, config.labels)
         initialise(self, config)
         nn.init.zeros_(self.head.bias)
@@ -50,13 +44,9 @@ class Classifier(nn.Module):
         `backend` is the kernel of every layer, as in `attention`; with "reference" the whole model
         is plain operations.
         """
-        with plain_operations(backend == "reference"):
-            x = embed(self.embedding, self.embedding_norm, checked_ids(ids))
-            x = self.blocks(x, AttentionContext(key_padding, causal=False, backend=backend))
-            if self.final_norm is not None:
-                x = self.final_norm(x)
-            logits: Tensor = self.head(_mean(x, key_padding))
-            return logits
+        context = AttentionContext(key_padding, causal=False, backend=backend)
+        logits: Tensor = self.head(_mean(self.read(ids, context), key_padding))
+        return logits
 
     def loss(
         self,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 from torch import nn
 
 from normattn.errors import InputError
@@ -90,23 +91,13 @@ def translator_flops(config: TranslatorConfig, source_length: int, target_length
     and outputs once per target token, its scores once per pair of tokens. Raises `InputError` for
     a length below 1.
     """
-    if min(source_length, target_length) < 1:
-        raise InputError(
-            f"FLOPs were asked for at lengths of {source_length} and {target_length}; both must be "
-            "at least 1"
-        )
-    decoder_config = config.decoder
-    layers = decoder_config.layers
-    encoder = stack_flops(config, source_length)
-    decoder = stack_flops(decoder_config, target_length)
-    width = config.heads * config.score_head_dim
-    kv_width = (config.kv_heads or config.heads) * config.score_head_dim
-    keys_and_values = 2 * layers * config.dim * 2 * kv_width
-    queries_and_head = 2 * layers * 2 * config.dim * width + 2 * config.target_size * config.dim
-    cross = sum(
-        _attention_flops(config, config.across.layer(layer, layers), target_length, source_length)
-        for layer in range(layers)
-    )
+    below = config.decoder
+    encoder, decoder = stack_flops(config, source_length), stack_flops(below, target_length)
+    width, kv_width = _widths(config)
+    keys_and_values = 4 * below.layers * config.dim * kv_width
+    queries_and_head = 4 * below.layers * config.dim * width + 2 * config.target_size * config.dim
+    specs = [config.across.layer(layer, below.layers) for layer in range(below.layers)]
+    cross = sum(_attention_flops(config, spec, target_length, source_length) for spec in specs)
     return Flops(
         source_length * (encoder.weights + keys_and_values)
         + target_length * (decoder.weights + queries_and_head),
@@ -122,21 +113,22 @@ def stack_flops(config: StackConfig, length: int) -> Flops:
     """
     if length < 1:
         raise InputError(f"FLOPs were asked for at a length of {length}; it must be at least 1")
+    dim, gate = config.dim, config.score.gate
+    width, kv_width = _widths(config)
     if config.block == "gau":
-        value = config.expansion * config.dim
-        key_size = config.key_size * (1 + config.separate_qk)
-        matrices = config.dim * (2 * value + key_size) + value * config.dim
-        matrices += _gate_weights(config, 1, value)
+        matrices = dim * (2 * width + config.key_size * (1 + config.separate_qk)) + width * dim
     else:
-        width = config.heads * config.score_head_dim
-        kv_width = (config.kv_heads or config.heads) * config.score_head_dim
-        matrices = config.dim * (width + 2 * kv_width) + width * config.dim
-        matrices += _feed_forward_weights(config)
-        matrices += _gate_weights(config, config.heads, config.score_head_dim)
-    attention = sum(
-        _attention_flops(config, config.score.layer(layer, config.layers), length)
-        for layer in range(config.layers)
-    )
+        matrices = dim * (width + 2 * kv_width) + width * dim
+        if config.feed_forward == "swiglu":
+            matrices += 3 * dim * (config.hidden or swiglu_hidden(dim))
+        else:
+            matrices += 2 * dim * (config.hidden or 4 * dim)
+    if gate is not None:
+        matrices += dim * (width if gate.per == "feature" else config.heads)
+    if config.score.forgets:
+        matrices += dim * config.heads
+    specs = [config.score.layer(layer, config.layers) for layer in range(config.layers)]
+    attention = sum(_attention_flops(config, spec, length) for spec in specs)
     return Flops(2.0 * config.layers * matrices, attention / length)
 
 
@@ -147,33 +139,23 @@ def visible_pairs(score: ScoreSpec, length: int, causal: bool = True) -> int:
     """
     window, kept = score.window
     chunk = length if score.chunk is None else score.chunk
-    pairs = 0
-    for start in range(0, length, chunk):
-        tokens = min(chunk, length - start)
-        if kept <= start and tokens == chunk:
-            # This chunk and all whole ones after it are alike.
-            whole = (length - start) // chunk
-            rest = length - start - whole * chunk
-            return pairs + whole * _band(tokens, window, causal) + _band(rest, window, causal)
-        pairs += _band(tokens, window, causal)
-        if window is not None:
-            # The first tokens, of those queries whose window has left them.
-            pairs += _triangle(tokens - window, max(0, min(kept - start, tokens)))
-    return pairs
+    query = np.arange(length)
+    begin = query // chunk * chunk
+    end = query if causal else np.minimum(begin + chunk, length) - 1
+    low, high = begin, end
+    if window is not None:
+        low, high = np.maximum(begin, query - window + 1), np.minimum(end, query + window - 1)
+    # The first tokens, of those queries whose window has left them.
+    first = (np.minimum(low, kept) - begin).clip(min=0)
+    return int((high - low + 1 + first).sum())
 
 
-def _band(tokens: int, window: int | None, causal: bool) -> int:
-    """The pairs within a window: below the diagonal and on it, and above it unless causal."""
-    below = _triangle(tokens, tokens if window is None else window)
-    return below if causal else 2 * below - tokens
-
-
-def _triangle(rows: int, width: int) -> int:
-    """Σ min(m, width) over m = 1 … rows."""
-    if rows <= 0:
-        return 0
-    full = min(rows, width)
-    return full * (full + 1) // 2 + (rows - full) * width
+def _widths(config: StackConfig) -> tuple[int, int]:
+    """The width of all heads' values, and of all key heads'."""
+    if config.block == "gau":
+        return config.expansion * config.dim, config.key_size
+    size = config.score_head_dim
+    return config.heads * size, (config.kv_heads or config.heads) * size
 
 
 def _attention_flops(
@@ -182,7 +164,7 @@ def _attention_flops(
     """Scores and weighted values of one layer; `keys` are those of another sequence."""
     pairs = visible_pairs(score, queries, config.causal) if keys is None else queries * keys
     heads, size = config.heads, config.score_head_dim
-    value = config.expansion * config.dim if config.block == "gau" else size
+    value = _widths(config)[0] // heads
     if score.difference is not None:
         value *= 2  # Each head of a pair reads the values of both.
     # A position may turn more features than come in.
@@ -196,16 +178,3 @@ def _attention_flops(
     elif bias is not None and bias.name == "CoPE":
         flops += 2.0 * queries * heads * bias.positions * size
     return flops
-
-
-def _gate_weights(config: StackConfig, heads: int, size: int) -> int:
-    """Weights of an output gate and of a forgetting gate, where the score has one."""
-    gate = config.score.gate
-    rows = 0 if gate is None else heads * (size if gate.per == "feature" else 1)
-    return config.dim * (rows + (heads if config.score.forgets else 0))
-
-
-def _feed_forward_weights(config: StackConfig) -> int:
-    if config.feed_forward == "swiglu":
-        return 3 * config.dim * (config.hidden or swiglu_hidden(config.dim))
-    return 2 * config.dim * (config.hidden or 4 * config.dim)

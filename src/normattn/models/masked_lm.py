@@ -16,15 +16,8 @@ from normattn.errors import InputError
 from normattn.kernels.cross_entropy import linear_cross_entropy, token_scores
 from normattn.layers.norms import LayerNorm
 from normattn.models.config import MaskedLMConfig
-from normattn.models.transformer import (
-    AfterLayer,
-    AttentionContext,
-    Blocks,
-    first_norm,
-    initialise,
-    last_norm,
-)
-from normattn.models.utils import checked_ids, embed, without_dropout
+from normattn.models.transformer import AfterLayer, AttentionContext, TokenModel, initialise
+from normattn.models.utils import without_dropout
 from normattn.plain import plain_operations
 
 # Adam and Tiger do not see the scale of a loss; the norm that gradients are clipped by does, and
@@ -70,17 +63,16 @@ class Exit(nn.Module):
         return y
 
 
-class MaskedLM(nn.Module):
+class MaskedLM(TokenModel):
     """An encoder that predicts the chosen tokens of a text in which some are hidden (BERT).
 
     `model(ids (B, T)) → logits (B, T, V)`; ids run to `vocab_size`, which is the mask. Every token
-    sees every other. Norms before and after the stack stand as in `CausalLM`; the head is the
-    embedding, without the mask's row, unless `tie_head` is off.
+    sees every other. The head is the embedding, without the mask's row, unless `tie_head` is off.
 
     With `exits` the hidden vectors of each layer below the last are read by an `Exit` and the
     shared head, so that reading may stop there (FastBERT, arXiv 2004.02178). An exit learns
     from a detached copy of them and of the head: the stack is trained exactly as without exits, and
-    no gradient enters it from the middle, where a carry of scores could not be undone.
+    no gradient enters it from the middle, where summed scores could not be undone.
 
     Weights are drawn from torch's global generator, the same with and without exits. Raises
     `InputError` for ids outside the vocabulary (on CPU). Source: arXiv 1810.04805.
@@ -89,12 +81,8 @@ class MaskedLM(nn.Module):
     config_class = MaskedLMConfig
 
     def __init__(self, config: MaskedLMConfig) -> None:
-        super().__init__()
+        super().__init__(config, config.vocab_size + 1)
         self.config = config
-        self.embedding = nn.Embedding(config.vocab_size + 1, config.dim)
-        self.embedding_norm = first_norm(config)
-        self.blocks = Blocks(config)
-        self.final_norm = last_norm(config)
         self.head = (
             None if config.tie_head else nn.Linear(config.dim, config.vocab_size, bias=False)
         )
@@ -132,18 +120,12 @@ class MaskedLM(nn.Module):
         of every layer, and as layer −1 what the first one reads. `backend` is the kernel of every
         layer, as in `attention`; with "reference" the whole model is plain operations.
         """
-        with plain_operations(backend == "reference"):
-            vocabulary = (
-                f"this model's vocabulary is 0 to {self.config.vocab_size - 1}, and "
-                f"{self.config.mask_id} is the mask"
-            )
-            x = embed(self.embedding, self.embedding_norm, checked_ids(ids), vocabulary)
-            if after is not None:
-                after(-1, x)
-            context = AttentionContext(key_padding, causal=False, backend=backend)
-            x = self.blocks(x, context, after=after)
-            last: Tensor = x if self.final_norm is None else self.final_norm(x)
-            return last
+        vocabulary = (
+            f"this model's vocabulary is 0 to {self.config.vocab_size - 1}, and "
+            f"{self.config.mask_id} is the mask"
+        )
+        context = AttentionContext(key_padding, causal=False, backend=backend)
+        return self.read(ids, context, after=after, vocabulary=vocabulary)
 
     def loss(
         self,

@@ -41,17 +41,27 @@ def save_model(model: nn.Module, directory: Path | str) -> None:
     nothing. Raises `InputError` when it holds anything else, when the disk is full or cannot be
     written.
     """
-    path = Path(directory)
-    kind, config = _format_of(model), model.config
+    path, name = Path(directory), type(model).__name__
+    formats = {each: kind for kind, (_, each) in FORMATS.items()}
+    if name not in formats or not isinstance(model, _class_of(formats[name])):
+        raise InputError(f"a {name} cannot be saved; there are {', '.join(formats)}")
+    if path.exists() and not path.is_dir():
+        raise InputError(f"{path} is a file; a model is saved as a directory")
+    others = {entry.name for entry in path.iterdir()} if path.exists() else set()
+    if others := others - {CONFIG_FILE, WEIGHTS_FILE}:
+        raise InputError(
+            f"{path} holds {sorted(others)[0]}, which is not part of a saved model; "
+            "choose an empty or a new directory"
+        )
+    config = model.config
     assert isinstance(config, BaseModel)
-    _check_replaceable(path)
 
     def fill(folder: Path) -> None:
         settings = config.model_dump(mode="json")
         description = {
-            "format": kind,
+            "format": formats[name],
             "config": settings,
-            "config_sha256": _digest(kind, settings),
+            "config_sha256": _digest(formats[name], settings),
             "weights_sha256": write_tensors(folder / WEIGHTS_FILE, model.state_dict()),
         }
         text = json.dumps(description, indent=2, ensure_ascii=False, allow_nan=False)
@@ -95,18 +105,21 @@ def load_any(directory: Path | str, expected: BaseModel | None = None) -> nn.Mod
     Models saved before the settings had a digest are read without that check; where `expected` is
     given, as it is for every run, they are compared with it all the same.
     """
-    path = Path(directory)
-    described, stored = path / CONFIG_FILE, path / WEIGHTS_FILE
+    described, stored = Path(directory) / CONFIG_FILE, Path(directory) / WEIGHTS_FILE
     description = _read_description(described)
+    settings, kind = description["config"], _class_of(description["format"])
     tensors = read_tensors(stored, description["weights_sha256"])
-    kind = _class_of(description["format"])
-    _refuse_layers(description["config"], len(tensors), described)
-    with on_meta():
-        config = _read_config(kind, description, described)
-        try:
+    if not isinstance(settings, dict):
+        raise InputError(f"{described}: the field 'config' is not an object")
+    _refuse_layers(settings, len(tensors), described)
+    try:
+        with on_meta():
+            config = kind.config_class(**settings)  # type: ignore[operator]
             model = kind(config)
-        except (RuntimeError, TypeError) as error:  # a size that no tensor can have
-            raise InputError(f"{described} has sizes that no model can have") from error
+    except InputError as error:
+        raise InputError(f"{described}: {error}") from error
+    except (RuntimeError, TypeError) as error:  # a size that no tensor can have
+        raise InputError(f"{described} has sizes that no model can have") from error
     _check_tensors(model, tensors, stored)
     _check_settings(config, expected, description, described)
     model.load_state_dict(tensors, assign=True)
@@ -117,16 +130,16 @@ def _check_settings(
     config: BaseModel, expected: BaseModel | None, description: dict[str, Any], path: Path
 ) -> None:
     """Other settings make another model of the same weights, and no size need tell."""
+    difference = None
     if expected is not None:
-        difference = first_difference(
-            expected.model_dump(mode="json"), config.model_dump(mode="json")
+        wanted, found = (each.model_dump(mode="json") for each in (expected, config))
+        difference = first_difference(wanted, found)
+    if difference is not None:
+        field, one, other = difference
+        raise InputError(
+            f"{path} is not of the model that the run describes: {field} is {other} there "
+            f"and {one} in the run's configuration"
         )
-        if difference is not None:
-            field, wanted, stored = difference
-            raise InputError(
-                f"{path} is not of the model that the run describes: {field} is {stored} there "
-                f"and {wanted} in the run's configuration"
-            )
     digest = description.get("config_sha256")
     if digest is not None and digest != _digest(description["format"], description["config"]):
         raise InputError(
@@ -140,31 +153,10 @@ def _digest(kind: str, config: dict[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _format_of(model: nn.Module) -> str:
-    for name, (_, kind) in FORMATS.items():
-        if type(model).__name__ == kind and isinstance(model, _class_of(name)):
-            return name
-    known = ", ".join(kind for _, kind in FORMATS.values())
-    raise InputError(f"a {type(model).__name__} cannot be saved; there are {known}")
-
-
 def _class_of(name: str) -> type[nn.Module]:
     module, kind = FORMATS[name]
     model_class: type[nn.Module] = getattr(import_module(f"normattn.models.{module}"), kind)
     return model_class
-
-
-def _check_replaceable(path: Path) -> None:
-    if not path.exists():
-        return
-    if not path.is_dir():
-        raise InputError(f"{path} is a file; a model is saved as a directory")
-    others = {entry.name for entry in path.iterdir()} - {CONFIG_FILE, WEIGHTS_FILE}
-    if others:
-        raise InputError(
-            f"{path} holds {sorted(others)[0]}, which is not part of a saved model; "
-            "choose an empty or a new directory"
-        )
 
 
 def _read_description(path: Path) -> dict[str, Any]:
@@ -174,50 +166,38 @@ def _read_description(path: Path) -> dict[str, Any]:
             f"{path} does not describe a model of a format known here: {', '.join(FORMATS)}"
         )
     unknown = sorted(set(description) - {"format", "config", "config_sha256", "weights_sha256"})
-    if unknown:
-        raise InputError(f"{path} has the unknown field {unknown[0]!r}")
-    for name in ("config", "weights_sha256"):
-        if name not in description:
-            raise InputError(f"{path} lacks the field {name!r}")
+    missing = sorted({"config", "weights_sha256"} - set(description))
+    if unknown or missing:
+        what = f"has the unknown field {unknown[0]!r}" if unknown else f"lacks {missing[0]!r}"
+        raise InputError(f"{path} {what}")
     return description
 
 
-def _refuse_layers(values: Any, tensors: int, path: Path) -> None:
-    """Refuse more layers than tensors, at any depth: each is an object, even without memory."""
-    if not isinstance(values, dict):
-        return
+def _refuse_layers(values: dict[str, Any], tensors: int, path: Path) -> None:
+    """Refuse more layers than tensors: each is an object, even without memory."""
     for name, value in values.items():
-        _refuse_layers(value, tensors, path)
+        if isinstance(value, dict):
+            _refuse_layers(value, tensors, path)
         counted = "layers" in name and type(value) is int and not values.get("shared_layers")
         if counted and value > tensors:
             raise InputError(f"{path}: {name} is {value:,}, but the weights are {tensors} tensors")
 
 
-def _read_config(kind: type[nn.Module], description: dict[str, Any], path: Path) -> BaseModel:
-    values = description["config"]
-    if not isinstance(values, dict):
-        raise InputError(f"{path}: the field 'config' is not an object")
-    settings = getattr(kind, "config_class", None)
-    assert isinstance(settings, type)
-    assert issubclass(settings, BaseModel)
-    try:
-        return settings(**values)
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from error
-
-
 def _check_tensors(model: nn.Module, tensors: dict[str, Tensor], path: Path) -> None:
     expected = model.state_dict()
-    missing = sorted(set(expected) - set(tensors))
-    unknown = sorted(set(tensors) - set(expected))
-    if missing or unknown:
-        problem = f"lacks the tensor {missing[0]}" if missing else f"has the tensor {unknown[0]}"
-        raise InputError(f"{path} {problem}, unlike the model that {CONFIG_FILE} describes")
-    for name, value in expected.items():
-        if tensors[name].shape != value.shape:
+    for problem, names in (
+        ("lacks", set(expected) - set(tensors)),
+        ("has", set(tensors) - set(expected)),
+    ):
+        if names:
             raise InputError(
-                f"{path}: {name} is {tuple(tensors[name].shape)}, "
-                f"but {CONFIG_FILE} asks for {tuple(value.shape)}"
+                f"{path} {problem} the tensor {min(names)}, unlike the model that {CONFIG_FILE} "
+                "describes"
             )
-        if value.is_floating_point() != tensors[name].is_floating_point():
-            raise InputError(f"{path}: {name} is {tensors[name].dtype}, which it cannot be")
+    for name, value in expected.items():
+        found = tensors[name]
+        if found.shape != value.shape or found.is_floating_point() != value.is_floating_point():
+            raise InputError(
+                f"{path}: {name} is {found.dtype} of {tuple(found.shape)}, but {CONFIG_FILE} asks "
+                f"for {value.dtype} of {tuple(value.shape)}"
+            )

@@ -23,10 +23,12 @@ from normattn.layers.cross_attention import CrossAttention, Memory
 from normattn.layers.feed_forward import GELU, SwiGLU
 from normattn.layers.gau import GatedAttentionUnit
 from normattn.layers.norms import LayerNorm, RMSNorm
-from normattn.layers.residual import DeepNorm, FixedScale, PostLN, PreLN, ReZero
+from normattn.layers.residual import DeepNorm, FixedScale, Placed, PostLN, PreLN, ReZero
 from normattn.layers.residual_scores import ResidualLayer, residual_layers
-from normattn.models.config import DecoderConfig, StackConfig
-from normattn.score import Score, ScoreSpec
+from normattn.models.config import StackConfig
+from normattn.models.utils import checked_ids, embed
+from normattn.plain import plain_operations
+from normattn.score import ScoreSpec
 
 AfterLayer = Callable[[int, Tensor], None]
 """Called with each layer's number, from 0, and its output (B, T, D)."""
@@ -36,24 +38,29 @@ AfterLayer = Callable[[int, Tensor], None]
 class AttentionContext:
     """What every layer must know of all S tokens; None where tokens are simply counted.
 
-    `causal`: a token sees those before it and itself only. `residual` is what the layers below hand
-    on to this one. `backend` names the kernel, as in `attention`.
+    `causal`: a token sees those before it and itself only. `query_padding` says which tokens no
+    statistics should count, `key_padding` where it is not given. `residual` is what the layers
+    below hand on to this one. `backend` names the kernel, as in `attention`.
     """
 
     key_padding: Bool[Tensor, "b s"] | None = None
-    positions: Int[Tensor, "b s"] | None = None
+    positions: Int[Tensor, "*b s"] | None = None
     documents: Int[Tensor, "b s"] | None = None
     causal: bool = True
     residual: ResidualLayer | None = None
     backend: str = "auto"
+    query_padding: Bool[Tensor, "b t"] | None = None
 
 
 class Block(nn.Module):
-    """An attention sub-layer, then, if there is one, a feed-forward sub-layer."""
+    """An attention sub-layer, one that reads a source and a feed-forward one, where they are."""
 
-    def __init__(self, mixer: nn.Module, feed_forward: nn.Module | None) -> None:
+    def __init__(
+        self, mixer: nn.Module, feed_forward: nn.Module | None, cross: nn.Module | None = None
+    ) -> None:
         super().__init__()
         self.mixer = mixer
+        self.cross = cross
         self.feed_forward = feed_forward
 
     def forward(
@@ -61,8 +68,10 @@ class Block(nn.Module):
         x: Float[Tensor, "b t d"],
         context: AttentionContext | None = None,
         cache: KeyValueCache | None = None,
+        memory: Memory | None = None,
+        across: AttentionContext | None = None,
     ) -> Float[Tensor, "b t d"]:
-        """The block's output; `cache` is its layer's."""
+        """The block's output; `cache` is its layer's, `memory` a source, read in `across`."""
         context = context or AttentionContext()
         x = self.mixer(
             x,
@@ -72,45 +81,97 @@ class Block(nn.Module):
             documents=context.documents,
             cache=cache,
             residual=context.residual,
+            query_padding=context.query_padding,
             backend=context.backend,
         )
+        if self.cross is not None and across is not None:
+            x = self.cross(
+                x,
+                memory=memory,
+                positions=across.positions,
+                query_padding=across.query_padding,
+                residual=across.residual,
+                backend=across.backend,
+            )
         return x if self.feed_forward is None else self.feed_forward(x)
 
 
-class BlockList(nn.ModuleList):
-    """Blocks of `layers` layers, bottom first; a single block is used for every layer.
+class Blocks(nn.ModuleList):
+    """The blocks of a `StackConfig`, bottom first; with `shared_layers` one block, used again.
 
+    `blocks(x, context)` runs them all; x and the result are (B, T, D). With `across`, the score of
+    a cross attention, they are a decoder's. Residual scores live for one call.
     `activation_checkpointing`: in training a block keeps its input alone and computes the rest
     again in the backward pass (see `set_activation_checkpointing`).
     """
 
-    def __init__(self, blocks: Iterator[nn.Module], layers: int) -> None:
-        super().__init__(blocks)
-        self.layers = layers
+    def __init__(self, config: StackConfig, across: ScoreSpec | None = None) -> None:
+        own = 1 if config.shared_layers else config.layers
+        super().__init__(make_block(config, layer, across) for layer in range(own))
+        self.layers = config.layers
         self.activation_checkpointing = False
+        self._score, self._across = config.score, across
+
+    def forward(
+        self,
+        x: Float[Tensor, "b t d"],
+        context: AttentionContext | None = None,
+        caches: Sequence[KeyValueCache | None] | None = None,
+        after: AfterLayer | None = None,
+        memories: Sequence[Memory] | None = None,
+        across: AttentionContext | None = None,
+    ) -> Float[Tensor, "b t d"]:
+        """Every layer in turn.
+
+        `caches` has one for each layer, `memories` one for each block, which it reads in the
+        context `across`; `after` is called with every output.
+        """
+        contexts = self._contexts(self._score, context or AttentionContext())
+        sources: Sequence[AttentionContext | None] = [None] * self.layers
+        if self._across is not None and across is not None:
+            sources = self._contexts(self._across, across)
+        for layer in range(self.layers):
+            x = self._run(
+                *(layer, x, contexts[layer], None if caches is None else caches[layer]),
+                *(None if memories is None else memories[layer % len(self)], sources[layer]),
+            )
+            if after is not None:
+                after(layer, x)
+        return x
+
+    def remember(
+        self, source: Float[Tensor, "b s d"], padding: Tensor | None, positions: Tensor
+    ) -> tuple[Memory, ...]:
+        """The keys and values that each block of a decoder reads of a source."""
+        crosses: list[Any] = [block.cross for block in self if isinstance(block, Block)]
+        return tuple(cross.sublayer.remember(source, padding, positions) for cross in crosses)
 
     @property
-    def recomputes(self) -> bool:
-        """Whether the activations of this forward pass are computed once more."""
+    def specs(self) -> list[ScoreSpec]:
+        """The active self-attention score of every layer."""
+        blocks: list[Any] = list(self)
+        return [blocks[n % len(self)].mixer.sublayer.score.spec for n in range(self.layers)]
+
+    @property
+    def _recomputes(self) -> bool:
         return self.activation_checkpointing and torch.is_grad_enabled()
 
-    def contexts(self, score: ScoreSpec, context: AttentionContext) -> list[AttentionContext]:
+    def _contexts(self, score: ScoreSpec, context: AttentionContext) -> list[AttentionContext]:
         """The context of every layer of one forward pass, with what residual scores need."""
         residual = residual_layers(score, self.layers)
         if residual is None:
             return [context] * self.layers
         assert score.residual is not None
-        if self.recomputes and score.residual.carries == "scores" and context.backend == "auto":
+        if self._recomputes and score.residual.carries == "scores" and context.backend == "auto":
             # A buffer of summed scores cannot be filled once more in a backward pass; the queries
             # and keys of all layers, side by side, can.
             context = replace(context, backend="concatenated")
         return [replace(context, residual=layer) for layer in residual]
 
-    def run(self, layer: int, *arguments: Any) -> Tensor:
-        """The output of one layer's block."""
+    def _run(self, layer: int, *arguments: Any) -> Tensor:
         block = self[layer % len(self)]
         x: Tensor
-        if not self.recomputes:
+        if not self._recomputes:
             x = block(*arguments)
             return x
         recomputed: dict[str, Any] = {}
@@ -138,7 +199,7 @@ def set_activation_checkpointing(model: nn.Module, on: bool = True) -> None:
     Memory for activations falls to the blocks' inputs, for about a third more computation; the
     gradients are the same, for every score. Raises `InputError` for a model without blocks of ours.
     """
-    stacks = [module for module in model.modules() if isinstance(module, BlockList)]
+    stacks = [module for module in model.modules() if isinstance(module, Blocks)]
     if not stacks:
         raise InputError(
             f"activation checkpointing needs a model of normattn's blocks; a "
@@ -148,158 +209,45 @@ def set_activation_checkpointing(model: nn.Module, on: bool = True) -> None:
         stack.activation_checkpointing = on
 
 
-class Blocks(BlockList):
-    """The blocks of a `StackConfig`; with `shared_layers` one block, used again.
+class TokenModel(nn.Module):
+    """Embedding, blocks, and the norms around them: the body of every model of one text.
 
-    `blocks(x, context)` runs them all; x and the result are (B, T, D). Residual scores live for one
-    call.
+    PreLN and ReZero end in a norm; PostLN and DeepNorm, whose blocks end in one, normalise the
+    embedding instead, so that every sub-layer reads a normalised stream; ReZeroNoNorm and
+    FixedScale have no norm at all.
     """
 
-    def __init__(self, config: StackConfig) -> None:
-        own = 1 if config.shared_layers else config.layers
-        super().__init__((make_block(config, layer) for layer in range(own)), config.layers)
-        self._score = config.score
+    def __init__(self, config: StackConfig, tokens: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(tokens, config.dim)
+        self.embedding_norm = first_norm(config)
+        self.blocks = Blocks(config)
+        self.final_norm = last_norm(config)
 
-    def forward(
+    def read(
         self,
-        x: Float[Tensor, "b t d"],
-        context: AttentionContext | None = None,
+        ids: Int[Tensor, "b t"],
+        context: AttentionContext,
         caches: Sequence[KeyValueCache | None] | None = None,
         after: AfterLayer | None = None,
+        vocabulary: str | None = None,
     ) -> Float[Tensor, "b t d"]:
-        """Every layer in turn; `caches` has one for each, `after` is called with every output."""
-        contexts = self.contexts(self._score, context or AttentionContext())
-        for layer in range(self.layers):
-            x = self.run(layer, x, contexts[layer], None if caches is None else caches[layer])
-            if after is not None:
-                after(layer, x)
-        return x
+        """The last block's output after the final norm.
 
-    @property
-    def specs(self) -> list[ScoreSpec]:
-        """The active score of every layer."""
-        specs = [module.spec for module in self.modules() if isinstance(module, Score)]
-        return specs * (self.layers // len(specs))
-
-
-class DecoderBlock(nn.Module):
-    """A self-attention, a cross-attention and a feed-forward sub-layer, each in the placement."""
-
-    def __init__(self, config: DecoderConfig, score: ScoreSpec, across: ScoreSpec) -> None:
-        super().__init__()
-        self.mixer = place(config, make_attention(config, score))
-        self.cross = place(
-            config,
-            CrossAttention(
-                config.dim,
-                config.heads,
-                config.kv_heads,
-                across,
-                head_dim=config.head_dim,
-                dropout=config.dropout,
-            ),
-        )
-        self.feed_forward = place(config, make_feed_forward(config))
-
-    @property
-    def cross_attention(self) -> CrossAttention:
-        """The layer that reads the source."""
-        layer = self.cross.sublayer
-        assert isinstance(layer, CrossAttention)
-        return layer
-
-    def forward(
-        self,
-        x: Float[Tensor, "b t d"],
-        memory: Memory,
-        positions: Int[Tensor, " t"],
-        padding: Bool[Tensor, "b t"] | None = None,
-        own: AttentionContext | None = None,
-        across: AttentionContext | None = None,
-        cache: KeyValueCache | None = None,
-    ) -> Float[Tensor, "b t d"]:
-        """The block's output for tokens at `positions`.
-
-        `padding`, on the right and so seen by nobody, is left out of statistics. `own` and `across`
-        hold residual and kernel of self-attention and cross attention; `cache` is the former's.
+        `after(layer, x)` is called with the output of every layer, and as layer −1 with what the
+        first one reads; `vocabulary` says what ids there are where one is not among them.
         """
-        own, across = own or AttentionContext(), across or AttentionContext()
-        x = self.mixer(
-            x,
-            causal=True,
-            query_padding=padding,
-            cache=cache,
-            residual=own.residual,
-            backend=own.backend,
-        )
-        x = self.cross(
-            x,
-            memory=memory,
-            positions=positions,
-            query_padding=padding,
-            residual=across.residual,
-            backend=across.backend,
-        )
-        y: Tensor = self.feed_forward(x)
-        return y
+        with plain_operations(context.backend == "reference"):
+            x = embed(self.embedding, self.embedding_norm, checked_ids(ids), vocabulary)
+            if after is not None:
+                after(-1, x)
+            x = self.blocks(x, context, caches, after)
+            return x if self.final_norm is None else self.final_norm(x)
 
 
-class DecoderBlocks(BlockList):
-    """The blocks of a translator's decoder; with `shared_layers` one block, used again.
-
-    Self-attention and cross attention have residual scores of their own, which live for one call.
-    """
-
-    def __init__(self, config: DecoderConfig, across: ScoreSpec) -> None:
-        layers = config.layers
-        blocks = (
-            DecoderBlock(config, config.score.layer(layer, layers), across.layer(layer, layers))
-            for layer in range(1 if config.shared_layers else layers)
-        )
-        super().__init__(blocks, layers)
-        self._scores = config.score, across
-
-    def remember(
-        self, source: Float[Tensor, "b s d"], padding: Tensor | None, positions: Tensor
-    ) -> tuple[Memory, ...]:
-        """The keys and values that each block reads of a source."""
-        return tuple(
-            block.cross_attention.remember(source, padding, positions) for block in self._blocks
-        )
-
-    def forward(
-        self,
-        x: Float[Tensor, "b t d"],
-        memories: Sequence[Memory],
-        positions: Int[Tensor, " t"],
-        padding: Bool[Tensor, "b t"] | None = None,
-        caches: Sequence[KeyValueCache | None] | None = None,
-        backend: str = "auto",
-    ) -> Float[Tensor, "b t d"]:
-        """Every layer in turn; there is a memory for each block and a cache for each layer."""
-        own, across = (
-            self.contexts(score, AttentionContext(backend=backend)) for score in self._scores
-        )
-        for layer in range(self.layers):
-            cache = None if caches is None else caches[layer]
-            memory = memories[layer % len(self)]
-            x = self.run(layer, x, memory, positions, padding, own[layer], across[layer], cache)
-        return x
-
-    @property
-    def specs(self) -> list[ScoreSpec]:
-        """The active self-attention score of every layer."""
-        layers: list[Any] = [block.mixer.sublayer for block in self._blocks]
-        return [layers[layer % len(layers)].score.spec for layer in range(self.layers)]
-
-    @property
-    def _blocks(self) -> list[DecoderBlock]:
-        return [block for block in self if isinstance(block, DecoderBlock)]
-
-
-def make_block(config: StackConfig, layer: int) -> Block:
-    """The block of one layer, from 0, with that layer's score."""
-    score = config.score.layer(layer, config.layers)
+def make_block(config: StackConfig, layer: int, across: ScoreSpec | None = None) -> Block:
+    """The block of one layer, from 0, with that layer's scores."""
+    score, cross = config.score.layer(layer, config.layers), None
     if config.block == "gau":
         unit = GatedAttentionUnit(
             config.dim,
@@ -310,30 +258,18 @@ def make_block(config: StackConfig, layer: int) -> Block:
             dropout=config.dropout,
         )
         return Block(place(config, unit), None)
-    attention, feed_forward = make_attention(config, score), make_feed_forward(config)
-    return Block(place(config, attention), place(config, feed_forward))
-
-
-def make_attention(config: StackConfig, score: ScoreSpec) -> Attention:
-    """The attention layer of a block, with its own score."""
-    return Attention(
-        config.dim,
-        config.heads,
-        config.kv_heads,
-        score,
-        head_dim=config.head_dim,
-        qkv_bias=config.qkv_bias,
-        dropout=config.dropout,
-    )
-
-
-def make_feed_forward(config: StackConfig) -> SwiGLU | GELU:
-    """The feed-forward layer of a block."""
+    sizes: Any = (config.dim, config.heads, config.kv_heads)
+    head_dim, dropout = config.head_dim, config.dropout
+    own = Attention(*sizes, score, head_dim=head_dim, qkv_bias=config.qkv_bias, dropout=dropout)
+    mixer = place(config, own)
+    if across is not None:
+        spec = across.layer(layer, config.layers)
+        cross = place(config, CrossAttention(*sizes, spec, head_dim=head_dim, dropout=dropout))
     kind = SwiGLU if config.feed_forward == "swiglu" else GELU
-    return kind(config.dim, config.hidden)
+    return Block(mixer, place(config, kind(config.dim, config.hidden)), cross)
 
 
-def place(config: StackConfig, sublayer: nn.Module) -> nn.Module:
+def place(config: StackConfig, sublayer: nn.Module) -> Placed:
     """A sub-layer in the configured placement of norm and residual."""
     dropout = config.dropout
     if config.placement == "FixedScale":
@@ -343,20 +279,16 @@ def place(config: StackConfig, sublayer: nn.Module) -> nn.Module:
     norm = make_norm(config)
     if config.placement == "DeepNorm":
         return DeepNorm(sublayer, norm, config.deepnorm[0], dropout)
-    kinds = {"PreLN": PreLN, "PostLN": PostLN, "ReZero": ReZero}
+    kinds: dict[str, type[Placed]] = {"PreLN": PreLN, "PostLN": PostLN, "ReZero": ReZero}
     return kinds[config.placement](sublayer, norm, dropout)
 
 
 def make_norm(config: StackConfig) -> LayerNorm | RMSNorm:
     """One norm over the width, of the configured kind."""
+    dim, eps, gain = config.dim, config.norm_eps, config.norm_gain
     if config.norm == "layer":
-        return LayerNorm(config.dim, config.norm_eps, gain=config.norm_gain, bias=config.norm_gain)
-    return RMSNorm(
-        config.dim,
-        config.norm_eps,
-        gain=config.norm_gain,
-        eps_placement=config.eps_placement,
-    )
+        return LayerNorm(dim, eps, gain=gain, bias=gain)
+    return RMSNorm(dim, eps, gain=gain, eps_placement=config.eps_placement)
 
 
 def first_norm(config: StackConfig) -> nn.Module | None:
@@ -393,89 +325,58 @@ def initialise(model: nn.Module, config: StackConfig) -> None:
     norms, other γ, β and what a score learns keep the values that their modules gave them.
     """
     for module in model.modules():
-        if isinstance(module, nn.Embedding):
-            deviation = config.embedding_std or config.init_std or config.dim**-0.5
-            _draw(module.weight, deviation)
-        elif isinstance(module, Attention):
-            _attention(module, config)
-        elif isinstance(module, CrossAttention):
-            _cross_attention(module, config)
-        elif isinstance(module, GatedAttentionUnit):
-            _gated_attention_unit(module, config)
-        elif isinstance(module, SwiGLU | GELU):
-            _feed_forward(module, config)
+        for weight, deviation in _deviations(module, config):
+            _draw(weight, deviation)
+        if isinstance(module, Attention | GatedAttentionUnit):
+            for projection in (getattr(module, "qkv", None), module.gate, module.forget):
+                if projection is not None and projection.bias is not None:
+                    projection.bias.zero_()
     head = getattr(model, "head", None)
     if isinstance(head, nn.Linear):
         _draw(head.weight, config.init_std or config.dim**-0.5)
 
 
-def _attention(layer: Attention, config: StackConfig) -> None:
-    into, out = _branch_gains(config)
-    kv = layer.kv_heads * layer.head_dim
-    q, k, v = torch.split(layer.qkv.weight, [layer.heads * layer.head_dim, kv, kv])
-    for weight, gain in ((q, 1.0), (k, 1.0), (v, into), (layer.out.weight, out)):
-        _draw(weight, gain * _deviation(weight, config))
-    if layer.qkv.bias is not None:
-        layer.qkv.bias.zero_()
-    _gates(layer, config)
+def _deviations(layer: nn.Module, config: StackConfig) -> Iterator[tuple[Tensor, float]]:
+    """The weights of a layer, those of its sub-modules apart, and the deviation of each."""
+    beta, given = config.deepnorm[1], config.init_std
+    deep, into, out = config.placement == "DeepNorm", 1.0, 1.0
+    if deep:
+        into = out = beta
+    elif config.placement == "PreLN":
+        out = config.sublayers**-0.5
 
+    def usual(weight: Tensor, gain: float) -> tuple[Tensor, float]:
+        fan_out, fan_in = weight.shape
+        xavier = math.sqrt(2 / (fan_in + fan_out))
+        return weight, gain * (given or (xavier if deep else 1 / math.sqrt(fan_in)))
 
-def _cross_attention(layer: CrossAttention, config: StackConfig) -> None:
-    into, out = _branch_gains(config)
-    k, v = layer.kv.weight.chunk(2)
-    for weight, gain in ((layer.q.weight, 1.0), (k, 1.0), (v, into), (layer.out.weight, out)):
-        _draw(weight, gain * _deviation(weight, config))
+    def by_width(weight: Tensor, gain: float = 1.0) -> tuple[Tensor, float]:
+        return weight, gain * (given or weight.shape[1] ** -0.5)
 
-
-def _feed_forward(layer: SwiGLU | GELU, config: StackConfig) -> None:
-    into, out = _branch_gains(config)
-    for weight in torch.split(layer.up.weight, layer.hidden):
-        _draw(weight, into * _deviation(weight, config))
-    _draw(layer.down.weight, out * _deviation(layer.down.weight, config))
-
-
-def _gated_attention_unit(layer: GatedAttentionUnit, config: StackConfig) -> None:
-    if config.placement == "DeepNorm":
-        _, beta = config.deepnorm
-        gate, value, key, out = 1.0, beta, 1.0, beta
-    else:
-        gate = value = key = out = config.layers ** (-1 / 3)
-    u, v, *keys = torch.split(layer.expand.weight, layer.widths)
-    weights = [(u, gate), (v, value), *((z, key) for z in keys), (layer.out.weight, out)]
-    for weight, gain in weights:
+    if isinstance(layer, nn.Embedding):
+        yield layer.weight, config.embedding_std or given or config.dim**-0.5
+    elif isinstance(layer, Attention):
+        kv = layer.kv_heads * layer.head_dim
+        q, k, v = torch.split(layer.qkv.weight, [layer.heads * layer.head_dim, kv, kv])
+        yield from (usual(q, 1.0), usual(k, 1.0), usual(v, into), usual(layer.out.weight, out))
+    elif isinstance(layer, CrossAttention):
+        k, v = layer.kv.weight.chunk(2)
+        yield from (usual(layer.q.weight, 1.0), usual(k, 1.0), usual(v, into))
+        yield usual(layer.out.weight, out)
+    elif isinstance(layer, GatedAttentionUnit):
         # Fan-in also under DeepNorm: swish and the gate already shrink what Xavier would shrink.
-        _draw(weight, gain * (config.init_std or weight.shape[1] ** -0.5))
-    if config.gamma_std is not None and layer.gamma is not None:
-        _draw(layer.gamma, config.gamma_std)
-    _gates(layer, config)
-
-
-def _gates(layer: Attention | GatedAttentionUnit, config: StackConfig) -> None:
-    """The projections that an output gate or a forgetting gate has, without a gain."""
-    for gate in (layer.gate, layer.forget):
-        if gate is not None:
-            _draw(gate.weight, config.init_std or gate.in_features**-0.5)
-            if gate.bias is not None:
-                gate.bias.zero_()
-
-
-def _branch_gains(config: StackConfig) -> tuple[float, float]:
-    """The gains of a branch's first (value, up) and last (output, down) weights."""
-    if config.placement == "DeepNorm":
-        _, beta = config.deepnorm
-        return beta, beta
-    if config.placement == "PreLN":
-        return 1.0, config.sublayers**-0.5
-    return 1.0, 1.0
-
-
-def _deviation(weight: Tensor, config: StackConfig) -> float:
-    if config.init_std is not None:
-        return config.init_std
-    fan_out, fan_in = weight.shape
-    if config.placement == "DeepNorm":
-        return math.sqrt(2 / (fan_in + fan_out))
-    return 1 / math.sqrt(fan_in)
+        calm = 1.0 if deep else config.layers ** (-1 / 3)
+        u, v, *keys = torch.split(layer.expand.weight, layer.widths)
+        scaled = beta if deep else calm
+        yield from (by_width(u, calm), by_width(v, scaled), *(by_width(z, calm) for z in keys))
+        yield by_width(layer.out.weight, scaled)
+        if config.gamma_std is not None and layer.gamma is not None:
+            yield layer.gamma, config.gamma_std
+    elif isinstance(layer, SwiGLU | GELU):
+        yield from (usual(weight, into) for weight in torch.split(layer.up.weight, layer.hidden))
+        yield usual(layer.down.weight, out)
+    if isinstance(layer, Attention | GatedAttentionUnit):
+        yield from (by_width(x.weight) for x in (layer.gate, layer.forget) if x is not None)
 
 
 def _draw(weight: Tensor, deviation: float) -> None:

@@ -24,7 +24,6 @@ from normattn.models.config import TranslatorConfig
 from normattn.models.transformer import (
     AttentionContext,
     Blocks,
-    DecoderBlocks,
     first_norm,
     initialise,
     last_norm,
@@ -93,7 +92,7 @@ class Translator(nn.Module):
         self.source_norm, self.target_norm = first_norm(config), first_norm(config)
         self.encoder = Blocks(config)
         self.encoder_norm = last_norm(config)
-        self.decoder = DecoderBlocks(below, config.across)
+        self.decoder = Blocks(below, config.across)
         self.decoder_norm = last_norm(config)
         self.head = (
             None if config.tie_head else nn.Linear(config.dim, config.target_size, bias=False)
@@ -157,7 +156,9 @@ class Translator(nn.Module):
         padding = target == self.config.pad_id if cache is None else None
         with plain_operations(backend == "reference"):
             x = self._embed(self._targets, self.target_norm, target)
-            x = self.decoder(x, encoded.memories, positions, padding, caches, backend)
+            own = AttentionContext(backend=backend, query_padding=padding)
+            across = replace(own, positions=positions)
+            x = self.decoder(x, own, caches, memories=encoded.memories, across=across)
             if cache is not None:
                 cache.done(target.shape[1])
             last: Tensor = x if self.decoder_norm is None else self.decoder_norm(x)

@@ -49,8 +49,8 @@ class VisionTransformer(nn.Module):
     `model(images (B, C, H, W)) → logits (B, K)`; pixels are numbers in −1 … 1. An image is cut into
     patches, row by row, each of which one matrix (with bias) turns into a token; before them stands
     a learned class token where `pool` is "class"; learned positions are added where `positions`
-    says so. Every token sees every other. q, k and v come from one matmul, as in the source's code.
-    The head, with bias, reads the class token, or the mean of all tokens, after the final norm.
+    says so. Every token sees every other. The head, with bias, reads the class token, or the mean
+    of all tokens, after the final norm.
 
     Weights are drawn from torch's global generator: blocks and head as `initialise` says, the
     patches' matrix with deviation 1/√fan-in, positions with 0.02. Raises `InputError` for images of

@@ -30,7 +30,7 @@ from normattn.io import explain_os_errors
 from normattn.lab.runs import Checkpoint, Checkpoints
 from normattn.lab.training.distributed import Parallel, World, all_finite
 from normattn.lab.training.sharded_checkpoint import read_shards
-from normattn.models.transformer import BlockList
+from normattn.models.transformer import Blocks
 
 
 class Sharded(Parallel):
@@ -65,7 +65,7 @@ class Sharded(Parallel):
         half = torch.bfloat16 if self._precision == "bf16" else None
         policy = MixedPrecisionPolicy(half, torch.float32, cast_forward_inputs=False)
         for module in objective.modules():
-            if isinstance(module, BlockList):
+            if isinstance(module, Blocks):
                 for block in module:
                     fully_shard(block, mesh=mesh, mp_policy=policy, ignored_params=whole)
         fully_shard(objective, mesh=mesh, ignored_params=whole)
