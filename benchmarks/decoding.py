@@ -17,7 +17,7 @@ from benchmarks.attention import Rotation, Shape
 from benchmarks.harness import DTYPES, Case, Options
 from normattn.lab.runs.timing import Step
 from normattn.layers.attention import attention_cached
-from normattn.layers.cache import StaticCache
+from normattn.layers.cache import KeyValueCache
 
 SCORES = (
     *("Baseline", "KNA", "Baseline-logn@512", "Baseline-YaRN(factor=8)@512", "Baseline-ALiBi"),
@@ -29,7 +29,7 @@ def cached(shape: Shape, score: str) -> Step:
     """A token attends to itself and to the T before it, and is forgotten again."""
     spec = normattn.ScoreSpec.parse(score)
     module = normattn.Score(spec, shape.heads, shape.size).to(shape.device)
-    cache = StaticCache(shape.length + 1)
+    cache = KeyValueCache(shape.length + 1)
     token = replace(shape, length=1).tensors()
 
     @torch.inference_mode()

@@ -15,7 +15,7 @@ from normattn.kernels import AttentionInputs, AttentionMask, attend, numerics, t
 from normattn.kernels.dispatch import KERNELS
 from normattn.layers import decode
 from normattn.layers.attention import attention_cached
-from normattn.layers.cache import GrowingCache
+from normattn.layers.cache import KeyValueCache
 
 # In bf16 only the rows that must be NaN are asked about: of 16 n + 1 rows of odd length oneDNN's
 # AMX product, and so torch's own linear layer, shows a NaN of the last row in the one before too.
@@ -91,7 +91,7 @@ def test_decoding(score: str, value: float) -> None:
     """A spoilt key is NaN for its own row and for every later one."""
     module = Score(score, 2, D, 1).eval()
     for first in (1, 5):
-        cache, seed = GrowingCache(), torch.Generator().manual_seed(0)
+        cache, seed = KeyValueCache(), torch.Generator().manual_seed(0)
         for step, count in enumerate((first, 1, 1, 1)):
             q, k, v = (torch.randn((1, heads, count, D), generator=seed) for heads in (2, 1, 1))
             if step == 1:
@@ -100,7 +100,7 @@ def test_decoding(score: str, value: float) -> None:
             assert bool(out.isnan().all()) == (step > 0), step
             assert bool(out.isfinite().all()) == (step == 0), step
         q, k, v = (torch.randn((1, heads, 1, D), generator=seed) for heads in (2, 1, 1))
-        fresh = GrowingCache()
+        fresh = KeyValueCache()
         q[:, :, 0, 0] = value
         assert attention_cached(q, k, v, module, fresh).isnan().all()
 
@@ -114,7 +114,7 @@ def test_no_infinite_key_is_kept_where_the_host_cannot_look(
     """As on CUDA: every new key goes through x + 0·x, and later tokens read a NaN."""
     for module in (numerics, decode):
         monkeypatch.setattr(module, "readable", lambda x: False)
-    layer, cache = Score(score, 2, D, 1).eval(), GrowingCache()
+    layer, cache = Score(score, 2, D, 1).eval(), KeyValueCache()
     for step in range(3):
         q, k, v = (torch.randn((1, heads, 1, D)) for heads in (2, 1, 1))
         if step == 1:

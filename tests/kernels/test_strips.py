@@ -9,7 +9,7 @@ from kernels.memory import largest
 from normattn import Score, attention, explain
 from normattn.kernels import reference
 from normattn.layers.attention import attention_cached
-from normattn.layers.cache import GrowingCache
+from normattn.layers.cache import KeyValueCache
 from score.cases import tensors
 
 B, H, G, T, D = 2, 4, 2, 96, 8
@@ -59,7 +59,7 @@ def test_a_row_does_not_know_of_its_neighbours(small: None) -> None:
 @torch.no_grad()
 def test_a_cache_past_the_threshold(small: None) -> None:
     q, k, v = tensors(*SHAPES)
-    score, cache, pieces, first = _score(), GrowingCache(), [], 0
+    score, cache, pieces, first = _score(), KeyValueCache(), [], 0
     for size in (1, 30, 1, 1, 50, 13):
         new = slice(first, first + size)
         pieces.append(attention_cached(q[:, :, new], k[:, :, new], v[:, :, new], score, cache))

@@ -23,7 +23,7 @@ CASES = [
     (
         "float8 in a cache",
         "attention_cached(*(x.to(e4m3) for x in (q[:, :2], k, v)), Score('KNA', 2, 4), "
-        "GrowingCache())",
+        "KeyValueCache())",
         "bfloat16 or float16",
     ),
     ("float8 in a layer", "Attention(8, 2)(x.to(e4m3))", "x must be float32, float64"),
@@ -69,11 +69,11 @@ CASES = [
     ("restarting in a layer", "Attention(8, 2)(x, positions=again)", "documents="),
     (
         "restarting in a cache",
-        "attention_cached(q[:, :2], k, v, Score('KNA', 2, 4), GrowingCache(), positions=rows)",
+        "attention_cached(q[:, :2], k, v, Score('KNA', 2, 4), KeyValueCache(), positions=rows)",
         "documents=",
     ),
     ("no batch", "Attention(8, 2)(x[0])", "must be (batch, tokens, width)"),
-    ("no batch in a cache", "Attention(8, 2)(x[0], cache=GrowingCache())", "x must be (batch"),
+    ("no batch in a cache", "Attention(8, 2)(x[0], cache=KeyValueCache())", "x must be (batch"),
     ("another width", "Attention(8, 2)(x[..., 1:])", "a width of 8, but it is (2, 5, 7)"),
     ("four axes", "GatedAttentionUnit(8, 4)(x[None])", "but it is (1, 2, 5, 8)"),
     ("no batch of a source", "CrossAttention(8, 2).remember(x[0])", "source must be (batch"),
@@ -91,7 +91,7 @@ import json, sys, torch
 from normattn import Attention, GatedAttentionUnit, InputError, Score, ScoreSpec, attention
 from normattn.layers import CrossAttention
 from normattn.layers.attention import attention_cached
-from normattn.layers.cache import GrowingCache
+from normattn.layers.cache import KeyValueCache
 q, k, v = (torch.zeros(2, heads, 5, 4) for heads in (4, 2, 2))
 at, padding = torch.arange(5), torch.zeros(2, 5, dtype=torch.bool)
 again = torch.tensor([0, 1, 2, 0, 1])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from normattn import Score, attention
 from normattn.layers.attention import attention_cached
-from normattn.layers.cache import GrowingCache
+from normattn.layers.cache import KeyValueCache
 from score.cases import (
     METHODS,
     VARIANTS,
@@ -55,7 +55,7 @@ def _stored(
     apart: Tensor | None = None,
 ) -> Tensor:
     """Each chunk of queries reads what the cache holds by then."""
-    cache, pieces, first = GrowingCache(), [], 0
+    cache, pieces, first = KeyValueCache(), [], 0
     for size in CHUNKS:
         last = first + size
         rows, keys, values = (x[:, :, first:last] for x in (q, k, v))

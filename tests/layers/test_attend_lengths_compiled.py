@@ -105,13 +105,13 @@ import json, sys, warnings, torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from normattn import Score, attention
 from normattn.layers.attention import attention_cached
-from normattn.layers.cache import StaticCache
+from normattn.layers.cache import KeyValueCache
 warnings.simplefilter("ignore")
 torch.set_num_threads(1)
 
 def check(text, tokens=24):
     torch._dynamo.reset()
-    score, cache = Score(text, 4, 8, 2).eval(), StaticCache(tokens)
+    score, cache = Score(text, 4, 8, 2).eval(), KeyValueCache(tokens)
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, heads, tokens, 8, generator=generator) for heads in (4, 2, 2))
     graphs = CompileCounterWithBackend("aot_eager")

@@ -12,7 +12,7 @@ from torch import Tensor
 from normattn import Attention, GatedAttentionUnit, InputError, Score, attention
 from normattn.kernels import BACKENDS
 from normattn.layers.attention import attention_cached
-from normattn.layers.cache import GrowingCache
+from normattn.layers.cache import KeyValueCache
 from score.cases import tensors
 
 B, H, G, T, D, E = 2, 4, 2, 11, 6, 5
@@ -115,7 +115,7 @@ def test_a_cache_reads_as_the_whole(text: str) -> None:
     q, k, v, forget = tensors((B, H, T, D), (B, G, T, D), (B, G, T, D), (B, T, H))
     score = Score(text, H, D, G).double()
     whole = attention(q, k, v, score, forget=forget)
-    cache, pieces, first = GrowingCache(), [], 0
+    cache, pieces, first = KeyValueCache(), [], 0
     for size in (3, 1, 1, 4, 2):
         new = slice(first, first + size)
         at = (q[:, :, new], k[:, :, new], v[:, :, new])
@@ -155,7 +155,7 @@ def test_a_layer_learns_its_gate(which: int) -> None:
     with torch.no_grad():
         for row in range(3):
             torch.testing.assert_close(layer(x[row : row + 1]), out[row : row + 1])
-        cache = GrowingCache()
+        cache = KeyValueCache()
         layer.eval()
         cached = [layer(x[:, t : t + 1], cache=cache) for t in range(7)]
         torch.testing.assert_close(torch.cat(cached, 1), out, rtol=1e-9, atol=1e-10)

@@ -15,7 +15,7 @@ from torch import Tensor
 from normattn import Attention, InputError, Score, ScoreSpec, attention, explain
 from normattn.kernels import BACKENDS, reference, tiled
 from normattn.layers.attention import attention_cached
-from normattn.layers.cache import GrowingCache
+from normattn.layers.cache import KeyValueCache
 from normattn.layers.cross_attention import refuse_across
 from normattn.layers.gau import GatedAttentionUnit
 from normattn.layers.residual_scores import residual_layers
@@ -173,7 +173,7 @@ def test_a_cache_reads_as_the_whole(recipe: Recipe, padded: bool) -> None:
     """One more token without padding takes the quick way."""
     q, k, v = tensors(*SHAPES)
     padding = (torch.arange(T)[None] < torch.arange(B)[:, None]) if padded else None
-    score, cache, pieces, first = _score(recipe, "Differential"), GrowingCache(), [], 0
+    score, cache, pieces, first = _score(recipe, "Differential"), KeyValueCache(), [], 0
     for size in (1, 3, 1, 5, 1):
         new = slice(first, first + size)
         first += size

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from normattn import Attention, InputError, Score, attention
 from normattn.layers.attention import attention_cached
-from normattn.layers.cache import GrowingCache, KeyValueCache, StaticCache, WindowCache
+from normattn.layers.cache import KeyValueCache
 from score.cases import tensors
 
 TOKENS, D = 12, 8
@@ -60,7 +60,7 @@ def test_pieces_are_the_whole(text: str, kind: str) -> None:
     if kind == "floating":
         mask = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, -torch.inf)
     expected = attention(q, k, v, score, False, attn_mask=mask, key_padding=padding)
-    for cache in (GrowingCache(), StaticCache(TOKENS)):
+    for cache in (KeyValueCache(), KeyValueCache(TOKENS)):
         found = _read(score, [q, k, v], mask, cache, padding)
         for row, first in ((0, 0), (1, 2 if kind == "padded" else 0)):
             torch.testing.assert_close(
@@ -79,7 +79,7 @@ def test_a_layer_with_a_window_that_forgets(text: str) -> None:
     x = torch.randn(1, 40, 16, dtype=torch.float64)
     mask = torch.ones(40, 40, dtype=torch.bool)
     mask[:, 7], mask[:, 30] = False, False
-    whole, cache = layer(x, attn_mask=mask), WindowCache(3)
+    whole, cache = layer(x, attn_mask=mask), KeyValueCache(window=3)
     cuts = [0, 9, 20, *range(21, 41)]
     pieces = [
         layer(x[:, a:b], cache=cache, attn_mask=mask[a:b, :b]) for a, b in itertools.pairwise(cuts)
@@ -98,19 +98,19 @@ def test_what_cannot_be_is_refused_before_the_cache_changes() -> None:
         ("QKBatchNorm", every, "statistics across the sequence"),
     ]
     for text, mask, said in cases:
-        score, cache = Score(text, 2, D).double().eval(), GrowingCache()
+        score, cache = Score(text, 2, D).double().eval(), KeyValueCache()
         with pytest.raises(InputError, match=said):
             attention_cached(q, k, v, score, cache, attn_mask=mask, causal=False)
         assert cache.length == 0
     layer = Attention(16, 2).eval()
     with pytest.raises(InputError, match="attn_mask"):
-        layer(torch.zeros(1, 3, 16), causal=False, cache=GrowingCache())
+        layer(torch.zeros(1, 3, 16), causal=False, cache=KeyValueCache())
 
 
 @torch.no_grad()
 def test_positions_of_all_tokens_for_every_row_at_once() -> None:
     layer = Attention(16, 2, score="KNA").eval()
     x, at = torch.randn(2, 9, 16), 3 * torch.arange(9)
-    cache = GrowingCache()
+    cache = KeyValueCache()
     pieces = [layer(x[:, a:b], cache=cache, positions=at[:b]) for a, b in ((0, 4), (4, 8), (8, 9))]
     torch.testing.assert_close(torch.cat(pieces, 1), layer(x, positions=at))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from normattn.errors import InputError
 from normattn.layers.attention import attention, attention_cached
-from normattn.layers.cache import GrowingCache
+from normattn.layers.cache import KeyValueCache
 from normattn.score import Score
 
 H, G, D = 4, 2, 8
@@ -28,7 +28,7 @@ def _tensors(batch: int, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
 @torch.no_grad()
 def test_small_and_vanishing_keys(score: str) -> None:
     """Normalised in fewer calls, a key of any size is what the whole forward makes of it."""
-    module, cache = Score(score, H, D, G).double().eval(), GrowingCache()
+    module, cache = Score(score, H, D, G).double().eval(), KeyValueCache()
     q, k, v = _tensors(2, 7)
     k[:, :, 3] *= 1e-13
     k[:, :, 4] = 0
@@ -47,7 +47,7 @@ def test_small_and_vanishing_keys(score: str) -> None:
 @torch.no_grad()
 def test_another_number_of_rows() -> None:
     """Rows that a beam search drops are gone from the next step too."""
-    module, cache = Score("KNA", H, D, G).double().eval(), GrowingCache()
+    module, cache = Score("KNA", H, D, G).double().eval(), KeyValueCache()
     q, k, v = _tensors(3, 5)
     for at in range(4):
         now = slice(at, at + 1)
@@ -64,14 +64,14 @@ def test_another_number_of_rows() -> None:
 @torch.no_grad()
 def test_what_was_checked_once_is_still_refused() -> None:
     """A prepared step lets through no missing gate, no other score and no other dtype."""
-    gated, cache = Score("Baseline-Gate", H, D, G).double().eval(), GrowingCache()
+    gated, cache = Score("Baseline-Gate", H, D, G).double().eval(), KeyValueCache()
     q, k, v = _tensors(1, 1)
     gate = torch.zeros(1, 1, H * D, dtype=torch.float64)
     for _ in range(2):
         attention_cached(q, k, v, gated, cache, gate=gate)
     with pytest.raises(InputError, match="needs gate"):
         attention_cached(q, k, v, gated, cache)
-    plain, cache = Score("KNA", H, D, G).double().eval(), GrowingCache()
+    plain, cache = Score("KNA", H, D, G).double().eval(), KeyValueCache()
     for _ in range(2):
         attention_cached(q, k, v, plain, cache)
     with pytest.raises(InputError, match="share a dtype"):

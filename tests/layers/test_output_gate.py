@@ -10,7 +10,7 @@ from torch import Tensor
 
 from normattn import Attention, GatedAttentionUnit, InputError, Score, attention
 from normattn.layers.attention import attention_cached
-from normattn.layers.cache import GrowingCache
+from normattn.layers.cache import KeyValueCache
 from normattn.layers.cross_attention import CrossAttention
 from score.cases import tensors
 
@@ -57,7 +57,7 @@ def test_a_cache_reads_as_the_whole(per: str) -> None:
     q, k, v, gate = tensors((B, H, T, D), (B, G, T, D), (B, G, T, D), (B, T, wide))
     score = Score(f"Baseline-Gate(per={per})", H, D, G).double()
     whole = attention(q, k, v, score, gate=gate)
-    cache, pieces, first = GrowingCache(), [], 0
+    cache, pieces, first = KeyValueCache(), [], 0
     for size in (3, 1, 1, 4):
         new = slice(first, first + size)
         pieces.append(
@@ -91,7 +91,7 @@ def test_a_layer_learns_the_gate_and_keeps_batch_rows_apart(per: str, which: int
     assert layer.gate.weight.shape == (rows, 16)
     for row in range(3):
         torch.testing.assert_close(layer(x[row : row + 1]), out[row : row + 1])
-    cache = GrowingCache()
+    cache = KeyValueCache()
     layer.eval()
     with torch.no_grad():
         cached = [layer(x[:, t : t + 1], cache=cache) for t in range(7)]

@@ -12,7 +12,7 @@ from torch import Tensor
 from normattn import InputError, Score, attention
 from normattn.kernels import BACKENDS
 from normattn.layers.attention import attention_cached
-from normattn.layers.cache import GrowingCache
+from normattn.layers.cache import KeyValueCache
 from score.cases import tensors
 
 D = 8
@@ -93,7 +93,7 @@ def test_with_a_cache(case: str, score: str) -> None:
     expected = _alone(score, q, k, v, runs, True)
     real = [place for run in runs for place in run]
     name = _packed(score)
-    module, cache = Score(name, 2, D, 1).double().eval(), GrowingCache()
+    module, cache = Score(name, 2, D, 1).double().eval(), KeyValueCache()
     documents, pieces = torch.tensor([numbers]), []
     for last in (1, 2, 6, 7, 9):
         new = slice(cache.length, last)
@@ -109,10 +109,10 @@ def test_a_cache_wants_documents_where_attention_does() -> None:
     (q, k, v), _ = _inputs([])
     documents = torch.zeros(q.shape[0], q.shape[2], dtype=torch.int64)
     with pytest.raises(InputError, match="KNA-Packed keeps documents apart and needs documents"):
-        attention_cached(q, k, v, Score("KNA-Packed", 2, D, 1).double(), GrowingCache())
+        attention_cached(q, k, v, Score("KNA-Packed", 2, D, 1).double(), KeyValueCache())
     plain = Score("KNA", 2, D, 1).double()
     with pytest.raises(InputError, match="KNA attends across them: name KNA-Packed"):
-        attention_cached(q, k, v, plain, GrowingCache(), documents=documents)
+        attention_cached(q, k, v, plain, KeyValueCache(), documents=documents)
 
 
 def test_positions_that_begin_anew_are_documents_by_name_only() -> None:

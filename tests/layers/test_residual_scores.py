@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from normattn import Attention, CausalLM, CausalLMConfig, InputError, Score, ScoreSpec, attention
 from normattn.kernels import tiled
 from normattn.layers.attention import attention_cached
-from normattn.layers.cache import GrowingCache
+from normattn.layers.cache import KeyValueCache
 from normattn.layers.residual_scores import ResidualLayer, residual_layers
 from score import oracle
 from score.cases import array, built, tensors
@@ -278,7 +278,7 @@ def test_a_score_with_a_residual_needs_it(name: str) -> None:
     with pytest.raises(InputError, match=said):
         attention(q, k, v, name)
     with pytest.raises(InputError, match=said), torch.no_grad():
-        attention_cached(q, k, v, Score(name, 2, D), GrowingCache())
+        attention_cached(q, k, v, Score(name, 2, D), KeyValueCache())
     with pytest.raises(InputError, match=said):
         Attention(16, 2, score=name)(torch.randn(1, 5, 16))
 

@@ -11,7 +11,7 @@ from normattn.kernels import reference
 from normattn.kernels.stats import observing
 from normattn.lab.diagnostics.alpha import alpha
 from normattn.layers.attention import attention_cached
-from normattn.layers.cache import GrowingCache, KeyValueCache, StaticCache, WindowCache
+from normattn.layers.cache import KeyValueCache
 from normattn.layers.prepare import prepare
 from normattn.models import CausalLM, CausalLMConfig
 from score.cases import tensors
@@ -66,7 +66,7 @@ def _step(score: Score, cache: KeyValueCache, q: Tensor, k: Tensor, new: slice) 
 @torch.no_grad()
 def test_a_cache_takes_back_its_last_call_and_no_more() -> None:
     q, k, _ = (x.detach() for x in tensors(*SHAPES))
-    score, cache = Score(NAME, H, D, 1).double(), GrowingCache()
+    score, cache = Score(NAME, H, D, 1).double(), KeyValueCache()
     whole = attention(q, k, k, score)
     _step(score, cache, q, k, slice(0, 4))
     _step(score, cache, 3 * q, -k, slice(4, 5))
@@ -89,7 +89,11 @@ def test_a_cache_takes_back_its_last_call_and_no_more() -> None:
 def test_rows_of_a_cache_are_exchanged_and_old_keys_dropped(kind: str) -> None:
     q, k, v = (x.detach() for x in tensors((B, H, 70, D), (B, 1, 70, D), (B, 1, 70, D)))
     score = Score(f"{NAME}-SlidingWindow(window=3)", H, D, 1).double()
-    caches = {"growing": GrowingCache(), "static": StaticCache(70), "window": WindowCache(3)}
+    caches = {
+        "growing": KeyValueCache(),
+        "static": KeyValueCache(70),
+        "window": KeyValueCache(window=3),
+    }
     cache, whole = caches[kind], attention(q, k, v, score)
     order, first = torch.tensor([1, 0]), 0
     for size in (2, 5, 1, 60, 1, 1):

@@ -11,7 +11,7 @@ from torch import Tensor
 from normattn import InputError, Score, ScoreSpec, attention, explain
 from normattn.kernels.stats import Observation, observing
 from normattn.layers.attention import attention_cached
-from normattn.layers.cache import GrowingCache
+from normattn.layers.cache import KeyValueCache
 from score.cases import NORMALISERS, built, normalised, tensors
 
 B, H, T, D = 2, 2, 11, 8
@@ -60,7 +60,7 @@ def test_keys_in_any_order_are_broken_off_by_position() -> None:
 @pytest.mark.parametrize("recipe", list(normalised()), ids=lambda recipe: recipe.text)
 def test_a_cache_reads_as_the_whole(recipe: Any) -> None:
     q, k, v = tensors(*SHAPES)
-    score, cache, pieces, first = built(recipe, H, D, 1), GrowingCache(), [], 0
+    score, cache, pieces, first = built(recipe, H, D, 1), KeyValueCache(), [], 0
     for size in (1, 3, 1, 5, 1):
         new = slice(first, first + size)
         pieces.append(attention_cached(q[:, :, new], k[:, :, new], v[:, :, new], score, cache))

@@ -5,7 +5,6 @@ Legend: B batch, G key heads, T new tokens, S tokens in all, D key size, E value
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -59,14 +58,9 @@ class Room:
         self.data = self.data[: len(rows)]
         self.view(self.used).copy_(chosen)
 
-    def drop(self, begin: int, end: int, capacity: int) -> None:
-        """Forget places `begin` … `end` − 1, and hold room for `capacity`."""
-        if self.data is None:
-            return
-        kept = torch.cat(
-            (self.view(begin), self.view(self.used).narrow(self.axis, end, self.used - end)),
-            self.axis,
-        )
+    def drop(self, count: int, capacity: int) -> None:
+        """Forget the first `count` places, and hold room for `capacity`."""
+        kept = self.view(self.used).narrow(self.axis, count, self.used - count)
         self.data, self.used = self._fresh(kept, capacity, kept.shape[0]), 0
         self.append(kept)
 
@@ -93,33 +87,33 @@ class Room:
             return torch.empty(shape, dtype=like.dtype, device=like.device)
 
 
-class KeyValueCache(ABC):
+class KeyValueCache:
     """Keys, as `Score.cache_keys` makes them, and values of the tokens that one layer has read.
 
-    `length` counts the tokens read. The first `dropped` of them may be forgotten. `rotated` holds
-    keys as the rows of a block read them, where the score works by blocks, and `tables`
-    what a single token needs of its score beforehand; `near` has the keys before token
-    `near_end` at their near positions, where there are two regimes. `selected` has
-    what queries took from each key (B, S), by the number of tokens read then: now, and a call
-    before. A cache belongs to the score that filled it and to inference: tensors that want a
-    gradient are refused.
+    Memory grows by doubling. With `max_length` it is taken at the first token, and more tokens are
+    refused; with a sliding `window`, keys that no later row can see are forgotten: it holds at most
+    about 2·window tokens beside those of the last call. A cache belongs to the score that filled it
+    and to inference: tensors that want a gradient are refused.
+
+    `length` counts the tokens read, of which the first `dropped` are forgotten. `rotated` holds
+    keys as the rows of a block read them, where the score works by blocks, `tables` what a single
+    token needs of its score beforehand; `near` has the keys before token `near_end` at their near
+    positions, where there are two regimes. `selected` has what queries took from each key (B, S),
+    by the number of tokens read then: now, and a call before.
     """
 
-    def __init__(self, limit: int | None = None) -> None:
+    def __init__(self, max_length: int | None = None, *, window: int | None = None) -> None:
+        if max_length is not None and max_length < 1:
+            raise InputError(f"a cache of {max_length} tokens was asked for; give at least 1")
+        self.max_length, self.window = max_length, window
         self.length = 0
         self.dropped = 0
-        self.window = 0
         self.rotated: dict[int, Room] = {}
         self.tables: Any = None  # the `DecodeTables` of `layers.decode`, which imports this file
         self.near, self.near_end = Room(2), 0
         self.selected: dict[int, Tensor] = {}
-        self._limit = limit
-        self._keys, self._values = Room(2, limit), Room(2, limit)
+        self._keys, self._values = Room(2, max_length), Room(2, max_length)
         self._spec: ScoreSpec | None = None
-
-    @abstractmethod
-    def make_room(self, tokens: int) -> None:
-        """Prepare for more tokens; raises `InputError` where there is no room for them."""
 
     def claim(self, spec: ScoreSpec) -> None:
         """Refuse keys of another score than the one that filled this cache."""
@@ -148,7 +142,7 @@ class KeyValueCache(ABC):
                 f"this cache holds {held.shape[0]} rows of {held.shape[1]} key heads in "
                 f"{held.dtype}, but keys of {tuple(k.shape)} in {k.dtype} were added"
             )
-        self.make_room(k.shape[2])
+        self._make_room(k.shape[2])
         keys, values = self._keys.append(k), self._values.append(v)
         self.length += k.shape[2]
         return keys, values
@@ -191,7 +185,7 @@ class KeyValueCache(ABC):
                 f"what the tokens after token {length} have selected cannot be taken back: read "
                 "the text again"
             )
-        if self.dropped and length - self.window + 1 < self.dropped:
+        if self.window is not None and self.dropped and length - self.window + 1 < self.dropped:
             raise InputError(
                 f"a layer with a window of {self.window} has forgotten the keys before token "
                 f"{self.dropped}, which rows after token {length} see: read the text again"
@@ -200,7 +194,7 @@ class KeyValueCache(ABC):
     @property
     def croppable(self) -> bool:
         """Whether any number of the last tokens can be taken back."""
-        return not self.window and (self._spec is None or self._spec.selection is None)
+        return self.window is None and (self._spec is None or self._spec.selection is None)
 
     @property
     def rows(self) -> int:
@@ -216,48 +210,18 @@ class KeyValueCache(ABC):
     def _rooms(self) -> tuple[Room, ...]:
         return self._keys, self._values, self.near, *self.rotated.values()
 
-
-class GrowingCache(KeyValueCache):
-    """Memory grows with the tokens read, by doubling."""
-
-    def make_room(self, tokens: int) -> None:
-        """There always is."""
-
-
-class StaticCache(KeyValueCache):
-    """Room for `max_length` tokens, taken at the first one; more are refused."""
-
-    def __init__(self, max_length: int) -> None:
-        if max_length < 1:
-            raise InputError(f"a cache of {max_length} tokens was asked for; give at least 1")
-        super().__init__(max_length)
-        self.max_length = max_length
-
-    def make_room(self, tokens: int) -> None:
-        """Refuse more than `max_length` tokens."""
-        refuse_overflow(self.length, tokens, self.max_length)
-
-
-class WindowCache(KeyValueCache):
-    """For a layer that sees a sliding window: keys that no later row can see are forgotten.
-
-    Holds at most about 2·window tokens beside those of the last call.
-    """
-
-    def __init__(self, window: int) -> None:
-        super().__init__()
-        self.window = window
-
-    def make_room(self, tokens: int) -> None:
-        """Forget all but the last window − 1 tokens when the room is full."""
+    def _make_room(self, tokens: int) -> None:
+        """Refuse more than `max_length` tokens; forget all but the last window − 1 when full."""
+        if self.max_length is not None:
+            refuse_overflow(self.length, tokens, self.max_length)
         data, used = self._keys.data, self._keys.used
-        if data is None or used + tokens <= data.shape[2]:
+        if self.window is None or data is None or used + tokens <= data.shape[2]:
             return
         gone = max(0, used - self.window + 1)
         if gone:
             capacity = max(2 * self.window, used - gone + tokens)
             for room in (self._keys, self._values):
-                room.drop(0, gone, capacity)
+                room.drop(gone, capacity)
             self.selected = {at: taken[:, gone:] for at, taken in self.selected.items()}
             self.rotated.clear()  # Its columns were those of the keys before.
             self.dropped += gone

@@ -190,7 +190,7 @@ class DecodeTables:
         start = max(0, end - self.near)
         if cache.near_end == end - 1 and end - 1 - room.used <= start:
             if room.used > 2 * self.near + 64:
-                room.drop(0, room.used - self.near, 2 * self.near + 65)
+                room.drop(room.used - self.near, 2 * self.near + 65)
             room.append(new)
         else:
             # The cache was filled or cut by other calls: rotate the window once.

@@ -38,19 +38,9 @@ class Hypothesis:
     ended: Literal["stop", "length"]
 
 
-@dataclass(frozen=True)
-class _Settings:
-    beam: int
-    penalty: float
-    max_length: int | None
-
-    def limit(self, source: Sequence[int]) -> int:
-        """The most tokens before the end token."""
-        return 2 * len(source) + 10 if self.max_length is None else self.max_length
-
-    def score(self, log_probability: float, tokens: int) -> float:
-        """The score of so many tokens, the end token among them."""
-        return log_probability / math.pow((5 + tokens) / 6, self.penalty)
+def score_of(log_probability: float, tokens: int, penalty: float) -> float:
+    """log p / lp of so many tokens, the end token among them."""
+    return log_probability / math.pow((5 + tokens) / 6, penalty)
 
 
 @torch.inference_mode()
@@ -81,15 +71,16 @@ def beam_search(
     smaller token id. A source's result does not depend on the others. Raises `InputError` for an
     empty source, ids outside the vocabulary and settings out of range.
     """
-    settings = _Settings(beam, length_penalty, max_length)
-    _check(model, sources, settings, batch)
+    _check(model, sources, beam, length_penalty, max_length, batch)
     order = sorted(range(len(sources)), key=lambda number: len(sources[number]), reverse=True)
     translations: list[list[Hypothesis]] = [[] for _ in sources]
     with without_dropout(model):
         for start in range(0, len(order), batch):
             numbers = order[start : start + batch]
-            search = _Search(model, [sources[number] for number in numbers], settings)
-            for number, hypotheses in zip(numbers, search.run(), strict=True):
+            own = [sources[number] for number in numbers]
+            limits = [max_length or 2 * len(source) + 10 for source in own]
+            found = _Search(model, own, beam, length_penalty, limits).run()
+            for number, hypotheses in zip(numbers, found, strict=True):
                 translations[number] = hypotheses
     return translations
 
@@ -97,25 +88,34 @@ def beam_search(
 class _Search:
     """One batch under way: a grid of R sources by K places, of which some may be empty."""
 
-    def __init__(self, model: Any, sources: Sequence[Sequence[int]], settings: _Settings) -> None:
-        self.model, self.settings = model, settings
-        device = model.head_weight.device
-        rows, beam = len(sources), settings.beam
-        self.encoded = model.encode(_padded(sources, model.config.pad_id, device))
+    def __init__(
+        self,
+        model: Any,
+        sources: Sequence[Sequence[int]],
+        beam: int,
+        penalty: float,
+        limits: list[int],
+    ) -> None:
+        self.model, self.config = model, model.config
+        self.beam, self.penalty = beam, penalty
+        rows, device = len(sources), model.head_weight.device
+        longest = max(len(source) for source in sources)
+        pads = [[self.config.pad_id] * (longest - len(source)) for source in sources]
+        padded = [[*source, *pad] for source, pad in zip(sources, pads, strict=True)]
+        self.encoded = model.encode(torch.tensor(padded, device=device))
         self.cache = model.new_cache()
         self.finished: list[list[Hypothesis]] = [[] for _ in sources]
         # Of the sources that are not done: their number, and the most tokens of each.
-        self.numbers = list(range(rows))
-        self.limits = [settings.limit(source) for source in sources]
+        self.numbers, self.limits = list(range(rows)), limits
         self.total = torch.full((rows, beam), -math.inf, dtype=torch.float64, device=device)
         self.total[:, 0] = 0.0
-        self.tokens = torch.full((rows, beam, 1), model.config.bos_id, device=device)
+        self.tokens = torch.full((rows, beam, 1), self.config.bos_id, device=device)
 
     def run(self) -> list[list[Hypothesis]]:
         """Step by step until every source is done."""
         while self.numbers:
             values, parents, words = self._continuations()
-            ended = (words == self.model.config.eos_id) & (values > -math.inf)
+            ended = (words == self.config.eos_id) & (values > -math.inf)
             self._finish(values, parents, ended)
             self._go_on(values.masked_fill(ended, -math.inf), parents, words)
         return [sorted(hypotheses, key=lambda one: -one.score) for hypotheses in self.finished]
@@ -132,14 +132,13 @@ class _Search:
         log_p = torch.log_softmax(logits if logits.element_size() > 2 else logits.float(), -1)
         if not bool(torch.isfinite(log_p.amax(-1)).all()):
             raise InputError("the model's logits are not finite: its weights cannot be used")
-        config = self.model.config
-        log_p[:, [config.pad_id, config.bos_id]] = -math.inf
+        log_p[:, [self.config.pad_id, self.config.bos_id]] = -math.inf
         over = [row for row, limit in enumerate(self.limits) if limit < length]
         if over:
             grid = log_p.view(rows, beam, -1)
-            end = grid[over, :, config.eos_id]
+            end = grid[over, :, self.config.eos_id]
             grid[over] = -math.inf
-            grid[over, :, config.eos_id] = end
+            grid[over, :, self.config.eos_id] = end
         chance, words = best(log_p, min(beam, log_p.shape[1]))
         total = (self.total.reshape(-1, 1) + chance.double()).view(rows, -1)
         values, at = torch.sort(total, stable=True, dim=-1, descending=True)
@@ -153,16 +152,11 @@ class _Search:
         """Put those aside that ended."""
         length = self.tokens.shape[2]
         for row, candidate in ended.nonzero().tolist():
-            tokens = self.tokens[row, parents[row, candidate], 1:].tolist()
+            tokens = tuple(self.tokens[row, parents[row, candidate], 1:].tolist())
             value = float(values[row, candidate])
-            self.finished[self.numbers[row]].append(
-                Hypothesis(
-                    tuple(tokens),
-                    self.settings.score(value, length),
-                    value,
-                    "length" if length > self.limits[row] else "stop",
-                )
-            )
+            score = score_of(value, length, self.penalty)
+            why: Literal["stop", "length"] = "length" if length > self.limits[row] else "stop"
+            self.finished[self.numbers[row]].append(Hypothesis(tokens, score, value, why))
 
     def _go_on(self, values: Tensor, parents: Tensor, words: Tensor) -> None:
         """Write the tokens of all others, and leave the sources that are done."""
@@ -178,13 +172,12 @@ class _Search:
             self.limits = [self.limits[row] for row in going]
         if not going:
             return
-        beam, parents = self.settings.beam, parents[rows]
+        parents = parents[rows]
         self.total = values[rows]
         before = self.tokens[rows[:, None], parents]
         self.tokens = torch.cat((before, words[rows][:, :, None]), -1)
-        flat = (rows[:, None] * beam + parents).flatten()
-        same = torch.arange(len(values) * beam, device=flat.device)
-        if not torch.equal(flat, same):
+        flat = (rows[:, None] * self.beam + parents).flatten()
+        if not torch.equal(flat, torch.arange(values.numel(), device=flat.device)):
             self.cache.reorder(flat)
 
     def _open(self, row: int, highest: float) -> bool:
@@ -193,7 +186,7 @@ class _Search:
             return False
         ended = self.finished[self.numbers[row]]
         # Probabilities only fall, and no length penalty is larger than that of the last length.
-        hope = self.settings.score(highest, self.limits[row] + 1)
+        hope = score_of(highest, self.limits[row] + 1, self.penalty)
         return not ended or hope > max(one.score for one in ended)
 
 
@@ -213,21 +206,19 @@ def best(
     return chosen, places.gather(-1, order)
 
 
-def _padded(sources: Sequence[Sequence[int]], pad: int, device: torch.device) -> Tensor:
-    longest = max(len(source) for source in sources)
-    return torch.tensor(
-        [[*source, *[pad] * (longest - len(source))] for source in sources], device=device
-    )
-
-
-def _check(model: Any, sources: Sequence[Sequence[int]], settings: _Settings, batch: int) -> None:
-    for name, value in (("beam", settings.beam), ("batch", batch)):
-        if value < 1:
+def _check(
+    model: Any,
+    sources: Sequence[Sequence[int]],
+    beam: int,
+    penalty: float,
+    max_length: int | None,
+    batch: int,
+) -> None:
+    for name, value in (("beam", beam), ("batch", batch), ("max_length", max_length)):
+        if value is not None and value < 1:
             raise InputError(f"{name} is {value}; it must be at least 1")
-    if settings.max_length is not None and settings.max_length < 1:
-        raise InputError(f"max_length is {settings.max_length}; it must be at least 1")
-    if not (math.isfinite(settings.penalty) and settings.penalty >= 0):
-        raise InputError(f"length_penalty is {settings.penalty}; it must be 0 or more")
+    if not (math.isfinite(penalty) and penalty >= 0):
+        raise InputError(f"length_penalty is {penalty}; it must be 0 or more")
     for number, source in enumerate(sources):
         if len(source) == 0:
             raise InputError(f"source {number} is empty; give it at least the end token")

@@ -12,14 +12,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from normattn.errors import InputError
-from normattn.layers.cache import (
-    GrowingCache,
-    KeyValueCache,
-    Room,
-    StaticCache,
-    WindowCache,
-    refuse_overflow,
-)
+from normattn.layers.cache import KeyValueCache, Room, refuse_overflow
 from normattn.models.transformer import AttentionContext
 from normattn.score import ScoreSpec
 
@@ -39,7 +32,13 @@ class ModelCache:
     def __init__(self, specs: Sequence[ScoreSpec], max_length: int | None = None) -> None:
         self.max_length = max_length
         self.length = 0
-        self.layers: list[KeyValueCache] = [_layer(spec, max_length) for spec in specs]
+        self.layers: list[KeyValueCache] = []
+        for spec in specs:
+            window, kept = spec.window
+            forgets = window is not None and not kept
+            cache = KeyValueCache(window=window) if forgets else KeyValueCache(max_length)
+            cache.claim(spec)
+            self.layers.append(cache)
         separators = {spec.documents.separator for spec in specs if spec.documents is not None}
         self._separator = separators.pop() if separators else None
         # Of all tokens, where they are more than simply counted; `ends` marks separators.
@@ -61,16 +60,16 @@ class ModelCache:
             padded = padded or bool(key_padding.any())
         if not padded and self._separator is None:
             return AttentionContext()
-        if not padded:
-            key_padding = None
-        else:
+        whole, documents = None, None
+        if padded:
             new = torch.zeros_like(ids, dtype=torch.bool) if key_padding is None else key_padding
-            key_padding = self._padding.append(new)
-        documents = None
+            whole = self._padding.append(new)
+        own = ids.new_zeros(ids.shape[0], self.length + ids.shape[1])
         if self._separator is not None:
-            documents = self._number_documents((ids == self._separator).long())
-        positions = _places(self._own(documents, key_padding, ids), self._positions, self.length)
-        return AttentionContext(key_padding, self._positions.append(positions), documents)
+            own = documents = self._number_documents((ids == self._separator).long())
+        own = own if whole is None else own.masked_fill(whole, -1)
+        positions = self._positions.append(_places(own, self._positions, self.length))
+        return AttentionContext(whole, positions, documents)
 
     def done(self, tokens: int) -> None:
         """All layers have read the new tokens."""
@@ -90,30 +89,24 @@ class ModelCache:
         self._forget_unfinished()
         for layer in self.layers:
             layer.check_cut(length)
-        for layer in self.layers:
-            layer.truncate(length)
-        self._cut(length)
         self.length = length
+        self._forget_unfinished()
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory held, used or not."""
-        layers = sum(layer.nbytes for layer in self.layers)
-        return layers + sum(room.nbytes for room in self._rooms)
+        return sum(each.nbytes for each in (*self.layers, *self._rooms))
 
     @property
     def _rooms(self) -> tuple[Room, ...]:
         return self._padding, self._positions, self._documents, self._ends
 
     def _forget_unfinished(self) -> None:
-        """A call that failed half-way leaves some layers ahead of others."""
+        """Cut all to one length: a call that failed half-way leaves some layers ahead of others."""
         for layer in self.layers:
             layer.truncate(self.length)
-        self._cut(self.length)
-
-    def _cut(self, length: int) -> None:
         for room in self._rooms:
-            room.used = min(room.used, length)
+            room.used = min(room.used, self.length)
 
     def _number_documents(self, ends: Tensor) -> Tensor:
         """The number of each token's document; a separator belongs to the document it ends."""
@@ -123,13 +116,6 @@ class ModelCache:
             before = before + last[:, -1:]
         self._ends.append(ends)
         return self._documents.append(before)
-
-    def _own(self, documents: Tensor | None, padding: Tensor | None, ids: Tensor) -> Tensor:
-        """The document of each of all tokens, −1 for padding."""
-        own = documents
-        if own is None:
-            own = ids.new_zeros(ids.shape[0], self.length + ids.shape[1])
-        return own if padding is None else own.masked_fill(padding, -1)
 
     def _refuse_padding(self, ids: Tensor, padding: Tensor) -> None:
         if padding.shape != ids.shape or padding.dtype != torch.bool:
@@ -161,14 +147,3 @@ def _places(own: Tensor, positions: Room, first: int) -> Tensor:
         return at - start
     before = positions.view(first)[:, -1:]
     return torch.where(start < 0, before + 1 + at, at - start)
-
-
-def _layer(spec: ScoreSpec, max_length: int | None) -> KeyValueCache:
-    window, kept = spec.window
-    made: KeyValueCache
-    if window is not None and not kept:
-        made = WindowCache(window)
-    else:
-        made = GrowingCache() if max_length is None else StaticCache(max_length)
-    made.claim(spec)
-    return made

@@ -10,6 +10,7 @@ import torch
 from pydantic import Field, ValidationError, model_validator
 
 from normattn.errors import InputError
+from normattn.layers.checks import checked_head_dim
 from normattn.layers.cross_attention import refuse_across
 from normattn.layers.residual import deepnorm_factors
 from normattn.score import Score, ScoreSpec
@@ -109,9 +110,27 @@ class StackConfig(Settings):
 
     @model_validator(mode="after")
     def _check(self) -> StackConfig:
-        self._check_block()
-        self._check_norm()
-        self._complete(score=self._resolved_score())
+        if self.block == "gau":
+            self._refuse_set("block", BLOCK_SETTINGS["mha"])
+            if self.heads != 1:
+                raise InputError(f"a gated attention unit has one head; heads is {self.heads}")
+            if self.separate_qk and self.gamma_std is not None:
+                raise InputError("gamma_std draws γ; with separate_qk there is no γ: leave it out")
+        else:
+            self._refuse_set("block", BLOCK_SETTINGS["gau"])
+            checked_head_dim(self.dim, self.heads, self.kv_heads or self.heads, self.head_dim)
+        if not self.has_norms:
+            self._refuse_set("placement", ("norm", "norm_gain", "norm_eps", "eps_placement"))
+        if self.norm == "layer":
+            self._refuse_set("norm", ("eps_placement",))
+        if self.causal and self.score.leaks_future:
+            raise InputError(
+                f"{self.score.name} reads statistics across the sequence, so a causal language "
+                "model with it would see the future"
+            )
+        if not self.causal and self.score.needs_causal:
+            raise InputError(f"{self.score.name} is defined for causal attention only")
+        self._complete(score=self._checked_in_layers(self.score, self.layers))
         return self
 
     def _complete(self, **values: Any) -> None:
@@ -119,24 +138,13 @@ class StackConfig(Settings):
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
-    def _resolved_score(self) -> ScoreSpec:
-        score = self.score
+    def _checked_in_layers(self, score: ScoreSpec, layers: int) -> ScoreSpec:
+        """The resolved score; `InputError` where some layer cannot have it."""
         if score.train_length not in (None, self.train_length):
             raise InputError(
                 f"the score {score} is for a train_length of {score.train_length}, "
                 f"but the model's is {self.train_length}"
             )
-        if self.causal and score.leaks_future:
-            raise InputError(
-                f"{score.name} reads statistics across the sequence, so a causal language model "
-                "with it would see the future"
-            )
-        if not self.causal and score.needs_causal:
-            raise InputError(f"{score.name} is defined for causal attention only")
-        return self._checked_in_layers(score, self.layers)
-
-    def _checked_in_layers(self, score: ScoreSpec, layers: int) -> ScoreSpec:
-        """The resolved score; `InputError` where some layer cannot have it."""
         score = score.resolve(train_length=self.train_length)
         specs = {score.layer(layer, layers) for layer in range(layers)}
         if self.shared_layers and len(specs) > 1:
@@ -147,37 +155,11 @@ class StackConfig(Settings):
             _check_heads(spec, self.heads, self.score_head_dim, self.kv_heads)
         return score
 
-    def _check_block(self) -> None:
-        if self.block == "gau":
-            if self.heads != 1:
-                raise InputError(f"a gated attention unit has one head; heads is {self.heads}")
-            self._refuse_set("block", self.block, BLOCK_SETTINGS["mha"])
-            if self.separate_qk and self.gamma_std is not None:
-                raise InputError("gamma_std draws γ; with separate_qk there is no γ: leave it out")
-            return
-        self._refuse_set("block", self.block, BLOCK_SETTINGS["gau"])
-        if self.kv_heads is not None and self.heads % self.kv_heads:
-            raise InputError(f"{self.heads} heads cannot share {self.kv_heads} kv_heads evenly")
-        if self.head_dim is None and self.dim % self.heads:
-            raise InputError(
-                f"dim {self.dim} does not divide into {self.heads} heads; give head_dim, "
-                "or choose a number of heads that divides dim"
-            )
-
-    def _check_norm(self) -> None:
-        if not self.has_norms:
-            names = ("norm", "norm_gain", "norm_eps", "eps_placement")
-            self._refuse_set("placement", self.placement, names)
-        elif self.norm == "layer" and self.eps_placement != "inside":
-            raise InputError(
-                "eps_placement has no meaning for norm 'layer', whose eps is added to the "
-                "variance; leave it out, or choose norm 'rms'"
-            )
-
-    def _refuse_set(self, choice: str, value: str, names: tuple[str, ...]) -> None:
+    def _refuse_set(self, choice: str, names: tuple[str, ...]) -> None:
         """Raise `InputError` for a setting that the chosen value leaves without a meaning."""
         for name in names:
             if getattr(self, name) != type(self).model_fields[name].default:
+                value = getattr(self, choice)
                 raise InputError(f"{name} has no meaning for {choice} {value!r}; leave it out")
 
     @property
@@ -375,8 +357,7 @@ class TranslatorConfig(StackConfig):
             decoder_layers=self.decoder_layers or self.layers,
         )
         self._check_vocabulary()
-        self._complete(decoder_score=self._resolved_decoder_score())
-        self._complete(cross_score=self._resolved_cross_score())
+        self._complete_scores()
         return self
 
     @property
@@ -423,28 +404,29 @@ class TranslatorConfig(StackConfig):
         if len(set(ids.values())) < len(ids):
             raise InputError(f"pad_id, bos_id and eos_id must differ, but they are {ids}")
 
-    def _resolved_decoder_score(self) -> ScoreSpec:
-        score = self.score if self.decoder_score is None else self.decoder_score
-        if score.leaks_future:
+    def _complete_scores(self) -> None:
+        """Fill in the scores of the decoder's two attentions, which must not see the future."""
+        own = self.score if self.decoder_score is None else self.decoder_score
+        across = without_position(self.score) if self.cross_score is None else self.cross_score
+        norm = across.variant.query_norm()
+        if own.leaks_future:
             raise InputError(
-                f"decoder_score: {score.name} reads statistics across the sequence, so the decoder "
+                f"decoder_score: {own.name} reads statistics across the sequence, so the decoder "
                 "would see the future; name another decoder_score"
             )
-        if score.documents is not None:
-            raise InputError(f"decoder_score: {score.name} packs documents; a row is one sentence")
-        self._complete(decoder_score=score)
-        return self.decoder.score
-
-    def _resolved_cross_score(self) -> ScoreSpec:
-        score = without_position(self.score) if self.cross_score is None else self.cross_score
-        norm = score.variant.query_norm()
+        if own.documents is not None:
+            raise InputError(f"decoder_score: {own.name} packs documents; a row is one sentence")
         if norm is not None and norm.leaks_future:
             raise InputError(
-                f"cross_score: {score.name} reads statistics across the decoder's queries, which "
+                f"cross_score: {across.name} reads statistics across the decoder's queries, which "
                 "would see the future; name another cross_score (statistics over keys may stay)"
             )
-        refuse_across(score)
-        return self._checked_in_layers(score, self.decoder.layers)
+        refuse_across(across)
+        self._complete(decoder_score=own)
+        self._complete(
+            decoder_score=self.decoder.score,
+            cross_score=self._checked_in_layers(across, self.decoder.layers),
+        )
 
 
 def without_position(score: ScoreSpec) -> ScoreSpec:

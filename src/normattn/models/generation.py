@@ -6,8 +6,7 @@ Legend: B rows, V vocabulary.
 from __future__ import annotations
 
 import math
-import operator
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, Literal, SupportsIndex
@@ -61,16 +60,11 @@ class Sampling:
             raise InputError(f"top_k is {self.top_k}; it must be at least 1")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise InputError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
-        if self.greedy and not (self.top_k is None and self.top_p is None):
+        if self.temperature == 0 and not (self.top_k is None and self.top_p is None):
             raise InputError(
                 "top_k and top_p choose among random tokens, and temperature 0 always takes the "
                 "likeliest: give a temperature above 0, or neither of them"
             )
-
-    @property
-    def greedy(self) -> bool:
-        """Whether nothing is random."""
-        return self.temperature == 0
 
     def probabilities(
         self, logits: Float[Tensor, "b v"]
@@ -92,13 +86,11 @@ class Sampling:
         """A token for each row, drawn with the row's own generator, one number each."""
         if not bool(torch.isfinite(logits.amax(-1)).all()):
             raise InputError("the model's logits are not finite: its weights cannot be used")
-        if self.greedy:
+        if self.temperature == 0:
             chosen: list[int] = logits.argmax(-1).tolist()
             return chosen
         chance, tokens = self.probabilities(logits)
-        drawn = [
-            torch.rand((), generator=generator, dtype=torch.float64) for generator in generators
-        ]
+        drawn = [torch.rand((), generator=own, dtype=torch.float64) for own in generators]
         total = chance.cumsum(-1)
         mark = torch.stack(drawn)[:, None].to(total.device) * total[:, -1:]
         index = (total <= mark).sum(-1, keepdim=True).clamp(max=total.shape[-1] - 1)
@@ -116,30 +108,31 @@ def row_generators(seed: int | Sequence[int], rows: int) -> list[torch.Generator
     return [torch.Generator().manual_seed(row_seed) for row_seed in seeds]
 
 
-@dataclass(frozen=True)
 class Stops:
-    """When a row ends: at one of `tokens`, or once its text holds one of `strings`."""
+    """When a row ends: at one of `tokens`, or once its text holds one of `strings`.
 
-    tokens: frozenset[int]
-    strings: tuple[str, ...]
-    decode: Decode | None
+    Raises `InputError` for those that can never come.
+    """
 
-    @staticmethod
-    def of(stop: Iterable[SupportsIndex | str], decode: Decode | None, vocabulary: int) -> Stops:
-        """Sort tokens and strings; raises `InputError` for those that can never come."""
-        given = list(stop)
-        strings = tuple(string for string in given if isinstance(string, str))
-        tokens = frozenset(_token(token) for token in given if not isinstance(token, str))
-        outside = sorted(token for token in tokens if not 0 <= token < vocabulary)
-        if outside:
-            raise InputError(
-                f"stop token {outside[0]} is outside the vocabulary 0 … {vocabulary - 1}"
-            )
-        if not all(strings):
+    def __init__(
+        self, stop: Collection[SupportsIndex | str], decode: Decode | None, vocabulary: int
+    ) -> None:
+        self.strings = tuple(string for string in stop if isinstance(string, str))
+        others = [token for token in stop if not isinstance(token, str)]
+        self.decode = decode
+        for token in others:
+            whole = token.item() if isinstance(token, Tensor) and token.dim() == 0 else token
+            if not _is_whole(whole):
+                raise InputError(f"stop takes token ids, whole numbers, and strings, not {token!r}")
+            if not 0 <= int(token) < vocabulary:
+                raise InputError(
+                    f"stop token {token} is outside the vocabulary 0 … {vocabulary - 1}"
+                )
+        self.tokens = frozenset(int(token) for token in others)
+        if not all(self.strings):
             raise InputError("a stop string is empty; every text holds it")
-        if strings and decode is None:
+        if self.strings and decode is None:
             raise InputError("stop strings need decode=…, a function from tokens to text")
-        return Stops(tokens, strings, decode)
 
     def reached(self, tokens: Sequence[int]) -> bool:
         """Whether the last token completes a stop string."""
@@ -154,8 +147,7 @@ class Stops:
         if self.decode is None:
             return None
         text = self.decode(tokens)
-        starts = [at for at in (text.find(string) for string in self.strings) if at >= 0]
-        return text[: min(starts)] if starts else text
+        return text[: min((text.find(s) for s in self.strings if s in text), default=len(text))]
 
 
 @dataclass
@@ -166,24 +158,6 @@ class _Row:
     generator: torch.Generator
     tokens: list[int] = field(default_factory=list)
     ended: Ending | None = None
-
-    def accept(self, token: int, stops: Stops, most: int, on_token: OnToken | None) -> None:
-        """Add the token to the answer, or end it."""
-        if token in stops.tokens:
-            self.ended = "stop"
-            return
-        self.tokens.append(token)
-        if on_token is not None:
-            on_token(self.number, token)
-        if stops.reached(self.tokens):
-            self.ended = "stop"
-        elif len(self.tokens) >= most:
-            self.ended = "length"
-
-    def answer(self, stops: Stops) -> Answer:
-        """What the caller gets."""
-        assert self.ended is not None
-        return Answer(tuple(self.tokens), self.ended, stops.text(self.tokens))
 
 
 @torch.inference_mode()
@@ -220,24 +194,29 @@ def generate(
     an empty prompt, ids outside the vocabulary and settings out of range.
     """
     sampling = Sampling(temperature, top_k, top_p)
-    stops = Stops.of(stop, decode, model.head_weight.shape[0])
+    stops = Stops(stop, decode, model.head_weight.shape[0])
     if type(max_new_tokens) is not int or max_new_tokens < 1:
         raise InputError(
             f"max_new_tokens is {max_new_tokens!r}; it must be a whole number of at least 1"
         )
-    _check_prompts(prompts)
-    rows = [
-        _Row(number, generator)
-        for number, generator in enumerate(row_generators(seed, len(prompts)))
-    ]
     ids, padding = left_padded(prompts, model.head_weight.device)
+    rows = [_Row(number, own) for number, own in enumerate(row_generators(seed, len(prompts)))]
     with without_dropout(model):
         logits, cache = model.prefill(ids, padding, chunk=chunk)
         alive = rows
         while alive:
             drawn = sampling.next_tokens(logits, [row.generator for row in alive])
             for row, token in zip(alive, drawn, strict=True):
-                row.accept(token, stops, max_new_tokens, on_token)
+                if token in stops.tokens:
+                    row.ended = "stop"
+                    continue
+                row.tokens.append(token)
+                if on_token is not None:
+                    on_token(row.number, token)
+                if stops.reached(row.tokens):
+                    row.ended = "stop"
+                elif len(row.tokens) >= max_new_tokens:
+                    row.ended = "length"
             going = [index for index, row in enumerate(alive) if row.ended is None]
             if 0 < len(going) < len(alive):
                 cache.reorder(going)
@@ -245,45 +224,31 @@ def generate(
             if alive:
                 last = [row.tokens[-1] for row in alive]
                 logits = model(torch.tensor(last, device=ids.device)[:, None], cache=cache)[:, -1]
-    return [row.answer(stops) for row in rows]
+    return [
+        Answer(tuple(row.tokens), row.ended or "length", stops.text(row.tokens)) for row in rows
+    ]
 
 
-def _check_prompts(prompts: Any) -> None:
-    """Refuse what is no list of lists of whole numbers; a fraction would be cut off in silence."""
+def left_padded(prompts: Any, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """Prompts as one matrix of ids, padded on the left, and where the padding is.
+
+    Raises `InputError` for what is no list of lists of whole numbers (a fraction would be cut off
+    in silence) and for an empty one.
+    """
     if isinstance(prompts, str | bytes) or not isinstance(prompts, Sequence | Tensor | np.ndarray):
         kind = type(prompts).__name__
         raise InputError(f"prompts must be lists of token ids, but they are a {kind}")
+    if len(prompts) == 0:
+        raise InputError("there is no prompt: a model continues at least one token")
     for number, prompt in enumerate(prompts):
         if isinstance(prompt, Tensor | np.ndarray):
             whole = prompt.ndim == 1 and str(prompt.dtype).endswith(("int64", "int32"))
         else:
-            whole = isinstance(prompt, Sequence) and all(map(_whole, prompt))
+            whole = isinstance(prompt, Sequence) and all(map(_is_whole, prompt))
         if not whole:
             raise InputError(f"prompt {number} is no list of token ids, which are whole numbers")
-
-
-def _whole(token: Any) -> bool:
-    return isinstance(token, Integral) and not isinstance(token, bool)
-
-
-def _token(token: SupportsIndex) -> int:
-    """A stop token; whatever counts as an index is one, but for a truth value."""
-    try:
-        if not isinstance(token, bool):
-            return operator.index(token)
-    except TypeError:
-        pass
-    raise InputError(f"stop takes token ids, whole numbers, and strings, not {token!r}")
-
-
-def left_padded(
-    prompts: Sequence[Sequence[int]], device: torch.device
-) -> tuple[Tensor, Tensor | None]:
-    """Prompts as one matrix of ids, padded on the left, and where the padding is."""
-    empty = [number for number, prompt in enumerate(prompts) if len(prompt) == 0]
-    if empty or len(prompts) == 0:
-        which = f"prompt {empty[0]} is empty" if empty else "there is no prompt"
-        raise InputError(f"{which}: a model continues at least one token")
+        if len(prompt) == 0:
+            raise InputError(f"prompt {number} is empty: a model continues at least one token")
     longest = max(len(prompt) for prompt in prompts)
     ids = torch.zeros(len(prompts), longest, dtype=torch.long)
     padding = torch.ones(len(prompts), longest, dtype=torch.bool)
@@ -291,3 +256,7 @@ def left_padded(
         ids[row, longest - len(prompt) :] = torch.as_tensor(prompt)
         padding[row, longest - len(prompt) :] = False
     return ids.to(device), padding.to(device) if bool(padding.any()) else None
+
+
+def _is_whole(token: Any) -> bool:
+    return isinstance(token, Integral) and not isinstance(token, bool)

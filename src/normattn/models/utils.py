@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -18,17 +17,16 @@ from normattn.score import Score, ScoreSpec
 def checked_ids(ids: Any, name: str = "ids") -> Tensor:
     """`ids` themselves; `InputError` unless they are a dense matrix (B, T) of int64 or int32."""
     if not isinstance(ids, Tensor):
-        raise InputError(
-            f"{name} must be a tensor of whole numbers (B, T), but it is a {type(ids).__name__}"
-        )
-    whole = ids.dtype in (torch.int64, torch.int32)
-    if ids.dim() != 2 or not whole or ids.layout is not torch.strided:
-        kind = "" if ids.layout is torch.strided else " sparse"
-        raise InputError(
-            f"{name} must be whole numbers (int64 or int32) of shape (B, T), but they are{kind} "
-            f"{ids.dtype} of {tuple(ids.shape)}"
-        )
-    return ids
+        found = f"a {type(ids).__name__}"
+    elif ids.layout is not torch.strided:
+        found = f"sparse {ids.dtype}"
+    elif ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
+        found = f"{ids.dtype} of {tuple(ids.shape)}"
+    else:
+        return ids
+    raise InputError(
+        f"{name} must be a tensor of whole numbers (int64 or int32) of shape (B, T), not {found}"
+    )
 
 
 def embed(
@@ -96,12 +94,7 @@ class MethodHandle:
     def __enter__(self) -> MethodHandle:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.remove()
 
 
