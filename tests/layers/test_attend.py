@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from normattn import InputError, Score, ScoreSpec, attention
+from normattn import InputError, Score, attention
 from normattn.kernels import tiled
 from score import naive, oracle
-from score.cases import array, built, learned, tensors
+from score.cases import array, tensors
 from score.oracle import Recipe
 
 PLAIN = Recipe("KNA", "logn", train_length=4)
@@ -176,31 +176,6 @@ def test_explicit_positions(recipe: Recipe, backends: tuple[str, ...]) -> None:
 
 
 @every_recipe
-def test_positions_that_say_what_is_so_anyway(recipe: Recipe) -> None:
-    q, k, v = tensors((2, 2, 5, 4), (2, 2, 7, 4), (2, 2, 7, 4))
-    expected = attention(q, k, v, recipe.text)
-    for dtype in (torch.int32, torch.int64):
-        q_positions, k_positions = torch.arange(2, 7, dtype=dtype), torch.arange(7, dtype=dtype)
-        out = attention(
-            q, k, v, recipe.text, q_positions=q_positions[None], k_positions=k_positions
-        )
-        torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
-
-
-@every_recipe
-@pytest.mark.parametrize("backend", ["reference", "chunked", "auto"])
-def test_one_row_at_a_time_is_the_whole(recipe: Recipe, backend: str) -> None:
-    """Decoding with the last query over a growing cache of plain keys equals one full call."""
-    q, k, v = tensors((2, 2, 8, 4), (2, 1, 8, 4), (2, 1, 8, 4))
-    full = attention(q, k, v, recipe.text, backend=backend)
-    rows = [
-        attention(q[:, :, i : i + 1], k[:, :, : i + 1], v[:, :, : i + 1], recipe.text)
-        for i in range(8)
-    ]
-    torch.testing.assert_close(torch.cat(rows, 2), full, rtol=1e-10, atol=1e-12)
-
-
-@every_recipe
 @pytest.mark.parametrize(
     ("dtype", "tolerance", "by_gradient"),
     [(torch.float32, 3e-6, 3e-5), (torch.bfloat16, 0.02, 0.06)],
@@ -224,16 +199,6 @@ def test_precision(
             assert (mine.double() - hand).norm() <= by_gradient * hand.norm(), backend
 
 
-@pytest.mark.parametrize("backend", ["reference", "chunked", "auto"])
-def test_a_mask_of_another_precision(backend: str) -> None:
-    q, k, v = tensors((1, 2, 5, 4), (1, 2, 5, 4), (1, 2, 5, 4), dtype=torch.bfloat16)
-    mask = torch.linspace(-2, 2, 25, dtype=torch.float32).reshape(5, 5)
-    out = attention(q, k, v, "KNA", attn_mask=mask, backend=backend)
-    exact = attention(q.double(), k.double(), v.double(), "KNA", attn_mask=mask.double())
-    assert out.dtype == torch.bfloat16
-    torch.testing.assert_close(out.double(), exact, rtol=0.02, atol=0.02)
-
-
 def test_a_mask_that_learns_gets_its_gradient() -> None:
     q, k, v = tensors((1, 2, 5, 4), (1, 2, 5, 4), (1, 2, 5, 4))
     (mask,) = tensors((2, 5, 5), seed=5)
@@ -243,38 +208,6 @@ def test_a_mask_that_learns_gets_its_gradient() -> None:
     torch.testing.assert_close(ours, hand)
     with pytest.raises(InputError, match="no gradient to a mask"):
         attention(q, k, v, PLAIN.text, attn_mask=mask, backend="chunked")
-
-
-def test_scales_above_the_range_of_exp() -> None:
-    q, k, v = tensors((1, 1, 6, 4), (1, 1, 6, 4), (1, 1, 6, 4), dtype=torch.float32)
-    for backend in ("reference", "chunked", "fused"):
-        out = attention(q * 1e4, k * 1e4, v, "Baseline", backend=backend)
-        assert out.isfinite().all()
-        assert all(g.isfinite().all() for g in torch.autograd.grad(out.sum(), (q, k, v)))
-
-
-def test_a_score_is_used_by_value_or_by_module() -> None:
-    q, k, v = tensors((1, 2, 5, 4), (1, 2, 5, 4), (1, 2, 5, 4))
-    spec = ScoreSpec.parse("CosA-logn", train_length=4)
-    by_value = attention(q, k, v, spec)
-    assert torch.equal(by_value, attention(q, k, v, "CosA-logn@4"))
-    score = built(Recipe("CosA", "logn", train_length=4), 2, 4)
-    assert torch.equal(by_value, attention(q, k, v, score))
-
-
-def test_documents_need_queries_that_are_the_last_of_the_keys() -> None:
-    q, k = torch.randn(1, 1, 4, 4), torch.randn(1, 1, 3, 4)
-    numbers = torch.zeros(1, 3, dtype=torch.int64)
-    with pytest.raises(InputError, match="4 queries and 3 keys"):
-        attention(q, k, k, "Baseline-Packed", causal=False, documents=numbers)
-
-
-def test_fire_with_positions_of_keys_by_row_and_of_queries_for_all() -> None:
-    q, k, v = (x.detach() for x in tensors((2, 2, 2, 8), (2, 2, 2, 8), (2, 2, 2, 8)))
-    score, at = Score("Baseline-FIRE@8", 2, 8).double(), torch.arange(2)
-    out = attention(q, k, v, score, q_positions=at, k_positions=at.expand(2, -1))
-    assert out.shape == q.shape
-    torch.testing.assert_close(out, attention(q, k, v, score))
 
 
 COUNTING = {
@@ -314,30 +247,3 @@ def test_keys_that_a_mask_hides_do_not_count(name: str, backend: str) -> None:
         everything = torch.ones(2, 1, 7, 7, dtype=torch.bool)
         as_mask = attention(q, k, v, score, causal=way, attn_mask=everything, backend=backend)
         torch.testing.assert_close(as_mask, plain, rtol=1e-9, atol=1e-11)
-
-
-@pytest.mark.parametrize("name", COUNTING)
-@pytest.mark.parametrize("causal", [True, False])
-def test_masks_of_each_head_are_counted_for_each_head(name: str, causal: bool) -> None:
-    q, k, v = tensors((2, 4, 5, 4), (2, 2, 6, 4), (2, 2, 6, 4))
-    mask = torch.rand(2, 4, 5, 6, generator=torch.Generator().manual_seed(3)) < 0.6
-    mask[..., 0] = True
-    score = built(COUNTING[name], 4, 4, 2)
-    words = {name: array(value) for name, value in learned(score).items()}
-    given: dict[str, Any] = {"causal": causal, "mask": mask.numpy(), "learned": words}
-    expected = oracle.attend(COUNTING[name], array(q), array(k), array(v), **given)
-    out = attention(q, k, v, score, causal=causal, attn_mask=mask)
-    torch.testing.assert_close(out.detach(), torch.from_numpy(expected), rtol=1e-9, atol=1e-10)
-
-
-def test_documents_and_a_mask_count_together() -> None:
-    """A document is as if it stood alone, also where a mask hides its middle."""
-    q, k, v = tensors((1, 2, 7, 4), (1, 2, 7, 4), (1, 2, 7, 4))
-    documents = torch.tensor([[4, 4, 4, 9, 9, 9, 9]])
-    mask = torch.ones(7, 7, dtype=torch.bool)
-    mask[5:, 4] = mask[2, 1] = False
-    both = attention(q, k, v, "Baseline-logn-Packed@3", attn_mask=mask, documents=documents)
-    for own in (slice(3), slice(3, 7)):
-        alone, keys, values = (x[:, :, own] for x in (q, k, v))
-        expected = attention(alone, keys, values, "Baseline-logn@3", attn_mask=mask[own, own])
-        torch.testing.assert_close(both[:, :, own], expected, rtol=1e-9, atol=1e-11)

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from jaxtyping import config
 from torch import Tensor, nn
 
 from normattn.errors import InputError
-from normattn.kernels import AttentionInputs
-from normattn.kernels.stats import Observation, observing
 from normattn.layers.attention import attention
 from normattn.layers.cross_attention import CrossAttention
 from normattn.layers.residual_scores import residual_layers
@@ -48,51 +43,6 @@ def _layer(score: str, kv_heads: int = 2) -> CrossAttention:
 
 def _padding(lengths: list[int]) -> Tensor:
     return torch.arange(max(lengths))[None] >= torch.tensor(lengths)[:, None]
-
-
-def _by_hand(layer: CrossAttention, x: Tensor, source: Tensor) -> Tensor:
-    """One row without padding, head by head, from the equations of the scores without positions."""
-    name, size, outs = layer.score.spec.variant_name, layer.head_dim, []
-    query_norm: Any = layer.score.query_norm
-    key_norm: Any = layer.score.key_norm
-    n, shared = source.shape[0], layer.heads // layer.kv_heads
-    for head in range(layer.heads):
-        g = head // shared
-        q = x @ layer.q.weight[head * size : (head + 1) * size].T
-        k = source @ layer.kv.weight[g * size : (g + 1) * size].T
-        at = layer.kv_heads * size + g * size
-        v = source @ layer.kv.weight[at : at + size].T
-        base = 1 / math.sqrt(size)
-        if name.startswith(("KNA", "CosA")):
-            k = k / k.norm(dim=-1, keepdim=True)
-            base = 1.0
-        if name.startswith("CosA"):
-            q = q / q.norm(dim=-1, keepdim=True)
-            base = 4 * math.log(n if "logn" in name else L / 2)
-        elif "logn" in name:
-            base *= math.log(n) / math.log(L)
-        if name.startswith("QKRMSNorm"):
-            q = q / (q.square().mean(-1, keepdim=True) + 1e-6).sqrt()
-            k = k / (k.square().mean(-1, keepdim=True) + 1e-6).sqrt()
-            q, k = q * query_norm.weight, k * key_norm.weight
-        outs.append(torch.softmax(base * q @ k.T, -1) @ v)
-    return torch.cat(outs, -1) @ layer.out.weight.T
-
-
-@pytest.mark.parametrize(
-    "score", ["Baseline-NoPE", "Baseline-logn-NoPE", "KNA-NoPE", "CosA-logn-NoPE", "QKRMSNorm-NoPE"]
-)
-def test_it_is_plain_matmuls_of_each_row_alone(score: str) -> None:
-    layer, lengths = _layer(score), [5, 3, 8]
-    x, source = _tensors((3, 4, DIM), (3, 8, SOURCE_DIM))
-    ours = layer(x, layer.remember(source, _padding(lengths)))
-    hand = torch.stack([_by_hand(layer, x[b], source[b, :n]) for b, n in enumerate(lengths)])
-    torch.testing.assert_close(ours, hand, rtol=0, atol=1e-7)
-    (weights,) = _tensors(tuple(hand.shape), seed=1)
-    inputs = [x, source, *layer.parameters()]
-    mine = torch.autograd.grad(ours, inputs, weights)
-    for one, other in zip(mine, torch.autograd.grad(hand, inputs, weights), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
 
 
 def test_baseline_is_torchs_multihead_attention() -> None:
@@ -141,35 +91,6 @@ def test_it_is_attention_of_both_sequences(score: str) -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
-@given(
-    score=st.sampled_from([s for s in SCORES if "Instance" not in s] + PLACED),
-    each=st.integers(1, 3),
-    length=st.integers(1, 4),
-    lengths=st.lists(st.integers(1, 7), min_size=1, max_size=3),
-    seed=st.integers(0, 100),
-)
-def test_rows_of_one_source_are_independent(
-    score: str, each: int, length: int, lengths: list[int], seed: int
-) -> None:
-    """Beams share the keys of their source; neighbours and padding change nothing."""
-    layer, sources = _layer(score), len(lengths)
-    x, source = _tensors(
-        (sources * each, length, DIM), (sources, max(lengths), SOURCE_DIM), seed=seed
-    )
-    places = torch.arange(length) + seed
-    memory = layer.remember(source, _padding(lengths), torch.arange(max(lengths)))
-    together = layer(x, memory, positions=places)
-    for row in range(sources * each):
-        own = source[row // each, None, : lengths[row // each]]
-        alone = layer.remember(own, positions=torch.arange(own.shape[1]))
-        expected = layer(x[row, None], alone, positions=places)
-        torch.testing.assert_close(together[row, None], expected, rtol=0, atol=1e-7)
-        for t in range(length):
-            step = layer(x[row, None, t : t + 1], alone, positions=places[t : t + 1])
-            torch.testing.assert_close(step, expected[:, t : t + 1], rtol=0, atol=1e-7)
-
-
 @pytest.mark.parametrize("score", ["KNA-logn-NoPE", "Baseline"])
 def test_a_memory_can_be_reordered(score: str) -> None:
     layer, lengths = _layer(score), [5, 3, 4]
@@ -181,16 +102,6 @@ def test_a_memory_can_be_reordered(score: str) -> None:
     here = torch.arange(4)
     ours = layer(x, memory, positions=here)
     torch.testing.assert_close(ours, layer(x, expected, positions=here), rtol=0, atol=1e-12)
-
-
-def test_batch_statistics_leave_padding_out_and_move_once() -> None:
-    layer = _layer("QKBatchNorm-NoPE")
-    (source,) = _tensors((2, 6, SOURCE_DIM))
-    layer.remember(source, _padding([6, 4]))
-    keys = layer.kv(source)[..., : 2 * layer.head_dim].unflatten(-1, (2, -1))
-    real = torch.cat([keys[0], keys[1, :4]])
-    norm: Any = layer.score.key_norm
-    torch.testing.assert_close(norm.running_mean[0, :, 0], 0.1 * real.mean(0), rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("mean", [False, True])
@@ -217,42 +128,6 @@ def test_scores_carried_between_layers_are_summed(mean: bool) -> None:
     mine = torch.autograd.grad(ours, inputs, weights)
     for one, other in zip(mine, torch.autograd.grad(hand, inputs, weights), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
-
-
-def test_an_observer_is_told_which_queries_and_keys_are_real() -> None:
-    layer = _layer("KNA-NoPE")
-    told: list[Any] = []
-
-    class Watch:
-        def enter(self, owner: object, q: Tensor, k: Tensor, padding: object, at: object) -> None:
-            told.append((owner, k, padding))
-
-        def confine(self, rows: slice, own: Tensor | None) -> None: ...
-
-        def functions(self, problem: AttentionInputs) -> None: ...
-
-        def see(self, problem: AttentionInputs, seen: Observation) -> None:
-            told.append(seen.visible)
-
-    x, source = _tensors((2, 3, DIM), (2, 6, SOURCE_DIM))
-    padding, query_padding = _padding([6, 4]), _padding([3, 1])
-    with observing(Watch()):
-        layer(x, layer.remember(source, padding), query_padding=query_padding)
-    owner, k, found = told[0]
-    assert owner is layer.score
-    assert torch.equal(k[:, 0], layer.kv(source)[..., : layer.head_dim])
-    assert torch.equal(found[0], query_padding)
-    assert torch.equal(found[1], padding)
-    assert told[1].expand(2, 4, 3)[:, 0, 0].tolist() == [6, 4]
-
-
-def test_dropout_acts_in_training_only() -> None:
-    layer = CrossAttention(DIM, HEADS, dropout=0.5)
-    x, source = torch.randn(2, 5, DIM), torch.randn(2, 6, DIM)
-    memory = layer.remember(source)
-    assert not torch.equal(layer(x, memory), layer(x, memory))
-    layer.eval()
-    assert torch.equal(layer(x, memory), layer(x, memory))
 
 
 @pytest.fixture
@@ -287,13 +162,6 @@ def test_what_makes_no_sense_is_refused() -> None:
         CrossAttention(DIM, HEADS, score="KNA-NoPE-RealFormer")(x, memory)
     with pytest.raises(InputError, match="remember the source again"):
         CrossAttention(DIM, HEADS, score="KNA")(x, memory, positions=torch.arange(3))
-
-
-def test_a_source_of_padding_only_gives_nothing() -> None:
-    layer = _layer("Baseline-logn-NoPE")
-    x, source = _tensors((1, 3, DIM), (1, 4, SOURCE_DIM))
-    ours = layer(x, layer.remember(source, torch.ones(1, 4, dtype=torch.bool)))
-    assert torch.equal(ours, torch.zeros_like(ours))
 
 
 def test_chunks_keep_to_themselves() -> None:

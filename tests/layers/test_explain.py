@@ -81,12 +81,6 @@ def test_a_device_that_is_not_there_is_explained_too() -> None:
     assert explain("KNA-FoX", (1, 4, 512, 64), **arguments).kernel == "flex"
 
 
-def test_the_whole_matrix_is_counted_where_it_is_held() -> None:
-    found = explain("KNA", (1, 4, 512, 64), backend="reference")
-    assert found.working_bytes == 2 * 4 * 512 * 512 * 4
-    assert explain("KNA", (1, 4, 512, 64), backend="chunked").working_bytes < 2**21
-
-
 def test_a_carry_is_told() -> None:
     """Scores are left to a kernel of their own; queries and keys are folded, for any kernel."""
     scores = explain("KNA-RealFormer", (1, 4, 512, 64))
@@ -98,13 +92,6 @@ def test_a_carry_is_told() -> None:
     features = explain("KNA-ResidualQK", (1, 4, 512, 64))
     assert any(line.startswith("ResidualQK") for line in features.folded)
     assert features.kernel == explain("KNA", (1, 4, 512, 64)).kernel
-
-
-def test_a_moving_spectrum_is_told() -> None:
-    """The kernel is that of a block's rows, not of all rows at once."""
-    assert "blocks of 16" in str(explain("KNA-DynamicNTK@16", (1, 4, 64, 8)))
-    whole, blocks = (explain(name, (1, 4, 2048, 64)) for name in ("KNA", "KNA-DynamicNTK@512"))
-    assert (whole.kernel, blocks.kernel) == ("fused", "chunked")
 
 
 @pytest.mark.parametrize(

@@ -91,19 +91,6 @@ def test_documents_and_padding() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["KNA-FoX", "KNA-FoX-Sink", "Baseline-RoPE-FoX", "KNA-logn-RoPE-ReRoPE(window=3)-FoX@8"]
-)
-def test_a_bias_of_alibi_is_a_gate_that_is_always_alike(text: str) -> None:
-    """ln σ(f) = −m_h at every token is ALiBi, whatever stands beside."""
-    q, k, v = tensors((B, H, T, D), (B, G, T, D), (B, G, T, E))
-    slope = torch.tensor([2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8], dtype=torch.float64)
-    forget = -(slope.exp() - 1).log()
-    ours = attention(q, k, v, Score(text, H, D, G).double(), forget=forget.expand(B, T, H))
-    expected = attention(q, k, v, Score(text.replace("FoX", "ALiBi"), H, D, G).double())
-    torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-10)
-
-
-@pytest.mark.parametrize(
     "text",
     [
         *("Baseline-FoX", "KNA-RoPE-FoX-SlidingWindow(window=4)", "KNA-PoPE-FoX"),
@@ -178,20 +165,6 @@ def test_what_is_refused() -> None:
         attention(q, k, v, "KNA-FoX", forget=forget[..., :2])
     with pytest.raises(InputError, match="defined for causal attention only"):
         attention(q, k, v, "KNA-FoX", causal=False, forget=forget)
-
-
-@pytest.mark.parametrize("text", ["Baseline-FoX", "KNA-RoPE-FoX-Sink"])
-def test_padding_between_tokens_forgets_nothing(text: str) -> None:
-    """As if it were not there, whatever its gate says."""
-    q, k, v, forget = tensors((B, H, T, D), (B, G, T, D), (B, G, T, E), (B, T, H))
-    kept = [0, 1, 2, 5, 6, 8, 9, 10]
-    padding = torch.ones(B, T, dtype=torch.bool)
-    padding[:, kept] = False
-    score = Score(text, H, D, G).double()
-    ours = attention(q, k, v, score, forget=forget, key_padding=padding)
-    fewer = q[:, :, kept], k[:, :, kept], v[:, :, kept]
-    expected = attention(*fewer, score, forget=forget[:, kept])
-    torch.testing.assert_close(ours[:, :, kept], expected)
 
 
 def test_positions_out_of_order_are_refused() -> None:

@@ -53,24 +53,6 @@ def test_the_unit_is_its_formula_with_gradients(score: str, options: dict[str, b
         torch.testing.assert_close(mine, other, rtol=0, atol=1e-6)
 
 
-def test_the_default_is_gau_alpha() -> None:
-    unit = GatedAttentionUnit(DIM)
-    assert unit.expand.weight.shape == (2 * 2 * DIM + 128, DIM)
-    assert unit.beta is None
-    assert unit.expand.bias is None
-    assert unit.out.bias is None
-    assert torch.equal(unit.gamma, torch.ones(2, 128))
-
-
-def test_left_padding_changes_nothing() -> None:
-    torch.manual_seed(0)
-    unit = GatedAttentionUnit(DIM, KEY, score="KNA").double()
-    x = torch.randn(1, 5, DIM, dtype=torch.float64)
-    padded = torch.cat([torch.full((1, 2, DIM), 9.0, dtype=torch.float64), x], 1)
-    out = unit(padded, key_padding=torch.arange(7)[None] < 2)[:, 2:]
-    torch.testing.assert_close(out, unit(x), rtol=0, atol=1e-7)
-
-
 def test_a_size_below_one_is_refused() -> None:
     with pytest.raises(InputError, match="each must be at least 1"):
         GatedAttentionUnit(DIM, key_size=0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -138,34 +137,6 @@ def test_outputs_and_gradients_of_every_kernel(
     assert {"auto", "strips", "reference"} <= set(served)
 
 
-def test_where_no_keys_are_shared_neighbours_are_a_pair_as_in_the_authors_code() -> None:
-    q, k, v = tensors((1, 4, T, D), (1, 4, T, D), (1, 4, T, D))
-    score = _score(Recipe("Baseline", "", "none"), "Differential", 4, 4)
-    assert score.difference is not None
-    learned = dict(score.difference.items())
-    share = (learned["q1"] @ learned["k1"]).exp() - (learned["q2"] @ learned["k2"]).exp() + LEAST
-    logits = q @ k.transpose(-1, -2) / D**0.5
-    logits = logits.masked_fill(torch.ones(T, T).triu(1).bool(), -torch.inf)
-    maps = logits.softmax(-1).view(1, 2, 2, T, T)
-    values = v.transpose(1, 2).reshape(1, T, 2, 2 * D).transpose(1, 2)
-    out = (maps[:, :, 0] - share * maps[:, :, 1]) @ values
-    out = out / (out.square().mean(-1, keepdim=True) + 1e-5).sqrt() * learned["gain"] * (1 - LEAST)
-    ours = attention(q, k, v, score).transpose(1, 2).reshape(1, T, 4 * D)
-    torch.testing.assert_close(ours, out.transpose(1, 2).reshape(1, T, 4 * D))
-
-
-def test_what_both_heads_of_a_pair_see_alike_cancels() -> None:
-    q, k, v = (x.detach() for x in tensors((1, 2, T, D), (1, 2, T, D), (1, 2, T, D)))
-    q[:, 1], k[:, 1] = q[:, 0], k[:, 0]
-    score = Score("Baseline-Differential", 2, D).double()
-    assert score.difference is not None
-    with torch.no_grad():
-        for name, value in {"q1": 0.0, "k1": 0.0, "q2": 1.0, "k2": math.log(LEAST) / D}.items():
-            score.difference[name].fill_(value)
-    # λ = 1 − λ_init + λ_init.
-    assert attention(q, k, v, score, backend="reference").abs().max() < 1e-9
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.text)
@@ -252,14 +223,3 @@ def test_what_makes_no_sense_and_what_explain_says() -> None:
     told = explain("KNA-Differential", (1, 4, 64, 8))
     assert told.kernel == "chunked"
     assert any("Differential" in line for line in told.left)
-
-
-def test_a_spec_that_is_used_keeps_its_layer() -> None:
-    """A method is switched on layer by layer; a layer of another number is refused."""
-    spec = ScoreSpec.parse("KNA-Differential@8")
-    score = Score(spec.layer(1, 3), 4, D)
-    score.use(spec.with_method("YaRN", factor=2.0).layer(1, 3))
-    assert score.spec.method == "YaRN"
-    with pytest.raises(InputError, match="the trained parts differ"):
-        score.use(spec.layer(2, 3))
-    assert replace(spec.layer(1, 3)).layer(2, 3) == spec.layer(1, 3)

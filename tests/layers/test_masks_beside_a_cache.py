@@ -105,12 +105,3 @@ def test_what_cannot_be_is_refused_before_the_cache_changes() -> None:
     layer = Attention(16, 2).eval()
     with pytest.raises(InputError, match="attn_mask"):
         layer(torch.zeros(1, 3, 16), causal=False, cache=KeyValueCache())
-
-
-@torch.no_grad()
-def test_positions_of_all_tokens_for_every_row_at_once() -> None:
-    layer = Attention(16, 2, score="KNA").eval()
-    x, at = torch.randn(2, 9, 16), 3 * torch.arange(9)
-    cache = KeyValueCache()
-    pieces = [layer(x[:, a:b], cache=cache, positions=at[:b]) for a, b in ((0, 4), (4, 8), (8, 9))]
-    torch.testing.assert_close(torch.cat(pieces, 1), layer(x, positions=at))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from normattn.layers.norms import LayerNorm, RMSNorm
@@ -89,14 +87,6 @@ def test_full_precision_parameters_serve_a_half_precision_stream(kind: str) -> N
 
 
 @pytest.mark.parametrize("kind", ["layer", "rms"])
-def test_bfloat16_rows_keep_statistics_that_bfloat16_cannot_hold(kind: str) -> None:
-    # Summed in bfloat16, 4096 squares near 1 stop growing at 256.
-    ours, oracle = pair(kind, 4096, False)
-    x = drawn(2, 4096).bfloat16()
-    close([ours(x)], [oracle(x.double())], TOLERANCE[torch.bfloat16])
-
-
-@pytest.mark.parametrize("kind", ["layer", "rms"])
 def test_gradients_of_parameters_are_added_up_in_float32(kind: str) -> None:
     # Added up in bfloat16, as torch's LayerNorm does on a CPU, they are off by several percent.
     ours, oracle = pair(kind, 40, True)
@@ -130,40 +120,3 @@ def test_first_and_second_derivatives_by_finite_differences(kind: str, learned: 
     inputs = (x, *(p.detach().clone().requires_grad_() for p in ours.parameters()))
     assert torch.autograd.gradcheck(call, inputs)
     assert torch.autograd.gradgradcheck(call, inputs)
-
-
-@pytest.mark.usefixtures("_by_chunks")
-@pytest.mark.parametrize("kind", ["layer", "rms"])
-def test_without_gradients_the_result_is_the_same(kind: str) -> None:
-    ours, _ = pair(kind, 24, True)
-    x = drawn(5, 7, 24)
-    with torch.no_grad():
-        assert torch.equal(ours(x), ours(x.requires_grad_()))
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.integers(1, 33), st.integers(1, 40), st.integers(0, 1000))
-def test_any_number_of_rows_in_any_chunks(dim: int, rows: int, seed: int) -> None:
-    ours, oracle = pair("rms", dim, True)
-    x, weight = drawn(rows, dim, seed=seed), drawn(rows, dim, seed=seed + 1)
-    before = module.CHUNK_BYTES
-    module.CHUNK_BYTES = 4 * dim * (1 + seed % 5)
-    try:
-        found = everything(ours, x, weight)
-    finally:
-        module.CHUNK_BYTES = before
-    close(found, everything(oracle, x, weight), 1e-11)
-
-
-def test_the_scale_of_the_input_does_not_matter_to_rms_and_its_shift_not_to_layer_norm() -> None:
-    x = drawn(4, 16)
-    rms, layer = RMSNorm(16, eps=0.0).double(), LayerNorm(16, eps=0.0).double()
-    torch.testing.assert_close(rms(5 * x), rms(x))
-    torch.testing.assert_close(layer(5 * x + 7), layer(x))
-
-
-def test_on_centred_rows_the_two_are_one() -> None:
-    x = drawn(4, 16)
-    centred = x - x.mean(-1, keepdim=True)
-    rms, layer = RMSNorm(16).double(), LayerNorm(16).double()
-    torch.testing.assert_close(rms(centred), layer(centred))

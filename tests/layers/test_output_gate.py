@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from normattn import Attention, GatedAttentionUnit, InputError, Score, attention
-from normattn.layers.attention import attention_cached
+from normattn import Attention, GatedAttentionUnit, InputError, attention
 from normattn.layers.cache import KeyValueCache
 from normattn.layers.cross_attention import CrossAttention
 from score.cases import tensors
@@ -48,25 +47,6 @@ def test_outputs_and_gradients(per: str, wide: int, causal: bool, act: str) -> N
         strict=True,
     ):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
-
-
-@pytest.mark.parametrize("per", ["head", "feature"])
-@torch.no_grad()
-def test_a_cache_reads_as_the_whole(per: str) -> None:
-    wide = H if per == "head" else H * D
-    q, k, v, gate = tensors((B, H, T, D), (B, G, T, D), (B, G, T, D), (B, T, wide))
-    score = Score(f"Baseline-Gate(per={per})", H, D, G).double()
-    whole = attention(q, k, v, score, gate=gate)
-    cache, pieces, first = KeyValueCache(), [], 0
-    for size in (3, 1, 1, 4):
-        new = slice(first, first + size)
-        pieces.append(
-            attention_cached(
-                *(q[:, :, new], k[:, :, new], v[:, :, new]), score, cache, gate=gate[:, new]
-            )
-        )
-        first += size
-    torch.testing.assert_close(torch.cat(pieces, 2), whole, rtol=1e-10, atol=1e-10)
 
 
 def _layers(per: str) -> list[Any]:

@@ -105,16 +105,6 @@ def test_with_a_cache(case: str, score: str) -> None:
     torch.testing.assert_close(out[:, :, real], expected[:, :, real])
 
 
-def test_a_cache_wants_documents_where_attention_does() -> None:
-    (q, k, v), _ = _inputs([])
-    documents = torch.zeros(q.shape[0], q.shape[2], dtype=torch.int64)
-    with pytest.raises(InputError, match="KNA-Packed keeps documents apart and needs documents"):
-        attention_cached(q, k, v, Score("KNA-Packed", 2, D, 1).double(), KeyValueCache())
-    plain = Score("KNA", 2, D, 1).double()
-    with pytest.raises(InputError, match="KNA attends across them: name KNA-Packed"):
-        attention_cached(q, k, v, plain, KeyValueCache(), documents=documents)
-
-
 def test_positions_that_begin_anew_are_documents_by_name_only() -> None:
     """Without them they are refused; padding, any order and equal neighbours are no restart."""
     at = torch.tensor([0, 1, 2, 0, 1, 2])

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from normattn import Score, attention
 from normattn.kernels import BACKENDS
-from normattn.layers import Attention, GatedAttentionUnit
 from score import naive, oracle
 from score.cases import array, built, learned, tensors
 from score.recipe import Recipe
@@ -64,16 +63,3 @@ def test_padded_queries_change_no_statistic(text: str) -> None:
         buffers = [buffer.clone() for buffer in score.buffers()]
         results.append((out.masked_fill(hidden, 0.0), buffers))
     torch.testing.assert_close(results[0], results[1])
-
-
-@pytest.mark.parametrize("layer", ["attention", "unit"])
-def test_a_layers_queries_are_padded_where_its_keys_are(layer: str) -> None:
-    torch.manual_seed(0)
-    module: Attention | GatedAttentionUnit = Attention(8, 2, score="QKInstanceNorm")
-    if layer == "unit":
-        module = GatedAttentionUnit(8, 8, 2, "QKInstanceNorm")
-    module = module.double()
-    (x,) = tensors((1, T, 8))
-    padded = torch.cat([torch.full((1, 3, 8), 9.0, dtype=torch.float64), x], 1)
-    out = module(padded, causal=False, key_padding=torch.arange(T + 3)[None] < 3)
-    torch.testing.assert_close(out[:, 3:], module(x, causal=False))

@@ -14,8 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 from normattn import Attention, CausalLM, CausalLMConfig, InputError, Score, ScoreSpec, attention
 from normattn.kernels import tiled
-from normattn.layers.attention import attention_cached
-from normattn.layers.cache import KeyValueCache
 from normattn.layers.residual_scores import ResidualLayer, residual_layers
 from score import oracle
 from score.cases import array, built, tensors
@@ -145,20 +143,6 @@ def test_residual_features_are_sums(part: str, causal: bool) -> None:
         torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-10)
 
 
-def test_residual_queries_and_keys_have_cross_terms() -> None:
-    """So they are not RealFormer's sum."""
-    outs = []
-    for name in ("Baseline-ResidualQK", "Baseline-RealFormer"):
-        outs.append(
-            [
-                attention(*_drawn(2, 2, n), name, residual=r)
-                for n, r in zip(range(3), _residual(name), strict=False)
-            ]
-        )
-    torch.testing.assert_close(outs[0][0], outs[1][0])
-    assert (outs[0][1] - outs[1][1]).abs().max() > 1e-3
-
-
 MODELS: dict[str, dict[str, Any]] = {
     "mha": {"heads": 4},
     "gqa": {"heads": 4, "kv_heads": 2},
@@ -209,55 +193,6 @@ def test_chunks_and_single_tokens_read_as_the_whole(score: str, kind: str) -> No
     torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=1e-10, atol=1e-10)
 
 
-@torch.no_grad()
-@pytest.mark.parametrize(
-    "score", ["Baseline-RealFormer", "KNA-logn-ResidualQK", "KNA-logn-ResidualQKV"]
-)
-def test_rows_of_a_batch_do_not_touch(score: str) -> None:
-    """A row padded on the left reads as it does alone, also from a cache."""
-    model = _model(score, "gqa")
-    ids = torch.randint(40, (2, 12), generator=torch.Generator().manual_seed(2))
-    padding = torch.arange(12) < torch.tensor([[0], [5]])
-    alone = model(ids[1:, 5:])
-    torch.testing.assert_close(model(ids, padding)[1:, 5:], alone, rtol=1e-10, atol=1e-10)
-    cache = model.new_cache()
-    model(ids[:, :9], padding[:, :9], cache)
-    last = model(ids[:, 9:], padding[:, 9:], cache)
-    torch.testing.assert_close(last[1:], alone[:, 4:], rtol=1e-10, atol=1e-10)
-
-
-def test_generation_chooses_what_the_whole_text_says() -> None:
-    model = _model("Baseline-RealFormer", "gqa")
-    prompts = [[5, 6, 7, 8, 9], [11, 12]]
-    answers = model.generate(prompts, 6)
-    for prompt, answer in zip(prompts, answers, strict=True):
-        text = list(prompt)
-        for token in answer.tokens:
-            with torch.no_grad():
-                assert int(model(torch.tensor([text]))[0, -1].argmax()) == token
-            text.append(token)
-
-
-def test_depth_three_is_not_depth_two() -> None:
-    """The lowest layer's queries move the top layer's weights, though its output is not used."""
-    spec = ScoreSpec.parse("Baseline-RealFormer")
-    layers = [_drawn(2, 2, layer) for layer in range(3)]
-    pairs = zip(layers, _residual(str(spec)), strict=False)
-    top = [attention(q, k, v, spec, residual=below) for (q, k, v), below in pairs][2]
-    (found,) = torch.autograd.grad(top.square().sum(), layers[0][0])
-    assert found.abs().max() > 1e-3
-
-
-def test_alibi_beside_a_carry_does_not_compound() -> None:
-    """With queries of zero only the bias is left, the same in every layer."""
-    q, k, v = _drawn(2, 2, 0)
-    silent = torch.zeros_like(q)
-    alone = attention(silent, k, v, "Baseline-ALiBi")
-    for below in _residual("Baseline-RealFormer-ALiBi"):
-        out = attention(silent, k, v, "Baseline-RealFormer-ALiBi", residual=below)
-        torch.testing.assert_close(out, alone)
-
-
 def test_what_is_hidden_in_a_layer_is_not_lost_to_the_sum() -> None:
     """Carried before masks: a pair hidden below by a mask of its own still counts above."""
     spec, every = ScoreSpec.parse("Baseline-NoPE-RealFormer"), torch.ones(T, T, dtype=torch.bool)
@@ -271,25 +206,6 @@ def test_what_is_hidden_in_a_layer_is_not_lost_to_the_sum() -> None:
         torch.testing.assert_close(*outs)
 
 
-@pytest.mark.parametrize("name", ["Baseline-RealFormer", "KNA-ResidualQK"])
-def test_a_score_with_a_residual_needs_it(name: str) -> None:
-    q, k, v = _drawn(2, 2, 0)
-    said = "residual=residual"
-    with pytest.raises(InputError, match=said):
-        attention(q, k, v, name)
-    with pytest.raises(InputError, match=said), torch.no_grad():
-        attention_cached(q, k, v, Score(name, 2, D), KeyValueCache())
-    with pytest.raises(InputError, match=said):
-        Attention(16, 2, score=name)(torch.randn(1, 5, 16))
-
-
-def test_a_residual_needs_a_score_that_reads_it() -> None:
-    residual = _residual("Baseline-RealFormer")
-    with pytest.raises(InputError, match="Baseline takes nothing from the layers below"):
-        attention(*_drawn(2, 2, 0), "Baseline", residual=residual[0])
-    assert residual_layers(ScoreSpec.parse("Baseline"), 2) is None
-
-
 @pytest.mark.parametrize(
     "name", ["Baseline-RealFormer", "Baseline-ResidualQK", "Baseline-ResidualQKV"]
 )
@@ -299,38 +215,6 @@ def test_a_residual_serves_one_shape(name: str) -> None:
     q, k, v = (x[:, :, :5] for x in _drawn(2, 2, 0))
     with pytest.raises(InputError, match=r"same shape.*9 queries.*5 queries"):
         attention(q, k, v, name, residual=above)
-
-
-def test_carried_values_have_one_size() -> None:
-    below, above, *_ = _residual("Baseline-ResidualQKV")
-    q, k, v = _drawn(2, 2, 0)
-    attention(q, k, v, "Baseline-ResidualQKV", residual=below)
-    with pytest.raises(InputError, match=r"residual v.*\(2, 2, 9, 3\)"):
-        attention(q, k, v[..., :2], "Baseline-ResidualQKV", residual=above)
-
-
-@pytest.mark.parametrize("part", ["RealFormer", "ResidualQK", "ResidualQKV"])
-@pytest.mark.parametrize(
-    ("other", "said"),
-    [
-        ("ReRoPE(window=4)", "not two regimes"),
-        ("StreamingLLM(window=4)", "not two regimes"),
-        ("DynamicNTK(factor=2)", "rows"),
-        ("HWFA", "keys that those below do not"),
-        ("SlidingWindow(window=4)-NoPEEvery", "keys that those below do not"),
-    ],
-)
-def test_what_has_no_residual_is_refused(part: str, other: str, said: str) -> None:
-    with pytest.raises(InputError, match=said):
-        ScoreSpec.parse(f"Baseline-{other}-{part}", train_length=16)
-
-
-def test_a_training_step_learns_in_every_layer() -> None:
-    model = _model("KNA-logn-RealFormer", "mha").train()
-    model.loss(torch.randint(40, (2, 17))).loss.backward()  # type: ignore[no-untyped-call]
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None, name
-        assert parameter.grad.abs().max() > 0, name
 
 
 SHARING = ["Baseline-ResidualQK", "KNA-logn-ResidualQKV@8", "QKRMSNorm-ResidualQK-Sink"]
@@ -386,42 +270,6 @@ def test_activation_checkpointing_leaves_gradients_as_they_are(score: str, backe
     for read in (partial(stack, every=True), stack.whole):
         for one, other in zip(_gradients(stack, read), plain, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-12)
-
-
-@pytest.mark.parametrize("score", ["Baseline-ResidualQK", "Baseline-ResidualQKV"])
-def test_one_checkpointed_layer_among_others(score: str) -> None:
-    stack = Stack(score)
-    plain = _gradients(stack, stack)
-
-    def read(x: Tensor) -> Tensor:
-        for n, (layer, below) in enumerate(zip(stack.layers, _residual(score, 3), strict=True)):
-            call = partial(layer, residual=below)
-            x = x + (checkpoint(call, x, use_reentrant=False) if n == 1 else call(x))
-        return x
-
-    for one, other in zip(_gradients(stack, read), plain, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-12)
-
-
-@pytest.mark.parametrize("score", [*SHARING, "Baseline-RealFormer"])
-def test_checkpoints_of_a_model_with_shared_layers(score: str) -> None:
-    """One block is every layer, so the layer is told by its residual and not by its module."""
-    model = _model(score.partition("@")[0], "shared")
-    ids = torch.randint(40, (2, 9), generator=torch.Generator().manual_seed(3))
-    gradients = []
-    for wrapped in (False, True):
-        if wrapped:
-            plain = model.blocks[0].forward
-
-            def again(*given: Any, call: Any = plain) -> Any:
-                return checkpoint(call, *given, use_reentrant=False)
-
-            model.blocks[0].forward = again
-        backend = "concatenated" if "RealFormer" in score else "auto"
-        loss = model(ids, backend=backend).square().sum()
-        gradients.append(torch.autograd.grad(loss, list(model.parameters())))
-    for one, other in zip(*gradients, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
 
 
 def test_a_buffer_is_not_filled_once_more() -> None:

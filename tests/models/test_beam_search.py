@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from functools import lru_cache
 from typing import Any
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from normattn.errors import InputError
-from normattn.models.beam_search import Hypothesis, beam_search, best
+from normattn.models.beam_search import beam_search, best
 from normattn.models.config import TranslatorConfig
 from normattn.models.translator import Translator
 
@@ -113,33 +112,6 @@ def test_it_is_a_search_by_hand_of_each_source_alone(
         assert [one.score for one in ours] == sorted((one.score for one in ours), reverse=True)
 
 
-def _all(model: Translator, source: list[int], limit: int, penalty: float) -> dict[Any, float]:
-    """The score of every sentence of at most `limit` words."""
-    words = range(EOS + 1, model.config.target_size)
-    scores = {}
-    for length in range(limit + 1):
-        sentences = list(itertools.product(words, repeat=length))
-        targets = torch.tensor([[BOS, *written, EOS] for written in sentences])
-        loss = model.token_scores(torch.tensor([source] * len(sentences)), targets).loss.sum(-1)
-        for written, total in zip(sentences, loss.tolist(), strict=True):
-            scores[written] = _score(-total, length + 1, penalty)
-    return scores
-
-
-@pytest.mark.parametrize("penalty", [0.0, 1.0])
-def test_a_beam_of_all_sentences_finds_the_best(penalty: float) -> None:
-    model, limit = _model(words=6), 3
-    for source in ([3, 4, 2], [5, 2]):
-        scores = _all(model, source, limit, penalty)
-        (found,) = beam_search(
-            model, [source], beam=6**limit, length_penalty=penalty, max_length=limit
-        )
-        top = max(scores, key=lambda written: scores[written])
-        assert found[0].tokens == top
-        for one in found:
-            assert one.score == pytest.approx(scores[one.tokens], abs=1e-9)
-
-
 @pytest.mark.parametrize(
     "scores",
     [
@@ -179,15 +151,6 @@ def test_translate_takes_the_best_and_leaves_the_mode() -> None:
     assert beam_search(model, []) == []
 
 
-def test_equal_chances_go_to_the_smaller_ids() -> None:
-    model = _model(words=9)
-    model.head_weight.data.zero_()
-    (found,) = beam_search(model, [[3, 2]], beam=3, max_length=2, length_penalty=0.0)
-    assert [one.tokens for one in found] == [()]  # Of three words alike the end token ends first.
-    (found,) = beam_search(model, [[3, 2]], beam=1, max_length=2)
-    assert found[0].tokens == ()
-
-
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(
     st.lists(st.lists(st.integers(0, 3), min_size=6, max_size=6), min_size=1, max_size=4),
@@ -224,7 +187,3 @@ def test_logits_that_are_not_finite_are_refused() -> None:
     model.head_weight.data.fill_(math.nan)
     with pytest.raises(InputError, match="not finite"):
         beam_search(model, SOURCES)
-
-
-def test_a_hypothesis_is_a_value() -> None:
-    assert Hypothesis((3,), -1.0, -1.2, "stop") == Hypothesis((3,), -1.0, -1.2, "stop")

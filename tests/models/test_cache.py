@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels.memory import largest
@@ -46,32 +44,6 @@ METHODS = ("", "DynamicNTK", "ReRoPE(window=3)", "StreamingLLM(window=4)")
 
 def _close(got: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(got, wanted, rtol=0, atol=1e-10)
-
-
-@torch.no_grad()
-@settings(max_examples=12, deadline=None, derandomize=True)
-@given(
-    name=st.sampled_from(sorted(MODELS)),
-    method=st.sampled_from(METHODS),
-    sizes=st.lists(st.integers(1, 8), min_size=1, max_size=4),
-    pads=st.lists(st.integers(0, 8), min_size=1, max_size=3),
-    seed=st.integers(0, 99),
-)
-def test_any_chunks_and_any_left_padding(
-    name: str, method: str, sizes: list[int], pads: list[int], seed: int
-) -> None:
-    model, length = MODELS[name], sum(sizes)
-    if name != "KNA-logn" and name != "KNA-Packed":
-        method = ""
-    ids, padding = _ids(len(pads), length, seed), torch.zeros(len(pads), length, dtype=torch.bool)
-    for row, count in enumerate(pads):
-        padding[row, : min(count, length - 1)] = True
-    with model.using(method):
-        cache = model.new_cache()
-        parts = zip(torch.split(ids, sizes, 1), torch.split(padding, sizes, 1), strict=True)
-        read = torch.cat([model(part, pad, cache) for part, pad in parts], 1)
-        for row, count in enumerate(padding.sum(1).tolist()):
-            _close(read[row : row + 1, count:], model(ids[row : row + 1, count:]))
 
 
 @torch.no_grad()
@@ -172,16 +144,6 @@ def test_a_static_cache_takes_its_room_at_once_and_never_more() -> None:
     assert cache.nbytes == taken == 2 * 2 * 2 * (12 + 1) * 8 * 8  # one place is never used
     with pytest.raises(InputError, match="at least 1"):
         model.new_cache(max_length=0)
-
-
-@torch.no_grad()
-def test_growing_doubles() -> None:
-    model = MODELS["KNA-logn"]
-    cache, sizes = model.new_cache(), set()
-    for part in torch.split(_ids(1, 260), 20, 1):
-        model(part, cache=cache)
-        sizes.add(cache.nbytes)
-    assert sorted(sizes) == [2 * 2 * 64 * 8 * 8 * n for n in (1, 2, 4, 8)]
 
 
 @torch.no_grad()

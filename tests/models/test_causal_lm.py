@@ -75,20 +75,6 @@ def test_no_future_token_leaks(which: tuple[str, str], length: int, cut: float, 
 
 
 @pytest.mark.parametrize("which", sorted(MODELS))
-def test_rows_are_independent_and_every_past_token_counts(which: tuple[str, str]) -> None:
-    model, ids = MODELS[which], _ids(3, 9)
-    with torch.no_grad():
-        together = model(ids)
-        for row in range(3):
-            alone = model(ids[row : row + 1])
-            torch.testing.assert_close(together[row : row + 1], alone, rtol=0, atol=1e-9)
-        for position in range(9):
-            changed = ids.clone()
-            changed[0, position] = (ids[0, position] + 1) % VOCABULARY
-            assert (model(changed) - together)[0, -1].abs().max() > 1e-7
-
-
-@pytest.mark.parametrize("which", sorted(MODELS))
 @pytest.mark.parametrize("method", ["", "YaRN", "logn+"])
 def test_left_padding_changes_nothing(which: tuple[str, str], method: str) -> None:
     model, ids = MODELS[which], _ids(2, 24)
@@ -118,31 +104,12 @@ def test_loss_and_scores_are_those_of_the_logits(tied: bool) -> None:
     assert (model.head_weight is model.embedding.weight) == tied
 
 
-def test_scores_in_groups_of_rows_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, ids = MODELS["mha", "PreLN"], _ids(5, 9)
-    whole = model.token_scores(ids)
-    monkeypatch.setattr("normattn.models.causal_lm._SCORED_TOKENS", 20)
-    grouped = model.token_scores(ids)
-    torch.testing.assert_close(grouped.loss, whole.loss, rtol=0, atol=1e-12)
-    assert torch.equal(grouped.correct, whole.correct)
-
-
 def test_every_parameter_learns_from_the_loss() -> None:
     for model in MODELS.values():
         model.zero_grad()
         torch.autograd.backward(model.loss(_ids(2, 12)).loss)
         still = [n for n, p in model.named_parameters() if p.grad is None or p.grad.norm() == 0]
         assert still == []
-
-
-def test_scoring_leaves_dropout_and_modes_as_they_were() -> None:
-    model = _model(**BLOCKS["mha"], dropout=0.5)
-    model.blocks[1].eval()
-    before = [module.training for module in model.modules()]
-    ids = _ids(2, 9)
-    assert torch.equal(model.token_scores(ids).loss, model.token_scores(ids).loss)
-    assert [module.training for module in model.modules()] == before
-    assert not torch.equal(model(ids), model(ids))
 
 
 @pytest.mark.parametrize("block", sorted(BLOCKS))
@@ -198,28 +165,6 @@ def test_what_a_method_cannot_be_is_refused_and_changes_nothing() -> None:
 def test_tokens_outside_the_vocabulary_are_named() -> None:
     with pytest.raises(InputError, match=f"from 3 to 99; .* 0 to {VOCABULARY - 1}"):
         MODELS["mha", "PreLN"](torch.tensor([[3, 99]]))
-
-
-def test_one_token_predicts_nothing() -> None:
-    with pytest.raises(InputError, match="at least 2"):
-        MODELS["mha", "PreLN"].loss(_ids(1, 1))
-
-
-def test_rezero_starts_as_the_identity() -> None:
-    torch.manual_seed(0)
-    config = CausalLMConfig(
-        vocab_size=VOCABULARY, dim=16, layers=2, train_length=LENGTH, placement="ReZero"
-    )
-    model, ids = CausalLM(config), _ids(1, 8)
-    assert model.final_norm is not None
-    assert torch.equal(model.hidden(ids), model.final_norm(model.embedding(ids)))
-
-
-def test_post_norm_models_have_no_final_norm_and_pre_norm_models_no_first() -> None:
-    for (_, placement), model in MODELS.items():
-        after = placement in ("PostLN", "DeepNorm")
-        assert (model.final_norm is None) == after
-        assert (model.embedding_norm is not None) == after
 
 
 def _deviation(weight: Tensor) -> float:

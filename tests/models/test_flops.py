@@ -53,16 +53,6 @@ def test_weight_flops_are_those_that_torch_counts(changes: dict[str, Any]) -> No
     assert flops_per_token(config, length).weights * 2 * length == weights
 
 
-@pytest.mark.parametrize(("changes", "pair"), [(CONFIGS[0], 2 * 32), (CONFIGS[3], 8 + 96)])
-def test_attention_flops_count_the_causal_pairs(changes: dict[str, Any], pair: int) -> None:
-    # Each of the T(T + 1)/2 pairs of a layer: key width for the score, value width for the sum.
-    pairs = sum(1 for i in range(12) for j in range(12) if j <= i)
-    flops = flops_per_token(_config(changes), 12)
-    assert flops.attention * 12 == 2 * 3 * pairs * pair
-    assert flops.forward == flops.weights + flops.attention
-    assert flops.training == 3 * flops.forward
-
-
 T, W = 32, 16
 CAUSAL_PAIRS = T * (T + 1) // 2
 WINDOW = W * (W + 1) // 2 + (T - W) * W
@@ -86,12 +76,6 @@ WINDOW = W * (W + 1) // 2 + (T - W) * W
 def test_attention_flops_count_what_the_score_sees(score: str, seen: int, width: int) -> None:
     config = _config({"heads": 4, "score": score})
     assert flops_per_token(config, T).attention * T == 2 * 3 * seen * width * 32
-
-
-def test_layers_of_different_scores_are_counted_apart() -> None:
-    config = _config({"heads": 4, "score": "Baseline-HWFA(window=4)"})
-    window = 4 * 5 // 2 + (T - 4) * 4
-    assert flops_per_token(config, T).attention * T == 2 * (2 * window + CAUSAL_PAIRS) * 2 * 32
 
 
 @pytest.mark.parametrize(

@@ -42,8 +42,9 @@ def test_a_query_passes_the_files_that_the_architecture_names(
 
     monkeypatch.setattr(sdpa, "scaled_dot_product_attention", spy)
     monkeypatch.setattr(rotary.Rotation, "__call__", spied)
-    config = CausalLMConfig(vocab_size=7, dim=8, layers=1, heads=2, train_length=8)
-    CausalLM(config)(torch.zeros(1, 5, dtype=torch.int64))
-    # Tables and the problem itself are made on the way, and not called through.
+    sizes = {"vocab_size": 7, "dim": 8, "layers": 1, "heads": 2, "train_length": 8}
+    CausalLM(CausalLMConfig(**sizes, score="KNA-Gate"))(torch.zeros(1, 5, dtype=torch.int64))
     named = re.findall(r"^\| `(\w+/\w+\.py)`", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-    assert set(met) == set(named) - {"score/rotary.py", "kernels/inputs.py"}
+    beside = {"layers/residual.py", "layers/prepare.py", "score/rotary.py"}
+    assert set(met) - beside == set(named)
+    assert len(named) == 6

@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from normattn.errors import InputError
@@ -42,35 +40,9 @@ def test_what_can_come(settings: dict[str, Any], expected: dict[int, float]) -> 
     assert _support(Sampling(1.0, **settings)) == pytest.approx(expected)
 
 
-def test_temperature_is_a_power_of_the_probabilities() -> None:
-    wanted = PROBABILITIES[0] ** 2 / (PROBABILITIES**2).sum()
-    assert _support(Sampling(0.5)) == pytest.approx(dict(enumerate(wanted.tolist())))
-
-
 def test_equally_likely_tokens_are_ordered_by_their_id() -> None:
     assert _support(Sampling(1.0, top_k=2), torch.zeros(1, 5)) == {0: 0.5, 1: 0.5}
     assert Sampling().next_tokens(torch.zeros(1, 5), row_generators(0, 1)) == [0]
-
-
-@settings(max_examples=40, deadline=None, derandomize=True)
-@given(
-    seed=st.integers(0, 10**6),
-    top_p=st.floats(0.01, 1),
-    top_k=st.integers(1, 12),
-    temperature=st.floats(0.1, 4),
-)
-def test_a_nucleus_is_the_smallest_set_that_is_large_enough(
-    seed: int, top_p: float, top_k: int, temperature: float
-) -> None:
-    logits = torch.randn(1, 10, generator=torch.Generator().manual_seed(seed)).double()
-    chance, _ = Sampling(temperature, top_k).probabilities(logits)
-    nucleus = _support(Sampling(temperature, top_k, top_p), logits)
-    size = len(nucleus)
-    assert float(chance[0, :size].sum()) >= top_p - 1e-12
-    assert float(chance[0, : size - 1].sum()) < top_p
-    assert sum(nucleus.values()) == pytest.approx(1)
-    [token] = Sampling(temperature, top_k, top_p).next_tokens(logits, row_generators(seed, 1))
-    assert token in nucleus
 
 
 def test_tokens_come_as_often_as_they_should() -> None:

@@ -8,8 +8,6 @@ from torch import Tensor
 
 from normattn.errors import InputError
 from normattn.kernels.cross_entropy import TokenScores, token_scores
-from normattn.lab.evaluation import from_causal_lm, from_logits
-from normattn.lab.evaluation.scorer import scores_from
 from normattn.models.causal_lm import CausalLM
 from normattn.models.config import CausalLMConfig
 
@@ -75,12 +73,3 @@ def test_chunks_before_the_last_tokens_go_through_no_head(
 def test_no_token_after_the_first_is_refused(first: int) -> None:
     with pytest.raises(InputError, match=f"from {first} on were asked for, but a row predicts 20"):
         _model().token_scores(torch.zeros((1, 21), dtype=torch.int64), first)
-
-
-def test_any_scorer_gives_the_last_tokens() -> None:
-    model = _model()
-    ids = torch.randint(VOCABULARY, (2, 129))
-    for scorer in (from_causal_lm(model), from_logits(model)):
-        whole, last = scorer(ids), scores_from(scorer, ids, 100)
-        torch.testing.assert_close(last.loss, whole.loss[:, 100:], rtol=1e-6, atol=1e-6)
-        assert torch.equal(last.correct, whole.correct[:, 100:])

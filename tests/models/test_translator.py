@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,14 +15,12 @@ from normattn.errors import InputError
 from normattn.layers.residual import DeepNorm, ReZero
 from normattn.models.config import TranslatorConfig
 from normattn.models.flops import parameter_count, translator_flops
-from normattn.models.pretrained import load_as, save_model
 from normattn.models.translator import Translator
 
 from .torch_transformer import transformer
 
 VOCABULARY, LENGTH = 19, 8
 PAD, BOS, EOS = 0, 1, 2
-STEPS = 150
 SCORES: dict[str, dict[str, str]] = {
     "Baseline": {"score": "Baseline"},
     "KNA": {"score": "KNA"},
@@ -158,22 +155,6 @@ def test_rows_are_independent_of_neighbours_padding_and_the_future(
             torch.testing.assert_close(alone[:, :1], first, rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", sorted(SCORES))
-def test_every_source_and_past_token_counts(name: str) -> None:
-    model, source = MODELS[name], _sentences([5])
-    target = _sentences([4], 1, begin=True)
-    with torch.no_grad():
-        logits = model(source, target)
-        for place in (0, 4):
-            other = source.clone()
-            other[0, place] = 3 + (other[0, place] - 2) % (VOCABULARY - 3)
-            assert (model(other, target) - logits)[0, 0].abs().max() > 1e-8
-        for place in (1, 4):
-            other = target.clone()
-            other[0, place] = 3 + (other[0, place] + 5) % (VOCABULARY - 3)
-            assert (model(source, other) - logits)[0, -1].abs().max() > 1e-8
-
-
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("tied", [True, False])
 def test_loss_is_that_of_the_logits(shared: bool, tied: bool) -> None:
@@ -229,17 +210,6 @@ def test_deepnorm_takes_the_papers_encoder_decoder_factors() -> None:
     )
 
 
-@pytest.mark.parametrize("shared_layers", [False, True])
-def test_a_saved_model_comes_back(tmp_path: Path, shared_layers: bool) -> None:
-    model = _model(score="CosA-logn", shared_layers=shared_layers, shared_vocabulary=False)
-    save_model(model, tmp_path / "model")
-    again = load_as(Translator, tmp_path / "model").eval()
-    assert again.config == model.config
-    source, target = _sentences([6, 3]), _sentences([5, 7], 1, begin=True)
-    with torch.no_grad():
-        assert torch.equal(again(source, target), model(source, target))
-
-
 @pytest.mark.parametrize(
     "changes",
     [{}, {"shared_vocabulary": False, "target_vocab": 30, "tie_head": False, "kv_heads": 1}],
@@ -262,27 +232,6 @@ def test_what_it_costs(changes: dict[str, Any]) -> None:
     assert flops.training == 3 * flops.forward
 
 
-def test_it_learns_to_reverse() -> None:
-    """Four words backwards: the source's order matters, and so does what was written."""
-    torch.manual_seed(0)
-    model = Translator(
-        _config(dim=32, heads=2, kv_heads=2, layers=1, decoder_layers=1, score="KNA")
-    )
-    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, 1e-2, total_steps=STEPS)
-    generator = torch.Generator().manual_seed(1)
-    end, begin = torch.full((64, 1), EOS), torch.full((64, 1), BOS)
-    for _ in range(STEPS):
-        words = torch.randint(3, VOCABULARY, (64, 4), generator=generator)
-        target = torch.cat([begin, words.flip(1), end], 1)
-        found = model.loss(torch.cat([words, end], 1), target, label_smoothing=0.1)
-        optimiser.zero_grad()
-        found.loss.backward()  # type: ignore[no-untyped-call]
-        optimiser.step()
-        schedule.step()
-    assert int(found.correct) / int(found.tokens) > 0.9
-
-
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"score": "QKBatchNorm"}, "name another decoder_score"),
     ({"score": "QInstanceNorm", "decoder_score": "KNA"}, "name another cross_score"),
@@ -290,7 +239,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"cross_score": "KNA-NoPEEvery(every=2)", "shared_layers": True},
         "differs from layer to layer",
     ),
-    ({"cross_score": "Baseline-ReRoPE(window=2)"}, "cross attention is not causal"),
+    ({"cross_score": "Baseline-ReRoPE(window=2)"}, "not between sequences"),
     ({"score": "Baseline-ReRoPE(window=2)"}, "defined for causal attention only"),
     ({"score": "Baseline-Packed"}, "packs documents"),
     ({"decoder_score": "Baseline-Packed"}, "packs documents"),
@@ -319,11 +268,3 @@ def test_sentences_without_a_sense_are_refused() -> None:
         model.loss(source, target[:, :1])
     with pytest.raises(InputError, match="no target but padding"):
         model.loss(source, torch.zeros_like(target))
-
-
-def test_defaults_are_completed() -> None:
-    config = _config(score="CosA-logn", decoder_layers=None)
-    assert str(config.cross_score) == f"CosA-logn-NoPE@{LENGTH}"
-    assert config.decoder_score == config.score
-    assert (config.decoder_layers, config.target_vocab) == (2, VOCABULARY)
-    assert TranslatorConfig(**config.model_dump()) == config

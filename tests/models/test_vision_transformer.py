@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from torch.nn import functional as F
 from normattn.errors import InputError
 from normattn.models.config import VisionConfig
 from normattn.models.flops import flops_per_image
-from normattn.models.pretrained import load_as, save_model
 from normattn.models.vision_transformer import VisionTransformer
 
 HEIGHT, WIDTH, CLASSES = 8, 12, 5
@@ -144,28 +142,6 @@ SCORES = [
 ]
 
 
-@pytest.mark.parametrize("score", SCORES)
-def test_any_score_trains(score: str) -> None:
-    made = model(score=score)
-    images, labels = batch()
-    loss = made.loss(images, labels).loss
-    loss.backward()  # type: ignore[no-untyped-call]
-    for name, parameter in made.named_parameters():
-        assert parameter.grad is not None, name
-        assert parameter.grad.isfinite().all(), name
-    assert (made.position is None) == (score in ("Baseline", "KNA-logn", "Baseline-NoPE-ALiBi"))
-
-
-@pytest.mark.parametrize("pool", ["class", "mean"])
-def test_without_positions_the_order_of_patches_means_nothing(pool: str) -> None:
-    images, _ = batch()
-    swapped = images.roll(4, -1)  # by one patch
-    bag = model(pool=pool, positions="none")
-    torch.testing.assert_close(bag(images), bag(swapped), rtol=0, atol=1e-12)
-    for placed in (model(pool=pool), model(pool=pool, score="Baseline")):
-        assert (placed(images) - placed(swapped)).abs().max() > 1e-4
-
-
 def test_scores_of_images_do_not_depend_on_their_neighbours() -> None:
     """In evaluation mode, also with statistics over the batch, which training updated."""
     made = model(score="QKBatchNorm-NoPE", dropout=0.5)
@@ -180,16 +156,6 @@ def test_scores_of_images_do_not_depend_on_their_neighbours() -> None:
         whole.loss.double(), F.cross_entropy(logits, labels, reduction="none"), rtol=1e-5, atol=1e-5
     )
     assert torch.equal(whole.correct, logits.argmax(-1) == labels)
-
-
-def test_a_saved_model_is_the_same_model(tmp_path: Path) -> None:
-    made = model(score="QKBatchNorm-NoPE").float()
-    images, labels = (batch()[0].float(), batch()[1])
-    made.loss(images, labels)
-    save_model(made, tmp_path / "model")
-    read = load_as(VisionTransformer, tmp_path / "model")
-    assert read.config == made.config
-    assert torch.equal(read.scores(images, labels).loss, made.scores(images, labels).loss)
 
 
 def test_flops_are_those_of_the_matrix_products() -> None:

@@ -238,12 +238,12 @@ def run(
     def part(rows: slice, keys: int, block: int) -> Tensor:
         own = None if query_padding is None else query_padding[:, rows]
         tensors = q[:, :, rows], k[:, :, :keys], v[:, :, :keys]
-        placed = plan.positions.part(rows, keys), plan.mask.part(rows, keys), own, block, dropout
+        at, seen = plan.positions.part(rows, keys), plan.mask.part(rows, keys)
         if plan.cached:
             turned = None if rotated is None else rotated(keys, block)
-            inputs = score.with_cached_keys(*tensors, *placed, turned)
+            inputs = score.with_cached_keys(*tensors, at, seen, own, block, dropout, turned)
         else:
-            inputs = score(*tensors, *placed)
+            inputs = score(*tensors, at, seen, own, block, dropout)
         if selection is not None:
             inputs = replace(inputs, selection=selection)
         inputs = add_forgetting(inputs, forget_sums, rows, q.shape[2])

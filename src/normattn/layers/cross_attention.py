@@ -7,6 +7,7 @@ heads, D head dimension.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -52,7 +53,7 @@ class Memory:
     def choose(self, rows: Int[Tensor, " r"]) -> Memory:
         """Source i becomes the old source rows[i]; sources may repeat or lack."""
         # What has one axis is of all sources.
-        tensors = {
+        tensors: dict[str, Any] = {
             name: x[rows] for name, x in vars(self).items() if isinstance(x, Tensor) and x.dim() > 1
         }
         return replace(self, **tensors)
@@ -203,7 +204,7 @@ class CrossAttention(nn.Module):
 def refuse_across(spec: ScoreSpec) -> None:
     """Raise `InputError` for a score that has no meaning between two sequences."""
     reasons = (
-        (spec.needs_causal, "is defined for causal attention only, and cross attention is not"),
+        (spec.needs_causal, "is defined for causal attention only, not between sequences"),
         (spec.gate is not None, "gates its output, which cross attention does not"),
         (spec.difference is not None, "joins pairs of heads, which cross attention does not"),
         (spec.documents is not None, "keeps documents of one sequence apart, and here are two"),

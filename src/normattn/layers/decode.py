@@ -101,7 +101,8 @@ class DecodeTables:
     def prepare(score: Score, length: int, q: Tensor, k: Tensor, v: Tensor) -> DecodeTables:
         """The tables for a cache that is `length` tokens long now."""
         spec, capacity, size = score.spec, max(64, 1 << length.bit_length()), score.head_dim
-        query, bias, scale = None, None, 1.0
+        query, bias = None, None
+        scale: list[float] | float = 1.0
         with torch.inference_mode(False):
             at = regular_positions(capacity, capacity, q.device)
             keys = key_tables(spec, size, at.key, q.dtype, 0)

@@ -203,8 +203,8 @@ def _make_tables(
     assert isinstance(query.near, Rotation | None)
     assert isinstance(key.near, Rotation | None)
     own = None if isinstance(score, Score) else module
-    turns = (None if turn is None else turn.arguments for turn in (query.near, key.near))
-    return FoldedTables(own, *turns, query.scale, plan.mask, backend)
+    turn_q, turn_k = (None if turn is None else turn.arguments for turn in (query.near, key.near))
+    return FoldedTables(own, turn_q, turn_k, query.scale, plan.mask, backend)
 
 
 def folds(score: Score) -> bool:

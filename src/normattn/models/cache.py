@@ -95,7 +95,8 @@ class ModelCache:
     @property
     def nbytes(self) -> int:
         """Bytes of memory held, used or not."""
-        return sum(each.nbytes for each in (*self.layers, *self._rooms))
+        layers = sum(layer.nbytes for layer in self.layers)
+        return layers + sum(room.nbytes for room in self._rooms)
 
     @property
     def _rooms(self) -> tuple[Room, ...]:

@@ -111,9 +111,9 @@ class StackConfig(Settings):
     @model_validator(mode="after")
     def _check(self) -> StackConfig:
         if self.block == "gau":
-            self._refuse_set("block", BLOCK_SETTINGS["mha"])
             if self.heads != 1:
                 raise InputError(f"a gated attention unit has one head; heads is {self.heads}")
+            self._refuse_set("block", BLOCK_SETTINGS["mha"])
             if self.separate_qk and self.gamma_std is not None:
                 raise InputError("gamma_std draws γ; with separate_qk there is no γ: leave it out")
         else:

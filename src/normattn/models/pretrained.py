@@ -107,15 +107,16 @@ def load_any(directory: Path | str, expected: BaseModel | None = None) -> nn.Mod
     """
     described, stored = Path(directory) / CONFIG_FILE, Path(directory) / WEIGHTS_FILE
     description = _read_description(described)
-    settings, kind = description["config"], _class_of(description["format"])
+    settings = description["config"]
+    kind: Any = _class_of(description["format"])
     tensors = read_tensors(stored, description["weights_sha256"])
     if not isinstance(settings, dict):
         raise InputError(f"{described}: the field 'config' is not an object")
     _refuse_layers(settings, len(tensors), described)
     try:
         with on_meta():
-            config = kind.config_class(**settings)  # type: ignore[operator]
-            model = kind(config)
+            config: BaseModel = kind.config_class(**settings)
+            model: nn.Module = kind(config)
     except InputError as error:
         raise InputError(f"{described}: {error}") from error
     except (RuntimeError, TypeError) as error:  # a size that no tensor can have
@@ -168,8 +169,8 @@ def _read_description(path: Path) -> dict[str, Any]:
     unknown = sorted(set(description) - {"format", "config", "config_sha256", "weights_sha256"})
     missing = sorted({"config", "weights_sha256"} - set(description))
     if unknown or missing:
-        what = f"has the unknown field {unknown[0]!r}" if unknown else f"lacks {missing[0]!r}"
-        raise InputError(f"{path} {what}")
+        what = "has the unknown field" if unknown else "lacks the field"
+        raise InputError(f"{path} {what} {(unknown or missing)[0]!r}")
     return description
 
 

@@ -242,7 +242,8 @@ class TokenModel(nn.Module):
             if after is not None:
                 after(-1, x)
             x = self.blocks(x, context, caches, after)
-            return x if self.final_norm is None else self.final_norm(x)
+            last: Tensor = x if self.final_norm is None else self.final_norm(x)
+            return last
 
 
 def make_block(config: StackConfig, layer: int, across: ScoreSpec | None = None) -> Block:
@@ -258,13 +259,12 @@ def make_block(config: StackConfig, layer: int, across: ScoreSpec | None = None)
             dropout=config.dropout,
         )
         return Block(place(config, unit), None)
-    sizes: Any = (config.dim, config.heads, config.kv_heads)
-    head_dim, dropout = config.head_dim, config.dropout
-    own = Attention(*sizes, score, head_dim=head_dim, qkv_bias=config.qkv_bias, dropout=dropout)
-    mixer = place(config, own)
+    sizes = config.dim, config.heads, config.kv_heads
+    given: dict[str, Any] = {"head_dim": config.head_dim, "dropout": config.dropout}
+    mixer = place(config, Attention(*sizes, score, qkv_bias=config.qkv_bias, **given))
     if across is not None:
         spec = across.layer(layer, config.layers)
-        cross = place(config, CrossAttention(*sizes, spec, head_dim=head_dim, dropout=dropout))
+        cross = place(config, CrossAttention(*sizes, spec, **given))
     kind = SwiGLU if config.feed_forward == "swiglu" else GELU
     return Block(mixer, place(config, kind(config.dim, config.hidden)), cross)
 
