@@ -93,8 +93,7 @@ def test_a_kernel_by_name_says_that_torch_func_cannot_see_into_it() -> None:
 
 
 CONFIGS: dict[str, dict[str, Any]] = {
-    "rms": {"score": "Baseline"},
-    "swiglu and norms": {"score": "QKRMSNorm-logn", "norm": "layer"},
+    "layer": {"score": "QKRMSNorm-logn", "norm": "layer"},
     "gau": {
         "score": "KNA-logn",
         "block": "gau",
@@ -103,7 +102,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "placement": "DeepNorm",
     },
     "residual": {"score": "Baseline-RealFormer", "feed_forward": "gelu"},
-    "bias": {"score": "Baseline-KERPLEPower"},
 }
 
 

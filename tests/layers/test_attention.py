@@ -83,7 +83,7 @@ def test_attention_weights_drop_only_in_training() -> None:
         ({"heads": 3}, "does not divide into 3 heads"),
         ({"heads": 4, "kv_heads": 3}, "cannot share 3"),
         ({"heads": 0}, "each must be at least 1"),
-        ({"heads": 4, "head_dim": 0}, "head_dim is 0"),
+        ({"heads": 4, "head_dim": 0}, "head_dim of 0"),
         ({"heads": 4, "dropout": 1.0}, "below 1"),
     ],
 )

@@ -20,7 +20,7 @@ from normattn.layers.gau import GatedAttentionUnit
 from normattn.layers.residual_scores import residual_layers
 from normattn.models import CausalLM, CausalLMConfig
 from score import naive, oracle
-from score.cases import PAIRED, array, tensors
+from score.cases import PAIRED, array, learned, tensors
 from score.recipe import Recipe
 
 B, H, G, T, D = 2, 8, 4, 11, 8
@@ -49,16 +49,10 @@ def _score(recipe: Recipe, paired: str, heads: int = H, kv: int = G) -> Score:
 
 def _learned(score: Score) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """What the scores of the heads learn in the oracle's words, and what pairs learn."""
-    words = {"query_norm": "Q", "key_norm": "K", "weight": "gain"}
-    heads: dict[str, Tensor] = {}
-    pairs: dict[str, Tensor] = {}
-    for name, value in score.named_parameters():
-        own = name.removeprefix("difference.")
-        if own != name:
-            pairs[own] = value
-        else:
-            heads[".".join(words.get(word, word) for word in name.split("."))] = value
-    return heads, pairs
+    found = learned(score)
+    pairs = {name: x for name, x in found.items() if name.startswith("difference.")}
+    heads = {name: x for name, x in found.items() if name not in pairs}
+    return heads, {name.removeprefix("difference."): x for name, x in pairs.items()}
 
 
 def _by_loops(o: Any, paired: str, learned: Mapping[str, Any]) -> Any:

@@ -87,11 +87,11 @@ def test_a_layer_learns_the_gate_and_keeps_batch_rows_apart(per: str, which: int
 
 def test_a_gate_that_is_missing_or_too_much_is_refused() -> None:
     q, k, v, gate = tensors((B, H, T, D), (B, G, T, D), (B, G, T, E), (B, T, H))
-    with pytest.raises(InputError, match=r"needs gate=…, W_g x of shape \(2, 9, 20\)"):
+    with pytest.raises(InputError, match="needs gate=…"):
         attention(q, k, v, "KNA-Gate")
-    with pytest.raises(InputError, match="a gate is given, but KNA has none: name KNA-Gate"):
+    with pytest.raises(InputError, match="gate is given, but KNA"):
         attention(q, k, v, "KNA", gate=gate)
-    with pytest.raises(InputError, match=r"gate must be floating of shape \(2, 9, 20\) for KNA"):
+    with pytest.raises(InputError, match=r"gate must be floating of shape \(2, 9, 20\)"):
         attention(q, k, v, "KNA-Gate", gate=gate)
     with pytest.raises(InputError, match="gates its output, which cross attention does not"):
         CrossAttention(12, 4, score="KNA-NoPE-Gate")

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from normattn import Attention, CausalLM, CausalLMConfig, InputError, Score, ScoreSpec, attention
+from normattn import Attention, InputError, Score, ScoreSpec, attention
 from normattn.kernels import tiled
 from normattn.layers.residual_scores import ResidualLayer, residual_layers
 from score import oracle
-from score.cases import array, built, tensors
+from score.cases import array, built, learned, tensors
 from score.recipe import Recipe
 
 LAYERS, T, D = 4, 9, 8
@@ -96,7 +96,7 @@ def test_every_layer_reads_the_running_sum(
                 *(array(x) for x in (q, k, v)),
                 causal=causal,
                 padding=None if padding is None else padding.numpy(),
-                learned=_learned(score),
+                learned={name: array(x) for name, x in learned(score).items()},
                 below=below,
                 layers=number if mean else 1,
             )
@@ -107,14 +107,6 @@ def test_every_layer_reads_the_running_sum(
     for backend in ("auto", "concatenated"):
         for one, two in zip(gradients[backend], gradients["reference"], strict=True):
             torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-10)
-
-
-def _learned(score: Score) -> dict[str, oracle.Array]:
-    words = {"query_norm": "Q", "key_norm": "K", "weight": "gain"}
-    return {
-        ".".join(words.get(word, word) for word in name.split(".")): array(value)
-        for name, value in score.named_parameters()
-    }
 
 
 @both
@@ -141,56 +133,6 @@ def test_residual_features_are_sums(part: str, causal: bool) -> None:
     both_gradients = [torch.autograd.grad(total, leaves) for total in totals]
     for one, two in zip(*both_gradients, strict=True):
         torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-10)
-
-
-MODELS: dict[str, dict[str, Any]] = {
-    "mha": {"heads": 4},
-    "gqa": {"heads": 4, "kv_heads": 2},
-    "gau": {"block": "gau", "key_size": 8},
-    "shared": {"heads": 2, "shared_layers": True},
-}
-READ = [
-    "Baseline-RealFormer",
-    "KNA-logn-RealFormer(running_mean=true)",
-    "CosA-YaRN(factor=2)-RealFormer",
-    "Baseline-RealFormer-ALiBi-Sink",
-    "Baseline-RealFormer-SlidingWindow(window=5)",
-    "Baseline-RealFormer-NoPEEvery(every=2)",
-    "Baseline-RealFormer-Packed(separator=3)",
-    "Baseline-ResidualQK",
-    "KNA-ResidualQK-ALiBi",
-    "Baseline-ResidualQKV",
-    "CosA-logn-ResidualQKV-Sink",
-]
-
-
-def _model(score: str, kind: str, layers: int = LAYERS) -> CausalLM:
-    torch.manual_seed(0)
-    config = CausalLMConfig(
-        vocab_size=40,
-        dim=16,
-        layers=layers,
-        train_length=16,
-        score=ScoreSpec.parse(score),
-        **MODELS[kind],
-    )
-    return CausalLM(config).double().eval()
-
-
-KINDS = [(score, kind) for turn, score in enumerate(READ) for kind in list(MODELS)[turn % 2 :: 2]]
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(("score", "kind"), [*KINDS, ("Baseline-RealFormer", "gau")])
-def test_chunks_and_single_tokens_read_as_the_whole(score: str, kind: str) -> None:
-    if kind == "shared" and "NoPEEvery" in score:
-        kind = "gqa"  # Layers with one set of weights have one score.
-    model = _model(score, kind)
-    ids = torch.randint(40, (2, 20), generator=torch.Generator().manual_seed(1))
-    whole, cache = model(ids), model.new_cache()
-    pieces = [model(ids[:, :7], cache=cache), model(ids[:, 7:13], cache=cache)]
-    pieces += [model(ids[:, t : t + 1], cache=cache) for t in range(13, 20)]
-    torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=1e-10, atol=1e-10)
 
 
 def test_what_is_hidden_in_a_layer_is_not_lost_to_the_sum() -> None:

@@ -23,7 +23,6 @@ from normattn.score.parts import base as registry
 
 VOCABULARY, L, LENGTH = 13, 5, 15
 BLOCKS: dict[str, dict[str, Any]] = {
-    "mha": {"heads": 2},
     "gqa": {"heads": 4, "kv_heads": 2, "head_dim": 4},
     "gau": {"block": "gau", "key_size": 4},
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import traceback
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -42,7 +43,7 @@ def test_a_query_passes_the_files_that_the_architecture_names(
 
     monkeypatch.setattr(sdpa, "scaled_dot_product_attention", spy)
     monkeypatch.setattr(rotary.Rotation, "__call__", spied)
-    sizes = {"vocab_size": 7, "dim": 8, "layers": 1, "heads": 2, "train_length": 8}
+    sizes: dict[str, Any] = {"vocab_size": 7, "dim": 8, "layers": 1, "heads": 2, "train_length": 8}
     CausalLM(CausalLMConfig(**sizes, score="KNA-Gate"))(torch.zeros(1, 5, dtype=torch.int64))
     named = re.findall(r"^\| `(\w+/\w+\.py)`", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     beside = {"layers/residual.py", "layers/prepare.py", "score/rotary.py"}

@@ -9,7 +9,7 @@ import pytest
 import apart
 
 
-@pytest.mark.parametrize("block", ["mha", "gqa", "gau"])
+@pytest.mark.parametrize("block", ["gqa", "gau"])
 def test_every_score_reads_on(block: str) -> None:
     program = Path(__file__).with_name("reading_on.py")
     done = apart.run(program.read_text(), block)

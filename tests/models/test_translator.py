@@ -17,8 +17,6 @@ from normattn.models.config import TranslatorConfig
 from normattn.models.flops import parameter_count, translator_flops
 from normattn.models.translator import Translator
 
-from .torch_transformer import transformer
-
 VOCABULARY, LENGTH = 19, 8
 PAD, BOS, EOS = 0, 1, 2
 SCORES: dict[str, dict[str, str]] = {
@@ -72,52 +70,6 @@ def _sentences(lengths: list[int], seed: int = 0, begin: bool = False) -> Tensor
 
 
 MODELS = {name: _model(**scores) for name, scores in SCORES.items()}
-
-
-SAME_GRADIENTS = {
-    "encoder.0.mixer.sublayer.qkv.weight": "encoder.layers.0.self_attn.in_proj_weight",
-    "encoder.1.feed_forward.sublayer.up.weight": "encoder.layers.1.linear1.weight",
-    "decoder.0.mixer.sublayer.qkv.weight": "decoder.layers.0.self_attn.in_proj_weight",
-    "decoder.1.cross.sublayer.out.weight": "decoder.layers.1.multihead_attn.out_proj.weight",
-    "decoder.2.cross.norm.gain": "decoder.layers.2.norm2.weight",
-}
-
-
-@pytest.mark.parametrize("placement", ["PostLN", "PreLN"])
-def test_it_is_torchs_transformer(placement: str) -> None:
-    model = _model(
-        score="Baseline-NoPE",
-        placement=placement,
-        kv_heads=4,
-        norm="layer",
-        norm_eps=1e-5,
-        feed_forward="gelu",
-        hidden=24,
-    )
-    for name, parameter in model.named_parameters():
-        if "norm" in name:
-            nn.init.normal_(parameter, 1.0, 0.3)
-    theirs = transformer(model, first=placement == "PreLN")
-    source, target = _sentences([7, 4, 5]), _sentences([5, 2, 6], 1, begin=True)
-    padding = source == PAD
-    x, y = model.source_embedding(source), model.source_embedding(target)
-    if model.source_norm is not None and model.target_norm is not None:
-        x, y = model.source_norm(x), model.target_norm(y)
-    causal = torch.ones(7, 7, dtype=torch.bool).triu(1)
-    expected = theirs(
-        x, y, tgt_mask=causal, src_key_padding_mask=padding, memory_key_padding_mask=padding
-    )
-    real = target != PAD
-    ours = model.decode(target, model.encode(source))
-    torch.testing.assert_close(ours[real], expected[real], rtol=0, atol=1e-10)
-    weights = torch.randn(ours[real].shape, dtype=torch.float64)
-    names = list(SAME_GRADIENTS)
-    mine = torch.autograd.grad(ours[real], [model.get_parameter(name) for name in names], weights)
-    other = torch.autograd.grad(
-        expected[real], [theirs.get_parameter(SAME_GRADIENTS[name]) for name in names], weights
-    )
-    for one, two in zip(mine, other, strict=True):
-        torch.testing.assert_close(one, two, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", sorted(SCORES))
@@ -179,16 +131,6 @@ def test_loss_is_that_of_the_logits(shared: bool, tied: bool) -> None:
     torch.testing.assert_close(scores.loss, plain, rtol=0, atol=1e-10)
     assert torch.equal(scores.correct, hits)
     assert (model.head_weight is model.source_embedding.weight) == (shared and tied)
-
-
-@pytest.mark.parametrize("placement", ["PreLN", "PostLN", "DeepNorm", "ReZero", "FixedScale"])
-def test_every_placement_learns(placement: str) -> None:
-    model = _model(placement=placement, score="KNA").train()
-    source, target = _sentences([6, 3]), _sentences([5, 7], 1, begin=True)
-    model.loss(source, target).loss.backward()  # type: ignore[no-untyped-call]
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None, name
-        assert bool(parameter.grad.isfinite().all()), name
 
 
 def test_deepnorm_takes_the_papers_encoder_decoder_factors() -> None:

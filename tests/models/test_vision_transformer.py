@@ -1,4 +1,4 @@
-"""The Vision Transformer against torch's own encoder, and what it must refuse."""
+"""The Vision Transformer against its parts, and what it must refuse."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from normattn.errors import InputError
 from normattn.models.config import VisionConfig
 from normattn.models.flops import flops_per_image
+from normattn.models.transformer import AttentionContext
 from normattn.models.vision_transformer import VisionTransformer
 
 HEIGHT, WIDTH, CLASSES = 8, 12, 5
@@ -34,112 +36,42 @@ def batch(rows: int = 3, channels: int = 2) -> tuple[Tensor, Tensor]:
     return images * 2 - 1, torch.randint(0, CLASSES, (rows,), generator=generator)
 
 
-class Theirs(nn.Module):
-    """A ViT of torch's parts: a convolution, an encoder, a linear head."""
-
-    def __init__(self, ours: VisionTransformer) -> None:
-        super().__init__()
-        config = ours.config
-        layer = nn.TransformerEncoderLayer(
-            config.dim,
-            config.heads,
-            4 * config.dim,
-            dropout=0.0,
-            activation="gelu",
-            layer_norm_eps=config.norm_eps,
-            batch_first=True,
-            norm_first=config.placement == "PreLN",
-        )
-        pre = config.placement == "PreLN"
-        norm = nn.LayerNorm(config.dim, config.norm_eps)
-        self.encoder = nn.TransformerEncoder(
-            layer, config.layers, norm if pre else None, enable_nested_tensor=False
-        )
-        self.first = None if pre else nn.LayerNorm(config.dim, config.norm_eps)
-        self.cut = nn.Conv2d(config.channels, config.dim, config.patch, config.patch)
-        self.head = nn.Linear(config.dim, config.classes)
-        self.token = nn.Parameter(torch.zeros(config.dim)) if config.pool == "class" else None
-        self.place = nn.Parameter(torch.zeros(config.tokens, config.dim))
-        self.double()
-
-    def forward(self, images: Tensor) -> Tensor:
-        x = self.cut(images).flatten(2).transpose(1, 2)
-        if self.token is not None:
-            x = torch.cat([self.token.expand(len(x), 1, -1), x], 1)
-        x = x + self.place
-        x = self.encoder(x if self.first is None else self.first(x))
-        x = x[:, 0] if self.token is not None else x.mean(1)
-        logits: Tensor = self.head(x)
-        return logits
-
-    def pairs(self, ours: VisionTransformer) -> list[tuple[Tensor, Tensor]]:
-        """Each of our parameters beside torch's, which may be another shape of the same numbers."""
-        assert ours.position is not None
-        found: list[tuple[Tensor, Tensor]] = [
-            (ours.patches.weight, self.cut.weight),
-            (ours.patches.bias, _some(self.cut.bias)),
-            (ours.position.weight, self.place),
-            (ours.head.weight, self.head.weight),
-            (ours.head.bias, self.head.bias),
-        ]
-        if ours.class_token is not None and self.token is not None:
-            found.append((ours.class_token, self.token))
-        ends = ((ours.final_norm, self.encoder.norm), (ours.embedding_norm, self.first))
-        for mine, theirs in ends:
-            if theirs is not None:
-                found += _norms(mine, theirs)
-        blocks: list[Any] = list(ours.blocks)
-        layers: list[Any] = list(self.encoder.layers)
-        for block, layer in zip(blocks, layers, strict=True):
-            attention, feed_forward = block.mixer.sublayer, block.feed_forward.sublayer
-            found += [
-                (attention.qkv.weight, layer.self_attn.in_proj_weight),
-                (attention.out.weight, layer.self_attn.out_proj.weight),
-                (feed_forward.up.weight, layer.linear1.weight),
-                (feed_forward.down.weight, layer.linear2.weight),
-            ]
-            found += _norms(block.mixer.norm, layer.norm1)
-            found += _norms(block.feed_forward.norm, layer.norm2)
-        return found
-
-
-def _some(value: Tensor | None) -> Tensor:
-    assert value is not None
-    return value
-
-
-def _norms(ours: Any, theirs: Any) -> list[tuple[Tensor, Tensor]]:
-    return [(ours.gain, theirs.weight), (ours.bias, theirs.bias)]
-
-
 @pytest.mark.parametrize("placement", ["PreLN", "PostLN"])
 @pytest.mark.parametrize("pool", ["class", "mean"])
-def test_outputs_and_gradients_are_those_of_torchs_encoder(pool: str, placement: str) -> None:
-    ours = model(pool=pool, placement=placement)
-    theirs = Theirs(ours)
-    pairs = theirs.pairs(ours)
-    assert {id(mine) for mine, _ in pairs} == {id(parameter) for parameter in ours.parameters()}
-    with torch.no_grad():
-        for parameter in theirs.parameters():
-            parameter.zero_()  # Its linear layers have biases; ours have none.
-        for mine, other in pairs:
-            other.copy_(mine.reshape(other.shape))
+def test_outputs_and_gradients_are_those_of_a_convolution_and_the_blocks(
+    pool: str, placement: str
+) -> None:
+    made = model(pool=pool, placement=placement)
     images, labels = batch()
-    torch.testing.assert_close(ours(images), theirs(images), rtol=0, atol=1e-11)
-    result = ours.loss(images, labels)
-    expected = F.cross_entropy(theirs(images), labels)
+    patch, position = made.config.patch, made.position
+    assert position is not None
+    kernel = made.patches.weight.view(-1, 2, patch, patch)
+    x = F.conv2d(images, kernel, made.patches.bias, stride=patch).flatten(2).mT
+    if made.class_token is not None:
+        x = torch.cat([made.class_token.expand(len(x), 1, -1), x], 1)
+    x = x + position.weight
+    x = x if made.embedding_norm is None else made.embedding_norm(x)
+    x = made.blocks(x, AttentionContext(causal=False))
+    x = x if made.final_norm is None else made.final_norm(x)
+    logits = made.head(x[:, 0] if pool == "class" else x.mean(1))
+    torch.testing.assert_close(made(images), logits, rtol=0, atol=1e-11)
+    result, expected = made.loss(images, labels), F.cross_entropy(logits, labels)
     torch.testing.assert_close(result.loss, expected, rtol=0, atol=1e-12)
-    assert result.correct == (theirs(images).argmax(-1) == labels).sum()
-    by_ours = torch.autograd.grad(result.loss, [mine for mine, _ in pairs])
-    by_theirs = torch.autograd.grad(expected, [other for _, other in pairs])
-    for one, other in zip(by_ours, by_theirs, strict=True):
-        torch.testing.assert_close(one, other.reshape(one.shape), rtol=0, atol=1e-11)
+    assert result.correct == (logits.argmax(-1) == labels).sum()
+    wanted = list(made.parameters())
+    ours, theirs = (torch.autograd.grad(x, wanted) for x in (result.loss, expected))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-11)
 
 
-SCORES = [
-    *("Baseline", "KNA-NoPE", "CosA-NoPE", "QKNorm2020-NoPE", "QKLayerNorm-NoPE", "KNA-logn"),
-    *("QKRMSNorm-NoPE", "QKBatchNorm-NoPE", "QKInstanceNorm-NoPE", "Baseline-NoPE-ALiBi"),
-]
+def test_flops_are_those_of_the_matrix_products() -> None:
+    made = model()
+    found, config = flops_per_image(made.config), made.config
+    with FlopCounterMode(display=False) as counter:
+        made(batch(1)[0])
+    counts = counter.get_flop_counts()["Global"]
+    weights = sum(counts.get(op, 0) for op in (torch.ops.aten.mm, torch.ops.aten.addmm))
+    assert found.weights == weights
+    assert found.attention == config.layers * 2 * 2 * config.tokens**2 * config.dim
 
 
 def test_scores_of_images_do_not_depend_on_their_neighbours() -> None:
@@ -156,19 +88,6 @@ def test_scores_of_images_do_not_depend_on_their_neighbours() -> None:
         whole.loss.double(), F.cross_entropy(logits, labels, reduction="none"), rtol=1e-5, atol=1e-5
     )
     assert torch.equal(whole.correct, logits.argmax(-1) == labels)
-
-
-def test_flops_are_those_of_the_matrix_products() -> None:
-    """Those with weights as torch counts them, those of scores and values from their sizes."""
-    from torch.utils.flop_counter import FlopCounterMode
-
-    ours = model()
-    images, _ = batch(1)
-    with FlopCounterMode(display=False) as counter:
-        Theirs(ours)(images)
-    found, config = flops_per_image(ours.config), ours.config
-    assert found.weights == counter.get_total_flops()
-    assert found.attention == config.layers * 2 * 2 * config.tokens**2 * config.dim
 
 
 @pytest.mark.parametrize(
