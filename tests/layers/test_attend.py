@@ -26,9 +26,9 @@ IDS = [recipe.text for recipe in RECIPES]
 every_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=IDS)
 
 
-@pytest.fixture(params=[(3, 1), (3, 1500), (256, 2**20)], ids=["small", "middle", "one tile"])
+@pytest.fixture(params=[(3, 1500), (256, 2**20)], ids=["small", "one tile"])
 def backends(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
-    """Tiles of 3 rows of one head, of 3 rows of some heads or batch rows, and of everything."""
+    """Tiles of 3 rows of some heads or batch rows, and of everything."""
     monkeypatch.setattr(tiled, "ROWS", request.param[0])
     monkeypatch.setattr(tiled, "TILE_BYTES", request.param[1])
     return ("reference", "chunked", "auto")
@@ -86,8 +86,8 @@ def test_bidirectional_over_any_lengths(
     _agree(recipe, (*backends, "fused"), q, k, v, causal=False)
 
 
-@pytest.mark.parametrize("window", [1, 3, 5, 20])
-@pytest.mark.parametrize("chunk", [1, 2, 4, 5])
+@pytest.mark.parametrize("window", [1, 3, 5])
+@pytest.mark.parametrize("chunk", [1, 4])
 def test_two_regimes_at_every_ragged_length(
     window: int, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,11 +128,8 @@ def _masks() -> Iterator[tuple[str, Tensor]]:
     bias = torch.randn(2, 2, 7, 7, generator=generator, dtype=torch.float64) * 3
     yield "boolean", seen
     yield "boolean, shared by heads", seen[:, :1]
-    yield "boolean, of two axes", seen[0, 0]
-    yield "boolean, of keys only", seen[:1, :1, :1]
     yield "added", bias
     yield "added, of queries only", bias[..., :1]
-    yield "added, of keys only", bias[:, :1, :1]
     yield "added, hiding some", bias.masked_fill(~seen, -torch.inf)
     yield "added, hiding every key of a row", bias.index_fill(2, torch.tensor([2, 5]), -torch.inf)
 

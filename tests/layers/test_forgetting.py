@@ -9,10 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from normattn import Attention, GatedAttentionUnit, InputError, Score, attention
+from normattn import InputError, attention
 from normattn.kernels import BACKENDS
-from normattn.layers.attention import attention_cached
-from normattn.layers.cache import KeyValueCache
 from score.cases import tensors
 
 B, H, G, T, D, E = 2, 4, 2, 11, 6, 5
@@ -90,27 +88,6 @@ def test_documents_and_padding() -> None:
     _agree(ours * real, expected * real, leaves)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("Baseline-FoX", "KNA-RoPE-FoX-SlidingWindow(window=4)", "KNA-PoPE-FoX"),
-        "QNA-RoPE-DynamicNTK(factor=2)-FoX@4",
-    ],
-)
-@torch.no_grad()
-def test_a_cache_reads_as_the_whole(text: str) -> None:
-    q, k, v, forget = tensors((B, H, T, D), (B, G, T, D), (B, G, T, D), (B, T, H))
-    score = Score(text, H, D, G).double()
-    whole = attention(q, k, v, score, forget=forget)
-    cache, pieces, first = KeyValueCache(), [], 0
-    for size in (3, 1, 1, 4, 2):
-        new = slice(first, first + size)
-        at = (q[:, :, new], k[:, :, new], v[:, :, new])
-        pieces.append(attention_cached(*at, score, cache, forget=forget[:, new]))
-        first += size
-    torch.testing.assert_close(torch.cat(pieces, 2), whole, rtol=1e-9, atol=1e-10)
-
-
 def test_half_precision_keeps_the_sum() -> None:
     """After 2000 tokens the sum is in the thousands: a rounded one is off by whole numbers."""
     shape = (1, 2, 2000, 8)
@@ -124,35 +101,6 @@ def test_half_precision_keeps_the_sum() -> None:
     )
     assert (rounded - exact).abs().max() < 0.05
     assert (half.double() - rounded).abs().max() < 0.03
-
-
-@pytest.mark.parametrize("which", [0, 1], ids=["Attention", "GAU"])
-def test_a_layer_learns_its_gate(which: int) -> None:
-    torch.manual_seed(0)
-    made: list[Any] = [
-        Attention(16, 4, 2, "KNA-FoX").double(),
-        GatedAttentionUnit(16, 8, score="KNA-FoX").double(),
-    ]
-    layer = made[which]
-    x = torch.randn(3, 7, 16, dtype=torch.float64)
-    out = layer(x)
-    out.square().sum().backward()
-    assert layer.forget.weight.grad.abs().sum() > 0
-    assert layer.forget.bias.grad.abs().min() > 0
-    with torch.no_grad():
-        for row in range(3):
-            torch.testing.assert_close(layer(x[row : row + 1]), out[row : row + 1])
-        cache = KeyValueCache()
-        layer.eval()
-        cached = [layer(x[:, t : t + 1], cache=cache) for t in range(7)]
-        torch.testing.assert_close(torch.cat(cached, 1), out, rtol=1e-9, atol=1e-10)
-        # A gate that forgets nothing leaves the score alone.
-        layer.forget.bias.fill_(1e4)
-        sizes = (16, 4, 2) if which == 0 else (16, 8)
-        plain = type(layer)(*sizes, score="KNA-NoPE").double()
-        own = {k: v for k, v in layer.state_dict().items() if not k.startswith("forget")}
-        plain.load_state_dict(own)
-        torch.testing.assert_close(layer(x), plain(x))
 
 
 def test_what_is_refused() -> None:

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from normattn import Attention, InputError, Score, ScoreSpec, attention, explain
 from normattn.kernels import BACKENDS, reference, tiled
-from normattn.layers.attention import attention_cached
-from normattn.layers.cache import KeyValueCache
 from normattn.layers.cross_attention import refuse_across
 from normattn.layers.gau import GatedAttentionUnit
 from normattn.layers.residual_scores import residual_layers
@@ -129,27 +127,6 @@ def test_outputs_and_gradients_of_every_kernel(
         for ours, hand in zip(torch.autograd.grad(out, wanted, weights), by_hand, strict=True):
             torch.testing.assert_close(ours, hand, rtol=1e-9, atol=1e-10)
     assert {"auto", "strips", "reference"} <= set(served)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.text)
-def test_a_cache_reads_as_the_whole(recipe: Recipe, padded: bool) -> None:
-    """One more token without padding takes the quick way."""
-    q, k, v = tensors(*SHAPES)
-    padding = (torch.arange(T)[None] < torch.arange(B)[:, None]) if padded else None
-    score, cache, pieces, first = _score(recipe, "Differential"), KeyValueCache(), [], 0
-    for size in (1, 3, 1, 5, 1):
-        new = slice(first, first + size)
-        first += size
-        own = None if padding is None else padding[:, :first]
-        new_tensors = q[:, :, new], k[:, :, new], v[:, :, new]
-        pieces.append(attention_cached(*new_tensors, score, cache, key_padding=own))
-    whole = attention(q, k, v, score, key_padding=padding)
-    # What a padded token reads means nothing.
-    real = slice(None) if padding is None else ~padding
-    read = torch.cat(pieces, 2).transpose(1, 2)[real]
-    torch.testing.assert_close(read, whole.transpose(1, 2)[real])
 
 
 def test_scores_of_the_layers_below_are_carried_by_head() -> None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
-from normattn import Attention, GatedAttentionUnit, InputError, attention
-from normattn.layers.cache import KeyValueCache
+from normattn import InputError, attention
 from normattn.layers.cross_attention import CrossAttention
 from score.cases import tensors
 
@@ -47,42 +44,6 @@ def test_outputs_and_gradients(per: str, wide: int, causal: bool, act: str) -> N
         strict=True,
     ):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
-
-
-def _layers(per: str) -> list[Any]:
-    torch.manual_seed(0)
-    text = f"QKRMSNorm-Gate(per={per})"
-    return [
-        Attention(16, 4, 2, text).double(),
-        GatedAttentionUnit(16, 8, score=text).double(),
-    ]
-
-
-@pytest.mark.parametrize("per", ["head", "feature"])
-@pytest.mark.parametrize("which", [0, 1], ids=["Attention", "GAU"])
-def test_a_layer_learns_the_gate_and_keeps_batch_rows_apart(per: str, which: int) -> None:
-    layer = _layers(per)[which]
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(3, 7, 16, generator=generator, dtype=torch.float64)
-    out = layer(x)
-    out.square().sum().backward()
-    assert layer.gate.weight.grad.abs().min() > 0
-    rows = {"head": (4, 1), "feature": (16, 32)}[per][which]
-    assert layer.gate.weight.shape == (rows, 16)
-    for row in range(3):
-        torch.testing.assert_close(layer(x[row : row + 1]), out[row : row + 1])
-    cache = KeyValueCache()
-    layer.eval()
-    with torch.no_grad():
-        cached = [layer(x[:, t : t + 1], cache=cache) for t in range(7)]
-    torch.testing.assert_close(torch.cat(cached, 1), out, rtol=1e-9, atol=1e-10)
-    with torch.no_grad():
-        layer.gate.weight.fill_(0.0)
-        open_half = layer(x)
-        plain = type(layer)(*((16, 4, 2) if which == 0 else (16, 8)), score="QKRMSNorm").double()
-        own = {k: v for k, v in layer.state_dict().items() if not k.startswith("gate")}
-        plain.load_state_dict(own)
-        torch.testing.assert_close(2 * open_half, plain(x))
 
 
 def test_a_gate_that_is_missing_or_too_much_is_refused() -> None:

@@ -9,10 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from normattn import InputError, Score, attention
+from normattn import InputError, attention
 from normattn.kernels import BACKENDS
-from normattn.layers.attention import attention_cached
-from normattn.layers.cache import KeyValueCache
 from score.cases import tensors
 
 D = 8
@@ -82,27 +80,6 @@ def test_each_document_reads_as_if_alone(case: str, score: str, causal: bool) ->
             q, k, v, name, causal, key_padding=given, documents=documents, backend=backend
         )
         torch.testing.assert_close(out[:, :, real], expected[:, :, real])
-
-
-@pytest.mark.parametrize("score", SCORES)
-@pytest.mark.parametrize("case", NUMBERS)
-def test_with_a_cache(case: str, score: str) -> None:
-    numbers, padded = NUMBERS[case]
-    (q, k, v), padding = _inputs(padded)
-    runs = _runs(numbers, padded)
-    expected = _alone(score, q, k, v, runs, True)
-    real = [place for run in runs for place in run]
-    name = _packed(score)
-    module, cache = Score(name, 2, D, 1).double().eval(), KeyValueCache()
-    documents, pieces = torch.tensor([numbers]), []
-    for last in (1, 2, 6, 7, 9):
-        new = slice(cache.length, last)
-        pad = padding[:, :last] if padded else None
-        a, b, c = (x[:, :, new] for x in (q, k, v))
-        seen = documents[:, :last]
-        pieces.append(attention_cached(a, b, c, module, cache, pad, None, seen))
-    out = torch.cat(pieces, 2)
-    torch.testing.assert_close(out[:, :, real], expected[:, :, real])
 
 
 def test_positions_that_begin_anew_are_documents_by_name_only() -> None:

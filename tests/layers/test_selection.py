@@ -10,7 +10,6 @@ from normattn import InputError, Score, ScoreSpec, attention, explain
 from normattn.kernels import reference
 from normattn.layers.attention import attention_cached
 from normattn.layers.cache import KeyValueCache
-from normattn.models import CausalLM, CausalLMConfig
 from score.cases import tensors
 
 B, H, T, D = 2, 2, 11, 8
@@ -86,35 +85,6 @@ def test_rows_of_a_cache_are_exchanged_and_old_keys_dropped(kind: str) -> None:
         q, k, v, whole = q[order], k[order], v[order], whole[order]
         first += size
     assert (cache.dropped > 0) == (kind == "window")
-
-
-@torch.no_grad()
-def test_a_model_reads_on_and_padding_selects_nothing() -> None:
-    torch.manual_seed(0)
-    config = CausalLMConfig(
-        vocab_size=17,
-        dim=16,
-        layers=2,
-        heads=4,
-        kv_heads=2,
-        train_length=8,
-        score=ScoreSpec.parse("KNA-Selective"),
-    )
-    model = CausalLM(config).double().eval()
-    ids = torch.randint(0, 17, (2, 14), generator=torch.Generator().manual_seed(1))
-    whole, cache = model(ids), model.new_cache()
-    assert not any(layer.croppable for layer in cache.layers)
-    read = [model(part, cache=cache) for part in torch.split(ids, [3, 1, 1, 6, 1, 2], 1)]
-    torch.testing.assert_close(torch.cat(read, 1), whole)
-    padding = torch.zeros(2, 14, dtype=torch.bool)
-    padding[1, :6] = True
-    alone, cache = model(ids[1:, 6:]), model.new_cache()
-    torch.testing.assert_close(model(ids, padding)[1:, 6:], alone)
-    pieces = zip(*(torch.split(x, [3, 1, 10], 1) for x in (ids, padding)), strict=True)
-    read = [model(part, own, cache=cache) for part, own in pieces]
-    torch.testing.assert_close(torch.cat(read, 1)[1:, 6:], alone)
-    with model.using("YaRN", factor=2):
-        assert not torch.equal(model(ids), whole)
 
 
 def test_what_makes_no_sense_and_what_explain_says() -> None:

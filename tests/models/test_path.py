@@ -44,7 +44,8 @@ def test_a_query_passes_the_files_that_the_architecture_names(
     monkeypatch.setattr(sdpa, "scaled_dot_product_attention", spy)
     monkeypatch.setattr(rotary.Rotation, "__call__", spied)
     sizes: dict[str, Any] = {"vocab_size": 7, "dim": 8, "layers": 1, "heads": 2, "train_length": 8}
-    CausalLM(CausalLMConfig(**sizes, score="KNA-Gate"))(torch.zeros(1, 5, dtype=torch.int64))
+    sizes["score"] = "KNA-Gate"
+    CausalLM(CausalLMConfig(**sizes))(torch.zeros(1, 5, dtype=torch.int64))
     named = re.findall(r"^\| `(\w+/\w+\.py)`", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     beside = {"layers/residual.py", "layers/prepare.py", "score/rotary.py"}
     assert set(met) - beside == set(named)

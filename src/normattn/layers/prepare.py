@@ -21,7 +21,7 @@ from torch.autograd import forward_ad
 from normattn.errors import InputError
 from normattn.kernels import AttentionMask, choose
 from normattn.kernels.inputs import check_shapes
-from normattn.kernels.stats import confine, observer
+from normattn.kernels.stats import _OBSERVER, confine
 from normattn.layers.checks import check_score
 from normattn.score import Positions, Score, ScoreSpec
 from normattn.score.rotary import Rotation, RotationArguments, key_tables, query_tables
@@ -152,7 +152,7 @@ def find_tables(
     """
     if torch.compiler.is_compiling() or not type(q) is type(k) is type(v) is Tensor or q.is_meta:
         return None
-    if torch.is_autocast_enabled(q.device.type) or observer() is not None:
+    if torch.is_autocast_enabled(q.device.type) or _OBSERVER.get() is not None:
         return None
     if torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0:
         return None
