@@ -23,6 +23,7 @@ from normattn.kernels.numerics import nan_for_infinite, readable
 from normattn.layers.cache import KeyValueCache, Room
 from normattn.layers.prepare import folds, regular_positions
 from normattn.score import Positions, Score, ScoreSpec
+from normattn.score.norms import L2Norm
 from normattn.score.parts import PairBiasPart, RotaryPosition
 from normattn.score.rotary import Rotation, far_to_near, key_tables, query_scale, query_tables
 
@@ -38,9 +39,9 @@ class Turns:
     sin: Float[Tensor, "c *n d"]
     partner: Int[Tensor, " d"]
 
-    def __call__(self, x: Tensor, at: int) -> Tensor:
+    def __call__(self, x: Tensor, partners: Tensor, at: int) -> Tensor:
         """x at a position."""
-        return torch.addcmul(x * self.cos[at], x.index_select(-1, self.partner), self.sin[at])
+        return torch.addcmul(x * self.cos[at], partners, self.sin[at])
 
     @staticmethod
     def of(near: object, far: object, dtype: torch.dtype, size: int) -> Turns | None:
@@ -82,7 +83,8 @@ class DecodeTables:
     `key` turns keys and `query` queries; with one regime `key` turns both, and `scale` is λ, of
     every position where it depends on n. `bias` (H, C) holds b(C − 1 − r) from left to right. With
     two regimes the cache has far keys, and the last `near` of them at their near positions as well,
-    so that a step rotates one key only. `bare` says that a layer does nothing beside.
+    so that a step rotates one key only. `bare` says that a layer does nothing beside; `unit` is the
+    eps of keys of length 1 where only those are normalised.
     """
 
     spec: ScoreSpec
@@ -95,6 +97,8 @@ class DecodeTables:
     key: Turns | None
     bias: Float[Tensor, "h c"] | None
     near: int | None
+    unit: float | None
+    readable: bool
 
     @staticmethod
     @torch.no_grad()
@@ -120,7 +124,11 @@ class DecodeTables:
         bare = spec.gate is None and spec.difference is None
         near = None if spec.remapping is None else spec.remapping.window
         shapes = (q.shape, k.shape, v.shape)
-        return DecodeTables(spec, shapes, q.dtype, capacity, bare, scale, query, key, bias, near)
+        unit = score.key_norm.eps if isinstance(score.key_norm, L2Norm) else None
+        return DecodeTables(
+            *(spec, shapes, q.dtype, capacity, bare, scale, query, key, bias, near),
+            *(unit if score.query_norm is None else None, readable(q)),
+        )
 
     def fits(self, score: Score, q: Tensor, k: Tensor, v: Tensor, cache: KeyValueCache) -> bool:
         """Whether it serves this call, whose tensors then are what was checked when it was made."""
@@ -145,16 +153,25 @@ class DecodeTables:
         # Not by attribute, which is a call of Python each.
         query_norm, key_norm = score._modules.get("query_norm"), score._modules.get("key_norm")
         q = q if query_norm is None else query_norm(q)
-        k = k if key_norm is None else key_norm(k)
+        if self.unit is not None:
+            k = k / torch.linalg.vector_norm(k, dim=-1, keepdim=True).clamp_min(self.unit)
+        elif key_norm is not None:
+            k = key_norm(k)
         both = torch.cat((q, k), 1)
-        looked = readable(both)
-        diverged = looked and not math.isfinite(both.sum(dtype=torch.float32).item())
-        both = nan_for_infinite(both) if diverged or not looked else both
-        if self.query is not None and self.key is not None:
-            q, k = both.split_with_sizes(heads, 1)
-            q, k = self.query(q, at), self.key(k, at)
-            return self._two_regimes(q if score.scale is None else q * score.scale, k, v, cache)
-        q, k = (both if self.key is None else self.key(both, at)).split_with_sizes(heads, 1)
+        diverged = self.readable and not math.isfinite(both.sum(dtype=torch.float32).item())
+        if diverged or not self.readable:
+            both = nan_for_infinite(both)
+        if self.key is not None:
+            partners = both.index_select(-1, self.key.partner)
+            if self.query is not None:
+                (q, k), others = (
+                    both.split_with_sizes(heads, 1),
+                    partners.split_with_sizes(heads, 1),
+                )
+                q, k = self.query(q, others[0], at), self.key(k, others[1], at)
+                return self._two_regimes(q if score.scale is None else q * score.scale, k, v, cache)
+            both = self.key(both, partners, at)
+        q, k = both.split_with_sizes(heads, 1)
         keys, values = cache.append(k, v)
         window = self.spec.window[0]
         if window is not None and keys.shape[2] > window:
