@@ -26,11 +26,7 @@ from normattn.layers.cache import KeyValueCache
 from normattn.layers.checks import (
     BOOLEAN,
     check_input,
-    check_mask,
-    check_order,
     check_parts,
-    check_positions,
-    check_restarts,
     check_tensor,
     checked_head_dim,
     checked_probability,
@@ -59,7 +55,6 @@ from normattn.layers.prepare import (
 from normattn.layers.residual_scores import ResidualLayer
 from normattn.plain import plain_operations
 from normattn.score import Score, ScoreSpec
-from normattn.score.positions import numbered
 from normattn.score.rotary import rotate_rows, rotate_with_gradient, scaled
 from normattn.score.spec import as_spec
 
@@ -129,18 +124,10 @@ def attention(
     module = score if isinstance(score, Score) else without_parameters(score, q, k)
     spec, (batch, heads, queries, _), keys = module.spec, q.shape, k.shape[2]
     check_parts(module, q, k, v, keys, documents, residual, gate, forget)
-    check_mask(attn_mask, (batch, heads, queries, keys))
     checked_probability(dropout_p, "dropout_p")
-    check_tensor("key_padding", key_padding, BOOLEAN, (batch, keys))
     check_tensor("query_padding", query_padding, BOOLEAN, (batch, queries))
-    check_positions("q_positions", q_positions, batch, queries)
-    check_positions("k_positions", k_positions, batch, keys)
-    if causal and k_positions is not None and documents is None:
-        check_restarts("k_positions", k_positions, key_padding)
-    if documents is not None:
-        documents = numbered(documents, key_padding)
     plan = prepare(
-        *(spec, queries, keys, batch, q.device, causal, backend),
+        *(spec, q, keys, causal, backend),
         attn_mask=attn_mask,
         key_padding=key_padding,
         q_positions=q_positions,
@@ -148,8 +135,6 @@ def attention(
         documents=documents,
     )
     at, sums = plan.positions, None
-    if q_positions is not None or k_positions is not None:
-        check_order(spec, at, documents)
     if forget is not None:
         sums = sum_gates(log_gates(forget, k.shape[1], k.dtype, key_padding), heads)
     announce(module, q, k, query_padding, key_padding, at.query, at.key)
@@ -293,13 +278,8 @@ def attention_cached(
         cache.claim(score.spec)
         return tables.run(score, q, k, v, cache)
     check_shapes(q, k, v)
-    spec, (batch, _, count, _), first = score.spec, q.shape, cache.length
+    spec, count, first = score.spec, q.shape[2], cache.length
     check_parts(score, q, k, v, first + count, documents, residual, gate, forget)
-    check_mask(attn_mask, (*q.shape[:3], first + count))
-    check_tensor("key_padding of all tokens", key_padding, BOOLEAN, (batch, first + count))
-    check_positions("positions of all tokens", positions, batch, first + count)
-    if positions is not None and documents is None:
-        check_restarts("positions", positions, key_padding)
     if not causal:
         _check_both_ways(spec, attn_mask, documents)
     cache.claim(spec)
@@ -308,13 +288,10 @@ def attention_cached(
         if tables is None or not tables.fits(score, q, k, v, cache):
             cache.tables = tables = DecodeTables.prepare(score, first, q, k, v)
         return apply_gate(spec, join_pairs(score, tables.run(score, q, k, v, cache)), gate)
-    if documents is not None:
-        documents = numbered(documents, key_padding)
     plan = prepare(
-        *(spec, count, first + count, batch, q.device, causal, backend),
+        *(spec, q, first + count, causal, backend),
         attn_mask=attn_mask,
         key_padding=key_padding,
-        q_positions=None if positions is None else positions[..., first:],
         k_positions=positions,
         documents=documents,
         cached=True,

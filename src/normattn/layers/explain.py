@@ -154,7 +154,7 @@ def _inputs(
         noted.append(inputs if residual is None else residual[0].join(inputs))
         return inputs.v.new_empty(*inputs.q.shape[:3], inputs.v.shape[3])
 
-    plan = prepare(spec, queries, keys, batch, q.device, causal, documents=documents)
+    plan = prepare(spec, q, keys, causal, documents=documents)
     v = pair_values(spec, v, size)
     run(plan, score, q, k, v, gate=gate, forget_sums=sums, kernel=note)
     tensors = [None if x is None else _StandIn(x, device) for x in noted[-1].tensors]

@@ -22,8 +22,17 @@ from normattn.errors import InputError
 from normattn.kernels import AttentionMask, choose
 from normattn.kernels.inputs import check_shapes
 from normattn.kernels.stats import _OBSERVER, confine
-from normattn.layers.checks import check_score
+from normattn.layers.checks import (
+    BOOLEAN,
+    check_mask,
+    check_order,
+    check_positions,
+    check_restarts,
+    check_score,
+    check_tensor,
+)
 from normattn.score import Positions, Score, ScoreSpec
+from normattn.score.positions import numbered
 from normattn.score.rotary import Rotation, RotationArguments, key_tables, query_tables
 from normattn.score.spec import as_spec
 
@@ -81,10 +90,8 @@ class AttentionPlan:
 
 def prepare(
     spec: ScoreSpec,
-    queries: int,
+    q: Float[Tensor, "b h t d"],
     keys: int,
-    batch: int,
-    device: torch.device,
     causal: bool,
     backend: str = "auto",
     *,
@@ -95,15 +102,30 @@ def prepare(
     documents: Int[Tensor, "b s"] | None = None,
     cached: bool = False,
 ) -> AttentionPlan:
-    """Build positions and the mask of a call; the arguments are those of `attention`.
+    """Check what says who sees whom, and build positions and mask of a call of `attention`.
 
-    The queries beside a cache are the last of its keys, whose positions grow.
+    Of q only the shape and the device count. The queries beside a cache are the last of its keys,
+    whose positions grow. Raises `InputError` for shapes and types that do not fit, and for
+    positions that a score cannot have.
     """
+    batch, heads, queries, _ = q.shape
+    check_mask(attn_mask, (batch, heads, queries, keys))
+    check_tensor("key_padding", key_padding, BOOLEAN, (batch, keys))
+    check_positions("q_positions", q_positions, batch, queries)
+    check_positions("k_positions", k_positions, batch, keys)
+    if (causal or cached) and k_positions is not None and documents is None:
+        check_restarts("k_positions", k_positions, key_padding)
+    if cached and k_positions is not None:
+        q_positions = k_positions[..., keys - queries :]
+    if documents is not None:
+        documents = numbered(documents, key_padding)
     given = (key_padding, q_positions, k_positions, documents)
     if causal and all(argument is None for argument in given):
-        positions = regular_positions(queries, keys, device)
+        positions = regular_positions(queries, keys, q.device)
     else:
-        positions = Positions.of(queries, keys, causal, device, *given)
+        positions = Positions.of(queries, keys, causal, q.device, *given)
+    if q_positions is not None or k_positions is not None:
+        check_order(spec, positions, documents)
     if cached and not positions.ordered:
         positions = replace(positions, ordered=True)
     mask = AttentionMask(
@@ -194,7 +216,7 @@ def _make_tables(
     beside = spec.remapping or spec.gate or spec.documents or spec.difference
     if backend not in ("auto", "fused") or beside is not None or not folds(module):
         return None
-    plan = prepare(spec, q.shape[2], k.shape[2], q.shape[0], q.device, causal, backend)
+    plan = prepare(spec, q, k.shape[2], causal, backend)
     inputs = module(q, k, v, plan.positions, plan.mask)
     if choose(inputs, backend).name != "fused" or not inputs.visibility.plain:
         return None
