@@ -169,7 +169,7 @@ class NormattnCache(_Cache):
     @property
     def is_sliding(self) -> list[bool]:
         """Which layers have a sliding window."""
-        return [layer.window > 0 for layer in self.held.layers]
+        return [layer.window is not None for layer in self.held.layers]
 
     batch_size = property(lambda self: self.held.layers[0].rows)
     is_compileable = property(lambda self: False)  # it grows
