@@ -121,11 +121,9 @@ def test_exits_leave_the_stack_as_it_is(placement: str) -> None:
 
 
 def test_bad_input() -> None:
-    model, (ids, places, _) = MODELS["PreLN"], _text()
+    model = MODELS["PreLN"]
     with pytest.raises(InputError, match=r"from 0 to 24; .* 0 to 22, and 23 is the mask"):
         model(torch.tensor([[0, VOCABULARY + 1]]))
-    with pytest.raises(InputError, match="3 rows were given with places in 2"):
-        model.token_scores(ids, places[:2], places[:2])
     with pytest.raises(InputError, match="only one layer"):
         _model(layers=1, exits=True)
     with pytest.raises(InputError, match="causal attention only"):
