@@ -13,7 +13,7 @@ from normattn.lab.report.claim import SEEDS, Claim
 from normattn.lab.report.figure import Curves, Figure, IntervalColumn, Intervals, Line, Panel, Point
 from normattn.lab.report.points import points, step_points
 from normattn.lab.report.view import View
-from normattn.lab.stats import Estimate, Metric, select, sign_test
+from normattn.lab.stats import Estimate, Metric, sign_test
 from normattn.lab.stats.arrays import Where
 from normattn.lab.stats.metrics import BLEU, accuracy, loss
 from normattn.lab.studies.lm_report import ranked
@@ -64,8 +64,9 @@ def base_of(row: str) -> str:
 
 def diverged(view: View, where: Where) -> list[tuple[int, int]]:
     """(seed, step) of each training of these models that ended in NaN."""
-    rows = select(view.frame, {**training_of(where), "statistic": "diverged"})
-    return sorted((seed, int(step)) for seed, step in rows.select("seed", "bin").rows())
+    ended = {**training_of(where), "statistic": "diverged"}
+    seeds = sorted(view.values("seed", ended))
+    return [(seed, int(view.values("bin", {**ended, "seed": seed})[0])) for seed in seeds]
 
 
 def failures(view: View, where: Where) -> dict[int, bool]:
