@@ -210,9 +210,9 @@ def _of_sweep(setting: Setting, place: Path, out: Path) -> list[Work]:
 
 
 def _again(setting: Setting, place: Path, out: Path) -> None:
-    """What `reproduce` does, in this process: each cell that is not done, then the page."""
+    """What `reproduce` does, in this process: each run that is not done, then the page."""
     from normattn.lab.studies import find
-    from normattn.lab.sweep.paths import RunPaths, write_if_changed
+    from normattn.lab.sweep.paths import write_if_changed
     from normattn.lab.sweep.run import Request
     from normattn.lab.sweep.runner import _open, is_done, run_child
 
@@ -223,10 +223,10 @@ def _again(setting: Setting, place: Path, out: Path) -> None:
     )  # fmt: skip
     sweep = study.resolve(asked)
     with _open(sweep).lock():
-        for cell in sweep.cells:
-            if not is_done(sweep, cell):
-                paths = RunPaths.of(place, cell.variant, cell.seed)
-                fields = cell.model_dump(mode="json")
+        for run in sweep.runs:
+            if not is_done(sweep, run):
+                paths = sweep.paths(run)
+                fields = run.model_dump(mode="json")
                 write_if_changed(paths.settings, {"study": study.name, **fields})
                 run_child(paths.job, study)
         config = sweep.config.model_dump(mode="json")
