@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from normattn.lab.runs.environment import describe_environment
-from normattn.lab.runs.timing import LEAST_SECONDS, Step, Timing, interleave, threads
+from normattn.lab.runs.environment import describe_environment, threads
+from normattn.lab.runs.timing import LEAST_SECONDS, Step, Timing, interleave
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _RESAMPLES, _LEVEL = 2000, 0.95
@@ -58,7 +58,8 @@ class Result:
     def rows(self) -> Iterable[tuple[str, str, str, str]]:
         """A table row for each entry: milliseconds with their spread, and the ratio to the peer."""
         for name, timing in self.seconds.items():
-            low, middle, high = (1e3 * s for s in (timing.low, timing.median, timing.high))
+            quickest, slowest = min(timing.rounds), max(timing.rounds)
+            low, middle, high = (1e3 * s for s in (quickest, timing.median, slowest))
             compared = "1"
             if name != self.peer:
                 to = ratio(timing.rounds, self.seconds[self.peer].rounds)

@@ -61,6 +61,11 @@ class Program:
         if number == signal.SIGKILL:
             self._process.join(SECONDS)
 
+    def complained(self) -> str:
+        """What it has said on stderr so far."""
+        file = Path(self._folder.name, "err")
+        return file.read_text() if file.exists() else ""
+
     def clear(self) -> None:
         """Nothing is left of it, whether it ended or not."""
         if self._process.exitcode is None:

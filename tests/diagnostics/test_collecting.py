@@ -17,9 +17,9 @@ from normattn.errors import InputError
 from normattn.kernels.cosines import BINS
 from normattn.lab.diagnostics import DiagnosticsProbe, collecting, inspect_model, layer_names
 from normattn.lab.diagnostics.angles import Stage, unseen_angles
+from normattn.lab.diagnostics.attention import attention_weights
 from normattn.lab.diagnostics.inspection import by_position, cosine_counts, totals
 from normattn.lab.diagnostics.lines import DiagnosticsLine, read_diagnostics
-from normattn.lab.diagnostics.weights import attention_weights
 from normattn.models import CausalLM, CausalLMConfig
 from normattn.score import Score, ScoreSpec
 

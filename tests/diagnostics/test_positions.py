@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -12,14 +13,17 @@ import torch
 from numpy.typing import NDArray
 from scipy import stats
 
-from diagnostics.test_diagnostics import NAMES, brute_weights, ids_of, look, model_of, texts_of
+from diagnostics.test_diagnostics import LENGTHS, brute_weights, ids_of, look, model_of, texts_of
 from normattn.lab.data.windows import EvaluationSet
 from normattn.lab.diagnostics import BINS, measure_mechanism
-from normattn.lab.diagnostics.key_norms import (
+from normattn.lab.diagnostics.keys import (
+    TAIL,
     first_norms,
+    pairs_by_region,
     position_correlation,
+    trained_range,
 )
-from normattn.lab.diagnostics.ranges import TAIL, pairs_by_region, trained_range
+from normattn.lab.diagnostics.mechanism import READINGS
 from normattn.models import CausalLM
 
 Array = NDArray[np.float64]
@@ -48,15 +52,15 @@ def test_correlation_and_first_norms(length: int) -> None:
         np.testing.assert_allclose(first[at], norms[at][:4] / np.median(rest), rtol=1e-12)
 
 
-@pytest.mark.parametrize("score", NAMES)
-def test_pairs_and_attention_by_region(score: str) -> None:
+@pytest.mark.parametrize(("score", "length"), LENGTHS)
+def test_pairs_and_attention_by_region(score: str, length: int) -> None:
     """One pair at a time: its distance, its cosine's bin, its weight."""
-    length, trained = 70, 16
+    trained = 8
     random = np.random.default_rng(5)
     inside = torch.from_numpy(random.random((4, BINS)) < 0.8)
     for seen in look(model_of(score), ids_of(2, length)):
         pairs, attention = pairs_by_region(seen, inside, trained)
-        problem = seen.problem
+        problem = seen.inputs
         for batch, head in ((0, 0), (1, 3)):
             weights = brute_weights(seen, batch, head)
             q, k = problem.q[batch, head], problem.k[batch, head // 2]
@@ -93,7 +97,7 @@ def of(record: pl.DataFrame, statistic: str, layer: int, head: int) -> pl.DataFr
 def key_norms_of(model: CausalLM, texts: EvaluationSet, raw: bool) -> Array:
     """‖k_j‖ by text, layer and key head at L."""
     ids = torch.from_numpy(texts.windows[:, : texts.train_length])
-    keys = [seen.key if raw else seen.problem.k for seen in look(model, ids)]
+    keys = [seen.key if raw else seen.inputs.k for seen in look(model, ids)]
     return np.stack([np.linalg.norm(k.numpy(), axis=-1) for k in keys], axis=1)
 
 
@@ -129,3 +133,36 @@ def test_a_record_holds_them_by_document(score: str, raw: bool) -> None:
         np.testing.assert_allclose(first["sum"], expected_first, rtol=1e-9)
         assert first["of"].to_list() == [2, 2, 2, 2]
     assert record.filter(statistic=f"{side}position")["head"].n_unique() == 2  # of keys
+
+
+def last_scores(model: CausalLM, ids: np.ndarray, last: int) -> tuple[int, float]:
+    """Right predictions and nats of the last tokens, from the logits."""
+    with torch.no_grad():
+        logits = model(torch.from_numpy(ids[None, :-1]))[0].numpy()
+    chosen, targets = logits[-last:], ids[-last:]
+    losses = np.log(np.exp(chosen).sum(-1)) - chosen[np.arange(last), targets]
+    return int((chosen.argmax(-1) == targets).sum()), float(losses.sum())
+
+
+@pytest.mark.parametrize("score", ["Baseline", "KNA-NoPE", "Baseline-ALiBi"])
+def test_a_record_holds_the_readings_by_document(score: str) -> None:
+    model, texts = model_of(score), texts_of()
+    record = measure_mechanism(model, texts, seed=0, weights="w")
+    assert model.spec == model.config.score.resolve(train_length=16)  # no method stays on
+    rotary = score in ("Baseline", "KNA", "CosA")
+    for reading in range(len(READINGS)):
+        at = record.filter(length=64, bin=float(reading), unit="b")
+        hits, loss = (at.filter(statistic=f"last_{name}") for name in ("accuracy", "loss"))
+        if READINGS[reading] == "clamped" and not rotary:
+            assert hits["of"].item() == loss["of"].item() == 0
+            continue
+        assert hits["of"].item() == loss["of"].item() == 32
+        clamped = READINGS[reading] == "clamped"
+        with model.using("ReRoPE", window=15) if clamped else nullcontext():
+            expected = [
+                last_scores(model, texts.windows[row, -17:] if reading == 0 else windows, 16)
+                for row, windows in enumerate(texts.windows)
+                if row in (0, 2)  # the texts of document b
+            ]
+        assert hits["sum"].item() == sum(right for right, _ in expected)
+        assert loss["sum"].item() == pytest.approx(sum(nats for _, nats in expected), rel=1e-9)

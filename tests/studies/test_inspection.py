@@ -17,8 +17,8 @@ from normattn.cli.inspection_inputs import inputs_of
 from normattn.cli.options.inspect import InspectOptions
 from normattn.errors import InputError
 from normattn.lab.data.relations import prepare_relations
+from normattn.lab.diagnostics.attention import attention_weights
 from normattn.lab.diagnostics.inspection import by_head, totals
-from normattn.lab.diagnostics.weights import attention_weights
 from normattn.lab.stats import measurements
 from normattn.lab.training.tasks.classification import ClassificationConfig, train_classifier
 from normattn.lab.training.tasks.translation import TranslationConfig, train_translation

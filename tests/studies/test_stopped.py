@@ -22,8 +22,9 @@ from normattn.lab.studies.language import evaluation_sets
 from normattn.lab.studies.preset import EvaluationSettings
 from normattn.lab.sweep.run import Request, Sweep
 from normattn.lab.training import TrainingConfig
-from normattn.lab.training.init_from import new_masked_model, new_model
+from normattn.lab.training.init_from import new_model
 from normattn.lab.training.tasks.text import MaskedConfig
+from normattn.models import CausalLM
 from normattn.models.masked_lm import MaskedLM
 from normattn.models.pretrained import load_as, load_model
 from studies import small
@@ -137,7 +138,7 @@ def _retrofit(sweep: Sweep) -> None:
     for name in names:
         place = sweep.out / "continued" / "Baseline" / "seed0" / name[3:]
         config = _config(place)
-        fresh = new_model(config.model, config.continued)
+        fresh = new_model(CausalLM, config.model, config.continued)
         assert fresh.config.score.variant_name == name[3:]
         weights = fresh.state_dict()
         assert all(torch.equal(weights[key], value) for key, value in base.state_dict().items())
@@ -228,7 +229,7 @@ def _realformer(sweep: Sweep) -> None:
     folder = sweep.out / "continued" / f"small-{name}" / "seed0" / name
     config = MaskedConfig.parse(read_object(folder / "config.json")["config"], "the run")
     assert config.continued is not None
-    begun = new_masked_model(config.model, config.continued).state_dict()
+    begun = new_model(MaskedLM, config.model, config.continued).state_dict()
     trained = load_as(MaskedLM, start).state_dict()
     assert all(torch.equal(begun[key], weights) for key, weights in trained.items())
     ended = load_as(MaskedLM, folder / "model").state_dict()

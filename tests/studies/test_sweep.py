@@ -37,6 +37,14 @@ def wait_for_training(out: Path, steps: int) -> None:
     raise AssertionError("no cell trained")
 
 
+def wait_for_sentence(process: apart.Program, sentence: str) -> None:
+    """Until a process says so on stderr."""
+    deadline = time.monotonic() + SECONDS
+    while sentence not in process.complained():
+        assert time.monotonic() < deadline, process.complained()
+        time.sleep(0.02)
+
+
 def forget_progress(out: Path) -> None:
     """Drop the notes of earlier children, so that those of new ones can be waited for."""
     for path in out.glob("jobs/*/*/progress.json"):
@@ -74,14 +82,23 @@ def test_killed_in_the_middle_the_table_is_the_same(
         # Said as soon as its cell ended, and of one seed the same as the table says.
         assert f"  {row['row']}: train length {row['train']['value']:.1f}, " in said
 
-    # First the parent alone is killed: its children notice, save and stop, and the next parent's
-    # children wait for them.
+    # First the parent alone is killed. Its children save and stop; held still for a while, they are
+    # there when the same command comes again, which waits for them and says so.
     process = start(*sweep, "--out", broken, "--jobs", 2)
     wait_for_training(broken, steps=1)
+    orphans = psutil.Process(process.pid).children()
+    for orphan in orphans:
+        orphan.suspend()
     process.send(signal.SIGKILL)
     forget_progress(broken)
-    # Then everything at once, as when the power goes.
     process = start(*sweep, "--out", broken, "--jobs", 2)
+    wait_for_sentence(process, "normattn: waiting for process ")
+    for orphan in orphans:
+        orphan.resume()
+    _, alive = psutil.wait_procs(orphans, SECONDS)
+    assert not alive
+    forget_progress(broken)
+    # Then everything at once, as when the power goes.
     wait_for_training(broken, steps=100)
     for child in psutil.Process(process.pid).children():
         with suppress(psutil.NoSuchProcess):

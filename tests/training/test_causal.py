@@ -3,18 +3,16 @@ from __future__ import annotations
 import json
 import platform
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from normattn.errors import DivergedError, InputError, Interrupted
-from normattn.lab.data import TrainingBatches, prepare_tokens
+from normattn.lab.data import prepare_tokens
 from normattn.lab.data.tokeniser import Tokeniser
-from normattn.lab.runs import Checkpoints, read_metrics, read_status
-from normattn.lab.training import StepReport, TrainingConfig, train_causal
-from normattn.lab.training.task import derive_seed
+from normattn.lab.runs import read_metrics, read_status
+from normattn.lab.training import TrainingConfig, train_causal
 from normattn.lab.training.tasks.text import CausalWorkload
 from normattn.models import CausalLM
 from normattn.models.pretrained import load_model
@@ -24,78 +22,6 @@ from .settings import SMALL, small
 
 def files(path: Path) -> dict[str, bytes]:
     return {str(p.relative_to(path)): p.read_bytes() for p in path.rglob("*") if p.is_file()}
-
-
-def test_a_run_learns_and_leaves_a_model_that_predicts_as_it_did(tmp_path: Path) -> None:
-    reports: list[StepReport] = []
-    config = small(steps=60, optimiser={"lr": 1e-2})
-    result = train_causal(config, tmp_path / "run", on_step=reports.append, show_progress=False)
-    assert [report.step for report in reports] == list(range(1, 61))
-    assert reports[0].loss == pytest.approx(first_loss(config), rel=1e-5)
-    assert result.loss < reports[0].loss - 0.2
-    assert result.tokens == 60 * 8 * 16
-    assert reports[-1].metrics == result.metrics
-    model = load_model(tmp_path / "run" / "model")
-    assert model.config == config.model
-    assert (
-        parameters_of_last_checkpoint(tmp_path / "run").keys()
-        == dict(model.named_parameters()).keys()
-    )
-    for name, tensor in parameters_of_last_checkpoint(tmp_path / "run").items():
-        assert torch.equal(model.get_parameter(name), tensor)
-
-
-def first_loss(config: TrainingConfig) -> float:
-    """The loss before any step, from whole logits and torch's own cross-entropy."""
-    torch.manual_seed(derive_seed(config.seed, "initialisation"))
-    model = CausalLM(config.model)
-    data = prepare_tokens(config.data)
-    seed = derive_seed(config.seed, "batches")
-    rows = TrainingBatches(data.train, 16, config.batch_size, seed, config.data.tiling).batch(1)
-    ids = torch.from_numpy(rows)
-    logits = model(ids[:, :-1]).flatten(0, 1)
-    return float(torch.nn.functional.cross_entropy(logits, ids[:, 1:].flatten()).detach())
-
-
-def parameters_of_last_checkpoint(run: Path) -> dict[str, torch.Tensor]:
-    checkpoint = Checkpoints(run / "checkpoints").latest()
-    assert checkpoint is not None
-    return {
-        name.removeprefix("model/"): tensor
-        for name, tensor in checkpoint.tensors.items()
-        if name.startswith("model/")
-    }
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"model": {**SMALL["model"], "dropout": 0.1}, "accumulate": 2},
-        {"optimiser": {"name": "tiger", "lr": 1e-2}},
-        {"optimiser": {"name": "muon", "lr": 1e-2}},
-        {"qk_clip": 0.02, "accumulate": 2, "model": {**SMALL["model"], "score": "Baseline"}},
-        {"model": {**SMALL["model"], "score": "CosA", "placement": "PostLN"}},
-        {
-            "model": {
-                **{k: v for k, v in SMALL["model"].items() if k != "heads"},
-                "block": "gau",
-                "key_size": 8,
-                "placement": "DeepNorm",
-            },
-            "precision": "bf16",
-        },
-    ],
-)
-def test_interrupted_and_resumed_is_the_same_run(tmp_path: Path, changes: dict[str, Any]) -> None:
-    config = small(**changes)
-    whole = train_causal(config, tmp_path / "whole", show_progress=False)
-    for _ in range(2):
-        with pytest.raises(Interrupted):
-            train_causal(config, tmp_path / "cut", should_stop=stop_after(5), show_progress=False)
-    cut = train_causal(config, tmp_path / "cut", show_progress=False)
-    assert (cut.loss, cut.metrics) == (whole.loss, whole.metrics)
-    for name in ("metrics.jsonl", "model/model.safetensors", "model/config.json"):
-        assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
 @pytest.mark.parametrize("name", ["KERPLELog", "KERPLEPower"])
@@ -109,17 +35,6 @@ def test_learned_biases_stay_in_their_range(name: str, tmp_path: Path) -> None:
     assert len(values) == 8
     assert values.min() == pytest.approx(0.01)
     assert values.max() > 0.5
-
-
-def stop_after(steps: int) -> Any:
-    left = steps
-
-    def asked() -> bool:
-        nonlocal left
-        left -= 1
-        return left <= 0
-
-    return asked
 
 
 def test_a_finished_run_is_returned_without_work(
@@ -145,13 +60,6 @@ def test_another_configuration_is_refused_and_threads_are_not(tmp_path: Path) ->
         train_causal(other, tmp_path / "run", show_progress=False)
     assert files(tmp_path / "run") == before
     train_causal(small(checkpoint_seconds=0), tmp_path / "run", show_progress=False)
-
-
-def test_unusable_data_leaves_nothing_behind(tmp_path: Path) -> None:
-    config = small(data={"corpus": str(tmp_path / "absent.txt"), "vocab_size": 300})
-    with pytest.raises(InputError, match=r"absent\.txt"):
-        train_causal(config, tmp_path / "run", show_progress=False)
-    assert not (tmp_path / "run").exists()
 
 
 def test_a_divergence_names_the_layer_of_the_model(
@@ -186,24 +94,7 @@ def test_log_every_keeps_the_first_and_last_line(tmp_path: Path) -> None:
     }
 
 
-def test_text_leaves_its_tokeniser_beside_the_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("NORMATTN_CACHE", str(tmp_path / "cache"))
-    corpus = tmp_path / "text"
-    corpus.mkdir()
-    for i in range(40):
-        (corpus / f"{i}.txt").write_text(f"document {i} says that {i} times {i} is {i * i}\n" * 9)
-    config = small(data={"corpus": str(corpus), "vocab_size": 300})
-    train_causal(config, tmp_path / "run", show_progress=False)
-    tokeniser = Tokeniser.load(tmp_path / "run" / "tokeniser.json")
-    assert tokeniser.decode(tokeniser.encode("document 3 says")) == "document 3 says"
-    assert isinstance(load_model(tmp_path / "run" / "model"), CausalLM)
-    record = json.loads((tmp_path / "run" / "corpus.json").read_text())
-    assert record == {"fingerprint": prepare_tokens(config.data).fingerprint, "sources": {}}
-
-
-def test_a_run_does_not_go_on_with_another_text(
+def test_text_leaves_its_tokeniser_and_a_run_goes_on_with_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NORMATTN_CACHE", str(tmp_path / "cache"))
@@ -217,12 +108,17 @@ def test_a_run_does_not_go_on_with_another_text(
     config = small(data={"corpus": str(corpus), "vocab_size": 300})
     write("says that")
     with pytest.raises(Interrupted):
-        train_causal(config, tmp_path / "run", should_stop=stop_after(5), show_progress=False)
+        train_causal(config, tmp_path / "run", should_stop=lambda: True, show_progress=False)
     write("holds another text, namely that")
     with pytest.raises(InputError, match=r"was begun on other data: .*corpus\.json"):
         train_causal(config, tmp_path / "run", show_progress=False)
     write("says that")
-    assert train_causal(config, tmp_path / "run", show_progress=False).steps == config.steps
+    train_causal(config, tmp_path / "run", show_progress=False)
+    tokeniser = Tokeniser.load(tmp_path / "run" / "tokeniser.json")
+    assert tokeniser.decode(tokeniser.encode("document 3 says")) == "document 3 says"
+    assert isinstance(load_model(tmp_path / "run" / "model"), CausalLM)
+    record = json.loads((tmp_path / "run" / "corpus.json").read_text())
+    assert record == {"fingerprint": prepare_tokens(config.data).fingerprint, "sources": {}}
 
 
 def test_a_run_records_what_its_text_was_taken_from(

@@ -77,8 +77,7 @@ def test_kept_models_are_those_of_their_steps(trained: Path, tmp_path: Path) -> 
     assert load_model(kept_model(run, 5)).config == load_model(trained).config
 
 
-@pytest.mark.parametrize("stop", [1, 2, 4])
-def test_stopped_and_resumed_it_is_the_same(trained: Path, tmp_path: Path, stop: int) -> None:
+def test_stopped_and_resumed_it_is_the_same(trained: Path, tmp_path: Path) -> None:
     config = longer(trained)
     train_causal(config, tmp_path / "whole", show_progress=False)
     steps = 0
@@ -86,7 +85,7 @@ def test_stopped_and_resumed_it_is_the_same(trained: Path, tmp_path: Path, stop:
     def asked() -> bool:
         nonlocal steps
         steps += 1
-        return steps == stop
+        return steps == 2
 
     with pytest.raises(Interrupted):
         train_causal(config, tmp_path / "broken", should_stop=asked, show_progress=False)

@@ -95,36 +95,27 @@ def test_heads_beyond_the_threshold_come_back_to_it(kind: str) -> None:
 
 
 def test_a_training_is_bounded_and_one_that_needs_no_bound_is_unchanged(tmp_path: Path) -> None:
+    """With diagnostics beside it, which are the same too."""
     model = {**SMALL["model"], "score": "Baseline"}
     settings: dict[str, Any] = {"steps": 8, "optimiser": {"lr": 0.05}, "model": model}
-    losses, largest = {}, {}
+    losses, largest, shares = {}, {}, {}
     for name, more in {"free": {}, "high": {"qk_clip": 1e6}, "low": {"qk_clip": 0.5}}.items():
-        train_causal(small(**settings, **more), tmp_path / name, show_progress=False)
+        probes = (DiagnosticsProbe(1, warn=lambda said: None),)
+        config = small(**settings, **more)
+        train_causal(config, tmp_path / name, show_progress=False, probes=probes)
         lines = read_metrics(tmp_path / name / "metrics.jsonl")
         losses[name] = [line["loss"] for line in lines]
         largest[name] = [line["largest_logit"] for line in lines if "largest_logit" in line]
+        looked = read_diagnostics(tmp_path / name)
+        shares[name] = [value for line in looked for value in line.values("entropy_share")]
     assert not largest["free"]
     assert len(largest["high"]) == len(largest["low"]) == 8
     # To rounding: what is observed may go by another kernel.
     assert losses["high"] == pytest.approx(losses["free"], rel=1e-4)
     assert losses["low"] != pytest.approx(losses["free"], rel=1e-4)
     assert largest["high"][-1] > 2 * largest["low"][-1]
-
-
-def test_diagnostics_are_recorded_beside_it(tmp_path: Path) -> None:
-    model = {**SMALL["model"], "score": "Baseline"}
-    settings: dict[str, Any] = {"steps": 5, "model": model}
-    recorded = {}
-    for name, more in {"free": {}, "high": {"qk_clip": 1e6}}.items():
-        probes = (DiagnosticsProbe(1, warn=lambda said: None),)
-        config = small(**settings, **more)
-        train_causal(config, tmp_path / name, show_progress=False, probes=probes)
-        lines = read_diagnostics(tmp_path / name)
-        recorded[name] = [line.values("entropy_share") for line in lines]
-    assert len(recorded["free"]) == 5
-    assert all(recorded["free"])
-    for clipped, free in zip(recorded["high"], recorded["free"], strict=True):
-        assert clipped == pytest.approx(free, rel=1e-4)
+    assert len(shares["free"]) == 8 * 2 * 2
+    assert shares["high"] == pytest.approx(shares["free"], rel=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from normattn.errors import DivergedError, InputError, Interrupted
 from normattn.lab.runs import Checkpoints, read_metrics, read_status
-from normattn.lab.training import TrainingResult
 
 from .group import CURVE, FSDP, STEPS, diverge, go, hold, together, without_room
 from .settings import small
@@ -44,9 +43,13 @@ def assert_like(out: Path, alone: Path) -> None:
         torch.testing.assert_close(weight, theirs[name], rtol=1e-3, atol=1e-4)
 
 
-def test_parts_of_four_are_read_by_two_then_by_one(alone: Path, tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    done = 0
+def test_what_one_wrote_four_read_then_two_then_one(
+    alone: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out, done = tmp_path / "run", 2
+    newest: Path | None = None
+    with pytest.raises(Interrupted):
+        go(0, out, CURVE, done)
     for processes, steps in ((4, 3), (2, 4)):
         said = together(processes, go, out, FSDP, steps)
         assert [kind for kind, _ in said] == [Interrupted] * processes, said
@@ -59,16 +62,14 @@ def test_parts_of_four_are_read_by_two_then_by_one(alone: Path, tmp_path: Path) 
         assert newest.name == f"step-{done:08d}"
         kinds = sorted(file.suffix for file in newest.iterdir())
         assert kinds == [".json"] + [".safetensors"] * processes
+    # A damaged part is named, and the checkpoint before it goes on.
+    assert newest is not None
+    part = sorted(newest.glob("*.safetensors"))[-1]
+    part.write_bytes(part.read_bytes()[:-1])
+    capfd.readouterr()
     go(0, out, CURVE)
+    assert f"step-{done:08d} is damaged: its parts do not match" in capfd.readouterr().err
     assert_like(out, alone)
-
-
-def test_what_one_wrote_two_go_on_with(alone: Path, tmp_path: Path) -> None:
-    with pytest.raises(Interrupted):
-        go(0, tmp_path / "run", CURVE, 5)
-    results = together(2, go, tmp_path / "run", FSDP)
-    assert all(isinstance(each, TrainingResult) for each in results), results
-    assert_like(tmp_path / "run", alone)
 
 
 def test_activations_computed_again_change_nothing(alone: Path, tmp_path: Path) -> None:
@@ -108,22 +109,6 @@ def test_half_precision_is_that_of_one_process(tmp_path: Path) -> None:
     one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
     assert two == pytest.approx(one, rel=5e-3)
     assert all(weight.dtype == torch.float32 for weight in weights(tmp_path / "two").values())
-
-
-def test_a_damaged_part_is_named_and_the_checkpoint_before_goes_on(
-    alone: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "run"
-    for steps in (3, 4):
-        together(2, go, out, FSDP, steps)
-    newest = Checkpoints(out / "checkpoints").last_path()
-    assert newest is not None
-    part = sorted(newest.glob("*.safetensors"))[-1]
-    part.write_bytes(part.read_bytes()[:-1])
-    capfd.readouterr()
-    go(0, out, CURVE)
-    assert "step-00000007 is damaged: its parts do not match" in capfd.readouterr().err
-    assert_like(out, alone)
 
 
 def test_divergence_is_said_by_all_and_the_step_before_is_kept(tmp_path: Path) -> None:
@@ -180,8 +165,3 @@ def test_what_cannot_be_divided_is_refused(changes: dict[str, Any], said: str) -
     with pytest.raises(InputError, match=said) as refused:
         small(**{"parallel": "fsdp", **changes})
     assert len(str(refused.value).splitlines()) == 1
-
-
-def test_one_process_holds_everything_and_its_directory_is_as_it_was(tmp_path: Path) -> None:
-    assert "parallel" not in small().model_dump()
-    assert small(parallel="fsdp").model_dump()["parallel"] == "fsdp"

@@ -22,9 +22,9 @@ from normattn.errors import InputError
 from normattn.io import read_object, write_json
 from normattn.lab.diagnostics import collecting, inspect_model, layer_names
 from normattn.lab.diagnostics.angles import Stage
+from normattn.lab.diagnostics.attention import MOST_TOKENS, attention_weights
 from normattn.lab.diagnostics.inspection import Collecting, by_head
 from normattn.lab.diagnostics.lines import read_diagnostics
-from normattn.lab.diagnostics.weights import MOST_TOKENS, attention_weights
 from normattn.lab.evaluation.scorer import weights_digest
 from normattn.lab.report.terminal import print_table, say
 from normattn.lab.report.view import View

@@ -27,7 +27,7 @@ from normattn.hf.observe import observable, observe_layers, paths
 from normattn.hf.token_scorer import refuse_foreign_tokens
 from normattn.io import expanded
 from normattn.lab.diagnostics import Collector
-from normattn.lab.diagnostics.weights import attention_weights
+from normattn.lab.diagnostics.attention import attention_weights
 from normattn.lab.training.distributed import choose_device
 from normattn.terminal import warn
 

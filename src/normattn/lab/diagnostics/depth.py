@@ -5,19 +5,20 @@ Legend: B batch, H heads, R sampled queries, S keys, D documents, N layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor
 
 from normattn.kernels import AttentionInputs
 from normattn.kernels.stats import Observation, observing
 from normattn.lab.data.windows import MaskedSet
-from normattn.lab.diagnostics.alpha import Summed, Watcher, alpha
+from normattn.lab.diagnostics.attention import ResidualSum, attention_of
+from normattn.lab.diagnostics.collector import Watcher
 from normattn.models.masked_lm import MaskedLM
 from normattn.models.utils import without_dropout
 
@@ -54,30 +55,22 @@ def measure_depth(
 ) -> DepthSums:
     """Read `texts`, text w of document `document_of[w]`; dropout is off meanwhile.
 
-    Entropy comes from the kernels at work (`kernels.stats`), without any T × S matrix; attention
-    is computed again for the sampled queries only. `tokens_per_batch` bounds memory.
+    Entropy is the kernels' statistic, without any T × S matrix; attention is computed again for
+    the sampled queries only. `tokens_per_batch` bounds memory.
     """
     layers, count = model.config.layers, int(document_of.max()) + 1
     device = next(model.parameters()).device
-    sums = {"variance": np.zeros((count, layers + 1)), "entropy": np.zeros((count, layers))}
-    sums |= {name: np.zeros((count, layers - 1)) for name in ("agreement", "agreement_mean")}
-    step = max(1, tokens_per_batch // texts.length)
-    for first in range(0, len(texts), step):
-        rows = slice(first, first + step)
-        eyes = _Eyes()
-        variance: list[Tensor] = []
-
-        def after(layer: int, x: Tensor, variances: list[Tensor] = variance) -> None:
-            variances.append(x.double().var(-1, correction=0).mean(-1))
-
-        with torch.no_grad(), without_dropout(model), observing(eyes):
-            model.hidden(torch.from_numpy(texts.rows.ids[rows]).to(device), after=after)
-        measured = {"variance": variance, "entropy": eyes.entropy}
-        measured |= {"agreement": eyes.agreement, "agreement_mean": eyes.agreement_mean}
-        for name, values in measured.items():
-            if values:
-                np.add.at(sums[name], document_of[rows], torch.stack(values, -1).cpu().numpy())
-        progress(min(first + step, len(texts)), len(texts))
+    widths = {"variance": layers + 1, "entropy": layers}
+    widths |= dict.fromkeys(("agreement", "agreement_mean"), layers - 1)
+    sums = {name: np.zeros((count, width)) for name, width in widths.items()}
+    for rows in _batches(texts, tokens_per_batch):
+        by_layer = _ByLayer()
+        with torch.no_grad(), without_dropout(model), observing(by_layer):
+            ids = torch.from_numpy(texts.rows.ids[rows]).to(device)
+            model.hidden(ids, after=by_layer.add_variance)
+        for name, values in by_layer.found.items():
+            np.add.at(sums[name], document_of[rows], torch.stack(values, -1).cpu().numpy())
+        progress(min(rows.stop, len(texts)), len(texts))
     return DepthSums(**sums)
 
 
@@ -92,52 +85,44 @@ def layer_gradients(
     if model.config.shared_layers:
         return []
     device = next(model.parameters()).device
-    step = max(1, tokens_per_batch // texts.length)
     gradients = []
-    for first in range(0, len(texts), step):
-        rows = slice(first, first + step)
+    for rows in _batches(texts, tokens_per_batch):
         model.zero_grad(set_to_none=True)
         batch = (torch.from_numpy(array[rows]).to(device) for array in texts.rows)
         with without_dropout(model):
             torch.autograd.backward(model.loss(*batch).loss)
-        norms = [
-            torch.nn.utils.get_total_norm(
-                [p.grad for p in block.parameters() if p.grad is not None]
-            )
-            for block in model.blocks
-        ]
-        gradients.append([float(norm) for norm in norms])
+        of_blocks = ([p.grad for p in b.parameters() if p.grad is not None] for b in model.blocks)
+        gradients.append([float(torch.nn.utils.get_total_norm(each)) for each in of_blocks])
     model.zero_grad(set_to_none=True)
     return gradients
 
 
-class _Eyes(Watcher):
-    """Sees the problem of each layer of one forward: entropy of all queries, agreement of some."""
+def _batches(texts: MaskedSet, tokens: int) -> Iterator[slice]:
+    step = max(1, tokens // texts.length)
+    return (slice(first, first + step) for first in range(0, len(texts), step))
+
+
+class _ByLayer(Watcher):
+    """The statistics of each text (B,) in one forward, a list by layer for each name."""
 
     def __init__(self) -> None:
-        self.entropy: list[Tensor] = []
-        self.agreement: list[Tensor] = []
-        self.agreement_mean: list[Tensor] = []
-        self._summed = Summed()
+        self.found: dict[str, list[Tensor]] = defaultdict(list)
+        self._residual = ResidualSum()
         self._below: Tensor | None = None
 
-    def see(self, problem: AttentionInputs, observation: Observation) -> None:
-        """A layer's attention is done."""
-        self.entropy.append(observation.entropy.double().mean((1, 2)))
-        attention = self._sampled(problem)
-        if self._below is not None:
-            self.agreement.append(_shared(attention, self._below).mean((1, 2)))
-            means = attention.mean(1), self._below.mean(1)
-            self.agreement_mean.append(_shared(*means).mean(1))
-        self._below = attention
+    def add_variance(self, layer: int, x: Tensor) -> None:
+        """Of the residual stream after a layer."""
+        self.found["variance"].append(x.double().var(-1, correction=0).mean(-1))
 
-    def _sampled(self, problem: AttentionInputs) -> Float[Tensor, "b h r s"]:
-        """The attention weights of some queries, with what the layers below carry."""
-        queries, device = problem.q.shape[2], problem.q.device
+    def see(self, inputs: AttentionInputs, observation: Observation) -> None:
+        """A layer's attention is done: the entropy of all queries, the agreement of some."""
+        self.found["entropy"].append(observation.entropy.double().mean((1, 2)))
+        queries, device = inputs.q.shape[2], inputs.q.device
         rows = torch.linspace(0, queries - 1, min(SAMPLED, queries)).long().to(device)
-        return alpha(self._summed.alone(problem), rows).double()
-
-
-def _shared(a: Tensor, b: Tensor) -> Tensor:
-    """Σ_j min(a_j, b_j)."""
-    return torch.minimum(a, b).sum(-1)
+        attention = attention_of(self._residual.alone(inputs), rows).double()
+        if (below := self._below) is not None:
+            shared = torch.minimum(attention, below).sum(-1)
+            self.found["agreement"].append(shared.mean((1, 2)))
+            shared = torch.minimum(attention.mean(1), below.mean(1)).sum(-1)
+            self.found["agreement_mean"].append(shared.mean(1))
+        self._below = attention

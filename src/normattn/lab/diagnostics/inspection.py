@@ -18,14 +18,12 @@ from torch import Tensor, nn
 
 from normattn.errors import InputError
 from normattn.kernels.cosines import BINS
-from normattn.lab.diagnostics.collecting import Collector, collecting
+from normattn.lab.diagnostics.collector import EXTREMES, Collector, collecting
 from normattn.models.utils import without_dropout
 
 Array = NDArray[np.float64]
 Collecting = Callable[..., AbstractContextManager[Collector]]
 POSITION_BINS = 16
-EXTREMES = {"largest": np.fmax, "largest_cosine": np.fmax, "least_cosine": np.fmin}
-"""Statistics that are not means."""
 
 
 def inspect_model(
@@ -96,7 +94,8 @@ def by_head(measured: pl.DataFrame, statistic: str, layer: int) -> Array:
     """The statistic over all positions, (H,): the mean, or of extremes the extreme."""
     if statistic in EXTREMES:
         grid = by_position(measured, statistic, layer)
-        return np.asarray(EXTREMES[statistic].reduce(grid, axis=-1, initial=np.nan))
+        sign = EXTREMES[statistic]
+        return sign * np.asarray(np.fmax.reduce(sign * grid, axis=-1, initial=np.nan))
     return _divided(*(part.sum(-1) for part in totals(measured, statistic, layer)))
 
 

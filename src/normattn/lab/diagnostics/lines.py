@@ -66,9 +66,9 @@ def read_diagnostics(run: Path) -> list[DiagnosticsLine]:
     path = unchanged(run / FILE if run.is_dir() else run)
     if not path.exists():
         return []
-    # A line that is being written has no end yet.
     with open_file(path) as file:
         lines = [line for _, line in json_lines(file, lambda n: f"{path}, line {n},")]
+    # A line that is being written has no end yet.
     whole = [line for line in lines if line.endswith(b"\n")]
     try:
         return [DiagnosticsLine.model_validate(parse_json(line, str(path))) for line in whole]

@@ -7,10 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from normattn.errors import InputError
-from normattn.lab.diagnostics.collecting import collecting
+from normattn.lab.diagnostics.collector import collecting
 from normattn.lab.diagnostics.lines import LayerLine, read_diagnostics
 from normattn.terminal import warn
 
@@ -28,9 +26,9 @@ class DiagnosticsProbe:
     It looks on while the step runs; there is no second forward. A line is `{"step": …, "layers":
     {name: LayerLine}}`, of this process's share of the batch. Once a run and kind it warns on
     stderr: where a head's mean H / ln n is below 0.02 (scores concentrate), and, after a fifth of
-    the steps, where one is above 0.99 (they spread). Works for any task whose model holds scores.
-    `run` is the run's directory: what its earlier lines gave cause to say is not said again when
-    the run resumes. Raises `InputError` for an `every` below 1.
+    the steps, where one is above 0.99 (they spread). `run` is the run's directory: what its earlier
+    lines gave cause to say is not said again when the run resumes. Raises `InputError` for an
+    `every` below 1.
     """
 
     name = "diagnostics"
@@ -45,7 +43,7 @@ class DiagnosticsProbe:
             raise InputError(f"diagnostics look every 1 or more steps, got {every}")
         self.every = every
         self._warn = warn
-        self._warned: set[str] = set()
+        self._warned: set[str] | None = None
         self._steps = 0
         self._run = run
 
@@ -57,48 +55,38 @@ class DiagnosticsProbe:
     @contextmanager
     def around(self, task: Any, step: int) -> Iterator[Callable[[], Mapping[str, Any]]]:
         """Look on during a step."""
-        model: nn.Module = task.model
-        with collecting(model) as collector:
+        with collecting(task.model) as collector:
 
             def read() -> Mapping[str, Any]:
-                lines = collector.lines()
-                self._recall(step)
-                self._consider(lines, step)
-                return {"layers": {name: line.model_dump() for name, line in lines.items()}}
+                layers = collector.lines()
+                if self._warned is None:
+                    earlier = [] if self._run is None else read_diagnostics(self._run)
+                    before = [line for line in earlier if line.step < step]
+                    self._warned = {
+                        kind for line in before for kind in self._causes(line.layers, line.step)
+                    }
+                for kind, cause in self._causes(layers, step).items():
+                    if kind not in self._warned:
+                        self._warned.add(kind)
+                        self._warn(
+                            f"warning: scores {kind} at step {step}: {cause} "
+                            f"(said once; more in {self.name}.jsonl)"
+                        )
+                return {"layers": {name: line.model_dump() for name, line in layers.items()}}
 
             yield read
 
-    def _recall(self, step: int) -> None:
-        """Take as said what lines before this step, left by an earlier process, gave cause for."""
-        run, self._run = self._run, None
-        warn, self._warn = self._warn, lambda text: None
-        try:
-            for line in [] if run is None else read_diagnostics(run):
-                if line.step < step:
-                    self._consider(line.layers, line.step)
-        finally:
-            self._warn = warn
-
-    def _consider(self, lines: Mapping[str, LayerLine], step: int) -> None:
+    def _causes(self, layers: Mapping[str, LayerLine], step: int) -> dict[str, str]:
+        """What a line gives cause to warn of, by its kind."""
         shares = [
-            (share, f"head {head} of {name}")
-            for name, line in lines.items()
+            (share, f"head {head} of {name} has a mean entropy of {share:.3f} ln n, it looks at")
+            for name, line in layers.items()
             for head, share in enumerate(line.entropy_share)
             if share is not None
         ]
-        if not shares:
-            return
-        low, high = min(shares), max(shares)
-        if low[0] < CONCENTRATED:
-            self._say("concentrate", step, *low, "one key, whatever the text is")
-        if high[0] > SPREAD and step >= SETTLED * self._steps:
-            self._say("spread", step, *high, "all keys alike")
-
-    def _say(self, kind: str, step: int, share: float, where: str, target: str) -> None:
-        if kind in self._warned:
-            return
-        self._warned.add(kind)
-        self._warn(
-            f"warning: scores {kind} at step {step}: {where} has a mean entropy of "
-            f"{share:.3f} ln n, it looks at {target} (said once; more in {self.name}.jsonl)"
-        )
+        causes = {}
+        if shares and (low := min(shares))[0] < CONCENTRATED:
+            causes["concentrate"] = f"{low[1]} one key, whatever the text is"
+        if shares and (high := max(shares))[0] > SPREAD and step >= SETTLED * self._steps:
+            causes["spread"] = f"{high[1]} all keys alike"
+        return causes

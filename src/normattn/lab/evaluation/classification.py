@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from normattn.errors import library
 from normattn.lab.data.images import ImageSplit
 from normattn.lab.data.relations import RelationData, RelationSplit, one_hot, padded
-from normattn.lab.evaluation.scorer import Precision, autocast, weights_digest
+from normattn.lab.evaluation.scorer import Precision, autocast, batches, weights_digest
 from normattn.lab.stats import Identity, fact, identified, joined, sums
 from normattn.models.classifier import Classifier
 from normattn.models.flops import parameter_count
@@ -54,13 +54,14 @@ def predict(
     Documents go through by length, as many at a time as `max_tokens` padded tokens hold; that
     changes no result but for rounding. Dropout is off. `progress` is told how many are done.
     """
-    device = next(model.parameters()).device
-    labels = model.config.labels
+    device, labels = next(model.parameters()).device, model.config.labels
     probabilities = np.empty((len(split), labels), dtype=np.float32)
     loss = np.empty(len(split), dtype=np.float32)
-    done = 0
+    lengths = np.array([len(row) for row in split.tokens])
+    order, done = np.argsort(-lengths, kind="stable"), 0
     with without_dropout(model), autocast(device, precision):
-        for chosen in _groups(split, max_tokens):
+        while done < len(order):
+            chosen = order[done : done + max(1, max_tokens // int(lengths[order[done]]))]
             ids, padding = padded([split.tokens[i] for i in chosen], pad)
             given = (torch.from_numpy(part).to(device) for part in (ids, padding))
             logits = model(*given).float().cpu()
@@ -79,15 +80,14 @@ def tune_threshold(predictions: Predictions) -> tuple[float, float]:
 
     Of equally good ones the nearest to ½. To be called with the development set alone.
     """
-    scores = []
-    for threshold in THRESHOLDS:
+    scores = {}
+    for threshold in THRESHOLDS.round(2).tolist():
         predicted = predictions.probabilities >= threshold
         hits = np.count_nonzero(predicted & predictions.true)
         below = np.count_nonzero(predicted) + np.count_nonzero(predictions.true)
-        scores.append(2 * hits / below if below else 0.0)
-    rank = [(-score, abs(t - 0.5)) for score, t in zip(scores, THRESHOLDS, strict=True)]
-    best = min(range(len(rank)), key=lambda i: rank[i])
-    return round(float(THRESHOLDS[best]), 2), scores[best]
+        scores[threshold] = 2 * hits / below if below else 0.0
+    best = min(scores, key=lambda threshold: (-scores[threshold], abs(threshold - 0.5)))
+    return best, scores[best]
 
 
 def f1_scores(predictions: Predictions, threshold: float) -> tuple[float, float]:
@@ -199,17 +199,6 @@ class DevelopmentProbe:
         return {"loss": loss, "micro_f1": micro, "macro_f1": macro, "threshold": threshold}
 
 
-def _groups(split: RelationSplit, max_tokens: int) -> Iterator[np.ndarray]:
-    """Documents in groups of like length, each within `max_tokens` (or one document)."""
-    lengths = np.array([len(row) for row in split.tokens])
-    order = np.argsort(-lengths, kind="stable")
-    start = 0
-    while start < len(order):
-        rows = max(1, max_tokens // int(lengths[order[start]]))
-        yield order[start : start + rows]
-        start += rows
-
-
 def _torchmetrics() -> Any:
     return library(
         "torchmetrics.functional.classification",
@@ -239,8 +228,7 @@ def score_images(
     device = next(model.parameters()).device
     loss: list[float] = []
     correct: list[int] = []
-    for first in range(0, len(split), rows):
-        part = slice(first, first + rows)
+    for part in batches(len(split), rows):
         images = torch.from_numpy(split.images(part)).to(device)
         scores = model.scores(images, torch.from_numpy(split.labels[part]).to(device))
         loss += scores.loss.tolist()

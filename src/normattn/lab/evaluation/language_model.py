@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,6 +26,7 @@ from normattn.lab.evaluation.scorer import (
     from_causal_lm,
     identity,
     recalling,
+    rows_within,
     scores_from,
     weights_digest,
 )
@@ -34,7 +34,6 @@ from normattn.lab.stats import Identity, MeasurementStore, digest, identified, s
 from normattn.lab.stats.measurements import Factor
 from normattn.models.causal_lm import CausalLM
 
-Counts = NDArray[np.int64]
 Sums = NDArray[np.float64]
 
 
@@ -56,24 +55,27 @@ def evaluate_cell(
     `tokens_per_batch` bounds the input tokens scored at once (one window is the least) and changes
     nothing beyond the rounding of the scorer. Raises `NormattnError` when a loss is not finite.
     """
-    if tokens_per_batch < 1:
-        raise InputError(f"tokens_per_batch must be at least 1, got {tokens_per_batch}")
+    rows = rows_within(tokens_per_batch, evaluation_set.length)
     edges = _edges(evaluation_set)
     at_set = identity(whose, evaluation_set)
-    distances = [] if evaluation_set.segments is None else ["accuracy_by_distance"]
-    key = digest(at_set.columns(), edges, *distances)
 
     def measure() -> pl.DataFrame:
-        counts = _count(scorer, evaluation_set, edges, tokens_per_batch, whose.name)
-        rows = counts.rows(evaluation_set.documents, edges)
-        if counts.seen_correct is not None and counts.seen_tokens is not None:
-            rows.append(_by_distance(evaluation_set, counts.seen_correct, counts.seen_tokens))
-        return identified(at_set, rows)
+        counts = _count(scorer, evaluation_set, edges, rows, whose.name)
+        documents = evaluation_set.documents
+        frames = [
+            sums(name, documents, above, of, axis="position", edges=edges)
+            for name, (above, of) in counts.items()
+        ]
+        if "accuracy_seen" in counts:
+            frames.append(_by_distance(evaluation_set, *counts["accuracy_seen"]))
+        return identified(at_set, frames)
 
+    distances = [] if evaluation_set.segments is None else ["accuracy_by_distance"]
+    key = digest(at_set.columns(), edges, *distances)
     return measure() if store is None else store.once(key, measure)
 
 
-def _by_distance(texts: EvaluationSet, right: NDArray[Any], of: NDArray[Any]) -> pl.DataFrame:
+def _by_distance(texts: EvaluationSet, right: Sums, of: Sums) -> pl.DataFrame:
     """Of tiled text the tokens whose answer stands earlier, by how far back: segment − 1 tokens."""
     assert texts.segments is not None
     segments = np.unique(texts.segments)
@@ -83,66 +85,40 @@ def _by_distance(texts: EvaluationSet, right: NDArray[Any], of: NDArray[Any]) ->
     return sums("accuracy_by_distance", texts.documents, above, below, **at)
 
 
-@dataclass(frozen=True)
-class _WindowCounts:
-    """Sums per window and bin; `seen` ones are None for natural text."""
-
-    tokens: Counts
-    correct: Counts
-    loss: Sums
-    seen_tokens: Counts | None
-    seen_correct: Counts | None
-
-    def rows(self, documents: Sequence[str], edges: tuple[int, ...]) -> list[pl.DataFrame]:
-        """The counts as rows of the frame."""
-        parts = {"accuracy": (self.correct, self.tokens), "loss": (self.loss, self.tokens)}
-        if self.seen_tokens is not None and self.seen_correct is not None:
-            parts["accuracy_seen"] = (self.seen_correct, self.seen_tokens)
-        return [
-            sums(name, documents, above, of, axis="position", edges=edges)
-            for name, (above, of) in parts.items()
-        ]
-
-
 def _count(
-    scorer: TokenScorer,
-    evaluation_set: EvaluationSet,
-    edges: tuple[int, ...],
-    tokens_per_batch: int,
-    name: str,
-) -> _WindowCounts:
-    start, length = evaluation_set.start, evaluation_set.length
-    windows, seen = evaluation_set.windows, evaluation_set.seen
+    scorer: TokenScorer, texts: EvaluationSet, edges: tuple[int, ...], rows: int, name: str
+) -> dict[str, tuple[Sums, Sums]]:
+    """Each statistic as its sum and count, both by window and bin."""
+    windows, seen, start = texts.windows, texts.seen, texts.start
     shape = (len(windows), len(edges) - 1)
-    correct, seen_correct = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
-    seen_tokens, loss = np.zeros(shape, np.int64), np.zeros(shape)
-    for rows in batches(len(windows), max(1, tokens_per_batch // length)):
-        ids = torch.from_numpy(np.array(windows[rows], dtype=np.int64))
+    correct, loss, right_of_seen, of_seen = (np.zeros(shape) for _ in range(4))
+    for part in batches(len(windows), rows):
+        ids = torch.from_numpy(np.array(windows[part], dtype=np.int64))
         scores = scores_from(scorer, ids, start)
         right = scores.correct.cpu().numpy()
         losses = scores.loss.double().cpu().numpy()
-        _require_finite(losses, start, name, evaluation_set)
-        correct[rows] = _bin_sums(right.astype(np.int64), edges)
-        loss[rows] = _bin_sums(losses, edges)
+        if not np.isfinite(losses).all():
+            position = start + int(np.argwhere(~np.isfinite(losses))[0][1])
+            raise NormattnError(
+                f"{name} gives a loss that is not finite at position {position} of the "
+                f"{texts.protocol} windows of {texts.length} tokens"
+            )
+        correct[part], loss[part] = _bin_sums(right, edges), _bin_sums(losses, edges)
         if seen is not None:
-            known = seen[rows, start:]
-            seen_tokens[rows] = _bin_sums(known.astype(np.int64), edges)
-            seen_correct[rows] = _bin_sums((known & right).astype(np.int64), edges)
-    return _WindowCounts(
-        tokens=np.tile(np.diff(np.asarray(edges, dtype=np.int64)), (len(windows), 1)),
-        correct=correct,
-        loss=loss,
-        seen_tokens=seen_tokens if seen is not None else None,
-        seen_correct=seen_correct if seen is not None else None,
-    )
+            known = seen[part, start:]
+            of_seen[part], right_of_seen[part] = (
+                _bin_sums(known, edges),
+                _bin_sums(known & right, edges),
+            )
+    tokens = np.tile(np.diff(np.asarray(edges, dtype=float)), (len(windows), 1))
+    counts = {"accuracy": (correct, tokens), "loss": (loss, tokens)}
+    return counts if seen is None else {**counts, "accuracy_seen": (right_of_seen, of_seen)}
 
 
-def _bin_sums(
-    values: NDArray[np.int64] | NDArray[np.float64], edges: tuple[int, ...]
-) -> NDArray[np.int64] | NDArray[np.float64]:
+def _bin_sums(values: NDArray[Any], edges: tuple[int, ...]) -> Sums:
     """Sums of (windows, scored positions) within each bin; column 0 is position edges[0]."""
     starts = np.asarray(edges[:-1]) - edges[0]
-    return np.add.reduceat(values, starts, axis=1)
+    return np.asarray(np.add.reduceat(values.astype(np.float64), starts, axis=1))
 
 
 def bin_edges(start: int, length: int, train_length: int) -> tuple[int, ...]:
@@ -181,16 +157,6 @@ def _edges(evaluation_set: EvaluationSet) -> tuple[int, ...]:
     if evaluation_set.protocol == "by_position":
         return rising_edges(length, train_length)
     return bin_edges(evaluation_set.start, length, train_length)
-
-
-def _require_finite(losses: Sums, start: int, name: str, evaluation_set: EvaluationSet) -> None:
-    if np.isfinite(losses).all():
-        return
-    position = start + int(np.argwhere(~np.isfinite(losses))[0][1])
-    raise NormattnError(
-        f"{name} gives a loss that is not finite at position {position} of the "
-        f"{evaluation_set.protocol} windows of {evaluation_set.length} tokens"
-    )
 
 
 def evaluate_run(
@@ -241,25 +207,15 @@ def evaluate_run(
             factors=factors or {},
         )
         scorer_of = recalling(scorer, evaluation_sets)
+        how: Any = {"store": store, "tokens_per_batch": tokens_per_batch}
         with nullcontext() if spec == own else model.using(spec):
-            for evaluation_set in evaluation_sets:
-                own_scorer = scorer_of(evaluation_set)
-                rows = _evaluate(own_scorer, evaluation_set, whose, store, tokens_per_batch)
+            for chosen in evaluation_sets:
+                measure: Any = (
+                    evaluate_retrieval if isinstance(chosen, RetrievalSet) else evaluate_cell
+                )
+                rows: pl.DataFrame = measure(scorer_of(chosen), chosen, whose, **how)
                 measured.append(rows)
                 if on_measured is not None:
                     on_measured(rows)
         on_method(method)
     return measured
-
-
-def _evaluate(
-    scorer: TokenScorer,
-    chosen: AnySet,
-    whose: Identity,
-    store: MeasurementStore | None,
-    tokens: int,
-) -> pl.DataFrame:
-    how: Any = {"store": store, "tokens_per_batch": tokens}
-    if isinstance(chosen, RetrievalSet):
-        return evaluate_retrieval(scorer, chosen, whose, **how)
-    return evaluate_cell(scorer, chosen, whose, **how)

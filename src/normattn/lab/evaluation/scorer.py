@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from normattn.errors import InputError
 from normattn.kernels.cross_entropy import TokenScores
 from normattn.lab.data.retrieval import RetrievalSet
 from normattn.lab.data.windows import EvaluationSet
@@ -73,35 +74,24 @@ def from_logits(
     evaluation mode while it scores and its mode restored.
     """
 
+    def of_window(ids: Int[Tensor, "1 t1"]) -> tuple[Tensor, Tensor]:
+        logits: Float[Tensor, "t v"] = logits_of(ids[:, :-1])[0]
+        pairs = zip(torch.split(logits, _ROWS), torch.split(ids[0, 1:], _ROWS), strict=True)
+        loss, correct = [], []
+        for part, target in pairs:
+            loss.append(nn.functional.cross_entropy(part.float(), target, reduction="none"))
+            correct.append(part.argmax(dim=-1) == target)
+        return torch.cat(loss), torch.cat(correct)
+
     def score(ids: Int[Tensor, "b t1"]) -> TokenScores:
         mode = without_dropout(logits_of) if isinstance(logits_of, nn.Module) else nullcontext()
-        device = _device(logits_of, ids)
+        module = logits_of if isinstance(logits_of, nn.Module) else nn.Module()
+        device = next((p.device for p in module.parameters()), ids.device)
         with mode, torch.no_grad(), autocast(device, precision):
-            rows = [_score_window(logits_of, row.to(device)) for row in torch.split(ids, 1)]
-        return TokenScores(
-            loss=torch.cat([row.loss for row in rows]),
-            correct=torch.cat([row.correct for row in rows]),
-        )
+            scored = [of_window(window.to(device)) for window in torch.split(ids, 1)]
+        return TokenScores(*(torch.stack(each) for each in zip(*scored, strict=True)))
 
     return score
-
-
-def _score_window(logits_of: Callable[[Tensor], Tensor], ids: Int[Tensor, "1 t1"]) -> TokenScores:
-    logits: Float[Tensor, "t v"] = logits_of(ids[:, :-1])[0]
-    targets = ids[0, 1:]
-    losses, correct = [], []
-    for part, target in zip(torch.split(logits, _ROWS), torch.split(targets, _ROWS), strict=True):
-        losses.append(nn.functional.cross_entropy(part.float(), target, reduction="none"))
-        correct.append(part.argmax(dim=-1) == target)
-    return TokenScores(loss=torch.cat(losses)[None], correct=torch.cat(correct)[None])
-
-
-def _device(logits_of: Callable[[Tensor], Tensor], ids: Tensor) -> torch.device:
-    if isinstance(logits_of, nn.Module):
-        first = next(logits_of.parameters(), None)
-        if first is not None:
-            return first.device
-    return ids.device
 
 
 def autocast(device: torch.device, precision: Precision) -> torch.autocast:
@@ -114,6 +104,13 @@ def autocast(device: torch.device, precision: Precision) -> torch.autocast:
 
 
 AnySet = EvaluationSet | RetrievalSet
+
+
+def rows_within(tokens: int, length: int) -> int:
+    """How many windows of `length` are scored at once within `tokens`; one is the least."""
+    if tokens < 1:
+        raise InputError(f"tokens_per_batch must be at least 1, got {tokens}")
+    return max(1, tokens // length)
 
 
 def batches(windows: int, rows: int) -> Iterator[slice]:
@@ -145,44 +142,39 @@ def weights_digest(module: nn.Module) -> str:
     return digest.hexdigest()
 
 
-ScorerOf = Callable[[AnySet], TokenScorer]
-"""Which scorer reads a set; asked once for each set, in the order in which they are read."""
-
-
-def recalling(scorer: TokenScorer, sets: Sequence[AnySet]) -> ScorerOf:
+def recalling(scorer: TokenScorer, sets: Sequence[AnySet]) -> Callable[[AnySet], TokenScorer]:
     """Scorers of `sets` that ask `scorer` once for windows that stand in several of them.
 
-    The longest natural text, the last segment behind the longest context and the text that is read
-    by position are the same windows where the same number of them is asked for. Their scores, 5
-    bytes a token, are kept until the last of these sets is read; they are the very numbers that
-    `scorer` gave, and batches of other rows are scored anew. The model must not change meanwhile.
+    To be asked once for each set, in the order in which they are read. The longest natural text,
+    the last segment behind the longest context and the text that is read by position are the same
+    windows where the same number of them is asked for. Their scores, 5 bytes a token, are kept
+    until the last of these sets is read; they are the very numbers that `scorer` gave. The model
+    must not change meanwhile.
     """
     left = Counter(_text(chosen) for chosen in sets)
-    kept: dict[str, _Recalled] = {}
+    kept: dict[str, TokenScorer] = {}
 
     def scorer_of(chosen: AnySet) -> TokenScorer:
         text = _text(chosen)
         left[text] -= 1
         if left[text]:
-            return kept.setdefault(text, _Recalled(scorer))
+            return kept.setdefault(text, _remembering(scorer))
         return kept.pop(text, scorer)
 
     return scorer_of
 
 
-class _Recalled:
+def _remembering(scorer: TokenScorer) -> TokenScorer:
     """A scorer that remembers every batch."""
+    known: dict[bytes, TokenScores] = {}
 
-    def __init__(self, scorer: TokenScorer) -> None:
-        self._scorer = scorer
-        self._scores: dict[bytes, TokenScores] = {}
-
-    def __call__(self, ids: Int[Tensor, "b t1"]) -> TokenScores:
-        """The scores of these rows."""
+    def score(ids: Int[Tensor, "b t1"]) -> TokenScores:
         key = hashlib.sha256(repr(tuple(ids.shape)).encode() + ids.numpy().tobytes()).digest()
-        if key not in self._scores:
-            self._scores[key] = self._scorer(ids)
-        return self._scores[key]
+        if key not in known:
+            known[key] = scorer(ids)
+        return known[key]
+
+    return score
 
 
 def _text(chosen: AnySet) -> str:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from normattn.errors import InputError, library
 from normattn.lab.data.pairs import EOS_ID, PAD_ID, PairSplit
 from normattn.lab.data.relations import padded
 from normattn.lab.data.tokeniser import Tokeniser
 from normattn.lab.evaluation.masked import unigram_nats
+from normattn.lab.evaluation.scorer import batches
 from normattn.models.beam_search import beam_search
 from normattn.models.translator import Translator
 from normattn.models.utils import without_dropout
@@ -58,17 +57,18 @@ def translate(
     split: PairSplit,
     tokeniser: Tokeniser,
     search: Search = Search(),
-    progress: Progress | None = None,
+    progress: Progress = lambda done, total: None,
 ) -> list[str]:
     """The best translation of every sentence of `split`, as text, in its order.
 
     Sentences are translated in the order of their lengths, so that a batch wastes little; a
     sentence's translation does not depend on the others.
     """
-    order = sorted(range(len(split)), key=lambda i: int(split.source.lengths[i]))
-    texts, done = [""] * len(split), 0
+    order = np.argsort(split.source.lengths, kind="stable").tolist()
+    texts = [""] * len(split)
     with torch.inference_mode(), without_dropout(model):
-        for chosen in _groups(order, search.batch):
+        for part in batches(len(order), search.batch):
+            chosen = order[part]
             translations = beam_search(
                 model,
                 [split.source_ids(index) for index in chosen],
@@ -79,9 +79,7 @@ def translate(
             for index, hypotheses in zip(chosen, translations, strict=True):
                 ids = [token for token in hypotheses[0].tokens if token > EOS_ID]
                 texts[index] = tokeniser.decode(ids).strip()
-            if progress is not None:
-                done += len(chosen)
-                progress(done, len(texts))
+            progress(min(part.stop, len(texts)), len(texts))
     return texts
 
 
@@ -89,7 +87,7 @@ def score_references(
     model: Translator,
     split: PairSplit,
     tokens_per_batch: int = 4096,
-    progress: Progress | None = None,
+    progress: Progress = lambda done, total: None,
 ) -> ReferenceScores:
     """Each reference read word by word, every token predicted from those before it.
 
@@ -97,23 +95,36 @@ def score_references(
     beyond rounding). A sentence whose loss is not finite, as a model that fell apart may give,
     counts as `HOPELESS` nats.
     """
-    lengths = split.source.lengths + split.target.lengths
-    order = sorted(range(len(split)), key=lambda i: int(lengths[i]))
     device = next(model.parameters()).device
     loss, correct, tokens = ([0.0] * len(split), [0] * len(split), [0] * len(split))
     done = 0
     with torch.inference_mode(), without_dropout(model):
-        while done < len(order):
-            chosen = _fitting(order[done:], lengths, tokens_per_batch)
-            source = _rows([split.source_ids(index) for index in chosen]).to(device)
-            target = _rows([split.target_ids(index) for index in chosen]).to(device)
-            scores = zip(*_scored(model, source, target), strict=True)
-            for index, (nats, hits, count) in zip(chosen, scores, strict=True):
-                loss[index], correct[index], tokens[index] = nats, hits, count
+        for chosen in _groups(split.source.lengths + split.target.lengths, tokens_per_batch):
+            source, target = (
+                torch.from_numpy(padded([ids_of(index) for index in chosen], PAD_ID)[0]).to(device)
+                for ids_of in (split.source_ids, split.target_ids)
+            )
+            scores = model.token_scores(source, target)
+            nats = scores.loss.double().sum(-1).nan_to_num(HOPELESS, HOPELESS).tolist()
+            hits = scores.correct.sum(-1).tolist()
+            counts = (target[:, 1:] != PAD_ID).sum(-1).tolist()
+            for index, *values in zip(chosen, nats, hits, counts, strict=True):
+                loss[index], correct[index], tokens[index] = values
             done += len(chosen)
-            if progress is not None:
-                progress(done, len(order))
+            progress(done, len(split))
     return ReferenceScores(tuple(loss), tuple(correct), tuple(tokens))
+
+
+def _groups(lengths: NDArray[np.int64], tokens: int) -> Iterator[list[int]]:
+    """Sentences of rising length, as many at a time as make up `tokens` padded ones, or one."""
+    group: list[int] = []
+    for index in np.argsort(lengths, kind="stable").tolist():
+        if group and (len(group) + 1) * int(lengths[index] + 3) > tokens:
+            yield group
+            group = []
+        group.append(index)
+    if group:
+        yield group
 
 
 def unigram_loss(train: PairSplit, split: PairSplit, vocab_size: int) -> NDArray[np.float64]:
@@ -122,16 +133,12 @@ def unigram_loss(train: PairSplit, split: PairSplit, vocab_size: int) -> NDArray
 
     The end of a sentence counts as a token. `vocab_size`: the words of the target language.
     """
-    nats = unigram_nats(_target_counts(train, vocab_size))
+    counts = np.bincount(train.target.tokens, minlength=vocab_size)
+    counts[EOS_ID] += len(train)
+    nats = unigram_nats(counts)
     sentence = np.repeat(np.arange(len(split)), split.target.lengths)
     words = np.bincount(sentence, nats[split.target.tokens], minlength=len(split))
     return np.asarray(words + nats[EOS_ID])
-
-
-def _target_counts(split: PairSplit, vocab_size: int) -> NDArray[np.int64]:
-    counts: NDArray[np.int64] = np.bincount(split.target.tokens, minlength=vocab_size)
-    counts[EOS_ID] += len(split)
-    return counts
 
 
 def corpus_counts(translations: Sequence[str], references: Sequence[str]) -> CorpusCounts:
@@ -158,30 +165,3 @@ def corpus_counts(translations: Sequence[str], references: Sequence[str]) -> Cor
     return CorpusCounts(
         counts[0], counts[1], (scores[0], scores[1]), (signatures[0], signatures[1])
     )
-
-
-def _scored(
-    model: Translator, source: Tensor, target: Tensor
-) -> tuple[list[float], list[int], list[int]]:
-    """Summed loss, hits and tokens of each row."""
-    scores = model.token_scores(source, target)
-    loss = scores.loss.double().sum(-1).nan_to_num(HOPELESS, HOPELESS)
-    tokens = (target[:, 1:] != PAD_ID).sum(-1)
-    return loss.tolist(), scores.correct.sum(-1).tolist(), tokens.tolist()
-
-
-def _rows(sentences: Sequence[Sequence[int]]) -> Tensor:
-    """Sentences as one matrix, padded on the right."""
-    return torch.from_numpy(padded(sentences, PAD_ID)[0])
-
-
-def _groups(order: Sequence[int], size: int) -> Iterator[Sequence[int]]:
-    return (order[start : start + size] for start in range(0, len(order), size))
-
-
-def _fitting(order: Sequence[int], lengths: Any, tokens: int) -> Sequence[int]:
-    """As many of the next sentences (rising in length) as make up `tokens` padded ones, or one."""
-    count = 1
-    while count < len(order) and (count + 1) * int(lengths[order[count]] + 3) <= tokens:
-        count += 1
-    return order[:count]

@@ -1,8 +1,8 @@
 """Checkpoints: tensors and a description, written beside and renamed, with their checksums.
 
 `step-00000120/` holds `meta.json` and `tensors.safetensors`, or the parts of several processes
-(`shard-….safetensors`). The last two are kept, so that one
-whole checkpoint exists at every moment, whatever is killed or unplugged.
+(`shard-….safetensors`). The last two are kept, so that one whole checkpoint exists at every moment,
+whatever is killed or unplugged.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from torch import Tensor
 from normattn.errors import InputError
 from normattn.io import (
     explain_os_errors,
-    open_file,
     put_in_place,
     read_object,
     read_tensors,
@@ -62,15 +61,13 @@ class Checkpoints:
 
         Tensors must not share memory. `InputError` when the disk is full; older ones then stay.
         """
-        folder = self.path / f"step-{step:08d}"
 
-        def fill(temporary: Path) -> None:
-            digest = write_tensors(temporary / TENSORS, tensors)
-            _describe(temporary, step, meta, digest)
+        def fill(folder: Path) -> None:
+            _describe(folder, step, meta, write_tensors(folder / TENSORS, tensors))
 
-        write_directory(folder, fill, replace=True)
+        write_directory(self._folder(step), fill, replace=True)
         self._drop_old()
-        return folder
+        return self._folder(step)
 
     def begin(self, step: int) -> Path:
         """A folder that several processes fill with their parts, until `finish`."""
@@ -82,10 +79,9 @@ class Checkpoints:
         """Give what was begun in `folder`, and is whole now, its name; then as `save`."""
         with explain_os_errors(folder):
             _describe(folder, step, meta, _shards(folder))
-        final = self.path / f"step-{step:08d}"
-        put_in_place(folder, final)
+        put_in_place(folder, self._folder(step))
         self._drop_old()
-        return final
+        return self._folder(step)
 
     def _drop_old(self) -> None:
         for old in self._folders()[:-KEPT]:
@@ -112,7 +108,7 @@ class Checkpoints:
 
     def load(self, step: int) -> Checkpoint:
         """The checkpoint of exactly `step`, verified."""
-        return _read(self.path / f"step-{step:08d}")
+        return _read(self._folder(step))
 
     def last_path(self) -> Path | None:
         """The folder of the newest checkpoint, unverified; None when there is none."""
@@ -126,6 +122,9 @@ class Checkpoints:
                 aside = folder.with_name(f"damaged-{folder.name}")
                 shutil.rmtree(aside, ignore_errors=True)
                 folder.rename(aside)
+
+    def _folder(self, step: int) -> Path:
+        return self.path / f"step-{step:08d}"
 
     def _folders(self) -> list[Path]:
         """The checkpoint folders, oldest first."""
@@ -143,17 +142,13 @@ def _describe(
 ) -> None:
     """Leave meta.json, with the digest of what stands beside it."""
     body = {"step": step, "meta": dict(meta), "sha256": digest}
-    described = {**body, "meta_sha256": _digest(body)}
-    (folder / "meta.json").write_text(json.dumps(described, indent=2) + "\n", "utf-8")
+    text = json.dumps({**body, "meta_sha256": _digest(body)}, indent=2)
+    (folder / "meta.json").write_text(text + "\n", "utf-8")
 
 
 def _shards(folder: Path) -> dict[str, str]:
     """The digest of every part in `folder`, by name."""
-    digests = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with open_file(path) as file:
-            digests[path.name] = sha256_of(file)
-    return digests
+    return {path.name: sha256_of(path) for path in sorted(folder.glob("*.safetensors"))}
 
 
 def _digest(body: Mapping[str, Any]) -> str:
@@ -164,16 +159,15 @@ def _read(folder: Path) -> Checkpoint:
     """Read and verify one checkpoint; `InputError` says what is wrong with it."""
     described = read_object(folder / "meta.json")
     expected = described.pop("meta_sha256", None)
-    lacking = {"step", "meta", "sha256"} - described.keys()
-    same = not lacking and described["step"] == _step_of(folder)
-    if expected != _digest(described) or not same:
+    whole = described.keys() == {"step", "meta", "sha256"} and expected == _digest(described)
+    if not whole or described["step"] != _step_of(folder):
         raise InputError(f"checkpoint {folder} is damaged: meta.json does not match its checksum")
-    if isinstance(described["sha256"], dict):
-        if _shards(folder) != described["sha256"]:
+    step, meta, digest = described["step"], described["meta"], described["sha256"]
+    if isinstance(digest, dict):
+        if _shards(folder) != digest:
             raise InputError(f"checkpoint {folder} is damaged: its parts do not match its checksum")
-        return Checkpoint(folder, described["step"], {}, described["meta"], sharded=True)
+        return Checkpoint(folder, step, {}, meta, sharded=True)
     try:
-        tensors = read_tensors(folder / TENSORS, described["sha256"])
+        return Checkpoint(folder, step, read_tensors(folder / TENSORS, digest), meta)
     except InputError as error:
         raise InputError(f"checkpoint {folder} is damaged: {error}") from error
-    return Checkpoint(folder, described["step"], tensors, described["meta"])

@@ -66,29 +66,29 @@ class RunDirectory:
         run._take_stored()
         return run
 
-    @property
-    def begun(self) -> bool:
-        """Whether the configuration is on disk."""
-        return (self.path / "config.json").exists()
-
     @classmethod
     def existing(cls, path: Path, kind: str | None = None) -> RunDirectory:
         """Reopen the run in `path` as it is; `InputError` when there is none of that kind."""
         path = Path(path)
-        if not (path / "config.json").is_file():
+        file = path / "config.json"
+        if not file.is_file():
             raise InputError(f"{path} is not a run directory: it holds no config.json")
-        stored = read_object(path / "config.json")
+        stored = read_object(file)
         stored_kind, config = stored.get("kind"), stored.get("config")
         if not isinstance(stored_kind, str) or not isinstance(config, dict):
-            raise InputError(f"{path / 'config.json'} is damaged: expected a kind and a config")
+            raise InputError(f"{file} is damaged: expected a kind and a config")
         if kind is not None and stored_kind != kind:
             raise InputError(f"{path} holds a run of kind {stored_kind!r}, expected {kind!r}")
         if stored.get("format") != FORMAT:
             raise InputError(
-                f"{path / 'config.json'} has format {stored.get('format')!r}; this version reads "
-                f"format {FORMAT}"
+                f"{file} has format {stored.get('format')!r}; this version reads format {FORMAT}"
             )
         return cls(path, stored_kind, config)
+
+    @property
+    def begun(self) -> bool:
+        """Whether the configuration is on disk."""
+        return (self.path / "config.json").exists()
 
     @property
     def status(self) -> RunStatus | None:
@@ -105,6 +105,11 @@ class RunDirectory:
         files = digests_of_files(self.path) if ended else {}
         write_json(self.path / "status.json", asdict(replace(status, files=files)))
 
+    def put(self, name: str, value: Any) -> None:
+        """Change one field of the configuration on disk, on which no result depends."""
+        self.config = {**self.config, name: value}
+        self._write_config()
+
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Be the only writer, with this run's configuration on disk.
@@ -114,23 +119,6 @@ class RunDirectory:
         """
         # Looked at before the lock is taken: who will be refused must not keep others out.
         self._take_stored()
-        with self._alone():
-            if not self._take_stored():
-                self._write_config()
-            self._remove_leftovers()
-            yield
-
-    def put(self, name: str, value: Any) -> None:
-        """Change one field of the configuration on disk, on which no result depends."""
-        self.config = {**self.config, name: value}
-        self._write_config()
-
-    def _write_config(self) -> None:
-        stored = {"format": FORMAT, "kind": self.kind, "config": self.config}
-        write_json(self.path / "config.json", stored)
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
         with ExitStack() as stack:
             try:
                 stack.enter_context(locked(self.path / ".lock", seconds=0.0))
@@ -139,57 +127,53 @@ class RunDirectory:
                     f"the run in {self.path} is in use by process {error.holder}; wait for it, "
                     "stop it, or choose another directory"
                 ) from error
+            if not self._take_stored():
+                self._write_config()
+            self._remove_leftovers()
             yield
+
+    def _write_config(self) -> None:
+        stored = {"format": FORMAT, "kind": self.kind, "config": self.config}
+        write_json(self.path / "config.json", stored)
 
     def _take_stored(self) -> bool:
         """Take the configuration on disk if it is this one; False where there is none yet."""
         if not self.begun:
-            foreign = _foreign_in(self.path)
-            # Whoever began the run between the two looks put more there than the configuration.
+            _refuse_foreign(self.path)
             if not self.begun:
-                _refuse_foreign(self.path, foreign)
                 return False
         stored = type(self).existing(self.path, self.kind)
-        _check_same(stored.config, self.config, self._changeable, self.path)
+        difference = first_difference(stored.config, self.config, self._changeable)
+        if difference is not None:
+            field, old, new = difference
+            raise InputError(
+                f"the run in {self.path} has another configuration: {field} is {old} there and "
+                f"{new} here; choose another directory or the same configuration"
+            )
         self.config = stored.config
         return True
 
     def _remove_leftovers(self) -> None:
         """Drop what a killed writer left beside its target; it was never part of the run."""
         for folder in (self.path, self.path / "checkpoints"):
-            if not folder.is_dir():
-                continue
-            for entry in folder.iterdir():
-                if not _LEFTOVER.fullmatch(entry.name):
-                    continue
+            entries = list(folder.iterdir()) if folder.is_dir() else []
+            for entry in (entry for entry in entries if _LEFTOVER.fullmatch(entry.name)):
                 if entry.is_dir():
                     shutil.rmtree(entry, ignore_errors=True)
                 else:
                     entry.unlink(missing_ok=True)
 
 
-def _foreign_in(path: Path) -> list[str]:
-    """What a place for a run holds that is not ours."""
+def _refuse_foreign(path: Path) -> None:
+    """Raise `InputError` for a place that holds something and no run."""
     if not path.exists():
-        return []
+        return
     if not path.is_dir():
         raise InputError(f"{path} is a file; expected a new or empty directory for the run")
-    return sorted(e.name for e in path.iterdir() if not _OURS_BEFORE_CONFIG.fullmatch(e.name))
-
-
-def _refuse_foreign(path: Path, foreign: list[str]) -> None:
-    if foreign:
+    foreign = sorted(e.name for e in path.iterdir() if not _OURS_BEFORE_CONFIG.fullmatch(e.name))
+    # Whoever began the run meanwhile put more there than the configuration.
+    if foreign and not (path / "config.json").exists():
         raise InputError(
             f"{path} holds other files ({', '.join(foreign[:3])}{', …' * (len(foreign) > 3)}) but "
             "no run; choose a new or empty directory"
-        )
-
-
-def _check_same(stored: Any, wanted: Any, changeable: frozenset[str], path: Path) -> None:
-    difference = first_difference(stored, wanted, changeable)
-    if difference is not None:
-        field, old, new = difference
-        raise InputError(
-            f"the run in {path} has another configuration: {field} is {old} there and {new} here; "
-            "choose another directory or the same configuration"
         )

@@ -28,11 +28,18 @@ def describe_environment(**extra: Any) -> dict[str, Any]:
     Keys: python, one version per package, threads (torch's, in this process), cpu (the name),
     cpu_capability (the vector instructions that torch uses), platform.
     """
+    versions = {}
+    for name in PACKAGES:
+        versions[name] = "absent"
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    # Linux keeps the processor's name in /proc/cpuinfo, where `platform` does not look.
+    cpu = _value_in(Path("/proc/cpuinfo"), "model name") or platform.processor() or "unknown"
     return {
         "python": platform.python_version(),
-        **{name: _version(name) for name in PACKAGES},
+        **versions,
         "threads": torch.get_num_threads(),
-        "cpu": _cpu_name(),
+        "cpu": cpu,
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "platform": f"{sys.platform}-{platform.machine()}",
         **extra,
@@ -43,64 +50,37 @@ def record_environment(path: Path, current: dict[str, Any], step: int) -> list[s
     """Store `current` in the file `path`; return the differences from the last one stored.
 
     The file holds `{"started": …, "resumed": [{"step": …, "environment": …}]}`; a resume is added
-    only where something changed. A damaged file is begun anew, with a warning, because a run's
+    only where something changed. A damaged file is begun again, with a warning, because a run's
     results do not depend on it. Each difference reads "torch 2.12.0 → 2.13.0".
     """
     if step == 0 or not path.exists():
         write_json(path, {"started": current, "resumed": []})
         return []
-    stored = _stored(path)
-    last = stored["resumed"][-1]["environment"] if stored["resumed"] else stored["started"]
-    changed = [
-        f"{key} {last.get(key, 'unknown')} → {current.get(key, 'unknown')}"
-        for key in [*current, *(key for key in last if key not in current)]
-        if last and last.get(key) != current.get(key)
-    ]
+    try:
+        stored = read_object(path)
+        last = [stored["started"], *(each["environment"] for each in stored["resumed"])][-1]
+        keys = [*current, *(key for key in last if key not in current)]
+        changed = [
+            f"{key} {last.get(key, 'unknown')} → {current.get(key, 'unknown')}"
+            for key in keys
+            if last and last.get(key) != current.get(key)
+        ]
+    except (LookupError, TypeError, AttributeError, InputError):
+        warn(f"warning: {path} is damaged; what the run ran on before is lost")
+        stored, last, changed = {"started": {}, "resumed": []}, {}, []
     if changed or not last:
         resumed = [*stored["resumed"], {"step": step, "environment": current}]
         write_json(path, {**stored, "resumed": resumed})
     return changed
 
 
-def _stored(path: Path) -> dict[str, Any]:
-    """What is on record; where that is damaged, a record that begins anew, and a warning."""
-    try:
-        stored = read_object(path)
-        begun, resumed = stored["started"], stored["resumed"]
-        whole = isinstance(begun, dict) and isinstance(resumed, list)
-        if whole and all(isinstance(record["environment"], dict) for record in resumed):
-            return stored
-        problem = f"{path} is damaged: expected started and resumed"
-    except (LookupError, TypeError):
-        problem = f"{path} is damaged: expected started and resumed"
-    except InputError as error:
-        problem = str(error)
-    warn(f"warning: {problem}; what the run ran on before is lost")
-    return {"started": {}, "resumed": []}
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "absent"
-
-
-def _cpu_name() -> str:
-    """The processor's name; Linux keeps it in /proc/cpuinfo, where `platform` does not look."""
-    try:
-        text = Path("/proc/cpuinfo").read_text("utf-8", errors="replace")
-    except OSError:
-        return platform.processor() or "unknown"
-    names = (line.partition(":")[2] for line in text.splitlines() if line.startswith("model name"))
-    return next(names, "").strip() or platform.processor() or "unknown"
-
-
-# glibc's mallopt: what larger blocks are mapped one by one, and how much freed memory is kept.
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-_MAPPED, _KEPT, _DEFAULT = 1 << 25, 1 << 28, 1 << 17
-_ASKED = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
-_RESET, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
+def _value_in(file: Path, name: str) -> str:
+    """What stands behind `name:` in a file of the system's; "" where there is no such line."""
+    with contextlib.suppress(OSError):
+        for line in file.read_text("utf-8", errors="replace").splitlines():
+            if line.startswith(name):
+                return line.partition(":")[2].strip()
+    return ""
 
 
 def resident(device: torch.device) -> int | None:
@@ -118,38 +98,49 @@ def peak(device: torch.device, held: int | None) -> Iterator[list[int]]:
         torch.cuda.reset_peak_memory_stats(device)
     else:
         with contextlib.suppress(OSError):  # Another system than Linux.
-            _RESET.write_text("5")
+            Path("/proc/self/clear_refs").write_text("5")
     yield growth
-    if device.type == "cuda":
-        most: int | None = int(torch.cuda.max_memory_allocated(device))
-    else:
-        most = _status("VmHWM")
+    cuda = device.type == "cuda"
+    most = int(torch.cuda.max_memory_allocated(device)) if cuda else _status("VmHWM")
     if most is not None and held is not None:
         growth.append(max(0, most - held))
 
 
 def _status(name: str) -> int | None:
-    with contextlib.suppress(OSError, StopIteration):
-        lines = _STATUS.read_text().splitlines()
-        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(name))
-    return None
+    value = _value_in(Path("/proc/self/status"), name)
+    return 1024 * int(value.split()[0]) if value else None
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Compute on `count` threads of torch inside, and on as many as before afterwards."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+# glibc's mallopt: what larger blocks are mapped one by one, and how much freed memory is kept.
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_MAPPED, _KEPT, _DEFAULT = 1 << 25, 1 << 28, 1 << 17
+_SET_BY_USER = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
 
 @contextmanager
 def keep_pages() -> Iterator[None]:
     """Inside, glibc keeps up to 256 MiB of what is freed at the end of its heap.
 
-    Afterwards the thresholds are glibc's first ones again, and what was kept goes back. (It then no
-    longer adapts them by itself, for which it has no call.)
-
     A training step frees what the next one takes again. Given back in between, every page of 4 KiB
     comes as a fault (some 0.7 µs, and up to 30,000 in a step of width 128). Blocks from 32 MiB on
     are still mapped alone, which is the most that glibc comes to by itself. Nothing is done where
-    the environment sets the thresholds, and where there is another C library.
+    the environment sets the thresholds, and where there is another C library. Afterwards the
+    thresholds are glibc's first ones again, and what was kept goes back.
     """
     library = ctypes.CDLL(None)
     glibc = hasattr(library, "mallopt") and hasattr(library, "malloc_trim")
-    if not glibc or any(name in os.environ for name in _ASKED):
+    if not glibc or any(name in os.environ for name in _SET_BY_USER):
         yield
         return
     library.mallopt(_MMAP_THRESHOLD, _MAPPED)

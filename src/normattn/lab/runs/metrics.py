@@ -92,19 +92,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def _records(file: BinaryIO, path: Path) -> Iterator[tuple[dict[str, Any], bytes]]:
     """Every whole line, read and as it stands; of a damaged one only the last may be left out."""
     for number, line in json_lines(file, lambda n: f"{path}, line {n},"):
-        record = _parsed(line)
-        if record is not None:
-            yield record, line
-        elif line.endswith(b"\n"):
+        if not line.endswith(b"\n"):
+            return
+        try:
+            record = parse_json(line, "a metrics line")
+        except InputError:
+            record = None
+        if not isinstance(record, dict) or type(record.get("step")) is not int:
             raise InputError(f"{path} is damaged: line {number} is not a metrics line")
-
-
-def _parsed(line: bytes) -> dict[str, Any] | None:
-    """The record on a whole line, or None."""
-    if not line.endswith(b"\n"):
-        return None
-    try:
-        record = parse_json(line, "a metrics line")
-    except InputError:
-        return None
-    return record if isinstance(record, dict) and type(record.get("step")) is int else None
+        yield record, line

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import ClassVar, Literal
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from normattn.errors import InputError
-from normattn.io import open_file, read_object, sha256_of
+from normattn.io import read_object, sha256_of
 
 State = Literal["running", "interrupted", "finished", "diverged"]
 _OTHER = {"config.json", "status.json", "environment.json", "timing.jsonl"}
@@ -24,6 +27,8 @@ class RunStatus:
     (logs, tokenisers, labels) by name; the model's folder has its own.
     """
 
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
+
     state: State
     step: int
     steps: int
@@ -38,35 +43,15 @@ def read_status(path: Path) -> RunStatus | None:
     file = path / "status.json"
     if not file.exists():
         return None
-    stored = read_object(file)
-    problem = _status_problem(stored)
-    if problem is not None:
-        raise InputError(f"{file} is damaged: {problem}; rerun the run's command to write it again")
-    return RunStatus(**stored)
-
-
-def _status_problem(stored: dict[str, Any]) -> str | None:
-    """What is wrong with the fields of a status, in words."""
-    kinds: dict[str, tuple[type, ...]] = {
-        "state": (str,),
-        "step": (int,),
-        "steps": (int,),
-        "message": (str,),
-        "where": (str,),
-        "checkpoint": (str, type(None)),
-        "files": (dict,),
-    }
-    for name, kind in kinds.items():
-        if name not in stored and name in ("state", "step", "steps"):
-            return f"it lacks {name!r}"
-        if name in stored and type(stored[name]) not in kind:
-            return f"{name} is {stored[name]!r:.40}, expected {kind[0].__name__}"
-    unknown = sorted(set(stored) - set(kinds))
-    if unknown:
-        return f"unknown field {unknown[0]!r:.40}"
-    if stored["state"] not in get_args(State):
-        return f"unknown state {stored['state']!r:.40}"
-    return None
+    try:
+        # As JSON, since a strict dataclass is made of nothing else.
+        return TypeAdapter(RunStatus).validate_json(json.dumps(read_object(file)))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        name = ".".join(map(str, first["loc"]))
+        raise InputError(
+            f"{file} is damaged: {name}: {first['msg']}; rerun the run's command to write it again"
+        ) from None
 
 
 def require_finished(run: Path, use: str) -> None:
@@ -80,7 +65,7 @@ def require_finished(run: Path, use: str) -> None:
 def digests_of_files(run: Path) -> dict[str, str]:
     """The digest of each file that a run leaves, by name."""
     files = (file for file in sorted(run.iterdir()) if file.is_file() and file.name[0] != ".")
-    return {file.name: _digest(file) for file in files if file.name not in _OTHER}
+    return {file.name: sha256_of(file) for file in files if file.name not in _OTHER}
 
 
 def unchanged(file: Path) -> Path:
@@ -91,14 +76,9 @@ def unchanged(file: Path) -> Path:
         return file
     if not file.is_file():
         raise InputError(f"{file} is gone: restore it, or train the run again")
-    if _digest(file) != wanted:
+    if sha256_of(file) != wanted:
         raise InputError(
             f"{file} is damaged: it is not as the run left it, by its digest in "
             f"{file.with_name('status.json')}; restore it, or train the run again"
         )
     return file
-
-
-def _digest(path: Path) -> str:
-    with open_file(path) as file:
-        return sha256_of(file)

@@ -8,8 +8,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -32,16 +31,6 @@ class Timing:
         """The middle round."""
         return statistics.median(self.rounds)
 
-    @property
-    def low(self) -> float:
-        """The quickest round."""
-        return min(self.rounds)
-
-    @property
-    def high(self) -> float:
-        """The slowest round."""
-        return max(self.rounds)
-
 
 def interleave(
     entries: Mapping[str, Step],
@@ -56,23 +45,19 @@ def interleave(
     An entry quicker than `least_seconds` is called several times a sample. Every round has an
     order of its own, the same in every run; `on_round` is told how many rounds are done.
     """
-    calls = {name: _calls(step, warm, device, least_seconds) for name, step in entries.items()}
+    calls = {}
+    for name, step in entries.items():
+        quickest = min(_sample(step, 1, device) for _ in range(max(1, warm)))
+        calls[name] = max(1, round(least_seconds / max(quickest, 1e-7)))
     seconds: dict[str, list[float]] = {name: [] for name in entries}
-    shuffle = random.Random(0)
-    order = list(entries)
-    for turn in range(rounds):
+    shuffle, order = random.Random(0), list(entries)
+    for done in range(1, rounds + 1):
         # Another order each round, so that no entry always follows the same one.
         shuffle.shuffle(order)
         for name in order:
             seconds[name].append(_sample(entries[name], calls[name], device))
-        on_round(turn + 1)
+        on_round(done)
     return {name: Timing(tuple(taken), calls[name]) for name, taken in seconds.items()}
-
-
-def _calls(step: Step, warm: int, device: str, least_seconds: float) -> int:
-    """How many calls make a sample, from the quickest of the last warm calls."""
-    taken = [_sample(step, 1, device) for _ in range(max(1, warm))]
-    return max(1, round(least_seconds / max(min(taken), 1e-7)))
 
 
 def _sample(step: Step, calls: int, device: str) -> float:
@@ -82,26 +67,14 @@ def _sample(step: Step, calls: int, device: str) -> float:
     """
     alone = device == "cpu" and torch.get_num_threads() == 1
     clock = time.thread_time if alone else time.perf_counter
-    synchronise(device)
+    _synchronise(device)
     start = clock()
     for _ in range(calls):
         step()
-    synchronise(device)
+    _synchronise(device)
     return (clock() - start) / calls
 
 
-def synchronise(device: str) -> None:
-    """Wait until the device has done what it was given."""
+def _synchronise(device: str) -> None:
     if device != "cpu":
         torch.cuda.synchronize(device)
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    """Compute on `count` threads of torch inside, and on as many as before afterwards."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

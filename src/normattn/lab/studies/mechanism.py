@@ -17,8 +17,7 @@ from pydantic import Field
 from normattn.lab.data import TokenData
 from normattn.lab.data.windows import EvaluationSet, non_repeated_set
 from normattn.lab.diagnostics import measure_mechanism
-from normattn.lab.diagnostics.key_norms import FIRST
-from normattn.lab.diagnostics.ranges import TAIL
+from normattn.lab.diagnostics.keys import FIRST, TAIL
 from normattn.lab.evaluation.scorer import weights_digest
 from normattn.lab.report.table import Table
 from normattn.lab.studies.base import Study

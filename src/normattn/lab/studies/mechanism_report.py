@@ -11,8 +11,8 @@ import polars as pl
 
 from normattn.errors import InputError
 from normattn.kernels.cosines import BINS
-from normattn.lab.diagnostics.key_norms import FIRST
-from normattn.lab.diagnostics.ranges import READINGS, REGIONS, TAIL, trained_range
+from normattn.lab.diagnostics.keys import FIRST, REGIONS, TAIL, trained_range
+from normattn.lab.diagnostics.mechanism import READINGS
 from normattn.lab.report.claim import Claim
 from normattn.lab.report.figure import (
     Density,

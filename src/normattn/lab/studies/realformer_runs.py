@@ -34,7 +34,7 @@ from normattn.lab.sweep.run import (
     with_weights,
 )
 from normattn.lab.training.distributed import choose_device
-from normattn.lab.training.init_from import Continuation, new_masked_model
+from normattn.lab.training.init_from import Continuation, new_model
 from normattn.lab.training.planning import Cost
 from normattn.lab.training.task import derive_seed
 from normattn.lab.training.tasks.text import MaskedConfig, MaskedWorkload
@@ -429,7 +429,7 @@ def _by_depth(
     # The model as its training began, too.
     torch.manual_seed(derive_seed(config.seed, "initialisation"))
     begun = with_weights(config)
-    start = new_masked_model(begun.model, begun.continued).to(choose_device(begun.device))
+    start = new_model(MaskedLM, begun.model, begun.continued).to(choose_device(begun.device))
     for name, of in (("gradients", model), ("gradients_start", start)):
         norms = np.array(layer_gradients(of, texts, most))
         # Layers that share their weights have no gradient of their own.

@@ -19,7 +19,8 @@ from normattn.lab.evaluation.classification import (
     evaluate_classifier,
 )
 from normattn.lab.runs import read_metrics
-from normattn.lab.runs.timing import interleave, threads
+from normattn.lab.runs.environment import threads
+from normattn.lab.runs.timing import interleave
 from normattn.lab.stats import (
     Identity,
     fact,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import platform
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -79,6 +79,7 @@ def reproduce(study: Experiment, request: Request, only_plan: bool = False) -> l
         if not occupied:
             stack.enter_context(_open(sweep).lock())
         _note_choices(sweep, request.choices)
+        _wait_for_orphans(sweep)
         if sweep.skipped:
             write_text(sweep.out / LEFT_OUT, "\n".join(sweep.skipped) + "\n")
         outcomes = _run_all(study, sweep, launcher, at_once)
@@ -160,6 +161,18 @@ def _prepare(console: Console, sweep: Sweep) -> None:
         told |= dict.fromkeys(lines)
     # Not by the children's settings: a run that has none fails alone, the others do not.
     refuse_changed_text(sorted(sweep.out.glob("cells/*/seed*")), now)
+
+
+def _wait_for_orphans(sweep: Sweep) -> None:
+    """Wait for workers that a killed command left behind to save their state; stderr says so.
+
+    A worker that has not lost its command keeps its lock: a new one waits, and its log says so.
+    """
+    for run in sweep.runs:
+        lock = sweep.paths(run).lock
+        if lock.exists():
+            with suppress(InUseError), locked(lock, 0.0):
+                pass
 
 
 def _run_all(study: Experiment, sweep: Sweep, launcher: Launcher, at_once: int) -> list[Outcome]:

@@ -22,8 +22,6 @@ CHANGEABLE = frozenset({"threads", "checkpoint_seconds", "track", "tensorboard",
 
 
 Config = TypeVar("Config", bound=BaseModel)
-
-
 _Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
@@ -152,7 +150,7 @@ class LoopConfig(Settings):
     @classmethod
     def _name_optimiser(cls, values: Any) -> Any:
         """An optimiser that is not named is AdamW."""
-        values = _without_kernels(_renamed(values))
+        values = _of_this_version(values)
         if isinstance(values, Mapping) and isinstance(values.get("optimiser"), Mapping):
             return {**values, "optimiser": {"name": "adamw", **values["optimiser"]}}
         return values
@@ -164,37 +162,29 @@ class LoopConfig(Settings):
                 f"schedule.warmup_steps is {self.schedule.warmup_steps}, more than the "
                 f"{self.steps} steps of the whole training"
             )
-        rising = list(self.keep) == sorted(set(self.keep))
-        if not rising or not all(1 <= step <= self.steps for step in self.keep):
+        keep = list(self.keep)
+        if keep != sorted({step for step in keep if 1 <= step <= self.steps}):
             raise ValueError(
-                f"keep names steps from 1 to {self.steps}, each once and rising, "
-                f"got {list(self.keep)}"
+                f"keep names steps from 1 to {self.steps}, each once and rising, got {keep}"
             )
         return self
 
     @model_validator(mode="after")
-    def _check_parallel(self) -> LoopConfig:
-        if self.parallel == "ddp":
-            return self
-        name = self.optimiser.name
-        for asked, why in (
-            (name != "adamw", f"a step of the optimiser {name} needs whole matrices"),
-            (self.qk_clip is not None, "qk_clip needs whole heads"),
-            (self.precision == "fp16", "the loss scale of fp16 needs whole gradients"),
-            (self.compile, "under it nothing is compiled"),
-            (bool(self.inspect_every), "under it no layer is inspected"),
+    def _check_together(self) -> LoopConfig:
+        """Raise where one setting leaves no room for another."""
+        fsdp, clip, name = self.parallel == "fsdp", self.qk_clip is not None, self.optimiser.name
+        for excluded, why in (
+            (fsdp and name != "adamw", f"a step of the optimiser {name} needs whole matrices"),
+            (fsdp and clip, "qk_clip needs whole heads"),
+            (fsdp and self.precision == "fp16", "the loss scale of fp16 needs whole gradients"),
+            (fsdp and self.compile, "under it nothing is compiled"),
+            (fsdp and bool(self.inspect_every), "under it no layer is inspected"),
         ):
-            if asked:
+            if excluded:
                 raise ValueError(f"parallel is fsdp, and {why}: expected ddp")
-        return self
-
-    @model_validator(mode="after")
-    def _check_qk_clip(self) -> LoopConfig:
-        if self.qk_clip is None:
-            return self
-        if self.compile:
+        if clip and self.compile:
             raise ValueError("qk_clip looks at logits, which a compiled model does not show")
-        for score in self.scores:
+        for score in self.scores if clip else ():
             refuse_score(score)
         return self
 
@@ -203,7 +193,7 @@ class LoopConfig(Settings):
         cls: type[Config], values: Mapping[str, Any], source: str = "the configuration"
     ) -> Config:
         """Check `values`; `InputError` names the field in `source` and what was expected."""
-        values = _without_kernels(_renamed(values))
+        values = _of_this_version(values)
         refuse_unknown(values, cls, source)
         refuse_beyond(values, source)
         try:
@@ -217,28 +207,25 @@ class LoopConfig(Settings):
         return cls.parse(read_settings(expanded(path)), str(path))  # type: ignore[attr-defined,no-any-return]
 
 
-def _renamed(values: Any) -> Any:
-    """Settings from before `track`, in which `tensorboard` was on or off, as they are said now."""
-    former = values.get("tensorboard") if isinstance(values, Mapping) else None
-    if not isinstance(former, bool) or (former and "track" in values):
-        return values
-    others = {key: value for key, value in values.items() if key != "tensorboard"}
-    return {**others, "track": "tensorboard"} if former else others
+def _of_this_version(values: Any) -> Any:
+    """Settings of earlier versions in the words of this one.
 
-
-def _without_kernels(values: Any) -> Any:
-    """Settings without the field `kernels` of version 0.x, whose "portable" is now the only rule.
-
-    Raises `InputError` for another value.
+    `tensorboard` was on or off before there was `track`. `kernels` was a choice in version 0.x,
+    whose "portable" is now the only rule; `InputError` for another value.
     """
-    if not isinstance(values, Mapping) or "kernels" not in values:
+    if not isinstance(values, Mapping):
         return values
-    if values["kernels"] != "portable":
+    values, former = dict(values), values.get("tensorboard")
+    if isinstance(former, bool) and not (former and "track" in values):
+        del values["tensorboard"]
+        values |= {"track": "tensorboard"} if former else {}
+    if values.get("kernels", "portable") != "portable":
         raise InputError(
             f"kernels is {values['kernels']!r}, but kernels are no longer chosen by timing; "
             "leave the field out"
         )
-    return {name: value for name, value in values.items() if name != "kernels"}
+    values.pop("kernels", None)
+    return values
 
 
 def refuse_score(spec: ScoreSpec) -> None:

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from normattn.errors import DivergedError, InputError, Interrupted, NormattnError
 from normattn.lab.runs import Checkpoint, Checkpoints
+from normattn.lab.training.state import read_shards
 
 T = TypeVar("T")
 
@@ -59,31 +60,23 @@ class World:
         """
         if self.size == 1:
             return work()
-        if not self.main:
-            of_main: T = self._result_of_main()
-            return of_main
-        try:
-            result = work()
-            outcome = pickle.dumps((result, None))
-        except BaseException as error:
-            ours = isinstance(error, NormattnError)
-            said = str(error) if ours else f"the first process failed: {error!r}"
-            dist.broadcast_object_list([pickle.dumps((None, (ours, said)))], src=0)
+        outcome: list[Any] = [None]
+        failure: BaseException | None = None
+        if self.main:
+            try:
+                outcome = [pickle.dumps((work(), None))]
+            except BaseException as error:
+                failure, ours = error, isinstance(error, NormattnError)
+                said = str(error) if ours else f"the first process failed: {error!r}"
+                outcome = [pickle.dumps((None, (ours, said)))]
+        dist.broadcast_object_list(outcome, src=0)
+        result, problem = pickle.loads(outcome[0])  # Of our own process group.
+        if problem is not None:
             dist.barrier()
-            raise
-        dist.broadcast_object_list([outcome], src=0)
-        return result
-
-    def _result_of_main(self) -> Any:
-        """What `on_main` gave on rank 0, or its error."""
-        received: list[Any] = [None]
-        dist.broadcast_object_list(received, src=0)
-        result, problem = pickle.loads(received[0])  # Of our own process group.
-        if problem is None:
-            return result
-        dist.barrier()
-        ours, said = problem
-        raise InputError(said) if ours else RuntimeError(said)
+            ours, said = problem
+            raise failure or (InputError(said) if ours else RuntimeError(said))
+        value: T = result
+        return value
 
     def first_of(self, value: str | None) -> str | None:
         """The first value that is not None, in order of rank."""
@@ -231,11 +224,7 @@ class Parallel:
 
     def load(self, checkpoint: Checkpoint, model: nn.Module) -> Mapping[str, Tensor]:
         """The tensors of a checkpoint, whoever wrote it, each as this process holds it."""
-        if not checkpoint.sharded:
-            return checkpoint.tensors
-        from normattn.lab.training.sharded_checkpoint import read_shards
-
-        return read_shards(checkpoint, model)
+        return read_shards(checkpoint, model) if checkpoint.sharded else checkpoint.tensors
 
     def gathered(self, model: nn.Module) -> AbstractContextManager[object]:
         """Within it, the main process holds every parameter of `model` whole."""

@@ -11,16 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import (
-    HuggingFaceStorageWriter,
-)
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -29,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from normattn.io import explain_os_errors
 from normattn.lab.runs import Checkpoint, Checkpoints
 from normattn.lab.training.distributed import Parallel, World, all_finite
-from normattn.lab.training.sharded_checkpoint import read_shards
+from normattn.lab.training.state import read_shards
 from normattn.models.transformer import Blocks
 
 
@@ -47,7 +44,10 @@ class Sharded(Parallel):
         super().__init__(world)
         self._precision = precision
         self._numbers: list[nn.Parameter] = []
-        self._writer = ShardWriter(world)
+        # Of its own: the training's messages do not wait for those of a checkpoint.
+        self._group = dist.new_group(backend="gloo")
+        self._finisher = ThreadPoolExecutor(1, "checkpoint")
+        self._pending: Future[Any] | None = None
 
     @property
     def writes(self) -> bool:
@@ -79,9 +79,8 @@ class Sharded(Parallel):
         """The gradients of single numbers, which FSDP2 does not divide."""
         gradients = [p.grad for p in self._numbers if p.grad is not None]
         if gradients:
-            for gradient, mean in zip(
-                gradients, self._world.mean(torch.stack(gradients)), strict=True
-            ):
+            means = self._world.mean(torch.stack(gradients))
+            for gradient, mean in zip(gradients, means, strict=True):
                 gradient.copy_(mean)
 
     def whole(self, value: Tensor) -> Tensor:
@@ -103,12 +102,42 @@ class Sharded(Parallel):
         tensors: Mapping[str, Tensor],
         meta: Mapping[str, Any],
     ) -> None:
-        """Copy the parts and write them while training goes on; `settle` waits for it."""
-        self._writer.begin(checkpoints, step, tensors, meta)
+        """Copy the parts and write them while training goes on; `settle` waits for it.
+
+        One that was begun before is finished first. Nothing is lost by that: a checkpoint gets its
+        name only when all of it is on the disk with its checksums, and until then the one before
+        it stands.
+        """
+        self.settle()
+        folder = self._world.on_main(lambda: checkpoints.begin(step))
+        writing = async_save(
+            {name: tensor.detach() for name, tensor in tensors.items()},
+            storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True),
+            process_group=self._group,
+        )
+        assert isinstance(writing, Future)
+        described = dict(meta)
+
+        def finish() -> None:
+            """Wait for all parts, then give the checkpoint its name."""
+            with explain_os_errors(folder):
+                try:
+                    writing.result()
+                except CheckpointException as error:
+                    # Of the refusals of all processes the first one is told.
+                    raise next(iter(error.failures.values()))[0] from error
+            checkpoints.finish(folder, step, described)
+
+        self._pending = self._finisher.submit(finish) if self._world.main else writing
 
     def settle(self) -> None:
-        """Wait for what `save` began."""
-        self._writer.settle()
+        """Wait until what `save` began is in its place; `InputError` on all where it cannot be."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            if not self._world.main:
+                # What went wrong anywhere, the writing process says.
+                pending.exception()
+            self._world.on_main(pending.result)
 
     def load(self, checkpoint: Checkpoint, model: nn.Module) -> Mapping[str, Tensor]:
         """This process's part of each tensor, whoever wrote them."""
@@ -135,68 +164,3 @@ class Sharded(Parallel):
         finally:
             for module, name, parameter in held:
                 module._parameters[name] = parameter
-
-
-class ShardWriter:
-    """Writes the parts of one checkpoint at a time while training goes on.
-
-    `begin` returns when every part is copied. Nothing is lost by that: a checkpoint gets its name
-    only when all of it is on the disk with its checksums, and until then the one before it stands.
-    """
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-        # Of its own: the training's messages do not wait for those of a checkpoint.
-        self._group = dist.new_group(backend="gloo")
-        self._finisher = ThreadPoolExecutor(1, "checkpoint")
-        self._pending: Future[Any] | None = None
-
-    def begin(
-        self,
-        checkpoints: Checkpoints,
-        step: int,
-        tensors: Mapping[str, Tensor],
-        meta: Mapping[str, Any],
-    ) -> None:
-        """Copy the tensors and begin to write them; one that was begun before is finished first."""
-        self.settle()
-        folder = self._world.on_main(lambda: checkpoints.begin(step))
-        writing = async_save(
-            {name: tensor.detach() for name, tensor in tensors.items()},
-            storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True),
-            process_group=self._group,
-        )
-        assert isinstance(writing, Future)
-        if self._world.main:
-            self._pending = self._finisher.submit(
-                _finish, writing, checkpoints, folder, step, dict(meta)
-            )
-        else:
-            self._pending = writing
-
-    def settle(self) -> None:
-        """Wait until what was begun is in its place; `InputError` on all where it cannot be."""
-        if self._pending is None:
-            return
-        pending, self._pending = self._pending, None
-        if not self._world.main:
-            # What went wrong anywhere, the writing process says.
-            pending.exception()
-        self._world.on_main(pending.result)
-
-
-def _finish(
-    writing: Future[Any],
-    checkpoints: Checkpoints,
-    folder: Path,
-    step: int,
-    meta: Mapping[str, Any],
-) -> None:
-    """On the writing process: wait for all parts, then give the checkpoint its name."""
-    with explain_os_errors(folder):
-        try:
-            writing.result()
-        except CheckpointException as error:
-            # Of the refusals of all processes the first one is told.
-            raise next(iter(error.failures.values()))[0] from error
-    checkpoints.finish(folder, step, meta)

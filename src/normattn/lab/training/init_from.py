@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Protocol, TypeVar, runtime_checkable
+from typing import Annotated, Any, Protocol, TypeVar, runtime_checkable
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from normattn.errors import InputError
 from normattn.io import expanded, read_object, write_json
@@ -23,11 +23,11 @@ TOKENISER_FILE = "tokeniser.json"
 
 @runtime_checkable
 class HasFingerprint(Protocol):
-    """Prepared data."""
+    """Prepared data; the fingerprint is a hash of all of it."""
 
     @property
-    def fingerprint(self) -> str:
-        """A hash of all of it."""
+    def fingerprint(self) -> str:  # noqa: D102
+        ...
 
 
 def begin_corpus(data: object, out: Path) -> None:
@@ -58,15 +58,10 @@ def refuse_other_data(data: HasFingerprint, run: Path, was: str = "trained") -> 
         )
 
 
-def leave_tokeniser(data: TokenData, out: Path) -> None:
-    """Write the tokeniser, if there is one."""
-    if data.tokeniser is not None:
-        data.tokeniser.save(out / TOKENISER_FILE)
-
-
 KEPT = "kept"
 """The folder of a run in which models of chosen steps lie."""
 AnyConfig = TypeVar("AnyConfig", CausalLMConfig, MaskedLMConfig)
+AnyModel = TypeVar("AnyModel", CausalLM, MaskedLM)
 
 
 class Continuation(Settings):
@@ -134,33 +129,14 @@ def refuse_other_tokeniser(continued: Continuation | None, data: TokenData) -> N
         )
 
 
-def new_model(config: CausalLMConfig, continued: Continuation | None) -> CausalLM:
-    """The model that training begins with: fresh weights, or those of `continued`.
+def new_model(kind: type[AnyModel], config: Any, continued: Continuation | None) -> AnyModel:
+    """The model of these settings that training begins with: fresh, or the one of `continued`.
 
     Raises `InputError` when the saved model has other settings or other weights than the
-    configuration says.
+    configuration says, or holds what the new score has no place for.
     """
     if continued is None:
-        return CausalLM(config)
-    model = _saved(CausalLM, continued, continued.saved(config))
-    if continued.trained is not None:
-        model = _with_weights(CausalLM(config), model)
-    model.using(continued.method)
-    return model
-
-
-def new_masked_model(config: MaskedLMConfig, continued: Continuation | None) -> MaskedLM:
-    """The same of a masked language model, which reads no further and has no methods."""
-    if continued is None:
-        return MaskedLM(config)
-    model = _saved(MaskedLM, continued, continued.saved(config))
-    return model if continued.trained is None else _with_weights(MaskedLM(config), model)
-
-
-AnyModel = TypeVar("AnyModel", CausalLM, MaskedLM)
-
-
-def _saved(kind: type[AnyModel], continued: Continuation, expected: BaseModel) -> AnyModel:
+        return kind(config)
     start = expanded(continued.start)
     weights = Continuation.of(start).weights
     if weights != continued.weights:
@@ -169,20 +145,19 @@ def _saved(kind: type[AnyModel], continued: Continuation, expected: BaseModel) -
             f"({weights[:12]}… there, {continued.weights[:12]}… in its configuration)"
         )
     model = load_as(kind, start)
-    if model.config != expected:
+    if model.config != continued.saved(config):
         raise InputError(
             f"the model in {start} has other settings than `model` says; training that goes on "
             "takes them as they were saved"
         )
-    return model
-
-
-def _with_weights(model: AnyModel, saved: AnyModel) -> AnyModel:
-    """A model with another score, and the saved weights."""
-    _, without_place = model.load_state_dict(saved.state_dict(), strict=False)
-    if without_place:
-        raise InputError(
-            f"a model trained with {saved.config.score} cannot continue with "
-            f"{model.config.score}, which has no place for {', '.join(without_place)}"
-        )
+    if continued.trained is not None:
+        saved, model = model, kind(config)
+        _, without_place = model.load_state_dict(saved.state_dict(), strict=False)
+        if without_place:
+            raise InputError(
+                f"a model trained with {saved.config.score} cannot continue with "
+                f"{config.score}, which has no place for {', '.join(without_place)}"
+            )
+    if isinstance(model, CausalLM):
+        model.using(continued.method)
     return model

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,7 @@ from normattn.lab.runs import (
     describe_environment,
     record_environment,
 )
-from normattn.lab.runs.timing import threads
+from normattn.lab.runs.environment import threads
 from normattn.lab.training.config import LoopConfig
 from normattn.lab.training.distributed import World, world
 from normattn.lab.training.divergence import find_origin
@@ -80,38 +81,33 @@ def train(
         cuda = [process.device] if process.device.type == "cuda" else []
         stack.enter_context(torch.random.fork_rng(devices=cuda))
         followers = list(callbacks)
-        # Before anything is written: a tracker that is not installed leaves no run behind.
-        process.on_main(lambda: followers.extend(_trackers(config, run)))
+        if config.track is not None:
+            # Before anything is written: a tracker that is not installed leaves no run behind.
+            track, every = config.track, config.log_every
+            process.on_main(lambda: followers.append(Tracking(track, run, every)))
         process.on_main(lambda: stack.enter_context(run.lock()))
         request = stack.enter_context(StopRequest())
         torch.manual_seed(derive_seed(config.seed, "initialisation"))
         task = make_task(process)
-        stop = _StopAsked(request, should_stop)
+        stop = _Stop(request, should_stop)
         stepper = TrainStep(task, config, process, stop)
         stack.callback(stepper.close)
         if process.main and show_progress:
             followers.append(ProgressBar())
         on_step, probes = (on_step, probes) if process.main else (None, ())
-        loop = _Loop(stepper, run, stop, followers, probes, on_step, export_kept)
-        result = loop.run_to_end()
+        result = _Loop(stepper, run, stop, followers, probes, on_step, export_kept).run_to_end()
+
+        def finish() -> None:
+            if export is not None:
+                export(task)
+            run.set_status("finished", config.steps, config.steps)
+
         with stepper.parallel.gathered(task.model):
-            process.on_main(lambda: _finish(run, config.steps, task, export))
+            process.on_main(finish)
         return result
 
 
-def _trackers(config: LoopConfig, run: RunDirectory) -> list[Callback]:
-    return [] if config.track is None else [Tracking(config.track, run, config.log_every)]
-
-
-def _finish(
-    run: RunDirectory, steps: int, task: Task, export: Callable[[Task], None] | None
-) -> None:
-    if export is not None:
-        export(task)
-    run.set_status("finished", steps, steps)
-
-
-class _StopAsked:
+class _Stop:
     """A stop by signal, by `should_stop` or by a failure of this process, and a name for it."""
 
     def __init__(self, request: StopRequest, should_stop: Callable[[], bool] | None) -> None:
@@ -130,6 +126,27 @@ class _StopAsked:
     def by(self) -> str:
         return self._request.by or "another process of the group"
 
+    def attempt(self, world: World, work: Callable[[], object]) -> None:
+        """Do what this process does while others go on.
+
+        Where there are others, an error stops all of them after the next step: they would wait.
+        """
+        try:
+            work()
+        except Exception as error:
+            if world.size == 1:
+                raise
+            self.failure = self.failure or error
+
+    def raise_failure(self, world: World) -> None:
+        """Raise on every process what went wrong on the first one, if anything did."""
+
+        def failed() -> None:
+            if self.failure is not None:
+                raise self.failure
+
+        world.on_main(failed)
+
 
 class _Loop:
     """One pass from the last checkpoint to the end."""
@@ -138,27 +155,22 @@ class _Loop:
         self,
         stepper: TrainStep,
         run: RunDirectory,
-        stop: _StopAsked,
+        stop: _Stop,
         callbacks: Sequence[Callback],
         probes: Sequence[Probe],
         on_step: OnStep | None,
         export_kept: Callable[[Task, int], None] | None,
     ) -> None:
-        self.stepper = stepper
-        self.config = stepper.config
-        self.world = stepper.world
+        self.stepper, self.run, self.stop = stepper, run, stop
+        self.config, self.world, self.task = stepper.config, stepper.world, stepper.task
         self.parallel = stepper.parallel
-        self.task = stepper.task
-        self.run = run
-        self.stop = stop
-        self.callbacks = callbacks
+        self.callbacks, self.on_step, self.export_kept = callbacks, on_step, export_kept
         names = [probe.name for probe in probes]
         if len(set(names)) != len(names):
             raise InputError(f"two probes would write one file: they are called {sorted(names)}")
         self.probes = [(probe, MetricsLog(run.path / f"{probe.name}.jsonl")) for probe in probes]
-        self.on_step = on_step
-        self.export_kept = export_kept
         self.timing = MetricsLog(run.path / "timing.jsonl")
+        self.logs = [run.metrics, *(log for _, log in self.probes)]
         self.saved_step = 0
         self.last: StepReport | None = None
         self._found: Checkpoint | None = None
@@ -166,61 +178,36 @@ class _Loop:
     def run_to_end(self) -> TrainingResult:
         """Take the remaining steps."""
         start = self._resume()
-        self._begin_clocks(start)
-        self._alone(lambda: self._tell_start(start))
+        self.started, self.started_step = time.monotonic(), start
+        self.status_due = self.started + STATUS_SECONDS
+        self.save_due = self.started + self.config.checkpoint_seconds
+        attempt = partial(self.stop.attempt, self.world)
         try:
+            for callback in self.callbacks:
+                attempt(partial(callback.start, start, self.config.steps))
             for step in range(start + 1, self.config.steps + 1):
                 values = self._take(step)
                 if not values.finite:
                     self._diverge(step, values)
-                self._alone(partial(self._report, step, values))
+                attempt(partial(self._report, step, values))
                 # Before any checkpoint of this step: a resumed run finds every kept model there.
                 if step in self.config.keep:
                     self._keep(step)
                 if values.stop and step < self.config.steps:
                     self._interrupt(step)
-                self._alone(partial(self._save_when_due, step))
+                attempt(partial(self._save_when_due, step))
             self._save_for_all(self.config.steps)
         finally:
             for callback in self.callbacks:
                 callback.stop()
             if self.world.main:
-                self.run.metrics.close()
-                self.timing.close()
-                for _, log in self.probes:
+                for log in (*self.logs, self.timing):
                     log.close()
-        return self._result()
-
-    def _alone(self, work: Callable[[], object]) -> None:
-        """Do what this process does while others go on.
-
-        Where there are others, an error stops all of them after the next step: they would wait.
-        """
-        try:
-            work()
-        except Exception as error:
-            if self.world.size == 1:
-                raise
-            self.stop.failure = self.stop.failure or error
-
-    def _raise_failure(self) -> None:
-        """Raise on every process what went wrong on the first one, if anything did."""
-
-        def failed() -> None:
-            if self.stop.failure is not None:
-                raise self.stop.failure
-
-        self.world.on_main(failed)
-
-    def _save_for_all(self, step: int) -> None:
-        """Save, and raise on every process what the first one could not do."""
-        self._alone(lambda: self._save(step))
-        self.parallel.settle()
-        self._raise_failure()
-
-    def _tell_start(self, start: int) -> None:
-        for callback in self.callbacks:
-            callback.start(start, self.config.steps)
+        assert self.last is not None
+        last = self.last
+        return TrainingResult(
+            self.run.path, self.config.steps, last.tokens, last.loss, last.metrics
+        )
 
     def _take(self, step: int) -> StepValues:
         """One step, with those probes around it that are due."""
@@ -236,10 +223,10 @@ class _Loop:
                 for log, line in due:
                     log.append({"step": step, **line()})
 
-            self._alone(enter)
+            self.stop.attempt(self.world, enter)
             values = self.stepper.step(step)
             if values.finite:
-                self._alone(read)
+                self.stop.attempt(self.world, read)
         return values
 
     def _resume(self) -> int:
@@ -247,9 +234,8 @@ class _Loop:
         step, meta = self.world.on_main(self._prepare_files)
         if step > 0:
             # The writing process has read it already, to see whether it is whole.
-            checkpoint, self._found = self._found, None
-            if checkpoint is None:
-                checkpoint = self.run.checkpoints.load(step)
+            checkpoint = self._found or self.run.checkpoints.load(step)
+            self._found = None
             tensors = self.parallel.load(checkpoint, self.task.model)
             unpack(tensors, self.task.model, self.stepper.optimiser)
             self.stepper.scaler.load_state_dict(meta.get("loss_scale", {}))
@@ -259,47 +245,36 @@ class _Loop:
 
     def _prepare_files(self) -> tuple[int, dict[str, Any]]:
         """On the writing process: pick the checkpoint, cut the metrics, record the environment."""
-        checkpoint = self._found = self.run.checkpoints.latest()
-        step = checkpoint.step if checkpoint else 0
-        self.run.checkpoints.set_aside_after(step)
-        lines = self.run.metrics.truncate_after(step)
-        for _, log in self.probes:
+        run, config = self.run, self.config
+        checkpoint = self._found = run.checkpoints.latest()
+        step, meta = (checkpoint.step, checkpoint.meta) if checkpoint else (0, {})
+        run.checkpoints.set_aside_after(step)
+        for log in self.logs:
             log.truncate_after(step)
-        if checkpoint and lines != checkpoint.meta["metrics_lines"]:
+        if checkpoint and run.metrics.lines != meta["metrics_lines"]:
             warn(
-                f"warning: {self.run.metrics.path} holds {lines} lines up to step {step}, but "
-                f"{checkpoint.meta['metrics_lines']} were written; the rest is lost"
+                f"warning: {run.metrics.path} holds {run.metrics.lines} lines up to step {step}, "
+                f"but {meta['metrics_lines']} were written; the rest is lost"
             )
-        self._record_environment(step)
-        self.run.set_status("running", step, self.config.steps)
-        return step, checkpoint.meta if checkpoint else {}
-
-    def _record_environment(self, step: int) -> None:
         current = describe_environment(
             device=str(self.world.device.type),
-            precision=self.config.precision,
+            precision=config.precision,
             processes=self.world.size,
-            compile=self.config.compile,
+            compile=config.compile,
         )
-        changed = record_environment(self.run.path / "environment.json", current, step)
+        changed = record_environment(run.path / "environment.json", current, step)
         if changed:
             warn(
-                f"warning: {self.run.path} resumes at step {step} in another environment "
+                f"warning: {run.path} resumes at step {step} in another environment "
                 f"({'; '.join(changed)}); its digits may differ from those of a run never stopped"
             )
-
-    def _begin_clocks(self, start: int) -> None:
-        now = time.monotonic()
-        self.started = now
-        self.started_step = start
-        self.status_due = now + STATUS_SECONDS
-        self.save_due = now + self.config.checkpoint_seconds
+        run.set_status("running", step, config.steps)
+        return step, meta
 
     def _report(self, step: int, values: StepValues) -> None:
         """Log a step and tell whoever listens."""
-        seconds = time.monotonic() - self.started
-        per_step = self.task.tokens_per_step
-        report = StepReport(
+        seconds, per_step = time.monotonic() - self.started, self.task.tokens_per_step
+        report = self.last = StepReport(
             step,
             self.config.steps,
             values.loss,
@@ -310,7 +285,6 @@ class _Loop:
             (step - self.started_step) * per_step / max(seconds, 1e-9),
             seconds,
         )
-        self.last = report
         if not self.world.main:
             return
         if step % self.config.log_every == 0 or step in (1, self.config.steps):
@@ -345,10 +319,8 @@ class _Loop:
     def _write_status(self, step: int) -> None:
         self.run.set_status("running", step, self.config.steps)
         if self.last is not None:
-            rate = round(self.last.tokens_per_second, 1)
-            self.timing.append(
-                {"step": step, "seconds": round(self.last.seconds, 3), "tokens_per_second": rate}
-            )
+            pace = {"seconds": self.last.seconds, "tokens_per_second": self.last.tokens_per_second}
+            self.timing.append({"step": step, **{k: round(v, 3) for k, v in pace.items()}})
         self.status_due = time.monotonic() + STATUS_SECONDS
 
     def _save(self, step: int) -> None:
@@ -361,75 +333,57 @@ class _Loop:
         if not self.parallel.finite(self.task.model):
             return
         before = time.monotonic()
-        self._alone(self._flush_logs)
+        self.stop.attempt(self.world, self._flush_logs)
         if not self.parallel.due(lambda: self.stop.failure is None):
             return
-        tensors = pack(self.task.model, self.stepper.optimiser)
-        meta = {"metrics_lines": self.run.metrics.lines, "last": _as_json(self.last)}
+        assert self.last is not None
+        # Without its clock times: checkpoints of equal runs are equal.
+        last = {**asdict(self.last), "tokens_per_second": 0.0, "seconds": 0.0}
+        meta = {"metrics_lines": self.run.metrics.lines, "last": last}
         if self.stepper.scaler.is_enabled():
             meta["loss_scale"] = self.stepper.scaler.state_dict()
+        tensors = pack(self.task.model, self.stepper.optimiser)
         self.parallel.save(self.run.checkpoints, step, tensors, meta)
         self.saved_step = step
         if self.world.main:
             self._write_status(step)
-        now = time.monotonic()
-        every = self.config.checkpoint_seconds
+        now, every = time.monotonic(), self.config.checkpoint_seconds
         self.save_due = now + (max(every, (now - before) / CHECKPOINT_SHARE) if every else 0.0)
 
+    def _save_for_all(self, step: int) -> None:
+        """Save, and raise on every process what the first one could not do."""
+        self.stop.attempt(self.world, lambda: self._save(step))
+        self.parallel.settle()
+        self.stop.raise_failure(self.world)
+
     def _flush_logs(self) -> None:
-        for log in (self.run.metrics, *(log for _, log in self.probes)):
+        for log in self.logs:
             log.flush()
 
     def _interrupt(self, step: int) -> None:
-        self._raise_failure()
-        message = f"stopped by {self.stop.by} after step {step} of {self.config.steps}"
-        self._save_for_all(step)
+        self.stop.raise_failure(self.world)
         steps = self.config.steps
+        message = f"stopped by {self.stop.by} after step {step} of {steps}"
+        self._save_for_all(step)
         self.world.on_main(lambda: self.run.set_status("interrupted", step, steps, message))
         raise Interrupted(f"{message}; rerun the command to resume from there")
 
     def _diverge(self, step: int, values: StepValues) -> None:
         """Save the state before the bad step, find where it began, say both and stop."""
-        origin: str | None = "a module not searched for (resume with parallel ddp to have it named)"
+        where = "a module not searched for (resume with parallel ddp to have it named)"
         self.stepper.undo_buffers()
         if self.parallel.searched:
-            origin = self.world.first_of(find_origin(self.stepper, step))
+            where = self.world.first_of(find_origin(self.stepper, step)) or (
+                f"the gradient norm ({values.gradient_norm}), every loss and gradient being finite"
+            )
             # The search went through the bad step once more.
             self.stepper.undo_buffers()
-        where = origin or (
-            f"the gradient norm ({values.gradient_norm}), every loss and gradient being finite"
-        )
         if step > 1:
             self._save_for_all(step - 1)
         kept = self.world.on_main(self.run.checkpoints.last_path)
         error = DivergedError(step, where, str(kept) if kept else None)
         if self.world.main:
-            status = RunStatus(
-                "diverged", step, self.config.steps, str(error), where, error.checkpoint
-            )
             self._flush_logs()
-            self.run.write_status(status)
+            steps, checkpoint = self.config.steps, error.checkpoint
+            self.run.write_status(RunStatus("diverged", step, steps, str(error), where, checkpoint))
         raise error
-
-    def _result(self) -> TrainingResult:
-        assert self.last is not None
-        return TrainingResult(
-            self.run.path, self.config.steps, self.last.tokens, self.last.loss, self.last.metrics
-        )
-
-
-def _as_json(report: StepReport | None) -> dict[str, Any] | None:
-    """A report as JSON, without its clock times: checkpoints of equal runs are equal."""
-    if report is None:
-        return None
-    return {
-        "step": report.step,
-        "steps": report.steps,
-        "loss": report.loss,
-        "gradient_norm": report.gradient_norm,
-        "learning_rate": report.learning_rate,
-        "metrics": dict(report.metrics),
-        "tokens": report.tokens,
-        "tokens_per_second": 0.0,
-        "seconds": 0.0,
-    }

@@ -67,8 +67,6 @@ class Optimiser:
     """
 
     def __init__(self, members: list[tuple[torch.optim.Optimizer, list[str]]]) -> None:
-        if not any(names for _, names in members):
-            raise InputError("the model has no trainable parameter")
         self.members = members
 
     @property
@@ -88,37 +86,35 @@ class Optimiser:
 
     def step(self, lr: float) -> None:
         """Move every parameter that has a gradient, at the learning rate `lr`."""
+        for group in self.param_groups:
+            group["lr"] = lr
         for member, _ in self.members:
-            for group in member.param_groups:
-                group["lr"] = lr
             member.step()
 
     def state(self) -> dict[str, Tensor]:
         """The live state as NAME/KEY for each parameter and each of its moments."""
-        tensors = {}
-        for member, names in self.members:
-            for index, state in member.state_dict()["state"].items():
-                for key, value in state.items():
-                    tensors[f"{names[index]}/{key}"] = torch.as_tensor(value)
-        return tensors
+        return {
+            f"{names[index]}/{key}": torch.as_tensor(value)
+            for member, names in self.members
+            for index, state in member.state_dict()["state"].items()
+            for key, value in state.items()
+        }
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
         """Take copies of what `state` gave; `InputError` for state of unknown parameters."""
-        known = {*self.names}
-        if any(key.rpartition("/")[0] not in known for key in tensors):
+        by_name: dict[str, dict[str, Tensor]] = {}
+        for path, value in tensors.items():
+            name, _, key = path.rpartition("/")
+            by_name.setdefault(name, {})[key] = value.clone()
+        if not by_name.keys() <= {*self.names}:
             raise InputError("the checkpoint holds optimiser state of parameters that do not exist")
         for member, names in self.members:
-            states: dict[int, dict[str, Tensor]] = {}
-            for index, name in enumerate(names):
-                prefix = f"{name}/"
-                own = {k: v for k, v in tensors.items() if k.startswith(prefix)}
-                if own:
-                    states[index] = {k.removeprefix(prefix): v.clone() for k, v in own.items()}
-            member.load_state_dict({**member.state_dict(), "state": states})
+            own = {index: by_name[name] for index, name in enumerate(names) if name in by_name}
+            member.load_state_dict({**member.state_dict(), "state": own})
 
 
 def make_optimiser(model: nn.Module, config: OptimiserConfig) -> Optimiser:
-    """The optimiser over `model`'s trainable parameters."""
+    """The optimiser over `model`'s trainable parameters; `InputError` where it has none."""
     groups = group_parameters(model)
     names = [name for name, _ in groups.items()]
     if not names:
@@ -128,25 +124,18 @@ def make_optimiser(model: nn.Module, config: OptimiserConfig) -> Optimiser:
     if isinstance(config, MuonConfig):
         return Optimiser(_muon(model, groups, config))
     decayed, plain = {**groups.matrices, **groups.embeddings}, groups.vectors
-    return Optimiser([(_adamw(decayed, plain, config, fused=True), names)])
+    fused = all(p.device.type in ("cpu", "cuda") for _, p in groups.items())
+    how = {"fused": fused, "foreach": None if fused else True}
+    return Optimiser([(_adamw(decayed, plain, config, **how), names)])
 
 
 def _adamw(
-    decayed: Named, plain: Named, config: AdamWConfig | MuonConfig, fused: bool
+    decayed: Named, plain: Named, config: AdamWConfig | MuonConfig, **how: Any
 ) -> torch.optim.AdamW:
-    """torch's AdamW without decay on `plain`; fused where asked and the parameters allow it."""
+    """torch's AdamW without decay on `plain`."""
     members = [(list(decayed.values()), config.weight_decay), (list(plain.values()), 0.0)]
-    everywhere = all(p.device.type in ("cpu", "cuda") for params, _ in members for p in params)
-    how: dict[str, Any] = {}
-    if fused:
-        how = {"fused": everywhere, "foreach": None if everywhere else True}
-    return torch.optim.AdamW(
-        [{"params": params, "weight_decay": decay} for params, decay in members if params],
-        lr=config.lr,
-        betas=config.betas,
-        eps=config.eps,
-        **how,
-    )
+    groups = [{"params": params, "weight_decay": decay} for params, decay in members if params]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, **how)
 
 
 def _muon(
@@ -170,7 +159,7 @@ def _muon(
         parts = [rows.get(name, [len(p)]) for name, p in matrices.items()]
         members.append((Muon(matrices.values(), parts, config), [*matrices]))
     if decayed or groups.vectors:
-        adamw = _adamw(decayed, groups.vectors, config, fused=False)
+        adamw = _adamw(decayed, groups.vectors, config)
         members.append((adamw, [*decayed, *groups.vectors]))
     return members
 
@@ -291,19 +280,18 @@ class Tiger(torch.optim.Optimizer):
         for name, parameter in groups.matrices.items():
             if not parameter.any():
                 raise InputError(f"Tiger cannot train {name}: it is all zero, and so is its step")
-        kinds: list[tuple[Kind, dict[str, nn.Parameter], float]] = [
+        kinds: list[tuple[Kind, Named, float]] = [
             ("matrix", groups.matrices, weight_decay),
             ("embedding", groups.embeddings, weight_decay),
             ("vector", groups.vectors, 0.0),
         ]
-        super().__init__(
-            [
-                {"params": list(members.values()), "kind": kind, "weight_decay": decay}
-                for kind, members, decay in kinds
-                if members
-            ],
-            {"lr": lr, "beta": beta, "weight_decay": weight_decay, "kind": "matrix"},
-        )
+        params = [
+            {"params": list(members.values()), "kind": kind, "weight_decay": decay}
+            for kind, members, decay in kinds
+            if members
+        ]
+        defaults = {"lr": lr, "beta": beta, "weight_decay": weight_decay, "kind": "matrix"}
+        super().__init__(params, defaults)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -323,7 +311,10 @@ class Tiger(torch.optim.Optimizer):
         return loss
 
     def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        momenta = [self._momentum(p) for p in parameters]
+        for parameter in parameters:
+            if "momentum" not in self.state[parameter]:
+                self.state[parameter]["momentum"] = torch.zeros_like(parameter)
+        momenta = [self.state[parameter]["momentum"] for parameter in parameters]
         gradients = [p.grad for p in parameters if p.grad is not None]
         torch._foreach_lerp_(momenta, gradients, 1.0 - group["beta"])
         updates = torch._foreach_sign(momenta)
@@ -332,21 +323,10 @@ class Tiger(torch.optim.Optimizer):
         if group["kind"] == "vector":
             torch._foreach_add_(parameters, updates, alpha=-group["lr"] / 2.0)
             return
-        torch._foreach_mul_(updates, _sizes(parameters, group["kind"]))
+        if group["kind"] == "embedding":  # RMS of each row, (rows, 1) each.
+            sizes = [p.square().mean(dim=-1, keepdim=True).sqrt_() for p in parameters]
+        else:  # RMS of each whole matrix, () each.
+            sizes = list(torch._foreach_norm(parameters))
+            torch._foreach_div_(sizes, [math.sqrt(p.numel()) for p in parameters])
+        torch._foreach_mul_(updates, sizes)
         torch._foreach_add_(parameters, updates, alpha=-group["lr"])
-
-    def _momentum(self, parameter: Tensor) -> Tensor:
-        state = self.state[parameter]
-        if "momentum" not in state:
-            state["momentum"] = torch.zeros_like(parameter)
-        momentum: Tensor = state["momentum"]
-        return momentum
-
-
-def _sizes(parameters: list[Tensor], kind: Kind) -> list[Tensor]:
-    """RMS of each whole matrix, () each, or of each row of an embedding, (rows, 1) each."""
-    if kind == "embedding":
-        return [p.square().mean(dim=-1, keepdim=True).sqrt_() for p in parameters]
-    norms = list(torch._foreach_norm(parameters))
-    torch._foreach_div_(norms, [math.sqrt(p.numel()) for p in parameters])
-    return norms

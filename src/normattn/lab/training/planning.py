@@ -18,7 +18,6 @@ BYTES = 4
 HERE = "here"
 GPU_MEMORY = {"a100": 80e9, "h100": 80e9, "h200": 141e9}
 """Bytes of memory by NVIDIA's data sheets (SXM)."""
-_CGROUP = Path("/sys/fs/cgroup/memory.max")
 
 
 @dataclass(frozen=True)
@@ -68,8 +67,7 @@ def make_plan(config: LoopConfig, cost: Cost, processes: int = 1) -> Plan:
     held = 2.0 + moments
     if config.parallel == "fsdp":
         held = max(held / processes, 1.0)
-    step_tokens = cost.trained / config.steps / processes
-    tokens = step_tokens / config.accumulate
+    tokens = cost.trained / config.steps / processes / config.accumulate
     number = BYTES if config.precision == "fp32" else BYTES // 2
     return Plan(
         cost.parameters,
@@ -85,8 +83,11 @@ def describe_plan(
     config: LoopConfig, cost: Cost, device: str, nodes: int = 1, per_node: int = 1
 ) -> str:
     """The plan on nodes × per_node devices as two lines; `InputError` for an unknown device."""
+    if device != HERE and device not in GPU_MEMORY:
+        known = ", ".join((*GPU_MEMORY, HERE))
+        raise InputError(f"unknown gpu {device!r}; expected one of {known}")
     plan = make_plan(config, cost, nodes * per_node)
-    has = _memory_by_name(device)
+    has = GPU_MEMORY.get(device) or float(memory_of(torch.device("cpu")))
     room = "" if plan.memory <= has else ": more than it has"
     return (
         f"{nodes} × {per_node} {device}: at least {_gb(plan.memory)} of {_gb(has)} each (weights, "
@@ -123,17 +124,8 @@ def memory_of(device: torch.device) -> int:
         limits += [int(limit) for limit in soft if limit != psutil.RLIM_INFINITY]
     # A container without a limit says "max", or has no such file.
     with suppress(OSError, ValueError):
-        limits.append(int(_CGROUP.read_text()))
+        limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
     return min(limits)
-
-
-def _memory_by_name(device: str) -> float:
-    if device == HERE:
-        return float(memory_of(torch.device("cpu")))
-    if device not in GPU_MEMORY:
-        known = ", ".join((*GPU_MEMORY, HERE))
-        raise InputError(f"unknown gpu {device!r}; expected one of {known}")
-    return GPU_MEMORY[device]
 
 
 def _gb(count: float) -> str:

@@ -27,45 +27,38 @@ class ProgressBar:
     def start(self, done: int, steps: int) -> None:
         """Draw the bar at `done` of `steps`."""
         self._done, self._drawn = done, time.monotonic()
-        if not self._console.is_terminal:
-            return
-        self._progress = Progress(
-            TextColumn("training"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("loss {task.fields[loss]}"),
-            TextColumn("{task.fields[rate]} tokens/s"),
-            TimeRemainingColumn(),
-            console=self._console,
-            auto_refresh=False,
-        )
-        self._progress.start()
-        self._progress.add_task("training", total=steps, completed=done, loss="–", rate="–")
+        if self._console.is_terminal:
+            self._progress = Progress(
+                TextColumn("training"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("loss {task.fields[loss]}"),
+                TextColumn("{task.fields[rate]} tokens/s"),
+                TimeRemainingColumn(),
+                console=self._console,
+                auto_refresh=False,
+            )
+            self._progress.start()
+            self._progress.add_task("training", total=steps, completed=done, loss="–", rate="–")
 
     def step(self, report: StepReport) -> None:
         """Move the bar, a few times a second at most, or say a line."""
-        now = time.monotonic()
-        every = _LINE_SECONDS if self._progress is None else _REDRAW_SECONDS
-        last = self._progress is not None and report.step == report.steps
-        if now - self._drawn < every and not last:
+        now, bar = time.monotonic(), self._progress
+        last = bar is not None and report.step == report.steps
+        if now - self._drawn < (_LINE_SECONDS if bar is None else _REDRAW_SECONDS) and not last:
             return
         self._drawn = now
-        if self._progress is None:
-            left = report.seconds / (report.step - self._done) * (report.steps - report.step)
-            said = f"{timedelta(seconds=round(left))} left"
-            self._console.print(
-                f"step {report.step:,} of {report.steps:,}, loss {report.loss:.4f}, "
-                f"{report.tokens_per_second:,.0f} tokens/s, {said}",
-                highlight=False,
-                soft_wrap=True,
-            )
+        loss, rate = f"{report.loss:.4f}", f"{report.tokens_per_second:,.0f}"
+        if bar is not None:
+            task = bar.task_ids[0]
+            bar.update(task, completed=report.step, loss=loss, rate=rate, refresh=True)
             return
-        self._progress.update(
-            self._progress.task_ids[0],
-            completed=report.step,
-            loss=f"{report.loss:.4f}",
-            rate=f"{report.tokens_per_second:,.0f}",
-            refresh=True,
+        left = report.seconds / (report.step - self._done) * (report.steps - report.step)
+        self._console.print(
+            f"step {report.step:,} of {report.steps:,}, loss {loss}, {rate} tokens/s, "
+            f"{timedelta(seconds=round(left))} left",
+            highlight=False,
+            soft_wrap=True,
         )
 
     def stop(self) -> None:

@@ -9,11 +9,11 @@ Source: Kimi K2 (arXiv 2507.20534), section 2.1.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from normattn.errors import InputError
@@ -24,7 +24,6 @@ from normattn.lab.training.distributed import World
 from normattn.layers import Attention, CrossAttention, GatedAttentionUnit
 from normattn.score import Score
 
-Layer = Attention | CrossAttention | GatedAttentionUnit
 _LAYERS = (Attention, CrossAttention, GatedAttentionUnit)
 
 
@@ -45,18 +44,25 @@ class QKClip:
             refuse_score(layer.score.spec)
         self._world, self._threshold = world, threshold
         self._layers = {layer.score: layer for layer in layers}
-        self._seen = _Largest(self._layers.keys())
+        self._largest: dict[Score, Tensor] = {}
+        self._forget()
 
-    def watching(self) -> AbstractContextManager[None]:
+    def _forget(self) -> None:
+        """Largest logits (h,) of −∞: nothing went through a layer yet."""
+        for score, layer in self._layers.items():
+            device = next(layer.parameters()).device
+            self._largest[score] = torch.full((score.heads,), -torch.inf, device=device)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
         """Look at the forward passes inside, beside whoever observes them already."""
-        self._seen.beside = observer()
-        return observing(self._seen)
+        with observing(_Largest(self._largest, observer())):
+            yield
 
     @torch.no_grad()
     def clip(self) -> float:
         """Shrink what passed the threshold; returns the largest logit of the step."""
-        logits = [self._seen.of(score, layer) for score, layer in self._layers.items()]
-        self._seen.forget()
+        logits = [self._largest[score] for score in self._layers]
         every = self._world.largest(torch.cat(logits))
         parts = torch.split(every, [len(x) for x in logits])
         for layer, largest in zip(self._layers.values(), parts, strict=True):
@@ -65,65 +71,43 @@ class QKClip:
             factor = torch.where(largest > 0, factor, torch.ones_like(factor))
             if bool((factor < 1).any()):
                 layer.shrink(factor)
+        self._forget()
         return float(every.max())
 
 
 class _Largest:
-    """The largest logit of each head of the layers whose scores are `owners`.
+    """Raises the largest logit (h,) of each head of the scores in `largest`; tells `beside` all."""
 
-    Everything is also told to the observer `beside` it, where there is one.
-    """
-
-    def __init__(self, owners: Collection[Score]) -> None:
-        self.beside: Observer | None = None
-        self._owners = owners
+    def __init__(self, largest: dict[Score, Tensor], beside: Observer | None) -> None:
+        self._largest, self._beside = largest, beside
         self._owner: Score | None = None
         self._padding: Tensor | None = None
-        self._rows: slice = slice(None)
-        self._largest: dict[Score, Tensor] = {}
+        self._rows = slice(None)
 
-    def of(self, score: Score, layer: Layer) -> Float[Tensor, " h"]:
-        """−∞ for a layer that nothing went through."""
-        device = next(layer.parameters()).device
-        return self._largest.get(score, torch.full((score.heads,), -torch.inf, device=device))
-
-    def forget(self) -> None:
-        """Before the next step."""
-        self._largest.clear()
-
-    def enter(
-        self,
-        owner: object,
-        q: Float[Tensor, "b h t d"],
-        k: Float[Tensor, "b g s d"],
-        padding: tuple[Bool[Tensor, "b t"] | None, Bool[Tensor, "b s"] | None],
-        at: tuple[Int[Tensor, "*bq t"], Int[Tensor, "*bk s"]],
-    ) -> None:
-        """A layer's problems follow."""
-        self._owner = owner if isinstance(owner, Score) and owner in self._owners else None
+    def enter(self, owner: object, q: Tensor, k: Tensor, padding: Any, at: Any) -> None:
+        """A layer's calls follow."""
+        self._owner = owner if isinstance(owner, Score) and owner in self._largest else None
         self._padding, self._rows = padding[0], slice(None)
-        if self.beside is not None:
-            self.beside.enter(owner, q, k, padding, at)
+        if self._beside is not None:
+            self._beside.enter(owner, q, k, padding, at)
 
-    def confine(self, rows: slice, own: Bool[Tensor, "*b t"] | None) -> None:
-        """The next problem is that of some rows."""
+    def confine(self, rows: slice, own: Tensor | None) -> None:
+        """The next call is that of some rows."""
         self._rows = rows
-        if self.beside is not None:
-            self.beside.confine(rows, own)
+        if self._beside is not None:
+            self._beside.confine(rows, own)
 
-    def functions(self, problem: AttentionInputs) -> Float[Tensor, "f r"] | None:
+    def functions(self, inputs: AttentionInputs) -> Tensor | None:
         """Nothing more is asked of the weights than by the observer beside it."""
-        return None if self.beside is None else self.beside.functions(problem)
+        return None if self._beside is None else self._beside.functions(inputs)
 
-    def see(self, problem: AttentionInputs, observation: Observation) -> None:
+    def see(self, inputs: AttentionInputs, observation: Observation) -> None:
         """Take the largest logits of rows that are no padding."""
-        if self.beside is not None:
-            self.beside.see(problem, observation)
-        if self._owner is None:
-            return
-        largest = observation.largest.detach().float()
-        if self._padding is not None:
-            largest = largest.masked_fill(self._padding[:, None, self._rows], -torch.inf)
-        logits = largest.amax((0, 2))
-        before = self._largest.get(self._owner)
-        self._largest[self._owner] = logits if before is None else torch.maximum(before, logits)
+        if self._beside is not None:
+            self._beside.see(inputs, observation)
+        if self._owner is not None:
+            largest = observation.largest.detach().float()
+            if self._padding is not None:
+                largest = largest.masked_fill(self._padding[:, None, self._rows], -torch.inf)
+            before = self._largest[self._owner]
+            self._largest[self._owner] = torch.maximum(before, largest.amax((0, 2)))

@@ -70,16 +70,6 @@ def check_compiler(device: torch.device) -> None:
         )
 
 
-def make_parallel(parallel: str, precision: str, world: World) -> Parallel:
-    """How a model lies on the processes: `ddp` or `fsdp`; one process has nothing to share."""
-    if parallel == "ddp" or world.size == 1:
-        return Parallel(world)
-    # torch's FSDP2 takes a second to import.
-    from normattn.lab.training.fsdp import Sharded
-
-    return Sharded(world, precision)
-
-
 class TrainStep:
     """Takes steps of a task's optimiser; the update is skipped where the values are not finite.
 
@@ -93,7 +83,12 @@ class TrainStep:
         self.task = task
         self.config = config
         self.world = world
-        self.parallel = make_parallel(config.parallel, config.precision, world)
+        self.parallel = Parallel(world)
+        if config.parallel == "fsdp" and world.size > 1:
+            # torch's FSDP2 takes a second to import.
+            from normattn.lab.training.fsdp import Sharded
+
+            self.parallel = Sharded(world, config.precision)
         if config.activation_checkpointing:
             set_activation_checkpointing(task.model)
         # Wrapped first: to divide a parameter is to make a new one.
@@ -103,7 +98,7 @@ class TrainStep:
         self.scaler = torch.amp.GradScaler(device, enabled=half)
         self._clip = None if config.qk_clip is None else QKClip(task.model, config.qk_clip, world)
         self._stop_asked = stop_asked
-        self._buffers = kept_buffers(task.model)
+        self._buffers = list(kept_buffers(task.model).values())
         self._before: list[Tensor] = []
         self._parameters = [p for g in self.optimiser.param_groups for p in g["params"]]
         self._wrapped = objective
@@ -197,7 +192,8 @@ class TrainStep:
         batches = self.batches(step)
         for micro, batch in enumerate(batches):
             self.seed(step, micro)
-            with self._unsynchronised(last=micro == len(batches) - 1):
+            last = micro == len(batches) - 1
+            with nullcontext() if last else self.parallel.unsynchronised(self._wrapped):
                 with self.autocast(), self._watching():
                     loss, metrics = self._call(batch)
                 part = loss / len(batches) if len(batches) > 1 else loss
@@ -216,23 +212,15 @@ class TrainStep:
     def _fetch(self, step: int) -> list[Any]:
         shards = self.world.size * self.config.accumulate
         device = self.world.device
-        batches = (
-            self.task.batch(step, self._shard(micro), shards)
-            for micro in range(self.config.accumulate)
-        )
+        own = range(self.config.accumulate)
+        batches = [self.task.batch(step, self._shard(micro), shards) for micro in own]
         if device.type == "cpu":
-            return list(batches)
-
-        def moved(x: Tensor) -> Tensor:
-            return x.pin_memory().to(device, non_blocking=True)
-
-        return [tree_map(moved, batch) for batch in batches]
+            return batches
+        moved: list[Any] = tree_map(lambda x: x.pin_memory().to(device, non_blocking=True), batches)
+        return moved
 
     def _shard(self, micro: int) -> int:
         return self.world.rank * self.config.accumulate + micro
 
     def _watching(self) -> AbstractContextManager[None]:
         return nullcontext() if self._clip is None else self._clip.watching()
-
-    def _unsynchronised(self, last: bool) -> AbstractContextManager[object]:
-        return nullcontext() if last else self.parallel.unsynchronised(self._wrapped)

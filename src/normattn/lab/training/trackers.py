@@ -10,6 +10,7 @@ WANDB_PROJECT and WANDB_ENTITY name another project.
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import secrets
@@ -25,85 +26,66 @@ from normattn.lab.training.task import StepReport
 from normattn.terminal import warn
 
 TrackerName = Literal["tensorboard", "trackio", "wandb"]
-Log = Callable[[Mapping[str, float], int], object]
-Opened = tuple[Log, Callable[[], object]]
+Opened = tuple[Callable[[Mapping[str, float], int], object], Callable[[], object]]
 """What takes the values of a step, and what writes everything out at the end."""
-Open = Callable[[RunDirectory, int], Opened]
-"""Opens a run in a tracker, or goes on with it after so many steps; may fail."""
 
 
-def tensorboard() -> Open:
+def open_tensorboard(package: Any, run: RunDirectory, done: int) -> Opened:
     """Scalars; what an interrupted run wrote past its last checkpoint is hidden on resume."""
-    from torch.utils.tensorboard.writer import SummaryWriter
+    writer = package.SummaryWriter(str(run.path / "tensorboard"), purge_step=done + 1)
 
-    make: Any = SummaryWriter
+    def log(values: Mapping[str, float], step: int) -> None:
+        for name, value in values.items():
+            writer.add_scalar(name, value, step)
 
-    def start(run: RunDirectory, done: int) -> Opened:
-        writer = make(str(run.path / "tensorboard"), purge_step=done + 1)
-
-        def log(values: Mapping[str, float], step: int) -> None:
-            for name, value in values.items():
-                writer.add_scalar(name, value, step)
-
-        return log, writer.close
-
-    return start
+    return log, writer.close
 
 
-def trackio() -> Open:
+def open_trackio(package: Any, run: RunDirectory, done: int) -> Opened:
     """One run of a project, found again by its name."""
-    import trackio as package
+    opened = package.init(
+        project=os.environ.get("TRACKIO_PROJECT", "normattn"),
+        name=_name_of(run),
+        config=dict(run.config),
+        resume="allow",
+        embed=False,
+        auto_log_gpu=False,
+        auto_log_cpu=False,
+    )
+    # Steps since the last checkpoint are taken once more, with the same values; the database
+    # would hold them twice. The run knows, but has no public name for it.
+    first = getattr(opened, "_next_step", 0)
 
-    def start(run: RunDirectory, done: int) -> Opened:
-        opened: Any = package.init(
-            project=os.environ.get("TRACKIO_PROJECT", "normattn"),
-            name=_name_of(run),
-            config=dict(run.config),
-            resume="allow",
-            embed=False,
-            auto_log_gpu=False,
-            auto_log_cpu=False,
-        )
-        # Steps since the last checkpoint are taken once more, with the same values; the database
-        # would hold them twice. The run knows, but has no public name for it.
-        first = getattr(opened, "_next_step", 0)
+    def log(values: Mapping[str, float], step: int) -> None:
+        if step >= first:
+            opened.log(dict(values), step=step)
 
-        def log(values: Mapping[str, float], step: int) -> None:
-            if step >= first:
-                opened.log(dict(values), step=step)
-
-        return log, package.finish
-
-    return start
+    return log, package.finish
 
 
-def wandb() -> Open:
+def open_wandb(package: Any, run: RunDirectory, done: int) -> Opened:
     """One run, found again by its id; wandb itself drops a step that the run has already."""
-    import wandb as package
-
-    def start(run: RunDirectory, done: int) -> Opened:
-        name = _name_of(run)
-        opened: Any = package.init(
-            project=os.environ.get("WANDB_PROJECT", "normattn"),
-            id=name,
-            name=name,
-            config=dict(run.config),
-            dir=str(run.path),
-            resume="allow",
-            mode=os.environ.get("WANDB_MODE", "offline"),
-            # It would take our stdout and stderr for its own log, and speak on them.
-            settings=package.Settings(console="off", silent=True),
-        )
-        return lambda values, step: opened.log(dict(values), step=step), opened.finish
-
-    return start
+    name = _name_of(run)
+    opened = package.init(
+        project=os.environ.get("WANDB_PROJECT", "normattn"),
+        id=name,
+        name=name,
+        config=dict(run.config),
+        dir=str(run.path),
+        resume="allow",
+        mode=os.environ.get("WANDB_MODE", "offline"),
+        # It would take our stdout and stderr for its own log, and speak on them.
+        settings=package.Settings(console="off", silent=True),
+    )
+    return lambda values, step: opened.log(dict(values), step=step), opened.finish
 
 
-TRACKERS: Mapping[TrackerName, Callable[[], Open]] = {
-    "tensorboard": tensorboard,
-    "trackio": trackio,
-    "wandb": wandb,
+TRACKERS: Mapping[TrackerName, tuple[str, Callable[[Any, RunDirectory, int], Opened]]] = {
+    "tensorboard": ("torch.utils.tensorboard.writer", open_tensorboard),
+    "trackio": ("trackio", open_trackio),
+    "wandb": ("wandb", open_wandb),
 }
+"""The package of each, and what opens a run in it, or goes on with it after so many steps."""
 
 
 class Tracking:
@@ -111,16 +93,15 @@ class Tracking:
 
     A run that is resumed goes on in the tracker under the name it has in RUN/tracker.json. What
     the tracker prints goes to stderr. Where it fails, one line on stderr says so and the training
-    goes on without it.
-
-    Raises `InputError` when the tracker's package cannot be loaded.
+    goes on without it. Raises `InputError` when the tracker's package cannot be loaded.
     """
 
     def __init__(self, tracker: TrackerName, run: RunDirectory, every: int = 1) -> None:
         self._name, self._run, self._every = tracker, run, every
         self._opened: Opened | None = None
+        package, self._open = TRACKERS[tracker]
         try:
-            self._open = TRACKERS[tracker]()
+            self._package = importlib.import_module(package)
         except ImportError as error:
             raise InputError(
                 f"the tracker {tracker} cannot be loaded ({error}): `pip install "
@@ -130,16 +111,16 @@ class Tracking:
     def start(self, done: int, steps: int) -> None:
         """Open the run in the tracker, or go on with it."""
 
-        def open_it() -> None:
-            self._opened = self._open(self._run, done)
+        def open_run() -> None:
+            self._opened = self._open(self._package, self._run, done)
 
-        self._try(open_it, f"after step {done}")
+        self._try(open_run, f"after step {done}")
 
     def step(self, report: StepReport) -> None:
         """Give the values of this step, where it is due."""
         if self._opened is None or (report.step % self._every and report.step != report.steps):
             return
-        log = self._opened[0]
+        log, _ = self._opened
         values = {
             "loss": report.loss,
             "gradient_norm": report.gradient_norm,

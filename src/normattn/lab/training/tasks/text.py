@@ -18,9 +18,8 @@ from normattn.lab.data import (
 from normattn.lab.data.batches import MaskedBatches, Masking
 from normattn.lab.training.config import CHANGEABLE
 from normattn.lab.training.init_from import (
+    TOKENISER_FILE,
     Continuation,
-    leave_tokeniser,
-    new_masked_model,
     new_model,
     refuse_other_tokeniser,
 )
@@ -39,23 +38,27 @@ from normattn.models.masked_lm import MaskedLM
 from normattn.settings import Settings
 
 
-class TrainingConfig(BatchTrainingConfig):
-    """A causal language model, its data, and how it is trained.
+class TextTrainingConfig(BatchTrainingConfig):
+    """A language model on a corpus: its vocab_size is that of `data` and may be left out."""
 
-    model: as `CausalLMConfig`; its vocab_size is that of `data` and may be left out, and its
-    train_length is the length of every training sequence. continued: the saved model whose weights
-    training starts from, under which method and at which length it goes on; `model` is then that
-    model's settings.
-    """
-
-    model: CausalLMConfig
     data: DataConfig = DataConfig()
-    continued: Continuation | None = None
 
     @classmethod
     def decided(cls, data: Any) -> dict[str, Any]:
         """The model's vocabulary is the tokeniser's."""
         return {"vocab_size": data.vocab_size}
+
+
+class TrainingConfig(TextTrainingConfig):
+    """A causal language model, its data, and how it is trained.
+
+    model: as `CausalLMConfig`; its train_length is the length of every training sequence.
+    continued: the saved model whose weights training starts from, under which method and at which
+    length it goes on; `model` is then that model's settings.
+    """
+
+    model: CausalLMConfig
+    continued: Continuation | None = None
 
     @model_validator(mode="after")
     def _check_continued(self) -> TrainingConfig:
@@ -90,24 +93,18 @@ class MaskingConfig(Settings):
         return Masking(vocab_size, self.share, self.masked, self.random)
 
 
-class MaskedConfig(BatchTrainingConfig):
+class MaskedConfig(TextTrainingConfig):
     """A masked language model, its data, and how it is trained.
 
-    model: as `MaskedLMConfig`; its vocab_size is that of `data` and may be left out, and its
-    train_length is the length of every training sequence. continued: the saved model whose weights
-    training starts from, of this score or another; without method and length.
+    model: as `MaskedLMConfig`; its train_length is the length of every training sequence.
+    continued: the saved model whose weights training starts from, of this score or another; without
+    method and length.
     """
 
     model: MaskedLMConfig
-    data: DataConfig = DataConfig()
     masking: MaskingConfig = MaskingConfig()
     # Left out of a dump where it is off: runs that were made before it stay the same.
     continued: Annotated[Continuation | None, Field(exclude_if=lambda start: start is None)] = None
-
-    @classmethod
-    def decided(cls, data: Any) -> dict[str, Any]:
-        """The model's vocabulary is the tokeniser's."""
-        return {"vocab_size": data.vocab_size}
 
     @model_validator(mode="after")
     def _check_continued(self) -> MaskedConfig:
@@ -125,6 +122,11 @@ class TextWorkload(Workload[Config, TokenData]):
     prepare_data = staticmethod(prepare_tokens)
     look_for_data = staticmethod(look_for_tokens)
 
+    def make_model(self, config: Any) -> nn.Module:
+        """A fresh model, or the one that training continues from."""
+        model: nn.Module = new_model(self.model_class, config.model, config.continued)
+        return model
+
     def check(self, config: Any, data: TokenData, shards: int) -> None:
         """Every micro-batch must have as many sequences, each no longer than the corpus.
 
@@ -134,8 +136,9 @@ class TextWorkload(Workload[Config, TokenData]):
         super().check(config, data, shards)
 
     def leave(self, data: TokenData, out: Path) -> None:
-        """The tokeniser."""
-        leave_tokeniser(data, out)
+        """The tokeniser, if there is one."""
+        if data.tokeniser is not None:
+            data.tokeniser.save(out / TOKENISER_FILE)
 
 
 class CausalWorkload(TextWorkload[TrainingConfig]):
@@ -144,10 +147,6 @@ class CausalWorkload(TextWorkload[TrainingConfig]):
     kind = "causal-lm"
     config_class = TrainingConfig
     model_class = CausalLM
-
-    def make_model(self, config: TrainingConfig) -> nn.Module:
-        """A fresh model, or the one that training continues from."""
-        return new_model(config.model, config.continued)
 
     def batches(self, config: TrainingConfig, data: TokenData, seed: int) -> TrainingBatches:
         """Windows of length + 1 tokens."""
@@ -175,10 +174,6 @@ class MaskedWorkload(TextWorkload[MaskedConfig]):
     kind = "masked-lm"
     config_class = MaskedConfig
     model_class = MaskedLM
-
-    def make_model(self, config: MaskedConfig) -> nn.Module:
-        """A fresh model, or the one that training continues from."""
-        return new_masked_model(config.model, config.continued)
 
     def batches(self, config: MaskedConfig, data: TokenData, seed: int) -> MaskedBatches:
         """What the model reads, the positions that it is asked for, and what stood there."""

@@ -114,11 +114,8 @@ class ModelTask(Generic[Config]):
         batches: Any,
         shards: int,
     ) -> None:
-        self.config = config
-        self.model = model
-        self._workload = workload
-        self._batches = batches
-        self._shards = shards
+        self.config, self.model = config, model
+        self._workload, self._batches, self._shards = workload, batches, shards
 
     @property
     def tokens_per_step(self) -> int:
@@ -242,15 +239,19 @@ def train_workload(
     and a training that cannot fit into memory.
     """
     out = Path(out)
+
+    def opened() -> RunDirectory:
+        return RunDirectory.open(out, config, workload.kind, changeable=workload.changeable)
+
     with world(config.device) as process:
-        done = process.on_main(lambda: _finished(workload, config, out))
+        # A directory that cannot hold this run is refused here, before data is prepared for it.
+        done = process.on_main(lambda: _finished(opened()))
         if done is not None:
             return done
         check_memory(workload.cost(config), config, process)
         data = workload.prepare(config)
         shards = process.size * config.accumulate
         workload.check(config, data, shards)
-        run = _open(workload, config, out)
 
         def make_task(this_process: World) -> ModelTask[Any]:
             # Now that the directory is this run's and locked.
@@ -260,7 +261,7 @@ def train_workload(
         return train(
             make_task,
             config,
-            run,
+            opened(),
             on_step=on_step,
             should_stop=should_stop,
             callbacks=callbacks,
@@ -276,42 +277,31 @@ def kept_model(run: Path, step: int) -> Path:
     return run / KEPT / f"step-{step:08d}"
 
 
-def _open(workload: Workload[Any, Any], config: LoopConfig, out: Path) -> RunDirectory:
-    return RunDirectory.open(out, config, workload.kind, changeable=workload.changeable)
-
-
-def _finished(workload: Workload[Any, Any], config: LoopConfig, out: Path) -> TrainingResult | None:
-    """The result of a run that is done; None where there is work left.
-
-    A directory that cannot hold this run is refused here, before data is prepared for it.
-    """
-    run = _open(workload, config, out)
-    if not run.begun or not _is_finished(run):
+def _finished(run: RunDirectory) -> TrainingResult | None:
+    """The result of a run that is done; None where there is work left."""
+    if not run.begun:
         return None
-    records = read_metrics(run.metrics.path)
-    if not records or not (out / MODEL).is_dir():
-        raise InputError(
-            f"the run in {out} is marked as finished, but its metrics.jsonl or model is gone; "
-            "delete its status.json to resume from the last checkpoint"
-        )
-    try:
-        check_weights(out / MODEL)
-    except InputError as error:
-        raise InputError(
-            f"the run in {out} is marked as finished, but {error}; delete its status.json to "
-            "resume from the last checkpoint"
-        ) from error
-    last = records[-1]
-    known = {"step", "loss", "gradient_norm", "learning_rate", "tokens"}
-    metrics = {name: value for name, value in last.items() if name not in known}
-    return TrainingResult(out, last["step"], last["tokens"], last["loss"], metrics)
-
-
-def _is_finished(run: RunDirectory) -> bool:
-    """Whether the status says so; a damaged one says nothing, and the run resumes."""
     try:
         status = run.status
     except InputError as error:
         warn(f"warning: {error}; resuming from the last checkpoint")
-        return False
-    return status is not None and status.state == "finished"
+        return None
+    if status is None or status.state != "finished":
+        return None
+    records, problem = read_metrics(run.metrics.path), ""
+    if not records or not (run.path / MODEL).is_dir():
+        problem = "its metrics.jsonl or model is gone"
+    else:
+        try:
+            check_weights(run.path / MODEL)
+        except InputError as error:
+            problem = str(error)
+    if problem:
+        raise InputError(
+            f"the run in {run.path} is marked as finished, but {problem}; delete its status.json "
+            "to resume from the last checkpoint"
+        )
+    last = records[-1]
+    known = {"step", "loss", "gradient_norm", "learning_rate", "tokens"}
+    metrics = {name: value for name, value in last.items() if name not in known}
+    return TrainingResult(run.path, last["step"], last["tokens"], last["loss"], metrics)

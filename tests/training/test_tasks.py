@@ -1,0 +1,341 @@
+"""Every kind of training: it learns, resumes to the byte, costs what it says, and refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.nn import functional as F
+
+from data.pairs_helpers import multi_layout
+from data.relation_files import write_relations
+from normattn.errors import InputError, Interrupted
+from normattn.lab.data import TrainingBatches, prepare_tokens
+from normattn.lab.data.batches import Masking
+from normattn.lab.data.images import ImageBatches, prepare_images
+from normattn.lab.data.relations import prepare_relations
+from normattn.lab.evaluation.classification import DevelopmentProbe
+from normattn.lab.runs import read_metrics
+from normattn.lab.training import StepReport
+from normattn.lab.training.task import derive_seed
+from normattn.lab.training.tasks.classification import ClassificationConfig, ClassificationWorkload
+from normattn.lab.training.tasks.text import CausalWorkload, MaskedConfig, MaskedWorkload
+from normattn.lab.training.tasks.translation import TranslationConfig, TranslationWorkload
+from normattn.lab.training.tasks.vision import VisionTrainingConfig, VisionWorkload
+from normattn.lab.training.tasks.workload import Workload, train_workload
+from normattn.models import CausalLM
+from normattn.models.classifier import Classifier
+from normattn.models.flops import flops_per_image
+from normattn.models.masked_lm import MaskedLM
+from normattn.models.pretrained import load_as
+from normattn.models.translator import Translator
+from normattn.models.vision_transformer import VisionTransformer
+
+from .settings import SMALL, small
+
+Settings = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Settings]]:
+    """The settings of a small training of each kind, with changes."""
+    place = tmp_path_factory.mktemp("corpora")
+    # Four classes: which quarter of 8 × 8 noise is bright.
+    generator = np.random.default_rng(0)
+    pixels = generator.integers(0, 128, (400, 2, 4, 2, 4), dtype=np.uint8)
+    for number, image in enumerate(pixels):
+        label = number % 4
+        image[label // 2, :, label % 2] += 120
+        folder = place / "images" / f"quarter{label}"
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image.reshape(8, 8)).save(folder / f"{number:03}.png")
+    write_relations(place / "relations", count=24)
+    base = {"steps": 12, "device": "cpu", "schedule": {"warmup_steps": 2}}
+    whole: dict[str, tuple[Any, dict[str, Any]]] = {
+        "masked": (
+            MaskedConfig,
+            {
+                **SMALL,
+                "model": {**SMALL["model"], "score": "Baseline", "placement": "PostLN"}
+                | {"exits": True},
+            },
+        ),
+        "vision": (
+            VisionTrainingConfig,
+            {
+                **base,
+                "batch_size": 16,
+                "model": {"dim": 16, "layers": 2, "heads": 2, "patch": 4, "score": "KNA-NoPE"},
+                "data": {"source": str(place / "images")},
+            },
+        ),
+        "classification": (
+            ClassificationConfig,
+            {
+                **base,
+                "batch_size": 4,
+                "model": {"dim": 16, "layers": 1, "heads": 2, "labels": 3, "dropout": 0.1},
+                "data": {
+                    "corpus": str(place / "relations"),
+                    "vocab_size": 120,
+                    "max_tokens": 16,
+                },
+            },
+        ),
+        "translation": (
+            TranslationConfig,
+            {
+                **base,
+                "batch_tokens": 1200,
+                "model": {"dim": 16, "layers": 1, "heads": 2},
+                "data": {"corpus": str(multi_layout(place / "pairs", train=61)), "vocab_size": 300},
+            },
+        ),
+    }
+
+    def settings(kind: str) -> Settings:
+        config, fields = whole[kind]
+
+        def changed(**changes: Any) -> Any:
+            model = {**fields["model"], **changes.pop("model", {})}
+            return config.parse({**fields, "model": model, **changes})
+
+        return changed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NORMATTN_CACHE", str(place / "cache"))
+        yield {"causal": small, **{kind: settings(kind) for kind in whole}}
+
+
+WORKLOADS: dict[str, Workload[Any, Any]] = {
+    "causal": CausalWorkload(),
+    "masked": MaskedWorkload(),
+    "vision": VisionWorkload(),
+    "classification": ClassificationWorkload(),
+    "translation": TranslationWorkload(),
+}
+
+
+def train(kind: str, config: Any, out: Path, **choices: Any) -> Any:
+    return train_workload(WORKLOADS[kind], config, out, show_progress=False, **choices)
+
+
+def stop_after(steps: int) -> Callable[[], bool]:
+    left = iter(range(steps - 1))
+    return lambda: next(left, None) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("causal", {"model": {**SMALL["model"], "dropout": 0.1}, "accumulate": 2}),
+        ("causal", {"optimiser": {"name": "tiger", "lr": 1e-2}, "activation_checkpointing": True}),
+        ("causal", {"optimiser": {"name": "muon", "lr": 1e-2}}),
+        (
+            "causal",
+            {"qk_clip": 0.02, "accumulate": 2, "model": {**SMALL["model"], "score": "Baseline"}},
+        ),
+        (
+            "causal",
+            {
+                "model": {
+                    **{k: v for k, v in SMALL["model"].items() if k != "heads"},
+                    "block": "gau",
+                    "key_size": 8,
+                    "placement": "DeepNorm",
+                },
+                "precision": "bf16",
+            },
+        ),
+        ("masked", {"model": {"dropout": 0.1}, "accumulate": 2}),
+        ("masked", {"model": {"shared_layers": True, "placement": "ReZeroNoNorm", "exits": False}}),
+        ("vision", {"model": {"dropout": 0.1}, "accumulate": 2, "shift": 1}),
+        # Running statistics of a BatchNorm among what is kept.
+        ("vision", {"model": {"score": "QKBatchNorm-NoPE", "pool": "mean"}}),
+        ("classification", {}),
+        ("translation", {}),
+    ],
+)
+def test_interrupted_and_resumed_is_the_same_run(
+    tmp_path: Path, made: dict[str, Settings], kind: str, changes: dict[str, Any]
+) -> None:
+    config = made[kind](**changes)
+    whole = train(kind, config, tmp_path / "whole")
+    for _ in range(2):
+        with pytest.raises(Interrupted):
+            train(kind, config, tmp_path / "cut", should_stop=stop_after(5))
+    cut = train(kind, config, tmp_path / "cut")
+    assert (cut.loss, cut.metrics) == (whole.loss, whole.metrics)
+    for name in ("metrics.jsonl", "model/model.safetensors", "model/config.json"):
+        assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def first_loss(kind: str, config: Any) -> float:
+    """The loss before any step, from the batch that the seed says, whole logits and torch."""
+    torch.manual_seed(derive_seed(config.seed, "initialisation"))
+    seed = derive_seed(config.seed, "batches")
+    if kind == "vision":
+        split = prepare_images(config.data).train
+        images, labels = ImageBatches(split, config.batch_size, seed).batch(1)
+        logits = VisionTransformer(config.model)(torch.from_numpy(images))
+        return float(F.cross_entropy(logits.detach(), torch.from_numpy(labels)))
+    data, tiling, rows = prepare_tokens(config.data), config.data.tiling, config.batch_size
+    if kind == "causal":
+        model = CausalLM(config.model)
+        ids = torch.from_numpy(TrainingBatches(data.train, 16, rows, seed, tiling).batch(1))
+        logits = model(ids[:, :-1]).flatten(0, 1)
+        return float(F.cross_entropy(logits, ids[:, 1:].flatten()).detach())
+    encoder = MaskedLM(config.model)
+    tokens = TrainingBatches(data.train, 15, rows, seed, tiling).batch(1)
+    masked = Masking(config.model.vocab_size).rows(tokens, seed, 1)
+    logits = encoder(torch.from_numpy(masked.ids))
+    wanted = torch.take_along_dim(logits, torch.from_numpy(masked.places)[..., None], 1)
+    targets = torch.from_numpy(masked.targets).flatten()
+    return float(F.cross_entropy(wanted.flatten(0, 1), targets).detach())
+
+
+@pytest.mark.parametrize(
+    ("kind", "model", "metrics", "changes", "tokens"),
+    [
+        ("causal", CausalLM, {"accuracy"}, {"steps": 60}, 60 * 8 * 16),
+        (
+            "masked",
+            MaskedLM,
+            {"accuracy", "accuracy_exit_1"},
+            {"steps": 80, "batch_size": 16},
+            80 * 16 * 16,
+        ),
+        ("vision", VisionTransformer, {"accuracy"}, {"steps": 60}, 60 * 16 * 5),
+    ],
+)
+def test_a_run_learns_and_leaves_its_model(
+    tmp_path: Path,
+    made: dict[str, Settings],
+    kind: str,
+    model: Any,
+    metrics: set[str],
+    changes: dict[str, Any],
+    tokens: int,
+) -> None:
+    reports: list[StepReport] = []
+    config = made[kind](optimiser={"lr": 1e-2}, **changes)
+    result = train(kind, config, tmp_path / "run", on_step=reports.append)
+    assert [report.step for report in reports] == list(range(1, config.steps + 1))
+    assert reports[0].loss == pytest.approx(first_loss(kind, config), rel=1e-5)
+    assert result.loss < reports[0].loss - 0.2
+    assert (result.tokens, set(result.metrics)) == (tokens, metrics)
+    assert reports[-1].metrics == result.metrics
+    assert load_as(model, tmp_path / "run" / "model").config == config.model
+    assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == config.steps
+
+
+def test_a_classifier_learns_what_the_words_say(tmp_path: Path, made: dict[str, Settings]) -> None:
+    pytest.importorskip("torchmetrics")
+    settings = made["classification"](steps=40, optimiser={"lr": 1e-2})
+    assert (settings.model.vocab_size, settings.model.train_length) == (120, 16)
+    probe = DevelopmentProbe(prepare_relations(settings.data), every=20)
+    assert train("classification", settings, tmp_path, probes=[probe]).loss < 0.2
+    lines = (tmp_path / "development.jsonl").read_text().splitlines()
+    assert len(lines) == 2
+    assert '"micro_f1": 1.0' in lines[-1]
+    assert load_as(Classifier, tmp_path / "model").config == settings.model
+    assert '"unseen"' in (tmp_path / "labels.json").read_text()
+
+
+def test_a_translator_learns(tmp_path: Path, made: dict[str, Settings]) -> None:
+    config = made["translation"](steps=25, optimiser={"lr": 1e-2})
+    train("translation", config, tmp_path)
+    lines = read_metrics(tmp_path / "metrics.jsonl")
+    assert lines[-1]["nll"] < 0.8 * lines[0]["nll"]
+    assert lines[-1]["accuracy"] > lines[0]["accuracy"]
+    assert load_as(Translator, tmp_path / "model").config == config.model
+    assert (tmp_path / "source.tokeniser.json").is_file()
+
+
+def test_accumulated_micro_batches_are_the_same_batch(
+    tmp_path: Path, made: dict[str, Settings]
+) -> None:
+    made_of = made["classification"]
+    losses = [
+        train("classification", made_of(accumulate=n, model={"dropout": 0.0}), tmp_path / str(n))
+        for n in (1, 4)
+    ]
+    assert losses[0].loss == pytest.approx(losses[1].loss, rel=1e-4)
+
+
+def test_exits_change_nothing_but_the_norm_that_gradients_are_clipped_by(
+    tmp_path: Path, made: dict[str, Settings]
+) -> None:
+    losses = []
+    for exits in (True, False):
+        train("masked", made["masked"](model={"exits": exits}, clip=None), tmp_path / f"{exits}")
+        losses.append([line["loss"] for line in read_metrics(tmp_path / f"{exits}/metrics.jsonl")])
+    assert losses[0] == losses[1]
+
+
+def test_the_cost_of_each_kind(made: dict[str, Settings]) -> None:
+    # 2 layers of 16 × (3 · 16 + 16) and SwiGLU's 3 · 16 · hidden; 2 of 16 tokens see the head.
+    config = made["masked"](model={"exits": False, "hidden": 40}, steps=4, batch_size=4)
+    per_row = 16 * (2 * 2 * (16 * 64 + 3 * 16 * 40) + 2 * 2 * 2 * 16 * 16) + 2 * 2 * 32 * 16
+    cost = WORKLOADS["masked"].cost(config)
+    assert (cost.trained, cost.flops) == (4 * 4 * 16, 4 * 4 * 3 * per_row)
+    config = made["vision"]()
+    cost = WORKLOADS["vision"].cost(config)
+    assert cost.trained == 12 * 16 * 5
+    assert cost.flops == 12 * 16 * 3 * flops_per_image(config.model).forward
+    assert cost.parameters == sum(p.numel() for p in VisionTransformer(config.model).parameters())
+    cost = WORKLOADS["classification"].cost(made["classification"](data={"corpus": "nowhere"}))
+    assert cost.trained > 0
+    config = made["translation"]()
+    cost = WORKLOADS["translation"].cost(config)
+    assert cost.parameters == sum(p.numel() for p in Translator(config.model).parameters())
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "said"),
+    [
+        ("masked", {"masking": {"masked": 0.9, "random": 0.2}}, "more than 1 together"),
+        ("masked", {"model": {"vocab_size": 31}}, "leave it out"),
+        ("masked", {"accumulate": 3}, "does not divide into 3"),
+        ("vision", {"model": {"patch": 3}}, "cannot be cut into patches of 3"),
+        ("vision", {"model": {"score": "KNA-ReRoPE"}}, "causal attention only"),
+        ("vision", {"shift": -1}, "shift"),
+        ("vision", {"data": {"sauce": 1}}, "data.sauce; did you mean data.source"),
+        ("vision", {"data": {"source": "nothing"}}, "nothing is no folder"),
+        ("classification", {"model": {"vocab_size": 99}}, r"model\.vocab_size is 99 .* 120"),
+        ("translation", {"model": {"source_vocab": 5}}, "source_vocab"),
+        ("translation", {"data": {"vocab_size": 100}}, "vocab_size"),
+        ("translation", {"batch_size": 3}, "batch_size"),
+        ("translation", {"label_smoothing": 1.0}, "label_smoothing"),
+    ],
+)
+def test_settings_that_cannot_be(
+    made: dict[str, Settings], kind: str, changes: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(InputError, match=said):
+        made[kind](**changes)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "said"),
+    [
+        ("causal", {"data": {"corpus": "absent.txt", "vocab_size": 300}}, r"absent\.txt"),
+        ("vision", {"model": {"height": 4}}, "model.height is 4, but the images of .* have 8"),
+        ("vision", {"model": {"classes": 7}}, "model.classes is 7, but the images of .* have 4"),
+        ("vision", {"shift": 8}, "a shift of 8 leaves nothing"),
+        ("classification", {"model": {"labels": 4}}, "model.labels is 4, but .* has 3 labels"),
+        ("classification", {"batch_size": 64}, "24 documents, fewer than one batch of 64"),
+        ("translation", {"batch_tokens": 16}, "more than batch_tokens"),
+    ],
+)
+def test_trainings_that_cannot_be_leave_nothing_behind(
+    tmp_path: Path, made: dict[str, Settings], kind: str, changes: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(InputError, match=said):
+        train(kind, made[kind](**changes), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
