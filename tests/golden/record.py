@@ -198,6 +198,11 @@ TEXT = ("training.batch_size=4", "training.data.vocab_size=300")
 SMALL_MODEL = ("training.model.layers=2", "training.model.dim=64", "training.model.heads=2")
 SMALL_UNIT = (*SMALL_MODEL[:2], "training.model.train_length=64")
 ONE_VISION_STEP = ("vision.training.steps=1", "vision.training.schedule.warmup_steps=1")
+# BERT-Large, which has a batch in four parts and the most layers; the other sizes are left out.
+LARGE_ENCODER = (
+    *("sizes.small.rows=[]", "sizes.base.rows=[]", "training.model.train_length=64"),
+    *(f"sizes.large.{name}" for name in SMALL_MODEL),
+)
 PAIRS = (
     *("training.batch_tokens=2048", "training.data.vocab_size=300", "rates.training.steps=1"),
     *("rates.training.schedule.warmup_steps=1", *ONE_VISION_STEP),
@@ -215,6 +220,7 @@ TRAININGS: dict[str, tuple[str, tuple[str, ...]]] = {
     "keynorm/gpu-100m": ("KNA", (*TEXT, *SMALL_UNIT)),
     "realformer/laptop": ("RealFormer", TEXT),
     "realformer/workstation": ("RealFormer", TEXT),
+    "realformer/gpu-base": ("RealFormer", (*TEXT, *LARGE_ENCODER)),
     "qknorm/laptop": ("QKRMSNorm", PAIRS),
     "qknorm/multi30k": ("QKRMSNorm", PAIRS[:2]),
     "qknorm/gpu": ("QKRMSNorm", (*PAIRS, *SMALL_MODEL)),

@@ -23,7 +23,7 @@ POINTS, NUMBER = 1.0, 0.02
 """Numbers of smoke tables: percentages of a few hundred tokens, by points; others, relative."""
 TESTED_STUDIES = ("keynorm", "retrofit")
 """The studies that are run here; `record.py` runs all."""
-TRAINED_HERE = ("keynorm/quick", "keynorm/workstation", "realformer/laptop", "rmsnorm/gpu")
+TRAINED_HERE = ("keynorm/quick", "keynorm/workstation", "realformer/gpu-base", "rmsnorm/gpu")
 """The presets that are trained here, one of each task but translation; `record.py` trains all."""
 LOGITS = 1e-4
 """Logits of transformers' models in float32."""
