@@ -108,16 +108,6 @@ def test_what_we_train_becomes_theirs_and_generates_the_same() -> None:
     assert torch.equal(found, normattn.hf.wrap(model).generate(ids, **how))
 
 
-def test_methods_after_training_read_on_with_imported_weights() -> None:
-    """The rotation is ours: YaRN on the import is YaRN by `extend` on the original."""
-    theirs, ids = build("Llama"), tokens(length=30)
-    with normattn.extend(theirs, "YaRN", factor=4):
-        wanted = logits(theirs, ids)
-    ours = from_llama(theirs)
-    with ours.using("YaRN", factor=4), torch.no_grad():
-        torch.testing.assert_close(ours(ids), wanted, rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("method", ["PI", "NTK", "YaRN"])
 def test_a_method_after_training_does_not_become_one_trained_in(method: str) -> None:
     theirs = build("Llama")

@@ -81,14 +81,6 @@ def test_saved_and_loaded_by_the_auto_class_it_is_the_same(
         assert torch.equal(again.model.state_dict()[name], value), name
 
 
-def test_bfloat16_comes_back(tmp_path: Path) -> None:
-    wrapped = normattn.hf.wrap(causal().to(torch.bfloat16))
-    wrapped.save_pretrained(tmp_path)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert again.dtype == torch.bfloat16
-    assert torch.equal(logits(again), logits(wrapped))
-
-
 def test_every_score_that_a_causal_model_can_have_is_saved_and_loaded(tmp_path: Path) -> None:
     """What a score learns is no parameter that transformers would know."""
     served = 0
@@ -170,16 +162,6 @@ def test_padding_changes_nothing(make: Any) -> None:
     mask = (torch.arange(13) >= 4).long().expand(3, -1)
     found, wanted = logits(wrapped, padded, attention_mask=mask), logits(wrapped)
     torch.testing.assert_close(found if found.dim() == 2 else found[:, 4:], wanted)
-
-
-def test_methods_after_training_are_ours() -> None:
-    model = causal()
-    wrapped = normattn.hf.wrap(model)
-    as_trained = logits(wrapped)
-    with model.using("PI", factor=2):
-        assert not torch.equal(logits(wrapped), as_trained)
-        assert torch.equal(logits(wrapped), logits(model))
-    assert torch.equal(logits(wrapped), as_trained)
 
 
 def test_what_is_refused(tmp_path: Path) -> None:

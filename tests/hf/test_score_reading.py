@@ -45,15 +45,6 @@ def test_a_recipe_is_read_back(name: str) -> None:
         assert each.difference < 1e-5
 
 
-@pytest.mark.parametrize("family", ["Granite", "Gemma2", "GPTNeoX"])
-def test_families_of_the_other_tests_are_read(family: str) -> None:
-    before = model_of(family)
-    implementation = before.config._attn_implementation
-    found = score_of(before, tokens=24)
-    assert found.verified, str(found)
-    assert before.config._attn_implementation == implementation
-
-
 def test_a_layer_without_a_name_says_what_is_missing() -> None:
     model = model_of("Llama")
     layer = model.model.layers[1].self_attn

@@ -264,38 +264,13 @@ def test_a_family_that_rejects_positions_further_on_is_refused(
 BAD: dict[str, tuple[str, str, str]] = {
     "nothing there": ("", "", "gone.json"),
     "no JSON": ("told.json", "{", "is not valid JSON"),
-    "a list": ("told.json", "[]", "expected a JSON object"),
     "no flags": ("told", "echo hello", "tells of no positions"),
-    "an open quote": ("told", "vllm '", "is no command line"),
     "no number": ("told", "x --rope-scaling yarn --rope-scale four", "'four' is no number"),
-    "unknown kind": ("told.json", '{"model_type": "no such"}', "is not known to transformers"),
-    "rope of text": ("told.json", '{"rope_parameters": "yarn"}', "must be an object"),
     "no keys": ("told", "rope.scaling", "is no key=type:value"),
-    "a factor of text": (
-        "told.json",
-        '{"rope_scaling": {"factor": "x"}}',
-        "must be a finite number",
-    ),
-    "a base of text": (
-        "told.json",
-        '{"rope_parameters": {"rope_theta": "x"}}',
-        "must be a finite number",
-    ),
-    "a length of text": (
-        "told.json",
-        '{"rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": "x"}}',
-        "original_max_position_embeddings must be a finite number",
-    ),
     "a list of kinds": ("told.json", '{"rope_scaling": {"rope_type": ["yarn"]}}', "must be a name"),
     "no decoder": ("told.json", '{"text_config": 3}', "the text model of a llama configuration"),
-    "endless layers": ("told.json", '{"num_hidden_layers": 100000000}', "num_hidden_layers"),
     "an endless length": ("told", "vllm serve m --max-model-len inf", "no finite number above 0"),
     "a scale of 0": ("told", "llama-server --rope-freq-scale 0", "no finite number above 0"),
-    "no key's value": (
-        "told",
-        "x --rope-scale 2 --override-kv a.context_length=int:x",
-        "'x' is no",
-    ),
     "a key that most architectures ignore": (
         "told",
         "llama.rope.scaling.type=str:yarn\nllama.rope.scaling.yarn_beta_fast=f32:16",

@@ -30,7 +30,7 @@ from normattn.hf.rope_detection import (
 )
 from normattn.io import write_json
 from normattn.score import ScoreSpec
-from normattn.score.parts.rope_scaling import ABF, NTK, PI, YaRN
+from normattn.score.parts.rope_scaling import ABF, NTK, PI, Llama3, YaRN
 
 _FIELDS = ("rope_parameters", "max_position_embeddings")
 FIELD, TRAINED = "normattn", "trained"
@@ -105,6 +105,10 @@ def words(spec: ScoreSpec, rotation: HeadRotation | None) -> dict[str, Any]:
             return {"rope_type": "linear", "factor": scaling.stretch}
         if isinstance(scaling, YaRN):
             return _yarn(scaling, spec.train_length)
+        if isinstance(scaling, Llama3):
+            ends = {"low_freq_factor": scaling.low, "high_freq_factor": scaling.high}
+            length = {"original_max_position_embeddings": spec.train_length}
+            return {"rope_type": "llama3", "factor": scaling.stretch, **ends, **length}
         if isinstance(scaling, ABF):
             return {"rope_theta": scaling.base}
         if isinstance(scaling, NTK) and rotation.base is not None:
@@ -112,7 +116,7 @@ def words(spec: ScoreSpec, rotation: HeadRotation | None) -> dict[str, Any]:
             return {"rope_theta": rotation.base * scaling.stretch ** (size / (size - 2))}
     raise InputError(
         f"transformers' rope_parameters have no words for {spec.method}: they say PI (linear), "
-        "YaRN (yarn), NTK and ABF (rope_theta)"
+        "YaRN (yarn), Llama3 (llama3), NTK and ABF (rope_theta)"
     )
 
 
