@@ -80,3 +80,14 @@ def test_what_was_checked_once_is_still_refused() -> None:
     attention_cached(q, k, v, Score("Baseline", H, D, G).double().eval(), cache, backend="fused")
     with pytest.raises(InputError, match="cannot read them"):
         attention_cached(q, k, v, plain, cache)
+
+
+@torch.no_grad()
+def test_a_learned_bias_is_prepared_without_its_gradient() -> None:
+    """A mask that wants a gradient would take torch's slow kernel, for every token."""
+    score, cache = Score("Baseline-KERPLELog", H, D, G).eval(), KeyValueCache()
+    q, k, v = (x.float() for x in _tensors(1, 1))
+    assert not attention_cached(q, k, v, score, cache).requires_grad
+    with torch.enable_grad():
+        out = attention_cached(q, k, v, score, cache)
+    assert not out.requires_grad

@@ -101,7 +101,6 @@ class DecodeTables:
     readable: bool
 
     @staticmethod
-    @torch.no_grad()
     def prepare(score: Score, length: int, q: Tensor, k: Tensor, v: Tensor) -> DecodeTables:
         """The tables for a cache that is `length` tokens long now."""
         spec, capacity, size = score.spec, max(64, 1 << length.bit_length()), score.head_dim
@@ -120,7 +119,7 @@ class DecodeTables:
             if spec.bias is not None:
                 learned = {} if score.bias is None else dict(score.bias.items())
                 bias = spec.bias.values(at.key.to(q.dtype), score.heads, learned)
-                bias = bias.flip(-1).to(q.dtype)
+                bias = bias.detach().flip(-1).to(q.dtype)
         bare = spec.gate is None and spec.difference is None
         near = None if spec.remapping is None else spec.remapping.window
         shapes = (q.shape, k.shape, v.shape)
