@@ -124,7 +124,8 @@ def prepare(
         positions = regular_positions(queries, keys, q.device)
     else:
         positions = Positions.of(queries, keys, causal, q.device, *given)
-    if q_positions is not None or k_positions is not None:
+    if not cached and (q_positions is not None or k_positions is not None):
+        # Those of a cache count padding apart, and so may go back where it ends.
         check_order(spec, positions, documents)
     if cached and not positions.ordered:
         positions = replace(positions, ordered=True)
