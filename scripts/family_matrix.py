@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 import transformers
-from tests.hf.matrix import PAGE, page, read_page, row
+from tests.hf.matrix import PAGE, SCORES, page, read_page, row
 from tests.hf.tiny import rotary_families
 
 
@@ -24,10 +24,12 @@ def main(asked: list[str]) -> int:
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     rows = read_page() if asked and PAGE.exists() else {}
+    scores = SCORES + PAGE.read_text("utf-8").split(SCORES)[1]
     for family in asked or rotary_families():
         rows[family] = row(family)
         print(family, *(f"{name}: {said}" for name, said in rows[family].items()), sep="\n  ")
-        PAGE.write_text(page(rows, transformers.__version__), encoding="utf-8")
+        matrix = page(rows, transformers.__version__)
+        PAGE.write_text(f"{matrix}\n{scores}", encoding="utf-8")
     return int(any("WRONG" in said for each in rows.values() for said in each.values()))
 
 

@@ -1,4 +1,4 @@
-"""docs/family-scores.md: which causal family of transformers has which score.
+"""docs/families.md, its second table: which causal family of transformers has which score.
 
 python scripts/family_scores.py
 """
@@ -12,7 +12,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 import transformers
-from tests.hf.score_page import PAGE, page, row
+from tests.hf.matrix import PAGE, SCORES
+from tests.hf.score_page import page, row
 from tests.hf.tiny import rotary_families
 
 
@@ -20,7 +21,9 @@ def main() -> int:
     """Make the page."""
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
-    PAGE.write_text(page({family: row(family) for family in rotary_families()}), encoding="utf-8")
+    before = PAGE.read_text("utf-8").split(SCORES)[0]
+    scores = page({family: row(family) for family in rotary_families()})
+    PAGE.write_text(before + scores, encoding="utf-8")
     return 0
 
 

@@ -1,19 +1,22 @@
-"""The pages of the site that are made and not kept: a hook of mkdocs (`mkdocs build --strict`).
+"""The generated pages of the site: a hook of mkdocs (`mkdocs build --strict`).
 
-A page for each part of a score and each study, the interface from the docstrings, and what stands
-in the repository beside docs/ (readme, log, changelog, results), with its links bent to the site.
-Run by itself, it writes the table of slots into docs/scores.md.
+A page for each component and each study, the commands by their help, the interface by its
+docstrings, and copies of what is outside docs/ (readme, contributing, changelog, results) with
+their links adapted. Run by itself, it writes the table of component types into docs/scores.md.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from normattn.cli.app import main
 from normattn.cli.listing import described, excluded
 from normattn.lab.studies import OF_COMMANDS, find, names
 from normattn.lab.studies import preset as presets
@@ -28,23 +31,32 @@ PACKAGES = (
     *("lab.stats", "lab.report", "lab.sweep"),
 )
 MODULES = ("score.parts", "layers.explain")
-GUIDES = ("studies.md", "realformer.md", "qknorm.md", "rmsnorm.md")
+COMMANDS = (
+    *("demo", "list", "train", "evaluate", "report", "reproduce", "reproduce keynorm"),
+    *("extend", "verify", "score", "inspect", "generate", "export", "lm-eval"),
+)
+MOVED = {
+    "adding-a-variant.md": "adding-a-component.md",
+    "extend-stacks.md": "huggingface.md",
+    "family-scores.md": "families.md",
+    "usage.md": "train.md",
+}
+"""Pages that the changelog knows by another name."""
 
 
 def on_config(config: Any) -> Any:
-    """Add the made pages to the navigation."""
+    """Add the generated pages to their sections of the navigation."""
+    sections = {title: pages for entry in config.nav for title, pages in entry.items()}
     known = parts()
     by_slot = [
         {str(slot).capitalize(): [f"parts/{name}.md" for name in known if known[name].slot is slot]}
         for slot in Slot
     ]
-    kept = [name for name in GUIDES if (ROOT / "docs" / name).exists()]
-    config.nav += [
-        {"Score parts": ["parts/index.md", *by_slot]},
-        {"Studies": [*kept, *(f"study/{name}.md" for name in studies())]},
-        {"Reference": [f"reference/{name}.md" for name in interface()]},
-        {"Changelog": "CHANGELOG.md"},
+    sections["Reference"] += [
+        {"Components": ["parts/index.md", *by_slot]},
+        {"Python modules": [f"reference/{name}.md" for name in interface()]},
     ]
+    sections["Results"].append({"Study by study": [f"study/{name}.md" for name in studies()]})
     return config
 
 
@@ -52,7 +64,8 @@ def on_files(files: Any, config: Any) -> Any:
     """Add the made pages, figures and copies."""
     from mkdocs.structure.files import File
 
-    for uri, content in (*kept_pages(), *part_pages(), *study_pages(), *interface_pages()):
+    generated = (command_page(), *kept_pages(), *part_pages(), *study_pages(), *interface_pages())
+    for uri, content in generated:
         files.append(File.generated(config, uri, content=content))
     for path in sorted((ROOT / "results").rglob("*.png")):
         uri = path.relative_to(ROOT).as_posix()
@@ -63,7 +76,7 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Guides point out of docs/ at the results, which stand beside them here."""
     return (
-        re.sub(r"\]\(\.\./(results/|development/|CHANGELOG\.md)", r"](\1", markdown)
+        re.sub(r"\]\(\.\./(results/|development/|C[A-Z]+\.md)", r"](\1", markdown)
         if ("/" not in page.file.src_uri)
         else markdown
     )
@@ -71,12 +84,12 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 def kept_pages() -> Iterator[tuple[str, str]]:
     """Pages of the repository outside docs/, links to docs/ taken from there."""
-    for path in (ROOT / "README.md", ROOT / "development" / "log.md", ROOT / "CHANGELOG.md"):
+    for name in ("README.md", "CONTRIBUTING.md", "development/log.md", "CHANGELOG.md"):
+        path = ROOT / name
         text = path.read_text("utf-8").replace("](docs/", "](")
-        text = re.sub(
-            r"\[([^]]*)\]\(((?:results/)?[\w.-]+\.(?:json|cff)|CONTRIBUTING\.md)\)", r"\1", text
-        )
-        name = path.relative_to(ROOT).as_posix()
+        for old, new in MOVED.items():
+            text = text.replace(f"]({old}", f"]({new}")
+        text = re.sub(r"\[([^]]*)\]\(((?:results/)?[\w.-]+\.(?:json|cff))\)", r"\1", text)
         yield ("index.md" if name == "README.md" else name), text
     for path in sorted((ROOT / "results").rglob("*.md")):
         text = re.sub(
@@ -87,12 +100,29 @@ def kept_pages() -> Iterator[tuple[str, str]]:
         yield path.relative_to(ROOT).as_posix(), text
 
 
+def command_page() -> tuple[str, str]:
+    """What every command says of itself."""
+    lines = ["# Which commands and options are there?", ""]
+    lines += ["Every command explains itself with `--help`. This page is what they print.", ""]
+    for name in ("", *COMMANDS):
+        lines += [f"## normattn {name}".rstrip(), "", "```text", _help(name), "```", ""]
+    return "cli.md", "\n".join(lines)
+
+
+def _help(name: str) -> str:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+        main([*name.split(), "--help"])
+    told = re.sub(r"\bUsage: (python -m )?\S+", "Usage: normattn", printed.getvalue().strip())
+    return "\n".join(line.rstrip() for line in told.splitlines())
+
+
 def slot_table() -> str:
     """Every slot with what it decides and its parts, as docs/scores.md shows it."""
     lines = [
-        f"A name fills some of {len(Slot)} slots, at most one part each, in this order.",
+        f"A name has at most one component of each of {len(Slot)} types, in this order.",
         "",
-        "| slot | decides | parts |",
+        "| type | decides | components |",
         "| --- | --- | --- |",
     ]
     for slot in Slot:
@@ -120,14 +150,14 @@ def part_pages() -> Iterator[tuple[str, str | bytes]]:
 
 
 def _index() -> str:
-    lines = ["# Score parts", "", "One page each, made from what the part says of itself.", ""]
+    lines = ["# Components of a score", "", "One page each, generated from the registry.", ""]
     for slot in Slot:
         lines += [f"## {str(slot).capitalize()}", "", f"{slot.meaning}.", ""]
-        lines += ["| part | equation | enters |", "| --- | --- | --- |"]
+        lines += ["| component | equation | when |", "| --- | --- | --- |"]
         for name, part in parts().items():
             if part.slot is slot:
                 equation = part.equation.replace("|", "\\|")
-                lines.append(f"| [{name}]({name}.md) | `{equation}` | {part.when} |")
+                lines.append(f"| [{name}]({name}.md) | `{equation}` | {_when(part)} |")
         lines.append("")
     return "\n".join(lines)
 
@@ -136,9 +166,9 @@ def _part_page(name: str, part: type[Part], caption: str) -> str:
     told = described(name, part)
     lines = [f"# {name}", "", f"{_sentence(part.summary)}", ""]
     lines += ["```text", part.equation, "```", ""]
-    lines += [f"- **Source:** {_linked(part.source)}", f"- **Enters:** {part.when}"]
+    lines += [f"- **Source:** {_linked(part.source)}", f"- **When:** {_when(part)}"]
     lines += [
-        f"- **Slot:** [{part.slot}](index.md#{part.slot.replace(' ', '-')}): {part.slot.meaning}"
+        f"- **Type:** [{part.slot}](index.md#{part.slot.replace(' ', '-')}): {part.slot.meaning}"
     ]
     if part.used_by:
         lines.append(f"- **Used by:** {part.used_by}")
@@ -150,6 +180,10 @@ def _part_page(name: str, part: type[Part], caption: str) -> str:
     lines += ["```text", _docstring(part), "```", ""]
     lines += _parameters(told) + _exclusions(told) + _kernels(told)
     return "\n".join(lines)
+
+
+def _when(part: type[Part]) -> str:
+    return {"post-hoc": "inference", "trained-in": "training"}.get(part.when, part.when)
 
 
 def _sentence(text: str) -> str:
@@ -184,21 +218,21 @@ def _parameters(told: dict[str, Any]) -> list[str]:
 
 
 def _exclusions(told: dict[str, Any]) -> list[str]:
-    lines = ["## What it does not go with", ""]
+    lines = ["## Cannot be combined with", ""]
     for others, reason in excluded(told["excludes"]):
         linked = ", ".join(f"[{name}]({name}.md)" for name in others)
         lines.append(f"- {linked}: {reason}")
     if told["beside_rope"]:
         linked = ", ".join(f"[{name}]({name}.md)" for name in told["beside_rope"])
-        lines.append(f"- only with RoPE named as well: {linked}")
+        lines.append(f"- only if RoPE is named as well: {linked}")
     if len(lines) == 2:
-        lines.append("Nothing: it goes with every part of another slot.")
+        lines.append("Nothing: it works with every component of another type.")
     return [*lines, ""]
 
 
 def _kernels(told: dict[str, Any]) -> list[str]:
-    lines = ["## Kernel", "", "The smallest score with this part, 2,048 tokens:", ""]
-    lines += ["| on | kernel |", "| --- | --- |"]
+    lines = ["## Kernel", "", "For the smallest score with this component, 2,048 tokens:", ""]
+    lines += ["| device | kernel |", "| --- | --- |"]
     return [*lines, *(f"| {device} | {kernel} |" for device, kernel in told["kernels"].items()), ""]
 
 
@@ -218,9 +252,9 @@ def _study_page(name: str, study: Study) -> list[str]:
     if study.page.sources:
         lines.append(f"- **Sources:** {', '.join(map(_linked, study.page.sources))}")
     if study.variants:
-        lines.append(f"- **Rows:** {study.variants}")
+        lines.append(f"- **Configurations:** {study.variants}")
     if study.methods:
-        lines.append(f"- **Ways of reading:** {study.methods}")
+        lines.append(f"- **Methods:** {study.methods}")
     lines += [*_presets(name, study), "", "```bash"]
     if study.made_by:
         lines.append(study.made_by)
@@ -240,10 +274,11 @@ def _presets(name: str, study: Study) -> list[str]:
 
 def _shown(study: Study) -> list[str]:
     """Its tables, and what is said below them whatever was measured."""
-    lines = ["## What its page shows", ""]
+    lines = ["## What its report shows", ""]
     for table in study.page.tables:
         title = table.title or "One row for each " + table.head
-        lines += [f"**{_sentence(title).rstrip('.')}.** {table.intro}".strip(), ""]
+        end = "" if title.endswith("?") else "."
+        lines += [f"**{title[0].upper()}{title[1:].rstrip('.')}{end}** {table.intro}".strip(), ""]
         notes = () if callable(table.notes) else table.notes
         lines += [*(f"- {note}" for note in notes), ""]
     return lines
@@ -261,7 +296,7 @@ def _published(name: str) -> list[str]:
         if figures:
             caption = figures[0].stem.replace("_", " ")
             lines += [f"![{caption}]({address}/figures/{figures[0].name})", ""]
-    return ["## What was measured", "", *lines] if lines else []
+    return ["## Published results", "", *lines] if lines else []
 
 
 def interface() -> list[str]:

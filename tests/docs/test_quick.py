@@ -9,7 +9,6 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from normattn.lab.studies import preset as presets
 from normattn.lab.studies.keynorm import METHODS, VARIANTS
 from normattn.lab.studies.language import AS_IS
 
@@ -70,7 +69,9 @@ def page(file: str) -> str:
 
 def written(preset: str) -> dict[str, Any]:
     """What the preset's file says of training and evaluation."""
-    settings = tomllib.loads((resources.files(presets) / f"{preset}.toml").read_text("utf-8"))
+    settings = tomllib.loads(
+        (resources.files("normattn.lab.studies") / "presets" / f"{preset}.toml").read_text("utf-8")
+    )
     return {group: settings[group] for group in ("training", "evaluation")}
 
 

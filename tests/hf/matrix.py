@@ -178,31 +178,33 @@ def _scaled(given: Mapping[str, Any], kind: str) -> dict[str, Any]:
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
-HEAD = """# Which model is extended by which method
+HEAD = """# Which model works with which method, and which score does it have?
 
-Every causal family of transformers with rotary positions, as a tiny model with random weights made
-from its default configuration ({version}). ● is served: on that model the method has an effect, has
-none where its values mean none, decodes with a cache as it reads at once, equals transformers' own
-`yarn` and `linear` where the family has them, and is undone to the last bit. A number is a refusal,
-and its reason stands below. {served}
+The first table answers the first question for every causal family of transformers with rotary
+positions; [the second](#scores) names the score of each layer. Both come from tiny models with
+random weights, made from a family's default configuration ({version}). A real model may have
+another configuration: `normattn extend MODEL` and `normattn score MODEL` check the model itself.
 
-A real model of the family may have another configuration: `extend` asks the model itself.
-`python scripts/family_matrix.py` makes this page; tests make a part of it anew.
+## Methods
+
+● works: the method has an effect, cached decoding matches, agrees with transformers' own `yarn` and
+`linear` where the family has them, and removes exactly. A number is a reason [below](#reasons).
 
 """
+SCORES = "## Scores"
+"""Where the part of the page begins that `score_page` makes."""
 
 
 def page(rows: Mapping[str, Mapping[str, str]], version: str) -> str:
-    """The page of the matrix."""
+    """The part of the page that holds the matrix."""
     reasons: list[str] = []
+    counts = [str(sum(row[name] == SERVED for row in rows.values())) for name in METHODS]
     lines = ["| family | " + " | ".join(METHODS) + " |", "| --- " * (len(METHODS) + 1) + "|"]
+    lines.append(f"| **of {len(rows)}** | {' | '.join(counts)} |")
     for family in sorted(rows):
         lines.append(f"| {family} | {' | '.join(_cells(rows[family], reasons))} |")
-    counts = {name: sum(row[name] == SERVED for row in rows.values()) for name in METHODS}
-    told = ", ".join(f"{name} {count}" for name, count in counts.items())
-    served = f"Served of {len(rows)}: {told}."
     below = [f"{number}. {reason}" for number, reason in enumerate(reasons, 1)]
-    head = HEAD.format(version=f"transformers {version}", served=served)
+    head = HEAD.format(version=f"transformers {version}")
     return head + "\n".join([*lines, "", "## Reasons", "", *below, ""])
 
 
@@ -223,11 +225,12 @@ def read_page(path: Path = PAGE) -> dict[str, dict[str, str]]:
     """The rows of the page as it stands."""
     lines = path.read_text(encoding="utf-8").splitlines()
     start = lines.index("## Reasons")
-    reasons = [line.partition(". ")[2] for line in lines[start + 2 :]]
+    reasons = [line.partition(". ")[2] for line in lines[start + 2 : lines.index(SCORES) - 1]]
+    total = next(line.split("|")[1].strip() for line in lines if line.startswith("| **of "))
     rows = {}
     for line in lines[:start]:
         cells = [each.strip() for each in line.strip("|").split("|")]
-        if len(cells) == len(METHODS) + 1 and cells[0] not in ("family", "---"):
+        if len(cells) == len(METHODS) + 1 and cells[0] not in ("family", "---", total):
             answers = [SERVED if each == "●" else reasons[int(each) - 1] for each in cells[1:]]
             rows[cells[0]] = dict(zip(METHODS, answers, strict=True))
     return rows

@@ -4,31 +4,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-
-import transformers
 
 from normattn import InputError, score_of
 from normattn.hf.score_of import AGREES, LayerScore
 
+from .matrix import SCORES
 from .tiny import build
 
-PAGE = Path(__file__).parents[2] / "docs" / "family-scores.md"
-HEAD = """# Which model has which score
+HEAD = """{mark}
 
-The score of every layer of every causal family of transformers with rotary positions, read off a
-tiny model with random weights made from its default configuration ({version}): what a layer's
-projections give and what reaches its attention tell the normalisation, the rotation and the scale,
-and `attention` with that score is within 1e-5 of the layer's own. Sizes (windows, trained lengths)
-are the tiny model's. Of {families} families, {read} are read in every layer; for the others the row
-says what is missing, and the score that the layer has but for that. What stands in brackets behind
-a score is no part of it: which keys the layer's own mask shows to a query or what it adds to their
-scores, by the text. That mask is then the `attn_mask` of `attention`, which is held against the
-layer with it.
+A family's projections and what reaches its attention determine normalisation, rotation and scale.
+`attention` with the named score is within 1e-5 of the layer's own. Of {families} families, {read}
+are identified in every layer; the others say what is missing. Sizes (windows, training lengths) are
+the tiny model's. In parentheses: keys that the layer's own mask selects by the text. That mask is
+then the `attn_mask` of `attention`.
 
-A real model of the family may have another configuration: `normattn score MODEL` reads its own.
-`python scripts/family_scores.py` makes this page, and a test makes it again.
-[Which model is extended by which method](families.md).
+`python scripts/family_scores.py` makes this table, `python scripts/family_matrix.py` the other.
 
 """
 
@@ -62,9 +53,9 @@ def is_read(said: Sequence[str]) -> bool:
 
 
 def page(rows: Mapping[str, Sequence[str]]) -> str:
-    """The page of all families."""
+    """The part of the page that holds the scores of all families."""
     head = HEAD.format(
-        version=f"transformers {transformers.__version__}",
+        mark=SCORES,
         families=len(rows),
         read=sum(is_read(said) for said in rows.values()),
     )

@@ -1,0 +1,320 @@
+"""The tables of numbers in docs/, made from what results/ holds.
+
+    python scripts/result_tables.py
+
+A page marks a place with `<!-- table: NAME -->` and `<!-- end -->`; NAME is a key of `TABLES`. The
+tests compare every page with what this makes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+ROOT = Path(__file__).parents[1]
+MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+Row = Mapping[str, Any]
+Cell = Callable[[Row], str]
+
+READINGS = ("", "-NTK", "-YaRN", "-ReRoPE")
+KEYNORM = ("Baseline", "KNA", "Baseline-SlidingWindow", "Baseline-StreamingLLM")
+EIGHT = tuple(
+    f"{name}{logn}" for name in ("Baseline", "QNA", "KNA", "CosA") for logn in ("", "-logn")
+)
+CONTROLS = (*KEYNORM[2:], "KNA-NoPE", "Baseline-ALiBi", "Baseline-HWFA")
+BLOCKS = {
+    "the preset as it is": "gated attention unit under DeepNorm",
+    "multi-head attention and SwiGLU": "multi-head attention, SwiGLU",
+    "multi-head attention and SwiGLU + PreLN": "the same under PreLN",
+    "multi-head attention and SwiGLU + PreLN + a third of the steps": "… a third of the steps",
+    "multi-head attention and SwiGLU + PreLN + half of the steps": "… half of the steps",
+    "multi-head attention and SwiGLU + PreLN + half of the steps + one head": "… one head of 128",
+    "PreLN": "gated attention unit under PreLN",
+    "four times the training length": "trained at 512 tokens",
+}
+WORDS = {
+    "as it is ": "",
+    "natural text": "held-out text",
+    "tiled text": "repeated text",
+    "the last segment after the longest context": "the same final tokens after the longest context",
+    "from L to the longest context": "from the training length to the longest context",
+    "by its first tokens and a window": "with StreamingLLM",
+    "L/4": "a quarter of the training length",
+}
+
+
+@cache
+def published(folder: str) -> dict[str, Any]:
+    """What a folder of results says."""
+    return dict(json.loads((ROOT / "results" / folder / "table.json").read_text("utf-8")))
+
+
+def rows(folder: str, table: str = "table") -> dict[str, Row]:
+    """The rows of one of its tables by name."""
+    return {row["row"]: row for row in published(folder)["tables"][table]}
+
+
+def number(value: float, digits: int = 1, sign: bool = False) -> str:
+    """A number with a true minus."""
+    return f"{value:{'+' if sign else ''}.{digits}f}".replace("-", "−")
+
+
+def plain(key: str, digits: int = 1, sign: bool = False) -> Cell:
+    """The value of one measurement."""
+
+    def cell(row: Row) -> str:
+        found = row.get(key)
+        if found is None or isinstance(found, str):
+            return found or "–"
+        return number(found["value"], digits, sign)
+
+    return cell
+
+
+def interval(key: str, digits: int = 1, sign: bool = False) -> Cell:
+    """The value with the ends of its 95 % interval."""
+
+    def cell(row: Row) -> str:
+        found = row.get(key)
+        if not isinstance(found, dict):
+            return "–"
+        value, low, high = (number(found[part], digits, sign) for part in ("value", "low", "high"))
+        return f"{value} [{low}, {high}]"
+
+    return cell
+
+
+def lines(header: Sequence[str], body: Iterable[Sequence[str]]) -> str:
+    """A table of Markdown, its first column on the left."""
+    rule = ["---", *("---:" for _ in header[1:])]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, rule, *body))
+
+
+def table(
+    folder: str,
+    columns: Mapping[str, Cell],
+    names: Mapping[str, str] | Sequence[str] | None = None,
+    head: str = "trained as",
+    source: str = "table",
+) -> str:
+    """Some rows of a published table, with other names where `names` gives them."""
+    known = rows(folder, source)
+    names = list(known) if names is None else names
+    shown = names if isinstance(names, Mapping) else {name: f"`{name}`" for name in names}
+    body = [
+        [label, *(cell(known[name]) for cell in columns.values())] for name, label in shown.items()
+    ]
+    return lines([head, *columns], body)
+
+
+def changes(folder: str, names: Sequence[str]) -> str:
+    """Accuracy of every score, and its change from L to 8 L unmodified and with each method."""
+    known = rows(folder)
+    body = []
+    for name in names:
+        own = known[name]
+        methods = [known.get(f"{name}{method}") for method in READINGS[1:]]
+        body.append(
+            [
+                f"`{name}`",
+                *(cell(own) for cell in (interval("train"), plain("repeated_seen"))),
+                plain("non_repeated")(own),
+                interval("change", sign=True)(own),
+                *("–" if row is None else plain("change", sign=True)(row) for row in methods),
+            ]
+        )
+    header = ["trained as", "at L", "repeated, seen, 8 L", "held-out, 8 L", "change, unmodified"]
+    return lines([*header, "NTK", "YaRN", "ReRoPE"], body)
+
+
+def verdicts() -> str:
+    """Every claim about KNA in the three architectures, its words those of the documentation."""
+    folders = ("keynorm-workstation-onehead", "keynorm-workstation-mha", "keynorm-workstation")
+    claims = [{claim["claim"]: claim for claim in published(each)["claims"]} for each in folders]
+    body = []
+    for sentence in claims[0]:
+        told = sentence
+        for old, new in WORDS.items():
+            told = told.replace(old, new)
+        told = told.replace("KNA", "`KNA`").replace("Baseline", "`Baseline`")
+        body.append([told, *(_verdict(own.get(sentence)) for own in claims)])
+    return lines(["claim", "one head of 128", "four heads of 32", "gated unit"], body)
+
+
+def _verdict(claim: Row | None) -> str:
+    if claim is None:
+        return "–"
+    found = claim["verdict"]
+    word = f"**{found}**" if found == "contradicted" else found
+    return f"{word}, {interval('difference', sign=True)(claim)}"
+
+
+def copying() -> str:
+    """Accuracy on repeated tokens by the length of what repeats: the distance to copy from."""
+    shown = {
+        ("KNA", ""): "`KNA`, unmodified",
+        ("Baseline", "StreamingLLM"): "`Baseline` with StreamingLLM",
+        ("Baseline", ""): "`Baseline`, unmodified",
+        ("KNA", "YaRN"): "`KNA` with YaRN",
+        ("Baseline", "YaRN"): "`Baseline` with YaRN",
+    }
+    path = ROOT / "results" / "keynorm-workstation-onehead" / "measurements.parquet"
+    seen = pl.read_parquet(path).filter(
+        (pl.col("protocol") == "repeated") & (pl.col("statistic") == "accuracy_seen"),
+        pl.col("of") > 0,
+    )
+    by_run = ("row", "method", "seed")
+    # The first bin of 32 positions in which a token was seen before ends at the segment's length.
+    units = seen.group_by(*by_run, "unit").agg(
+        (pl.col("bin").min() + 32).alias("segment"), pl.col("sum", "of").sum()
+    )
+    runs = units.group_by(*by_run, "segment").agg(pl.col("sum").sum() / pl.col("of").sum() * 100)
+    means = runs.group_by("row", "method", "segment").agg(pl.col("sum").mean())
+    found = {(row, method, segment): value for row, method, segment, value in means.iter_rows()}
+    segments = (64, 128, 256, 512)
+    body = [
+        [label, *(number(found[(*key, each)]) for each in segments)] for key, label in shown.items()
+    ]
+    return lines(["distance to copy from, in tokens", *(str(each - 1) for each in segments)], body)
+
+
+def sweep() -> str:
+    """The learning-rate sweep: the lowest loss of each score, and what its highest rate does."""
+    found: dict[str, list[Row]] = {}
+    for name, row in rows("qknorm-laptop", "rates").items():
+        found.setdefault(name.split(" ×")[0], []).append({**row, "rate": name.split(" ×")[1]})
+    body = []
+    for name, rates in found.items():
+        best = min(rates, key=lambda row: row["loss"]["value"])
+        last = rates[-1]
+        logit = last["largest_logit"]["value"]
+        body.append(
+            [
+                f"`{name}`",
+                f"{number(best['loss']['value'], 2)} at ×{best['rate']}",
+                number(last["loss"]["value"], 2),
+                f"{logit:,.0f}",
+            ]
+        )
+    return lines(["score", "lowest loss", "loss at ×32", "largest logit at ×32"], body)
+
+
+def depths() -> str:
+    """Masked language models: accuracy of every placement at both depths."""
+    found: dict[str, dict[str, Row]] = {}
+    for row in published("realformer-workstation")["tables"]["table"]:
+        found.setdefault(row["row"], {})[row["size"]] = row
+    cell = interval("accuracy")
+    body = [
+        [f"`{name}`", *(cell(sizes.get(size, {})) for size in ("four", "twelve"))]
+        for name, sizes in found.items()
+    ]
+    return lines(["accuracy, %", "4 layers", "12 layers"], body)
+
+
+CHANGE = {
+    "at L": interval("KNA_at_l"),
+    "`KNA` copies, %": plain("KNA_copies"),
+    "change of `KNA`": interval("KNA_change", sign=True),
+    "change of `Baseline`": plain("Baseline_change", sign=True),
+    "effect": interval("effect", sign=True),
+}
+BLEU = {
+    "BLEU": plain("bleu"),
+    "against `Baseline`": interval("change_bleu", sign=True),
+    "loss against `Baseline`, nats": interval("change_loss", 3, sign=True),
+}
+IMAGES = {
+    "accuracy, %": interval("accuracy"),
+    "against `Baseline`": interval("change_accuracy", sign=True),
+    "largest logit": plain("largest_logit", 0),
+}
+NORMS = {
+    "micro F1, %": interval("micro_f1", 2),
+    "macro F1, %": interval("macro_f1", 2),
+    "time of a step, ms": interval("step_ms", 0),
+}
+LOSSES = {"at 8k": plain("loss_8192", 3), "at 16k": plain("loss_16384", 3)}
+METHODS = {
+    "as is": "unmodified",
+    **{
+        name: f"`{name}`"
+        for name in ("SelfExtend-logn+", "YaRN", "YaRN-logn+", "ReRoPE-logn+", "ReRoPE")
+    },
+    **{name: f"`{name}`" for name in ("DynamicNTK", "NTK", "PI")},
+}
+SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1"
+TEXTS = {
+    f"{SMOLLM2}, {text}.txt: {method}": f"{told}, {'unmodified' if method == 'as is' else method}"
+    for text, told in {"wikitext-2": "WikiText-2", "tiny-shakespeare": "tiny Shakespeare"}.items()
+    for method in ("as is", "YaRN")
+}
+CLAMPED = {
+    "last tokens alone": interval("accuracy_alone"),
+    "after 8 L": interval("accuracy_as_is"),
+    "after 8 L, distances clamped": interval("accuracy_clamped"),
+}
+OUTSIDE = {
+    "far pairs outside the trained range, %": interval("far_outside"),
+    "attention on them, %": interval("far_attention"),
+}
+TABLES: dict[str, Callable[[], str]] = {
+    "verdicts": verdicts,
+    "copying": copying,
+    "onehead": partial(changes, "keynorm-workstation-onehead", KEYNORM),
+    "mha": partial(changes, "keynorm-workstation-mha", KEYNORM),
+    "gau": partial(changes, "keynorm-workstation", (*EIGHT, *CONTROLS)),
+    "block": partial(table, "factors-workstation", CHANGE, BLOCKS, "architecture"),
+    "mechanism": partial(table, "mechanism-workstation", CLAMPED, KEYNORM[:2], source="clamped"),
+    "logn": partial(
+        table,
+        "keynorm-workstation",
+        {"unmodified": interval("change", sign=True)},
+        [f"{name}{logn}" for name in ("Baseline", "KNA", "CosA") for logn in ("", "-logn")],
+    ),
+    "cosines": partial(table, "mechanism-workstation", OUTSIDE, KEYNORM[:2], source="distances"),
+    "multi30k": partial(table, "qknorm-multi30k", BLEU, head="score"),
+    "translation": partial(table, "qknorm-laptop", BLEU, head="score"),
+    "sweep": sweep,
+    "images": partial(
+        table,
+        "qknorm-laptop",
+        IMAGES,
+        {f"{name} ×16": f"`{name}`" for name in ("Baseline", "QKLayerNorm", "QKRMSNorm", "KNA")},
+        "score",
+        "vision",
+    ),
+    "depths": depths,
+    "norms": partial(table, "rmsnorm-laptop", NORMS, head="norm"),
+    "smollm2": partial(table, "extend-smollm2", LOSSES, METHODS, "method"),
+    "gallery": partial(
+        table,
+        "gallery",
+        {"at 8k": interval("loss_1", 3), "at 16k": interval("loss_2", 3)},
+        TEXTS,
+        "text and method",
+    ),
+}
+
+
+def remade(page: str) -> str:
+    """The page with every marked table made again."""
+    return MARKED.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}\n{found[3]}", page)
+
+
+def main() -> None:
+    """Write the tables into the pages."""
+    for path in sorted((ROOT / "docs").glob("*.md")):
+        page = path.read_text("utf-8")
+        if (new := remade(page)) != page:
+            path.write_text(new, "utf-8")
+
+
+if __name__ == "__main__":
+    main()
