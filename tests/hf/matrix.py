@@ -187,8 +187,9 @@ another configuration: `normattn extend MODEL` and `normattn score MODEL` check 
 
 ## Methods
 
-● works: the method has an effect, cached decoding matches, agrees with transformers' own `yarn` and
-`linear` where the family has them, and removes exactly. A number is a reason [below](#reasons).
+● works: the method has an effect, gives the same logits with a cache, agrees with transformers' own
+`yarn` and `linear` where the family has them, and is undone exactly. A number is a reason
+[below](#reasons).
 
 """
 SCORES = "## Scores"
