@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from normattn.lab.report.charts import png
-from normattn.lab.report.figure import Curves
+from normattn.lab.report.figures import Curves
 from normattn.lab.report.page import context
 from normattn.lab.stats import measurements
 from normattn.lab.studies import find

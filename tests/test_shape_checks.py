@@ -134,24 +134,17 @@ def adding(more: Tensor) -> Wrapped:
     return checked
 
 
-def test_a_nested_function_is_checked_in_each_definition() -> None:
+def test_a_nested_function_is_checked_in_each_definition_and_let_go() -> None:
     before = len(shape_checks._made)
-    for value in (1.0, 2.0, 3.0):
-        add = adding(torch.full((2, 2), value))
-        assert torch.equal(add(SQUARE), torch.full((2, 2), 2 * value))
-        assert torch.equal(add(SQUARE, twice=SQUARE), torch.full((2, 2), value))
+    for value in (1.0, 2.0):
+        more = torch.full((2, 2), value)
+        add = adding(more)
+        assert torch.equal(add(SQUARE), 2 * more)
         with pytest.raises(TypeCheckError):
             add(SQUARE[0])
-        with pytest.raises(TypeCheckError):
-            adding(torch.zeros(2, 1))(WIDE)
     assert len(shape_checks._made) == before + 1
-
-
-def test_what_a_nested_function_closes_over_is_let_go() -> None:
-    more = torch.zeros(2, 2)
     gone = weakref.ref(more)
-    adding(more)(SQUARE)
-    del more
+    del more, add
     gc.collect()
     assert gone() is None
 

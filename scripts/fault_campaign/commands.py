@@ -84,9 +84,9 @@ def make_setting(folder: Path, foreign: bool = True) -> Setting:
     setting.preset.write_text(PRESET.format(corpus=corpus))
     os.environ["NORMATTN_CACHE"] = str(folder / "cache")
     # What is imported here, forked processes need not import: they begin within milliseconds.
-    for name in ("training_run", "evaluation_run", "exporting", "generation", "inspection"):
+    for name in ("train", "evaluate", "export", "generate", "inspect"):
         importlib.import_module(f"normattn.cli.{name}")
-    for name in ("normattn.cli.app", "normattn.lab.studies.keynorm", "matplotlib.pyplot"):
+    for name in ("normattn.cli.app", "normattn.lab.studies.keynorm", "altair"):
         importlib.import_module(name)
     for arguments in (
         ("train", "--preset", setting.preset, "--score", "KNA", "--out", setting.run),
@@ -102,7 +102,7 @@ def _make_llama(setting: Setting) -> None:
     import torch
     import transformers
 
-    from normattn.cli.exported_tokeniser import as_transformers
+    from normattn.cli.export import as_transformers
 
     torch.manual_seed(0)
     config = transformers.LlamaConfig(

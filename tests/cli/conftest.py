@@ -78,6 +78,12 @@ def command(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Command:
     return run
 
 
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports without images, which take most of their time; other tests draw them."""
+    monkeypatch.setattr("normattn.lab.report.charts.png", lambda figure: b"not drawn here")
+
+
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of a few texts."""

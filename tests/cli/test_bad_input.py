@@ -17,6 +17,16 @@ def leftovers(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
+def refused(command: Command, folder: Path, expected: list[str], *arguments: object) -> None:
+    """Exit code 2 and a sentence that has these words; nothing in the folder changes."""
+    before = leftovers(folder)
+    said = command(*arguments)
+    assert said.code == 2
+    for part in expected:
+        assert part in said.sentence
+    assert leftovers(folder) == before
+
+
 @pytest.mark.parametrize(
     ("score", "expected"),
     [
@@ -32,11 +42,8 @@ def leftovers(folder: Path) -> list[str]:
 def test_scores(
     command: Command, tiny: Path, tmp_path: Path, score: str, expected: list[str]
 ) -> None:
-    said = command("train", "--preset", tiny, "--score", score, "--out", tmp_path / "run")
-    assert said.code == 2
-    for part in expected:
-        assert part in said.sentence
-    assert leftovers(tmp_path) == []
+    train = ("train", "--preset", tiny, "--out", tmp_path / "run")
+    refused(command, tmp_path, expected, *train, "--score", score)
 
 
 @pytest.mark.parametrize(
@@ -78,11 +85,8 @@ def test_scores(
 def test_options(
     command: Command, tiny: Path, tmp_path: Path, options: list[str], expected: list[str]
 ) -> None:
-    said = command("train", "--preset", tiny, "--out", tmp_path / "run", *options)
-    assert said.code == 2
-    for part in expected:
-        assert part in said.sentence
-    assert leftovers(tmp_path) == []
+    train = ("train", "--preset", tiny, "--out", tmp_path / "run")
+    refused(command, tmp_path, expected, *train, *options)
 
 
 @pytest.mark.parametrize(
@@ -101,39 +105,19 @@ def test_corpora(
 ) -> None:
     corpus = tmp_path / name
     corpus.write_bytes(content)
-    said = command("train", "--preset", tiny, "--corpus", corpus, "--out", tmp_path / "run")
-    assert said.code == 2
-    for part in expected:
-        assert part in said.sentence
-    assert leftovers(tmp_path) == [name]
+    train = ("train", "--preset", tiny, "--out", tmp_path / "run")
+    refused(command, tmp_path, expected, *train, "--corpus", corpus)
 
 
-def test_a_missing_corpus(command: Command, tiny: Path, tmp_path: Path) -> None:
-    said = command(
-        "train", "--preset", tiny, "--corpus", tmp_path / "gone", "--out", tmp_path / "r"
-    )
-    assert said.code == 2
-    assert "gone" in said.sentence
-    assert leftovers(tmp_path) == []
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
-def test_an_unreadable_corpus(command: Command, tiny: Path, tmp_path: Path) -> None:
-    corpus = tmp_path / "secret.txt"
-    corpus.write_text("text " * 1000)
-    corpus.chmod(0)
-    said = command("train", "--preset", tiny, "--corpus", corpus, "--out", tmp_path / "run")
-    assert said.code == 2
-    assert "secret.txt" in said.sentence
-
-
-def test_an_empty_folder(command: Command, tiny: Path, tmp_path: Path) -> None:
+def test_corpora_that_are_not_there(command: Command, tiny: Path, tmp_path: Path) -> None:
+    train = ("train", "--preset", tiny, "--out", tmp_path / "run")
     (tmp_path / "texts").mkdir()
-    said = command(
-        "train", "--preset", tiny, "--corpus", tmp_path / "texts", "--out", tmp_path / "run"
-    )
-    assert said.code == 2
-    assert "texts" in said.sentence
+    for name in ("gone", "texts"):
+        refused(command, tmp_path, [name], *train, "--corpus", tmp_path / name)
+    if os.geteuid():  # root reads everything
+        (tmp_path / "secret.txt").write_text("text " * 1000)
+        (tmp_path / "secret.txt").chmod(0)
+        refused(command, tmp_path, ["secret.txt"], *train, "--corpus", tmp_path / "secret.txt")
 
 
 @pytest.mark.parametrize(
@@ -151,11 +135,8 @@ def test_configurations(
     command: Command, tiny: Path, tmp_path: Path, name: str, content: str, expected: list[str]
 ) -> None:
     (tmp_path / name).write_text(content)
-    said = command("train", tmp_path / name, "--preset", tiny, "--out", tmp_path / "run")
-    assert said.code == 2
-    for part in expected:
-        assert part in said.sentence
-    assert leftovers(tmp_path) == [name]
+    train = ("train", tmp_path / name, "--preset", tiny, "--out", tmp_path / "run")
+    refused(command, tmp_path, expected, *train)
 
 
 @pytest.mark.parametrize("name", ["train", "reproduce"])
@@ -168,68 +149,43 @@ def test_presets_without_a_model(
     (tmp_path / "own.toml").write_text(f'summary = "own"\n[training]\nsteps = 3\n{model}\n')
     study = ["keynorm"] if name == "reproduce" else []
     preset = tmp_path / "own.toml"
-    said = command(name, *study, "--preset", preset, "--out", tmp_path / "run")
-    assert said.code == 2
-    assert f"training: model must be a group of settings, as dim and layers; {expected}" in (
-        said.sentence
-    )
-    assert leftovers(tmp_path) == ["own.toml"]
+    words = ["training: model must be a group of settings, as dim and layers", expected]
+    refused(command, tmp_path, words, name, *study, "--preset", preset, "--out", tmp_path / "run")
 
 
-def test_a_missing_configuration(command: Command, tmp_path: Path) -> None:
-    said = command("train", tmp_path / "gone.toml", "--out", tmp_path / "run")
-    assert said.code == 2
-    assert "gone.toml" in said.sentence
-
-
-def test_a_directory_of_another_run(command: Command, tiny: Path, trained: Path) -> None:
-    before = leftovers(trained)
-    said = command("train", "--preset", tiny, "--score", "QNA", "--out", trained)
-    assert said.code == 2
-    for part in ("model.score", "QNA", "KNA", str(trained)):
-        assert part in said.sentence
-    assert leftovers(trained) == before
-
-
-def test_a_directory_of_other_files(command: Command, tiny: Path, tmp_path: Path) -> None:
+def test_places_that_are_taken(command: Command, tiny: Path, trained: Path, tmp_path: Path) -> None:
+    train = ("train", "--preset", tiny, "--out")
     (tmp_path / "thesis.tex").write_text("dear")
-    said = command("train", "--preset", tiny, "--out", tmp_path)
-    assert said.code == 2
-    assert "thesis.tex" in said.sentence
-    assert leftovers(tmp_path) == ["thesis.tex"]
+    refused(command, tmp_path, ["thesis.tex"], *train, tmp_path)
+    refused(
+        command, tmp_path, [str(tmp_path / "thesis.tex")], *train, tmp_path / "thesis.tex" / "x"
+    )
+    refused(command, tmp_path, ["gone.toml"], "train", tmp_path / "gone.toml", "--out", tmp_path)
+    other = ["model.score", "QNA", "KNA", str(trained)]
+    refused(command, trained, other, *train, trained, "--score", "QNA")
 
 
-def test_a_damaged_run(command: Command, tiny: Path, trained: Path, tmp_path: Path) -> None:
+def test_damaged_runs(command: Command, tiny: Path, trained: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
+    train = ("train", "--preset", tiny, "--score", "KNA", "--out", run)
     shutil.copytree(trained, run)
-    (run / "config.json").write_text('{"format": 1')
-    said = command("train", "--preset", tiny, "--score", "KNA", "--out", run)
-    assert said.code == 2
-    assert "config.json is damaged" in said.sentence
-
-
-def test_a_damaged_model(command: Command, trained: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(trained, run)
-    weights = run / "model" / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-40])
-    said = command("evaluate", run)
-    assert said.code == 2
-    assert "model.safetensors is damaged" in said.sentence
-
-
-def test_every_checkpoint_damaged(
-    command: Command, tiny: Path, trained: Path, tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(trained, run)
-    (run / "status.json").unlink()
     for file in run.glob("checkpoints/*/tensors.safetensors"):
         file.write_bytes(b"nothing")
-    said = command("train", "--preset", tiny, "--score", "KNA", "--out", run)
+    status = (run / "status.json").read_text()
+    (run / "status.json").unlink()
+    said = command(*train)
     assert said.code == 2
     assert "is damaged" in said.err
     assert "every checkpoint" in said.err.splitlines()[-1]
+    stopped = {**json.loads(status), "state": "interrupted", "step": 2}
+    (run / "status.json").write_text(json.dumps(stopped))
+    refused(command, run, ["interrupted at step 2"], "evaluate", run)
+    (run / "status.json").write_text(status)
+    weights = run / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-40])
+    refused(command, run, ["model.safetensors is damaged"], "evaluate", run)
+    (run / "config.json").write_text('{"format": 1')
+    refused(command, run, ["config.json is damaged"], *train)
 
 
 @pytest.mark.parametrize(
@@ -254,33 +210,13 @@ def test_every_checkpoint_damaged(
 def test_evaluations(
     command: Command, trained: Path, options: list[str], expected: list[str]
 ) -> None:
-    before = leftovers(trained)
-    said = command("evaluate", trained, *options)
-    assert said.code == 2
-    for part in expected:
-        assert part in said.sentence
-    assert leftovers(trained) == before
+    refused(command, trained, expected, "evaluate", trained, *options)
 
 
-def test_evaluating_what_is_no_run(command: Command, tmp_path: Path) -> None:
-    assert "no config.json" in command("evaluate", tmp_path).sentence
-
-
-def test_evaluating_an_unfinished_run(command: Command, trained: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(trained, run)
-    status = json.loads((run / "status.json").read_text())
-    (run / "status.json").write_text(json.dumps({**status, "state": "interrupted", "step": 2}))
-    said = command("evaluate", run)
-    assert said.code == 2
-    assert "interrupted at step 2" in said.sentence
-
-
-def test_reporting_nothing(command: Command, tmp_path: Path) -> None:
-    said = command("report", tmp_path)
-    assert said.code == 2
-    assert "normattn evaluate" in said.sentence
-    assert "no directory" in command("report", tmp_path / "gone").sentence
+def test_folders_without_runs(command: Command, tmp_path: Path) -> None:
+    refused(command, tmp_path, ["no config.json"], "evaluate", tmp_path)
+    refused(command, tmp_path, ["normattn evaluate"], "report", tmp_path)
+    refused(command, tmp_path, ["no directory"], "report", tmp_path / "gone")
 
 
 @pytest.mark.parametrize(
@@ -312,11 +248,8 @@ def test_reproductions(
     command: Command, tiny: Path, tmp_path: Path, options: list[str], expected: list[str]
 ) -> None:
     preset = [] if "--preset" in options else ["--preset", str(tiny)]
-    said = command("reproduce", "keynorm", *preset, "--out", tmp_path / "out", *options)
-    assert said.code == 2
-    for part in expected:
-        assert part in said.sentence
-    assert leftovers(tmp_path) == []
+    keynorm = ("reproduce", "keynorm", *preset, "--out", tmp_path / "out")
+    refused(command, tmp_path, expected, *keynorm, *options)
 
 
 def full(handle: int) -> None:
@@ -348,11 +281,8 @@ def test_no_space_left_for_the_tokens(
     corpus = tmp_path / "new.txt"
     corpus.write_text(" ".join(f"new{n * n % 97}" for n in range(2000)))
     monkeypatch.setattr(os, "fsync", full)
-    arguments = ("train", "--preset", tiny, "--corpus", corpus, "--out", tmp_path / "run")
-    said = command(*arguments)
-    assert said.code == 2
-    assert "no space left on the disk" in said.sentence
-    assert leftovers(tmp_path) == ["new.txt"]
+    train = ("train", "--preset", tiny, "--corpus", corpus, "--out", tmp_path / "run")
+    refused(command, tmp_path, ["no space left on the disk"], *train)
 
 
 def test_no_space_left_at_a_checkpoint(
@@ -360,17 +290,12 @@ def test_no_space_left_at_a_checkpoint(
 ) -> None:
     from normattn.lab.runs import Checkpoints
 
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     run = tmp_path / "run"
     arguments = ("train", "--preset", tiny, "--score", "QNA", "--out", run)
     with monkeypatch.context() as patch:
         save = Checkpoints.save
         patch.setattr(
-            Checkpoints,
-            "save",
-            lambda *given: (patch.setattr(os, "fsync", full), save(*given))[1],
+            Checkpoints, "save", lambda *given: (patch.setattr(os, "fsync", full), save(*given))[1]
         )
         said = command(*arguments)
     assert said.code == 2
@@ -378,10 +303,3 @@ def test_no_space_left_at_a_checkpoint(
     assert not list(run.glob("checkpoints/*"))
     # With room again, the same command resumes.
     assert command(*arguments).code == 0
-
-
-def test_a_place_that_cannot_be_written(command: Command, tiny: Path, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    said = command("train", "--preset", tiny, "--out", tmp_path / "file" / "run")
-    assert said.code == 2
-    assert str(tmp_path / "file") in said.sentence

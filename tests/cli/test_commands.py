@@ -15,22 +15,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import normattn
 from cli.conftest import Command
-from normattn.cli import values
+from normattn.cli import parsing
 from normattn.lab import studies
 from normattn.lab.sweep.config import merged
-from normattn.score.parts import base as registry
 from normattn.settings import typed
 
-
-def test_list_tells_every_part(command: Command, listed: dict[str, dict[str, Any]]) -> None:
-    assert list(listed) == list(registry.parts())
-    for part in listed.values():
-        words = {"name", "slot", "when", "summary", "equation", "source"}
-        assert words < part.keys()
-        assert all(part[word] for word in words), part
-    shown = command("list").out
-    assert all(name in shown for name in listed)
+pytestmark = pytest.mark.usefixtures("undrawn")
 
 
 @pytest.mark.parametrize(
@@ -44,6 +36,8 @@ def test_list_tells_every_part(command: Command, listed: dict[str, dict[str, Any
         ("extend",),
         ("verify",),
         ("list",),
+        ("inspect",),
+        ("demo",),
         *(("reproduce", study) for study in studies.names()),
     ],
 )
@@ -74,6 +68,7 @@ def test_home_is_meant_by_a_tilde_behind_an_equals_sign(
 def test_a_plan_says_first_what_the_corpus_needs(
     command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert command("--version").out.strip() == normattn.__version__
     said = command("train", "--plan", "--corpus", "python-packages-2026")
     assert re.match(r"the corpus python-packages-2026 is \d+ pinned packages, .*MB", said.out)
     monkeypatch.setitem(sys.modules, "datasketch", None)
@@ -92,12 +87,6 @@ def test_a_short_run_warms_up_for_its_share(command: Command, tmp_path: Path) ->
     refused = command("train", "--steps", 45, "--set", "schedule.warmup_steps=50", *place)
     assert refused.code == 2
     assert "warmup_steps is 50" in refused.err
-
-
-def test_version(command: Command) -> None:
-    import normattn
-
-    assert command("--version").out.strip() == normattn.__version__
 
 
 def test_train_evaluate_report(command: Command, trained: Path, tmp_path: Path) -> None:
@@ -136,10 +125,9 @@ def test_train_evaluate_report(command: Command, trained: Path, tmp_path: Path) 
 
 
 def test_a_page_among_its_runs_does_not_stand_for_them(
-    command: Command, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: Command, trained: Path, tmp_path: Path
 ) -> None:
     """What was measured since is on the next page, and no page is measured itself."""
-    monkeypatch.setattr("normattn.lab.report.charts.png", lambda figure: b"not drawn here")
     run = tmp_path / "runs" / "kna"
     shutil.copytree(trained, run, ignore=shutil.ignore_patterns("evaluations"))
     evaluate = ("evaluate", run, "--protocols", "train-length", "--multiples", "1,2")
@@ -166,15 +154,13 @@ def test_lengths_are_multiples_in_tokens(command: Command, trained: Path) -> Non
     assert command(*arguments, "--multiples", "1,2").out == in_tokens.out
 
 
-def test_a_finished_run_is_not_trained_again(command: Command, tiny: Path, trained: Path) -> None:
+def test_a_finished_run_and_its_own_configuration(
+    command: Command, tiny: Path, trained: Path, tmp_path: Path
+) -> None:
+    """The run is not trained again; its config.json trains its twin."""
     before = (trained / "model" / "model.safetensors").stat().st_mtime_ns
     assert command("train", "--preset", tiny, "--score", "KNA", "--out", trained).code == 0
     assert (trained / "model" / "model.safetensors").stat().st_mtime_ns == before
-
-
-def test_a_run_s_own_configuration_trains_it_again(
-    command: Command, tiny: Path, trained: Path, tmp_path: Path
-) -> None:
     config = trained / "config.json"
     assert command("train", config, "--preset", tiny, "--out", tmp_path / "twin").code == 0
     for name in ("config.json", "metrics.jsonl", "model/model.safetensors"):
@@ -225,7 +211,7 @@ def test_another_block_alone_is_enough(
     [("3", (0, 1, 2)), ("1", (0,)), ("7,9", (7, 9)), ("7,", (7,))],
 )
 def test_seeds(text: str, expected: tuple[int, ...]) -> None:
-    assert values.seeds(text) == expected
+    assert parsing.seeds(text) == expected
 
 
 @pytest.mark.parametrize(
@@ -242,7 +228,7 @@ def test_seeds(text: str, expected: tuple[int, ...]) -> None:
     ],
 )
 def test_assignments(text: str, value: object) -> None:
-    assert values.assignments([f"a.b={text}"]) == {"a.b": value}
+    assert parsing.assignments([f"a.b={text}"]) == {"a.b": value}
 
 
 WHOLE = st.integers(-(1 << 63), (1 << 63) - 1)
@@ -252,7 +238,7 @@ WITHOUT_NONE = st.booleans() | WHOLE | REAL | st.text()
 
 @given(st.none() | WITHOUT_NONE | st.lists(WITHOUT_NONE | st.lists(WITHOUT_NONE), max_size=4))
 def test_a_setting_is_typed_as_it_is_read(value: Any) -> None:
-    assert values.assignments(typed("a.b", value)) == {"a.b": value}
+    assert parsing.assignments(typed("a.b", value)) == {"a.b": value}
 
 
 def test_a_group_is_typed_setting_by_setting() -> None:
@@ -264,7 +250,7 @@ def test_a_group_is_typed_setting_by_setting() -> None:
         "model.betas=[0.9, 0.95]",
         'model.rows=[{"n" = "5"}]',
     ]
-    assert merged({"model": {}}, values.assignments(said)) == {"model": group}
+    assert merged({"model": {}}, parsing.assignments(said)) == {"model": group}
 
 
 def test_layers_of_settings() -> None:

@@ -104,55 +104,50 @@ def test_a_corpus_that_changed_since_the_training(
     assert command(name, run, *options).code == 0
 
 
-def test_a_study_without_its_settings(command: Command, tmp_path: Path) -> None:
-    (tmp_path / "study" / "jobs").mkdir(parents=True)
-    found = command("report", tmp_path / "study", "--out", tmp_path / "page")
-    assert f"{tmp_path / 'study' / 'config.json'} is gone" in found.sentence
-
-
-def test_results_of_a_cell_whose_settings_are_gone(command: Command, tmp_path: Path) -> None:
-    (tmp_path / "study" / "cells" / "KNA" / "seed0").mkdir(parents=True)
-    (tmp_path / "study" / "jobs" / "KNA" / "seed0").mkdir(parents=True)
+def _study(folder: Path, cell: object = None) -> Path:
+    """The directory of a study with one run; `cell` are the settings of that, if there are any."""
+    (folder / "cells" / "KNA" / "seed0").mkdir(parents=True)
+    job = folder / "jobs" / "KNA" / "seed0"
+    job.mkdir(parents=True)
+    if cell is not None:
+        (job / "cell.json").write_text(json.dumps(cell))
     stored = {"format": 1, "kind": "keynorm", "config": {}}
-    (tmp_path / "study" / "config.json").write_text(json.dumps(stored))
-    found = command("report", tmp_path / "study", "--out", tmp_path / "page")
-    assert f"{tmp_path / 'study/jobs/KNA/seed0/cell.json'} is gone" in found.sentence
+    (folder / "config.json").write_text(json.dumps(stored))
+    return job / "cell.json"
 
 
 @pytest.mark.parametrize(
-    "fields",
+    ("cell", "words"),
     [
-        {"variant": "['KNA']", "seed": 0},
-        {"variant": ["KNA"], "seed": 0},
-        {"variant": "KNA", "seed": ["0"]},
-        {"variant": "KNA", "seed": 1},
-        {"variant": "KNA", "seed": False},
-        {"variant": "KNA", "seed": 0, "row": ["KNA"]},
-        {"seed": 0},
+        (None, "is gone"),
+        *(
+            ({"study": "keynorm", **fields}, "is damaged")
+            for fields in (
+                {"variant": "['KNA']", "seed": 0},
+                {"variant": ["KNA"], "seed": 0},
+                {"variant": "KNA", "seed": ["0"]},
+                {"variant": "KNA", "seed": 1},
+                {"variant": "KNA", "seed": False},
+                {"variant": "KNA", "seed": 0, "row": ["KNA"]},
+                {"seed": 0},
+            )
+        ),
+        *(
+            ({"study": study, "variant": "KNA", "seed": 0}, "")
+            for study in (None, ["keynorm"], "keynarm", "./gone.py")
+        ),
     ],
 )
-def test_settings_of_a_cell_that_are_not_those_of_its_place(
-    command: Command, tmp_path: Path, fields: dict[str, object]
+def test_settings_of_a_study_s_run(
+    command: Command, tmp_path: Path, cell: object, words: str
 ) -> None:
-    (tmp_path / "study" / "cells" / "KNA" / "seed0").mkdir(parents=True)
-    job = tmp_path / "study" / "jobs" / "KNA" / "seed0"
-    job.mkdir(parents=True)
-    (job / "cell.json").write_text(json.dumps({"study": "keynorm", **fields}))
-    stored = {"format": 1, "kind": "keynorm", "config": {}}
-    (tmp_path / "study" / "config.json").write_text(json.dumps(stored))
+    file = _study(tmp_path / "study", cell)
     found = command("report", tmp_path / "study", "--out", tmp_path / "page")
-    assert f"{job / 'cell.json'} is damaged" in found.sentence
+    assert f"{file} {words}".strip() in found.sentence
 
 
-@pytest.mark.parametrize("study", [None, ["keynorm"], "keynarm", "./gone.py"])
-def test_settings_of_a_cell_that_name_no_study(
-    command: Command, tmp_path: Path, study: object
-) -> None:
-    (tmp_path / "study" / "cells" / "KNA" / "seed0").mkdir(parents=True)
-    job = tmp_path / "study" / "jobs" / "KNA" / "seed0"
-    job.mkdir(parents=True)
-    (job / "cell.json").write_text(json.dumps({"study": study, "variant": "KNA", "seed": 0}))
-    stored = {"format": 1, "kind": "keynorm", "config": {}}
-    (tmp_path / "study" / "config.json").write_text(json.dumps(stored))
+def test_a_study_without_its_settings(command: Command, tmp_path: Path) -> None:
+    _study(tmp_path / "study")
+    (tmp_path / "study" / "config.json").unlink()
     found = command("report", tmp_path / "study", "--out", tmp_path / "page")
-    assert str(job / "cell.json") in found.sentence
+    assert f"{tmp_path / 'study' / 'config.json'} is gone" in found.sentence

@@ -14,6 +14,8 @@ from normattn.lab.data.retrieval_facts import TASKS
 from normattn.lab.studies.methods import left_out, post_hoc_methods
 from normattn.score import ScoreSpec
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 
 @pytest.fixture
 def run(trained: Path, tmp_path: Path) -> Path:

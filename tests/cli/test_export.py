@@ -20,7 +20,8 @@ from transformers import (
 
 import normattn.hf  # noqa: F401 (makes our models known)
 from cli.conftest import Command
-from normattn.cli.exporting import export_run
+from normattn.cli.export import export_run
+from normattn.cli.options import Export
 from normattn.errors import InputError
 from normattn.lab.data.relations import prepare_relations
 from normattn.lab.data.tokeniser import SEPARATOR, Tokeniser
@@ -71,7 +72,7 @@ def test_model_tokeniser_and_card(command: Command, unread: Path, tmp_path: Path
     card = (out / "README.md").read_text("utf-8")
     data = vars(huggingface_hub.ModelCard(card).data)
     assert (data["license"], data["library_name"]) == ("apache-2.0", "transformers")
-    for needed in ("KNA", "4 steps", "trained to read 8 tokens", "## Evaluation", "apache-2.0"):
+    for needed in ("KNA", "4 steps", "training length 8 tokens", "## Evaluation", "apache-2.0"):
         assert needed in card
     assert str(tmp_path.parent) not in card
     linked = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", card)
@@ -122,7 +123,7 @@ def test_a_masked_model_has_its_mask(trained: Path, tmp_path: Path) -> None:
     run = _run(tmp_path / "run", "masked-lm", config.model_dump(mode="json"))
     save_model(MaskedLM(model), run / "model")
     tokeniser.save(run / "tokeniser.json")
-    export_run(run, tmp_path / "out")
+    export_run(Export(run=run, out=tmp_path / "out"))
     theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert theirs.mask_token_id == model.mask_id
     ids = theirs("word1 <|mask|>", return_tensors="pt")
@@ -151,7 +152,7 @@ def test_a_classifier_reads_texts_as_in_training(tmp_path: Path) -> None:
         }
     )
     train_classifier(config, tmp_path / "run", show_progress=False)
-    export_run(tmp_path / "run", tmp_path / "out")
+    export_run(Export(run=tmp_path / "run", out=tmp_path / "out"))
     data = prepare_relations(config.data)
     tokeniser: Any = AutoTokenizer.from_pretrained(tmp_path / "out")
     texts = ["for line in Lines: open(line)", "[PAD] é 中文 \t x", "a " * 20]
@@ -168,7 +169,7 @@ def test_a_classifier_reads_texts_as_in_training(tmp_path: Path) -> None:
     assert theirs.config.id2label == {0: "r0", 1: "r1"}
     (tmp_path / "run" / "vocab.txt").unlink()
     with pytest.raises(InputError, match=r"vocab\.txt"):
-        export_run(tmp_path / "run", tmp_path / "again")
+        export_run(Export(run=tmp_path / "run", out=tmp_path / "again"))
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def copied(trained: Path, place: Path, *frames: pl.DataFrame, **settings: Any) -
 
 
 def of_runs(runs: list[Path]) -> pl.DataFrame:
-    return report_runs.of_runs([(None, run) for run in runs])
+    return report_runs.measured_of_runs([(None, run) for run in runs])
 
 
 def test_runs_of_one_row_are_its_seeds(trained: Path, tmp_path: Path) -> None:
@@ -65,11 +65,11 @@ def test_other_trainings_need_labels(trained: Path, tmp_path: Path) -> None:
     other = copied(trained, tmp_path / "other", read(1), seed=1, steps=5, model__dim=32)
     with pytest.raises(InputError, match=r"row KNA, but model\.dim is 16 .* 32 .* LABEL=RUN"):
         of_runs([one, other])
-    named = report_runs.of_runs([("narrow", one), ("wide", other)])
+    named = report_runs.measured_of_runs([("narrow", one), ("wide", other)])
     assert named["row"].unique().sort().to_list() == ["narrow", "wide"]
     # A label does not make one row of two trainings.
     with pytest.raises(InputError, match=r"row both, but model\.dim"):
-        report_runs.of_runs([("both", one), ("both", other)])
+        report_runs.measured_of_runs([("both", one), ("both", other)])
 
 
 def test_a_label_stands_before_a_run(command: Command, trained: Path, tmp_path: Path) -> None:

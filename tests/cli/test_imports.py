@@ -29,7 +29,7 @@ def command(*arguments: str) -> str:
 
 def test_help_waits_for_no_library() -> None:
     held = imported("\n".join((command("--help"), command("train", "--help"))))
-    assert "normattn.cli.options.train" in held
+    assert "normattn.cli.options" in held
     assert not held & {"torch", "numpy", *SLOW}
 
 

@@ -15,6 +15,7 @@ from normattn.lab.stats import measurements
 from normattn.lab.training import TrainingConfig, train_causal
 from normattn.lab.training.init_from import Continuation
 
+pytestmark = pytest.mark.usefixtures("undrawn")
 SHARES = ("beyond_share", "angle_share")
 
 
@@ -155,13 +156,6 @@ def test_runs_that_cannot_be_looked_into(command: Command, trained: Path, tmp_pa
     status = json.loads((other / "status.json").read_text())
     (other / "status.json").write_text(json.dumps({**status, "state": "running"}))
     assert "only a finished run can be looked into" in command("inspect", other).sentence
-
-
-def test_help_teaches(command: Command) -> None:
-    said = command("inspect", "--help")
-    assert said.code == 0
-    for words in ("entropy", "--attention", "inspect_every=50", "beyond L"):
-        assert words in said.out
 
 
 def test_half_precision_on_a_named_device(command: Command, trained: Path, tmp_path: Path) -> None:

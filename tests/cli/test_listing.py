@@ -18,6 +18,7 @@ from normattn.score.parts import parts
 def test_the_json_of_every_part(listed: dict[str, dict[str, Any]]) -> None:
     assert list(listed) == list(parts())
     for name, part in listed.items():
+        assert all(part[word] for word in ("name", "slot", "when", "summary", "equation", "source"))
         assert part["attention"] in ("causal", "bidirectional", "either")
         assert set(part["kernels"]) == {"cpu float32", "cpu bfloat16", "cuda bfloat16"}
         kernels = {each for said in part["kernels"].values() for each in said.split(", ")}
@@ -69,7 +70,7 @@ def test_an_entry_tells_the_same(command: Command, listed: dict[str, dict[str, A
     assert "causal attention only" in shown
     names = "ALiBi, CoPE, FIRE, FoX, KERPLELog, KERPLEPower"
     assert f"only with RoPE named as well: {names}" in command("list", "YaRN").out
-    served = command("list", "Baseline").out.partition("served by ")[2]
+    served = command("list", "Baseline").out.partition("runs on ")[2]
     for place, kernel in listed["Baseline"]["kernels"].items():
         assert place in served
         assert kernel in served

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from normattn.lab.report.context import PageContext
-from normattn.lab.report.markdown import page_json, page_markdown
-from normattn.lab.report.page import context
+from normattn.lab.report.output import page_json, page_markdown
+from normattn.lab.report.page import PageContext, context
 from normattn.lab.stats import measurements
 from normattn.lab.studies import find
 

@@ -5,25 +5,20 @@ from __future__ import annotations
 import functools
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 
+from cli.conftest import Command
 from normattn import InputError
-from normattn.cli import harness_text
-from normattn.cli.app import main
-from normattn.cli.harness import NormattnLM
-from normattn.cli.harness_command import TASKS
-from normattn.cli.harness_text import retrieval_documents, segment_documents
-from normattn.lab.data.corpora import Document
+from normattn.cli.harness import TASKS, NormattnLM
+from normattn.cli.harness_tasks import retrieval_documents, segment_documents
 from normattn.lab.data.retrieval_facts import TASKS as RETRIEVAL
-from normattn.lab.data.splits import split_of
 from normattn.lab.data.tokeniser import Tokeniser
 
-from .expected import by_hand, logits_of
+from .conftest import by_hand, logits_of
 
 
 @pytest.mark.parametrize("task", RETRIEVAL)
@@ -43,34 +38,18 @@ def test_retrieval_can_be_solved_from_its_text(run: Path, task: str) -> None:
         assert each["length"] - 8 <= size <= each["length"] + 8
 
 
-def test_own_text_is_held_out_as_the_run_divided_it(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    files = [Document(f"{g}/{n}", f"file {n} of {g}", str(g)) for g in range(30) for n in range(3)]
-    corpus = SimpleNamespace(documents=lambda most: files)
-    monkeypatch.setattr(harness_text, "parse_corpus", lambda address: corpus)
-    share = (0, 0.3, 0.1)
-    tokeniser = Tokeniser.load(run / "tokeniser.json")
-    tested = vars(harness_text)["_tokens"](tokeniser, "grouped", None, share, join=False).test
-    groups = [str(g) for g in range(30) if split_of(str(g), *share) == "test"]
-    assert 3 <= len(groups) <= 20
-    assert tested.names == [f"{g}/{n}" for g in groups for n in range(3)]
-
-
-def test_the_last_segment_stays_the_same(llama: Path, run: Path) -> None:
-    text = str(run.parent / "texts")
-    named = {"pretrained": str(llama), "lengths": [64, 128], "samples": 3, "text": text}
+def test_the_last_segment_stays_the_same(llama: Path, corpus: Path) -> None:
+    named = {"pretrained": str(llama), "lengths": [64, 128], "samples": 3, "text": str(corpus)}
     documents = segment_documents(named)
-    short, long = documents[:3], documents[3:]
-    for one, other in zip(short, long, strict=True):
+    for one, other in zip(documents[:3], documents[3:], strict=True):
         assert (one["length"], other["length"]) == (64, 128)
         assert one["pieces"] == other["pieces"]
         assert other["context"].endswith(one["context"])
         assert len(other["context"]) > len(one["context"])
     # Longer than any document: only when they are put together.
     with pytest.raises(InputError, match="no document of the test split"):
-        segment_documents({**named, "lengths": [2048]})
-    assert segment_documents({**named, "lengths": [2048], "join": True, "samples": 1})
+        segment_documents({**named, "lengths": [4096]})
+    assert segment_documents({**named, "lengths": [4096], "join": True, "samples": 1})
 
 
 @pytest.mark.parametrize(
@@ -78,7 +57,8 @@ def test_the_last_segment_stays_the_same(llama: Path, run: Path) -> None:
     [
         ({}, "the tasks count tokens"),
         ({"run": "RUN", "length": [64]}, "did you mean 'lengths'"),
-        ({"run": "RUN", "lengths": "64,128"}, "expected numbers of tokens"),
+        ({"run": "RUN", "lengths": "64,128"}, "metadata lengths"),
+        ({"run": "RUN", "lengths": [1, 128]}, "metadata lengths"),
         ({"run": "RUN", "lengths": [96, 100]}, "in whole segments of 48 tokens, got 100"),
         ({"run": "RUN", "samples": 0}, "samples is 0"),
         ({"run": "RUN", "seed": -1}, "seed is -1"),
@@ -94,13 +74,11 @@ def test_metadata_that_cannot_be(run: Path, metadata: dict[str, Any], expected: 
 
 
 def test_the_tasks_run_without_a_network(
-    named: dict[str, Any], run: Path, monkeypatch: pytest.MonkeyPatch
+    named: dict[str, Any], corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    settings = {"lengths": [96, 192], "samples": 1, "text": str(run.parent / "texts")}
-    manager = TaskManager(
-        include_path=str(TASKS), include_defaults=False, metadata={**named, **settings}
-    )
+    metadata = {**named, "lengths": [96, 192], "samples": 1, "text": str(corpus)}
+    manager = TaskManager(include_path=str(TASKS), include_defaults=False, metadata=metadata)
     found = simple_evaluate(
         "normattn", model_args=named, tasks=["normattn"], task_manager=manager, limit=2
     )
@@ -108,37 +86,25 @@ def test_the_tasks_run_without_a_network(
     assert results["normattn_passkey"]["acc_96_depth_25,none"] in (0.0, 1.0)
     assert set(results) >= {f"normattn_{task}" for task in RETRIEVAL}
     loss = results["normattn_last_segment"]["loss_96,none"]
-    samples = found["samples"]["normattn_last_segment"]
-    scored = by_hand(
-        logits_of({**named, "dtype": "float32"}),
-        NormattnLM(**named).tok_encode("".join(samples[0]["arguments"][0])),
-        48,
-    )
+    text = "".join(found["samples"]["normattn_last_segment"][0]["arguments"][0])
+    tokens = NormattnLM(**named).tok_encode(text)
+    scored = by_hand(logits_of({**named, "dtype": "float32"}), tokens, 48)
     assert loss == pytest.approx(-scored[0] / 48, abs=1e-4)
 
 
-def said(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    capfd.readouterr()
-    with pytest.raises(SystemExit) as ended:
-        main(["lm-eval", *arguments])
-    assert isinstance(ended.value.code, int)
-    return ended.value.code, *capfd.readouterr()
-
-
-def test_the_command(
-    capfd: pytest.CaptureFixture[str], run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command(command: Command, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The harness has thousands of tasks of its own, which it would read first.
     ours = functools.partial(TaskManager, include_defaults=False)
     monkeypatch.setattr("lm_eval.tasks.TaskManager", ours)
-    code, out, _ = said(capfd, "--tasks-path")
-    assert code == 0
-    assert (Path(out.strip()) / "normattn.yaml").is_file()
-    assert said(capfd)[0] == 2
-    model = ("--model", "normattn", "--model_args", f"run={run}")
-    code, _, err = said(capfd, *model, "--tasks", "normattn_passky")
-    assert (code, err.splitlines()[-1]) == (2, "normattn: Tasks not found: normattn_passky")
+    said = command("lm-eval", "--tasks-path")
+    assert said.code == 0
+    assert (Path(said.out.strip()) / "normattn.yaml").is_file()
+    assert command("lm-eval").code == 2
+    model = ("lm-eval", "--model", "normattn", "--model_args", f"run={run}", "--tasks")
+    said = command(*model, "normattn_passky")
+    assert said.code == 2
+    assert said.err.splitlines()[-1] == "normattn: Tasks not found: normattn_passky"
     metadata = ("--metadata", '{"lengths": [96], "samples": 1}')
-    code, out, _ = said(capfd, *model, "--tasks", "normattn_last_segment", *metadata)
-    assert code == 0
-    assert "loss_96" in out
+    said = command(*model, "normattn_last_segment", *metadata)
+    assert said.code == 0
+    assert "loss_96" in said.out

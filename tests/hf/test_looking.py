@@ -19,7 +19,7 @@ from transformers.masking_utils import eager_mask
 import normattn
 from normattn import InputError
 from normattn.cli.app import main
-from normattn.cli.inspection_foreign import looking
+from normattn.cli.inspect import observing
 from normattn.lab.diagnostics.lines import read_diagnostics
 from normattn.lab.stats import measurements
 
@@ -115,7 +115,7 @@ def test_everything_is_what_matrices_say(family: str) -> None:
     model, ids = tiny.build(family, **more), _tokens()
     model.set_attn_implementation(attention)
     plain = _logits(model, ids)
-    with looking(model) as seen:
+    with observing(model) as seen:
         watched = _logits(model, ids)
     assert torch.equal(watched, plain)
     assert torch.equal(_logits(model, ids), plain)
@@ -132,11 +132,11 @@ def test_everything_is_what_matrices_say(family: str) -> None:
 
 def test_padding_is_left_out() -> None:
     model, ids = tiny.build("llama"), _tokens()
-    with looking(model) as whole, torch.no_grad():
+    with observing(model) as whole, torch.no_grad():
         model(input_ids=ids[:1], use_cache=False)
     padded = torch.cat((torch.zeros(1, 5, dtype=torch.long), ids[:1]), 1)
     real = torch.cat((torch.zeros(1, 5), torch.ones(1, COUNT)), 1).long()
-    with looking(model) as seen, torch.no_grad():
+    with observing(model) as seen, torch.no_grad():
         model(input_ids=padded, attention_mask=real, use_cache=False)
     for name, line in whole.lines().items():
         for field in ("entropy", "entropy_share", "largest", "q_norm", "k_norm"):
@@ -149,10 +149,10 @@ def test_an_extended_model(method: str) -> None:
     model, ids = tiny.build("llama"), _tokens(48)
     with normattn.extend(model, method):
         plain = _logits(model, ids)
-        with looking(model) as seen:
+        with observing(model) as seen:
             watched = _logits(model, ids)
         torch.testing.assert_close(watched, plain, rtol=1e-4, atol=1e-5)
-    with looking(model) as as_trained:
+    with observing(model) as as_trained:
         _logits(model, ids)
     for name, line in as_trained.lines().items():
         assert seen.lines()[name].largest != line.largest
@@ -174,14 +174,14 @@ class _Sizes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def test_no_matrix_of_all_pairs_is_made() -> None:
     model, count = tiny.build("llama", max_position_embeddings=4096), 2048
     mode: Any = _Sizes
-    with looking(model), mode() as sizes, torch.no_grad():
+    with observing(model), mode() as sizes, torch.no_grad():
         model.model(input_ids=_tokens(count, 1), use_cache=False)
     assert sizes.most < count * count
 
 
 def test_models_that_cannot_be_looked_into() -> None:
     model = tiny.build("gptj")
-    with pytest.raises(InputError, match="attention code of its own"), looking(model):
+    with pytest.raises(InputError, match="attention code of its own"), observing(model):
         _logits(model, _tokens())
 
 
@@ -198,14 +198,14 @@ def test_a_layer_that_computes_something_else(monkeypatch: pytest.MonkeyPatch) -
     model = tiny.build("llama")
     model.set_attn_implementation("eager")
     why = "LlamaAttention computes something else .* differs by 2.5e-01 of the largest"
-    with pytest.raises(InputError, match=why), looking(model):
+    with pytest.raises(InputError, match=why), observing(model):
         _logits(model, _tokens())
 
 
 def test_configurations_are_put_back_after_an_error() -> None:
     model = tiny.build("llama")
     before = [each.__dict__.get("config") for each in model.modules()]
-    with pytest.raises(RuntimeError, match="stop"), looking(model):
+    with pytest.raises(RuntimeError, match="stop"), observing(model):
         raise RuntimeError("stop")
     now = [each.__dict__.get("config") for each in model.modules()]
     assert all(one is other for one, other in zip(before, now, strict=True))

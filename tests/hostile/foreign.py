@@ -38,12 +38,11 @@ def write_model(folder: Path, shards: bool = False, **changed: Any) -> None:
     model: Any = transformers.LlamaForCausalLM(config)
     model.save_pretrained(folder, max_shard_size="20KB" if shards else "5GB")
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = Tokenizer(models.BPE(vocab={letter: n for n, letter in enumerate(letters)}, merges=[]))
+    made = Tokenizer(models.BPE({letter: n for n, letter in enumerate(letters)}, []))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     kind: Any = transformers.PreTrainedTokenizerFast
-    fast = kind(tokenizer_object=made)
-    fast.save_pretrained(folder)
+    kind(tokenizer_object=made).save_pretrained(folder)
 
 
 def copy_of(folder: Path, place: Path, damage: Damage) -> Path:
@@ -139,9 +138,6 @@ MODELS: dict[str, Damage] = {
     "tokeniser deep": written("tokenizer.json", b"[" * 100_000),
     "tokeniser pickled": pickled("tokenizer.json"),
 }
-SHARDED: dict[str, Damage] = {
-    "index deep": written("model.safetensors.index.json", b"[" * 100_000),
-}
 
 
 def outside(target: str) -> Damage:
@@ -162,7 +158,8 @@ def lost_shard(folder: Path) -> None:
     sorted(folder.glob("model-*.safetensors"))[1].unlink()
 
 
-SHARDED |= {
+SHARDED: dict[str, Damage] = {
+    "index deep": written("model.safetensors.index.json", b"[" * 100_000),
     "index to the folder above": outside("../other/model.safetensors"),
     "shard missing": lost_shard,
 }

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import resource
 import struct
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,39 +16,18 @@ from normattn.hf import from_pretrained, load
 
 from .foreign import MODELS, SHARDED, Damage, configured, copy_of, cut, write_model, written
 
-MEMORY = 2 << 30
-"""What may be allocated beyond what is held when a test begins."""
-
-
-@pytest.fixture(autouse=True)
-def _little_memory() -> Iterator[None]:
-    held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (held + MEMORY, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_AS, before)
+pytestmark = pytest.mark.usefixtures("little_memory")
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "whole"
-    write_model(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "sharded"
-    write_model(folder, shards=True)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "packed"
-    folder.mkdir()
-    _write(folder / "tiny.gguf", [*map(chr, range(33, 97)), '!"'])
-    return folder
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A model in one file, in shards, and as a GGUF file."""
+    places = {name: tmp_path_factory.mktemp("models") / name for name in ("whole", "sharded")}
+    for name, folder in places.items():
+        write_model(folder, shards=name == "sharded")
+    packed = tmp_path_factory.mktemp("packed")
+    _write(packed / "tiny.gguf", [*map(chr, range(33, 97)), '!"'])
+    return {**places, "packed": packed}
 
 
 def _refused(place: Path, gguf: str | None = None) -> str:
@@ -63,14 +40,12 @@ def _refused(place: Path, gguf: str | None = None) -> str:
     return said
 
 
-@pytest.mark.parametrize("damage", MODELS)
-def test_a_damaged_model_is_refused_by_name(damage: str, whole: Path, tmp_path: Path) -> None:
-    _refused(copy_of(whole, tmp_path / "hostile-model", MODELS[damage]))
-
-
-@pytest.mark.parametrize("damage", SHARDED)
-def test_damaged_shards_are_refused_by_name(damage: str, sharded: Path, tmp_path: Path) -> None:
-    _refused(copy_of(sharded, tmp_path / "hostile-model", SHARDED[damage]))
+@pytest.mark.parametrize("damage", [*MODELS, *SHARDED])
+def test_a_damaged_model_is_refused_by_name(
+    damage: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    source = models["whole" if damage in MODELS else "sharded"]
+    _refused(copy_of(source, tmp_path / "hostile-model", {**MODELS, **SHARDED}[damage]))
 
 
 def _counts(tensors: int, values: int) -> Damage:
@@ -103,21 +78,23 @@ PACKED: dict[str, Damage] = {
 
 
 @pytest.mark.parametrize("damage", PACKED)
-def test_a_damaged_gguf_is_refused_by_name(damage: str, packed: Path, tmp_path: Path) -> None:
-    _refused(copy_of(packed, tmp_path / "hostile-model", PACKED[damage]), "tiny.gguf")
+def test_a_damaged_gguf_is_refused_by_name(
+    damage: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    _refused(copy_of(models["packed"], tmp_path / "hostile-model", PACKED[damage]), "tiny.gguf")
 
 
-def test_a_whole_model_is_read_from_either_form(whole: Path, sharded: Path, packed: Path) -> None:
-    for folder, name in ((whole, None), (sharded, None), (packed, "tiny.gguf")):
-        load(folder, name)
+def test_a_whole_model_is_read_from_every_form(models: dict[str, Path]) -> None:
+    for name, folder in models.items():
+        load(folder, "tiny.gguf" if name == "packed" else None)
 
 
 @pytest.mark.parametrize(
     "record", [{"method": 1, "train_length": 8}, {"method": "PI", "train_length": "8"}, 3]
 )
 def test_a_damaged_record_of_an_extension_is_refused(
-    record: object, whole: Path, tmp_path: Path
+    record: object, models: dict[str, Path], tmp_path: Path
 ) -> None:
-    place = copy_of(whole, tmp_path / "extended", configured(normattn=record))
+    place = copy_of(models["whole"], tmp_path / "extended", configured(normattn=record))
     with pytest.raises(InputError, match="extended"):
         from_pretrained(str(place))

@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import pickle
-import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +18,7 @@ from normattn.models import CausalLM, CausalLMConfig
 from normattn.models.pretrained import load_any, save_model
 from normattn.score import ScoreSpec
 
-MEMORY = 1 << 30
-
-
-@pytest.fixture(autouse=True)
-def _little_memory() -> Iterator[None]:
-    held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (held + MEMORY, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_AS, before)
+pytestmark = pytest.mark.usefixtures("little_memory")
 
 
 def _saved(place: Path, score: str = "QKRMSNorm") -> Path:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from normattn.lab.report.claim import Claim, Finding, Verdict
-from normattn.lab.report.context import PageContext
-from normattn.lab.report.figure import (
+from normattn.lab.report.claims import Claim, Finding, Verdict
+from normattn.lab.report.figures import (
     Curves,
     Density,
     DensityRow,
@@ -20,7 +19,8 @@ from normattn.lab.report.figure import (
     Panel,
     Point,
 )
-from normattn.lab.report.table import NOTHING, Cell, Column, Filled, Row, shown
+from normattn.lab.report.page import PageContext
+from normattn.lab.report.tables import NOTHING, Cell, Column, Filled, Row, shown
 from normattn.lab.stats import Estimate
 
 ROWS = tuple(name + end for name in ("Baseline", "QNA", "KNA", "CosA") for end in ("", "-logn"))

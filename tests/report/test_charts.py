@@ -11,35 +11,30 @@ from typing import Any
 
 import pytest
 
-from normattn.lab.report.charts import png, vega_lite
-from normattn.lab.report.figure import Curves, Figure, Line, Mark, Panel, Point
+from normattn.lab.report.charts import png, shortened, vega_lite
+from normattn.lab.report.figures import Curves, Figure, Line, Mark, Panel, Point
 
 from . import examples
 
 
-def data(chart: Any) -> Iterator[dict[str, Any]]:
+def parts(chart: Any) -> Iterator[dict[str, Any]]:
+    """Every object of a specification, the whole first."""
+    if isinstance(chart, dict):
+        yield chart
+        chart = list(chart.values())
+    for inner in chart if isinstance(chart, list) else ():
+        yield from parts(inner)
+
+
+def data(chart: Any) -> list[dict[str, Any]]:
     """Every data point of a specification."""
-    if isinstance(chart, dict):
-        values = chart.get("values")
-        if isinstance(values, list):
-            yield from (value for value in values if isinstance(value, dict))
-        for inner in chart.values():
-            yield from data(inner)
-    elif isinstance(chart, list):
-        for inner in chart:
-            yield from data(inner)
+    lists = (part["values"] for part in parts(chart) if isinstance(part.get("values"), list))
+    return [value for values in lists for value in values if isinstance(value, dict)]
 
 
-def scales(chart: Any, name: str) -> Iterator[Any]:
-    """The encoding channels of one name."""
-    if isinstance(chart, dict):
-        if isinstance(chart.get("encoding"), dict) and name in chart["encoding"]:
-            yield chart["encoding"][name]
-        for inner in chart.values():
-            yield from scales(inner, name)
-    elif isinstance(chart, list):
-        for inner in chart:
-            yield from scales(inner, name)
+def channel(chart: Any, name: str) -> Any:
+    """The first encoding channel of a name."""
+    return next(part[name] for part in parts(chart) if isinstance(part.get(name), dict))
 
 
 def one_panel(*points: Point, **options: Any) -> Curves:
@@ -59,11 +54,11 @@ def test_lines_hold_their_values_and_colours() -> None:
     chart = vega_lite(examples.position_curves())
     points = [point for point in data(chart) if point.get("line") == "CosA-logn"]
     assert {"line": "CosA-logn", "x": 504.0, "value": 22.1, "low": 20.6, "high": 23.6} in points
-    colour = next(scales(chart, "color"))["scale"]
+    colour = channel(chart, "color")["scale"]
     assert colour["domain"] == list(examples.ROWS)
     by_name = dict(zip(colour["domain"], colour["range"], strict=True))
     assert by_name["KNA"] == by_name["KNA-logn"] != by_name["QNA"]
-    dash = next(scales(chart, "strokeDash"))["scale"]["range"]
+    dash = channel(chart, "strokeDash")["scale"]["range"]
     assert dash[0] == [1, 0] != dash[1]
 
 
@@ -80,29 +75,41 @@ def test_a_plot_by_position_starts_at_a_quarter_of_the_training_length() -> None
     marks = (Mark(128.0, "L"),)
     far = one_panel(Point(1.0, 1.0), Point(1024.0, 2.0), marks=marks)
     near = one_panel(Point(1.0, 1.0), Point(128.0, 2.0), marks=marks)
-    assert next(scales(vega_lite(far), "x"))["scale"]["domainMin"] == 32.0
-    assert "domainMin" not in next(scales(vega_lite(near), "x"))["scale"]
+    assert channel(vega_lite(far), "x")["scale"]["domainMin"] == 32.0
+    assert "domainMin" not in channel(vega_lite(near), "x")["scale"]
 
 
 def test_a_wide_interval_does_not_stretch_the_axis() -> None:
     points = [Point(float(n), 1.0, 0.9, 1.1) for n in range(8)]
     wide = one_panel(*points, Point(8.0, 1.0, -100.0, 100.0))
-    low, high = next(scales(vega_lite(wide), "y"))["scale"]["domain"]
+    low, high = channel(vega_lite(wide), "y")["scale"]["domain"]
     assert -1 < low < 0.9
     assert 1.1 < high < 3
 
 
 def test_intervals_are_sorted_by_value() -> None:
     chart = vega_lite(examples.intervals())
-    order = next(scales(chart, "y"))["sort"]
+    order = channel(chart, "y")["sort"]
     values = {"Baseline": 0, "Baseline-logn": 1, "QNA": 2, "QNA-logn": 3, "KNA": 4, "KNA-logn": 5}
     known = [name for name in order if name in values]
     assert known == sorted(values, key=lambda name: -values[name])
 
 
+def test_four_lines_that_end_far_apart_are_highlighted() -> None:
+    chosen = next(part for part in parts(vega_lite(examples.position_curves())) if "select" in part)
+    ends = {line["line"] for line in chosen["value"]}
+    assert len(ends) == 4
+    assert {"Baseline", "CosA-logn"} <= ends
+
+
+def test_labels_are_shortened_to_what_differs() -> None:
+    assert shortened(["m, a: PI", "m, a: YaRN"]) == ("m, a", ("PI", "YaRN"))
+    assert shortened(["m, a: PI", "m, b: PI"]) == ("", ("m, a: PI", "m, b: PI"))
+
+
 def test_the_report_is_imported_without_altair() -> None:
     code = (
-        "import sys, normattn.lab.report.charts, normattn.lab.report.html;"
+        "import sys, normattn.lab.report.charts, normattn.lab.report.output;"
         "assert 'altair' not in sys.modules and 'vl_convert' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

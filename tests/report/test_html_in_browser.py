@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from normattn.lab.report.html import page_html
+from normattn.lab.report.output import page_html
 
 from . import examples
 

@@ -12,12 +12,11 @@ from scipy import stats
 
 from measure.make import counted
 from normattn.errors import InputError
-from normattn.lab.report.claim import Claim, Finding, decide, explained
-from normattn.lab.report.figure import Curves, Figure, Line, Panel, Point
-from normattn.lab.report.markdown import aligned, page_json, page_markdown, table_csv
-from normattn.lab.report.page import Page, context, write_page
-from normattn.lab.report.seeds import seeds_line
-from normattn.lab.report.table import NOTHING, Column, Row, Table, shown
+from normattn.lab.report.claims import Claim, Finding, decide
+from normattn.lab.report.figures import Curves, Figure, Line, Panel, Point
+from normattn.lab.report.output import page_json, page_markdown, write_page
+from normattn.lab.report.page import Page, context
+from normattn.lab.report.tables import NOTHING, Column, Row, Table, aligned, seeds_line, shown
 from normattn.lab.report.view import View
 from normattn.lab.stats import Bootstrap, Estimate, joined, measurements
 from normattn.lab.stats.metrics import accuracy
@@ -105,17 +104,6 @@ def test_simultaneous_intervals_are_bonferronis() -> None:
     assert (few.simultaneous, few.together) == (None, "–")
 
 
-def test_the_claims_say_how_they_are_meant() -> None:
-    view = View(made(5.0), SMALL)
-    plain, margin = (explained(decide([claim(margin=m)], view)) for m in (0.0, 1.0))
-    assert plain.startswith("1 claim, 1 of them tested. p is corrected")
-    few = explained(decide([claim()], View(made(5.0, seeds=2), SMALL)))
-    assert few.startswith("1 claim, 0 of them tested. “Confirmed”")
-    assert "p ≤ 0.05" in plain
-    assert "promises no loss" not in plain
-    assert "promises no loss" in margin
-
-
 def test_a_margin_moves_what_the_difference_is_held_against() -> None:
     # A hundred tokens a document: adding 5 points to every one moves the difference, not its error.
     moved = decide([claim()], View(made(5.0), SMALL))[0].difference
@@ -142,14 +130,11 @@ def test_a_margin_errs_no_more_often_than_it_says() -> None:
     assert wrong <= 12  # 5 of 200 expected; more than 12 by chance in 0.2 %
 
 
-def test_a_claim_that_cannot_be_tested_is_left_out() -> None:
-    nobody = ACCURACY.at(variant="nobody")
-    assert decide([Claim("x", nobody, "y", "z")], View(made(1.0), SMALL)) == []
-
-
-def test_a_decision_of_its_own() -> None:
+def test_claims_that_cannot_be_tested_or_decide_for_themselves() -> None:
+    view = View(made(1.0), SMALL)
+    assert decide([Claim("x", ACCURACY.at(variant="nobody"), "y", "z")], view) == []
     exact = Claim("x", source="y", test=lambda view: Estimate(3.0, p=0.01), sign=1)
-    assert decide([exact], View(made(1.0), SMALL))[0].verdict == "confirmed"
+    assert decide([exact], view)[0].verdict == "confirmed"
 
 
 PAGE = Page(
@@ -199,7 +184,7 @@ def test_the_page_in_three_forms(tmp_path: Path) -> None:
     facts = json.loads(page_json(page))
     assert facts["claims"][0]["verdict"] == "confirmed"
     assert facts["tables"]["table"][0]["gap"] is None
-    assert table_csv(page.tables[0]).splitlines()[0] == (
+    assert page.tables[0].csv().splitlines()[0] == (
         "row,accuracy,accuracy_low,accuracy_high,gap,gap_low,gap_high"
     )
     write_page(page, measured, tmp_path / "a")
@@ -226,8 +211,8 @@ def test_a_model_that_was_not_read_is_no_seed_but_one_that_diverged_is(
     assert context(PAGE, joined([whole, trained.cast(last.schema)])).provenance["seeds"] == seeds
 
 
-def test_seeds_are_told_of_the_trainings_that_a_row_varies_in() -> None:
-    """One seed of a deeper model is not one of three; what alone decides it is named."""
+def test_seeds_are_of_the_trainings_that_a_row_varies_in() -> None:
+    """One seed of a deeper model is not one of three."""
 
     def trained(seeds: int, depth: str, rate: float) -> pl.DataFrame:
         whole = made(5.0, seeds=seeds).with_columns(
@@ -236,12 +221,10 @@ def test_seeds_are_told_of_the_trainings_that_a_row_varies_in() -> None:
         return joined([whole, whole.head(1).with_columns(protocol=pl.lit("training"))])
 
     three, two, one = trained(3, "2", 0.1), trained(3, "6", 0.2), trained(1, "12", 0.1)
-    said = seeds_line(joined([three, two, one]))
-    assert said.startswith("0, 1, 2 of A, B with depth 2, 6; 0 of A, B with depth 12. A row of ")
-    alike = seeds_line(joined([three, two]))
-    assert alike == "0, 1, 2 of A, B"
-    both = seeds_line(joined([three, two, one, trained(1, "6", 0.1)]))
-    assert "0 of A, B with depth 12 rate 0.1, depth 6 rate 0.1" in both
+    assert seeds_line(joined([three, two])) == "0, 1, 2 of A, B"
+    deep, shallow = "(depth 12 rate 0.1)", "(depth 2 rate 0.1, depth 6 rate 0.2)"
+    said = seeds_line(joined([three, two, one])).split(". ")[0]
+    assert said == f"0, 1, 2 of A {shallow}, B {shallow}; 0 of A {deep}, B {deep}"
 
 
 def test_nothing_measured_is_nothing_to_report() -> None:
@@ -249,13 +232,14 @@ def test_nothing_measured_is_nothing_to_report() -> None:
         context(PAGE, measurements.empty())
 
 
-def test_numbers_as_they_are_shown() -> None:
+def test_numbers_in_tables() -> None:
     found = Estimate(1234.5678, 1.0, 2.0)
     assert shown(found) == "1,234.6 [1.0, 2.0]"
     assert shown(found, 2, signed=True) == "+1,234.57 [+1.00, +2.00]"
     assert shown(found, interval=False) == "1,234.6"
     assert shown(Estimate(1.0)) == "1.0 [no interval]"
     assert shown(None) == "–"
+    assert aligned(["a", "b"], [["x|y", "1"]]).splitlines()[2] == "| x\\|y | 1 |"
 
 
 @pytest.mark.parametrize("value", [-0.0, -0.04, 0.04, -1e-12])
@@ -275,7 +259,3 @@ def test_what_rounds_to_zero_has_no_minus(value: float, digits: int, signed: boo
 def test_no_p_is_shown_as_zero(p: float | None, words: str) -> None:
     claim = Claim("A is above B")
     assert Finding(claim, Estimate(1.0), p, "confirmed").probability == words
-
-
-def test_a_markdown_table_escapes_its_bars() -> None:
-    assert aligned(["a", "b"], [["x|y", "1"]]).splitlines()[2] == "| x\\|y | 1 |"

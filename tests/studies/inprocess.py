@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from normattn.lab.report.markdown import page_json, page_markdown, table_csv
+from normattn.lab.report.output import page_json, page_markdown
 from normattn.lab.report.page import context
 from normattn.lab.stats import measurements
 from normattn.lab.studies.base import Study
@@ -49,7 +49,7 @@ def write(study: Study, out: Path) -> None:
     (page / "table.json").write_text(page_json(made))
     (page / "figures.txt").write_text("\n".join(map(repr, made.figures)))
     for table in made.tables:
-        (page / f"{table.key}.csv").write_text(table_csv(table))
+        (page / f"{table.key}.csv").write_text(table.csv())
 
 
 def run_killed(study: Study, sweep: Sweep, every: int, monkeypatch: pytest.MonkeyPatch) -> int:

@@ -8,7 +8,7 @@ import numpy as np
 import polars as pl
 import pytest
 
-from normattn.lab.report.figure import Intervals
+from normattn.lab.report.figures import Intervals
 from normattn.lab.report.page import context
 from normattn.lab.report.view import View
 from normattn.lab.stats import Identity, identified, joined, sums

@@ -90,7 +90,7 @@ def test_the_command_and_its_frame(
     with pytest.raises(SystemExit) as ended:
         main(["report", *places])
     assert ended.value.code == 2
-    assert "give the page of all its own --out" in capsys.readouterr().err
+    assert "its own --out" in capsys.readouterr().err
     assert Path(places[0], measurements.FILE).read_bytes() == before
     (tmp_path / "all" / "config.json").write_text('{"format": 1, "kind": "keynorm", "config": {}}')
     with pytest.raises(SystemExit) as ended:

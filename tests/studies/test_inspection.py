@@ -12,9 +12,9 @@ import torch
 
 from data.pairs_helpers import multi_layout
 from data.relation_files import write_relations
-from normattn.cli.inspection import inspect_run
-from normattn.cli.inspection_inputs import inputs_of
-from normattn.cli.options.inspect import InspectOptions
+from normattn.cli.inspect import inspect_model
+from normattn.cli.inspect_inputs import inputs_of
+from normattn.cli.options import Inspect
 from normattn.errors import InputError
 from normattn.lab.data.relations import prepare_relations
 from normattn.lab.diagnostics.attention import attention_weights
@@ -57,7 +57,7 @@ def classification(place: Path) -> ClassificationConfig:
 
 
 def look(run: Path, out: Path, **choices: Any) -> pl.DataFrame:
-    inspect_run(InspectOptions(run=run, out=out, **{**CHOICES, **choices}))
+    inspect_model(Inspect(run=run, out=out, **{**CHOICES, **choices}))
     names = {path.name for path in (out / "figures").iterdir()}
     assert "layers_entropy_share.png" in names
     assert any(name.startswith("attention") for name in names)
@@ -79,7 +79,7 @@ def test_a_translator(place: Path, translation: TranslationConfig, tmp_path: Pat
         *("decoder.0.mixer", "decoder.0.cross", "decoder.1.mixer", "decoder.1.cross"),
     ]
     model = load_any(run / "model")
-    found = inputs_of(translation, InspectOptions(run=run, windows=3), model)
+    found = inputs_of(translation, Inspect(run=run, windows=3), model)
     entropy: dict[str, list[torch.Tensor]] = {}
     for row in found.rows:
         for name, alpha in attention_weights(model, row, found.read, found.length).items():

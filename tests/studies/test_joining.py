@@ -14,7 +14,8 @@ import polars as pl
 import pytest
 
 from normattn.cli.app import main
-from normattn.cli.reporting import report
+from normattn.cli.options import Report
+from normattn.cli.report import report_folders
 from normattn.errors import InputError
 from normattn.lab.stats import measurements
 from normattn.lab.sweep.collect import refuse_changed_text
@@ -53,7 +54,7 @@ def _change(folder: Path, name: str, value: object) -> None:
 def _refused(places: list[Path], out: Path, why: str) -> None:
     before = sorted(out.rglob("*"))
     with pytest.raises(InputError, match=why):
-        report(places, out)
+        report_folders(Report(runs=[*map(str, places)], out=out))
     assert sorted(out.rglob("*")) == before
 
 
@@ -66,10 +67,10 @@ def test_seeds_apart_give_the_page_of_all(
     with pytest.raises(SystemExit) as ended:
         main(["report", *map(str, places), "--out", str(out)])
     assert ended.value.code == 0, capsys.readouterr()
-    for name in ("table.md", measurements.FILE, "config.json"):
+    for name in ("table.json", measurements.FILE, "config.json"):
         assert (out / name).read_bytes() == (WHOLE / name).read_bytes(), name
     before = (out / "table.md").read_bytes()
-    report([out], out)
+    report_folders(Report(runs=[*map(str, [out])], out=out))
     assert (out / "table.md").read_bytes() == before
 
 
@@ -82,7 +83,7 @@ def test_a_page_alone_takes_its_settings_and_sources_along(part: Part, tmp_path:
     place = part(tmp_path / "0", pl.col("seed") < 1)
     _trained_on(place, text="1.0")
     out = tmp_path / "out"
-    report([place], out)
+    report_folders(Report(runs=[*map(str, [place])], out=out))
     for name in ("config.json", "corpus.json"):
         assert json.loads((out / name).read_bytes()) == json.loads((place / name).read_bytes())
     _change(out, "seed", 8)
@@ -100,7 +101,7 @@ def test_one_text_under_two_addresses_is_one_corpus(part: Part, tmp_path: Path) 
     _refused(places, tmp_path / "out", "training.data.corpus is 'python-packages' in the first")
     for place in places:
         _trained_on(place, text="1.0")
-    report(places, tmp_path / "out")
+    report_folders(Report(runs=[*map(str, places)], out=tmp_path / "out"))
     assert json.loads((tmp_path / "out" / "corpus.json").read_text()) == {
         "fingerprints": ["7"],
         "sources": {"text": "1.0"},
@@ -122,7 +123,7 @@ def test_trainings_of_one_row_and_seed_are_told_by_what_they_vary_in(tmp_path: P
         shutil.copy(whole / "config.json", folder)
         measurements.write(folder / measurements.FILE, measured.filter(kept))
         places.append(folder)
-    report(places, tmp_path / "out")
+    report_folders(Report(runs=[*map(str, places)], out=tmp_path / "out"))
     rows = measurements.read(tmp_path / "out" / measurements.FILE)
     assert rows["factor.rate"].n_unique() == measured["factor.rate"].n_unique() > 3
     shutil.copytree(places[1], tmp_path / "again")
@@ -135,20 +136,20 @@ def test_the_page_of_all_says_every_command(part: Part, tmp_path: Path) -> None:
     _change(places[1], "asked", [])
     out = tmp_path / "all"
     for _ in range(2):
-        report(places, out)
+        report_folders(Report(runs=[*map(str, places)], out=out))
     command = "normattn reproduce rmsnorm --preset laptop"
     assert f"`{command} --seeds 1,2 && {command}`" in (out / "table.md").read_text()
 
 
 def test_a_cell_in_two_folders_is_refused(part: Part, tmp_path: Path) -> None:
     places = [part(tmp_path / "a", pl.col("seed") > 0), part(tmp_path / "b", pl.col("seed") < 2)]
-    _refused(places, tmp_path / "out", "a and .*b both hold LayerNorm.* seed 1; each cell")
+    _refused(places, tmp_path / "out", "a and .*b both hold LayerNorm.* seed 1")
 
 
 def test_other_settings_are_named(part: Part, tmp_path: Path) -> None:
     places = [part(tmp_path / "a", pl.col("seed") > 0), part(tmp_path / "b", pl.col("seed") < 1)]
     _change(places[1], "preset", "mine")
-    why = "b are not on one page: preset is 'laptop' in the first and 'mine' in the second"
+    why = "b .*: preset is 'laptop' in the first and 'mine' in the second"
     _refused(places, tmp_path / "out", why)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import polars as pl
 import pytest
 
-from normattn.lab.report.figure import Curves
+from normattn.lab.report.figures import Curves
 from normattn.lab.report.page import context
 from normattn.lab.report.view import View
 from normattn.lab.stats import Bootstrap, Identity, fact, identified, joined, sums

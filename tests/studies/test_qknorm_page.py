@@ -11,7 +11,7 @@ import numpy as np
 import polars as pl
 import pytest
 
-from normattn.lab.report.markdown import page_json, page_markdown
+from normattn.lab.report.output import page_json, page_markdown
 from normattn.lab.report.page import context
 from normattn.lab.report.view import View
 from normattn.lab.stats import Bootstrap, Identity, identified, joined, sums

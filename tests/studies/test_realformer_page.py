@@ -10,11 +10,10 @@ import polars as pl
 import pytest
 
 from normattn.errors import InputError
-from normattn.lab.report.claim import Finding
-from normattn.lab.report.context import PageContext
-from normattn.lab.report.figure import Grid
-from normattn.lab.report.page import context
-from normattn.lab.report.table import Filled
+from normattn.lab.report.claims import Finding
+from normattn.lab.report.figures import Grid
+from normattn.lab.report.page import PageContext, context
+from normattn.lab.report.tables import Filled
 from normattn.lab.report.view import View
 from normattn.lab.stats import Bootstrap, Identity, fact, identified, joined, sums
 from normattn.lab.studies.realformer import STUDY

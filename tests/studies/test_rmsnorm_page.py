@@ -11,10 +11,9 @@ import pytest
 
 from normattn.errors import InputError
 from normattn.lab.evaluation.classification import Predictions, document_sums
-from normattn.lab.report.claim import Finding
-from normattn.lab.report.context import PageContext
-from normattn.lab.report.page import context
-from normattn.lab.report.table import Cell
+from normattn.lab.report.claims import Finding
+from normattn.lab.report.page import PageContext, context
+from normattn.lab.report.tables import Cell
 from normattn.lab.stats import Bootstrap, Identity, fact, identified, joined, sums
 from normattn.lab.studies.rmsnorm import STUDY
 from normattn.lab.studies.rmsnorm_runs import timed

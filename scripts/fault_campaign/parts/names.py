@@ -30,8 +30,8 @@ def fuzzed(source: random.Random) -> str:
 
 def run(campaign: Campaign) -> Iterator[Count]:
     """Each name to one reader of names; a score that is one must survive its own text."""
-    from normattn.cli import values
-    from normattn.cli.extension_settings import parse_lengths, parse_methods
+    from normattn.cli import parsing
+    from normattn.cli.extend_settings import parse_lengths, parse_methods
     from normattn.errors import InputError
     from normattn.lab.data import parse_corpus
     from normattn.score import ScoreSpec
@@ -48,10 +48,10 @@ def run(campaign: Campaign) -> Iterator[Count]:
         parse_corpus,
         parse_lengths,
         parse_methods,
-        values.seeds,
-        lambda text: values.names(text, "--variants"),
-        lambda text: values.integers(text, "--multiples"),
-        lambda text: values.assignments([text, f"a.b={text}"]),
+        parsing.seeds,
+        lambda text: parsing.names(text, "--variants"),
+        lambda text: parsing.integers(text, "--multiples"),
+        lambda text: parsing.assignments([text, f"a.b={text}"]),
     )
     read = Count("a name is read, or refused by an InputError, within 20 s and with few words")
     source = campaign.random

@@ -18,8 +18,8 @@ STOPPED = 130
 IMPORTS = (
     *("typer", "numpy", "torch", "torch.nn", "pydantic", "normattn.cli.app"),
     *(
-        "normattn.cli.options.train",
-        "normattn.cli.training_run",
+        "normattn.cli.options",
+        "normattn.cli.train",
         "normattn.lab.training",
         "safetensors",
         "tokenizers",

@@ -1,47 +1,35 @@
-"""The `normattn` command: its sub-commands, and what every one of them does about errors."""
+"""The `normattn` command: its sub-commands, and its exit codes."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
-from normattn.cli import demo, reproduce
-from normattn.cli.asking import told
-from normattn.cli.checked import Commands
+from normattn.cli import model_options, options, reproduce
 from normattn.cli.failures import exit_code_of
-from normattn.cli.options import (
-    evaluate,
-    export,
-    extend,
-    generate,
-    inspect,
-    listing,
-    lm_eval,
-    report,
-    score,
-    train,
-    verify,
-)
+from normattn.cli.parsing import CheckedCommand, command_of
 from normattn.stopping import asked_to_stop
 
+HELP = "Train, extend and evaluate Transformers with different attention scores."
 EPILOG = """
 **Examples**
 
-`normattn demo` – two small models read past their training length: a collapse and its rescue
+`normattn demo` – two small models beyond their training length: a collapse and its rescue
 
-`normattn list` – every part a score can be made of; `normattn list YaRN` – all about one
+`normattn list` – every component of a score; `normattn list YaRN` – all about one
 
-`normattn reproduce keynorm` – train eight scores, read past the training length, tabulate
+`normattn reproduce keynorm` – train eight scores, evaluate them beyond the training length
 
 `normattn train --score KNA-logn --steps 500 --out runs/kna` – train one small model
 
-`normattn evaluate runs/kna --methods YaRN,ReRoPE` – what stretching does to it
+`normattn evaluate runs/kna --methods YaRN,ReRoPE` – evaluate it on longer text, by two methods
 
 `normattn extend ./my-model --text book.txt --lengths 8k,16k --out runs/extend` – an existing model
 
@@ -57,10 +45,25 @@ EPILOG = """
 
 `normattn report runs/kna runs/baseline --out runs/report` – compare runs in one table
 """
+COMMANDS: dict[str, tuple[type[Any], str]] = {
+    "demo": (options.Demo, "demo:run_demo"),
+    "list": (options.List, "listing:show_components"),
+    "train": (options.Train, "train:train_or_plan"),
+    "evaluate": (options.Evaluate, "evaluate:evaluate_run"),
+    "extend": (model_options.Extend, "extend:extend_model"),
+    "verify": (model_options.Verify, "score:verify_engine"),
+    "score": (model_options.Score, "score:name_scores"),
+    "generate": (options.Generate, "generate:generate_text"),
+    "export": (options.Export, "export:export_run"),
+    "inspect": (options.Inspect, "inspect:inspect_model"),
+    "report": (options.Report, "report:report_folders"),
+    "lm-eval": (model_options.LmEval, "harness:run_harness"),
+}
+"""The options of each command, and the function that runs it, which is imported when called."""
 
-app = Commands(
+app = typer.Typer(
     name="normattn",
-    help="The attention score as a value: train with it, stretch it, measure how far it reads.",
+    help=HELP,
     epilog=EPILOG,
     no_args_is_help=True,
     rich_markup_mode="markdown",
@@ -78,133 +81,47 @@ def _version(wanted: bool) -> bool:
     return wanted
 
 
-@app.callback()
+@app.callback(help=HELP)
 def _root(
     version: bool = typer.Option(
         False, "--version", callback=_version, is_eager=True, help="Print the version and exit."
     ),
 ) -> None:
-    """The attention score as a value: train with it, stretch it, measure how far it reads."""
+    pass
 
 
-def _command(name: str, epilog: str, **settings: Any) -> Callable[[Callable[[Any], Any]], Any]:
-    """Makes a command of a function that takes the dataclass of its options.
+def _add(name: str, kind: type[Any], target: str) -> None:
+    """Add a command; `--help` waits for no library, for the function is imported when called."""
+    module, _, function = target.partition(":")
 
-    The functions import what they do only when they are called: `--help` waits for no library.
-    """
-    return lambda work: app.command(name, epilog=epilog, **settings)(told(work))
+    def work(given: Any) -> int | None:
+        found: int | None = getattr(importlib.import_module(f"normattn.cli.{module}"), function)(
+            given
+        )
+        return found
 
-
-@_command("demo", demo.EPILOG)
-def _demo(options: demo.DemoOptions) -> None:
-    demo.run_demo(options)
-
-
-@_command("list", listing.EPILOG)
-def _list(options: listing.ListOptions) -> None:
-    from normattn.cli.listing import show_parts
-
-    show_parts(options.name, options.as_json)
-
-
-@_command("train", train.EPILOG)
-def _train(options: train.TrainOptions) -> None:
-    from normattn.cli.training_run import train_or_plan
-
-    train_or_plan(options)
+    # Arguments of lm-eval are the harness's own, which has its own checks.
+    foreign = kind is model_options.LmEval
+    app.command(
+        name,
+        epilog=kind.epilog,
+        cls=TyperCommand if foreign else CheckedCommand,
+        context_settings={"ignore_unknown_options": True} if foreign else None,
+    )(command_of(kind, work))
 
 
-@_command("evaluate", evaluate.EPILOG)
-def _evaluate(options: evaluate.EvaluateOptions) -> None:
-    from normattn.cli.evaluation_run import evaluate_run
-
-    evaluate_run(options)
-
-
-@_command("extend", extend.EPILOG)
-def _extend(options: extend.ExtendOptions) -> None:
-    if options.emit is not None:
-        from normattn.cli.emitting import emit_method
-
-        emit_method(options, options.emit)
-    else:
-        from normattn.cli.extending import extend_model
-
-        extend_model(options)
-
-
-@_command("verify", verify.EPILOG)
-def _verify(options: verify.VerifyOptions) -> int:
-    from normattn.cli.verifying import verify_told
-
-    return verify_told(options)
-
-
-@_command("score", score.EPILOG)
-def _score(options: score.ScoreOptions) -> int:
-    from normattn.cli.score_reading import read_score
-
-    return read_score(options.model, options.tokens, options.as_json)
-
-
-@_command("generate", generate.EPILOG)
-def _generate(options: generate.GenerateOptions) -> None:
-    from normattn.cli.generation import generate_run
-
-    generate_run(options)
-
-
-@_command("export", export.EPILOG)
-def _export(options: export.ExportOptions) -> None:
-    from normattn.cli.exporting import export_run
-
-    export_run(options.run, options.out, options.licence)
-
-
-@_command("inspect", inspect.EPILOG)
-def _inspect(options: inspect.InspectOptions) -> None:
-    from normattn.cli.inspection import inspect_run, is_foreign
-    from normattn.io import expanded
-
-    if is_foreign(expanded(options.run)):
-        from normattn.cli.inspection_foreign import inspect_foreign
-
-        inspect_foreign(options)
-    else:
-        inspect_run(options)
-
-
-@_command("report", report.EPILOG)
-def _report(options: report.ReportOptions) -> None:
-    from normattn.cli.reporting import report
-
-    report(options.runs, options.out, options.study)
-
-
-@_command(
-    "lm-eval",
-    lm_eval.EPILOG,
-    cls=TyperCommand,
-    context_settings={"ignore_unknown_options": True},
-)
-def _lm_eval(options: lm_eval.HarnessOptions) -> None:
-    from normattn.cli.harness_command import print_tasks_path, run_harness
-
-    if options.tasks_path:
-        print_tasks_path()
-    else:
-        run_harness(options.arguments or [])
-
-
+for _name, (_kind, _target) in COMMANDS.items():
+    _add(_name, _kind, _target)
 app.add_typer(reproduce.app, name="reproduce")
 
 
-Parent = Annotated[int, typer.Argument()]
-StudyName = Annotated[str, typer.Option("--study")]
-
-
-def _cell(directory: Path, study: StudyName, parent: Parent = 0) -> None:
-    """Train and evaluate the run in `directory`; stop when the process `parent` is gone."""
+@app.command("_cell", hidden=True, cls=CheckedCommand)
+def _cell(
+    directory: Path,
+    study: Annotated[str, typer.Option("--study")],
+    parent: Annotated[int, typer.Argument()] = 0,
+) -> None:
+    """Run the part of a sweep in `directory`; stop when the process `parent` is gone."""
     from normattn.lab.studies import errors_in, find_typed
     from normattn.lab.sweep.runner import run_child
 
@@ -215,14 +132,11 @@ def _cell(directory: Path, study: StudyName, parent: Parent = 0) -> None:
         raise typer.Exit(code)
 
 
-app.command("_cell", hidden=True)(_cell)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit: 0 done, 2 a mistake in the input, 3 diverged, 130 stopped.
 
     What is wrong with the input is one sentence on stderr; a traceback is always our own bug.
-    Signals are answered a floor below, by `normattn.stopping`.
+    Signals are handled by `normattn.stopping`.
     """
     code = 0
     try:
@@ -234,7 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         code = 1
     except (Exception, KeyboardInterrupt) as error:
         if asked_to_stop():
-            raise  # The guard in `__main__` answers for whatever a stop ended in.
+            raise  # `normattn.stopping` answers whatever error a stop ended in.
         known = exit_code_of(error)
         if known is None:
             raise

@@ -27,33 +27,18 @@ def exit_code_of(error: BaseException) -> int | None:
         for note in getattr(error, "__notes__", ()):
             warn(note)
         say(str(error))
-        return _code(error)
-    if (lacking := _memory_error_in(error)) is not None:
-        first = next(iter(str(lacking).splitlines()), "")
-        why = f" ({first})" if first else ""
-        say(f"out of memory{why}; take smaller batches, shorter texts or a smaller model")
-        return INPUT
-    if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
-        say(NO_THREAD)
-        return INPUT
-    refused = os_error_in(error)
-    if refused is not None:
-        say(_refusal(refused))
-        return INPUT
-    return None
+        codes = {Interrupted: STOPPED, DivergedError: DIVERGED, InputError: INPUT}
+        return next((code for kind, code in codes.items() if isinstance(error, kind)), 1)
+    sentence = _refusal(error)
+    if sentence is None:
+        return None
+    say(sentence)
+    return INPUT
 
 
 def say(sentence: str) -> None:
     """One line on stderr, never wrapped: other programs read its last line."""
     warn("normattn: " + " ".join(sentence.split()))
-
-
-def _code(error: NormattnError) -> int:
-    if isinstance(error, Interrupted):
-        return STOPPED
-    if isinstance(error, DivergedError):
-        return DIVERGED
-    return INPUT if isinstance(error, InputError) else 1
 
 
 def _usage(error: BaseException) -> int:
@@ -68,24 +53,35 @@ def _usage(error: BaseException) -> int:
     return INPUT
 
 
+def _refusal(error: BaseException) -> str | None:
+    """What the operating system or a library did not do: memory, threads, files."""
+    lacking = _memory_error_in(error)
+    if lacking is not None:
+        first = next(iter(str(lacking).splitlines()), "")
+        why = f" ({first})" if first else ""
+        return f"out of memory{why}; take smaller batches, shorter texts or a smaller model"
+    if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
+        return NO_THREAD
+    refused = os_error_in(error)
+    if refused is None:
+        return None
+    if refused.errno in FULL:
+        where = f" that holds {refused.filename}" if refused.filename else ""
+        return f"no space left on the disk{where}; make room and rerun the command to resume"
+    reason = refused.strerror or str(refused) or type(refused).__name__
+    return f"{refused.filename}: {reason}" if refused.filename else reason
+
+
 def _memory_error_in(error: BaseException) -> BaseException | None:
     """The refusal of memory behind an exception; None when there is none."""
     seen: BaseException | None = error
     while seen is not None:
-        # torch's own are a RuntimeError, and a class of it, which is not imported for its name.
-        named = any(kind.__name__ == "OutOfMemoryError" for kind in type(seen).__mro__)
-        said = isinstance(seen, RuntimeError) and "can't allocate memory" in str(seen)
-        said |= isinstance(seen, ImportError) and "failed to map segment" in str(seen)
-        if isinstance(seen, MemoryError) or named or said:
+        # torch's own is a class that is not imported for its name, or a plain RuntimeError.
+        named = any(
+            kind.__name__ in ("OutOfMemoryError", "MemoryError") for kind in type(seen).__mro__
+        )
+        words = {RuntimeError: "can't allocate memory", ImportError: "failed to map segment"}
+        if named or any(isinstance(seen, k) and w in str(seen) for k, w in words.items()):
             return seen
         seen = seen.__cause__
     return None
-
-
-def _refusal(error: OSError) -> str:
-    """What the operating system did not do, and for which file where it says so."""
-    if error.errno in FULL:
-        where = f" that holds {error.filename}" if error.filename else ""
-        return f"no space left on the disk{where}; make room and rerun the command to resume"
-    reason = error.strerror or str(error) or type(error).__name__
-    return f"{error.filename}: {reason}" if error.filename else reason

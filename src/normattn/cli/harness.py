@@ -1,23 +1,25 @@
-"""`--model normattn` of lm-evaluation-harness: its own model of transformers, read further.
+"""`normattn lm-eval`: lm-evaluation-harness with the model `normattn` and tasks from local text.
 
-Importing this module registers the model; `normattn lm-eval` does so and starts the harness.
+Importing this module registers the model.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import lm_eval.models  # noqa: F401  # The harness loads its own models only into an empty registry.
 import torch
-from lm_eval.api.registry import register_model
-from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 
+from normattn.cli import model_options
+from normattn.cli.export import as_transformers
+from normattn.cli.generate import open_run
 from normattn.errors import InputError
 from normattn.hf.extend import extend
 from normattn.hf.gguf import refuse_scaled
@@ -26,10 +28,59 @@ from normattn.hf.model_parts import known_length, length_dependent, model_parts
 from normattn.hf.native import ADAPTER_FILE, take_record
 from normattn.hf.saved import is_adapter, read_adapter_record
 from normattn.io import expanded
+from normattn.lab.training.distributed import choose_device
+from normattn.models import load_model
 from normattn.score.grammar import read
 
+if importlib.util.find_spec("lm_eval") is None:
+    raise InputError("this needs lm-evaluation-harness: pip install normattn[lm-eval]")
+
+import lm_eval.models  # noqa: F401  # The harness loads its own models only into an empty registry.
+from lm_eval.api.registry import register_model
+from lm_eval.models.huggingface import HFLM
+
+TASKS = Path(__file__).parent / "tasks"
 _UNLIMITED = (1 << 31) - 1
 _OPTIONS = frozenset(inspect.signature(HFLM.__init__).parameters) - {"self", "kwargs"}
+_LOADING = frozenset(
+    {
+        *("attn_implementation", "device_map", "quantization_config", "use_safetensors"),
+        *("load_in_4bit", "load_in_8bit", "bnb_4bit_compute_dtype", "bnb_4bit_quant_type"),
+        *("bnb_4bit_use_double_quant", "variant", "token", "low_cpu_mem_usage"),
+    }
+)
+"""What the harness hands on to transformers' `from_pretrained`."""
+_OF_RUNS = frozenset({"max_length", "batch_size", "max_batch_size", "device", "dtype"})
+_MISTYPED = ("Tasks not found", "Attempted to load model", "No tasks specified", "Need to specify")
+
+
+def run_harness(asked: model_options.LmEval) -> None:
+    """`lm_eval ARGUMENTS…` with `--model normattn` and the tasks `normattn…`.
+
+    Raises `InputError` where the harness finds no such task or model.
+    """
+    if asked.tasks_path:
+        sys.stdout.write(f"{TASKS}\n")
+        return
+    arguments = list(asked.arguments or ())
+    if not arguments:
+        raise InputError(
+            "there is nothing to evaluate: give --model normattn --model_args run=RUN --tasks TASKS"
+        )
+    if not any(argument.split("=")[0] == "--include_path" for argument in arguments):
+        arguments += ["--include_path", str(TASKS)]
+    from lm_eval.__main__ import cli_evaluate
+
+    before, sys.argv = sys.argv, ["lm_eval", *arguments]
+    try:
+        cli_evaluate()
+    except ValueError as error:
+        # The harness has no errors of its own for what a user mistyped.
+        if isinstance(error, InputError) or not str(error).startswith(_MISTYPED):
+            raise
+        raise InputError(str(error).splitlines()[0]) from error
+    finally:
+        sys.argv = before
 
 
 @register_model("normattn")
@@ -39,15 +90,15 @@ class NormattnLM(HFLM):
     Args:
         pretrained: a folder, a GGUF file or a name on the hub.
         run: instead of it, the directory of a finished run of `normattn train`.
-        method: a post-hoc method, e.g. YaRN or ReRoPE-logn+. Without one, a model that was saved
-            under a method is read under that. "as is" is the model as trained.
-        train_length: how far `pretrained` was trained to read, where its configuration is silent.
+        method: e.g. YaRN or ReRoPE-logn+. Without one, a model that was saved under a method is
+            evaluated under that. "as is" is the model as trained.
+        train_length: the training length of `pretrained`, where its configuration has none.
         max_length: longer requests are refused, and never cut. There is no limit by default.
         options: parameters of the method (factor=2, window=2048), and every option of the harness's
             own model: dtype, parallelize, peft, autogptq, gguf_file, batch_size, …
 
     Texts without context (`loglikelihood_rolling`) are read in windows of `max_length`, by default
-    of the training length. Models whose own frequencies change with what is read (dynamic NTK,
+    of the training length. Models whose own frequencies change with the text (dynamic NTK,
     LongRoPE) read one row at a time. Raises `InputError`.
     """
 
@@ -67,16 +118,15 @@ class NormattnLM(HFLM):
                 raise InputError(f"{name} is {value!r}; expected a number of at least 1")
         self._method = None if method is None else method.strip()
         self._parameters = _take_parameters(self._method, options)
-        self._asked_length, self._limit = train_length, max_length
+        self._given_length, self._limit = train_length, max_length
         self._record: dict[str, Any] | None = None
-        self._max_length = max_length or _UNLIMITED
-        options["max_length"] = self._max_length
+        options["max_length"] = self._max_length = max_length or _UNLIMITED
         device = options.get("device") or "cuda"
-        if str(device).startswith("cuda") and not torch.cuda.is_available():
-            device = "cpu"  # The harness says cuda:0 unasked.
-        options["device"] = device
+        # The harness says cuda:0 unasked.
+        no_gpu = str(device).startswith("cuda") and not torch.cuda.is_available()
+        options["device"] = "cpu" if no_gpu else device
         if run is not None:
-            self._read_run(expanded(run), train_length, options)
+            self._load_run(expanded(run), options)
             return
         source, file = source_of(str(pretrained), options.pop("gguf_file", None))
         if file is not None:
@@ -84,34 +134,34 @@ class NormattnLM(HFLM):
             refuse_scaled(Path(source) / file)
         with explained(str(pretrained)):
             super().__init__(source, **options)
-        self._alone()
+        # The longest row would change the frequencies of the others.
+        self._moving = bool(length_dependent(model_parts(self._model)))
+        if self._moving:
+            self.batch_size_per_gpu = 1
 
-    def _read_run(self, run: Path, train_length: int | None, options: dict[str, Any]) -> None:
-        """Read a run's model and tokeniser, as transformers has them once they are exported."""
-        from normattn.cli.exported_tokeniser import as_transformers
-        from normattn.cli.generation import opened
+    def _load_run(self, run: Path, options: dict[str, Any]) -> None:
+        """Load a run's model and tokeniser, as transformers has them once they are exported."""
         from normattn.hf import wrap
-        from normattn.lab.training.distributed import choose_device
-        from normattn.models import load_model
 
-        foreign = options.keys() - {"max_length", "batch_size", "max_batch_size", "device", "dtype"}
-        if foreign or train_length is not None:
-            names = ", ".join(sorted(foreign) or ["train_length"])
+        foreign = sorted(options.keys() - _OF_RUNS)
+        if foreign or self._given_length is not None:
+            names = ", ".join(foreign or ["train_length"])
             raise InputError(f"model_args: {names} belongs to pretrained=…, not to run=…")
-        config, _ = opened(run)
-        self._trained = config.model.train_length
-        parameters = dict(self._parameters)
+        config, _ = open_run(run)
+        self._trained, parameters = config.model.train_length, dict(self._parameters)
         factor = parameters.pop("factor", None)
         spec = config.model.score.with_method(self._method or "as is", **parameters)
         model = load_model(run / "model", config.model)
         model = model.to(choose_device(options.pop("device")))
         dtype = options.pop("dtype", "auto")
+        if dtype not in ("auto", "float32", "float64", "float16", "bfloat16"):
+            raise InputError(f"dtype is {dtype!r}; expected float32, float64, float16 or bfloat16")
         if dtype != "auto":
-            model = model.to(_dtype(dtype))
+            model = model.to(getattr(torch, dtype))
         self._using = model.using(spec.resolve(self._trained, factor))
         tokeniser = as_transformers(run / "tokeniser.json")
         super().__init__(wrap(model.eval()), "causal", tokenizer=tokeniser, **options)
-        self._moves = False
+        self._moving = False
 
     def _get_config(self, *given: Any, **more: Any) -> None:
         """Read the configuration, and in it the method that the model was saved under."""
@@ -123,14 +173,11 @@ class NormattnLM(HFLM):
         if self._record is not None:
             more["config"] = self._config  # as trained: transformers' own words would apply it
         super()._create_model(*given, **more)
-        adapter = more.get("peft")
-        if (
-            adapter
-            and is_adapter(adapter)
-            and (Path(adapter).expanduser() / ADAPTER_FILE).is_file()
-        ):
+        adapter = str(more.get("peft") or "")
+        record = Path(adapter).expanduser() / ADAPTER_FILE
+        if adapter and is_adapter(adapter) and record.is_file():
             self._record = read_adapter_record(adapter)
-        method, length = self._method, self._asked_length
+        method, length = self._method, self._given_length
         if method is None and self._record is not None:
             method, saved = self._record["method"], self._record["train_length"]
             if length not in (None, saved):
@@ -141,19 +188,13 @@ class NormattnLM(HFLM):
             length = saved
         if method in (None, "as is"):
             self._trained = length or known_length(model_parts(self._model))[0]
-            return
-        extension = extend(self._model, method, train_length=length, **self._parameters)
-        self._trained = extension.resolved.train_length
-
-    def _alone(self) -> None:
-        """Read one row at a time where the longest row would change the frequencies of others."""
-        self._moves = bool(length_dependent(model_parts(self._model)))
-        if self._moves:
-            self.batch_size_per_gpu = 1
+        else:
+            extension = extend(self._model, method, train_length=length, **self._parameters)
+            self._trained = extension.resolved.train_length
 
     def _reset_frequencies(self) -> None:
         """Make frequencies that grew with a longer text those of a short one again."""
-        if self._moves:
+        if self._moving:
             with torch.no_grad():
                 self._model(torch.tensor([[self.prefix_token_id]], device=self._model.device))
 
@@ -182,7 +223,7 @@ class NormattnLM(HFLM):
             return list(super().loglikelihood_rolling(*given, **more))
 
     def _detect_batch_size(self, requests: Sequence[Any] | None = None, pos: int = 0) -> int:
-        with self._windows() if requests is None else _nothing():
+        with self._windows() if requests is None else nullcontext():
             return int(super()._detect_batch_size(requests, pos))
 
     @contextmanager
@@ -214,8 +255,7 @@ class NormattnLM(HFLM):
 def _take_parameters(method: str | None, options: dict[str, Any]) -> dict[str, Any]:
     """Take the method's parameters out of the model arguments."""
     names = {"factor"}
-    if method not in (None, "as is"):
-        assert method is not None
+    if method is not None and method != "as is":
         names |= {field.name for part, _ in read(method)[0] for field in dataclasses.fields(part)}
     elif "factor" in options:
         raise InputError("factor is given without a method= whose parameter it could be")
@@ -230,27 +270,3 @@ def _take_parameters(method: str | None, options: dict[str, Any]) -> dict[str, A
             f"{method or 'that is missing'}, nor an option of the harness's model"
         )
     return parameters
-
-
-_LOADING = frozenset(
-    {
-        *("attn_implementation", "device_map", "quantization_config", "use_safetensors"),
-        *("load_in_4bit", "load_in_8bit", "bnb_4bit_compute_dtype", "bnb_4bit_quant_type"),
-        *("bnb_4bit_use_double_quant", "variant", "token", "low_cpu_mem_usage"),
-    }
-)
-"""What the harness hands on to transformers' `from_pretrained`."""
-
-
-def _dtype(name: Any) -> torch.dtype:
-    names: Mapping[str, torch.dtype] = {
-        name: getattr(torch, name) for name in ("float32", "float64", "float16", "bfloat16")
-    }
-    if name not in names:
-        raise InputError(f"dtype is {name!r}; expected one of {', '.join(names)}")
-    return names[name]
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield

@@ -1,24 +1,92 @@
-"""The tasks of lm-evaluation-harness in `tasks/*.yaml`: made from local text, without downloads."""
+"""The tasks of lm-evaluation-harness in `tasks/*.yaml`: made from local text, without downloads.
+
+Windows are made as `normattn evaluate` makes them, in the tokens of the model that is evaluated,
+and handed on as text, because that is what the harness takes.
+"""
 
 from __future__ import annotations
 
+import difflib
+import itertools
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import datasets
+import numpy as np
 from lm_eval.api.instance import Instance
 from lm_eval.api.metrics import bits_per_byte, mean
 from lm_eval.api.task import ConfigurableTask
+from pydantic import Field, ValidationError, field_validator
+from transformers import AutoTokenizer
 
-from normattn.cli.harness_text import retrieval_documents, segment_documents
+from normattn.cli.generate import open_run
+from normattn.errors import InputError
+from normattn.io import expanded
+from normattn.lab.data import DataConfig
+from normattn.lab.data.corpora import Document, parse_corpus
+from normattn.lab.data.retrieval import DEPTHS, retrieval_set
+from normattn.lab.data.splits import split_of
+from normattn.lab.data.token_data import TokenData, TokenSplit
+from normattn.lab.data.tokeniser import SEPARATOR_ID, Tokeniser
+from normattn.lab.data.windows import last_segment_sets
+from normattn.settings import Settings
 
-Aggregate = Callable[[Sequence[Any]], float]
+_BATCH = 64
 _BITS = "bits_per_byte"
 
 
+class TaskSettings(Settings):
+    """What `--metadata` can say.
+
+    - `lengths`: tokens of the texts.
+    - `samples`: texts of each length, of retrieval at each of five depths.
+    - `segment`: tokens that `last-segment` scores (default: half the shortest length).
+    - `text`: python-source (default), a file or a folder; a run's own corpus where there is a run.
+    - `join`: put the documents together, for texts longer than any of them.
+    - `seed`: decides what is drawn.
+    - `tokenizer`: whose tokens are counted (default: those of `run` or `pretrained`).
+    """
+
+    lengths: tuple[int, ...] = Field((512, 1024, 2048), min_length=1)
+    samples: int = Field(20, ge=1)
+    segment: int | None = Field(None, ge=1)
+    text: str | None = None
+    join: bool = Field(False, strict=True)
+    seed: int = Field(0, ge=0)
+    tokenizer: str | None = None
+
+    @field_validator("lengths")
+    @classmethod
+    def _sorted(cls, lengths: tuple[int, ...]) -> tuple[int, ...]:
+        if min(lengths) < 2:
+            raise ValueError("expected numbers of at least 2 tokens")
+        return tuple(sorted(set(lengths)))
+
+    @staticmethod
+    def of(metadata: Mapping[str, Any]) -> TaskSettings:
+        """Ours among what the harness gives to a task: model arguments are there too."""
+        names = TaskSettings.model_fields
+        for key in metadata:
+            near = difflib.get_close_matches(key, names, n=1, cutoff=0.8)
+            if near and key not in names:
+                raise InputError(f"metadata has no {key!r}: did you mean {near[0]!r}?")
+        given = {name: metadata[name] for name in names if metadata.get(name) is not None}
+        if isinstance(given.get("lengths"), int):
+            given["lengths"] = [given["lengths"]]
+        try:
+            return TaskSettings(**given)
+        except ValidationError as error:
+            first = error.errors()[0]
+            name = first["loc"][0] if first["loc"] else "samples"
+            raise InputError(
+                f"metadata {name} is {given.get(str(name))!r}: {first['msg']}"
+            ) from error
+
+
 class _Pieces(ConfigurableTask):
-    """A text whose end is scored piece by piece, each behind the true text before it."""
+    """A text whose end is scored piece by piece, each after the true text before it."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config={key: value for key, value in config.items() if key != "class"})
@@ -58,7 +126,7 @@ class _Pieces(ConfigurableTask):
 
     @property
     def _metrics(self) -> set[str]:
-        """Their names follow the lengths that were asked for."""
+        """Their names follow the lengths."""
         unknown = (0.0, False)
         return {
             name
@@ -66,13 +134,13 @@ class _Pieces(ConfigurableTask):
             for name in self.process_results(doc, [unknown] * len(doc["pieces"]))
         }
 
-    def aggregation(self) -> dict[str, Aggregate]:
+    def aggregation(self) -> dict[str, Callable[[Sequence[Any]], float]]:
         """Means over documents; bits per byte over all bytes."""
         return {metric: bits_per_byte if _BITS in metric else mean for metric in self._metrics}
 
     def higher_is_better(self) -> dict[str, bool]:
         """True for shares of right answers."""
-        return {metric: metric.startswith(("acc", "exact")) for metric in self._metrics}
+        return {metric: metric.startswith("acc") for metric in self._metrics}
 
 
 class _Retrieval(_Pieces):
@@ -130,7 +198,7 @@ class LastSegment(_Pieces):
     """`loss_LENGTH`, in nats per token, and `bits_per_byte_LENGTH` of the same last segment."""
 
     def documents(self, metadata: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The same segments behind contexts of every length."""
+        """The same segments after contexts of every length."""
         return segment_documents(metadata)
 
     def process_results(
@@ -139,7 +207,127 @@ class LastSegment(_Pieces):
         """The segment's loss at this length of context."""
         total, size = results[0][0], len(doc["pieces"][0].encode())
         length = doc["length"]
-        return {
-            f"loss_{length}": -total / doc["tokens"],
-            f"{_BITS}_{length}": (total, size),
-        }
+        return {f"loss_{length}": -total / doc["tokens"], f"{_BITS}_{length}": (total, size)}
+
+
+def retrieval_documents(task: str, metadata: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Texts with facts in them: `context`, then answers and further questions in `pieces`.
+
+    `pieces` begins with an answer; answers and questions alternate.
+    """
+    settings = TaskSettings.of(metadata)
+    data, documents = _data(metadata, settings), []
+    for length in settings.lengths:
+        windows = settings.samples * len(DEPTHS)
+        made = retrieval_set(data, task, length, 1, windows, settings.seed)
+        for scored, sample in zip(made.scored, made.windows, strict=True):
+            cuts = np.flatnonzero(np.diff(np.concatenate([[False], scored]))) + 1
+            for depth, window in zip(made.depths, sample, strict=True):
+                documents.append(_document(data, window, cuts.tolist(), length, round(100 * depth)))
+    return documents
+
+
+def segment_documents(metadata: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The same last segment after ever longer contexts; `pieces` is the segment."""
+    settings = TaskSettings.of(metadata)
+    segment = settings.segment or settings.lengths[0] // 2
+    uneven = [length for length in settings.lengths if length % segment or length < 2 * segment]
+    if uneven:
+        raise InputError(
+            f"last-segment needs lengths of at least two segments, in whole segments of {segment} "
+            f"tokens, got {uneven[0]}: say segment=…"
+        )
+    data = _data(metadata, settings)
+    multiples = [length // segment for length in settings.lengths]
+    sets = last_segment_sets(data.test, segment, multiples, settings.samples, settings.seed)
+    return [
+        {**_document(data, window, [made.start + 1], made.length, -1), "tokens": segment}
+        for made in sets
+        for window in made.windows
+    ]
+
+
+def _document(
+    data: TokenData, window: np.ndarray, cuts: Sequence[int], length: int, depth: int
+) -> dict[str, Any]:
+    """The window's text, cut before the tokens `cuts`; joined it is the text of the whole."""
+    assert data.tokeniser is not None
+    texts = [data.tokeniser.decode(window[:end]) for end in (*cuts, len(window))]
+    pieces = [text[len(before) :] for before, text in itertools.pairwise(texts)]
+    return {"context": texts[0], "pieces": pieces, "length": length, "depth": depth}
+
+
+def _data(metadata: Mapping[str, Any], settings: TaskSettings) -> TokenData:
+    """The text's tokens, all in the test split."""
+    tokeniser, config = _tokeniser(metadata, settings)
+    if settings.text is not None:
+        return _tokens(tokeniser, settings.text, None, None, settings.join)
+    share = (config.seed, config.test_fraction, config.validation_fraction)
+    return _tokens(tokeniser, config.corpus, config.max_bytes, share, settings.join)
+
+
+@lru_cache(maxsize=2)
+def _tokens(
+    tokeniser: Tokeniser,
+    address: str,
+    most: int | None,
+    share: tuple[int, float, float] | None,
+    join: bool,
+) -> TokenData:
+    documents = [
+        document
+        for document in parse_corpus(address).documents(most)
+        if document.text and (share is None or split_of(document.split_name, *share) == "test")
+    ]
+    if not documents:
+        raise InputError(f"corpus {address!r} holds no text" + (" to test on" if share else ""))
+    if join:
+        documents = [Document("all documents", "\n".join(document.text for document in documents))]
+    ids, ends = list[int](), [0]
+    for start in range(0, len(documents), _BATCH):
+        batch = [document.text for document in documents[start : start + _BATCH]]
+        for encoded in tokeniser.encode_batch(batch):
+            ids += [*encoded, SEPARATOR_ID]
+            ends.append(len(ids))
+    names = [document.name for document in documents]
+    split = TokenSplit("test", np.array(ids, np.uint32), np.array(ends, np.int64), names)
+    train, validation = (
+        TokenSplit(name, np.zeros(0, np.uint32), np.zeros(1, np.int64), [])
+        for name in ("train", "validation")
+    )
+    return TokenData(train, validation, split, tokeniser, tokeniser.vocab_size, "")
+
+
+def _tokeniser(metadata: Mapping[str, Any], settings: TaskSettings) -> tuple[Tokeniser, DataConfig]:
+    """Whose tokens are counted, and which text was held out from that model."""
+    run, name = metadata.get("run"), settings.tokenizer or metadata.get("pretrained")
+    if run is not None and settings.tokenizer is None:
+        return _of_run(str(run))
+    if name is None:
+        raise InputError(
+            "the tasks count tokens: give run=… or pretrained=… to the model, or tokenizer=FOLDER "
+            "in the metadata"
+        )
+    gguf = None if settings.tokenizer else metadata.get("gguf_file")
+    return _of_transformers(str(name), gguf), DataConfig()
+
+
+@lru_cache(maxsize=2)
+def _of_run(run: str) -> tuple[Tokeniser, DataConfig]:
+    config, tokeniser = open_run(expanded(run))
+    return tokeniser, config.data
+
+
+@lru_cache(maxsize=2)
+def _of_transformers(name: str, gguf: str | None) -> Tokeniser:
+    path, options = expanded(name), {} if gguf is None else {"gguf_file": gguf}
+    if path.is_file():
+        name, options = str(path.parent), {"gguf_file": path.name}
+    try:
+        tokeniser = AutoTokenizer.from_pretrained(name, **options)
+    except (OSError, ValueError) as error:
+        sentence = " ".join(str(error).split())[:300]
+        raise InputError(f"the tokeniser of {name} cannot be loaded: {sentence}") from error
+    if not tokeniser.is_fast:
+        raise InputError(f"the tokeniser of {name} is not one of the tokenizers library")
+    return Tokeniser(tokeniser.backend_tokenizer.to_str())

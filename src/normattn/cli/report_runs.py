@@ -1,7 +1,7 @@
-"""Single runs on one page: a row for each label, compared on the text windows that they share.
+"""Single runs in one report: a row for each label, compared on the text windows that they share.
 
-Runs of one label are its seeds, over which a page takes the mean. So they must be trained alike;
-runs that were not are told apart by the user, as in `normattn report wide=runs/a narrow=runs/b`.
+Runs of one label are its seeds, over which a report takes the mean. So they must be trained alike;
+the user names runs that were not, as in `normattn report wide=runs/a narrow=runs/b`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from normattn.errors import InputError
 from normattn.lab.runs import RunDirectory, read_status
 from normattn.lab.stats import collected, joined, measurements
 from normattn.lab.stats.arrays import left_out, on_common_sets
-from normattn.lab.stats.measurements import FACTOR
+from normattn.lab.stats.measurements import FACTOR, Factor, Identity, identified, sums
 from normattn.lab.studies.language import asked_alone
 from normattn.lab.studies.reading import KIND, OWN_TABLES
 from normattn.lab.sweep.collect import Corpora, history
@@ -33,21 +33,19 @@ _ALIKE = CHANGEABLE | {
     *("continued.start", "model.vocab_size"),
 }
 """Settings in which runs of one row may differ: seeds, how a step is computed, what is logged."""
-_CORPUS = "data.corpus"
 
 
 @dataclass(frozen=True)
 class LabelledRun:
-    """A run, the name of its row (None: that of its score), and what was measured of it."""
+    """A run and what was measured of it, under the rows that it is part of."""
 
     path: Path
-    label: str | None
     measured: pl.DataFrame
 
     @property
-    def rows(self) -> set[str]:
-        """The rows that it is part of."""
-        return set(self.measured["row"].unique().to_list())
+    def read(self) -> pl.DataFrame:
+        """What was evaluated, without the training."""
+        return _evaluated(self.measured)
 
 
 def split_label(text: str) -> tuple[str | None, Path]:
@@ -59,46 +57,10 @@ def split_label(text: str) -> tuple[str | None, Path]:
         return None, Path(text)
     places = [n for n, letter in enumerate(text) if letter == "="]
     at = next((n for n in places if Path(text[n + 1 :]).is_dir()), places[0])
-    label, place = text[:at], text[at + 1 :]
-    if not label.strip():
+    label, place = text[:at].strip(), text[at + 1 :]
+    if not label:
         raise InputError(f"{text!r} begins with an empty label; expected LABEL=RUN or RUN")
-    return label.strip(), Path(place)
-
-
-def of_runs(places: Sequence[tuple[str | None, Path]]) -> pl.DataFrame:
-    """What was measured in every run at or below these folders, with loss curves and divergences.
-
-    Warns on stderr of measurements on other text windows than most runs share, which are left out.
-    Raises `InputError` where nothing was measured, where runs of one row were trained differently
-    or twice, and where what was measured of a run cannot stand in one row.
-    """
-    runs = [_labelled(run, label) for label, folder in places for run in runs_below(folder)]
-    _refuse_other_trainings(runs)
-    for run in runs:
-        _refuse_other_windows(run)
-    whole = joined([run.measured for run in runs]) if runs else measurements.empty()
-    _refuse_other_scores(_read(whole))
-    if not _read(whole).height and not any(whole["statistic"] == "diverged"):
-        named = ", ".join(str(folder) for _, folder in places)
-        raise InputError(
-            f"nothing was measured in {named}: no run there was evaluated; use normattn evaluate "
-            "first"
-        )
-    kept = on_common_sets(whole)
-    for run in runs:
-        if (
-            _read(run.measured).height
-            and not run.measured.join(
-                _read(kept), on=["row", "seed", "data", "protocol"], how="semi"
-            ).height
-        ):
-            raise InputError(
-                f"{run.path} was evaluated on other text windows than most of the runs: evaluate "
-                "it with the same corpus, lengths and windows, or make a page of it alone"
-            )
-    for sentence in left_out(whole, kept):
-        warn(f"normattn: {sentence}")
-    return kept.with_columns(pl.lit(KIND).alias("study"))
+    return label, Path(place)
 
 
 def runs_below(folder: Path) -> list[Path]:
@@ -106,35 +68,76 @@ def runs_below(folder: Path) -> list[Path]:
     return sorted(path.parent.resolve() for path in folder.rglob("status.json"))
 
 
-def _labelled(run: Path, label: str | None) -> LabelledRun:
-    # Of a study's run what was asked of it alone; the study's own has rows of its own there.
-    alone = asked_alone(run)
-    measured = _at_the_end(alone.frame() if len(alone) else collected(run))
-    whole = joined([measured, *_training(run, _factors(measured))])
-    if label is not None:
-        whole = whole.with_columns(pl.lit(label).alias("row"))
-    return LabelledRun(run, label, whole)
+def measured_of_runs(places: Sequence[tuple[str | None, Path]]) -> pl.DataFrame:
+    """What was measured in every run at or below these folders, with loss curves and divergences.
+
+    Warns on stderr of measurements on other text windows than most runs share, which are left out.
+    Raises `InputError` where nothing was measured, where runs of one row were trained differently
+    or twice, and where what was measured of a run cannot be one row.
+    """
+    runs = [_labelled(run, label) for label, folder in places for run in runs_below(folder)]
+    _refuse_other_trainings(runs)
+    for run in runs:
+        _refuse_other_windows(run)
+    whole = joined([run.measured for run in runs]) if runs else measurements.empty()
+    _refuse_other_scores(_evaluated(whole))
+    if not _evaluated(whole).height and not any(whole["statistic"] == "diverged"):
+        named = ", ".join(str(folder) for _, folder in places)
+        raise InputError(
+            f"nothing was measured in {named}: no run there was evaluated; use normattn evaluate "
+            "first"
+        )
+    kept = on_common_sets(whole)
+    for run in runs:
+        on = ["row", "seed", "data", "protocol"]
+        if run.read.height and not run.read.join(_evaluated(kept), on=on, how="semi").height:
+            raise InputError(
+                f"{run.path} was evaluated on other text windows than most of the runs: evaluate "
+                "it with the same corpus, lengths and windows, or make a report of it alone"
+            )
+    for sentence in left_out(whole, kept):
+        warn(f"normattn: {sentence}")
+    return kept.with_columns(pl.lit(KIND).alias("study"))
 
 
-def _read(measured: pl.DataFrame) -> pl.DataFrame:
-    """What was read of texts, without the trainings."""
+def _evaluated(measured: pl.DataFrame) -> pl.DataFrame:
     return measured.filter(pl.col("protocol") != "training", pl.col("statistic") != "diverged")
 
 
-def _at_the_end(measured: pl.DataFrame) -> pl.DataFrame:
-    """Of a run that was measured at several steps its last: the model that it holds."""
+def _labelled(run: Path, label: str | None) -> LabelledRun:
+    # Of a study's run what was evaluated by itself; the study's own records have other rows.
+    alone = asked_alone(run)
+    measured = alone.frame() if len(alone) else collected(run)
     step = f"{FACTOR}step"
-    return measured.filter(pl.col(step) == pl.col(step).max()) if step in measured else measured
+    if step in measured:  # of a run that was measured at several steps the last: its model
+        measured = measured.filter(pl.col(step) == pl.col(step).max())
+    factors = {
+        name.removeprefix(FACTOR): measured[name][0]
+        for name in measured.columns
+        if name.startswith(FACTOR) and measured[name].n_unique() == 1
+    }
+    whole = joined([measured, *_training(run, factors)])
+    return LabelledRun(run, whole.with_columns(row=pl.lit(label)) if label is not None else whole)
 
 
-def _factors(measured: pl.DataFrame) -> dict[str, measurements.Factor]:
-    """What one run's measurements have in common, which its training has as well."""
-    names = [name for name in measured.columns if name.startswith(FACTOR)]
-    values = {name.removeprefix(FACTOR): measured[name].unique().to_list() for name in names}
-    return {name: shared[0] for name, shared in values.items() if len(shared) == 1}
+def _training(run: Path, factors: Mapping[str, Factor]) -> list[pl.DataFrame]:
+    """The loss curve of a run of a language model, and where it diverged, if it did."""
+    config = _language_model(run)
+    if config is None:
+        return []
+    name = config.model.score.variant_name
+    frames = [history(run, name, config.seed, factors)]
+    status = read_status(run)
+    if status is not None and status.state == "diverged":
+        score = str(config.model.score)
+        whose = Identity("", name, score, config.seed, "training", factors=factors)
+        edges = [float(status.step)]
+        rows = sums("diverged", [status.where], [[1.0]], [[1.0]], axis="step", edges=edges)
+        frames.append(identified(whose, [rows]))
+    return frames
 
 
-def language_model(run: Path) -> TrainingConfig | None:
+def _language_model(run: Path) -> TrainingConfig | None:
     """How the run of a language model was trained; None for another one."""
     stored = RunDirectory.existing(run).config
     if "model" not in stored or "score" not in stored["model"]:
@@ -142,67 +145,43 @@ def language_model(run: Path) -> TrainingConfig | None:
     return TrainingConfig.parse(stored, str(run / "config.json"))
 
 
-def _training(run: Path, factors: Mapping[str, measurements.Factor]) -> list[pl.DataFrame]:
-    """The loss curve of a run of a language model, and where it diverged, if it did."""
-    config = language_model(run)
-    if config is None:
-        return []
-    name = config.model.score.variant_name
-    frames = [history(run, name, config.seed, factors)]
-    status = read_status(run)
-    if status is not None and status.state == "diverged":
-        whose = measurements.Identity(
-            "", name, str(config.model.score), config.seed, "training", factors=factors
-        )
-        edges = [float(status.step)]
-        rows = measurements.sums(
-            "diverged", [status.where], [[1.0]], [[1.0]], axis="step", edges=edges
-        )
-        frames.append(measurements.identified(whose, [rows]))
-    return frames
-
-
 def _refuse_other_trainings(runs: Sequence[LabelledRun]) -> None:
     """Raise `InputError` where runs of one row differ in a setting, or are the same training."""
-    first: dict[str, LabelledRun] = {}
-    seen: dict[tuple[str, int], LabelledRun] = {}
+    first: dict[str, Path] = {}
+    seen: dict[tuple[str, int], Path] = {}
     for run in runs:
-        for row in run.rows:
-            before = first.setdefault(row, run)
-            if before is not run and (different := _difference(before.path, run.path)) is not None:
+        for row in run.measured["row"].unique().to_list():
+            before = first.setdefault(row, run.path)
+            if before != run.path and (different := _difference(before, run.path)) is not None:
                 name, here, there = different
                 raise InputError(
-                    f"{before.path} and {run.path} would both be the row {row}, but {name} is "
-                    f"{here} in the first and {there} in the second: name them, as in LABEL=RUN"
+                    f"{before} and {run.path} would both be the row {row}, but {name} is {here} in "
+                    f"the first and {there} in the second: name them, as in LABEL=RUN"
                 )
-            for seed in _read(run.measured).filter(row=row)["seed"].unique().to_list():
-                same = seen.setdefault((row, seed), run)
-                if same is not run:
+            for seed in run.read.filter(row=row)["seed"].unique().to_list():
+                same = seen.setdefault((row, seed), run.path)
+                if same != run.path:
                     raise InputError(
-                        f"{same.path} and {run.path} both hold {row} seed {seed}: give each "
-                        "training once, or name them, as in LABEL=RUN"
+                        f"{same} and {run.path} both hold {row} seed {seed}: give each training "
+                        "once, or name them, as in LABEL=RUN"
                     )
 
 
 def _difference(one: Path, other: Path) -> tuple[str, str, str] | None:
     """The first setting in which two trainings differ, with its two values."""
-    texts = [
-        Corpora.read(run / CORPUS_FILE).fingerprints
-        for run in (one, other)
-        if (run / CORPUS_FILE).is_file()
-    ]
+    files = [run / CORPUS_FILE for run in (one, other)]
+    texts = [Corpora.read(file).fingerprints for file in files if file.is_file()]
     # Two addresses may name one text, which its tokens tell.
     same_text = len(texts) == 2 and texts[0] == texts[1] != frozenset()
-    free = _ALIKE | ({_CORPUS} if same_text else frozenset())
+    free = _ALIKE | ({"data.corpus"} if same_text else frozenset())
     return first_difference(_settings(one), _settings(other), free)
 
 
 def _settings(run: Path) -> dict[str, Any]:
     """The training settings of a run, whole where it is that of a language model."""
-    config = language_model(run)
+    config = _language_model(run)
     stored: dict[str, Any] = RunDirectory.existing(run).config
-    stored = stored if config is None else config.model_dump(mode="json")
-    return dict(sorted(stored.items()))
+    return dict(sorted((stored if config is None else config.model_dump(mode="json")).items()))
 
 
 def _refuse_other_windows(run: LabelledRun) -> None:
@@ -214,9 +193,9 @@ def _refuse_other_windows(run: LabelledRun) -> None:
     rows = run.measured.filter(protocol="last_segment", statistic="loss")
     for (row, _), own in rows.group_by("row", "method", maintain_order=True):
         sets = own.group_by("seed", "length").agg(pl.col("data").n_unique())
-        counted = own.group_by("seed", "length", "unit").agg(pl.col("of").sum())
-        texts = counted.select("seed", "unit", "of").unique().height
-        if sets["data"].max() != 1 or texts != counted.select("seed", "unit").unique().height:
+        scored = own.group_by("seed", "length", "unit").agg(pl.col("of").sum())
+        tokens, units = scored.select("seed", "unit", "of"), scored.select("seed", "unit")
+        if sets["data"].max() != 1 or tokens.unique().height != units.unique().height:
             raise InputError(
                 f"{run.path} was evaluated several times, and the last segments of {row} are not "
                 "the same tokens at each length: remove its records and evaluate it once more, "
@@ -232,6 +211,6 @@ def _refuse_other_scores(measured: pl.DataFrame) -> None:
     for row, method, _, names in several.sort("row", "method", "table").rows():
         shown = f"{row} with {method}" if method else row
         raise InputError(
-            f"{shown} was evaluated as {names[0]} and as {names[1]}, and a page has one row for "
+            f"{shown} was evaluated as {names[0]} and as {names[1]}, and a report has one row for "
             "it: evaluate all runs with the same longest length, or name them, as in LABEL=RUN"
         )

@@ -13,27 +13,33 @@ from typing import TYPE_CHECKING, Any
 import typer
 from typer.core import TyperGroup, TyperOption
 
-from normattn.cli import values
-from normattn.cli.asking import flag, option, told
-from normattn.cli.checked import Commands
+from normattn.cli.parsing import (
+    CheckedCommand,
+    assignments,
+    command_of,
+    flag,
+    names,
+    option,
+    seeds,
+)
 from normattn.errors import InputError
 
 if TYPE_CHECKING:
     from normattn.lab.studies.base import Study
 
-GOES_ON = "Stop it anywhere and rerun the command to resume: the table is the same to the last bit."
+RESUMES = "Stop it anywhere and rerun the command to resume: the table is bit-identical."
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReproduceOptions:
-    """What every study can be told; the help of two options is the study's own."""
+    """The options of every study; the help of two options is the study's own."""
 
-    preset: str = option("laptop", help="smoke, laptop, …, or a TOML file of your own.")
-    variants: tuple[str, ...] | None = option(None, read=values.names)
-    methods: tuple[str, ...] | None = option(None, read=values.names)
+    preset: str = option("laptop", help="smoke, laptop, …, or your own TOML file.")
+    variants: tuple[str, ...] | None = option(None, read=names)
+    methods: tuple[str, ...] | None = option(None, read=names)
     seeds: tuple[int, ...] | None = option(
         None,
-        read=values.seeds,
+        read=seeds,
         help="A number of seeds (3: 0, 1, 2) or a list (7,8; of one 7,). [default: the preset's]",
     )
     jobs: int | None = option(
@@ -45,7 +51,7 @@ class ReproduceOptions:
     launcher: str = option(
         "local",
         metavar="local|slurm|ray",
-        help="Where runs execute; changes no result. Its settings: --set launcher.partition=gpu.",
+        help="Where runs are made; changes no result. Its settings: --set launcher.partition=gpu.",
     )
     out: Path | None = option(None, help="[default: runs/STUDY-PRESET]", show_default=False)
     corpus: str | None = option(
@@ -54,7 +60,7 @@ class ReproduceOptions:
     changes: dict[str, Any] | None = option(
         None,
         "--set",
-        read=values.assignments,
+        read=assignments,
         typed=list[str] | None,
         metavar="KEY=VALUE",
         help="Any setting, as training.steps=100.",
@@ -63,7 +69,7 @@ class ReproduceOptions:
 
 
 class Studies(TyperGroup):
-    """A group whose commands are the studies of the library, and files of one's own."""
+    """A group whose commands are the studies of the library, and a user's own files."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """The names of the studies."""
@@ -72,7 +78,7 @@ class Studies(TyperGroup):
         return names()
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """The command of one study; imports it only when it is asked for by name."""
+        """The command of one study, which is imported only now."""
         from normattn.lab.studies import find_typed
 
         return _command(find_typed(cmd_name))
@@ -89,17 +95,13 @@ class Studies(TyperGroup):
         formatter.write_text("STUDY --help says what it trains and measures, with examples.")
 
 
-app = typer.Typer(
-    cls=Studies,
-    no_args_is_help=True,
-    help="Run a published experiment from data to its page: one of these, or a FILE.py of your "
-    "own.",
-)
+HELP = "Run a published experiment from data to its page: one of these, or your own FILE.py."
+app = typer.Typer(cls=Studies, no_args_is_help=True, help=HELP)
 
 
-@app.callback()
+@app.callback(help=HELP)
 def _group() -> None:
-    """Run a published experiment from data to its page: one of these, or a FILE.py of your own."""
+    pass
 
 
 def _command(study: Study) -> Any:
@@ -128,8 +130,10 @@ def _command(study: Study) -> Any:
         if failed:
             raise typer.Exit(2)
 
-    one = Commands(rich_markup_mode="markdown", add_completion=False)
-    one.command(study.name, help=study.help, epilog=_epilog(study))(told(run))
+    one = typer.Typer(rich_markup_mode="markdown", add_completion=False)
+    one.command(study.name, help=study.help, epilog=_epilog(study), cls=CheckedCommand)(
+        command_of(ReproduceOptions, run)
+    )
     command = typer.main.get_command(one)
     for parameter in command.params:
         if isinstance(parameter, TyperOption) and parameter.name in ("variants", "methods"):
@@ -157,4 +161,4 @@ def _epilog(study: Study) -> str:
         f"`normattn reproduce {study.name} {arguments}`".replace(" `", "`") + f" – {description}"
         for arguments, description in study.examples
     ]
-    return "\n\n".join(("**Examples**", *lines, GOES_ON))
+    return "\n\n".join(("**Examples**", *lines, RESUMES))

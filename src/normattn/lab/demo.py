@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from normattn.errors import InputError
 from normattn.lab.data.tokeniser import Tokeniser
-from normattn.lab.report.context import PageContext
-from normattn.lab.report.figure import Curves, Line, Mark, Panel, Point
-from normattn.lab.report.table import Cell, Column, Filled, Row
+from normattn.lab.report.figures import Curves, Line, Mark, Panel, Point
+from normattn.lab.report.page import PageContext
+from normattn.lab.report.tables import Cell, Column, Filled, Row
 from normattn.lab.stats import Estimate
 from normattn.models import CausalLM, load_model
 

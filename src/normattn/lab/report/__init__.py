@@ -1,1 +1,1 @@
-"""Tables, claims, figures and pages made from a frame of measurements; names no study."""
+"""Reports: claims, tables, figures and pages made from measurements; names no study."""

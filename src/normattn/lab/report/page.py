@@ -1,22 +1,17 @@
-"""A study's page as a value, and the files that it becomes over a frame."""
+"""A study's report as a value, made from measurements; `output` writes it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 import polars as pl
 
 from normattn.errors import InputError
-from normattn.io import write_bytes, write_text
-from normattn.lab.report.claim import Claim, decide, verdicts_in_short
-from normattn.lab.report.context import PageContext
-from normattn.lab.report.figure import Figure, named
-from normattn.lab.report.markdown import page_json, page_markdown, table_csv
-from normattn.lab.report.seeds import seeds_line
-from normattn.lab.report.table import Filled, Table, span
+from normattn.lab.report.claims import Claim, Finding, decide, verdicts_in_short
+from normattn.lab.report.figures import Figure, is_empty
+from normattn.lab.report.tables import Filled, Table, seeds_line, span
 from normattn.lab.report.view import View
 from normattn.lab.stats import Bootstrap, measurements
 
@@ -30,7 +25,7 @@ def nothing(view: View) -> tuple[()]:
 
 @dataclass(frozen=True)
 class Page:
-    """What a study shows: its tables, claims and figures, each a function of the frame."""
+    """What a study shows: its tables, claims and figures, each a function of the measurements."""
 
     title: str
     question: str
@@ -42,6 +37,27 @@ class Page:
     summary: Callable[[View], Sequence[str]] = nothing
 
 
+@dataclass(frozen=True)
+class PageContext:
+    """One report before it is written: values and nothing else.
+
+    `settings` and `provenance` are ordered mappings of text to text; equal contexts give equal
+    bytes, so there is no date, and a path only where a study's value names it.
+    """
+
+    title: str
+    question: str = ""
+    summary: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()
+    settings: Mapping[str, str] = field(default_factory=dict)
+    tables: tuple[Filled, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    figures: tuple[Figure, ...] = ()
+    notes: tuple[str, ...] = ()
+    provenance: Mapping[str, str] = field(default_factory=dict)
+    command: str = ""
+
+
 def context(
     page: Page,
     measured: pl.DataFrame,
@@ -49,7 +65,7 @@ def context(
     command: str = "",
     bootstrap: Bootstrap | None = None,
 ) -> PageContext:
-    """Everything that stands on the page; raises `InputError` where nothing was measured."""
+    """Everything that a report holds; raises `InputError` where nothing was measured."""
     if not measured.height:
         raise InputError("there is nothing to report: nothing was measured")
     view = View(measured, bootstrap or Bootstrap())
@@ -63,66 +79,30 @@ def context(
         tables=tuple(table for table in tables if table.rows),
         summary=(*page.summary(view), *verdicts_in_short(findings)),
         findings=findings,
-        figures=named(page.figures(view)),
+        figures=tuple(figure for figure in page.figures(view) if not is_empty(figure)),
         notes=(*page.notes(view), *_diverged(view)),
         provenance=_provenance(view, tables),
         command=command,
     )
 
 
-@dataclass(frozen=True)
-class Written:
-    """What the terminal says of a report: its "In short" sentences and its figures' files."""
-
-    summary: tuple[str, ...]
-    figures: tuple[Path, ...]
-
-
-def write_page(made: PageContext, measured: pl.DataFrame, out: Path) -> Written:
-    """Write the report's files and its measurements table.
-
-    The same table gives the same numbers: no date, time or path.
-    """
-    measurements.write(out / measurements.FILE, measured)
-    return write_files(made, out)
-
-
-def write_files(made: PageContext, out: Path) -> Written:
-    """Write table.md, table.json, a CSV of each table, report.html and figures/."""
-    # Drawing is slow to import and not needed for the numbers.
-    from normattn.lab.report.charts import png
-    from normattn.lab.report.html import page_html
-
-    write_text(out / "table.md", page_markdown(made))
-    write_text(out / "table.json", page_json(made))
-    for table in made.tables:
-        write_text(out / f"{table.key}.csv", table_csv(table))
-    write_text(out / "report.html", page_html(made))
-    paths = []
-    for figure in made.figures:
-        paths.append(out / "figures" / f"{figure.name}.png")
-        write_bytes(paths[-1], png(figure))
-    return Written(made.summary, tuple(paths))
-
-
 def _provenance(view: View, tables: Sequence[Filled]) -> dict[str, str]:
-    printed = [cell.estimate for table in tables for line in table.cells for cell in line]
-    estimates = [estimate for estimate in printed if estimate is not None and estimate.units > 1]
+    """How the numbers were made: intervals, units, seeds and data."""
+    cells = [cell.estimate for table in tables for line in table.cells for cell in line]
+    units = sorted({estimate.units for estimate in cells if estimate and estimate.units > 1})
     bootstrap = view.bootstrap
     facts = {
         "intervals": f"{bootstrap.level:.0%}, from {bootstrap.resamples} bootstrap resamples of "
         "the units and the spread of the seeds (Satterthwaite's t); differences are paired over "
         "both",
     }
-    if estimates:
-        units = sorted({estimate.units for estimate in estimates})
-        facts["units behind a number"] = span(units) + (
-            f"; intervals of fewer than {FEW_UNITS} are not reliable" * (units[0] < FEW_UNITS)
-        )
+    if units:
+        few = f"; intervals of fewer than {FEW_UNITS} are not reliable" * (units[0] < FEW_UNITS)
+        facts["units behind a number"] = span(units) + few
+    digests = sorted({digest[:12] for digest in view.values("data") if digest})
     facts["seeds"] = seeds_line(view.frame)
-    splits = ", ".join(sorted(view.values("split")))
-    facts["measured on"] = f"{splits} data, digests " + ", ".join(
-        sorted({digest[:12] for digest in view.values("data") if digest})
+    facts["measured on"] = (
+        f"{', '.join(sorted(view.values('split')))} data, digests {', '.join(digests)}"
     )
     return facts
 
@@ -138,7 +118,7 @@ def _diverged(view: View) -> list[str]:
 
 
 def _training(row: Mapping[str, Any]) -> str:
-    """Which training a row of the frame is about: its row, what else was varied, its seed."""
+    """Which training a measurement is about: its row, what else was varied, its seed."""
     varied = (
         f"{name.removeprefix(measurements.FACTOR).replace('_', ' ')} {value}"
         for name, value in row.items()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -10,8 +11,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
-from normattn.lab.report.page import Written
-from normattn.lab.report.table import Filled
+from normattn.lab.report.output import Written
+from normattn.lab.report.tables import Filled
 from normattn.terminal import Console
 
 _SHORT = 24
@@ -33,12 +34,11 @@ def print_table(table: Filled, title: str = "") -> None:
     console.print(shown)
 
 
-def say(out: Path, written: Written) -> None:
-    """Print a report's "In short", and where the report, its table and its figures are."""
-    if written.summary:
-        tell("In short")
-    for sentence in written.summary:
-        tell(f"  {sentence}")
+def say(out: Path, written: Written, more: Sequence[str] = ()) -> None:
+    """Print a report's "In short" and where the report is; `more` are sentences of a command."""
+    sentences = (*written.summary, *more)
+    for line in ("In short", *(f"  {sentence}" for sentence in sentences)) if sentences else ():
+        tell(line)
     tell(f"table: {out / 'table.md'}")
     tell(f"report: {out / 'report.html'}")
     tell(f"figures: {out / 'figures'} ({len(written.figures)} files)")
@@ -56,7 +56,7 @@ OwnBar = TypeVar("OwnBar", bound="Bar")
 class Bar:
     """A bar of progress on stderr; where that is no terminal, nothing but the lines that stay.
 
-    `more` are what stands behind the percentage.
+    `more` are further columns after the percentage.
     """
 
     def __init__(self, *more: Any, **options: Any) -> None:

@@ -1,15 +1,26 @@
-"""The measurements table as a page reads it: every number is computed once."""
+"""The measurements table as a report reads it: every number is computed once."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import polars as pl
 
-from normattn.lab.stats import Bootstrap, Estimate, Metric, Sums, contrast, gathered, select
+from normattn.lab.report.figures import Point
+from normattn.lab.stats import (
+    Bootstrap,
+    Estimate,
+    Metric,
+    Sums,
+    by_bin,
+    contrast,
+    gathered,
+    select,
+)
 from normattn.lab.stats.arrays import Where
 from normattn.lab.stats.metrics import Bins, Length, Term
 
@@ -26,11 +37,11 @@ class View:
     _estimates: dict[tuple[Any, ...], Estimate | None] = field(default_factory=dict, repr=False)
 
     def values(self, column: str, where: Where | None = None) -> list[Any]:
-        """What a column of the frame holds in some rows, in the order of its appearance."""
+        """The values that a column has in some rows, in the order of appearance."""
         key = (column, *sorted((where or {}).items()))
         if key not in self._values:
-            asked = {column, *(where or {})}
-            narrow = self.frame.select(name for name in self.frame.columns if name in asked)
+            needed = {column, *(where or {})}
+            narrow = self.frame.select(name for name in self.frame.columns if name in needed)
             rows = select(narrow, where or {})
             self._values[key] = rows[column].unique(maintain_order=True).to_list()
         return list(self._values[key])
@@ -41,25 +52,22 @@ class View:
         return values[0] if len(values) == 1 else None
 
     def lengths(self, protocol: str) -> list[int]:
-        """The lengths that a protocol was read at, ascending."""
+        """The lengths that a protocol was evaluated at, ascending."""
         return sorted(self.values("length", {"protocol": protocol}))
 
     def longest(self, protocol: str) -> int | None:
-        """The longest length that a protocol was read at."""
+        """The longest length that a protocol was evaluated at."""
         return max(self.lengths(protocol), default=None)
 
     def sums(self, statistic: str, where: Where) -> Sums | None:
         """The sums of a statistic; None where nothing was measured."""
         key = (statistic, *sorted(where.items()))
         if key not in self._sums:
-            self._sums[key] = gathered(self._part(statistic), statistic, where)
+            if not self._parts:  # a report asks each statistic for many rows
+                self._parts = self.frame.partition_by("statistic", as_dict=True)
+            part = self._parts.get((statistic,), self.frame.clear())
+            self._sums[key] = gathered(part, statistic, where)
         return self._sums[key]
-
-    def _part(self, statistic: str) -> pl.DataFrame:
-        """The frame's rows of a statistic, set apart once: a page asks each for many rows."""
-        if not self._parts:
-            self._parts = self.frame.partition_by("statistic", as_dict=True)
-        return self._parts.get((statistic,), self.frame.clear())
 
     def estimate(self, metric: Metric, where: Where | None = None) -> Estimate | None:
         """The metric in some rows, with its interval.
@@ -87,12 +95,12 @@ class View:
             if sums is None:
                 return None
             weighted.append((term.factor, sums))
-        if not shares_seeds(weighted):
-            return None
+        if not set.intersection(*(set(sums.seeds) for _, sums in weighted)):
+            return None  # no seed in every term: there is nothing to pair
         return contrast(weighted, [term.value for term in terms], self.bootstrap)
 
     def _resolved(self, terms: Sequence[Term]) -> list[Term] | None:
-        """The terms with their lengths as numbers; None where no such length was read."""
+        """The terms with their lengths as numbers; None where no such length was evaluated."""
         resolved = []
         for term in terms:
             length = term.where.get("length")
@@ -123,6 +131,52 @@ def _of_bins(sums: Sums | None, bins: Bins | None) -> Sums | None:
     return sums.at(bins if isinstance(bins, slice) else list(bins))
 
 
-def shares_seeds(terms: Sequence[tuple[float, Sums]]) -> bool:
-    """Whether some seed is in every term: else there is nothing to pair."""
-    return bool(set.intersection(*(set(sums.seeds) for _, sums in terms)))
+def bin_points(
+    view: View, metric: Metric, where: Where, x: Callable[[tuple[Any, ...]], float]
+) -> tuple[Point, ...]:
+    """A point for every bin (layer, head, start, end) in which something was counted, at `x`."""
+    sums = view.sums(metric.name, where)
+    if sums is None:
+        return ()
+    bins = zip(sums.bins, by_bin(sums, metric, view.bootstrap), strict=True)
+    return tuple(Point.of(float(x(bin_)), value) for bin_, value in bins if value is not None)
+
+
+def points(view: View, metric: Metric, where: Iterable[tuple[float, Where]]) -> tuple[Point, ...]:
+    """A point at every x whose rows were measured."""
+    estimates = ((x, view.estimate(metric, at)) for x, at in where)
+    return tuple(Point.of(float(x), value) for x, value in estimates if value is not None)
+
+
+def step_points(view: View, statistic: str, where: Where) -> tuple[Point, ...]:
+    """What a training recorded, by step: the mean of the seeds that came so far, and their range.
+
+    `where` chooses the trainings of one row; it may name another protocol than "training".
+    """
+    per_step: dict[float, list[float]] = {}
+    training = {"protocol": "training", "axis": "step", "statistic": statistic}
+    chosen = select(view.frame, {**training, **where})
+    for start, above, below in chosen.sort("bin", "seed").select("bin", "sum", "of").rows():
+        if below:
+            per_step.setdefault(start, []).append(above / below)
+    return tuple(
+        Point(step, sum(v) / len(v), min(v), max(v)) for step, v in sorted(per_step.items())
+    )
+
+
+def octaves(view: View, metric: Metric, where: Where) -> list[tuple[int, str, tuple[float, float]]]:
+    """The bins of a position between 0, L, 2 L, 4 L …: where each begins, its title, its span.
+
+    Rows that were evaluated at other lengths have other bins: these are told by where they are.
+    """
+    chosen = select(view.frame, {**where, "statistic": metric.name})
+    if not chosen.height:
+        return []
+    length = int(chosen["train_length"][0])
+    bins = chosen.select("bin", "bin_end").unique().sort("bin").rows()
+    spans = []
+    for low, high in pairwise((0, *(length * 2**octave for octave in range(40)))):
+        ends = [end for start, end in bins if low <= start < high]
+        if ends:
+            spans.append((low, f"{low + 1:,} to {max(ends):,.0f}", (float(low), max(ends))))
+    return spans

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from normattn.lab.report.table import shown
+from normattn.lab.report.tables import shown
 from normattn.lab.report.view import View
 from normattn.lab.stats import Estimate
 from normattn.lab.stats.metrics import loss

@@ -25,10 +25,11 @@ from typing import Any
 import polars as pl
 
 from normattn.errors import InputError
-from normattn.lab.report.claim import Claim
-from normattn.lab.report.figure import Figure
-from normattn.lab.report.page import Page, Written, context, write_page
-from normattn.lab.report.table import Column, Row, Table
+from normattn.lab.report.claims import Claim
+from normattn.lab.report.figures import Figure
+from normattn.lab.report.output import Written, write_page
+from normattn.lab.report.page import Page, context
+from normattn.lab.report.tables import Column, Row, Table
 from normattn.lab.report.view import View
 from normattn.lab.stats import Metric
 from normattn.lab.studies.language import AS_IS, TextRun, TextSetting

@@ -18,11 +18,10 @@ from pydantic import Field, field_validator, model_validator
 from normattn.errors import InputError
 from normattn.lab.data import TokenData
 from normattn.lab.data.windows import EvaluationSet, non_repeated_set, train_length_set
-from normattn.lab.report.claim import Claim
-from normattn.lab.report.figure import Curves, Figure, Line, Panel
-from normattn.lab.report.points import points
-from normattn.lab.report.table import Column, Row, Table, text_column
-from normattn.lab.report.view import View
+from normattn.lab.report.claims import Claim
+from normattn.lab.report.figures import Curves, Figure, Line, Panel
+from normattn.lab.report.tables import Column, Row, Table, text_column
+from normattn.lab.report.view import View, points
 from normattn.lab.studies.base import Study
 from normattn.lab.studies.language import (
     TextSetting,

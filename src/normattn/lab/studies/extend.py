@@ -16,9 +16,8 @@ import numpy as np
 import polars as pl
 
 from normattn.errors import InputError
-from normattn.lab.report.figure import Curves, Figure, Line, Mark, Panel
-from normattn.lab.report.points import bin_points, octaves
-from normattn.lab.report.table import (
+from normattn.lab.report.figures import Curves, Figure, Line, Mark, Panel
+from normattn.lab.report.tables import (
     NOTHING,
     Cell,
     Column,
@@ -28,7 +27,7 @@ from normattn.lab.report.table import (
     shown,
     text_column,
 )
-from normattn.lab.report.view import View
+from normattn.lab.report.view import View, bin_points, octaves
 from normattn.lab.runs import RunDirectory
 from normattn.lab.stats import Estimate, MeasurementStore, Metric, measurements
 from normattn.lab.stats.arrays import Array, Where

@@ -15,9 +15,9 @@ from functools import partial
 from typing import Any
 
 from normattn.errors import InputError, unknown
-from normattn.lab.report.claim import Claim
-from normattn.lab.report.figure import Figure
-from normattn.lab.report.table import NOTHING, Cell, Column, Row, Table
+from normattn.lab.report.claims import Claim
+from normattn.lab.report.figures import Figure
+from normattn.lab.report.tables import NOTHING, Cell, Column, Row, Table
 from normattn.lab.report.view import View
 from normattn.lab.stats import Metric, Sums
 from normattn.lab.studies.base import Study

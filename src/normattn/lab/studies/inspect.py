@@ -14,8 +14,8 @@ import numpy as np
 import polars as pl
 
 from normattn.lab.diagnostics.inspection import Array, by_head, by_position, cosine_counts
-from normattn.lab.report.figure import Curves, Figure, Grid, Line, Panel, Point
-from normattn.lab.report.table import Column, Row, Table, estimate_column, text_column
+from normattn.lab.report.figures import Curves, Figure, Grid, Line, Panel, Point
+from normattn.lab.report.tables import Column, Row, Table, estimate_column, text_column
 from normattn.lab.report.view import View
 from normattn.lab.stats import Estimate
 from normattn.lab.stats.metrics import crossing

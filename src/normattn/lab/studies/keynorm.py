@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 from normattn.errors import InputError
-from normattn.lab.report.claim import Claim
-from normattn.lab.report.figure import Figure
-from normattn.lab.report.table import Column, Row, Table, text_column
+from normattn.lab.report.claims import Claim
+from normattn.lab.report.figures import Figure
+from normattn.lab.report.tables import Column, Row, Table, text_column
 from normattn.lab.report.view import View
 from normattn.lab.studies.base import Study
 from normattn.lab.studies.language import AS_IS, TextSetting, text_runs

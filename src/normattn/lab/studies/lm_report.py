@@ -14,7 +14,7 @@ from typing import Any
 
 import polars as pl
 
-from normattn.lab.report.figure import (
+from normattn.lab.report.figures import (
     Curves,
     Figure,
     Grid,
@@ -25,9 +25,8 @@ from normattn.lab.report.figure import (
     Panel,
     Point,
 )
-from normattn.lab.report.points import bin_points, points, step_points
-from normattn.lab.report.table import Cell, Column, Row
-from normattn.lab.report.view import View
+from normattn.lab.report.tables import Cell, Column, Row
+from normattn.lab.report.view import View, bin_points, points, step_points
 from normattn.lab.stats import LONGEST, SHORTEST, Metric
 from normattn.lab.stats.arrays import Where
 

@@ -19,7 +19,7 @@ from normattn.lab.data.windows import EvaluationSet, non_repeated_set
 from normattn.lab.diagnostics import measure_mechanism
 from normattn.lab.diagnostics.keys import FIRST, TAIL
 from normattn.lab.evaluation.scorer import weights_digest
-from normattn.lab.report.table import Table
+from normattn.lab.report.tables import Table
 from normattn.lab.studies.base import Study
 from normattn.lab.studies.language import TextSetting, reading_cost
 from normattn.lab.studies.mechanism_report import (

@@ -13,8 +13,8 @@ from normattn.errors import InputError
 from normattn.kernels.cosines import BINS
 from normattn.lab.diagnostics.keys import FIRST, REGIONS, TAIL, trained_range
 from normattn.lab.diagnostics.mechanism import READINGS
-from normattn.lab.report.claim import Claim
-from normattn.lab.report.figure import (
+from normattn.lab.report.claims import Claim
+from normattn.lab.report.figures import (
     Density,
     DensityRow,
     Figure,
@@ -22,7 +22,7 @@ from normattn.lab.report.figure import (
     IntervalColumn,
     Intervals,
 )
-from normattn.lab.report.table import NOTHING, Cell, Column, Row, shown_cell, text_column
+from normattn.lab.report.tables import NOTHING, Cell, Column, Row, shown_cell, text_column
 from normattn.lab.report.view import View
 from normattn.lab.stats import Metric
 from normattn.lab.stats.metrics import Array, Value, crossing, mean

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from normattn.lab.report.table import shown
+from normattn.lab.report.tables import shown
 from normattn.lab.report.view import View
 from normattn.lab.stats import Estimate, contrast, select
 from normattn.lab.studies import preset

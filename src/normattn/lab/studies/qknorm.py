@@ -18,7 +18,7 @@ import polars as pl
 from normattn.lab.data.pairs import PairData
 from normattn.lab.diagnostics.lines import read_diagnostics
 from normattn.lab.evaluation.masked import MARGIN
-from normattn.lab.report.table import Column, Row, Table, estimate_column, text_column
+from normattn.lab.report.tables import Column, Row, Table, estimate_column, text_column
 from normattn.lab.report.view import View
 from normattn.lab.stats import Identity, Metric, identified, sums
 from normattn.lab.stats.measurements import empty

@@ -9,10 +9,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from normattn.lab.evaluation.masked import learnt_nothing
-from normattn.lab.report.claim import SEEDS, Claim
-from normattn.lab.report.figure import Curves, Figure, IntervalColumn, Intervals, Line, Panel, Point
-from normattn.lab.report.points import points, step_points
-from normattn.lab.report.view import View
+from normattn.lab.report.claims import SEEDS, Claim
+from normattn.lab.report.figures import (
+    Curves,
+    Figure,
+    IntervalColumn,
+    Intervals,
+    Line,
+    Panel,
+    Point,
+)
+from normattn.lab.report.view import View, points, step_points
 from normattn.lab.stats import Estimate, Metric, sign_test
 from normattn.lab.stats.arrays import Where
 from normattn.lab.stats.metrics import BLEU, accuracy, loss

@@ -14,9 +14,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from normattn.errors import unknown
-from normattn.lab.report.claim import Claim
-from normattn.lab.report.figure import Figure
-from normattn.lab.report.table import Cell, Column, Row, Table, text_column
+from normattn.lab.report.claims import Claim
+from normattn.lab.report.figures import Figure
+from normattn.lab.report.tables import Cell, Column, Row, Table, text_column
 from normattn.lab.report.view import View
 from normattn.lab.stats import Metric
 from normattn.lab.studies.base import Study

@@ -19,11 +19,10 @@ import polars as pl
 from pydantic import Field, field_validator
 
 from normattn.errors import InputError
-from normattn.lab.report.claim import Claim
-from normattn.lab.report.figure import Curves, Figure, Grid, Line, Mark, Panel, Point
-from normattn.lab.report.points import bin_points, octaves, points
-from normattn.lab.report.table import NOTHING, Cell, Column, Row, Table, text_column
-from normattn.lab.report.view import View
+from normattn.lab.report.claims import Claim
+from normattn.lab.report.figures import Curves, Figure, Grid, Line, Mark, Panel, Point
+from normattn.lab.report.tables import NOTHING, Cell, Column, Row, Table, text_column
+from normattn.lab.report.view import View, bin_points, octaves, points
 from normattn.lab.stats import Metric
 from normattn.lab.stats.metrics import accuracy
 from normattn.lab.studies.base import Study

@@ -15,7 +15,7 @@ from typing import Any
 from normattn.errors import InputError
 from normattn.lab.data import TokenData
 from normattn.lab.evaluation.masked import MARGIN
-from normattn.lab.report.table import Column, Row, Table, shown, text_column
+from normattn.lab.report.tables import Column, Row, Table, shown, text_column
 from normattn.lab.report.view import View
 from normattn.lab.stats.measurements import FACTOR
 from normattn.lab.stats.metrics import mean

@@ -20,10 +20,9 @@ import polars as pl
 
 from normattn.errors import InputError
 from normattn.lab.evaluation.masked import learnt_nothing
-from normattn.lab.report.claim import Claim
-from normattn.lab.report.figure import Curves, Figure, Grid, Line, Panel, Point
-from normattn.lab.report.points import bin_points, step_points
-from normattn.lab.report.view import View
+from normattn.lab.report.claims import Claim
+from normattn.lab.report.figures import Curves, Figure, Grid, Line, Panel, Point
+from normattn.lab.report.view import View, bin_points, step_points
 from normattn.lab.stats import Estimate, Metric, sign_test
 from normattn.lab.stats.arrays import Where
 from normattn.lab.stats.measurements import FACTOR

@@ -16,10 +16,9 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from normattn.lab.report.claim import SEEDS, Claim
-from normattn.lab.report.figure import Curves, Figure, Line, Panel, Point
-from normattn.lab.report.points import step_points
-from normattn.lab.report.table import (
+from normattn.lab.report.claims import SEEDS, Claim
+from normattn.lab.report.figures import Curves, Figure, Line, Panel, Point
+from normattn.lab.report.tables import (
     NOTHING,
     Cell,
     Column,
@@ -29,7 +28,7 @@ from normattn.lab.report.table import (
     shown,
     text_column,
 )
-from normattn.lab.report.view import View
+from normattn.lab.report.view import View, step_points
 from normattn.lab.stats import (
     Estimate,
     Metric,

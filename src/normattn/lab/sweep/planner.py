@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.progress import TaskID, TextColumn, TimeRemainingColumn
 
-from normattn.lab.report.table import span
+from normattn.lab.report.tables import span
 from normattn.lab.report.terminal import Bar
 from normattn.lab.sweep.launchers import DIVERGED, Job, Outcome
 from normattn.lab.sweep.paths import peek

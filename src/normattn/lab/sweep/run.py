@@ -18,7 +18,8 @@ from pydantic import Field
 
 from normattn.errors import DivergedError, InputError
 from normattn.lab.diagnostics import DiagnosticsProbe
-from normattn.lab.report.page import Page, Written
+from normattn.lab.report.output import Written
+from normattn.lab.report.page import Page
 from normattn.lab.runs import read_status
 from normattn.lab.stats import Identity, MeasurementStore, identified, sums
 from normattn.lab.stats.measurements import Factor

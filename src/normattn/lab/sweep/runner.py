@@ -15,7 +15,7 @@ from rich.table import Table
 
 from normattn.errors import DivergedError, InputError
 from normattn.io import read_object, write_text
-from normattn.lab.report.table import NOTHING
+from normattn.lab.report.tables import NOTHING
 from normattn.lab.report.terminal import say, tell
 from normattn.lab.report.view import View
 from normattn.lab.runs import RunDirectory

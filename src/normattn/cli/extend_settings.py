@@ -1,10 +1,11 @@
-"""What `normattn extend` is asked for: lengths, methods with their parameters, the whole of it."""
+"""What `normattn extend` is given: lengths, methods with their parameters, and the whole of it."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
@@ -16,22 +17,22 @@ from normattn.score.parts import RopeScaling
 from normattn.settings import Settings
 
 ALL, AS_IS = "all", "as is"
-_SPECTRA = ("PI", "ABF", "NTK", "NTK-mixed", "DynamicNTK", "YaRN")
-ALONE = (*_SPECTRA, "ReRoPE", "LeakyReRoPE", "SelfExtend")
 WITH_LOGN = ("NTK", "YaRN", "ReRoPE", "LeakyReRoPE", "SelfExtend")
 """Log-n sharpens attention where more keys are near an angle that training had, so not with PI."""
-EVERY = (*ALONE, "logn+", *(f"{name}-logn+" for name in WITH_LOGN))
+EVERY = (
+    *("PI", "ABF", "NTK", "NTK-mixed", "DynamicNTK", "YaRN", "ReRoPE", "LeakyReRoPE"),
+    *("SelfExtend", "logn+", *(f"{name}-logn+" for name in WITH_LOGN)),
+)
 _LENGTH = re.compile(r"(?P<count>[0-9]{1,9})(?P<thousands>[kK]?)")
-_STRETCHED = {"factor", "s", "group"}
+_FACTORS = {"factor", "s", "group"}
 
 
 class ExtensionSettings(Settings):
-    """The resolved settings of one run directory; what is read by any method depends on all.
+    """The resolved settings of one directory; what is measured by any method depends on all.
 
     lengths: tokens of the tested contexts, ascending. windows: stretches of text. segment: how many
-    last tokens are scored after every context. factor: what stretching methods stretch by. window:
-    the near window of ReRoPE and its like. text: where the windows are from, tokens: their digest.
-    weights: the digest of the model's.
+    last tokens are scored after every context. factor, window: parameters of the methods that leave
+    them open. text: where the windows are from, tokens: their digest. weights: the model's digest.
     """
 
     model: str
@@ -50,13 +51,22 @@ class ExtensionSettings(Settings):
 
     @property
     def passes(self) -> tuple[int, ...]:
-        """Every length that is read: those asked for, and the training length."""
+        """Every length that is evaluated: the given ones and the training length."""
         return tuple(sorted({*self.lengths, self.train_length}))
 
     @property
-    def longest(self) -> int:
-        """The longest length asked for."""
-        return self.lengths[-1]
+    def name(self) -> str:
+        """The model's name."""
+        return model_name(self.gguf or self.model)
+
+    def parameters(self, method: str) -> dict[str, Any]:
+        """The parameters that `normattn.extend` takes beside the method's name."""
+        return {name: getattr(self, name) for name in sorted(open_parameters(method))}
+
+
+def model_name(address: str | Path) -> str:
+    """How a model is called: the last part of its address, without ".gguf"."""
+    return Path(address).name.removesuffix(".gguf")
 
 
 def parse_lengths(text: str) -> tuple[int, ...]:
@@ -82,21 +92,20 @@ def default_lengths(train_length: int) -> tuple[int, ...]:
 
 
 def parse_methods(text: str) -> tuple[str, ...]:
-    """`"YaRN,ReRoPE(window=512)-logn+"` as two methods, the model as it is first; or `all`.
+    """`"YaRN,ReRoPE(window=512)-logn+"` as two methods, the unmodified model first; or `all`.
 
     `InputError` for an empty, a doubled or an unknown name.
     """
     named = [part.strip() for part in re.split(r",(?![^(]*\))", text)]
     if not all(named):
         raise InputError(f"--methods holds an empty name in {text!r}; divide names by commas")
-    methods = [AS_IS]
-    for name in named:
-        methods += EVERY if name == ALL else [name]
     doubled = [name for name in named if named.count(name) > 1]
     if doubled:
         raise InputError(f"--methods names {doubled[0]!r} twice")
-    for name in methods[1:]:
-        if name != AS_IS:
+    methods = [AS_IS]
+    for name in named:
+        methods += EVERY if name == ALL else [name]
+        if name not in (ALL, AS_IS):
             read(name)
     return tuple(dict.fromkeys(methods))
 
@@ -108,17 +117,19 @@ def open_parameters(method: str) -> set[str]:
         names = {field.name for field in dataclasses.fields(part)}
         if "window" in names - given.keys():
             parameters.add("window")
-        # A moving spectrum is not told how far it will read.
-        told = not (issubclass(part, RopeScaling) and part.blockwise)
-        if told and names & _STRETCHED and not given.keys() & _STRETCHED:
+        # DynamicNTK follows the length and takes no factor.
+        dynamic = issubclass(part, RopeScaling) and part.blockwise
+        if not dynamic and names & _FACTORS and not given.keys() & _FACTORS:
             parameters.add("factor")
     return parameters
 
 
-def parameters_of(method: str, settings: ExtensionSettings) -> dict[str, Any]:
-    """The parameters that `normattn.extend` is given beside the method's name."""
-    values = {"factor": settings.factor, "window": settings.window}
-    return {name: values[name] for name in sorted(open_parameters(method))}
+def refuse_unused(methods: Sequence[str], factor: float | None, window: int | None) -> None:
+    """Raise `InputError` for a parameter that no method takes."""
+    taken = {name for method in methods if method != AS_IS for name in open_parameters(method)}
+    for name, value in (("factor", factor), ("window", window)):
+        if value is not None and name not in taken:
+            raise InputError(f"--{name} is given, but none of --methods takes a {name}")
 
 
 def chosen_factor(factor: float | None, longest: int, train_length: int) -> float:
@@ -147,16 +158,8 @@ def chosen_window(window: int | None, train_length: int) -> int:
     return window
 
 
-def refuse_unused(methods: Sequence[str], factor: float | None, window: int | None) -> None:
-    """Refuse a parameter that no method takes."""
-    taken = {name for method in methods if method != AS_IS for name in open_parameters(method)}
-    for name, value in (("factor", factor), ("window", window)):
-        if value is not None and name not in taken:
-            raise InputError(f"--{name} is given, but none of --methods takes a {name}")
-
-
 def trained_length(model: Any) -> int:
-    """How far a model of transformers was trained to read; `InputError` where it does not say."""
+    """The training length of a model of transformers; `InputError` where it is not known."""
     try:
         return known_length(model_parts(model))[0]
     except InputError as error:

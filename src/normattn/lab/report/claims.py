@@ -1,11 +1,10 @@
 """Claims: a sentence of a source, the contrast that tests it, and a verdict.
 
 There are five verdicts. *confirmed*: the difference has the claimed sign and its p, corrected for
-all claims of the page (Holm), is at most 1 − level. *contradicted*: the same with the other sign.
+all claims of the report (Holm), is at most 1 − level. *contradicted*: the same with the other sign.
 *inconclusive*: fewer than three seeds on a side, no interval, or an interval so wide that the
-smallest effect which it would have shown exceeds `matters`, whether or not it would have been
-shown as the page's only claim; the smallest detectable effect is given. *not confirmed*: none of
-these.
+smallest effect which it would have shown exceeds `matters`; the smallest detectable effect is
+given. *not confirmed*: none of these.
 
 A sentence that promises no loss ("as good as", "gains nothing") has a margin m, as a test of
 non-inferiority has: *confirmed* where the difference is certainly less than m on the wrong side of
@@ -17,18 +16,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 from normattn.errors import InputError
-from normattn.lab.report.table import shown
+from normattn.lab.report.tables import FEW_SEEDS, shown
 from normattn.lab.report.view import View
 from normattn.lab.stats import Bootstrap, Estimate, Metric, holm
 
-SEEDS = 3
+SEEDS = FEW_SEEDS
 """Trainings on each side below which a claim about a score is not decided."""
 LEAST_P = 0.001
-"""Below this only that it is below is said."""
+"""The smallest p that is written as a number."""
 
 Verdict = Literal[
     "confirmed", "contradicted", "differs (size unclear)", "not confirmed", "inconclusive"
@@ -64,7 +63,7 @@ class Claim:
             )
 
     def difference(self, view: View) -> Estimate | None:
-        """The difference, or None where the frame does not hold it."""
+        """The difference, or None where the measurements do not hold it."""
         if self.test is not None:
             return self.test(view)
         assert self.metric is not None
@@ -73,10 +72,10 @@ class Claim:
 
 @dataclass(frozen=True)
 class Finding:
-    """A claim decided; `p` is corrected for all claims of its page.
+    """A claim decided; `p` is corrected for all claims of its report, None where not tested.
 
-    `alone`: whether it would be decided as the page's only claim. `simultaneous` is its interval at
-    1 − (1 − level)/tested claims (Bonferroni); None of a difference without an error, and where
+    `alone`: whether it would be decided as the report's only claim. `simultaneous` is its interval
+    at 1 − (1 − level)/tested claims (Bonferroni); None of a difference without an error, and where
     seeds are too few.
     """
 
@@ -103,9 +102,8 @@ class Finding:
 
     @property
     def _digits(self) -> int:
-        if self.claim.digits is not None:
-            return self.claim.digits
-        return self.claim.metric.digits if self.claim.metric else 2
+        own = self.claim.metric.digits if self.claim.metric else 2
+        return own if self.claim.digits is None else self.claim.digits
 
     @property
     def probability(self) -> str:
@@ -117,12 +115,11 @@ class Finding:
     @property
     def remark(self) -> str:
         """What limits the verdict."""
+        few, least = len(self.difference.seeds), self.difference.half_width
         if self.verdict != "inconclusive":
             return ""
-        few = len(self.difference.seeds)
         if self.p is None and 0 < few < SEEDS:
             return f"{few} seed{'s' * (few > 1)} on both sides; {SEEDS} are needed"
-        least = self.difference.half_width
         if least is None:
             return "no interval"
         if self.alone:
@@ -133,29 +130,27 @@ class Finding:
 
 
 def explained(findings: Sequence[Finding]) -> str:
-    """What stands above a page's claims: how their intervals, p and verdicts are meant."""
+    """What a report says above its claims: how their intervals, p and verdicts are meant."""
     many, tested = len(findings), sum(finding.p is not None for finding in findings)
     sentences = [f"{many} claim{'s' * (many > 1)}, {tested} of them tested."]
     if tested:
-        sentences.append("p is corrected for the number of those (Holm).")
+        sentences.append("p is corrected for the number of tested claims (Holm).")
     if any(finding.simultaneous for finding in findings):
         sentences.append(
-            "Each difference has its own 95 % interval in brackets; the simultaneous ones are "
-            "meant to hold all of them together in 95 of 100 cases (Bonferroni). They are stricter "
-            "than the verdicts, which go by p, so one may reach over 0 beside “confirmed”."
+            "Each difference has its own 95 % interval in brackets. The simultaneous intervals "
+            "hold all differences together in 95 of 100 cases (Bonferroni). Verdicts go by p, "
+            "which is less strict: such an interval may include 0 beside “confirmed”."
         )
     sentences.append(
-        "“Confirmed” and “contradicted” need p ≤ "
-        f"{1 - Bootstrap.level:.2f}, of scores also three seeds on both sides. Else it is “not "
-        "confirmed”, or, with fewer seeds or an interval too wide to show what would matter, "
-        "“inconclusive”, with the smallest effect that would have shown."
+        f"“Confirmed” and “contradicted” need p ≤ {1 - Bootstrap.level:.2f}, of scores also "
+        f"{SEEDS} seeds on both sides. With fewer seeds, or an interval too wide to show what "
+        "would matter, a claim is “inconclusive”. Any other is “not confirmed”."
     )
     if any(finding.claim.margin for finding in findings):
         sentences.append(
-            "A sentence that promises no loss, or nothing to gain, says in brackets how much it "
-            "allows: it is confirmed where the difference is shown to be within that, contradicted "
-            "where it is shown to be beyond; “differs (size unclear)” is shown not to be 0, and "
-            "neither to be within nor beyond."
+            "A claim of no loss, or of no gain, states a margin in brackets. It is confirmed where "
+            "the difference is certainly within the margin, contradicted where certainly beyond. "
+            "“Differs (size unclear)” is certainly not 0, but neither within nor beyond."
         )
     return " ".join(sentences)
 
@@ -172,28 +167,21 @@ def verdicts_in_short(findings: Sequence[Finding]) -> tuple[str, ...]:
 
 
 def decide(claims: Sequence[Claim], view: View) -> list[Finding]:
-    """Every claim that the frame can test, corrected as one family (Holm)."""
+    """Every claim that the measurements can test, corrected as one family (Holm)."""
     tested = [(claim, claim.difference(view)) for claim in claims]
     known = [(claim, estimate) for claim, estimate in tested if estimate is not None]
-    sides = [
-        (number, verdict, p)
-        for number, (claim, estimate) in enumerate(known)
-        for verdict, p in _hypotheses(claim, estimate)
-    ]
-    families = [number for number, _, _ in sides]
-    adjusted = holm([p for _, _, p in sides], families)
+    hypotheses = [_hypotheses(claim, estimate) for claim, estimate in known]
+    families = [number for number, sides in enumerate(hypotheses) for _ in sides]
+    adjusted = iter(holm([p for sides in hypotheses for _, p in sides], families))
     level = 1 - view.bootstrap.level
     share = level / max(1, len(set(families)))
     findings = []
-    for number, (claim, estimate) in enumerate(known):
-        own = [
-            (verdict, p, alone)
-            for (of, verdict, alone), p in zip(sides, adjusted, strict=True)
-            if of == number
-        ]
-        decided = _decided(claim, estimate, own, level)
-        whole = estimate.interval(1 - share) if own else None
-        findings.append(replace(decided, simultaneous=whole))
+    for (claim, estimate), sides in zip(known, hypotheses, strict=True):
+        corrected = [(verdict, next(adjusted)) for verdict, _ in sides]
+        verdict, p, alone = _verdict(claim, estimate, corrected, level)
+        alone = alone or any(own <= level for _, own in sides)
+        interval = estimate.interval(1 - share) if sides else None
+        findings.append(Finding(claim, estimate, p, verdict, alone, interval))
     return findings
 
 
@@ -212,22 +200,15 @@ def _hypotheses(claim: Claim, estimate: Estimate) -> list[tuple[Verdict, float]]
     ]
 
 
-def _decided(
-    claim: Claim, estimate: Estimate, sides: Sequence[tuple[Verdict, float, float]], level: float
-) -> Finding:
-    """The first verdict whose denial is rejected; `sides` have its p, corrected and alone."""
+def _verdict(
+    claim: Claim, estimate: Estimate, sides: Sequence[tuple[Verdict, float]], level: float
+) -> tuple[Verdict, float | None, bool]:
+    """(the first verdict whose denial is rejected, its corrected p, whether there is one)."""
     if not sides:
-        return Finding(claim, estimate, None, "inconclusive")
-    for verdict, p, _ in sides:
+        return "inconclusive", None, False
+    for verdict, p in sides:
         if p <= level and (estimate.value or claim.margin):
-            return Finding(claim, estimate, p, verdict, alone=True)
-    alone = any(own <= level for _, _, own in sides)
-    least = min(p for _, p, _ in sides)
-    return Finding(claim, estimate, least, _undecided(claim, estimate), alone)
-
-
-def _undecided(claim: Claim, estimate: Estimate) -> Verdict:
-    least = estimate.half_width
-    if claim.matters is not None and least is not None and least > claim.matters:
-        return "inconclusive"
-    return "not confirmed"
+            return verdict, p, True
+    least, width = min(p for _, p in sides), estimate.half_width
+    wide = claim.matters is not None and width is not None and width > claim.matters
+    return "inconclusive" if wide else "not confirmed", least, False

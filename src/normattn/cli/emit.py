@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from normattn.cli.extension_settings import (
+from normattn.cli import model_options
+from normattn.cli.extend_settings import (
     AS_IS,
     chosen_factor,
     chosen_window,
@@ -16,7 +17,6 @@ from normattn.cli.extension_settings import (
     refuse_unused,
     trained_length,
 )
-from normattn.cli.options.extend import ExtendOptions
 from normattn.errors import InputError
 from normattn.hf.engines import CHECKED, Wanted, emit, gguf_values, refuse_engine
 from normattn.hf.gguf import architecture_of, read_gguf, write_gguf
@@ -27,10 +27,10 @@ from normattn.io import expanded, write_text
 from normattn.terminal import show, warn
 
 
-def emit_method(asked: ExtendOptions, engine: str) -> None:
+def emit_method(asked: model_options.Extend, engine: str) -> None:
     """Print, or write to `asked.out`, what an engine needs to serve a model under one method.
 
-    A small random model of the configuration is asked; no weight is read, but for a copy of a GGUF
+    A small random model of the configuration is used; no weight is read, but for a copy of a GGUF
     file. Raises `InputError` for an engine without the method, before anything is written, and
     where `out` exists.
     """
@@ -38,11 +38,11 @@ def emit_method(asked: ExtendOptions, engine: str) -> None:
     methods = [method for method in parse_methods(asked.methods) if method != AS_IS]
     if len(methods) != 1:
         raise InputError("--emit needs one method, such as --methods 'YaRN(factor=4)'")
-    out, model, gguf = asked.out, asked.model, asked.gguf
+    out = asked.out
     if out is not None and out.exists():
         raise InputError(f"{out} exists already: name a new file")
     refuse_unused(methods, asked.factor, asked.window)
-    source = expanded(model) if gguf is None else expanded(model) / gguf
+    source = expanded(asked.model) if asked.gguf is None else expanded(asked.model) / asked.gguf
     wanted = _wanted(asked, source, methods[0])
     text = emit(wanted, engine)
     warn(f"checked with {CHECKED[engine]}")
@@ -56,13 +56,12 @@ def emit_method(asked: ExtendOptions, engine: str) -> None:
     show(f"{out}: {wanted.plan.spec.method} for {engine}, up to {wanted.longest:,} tokens")
 
 
-def _wanted(asked: ExtendOptions, source: Path, method: str) -> Wanted:
+def _wanted(asked: model_options.Extend, source: Path, method: str) -> Wanted:
     config = read_configuration(asked.model if source == expanded(asked.model) else source)
     refuse_applied(config)
     small = small_model(config)
     length = asked.train_length or trained_length(small)
-    lengths = parse_lengths(asked.lengths) if asked.lengths else default_lengths(length)
-    longest = lengths[-1]
+    longest = (parse_lengths(asked.lengths) if asked.lengths else default_lengths(length))[-1]
     given: dict[str, Any] = {}
     if "factor" in open_parameters(method):
         given["factor"] = chosen_factor(asked.factor, longest, length)
@@ -71,15 +70,12 @@ def _wanted(asked: ExtendOptions, source: Path, method: str) -> Wanted:
     planned = plan(small, method, length, **given)
     if asked.lengths is None:
         longest = int(length * getattr(planned.spec.rope_scaling, "stretch", longest / length))
-    architecture = architecture_of(config.get_text_config().model_type)
+    text = config.get_text_config()
+    architecture = architecture_of(text.model_type)
     if source.suffix == ".gguf":
         architecture = read_gguf(source).architecture
+    # The name of the text configuration in a configuration of several parts.
+    parts = getattr(config, "sub_configs", {})
+    inside = next((name for name in parts if getattr(config, name, None) is text), None)
     model = str(source if source.exists() else asked.model)
-    return Wanted(model, planned, longest, architecture, _inside(config), asked.engine_version)
-
-
-def _inside(config: Any) -> str | None:
-    """The name of the text configuration in one of several parts."""
-    text = config.get_text_config()
-    names = getattr(config, "sub_configs", {})
-    return next((name for name in names if getattr(config, name, None) is text), None)
+    return Wanted(model, planned, longest, architecture, inside, asked.engine_version)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from normattn.cli.options.generate import GenerateOptions
+from normattn.cli import options
 from normattn.errors import InputError
 from normattn.lab.data.text_files import read_text
 from normattn.lab.data.tokeniser import SEPARATOR_ID, Tokeniser
@@ -17,25 +16,29 @@ from normattn.lab.training import TrainingConfig
 from normattn.lab.training.distributed import choose_device
 from normattn.lab.training.tasks.text import CausalWorkload
 from normattn.models import Sampling, generate, load_model
-from normattn.score import ScoreSpec
 from normattn.terminal import visible
 
 
-def generate_run(asked: GenerateOptions) -> None:
+def generate_text(asked: options.Generate) -> None:
     """Print how the finished run in the directory `asked.run` continues each prompt.
 
     Raises `InputError` for a run that has not finished or has no tokeniser, a method that its
     score cannot take, an empty prompt and settings out of range.
     """
-    Sampling(asked.temperature, asked.top_k, asked.top_p)  # Refused before the model is read.
-    config, tokeniser = opened(asked.run)
+    Sampling(asked.temperature, asked.top_k, asked.top_p)  # Refused before the model is loaded.
+    config, tokeniser = open_run(asked.run)
     texts = [*(asked.prompt or ()), *(read_text(path) for path in asked.file or ())]
-    tokens, stop = _encoded(texts, tokeniser), asked.stop or []
-    longest = max(len(prompt) for prompt in tokens) + asked.max_new_tokens
-    spec = _spec(config, asked.method, longest)
+    if not texts:
+        raise InputError("there is nothing to continue: give --prompt TEXT or --file PATH")
+    if not all(texts):
+        raise InputError("a prompt is empty; the model continues at least one character")
+    tokens = tokeniser.encode_batch(texts)
+    longest = max(map(len, tokens)) + asked.max_new_tokens
+    length = config.model.train_length
+    spec = config.model.score.with_method(asked.method)
+    spec = spec.resolve(train_length=length, factor=max(1.0, longest / length))
     torch.set_num_threads(asked.threads)
     model = load_model(asked.run / "model", config.model).to(choose_device(config.device))
-
     with model.using(spec):
         answers = generate(
             model,
@@ -44,7 +47,7 @@ def generate_run(asked: GenerateOptions) -> None:
             temperature=asked.temperature,
             top_k=asked.top_k,
             top_p=asked.top_p,
-            stop=[SEPARATOR_ID, *stop],
+            stop=[SEPARATOR_ID, *(asked.stop or ())],
             decode=tokeniser.decode,
             seed=asked.seed,
         )
@@ -55,7 +58,7 @@ def generate_run(asked: GenerateOptions) -> None:
     print(visible(whole) if sys.stdout.isatty() else whole)
 
 
-def opened(run: Path) -> tuple[TrainingConfig, Tokeniser]:
+def open_run(run: Path) -> tuple[TrainingConfig, Tokeniser]:
     """The settings and the tokeniser of a finished run; `InputError` where it has none."""
     stored = RunDirectory.existing(run, CausalWorkload.kind)
     config = TrainingConfig.parse(stored.config, str(run / "config.json"))
@@ -66,18 +69,3 @@ def opened(run: Path) -> tuple[TrainingConfig, Tokeniser]:
             "no tokeniser, and so no text to continue"
         )
     return config, Tokeniser.load(unchanged(run / "tokeniser.json"))
-
-
-def _encoded(texts: Sequence[str], tokeniser: Tokeniser) -> list[list[int]]:
-    if not texts:
-        raise InputError("there is nothing to continue: give --prompt TEXT or --file PATH")
-    if any(not text for text in texts):
-        raise InputError("a prompt is empty; the model continues at least one character")
-    return tokeniser.encode_batch(texts)
-
-
-def _spec(config: TrainingConfig, method: str, longest: int) -> ScoreSpec:
-    """The score under the method, stretched to `longest` tokens where it takes a factor."""
-    length = config.model.train_length
-    spec = config.model.score.with_method(method)
-    return spec.resolve(train_length=length, factor=max(1.0, longest / length))

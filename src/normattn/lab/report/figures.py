@@ -1,13 +1,12 @@
 """Figures as values: the numbers of a picture and their titles, before anything is drawn.
 
-Four kinds are enough for every page: `Curves` (lines with bands, labelled at their ends),
-`Intervals` (a value and its interval for every row), `Grid` (coloured cells with a number) and
-`Density` (a distribution for every row). `charts` draws each, for the report and as an image.
+Four kinds are enough for every report: `Curves` (lines with bands), `Intervals` (a value and its
+interval for every row), `Grid` (coloured cells with a number) and `Density` (a distribution for
+every row). `charts` draws each, for report.html and as an image.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from normattn.lab.stats import Estimate
@@ -143,21 +142,14 @@ class Density:
 Figure = Curves | Intervals | Grid | Density
 
 
-def named(figures: Sequence[Figure]) -> tuple[Figure, ...]:
-    """The figures that have something to show."""
-    return tuple(figure for figure in figures if not is_empty(figure))
-
-
 def is_empty(figure: Figure) -> bool:
-    """Whether a figure would show nothing."""
+    """Whether there is nothing to draw; a cell of a grid may still say why it has no value."""
     match figure:
         case Curves(panels=panels):
             return not any(line.points for panel in panels for line in panel.lines)
         case Intervals(columns=columns):
             return not any(value for column in columns for value in column.values)
         case Grid(values=values, texts=texts):
-            # A cell without a value may still say why it has none.
-            shown = any(value is not None for row in values for value in row)
-            return not shown and not any(text for row in texts for text in row)
+            return all(v is None for row in values for v in row) and not any(map(any, texts))
         case Density(rows=rows):
             return not rows

@@ -1,19 +1,20 @@
-"""What `normattn inspect` lets each kind of model read: windows, documents, sentences, images."""
+"""What `normattn inspect` gives each kind of model: windows, documents, sentences, images."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from normattn.cli.options.inspect import InspectOptions
+from normattn.cli import options
+from normattn.cli.extend_reading import DEFAULT_TEXT, prepare_texts
 from normattn.errors import InputError
+from normattn.hf.model_parts import model_parts
+from normattn.hf.token_scorer import refuse_foreign_tokens
 from normattn.lab.data.batches import uniforms
 from normattn.lab.data.images import prepare_images
 from normattn.lab.data.pairs import BOS_ID, EOS_ID, PAD_ID, prepare_pairs
@@ -25,16 +26,18 @@ from normattn.lab.data.windows import choose_places
 from normattn.lab.runs import unchanged
 from normattn.lab.training import TrainingConfig
 from normattn.lab.training.config import LoopConfig
-from normattn.lab.training.init_from import HasFingerprint, refuse_other_data
+from normattn.lab.training.init_from import refuse_other_data
 from normattn.lab.training.tasks.classification import ClassificationConfig
 from normattn.lab.training.tasks.text import MaskedConfig
 from normattn.lab.training.tasks.translation import TranslationConfig
 from normattn.lab.training.tasks.vision import VisionTrainingConfig
 from normattn.models.beam_search import beam_search
 from normattn.models.translator import Translator
+from normattn.terminal import warn
 
 DRAWN_TOKENS, WINDOWS = 64, 16
-Data = TypeVar("Data", bound=HasFingerprint)
+FOREIGN_LENGTH, FOREIGN_WINDOWS = 512, 4
+"""Of a model of transformers: inspection takes about as long as reading the text."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +45,8 @@ class Inputs:
     """Rows that a model reads, `length` positions each at most, and where they are from.
 
     `read` is how the model reads some of them (None: as token ids). `drawn` is the row whose
-    attention is drawn, `drawn_length` its positions, and `words` what stands on the two sides of a
-    layer's attention to it, by the layer's name.
+    attention is drawn, `drawn_length` its positions, and `words` the tokens of queries and of keys
+    there, by the layer's name.
     """
 
     rows: Tensor
@@ -55,8 +58,8 @@ class Inputs:
     words: Callable[[str], tuple[Sequence[str], Sequence[str]]]
 
 
-def inputs_of(config: LoopConfig, asked: InspectOptions, model: nn.Module) -> Inputs:
-    """What the model of a run is shown: what is asked for, or data held out from its training.
+def inputs_of(config: LoopConfig, asked: options.Inspect, model: nn.Module) -> Inputs:
+    """What the model of a run reads: the given text, or data held out from its training.
 
     Raises `InputError` for a corpus that is no longer there or no longer what the run was trained
     on, a text that cannot be read, and what the kind of model does not take.
@@ -71,41 +74,65 @@ def inputs_of(config: LoopConfig, asked: InspectOptions, model: nn.Module) -> In
     return _images(config, asked, model)
 
 
-def _windows(config: TrainingConfig | MaskedConfig, asked: InspectOptions) -> Inputs:
+def foreign_inputs(model: Any, tokeniser: Any, asked: options.Inspect) -> Inputs:
+    """Windows of the given text, or of the standard library's source, for a transformers model."""
+    text = (str(asked.text),) if asked.text is not None else DEFAULT_TEXT
+    length, windows = asked.length or FOREIGN_LENGTH, asked.windows or FOREIGN_WINDOWS
+    texts, _, notes = prepare_texts(tokeniser, text, (length - 1,), windows, asked.seed)
+    for sentence in notes:
+        warn(f"normattn: {sentence}")
+    rows = torch.from_numpy(np.stack([texts.window(n, length - 1) for n in range(len(texts))]))
+    refuse_foreign_tokens(rows, model)
+    decoder = model_parts(model).decoder
+    return Inputs(
+        rows,
+        f"{len(rows)} windows of {length:,} tokens of {', '.join(text)}",
+        length,
+        lambda ids: decoder(input_ids=ids, use_cache=False),
+        *_first(rows[0], lambda token: tokeniser.decode([token])),
+    )
+
+
+def _first(row: Tensor, word: Callable[[int], str]) -> tuple[Tensor, int, Any]:
+    """The last three fields of `Inputs` for self-attention to the beginning of a row."""
+    drawn = row[:DRAWN_TOKENS]
+    words = [word(token) for token in drawn.tolist()]
+    return drawn, len(drawn), lambda name: (words, words)
+
+
+def _windows(config: TrainingConfig | MaskedConfig, asked: options.Inspect) -> Inputs:
     """Windows of the given file, or of documents that the run did not train on."""
     length = config.model.train_length if asked.length is None else asked.length
-    if config.data.synthetic and asked.text is not None:
-        raise InputError(
-            f"the run in {asked.run} was trained on the generated tokens of "
-            f"{config.data.corpus}: it has no tokeniser, and so cannot read {asked.text}"
-        )
     tokeniser = None
     if not config.data.synthetic:
         tokeniser = Tokeniser.load(unchanged(asked.run / "tokeniser.json"))
     if asked.text is None:
         split = _as_trained(prepare_tokens(config.data), asked).split("test")
-        places = choose_places(split, length, _most(asked), asked.seed)
-        spans = [(number, slice(first, first + length)) for number, first in places.tolist()]
-        rows = np.stack([split.document(number)[span] for number, span in spans])
-        ids = torch.from_numpy(rows.astype(np.int64))
+        places = choose_places(split, length, _most(asked), asked.seed).tolist()
+        rows = [split.document(number)[first : first + length] for number, first in places]
+        ids = torch.from_numpy(np.stack(rows).astype(np.int64))
         source = f"{len(rows)} windows of {length:,} held-out tokens of {config.data.corpus}"
     else:
-        assert tokeniser is not None
+        if tokeniser is None:
+            raise InputError(
+                f"the run in {asked.run} was trained on the generated tokens of "
+                f"{config.data.corpus}: it has no tokeniser, and so cannot read {asked.text}"
+            )
         tokens = tokeniser.encode(read_text(asked.text))
         if len(tokens) < 2:
-            raise InputError(
-                f"{asked.text} has {len(tokens)} tokens; there is nothing to attend to"
-            )
+            raise InputError(f"{asked.text} has {len(tokens)} tokens; at least 2 are needed")
         length = min(length, len(tokens))
         count = min(_most(asked), len(tokens) // length)
         ids = torch.tensor(tokens[: count * length]).view(count, length)
         source = f"{count} windows of {length:,} tokens of {asked.text.name}"
-    drawn = ids[0, :DRAWN_TOKENS]
-    words = [str(i) if tokeniser is None else tokeniser.decode([i]) for i in drawn.tolist()]
-    return Inputs(ids, source, length, None, drawn, len(drawn), lambda name: (words, words))
+
+    def word(token: int) -> str:
+        return str(token) if tokeniser is None else tokeniser.decode([token])
+
+    return Inputs(ids, source, length, None, *_first(ids[0], word))
 
 
-def _documents(config: ClassificationConfig, asked: InspectOptions, model: nn.Module) -> Inputs:
+def _documents(config: ClassificationConfig, asked: options.Inspect, model: nn.Module) -> Inputs:
     """Lines of the given file, or validation documents; longer ones are cut as in training."""
     longest = config.data.max_tokens if asked.length is None else asked.length
     data = _as_trained(prepare_relations(config.data), asked)
@@ -115,7 +142,7 @@ def _documents(config: ClassificationConfig, asked: InspectOptions, model: nn.Mo
         documents: list[Sequence[int]] = [split.tokens[i] for i in _chosen(len(split), asked)]
         source = f"{len(documents)} validation documents of {config.data.corpus}"
     else:
-        documents = list(pieces.encode(_lines(asked)[: _most(asked)]))
+        documents = list(pieces.encode(_lines(asked)))
         source = f"{len(documents)} lines of {asked.text.name}"
     documents = [document[:longest] for document in documents]
     ids, _ = padded(documents, pieces.pad)
@@ -124,20 +151,11 @@ def _documents(config: ClassificationConfig, asked: InspectOptions, model: nn.Mo
         padding = rows == pieces.pad
         return model(rows, padding if bool(padding.any()) else None)
 
-    drawn = documents[0][:DRAWN_TOKENS]
-    words = [pieces.entries[token] for token in drawn]
-    return Inputs(
-        torch.from_numpy(ids),
-        source,
-        ids.shape[1],
-        read,
-        torch.tensor(drawn),
-        len(drawn),
-        lambda name: (words, words),
-    )
+    drawn = _first(torch.tensor(documents[0]), lambda token: pieces.entries[token])
+    return Inputs(torch.from_numpy(ids), source, ids.shape[1], read, *drawn)
 
 
-def _sentences(config: TranslationConfig, asked: InspectOptions, model: nn.Module) -> Inputs:
+def _sentences(config: TranslationConfig, asked: options.Inspect, model: nn.Module) -> Inputs:
     """Validation pairs, or lines of the given file with the model's own greedy translations."""
     if asked.length is not None:
         raise InputError(
@@ -153,13 +171,12 @@ def _sentences(config: TranslationConfig, asked: InspectOptions, model: nn.Modul
         targets = [split.target_ids(i)[:-1] for i in chosen]
         source = f"{len(chosen)} validation pairs of {config.data.corpus}"
     else:
-        encoded = tokenisers[0].encode_batch(_lines(asked)[: _most(asked)])
-        sources = [[*ids, EOS_ID] for ids in encoded]
+        sources = [[*ids, EOS_ID] for ids in tokenisers[0].encode_batch(_lines(asked))]
         hypotheses = beam_search(model, sources, beam=1)
         targets = [[BOS_ID, *candidates[0].tokens] for candidates in hypotheses]
         source = f"{len(sources)} lines of {asked.text.name} and their greedy translations"
-    rows = torch.cat([_filled(sources), _filled(targets)], 1)
-    width = max(map(len, sources))
+    sides = [torch.from_numpy(padded(side, PAD_ID)[0]) for side in (sources, targets)]
+    rows, width = torch.cat(sides, 1), sides[0].shape[1]
     words = [
         [tokeniser.decode([i]) for i in side[0]]
         for tokeniser, side in zip(tokenisers, (sources, targets), strict=True)
@@ -171,32 +188,28 @@ def _sentences(config: TranslationConfig, asked: InspectOptions, model: nn.Modul
             first, second = (side[side != PAD_ID][None] for side in (row[:width], row[width:]))
             model.decode(second, model.encode(first))
 
-    def sides(name: str) -> tuple[Sequence[str], Sequence[str]]:
-        if name.startswith("encoder"):
-            return words[0], words[0]
-        return words[1], words[0] if ".cross." in name else words[1]
+    def sides_of(name: str) -> tuple[Sequence[str], Sequence[str]]:
+        queries = 0 if name.startswith("encoder") else 1
+        return words[queries], words[0 if ".cross." in name else queries]
 
     length = max(map(len, [*sources, *targets]))
-    drawn = max(len(sources[0]), len(targets[0]))
-    return Inputs(rows, source, length, read, rows[0], drawn, sides)
+    return Inputs(rows, source, length, read, rows[0], max(map(len, words)), sides_of)
 
 
-def _images(config: VisionTrainingConfig, asked: InspectOptions, model: Any) -> Inputs:
+def _images(config: VisionTrainingConfig, asked: options.Inspect, model: Any) -> Inputs:
     """Validation images; words are the patches' rows and columns."""
-    given = {"--text": asked.text, "--length": asked.length}
-    for option, value in given.items():
+    for name, value in {"--text": asked.text, "--length": asked.length}.items():
         if value is not None:
-            raise InputError(f"{option} is for models that read text; this one reads images")
+            raise InputError(f"{name} is for models that read text; this one reads images")
     split = _as_trained(prepare_images(config.data), asked).validation
-    chosen = np.array(_chosen(len(split), asked))
-    images = torch.from_numpy(split.images(chosen))
+    images = torch.from_numpy(split.images(np.array(_chosen(len(split), asked))))
     shape = config.model
-    words = ["class"] if shape.pool == "class" else []
     across = shape.width // shape.patch
+    words = ["class"] if shape.pool == "class" else []
     words += [f"{patch // across},{patch % across}" for patch in range(shape.patches)]
     return Inputs(
         images,
-        f"{len(chosen)} validation images of {config.data.source}",
+        f"{len(images)} validation images of {config.data.source}",
         shape.tokens,
         model.features,
         images[0],
@@ -205,44 +218,28 @@ def _images(config: VisionTrainingConfig, asked: InspectOptions, model: Any) -> 
     )
 
 
-def _as_trained(data: Data, asked: InspectOptions) -> Data:
+def _as_trained(data: Any, asked: options.Inspect) -> Any:
     """The data, after an `InputError` where the run was trained on other data."""
     refuse_other_data(data, asked.run)
     return data
 
 
-def _most(asked: InspectOptions) -> int:
+def _most(asked: options.Inspect) -> int:
     """Windows, texts, pairs or images, at most."""
     return WINDOWS if asked.windows is None else asked.windows
 
 
-def _lines(asked: InspectOptions) -> list[str]:
-    """The lines of the given file that are not empty."""
+def _lines(asked: options.Inspect) -> list[str]:
+    """The first lines of the given file that are not empty."""
     assert asked.text is not None
     lines = [line.strip() for line in read_text(asked.text).splitlines() if line.strip()]
     if not lines:
         raise InputError(f"{asked.text} holds no line of text; give one text a line")
-    return lines
+    return lines[: _most(asked)]
 
 
-def _chosen(count: int, asked: InspectOptions) -> list[int]:
+def _chosen(count: int, asked: options.Inspect) -> list[int]:
     """Which of so many, drawn without repetition, in their order."""
-    drawn: NDArray[Any] = uniforms(asked.seed, 0, max(count, 2), 1)[:count, 0]
+    drawn = uniforms(asked.seed, 0, max(count, 2), 1)[:count, 0]
     order: list[int] = np.argsort(drawn, kind="stable")[: _most(asked)].tolist()
     return sorted(order)
-
-
-def _filled(rows: Sequence[Sequence[int]]) -> Tensor:
-    """Sentences as one matrix, padded on the right."""
-    return torch.from_numpy(padded(rows, PAD_ID)[0])
-
-
-def folder_of(folder: Path) -> Path:
-    """The directory, made before anything is read; `InputError` where it cannot be."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except FileExistsError as error:
-        raise InputError(f"{folder} is a file; --out names a directory") from error
-    except OSError as error:
-        raise InputError(f"{folder} cannot be made: {error.strerror}") from error
-    return folder

@@ -1,0 +1,284 @@
+"""`normattn export`: a finished run as a folder that transformers loads, with a model card."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from normattn import __version__, io
+from normattn.cli import options
+from normattn.cli.report_runs import measured_of_runs
+from normattn.errors import InputError
+from normattn.io import read_object, write_bytes
+from normattn.lab.data.tokeniser import SEPARATOR, Tokeniser
+from normattn.lab.data.word_pieces import PAD, UNKNOWN, WordPieces
+from normattn.lab.report.charts import png
+from normattn.lab.report.tables import aligned
+from normattn.lab.report.terminal import tell
+from normattn.lab.report.view import View
+from normattn.lab.runs import RunDirectory, read_metrics, require_finished, unchanged
+from normattn.lab.stats import MeasurementStore
+from normattn.lab.studies import find
+from normattn.lab.studies.language import asked_alone
+from normattn.lab.studies.lm_report import history_figure
+from normattn.lab.sweep.collect import history
+from normattn.lab.sweep.run import EVALUATIONS
+from normattn.lab.training import TrainingConfig
+from normattn.lab.training.config import LoopConfig
+from normattn.lab.training.tasks.classification import (
+    LABELS,
+    VOCABULARY,
+    ClassificationConfig,
+    ClassificationWorkload,
+)
+from normattn.lab.training.tasks.text import CausalWorkload, MaskedConfig, MaskedWorkload
+from normattn.lab.training.tasks.workload import MODEL
+from normattn.models.flops import parameter_count
+from normattn.models.pretrained import load_any
+from normattn.terminal import warn
+
+MASK = "<|mask|>"
+_KINDS: dict[str, tuple[type[LoopConfig], str, str]] = {
+    CausalWorkload.kind: (TrainingConfig, "text-generation", "AutoModelForCausalLM"),
+    MaskedWorkload.kind: (MaskedConfig, "fill-mask", "AutoModelForMaskedLM"),
+    ClassificationWorkload.kind: (
+        *(ClassificationConfig, "text-classification"),
+        "AutoModelForSequenceClassification",
+    ),
+}
+"""Of each kind of run its settings, and transformers' names of its task and its Auto class."""
+_REFUSED = {
+    "translation": "its model has two tokenisers and two stacks, which transformers' encoder-"
+    "decoder interface of one vocabulary cannot hold",
+    "vision": "its model reads pixels that its own data preparation has normalised, for which "
+    "transformers wants an image processor that is not written",
+}
+_MODEL_FIELDS = ("score", "layers", "dim", "heads", "kv_heads", "block", "placement", "norm")
+_TRAINING_FIELDS = ("steps", "batch_size", "precision", "seed")
+_CARD = """---
+{data}
+---
+
+# {name}
+
+{kind} of normattn with the attention score `{score}`: {parameters:,} parameters, training length
+{length} tokens. Corpus: `{corpus}`.
+
+## Use
+
+```python
+import normattn.hf  # pip install 'normattn[hf]': makes the model known
+from transformers import {imports}
+
+model = {auto}.from_pretrained("{name}")
+{tokeniser}```
+
+## Training
+
+{settings}
+
+{steps:,} steps. {final}Exported by normattn {version}.
+
+![Training loss by step](figures/training_loss.png)
+
+{evaluation}## Licence
+
+{licence}
+"""
+
+
+def export_run(asked: options.Export) -> None:
+    """Write the model of the finished run in `asked.run`, with its tokeniser and model card.
+
+    What was evaluated is tabulated into OUT/evaluation. The same run gives the same files. Raises
+    `InputError` for a directory that is no run, a run that has not finished or is of a kind that
+    transformers cannot hold, and an `out` that holds anything.
+    """
+    run, out = asked.run, asked.out
+    if importlib.util.find_spec("transformers") is None:
+        raise InputError("exporting a run needs transformers: pip install normattn[hf]")
+    stored = RunDirectory.existing(run)
+    if stored.kind not in _KINDS:
+        reason = _REFUSED.get(stored.kind, "transformers has no counterpart of its model")
+        raise InputError(f"{run} holds a run of kind {stored.kind!r}: {reason}")
+    require_finished(run, "be exported")
+    if out.exists() and not out.is_dir():
+        raise InputError(f"{out} is a file; the export is written to a directory")
+    if out.exists() and any(out.iterdir()):
+        raise InputError(f"{out} is not empty; choose a new or empty directory for the export")
+    kind, task, auto = _KINDS[stored.kind]
+    config: Any = kind.parse(stored.config, str(run / "config.json"))
+    model = load_any(run / MODEL, config.model).eval()
+    losses = View(history(run, config.model.score.variant_name, config.seed))
+
+    def fill(folder: Path) -> None:
+        tokeniser = _write_model(model, config, run, folder)
+        table = _write_evaluation(run, config, folder)
+        write_bytes(folder / "figures" / "training_loss.png", png(history_figure(losses)))
+        name, licence = out.resolve().name, asked.licence
+        card = _card(name, run, config, model, task, auto, tokeniser, table, licence)
+        (folder / "README.md").write_text(card, encoding="utf-8")
+
+    io.write_directory(out, fill)
+    tell(f"model, tokeniser and card: {out}")
+    tell(f"load it: import normattn.hf; transformers.{auto}.from_pretrained({str(out)!r})")
+
+
+def _write_model(model: nn.Module, config: Any, run: Path, folder: Path) -> bool:
+    """Write the model and its tokeniser; return whether there is a tokeniser."""
+    # Only here: transformers is slow to import, and not everyone has it.
+    from normattn.hf import wrap
+
+    labels: dict[str, Any] = {}
+    if isinstance(config, ClassificationConfig):
+        names = read_object(unchanged(run / LABELS))["labels"]
+        labels["id2label"] = dict(enumerate(names))
+        labels["label2id"] = {name: number for number, name in enumerate(names)}
+    wrapped, tokeniser = wrap(model, **labels), _tokeniser(config, run)
+    if tokeniser is not None:
+        tokeniser.save_pretrained(folder)
+        of_text = [wrapped.generation_config] if isinstance(config, TrainingConfig) else []
+        for settings in (wrapped.config, *of_text):
+            settings.pad_token_id = tokeniser.pad_token_id
+            settings.eos_token_id = tokeniser.eos_token_id
+    wrapped.save_pretrained(folder)
+    return tokeniser is not None
+
+
+def _tokeniser(config: Any, run: Path) -> Any:
+    """The tokeniser of a run, as one of transformers; None where its tokens are numbers."""
+    if isinstance(config, ClassificationConfig):
+        data, vocabulary = config.data, unchanged(run / VOCABULARY)
+        return _fast(
+            WordPieces.load(vocabulary, data.lower_case).tokeniser,
+            split_special_tokens=True,
+            padding_side="right",
+            model_max_length=data.max_tokens,
+            unk_token=UNKNOWN,
+            pad_token=PAD,
+        )
+    if config.data.synthetic:
+        return None
+    mask = config.model.mask_id if isinstance(config, MaskedConfig) else None
+    return as_transformers(unchanged(run / "tokeniser.json"), mask)
+
+
+def as_transformers(file: Path, mask_id: int | None = None) -> Any:
+    """The `PreTrainedTokenizerFast` of a tokeniser that `Tokeniser.save` wrote.
+
+    Its ids are ours for every text; `<|doc|>` in a text stays the letters it is written with. The
+    separator is the end-of-text and the padding token, and padding is on the left. With `mask_id`,
+    that of a masked model, `<|mask|>` in a text is the mask, and `<|doc|>` then the separator:
+    transformers splits either both into letters or neither (`split_special_tokens`). Raises
+    `InputError` for a file that is missing or damaged, and a mask that is not the next id after
+    the tokens.
+    """
+    from tokenizers import Tokenizer
+
+    own = Tokeniser.load(file)
+    if mask_id not in (None, own.vocab_size):
+        raise InputError(
+            f"the mask has the id {mask_id}, but {file} ends at {own.vocab_size - 1}: the ids "
+            "between have no token, so transformers' tokeniser cannot place it"
+        )
+    return _fast(
+        Tokenizer.from_file(str(file)),
+        split_special_tokens=mask_id is None,
+        padding_side="left",
+        eos_token=SEPARATOR,
+        pad_token=SEPARATOR,
+        **({} if mask_id is None else {"mask_token": MASK}),
+    )
+
+
+def _fast(tokeniser: Any, **options: Any) -> Any:
+    import transformers
+
+    make: Any = transformers.PreTrainedTokenizerFast
+    return make(
+        tokenizer_object=tokeniser,
+        clean_up_tokenization_spaces=False,
+        model_input_names=["input_ids", "attention_mask"],
+        **options,
+    )
+
+
+def _write_evaluation(run: Path, config: Any, folder: Path) -> str | None:
+    """Write the table and figures of what was measured; the table, None where nothing was.
+
+    Evaluations that cannot be compared in one table are left out, with a warning on stderr.
+    """
+    stores = (MeasurementStore(run / EVALUATIONS), asked_alone(run))
+    if not isinstance(config, TrainingConfig) or not any(map(len, stores)):
+        return None
+    try:
+        measured = measured_of_runs([(None, run)])
+    except InputError as error:
+        warn(f"normattn: the model card has no evaluation: {error}")
+        return None
+    results = folder / "evaluation"
+    drawn = find("reading").report(measured, results, {}).figures
+    shown = [f"![{path.stem.replace('_', ' ')}](figures/{path.name})" for path in drawn]
+    return "\n\n".join([(results / "table.md").read_text(encoding="utf-8").strip(), *shown])
+
+
+def _card(
+    name: str,
+    run: Path,
+    config: Any,
+    model: nn.Module,
+    task: str,
+    auto: str,
+    tokeniser: bool,
+    table: str | None,
+    licence: str | None,
+) -> str:
+    """README.md of an exported model; the same run gives the same text."""
+    from huggingface_hub import ModelCardData  # It comes with transformers.
+
+    card = ModelCardData(
+        license=licence, library_name="transformers", pipeline_tag=task, tags=["normattn"]
+    )
+    fields, corpus = config.model_dump(mode="json"), str(config.data.corpus)
+    rows = [(name, fields["model"].get(name)) for name in _MODEL_FIELDS]
+    rows += [(name, fields.get(name)) for name in _TRAINING_FIELDS]
+    for group in ("optimiser", "schedule"):
+        given = (f"{key} {value}" for key, value in fields[group].items() if value)
+        rows.append((group, ", ".join(given)))
+    lines = read_metrics(run / "metrics.jsonl")
+    final = ""
+    if lines:
+        loss, step = lines[-1]["loss"], lines[-1]["step"]
+        final = f"Loss {loss:.4f} at step {step:,}, on its own batch. "
+    evaluation = ""
+    if table is not None:
+        body = re.sub(r"^# .*\n+", "", table, count=1)
+        body = re.sub(r"^(#+) ", r"#\1 ", body, flags=re.MULTILINE).strip()
+        body = re.sub(r"\]\((?!https?:)", "](evaluation/", body)
+        end = "The numbers and figures are in [evaluation](evaluation)."
+        evaluation = f"## Evaluation\n\n{body}\n\n{end}\n\n"
+    return _CARD.format(
+        data=card.to_yaml(),
+        name=name,
+        kind=type(model).__name__,
+        score=config.model.score.name,
+        parameters=parameter_count(model),
+        length=config.model.train_length,
+        # The last part of a path: where it lay on one machine tells nobody anything.
+        corpus=Path(corpus).name if "/" in corpus and ":" not in corpus else corpus,
+        imports=auto + ", AutoTokenizer" * tokeniser,
+        auto=auto,
+        tokeniser=f'tokenizer = AutoTokenizer.from_pretrained("{name}")\n' * tokeniser,
+        settings=aligned(
+            ("setting", "value"), [(n, str(value)) for n, value in rows if value is not None]
+        ),
+        steps=config.steps,
+        final=final,
+        version=__version__,
+        evaluation=evaluation,
+        licence=f"{licence}, as stated by who made the model." if licence else "Not stated.",
+    )
