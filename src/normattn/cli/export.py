@@ -65,8 +65,8 @@ _CARD = """---
 
 # {name}
 
-{kind} of normattn with the attention score `{score}`: {parameters:,} parameters, training length
-{length} tokens. Corpus: `{corpus}`.
+{kind} of normattn with the attention score `{score}`: {parameters:,} parameters,
+training length {length} tokens. Corpus: `{corpus}`.
 
 ## Use
 
