@@ -12,7 +12,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from normattn.kernels.inputs import AttentionInputs
-from normattn.kernels.tiled import Plan, TileScores, grouped
+from normattn.kernels.tile_scores import TileScores, grouped
+from normattn.kernels.tiled import Plan
 
 BINS = 200
 """Bins of equal width over −1 … 1."""

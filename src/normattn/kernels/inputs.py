@@ -269,7 +269,7 @@ class AttentionInputs:
     for every row. bias (H, R) has a value for every distance 0 … R − 1 that occurs; `pairs` add one
     that depends on both positions; a `selection` is subtracted. A query that sees no key gets 0.
     With a `carry` the product is the sum of ⟨q_i, k_j⟩ over this layer and those below, or its
-    mean, and this layer joins it.
+    mean, and this layer joins it. `finite`: all queries and keys are known to be.
     """
 
     q: Float[Tensor, "b h t d"]
@@ -288,6 +288,7 @@ class AttentionInputs:
     pairs: PairBias | None = None
     normaliser: Normaliser | None = None
     selection: Selection | None = None
+    finite: bool = False
 
     @property
     def two_regimes(self) -> bool:

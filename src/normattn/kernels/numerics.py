@@ -90,7 +90,10 @@ def showing_divergence(inputs: AttentionInputs) -> AttentionInputs:
     far_q = None if inputs.far_q is None else without_infinities(inputs.far_q)
     far_k = None if inputs.far_k is None else keys(inputs.far_k)
     same = q is inputs.q and k is inputs.k and far_q is inputs.far_q and far_k is inputs.far_k
-    return inputs if same else replace(inputs, q=q, k=k, far_q=far_q, far_k=far_k)
+    if not same:
+        return replace(inputs, q=q, k=k, far_q=far_q, far_k=far_k)
+    finite = inputs.bias is not None and inputs.q.shape[2] > 1 and readable(inputs.k)
+    return replace(inputs, finite=True) if finite else inputs
 
 
 def refuse_second_derivative(who: str, instead: str) -> None:

@@ -35,7 +35,8 @@ from normattn.errors import InputError
 from normattn.kernels.inputs import AttentionInputs, Stack
 from normattn.kernels.numerics import certainly_finite, refuse_second_derivative
 from normattn.kernels.stats import Eye
-from normattn.kernels.tiled import Group, Plan, Tile, TileScores, hide_edges
+from normattn.kernels.tile_scores import TileScores, Workspace
+from normattn.kernels.tiled import Group, Plan, Tile, hide_edges
 from normattn.kernels.tiled_backward import backward_tiles, draw_seed, forward_tiles
 
 WAYS = ("carried", "concatenated", "reference")
@@ -244,7 +245,7 @@ class Ledger:
                     "all layers that carry scores must see the same pairs, but causality or the "
                     "sliding window differs between them"
                 )
-        if mine.aligned != theirs.aligned:
+        if mine.shape.aligned != theirs.shape.aligned:
             raise InputError(
                 "all layers that carry scores must see the same pairs, but positions differ"
             )
@@ -254,10 +255,15 @@ class ResidualTileScores(TileScores):
     """The scores are the sums in a buffer, to which a forward adds its products."""
 
     def __init__(
-        self, layer: LayerScores, inputs: AttentionInputs, plan: Plan, group: Group
+        self,
+        layer: LayerScores,
+        inputs: AttentionInputs,
+        plan: Plan,
+        group: Group,
+        space: Workspace | None = None,
     ) -> None:
         """`layer` is the buffer as this layer sees it."""
-        super().__init__(inputs, plan, group)
+        super().__init__(inputs, plan, group, space)
         self.layer = layer
 
     def enter(self, tile: Tile) -> None:
@@ -267,10 +273,10 @@ class ResidualTileScores(TileScores):
             self.products(tile, sums)
         else:
             self.accumulate(sums, tile)
-        if self.plan.aligned and (self.layer.lowest or not self.layer.finite):
+        if self.plan.shape.aligned and (self.layer.lowest or not self.layer.finite):
             # Hidden in every layer alike: what is added to −∞, or taken from it, changes nothing,
             # unless it is NaN, which earlier rows would then read.
-            hide_edges(self.apart(sums), tile, self.plan.keys - self.plan.queries)
+            hide_edges(self.apart(sums), tile, self.plan)
 
     def leave(self, tile: Tile) -> None:
         """Take this layer's products away again."""
@@ -282,7 +288,7 @@ class ResidualTileScores(TileScores):
         layer, sums = self.layer, self.layer.sums.tile(self.group, tile)
         score = self.room("score", tile)
         bare = self.inputs.cap is None and self.inputs.bias is None and self.sink is None
-        alike = self.plan.aligned and self.group.seen.regular and not kept
+        alike = self.plan.shape.aligned and self.group.seen.regular and not kept
         if bare and layer.share == 1 and alike:
             # What causality and the window hide is −∞ in the sums.
             return torch.softmax(sums, -1, out=score)

@@ -23,7 +23,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from normattn.kernels.inputs import AttentionInputs, AttentionMask
-from normattn.kernels.tiled import Plan, Tile, TileScores
+from normattn.kernels.tile_scores import TileScores
+from normattn.kernels.tiled import Plan, Tile
 
 # Rows of a block in which visible keys are counted.
 _ROWS = 256
@@ -318,15 +319,17 @@ def show_tile(eye: Eye, scores: TileScores, tile: Tile) -> None:
         group, repeat = rows.group, rows.plan.repeat
         apart = rooms.view(*rooms.shape[:2], -1, repeat, rooms.shape[-1])
         own = apart[:, group.batch, group.heads, :, tile.rows].transpose(3, 4)
-        own.copy_(values.view(own.shape))
+        values = values.view(own.shape)
+        own.copy_(values.flip(3) if rows.plan.backwards else values)
 
     def first(weight: Tensor) -> Tensor | None:
         return _by_column(rows, tile, weight) if seen.aligned else _by_mask(rows, tile, weight)
 
     def mean(weight: Tensor, function: Tensor) -> Tensor:
         parts = []
-        for span, where in tile.laid():
-            table = rows.spread(function[seen.distance(tile.rows, span.columns).abs()])
+        for span, where in tile.laid:
+            table = function[seen.distance(tile.rows, span.columns).abs()]
+            table = rows.turned(rows.spread(table))
             parts.append((rows.apart(weight[..., : tile.width])[..., where] * table).sum(-1))
         return torch.stack(parts).sum(0).flatten(0, 1).flatten(1)
 
@@ -335,7 +338,7 @@ def show_tile(eye: Eye, scores: TileScores, tile: Tile) -> None:
 
 def _by_column(rows: TileScores, tile: Tile, weight: Tensor) -> Tensor | None:
     """The weight on the first column, the only one that can be the first token."""
-    columns = [weight[..., where.start] for span, where in tile.laid() if span.start == 0]
+    columns = [weight[..., where.start] for span, where in tile.laid if span.start == 0]
     if not columns:
         return None
     return columns[0] if len(columns) == 1 else columns[0] + columns[1]
@@ -344,7 +347,7 @@ def _by_column(rows: TileScores, tile: Tile, weight: Tensor) -> Tensor | None:
 def _by_mask(rows: TileScores, tile: Tile, weight: Tensor) -> Tensor:
     """The weight on the keys at position 0, of which a query sees one at most."""
     parts = []
-    for span, where in tile.laid():
+    for span, where in tile.laid:
         first = (rows.group.seen.key[..., span.columns] == 0)[..., None, :]
         first = first[:, None] if first.dim() == 3 else first
         parts.append((rows.apart(weight)[..., where] * rows.spread(first)).sum(-1))

@@ -12,7 +12,6 @@ size, E value size, R distances; n = b·g key heads of a group.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,18 +21,17 @@ from torch import Tensor
 from normattn.kernels.inputs import LEARNED, AttentionInputs, AttentionMask
 from normattn.kernels.numerics import flushing, refuse_second_derivative
 from normattn.kernels.stats import Eye, show_tile
-from normattn.kernels.tiled import (
-    Group,
-    Plan,
-    Tile,
+from normattn.kernels.tile_scores import (
     TileScores,
+    Workspace,
+    columns_of,
     grouped,
     product,
-    times,
     ungrouped,
 )
+from normattn.kernels.tiled import Group, Plan, Tile
 
-MakeScores = Callable[[AttentionInputs, Plan, Group], TileScores]
+MakeScores = Callable[[AttentionInputs, Plan, Group, Workspace], TileScores]
 """How the scores of a group of heads are made: `TileScores`, or residual ones."""
 
 
@@ -53,9 +51,9 @@ def forward_tiles(
     q, v = inputs.q, inputs.v
     out = v.new_empty(*grouped(q, plan.repeat).shape[:-1], v.shape[-1])
     lse = out.new_empty(out.shape[:-1] if with_lse else 0)
-    number = 0
+    number, space = 0, Workspace()
     for group in plan.groups(q):
-        scores = make(inputs, plan, group)
+        scores = make(inputs, plan, group, space)
         target = out[group.batch, group.heads].flatten(0, 1).flatten(1, 2)
         for tile in group.tiles:
             scores.enter(tile)
@@ -66,7 +64,7 @@ def forward_tiles(
                 show_tile(eye, scores, tile)
             if inputs.dropout:
                 weight[..., : tile.width] *= keep_mask(weight, tile, inputs.dropout, seed + number)
-            scores.values(weight, tile, target[:, scores.lines(tile)])
+            scores.values(weight, tile, target)
             number += 1
     return ungrouped(out), ungrouped(lse) if with_lse else lse
 
@@ -85,18 +83,19 @@ def backward_tiles(
 
     A `fixed_bias` gets none.
     """
-    sums = Gradients.like(inputs, plan)
-    sums.bias = None if fixed_bias else sums.bias
+    sums = Gradients(inputs, plan, fixed_bias)
     by_out = grouped(by_out, plan.repeat)
     by_lse = None if by_lse is None else grouped(by_lse, plan.repeat)
-    number = 0
+    # Antidiagonals, along which a learned bias gathers, run out of a tile by as many columns.
+    learned = sums.bias is not None and plan.backwards
+    number, space = 0, Workspace(min(plan.shape.rows, plan.shape.queries) - 1 if learned else 0)
     for group in plan.groups(inputs.q):
-        scores = make(inputs, plan, group)
+        scores = make(inputs, plan, group, space)
         part = _GroupGradients(sums, scores)
         grad = by_out[group.batch, group.heads].flatten(0, 1).flatten(1, 2)
         for tile in group.tiles:
             weight = scores.weights(tile, capped=True)
-            here = grad[:, scores.lines(tile)]
+            here = scores.read(grad, tile)
             by_weight = _by_weight(scores, here, tile)
             used = weight
             if inputs.dropout:
@@ -132,54 +131,38 @@ def draw_seed(inputs: AttentionInputs) -> int:
 def _by_weight(scores: TileScores, by_out: Tensor, tile: Tile) -> Tensor:
     """⟨by_out, v⟩, (n, c·r, W + X); 0 for the further logits, whose values are 0."""
     result = scores.room("gradient", tile)
-    result[..., tile.width :] = 0
-    for span, where in tile.laid():
-        product(by_out, scores.v[:, span.columns].transpose(1, 2), result[..., where])
+    if scores.further:
+        result.narrow(2, tile.width, scores.further).zero_()
+    for span, where in tile.laid:
+        values = scores.v.narrow(1, span.start, span.width)
+        product(by_out, values.mT, columns_of(result, where))
     return result
 
 
-@dataclass
 class Gradients:
     """Of q and far_q as (B, G, T, r, D); of k, v, far_k, bias and sink like them."""
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    far_q: Tensor | None
-    far_k: Tensor | None
-    bias: Tensor | None
-    sink: Tensor | None
-
-    @staticmethod
-    def like(inputs: AttentionInputs, plan: Plan) -> Gradients:
+    def __init__(self, inputs: AttentionInputs, plan: Plan, fixed_bias: bool) -> None:
         """Room for all of them, whatever the layout of the operands."""
         p = inputs
 
-        def queries() -> Tensor:
-            b, h, t, d = p.q.shape
-            return p.q.new_empty(b, h // plan.repeat, t, plan.repeat, d)
+        def queries(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x.new_empty(grouped(x, plan.repeat).shape)
 
-        def same(x: Tensor) -> Tensor:
-            return x.new_empty(x.shape)
+        def like(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x.new_empty(x.shape)
 
         def sums(x: Tensor | None) -> Tensor | None:
             return None if x is None else x.new_zeros(x.shape, dtype=p.q.dtype)
 
-        far = p.far_k
-        return Gradients(
-            queries(),
-            same(p.k),
-            same(p.v),
-            None if far is None else queries(),
-            None if far is None else same(far),
-            sums(p.bias),
-            sums(p.sink),
-        )
+        self.q, self.far_q = queries(p.q), queries(p.far_q)
+        self.k, self.v, self.far_k = like(p.k), like(p.v), like(p.far_k)
+        self.bias, self.sink = None if fixed_bias else sums(p.bias), sums(p.sink)
 
     def all(self, inputs: AttentionInputs) -> tuple[Tensor | None, ...]:
         """In the order of `AttentionInputs.tensors`, in their shapes and types."""
-        far_q = None if self.far_q is None else ungrouped(self.far_q)
-        own = (ungrouped(self.q), self.k, self.v, far_q, self.far_k, self.bias, self.sink)
+        q, far_q = (None if x is None else ungrouped(x) for x in (self.q, self.far_q))
+        own = (q, self.k, self.v, far_q, self.far_k, self.bias, self.sink)
         return tuple(
             None if x is None or mine is None else mine.to(x.dtype)
             for x, mine in zip(inputs.tensors, own, strict=True)
@@ -189,23 +172,21 @@ class Gradients:
 class _Columns:
     """The gradient of some heads' keys or values, `into` (n, S, D), column by column."""
 
-    def __init__(self, into: Tensor, at_once: bool) -> None:
-        """Zero sums over tiles; none where the only product is written `at_once`."""
-        self.into = into
-        n, s, d = into.shape
-        self.sums = None if at_once else into.new_zeros(n, d, s)
+    def __init__(self, into: Tensor, sums: Tensor | None) -> None:
+        """`sums` (n, D, S) gather over tiles; None where the only product is written at once."""
+        self.into, self.sums = into, None if sums is None else sums.zero_()
 
-    def add(self, rows: Tensor, weight: Tensor, columns: slice) -> None:
-        """Add weightᵀ (n, s, c) · rows (n, c, D) to `columns`."""
+    def add(self, rows: Tensor, weight: Tensor, start: int) -> None:
+        """Add weightᵀ (n, s, c) · rows (n, c, D) to the columns from `start` on."""
         if self.sums is None:
-            torch.bmm(weight.transpose(1, 2), rows, out=self.into)
+            torch.bmm(weight.mT, rows, out=self.into)
         else:
-            self.sums[..., columns].baddbmm_(rows.transpose(1, 2), weight)
+            self.sums[..., start : start + weight.shape[-1]].baddbmm_(rows.mT, weight)
 
     def close(self) -> None:
         """Write the sums where they belong."""
         if self.sums is not None:
-            self.into.copy_(self.sums.transpose(1, 2))
+            self.into.copy_(self.sums.mT)
 
 
 class _GroupGradients:
@@ -213,82 +194,111 @@ class _GroupGradients:
 
     def __init__(self, whole: Gradients, scores: TileScores) -> None:
         """Nothing is added yet."""
-        self.whole, self.scores = whole, scores
-        self.where = (scores.group.batch, scores.group.heads)
+        self.whole, self.scores, self.group = whole, scores, scores.group
         alone = scores.sink is None and scores.plan.alone(scores.group)
-        self.k, self.v = self._columns(whole.k, alone), self._columns(whole.v, alone)
-        self.far_k = None if whole.far_k is None else self._columns(whole.far_k, False)
+        self.k = self._columns("by_k", whole.k, alone)
+        self.v = self._columns("by_v", whole.v, alone)
+        self.far_k = self._columns("by_far_k", whole.far_k, False)
+        self.bias = self.line = None
+        if whole.bias is not None:
+            # Of the group's heads, and by distance where positions are counted.
+            repeat, heads = scores.plan.repeat, scores.group.heads
+            self.bias = whole.bias[repeat * heads.start : repeat * heads.stop]
+            self.line = None if scores.line is None else torch.zeros_like(scores.line)
 
-    def _columns(self, into: Tensor, at_once: bool) -> _Columns:
-        return _Columns(into[self.where].flatten(0, 1), at_once)
+    def _of_group(self, x: Tensor) -> Tensor:
+        return x[self.group.batch, self.group.heads].flatten(0, 1)
+
+    def _columns(self, name: str, into: Tensor | None, at_once: bool) -> _Columns | None:
+        if into is None:
+            return None
+        part = self._of_group(into)
+        n, s, d = part.shape
+        return _Columns(part, None if at_once else self.scores.space.take(name, (n, d, s), part))
 
     def add_values(self, by_out: Tensor, weight: Tensor, tile: Tile) -> None:
         """Weightᵀ · by_out to the values."""
-        for span, where in tile.laid():
-            self.v.add(by_out, weight[..., where], span.columns)
+        assert self.v is not None
+        for span, where in tile.laid:
+            self.v.add(by_out, columns_of(weight, where), span.start)
 
     def add_scores(self, by_score: Tensor, tile: Tile) -> None:
         """Send a tile's gradient of the scores to bias, sink, queries and keys."""
         sink, scores = self.whole.sink, self.scores
         if sink is not None:
             by_sink = scores.apart(by_score)[..., tile.width].sum((0, 2))
-            sink.view(-1, scores.plan.repeat)[scores.group.heads] += by_sink
-        if self.whole.bias is not None:
-            self._add_bias(by_score, tile)
+            sink.view(-1, scores.plan.repeat)[self.group.heads] += by_sink
+            by_score[..., tile.width] = 0
+        if self.bias is not None:
+            self._add_bias(by_score, tile, self.bias)
         by_product = scores.by_product(by_score, tile)
         self._add_side(by_product, tile, False, self.whole.q, self.k)
-        if self.whole.far_q is not None and self.far_k is not None:
-            self._add_side(by_product, tile, True, self.whole.far_q, self.far_k)
+        self._add_side(by_product, tile, True, self.whole.far_q, self.far_k)
 
     def _add_side(
-        self, by_product: Tensor, tile: Tile, far: bool, into: Tensor, sums: _Columns
+        self, by_product: Tensor, tile: Tile, far: bool, into: Tensor | None, sums: _Columns | None
     ) -> None:
         """To the queries and keys of one regime."""
-        lines, pairs = self.scores.lines(tile), []
-        for span, where in tile.laid():
-            if span.far != far:
-                continue
-            q, k, columns = self.scores.side(span)
-            pairs.append((by_product[..., where], k[:, columns]))
-            sums.add(q[:, lines], by_product[..., where], columns)
-        target = into[self.where].flatten(0, 1).flatten(1, 2)
-        times(pairs, target[:, lines])
+        if into is None or sums is None:
+            return
+        pairs, begin = [], 0 if far else self.scores.plan.shape.near_start
+        for span, where in tile.laid:
+            if span.far == far:
+                q, k = self.scores.side(span)
+                part = columns_of(by_product, where)
+                pairs.append((part, k.mT))
+                sums.add(self.scores.read(q, tile), part, span.start - begin)
+        self.scores.write(pairs, self._of_group(into).flatten(1, 2), tile)
 
-    def _add_bias(self, by_score: Tensor, tile: Tile) -> None:
-        """To each head's distances: where positions are counted these are a tile's diagonals."""
-        scores, bias = self.scores, self.whole.bias
-        assert bias is not None
-        apart, repeat = scores.apart(by_score), scores.plan.repeat
-        first = tile.rows.start + scores.plan.keys - scores.plan.queries
-        heads = slice(*(repeat * x for x in (self.where[1].start, self.where[1].stop)))
-        for span, where in tile.laid():
-            block = ungrouped(apart[..., where])
-            if scores.plan.aligned:
-                by_diagonal = _diagonals(block)
-                last = first - span.start + block.shape[2] - 1
-                index = last - torch.arange(by_diagonal.shape[1], device=bias.device)
-            else:
-                index = scores.group.seen.distance(tile.rows, span.columns)
-                index = index.reshape(-1, *block.shape[2:]).expand(len(block), -1, -1).flatten()
-                by_diagonal = block.transpose(0, 1).flatten(1)
+    def _add_bias(self, by_score: Tensor, tile: Tile, bias: Tensor) -> None:
+        """To each head's distances: where positions are counted they are antidiagonals."""
+        scores = self.scores
+        apart, backwards = scores.apart(by_score), scores.plan.backwards
+        for span, where in tile.laid:
+            block = apart[..., where]
+            if self.line is not None:
+                if not scores.space.margin or len(tile.laid) > 1:
+                    block = _padded(block if backwards else block.flip(2))
+                by_line, start = _antidiagonals(block), scores.line_offset(tile, span)
+                self.line[:, start : start + by_line.shape[1]] += by_line
+                continue
+            block = ungrouped(block)
+            index = scores.group.seen.distance(tile.rows, span.columns)
+            index = index.reshape(-1, *block.shape[2:]).expand(len(block), -1, -1).flatten()
             index = index.abs().clamp(max=bias.shape[1] - 1)
-            bias[heads].index_add_(1, index, by_diagonal)
+            bias.index_add_(1, index, block.transpose(0, 1).flatten(1))
 
     def close(self) -> None:
         """Write what has gathered over tiles."""
         for columns in (self.k, self.v, self.far_k):
             if columns is not None:
                 columns.close()
+        if self.line is not None and self.bias is not None:
+            shape = self.scores.plan.shape
+            most = min(shape.keys, self.bias.shape[1])
+            self.bias[:, :most] += self.line[:, : shape.keys].flip(-1)[:, :most]
+            if not shape.causal:
+                self.bias[:, 1:most] += self.line[:, shape.keys : shape.keys + most - 1]
 
 
-def _diagonals(block: Tensor) -> Tensor:
-    """Sums of (b, n, c, s) over b and equal column − row, from 1 − c on: (n, s + c − 1)."""
-    _, n, rows, width = block.shape
-    padded = block.new_zeros(n, rows, width + 2 * (rows - 1))
-    torch.sum(block, 0, out=padded[..., rows - 1 : rows - 1 + width])
-    # Each row starts one entry later, so that a diagonal becomes a column.
-    strides = padded.stride(0), padded.stride(1) + 1, 1
-    return padded.as_strided((n, rows, width + rows - 1), strides).sum(1)
+def _padded(block: Tensor) -> Tensor:
+    """A block (b, g, c, r, s) with c − 1 zeros after each row."""
+    width = block.shape[-1]
+    return torch.nn.functional.pad(block, (0, block.shape[2] - 1))[..., :width]
+
+
+def _antidiagonals(block: Tensor) -> Tensor:
+    """Sums of (b, g, c, r, s) over b and equal row + column: (g·r, s + c − 1).
+
+    In memory c − 1 zeros stand after each row.
+    """
+    b, g, rows, repeat, width = block.shape
+    strides = block.stride()
+    # Each row starts one entry earlier, so that an antidiagonal becomes a column.
+    steps = strides[0], strides[1], strides[2] - 1, strides[3], 1
+    columns = block.as_strided((b, g, rows, repeat, width + rows - 1), steps)
+    sums = columns[0].sum(1) if b == 1 else columns.sum((0, 2))
+    return sums.flatten(0, 1)
 
 
 class _Tiled(torch.autograd.Function):
