@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from normattn.kernels import AttentionInputs, AttentionMask
+from normattn.kernels import AttentionInputs, AttentionMask, attend
 from normattn.kernels import two_regime as sliding
-from normattn.kernels.dispatch import KERNELS, TABLE, why_not
+from normattn.kernels.dispatch import why_not
 from normattn.kernels.reference import reference
 from normattn.kernels.tiled_backward import tiled
 from normattn.kernels.two_regime import two_regime
@@ -181,7 +181,7 @@ def test_lower_precision(kernel: str, dtype: torch.dtype, tolerance: float) -> N
     problem = _regular(40, 12, dtype)
     wide = [None if x is None else x.detach().double().requires_grad_() for x in problem.tensors]
     expected = reference(AttentionInputs.of(problem.settings, wide))
-    out = next(k.run for k in KERNELS if k.name == kernel)(problem)
+    out = attend(problem, kernel)
     assert out.dtype == dtype
     grads = torch.autograd.grad(out.sum(), [x for x in problem.tensors if x is not None])
     hand = torch.autograd.grad(expected.sum(), [x for x in wide if x is not None])
@@ -234,7 +234,3 @@ def test_a_decoding_step_over_keys_cut_from_a_cache(dtype: torch.dtype) -> None:
         torch.testing.assert_close(
             tiled(problem).double(), expected, atol=tolerance, rtol=tolerance
         )
-
-
-def test_the_table_names_every_kernel() -> None:
-    assert set(TABLE) == {kernel.name for kernel in KERNELS}

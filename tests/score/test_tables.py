@@ -19,6 +19,7 @@ from normattn import Score, attention
 from normattn.kernels import AttentionMask
 from normattn.layers import prepare
 from normattn.score import rotary
+from normattn.score.table_cache import TableCache
 
 from .cases import tensors
 
@@ -181,9 +182,9 @@ def test_threads_share_the_tables() -> None:
 
 
 def test_copied_tables_start_empty() -> None:
-    kept = rotary.TableCache(3)
+    kept = TableCache(3)
     kept[1,] = None  # type: ignore[assignment]
     for again in (copy.deepcopy(kept), pickle.loads(pickle.dumps(kept))):
-        assert type(again) is rotary.TableCache
+        assert type(again) is TableCache
         assert (len(again), again.most) == (0, 3)
     assert len(kept) == 1

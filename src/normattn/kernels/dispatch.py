@@ -16,27 +16,19 @@ from jaxtyping import Float
 from torch import Tensor
 
 from normattn.errors import InputError
-from normattn.kernels.flex import flex, flex_with_lse
+from normattn.kernels.flex import flex_with_lse
 from normattn.kernels.inputs import AttentionInputs
 from normattn.kernels.numerics import showing_divergence
-from normattn.kernels.reference import reference, reference_with_lse, strip_rows, strips
+from normattn.kernels.reference import reference_with_more, strip_rows, strips
 from normattn.kernels.residual import carried, concatenated
 from normattn.kernels.sdpa import PROCESSOR_FEATURES, fused
 from normattn.kernels.stats import Eye, Observation, look_over, observer
 from normattn.kernels.tiled import Plan
-from normattn.kernels.tiled_backward import tiled, tiled_with_lse
+from normattn.kernels.tiled_backward import tiled_with_more
 from normattn.kernels.two_regime import two_regime
 from normattn.plain import transformed
 
 Run = Callable[[AttentionInputs], Tensor]
-
-
-@dataclass(frozen=True)
-class Feature:
-    """Something that inputs may show, and what a kernel without it says."""
-
-    shown: Callable[[AttentionInputs], bool]
-    refusal: str
 
 
 def _learns(x: Tensor | None) -> bool:
@@ -54,167 +46,189 @@ def _learns_on_cpu(p: AttentionInputs) -> bool:
     return p.q.device.type == "cpu" and any(map(_learns, p.tensors))
 
 
-FEATURES: Mapping[str, Feature] = {
-    "one regime": Feature(
-        lambda p: not p.two_regimes, "it is for two regimes, and there is only one"
+class Feature(NamedTuple):
+    """Something that inputs may show, and what a kernel without it says."""
+
+    shown: Callable[[AttentionInputs], bool]
+    refusal: str
+
+
+# Keys are counted by v: with two regimes there may be fewer near keys than far ones.
+_FEATURES: dict[str, tuple[Callable[[AttentionInputs], bool], str]] = {
+    "one regime": (lambda p: not p.two_regimes, "it is for two regimes, and there is only one"),
+    "two regimes": (lambda p: p.two_regimes, "it has one score per pair, not two regimes"),
+    "bias": (lambda p: p.bias is not None, "it adds no bias to the score"),
+    "pairs": (
+        lambda p: p.pairs is not None,
+        "it takes no bias that depends on both positions of a pair",
     ),
-    "two regimes": Feature(lambda p: p.two_regimes, "it has one score per pair, not two regimes"),
-    "bias": Feature(lambda p: p.bias is not None, "it adds no bias to the score"),
-    "pairs": Feature(
-        lambda p: p.pairs is not None, "it takes no bias that depends on both positions of a pair"
+    "normaliser": (
+        lambda p: p.normaliser is not None,
+        "its weights are those of softmax, and of no other",
     ),
-    "normaliser": Feature(
-        lambda p: p.normaliser is not None, "its weights are those of softmax, and of no other"
+    "selection": (
+        lambda p: p.selection is not None,
+        "it hands nothing on from a query to the next",
     ),
-    "selection": Feature(
-        lambda p: p.selection is not None, "it hands nothing on from a query to the next"
+    "no carry": (
+        lambda p: p.carry is None,
+        "it is for scores carried up through layers, and there are none",
     ),
-    "no carry": Feature(
-        lambda p: p.carry is None, "it is for scores carried up through layers, and there are none"
+    "carry": (lambda p: p.carry is not None, "it takes no scores of the layers below"),
+    "sink": (lambda p: p.sink is not None, "it has no sink"),
+    "cap": (lambda p: p.cap is not None, "it has no cap"),
+    "sliding window": (
+        lambda p: p.visibility.window is not None,
+        "it takes no window beside plain causality",
     ),
-    "carry": Feature(lambda p: p.carry is not None, "it takes no scores of the layers below"),
-    "sink": Feature(lambda p: p.sink is not None, "it has no sink"),
-    "cap": Feature(lambda p: p.cap is not None, "it has no cap"),
-    "sliding window": Feature(
-        lambda p: p.visibility.window is not None, "it takes no window beside plain causality"
-    ),
-    "documents": Feature(
+    "documents": (
         lambda p: p.visibility.query_documents is not None,
         "it takes no documents beside plain causality",
     ),
-    "mask": Feature(
-        lambda p: p.visibility.mask is not None, "it takes no mask beside plain causality"
+    "mask": (lambda p: p.visibility.mask is not None, "it takes no mask beside plain causality"),
+    "mask gradient": (lambda p: _learns(p.visibility.mask), "it gives no gradient to a mask"),
+    "padding": (
+        lambda p: p.visibility.padding is not None,
+        "it takes no padding, which is a mask",
     ),
-    "mask gradient": Feature(
-        lambda p: _learns(p.visibility.mask), "it gives no gradient to a mask"
+    "irregular positions": (
+        _irregular,
+        "it needs consecutive positions: any others take a mask, and it takes no mask",
     ),
-    "padding": Feature(
-        lambda p: p.visibility.padding is not None, "it takes no padding, which is a mask"
-    ),
-    "irregular positions": Feature(
-        _irregular, "it needs consecutive positions: any others take a mask, and it takes no mask"
-    ),
-    "no causality": Feature(lambda p: not p.visibility.causal, "it is for causal attention"),
-    "other rows than keys": Feature(
+    "no causality": (lambda p: not p.visibility.causal, "it is for causal attention"),
+    "other rows than keys": (
         lambda p: p.visibility.causal and p.q.shape[2] not in (1, p.v.shape[2]),
         "its causal mask needs as many queries as keys",
     ),
-    "more rows than keys": Feature(
-        lambda p: p.q.shape[2] > p.v.shape[2], "it needs a key at every query's position"
+    "more rows than keys": (
+        lambda p: p.q.shape[2] > p.v.shape[2],
+        "it needs a key at every query's position",
     ),
-    "earlier keys": Feature(
-        lambda p: p.q.shape[2] < p.v.shape[2], "it needs a query at every key's position"
+    "earlier keys": (
+        lambda p: p.q.shape[2] < p.v.shape[2],
+        "it needs a query at every key's position",
     ),
-    "no rows": Feature(lambda p: p.q.shape[2] == 0, "it needs a query"),
-    "other value size": Feature(
-        lambda p: p.v.shape[-1] != p.q.shape[-1], "its values must have the size of the keys"
+    "no rows": (lambda p: p.q.shape[2] == 0, "it needs a query"),
+    "other value size": (
+        lambda p: p.v.shape[-1] != p.q.shape[-1],
+        "its values must have the size of the keys",
     ),
-    "dropout": Feature(lambda p: p.dropout > 0, "it drops no weights"),
-    "float64": Feature(
-        lambda p: p.q.dtype == torch.float64, "it computes in float32, float16 or bfloat16"
+    "dropout": (lambda p: p.dropout > 0, "it drops no weights"),
+    "float64": (
+        lambda p: p.q.dtype == torch.float64,
+        "it computes in float32, float16 or bfloat16",
     ),
-    "torch.func": Feature(
+    "torch.func": (
         lambda p: transformed(),
         "torch.func and forward-mode derivatives see through plain operations only",
     ),
-    "gradients on a CPU": Feature(_learns_on_cpu, "flex_attention has no backward on a CPU"),
-    "CUDA": Feature(
-        lambda p: p.q.device.type == "cuda",
-        "it stands on operations that only a CPU has",
-    ),
+    "gradients on a CPU": (_learns_on_cpu, "flex_attention has no backward on a CPU"),
+    "CUDA": (lambda p: p.q.device.type == "cuda", "it stands on operations that only a CPU has"),
 }
-# Keys are counted by v: with two regimes there may be fewer near keys than far ones.
+FEATURES: Mapping[str, Feature] = {name: Feature(*of) for name, of in _FEATURES.items()}
 _ALL = frozenset(FEATURES)
-_PLAIN = _ALL - {
-    *("bias", "pairs", "normaliser", "selection", "carry", "torch.func"),
-    *("sink", "cap", "sliding window", "documents"),
-    *("mask", "mask gradient", "padding", "irregular positions"),
-}
 _TILED = _ALL - {"pairs", "normaliser", "selection", "mask gradient", "carry", "torch.func"}
+_PLAIN = _TILED - {
+    *("bias", "sink", "cap", "sliding window", "documents", "mask", "padding"),
+    "irregular positions",
+}
+
+Run = Callable[[AttentionInputs, Eye | None, bool], tuple[Tensor, Tensor | None]]
+"""(inputs, who looks on, whether to give the log-sum-exp) to the output and the log-sum-exp."""
 
 
-@dataclass(frozen=True)
-class Kernel:
-    """A way to compute attention: what it serves, whether it differentiates twice, and a remark.
+class Kernel(NamedTuple):
+    """A way to compute attention: what it serves and gives beside the output, and a remark.
 
-    `run_with_lse` also gives the log-sum-exp of each row; None where the kernel cannot.
+    `gives` may name the log-sum-exp, the statistics and a second derivative.
     """
 
     name: str
     run: Run
     serves: frozenset[str]
-    second_derivative: bool
+    gives: tuple[str, ...]
     note: str
-    run_with_lse: Callable[[AttentionInputs], tuple[Tensor, Tensor]] | None = None
 
-    def why_not(self, inputs: AttentionInputs) -> str | None:
-        """The reason why it cannot serve the inputs, or None."""
-        return why_not(self.name, inputs)
+    def why_not(self, inputs: AttentionInputs, lse: bool = False) -> str | None:
+        """The reason why it cannot serve the inputs, or give their log-sum-exp; or None."""
+        reason = why_not(self.name, inputs)
+        if reason is not None or not lse:
+            return reason
+        if "lse" not in self.gives:
+            return "it gives no log-sum-exp"
+        if inputs.normaliser is not None:
+            return "weights that are not those of softmax have no log-sum-exp"
+        return None
+
+
+def _alone(compute: Callable[[AttentionInputs], Tensor]) -> Run:
+    """A kernel that gives nothing beside the output."""
+    return lambda inputs, eye, lse: (compute(inputs), None)
+
+
+def _observed(compute: Callable[[AttentionInputs, Eye | None], Tensor]) -> Run:
+    """A kernel that gives statistics beside the output."""
+    return lambda inputs, eye, lse: (compute(inputs, eye), None)
 
 
 KERNELS: tuple[Kernel, ...] = (
     Kernel(
         "fused",
-        fused,
+        _alone(fused),
         _PLAIN - {"two regimes", "other rows than keys", "other value size"},
-        False,
+        (),
         "scaled_dot_product_attention; on CUDA it reaches the stock flash operators",
     ),
     Kernel(
         "two-regime",
-        two_regime,
+        _alone(two_regime),
         _PLAIN
-        - {
-            *("one regime", "no causality", "more rows than keys", "earlier keys", "no rows"),
-            *("other value size", "dropout", "CUDA"),
-        },
-        False,
+        - {"one regime", "no causality", "more rows than keys", "earlier keys", "no rows"}
+        - {"other value size", "dropout", "CUDA"},
+        (),
         "both parts by a CPU's flash operator, the near one in sliding chunks",
     ),
     Kernel(
         "flex",
-        flex,
+        lambda inputs, eye, lse: flex_with_lse(inputs),
         _TILED - {"dropout", "no rows", "float64", "gradients on a CPU"},
-        False,
+        ("lse",),
         "flex_attention, compiled: nearly anything on CUDA, two regimes in two calls",
-        flex_with_lse,
     ),
     Kernel(
         "carried",
-        carried,
+        _observed(carried),
         (_TILED | {"carry"}) - {"no carry", "two regimes"},
-        False,
+        ("statistics",),
         "scores of all layers in one buffer, undone in the backward; one number per pair",
     ),
     Kernel(
         "concatenated",
-        lambda inputs: attend(concatenated(inputs)),
+        lambda inputs, eye, lse: attend_with_lse(concatenated(inputs), lse=lse),
         _ALL - {"no carry", "two regimes", "mask gradient", "torch.func"},
-        False,
+        ("lse",),
         "the features of all layers side by side, by any kernel that serves the rest",
     ),
     Kernel(
         "chunked",
-        tiled,
+        tiled_with_more,
         _TILED,
-        False,
+        ("lse", "statistics"),
         "tiles of nearly any inputs; no T × S matrix",
-        tiled_with_lse,
     ),
     Kernel(
         "strips",
-        strips,
+        _observed(strips),
         _ALL - {"carry", "torch.func"},
-        True,
+        ("statistics", "second derivative"),
         "the definition by strips of whole rows, each computed once more in the backward",
     ),
     Kernel(
         "reference",
-        reference,
+        reference_with_more,
         _ALL,
-        True,
+        ("lse", "statistics", "second derivative"),
         "the definition; holds the whole T × S matrix",
-        reference_with_lse,
     ),
 )
 TABLE: Mapping[str, Kernel] = {kernel.name: kernel for kernel in KERNELS}
@@ -241,25 +255,16 @@ def why_not(kernel: str, inputs: AttentionInputs) -> str | None:
     return None if inputs.carry is None else inputs.carry.elsewhere(kernel)
 
 
-def _no_lse(kernel: Kernel, inputs: AttentionInputs) -> str | None:
-    """The reason why a kernel gives no log-sum-exp of the inputs, or None."""
-    if kernel.run_with_lse is None:
-        return "it gives no log-sum-exp"
-    if inputs.normaliser is not None:
-        return "weights that are not those of softmax have no log-sum-exp"
-    return None
-
-
 def capability_table() -> str:
     """The table in Markdown: a line per feature, a column per kernel."""
     lines = ["| inputs with | " + " | ".join(TABLE) + " |", "| --- |" + " --- |" * len(TABLE)]
-    for name in FEATURES:
-        marks = ("yes" if name in row.serves else "no" for row in TABLE.values())
-        lines.append(f"| {name} | " + " | ".join(marks) + " |")
-    twice = ("yes" if row.second_derivative else "no" for row in TABLE.values())
-    lines.append("| a second derivative | " + " | ".join(twice) + " |")
-    sums = ("no" if row.run_with_lse is None else "yes" for row in TABLE.values())
-    return "\n".join([*lines, "| the log-sum-exp | " + " | ".join(sums) + " |"])
+    rows = [(name, [name in kernel.serves for kernel in KERNELS]) for name in FEATURES]
+    for text, what in (("a second derivative", "second derivative"), ("the log-sum-exp", "lse")):
+        rows.append((text, [what in kernel.gives for kernel in KERNELS]))
+    lines += [
+        f"| {name} | " + " | ".join("yes" if x else "no" for x in row) + " |" for name, row in rows
+    ]
+    return "\n".join(lines)
 
 
 # Query rows at which tiles beat torch's kernel in float32 on cores that have AVX-512 but not its
@@ -341,18 +346,14 @@ def choose(inputs: AttentionInputs, backend: str = "auto", lse: bool = False) ->
     With `lse` it has to give the log-sum-exp too. Raises `InputError` for an unknown name and for
     a kernel that cannot serve the inputs.
     """
-
-    def objection(kernel: Kernel) -> str | None:
-        return kernel.why_not(inputs) or (_no_lse(kernel, inputs) if lse else None)
-
     if backend == "auto":
         able = [TABLE[name] for name, _ in _order(inputs)]
-        kernel = next((kernel for kernel in able if objection(kernel) is None), able[-1])
+        kernel = next((kernel for kernel in able if kernel.why_not(inputs, lse) is None), able[-1])
     elif backend in TABLE:
         kernel = TABLE[backend]
     else:
         raise InputError(f"unknown backend {backend!r}; expected one of {', '.join(BACKENDS)}")
-    if reason := objection(kernel):
+    if reason := kernel.why_not(inputs, lse):
         raise InputError(f"the {kernel.name} kernel cannot serve this: {reason}")
     return kernel
 
@@ -424,16 +425,6 @@ def _tile(inputs: AttentionInputs) -> int:
     return many * rows * width * max(4, inputs.q.element_size())
 
 
-# Kernels that show their tiles to an observer, and those that give way to tiles for it.
-_SEEN_INTO: Mapping[str, Callable[[AttentionInputs, Eye], Tensor]] = {
-    "chunked": tiled,
-    "carried": carried,
-    "strips": strips,
-    "reference": reference,
-}
-_STOCK = ("fused", "two-regime")
-
-
 class AttentionOutput(NamedTuple):
     """What a kernel gives: the output, and what else was asked for (None where it was not).
 
@@ -467,27 +458,19 @@ def run_kernel(
         # The tensors' own type decides, for every score alike.
         with torch.autocast(device, enabled=False):
             return run_kernel(inputs, backend, lse=lse, statistics=statistics, functions=functions)
-    kernel = choose(inputs, backend, lse)
-    shown = showing_divergence(inputs)
-    eager_cpu = device == "cpu" and not torch.compiler.is_compiling()
-    diverged = shown.q is not inputs.q or shown.k is not inputs.k
-    if kernel.name in _STOCK and (diverged or (statistics and eager_cpu and backend == "auto")):
+    kernel, given = choose(inputs, backend, lse), inputs
+    inputs = showing_divergence(given)
+    eye = Eye(inputs, functions) if statistics else None
+    if device == "cpu" and kernel.name in ("fused", "two-regime"):
         # On a CPU these make 0 of NaN, or show it in earlier rows; and they give no statistics.
-        kernel = TABLE["chunked"]
-    inputs, eye = shown, Eye(shown, functions) if statistics else None
-    if lse and kernel.run_with_lse is not None:
-        out, sums = kernel.run_with_lse(inputs)
-        if eye is not None:
-            look_over(inputs, eye)
-    else:
-        sums = None
-        if eye is None:
-            out = kernel.run(inputs)
-        elif kernel.name in _SEEN_INTO:
-            out = _SEEN_INTO[kernel.name](inputs, eye)
-        else:
-            out = kernel.run(inputs)
-            look_over(inputs, eye)
+        observed = statistics and backend == "auto"
+        diverged = any(x is not y for x, y in zip(inputs.tensors, given.tensors, strict=True))
+        if not torch.compiler.is_compiling() and (diverged or observed):
+            kernel = TABLE["chunked"]
+    looks_on = eye is not None and "statistics" in kernel.gives
+    out, sums = kernel.run(inputs, eye if looks_on else None, lse)
+    if eye is not None and not looks_on:
+        look_over(inputs, eye)
     return AttentionOutput(out, sums, None if eye is None else eye.observation())
 
 
@@ -496,12 +479,21 @@ def attend(inputs: AttentionInputs, backend: str = "auto") -> Float[Tensor, "b h
 
     An `observer` that is on gets the statistics of the call.
     """
-    if inputs.carry is not None and choose(inputs, backend).name == "concatenated":
-        return attend(concatenated(inputs))
+    return attend_with_lse(inputs, backend, False)[0]
+
+
+def attend_with_lse(
+    inputs: AttentionInputs, backend: str = "auto", lse: bool = True
+) -> tuple[Float[Tensor, "b h t e"], Float[Tensor, "b h t"] | None]:
+    """The same, and the log-sum-exp of each row, which `AttentionOutput` describes."""
+    if inputs.carry is not None and choose(inputs, backend, lse).name == "concatenated":
+        return attend_with_lse(concatenated(inputs), lse=lse)
     by = observer()
     if by is None:
-        return run_kernel(inputs, backend).out
-    output = run_kernel(inputs, backend, statistics=True, functions=by.functions(inputs))
-    assert output.statistics is not None
-    by.see(inputs, output.statistics)
-    return output.out
+        output = run_kernel(inputs, backend, lse=lse)
+    else:
+        wanted = by.functions(inputs)
+        output = run_kernel(inputs, backend, lse=lse, statistics=True, functions=wanted)
+        assert output.statistics is not None
+        by.see(inputs, output.statistics)
+    return output.out, output.lse

@@ -30,11 +30,13 @@ def reference(
     return _whole(inputs, eye, rows)[0]
 
 
-def reference_with_lse(
-    inputs: AttentionInputs,
-) -> tuple[Float[Tensor, "b h t e"], Float[Tensor, "b h t"]]:
+def reference_with_more(
+    inputs: AttentionInputs, eye: Eye | None, with_lse: bool
+) -> tuple[Float[Tensor, "b h t e"], Float[Tensor, "b h t"] | None]:
     """The same, and the log-sum-exp of each row's scores."""
-    out, score, nothing = _whole(inputs, None, slice(None))
+    out, score, nothing = _whole(inputs, eye, slice(None))
+    if not with_lse:
+        return out, None
     lse = torch.logsumexp(score, -1)
     if nothing is not None:
         lse = lse.masked_fill(nothing.squeeze(-1), -torch.inf)

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from normattn.errors import InputError
 from normattn.kernels.inputs import AttentionInputs, Stack
-from normattn.kernels.numerics import certainly_finite, refuse_second_derivative
+from normattn.kernels.numerics import refuse_second_derivative
 from normattn.kernels.stats import Eye
 from normattn.kernels.tile_scores import TileScores, Workspace
 from normattn.kernels.tiled import Group, Plan, Tile, hide_edges
@@ -172,8 +172,7 @@ class LayerScores:
     """The buffers as one layer sees them.
 
     `lowest`: nothing is below it; `share` multiplies the sum before softmax. In the backward
-    `gradients` holds those of the sums; `highest`: no layer above has written any yet. `finite`: no
-    query or key of this layer is NaN.
+    `gradients` holds those of the sums; `highest`: no layer above has written any yet.
     """
 
     sums: ScoreBuffer
@@ -181,7 +180,6 @@ class LayerScores:
     lowest: bool
     gradients: ScoreBuffer | None = None
     highest: bool = False
-    finite: bool = True
 
 
 @dataclass
@@ -273,7 +271,7 @@ class ResidualTileScores(TileScores):
             self.products(tile, sums)
         else:
             self.accumulate(sums, tile)
-        if self.plan.shape.aligned and (self.layer.lowest or not self.layer.finite):
+        if self.plan.shape.aligned and (self.layer.lowest or not self.plan.finite):
             # Hidden in every layer alike: what is added to −∞, or taken from it, changes nothing,
             # unless it is NaN, which earlier rows would then read.
             hide_edges(self.apart(sums), tile, self.plan)
@@ -333,7 +331,6 @@ class _Carried(torch.autograd.Function):
         wide = given.widened()
         plan = Plan.of(wide)
         layer = ledger.up(wide.q, plan, position.number, position.share)
-        layer = replace(layer, finite=certainly_finite(wide.q, wide.k))
         if position.learning:
             ledger.remembered[position.number] = given.q.detach(), given.k.detach()
         ctx.save_for_backward(*tensors)

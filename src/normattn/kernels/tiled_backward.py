@@ -88,7 +88,7 @@ def backward_tiles(
     by_lse = None if by_lse is None else grouped(by_lse, plan.repeat)
     # Antidiagonals, along which a learned bias gathers, run out of a tile by as many columns.
     learned = sums.bias is not None and plan.backwards
-    number, space = 0, Workspace(min(plan.shape.rows, plan.shape.queries) - 1 if learned else 0)
+    number, space = 0, Workspace(min(plan.shape.rows, plan.shape.queries) if learned else 0)
     for group in plan.groups(inputs.q):
         scores = make(inputs, plan, group, space)
         part = _GroupGradients(sums, scores)
@@ -360,24 +360,20 @@ def tiled(inputs: AttentionInputs, eye: Eye | None = None) -> Float[Tensor, "b h
     A floating mask gets no gradient here: the capability table refuses one that wants it. `eye`
     looks on, and changes nothing. A compiler sees one operator.
     """
-    return _both(inputs, False, eye)[0]
+    return tiled_with_more(inputs, eye, False)[0]
 
 
-def tiled_with_lse(
-    inputs: AttentionInputs,
-) -> tuple[Float[Tensor, "b h t e"], Float[Tensor, "b h t"]]:
+def tiled_with_more(
+    inputs: AttentionInputs, eye: Eye | None, with_lse: bool
+) -> tuple[Float[Tensor, "b h t e"], Float[Tensor, "b h t"] | None]:
     """The same, and the log-sum-exp of each row's scores, to which gradients come as well."""
-    return _both(inputs, True, None)
-
-
-def _both(inputs: AttentionInputs, with_lse: bool, eye: Eye | None) -> tuple[Tensor, Tensor]:
     if torch.compiler.is_compiling():
         out, lse, _ = _forward_node(*_flat(inputs), with_lse)
-        return out, lse
-    both: tuple[Tensor, Tensor] = _Tiled.apply(  # type: ignore[no-untyped-call]
-        *(inputs.settings, draw_seed(inputs), with_lse, eye, *inputs.tensors)
-    )
-    return both
+    else:
+        out, lse = _Tiled.apply(  # type: ignore[no-untyped-call]
+            *(inputs.settings, draw_seed(inputs), with_lse, eye, *inputs.tensors)
+        )
+    return out, lse if with_lse else None
 
 
 _MASK = ("causal", "query", "key", "aligned", "padding", "mask", "window", "kept")

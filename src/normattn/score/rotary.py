@@ -7,8 +7,6 @@ turn.
 from __future__ import annotations
 
 import math
-import threading
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -23,6 +21,7 @@ from normattn.plain import plain
 from normattn.score.parts import RotaryPosition, rope_frequencies
 from normattn.score.positions import Positions
 from normattn.score.spec import ScoreSpec
+from normattn.score.table_cache import TableCache
 
 RotationArguments = tuple[Tensor, Tensor, Tensor, bool, int]
 """cos, sin and rest of a `Rotation`, whether pairs are interleaved, and the first that turns."""
@@ -380,56 +379,7 @@ def _room(spec: ScoreSpec, head_dim: int, dtype: torch.dtype, positions: int) ->
     return room if growth is None else max(positions, min(room, _last_position(growth, dtype) + 1))
 
 
-class TableCache(OrderedDict[tuple[object, ...], RotaryTables]):
-    """The last `most` tables that were made, each under a name that holds all that decides it.
-
-    Threads share it: two that ask for the same table at once may both make it, and get equal ones.
-    """
-
-    def __init__(self, most: int) -> None:
-        super().__init__()
-        self.most = most
-        self._lock = threading.Lock()
-
-    def __reduce__(self) -> tuple[type[TableCache], tuple[int]]:
-        # A copy makes its tables again: it may stand on another device, or be changed.
-        return TableCache, (self.most,)
-
-    def made(self, name: tuple[object, ...], make: Callable[[], RotaryTables]) -> RotaryTables:
-        """Return the tables of this name, made by `make` the first time."""
-        with self._lock:
-            if name in self:
-                self.move_to_end(name)
-                return self[name]
-        # Ordinary tensors even when first asked for in inference mode: training reuses them.
-        with torch.inference_mode(False):
-            tables = make()
-        with self._lock:
-            self[name] = tables
-            self.move_to_end(name)
-            while len(self) > self.most:
-                self.popitem(last=False)
-        return tables
-
-    def counted(
-        self,
-        name: tuple[object, ...],
-        bounds: tuple[int, int],
-        room: int,
-        device: torch.device,
-        make: Callable[[Tensor], RotaryTables],
-    ) -> RotaryTables:
-        """Return the rows within `bounds` of a table of positions 0 … room − 1."""
-        whole = self.made((*name, device, room), lambda: make(torch.arange(room, device=device)))
-        return whole.rows(slice(*bounds))
-
-    def forget(self) -> None:
-        """Drop them all."""
-        with self._lock:
-            self.clear()
-
-
-_CACHE = TableCache(32)
+_CACHE: TableCache[RotaryTables] = TableCache(32)
 
 
 def clear_rotary_cache() -> None:
