@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from layers.written_out import of_program
-from normattn import InputError
+from normattn import InputError, Score, attention
 from normattn.kernels import (
     AttentionInputs,
     AttentionMask,
@@ -211,3 +211,60 @@ def test_statistics_are_an_output(kind: str, change: str, backend: str) -> None:
         torch.testing.assert_close(ours, value, rtol=1e-9, atol=1e-9, msg=name)
     mean = (weight[..., :S] * apart).sum(-1)
     torch.testing.assert_close(found.mean[0], mean, rtol=1e-9, atol=1e-9)
+
+
+def _formula(text: str, q: Tensor, k: Tensor, sink: Tensor | None) -> Tensor:
+    """The causal logits of scores without a rotation, and of a sink."""
+    at = torch.arange(T)
+    if text.startswith("KNA"):
+        k = k / k.norm(dim=-1, keepdim=True)
+        growth = (at + 1.0).double().log()[:, None] / torch.tensor(8.0).double().log()
+        score = growth * (q @ k.mT)
+    else:
+        score = q @ k.mT / D**0.5
+    if "SoftCap" in text:
+        score = 2 * torch.tanh(score / 2)
+    if "ALiBi" in text:
+        slopes = torch.tensor([2.0**-4, 2.0**-8], dtype=torch.float64)[:, None, None]
+        score = score - slopes * (at[:, None] - at)
+    hidden = at[:, None] < at
+    if "SlidingWindow" in text:
+        hidden = hidden | (at[:, None] - at >= 3)
+    score = score.masked_fill(hidden, -torch.inf)
+    if sink is None:
+        return score
+    return torch.cat((score, sink[None, :, None, None].expand(*score.shape[:3], 1)), -1)
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("Baseline-NoPE", "KNA-NoPE-logn@8", "Baseline-ALiBi", "Baseline-NoPE-Sink"),
+        *("Baseline-NoPE-SoftCap(cap=2)", "KNA-NoPE-logn-SlidingWindow(window=3)@8"),
+    ],
+)
+def test_attention_returns_the_log_sum_exp_with_its_gradient(text: str, backend: str) -> None:
+    q, k, v = (_leaf(B, 2, T, D) for _ in range(3))
+    score = Score(text, 2, D).double()
+    out, lse = attention(q, k, v, score, backend=backend, return_lse=True)
+    torch.testing.assert_close(out, attention(q, k, v, score, backend=backend))
+    expected = _formula(text, q, k, score.sink).logsumexp(-1)
+    torch.testing.assert_close(lse, expected, rtol=1e-10, atol=1e-10)
+    leaves, along = (q, k, *score.parameters()), torch.randn_like(expected)
+    mine = torch.autograd.grad(lse, leaves, along)
+    hers = torch.autograd.grad(expected, leaves, along)
+    for one, two in zip(mine, hers, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-9)
+
+
+def test_scores_without_one_log_sum_exp_say_why() -> None:
+    q, k, v = (_leaf(1, 2, T, D) for _ in range(3))
+    for text, why in (
+        ("Baseline-Sigmoid@8", "not those of softmax"),
+        ("Baseline-StickBreaking", "not those of softmax"),
+        ("KNA-Differential@8", "two softmaxes"),
+        ("KNA-DynamicNTK@8", "rows in blocks"),
+    ):
+        with pytest.raises(InputError, match=why):
+            attention(q, k, v, Score(text, 2, D).double(), return_lse=True)

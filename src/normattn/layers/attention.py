@@ -11,13 +11,14 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any, Literal, overload
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from normattn.errors import InputError
-from normattn.kernels import AttentionInputs, attend
+from normattn.kernels import AttentionInputs, attend, attend_with_lse
 from normattn.kernels.inputs import Selection, check_shapes
 from normattn.kernels.numerics import without_infinities
 from normattn.kernels.sdpa import sdpa
@@ -59,6 +60,7 @@ from normattn.score.rotary import rotate_rows, rotate_with_gradient, scaled
 from normattn.score.spec import as_spec
 
 
+@overload
 def attention(
     q: Float[Tensor, "b h t d"],
     k: Float[Tensor, "b g s d"],
@@ -76,7 +78,42 @@ def attention(
     residual: ResidualLayer | None = None,
     gate: Float[Tensor, "b t gates"] | None = None,
     forget: Float[Tensor, "b s logits"] | None = None,
-) -> Float[Tensor, "b h t e"]:
+    return_lse: Literal[False] = False,
+) -> Float[Tensor, "b h t e"]: ...
+
+
+@overload
+def attention(
+    q: Float[Tensor, "b h t d"],
+    k: Float[Tensor, "b g s d"],
+    v: Float[Tensor, "b g s e"],
+    score: Score | ScoreSpec | str,
+    causal: bool = True,
+    *,
+    return_lse: Literal[True],
+    **options: Any,
+) -> tuple[Float[Tensor, "b h t e"], Float[Tensor, "b h t"]]: ...
+
+
+def attention(  # type: ignore[misc]  # the second overload leaves the other arguments open
+    q: Float[Tensor, "b h t d"],
+    k: Float[Tensor, "b g s d"],
+    v: Float[Tensor, "b g s e"],
+    score: Score | ScoreSpec | str,
+    causal: bool = True,
+    attn_mask: Tensor | None = None,
+    key_padding: Bool[Tensor, "b s"] | None = None,
+    query_padding: Bool[Tensor, "b t"] | None = None,
+    q_positions: Int[Tensor, "*bq t"] | None = None,
+    k_positions: Int[Tensor, "*bk s"] | None = None,
+    documents: Int[Tensor, "b s"] | None = None,
+    dropout_p: float = 0.0,
+    backend: str = "auto",
+    residual: ResidualLayer | None = None,
+    gate: Float[Tensor, "b t gates"] | None = None,
+    forget: Float[Tensor, "b s logits"] | None = None,
+    return_lse: bool = False,
+) -> Float[Tensor, "b h t e"] | tuple[Float[Tensor, "b h t e"], Float[Tensor, "b h t"]]:
     """o_i = Σ_j softmax_j(s(i, j)) v_j with the score that `score` specifies.
 
     Args:
@@ -109,13 +146,17 @@ def attention(
         forget: for a score with `FoX`, the logits of the forgetting gate of each key (B, S, H).
             A compiler cannot look whether given positions go forward, as `FoX` and `Selective`
             need; uncompiled, this is checked.
+        return_lse: give o and ℓ (B, H, T), where ℓ_i = ln Σ_j exp s(i, j) over the keys that
+            query i sees and a learned sink. ℓ is in float32 or wider, known to autograd, and −∞
+            where nothing is seen. `normattn.kernels.merge_by_lse` merges two shards of keys.
 
     A query that sees no key gets 0. Raises `InputError` for shapes that do not fit, scores that
     cannot be used so, and backends that cannot serve the request.
     """
     # Written out: a generator would cost as many calls as all the rest.
-    whole = attn_mask is None and key_padding is None and query_padding is None
-    whole = whole and q_positions is None and k_positions is None and documents is None
+    whole = not return_lse and attn_mask is None and key_padding is None
+    whole = whole and query_padding is None and documents is None
+    whole = whole and q_positions is None and k_positions is None
     if whole and residual is None and gate is None and forget is None and dropout_p == 0:
         tables = find_tables(score, q, k, v, causal, backend)
         if tables is not None:
@@ -138,14 +179,40 @@ def attention(
     if forget is not None:
         sums = sum_gates(log_gates(forget, k.shape[1], k.dtype, key_padding), heads)
     announce(module, q, k, query_padding, key_padding, at.query, at.key)
-    return run(
+    sums_of_rows: list[Tensor] = []
+
+    def kernel(inputs: AttentionInputs) -> Tensor:
+        out, lse = attend_with_lse(inputs if residual is None else residual.join(inputs), backend)
+        assert lse is not None
+        sums_of_rows.append(lse)
+        return out
+
+    if return_lse:
+        check_lse(spec)
+    out = run(
         *(plan, module, q, k, pair_values(spec, v, k.shape[-1])),
         residual=residual,
         gate=gate,
         forget_sums=sums,
         query_padding=query_padding,
         dropout=dropout_p,
+        kernel=kernel if return_lse else None,
     )
+    return (out, sums_of_rows[0]) if return_lse else out
+
+
+def check_lse(spec: ScoreSpec) -> None:
+    """Refuse a score whose rows have no log-sum-exp, or not one."""
+    if spec.difference is not None:
+        raise InputError(
+            f"{spec.name} has no log-sum-exp: {spec.difference.name} makes one output of two "
+            "softmaxes; call attention without return_lse"
+        )
+    if spec.blockwise:
+        raise InputError(
+            f"{spec.name} gives no log-sum-exp: {spec.block[0]} reads rows in blocks; call "
+            "attention without return_lse"
+        )
 
 
 def run_folded(
