@@ -19,7 +19,7 @@ from normattn.score.rotary import query_scale
 from .cases import tensors
 from .recipe import Recipe, frequencies
 
-SIZES = [(16, 64), (64, 512), (128, 2048), (64, 32), (8, 16)]
+SIZES = [(16, 64), (128, 2048), (64, 32)]
 
 
 def ours(text: str, d: int, base: float = 10000.0) -> Tensor:
@@ -48,7 +48,7 @@ def _close(mine: Tensor, other: Tensor) -> None:
 
 
 @pytest.mark.parametrize(("d", "length"), SIZES)
-@pytest.mark.parametrize("factor", [1.0, 2.0, 8.0, 31.7])
+@pytest.mark.parametrize("factor", [1.0, 31.7])
 @pytest.mark.parametrize("base", [10000.0, 500000.0])
 def test_yarn_is_that_of_transformers(d: int, length: int, factor: float, base: float) -> None:
     more: dict[str, Any] = {"factor": factor, "original_max_position_embeddings": length}
@@ -115,7 +115,7 @@ def test_dynamic_ntk_is_that_of_transformers_at_prefill(d: int, length: int, fac
 
 
 @pytest.mark.parametrize(("d", "length"), SIZES)
-@pytest.mark.parametrize("factor", [1.0, 2.0, 8.0, 31.7])
+@pytest.mark.parametrize("factor", [1.0, 31.7])
 @pytest.mark.parametrize("base", [10000.0, 500000.0])
 def test_llama3_is_that_of_transformers(d: int, length: int, factor: float, base: float) -> None:
     for low, high in ((1.0, 4.0), (0.5, 20.0)):

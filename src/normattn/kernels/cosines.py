@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from normattn.kernels.inputs import AttentionInputs
-from normattn.kernels.tile_scores import TileScores, grouped
+from normattn.kernels.tile_scores import TileScores, Workspace, grouped
 from normattn.kernels.tiled import Plan
 
 BINS = 200
@@ -48,8 +48,9 @@ def cosine_counts(
     counts = torch.zeros(batch, heads, groups, BINS, dtype=torch.int64, device=device)
     least = torch.full((batch, heads, groups), torch.inf, dtype=dtype, device=device)
     most = -least
+    space = Workspace()
     for group in plan.groups(bare.q):
-        scores = TileScores(bare, plan, group)
+        scores = TileScores(bare, plan, group, space)
         at = group.batch, slice(group.heads.start * plan.repeat, group.heads.stop * plan.repeat)
         for tile in group.tiles:
             if not tile.width:

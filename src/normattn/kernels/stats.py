@@ -23,7 +23,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from normattn.kernels.inputs import AttentionInputs, AttentionMask
-from normattn.kernels.tile_scores import TileScores
+from normattn.kernels.tile_scores import TileScores, Workspace
 from normattn.kernels.tiled import Plan, Tile
 
 # Rows of a block in which visible keys are counted.
@@ -358,9 +358,9 @@ def _by_mask(rows: TileScores, tile: Tile, weight: Tensor) -> Tensor:
 def look_over(inputs: AttentionInputs, eye: Eye) -> None:
     """Show every tile of some inputs that another kernel computes: scores and weights once more."""
     inputs = inputs.widened()
-    plan = Plan.of(inputs)
+    plan, space = Plan.of(inputs), Workspace()
     for group in plan.groups(inputs.q):
-        scores = TileScores(inputs, plan, group)
+        scores = TileScores(inputs, plan, group, space)
         for tile in group.tiles:
             scores.weights(tile, kept=True)
             show_tile(eye, scores, tile)
