@@ -12,7 +12,7 @@ heads and rows of a tile, W its columns, X further logits (a sink).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -28,7 +28,6 @@ from normattn.kernels.tiled import Plan, Tile
 
 # Rows of a block in which visible keys are counted.
 _ROWS = 256
-Put = Callable[[Tensor, Tensor], object]
 
 
 @dataclass(frozen=True)
@@ -129,20 +128,6 @@ def confine(rows: slice, own: Bool[Tensor, "*b t"] | None) -> None:
         by.confine(rows, own)
 
 
-@dataclass(frozen=True)
-class Looked:
-    """What a kernel says of a tile that it shows: `width` columns are keys.
-
-    `first` takes the weights to the one on the first token, (n, l), None where the tile lacks it;
-    where positions are aligned, that on the first column.
-    `mean` takes the weights and a function of distance to its mean, (n, l).
-    """
-
-    width: int
-    first: Callable[[Tensor], Tensor | None]
-    mean: Callable[[Tensor, Tensor], Tensor]
-
-
 class Eye:
     """The observation of one call in the making; a kernel shows it tile after tile."""
 
@@ -159,30 +144,36 @@ class Eye:
         self.room = q.new_zeros(count, *q.shape[:3], dtype=wide)
         self.room[0] = -torch.inf
 
-    def show(self, score: Tensor, weight: Tensor, at: Looked, put: Put) -> None:
-        """Read a tile: `score` (n, l, W + X), which is overwritten, and its softmax `weight`.
+    def means(self, weights: Tensor, distance: Tensor) -> list[Tensor]:
+        """Σ_j α_ij f(distance) of each function, (…, rows), of weights (…, rows, W)."""
+        functions = () if self.functions is None else self.functions.to(self.room.dtype)
+        return [(weights * function[distance]).sum(-1) for function in functions]
 
-        `put(rooms, values)` writes values (K, n, l) to where these rows belong in (K, B, H, T).
+    def summary(
+        self, score: Tensor, weight: Tensor, width: int, first: Tensor | None, means: list[Tensor]
+    ) -> Tensor:
+        """What is kept of a tile's rows, (K, n, l).
+
+        `score` (n, l, W + X) is overwritten; `weight` is its softmax, `first` (n, l) the weight on
+        the first token (where positions are aligned, on the first column).
         """
-        width = at.width
         values = self.room.new_zeros(self.room.shape[0], *score.shape[:2])
         torch.amax(score[..., :width], -1, out=values[0])
         torch.amax(weight, -1, out=values[1])
-        if (first := at.first(weight)) is not None:
+        if first is not None:
             values[3] = first
         if "sink" in self.names:
             values[4] = weight[..., width]
         top = values[0]
         if score.shape[-1] > width:
             top = torch.maximum(top, score[..., width:].amax(-1))
-        if self.functions is not None:
-            for index, function in enumerate(self.functions, len(self.names)):
-                values[index] = at.mean(weight, function.to(values.dtype))
+        for index, mean in enumerate(means, len(self.names)):
+            values[index] = mean.reshape(values.shape[1:])
         # Σ α (s − top): small where it counts, so that no digits cancel. 0 · −∞ must be 0.
         least = torch.finfo(score.dtype).min
         score.sub_(top.unsqueeze(-1)).clamp_(min=least).mul_(weight)
         torch.sum(score, -1, out=values[2])
-        put(self.room, values)
+        return values
 
     @torch.no_grad()
     def observation(self) -> Observation:
@@ -232,21 +223,12 @@ def show_whole(
         score = torch.cat((score, rest), -1)
         weight = torch.cat((weight, 1 - weight.sum(-1, keepdim=True)), -1)
 
-    def apart(weight: Tensor) -> Tensor:
-        return weight.view(*shape, -1)[..., :width]
-
-    def first(weight: Tensor) -> Tensor:
-        return (apart(weight) * is_first).sum(-1).flatten(0, 1)
-
-    def mean(weight: Tensor, function: Tensor) -> Tensor:
-        return (apart(weight) * function[seen.distance(every, every).abs()]).sum(-1).flatten(0, 1)
-
-    def put(rooms: Tensor, values: Tensor) -> None:
-        own = rooms[:, :, :, rows]
-        own.copy_(values.view(own.shape))
-
-    flat = (score.detach().flatten(0, 1).clone(), weight.detach().flatten(0, 1))
-    eye.show(*flat, Looked(width, first, mean), put)
+    shares = weight.detach()[..., :width]
+    first = (shares * is_first).sum(-1).flatten(0, 1)
+    means = eye.means(shares, seen.distance(every, every).abs())
+    flat = score.detach().flatten(0, 1).clone(), weight.detach().flatten(0, 1)
+    own = eye.room[..., rows]
+    own.copy_(eye.summary(*flat, width, first, means).view(own.shape))
     if inputs.normaliser is not None:
         # The room is in the order of the eye's names: the largest logit, the largest weight. A row
         # without any weight has the entropy of one that has it all in one place.
@@ -312,28 +294,22 @@ def show_tile(eye: Eye, scores: TileScores, tile: Tile) -> None:
     """Let an eye read the scores and weights that `scores` has just made, and kept."""
     if scores.pair is None or not tile.width:
         return
-    rows = scores
-    seen = rows.group.seen
-
-    def put(rooms: Tensor, values: Tensor) -> None:
-        group, repeat = rows.group, rows.plan.repeat
-        apart = rooms.view(*rooms.shape[:2], -1, repeat, rooms.shape[-1])
-        own = apart[:, group.batch, group.heads, :, tile.rows].transpose(3, 4)
-        values = values.view(own.shape)
-        own.copy_(values.flip(3) if rows.plan.backwards else values)
-
-    def first(weight: Tensor) -> Tensor | None:
-        return _by_column(rows, tile, weight) if seen.aligned else _by_mask(rows, tile, weight)
-
-    def mean(weight: Tensor, function: Tensor) -> Tensor:
+    (score, weight), group, repeat = scores.pair, scores.group, scores.plan.repeat
+    seen = group.seen
+    first = (_by_column if seen.aligned else _by_mask)(scores, tile, weight)
+    means: list[Tensor] = []
+    if eye.functions is not None:
         parts = []
         for span, where in tile.laid:
-            table = function[seen.distance(tile.rows, span.columns).abs()]
-            table = rows.turned(rows.spread(table))
-            parts.append((rows.apart(weight[..., : tile.width])[..., where] * table).sum(-1))
-        return torch.stack(parts).sum(0).flatten(0, 1).flatten(1)
-
-    eye.show(*scores.pair, Looked(tile.width, first, mean), put)
+            distance = scores.spread(seen.distance(tile.rows, span.columns).abs())
+            shares = scores.apart(weight)[..., where]
+            parts.append(eye.means(shares, scores.turned(distance)))
+        means = [torch.stack(spans).sum(0) for spans in zip(*parts, strict=True)]
+    values = eye.summary(score, weight, tile.width, first, [x.flatten(2) for x in means])
+    apart = eye.room.view(*eye.room.shape[:2], -1, repeat, eye.room.shape[-1])
+    own = apart[:, group.batch, group.heads, :, tile.rows].transpose(3, 4)
+    values = values.view(own.shape)
+    own.copy_(values.flip(3) if scores.plan.backwards else values)
 
 
 def _by_column(rows: TileScores, tile: Tile, weight: Tensor) -> Tensor | None:
