@@ -81,12 +81,6 @@ def test_heads_and_batch_rows_in_any_tiles(
     agrees(problem(20, batch=3, heads=heads, groups=groups))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("slope", [0.0, 0.5])
-def test_precisions(dtype: torch.dtype, slope: float) -> None:
-    agrees(problem(43, heads=3, batch=2, dtype=dtype, slope=slope))
-
-
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_keys_beyond_a_heads_reach_are_left_out(

@@ -64,22 +64,6 @@ def test_the_fastest_that_can() -> None:
     assert choose(problem(mask=learning)).name == "strips"
 
 
-@pytest.mark.parametrize(
-    ("case", "reason"),
-    [
-        (problem(far_q=problem().q, far_k=problem().k, window=2), "not two regimes"),
-        (problem(mask=MASK), "no mask"),
-        (problem(padding=PADDING), "no padding"),
-        (problem(aligned=False), "no mask"),
-        (problem(queries=3), "as many queries as keys"),
-        (problem(size=6), "the size of the keys"),
-    ],
-)
-def test_what_the_fused_kernel_refuses(case: AttentionInputs, reason: str) -> None:
-    with pytest.raises(InputError, match=f"the fused kernel cannot serve this: .*{reason}"):
-        attend(case, "fused")
-
-
 def test_an_unknown_backend_names_the_known_ones() -> None:
     with pytest.raises(InputError, match="unknown backend 'flash'; expected one of auto, fused"):
         attend(problem(), "flash")
