@@ -9,16 +9,17 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Protocol, Self, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
 
 
+@runtime_checkable
 class Rows(Protocol):
     """A table of which some rows can be had."""
 
-    def rows(self, rows: slice) -> Self:
+    def rows(self, rows: slice) -> Any:
         """The table of some of the positions."""
         ...
 
