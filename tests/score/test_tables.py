@@ -182,7 +182,7 @@ def test_threads_share_the_tables() -> None:
 
 
 def test_copied_tables_start_empty() -> None:
-    kept = TableCache(3)
+    kept: TableCache[rotary.RotaryTables] = TableCache(3)
     kept[1,] = None  # type: ignore[assignment]
     for again in (copy.deepcopy(kept), pickle.loads(pickle.dumps(kept))):
         assert type(again) is TableCache

@@ -24,7 +24,8 @@ from normattn.hf.rotated_key_cache import RotatedKeyCache
 from normattn.kernels import AttentionInputs, attend
 from normattn.layers.prepare import in_blocks
 from normattn.score import Positions, ScoreSpec
-from normattn.score.rotary import RotaryTables, Rotation, Rotator, TableCache, scale_column, scaled
+from normattn.score.rotary import RotaryTables, Rotation, Rotator, scale_column, scaled
+from normattn.score.table_cache import TableCache
 
 ATTRIBUTE = "normattn_layer"
 
@@ -68,7 +69,7 @@ class MethodTables:
         self.spec, self.rotation = spec, rotation
         self._amplitude = rotation.amplitude * method_gain(spec)
         # The rows of one block of DynamicNTK are few: only its keys are worth keeping.
-        self._kept = TableCache(32 if spec.blockwise else 8)
+        self._kept: TableCache[RotaryTables] = TableCache(32 if spec.blockwise else 8)
         # Far keys that all stand at 0 need no rotation (ReRoPE).
         self._far_still = False
         if spec.remapping is not None and self._amplitude == 1:
