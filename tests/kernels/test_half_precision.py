@@ -15,7 +15,7 @@ from normattn.kernels.dispatch import KERNELS
 from normattn.kernels.numerics import not_finite, showing_divergence
 from normattn.kernels.reference import reference
 
-B, H, G, S, D = 1, 2, 1, 70, 16
+B, H, G, S, D = 1, 2, 1, 150, 16
 KINDS = ("plain", "far", "bias", "sink", "cap", "window")
 
 
