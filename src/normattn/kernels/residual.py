@@ -271,7 +271,7 @@ class ResidualTileScores(TileScores):
             self.products(tile, sums)
         else:
             self.accumulate(sums, tile)
-        if self.plan.shape.aligned and (self.layer.lowest or not self.plan.finite):
+        if self.plan.shape.aligned and (self.layer.lowest or not self.finite):
             # Hidden in every layer alike: what is added to −∞, or taken from it, changes nothing,
             # unless it is NaN, which earlier rows would then read.
             hide_edges(self.apart(sums), tile, self.plan)

@@ -15,12 +15,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import cached_property
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from normattn.kernels.inputs import AttentionInputs, AttentionMask
+from normattn.kernels.numerics import certainly_finite
 from normattn.kernels.tiled import Group, Plan, Span, Tile, hide_edges
 
 Pairs = Iterable[tuple[Tensor, Tensor]]
@@ -93,10 +95,15 @@ class TileScores:
             self.bias = apart[group.heads].flatten(0, 1).to(self.q.dtype)
             self.line = self._line(self.bias) if plan.shape.aligned else None
         # The line hides what is later, but NaN plus −∞ is NaN.
-        self.later = self.line is None or not group.seen.causal or not plan.finite
+        self.later = self.line is None or not group.seen.causal or not self.finite
         # Whether nothing is left to hide.
         self.clear = not self.later and group.seen.plain and plan.shape.window is None
         self.pair: tuple[Tensor, Tensor] | None = None
+
+    @cached_property
+    def finite(self) -> bool:
+        """Whether every key is known to be."""
+        return self.inputs.finite or certainly_finite(self.k)
 
     def _line(self, bias: Tensor) -> Tensor:
         """b of the distances S − 1 … 0, then of later keys, −∞ where causality hides them."""

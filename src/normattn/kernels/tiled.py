@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from normattn.kernels.inputs import AttentionInputs, AttentionMask
-from normattn.kernels.numerics import certainly_finite, readable
+from normattn.kernels.numerics import readable
 
 # Scores of one tile, in bytes: about the second-level cache of a core; and rows of its products.
 TILE_BYTES, ROWS = 2**20, 128
@@ -162,16 +162,15 @@ class Group:
 class Plan:
     """How the inputs are cut into groups of heads, and each group into tiles.
 
-    `reach` holds for each query head the distance from which on every weight counts as 0. `finite`:
-    every key is known to be. `backwards`: the last query of a tile is its first row, from where its
-    bias by distance is a view of one line.
+    `reach` holds for each query head the distance from which on every weight counts as 0.
+    `backwards`: the last query of a tile is its first row, from where its bias by distance is a
+    view of one line.
     """
 
     shape: Shape
     repeat: int
     seen: AttentionMask
     reach: tuple[int, ...] | None
-    finite: bool
     backwards: bool
 
     @staticmethod
@@ -184,17 +183,8 @@ class Plan:
             *(queries, keys, max(1, ROWS // repeat), p.window, p.near_start),
             *(aligned, seen.causal, seen.window, seen.kept),
         )
-        hidden_once = p.bias is not None or p.carry is not None
         backwards = aligned and p.bias is not None and p.carry is None and queries > 1
-        reach = _reach(p) if narrow else None
-        return Plan(
-            shape,
-            repeat,
-            seen,
-            reach,
-            p.finite or (hidden_once and certainly_finite(p.k)),
-            backwards,
-        )
+        return Plan(shape, repeat, seen, _reach(p) if narrow else None, backwards)
 
     @property
     def tiles(self) -> tuple[Tile, ...]:
