@@ -8,7 +8,7 @@ from torch import Tensor
 
 from layers.written_out import of_program
 from normattn import InputError, Score, attention
-from normattn.layers.attention import zero_or_nan
+from normattn.layers.prepare import zero_or_nan
 from score.cases import tensors
 
 SCORES = [

@@ -7,7 +7,6 @@ Legend: B batch, H query heads, G key heads, T queries, S keys, D head dimension
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,12 +20,12 @@ from normattn.errors import InputError
 from normattn.kernels import AttentionInputs, attend, attend_with_lse
 from normattn.kernels.inputs import Selection, check_shapes
 from normattn.kernels.numerics import without_infinities
-from normattn.kernels.sdpa import sdpa
 from normattn.kernels.stats import announce, observer
 from normattn.layers.cache import KeyValueCache
 from normattn.layers.checks import (
     BOOLEAN,
     check_input,
+    check_lse,
     check_parts,
     check_tensor,
     checked_head_dim,
@@ -47,16 +46,15 @@ from normattn.layers.gates import (
 )
 from normattn.layers.prepare import (
     AttentionPlan,
-    FoldedTables,
     find_tables,
     in_blocks,
     prepare,
+    run_folded,
     without_parameters,
 )
 from normattn.layers.residual_scores import ResidualLayer
 from normattn.plain import plain_operations
 from normattn.score import Score, ScoreSpec
-from normattn.score.rotary import rotate_rows, rotate_with_gradient, scaled
 from normattn.score.spec import as_spec
 
 
@@ -199,68 +197,6 @@ def attention(  # type: ignore[misc]  # the second overload leaves the other arg
         kernel=kernel if return_lse else None,
     )
     return (out, sums_of_rows[0]) if return_lse else out
-
-
-def check_lse(spec: ScoreSpec) -> None:
-    """Refuse a score whose rows have no log-sum-exp, or not one."""
-    if spec.difference is not None:
-        raise InputError(
-            f"{spec.name} has no log-sum-exp: {spec.difference.name} makes one output of two "
-            "softmaxes; call attention without return_lse"
-        )
-    if spec.blockwise:
-        raise InputError(
-            f"{spec.name} gives no log-sum-exp: {spec.block[0]} reads rows in blocks; call "
-            "attention without return_lse"
-        )
-
-
-def run_folded(
-    tables: FoldedTables,
-    score: Score | None,
-    q: Float[Tensor, "b h t d"],
-    k: Float[Tensor, "b g s d"],
-    v: Float[Tensor, "b g s e"],
-) -> Float[Tensor, "b h t e"]:
-    """softmax(score) · v by norm, rotation and torch's kernel.
-
-    What is not finite shows. On a CPU a number is read, and other kernels take over. On another
-    device the rows of the batch that hold it become NaN, without waiting for the device.
-    """
-    assert score is not None
-    # Not by attribute, which is a call of Python each.
-    norms, learned = score._modules, score.scale
-    query_norm, key_norm = norms.get("query_norm"), norms.get("key_norm")
-    if query_norm is not None:
-        q = query_norm.apply_directly(q)  # type: ignore[operator]
-    if key_norm is not None:
-        k = key_norm.apply_directly(k)  # type: ignore[operator]
-    if learned is not None:
-        q = q * learned
-    if tables.query is not None and tables.key is not None:
-        rotate = rotate_with_gradient if torch.is_grad_enabled() else rotate_rows
-        q, k = rotate(q, *tables.query, False), rotate(k, *tables.key, False)
-    elif isinstance(tables.scale, Tensor):
-        q = scaled(q, tables.scale)
-    elif tables.scale is not None:
-        q = q * tables.scale  # as for a number for each row: equal numbers give equal bits
-    causal = tables.mask.causal
-    if not q.is_cpu:
-        return sdpa(q, k, v, causal, 1.0) + zero_or_nan(q, k).to(v.dtype)
-    # In float32: a sum of half-precision numbers is beyond their range soon.
-    total = q.detach().sum(dtype=torch.float32) + k.detach().sum(dtype=torch.float32)
-    if math.isfinite(total.item()):
-        return sdpa(q, k, v, causal, 1.0)
-    return attend(AttentionInputs(q, k, v, tables.mask), tables.backend)
-
-
-def zero_or_nan(q: Tensor, k: Tensor) -> Float[Tensor, "b 1 1 1"]:
-    """0 for each row of the batch, or NaN where a query or a key is not finite; on the device."""
-    if not q.numel() or not k.numel():
-        return q.new_zeros(())
-    largest = [torch.linalg.vector_norm(x.detach(), torch.inf, (1, 2, 3)) for x in (q, k)]
-    zero: Tensor = (largest[0] + largest[1]) * 0.0
-    return zero[:, None, None, None]
 
 
 def run(

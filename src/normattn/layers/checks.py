@@ -208,3 +208,17 @@ def checked_probability(dropout: float, name: str = "dropout") -> float:
     if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
         raise InputError(f"{name} is {dropout}; it must be at least 0 and below 1")
     return dropout
+
+
+def check_lse(spec: ScoreSpec) -> None:
+    """Refuse a score whose rows have no log-sum-exp, or not one."""
+    if spec.difference is not None:
+        raise InputError(
+            f"{spec.name} has no log-sum-exp: {spec.difference.name} makes one output of two "
+            "softmaxes; call attention without return_lse"
+        )
+    if spec.blockwise:
+        raise InputError(
+            f"{spec.name} gives no log-sum-exp: {spec.block[0]} reads rows in blocks; call "
+            "attention without return_lse"
+        )

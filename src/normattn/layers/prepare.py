@@ -9,6 +9,7 @@ Legend: B batch, T queries, S keys.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -19,8 +20,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from normattn.errors import InputError
-from normattn.kernels import AttentionMask, choose
+from normattn.kernels import AttentionInputs, AttentionMask, attend, choose
 from normattn.kernels.inputs import check_shapes
+from normattn.kernels.sdpa import sdpa
 from normattn.kernels.stats import _OBSERVER, confine
 from normattn.layers.checks import (
     BOOLEAN,
@@ -33,7 +35,15 @@ from normattn.layers.checks import (
 )
 from normattn.score import Positions, Score, ScoreSpec
 from normattn.score.positions import numbered
-from normattn.score.rotary import Rotation, RotationArguments, key_tables, query_tables
+from normattn.score.rotary import (
+    Rotation,
+    RotationArguments,
+    key_tables,
+    query_tables,
+    rotate_rows,
+    rotate_with_gradient,
+    scaled,
+)
 from normattn.score.spec import as_spec
 
 # Tables are forgotten, all at once, when there are so many: lengths may vary without end.
@@ -228,6 +238,54 @@ def _make_tables(
     own = None if isinstance(score, Score) else module
     turn_q, turn_k = (None if turn is None else turn.arguments for turn in (query.near, key.near))
     return FoldedTables(own, turn_q, turn_k, query.scale, plan.mask, backend)
+
+
+def run_folded(
+    tables: FoldedTables,
+    score: Score | None,
+    q: Float[Tensor, "b h t d"],
+    k: Float[Tensor, "b g s d"],
+    v: Float[Tensor, "b g s e"],
+) -> Float[Tensor, "b h t e"]:
+    """softmax(score) · v by norm, rotation and torch's kernel.
+
+    What is not finite shows. On a CPU a number is read, and other kernels take over. On another
+    device the rows of the batch that hold it become NaN, without waiting for the device.
+    """
+    assert score is not None
+    # Not by attribute, which is a call of Python each.
+    norms, learned = score._modules, score.scale
+    query_norm, key_norm = norms.get("query_norm"), norms.get("key_norm")
+    if query_norm is not None:
+        q = query_norm.apply_directly(q)  # type: ignore[operator]
+    if key_norm is not None:
+        k = key_norm.apply_directly(k)  # type: ignore[operator]
+    if learned is not None:
+        q = q * learned
+    if tables.query is not None and tables.key is not None:
+        rotate = rotate_with_gradient if torch.is_grad_enabled() else rotate_rows
+        q, k = rotate(q, *tables.query, False), rotate(k, *tables.key, False)
+    elif isinstance(tables.scale, Tensor):
+        q = scaled(q, tables.scale)
+    elif tables.scale is not None:
+        q = q * tables.scale  # as for a number for each row: equal numbers give equal bits
+    causal = tables.mask.causal
+    if not q.is_cpu:
+        return sdpa(q, k, v, causal, 1.0) + zero_or_nan(q, k).to(v.dtype)
+    # In float32: a sum of half-precision numbers is beyond their range soon.
+    total = q.detach().sum(dtype=torch.float32) + k.detach().sum(dtype=torch.float32)
+    if math.isfinite(total.item()):
+        return sdpa(q, k, v, causal, 1.0)
+    return attend(AttentionInputs(q, k, v, tables.mask), tables.backend)
+
+
+def zero_or_nan(q: Tensor, k: Tensor) -> Float[Tensor, "b 1 1 1"]:
+    """0 for each row of the batch, or NaN where a query or a key is not finite; on the device."""
+    if not q.numel() or not k.numel():
+        return q.new_zeros(())
+    largest = [torch.linalg.vector_norm(x.detach(), torch.inf, (1, 2, 3)) for x in (q, k)]
+    zero: Tensor = (largest[0] + largest[1]) * 0.0
+    return zero[:, None, None, None]
 
 
 def folds(score: Score) -> bool:
