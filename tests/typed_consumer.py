@@ -57,8 +57,8 @@ def written(prompt: list[int]) -> list[int]:
 
 def wrong(q: Tensor) -> None:
     """What a type checker must not let pass."""
-    normattn.attention(q, q, q, 512)  # type: ignore[arg-type]
-    normattn.attention(q, q, q, "KNA@512", window=4)  # type: ignore[call-arg]
+    normattn.attention(q, q, q, 512)  # type: ignore[call-overload]
+    normattn.attention(q, q, q, "KNA@512", window=4)  # type: ignore[call-overload]
     normattn.explain("KNA@512", 64)  # type: ignore[arg-type]
     normattn.Attention("64", 4)  # type: ignore[arg-type]
     print(normattn.no_such_name)  # type: ignore[attr-defined]

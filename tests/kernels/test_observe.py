@@ -141,7 +141,8 @@ def attention_or_none(
 ) -> Tensor | None:
     """A kernel either serves a problem or says that it cannot."""
     try:
-        return attention(q, k, v, score, causal, backend=backend, **options)
+        out: Tensor = attention(q, k, v, score, causal, backend=backend, **options)
+        return out
     except InputError as refusal:
         if "kernel cannot serve this" not in str(refusal):
             raise

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import normattn.kernels.dispatch as dispatch
-import normattn.layers.attention as prepare
+import normattn.layers.prepare as prepare
 from normattn import InputError, Score, attention, explain
 from normattn.kernels import AttentionInputs
 from normattn.kernels.sdpa import sdpa

@@ -5,6 +5,8 @@ The oracle is attention over each document's real tokens by themselves.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -87,8 +89,9 @@ def test_positions_that_begin_anew_are_documents_by_name_only() -> None:
     at = torch.tensor([0, 1, 2, 0, 1, 2])
     q, k, v = (x.detach() for x in tensors((1, 2, 6, D), (1, 1, 6, D), (1, 1, 6, D)))
 
-    def read(score: str, **more: Tensor) -> Tensor:
-        return attention(q, k, v, score, q_positions=at, k_positions=at, **more)  # type: ignore[arg-type]
+    def read(score: str, **more: Any) -> Tensor:
+        out: Tensor = attention(q, k, v, score, q_positions=at, k_positions=at, **more)
+        return out
 
     with pytest.raises(InputError, match="Packed"):
         read("KNA")

@@ -24,7 +24,8 @@ def qkv(length: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
 
 def out(text: str, inputs: list[Tensor], **options: Any) -> Tensor:
     q, k, v = inputs
-    return attention(q, k, v, ScoreSpec.parse(text, train_length=L), **options)
+    made: Tensor = attention(q, k, v, ScoreSpec.parse(text, train_length=L), **options)
+    return made
 
 
 def _same(one: Tensor, two: Tensor, tolerance: float = 1e-12) -> None:

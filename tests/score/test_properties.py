@@ -170,7 +170,8 @@ def _attend(score: Score, q: Tensor, k: Tensor, v: Tensor, backend: str, **optio
             backend = "concatenated" if whole_rows else "carried"
         attention(q, k, v, score, backend=backend, residual=residual[0], **options)
         options["residual"] = residual[1]
-    return attention(q, k, v, score, backend=backend, **options)
+    out: Tensor = attention(q, k, v, score, backend=backend, **options)
+    return out
 
 
 def _score(spec: ScoreSpec) -> Score:

@@ -28,8 +28,6 @@ from normattn.kernels.tiled_backward import tiled_with_more
 from normattn.kernels.two_regime import two_regime
 from normattn.plain import transformed
 
-Run = Callable[[AttentionInputs], Tensor]
-
 
 def _learns(x: Tensor | None) -> bool:
     return x is not None and x.requires_grad
