@@ -115,7 +115,7 @@ class TileScores:
 
     def line_offset(self, tile: Tile, span: Span) -> int:
         """Where the line holds the bias of a tile's last position and a span's first column."""
-        return span.start + self.plan.shape.queries - tile.rows.stop
+        return int(span.start + self.plan.shape.queries - tile.rows.stop)
 
     def bias_of(self, tile: Tile, span: Span) -> Tensor:
         """The bias of a span's pairs, broadcastable to (b, g, c, r, s)."""
@@ -157,7 +157,8 @@ class TileScores:
             return x
         if self.plan.repeat == 1:
             return x.flip(1)
-        return x.unflatten(1, (-1, self.plan.repeat)).flip(1).flatten(1, 2)
+        apart = torch.unflatten(x, 1, (-1, self.plan.repeat))
+        return apart.flip(1).flatten(1, 2)
 
     def turned(self, x: Tensor) -> Tensor:
         """(b, g, c, …), or what broadcasts to it, likewise."""

@@ -68,7 +68,8 @@ class TableCache(OrderedDict[tuple[object, ...], T]):
     ) -> T:
         """Return the rows within `bounds` of a table of positions 0 … room − 1."""
         whole = self.made((*name, device, room), lambda: make(torch.arange(room, device=device)))
-        return whole.rows(slice(*bounds))
+        rows: T = whole.rows(slice(*bounds))
+        return rows
 
     def forget(self) -> None:
         """Drop them all."""
