@@ -46,7 +46,8 @@ def test_a_query_passes_the_files_that_the_architecture_names(
     sizes: dict[str, Any] = {"vocab_size": 7, "dim": 8, "layers": 1, "heads": 2, "train_length": 8}
     sizes["score"] = "KNA-Gate"
     CausalLM(CausalLMConfig(**sizes))(torch.zeros(1, 5, dtype=torch.int64))
-    named = re.findall(r"^\| `(\w+/\w+\.py)`", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    query = PAGE.read_text(encoding="utf-8").split("## One measurement")[0]
+    named = re.findall(r"^\| `(\w+/\w+\.py)`", query, re.MULTILINE)
     beside = {"layers/residual.py", "layers/prepare.py", "score/rotary.py"}
     assert set(met) - beside == set(named)
     assert len(named) == 6

@@ -219,6 +219,8 @@ class CausalLM(TokenModel):
             )
         if isinstance(method, str):
             spec = self.config.score.with_method(method, **parameters)
+        elif not isinstance(method, ScoreSpec):
+            raise InputError(f"a method is a name or a ScoreSpec, not {type(method).__name__}")
         elif parameters:
             names = ", ".join(parameters)
             raise InputError(f"a whole ScoreSpec carries its parameters; {names} cannot join")

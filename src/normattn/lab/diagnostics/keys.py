@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float
 from numpy.typing import NDArray
-from scipy.stats import rankdata
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
@@ -91,6 +90,8 @@ def rank_correlation(a: Float[Tensor, "*rows n"], b: Float[Tensor, "*rows n"]) -
 
 def _ranks(values: Tensor) -> Tensor:
     """Ranks in float64, ties at their mean."""
+    from scipy.stats import rankdata  # Slow to import.
+
     return torch.from_numpy(rankdata(values.double().cpu(), axis=-1)).to(values.device)
 
 

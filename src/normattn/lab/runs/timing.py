@@ -31,6 +31,16 @@ class Timing:
         """The middle round."""
         return statistics.median(self.rounds)
 
+    @property
+    def low(self) -> float:
+        """The quickest round."""
+        return min(self.rounds)
+
+    @property
+    def high(self) -> float:
+        """The slowest round."""
+        return max(self.rounds)
+
 
 def interleave(
     entries: Mapping[str, Step],

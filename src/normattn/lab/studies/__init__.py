@@ -49,7 +49,7 @@ def find(name: str) -> Study:
     """
     place = _found().get(name)
     if place is None:
-        own = "; give a study of your own on the command line, by the path of its file"
+        own = "; a study of your own is given by the path of its file: --study PATH"
         raise unknown("study", name, names(), own)
     module = importlib.import_module(f"{__name__}.{place.module}")
     return cast("Study", getattr(module, place.variable))
