@@ -17,7 +17,7 @@ def leftovers(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
-def refused(command: Command, folder: Path, expected: list[str], *arguments: object) -> None:
+def assert_refused(command: Command, folder: Path, expected: list[str], *arguments: object) -> None:
     """Exit code 2 and a sentence that has these words; nothing in the folder changes."""
     before = leftovers(folder)
     said = command(*arguments)
@@ -43,7 +43,7 @@ def test_scores(
     command: Command, tiny: Path, tmp_path: Path, score: str, expected: list[str]
 ) -> None:
     train = ("train", "--preset", tiny, "--out", tmp_path / "run")
-    refused(command, tmp_path, expected, *train, "--score", score)
+    assert_refused(command, tmp_path, expected, *train, "--score", score)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_options(
     command: Command, tiny: Path, tmp_path: Path, options: list[str], expected: list[str]
 ) -> None:
     train = ("train", "--preset", tiny, "--out", tmp_path / "run")
-    refused(command, tmp_path, expected, *train, *options)
+    assert_refused(command, tmp_path, expected, *train, *options)
 
 
 @pytest.mark.parametrize(
@@ -106,18 +106,20 @@ def test_corpora(
     corpus = tmp_path / name
     corpus.write_bytes(content)
     train = ("train", "--preset", tiny, "--out", tmp_path / "run")
-    refused(command, tmp_path, expected, *train, "--corpus", corpus)
+    assert_refused(command, tmp_path, expected, *train, "--corpus", corpus)
 
 
 def test_corpora_that_are_not_there(command: Command, tiny: Path, tmp_path: Path) -> None:
     train = ("train", "--preset", tiny, "--out", tmp_path / "run")
     (tmp_path / "texts").mkdir()
     for name in ("gone", "texts"):
-        refused(command, tmp_path, [name], *train, "--corpus", tmp_path / name)
+        assert_refused(command, tmp_path, [name], *train, "--corpus", tmp_path / name)
     if os.geteuid():  # root reads everything
         (tmp_path / "secret.txt").write_text("text " * 1000)
         (tmp_path / "secret.txt").chmod(0)
-        refused(command, tmp_path, ["secret.txt"], *train, "--corpus", tmp_path / "secret.txt")
+        assert_refused(
+            command, tmp_path, ["secret.txt"], *train, "--corpus", tmp_path / "secret.txt"
+        )
 
 
 @pytest.mark.parametrize(
@@ -136,7 +138,7 @@ def test_configurations(
 ) -> None:
     (tmp_path / name).write_text(content)
     train = ("train", tmp_path / name, "--preset", tiny, "--out", tmp_path / "run")
-    refused(command, tmp_path, expected, *train)
+    assert_refused(command, tmp_path, expected, *train)
 
 
 @pytest.mark.parametrize("name", ["train", "reproduce"])
@@ -150,19 +152,23 @@ def test_presets_without_a_model(
     study = ["keynorm"] if name == "reproduce" else []
     preset = tmp_path / "own.toml"
     words = ["training: model must be a group of settings, as dim and layers", expected]
-    refused(command, tmp_path, words, name, *study, "--preset", preset, "--out", tmp_path / "run")
+    assert_refused(
+        command, tmp_path, words, name, *study, "--preset", preset, "--out", tmp_path / "run"
+    )
 
 
 def test_places_that_are_taken(command: Command, tiny: Path, trained: Path, tmp_path: Path) -> None:
     train = ("train", "--preset", tiny, "--out")
     (tmp_path / "thesis.tex").write_text("dear")
-    refused(command, tmp_path, ["thesis.tex"], *train, tmp_path)
-    refused(
+    assert_refused(command, tmp_path, ["thesis.tex"], *train, tmp_path)
+    assert_refused(
         command, tmp_path, [str(tmp_path / "thesis.tex")], *train, tmp_path / "thesis.tex" / "x"
     )
-    refused(command, tmp_path, ["gone.toml"], "train", tmp_path / "gone.toml", "--out", tmp_path)
+    assert_refused(
+        command, tmp_path, ["gone.toml"], "train", tmp_path / "gone.toml", "--out", tmp_path
+    )
     other = ["model.score", "QNA", "KNA", str(trained)]
-    refused(command, trained, other, *train, trained, "--score", "QNA")
+    assert_refused(command, trained, other, *train, trained, "--score", "QNA")
 
 
 def test_damaged_runs(command: Command, tiny: Path, trained: Path, tmp_path: Path) -> None:
@@ -179,13 +185,13 @@ def test_damaged_runs(command: Command, tiny: Path, trained: Path, tmp_path: Pat
     assert "every checkpoint" in said.err.splitlines()[-1]
     stopped = {**json.loads(status), "state": "interrupted", "step": 2}
     (run / "status.json").write_text(json.dumps(stopped))
-    refused(command, run, ["interrupted at step 2"], "evaluate", run)
+    assert_refused(command, run, ["interrupted at step 2"], "evaluate", run)
     (run / "status.json").write_text(status)
     weights = run / "model" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-40])
-    refused(command, run, ["model.safetensors is damaged"], "evaluate", run)
+    assert_refused(command, run, ["model.safetensors is damaged"], "evaluate", run)
     (run / "config.json").write_text('{"format": 1')
-    refused(command, run, ["config.json is damaged"], *train)
+    assert_refused(command, run, ["config.json is damaged"], *train)
 
 
 @pytest.mark.parametrize(
@@ -210,13 +216,13 @@ def test_damaged_runs(command: Command, tiny: Path, trained: Path, tmp_path: Pat
 def test_evaluations(
     command: Command, trained: Path, options: list[str], expected: list[str]
 ) -> None:
-    refused(command, trained, expected, "evaluate", trained, *options)
+    assert_refused(command, trained, expected, "evaluate", trained, *options)
 
 
 def test_folders_without_runs(command: Command, tmp_path: Path) -> None:
-    refused(command, tmp_path, ["no config.json"], "evaluate", tmp_path)
-    refused(command, tmp_path, ["normattn evaluate"], "report", tmp_path)
-    refused(command, tmp_path, ["no directory"], "report", tmp_path / "gone")
+    assert_refused(command, tmp_path, ["no config.json"], "evaluate", tmp_path)
+    assert_refused(command, tmp_path, ["normattn evaluate"], "report", tmp_path)
+    assert_refused(command, tmp_path, ["no directory"], "report", tmp_path / "gone")
 
 
 @pytest.mark.parametrize(
@@ -249,7 +255,7 @@ def test_reproductions(
 ) -> None:
     preset = [] if "--preset" in options else ["--preset", str(tiny)]
     keynorm = ("reproduce", "keynorm", *preset, "--out", tmp_path / "out")
-    refused(command, tmp_path, expected, *keynorm, *options)
+    assert_refused(command, tmp_path, expected, *keynorm, *options)
 
 
 def full(handle: int) -> None:
@@ -282,7 +288,7 @@ def test_no_space_left_for_the_tokens(
     corpus.write_text(" ".join(f"new{n * n % 97}" for n in range(2000)))
     monkeypatch.setattr(os, "fsync", full)
     train = ("train", "--preset", tiny, "--corpus", corpus, "--out", tmp_path / "run")
-    refused(command, tmp_path, ["no space left on the disk"], *train)
+    assert_refused(command, tmp_path, ["no space left on the disk"], *train)
 
 
 def test_no_space_left_at_a_checkpoint(
