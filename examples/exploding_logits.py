@@ -1,6 +1,6 @@
 """Attention logits explode at a high learning rate; normalised queries and keys keep them small.
 
-Two small models learn this package's own source, byte by byte, at ten times a usual learning rate.
+Two small models learn Python source, byte by byte, at ten times a usual learning rate.
 One has plain attention, the other normalises queries and keys (QKRMSNorm).
 
 Run it: `python examples/exploding_logits.py` (half a minute on one core).
@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 import normattn
-from normattn.lab.demo import own_source
+from normattn.lab.demo import demo_text
 from normattn.lab.diagnostics import inspect_model
 from normattn.lab.diagnostics.inspection import by_head
 
@@ -26,7 +26,7 @@ def train(score: str, steps: int = 150, rate: float = 3e-2) -> tuple[float, floa
     )
     model = normattn.CausalLM(config)
     optimiser = torch.optim.AdamW(model.parameters(), lr=rate)
-    text = torch.tensor(list(own_source().encode()[:200_000]))
+    text = torch.tensor(list(demo_text().encode()[:200_000]))
     for _ in range(steps):
         starts = torch.randint(len(text) - TOKENS - 1, (ROWS,))
         ids = torch.stack([text[start : start + TOKENS + 1] for start in starts])

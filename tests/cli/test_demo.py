@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+
+import pytest
 
 from cli.conftest import Command
 from normattn.lab.demo import demo_model, demo_windows, read
 
+ROOT = Path(__file__).parents[2]
 
-def test_the_collapse_and_the_rescue() -> None:
-    readings = read(demo_windows(windows=3))
-    far = {(each.model, each.method): each.far for each in readings}
-    assert readings[0].near > 20
-    assert far["Baseline", ""] < readings[0].near / 2
-    for rescued in (("Baseline", "YaRN(factor=8)"), ("Baseline", "ReRoPE"), ("KNA", "")):
-        assert far[rescued] > 2 * far["Baseline", ""]
+
+def test_the_numbers_of_the_readme() -> None:
+    """All windows: the README's three rows, and what no method leaves behind."""
+    readings = {each.label: each for each in read(demo_windows())}
+    rows = re.findall(
+        r"^\| ((?:plain RoPE|KeyNorm), .*?) \| ([\d.]+) \| ([\d.]+) \|$",
+        (ROOT / "README.md").read_text("utf-8"),
+        re.MULTILINE,
+    )
+    assert len(rows) == 3
+    for label, near, far in rows:
+        assert readings[label].near == pytest.approx(float(near), abs=0.15)
+        assert readings[label].far == pytest.approx(float(far), abs=0.15)
+    collapsed = readings["plain RoPE, unmodified"]
+    assert collapsed.far < collapsed.near / 2
+    for rescued in ("plain RoPE, with YaRN", "plain RoPE, with ReRoPE", "KeyNorm, unmodified"):
+        assert readings[rescued].far > 2 * collapsed.far
 
 
 def test_the_models_differ_in_their_keys_alone() -> None:

@@ -17,7 +17,7 @@ def run_demo(asked: options.Demo) -> None:
     readings = demo.read(
         windows, lambda each: tell(f"  {each.label}: {each.near:.1f} % to {each.far:.1f} %")
     )
-    named = "normattn's own source" if asked.text is None else asked.text.name
+    named = "Python source of normattn" if asked.text is None else asked.text.name
     made = demo.page(readings, named, "normattn demo")
     print_table(made.tables[0])
     say(asked.out, write_files(made, asked.out))

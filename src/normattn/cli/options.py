@@ -23,14 +23,14 @@ class Demo:
     epilog: ClassVar[str] = """
 **Examples**
 
-`normattn demo` – plain RoPE and KeyNorm on this package's own source
+`normattn demo` – plain RoPE and KeyNorm on the Python source that ships with them
 
 `normattn demo --text book.txt --out runs/demo` – on your own text
 
 Then try a real model: `normattn extend HuggingFaceTB/SmolLM2-135M --text book.txt`
 """
 
-    text: Path | None = option(None, help="A text file. [default: this package's own source]")
+    text: Path | None = option(None, help="A text file. [default: one that ships with the models]")
     windows: int = option(24, min=1, help="Windows of 1,024 tokens, at most.")
     out: Path = option(Path("normattn-demo"), help="The folder of the report.")
 

@@ -2,7 +2,8 @@
 
 One has plain RoPE, the other normalises its keys as well (KeyNorm). They differ in nothing else:
 six layers, one head of 128, 1.4 million parameters, trained on 128 tokens at a time. The text is
-this package's own source, which neither has seen. `normattn demo` prints what `read` measures.
+source of this package, as it was on one day, which neither has seen. `normattn demo` prints what
+`read` measures.
 """
 
 from __future__ import annotations
@@ -29,8 +30,6 @@ TRAINED = 128
 LENGTH = 8 * TRAINED
 MODELS = {"Baseline": "plain RoPE", "KNA": "KeyNorm"}
 METHODS = {"": "unmodified", "YaRN(factor=8)": "YaRN", "ReRoPE": "ReRoPE"}
-SOURCES = ("score/parts", "layers", "kernels", "models")
-"""The folders of this package whose source is read."""
 _BIN = TRAINED // 2
 
 
@@ -69,11 +68,11 @@ def demo_model(name: str) -> CausalLM:
 def demo_windows(text: str | None = None, windows: int = 24) -> Int64[np.ndarray, "windows tokens"]:
     """The first windows of `LENGTH` + 1 tokens of a text, which do not overlap.
 
-    Without `text`, of this package's own source. Raises `InputError` where the text is shorter
+    Without `text`, of the shipped one. Raises `InputError` where the text is shorter
     than one window.
     """
     tokeniser = Tokeniser.load(FOLDER / "tokeniser.json")
-    ids = tokeniser.encode_batch([own_source() if text is None else text])[0]
+    ids = tokeniser.encode_batch([demo_text() if text is None else text])[0]
     count = min(windows, len(ids) // (LENGTH + 1))
     if count < 1:
         raise InputError(
@@ -83,11 +82,9 @@ def demo_windows(text: str | None = None, windows: int = 24) -> Int64[np.ndarray
     return np.asarray(ids[: count * (LENGTH + 1)], dtype=np.int64).reshape(count, LENGTH + 1)
 
 
-def own_source() -> str:
-    """The source of this package's score, layers, kernels and models."""
-    package = Path(__file__).parents[1]
-    files = [path for folder in SOURCES for path in sorted((package / folder).glob("*.py"))]
-    return "\n".join(path.read_text(encoding="utf-8") for path in files)
+def demo_text() -> str:
+    """The shipped text: Python source of this package, 24 windows long."""
+    return (FOLDER / "text.txt").read_text(encoding="utf-8")
 
 
 def read(
