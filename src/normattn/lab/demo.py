@@ -138,7 +138,7 @@ def page(readings: Sequence[Reading], text: str, command: str) -> PageContext:
         settings={
             "models": "six layers, one head of 128, 1.4 million parameters, one seed",
             "text": text,
-            "windows": f"{len(readings[0].correct)} of {LENGTH:,} tokens",
+            "tokens": f"{len(readings[0].correct)} × {LENGTH:,}",
         },
         tables=(_table(readings),),
         figures=(_curves(readings),),
