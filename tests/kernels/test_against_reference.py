@@ -14,7 +14,7 @@ from torch import Tensor
 
 from normattn.kernels import AttentionInputs, AttentionMask
 from normattn.kernels import two_regime as sliding
-from normattn.kernels.dispatch import why_not
+from normattn.kernels.dispatch import TABLE
 from normattn.kernels.reference import reference
 from normattn.kernels.tiled_backward import tiled
 from normattn.kernels.two_regime import two_regime
@@ -118,7 +118,7 @@ def test_chunked_serves_everything_together(draw: random.Random) -> None:
 @given(st.randoms(use_true_random=False), st.sampled_from([1, 2, 5, 192]))
 def test_two_regime(draw: random.Random, rows: int) -> None:
     problem = _drawn(draw, plain=True, whole=True)
-    assert why_not("two-regime", problem) is None
+    assert TABLE["two-regime"].why_not(problem) is None
     with mock.patch.object(sliding, "ROWS", rows):
         _agree(two_regime, problem)
 

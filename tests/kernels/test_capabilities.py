@@ -11,7 +11,7 @@ import torch
 
 from normattn import InputError
 from normattn.kernels import AttentionInputs, AttentionMask, attend, reasons
-from normattn.kernels.dispatch import FEATURES, KERNELS, TABLE, capability_table, shown, why_not
+from normattn.kernels.dispatch import FEATURES, KERNELS, TABLE, capability_table, shown
 from normattn.kernels.inputs import Selection
 from normattn.kernels.reference import reference
 
@@ -163,11 +163,6 @@ def test_reasons_name_the_kernel_that_runs_and_refuse_the_others() -> None:
     assert asked.refused["fused"] == "it could, but reference was asked for"
     with pytest.raises(InputError, match="cannot serve"):
         reasons(_problem("cap", "", False, True), "fused")
-
-
-def test_an_unknown_kernel() -> None:
-    with pytest.raises(InputError, match="unknown kernel 'flash'"):
-        why_not("flash", _problem("plain", "", False, True))
 
 
 def test_the_table_in_markdown() -> None:

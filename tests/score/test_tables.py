@@ -45,7 +45,8 @@ TEXTS = (
 
 def _forget() -> None:
     rotary._CACHE.clear()
-    prepare.forget_tables()
+    prepare._TABLES.clear()
+    prepare._counted.cache_clear()
     prepare._built.cache_clear()
 
 

@@ -149,12 +149,15 @@ class Kernel(NamedTuple):
 
     def why_not(self, inputs: AttentionInputs, lse: bool = False) -> str | None:
         """The reason why it cannot serve the inputs, or give their log-sum-exp; or None."""
-        reason = why_not(self.name, inputs)
-        if reason is not None or not lse:
+        for name, feature in FEATURES.items():
+            if name not in self.serves and feature.shown(inputs):
+                return feature.refusal
+        # Where scores are carried, one kernel sums those of all layers.
+        if inputs.carry is not None and (reason := inputs.carry.elsewhere(self.name)):
             return reason
-        if "lse" not in self.gives:
+        if lse and "lse" not in self.gives:
             return "it gives no log-sum-exp"
-        if inputs.normaliser is not None:
+        if lse and inputs.normaliser is not None:
             return "weights that are not those of softmax have no log-sum-exp"
         return None
 
@@ -236,21 +239,6 @@ BACKENDS: tuple[str, ...] = ("auto", *TABLE)
 def shown(inputs: AttentionInputs) -> frozenset[str]:
     """The features of some inputs."""
     return frozenset(name for name, feature in FEATURES.items() if feature.shown(inputs))
-
-
-def why_not(kernel: str, inputs: AttentionInputs) -> str | None:
-    """The reason why a kernel cannot serve the inputs, or None.
-
-    Its row of the table says it, and where scores are carried the layers below, which one kernel
-    sums. Raises `InputError` for an unknown name.
-    """
-    if kernel not in TABLE:
-        raise InputError(f"unknown kernel {kernel!r}; expected one of {', '.join(TABLE)}")
-    serves = TABLE[kernel].serves
-    for name, feature in FEATURES.items():
-        if name not in serves and feature.shown(inputs):
-            return feature.refusal
-    return None if inputs.carry is None else inputs.carry.elsewhere(kernel)
 
 
 def capability_table() -> str:

@@ -31,15 +31,13 @@ ScoreFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 """(score, batch, head, query, key) to the score that softmax sees."""
 
 
-def flex(inputs: AttentionInputs) -> Float[Tensor, "b h t e"]:
-    """softmax(score) · v by one call of `flex_attention`, or by two where there are two regimes."""
-    return flex_with_lse(inputs)[0]
-
-
 def flex_with_lse(
     inputs: AttentionInputs,
 ) -> tuple[Float[Tensor, "b h t e"], Float[Tensor, "b h t"]]:
-    """The same, and the log-sum-exp of each row's scores."""
+    """softmax(score) · v by `flex_attention`, and the log-sum-exp of each row's scores.
+
+    Two regimes take two calls.
+    """
     p, start = inputs, inputs.near_start
     far = None if p.window is None else False
     out, lse = _call(p, p.q, p.k, p.v[:, :, start:], start, far)

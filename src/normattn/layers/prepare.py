@@ -300,12 +300,6 @@ def folds(score: Score) -> bool:
     return not (learned or wider or moved or spec.leaks_future)
 
 
-def forget_tables() -> None:
-    """Make positions and tables anew when they are next asked for."""
-    _counted.cache_clear()
-    _TABLES.clear()
-
-
 def without_parameters(score: ScoreSpec | str, q: Tensor, k: Tensor) -> Score:
     """The score of a specification that learns nothing, for tensors of these shapes."""
     build: Callable[..., Score] = _build

@@ -382,11 +382,6 @@ def _room(spec: ScoreSpec, head_dim: int, dtype: torch.dtype, positions: int) ->
 _CACHE: TableCache[RotaryTables] = TableCache(32)
 
 
-def clear_rotary_cache() -> None:
-    """Drop all tables: they are made anew when next needed."""
-    _CACHE.forget()
-
-
 def _last_position(log_growth: Float[Tensor, "p"], dtype: torch.dtype) -> int:
     """How far features that grow with the absolute position stay well inside the dtype's range."""
     room = math.log(torch.finfo(dtype).max) / 2

@@ -70,8 +70,3 @@ class TableCache(OrderedDict[tuple[object, ...], T]):
         whole = self.made((*name, device, room), lambda: make(torch.arange(room, device=device)))
         rows: T = whole.rows(slice(*bounds))
         return rows
-
-    def forget(self) -> None:
-        """Drop them all."""
-        with self._lock:
-            self.clear()
