@@ -91,6 +91,20 @@ def test_it_is_attention_of_both_sequences(score: str) -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
 
 
+def test_positions_of_one_row_are_those_of_all() -> None:
+    """Given as (1, T): with several rows for a source, and after sources are chosen."""
+    layer, rows = _layer("Baseline"), torch.tensor([2, 0])
+    x, source = _tensors((6, 4, DIM), (3, 5, SOURCE_DIM))
+    here, there = torch.arange(4) + 3, torch.arange(5)
+    memory, alike = (layer.remember(source, positions=at) for at in (there, there[None]))
+    torch.testing.assert_close(
+        layer(x, alike, positions=here[None]), layer(x, memory, positions=here), rtol=0, atol=0
+    )
+    ours = layer(x[:4], alike.choose(rows), positions=here[None])
+    expected = layer(x[:4], memory.choose(rows), positions=here)
+    torch.testing.assert_close(ours, expected, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("score", ["KNA-logn-NoPE", "Baseline"])
 def test_a_memory_can_be_reordered(score: str) -> None:
     layer, lengths = _layer(score), [5, 3, 4]

@@ -114,11 +114,7 @@ class CrossAttention(nn.Module):
         kv = self.kv(source).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         k, v = kv[:, : self.kv_heads], kv[:, self.kv_heads :]
         spec = self.score.spec
-        if not _has_positions(spec):
-            positions = None
-        else:
-            positions = _require(positions, spec)
-            check_positions("positions", positions, *source.shape[:2])
+        positions = _placed(positions, spec, *source.shape[:2]) if _has_positions(spec) else None
         places = torch.arange(k.shape[2], device=k.device) if positions is None else positions
         stored = self.score.cache_keys(k, places, padding=padding)
         if padding is None:
@@ -188,8 +184,7 @@ class CrossAttention(nn.Module):
             query = torch.arange(repeats * x.shape[1], device=x.device)
             key = torch.arange(memory.keys.shape[2], device=x.device)
             return Positions(query, key, memory.count, False, regular=memory.padding is None)
-        positions = _require(positions, self.score.spec)
-        check_positions("positions", positions, *x.shape[:2])
+        positions = _placed(positions, self.score.spec, *x.shape[:2])
         if positions.dim() == 1:
             query = positions.repeat(repeats)
         else:
@@ -220,10 +215,14 @@ def _has_positions(spec: ScoreSpec) -> bool:
     return spec.position.rotary or spec.bias is not None or visible
 
 
-def _require(positions: Tensor | None, spec: ScoreSpec) -> Tensor:
+def _placed(
+    positions: Tensor | None, spec: ScoreSpec, rows: int, tokens: int
+) -> Int[Tensor, "*br t"]:
+    """The positions after a check; those of one row for all as (T,), of any number of rows."""
     if positions is None:
         raise InputError(
             f"{spec.name} has positions, and two sequences share no count of them: give "
             "positions=…, or name the score with NoPE"
         )
-    return positions
+    check_positions("positions", positions, rows, tokens)
+    return positions[0] if positions.dim() == 2 and len(positions) == 1 else positions
