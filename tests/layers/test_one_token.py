@@ -62,6 +62,19 @@ def test_another_number_of_rows() -> None:
 
 
 @torch.no_grad()
+def test_autocast_that_begins_later_changes_nothing() -> None:
+    """The tensors' own type decides, whatever was prepared before."""
+    module, cache = Score("KNA", H, D, G).eval(), KeyValueCache()
+    q, k, v = (x.float() for x in _tensors(1, 4))
+    steps = []
+    for at in range(4):
+        now = slice(at, at + 1)
+        with torch.autocast("cpu", torch.bfloat16, enabled=at >= 2):
+            steps.append(attention_cached(q[:, :, now], k[:, :, now], v[:, :, now], module, cache))
+    torch.testing.assert_close(torch.cat(steps, 2), attention(q, k, v, module))
+
+
+@torch.no_grad()
 def test_what_was_checked_once_is_still_refused() -> None:
     """A prepared step lets through no missing gate, no other score and no other dtype."""
     gated, cache = Score("Baseline-Gate", H, D, G).double().eval(), KeyValueCache()

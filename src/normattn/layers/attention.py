@@ -274,8 +274,10 @@ def attention_cached(
     """
     given = (key_padding, positions, documents, attn_mask, residual, forget)
     plain = all(x is None for x in given) and causal and backend == "auto" and observer() is None
-    # Tables laid out for tokens to come would tie a compiled graph to their number.
+    # Tables laid out for tokens to come would tie a compiled graph to their number, and under
+    # autocast their products would not keep the tensors' own type.
     plain = plain and not torch.compiler.is_compiling()
+    plain = plain and not torch.is_autocast_enabled(q.device.type)
     tables: DecodeTables | None = cache.tables if plain else None
     if tables is not None and tables.bare and gate is None and tables.fits(score, q, k, v, cache):
         cache.claim(score.spec)

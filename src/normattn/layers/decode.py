@@ -242,8 +242,7 @@ def decodes(score: Score, q: Tensor) -> bool:
         plain = plain and spec.position.log_growth(score.head_dim) is None
     if spec.remapping is not None:
         plain = plain and spec.window[0] is None and spec.bias is None
-    wide = q.dtype in (torch.float32, torch.float64)
-    return wide and plain and not torch.is_autocast_enabled(q.device.type)
+    return plain and q.dtype in (torch.float32, torch.float64)
 
 
 def begin_selection(
