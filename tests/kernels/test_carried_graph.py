@@ -169,6 +169,16 @@ def test_one_kernel_serves_all_layers() -> None:
                 attend(replace(second, carry=carry), other)
 
 
+def test_where_no_kernel_can_go_on_the_reason_is_said() -> None:
+    first, second = causal_layers(2)
+    carry = CarriedScores()
+    attend(replace(first, carry=carry), "carried")
+    learned = torch.zeros(second.q.shape[2], second.v.shape[2], requires_grad=True)
+    mask = replace(second.visibility, mask=learned.to(second.q.dtype))
+    with pytest.raises(InputError, match="summed by the carried kernel"):
+        reasons(replace(second, visibility=mask, carry=carry))
+
+
 def test_features_side_by_side_where_they_are_few_and_keys_many() -> None:
     def chosen(layers: int | None, size: int, keys: int) -> str:
         shape = Shape(1, 1, 1, keys, keys, size, size)

@@ -48,14 +48,14 @@ def test_it_names_the_kernel_that_runs(
         taken.append("fused")
         return sdpa(*given)
 
+    shapes = (1, 4, queries, 8), (1, 2, 9, 8), (1, 2, 9, 8)
+    found = explain(spec, *shapes, dtype=dtype)
     monkeypatch.setattr(dispatch, "choose", spy)
     monkeypatch.setattr(prepare, "sdpa", direct)
-    shapes = (1, 4, queries, 8), (1, 2, 9, 8), (1, 2, 9, 8)
     q, k, v = (torch.randn(shape).to(dtype) for shape in shapes)
     documents = torch.zeros(1, 9, dtype=torch.int64) if "Packed" in spec else None
     forget = torch.zeros(1, 9, 4) if "FoX" in spec else None
     attention(q, k, v, Score(spec, 4, 8, 2).to(dtype), documents=documents, forget=forget)
-    found = explain(spec, *shapes, dtype=dtype)
     assert taken == [found.kernel]
     assert set(found.refused) == {k.name for k in dispatch.KERNELS} - {found.kernel}
 

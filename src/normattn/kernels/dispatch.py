@@ -268,7 +268,7 @@ def _order(inputs: AttentionInputs) -> Iterator[tuple[str, str]]:
         yield from _cpu_order(inputs)
     else:
         yield "fused", "everything is absorbed into queries and keys: torch's kernel does the rest"
-        if inputs.q.device.type in ("cpu", "cuda"):
+        if inputs.q.device.type == "cuda":
             yield "flex", "flex_attention takes masks, biases, sinks and two regimes on CUDA"
     yield "strips", "it serves any inputs without a T × S matrix, whole rows at a time"
     yield "reference", "no other kernel serves it; it holds the whole T × S matrix"
@@ -359,11 +359,11 @@ def reasons(inputs: AttentionInputs, backend: str = "auto") -> Decision:
     Raises `InputError` for an unknown name and for a kernel that cannot serve the inputs.
     """
     objections = {kernel.name: kernel.why_not(inputs) for kernel in KERNELS}
-    if backend != "auto":
-        kernel, why = choose(inputs, backend).name, "it was asked for by name"
-    else:
-        kernel, why = next((k, w) for k, w in _order(inputs) if objections[k] is None)
-    preferred = "comes first" if backend == "auto" else "was asked for"
+    kernel = choose(inputs, backend).name
+    why, preferred = "it was asked for by name", "was asked for"
+    if backend == "auto":
+        why = next(reason for name, reason in _order(inputs) if name == kernel)
+        preferred = "comes first"
     refused = {
         name: reason or f"it could, but {kernel} {preferred}"
         for name, reason in objections.items()
