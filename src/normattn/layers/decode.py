@@ -25,7 +25,14 @@ from normattn.layers.prepare import folds, regular_positions
 from normattn.score import Positions, Score, ScoreSpec
 from normattn.score.norms import L2Norm
 from normattn.score.parts import PairBiasPart, RotaryPosition
-from normattn.score.rotary import Rotation, far_to_near, key_tables, query_scale, query_tables
+from normattn.score.rotary import (
+    Rotation,
+    far_to_near,
+    feature_pairs,
+    key_tables,
+    query_scale,
+    query_tables,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,11 +69,7 @@ def _by_feature(
     turn: Rotation, dtype: torch.dtype, size: int
 ) -> tuple[Float[Tensor, "c d"], Float[Tensor, "c d"], Int[Tensor, " d"]]:
     """cos and signed sin for every feature, and the other feature of its pair."""
-    start, count = turn.start, turn.cos.shape[-1]
-    end = start + 2 * count
-    first, second = slice(start, start + count), slice(start + count, end)
-    if turn.interleaved:
-        first, second = slice(start, end, 2), slice(start + 1, end, 2)
+    first, second = feature_pairs(turn.start, turn.cos.shape[-1], turn.interleaved)
     cos = turn.rest.expand(-1, size).clone()
     sin, own = torch.zeros_like(cos), torch.arange(size, device=cos.device)
     partner = own.clone()

@@ -402,7 +402,7 @@ def _refuse_overflow(exponent: Tensor, log_growth: Tensor, dtype: torch.dtype) -
 
 
 @lru_cache(maxsize=256)
-def _pairs(start: int, count: int, interleaved: bool) -> tuple[slice, slice]:
+def feature_pairs(start: int, count: int, interleaved: bool) -> tuple[slice, slice]:
     """The first and the second features of the pairs that turn."""
     end = start + 2 * count
     if interleaved:
@@ -417,7 +417,7 @@ def rotate_rows(
     wide = x if x.dtype == cos.dtype else x.to(cos.dtype)
     y = torch.empty_like(wide, memory_format=torch.contiguous_format)
     end = start + 2 * cos.shape[-1]
-    first, second = _pairs(start, cos.shape[-1], interleaved)
+    first, second = feature_pairs(start, cos.shape[-1], interleaved)
     a, b, left, right = wide[..., first], wide[..., second], y[..., first], y[..., second]
     for still in (slice(start), slice(end, None)):
         if y[..., still].shape[-1]:
@@ -436,7 +436,7 @@ def _turn_plainly(
     """The same rotation in operations that a compiler can fuse."""
     wide, turned = x.to(cos.dtype), 2 * cos.shape[-1]
     end = start + turned
-    first, second = _pairs(start, cos.shape[-1], interleaved)
+    first, second = feature_pairs(start, cos.shape[-1], interleaved)
     a, b = wide[..., first], wide[..., second]
     left, right = a * cos - b * sin, b * cos + a * sin
     y = torch.stack((left, right), -1).flatten(-2) if interleaved else torch.cat((left, right), -1)

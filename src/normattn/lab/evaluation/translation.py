@@ -128,8 +128,7 @@ def _groups(lengths: NDArray[np.int64], tokens: int) -> Iterator[list[int]]:
 
 
 def unigram_loss(train: PairSplit, split: PairSplit, vocab_size: int) -> NDArray[np.float64]:
-    """Of every sentence's reference in `split`: summed nats, each token guessed by its frequency
-    in `train`.
+    """The summed nats of every reference in `split`, each token guessed by its share of `train`.
 
     The end of a sentence counts as a token. `vocab_size`: the words of the target language.
     """
