@@ -72,7 +72,10 @@ RMSNORM = "\n[evaluation]\nevery = 3\n\n[timing]\nrounds = 2\n"
 def qknorm(folder: Path) -> str:
     """A preset file: translation, a sweep, a Vision Transformer."""
     corpus = multi_layout(folder / "pairs")
-    text = LOOP.format(
+    return _written(
+        folder / "qknorm.toml",
+        QKNORM,
+        first='scores = ["Baseline", "KNA"]',
         seeds=1,
         steps=6,
         batch="batch_tokens = 1300",
@@ -80,38 +83,40 @@ def qknorm(folder: Path) -> str:
         corpus=corpus,
         data="vocab_size = 280",
     )
-    return _written(folder / "qknorm.toml", 'scores = ["Baseline", "KNA"]\n' + text + QKNORM)
 
 
 def realformer(folder: Path, texts: Path) -> str:
     """A preset file: two sizes, and a grid of one row."""
-    text = LOOP.format(
+    return _written(
+        folder / "realformer.toml",
+        REALFORMER,
         seeds=1,
         steps=4,
-        batch="batch_size = 4",
         model='layers = 2, heads = 2, norm = "layer", train_length = 8',
         corpus=texts,
         data="vocab_size = 260, test_fraction = 0.3",
     )
-    return _written(folder / "realformer.toml", text + REALFORMER)
 
 
 def rmsnorm(folder: Path) -> str:
     """A preset file of small documents."""
     corpus = write_relations(folder / "documents", count=12)
-    text = LOOP.format(
+    return _written(
+        folder / "rmsnorm.toml",
+        RMSNORM,
         seeds=2,
         steps=6,
-        batch="batch_size = 4",
         model="layers = 1, heads = 1",
         corpus=corpus,
         data="vocab_size = 120, max_tokens = 16",
     )
-    return _written(folder / "rmsnorm.toml", text + RMSNORM)
 
 
-def _written(path: Path, text: str) -> str:
-    path.write_text(text)
+def _written(
+    path: Path, own: str, *, first: str = "", batch: str = "batch_size = 4", **loop: Any
+) -> str:
+    """Write a preset: `LOOP` filled with `batch` and `loop`, then the study's `own` groups."""
+    path.write_text(first + LOOP.format(batch=batch, **loop) + own)
     return str(path)
 
 
