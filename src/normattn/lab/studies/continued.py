@@ -9,7 +9,7 @@ control that gets the same steps; each branch is read at L (what it costs) and a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import polars as pl
@@ -24,6 +24,7 @@ from normattn.lab.report.tables import Column, Row, Table, text_column
 from normattn.lab.report.view import View, points
 from normattn.lab.studies.base import Study
 from normattn.lab.studies.language import (
+    Sets,
     TextSetting,
     continued_config,
     evaluation_sets,
@@ -125,12 +126,16 @@ class ContinuedRun(Run):
         for name, changes in self.branches.items():
             config = continued_config(self, paths, {**self.continued.training, **changes})
             folder, factors = paths.continued / name, {"continued": name}
-            sets: Any = natural_sets if self.every_length else evaluation_sets
             stages += [
                 training_stage(self.workload, config, folder, essential=False),
-                kept_stage(config, folder, sets, lengths, self.evaluation, factors),
+                kept_stage(config, folder, self.sets, lengths, self.evaluation, factors),
             ]
         return stages
+
+    @property
+    def sets(self) -> Sets:
+        """What makes the texts that the branches are read on."""
+        return natural_sets if self.every_length else evaluation_sets
 
 
 def natural_sets(
@@ -145,11 +150,32 @@ def natural_sets(
 
 
 def _sweep(
-    request: Request, study: str, setting: TextSetting, runs: Sequence[ContinuedRun]
+    request: Request,
+    study: str,
+    setting: TextSetting,
+    continued: ContinueSettings,
+    branches: Mapping[str, dict[str, dict[str, Any]]],
+    *,
+    every_length: bool,
 ) -> Sweep:
-    """The sweep of these runs; branches that cannot be are refused now, not after a training."""
-    sets: Any = natural_sets if runs[0].every_length else None
-    sweep = setting.sweep(request, study, runs, sets=sets, continued=runs[0].continued)
+    """A run of each score and seed with the score's `branches`.
+
+    Branches that cannot be are refused now, not after a training.
+    """
+    runs = [
+        ContinuedRun(
+            variant=variant,
+            seed=seed,
+            training=setting.trains(variant),
+            evaluation=setting.evaluation,
+            continued=continued,
+            branches=own,
+            every_length=every_length,
+        )
+        for seed in request.seeds_or(setting.preset.seeds)
+        for variant, own in branches.items()
+    ]
+    sweep = setting.sweep(request, study, runs, sets=runs[0].sets, continued=continued)
     for stage in sweep.stages(sweep.runs[0]):
         stage.cost()
     return sweep
@@ -177,24 +203,14 @@ def resolve(request: Request) -> Sweep:
     longer = {"batch_size": batch, "continued.length": setting.train_length * multiple}
     plain = ScoreSpec.parse("Baseline", train_length=setting.train_length)
     remedies = [plain.with_method(name).resolve(factor=multiple).method_text for name in REMEDIES]
-    variants = canonical(("Baseline", *NORMED), setting)
-    runs = [
-        ContinuedRun(
-            variant=variant,
-            seed=seed,
-            training=setting.trains(variant),
-            evaluation=setting.evaluation,
-            continued=continued,
-            branches={
-                method or UNCHANGED: {**longer, "continued.method": method}
-                for method in ("", *(remedies if variant == "Baseline" else ()))
-            },
-            every_length=True,
-        )
-        for seed in request.seeds_or(preset.seeds)
-        for variant in variants
-    ]
-    return _sweep(request, "continue", setting, runs)
+    branches = {
+        variant: {
+            method or UNCHANGED: {**longer, "continued.method": method}
+            for method in ("", *(remedies if variant == "Baseline" else ()))
+        }
+        for variant in canonical(("Baseline", *NORMED), setting)
+    }
+    return _sweep(request, "continue", setting, continued, branches, every_length=True)
 
 
 def _read(view: View) -> pl.DataFrame:
@@ -342,19 +358,7 @@ def resolve_retrofit(request: Request) -> Sweep:
         score: {"model.score": score, "continued.trained": None if score == BASE else BASE}
         for score in scores
     }
-    runs = [
-        ContinuedRun(
-            variant=BASE,
-            seed=seed,
-            training=setting.trains(BASE),
-            evaluation=setting.evaluation,
-            continued=continued,
-            branches=branches,
-            every_length=False,
-        )
-        for seed in request.seeds_or(preset.seeds)
-    ]
-    return _sweep(request, "retrofit", setting, runs)
+    return _sweep(request, "retrofit", setting, continued, {BASE: branches}, every_length=False)
 
 
 def branches_of(view: View) -> list[str]:
