@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from normattn.cli.parsing import argument, assignments, dtype, flag, integers, names, option
+from normattn.cli.parsing import argument, dtype, flag, integers, names, option, settings_option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,14 +128,7 @@ Rerun the command to resume a stopped run; other settings that its result depend
         help="Show the curves in tensorboard, trackio or wandb (extra: track).",
     )
     preset: str = option("laptop", help="Where all other settings come from.")
-    changes: dict[str, Any] | None = option(
-        None,
-        "--set",
-        read=assignments,
-        typed=list[str] | None,
-        metavar="KEY=VALUE",
-        help="Any setting, by its dotted name.",
-    )
+    changes: dict[str, Any] | None = settings_option("Any setting, by its dotted name.")
     plan: bool = flag("--plan", "Print size and cost, and train nothing.")
     nodes: int = option(1, min=1, help="With --plan --gpu: machines.")
     gpus_per_node: int = option(1, min=1, help="With --plan --gpu: GPUs of each machine.")

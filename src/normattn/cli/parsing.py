@@ -41,6 +41,18 @@ def option(
     return _field(info, default, {"read": read, "typed": typed, "setting": setting})
 
 
+def settings_option(help: str) -> Any:
+    """A field that `--set KEY=VALUE`, given as often as is wanted, fills; None without any."""
+    return option(
+        None,
+        "--set",
+        read=assignments,
+        typed=list[str] | None,
+        metavar="KEY=VALUE",
+        help=help,
+    )
+
+
 def flag(name: str, help: str) -> Any:
     """A field that is True where the option `name` is given."""
     return option(False, name, help=help)

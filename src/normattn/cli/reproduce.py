@@ -15,12 +15,12 @@ from typer.core import TyperGroup, TyperOption
 
 from normattn.cli.parsing import (
     CheckedCommand,
-    assignments,
     command_of,
     flag,
     names,
     option,
     seeds,
+    settings_option,
 )
 from normattn.errors import InputError
 
@@ -57,14 +57,7 @@ class ReproduceOptions:
     corpus: str | None = option(
         None, help="Another corpus: a file or folder, hf:NAME. [default: its own]"
     )
-    changes: dict[str, Any] | None = option(
-        None,
-        "--set",
-        read=assignments,
-        typed=list[str] | None,
-        metavar="KEY=VALUE",
-        help="Any setting, as training.steps=100.",
-    )
+    changes: dict[str, Any] | None = settings_option("Any setting, as training.steps=100.")
     plan: bool = flag("--plan", "Print the plan and exit.")
 
 
