@@ -86,7 +86,7 @@ def _lines(plain: Sequence[float], **methods: Sequence[float]) -> Losses:
         ),
         (
             _lines((3.0, 3.0, 3.0), YaRN=(3.1, 3.1, 3.1)),
-            "No method is clearly better than the model as it is at 32 tokens.",
+            "No method is clearly better than the unmodified model at 32 tokens.",
             None,
         ),
     ],

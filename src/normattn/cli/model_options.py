@@ -37,7 +37,8 @@ windows, narrower intervals; the pass key takes as long as the text
 model under the recommended method, to be loaded by `normattn.from_pretrained("longer")`
 
 `normattn extend ./my-model --methods "YaRN(factor=4)" --emit vllm` – what vLLM needs to serve it
-so; also hf, sglang, llama.cpp, and gguf, which writes a copy of a GGUF file: `--out longer.gguf`
+so; also hf, sglang, llama.cpp, mlx, and gguf, which writes a copy of a GGUF file:
+`--out longer.gguf`
 
 **Measured**, for the unmodified model and every method: loss and accuracy of the same last tokens
 after contexts of every length, loss and accuracy by position, the cost at the training length,
@@ -70,8 +71,8 @@ rest takes.
     )
     methods: str = option(
         "all",
-        help="PI, ABF, NTK, NTK-mixed, DynamicNTK, YaRN, ReRoPE, LeakyReRoPE, SelfExtend, each "
-        "also with -logn+, by commas; or all.",
+        help="PI, ABF, NTK, NTK-mixed, DynamicNTK, YaRN, ReRoPE, LeakyReRoPE, SelfExtend, logn+, "
+        "DualChunk, also with -logn+, by commas; all: those but DualChunk, and five with -logn+.",
     )
     windows: int = option(2, min=1, help="Windows of text, at most.")
     train_length: int | None = option(
@@ -184,15 +185,16 @@ class LmEval:
     epilog: ClassVar[str] = """
 **Examples**
 
-`normattn lm-eval --model normattn --model_args run=runs/kna --tasks normattn` – a run, our tasks
+`normattn lm-eval --model normattn --model_args run=runs/kna --tasks normattn` – a run, on
+normattn's tasks
 
 `normattn lm-eval --model normattn --model_args pretrained=FOLDER,method=YaRN,factor=2 --tasks
 normattn_passkey --metadata '{"lengths": [8192, 16384], "samples": 5}'` – an extended model
 
 `normattn lm-eval ls tasks` – every task that the harness knows
 
-`normattn lm-eval --tasks-path` – the folder of our tasks, for `lm_eval --include_path`
+`normattn lm-eval --tasks-path` – the folder of normattn's tasks, for `lm_eval --include_path`
 """
 
     arguments: list[str] | None = argument(None, help="Arguments of `lm_eval`.", show_default=False)
-    tasks_path: bool = flag("--tasks-path", "Print the folder of our tasks, and exit.")
+    tasks_path: bool = flag("--tasks-path", "Print the folder of normattn's tasks, and exit.")

@@ -80,7 +80,8 @@ class Train:
 
 `torchrun --nproc-per-node 2 -m normattn train mine.toml --out runs/two`
 
-Rerun the command to resume a stopped run; other settings that its result depends on are refused.
+Rerun the command to resume a stopped run; changing a setting that its result depends on raises an
+error.
 """
 
     config: Path | None = argument(
@@ -171,8 +172,8 @@ What was measured before is not measured again. `as is` among the methods is the
     protocols: tuple[str, ...] | None = option(
         None,
         read=names,
-        help="train-length, non-repeated, repeated, last-segment (the default), by-position, "
-        "retrieval.",
+        help="Protocols, by commas: train-length, non-repeated, repeated, last-segment, "
+        "by-position, retrieval. [default: the first four]",
     )
     multiples: tuple[int, ...] | None = option(
         None, read=integers, help="Tested lengths in units of L. [default: 1,2,4,8]"
@@ -230,7 +231,7 @@ Only the answers go to stdout.
 class Export:
     """Write RUN's model, tokeniser and a model card to DIR, in Hugging Face's format.
 
-    Causal and masked language models and classifiers. The card says what the run says: data,
+    Causal and masked language models and classifiers. The card has what the run recorded: data,
     settings, steps, the last metrics, and the table of whatever was evaluated.
     """
 

@@ -57,7 +57,9 @@ def advise(view: View) -> Advice:
     """
     winners = [best for best in (_best(view, length) for length in lengths_of(view)) if best]
     if not winners or "" not in methods_of(view):
-        return Advice(("No length was read by the model as it is: nothing can be advised.",), None)
+        return Advice(
+            ("The unmodified model was not evaluated at any length: nothing can be advised.",), None
+        )
     last, trained = winners[-1], train_length(view)
     cost = cost_at_train_length(view, last.method)
     sentences = [_headline(view, winners, cost), *(_sentence(view, best) for best in winners)]
@@ -67,7 +69,7 @@ def advise(view: View) -> Advice:
         )
     if last.better and cost is not None and cost.above_zero:
         sentences.append(
-            f"Texts of up to {spoken(trained)} tokens are read better by the model as it is: "
+            f"Texts of up to {spoken(trained)} tokens have a lower loss with the unmodified model: "
             "switch it off there."
         )
     return Advice(tuple(sentences), last.method if last.better else None)
@@ -147,9 +149,8 @@ def _best(view: View, length: int) -> _Best | None:
 def _headline(view: View, winners: Sequence[_Best], cost: Estimate | None) -> str:
     last = winners[-1]
     if not last.better:
-        return (
-            f"No method is clearly better than the model as it is at {spoken(last.length)} tokens."
-        )
+        length = spoken(last.length)
+        return f"No method is clearly better than the unmodified model at {length} tokens."
     name, whole = name_of(last.method), resolved(view, last.method)
     name += f", that is {whole}" if whole != name else ""
     trained = train_length(view)
@@ -174,7 +175,7 @@ def _span(winners: Sequence[_Best], trained: int) -> str:
 
 def _spoken_cost(cost: Estimate | None, at: str) -> str:
     if cost is None:
-        return f"what it costs at {at} was not read"
+        return f"its cost at {at} was not measured"
     if cost.above_zero:
         return f"costs {cost.value:.1f} % of loss at {at}"
     if cost.below_zero:
@@ -189,11 +190,11 @@ def _sentence(view: View, best: _Best) -> str:
     own = view.estimate(LOSS, {"protocol": LAST, "length": best.length, "method": ""})
     lowest = f"{shown(best.loss, digits=3)} nats"
     if own is None:
-        return f"{start}the model as it is was not read; lowest: {name}, {lowest}."
+        return f"{start}the unmodified model was not evaluated; lowest: {name}, {lowest}."
     if best.gain is None:
-        return f"{start}no method is better than the model as it is, {shown(own, digits=3)} nats."
+        return f"{start}no method is better than the unmodified model, {shown(own, digits=3)} nats."
     numbers = (
-        f"{lowest} against {shown(own, digits=3)} as it is, "
+        f"{lowest} against {shown(own, digits=3)} unmodified, "
         f"difference {shown(best.gain, signed=True, digits=3)}"
     )
     if not best.better:

@@ -301,10 +301,10 @@ STUDY = Study(
     "Trained at L, then continued at a longer length: does a model with normalised keys "
     "need any change, and does it end as well as Baseline with a stretched rotation?",
     title="Training that continues at a longer length",
-    help="Train at L, continue at 4 L: KeyNorm as it is, Baseline as it is and with PI, ABF, NTK, "
-    "YaRN.\n\nEach model is read at L (what is forgotten), 4 L and 16 L before and along the "
+    help="Train at L, continue at 4 L: KeyNorm unmodified, Baseline unmodified and with PI, ABF, "
+    "NTK, YaRN.\n\nEach model is read at L (what is forgotten), 4 L and 16 L before and along the "
     "continued training; tables and a figure of loss and accuracy by continued steps. The settings "
-    "of the continued training are said once, in the preset, for all scores.",
+    "of the continued training are in the preset, the same for all scores.",
     sources=("kexue.fm/archives/9859",),
     resolve=resolve,
     runs=(ContinuedRun,),
@@ -447,7 +447,7 @@ RETROFIT_STUDY = Study(
     title="Another score for a trained model",
     help="Train Baseline, exchange its score for KNA or QKRMSNorm, and train on at L.\n\n"
     "Each branch, and a Baseline that gets the same further steps, is read at L and after 8 L "
-    "along the way. How training continues stands in the preset, under `continued`.",
+    "along the way. The preset has its settings, under `continued`.",
     sources=("kexue.fm/archives/9859", "arXiv 2010.04245"),
     resolve=resolve_retrofit,
     runs=(ContinuedRun,),

@@ -1,4 +1,4 @@
-"""How far do existing models read, by which post-hoc method, at what cost?
+"""How far do existing models read, by which inference-time method, at what cost?
 
 *extend*: `normattn extend MODEL` has every method read the same windows of a text of one's own. A
 shorter length is a window's end, so that the same last tokens are scored after contexts of every
@@ -206,8 +206,8 @@ def _advice(view: View) -> list[str]:
 def figures(view: View) -> list[Figure]:
     """What longer contexts do to the same last tokens, and the longest length by position."""
     title = (
-        f"Nats above the model as it is after {spoken(home(view))}, for the same last tokens; the "
-        f"axis is linear within ±{LINEAR}"
+        f"Nats above the unmodified model after {spoken(home(view))}, for the same last tokens; "
+        f"the axis is linear within ±{LINEAR}"
     )
     mark = Mark(float(train_length(view)), "L")
     panels = tuple(
@@ -245,7 +245,7 @@ STUDY = Study(
     "extend",
     "How far does this model read this text, by which method, and at what cost?",
     title="Reading past the training length, without training",
-    help="How far a model reads past its training length, by every post-hoc method.",
+    help="How far a model reads past its training length, by every inference-time method.",
     sources=SOURCES,
     tables=(
         _table(
@@ -255,7 +255,7 @@ STUDY = Study(
         ),
         _table(
             "change",
-            "How far it lies above that of the model as it is after its training length (nats, "
+            "How far it lies above that of the unmodified model after its training length (nats, "
             "paired over windows; 0: nothing is lost)",
             _changes,
         ),
@@ -271,7 +271,7 @@ STUDY = Study(
             "What it costs at the training length",
             (
                 Column("loss", "loss, nats", LOSS.at(protocol=TRAIN)),
-                _cost_column("change", "more than as it is, %"),
+                _cost_column("change", "more than unmodified, %"),
             ),
         ),
         _table(
@@ -386,7 +386,8 @@ def _gallery_figures(view: View) -> list[Figure]:
 
 GALLERY = Study(
     "gallery",
-    "How far do existing models read, on several texts, by which post-hoc method, at what cost?",
+    "How far do existing models read, on several texts, by which inference-time method, at what "
+    "cost?",
     title="Existing models past their training length",
     help="How far existing models read past their training length, on several texts.",
     sources=SOURCES,

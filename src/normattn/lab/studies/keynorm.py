@@ -323,12 +323,12 @@ def figures(view: View) -> list[Figure]:
 STUDY = Study(
     "keynorm",
     "Does normalising keys (KNA), queries (QNA) or both (CosA) let a model trained on "
-    "short text read long text, as it is or with NTK, YaRN and ReRoPE?",
+    "short text read long text, unmodified or with NTK, YaRN and ReRoPE?",
     title="Accuracy past the training length",
     help="Train each score, read to 8 times the training length each way, tabulate and plot.\n\n"
     "The plan comes first: runs, tokens, FLOPs, a range of time, disk. "
     "Rows are added by running it again with other --variants, --methods or --seeds on the same "
-    "OUT; another setting that a result depends on is refused.",
+    "OUT; changing any other setting that a result depends on raises an error.",
     sources=("kexue.fm/archives/9859",),
     resolve=resolve,
     tables=(
@@ -370,7 +370,7 @@ STUDY = Study(
     headline=("train", "repeated_seen", "non_repeated", "change"),
     examples=(
         ("--preset smoke", "the whole path in about a minute"),
-        ("--preset quick", "the source's architecture in the few minutes it takes"),
+        ("--preset quick", "one head of 128, in minutes: plain RoPE gets worse, KeyNorm does not"),
         ("", "the table itself"),
         ("--variants Baseline,QNA,KNA --seeds 3", "more seeds"),
         ("--methods all", "every method, a row for every trained-in part"),

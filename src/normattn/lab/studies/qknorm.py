@@ -342,7 +342,7 @@ STUDY = Study(
     help="Train translation models with each score, a learning-rate sweep, and small Vision "
     "Transformers; tabulate and plot.\n\n"
     "Rows are added by running it again with other --variants or --seeds on the same OUT; "
-    "another setting that a result depends on is refused. BLEU needs `pip install "
+    "changing any other setting that a result depends on raises an error. BLEU needs `pip install "
     "'normattn[translation]'`, the images `normattn[vision]`.",
     sources=("arxiv.org/abs/2010.04245", "arxiv.org/abs/2302.05442"),
     resolve=resolve,

@@ -196,9 +196,8 @@ STUDY = Study(
     "learned scale or another constant better, and do residual scores go with it?",
     title="What beside the norm decides",
     help="Train scores with and without a gain, a learned scale, other constants and residual "
-    "scores; read each as it is to 8 training lengths.\n\n--variants chooses questions: "
-    + ", ".join(QUESTIONS)
-    + ".",
+    "scores; evaluate each, unmodified, at up to 8 training lengths.\n\n--variants "
+    "chooses questions: " + ", ".join(QUESTIONS) + ".",
     sources=("kexue.fm/archives/9859",),
     resolve=resolve_questions,
     tables=(

@@ -177,11 +177,11 @@ def _by_depth(view: View) -> Iterator[Figure]:
 
 STUDY = Study(
     "reading",
-    "How far does each score, and each post-hoc method, let a model read past the length "
+    "How far does each score, and each inference-time method, let a model read past the length "
     "it was trained at?",
     title="Reading past the training length",
     help="Train Baseline, KNA and CosA-logn and read them to 64 times the training length by every "
-    "post-hoc method, by position and by retrieval.",
+    "inference-time method, by position and by retrieval.",
     sources=("kexue.fm/archives/9708", "kexue.fm/archives/9859"),
     resolve=resolve,
     tables=(

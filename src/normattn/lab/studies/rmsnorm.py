@@ -274,8 +274,9 @@ STUDY = Study(
     "What does RMSNorm save against LayerNorm, and what does it cost?",
     title="LayerNorm against RMSNorm",
     help="Train a multi-label classifier with each norm, classify, time their steps in turn.\n\n"
-    "Seeds are added by running it again with other --seeds on the same OUT; another "
-    "setting that a result depends on is refused. It needs `pip install 'normattn[eval]'`.",
+    "Seeds are added by running it again with other --seeds on the same OUT; changing any "
+    "other setting that a result depends on raises an error. It needs "
+    "`pip install 'normattn[eval]'`.",
     sources=("F1 0.9585 with LayerNorm and 0.9559 with RMSNorm, 231 s and 215 s (NYT24)",),
     resolve=resolve,
     runs=(NormRun, TimeRun),
