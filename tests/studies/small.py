@@ -136,7 +136,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "continue": {**CONTINUED, "continued.read": [1, 4, 8]},
     "retrofit": CONTINUED,
     "mechanism": {
-        **FEW,
+        "training.steps": 5,
+        "training.checkpoint_seconds": 0,
         "mechanism.max_windows": 4,
         "mechanism.max_tokens": 64,
         "mechanism.multiple": 4,

@@ -131,6 +131,11 @@ def test_a_variant_changes_settings_of_its_training(tiny: Path) -> None:
     assert len(scores) == 1
 
 
+def test_a_second_eval_is_refused() -> None:
+    with pytest.raises(InputError, match="2 evals"):
+        Study("two", "Which?", variants=["KNA"], evals=[Eval(lengths=(1,)), Eval(lengths=(2,))])
+
+
 def test_metrics_are_added_and_subtracted() -> None:
     """Three documents of one model at two lengths: sums made by hand."""
     names = ("a", "b", "c")

@@ -314,7 +314,10 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("retrofit", {"variants": ("KNO",)}, "unknown score part 'KNO'"),
     ("retrofit", {"methods": ("YaRN",)}, "chooses its own methods"),
     ("mechanism", {"changes": {"evaluation.multiples": [1]}}, r"mechanism\.multiple instead"),
-    ("mechanism", {"changes": {"mechanism.multiple": 1}}, "multiple"),
+    ("retrofit", {"changes": {"continued.multiple": 8}}, "reads the training length instead"),
+    ("retrofit", {"changes": {"continued.read": [1, 8]}}, r"evaluation\.multiples instead"),
+    ("mechanism", {"changes": {"evaluation.max_windows": 4}}, r"mechanism\.max_windows instead"),
+    ("mechanism", {"changes": {"mechanism.multiple": 1}}, "greater than or equal to 2"),
 )
 
 

@@ -28,7 +28,7 @@ from normattn.errors import InputError
 from normattn.lab.report.claims import Claim
 from normattn.lab.report.figures import Figure
 from normattn.lab.report.output import Written, write_page
-from normattn.lab.report.page import Page, context
+from normattn.lab.report.page import Page, context, nothing
 from normattn.lab.report.tables import Column, Row, Table
 from normattn.lab.report.view import View
 from normattn.lab.stats import Metric
@@ -74,11 +74,11 @@ class Eval:
 class Study:
     """One experiment: what it asks, trains and measures, and the report that it becomes.
 
-    `variants`, `methods` and `evals` say what is trained and how it is read; `--variants` and
-    `--methods` choose others. A study that needs more gives `resolve`, which makes the sweep of a
-    request, and `runs`, the kinds of its runs. `columns` are metrics by their titles; a study with
-    several tables gives `tables`. `claims` and `figures` are lists, or functions of what was
-    measured; without figures the columns are drawn with their intervals.
+    `variants`, `methods` and `evals` (one, or none for the preset's) say what is trained and how it
+    is read; `--variants` and `--methods` choose others. A study that needs more gives `resolve`,
+    which makes the sweep of a request, and `runs`, the kinds of its runs. `columns` are metrics by
+    their titles; a study with several tables gives `tables`. `claims` and `figures` are lists, or
+    functions of what was measured; without figures the columns are drawn with their intervals.
 
     `help` is what `reproduce NAME --help` says; `variants_help` and `methods_help` explain these
     options, "" where the study has no such choice. `headline` are the columns of the first table
@@ -104,8 +104,8 @@ class Study:
         tables: Sequence[Table] = (),
         claims: Sequence[Claim] | Callable[[View], Iterable[Claim]] = (),
         figures: Sequence[Figure] | Callable[[View], Iterable[Figure]] | None = None,
-        summary: Callable[[View], Sequence[str]] = lambda view: (),
-        notes: Callable[[View], Sequence[str]] = lambda view: (),
+        summary: Callable[[View], Sequence[str]] = nothing,
+        notes: Callable[[View], Sequence[str]] = nothing,
         resolve: Callable[[Request], Sweep] | None = None,
         runs: Sequence[type[AnyRun]] = (TextRun,),
         collect: Callable[[Path], pl.DataFrame] = measured_below,
@@ -115,6 +115,8 @@ class Study:
         examples: Sequence[tuple[str, str]] = (),
         made_by: str = "",
     ) -> None:
+        if len(evals) > 1:
+            raise InputError(f"the study {name} has {len(evals)} evals; give one with all lengths")
         shown = tuple(Column(_key(name), name, metric) for name, metric in (columns or {}).items())
         order = tuple(v if isinstance(v, str) else v.name for v in variants)
         main = Table("table", "", lambda view: _rows_in_order(view, order), shown)

@@ -59,11 +59,12 @@ little data."""
 
 
 class ContinueSettings(Settings):
-    """`reproduce continue` and `retrofit`: how training goes on at `multiple` training lengths.
+    """`reproduce continue` and `retrofit`: how training goes on.
 
-    `batch_size` None takes as many tokens a step as before. The learning rate rises to `lr` over
-    `warmup_steps` and follows the schedule of the preset to the last of `steps`. The models of the
-    steps in `keep` are read at the lengths in `read`, in units of L.
+    The learning rate rises to `lr` over `warmup_steps` and follows the schedule of the preset to
+    the last of `steps`. The models of the steps in `keep` are read. Of *continue* alone: training
+    is at `multiple` training lengths, `batch_size` None takes as many tokens a step as before, and
+    models are read at the lengths in `read`, in units of L.
     """
 
     multiple: int = Field(default=4, ge=2)
@@ -348,7 +349,12 @@ def resolve_retrofit(request: Request) -> Sweep:
     Raises `InputError` for an unknown score and for one whose weights have no place for Baseline's.
     """
     request.refuse_choices("retrofit")
-    instead = {"protocols": "the protocols of its question"}
+    instead = {
+        "protocols": "the protocols of its question",
+        "continued.multiple": "the training length",
+        "continued.batch_size": "training.batch_size",
+        "continued.read": "evaluation.multiples",
+    }
     preset = opened(request, "retrofit", "continued", instead)
     continued = own_group(request, "continued", ContinueSettings)
     read = {"multiples": preset.evaluation.ends, "protocols": ("train_length", "last_segment")}

@@ -104,7 +104,13 @@ class MechanismRun(Run):
 
 def resolve(request: Request) -> Sweep:
     """The study that a request asks for; raises `InputError` as `keynorm.resolve` does."""
-    instead = {"multiples": "mechanism.multiple", "protocols": "the protocols of its question"}
+    instead = {
+        "multiples": "mechanism.multiple",
+        "protocols": "the protocols of its question",
+        "max_windows": "mechanism.max_windows",
+        "max_tokens": "mechanism.max_tokens",
+        "precision": "fp32",
+    }
     preset = opened(request, KIND, "mechanism", instead)
     request.refuse_choices(KIND)
     looked = own_group(request, "mechanism", MechanismSettings)

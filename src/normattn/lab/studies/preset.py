@@ -155,15 +155,16 @@ def opened(
 ) -> Preset:
     """The shared preset with the request's changes, without the `group` that `own_group` reads.
 
-    `instead` are settings of `evaluation` that the study does not read, and what decides in their
-    place. Raises `InputError` for a change of a setting that this study does not read.
+    `instead` are settings of `evaluation` and of the group that the study does not read, and what
+    decides in their place. Raises `InputError` for a change of a setting that this study does not
+    read.
     """
     for name in request.changes:
         top = name.partition(".")[0]
         if top in {"name", *GROUPS} - {group}:
             raise InputError(f"--set {name}: reproduce {study} reads no {top} settings")
         own = (instead or {}).get(name.removeprefix("evaluation."))
-        if top == "evaluation" and own:
+        if own:
             raise InputError(f"--set {name}: reproduce {study} reads {own} instead")
     name, stored = fields(request.preset)
     changed = merged({"name": name, **stored}, request.changes)

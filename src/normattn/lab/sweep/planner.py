@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rich.filesize import decimal
 from rich.progress import TaskID, TextColumn, TimeRemainingColumn
 
 from normattn.lab.report.tables import span
@@ -46,7 +47,7 @@ class Plan:
             ("training tokens", f"{self.trained_tokens:,} in all"),
             ("scored tokens", f"up to {self.scored_tokens:,} in all"),
             ("floating-point operations", f"{self.flops:.2g} still to do"),
-            ("disk", f"about {_size(self.disk_bytes)}"),
+            ("disk", f"about {decimal(self.disk_bytes)}"),
         ]
 
 
@@ -113,13 +114,6 @@ def duration(seconds: float) -> str:
     if seconds < 5400:
         return f"{seconds / 60:.0f} min"
     return f"{seconds / 3600:.1f} h"
-
-
-def _size(count: int) -> str:
-    for unit, scale in (("kB", 10**3), ("MB", 10**6)):
-        if count < 1000 * scale:
-            return f"{count / scale:.0f} {unit}"
-    return f"{count / 10**9:.1f} GB"
 
 
 class SweepProgress(Bar):
