@@ -40,14 +40,16 @@ from normattn.hf.plan import plan
 from normattn.hf.rope_detection import method_frequencies, method_gain
 
 ROPE = "vllm.model_executor.layers.rotary_embedding"
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3_text", "olmo2", "granite")
-FAMILIES = (*FAMILIES, "glm4", "smollm3")
+FAMILIES = (
+    *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3_text", "olmo2", "granite", "glm4"),
+    "smollm3",
+)
 METHODS = (
     "YaRN(factor=4)",
     "YaRN(factor=4,sharpness=0)",
     "YaRN(factor=4,beta_fast=16,beta_slow=2)",
+    *("PI(factor=4)", "NTK(factor=4)", "NTK-mixed(factor=4)", "ABF(base=300000)"),
 )
-METHODS = (*METHODS, "PI(factor=4)", "NTK(factor=4)", "NTK-mixed(factor=4)", "ABF(base=300000)")
 FACTOR, CLOSE = 4, 1e-4
 
 
@@ -118,7 +120,10 @@ def _options(text: str) -> dict[str, str]:
 
 
 def off(get_rope: Any, longest: Any, family: str, method: str) -> str:
-    """How far vLLM's table is from what is meant; a sentence where the command is refused."""
+    """How far vLLM's table is from what is meant; "another length" where it reads another one.
+
+    Raises `InputError` where the method cannot be said for the family.
+    """
     model = tiny.build(family, max_position_embeddings=64)
     planned = plan(model, method, 64)
     told = _options(emit(Wanted("m", planned, 64 * FACTOR, "a"), "vllm"))
