@@ -243,3 +243,10 @@ def test_a_model_in_half_precision_is_read_as_in_float32(
     assert [layer.spec for layer in seen.layers] == [layer.spec for layer in exact.layers]
     assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
     assert all(value.dtype == dtype for value in model.parameters())
+
+
+def test_frequencies_that_a_cast_has_rounded_are_said_to_be() -> None:
+    model = build("llama", head_dim=64).to(torch.bfloat16)
+    seen = score_of(model)
+    assert not seen.verified
+    assert all("frequencies in torch.bfloat16" in str(layer.lacks) for layer in seen.layers)

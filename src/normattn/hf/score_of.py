@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 from normattn.errors import InputError
 from normattn.hf.model_parts import refuse_odd_values
 from normattn.hf.plan import HANDLE
+from normattn.hf.probe import rotary_buffers
 from normattn.hf.score_fit import (
     Norm,
     Raw,
@@ -31,7 +32,7 @@ from normattn.hf.score_fit import (
 )
 from normattn.hf.score_names import position_words, rope_of, temperature_words
 from normattn.hf.score_output import Gating, Masking, gating, masking
-from normattn.hf.score_record import RecordedLayer, record_layers
+from normattn.hf.score_record import HALF, RecordedLayer, record_layers
 from normattn.layers.attention import attention
 from normattn.layers.gates import apply_gate
 from normattn.score import Score, ScoreSpec
@@ -97,9 +98,10 @@ def score_of(model: Any, tokens: int = 48) -> ModelScore:
     window; numbers that so few tokens cannot show (a long window, a step of temperature) are the
     configuration's. Then `attention` with that score, on the same projections, is compared with
     what the layer's own attention gave: 1e-5 of its largest output. A model in half precision
-    computes in float32 for it, which doubles its memory meanwhile. Where which keys are seen, or
-    what is added to their scores, depends on the text, `attention` is given the layer's own mask,
-    and `beside` says so.
+    computes in float32 for it, which doubles its memory meanwhile; rotary frequencies that
+    `model.to()` has rounded are other ones, and `lacks` says so. Where which keys are seen, or what
+    is added to their scores, depends on the text, `attention` is given the layer's own mask, and
+    `beside` says so.
 
     Raises `InputError` for a model that cannot be recorded at all; a layer that cannot be read
     says so in its `lacks`.
@@ -120,8 +122,23 @@ def score_of(model: Any, tokens: int = 48) -> ModelScore:
     config = model.config.get_text_config()
     refuse_odd_values(config.to_dict(), f"the configuration of {name}")
     with torch.no_grad():
-        layers = tuple(_read(layer, config) for layer in record_layers(model, tokens))
-    return ModelScore(name, layers, tokens)
+        layers = [_read(layer, config) for layer in record_layers(model, tokens)]
+    rounded = _rounded_frequencies(model)
+    if rounded is not None:
+        layers = [x if x.verified else replace(x, lacks=f"{x.lacks}; {rounded}") for x in layers]
+    return ModelScore(name, tuple(layers), tokens)
+
+
+def _rounded_frequencies(model: Any) -> str | None:
+    """That rotary frequencies were cast with the model, as a sentence; None where none were."""
+    held = (module._buffers[name] for module in model.modules() for name in rotary_buffers(module))
+    dtype = next((x.dtype for x in held if x.dtype in HALF), None)
+    if dtype is None:
+        return None
+    return (
+        f"the model holds its rotary frequencies in {dtype}, rounded by a cast: load it by "
+        f"from_pretrained(dtype={dtype}), which keeps them in float32"
+    )
 
 
 @dataclass(frozen=True)
@@ -131,8 +148,7 @@ class _Fit:
     raw: Raw
     q: Norm
     k: Norm
-    q_rotation: Rotation
-    k_rotation: Rotation
+    rotation: Rotation
     first: bool
 
 
@@ -174,7 +190,7 @@ def _fits(layer: RecordedLayer, config: Any) -> Iterator[_Fit]:
                 if one is None or other is None:
                     continue
                 if float((one.theta - other.theta).abs().max()) < 1e-4:
-                    yield _Fit(raw, left, right, one, other, first)
+                    yield _Fit(raw, left, right, one, first)
 
 
 def _shapes(layer: RecordedLayer, config: Any, raw: Raw) -> Iterator[list[Shape]]:
@@ -241,11 +257,11 @@ def _named(
 ) -> tuple[str | None, int | None, str | None]:
     """The score as text, the length it needs, and what is missing in it."""
     rope, d = rope_of(config, layer.index), layer.q.shape[-1]
-    placed = position_words(fit.q_rotation, rope, config, d, _gains(layer, fit))
+    placed = position_words(fit.rotation, rope, config, d, _gains(layer, fit))
     if placed is None:
         return None, None, "its rotary frequencies are none that the vocabulary has"
     position, length = placed
-    warm = temperature_words(config, rope, fit.q_rotation.size, position != "NoPE")
+    warm = temperature_words(config, rope, fit.rotation.size, position != "NoPE")
     if warm is None:
         return None, None, "its scale changes with the position in a way that no part says"
     window, lacks = mask.part, "; ".join(filter(None, (mask.lacks, gate.lacks))) or None

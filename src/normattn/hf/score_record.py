@@ -28,7 +28,7 @@ from normattn.hf.probe import (
 )
 
 _BATCH = 4
-_HALF = (torch.bfloat16, torch.float16)
+HALF = (torch.bfloat16, torch.float16)
 
 
 @dataclass
@@ -118,7 +118,7 @@ def _in_float32(model: nn.Module) -> Iterator[None]:
 
     Every number of half precision comes back as it was.
     """
-    half = [x for x in (*model.parameters(), *model.buffers()) if x.dtype in _HALF]
+    half = [x for x in (*model.parameters(), *model.buffers()) if x.dtype in HALF]
     held = [(x, x.dtype) for x in half]
     try:
         for x, _ in held:
