@@ -108,7 +108,7 @@ def _options(text: str) -> dict[str, str]:
     return options | {name: value.partition(":")[2] for name, _, value in typed}
 
 
-def _same(one: tuple[torch.Tensor, float], other: tuple[torch.Tensor, float]) -> None:
+def _assert_same(one: tuple[torch.Tensor, float], other: tuple[torch.Tensor, float]) -> None:
     torch.testing.assert_close(one[0], other[0], rtol=1e-6, atol=0)
     assert one[1] == pytest.approx(other[1], rel=1e-9)
 
@@ -119,10 +119,10 @@ def test_every_engine_computes_what_the_method_means(method: str) -> None:
     meant = _meant(wanted.plan)
     hf = json.loads(emit(wanted, "hf"))
     assert hf["max_position_embeddings"] == LONGEST
-    _same(_vllm(hf["rope_parameters"]), meant)
+    _assert_same(_vllm(hf["rope_parameters"]), meant)
     served = _options(emit(wanted, "vllm"))
     given = json.loads(served["--hf-overrides"])
-    _same(_vllm(given["rope_parameters"]), meant)
+    _assert_same(_vllm(given["rope_parameters"]), meant)
     assert served["--max-model-len"] == str(LONGEST)
     # vLLM multiplies the length by linear's factor, but not by yarn's.
     multiplied = given["rope_parameters"]["rope_type"] == "linear"
@@ -132,12 +132,12 @@ def test_every_engine_computes_what_the_method_means(method: str) -> None:
     rope = given["rope_parameters"]
     if "attn_factor" in rope:  # SGLang's multiple of 0.1·ln s + 1
         rope["attention_factor"] = rope.pop("attn_factor") * (0.1 * math.log(FACTOR) + 1)
-    _same(_vllm(rope), meant)
+    _assert_same(_vllm(rope), meant)
     linear = given["rope_parameters"]["rope_type"] == "linear"
     assert given.get("max_position_embeddings") == (None if linear else LONGEST)
     assert served["--context-length"] == str(LONGEST)
     served = _options(emit(wanted, "llama.cpp"))
-    _same(_llama_cpp(served), meant)
+    _assert_same(_llama_cpp(served), meant)
     assert served["-m"] == "my model.gguf"
     assert served["--ctx-size"] == str(LONGEST)
     assert served["llama.context_length"] == str(LONGEST)
@@ -147,7 +147,7 @@ def test_every_engine_computes_what_the_method_means(method: str) -> None:
 def test_ntk_mixed_is_vllms_alone() -> None:
     wanted = _wanted("NTK-mixed(factor=4)")
     given = json.loads(_options(emit(wanted, "vllm"))["--hf-overrides"])
-    _same(_vllm(given["rope_parameters"]), _meant(wanted.plan))
+    _assert_same(_vllm(given["rope_parameters"]), _meant(wanted.plan))
     for engine in ENGINES.keys() - {"vllm"}:
         with pytest.raises(InputError, match=f"^{engine} has no NTKMixed.*: only vLLM has"):
             emit(wanted, engine)
@@ -218,7 +218,7 @@ def test_gemma_3_scales_the_layers_that_see_everything() -> None:
     wanted = Wanted("m", planned, LONGEST, "gemma3")
     served = _options(emit(wanted, "llama.cpp"))
     rope = wanted.fields["rope_parameters"]["full_attention"]
-    _same(_llama_cpp(served), _vllm(rope))
+    _assert_same(_llama_cpp(served), _vllm(rope))
     linear = Wanted("m", plan(_model("gemma3_text"), "PI(factor=4)"), LONGEST)
     given = json.loads(_options(emit(linear, "vllm"))["--hf-overrides"])
     assert given["max_position_embeddings"] == LONGEST

@@ -331,7 +331,7 @@ def test_continuous_batching_is_left_alone_or_refused(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", BOTH)
-def test_a_reference_copy_is_made_before_it_is_extended(method: str) -> None:
+def test_a_reference_copy_is_made_before_it_assert_extended(method: str) -> None:
     """TRL copies the model that it trains: a copy of an extended one is refused."""
     model, ids = build("Llama"), tokens()
     reference = copy.deepcopy(model)
@@ -368,10 +368,10 @@ def test_layers_of_quantised_weights_are_extended(method: str) -> None:
             for name, child in list(part.named_children()):
                 if isinstance(child, nn.Linear):
                     setattr(part, name, _Int8Linear(child))
-    _is_extended(model, ids, method)
+    _assert_extended(model, ids, method)
 
 
-def _is_extended(model: Any, ids: Tensor, method: str) -> None:
+def _assert_extended(model: Any, ids: Tensor, method: str) -> None:
     """A method has an effect, decodes as it reads, and is undone to the last bit."""
     as_trained = logits(model, ids)
     with normattn.extend(model, method, **METHODS[method]):
@@ -456,7 +456,7 @@ def _vision_language(kind: str) -> Any:
 def test_the_text_decoder_of_a_vision_language_model(kind: str, method: str) -> None:
     """Positions of an image are scaled, or refused where tokens are counted."""
     model = _vision_language(kind)
-    _is_extended(model, tokens(), method)
+    _assert_extended(model, tokens(), method)
     ids, places = tokens(1, 6), torch.arange(6).expand(3, 1, 6).clone()
     places[1:, :, 3:] = 3
     as_trained = logits(model, ids, position_ids=places)
