@@ -207,6 +207,7 @@ def test_versions() -> None:
     assert json.loads(emitted("hf", "4.57", "NTK(factor=4)"))["rope_scaling"] is None
     assert "rope_parameters" in json.loads(emitted("hf", "5.1"))
     assert "rope_parameters" in emitted("vllm", "0.33.0")
+    assert "rope_scaling" in emitted("hf", "4.100")  # a hundredth minor version is not 5.0
     for engine, version in (("vllm", "0.10.2"), ("sglang", "0.4"), ("vllm", "new")):
         with pytest.raises(InputError, match=f"--engine-version '?{version}"):
             emitted(engine, version)

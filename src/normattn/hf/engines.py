@@ -32,7 +32,7 @@ CHECKED = {
     "mlx": "mlx-lm at commit 060aa43 (rope_utils.py), read",
 }
 """The version of each engine that its settings were checked with, and how."""
-_OLDEST = {"hf": 4, "vllm": 0.33}
+_OLDEST = {"hf": (4, 0), "vllm": (0, 33)}
 _REFUSED = {
     "ollama": "its Modelfile has no parameter for rotary scaling: make a GGUF by --emit gguf",
     "tgi": "text-generation-inference is told a factor alone and computes the rest by its version",
@@ -103,8 +103,8 @@ def emit(wanted: Wanted, engine: str) -> str:
         raise InputError(
             f"{engine} has no {wanted.plan.spec.method_text}: {lacks}; normattn.extend applies it"
         )
-    oldest = _OLDEST.get(engine, math.inf)
-    if wanted.version is not None and _number(wanted.version) < oldest:
+    oldest = _OLDEST.get(engine, (math.inf, 0))
+    if wanted.version is not None and _release(wanted.version) < oldest:
         raise InputError(
             f"--engine-version {wanted.version}: {engine} was checked with {CHECKED[engine]}, and "
             "older ones have other words and rules that were not"
@@ -120,13 +120,13 @@ def refuse_engine(engine: str) -> None:
         raise InputError(f"--emit knows {', '.join(ENGINES)}, not {engine!r}")
 
 
-def _number(version: str) -> float:
-    """`"0.33.0"` as 0.33. `InputError` for what is no version."""
+def _release(version: str) -> tuple[int, int]:
+    """Major and minor of `"0.33.0"`: (0, 33). `InputError` for what is no version."""
     major, _, rest = version.removeprefix("v").partition(".")
     minor = rest.partition(".")[0] or "0"
     if not (major.isdigit() and minor.isdigit()):
         raise InputError(f"--engine-version {version!r} is no version such as 0.33.0")
-    return int(major) + int(minor) / 100
+    return int(major), int(minor)
 
 
 def _lacks(spec: ScoreSpec, engine: str) -> str | None:
@@ -149,7 +149,7 @@ def _lacks(spec: ScoreSpec, engine: str) -> str | None:
 
 def _hf(wanted: Wanted) -> str:
     """Fields for config.json (`modeling_rope_utils.py`); version 4 has other names for them."""
-    old = wanted.version is not None and _number(wanted.version) < 5
+    old = wanted.version is not None and _release(wanted.version) < (5, 0)
     fields = _as_version_4(wanted.fields) if old else wanted.fields
     return wanted.as_json(fields, indent=2) + "\n"
 
