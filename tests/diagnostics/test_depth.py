@@ -37,7 +37,7 @@ def _model(**changes: Any) -> MaskedLM:
     return MaskedLM(MaskedLMConfig(**{**values, **changes})).double()
 
 
-def _attention(model: MaskedLM, ids: Tensor, carried: bool) -> list[Tensor]:
+def _attention(model: MaskedLM, ids: Tensor, residual: bool) -> list[Tensor]:
     """The weights (B, H, T, T) of every layer, from hooks on what its attention reads."""
     read: list[Tensor] = []
     layers = [module for module in model.modules() if isinstance(module, Attention)]
@@ -53,7 +53,7 @@ def _attention(model: MaskedLM, ids: Tensor, carried: bool) -> list[Tensor]:
         q, k, _ = layer.qkv(x).chunk(3, -1)
         q, k = (part.unflatten(-1, (2, 8)).transpose(1, 2) for part in (q, k))
         score = q @ k.transpose(-1, -2) / 8**0.5
-        total = total + score if carried else score
+        total = total + score if residual else score
         found.append(total.softmax(-1).detach())
     return found
 

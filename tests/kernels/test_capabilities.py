@@ -147,7 +147,7 @@ def test_a_second_derivative_is_given_or_refused_in_words() -> None:
 def test_every_feature_is_in_the_grid_or_tested_elsewhere() -> None:
     met = set().union(*(shown(_problem(*case)) for case in GRID))
     assert set(FEATURES) - met == {
-        *("more rows than keys", "no rows", "float64", "CUDA", "carry"),
+        *("more rows than keys", "no rows", "float64", "CUDA", "residual scores"),
         "torch.func",
     }
 

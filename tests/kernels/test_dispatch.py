@@ -68,7 +68,7 @@ def test_an_unknown_backend_names_the_known_ones() -> None:
     with pytest.raises(InputError, match="unknown backend 'flash'; expected one of auto, fused"):
         attend(problem(), "flash")
     assert BACKENDS[0] == "auto"
-    others = {"carried", "concatenated"}
+    others = {"residual", "concatenated"}
     named = {"fused", "two-regime", "flex", "chunked", "strips", "reference"}
     assert named | others == {*BACKENDS[1:]}
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.carried_layers import CASES, WAYS, make_layers, run_layers
+from kernels.residual_layers import CASES, WAYS, make_layers, run_layers
 from normattn import Score
 from normattn.kernels import AttentionInputs, AttentionMask, attend, numerics, tiled
 from normattn.kernels.dispatch import KERNELS
@@ -135,7 +135,7 @@ def test_no_infinite_key_is_kept_where_the_host_cannot_look(
 )
 @pytest.mark.parametrize("case", ["causal", "window", "padding", "cap", "bias"])
 @torch.no_grad()
-def test_carried_scores_keep_it_from_earlier_rows(
+def test_residual_scores_keep_it_from_earlier_rows(
     case: str, value: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A key that is spoilt in one layer is seen, there and above, by the rows that see it."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from normattn import InputError, Score, attention
 from normattn.kernels import AttentionInputs, AttentionMask, attend, tiled
-from normattn.kernels.residual import CarriedScores
+from normattn.kernels.residual import ResidualScores
 from normattn.kernels.stats import Observation, observing
 from score import naive
 from score.cases import (
@@ -309,9 +309,13 @@ def test_looking_draws_no_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
 @both
 @pytest.mark.parametrize("mean", [False, True])
 @pytest.mark.parametrize("backend", ["auto", "concatenated", "reference"])
-def test_scores_that_layers_carry(backend: str, mean: bool, causal: bool) -> None:
+def test_residual_scores(backend: str, mean: bool, causal: bool) -> None:
     """Every layer's softmax is that of the sum of the products so far, or of their mean."""
-    carry, notes, sums = CarriedScores(mean), Notes(), torch.zeros(B, 4, 7, 7, dtype=torch.float64)
+    residual, notes, sums = (
+        ResidualScores(mean),
+        Notes(),
+        torch.zeros(B, 4, 7, 7, dtype=torch.float64),
+    )
     at = torch.arange(7)
     hidden = (at[:, None] < at) if causal else torch.zeros(7, 7, dtype=torch.bool)
     for layer in range(3):
@@ -322,7 +326,7 @@ def test_scores_that_layers_carry(backend: str, mean: bool, causal: bool) -> Non
         score = (sums / (layer + 1 if mean else 1)).masked_fill(hidden, -torch.inf)
         plain = torch.softmax(score, -1)
         with observing(notes):
-            out = attend(replace(problem, carry=carry), backend)
+            out = attend(replace(problem, residual_scores=residual), backend)
         close(out, plain @ v.repeat_interleave(2, 1), backend)
         found = notes.seen[layer][1]
         close(found.entropy, entropy_of(plain), backend)

@@ -1,6 +1,6 @@
 """`torch.compile` sees one graph, and its result and gradients are those without it.
 
-A carry that is undone in the backward runs between graphs where it is asked for by name.
+The buffer of residual scores runs between graphs where it is asked for by name.
 
 In a process of its own: the run-time type checks of the tests cannot be traced.
 """
@@ -43,11 +43,11 @@ found["cross-entropy"] = errors(
 
 def two_layers(q, k, v):
     for below in residual_layers(realformer.spec, 2):
-        q = attention(q, k, v, realformer, residual=below, backend="carried")
+        q = attention(q, k, v, realformer, residual=below, backend="residual")
     return q
 
 realformer = Score("Baseline-RealFormer", 2, 4)
-found["carried"] = errors(two_layers, (q, k, v), whole=False)
+found["residual"] = errors(two_layers, (q, k, v), whole=False)
 json.dump(found, sys.stdout)
 """
 TEXTS = ["KNA-logn@8", "CosA-RoPE(layout=interleaved)-ReRoPE(window=3)@8"]
@@ -57,6 +57,6 @@ TEXTS += ["Baseline-FIRE@8", "KNA-CoPE@8"]
 def test_one_graph_with_the_same_results() -> None:
     errors = of_program(PROGRAM, TEXTS)
     half = {"torch.bfloat16", "torch.float16"}
-    assert set(errors) == {*TEXTS, *half, "cross-entropy", "carried"}
+    assert set(errors) == {*TEXTS, *half, "cross-entropy", "residual"}
     assert all(errors[name] < 2e-2 for name in half), errors
     assert all(error < 2e-5 for name, error in errors.items() if name not in half), errors

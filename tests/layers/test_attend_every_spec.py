@@ -22,7 +22,6 @@ from score import naive, oracle
 from score.cases import (
     ALONE,
     BIASES,
-    CARRIES,
     GROWTHS,
     LAYOUTS,
     LOGN,
@@ -30,6 +29,7 @@ from score.cases import (
     NORMALISERS,
     PAIRED,
     PLACES,
+    RESIDUALS,
     SHAPES,
     VARIANTS,
     additions,
@@ -50,7 +50,7 @@ B, H, G, T, D = 2, 2, 1, 9, 4
 
 def test_the_cases_name_every_registered_part() -> None:
     grown = {name.partition("(")[0] for name in (*GROWTHS, *NORMALISERS, *BIASES, *PAIRED)}
-    named = {*VARIANTS, *LOGN, *grown, *METHODS, *SHAPES, *ALONE, *LAYOUTS, *CARRIES} - {""}
+    named = {*VARIANTS, *LOGN, *grown, *METHODS, *SHAPES, *ALONE, *LAYOUTS, *RESIDUALS} - {""}
     assert named | {"RoPE", "NoPE"} == set(parts())
     assert {method for _, method in PLACES} <= {*METHODS, ""}
 

@@ -119,7 +119,7 @@ def test_a_memory_can_be_reordered(score: str) -> None:
 
 
 @pytest.mark.parametrize("mean", [False, True])
-def test_scores_carried_between_layers_are_summed(mean: bool) -> None:
+def test_residual_scores_are_summed(mean: bool) -> None:
     score = "Baseline-NoPE-RealFormer" + ("(running_mean=true)" if mean else "")
     layers, lengths = [_layer(score), _layer(score)], [5, 3]
     nn.init.normal_(layers[1].q.weight)

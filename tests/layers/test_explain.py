@@ -81,10 +81,10 @@ def test_a_device_that_is_not_there_is_explained_too() -> None:
     assert explain("KNA-FoX", (1, 4, 512, 64), **arguments).kernel == "flex"
 
 
-def test_a_carry_is_told() -> None:
+def test_residual_scores_are_explained() -> None:
     """Scores are left to a kernel of their own; queries and keys are folded, for any kernel."""
     scores = explain("KNA-RealFormer", (1, 4, 512, 64))
-    assert scores.kernel == "carried"
+    assert scores.kernel == "residual"
     assert any(line.startswith("RealFormer") for line in scores.left)
     assert "scores of the layers below" in scores.refused["fused"]
     # About half of all pairs.

@@ -129,10 +129,10 @@ def test_outputs_and_gradients_of_every_kernel(
     assert {"auto", "strips", "reference"} <= set(served)
 
 
-def test_scores_of_the_layers_below_are_carried_by_head() -> None:
+def test_residual_scores_are_summed_by_head() -> None:
     """RealFormer sums scores, of which each head of a pair has its own."""
     q, k, v = tensors(*SHAPES)
-    for way in ("auto", "concatenated", "carried", "reference"):
+    for way in ("auto", "concatenated", "residual", "reference"):
         score = _score(Recipe("Baseline", "", "none"), "RealFormer-Differential")
         residual = residual_layers(score.spec, 2)
         assert residual is not None

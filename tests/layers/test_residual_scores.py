@@ -32,7 +32,7 @@ RECIPES = [
 both = pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
 
 
-def _carrying(recipe: Recipe, mean: bool = False) -> ScoreSpec:
+def _with_residual(recipe: Recipe, mean: bool = False) -> ScoreSpec:
     part = "RealFormer(running_mean=true)" if mean else "RealFormer"
     text, length = recipe.text.split("@")
     return ScoreSpec.parse(f"{text}-{part}@{length}")
@@ -69,7 +69,7 @@ def test_every_layer_reads_the_running_sum(
     turn = RECIPES.index(recipe)
     heads, groups, mean = 2, 1 + turn % 2, turn % 3 == 1
     padding = torch.arange(T) < torch.tensor([[0], [2]]) if turn % 2 else None
-    spec = _carrying(recipe, mean)
+    spec = _with_residual(recipe, mean)
     scores = _scores(recipe, spec, heads, groups)
     layers = [_drawn(heads, groups, layer) for layer in range(LAYERS)]
     gradients: dict[str, tuple[Tensor, ...]] = {}
@@ -136,7 +136,7 @@ def test_residual_features_are_sums(part: str, causal: bool) -> None:
 
 
 def test_what_is_hidden_in_a_layer_is_not_lost_to_the_sum() -> None:
-    """Carried before masks: a pair hidden below by a mask of its own still counts above."""
+    """Summed before masks: a pair hidden below by a mask of its own still counts above."""
     spec, every = ScoreSpec.parse("Baseline-NoPE-RealFormer"), torch.ones(T, T, dtype=torch.bool)
     first, second = _drawn(2, 2, 0), _drawn(2, 2, 1)
     for backend in ("auto", "reference", "concatenated"):

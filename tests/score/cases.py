@@ -53,7 +53,7 @@ NORMALISERS = (
     "Selective",
 )
 LAYOUTS = ("HWFA", "NoPEEvery", "FullEvery", "IRoPE")
-CARRIES = ("RealFormer", "ResidualQK", "ResidualQKV")
+RESIDUALS = ("RealFormer", "ResidualQK", "ResidualQKV")
 _WORDS = {"query_norm": "Q", "key_norm": "K", "weight": "gain", "bias": "bias"}
 
 

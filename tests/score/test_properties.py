@@ -150,7 +150,7 @@ def _text(part: Part) -> str:
 
 
 def _attend(score: Score, q: Tensor, k: Tensor, v: Tensor, backend: str, **options: Any) -> Tensor:
-    """The second of two equal layers where scores are carried, else the only one."""
+    """The second of two equal layers where scores are summed, else the only one."""
     spec, residual = score.eval().double().spec, residual_layers(score.spec, 2)
     options["causal"] = not spec.leaks_future
     # What layers make of their input, made of queries and keys here.
@@ -166,8 +166,8 @@ def _attend(score: Score, q: Tensor, k: Tensor, v: Tensor, backend: str, **optio
         backend = "strips"
     if residual is not None:
         assert spec.residual is not None
-        if spec.residual.carries == "scores" and backend in ("chunked", "strips"):
-            backend = "concatenated" if whole_rows else "carried"
+        if spec.residual.summed == "scores" and backend in ("chunked", "strips"):
+            backend = "concatenated" if whole_rows else "residual"
         attention(q, k, v, score, backend=backend, residual=residual[0], **options)
         options["residual"] = residual[1]
     out: Tensor = attention(q, k, v, score, backend=backend, **options)

@@ -20,7 +20,7 @@ from normattn.kernels.flex import flex_with_lse
 from normattn.kernels.inputs import AttentionInputs
 from normattn.kernels.numerics import showing_divergence
 from normattn.kernels.reference import reference_with_more, strip_rows, strips
-from normattn.kernels.residual import carried, concatenated
+from normattn.kernels.residual import concatenated, residual_attention
 from normattn.kernels.sdpa import PROCESSOR_FEATURES, fused
 from normattn.kernels.stats import Eye, Observation, look_over, observer
 from normattn.kernels.tiled import Plan
@@ -68,11 +68,14 @@ _FEATURES: dict[str, tuple[Callable[[AttentionInputs], bool], str]] = {
         lambda p: p.selection is not None,
         "it hands nothing on from a query to the next",
     ),
-    "no carry": (
-        lambda p: p.carry is None,
-        "it is for scores carried up through layers, and there are none",
+    "no residual scores": (
+        lambda p: p.residual_scores is None,
+        "it is for residual scores, summed over the layers, and there are none",
     ),
-    "carry": (lambda p: p.carry is not None, "it takes no scores of the layers below"),
+    "residual scores": (
+        lambda p: p.residual_scores is not None,
+        "it takes no scores of the layers below",
+    ),
     "sink": (lambda p: p.sink is not None, "it has no sink"),
     "cap": (lambda p: p.cap is not None, "it has no cap"),
     "sliding window": (
@@ -125,7 +128,14 @@ _FEATURES: dict[str, tuple[Callable[[AttentionInputs], bool], str]] = {
 }
 FEATURES: Mapping[str, Feature] = {name: Feature(*of) for name, of in _FEATURES.items()}
 _ALL = frozenset(FEATURES)
-_TILED = _ALL - {"pairs", "normaliser", "selection", "mask gradient", "carry", "torch.func"}
+_TILED = _ALL - {
+    "pairs",
+    "normaliser",
+    "selection",
+    "mask gradient",
+    "residual scores",
+    "torch.func",
+}
 _PLAIN = _TILED - {
     *("bias", "sink", "cap", "sliding window", "documents", "mask", "padding"),
     "irregular positions",
@@ -152,8 +162,10 @@ class Kernel(NamedTuple):
         for name, feature in FEATURES.items():
             if name not in self.serves and feature.shown(inputs):
                 return feature.refusal
-        # Where scores are carried, one kernel sums those of all layers.
-        if inputs.carry is not None and (reason := inputs.carry.elsewhere(self.name)):
+        # With residual scores one kernel sums those of all layers.
+        if inputs.residual_scores is not None and (
+            reason := inputs.residual_scores.elsewhere(self.name)
+        ):
             return reason
         if lse and "lse" not in self.gives:
             return "it gives no log-sum-exp"
@@ -197,16 +209,16 @@ KERNELS: tuple[Kernel, ...] = (
         "flex_attention, compiled: nearly anything on CUDA, two regimes in two calls",
     ),
     Kernel(
-        "carried",
-        _observed(carried),
-        (_TILED | {"carry"}) - {"no carry", "two regimes"},
+        "residual",
+        _observed(residual_attention),
+        (_TILED | {"residual scores"}) - {"no residual scores", "two regimes"},
         ("statistics",),
         "scores of all layers in one buffer, undone in the backward; one number per pair",
     ),
     Kernel(
         "concatenated",
         lambda inputs, eye, lse: attend_with_lse(concatenated(inputs), lse=lse),
-        _ALL - {"no carry", "two regimes", "mask gradient", "torch.func"},
+        _ALL - {"no residual scores", "two regimes", "mask gradient", "torch.func"},
         ("lse",),
         "the features of all layers side by side, by any kernel that serves the rest",
     ),
@@ -220,7 +232,7 @@ KERNELS: tuple[Kernel, ...] = (
     Kernel(
         "strips",
         _observed(strips),
-        _ALL - {"carry", "torch.func"},
+        _ALL - {"residual scores", "torch.func"},
         ("statistics", "second derivative"),
         "the definition by strips of whole rows, each computed once more in the backward",
     ),
@@ -262,7 +274,7 @@ _FEW_FEATURES, _MANY_KEYS = 32, 2048
 
 def _order(inputs: AttentionInputs) -> Iterator[tuple[str, str]]:
     """Names of kernels, the best first, and why each stands where it does."""
-    if inputs.carry is not None:
+    if inputs.residual_scores is not None:
         yield from _residual_order(inputs)
     elif inputs.q.device.type == "cpu":
         yield from _cpu_order(inputs)
@@ -294,16 +306,16 @@ def _tiles_win() -> bool:
 
 def _residual_order(inputs: AttentionInputs) -> Iterator[tuple[str, str]]:
     """The ways to sum scores up, which layers above the lowest have no choice of."""
-    assert inputs.carry is not None
-    if inputs.carry.way is not None:
-        yield inputs.carry.way, "the layers below were summed by it"
+    assert inputs.residual_scores is not None
+    if inputs.residual_scores.way is not None:
+        yield inputs.residual_scores.way, "the layers below were summed by it"
     if torch.compiler.is_compiling():
         yield "concatenated", "a compiler takes no buffer that is undone in the backward"
     if inputs.q.device.type != "cpu":
         yield "concatenated", "one product of the features of all layers suits a GPU"
     if _few_features(inputs):
         yield "concatenated", "so few features of all layers cost less than a buffer of all pairs"
-    yield "carried", "one buffer for all layers, and no more products than without a carry"
+    yield "residual", "one buffer for all layers, and no more products than without residual scores"
     yield "concatenated", "it leaves what the buffer cannot serve to another kernel"
 
 
@@ -314,8 +326,8 @@ def _few_features(inputs: AttentionInputs) -> bool:
     tokens and 0.94 at 4096, 1.11 at 1024 and 1.20 at 512; 3 layers 1.27, 6 layers 1.68, and D = 64
     1.26 at 1024.
     """
-    assert inputs.carry is not None
-    layers, keys = inputs.carry.layers, inputs.v.shape[2]
+    assert inputs.residual_scores is not None
+    layers, keys = inputs.residual_scores.layers, inputs.v.shape[2]
     few = layers is not None and layers * inputs.q.shape[3] <= _FEW_FEATURES
     return few and inputs.q.shape[2] > 1 and keys >= _MANY_KEYS
 
@@ -376,8 +388,8 @@ def working_bytes(kernel: str, inputs: AttentionInputs) -> int:
     """Bytes of a forward beside q, k, v and the output: an estimate.
 
     The reference holds scores and weights, T × S each, strips those of some rows; torch's kernels a
-    log-sum-exp, and of two parts their outputs; tiles one tile of scores; a carry, which serves all
-    layers, a number for each pair.
+    log-sum-exp, and of two parts their outputs; tiles one tile of scores; the buffer
+    of residual scores, one for all layers, a number for each pair.
     """
     batch, heads, rows, _ = inputs.q.shape
     number = max(4, inputs.q.element_size())
@@ -392,7 +404,7 @@ def working_bytes(kernel: str, inputs: AttentionInputs) -> int:
     if kernel == "two-regime":
         # Each part's output and log-sum-exp, and those of both for their shares.
         return 2 * batch * heads * rows * inputs.v.shape[3] * inputs.q.element_size() + 4 * lines
-    if kernel == "carried":
+    if kernel == "residual":
         pairs: int = sum((t.rows.stop - t.rows.start) * t.width for t in Plan.of(inputs).tiles)
         return _tile(inputs) + batch * heads * pairs * number
     return _tile(inputs)
@@ -472,7 +484,7 @@ def attend_with_lse(
     inputs: AttentionInputs, backend: str = "auto", lse: bool = True
 ) -> tuple[Float[Tensor, "b h t e"], Float[Tensor, "b h t"] | None]:
     """The same, and the log-sum-exp of each row, which `AttentionOutput` describes."""
-    if inputs.carry is not None and choose(inputs, backend, lse).name == "concatenated":
+    if inputs.residual_scores is not None and choose(inputs, backend, lse).name == "concatenated":
         return attend_with_lse(concatenated(inputs), lse=lse)
     by = observer()
     if by is None:

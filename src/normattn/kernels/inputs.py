@@ -181,7 +181,7 @@ class Selection:
 
 @dataclass(frozen=True)
 class Stack:
-    """What all layers that share one carry have in common."""
+    """What all layers that share residual scores have in common."""
 
     batch: int
     heads: int
@@ -198,8 +198,8 @@ class Stack:
 
 
 @runtime_checkable
-class CarriedSum(Protocol):
-    """Scores that the layers of one forward pass sum up: `kernels.carry.CarriedScores`.
+class ScoreSum(Protocol):
+    """Scores that the layers of one forward pass sum up: `kernels.residual.ResidualScores`.
 
     `layers` is how many there will be, if that is known; `way` the kernel that sums them.
     """
@@ -268,8 +268,8 @@ class AttentionInputs:
     H. With two regimes k may hold the keys from column `near_start` on only: those before are far
     for every row. bias (H, R) has a value for every distance 0 … R − 1 that occurs; `pairs` add one
     that depends on both positions; a `selection` is subtracted. A query that sees no key gets 0.
-    With a `carry` the product is the sum of ⟨q_i, k_j⟩ over this layer and those below, or its
-    mean, and this layer joins it. `finite`: all queries and keys are known to be.
+    With `residual_scores` the product is the sum, or the mean, of ⟨q_i, k_j⟩ over this layer and
+    those below. `finite`: all queries and keys are known to be.
     """
 
     q: Float[Tensor, "b h t d"]
@@ -284,7 +284,7 @@ class AttentionInputs:
     sink: Float[Tensor, " h"] | None = None
     cap: float | None = None
     near_start: int = 0
-    carry: CarriedSum | None = None
+    residual_scores: ScoreSum | None = None
     pairs: PairBias | None = None
     normaliser: Normaliser | None = None
     selection: Selection | None = None
@@ -302,7 +302,7 @@ class AttentionInputs:
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """All the rest by name, but for the carry."""
+        """All the rest by name, but for residual scores."""
         return {name: getattr(self, name) for name in _SETTINGS}
 
     @staticmethod
@@ -322,7 +322,9 @@ class AttentionInputs:
         if self.q.element_size() != 2:
             return self
         wide = [None if x is None else x.float() for x in self.tensors]
-        return replace(AttentionInputs.of(self.settings, wide), carry=self.carry)
+        return replace(
+            AttentionInputs.of(self.settings, wide), residual_scores=self.residual_scores
+        )
 
     def expanded(self) -> AttentionInputs:
         """The same inputs with one key head per query head."""
@@ -340,7 +342,9 @@ class AttentionInputs:
 
 LEARNED = ("q", "k", "v", "far_q", "far_k", "bias", "sink")
 """The tensors that a gradient may reach."""
-_SETTINGS = tuple(x.name for x in fields(AttentionInputs) if x.name not in (*LEARNED, "carry"))
+_SETTINGS = tuple(
+    x.name for x in fields(AttentionInputs) if x.name not in (*LEARNED, "residual scores")
+)
 
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

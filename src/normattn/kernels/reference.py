@@ -51,9 +51,9 @@ def _whole(
     """The output, the scores, and the rows that see no key, whose scores are 0."""
     p = inputs.widened().expanded()
     score = _products(p)
-    if p.carry is not None:
-        p.carry.enter("reference", inputs.stack)
-        score = p.carry.stored(score)
+    if p.residual_scores is not None:
+        p.residual_scores.enter("reference", inputs.stack)
+        score = p.residual_scores.stored(score)
     if p.cap is not None:
         score = p.cap * torch.tanh(score / p.cap)
     if p.bias is not None:

@@ -2,7 +2,7 @@
 
 The sum is held in one of three ways, which the lowest layer's kernel decides for all:
 
-- carried: one buffer of scores for the whole stack. Going up, layer n adds its products to it in
+- residual: one buffer of scores for the whole stack. Going up, layer n adds its products to it in
   place, tile by tile, and attends with softmax of the sums. Coming down, its backward finds s_n in
   the buffer, adds its gradient to a second buffer (that of s_m is the sum of those of all layers
   from m on), and takes its products away again. So a stack of any depth holds one or two numbers
@@ -39,15 +39,15 @@ from normattn.kernels.tile_scores import TileScores, Workspace
 from normattn.kernels.tiled import Group, Plan, Tile, hide_edges
 from normattn.kernels.tiled_backward import backward_tiles, draw_seed, forward_tiles
 
-WAYS = ("carried", "concatenated", "reference")
+WAYS = ("residual", "concatenated", "reference")
 """The kernels that hold a sum: what the lowest layer begins, no other can go on with."""
 
 
-class CarriedScores:
+class ResidualScores:
     """s_n = Σ_m q_m k_mᵀ, m = 1 … n, before masks, biases and caps; `mean`: over n.
 
     The kernel of the lowest layer decides how the sum is held, and all other layers follow:
-    "carried" in one buffer that every layer updates in place, "concatenated" as the queries and
+    "residual" in one buffer that every layer updates in place, "concatenated" as the queries and
     keys of all layers, "reference" as one tensor known to autograd. `layers` is how many there
     will be, if that is known. The last two serve a layer that a backward computes once more.
     """
@@ -94,7 +94,7 @@ class CarriedScores:
         forward ran without gradients.
         """
         if self._task != _backward_running():
-            if way == "carried" or not self._numbered:
+            if way == "residual" or not self._numbered:
                 raise InputError(
                     "the buffer of residual scores cannot be filled once more in a backward, as "
                     "activation checkpointing of single layers does: checkpoint the whole stack, "
@@ -107,10 +107,10 @@ class CarriedScores:
                 )
         if self.stack is not None and self.stack != stack:
             raise InputError(
-                f"all layers that carry scores must have the same shape, but below is {self.stack} "
-                f"and here {stack}; make a new carry for each forward"
+                "all layers that share residual scores must have the same shape, but "
+                f"below is {self.stack} and here {stack}; each forward needs new `ResidualScores`"
             )
-        if way != "carried" and self._next > len(self._sums if way == "reference" else self._keys):
+        if way != "residual" and self._next > len(self._sums if way == "reference" else self._keys):
             raise InputError(
                 f"layer {self._next} adds to the scores of the layers below, which have not all "
                 "run: run all layers of the stack in every forward, bottom first"
@@ -201,8 +201,8 @@ class Ledger:
             self.sums = ScoreBuffer(like, plan)
         if self.sums is None or self.at != number - 1:
             raise InputError(
-                "a layer was to add to carried scores that a backward has undone already: make a "
-                "new carry for each forward"
+                "a layer was to add to residual scores that a backward has undone already: make a "
+                "new `ResidualScores` for each forward"
             )
         self._refuse_other_pairs(plan)
         self.at = number
@@ -240,12 +240,13 @@ class Ledger:
         for one in ("causal", "window", "kept"):
             if getattr(mine.seen, one) != getattr(theirs.seen, one):
                 raise InputError(
-                    "all layers that carry scores must see the same pairs, but causality or the "
-                    "sliding window differs between them"
+                    "all layers that share residual scores must see the same pairs, but "
+                    "causality or the sliding window differs between them"
                 )
         if mine.shape.aligned != theirs.shape.aligned:
             raise InputError(
-                "all layers that carry scores must see the same pairs, but positions differ"
+                "all layers that share residual scores must see the same pairs, but "
+                "positions differ"
             )
 
 
@@ -315,7 +316,7 @@ class _Position(NamedTuple):
     learning: bool
 
 
-class _Carried(torch.autograd.Function):
+class _ResidualAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -340,12 +341,12 @@ class _Carried(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative("the carried kernel", "backend='reference'")
+        refuse_second_derivative("the residual kernel", "backend='reference'")
         ledger, position, settings, seed = ctx.rest
         number = position.number
         if ledger.at < number:
             raise InputError(
-                "carried scores are undone in a backward and serve one only: add the losses and "
+                "residual scores are undone in a backward and serve one only: add the losses and "
                 "call backward once, or use backend='reference' or 'concatenated'"
             )
         given = AttentionInputs.of(settings, ctx.saved_tensors)
@@ -359,7 +360,7 @@ class _Carried(torch.autograd.Function):
         return (None, None, None, None, None, grads[1], *sums.all(given))
 
 
-def carried(inputs: AttentionInputs, eye: Eye | None = None) -> Float[Tensor, "b h t e"]:
+def residual_attention(inputs: AttentionInputs, eye: Eye | None = None) -> Float[Tensor, "b h t e"]:
     """softmax(Σ_m q_m k_mᵀ) · v, the products of this layer joining those of the layers below.
 
     `eye` looks on, and changes nothing. Raises `InputError` where the layers below have another
@@ -368,22 +369,22 @@ def carried(inputs: AttentionInputs, eye: Eye | None = None) -> Float[Tensor, "b
     """
     # `disable` loads the compiler, which takes longer than torch itself: only where one runs.
     if torch.compiler.is_compiling():
-        out: Tensor = torch.compiler.disable(_carried)(inputs, eye)  # type: ignore[no-untyped-call]
+        out: Tensor = torch.compiler.disable(_residual_attention)(inputs, eye)  # type: ignore[no-untyped-call]
         return out
-    return _carried(inputs, eye)
+    return _residual_attention(inputs, eye)
 
 
-def _carried(inputs: AttentionInputs, eye: Eye | None) -> Tensor:
-    state = inputs.carry
-    assert isinstance(state, CarriedScores)
-    state.enter("carried", inputs.stack)
+def _residual_attention(inputs: AttentionInputs, eye: Eye | None) -> Tensor:
+    state = inputs.residual_scores
+    assert isinstance(state, ResidualScores)
+    state.enter("residual", inputs.stack)
     if state.ledger is None:
         state.ledger = Ledger(Plan.of(inputs))
     token = inputs.q.new_empty(0) if state.token is None else state.token
     tensors = inputs.tensors
     wanted = any(x is not None and x.requires_grad for x in (token, *tensors))
     position = _Position(state.count, state.share, wanted and torch.is_grad_enabled())
-    out, state.token = _Carried.apply(  # type: ignore[no-untyped-call]
+    out, state.token = _ResidualAttention.apply(  # type: ignore[no-untyped-call]
         *(state.ledger, position, inputs.settings, draw_seed(inputs), eye, token, *tensors)
     )
     attended: Tensor = out
@@ -392,8 +393,8 @@ def _carried(inputs: AttentionInputs, eye: Eye | None) -> Tensor:
 
 def concatenated(inputs: AttentionInputs) -> AttentionInputs:
     """The same inputs without a residual: their features are those of this layer and all below."""
-    state = inputs.carry
+    state = inputs.residual_scores
     assert state is not None
     state.enter("concatenated", inputs.stack)
     q, k = state.features(inputs.q, inputs.k)
-    return replace(inputs, q=q, k=k, carry=None)
+    return replace(inputs, q=q, k=k, residual_scores=None)

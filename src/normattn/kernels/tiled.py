@@ -183,7 +183,7 @@ class Plan:
             *(queries, keys, max(1, ROWS // repeat), p.window, p.near_start),
             *(aligned, seen.causal, seen.window, seen.kept),
         )
-        backwards = aligned and p.bias is not None and p.carry is None and queries > 1
+        backwards = aligned and p.bias is not None and p.residual_scores is None and queries > 1
         return Plan(shape, repeat, seen, _reach(p) if narrow else None, backwards)
 
     @property

@@ -158,12 +158,14 @@ def _inputs(
     v = pair_values(spec, v, size)
     run(plan, score, q, k, v, gate=gate, forget_sums=sums, kernel=note)
     tensors = [None if x is None else _StandIn(x, device) for x in noted[-1].tensors]
-    return replace(AttentionInputs.of(noted[-1].settings, tensors), carry=noted[-1].carry)
+    return replace(
+        AttentionInputs.of(noted[-1].settings, tensors), residual_scores=noted[-1].residual_scores
+    )
 
 
 def _folded_and_left(spec: ScoreSpec) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """What is folded into q and k, and what a kernel has to do."""
-    summed = spec.residual is not None and spec.residual.carries == "scores"
+    summed = spec.residual is not None and spec.residual.summed == "scores"
     features, scores = (None, spec.residual) if summed else (spec.residual, None)
     windows = [part for part in spec.parts if part.slot.value == "window"]
     inside = (spec.variant, spec.logn, spec.order, spec.position, spec.rope_scaling, features)

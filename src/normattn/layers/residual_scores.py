@@ -14,7 +14,7 @@ from torch import Tensor
 from normattn.errors import InputError
 from normattn.kernels import AttentionInputs, attend
 from normattn.kernels.inputs import Stack
-from normattn.kernels.residual import CarriedScores
+from normattn.kernels.residual import ResidualScores
 from normattn.score import ScoreSpec
 
 
@@ -25,7 +25,7 @@ class ResidualLayer:
     gets from below what it got before.
     """
 
-    def __init__(self, sums: CarriedScores | FeatureSums, layer: int) -> None:
+    def __init__(self, sums: ResidualScores | FeatureSums, layer: int) -> None:
         self._sums, self._layer = sums, layer
 
     def join(self, inputs: AttentionInputs) -> AttentionInputs:
@@ -33,7 +33,7 @@ class ResidualLayer:
         if isinstance(self._sums, FeatureSums):
             return self._sums.join(inputs, self._layer)
         self._sums.begin(self._layer)
-        return replace(inputs, carry=self._sums)
+        return replace(inputs, residual_scores=self._sums)
 
     def attend(self, inputs: AttentionInputs, backend: str = "auto") -> Float[Tensor, "b h t e"]:
         """softmax(score) · v with the residual in the score."""
@@ -94,9 +94,9 @@ def residual_layers(spec: ScoreSpec, layers: int) -> tuple[ResidualLayer, ...] |
     """
     if spec.residual is None:
         return None
-    sums: CarriedScores | FeatureSums
-    if spec.residual.carries == "scores":
-        sums = CarriedScores(spec.residual.mean, layers)
+    sums: ResidualScores | FeatureSums
+    if spec.residual.summed == "scores":
+        sums = ResidualScores(spec.residual.mean, layers)
     else:
         sums = FeatureSums(("q", "k", "v") if spec.residual.values else ("q", "k"))
     return tuple(ResidualLayer(sums, layer) for layer in range(layers))

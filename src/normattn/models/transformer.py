@@ -162,7 +162,7 @@ class Blocks(nn.ModuleList):
         if residual is None:
             return [context] * self.layers
         assert score.residual is not None
-        if self._recomputes and score.residual.carries == "scores" and context.backend == "auto":
+        if self._recomputes and score.residual.summed == "scores" and context.backend == "auto":
             # A buffer of summed scores cannot be filled once more in a backward pass; the queries
             # and keys of all layers, side by side, can.
             context = replace(context, backend="concatenated")

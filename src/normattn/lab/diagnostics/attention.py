@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from normattn.errors import InputError
 from normattn.kernels import AttentionInputs
-from normattn.kernels.inputs import CarriedSum
+from normattn.kernels.inputs import ScoreSum
 from normattn.kernels.reference import reference, strips
 from normattn.kernels.stats import Observation, observing
 from normattn.lab.diagnostics.collector import Watcher, named_layers
@@ -58,19 +58,17 @@ class ResidualSum:
     """
 
     def __init__(self) -> None:
-        self._layers: WeakKeyDictionary[CarriedSum, list[tuple[Tensor, Tensor]]] = (
-            WeakKeyDictionary()
-        )
+        self._layers: WeakKeyDictionary[ScoreSum, list[tuple[Tensor, Tensor]]] = WeakKeyDictionary()
 
     def alone(self, inputs: AttentionInputs) -> AttentionInputs:
         """The same scores as one product: of the features of all layers so far."""
-        residual = inputs.carry
+        residual = inputs.residual_scores
         if residual is None:
             return inputs
         layers = self._layers.setdefault(residual, [])
         layers.append((inputs.q, inputs.k))
         q, k = (torch.cat(parts, -1) for parts in zip(*layers, strict=True))
-        return replace(inputs, q=q / len(layers) if residual.mean else q, k=k, carry=None)
+        return replace(inputs, q=q / len(layers) if residual.mean else q, k=k, residual_scores=None)
 
 
 def attention_weights(

@@ -1,6 +1,6 @@
 """Do residual attention scores make a better encoder? (RealFormer, arXiv 2012.11747, kexue 8027)
 
-Masked language models that differ in where norms stand and in whether scores are carried from layer
+Masked language models that differ in where norms stand and in whether scores are summed from layer
 to layer are trained alike. They are compared in what they predict, in what happens layer by layer,
 and in the learning rates and dropouts that they tolerate, with and without warm-up.
 """

@@ -54,7 +54,7 @@ PASSES = 9
 
 
 class Encoder(Settings):
-    """A row of the table: where norms stand, how scores are carried, and what else differs.
+    """A row of the table: where norms stand, how scores are summed, and what else differs.
 
     `half`: half the steps, with a schedule that ends there. `start` is the row whose trained
     weights initialise this one.

@@ -20,7 +20,7 @@ class ResidualPart(Part):
     """
 
     slot = Slot.RESIDUAL
-    carries: ClassVar[Literal["scores", "features"]]
+    summed: ClassVar[Literal["scores", "features"]]
     values: ClassVar[bool] = False
     excludes: ClassVar[Mapping[Slot, str]] = {
         Slot.REMAPPING: "one score per pair goes up through the layers, not two regimes or a "
@@ -58,7 +58,7 @@ class RealFormer(ResidualPart):
     summary = "scores are summed up from layer to layer"
     equation = "s_n = λ·⟨q_n, k_n⟩ + s_{n−1} (running_mean: s_n/n)"
     source = "arXiv 2012.11747"
-    carries = "scores"
+    summed = "scores"
     running_mean: bool = False
 
     @property
@@ -80,7 +80,7 @@ class ResidualQK(ResidualPart):
     summary = "queries and keys are summed up from layer to layer"
     equation = "s_n = ⟨Σ_m λ q_m, Σ_m k_m⟩, m ≤ n"
     source = "kexue.fm/archives/8027 (eq. 3)"
-    carries = "features"
+    summed = "features"
 
 
 @register
@@ -95,5 +95,5 @@ class ResidualQKV(ResidualPart):
     summary = "queries, keys and values are summed up from layer to layer"
     equation = "s_n = ⟨Σ_m λ q_m, Σ_m k_m⟩, read from Σ_m v_m, m ≤ n"
     source = "kexue.fm/archives/8027 (comments)"
-    carries = "features"
+    summed = "features"
     values = True

@@ -1,6 +1,6 @@
-"""Layers whose scores are carried up, and an oracle that writes the sum out.
+"""Layers with residual scores, and an oracle that writes the sum out.
 
-The oracle adds whole matrices and leaves the gradients to autograd; it knows no tiles and no carry.
+The oracle adds whole matrices and leaves the gradients to autograd, without tiles or a buffer.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from normattn.kernels import AttentionInputs, AttentionMask, attend
-from normattn.kernels.residual import CarriedScores
+from normattn.kernels.residual import ResidualScores
 
-WAYS = ("carried", "concatenated", "reference")
+WAYS = ("residual", "concatenated", "reference")
 
 
 @dataclass(frozen=True)
@@ -115,8 +115,8 @@ def inputs_of(layers: list[AttentionInputs]) -> list[Tensor]:
 
 
 def run_layers(layers: list[AttentionInputs], way: str, mean: bool = False) -> list[Tensor]:
-    carry = CarriedScores(mean)
-    return [attend(replace(layer, carry=carry), way) for layer in layers]
+    residual = ResidualScores(mean)
+    return [attend(replace(layer, residual_scores=residual), way) for layer in layers]
 
 
 def by_hand(layers: list[AttentionInputs], mean: bool = False) -> list[Tensor]:

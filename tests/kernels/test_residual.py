@@ -1,4 +1,4 @@
-"""Scores carried up through layers: every way of holding them against the sum written out."""
+"""Residual scores: every way of holding them against the sum written out."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from hypothesis import settings
 from torch import Tensor
 
-from kernels.carried_layers import (
+from kernels.residual_layers import (
     CASES,
     WAYS,
     Shape,
@@ -42,25 +42,25 @@ def test_outputs_and_gradients_of_four_layers(case: str, mean: bool, way: str) -
 def test_no_layer_of_depth_three_forgets_the_lowest() -> None:
     """The trap: a residual of two layers, because what is handed on lacks what came from below."""
     layers = causal_layers(3)
-    whole = run_layers(layers, "carried")[2]
-    pair = run_layers(layers[1:], "carried")[1]
+    whole = run_layers(layers, "residual")[2]
+    pair = run_layers(layers[1:], "residual")[1]
     assert (whole - pair).abs().max() > 0.1
     torch.testing.assert_close(whole, by_hand(layers)[2])
 
 
 def test_a_bias_does_not_compound() -> None:
-    """The trap: a bias within what is carried would count n times in layer n."""
+    """The trap: a bias within the sum would count n times in layer n."""
     shape = Shape(repeat=1)
     slopes = -torch.arange(21.0, dtype=torch.float64).expand(2, -1)
     layers = make_layers(shape, seen_by(shape), {"bias": slopes}, {})
     silent = [replace(p, q=torch.zeros_like(p.q)) for p in layers]
-    outs = run_layers(silent, "carried")
+    outs = run_layers(silent, "residual")
     alone = [attend(p, "reference") for p in silent]
     for one, two in zip(outs, alone, strict=True):
         torch.testing.assert_close(one, two)
 
 
-@pytest.mark.parametrize("way", ["carried", "concatenated"])
+@pytest.mark.parametrize("way", ["residual", "concatenated"])
 def test_dropout_is_the_same_in_the_backward(way: str) -> None:
     shape = Shape(batch=1, repeat=1, rows=9, keys=9)
     layers = make_layers(shape, seen_by(shape), {"dropout": 0.4}, {}, count=3)
@@ -87,6 +87,6 @@ def test_gradients_in_float32_are_within_1e_5_of_float64() -> None:
         exact = make_layers(shape, seen_by(shape, causal), {}, {}, 6)
         single = make_layers(shape, seen_by(shape, causal), {}, {}, 6, torch.float32)
         expected = torch.autograd.grad(weighted(by_hand(exact)), inputs_of(exact))
-        found = torch.autograd.grad(weighted(run_layers(single, "carried")), inputs_of(single))
+        found = torch.autograd.grad(weighted(run_layers(single, "residual")), inputs_of(single))
         for one, two in zip(found, expected, strict=True):
             assert (one - two).norm() <= 1e-5 * two.norm()

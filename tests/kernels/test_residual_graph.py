@@ -1,4 +1,4 @@
-"""Carried scores in autograd: exits, several backwards, checkpoints, and what is kept alive."""
+"""Residual scores in autograd: exits, several backwards, checkpoints, and what is kept alive."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from kernels.carried_layers import (
+from kernels.residual_layers import (
     WAYS,
     Shape,
     by_hand,
@@ -25,7 +25,7 @@ from kernels.carried_layers import (
 )
 from normattn import InputError
 from normattn.kernels import AttentionInputs, attend, reasons, tiled
-from normattn.kernels.residual import CarriedScores
+from normattn.kernels.residual import ResidualScores
 
 every_way = pytest.mark.parametrize("way", WAYS)
 
@@ -54,7 +54,7 @@ def test_a_loss_at_an_early_exit(exit_after: int, way: str) -> None:
 
 
 @every_way
-def test_a_gradient_through_the_carry_alone(way: str) -> None:
+def test_a_gradient_through_the_sum_alone(way: str) -> None:
     """Only the top layer's output counts: the others are reached by their scores."""
     layers = causal_layers()
     wanted = [layers[0].q, layers[0].k, layers[1].q, layers[2].v]
@@ -74,11 +74,11 @@ def test_layers_that_want_no_gradient(way: str) -> None:
 
 def test_a_second_backward_is_refused_by_name() -> None:
     layers = causal_layers()
-    loss = weighted(run_layers(layers, "carried"))
+    loss = weighted(run_layers(layers, "residual"))
     torch.autograd.backward([loss], retain_graph=True)
     with pytest.raises(InputError, match="undone in a backward and serve one only"):
         torch.autograd.backward([loss])
-    outs = run_layers(layers, "carried")
+    outs = run_layers(layers, "residual")
     torch.autograd.backward([weighted(outs[:1])], retain_graph=True)
     with pytest.raises(InputError, match="add the losses and call backward once"):
         torch.autograd.backward([weighted(outs)])
@@ -94,8 +94,8 @@ def test_the_other_ways_serve_a_second_backward(way: str) -> None:
 
 def test_a_second_derivative_is_refused_or_given() -> None:
     layers = causal_layers()
-    loss = weighted(run_layers(layers, "carried"))
-    with pytest.raises(InputError, match="carried kernel gives no second derivatives"):
+    loss = weighted(run_layers(layers, "residual"))
+    with pytest.raises(InputError, match="residual kernel gives no second derivatives"):
         torch.autograd.grad(loss, layers[0].q, create_graph=True)
     loss = weighted(run_layers(layers, "reference"))
     (first,) = torch.autograd.grad(loss, layers[0].q, create_graph=True)
@@ -105,12 +105,12 @@ def test_a_second_derivative_is_refused_or_given() -> None:
 @every_way
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpointed_layer_is_refused_by_name(reentrant: bool, way: str) -> None:
-    carry = CarriedScores()
+    residual = ResidualScores()
     outs = []
     for p in causal_layers():
 
         def layer(q: Tensor, k: Tensor, v: Tensor, p: AttentionInputs = p) -> Tensor:
-            return attend(replace(p, q=q, k=k, v=v, carry=carry), way)
+            return attend(replace(p, q=q, k=k, v=v, residual_scores=residual), way)
 
         outs.append(checkpoint(layer, p.q, p.k, p.v, use_reentrant=reentrant))
     with pytest.raises(InputError, match="activation checkpointing of single layers"):
@@ -133,14 +133,14 @@ def test_a_whole_stack_can_be_checkpointed(way: str) -> None:
 
 @every_way
 def test_layers_must_have_one_shape(way: str) -> None:
-    carry = CarriedScores()
+    residual = ResidualScores()
     first, other = (
         causal_layers(1)[0],
         make_layers(Shape(rows=9), seen_by(Shape(rows=9)), {}, {}, 1)[0],
     )
-    attend(replace(first, carry=carry), way)
+    attend(replace(first, residual_scores=residual), way)
     with pytest.raises(InputError, match=r"must have the same shape.*21 queries.*9 queries"):
-        attend(replace(other, carry=carry), way)
+        attend(replace(other, residual_scores=residual), way)
 
 
 def test_layers_must_see_the_same_pairs() -> None:
@@ -150,59 +150,61 @@ def test_layers_must_see_the_same_pairs() -> None:
         seen_by(Shape(), False),
         seen_by(Shape(), aligned=False),
     ):
-        carry = CarriedScores()
-        attend(replace(first, carry=carry), "carried")
+        residual = ResidualScores()
+        attend(replace(first, residual_scores=residual), "residual")
         with pytest.raises(InputError, match="must see the same pairs"):
-            attend(replace(first, carry=carry, visibility=seen), "carried")
+            attend(replace(first, residual_scores=residual, visibility=seen), "residual")
 
 
 def test_one_kernel_serves_all_layers() -> None:
     first, second = causal_layers(2)
     for way in WAYS:
-        carry = CarriedScores()
-        attend(replace(first, carry=carry), way)
-        decision = reasons(replace(second, carry=carry))
+        residual = ResidualScores()
+        attend(replace(first, residual_scores=residual), way)
+        decision = reasons(replace(second, residual_scores=residual))
         assert decision.kernel == way
         assert "layers below were summed by it" in decision.why
         for other in set(WAYS) - {way}:
             with pytest.raises(InputError, match=f"summed by the {way} kernel"):
-                attend(replace(second, carry=carry), other)
+                attend(replace(second, residual_scores=residual), other)
 
 
 def test_where_no_kernel_can_go_on_the_reason_is_said() -> None:
     first, second = causal_layers(2)
-    carry = CarriedScores()
-    attend(replace(first, carry=carry), "carried")
+    residual = ResidualScores()
+    attend(replace(first, residual_scores=residual), "residual")
     learned = torch.zeros(second.q.shape[2], second.v.shape[2], requires_grad=True)
     mask = replace(second.visibility, mask=learned.to(second.q.dtype))
-    with pytest.raises(InputError, match="summed by the carried kernel"):
-        reasons(replace(second, visibility=mask, carry=carry))
+    with pytest.raises(InputError, match="summed by the residual kernel"):
+        reasons(replace(second, visibility=mask, residual_scores=residual))
 
 
 def test_features_side_by_side_where_they_are_few_and_keys_many() -> None:
     def chosen(layers: int | None, size: int, keys: int) -> str:
         shape = Shape(1, 1, 1, keys, keys, size, size)
         (problem,) = make_layers(shape, seen_by(shape), {}, {}, 1)
-        return reasons(replace(problem, carry=CarriedScores(layers=layers))).kernel
+        return reasons(replace(problem, residual_scores=ResidualScores(layers=layers))).kernel
 
     assert chosen(2, 16, 2048) == "concatenated"
-    assert {chosen(None, 16, 2048), chosen(3, 16, 2048), chosen(2, 16, 2047)} == {"carried"}
+    assert {chosen(None, 16, 2048), chosen(3, 16, 2048), chosen(2, 16, 2047)} == {"residual"}
 
 
-def test_a_kernel_without_a_carry_says_so() -> None:
+def test_a_kernel_without_residual_scores_says_so() -> None:
     first = causal_layers(1)[0]
     with pytest.raises(InputError, match="takes no scores of the layers below"):
-        attend(replace(first, carry=CarriedScores()), "chunked")
-    with pytest.raises(InputError, match="carried up through layers, and there are none"):
-        attend(first, "carried")
+        attend(replace(first, residual_scores=ResidualScores()), "chunked")
+    with pytest.raises(
+        InputError, match="residual scores, summed over the layers, and there are none"
+    ):
+        attend(first, "residual")
 
 
 def test_a_causal_buffer_holds_half_of_the_pairs_and_goes_with_the_backward() -> None:
     shape = Shape(1, 2, 2, 64, 64)
     layers = make_layers(shape, seen_by(shape), {}, {}, 5)
-    carry = CarriedScores()
-    outs = [attend(replace(layer, carry=carry), "carried") for layer in layers]
-    ledger = carry.ledger
+    residual = ResidualScores()
+    outs = [attend(replace(layer, residual_scores=residual), "residual") for layer in layers]
+    ledger = residual.ledger
     assert ledger is not None
     assert ledger.sums is not None
     held = sum(x.numel() for x in ledger.sums.tiles.values())
@@ -217,18 +219,23 @@ def test_a_causal_buffer_holds_half_of_the_pairs_and_goes_with_the_backward() ->
 
 
 def test_a_graph_that_is_dropped_drops_its_buffer() -> None:
-    carry = CarriedScores()
-    outs = [attend(replace(layer, carry=carry), "carried") for layer in causal_layers()]
-    assert carry.ledger is not None
-    gone = weakref.ref(carry.ledger)
-    del carry, outs
+    residual = ResidualScores()
+    outs = [
+        attend(replace(layer, residual_scores=residual), "residual") for layer in causal_layers()
+    ]
+    assert residual.ledger is not None
+    gone = weakref.ref(residual.ledger)
+    del residual, outs
     assert gone() is None
 
 
 def test_without_gradients_nothing_is_remembered() -> None:
-    carry = CarriedScores()
+    residual = ResidualScores()
     with torch.no_grad():
-        outs = [attend(replace(layer, carry=carry), "carried") for layer in causal_layers()]
-    assert carry.ledger is not None
-    assert not carry.ledger.remembered
+        outs = [
+            attend(replace(layer, residual_scores=residual), "residual")
+            for layer in causal_layers()
+        ]
+    assert residual.ledger is not None
+    assert not residual.ledger.remembered
     same(outs, [x.detach() for x in by_hand(causal_layers())])
