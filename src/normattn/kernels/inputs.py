@@ -343,7 +343,7 @@ class AttentionInputs:
 LEARNED = ("q", "k", "v", "far_q", "far_k", "bias", "sink")
 """The tensors that a gradient may reach."""
 _SETTINGS = tuple(
-    x.name for x in fields(AttentionInputs) if x.name not in (*LEARNED, "residual scores")
+    x.name for x in fields(AttentionInputs) if x.name not in (*LEARNED, "residual_scores")
 )
 
 
