@@ -182,7 +182,7 @@ def test_models_whose_configuration_cannot_say_it() -> None:
     linear = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
     refused("has linear frequencies already", "llama", rope_parameters=linear)
     for engine in ("ollama", "tgi", "exllama", "lmdeploy"):
-        with pytest.raises(InputError, match=f"cannot say it for {engine}: "):
+        with pytest.raises(InputError, match=f"cannot write it for {engine}: "):
             emit(_wanted("PI(factor=4)"), engine)
     with pytest.raises(InputError, match=r"knows hf, vllm.*not 'nothing'"):
         emit(_wanted("PI(factor=4)"), "nothing")

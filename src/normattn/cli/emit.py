@@ -18,7 +18,7 @@ from normattn.cli.extend_settings import (
     trained_length,
 )
 from normattn.errors import InputError
-from normattn.hf.engines import CHECKED, Wanted, emit, gguf_values, refuse_engine
+from normattn.hf.engines import ENGINES, Wanted, emit, gguf_values, refuse_engine
 from normattn.hf.gguf import architecture_of, read_gguf, write_gguf
 from normattn.hf.native import refuse_applied
 from normattn.hf.plan import plan
@@ -45,7 +45,7 @@ def emit_method(asked: model_options.Extend, engine: str) -> None:
     source = expanded(asked.model) if asked.gguf is None else expanded(asked.model) / asked.gguf
     wanted = _wanted(asked, source, methods[0])
     text = emit(wanted, engine)
-    warn(f"checked with {CHECKED[engine]}")
+    warn(f"checked with {ENGINES[engine].checked}")
     if out is None:
         print(text, end="")
         return

@@ -1,8 +1,8 @@
 """`verify`: does an engine compute, from what it was told, the positions that were meant?
 
 Both sides become what is computed (`positions`): frequencies, amplitude, softmax scale, windows and
-rotary width, at a short, the trained and the longest length. A small model of transformers says so
-for transformers, vLLM and SGLang, with what those two read otherwise; `llama_cpp` for llama.cpp.
+rotary width, at a short, the trained and the longest length. A small model of transformers gives
+them for transformers, vLLM and SGLang, with what those two read otherwise; `llama_cpp` its own.
 """
 
 from __future__ import annotations
@@ -12,23 +12,17 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from normattn.errors import InputError
-from normattn.hf.engine_input import Told, decoder_of, raw_of, read_told
+from normattn.hf.engine_input import Told, decoder_of, raw_of, read_told, ropes_of
 from normattn.hf.gguf import read_gguf
-from normattn.hf.llama_cpp import Served, converted, kind_of, serve
-from normattn.hf.model_parts import (
-    ROPE_NAMES,
-    ROPE_NUMBERS,
-    innermost,
-    known_length,
-    model_parts,
-)
+from normattn.hf.llama_cpp import converted, serve
+from normattn.hf.model_parts import ROPE_NAMES, ROPE_NUMBERS, kind_of, known_length, model_parts
 from normattn.hf.native import take_record
-from normattn.hf.plan import plan, replaces_attention
+from normattn.hf.plan import Plan, plan, replaces_attention
 from normattn.hf.positions import (
     SHORT,
     LayerValues,
@@ -37,21 +31,17 @@ from normattn.hf.positions import (
     read_positions,
     rotates,
 )
-from normattn.hf.rope_detection import Spectrum, method_frequencies, method_gain
+from normattn.hf.rope_detection import method_frequencies, method_gain
 from normattn.hf.tiny_model import read_configuration, small_model
 from normattn.io import expanded
-from normattn.score import ScoreSpec
 
-_UNMULTIPLIED = (
-    *("default", "su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling"),
-)
-"""Kinds whose factor vLLM does not multiply max_position_embeddings with."""
 _COUNTED = ("yarn", "llama3", "longrope")
 """Kinds whose frequencies depend on the trained length."""
-_PARAMETERS = {
-    *(*ROPE_NAMES, *ROPE_NUMBERS, "truncate", "finetuned", "mrope_section", "mrope_interleaved"),
-    *("short_factor", "long_factor"),
-}
+_UNMULTIPLIED = {"default", "su", *_COUNTED, "deepseek_yarn", "deepseek_llama_scaling"}
+"""Kinds whose factor vLLM does not multiply max_position_embeddings with."""
+_PARAMETERS = ROPE_NAMES | ROPE_NUMBERS
+_PARAMETERS |= {"truncate", "finetuned", "mrope_section", "mrope_interleaved"}
+_PARAMETERS |= {"short_factor", "long_factor"}
 _ENGINE_PARAMETERS = {"vllm": {"mixed_b"}, "sglang": {"attn_factor"}}
 _BASE = 10000.0
 
@@ -80,20 +70,26 @@ class Verdict:
         return "\n".join([f"{head}: {self.meant}", *self.differences, *self.mistakes])
 
 
-@dataclass(frozen=True)
-class _Meant:
-    """What is meant: `spec` is None for the model as its configuration says.
-
-    `trained` and `longest` are tokens, `bases` the rotary bases of the model, `spectra` those of
-    the layers that a method changes, whose amplitude is its factor alone.
-    """
+class _Meant(NamedTuple):
+    """What is meant; `plan` is None for the model as its configuration says."""
 
     name: str
-    spec: ScoreSpec | None
+    plan: Plan | None
     trained: int | None
     longest: int | None
-    bases: tuple[float, ...]
-    spectra: Mapping[int, Spectrum]
+    bases: set[float]
+
+
+class _Computed(NamedTuple):
+    """What an engine computes: `ropes` in transformers' words, `ignored` settings a sentence each.
+
+    Settings with which the engine does not start are among the latter.
+    """
+
+    positions: Positions
+    longest: int | None
+    ropes: tuple[Mapping[str, Any], ...]
+    ignored: list[str]
 
 
 def verify(
@@ -135,36 +131,39 @@ def verify(
             f"{folder}: no layer of a {config.get_text_config().model_type} model shows rotary "
             "positions to its attention function, so there is nothing to compare"
         )
-    wanted = _extended(base, meant.spectra)
+    wanted = base if meant.plan is None else _extended(base, meant.plan)
     if own is not None and method is None:
         as_is = replace(told, keys=own.own, flags={}, divisors=own.divisors)
-        wanted = _by_llama_cpp(as_is, base, config)[0]
-    if told.engine == "llama.cpp":
-        computed, served = _by_llama_cpp(told, base, config)
-        told = replace(told, longest=served.longest, rope={"": served.rope})
-        sentences = list(served.ignored)
-    else:
-        told, computed, sentences = _by_transformers(told, config, lengths)
-    found = (*differences(wanted, computed), *sentences, *_lengths(meant, told))
-    if not found and meant.spec is None:
+        wanted = _by_llama_cpp(as_is, base, config).positions
+    llama_cpp = told.engine == "llama.cpp"
+    served = _by_llama_cpp(told, base, config) if llama_cpp else _by_others(told, config, lengths)
+    found = (
+        *differences(wanted, served.positions),
+        *served.ignored,
+        *_length_differences(meant, served, told.engine),
+    )
+    if not found and meant.plan is None:
         return Verdict(meant.name, (), ())
-    plain = not any(differences(base, computed))
-    mistakes = _mistakes(meant, told, plain, not found, raw_of(config))
-    return Verdict(meant.name, found, tuple(mistakes))
+    plain = not any(differences(base, served.positions))
+    return Verdict(
+        meant.name, found, tuple(_mistakes(meant, told, served, plain, not found, config))
+    )
 
 
 def _meant(config: Any, method: str | None, length: int | None) -> _Meant:
     small = small_model(config)
     parts = model_parts(small)
-    longest = getattr(parts.config, "max_position_embeddings", None)
-    named = (rope.get("rope_theta") for rope in parts.ropes)
-    bases = tuple(sorted(float(base) for base in named if base is not None))
+    bases = {float(rope["rope_theta"]) for rope in parts.ropes if rope.get("rope_theta")}
     if method is None:
-        originals = [rope.get("original_max_position_embeddings") for rope in parts.ropes]
-        originals.append(getattr(parts.config, "original_max_position_embeddings", None))
-        trained = next((one for one in originals if isinstance(one, int)), longest)
+        longest = getattr(parts.config, "max_position_embeddings", None)
+        original = "original_max_position_embeddings"
+        originals = [
+            *(rope.get(original) for rope in parts.ropes),
+            getattr(parts.config, original, 0),
+        ]
+        trained = next((one for one in originals if isinstance(one, int) and one), longest)
         name = f"{parts.name} as its configuration says"
-        return _Meant(name, None, length or trained, longest, bases, {})
+        return _Meant(name, None, length or trained, longest, bases)
     planned = plan(small, method, length if length is not None else known_length(parts)[0])
     spec = planned.spec
     if replaces_attention(spec):
@@ -173,33 +172,34 @@ def _meant(config: Any, method: str | None, length: int | None) -> _Meant:
             "reads the model as it was trained"
         )
     assert spec.train_length is not None
-    spectra = {
-        layer.index: (method_frequencies(spec, layer.rotation).abs(), method_gain(spec))
-        for layer in planned.layers
-        if layer.rotation is not None
-    }
     stretch = getattr(spec.rope_scaling, "stretch", None)
     reach = None if stretch is None else int(spec.train_length * stretch)
-    return _Meant(spec.method, spec, spec.train_length, reach, bases, spectra)
+    return _Meant(spec.method, planned, spec.train_length, reach, bases)
 
 
 def _lengths_to_compare(config: Any, meant: _Meant, told: Told) -> list[int]:
     """The trained and the longest length, and where dynamic NTK has changed the frequencies."""
     known = {meant.trained, meant.longest, told.longest}
-    for rope in (*_ropes(raw_of(config)), *told.rope.values()):
+    for rope in (*ropes_of(raw_of(config)), *told.ropes):
         if kind_of(rope) == "dynamic" and meant.longest is not None:
             known.add(int(meant.longest * max(2.0, float(rope.get("factor") or 1.0))))
     return [length for length in known if length is not None and SHORT < length < 1 << 31]
 
 
-def _extended(base: Positions, spectra: Mapping[int, Spectrum]) -> Positions:
+def _extended(base: Positions, planned: Plan) -> Positions:
     """The positions under a method: its frequencies, the model's own amplitude times its factor."""
+    spec = planned.spec
+    frequencies = {
+        layer.index: method_frequencies(spec, layer.rotation).abs()
+        for layer in planned.layers
+        if layer.rotation is not None
+    }
 
     def extended(index: int, values: LayerValues) -> LayerValues:
-        if index not in spectra:
+        if index not in frequencies:
             return values
-        theta, gain = spectra[index]
-        return replace(values, frequencies=theta, amplitude=gain * base[SHORT][index].amplitude)
+        amplitude = method_gain(spec) * base[SHORT][index].amplitude
+        return replace(values, frequencies=frequencies[index], amplitude=amplitude)
 
     return {
         length: {index: extended(index, values) for index, values in layers.items()}
@@ -207,36 +207,31 @@ def _extended(base: Positions, spectra: Mapping[int, Spectrum]) -> Positions:
     }
 
 
-def _by_transformers(
-    told: Told, config: Any, lengths: list[int]
-) -> tuple[Told, Positions, list[str]]:
-    """What transformers, vLLM or SGLang compute of what they were told; what they refuse."""
-    raw = copy.deepcopy(told.raw)
-    own: Any = next(iter(_ropes(raw_of(config))), {})
-    sentences = [
+def _by_others(told: Told, config: Any, lengths: list[int]) -> _Computed:
+    """What transformers, vLLM or SGLang compute of what they were told, and what they refuse."""
+    own: Any = next(iter(ropes_of(raw_of(config))), {})
+    ignored = [
         f"{name} is missing in an override that replaces all: it was {own[name]}"
-        for rope in told.rope.values()
+        for rope in told.ropes
         for name in ("partial_rotary_factor", "mrope_section")
-        if rope and not told.whole and name not in rope and own.get(name) not in (None, 1, 1.0)
+        if not told.whole and name not in rope and own.get(name) not in (None, 1, 1.0)
     ]
+    raw, longest = copy.deepcopy(told.raw), told.longest
     if told.engine != "hf":
         derived = _derived_length(raw, told.engine)
-        if told.longest is not None and derived is not None and told.longest > derived:
-            sentences.append(
-                f"{told.engine} refuses a length of {told.longest:,}: it derives {derived:,} "
+        if longest is not None and derived is not None and longest > derived:
+            ignored.append(
+                f"{told.engine} refuses a length of {longest:,}: it derives {derived:,} "
                 "tokens from max_position_embeddings, which must be raised"
             )
-        told = replace(told, longest=told.longest or derived)
-        for rope in _ropes(raw):
-            read = _as_vllm_reads if told.engine == "vllm" else _as_sglang_reads
-            sentences += read(rope, raw, told.longest)
-    return told, read_positions(replace(told, raw=raw).config, lengths), sentences
-
-
-def _ropes(raw: Mapping[str, Any]) -> list[Any]:
-    """Every set of rope parameters of a configuration's decoder."""
-    decoder = decoder_of(raw)
-    return list(innermost(decoder.get("rope_parameters") or decoder.get("rope_scaling")))
+        longest = longest or derived
+        read = _as_vllm if told.engine == "vllm" else _as_sglang
+        decoder = decoder_of(raw)
+        name = "rope_parameters" if decoder.get("rope_parameters") else "rope_scaling"
+        decoder[name], sentences = read(decoder.get(name) or {}, raw, longest)
+        ignored += sentences
+    positions = read_positions(replace(told, raw=raw).config, lengths)
+    return _Computed(positions, longest, told.ropes, ignored)
 
 
 def _derived_length(raw: Mapping[str, Any], engine: str) -> int | None:
@@ -246,7 +241,7 @@ def _derived_length(raw: Mapping[str, Any], engine: str) -> int | None:
     """
     decoder, factor = decoder_of(raw), 1.0
     length = decoder.get("max_position_embeddings")
-    for rope in _ropes(raw):
+    for rope in ropes_of(raw):
         if engine == "vllm":
             gemma = "gemma3" in str(decoder.get("model_type"))
             multiplied = not gemma and kind_of(rope) not in _UNMULTIPLIED
@@ -257,35 +252,60 @@ def _derived_length(raw: Mapping[str, Any], engine: str) -> int | None:
     return int(length * factor) if isinstance(length, int) else None
 
 
-def _as_vllm_reads(rope: Any, raw: Mapping[str, Any], longest: int | None) -> Iterator[str]:
-    """Turn rope parameters into those of which transformers makes what vLLM makes."""
-    kind, original = kind_of(rope), rope.get("original_max_position_embeddings")
+Read = tuple[dict[str, Any], list[str]]
+"""Rope parameters of which transformers makes what an engine makes, and what that ignores."""
+
+
+def _as_vllm(rope: Mapping[str, Any], raw: Mapping[str, Any], longest: int | None) -> Read:
+    """`get_rope` of vLLM."""
+    if any(isinstance(value, Mapping) for value in rope.values()):
+        return _each_type(_as_vllm, rope, raw, longest)
+    kind, original, ignored = kind_of(rope), rope.get("original_max_position_embeddings"), []
+    made = dict(rope)
     if kind in _COUNTED and original is None:
         if raw.get("original_max_position_embeddings") is None:
-            yield f"vLLM does not start: {kind} needs original_max_position_embeddings"
+            ignored = [f"vLLM does not start: {kind} needs original_max_position_embeddings"]
     elif kind == "longrope" and longest and longest > int(original or 0):
-        rope["short_factor"] = rope["long_factor"]
+        made["short_factor"] = rope["long_factor"]
     if kind == "dynamic" and "factor" in rope and "alpha" not in rope:
-        yield (
+        ignored = [
             "vLLM makes one base of dynamic NTK for all lengths: it does not follow the length of "
             "each text"
-        )
+        ]
+    return made, ignored
 
 
-def _as_sglang_reads(rope: Any, raw: Mapping[str, Any], longest: int | None) -> Iterator[str]:
-    """Turn rope parameters into those of which transformers makes what SGLang makes."""
+def _as_sglang(rope: Mapping[str, Any], raw: Mapping[str, Any], longest: int | None) -> Read:
+    """`get_rope` of SGLang."""
+    if any(isinstance(value, Mapping) for value in rope.values()):
+        return _each_type(_as_sglang, rope, raw, longest)
     if kind_of(rope) != "yarn":
-        return
+        return dict(rope), []
     usual = 0.1 * math.log(max(float(rope.get("factor") or 1.0), 1.0)) + 1
-    own = rope.pop("attention_factor", None)
+    made = {name: value for name, value in rope.items() if name[-11:] != "attn_factor"}
+    own, ignored = made.pop("attention_factor", None), []
     if own is not None and abs(float(own) - usual) > 1e-4:
-        yield "attention_factor is ignored: SGLang reads attn_factor, a multiple of 0.1·ln s + 1"
+        ignored = [
+            "attention_factor is ignored: SGLang reads attn_factor, a multiple of 0.1·ln s + 1"
+        ]
     if "attn_factor" in rope:
-        rope["attention_factor"] = float(rope.pop("attn_factor")) * usual
+        made["attention_factor"] = float(rope["attn_factor"]) * usual
+    return made, ignored
 
 
-def _by_llama_cpp(told: Told, base: Positions, config: Any) -> tuple[Positions, Served]:
-    """The positions that llama.cpp computes in the layers of this model."""
+def _each_type(read: Any, rope: Mapping[str, Any], *more: Any) -> Read:
+    """The same for rope parameters that stand under the types of layers."""
+    made: dict[str, Any] = dict(rope)
+    ignored: list[str] = []
+    for name, value in rope.items():
+        if isinstance(value, Mapping):
+            made[name], sentences = read(value, *more)
+            ignored += sentences
+    return made, ignored
+
+
+def _by_llama_cpp(told: Told, base: Positions, config: Any) -> _Computed:
+    """What llama.cpp computes in the layers of this model."""
     text = config.get_text_config()
     rotated = [layer for layer in base[SHORT].values() if layer.frequencies is not None]
     theta = next((x for x in rotated if x.window is None), rotated[0]).frequencies
@@ -293,7 +313,7 @@ def _by_llama_cpp(told: Told, base: Positions, config: Any) -> tuple[Positions, 
     keys, divisors = dict(told.keys), told.divisors
     if "context_length" not in keys:
         length = int(getattr(text, "max_position_embeddings", 0) or 0)
-        fields = {"rope_parameters": (_ropes(raw_of(config)) or [{}])[0]}
+        fields = {"rope_parameters": next(iter(ropes_of(raw_of(config))), {})}
         written, divisors = converted({**fields, "max_position_embeddings": length}, theta)
         keys = {**written, **keys}
     if "gemma3" in str(text.model_type):
@@ -312,49 +332,48 @@ def _by_llama_cpp(told: Told, base: Positions, config: Any) -> tuple[Positions, 
             return layer
         return replace(layer, window=int(window))
 
-    return {
+    positions = {
         length: {index: computed(layer) for index, layer in layers.items()}
         for length, layers in base.items()
-    }, served
+    }
+    return _Computed(positions, served.longest, (served.rope,), list(served.ignored))
 
 
-def _lengths(meant: _Meant, told: Told) -> Iterator[str]:
-    for rope in told.rope.values():
+def _length_differences(meant: _Meant, served: _Computed, engine: str) -> Iterator[str]:
+    for rope in served.ropes:
         length = rope.get("original_max_position_embeddings")
         if isinstance(length, int | float) and meant.trained not in (None, length):
             yield f"trained length: {int(length):,} instead of {meant.trained:,} tokens"
-    if told.longest is None or meant.longest is None:
+    if served.longest is None or meant.longest is None:
         return
-    if told.longest < meant.longest and (meant.spec is not None or told.engine == "hf"):
-        yield f"longest text: {told.longest:,} instead of {meant.longest:,} tokens"
-    if told.longest > meant.longest:
-        yield f"longest text: {told.longest:,} tokens, and what is meant reaches {meant.longest:,}"
+    if served.longest < meant.longest and (meant.plan is not None or engine == "hf"):
+        yield f"longest text: {served.longest:,} instead of {meant.longest:,} tokens"
+    if served.longest > meant.longest:
+        yield (
+            f"longest text: {served.longest:,} tokens, and what is meant reaches {meant.longest:,}"
+        )
 
 
 def _mistakes(
-    meant: _Meant, told: Told, plain: bool, as_meant: bool, raw: Mapping[str, Any]
+    meant: _Meant, told: Told, served: _Computed, plain: bool, as_meant: bool, config: Any
 ) -> Iterator[str]:
-    """Every usual mistake that was made, a sentence each.
-
-    `plain`: the positions are those of training. `raw` is the model's own configuration.
-    """
-    known = {name for rope in _ropes(raw) for name in rope} | _PARAMETERS
+    """Every usual mistake that was made, a sentence each; `plain`: positions are as trained."""
+    known = {name for rope in ropes_of(raw_of(config)) for name in rope} | _PARAMETERS
     known |= _ENGINE_PARAMETERS.get(told.engine, set())
-    for rope in told.rope.values():
+    for rope in served.ropes:
         kind, factor = kind_of(rope), rope.get("attention_factor")
         if kind in _COUNTED:
-            yield from _length_mistakes(meant, told, rope, kind)
-        yield from (
-            f"{name} is no rope parameter: it is ignored" for name in sorted(rope.keys() - known)
-        )
-        if plain and (meant.spec is not None or kind == "default"):
+            yield from _counted_within(meant, told, rope, kind)
+        for name in sorted(rope.keys() - known):
+            yield f"{name} is no rope parameter: it is ignored"
+        if plain and (meant.plan is not None or kind == "default"):
             yield from _ignored_factors(told, rope, kind)
         if kind == "yarn" and factor is not None and not as_meant:
             yield (
                 f"attention_factor={_number(factor)} stands in place of the factor that YaRN makes "
                 "of its stretch, 0.1·ln s + 1: it is the factor itself, not a switch"
             )
-        if rope and rope.get("rope_theta") is None and not as_meant:
+        if rope.get("rope_theta") is None and not as_meant:
             yield from _lost_base(meant, told)
         if kind == "yarn" and float(rope.get("factor") or 1) > 1:
             within = "" if meant.trained is None else f" within {meant.trained:,} tokens"
@@ -362,29 +381,27 @@ def _mistakes(
                 f"YaRN is static: it changes short prompts too, those{within} that the model was "
                 "trained for; serve them without it where they matter"
             )
-    longer = told.longest is not None and meant.trained is not None and told.longest > meant.trained
-    if plain and longer and all(kind_of(rope) == "default" for rope in told.rope.values()):
+    longer = meant.trained is not None and (served.longest or 0) > meant.trained
+    if plain and longer and all(kind_of(rope) == "default" for rope in served.ropes):
         yield (
-            f"the length alone was raised, to {told.longest:,} tokens: the frequencies are those "
+            f"the length alone was raised, to {served.longest:,} tokens: the frequencies are those "
             f"of training, which read {meant.trained:,}"
         )
 
 
-def _length_mistakes(
-    meant: _Meant, told: Told, rope: Mapping[str, Any], kind: str
-) -> Iterator[str]:
-    """A length that is missing, or that was multiplied already."""
-    name, length = {"yarn": "YaRN"}.get(kind, kind), rope.get("original_max_position_embeddings")
-    source, counted = "original_max_position_embeddings", length
-    if length is None:
-        source, counted = "max_position_embeddings", told.decoder.get("max_position_embeddings")
-        counted = counted if isinstance(counted, int | float) else 0
+def _counted_within(meant: _Meant, told: Told, rope: Any, kind: str) -> Iterator[str]:
+    """A trained length that is missing, or that was multiplied already."""
+    name, source = {"yarn": "YaRN"}.get(kind, kind), "original_max_position_embeddings"
+    counted = rope.get(source)
+    if counted is None:
+        source = "max_position_embeddings"
+        counted = decoder_of(told.raw).get(source) or 0
         yield (
             f"{name}'s factor {_number(rope.get('factor'))} stands without "
             "original_max_position_embeddings: transformers, SGLang and llama.cpp take the longest "
             f"length, {int(counted):,}, for it, and vLLM does not start"
         )
-    if meant.trained is not None and counted is not None and counted > meant.trained:
+    if meant.trained is not None and counted > meant.trained:
         yield (
             f"{name} stands on top of a length that was multiplied already: its turns are counted "
             f"within {int(counted):,} tokens ({source}), and the weights were trained to read "
@@ -393,13 +410,13 @@ def _length_mistakes(
 
 
 def _ignored_factors(told: Told, rope: Mapping[str, Any], kind: str) -> Iterator[str]:
-    factors = ", ".join(
-        f"{name}={_number(value)}"
-        for name, value in sorted(rope.items())
-        if "factor" in name and "partial" not in name and _number(value) not in ("1", "None")
-    )
+    given = {x: _number(rope[x]) for x in sorted(rope) if "factor" in x and "partial" not in x}
+    factors = ", ".join(f"{x}={value}" for x, value in given.items() if value not in ("1", "None"))
     why = f"with rope_type {kind!r} the frequencies are those of training"
-    if told.decoder is not told.raw and told.raw.keys() & {"rope_parameters", "rope_scaling"}:
+    if decoder_of(told.raw) is not told.raw and told.raw.keys() & {
+        "rope_parameters",
+        "rope_scaling",
+    }:
         why = "they stand beside text_config, whose own rope parameters are the decoder's"
     if factors:
         yield f"the factors are ignored ({factors}): {why}"
@@ -407,12 +424,12 @@ def _ignored_factors(told: Told, rope: Mapping[str, Any], kind: str) -> Iterator
 
 def _lost_base(meant: _Meant, told: Told) -> Iterator[str]:
     """The base of the model that an override dropped, so that the default stands in its place."""
-    bases = set(meant.bases) - {_BASE}
     rope = getattr(told.config.get_text_config(), "rope_parameters", None) or {}
-    if bases and float(rope.get("rope_theta") or _BASE) == _BASE:
+    own = meant.bases - {_BASE}
+    if own and float(rope.get("rope_theta") or _BASE) == _BASE:
         yield (
             "rope_theta is missing beside the scaling, which replaces all there was: the base is "
-            f"{_BASE:,.0f} instead of {max(bases):,.0f}"
+            f"{_BASE:,.0f} instead of {max(own):,.0f}"
         )
 
 

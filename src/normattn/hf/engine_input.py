@@ -1,4 +1,4 @@
-"""What an engine was told of a model's positions, as people have it.
+"""Read what an engine was told of a model's positions, in the forms that people have.
 
 A configuration, an override of some fields, a command line, a compose file, a YAML of options, GGUF
 keys or a GGUF file. All but llama.cpp's become a configuration in transformers' words.
@@ -19,14 +19,13 @@ from normattn.errors import InputError
 from normattn.hf.gguf import Gguf, read_gguf
 from normattn.hf.llama_cpp import ENVIRONMENT, FLAGS
 from normattn.hf.load import explained
-from normattn.hf.model_parts import refuse_odd_rope
+from normattn.hf.model_parts import innermost, refuse_odd_rope
 from normattn.io import expanded, parse_json, read_bytes, read_object
 
 _OVERRIDES = ("--hf-overrides", "--json-model-override-args")
 _LENGTHS = {"vllm": "--max-model-len", "sglang": "--context-length", "llama.cpp": "--ctx-size"}
 _SHORT = {"-c": "--ctx-size", "-m": "--model"}
-_PROGRAMS = {"llama-server": "llama.cpp", "llama-cli": "llama.cpp", "vllm": "vllm"}
-_PROGRAMS["sglang"] = "sglang"
+_PROGRAMS = {"llama-": "llama.cpp", "vllm": "vllm", "sglang": "sglang"}
 _UNITS = {"k": 1000, "K": 1024, "m": 10**6, "M": 1 << 20, "g": 10**9, "G": 1 << 30}
 _MOST_BYTES = 1 << 20
 
@@ -37,9 +36,9 @@ class Told:
 
     Attributes:
         raw: the whole of it, in transformers' words.
-        rope: the rope parameters as they were told, by type of layer ("" where all have the same).
-        longest: the tokens that the engine was told to read; None where it was not told.
         file: where it stands.
+        ropes: the rope parameters as they were told, one for each type of layer.
+        longest: the tokens that the engine was told to read; None where it was not told.
         engine: vllm, sglang, llama.cpp, or hf where the text does not tell.
         whole: whether it is a whole configuration, and no override of another.
         keys, flags: llama.cpp's GGUF keys, without their architecture, and flags.
@@ -47,9 +46,9 @@ class Told:
     """
 
     raw: dict[str, Any]
-    rope: dict[str, dict[str, Any]]
-    longest: int | None
     file: str
+    ropes: tuple[Mapping[str, Any], ...] = ()
+    longest: int | None = None
     engine: str = "hf"
     whole: bool = False
     keys: dict[str, Any] = field(default_factory=dict)
@@ -70,11 +69,6 @@ class Told:
         with explained(self.file):
             return made.from_dict(copy.deepcopy(decode(self.raw)))
 
-    @property
-    def decoder(self) -> Mapping[str, Any]:
-        """The part of it that speaks of the text decoder."""
-        return decoder_of(self.raw)
-
 
 def raw_of(config: Any) -> dict[str, Any]:
     """A configuration of transformers as the object that its config.json would hold."""
@@ -82,10 +76,16 @@ def raw_of(config: Any) -> dict[str, Any]:
     return raw
 
 
-def decoder_of(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+def decoder_of(raw: Mapping[str, Any]) -> Any:
     """The part of a configuration that speaks of the text decoder."""
     inner = raw.get("text_config")
     return inner if isinstance(inner, Mapping) else raw
+
+
+def ropes_of(raw: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Every set of rope parameters of a configuration's decoder."""
+    decoder = decoder_of(raw)
+    return list(innermost(decoder.get("rope_parameters") or decoder.get("rope_scaling")))
 
 
 def read_told(against: str | Path, base: Mapping[str, Any], own: Gguf | None) -> Told:
@@ -99,23 +99,22 @@ def read_told(against: str | Path, base: Mapping[str, Any], own: Gguf | None) ->
     file, raw = str(path), dict(base)
     if path.suffix == ".gguf":
         held = read_gguf(path)
-        plain: dict[str, dict[str, Any]] = {"": {}}
-        return Told(raw, plain, None, file, "llama.cpp", False, held.own, {}, held.divisors)
+        return Told(raw, file, engine="llama.cpp", keys=held.own, divisors=held.divisors)
     if path.suffix == ".json":
-        return _fields(read_object(path), base, file)
+        return _of_fields(read_object(path), base, file)
     try:
         text = read_bytes(path, _MOST_BYTES).decode()
     except UnicodeDecodeError as error:
         raise InputError(f"{path} is no configuration: not JSON, not GGUF, not text") from error
     if text.lstrip().startswith("{"):
-        return _fields(parse_json(text, file), base, file)
+        return _of_fields(parse_json(text, file), base, file)
     if "rope.scaling" in text and "--" not in text:  # as `--emit gguf` prints them
         keys = dict(_typed_key(line, f"{file}: {line!r}") for line in text.split())
-        return Told(raw, {"": {}}, None, file, "llama.cpp", keys=keys)
-    return _command(text, base, {} if own is None else own.own, file)
+        return Told(raw, file, engine="llama.cpp", keys=keys)
+    return _of_command(text, base, {} if own is None else own.own, file)
 
 
-def _fields(
+def _of_fields(
     fields: Mapping[str, Any],
     base: Mapping[str, Any],
     file: str,
@@ -128,15 +127,15 @@ def _fields(
     named = decoder_of(fields).get("max_position_embeddings")
     if longest is None and engine == "hf" and type(named) is int:
         longest = named
-    ropes: dict[str, dict[str, Any]] = {}
+    ropes: dict[str, Mapping[str, Any]] = {}
     for part in (fields, decoder_of(fields)):  # those beside a text_config too
         rope = part.get("rope_parameters") or part.get("rope_scaling") or {}
         if not isinstance(rope, Mapping):
             raise InputError(f"{file}: rope_parameters must be an object, not {rope!r}")
         refuse_odd_rope(rope, file)
-        nested = {name: dict(value) for name, value in rope.items() if isinstance(value, Mapping)}
-        ropes |= nested or ({"": dict(rope)} if rope else {})
-    return Told(raw, ropes or {"": {}}, longest, file, engine, whole)
+        nested = {name: value for name, value in rope.items() if isinstance(value, Mapping)}
+        ropes |= nested or ({"": rope} if rope else {})
+    return Told(raw, file, tuple(ropes.values()), longest, engine, whole)
 
 
 def _replaced(base: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -145,23 +144,27 @@ def _replaced(base: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, A
     for name, value in fields.items():
         if name == "rope_scaling":
             raw.pop("rope_parameters", None)
-        if isinstance(value, Mapping) and isinstance(raw.get(name), Mapping) and "rope" not in name:
-            raw[name] = _replaced(raw[name], value)
-        else:
-            raw[name] = copy.deepcopy(value)
+        inner = isinstance(value, Mapping) and isinstance(raw.get(name), Mapping)
+        merged = inner and "rope" not in name
+        raw[name] = _replaced(raw[name], value) if merged else copy.deepcopy(value)
     return raw
 
 
-def _command(text: str, base: Mapping[str, Any], own_keys: Mapping[str, Any], file: str) -> Told:
+def _of_command(text: str, base: Mapping[str, Any], own_keys: Mapping[str, Any], file: str) -> Told:
     """A command line, or a YAML that holds one or an engine's options."""
-    words, environment = _words(text, file)
-    given: dict[str, str] = {}
+    words = list(_words(text, file))
+    settings = (word.partition("=") for word in words)
+    given = {ENVIRONMENT[name]: value for name, _, value in settings if name in ENVIRONMENT}
     overrides: dict[str, Any] = {}
     keys: dict[str, Any] = {}
-    for name, value in _pairs(words):
+    for name, value in _options(words):
         flag, _, path = name.partition(".")
         if flag in _OVERRIDES and path:
-            _put(overrides, path.split("."), _scalar(value))
+            *outer, last = path.split(".")
+            inner = overrides
+            for part in outer:
+                inner = inner.setdefault(part, {})
+            inner[last] = _scalar(value)
         elif flag in _OVERRIDES or (name == "--rope-scaling" and value.startswith("{")):
             fields = parse_json(value, f"{name} in {file}")
             if not isinstance(fields, Mapping):
@@ -174,26 +177,23 @@ def _command(text: str, base: Mapping[str, Any], own_keys: Mapping[str, Any], fi
             keys |= dict(_typed_key(part, f"{where} {part!r}") for part in value.split(","))
         else:
             given[name] = value
-    for name, value in environment.items():
-        given.setdefault(ENVIRONMENT[name], value)
-    engine = _engine(words, given, overrides, keys)
-    if engine is None:
+    if not (overrides or keys or given.keys() & {*FLAGS, *_LENGTHS.values()}):
         known = ", ".join((*_OVERRIDES, *_LENGTHS.values(), "--rope-scaling"))
         raise InputError(
             f"{file} tells of no positions: expected a JSON of a configuration, a GGUF file, or "
             f"flags such as {known}"
         )
+    engine = _engine(words, given, bool(overrides))
     if engine == "llama.cpp":
         flags = {name: given[name] for name in FLAGS & given.keys()}
-        own = {**own_keys, **keys}
-        return Told(dict(base), {"": {}}, None, file, engine, keys=own, flags=flags)
-    length = given.get(_LENGTHS[engine])
-    longest = None if length in (None, "-1", "auto") else _length(str(length), file)
-    return _fields(overrides, base, file, engine, longest)
+        return Told(dict(base), file, engine=engine, keys={**own_keys, **keys}, flags=flags)
+    length = given.get(_LENGTHS[engine], "auto")
+    longest = None if length in ("-1", "auto") else _length(length, file)
+    return _of_fields(overrides, base, file, engine, longest)
 
 
-def _words(text: str, file: str) -> tuple[list[str], dict[str, str]]:
-    """The words of a command, and what was set of llama.cpp's environment for it."""
+def _words(text: str, file: str) -> Iterator[str]:
+    """The words of a command, or of the commands, options and settings of a YAML."""
     import yaml
 
     if re.search(r"^\s*(-\s|[\w-]+:(\s|$))", text, re.MULTILINE):
@@ -202,52 +202,34 @@ def _words(text: str, file: str) -> tuple[list[str], dict[str, str]]:
         except yaml.YAMLError:
             held = None
         if isinstance(held, Mapping | list):
-            settings: list[str] = []
-            return list(_of_yaml(held, settings)), _environment(settings)
+            yield from _of_yaml(held)
+            return
     try:
-        words = shlex.split(text.replace("\\\n", " "), comments=True)
+        yield from shlex.split(text.replace("\\\n", " "), comments=True)
     except ValueError as error:
         raise InputError(f"{file} is no command line: {error}") from error
-    return words, _environment(words)
 
 
-def _environment(settings: Sequence[str]) -> dict[str, str]:
-    pairs = (setting.partition("=") for setting in settings)
-    return {name: value for name, equals, value in pairs if equals and name in ENVIRONMENT}
-
-
-def _of_yaml(held: Any, environment: list[str]) -> Iterator[str]:
-    """The words of commands and options anywhere in a YAML; NAME=value settings are put aside."""
+def _of_yaml(held: Any) -> Iterator[str]:
+    """The words of commands, `--name value` of options and NAME=value of an environment."""
     if isinstance(held, list):
-        yield from (str(item) for item in held if not isinstance(item, Mapping | list))
         for item in held:
-            if isinstance(item, Mapping):
-                yield from _of_yaml(item, environment)
+            yield from _of_yaml(item) if isinstance(item, Mapping | list) else [str(item)]
         return
     for name, value in held.items():
-        flag = name if str(name).startswith("-") else f"--{name}"
-        if name in ("environment", "env"):
-            environment.extend(_settings(value))
+        if name in ENVIRONMENT:
+            yield f"{name}={value}"
         elif name in ("command", "entrypoint", "args") and isinstance(value, str):
             yield from shlex.split(value.replace("\\\n", " "))
         elif isinstance(value, Mapping) and ("rope" in name or "override" in name):
-            yield from (flag, json.dumps(value))
+            yield from (f"--{str(name).lstrip('-')}", json.dumps(value))
         elif isinstance(value, Mapping | list):
-            yield from _of_yaml(value, environment)
+            yield from _of_yaml(value)
         elif not isinstance(value, bool) and value is not None:
-            yield from (flag, str(value))
+            yield from (f"--{str(name).lstrip('-')}", str(value))
 
 
-def _settings(value: Any) -> Iterator[str]:
-    """NAME=value of a mapping, of a list of such, or of name and value as Kubernetes has them."""
-    if isinstance(value, Mapping):
-        yield from (f"{name}={setting}" for name, setting in value.items())
-    for item in value if isinstance(value, list) else ():
-        named = isinstance(item, Mapping)
-        yield f"{item.get('name')}={item.get('value')}" if named else str(item)
-
-
-def _pairs(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+def _options(words: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Options with their values; `_` in a name is `-`, as vLLM and llama.cpp take it."""
     for word, following in zip(words, [*words[1:], None], strict=True):
         name, equals, value = word.partition("=")
@@ -257,12 +239,6 @@ def _pairs(words: Sequence[str]) -> Iterator[tuple[str, str]]:
         name = flag.replace("_", "-") + dot + path
         if equals or following is not None:
             yield _SHORT.get(name, name), value if equals else str(following)
-
-
-def _put(target: dict[str, Any], path: Sequence[str], value: Any) -> None:
-    for name in path[:-1]:
-        target = target.setdefault(name, {})
-    target[path[-1]] = value
 
 
 def _scalar(text: str) -> Any:
@@ -285,19 +261,14 @@ def _typed_key(text: str, where: str) -> tuple[str, Any]:
         raise InputError(f"{where}: {value!r} is no number") from error
 
 
-def _engine(
-    words: Sequence[str], given: Mapping[str, str], overrides: Mapping[str, Any], keys: Any
-) -> str | None:
-    """Whose command this is; None where it tells of no positions."""
-    if not (overrides or keys or given.keys() & {*FLAGS, *_LENGTHS.values()}):
-        return None
+def _engine(words: Sequence[str], given: Mapping[str, str], overridden: bool) -> str:
+    """Whose command this is: by the program, else by flags that one engine alone has."""
     if "--json-model-override-args" in "".join(words) or "--context-length" in given:
         return "sglang"
-    for word in words:
-        for program, engine in _PROGRAMS.items():
-            if program in Path(word).name or word.startswith(f"{program}."):
-                return engine
-    return "vllm" if overrides or "--max-model-len" in given else "llama.cpp"
+    programs = (Path(word).name for word in words)
+    named = (_PROGRAMS[x] for word in programs for x in _PROGRAMS if word.startswith(x))
+    other = "vllm" if overridden or "--max-model-len" in given else "llama.cpp"
+    return next(named, other)
 
 
 def _length(text: str, file: str) -> int:

@@ -2,7 +2,7 @@
 
 Engines apply a method by its frequencies and its factor alone. What they are told is checked
 against the model's own rotary module before it is printed (`native`), and a method that an engine
-has not is refused. `CHECKED` names the version of each engine whose code said the rule.
+does not have is refused. `ENGINES` names the version of each engine whose code gave the rule.
 """
 
 from __future__ import annotations
@@ -16,26 +16,16 @@ from typing import Any
 
 from normattn.errors import InputError
 from normattn.hf.gguf import architecture_of
-from normattn.hf.llama_cpp import flags, kind_of, values
-from normattn.hf.model_parts import innermost
+from normattn.hf.llama_cpp import flags, values
+from normattn.hf.model_parts import innermost, kind_of
 from normattn.hf.native import native_fields, rope_with
 from normattn.hf.plan import Plan
 from normattn.score import ScoreSpec
 from normattn.score.parts.rope_scaling import NTKMixed
 
-CHECKED = {
-    "hf": "transformers 5.23.0, run",
-    "vllm": "vLLM 0.33.0, get_rope and _get_and_verify_max_len run",
-    "sglang": "SGLang at commit 108c36c (get_rope), read",
-    "llama.cpp": "llama.cpp of xllamacpp 2026.10.11549, YaRN run, the rest read",
-    "gguf": "llama.cpp of xllamacpp 2026.10.11549, YaRN run, the rest read",
-    "mlx": "mlx-lm at commit 060aa43 (rope_utils.py), read",
-}
-"""The version of each engine that its settings were checked with, and how."""
-_OLDEST = {"hf": (4, 0), "vllm": (0, 33)}
 _REFUSED = {
     "ollama": "its Modelfile has no parameter for rotary scaling: make a GGUF by --emit gguf",
-    "tgi": "text-generation-inference is told a factor alone and computes the rest by its version",
+    "tgi": "text-generation-inference takes a factor alone and computes the rest by its version",
     "exllama": "its rule has not been checked here: convert the model with the fields of --emit hf",
     "exllamav2": "its rule has not been checked here: convert the model with those of --emit hf",
     "lmdeploy": "its rule has not been checked here: it reads config.json, see --emit hf",
@@ -44,10 +34,10 @@ _REFUSED = {
 
 @dataclass(frozen=True)
 class Wanted:
-    """A method with all its values for one model, to be said in an engine's words.
+    """A method with all its values for one model, to be written in an engine's words.
 
     Attributes:
-        model: how the engine is told of the model: a folder, a file, a name on the hub.
+        model: how the engine names the model: a folder, a file, a name on the hub.
         plan: the method for this model.
         longest: tokens that the engine shall read.
         architecture: what a GGUF of the model calls its architecture; None where that is not known.
@@ -71,13 +61,6 @@ class Wanted:
         """The fields where the whole configuration has them."""
         return json.dumps(fields if self.inside is None else {self.inside: fields}, indent=indent)
 
-    def multiplied(self, kinds: tuple[str, ...]) -> dict[str, Any]:
-        """The fields without the length, where the engine multiplies the trained one itself."""
-        fields = self.fields
-        if any(kind_of(rope) in kinds for rope in innermost(fields["rope_parameters"])):
-            del fields["max_position_embeddings"]
-        return fields
-
     @property
     def gguf(self) -> str:
         """The architecture; `InputError` where it is not known."""
@@ -94,8 +77,8 @@ class Wanted:
 def emit(wanted: Wanted, engine: str) -> str:
     """What `engine` needs, as text: one of `ENGINES`.
 
-    Raises `InputError` for an engine or a version that is not known, a method that it has not, and
-    a model whose configuration cannot say the method.
+    Raises `InputError` for an engine or a version that is not known, a method that the engine does
+    not have, and a model whose configuration cannot express the method.
     """
     refuse_engine(engine)
     lacks = _lacks(wanted.plan.spec, engine)
@@ -103,19 +86,19 @@ def emit(wanted: Wanted, engine: str) -> str:
         raise InputError(
             f"{engine} has no {wanted.plan.spec.method_text}: {lacks}; normattn.extend applies it"
         )
-    oldest = _OLDEST.get(engine, (math.inf, 0))
-    if wanted.version is not None and _release(wanted.version) < oldest:
+    rule = ENGINES[engine]
+    if wanted.version is not None and _release(wanted.version) < rule.oldest:
         raise InputError(
-            f"--engine-version {wanted.version}: {engine} was checked with {CHECKED[engine]}, and "
+            f"--engine-version {wanted.version}: {engine} was checked with {rule.checked}, and "
             "older ones have other words and rules that were not"
         )
-    return ENGINES[engine](wanted)
+    return rule.write(wanted)
 
 
 def refuse_engine(engine: str) -> None:
     """Raise `InputError` for an engine that is not known, by name where it is one."""
     if engine in _REFUSED:
-        raise InputError(f"--emit cannot say it for {engine}: {_REFUSED[engine]}")
+        raise InputError(f"--emit cannot write it for {engine}: {_REFUSED[engine]}")
     if engine not in ENGINES:
         raise InputError(f"--emit knows {', '.join(ENGINES)}, not {engine!r}")
 
@@ -130,7 +113,7 @@ def _release(version: str) -> tuple[int, int]:
 
 
 def _lacks(spec: ScoreSpec, engine: str) -> str | None:
-    """Why an engine has no such method, None where it has."""
+    """Why an engine has no such method; None where it has one."""
     if spec.chunk_remapping is not None:
         return "its dual chunk attention, if it has one, holds far queries one position further"
     if spec.remapping is not None:
@@ -147,7 +130,7 @@ def _lacks(spec: ScoreSpec, engine: str) -> str | None:
     return None
 
 
-def _hf(wanted: Wanted) -> str:
+def _config_json(wanted: Wanted) -> str:
     """Fields for config.json (`modeling_rope_utils.py`); version 4 has other names for them."""
     old = wanted.version is not None and _release(wanted.version) < (5, 0)
     fields = _as_version_4(wanted.fields) if old else wanted.fields
@@ -170,16 +153,18 @@ def _as_version_4(fields: Mapping[str, Any]) -> dict[str, Any]:
             "one rope_scaling, as transformers had it before version 5, cannot say frequencies of "
             "two kinds"
         )
-    names = {"rope_theta", "partial_rotary_factor"} & rope.keys()
-    made = {"max_position_embeddings": fields["max_position_embeddings"]}
-    made |= {name: rope.pop(name) for name in names}
-    return {**made, "rope_scaling": None if kind_of(rope) == "default" else rope}
+    beside = {
+        name: rope.pop(name) for name in ("rope_theta", "partial_rotary_factor") & rope.keys()
+    }
+    scaling = None if kind_of(rope) == "default" else rope
+    length = {"max_position_embeddings": fields["max_position_embeddings"]}
+    return {**length, **beside, "rope_scaling": scaling}
 
 
 def _vllm(wanted: Wanted) -> str:
     """`--hf-overrides` and `--max-model-len`.
 
-    rope_parameters replace the whole, so that rope_theta is said again. vLLM multiplies
+    rope_parameters replace the whole, so that rope_theta is given again. vLLM multiplies
     max_position_embeddings by the factor of `linear` and `ntk`, but not by that of `yarn`, and
     never for Gemma 3 (`_get_and_verify_max_len`); `ntk` with mixed_b is NTK-mixed
     (ntk_scaling_rope.py).
@@ -191,7 +176,7 @@ def _vllm(wanted: Wanted) -> str:
         fields = {"rope_parameters": rope, "max_position_embeddings": wanted.longest}
     else:
         gemma = "gemma3" in str(parts.config.model_type)
-        fields = wanted.multiplied(() if gemma else ("linear",))
+        fields = wanted.fields if gemma else _without_multiplied_length(wanted.fields)
     return _command(
         f"vllm serve {shlex.quote(wanted.model)}",
         f"--hf-overrides {shlex.quote(wanted.as_json(fields))}",
@@ -207,9 +192,10 @@ def _sglang(wanted: Wanted) -> str:
     alone has dropped the rotary base (sgl-project/sglang issue 41227). get_context_length
     multiplies max_position_embeddings by the factor where no original length stands beside it.
     """
-    fields = wanted.multiplied(("linear",))
-    for rope in innermost(fields["rope_parameters"]):
-        if isinstance(rope, dict) and "attention_factor" in rope:
+    fields = _without_multiplied_length(wanted.fields)
+    ropes: Any = innermost(fields["rope_parameters"])
+    for rope in ropes:
+        if "attention_factor" in rope:
             usual = 0.1 * math.log(rope["factor"]) + 1
             rope["attn_factor"] = rope.pop("attention_factor") / usual
     return _command(
@@ -219,13 +205,18 @@ def _sglang(wanted: Wanted) -> str:
     )
 
 
+def _without_multiplied_length(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields without the length, where the engine multiplies the trained one by itself."""
+    linear = any(kind_of(rope) == "linear" for rope in innermost(fields["rope_parameters"]))
+    return {name: x for name, x in fields.items() if not linear or name == "rope_parameters"}
+
+
 def _llama_cpp(wanted: Wanted) -> str:
     """Flags of llama-server and its like (tools/server/README.md of ggml-org/llama.cpp)."""
     file = wanted.model if wanted.model.endswith(".gguf") else f"{wanted.model}.gguf"
+    options = flags(wanted.fields, wanted.gguf)
     return _command(
-        f"llama-server -m {shlex.quote(file)}",
-        f"--ctx-size {wanted.longest}",
-        *flags(wanted.fields, wanted.gguf),
+        f"llama-server -m {shlex.quote(file)}", f"--ctx-size {wanted.longest}", *options
     )
 
 
@@ -250,12 +241,28 @@ def _command(*lines: str) -> str:
     return " \\\n  ".join(lines) + "\n"
 
 
-ENGINES: dict[str, Callable[[Wanted], str]] = {
-    "hf": _hf,
-    "vllm": _vllm,
-    "sglang": _sglang,
-    "llama.cpp": _llama_cpp,
-    "gguf": _gguf,
-    "mlx": _mlx,
+@dataclass(frozen=True)
+class Engine:
+    """How one engine is told of a method.
+
+    Attributes:
+        write: the text that says it.
+        checked: the version that its settings were checked with, and how.
+        oldest: the oldest version, major and minor, that is written for.
+    """
+
+    write: Callable[[Wanted], str]
+    checked: str
+    oldest: tuple[int, int] = (9999, 0)
+
+
+_XLLAMACPP = "llama.cpp of xllamacpp 2026.10.11549, YaRN run, the rest read"
+ENGINES = {
+    "hf": Engine(_config_json, "transformers 5.23.0, run", (4, 0)),
+    "vllm": Engine(_vllm, "vLLM 0.33.0, get_rope and _get_and_verify_max_len run", (0, 33)),
+    "sglang": Engine(_sglang, "SGLang at commit 108c36c (get_rope), read"),
+    "llama.cpp": Engine(_llama_cpp, _XLLAMACPP),
+    "gguf": Engine(_gguf, _XLLAMACPP),
+    "mlx": Engine(_mlx, "mlx-lm at commit 060aa43 (rope_utils.py), read"),
 }
 """By the names that `--emit` takes."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,16 +17,21 @@ import torch
 from torch import Tensor
 
 from normattn.errors import InputError
-from normattn.hf.model_parts import innermost
+from normattn.hf.model_parts import innermost, kind_of
 from normattn.hf.rope_detection import Spectrum
 
+_FLAG_OF = {
+    "rope.freq_base": "--rope-freq-base",
+    "rope.scaling.type": "--rope-scaling",
+    "rope.scaling.factor": "--rope-scale",
+    "rope.scaling.original_context_length": "--yarn-orig-ctx",
+    "rope.scaling.yarn_beta_fast": "--yarn-beta-fast",
+    "rope.scaling.yarn_beta_slow": "--yarn-beta-slow",
+}
+"""The flags that say what GGUF keys say."""
 FLAGS = frozenset(
-    f"--{name}"
-    for name in (
-        *("ctx-size", "rope-scaling", "rope-scale", "rope-freq-base", "rope-freq-scale"),
-        *("yarn-orig-ctx", "yarn-ext-factor", "yarn-attn-factor", "yarn-beta-fast"),
-        "yarn-beta-slow",
-    )
+    {"--ctx-size", "--rope-freq-scale", "--yarn-ext-factor", "--yarn-attn-factor"}
+    | set(_FLAG_OF.values())
 )
 ENVIRONMENT = {f"LLAMA_ARG_{name[2:].replace('-', '_').upper()}": name for name in FLAGS} | {
     "LLAMA_ARG_ROPE_SCALING_TYPE": "--rope-scaling"
@@ -36,55 +41,10 @@ _OF_ARCHITECTURE = {"beta_fast": 32.0, "beta_slow": 1.0, "ext_factor": -1.0, "at
 """Keys `rope.scaling.yarn_…` that only the loaders of some architectures read, and the defaults."""
 
 
-@dataclass(frozen=True)
-class Served:
-    """What llama.cpp computes: of layers that see everything, and of those within a window.
-
-    Attributes:
-        full, within: frequencies and amplitude.
-        score_gain: what DeepSeek's YaRN multiplies the softmax scale with.
-        longest: the tokens of a slot, which the server caps at the file's context_length.
-        ignored: flags without effect, a sentence each.
-        rope: the scaling in transformers' words.
-    """
-
-    full: Spectrum
-    within: Spectrum
-    score_gain: float
-    longest: int | None
-    ignored: tuple[str, ...]
-    rope: dict[str, Any]
-
-
-def kind_of(rope: Mapping[str, Any]) -> str:
-    """The type of rope parameters."""
-    return str(rope.get("rope_type", rope.get("type", "default")))
-
-
-def _one_scaling(rope: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The parameters of the layers that see everything: llama.cpp scales no others."""
-    nested = {name: value for name, value in rope.items() if isinstance(value, Mapping)}
-    own = nested.get("full_attention", rope)
-    others = [value for name, value in nested.items() if name != "full_attention"]
-    if nested and (own is rope or any(kind_of(other) != "default" for other in others)):
-        raise InputError(
-            "llama.cpp and GGUF hold one kind of scaling, for the layers that see everything; this "
-            "model scales others too"
-        )
-    if own.get("truncate") is False:
-        raise InputError("llama.cpp has YaRN with ⌊ ⌋ and ⌈ ⌉ only, not truncate=false")
-    if kind_of(own) not in ("default", "linear", "yarn"):
-        raise InputError(
-            f"llama.cpp reads {kind_of(own)} frequencies from a tensor of the GGUF file that the "
-            "converter writes; flags and keys cannot say them"
-        )
-    return own
-
-
 def values(architecture: str, fields: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
     """The keys of a GGUF file that say these fields, with the kind of each value.
 
-    Raises `InputError` for a scaling that llama.cpp has not.
+    Raises `InputError` for a scaling that llama.cpp does not have.
     """
     rope = _one_scaling(fields["rope_parameters"])
     kind = kind_of(rope)
@@ -104,9 +64,28 @@ def values(architecture: str, fields: Mapping[str, Any]) -> dict[str, tuple[str,
                 keys[f"rope.scaling.yarn_{name}"] = ("f32", float(rope[name]))
         if "attention_factor" in rope:
             # Beside the 1 + 0.1·ln s that llama.cpp multiplies with by itself.
-            usual = 1 + 0.1 * math.log(rope["factor"])
-            keys["rope.scaling.attn_factor"] = ("f32", float(rope["attention_factor"]) / usual)
+            own = float(rope["attention_factor"]) / _mscale(float(rope["factor"]))
+            keys["rope.scaling.attn_factor"] = ("f32", own)
     return {f"{architecture}.{name}": value for name, value in keys.items()}
+
+
+def _one_scaling(rope: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The parameters of the layers that see everything: llama.cpp scales no others."""
+    nested = {name: value for name, value in rope.items() if isinstance(value, Mapping)}
+    own = nested.pop("full_attention", None) if nested else rope
+    if own is None or any(kind_of(other) != "default" for other in nested.values()):
+        raise InputError(
+            "llama.cpp and GGUF hold one kind of scaling, for the layers that see everything; this "
+            "model scales others too"
+        )
+    if own.get("truncate") is False:
+        raise InputError("llama.cpp has YaRN with ⌊ ⌋ and ⌈ ⌉ only, not truncate=false")
+    if kind_of(own) not in ("default", "linear", "yarn"):
+        raise InputError(
+            f"llama.cpp reads {kind_of(own)} frequencies from a tensor of the GGUF file that the "
+            "converter writes; flags and keys cannot say them"
+        )
+    return own
 
 
 def flags(fields: Mapping[str, Any], architecture: str) -> list[str]:
@@ -115,23 +94,49 @@ def flags(fields: Mapping[str, Any], architecture: str) -> list[str]:
     The server caps a slot at the context_length of the file whatever --ctx-size asks for, and
     overwrites --yarn-attn-factor where YaRN is on (ggml-org/llama.cpp#17945), hence --override-kv.
     """
-    named = {
-        "rope.freq_base": "--rope-freq-base",
-        "rope.scaling.type": "--rope-scaling",
-        "rope.scaling.factor": "--rope-scale",
-        "rope.scaling.original_context_length": "--yarn-orig-ctx",
-        "rope.scaling.yarn_beta_fast": "--yarn-beta-fast",
-        "rope.scaling.yarn_beta_slow": "--yarn-beta-slow",
-    }
     options, overrides = [], []
     for key, (kind, value) in values(architecture, fields).items():
         text = value if kind == "str" else re.sub(r"\.0$", "", f"{float(value):.10g}")
-        flag = named.get(key.removeprefix(f"{architecture}."))
+        flag = _FLAG_OF.get(key.removeprefix(f"{architecture}."))
         if flag is None:
             overrides.append(f"--override-kv {key}={'int' if kind == 'u32' else 'float'}:{text}")
-        elif (flag, text) != ("--rope-scaling", "none"):
+        elif text != "none":
             options.append(f"{flag} {text}")
     return [*options, *overrides]
+
+
+def converted(fields: Mapping[str, Any], theta: Tensor) -> tuple[dict[str, Any], Tensor | None]:
+    """The keys, without architecture, that llama.cpp's converter writes, and the divisors.
+
+    `fields` are those of a configuration that give `theta`.
+    """
+    rope = dict(next(innermost(fields["rope_parameters"]), {}))
+    divisors = None
+    if kind_of(rope) == "llama3":
+        divisors = _angles(2 * theta.numel(), float(rope["rope_theta"])) / theta
+        rope = {"rope_theta": rope["rope_theta"]}
+    keys = values("", {**fields, "rope_parameters": rope})
+    return {name.removeprefix("."): value for name, (_, value) in keys.items()}, divisors
+
+
+@dataclass(frozen=True)
+class Served:
+    """What llama.cpp computes.
+
+    Attributes:
+        full, within: frequencies and amplitude of layers that see everything, and within a window.
+        score_gain: what DeepSeek's YaRN multiplies the softmax scale with.
+        longest: the tokens of a slot, which the server caps at the file's context_length.
+        ignored: flags without effect, a sentence each.
+        rope: the scaling in transformers' words.
+    """
+
+    full: Spectrum
+    within: Spectrum
+    score_gain: float
+    longest: int | None
+    ignored: tuple[str, ...]
+    rope: dict[str, Any]
 
 
 def serve(
@@ -146,62 +151,66 @@ def serve(
     `width` is the number of rotated features where no key says it; `divisors` are those of
     `rope_freqs.weight`. Raises `InputError` for a value that it would not read.
     """
-
-    def flag(name: str, default: float = 0.0, above: float = -math.inf) -> float:
-        text = given.get(name, default)
-        try:
-            value = float(text)
-        except ValueError as error:
-            raise InputError(f"{file}: {name} {text!r} is no number") from error
-        if not math.isfinite(value) or (name in given and value <= above):
-            raise InputError(f"{file}: {name} {text!r} is no finite number above 0")
-        return value
-
-    def unless_negative(name: str, default: float) -> float:
-        value = flag(name, -1.0)
-        return default if value < 0 else value
-
     kind = given.get("--rope-scaling") or str(keys.get("rope.scaling.type", "linear"))
     if kind not in _KINDS:
         raise InputError(f"{file}: llama.cpp has no rope scaling {kind!r}: {', '.join(_KINDS)}")
-    width = int(keys.get("rope.dimension_count", width))
-    base = flag("--rope-freq-base") or float(keys.get("rope.freq_base", 10000.0))
+    numbers = _numbers(given, file)
+    _refuse_keys_of_architectures(keys, kind, numbers, file)
+
+    def yarn(name: str, usual: float) -> float:
+        """A flag of YaRN, which leaves the usual value where it is below 0."""
+        value = numbers.get(f"--yarn-{name}", -1.0)
+        return usual if value < 0 else value
+
+    base = numbers.get("--rope-freq-base") or float(keys.get("rope.freq_base", 10000.0))
     swa_base = float(keys.get("rope.freq_base_swa", keys.get("_swa_base", base)))
-    stored = float(keys.get("rope.scaling.factor") or keys.get("rope.scale_linear") or 0.0)
-    scale = flag("--rope-scale", above=0.0)
-    if "--rope-freq-scale" in given:
-        scale = 1 / flag("--rope-freq-scale", above=0.0)
-    factor = 1.0 if kind == "none" else (scale or stored or 1.0)
-    mix = unless_negative("--yarn-ext-factor", 1.0 if kind == "yarn" else 0.0)
-    context, asked = int(keys.get("context_length", 0)), int(flag("--ctx-size"))
+    factor = float(keys.get("rope.scaling.factor") or keys.get("rope.scale_linear") or 1.0)
+    factor = numbers.get("--rope-scale", factor)
+    if "--rope-freq-scale" in numbers:
+        factor = 1 / numbers["--rope-freq-scale"]
+    factor = 1.0 if kind == "none" else factor
+    context, asked = int(keys.get("context_length", 0)), int(numbers.get("--ctx-size", 0))
     original = float(keys.get("rope.scaling.original_context_length") or context)
-    trained = flag("--yarn-orig-ctx") or original
-    _refuse_keys_of_architectures(keys, kind, flag, file)
-    turns = [
-        unless_negative(f"--yarn-beta-{x}", _OF_ARCHITECTURE[f"beta_{x}"]) for x in ("fast", "slow")
-    ]
-    attention = unless_negative("--yarn-attn-factor", 1.0)
-    amplitude, gain = _amplitude(keys, factor, mix, attention)
+    trained = numbers.get("--yarn-orig-ctx") or original
+    mix = yarn("ext-factor", 1.0 if kind == "yarn" else 0.0)
+    amplitude, gain = _amplitude(keys, factor, mix, yarn("attn-factor", 1.0))
+    width = int(keys.get("rope.dimension_count", width))
     theta = _angles(width, base)
     theta = theta if divisors is None else theta / divisors.double()
+    turns = yarn("beta-fast", 32.0), yarn("beta-slow", 1.0)
     share = mix * _ramp(width, base, trained, *turns)
-    words: dict[str, Any] = {"rope_type": kind, "rope_theta": base, "factor": factor}
+    rope: dict[str, Any] = {"rope_type": kind, "rope_theta": base, "factor": factor}
     if kind == "none" or factor == 1:
-        words = {"rope_type": "default", "rope_theta": base}
+        rope = {"rope_type": "default", "rope_theta": base}
     elif kind == "yarn":
-        words["original_max_position_embeddings"] = int(trained)
+        rope["original_max_position_embeddings"] = int(trained)
     return Served(
         full=(theta / factor * (1 - share) + theta * share, amplitude),
         within=(_angles(width, swa_base), 1.0),
         score_gain=gain,
         longest=min(asked or context, context) if context else asked or None,
         ignored=tuple(_ignored(given, kind, mix, asked, context)),
-        rope=words,
+        rope=rope,
     )
 
 
+def _numbers(given: Mapping[str, str], file: str) -> dict[str, float]:
+    """The flags that hold numbers; those of a scale must be above 0."""
+    numbers = {}
+    for name in given.keys() - {"--rope-scaling"}:
+        try:
+            value = float(given[name])
+        except ValueError as error:
+            raise InputError(f"{file}: {name} {given[name]!r} is no number") from error
+        scale = name in ("--rope-scale", "--rope-freq-scale")
+        if not math.isfinite(value) or (scale and value <= 0):
+            raise InputError(f"{file}: {name} {given[name]!r} is no finite number above 0")
+        numbers[name] = value
+    return numbers
+
+
 def _refuse_keys_of_architectures(
-    keys: Mapping[str, Any], kind: str, flag: Callable[..., float], file: str
+    keys: Mapping[str, Any], kind: str, numbers: Mapping[str, float], file: str
 ) -> None:
     """Raise `InputError` for a key that llama.cpp reads or ignores, by the architecture.
 
@@ -211,7 +220,7 @@ def _refuse_keys_of_architectures(
     for name, default in _OF_ARCHITECTURE.items():
         key, option = f"rope.scaling.yarn_{name}", f"--yarn-{name.replace('_', '-')}"
         usual = {default, 1.0 if kind == "yarn" else 0.0} if name == "ext_factor" else {default}
-        if float(keys.get(key, default)) not in usual and flag(option, -1.0) < 0:
+        if float(keys.get(key, default)) not in usual and numbers.get(option, -1.0) < 0:
             raise InputError(
                 f"{file}: llama.cpp reads {key} in some architectures and ignores it in most, so "
                 f"what it computes is not known here: say {option} instead"
@@ -227,15 +236,15 @@ def _amplitude(
         return attention * stored, 1.0
     deepseek = keys.get("general.architecture") == "deepseek2"
     weight = float(keys.get("rope.scaling.yarn_log_multiplier", 0.0)) / 0.1
-
-    def mscale(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1
-
-    amplitude = mscale(1.0) * stored
+    amplitude = _mscale(factor) * stored
     if weight != 0:
         top = weight if deepseek and weight != 1 else 1.0
-        amplitude = mscale(top) / mscale(weight) * stored
-    return amplitude, (amplitude * mscale(weight)) ** 2 if deepseek else 1.0
+        amplitude = _mscale(factor, top) / _mscale(factor, weight) * stored
+    return amplitude, (amplitude * _mscale(factor, weight)) ** 2 if deepseek else 1.0
+
+
+def _mscale(factor: float, weight: float = 1.0) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1
 
 
 def _angles(width: int, base: float) -> Tensor:
@@ -270,17 +279,3 @@ def _ignored(
             f"--ctx-size {asked:,} is cut to the file's context_length, {context:,}: say "
             "--override-kv ARCH.context_length=int:…"
         )
-
-
-def converted(fields: Mapping[str, Any], theta: Tensor) -> tuple[dict[str, Any], Tensor | None]:
-    """The keys, without architecture, that llama.cpp's converter writes, and the divisors.
-
-    `fields` are those of a configuration that give `theta`.
-    """
-    rope = dict(next(innermost(fields["rope_parameters"]), {}))
-    divisors = None
-    if kind_of(rope) == "llama3":
-        divisors = _angles(2 * theta.numel(), float(rope["rope_theta"])) / theta
-        rope = {"rope_theta": rope["rope_theta"]}
-    keys = values("", {**fields, "rope_parameters": rope})
-    return {name.removeprefix("."): value for name, (_, value) in keys.items()}, divisors

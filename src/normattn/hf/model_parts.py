@@ -83,6 +83,11 @@ def innermost(given: Any) -> Iterator[Mapping[str, Any]]:
             yield given
 
 
+def kind_of(rope: Mapping[str, Any]) -> str:
+    """The type of rope parameters."""
+    return str(rope.get("rope_type", rope.get("type", "default")))
+
+
 def model_parts(model: Any) -> ModelParts:
     """The parts of a model, also of one that is compiled or wrapped by PEFT.
 

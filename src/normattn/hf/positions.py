@@ -16,7 +16,7 @@ from torch import Tensor
 
 from normattn.errors import InputError
 from normattn.hf.model_parts import ModelParts, model_parts
-from normattn.hf.probe import COUNT, ProbedLayer, probe, replay, short
+from normattn.hf.probe import COUNT, AttentionCall, ProbedLayer, probe, replay, short
 from normattn.hf.rope_detection import Spectrum, read_tables, spectra_of
 from normattn.hf.tiny_model import small_model
 
@@ -51,12 +51,22 @@ Positions = dict[int, dict[int, LayerValues]]
 def read_positions(config: Any, lengths: Sequence[int]) -> Positions:
     """What each layer of a configuration's model computes at each length.
 
-    At the short length alone where no layer rotates. Raises `InputError` for a family that cannot
-    be asked about positions further on.
+    At the short length alone where no layer rotates. Raises `InputError` for a family whose values
+    at greater lengths cannot be read.
     """
     parts = model_parts(small_model(config))
     probed = probe(parts)
-    positions = {SHORT: _at(parts, list(probed.values()), {}, SHORT)}
+
+    def read(length: int, calls: dict[Any, list[AttentionCall]]) -> dict[int, LayerValues]:
+        layers = {}
+        for position, one in enumerate(probed.values()):
+            index = getattr(one.module, "layer_idx", None)
+            call = calls.get(one.module, one.calls)[0]
+            values = _layer_values(parts, one, call, length)
+            layers[index if isinstance(index, int) else position] = values
+        return layers
+
+    positions = {SHORT: read(SHORT, {})}
     if not rotates(positions):
         return positions
     for length in sorted(length for length in set(lengths) if length > SHORT):
@@ -69,25 +79,19 @@ def read_positions(config: Any, lengths: Sequence[int]) -> Positions:
                 f"{parts.name} cannot be asked what it computes at {length:,} tokens: its forward "
                 f"rejects their position ids ({short(error)})"
             ) from error
-        positions[length] = _at(parts, list(probed.values()), calls, length)
+        positions[length] = read(length, calls)
     return positions
 
 
-def _at(parts: ModelParts, probed: list[ProbedLayer], calls: Any, length: int) -> dict[int, Any]:
-    layers = {}
-    for position, one in enumerate(probed):
-        index = getattr(one.module, "layer_idx", None)
-        call = calls[one.module][0] if one.module in calls else one.call
-        theta, amplitude = _spectrum(parts, one, length) or (None, 1.0)
-        start = (_spectrum(parts, one, SHORT) or (None, 1.0))[1]
-        growth = float(call.query.norm() / one.call.query.norm())
-        if one.unrotated is not None and start > 0 and amplitude > 0:
-            growth *= start / amplitude  # what the amplitude of the tables adds to the queries
-        given = call.more.get("scaling")
-        scale = growth * (1.0 if given is None else float(given))
-        values = LayerValues(theta, amplitude, scale, one.call.sliding)
-        layers[index if isinstance(index, int) else position] = values
-    return layers
+def _layer_values(
+    parts: ModelParts, one: ProbedLayer, call: AttentionCall, length: int
+) -> LayerValues:
+    frequencies, amplitude = _spectrum(parts, one, length) or (None, 1.0)
+    at_start = (_spectrum(parts, one, SHORT) or (None, 1.0))[1]
+    scale = float(call.query.norm() / one.call.query.norm()) * float(call.more.get("scaling") or 1)
+    if one.unrotated is not None and at_start > 0 and amplitude > 0:
+        scale *= at_start / amplitude  # what the amplitude of the tables adds to the queries
+    return LayerValues(frequencies, amplitude, scale, one.call.sliding)
 
 
 def _spectrum(parts: ModelParts, one: ProbedLayer, length: int) -> Spectrum | None:
@@ -107,10 +111,10 @@ def _spectrum(parts: ModelParts, one: ProbedLayer, length: int) -> Spectrum | No
             f"{parts.name} cannot be asked what it computes at {length:,} tokens: its rotary "
             "module takes other arguments than a tensor, position ids and a type of layer"
         ) from error
-    cos, sin = (made.real, made.imag) if isinstance(made, Tensor) else made
     held: Any = getattr(module, f"{kind}_inv_freq", getattr(module, "inv_freq", None))
     if not isinstance(held, Tensor):
         return None
+    cos, sin = (made.real, made.imag) if isinstance(made, Tensor) else made
     amplitude = float((cos.double() ** 2 + sin.double() ** 2).flatten()[0] ** 0.5)
     return held.detach().double().cpu().flatten(), amplitude
 
@@ -128,25 +132,26 @@ def differences(meant: Positions, given: Positions) -> Iterator[str]:
             "model's configuration"
         )
         return
-    told: set[tuple[str, bool]] = set()
+    reported: set[tuple[str, bool]] = set()
     for length in sorted(meant.keys() & given.keys()):
         for index, values in meant[length].items():
             within = values.window is not None
             for kind, sentence in _differ(values, given[length][index]):
-                if (kind, within) not in told:
+                if (kind, within) not in reported:
                     who = "layers within a window: " if within else ""
                     yield f"{who}{kind}: {sentence} (layer {index}, at {length:,} tokens)"
-                told.add((kind, within))
+                reported.add((kind, within))
 
 
 def _differ(meant: LayerValues, given: LayerValues) -> Iterator[tuple[str, str]]:
+    """Each kind of value that differs, and how."""
     one, other = meant.frequencies, given.frequencies
     if one is None or other is None:
         if one is not other:
             yield "rotary positions", "none" if other is None else "some instead of none"
     elif one.shape != other.shape:
-        wide = f"{2 * other.numel()} features rotate instead of {2 * one.numel()}"
-        yield "rotary width", wide
+        width = f"{2 * other.numel()} features rotate instead of {2 * one.numel()}"
+        yield "rotary width", width
     else:
         off = (one - other).abs() / torch.maximum(one.abs(), other.abs()).clamp(min=1e-30)
         if float(off.max()) > _CLOSE:
@@ -156,11 +161,10 @@ def _differ(meant: LayerValues, given: LayerValues) -> Iterator[tuple[str, str]]
                 f"{int((off > _CLOSE).sum())} of {one.numel()} differ, pair {pair} turns by "
                 f"{float(other[pair]):.4g} a token instead of {float(one[pair]):.4g}",
             )
-    for kind, name, mine, theirs in (
-        ("attention factor", "cos and sin times ", meant.amplitude, given.amplitude),
-        ("softmax scale", "", meant.scale, given.scale),
-    ):
-        if abs(mine - theirs) > 10 * _CLOSE * abs(mine):
-            yield kind, f"{name}{theirs:.5g} instead of {mine:.5g}"
+    if abs(meant.amplitude - given.amplitude) > 10 * _CLOSE * abs(meant.amplitude):
+        factor = f"cos and sin times {given.amplitude:.5g} instead of {meant.amplitude:.5g}"
+        yield "attention factor", factor
+    if abs(meant.scale - given.scale) > 10 * _CLOSE * abs(meant.scale):
+        yield "softmax scale", f"{given.scale:.5g} instead of {meant.scale:.5g}"
     if meant.window != given.window:
         yield "window", f"{given.window or 'none'} instead of {meant.window or 'none'}"
