@@ -24,7 +24,7 @@ from normattn.hf.gguf import read_gguf, refuse_scaled
 from normattn.io import expanded, open_file, read_object
 from normattn.models.utils import on_meta
 
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _WHERE = ("revision", "cache_dir", "token", "local_files_only", "subfolder")
 _LAYER = re.compile(r"\.(\d+)\.")
 
@@ -40,11 +40,15 @@ def load_model(model: str | Path, gguf: str | None = None, **options: Any) -> An
     given = {**options_of(source, gguf), **options}
     if gguf is None:
         given["use_safetensors"] = True
-    else:
-        given |= _unpacked()
+    elif hasattr(transformers, "GgufConfig"):
+        # Packed weights compute by kernels and attention of their own, and cannot be saved.
+        given["quantization_config"] = transformers.GgufConfig(dequantize=True)
     refuse_sizes(source, gguf)
     if gguf is not None and not Path(source).is_dir():
-        _refuse_scaled_there(source, gguf, options)
+        where = {name: options[name] for name in _WHERE if name in options}
+        with explained(gguf):  # the file on the hub, which loading it needs here anyway
+            file = transformers.utils.hub.cached_file(source, gguf, **where)
+        refuse_scaled(Path(str(file)))
     before = transformers.logging.get_verbosity()
     # Its report of names in a file prints escapes in them too; `_refuse_differences` reports.
     transformers.logging.set_verbosity(logging.ERROR)
@@ -109,7 +113,7 @@ def options_of(source: str, gguf: str | None) -> dict[str, Any]:
 
 
 def refuse_kind(file: Path) -> None:
-    """Refuse a configuration of a kind that transformers has not."""
+    """Refuse a configuration of a kind that transformers does not know."""
     from transformers import CONFIG_MAPPING
 
     kind = read_object(file).get("model_type")
@@ -152,68 +156,61 @@ def refuse_sizes(source: str, gguf: str | None, config: Any = None) -> None:
             with open_file(entry):  # reading a pipe or a device would never end
                 pass
     if gguf is None:
-        numbers = _numbers_in_safetensors(folder)
+        numbers = sum(_numbers_in(file) for file in _weight_files(folder))
     else:
         numbers = read_gguf(folder / gguf).numbers
         refuse_scaled(folder / gguf)
+    described = f"the files of {gguf or source} hold {numbers:,} numbers, but its configuration"
     # On torch's meta device nothing takes memory, not even what a configuration checks itself by.
     with explained(gguf or source), on_meta():
         if config is None:
             config = transformers.AutoConfig.from_pretrained(source, **options_of(source, gguf))
         layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
         if isinstance(layers, int) and layers > numbers:
-            raise InputError(
-                f"the files of {gguf or source} hold {numbers:,} numbers, but its configuration "
-                f"describes a model of {layers:,} layers"
-            )
+            raise InputError(f"{described} describes a model of {layers:,} layers")
         auto: Any = transformers.AutoModelForCausalLM
         shell = auto.from_config(config, trust_remote_code=False)
         shell.tie_weights()
     wanted = sum(parameter.numel() for parameter in shell.parameters())
     if wanted > numbers and not hasattr(config, "quantization_config"):
+        raise InputError(f"{described} describes a model of {wanted:,}")
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The safetensors of a folder. Raises `InputError` for an index that names other files."""
+    index = folder / _INDEX
+    if (folder / _WEIGHTS).exists() or not index.exists():
+        return [folder / _WEIGHTS]
+    places = read_object(index).get("weight_map")
+    if not isinstance(places, dict) or not places:
+        raise InputError(f"{index} is damaged: it has no weight_map of tensors and their files")
+    for name in places.values():
+        # Following it would read any file of this machine as part of the model.
+        if not isinstance(name, str) or Path(name).name != name or "\\" in name:
+            raise InputError(f"{index} points outside its folder: {str(name)[:200]!r}")
+    return [folder / name for name in sorted(set(places.values()))]
+
+
+def _numbers_in(file: Path) -> int:
+    """How many floating numbers a file of safetensors holds."""
+    if not file.is_file():
         raise InputError(
-            f"the files of {gguf or source} hold {numbers:,} numbers, but its configuration "
-            f"describes a model of {wanted:,}"
+            f"{file} is not there: a model is read from safetensors, {_WEIGHTS} or {_INDEX}, and "
+            "never from pickled weights, which can run code"
         )
+    try:
+        with safe_open(str(file), framework="pt") as opened:
+            parts = [opened.get_slice(name) for name in opened.keys()]  # noqa: SIM118
+            floating = [x for x in parts if str(x.get_dtype()).startswith(("F", "BF"))]
+            return sum(prod(part.get_shape()) for part in floating)
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"{file} is no whole safetensors file: {error}") from error
 
 
-def _numbers_in_safetensors(folder: Path) -> int:
-    """How many floating numbers the safetensors of a folder hold."""
-    files, index = [folder / WEIGHTS], folder / INDEX
-    if not files[0].exists() and index.exists():
-        places = read_object(index).get("weight_map")
-        if not isinstance(places, dict) or not places:
-            raise InputError(f"{index} is damaged: it has no weight_map of tensors and their files")
-        for name in places.values():
-            # Following it would read any file of this machine as part of the model.
-            if not isinstance(name, str) or Path(name).name != name or "\\" in name:
-                raise InputError(f"{index} points outside its folder: {str(name)[:200]!r}")
-        files = [folder / name for name in sorted(set(places.values()))]
-    numbers = 0
-    for file in files:
-        if not file.is_file():
-            raise InputError(
-                f"{file} is not there: a model is read from safetensors, {WEIGHTS} or {INDEX}, and "
-                "never from pickled weights, which can run code"
-            )
-        try:
-            with safe_open(str(file), framework="pt") as opened:
-                parts = [opened.get_slice(name) for name in opened.keys()]  # noqa: SIM118
-                floating = [x for x in parts if str(x.get_dtype()).startswith(("F", "BF"))]
-                numbers += sum(prod(part.get_shape()) for part in floating)
-        except (SafetensorError, OSError) as error:
-            raise InputError(f"{file} is no whole safetensors file: {error}") from error
-    return numbers
-
-
-def _refuse_scaled_there(source: str, gguf: str, options: Mapping[str, Any]) -> None:
-    """`refuse_scaled` for a file on the hub, which loading it needs on this machine anyway."""
-    from transformers.utils import hub
-
-    where = {name: options[name] for name in _WHERE if name in options}
-    with explained(gguf):
-        file = hub.cached_file(source, gguf, **where)
-    refuse_scaled(Path(str(file)))
+def missing_weight(info: Mapping[str, Any]) -> str | None:
+    """The first weight that files lack, by transformers' loading info, as a clause; or None."""
+    lacking = sorted(str(key) for key in (*info["missing_keys"], *info["mismatched_keys"]))
+    return f"{lacking[0]} is missing or has another shape" if lacking else None
 
 
 def _refuse_differences(model: Any, info: Any, source: str) -> None:
@@ -224,25 +221,13 @@ def _refuse_differences(model: Any, info: Any, source: str) -> None:
     for name, buffer in model.named_buffers():
         if name.endswith("inv_freq") and not bool(torch.isfinite(buffer).all()):
             raise InputError(f"the configuration in {source} gives rotary frequencies without end")
-    layers = getattr(model.config.get_text_config(), "num_hidden_layers", None)
-    lacking = sorted(str(key) for key in (*info["missing_keys"], *info["mismatched_keys"]))
-    spare = []
+    why, layers = (
+        missing_weight(info),
+        getattr(model.config.get_text_config(), "num_hidden_layers", 0),
+    )
     for name in sorted(map(str, info["unexpected_keys"])):
         number = _LAYER.search(name)
-        if number is not None and isinstance(layers, int) and int(number[1]) >= layers:
-            spare.append(name)
-    if lacking or spare:
-        why = f"{lacking[0]} is missing or has another shape" if lacking else None
-        why = why or f"they hold {spare[0]}, but num_hidden_layers is {layers}"
+        if number is not None and isinstance(layers, int) and 0 < layers <= int(number[1]):
+            why = why or f"they hold {name}, but num_hidden_layers is {layers}"
+    if why is not None:
         raise InputError(f"the weights in {source} are not those of its configuration: {why}")
-
-
-def _unpacked() -> dict[str, Any]:
-    """How transformers is told to widen a GGUF's weights; where it cannot be told, it always does.
-
-    Packed ones compute by kernels and attention of their own, and cannot be saved.
-    """
-    import transformers
-
-    config = getattr(transformers, "GgufConfig", None)
-    return {} if config is None else {"quantization_config": config(dequantize=True)}

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 import transformers
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.modeling_outputs import (
@@ -19,6 +19,7 @@ from transformers.modeling_outputs import (
 )
 
 from normattn.errors import InputError
+from normattn.hf.load import missing_weight
 from normattn.models.cache import ModelCache
 from normattn.models.causal_lm import CausalLM
 from normattn.models.classifier import Classifier
@@ -62,25 +63,23 @@ class NormattnBaseConfig(_Config):
         """Our configuration."""
         return self.settings_class(**self.settings)
 
-    @property
-    def num_key_value_heads(self) -> int:
-        """The key and value heads."""
-        return int(self.settings["kv_heads"] or self.settings["heads"])
-
     vocab_size = property(lambda self: int(self.settings["vocab_size"]))
     hidden_size = property(lambda self: int(self.settings["dim"]))
     num_hidden_layers = property(lambda self: int(self.settings["layers"]))
     num_attention_heads = property(lambda self: int(self.settings["heads"]))
+    num_key_value_heads = property(
+        lambda self: int(self.settings["kv_heads"] or self.settings["heads"])
+    )
     max_position_embeddings = property(lambda self: int(self.settings["train_length"]))
 
 
+# Each has a constructor: transformers would write one of its own where there is none.
 class NormattnConfig(NormattnBaseConfig):
     """A `CausalLM`'s."""
 
     model_type = "normattn"
     settings_class = CausalLMConfig
 
-    # Said in each class: transformers would write a constructor of its own where there is none.
     def __init__(self, settings: dict[str, Any] | None = None, **more: Any) -> None:
         super().__init__(settings, **more)
 
@@ -106,14 +105,18 @@ class NormattnClassifierConfig(NormattnBaseConfig):
             more.setdefault("num_labels", settings["labels"])
         more["problem_type"] = more.get("problem_type") or "multi_label_classification"
         super().__init__(settings, **more)
+        labels = self.settings["labels"]
+        if self.num_labels != labels:
+            raise InputError(
+                f"num_labels is {self.num_labels}, but the model's settings say {labels} labels"
+            )
 
 
 class NormattnCache(_Cache):
     """A `ModelCache`, `.held`, with the names of transformers' `Cache`.
 
-    Beams are reordered, rows repeated or chosen, and the last tokens taken back (`crop`), which a
-    sliding window that has forgotten what is needed refuses. Attention layers write to it by
-    themselves, so `update` is refused.
+    Attention layers write to it by themselves, so `update` is refused; and so is a `crop` where a
+    sliding window has forgotten what is needed.
     """
 
     def __init__(self, held: ModelCache) -> None:
@@ -166,14 +169,10 @@ class NormattnCache(_Cache):
         """Forget everything."""
         self.held.truncate(0)
 
-    @property
-    def is_sliding(self) -> list[bool]:
-        """Which layers have a sliding window."""
-        return [layer.window is not None for layer in self.held.layers]
-
     batch_size = property(lambda self: self.held.layers[0].rows)
     is_compileable = property(lambda self: False)  # it grows
     is_initialized = property(lambda self: self.held.length > 0)
+    is_sliding = property(lambda self: [layer.window is not None for layer in self.held.layers])
     # Whether the last tokens can always be taken back: where no layer forgets.
     is_croppable = property(lambda self: all(layer.croppable for layer in self.held.layers))
 
@@ -183,9 +182,8 @@ class NormattnModel(_Model):
 
     Made from its configuration (weights are then drawn as ours are), or around a model that is
     there already, which it shares. `save_pretrained` and `from_pretrained` are transformers', with
-    the weights under `model.`; a post-hoc method that is switched on is not saved. A folder that
-    lacks a weight is refused, where transformers would draw it at random. Methods after training
-    are ours: `with model.model.using("YaRN", factor=4): …`.
+    the weights under `model.`; a post-hoc method that is switched on is not saved. Methods after
+    training are ours: `with model.model.using("YaRN", factor=4): …`.
     """
 
     base_model_prefix = "model"
@@ -200,16 +198,15 @@ class NormattnModel(_Model):
 
     @classmethod
     def from_pretrained(cls, *source: Any, **options: Any) -> Any:
-        """As transformers', but every weight must be there."""
-        told = options.pop("output_loading_info", False)
+        """As transformers', but a folder that lacks a weight is refused, not drawn at random."""
+        with_info = options.pop("output_loading_info", False)
         model, info = super().from_pretrained(*source, output_loading_info=True, **options)
-        lacking = sorted(str(key) for key in (*info["missing_keys"], *info["mismatched_keys"]))
-        if lacking:
+        lacking = missing_weight(info)
+        if lacking is not None:
             raise InputError(
-                f"the weights in {source[0]} are not those of its configuration: {lacking[0]} is "
-                "missing or has another shape"
+                f"the weights in {source[0]} are not those of its configuration: {lacking}"
             )
-        return (model, info) if told else model
+        return (model, info) if with_info else model
 
     def _init_weights(self, module: nn.Module) -> None:
         """Nothing: our models draw their weights when they are built."""
@@ -291,18 +288,10 @@ class NormattnForCausalLM(NormattnModel, _GenerationMixin):
     ) -> Any:
         """Logits (B, T, V), the loss of `labels`, and the cache.
 
-        Args:
-            input_ids: the tokens; with `past_key_values` those that follow what was read before.
-            attention_mask: (B, S) over all S tokens read so far, 0 for padding, which with a cache
-                may stand on the left only. Positions count from each row's first real token.
-            past_key_values: a `NormattnCache`; it is extended.
-            labels: the tokens themselves, −100 where none is counted: the loss is the mean
-                cross-entropy in nats of labels[:, 1:] given the logits before them.
-            use_cache: whether to hand out a cache; by default where no gradient is recorded.
-            logits_to_keep: only the last so many positions' logits; 0 keeps all.
-            output_attentions: refused, as is output_hidden_states.
-            output_hidden_states: see there.
-            return_dict: off for a tuple.
+        `attention_mask` (B, S) covers all S tokens read so far; padding may stand on the left only
+        where a cache is used, and positions count from each row's first real token. The loss is the
+        mean cross-entropy in nats of labels[:, 1:] that are not −100. A cache is handed out where
+        no gradient is recorded. `logits_to_keep` is the number of last positions; 0 keeps all.
 
         Raises `InputError` for ids outside the vocabulary (on CPU), other shapes, foreign caches.
         """
@@ -369,8 +358,7 @@ class NormattnForMaskedLM(NormattnModel):
     ) -> Any:
         """Logits (B, T, V), and the mean cross-entropy in nats of `labels` that are not −100.
 
-        `attention_mask` (B, T) is 0 for padding, on either side. Raises `InputError` as
-        `NormattnForCausalLM.forward`.
+        `attention_mask` (B, T) is 0 for padding, on either side. Raises as the causal model does.
         """
         inner = output_attentions, output_hidden_states
         logits = self.model(*_checked(input_ids, attention_mask, inner))
@@ -386,14 +374,6 @@ class NormattnForSequenceClassification(NormattnModel):
     config_class = NormattnClassifierConfig
     model_class = Classifier
 
-    def __init__(self, config: NormattnClassifierConfig, model: nn.Module | None = None) -> None:
-        labels = config.settings["labels"]
-        if config.num_labels != labels:
-            raise InputError(
-                f"num_labels is {config.num_labels}, but the model's settings say {labels} labels"
-            )
-        super().__init__(config, model)
-
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -403,29 +383,28 @@ class NormattnForSequenceClassification(NormattnModel):
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
     ) -> Any:
-        """Logits (B, K), and the loss of `labels` in nats.
+        """Logits (B, K), and the loss of `labels` in nats, by `config.problem_type`.
 
-        With `config.problem_type` "multi_label_classification" (default) labels are 0 or 1 as
-        floats (B, K) and the loss is binary cross-entropy; with "single_label_classification" they
-        are numbers (B,) and it is cross-entropy. Raises `InputError` for another problem type and
-        labels of another shape.
+        "multi_label_classification" (the default): labels are 0 or 1 as floats (B, K), the loss is
+        binary cross-entropy. "single_label_classification": labels are numbers (B,), the loss is
+        cross-entropy. Raises `InputError` for others, and as the causal model does.
         """
         inner = output_attentions, output_hidden_states
         logits = self.model(*_checked(input_ids, attention_mask, inner))
-        loss = None if labels is None else self._loss(logits.float(), labels)
+        loss, kind = None, self.config.problem_type
+        if labels is None:
+            pass
+        elif kind == "multi_label_classification" and labels.shape == logits.shape:
+            loss = F.binary_cross_entropy_with_logits(logits.float(), labels.float())
+        elif kind == "single_label_classification" and labels.shape == logits.shape[:1]:
+            loss = F.cross_entropy(logits.float(), labels)
+        else:
+            raise InputError(
+                f"labels of {tuple(labels.shape)} do not fit logits of {tuple(logits.shape)} with "
+                f"problem_type {kind!r}: multi_label_classification takes 0 or 1 (B, K), "
+                "single_label_classification numbers (B,)"
+            )
         return self._returned(SequenceClassifierOutput(loss=loss, logits=logits), return_dict)
-
-    def _loss(self, logits: Float[Tensor, "b k"], labels: Tensor) -> Tensor:
-        kind = self.config.problem_type
-        if kind == "multi_label_classification" and labels.shape == logits.shape:
-            return F.binary_cross_entropy_with_logits(logits, labels.float())
-        if kind == "single_label_classification" and labels.shape == logits.shape[:1]:
-            return F.cross_entropy(logits, labels)
-        raise InputError(
-            f"labels of {tuple(labels.shape)} do not fit logits of {tuple(logits.shape)} with "
-            f"problem_type {kind!r}: multi_label_classification takes 0 or 1 (B, K), "
-            "single_label_classification numbers (B,)"
-        )
 
 
 _HOMES: tuple[tuple[Any, Any], ...] = (
