@@ -17,7 +17,7 @@ from normattn.errors import InputError
 from normattn.io import read_object, write_json
 from normattn.lab.report.view import View
 from normattn.lab.stats import Identity, MeasurementStore, identified, sums
-from normattn.lab.studies.reading import PAGE
+from normattn.lab.studies.reading import STUDY
 
 
 def read(
@@ -149,7 +149,9 @@ def test_rows_read_to_other_lengths_by_position() -> None:
         for name, end in (("short", 16), ("long", 64))
     ]
     view = View(pl.concat(rows))
-    table = next(table for table in PAGE.tables if table.key == "accuracy_by_position").fill(view)
+    table = next(table for table in STUDY.page.tables if table.key == "accuracy_by_position").fill(
+        view
+    )
     titles = [column.title for column in table.columns]
     assert titles[-4:] == ["1 to 8", "9 to 16", "17 to 32", "33 to 64"]
     cells = zip(table.rows, table.cells, strict=True)

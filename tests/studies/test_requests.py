@@ -14,12 +14,11 @@ import normattn
 from normattn.errors import InputError
 from normattn.lab.studies import find
 from normattn.lab.studies import preset as presets
-from normattn.lab.studies.factors import CHANGES
+from normattn.lab.studies.ablations import CHANGES, QUESTIONS, Question
 from normattn.lab.studies.keynorm import METHODS, VARIANTS, trained_in_variants
 from normattn.lab.studies.language import TextRun, read_lengths, set_lengths
-from normattn.lab.studies.methods import left_out, post_hoc_methods, refusal
+from normattn.lab.studies.methods import left_out, post_hoc_methods
 from normattn.lab.studies.preset import PROTOCOLS, EvaluationSettings
-from normattn.lab.studies.questions import QUESTIONS, Question
 from normattn.lab.sweep.config import free_settings, with_added
 from normattn.lab.sweep.planner import make_plan
 from normattn.lab.sweep.run import Request, Sweep
@@ -343,8 +342,6 @@ def test_every_post_hoc_part_stands_alone_and_some_with_logn() -> None:
     nope = ScoreSpec.parse("KNA-NoPE", train_length=64)
     assert "logn+" in post_hoc_methods(nope)
     assert "YaRN" not in post_hoc_methods(nope)
-    assert "makes no sense" in str(refusal(nope, "YaRN"))
-    assert refusal(ScoreSpec.parse("KNA-logn", train_length=64), "logn+") is not None
     # An unknown length leaves out what needs it.
     assert "ReRoPE" not in post_hoc_methods(ScoreSpec.parse("KNA"))
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import importlib
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
@@ -80,25 +79,12 @@ def errors_in(study: Study) -> AbstractContextManager[None]:
 @cache
 def _found() -> dict[str, _Place]:
     """Every `NAME = Study("name", "question", …)` at the top of a file of this folder."""
-    return {
-        name: place
-        for folder in __path__
-        for file in sorted(Path(folder).glob("*.py"))
-        for name, place in _studies_of(file)
-    }
-
-
-def _studies_of(file: Path) -> Iterator[tuple[str, _Place]]:
-    text = file.read_text("utf-8")
-    if " = Study(" not in text:
-        return
-    for line in ast.parse(text).body:
-        if not (isinstance(line, ast.Assign) and isinstance(line.value, ast.Call)):
-            continue
-        function, (variable,) = line.value.func, line.targets
-        if getattr(function, "id", "") != "Study" or not isinstance(variable, ast.Name):
-            continue
-        given = dict(zip(("name", "question"), line.value.args, strict=False))
-        given |= {keyword.arg: keyword.value for keyword in line.value.keywords if keyword.arg}
-        name, question = (ast.literal_eval(given[key]) for key in ("name", "question"))
-        yield name, _Place(file.stem, variable.id, question)
+    found = {}
+    for file in sorted(Path(__file__).parent.glob("*.py")):
+        text = file.read_text("utf-8")
+        for line in ast.parse(text).body if " = Study(" in text else ():
+            match line:
+                case ast.Assign([ast.Name(variable)], ast.Call(ast.Name("Study"), [*given])):
+                    name, question = map(ast.literal_eval, given[:2])
+                    found[name] = _Place(file.stem, variable, question)
+    return found

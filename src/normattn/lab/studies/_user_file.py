@@ -8,7 +8,6 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 
 from normattn.errors import InputError, NormattnError
 from normattn.lab.studies.base import Study
@@ -50,39 +49,16 @@ def errors_of(path: Path) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         if asked_to_stop():
             raise
-        own = _user_frames(error.__traceback__, path)
-        if isinstance(error, SyntaxError) and own is None:
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [n for n, f in enumerate(frames) if Path(f.filename).resolve() == path.resolve()]
+        if isinstance(error, SyntaxError) and not own:
             raise InputError(f"{path} is no Python: line {error.lineno}: {error.msg}") from error
-        if own is None:
+        if not own:
             raise
-        refused = InputError(f"{path}, line {_last_line(own, path)}: {_reason(error)}")
-        shown = "".join(traceback.format_exception(type(error), error, own, chain=False))
-        refused.add_note(shown.rstrip())
+        reason = f"{type(error).__name__}: {error}".removesuffix(": ")
+        if isinstance(error, SystemExit):
+            reason = "a study file must not end the process, and this one calls sys.exit"
+        refused = InputError(f"{path}, line {frames[own[-1]].lineno}: {reason}")
+        lines = traceback.format_list(frames[own[0] :]) + traceback.format_exception_only(error)
+        refused.add_note("Traceback (most recent call last):\n" + "".join(lines).rstrip())
         raise refused from error
-
-
-def _reason(error: BaseException) -> str:
-    if isinstance(error, SystemExit):
-        return "a study file must not end the process, and this one calls sys.exit"
-    return f"{type(error).__name__}: {error}".removesuffix(": ")
-
-
-def _user_frames(trace: TracebackType | None, path: Path) -> TracebackType | None:
-    """The traceback from the first frame in the file on; None where it has none."""
-    while trace is not None and not _is_in(trace, path):
-        trace = trace.tb_next
-    return trace
-
-
-def _last_line(trace: TracebackType, path: Path) -> int:
-    """The line of the file that was running last."""
-    line = trace.tb_lineno
-    below = trace.tb_next
-    while below is not None:
-        line = below.tb_lineno if _is_in(below, path) else line
-        below = below.tb_next
-    return line
-
-
-def _is_in(trace: TracebackType, path: Path) -> bool:
-    return Path(trace.tb_frame.f_code.co_filename).resolve() == path.resolve()

@@ -29,11 +29,11 @@ from normattn.lab.report.claims import Claim
 from normattn.lab.report.figures import Figure
 from normattn.lab.report.output import Written, write_page
 from normattn.lab.report.page import Page, context, nothing
-from normattn.lab.report.tables import Column, Row, Table
+from normattn.lab.report.tables import Column, Table
 from normattn.lab.report.view import View
 from normattn.lab.stats import Metric
 from normattn.lab.studies.language import AS_IS, TextRun, TextSetting
-from normattn.lab.studies.lm_report import intervals, pairs_of, row_of
+from normattn.lab.studies.lm_report import intervals, rows_of
 from normattn.lab.studies.methods import canonical, checked_methods, usable
 from normattn.lab.studies.preset import PROTOCOLS, Preset, Protocol, opened
 from normattn.lab.studies.preset import typed as preset_typed
@@ -117,23 +117,24 @@ class Study:
     ) -> None:
         if len(evals) > 1:
             raise InputError(f"the study {name} has {len(evals)} evals; give one with all lengths")
-        shown = tuple(Column(_key(name), name, metric) for name, metric in (columns or {}).items())
-        order = tuple(v if isinstance(v, str) else v.name for v in variants)
-        main = Table("table", "", lambda view: _rows_in_order(view, order), shown)
+        self.name, self.help, self.made_by = name, help or question, made_by
+        self.collect, self.runs = collect, tuple(runs)
+        self.headline, self.examples = tuple(headline), tuple(examples)
+        self.variants = variants_help or ("Scores, by commas." if variants else "")
+        self.methods = methods_help or ("Ways of reading, by commas." if variants else "")
+        named = [v if isinstance(v, Variant) else Variant(v) for v in variants]
+        self._resolve = resolve or (
+            lambda request: _sweep(request, name, named, methods, evals[0] if evals else None)
+        )
+        order = [variant.name for variant in named]
+        shown = tuple(
+            Column(_key(title), title, metric) for title, metric in (columns or {}).items()
+        )
+        main = Table("table", "", lambda view: rows_of(view.frame, order), shown)
 
         def drawn(view: View) -> list[Figure]:
             return [intervals(view, "columns", title or name, main.rows(view), shown)]
 
-        def own_sweep(request: Request) -> Sweep:
-            if made_by:
-                raise InputError(f"{made_by} measures this; reproduce is for studies that train")
-            return _resolve(request, name, variants, methods, evals)
-
-        self.name, self.help, self.made_by = name, help or question, made_by
-        self.resolve, self.collect, self.runs = resolve or own_sweep, collect, tuple(runs)
-        self.variants = variants_help or ("Scores, by commas." if variants else "")
-        self.methods = methods_help or ("Ways of reading, by commas." if variants else "")
-        self.headline, self.examples = tuple(headline), tuple(examples)
         self.page = Page(
             title=title or name,
             question=question,
@@ -144,6 +145,12 @@ class Study:
             notes=notes,
             summary=summary,
         )
+
+    def resolve(self, request: Request) -> Sweep:
+        """The sweep of a request; `InputError` for one that cannot be, before anything runs."""
+        if self.made_by:
+            raise InputError(f"{self.made_by} measures this; reproduce is for studies that train")
+        return self._resolve(request)
 
     def run(self, fields: Mapping[str, Any], where: str) -> AnyRun:
         """The run that these fields describe; `InputError` for one of another study."""
@@ -200,27 +207,20 @@ def _key(title: str) -> str:
     return re.sub(r"\W+", "_", title).strip("_").lower() or "column"
 
 
-def _rows_in_order(view: View, order: Sequence[str]) -> list[Row]:
-    """A row for every variant and method that was read, variants as the study names them."""
-    pairs = pairs_of(view.frame.filter(pl.col("protocol") != "training"), order)
-    return [row_of(*pair) for pair in pairs]
-
-
-def _resolve(
+def _sweep(
     request: Request,
     name: str,
-    variants: Sequence[str | Variant],
+    variants: list[Variant],
     methods: Sequence[Method],
-    evals: Sequence[Eval],
+    read: Eval | None,
 ) -> Sweep:
     """A run of each variant and seed, read with each method that its score can take."""
     preset = opened(request, name)
-    read = evals[0] if evals else None
     own = {"multiples": read.lengths, "protocols": read.protocols} if read else None
     setting = TextSetting.of(preset, own)
-    named = [v if isinstance(v, Variant) else Variant(v) for v in request.variants or variants]
+    named = [Variant(v) for v in request.variants] if request.variants else variants
     scores = {v.name: canonical((v.score or v.name,), setting)[0] for v in named}
-    ways = checked_methods(request.methods or tuple(methods), setting)
+    ways = checked_methods(request.methods or methods, setting)
     applicable, skipped = usable(dict.fromkeys(scores.values(), ways), setting)
     runs = [
         TextRun(

@@ -9,7 +9,9 @@ control that gets the same steps; each branch is read at L (what it costs) and a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from itertools import count
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import polars as pl
@@ -22,40 +24,50 @@ from normattn.lab.report.claims import Claim
 from normattn.lab.report.figures import Curves, Figure, Line, Panel
 from normattn.lab.report.tables import Column, Row, Table, text_column
 from normattn.lab.report.view import View, points
+from normattn.lab.stats import MeasurementStore, Metric
+from normattn.lab.stats.arrays import Where
 from normattn.lab.studies.base import Study
 from normattn.lab.studies.language import (
-    Sets,
     TextSetting,
-    continued_config,
+    evaluate_model,
     evaluation_sets,
-    kept_stage,
+    reading_cost,
     set_lengths,
+    work_key,
 )
-from normattn.lab.studies.lm_report import (
-    ACCURACY,
-    CHANGE,
-    LAST,
-    LOSS,
-    VARIANT_ORDER,
-    label,
-    pairs_of,
-    ranked,
-)
+from normattn.lab.studies.lm_report import ACCURACY, CHANGE, LAST, LOSS, ranked, rows_of
 from normattn.lab.studies.methods import canonical
 from normattn.lab.studies.preset import EvaluationSettings, opened, own_group
+from normattn.lab.sweep.config import merged
 from normattn.lab.sweep.paths import RunPaths
-from normattn.lab.sweep.run import Request, Run, Stage, Sweep, training_stage
+from normattn.lab.sweep.run import (
+    EVALUATIONS,
+    UNKNOWN,
+    Note,
+    Request,
+    Run,
+    Stage,
+    Sweep,
+    training_stage,
+)
+from normattn.lab.training import TrainingConfig
+from normattn.lab.training.distributed import choose_device
 from normattn.lab.training.tasks.text import CausalWorkload
+from normattn.lab.training.tasks.workload import MODEL, kept_model
+from normattn.models.pretrained import CONFIG_FILE, load_model
 from normattn.score import ScoreSpec
 from normattn.settings import Settings
 
 NORMED = ("KNA", "KNA-logn", "CosA")
 REMEDIES = ("PI", "ABF", "NTK", "YaRN")
+BASE = "Baseline"
 UNCHANGED = "as it is"
 STEP, BRANCH = "factor.step", "factor.continued"
 MATTERS = 0.05
 """Nats: an undecided claim whose interval could have shown none but larger differences has too
 little data."""
+
+# What runs
 
 
 class ContinueSettings(Settings):
@@ -90,16 +102,6 @@ class ContinueSettings(Settings):
             )
         return self
 
-    @property
-    def training(self) -> dict[str, Any]:
-        """What every training that goes on has."""
-        return {
-            "steps": self.steps,
-            "keep": self.keep,
-            "optimiser.lr": self.lr,
-            "schedule.warmup_steps": self.warmup_steps,
-        }
-
 
 class ContinuedRun(Run):
     """A score trained at L, and branches of further training that are read along the way.
@@ -122,32 +124,82 @@ class ContinuedRun(Run):
 
     def stages(self, paths: RunPaths) -> list[Stage]:
         """Train, then train each branch and read what it kept."""
+        going_on = {
+            "continued": {"start": str(paths.run / MODEL), "weights": UNKNOWN},
+            "steps": self.continued.steps,
+            "keep": self.continued.keep,
+            "optimiser.lr": self.continued.lr,
+            "schedule.warmup_steps": self.continued.warmup_steps,
+        }
+        before = self.training_config.model_dump(mode="json")
         stages = [training_stage(self.workload, self.training_config, paths.run)]
-        lengths = self.evaluation.multiples if self.every_length else set_lengths(self.evaluation)
         for name, changes in self.branches.items():
-            config = continued_config(self, paths, {**self.continued.training, **changes})
-            folder, factors = paths.continued / name, {"continued": name}
-            stages += [
-                training_stage(self.workload, config, folder, essential=False),
-                kept_stage(config, folder, self.sets, lengths, self.evaluation, factors),
-            ]
+            fields = merged(before, going_on, changes)
+            config = TrainingConfig.parse(fields, f"the settings of {self.name}")
+            folder = paths.continued / name
+            stages.append(training_stage(self.workload, config, folder, essential=False))
+            stages.append(self._reading_stage(config, folder, name))
         return stages
 
-    @property
-    def sets(self) -> Sets:
-        """What makes the texts that the branches are read on."""
-        return natural_sets if self.every_length else evaluation_sets
+    def sets(self, data: TokenData, train_length: int, settings: EvaluationSettings) -> list[Any]:
+        """The texts that the branches are read on."""
+        make = natural_sets if self.every_length else evaluation_sets
+        return [*make(data, train_length, settings)]
+
+    def _reading_stage(self, config: TrainingConfig, folder: Path, branch: str) -> Stage:
+        """Read the models that the branch in `folder` kept, and the one it began with (step 0).
+
+        Each is read under the method that the branch trains with; what was measured is in a folder
+        of its step, the factor `step`. A branch that diverged kept fewer models.
+        """
+        continued, settings = config.continued, self.evaluation
+        assert continued is not None
+        steps = (0, *config.keep)
+        lengths = settings.multiples if self.every_length else set_lengths(settings)
+        asked = {"continued": branch, "multiples": str(lengths)}
+        work = work_key("kept", continued.method, settings, asked)
+
+        def model(step: int) -> Path:
+            return kept_model(folder, step) if step else Path(continued.start)
+
+        def store(step: int) -> MeasurementStore:
+            return MeasurementStore(folder / EVALUATIONS / f"step-{step:08d}")
+
+        def reached() -> list[int]:
+            return [step for step in steps if (model(step) / CONFIG_FILE).is_file()]
+
+        def read(data: TokenData, note: Note) -> None:
+            texts, kept = self.sets(data, config.model.train_length, settings), reached()
+            done = count(1)
+            for step in kept:
+                expected = config.model if step else continued.saved(config.model)
+                records = store(step)
+                evaluate_model(
+                    load_model(model(step), expected).to(choose_device(config.device)),
+                    *(texts, settings, config.seed, records),
+                    methods=[continued.method],
+                    factors={"step": step, "continued": branch},
+                    on_measured=lambda measured: note(next(done), len(kept) * len(texts), ""),
+                )
+                records.finish(work)
+
+        return Stage(
+            "evaluation",
+            lambda: reading_cost(config, lengths, settings.max_windows * len(steps)),
+            lambda: bool(reached()) and all(store(step).has_finished(work) for step in reached()),
+            read,
+        )
 
 
 def natural_sets(
     data: TokenData, train_length: int, settings: EvaluationSettings
 ) -> list[EvaluationSet]:
     """Natural text of each of the lengths, every token scored."""
-    split, windows, seed = data.split(settings.split), settings.max_windows, settings.seed
-    sets = [train_length_set(split, train_length, max_windows=windows, seed=seed)]
-    for multiple in settings.multiples[1:]:
-        sets.append(non_repeated_set(split, train_length, multiple, max_windows=windows, seed=seed))
-    return sets
+    split, drawn = data.split(settings.split), (settings.max_windows, settings.seed)
+    return [
+        train_length_set(split, train_length, *drawn),
+        *(non_repeated_set(split, train_length, n, *drawn) for n in settings.multiples[1:]),
+    ]
 
 
 def _sweep(
@@ -182,6 +234,18 @@ def _sweep(
     return sweep
 
 
+def _by_step(
+    view: View, title: str, metric: Metric, unit: str, rows: list[Row], at: Where
+) -> Panel:
+    """A panel: the metric of each branch by further steps; rows of a label are its steps."""
+    lines = []
+    for last in {row.label: row for row in rows}.values():
+        own = [row.where for row in rows if row.label == last.label]
+        plotted = points(view, metric, ((where[STEP], {**where, **at}) for where in own))
+        lines.append(Line(last.label, plotted, last.label, bool(last.where.get("method"))))
+    return Panel(title, tuple(lines), "further steps", unit)
+
+
 # At a longer length
 
 
@@ -202,14 +266,14 @@ def resolve(request: Request) -> Sweep:
     batch = continued.batch_size or before // multiple
     continued = continued.model_copy(update={"batch_size": batch})
     longer = {"batch_size": batch, "continued.length": setting.train_length * multiple}
-    plain = ScoreSpec.parse("Baseline", train_length=setting.train_length)
+    plain = ScoreSpec.parse(BASE, train_length=setting.train_length)
     remedies = [plain.with_method(name).resolve(factor=multiple).method_text for name in REMEDIES]
     branches = {
         variant: {
             method or UNCHANGED: {**longer, "continued.method": method}
-            for method in ("", *(remedies if variant == "Baseline" else ()))
+            for method in ("", *(remedies if variant == BASE else ()))
         }
-        for variant in canonical(("Baseline", *NORMED), setting)
+        for variant in canonical((BASE, *NORMED), setting)
     }
     return _sweep(request, "continue", setting, continued, branches, every_length=True)
 
@@ -222,29 +286,29 @@ def _lengths(view: View) -> list[int]:
     return sorted(_read(view)["length"].unique().to_list())
 
 
-def rows(view: View) -> list[Row]:
+def _rows(view: View) -> list[Row]:
     """Every branch at every step that was kept: scores in the order of tables, then methods."""
-    names = ranked({*VARIANT_ORDER, *view.values("row")}, VARIANT_ORDER)
-    branches = sorted(pairs_of(_read(view)), key=lambda pair: (names.index(pair[0]), pair[1]))
+    steps = _read(view).select("row", "method", STEP).unique().sort(STEP).rows()
     return [
-        Row(label(row, method), {"row": row, "method": method, STEP: step})
-        for row, method in branches
-        for step in sorted(_read(view).filter(row=row, method=method)[STEP].unique().to_list())
+        Row(row.label, {**row.where, STEP: step})
+        for row in rows_of(view.frame, methods=("",))
+        for *branch, step in steps
+        if branch == [*row.where.values()]
     ]
 
 
-def last_rows(view: View) -> list[Row]:
+def _last_rows(view: View) -> list[Row]:
     """Every branch after its last step."""
-    return list({row.label: row for row in rows(view)}.values())
+    return list({row.label: row for row in _rows(view)}.values())
 
 
-STEPS = text_column("step", "continued steps", lambda view, row: row.where[STEP])
+_STEPS = text_column("step", "continued steps", lambda view, row: row.where[STEP])
 
 
 def _columns(view: View) -> list[Column]:
     """Loss and accuracy at every length."""
     return [
-        STEPS,
+        _STEPS,
         *(
             Column(f"{metric.name}_{n}", f"{metric.name} at {n:,}", metric.at(length=n))
             for metric in (LOSS, ACCURACY)
@@ -258,41 +322,33 @@ def _changes(view: View) -> list[Column]:
     before = {"method": "", STEP: 0}
     losses = {n: LOSS.at(length=n) for n in _lengths(view)}
     return [
-        STEPS,
+        _STEPS,
         *(Column(f"change_{n}", f"at {n:,}", loss - loss.at(before)) for n, loss in losses.items()),
     ]
 
 
-def _claims(view: View) -> list[Claim]:
+def _claims(view: View) -> Iterator[Claim]:
     """The scores with a norm, unchanged, against Baseline and its remedies after the last step."""
-    last = last_rows(view)
-    return [
-        Claim(
-            f"{normed.where['row']}, unchanged, ends with a lower loss than {base.label}",
-            LOSS.at(normed.where, length=length) - LOSS.at(base.where, length=length),
-            *("kexue 9859", f"loss at {length:,}, nats", -1, MATTERS),
-        )
-        for base in last
-        if base.where["row"].startswith("Baseline")
-        for normed in last
-        if not normed.where["row"].startswith("Baseline")
-        for length in _lengths(view)[1:]
-    ]
+    last = _last_rows(view)
+    plain = [row for row in last if row.where["row"].startswith(BASE)]
+    for base in plain:
+        for normed in (row for row in last if row not in plain):
+            for length in _lengths(view)[1:]:
+                yield Claim(
+                    f"{normed.where['row']}, unchanged, ends with a lower loss than {base.label}",
+                    LOSS.at(normed.where, length=length) - LOSS.at(base.where, length=length),
+                    *("kexue 9859", f"loss at {length:,}, nats", -1, MATTERS),
+                )
 
 
 def _figures(view: View) -> list[Figure]:
     """Loss and accuracy by continued steps, a panel for every length."""
-    panels = []
-    for metric, unit in ((LOSS, "loss (nats per token)"), (ACCURACY, "accuracy (%)")):
-        for length in _lengths(view):
-            lines = []
-            for last in last_rows(view):
-                steps = [row.where for row in rows(view) if row.label == last.label]
-                places = ((where[STEP], {**where, "length": length}) for where in steps)
-                plotted = points(view, metric, places)
-                lines.append(Line(last.label, plotted, last.label, bool(last.where["method"])))
-            title = f"{metric.title}, read at {length:,}"
-            panels.append(Panel(title, tuple(lines), "continued steps", unit))
+    rows = _rows(view)
+    panels = [
+        _by_step(view, f"{metric.title}, read at {n:,}", metric, unit, rows, {"length": n})
+        for metric, unit in ((LOSS, "loss (nats per token)"), (ACCURACY, "accuracy (%)"))
+        for n in _lengths(view)
+    ]
     title = "Training that continues at a longer length: with and without a change"
     return [Curves("continued", title, tuple(panels), shared_y=False)]
 
@@ -313,7 +369,7 @@ STUDY = Study(
         Table(
             "table",
             "",
-            rows,
+            _rows,
             _columns,
             intro="Natural held-out text, every token scored. The method that a row names is "
             "switched on from then on (step 0: before the first step).",
@@ -321,7 +377,7 @@ STUDY = Study(
         Table(
             "changes",
             "What was forgotten and gained",
-            last_rows,
+            _last_rows,
             _changes,
             intro="Change of the loss (nats) from the model as it was trained to the last step, "
             "paired; above 0 at the shortest length: forgotten.",
@@ -339,7 +395,6 @@ STUDY = Study(
 
 # With another score
 
-BASE = "Baseline"
 AT_L: dict[str, Any] = {"protocol": "train_length"}
 
 
@@ -358,35 +413,25 @@ def resolve_retrofit(request: Request) -> Sweep:
     preset = opened(request, "retrofit", "continued", instead)
     continued = own_group(request, "continued", ContinueSettings)
     read = {"multiples": preset.evaluation.ends, "protocols": ("train_length", "last_segment")}
-    setting = TextSetting.of(preset, read)
-    scores = dict.fromkeys((BASE, *(request.variants or ("KNA", "QKRMSNorm"))))
     branches: dict[str, dict[str, Any]] = {
         score: {"model.score": score, "continued.trained": None if score == BASE else BASE}
-        for score in scores
+        for score in (BASE, *(request.variants or ("KNA", "QKRMSNorm")))
     }
+    setting = TextSetting.of(preset, read)
     return _sweep(request, "retrofit", setting, continued, {BASE: branches}, every_length=False)
 
 
-def branches_of(view: View) -> list[str]:
-    """The scores that training continued with and that were read since, the control first."""
-    return ranked(view.values(BRANCH, {"protocol": "last_segment"}), (BASE,))
-
-
-def steps_of(view: View, branch: str) -> list[int]:
-    """The steps whose models were read; 0 is Baseline as it was trained."""
-    return sorted(view.values(STEP, {BRANCH: branch, **AT_L}))
-
-
 def _branch_rows(view: View) -> list[Row]:
-    """Every branch after every step that was kept."""
+    """Every branch after every step that was kept; step 0 is Baseline as it was trained."""
+    branches = ranked(view.values(BRANCH, {"protocol": "last_segment"}), (BASE,))
     return [
         Row(f"as {branch}", {BRANCH: branch, STEP: step})
-        for branch in branches_of(view)
-        for step in steps_of(view, branch)
+        for branch in branches
+        for step in sorted(view.values(STEP, {BRANCH: branch, **AT_L}))
     ]
 
 
-def _branch_columns(view: View) -> Sequence[Column]:
+def _branch_columns(view: View) -> list[Column]:
     """How good a branch is at L, and what a longer context does to the last segment."""
     read = view.lengths("last_segment")
     ends = zip(("near", "far"), (read[0], read[-1]) if read else (), strict=False)
@@ -399,51 +444,36 @@ def _branch_columns(view: View) -> Sequence[Column]:
     ]
 
 
-def _branch_claims(view: View) -> list[Claim]:
+def _branch_claims(view: View) -> Iterator[Claim]:
     """After the last step each branch against the control."""
-    every = branches_of(view)
-    if BASE not in every:
-        return []
-    control = {BRANCH: BASE, STEP: steps_of(view, BASE)[-1]}
-    claims, at_l = [], ACCURACY.at(AT_L)
-    for branch in every[1:]:
-        ours = {BRANCH: branch, STEP: steps_of(view, branch)[-1]}
-        claims += [
-            Claim(
-                f"a Baseline that continues as {branch} loses less from L to the longest context",
-                CHANGE.at(ours) - CHANGE.at(control),
-                measured=f"change as {branch} − change as Baseline, last segment",
-            ),
-            Claim(
-                f"it costs accuracy at L to continue as {branch}",
-                at_l.at(ours) - at_l.at(control),
-                measured=f"as {branch} − as Baseline at L, accuracy",
-                sign=-1,
-            ),
-        ]
-    return claims
+    last = {row.where[BRANCH]: row.where for row in _branch_rows(view)}
+    control, at_l = last.pop(BASE, None), ACCURACY.at(AT_L)
+    for branch, ours in last.items() if control else ():
+        yield Claim(
+            f"a Baseline that continues as {branch} loses less from L to the longest context",
+            CHANGE.at(ours) - CHANGE.at(control),
+            measured=f"change as {branch} − change as Baseline, last segment",
+        )
+        yield Claim(
+            f"it costs accuracy at L to continue as {branch}",
+            at_l.at(ours) - at_l.at(control),
+            measured=f"as {branch} − as Baseline at L, accuracy",
+            sign=-1,
+        )
 
 
 def _branch_figures(view: View) -> list[Figure]:
     """Accuracy at L and of the last segment by further steps."""
-    read = view.lengths("last_segment")
-    places: dict[str, dict[str, Any]] = {"at L": AT_L}
+    read, rows = view.lengths("last_segment"), _branch_rows(view)
+    places: dict[str, Where] = {"at L": AT_L}
     for n in (*read[:1], *read[-1:]):
         places[f"last segment after {n:,}"] = {"protocol": "last_segment", "length": n}
-
-    def line(branch: str, where: dict[str, Any]) -> Line:
-        at = ((n, {**where, BRANCH: branch, STEP: n}) for n in steps_of(view, branch))
-        return Line(f"as {branch}", points(view, ACCURACY, at), branch)
-
-    panels = tuple(
-        Panel(
-            title,
-            tuple(line(branch, where) for branch in branches_of(view)),
-            *("further steps", "accuracy (%)"),
-        )
+    panels = [
+        _by_step(view, title, ACCURACY, "accuracy (%)", rows, where)
         for title, where in places.items()
-    )
-    return [Curves("retrofit", "A trained Baseline with another score from step 0", panels)]
+    ]
+    title = "A trained Baseline with another score from step 0"
+    return [Curves("retrofit", title, tuple(panels))]
 
 
 RETROFIT_STUDY = Study(

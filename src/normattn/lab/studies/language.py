@@ -1,4 +1,4 @@
-"""What the studies of causal language models share: their settings, runs, texts and scores."""
+"""What the studies of causal language models share: settings, runs, texts and evaluation."""
 
 from __future__ import annotations
 
@@ -12,15 +12,9 @@ import polars as pl
 
 from normattn.errors import InputError
 from normattn.lab.data import TokenData
+from normattn.lab.data import windows as texts
 from normattn.lab.data.retrieval import retrieval_set
 from normattn.lab.data.retrieval_facts import TASKS
-from normattn.lab.data.windows import (
-    by_position_set,
-    last_segment_sets,
-    non_repeated_set,
-    repeated_set,
-    train_length_set,
-)
 from normattn.lab.evaluation import AnySet, evaluate_run
 from normattn.lab.runs import require_finished
 from normattn.lab.stats import MeasurementStore, digest, joined
@@ -29,39 +23,25 @@ from normattn.lab.stats.store import BESIDE
 from normattn.lab.studies.preset import EvaluationSettings, Preset
 from normattn.lab.sweep.config import SweepConfig, merged, validated
 from normattn.lab.sweep.paths import RunPaths
-from normattn.lab.sweep.run import (
-    EVALUATIONS,
-    UNKNOWN,
-    Note,
-    Request,
-    Run,
-    Stage,
-    Sweep,
-    training_stage,
-)
+from normattn.lab.sweep.run import EVALUATIONS, Note, Request, Run, Stage, Sweep, training_stage
 from normattn.lab.training import TrainingConfig
 from normattn.lab.training.distributed import choose_device
 from normattn.lab.training.init_from import refuse_other_data
 from normattn.lab.training.planning import Cost
 from normattn.lab.training.tasks.text import CausalWorkload
-from normattn.lab.training.tasks.workload import MODEL, kept_model
+from normattn.lab.training.tasks.workload import MODEL
 from normattn.models import CausalLM
 from normattn.models.flops import flops_per_token
-from normattn.models.pretrained import CONFIG_FILE, load_model
+from normattn.models.pretrained import load_model
 
 AS_IS = "as is"
 Sets = Callable[[TokenData, int, EvaluationSettings], Sequence[AnySet]]
-
-
-# Settings
+"""(data, training length, settings) → the texts that a model reads."""
 
 
 @dataclass(frozen=True)
 class TextSetting:
-    """What every run of a study of language models shares.
-
-    `training` is a whole `TrainingConfig` without the score and the seed.
-    """
+    """What every run of a study shares; `training` is a `TrainingConfig` without score and seed."""
 
     preset: Preset
     training: Mapping[str, Any]
@@ -69,18 +49,15 @@ class TextSetting:
 
     @classmethod
     def of(cls, preset: Preset, read: Mapping[str, Any] | None = None) -> TextSetting:
-        """What a preset says of it, but for what the study reads: settings of `evaluation`."""
+        """The setting of a preset, with the settings of `evaluation` that the study decides."""
         varied = {"seed": 0, "model.score": "Baseline"}
         whole = TrainingConfig.parse(
             merged(preset.training, varied), f"preset {preset.name}, training"
         ).model_dump(mode="json")
         del whole["seed"], whole["model"]["score"]
-        evaluation = validated(
-            EvaluationSettings,
-            {**preset.evaluation.model_dump(), **(read or {})},
-            f"preset {preset.name}, what the study reads",
-        )
-        return cls(preset, whole, evaluation)
+        fields = {**preset.evaluation.model_dump(), **(read or {})}
+        subject = f"preset {preset.name}, what the study reads"
+        return cls(preset, whole, validated(EvaluationSettings, fields, subject))
 
     @property
     def train_length(self) -> int:
@@ -102,37 +79,32 @@ class TextSetting:
     ) -> Sweep:
         """The sweep of these runs; `own` are settings that this study alone has.
 
-        `sets` makes the texts that each run reads, to say how many documents they are from.
+        `sets` makes the texts that each run reads, to count the documents they are from.
         """
         evaluation = self.evaluation
-        config = SweepConfig.of(
-            self.preset.name, training=self.training, evaluation=evaluation, **own
-        )
+
+        def describe(run: TextRun, data: TokenData) -> list[str]:
+            config = run.training_config
+            read = (sets or evaluation_sets)(data, config.model.train_length, run.evaluation)
+            documents = {name for chosen in read for name in chosen.documents}
+            lines = [
+                f"corpus {config.data.corpus}: {data.train.total:,} training tokens in "
+                f"{len(data.train):,} documents; {len(documents):,} held-out documents are scored"
+            ]
+            passes = run.workload.cost(config).trained / max(1, data.train.total)
+            more = f"each run sees the training text about {passes:.1f} times"
+            return [*lines, more] if passes > 1 else lines
+
         longest = self.train_length * max(evaluation.multiples)
         return Sweep.of(
             request,
             study,
-            config,
+            SweepConfig.of(self.preset.name, training=self.training, evaluation=evaluation, **own),
             runs,
-            describe=lambda run, data: _described(run, data, (sets or evaluation_sets)),
+            describe=describe,
             facts=(("trained at, tested up to", f"{self.train_length}, {longest}"),),
             skipped=tuple(dict.fromkeys(skipped)),
         )
-
-
-def _described(run: TextRun, data: TokenData, sets: Sets) -> list[str]:
-    """What a study says of its corpus."""
-    config = run.training_config
-    texts = sets(data, config.model.train_length, run.evaluation)
-    documents = {name for chosen in texts for name in chosen.documents}
-    said = [
-        f"corpus {config.data.corpus}: {data.train.total:,} training tokens in "
-        f"{len(data.train):,} documents; {len(documents):,} held-out documents are scored"
-    ]
-    passes = run.workload.cost(config).trained / max(1, data.train.total)
-    if passes > 1:
-        said.append(f"each run sees the training text about {passes:.1f} times")
-    return said
 
 
 # Runs
@@ -152,42 +124,34 @@ class TextRun(Run):
         return len(self.methods)
 
     def stages(self, paths: RunPaths) -> list[Stage]:
-        """Train, then read."""
-        config = self.training_config
-        return [
-            training_stage(self.workload, config, paths.run),
-            self._reading_stage(config, paths.run),
-        ]
-
-    def _reading_stage(self, config: TrainingConfig, folder: Path) -> Stage:
-        """Read the run in `folder` under each method, by the protocols of `evaluation`."""
-        settings, named = self.evaluation, ["" if m == AS_IS else m for m in self.methods]
+        """Train, then read under each method, by the protocols of `evaluation`."""
+        config, settings, folder = self.training_config, self.evaluation, paths.run
         store = MeasurementStore(folder / EVALUATIONS)
-        lengths, wanted = read_lengths(settings), len(set_lengths(settings)) * len(named)
+        named = ["" if method == AS_IS else method for method in self.methods]
+        work = {method: work_key("read", method, settings, self.factors) for method in named}
+        wanted = len(set_lengths(settings)) * len(named)
 
-        def work(method: str) -> str:
-            return _work("read", method, settings, self.factors)
-
-        def run(data: TokenData, note: Note) -> None:
+        def read(data: TokenData, note: Note) -> None:
             evaluate_trained(
                 folder,
                 config,
                 data,
                 methods=named,
                 settings=settings,
+                on_done=lambda done: note(done, wanted, ""),
+                store=store,
                 row=self.row,
                 factors=self.factors,
-                on_done=lambda done: note(done, wanted, ""),
-                on_method=lambda method: store.finish(work(method)),
-                store=store,
+                on_method=lambda method: store.finish(work[method]),
             )
 
-        return Stage(
+        reading = Stage(
             "evaluation",
-            lambda: reading_cost(config, lengths, settings.max_windows * len(named)),
-            lambda: all(store.has_finished(work(method)) for method in named),
-            run,
+            lambda: reading_cost(config, read_lengths(settings), settings.max_windows * len(named)),
+            lambda: all(store.has_finished(key) for key in work.values()),
+            read,
         )
+        return [training_stage(self.workload, config, folder), reading]
 
 
 def text_runs(
@@ -208,75 +172,10 @@ def text_runs(
     ]
 
 
-def kept_stage(
-    config: TrainingConfig,
-    folder: Path,
-    sets: Sets,
-    multiples: Sequence[int],
-    settings: EvaluationSettings,
-    factors: Mapping[str, Factor],
-) -> Stage:
-    """Read the models that the continued run in `folder` kept, and the one it began with (step 0).
-
-    Each is read under the method that the run trains with, on the windows that `sets` makes, of so
-    many `multiples` of the training length. What was measured is in a folder of its step, the
-    factor `step`; `factors` are further ones.
-    """
-    continued, steps = config.continued, (0, *config.keep)
-    assert continued is not None
-    work = _work("kept", continued.method, settings, {**factors, "multiples": str(multiples)})
-
-    def model(step: int) -> Path:
-        return kept_model(folder, step) if step else Path(continued.start)
-
-    def store(step: int) -> MeasurementStore:
-        return MeasurementStore(folder / EVALUATIONS / f"step-{step:08d}")
-
-    def reached() -> list[int]:
-        """The steps whose models are there; a run that diverged came to fewer."""
-        return [step for step in steps if (model(step) / CONFIG_FILE).is_file()]
-
-    def cost() -> Cost:
-        return reading_cost(config, multiples, settings.max_windows * len(steps))
-
-    def run(data: TokenData, note: Note) -> None:
-        texts, read = sets(data, config.model.train_length, settings), reached()
-        done = count()
-        for step in read:
-            expected = config.model if step else continued.saved(config.model)
-            records = store(step)
-            evaluate_run(
-                load_model(model(step), expected).to(choose_device(config.device)),
-                texts,
-                seed=config.seed,
-                methods=[continued.method],
-                store=records,
-                precision=settings.precision,
-                split=settings.split,
-                factors={"step": step, **factors},
-                tokens_per_batch=settings.max_tokens,
-                on_measured=lambda measured: note(next(done) + 1, len(read) * len(texts), ""),
-            )
-            records.finish(work)
-
-    def is_done() -> bool:
-        read = reached()
-        return bool(read) and all(store(step).has_finished(work) for step in read)
-
-    return Stage("evaluation", cost, is_done, run)
-
-
-def continued_config(run: Run, paths: RunPaths, changes: Mapping[str, Any]) -> TrainingConfig:
-    """The settings of a training that goes on from the model of `run`, with these changes."""
-    going_on = {"continued": {"start": str(paths.run / MODEL), "weights": UNKNOWN}}
-    fields = merged(run.training_config.model_dump(mode="json"), going_on, changes)
-    return TrainingConfig.parse(fields, f"the settings of {run.name}")
-
-
-def _work(
+def work_key(
     kind: str, method: str, settings: EvaluationSettings, factors: Mapping[str, Factor]
 ) -> str:
-    """The name of a piece of evaluation: of all that its stage asks for, but for its data."""
+    """The done-marker of one piece of evaluation: a digest of all it depends on but the data."""
     asked = settings.model_dump(mode="json", exclude={"max_tokens"})
     return digest(kind, method, asked, dict(factors))
 
@@ -291,6 +190,19 @@ def reading_cost(config: TrainingConfig, multiples: Iterable[int], rows: int) ->
 # Texts
 
 
+def _multiples(protocol: str, settings: EvaluationSettings) -> list[int]:
+    """The lengths of a protocol's texts, in units of L.
+
+    Whole texts are scored at the longest length: their shorter readings are its positions.
+    """
+    every, longest = list(settings.multiples), settings.multiples[-1]
+    if protocol == "train_length":
+        return [1]
+    if protocol in ("non_repeated", "repeated"):
+        return [longest] if longest > 1 else []
+    return {"by_position": [longest], "retrieval": len(TASKS) * every}.get(protocol, every)
+
+
 def evaluation_sets(
     data: TokenData, train_length: int, settings: EvaluationSettings
 ) -> list[AnySet]:
@@ -300,18 +212,20 @@ def evaluation_sets(
     is too short for what retrieval states and asks.
     """
     at, drawn = (data.split(settings.split), train_length), (settings.max_windows, settings.seed)
-    longest = _beyond(settings)
+    make: dict[str, Callable[[int], AnySet]] = {
+        "train_length": lambda multiple: texts.train_length_set(*at, *drawn),
+        "non_repeated": lambda multiple: texts.non_repeated_set(*at, multiple, *drawn),
+        "repeated": lambda multiple: texts.repeated_set(*at, multiple, *drawn),
+        "by_position": lambda multiple: texts.by_position_set(*at, multiple, *drawn),
+    }
     sets: list[AnySet] = []
-    if "train_length" in settings.protocols:
-        sets.append(train_length_set(*at, *drawn))
-    if "non_repeated" in settings.protocols:
-        sets += [non_repeated_set(*at, multiple, *drawn) for multiple in longest]
-    if "repeated" in settings.protocols:
-        sets += [repeated_set(*at, multiple, *drawn) for multiple in longest]
-    if "last_segment" in settings.protocols:
-        sets += last_segment_sets(*at, settings.multiples, *drawn)
-    if "by_position" in settings.protocols:
-        sets.append(by_position_set(*at, settings.multiples[-1], *drawn))
+    for protocol in ("train_length", "non_repeated", "repeated", "last_segment", "by_position"):
+        if protocol not in settings.protocols:
+            continue
+        if protocol == "last_segment":
+            sets += texts.last_segment_sets(*at, settings.multiples, *drawn)
+        else:
+            sets += [make[protocol](multiple) for multiple in _multiples(protocol, settings)]
     if "retrieval" in settings.protocols:
         sets += [
             retrieval_set(data, task, train_length, multiple, *drawn, settings.split)
@@ -323,23 +237,9 @@ def evaluation_sets(
     return sets
 
 
-def _beyond(settings: EvaluationSettings) -> list[int]:
-    """The multiple at which whole texts are scored: their shorter readings are its positions."""
-    return [multiple for multiple in settings.multiples[-1:] if multiple > 1]
-
-
 def set_lengths(settings: EvaluationSettings) -> list[int]:
     """The length of each evaluation set in units of L, without making them."""
-    longest = _beyond(settings)
-    lengths = {
-        "train_length": [1],
-        "non_repeated": longest,
-        "repeated": longest,
-        "last_segment": list(settings.multiples),
-        "by_position": list(settings.multiples[-1:]),
-        "retrieval": len(TASKS) * list(settings.multiples),
-    }
-    return [length for protocol in settings.protocols for length in lengths[protocol]]
+    return [n for protocol in settings.protocols for n in _multiples(protocol, settings)]
 
 
 def read_lengths(settings: EvaluationSettings) -> list[int]:
@@ -348,11 +248,14 @@ def read_lengths(settings: EvaluationSettings) -> list[int]:
     The longest natural text, the last segment behind the longest context and the text read by
     position are the same windows, which go through the model once (`evaluation.recalling`).
     """
-    lengths, (longest,) = set_lengths(settings), settings.multiples[-1:]
+    lengths, longest = set_lengths(settings), settings.multiples[-1]
     alike = {"non_repeated", "last_segment", "by_position"}.intersection(settings.protocols)
     for _ in range(len(alike) - 1 if longest > 1 else 0):
         lengths.remove(longest)
     return lengths
+
+
+# Evaluation
 
 
 def evaluate_trained(
@@ -362,47 +265,52 @@ def evaluate_trained(
     *,
     methods: Sequence[str],
     settings: EvaluationSettings,
-    row: str = "",
-    factors: Mapping[str, Factor] | None = None,
+    store: MeasurementStore,
     on_done: Callable[[int], None] = lambda done: None,
-    on_method: Callable[[str], None] = lambda method: None,
-    store: MeasurementStore | None = None,
+    **more: Any,
 ) -> pl.DataFrame:
-    """Evaluate the finished run in `run` under each method; what was measured is not done again.
+    """Evaluate the finished run in `run` under each method; what `store` holds is not done again.
 
-    `row` is what the tables call it (default: its score), `factors` what else the study varies;
-    `on_done` is told how many evaluations are done,
-    `on_method` of each method that is finished; `store` keeps the records, by default the run's
-    own. Raises `InputError` for a run that has not finished or was trained on other data than
-    `data`, and for a method that cannot be applied.
+    `on_done` is told how many evaluations are done; `more` goes to `evaluate_model`. Raises
+    `InputError` for a run that has not finished or was trained on other data than `data`, and for
+    a method that cannot be applied.
     """
     refuse_other_data(data, run)
+    require_finished(run, "be evaluated")
+    model = load_model(run / MODEL, config.model).to(choose_device(config.device))
+    sets = evaluation_sets(data, config.model.train_length, settings)
     done = count(1)
-    return joined(
-        evaluate_run(
-            trained_model(run, config),
-            evaluation_sets(data, config.model.train_length, settings),
-            seed=config.seed,
-            methods=methods,
-            factor=settings.factor,
-            store=MeasurementStore(run / EVALUATIONS) if store is None else store,
-            precision=settings.precision,
-            split=settings.split,
-            row=row,
-            factors=factors,
-            tokens_per_batch=settings.max_tokens,
-            on_measured=lambda measured: on_done(next(done)),
-            on_method=on_method,
-        )
+    return evaluate_model(
+        *(model, sets, settings, config.seed, store),
+        methods=methods,
+        factor=settings.factor,
+        on_measured=lambda measured: on_done(next(done)),
+        **more,
     )
+
+
+def evaluate_model(
+    model: CausalLM,
+    sets: Sequence[AnySet],
+    settings: EvaluationSettings,
+    seed: int,
+    store: MeasurementStore,
+    **more: Any,
+) -> pl.DataFrame:
+    """Read these texts as `settings` say; `more` are further arguments of `evaluate_run`."""
+    measured = evaluate_run(
+        model,
+        sets,
+        seed=seed,
+        store=store,
+        precision=settings.precision,
+        split=settings.split,
+        tokens_per_batch=settings.max_tokens,
+        **more,
+    )
+    return joined(measured)
 
 
 def asked_alone(run: Path) -> MeasurementStore:
     """What `normattn evaluate` measured of a run in a study's directory, beside the study's own."""
     return MeasurementStore(run / EVALUATIONS / BESIDE)
-
-
-def trained_model(run: Path, config: TrainingConfig) -> CausalLM:
-    """The model of the run in `run`, on its device; `InputError` where it has not finished."""
-    require_finished(run, "be evaluated")
-    return load_model(run / MODEL, config.model).to(choose_device(config.device))

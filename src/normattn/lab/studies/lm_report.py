@@ -25,7 +25,7 @@ from normattn.lab.report.figures import (
     Panel,
     Point,
 )
-from normattn.lab.report.tables import Cell, Column, Row
+from normattn.lab.report.tables import NOTHING, Cell, Column, Row
 from normattn.lab.report.view import View, bin_points, points, step_points
 from normattn.lab.stats import LONGEST, SHORTEST, Metric
 from normattn.lab.stats.arrays import Where
@@ -44,9 +44,11 @@ TRAINED: Where = {"protocol": "train_length", "method": ""}
 ACCURACY, LOSS, SEEN = Metric("accuracy"), Metric("loss"), Metric("accuracy_seen")
 COPIED = Metric("accuracy_by_distance").at(protocol="repeated")
 """The same tokens as *seen*, by how far back the answer stands."""
+AT_L = ACCURACY.at(TRAINED)
 LAST = ACCURACY.at(protocol="last_segment")
 CHANGE = (LAST.at(LONGEST) - LAST.at(SHORTEST)).titled("change")
 """The last segment's accuracy after the longest context minus after the shortest, in points."""
+UNMODIFIED_CHANGE = CHANGE.at(method="")
 
 LEGEND = (
     "train length: at the length the model was trained at, always without a method.",
@@ -62,43 +64,46 @@ LEGEND = (
 MAIN_COLUMNS = ("train", "non_repeated", "change", "cost")
 """The columns that a report shows first."""
 
+# Rows
+
 
 def ranked(names: Iterable[str], order: Sequence[str]) -> list[str]:
     """Names of `order` first, the others by themselves."""
-    position = {name: number for number, name in enumerate(order)}
-    return sorted(names, key=lambda name: (position.get(name, len(position)), name))
+    return sorted(names, key=lambda name: _rank(name, order))
 
 
-def label(row: str, method: str) -> str:
-    """How a row is called: "KNA-logn-YaRN"."""
-    return "-".join(filter(None, (row, method)))
+def _rank(name: str, order: Sequence[str]) -> tuple[int, str]:
+    return (order.index(name) if name in order else len(order), name)
 
 
 def row_of(row: str, method: str) -> Row:
-    """The row of a trained score under a method."""
-    return Row(label(row, method), {"row": row, "method": method})
+    """The row of a trained score under a method, called as "KNA-logn-YaRN"."""
+    return Row("-".join(filter(None, (row, method))), {"row": row, "method": method})
 
 
-def pairs_of(frame: pl.DataFrame, order: Sequence[str] = VARIANT_ORDER) -> list[tuple[str, str]]:
-    """Every trained score and method of a frame, in the order of a table."""
-    pairs = set(frame.select("row", "method").unique().rows())
-    return [
-        (row, method)
-        for row in ranked({row for row, _ in pairs}, order)
-        for method in ranked({method for name, method in pairs if name == row}, METHOD_ORDER)
-    ]
+def rows_of(
+    frame: pl.DataFrame,
+    order: Sequence[str] = VARIANT_ORDER,
+    methods: Sequence[str] = METHOD_ORDER,
+) -> list[Row]:
+    """A row for every trained score and method that was evaluated, in the order of tables."""
+    read = frame.filter(pl.col("protocol") != "training")
+    pairs = read.select("row", "method").unique().rows()
+    pairs.sort(key=lambda pair: (_rank(pair[0], order), _rank(pair[1], methods)))
+    return [row_of(*pair) for pair in pairs]
 
 
 def reading_rows(view: View) -> list[Row]:
-    """A row for every trained score and method, unmodified first; diverged ones too."""
-    measured = view.frame.filter(view.frame["protocol"] != "training")
-    pairs = pairs_of(measured)
-    methods = {method for _, method in pairs} or {""}
-    ordered = []
-    for row in ranked(view.values("row"), VARIANT_ORDER):
-        own = {method for name, method in pairs if name == row}
-        ordered += [(row, method) for method in ranked(own or methods, METHOD_ORDER)]
-    return [row_of(*pair) for pair in ordered]
+    """The same, and each method's row of a score that was trained but never evaluated."""
+    read = [(row.where["row"], row.where["method"]) for row in rows_of(view.frame)]
+    methods = {method for _, method in read} or {""}
+    unread = set(view.values("row")) - {row for row, _ in read}
+    pairs = [*read, *((row, method) for row in unread for method in methods)]
+    pairs.sort(key=lambda pair: (_rank(pair[0], VARIANT_ORDER), _rank(pair[1], METHOD_ORDER)))
+    return [row_of(*pair) for pair in pairs]
+
+
+# Columns
 
 
 def past(metric: Metric, view: View, protocol: str, **place: Any) -> Metric:
@@ -113,23 +118,21 @@ def reading_columns(view: View) -> list[Column]:
     if len(lengths) > 1:
         change = LAST.at(length=lengths[-1]) - LAST.at(length=lengths[0])
         last.append(Column("change", "change", change))
-    losses = [
+    columns = [
+        Column("train", "train length", AT_L),
+        *_longest(view, "repeated", "repeated", ACCURACY, "repeated"),
+        *_longest(view, "repeated_seen", "repeated, seen", SEEN, "repeated"),
+        *_longest(view, "non_repeated", "non-repeated", ACCURACY, "non_repeated"),
+        *last,
+        Column("cost", "cost at L", plain=_cost),
         Column("train_loss", "loss at L", LOSS.at(TRAINED)),
         *_longest(view, "repeated_loss", "loss, repeated", LOSS, "repeated"),
         *_longest(view, "non_repeated_loss", "loss, non-repeated", LOSS, "non_repeated"),
     ]
     if lengths:
         after = LOSS.at(protocol="last_segment", length=lengths[-1])
-        losses.append(Column("last_loss", "loss, last segment", after))
-    return [
-        Column("train", "train length", ACCURACY.at(TRAINED)),
-        *_longest(view, "repeated", "repeated", ACCURACY, "repeated"),
-        *_longest(view, "repeated_seen", "repeated, seen", SEEN, "repeated"),
-        *_longest(view, "non_repeated", "non-repeated", ACCURACY, "non_repeated"),
-        *last,
-        Column("cost", "cost at L", plain=_cost),
-        *losses,
-    ]
+        columns.append(Column("last_loss", "loss, last segment", after))
+    return columns
 
 
 def _longest(view: View, key: str, title: str, metric: Metric, protocol: str) -> list[Column]:
@@ -142,7 +145,7 @@ def _longest(view: View, key: str, title: str, metric: Metric, protocol: str) ->
 def _cost(view: View, row: Row) -> Cell:
     """A method at L minus the unmodified model; nothing for the unmodified model."""
     if not row.where.get("method"):
-        return Cell("–")
+        return NOTHING
     at_l = ACCURACY.at(protocol="train_length")
     return Column("cost", "cost at L", at_l - at_l.at(method="")).cell(view, row)
 
@@ -166,45 +169,19 @@ def copying_columns(view: View) -> list[Column]:
     ]
 
 
-def copying_figure(view: View) -> Figure:
-    """Accuracy against the copying distance; distances that were trained are shaded."""
-    trained = max(view.values("train_length", {"protocol": "repeated"}), default=None)
-    methods = ranked(view.values("method", {"protocol": "repeated"}), METHOD_ORDER)
-
-    def by_distance(at: Where) -> tuple[Point, ...]:
-        return tuple(
-            Point.of(float(d), estimate)
-            for d in distances(view)
-            if (estimate := view.known(copied_from(view, d).at(at))) is not None
-        )
-
-    panels = tuple(
-        Panel(
-            drawn[0] or "as is",
-            _lines(view, {"protocol": "repeated"}, drawn, by_distance),
-            *("copying distance (tokens)", "accuracy (%)", True),
-            shaded=None if trained is None else float(trained),
-        )
-        for drawn in _panels(methods)
-    )
-    title = "Accuracy on tiled text by copying distance; shaded: distances that were trained"
-    return Curves("accuracy_by_distance", title, panels, first=FAMILIES)
-
-
 def in_short(view: View) -> list[str]:
     """How much longer context changes accuracy: Baseline, the best other score, the best method."""
     changes: dict[str, dict[str, float]] = {}
-    for row, method in pairs_of(view.frame):
-        estimate = view.estimate(CHANGE, {"row": row, "method": method})
+    for row in rows_of(view.frame):
+        estimate = view.estimate(CHANGE, row.where)
         if estimate is not None:
-            changes.setdefault(method, {})[row] = estimate.value
+            changes.setdefault(row.where["method"], {})[row.where["row"]] = estimate.value
     unmodified = changes.get("", {})
     if not unmodified:
         return []
     lengths = view.lengths("last_segment")
-    best = max(unmodified, key=lambda row: unmodified[row])
-    named = [row for row in ("Baseline", best) if row in unmodified]
-    values = ", ".join(f"{row} {unmodified[row]:+.1f}" for row in dict.fromkeys(named))
+    named = dict.fromkeys(("Baseline", max(unmodified, key=unmodified.__getitem__)))
+    values = ", ".join(f"{row} {unmodified[row]:+.1f}" for row in named if row in unmodified)
     sentences = [
         f"Change of accuracy when the context grows from {lengths[0]:,} to {lengths[-1]:,} tokens, "
         f"same final tokens, unmodified models, in points: {values}."
@@ -212,15 +189,18 @@ def in_short(view: View) -> list[str]:
     rescued = {
         method: rows["Baseline"]
         for method, rows in changes.items()
-        if method and method != CONTROL and "Baseline" in rows
+        if method not in ("", CONTROL) and "Baseline" in rows
     }
     if rescued:
-        method = max(rescued, key=lambda name: rescued[name])
+        best = max(rescued, key=rescued.__getitem__)
         sentences.append(
-            f"With {method}, the best of {len(rescued)} methods here, Baseline changes by "
-            f"{rescued[method]:+.1f}."
+            f"With {best}, the best of {len(rescued)} methods here, Baseline changes by "
+            f"{rescued[best]:+.1f}."
         )
     return sentences
+
+
+# Figures
 
 
 def intervals(
@@ -243,84 +223,86 @@ def intervals(
     return Intervals(name, title, tuple(row.label for row in rows), drawn, symlog)
 
 
-def position_figures(view: View, methods: Sequence[str] | None = None) -> list[Figure]:
+def _by_method(
+    view: View,
+    name: str,
+    title: str,
+    where: Where,
+    curve: Callable[[dict[str, Any]], tuple[Point, ...]],
+    x_title: str,
+    **axes: Any,
+) -> Figure:
+    """A curve of every row, a panel for each method.
+
+    The control's curves stand beside the unmodified models', in a colour of their own.
+    """
+    methods = ranked(view.values("method", where), METHOD_ORDER)
+    beside = (CONTROL,) if {"", CONTROL} <= set(methods) else ()
+    panels = []
+    for method in methods:
+        if method in beside:
+            continue
+        lines = []
+        for drawn in (method, *(beside if not method else ())):
+            for row in ranked(view.values("row", {**where, "method": drawn}), VARIANT_ORDER):
+                shown = curve({**where, "row": row, "method": drawn})
+                if shown and drawn == method:
+                    lines.append(_line(row, shown))
+                elif shown:
+                    lines.append(Line(f"{row}-{drawn}", shown, drawn, dashed=True))
+        panels.append(Panel(method or "as is", tuple(lines), x_title, "accuracy (%)", **axes))
+    return Curves(name, title, tuple(panels), first=FAMILIES)
+
+
+def _line(row: str, drawn: tuple[Point, ...]) -> Line:
+    """A row's curve; rows that differ in log-n alone share a colour."""
+    return Line(row, drawn, row.removesuffix("-logn"), row.endswith("-logn"))
+
+
+def position_figures(view: View) -> list[Figure]:
     """Accuracy by position on natural and on tiled text, a panel for every method."""
-    figures: list[Figure] = []
-    for protocol, title in (("non_repeated", "non-repeated"), ("repeated", "repeated")):
+
+    def curve(at: Where) -> tuple[Point, ...]:
+        return bin_points(view, ACCURACY, at, lambda bin_: (bin_[2] + bin_[3]) / 2)
+
+    figures = []
+    for protocol, text in (("non_repeated", "non-repeated"), ("repeated", "repeated")):
         length = view.longest(protocol)
         if length is None:
             continue
-        shown = methods or ranked(view.values("method", {"protocol": protocol}), METHOD_ORDER)
         where = {"protocol": protocol, "length": length}
-        mark = Mark(float(view.values("train_length", {"protocol": protocol})[0]), "L")
-        panels = tuple(
-            Panel(
-                drawn[0] or "as is",
-                _lines(view, where, drawn, lambda at: _by_position(view, at)),
-                *("position", "accuracy (%)"),
-                marks=(mark,),
-            )
-            for drawn in _panels(shown)
-        )
-        title = f"Accuracy by position, {title} text"
-        figures.append(Curves(f"accuracy_by_position_{protocol}", title, panels, first=FAMILIES))
+        mark = Mark(float(view.values("train_length", where)[0]), "L")
+        name, title = f"accuracy_by_position_{protocol}", f"Accuracy by position, {text} text"
+        figures.append(_by_method(view, name, title, where, curve, "position", marks=(mark,)))
     return figures
-
-
-def _panels(methods: Sequence[str]) -> list[tuple[str, ...]]:
-    """The methods of every panel: one each, but for the control beside the unmodified models."""
-    if not {"", CONTROL} <= set(methods):
-        return [(method,) for method in methods]
-    return [("", CONTROL), *((method,) for method in methods if method not in ("", CONTROL))]
-
-
-def _lines(
-    view: View,
-    where: Where,
-    methods: Sequence[str],
-    plotted: Callable[[dict[str, Any]], tuple[Point, ...]],
-) -> tuple[Line, ...]:
-    """The curve of every row by every method of a panel; a control's has its own colour."""
-    lines = []
-    for method in methods:
-        for row in ranked(view.values("row", {**where, "method": method}), VARIANT_ORDER):
-            curve = plotted({**where, "row": row, "method": method})
-            if not curve:
-                continue
-            if method == methods[0]:
-                lines.append(Line(row, curve, family(row), row.endswith("-logn")))
-            else:
-                lines.append(Line(f"{row}-{method}", curve, method, dashed=True))
-    return tuple(lines)
-
-
-def _by_position(view: View, at: Where) -> tuple[Point, ...]:
-    return bin_points(view, ACCURACY, at, lambda bin_: (bin_[2] + bin_[3]) / 2)
-
-
-def family(row: str) -> str:
-    """Rows that differ in log-n alone share a colour."""
-    return row.removesuffix("-logn")
 
 
 def length_figure(view: View) -> Figure:
     """The last segment's accuracy against the length of the context before and with it."""
     lengths = view.lengths("last_segment")
-    methods = ranked(view.values("method", {"protocol": "last_segment"}), METHOD_ORDER)
+    title = "The same last segment after longer contexts"
 
-    def by_length(at: Where) -> tuple[Point, ...]:
+    def curve(at: dict[str, Any]) -> tuple[Point, ...]:
         return points(view, ACCURACY, ((n, {**at, "length": n}) for n in lengths))
 
-    panels = tuple(
-        Panel(
-            drawn[0] or "as is",
-            _lines(view, {"protocol": "last_segment"}, drawn, by_length),
-            *("context (tokens)", "accuracy (%)", True),
-        )
-        for drawn in _panels(methods)
-    )
-    title = "The same last segment after longer contexts"
-    return Curves("accuracy_by_length", title, panels, first=FAMILIES)
+    where = {"protocol": "last_segment"}
+    name, x_title = "accuracy_by_length", "context (tokens)"
+    return _by_method(view, name, title, where, curve, x_title, log_x=True)
+
+
+def copying_figure(view: View) -> Figure:
+    """Accuracy against the copying distance; distances that were trained are shaded."""
+    trained = max(view.values("train_length", {"protocol": "repeated"}), default=None)
+    metrics = {d: copied_from(view, d) for d in distances(view)}
+    title = "Accuracy on tiled text by copying distance; shaded: distances that were trained"
+
+    def curve(at: dict[str, Any]) -> tuple[Point, ...]:
+        known = ((d, view.known(metric.at(at))) for d, metric in metrics.items())
+        return tuple(Point.of(float(d), value) for d, value in known if value is not None)
+
+    axes: dict[str, Any] = {"log_x": True, "shaded": None if trained is None else float(trained)}
+    where, x_title = {"protocol": "repeated"}, "copying distance (tokens)"
+    return _by_method(view, "accuracy_by_distance", title, where, curve, x_title, **axes)
 
 
 def table_figure(view: View) -> Figure:
@@ -340,11 +322,9 @@ def table_figure(view: View) -> Figure:
 
 def history_figure(view: View) -> Figure:
     """Training loss by step: the mean over the seeds of each row."""
-    rows = view.values("row", {"protocol": "training", "axis": "step", "statistic": "loss"})
-    lines = [
-        Line(row, step_points(view, "loss", {"row": row}), family(row), row.endswith("-logn"))
-        for row in ranked(rows, VARIANT_ORDER)
-    ]
-    panel = Panel("", tuple(lines), "training step", "training loss (nats per token)")
+    where = {"protocol": "training", "axis": "step", "statistic": "loss"}
+    rows = ranked(view.values("row", where), VARIANT_ORDER)
+    lines = tuple(_line(row, step_points(view, "loss", {"row": row})) for row in rows)
+    panel = Panel("", lines, "training step", "training loss (nats per token)")
     title = "Training loss; bands: all seeds"
     return Curves("training_loss", title, (panel,), first=FAMILIES)

@@ -28,19 +28,18 @@ def canonical(variants: Sequence[str], setting: TextSetting) -> tuple[str, ...]:
     if len(set(names)) != len(names):
         raise InputError(f"--variants names a score twice: {', '.join(variants)}")
     for run in text_runs(setting, (0,), dict.fromkeys(names, ())):
-        _ = run.training_config
+        _ = run.training_config  # raises where it cannot be trained
     return tuple(names)
 
 
 def checked_methods(methods: Sequence[str], setting: TextSetting) -> tuple[str, ...]:
     """The methods by their printed names; an unknown one is refused with the nearest named."""
-    plain = ScoreSpec.parse("Baseline")
     names = []
     for method in methods:
         if method.lower() in ("", "as is", "as-is"):
             names.append(AS_IS)
             continue
-        spec = plain.with_method(method)
+        spec = ScoreSpec.parse("Baseline").with_method(method)
         if spec.train_length not in (None, setting.train_length):
             raise InputError(
                 f"{method} is for a training length of {spec.train_length}, but this table's is "
@@ -59,14 +58,9 @@ def usable(
     applicable, skipped = {}, []
     for variant, asked in methods.items():
         spec = ScoreSpec.parse(variant, train_length=setting.train_length)
-        reasons = {
-            method: refusal(spec, "" if method == AS_IS else method, setting.evaluation.factor)
-            for method in asked
-        }
-        applicable[variant] = tuple(method for method, why in reasons.items() if why is None)
-        skipped += [
-            f"{variant} with {method} is left out: {why}" for method, why in reasons.items() if why
-        ]
+        reasons = _refusals(spec, asked, setting.evaluation.factor)
+        applicable[variant] = tuple(method for method in asked if method not in reasons)
+        skipped += [f"{variant} with {name} is left out: {why}" for name, why in reasons.items()]
     return applicable, skipped
 
 
@@ -77,27 +71,26 @@ def candidates() -> tuple[str, ...]:
 
 
 def post_hoc_methods(spec: ScoreSpec, factor: float = 8.0) -> tuple[str, ...]:
-    """Every registered post-hoc method that `spec` can take, as texts for `with_method`.
+    """The `candidates` that `spec` can take, as texts for `with_method`.
 
-    Each part stands alone with its default parameters, in the order of slots and names; then come
-    `NTK-logn+`, `YaRN-logn+` and `ReRoPE-logn+`. The model as it is is not among them. `factor` is
-    what stretching methods stretch by; it only decides whether their parameters are in range.
+    `factor` is what stretching methods stretch by: it decides whether parameters are in range.
     """
-    return tuple(method for method in candidates() if refusal(spec, method, factor) is None)
+    refused = _refusals(spec, candidates(), factor)
+    return tuple(method for method in candidates() if method not in refused)
 
 
 def left_out(spec: ScoreSpec, factor: float = 8.0) -> tuple[str, ...]:
     """A sentence for each registered post-hoc method that `spec` cannot take."""
-    reasons = {method: refusal(spec, method, factor) for method in candidates()}
-    return tuple(
-        f"{spec.name} with {method} is left out: {why}" for method, why in reasons.items() if why
-    )
+    refused = _refusals(spec, candidates(), factor)
+    return tuple(f"{spec.name} with {name} is left out: {why}" for name, why in refused.items())
 
 
-def refusal(spec: ScoreSpec, method: str, factor: float = 8.0) -> str | None:
-    """Why `spec` cannot take `method`; None when it can."""
-    try:
-        spec.with_method(method).resolve(factor=factor)
-    except InputError as error:
-        return str(error)
-    return None
+def _refusals(spec: ScoreSpec, methods: Sequence[str], factor: float) -> dict[str, str]:
+    """Why `spec` cannot take each of the methods that it cannot take."""
+    reasons = {}
+    for method in methods:
+        try:
+            spec.with_method("" if method == AS_IS else method).resolve(factor=factor)
+        except InputError as error:
+            reasons[method] = str(error)
+    return reasons

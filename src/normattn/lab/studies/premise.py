@@ -13,15 +13,19 @@ are controls: they differ from Baseline by design, at L too.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 
 from normattn.lab.report.tables import shown
 from normattn.lab.report.view import View
-from normattn.lab.stats import Estimate, contrast, select
-from normattn.lab.studies import preset
-from normattn.lab.studies.lm_report import ACCURACY, SEEN, TRAINED, VARIANT_ORDER, ranked
-from normattn.score.parts.rope_scaling import YaRN
+from normattn.lab.stats import Estimate, contrast
+from normattn.lab.studies.lm_report import (
+    ACCURACY,
+    AT_L,
+    SEEN,
+    TRAINED,
+    VARIANT_ORDER,
+    ranked,
+)
 
 EQUAL = 1.0
 """Points at L within which two scores count as equally good."""
@@ -29,23 +33,25 @@ COPIES = 10.0
 """Points that tiled text must be above natural text for copying to count as learned."""
 LISTED = 8
 """Rows that a sentence names; of more it names the ends."""
-LONGER = "workstation"
-"""The preset whose trainings of the source's architecture are longer than a laptop's."""
 
 
 def premise(view: View, copiers: Sequence[str] | None = None) -> list[str]:
-    """The sentences that these measurements can tell.
+    """What these measurements say of equal accuracy at L, and of copying.
 
     `copiers`: the rows of which it says whether they copy (default the source's scores).
     """
-    return [*_equally_good(view), *_copying(view, copiers), *_yarns_ramp(view), *_longer(view)]
+    sentences = []
+    if differences := at_training_length(view):
+        sentences.append(_equally_good(differences))
+    if measured := copying(view, copiers):
+        sentences.append(_copying(measured))
+    return sentences
 
 
 def at_training_length(view: View) -> dict[str, Estimate]:
     """Every other row's accuracy at L minus Baseline's, in points, as they were trained."""
-    at_l = ACCURACY.at(TRAINED)
     differences = {
-        row: view.estimate(at_l.at(variant=row) - at_l.at(variant="Baseline"))
+        row: view.estimate(AT_L.at(variant=row) - AT_L.at(variant="Baseline"))
         for row in _rows(view)
         if row != "Baseline"
     }
@@ -61,72 +67,43 @@ def copying(view: View, rows: Sequence[str] | None = None) -> dict[str, Estimate
     return {row: known for row, known in measured.items() if known is not None}
 
 
-def _equally_good(view: View) -> Iterator[str]:
-    differences = at_training_length(view)
-    if not differences:
-        return
-    ends = {row: (known.low, known.high) for row, known in differences.items()}
+def _equally_good(differences: Mapping[str, Estimate]) -> str:
     apart = {
         row: known
         for row, known in differences.items()
-        if None in ends[row] or max(abs(end or 0.0) for end in ends[row]) > EQUAL
+        if known.low is None or known.high is None or max(-known.low, known.high) > EQUAL
     }
-    said = "Whether the premise is met cannot be told: at L these scores may differ from Baseline "
-    said += "by more than a point"
+    verdict = (
+        "Whether the premise is met cannot be told: at L these scores may differ from Baseline "
+        "by more than a point"
+    )
     if not apart:
-        said = "The premise is met: at L every other score is within a point of Baseline"
-    elif any((low or 0.0) > EQUAL or (high or 0.0) < -EQUAL for low, high in ends.values()):
-        said = "The premise is not met: the scores are not equally good at L"
-    yield f"{said}. Accuracy at L minus Baseline's, in points: {_listed(apart or differences)}."
+        verdict = "The premise is met: at L every other score is within a point of Baseline"
+    elif any((e.low or 0.0) > EQUAL or (e.high or 0.0) < -EQUAL for e in differences.values()):
+        verdict = "The premise is not met: the scores are not equally good at L"
+    values = _listed(apart or differences)
+    return f"{verdict}. Accuracy at L minus Baseline's, in points: {values}."
 
 
-def _copying(view: View, copiers: Sequence[str] | None) -> Iterator[str]:
-    measured = copying(view, copiers)
-    if not measured:
-        return
+def _copying(measured: Mapping[str, Estimate]) -> str:
     learned = [row for row, known in measured.items() if known.value >= COPIES]
     others = len(measured) - len(learned)
-    said = "Copying is learned by every score"
+    verdict = "Copying is learned by every score"
     if not learned:
-        said = "Copying is not learned by any score, so nothing about repeated text or about the "
-        said += "use of far context follows from these models"
-    elif others:
-        said = f"Copying is learned by {', '.join(learned)} and not by the other {others}, so "
-        said += "these rows differ in more than how they extrapolate"
-    yield (
-        f"{said}. Within L, tokens whose answer stands in the context (tiled text) minus natural "
-        f"text at the same positions, in points, where a mean of {COPIES:.0f} counts as learned: "
-        f"{_listed(measured)}."
-    )
-
-
-def _yarns_ramp(view: View) -> Iterator[str]:
-    """Where L is too short for YaRN's ramp to leave more than the fastest pair as it is.
-
-    The fastest pair turns by a radian a token, so L/2π times within L; the ramp begins at it.
-    """
-    length = view.one("train_length", TRAINED)
-    read = any("YaRN" in str(name) for name in view.values("method"))
-    if not read or length is None or length / math.tau >= YaRN.beta_fast:
-        return
-    yield (
-        f"YaRN slows every pair of dimensions that turns fewer than {YaRN.beta_fast:.0f} times "
-        f"within L; at L = {length} the fastest turns {length / math.tau:.0f} times, so all pairs "
-        "but the fastest, at which the ramp then begins, are slowed. What that contributes to its "
-        "cost at L was not measured."
-    )
-
-
-def _longer(view: View) -> Iterator[str]:
-    """Where trainings of the source's architecture took more steps than these."""
-    steps = select(view.frame, {"protocol": "training", "statistic": "steps"})["sum"].to_list()
-    most, longer = int(max(steps, default=0)), int(preset.load(LONGER).training["steps"])
-    if 0 < most < longer:
-        yield (
-            f"These trainings took {most:,} steps. The source's architecture after {longer:,}: "
-            f"normattn reproduce keynorm --preset {LONGER}; its table is in the folder "
-            f"results/keynorm-{LONGER} of the project's repository."
+        verdict = (
+            "Copying is not learned by any score, so nothing about repeated text or about the "
+            "use of far context follows from these models"
         )
+    elif others:
+        verdict = (
+            f"Copying is learned by {', '.join(learned)} and not by the other {others}, so "
+            "these rows differ in more than how they extrapolate"
+        )
+    return (
+        f"{verdict}. Within L, tokens whose answer stands in the context (tiled text) minus "
+        f"natural text at the same positions, in points, where a mean of {COPIES:.0f} counts as "
+        f"learned: {_listed(measured)}."
+    )
 
 
 def _rows(view: View) -> list[str]:
@@ -157,11 +134,11 @@ def _copied(view: View, row: str) -> Estimate | None:
     return contrast(terms, ACCURACY.value, view.bootstrap)
 
 
-def _listed(estimates: dict[str, Estimate]) -> str:
+def _listed(estimates: Mapping[str, Estimate]) -> str:
     """Every row, or the lowest and the highest of many."""
     rows = list(estimates)
     if len(rows) > LISTED:
-        ordered = sorted(rows, key=lambda row: estimates[row].value)
-        rows = [ordered[0], ordered[-1]]
-    said = ", ".join(f"{row} {shown(estimates[row], 1, signed=True)}" for row in rows)
-    return said if len(rows) == len(estimates) else f"of {len(estimates)} from {said}"
+        rows.sort(key=lambda row: estimates[row].value)
+        rows = [rows[0], rows[-1]]
+    values = ", ".join(f"{row} {shown(estimates[row], 1, signed=True)}" for row in rows)
+    return values if len(rows) == len(estimates) else f"of {len(estimates)} from {values}"

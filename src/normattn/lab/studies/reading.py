@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import polars as pl
 from pydantic import Field, field_validator
@@ -34,13 +34,12 @@ from normattn.lab.studies.lm_report import (
     METHOD_ORDER,
     history_figure,
     length_figure,
-    pairs_of,
     past,
     position_figures,
     ranked,
     reading_columns,
     reading_rows,
-    row_of,
+    rows_of,
     table_figure,
 )
 from normattn.lab.studies.methods import ALL, candidates, canonical, checked_methods, usable
@@ -85,17 +84,22 @@ def resolve(request: Request) -> Sweep:
     return setting.sweep(request, KIND, runs, skipped)
 
 
-def rows_of(protocol: str) -> Callable[[View], list[Row]]:
+def _rows_by(protocol: str) -> Callable[[View], list[Row]]:
     """Rows that were read by one protocol."""
-    return lambda view: [row_of(*pair) for pair in pairs_of(view.frame.filter(protocol=protocol))]
+    return lambda view: rows_of(view.frame.filter(protocol=protocol))
+
+
+def _standard(view: View) -> View:
+    """What the protocols gave that all studies of language models read by, and the trainings."""
+    return View(view.frame.filter(~pl.col("protocol").is_in(OWN_TABLES)), view.bootstrap)
 
 
 def _standard_rows(view: View) -> list[Row]:
     read = view.frame.filter(~pl.col("protocol").is_in([*OWN_TABLES, "training"]))
-    return reading_rows(View(read, view.bootstrap)) if read.height else []
+    return reading_rows(View(read)) if read.height else []
 
 
-def octave_columns(metric: Metric) -> Callable[[View], Sequence[Column]]:
+def _octaves(metric: Metric) -> Callable[[View], Sequence[Column]]:
     """The metric at positions up to L, 2 L, 4 L, …"""
     at = metric.at(protocol=POSITION)
     return lambda view: [
@@ -121,15 +125,15 @@ def _retrieval_columns(view: View) -> list[Column]:
 
 def figures(view: View) -> Iterator[Figure]:
     """Accuracy and loss by position, retrieval by depth, and what the standard protocols give."""
-    standard = view.frame.filter(~pl.col("protocol").is_in(OWN_TABLES))
-    if standard.filter(pl.col("protocol") != "training").height:
-        plain = View(standard, view.bootstrap)
+    if _standard_rows(view):
+        plain = _standard(view)
         yield from (*position_figures(plain), length_figure(plain), table_figure(plain))
-    if standard.filter(pl.col("protocol") == "training").height:
-        yield history_figure(view)
+    yield history_figure(view)
     for row in view.values("row", {"protocol": POSITION}):
         yield _by_position(view, row)
-    yield from _by_depth(view)
+    length = view.longest(RETRIEVAL)
+    for task in view.values(TASK, {"protocol": RETRIEVAL}) if length else ():
+        yield from _by_depth(view, {"protocol": RETRIEVAL, TASK: task, "length": length})
 
 
 def _by_position(view: View, row: str) -> Figure:
@@ -137,42 +141,40 @@ def _by_position(view: View, row: str) -> Figure:
     mark = Mark(float(view.one("train_length", where) or 1), "L")
     panels = []
     for metric, unit in ((ACCURACY, "accuracy (%)"), (LOSS, "loss (nats)")):
-        curves = {
-            method or "as is": bin_points(
-                view, metric, {**where, "method": method}, lambda bin_: bin_[3]
-            )
+        lines = [
+            Line(method or "as is", curve, method or "as is")
             for method in ranked(view.values("method", where), METHOD_ORDER)
-        }
-        lines = tuple(Line(name, curve, name) for name, curve in curves.items() if curve)
-        panels.append(Panel(metric.title, lines, "position", unit, log_x=True, marks=(mark,)))
-    name = f"reading_by_position_{row}".replace("(", "_").replace(")", "").replace("=", "")
+            if (
+                curve := bin_points(view, metric, {**where, "method": method}, lambda bin_: bin_[3])
+            )
+        ]
+        axes: dict[str, Any] = {"log_x": True, "marks": (mark,)}
+        panels.append(Panel(metric.title, tuple(lines), "position", unit, **axes))
+    name = "reading_by_position_" + row.replace("(", "_").replace(")", "").replace("=", "")
     return Curves(name, f"{row}: by position", tuple(panels), shared_y=False)
 
 
-def _by_depth(view: View) -> Iterator[Figure]:
+def _by_depth(view: View, where: dict[str, Any]) -> Iterator[Figure]:
     """Tokens of the answers that are right, by depth of the fact, at the longest length."""
-    length = view.longest(RETRIEVAL)
-    for task in view.values(TASK, {"protocol": RETRIEVAL}) if length else ():
-        where = {"protocol": RETRIEVAL, TASK: task, "length": length}
-        rows = rows_of(RETRIEVAL)(view)
-        read = {row.label: view.sums("accuracy", {**row.where, **where}) for row in rows}
-        known = {name: sums for name, sums in read.items() if sums is not None}
-        if not known:
-            continue
-        values = tuple(
-            tuple((100 * sums.numerator.sum((0, 1)) / sums.denominator.sum((0, 1))).tolist())
-            for sums in known.values()
-        )
-        yield Grid(
-            f"retrieval_{task}",
-            f"{TASKS[task]} at {length:,} tokens: answer tokens right, %",
-            tuple(known),
-            tuple(f"{depth:.2f}" for _, _, depth, _ in next(iter(known.values())).bins),
-            values,
-            tuple(tuple(f"{value:.0f}" for value in line) for line in values),
-            x_title="depth of the fact (0: beginning)",
-            scale_title="%",
-        )
+    rows = _rows_by(RETRIEVAL)(view)
+    read = {row.label: view.sums("accuracy", {**row.where, **where}) for row in rows}
+    known = {name: sums for name, sums in read.items() if sums is not None}
+    if not known:
+        return
+    values = tuple(
+        tuple((100 * sums.numerator.sum((0, 1)) / sums.denominator.sum((0, 1))).tolist())
+        for sums in known.values()
+    )
+    yield Grid(
+        f"retrieval_{where[TASK]}",
+        f"{TASKS[where[TASK]]} at {where['length']:,} tokens: answer tokens right, %",
+        tuple(known),
+        tuple(f"{depth:.2f}" for _, _, depth, _ in next(iter(known.values())).bins),
+        values,
+        tuple(tuple(f"{value:.0f}" for value in line) for line in values),
+        x_title="depth of the fact (0: beginning)",
+        scale_title="%",
+    )
 
 
 STUDY = Study(
@@ -196,17 +198,15 @@ STUDY = Study(
         Table(
             "accuracy_by_position",
             "Accuracy by position, %",
-            rows_of(POSITION),
-            octave_columns(ACCURACY),
+            _rows_by(POSITION),
+            _octaves(ACCURACY),
             intro="Natural held-out text, every token scored, in octaves of the training length.",
         ),
-        Table(
-            "loss_by_position", "Loss by position, nats", rows_of(POSITION), octave_columns(LOSS)
-        ),
+        Table("loss_by_position", "Loss by position, nats", _rows_by(POSITION), _octaves(LOSS)),
         Table(
             "retrieval",
             "Facts stated in a long text and asked for at its end, %",
-            rows_of(RETRIEVAL),
+            _rows_by(RETRIEVAL),
             _retrieval_columns,
             notes=(
                 "answers: right as a whole, as greedy decoding would give them; tokens: of "
@@ -222,8 +222,6 @@ STUDY = Study(
         ("--plan", "what the study itself costs here"),
     ),
 )
-PAGE = STUDY.page
-
 
 # The window of ReRoPE
 

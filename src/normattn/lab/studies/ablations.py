@@ -1,0 +1,506 @@
+"""What beside the norm of keys decides: changes of the setting, and of the score.
+
+One number is watched, over natural text of the same last tokens:
+
+    change = accuracy(last segment after 8 L) − accuracy(last segment after L)
+
+*factors*: the source's 100M GAU with KNA reads 8 L about as well as L (kexue 9859); the small MHA
+model of the preset `laptop` does not. Baseline and KNA are trained in the preset's setting and with
+one change each (joined by "+": `gau+no-tiling`). *questions*: four that the source leaves open.
+Each score is compared with one other, at L and by its change. KRMSNorm without a gain is KNA, as
+√d·k/‖k‖ at scale 1/√d is k/‖k‖ at scale 1, so KNA stands for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from normattn.errors import InputError, unknown
+from normattn.lab.report.claims import Claim
+from normattn.lab.report.figures import Figure
+from normattn.lab.report.tables import NOTHING, Cell, Column, Row, Table, text_column
+from normattn.lab.report.view import View
+from normattn.lab.stats import Metric, Sums
+from normattn.lab.studies.base import Study
+from normattn.lab.studies.keynorm import MATTERS
+from normattn.lab.studies.language import AS_IS, TextRun, TextSetting, text_runs
+from normattn.lab.studies.lm_report import (
+    ACCURACY,
+    AT_L,
+    LEGEND,
+    SEEN,
+    TRAINED,
+    UNMODIFIED_CHANGE,
+    history_figure,
+    intervals,
+    past,
+    position_figures,
+    ranked,
+    reading_columns,
+    reading_rows,
+)
+from normattn.lab.studies.methods import canonical
+from normattn.lab.studies.premise import EQUAL, premise
+from normattn.lab.studies.preset import opened, own_group
+from normattn.lab.sweep.collect import measured_below
+from normattn.lab.sweep.config import merged, value_at
+from normattn.lab.sweep.run import Request, Sweep
+from normattn.models.config import without_foreign
+from normattn.score import ScoreSpec
+from normattn.settings import Settings
+
+# factors: changes of the setting
+
+SCORES = ("Baseline", "KNA")
+AS_PRESET, ENGLISH = "preset", "english"
+CHANGED = "factor.change"
+# Half of the pairs of a rotation of base 130 finish a turn within 64 tokens, a quarter of base
+# 10,000, whatever the size of the head; in the source's setting (512 tokens) half do.
+TURNING = 130
+
+
+@dataclass(frozen=True)
+class Change:
+    """One change: `settings` by dotted name, `times` as products of the preset's own numbers.
+
+    `base` is that of the rotation.
+    """
+
+    words: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    times: Mapping[str, float] = field(default_factory=dict)
+    base: int | None = None
+
+    def applied(self, training: Mapping[str, Any]) -> dict[str, Any]:
+        """The preset's training settings with this change; unchanged if it has that block."""
+        scaled = {
+            name: type(value := value_at(training, name))(value * factor)
+            for name, factor in self.times.items()
+        }
+        changed = {**self.settings, **scaled}
+        if changed.get("model.block") == training["model"].get("block", "mha"):
+            return dict(training)
+        kept = {**training, "model": without_foreign(training["model"], changed.get("model.block"))}
+        if "optimiser" in changed:  # Another one has settings of its own.
+            del kept["optimiser"]
+        return merged(kept, changed)
+
+
+def _longer(times: int) -> Mapping[str, float]:
+    """A longer training length with as many tokens in a step."""
+    return {"model.train_length": float(times), "batch_size": 1 / times}
+
+
+# Tiger's rate is relative to the size of each parameter (kexue 9512); not searched for in this
+# setting, so that row says what this rate does, not what Tiger can do.
+TIGER = {"optimiser": {"name": "tiger", "lr": 5e-3}}
+HEADS = "model.heads"
+CHANGES: Mapping[str, Change] = {
+    AS_PRESET: Change("the preset as it is"),
+    "base-130": Change("RoPE with base 130", base=TURNING),
+    "length-2x": Change("twice the training length", times=_longer(2)),
+    "length-4x": Change("four times the training length", times=_longer(4)),
+    "no-tiling": Change("no tiled text", {"data.tiled_fraction": 0.0}),
+    "steps-third": Change("a third of the steps", times={"steps": 1 / 3}),
+    "steps-half": Change("half of the steps", times={"steps": 0.5}),
+    "steps-4x": Change("four times the steps", times={"steps": 4.0}),
+    "one-head": Change("one head", {HEADS: 1}),
+    "heads-2x": Change("heads twice as large, base 130", times={HEADS: 1 / 2}, base=TURNING),
+    "heads-4x": Change("heads 4 times as large, base 130", times={HEADS: 1 / 4}, base=TURNING),
+    "deepnorm": Change("DeepNorm", {"model.placement": "DeepNorm"}),
+    "preln": Change("PreLN", {"model.placement": "PreLN"}),
+    "tiger": Change("Tiger at 5e-3, not searched for", TIGER),
+    "gau": Change("gated attention units", {"model.block": "gau"}),
+    "mha": Change("multi-head attention and SwiGLU", {"model.block": "mha", HEADS: 4}),
+    "layers-6": Change("6 layers", {"model.layers": 6}),
+    "layers-12": Change("12 layers", {"model.layers": 12}),
+    ENGLISH: Change("English text"),
+}
+
+
+class FactorsSettings(Settings):
+    """`reproduce factors`: the corpus of the row of English text; without it no such row."""
+
+    english: str = ""
+
+
+def _parts(change: str) -> list[Change]:
+    """The single changes that a name joins; `InputError` names the nearest known one."""
+    for name in change.split("+"):
+        if name not in CHANGES:
+            raise unknown("change", name, CHANGES, ", and several of them joined by +")
+    return [CHANGES[name] for name in change.split("+")]
+
+
+def _change_runs(setting: TextSetting, english: str, change: str, seed: int) -> list[TextRun]:
+    """Both scores under a change; `InputError` for English text without a corpus."""
+    training = dict(setting.training)
+    for part in _parts(change):
+        training = part.applied(training)
+    if ENGLISH in change.split("+"):
+        if not english:
+            raise InputError("no corpus of English text was named (--set factors.english=FOLDER)")
+        training = merged(training, {"data.corpus": english})
+    rotary = "".join(f"-RoPE(base={base})" for base in {c.base for c in _parts(change) if c.base})
+    return [
+        TextRun(
+            variant=f"{change}-{score}",
+            row=score,
+            factors={"change": change, "row": score},
+            seed=seed,
+            training=merged(training, {"model.score": score + rotary}),
+            evaluation=setting.evaluation,
+        )
+        for score in SCORES
+    ]
+
+
+def resolve_factors(request: Request) -> Sweep:
+    """One run for each change, score and seed; `--variants` chooses changes.
+
+    Raises `InputError` for an unknown change and for settings that a change makes impossible. The
+    row of English text needs `--set factors.english=CORPUS` and is left out without it.
+    """
+    request.refuse_choices("factors")
+    preset = opened(request, "factors", "factors")
+    english = own_group(request, "factors", FactorsSettings).english
+    setting = TextSetting.of(preset, {"multiples": preset.evaluation.ends})
+    made = partial(_change_runs, setting, english)
+    plain = [run.training_config for run in made(AS_PRESET, 0)]
+    changes, skipped = [], []
+    for change in dict.fromkeys(request.variants or CHANGES):
+        try:
+            if [run.training_config for run in made(change, 0)] == plain and change != AS_PRESET:
+                raise InputError(f"{change} changes nothing in the preset {preset.name}")
+            changes.append(change)
+        except InputError as error:
+            if request.variants:
+                raise
+            skipped.append(f"{change} is left out: {error}")
+    seeds = request.seeds_or(preset.seeds)
+    runs = [run for seed in seeds for change in changes for run in made(change, seed)]
+    return setting.sweep(request, "factors", runs, skipped, english=english)
+
+
+def _change_rows(view: View) -> list[Row]:
+    """The changes whose models were read, the unchanged preset first."""
+    known = view.values(CHANGED, {"protocol": "last_segment", "method": ""})
+    return [
+        Row(" + ".join(part.words for part in _parts(name)), {CHANGED: name})
+        for name in ranked(known, tuple(CHANGES))
+    ]
+
+
+def _change_of(score: str) -> Metric:
+    """What a longer context does to a score."""
+    return UNMODIFIED_CHANGE.at({"factor.row": score})
+
+
+def _change_columns(view: View) -> list[Column]:
+    """How good the models are at L, whether they copy, and what a longer context does."""
+
+    def within(sums: Sums) -> Sums:
+        """The bins within the training length, of tiled text that ends beyond it."""
+        # Models of other training lengths have other documents, and so another digest.
+        length = view.values("train_length", {"data": sums.data})[0]
+        return sums.at([n for n, (*_, end) in enumerate(sums.bins) if end <= length])
+
+    columns = []
+    for score in SCORES:
+        at_l = ACCURACY.at({"factor.row": score}, protocol="train_length")
+        copies = SEEN.at({"factor.row": score}, protocol="repeated").between(within)
+        columns.append(Column(f"{score}_at_l", f"{score} at L", at_l))
+        columns.append(Column(f"{score}_copies", f"{score}, copies at L", copies))
+    columns += [Column(f"{name}_change", f"change of {name}", _change_of(name)) for name in SCORES]
+    gap = _change_of("KNA") - _change_of("Baseline")
+    columns.append(Column("gap", "change of KNA − of Baseline", gap))
+    columns.append(_effect("effect", "effect on KNA's change", lambda change: AS_PRESET))
+    if _several(view):
+        columns.append(_effect("last", "effect of the last of several", _without_last))
+    return columns
+
+
+def _without_last(change: str) -> str:
+    """What a joined change adds its last part to; "" for a single one."""
+    return change.rpartition("+")[0]
+
+
+def _several(view: View) -> bool:
+    """Whether changes were joined."""
+    return any(_without_last(row.where[CHANGED]) for row in _change_rows(view))
+
+
+def _effect(key: str, title: str, against: Callable[[str], str]) -> Column:
+    """The change of KNA minus the same under another change of the setting."""
+    ours = _change_of("KNA")
+
+    def cell(view: View, row: Row) -> Cell:
+        other = against(row.where[CHANGED])
+        if not other or not _comparable(view, row.where[CHANGED], other):
+            return NOTHING
+        return Column(key, title, ours - ours.at({CHANGED: other})).cell(view, row)
+
+    return Column(key, title, plain=cell)
+
+
+def _comparable(view: View, change: str, other: str) -> bool:
+    """Whether the other change was read too, in the same documents."""
+    ours, theirs = (
+        set(view.values("unit", {CHANGED: name, "protocol": "last_segment"}))
+        for name in (change, other)
+    )
+    return change != other and bool(ours & theirs)
+
+
+def _change_claims(view: View) -> Iterator[Claim]:
+    """Of every change whether it takes away KNA's loss."""
+    ours = _change_of("KNA")
+    for row in _change_rows(view):
+        if _comparable(view, row.where[CHANGED], AS_PRESET):
+            yield Claim(
+                f"{row.label}: KNA loses less from L to the longest context",
+                ours.at(row.where) - ours.at({CHANGED: AS_PRESET}),
+                "asked here, as kexue 9859 differs",
+                "change of KNA − its change in the preset as it is, last segment",
+                matters=MATTERS,
+            )
+
+
+def _change_figures(view: View) -> list[Figure]:
+    """The change of either score under every change of the setting."""
+    keys = ("Baseline_change", "KNA_change", "gap")
+    drawn = [column for column in _change_columns(view) if column.key in keys]
+    title = "Accuracy of the last segment after the longest context minus after L, in points"
+    return [intervals(view, "factors", title, _change_rows(view), drawn)]
+
+
+def _change_notes(view: View) -> Sequence[str]:
+    always = (
+        "copies at L: tiled text within the training length, the tokens whose answer "
+        "stands earlier. A model that copies no better than it reads has little to lose.",
+        "effect: the change of KNA minus that in the preset as it is, paired over "
+        "documents and seeds; none for a text that shares no document.",
+    )
+    last = (
+        "effect of the last of several: of changes that are joined, minus the change of KNA under "
+        "all of them but the last."
+    )
+    return (*always, last) if _several(view) else always
+
+
+FACTORS = Study(
+    "factors",
+    "Which difference to the source's setting makes a small model with normalised keys "
+    "lose accuracy past its training length?",
+    title="Why KeyNorm decays",
+    help="Train Baseline and KNA with one change of the setting each; read after L and 8 L.\n\n"
+    "One number is watched: what the longest context takes from the same last segment. --variants "
+    "chooses changes, and joins several by +: " + ", ".join(CHANGES) + ".",
+    sources=("kexue.fm/archives/9859",),
+    resolve=resolve_factors,
+    tables=(
+        Table(
+            "table",
+            "",
+            _change_rows,
+            _change_columns,
+            head="change",
+            intro="Token accuracy in %; change: the last segment after the longest context minus "
+            "after L, in points, with 95 % intervals over documents and seeds.",
+            notes=_change_notes,
+        ),
+    ),
+    claims=_change_claims,
+    figures=_change_figures,
+    collect=partial(measured_below, factors=("change", "row")),
+    variants_help="Changes, by commas, several at once joined by +. [default: all, one at a time]",
+    examples=(
+        ("--preset smoke --variants preset,no-tiling", "the whole path, small"),
+        ("--seeds 3", "the study itself"),
+        ("--seeds 3 --variants preset,gau+no-tiling+deepnorm", "several changes together"),
+        ("--set factors.english=books/", "with the row of English text"),
+    ),
+)
+
+# questions: changes of the score
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a sentence expects of a difference, in points; see `Claim`."""
+
+    words: str
+    sign: int = 1
+    margin: float = 0.0
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question, and pairs of rows that answer it: the second is the reference of the first.
+
+    Rows are spelled as their measurements are, however they were written: a pair under another
+    name would be trained and left out of the page.
+    """
+
+    words: str
+    pairs: tuple[tuple[str, str], ...]
+    at_l: Expected = Expected("is better at the training length than")
+    change: Expected = Expected("loses less from L to the longest context than")
+
+    def __post_init__(self) -> None:
+        spelled = tuple(tuple(ScoreSpec.parse(row).text for row in pair) for pair in self.pairs)
+        object.__setattr__(self, "pairs", spelled)
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        """The references come first."""
+        others = (against for _, against in self.pairs)
+        return tuple(dict.fromkeys([*others, *(row for row, _ in self.pairs)]))
+
+
+QUESTIONS: Mapping[str, Question] = {
+    "gain": Question(
+        "Does a gain undo it?",
+        (
+            ("KRMSNorm", "KNA"),
+            ("QKRMSNorm", "QKRMSNorm(gain=false)"),
+            ("QKLayerNorm", "QKLayerNorm(gain=false)"),
+        ),
+        change=Expected("loses more from L to the longest context than", sign=-1),
+    ),
+    "learned-scale": Question(
+        "Is a learned scale better?", (("QKNorm2020", "CosA"), ("Baseline-SSMax", "Baseline-logn"))
+    ),
+    "constant": Question(
+        "Is another constant than CosA's 4 better?",
+        tuple((f"CosA(c={c})", "CosA") for c in (2, 3, 3.5, 6)),
+    ),
+    "residual": Question(
+        "Do residual scores go with normalised keys?",
+        (("KNA-RealFormer", "KNA"), ("Baseline-RealFormer", "Baseline")),
+        Expected(f"is as good at L (less than {EQUAL:.0f} point worse) as", margin=EQUAL),
+        Expected(
+            f"loses no more (by less than {MATTERS:.0f} points) from L to the longest context than",
+            margin=MATTERS,
+        ),
+    ),
+}
+
+
+def resolve_questions(request: Request) -> Sweep:
+    """The rows of the questions that `--variants` names; raises `InputError` as keynorm's does."""
+    request.refuse_choices("questions")
+    preset = opened(request, "questions")
+    setting = TextSetting.of(preset)
+    asked = request.variants or tuple(QUESTIONS)
+    for name in asked:
+        if name not in QUESTIONS:
+            raise unknown("question", name, QUESTIONS)
+    rows = tuple(dict.fromkeys(row for name in asked for row in QUESTIONS[name].rows))
+    methods = dict.fromkeys(canonical(rows, setting), (AS_IS,))
+    runs = text_runs(setting, request.seeds_or(preset.seeds), methods)
+    return setting.sweep(request, "questions", runs)
+
+
+def _pair_rows(view: View) -> list[Row]:
+    """Every pair that was read: its two rows and the question they answer."""
+    known = set(view.values("row", TRAINED))
+    return [
+        Row(f"{row} − {other}", {"row": row, "other": other, "question": question.words})
+        for question in QUESTIONS.values()
+        for row, other in question.pairs
+        if {row, other} <= known
+    ]
+
+
+def _pair_columns(view: View) -> list[Column]:
+    """The first row of a pair at L and its change; then differences to the second."""
+    natural = past(ACCURACY, view, "non_repeated", method="")
+    return [
+        text_column("question", "question", lambda view, row: row.where["question"]),
+        _of_pair("at_l", "at L", AT_L, difference=False),
+        _of_pair("change", "change", UNMODIFIED_CHANGE, difference=False),
+        _of_pair("at_l_difference", "difference at L", AT_L),
+        _of_pair("natural_difference", "difference on natural text past L", natural),
+        _of_pair("change_difference", "difference in change", UNMODIFIED_CHANGE),
+    ]
+
+
+def _of_pair(key: str, title: str, metric: Metric, difference: bool = True) -> Column:
+    def cell(view: View, row: Row) -> Cell:
+        ours, theirs = (metric.at(variant=row.where[name]) for name in ("row", "other"))
+        return Column(key, title, ours - theirs if difference else ours).cell(view, Row("", {}))
+
+    # The metric says in figures that differences have a 0.
+    return Column(key, title, metric - metric if difference else metric, plain=cell)
+
+
+def _pair_claims(view: View) -> Iterator[Claim]:
+    """Of every pair, at L and in what longer contexts change."""
+    for question in QUESTIONS.values():
+        for row, other in question.pairs:
+            at_l = (AT_L, question.at_l, EQUAL, f"{row} − {other} at L, accuracy")
+            measured = f"change of {row} − change of {other}, last segment"
+            change = (UNMODIFIED_CHANGE, question.change, MATTERS, measured)
+            for metric, expected, matters, words in (at_l, change):
+                yield Claim(
+                    f"{row} {expected.words} {other}",
+                    metric.at(variant=row) - metric.at(variant=other),
+                    "left open in kexue 9859",
+                    *(words, expected.sign, matters, expected.margin),
+                )
+
+
+def _pair_figures(view: View) -> list[Figure]:
+    """Every pair's differences; accuracy by position; the trainings."""
+    differences = [c for c in _pair_columns(view) if c.key.endswith("_difference")]
+    title = "Differences of accuracy, in points"
+    drawn = intervals(view, "questions", title, _pair_rows(view), differences)
+    return [drawn, *position_figures(view), history_figure(view)]
+
+
+STUDY = Study(
+    "questions",
+    "Does a gain undo what a norm of queries and keys does past the training length, is a "
+    "learned scale or another constant better, and do residual scores go with it?",
+    title="What beside the norm decides",
+    help="Train scores with and without a gain, a learned scale, other constants and residual "
+    "scores; evaluate each, unmodified, at up to 8 training lengths.\n\n--variants "
+    "chooses questions: " + ", ".join(QUESTIONS) + ".",
+    sources=("kexue.fm/archives/9859",),
+    resolve=resolve_questions,
+    tables=(
+        Table(
+            "table",
+            "",
+            _pair_rows,
+            _pair_columns,
+            head="row − reference",
+            intro="Token accuracy in % of the first score as it is, and differences in points, "
+            "paired over documents and seeds, with 95 % intervals.",
+            notes=(
+                "change: the last segment after the longest context minus after L, in points.",
+                "KNA is KRMSNorm without a gain.",
+            ),
+        ),
+        Table(
+            "scores",
+            "Every score",
+            reading_rows,
+            reading_columns,
+            intro="Token accuracy in % (losses in nats).",
+            notes=lambda view: (*premise(view, view.values("row", TRAINED)), *LEGEND),
+        ),
+    ),
+    claims=_pair_claims,
+    figures=_pair_figures,
+    variants_help="Questions, by commas. [default: all]",
+    examples=(
+        ("--preset smoke --variants gain", "the whole path, small"),
+        ("--preset workstation", "on models that copy"),
+        ("--variants constant --seeds 3", "one question, with intervals over three seeds"),
+    ),
+)
