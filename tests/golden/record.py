@@ -57,7 +57,7 @@ BIASES = ("ALiBi", "KERPLELog", "KERPLEPower", "FIRE", "CoPE(positions=4)", "FoX
 OTHERS = (
     *("SoftCap(cap=1.5)", "Sink", "SlidingWindow(window=5)", "Chunked(size=6)"),
     *("Gate", "Differential", "Sigmoid", "StickBreaking", "Selective"),
-    *("RealFormer", "ResidualQK", "ResidualQKV", "HWFA(window=4)", "NoPEEvery", "FullEvery"),
+    *("RealFormer", "ResidualQK", "ResidualQKV", "ValueResidual", "HWFA(window=4)", "NoPEEvery", "FullEvery"),
     "IRoPE",
 )
 COMPOSED = (

@@ -8,7 +8,15 @@ from torch import Tensor, nn
 
 from normattn.errors import InputError
 from normattn.layers.norms import RMSNorm
-from normattn.layers.residual import DeepNorm, PostLN, PreLN, ReZero, deepnorm_factors
+from normattn.layers.residual import (
+    AttnRes,
+    DeepNorm,
+    LayerOutputs,
+    PostLN,
+    PreLN,
+    ReZero,
+    deepnorm_factors,
+)
 
 
 class Square(nn.Module):
@@ -49,6 +57,44 @@ def test_rezero_starts_as_the_identity_and_learns_to_leave_it() -> None:
     layer(X).sum().backward()
     assert layer.alpha.grad is not None
     torch.testing.assert_close(layer.alpha.grad, _norm(X).square().sum())
+
+
+@pytest.mark.parametrize("block", [1, 2, 3])
+def test_attention_residuals_against_their_equation(block: int) -> None:
+    """A softmax by hand over the embedding and the sums of finished and unfinished blocks."""
+    layers = [AttnRes(Square(), _rms(), 8, block=block).double() for _ in range(5)]
+    generator = torch.Generator().manual_seed(block)
+    for layer in layers:
+        layer.query.data = torch.randn(8, dtype=torch.float64, generator=generator)
+
+    stream, ours = LayerOutputs((X,)), X.clone().requires_grad_()
+    stream = LayerOutputs((ours,))
+    for layer in layers:
+        stream = layer(stream)
+
+    x = X.clone().requires_grad_()
+    outputs: list[Tensor] = []
+    for layer in layers:
+        starts = range(0, len(outputs), block)
+        seen = [x, *(sum(outputs[n : n + block], torch.zeros(())) for n in starts)]
+        weights = torch.stack([_norm(v) @ layer.query for v in seen]).exp()
+        h = sum((w / weights.sum(0))[..., None] * v for w, v in zip(weights, seen, strict=True))
+        outputs.append(_norm(h).square())
+    expected = [sum(outputs[n : n + block], torch.zeros(())) for n in range(0, 5, block)]
+    for one, other in zip(stream.sums[1:], expected, strict=True):
+        torch.testing.assert_close(one, other)
+    leaves = [layer.query for layer in layers]
+    mine = torch.autograd.grad(sum(v.sum() for v in stream.sums), [ours, *leaves])
+    theirs = torch.autograd.grad(sum(v.sum() for v in [x, *expected]), [x, *leaves])
+    for one, other in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_attention_residuals_begin_as_a_mean() -> None:
+    sums = tuple(torch.randn(3, 1, 4, 8).unbind())
+    torch.testing.assert_close(
+        LayerOutputs(sums).mixed(torch.zeros(8), 1e-6), torch.stack(sums).mean(0)
+    )
 
 
 @pytest.mark.parametrize(

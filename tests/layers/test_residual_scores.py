@@ -135,6 +135,28 @@ def test_residual_features_are_sums(part: str, causal: bool) -> None:
         torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-10)
 
 
+@both
+def test_values_are_mixed_with_those_of_the_lowest_layer(causal: bool) -> None:
+    name = "KNA-ValueResidual(share=0.25)"
+    residual = _residual(name)
+    layers = [_drawn(2, 1, layer) for layer in range(LAYERS)]
+    totals = [torch.zeros(()), torch.zeros(())]
+    for number, (q, k, v) in enumerate(layers):
+        ours = attention(q, k, v, name, causal, residual=residual[number])
+        mixed = 0.25 * layers[0][2] + 0.75 * v if number else v
+        expected = attention(q, k, mixed, "KNA", causal, backend="reference")
+        torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-10)
+        weight = torch.linspace(-1, number + 1, ours.numel()).view(ours.shape)
+        totals = [
+            total + (out * weight).sum()
+            for total, out in zip(totals, (ours, expected), strict=True)
+        ]
+    leaves = [x for qkv in layers for x in qkv]
+    both_gradients = [torch.autograd.grad(total, leaves) for total in totals]
+    for one, two in zip(*both_gradients, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-10)
+
+
 def test_what_is_hidden_in_a_layer_is_not_lost_to_the_sum() -> None:
     """Summed before masks: a pair hidden below by a mask of its own still counts above."""
     spec, every = ScoreSpec.parse("Baseline-NoPE-RealFormer"), torch.ones(T, T, dtype=torch.bool)
@@ -159,7 +181,7 @@ def test_a_residual_serves_one_shape(name: str) -> None:
         attention(q, k, v, name, residual=above)
 
 
-SHARING = ["Baseline-ResidualQK", "KNA-logn-ResidualQKV@8", "QKRMSNorm-ResidualQK-Sink"]
+SHARING = ["Baseline-ValueResidual", "Baseline-ResidualQK", "KNA-logn-ResidualQKV@8", "QKRMSNorm-ResidualQK-Sink"]
 
 
 class Stack(nn.Module):
@@ -242,6 +264,7 @@ def test_reentrant_checkpoints_are_refused(score: str, backend: str) -> None:
     [
         ("Baseline-ResidualQK", "auto"),
         ("Baseline-ResidualQKV", "auto"),
+        ("Baseline-ValueResidual", "auto"),
         ("Baseline-RealFormer", "auto"),
         ("Baseline-RealFormer", "concatenated"),
         ("KNA-RealFormer(running_mean=true)", "reference"),

@@ -46,6 +46,8 @@ COMBINED = (
     "KNA-SoftCap(cap=2)-Sink-StreamingLLM(window=3,sinks=2)",
     "KNA-NoPEEvery(every=2)-ReRoPE",
     "Baseline-HWFA-Packed",
+    "KNA-ValueResidual-ReRoPE(window=3)",
+    "Baseline-ValueResidual-HWFA(window=3)",
 )
 
 

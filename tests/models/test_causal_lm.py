@@ -25,7 +25,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "mha": {"heads": 4, "kv_heads": 2},
     "gau": {"block": "gau", "key_size": 8},
 }
-PLACEMENTS = ["PreLN", "PostLN", "DeepNorm", "ReZero"]
+PLACEMENTS = ["PreLN", "PostLN", "DeepNorm", "ReZero", "AttnRes"]
 
 
 def _model(**changes: Any) -> CausalLM:
@@ -107,8 +107,9 @@ def test_every_parameter_learns_from_the_loss() -> None:
     for model in MODELS.values():
         model.zero_grad()
         torch.autograd.backward(model.loss(_ids(2, 12)).loss)
-        still = [n for n, p in model.named_parameters() if p.grad is None or p.grad.norm() == 0]
-        assert still == []
+        still = {n for n, p in model.named_parameters() if p.grad is None or p.grad.norm() == 0}
+        # The first sub-layer of AttnRes has the embedding alone to choose from.
+        assert still <= {"blocks.0.mixer.query"}
 
 
 @pytest.mark.parametrize("block", sorted(BLOCKS))

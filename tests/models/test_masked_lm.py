@@ -15,7 +15,7 @@ from normattn.models.config import MaskedLMConfig
 from normattn.models.masked_lm import MaskedLM
 
 VOCABULARY, LENGTH = 23, 12
-PLACEMENTS = ["PreLN", "PostLN", "DeepNorm", "ReZero", "ReZeroNoNorm", "FixedScale"]
+PLACEMENTS = ["PreLN", "PostLN", "DeepNorm", "ReZero", "ReZeroNoNorm", "FixedScale", "AttnRes"]
 
 
 def _model(**changes: Any) -> MaskedLM:

@@ -110,7 +110,7 @@ error.
     placement: str | None = option(
         None,
         setting="model.placement",
-        help="PreLN, PostLN, DeepNorm, ReZero, ReZeroNoNorm or FixedScale.",
+        help="PreLN, PostLN, DeepNorm, ReZero, ReZeroNoNorm, FixedScale or AttnRes.",
     )
     vocab_size: int | None = option(
         None, setting="data.vocab_size", min=2, help="Tokens of the tokeniser; text needs 257."

@@ -5,7 +5,7 @@ In each, `dropout` acts on f's output in training, and further arguments of `for
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -114,6 +114,71 @@ class FixedScale(Placed):
     def extra_repr(self) -> str:
         """Name the settings in the printed module."""
         return f"scale={self.scale:.6g}"
+
+
+class LayerOutputs(NamedTuple):
+    """What `AttnRes` hands from sub-layer to sub-layer in place of one residual stream.
+
+    `sums` holds the embedding v_0 and then, for each block of sub-layers, the sum of their outputs;
+    the last block may be unfinished. `sublayers` counts the sub-layers that have run.
+    """
+
+    sums: tuple[Float[Tensor, "b t d"], ...]
+    sublayers: int = 0
+
+    def mixed(self, query: Float[Tensor, "d"], eps: float) -> Float[Tensor, "b t d"]:
+        """Σ_i α_i·v_i over all that is held, α = softmax_i ⟨w, v_i/rms(v_i)⟩ for each token."""
+        logits = []
+        for v in self.sums:
+            wide = v.to(torch.promote_types(v.dtype, torch.float32))
+            inverse = torch.rsqrt(wide.square().mean(-1) + eps)
+            logits.append((wide * query.to(wide.dtype)).sum(-1) * inverse)
+        weights = torch.stack(logits).softmax(0)[..., None]
+        mixture = weights[0] * self.sums[0]
+        for weight, v in zip(weights[1:], self.sums[1:], strict=True):
+            mixture = mixture + weight * v
+        return mixture
+
+    def followed_by(self, output: Float[Tensor, "b t d"], block: int) -> LayerOutputs:
+        """With the output of one sub-layer more, added to its block of `block` sub-layers."""
+        if self.sublayers % block == 0:
+            return LayerOutputs((*self.sums, output), self.sublayers + 1)
+        return LayerOutputs((*self.sums[:-1], self.sums[-1] + output), self.sublayers + 1)
+
+
+class AttnRes(Placed):
+    """f(N(h)), h = Σ_i α_i·v_i: a softmax over the outputs below takes the place of their sum.
+
+    v_0 is the embedding and v_i the output of sub-layer i, or the sum of the outputs of a `block`
+    of sub-layers. α = softmax_i ⟨w, v_i/rms(v_i)⟩ with one learned vector w for each sub-layer, 0
+    at the start: the mean of all. The stack ends in such a mixture, with a w of its own. Source:
+    Attention Residuals, arXiv 2603.15031; kexue 11664.
+    """
+
+    def __init__(
+        self,
+        sublayer: nn.Module,
+        norm: nn.Module,
+        dim: int,
+        dropout: float = 0.0,
+        *,
+        block: int = 1,
+        eps: float = 1e-6,
+    ) -> None:
+        super().__init__(sublayer, norm, dropout)
+        if block < 1:
+            raise InputError(f"a block of AttnRes has {block} sub-layers; it must have at least 1")
+        self.query = nn.Parameter(torch.zeros(dim))
+        self.block, self.eps = block, eps
+
+    def forward(self, x: LayerOutputs, **context: Any) -> LayerOutputs:
+        """Add the sub-layer's output to those that later sub-layers attend to."""
+        h = x.mixed(self.query, self.eps)
+        return x.followed_by(self.branch(self.normed(h), context), self.block)
+
+    def extra_repr(self) -> str:
+        """Name the settings in the printed module."""
+        return f"block={self.block}"
 
 
 def deepnorm_factors(blocks: int, sublayers: int = 2) -> tuple[float, float]:

@@ -16,6 +16,7 @@ from normattn.kernels import AttentionInputs, attend
 from normattn.kernels.inputs import Stack
 from normattn.kernels.residual import ResidualScores
 from normattn.score import ScoreSpec
+from normattn.score.parts.residual import ValueResidual
 
 
 class ResidualLayer:
@@ -25,12 +26,12 @@ class ResidualLayer:
     gets from below what it got before.
     """
 
-    def __init__(self, sums: ResidualScores | FeatureSums, layer: int) -> None:
+    def __init__(self, sums: ResidualScores | FeatureSums | FirstValues, layer: int) -> None:
         self._sums, self._layer = sums, layer
 
     def join(self, inputs: AttentionInputs) -> AttentionInputs:
         """The inputs of this layer together with what the layers below hand on."""
-        if isinstance(self._sums, FeatureSums):
+        if isinstance(self._sums, FeatureSums | FirstValues):
             return self._sums.join(inputs, self._layer)
         self._sums.begin(self._layer)
         return replace(inputs, residual_scores=self._sums)
@@ -85,6 +86,28 @@ class FeatureSums:
         return sums
 
 
+class FirstValues:
+    """ValueResidual: V′_n = μ·V_1 + (1 − μ)·V_n, of all keys also beside a cache."""
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+        self._first: Tensor | None = None
+
+    def join(self, inputs: AttentionInputs, layer: int) -> AttentionInputs:
+        """The inputs with mixed values, for any kernel; the lowest layer's are kept for the rest."""
+        if layer == 0:
+            self._first = inputs.v
+            return inputs
+        if self._first is None or self._first.shape != inputs.v.shape:
+            found = "none" if self._first is None else f"values of {tuple(self._first.shape)}"
+            raise InputError(
+                f"the lowest layer has handed on {found}, and this one has values of "
+                f"{tuple(inputs.v.shape)}: run all layers of the stack in every forward, bottom "
+                "first, with one shape"
+            )
+        return replace(inputs, v=torch.lerp(inputs.v, self._first, self._share))
+
+
 def residual_layers(spec: ScoreSpec, layers: int) -> tuple[ResidualLayer, ...] | None:
     """The residual of each of `layers` layers, bottom first; None for a score without one.
 
@@ -94,9 +117,11 @@ def residual_layers(spec: ScoreSpec, layers: int) -> tuple[ResidualLayer, ...] |
     """
     if spec.residual is None:
         return None
-    sums: ResidualScores | FeatureSums
+    sums: ResidualScores | FeatureSums | FirstValues
     if spec.residual.summed == "scores":
         sums = ResidualScores(spec.residual.mean, layers)
+    elif isinstance(spec.residual, ValueResidual):
+        sums = FirstValues(spec.residual.share)
     else:
         sums = FeatureSums(("q", "k", "v") if spec.residual.values else ("q", "k"))
     return tuple(ResidualLayer(sums, layer) for layer in range(layers))

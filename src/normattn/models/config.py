@@ -25,7 +25,9 @@ Side = Annotated[int, Field(ge=1, le=1 << 16, strict=True)]
 Id = Annotated[int, Field(ge=0, strict=True)]
 Deviation = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 MOST_TOKENS = 1 << 31
-Placement = Literal["PreLN", "PostLN", "DeepNorm", "ReZero", "ReZeroNoNorm", "FixedScale"]
+Placement = Literal[
+    "PreLN", "PostLN", "DeepNorm", "ReZero", "ReZeroNoNorm", "FixedScale", "AttnRes"
+]
 NORMLESS: tuple[Placement, ...] = ("ReZeroNoNorm", "FixedScale")
 
 # Settings that came later are left out of a dump while they are off: older runs stay the same.
@@ -56,6 +58,7 @@ class StackConfig(Settings):
         score: a `ScoreSpec` or its text, resolved with `train_length`; `score.layer` gives
             each layer's.
         placement: where norm and residual stand. A norm that is not there has no settings.
+        residual_block: sub-layers whose outputs are one sum that AttnRes attends to.
         eps_placement: whether an RMSNorm adds `norm_eps` inside or outside the square root.
         hidden: feed-forward width (None: 8/3 of `dim` for SwiGLU, 4 `dim` for GELU).
         shared_layers: all layers are one block with one set of weights (ALBERT, arXiv 1909.11942).
@@ -82,6 +85,7 @@ class StackConfig(Settings):
     train_length: Annotated[int, Field(ge=2, le=MOST_TOKENS, strict=True)]
     score: Annotated[ScoreSpec, Field(validate_default=True)] = "Baseline"  # type: ignore[assignment]
     placement: Placement = "PreLN"
+    residual_block: Annotated[Heads, Field(exclude_if=lambda block: block == 1)] = 1
     norm: Literal["rms", "layer"] = "rms"
     norm_gain: bool = True
     norm_eps: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-6
@@ -121,6 +125,8 @@ class StackConfig(Settings):
             checked_head_dim(self.dim, self.heads, self.kv_heads or self.heads, self.head_dim)
         if not self.has_norms:
             self._refuse_set("placement", ("norm", "norm_gain", "norm_eps", "eps_placement"))
+        if self.placement != "AttnRes":
+            self._refuse_set("placement", ("residual_block",))
         if self.norm == "layer":
             self._refuse_set("norm", ("eps_placement",))
         if self.causal and self.score.leaks_future:
@@ -181,6 +187,11 @@ class StackConfig(Settings):
     def has_norms(self) -> bool:
         """Whether there is any norm at all."""
         return self.placement not in NORMLESS
+
+    @property
+    def attends_to_layers(self) -> bool:
+        """Whether sub-layers read a mixture of all outputs below them, not their sum."""
+        return self.placement == "AttnRes"
 
     @property
     def score_head_dim(self) -> int:

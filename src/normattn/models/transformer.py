@@ -23,13 +23,24 @@ from normattn.layers.cross_attention import CrossAttention, Memory
 from normattn.layers.feed_forward import GELU, SwiGLU
 from normattn.layers.gau import GatedAttentionUnit
 from normattn.layers.norms import LayerNorm, RMSNorm
-from normattn.layers.residual import DeepNorm, FixedScale, Placed, PostLN, PreLN, ReZero
+from normattn.layers.residual import (
+    AttnRes,
+    DeepNorm,
+    FixedScale,
+    LayerOutputs,
+    Placed,
+    PostLN,
+    PreLN,
+    ReZero,
+)
 from normattn.layers.residual_scores import ResidualLayer, residual_layers
 from normattn.models.config import StackConfig
 from normattn.models.utils import checked_ids, embed
 from normattn.plain import plain_operations
 from normattn.score import ScoreSpec
 
+Stream = Float[Tensor, "b t d"] | LayerOutputs
+"""What runs through the blocks: the residual stream, or all outputs so far (`AttnRes`)."""
 AfterLayer = Callable[[int, Tensor], None]
 """Called with each layer's number, from 0, and its output (B, T, D)."""
 
@@ -65,12 +76,12 @@ class Block(nn.Module):
 
     def forward(
         self,
-        x: Float[Tensor, "b t d"],
+        x: Stream,
         context: AttentionContext | None = None,
         cache: KeyValueCache | None = None,
         memory: Memory | None = None,
         across: AttentionContext | None = None,
-    ) -> Float[Tensor, "b t d"]:
+    ) -> Stream:
         """The block's output; `cache` is its layer's, `memory` a source, read in `across`."""
         context = context or AttentionContext()
         x = self.mixer(
@@ -111,6 +122,8 @@ class Blocks(nn.ModuleList):
         self.layers = config.layers
         self.activation_checkpointing = False
         self._score, self._across = config.score, across
+        self._eps = config.norm_eps
+        self.query = nn.Parameter(torch.zeros(config.dim)) if config.attends_to_layers else None
 
     def forward(
         self,
@@ -130,14 +143,21 @@ class Blocks(nn.ModuleList):
         sources: Sequence[AttentionContext | None] = [None] * self.layers
         if self._across is not None and across is not None:
             sources = self._contexts(self._across, across)
+        stream: Stream = x if self.query is None else LayerOutputs((x,))
         for layer in range(self.layers):
-            x = self._run(
-                *(layer, x, contexts[layer], None if caches is None else caches[layer]),
+            stream = self._run(
+                *(layer, stream, contexts[layer], None if caches is None else caches[layer]),
                 *(None if memories is None else memories[layer % len(self)], sources[layer]),
             )
             if after is not None:
-                after(layer, x)
-        return x
+                after(layer, self._output(stream))
+        return self._output(stream)
+
+    def _output(self, stream: Stream) -> Float[Tensor, "b t d"]:
+        """What is read of the stream: itself, or a mixture of all layers' outputs (AttnRes)."""
+        if self.query is None or not isinstance(stream, LayerOutputs):
+            return stream
+        return stream.mixed(self.query, self._eps)
 
     def remember(
         self, source: Float[Tensor, "b s d"], padding: Tensor | None, positions: Tensor
@@ -168,17 +188,14 @@ class Blocks(nn.ModuleList):
             context = replace(context, backend="concatenated")
         return [replace(context, residual=layer) for layer in residual]
 
-    def _run(self, layer: int, *arguments: Any) -> Tensor:
+    def _run(self, layer: int, *arguments: Any) -> Stream:
         block = self[layer % len(self)]
-        x: Tensor
         if not self._recomputes:
-            x = block(*arguments)
-            return x
+            return block(*arguments)
         recomputed: dict[str, Any] = {}
         if any(True for _ in block.buffers()) and not torch.compiler.is_compiling():
             recomputed["context_fn"] = lambda: (nullcontext(), _buffers_kept(block))
-        x = checkpoint(block, *arguments, use_reentrant=False, **recomputed)
-        return x
+        return checkpoint(block, *arguments, use_reentrant=False, **recomputed)
 
 
 @contextmanager
@@ -279,6 +296,9 @@ def place(config: StackConfig, sublayer: nn.Module) -> Placed:
     norm = make_norm(config)
     if config.placement == "DeepNorm":
         return DeepNorm(sublayer, norm, config.deepnorm[0], dropout)
+    if config.placement == "AttnRes":
+        size = config.residual_block
+        return AttnRes(sublayer, norm, config.dim, dropout, block=size, eps=config.norm_eps)
     kinds: dict[str, type[Placed]] = {"PreLN": PreLN, "PostLN": PostLN, "ReZero": ReZero}
     return kinds[config.placement](sublayer, norm, dropout)
 
@@ -319,7 +339,7 @@ def initialise(model: nn.Module, config: StackConfig) -> None:
     - a gated attention unit under any placement but DeepNorm: every weight by N^−⅓, because three
       factors (u, v, W_out) multiply (GAU-α, kexue 9052); under DeepNorm β on v and W_out
       replaces it;
-    - ReZero and PostLN with attention, and placements without norms: none.
+    - ReZero, AttnRes and PostLN with attention, and placements without norms: none.
 
     γ of a gated attention unit is drawn with the deviation `gamma_std` where there is one. Gains of
     norms, other γ, β and what a score learns keep the values that their modules gave them.

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from normattn.score.parts.base import Part, Parts, Slot, register
+from normattn.score.parts.base import Part, Parts, Slot, number, register
 from normattn.score.parts.long_context import blockwise
 from normattn.score.parts.masks_and_layouts import Layout
 
@@ -20,7 +20,7 @@ class ResidualPart(Part):
     """
 
     slot = Slot.RESIDUAL
-    summed: ClassVar[Literal["scores", "features"]]
+    summed: ClassVar[Literal["scores", "features", "values"]]
     values: ClassVar[bool] = False
     excludes: ClassVar[Mapping[Slot, str]] = {
         Slot.REMAPPING: "one score per pair goes up through the layers, not two regimes or a "
@@ -97,3 +97,26 @@ class ResidualQKV(ResidualPart):
     source = "kexue.fm/archives/8027 (comments)"
     summed = "features"
     values = True
+
+
+@register
+class ValueResidual(ResidualPart):
+    """o_n = softmax(s_n) V′_n, V′_n = μ·V_1 + (1 − μ)·V_n for each layer n above the first.
+
+    The values of the lowest layer, which hold the tokens themselves, reach every layer; scores are
+    left alone. The authors' code has μ = ½. Source: arXiv 2410.17897 (ResFormer).
+    """
+
+    name = "ValueResidual"
+    summary = "values are mixed with those of the lowest layer"
+    equation = "v_n = μ·v_1 + (1 − μ)·v_n, n > 1"
+    source = "arXiv 2410.17897; github.com/Zcchill/Value-Residual-Learning"
+    summed = "values"
+    share: float = number(default=0.5, above=0, below=1)
+
+    def conflict(self, parts: Parts) -> str | None:
+        """Values alone are mixed: layers may see different keys, but each all keys in one block."""
+        blocks = blockwise(parts)
+        if blocks is None:
+            return None
+        return self.refusal(blocks, "rows read in blocks with keys of their own")
