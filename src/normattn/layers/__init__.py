@@ -4,14 +4,17 @@ from normattn.layers.attention import Attention
 from normattn.layers.cross_attention import CrossAttention
 from normattn.layers.feed_forward import GELU, SwiGLU, swiglu_hidden
 from normattn.layers.gau import GatedAttentionUnit
-from normattn.layers.norms import LayerNorm, RMSNorm
-from normattn.layers.residual import DeepNorm, PostLN, PreLN, ReZero, deepnorm_factors
+from normattn.layers.norms import Derf, DyT, LayerNorm, RMSNorm
+from normattn.layers.residual import AttnRes, DeepNorm, PostLN, PreLN, ReZero, deepnorm_factors
 from normattn.layers.residual_scores import residual_layers
 
 __all__ = [
+    "AttnRes",
     "Attention",
     "CrossAttention",
     "DeepNorm",
+    "Derf",
+    "DyT",
     "GELU",
     "GatedAttentionUnit",
     "LayerNorm",

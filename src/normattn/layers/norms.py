@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm over the last axis, with every choice that families differ in explicit."""
+"""LayerNorm, RMSNorm and what takes their place, over the last axis."""
 
 from __future__ import annotations
 
@@ -81,6 +81,50 @@ class RMSNorm(nn.Module):
         """Name the settings in the printed module."""
         gain = self.gain is not None
         return f"{self.dim}, eps={self.eps}, gain={gain}, eps_placement={self.eps_placement!r}"
+
+
+class DyT(nn.Module):
+    """y = gain ⊙ tanh(α·x) + bias, with one learned α, in the place of a norm.
+
+    No statistics are taken: each number is bounded by itself. Shapes: (..., dim) → (..., dim). α
+    starts at ½, the gain at ones, the bias at zeros. Source: arXiv 2503.10622.
+    """
+
+    def __init__(self, dim: int, *, gain: bool = True) -> None:
+        super().__init__()
+        _check(dim, 0.0)
+        self.dim = dim
+        self.alpha = nn.Parameter(torch.full((), 0.5))
+        self.gain = nn.Parameter(torch.ones(dim)) if gain else None
+        self.bias = nn.Parameter(torch.zeros(dim)) if gain else None
+
+    def bounded(self, x: Float[Tensor, "... dim"]) -> Float[Tensor, "... dim"]:
+        """tanh(α·x)."""
+        return torch.tanh(self.alpha * x)
+
+    def forward(self, x: Float[Tensor, "... dim"]) -> Float[Tensor, "... dim"]:
+        """Bound every number of `x`, then stretch and shift each feature."""
+        y = self.bounded(x.to(wide(x.dtype)))
+        return (y if self.gain is None else y * self.gain + self.bias).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        """Name the settings in the printed module."""
+        return f"{self.dim}, gain={self.gain is not None}"
+
+
+class Derf(DyT):
+    """y = gain ⊙ erf(α·x + s) + bias, with one learned α and one learned s, 0 at the start.
+
+    Otherwise as `DyT`. Source: arXiv 2512.10938.
+    """
+
+    def __init__(self, dim: int, *, gain: bool = True) -> None:
+        super().__init__(dim, gain=gain)
+        self.shift = nn.Parameter(torch.zeros(()))
+
+    def bounded(self, x: Float[Tensor, "... dim"]) -> Float[Tensor, "... dim"]:
+        """erf(α·x + s)."""
+        return torch.erf(self.alpha * x + self.shift)
 
 
 def _check(dim: int, eps: float) -> None:

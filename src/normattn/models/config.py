@@ -86,7 +86,7 @@ class StackConfig(Settings):
     score: Annotated[ScoreSpec, Field(validate_default=True)] = "Baseline"  # type: ignore[assignment]
     placement: Placement = "PreLN"
     residual_block: Annotated[Heads, Field(exclude_if=lambda block: block == 1)] = 1
-    norm: Literal["rms", "layer"] = "rms"
+    norm: Literal["rms", "layer", "dyt", "derf"] = "rms"
     norm_gain: bool = True
     norm_eps: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-6
     eps_placement: Annotated[
@@ -127,8 +127,10 @@ class StackConfig(Settings):
             self._refuse_set("placement", ("norm", "norm_gain", "norm_eps", "eps_placement"))
         if self.placement != "AttnRes":
             self._refuse_set("placement", ("residual_block",))
-        if self.norm == "layer":
+        if self.norm != "rms":
             self._refuse_set("norm", ("eps_placement",))
+        if self.norm in ("dyt", "derf"):
+            self._refuse_set("norm", ("norm_eps",))
         if self.causal and self.score.leaks_future:
             raise InputError(
                 f"{self.score.name} reads statistics across the sequence, so a causal language "

@@ -22,7 +22,7 @@ from normattn.layers.cache import KeyValueCache
 from normattn.layers.cross_attention import CrossAttention, Memory
 from normattn.layers.feed_forward import GELU, SwiGLU
 from normattn.layers.gau import GatedAttentionUnit
-from normattn.layers.norms import LayerNorm, RMSNorm
+from normattn.layers.norms import Derf, DyT, LayerNorm, RMSNorm
 from normattn.layers.residual import (
     AttnRes,
     DeepNorm,
@@ -303,9 +303,11 @@ def place(config: StackConfig, sublayer: nn.Module) -> Placed:
     return kinds[config.placement](sublayer, norm, dropout)
 
 
-def make_norm(config: StackConfig) -> LayerNorm | RMSNorm:
-    """One norm over the width, of the configured kind."""
+def make_norm(config: StackConfig) -> nn.Module:
+    """One norm over the width, or what takes its place, of the configured kind."""
     dim, eps, gain = config.dim, config.norm_eps, config.norm_gain
+    if config.norm in ("dyt", "derf"):
+        return (DyT if config.norm == "dyt" else Derf)(dim, gain=gain)
     if config.norm == "layer":
         return LayerNorm(dim, eps, gain=gain, bias=gain)
     return RMSNorm(dim, eps, gain=gain, eps_placement=config.eps_placement)

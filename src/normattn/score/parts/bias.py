@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from normattn.errors import InputError
@@ -176,6 +176,47 @@ class KERPLEPower(KERPLE):
         p, a = (self.bounded(name, learned, distance) for name in ("p", "a"))
         # At 0 the power's second derivative by a would be 0·∞.
         return -p * torch.where(distance > 0, distance.clamp(min=1) ** a, 0.0)
+
+
+@register
+class T5Bias(BiasPart):
+    """b(h, r) = β[h, bucket(r)], one learned number for each head and bucket of distances.
+
+    With B buckets the first B/2 are the distances 0 … B/2 − 1; the others grow with the logarithm
+    of the distance up to `max_distance`, from which on all distances share the last one. These are
+    the buckets of T5's decoder (arXiv 1910.10683). Here every layer learns its own β, drawn from a
+    normal of deviation (H·D)^−½; T5's layers share the first one's.
+    """
+
+    name = "T5Bias"
+    summary = "a learned number for each bucket of distances, wider far away"
+    equation = "b = β[h, bucket(i−j)]"
+    source = "arXiv 1910.10683; transformers, modeling_t5.py"
+    used_by = "T5, mT5, UL2"
+    needs_causal = True
+    buckets: int = number(default=32, least=2)
+    max_distance: int = number(default=128, least=2)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require(self.buckets % 2 == 0, "buckets", "an even number")
+        beyond = self.max_distance > self.buckets // 2
+        self.require(beyond, "max_distance", f"above {self.buckets // 2}, half of the buckets")
+
+    def learned(self, heads: int, head_dim: int) -> dict[str, Float[Tensor, "h buckets"]]:
+        """β, drawn from torch's global generator."""
+        return {"table": torch.randn(heads, self.buckets) * (heads * head_dim) ** -0.5}
+
+    def values(self, distance: Distances, heads: int, learned: Learned) -> Biases:
+        """β of every head and distance."""
+        return learned["table"].to(distance.dtype)[:, self.bucket(distance)]
+
+    def bucket(self, distance: Distances) -> Int[Tensor, " r"]:
+        """The bucket of each distance; in float32, as in T5, in which dtype it may come."""
+        exact, r = self.buckets // 2, distance.float()
+        share = torch.log(r.clamp(min=exact) / exact) / math.log(self.max_distance / exact)
+        far = (exact + (share * (self.buckets - exact)).floor()).clamp(max=self.buckets - 1)
+        return torch.where(r < exact, r, far).long()
 
 
 @register
