@@ -34,11 +34,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
-def by_hand() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def by_hand(device: str = "cpu") -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """Rotation and softmax attention, the tables made beforehand."""
     theta = 10000.0 ** (-torch.arange(SIZE // 2, dtype=torch.float64) / (SIZE // 2))
     angle = torch.arange(TOKENS, dtype=torch.float64)[:, None] * theta
-    cos, sin = (torch.cat((x, x), -1).float() for x in (angle.cos(), angle.sin()))
+    cos, sin = (torch.cat((x, x), -1).float().to(device) for x in (angle.cos(), angle.sin()))
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
@@ -48,12 +48,13 @@ def by_hand() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
 
 
 @torch.no_grad()
-def times(rounds: int, calls: int) -> dict[str, float]:
-    """Microseconds of a call by each way."""
+def times(rounds: int, calls: int, device: str = "cpu") -> dict[str, float]:
+    """Microseconds of a call by each way; of a GPU until all calls of a round are done."""
     shape = (BATCH, HEADS, TOKENS, SIZE)
-    q, k, v = (torch.randn(shape, generator=torch.Generator().manual_seed(n)) for n in range(3))
-    module, spec = Score("Baseline", HEADS, SIZE), ScoreSpec.parse("Baseline")
-    hand = by_hand()
+    drawn = (torch.randn(shape, generator=torch.Generator().manual_seed(n)) for n in range(3))
+    q, k, v = (x.to(device) for x in drawn)
+    module, spec = Score("Baseline", HEADS, SIZE).to(device), ScoreSpec.parse("Baseline")
+    hand = by_hand(device)
     ways: dict[str, Callable[[], Tensor]] = {
         "RoPE + SDPA by hand": lambda: hand(q, k, v),
         "attention, Score": lambda: attention(q, k, v, module),
@@ -68,6 +69,8 @@ def times(rounds: int, calls: int) -> dict[str, float]:
             start = time.perf_counter()
             for _ in range(calls):
                 way()
+            if device != "cpu":
+                torch.cuda.synchronize()
             found[name].append((time.perf_counter() - start) / calls * 1e6)
     return {name: statistics.median(each) for name, each in found.items()}
 
@@ -98,10 +101,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="the overhead of normattn.attention")
     parser.add_argument("--rounds", type=int, default=101)
     parser.add_argument("--calls", type=int, default=20, help="calls of each way in a round")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--json", action="store_true", help="print JSON")
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    found = times(asked.rounds, asked.calls)
+    found = times(asked.rounds, asked.calls, asked.device)
     first = next(iter(found.values()))
     calls = {"without gradients": python_calls(False), "with gradients": python_calls(True)}
     if asked.json:

@@ -181,7 +181,12 @@ def test_a_residual_serves_one_shape(name: str) -> None:
         attention(q, k, v, name, residual=above)
 
 
-SHARING = ["Baseline-ValueResidual", "Baseline-ResidualQK", "KNA-logn-ResidualQKV@8", "QKRMSNorm-ResidualQK-Sink"]
+SHARING = [
+    "Baseline-ValueResidual",
+    "Baseline-ResidualQK",
+    "KNA-logn-ResidualQKV@8",
+    "QKRMSNorm-ResidualQK-Sink",
+]
 
 
 class Stack(nn.Module):

@@ -29,32 +29,33 @@ def gpu(out: Path, preset: Path, minutes: float) -> str:
 def test_stopped_by_the_clock_resumed_and_done(tiny: Path, tmp_path: Path) -> None:
     out = tmp_path / "gpu"
     said = gpu(out, tiny, minutes=0.1)
-    assert "the time is over while benchmarks plain ran; run the same command to resume" in said
-    assert all(
-        check["right"] for check in json.loads((out / "kernels.json").read_text())["kernels"]
-    )
-    assert not (out / "plan.json").exists()
+    assert "the time is over before kernels; run the same command to resume" in said
+    assert not (out / "kernels.json").exists()
 
     said = gpu(out, tiny, minutes=30)
-    assert "right: " not in said
+    kernels = json.loads((out / "kernels.json").read_text())["kernels"]
+    assert len(kernels) > 20
+    assert all(check["right"] for check in kernels)
+    assert json.loads((out / "overhead.json").read_text())["microseconds"]
+    assert (out / "benchmarks" / "plain" / "finished").exists()
     plan = json.loads((out / "plan.json").read_text())
-    assert plan["steps"] == 400  # the preset's: there is more than enough time
+    assert plan["settings"]["steps"] == 400  # the preset's: there is more than enough time
     facts = json.loads((out / "keynorm" / "table.json").read_text())["tables"]["table"]
-    assert {fact["row"] for fact in facts} >= {"Baseline", "KNA", "CosA", "KNA-logn"}
+    assert {fact["row"] for fact in facts} >= {"Baseline", "KNA"}
 
 
 @pytest.mark.parametrize(
     ("most", "steps", "warmup"),
-    [(1e9, 20_000, 1000), (5000.7, 5000, 250), (700.0, 700, 35), (0, 1, 0)],
+    [(1e9, 2600, 260), (1300.7, 1300, 130), (70.0, 70, 7), (0, 1, 0)],
 )
 def test_a_shortened_training_warms_up_for_the_same_share(
-    most: float, steps: int, warmup: int
+    most: float, steps: int, warmup: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loader = SourceFileLoader("gpu_script", str(SCRIPT))
     script = module_from_spec(spec_from_loader("gpu_script", loader))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "gpu_script", script)  # its dataclass looks itself up
     loader.exec_module(script)
-    whole = load("gpu-100m").training
+    whole = load("gpu-12m").training
     fitting = script.steps_that_fit(whole["steps"], whole["schedule"]["warmup_steps"], most)
-    assert fitting == {"steps": steps, "warmup_steps": warmup}
-    changed = {"steps": steps, "schedule.warmup_steps": warmup}
-    TrainingConfig.parse(merged(whole, changed), "the shortened preset")
+    assert fitting == {"steps": steps, "schedule.warmup_steps": warmup}
+    TrainingConfig.parse(merged(whole, fitting), "the shortened preset")
