@@ -53,12 +53,12 @@ SCALINGS = (
         "StreamingLLM(sinks=2)",
     ),
 )
-BIASES = ("ALiBi", "KERPLELog", "KERPLEPower", "FIRE", "CoPE(positions=4)", "FoX")
+BIASES = ("ALiBi", "KERPLELog", "KERPLEPower", "T5Bias", "FIRE", "CoPE(positions=4)", "FoX")
 OTHERS = (
     *("SoftCap(cap=1.5)", "Sink", "SlidingWindow(window=5)", "Chunked(size=6)"),
     *("Gate", "Differential", "Sigmoid", "StickBreaking", "Selective"),
-    *("RealFormer", "ResidualQK", "ResidualQKV", "ValueResidual", "HWFA(window=4)", "NoPEEvery", "FullEvery"),
-    "IRoPE",
+    *("RealFormer", "ResidualQK", "ResidualQKV", "ValueResidual"),
+    *("HWFA(window=4)", "NoPEEvery", "FullEvery", "IRoPE"),
 )
 COMPOSED = (
     *("CosA-logn-YaRN(factor=4)", "KNA-logn-ReRoPE(window=3)", "KNA-logn-ALiBi-Sink"),

@@ -84,8 +84,8 @@ def test_attention_residuals_against_their_equation(block: int) -> None:
     for one, other in zip(stream.sums[1:], expected, strict=True):
         torch.testing.assert_close(one, other)
     leaves = [layer.query for layer in layers]
-    mine = torch.autograd.grad(sum(v.sum() for v in stream.sums), [ours, *leaves])
-    theirs = torch.autograd.grad(sum(v.sum() for v in [x, *expected]), [x, *leaves])
+    mine = torch.autograd.grad(torch.stack(stream.sums).sum(), [ours, *leaves])
+    theirs = torch.autograd.grad(torch.stack([x, *expected]).sum(), [x, *leaves])
     for one, other in zip(mine, theirs, strict=True):
         torch.testing.assert_close(one, other)
 

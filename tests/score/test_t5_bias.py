@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from normattn import InputError, Score, ScoreSpec, attention
-from normattn.score.parts import find
+from normattn.score.parts.bias import T5Bias
 
 
 @pytest.mark.parametrize(("buckets", "most"), [(32, 128), (16, 64), (8, 20)])
@@ -16,8 +16,8 @@ def test_buckets_are_those_of_transformers(buckets: int, most: int) -> None:
     t5 = pytest.importorskip("transformers.models.t5.modeling_t5")
     distance = torch.arange(3000)
     expected = t5.T5Attention._relative_position_bucket(-distance, False, buckets, most)
-    part = find("T5Bias")(buckets=buckets, max_distance=most)
-    assert torch.equal(part.bucket(distance.double()), expected)  # type: ignore[attr-defined]
+    part = T5Bias(buckets=buckets, max_distance=most)
+    assert torch.equal(part.bucket(distance.double()), expected)
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference"])

@@ -105,7 +105,9 @@ class DyT(nn.Module):
     def forward(self, x: Float[Tensor, "... dim"]) -> Float[Tensor, "... dim"]:
         """Bound every number of `x`, then stretch and shift each feature."""
         y = self.bounded(x.to(wide(x.dtype)))
-        return (y if self.gain is None else y * self.gain + self.bias).to(x.dtype)
+        if self.gain is not None and self.bias is not None:
+            y = y * self.gain + self.bias
+        return y.to(x.dtype)
 
     def extra_repr(self) -> str:
         """Name the settings in the printed module."""

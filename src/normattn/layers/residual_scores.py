@@ -94,7 +94,7 @@ class FirstValues:
         self._first: Tensor | None = None
 
     def join(self, inputs: AttentionInputs, layer: int) -> AttentionInputs:
-        """The inputs with mixed values, for any kernel; the lowest layer's are kept for the rest."""
+        """The inputs with mixed values, for any kernel; those of the lowest layer are kept."""
         if layer == 0:
             self._first = inputs.v
             return inputs

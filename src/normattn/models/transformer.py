@@ -155,9 +155,10 @@ class Blocks(nn.ModuleList):
 
     def _output(self, stream: Stream) -> Float[Tensor, "b t d"]:
         """What is read of the stream: itself, or a mixture of all layers' outputs (AttnRes)."""
-        if self.query is None or not isinstance(stream, LayerOutputs):
-            return stream
-        return stream.mixed(self.query, self._eps)
+        if isinstance(stream, LayerOutputs):
+            assert self.query is not None
+            return stream.mixed(self.query, self._eps)
+        return stream
 
     def remember(
         self, source: Float[Tensor, "b s d"], padding: Tensor | None, positions: Tensor
@@ -189,13 +190,16 @@ class Blocks(nn.ModuleList):
         return [replace(context, residual=layer) for layer in residual]
 
     def _run(self, layer: int, *arguments: Any) -> Stream:
-        block = self[layer % len(self)]
+        block: Any = self[layer % len(self)]
+        output: Stream
         if not self._recomputes:
-            return block(*arguments)
+            output = block(*arguments)
+            return output
         recomputed: dict[str, Any] = {}
         if any(True for _ in block.buffers()) and not torch.compiler.is_compiling():
             recomputed["context_fn"] = lambda: (nullcontext(), _buffers_kept(block))
-        return checkpoint(block, *arguments, use_reentrant=False, **recomputed)
+        output = checkpoint(block, *arguments, use_reentrant=False, **recomputed)
+        return output
 
 
 @contextmanager
