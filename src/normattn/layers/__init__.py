@@ -2,6 +2,7 @@
 
 from normattn.layers.attention import Attention
 from normattn.layers.cross_attention import CrossAttention
+from normattn.layers.documents import documents_from_lengths, documents_from_positions
 from normattn.layers.feed_forward import GELU, SwiGLU, swiglu_hidden
 from normattn.layers.gau import GatedAttentionUnit
 from normattn.layers.norms import Derf, DyT, LayerNorm, RMSNorm
@@ -24,6 +25,8 @@ __all__ = [
     "ReZero",
     "SwiGLU",
     "deepnorm_factors",
+    "documents_from_lengths",
+    "documents_from_positions",
     "residual_layers",
     "swiglu_hidden",
 ]
