@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -167,7 +168,7 @@ def curve(view: View) -> Figure:
 def test_a_table_has_values_differences_and_no_empty_column() -> None:
     table = PAGE.tables[0].fill(View(made(5.0, noise=0.0), SMALL))
     assert [column.key for column in table.columns] == ["row", "accuracy", "gap"]
-    assert table.cells[0][2] is NOTHING
+    assert table.cells[0][2] == NOTHING
     gap = table.cells[1][2].estimate
     assert gap is not None
     assert gap.value == pytest.approx(5.0)
@@ -211,20 +212,21 @@ def test_a_model_that_was_not_read_is_no_seed_but_one_that_diverged_is(
     assert context(PAGE, joined([whole, trained.cast(last.schema)])).provenance["seeds"] == seeds
 
 
-def test_seeds_are_of_the_trainings_that_a_row_varies_in() -> None:
-    """One seed of a deeper model is not one of three."""
+def test_what_an_earlier_report_left_is_removed(tmp_path: Path) -> None:
+    measured = made(5.0)
+    page = context(PAGE, measured, bootstrap=SMALL)
+    other = replace(page.tables[0], key="other")
+    figure = replace(page.figures[0], name="another")
+    write_page(replace(page, tables=(*page.tables, other), figures=(figure,)), measured, tmp_path)
+    (tmp_path / "mine.csv").write_text("1")
+    write_page(page, measured, tmp_path)
+    assert sorted(path.name for path in tmp_path.glob("*.csv")) == ["mine.csv", "table.csv"]
+    assert [path.name for path in (tmp_path / "figures").iterdir()] == ["one.png"]
 
-    def trained(seeds: int, depth: str, rate: float) -> pl.DataFrame:
-        whole = made(5.0, seeds=seeds).with_columns(
-            pl.lit(depth).alias("factor.depth"), pl.lit(rate).alias("factor.rate")
-        )
-        return joined([whole, whole.head(1).with_columns(protocol=pl.lit("training"))])
 
-    three, two, one = trained(3, "2", 0.1), trained(3, "6", 0.2), trained(1, "12", 0.1)
-    assert seeds_line(joined([three, two])) == "0, 1, 2 of A, B"
-    deep, shallow = "(depth 12 rate 0.1)", "(depth 2 rate 0.1, depth 6 rate 0.2)"
-    said = seeds_line(joined([three, two, one])).split(". ")[0]
-    assert said == f"0, 1, 2 of A {shallow}, B {shallow}; 0 of A {deep}, B {deep}"
+def test_seeds_of_each_row_are_named() -> None:
+    few = made(5.0, seeds=1).filter(row="B")
+    assert seeds_line(joined([made(5.0).filter(row="A"), few])).startswith("0, 1, 2 of A; 0 of B. ")
 
 
 def test_nothing_measured_is_nothing_to_report() -> None:
@@ -238,6 +240,7 @@ def test_numbers_in_tables() -> None:
     assert shown(found, 2, signed=True) == "+1,234.57 [+1.00, +2.00]"
     assert shown(found, interval=False) == "1,234.6"
     assert shown(Estimate(1.0)) == "1.0 [no interval]"
+    assert shown(Estimate(0.0, 0.0, 0.0), signed=True) == "+0.0"
     assert shown(None) == "–"
     assert aligned(["a", "b"], [["x|y", "1"]]).splitlines()[2] == "| x\\|y | 1 |"
 

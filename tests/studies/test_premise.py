@@ -14,8 +14,7 @@ from normattn.lab.report.page import context
 from normattn.lab.report.view import View
 from normattn.lab.stats import Bootstrap, Identity, fact, identified, joined, sums
 from normattn.lab.studies import find
-from normattn.lab.studies.lm_report import position_figures
-from normattn.lab.studies.premise import at_training_length, copying, premise
+from normattn.lab.studies.lm_report import position_figures, premise
 
 L, LONGEST, DOCUMENTS = 4, 16, 40
 EDGES = [*range(0, LONGEST + 1, 2)]
@@ -66,18 +65,14 @@ def view(measurements: pl.DataFrame) -> View:
     [
         ({"Baseline": 30.0, "KNA": 30.4, "CosA": 29.7}, "The premise is met: "),
         ({"Baseline": 30.0, "KNA": 30.4, "CosA": 33.0}, "The premise is not met: "),
-        ({"Baseline": 30.0, "KNA": 31.0}, "the premise is met cannot be told: "),
+        ({"Baseline": 30.0, "KNA": 31.0}, "Whether the premise is met is open: "),
     ],
 )
 def test_equally_good_at_the_training_length(points: dict[str, float], verdict: str) -> None:
-    measurements = frame(points)
-    assert verdict in said(measurements)
-    differences = at_training_length(view(measurements))
-    assert {row: round(known.value, 3) for row, known in differences.items()} == {
-        row: pytest.approx(value - 30.0 + NOISE.mean() * (number + 1) / 100, abs=1e-3)
-        for number, (row, value) in enumerate(list(points.items())[1:])
-    }
-    assert ("CosA +3.0" in said(measurements)) == (points.get("CosA") == 33.0)
+    text = said(frame(points))
+    assert verdict in text
+    for row, value in list(points.items())[1:]:
+        assert f"{row} {value - 30:+.1f} [" in text
 
 
 def test_a_control_is_drawn_beside_the_models_as_they_are() -> None:
@@ -102,27 +97,9 @@ def test_without_a_baseline_nothing_is_said_of_the_premise() -> None:
 
 
 def test_copying_is_tokens_within_the_training_length_alone() -> None:
-    measurements = frame({"Baseline": 30.0, "KNA": 30.4}, copied=12.0)
-    assert "Copying is learned by every score." in said(measurements)
-    known = copying(view(measurements))["KNA"]
-    assert known.value == pytest.approx(12.0)
-    # One bin of two tokens lies within L and has been seen: a hundred tokens of each document.
-    assert known.count == 100 * DOCUMENTS
-
-
-def test_copying_counts_the_documents_that_were_read_in_one_way_only() -> None:
-    measurements = frame({"Baseline": 30.0}, copied=12.0)
-    kept = [f"x{n:02}" for n in range(DOCUMENTS)]
-    tiled, natural = (pl.col("protocol") == name for name in ("repeated", "non_repeated"))
-    apart = measurements.filter(
-        ~(tiled & pl.col("unit").is_in(kept[22:])), ~(natural & pl.col("unit").is_in(kept[:18]))
-    )
-    known = copying(view(apart))["Baseline"]
-    assert known.units == DOCUMENTS
-    assert known.count == 100 * 22
-    assert known.value == pytest.approx(12.0 + NOISE[:22].mean() - NOISE[18:].mean())
-    # As for two independent means of 22 documents, of which four are the same.
-    assert known.stderr == pytest.approx(NOISE.std() * (2 / 22) ** 0.5, rel=0.3)
+    text = said(frame({"Baseline": 30.0, "KNA": 30.4}, copied=12.0))
+    assert "Copying is learned by every score." in text
+    assert "Baseline +12.0, KNA +12.0" in text
 
 
 def test_copying_that_some_have_learned_is_said_by_name() -> None:

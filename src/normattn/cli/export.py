@@ -16,7 +16,6 @@ from normattn.errors import InputError
 from normattn.io import read_object, write_bytes
 from normattn.lab.data.tokeniser import SEPARATOR, Tokeniser
 from normattn.lab.data.word_pieces import PAD, UNKNOWN, WordPieces
-from normattn.lab.report.charts import png
 from normattn.lab.report.tables import aligned
 from normattn.lab.report.terminal import tell
 from normattn.lab.report.view import View
@@ -116,9 +115,11 @@ def export_run(asked: options.Export) -> None:
     losses = View(history(run, config.model.score.variant_name, config.seed))
 
     def fill(folder: Path) -> None:
+        from normattn.lab.report import charts  # Altair is slow to import.
+
         tokeniser = _write_model(model, config, run, folder)
         table = _write_evaluation(run, config, folder)
-        write_bytes(folder / "figures" / "training_loss.png", png(history_figure(losses)))
+        write_bytes(folder / "figures" / "training_loss.png", charts.png(history_figure(losses)))
         name, licence = out.resolve().name, asked.licence
         card = _card(name, run, config, model, task, auto, tokeniser, table, licence)
         (folder / "README.md").write_text(card, encoding="utf-8")

@@ -54,6 +54,8 @@ from normattn.terminal import show
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _QUADRATIC_FROM = 16_384
 """Tokens at which attention takes about as long as all else, in small models."""
+_SLOWER = 4
+"""About how many times as long as the unmodified model the slowest methods take."""
 
 
 def extend_model(asked: model_options.Extend) -> None:
@@ -341,6 +343,10 @@ class ReadingProgress(Bar):
         left = "" if over else f"about {duration(rate * (self._total - self._done))} left"
         self.progress.update(self._task, completed=self._done, left=left)
         if first and not over:
-            self.say(f"by the first window, the rest takes {left.removesuffix(' left')}")
+            rest = rate * (self._total - self._done)
+            self.say(
+                f"by the first window, the rest takes about {duration(rest)} to "
+                f"{duration(_SLOWER * rest)}: methods that change attention are slower"
+            )
         if not self.console.is_terminal:
             self.say(f"{description}: {left or 'done'}")

@@ -17,7 +17,7 @@ from normattn.errors import InputError
 from normattn.lab.runs import RunDirectory, read_status
 from normattn.lab.stats import collected, joined, measurements
 from normattn.lab.stats.arrays import left_out, on_common_sets
-from normattn.lab.stats.measurements import FACTOR, Factor, Identity, identified, sums
+from normattn.lab.stats.measurements import FACTOR, Factor, Identity, diverged
 from normattn.lab.studies.language import asked_alone
 from normattn.lab.studies.reading import KIND, OWN_TABLES
 from normattn.lab.sweep.collect import Corpora, history
@@ -131,9 +131,7 @@ def _training(run: Path, factors: Mapping[str, Factor]) -> list[pl.DataFrame]:
     if status is not None and status.state == "diverged":
         score = str(config.model.score)
         whose = Identity("", name, score, config.seed, "training", factors=factors)
-        edges = [float(status.step)]
-        rows = sums("diverged", [status.where], [[1.0]], [[1.0]], axis="step", edges=edges)
-        frames.append(identified(whose, [rows]))
+        frames.append(diverged(whose, status.step, status.where))
     return frames
 
 

@@ -1,15 +1,17 @@
 """Draw figures with Altair: each is one Vega-Lite chart, for report.html and for PNG files.
 
-Importing this does not import Altair; drawing does.
+Importing this imports Altair, which takes a second: import it where something is drawn.
 """
 
 from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any
+
+import altair as alt
 
 from normattn.lab.report.figures import (
     Curves,
@@ -34,13 +36,15 @@ PIXELS_PER_POINT = 2.0
 PANEL_SIZES = {1: (620, 330), 2: (440, 280), 3: (300, 240)}
 """Width and height of a panel, by how many are side by side."""
 ROW_HEIGHT, CELL_WIDTH = 20, 64
+TITLE_WIDTH = 46
+"""Letters of a line of a title, which fits the screen of a phone."""
 DIGITS = 6
 """Significant digits of a number in a chart: more than a picture or a tooltip shows."""
 MANY_LINES, HIGHLIGHTED = 6, 4
 """A chart of more lines than the first draws all but the second faintly, until one is chosen."""
 DOTTED = 40
 """Lines of more points are drawn without dots; a pointer finds their values all the same."""
-_WIDE = 5
+WIDE = 5
 """Intervals wider than so many times the median do not stretch the y axis."""
 _CONFIG: dict[str, Any] = {
     "background": "white",
@@ -50,12 +54,11 @@ _CONFIG: dict[str, Any] = {
     "legend": {"labelFontSize": 11, "labelLimit": 260, "symbolStrokeWidth": 2, "title": None},
     "title": {"fontSize": 13, "anchor": "start"},
 }
+_TOOLTIPS = [alt.Tooltip(f"{name}:Q", format=",.4~g") for name in ("value", "low", "high")]
 
 
 def vega_lite(figure: Figure) -> dict[str, Any]:
     """The figure as a Vega-Lite specification with its data inside; equal figures, equal values."""
-    import altair as alt
-
     draw: dict[type, Callable[[Any], Any]] = {
         Curves: _curves,
         Intervals: _intervals,
@@ -76,36 +79,30 @@ def png(figure: Figure) -> bytes:
     return image
 
 
+# Lines
+
+
 def _curves(figure: Curves) -> Any:
     """Panels of lines with bands, up to three beside each other; the legend highlights lines."""
-    import altair as alt
-
     panels = [panel for panel in figure.panels if any(line.points for line in panel.lines)]
     lines: dict[str, Line] = {}
     for line in (line for panel in panels for line in panel.lines if line.points):
         lines.setdefault(line.label, line)
-    names = list(lines)
     families = [line.family or line.label for line in lines.values()]
     order = list(dict.fromkeys((*figure.first, *families)))
-    colours = [_colour(order.index(family)) for family in families]
-    dashes = [[6, 3] if line.dashed else [1, 0] for line in lines.values()]
-    legend = alt.Legend(symbolType="stroke", symbolOpacity=1, orient="bottom", columns=4)
     channels = {
-        "color": alt.Color(
-            "line:N", sort=names, scale=alt.Scale(domain=names, range=colours), legend=legend
-        ),
-        "strokeDash": alt.StrokeDash(
-            "line:N", sort=names, scale=alt.Scale(domain=names, range=dashes), legend=legend
+        "color": _legend(alt.Color, lines, [_colour(order.index(name)) for name in families]),
+        "strokeDash": _legend(
+            alt.StrokeDash, lines, [[6, 3] if line.dashed else [1, 0] for line in lines.values()]
         ),
     }
+    many = max(len(panel.lines) for panel in panels) > MANY_LINES
     chosen = alt.selection_point(
         name="chosen",
         fields=["line"],
         bind="legend",
         toggle="true",
-        value=[{"line": name} for name in _highlighted(panels)]
-        if max(len(panel.lines) for panel in panels) > MANY_LINES
-        else alt.Undefined,
+        value=[{"line": name} for name in _highlighted(panels)] if many else alt.Undefined,
     )
     shared = _limits([line for panel in panels for line in panel.lines], panels[0].log_y)
     columns = {1: 1, 2: 2, 4: 2}.get(len(panels), 3)
@@ -117,6 +114,14 @@ def _curves(figure: Curves) -> Any:
         charts.append(drawn.properties(width=width, height=height))
     charts[0] = charts[0].add_params(chosen)  # the other panels follow it by its name
     return alt.concat(*charts, columns=columns, title=_wrapped(figure.title))
+
+
+def _legend(channel: Any, lines: Mapping[str, Line], values: Sequence[Any]) -> Any:
+    """Colours or dashes of lines, in one legend below the panels."""
+    legend = alt.Legend(symbolType="stroke", symbolOpacity=1, orient="bottom", columns=4)
+    names = list(lines)
+    scale = alt.Scale(domain=names, range=list(values))
+    return channel("line:N", sort=names, scale=scale, legend=legend)
 
 
 def _colour(position: int) -> str:
@@ -146,41 +151,25 @@ def _highlighted(panels: Sequence[Panel]) -> list[str]:
     return shown
 
 
-def _panel(panel: Panel, channels: dict[str, Any], chosen: Any, limits: tuple[float, float]) -> Any:
-    import altair as alt
-
+def _panel(
+    panel: Panel, channels: Mapping[str, Any], chosen: Any, limits: tuple[float, float]
+) -> Any:
+    """Bands, lines and dots of one panel, its shaded ground below and its marks above them."""
     values = [
         {"line": line.label, "x": _number(point.x), **_ends(point)}
         for line in panel.lines
         for point in line.points
         if _number(point.value) is not None
     ]
-    start = _first_x(panel)
-    sparse = max(len(line.points) for line in panel.lines) <= DOTTED
-    whole = all(float(value["x"] or 0).is_integer() for value in values)
-    log = panel.log_x or start is not None
-    x = alt.X(
-        "x:Q",
-        title=panel.x_title,
-        axis=alt.Axis(format=",~f", tickCount=6, tickMinStep=1 if whole else alt.Undefined),
-        scale=alt.Scale(
-            type="log" if log else "linear",
-            base=2 if log else alt.Undefined,
-            domainMin=start or alt.Undefined,
-            zero=False,
-            nice=False,
-        ),
-    )
+    x = _x_axis(panel, values)
     scale = alt.Scale(
         type="log" if panel.log_y else "linear", domain=list(limits), zero=False, nice=False
     )
     y: dict[str, Any] = {"title": panel.y_title, "scale": scale}
     drawn: dict[str, Any] = {"clip": True, "interpolate": "step-after" if panel.steps else "linear"}
-    tooltip = [
-        alt.Tooltip("line:N", title="line"),
-        alt.Tooltip("x:Q", title=panel.x_title, format=",~g"),
-        *_tooltips(),
-    ]
+    position = alt.Tooltip("x:Q", title=panel.x_title, format=",~g")
+    tooltip = [alt.Tooltip("line:N", title="line"), position, *_TOOLTIPS]
+    dots = 0.9 if max(len(line.points) for line in panel.lines) <= DOTTED else 0.0
 
     def opacity(highlighted: float, other: float) -> Any:
         return alt.condition(chosen, alt.value(highlighted), alt.value(other))
@@ -194,7 +183,7 @@ def _panel(panel: Panel, channels: dict[str, Any], chosen: Any, limits: tuple[fl
             y=alt.Y("value:Q", **y), strokeDash=channels["strokeDash"], opacity=opacity(1.0, 0.15)
         ),
         base.mark_point(clip=True, filled=True, size=22).encode(
-            y=alt.Y("value:Q", **y), tooltip=tooltip, opacity=opacity(0.9 * sparse, 0.0)
+            y=alt.Y("value:Q", **y), tooltip=tooltip, opacity=opacity(dots, 0.0)
         ),
     ]
     if panel.shaded is not None and values:
@@ -210,15 +199,24 @@ def _panel(panel: Panel, channels: dict[str, Any], chosen: Any, limits: tuple[fl
     return drawing.properties(title=panel.title) if panel.title else drawing
 
 
-def _first_x(panel: Panel) -> float | None:
-    """Where a plot by position starts: a quarter of the training length, so that L is near a third.
-
-    None for other plots.
-    """
+def _x_axis(panel: Panel, values: Sequence[Mapping[str, Any]]) -> Any:
+    """The x axis; of a plot by position a logarithmic one that starts at a quarter of L."""
     ends = [point.x for line in panel.lines for point in line.points]
-    if not panel.marks or not ends or max(ends) < 2 * panel.marks[0].x:
-        return None
-    return panel.marks[0].x / 4
+    by_position = panel.marks and ends and max(ends) >= 2 * panel.marks[0].x
+    whole = all(float(value["x"] or 0).is_integer() for value in values)
+    log = panel.log_x or by_position
+    return alt.X(
+        "x:Q",
+        title=panel.x_title,
+        axis=alt.Axis(format=",~f", tickCount=6, tickMinStep=1 if whole else alt.Undefined),
+        scale=alt.Scale(
+            type="log" if log else "linear",
+            base=2 if log else alt.Undefined,
+            domainMin=panel.marks[0].x / 4 if by_position else alt.Undefined,
+            zero=False,
+            nice=False,
+        ),
+    )
 
 
 def _limits(lines: Sequence[Line], log: bool) -> tuple[float, float]:
@@ -236,9 +234,9 @@ def _limits(lines: Sequence[Line], log: bool) -> tuple[float, float]:
         return (1.0, 2.0)
     ends = [(_number(point.low), _number(point.high)) for point in points]
     bands = [(a, b) for a, b in ends if a is not None and b is not None and (not log or a > 0)]
-    middle = median(high - low for low, high in bands) if bands else 0.0
-    narrow = [band for band in bands if band[1] - band[0] <= _WIDE * middle]
-    values = [*(point.value for point in points), *(end for band in narrow for end in band)]
+    widest = WIDE * median(high - low for low, high in bands) if bands else 0.0
+    values = [point.value for point in points]
+    values += [end for band in bands if band[1] - band[0] <= widest for end in band]
     low, high = min(values), max(values)
     if log:
         room = (high / low) ** 0.06 if high > low else 1.5
@@ -247,10 +245,11 @@ def _limits(lines: Sequence[Line], log: bool) -> tuple[float, float]:
     return (low - room, high + room)
 
 
+# Values with intervals
+
+
 def _intervals(figure: Intervals) -> Any:
     """Values with their intervals, the rows sorted by the last quantity."""
-    import altair as alt
-
     common, labels = shortened(figure.rows)
     last = [-math.inf if value is None else value.value for value in figure.columns[-1].values]
     order = [label for _, label in sorted(zip(last, labels, strict=True), key=lambda r: -r[0])]
@@ -274,22 +273,19 @@ def _intervals(figure: Intervals) -> Any:
 
 
 def _interval_column(column: IntervalColumn, rows: Sequence[str], y: Any, scale: Any) -> Any:
-    import altair as alt
-
     values = [
         {"row": row, **_ends(value)}
         for row, value in zip(rows, column.values, strict=True)
         if value is not None
     ]
-    base = _data(values).encode(y=y)
-    axis = alt.Axis(tickCount=4)
+    base, axis = _data(values).encode(y=y), alt.Axis(tickCount=4)
     layers: list[Any] = [
         base.mark_rule(color=COLOURS[2], opacity=0.55, strokeWidth=2).encode(
             x=alt.X("low:Q", title=None, scale=scale, axis=axis), x2="high:Q"
         ),
         base.mark_point(filled=True, size=45, color=COLOURS[2], opacity=1).encode(
             x=alt.X("value:Q", title=None, scale=scale, axis=axis),
-            tooltip=[alt.Tooltip("row:N", title="row"), *_tooltips()],
+            tooltip=[alt.Tooltip("row:N", title="row"), *_TOOLTIPS],
         ),
     ]
     if column.zero:
@@ -298,10 +294,11 @@ def _interval_column(column: IntervalColumn, rows: Sequence[str], y: Any, scale:
     return alt.layer(*layers)
 
 
+# Cells and distributions
+
+
 def _grid(figure: Grid) -> Any:
     """Coloured cells with their texts; a grid without texts is drawn small."""
-    import altair as alt
-
     values = [
         {
             "row": row,
@@ -312,7 +309,6 @@ def _grid(figure: Grid) -> Any:
         for row, line, texts in zip(figure.rows, figure.values, figure.texts, strict=True)
         for column, value, text in zip(figure.columns, line, texts, strict=True)
     ]
-    known = [cell["value"] for cell in values if isinstance(cell["value"], float)]
     texts = any(cell["text"] for cell in values)
     size = max(3, min(CELL_WIDTH, 640 // len(figure.columns)))
     base = _data(values).encode(
@@ -333,7 +329,11 @@ def _grid(figure: Grid) -> Any:
         base.transform_filter(has_value).mark_rect().encode(color=colour),
     ]
     if texts:
-        dark = f"{has_value} && datum.value < {_middle(known, figure.log)}"
+        known = [cell["value"] for cell in values if isinstance(cell["value"], float)]
+        low, high = min(known, default=0.0), max(known, default=0.0)
+        # The value whose colour is of medium lightness.
+        middle = low * (high / low) ** 0.55 if figure.log and low else low + 0.55 * (high - low)
+        dark = f"{has_value} && datum.value < {middle}"
         ink = alt.condition(dark, alt.value("white"), alt.value("black"))
         layers.append(base.mark_text(fontSize=10).encode(text="text:N", color=ink))
     height = alt.Step(ROW_HEIGHT if texts else size)
@@ -342,16 +342,8 @@ def _grid(figure: Grid) -> Any:
     )
 
 
-def _middle(values: Sequence[float], log: bool) -> float:
-    """The value whose colour is of medium lightness."""
-    low, high = min(values, default=0.0), max(values, default=0.0)
-    return low * (high / low) ** 0.55 if log and low else low + 0.55 * (high - low)
-
-
 def _density(figure: Density) -> Any:
     """Distributions below each other on one x axis, each scaled to its highest bin."""
-    import altair as alt
-
     values = []
     for row in figure.rows:
         highest = max((max(heights, default=0.0) for heights in row.heights), default=0.0) or 1.0
@@ -372,23 +364,22 @@ def _density(figure: Density) -> Any:
         scale=alt.Scale(domain=names, range=[COLOURS[2], COLOURS[4]][: len(names)]),
         legend=alt.Legend(orient="top") if len(names) > 1 else None,
     )
+    drawing = _data(values).mark_area(interpolate="step-after", fillOpacity=0.2, line=True)
+    drawing = drawing.encode(
+        x=alt.X("x:Q", title=figure.x_title, scale=alt.Scale(nice=False)),
+        y=alt.Y("height:Q", title=None, axis=None, stack=None),
+        color=colour,
+    )
     header = alt.Header(labelAngle=0, labelAlign="left", labelLimit=320)
     labels = [row.label for row in figure.rows]
-    return (
-        _data(values)
-        .mark_area(interpolate="step-after", fillOpacity=0.2, line=True)
-        .encode(
-            x=alt.X("x:Q", title=figure.x_title, scale=alt.Scale(nice=False)),
-            y=alt.Y("height:Q", title=None, axis=None, stack=None),
-            color=colour,
-        )
-        .properties(width=420, height=38)
-        .facet(
-            row=alt.Row("row:N", sort=labels, title=None, header=header),
-            spacing=4,
-            title=_wrapped(figure.title),
-        )
+    return drawing.properties(width=420, height=38).facet(
+        row=alt.Row("row:N", sort=labels, title=None, header=header),
+        spacing=4,
+        title=_wrapped(figure.title),
     )
+
+
+# Texts and numbers
 
 
 def shortened(labels: Sequence[str]) -> tuple[str, tuple[str, ...]]:
@@ -403,26 +394,17 @@ def shortened(labels: Sequence[str]) -> tuple[str, tuple[str, ...]]:
     return "", tuple(labels)
 
 
-def _wrapped(text: str, width: int = 60) -> list[str] | str:
-    """A title in lines that fit the screen of a phone."""
+def _wrapped(text: str, width: int = TITLE_WIDTH) -> list[str] | str:
     return textwrap.wrap(text, width) or ""
 
 
 def _data(values: Sequence[Any]) -> Any:
     """A chart of these data points."""
-    import altair as alt
-
     return alt.Chart(alt.Data(values=values))  # type: ignore[no-untyped-call]
 
 
 def _ends(value: Point | Estimate) -> dict[str, float | None]:
     return {name: _number(getattr(value, name)) for name in ("value", "low", "high")}
-
-
-def _tooltips() -> list[Any]:
-    import altair as alt
-
-    return [alt.Tooltip(f"{name}:Q", format=",.4~g") for name in ("value", "low", "high")]
 
 
 def _number(value: float | None) -> float | None:

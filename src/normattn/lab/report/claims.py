@@ -130,29 +130,19 @@ class Finding:
 
 
 def explained(findings: Sequence[Finding]) -> str:
-    """What a report says above its claims: how their intervals, p and verdicts are meant."""
+    """What a report says of its claims: how their intervals, p and verdicts are meant."""
     many, tested = len(findings), sum(finding.p is not None for finding in findings)
-    sentences = [f"{many} claim{'s' * (many > 1)}, {tested} of them tested."]
-    if tested:
-        sentences.append("p is corrected for the number of tested claims (Holm).")
-    if any(finding.simultaneous for finding in findings):
-        sentences.append(
-            "Each difference has its own 95 % interval in brackets. The simultaneous intervals "
-            "hold all differences together in 95 of 100 cases (Bonferroni). Verdicts go by p, "
-            "which is less strict: such an interval may include 0 beside “confirmed”."
-        )
-    sentences.append(
+    return (
+        f"{many} claim{'s' * (many > 1)}, {tested} of them tested. p is corrected for the number "
+        "of tested claims (Holm). Each difference has its own 95 % interval in brackets. The "
+        "simultaneous intervals hold all differences together in 95 of 100 cases (Bonferroni). "
         f"“Confirmed” and “contradicted” need p ≤ {1 - Bootstrap.level:.2f}, of scores also "
         f"{SEEDS} seeds on both sides. With fewer seeds, or an interval too wide to show what "
-        "would matter, a claim is “inconclusive”. Any other is “not confirmed”."
+        "would matter, a claim is “inconclusive”. Any other is “not confirmed”. A claim of no "
+        "loss, or of no gain, has a margin: it is confirmed where the difference is certainly "
+        "within it, contradicted where certainly beyond. “Differs (size unclear)” is certainly "
+        "not 0, but neither within nor beyond."
     )
-    if any(finding.claim.margin for finding in findings):
-        sentences.append(
-            "A claim of no loss, or of no gain, states a margin in brackets. It is confirmed where "
-            "the difference is certainly within the margin, contradicted where certainly beyond. "
-            "“Differs (size unclear)” is certainly not 0, but neither within nor beyond."
-        )
-    return " ".join(sentences)
 
 
 def verdicts_in_short(findings: Sequence[Finding]) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -21,38 +21,17 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from normattn.io import write_bytes, write_text
-from normattn.lab.report import charts
 from normattn.lab.report.claims import Finding, Verdict, explained
 from normattn.lab.report.page import PageContext
-from normattn.lab.report.tables import Cell, Filled, aligned
+from normattn.lab.report.tables import Cell, Column, Filled
 from normattn.lab.stats import measurements
 
+FIGURES = "figures"
 _ADDRESS = re.compile(r"(?:https?://)?((?:[\w-]+\.)+[a-z]{2,}/[\w./?=&%#~+-]+)")
 _ARXIV = re.compile(r"arXiv[ :](\d{4}\.\d{4,5})")
-_NUMBER = re.compile(r"[-+]?\d[\d,]*(\.\d+)?(e[-+]?\d+)?")
 UNTESTED = "not tested"
 VEGA_SNIPPET = "window.vegaEmbed = vegaEmbed;"
 """What the bundle of Vega code leaves for the scripts of the report."""
-
-HtmlCell = tuple[str, str, float | None]
-"""Its text, what follows in a smaller hand, and the number that it is sorted by."""
-
-
-@dataclass(frozen=True)
-class HtmlTable:
-    """A table as the template writes it.
-
-    The columns of `words` are aligned to the left, those of `more` are behind a switch.
-    """
-
-    key: str
-    title: str
-    head: tuple[str, ...]
-    rows: tuple[tuple[HtmlCell, ...], ...]
-    words: tuple[int, ...]
-    more: tuple[int, ...] = ()
-    intro: str = ""
-    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -73,22 +52,40 @@ def write_page(made: PageContext, measured: pl.DataFrame, out: Path) -> Written:
 
 
 def write_files(made: PageContext, out: Path) -> Written:
-    """Write table.md, table.json, a CSV of each table, report.html and figures/."""
-    write_text(out / "table.md", page_markdown(made))
-    write_text(out / "table.json", page_json(made))
-    for table in made.tables:
-        write_text(out / f"{table.key}.csv", table.csv())
-    write_text(out / "report.html", page_html(made))
-    paths = [out / "figures" / f"{figure.name}.png" for figure in made.figures]
-    for path, figure in zip(paths, made.figures, strict=True):
-        write_bytes(path, charts.png(figure))
-    return Written(made.summary, tuple(paths))
+    """Write table.md, table.json, a CSV of each table, report.html and figures/.
+
+    Tables and figures of an earlier report in `out` that this one lacks are removed.
+    """
+    from normattn.lab.report import charts  # Altair is slow to import.
+
+    texts = {out / f"{table.key}.csv": table.csv() for table in made.tables}
+    texts[out / "table.md"], texts[out / "table.json"] = page_markdown(made), page_json(made)
+    texts[out / "report.html"] = page_html(made)
+    images = {out / FIGURES / f"{f.name}.png": charts.png(f) for f in made.figures}
+    for old in _of_earlier_report(out) - texts.keys() - images.keys():
+        old.unlink(missing_ok=True)
+    for path, text in texts.items():
+        write_text(path, text)
+    for path, image in images.items():
+        write_bytes(path, image)
+    return Written(made.summary, tuple(images))
+
+
+def _of_earlier_report(out: Path) -> set[Path]:
+    """The tables that table.json in `out` names, and the figures; no other file is the report's."""
+    try:
+        tables = json.loads((out / "table.json").read_text("utf-8"))["tables"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return set()
+    named = (out / f"{key}.csv" for key in tables)
+    return {*(path for path in named if path.parent == out), *(out / FIGURES).glob("*.png")}
 
 
 def page_markdown(page: PageContext) -> str:
     """table.md: equal contexts give equal bytes."""
     template = templates(escape=False).get_template("table.md.jinja")
-    text = template.render(page=page, findings=_findings_table, explained=explained)
+    claims = _claims(page.findings, "claims", more=[("verdict", _verdict)])
+    text = template.render(page=page, claims=claims, explained=explained)
     text = re.sub(r"[ \t]+$", "", text, flags=re.MULTILINE)
     return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
 
@@ -104,22 +101,30 @@ def templates(escape: bool) -> Environment:
     )
 
 
-def _findings_table(findings: Sequence[Finding]) -> str:
-    head = ("claim", "source", "measured", "difference", "simultaneous", "seeds", "p", "verdict")
-    lines = [
-        (
-            finding.claim.sentence,
-            finding.claim.source,
-            finding.claim.measured,
-            finding.size,
-            finding.together,
-            str(len(finding.difference.seeds) or "–"),
-            finding.probability,
-            f"**{finding.verdict}**" + (f" ({finding.remark})" if finding.remark else ""),
-        )
-        for finding in findings
+def _claims(findings: Sequence[Finding], key: str, title: str = "", more: Any = ()) -> Filled:
+    """A table of claims; `more` are further columns, as (title, text of a finding)."""
+    shown: list[tuple[str, Callable[[Finding], Cell]]] = [
+        ("claim", lambda finding: Cell(finding.claim.sentence)),
+        ("difference", lambda finding: Cell(finding.size, finding.difference)),
+        ("simultaneous", lambda finding: Cell(finding.together)),
+        ("p", lambda finding: Cell(finding.probability)),
+        ("seeds", lambda finding: Cell(str(len(finding.difference.seeds) or "–"))),
+        *more,
+        ("measured", lambda finding: Cell(finding.claim.measured)),
+        ("source", lambda finding: Cell(finding.claim.source)),
     ]
-    return aligned(head, lines, left=(0, 1, 2, 7))
+    cells = tuple(tuple(text(finding) for _, text in shown) for finding in findings)
+    columns = tuple(Column(name, name) for name, _ in shown)
+    return Filled(key, title, "", (), columns, (), cells)
+
+
+def _remark(finding: Finding) -> Cell:
+    return Cell(finding.remark)
+
+
+def _verdict(finding: Finding) -> Cell:
+    remark = f" ({finding.remark})" if finding.remark else ""
+    return Cell(f"**{finding.verdict}**{remark}")
 
 
 def page_json(page: PageContext) -> str:
@@ -142,6 +147,8 @@ def page_json(page: PageContext) -> str:
 
 def page_html(page: PageContext) -> str:
     """The report as one file of HTML, with its styles, its scripts and its charts."""
+    from normattn.lab.report import charts  # Altair is slow to import.
+
     environment = templates(escape=True)
     assert environment.loader is not None
     files = {
@@ -151,7 +158,6 @@ def page_html(page: PageContext) -> str:
     text = environment.get_template("report.html.jinja").render(
         page=page,
         sources=[_linked(source) for source in page.sources],
-        tables=[_table(table, number) for number, table in enumerate(page.tables)],
         findings=_by_verdict(page.findings),
         explained=explained(page.findings) if page.findings else "",
         figures=[figure.title for figure in page.figures],
@@ -188,67 +194,15 @@ def _linked(source: str) -> Markup:
     return Markup('<a href="https://{}" rel="noreferrer">{}</a>').format(target, source)
 
 
-def _table(table: Filled, number: int) -> HtmlTable:
-    rows = tuple(tuple(map(_cell, line)) for line in table.cells)
-    columns = range(len(table.columns))
-    hidden = [table.main and column.key not in table.main for column in table.columns]
-    return HtmlTable(
-        key=f"{table.key}-{number}",
-        title=table.title or "Results",
-        head=tuple(column.title for column in table.columns),
-        rows=rows,
-        words=tuple(i for i in columns if i == 0 or all(line[i][2] is None for line in rows)),
-        more=tuple(i for i in columns if i and hidden[i]),
-        intro=table.intro,
-        notes=table.notes,
-    )
-
-
-def _cell(cell: Cell) -> HtmlCell:
-    if cell.estimate is None:
-        number = float(cell.text.replace(",", "")) if _NUMBER.fullmatch(cell.text) else None
-        return cell.text, "", number
-    return *_split(cell.text), cell.estimate.value
-
-
-def _split(text: str) -> tuple[str, str]:
-    """The value and the interval of "36.7 [35.9, 37.5]"."""
-    value, bracket, interval = text.partition(" [")
-    return value, f"[{interval}" if bracket else ""
-
-
-def _by_verdict(findings: Sequence[Finding]) -> list[HtmlTable]:
-    """The tested claims by verdict, each group as a table; the untested ones last.
-
-    Nothing where no claim was tested.
-    """
+def _by_verdict(findings: Sequence[Finding]) -> list[Filled]:
+    """The claims by verdict, the untested ones last; nothing where no claim was tested."""
     groups: dict[str, list[Finding]] = {verdict: [] for verdict in (*get_args(Verdict), UNTESTED)}
     for finding in findings:
         groups[finding.verdict if finding.p is not None else UNTESTED].append(finding)
     if len(groups[UNTESTED]) == len(findings):
         return []
-    head = ("claim", "difference", "simultaneous", "p", "seeds", "measured", "source")
     return [
-        HtmlTable(
-            key=f"claims-{re.sub('[^a-z]+', '-', verdict)}",
-            title=verdict,
-            head=head,
-            rows=tuple(map(_claim, group)),
-            words=(0, 5, 6),
-        )
+        _claims(group, f"claims-{re.sub('[^a-z]+', '-', verdict)}", verdict, [("remark", _remark)])
         for verdict, group in groups.items()
         if group
     ]
-
-
-def _claim(finding: Finding) -> tuple[HtmlCell, ...]:
-    seeds = len(finding.difference.seeds)
-    return (
-        (finding.claim.sentence, "", None),
-        (*_split(finding.size), finding.difference.value),
-        (finding.together, "", None),
-        (finding.probability, "", finding.p),
-        (str(seeds or "–"), "", float(seeds) or None),
-        (finding.claim.measured, finding.remark, None),
-        (finding.claim.source, "", None),
-    )

@@ -11,9 +11,10 @@ import polars as pl
 from normattn.errors import InputError
 from normattn.lab.report.claims import Claim, Finding, decide, verdicts_in_short
 from normattn.lab.report.figures import Figure, is_empty
-from normattn.lab.report.tables import Filled, Table, seeds_line, span
+from normattn.lab.report.tables import Filled, Table, plain_factor, seeds_line, span
 from normattn.lab.report.view import View
-from normattn.lab.stats import Bootstrap, measurements
+from normattn.lab.stats import Bootstrap
+from normattn.lab.stats.measurements import FACTOR
 
 FEW_UNITS = 20
 
@@ -69,7 +70,7 @@ def context(
     if not measured.height:
         raise InputError("there is nothing to report: nothing was measured")
     view = View(measured, bootstrap or Bootstrap())
-    tables = [table.fill(view) for table in page.tables]
+    tables = tuple(table.fill(view) for table in page.tables)
     findings = tuple(decide(page.claims(view), view))
     return PageContext(
         title=page.title,
@@ -90,38 +91,33 @@ def _provenance(view: View, tables: Sequence[Filled]) -> dict[str, str]:
     """How the numbers were made: intervals, units, seeds and data."""
     cells = [cell.estimate for table in tables for line in table.cells for cell in line]
     units = sorted({estimate.units for estimate in cells if estimate and estimate.units > 1})
-    bootstrap = view.bootstrap
+    level, resamples = view.bootstrap.level, view.bootstrap.resamples
     facts = {
-        "intervals": f"{bootstrap.level:.0%}, from {bootstrap.resamples} bootstrap resamples of "
-        "the units and the spread of the seeds (Satterthwaite's t); differences are paired over "
-        "both",
+        "intervals": f"{level:.0%}, from {resamples} bootstrap resamples of the units and the "
+        "spread of the seeds (Satterthwaite's t); differences are paired over both",
     }
     if units:
         few = f"; intervals of fewer than {FEW_UNITS} are not reliable" * (units[0] < FEW_UNITS)
         facts["units behind a number"] = span(units) + few
-    digests = sorted({digest[:12] for digest in view.values("data") if digest})
+    digests = ", ".join(sorted({digest[:12] for digest in view.values("data") if digest}))
     facts["seeds"] = seeds_line(view.frame)
-    facts["measured on"] = (
-        f"{', '.join(sorted(view.values('split')))} data, digests {', '.join(digests)}"
-    )
+    facts["measured on"] = f"{', '.join(sorted(view.values('split')))} data, digests {digests}"
     return facts
 
 
 def _diverged(view: View) -> list[str]:
-    """A sentence for every training that ended in NaN."""
+    """A sentence for every training that ended in NaN: its row, what was varied, its seed."""
     rows = view.frame.filter(pl.col("statistic") == "diverged").sort("row", "seed", "bin")
-    return [
-        f"{_training(row)}: diverged at step {row['bin']:.0f}; the first value that is not finite "
-        f"came from {row['unit']}."
-        for row in rows.unique(maintain_order=True).iter_rows(named=True)
-    ]
-
-
-def _training(row: Mapping[str, Any]) -> str:
-    """Which training a measurement is about: its row, what else was varied, its seed."""
-    varied = (
-        f"{name.removeprefix(measurements.FACTOR).replace('_', ' ')} {value}"
-        for name, value in row.items()
-        if name.startswith(measurements.FACTOR) and value is not None
-    )
-    return ", ".join((row["row"], *varied, f"seed {row['seed']}"))
+    sentences = []
+    for row in rows.unique(maintain_order=True).iter_rows(named=True):
+        varied = [
+            f"{plain_factor(name)} {value}"
+            for name, value in row.items()
+            if name.startswith(FACTOR) and value is not None
+        ]
+        training: list[Any] = [row["row"], *varied, f"seed {row['seed']}"]
+        sentences.append(
+            f"{', '.join(training)}: diverged at step {row['bin']:.0f}; the first value that is "
+            f"not finite came from {row['unit']}."
+        )
+    return sentences

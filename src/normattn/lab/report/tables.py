@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from normattn.lab.stats.measurements import FACTOR
 
 FEW_SEEDS = 3
 """Trainings below which a row speaks of those models alone."""
+_NUMBER = re.compile(r"[-+]?\d[\d,]*(\.\d+)?(e[-+]?\d+)?")
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,19 @@ class Cell:
 
     text: str
     estimate: Estimate | None = None
+
+    @property
+    def number(self) -> float | None:
+        """What a table is sorted by: the estimate, or a text that is a number; None for words."""
+        if self.estimate is not None:
+            return self.estimate.value
+        return float(self.text.replace(",", "")) if _NUMBER.fullmatch(self.text) else None
+
+    @property
+    def parts(self) -> tuple[str, str]:
+        """The value and the interval of "36.7 [35.9, 37.5]"."""
+        value, bracket, interval = self.text.partition(" [")
+        return value, bracket[1:] + interval
 
 
 NOTHING = Cell("–")
@@ -65,7 +80,7 @@ class Column:
         if estimate is None:
             return NOTHING
         if not math.isfinite(estimate.value):
-            return NOTHING if self.without == NOTHING.text else Cell(self.without)
+            return Cell(self.without)
         return shown_cell(estimate, self.metric, self.interval)
 
     def estimates(self, view: View, rows: Sequence[Row]) -> tuple[Estimate | None, ...]:
@@ -120,43 +135,51 @@ class Filled:
     cells: tuple[tuple[Cell, ...], ...]
     main: tuple[str, ...] = ()
 
+    @property
+    def words(self) -> tuple[int, ...]:
+        """The columns that are aligned to the left: the first, and those without numbers."""
+        columns = enumerate(zip(*self.cells, strict=True))
+        return tuple(n for n, cells in columns if not n or all(c.number is None for c in cells))
+
+    @property
+    def hidden(self) -> tuple[int, ...]:
+        """The columns behind a switch."""
+        columns = enumerate(self.columns)
+        return tuple(n for n, c in columns if n and self.main and c.key not in self.main)
+
     def markdown(self) -> str:
         """The table in Markdown."""
-        return aligned([c.title for c in self.columns], [[c.text for c in r] for r in self.cells])
+        lines = [[cell.text for cell in line] for line in self.cells]
+        return aligned([column.title for column in self.columns], lines, left=self.words)
 
     def csv(self) -> str:
         """The table with the ends of every interval; a column without numbers as text."""
-        ends = ("value", "low", "high")
-        numeric = [
-            any(cell.estimate for cell in column) for column in zip(*self.cells, strict=True)
-        ]
-        head: list[str] = []
-        for column, number in zip(self.columns, numeric, strict=True):
-            head += [column.key + end for end in (("", "_low", "_high") if number else ("",))]
+        columns = []
+        for column, cells in zip(self.columns, zip(*self.cells, strict=True), strict=True):
+            if not any(cell.estimate for cell in cells):
+                columns.append([column.key, *(cell.text for cell in cells)])
+                continue
+            for name, end in (("", "value"), ("_low", "low"), ("_high", "high")):
+                numbers = [getattr(cell.estimate, end, None) for cell in cells]
+                columns.append([column.key + name, *numbers])
         text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(head)
-        for cells in self.cells:
-            line: list[Any] = []
-            for cell, number in zip(cells, numeric, strict=True):
-                line += (
-                    [getattr(cell.estimate, end, None) for end in ends] if number else [cell.text]
-                )
-            writer.writerow(line)
+        csv.writer(text, lineterminator="\n").writerows(zip(*columns, strict=True))
         return text.getvalue()
 
     def records(self) -> list[dict[str, Any]]:
         """Every row as values by column: numbers with their intervals, else text or None."""
+
+        def value(column: Column, cell: Cell) -> Any:
+            if cell.estimate:
+                return cell.estimate.as_json()
+            return None if cell == NOTHING and column.key != "row" else cell.text
+
         return [
             {
-                column.key: cell.estimate.as_json()
-                if cell.estimate
-                else None
-                if cell.text == NOTHING.text and column.key != "row"
-                else cell.text
-                for column, cell in zip(self.columns, cells, strict=True)
+                column.key: value(column, cell)
+                for column, cell in zip(self.columns, line, strict=True)
             }
-            for cells in self.cells
+            for line in self.cells
         ]
 
 
@@ -164,7 +187,7 @@ class Filled:
 class Table:
     """A table: `rows` are found in the measurements, `columns` that no row fills are left out.
 
-    `key` names its files (`table`, or `layers`, …).
+    `key` names its files (`table`, or `layers`, …), `head` is above its rows.
     """
 
     key: str
@@ -179,34 +202,32 @@ class Table:
     def fill(self, view: View) -> Filled:
         """The table made from measurements."""
         rows = tuple(self.rows(view))
-        columns = self.columns(view) if callable(self.columns) else self.columns
-        filled = [(column, [column.cell(view, row) for row in rows]) for column in columns]
-        kept = [(c, cells) for c, cells in filled if any(cell is not NOTHING for cell in cells)]
+        shown = [Column("row", self.head, plain=lambda view, row: Cell(row.label))]
+        shown += self.columns(view) if callable(self.columns) else self.columns
+        filled = [(column, [column.cell(view, row) for row in rows]) for column in shown]
+        kept = [(c, cells) for c, cells in filled if any(cell != NOTHING for cell in cells)]
         notes = self.notes(view) if callable(self.notes) else self.notes
         return Filled(
-            self.key,
-            self.title,
-            self.intro,
-            tuple(notes),
-            (Column("row", self.head), *(column for column, _ in kept)),
-            rows,
-            tuple(
-                (Cell(row.label), *(cells[number] for _, cells in kept))
-                for number, row in enumerate(rows)
-            ),
-            self.main,
+            *(self.key, self.title, self.intro, tuple(notes)),
+            columns=tuple(column for column, _ in kept),
+            rows=rows,
+            cells=tuple(zip(*(cells for _, cells in kept), strict=True)),
+            main=self.main,
         )
 
 
 def shown(
     value: Estimate | None, digits: int = 1, signed: bool = False, interval: bool = True
 ) -> str:
-    """ "36.7 [35.9, 37.5]", or a dash where nothing was measured; `digits` after the point."""
+    """ "36.7 [35.9, 37.5]", or a dash where nothing was measured; `digits` after the point.
+
+    A value that is the same in every unit has no interval to show.
+    """
     if value is None:
         return "–"
     # "z": a negative number that rounds to 0 is shown as 0, never as "-0.0".
     form = f"{'+' if signed else ''}z,.{digits}f"
-    if not interval:
+    if not interval or (value.low is not None and value.low == value.high):
         return f"{value.value:{form}}"
     if value.low is None or value.high is None:
         return f"{value.value:{form}} [no interval]"
@@ -235,43 +256,21 @@ def aligned(head: Sequence[str], lines: Iterable[Sequence[str]], left: Sequence[
 
 
 def seeds_line(frame: pl.DataFrame) -> str:
-    """Which rows have which seeds: "0, 1, 2 of Baseline, KNA; 0 of CosA (depth 12)".
+    """Which rows have which seeds: "0, 1, 2 of Baseline, KNA; 0 of CosA".
 
-    Where a row's trainings vary in something that decides how many seeds they have, that is named.
+    A training that was not evaluated counts where it diverged, or where its row never was.
     """
-    trainings = frame.filter(protocol="training")
-    factors = [
-        name
-        for name in frame.columns
-        if name.startswith(FACTOR) and trainings[name].null_count() < trainings.height
-    ]
     read = frame.filter((pl.col("protocol") != "training") | (pl.col("statistic") == "diverged"))
     groups: dict[tuple[int, ...], list[str]] = {}
     for row in sorted(frame["row"].unique().to_list()):
         own = read.filter(row=row) if read.filter(row=row).height else frame.filter(row=row)
-        parts = (
-            [(values, _seeds(part)) for values, part in own.group_by(factors)] if factors else []
-        )
-        if len({seeds for _, seeds in parts}) < 2:
-            parts = [((), _seeds(own))]
-        by_seeds: dict[tuple[int, ...], set[str]] = {}
-        for values, seeds in parts:
-            named = zip(factors, values, strict=False)
-            words = [f"{_plain(name)} {value}" for name, value in named if value is not None]
-            by_seeds.setdefault(seeds, set()).add(" ".join(words))
-        for seeds, varied in sorted(by_seeds.items(), key=lambda part: -len(part[0])):
-            more = ", ".join(sorted(filter(None, varied)))
-            groups.setdefault(seeds, []).append(f"{row} ({more})" if more else row)
-    ordered = groups.items()
-    line = "; ".join(f"{', '.join(map(str, seeds))} of {', '.join(of)}" for seeds, of in ordered)
+        groups.setdefault(tuple(sorted(own["seed"].unique().to_list())), []).append(row)
+    line = "; ".join(f"{', '.join(map(str, s))} of {', '.join(rows)}" for s, rows in groups.items())
     few = any(len(seeds) < FEW_SEEDS for seeds in groups)
     warning = f". A row of fewer than {FEW_SEEDS} seeds speaks of those models, not of the score"
     return line + warning * few
 
 
-def _seeds(rows: pl.DataFrame) -> tuple[int, ...]:
-    return tuple(sorted(rows["seed"].unique().to_list()))
-
-
-def _plain(factor: str) -> str:
-    return factor.removeprefix(FACTOR).replace("_", " ")
+def plain_factor(column: str) -> str:
+    """The words for the column of a factor: "factor.warm_up" as "warm up"."""
+    return column.removeprefix(FACTOR).replace("_", " ")

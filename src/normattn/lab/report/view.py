@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -32,7 +33,7 @@ class View:
     frame: pl.DataFrame
     bootstrap: Bootstrap = field(default_factory=Bootstrap)
     _values: dict[tuple[Any, ...], list[Any]] = field(default_factory=dict, repr=False)
-    _parts: dict[tuple[Any, ...], pl.DataFrame] = field(default_factory=dict, repr=False)
+    _parts: dict[tuple[str, ...], dict[Any, pl.DataFrame]] = field(default_factory=dict, repr=False)
     _sums: dict[tuple[Any, ...], Sums | None] = field(default_factory=dict, repr=False)
     _estimates: dict[tuple[Any, ...], Estimate | None] = field(default_factory=dict, repr=False)
 
@@ -63,11 +64,20 @@ class View:
         """The sums of a statistic; None where nothing was measured."""
         key = (statistic, *sorted(where.items()))
         if key not in self._sums:
-            if not self._parts:  # a report asks each statistic for many rows
-                self._parts = self.frame.partition_by("statistic", as_dict=True)
-            part = self._parts.get((statistic,), self.frame.clear())
+            # A report asks for each statistic of each row many times.
+            named = tuple(name for name in ("row", "method") if name in where)
+            by = ("statistic", *named)
+            if by not in self._parts:
+                self._parts[by] = self.frame.partition_by(by, as_dict=True)
+            place = (statistic, *(where[name] for name in named))
+            part = self._parts[by].get(place, self.frame.clear())
             self._sums[key] = gathered(part, statistic, where)
         return self._sums[key]
+
+    @cached_property
+    def read(self) -> pl.DataFrame:
+        """What was evaluated: the measurements without those of trainings."""
+        return self.frame.filter(pl.col("protocol") != "training")
 
     def estimate(self, metric: Metric, where: Where | None = None) -> Estimate | None:
         """The metric in some rows, with its interval.

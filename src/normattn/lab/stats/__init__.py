@@ -11,7 +11,7 @@ from normattn.lab.stats.estimate import (
     of_seeds,
     sign_test,
 )
-from normattn.lab.stats.measurements import Identity, fact, identified, joined, sums
+from normattn.lab.stats.measurements import Identity, diverged, fact, identified, joined, sums
 from normattn.lab.stats.metrics import LONGEST, SHORTEST, Metric
 from normattn.lab.stats.store import MeasurementStore, collected, digest
 
@@ -28,6 +28,7 @@ __all__ = [
     "collected",
     "contrast",
     "digest",
+    "diverged",
     "estimate",
     "fact",
     "gathered",

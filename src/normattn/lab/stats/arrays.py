@@ -15,6 +15,7 @@ from normattn.errors import InputError
 Array = NDArray[np.float64]
 Where = Mapping[str, Any]
 """Columns of the frame and the value that each must have (None: null)."""
+PLACE = ("layer", "head", "bin", "bin_end")
 
 
 @dataclass(frozen=True)
@@ -33,39 +34,22 @@ class Sums:
     numerator: Array
     denominator: Array
 
-    def only(
-        self, seeds: tuple[int, ...] | None = None, units: tuple[str, ...] | None = None
-    ) -> Sums:
+    def only(self, seeds: tuple[int, ...], units: tuple[str, ...]) -> Sums:
         """The sums of some of the seeds and units."""
-        chosen, names = seeds or self.seeds, units or self.units
-        rows = np.ix_([self.seeds.index(s) for s in chosen], self._places(names))
-        return replace(
-            self,
-            seeds=chosen,
-            units=names,
-            numerator=self.numerator[rows],
-            denominator=self.denominator[rows],
-        )
+        if (seeds, units) == (self.seeds, self.units):
+            return self
+        position = {name: index for index, name in enumerate(self.units)}
+        rows = np.ix_([self.seeds.index(s) for s in seeds], [position[name] for name in units])
+        above, below = self.numerator[rows], self.denominator[rows]
+        return replace(self, seeds=seeds, units=units, numerator=above, denominator=below)
 
-    def over(self, units: tuple[str, ...]) -> Sums:
-        """The sums over these units, all of its own among them; of the others nothing counts."""
-        shape = (len(self.seeds), len(units), len(self.bins))
-        places = [units.index(name) for name in self.units]
-        numerator, denominator = np.zeros(shape), np.zeros(shape)
-        numerator[:, places], denominator[:, places] = self.numerator, self.denominator
-        return replace(self, units=units, numerator=numerator, denominator=denominator)
-
-    def at(self, chosen: slice | list[int]) -> Sums:
+    def at(self, chosen: slice | Sequence[int]) -> Sums:
         """The sums of some of the bins."""
-        places = range(len(self.bins))[chosen] if isinstance(chosen, slice) else chosen
-        kept = list(places)
+        every = range(len(self.bins))
+        kept = list(every[chosen] if isinstance(chosen, slice) else chosen)
+        above, below = self.numerator[..., kept], self.denominator[..., kept]
         bins = tuple(self.bins[index] for index in kept)
-        return replace(
-            self,
-            bins=bins,
-            numerator=self.numerator[..., kept],
-            denominator=self.denominator[..., kept],
-        )
+        return replace(self, bins=bins, numerator=above, denominator=below)
 
     def between(self, low: float, high: float) -> Sums | None:
         """The sums of the bins of an axis from `low` to `high`; None where they end elsewhere."""
@@ -75,17 +59,11 @@ class Sums:
     def by_unit(self) -> Sums:
         """Every unit as a bin of its own too, for what is no function of sums, as a median."""
         alone = np.eye(len(self.units))
-        numerator, denominator = (
+        above, below = (
             part.sum(-1)[..., None] * alone for part in (self.numerator, self.denominator)
         )
         bins = tuple((None, None, float(n), float(n + 1)) for n in range(len(self.units)))
-        return replace(self, bins=bins, numerator=numerator, denominator=denominator)
-
-    def _places(self, names: tuple[str, ...]) -> list[int]:
-        if names == self.units:
-            return list(range(len(names)))
-        position = {name: index for index, name in enumerate(self.units)}
-        return [position[name] for name in names]
+        return replace(self, bins=bins, numerator=above, denominator=below)
 
 
 def select(frame: pl.DataFrame, where: Where) -> pl.DataFrame:
@@ -109,12 +87,12 @@ def gathered(frame: pl.DataFrame, statistic: str, where: Where | None = None) ->
     rows = select(frame, {**(where or {}), "statistic": statistic})
     if not rows.height:
         return None
-    label = _label(rows)
+    names = rows.select("row", "method").unique().sort("row", "method").rows()
+    label = ", ".join(f"{row} with {method}" if method else row for row, method in names)
     data = rows["data"].unique().to_list()
     if len(data) > 1:
         raise InputError(f"{label}: {statistic} was measured on {len(data)} data sets; keep one")
-    places = rows.select("layer", "head", "bin", "bin_end").unique()
-    places = places.sort("layer", "head", "bin", "bin_end").with_row_index("place")
+    places = rows.select(PLACE).unique().sort(PLACE).with_row_index("place")
     seeds = tuple(sorted(rows["seed"].unique().to_list()))
     units = tuple(sorted(rows["unit"].unique().to_list()))
     shape = (len(seeds), len(units), places.height)
@@ -123,17 +101,11 @@ def gathered(frame: pl.DataFrame, statistic: str, where: Where | None = None) ->
             f"{label}: {statistic} has {rows.height:,} sums where {shape[0]} seeds, {shape[1]} "
             f"units and {shape[2]} bins need {int(np.prod(shape)):,}"
         )
-    ordered = rows.join(
-        places, on=["layer", "head", "bin", "bin_end"], how="left", nulls_equal=True
-    ).sort("seed", "unit", "place")
+    placed = rows.join(places, on=PLACE, how="left", nulls_equal=True)
+    ordered = placed.sort("seed", "unit", "place")
     numerator, denominator = (ordered[name].to_numpy().reshape(shape) for name in ("sum", "of"))
     bins = tuple(places.drop("place").rows())
     return Sums(label, str(data[0]), seeds, units, bins, numerator, denominator)
-
-
-def _label(rows: pl.DataFrame) -> str:
-    names = dict.fromkeys(rows.select("row", "method").unique().sort("row", "method").rows())
-    return ", ".join(f"{row} with {method}" if method else row for row, method in names)
 
 
 def on_common_sets(frame: pl.DataFrame, apart: Sequence[str] = ()) -> pl.DataFrame:

@@ -22,49 +22,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from normattn.errors import InputError
-from normattn.lab.stats.arrays import Sums
+from normattn.lab.stats.arrays import Array, Sums
 from normattn.lab.stats.bootstrap import Bootstrap
 from normattn.lab.stats.metrics import Metric, Value
 
-
-def holm(p_values: Sequence[float], groups: Sequence[int] | None = None) -> list[float]:
-    """Adjusted p values (Holm 1979): p̃_(k) = max_{j ≤ k} min(1, t_j·p_(j)), t_j = m − j + 1.
-
-    Rejecting where p̃ ≤ α keeps the probability of any false rejection in the family below α. The
-    answer is in the order of the input. `groups` numbers hypotheses of which at most one can be
-    true, as "just −m" and "0 or above": then t_j is the number of groups that still have a
-    hypothesis (Shaffer 1986), as no more can be true together.
-    """
-    if groups is None:
-        groups = range(len(p_values))
-    left = Counter(groups)
-    order = sorted(range(len(p_values)), key=lambda index: p_values[index])
-    adjusted = [0.0] * len(p_values)
-    highest = 0.0
-    for index in order:
-        highest = max(highest, min(1.0, len(left) * p_values[index]))
-        adjusted[index] = highest
-        left[groups[index]] -= 1
-        if not left[groups[index]]:
-            del left[groups[index]]
-    return adjusted
-
-
-def sign_test(only_first: int, only_second: int) -> float:
-    """Two-sided exact p of a split at least as uneven, either side being as likely; 1 for 0, 0."""
-    # Slow to import, and rarely asked for.
-    from scipy import stats
-
-    total = only_first + only_second
-    return float(stats.binomtest(only_first, total).pvalue) if total else 1.0
-
-
-Array = NDArray[np.float64]
 Term = tuple[float, Sums]
 
 DIGITS = 9
@@ -101,14 +67,14 @@ class Estimate:
             return self.p
         if self.stderr is None or self.df is None:
             return None
-        return _two_sided(self.df, self.value - bound, self.stderr)
+        return float(_student(self.df, self.value - bound, self.stderr, Bootstrap.level)["p"])
 
     def interval(self, level: float) -> tuple[float, float] | None:
         """Student's interval at another level; None without an error."""
         if self.stderr is None or self.df is None:
             return None
-        half = _half_width(self.df, self.stderr, level)
-        return _clean(self.value - half), _clean(self.value + half)
+        made = _student(self.df, self.value, self.stderr, level)
+        return made["low"], made["high"]
 
     @property
     def above_zero(self) -> bool:
@@ -127,15 +93,9 @@ class Estimate:
 
     def as_json(self) -> dict[str, object]:
         """The fields of a number in table.json."""
-        return {
-            "value": self.value,
-            "low": self.low,
-            "high": self.high,
-            "units": self.units,
-            "count": self.count,
-            "seeds": list(self.seeds),
-            "per_seed": list(self.per_seed),
-        }
+        names = ("value", "low", "high", "units", "count")
+        lists = {"seeds": list(self.seeds), "per_seed": list(self.per_seed)}
+        return {name: getattr(self, name) for name in names} | lists
 
 
 def estimate(sums: Sums, metric: Metric, bootstrap: Bootstrap | None = None) -> Estimate:
@@ -153,20 +113,58 @@ def contrast(
     `values` make a number of each term's sums. Raises `InputError` where the terms share no seed
     or no unit.
     """
-    drawn = bootstrap or Bootstrap()
-    paired = pair(terms)
+    drawn, paired = bootstrap or Bootstrap(), _paired(terms)
     each = [values] * len(paired) if callable(values) else values
-    parts = [(factor, sums, value) for (factor, sums), value in zip(paired, each, strict=True)]
-    whole = [factor * _values(sums, value) for factor, sums, value in parts]
-    resampled = [factor * _resampled(sums, value, drawn) for factor, sums, value in parts]
+    whole, resampled = [], []
+    for (factor, sums), value in zip(paired, each, strict=True):
+        totals = sums.numerator.sum(1), sums.denominator.sum(1)
+        draws = drawn.sums(sums.numerator), drawn.sums(sums.denominator)
+        whole.append(factor * _with_mean(value(*totals, *totals)))
+        resampled.append(factor * _with_mean(value(*draws, *totals)))
     rounding = ROUNDING * sum(abs(float(term[0])) for term in whole)
-    return _estimate(sum(whole), sum(resampled), paired[0][1], drawn, rounding)  # type: ignore[arg-type]
+    every: Array = np.add.reduce(resampled)
+    return _estimated(paired[0][1], np.add.reduce(whole), every, rounding, drawn.level)
 
 
 def by_bin(sums: Sums, metric: Metric, bootstrap: Bootstrap | None = None) -> list[Estimate | None]:
     """The metric of every bin by itself, each with its interval; None where nothing counted."""
-    results = [estimate(sums.at([index]), metric, bootstrap) for index in range(len(sums.bins))]
+    drawn = bootstrap or Bootstrap()
+    totals = sums.numerator.sum(1), sums.denominator.sum(1)
+    draws = drawn.sums(sums.numerator), drawn.sums(sums.denominator)
+    results = []
+    for n in range(len(sums.bins)):
+        own, resampled = ([part[..., [n]] for part in pair] for pair in (totals, draws))
+        theta = _with_mean(metric.value(*own, *own))
+        spread = _with_mean(metric.value(*resampled, *own))
+        rounding = ROUNDING * abs(float(theta[0]))
+        results.append(_estimated(sums.at([n]), theta, spread, rounding, drawn.level))
     return [result if np.isfinite(result.value) else None for result in results]
+
+
+def _estimated(
+    sums: Sums, theta: Array, resampled: Array, rounding: float, level: float
+) -> Estimate:
+    """The estimate of values (1 + seeds,) and of the same under every resample.
+
+    `sums` say of how many units and counts. An error up to `rounding` is none.
+    """
+    units = len(sums.units)
+    known: dict[str, Any] = {
+        "value": _clean(theta[0]),
+        "units": units,
+        "count": round(float(sums.denominator[0].sum())),
+        "seeds": sums.seeds,
+        "per_seed": tuple(map(_clean, theta[1:])),
+    }
+    if units < 2 or not np.isfinite(theta[0]):
+        return Estimate(**known)
+    spread = np.nanvar(resampled, axis=0, ddof=1)
+    error, freedom = _spread(theta[1:], float(spread[0]), float(spread[1:].mean()), units)
+    if error > rounding:
+        return Estimate(**known, **_student(freedom, float(theta[0]), error, level))
+    # No unit and no seed differs: nothing says how far others would. A 0 everywhere is a 0.
+    ends = None if abs(theta[0]) > rounding else known["value"]
+    return Estimate(**known, low=ends, high=ends)
 
 
 def of_seeds(by_seed: Mapping[int, float], level: float = Bootstrap.level) -> Estimate:
@@ -176,15 +174,41 @@ def of_seeds(by_seed: Mapping[int, float], level: float = Bootstrap.level) -> Es
     """
     values = np.asarray(list(by_seed.values()))
     seeds, value = tuple(by_seed), float(values.mean())
-    known = {"value": _clean(value), "seeds": seeds, "per_seed": tuple(map(_clean, values))}
+    known: dict[str, Any] = {"seeds": seeds, "per_seed": tuple(map(_clean, values))}
     error = float(values.std(ddof=1)) / len(seeds) ** 0.5 if len(seeds) > 1 else 0.0
-    if error <= ROUNDING * abs(value):
-        return Estimate(**known)  # type: ignore[arg-type]
-    student = _student(len(seeds) - 1.0, value, error, level)
-    return Estimate(**known, **student)  # type: ignore[arg-type]
+    if error > ROUNDING * abs(value):
+        known |= _student(len(seeds) - 1.0, value, error, level)
+    return Estimate(_clean(value), **known)
 
 
-def pair(terms: Sequence[Term]) -> list[Term]:
+def holm(p_values: Sequence[float], groups: Sequence[int] | None = None) -> list[float]:
+    """Adjusted p values (Holm 1979): p̃_(k) = max_{j ≤ k} min(1, t_j·p_(j)), t_j = m − j + 1.
+
+    Rejecting where p̃ ≤ α keeps the probability of any false rejection in the family below α. The
+    answer is in the order of the input. `groups` numbers hypotheses of which at most one can be
+    true, as "just −m" and "0 or above": then t_j is the number of groups that still have a
+    hypothesis (Shaffer 1986), as no more can be true together.
+    """
+    groups = range(len(p_values)) if groups is None else groups
+    left = Counter(groups)
+    adjusted, highest = [0.0] * len(p_values), 0.0
+    for index in sorted(range(len(p_values)), key=p_values.__getitem__):
+        highest = max(highest, min(1.0, len(left) * p_values[index]))
+        adjusted[index] = highest
+        left[groups[index]] -= 1
+        left += Counter()  # drops the groups that have none left
+    return adjusted
+
+
+def sign_test(only_first: int, only_second: int) -> float:
+    """Two-sided exact p of a split at least as uneven, either side being as likely; 1 for 0, 0."""
+    from scipy import stats  # Slow to import, and rarely asked for.
+
+    total = only_first + only_second
+    return float(stats.binomtest(only_first, total).pvalue) if total else 1.0
+
+
+def _paired(terms: Sequence[Term]) -> list[Term]:
     """The terms made of the seeds and units that they share."""
     every = [sums for _, sums in terms]
     seeds = tuple(s for s in every[0].seeds if all(s in other.seeds for other in every))
@@ -202,72 +226,23 @@ def pair(terms: Sequence[Term]) -> list[Term]:
     return [(factor, sums.only(seeds, units)) for factor, sums in terms]
 
 
-def _values(sums: Sums, value: Value) -> Array:
-    """The mean of the seeds' values, then each seed's: (1 + seeds,)."""
-    numerator, denominator = sums.numerator.sum(1), sums.denominator.sum(1)
-    return _with_mean(value(numerator, denominator, numerator, denominator))
-
-
-def _resampled(sums: Sums, value: Value, bootstrap: Bootstrap) -> Array:
-    """The same under every resample of the units: (resamples, 1 + seeds)."""
-    drawn = bootstrap.sums(sums.numerator), bootstrap.sums(sums.denominator)
-    whole = sums.numerator.sum(1), sums.denominator.sum(1)
-    return _with_mean(value(*drawn, *whole))
-
-
 def _with_mean(values: Array) -> Array:
     """Values of seeds (…, seeds) with their mean before: seeds are other models, and not pooled."""
     return np.concatenate([values.mean(-1, keepdims=True), values], axis=-1)
 
 
-def _estimate(
-    values: Array, resampled: Array, sums: Sums, bootstrap: Bootstrap, rounding: float
-) -> Estimate:
-    units = len(sums.units)
-    known = {
-        "value": _clean(values[0]),
-        "units": units,
-        "count": round(float(sums.denominator[0].sum())),
-        "seeds": sums.seeds,
-        "per_seed": tuple(_clean(value) for value in values[1:]),
+def _student(freedom: float, value: float, error: float, level: float) -> dict[str, Any]:
+    """Student's interval and the two-sided p of no difference, as fields of an estimate."""
+    from scipy import special  # Slow to import, and asked for by pages alone.
+
+    half = float(special.stdtrit(freedom, 0.5 + level / 2)) * error
+    return {
+        "low": _clean(value - half),
+        "high": _clean(value + half),
+        "p": float(2 * special.stdtr(freedom, -abs(value) / error)),
+        "stderr": error,
+        "df": freedom,
     }
-    if units < 2 or not np.isfinite(values[0]):
-        return Estimate(**known)  # type: ignore[arg-type]
-    spread = np.nanvar(resampled, axis=0, ddof=1)
-    error, freedom = _spread(values[1:], float(spread[0]), float(spread[1:].mean()), units)
-    if error <= rounding < abs(values[0]):
-        # No unit and no seed differs: nothing says how far others would.
-        return Estimate(**known)  # type: ignore[arg-type]
-    told = error if error > rounding else 0.0
-    student = _student(freedom, float(values[0]), told, bootstrap.level)
-    return Estimate(**known, **student)  # type: ignore[arg-type]
-
-
-def _student(freedom: float, value: float, error: float, level: float) -> dict[str, float | None]:
-    """Student's interval and the two-sided p of no difference, as fields of an estimate.
-
-    Without an error the interval is the value alone, and there is no p.
-    """
-    if not error:
-        return {"low": _clean(value), "high": _clean(value)}
-    half = _half_width(freedom, error, level)
-    ends = {"low": _clean(value - half), "high": _clean(value + half)}
-    p = _two_sided(freedom, value, error)
-    return {**ends, "p": p, "stderr": error, "df": freedom}
-
-
-def _half_width(freedom: float, error: float, level: float) -> float:
-    # Slow to import, and asked for by pages alone: a cell does without.
-    from scipy import special
-
-    return float(special.stdtrit(freedom, 0.5 + level / 2)) * error
-
-
-def _two_sided(freedom: float, distance: float, error: float) -> float:
-    """The probability that Student's t lies as far from 0 as distance/error, on either side."""
-    from scipy import special  # Slow to import, as above.
-
-    return float(2 * special.stdtr(freedom, -abs(distance) / error))
 
 
 def _spread(values: Array, of_units: float, of_one: float, units: int) -> tuple[float, float]:

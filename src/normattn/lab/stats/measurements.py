@@ -161,6 +161,12 @@ def fact(statistic: str, value: float | int, unit: str = "") -> pl.DataFrame:
     return sums(statistic, [unit], [value], [1.0])
 
 
+def diverged(whose: Identity, step: int, where: str) -> pl.DataFrame:
+    """The measurement that a training ended in NaN at a step, first seen in the module `where`."""
+    ended = sums("diverged", [where], [[1.0]], [[1.0]], axis="step", edges=[float(step)])
+    return identified(whose, [ended])
+
+
 def identified(identity: Identity, parts: Iterable[pl.DataFrame]) -> pl.DataFrame:
     """The rows of `parts` with their identity: a whole frame, checked."""
     rows = pl.concat(list(parts))

@@ -24,26 +24,11 @@ from normattn.lab.report.figures import Figure
 from normattn.lab.report.tables import NOTHING, Cell, Column, Row, Table, text_column
 from normattn.lab.report.view import View
 from normattn.lab.stats import Metric, Sums
+from normattn.lab.studies import lm_report as lm
 from normattn.lab.studies.base import Study
 from normattn.lab.studies.keynorm import MATTERS
 from normattn.lab.studies.language import AS_IS, TextRun, TextSetting, text_runs
-from normattn.lab.studies.lm_report import (
-    ACCURACY,
-    AT_L,
-    LEGEND,
-    SEEN,
-    TRAINED,
-    UNMODIFIED_CHANGE,
-    history_figure,
-    intervals,
-    past,
-    position_figures,
-    ranked,
-    reading_columns,
-    reading_rows,
-)
 from normattn.lab.studies.methods import canonical
-from normattn.lab.studies.premise import EQUAL, premise
 from normattn.lab.studies.preset import opened, own_group
 from normattn.lab.sweep.collect import measured_below
 from normattn.lab.sweep.config import merged, value_at
@@ -190,13 +175,13 @@ def _change_rows(view: View) -> list[Row]:
     known = view.values(CHANGED, {"protocol": "last_segment", "method": ""})
     return [
         Row(" + ".join(part.words for part in _parts(name)), {CHANGED: name})
-        for name in ranked(known, tuple(CHANGES))
+        for name in lm.ranked(known, tuple(CHANGES))
     ]
 
 
 def _change_of(score: str) -> Metric:
     """What a longer context does to a score."""
-    return UNMODIFIED_CHANGE.at({"factor.row": score})
+    return lm.UNMODIFIED_CHANGE.at({"factor.row": score})
 
 
 def _change_columns(view: View) -> list[Column]:
@@ -210,8 +195,8 @@ def _change_columns(view: View) -> list[Column]:
 
     columns = []
     for score in SCORES:
-        at_l = ACCURACY.at({"factor.row": score}, protocol="train_length")
-        copies = SEEN.at({"factor.row": score}, protocol="repeated").between(within)
+        at_l = lm.ACCURACY.at({"factor.row": score}, protocol="train_length")
+        copies = lm.SEEN.at({"factor.row": score}, protocol="repeated").between(within)
         columns.append(Column(f"{score}_at_l", f"{score} at L", at_l))
         columns.append(Column(f"{score}_copies", f"{score}, copies at L", copies))
     columns += [Column(f"{name}_change", f"change of {name}", _change_of(name)) for name in SCORES]
@@ -274,7 +259,7 @@ def _change_figures(view: View) -> list[Figure]:
     keys = ("Baseline_change", "KNA_change", "gap")
     drawn = [column for column in _change_columns(view) if column.key in keys]
     title = "Accuracy of the last segment after the longest context minus after L, in points"
-    return [intervals(view, "factors", title, _change_rows(view), drawn)]
+    return [lm.intervals(view, "factors", title, _change_rows(view), drawn)]
 
 
 def _change_notes(view: View) -> Sequence[str]:
@@ -381,7 +366,7 @@ QUESTIONS: Mapping[str, Question] = {
     "residual": Question(
         "Do residual scores go with normalised keys?",
         (("KNA-RealFormer", "KNA"), ("Baseline-RealFormer", "Baseline")),
-        Expected(f"is as good at L (less than {EQUAL:.0f} point worse) as", margin=EQUAL),
+        Expected(f"is as good at L (less than {lm.EQUAL:.0f} point worse) as", margin=lm.EQUAL),
         Expected(
             f"loses no more (by less than {MATTERS:.0f} points) from L to the longest context than",
             margin=MATTERS,
@@ -407,7 +392,7 @@ def resolve_questions(request: Request) -> Sweep:
 
 def _pair_rows(view: View) -> list[Row]:
     """Every pair that was read: its two rows and the question they answer."""
-    known = set(view.values("row", TRAINED))
+    known = set(view.values("row", lm.TRAINED))
     return [
         Row(f"{row} − {other}", {"row": row, "other": other, "question": question.words})
         for question in QUESTIONS.values()
@@ -418,14 +403,14 @@ def _pair_rows(view: View) -> list[Row]:
 
 def _pair_columns(view: View) -> list[Column]:
     """The first row of a pair at L and its change; then differences to the second."""
-    natural = past(ACCURACY, view, "non_repeated", method="")
+    natural = lm.past(lm.ACCURACY, view, "non_repeated", method="")
     return [
         text_column("question", "question", lambda view, row: row.where["question"]),
-        _of_pair("at_l", "at L", AT_L, difference=False),
-        _of_pair("change", "change", UNMODIFIED_CHANGE, difference=False),
-        _of_pair("at_l_difference", "difference at L", AT_L),
+        _of_pair("at_l", "at L", lm.AT_L, difference=False),
+        _of_pair("change", "change", lm.UNMODIFIED_CHANGE, difference=False),
+        _of_pair("at_l_difference", "difference at L", lm.AT_L),
         _of_pair("natural_difference", "difference on natural text past L", natural),
-        _of_pair("change_difference", "difference in change", UNMODIFIED_CHANGE),
+        _of_pair("change_difference", "difference in change", lm.UNMODIFIED_CHANGE),
     ]
 
 
@@ -442,9 +427,9 @@ def _pair_claims(view: View) -> Iterator[Claim]:
     """Of every pair, at L and in what longer contexts change."""
     for question in QUESTIONS.values():
         for row, other in question.pairs:
-            at_l = (AT_L, question.at_l, EQUAL, f"{row} − {other} at L, accuracy")
+            at_l = (lm.AT_L, question.at_l, lm.EQUAL, f"{row} − {other} at L, accuracy")
             measured = f"change of {row} − change of {other}, last segment"
-            change = (UNMODIFIED_CHANGE, question.change, MATTERS, measured)
+            change = (lm.UNMODIFIED_CHANGE, question.change, MATTERS, measured)
             for metric, expected, matters, words in (at_l, change):
                 yield Claim(
                     f"{row} {expected.words} {other}",
@@ -458,8 +443,8 @@ def _pair_figures(view: View) -> list[Figure]:
     """Every pair's differences; accuracy by position; the trainings."""
     differences = [c for c in _pair_columns(view) if c.key.endswith("_difference")]
     title = "Differences of accuracy, in points"
-    drawn = intervals(view, "questions", title, _pair_rows(view), differences)
-    return [drawn, *position_figures(view), history_figure(view)]
+    drawn = lm.intervals(view, "questions", title, _pair_rows(view), differences)
+    return [drawn, *lm.position_figures(view), lm.history_figure(view)]
 
 
 STUDY = Study(
@@ -489,10 +474,10 @@ STUDY = Study(
         Table(
             "scores",
             "Every score",
-            reading_rows,
-            reading_columns,
+            lm.reading_rows,
+            lm.reading_columns,
             intro="Token accuracy in % (losses in nats).",
-            notes=lambda view: (*premise(view, view.values("row", TRAINED)), *LEGEND),
+            notes=lambda view: (*lm.premise(view, view.values("row", lm.TRAINED)), *lm.LEGEND),
         ),
     ),
     claims=_pair_claims,

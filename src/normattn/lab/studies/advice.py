@@ -176,6 +176,8 @@ def _span(winners: Sequence[_Best], trained: int) -> str:
 def _spoken_cost(cost: Estimate | None, at: str) -> str:
     if cost is None:
         return f"its cost at {at} was not measured"
+    if cost.low == cost.high == 0:
+        return f"costs nothing at {at}"
     if cost.above_zero:
         return f"costs {cost.value:.1f} % of loss at {at}"
     if cost.below_zero:

@@ -130,7 +130,7 @@ class Study:
         shown = tuple(
             Column(_key(title), title, metric) for title, metric in (columns or {}).items()
         )
-        main = Table("table", "", lambda view: rows_of(view.frame, order), shown)
+        main = Table("table", "", lambda view: rows_of(view.read, order), shown)
 
         def drawn(view: View) -> list[Figure]:
             return [intervals(view, "columns", title or name, main.rows(view), shown)]

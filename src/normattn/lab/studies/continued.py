@@ -14,7 +14,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-import polars as pl
 from pydantic import Field, field_validator, model_validator
 
 from normattn.errors import InputError
@@ -26,16 +25,9 @@ from normattn.lab.report.tables import Column, Row, Table, text_column
 from normattn.lab.report.view import View, points
 from normattn.lab.stats import MeasurementStore, Metric
 from normattn.lab.stats.arrays import Where
+from normattn.lab.studies import language as language
+from normattn.lab.studies import lm_report as lm
 from normattn.lab.studies.base import Study
-from normattn.lab.studies.language import (
-    TextSetting,
-    evaluate_model,
-    evaluation_sets,
-    reading_cost,
-    set_lengths,
-    work_key,
-)
-from normattn.lab.studies.lm_report import ACCURACY, CHANGE, LAST, LOSS, ranked, rows_of
 from normattn.lab.studies.methods import canonical
 from normattn.lab.studies.preset import EvaluationSettings, opened, own_group
 from normattn.lab.sweep.config import merged
@@ -143,7 +135,7 @@ class ContinuedRun(Run):
 
     def sets(self, data: TokenData, train_length: int, settings: EvaluationSettings) -> list[Any]:
         """The texts that the branches are read on."""
-        make = natural_sets if self.every_length else evaluation_sets
+        make = natural_sets if self.every_length else language.evaluation_sets
         return [*make(data, train_length, settings)]
 
     def _reading_stage(self, config: TrainingConfig, folder: Path, branch: str) -> Stage:
@@ -155,9 +147,9 @@ class ContinuedRun(Run):
         continued, settings = config.continued, self.evaluation
         assert continued is not None
         steps = (0, *config.keep)
-        lengths = settings.multiples if self.every_length else set_lengths(settings)
+        lengths = settings.multiples if self.every_length else language.set_lengths(settings)
         asked = {"continued": branch, "multiples": str(lengths)}
-        work = work_key("kept", continued.method, settings, asked)
+        work = language.work_key("kept", continued.method, settings, asked)
 
         def model(step: int) -> Path:
             return kept_model(folder, step) if step else Path(continued.start)
@@ -174,7 +166,7 @@ class ContinuedRun(Run):
             for step in kept:
                 expected = config.model if step else continued.saved(config.model)
                 records = store(step)
-                evaluate_model(
+                language.evaluate_model(
                     load_model(model(step), expected).to(choose_device(config.device)),
                     *(texts, settings, config.seed, records),
                     methods=[continued.method],
@@ -185,7 +177,7 @@ class ContinuedRun(Run):
 
         return Stage(
             "evaluation",
-            lambda: reading_cost(config, lengths, settings.max_windows * len(steps)),
+            lambda: language.reading_cost(config, lengths, settings.max_windows * len(steps)),
             lambda: bool(reached()) and all(store(step).has_finished(work) for step in reached()),
             read,
         )
@@ -205,7 +197,7 @@ def natural_sets(
 def _sweep(
     request: Request,
     study: str,
-    setting: TextSetting,
+    setting: language.TextSetting,
     continued: ContinueSettings,
     branches: Mapping[str, dict[str, dict[str, Any]]],
     *,
@@ -256,7 +248,7 @@ def resolve(request: Request) -> Sweep:
     request.refuse_choices("continue", variants=False)
     continued = own_group(request, "continued", ContinueSettings)
     read = {"multiples": continued.read, "protocols": ("train_length", "non_repeated")}
-    setting = TextSetting.of(preset, read)
+    setting = language.TextSetting.of(preset, read)
     before, multiple = setting.training["batch_size"], continued.multiple
     if continued.batch_size is None and before % multiple:
         raise InputError(
@@ -278,20 +270,16 @@ def resolve(request: Request) -> Sweep:
     return _sweep(request, "continue", setting, continued, branches, every_length=True)
 
 
-def _read(view: View) -> pl.DataFrame:
-    return view.frame.filter(pl.col("protocol") != "training")
-
-
 def _lengths(view: View) -> list[int]:
-    return sorted(_read(view)["length"].unique().to_list())
+    return sorted(view.read["length"].unique().to_list())
 
 
 def _rows(view: View) -> list[Row]:
     """Every branch at every step that was kept: scores in the order of tables, then methods."""
-    steps = _read(view).select("row", "method", STEP).unique().sort(STEP).rows()
+    steps = view.read.select("row", "method", STEP).unique().sort(STEP).rows()
     return [
         Row(row.label, {**row.where, STEP: step})
-        for row in rows_of(view.frame, methods=("",))
+        for row in lm.rows_of(view.read, methods=("",))
         for *branch, step in steps
         if branch == [*row.where.values()]
     ]
@@ -311,7 +299,7 @@ def _columns(view: View) -> list[Column]:
         _STEPS,
         *(
             Column(f"{metric.name}_{n}", f"{metric.name} at {n:,}", metric.at(length=n))
-            for metric in (LOSS, ACCURACY)
+            for metric in (lm.LOSS, lm.ACCURACY)
             for n in _lengths(view)
         ),
     ]
@@ -320,7 +308,7 @@ def _columns(view: View) -> list[Column]:
 def _changes(view: View) -> list[Column]:
     """The last step less step 0 of the same trained model without any method."""
     before = {"method": "", STEP: 0}
-    losses = {n: LOSS.at(length=n) for n in _lengths(view)}
+    losses = {n: lm.LOSS.at(length=n) for n in _lengths(view)}
     return [
         _STEPS,
         *(Column(f"change_{n}", f"at {n:,}", loss - loss.at(before)) for n, loss in losses.items()),
@@ -336,7 +324,7 @@ def _claims(view: View) -> Iterator[Claim]:
             for length in _lengths(view)[1:]:
                 yield Claim(
                     f"{normed.where['row']}, unchanged, ends with a lower loss than {base.label}",
-                    LOSS.at(normed.where, length=length) - LOSS.at(base.where, length=length),
+                    lm.LOSS.at(normed.where, length=length) - lm.LOSS.at(base.where, length=length),
                     *("kexue 9859", f"loss at {length:,}, nats", -1, MATTERS),
                 )
 
@@ -346,7 +334,7 @@ def _figures(view: View) -> list[Figure]:
     rows = _rows(view)
     panels = [
         _by_step(view, f"{metric.title}, read at {n:,}", metric, unit, rows, {"length": n})
-        for metric, unit in ((LOSS, "loss (nats per token)"), (ACCURACY, "accuracy (%)"))
+        for metric, unit in ((lm.LOSS, "loss (nats per token)"), (lm.ACCURACY, "accuracy (%)"))
         for n in _lengths(view)
     ]
     title = "Training that continues at a longer length: with and without a change"
@@ -417,13 +405,13 @@ def resolve_retrofit(request: Request) -> Sweep:
         score: {"model.score": score, "continued.trained": None if score == BASE else BASE}
         for score in (BASE, *(request.variants or ("KNA", "QKRMSNorm")))
     }
-    setting = TextSetting.of(preset, read)
+    setting = language.TextSetting.of(preset, read)
     return _sweep(request, "retrofit", setting, continued, {BASE: branches}, every_length=False)
 
 
 def _branch_rows(view: View) -> list[Row]:
     """Every branch after every step that was kept; step 0 is Baseline as it was trained."""
-    branches = ranked(view.values(BRANCH, {"protocol": "last_segment"}), (BASE,))
+    branches = lm.ranked(view.values(BRANCH, {"protocol": "last_segment"}), (BASE,))
     return [
         Row(f"as {branch}", {BRANCH: branch, STEP: step})
         for branch in branches
@@ -437,21 +425,21 @@ def _branch_columns(view: View) -> list[Column]:
     ends = zip(("near", "far"), (read[0], read[-1]) if read else (), strict=False)
     return [
         text_column("step", "further steps", lambda view, row: row.where[STEP]),
-        Column("at_l", "accuracy at L", ACCURACY.at(AT_L)),
-        Column("loss", "loss at L", LOSS.at(AT_L)),
-        *(Column(key, f"last segment after {n:,}", LAST.at(length=n)) for key, n in ends),
-        Column("change", "change", CHANGE),
+        Column("at_l", "accuracy at L", lm.ACCURACY.at(AT_L)),
+        Column("loss", "loss at L", lm.LOSS.at(AT_L)),
+        *(Column(key, f"last segment after {n:,}", lm.LAST.at(length=n)) for key, n in ends),
+        Column("change", "change", lm.CHANGE),
     ]
 
 
 def _branch_claims(view: View) -> Iterator[Claim]:
     """After the last step each branch against the control."""
     last = {row.where[BRANCH]: row.where for row in _branch_rows(view)}
-    control, at_l = last.pop(BASE, None), ACCURACY.at(AT_L)
+    control, at_l = last.pop(BASE, None), lm.ACCURACY.at(AT_L)
     for branch, ours in last.items() if control else ():
         yield Claim(
             f"a Baseline that continues as {branch} loses less from L to the longest context",
-            CHANGE.at(ours) - CHANGE.at(control),
+            lm.CHANGE.at(ours) - lm.CHANGE.at(control),
             measured=f"change as {branch} − change as Baseline, last segment",
         )
         yield Claim(
@@ -469,7 +457,7 @@ def _branch_figures(view: View) -> list[Figure]:
     for n in (*read[:1], *read[-1:]):
         places[f"last segment after {n:,}"] = {"protocol": "last_segment", "length": n}
     panels = [
-        _by_step(view, title, ACCURACY, "accuracy (%)", rows, where)
+        _by_step(view, title, lm.ACCURACY, "accuracy (%)", rows, where)
         for title, where in places.items()
     ]
     title = "A trained Baseline with another score from step 0"

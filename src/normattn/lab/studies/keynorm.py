@@ -16,31 +16,10 @@ from normattn.lab.report.claims import Claim
 from normattn.lab.report.figures import Figure
 from normattn.lab.report.tables import Column, Row, Table, text_column
 from normattn.lab.report.view import View
+from normattn.lab.studies import lm_report as lm
 from normattn.lab.studies.base import Study
 from normattn.lab.studies.language import AS_IS, TextSetting, text_runs
-from normattn.lab.studies.lm_report import (
-    ACCURACY,
-    CHANGE,
-    CONTROL,
-    LAST,
-    LEGEND,
-    MAIN_COLUMNS,
-    TRAINED,
-    copied_from,
-    copying_columns,
-    copying_figure,
-    distances,
-    history_figure,
-    in_short,
-    length_figure,
-    past,
-    position_figures,
-    reading_columns,
-    reading_rows,
-    table_figure,
-)
 from normattn.lab.studies.methods import ALL, candidates, canonical, checked_methods, usable
-from normattn.lab.studies.premise import EQUAL, premise
 from normattn.lab.studies.preset import opened
 from normattn.lab.sweep.run import Request, Sweep
 from normattn.score.parts import Part, parts
@@ -138,7 +117,7 @@ said = partial(Claim, source="kexue 9859", matters=MATTERS)
 
 def claims(view: View) -> Iterator[Claim]:
     """What the source says of normalised keys, sentence by sentence; two controls come last."""
-    read = {text: past(ACCURACY, view, text, method="") for text in PAST}
+    read = {text: lm.past(lm.ACCURACY, view, text, method="") for text in PAST}
     natural, tiled = read["non_repeated"], read["repeated"]
     base, kna = {"row": "Baseline"}, natural.at(variant="KNA")
     for row in ("KNA", "CosA", "KNA-logn", "CosA-logn"):
@@ -153,13 +132,13 @@ def claims(view: View) -> Iterator[Claim]:
         kna - natural.at(variant="QNA"),
         measured="KNA − QNA, accuracy",
     )
-    at_l = ACCURACY.at(TRAINED)
+    at_l = lm.ACCURACY.at(lm.TRAINED)
     for row in ("KNA", "CosA", "QNA"):
         yield said(
             f"{row} is slightly better at the training length",
             at_l.at(variant=row) - at_l.at(base),
             measured=f"{row} − Baseline at L, accuracy",
-            matters=EQUAL,
+            matters=lm.EQUAL,
         )
     for method in ("YaRN", "ReRoPE"):
         yield said(
@@ -212,8 +191,8 @@ def _as_contexts_grow(view: View) -> Iterator[Claim]:
     if len(lengths) < 2:
         return
     near, far = lengths[0], lengths[-1]
-    longer = LAST.at(length=far, method="") - LAST.at(length=near, method="")
-    change, ends = CHANGE.at(method=""), f"last segment: after {far:,} − after {near:,}"
+    longer = lm.LAST.at(length=far, method="") - lm.LAST.at(length=near, method="")
+    change, ends = lm.CHANGE.at(method=""), f"last segment: after {far:,} − after {near:,}"
     for row in ("KNA", "CosA"):
         yield said(
             f"{row} loses less than Baseline from L to the longest context",
@@ -236,12 +215,12 @@ def _as_contexts_grow(view: View) -> Iterator[Claim]:
 
 def _by_distance(view: View) -> Iterator[Claim]:
     """Copying over a trained and over an unseen distance; the control sees neither's answer."""
-    known, trained = distances(view), max(view.values("train_length"), default=0)
+    known, trained = lm.distances(view), max(view.values("train_length"), default=0)
     near, far = max((d for d in known if d < trained), default=0), max(known, default=0)
     control = {"variant": "Baseline", "method": "StreamingLLM"}
     if not near < trained <= far:
         return
-    kna, unseen = (copied_from(view, d).at(variant="KNA", method="") for d in (near, far))
+    kna, unseen = (lm.copied_from(view, d).at(variant="KNA", method="") for d in (near, far))
     yield said(
         f"KNA as it is copies over a distance that it was trained on ({near:,} tokens)",
         kna - kna.at(**control),
@@ -300,7 +279,7 @@ def _source_columns(view: View) -> Sequence[Column]:
             f"{key}_source", "source", lambda view, row: f"{(published(row) or {})[key]:.2f}"
         )
 
-    ours = {column.key: column for column in reading_columns(view)}
+    ours = {column.key: column for column in lm.reading_columns(view)}
     return [
         column
         for key in ("train", "repeated", "non_repeated")
@@ -312,11 +291,11 @@ def _source_columns(view: View) -> Sequence[Column]:
 def figures(view: View) -> list[Figure]:
     """Accuracy by position and by length, the table in colours, the trainings."""
     return [
-        *position_figures(view),
-        copying_figure(view),
-        length_figure(view),
-        table_figure(view),
-        history_figure(view),
+        *lm.position_figures(view),
+        lm.copying_figure(view),
+        lm.length_figure(view),
+        lm.table_figure(view),
+        lm.history_figure(view),
     ]
 
 
@@ -335,26 +314,26 @@ STUDY = Study(
         Table(
             "table",
             "",
-            reading_rows,
-            reading_columns,
+            lm.reading_rows,
+            lm.reading_columns,
             intro="Token accuracy in % (losses in nats), with 95 % intervals over documents and "
             "seeds.",
-            notes=lambda view: (*premise(view), *LEGEND),
-            main=MAIN_COLUMNS,
+            notes=lambda view: (*lm.premise(view), *lm.LEGEND),
+            main=lm.MAIN_COLUMNS,
         ),
         Table(
             "copying",
             "How far back can each score copy from?",
-            lambda view: reading_rows(view) if distances(view) else [],
-            copying_columns,
+            lambda view: lm.reading_rows(view) if lm.distances(view) else [],
+            lm.copying_columns,
             intro="Token accuracy in % on tiled text, tokens whose answer stands earlier, by how "
             "many tokens back it stands. A model that cannot see so far back is at the level of "
-            f"{CONTROL}.",
+            f"{lm.CONTROL}.",
         ),
         Table(
             "source",
             "Beside the source's table: another setting, not a target",
-            lambda view: [row for row in reading_rows(view) if published(row)],
+            lambda view: [row for row in lm.reading_rows(view) if published(row)],
             _source_columns,
             intro=f"The source: {SETTING}. Accuracy in %. For CosA-logn as it is the source prints "
             "48.39 in its large table and 48.95 in its first.",
@@ -362,7 +341,7 @@ STUDY = Study(
     ),
     claims=claims,
     figures=figures,
-    summary=in_short,
+    summary=lm.in_short,
     variants_help="Trained scores, by commas; any that `normattn list` can name; or `all`. "
     "[default: Baseline, QNA, KNA, CosA, each with and without -logn]",
     methods_help="Ways of reading past L, or `all`: every one that a score can take, and a row for "

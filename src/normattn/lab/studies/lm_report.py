@@ -9,7 +9,7 @@ changes at the training length when it is switched on there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import polars as pl
@@ -25,7 +25,7 @@ from normattn.lab.report.figures import (
     Panel,
     Point,
 )
-from normattn.lab.report.tables import NOTHING, Cell, Column, Row
+from normattn.lab.report.tables import NOTHING, Cell, Column, Row, shown
 from normattn.lab.report.view import View, bin_points, points, step_points
 from normattn.lab.stats import LONGEST, SHORTEST, Metric
 from normattn.lab.stats.arrays import Where
@@ -87,15 +87,14 @@ def rows_of(
     methods: Sequence[str] = METHOD_ORDER,
 ) -> list[Row]:
     """A row for every trained score and method that was evaluated, in the order of tables."""
-    read = frame.filter(pl.col("protocol") != "training")
-    pairs = read.select("row", "method").unique().rows()
+    pairs = frame.select("row", "method").unique().rows()
     pairs.sort(key=lambda pair: (_rank(pair[0], order), _rank(pair[1], methods)))
     return [row_of(*pair) for pair in pairs]
 
 
 def reading_rows(view: View) -> list[Row]:
     """The same, and each method's row of a score that was trained but never evaluated."""
-    read = [(row.where["row"], row.where["method"]) for row in rows_of(view.frame)]
+    read = [(row.where["row"], row.where["method"]) for row in rows_of(view.read)]
     methods = {method for _, method in read} or {""}
     unread = set(view.values("row")) - {row for row, _ in read}
     pairs = [*read, *((row, method) for row in unread for method in methods)]
@@ -172,7 +171,7 @@ def copying_columns(view: View) -> list[Column]:
 def in_short(view: View) -> list[str]:
     """How much longer context changes accuracy: Baseline, the best other score, the best method."""
     changes: dict[str, dict[str, float]] = {}
-    for row in rows_of(view.frame):
+    for row in rows_of(view.read):
         estimate = view.estimate(CHANGE, row.where)
         if estimate is not None:
             changes.setdefault(row.where["method"], {})[row.where["row"]] = estimate.value
@@ -198,6 +197,69 @@ def in_short(view: View) -> list[str]:
             f"{rescued[best]:+.1f}."
         )
     return sentences
+
+
+# Whether a comparison past L means something
+
+EQUAL, COPIES = 1.0, 10.0
+"""Points at L within which two scores count as equally good; points that tiled text must be above
+natural text for copying to count as learned. Set before the trainings of the preset `workstation`,
+in development/log.md."""
+
+
+def premise(view: View, rows: Sequence[str] | None = None) -> list[str]:
+    """Sentences on whether the scores are equally good at L, and whether they copy at all.
+
+    A difference past L speaks of extrapolation only between models that are equally good at L, and
+    a model that uses no far context has little to lose. Of `rows`, by default the source's scores:
+    others are controls, which differ from Baseline by design.
+    """
+    trained = ranked(view.values("row", TRAINED), VARIANT_ORDER)
+    compared = [row for row in trained if row in VARIANT_ORDER]
+    named = compared if len(compared) > 1 else trained
+    return [*_equally_good(view, named), *_copying(view, rows or named)]
+
+
+def _equally_good(view: View, rows: Sequence[str]) -> Iterator[str]:
+    metrics = {row: AT_L.at(variant=row) - AT_L.at(variant="Baseline") for row in rows}
+    known = {row: view.estimate(metric) for row, metric in metrics.items()}
+    apart = {row: estimate for row, estimate in known.items() if estimate is not None}
+    ends = [(estimate.low, estimate.high) for estimate in apart.values()]
+    if not apart:
+        return
+    verdict = "Whether the premise is met is open: some may differ from Baseline by over a point"
+    if all(low is not None and high is not None and max(-low, high) <= EQUAL for low, high in ends):
+        verdict = "The premise is met: at L every other score is within a point of Baseline"
+    elif any((low or 0.0) > EQUAL or (high or 0.0) < -EQUAL for low, high in ends):
+        verdict = "The premise is not met: the scores are not equally good at L"
+    values = (f"{row} {shown(estimate, 1, signed=True)}" for row, estimate in apart.items())
+    yield f"{verdict}. Accuracy at L minus Baseline's, in points: {', '.join(values)}."
+
+
+def _copying(view: View, rows: Sequence[str]) -> Iterator[str]:
+    """Tokens of the second half of L whose answer stands in the context, minus natural text."""
+    gains = {}
+    for row in rows:
+        where = {"row": row, "method": ""}
+        length = view.one("train_length", {**TRAINED, "row": row}) or 0
+        within = (float(length // 2), float(length))  # the shortest segment has half as many
+        tiled = view.known(past(SEEN, view, "repeated", **where).between(within))
+        natural = view.known(past(ACCURACY, view, "non_repeated", **where).between(within))
+        if tiled is not None and natural is not None:
+            gains[row] = tiled.value - natural.value
+    if not gains:
+        return
+    learned = [row for row, gain in gains.items() if gain >= COPIES]
+    verdict = f"is learned by {', '.join(learned)} and not by the other {len(gains) - len(learned)}"
+    if len(learned) == len(gains):
+        verdict = "is learned by every score"
+    elif not learned:
+        verdict = "is not learned by any score, so nothing about far context follows"
+    values = ", ".join(f"{row} {gain:+.1f}" for row, gain in gains.items())
+    yield (
+        f"Copying {verdict}. Tiled text, tokens whose answer stands earlier, minus natural text, "
+        f"in the second half of L, in points (from {COPIES:.0f} on counted as learned): {values}."
+    )
 
 
 # Figures
@@ -243,13 +305,13 @@ def _by_method(
         if method in beside:
             continue
         lines = []
-        for drawn in (method, *(beside if not method else ())):
-            for row in ranked(view.values("row", {**where, "method": drawn}), VARIANT_ORDER):
-                shown = curve({**where, "row": row, "method": drawn})
-                if shown and drawn == method:
-                    lines.append(_line(row, shown))
-                elif shown:
-                    lines.append(Line(f"{row}-{drawn}", shown, drawn, dashed=True))
+        for read in (method, *(beside if not method else ())):
+            for row in ranked(view.values("row", {**where, "method": read}), VARIANT_ORDER):
+                drawn = curve({**where, "row": row, "method": read})
+                if drawn and read == method:
+                    lines.append(_line(row, drawn))
+                elif drawn:
+                    lines.append(Line(f"{row}-{read}", drawn, read, dashed=True))
         panels.append(Panel(method or "as is", tuple(lines), x_title, "accuracy (%)", **axes))
     return Curves(name, title, tuple(panels), first=FAMILIES)
 

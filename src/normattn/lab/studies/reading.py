@@ -25,23 +25,9 @@ from normattn.lab.report.tables import NOTHING, Cell, Column, Row, Table, text_c
 from normattn.lab.report.view import View, bin_points, octaves, points
 from normattn.lab.stats import Metric
 from normattn.lab.stats.metrics import accuracy
+from normattn.lab.studies import lm_report as lm
 from normattn.lab.studies.base import Study
 from normattn.lab.studies.language import AS_IS, TextSetting, text_runs
-from normattn.lab.studies.lm_report import (
-    ACCURACY,
-    LEGEND,
-    LOSS,
-    METHOD_ORDER,
-    history_figure,
-    length_figure,
-    past,
-    position_figures,
-    ranked,
-    reading_columns,
-    reading_rows,
-    rows_of,
-    table_figure,
-)
 from normattn.lab.studies.methods import ALL, candidates, canonical, checked_methods, usable
 from normattn.lab.studies.preset import opened, own_group
 from normattn.lab.sweep.collect import measured_below
@@ -86,7 +72,7 @@ def resolve(request: Request) -> Sweep:
 
 def _rows_by(protocol: str) -> Callable[[View], list[Row]]:
     """Rows that were read by one protocol."""
-    return lambda view: rows_of(view.frame.filter(protocol=protocol))
+    return lambda view: lm.rows_of(view.frame.filter(protocol=protocol))
 
 
 def _standard(view: View) -> View:
@@ -96,7 +82,7 @@ def _standard(view: View) -> View:
 
 def _standard_rows(view: View) -> list[Row]:
     read = view.frame.filter(~pl.col("protocol").is_in([*OWN_TABLES, "training"]))
-    return reading_rows(View(read)) if read.height else []
+    return lm.reading_rows(View(read)) if read.height else []
 
 
 def _octaves(metric: Metric) -> Callable[[View], Sequence[Column]]:
@@ -104,7 +90,7 @@ def _octaves(metric: Metric) -> Callable[[View], Sequence[Column]]:
     at = metric.at(protocol=POSITION)
     return lambda view: [
         Column(f"{metric.name}_{number}", title, at.between(span))
-        for number, (_, title, span) in enumerate(octaves(view, ACCURACY, {"protocol": POSITION}))
+        for number, (_, title, span) in enumerate(octaves(view, metric, {"protocol": POSITION}))
     ]
 
 
@@ -119,7 +105,7 @@ def _retrieval_columns(view: View) -> list[Column]:
         )
         for task, title in TASKS.items()
         for length in sorted(view.values("length", {"protocol": RETRIEVAL, TASK: task}))
-        for key, metric, words in (("exact", EXACT, "answers"), ("token", ACCURACY, "tokens"))
+        for key, metric, words in (("exact", EXACT, "answers"), ("token", lm.ACCURACY, "tokens"))
     ]
 
 
@@ -127,8 +113,8 @@ def figures(view: View) -> Iterator[Figure]:
     """Accuracy and loss by position, retrieval by depth, and what the standard protocols give."""
     if _standard_rows(view):
         plain = _standard(view)
-        yield from (*position_figures(plain), length_figure(plain), table_figure(plain))
-    yield history_figure(view)
+        yield from (*lm.position_figures(plain), lm.length_figure(plain), lm.table_figure(plain))
+    yield lm.history_figure(view)
     for row in view.values("row", {"protocol": POSITION}):
         yield _by_position(view, row)
     length = view.longest(RETRIEVAL)
@@ -140,10 +126,10 @@ def _by_position(view: View, row: str) -> Figure:
     where = {"row": row, "protocol": POSITION}
     mark = Mark(float(view.one("train_length", where) or 1), "L")
     panels = []
-    for metric, unit in ((ACCURACY, "accuracy (%)"), (LOSS, "loss (nats)")):
+    for metric, unit in ((lm.ACCURACY, "accuracy (%)"), (lm.LOSS, "loss (nats)")):
         lines = [
             Line(method or "as is", curve, method or "as is")
-            for method in ranked(view.values("method", where), METHOD_ORDER)
+            for method in lm.ranked(view.values("method", where), lm.METHOD_ORDER)
             if (
                 curve := bin_points(view, metric, {**where, "method": method}, lambda bin_: bin_[3])
             )
@@ -191,18 +177,18 @@ STUDY = Study(
             "table",
             "",
             _standard_rows,
-            reading_columns,
-            notes=LEGEND,
+            lm.reading_columns,
+            notes=lm.LEGEND,
             intro="Token accuracy in % (losses in nats) on held-out text.",
         ),
         Table(
             "accuracy_by_position",
             "Accuracy by position, %",
             _rows_by(POSITION),
-            _octaves(ACCURACY),
+            _octaves(lm.ACCURACY),
             intro="Natural held-out text, every token scored, in octaves of the training length.",
         ),
-        Table("loss_by_position", "Loss by position, nats", _rows_by(POSITION), _octaves(LOSS)),
+        Table("loss_by_position", "Loss by position, nats", _rows_by(POSITION), _octaves(lm.LOSS)),
         Table(
             "retrieval",
             "Facts stated in a long text and asked for at its end, %",
@@ -291,8 +277,7 @@ def collect_windows(out: Path) -> pl.DataFrame:
 
 def window_rows(view: View) -> list[Row]:
     """Forms of log-n, windows ascending, the model without ReRoPE first."""
-    read = view.frame.filter(pl.col("protocol") != "training")
-    settings = read.select(FORM, WINDOW).unique().rows() if read.height else []
+    settings = view.read.select(FORM, WINDOW).unique().rows() if view.read.height else []
     settings.sort(key=lambda setting: (FORMS.index(setting[0]), setting[1] or 0))
     return [Row(form, {FORM: form, WINDOW: window}) for form, window in settings]
 
@@ -312,7 +297,7 @@ def _window_columns(view: View) -> list[Column]:
 def _past_columns(view: View) -> Sequence[Column]:
     """The window, then what a method reads past L."""
     kept = ("repeated", "repeated_seen", "non_repeated", "last_", "cost")
-    read = [column for column in reading_columns(view) if column.key.startswith(kept)]
+    read = [column for column in lm.reading_columns(view) if column.key.startswith(kept)]
     return [
         *_window_columns(view),
         *(replace(c, plain=_cost) if c.key == "cost" else c for c in read),
@@ -324,7 +309,7 @@ def _cost(view: View, row: Row) -> Cell:
     base = {FORM: TRAINED_IN if row.where[FORM] == TRAINED_IN else PLAIN, WINDOW: None}
     if row.where == base:
         return NOTHING
-    at_l = ACCURACY.at(protocol="train_length")
+    at_l = lm.ACCURACY.at(protocol="train_length")
     return Column("cost", "cost at L", at_l - at_l.at(base)).cell(view, row)
 
 
@@ -333,7 +318,7 @@ def _read_past(view: View) -> dict[str, tuple[str, Metric]]:
     return {
         name: (
             f"{name.replace('_', ' ')} ({view.longest(name):,})",
-            past(ACCURACY, view, name),
+            lm.past(lm.ACCURACY, view, name),
         )
         for name in DRAWN
         if view.longest(name)
@@ -352,7 +337,7 @@ def _gains(view: View) -> list[Column]:
 
 def _window_claims(view: View) -> list[Claim]:
     """logn+ helps ReRoPE at every window: the mean over windows would hide which."""
-    natural = past(ACCURACY, view, "non_repeated")
+    natural = lm.past(lm.ACCURACY, view, "non_repeated")
     gain = natural.at({FORM: POST_HOC}) - natural.at({FORM: PLAIN})
     windows = [row.where[WINDOW] for row in window_rows(view) if row.where[FORM] == PLAIN]
     return [
@@ -407,7 +392,7 @@ WINDOW_STUDY = Study(
             window_rows,
             _past_columns,
             head="log-n",
-            notes=LEGEND,
+            notes=lm.LEGEND,
             intro="Token accuracy in %. Rows without a window are the models without ReRoPE.",
         ),
         Table(

@@ -21,7 +21,7 @@ from normattn.lab.diagnostics import DiagnosticsProbe
 from normattn.lab.report.output import Written
 from normattn.lab.report.page import Page
 from normattn.lab.runs import read_status
-from normattn.lab.stats import Identity, MeasurementStore, identified, sums
+from normattn.lab.stats import Identity, MeasurementStore, diverged
 from normattn.lab.stats.measurements import Factor
 from normattn.lab.sweep.config import SweepConfig
 from normattn.lab.sweep.launchers import Launcher, Local
@@ -211,8 +211,7 @@ class Run(Settings, ABC):
 
     def diverged(self, step: int, where: str, **factors: Factor) -> pl.DataFrame:
         """The measurement: this training ended in NaN, first seen in the module `where`."""
-        ended = sums("diverged", [where], [[1.0]], [[1.0]], axis="step", edges=[float(step)])
-        return identified(self.identity("training", **factors), [ended])
+        return diverged(self.identity("training", **factors), step, where)
 
 
 def canonical_json(settings: object) -> str:
