@@ -17,6 +17,7 @@ addEventListener("load", () => {
     const figures = all("figure");
     if (rounds && figures.some((figure) => !figure.dataset.drawn)) return setTimeout(finish, 100, rounds - 1);
     seen.overflow = document.documentElement.scrollWidth - document.documentElement.clientWidth;
+    seen.scrolled = all("figure .chart").map((chart) => chart.scrollWidth - chart.clientWidth);
     seen.drawn = figures.map((figure) => all("svg path", figure).length);
     seen.numbers = all("svg [d]").filter((one) => /NaN|undefined|Infinity/.test(one.getAttribute("d"))).length;
     seen.failures.push(...failures);
