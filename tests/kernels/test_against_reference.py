@@ -12,11 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from normattn.kernels import AttentionInputs, AttentionMask
+from normattn.kernels import AttentionInputs, AttentionMask, attend
 from normattn.kernels import two_regime as sliding
 from normattn.kernels.dispatch import TABLE
 from normattn.kernels.reference import reference
-from normattn.kernels.tiled_backward import tiled
 from normattn.kernels.two_regime import two_regime
 
 from .memory import largest
@@ -25,6 +24,10 @@ few = settings(max_examples=25, deadline=None)
 
 
 pytestmark = pytest.mark.usefixtures("small_tiles")
+
+
+def chunked(problem: AttentionInputs) -> Tensor:
+    return attend(problem, "chunked")
 
 
 def _agree(run: Any, problem: AttentionInputs, tolerance: float = 1e-11) -> None:
@@ -111,7 +114,7 @@ def _drawn(draw: random.Random, plain: bool, whole: bool = False) -> AttentionIn
 @few
 @given(st.randoms(use_true_random=False))
 def test_chunked_serves_everything_together(draw: random.Random) -> None:
-    _agree(tiled, _drawn(draw, plain=False))
+    _agree(chunked, _drawn(draw, plain=False))
 
 
 @few
@@ -156,9 +159,9 @@ def _regular(
 
 @pytest.mark.parametrize("rows", [1, 7, 8, 9, 11, 12, 13, 25])
 def test_lengths_about_the_window_and_the_tile(rows: int) -> None:
-    for run in (tiled, two_regime):
+    for run in (chunked, two_regime):
         _agree(run, _regular(rows, 12, torch.float64))
-    _agree(tiled, _regular(rows, 12, torch.float64, keys=rows + 15))
+    _agree(chunked, _regular(rows, 12, torch.float64, keys=rows + 15))
 
 
 @pytest.mark.parametrize(("near", "far"), [(200.0, 1.0), (1.0, 200.0)])
@@ -167,7 +170,7 @@ def test_one_regime_that_outweighs_the_other(near: float, far: float) -> None:
     problem = _regular(30, 4, torch.float64, scale=near)
     assert problem.far_q is not None
     problem.far_q.data *= far
-    for run in (two_regime, tiled):
+    for run in (two_regime, chunked):
         _agree(run, problem, 1e-9)
 
 
@@ -180,7 +183,7 @@ def test_one_key_head_of_128_and_wide_values() -> None:
         v = torch.randn((2, 1, 37, 192), generator=seed).double()
         seen = AttentionMask(causal, key, key, True)
         _agree(
-            tiled,
+            chunked,
             AttentionInputs(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), seen),
         )
 
@@ -199,5 +202,5 @@ def test_a_decoding_step_over_keys_cut_from_a_cache(dtype: torch.dtype) -> None:
         expected = reference(AttentionInputs.of(problem.settings, wide))
         tolerance = 1e-5 if dtype == torch.float32 else 3e-2
         torch.testing.assert_close(
-            tiled(problem).double(), expected, atol=tolerance, rtol=tolerance
+            chunked(problem).double(), expected, atol=tolerance, rtol=tolerance
         )

@@ -179,16 +179,6 @@ def test_where_no_kernel_can_go_on_the_reason_is_said() -> None:
         reasons(replace(second, visibility=mask, residual_scores=residual))
 
 
-def test_features_side_by_side_where_they_are_few_and_keys_many() -> None:
-    def chosen(layers: int | None, size: int, keys: int) -> str:
-        shape = Shape(1, 1, 1, keys, keys, size, size)
-        (problem,) = make_layers(shape, seen_by(shape), {}, {}, 1)
-        return reasons(replace(problem, residual_scores=ResidualScores(layers=layers))).kernel
-
-    assert chosen(2, 16, 2048) == "concatenated"
-    assert {chosen(None, 16, 2048), chosen(3, 16, 2048), chosen(2, 16, 2047)} == {"residual"}
-
-
 def test_a_kernel_without_residual_scores_says_so() -> None:
     first = causal_layers(1)[0]
     with pytest.raises(InputError, match="takes no scores of the layers below"):
@@ -203,28 +193,23 @@ def test_a_causal_buffer_holds_half_of_the_pairs_and_goes_with_the_backward() ->
     shape = Shape(1, 2, 2, 64, 64)
     layers = make_layers(shape, seen_by(shape), {}, {}, 5)
     residual = ResidualScores()
-    outs = [attend(replace(layer, residual_scores=residual), "residual") for layer in layers]
-    ledger = residual.ledger
-    assert ledger is not None
-    assert ledger.sums is not None
-    held = sum(x.numel() for x in ledger.sums.tiles.values())
+    outs = [attend(replace(p, residual_scores=residual), "residual") for p in layers]
+    buffer = residual.buffer
+    assert buffer is not None
+    held = sum(x.numel() for x in buffer.sums.values())
     assert held == 4 * 64 * (64 + tiled.ROWS // 2) / 2
-    gone = weakref.ref(ledger.sums)
+    gone = weakref.ref(next(iter(buffer.sums.values())))
     torch.autograd.backward([weighted(outs)])
-    assert ledger.sums is None
-    assert ledger.gradients is None
-    assert not ledger.remembered
+    assert not {**buffer.sums, **buffer.gradients}
+    assert not buffer.remembered
     gc.collect()
     assert gone() is None
 
 
 def test_a_graph_that_is_dropped_drops_its_buffer() -> None:
     residual = ResidualScores()
-    outs = [
-        attend(replace(layer, residual_scores=residual), "residual") for layer in causal_layers()
-    ]
-    assert residual.ledger is not None
-    gone = weakref.ref(residual.ledger)
+    outs = [attend(replace(p, residual_scores=residual), "residual") for p in causal_layers()]
+    gone = weakref.ref(residual.buffer)
     del residual, outs
     assert gone() is None
 
@@ -232,10 +217,7 @@ def test_a_graph_that_is_dropped_drops_its_buffer() -> None:
 def test_without_gradients_nothing_is_remembered() -> None:
     residual = ResidualScores()
     with torch.no_grad():
-        outs = [
-            attend(replace(layer, residual_scores=residual), "residual")
-            for layer in causal_layers()
-        ]
-    assert residual.ledger is not None
-    assert not residual.ledger.remembered
+        outs = [attend(replace(p, residual_scores=residual), "residual") for p in causal_layers()]
+    assert residual.buffer is not None
+    assert not residual.buffer.remembered
     same(outs, [x.detach() for x in by_hand(causal_layers())])

@@ -1,6 +1,6 @@
 """Cosines of queries with the keys that they see, counted tile by tile: never a matrix.
 
-Legend: B batch, H query heads, T queries, P groups of queries.
+Legend: B batch, H query heads, T queries, P groups of queries; c token rows of a tile, W columns.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from normattn.kernels.inputs import AttentionInputs
-from normattn.kernels.tile_scores import TileScores, Workspace, grouped
+from normattn.kernels.tile_scores import grouped, score_groups
 from normattn.kernels.tiled import Plan
 
 BINS = 200
@@ -42,31 +42,27 @@ def cosine_counts(
     are one. Where no pair is visible the extremes are ±∞.
     """
     bare = _directions(inputs)
-    plan = Plan.of(bare)
-    batch, heads = inputs.q.shape[:2]
-    device, dtype = inputs.q.device, bare.q.dtype
-    counts = torch.zeros(batch, heads, groups, BINS, dtype=torch.int64, device=device)
-    least = torch.full((batch, heads, groups), torch.inf, dtype=dtype, device=device)
+    plan, rows = Plan.of(bare), inputs.q.shape[:3]
+    valid = inputs.q.new_ones(rows, dtype=torch.bool) if valid is None else valid
+    group_of = torch.zeros_like(valid, dtype=torch.int64) if group_of is None else group_of
+    counts = group_of.new_zeros(*rows[:2], groups, BINS)
+    least = bare.q.new_full((*rows[:2], groups), torch.inf)
     most = -least
-    space = Workspace()
-    for group in plan.groups(bare.q):
-        scores = TileScores(bare, plan, group, space)
-        at = group.batch, slice(group.heads.start * plan.repeat, group.heads.stop * plan.repeat)
-        for tile in group.tiles:
+    for scores in score_groups(bare, plan):
+        heads = scores.group.heads
+        at = scores.group.batch, slice(heads.start * plan.repeat, heads.stop * plan.repeat)
+        for tile in scores.group.tiles:
             if not tile.width:
                 continue
-            scores.weights(tile, kept=True)
-            assert scores.pair is not None
-            # (b, g, c, r, W) as (b, h, c, W).
-            cosine = scores.apart(scores.pair[0]).transpose(2, 3).flatten(1, 2)
-            hidden = cosine == -torch.inf
-            if valid is not None:
-                own = scores.rows_of(grouped(valid, plan.repeat), tile)
-                hidden = hidden | ~own.transpose(2, 3).flatten(1, 2)[..., None]
-            number = torch.zeros_like(hidden[..., 0], dtype=torch.int64)
-            if group_of is not None:
-                row_group = scores.rows_of(grouped(group_of, plan.repeat), tile)
-                number = row_group.transpose(2, 3).flatten(1, 2)
+            scores.weights(tile, keep=True)
+            assert scores.kept is not None
+            # (b, g, c, r, …) as (b, h, c, …).
+            cosine = scores.by_head(scores.kept[0]).transpose(2, 3).flatten(1, 2)
+            own, number = (
+                scores.rows_of(grouped(x, plan.repeat), tile).transpose(2, 3).flatten(1, 2)
+                for x in (valid, group_of)
+            )
+            hidden = (cosine == -torch.inf) | ~own[..., None]
             cosine = cosine.clamp(-1.0, 1.0)
             counts[at] += _histogram(cosine, hidden, number, groups)
             low, high = (cosine.masked_fill(hidden, end) for end in (torch.inf, -torch.inf))
@@ -77,22 +73,19 @@ def cosine_counts(
 
 def _directions(inputs: AttentionInputs) -> AttentionInputs:
     """The same pairs of vectors of length 1, and nothing but their product."""
-
-    def one(x: Tensor | None) -> Tensor | None:
-        if x is None:
-            return None
-        wide = x.detach() if x.dtype == torch.float64 else x.detach().float()
-        return torch.nn.functional.normalize(wide, dim=-1)
-
-    q, k, v = one(inputs.q), one(inputs.k), inputs.v.detach()
+    wide = torch.promote_types(inputs.q.dtype, torch.float32)
+    q, k, far_q, far_k = (
+        None if x is None else torch.nn.functional.normalize(x.detach().to(wide), dim=-1)
+        for x in (inputs.q, inputs.k, inputs.far_q, inputs.far_k)
+    )
     assert q is not None
     assert k is not None
-    far_q, far_k = one(inputs.far_q), one(inputs.far_k)
     seen = inputs.visibility
     if seen.mask is not None and seen.mask.dtype != torch.bool:
         seen = replace(seen, mask=seen.mask > -torch.inf)
     return AttentionInputs(
-        *(q, k, v.to(q), seen, far_q, far_k, inputs.window), near_start=inputs.near_start
+        *(q, k, inputs.v.detach().to(wide), seen, far_q, far_k, inputs.window),
+        near_start=inputs.near_start,
     )
 
 
@@ -100,8 +93,8 @@ def _histogram(cosine: Tensor, hidden: Tensor, number: Tensor, groups: int) -> T
     """Counts (b, h, P, bins) of the entries (b, h, c, W) that are not hidden."""
     batch, heads = cosine.shape[:2]
     index = ((cosine + 1.0) * (BINS / 2)).floor().long().clamp(0, BINS - 1)
-    room = groups * BINS + 1
     # One place more, for what is hidden.
+    room = groups * BINS + 1
     index = (index + number[..., None] * BINS).masked_fill(hidden, room - 1).flatten(2)
     row = torch.arange(batch * heads, device=cosine.device).view(batch, heads, 1)
     counts = torch.bincount((index + row * room).flatten(), minlength=row.numel() * room)

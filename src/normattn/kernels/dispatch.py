@@ -22,9 +22,9 @@ from normattn.kernels.numerics import showing_divergence
 from normattn.kernels.reference import reference_with_more, strip_rows, strips
 from normattn.kernels.residual import concatenated, residual_attention
 from normattn.kernels.sdpa import PROCESSOR_FEATURES, fused
-from normattn.kernels.stats import Eye, Observation, look_over, observer
+from normattn.kernels.stats import Observation, Recorder, observer, record_pass
 from normattn.kernels.tiled import Plan
-from normattn.kernels.tiled_backward import tiled_with_more
+from normattn.kernels.tiled_backward import tiled
 from normattn.kernels.two_regime import two_regime
 from normattn.plain import transformed
 
@@ -141,8 +141,8 @@ _PLAIN = _TILED - {
     "irregular positions",
 }
 
-Run = Callable[[AttentionInputs, Eye | None, bool], tuple[Tensor, Tensor | None]]
-"""(inputs, who looks on, whether to give the log-sum-exp) to the output and the log-sum-exp."""
+Run = Callable[[AttentionInputs, Recorder | None, bool], tuple[Tensor, Tensor | None]]
+"""(inputs, recorder of statistics, whether the log-sum-exp is wanted) to the output and it."""
 
 
 class Kernel(NamedTuple):
@@ -164,7 +164,7 @@ class Kernel(NamedTuple):
                 return feature.refusal
         # With residual scores one kernel sums those of all layers.
         if inputs.residual_scores is not None and (
-            reason := inputs.residual_scores.elsewhere(self.name)
+            reason := inputs.residual_scores.why_not(self.name)
         ):
             return reason
         if lse and "lse" not in self.gives:
@@ -176,12 +176,12 @@ class Kernel(NamedTuple):
 
 def _alone(compute: Callable[[AttentionInputs], Tensor]) -> Run:
     """A kernel that gives nothing beside the output."""
-    return lambda inputs, eye, lse: (compute(inputs), None)
+    return lambda inputs, recorder, lse: (compute(inputs), None)
 
 
-def _observed(compute: Callable[[AttentionInputs, Eye | None], Tensor]) -> Run:
+def _observed(compute: Callable[[AttentionInputs, Recorder | None], Tensor]) -> Run:
     """A kernel that gives statistics beside the output."""
-    return lambda inputs, eye, lse: (compute(inputs, eye), None)
+    return lambda inputs, recorder, lse: (compute(inputs, recorder), None)
 
 
 KERNELS: tuple[Kernel, ...] = (
@@ -203,7 +203,7 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     Kernel(
         "flex",
-        lambda inputs, eye, lse: flex_with_lse(inputs),
+        lambda inputs, recorder, lse: flex_with_lse(inputs),
         _TILED - {"dropout", "no rows", "float64", "gradients on a CPU"},
         ("lse",),
         "flex_attention, compiled: nearly anything on CUDA, two regimes in two calls",
@@ -217,14 +217,14 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     Kernel(
         "concatenated",
-        lambda inputs, eye, lse: attend_with_lse(concatenated(inputs), lse=lse),
+        lambda inputs, recorder, lse: attend_with_lse(concatenated(inputs), lse=lse),
         _ALL - {"no residual scores", "two regimes", "mask gradient", "torch.func"},
         ("lse",),
         "the features of all layers side by side, by any kernel that serves the rest",
     ),
     Kernel(
         "chunked",
-        tiled_with_more,
+        tiled,
         _TILED,
         ("lse", "statistics"),
         "tiles of nearly any inputs; no T × S matrix",
@@ -268,8 +268,6 @@ def capability_table() -> str:
 # Query rows at which tiles beat torch's kernel in float32 on cores that have AVX-512 but not its
 # float16 part (AMD's Zen 4 and 5); on Intel's they do not.
 _TILES_WIN = range(256, 1025)
-# Up to so many features of all layers, and from so many keys on, they are laid side by side.
-_FEW_FEATURES, _MANY_KEYS = 32, 2048
 
 
 def _order(inputs: AttentionInputs) -> Iterator[tuple[str, str]]:
@@ -307,29 +305,14 @@ def _tiles_win() -> bool:
 def _residual_order(inputs: AttentionInputs) -> Iterator[tuple[str, str]]:
     """The ways to sum scores up, which layers above the lowest have no choice of."""
     assert inputs.residual_scores is not None
-    if inputs.residual_scores.way is not None:
-        yield inputs.residual_scores.way, "the layers below were summed by it"
+    if inputs.residual_scores.kernel is not None:
+        yield inputs.residual_scores.kernel, "the layers below were summed by it"
     if torch.compiler.is_compiling():
         yield "concatenated", "a compiler takes no buffer that is undone in the backward"
     if inputs.q.device.type != "cpu":
         yield "concatenated", "one product of the features of all layers suits a GPU"
-    if _few_features(inputs):
-        yield "concatenated", "so few features of all layers cost less than a buffer of all pairs"
     yield "residual", "one buffer for all layers, and no more products than without residual scores"
     yield "concatenated", "it leaves what the buffer cannot serve to another kernel"
-
-
-def _few_features(inputs: AttentionInputs) -> bool:
-    """Whether the features of all layers, side by side, beat a buffer.
-
-    Measured on a CPU core in float32: 2 layers of D = 16 take 0.97 of the buffer's time at 2048
-    tokens and 0.94 at 4096, 1.11 at 1024 and 1.20 at 512; 3 layers 1.27, 6 layers 1.68, and D = 64
-    1.26 at 1024.
-    """
-    assert inputs.residual_scores is not None
-    layers, keys = inputs.residual_scores.layers, inputs.v.shape[2]
-    few = layers is not None and layers * inputs.q.shape[3] <= _FEW_FEATURES
-    return few and inputs.q.shape[2] > 1 and keys >= _MANY_KEYS
 
 
 def _step_by_tiles(inputs: AttentionInputs) -> bool:
@@ -458,18 +441,18 @@ def run_kernel(
             return run_kernel(inputs, backend, lse=lse, statistics=statistics, functions=functions)
     kernel, given = choose(inputs, backend, lse), inputs
     inputs = showing_divergence(given)
-    eye = Eye(inputs, functions) if statistics else None
+    recorder = Recorder(inputs, functions) if statistics else None
     if device == "cpu" and kernel.name in ("fused", "two-regime"):
         # On a CPU these make 0 of NaN, or show it in earlier rows; and they give no statistics.
         observed = statistics and backend == "auto"
         diverged = any(x is not y for x, y in zip(inputs.tensors, given.tensors, strict=True))
         if not torch.compiler.is_compiling() and (diverged or observed):
             kernel = TABLE["chunked"]
-    looks_on = eye is not None and "statistics" in kernel.gives
-    out, sums = kernel.run(inputs, eye if looks_on else None, lse)
-    if eye is not None and not looks_on:
-        look_over(inputs, eye)
-    return AttentionOutput(out, sums, None if eye is None else eye.observation())
+    recorded = recorder is not None and "statistics" in kernel.gives
+    out, sums = kernel.run(inputs, recorder if recorded else None, lse)
+    if recorder is not None and not recorded:
+        record_pass(recorder, inputs)
+    return AttentionOutput(out, sums, None if recorder is None else recorder.observation())
 
 
 def attend(inputs: AttentionInputs, backend: str = "auto") -> Float[Tensor, "b h t e"]:

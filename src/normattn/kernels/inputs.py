@@ -201,18 +201,17 @@ class Stack:
 class ScoreSum(Protocol):
     """Scores that the layers of one forward pass sum up: `kernels.residual.ResidualScores`.
 
-    `layers` is how many there will be, if that is known; `way` the kernel that sums them.
+    `kernel` sums those of all layers.
     """
 
     mean: bool
-    layers: int | None
-    way: str | None
+    kernel: str | None
 
-    def elsewhere(self, way: str) -> str | None:
+    def why_not(self, kernel: str) -> str | None:
         """Why a kernel cannot go on from the layers below; None where it can."""
         ...
 
-    def enter(self, way: str, stack: Stack) -> None:
+    def enter(self, kernel: str, stack: Stack) -> None:
         """One more layer, from now on counted."""
         ...
 

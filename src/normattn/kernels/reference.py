@@ -14,27 +14,27 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from normattn.kernels.inputs import AttentionInputs
-from normattn.kernels.stats import Eye, show_whole
+from normattn.kernels.stats import Recorder, record_rows
 
 # Bytes of a strip's scores: about what a core's caches hold; a GPU must be filled instead.
 STRIP_BYTES, DEVICE_STRIP_BYTES = 2**22, 2**28
 
 
 def reference(
-    inputs: AttentionInputs, eye: Eye | None = None, rows: slice = slice(None)
+    inputs: AttentionInputs, recorder: Recorder | None = None, rows: slice = slice(None)
 ) -> Float[Tensor, "b h t e"]:
     """softmax(score) · v by the whole T × S matrix, a query that sees no key getting 0.
 
-    `eye` looks on; the queries are the `rows` of what it looks at.
+    `recorder` takes statistics: the queries are the `rows` of its inputs.
     """
-    return _whole(inputs, eye, rows)[0]
+    return _whole(inputs, recorder, rows)[0]
 
 
 def reference_with_more(
-    inputs: AttentionInputs, eye: Eye | None, with_lse: bool
+    inputs: AttentionInputs, recorder: Recorder | None, with_lse: bool
 ) -> tuple[Float[Tensor, "b h t e"], Float[Tensor, "b h t"] | None]:
     """The same, and the log-sum-exp of each row's scores."""
-    out, score, nothing = _whole(inputs, eye, slice(None))
+    out, score, nothing = _whole(inputs, recorder, slice(None))
     if not with_lse:
         return out, None
     lse = torch.logsumexp(score, -1)
@@ -46,7 +46,7 @@ def reference_with_more(
 
 
 def _whole(
-    inputs: AttentionInputs, eye: Eye | None, rows: slice
+    inputs: AttentionInputs, recorder: Recorder | None, rows: slice
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The output, the scores, and the rows that see no key, whose scores are 0."""
     p = inputs.widened().expanded()
@@ -74,8 +74,8 @@ def _whole(
     else:
         weight = torch.softmax(score, -1)
     weight = weight if nothing is None else weight.masked_fill(nothing, 0.0)
-    if eye is not None:
-        show_whole(eye, p, bare, weight, rows)
+    if recorder is not None:
+        record_rows(recorder, p, bare, weight, rows)
     weight = torch.nn.functional.dropout(weight, p.dropout)
     return (weight.to(p.v.dtype) @ p.v).to(inputs.v.dtype), score, nothing
 
@@ -123,11 +123,11 @@ def strip_rows(inputs: AttentionInputs) -> int:
     return max(1, min(q.shape[2], size // row))
 
 
-def strips(inputs: AttentionInputs, eye: Eye | None = None) -> Float[Tensor, "b h t e"]:
+def strips(inputs: AttentionInputs, recorder: Recorder | None = None) -> Float[Tensor, "b h t e"]:
     """The same by strips of some rows and all keys: any inputs without a T × S matrix.
 
     A strip's scores take about 4 MiB on a CPU. Its backward computes it once more, so that between
-    forward and backward nothing per pair is kept. `eye` looks on.
+    forward and backward nothing per pair is kept. `recorder` takes statistics.
     """
     out, selection = [], inputs.selection
     for rows, part in _parts(inputs):
@@ -143,10 +143,10 @@ def strips(inputs: AttentionInputs, eye: Eye | None = None) -> Float[Tensor, "b 
         if selection is not None and part.selection is not None:
             # Not by the strip's own object, which its backward writes to once more.
             selection = selection.behind(part.selection)
-        if eye is not None:
+        if recorder is not None:
             with torch.no_grad():
                 # Without dropout, which would draw from the generator once more.
-                reference(replace(part, dropout=0.0), eye, rows)
+                reference(replace(part, dropout=0.0), recorder, rows)
     if inputs.selection is not None and selection is not None:
         inputs.selection.after = selection.before
     return torch.cat(out, 2)

@@ -23,7 +23,7 @@ size, E value size; n key heads of a group, c token rows of a tile, W its column
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,15 +32,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from normattn.errors import InputError
-from normattn.kernels.inputs import AttentionInputs, Stack
+from normattn.kernels.inputs import AttentionInputs, AttentionMask, Stack
 from normattn.kernels.numerics import refuse_second_derivative
-from normattn.kernels.stats import Eye
-from normattn.kernels.tile_scores import TileScores, Workspace
+from normattn.kernels.stats import Recorder
+from normattn.kernels.tile_scores import TileScores, Workspace, score_groups
 from normattn.kernels.tiled import Group, Plan, Tile, hide_edges
-from normattn.kernels.tiled_backward import backward_tiles, draw_seed, forward_tiles
+from normattn.kernels.tiled_backward import Gradients, backward_tiles, draw_seed, forward_tiles
 
-WAYS = ("residual", "concatenated", "reference")
-"""The kernels that hold a sum: what the lowest layer begins, no other can go on with."""
+_HOLDING = ("residual", "concatenated", "reference")
 
 
 class ResidualScores:
@@ -48,17 +47,16 @@ class ResidualScores:
 
     The kernel of the lowest layer decides how the sum is held, and all other layers follow:
     "residual" in one buffer that every layer updates in place, "concatenated" as the queries and
-    keys of all layers, "reference" as one tensor known to autograd. `layers` is how many there
-    will be, if that is known. The last two serve a layer that a backward computes once more.
+    keys of all layers, "reference" as one tensor known to autograd. The last two serve a layer
+    that a backward computes once more.
     """
 
-    def __init__(self, mean: bool = False, layers: int | None = None) -> None:
+    def __init__(self, mean: bool = False) -> None:
         self.mean = mean
-        self.layers = layers
         self.count = 0
-        self.way: str | None = None
+        self.kernel: str | None = None
         self.stack: Stack | None = None
-        self.ledger: Ledger | None = None
+        self.buffer: ScoreBuffer | None = None
         self.token: Tensor | None = None
         self._sums: list[Tensor | None] = []
         self._queries: list[Tensor] = []
@@ -75,18 +73,18 @@ class ResidualScores:
     def begin(self, layer: int) -> None:
         """Make `layer`, from 0, the next to enter. Layer 0 begins a forward of its own."""
         if layer == 0 and self._task == _backward_running():
-            self.way = self.stack = self.ledger = self.token = None
+            self.kernel = self.stack = self.buffer = self.token = None
             self._sums, self._queries, self._keys = [], [], []
             self._learning = torch.is_grad_enabled()
         self._next, self._numbered = layer, True
 
-    def elsewhere(self, way: str) -> str | None:
+    def why_not(self, kernel: str) -> str | None:
         """Why a kernel cannot go on from the layers below; None where it can."""
-        if self.way in (None, way) or way not in WAYS:
+        if self.kernel in (None, kernel) or kernel not in _HOLDING:
             return None
-        return f"the layers below were summed by the {self.way} kernel, and one serves all layers"
+        return f"the layers below were summed by the {self.kernel} kernel, which serves all layers"
 
-    def enter(self, way: str, stack: Stack) -> None:
+    def enter(self, kernel: str, stack: Stack) -> None:
         """The next layer enters.
 
         Raises `InputError` for a layer of another shape, for one whose layer below has not run, and
@@ -94,7 +92,7 @@ class ResidualScores:
         forward ran without gradients.
         """
         if self._task != _backward_running():
-            if way == "residual" or not self._numbered:
+            if kernel == "residual" or not self._numbered:
                 raise InputError(
                     "the buffer of residual scores cannot be filled once more in a backward, as "
                     "activation checkpointing of single layers does: checkpoint the whole stack, "
@@ -110,12 +108,13 @@ class ResidualScores:
                 "all layers that share residual scores must have the same shape, but "
                 f"below is {self.stack} and here {stack}; each forward needs new `ResidualScores`"
             )
-        if way != "residual" and self._next > len(self._sums if way == "reference" else self._keys):
+        held = {"reference": len(self._sums), "concatenated": len(self._keys)}
+        if self._next > held.get(kernel, self._next):
             raise InputError(
                 f"layer {self._next} adds to the scores of the layers below, which have not all "
                 "run: run all layers of the stack in every forward, bottom first"
             )
-        self.stack, self.way, self.count = stack, way, self._next + 1
+        self.stack, self.kernel, self.count = stack, kernel, self._next + 1
         self._next, self._numbered = self.count, False
 
     def stored(self, score: Float[Tensor, "b h t s"]) -> Float[Tensor, "b h t s"]:
@@ -145,109 +144,78 @@ def _backward_running() -> int:
     return int(torch._C._current_graph_task_id())
 
 
+Tiles = dict[tuple[int, int, int], Tensor]
+
+
 class ScoreBuffer:
-    """A number for each pair, in float32 (float64 for float64), each tile's (n, c·r, W) by itself.
+    """The sums of a stack and their gradients, and how many layers are in them.
 
-    Causal rows hold the keys up to their tile's last row: about half of T × S. Pieces of that size
-    are what an allocator keeps from step to step; one large piece would be fresh pages every time.
+    A number for each pair, in float32 or wider, each tile's (n, c·r, W) by itself: causal rows hold
+    the keys up to their tile's last row, about half of T × S, and pieces of that size are what an
+    allocator keeps from step to step. `remembered` has the queries and keys of the layers, from 1,
+    that a backward may have to undo.
     """
 
-    def __init__(self, like: Tensor, plan: Plan) -> None:
-        """Nothing yet: a tile is taken, uninitialised, when it is first asked for."""
-        self.repeat, self.like = plan.repeat, like.new_empty(0)
-        self.tiles: dict[tuple[int, int, int], Tensor] = {}
+    def __init__(self, seen: AttentionMask) -> None:
+        """`seen` says which pairs all layers see."""
+        self.seen, self.layers = seen, 0
+        self.sums: Tiles = {}
+        self.gradients: Tiles = {}
+        self.remembered: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def tile(self, group: Group, tile: Tile) -> Tensor:
-        """The scores (n, c·r, W) of a group's tile."""
+    def tile(self, of: Tiles, scores: TileScores, tile: Tile) -> Tensor:
+        """The numbers (n, c·r, W) of a tile in `sums` or `gradients`, uninitialised at first."""
+        group, lines = scores.group, tile.count * scores.plan.repeat
         name = group.batch.start, group.heads.start, tile.rows.start
-        if name not in self.tiles:
-            n = (group.batch.stop - group.batch.start) * (group.heads.stop - group.heads.start)
-            lines = (tile.rows.stop - tile.rows.start) * self.repeat
-            self.tiles[name] = self.like.new_empty(n, lines, tile.width)
-        return self.tiles[name]
+        if name not in of:
+            of[name] = scores.q.new_empty(scores.q.shape[0], lines, tile.width)
+        return of[name]
 
-
-@dataclass(frozen=True)
-class LayerScores:
-    """The buffers as one layer sees them.
-
-    `lowest`: nothing is below it; `share` multiplies the sum before softmax. In the backward
-    `gradients` holds those of the sums; `highest`: no layer above has written any yet.
-    """
-
-    sums: ScoreBuffer
-    share: float
-    lowest: bool
-    gradients: ScoreBuffer | None = None
-    highest: bool = False
-
-
-@dataclass
-class Ledger:
-    """The one buffer of a stack, and which layers are in it.
-
-    `remembered` has the queries and keys of the layers that a backward may have to undo.
-    """
-
-    plan: Plan
-    sums: ScoreBuffer | None = None
-    gradients: ScoreBuffer | None = None
-    at: int = 0
-    remembered: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-
-    def up(self, like: Tensor, plan: Plan, number: int, share: float) -> LayerScores:
-        """For the forward of layer `number`, from 1."""
-        if number == 1:
-            self.sums = ScoreBuffer(like, plan)
-        if self.sums is None or self.at != number - 1:
+    def add(self, number: int, seen: AttentionMask) -> None:
+        """Layer `number`, from 1, joins. Raises `InputError` where it does not fit."""
+        if self.layers != number - 1:
             raise InputError(
-                "a layer was to add to residual scores that a backward has undone already: make a "
-                "new `ResidualScores` for each forward"
+                "a layer was to add to residual scores that a backward has undone already: each "
+                "forward needs new `ResidualScores`"
             )
-        self._refuse_other_pairs(plan)
-        self.at = number
-        return LayerScores(self.sums, share, lowest=number == 1)
+        for name in ("causal", "window", "kept", "aligned"):
+            if getattr(self.seen, name) != getattr(seen, name):
+                raise InputError(
+                    "all layers that share residual scores must see the same pairs, but "
+                    "causality, the sliding window or positions differ between them"
+                )
+        self.layers = number
 
-    def down(self, like: Tensor, plan: Plan, number: int, share: float) -> LayerScores:
-        """For the backward of layer `number`, whose scores are then the last in the buffer."""
-        assert self.sums is not None
-        highest = self.gradients is None
-        if self.gradients is None:
-            self.gradients = ScoreBuffer(like, plan)
-        return LayerScores(self.sums, share, number == 1, self.gradients, highest)
-
-    def undo_above(self, inputs: AttentionInputs, plan: Plan, number: int) -> None:
+    def undo_above(self, number: int, inputs: AttentionInputs) -> None:
         """Take away what layers that this backward has not met added."""
-        while self.at > number:
-            assert self.sums is not None
-            q, k = self.remembered[self.at]
+        plan = Plan.of(inputs.widened())
+        while self.layers > number:
+            q, k = self.remembered[self.layers]
             above = AttentionInputs(q, k, inputs.v, inputs.visibility).widened()
-            for group in plan.groups(above.q):
-                scores = TileScores(above, plan, group)
-                for tile in group.tiles:
-                    scores.accumulate(self.sums.tile(group, tile), tile, sign=-1)
-            self.undone(self.at)
+            for scores in score_groups(above, plan):
+                for tile in scores.group.tiles:
+                    scores.accumulate(self.tile(self.sums, scores, tile), tile, sign=-1)
+            self.undone(self.layers)
 
     def undone(self, number: int) -> None:
         """Layer `number` is no longer in the buffer."""
-        self.at = number - 1
+        self.layers = number - 1
         self.remembered.pop(number, None)
         if number == 1:
-            self.sums = self.gradients = None
+            self.sums.clear()
+            self.gradients.clear()
 
-    def _refuse_other_pairs(self, plan: Plan) -> None:
-        mine, theirs = self.plan, plan
-        for one in ("causal", "window", "kept"):
-            if getattr(mine.seen, one) != getattr(theirs.seen, one):
-                raise InputError(
-                    "all layers that share residual scores must see the same pairs, but "
-                    "causality or the sliding window differs between them"
-                )
-        if mine.shape.aligned != theirs.shape.aligned:
-            raise InputError(
-                "all layers that share residual scores must see the same pairs, but "
-                "positions differ"
-            )
+
+class _Layer(NamedTuple):
+    """A layer of a stack: number, from 1, what multiplies the sum, whether gradients come.
+
+    `highest`: in this backward no layer above has written to the gradients.
+    """
+
+    number: int
+    share: float
+    learning: bool
+    highest: bool = False
 
 
 class ResidualTileScores(TileScores):
@@ -255,140 +223,129 @@ class ResidualTileScores(TileScores):
 
     def __init__(
         self,
-        layer: LayerScores,
+        buffer: ScoreBuffer,
+        layer: _Layer,
         inputs: AttentionInputs,
         plan: Plan,
         group: Group,
-        space: Workspace | None = None,
+        space: Workspace,
     ) -> None:
-        """`layer` is the buffer as this layer sees it."""
+        """Nothing is added yet."""
         super().__init__(inputs, plan, group, space)
-        self.layer = layer
+        self.held, self.layer = buffer, layer
+
+    def _sums(self, tile: Tile) -> Tensor:
+        return self.held.tile(self.held.sums, self, tile)
 
     def enter(self, tile: Tile) -> None:
         """Add a tile's products to the sums of the layers below."""
-        sums = self.layer.sums.tile(self.group, tile)
-        if self.layer.lowest:
+        sums, lowest = self._sums(tile), self.layer.number == 1
+        if lowest:
             self.products(tile, sums)
         else:
             self.accumulate(sums, tile)
-        if self.plan.shape.aligned and (self.layer.lowest or not self.finite):
+        if self.plan.shape.aligned and (lowest or not self.finite):
             # Hidden in every layer alike: what is added to −∞, or taken from it, changes nothing,
             # unless it is NaN, which earlier rows would then read.
-            hide_edges(self.apart(sums), tile, self.plan)
+            hide_edges(self.by_head(sums), tile, self.plan)
 
     def leave(self, tile: Tile) -> None:
         """Take this layer's products away again."""
-        if not self.layer.lowest:
-            self.accumulate(self.layer.sums.tile(self.group, tile), tile, sign=-1)
+        if self.layer.number > 1:
+            self.accumulate(self._sums(tile), tile, sign=-1)
 
-    def weights(self, tile: Tile, capped: bool = False, kept: bool = False) -> Tensor:
+    def weights(self, tile: Tile, capped: bool = False, keep: bool = False) -> Tensor:
         """As for any scores."""
-        layer, sums = self.layer, self.layer.sums.tile(self.group, tile)
-        score = self.room("score", tile)
+        sums, score, share = self._sums(tile), self.buffer("score", tile), self.layer.share
         bare = self.inputs.cap is None and self.inputs.bias is None and self.sink is None
-        alike = self.plan.shape.aligned and self.group.seen.regular and not kept
-        if bare and layer.share == 1 and alike:
+        alike = self.plan.shape.aligned and self.group.seen.regular and not keep
+        if bare and share == 1 and alike:
             # What causality and the window hide is −∞ in the sums.
             return torch.softmax(sums, -1, out=score)
-        torch.mul(sums, layer.share, out=score[..., : tile.width])
-        return self.softmax(score, tile, capped, kept)
+        torch.mul(sums, share, out=score[..., : tile.width])
+        return self.softmax(score, tile, capped, keep)
 
     def by_product(self, by_score: Tensor, tile: Tile) -> Tensor:
         """The gradient of the sums (n, c·r, W): that of this layer's scores joins those above."""
-        layer = self.layer
-        assert layer.gradients is not None
-        gradient = layer.gradients.tile(self.group, tile)
+        layer, gradient = self.layer, self.held.tile(self.held.gradients, self, tile)
         mine = super().by_product(by_score, tile)[..., : tile.width]
         if layer.highest:
             return torch.mul(mine, layer.share, out=gradient)
-        if layer.lowest:
+        if layer.number == 1:
             # Nobody reads it again: written to the tile in the cache, not to memory.
             return torch.add(gradient, mine, alpha=layer.share, out=mine)
         return gradient.add_(mine, alpha=layer.share)
-
-
-class _Position(NamedTuple):
-    """Of a layer in its stack: number, from 1, what multiplies the sum, whether gradients come."""
-
-    number: int
-    share: float
-    learning: bool
 
 
 class _ResidualAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        ledger: Ledger,
-        position: _Position,
+        buffer: ScoreBuffer,
+        layer: _Layer,
         settings: Mapping[str, Any],
         seed: int,
-        eye: Eye | None,
+        recorder: Recorder | None,
         token: Tensor,
         *tensors: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        given = AttentionInputs.of(settings, tensors)
-        wide = given.widened()
-        plan = Plan.of(wide)
-        layer = ledger.up(wide.q, plan, position.number, position.share)
-        if position.learning:
-            ledger.remembered[position.number] = given.q.detach(), given.k.detach()
+        inputs = AttentionInputs.of(settings, tensors)
+        buffer.add(layer.number, inputs.visibility)
+        if layer.learning:
+            buffer.remembered[layer.number] = inputs.q.detach(), inputs.k.detach()
         ctx.save_for_backward(*tensors)
-        ctx.rest = ledger, position, settings, seed
-        out, _ = forward_tiles(wide, plan, seed, partial(ResidualTileScores, layer), eye)
-        return out.to(given.v.dtype), token.new_empty(0)
+        ctx.rest = buffer, layer, settings, seed
+        make = partial(ResidualTileScores, buffer, layer)
+        return forward_tiles(inputs, seed, make, recorder)[0], token.new_empty(0)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> Gradients:
         refuse_second_derivative("the residual kernel", "backend='reference'")
-        ledger, position, settings, seed = ctx.rest
-        number = position.number
-        if ledger.at < number:
+        buffer, layer, settings, seed = ctx.rest
+        if buffer.layers < layer.number:
             raise InputError(
                 "residual scores are undone in a backward and serve one only: add the losses and "
                 "call backward once, or use backend='reference' or 'concatenated'"
             )
-        given = AttentionInputs.of(settings, ctx.saved_tensors)
-        wide = given.widened()
-        plan = Plan.of(wide)
-        ledger.undo_above(wide, plan, number)
-        layer = ledger.down(wide.q, plan, number, position.share)
-        by_out = grads[0].to(wide.v.dtype)
-        sums = backward_tiles(wide, plan, by_out, seed, partial(ResidualTileScores, layer))
-        ledger.undone(number)
-        return (None, None, None, None, None, grads[1], *sums.all(given))
+        inputs = AttentionInputs.of(settings, ctx.saved_tensors)
+        buffer.undo_above(layer.number, inputs)
+        layer = layer._replace(highest=not buffer.gradients)
+        make = partial(ResidualTileScores, buffer, layer)
+        found = backward_tiles(inputs, grads[0], seed, make)
+        buffer.undone(layer.number)
+        return None, None, None, None, None, grads[1], *found
 
 
-def residual_attention(inputs: AttentionInputs, eye: Eye | None = None) -> Float[Tensor, "b h t e"]:
+def residual_attention(
+    inputs: AttentionInputs, recorder: Recorder | None = None
+) -> Float[Tensor, "b h t e"]:
     """softmax(Σ_m q_m k_mᵀ) · v, the products of this layer joining those of the layers below.
 
-    `eye` looks on, and changes nothing. Raises `InputError` where the layers below have another
-    shape or see other pairs, in a recomputation by activation checkpointing, and in a second
-    backward.
+    `recorder` takes statistics, and changes nothing. Raises `InputError` where the layers below
+    have another shape or see other pairs, in a recomputation by activation checkpointing, and in a
+    second backward.
     """
     # `disable` loads the compiler, which takes longer than torch itself: only where one runs.
     if torch.compiler.is_compiling():
-        out: Tensor = torch.compiler.disable(_residual_attention)(inputs, eye)  # type: ignore[no-untyped-call]
+        out: Tensor = torch.compiler.disable(_attend)(inputs, recorder)  # type: ignore[no-untyped-call]
         return out
-    return _residual_attention(inputs, eye)
+    return _attend(inputs, recorder)
 
 
-def _residual_attention(inputs: AttentionInputs, eye: Eye | None) -> Tensor:
+def _attend(inputs: AttentionInputs, recorder: Recorder | None) -> Tensor:
     state = inputs.residual_scores
     assert isinstance(state, ResidualScores)
     state.enter("residual", inputs.stack)
-    if state.ledger is None:
-        state.ledger = Ledger(Plan.of(inputs))
+    if state.buffer is None:
+        state.buffer = ScoreBuffer(inputs.visibility)
     token = inputs.q.new_empty(0) if state.token is None else state.token
-    tensors = inputs.tensors
-    wanted = any(x is not None and x.requires_grad for x in (token, *tensors))
-    position = _Position(state.count, state.share, wanted and torch.is_grad_enabled())
+    wanted = any(x is not None and x.requires_grad for x in (token, *inputs.tensors))
+    layer = _Layer(state.count, state.share, wanted and torch.is_grad_enabled())
+    out: Tensor
     out, state.token = _ResidualAttention.apply(  # type: ignore[no-untyped-call]
-        *(state.ledger, position, inputs.settings, draw_seed(inputs), eye, token, *tensors)
+        *(state.buffer, layer, inputs.settings, draw_seed(inputs), recorder, token, *inputs.tensors)
     )
-    attended: Tensor = out
-    return attended
+    return out
 
 
 def concatenated(inputs: AttentionInputs) -> AttentionInputs:

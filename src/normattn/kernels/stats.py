@@ -23,7 +23,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from normattn.kernels.inputs import AttentionInputs, AttentionMask
-from normattn.kernels.tile_scores import TileScores, Workspace
+from normattn.kernels.tile_scores import TileScores, score_groups
 from normattn.kernels.tiled import Plan, Tile
 
 # Rows of a block in which visible keys are counted.
@@ -59,7 +59,7 @@ class Observation:
 
 @runtime_checkable
 class Observer(Protocol):
-    """Whoever is told of every call while `observing`."""
+    """Who gets the statistics of every call while `observing`."""
 
     def enter(
         self,
@@ -92,13 +92,13 @@ _OBSERVER: ContextVar[Observer | None] = ContextVar("normattn_observer", default
 
 
 def observer() -> Observer | None:
-    """Who observes now. A compiled graph has no such look aside: it is never observed."""
+    """Who observes now; nobody observes a compiled graph."""
     return None if torch.compiler.is_compiling() else _OBSERVER.get()
 
 
 @contextmanager
 def observing(by: Observer) -> Iterator[None]:
-    """Tell `by` of every inputs that `attend` computes, while inside and in this thread."""
+    """Hand `by` the statistics of all that `attend` computes inside, in this thread."""
     token = _OBSERVER.set(by)
     try:
         yield
@@ -115,7 +115,7 @@ def announce(
     query_at: Int[Tensor, "*bq t"],
     key_at: Int[Tensor, "*bk s"],
 ) -> None:
-    """Say whose queries and keys come next, and where they stand, if someone observes."""
+    """Say whose queries and keys come next, and at which positions, if someone observes."""
     by = observer()
     if by is not None:
         by.enter(owner, q, k, (query_padding, key_padding), (query_at, key_at))
@@ -128,25 +128,27 @@ def confine(rows: slice, own: Bool[Tensor, "*b t"] | None) -> None:
         by.confine(rows, own)
 
 
-class Eye:
-    """The observation of one call in the making; a kernel shows it tile after tile."""
+class Recorder:
+    """The statistics of one call in the making, to which a kernel shows tile after tile.
+
+    `rows` (K, B, H, T) holds the largest logit, the largest weight, Σ α (s − the largest logit),
+    the weights on the first key and on a sink, and the means of `functions` of distance.
+    """
 
     def __init__(
         self, inputs: AttentionInputs, functions: Float[Tensor, "f r"] | None = None
     ) -> None:
         """Room for every row."""
-        q = inputs.q
+        q, wide = inputs.q, torch.promote_types(inputs.q.dtype, torch.float32)
         self.inputs, self.functions = inputs, functions
-        wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-        self.names = ["largest", "most", "expected", "first"]
-        self.names += ["sink"] if inputs.sink is not None else []
-        count = len(self.names) + (0 if functions is None else functions.shape[0])
-        self.room = q.new_zeros(count, *q.shape[:3], dtype=wide)
-        self.room[0] = -torch.inf
+        self._fixed = 4 + (inputs.sink is not None)
+        count = self._fixed + (0 if functions is None else len(functions))
+        self.rows = q.new_zeros(count, *q.shape[:3], dtype=wide)
+        self.rows[0] = -torch.inf
 
     def means(self, weights: Tensor, distance: Tensor) -> list[Tensor]:
         """Σ_j α_ij f(distance) of each function, (…, rows), of weights (…, rows, W)."""
-        functions = () if self.functions is None else self.functions.to(self.room.dtype)
+        functions = () if self.functions is None else self.functions.to(self.rows.dtype)
         return [(weights * function[distance]).sum(-1) for function in functions]
 
     def summary(
@@ -157,18 +159,18 @@ class Eye:
         `score` (n, l, W + X) is overwritten; `weight` is its softmax, `first` (n, l) the weight on
         the first token (where positions are aligned, on the first column).
         """
-        values = self.room.new_zeros(self.room.shape[0], *score.shape[:2])
+        values = self.rows.new_zeros(self.rows.shape[0], *score.shape[:2])
         torch.amax(score[..., :width], -1, out=values[0])
         torch.amax(weight, -1, out=values[1])
         if first is not None:
             values[3] = first
-        if "sink" in self.names:
+        if self.inputs.sink is not None:
             values[4] = weight[..., width]
+        for index, mean in enumerate(means, self._fixed):
+            values[index] = mean.reshape(values.shape[1:])
         top = values[0]
         if score.shape[-1] > width:
             top = torch.maximum(top, score[..., width:].amax(-1))
-        for index, mean in enumerate(means, len(self.names)):
-            values[index] = mean.reshape(values.shape[1:])
         # Σ α (s − top): small where it counts, so that no digits cancel. 0 · −∞ must be 0.
         least = torch.finfo(score.dtype).min
         score.sub_(top.unsqueeze(-1)).clamp_(min=least).mul_(weight)
@@ -178,165 +180,133 @@ class Eye:
     @torch.no_grad()
     def observation(self) -> Observation:
         """What has been shown."""
-        quantities = dict(zip(self.names, self.room, strict=False))
+        largest, most, expected, first, *rest = self.rows
+        seen, sink = self.inputs.visibility, self.inputs.sink
         visible, even = _visible(self.inputs, self.functions)
-        top, sink = quantities["largest"], self.inputs.sink
-        if sink is not None:
-            top = torch.maximum(top, sink.to(top)[:, None])
-        none = visible == 0
-        spread = -quantities["most"].log()
-        lse = (top + spread).masked_fill_(none, -torch.inf)
-        entropy = (spread - quantities["expected"]).clamp_(min=0.0).masked_fill_(none, 0.0)
-        largest = quantities["largest"].masked_fill(none, -torch.inf)
-        taken = None if sink is None else quantities["sink"].masked_fill(none, 0.0)
-        first = quantities["first"]
-        if self.inputs.visibility.aligned and self.inputs.visibility.key.numel():
-            # Tiles told of their first column: whether it is the first token is asked once.
-            first = first * (self.inputs.visibility.key[..., 0] == 0)
-        mean = None if self.functions is None else self.room[len(self.names) :]
-        return Observation(lse, entropy, largest, first, taken, visible, mean, even)
+        none, spread = visible == 0, -most.log()
+        top = largest if sink is None else torch.maximum(largest, sink.to(largest)[:, None])
+        if seen.aligned and seen.key.numel():
+            # Tiles gave the weight on their first column: whether it is the first token is
+            # decided here.
+            first = first * (seen.key[..., 0] == 0)
+        return Observation(
+            lse=(top + spread).masked_fill_(none, -torch.inf),
+            entropy=(spread - expected).clamp_(min=0.0).masked_fill_(none, 0.0),
+            largest=largest.masked_fill(none, -torch.inf),
+            first=first,
+            sink=None if sink is None else rest[0].masked_fill(none, 0.0),
+            visible=visible,
+            mean=None if self.functions is None else self.rows[self._fixed :],
+            even=even,
+        )
 
 
 @torch.no_grad()
-def show_whole(
-    eye: Eye,
+def record_rows(
+    recorder: Recorder,
     inputs: AttentionInputs,
     score: Float[Tensor, "b h t s"],
     weight: Float[Tensor, "b h t s"],
     rows: slice,
 ) -> None:
-    """Let an eye read the scores and weights of some inputs, which are its `rows`, as one tile."""
-    seen, sink, every = inputs.visibility, inputs.sink, slice(None)
+    """Record the scores and weights of some inputs, which are `rows` of the recorder's."""
+    seen, sink, every, width = inputs.visibility, inputs.sink, slice(None), score.shape[-1]
+    if not width:
+        return
     logits = score
     if inputs.normaliser is not None:
         # Shares of a row's weight are the softmax of its logarithm.
         weight = weight / weight.sum(-1, keepdim=True).clamp(min=torch.finfo(weight.dtype).tiny)
         score = weight.log().clamp(min=torch.finfo(weight.dtype).min)
-    shape, width = score.shape[:3], score.shape[-1]
-    if not width:
-        return
     is_first = seen.key == 0
-    if is_first.dim() == 2:
-        is_first = is_first[:, None, None]
+    first = (weight * (is_first if is_first.dim() == 1 else is_first[:, None, None])).sum(-1)
+    means = recorder.means(weight, seen.distance(every, every).abs())
     if sink is not None:
-        rest = sink.to(score)[None, :, None, None].expand(*shape, 1)
+        rest = sink.to(score)[None, :, None, None].expand(*score.shape[:3], 1)
         score = torch.cat((score, rest), -1)
         weight = torch.cat((weight, 1 - weight.sum(-1, keepdim=True)), -1)
-
-    shares = weight.detach()[..., :width]
-    first = (shares * is_first).sum(-1).flatten(0, 1)
-    means = eye.means(shares, seen.distance(every, every).abs())
-    flat = score.detach().flatten(0, 1).clone(), weight.detach().flatten(0, 1)
-    own = eye.room[..., rows]
-    own.copy_(eye.summary(*flat, width, first, means).view(own.shape))
+    flat = score.flatten(0, 1).clone(), weight.flatten(0, 1)
+    own = recorder.rows[..., rows]
+    own.copy_(recorder.summary(*flat, width, first.flatten(0, 1), means).view(own.shape))
     if inputs.normaliser is not None:
-        # The room is in the order of the eye's names: the largest logit, the largest weight. A row
-        # without any weight has the entropy of one that has it all in one place.
-        eye.room[0][:, :, rows] = logits.detach().amax(-1).to(eye.room.dtype)
-        eye.room[1][:, :, rows].masked_fill_(weight.detach().amax(-1) == 0, 1.0)
+        # A row without any weight has the entropy of one that has it all in one place.
+        own[0] = logits.amax(-1)
+        own[1].masked_fill_(weight.amax(-1) == 0, 1.0)
 
 
-def _visible(inputs: AttentionInputs, functions: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """How many keys each query sees, (1|B, 1|H, T), and the means of functions over them."""
-    seen, keys = inputs.visibility, inputs.v.shape[2]
-    if functions is None and seen.regular:
-        return _counted(seen, keys)[None, None], None
-    counts, evens = [], []
-    queries, every = inputs.q.shape[2], slice(0, keys)
-    for start in range(0, queries, _ROWS):
-        rows = slice(start, min(start + _ROWS, queries))
-        open_ = _open(seen, rows, every)
-        count = open_.sum(-1)
-        counts.append(count)
-        if functions is not None:
-            table = functions[:, seen.distance(rows, every).abs()]
-            table = table if table.dim() == 5 else table[:, None, None]
-            total = (table * open_).sum(-1)
-            evens.append(total / count.clamp(min=1))
-    if not counts:
-        none = torch.zeros(1, 1, 0, dtype=torch.int64, device=inputs.q.device)
-        return none, None if functions is None else functions.new_zeros(len(functions), 1, 1, 0)
-    return torch.cat(counts, -1), torch.cat(evens, -1) if evens else None
-
-
-def _open(seen: AttentionMask, rows: slice, columns: slice) -> Bool[Tensor, "b h t s"]:
-    """True where a key is seen."""
-    shape = (1, 1, rows.stop - rows.start, columns.stop - columns.start)
-    hidden = seen.hidden(rows, columns)
-    if hidden is None:
-        hidden = torch.zeros(shape, dtype=torch.bool, device=seen.key.device)
-    added = seen.added(rows, columns)
-    if added is not None:
-        hidden = hidden | (added == -torch.inf)
-    while hidden.dim() < 4:
-        hidden = hidden[None]
-    return ~hidden.expand(*hidden.shape[:2], *shape[2:])
-
-
-def _counted(seen: AttentionMask, keys: int) -> Int[Tensor, " t"]:
-    """The keys that each query sees where only aligned causality and a window hide any."""
-    queries = seen.query.shape[-1]
-    if not keys or not (seen.causal or seen.window is not None):
-        return torch.full((queries,), keys, device=seen.query.device)
-    at = seen.query - seen.key[0]
-    last = (at if seen.causal else torch.full_like(at, keys - 1)).clamp(max=keys - 1)
-    if seen.window is None:
-        return (last + 1).clamp(min=0)
-    low, high = (at - seen.window + 1).clamp(min=0), torch.minimum(last, at + seen.window - 1)
-    # Keys that are kept, left and right of the window.
-    kept = (seen.kept - seen.key[0]).clamp(min=0) if seen.kept else 0
-    before = torch.minimum(torch.minimum(low, last + 1), low.new_tensor(0) + kept)
-    after = torch.minimum(last, low.new_tensor(-1) + kept) - torch.maximum(high, low - 1)
-    return (high - low + 1).clamp(min=0) + before.clamp(min=0) + after.clamp(min=0)
-
-
-def show_tile(eye: Eye, scores: TileScores, tile: Tile) -> None:
-    """Let an eye read the scores and weights that `scores` has just made, and kept."""
-    if scores.pair is None or not tile.width:
+def record_tile(recorder: Recorder, scores: TileScores, tile: Tile) -> None:
+    """Record the scores and weights of a tile that `scores` has just made, and kept."""
+    if scores.kept is None or not tile.width:
         return
-    (score, weight), group, repeat = scores.pair, scores.group, scores.plan.repeat
-    seen = group.seen
-    first = (_by_column if seen.aligned else _by_mask)(scores, tile, weight)
-    means: list[Tensor] = []
-    if eye.functions is not None:
-        parts = []
-        for span, where in tile.laid:
-            distance = scores.spread(seen.distance(tile.rows, span.columns).abs())
-            shares = scores.apart(weight)[..., where]
-            parts.append(eye.means(shares, scores.turned(distance)))
-        means = [torch.stack(spans).sum(0) for spans in zip(*parts, strict=True)]
-    values = eye.summary(score, weight, tile.width, first, [x.flatten(2) for x in means])
-    apart = eye.room.view(*eye.room.shape[:2], -1, repeat, eye.room.shape[-1])
-    own = apart[:, group.batch, group.heads, :, tile.rows].transpose(3, 4)
+    (score, weight), group, repeat = scores.kept, scores.group, scores.plan.repeat
+    first, means = [], []
+    for span, where in tile.placed:
+        if not group.seen.aligned:
+            # A query sees one key at position 0 at most.
+            key = (group.seen.key[..., span.columns] == 0)[..., None, :]
+            on_first = scores.spread(key[:, None] if key.dim() == 3 else key)
+            first.append((scores.by_head(weight)[..., where] * on_first).sum(-1).flatten(2))
+        elif span.start == 0:
+            first.append(weight[..., where.start])
+        if recorder.functions is not None:
+            distance = scores.spread(group.seen.distance(tile.rows, span.columns).abs())
+            means.append(recorder.means(scores.by_head(weight)[..., where], distance))
+    on_first_key = (
+        torch.stack([x.reshape(score.shape[:2]) for x in first]).sum(0) if first else None
+    )
+    sums = [torch.stack(spans).sum(0) for spans in zip(*means, strict=True)]
+    values = recorder.summary(score, weight, tile.width, on_first_key, sums)
+    by_head = torch.unflatten(recorder.rows, 2, (-1, repeat))
+    own = by_head[:, group.batch, group.heads, :, tile.rows].transpose(3, 4)
     values = values.view(own.shape)
     own.copy_(values.flip(3) if scores.plan.backwards else values)
 
 
-def _by_column(rows: TileScores, tile: Tile, weight: Tensor) -> Tensor | None:
-    """The weight on the first column, the only one that can be the first token."""
-    columns = [weight[..., where.start] for span, where in tile.laid if span.start == 0]
-    if not columns:
-        return None
-    return columns[0] if len(columns) == 1 else columns[0] + columns[1]
-
-
-def _by_mask(rows: TileScores, tile: Tile, weight: Tensor) -> Tensor:
-    """The weight on the keys at position 0, of which a query sees one at most."""
-    parts = []
-    for span, where in tile.laid:
-        first = (rows.group.seen.key[..., span.columns] == 0)[..., None, :]
-        first = first[:, None] if first.dim() == 3 else first
-        parts.append((rows.apart(weight)[..., where] * rows.spread(first)).sum(-1))
-    return torch.stack(parts).sum(0).flatten(0, 1).flatten(1)
-
-
 @torch.no_grad()
-def look_over(inputs: AttentionInputs, eye: Eye) -> None:
-    """Show every tile of some inputs that another kernel computes: scores and weights once more."""
-    inputs = inputs.widened()
-    plan, space = Plan.of(inputs), Workspace()
-    for group in plan.groups(inputs.q):
-        scores = TileScores(inputs, plan, group, space)
-        for tile in group.tiles:
-            scores.weights(tile, kept=True)
-            show_tile(eye, scores, tile)
+def record_pass(recorder: Recorder, inputs: AttentionInputs) -> None:
+    """Record inputs that another kernel computes: scores and weights once more, by tiles."""
+    wide = inputs.widened()
+    for scores in score_groups(wide, Plan.of(wide)):
+        for tile in scores.group.tiles:
+            scores.weights(tile, keep=True)
+            record_tile(recorder, scores, tile)
+
+
+def _visible(inputs: AttentionInputs, functions: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """How many keys each query sees, (1|B, 1|H, T), and the means of functions over them."""
+    seen, keys, queries = inputs.visibility, inputs.v.shape[2], inputs.q.shape[2]
+    if functions is None and seen.regular:
+        return _counted(seen, keys)[None, None], None
+    counts, evens, every = [], [], slice(0, keys)
+    for start in range(0, max(1, queries), _ROWS):
+        rows = slice(start, min(start + _ROWS, queries))
+        visible = _is_visible(seen, rows, every)
+        counts.append(visible.sum(-1))
+        if functions is not None:
+            table = functions[:, seen.distance(rows, every).abs()]
+            table = table if table.dim() == 5 else table[:, None, None]
+            evens.append((table * visible).sum(-1) / counts[-1].clamp(min=1))
+    return torch.cat(counts, -1), torch.cat(evens, -1) if evens else None
+
+
+def _is_visible(seen: AttentionMask, rows: slice, columns: slice) -> Bool[Tensor, "b h t s"]:
+    """True where a key is seen."""
+    shape = rows.stop - rows.start, columns.stop - columns.start
+    visible = torch.ones((1, 1, *shape), dtype=torch.bool, device=seen.key.device)
+    hidden, added = seen.hidden(rows, columns), seen.added(rows, columns)
+    visible = visible if hidden is None else visible & ~hidden
+    return visible if added is None else visible & (added > -torch.inf)
+
+
+def _counted(seen: AttentionMask, keys: int) -> Int[Tensor, " t"]:
+    """The keys that each query sees where only aligned causality and a window hide any."""
+    if not keys or not (seen.causal or seen.window is not None):
+        return torch.full((seen.query.shape[-1],), keys, device=seen.query.device)
+    at = seen.query - seen.key[0]
+    stop = (at + 1 if seen.causal else torch.full_like(at, keys)).clamp(0, keys)
+    if seen.window is None:
+        return stop
+    # The keys that every query sees, then those in the window.
+    kept = torch.minimum(stop, (seen.kept - seen.key[0]).clamp(min=0)) if seen.kept else 0 * stop
+    start = torch.maximum(at - seen.window + 1, kept)
+    return kept + (torch.minimum(stop, at + seen.window) - start).clamp(min=0)

@@ -1,10 +1,9 @@
-"""Attention by tiles on a CPU, of any inputs and without a T × S matrix: which tiles there are.
+"""The tiles by which attention is computed on a CPU, for any inputs and without a T × S matrix.
 
 A tile is some query rows of some heads and the columns that they need. Its scores fit into the
-cache, so softmax costs little beside the products; the backward (`tiled_backward`) computes them
-once more instead of keeping them. The columns of a tile are spans laid side by side: near and far
-keys where there are two regimes, the first keys and the last ones with a sliding window. So a tile
-multiplies only what it needs. Half-precision inputs are widened to float32: no score is rounded.
+cache, so softmax costs little beside the products. The columns of a tile are spans laid side by
+side: near and far keys where there are two regimes, the first keys and the last ones with a sliding
+window. So a tile multiplies only what it needs.
 
 Where a bias by distance falls so far that no score can make up for it (`_reach`), the keys beyond
 that distance are left out, which is most of them in ALiBi's steep heads.
@@ -73,13 +72,12 @@ class Tile:
         return sum(span.width for span in self.spans)
 
     @cached_property
-    def laid(self) -> tuple[tuple[Span, slice], ...]:
+    def placed(self) -> tuple[tuple[Span, slice], ...]:
         """Each span and where its columns lie in the tile."""
-        laid, at = [], 0
-        for span in self.spans:
-            laid.append((span, slice(at, at + span.width)))
-            at += span.width
-        return tuple(laid)
+        ends = [sum(span.width for span in self.spans[: n + 1]) for n in range(len(self.spans))]
+        return tuple(
+            (span, slice(end - span.width, end)) for span, end in zip(self.spans, ends, strict=True)
+        )
 
 
 @dataclass(frozen=True)
@@ -104,48 +102,54 @@ class Shape:
         shift = self.keys - self.queries
         return rows.start + shift, rows.stop + shift - 1
 
-    @lru_cache(maxsize=512)  # noqa: B019
-    def tiles(self, reach: int) -> tuple[Tile, ...]:
-        """The tiles of a group of heads that reach so far, rows upwards."""
-        tiles = []
-        for start in range(0, self.queries, self.rows):
-            rows = slice(start, min(start + self.rows, self.queries))
-            spans = self._aligned(rows, reach) if self.aligned else self._whole()
-            tiles.append(Tile(rows, tuple(span for span in spans if span.start < span.stop)))
-        return tuple(tiles)
 
-    def _whole(self) -> Iterator[Span]:
-        """Every column: masks say what is seen."""
-        if self.window is not None:
-            yield Span(far=True, start=0, stop=self.keys)
-        yield Span(far=False, start=self.near_start, stop=self.keys)
+@lru_cache(maxsize=512)
+def make_tiles(shape: Shape, reach: int) -> tuple[Tile, ...]:
+    """The tiles of a group of heads that see keys up to distance `reach` − 1, rows upwards."""
+    tiles = []
+    for start in range(0, shape.queries, shape.rows):
+        rows = slice(start, min(start + shape.rows, shape.queries))
+        if shape.aligned:
+            spans = list(_aligned_spans(shape, rows, reach))
+        else:
+            # Masks say what is seen, and which regime a pair is of.
+            spans = [] if shape.window is None else [Span(True, 0, shape.keys)]
+            spans.append(Span(False, shape.near_start, shape.keys))
+        tiles.append(Tile(rows, tuple(span for span in spans if span.start < span.stop)))
+    return tuple(tiles)
 
-    def _aligned(self, rows: slice, reach: int) -> Iterator[Span]:
-        """The columns within `reach` that a row among `rows` sees, with the bounds on i − j."""
-        first, last = self.positions(rows)
-        sliding, lowest = self.sliding, 0 if self.causal else None
-        if sliding is None:
-            near = max(0, first - reach + 1), min(self.keys, last + reach)
-            yield from self._regimes(*near, first, last, lowest, None)
-            return
-        kept = min(self.kept, last + 1) if self.causal else self.kept
-        yield from self._regimes(0, min(kept, self.keys), first, last, lowest, None)
-        begin, lowest = max(0, first - sliding + 1, kept), 1 - sliding if lowest is None else 0
-        yield from self._regimes(begin, self.keys, first, last, lowest, sliding - 1)
 
-    def _regimes(
-        self, start: int, stop: int, first: int, last: int, lowest: int | None, highest: int | None
-    ) -> Iterator[Span]:
-        """Columns `start` … `stop` − 1, the distant ones far."""
-        # Columns that even the last row is too near to, or the first too far from, are left out.
-        stop = stop if lowest is None else min(stop, last - lowest + 1)
-        if self.window is None:
-            yield Span(False, start, stop, lowest, highest)
-            return
-        low = self.window if lowest is None else max(lowest, self.window)
-        yield Span(True, start, min(stop, last - self.window + 1), low, highest)
-        high = self.window - 1 if highest is None else min(highest, self.window - 1)
-        yield Span(False, max(start, first - self.window + 1), stop, lowest, high)
+def _aligned_spans(shape: Shape, rows: slice, reach: int) -> Iterator[Span]:
+    """The columns within `reach` that a row among `rows` sees, with the bounds on i − j."""
+    first, last = shape.positions(rows)
+    sliding, lowest = shape.sliding, 0 if shape.causal else None
+    if sliding is None:
+        start, stop = max(0, first - reach + 1), min(shape.keys, last + reach)
+        yield from _by_regime(shape, (start, stop), (first, last), lowest, None)
+        return
+    kept = min(shape.kept, last + 1) if shape.causal else shape.kept
+    yield from _by_regime(shape, (0, min(kept, shape.keys)), (first, last), lowest, None)
+    begin, lowest = max(0, first - sliding + 1, kept), 1 - sliding if lowest is None else 0
+    yield from _by_regime(shape, (begin, shape.keys), (first, last), lowest, sliding - 1)
+
+
+def _by_regime(
+    shape: Shape,
+    columns: tuple[int, int],
+    positions: tuple[int, int],
+    lowest: int | None,
+    highest: int | None,
+) -> Iterator[Span]:
+    """The same columns, without those that no row sees, the distant ones far."""
+    (start, stop), (first, last), window = columns, positions, shape.window
+    stop = stop if lowest is None else min(stop, last - lowest + 1)
+    if window is None:
+        yield Span(False, start, stop, lowest, highest)
+        return
+    low = window if lowest is None else max(lowest, window)
+    yield Span(True, start, min(stop, last - window + 1), low, highest)
+    high = window - 1 if highest is None else min(highest, window - 1)
+    yield Span(False, max(start, first - window + 1), stop, lowest, high)
 
 
 @dataclass(frozen=True)
@@ -183,18 +187,13 @@ class Plan:
             *(queries, keys, max(1, ROWS // repeat), p.window, p.near_start),
             *(aligned, seen.causal, seen.window, seen.kept),
         )
-        backwards = aligned and p.bias is not None and p.residual_scores is None and queries > 1
+        backwards = aligned and p.bias is not None and queries > 1
         return Plan(shape, repeat, seen, _reach(p) if narrow else None, backwards)
 
     @property
     def tiles(self) -> tuple[Tile, ...]:
         """The tiles of a group that needs every key."""
-        return self.shape.tiles(self.shape.keys)
-
-    def alone(self, group: Group) -> bool:
-        """Whether one near span of one tile of a group holds every column."""
-        spans = [(span.far, span.columns) for tile in group.tiles for span in tile.spans]
-        return spans == [(False, slice(0, self.shape.keys))] and self.shape.near_start == 0
+        return make_tiles(self.shape, self.shape.keys)
 
     def groups(self, q: Tensor) -> Iterator[Group]:
         """Whole batch rows while they fit into a tile, else heads of one row."""
@@ -202,20 +201,17 @@ class Plan:
         rows = min(self.shape.rows, self.shape.queries) * self.repeat
         width = max((tile.width for tile in self.tiles), default=0)
         many = max(1, TILE_BYTES // max(1, rows * width * max(4, q.element_size())))
-        if many >= heads:
-            step = many // heads
-            for start in range(0, batch, step):
-                yield self._group(slice(start, min(start + step, batch)), slice(0, heads))
-            return
-        for row in range(batch):
-            for start in range(0, heads, many):
-                yield self._group(slice(row, row + 1), slice(start, min(start + many, heads)))
+        batch_step, head_step = max(1, many // max(1, heads)), min(many, heads)
+        for row in range(0, batch, batch_step):
+            for start in range(0, heads, head_step):
+                stop = min(start + head_step, heads)
+                yield self._group(slice(row, min(row + batch_step, batch)), slice(start, stop))
 
     def _group(self, batch: slice, heads: slice) -> Group:
         queries = slice(heads.start * self.repeat, heads.stop * self.repeat)
         reach = self.shape.keys if self.reach is None else max(self.reach[queries])
         seen = self.seen.of_heads(batch, queries)
-        return Group(batch, heads, seen, self.shape.tiles(reach))
+        return Group(batch, heads, seen, make_tiles(self.shape, reach))
 
 
 def _reach(inputs: AttentionInputs) -> tuple[int, ...] | None:
@@ -223,13 +219,15 @@ def _reach(inputs: AttentionInputs) -> tuple[int, ...] | None:
 
     By Cauchy and Schwarz the weight of a key at distance d is at most
     exp(2 max|q| max|k| + b(d) − b(0)), if the key at distance 0 is seen. None where nothing is
-    left out, or where to ask would cost more than it saves: of few keys, and on another device,
+    left out, or where to look would cost more than it saves: of few keys, and on another device,
     where the host would have to wait.
     """
     q, k, bias, keys = inputs.q, inputs.k, inputs.bias, inputs.v.shape[2]
     seen = inputs.visibility
-    itself = seen.plain and seen.aligned and q.shape[2] <= keys and inputs.window is None
-    if bias is None or not itself or keys < REACH_FROM or bias.shape[1] < keys or not readable(q):
+    sees_itself = seen.plain and seen.aligned and q.shape[2] <= keys and inputs.window is None
+    if bias is None or not sees_itself or bias.shape[1] < keys:
+        return None
+    if keys < REACH_FROM or not readable(q):
         return None
     least = math.log(torch.finfo(q.dtype).smallest_normal)
     fall = bias.detach()[:, :keys] - bias.detach()[:, :1]
@@ -248,23 +246,20 @@ def hide_edges(score: Tensor, tile: Tile, plan: Plan, later: bool = True) -> Non
     `score` is (…, c, r, width). Not `later` spares keys after the query.
     """
     first, last = plan.shape.positions(tile.rows)
-
-    def hide(columns: Tensor, diagonal: int, upper: bool) -> None:
-        shape = tile.count, columns.shape[-1]
-        corner = _corner(shape, diagonal, upper, plan.backwards, score.device)
-        columns.masked_fill_(corner, -torch.inf)
-
-    for span, at in tile.laid:
+    for span, where in tile.placed:
+        corners = []
         if span.lowest is not None and (later or span.lowest != 0):
             begin = max(span.start, first - span.lowest + 1)
-            if begin < span.stop:
-                columns = score[..., at.stop - (span.stop - begin) : at.stop]
-                hide(columns, first - span.lowest - begin + 1, True)
+            corners.append((begin, span.stop, first - span.lowest - begin + 1, True))
         if span.highest is not None:
-            width = min(span.stop, last - span.highest) - span.start
-            if width > 0:
-                columns = score[..., at.start : at.start + width]
-                hide(columns, first - span.highest - span.start - 1, False)
+            end = min(span.stop, last - span.highest)
+            corners.append((span.start, end, first - span.highest - span.start - 1, False))
+        for start, stop, diagonal, upper in corners:
+            if start < stop:
+                begin = where.start + start - span.start
+                shape = tile.count, stop - start
+                corner = _corner(shape, diagonal, upper, plan.backwards, score.device)
+                score[..., begin : begin + stop - start].masked_fill_(corner, -torch.inf)
 
 
 @lru_cache(maxsize=256)

@@ -111,15 +111,14 @@ class FirstValues:
 def residual_layers(spec: ScoreSpec, layers: int) -> tuple[ResidualLayer, ...] | None:
     """The residual of each of `layers` layers, bottom first; None for a score without one.
 
-    RealFormer's scores s_n = Σ_m q_m k_mᵀ, m ≤ n, or their mean over the layers, are held in one
-    buffer or, where all layers together have few features, as queries and keys: the kernel of the
-    lowest layer decides for all (`kernels.residual`).
+    How RealFormer's scores s_n = Σ_m q_m k_mᵀ, m ≤ n, or their mean over the layers, are held is
+    decided by the kernel of the lowest layer (`kernels.residual`).
     """
     if spec.residual is None:
         return None
     sums: ResidualScores | FeatureSums | FirstValues
     if spec.residual.summed == "scores":
-        sums = ResidualScores(spec.residual.mean, layers)
+        sums = ResidualScores(spec.residual.mean)
     elif isinstance(spec.residual, ValueResidual):
         sums = FirstValues(spec.residual.share)
     else:
