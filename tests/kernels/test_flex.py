@@ -106,7 +106,7 @@ def test_gradients_through_the_functions(name: str, change: str) -> None:
 
 
 def test_a_gradient_on_a_cpu_is_refused() -> None:
-    with pytest.raises(InputError, match="no backward on a CPU"):
+    with pytest.raises(InputError, match="gradients on a CPU"):
         attend(_inputs("causal", "plain"), "flex")
 
 

@@ -73,4 +73,4 @@ def test_explain_says_why() -> None:
     told = explain("Baseline-FIRE@512", (1, 8, 4096, 64))
     assert told.kernel == "strips"
     assert told.working_bytes < 2**24
-    assert "depends on both positions" in told.refused["chunked"]
+    assert "a bias of both positions" in told.refused["chunked"]

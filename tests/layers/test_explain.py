@@ -66,7 +66,7 @@ def test_it_reads_well() -> None:
     assert "folded into q and k:\n  - KNA: " in text
     assert "left to the kernel:\n  - ReRoPE: " in text
     assert "kernel: two-regime (" in text
-    assert "  - fused: it has one score per pair, not two regimes" in text
+    assert "  - fused: it does not serve two regimes" in text
     assert "195.3 MiB of output" in text
 
 
@@ -86,7 +86,7 @@ def test_residual_scores_are_explained() -> None:
     scores = explain("KNA-RealFormer", (1, 4, 512, 64))
     assert scores.kernel == "residual"
     assert any(line.startswith("RealFormer") for line in scores.left)
-    assert "scores of the layers below" in scores.refused["fused"]
+    assert "residual scores" in scores.refused["fused"]
     # About half of all pairs.
     assert 4 * 512 * 512 * 2 < scores.working_bytes < 4 * 512 * 512 * 4 + 2**20
     features = explain("KNA-ResidualQK", (1, 4, 512, 64))

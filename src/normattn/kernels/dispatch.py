@@ -1,6 +1,6 @@
 """Which kernel serves some inputs: one table of capabilities, and a fixed rule of choice.
 
-Inputs show some features; a kernel serves them when all are in its row of `TABLE`. Among the
+Inputs have some features; a kernel serves them when all are in its row of `TABLE`. Among the
 kernels that can, the choice depends on the device, the number type, the shapes and the processor's
 features alone, so that it is the same in every process. A request that none can serve is refused.
 """
@@ -16,10 +16,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from normattn.errors import InputError
-from normattn.kernels.flex import flex_with_lse
+from normattn.kernels.flex import flex
 from normattn.kernels.inputs import AttentionInputs
-from normattn.kernels.numerics import showing_divergence
-from normattn.kernels.reference import reference_with_more, strip_rows, strips
+from normattn.kernels.numerics import spread_infinities
+from normattn.kernels.reference import reference_with_lse, strip_rows, strips
 from normattn.kernels.residual import concatenated, residual_attention
 from normattn.kernels.sdpa import PROCESSOR_FEATURES, fused
 from normattn.kernels.stats import Observation, Recorder, observer, record_pass
@@ -28,9 +28,15 @@ from normattn.kernels.tiled_backward import tiled
 from normattn.kernels.two_regime import two_regime
 from normattn.plain import transformed
 
+Test = Callable[[AttentionInputs], bool]
 
-def _learns(x: Tensor | None) -> bool:
-    return x is not None and x.requires_grad
+
+def _given(name: str) -> Test:
+    return lambda p: getattr(p, name) is not None
+
+
+def _hides(name: str) -> Test:
+    return lambda p: getattr(p.visibility, name) is not None
 
 
 def _irregular(p: AttentionInputs) -> bool:
@@ -39,106 +45,58 @@ def _irregular(p: AttentionInputs) -> bool:
     return matter and not seen.aligned
 
 
+def _not_square(p: AttentionInputs) -> bool:
+    return p.visibility.causal and p.q.shape[2] not in (1, p.v.shape[2])
+
+
+def _learned_mask(p: AttentionInputs) -> bool:
+    return p.visibility.mask is not None and p.visibility.mask.requires_grad
+
+
 def _learns_on_cpu(p: AttentionInputs) -> bool:
     # flex_attention looks at the tensors, and not whether gradients are wanted now.
-    return p.q.device.type == "cpu" and any(map(_learns, p.tensors))
+    learned = any(x is not None and x.requires_grad for x in p.tensors)
+    return learned and p.q.device.type == "cpu"
 
 
-class Feature(NamedTuple):
-    """Something that inputs may show, and what a kernel without it says."""
-
-    shown: Callable[[AttentionInputs], bool]
-    refusal: str
-
-
-# Keys are counted by v: with two regimes there may be fewer near keys than far ones.
-_FEATURES: dict[str, tuple[Callable[[AttentionInputs], bool], str]] = {
-    "one regime": (lambda p: not p.two_regimes, "it is for two regimes, and there is only one"),
-    "two regimes": (lambda p: p.two_regimes, "it has one score per pair, not two regimes"),
-    "bias": (lambda p: p.bias is not None, "it adds no bias to the score"),
-    "pairs": (
-        lambda p: p.pairs is not None,
-        "it takes no bias that depends on both positions of a pair",
-    ),
-    "normaliser": (
-        lambda p: p.normaliser is not None,
-        "its weights are those of softmax, and of no other",
-    ),
-    "selection": (
-        lambda p: p.selection is not None,
-        "it hands nothing on from a query to the next",
-    ),
-    "no residual scores": (
-        lambda p: p.residual_scores is None,
-        "it is for residual scores, summed over the layers, and there are none",
-    ),
-    "residual scores": (
-        lambda p: p.residual_scores is not None,
-        "it takes no scores of the layers below",
-    ),
-    "sink": (lambda p: p.sink is not None, "it has no sink"),
-    "cap": (lambda p: p.cap is not None, "it has no cap"),
-    "sliding window": (
-        lambda p: p.visibility.window is not None,
-        "it takes no window beside plain causality",
-    ),
-    "documents": (
-        lambda p: p.visibility.query_documents is not None,
-        "it takes no documents beside plain causality",
-    ),
-    "mask": (lambda p: p.visibility.mask is not None, "it takes no mask beside plain causality"),
-    "mask gradient": (lambda p: _learns(p.visibility.mask), "it gives no gradient to a mask"),
-    "padding": (
-        lambda p: p.visibility.padding is not None,
-        "it takes no padding, which is a mask",
-    ),
-    "irregular positions": (
-        _irregular,
-        "it needs consecutive positions: any others take a mask, and it takes no mask",
-    ),
-    "no causality": (lambda p: not p.visibility.causal, "it is for causal attention"),
-    "other rows than keys": (
-        lambda p: p.visibility.causal and p.q.shape[2] not in (1, p.v.shape[2]),
-        "its causal mask needs as many queries as keys",
-    ),
-    "more rows than keys": (
-        lambda p: p.q.shape[2] > p.v.shape[2],
-        "it needs a key at every query's position",
-    ),
-    "earlier keys": (
-        lambda p: p.q.shape[2] < p.v.shape[2],
-        "it needs a query at every key's position",
-    ),
-    "no rows": (lambda p: p.q.shape[2] == 0, "it needs a query"),
-    "other value size": (
-        lambda p: p.v.shape[-1] != p.q.shape[-1],
-        "its values must have the size of the keys",
-    ),
-    "dropout": (lambda p: p.dropout > 0, "it drops no weights"),
-    "float64": (
-        lambda p: p.q.dtype == torch.float64,
-        "it computes in float32, float16 or bfloat16",
-    ),
-    "torch.func": (
-        lambda p: transformed(),
-        "torch.func and forward-mode derivatives see through plain operations only",
-    ),
-    "gradients on a CPU": (_learns_on_cpu, "flex_attention has no backward on a CPU"),
-    "CUDA": (lambda p: p.q.device.type == "cuda", "it stands on operations that only a CPU has"),
+# What inputs may have. Keys are counted by v: with two regimes there may be fewer near keys.
+FEATURES: Mapping[str, Test] = {
+    "one score per pair": lambda p: not p.two_regimes,
+    "two regimes": lambda p: p.two_regimes,
+    "a bias": _given("bias"),
+    "a bias of both positions": _given("pairs"),
+    "a normaliser in place of softmax": _given("normaliser"),
+    "a selection": _given("selection"),
+    "inputs without residual scores": lambda p: p.residual_scores is None,
+    "residual scores": _given("residual_scores"),
+    "a sink": _given("sink"),
+    "a cap": _given("cap"),
+    "a sliding window": _hides("window"),
+    "documents": _hides("query_documents"),
+    "a mask": _hides("mask"),
+    "a learned mask": _learned_mask,
+    "padding": _hides("padding"),
+    "irregular positions": _irregular,
+    "attention without causality": lambda p: not p.visibility.causal,
+    "a causal mask with T ≠ S": _not_square,
+    "more queries than keys": lambda p: p.q.shape[2] > p.v.shape[2],
+    "fewer queries than keys": lambda p: p.q.shape[2] < p.v.shape[2],
+    "zero queries": lambda p: p.q.shape[2] == 0,
+    "values of another size": lambda p: p.v.shape[-1] != p.q.shape[-1],
+    "dropout": lambda p: p.dropout > 0,
+    "float64": lambda p: p.q.dtype == torch.float64,
+    "torch.func": lambda p: transformed(),
+    "gradients on a CPU": _learns_on_cpu,
+    "CUDA": lambda p: p.q.device.type == "cuda",
 }
-FEATURES: Mapping[str, Feature] = {name: Feature(*of) for name, of in _FEATURES.items()}
 _ALL = frozenset(FEATURES)
 _TILED = _ALL - {
-    "pairs",
-    "normaliser",
-    "selection",
-    "mask gradient",
-    "residual scores",
-    "torch.func",
+    *("a bias of both positions", "a normaliser in place of softmax", "a selection"),
+    *("a learned mask", "residual scores", "torch.func"),
 }
 _PLAIN = _TILED - {
-    *("bias", "sink", "cap", "sliding window", "documents", "mask", "padding"),
-    "irregular positions",
+    *("a bias", "a sink", "a cap", "a sliding window", "documents", "a mask"),
+    *("padding", "irregular positions"),
 }
 
 Run = Callable[[AttentionInputs, Recorder | None, bool], tuple[Tensor, Tensor | None]]
@@ -159,13 +117,11 @@ class Kernel(NamedTuple):
 
     def why_not(self, inputs: AttentionInputs, lse: bool = False) -> str | None:
         """The reason why it cannot serve the inputs, or give their log-sum-exp; or None."""
-        for name, feature in FEATURES.items():
-            if name not in self.serves and feature.shown(inputs):
-                return feature.refusal
-        # With residual scores one kernel sums those of all layers.
-        if inputs.residual_scores is not None and (
-            reason := inputs.residual_scores.why_not(self.name)
-        ):
+        for name, shown in FEATURES.items():
+            if name not in self.serves and shown(inputs):
+                return f"it does not serve {name}"
+        sums = inputs.residual_scores
+        if sums is not None and (reason := sums.why_not(self.name)):
             return reason
         if lse and "lse" not in self.gives:
             return "it gives no log-sum-exp"
@@ -179,7 +135,7 @@ def _alone(compute: Callable[[AttentionInputs], Tensor]) -> Run:
     return lambda inputs, recorder, lse: (compute(inputs), None)
 
 
-def _observed(compute: Callable[[AttentionInputs, Recorder | None], Tensor]) -> Run:
+def _recorded(compute: Callable[[AttentionInputs, Recorder | None], Tensor]) -> Run:
     """A kernel that gives statistics beside the output."""
     return lambda inputs, recorder, lse: (compute(inputs, recorder), None)
 
@@ -188,7 +144,7 @@ KERNELS: tuple[Kernel, ...] = (
     Kernel(
         "fused",
         _alone(fused),
-        _PLAIN - {"two regimes", "other rows than keys", "other value size"},
+        _PLAIN - {"two regimes", "a causal mask with T ≠ S", "values of another size"},
         (),
         "scaled_dot_product_attention; on CUDA it reaches the stock flash operators",
     ),
@@ -196,29 +152,29 @@ KERNELS: tuple[Kernel, ...] = (
         "two-regime",
         _alone(two_regime),
         _PLAIN
-        - {"one regime", "no causality", "more rows than keys", "earlier keys", "no rows"}
-        - {"other value size", "dropout", "CUDA"},
+        - {"one score per pair", "attention without causality", "values of another size"}
+        - {"more queries than keys", "fewer queries than keys", "zero queries", "dropout", "CUDA"},
         (),
         "both parts by a CPU's flash operator, the near one in sliding chunks",
     ),
     Kernel(
         "flex",
-        lambda inputs, recorder, lse: flex_with_lse(inputs),
-        _TILED - {"dropout", "no rows", "float64", "gradients on a CPU"},
+        lambda inputs, recorder, lse: flex(inputs),
+        _TILED - {"dropout", "zero queries", "float64", "gradients on a CPU"},
         ("lse",),
         "flex_attention, compiled: nearly anything on CUDA, two regimes in two calls",
     ),
     Kernel(
         "residual",
-        _observed(residual_attention),
-        (_TILED | {"residual scores"}) - {"no residual scores", "two regimes"},
+        _recorded(residual_attention),
+        (_TILED | {"residual scores"}) - {"inputs without residual scores", "two regimes"},
         ("statistics",),
         "scores of all layers in one buffer, undone in the backward; one number per pair",
     ),
     Kernel(
         "concatenated",
-        lambda inputs, recorder, lse: attend_with_lse(concatenated(inputs), lse=lse),
-        _ALL - {"no residual scores", "two regimes", "mask gradient", "torch.func"},
+        _alone(lambda inputs: attend(concatenated(inputs))),
+        _ALL - {"inputs without residual scores", "two regimes", "a learned mask", "torch.func"},
         ("lse",),
         "the features of all layers side by side, by any kernel that serves the rest",
     ),
@@ -231,14 +187,14 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     Kernel(
         "strips",
-        _observed(strips),
+        _recorded(strips),
         _ALL - {"residual scores", "torch.func"},
         ("statistics", "second derivative"),
         "the definition by strips of whole rows, each computed once more in the backward",
     ),
     Kernel(
         "reference",
-        reference_with_more,
+        reference_with_lse,
         _ALL,
         ("lse", "statistics", "second derivative"),
         "the definition; holds the whole T × S matrix",
@@ -247,31 +203,13 @@ KERNELS: tuple[Kernel, ...] = (
 TABLE: Mapping[str, Kernel] = {kernel.name: kernel for kernel in KERNELS}
 BACKENDS: tuple[str, ...] = ("auto", *TABLE)
 
-
-def shown(inputs: AttentionInputs) -> frozenset[str]:
-    """The features of some inputs."""
-    return frozenset(name for name, feature in FEATURES.items() if feature.shown(inputs))
-
-
-def capability_table() -> str:
-    """The table in Markdown: a line per feature, a column per kernel."""
-    lines = ["| inputs with | " + " | ".join(TABLE) + " |", "| --- |" + " --- |" * len(TABLE)]
-    rows = [(name, [name in kernel.serves for kernel in KERNELS]) for name in FEATURES]
-    for text, what in (("a second derivative", "second derivative"), ("the log-sum-exp", "lse")):
-        rows.append((text, [what in kernel.gives for kernel in KERNELS]))
-    lines += [
-        f"| {name} | " + " | ".join("yes" if x else "no" for x in row) + " |" for name, row in rows
-    ]
-    return "\n".join(lines)
-
-
 # Query rows at which tiles beat torch's kernel in float32 on cores that have AVX-512 but not its
 # float16 part (AMD's Zen 4 and 5); on Intel's they do not.
 _TILES_WIN = range(256, 1025)
 
 
 def _order(inputs: AttentionInputs) -> Iterator[tuple[str, str]]:
-    """Names of kernels, the best first, and why each stands where it does."""
+    """Names of kernels, the best first, and why each is at its place."""
     if inputs.residual_scores is not None:
         yield from _residual_order(inputs)
     elif inputs.q.device.type == "cpu":
@@ -286,20 +224,19 @@ def _order(inputs: AttentionInputs) -> Iterator[tuple[str, str]]:
 
 def _cpu_order(inputs: AttentionInputs) -> Iterator[tuple[str, str]]:
     """The same on a CPU. A compiler unrolls hand-written loops, but tiles are one node for it."""
-    rows, eager = inputs.q.shape[2], not torch.compiler.is_compiling()
+    q, keys, eager = inputs.q, inputs.v.shape[2], not torch.compiler.is_compiling()
+    rows = q.shape[2]
     if eager and rows > 1:
         yield "two-regime", "both parts go to torch's flash kernel, merged by log-sum-exp"
-    if rows == 1 and _step_by_tiles(inputs):
-        yield "chunked", "for one query over many keys on a CPU plain products stand first"
-    if eager and rows in _TILES_WIN and inputs.q.dtype != torch.float64 and _tiles_win():
+    # In a decoding step over shared key heads plain products win 1.1 to 10 times.
+    if rows == 1 and keys >= 2048 and q.element_size() != 2 and q.shape[1] != inputs.k.shape[1]:
+        yield "chunked", "for one query over many keys on a CPU plain products come first"
+    has = PROCESSOR_FEATURES.get
+    tiles_win = has("avx512_f") and not has("avx512_fp16") and q.dtype != torch.float64
+    if eager and rows in _TILES_WIN and tiles_win:
         yield "chunked", "at these lengths on such a processor tiles beat torch's kernel"
     yield "fused", "everything is absorbed into queries and keys: torch's kernel does the rest"
     yield "chunked", "it serves nearly any inputs without a T × S matrix"
-
-
-def _tiles_win() -> bool:
-    has = PROCESSOR_FEATURES.get
-    return bool(has("avx512_f")) and not has("avx512_fp16")
 
 
 def _residual_order(inputs: AttentionInputs) -> Iterator[tuple[str, str]]:
@@ -311,14 +248,8 @@ def _residual_order(inputs: AttentionInputs) -> Iterator[tuple[str, str]]:
         yield "concatenated", "a compiler takes no buffer that is undone in the backward"
     if inputs.q.device.type != "cpu":
         yield "concatenated", "one product of the features of all layers suits a GPU"
-    yield "residual", "one buffer for all layers, and no more products than without residual scores"
+    yield "residual", "one buffer for all layers, and no more products than without a residual"
     yield "concatenated", "it leaves what the buffer cannot serve to another kernel"
-
-
-def _step_by_tiles(inputs: AttentionInputs) -> bool:
-    """Whether plain products beat torch's kernel in a decoding step (measured: 1.1–10 ×)."""
-    shared = inputs.q.shape[1] != inputs.k.shape[1]
-    return inputs.q.element_size() != 2 and inputs.v.shape[2] >= 2048 and shared
 
 
 def choose(inputs: AttentionInputs, backend: str = "auto", lse: bool = False) -> Kernel:
@@ -371,39 +302,29 @@ def working_bytes(kernel: str, inputs: AttentionInputs) -> int:
     """Bytes of a forward beside q, k, v and the output: an estimate.
 
     The reference holds scores and weights, T × S each, strips those of some rows; torch's kernels a
-    log-sum-exp, and of two parts their outputs; tiles one tile of scores; the buffer
-    of residual scores, one for all layers, a number for each pair.
+    log-sum-exp, and of two parts their outputs; tiles one tile of scores; the buffer of residual
+    scores, one for all layers, a number for each pair.
     """
-    batch, heads, rows, _ = inputs.q.shape
-    number = max(4, inputs.q.element_size())
+    q, keys = inputs.q, inputs.v.shape[2]
+    batch, heads, rows, _ = q.shape
+    number, lines = max(4, q.element_size()), batch * heads * rows * 4
     if kernel in ("reference", "strips"):
         held = rows if kernel == "reference" else strip_rows(inputs)
-        return 2 * batch * heads * held * inputs.v.shape[2] * number
-    lines = batch * heads * rows * 4
-    if kernel == "fused":
-        return lines
-    if kernel == "flex":
+        return 2 * batch * heads * held * keys * number
+    if kernel in ("fused", "flex"):
         return lines * (2 if inputs.two_regimes else 1)
     if kernel == "two-regime":
         # Each part's output and log-sum-exp, and those of both for their shares.
-        return 2 * batch * heads * rows * inputs.v.shape[3] * inputs.q.element_size() + 4 * lines
-    if kernel == "residual":
-        pairs: int = sum((t.rows.stop - t.rows.start) * t.width for t in Plan.of(inputs).tiles)
-        return _tile(inputs) + batch * heads * pairs * number
-    return _tile(inputs)
-
-
-def _tile(inputs: AttentionInputs) -> int:
-    """The largest tile of the first, largest group."""
+        return 2 * batch * heads * rows * inputs.v.shape[3] * q.element_size() + 4 * lines
     plan = Plan.of(inputs)
-    group = next(plan.groups(inputs.q), None)
+    pairs = [tile.count * tile.width for tile in plan.tiles]
+    group = next(plan.groups(q), None)
     if group is None:
         return 0
-    batch, heads = group.batch, group.heads
-    many: int = (batch.stop - batch.start) * (heads.stop - heads.start)
-    rows: int = max(tile.rows.stop - tile.rows.start for tile in plan.tiles) * plan.repeat
-    width = max(tile.width for tile in plan.tiles)
-    return many * rows * width * max(4, inputs.q.element_size())
+    together = (group.batch.stop - group.batch.start) * (group.heads.stop - group.heads.start)
+    tile_bytes: int = together * plan.repeat * max(pairs, default=0) * number
+    buffer_bytes: int = batch * heads * sum(pairs) * number
+    return tile_bytes + (buffer_bytes if kernel == "residual" else 0)
 
 
 class AttentionOutput(NamedTuple):
@@ -439,20 +360,24 @@ def run_kernel(
         # The tensors' own type decides, for every score alike.
         with torch.autocast(device, enabled=False):
             return run_kernel(inputs, backend, lse=lse, statistics=statistics, functions=functions)
-    kernel, given = choose(inputs, backend, lse), inputs
-    inputs = showing_divergence(given)
-    recorder = Recorder(inputs, functions) if statistics else None
+    kernel = choose(inputs, backend, lse)
+    if kernel.name == "concatenated":
+        inputs, backend = concatenated(inputs), "auto"
+        kernel = choose(inputs, backend, lse)
+    given, inputs = inputs, spread_infinities(inputs)
     if device == "cpu" and kernel.name in ("fused", "two-regime"):
         # On a CPU these make 0 of NaN, or show it in earlier rows; and they give no statistics.
         observed = statistics and backend == "auto"
         diverged = any(x is not y for x, y in zip(inputs.tensors, given.tensors, strict=True))
         if not torch.compiler.is_compiling() and (diverged or observed):
             kernel = TABLE["chunked"]
-    recorded = recorder is not None and "statistics" in kernel.gives
+    if not statistics:
+        return AttentionOutput(*kernel.run(inputs, None, lse))
+    recorder, recorded = Recorder(inputs, functions), "statistics" in kernel.gives
     out, sums = kernel.run(inputs, recorder if recorded else None, lse)
-    if recorder is not None and not recorded:
+    if not recorded:
         record_pass(recorder, inputs)
-    return AttentionOutput(out, sums, None if recorder is None else recorder.observation())
+    return AttentionOutput(out, sums, recorder.observation())
 
 
 def attend(inputs: AttentionInputs, backend: str = "auto") -> Float[Tensor, "b h t e"]:
@@ -467,8 +392,6 @@ def attend_with_lse(
     inputs: AttentionInputs, backend: str = "auto", lse: bool = True
 ) -> tuple[Float[Tensor, "b h t e"], Float[Tensor, "b h t"] | None]:
     """The same, and the log-sum-exp of each row, which `AttentionOutput` describes."""
-    if inputs.residual_scores is not None and choose(inputs, backend, lse).name == "concatenated":
-        return attend_with_lse(concatenated(inputs), lse=lse)
     by = observer()
     if by is None:
         output = run_kernel(inputs, backend, lse=lse)

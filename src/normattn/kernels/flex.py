@@ -31,13 +31,10 @@ ScoreFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 """(score, batch, head, query, key) to the score that softmax sees."""
 
 
-def flex_with_lse(
+def flex(
     inputs: AttentionInputs,
 ) -> tuple[Float[Tensor, "b h t e"], Float[Tensor, "b h t"]]:
-    """softmax(score) · v by `flex_attention`, and the log-sum-exp of each row's scores.
-
-    Two regimes take two calls.
-    """
+    """softmax(score) · v by `flex_attention`, and the log-sum-exp of each row's scores."""
     p, start = inputs, inputs.near_start
     far = None if p.window is None else False
     out, lse = _call(p, p.q, p.k, p.v[:, :, start:], start, far)
@@ -56,11 +53,11 @@ def mask_function(inputs: AttentionInputs, start: int, far: bool | None) -> Mask
     `far` confines it to distant pairs or to near ones; None to neither.
     """
     seen, window = inputs.visibility, inputs.window
-    place = _places(inputs, start)
+    positions = _positions(inputs, start)
 
     def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         column = key + start
-        i, j = place(batch, query, key)
+        i, j = positions(batch, query, key)
         sees = column >= 0
         if seen.causal:
             sees = sees & (j <= i)
@@ -88,13 +85,13 @@ def score_function(inputs: AttentionInputs, start: int) -> ScoreFunction | None:
     added = None if seen.mask is None or seen.mask.dtype == torch.bool else seen.mask
     if cap is None and bias is None and added is None:
         return None
-    place = _places(inputs, start)
+    positions = _positions(inputs, start)
 
     def changed(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         if cap is not None:
             score = cap * torch.tanh(score / cap)
         if bias is not None:
-            i, j = place(batch, query, key)
+            i, j = positions(batch, query, key)
             # A distance without a bias occurs only where the key is hidden.
             score = score + bias[head, (i - j).abs().clamp(max=bias.shape[1] - 1)]
         if added is not None:
@@ -104,21 +101,30 @@ def score_function(inputs: AttentionInputs, start: int) -> ScoreFunction | None:
     return changed
 
 
-def _places(
+def _positions(
     inputs: AttentionInputs, start: int
 ) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """(batch, query, key) to the positions of both; where they are counted, without a look."""
+    """(batch, query, key) to the positions of both; aligned ones are counted, not looked up."""
     seen, shift = inputs.visibility, inputs.v.shape[2] - inputs.q.shape[2]
 
     def pick(positions: Tensor, batch: Tensor, index: Tensor) -> Tensor:
         return positions[index] if positions.dim() == 1 else positions[batch, index]
 
-    def place(batch: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    def both(batch: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         if seen.aligned:
             return query + shift, key + start
         return pick(seen.query, batch, query), pick(seen.key, batch, key + start)
 
-    return place
+    return both
+
+
+def _mask_value(mask: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """One value of a mask that broadcasts to (B, H, T, S)."""
+    # An empty index is refused where the function is mapped over indices.
+    whole = mask if mask.dim() == 4 else mask[(None,) * (4 - mask.dim())]
+    indices = (batch, head, query, key)
+    own = (at * (size != 1) for at, size in zip(indices, whole.shape, strict=True))
+    return whole[tuple(own)]
 
 
 def _call(
@@ -129,9 +135,7 @@ def _call(
     attend, _ = _functions(q.device.type == "cuda")
     # flex_attention counts the arguments of a function, which a wrapper would hide: a lambda.
     out, sums = attend(
-        q,
-        k,
-        v,
+        *(q, k, v),
         score_mod=None
         if changed is None
         else lambda score, batch, head, query, key: changed(score, batch, head, query, key),
@@ -142,9 +146,10 @@ def _call(
     return out, sums
 
 
-# Block masks that are kept: of shapes alone, and of given tensors, which a mask keeps alive.
-_OF_SHAPES, _OF_TENSORS = 64, 4
-_KEPT: tuple[OrderedDict[Any, Any], OrderedDict[Any, Any]] = (OrderedDict(), OrderedDict())
+# Block masks by shape and by the tensors of a mask, which an entry keeps alive: so another tensor
+# cannot get the number of one that is gone.
+_BLOCK_MASKS: OrderedDict[Any, Any] = OrderedDict()
+_MOST = 8
 
 
 def _block_mask(inputs: AttentionInputs, start: int, far: bool | None) -> Any:
@@ -164,48 +169,30 @@ def _block_mask(inputs: AttentionInputs, start: int, far: bool | None) -> Any:
         *(seen.causal, seen.window, seen.kept, seen.aligned),
         *((None if x is None else (id(x), x._version)) for x in parts),
     )
-    kept, most = (_KEPT[1], _OF_TENSORS) if tensors else (_KEPT[0], _OF_SHAPES)
-    if name not in kept:
-        # Its tensors are kept beside it: another one may not get the number of one that is gone.
-        kept[name] = _make_block_mask(inputs, start, far), tensors
-        while len(kept) > most:
-            kept.popitem(last=False)
-    kept.move_to_end(name)
-    return kept[name][0]
+    if name not in _BLOCK_MASKS:
+        _BLOCK_MASKS[name] = _make_block_mask(inputs, start, far), tensors
+        while len(_BLOCK_MASKS) > _MOST:
+            _BLOCK_MASKS.popitem(last=False)
+    _BLOCK_MASKS.move_to_end(name)
+    return _BLOCK_MASKS[name][0]
 
 
 def _make_block_mask(inputs: AttentionInputs, start: int, far: bool | None) -> Any:
     seen, q = inputs.visibility, inputs.q
     # The mask may be kept: it must hold no queries, keys and values.
-    visible = mask_function(_without_numbers(inputs), start, far)
+    parts = (x.detach() for x in (inputs.q, inputs.k, inputs.v))
+    shapes = (x.new_empty(()).expand(x.shape) for x in parts)
+    visible = mask_function(AttentionInputs(*shapes, seen, window=inputs.window), start, far)
     alike = seen.mask is None or seen.mask.dim() < 4 or seen.mask.shape[0] == 1
     positions = seen.query.dim() == seen.key.dim() == 1
     one = seen.padding is None and seen.query_documents is None and alike and positions
     by_head = seen.mask is not None and seen.mask.dim() > 2 and seen.mask.shape[-3] > 1
     return _functions(q.device.type == "cuda")[1](
         lambda batch, head, query, key: visible(batch, head, query, key),
-        None if one else q.shape[0],
-        q.shape[1] if by_head else None,
-        q.shape[2],
-        inputs.v.shape[2] - start,
+        *(None if one else q.shape[0], q.shape[1] if by_head else None),
+        *(q.shape[2], inputs.v.shape[2] - start),
         device=q.device,
     )
-
-
-def _without_numbers(inputs: AttentionInputs) -> AttentionInputs:
-    """The same shapes, mask and window, and tensors that hold nothing."""
-    parts = (x.detach() for x in (inputs.q, inputs.k, inputs.v))
-    q, k, v = (x.new_empty(()).expand(x.shape) for x in parts)
-    return AttentionInputs(q, k, v, inputs.visibility, window=inputs.window)
-
-
-def _mask_value(mask: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """One value of a mask that broadcasts to (B, H, T, S)."""
-    # An empty index is refused where the function is mapped over indices.
-    whole = mask if mask.dim() == 4 else mask[(None,) * (4 - mask.dim())]
-    indices = (batch, head, query, key)
-    own = (at * (size != 1) for at, size in zip(indices, whole.shape, strict=True))
-    return whole[tuple(own)]
 
 
 @cache
@@ -214,14 +201,14 @@ def _functions(compiled: bool) -> tuple[Any, Any]:
     # Imported here because it loads the compiler, which takes longer than torch itself.
     from torch.nn.attention import flex_attention as torch_flex
 
-    kernel: Any = torch_flex.flex_attention
-
     def attend(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not hasattr(torch_flex, "AuxRequest"):
             # Before torch 2.9.
-            both: tuple[Tensor, Tensor] = kernel(*args, **kwargs, return_lse=True)
+            both: tuple[Tensor, Tensor]
+            both = torch_flex.flex_attention(*args, **kwargs, return_lse=True)
             return both
-        out, more = kernel(*args, **kwargs, return_aux=torch_flex.AuxRequest(lse=True))
+        aux = torch_flex.AuxRequest(lse=True)
+        out, more = torch_flex.flex_attention(*args, **kwargs, return_aux=aux)
         return out, more.lse
 
     if not compiled:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol, runtime_checkable
+from functools import reduce
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from normattn.errors import InputError
+
+_EVERY = slice(None)
 
 
 @dataclass(frozen=True)
@@ -54,41 +57,41 @@ class AttentionMask:
         """What `rows` see of the first `keys` keys; rows are then the last of them if aligned."""
         if rows == slice(0, self.query.shape[-1]) and keys == self.key.shape[-1]:
             return self
-        columns = slice(0, keys)
-        own, theirs = self.query_documents, self.key_documents
-        return replace(
-            self,
-            query=self.query[..., rows],
-            key=self.key[..., columns],
-            padding=None if self.padding is None else self.padding[:, columns],
-            mask=None if self.mask is None else _block(self.mask, rows, columns),
-            query_documents=None if own is None else own[:, rows],
-            key_documents=None if theirs is None else theirs[:, columns],
-        )
+        return self._cut(rows=rows, columns=slice(0, keys))
 
     def of_heads(self, batch: slice, heads: slice) -> AttentionMask:
         """The same for a part of the batch and of the query heads."""
+        return self._cut(batch, heads)
 
-        def rows(x: Tensor | None) -> Tensor | None:
-            return x[batch] if x is not None and x.dim() >= 2 and x.shape[0] > 1 else x
+    def _cut(
+        self,
+        batch: slice = _EVERY,
+        heads: slice = _EVERY,
+        rows: slice = _EVERY,
+        columns: slice = _EVERY,
+    ) -> AttentionMask:
+        def cut(x: Tensor | None, along: slice) -> Any:
+            """Of (n,) or (B, n); an axis of size 1 is broadcast."""
+            if x is None:
+                return None
+            x = x if along == _EVERY else x[..., along]
+            return x[batch] if x.dim() == 2 and x.shape[0] > 1 else x
 
         mask = self.mask
         if mask is not None:
+            mask = _block(mask, rows, columns)
             if mask.dim() >= 3 and mask.shape[-3] > 1:
                 mask = mask[..., heads, :, :]
             if mask.dim() == 4 and mask.shape[0] > 1:
                 mask = mask[batch]
-        query, key = rows(self.query), rows(self.key)
-        assert query is not None
-        assert key is not None
         return replace(
             self,
-            query=query,
-            key=key,
-            padding=rows(self.padding),
+            query=cut(self.query, rows),
+            key=cut(self.key, columns),
+            padding=cut(self.padding, columns),
             mask=mask,
-            query_documents=rows(self.query_documents),
-            key_documents=rows(self.key_documents),
+            query_documents=cut(self.query_documents, rows),
+            key_documents=cut(self.key_documents, columns),
         )
 
     def distance(self, rows: slice, columns: slice) -> Int[Tensor, "*b t s"]:
@@ -98,7 +101,7 @@ class AttentionMask:
         return block[:, None] if block.dim() == 3 else block
 
     def by_position(self, score: Float[Tensor, "b h t s"]) -> Int[Tensor, "b h t s"] | None:
-        """The columns of `score` in the order of positions; None where they stand in it."""
+        """The columns of `score` in the order of positions; None where they are in it already."""
         if self.aligned:
             return None
         order = self.key.argsort(dim=-1, stable=True)
@@ -106,26 +109,23 @@ class AttentionMask:
 
     def hidden(self, rows: slice, columns: slice) -> Bool[Tensor, "..."] | None:
         """True where a key is not seen, broadcastable to (B, H, t, s); None where all are."""
-        hidden: Tensor | None = None
+        parts = []
         if self.causal:
-            hidden = self.distance(rows, columns) < 0
+            parts.append(self.distance(rows, columns) < 0)
         if self.padding is not None:
-            padded = self.padding[:, None, None, columns]
-            hidden = padded if hidden is None else hidden | padded
+            parts.append(self.padding[:, None, None, columns])
         if self.window is not None:
             beyond = self.distance(rows, columns).abs() >= self.window
             if self.kept:
                 key = self.key[..., columns] >= self.kept
                 beyond = beyond & (key[:, None, None] if key.dim() == 2 else key)
-            hidden = beyond if hidden is None else hidden | beyond
+            parts.append(beyond)
         if self.query_documents is not None and self.key_documents is not None:
             query, key = self.query_documents[:, rows], self.key_documents[:, columns]
-            other = (query[:, :, None] != key[:, None, :])[:, None]
-            hidden = other if hidden is None else hidden | other
+            parts.append((query[:, :, None] != key[:, None, :])[:, None])
         if self.mask is not None and self.mask.dtype == torch.bool:
-            unseen = ~_block(self.mask, rows, columns)
-            hidden = unseen if hidden is None else hidden | unseen
-        return hidden
+            parts.append(~_block(self.mask, rows, columns))
+        return reduce(torch.logical_or, parts) if parts else None
 
     def added(self, rows: slice, columns: slice) -> Float[Tensor, "..."] | None:
         """What the floating mask adds to a block of scores."""
@@ -157,8 +157,7 @@ class Selection:
 
     def taken(self, score: Float[Tensor, "b t s"], seen: AttentionMask) -> Float[Tensor, "b t s"]:
         """F of every query, of head 0's scores, which are −∞ where a key is hidden."""
-        every = slice(None)
-        spared = (seen.distance(every, every) == 0) | (seen.key == 0)[..., None, None, :]
+        spared = (seen.distance(_EVERY, _EVERY) == 0) | (seen.key == 0)[..., None, None, :]
         spared = spared.squeeze(-3)
         if self.padding is not None:
             spared = spared | self.padding[..., None]
@@ -179,29 +178,26 @@ class Selection:
         return Selection(torch.cat((part.after, rest), 1), self.padding)
 
 
-@dataclass(frozen=True)
-class Stack:
+class Stack(NamedTuple):
     """What all layers that share residual scores have in common."""
 
     batch: int
-    heads: int
+    query_heads: int
     key_heads: int
     queries: int
     keys: int
     dtype: torch.dtype
 
     def __str__(self) -> str:
-        return (
-            f"batch {self.batch}, {self.heads} query heads, {self.key_heads} key heads, "
-            f"{self.queries} queries, {self.keys} keys, {self.dtype}"
-        )
+        pairs = zip(self._fields, self, strict=True)
+        return ", ".join(f"{value} {name.replace('_', ' ')}" for name, value in pairs)
 
 
 @runtime_checkable
 class ScoreSum(Protocol):
     """Scores that the layers of one forward pass sum up: `kernels.residual.ResidualScores`.
 
-    `kernel` sums those of all layers.
+    `kernel` is the one that sums those of all layers.
     """
 
     mean: bool
@@ -330,13 +326,11 @@ class AttentionInputs:
         groups = self.q.shape[1] // self.k.shape[1]
         if groups == 1:
             return self
-        far_k = self.far_k
-        return replace(
-            self,
-            k=self.k.repeat_interleave(groups, 1),
-            v=self.v.repeat_interleave(groups, 1),
-            far_k=None if far_k is None else far_k.repeat_interleave(groups, 1),
-        )
+        sides = {name: getattr(self, name) for name in ("k", "v", "far_k")}
+        repeated = {
+            name: x.repeat_interleave(groups, 1) for name, x in sides.items() if x is not None
+        }
+        return replace(self, **repeated)
 
 
 LEARNED = ("q", "k", "v", "far_q", "far_k", "bias", "sink")
@@ -369,16 +363,15 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise InputError(f"q, k and v must be (batch, heads, tokens, size), but they are {shapes}")
     if not q.shape[0] == k.shape[0] == v.shape[0]:
         raise InputError(f"q, k and v must have the same batch size, but they are {shapes}")
-    if k.shape[1] != v.shape[1] or k.shape[2] != v.shape[2]:
+    if k.shape[1:3] != v.shape[1:3]:
         raise InputError(f"k and v must have the same heads and tokens, but they are {shapes}")
     if q.shape[-1] != k.shape[-1]:
         raise InputError(f"q and k must have the same size, but they are {shapes}")
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         raise InputError(f"the query heads must be a multiple of the key heads: {shapes}")
+    dtypes = f"{q.dtype}, {k.dtype}, {v.dtype}"
     if len({q.dtype, k.dtype, v.dtype}) != 1:
-        raise InputError(
-            f"q, k and v must share a dtype, but they are {q.dtype}, {k.dtype}, {v.dtype}"
-        )
+        raise InputError(f"q, k and v must share a dtype, but they are {dtypes}")
     if q.dtype not in DTYPES:
         raise InputError(
             f"q, k and v must be float32, float64, bfloat16 or float16, but they are {q.dtype}"

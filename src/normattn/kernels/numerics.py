@@ -1,6 +1,6 @@
 """Numbers that need care: infinities, subnormal numbers, and second derivatives.
 
-NaN goes through products, softmax and sums as it is. Infinity does not: a key whose score is −∞
+NaN goes through products, softmax and sums unchanged. Infinity does not: a key whose score is −∞
 weighs nothing, and torch's flash kernel for a CPU makes finite numbers even of +∞ in half
 precision. So infinite queries and keys become NaN, and a model that diverged shows it by every
 kernel of a CPU. Torch's flash kernel makes 0 of a short row of nothing but NaN as well: `dispatch`
@@ -28,44 +28,6 @@ R = TypeVar("R")
 _LEAST, _ONE = 5e-324, 1.0
 
 
-def nan_for_infinite(x: Float[Tensor, "*n"]) -> Float[Tensor, "*n"]:
-    """x + 0·x: NaN where x is infinite, x elsewhere; its derivative is 1."""
-    return torch.add(x, x.detach(), alpha=0)
-
-
-def without_infinities(
-    x: Float[Tensor, "b h n d"], asked: Float[Tensor, "b h m d"] | None = None
-) -> Float[Tensor, "b h n d"]:
-    """`x` itself where it is finite, else with NaN for its infinities.
-
-    On a CPU one sum finds out (of `asked`, if that is all that is new): about a hundredth of a
-    forward at 64 tokens, a thousandth at 4,096. Under a compiler and torch.func, where no number
-    can be read, all of x goes through `nan_for_infinite`, which a compiler fuses. On another device
-    x stays as it is: to look would make the host wait, and to add 0·x would copy it.
-    """
-    looked_at = x if asked is None else asked
-    if readable(looked_at):
-        return nan_for_infinite(x) if not_finite(looked_at) else x
-    eager_elsewhere = looked_at.device.type != "cpu" and not torch.compiler.is_compiling()
-    return x if eager_elsewhere else nan_for_infinite(x)
-
-
-def not_finite(x: Float[Tensor, "*n"]) -> bool:
-    """Whether a tensor on a CPU holds what is not finite.
-
-    A finite sum says no. Another one may have overflowed, so every number is asked then. False
-    where a number cannot be read.
-    """
-    if not readable(x) or math.isfinite(x.detach().sum().item()):
-        return False
-    return not bool(x.detach().isfinite().all())
-
-
-def certainly_finite(*tensors: Tensor) -> bool:
-    """Whether every one is known to be finite; False where a number cannot be read."""
-    return all(readable(x) and not not_finite(x) for x in tensors)
-
-
 def readable(x: Float[Tensor, "*n"]) -> bool:
     """Whether the host may look at a number: on a CPU, outside of a compiler and torch.func."""
     if torch.compiler.is_compiling() or x.device.type != "cpu":
@@ -73,37 +35,68 @@ def readable(x: Float[Tensor, "*n"]) -> bool:
     return not torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
-def showing_divergence(inputs: AttentionInputs) -> AttentionInputs:
+def finite(x: Float[Tensor, "*n"]) -> bool:
+    """Whether every number is known to be finite; False where none can be read.
+
+    A finite sum says yes. Another one may have overflowed, so every number is looked at then.
+    """
+    if not readable(x):
+        return False
+    return math.isfinite(x.detach().sum().item()) or bool(x.detach().isfinite().all())
+
+
+def nan_for_infinite(x: Float[Tensor, "*n"]) -> Float[Tensor, "*n"]:
+    """x + 0·x: NaN where x is infinite, x elsewhere; its derivative is 1."""
+    return torch.add(x, x.detach(), alpha=0)
+
+
+def without_infinities(
+    x: Float[Tensor, "b h n d"], looked_at: Float[Tensor, "b h m d"] | None = None
+) -> Float[Tensor, "b h n d"]:
+    """`x` itself where it is finite, else with NaN for its infinities.
+
+    On a CPU one sum finds out (of `looked_at`, if that is all that is new): about a hundredth of a
+    forward at 64 tokens, a thousandth at 4,096. Under a compiler and torch.func, where no number
+    can be read, all of x goes through `nan_for_infinite`, which a compiler fuses. On another device
+    x stays the same: to look would make the host wait, and to add 0·x would copy it.
+    """
+    new = x if looked_at is None else looked_at
+    eager_elsewhere = new.device.type != "cpu" and not torch.compiler.is_compiling()
+    return x if eager_elsewhere or finite(new) else nan_for_infinite(x)
+
+
+def spread_infinities(inputs: AttentionInputs) -> AttentionInputs:
     """The inputs with NaN for infinite queries and keys.
 
     Beside a single query only the newest key is looked at: the others were when they came, and
     reading them once more would cost as much as attending to them.
     """
+    step = inputs.q.shape[2] == 1
+    sides = {name: getattr(inputs, name) for name in ("q", "k", "far_q", "far_k")}
+    changed = {}
+    for name, x in sides.items():
+        if x is None:
+            continue
+        newest = x[:, :, -1:] if step and name in ("k", "far_k") else x
+        if newest is not x and not readable(newest):
+            continue
+        found = without_infinities(x, newest)
+        if found is not x:
+            changed[name] = found
+    if changed:
+        return replace(inputs, **changed)
+    known = inputs.bias is not None and not step and readable(inputs.k)
+    return replace(inputs, finite=True) if known else inputs
 
-    def keys(x: Tensor) -> Tensor:
-        if inputs.q.shape[2] != 1:
-            return without_infinities(x)
-        newest = x[:, :, -1:]
-        return without_infinities(x, newest) if readable(newest) else x
 
-    q, k = without_infinities(inputs.q), keys(inputs.k)
-    far_q = None if inputs.far_q is None else without_infinities(inputs.far_q)
-    far_k = None if inputs.far_k is None else keys(inputs.far_k)
-    same = q is inputs.q and k is inputs.k and far_q is inputs.far_q and far_k is inputs.far_k
-    if not same:
-        return replace(inputs, q=q, k=k, far_q=far_q, far_k=far_k)
-    finite = inputs.bias is not None and inputs.q.shape[2] > 1 and readable(inputs.k)
-    return replace(inputs, finite=True) if finite else inputs
-
-
-def refuse_second_derivative(who: str, instead: str) -> None:
+def refuse_second_derivative(kernel: str, instead: str) -> None:
     """Raise `InputError` when called from a backward that is to be differentiated again.
 
     A hand-written backward has no derivative of its own. torch's `once_differentiable` says nothing
     where the incoming gradient is a constant, and the second derivative is then silently 0.
     """
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        raise InputError(f"{who} gives no second derivatives (create_graph=True); use {instead}")
+        raise InputError(f"{kernel} gives no second derivatives (create_graph=True); use {instead}")
 
 
 def merge_by_lse(
@@ -136,8 +129,7 @@ def flushing(compute: Callable[P, R]) -> Callable[P, R]:
 
     A weight of exp(−90) is such a number in float32, and products of them are slow on an Intel
     core: ALiBi, whose bias makes very many, took three to four times as long. What is lost is below
-    2^−126 of a value. It holds for the thread that computes; torch's further threads keep their
-    own way.
+    2^−126 of a value. It holds for the thread that computes, not for torch's further threads.
     """
 
     @wraps(compute)

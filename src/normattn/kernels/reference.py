@@ -18,57 +18,41 @@ from normattn.kernels.stats import Recorder, record_rows
 
 # Bytes of a strip's scores: about what a core's caches hold; a GPU must be filled instead.
 STRIP_BYTES, DEVICE_STRIP_BYTES = 2**22, 2**28
+_EVERY = slice(None)
 
 
 def reference(
-    inputs: AttentionInputs, recorder: Recorder | None = None, rows: slice = slice(None)
+    inputs: AttentionInputs, recorder: Recorder | None = None, rows: slice = _EVERY
 ) -> Float[Tensor, "b h t e"]:
     """softmax(score) · v by the whole T × S matrix, a query that sees no key getting 0.
 
     `recorder` takes statistics: the queries are the `rows` of its inputs.
     """
-    return _whole(inputs, recorder, rows)[0]
+    return reference_with_lse(inputs, recorder, False, rows)[0]
 
 
-def reference_with_more(
-    inputs: AttentionInputs, recorder: Recorder | None, with_lse: bool
+def reference_with_lse(
+    inputs: AttentionInputs,
+    recorder: Recorder | None = None,
+    with_lse: bool = True,
+    rows: slice = _EVERY,
 ) -> tuple[Float[Tensor, "b h t e"], Float[Tensor, "b h t"] | None]:
-    """The same, and the log-sum-exp of each row's scores."""
-    out, score, nothing = _whole(inputs, recorder, slice(None))
-    if not with_lse:
-        return out, None
-    lse = torch.logsumexp(score, -1)
-    if nothing is not None:
-        lse = lse.masked_fill(nothing.squeeze(-1), -torch.inf)
-    if inputs.sink is not None:
-        lse = torch.logaddexp(lse, inputs.sink.to(lse)[None, :, None].expand(lse.shape))
-    return out, lse
-
-
-def _whole(
-    inputs: AttentionInputs, recorder: Recorder | None, rows: slice
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The output, the scores, and the rows that see no key, whose scores are 0."""
+    """The same, and the log-sum-exp of each row's scores: −∞ where there is nothing to choose."""
+    if inputs.residual_scores is not None:
+        inputs.residual_scores.enter("reference", inputs.stack)
     p = inputs.widened().expanded()
-    score = _products(p)
-    if p.residual_scores is not None:
-        p.residual_scores.enter("reference", inputs.stack)
-        score = p.residual_scores.stored(score)
-    if p.cap is not None:
-        score = p.cap * torch.tanh(score / p.cap)
-    if p.bias is not None:
-        score = score + _by_distance(p, p.bias)
-    score, unseen = _masked(p, score)
+    score, unseen = _masked(p, _products(p))
     if p.pairs is not None:
         score = score + p.pairs.values(score, p.visibility).to(score.dtype)
     if p.selection is not None:
         score = score - p.selection.taken(score[:, 0], p.visibility)[:, None].to(score.dtype)
-    # Not told from the scores: a NaN among them has to come out.
+    # Not seen in the scores: a NaN among them has to come out.
     nothing = None if unseen is None else unseen.all(-1, keepdim=True)
     bare, score = score, score if nothing is None else score.masked_fill(nothing, 0.0)
-    if p.sink is not None:
-        sink = p.sink.to(score)[None, :, None, None].expand(*score.shape[:3], 1)
-        weight = torch.softmax(torch.cat((score, sink), -1), -1)[..., :-1]
+    sink = None if p.sink is None else p.sink.to(score)[None, :, None, None]
+    if sink is not None:
+        logits = torch.cat((score, sink.expand(*score.shape[:3], 1)), -1)
+        weight = torch.softmax(logits, -1)[..., :-1]
     elif p.normaliser is not None:
         weight = p.normaliser.weights(score, p.visibility)
     else:
@@ -76,42 +60,44 @@ def _whole(
     weight = weight if nothing is None else weight.masked_fill(nothing, 0.0)
     if recorder is not None:
         record_rows(recorder, p, bare, weight, rows)
-    weight = torch.nn.functional.dropout(weight, p.dropout)
-    return (weight.to(p.v.dtype) @ p.v).to(inputs.v.dtype), score, nothing
+    dropped = torch.nn.functional.dropout(weight, p.dropout)
+    out = (dropped.to(p.v.dtype) @ p.v).to(inputs.v.dtype)
+    if not with_lse:
+        return out, None
+    lse = torch.logsumexp(score, -1, keepdim=True)
+    lse = lse if nothing is None else lse.masked_fill(nothing, -torch.inf)
+    lse = lse if sink is None else torch.logaddexp(lse, sink.expand(lse.shape))
+    return out, lse.squeeze(-1)
 
 
 def _products(p: AttentionInputs) -> Float[Tensor, "b h t s"]:
-    """⟨q_i, k_j⟩ of every pair, the distant ones by the far queries and keys."""
+    """The score of every pair before masks: products, residual scores, cap and bias by distance."""
     # Columns before near_start are far for every row: what is in them is not read.
     near_k = torch.nn.functional.pad(p.k, (0, 0, p.near_start, 0))
-    score = p.q @ near_k.transpose(-1, -2)
-    if p.far_q is None or p.far_k is None or p.window is None:
-        return score
-    every = slice(None)
-    far = p.visibility.distance(every, every) >= p.window
-    return torch.where(far, p.far_q @ p.far_k.transpose(-1, -2), score)
-
-
-def _by_distance(p: AttentionInputs, bias: Tensor) -> Float[Tensor, "*b h t s"]:
-    """The bias of every pair."""
-    distance = p.visibility.distance(slice(None), slice(None)).abs()
-    # (B, 1, T, S) or (T, S) distances pick from each head's row.
-    by_head = bias[:, distance]
-    return by_head.squeeze(2).transpose(0, 1) if distance.dim() == 4 else by_head
+    score, distance = p.q @ near_k.mT, None
+    if p.window is not None or p.bias is not None:
+        distance = p.visibility.distance(_EVERY, _EVERY)
+    if distance is not None and p.far_q is not None and p.far_k is not None:
+        score = torch.where(distance >= p.window, p.far_q @ p.far_k.mT, score)
+    if p.residual_scores is not None:
+        score = p.residual_scores.stored(score)
+    if p.cap is not None:
+        score = p.cap * torch.tanh(score / p.cap)
+    if distance is not None and p.bias is not None:
+        # (B, 1, T, S) or (T, S) distances pick from each head's row.
+        bias = p.bias[:, distance.abs()]
+        score = score + (bias.squeeze(2).transpose(0, 1) if distance.dim() == 4 else bias)
+    return score
 
 
 def _masked(p: AttentionInputs, score: Tensor) -> tuple[Tensor, Tensor | None]:
     """The scores, −∞ where a key is hidden, and where that is (None: nowhere)."""
-    every = slice(None)
-    added = p.visibility.added(every, every)
+    added, hidden = p.visibility.added(_EVERY, _EVERY), p.visibility.hidden(_EVERY, _EVERY)
+    unseen = hidden
     if added is not None:
-        score = score + added
-    hidden = p.visibility.hidden(every, every)
-    unseen = None if added is None else added == -torch.inf
-    if hidden is not None:
-        score = score.masked_fill(hidden, -torch.inf)
-        unseen = hidden if unseen is None else hidden | unseen
-    return score, unseen
+        score, out = score + added, added == -torch.inf
+        unseen = out if hidden is None else hidden | out
+    return score if hidden is None else score.masked_fill(hidden, -torch.inf), unseen
 
 
 def strip_rows(inputs: AttentionInputs) -> int:
@@ -130,7 +116,7 @@ def strips(inputs: AttentionInputs, recorder: Recorder | None = None) -> Float[T
     forward and backward nothing per pair is kept. `recorder` takes statistics.
     """
     out, selection = [], inputs.selection
-    for rows, part in _parts(inputs):
+    for rows, part in _strips(inputs):
         if selection is not None:
             part = replace(part, selection=selection.part(rows, part.v.shape[2]))
         if torch.is_grad_enabled():
@@ -152,26 +138,24 @@ def strips(inputs: AttentionInputs, recorder: Recorder | None = None) -> Float[T
     return torch.cat(out, 2)
 
 
-def _parts(inputs: AttentionInputs) -> Iterator[tuple[slice, AttentionInputs]]:
+def _strips(inputs: AttentionInputs) -> Iterator[tuple[slice, AttentionInputs]]:
     """Rows and their inputs, without the keys that none of them sees."""
-    queries, keys, step = inputs.q.shape[2], inputs.v.shape[2], strip_rows(inputs)
-    seen = inputs.visibility
+    p, seen, step = inputs, inputs.visibility, strip_rows(inputs)
+    queries, keys = p.q.shape[2], p.v.shape[2]
     last = seen.causal and seen.aligned and queries <= keys
     for start in range(0, max(1, queries), step):
         rows = slice(start, min(start + step, queries))
-        yield rows, _part(inputs, rows, keys - queries + rows.stop if last else keys)
-
-
-def _part(inputs: AttentionInputs, rows: slice, keys: int) -> AttentionInputs:
-    """The inputs of some rows and the first `keys` keys."""
-    p = inputs
-    return replace(
-        p,
-        q=p.q[:, :, rows],
-        k=p.k[:, :, : max(0, keys - p.near_start)],
-        v=p.v[:, :, :keys],
-        far_q=None if p.far_q is None else p.far_q[:, :, rows],
-        far_k=None if p.far_k is None else p.far_k[:, :, :keys],
-        visibility=p.visibility.part(rows, keys),
-        pairs=None if p.pairs is None else p.pairs.part(rows),
-    )
+        count = keys - queries + rows.stop if last else keys
+        yield (
+            rows,
+            replace(
+                p,
+                q=p.q[:, :, rows],
+                k=p.k[:, :, : max(0, count - p.near_start)],
+                v=p.v[:, :, :count],
+                far_q=None if p.far_q is None else p.far_q[:, :, rows],
+                far_k=None if p.far_k is None else p.far_k[:, :, :count],
+                visibility=seen.part(rows, count),
+                pairs=None if p.pairs is None else p.pairs.part(rows),
+            ),
+        )

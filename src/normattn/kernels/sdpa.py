@@ -1,6 +1,6 @@
 """torch's own attention kernels: what is absorbed into q and k, and a CPU's flash operators.
 
-The flash operators are asked directly because they hand out the log-sum-exp. They walk along an
+The flash operators are called directly because they give the log-sum-exp. They walk along an
 operand's last axis as if it were dense and say nothing where it is not: what a Conv1d gives, a
 slice with a step or an expanded axis would be read out of bounds. So `flash` copies such operands.
 """
@@ -32,10 +32,14 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 def fused(inputs: AttentionInputs) -> Float[Tensor, "b h t e"]:
     """`scaled_dot_product_attention` with scale 1."""
-    causal = inputs.visibility.causal
-    out = sdpa(inputs.q, inputs.k, inputs.v, causal, 1.0, inputs.dropout)
-    spoil = torch.compiler.is_compiling() and out.device.type == "cpu"
-    return out + _poison(inputs) if spoil else out
+    q, k = inputs.q, inputs.k
+    out = sdpa(q, k, inputs.v, inputs.visibility.causal, 1.0, inputs.dropout)
+    if not torch.compiler.is_compiling() or out.device.type != "cpu":
+        return out
+    # A CPU's kernel may give 0 for a query whose first score is NaN: add 0, or NaN. Outside of a
+    # compiler `dispatch` looks at the numbers instead.
+    first = k.detach()[:, :, :1].repeat_interleave(q.shape[1] // k.shape[1], 1)
+    return out + (q.detach() * first).sum(-1, keepdim=True) * 0.0
 
 
 def sdpa(
@@ -57,9 +61,7 @@ def sdpa(
     if q.element_size() == 2 and slow_type(q):
         q, k, v = q.float(), k.float(), v.float()
     out = scaled_dot_product_attention(
-        q,
-        k,
-        v,
+        *(q, k, v),
         is_causal=causal,
         scale=scale,
         dropout_p=dropout,
@@ -68,6 +70,10 @@ def sdpa(
     if out.requires_grad and not torch.compiler.is_compiling():
         out.register_hook(_refuse)  # type: ignore[no-untyped-call]
     return out
+
+
+def _refuse(_: Tensor) -> None:
+    refuse_second_derivative("the stock flash kernel", "backend='reference'")
 
 
 def slow_type(q: Float[Tensor, "b h t d"]) -> bool:
@@ -80,20 +86,6 @@ def slow_type(q: Float[Tensor, "b h t d"]) -> bool:
     if q.device.type != "cpu" or q.element_size() != 2 or q.shape[2] == 1:
         return False
     return q.dtype not in _QUICK_TYPES
-
-
-def _poison(inputs: AttentionInputs) -> Tensor:
-    """0, or NaN for a query whose first score is NaN, for which a CPU's kernel may give 0.
-
-    Outside of a compiler `dispatch` looks at the numbers instead.
-    """
-    q, k = inputs.q.detach(), inputs.k.detach()
-    first = k[:, :, :1].repeat_interleave(q.shape[1] // k.shape[1], 1)
-    return (q * first).sum(-1, keepdim=True) * 0.0
-
-
-def _refuse(_: Tensor) -> None:
-    refuse_second_derivative("the stock flash kernel", "backend='reference'")
 
 
 def dense(x: Float[Tensor, "b h t d"]) -> Float[Tensor, "b h t d"]:
@@ -126,9 +118,7 @@ def flash_backward(
     mask: Float[Tensor, "t s"] | None = None,
 ) -> tuple[Float[Tensor, "b h t d"], Float[Tensor, "b g s d"], Float[Tensor, "b g s d"]]:
     """The gradients of q, k and v from those of `flash`'s output."""
-    operands = (dense(x) for x in (by_out, q, k, v, out))
+    operands = (*(dense(x) for x in (by_out, q, k, v, out)), sums.contiguous())
     mask = None if mask is None else mask[None, None]
-    by_q, by_k, by_v = _backward(
-        *operands, sums.contiguous(), 0.0, causal, attn_mask=mask, scale=1.0
-    )
+    by_q, by_k, by_v = _backward(*operands, 0.0, causal, attn_mask=mask, scale=1.0)
     return by_q, by_k, by_v

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from normattn.kernels.inputs import AttentionInputs
-from normattn.kernels.numerics import certainly_finite
+from normattn.kernels.numerics import finite
 from normattn.kernels.tiled import Group, Plan, Span, Tile, hide_edges
 
 Pairs = Iterable[tuple[Tensor, Tensor]]
@@ -103,7 +103,7 @@ class TileScores:
     @cached_property
     def finite(self) -> bool:
         """Whether every key is known to be."""
-        return self.inputs.finite or certainly_finite(self.k)
+        return self.inputs.finite or finite(self.k)
 
     def _line(self, bias: Tensor) -> Tensor:
         """b of the distances S − 1 … 0, then of later keys, −∞ where causality hides them."""

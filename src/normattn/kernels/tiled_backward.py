@@ -156,8 +156,9 @@ class _GroupGradients:
             if name in whole:
                 into = self._of_group(whole[name])
                 n, s, d = into.shape
-                sums = None if single else scores.space.take(f"by_{name}", (n, d, s), into).zero_()
-                self.columns[name] = into, sums
+                gathers = not single or name == "far_k"
+                sums = scores.space.take(f"by_{name}", (n, d, s), into) if gathers else None
+                self.columns[name] = into, None if sums is None else sums.zero_()
         if "bias" in whole and scores.line is not None:
             self.line = torch.zeros_like(scores.line)
 

@@ -39,15 +39,36 @@ from normattn.kernels.inputs import AttentionInputs
 from normattn.kernels.numerics import refuse_second_derivative
 from normattn.kernels.sdpa import dense, flash, flash_backward, slow_type
 
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The type in which log-sum-exps and sums over chunks gather."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 # The fewest rows of which torch's kernel multiplies 64 at a time (measured: half of the time per
 # pair of the next fewer in half precision; more rows touch more pairs beside the band).
 ROWS = 192
+
+
+def two_regime(inputs: AttentionInputs) -> Float[Tensor, "b h t d"]:
+    """Causal attention of two regimes, of as many queries as keys, by the stock kernel alone.
+
+    In half precision no score is rounded, forward or backward: the stock kernel keeps its own in
+    float32, and rounds weights and each part's output, as it does without regimes.
+    """
+    wide = inputs.widened() if slow_type(inputs.q) else inputs
+    out: Tensor = _TwoRegime.apply(wide.settings, *wide.tensors)  # type: ignore[no-untyped-call]
+    return out.to(inputs.v.dtype)
+
+
+class _TwoRegime(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, settings: Mapping[str, Any], *tensors: Tensor | None) -> Tensor:
+        out, sums = _forward(AttentionInputs.of(settings, tensors))
+        ctx.save_for_backward(*tensors, out, sums)
+        ctx.settings = settings
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("the two-regime kernel", "backend='reference'")
+        *tensors, out, sums = ctx.saved_tensors
+        inputs = AttentionInputs.of(ctx.settings, tensors)
+        return None, *_backward(inputs, grads[0], out, sums), None, None
 
 
 @dataclass(frozen=True)
@@ -86,17 +107,19 @@ class _Chunks:
             into[:, :, start : start + self.window + self.rows] += part
 
 
-def _chunks(inputs: AttentionInputs) -> Iterator[_Chunks]:
+def _chunks(q: Tensor, window: int) -> Iterator[_Chunks]:
     """All queries from position w on: whole chunks, some at once, and a shorter last one.
 
     Their keys overlap: those of one call, and so their gradients, are no more than all keys.
     """
-    window, queries = inputs.window, inputs.q.shape[2]
-    assert window is not None
+    queries = q.shape[2]
     if queries <= window:
         return
     count, rest = divmod(queries - window, ROWS)
-    mask = _band(inputs.q, min(ROWS, queries - window), window)
+    rows = min(ROWS, queries - window)
+    # 0 where row r of a chunk has column r < j ≤ r + w near, −∞ elsewhere.
+    hidden = q.new_full((rows, window + rows), -torch.inf, dtype=_wide(q))
+    mask = hidden.triu(window + 1).add_(hidden.tril_())
     step = max(1, queries // (ROWS + window))
     for start in range(0, count, step):
         yield _Chunks(window + start * ROWS, ROWS, min(step, count - start), window, mask)
@@ -104,72 +127,38 @@ def _chunks(inputs: AttentionInputs) -> Iterator[_Chunks]:
         yield _Chunks(queries - rest, rest, 1, window, mask[:rest, : window + rest])
 
 
-def _band(q: Tensor, rows: int, window: int) -> Float[Tensor, "c w_c"]:
-    """0 where row r of a chunk has column r < j ≤ r + w near, −∞ elsewhere; in wide type."""
-    hidden = q.new_full((rows, window + rows), -torch.inf, dtype=wide(q.dtype))
-    return hidden.triu(window + 1).add_(hidden.tril_())
+def _wide(x: Tensor) -> torch.dtype:
+    """The type in which log-sum-exps and sums over chunks gather."""
+    return torch.promote_types(x.dtype, torch.float32)
 
 
-def _head(inputs: AttentionInputs) -> slice:
-    """The queries that have near keys only, which are the keys that they see."""
-    assert inputs.window is not None
-    return slice(0, min(inputs.window, inputs.q.shape[2]))
-
-
-@dataclass(frozen=True)
-class _Far:
+def _far(inputs: AttentionInputs, window: int) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values of the far part, which has as many of each."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-
-    @staticmethod
-    def of(inputs: AttentionInputs) -> _Far:
-        """Those of a inputs."""
-        assert inputs.far_q is not None
-        assert inputs.far_k is not None
-        assert inputs.window is not None
-        keys = slice(0, inputs.v.shape[2] - inputs.window)
-        q, k, v = inputs.far_q[:, :, inputs.window :], inputs.far_k[:, :, keys], inputs.v
-        return _Far(q.to(v.dtype), k.to(v.dtype), v[:, :, keys])
-
-
-class _TwoRegime(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, settings: Mapping[str, Any], *tensors: Tensor | None) -> Tensor:
-        inputs = AttentionInputs.of(settings, tensors)
-        out, sums = _forward(inputs)
-        ctx.save_for_backward(*tensors, out, sums)
-        ctx.settings = settings
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative("the two-regime kernel", "backend='reference'")
-        *tensors, out, sums = ctx.saved_tensors
-        inputs = AttentionInputs.of(ctx.settings, tensors)
-        return None, *_backward(inputs, grads[0], out, sums), None, None
+    assert inputs.far_q is not None
+    assert inputs.far_k is not None
+    v, count = inputs.v, inputs.v.shape[2] - window
+    q, k = inputs.far_q[:, :, window:], inputs.far_k[:, :, :count]
+    return q.to(v.dtype), k.to(v.dtype), v[:, :, :count]
 
 
 def _forward(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
     """The output, laid out as the stock kernel's, and the log-sum-exp of each row."""
-    q, k, v = inputs.q, dense(inputs.k), dense(inputs.v)
+    q, k, v, window = inputs.q, dense(inputs.k), dense(inputs.v), inputs.window
+    assert window is not None
     batch, heads, queries, size = q.shape
     out = q.new_empty((batch, queries, heads, size)).transpose(1, 2)
-    sums = q.new_empty((batch, heads, queries), dtype=wide(q.dtype))
-    head = _head(inputs)
+    sums = q.new_empty((batch, heads, queries), dtype=_wide(q))
+    # The first queries have near keys only.
+    head = slice(0, min(window, queries))
     out[:, :, head], sums[:, :, head] = flash(q[:, :, head], k[:, :, head], v[:, :, head], True)
-    if head.stop == queries:
+    if window >= queries:
         return out, sums
-    far = _Far.of(inputs)
-    far_out, far_sums = flash(far.q, far.k, far.v, True)
-    for chunks in _chunks(inputs):
-        near, near_sums = flash(
-            chunks.queries(q), chunks.keys(k), chunks.keys(v), False, chunks.mask
-        )
+    far_out, far_sums = flash(*_far(inputs, window), True)
+    for chunks in _chunks(q, window):
+        keys, values = chunks.keys(k), chunks.keys(v)
+        near, near_sums = flash(chunks.queries(q), keys, values, False, chunks.mask)
         near, near_sums = chunks.joined(near, q), chunks.joined(near_sums, q)
-        rows = slice(chunks.first - head.stop, chunks.span.stop - head.stop)
+        rows = slice(chunks.first - window, chunks.span.stop - window)
         share = (far_sums[:, :, rows] - near_sums).sigmoid_()[..., None].to(q.dtype)
         torch.lerp(near, far_out[:, :, rows], share, out=out[:, :, chunks.span])
         sums[:, :, chunks.span] = torch.logaddexp(near_sums, far_sums[:, :, rows])
@@ -180,26 +169,24 @@ def _backward(
     inputs: AttentionInputs, by_out: Tensor, out: Tensor, sums: Tensor
 ) -> tuple[Tensor, ...]:
     """The gradients of q, k, v, far_q and far_k."""
-    q, k, v = inputs.q, dense(inputs.k), dense(inputs.v)
+    q, k, v, window = inputs.q, dense(inputs.k), dense(inputs.v), inputs.window
     assert inputs.far_q is not None
     assert inputs.far_k is not None
+    assert window is not None
     by_q = torch.empty_like(q)
-    by_k, by_v = (torch.zeros_like(x, dtype=wide(x.dtype)) for x in (k, v))
-    head = _head(inputs)
-    near = q[:, :, head], k[:, :, head], v[:, :, head], out[:, :, head], sums[:, :, head]
-    by_q[:, :, head], by_k[:, :, head], by_v[:, :, head] = flash_backward(
-        by_out[:, :, head], *near, causal=True
-    )
+    by_k, by_v = (torch.zeros_like(x, dtype=_wide(x)) for x in (k, v))
     by_far_q, by_far_k = torch.zeros_like(inputs.far_q), torch.zeros_like(inputs.far_k)
-    if head.stop < q.shape[2]:
-        far, rows = _Far.of(inputs), slice(head.stop, None)
-        keys = slice(0, far.k.shape[2])
+    head = slice(0, min(window, q.shape[2]))
+    near = (x[:, :, head] for x in (by_out, q, k, v, out, sums))
+    by_q[:, :, head], by_k[:, :, head], by_v[:, :, head] = flash_backward(*near, causal=True)
+    if window < q.shape[2]:
+        rows, keys, far = slice(window, None), slice(0, v.shape[2] - window), _far(inputs, window)
         by_far_q[:, :, rows], by_far_k[:, :, keys], by_far_v = flash_backward(
-            by_out[:, :, rows], far.q, far.k, far.v, out[:, :, rows], sums[:, :, rows], True
+            by_out[:, :, rows], *far, out[:, :, rows], sums[:, :, rows], True
         )
         by_v[:, :, keys] += by_far_v
         del by_far_v
-    for chunks in _chunks(inputs):
+    for chunks in _chunks(q, window):
         of_q, of_k, of_v = flash_backward(
             chunks.queries(by_out),
             *(chunks.queries(q), chunks.keys(k), chunks.keys(v)),
@@ -211,14 +198,3 @@ def _backward(
         chunks.add(by_k, of_k)
         chunks.add(by_v, of_v)
     return by_q, by_k.to(k.dtype), by_v.to(v.dtype), by_far_q, by_far_k
-
-
-def two_regime(inputs: AttentionInputs) -> Float[Tensor, "b h t d"]:
-    """Causal attention of two regimes, of as many queries as keys, by the stock kernel alone.
-
-    In half precision no score is rounded, forward or backward: the stock kernel keeps its own in
-    float32, and rounds weights and each part's output, as it does without regimes.
-    """
-    wide = inputs.widened() if slow_type(inputs.q) else inputs
-    out: Tensor = _TwoRegime.apply(wide.settings, *wide.tensors)  # type: ignore[no-untyped-call]
-    return out.to(inputs.v.dtype)
