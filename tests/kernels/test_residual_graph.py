@@ -181,7 +181,7 @@ def test_where_no_kernel_can_go_on_the_reason_is_said() -> None:
 
 def test_a_kernel_without_residual_scores_says_so() -> None:
     first = causal_layers(1)[0]
-    with pytest.raises(InputError, match="cannot serve this: .*residual scores"):
+    with pytest.raises(InputError, match=r"cannot serve this: .*residual scores"):
         attend(replace(first, residual_scores=ResidualScores()), "chunked")
     with pytest.raises(InputError, match="inputs without residual scores"):
         attend(first, "residual")

@@ -108,7 +108,7 @@ def test_what_makes_no_sense_and_what_explain_says() -> None:
     one = torch.zeros(B, T, dtype=torch.int64)
     with pytest.raises(InputError, match="q_positions must not go back"):
         attention(q, k, v, f"{NAME}-Packed", k_positions=back, documents=one)
-    with pytest.raises(InputError, match="fused kernel cannot serve this: .* a selection"):
+    with pytest.raises(InputError, match=r"fused kernel cannot serve this: .* a selection"):
         attention(q, k, v, NAME, backend="fused")
     told = explain(NAME, (1, 2, 64, 8))
     assert told.kernel == "strips"

@@ -135,7 +135,7 @@ def test_what_cannot_be_asked_and_what_explain_says() -> None:
     q, k, v = tensors(*SHAPES)
     with pytest.raises(InputError, match="CoPE is defined for causal attention only"):
         attention(q, k, v, _score(), causal=False)
-    with pytest.raises(InputError, match="fused kernel cannot serve this: .*both positions"):
+    with pytest.raises(InputError, match=r"fused kernel cannot serve this: .*both positions"):
         attention(q, k, v, _score(), backend="fused")
     told = explain("Baseline-CoPE", (1, 8, 4096, 64))
     assert told.kernel == "strips"
