@@ -1,4 +1,4 @@
-"""The table of capabilities is what the kernels do: every kernel over a grid of problems."""
+"""The table of capabilities is what the kernels do, and the choice follows its rule."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from normattn import InputError
-from normattn.kernels import AttentionInputs, AttentionMask, attend, reasons
+from normattn.kernels import BACKENDS, AttentionInputs, AttentionMask, attend, choose, reasons
 from normattn.kernels.dispatch import FEATURES, KERNELS, TABLE
 from normattn.kernels.inputs import Selection
 from normattn.kernels.reference import reference
+
+from .problems import leaves_of, make_inputs
 
 
 class _Places:
@@ -35,6 +37,7 @@ class _Share:
         return score.sigmoid()
 
 
+NUMBERS = torch.tensor([[0, 0, 0, 1, 1, 1, 1]] * 2)
 CHANGES: dict[str, dict[str, Any]] = {
     "plain": {},
     "bias": {"bias": torch.randn(4, 9)},
@@ -50,68 +53,49 @@ CHANGES: dict[str, dict[str, Any]] = {
     "padding": {"seen": {"padding": torch.tensor([[True] + [False] * 6] * 2)}},
     "mask": {"seen": {"mask": torch.ones(7, 7, dtype=torch.bool)}},
     "learned mask": {"seen": {"mask": torch.zeros(7, 7, requires_grad=True)}},
-    "documents": {
-        "seen": {
-            "query_documents": torch.tensor([[0, 0, 0, 1, 1, 1, 1]] * 2),
-            "key_documents": torch.tensor([[0, 0, 0, 1, 1, 1, 1]] * 2),
-        }
-    },
+    "documents": {"seen": {"query_documents": NUMBERS, "key_documents": NUMBERS}},
     "irregular": {"seen": {"aligned": False}},
 }
 SHAPES = {"": (7, 4), "values": (7, 6), "last rows": (3, 4), "one row": (1, 4)}
-
-
-def _problem(
-    change: str, shape: str, two: bool, causal: bool, dtype: torch.dtype = torch.float32
-) -> AttentionInputs:
-    rows, size = SHAPES[shape]
-    seed = torch.Generator().manual_seed(0)
-
-    def leaf(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=seed).to(dtype).requires_grad_()
-
-    key = torch.arange(7)
-    changes = dict(CHANGES[change])
-    seen = dict(changes.pop("seen", {}))
-    if rows < 7:
-        for name in ("query_documents", "mask"):
-            if name in seen:
-                seen[name] = seen[name][..., 7 - rows :] if name != "mask" else seen[name][:rows]
-    far = (leaf(2, 4, rows, 4), leaf(2, 2, 7, 4), 3) if two else (None, None, None)
-    visibility = replace(AttentionMask(causal, key[7 - rows :], key, True), **seen)
-    q, k, v = leaf(2, 4, rows, 4), leaf(2, 2, 7, 4), leaf(2, 2, 7, size)
-    return replace(AttentionInputs(q, k, v, visibility, *far), **changes)
-
-
 GRID = list(itertools.product(CHANGES, SHAPES, (False, True), (False, True)))
 
 
-def _features_of(problem: AttentionInputs) -> set[str]:
-    return {name for name, shown in FEATURES.items() if shown(problem)}
+def _inputs(
+    change: str, shape: str, two: bool, causal: bool, dtype: torch.dtype = torch.float32
+) -> AttentionInputs:
+    rows, values = SHAPES[shape]
+    changes = dict(CHANGES[change])
+    seen = dict(changes.pop("seen", {}))
+    if "query_documents" in seen:
+        seen["query_documents"] = seen["query_documents"][:, 7 - rows :]
+    if "mask" in seen:
+        seen["mask"] = seen["mask"][:rows]
+    kind, options = "two regimes" if two else "plain", {"causal": causal, "dtype": dtype, **seen}
+    inputs = make_inputs(rows, 7, kind, size=4, values=values, far_from=3, **options)
+    return replace(inputs, **changes)
 
 
-def _served_by(kernel: str, problem: AttentionInputs) -> bool:
-    return _features_of(problem) <= TABLE[kernel].serves
+def _features_of(inputs: AttentionInputs) -> set[str]:
+    return {name for name, shown in FEATURES.items() if shown(inputs)}
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
 def test_a_kernel_serves_what_its_row_says(kernel: Any) -> None:
-    """Served problems are computed rightly, with every gradient; the others are refused."""
+    """Inputs that it serves are computed rightly, with every gradient; others are refused."""
     for case in GRID:
-        problem = _problem(*case)
-        reason = kernel.why_not(problem)
-        assert (reason is None) == _served_by(kernel.name, problem), (case, reason)
+        inputs = _inputs(*case)
+        reason = kernel.why_not(inputs)
+        assert (reason is None) == (_features_of(inputs) <= kernel.serves), (case, reason)
         if reason is not None:
             with pytest.raises(InputError, match=f"the {kernel.name} kernel cannot serve this"):
-                attend(problem, kernel.name)
+                attend(inputs, kernel.name)
             continue
-        out = attend(problem, kernel.name)
-        inputs = [x for x in problem.tensors if x is not None and x.requires_grad]
-        mine = torch.autograd.grad(out.square().sum(), inputs, allow_unused=True)
-        if problem.dropout:
+        out = attend(inputs, kernel.name)
+        mine = torch.autograd.grad(out.square().sum(), leaves_of(inputs), allow_unused=True)
+        if inputs.dropout:
             continue
-        expected = reference(problem)
-        hand = torch.autograd.grad(expected.square().sum(), inputs, allow_unused=True)
+        expected = reference(inputs)
+        hand = torch.autograd.grad(expected.square().sum(), leaves_of(inputs), allow_unused=True)
         torch.testing.assert_close(out, expected, msg=str(case))
         for one, two in zip(mine, hand, strict=True):
             torch.testing.assert_close(one, two, atol=2e-5, rtol=2e-4, msg=str(case))
@@ -121,23 +105,23 @@ def test_a_kernel_serves_what_its_row_says(kernel: Any) -> None:
 def test_types(dtype: torch.dtype) -> None:
     for kernel in KERNELS:
         for two in (False, True):
-            problem = _problem("plain", "", two, True, dtype)
-            if kernel.why_not(problem) is None:
-                assert attend(problem, kernel.name).dtype == dtype
+            inputs = _inputs("plain", "", two, True, dtype)
+            if kernel.why_not(inputs) is None:
+                assert attend(inputs, kernel.name).dtype == dtype
             else:
-                assert not _served_by(kernel.name, problem)
+                assert not _features_of(inputs) <= kernel.serves
 
 
 def test_a_second_derivative_is_given_or_refused_in_words() -> None:
     """Never silently 0. The stock operator's own refusal is a RuntimeError."""
     for kernel in KERNELS:
         for change, two in (("plain", False), ("plain", True), ("bias", False)):
-            problem = _problem(change, "", two, True, torch.float64)
-            if kernel.why_not(problem) is not None:
+            inputs = _inputs(change, "", two, True, torch.float64)
+            if kernel.why_not(inputs) is not None:
                 continue
-            out = attend(problem, kernel.name).square().sum()
+            out = attend(inputs, kernel.name).square().sum()
 
-            def twice(out: torch.Tensor = out, q: torch.Tensor = problem.q) -> torch.Tensor:
+            def twice(out: torch.Tensor = out, q: torch.Tensor = inputs.q) -> torch.Tensor:
                 (first,) = torch.autograd.grad(out, q, create_graph=True)
                 return torch.autograd.grad(first.square().sum(), q)[0]
 
@@ -149,7 +133,7 @@ def test_a_second_derivative_is_given_or_refused_in_words() -> None:
 
 
 def test_every_feature_is_in_the_grid_or_tested_elsewhere() -> None:
-    met = set().union(*(_features_of(_problem(*case)) for case in GRID))
+    met = set().union(*(_features_of(_inputs(*case)) for case in GRID))
     assert set(FEATURES) - met == {
         *("more queries than keys", "zero queries", "float64", "CUDA", "residual scores"),
         "torch.func",
@@ -158,12 +142,43 @@ def test_every_feature_is_in_the_grid_or_tested_elsewhere() -> None:
 
 def test_reasons_name_the_kernel_that_runs_and_refuse_the_others() -> None:
     for case in GRID:
-        decision = reasons(_problem(*case))
+        decision = reasons(_inputs(*case))
         assert set(decision.refused) == set(TABLE) - {decision.kernel}
         assert decision.why
         assert all(decision.refused.values())
-    asked = reasons(_problem("plain", "", False, True), "reference")
-    assert asked.kernel == "reference"
-    assert asked.refused["fused"] == "it could, but reference was asked for"
+    named = reasons(_inputs("plain", "", False, True), "reference")
+    assert named.kernel == "reference"
+    assert named.refused["fused"] == "it could, but reference was asked for"
     with pytest.raises(InputError, match="cannot serve"):
-        reasons(_problem("cap", "", False, True), "fused")
+        reasons(_inputs("cap", "", False, True), "fused")
+
+
+def _step(dtype: torch.dtype, groups: int, keys: int) -> AttentionInputs:
+    """One query of two heads over many keys."""
+    return make_inputs(1, keys, batch=1, heads=2, groups=groups, dtype=dtype)
+
+
+CHOICES: list[tuple[str, AttentionInputs]] = [
+    *[("fused", _inputs("plain", shape, False, True)) for shape in ("", "one row")],
+    *[("fused", _inputs(change, "", False, False)) for change in ("plain", "irregular")],
+    *[("fused", _step(dtype, 2, 300)) for dtype in (torch.float32, torch.bfloat16)],
+    ("chunked", _step(torch.float32, 1, 3000)),
+    ("fused", _step(torch.bfloat16, 1, 3000)),
+    *[("chunked", _inputs("plain", shape, False, True)) for shape in ("last rows", "values")],
+    *[("chunked", _inputs(change, "", False, True)) for change in ("padding", "mask", "cap")],
+    *[("chunked", _inputs(change, "", False, True)) for change in ("irregular", "learned bias")],
+    ("two-regime", _inputs("plain", "", True, True)),
+    *[("chunked", _inputs(*at, True, True)) for at in (("plain", "last rows"), ("cap", ""))],
+    *[("strips", _inputs(change, "", False, True)) for change in ("learned mask", "normaliser")],
+]
+
+
+@pytest.mark.parametrize(("kernel", "inputs"), CHOICES, ids=[name for name, _ in CHOICES])
+def test_the_first_that_can(kernel: str, inputs: AttentionInputs) -> None:
+    assert choose(inputs).name == kernel
+
+
+def test_an_unknown_backend_names_the_known_ones() -> None:
+    with pytest.raises(InputError, match="unknown backend 'flash'; expected one of auto, fused"):
+        attend(make_inputs(), "flash")
+    assert set(BACKENDS) == {"auto", *TABLE}

@@ -15,29 +15,17 @@ from .memory import largest
 
 N, D, V = 11, 6, 17
 TARGETS = torch.tensor([0, 16, 3, 3, 8, 1, 2, 0, 16, 5, 9])
-CHUNKS = [1, 2, 4, 10, 11, 12, 512]
+CHUNKS = [1, 4, 11, 512]
 
 
 def _close(ours: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(ours, expected, rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
 @pytest.mark.parametrize("chunk", CHUNKS)
-def test_loss_hits_and_gradients(chunk: int) -> None:
-    hidden, weight = tensors((N, D), (V, D))
-    result = linear_cross_entropy(hidden, weight, TARGETS, chunk=chunk)
-    logits = hidden @ weight.T
-    expected = F.cross_entropy(logits, TARGETS)
-    _close(result.loss, expected)
-    assert result.correct.item() == (logits.argmax(-1) == TARGETS).sum().item()
-    ours = torch.autograd.grad(result.loss * 3, (hidden, weight))
-    for mine, hand in zip(ours, torch.autograd.grad(expected * 3, (hidden, weight)), strict=True):
-        _close(mine, hand)
-
-
-@pytest.mark.parametrize("smoothing", [0.1, 0.5, 1.0])
-@pytest.mark.parametrize("chunk", [1, 4, 512])
-def test_label_smoothing(chunk: int, smoothing: float) -> None:
+def test_loss_hits_and_gradients(chunk: int, smoothing: float) -> None:
+    """With gradients, by a second backward, and without gradients."""
     hidden, weight = tensors((N, D), (V, D))
     result = linear_cross_entropy(hidden, weight, TARGETS, chunk, label_smoothing=smoothing)
     logits = hidden @ weight.T
@@ -45,6 +33,7 @@ def test_label_smoothing(chunk: int, smoothing: float) -> None:
     _close(result.loss, expected)
     _close(result.nll, F.cross_entropy(logits, TARGETS).detach())
     assert not result.nll.requires_grad
+    assert result.correct.item() == (logits.argmax(-1) == TARGETS).sum().item()
     ours = torch.autograd.grad(result.loss * 3, (hidden, weight), retain_graph=True)
     again = torch.autograd.grad(result.loss * 3, (hidden, weight))
     hand = torch.autograd.grad(expected * 3, (hidden, weight))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -11,59 +10,41 @@ from torch import Tensor
 
 from kernels.residual_layers import CASES, WAYS, make_layers, run_layers
 from normattn import Score
-from normattn.kernels import AttentionInputs, AttentionMask, attend, numerics, tiled
+from normattn.kernels import AttentionInputs, attend, numerics, tiled
 from normattn.kernels.dispatch import KERNELS
 from normattn.layers import decode
 from normattn.layers.attention import attention_cached
 from normattn.layers.cache import KeyValueCache
 
+from .problems import make_inputs
+
 # In bf16 only the rows that must be NaN are asked about: of 16 n + 1 rows of odd length oneDNN's
 # AMX product, and so torch's own linear layer, shows a NaN of the last row in the one before too.
-B, H, G, S, D = 1, 4, 2, 40, 8
-KINDS = ("plain", "far", "bias", "sink", "padding")
-
-
-def _problem(kind: str, rows: int, causal: bool, dtype: torch.dtype) -> AttentionInputs:
-    seed = torch.Generator().manual_seed(rows)
-
-    def drawn(heads: int, count: int) -> Tensor:
-        return torch.randn((B, heads, count, D), generator=seed).to(dtype)
-
-    key = torch.arange(S)
-    padding = torch.zeros(B, S, dtype=torch.bool) if kind == "padding" else None
-    seen = AttentionMask(causal, key[S - rows :], key, True, padding)
-    q, k, v = drawn(H, rows), drawn(G, S), drawn(G, S)
-    far: dict[str, Any] = {}
-    if kind == "far":
-        far = dict(
-            zip(("far_q", "far_k", "window"), (drawn(H, rows), drawn(G, S), 12), strict=True)
-        )
-    bias = -torch.rand(H, S, generator=seed) if kind == "bias" else None
-    sink = torch.zeros(H) if kind == "sink" else None
-    return AttentionInputs(q, k, v, seen, bias=bias, sink=sink, **far)
-
-
-def _spoilt(problem: AttentionInputs, side: str, place: int, value: float) -> Tensor:
-    """Spoil one query or key of every head; the rows that then are NaN."""
-    near, far = (problem.q, problem.far_q) if side == "q" else (problem.k, problem.far_k)
-    for x in (near, far):
-        if x is not None:
-            x[:, :, place, 0] = value
-    rows = torch.arange(problem.q.shape[2])
-    if side == "q":
-        return rows == place
-    seen = problem.visibility
-    return seen.query >= seen.key[place] if seen.causal else torch.ones_like(rows) > 0
-
-
-@pytest.mark.parametrize(
+S, D = 40, 8
+values_and_types = pytest.mark.parametrize(
     ("value", "dtype"),
     [(math.nan, torch.float32), (-math.inf, torch.float32), (math.inf, torch.bfloat16)],
 )
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_same_rows_by_every_kernel(kind: str, value: float, dtype: torch.dtype) -> None:
+
+
+def _spoilt(inputs: AttentionInputs, side: str, place: int, value: float) -> Tensor:
+    """Spoil one query or key of every head; the rows that then are NaN."""
+    near, far = (inputs.q, inputs.far_q) if side == "q" else (inputs.k, inputs.far_k)
+    for x in (near, far):
+        if x is not None:
+            x[:, :, place, 0] = value
+    rows = torch.arange(inputs.q.shape[2])
+    if side == "q":
+        return rows == place
+    seen = inputs.visibility
+    return seen.query >= seen.key[place] if seen.causal else torch.ones_like(rows) > 0
+
+
+@values_and_types
+@pytest.mark.parametrize("change", ["plain", "two regimes", "bias", "sink", "padding"])
+def test_the_same_rows_by_every_kernel(change: str, value: float, dtype: torch.dtype) -> None:
     for rows, causal in ((S, True), (S, False), (6, True), (1, True)):
-        if kind == "far" and not causal:
+        if change == "two regimes" and not causal:
             continue
         for side, place in (("q", 3), ("k", 3), ("k", S - 1)):
             if side == "q" and place >= rows:
@@ -71,12 +52,15 @@ def test_the_same_rows_by_every_kernel(kind: str, value: float, dtype: torch.dty
             if rows == 1 and side == "k" and place < S - 1 and math.isinf(value):
                 # Older keys were looked at when they were new.
                 continue
-            problem = _problem(kind, rows, causal, dtype)
-            expected = _spoilt(problem, side, place, value)
+            seen = {"padding": torch.zeros(1, S, dtype=torch.bool)} if change == "padding" else {}
+            kind = change.replace("padding", "plain")
+            options = {"batch": 1, "dtype": dtype, "learned": False, "causal": causal, **seen}
+            inputs = make_inputs(rows, S, kind, far_from=12, **options)  # type: ignore[arg-type]
+            expected = _spoilt(inputs, side, place, value)
             for kernel in KERNELS:
-                if kernel.why_not(problem) is not None:
+                if kernel.why_not(inputs) is not None:
                     continue
-                out = attend(problem, kernel.name)
+                out = attend(inputs, kernel.name)
                 where = f"{kernel.name}, {rows} rows, causal {causal}, {side}{place}"
                 assert out[:, :, expected].isnan().all(), where
                 if dtype == torch.float32:
@@ -102,9 +86,8 @@ def test_decoding(score: str, value: float) -> None:
             assert bool(out.isnan().all()) == (step > 0), step
             assert bool(out.isfinite().all()) == (step == 0), step
         q, k, v = (torch.randn((1, heads, 1, D), generator=seed) for heads in (2, 1, 1))
-        fresh = KeyValueCache()
         q[:, :, 0, 0] = value
-        assert attention_cached(q, k, v, module, fresh).isnan().all()
+        assert attention_cached(q, k, v, module, KeyValueCache()).isnan().all()
 
 
 @pytest.mark.parametrize("score", ["KNA-logn@8", "Baseline-ALiBi", "Baseline-ReRoPE(window=3)"])
@@ -129,10 +112,7 @@ def test_no_infinite_key_is_kept_where_the_host_cannot_look(
     assert kept[:, :, ::2].isfinite().all()
 
 
-@pytest.mark.parametrize(
-    ("value", "dtype"),
-    [(math.nan, torch.float32), (-math.inf, torch.float32), (math.inf, torch.bfloat16)],
-)
+@values_and_types
 @pytest.mark.parametrize("case", ["causal", "window", "padding", "cap", "bias"])
 @torch.no_grad()
 def test_residual_scores_keep_it_from_earlier_rows(

@@ -7,116 +7,101 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from normattn import attention
-from normattn.kernels import AttentionInputs, AttentionMask, attend
+from normattn.kernels import AttentionInputs, attend
 from normattn.kernels.dispatch import KERNELS
-from normattn.kernels.numerics import finite, spread_infinities
+from normattn.kernels.numerics import finite
 from normattn.kernels.reference import reference
 
-B, H, G, S, D = 1, 2, 1, 150, 16
-KINDS = ("plain", "far", "bias", "sink", "cap", "window")
+from .problems import CHANGES, in_float64, leaves_of, make_inputs, outputs_and_gradients
+
+S = 150
+changes = pytest.mark.parametrize("change", [*CHANGES[:-1], "window"])
 
 
-def _problem(kind: str, dtype: torch.dtype) -> AttentionInputs:
-    """Logits of about ± 40."""
-    seed = torch.Generator().manual_seed(0)
+def _inputs(change: str, dtype: torch.dtype, largest: float = 40.0) -> AttentionInputs:
+    """Logits of up to about ± `largest`."""
+    shape: dict[str, Any] = {"batch": 1, "heads": 2, "groups": 1, "size": 16}
+    seen: dict[str, Any] = {"window": 20} if change == "window" else {}
+    inputs = make_inputs(S, S, change.replace("window", "plain"), far_from=12, **shape, **seen)
+    factor = (largest / (inputs.q @ inputs.k.mT).abs().max()).sqrt()
+    grown = {
+        name: (x.detach() * factor if name in ("q", "k", "far_q", "far_k") else x.detach())
+        for name in ("q", "k", "v", "far_q", "far_k")
+        if (x := getattr(inputs, name)) is not None
+    }
+    grown = {name: x.to(dtype).requires_grad_() for name, x in grown.items()}
+    learned = {
+        name: getattr(inputs, name).detach().to(torch.float32)
+        for name in ("bias", "sink")
+        if getattr(inputs, name) is not None
+    }
+    cap = None if inputs.cap is None else 2.5 * largest
+    return replace(inputs, **grown, **learned, cap=cap)
 
-    def drawn(heads: int, size: float = 1.0) -> Tensor:
-        return (torch.randn((B, heads, S, D), generator=seed) * size).to(dtype).requires_grad_()
 
-    key = torch.arange(S)
-    seen = AttentionMask(True, key, key, True, window=20 if kind == "window" else None)
-    q, k, v = drawn(H, 5.0), drawn(G), drawn(G)
-    far: dict[str, Any] = {}
-    if kind == "far":
-        far = dict(zip(("far_q", "far_k", "window"), (drawn(H, 5.0), drawn(G), 12), strict=True))
-    bias = -torch.rand(H, S, generator=seed) if kind == "bias" else None
-    sink = torch.zeros(H) if kind == "sink" else None
-    cap = 100.0 if kind == "cap" else None
-    return AttentionInputs(q, k, v, seen, bias=bias, sink=sink, cap=cap, **far)
-
-
-def _off(problem: AttentionInputs, backend: str) -> tuple[float, float]:
+def _errors(inputs: AttentionInputs, backend: str) -> tuple[float, float]:
     """The largest errors of the output and of the gradients, against float64."""
-    leaves = [x for x in problem.tensors if x is not None and x.requires_grad]
-    wide = [None if x is None else x.detach().double().requires_grad_() for x in problem.tensors]
-    exact = reference(AttentionInputs.of(problem.settings, wide))
-    out = attend(problem, backend)
-    grads = torch.autograd.grad(out.sum(), leaves)
-    wanted = [x for x in wide if x is not None][: len(leaves)]
-    hand = torch.autograd.grad(exact.sum(), wanted)
+    exact = in_float64(inputs)
+    fixed = {name: getattr(exact, name) for name in ("bias", "sink")}
+    fixed = {name: x.detach() for name, x in fixed.items() if x is not None}
+    expected = outputs_and_gradients(reference, replace(exact, **fixed))
+    ours = outputs_and_gradients(lambda p: attend(p, backend), inputs)
     errors = [
         float((mine.detach().double() - other).abs().max() / other.abs().max())
-        for mine, other in zip((out, *grads), (exact, *hand), strict=True)
+        for mine, other in zip(ours, expected, strict=True)
     ]
     return errors[0], max(errors[1:])
 
 
-def _serving(problem: AttentionInputs) -> list[str]:
+def _serving(inputs: AttentionInputs) -> list[str]:
     """The kernels that serve it with gradients."""
-    return ["auto", *(kernel.name for kernel in KERNELS if kernel.why_not(problem) is None)]
+    return ["auto", *(kernel.name for kernel in KERNELS if kernel.why_not(inputs) is None)]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_kernel_keeps_scores_in_float32(kind: str, dtype: torch.dtype) -> None:
+@changes
+def test_every_kernel_keeps_scores_in_float32(change: str, dtype: torch.dtype) -> None:
     """Weights and results may be rounded, as torch's own kernel does; a score is not."""
-    problem = _problem(kind, dtype)
-    served = _serving(problem)
+    inputs = _inputs(change, dtype)
+    served = _serving(inputs)
     assert {"chunked", "strips", "reference"} < set(served)
     for kernel in served:
-        assert attend(problem, kernel).dtype == dtype
-        out, grads = _off(problem, kernel)
+        assert attend(inputs, kernel).dtype == dtype
+        out, grads = _errors(inputs, kernel)
         assert out < 1.5 * torch.finfo(dtype).eps, kernel
         assert grads < 1.5 * torch.finfo(dtype).eps, kernel
 
 
-def _grown(kind: str, largest: float) -> AttentionInputs:
-    """The same in float16 with logits of up to about `largest`, and without a cap."""
-    problem = _problem(kind, torch.float16)
-    q, k = problem.q.detach().double(), problem.k.detach().double()
-    factor = (largest / (q @ k.mT).abs().max()).sqrt()
-    q, k = ((x * factor).half().requires_grad_() for x in (q, k))
-    grown = replace(problem, q=q, k=k, cap=None)
-    if problem.far_q is None or problem.far_k is None:
-        return grown
-    far_q, far_k = (x.detach() * factor.half() for x in (problem.far_q, problem.far_k))
-    return replace(grown, far_q=far_q.requires_grad_(), far_k=far_k.requires_grad_())
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_logits_in_the_thousands(kind: str) -> None:
+@changes
+def test_logits_in_the_thousands(change: str) -> None:
     """A score of 8,600 would be rounded to a multiple of 8 in float16."""
-    problem = _grown(kind, 8600.0)
-    for kernel in _serving(problem):
-        out, grads = _off(problem, kernel)
+    inputs = replace(_inputs(change, torch.float16, 8600.0), cap=None)
+    for kernel in _serving(inputs):
+        out, grads = _errors(inputs, kernel)
         assert out < 1e-3, kernel
         assert grads < 4e-3, kernel
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_logits_beyond_float16(kind: str) -> None:
+@changes
+def test_logits_beyond_float16(change: str) -> None:
     """Of more than 65,504, forward and backward."""
-    problem = _grown(kind, 500_000.0)
-    for kernel in _serving(problem):
-        assert _off(problem, kernel)[0] < 2e-2, kernel
-        leaves = [x for x in problem.tensors if x is not None and x.requires_grad]
-        grads = torch.autograd.grad(attend(problem, kernel).sum(), leaves)
+    inputs = replace(_inputs(change, torch.float16, 500_000.0), cap=None)
+    for kernel in _serving(inputs):
+        assert _errors(inputs, kernel)[0] < 2e-2, kernel
+        grads = torch.autograd.grad(attend(inputs, kernel).sum(), leaves_of(inputs))
         assert all(grad.isfinite().all() for grad in grads), kernel
 
 
 @pytest.mark.parametrize("kernel", ["fused", "chunked", "strips", "reference"])
 def test_a_sum_beyond_float16_is_no_infinity(kernel: str) -> None:
-    """70,000 ones are finite; the asked kernel computes them."""
+    """70,000 ones are finite; the named kernel computes them."""
     ones = torch.ones(1, 2, 600, 64, dtype=torch.float16)
     assert not ones.sum().isfinite()
-    key = torch.arange(600)
-    problem = AttentionInputs(ones, ones, ones, AttentionMask(True, key, key, True))
     assert finite(ones)
-    assert spread_infinities(problem) is problem
-    assert torch.equal(attend(problem, kernel), ones)
+    inputs = replace(make_inputs(600, 600), q=ones, k=ones, v=ones)
+    assert torch.equal(attend(inputs, kernel), ones)
 
 
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
@@ -127,29 +112,24 @@ def test_what_is_not_finite_is_found(value: float, dtype: torch.dtype) -> None:
     assert not finite(x)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_autocast_leaves_float32_tensors_alone(kind: str) -> None:
-    problem = _problem(kind, torch.float32)
-    for kernel in KERNELS:
-        if kernel.why_not(problem) is not None:
-            continue
-        plain = attend(problem, kernel.name)
+@changes
+def test_autocast_leaves_float32_tensors_alone(change: str) -> None:
+    inputs = _inputs(change, torch.float32)
+    for kernel in _serving(inputs)[1:]:
+        plain = attend(inputs, kernel)
         with torch.autocast("cpu", torch.bfloat16):
-            under = attend(problem, kernel.name)
-        assert under.dtype == torch.float32, kernel.name
-        assert torch.equal(plain, under), kernel.name
+            under = attend(inputs, kernel)
+        assert under.dtype == torch.float32, kernel
+        assert torch.equal(plain, under), kernel
 
 
-def test_every_score_in_half_precision() -> None:
+@pytest.mark.parametrize(
+    "score", ["KNA-logn@8", "Baseline-ALiBi", "Baseline-ReRoPE(window=5)", "CosA-DynamicNTK@16"]
+)
+def test_scores_in_half_precision(score: str) -> None:
     seed = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn((1, 2, 40, 8), generator=seed).bfloat16() for _ in range(3))
-    for score in (
-        "KNA-logn@8",
-        "Baseline-ALiBi",
-        "Baseline-ReRoPE(window=5)",
-        "CosA-DynamicNTK@16",
-    ):
-        exact = attention(q.double(), k.double(), v.double(), score)
-        out = attention(q, k, v, score)
-        assert out.dtype == torch.bfloat16
-        torch.testing.assert_close(out.double(), exact, atol=2e-2, rtol=2e-2)
+    exact = attention(q.double(), k.double(), v.double(), score)
+    out = attention(q, k, v, score)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.double(), exact, atol=2e-2, rtol=2e-2)

@@ -1,7 +1,7 @@
-"""What an observer is told: every registered score, by every kernel, against independent formulas.
+"""What an observer gets: every registered score, by every kernel, against independent formulas.
 
 Weights are those of the naive torch formula with unit vectors as values; what they cannot tell, the
-size of a logit, is compared with a double loop over the kernel's own problem.
+size of a logit, is compared with a double loop over the kernel's own inputs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from normattn import InputError, Score, attention
-from normattn.kernels import AttentionInputs, AttentionMask, attend, tiled
+from normattn.kernels import AttentionInputs, AttentionMask, attend, run_kernel, tiled
 from normattn.kernels.residual import ResidualScores
 from normattn.kernels.stats import Observation, observing
 from score import naive
@@ -31,6 +31,8 @@ from score.cases import (
     tensors,
 )
 from score.recipe import Recipe
+
+from .problems import in_float64, make_inputs, outputs_and_gradients
 
 B, H, G, T = 2, 3, 1, 9
 
@@ -52,11 +54,11 @@ class Notes:
     def confine(self, rows: slice, own: Tensor | None) -> None:
         self.rows.append((rows, own))
 
-    def functions(self, problem: AttentionInputs) -> Tensor | None:
+    def functions(self, inputs: AttentionInputs) -> Tensor | None:
         return self.asked
 
-    def see(self, problem: AttentionInputs, observation: Observation) -> None:
-        self.seen.append((problem, observation))
+    def see(self, inputs: AttentionInputs, observation: Observation) -> None:
+        self.seen.append((inputs, observation))
 
     def whole(self, name: str) -> Tensor:
         """A field (…, B, H, T) of all rows."""
@@ -139,7 +141,7 @@ def check(
 def attention_or_none(
     q: Tensor, k: Tensor, v: Tensor, score: Any, causal: bool, backend: str, options: Any
 ) -> Tensor | None:
-    """A kernel either serves a problem or says that it cannot."""
+    """A kernel either serves inputs or says that it cannot."""
     try:
         out: Tensor = attention(q, k, v, score, causal, backend=backend, **options)
         return out
@@ -221,48 +223,32 @@ def test_documents_and_padding(causal: bool, padded: bool) -> None:
                 check(recipe, causal, key_padding=padding)
 
 
-def problem_of(
-    kind: str, dtype: torch.dtype = torch.float64, causal: bool = True
-) -> AttentionInputs:
-    q, k, v, far_q, far_k = (
-        x.detach().to(dtype)
-        for x in tensors((B, 4, 7, 4), (B, 2, 9, 4), (B, 2, 9, 3), (B, 4, 7, 4), (B, 2, 9, 4))
-    )
-    at = torch.arange(9)
-    problem = AttentionInputs(3 * q, k, v, AttentionMask(causal, at[2:], at, aligned=True))
-    if kind == "two regimes":
-        return replace(problem, far_q=far_q, far_k=far_k, window=3)
-    if kind == "bias":
-        return replace(problem, bias=-torch.arange(9.0).expand(4, 9).to(dtype) * 0.3)
-    if kind == "cap and sink":
-        return replace(problem, cap=1.5, sink=torch.linspace(-1, 5, 4).to(dtype))
-    if kind == "sliding":
-        return replace(problem, visibility=replace(problem.visibility, window=3))
-    if kind == "mask":
-        mask = torch.randn(B, 4, 7, 9, generator=torch.Generator().manual_seed(2)).to(dtype)
-        mask[0, :, 3] = -torch.inf
-        mask[1, 1, :, ::2] = -torch.inf
-        return replace(problem, visibility=replace(problem.visibility, mask=mask))
-    return problem
+ADDED = torch.randn(B, 4, 7, 9, generator=torch.Generator().manual_seed(2))
+ADDED[0, :, 3] = -torch.inf
+ADDED[1, 1, :, ::2] = -torch.inf
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{change: (change, {}) for change in ("plain", "two regimes", "bias", "cap", "sink")},
+    "sliding": ("plain", {"window": 3}),
+    "mask": ("plain", {"mask": ADDED}),
+}
 
 
-KINDS = ("plain", "two regimes", "bias", "cap and sink", "sliding", "mask")
+def inputs_of(kind: str, dtype: torch.dtype = torch.float64) -> AttentionInputs:
+    change, seen = KINDS[kind]
+    seen = {name: x.to(dtype) if name == "mask" else x for name, x in seen.items()}
+    return make_inputs(7, 9, change, size=4, far_from=3, scale=3, dtype=dtype, **seen)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_narrow_types(kind: str, dtype: torch.dtype) -> None:
     """Entropy as good as the scores are: of logits up to ±10, to 2 % of ln n in half precision."""
-    problem, notes, exact = problem_of(kind, dtype), Notes(), Notes()
-    wide = [None if x is None else x.double() for x in problem.tensors]
-    with observing(notes):
-        attend(problem)
-    seen = problem.visibility
+    inputs = inputs_of(kind, dtype)
+    exact, seen = in_float64(inputs), inputs.visibility
     if seen.mask is not None:
-        seen = replace(seen, mask=seen.mask.double())
-    with observing(exact):
-        attend(replace(AttentionInputs.of(problem.settings, wide), visibility=seen))
-    found, expected = notes.seen[0][1], exact.seen[0][1]
+        exact = replace(exact, visibility=replace(seen, mask=seen.mask.double()))
+    found = run_kernel(inputs, statistics=True).statistics
+    expected = run_kernel(exact, statistics=True).statistics
     error = 1e-5 if dtype == torch.float32 else 0.05
     for name in ("entropy", "largest", "lse", "first"):
         ours, best = getattr(found, name), getattr(expected, name)
@@ -273,21 +259,12 @@ def test_narrow_types(kind: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_and_dropout_are_those_of_the_unobserved_kernel(kind: str) -> None:
     results = []
-    for on in (False, True):
-        problem = problem_of(kind)
-        problem = replace(problem, dropout=0.3)
-        wanted = [problem.q, problem.k, problem.v]
-        for x in wanted:
-            x.requires_grad_()
-        notes = Notes()
+    for notes in (None, Notes()):
+        inputs = replace(inputs_of(kind), dropout=0.3)
         torch.manual_seed(5)
-        if on:
-            with observing(notes):
-                out = attend(problem, "chunked")
-        else:
-            out = attend(problem, "chunked")
-        results.append((out, *torch.autograd.grad(out.square().sum(), wanted)))
-        if on:
+        with nullcontext() if notes is None else observing(notes):
+            results.append(outputs_and_gradients(lambda p: attend(p, "chunked"), inputs))
+        if notes is not None:
             assert not notes.seen[0][1].entropy.requires_grad
     for ours, plain in zip(*results, strict=True):
         assert torch.equal(ours, plain)
@@ -311,48 +288,40 @@ def test_looking_draws_no_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("backend", ["auto", "concatenated", "reference"])
 def test_residual_scores(backend: str, mean: bool, causal: bool) -> None:
     """Every layer's softmax is that of the sum of the products so far, or of their mean."""
-    residual, notes, sums = (
-        ResidualScores(mean),
-        Notes(),
-        torch.zeros(B, 4, 7, 7, dtype=torch.float64),
-    )
-    at = torch.arange(7)
-    hidden = (at[:, None] < at) if causal else torch.zeros(7, 7, dtype=torch.bool)
-    for layer in range(3):
-        shapes = ((B, 4, 7, 4), (B, 2, 7, 4), (B, 2, 7, 3))
+    residual, notes, sums = ResidualScores(mean), Notes(), torch.zeros(())
+    for layer in range(1, 4):
+        shapes = (B, 4, 7, 4), (B, 2, 7, 4), (B, 2, 7, 3)
         q, k, v = (x.detach() for x in tensors(*shapes, seed=layer))
-        sums = sums + q @ k.repeat_interleave(2, 1).transpose(-1, -2)
-        problem = AttentionInputs(q, k, v, AttentionMask(causal, at, at, aligned=True))
-        score = (sums / (layer + 1 if mean else 1)).masked_fill(hidden, -torch.inf)
+        sums = sums + q @ k.repeat_interleave(2, 1).mT
+        inputs = replace(make_inputs(7, 7, causal=causal), q=q, k=k, v=v)
+        score = sums / (layer if mean else 1)
+        score = score.masked_fill(torch.ones(7, 7).triu(1).bool() & causal, -torch.inf)
         plain = torch.softmax(score, -1)
         with observing(notes):
-            out = attend(replace(problem, residual_scores=residual), backend)
+            out = attend(replace(inputs, residual_scores=residual), backend)
         close(out, plain @ v.repeat_interleave(2, 1), backend)
-        found = notes.seen[layer][1]
-        close(found.entropy, entropy_of(plain), backend)
-        close(found.first, plain[..., 0], backend)
-        close(found.largest, score.amax(-1), backend)
+        found = notes.seen[-1][1]
+        for name, expected in (
+            ("entropy", entropy_of(plain)),
+            ("first", plain[..., 0]),
+            ("largest", score.amax(-1)),
+        ):
+            close(getattr(found, name), expected, f"{backend}, {name}")
 
 
-def test_a_single_key_and_no_keys_at_all() -> None:
-    q = torch.ones(1, 1, 1, 2, dtype=torch.float64)
-    for keys in (0, 1):
-        at = torch.arange(keys)
-        k = torch.ones(1, 1, keys, 2, dtype=torch.float64)
-        notes = Notes()
-        with observing(notes):
-            attend(
-                AttentionInputs(q, k, k, AttentionMask(False, torch.arange(1), at, aligned=True))
-            )
-        found = notes.seen[0][1]
-        assert int(found.visible) == keys
-        assert float(found.entropy) == 0
-        assert float(found.first) == keys
+@pytest.mark.parametrize("keys", [0, 1])
+def test_a_single_key_and_no_keys_at_all(keys: int) -> None:
+    inputs = make_inputs(1, 1, batch=1, heads=1, groups=1, learned=False)
+    seen = AttentionMask(False, torch.arange(1), torch.arange(keys), aligned=True)
+    inputs = replace(inputs, k=inputs.k[:, :, :keys], v=inputs.v[:, :, :keys], visibility=seen)
+    found = run_kernel(inputs, statistics=True).statistics
+    assert found is not None
+    assert (int(found.visible), float(found.entropy), float(found.first)) == (keys, 0, keys)
 
 
 def test_nobody_is_told_afterwards() -> None:
     notes = Notes()
     with observing(notes), pytest.raises(ZeroDivisionError):
         raise ZeroDivisionError
-    attend(problem_of("plain"))
+    attend(inputs_of("plain"))
     assert not notes.seen

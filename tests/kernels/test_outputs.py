@@ -9,17 +9,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.residual_layers import hidden_by
 from layers.written_out import of_program
 from normattn import InputError, Score, attention
 from normattn.kernels import (
     AttentionInputs,
-    AttentionMask,
     attend,
     choose,
     merge_by_lse,
     run_kernel,
 )
-from normattn.kernels.inputs import LEARNED
+from score.cases import tensors
+
+from .problems import CHANGES, in_float64, leaves_of, make_inputs
 
 B, H, G, T, S, D = 2, 4, 2, 11, 17, 8
 KINDS: dict[str, dict[str, Any]] = {
@@ -30,25 +32,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "added": {"mask": torch.linspace(-2, 2, T * S, dtype=torch.float64).view(T, S)},
     "irregular": {"aligned": False},
 }
-CHANGES = ("plain", "bias", "sink", "cap", "two regimes", "all")
-
-
-def _leaf(*shape: int) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64).requires_grad_()
 
 
 def _inputs(kind: str, change: str) -> AttentionInputs:
-    torch.manual_seed(0)
-    at = torch.arange(S)
-    where = {"causal": True, "query": at[S - T :], "key": at, "aligned": True}
-    seen = AttentionMask(**{**where, **KINDS[kind]})
-    inputs = AttentionInputs(_leaf(B, H, T, D), _leaf(B, G, S, D), _leaf(B, G, S, D), seen)
-    whole = change == "all"
-    if whole or change == "two regimes":
-        inputs = replace(inputs, far_q=_leaf(B, H, T, D), far_k=_leaf(B, G, S, D), window=5)
-    inputs = replace(inputs, bias=_leaf(H, S)) if whole or change == "bias" else inputs
-    inputs = replace(inputs, sink=_leaf(H)) if whole or change == "sink" else inputs
-    return replace(inputs, cap=2.0) if whole or change == "cap" else inputs
+    return make_inputs(T, S, change, **KINDS[kind])
 
 
 def _score(p: AttentionInputs) -> Tensor:
@@ -61,16 +48,9 @@ def _score(p: AttentionInputs) -> Tensor:
         score = torch.where(distance >= p.window, far, score)
     score = score if p.cap is None else p.cap * torch.tanh(score / p.cap)
     score = score if p.bias is None else score + p.bias[:, distance.abs()]
-    seen = p.visibility
-    score = score if seen.mask is None else score + seen.mask
-    hidden = torch.zeros(B, 1, T, S, dtype=torch.bool)
-    if seen.causal:
-        hidden = hidden | (distance < 0)
-    if seen.window is not None:
-        hidden = hidden | ((distance.abs() >= seen.window) & (seen.key >= seen.kept))
-    if seen.padding is not None:
-        hidden = hidden | seen.padding[:, None, None]
-    score = score.masked_fill(hidden, -torch.inf)
+    mask = p.visibility.mask
+    score = score if mask is None else score + mask
+    score = score.masked_fill(hidden_by(p, distance), -torch.inf)
     if p.sink is None:
         return score
     return torch.cat((score, p.sink[None, :, None, None].expand(B, H, T, 1)), -1)
@@ -88,8 +68,7 @@ def _lse(score: Tensor) -> Tensor:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_log_sum_exp_and_its_gradients(kind: str, change: str, backend: str) -> None:
     inputs = _inputs(kind, change)
-    names = [name for name in LEARNED if name != "v" and getattr(inputs, name) is not None]
-    leaves = [getattr(inputs, name) for name in names]
+    leaves = [x for x in leaves_of(inputs) if x is not inputs.v]
     output, expected = run_kernel(inputs, backend, lse=True), _lse(_score(inputs))
     assert output.lse is not None
     torch.testing.assert_close(output.out, attend(inputs, backend), rtol=1e-11, atol=1e-12)
@@ -98,8 +77,8 @@ def test_the_log_sum_exp_and_its_gradients(kind: str, change: str, backend: str)
     along = torch.randn(int(some.sum()), dtype=torch.float64)
     mine = torch.autograd.grad((output.lse[some] * along).sum(), leaves, retain_graph=True)
     hers = torch.autograd.grad((expected[some] * along).sum(), leaves)
-    for name, one, other in zip(names, mine, hers, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10, msg=name)
+    for one, other in zip(mine, hers, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
     # Beside the gradient of the output it is added.
     both = torch.autograd.grad(
         output.out.sum() + (output.lse[some] * along).sum(), leaves, retain_graph=True
@@ -135,10 +114,8 @@ def test_two_shards_of_keys_merged(split: int, backend: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_gives_sums_in_float32(dtype: torch.dtype) -> None:
-    wide = _inputs("plain", "plain")
-    half = [None if x is None else x.detach().to(dtype) for x in wide.tensors]
-    inputs = AttentionInputs.of(wide.settings, half)
-    exact = AttentionInputs.of(wide.settings, [None if x is None else x.double() for x in half])
+    inputs = make_inputs(T, S, dtype=dtype)
+    exact = in_float64(inputs)
     for backend in ("auto", "reference"):
         lse = run_kernel(inputs, backend, lse=True).lse
         assert lse is not None
@@ -245,7 +222,7 @@ def _formula(text: str, q: Tensor, k: Tensor, sink: Tensor | None) -> Tensor:
     ],
 )
 def test_attention_returns_the_log_sum_exp_with_its_gradient(text: str, backend: str) -> None:
-    q, k, v = (_leaf(B, 2, T, D) for _ in range(3))
+    q, k, v = tensors((B, 2, T, D), (B, 2, T, D), (B, 2, T, D))
     score = Score(text, 2, D).double()
     out, lse = attention(q, k, v, score, backend=backend, return_lse=True)
     torch.testing.assert_close(out, attention(q, k, v, score, backend=backend))
@@ -259,7 +236,7 @@ def test_attention_returns_the_log_sum_exp_with_its_gradient(text: str, backend:
 
 
 def test_scores_without_one_log_sum_exp_say_why() -> None:
-    q, k, v = (_leaf(1, 2, T, D) for _ in range(3))
+    q, k, v = tensors((1, 2, T, D), (1, 2, T, D), (1, 2, T, D))
     for text, why in (
         ("Baseline-Sigmoid@8", "not those of softmax"),
         ("Baseline-StickBreaking", "not those of softmax"),

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import settings
 from torch import Tensor
 
 from kernels.residual_layers import (
@@ -24,7 +23,6 @@ from kernels.residual_layers import (
 )
 from normattn.kernels import attend
 
-few = settings(max_examples=15, deadline=None)
 every_way = pytest.mark.parametrize("way", WAYS)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -60,16 +61,11 @@ def test_a_gradient_through_the_sum_alone(way: str) -> None:
     wanted = [layers[0].q, layers[0].k, layers[1].q, layers[2].v]
     expected = torch.autograd.grad(weighted(by_hand(layers)[2:]), wanted)
     same(torch.autograd.grad(weighted(run_layers(layers, way)[2:]), wanted), expected)
-
-
-@every_way
-def test_layers_that_want_no_gradient(way: str) -> None:
-    layers = causal_layers()
     frozen = replace(layers[0], **{n: getattr(layers[0], n).detach() for n in "qkv"})
     layers = [frozen, *layers[1:]]
-    inputs = [x for x in inputs_of(layers) if x.requires_grad]
-    expected = torch.autograd.grad(weighted(by_hand(layers)), inputs)
-    same(torch.autograd.grad(weighted(run_layers(layers, way)), inputs), expected)
+    wanted = [x for x in inputs_of(layers) if x.requires_grad]
+    expected = torch.autograd.grad(weighted(by_hand(layers)), wanted)
+    same(torch.autograd.grad(weighted(run_layers(layers, way)), wanted), expected)
 
 
 def test_a_second_backward_is_refused_by_name() -> None:
@@ -131,29 +127,25 @@ def test_a_whole_stack_can_be_checkpointed(way: str) -> None:
     same(torch.autograd.grad(checkpoint(stack, *inputs, use_reentrant=False), inputs), expected)
 
 
+def _above(first: AttentionInputs, second: AttentionInputs, way: str) -> Tensor:
+    """The output of the second layer."""
+    residual = ResidualScores()
+    attend(replace(first, residual_scores=residual), way)
+    return attend(replace(second, residual_scores=residual), way)
+
+
 @every_way
 def test_layers_must_have_one_shape(way: str) -> None:
-    residual = ResidualScores()
-    first, other = (
-        causal_layers(1)[0],
-        make_layers(Shape(rows=9), seen_by(Shape(rows=9)), {}, {}, 1)[0],
-    )
-    attend(replace(first, residual_scores=residual), way)
+    other = make_layers(Shape(rows=9), seen_by(Shape(rows=9)), {}, {}, 1)[0]
     with pytest.raises(InputError, match=r"must have the same shape.*21 queries.*9 queries"):
-        attend(replace(other, residual_scores=residual), way)
+        _above(causal_layers(1)[0], other, way)
 
 
-def test_layers_must_see_the_same_pairs() -> None:
+@pytest.mark.parametrize("seen", [{"window": 3}, {"causal": False}, {"aligned": False}])
+def test_layers_must_see_the_same_pairs(seen: dict[str, Any]) -> None:
     first = causal_layers(1)[0]
-    for seen in (
-        seen_by(Shape(), window=3),
-        seen_by(Shape(), False),
-        seen_by(Shape(), aligned=False),
-    ):
-        residual = ResidualScores()
-        attend(replace(first, residual_scores=residual), "residual")
-        with pytest.raises(InputError, match="must see the same pairs"):
-            attend(replace(first, residual_scores=residual, visibility=seen), "residual")
+    with pytest.raises(InputError, match="must see the same pairs"):
+        _above(first, replace(first, visibility=seen_by(Shape(), **seen)), "residual")
 
 
 def test_one_kernel_serves_all_layers() -> None:

@@ -66,7 +66,7 @@ def test_it_reads_well() -> None:
     assert "folded into q and k:\n  - KNA: " in text
     assert "left to the kernel:\n  - ReRoPE: " in text
     assert "kernel: two-regime (" in text
-    assert "  - fused: it does not serve two regimes" in text
+    assert "  - fused: it does not support two regimes" in text
     assert "195.3 MiB of output" in text
 
 
@@ -75,7 +75,7 @@ def test_a_device_that_is_not_there_is_explained_too() -> None:
     found = explain("KNA", (1, 4, 512, 64), **arguments)
     assert found.kernel == "fused"
     two = explain("KNA-ReRoPE(window=8)@32", (1, 4, 512, 64), **arguments)
-    assert "only a CPU has" in two.refused["two-regime"]
+    assert "CUDA" in two.refused["two-regime"]
     assert found.working_bytes < found.output_bytes
     # More features than values have: the stock kernel is for as many.
     assert explain("KNA-FoX", (1, 4, 512, 64), **arguments).kernel == "flex"
@@ -103,7 +103,7 @@ def test_residual_scores_are_explained() -> None:
         ("KNA", {"device": "mps"}, "CPU or a CUDA device"),
         ("KNA", {"k_shape": (1, 4, 5, 8)}, "needs q_positions"),
         ("KNA", {"k_shape": (1, 3, 9, 8)}, "multiple of the key heads"),
-        ("KNA-SoftCap", {"backend": "fused"}, "no cap"),
+        ("KNA-SoftCap", {"backend": "fused"}, "a cap"),
     ],
 )
 def test_what_attention_refuses(spec: str, arguments: dict[str, Any], said: str) -> None:

@@ -177,7 +177,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden, weight, targets = ctx.saved_tensors
         sums, ctx.sums = ctx.sums, None
         if sums is None:
-            sums = _sums(hidden, weight, targets, *ctx.settings, ctx.needs_input_grad[:2])
+            wanted, (chunk, share) = ctx.needs_input_grad[:2], ctx.settings
+            sums = _sums(hidden, weight, targets, chunk, share, wanted)
         per_token = grads[0] / hidden.shape[0]
         by_hidden, by_weight = sums.by_hidden, sums.by_weight
         return (

@@ -119,7 +119,7 @@ class Kernel(NamedTuple):
         """The reason why it cannot serve the inputs, or give their log-sum-exp; or None."""
         for name, shown in FEATURES.items():
             if name not in self.serves and shown(inputs):
-                return f"it does not serve {name}"
+                return f"it does not support {name}"
         sums = inputs.residual_scores
         if sums is not None and (reason := sums.why_not(self.name)):
             return reason

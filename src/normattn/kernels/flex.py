@@ -180,9 +180,8 @@ def _block_mask(inputs: AttentionInputs, start: int, far: bool | None) -> Any:
 def _make_block_mask(inputs: AttentionInputs, start: int, far: bool | None) -> Any:
     seen, q = inputs.visibility, inputs.q
     # The mask may be kept: it must hold no queries, keys and values.
-    parts = (x.detach() for x in (inputs.q, inputs.k, inputs.v))
-    shapes = (x.new_empty(()).expand(x.shape) for x in parts)
-    visible = mask_function(AttentionInputs(*shapes, seen, window=inputs.window), start, far)
+    q, k, v = (x.detach().new_empty(()).expand(x.shape) for x in (q, inputs.k, inputs.v))
+    visible = mask_function(AttentionInputs(q, k, v, seen, window=inputs.window), start, far)
     alike = seen.mask is None or seen.mask.dim() < 4 or seen.mask.shape[0] == 1
     positions = seen.query.dim() == seen.key.dim() == 1
     one = seen.padding is None and seen.query_documents is None and alike and positions
@@ -201,14 +200,16 @@ def _functions(compiled: bool) -> tuple[Any, Any]:
     # Imported here because it loads the compiler, which takes longer than torch itself.
     from torch.nn.attention import flex_attention as torch_flex
 
+    kernel: Any = torch_flex.flex_attention
+
     def attend(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not hasattr(torch_flex, "AuxRequest"):
             # Before torch 2.9.
             both: tuple[Tensor, Tensor]
-            both = torch_flex.flex_attention(*args, **kwargs, return_lse=True)
+            both = kernel(*args, **kwargs, return_lse=True)
             return both
         aux = torch_flex.AuxRequest(lse=True)
-        out, more = torch_flex.flex_attention(*args, **kwargs, return_aux=aux)
+        out, more = kernel(*args, **kwargs, return_aux=aux)
         return out, more.lse
 
     if not compiled:

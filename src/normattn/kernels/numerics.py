@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -73,7 +73,7 @@ def spread_infinities(inputs: AttentionInputs) -> AttentionInputs:
     """
     step = inputs.q.shape[2] == 1
     sides = {name: getattr(inputs, name) for name in ("q", "k", "far_q", "far_k")}
-    changed = {}
+    changed: dict[str, Any] = {}
     for name, x in sides.items():
         if x is None:
             continue

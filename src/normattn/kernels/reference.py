@@ -77,13 +77,16 @@ def _products(p: AttentionInputs) -> Float[Tensor, "b h t s"]:
     score, distance = p.q @ near_k.mT, None
     if p.window is not None or p.bias is not None:
         distance = p.visibility.distance(_EVERY, _EVERY)
-    if distance is not None and p.far_q is not None and p.far_k is not None:
+    if p.far_q is not None and p.far_k is not None:
+        assert distance is not None
+        assert p.window is not None
         score = torch.where(distance >= p.window, p.far_q @ p.far_k.mT, score)
     if p.residual_scores is not None:
         score = p.residual_scores.stored(score)
     if p.cap is not None:
         score = p.cap * torch.tanh(score / p.cap)
-    if distance is not None and p.bias is not None:
+    if p.bias is not None:
+        assert distance is not None
         # (B, 1, T, S) or (T, S) distances pick from each head's row.
         bias = p.bias[:, distance.abs()]
         score = score + (bias.squeeze(2).transpose(0, 1) if distance.dim() == 4 else bias)

@@ -177,8 +177,10 @@ def _backward(
     by_k, by_v = (torch.zeros_like(x, dtype=_wide(x)) for x in (k, v))
     by_far_q, by_far_k = torch.zeros_like(inputs.far_q), torch.zeros_like(inputs.far_k)
     head = slice(0, min(window, q.shape[2]))
-    near = (x[:, :, head] for x in (by_out, q, k, v, out, sums))
-    by_q[:, :, head], by_k[:, :, head], by_v[:, :, head] = flash_backward(*near, causal=True)
+    near = q[:, :, head], k[:, :, head], v[:, :, head], out[:, :, head], sums[:, :, head]
+    by_q[:, :, head], by_k[:, :, head], by_v[:, :, head] = flash_backward(
+        by_out[:, :, head], *near, causal=True
+    )
     if window < q.shape[2]:
         rows, keys, far = slice(window, None), slice(0, v.shape[2] - window), _far(inputs, window)
         by_far_q[:, :, rows], by_far_k[:, :, keys], by_far_v = flash_backward(
