@@ -44,8 +44,10 @@ def biased(
 
 def agrees(inputs: AttentionInputs) -> None:
     """Output and all gradients, by the norm of the difference."""
-    ours = outputs_and_gradients(lambda p: attend(p, "chunked"), inputs)
-    for one, other in zip(ours, outputs_and_gradients(reference, in_float64(inputs)), strict=True):
+    exact, shape = in_float64(inputs), (*inputs.q.shape[:3], inputs.v.shape[3])
+    along = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    ours = outputs_and_gradients(lambda p: attend(p, "chunked"), inputs, along.to(inputs.q.dtype))
+    for one, other in zip(ours, outputs_and_gradients(reference, exact, along), strict=True):
         assert one.isfinite().all()
         assert (one - other).norm() <= TOLERANCE[ours[0].dtype] * max(0.1, other.norm().item())
 
