@@ -104,7 +104,7 @@ Run = Callable[[AttentionInputs, Recorder | None, bool], tuple[Tensor, Tensor | 
 
 
 class Kernel(NamedTuple):
-    """A way to compute attention: what it serves and gives beside the output, and a remark.
+    """A way to compute attention: the features that it serves, and what it gives beside the output.
 
     `gives` may name the log-sum-exp, the statistics and a second derivative.
     """
@@ -112,8 +112,7 @@ class Kernel(NamedTuple):
     name: str
     run: Run
     serves: frozenset[str]
-    gives: tuple[str, ...]
-    note: str
+    gives: tuple[str, ...] = ()
 
     def why_not(self, inputs: AttentionInputs, lse: bool = False) -> str | None:
         """The reason why it cannot serve the inputs, or give their log-sum-exp; or None."""
@@ -140,13 +139,13 @@ def _recorded(compute: Callable[[AttentionInputs, Recorder | None], Tensor]) -> 
     return lambda inputs, recorder, lse: (compute(inputs, recorder), None)
 
 
+_OF_STRIPS = ("statistics", "second derivative")
 KERNELS: tuple[Kernel, ...] = (
+    # On CUDA scaled_dot_product_attention reaches the stock flash operators.
     Kernel(
         "fused",
         _alone(fused),
         _PLAIN - {"two regimes", "a causal mask with T ≠ S", "values of another size"},
-        (),
-        "scaled_dot_product_attention; on CUDA it reaches the stock flash operators",
     ),
     Kernel(
         "two-regime",
@@ -154,51 +153,28 @@ KERNELS: tuple[Kernel, ...] = (
         _PLAIN
         - {"one score per pair", "attention without causality", "values of another size"}
         - {"more queries than keys", "fewer queries than keys", "zero queries", "dropout", "CUDA"},
-        (),
-        "both parts by a CPU's flash operator, the near one in sliding chunks",
     ),
     Kernel(
         "flex",
         lambda inputs, recorder, lse: flex(inputs),
         _TILED - {"dropout", "zero queries", "float64", "gradients on a CPU"},
         ("lse",),
-        "flex_attention, compiled: nearly anything on CUDA, two regimes in two calls",
     ),
     Kernel(
         "residual",
         _recorded(residual_attention),
         (_TILED | {"residual scores"}) - {"inputs without residual scores", "two regimes"},
         ("statistics",),
-        "scores of all layers in one buffer, undone in the backward; one number per pair",
     ),
     Kernel(
         "concatenated",
         _alone(lambda inputs: attend(concatenated(inputs))),
         _ALL - {"inputs without residual scores", "two regimes", "a learned mask", "torch.func"},
         ("lse",),
-        "the features of all layers side by side, by any kernel that serves the rest",
     ),
-    Kernel(
-        "chunked",
-        tiled,
-        _TILED,
-        ("lse", "statistics"),
-        "tiles of nearly any inputs; no T × S matrix",
-    ),
-    Kernel(
-        "strips",
-        _recorded(strips),
-        _ALL - {"residual scores", "torch.func"},
-        ("statistics", "second derivative"),
-        "the definition by strips of whole rows, each computed once more in the backward",
-    ),
-    Kernel(
-        "reference",
-        reference_with_lse,
-        _ALL,
-        ("lse", "statistics", "second derivative"),
-        "the definition; holds the whole T × S matrix",
-    ),
+    Kernel("chunked", tiled, _TILED, ("lse", "statistics")),
+    Kernel("strips", _recorded(strips), _ALL - {"residual scores", "torch.func"}, _OF_STRIPS),
+    Kernel("reference", reference_with_lse, _ALL, ("lse", *_OF_STRIPS)),
 )
 TABLE: Mapping[str, Kernel] = {kernel.name: kernel for kernel in KERNELS}
 BACKENDS: tuple[str, ...] = ("auto", *TABLE)
