@@ -15,10 +15,8 @@ from normattn.score.parts import Variant, number, register
 
 @register
 class KeysOfLength(Variant):
-    """s(i, j) = c·⟨q_i, k_j / ‖k_j‖⟩; c = 1 is KeyNorm."""
+    """Keys of length c; c = 1 is KeyNorm."""
 
-    name = "KeysOfLength"
-    summary = "keys of length c"
     equation = "s = c·⟨q, k/‖k‖⟩"
     source = "an example"
     sides = "K"

@@ -177,7 +177,7 @@ def _part_page(name: str, part: type[Part], caption: str) -> str:
     if name != part.__name__:
         lines.append(f"- **Class:** `{part.__module__}.{part.__name__}`")
     lines += ["", f"![{caption}](figures/{name}.png)", "", f"*{caption}*", ""]
-    lines += ["```text", _docstring(part), "```", ""]
+    lines += _docstring(part)
     lines += _parameters(told) + _exclusions(told) + _kernels(told)
     return "\n".join(lines)
 
@@ -190,10 +190,12 @@ def _sentence(text: str) -> str:
     return text[0].upper() + text[1:].rstrip(".") + "."
 
 
-def _docstring(part: type[Part]) -> str:
+def _docstring(part: type[Part]) -> list[str]:
+    """What a part's docstring says after its first line, which is the summary."""
     import inspect
 
-    return inspect.getdoc(part) or part.summary
+    told = (inspect.getdoc(part) or "").partition("\n")[2].strip()
+    return ["```text", told, "```", ""] if told else []
 
 
 def _linked(source: str) -> str:

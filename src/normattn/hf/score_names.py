@@ -144,7 +144,7 @@ def _fraction(size: int, head_dim: int) -> str:
     """A share of the head that `size` of its features are, as `PartialRoPE` rounds it."""
     exact = size / head_dim
     shares = (round(exact, 10), math.ceil(exact * 1e4) / 1e4, math.ceil(exact * 1e8) / 1e8)
-    fits = (share for share in shares if PartialRoPE(fraction=share).rotated(head_dim) == size)
+    fits = (share for share in shares if PartialRoPE(fraction=share).rotary_dim(head_dim) == size)
     return f"fraction={_nice(next(fits, exact))}"
 
 

@@ -169,7 +169,7 @@ def _attention_flops(
         value *= 2  # Each head of a pair reads the values of both.
     # A position may turn more features than come in.
     position: Any = score.position
-    scored = max(size, position.rotated(size)) if position.rotary else size
+    scored = max(size, position.rotary_dim(size)) if position.rotary else size
     flops = 2.0 * pairs * heads * (scored + value)
     bias: Any = score.bias
     if bias is not None and bias.name == "FIRE":

@@ -86,16 +86,6 @@ class Score(nn.Module):
             )
         self._spec = spec
 
-    @torch.no_grad()
-    def project(self) -> None:
-        """Put what is learned back into its range (`KERPLELog`, `KERPLEPower`), in place.
-
-        A training loop does so after each step of its optimiser (`project_parameters`). Outputs do
-        not depend on it: what is out of range counts as the nearest value within.
-        """
-        if self._spec.bias is not None:
-            self._spec.bias.project(_values(self.bias))
-
     def extra_repr(self) -> str:
         """The specification."""
         return str(self._spec)
@@ -325,13 +315,6 @@ class Score(nn.Module):
         return part.values(distance, self.heads, _values(self.bias))
 
 
-def project_parameters(model: nn.Module) -> None:
-    """`Score.project` for every score in a model: call it after each step of an optimiser."""
-    for module in model.modules():
-        if isinstance(module, Score):
-            module.project()
-
-
 def _parameters(
     part: P | None, learned: Callable[[P], Mapping[str, Tensor]]
 ) -> nn.ParameterDict | None:
@@ -369,7 +352,7 @@ def _refuse_sizes(spec: ScoreSpec, kv_heads: int, head_dim: int) -> None:
             f"key heads must be an even number, but there are {kv_heads}"
         )
     position = spec.position if isinstance(spec.position, RotaryPosition) else None
-    turned = 0 if position is None else position.rotated(head_dim)
+    turned = 0 if position is None else position.rotary_dim(head_dim)
     if turned % 2 or (turned > head_dim and not (position is not None and position.widens)):
         raise InputError(f"{spec.name} needs an even head dimension, but it is {head_dim}")
     if spec.layout is not None:

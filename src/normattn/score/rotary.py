@@ -269,10 +269,10 @@ def frequencies(spec: ScoreSpec, head_dim: int) -> Float[Tensor, " p"]:
     position = spec.position
     if not isinstance(position, RotaryPosition):
         return torch.empty(0, dtype=torch.float64)
-    size, scaling = position.rotated(head_dim), spec.rope_scaling
+    size, scaling = position.rotary_dim(head_dim), spec.rope_scaling
     if scaling is None:
-        return position.turning(rope_frequencies(size, position.base))
-    return position.turning(scaling.inverse_frequencies(size, position.base, spec.train_length))
+        return position.adjusted(rope_frequencies(size, position.base))
+    return position.adjusted(scaling.inverse_frequencies(size, position.base, spec.train_length))
 
 
 def _rotator(spec: ScoreSpec, head_dim: int) -> Rotator | None:
@@ -284,7 +284,7 @@ def _rotator(spec: ScoreSpec, head_dim: int) -> Rotator | None:
         frequencies(spec, head_dim),
         interleaved=position.layout == "interleaved",
         growth=position.log_growth(head_dim),
-        start=position.start(head_dim),
+        start=position.rotary_start(head_dim),
     )
 
 

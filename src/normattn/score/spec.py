@@ -115,7 +115,7 @@ class ScoreSpec:
     def __post_init__(self) -> None:
         if self.train_length is not None:
             object.__setattr__(self, "train_length", training_length(self.train_length))
-        filled = (part.resolved(self.train_length, None) for part in arrange(self.parts))
+        filled = (part.filled(self.train_length, None) for part in arrange(self.parts))
         object.__setattr__(self, "parts", tuple(filled))
         norms = (self.variant.query_norm(), self.variant.key_norm())
         leaks = any(norm is not None and norm.leaks_future for norm in norms)
@@ -188,7 +188,7 @@ class ScoreSpec:
         """(w, kept): keys with i − j ≥ w are hidden but for the first `kept`; w None hides none."""
         if self._sliding is not None:
             return self._sliding.window, 0
-        return (None, 0) if self.remapping is None else self.remapping.visible()
+        return (None, 0) if self.remapping is None else self.remapping.visible_window()
 
     @property
     def chunk(self) -> int | None:
@@ -210,7 +210,7 @@ class ScoreSpec:
         if self.layout is not None:
             del parts[Slot.LAYOUT]
             laid = self.layout.layer(parts, layer, layers, self.train_length)
-        layer_parts = tuple(part.in_layer(layer) for part in laid)
+        layer_parts = tuple(part.for_layer(layer) for part in laid)
         return self if layer_parts == self.parts else ScoreSpec(layer_parts, self.train_length)
 
     @functools.lru_cache(maxsize=256)  # noqa: B019 (specifications are small values)
@@ -237,7 +237,7 @@ class ScoreSpec:
         """
         length, trained = self.train_length, self.trained
         return "-".join(
-            print_part(part, type(part)().resolved(length, None)) for part in trained._spelled
+            print_part(part, type(part)().filled(length, None)) for part in trained._spelled
         )
 
     @property
@@ -255,7 +255,7 @@ class ScoreSpec:
         for part in self._added:
             stretched = getattr(part, "factor", None)
             factor = stretched if isinstance(stretched, float) else None
-            usual = type(part)().resolved(self.train_length, factor)
+            usual = type(part)().filled(self.train_length, factor)
             labels.append(print_part(part, usual))
         return "-".join(labels)
 
@@ -301,7 +301,7 @@ class ScoreSpec:
             )
         length = train_length if self.train_length is None else self.train_length
         factor = None if factor is None else float(factor)
-        spec = ScoreSpec(tuple(part.resolved(length, factor) for part in self.parts), length)
+        spec = ScoreSpec(tuple(part.filled(length, factor) for part in self.parts), length)
         for part in spec.parts:
             if lack := part.missing(length):
                 raise InputError(

@@ -63,13 +63,13 @@ def _turns(spec: ScoreSpec, head_dim: int, distances: int, block: int) -> Float[
     """How far each pair of features turns at every distance, in radians."""
     position = spec.position
     assert isinstance(position, RotaryPosition)
-    size = position.rotated(head_dim)
+    size = position.rotary_dim(head_dim)
     theta = rope_frequencies(size, position.base)
     fixed = spec.for_block(block) if spec.blockwise else spec
     if fixed.rope_scaling is not None:
         assert spec.train_length is not None
         theta = fixed.rope_scaling.inverse_frequencies(size, position.base, spec.train_length)
-    return _relative(fixed, distances)[:, None] * position.turning(theta).abs()
+    return _relative(fixed, distances)[:, None] * position.adjusted(theta).abs()
 
 
 def _relative(spec: ScoreSpec, distances: int) -> Float[Tensor, " r"]:

@@ -24,7 +24,6 @@ from normattn.lab.training.qk_clip import QKClip
 from normattn.lab.training.state import kept_buffers
 from normattn.lab.training.task import Task, derive_seed
 from normattn.models.transformer import set_activation_checkpointing
-from normattn.score import project_parameters
 
 LARGEST = "largest_logit"
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -146,7 +145,6 @@ class TrainStep:
             self._update(gradients, values)
             if self.scaler.is_enabled():
                 self.scaler.update()
-            project_parameters(self.task.model)
             if self._clip is not None:
                 return replace(values, metrics={**values.metrics, LARGEST: self._clip.clip()})
         return values

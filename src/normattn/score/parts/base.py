@@ -34,97 +34,66 @@ Fill = Callable[[Any, int | None, float | None], Any]
 
 
 class Slot(StrEnum):
-    """The places of a specification, in the order in which a name prints them."""
+    """The places of a specification, in the order in which a name prints them.
 
-    VARIANT = "variant"
-    LOGN = "logn"
-    ORDER = "order"
-    POSITION = "position"
-    ROPE_SCALING = "rope scaling"
-    REMAPPING = "remapping"
-    RESIDUAL = "residual"
-    BIAS = "bias"
-    CAP = "cap"
-    SINK = "sink"
-    NORMALISER = "normaliser"
-    GATE = "gate"
-    WINDOW = "window"
-    DOCUMENTS = "documents"
-    LAYOUT = "layout"
+    `meaning` says what a part in the slot decides, in the symbols of the equation of a score.
+    """
 
-    @property
-    def meaning(self) -> str:
-        """What a part in this slot decides, in the symbols of `Part`'s equation."""
-        return _MEANINGS[self]
+    meaning: str
 
+    def __new__(cls, value: str, meaning: str) -> Slot:
+        """The slot of that name."""
+        slot = str.__new__(cls, value)
+        slot._value_, slot.meaning = value, meaning
+        return slot
 
-_MEANINGS = {
-    Slot.VARIANT: "N_q, N_k and the constant part of λ",
-    Slot.LOGN: "how λ grows with n or the position",
-    Slot.ORDER: "normalise after the rotation, N(P x)",
-    Slot.POSITION: "P; RoPE, unnamed, unless it has parameters",
-    Slot.ROPE_SCALING: "other rotary frequencies, after training",
-    Slot.REMAPPING: "other relative positions far away, after training",
-    Slot.RESIDUAL: "r: what the layers below hand on",
-    Slot.BIAS: "b, by distance or by the tokens between",
-    Slot.CAP: "cap·tanh(s/cap)",
-    Slot.SINK: "one more logit per head in the denominator",
-    Slot.NORMALISER: "how a row of scores becomes weights; softmax where none is named",
-    Slot.GATE: "what the layer multiplies each head's output with",
-    Slot.WINDOW: "keys within a window or chunk only",
-    Slot.DOCUMENTS: "documents in one row do not see each other",
-    Slot.LAYOUT: "different scores in different layers",
-}
-
-
-@dataclass(frozen=True)
-class Range:
-    """The numbers that a parameter may be; infinite and undefined ones never are in it."""
-
-    above: float | int = -math.inf
-    least: float | int = -math.inf
-    below: float | int = math.inf
-    most: float | int = math.inf
-
-    def __contains__(self, value: Any) -> bool:
-        inside = self.above < value < self.below and self.least <= value <= self.most
-        return inside and math.isfinite(value)
-
-    def __str__(self) -> str:
-        words = {"above": self.above, "of at least": self.least}
-        words |= {"below": self.below, "at most": self.most}
-        bounds = [f"{word} {bound:g}" for word, bound in words.items() if math.isfinite(bound)]
-        return " ".join(["a number", " and ".join(bounds)]).strip()
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The values that a parameter may be."""
-
-    words: tuple[Any, ...]
-
-    def __contains__(self, value: Any) -> bool:
-        return value in self.words
-
-    def __str__(self) -> str:
-        return " or ".join(map(repr, self.words))
+    VARIANT = "variant", "N_q, N_k and the constant part of λ"
+    LOGN = "logn", "how λ grows with n or the position"
+    ORDER = "order", "normalise after the rotation, N(P x)"
+    POSITION = "position", "P; RoPE, unnamed, unless it has parameters"
+    ROPE_SCALING = "rope scaling", "other rotary frequencies, after training"
+    REMAPPING = "remapping", "other relative positions far away, after training"
+    RESIDUAL = "residual", "r: what the layers below hand on"
+    BIAS = "bias", "b, by distance or by the tokens between"
+    CAP = "cap", "cap·tanh(s/cap)"
+    SINK = "sink", "one more logit per head in the denominator"
+    NORMALISER = "normaliser", "how a row of scores becomes weights; softmax where none is named"
+    GATE = "gate", "what the layer multiplies each head's output with"
+    WINDOW = "window", "keys within a window or chunk only"
+    DOCUMENTS = "documents", "documents in one row do not see each other"
+    LAYOUT = "layout", "different scores in different layers"
 
 
 def number(
-    *, default: Any, fill: Fill | None = None, optional: bool = False, **bounds: float | int
+    *,
+    default: Any,
+    fill: Fill | None = None,
+    optional: bool = False,
+    above: float = -math.inf,
+    least: float = -math.inf,
+    below: float = math.inf,
+    most: float = math.inf,
 ) -> Any:
-    """A field that is a number within `bounds` (above, least, below, most: those of `Range`).
+    """A field that is a finite number within the bounds.
 
     A default of None is open: `fill` gives the value (or None, as long as it cannot), and a score
     is refused while it lacks one, unless the field is `optional`.
     """
-    own = {"allowed": Range(**bounds), "fill": fill, "optional": optional}
-    return field(default=default, metadata=own)
+
+    def allowed(value: Any) -> bool:
+        return math.isfinite(value) and above < value < below and least <= value <= most
+
+    bounds = {"above": above, "of at least": least, "below": below, "at most": most}
+    named = " and ".join(f"{word} {end:g}" for word, end in bounds.items() if math.isfinite(end))
+    expected = f"a number {named}".strip()
+    metadata = {"allowed": allowed, "expected": expected, "fill": fill, "optional": optional}
+    return field(default=default, metadata=metadata)
 
 
-def one_of(*words: Any, default: Any) -> Any:
+def one_of(*values: Any, default: Any) -> Any:
     """A field that is one of some values."""
-    return field(default=default, metadata={"allowed": Choice(words)})
+    expected = " or ".join(map(repr, values))
+    return field(default=default, metadata={"allowed": values.__contains__, "expected": expected})
 
 
 def by_length(value: Callable[[int], int]) -> Fill:
@@ -134,14 +103,19 @@ def by_length(value: Callable[[int], int]) -> Fill:
 
 A_QUARTER = by_length(lambda length: max(1, length // 4))
 """The fill of a window: a quarter of the training length."""
+THE_LENGTH = by_length(lambda length: length)
+"""The training length itself."""
 
 
 @dataclass(frozen=True)
 class Part:
     """One named choice of a score specification; its fields are its parameters.
 
-    `excludes` says for each slot that a part leaves empty why; what is more involved, `conflict`
-    does. `needs_length`: the training length is used even where all parameters are given.
+    The name is that of the class, and the summary the first line of its docstring, where a class
+    gives no others. `used_by` names well-known models. `excludes` says for each slot that a part
+    leaves empty why; `conflict` does where that depends on values. `needs_causal`: it is defined
+    for causal attention only. `needs_length`: the training length is used even where all parameters
+    are given.
     """
 
     name: ClassVar[str]
@@ -150,11 +124,9 @@ class Part:
     equation: ClassVar[str]
     source: ClassVar[str]
     used_by: ClassVar[str] = ""
-    """Well-known models that have it, for the reader."""
     when: ClassVar[When] = "trained-in"
     needs_rotary: ClassVar[bool] = False
     needs_causal: ClassVar[bool] = False
-    """Whether it is defined for causal attention only."""
     needs_length: ClassVar[bool] = False
     excludes: ClassVar[Mapping[Slot, str]] = MappingProxyType({})
 
@@ -162,7 +134,7 @@ class Part:
         for item in dataclasses.fields(self):
             allowed, value = item.metadata.get("allowed"), getattr(self, item.name)
             if allowed is not None and value is not None:
-                self.require(value in allowed, item.name, str(allowed))
+                self.require(allowed(value), item.name, item.metadata["expected"])
 
     def require(self, condition: bool, field: str, expected: str) -> None:
         """Raise `InputError` naming the part, the field, its value and what was expected."""
@@ -170,7 +142,7 @@ class Part:
             value = getattr(self, field)
             raise InputError(f"{self.name}: {field} must be {expected}, but it is {value}")
 
-    def resolved(self, train_length: int | None, factor: float | None) -> Part:
+    def filled(self, train_length: int | None, factor: float | None) -> Part:
         """This part with its open fields filled, as far as their `fill` can."""
         part: Part = self
         for item in dataclasses.fields(self):
@@ -191,7 +163,7 @@ class Part:
         """The value of a field that must be filled by now; `InputError` where it is not."""
         value = getattr(self, name)
         if value is None:
-            raise InputError(f"{self.name} needs {name}=…, or a training length to take it from")
+            raise InputError(f"{self.name} needs {name}=…, and nothing gives it")
         return value
 
     def known_length(self, train_length: int | None) -> int:
@@ -200,7 +172,7 @@ class Part:
             raise InputError(f"{self.name} needs the training length: {self.equation}")
         return train_length
 
-    def in_layer(self, layer: int) -> Part:
+    def for_layer(self, layer: int) -> Part:
         """This part in layer `layer` (0-based), with what it takes from its number filled in."""
         return self
 
@@ -225,9 +197,14 @@ P = TypeVar("P", bound=type[Part])
 @dataclass_transform(frozen_default=True, field_specifiers=(field, number, one_of))
 def register(part: P) -> P:
     """Make a class a frozen dataclass and a part known under its name, which holds no hyphen."""
+    own = part.__dict__
+    if "name" not in own:
+        part.name = part.__name__
+    if "summary" not in own:
+        part.summary = (part.__doc__ or "").partition("\n")[0].rstrip(".")
     if "-" in part.name or part.name in _PARTS:
         raise ValueError(f"part name {part.name!r} holds a hyphen or is taken")
-    if "__dataclass_fields__" not in part.__dict__:
+    if "__dataclass_fields__" not in own:
         # Done in place: the class stays the same object.
         dataclass(frozen=True)(part)
     _PARTS[part.name] = part

@@ -35,12 +35,6 @@ class BiasPart(Part):
         """The initial values of what is learned, by name; empty where nothing is."""
         return {}
 
-    def project(self, learned: Learned) -> None:
-        """Put learned values back into their range, in place, after an optimiser's step.
-
-        `values` keeps to the range by itself: nothing else calls this than a training loop.
-        """
-
     def values(self, distance: Distances, heads: int, learned: Learned) -> Biases:
         """b(h, r) for every head and distance."""
         raise InputError(f"{self.name} defines no values")
@@ -63,57 +57,50 @@ class PairBiasPart(BiasPart):
 
 @register
 class ALiBi(BiasPart):
-    """b(h, r) = −m_h·r, m_h = 2^(−8(h + 1)/H), h = 0 … H − 1 (arXiv 2108.12409).
+    """A penalty that grows linearly with distance.
 
     Where H is no power of two, the slopes of the next lower one come first, then every second one
     of twice that many heads, as in the paper's code.
     """
 
-    name = "ALiBi"
-    summary = "a penalty that grows linearly with distance"
     equation = "b = −m_h·|i−j|, m_h = 2^(−8h/H), h = 1 … H"
     source = "arXiv 2108.12409"
     used_by = "BLOOM, MPT"
 
     def values(self, distance: Distances, heads: int, learned: Learned) -> Biases:
         """−m_h·r."""
-        slopes = torch.tensor(alibi_slopes(heads), dtype=torch.float64)
+        power = 1 << (heads.bit_length() - 1)
+        first = [2.0 ** (-8 * h / power) for h in range(1, power + 1)]
+        between = [2.0 ** (-8 * h / (2 * power)) for h in range(1, 2 * power + 1, 2)]
+        slopes = torch.tensor(first + between[: heads - power], dtype=torch.float64)
         return -slopes.to(distance)[:, None] * distance
-
-
-def alibi_slopes(heads: int) -> list[float]:
-    """m_h of every head."""
-    power = 1 << (heads.bit_length() - 1)
-    first = [2.0 ** (-8 * h / power) for h in range(1, power + 1)]
-    between = [2.0 ** (-8 * h / (2 * power)) for h in range(1, 2 * power + 1, 2)]
-    return first + between[: heads - power]
 
 
 @dataclass(frozen=True)
 class KERPLE(BiasPart):
-    """A penalty with p and a learned per head, drawn from U(0, `drawn`), kept in a range."""
+    """A penalty with p and a learned per head, drawn from U(0, `drawn`) as in the authors' code.
+
+    Both are at least 0.01, and a at most `most_a`. What an optimiser moves out of that range counts
+    as the nearest value within, and gradients lead back.
+    """
 
     source = "arXiv 2205.09921"
-    least: ClassVar[float] = 0.01
-    most: ClassVar[Mapping[str, float]] = {"p": math.inf, "a": math.inf}
     drawn: ClassVar[Mapping[str, float]]
+    most_a: ClassVar[float] = math.inf
 
     def learned(self, heads: int, head_dim: int) -> dict[str, Float[Tensor, "h"]]:
         """p and a, drawn from torch's global generator."""
-        first = {name: self.drawn[name] * torch.rand(heads) for name in ("p", "a")}
-        return {name: value.clamp(min=self.least) for name, value in first.items()}
+        return {name: (most * torch.rand(heads)).clamp(0.01) for name, most in self.drawn.items()}
 
-    def project(self, learned: Learned) -> None:
-        """Clamp p and a in place."""
-        for name, value in learned.items():
-            value.clamp_(self.least, self.most[name])
-
-    def bounded(self, name: str, learned: Learned, distance: Distances) -> Float[Tensor, "h 1"]:
-        """p or a within its range, in the dtype of the distances."""
-        return bounded(learned[name].to(distance.dtype), self.least, self.most[name])[:, None]
+    def bounded(self, learned: Learned, distance: Distances) -> tuple[Tensor, Tensor]:
+        """p and a (H, 1) within their ranges, in the dtype of the distances."""
+        p, a = (learned[name].to(distance.dtype)[:, None] for name in ("p", "a"))
+        return _clamp(p, 0.01, math.inf), _clamp(a, 0.01, self.most_a)
 
 
-class _Bounded(torch.autograd.Function):
+class _Clamp(torch.autograd.Function):
+    """A clamp that passes gradients by which a step leads back into the range."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, low: float, high: float) -> Tensor:
         ctx.save_for_backward(x)
@@ -128,52 +115,38 @@ class _Bounded(torch.autograd.Function):
         return torch.where(passes, grad, 0.0), None, None
 
 
-def bounded(x: Tensor, low: float, high: float) -> Tensor:
-    """x clamped to [low, high]; where x has left that range, a gradient that leads back passes.
-
-    The gradient of a plain clamp is 0 there, so that an optimiser's step beyond a bound would be
-    its last. (torch.func and forward-mode derivatives are those of the plain clamp.)
-    """
+def _clamp(x: Tensor, low: float, high: float) -> Tensor:
+    # torch.func and forward-mode derivatives see into no backward by hand.
     if transformed():
         return x.clamp(low, high)
-    y: Tensor = _Bounded.apply(x, low, high)  # type: ignore[no-untyped-call]
+    y: Tensor = _Clamp.apply(x, low, high)  # type: ignore[no-untyped-call]
     return y
 
 
 @register
 class KERPLELog(KERPLE):
-    """b(h, r) = −p_h·ln(1 + a_h·r), p and a learned per head, at least 0.01 (arXiv 2205.09921).
+    """A learned penalty that grows with the logarithm of distance."""
 
-    p starts at U(0, 2), a at U(0, 1), as in the authors' code.
-    """
-
-    name = "KERPLELog"
-    summary = "a learned penalty that grows with the logarithm of distance"
     equation = "b = −p_h·ln(1 + a_h·|i−j|)"
     drawn: ClassVar[Mapping[str, float]] = {"p": 2.0, "a": 1.0}
 
     def values(self, distance: Distances, heads: int, learned: Learned) -> Biases:
         """−p_h·ln(1 + a_h·r)."""
-        p, a = (self.bounded(name, learned, distance) for name in ("p", "a"))
+        p, a = self.bounded(learned, distance)
         return -p * torch.log1p(a * distance)
 
 
 @register
 class KERPLEPower(KERPLE):
-    """b(h, r) = −p_h·r^(a_h), p ≥ 0.01 and 0.01 ≤ a ≤ 2 learned per head (arXiv 2205.09921).
+    """A learned penalty that grows with a power of distance, at most the second."""
 
-    The coefficient p starts at U(0, 1), the exponent a at U(0, 2), as in the authors' code.
-    """
-
-    name = "KERPLEPower"
-    summary = "a learned penalty that grows with a power of distance"
     equation = "b = −p_h·|i−j|^(a_h)"
-    most: ClassVar[Mapping[str, float]] = {"p": math.inf, "a": 2.0}
     drawn: ClassVar[Mapping[str, float]] = {"p": 1.0, "a": 2.0}
+    most_a = 2.0
 
     def values(self, distance: Distances, heads: int, learned: Learned) -> Biases:
         """−p_h·r^(a_h)."""
-        p, a = (self.bounded(name, learned, distance) for name in ("p", "a"))
+        p, a = self.bounded(learned, distance)
         # At 0 the power's second derivative by a would be 0·∞.
         return -p * torch.where(distance > 0, distance.clamp(min=1) ** a, 0.0)
 
@@ -221,16 +194,14 @@ class T5Bias(BiasPart):
 
 @register
 class FIRE(PairBiasPart):
-    """b(h, i, j) = f_h(ψ(i − j)/ψ(max(μ·T, i))), ψ(x) = ln(1 + c·x) (arXiv 2310.04418).
+    """A learned function of the distance as a share of the position.
 
     f is a network of one hidden layer, `width` ReLUs and an output for each head; c, at first 0.1,
     and μ, at first 1, are learned, in their size. Up to position μ·T the share is one of μ·T, past
     it one of i: no share is ever larger than in training. `threshold` T defaults to L // 4, as the
-    paper trains 2048 tokens with 512. Causal only.
+    paper trains 2048 tokens with 512.
     """
 
-    name = "FIRE"
-    summary = "a learned function of the distance as a share of the position"
     equation = "b = f_h(ψ(i−j) / ψ(max(μT, i))), ψ(x) = ln(1 + c·x)"
     source = "arXiv 2310.04418"
     threshold: int | None = number(default=None, least=1, fill=A_QUARTER)
@@ -248,13 +219,13 @@ class FIRE(PairBiasPart):
             "b_out": torch.empty(heads).uniform_(-bound, bound),
         }
 
-    def pairs(self, learned: Learned, dtype: torch.dtype, query: Tensor | None) -> Shares:
+    def pairs(self, learned: Learned, dtype: torch.dtype, query: Tensor | None) -> FIREBias:
         """f of the share of each pair."""
-        return Shares(self.known("threshold"), {name: x.to(dtype) for name, x in learned.items()})
+        return FIREBias(self.known("threshold"), {name: x.to(dtype) for name, x in learned.items()})
 
 
 @dataclass(frozen=True)
-class Shares:
+class FIREBias:
     """FIRE's bias with what it has learned."""
 
     threshold: int
@@ -265,7 +236,7 @@ class Shares:
         """The hidden layer and the outputs of a pair."""
         return sum(self.learned["w_out"].shape)
 
-    def part(self, rows: slice) -> Shares:
+    def part(self, rows: slice) -> FIREBias:
         """All of it: positions decide."""
         return self
 
@@ -292,17 +263,14 @@ class Shares:
 
 @register
 class CoPE(PairBiasPart):
-    """b(i, j) = λ·⟨N_q(q_i), e[p(i, j)]⟩, p(i, j) = min(Σ_{j≤l≤i} σ(s(i, l)), P − 1). Causal only.
+    """Positions are sums of gates made of the scores, each with an embedding.
 
-    Contextual positions (arXiv 2405.18719): a position is a sum of gates, which are made of the
-    score itself, over the keys that the query sees from key j on; e between two whole positions is
-    interpolated. e has `positions` P vectors (0 … P − 1), shared by the heads, which start at 0.
-    With λ in front as for keys the score is λ·⟨q_i, k_j + e⟩, as the authors' code has it unless
-    told otherwise.
+    The contextual position of key j is a sum of gates over the keys that the query sees from key j
+    on, at most P − 1; e between two whole positions is interpolated. e has `positions` P vectors
+    (0 … P − 1), shared by the heads, which start at 0. With λ in front as for keys the score is
+    λ·⟨q_i, k_j + e⟩, as the authors' code has it unless told otherwise.
     """
 
-    name = "CoPE"
-    summary = "positions are sums of gates made of the scores, each with an embedding"
     equation = "b = λ·⟨q_i, e[p]⟩, p = Σ_{j≤l≤i} σ(s_il)"
     source = "arXiv 2405.18719; github.com/facebookresearch/RAM"
     reads_queries = True
@@ -315,15 +283,15 @@ class CoPE(PairBiasPart):
         """e = 0."""
         return {"e": torch.zeros(self.positions, head_dim)}
 
-    def pairs(self, learned: Learned, dtype: torch.dtype, query: Tensor | None) -> Counted:
+    def pairs(self, learned: Learned, dtype: torch.dtype, query: Tensor | None) -> CoPEBias:
         """⟨q, e⟩ of each query and whole position, before any key is looked at."""
         if query is None:
             raise InputError("CoPE needs the queries, of which positions are counted")
-        return Counted(query.to(dtype) @ learned["e"].to(dtype).t())
+        return CoPEBias(query.to(dtype) @ learned["e"].to(dtype).t())
 
 
 @dataclass(frozen=True)
-class Counted:
+class CoPEBias:
     """CoPE's bias of some queries: `table` holds λ·⟨q, e⟩ of each at the whole positions."""
 
     table: Float[Tensor, "b h t p"]
@@ -333,7 +301,7 @@ class Counted:
         """Gates, positions, two indices of eight bytes and what they pick, for each head."""
         return 8 * self.table.shape[0] * self.table.shape[1]
 
-    def part(self, rows: slice) -> Counted:
+    def part(self, rows: slice) -> CoPEBias:
         """The bias of some of the queries."""
         return replace(self, table=self.table[:, :, rows])
 
@@ -349,7 +317,7 @@ class Counted:
         last = self.table.shape[-1] - 1
         position = position.clamp(max=last)
         whole = position.detach().floor()
-        # A position that is no number stays one by its share; as an index it would be none.
+        # A position that is no number stays one by its fraction; as an index it would be none.
         low = whole.nan_to_num(0.0).long()
         below, above = (self.table.gather(-1, at) for at in (low, (low + 1).clamp(max=last)))
         return torch.lerp(below, above, position - whole)
@@ -357,17 +325,15 @@ class Counted:
 
 @register
 class FoX(Part):
-    """b(i, j) = Σ_{j<l≤i} ln σ(w_h·x_l + c_h), x the layer's input (arXiv 2503.02130). Causal only.
+    """A penalty by the tokens between, each with a gate of its input.
 
     It is a position of its own: NoPE unless RoPE is named. It folds into queries and keys as
     features more: with C_j = Σ_{l≤j} ln σ(…) the score is ⟨(q, C_i, 1), (k, 1, −C_j)⟩. w and c
     belong to the layers `Attention` and `GatedAttentionUnit`; `attention` takes w_h·x_l + c_h as
-    its argument `forget`.
+    its argument `forget`, x being the layer's input.
     """
 
     slot = Slot.BIAS
-    name = "FoX"
-    summary = "a penalty by the tokens between, each with a gate of its input"
     equation = "b = Σ_{j<l≤i} ln σ(w_h·x_l + c_h)"
     source = "arXiv 2503.02130; github.com/zhixuan-lin/forgetting-transformer"
     needs_causal = True

@@ -15,8 +15,9 @@ from normattn.errors import InputError
 from normattn.score.parts.base import A_QUARTER, Part, Parts, Slot, by_length, number, register
 from normattn.score.parts.rope_scaling import RopeScaling
 
-QueryPlaces = Float[Tensor, "*bq t"]
-KeyPlaces = Float[Tensor, "*bk s"]
+QueryPositions = Float[Tensor, "*bq t"]
+KeyPositions = Float[Tensor, "*bk s"]
+FarPositions = tuple[QueryPositions, KeyPositions]
 
 
 @dataclass(frozen=True)
@@ -39,14 +40,14 @@ class PositionRemapping(Remapping):
 
     window: int | None = number(default=None, least=1, fill=A_QUARTER)
 
-    def far_positions(self, query: QueryPlaces, key: KeyPlaces) -> tuple[QueryPlaces, KeyPlaces]:
+    def far_positions(self, query: QueryPositions, key: KeyPositions) -> FarPositions:
         """The positions at which queries and keys are rotated where i − j ≥ window.
 
         A key's depends on its own position alone, so that a cache can keep the rotated key.
         """
         raise InputError(f"{self.name} defines no far positions")
 
-    def visible(self) -> tuple[int | None, int]:
+    def visible_window(self) -> tuple[int | None, int]:
         """(w, kept): keys with i − j ≥ w are hidden but for the first `kept`; w None hides none."""
         return None, 0
 
@@ -55,8 +56,8 @@ class PositionRemapping(Remapping):
 class ChunkRemapping(Remapping):
     """Rules of relative position by chunks of `size` tokens: the key's own, the next, further ones.
 
-    A key stands at one place of its own; each rule gives queries another one. Rows of a chunk read
-    together: `ScoreSpec.blockwise`.
+    A key has one position; each rule gives queries another one. Rows of a chunk read together:
+    `ScoreSpec.blockwise`.
     """
 
     size: int | None = number(default=None, least=1)
@@ -66,12 +67,12 @@ class ChunkRemapping(Remapping):
         """No relative position is as large, and texts of so many tokens are read as they were."""
         raise InputError(f"{self.name} defines no reach")
 
-    def key_positions(self, key: KeyPlaces) -> KeyPlaces:
-        """Where keys are rotated to."""
+    def key_positions(self, key: KeyPositions) -> KeyPositions:
+        """The positions to which keys are rotated."""
         raise InputError(f"{self.name} defines no positions of keys")
 
-    def query_positions(self, query: QueryPlaces) -> tuple[QueryPlaces, ...]:
-        """Where queries are rotated to for keys of their chunk, of the one before, and further."""
+    def query_positions(self, query: QueryPositions) -> tuple[QueryPositions, ...]:
+        """The positions of queries for keys of their chunk, of the one before, and further."""
         raise InputError(f"{self.name} defines no positions of queries")
 
 
@@ -85,17 +86,15 @@ def blockwise(parts: Parts) -> Part | None:
 
 @register
 class ReRoPE(PositionRemapping):
-    """Relative position min(i − j, w): ordinary for i − j < w, R^w q · k beyond (kexue 9708).
+    """Relative positions are clipped at a window.
 
-    `window` w defaults to L // 4. Causal only.
+    `window` w defaults to L // 4.
     """
 
-    name = "ReRoPE"
-    summary = "relative positions clipped at a window"
     equation = "s = ⟨R^(min(i−j, w)) q, k⟩"
     source = "kexue.fm/archives/9708"
 
-    def far_positions(self, query: QueryPlaces, key: KeyPlaces) -> tuple[QueryPlaces, KeyPlaces]:
+    def far_positions(self, query: QueryPositions, key: KeyPositions) -> FarPositions:
         """Queries at w, keys at 0."""
         return torch.full_like(query, float(self.known("window"))), torch.zeros_like(key)
 
@@ -110,20 +109,17 @@ def _fitting_slope(part: Any, length: int | None, factor: float | None) -> float
 
 @register
 class LeakyReRoPE(PositionRemapping):
-    """Relative position r = i − j for r < w and w + (r − w)/s beyond (kexue.fm/archives/9731).
+    """Relative positions grow more slowly beyond a window.
 
-    Far queries stand at (i + w(s − 1))/s, far keys at j/s. `window` w defaults to L // 4, `s` to
-    (factor·L − w)/(L − w): the longest text then fits exactly into L. s = 1 is RoPE, s → ∞ ReRoPE.
-    Causal only.
+    `window` w defaults to L // 4, `s` to (factor·L − w)/(L − w): the longest text then fits exactly
+    into L. s = 1 is RoPE, s → ∞ ReRoPE.
     """
 
-    name = "LeakyReRoPE"
-    summary = "relative positions that grow more slowly beyond a window"
     equation = "s = ⟨R^ρ q, k⟩, ρ = i−j for i−j < w, else w + (i−j−w)/s"
     source = "kexue.fm/archives/9731"
     s: float | None = number(default=None, least=1, fill=_fitting_slope)
 
-    def far_positions(self, query: QueryPlaces, key: KeyPlaces) -> tuple[QueryPlaces, KeyPlaces]:
+    def far_positions(self, query: QueryPositions, key: KeyPositions) -> FarPositions:
         """Queries at (i + w(s − 1))/s, keys at j/s."""
         window, s = self.known("window"), self.known("s")
         return (query + window * (s - 1)) / s, key / s
@@ -142,19 +138,17 @@ def _smallest_group(part: Any, length: int | None, factor: float | None) -> int 
 
 @register
 class SelfExtend(PositionRemapping):
-    """Relative position i − j for i − j < w, ⌊i/G⌋ − ⌊j/G⌋ + w − ⌊w/G⌋ beyond (arXiv 2401.01325).
+    """Beyond a window positions are shared by groups of tokens.
 
     `window` w defaults to L // 4, `group` G to the smallest by which the longest text, factor·L
-    tokens, meets no position from L on. G = 1 is RoPE. Causal only.
+    tokens, meets no position from L on. G = 1 is RoPE.
     """
 
-    name = "SelfExtend"
-    summary = "beyond a window positions are shared by groups of tokens"
     equation = "s = ⟨R^ρ q, k⟩, ρ = i−j for i−j < w, else ⌊i/G⌋ − ⌊j/G⌋ + w − ⌊w/G⌋"
     source = "arXiv 2401.01325"
     group: int | None = number(default=None, least=1, fill=_smallest_group)
 
-    def far_positions(self, query: QueryPlaces, key: KeyPlaces) -> tuple[QueryPlaces, KeyPlaces]:
+    def far_positions(self, query: QueryPositions, key: KeyPositions) -> FarPositions:
         """Queries at ⌊i/G⌋ + w − ⌊w/G⌋, keys at ⌊j/G⌋."""
         window, group = self.known("window"), self.known("group")
         far = torch.div(query, group, rounding_mode="floor") + window - window // group
@@ -163,15 +157,13 @@ class SelfExtend(PositionRemapping):
 
 @register
 class StreamingLLM(PositionRemapping):
-    """The first `sinks` keys and those with i − j < w are seen (arXiv 2309.17453).
+    """Only the first tokens and a window of recent ones are seen.
 
     Positions are those within the cache of sinks + w tokens: a sink that has left the window is
     read by a query at min(i, sinks + w − 1). `window` w defaults to L − sinks (at least 1), so
-    that no position passes the trained ones. Nothing changes up to sinks + w tokens. Causal only.
+    that no position passes the trained ones. Nothing changes up to sinks + w tokens.
     """
 
-    name = "StreamingLLM"
-    summary = "only the first tokens and a window of recent ones are seen"
     equation = (
         "j < sinks or i−j < w; s = ⟨R^ρ q, k⟩, ρ = i−j for i−j < w, else min(i, sinks+w−1) − j"
     )
@@ -183,29 +175,27 @@ class StreamingLLM(PositionRemapping):
     )
     sinks: int = number(default=4, least=0)
 
-    def far_positions(self, query: QueryPlaces, key: KeyPlaces) -> tuple[QueryPlaces, KeyPlaces]:
+    def far_positions(self, query: QueryPositions, key: KeyPositions) -> FarPositions:
         """Queries at min(i, sinks + w − 1), keys where they are."""
         return query.clamp(max=self.sinks + self.known("window") - 1), key
 
-    def visible(self) -> tuple[int | None, int]:
+    def visible_window(self) -> tuple[int | None, int]:
         """The window, and the sinks beyond it."""
         return self.window, self.sinks
 
 
 @register
 class DualChunk(ChunkRemapping):
-    """Keys at j mod s; queries at i mod s, min(i mod s + s, c − 1) or c − 1 (arXiv 2402.17463).
+    """Relative positions go by chunks: own, the one before, all further ones.
 
-    The chunks of s tokens decide which of the three: the key's is the query's own, the one
-    before, or further away. c = s + w: in the chunk before the distance of keys that are fewer than
-    w tokens away is what it was, so a text of c tokens is read as it was. `size` s defaults to
-    3·L // 4 and `local` w to L − s, so that c is the training length L. Causal only. (The authors'
-    code holds far queries at c. Where a gain follows the rotation, scores know more than distances,
-    and short texts change past their first chunk.)
+    Keys are at j mod s; the chunks of s tokens decide which of the three positions a query has. In
+    the chunk before the distance of keys that are fewer than w tokens away is what it was, so a
+    text of c = s + w tokens is read as it was. `size` s defaults to 3·L // 4 and `local` w to
+    L − s, so that c is the training length L. (The authors' code holds far queries at c. Where a
+    gain follows the rotation, scores know more than distances, and short texts change past their
+    first chunk.)
     """
 
-    name = "DualChunk"
-    summary = "relative positions by chunks: own, the one before, all further ones"
     equation = "ρ = q(i) − j mod s, q = i mod s | min(i mod s + s, c − 1) | c − 1, c = s + w"
     source = "arXiv 2402.17463; github.com/HKUNLP/ChunkLlama"
     used_by = "Qwen2.5-1M (with YaRN)"
@@ -224,11 +214,11 @@ class DualChunk(ChunkRemapping):
         reach: int = self.known("size") + self.known("local")
         return reach
 
-    def key_positions(self, key: KeyPlaces) -> KeyPlaces:
+    def key_positions(self, key: KeyPositions) -> KeyPositions:
         """j mod s."""
         return key.remainder(self.known("size"))
 
-    def query_positions(self, query: QueryPlaces) -> tuple[QueryPlaces, ...]:
+    def query_positions(self, query: QueryPositions) -> tuple[QueryPositions, ...]:
         """i mod s, min(i mod s + s, c − 1), c − 1."""
         size, last = self.known("size"), self.reach - 1
         own = query.remainder(size)

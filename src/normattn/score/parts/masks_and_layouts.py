@@ -13,20 +13,16 @@ from normattn.score.parts.rope import NoPE, RotaryPosition
 from normattn.score.parts.rope_scaling import PI
 from normattn.score.parts.scale import LogN, Temperature
 
-_WITHIN = "no relative position passes the window, so none is left to be brought into it"
-
 
 @register
 class SlidingWindow(Part):
-    """Keys with |i − j| < window are seen (arXiv 2004.05150, 2310.06825).
+    """Only keys within a window are seen.
 
-    `window` defaults to L // 4. n, of which log-n is made, does not count the window. `stretched`
+    `window` w defaults to L // 4. n, of which log-n is made, does not count the window. `stretched`
     says that the model was trained with RoPE scaling here too (gpt-oss).
     """
 
     slot = Slot.WINDOW
-    name = "SlidingWindow"
-    summary = "only keys within a window are seen"
     equation = "j is seen by i where |i−j| < w"
     source = "arXiv 2004.05150, 2310.06825"
     used_by = "Mistral 7B; in some layers Gemma 2, Gemma 3, gpt-oss"
@@ -37,20 +33,22 @@ class SlidingWindow(Part):
         """Nothing is to be stretched, and nothing lies beyond."""
         for slot in (Slot.ROPE_SCALING, Slot.REMAPPING):
             if slot in parts and not (self.stretched and slot is Slot.ROPE_SCALING):
-                return self.refusal(parts[slot], _WITHIN)
+                why = (
+                    "no relative position passes the window, so none is left to be brought into it"
+                )
+                return self.refusal(parts[slot], why)
         return None
 
 
 @register
 class Chunked(Part):
-    """Keys with ⌊i/c⌋ = ⌊j/c⌋ are seen (Llama 4, in its layers with positions).
+    """Only keys of the query's own chunk of tokens are seen.
 
-    `size` c defaults to L // 4. i, j and n count from the start of the text all the same.
+    `size` c defaults to L // 4. i, j and n count from the start of the text all the same. Llama 4
+    has it in its layers with positions.
     """
 
     slot = Slot.WINDOW
-    name = "Chunked"
-    summary = "only keys of the query's own chunk of tokens are seen"
     equation = "j is seen by i where ⌊i/c⌋ = ⌊j/c⌋"
     source = "transformers: llama4"
     used_by = "Llama 4"
@@ -63,15 +61,14 @@ class Chunked(Part):
 
 @register
 class Packed(Part):
-    """Keys of other documents are hidden; i, j and n count from the document's first token.
+    """Documents packed into one row do not see each other.
 
-    `attention` takes the number of each key's document, a document being a run of one number; a
-    model finds documents by the token `separator`.
+    i, j and n count from the document's first token. `attention` takes the number of each key's
+    document, a document being a run of one number; a model finds documents by the token
+    `separator`.
     """
 
     slot = Slot.DOCUMENTS
-    name = "Packed"
-    summary = "documents packed into one row do not see each other"
     equation = "j is seen by i where doc(i) = doc(j)"
     source = "arXiv 2107.02027, 2407.21783"
     separator: int = number(default=0, least=0)
@@ -82,17 +79,17 @@ class Layout(Part):
     """Different scores in different layers of a model.
 
     `stretchable`: whether post-hoc methods apply; `uniform`: whether all layers see the same keys
-    (beside a window named as well); `placeless`: whether some layers have no position.
+    (beside a window named as well); `has_nope_layers`: whether some layers have no position.
     """
 
     slot = Slot.LAYOUT
     stretchable: ClassVar[bool] = True
     uniform: ClassVar[bool] = True
-    placeless: ClassVar[bool] = False
+    has_nope_layers: ClassVar[bool] = False
 
     def conflict(self, parts: Parts) -> str | None:
         """A layer without position takes no bias, which is one."""
-        if self.placeless and Slot.BIAS in parts:
+        if self.has_nope_layers and Slot.BIAS in parts:
             why = f"some layers of {self.name} have no position, and a bias is one"
             return self.refusal(parts[Slot.BIAS], why)
         return super().conflict(parts)
@@ -115,62 +112,52 @@ def without_position(parts: Parts) -> dict[Slot, Part]:
 
 @register
 class HWFA(Layout):
-    """All layers but the last see a window w, the last sees all, NoPE and log-n (kexue 9603).
+    """Windowed layers with positions, then one full layer without.
 
     (w − 1)(layers − 1) + 1 ≤ ¾·L, the training length: what the windowed layers hand upwards
     reaches no further back, so the last layer cannot lean on it. `window` defaults to the largest
     that does; another that does not is refused. Nothing can be stretched afterwards.
     """
 
-    name = "HWFA"
-    summary = "windowed layers with positions, then one full layer without"
     equation = "layers 1 … n−1: |i−j| < w; layer n: P = 1, λ ← λ·ln n/ln L"
     source = "kexue.fm/archives/9603"
     needs_rotary = True
     needs_length = True
     stretchable = False
     uniform = False
-    placeless = True
+    has_nope_layers = True
     excludes: ClassVar[Mapping[Slot, str]] = {Slot.WINDOW: "HWFA has its own window"}
     window: int | None = number(default=None, least=1, optional=True)
 
     def layer(self, parts: Parts, layer: int, layers: int, length: int | None) -> Iterable[Part]:
         """A window in all layers but the last."""
-        window = self._window(layers, length)
+        length = self.known_length(length)
+        most = (3 * length // 4 - 1) // max(layers - 1, 1) + 1
+        window = most if self.window is None else self.window
+        if window > most and layers > 1:
+            raise InputError(
+                f"HWFA(window={window}) with {layers} layers reaches "
+                f"{(window - 1) * (layers - 1) + 1} tokens back, but it must be at most three "
+                f"quarters of the training length {length}: window at most {most}"
+            )
         if layer < layers - 1:
             return (*parts.values(), SlidingWindow(window))
         return {**without_position(parts), Slot.LOGN: LogN()}.values()
 
-    def _window(self, layers: int, train_length: int | None) -> int:
-        """The window, which with those of the layers below reaches at most ¾ of L."""
-        length = self.known_length(train_length)
-        most = (3 * length // 4 - 1) // max(layers - 1, 1) + 1
-        if self.window is None:
-            return most
-        if self.window > most and layers > 1:
-            raise InputError(
-                f"HWFA(window={self.window}) with {layers} layers reaches "
-                f"{(self.window - 1) * (layers - 1) + 1} tokens back, but it must be at most three "
-                f"quarters of the training length {length}: window at most {most}"
-            )
-        return self.window
-
 
 @register
 class NoPEEvery(Layout):
-    """Layers every, 2·every, … (1-based) have no position, the others RoPE (arXiv 2501.18795).
+    """Every so many layers one has no position, the others have RoPE.
 
     The layers without position see all keys, also where the others have a window; post-hoc methods
     that change rotary positions leave them alone. SmolLM3 has every = 4.
     """
 
-    name = "NoPEEvery"
-    summary = "every so many layers one without positions"
     equation = "layers every, 2·every, …: P = 1"
     source = "arXiv 2501.18795; SmolLM3"
     used_by = "SmolLM3"
     needs_rotary = True
-    placeless = True
+    has_nope_layers = True
     every: int = number(default=4, least=2)
 
     def layer(self, parts: Parts, layer: int, layers: int, length: int | None) -> Iterable[Part]:
@@ -180,19 +167,17 @@ class NoPEEvery(Layout):
 
 @register
 class IRoPE(Layout):
-    """Layers every, 2·every, … (1-based): NoPE, no norm, λ · (1 + β·ln(1 + ⌊(i + 1)/L₀⌋)).
+    """Every so many layers one has no position and no norm, but a temperature.
 
     The other layers are as named; a chosen `scale` is that of all. `beta` β = 0 leaves the logits
-    as they are, `length` is L₀ (Llama 4).
+    as they are, `length` is L₀.
     """
 
-    name = "IRoPE"
-    summary = "every so many layers one without positions, sharper with the position"
     equation = "layers every, 2·every, …: P = N = 1, λ · (1 + β·ln(1 + ⌊(i+1)/L₀⌋))"
     source = "transformers: llama4"
     used_by = "Llama 4"
     needs_rotary = True
-    placeless = True
+    has_nope_layers = True
     excludes: ClassVar[Mapping[Slot, str]] = {Slot.LOGN: "IRoPE has its own λ(i)"}
     every: int = number(default=4, least=2)
     beta: float = number(default=0.1, least=0)
@@ -213,16 +198,14 @@ class IRoPE(Layout):
 
 @register
 class FullEvery(Layout):
-    """Layers every, 2·every, … (1-based) see all keys, the others those within a window.
+    """Windowed layers, and every so many layers one that sees all keys.
 
-    `window` defaults to L // 4. Full layers may have a rotary `base` of their own, and positions
-    divided by `stretch` (Gemma 3: base 10⁶, divided by 8, every sixth layer; arXiv 2503.19786).
-    RoPE scaling changes the full layers alone, as post-hoc methods should; `stretched` says that
-    the model was trained with it in its windowed layers too (gpt-oss).
+    `window` w defaults to L // 4. Full layers may have a rotary `base` of their own, and positions
+    divided by `stretch` (Gemma 3: base 10⁶, divided by 8, every sixth layer). RoPE scaling changes
+    the full layers alone, as post-hoc methods should; `stretched` says that the model was trained
+    with it in its windowed layers too (gpt-oss).
     """
 
-    name = "FullEvery"
-    summary = "windowed layers, and every so many layers one that sees all keys"
     equation = "layers every, 2·every, …: all j ≤ i; the others: |i−j| < w"
     source = "arXiv 2408.00118, 2503.19786, 2508.10925"
     used_by = "Gemma 2 and 3, gpt-oss"

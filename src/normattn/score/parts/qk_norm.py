@@ -11,7 +11,7 @@ from torch import Tensor
 
 from normattn.errors import InputError
 from normattn.score.norms import Across, Kind, Normalisation
-from normattn.score.parts.base import Part, Slot, by_length, number, one_of, register
+from normattn.score.parts.base import THE_LENGTH, Part, Slot, number, one_of, register
 
 
 @dataclass(frozen=True)
@@ -67,54 +67,47 @@ class ScaledVariant(Variant):
 
 @register
 class Baseline(ScaledVariant):
-    """s(i, j) = ⟨q_i, k_j⟩ / √d, or · `scale` (Vaswani et al. 2017, arXiv 1706.03762)."""
+    """No normalisation, scale 1/√d."""
 
-    name = "Baseline"
-    summary = "no normalisation, scale 1/√d"
     equation = "s = ⟨q, k⟩ / √d"
-    source = "arXiv 1706.03762"
+    source = "Vaswani et al. 2017, arXiv 1706.03762"
+
+
+@dataclass(frozen=True)
+class UnitNorm(Variant):
+    """Queries or keys of length 1: the L2 norm replaces 1/√d."""
+
+    source = "kexue.fm/archives/9859"
+
+    def base(self, head_dim: int, train_length: int | None) -> float:
+        """1."""
+        return 1.0
 
 
 @register
-class QNA(Variant):
-    """Query-normalised attention: s(i, j) = ⟨q_i/‖q_i‖, k_j⟩ (kexue.fm/archives/9859)."""
+class QNA(UnitNorm):
+    """Queries of length 1, scale 1: query-normalised attention."""
 
-    name = "QNA"
-    summary = "queries of length 1, scale 1"
     equation = "s = ⟨q/‖q‖, k⟩"
-    source = "kexue.fm/archives/9859"
     sides = "Q"
 
-    def base(self, head_dim: int, train_length: int | None) -> float:
-        """1: the L2 norm replaces 1/√d."""
-        return 1.0
-
 
 @register
-class KNA(Variant):
-    """Key-normalised attention (KeyNorm): s(i, j) = ⟨q_i, k_j/‖k_j‖⟩ (kexue.fm/archives/9859)."""
+class KNA(UnitNorm):
+    """Keys of length 1, scale 1: key-normalised attention (KeyNorm)."""
 
-    name = "KNA"
-    summary = "keys of length 1, scale 1 (KeyNorm)"
     equation = "s = ⟨q, k/‖k‖⟩"
-    source = "kexue.fm/archives/9859"
     sides = "K"
-
-    def base(self, head_dim: int, train_length: int | None) -> float:
-        """1: the L2 norm replaces 1/√d."""
-        return 1.0
 
 
 @register
 class CosA(Variant):
-    """s(i, j) = c·ln m · cos(q_i, k_j), c = 4 (kexue.fm/archives/9859; 3.5 in the older post).
+    """Cosine of query and key, scale c·ln m.
 
     m = L/2 with training length L; with `-logn`, m = n, the number of visible keys, which there
-    replaces m and multiplies nothing.
+    replaces m and multiplies nothing. c is 4, as in the post; 3.5 in the older one.
     """
 
-    name = "CosA"
-    summary = "cosine of query and key, scale c·ln m"
     equation = "s = c·ln m · ⟨q/‖q‖, k/‖k‖⟩, m = L/2 (−logn: m = n)"
     source = "kexue.fm/archives/9859"
     sides = "QK"
@@ -132,23 +125,17 @@ class CosA(Variant):
 
 
 @register
-class QKNorm2020(Variant):
-    """s(i, j) = g·cos(q_i, k_j), g learned, at first log2(l² − l) (Henry et al., arXiv 2010.04245).
+class QKNorm2020(UnitNorm):
+    """Cosine of query and key, learned scale.
 
     `length` is l, the 97.5th-percentile length of the training sequences; None takes the training
-    length. g is one number per attention layer.
+    length. g is one number per attention layer, which `Score` multiplies in.
     """
 
-    name = "QKNorm2020"
-    summary = "cosine of query and key, learned scale"
     equation = "s = g · ⟨q/‖q‖, k/‖k‖⟩, g₀ = log₂(l² − l)"
-    source = "arXiv 2010.04245"
+    source = "Henry et al., arXiv 2010.04245"
     sides = "QK"
-    length: int | None = number(default=None, least=2, fill=by_length(lambda length: length))
-
-    def base(self, head_dim: int, train_length: int | None) -> float:
-        """1: the learned scale is multiplied in by the module."""
-        return 1.0
+    length: int | None = number(default=None, least=2, fill=THE_LENGTH)
 
     def learned_base(self, train_length: int | None) -> float | None:
         """log2(l² − l)."""
@@ -156,29 +143,11 @@ class QKNorm2020(Variant):
         return math.log2(length * length - length)
 
 
-_WHO = {"QK": "queries and keys", "Q": "queries", "K": "keys"}
-
-
 @dataclass(frozen=True)
 class SidedNorm(ScaledVariant):
-    """A normalisation on the sides that the name begins with; keeps 1/√d, or `scale`.
-
-    A subclass whose name is QK, Q or K and its `title` has those sides, and gets its summary and
-    equation from them and from what its base says of the norm: `title`, `meaning` and `note`.
-    """
+    """A norm with statistics on the sides that the name begins with; keeps 1/√d, or `scale`."""
 
     kind: ClassVar[Kind]
-    title: ClassVar[str]
-    meaning: ClassVar[str]
-    note: ClassVar[str] = ""
-
-    def __init_subclass__(cls) -> None:
-        sides = cls.__name__.removesuffix(getattr(cls, "title", ""))
-        if sides in _WHO:
-            cls.sides, cls.name = sides, cls.__name__
-            left, right = (f"N({x.lower()})" if x in sides else x.lower() for x in "QK")
-            cls.summary = f"{cls.title} on {_WHO[sides]}, scale 1/√d{cls.note}"
-            cls.equation = f"s = ⟨{left}, {right}⟩ / √d, {cls.meaning}"
 
 
 @dataclass(frozen=True)
@@ -199,58 +168,59 @@ class FeatureNorm(SidedNorm):
         return Normalisation(self.kind, self.gain, self.across, self.eps)
 
 
+@register
+class QKLayerNorm(FeatureNorm):
+    """LayerNorm on queries and keys, scale 1/√d."""
+
+    equation = "s = ⟨N(q), N(k)⟩ / √d, N(x) = (x − mean)/√(var + eps)·g + b"
+    kind, sides = "layer", "QK"
+
+
+@register
+class QLayerNorm(FeatureNorm):
+    """LayerNorm on queries, scale 1/√d."""
+
+    equation = "s = ⟨N(q), k⟩ / √d, N(x) = (x − mean)/√(var + eps)·g + b"
+    kind, sides = "layer", "Q"
+
+
+@register
+class KLayerNorm(FeatureNorm):
+    """LayerNorm on keys, scale 1/√d."""
+
+    equation = "s = ⟨q, N(k)⟩ / √d, N(x) = (x − mean)/√(var + eps)·g + b"
+    kind, sides = "layer", "K"
+
+
+@register
+class QKRMSNorm(FeatureNorm):
+    """RMSNorm on queries and keys, scale 1/√d."""
+
+    equation = "s = ⟨N(q), N(k)⟩ / √d, N(x) = x/√(mean x² + eps)·g"
+    kind, sides = "rms", "QK"
+
+
+@register
+class QRMSNorm(FeatureNorm):
+    """RMSNorm on queries, scale 1/√d."""
+
+    equation = "s = ⟨N(q), k⟩ / √d, N(x) = x/√(mean x² + eps)·g"
+    kind, sides = "rms", "Q"
+
+
+@register
+class KRMSNorm(FeatureNorm):
+    """RMSNorm on keys, scale 1/√d."""
+
+    equation = "s = ⟨q, N(k)⟩ / √d, N(x) = x/√(mean x² + eps)·g"
+    kind, sides = "rms", "K"
+
+
 @dataclass(frozen=True)
-class LayerNormVariant(FeatureNorm):
-    """LayerNorm of queries, keys or both."""
-
-    kind, title = "layer", "LayerNorm"
-    meaning = "N(x) = (x − mean)/√(var + eps)·g + b"
-
-
-@register
-class QKLayerNorm(LayerNormVariant):
-    """LayerNorm on queries and keys."""
-
-
-@register
-class QLayerNorm(LayerNormVariant):
-    """LayerNorm on queries."""
-
-
-@register
-class KLayerNorm(LayerNormVariant):
-    """LayerNorm on keys."""
-
-
-@dataclass(frozen=True)
-class RMSNormVariant(FeatureNorm):
-    """RMSNorm of queries, keys or both."""
-
-    kind, title = "rms", "RMSNorm"
-    meaning = "N(x) = x/√(mean x² + eps)·g"
-
-
-@register
-class QKRMSNorm(RMSNormVariant):
-    """RMSNorm on queries and keys."""
-
-
-@register
-class QRMSNorm(RMSNormVariant):
-    """RMSNorm on queries."""
-
-
-@register
-class KRMSNorm(RMSNormVariant):
-    """RMSNorm on keys."""
-
-
-@dataclass(frozen=True)
-class SequenceNorm(SidedNorm):
+class TokenNorm(SidedNorm):
     """A norm over tokens, not causal. Parameters: `gain` (learned, with a bias), `eps`."""
 
     source = "arXiv 1502.03167, 1607.08022; kexue.fm/archives/9859"
-    note = "; not causal"
     gain: bool = True
     eps: float = number(default=1e-5, least=0)
 
@@ -259,45 +229,49 @@ class SequenceNorm(SidedNorm):
         return Normalisation(self.kind, self.gain, eps=self.eps)
 
 
-@dataclass(frozen=True)
-class BatchNormVariant(SequenceNorm):
-    """BatchNorm of queries, keys or both."""
+@register
+class QKBatchNorm(TokenNorm):
+    """BatchNorm on queries and keys, scale 1/√d; not causal."""
 
-    kind, title, meaning = "batch", "BatchNorm", "N over batch and tokens"
+    equation = "s = ⟨N(q), N(k)⟩ / √d, N over batch and tokens"
+    kind, sides = "batch", "QK"
 
 
 @register
-class QKBatchNorm(BatchNormVariant):
-    """BatchNorm on queries and keys."""
+class QBatchNorm(TokenNorm):
+    """BatchNorm on queries, scale 1/√d; not causal."""
+
+    equation = "s = ⟨N(q), k⟩ / √d, N over batch and tokens"
+    kind, sides = "batch", "Q"
 
 
 @register
-class QBatchNorm(BatchNormVariant):
-    """BatchNorm on queries."""
+class KBatchNorm(TokenNorm):
+    """BatchNorm on keys, scale 1/√d; not causal."""
+
+    equation = "s = ⟨q, N(k)⟩ / √d, N over batch and tokens"
+    kind, sides = "batch", "K"
 
 
 @register
-class KBatchNorm(BatchNormVariant):
-    """BatchNorm on keys."""
+class QKInstanceNorm(TokenNorm):
+    """InstanceNorm on queries and keys, scale 1/√d; not causal."""
 
-
-@dataclass(frozen=True)
-class InstanceNormVariant(SequenceNorm):
-    """InstanceNorm of queries, keys or both."""
-
-    kind, title, meaning = "instance", "InstanceNorm", "N over the tokens of a row"
+    equation = "s = ⟨N(q), N(k)⟩ / √d, N over the tokens of a row"
+    kind, sides = "instance", "QK"
 
 
 @register
-class QKInstanceNorm(InstanceNormVariant):
-    """InstanceNorm on queries and keys."""
+class QInstanceNorm(TokenNorm):
+    """InstanceNorm on queries, scale 1/√d; not causal."""
+
+    equation = "s = ⟨N(q), k⟩ / √d, N over the tokens of a row"
+    kind, sides = "instance", "Q"
 
 
 @register
-class QInstanceNorm(InstanceNormVariant):
-    """InstanceNorm on queries."""
+class KInstanceNorm(TokenNorm):
+    """InstanceNorm on keys, scale 1/√d; not causal."""
 
-
-@register
-class KInstanceNorm(InstanceNormVariant):
-    """InstanceNorm on keys."""
+    equation = "s = ⟨q, N(k)⟩ / √d, N over the tokens of a row"
+    kind, sides = "instance", "K"

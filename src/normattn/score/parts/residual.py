@@ -15,8 +15,7 @@ from normattn.score.parts.masks_and_layouts import Layout
 class ResidualPart(Part):
     """What a layer takes over from the layers below it: their scores, or their q and k.
 
-    `values`: with the features also their values. `mean`: what is added up counts as a mean over
-    the layers instead of a sum.
+    `values`: with the features also their values.
     """
 
     slot = Slot.RESIDUAL
@@ -29,7 +28,7 @@ class ResidualPart(Part):
 
     @property
     def mean(self) -> bool:
-        """Whether softmax reads the mean over the layers so far."""
+        """Whether softmax reads the mean over the layers so far in place of the sum."""
         return False
 
     def conflict(self, parts: Parts) -> str | None:
@@ -48,14 +47,12 @@ class ResidualPart(Part):
 
 @register
 class RealFormer(ResidualPart):
-    """s_n = q_n k_nᵀ·λ + s_{n−1}, over all layers from the lowest on (arXiv 2012.11747).
+    """Scores are summed up from layer to layer.
 
     What is added up are the products alone: masks, biases, caps and sinks come after, in every
-    layer anew. With `running_mean` softmax reads s_n / n, the mean over the layers so far.
+    layer. With `running_mean` softmax reads s_n / n, the mean over the layers so far.
     """
 
-    name = "RealFormer"
-    summary = "scores are summed up from layer to layer"
     equation = "s_n = λ·⟨q_n, k_n⟩ + s_{n−1} (running_mean: s_n/n)"
     source = "arXiv 2012.11747"
     summed = "scores"
@@ -69,15 +66,13 @@ class RealFormer(ResidualPart):
 
 @register
 class ResidualQK(ResidualPart):
-    """s_n = Q̃_n K̃_nᵀ, Q̃_n = Q_n + Q̃_{n−1}, K̃_n = K_n + K̃_{n−1} (kexue 8027, eq. 3).
+    """Queries and keys are summed up from layer to layer.
 
-    Q_n and K_n are normalised, scaled and turned already. Unlike RealFormer's sum this one has the
+    They are normalised, scaled and rotated already. Unlike RealFormer's sum this one has the
     products of a layer's queries with another layer's keys; it is one product of vectors, so any
     kernel serves it.
     """
 
-    name = "ResidualQK"
-    summary = "queries and keys are summed up from layer to layer"
     equation = "s_n = ⟨Σ_m λ q_m, Σ_m k_m⟩, m ≤ n"
     source = "kexue.fm/archives/8027 (eq. 3)"
     summed = "features"
@@ -85,14 +80,12 @@ class ResidualQK(ResidualPart):
 
 @register
 class ResidualQKV(ResidualPart):
-    """o_n = softmax(Q̃_n K̃_nᵀ) Ṽ_n, X̃_n = X_n + X̃_{n−1} for each of Q, K and V.
+    """Queries, keys and values are summed up from layer to layer.
 
-    `ResidualQK` with the values summed up too, as readers of kexue 8027 ask. Q_n and K_n are
-    normalised, scaled and turned already, V_n is as the layer made it.
+    `ResidualQK` with the values summed up too, as readers of the post ask; they are as the layer
+    made them.
     """
 
-    name = "ResidualQKV"
-    summary = "queries, keys and values are summed up from layer to layer"
     equation = "s_n = ⟨Σ_m λ q_m, Σ_m k_m⟩, read from Σ_m v_m, m ≤ n"
     source = "kexue.fm/archives/8027 (comments)"
     summed = "features"

@@ -10,7 +10,7 @@ import torch
 
 from normattn.errors import InputError
 from normattn.score.parts.base import Part, Parts, Slot, number, register
-from normattn.score.parts.rope import Half, RotaryPosition, rope_frequencies
+from normattn.score.parts.rope import RotaryPosition, Theta, rope_frequencies
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class RopeScaling(Part):
         """The scaling of query rows block·L … block·L + L − 1; itself unless `blockwise`."""
         return self
 
-    def inverse_frequencies(self, head_dim: int, base: float, train_length: int | None) -> Half:
+    def inverse_frequencies(self, head_dim: int, base: float, train_length: int | None) -> Theta:
         """θ'_m in float64, m = 0 … d/2 − 1, in radians per token."""
         raise InputError(f"{self.name} defines no frequencies")
 
@@ -47,53 +47,46 @@ class FactorScaling(RopeScaling):
     @property
     def stretch(self) -> float:
         """The factor s, which must be known by now."""
-        if self.factor is None:
-            raise InputError(f"{self.name} needs factor=…, the stretch of its context, at least 1")
-        return self.factor
+        stretch: float = self.known("factor")
+        return stretch
 
 
 @register
 class PI(FactorScaling):
-    """θ'_m = θ_m / s (arXiv 2306.15595); s is `factor`."""
+    """Position interpolation: every frequency is divided by the factor."""
 
-    name = "PI"
-    summary = "position interpolation: every frequency divided by the factor"
     equation = "θ'_m = θ_m / s"
     source = "arXiv 2306.15595, kexue.fm/archives/9675"
 
-    def inverse_frequencies(self, head_dim: int, base: float, train_length: int | None) -> Half:
+    def inverse_frequencies(self, head_dim: int, base: float, train_length: int | None) -> Theta:
         """θ_m / s."""
         return rope_frequencies(head_dim, base) / self.stretch
 
 
 @register
 class ABF(RopeScaling):
-    """θ'_m = base'^(−2m/d) with another base, 500 000 by default (arXiv 2309.16039)."""
+    """Adjusted base frequency: another rotary base."""
 
-    name = "ABF"
-    summary = "adjusted base frequency: another rotary base"
     equation = "θ'_m = base'^(−2m/d)"
     source = "arXiv 2309.16039"
     base: float = number(default=500000.0, above=1)
 
-    def inverse_frequencies(self, head_dim: int, base: float, train_length: int | None) -> Half:
+    def inverse_frequencies(self, head_dim: int, base: float, train_length: int | None) -> Theta:
         """base'^(−2m/d)."""
         return rope_frequencies(head_dim, self.base)
 
 
 @register
 class NTK(FactorScaling):
-    """base' = base·s^(d/(d−2)) (kexue.fm/archives/9675; `fixed` in kexue.fm/archives/9708).
+    """NTK-aware scaling: a larger base divides the lowest frequency by the factor.
 
-    The lowest frequency is divided by exactly s, the highest stays.
+    The highest frequency stays. Typed NTK-fixed, too (`fixed` in kexue.fm/archives/9708).
     """
 
-    name = "NTK"
-    summary = "NTK-aware scaling: base·s^(d/(d−2))"
     equation = "θ'_m = (base·s^(d/(d−2)))^(−2m/d)"
     source = "kexue.fm/archives/9675, 9706"
 
-    def inverse_frequencies(self, head_dim: int, base: float, train_length: int | None) -> Half:
+    def inverse_frequencies(self, head_dim: int, base: float, train_length: int | None) -> Theta:
         """(base·s^(d/(d−2)))^(−2m/d); needs d ≥ 4."""
         if head_dim < 4:
             raise InputError(f"NTK needs a head dimension of at least 4, but it is {head_dim}")
@@ -102,35 +95,31 @@ class NTK(FactorScaling):
 
 @register
 class NTKOld(FactorScaling):
-    """base' = base·s (`old` in kexue.fm/archives/9708), typed NTK-old.
+    """NTK-aware scaling as first proposed: the base times the factor, typed NTK-old.
 
     The lowest frequency is divided by s^((d−2)/d), a little less than s.
     """
 
-    name = "NTKOld"
-    summary = "NTK-aware scaling as first proposed: base·s"
     equation = "θ'_m = (base·s)^(−2m/d)"
     source = "kexue.fm/archives/9675, 9708"
 
-    def inverse_frequencies(self, head_dim: int, base: float, train_length: int | None) -> Half:
+    def inverse_frequencies(self, head_dim: int, base: float, train_length: int | None) -> Theta:
         """(base·s)^(−2m/d)."""
         return rope_frequencies(head_dim, base * self.stretch)
 
 
 @register
 class NTKMixed(FactorScaling):
-    """θ'_m = θ_m·exp(−a·(m+1)^b), a = ln s/(d/2)^b (kexue.fm/archives/9706).
+    """NTK-mixed: each frequency has a base of its own.
 
     b = 0.625 in the post, 0.75 in its author's patch of Llama.
     """
 
-    name = "NTKMixed"
-    summary = "NTK-mixed: each frequency with a base of its own"
     equation = "θ'_m = θ_m·exp(−a(m+1)^b), a = ln s/(d/2)^b"
     source = "kexue.fm/archives/9706"
     b: float = number(default=0.625, above=0)
 
-    def inverse_frequencies(self, head_dim: int, base: float, train_length: int | None) -> Half:
+    def inverse_frequencies(self, head_dim: int, base: float, train_length: int | None) -> Theta:
         """θ_m·exp(−a·(m+1)^b)."""
         # a·(m+1)^b as ln s · ((m+1)/(d/2))^b, which no b can overflow.
         half = head_dim // 2
@@ -140,7 +129,7 @@ class NTKMixed(FactorScaling):
 
 @register
 class DynamicNTK(RopeScaling):
-    """base' = base·(s·n/L − (s − 1))^(d/(d−2)), row i reading with n = L·⌈(i + 1)/L⌉.
+    """NTK-aware scaling that grows by blocks of the training length.
 
     Rows of a block of L share their frequencies, so prefill, decode and one full forward agree; a
     cache keeps keys un-rotated. In the first block they are the trained ones, in block b (0-based)
@@ -148,8 +137,6 @@ class DynamicNTK(RopeScaling):
     The factor of a table is not taken: it is for scalings that need the longest text ahead.
     """
 
-    name = "DynamicNTK"
-    summary = "NTK-aware scaling that grows by blocks of the training length"
     equation = "θ'_m = (base·(s·n/L − (s − 1))^(d/(d−2)))^(−2m/d), n = L·⌈(i + 1)/L⌉"
     source = "arXiv 2309.00071 (section 3.3), kexue.fm/archives/9708"
     used_by = "an option of many RoPE decoders in transformers"
@@ -161,24 +148,22 @@ class DynamicNTK(RopeScaling):
         """NTK with the factor 1 + s·block."""
         return NTK(1 + self.factor * block)
 
-    def inverse_frequencies(self, head_dim: int, base: float, train_length: int | None) -> Half:
+    def inverse_frequencies(self, head_dim: int, base: float, train_length: int | None) -> Theta:
         """Refused: there are frequencies for each block, those of `for_block`."""
         raise InputError("DynamicNTK has frequencies for each block of rows: take for_block(…)")
 
 
 @register
 class YaRN(FactorScaling):
-    """θ'_m = ramp·θ_m/s + (1 − ramp)·θ_m, logits × (0.1·ln s + 1)² (arXiv 2309.00071).
+    """Slow frequencies are interpolated, fast ones kept, and logits are sharper.
 
-    dim(r) = d·ln(L/(2πr))/(2·ln base) is the feature pair that turns r times within L;
+    dim(r) = d·ln(L/(2πr))/(2·ln base) is the feature pair that rotates r times within L;
     low = ⌊dim(beta_fast)⌋, high = ⌈dim(beta_slow)⌉, both clamped to [0, d − 1] (equal: high +
     0.001); ramp = clamp((m − low)/(high − low), 0, 1). The rotation stays a pure rotation: the
     factor enters λ once. `truncate=false` leaves low and high as they are, without ⌊ ⌋ and ⌈ ⌉
     (gpt-oss); `sharpness` stands in place of 0.1 (0 in Ministral 3).
     """
 
-    name = "YaRN"
-    summary = "slow frequencies interpolated, fast ones kept, sharper logits"
     equation = "θ' = ramp·θ/s + (1 − ramp)·θ; λ ← λ·(0.1·ln s + 1)²"
     source = "arXiv 2309.00071"
     used_by = "DeepSeek-V3, gpt-oss; an option of Qwen2.5 and Qwen3"
@@ -192,7 +177,7 @@ class YaRN(FactorScaling):
         super().__post_init__()
         self.require(self.beta_fast >= self.beta_slow, "beta_fast", "at least beta_slow")
 
-    def inverse_frequencies(self, head_dim: int, base: float, train_length: int | None) -> Half:
+    def inverse_frequencies(self, head_dim: int, base: float, train_length: int | None) -> Theta:
         """The blend of θ_m/s and θ_m by the ramp."""
         length = self.known_length(train_length)
 
@@ -217,14 +202,12 @@ class YaRN(FactorScaling):
 
 @register
 class Llama3(FactorScaling):
-    """θ'_m = (1 − t)·θ_m/s + t·θ_m, t = clamp((L·θ_m/2π − low)/(high − low), 0, 1).
+    """The frequencies of Llama 3.1: interpolated by the rotations within L.
 
-    L·θ_m/2π is how often pair m turns within the training length: pairs that turn less than `low`
-    times are interpolated, those above `high` kept (Llama 3.1, arXiv 2407.21783).
+    L·θ_m/2π is how often pair m rotates within the training length: pairs that rotate less than
+    `low` times are interpolated, those above `high` kept.
     """
 
-    name = "Llama3"
-    summary = "the frequencies of Llama 3.1: interpolated by the turns within L"
     equation = "θ'_m = (1 − t)·θ_m/s + t·θ_m, t = clamp((L·θ_m/2π − low)/(high − low), 0, 1)"
     source = "arXiv 2407.21783; github.com/meta-llama/llama-models"
     used_by = "Llama 3.1, 3.2 and 3.3"
@@ -236,17 +219,17 @@ class Llama3(FactorScaling):
         super().__post_init__()
         self.require(self.high > self.low, "high", "a number above low")
 
-    def inverse_frequencies(self, head_dim: int, base: float, train_length: int | None) -> Half:
-        """The blend of θ_m/s and θ_m by the number of turns."""
+    def inverse_frequencies(self, head_dim: int, base: float, train_length: int | None) -> Theta:
+        """The blend of θ_m/s and θ_m by the number of rotations."""
         theta = rope_frequencies(head_dim, base)
-        turns = theta * (self.known_length(train_length) / (2 * math.pi))
-        kept = ((turns - self.low) / (self.high - self.low)).clamp(0, 1)
+        rotations = theta * (self.known_length(train_length) / (2 * math.pi))
+        kept = ((rotations - self.low) / (self.high - self.low)).clamp(0, 1)
         return (1 - kept) * theta / self.stretch + kept * theta
 
 
 @register
 class LongRoPE(FactorScaling):
-    """θ'_m = θ_m/λ_m, logits × (1 + ln s/ln L) (arXiv 2402.13753).
+    """A searched divisor for each frequency, and sharper logits.
 
     `factors` are λ_0 … λ_{d/2−1}, found by a search of the paper and shipped with a model, written
     1:1.2:4. Without them λ_m = s^(2m/(d−2)), those of NTK, one of the points where that search
@@ -254,8 +237,6 @@ class LongRoPE(FactorScaling):
     first n̂ tokens, which stay unstretched, are not modelled.
     """
 
-    name = "LongRoPE"
-    summary = "a searched divisor for each frequency, sharper logits"
     equation = "θ'_m = θ_m/λ_m; λ ← λ·(1 + ln s/ln L)"
     source = "arXiv 2402.13753"
     used_by = "Phi-3 and Phi-4-mini, long-context releases"
@@ -268,7 +249,7 @@ class LongRoPE(FactorScaling):
             good = all(math.isfinite(factor) and factor > 0 for factor in self.factors)
             self.require(good and bool(self.factors), "factors", "numbers above 0, like 1:1.2:4")
 
-    def inverse_frequencies(self, head_dim: int, base: float, train_length: int | None) -> Half:
+    def inverse_frequencies(self, head_dim: int, base: float, train_length: int | None) -> Theta:
         """θ_m/λ_m; needs d/2 factors, or d ≥ 4 without them."""
         theta = rope_frequencies(head_dim, base)
         half = head_dim // 2
@@ -281,7 +262,7 @@ class LongRoPE(FactorScaling):
             return theta * self.stretch ** (-m / (half - 1))
         if len(self.factors) != half:
             raise InputError(
-                f"LongRoPE needs one factor for each of the {half} pairs that turn, but it has "
+                f"LongRoPE needs one factor for each of the {half} pairs that rotate, but it has "
                 f"{len(self.factors)}"
             )
         return theta / torch.tensor(self.factors, dtype=torch.float64)
@@ -293,16 +274,14 @@ class LongRoPE(FactorScaling):
 
 @register
 class ClippedRoPE(RopeScaling):
-    """The c lowest θ_m times ½(1 + cos(π·t)), t = 0 … 1 from the first to the last of them.
+    """Frequencies that do not rotate once within L taper off to 0.
 
-    "CoPE: Clipped RoPE" (arXiv 2602.05258; the authors' modeling_cope.py). `clip` c defaults to the
-    pairs that do not turn once within the training length, 2π/θ_m > L, which is how the paper
-    names them; the authors' Llama 3 file writes c = 20 where this rule gives 29. The first of the
-    c keeps its frequency, the last stands still; c = 1 changes nothing.
+    "CoPE: Clipped RoPE" (the authors' modeling_cope.py). `clip` c defaults to the pairs that do not
+    rotate once within the training length, 2π/θ_m > L, which is how the paper names them; the
+    authors' Llama 3 file writes c = 20 where this rule gives 29. The first of the c keeps its
+    frequency, the last stands still; c = 1 changes nothing.
     """
 
-    name = "ClippedRoPE"
-    summary = "frequencies that do not turn once within L taper off to 0"
     equation = "θ'_{d/2−c+t} = θ·½(1 + cos(π·t/(c−1))), t = 0 … c−1"
     source = "arXiv 2602.05258; github.com/hrlics/CoPE"
     clip: int | None = number(default=None, least=0, optional=True)
@@ -311,7 +290,7 @@ class ClippedRoPE(RopeScaling):
         """The number of pairs, or the training length that gives it."""
         return "clip" if self.clip is None and train_length is None else None
 
-    def inverse_frequencies(self, head_dim: int, base: float, train_length: int | None) -> Half:
+    def inverse_frequencies(self, head_dim: int, base: float, train_length: int | None) -> Theta:
         """θ_m, the last c of them tapered."""
         theta = rope_frequencies(head_dim, base)
         clip = self.clip
@@ -324,15 +303,13 @@ class ClippedRoPE(RopeScaling):
 
 @register
 class DroPE(RopeScaling):
-    """θ'_m = 0: P = 1 in a model trained with RoPE (arXiv 2512.12167).
+    """Positions are left out after training, to be trained on for a while.
 
     The paper goes on training for a short while without positions, which is what makes it work;
     here the value is what that training runs with. Its softmax temperature for long text is no
     part of it: add logn+.
     """
 
-    name = "DroPE"
-    summary = "positions left out after training, to be trained on for a while"
     equation = "θ'_m = 0, so P = 1"
     source = "arXiv 2512.12167"
 
@@ -343,6 +320,6 @@ class DroPE(RopeScaling):
             return self.refusal(position, f"{position.name} is still a position, by its decay")
         return None
 
-    def inverse_frequencies(self, head_dim: int, base: float, train_length: int | None) -> Half:
+    def inverse_frequencies(self, head_dim: int, base: float, train_length: int | None) -> Theta:
         """All 0."""
         return torch.zeros(head_dim // 2, dtype=torch.float64)

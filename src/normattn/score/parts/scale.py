@@ -12,14 +12,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from normattn.errors import InputError
-from normattn.score.parts.base import Part, Slot, by_length, number, one_of, register
+from normattn.score.parts.base import THE_LENGTH, Part, Slot, number, one_of, register
 
 
 @dataclass(frozen=True)
 class LengthScaling(Part):
     """The factor of λ that grows with the number of visible keys, n.
 
-    `replaces_base`: it stands in place of a base that depends on n itself (CosA's).
+    n is the position + 1 when causal, the number of unpadded keys otherwise. `replaces_base`: it
+    stands in place of a base that depends on n itself (CosA's).
     """
 
     slot = Slot.LOGN
@@ -50,14 +51,12 @@ class LengthScaling(Part):
 
 @register
 class LogN(LengthScaling):
-    """λ · ln n / ln L at every position (kexue.fm/archives/8823).
+    """Scale grows with the logarithm of the visible keys, trained in.
 
-    n is the number of visible keys: position + 1 when causal, the number of unpadded keys
-    otherwise. For CosA it replaces ln m and multiplies nothing.
+    For CosA it replaces ln m and multiplies nothing.
     """
 
     name = "logn"
-    summary = "scale grows with the logarithm of the visible keys, trained in"
     equation = "λ ← λ · ln n / ln L"
     source = "kexue.fm/archives/8823"
     replaces_base = True
@@ -69,10 +68,9 @@ class LogN(LengthScaling):
 
 @register
 class LogNPostHoc(LengthScaling):
-    """λ · max(1, ln n / ln L), so nothing changes inside the training length (kexue 9708)."""
+    """Log-n scaling after training, beyond the training length only."""
 
     name = "logn+"
-    summary = "log-n scaling after training, beyond the training length only"
     equation = "λ ← λ · max(1, ln n / ln L)"
     source = "kexue.fm/archives/9708"
     when = "post-hoc"
@@ -86,15 +84,13 @@ class LogNPostHoc(LengthScaling):
 
 @register
 class SqrtLogN(LengthScaling):
-    """λ · √(ln n / ln L) at every position, the slowest law in use (arXiv 2605.12697).
+    """Scale grows with the square root of the logarithm of the visible keys.
 
     Logits of independent normal keys reach √(2 ln n) standard deviations, so that this is the
     scale at which the largest of them neither fades nor takes all. As with `logn`, λ is unchanged
     at n = L; CosA keeps its own base.
     """
 
-    name = "SqrtLogN"
-    summary = "scale grows with the square root of the logarithm of the visible keys"
     equation = "λ ← λ · √(ln n / ln L)"
     source = "arXiv 2605.12697"
 
@@ -105,14 +101,13 @@ class SqrtLogN(LengthScaling):
 
 @register
 class SSMax(LengthScaling):
-    """n^(s_h·z_j) / Σ n^(s_h·z) in place of softmax(z): λ · s_h·ln n, s_h learned per head.
+    """Scale grows with a learned multiple of ln n, per head.
 
-    With `bias` λ · (s_h·ln n + b_h), as in the paper's comparison (arXiv 2501.19399). s_h starts
-    where the mean of s·ln n over n = 1 … L is 1, ordinary softmax on average, and b_h at 0.
+    That is n^(s_h·z_j) / Σ n^(s_h·z) in place of softmax(z); with `bias` λ · (s_h·ln n + b_h), as
+    in the paper's comparison. s_h starts where the mean of s·ln n over n = 1 … L is 1, ordinary
+    softmax on average, and b_h at 0.
     """
 
-    name = "SSMax"
-    summary = "scale grows with a learned multiple of ln n, per head"
     equation = "λ ← λ · s_h·ln n (+ b_h), s_h learned"
     source = "arXiv 2501.19399"
     bias: bool = False
@@ -137,21 +132,20 @@ class SSMax(LengthScaling):
 
 @register
 class Temperature(LengthScaling):
-    """λ · (1 + β·ln(1 + ⌊(i + shift)/L₀⌋)), `beta` β, `length` L₀, the training length by default.
+    """Logits are sharpened by the logarithm of the position, in steps.
 
-    Ministral 3 has shift = 0, Llama 4 shift = 1 and has it on its layers without positions alone
-    (`IRoPE(beta=…, length=…)`). i is n − 1, the keys that a causal query sees before its own; not
-    causal, all queries see n keys and have the scale of the last.
+    `beta` β, `length` L₀, the training length by default. Ministral 3 has shift = 0, Llama 4
+    shift = 1 and has it on its layers without positions alone (`IRoPE(beta=…, length=…)`). i is
+    n − 1, the keys that a causal query sees before its own; not causal, all queries see n keys and
+    have the scale of the last.
     """
 
-    name = "Temperature"
-    summary = "logits sharpened by the logarithm of the position, in steps"
     equation = "λ ← λ · (1 + β·ln(1 + ⌊(i + shift)/L₀⌋))"
     source = "transformers: ministral3, llama4"
     used_by = "Ministral 3, Llama 4"
     needs_length = False
     beta: float = number(default=0.1, least=0)
-    length: int | None = number(default=None, least=1, fill=by_length(lambda length: length))
+    length: int | None = number(default=None, least=1, fill=THE_LENGTH)
     shift: int = one_of(0, 1, default=0)
 
     def factor(self, n: Float[Tensor, "..."], train_length: int | None) -> Float[Tensor, "..."]:

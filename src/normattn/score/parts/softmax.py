@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from normattn.errors import InputError
 from normattn.kernels import AttentionMask
-from normattn.score.parts.base import Part, Parts, Slot, by_length, number, one_of, register
+from normattn.score.parts.base import THE_LENGTH, Part, Parts, Slot, number, one_of, register
 from normattn.score.parts.long_context import blockwise
 
 Scores = Float[Tensor, "b h t s"]
@@ -25,27 +25,23 @@ Scores = Float[Tensor, "b h t s"]
 
 @register
 class SoftCap(Part):
-    """s ← cap·tanh(s/cap), before bias and mask (Gemma 2, arXiv 2408.00118)."""
+    """Scores are bounded smoothly, before bias and mask."""
 
     slot = Slot.CAP
-    name = "SoftCap"
-    summary = "scores bounded smoothly"
     equation = "s ← cap·tanh(s/cap)"
-    source = "arXiv 2408.00118"
+    source = "Gemma 2, arXiv 2408.00118"
     used_by = "Gemma 2"
     cap: float = number(default=50.0, above=0)
 
 
 @register
 class Sink(Part):
-    """o_i = Σ_j exp(s(i, j)) v_j / (exp(z_h) + Σ_j exp(s(i, j))), z_h learned per head, at first 0.
+    """One more learned logit per head in the denominator of softmax.
 
-    z_h = 0 is "softmax off by one" (arXiv 2309.17453, appendix; learned in gpt-oss).
+    z_h starts at 0, which is "softmax off by one" (arXiv 2309.17453, appendix).
     """
 
     slot = Slot.SINK
-    name = "Sink"
-    summary = "one more learned logit per head in the denominator of softmax"
     equation = "o = Σ_j e^{s_j} v_j / (e^{z_h} + Σ_j e^{s_j})"
     source = "arXiv 2309.17453, 2508.10925 (gpt-oss)"
     used_by = "gpt-oss"
@@ -65,18 +61,16 @@ class NormaliserPart(Part):
 
 @register
 class Sigmoid(NormaliserPart):
-    """o_i = Σ_j σ(s(i, j) − ln n) v_j (arXiv 2409.04431), n = `tokens`, by default L.
+    """A sigmoid of each score in place of softmax of the row.
 
-    −ln n makes the weights of a row add up to about 1 at first, as softmax's do; without it large
-    outputs make training unstable. n is the length of the training sequences, the same in every
-    row, so that a cache and a longer text change nothing.
+    −ln n, n = `tokens`, by default L, makes the weights of a row add up to about 1 at first, as
+    softmax's do; without it large outputs make training unstable. n is the length of the training
+    sequences, the same in every row, so that a cache and a longer text change nothing.
     """
 
-    name = "Sigmoid"
-    summary = "a sigmoid of each score in place of softmax of the row"
     equation = "o = Σ_j σ(s_j − ln n) v_j, n = L"
     source = "arXiv 2409.04431"
-    tokens: int | None = number(default=None, least=1, fill=by_length(lambda length: length))
+    tokens: int | None = number(default=None, least=1, fill=THE_LENGTH)
 
     def weights(self, score: Scores, seen: AttentionMask) -> Scores:
         """σ(s − ln n)."""
@@ -85,7 +79,7 @@ class Sigmoid(NormaliserPart):
 
 @register
 class StickBreaking(NormaliserPart):
-    """A(i, j) = σ(s(i, j)) · Π_{j<l<i} (1 − σ(s(i, l))), j < i (arXiv 2410.17980). Causal only.
+    """Each key takes a share of what nearer keys leave, instead of softmax.
 
     Each key breaks its share off what the keys between it and the query have left of a stick of
     length 1. The query's own key gets none, so the first token's output is 0; with `current` it
@@ -93,8 +87,6 @@ class StickBreaking(NormaliserPart):
     NoPE for the paper's score.
     """
 
-    name = "StickBreaking"
-    summary = "each key takes a share of what nearer keys leave, instead of softmax"
     equation = "A(i,j) = σ(s_ij) · Π_{j<l<i} (1 − σ(s_il)), j < i"
     source = "arXiv 2410.17980"
     needs_causal = True
@@ -118,17 +110,15 @@ class StickBreaking(NormaliserPart):
 
 @register
 class Selective(Part):
-    """softmax(s − F), F(i, j) = Σ_{j<l<i} max(0, s_0(l, j)) (arXiv 2410.02703). Causal only.
+    """Tokens that earlier queries selected, by head 0, are seen less.
 
-    s_0 is the score of head 0, which thus decides for all heads what later queries see less of;
+    s₀ is the score of head 0, which thus decides for all heads what later queries see less of;
     nothing is learned. No query selects its own key, and none the first token of a text, position
     0; what a query selects counts from the next query on. Every earlier query has its say, so
     there are as many queries as keys, or a cache, which keeps F of each key (`kernels.Selection`).
     """
 
     slot = Slot.NORMALISER
-    name = "Selective"
-    summary = "tokens that earlier queries selected, by head 0, are seen less"
     equation = "softmax(s − F), F(i,j) = Σ_{j<l<i} max(0, s₀(l,j))"
     source = "arXiv 2410.02703; github.com/lucidrains/x-transformers"
     needs_causal = True
@@ -150,25 +140,23 @@ def _usual_init(layer: int) -> float:
 
 @register
 class Differential(Part):
-    """o = (1 − λ_init)·RMSNorm((softmax(s_1) − λ·softmax(s_2)) [v_1, v_2]) (arXiv 2410.05258).
+    """Heads in pairs: one softmax less λ times another, then normed.
 
-    λ = exp(⟨λ_q1, λ_k1⟩) − exp(⟨λ_q2, λ_k2⟩) + λ_init, one of each layer; the four vectors start
-    at N(0, 0.1²). λ_init, `init`, is 0.8 − 0.6·exp(−0.3·(l − 1)) in layer l = 1, 2, … of a model
-    unless it is given, and that of the first layer, 0.2, elsewhere. Heads go in pairs: a pair has
-    two queries and two keys, and both heads' values side by side, whose RMS norm has a gain and
-    `eps`. Where H query heads share G keys, heads (2·g)·H/G + r and (2·g + 1)·H/G + r are a pair.
+    λ = exp(⟨λ_q1, λ_k1⟩) − exp(⟨λ_q2, λ_k2⟩) + λ₀, one of each layer; the four vectors start at
+    N(0, 0.1²). λ₀, `init`, is 0.8 − 0.6·exp(−0.3·(l − 1)) in layer l = 1, 2, … of a model unless it
+    is given, and that of the first layer, 0.2, elsewhere. A pair has two queries and two keys, and
+    both heads' values side by side, whose RMS norm has a gain and `eps`. Where H query heads share
+    G keys, heads (2·g)·H/G + r and (2·g + 1)·H/G + r are a pair.
     """
 
     slot = Slot.NORMALISER
-    name = "Differential"
-    summary = "heads in pairs: one softmax less λ times another, then normed"
     equation = "o = (1 − λ₀)·RMSNorm((softmax(s₁) − λ·softmax(s₂))·[v₁, v₂])"
     source = "arXiv 2410.05258; github.com/microsoft/unilm"
     init: float | None = number(default=None, least=0, below=1, optional=True)
     eps: float = number(default=1e-5, least=0)
 
-    def in_layer(self, layer: int) -> Differential:
-        """λ_init by the number of the layer where none was given."""
+    def for_layer(self, layer: int) -> Differential:
+        """λ₀ by the number of the layer where none was given."""
         return self if self.init is not None else replace(self, init=_usual_init(layer))
 
     def learned(self, head_dim: int) -> dict[str, Tensor]:
@@ -186,15 +174,15 @@ class Differential(Part):
         wide = torch.promote_types(first.dtype, torch.float32)
         q1, k1, q2, k2, gain = (learned[name].to(wide) for name in ("q1", "k1", "q2", "k2", "gain"))
         init = _usual_init(0) if self.init is None else self.init
-        share = (q1 * k1).sum().exp() - (q2 * k2).sum().exp() + init
-        difference = first.to(wide) - share * second.to(wide)
+        factor = (q1 * k1).sum().exp() - (q2 * k2).sum().exp() + init
+        difference = first.to(wide) - factor * second.to(wide)
         normed = F.rms_norm(difference, gain.shape, (1 - init) * gain, self.eps)
         return normed.to(first.dtype)
 
 
 @register
 class Gate(Part):
-    """o_h ← σ(W_g x) ⊙ o_h before the output projection, x the layer's input (arXiv 2505.06708).
+    """Each head's output is gated by the layer's input x, before the output projection.
 
     `per` feature, W_g x having H·E features, or per head, H. Sigmoid after softmax·V is the form
     that the paper recommends (its G1) and Qwen3-Next has; `act=softplus` takes ln(1 + eˣ) in place
@@ -203,8 +191,6 @@ class Gate(Part):
     """
 
     slot = Slot.GATE
-    name = "Gate"
-    summary = "each head's output is gated by the layer's input"
     equation = "o_h ← σ(W_g x) ⊙ o_h"
     source = "arXiv 2505.06708; act=softplus: transformers: laguna"
     used_by = "Qwen3-Next; act=softplus: Laguna"
