@@ -11,7 +11,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 from normattn import InputError, attention
 from normattn.kernels import linear_cross_entropy, tiled
-from normattn.score.norms import L2Norm
+from normattn.score.norms import Normalisation
 from normattn.score.rotary import Rotator
 from score.cases import built, learned, tensors
 from score.oracle import Recipe
@@ -60,8 +60,9 @@ def test_the_reference_to_the_second_order(recipe: Recipe) -> None:
 def test_l2_also_where_its_floor_is_reached() -> None:
     (x,) = tensors((1, 2, 3, 4))
     for eps in (1e-12, 1.5, 100.0):
-        assert gradcheck(L2Norm(eps), (x,))
-        assert gradgradcheck(L2Norm(eps), (x,))
+        norm = Normalisation("l2", eps=eps).build(2, 4)
+        assert gradcheck(norm, (x,))
+        assert gradgradcheck(norm, (x,))
 
 
 @pytest.mark.parametrize("interleaved", [True, False])

@@ -8,8 +8,8 @@ Legend: B batch, H query heads, G key heads, T queries, S keys, D head dimension
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -25,7 +25,6 @@ from normattn.kernels import AttentionInputs, attend
 from normattn.layers.prepare import in_blocks
 from normattn.score import Positions, ScoreSpec
 from normattn.score.rotary import RotaryTables, Rotation, Rotator, scale_column, scaled
-from normattn.score.table_cache import TableCache
 
 ATTRIBUTE = "normattn_layer"
 
@@ -67,12 +66,10 @@ class MethodTables:
 
     def __init__(self, spec: ScoreSpec, rotation: HeadRotation) -> None:
         self.spec, self.rotation = spec, rotation
-        self._amplitude = rotation.amplitude * method_gain(spec)
-        # The rows of one block of DynamicNTK are few: only its keys are worth keeping.
-        self._kept: TableCache[RotaryTables] = TableCache(32 if spec.blockwise else 8)
+        amplitude = rotation.amplitude * method_gain(spec)
         # Far keys that all stand at 0 need no rotation (ReRoPE).
         self._far_still = False
-        if spec.remapping is not None and self._amplitude == 1:
+        if spec.remapping is not None and amplitude == 1:
             some = torch.tensor([1.0, 2.0**20])
             self._far_still = not bool(spec.remapping.far_positions(some, some)[1].any())
 
@@ -80,50 +77,61 @@ class MethodTables:
         self, at: Positions, block: int, scaling: float, dtype: torch.dtype
     ) -> RotaryTables:
         """The tables of queries, as the rows of `block` read them, with the model's own λ."""
-
-        def make(places: Tensor) -> RotaryTables:
-            spec, rotator = self._rotator(block)
-            scale = query_factor(spec, scaling, places.clamp(min=0) + 1)
-            return rotator.queries(spec, places, scale, dtype)
-
         if self.spec.blockwise:
-            return make(at.query).for_block(block)
-        last = at.key.shape[-1]
-        bounds = (last - at.query.shape[-1], last)
-        return self._cached(at, at.query, bounds, ("queries", scaling, dtype), make)
+            # The rows of one block of DynamicNTK are few: only its keys are worth keeping.
+            return self.make(at.query, block, scaling, dtype).for_block(block)
+        first = at.key.shape[-1] - at.query.shape[-1]
+        return self._cached(at, at.query, first, block, scaling, dtype)
 
     def keys(self, at: Positions, start: int, block: int, dtype: torch.dtype) -> RotaryTables:
         """The tables of keys from column `start` on, as the rows of `block` read them."""
-
-        def make(places: Tensor) -> RotaryTables:
-            spec, rotator = self._rotator(block)
-            made = rotator.keys(spec, places, dtype)
-            return replace(made, far=None) if self._far_still else made
-
-        bounds = (start, at.key.shape[-1])
         # Rules by chunks rotate keys alike for every block, and lay them out for each.
-        name = ("keys", 0 if self.spec.chunk_remapping is not None else block, dtype)
-        return self._cached(at, at.key[..., start:], bounds, name, make).for_block(block)
+        own = 0 if self.spec.chunk_remapping is not None else block
+        return self._cached(at, at.key[..., start:], start, own, None, dtype).for_block(block)
 
-    def _rotator(self, block: int) -> tuple[ScoreSpec, Rotator]:
-        """The method as the rows of `block` read it, and how it rotates."""
+    def make(
+        self, positions: Tensor, block: int, scaling: float | None, dtype: torch.dtype
+    ) -> RotaryTables:
+        """The tables of queries, with the model's own λ; those of keys where `scaling` is None."""
         spec = self.spec.for_block(block)
         theta = method_frequencies(spec, self.rotation)
         amplitude = self.rotation.amplitude * method_gain(spec)
-        return spec, Rotator(theta, self.rotation.interleaved, amplitude=amplitude)
+        rotator = Rotator(theta, self.rotation.interleaved, amplitude=amplitude)
+        if scaling is not None:
+            scale = query_factor(spec, scaling, positions.clamp(min=0) + 1)
+            return rotator.queries(spec, positions, scale, dtype)
+        made = rotator.keys(spec, positions, dtype)
+        return replace(made, far=None) if self._far_still else made
 
     def _cached(
         self,
         at: Positions,
-        places: Tensor,
-        bounds: tuple[int, int],
-        name: tuple[object, ...],
-        make: Callable[[Tensor], RotaryTables],
+        positions: Tensor,
+        first: int,
+        block: int,
+        scaling: float | None,
+        dtype: torch.dtype,
     ) -> RotaryTables:
         if not at.regular or torch.compiler.is_compiling():
-            return make(places)
-        room = max(64, 1 << (bounds[1] - 1).bit_length())
-        return self._kept.counted(name, bounds, room, places.device, make)
+            return self.make(positions, block, scaling, dtype)
+        last = first + positions.shape[-1]
+        capacity = max(64, 1 << (last - 1).bit_length())
+        whole = _counted_tables(self, capacity, positions.device, block, scaling, dtype)
+        return whole.rows(slice(first, last))
+
+
+@lru_cache(maxsize=32)
+@torch.inference_mode(False)
+def _counted_tables(
+    tables: MethodTables,
+    capacity: int,
+    device: torch.device,
+    block: int,
+    scaling: float | None,
+    dtype: torch.dtype,
+) -> RotaryTables:
+    """The tables of positions 0 … capacity − 1."""
+    return tables.make(torch.arange(capacity, device=device), block, scaling, dtype)
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,10 @@ from normattn.kernels.numerics import nan_for_infinite, readable
 from normattn.layers.cache import KeyValueCache, Room
 from normattn.layers.prepare import folds, regular_positions
 from normattn.score import Positions, Score, ScoreSpec
-from normattn.score.norms import L2Norm
+from normattn.score.norms import FeatureNorm
 from normattn.score.parts import PairBiasPart, RotaryPosition
 from normattn.score.rotary import (
     Rotation,
-    far_to_near,
     feature_pairs,
     key_tables,
     query_scale,
@@ -126,7 +125,8 @@ class DecodeTables:
         bare = spec.gate is None and spec.difference is None
         near = None if spec.remapping is None else spec.remapping.window
         shapes = (q.shape, k.shape, v.shape)
-        unit = score.key_norm.eps if isinstance(score.key_norm, L2Norm) else None
+        norm = score.key_norm
+        unit = norm.eps if isinstance(norm, FeatureNorm) and norm.kind == "l2" else None
         return DecodeTables(
             *(spec, shapes, q.dtype, capacity, bare, scale, query, key, bias, near),
             *(unit if score.query_norm is None else None, readable(q)),
@@ -215,7 +215,8 @@ class DecodeTables:
         else:
             # The cache was filled or cut by other calls: rotate the window once.
             places = torch.arange(start, end)
-            turn = far_to_near(self.spec, keys.shape[-1], places, keys.dtype, start)
+            given = self.spec, keys.shape[-1], places, keys.dtype, start
+            turn = key_tables(*given, far_to_near=True).near
             assert turn is not None
             cache.near = room = Room(2)
             room.append(turn(keys[:, :, start:]))

@@ -34,7 +34,7 @@ from normattn.layers.checks import (
     check_tensor,
 )
 from normattn.score import Positions, Score, ScoreSpec
-from normattn.score.positions import numbered
+from normattn.score.positions import number_documents
 from normattn.score.rotary import (
     Rotation,
     RotationArguments,
@@ -128,7 +128,7 @@ def prepare(
     if cached and k_positions is not None:
         q_positions = k_positions[..., keys - queries :]
     if documents is not None:
-        documents = numbered(documents, key_padding)
+        documents = number_documents(documents, key_padding)
     given = (key_padding, q_positions, k_positions, documents)
     if causal and all(argument is None for argument in given):
         positions = regular_positions(queries, keys, q.device)
@@ -264,7 +264,7 @@ def run_folded(
         q = q * learned
     if tables.query is not None and tables.key is not None:
         rotate = rotate_with_gradient if torch.is_grad_enabled() else rotate_rows
-        q, k = rotate(q, *tables.query, False), rotate(k, *tables.key, False)
+        q, k = rotate(q, *tables.query), rotate(k, *tables.key)
     elif isinstance(tables.scale, Tensor):
         q = scaled(q, tables.scale)
     elif tables.scale is not None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 import re
 import types
@@ -20,9 +21,10 @@ _PART = re.compile(r"(?P<name>[A-Za-z][A-Za-z0-9_]*\+?)(?:\((?P<fields>[^()]*)\)
 _DIGITS = re.compile(r"[+-]?[0-9]{1,19}")
 _LONGEST_NUMBER = 64
 _LENGTH = re.compile(r"@(?P<length>[0-9]+)$")
-_SPOKEN = {"NTK-mixed": "NTKMixed", "NTK-old": "NTKOld", "NTK-fixed": "NTK"}
-_SPOKEN |= {"KERPLE-log": "KERPLELog", "KERPLE-power": "KERPLEPower"}
+_ALIASES = {"NTK-mixed": "NTKMixed", "NTK-old": "NTKOld", "NTK-fixed": "NTK"}
+_ALIASES |= {"KERPLE-log": "KERPLELog", "KERPLE-power": "KERPLEPower"}
 Given = tuple[type[Part], dict[str, Any]]
+"""A part and the values that a text gives its fields."""
 
 
 def read(text: str) -> tuple[list[Given], int | None]:
@@ -39,28 +41,39 @@ def read(text: str) -> tuple[list[Given], int | None]:
             raise InputError(f"{text!r} says a training length that no text has")
     if (model := recipe(body)) is not None:
         given, own = read(model)
-        if None not in (length, own) and length != own:
-            raise InputError(
-                f"{text!r} says a training length of {length}, but that of {body} is {own}"
-            )
-        return given, own if length is None else length
-    for spoken, name in _SPOKEN.items():
-        body = re.sub(rf"{re.escape(spoken)}(?=$|[-(@])", name, body)
+        return given, agreed_length(body, own, length)
+    for alias, name in _ALIASES.items():
+        body = re.sub(rf"{re.escape(alias)}(?=$|[-(@])", name, body)
     return [_parse_part(match, text) for match in _split(body, text)], length
 
 
-def give(key: str, value: Any, given: list[Given], text: str) -> None:
-    """Give a parameter to the one part that has such a field still open."""
-    takers = [
-        fields
-        for part, fields in given
-        if key in {field.name for field in dataclasses.fields(part)} and key not in fields
-    ]
-    if not takers:
-        raise InputError(f"no part of {text!r} takes the parameter {key!r}, or it has it already")
-    if len(takers) > 1:
-        raise InputError(f"two parts of {text!r} take {key!r}: write it behind the one you mean")
-    takers[0][key] = value
+def agreed_length(text: str, own: int | None, other: int | None) -> int | None:
+    """The training length of a score, or the one beside it; `InputError` where they differ."""
+    if None not in (own, other) and own != other:
+        raise InputError(f"{text!r} has a training length of {own}, but {other} was given")
+    return other if own is None else own
+
+
+def build_parts(
+    given: list[Given], parameters: typing.Mapping[str, Any], text: str
+) -> tuple[Part, ...]:
+    """The parts with their values; each parameter goes to the one that has its field open."""
+    for key, value in parameters.items():
+        takers = [
+            fields
+            for part, fields in given
+            if key in {field.name for field in dataclasses.fields(part)} and key not in fields
+        ]
+        if not takers:
+            raise InputError(
+                f"no part of {text!r} takes the parameter {key!r}, or it has it already"
+            )
+        if len(takers) > 1:
+            raise InputError(
+                f"two parts of {text!r} take {key!r}: write it behind the one you mean"
+            )
+        takers[0][key] = value
+    return tuple(_build(part, fields, text) for part, fields in given)
 
 
 def _split(body: str, text: str) -> list[re.Match[str]]:
@@ -94,24 +107,19 @@ def _parse_part(match: re.Match[str], text: str) -> Given:
     return part, fields
 
 
-_HINTS: dict[type[Part], dict[str, Any]] = {}
-
-
-def _hints(part: type[Part]) -> dict[str, Any]:
+@functools.cache
+def _hints(part: Any) -> dict[str, Any]:
     """The types of a part's fields; evaluating annotations costs more than all else here."""
-    if part not in _HINTS:
-        _HINTS[part] = typing.get_type_hints(part)
-    return _HINTS[part]
+    return typing.get_type_hints(part)
 
 
-def make(part: type[Part], values: dict[str, Any], text: str) -> Part:
-    """The part with these values, each read as the type of its field."""
-    hints = _hints(part)
+def _build(part: type[Part], values: dict[str, Any], text: str) -> Part:
     known = {field.name for field in dataclasses.fields(part)}
     for key in values:
         if key not in known:
             has = ", ".join(sorted(known)) or "no parameters"
             raise InputError(f"{text!r}: {part.name} has no parameter {key!r}; it has {has}")
+    hints = _hints(part)
     return part(**{key: _convert(hints[key], value, part, key) for key, value in values.items()})
 
 
@@ -164,7 +172,7 @@ def _real(value: Any) -> float | None:
 
 
 def print_part(part: Part, usual: Part | None = None) -> str:
-    """The part as `make` reads it: its name, and the fields that are not as by default.
+    """The part as `read` reads it: its name, and the fields that are not as by default.
 
     Fields as in `usual` are left out too.
     """
@@ -173,8 +181,7 @@ def print_part(part: Part, usual: Part | None = None) -> str:
         for field in dataclasses.fields(part)
         if getattr(part, field.name) not in (field.default, getattr(usual, field.name, None))
     ]
-    name = part.name
-    return f"{name}({','.join(changed)})" if changed else name
+    return f"{part.name}({','.join(changed)})" if changed else part.name
 
 
 def _print_value(value: Any) -> str:
@@ -187,7 +194,7 @@ def _print_value(value: Any) -> str:
     return str(value)
 
 
-def training_length(value: Any) -> int:
+def check_train_length(value: Any) -> int:
     """A training length, checked: a whole number of at least 2."""
     try:
         length = operator.index(value)

@@ -6,10 +6,8 @@ distances.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
-from typing import TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -18,14 +16,14 @@ from torch import Tensor, nn
 from normattn.errors import InputError
 from normattn.kernels import AttentionInputs, AttentionMask
 from normattn.kernels.inputs import PairBias, Selection
-from normattn.score.parts import PairBiasPart, Part, RotaryPosition
+from normattn.score.parts import PairBiasPart, RotaryPosition
 from normattn.score.positions import Positions
 from normattn.score.rotary import (
-    ChunkKeys,
-    ChunkQueries,
+    ChunkedKeys,
+    ChunkedQueries,
     Rotation,
+    Then,
     by_head,
-    far_to_near,
     key_tables,
     query_scale,
     query_tables,
@@ -34,11 +32,9 @@ from normattn.score.rotary import (
 )
 from normattn.score.spec import ScoreSpec, as_spec
 
-P = TypeVar("P", bound=Part)
-
 
 class Score(nn.Module):
-    """The score of a `ScoreSpec` for H query heads and Hkv key heads of dimension D.
+    """The score of a `ScoreSpec` for H query heads and G key heads of dimension D.
 
     Holds gains, running statistics, learned scales, biases, sinks and what pairs of heads learn; a
     specification that learns nothing has no parameters. `use` switches post-hoc parts on and off;
@@ -50,26 +46,24 @@ class Score(nn.Module):
     ) -> None:
         super().__init__()
         spec = as_spec(spec).resolve()
-        if heads < 1 or head_dim < 1:
-            raise InputError(f"heads and head_dim must be at least 1, not {heads} and {head_dim}")
         self.heads, self.head_dim = heads, head_dim
         self.kv_heads = heads if kv_heads is None else kv_heads
-        if self.kv_heads < 1 or heads % self.kv_heads:
-            raise InputError(f"{heads} query heads cannot share {self.kv_heads} key heads evenly")
-        _refuse_sizes(spec, self.kv_heads, head_dim)
+        _check_sizes(spec, heads, self.kv_heads, head_dim)
         self.built = self._spec = spec
         query, key = spec.variant.query_norm(), spec.variant.key_norm()
         self.query_norm = query.build(heads, head_dim) if query else None
         self.key_norm = key.build(self.kv_heads, head_dim) if key else None
         base = spec.variant.learned_base(spec.train_length)
         self.scale = None if base is None else nn.Parameter(torch.tensor(float(base)))
-        position, logn, bias = spec.position, spec.logn, spec.bias
+        position, logn, bias, difference = spec.position, spec.logn, spec.bias, spec.difference
         rotary = position if isinstance(position, RotaryPosition) else None
-        self.position = _parameters(rotary, lambda part: part.learned(self.kv_heads, head_dim))
-        self.logn = _parameters(logn, lambda part: part.learned(heads, spec.train_length))
-        self.bias = _parameters(bias, lambda part: part.learned(heads, head_dim))
+        self.position = _parameters(
+            None if rotary is None else rotary.learned(self.kv_heads, head_dim)
+        )
+        self.logn = _parameters(None if logn is None else logn.learned(heads, spec.train_length))
+        self.bias = _parameters(None if bias is None else bias.learned(heads, head_dim))
         self.sink = None if spec.sink is None else nn.Parameter(torch.zeros(heads))
-        self.difference = _parameters(spec.difference, lambda part: part.learned(head_dim))
+        self.difference = _parameters(None if difference is None else difference.learned(head_dim))
 
     @property
     def spec(self) -> ScoreSpec:
@@ -107,30 +101,27 @@ class Score(nn.Module):
         the padded ones; without `query_padding` every query is real, also where the keys are padded
         (cross attention). Where the score is blockwise, the rows are those of `block`.
         """
-        spec = self._spec.for_block(block) if self._spec.blockwise else self._spec
-        self._refuse(positions)
+        spec = self._spec_for(positions, block)
         if spec.selection is not None and q.shape[2] != k.shape[2]:
             raise InputError(
                 f"{spec.name} adds up what all queries before have selected: give as many queries "
                 f"as keys, or a cache, not {q.shape[2]} and {k.shape[2]}"
             )
-        q_near, q_far, pairs = self._queries(spec, q, positions, query_padding, block)
+        near_q, far_q, pairs = self._queries(spec, q, positions, query_padding, block)
         first = 0 if positions.regular else None
         tables = key_tables(spec, self.head_dim, positions.key, k.dtype, first).for_block(block)
-        norm = partial(self._normed_keys, padding=seen.padding)
-        k, after = (k, norm) if spec.order else (norm(k), None)
-        problem = self._problem(
-            q_near, _turned(k, tables.near, after), v, positions, seen, dropout, pairs
-        )
-        if q_far is None or spec.remapping is None:
-            return problem
-        far_k = _turned(k, tables.far, after)
-        return replace(problem, far_q=q_far, far_k=far_k, window=spec.remapping.window)
+        k, then = self._normalise_first(spec, k, seen.padding)
+        near_k = _rotate(k, tables.near, then)
+        inputs = self._inputs(near_q, near_k, v, positions, seen, dropout, pairs)
+        if far_q is None or spec.remapping is None:
+            return inputs
+        far_k = _rotate(k, tables.far, then)
+        return replace(inputs, far_q=far_q, far_k=far_k, window=spec.remapping.window)
 
     def cache_keys(
         self,
         k: Float[Tensor, "b g s d"],
-        places: Int[Tensor, "*bk s"],
+        positions: Int[Tensor, "*bk s"],
         first: int | None = None,
         padding: Bool[Tensor, "b s"] | None = None,
     ) -> Float[Tensor, "b g s cached"]:
@@ -141,15 +132,13 @@ class Score(nn.Module):
         `with_cached_keys` then. Statistics over tokens leave out the padded ones.
         """
         spec = self._spec
-        norm = partial(self._normed_keys, padding=padding)
-        if spec.order is None:
-            k = norm(k)
+        k, then = self._normalise_first(spec, k, padding)
         if spec.blockwise:
             return k
-        tables = key_tables(spec, self.head_dim, places, k.dtype, first)
+        tables = key_tables(spec, self.head_dim, positions, k.dtype, first)
         if spec.remapping is not None:
-            return _turned(k, tables.far)
-        return _turned(k, tables.near, None if spec.order is None else norm)
+            return _rotate(k, tables.far)
+        return _rotate(k, tables.near, then)
 
     def with_cached_keys(
         self,
@@ -168,28 +157,25 @@ class Score(nn.Module):
         `rotated` is what `rotate_cached_keys` makes of the keys where the score is blockwise, if
         that is at hand.
         """
-        spec = self._spec.for_block(block) if self._spec.blockwise else self._spec
-        self._refuse(positions)
-        q_near, q_far, pairs = self._queries(spec, q, positions, query_padding, block)
-        given = v, positions, seen, dropout, pairs
+        spec = self._spec_for(positions, block)
+        near_q, far_q, pairs = self._queries(spec, q, positions, query_padding, block)
+        rest = v, positions, seen, dropout, pairs
         if self._spec.blockwise:
-            whole = 0 if positions.regular else None
-            k = rotated
-            if k is None:
-                k = self.rotate_cached_keys(cached, positions.key, block, whole)
-            return self._problem(q_near, k, *given)
-        if q_far is None or spec.remapping is None or spec.remapping.window is None:
-            return self._problem(q_near, cached, *given)
-        after = self._normed_keys if spec.order is not None else None
+            if rotated is None:
+                first = 0 if positions.regular else None
+                rotated = self.rotate_cached_keys(cached, positions.key, block, first)
+            return self._inputs(near_q, rotated, *rest)
+        if far_q is None or spec.remapping is None or spec.remapping.window is None:
+            return self._inputs(near_q, cached, *rest)
+        then = None if spec.order is None else self._key_features
         # The first column that the first of these rows reads in the near regime.
         start = max(0, cached.shape[2] - q.shape[2] - spec.remapping.window + 1)
-        near = positions.key[..., start:]
-        first = start if positions.regular else None
-        turn = far_to_near(spec, self.head_dim, near, cached.dtype, first)
+        near, first = positions.key[..., start:], start if positions.regular else None
+        turn = key_tables(spec, self.head_dim, near, cached.dtype, first, far_to_near=True).near
         return replace(
-            self._problem(q_near, _turned(cached[:, :, start:], turn, after), *given),
-            far_q=q_far,
-            far_k=cached if after is None else after(cached),
+            self._inputs(near_q, _rotate(cached[:, :, start:], turn, then), *rest),
+            far_q=far_q,
+            far_k=cached if then is None else then(cached),
             window=spec.remapping.window,
             near_start=start,
         )
@@ -197,16 +183,17 @@ class Score(nn.Module):
     def rotate_cached_keys(
         self,
         cached: Float[Tensor, "b g s d"],
-        places: Int[Tensor, "*bk s"],
+        positions: Int[Tensor, "*bk s"],
         block: int,
         first: int | None = None,
     ) -> Float[Tensor, "b g s wide"]:
         """Rotate keys of `cache_keys` as the rows of `block` read them, for a blockwise score."""
         spec = self._spec.for_block(block)
-        tables = key_tables(spec, self.head_dim, places, cached.dtype, first).for_block(block)
-        return _turned(cached, tables.near, None if spec.order is None else self._normed_keys)
+        tables = key_tables(spec, self.head_dim, positions, cached.dtype, first).for_block(block)
+        return _rotate(cached, tables.near, None if spec.order is None else self._key_features)
 
-    def _refuse(self, positions: Positions) -> None:
+    def _spec_for(self, positions: Positions, block: int) -> ScoreSpec:
+        """The specification of the rows of a block; `InputError` where causality does not fit."""
         spec = self._spec
         if positions.causal and spec.leaks_future:
             raise InputError(
@@ -215,6 +202,7 @@ class Score(nn.Module):
             )
         if spec.needs_causal and not positions.causal:
             raise InputError(f"{spec.name} is defined for causal attention only")
+        return spec.for_block(block) if spec.blockwise else spec
 
     def _queries(
         self,
@@ -230,35 +218,43 @@ class Score(nn.Module):
         def norm(q: Tensor) -> Tensor:
             return q if self.query_norm is None else self.query_norm(q, padding)
 
-        def ready(q: Tensor) -> Tensor:
+        def features(q: Tensor) -> Tensor:
             if isinstance(spec.position, RotaryPosition):
                 q = spec.position.query_features(q)
-            return self._weighed(q, positions.n)
+            return self._learned_scale(q, positions.n)
 
         q = norm(q) if spec.order is None else q
         pairs = self._pairs(spec, q, positions)
-        q, after = (ready(q), None) if spec.order is None else (q, lambda x: ready(norm(x)))
-        near = scaled(_turned(q, tables.near, after), tables.scale)
+        q, then = (features(q), None) if spec.order is None else (q, lambda x: features(norm(x)))
+        near = scaled(_rotate(q, tables.near, then), tables.scale)
         if tables.far is None:
             return near, None, pairs
-        return near, scaled(_turned(q, tables.far, after), tables.scale), pairs
+        return near, scaled(_rotate(q, tables.far, then), tables.scale), pairs
 
-    def _weighed(self, q: Tensor, n: Tensor) -> Tensor:
+    def _learned_scale(self, q: Tensor, n: Tensor) -> Tensor:
         """Multiply q by the learned part of λ."""
         if self.logn is not None and self._spec.logn is not None:
-            n = by_head(n).to(_wide(q))
+            n = by_head(n).to(_bias_dtype(q))
             n = n[None] if n.dim() == 1 else n
             q = scaled(q, self._spec.logn.learned_factor(n, _values(self.logn))[..., None])
         return scaled(q, self.scale)
 
-    def _normed_keys(self, k: Tensor, padding: Tensor | None = None) -> Tensor:
+    def _normalise_first(
+        self, spec: ScoreSpec, k: Tensor, padding: Tensor | None
+    ) -> tuple[Tensor, Then]:
+        """Normalise keys that are about to rotate, or return what follows the rotation."""
+        if spec.order is None:
+            return self._key_features(k, padding), None
+        return k, lambda x: self._key_features(x, padding)
+
+    def _key_features(self, k: Tensor, padding: Tensor | None = None) -> Tensor:
         k = k if self.key_norm is None else self.key_norm(k, padding)
         position = self._spec.position
         if not isinstance(position, RotaryPosition):
             return k
         return position.key_features(k, _values(self.position))
 
-    def _problem(
+    def _inputs(
         self,
         q: Tensor,
         k: Tensor,
@@ -268,18 +264,20 @@ class Score(nn.Module):
         dropout: float,
         pairs: PairBias | None,
     ) -> AttentionInputs:
+        """Put what a kernel does besides the product beside it."""
         window, kept = self._spec.window
         selection = None
         if self._spec.selection is not None:
             own = None if seen.padding is None else seen.padding[:, v.shape[2] - q.shape[2] :]
-            selection = Selection(k.new_zeros(v.shape[0], v.shape[2], dtype=_wide(k)), own)
+            taken = k.new_zeros(v.shape[0], v.shape[2], dtype=_bias_dtype(k))
+            selection = Selection(taken, own)
         return AttentionInputs(
             q,
             k,
             v,
             seen if window is None else replace(seen, window=window, kept=kept),
             dropout=dropout,
-            bias=self._bias(q, positions),
+            bias=self._distance_bias(q, positions),
             sink=self.sink,
             cap=None if self._spec.cap is None else self._spec.cap.cap,
             pairs=pairs,
@@ -299,10 +297,10 @@ class Score(nn.Module):
         query = None
         if part.reads_queries:
             scale = scale_column(query_scale(spec, self.head_dim, positions.n))
-            query = scaled(self._weighed(q, positions.n), scale)
-        return part.pairs(_values(self.bias), _wide(q), query)
+            query = scaled(self._learned_scale(q, positions.n), scale)
+        return part.pairs(_values(self.bias), _bias_dtype(q), query)
 
-    def _bias(self, q: Tensor, positions: Positions) -> Tensor | None:
+    def _distance_bias(self, q: Tensor, positions: Positions) -> Tensor | None:
         """b(h, r) for every distance r that occurs between these positions."""
         part = self._spec.bias
         if part is None or isinstance(part, PairBiasPart):
@@ -311,15 +309,12 @@ class Score(nn.Module):
         if not positions.regular:
             furthest = torch.stack((positions.query.max(), positions.key.max()))
             most = int(furthest.max()) + 1
-        distance = torch.arange(most, device=q.device, dtype=_wide(q))
+        distance = torch.arange(most, device=q.device, dtype=_bias_dtype(q))
         return part.values(distance, self.heads, _values(self.bias))
 
 
-def _parameters(
-    part: P | None, learned: Callable[[P], Mapping[str, Tensor]]
-) -> nn.ParameterDict | None:
+def _parameters(initial: Mapping[str, Tensor] | None) -> nn.ParameterDict | None:
     """What a part learns, by name; None where it learns nothing."""
-    initial = {} if part is None else learned(part)
     return nn.ParameterDict(initial) if initial else None
 
 
@@ -327,34 +322,35 @@ def _values(learned: nn.ParameterDict | None) -> dict[str, Tensor]:
     return {} if learned is None else dict(learned.items())
 
 
-def _turned(
-    x: Tensor,
-    rotation: Rotation | ChunkQueries | ChunkKeys | None,
-    after: Callable[[Tensor], Tensor] | None = None,
+def _rotate(
+    x: Tensor, rotation: Rotation | ChunkedQueries | ChunkedKeys | None, then: Then = None
 ) -> Tensor:
-    """Rotate x and apply `after`, the normalisation that follows, if any."""
-    if after is None:
-        return x if rotation is None else rotation(x)
-    if rotation is None:
-        return after(x)
-    return rotation.apply(lambda turn: after(turn(x)))
+    """Rotate x and apply `then`, the normalisation that follows, if any."""
+    if rotation is not None:
+        return rotation(x, then)
+    return x if then is None else then(x)
 
 
-def _wide(x: Tensor) -> torch.dtype:
-    """The type of a bias: at least float32."""
+def _bias_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of a bias: at least float32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def _refuse_sizes(spec: ScoreSpec, kv_heads: int, head_dim: int) -> None:
+def _check_sizes(spec: ScoreSpec, heads: int, kv_heads: int, head_dim: int) -> None:
+    if heads < 1 or head_dim < 1:
+        raise InputError(f"heads and head_dim must be at least 1, not {heads} and {head_dim}")
+    if kv_heads < 1 or heads % kv_heads:
+        raise InputError(f"{heads} query heads cannot share {kv_heads} key heads evenly")
     if spec.difference is not None and kv_heads % 2:
         raise InputError(
             f"{spec.name} takes heads in pairs, each with two keys and values of its own, so the "
             f"key heads must be an even number, but there are {kv_heads}"
         )
-    position = spec.position if isinstance(spec.position, RotaryPosition) else None
-    turned = 0 if position is None else position.rotary_dim(head_dim)
-    if turned % 2 or (turned > head_dim and not (position is not None and position.widens)):
-        raise InputError(f"{spec.name} needs an even head dimension, but it is {head_dim}")
+    position = spec.position
+    if isinstance(position, RotaryPosition):
+        size = position.rotary_dim(head_dim)
+        if size % 2 or (size > head_dim and not position.widens):
+            raise InputError(f"{spec.name} needs an even head dimension, but it is {head_dim}")
     if spec.layout is not None:
         raise InputError(
             f"{spec.name} differs from layer to layer: take spec.layer(layer, layers) for one"

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
+from torch.nn.functional import pad
 
 from normattn.errors import InputError
 from normattn.kernels import AttentionMask
@@ -88,33 +89,29 @@ class Positions:
                 f"causal attention of {queries} queries over {keys} keys needs q_positions: "
                 "the queries cannot all be the last ones of the keys"
             )
-        key = k_positions
-        if key is None and documents is not None:
-            key = _within(numbered(documents, key_padding), key_padding)
-        elif key is None and key_padding is not None:
+        shift = keys - queries
+        if documents is not None:
+            key, visible = _count_in_documents(
+                number_documents(documents, key_padding), key_padding
+            )
+            visible = visible[:, shift:]
+        elif key_padding is not None:
             key = ((~key_padding).cumsum(-1) - 1).clamp(min=0)
-        elif key is None:
+            visible = (~key_padding).sum(-1, keepdim=True)
+        else:
             key = torch.arange(keys, device=device)
+            visible = torch.full((1,), keys, device=device)
+        key = key if k_positions is None else k_positions
         query = q_positions
         if query is None:
-            shift = keys - queries
             query = key[..., shift:] if shift >= 0 else torch.arange(queries, device=device)
-        if causal:
-            n = query + 1
-        elif documents is not None:
-            number = numbered(documents, key_padding)
-            n = _in_document(number, key_padding)[:, keys - queries :]
-        elif key_padding is not None:
-            n = (~key_padding).sum(-1, keepdim=True)
-        else:
-            n = torch.full((1,), keys, device=device)
-        given = (key_padding, q_positions, k_positions, documents)
-        regular = all(argument is None for argument in given)
+        n = (query + 1 if causal else visible).clamp(min=1)
         ordered = q_positions is None and k_positions is None
-        return Positions(query, key, n.clamp(min=1), causal, regular, ordered)
+        regular = ordered and key_padding is None and documents is None
+        return Positions(query, key, n, causal, regular, ordered)
 
 
-def numbered(
+def number_documents(
     documents: Int[Tensor, "b s"], key_padding: Bool[Tensor, "b s"] | None = None
 ) -> Int[Tensor, "b s"]:
     """Number the documents of each row from 0 on: runs of equal numbers.
@@ -125,26 +122,16 @@ def numbered(
     index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
     real = index if key_padding is None else torch.where(key_padding, -1, index)
     # The last real token before each one, −1 where there is none.
-    before = torch.nn.functional.pad(real.cummax(-1).values[:, :-1], (1, 0), value=-1)
+    before = pad(real.cummax(-1).values[:, :-1], (1, 0), value=-1)
     other = documents != documents.gather(1, before.clamp(min=0))
     return ((real >= 0) & (before >= 0) & other).cumsum(-1)
 
 
-def _in_document(
+def _count_in_documents(
     number: Int[Tensor, "b s"], key_padding: Bool[Tensor, "b s"] | None
-) -> Int[Tensor, "b s"]:
-    """Count the unpadded tokens of each token's document."""
+) -> tuple[Int[Tensor, "b s"], Int[Tensor, "b s"]]:
+    """Each token's position in its document, and the tokens of that document, without padding."""
     real = torch.ones_like(number) if key_padding is None else (~key_padding).long()
-    return torch.zeros_like(number).scatter_add_(1, number, real).gather(1, number)
-
-
-def _within(
-    number: Int[Tensor, "b s"], key_padding: Bool[Tensor, "b s"] | None
-) -> Int[Tensor, "b s"]:
-    """Position of each token in its document, padding not counted."""
-    real = torch.ones_like(number) if key_padding is None else (~key_padding).long()
-    count = real.cumsum(-1)
-    # Real tokens before each document's first: a count that only grows from one to the next.
-    new = torch.nn.functional.pad(number[:, 1:] != number[:, :-1], (1, 0))
-    before = torch.where(new, count - real, 0).cummax(-1).values
-    return (count - 1 - before).clamp(min=0)
+    tokens = torch.zeros_like(number).scatter_add_(1, number, real)
+    before = (tokens.cumsum(-1) - tokens).gather(1, number)
+    return (real.cumsum(-1) - 1 - before).clamp(min=0), tokens.gather(1, number)

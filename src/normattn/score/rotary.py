@@ -1,7 +1,7 @@
 """Rotary tables: cos and sin of positions with λ folded in, kept where positions simply count.
 
 Legend: B batch, H heads, T queries or tokens, S keys, D head dimension, P pairs of features that
-turn.
+rotate.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ from normattn.plain import plain
 from normattn.score.parts import RotaryPosition, rope_frequencies
 from normattn.score.positions import Positions
 from normattn.score.spec import ScoreSpec
-from normattn.score.table_cache import TableCache
 
 RotationArguments = tuple[Tensor, Tensor, Tensor, bool, int]
-"""cos, sin and rest of a `Rotation`, whether pairs are interleaved, and the first that turns."""
+"""cos, sin and rest of a `Rotation`, whether pairs are interleaved, and the first that rotates."""
+Then = Callable[[Tensor], Tensor] | None
+"""What is done to rotated features: a normalisation that follows the rotation."""
 
 
 @dataclass(frozen=True)
 class Rotation:
     """Tables of cos and sin, each (T, P) or (B, 1, T, P), already multiplied by a scale.
 
-    The 2·P features from `start` on turn; the others do not: they are multiplied by `rest`, (T, 1)
-    or (B, 1, T, 1).
+    The 2·P features from `start` on rotate; the others do not: they are multiplied by `rest`,
+    (T, 1) or (B, 1, T, 1).
     """
 
     cos: Float[Tensor, "*b t p"]
@@ -41,13 +42,11 @@ class Rotation:
     interleaved: bool
     start: int = 0
 
-    def __call__(self, x: Float[Tensor, "b h t d"]) -> Float[Tensor, "b h t d"]:
-        """Turn pair (a, b) into (a·cos − b·sin, b·cos + a·sin)."""
-        tables = self.cos, self.sin, self.rest
-        if plain():
-            return _turn_plainly(x, *tables, self.interleaved, self.start)
-        y: Tensor = _Rotate.apply(x, *tables, self.interleaved, self.start, False)  # type: ignore[no-untyped-call]
-        return y
+    def __call__(self, x: Float[Tensor, "b h t d"], then: Then = None) -> Tensor:
+        """Rotate pair (a, b) to (a·cos − b·sin, b·cos + a·sin)."""
+        rotate = _rotate_plainly if plain() else _Rotate.apply
+        y: Tensor = rotate(x, *self.arguments)
+        return y if then is None else then(y)
 
     @property
     def arguments(self) -> RotationArguments:
@@ -59,72 +58,56 @@ class Rotation:
         cos, sin, rest = (x[..., rows, :] for x in (self.cos, self.sin, self.rest))
         return Rotation(cos, sin, rest, self.interleaved, self.start)
 
-    def for_block(self, block: int) -> Rotation:
-        """Itself: rows of all blocks read it alike."""
-        return self
-
-    def apply(self, turned: Callable[[Rotation], Tensor]) -> Tensor:
-        """What `turned` makes of this rotation."""
-        return turned(self)
-
 
 @dataclass(frozen=True)
-class ChunkQueries:
-    """Queries turned to the places of several rules, one behind the other, as `ChunkKeys` has them.
+class ChunkedQueries:
+    """Queries rotated to the positions of several rules, side by side, as `ChunkedKeys` has them.
 
     Rows of the first chunks have no keys of the last rules, and no features for them.
     """
 
-    turns: tuple[Rotation, ...]
+    rotations: tuple[Rotation, ...]
 
-    def __call__(self, x: Float[Tensor, "b h t d"]) -> Float[Tensor, "b h t wide"]:
-        """All of them."""
-        return self.apply(lambda turn: turn(x))
+    def __call__(self, x: Float[Tensor, "b h t d"], then: Then = None) -> Tensor:
+        """All of them (B, H, T, rules·D)."""
+        return torch.cat([rotation(x, then) for rotation in self.rotations], -1)
 
-    def rows(self, rows: slice) -> ChunkQueries:
+    def rows(self, rows: slice) -> ChunkedQueries:
         """The rotations of some of the positions."""
-        return ChunkQueries(tuple(turn.rows(rows) for turn in self.turns))
+        return ChunkedQueries(tuple(rotation.rows(rows) for rotation in self.rotations))
 
-    def for_block(self, block: int) -> ChunkQueries:
-        """For the rows of a chunk."""
-        return ChunkQueries(self.turns[: max(block, 0) + 1])
-
-    def apply(self, turned: Callable[[Rotation], Tensor]) -> Float[Tensor, "b h t wide"]:
-        """What `turned` makes of each, side by side."""
-        return torch.cat([turned(turn) for turn in self.turns], -1)
+    def for_block(self, block: int) -> ChunkedQueries:
+        """The rotations for the rows of a chunk."""
+        return ChunkedQueries(self.rotations[: max(block, 0) + 1])
 
 
 @dataclass(frozen=True)
-class ChunkKeys:
-    """Keys as the rows of chunk `block` read them: at the place of one of three rules, 0 elsewhere.
+class ChunkedKeys:
+    """Keys as the rows of chunk `block` read them: rotated behind one of three rules, 0 elsewhere.
 
     `chunk` (S, 1) or (B, 1, S, 1) is that of each key. The rules are those of the rows' own chunk,
-    of the one before and of those further away; the product with `ChunkQueries` is that of the
+    of the one before and of those further away; the product with `ChunkedQueries` is that of the
     rule.
     """
 
-    turn: Rotation
+    rotation: Rotation
     chunk: Int[Tensor, "*b s 1"]
     block: int = 0
 
-    def __call__(self, x: Float[Tensor, "b g s d"]) -> Float[Tensor, "b g s wide"]:
-        """Turned and laid out."""
-        return self.apply(lambda turn: turn(x))
-
-    def rows(self, rows: slice) -> ChunkKeys:
-        """The tables of some of the positions."""
-        return ChunkKeys(self.turn.rows(rows), self.chunk[..., rows, :], self.block)
-
-    def for_block(self, block: int) -> ChunkKeys:
-        """For the rows of a chunk."""
-        return ChunkKeys(self.turn, self.chunk, block)
-
-    def apply(self, turned: Callable[[Rotation], Tensor]) -> Float[Tensor, "b g s wide"]:
-        """What `turned` makes of them, laid out by rule."""
-        y = turned(self.turn)
+    def __call__(self, x: Float[Tensor, "b g s d"], then: Then = None) -> Tensor:
+        """Keys rotated and laid out by rule (B, G, S, rules·D)."""
+        y = self.rotation(x, then)
         rules = min(max(self.block, 0) + 1, 3)
         rule = (self.block - self.chunk).clamp(0, rules - 1)
         return torch.cat([torch.where(rule == n, y, 0.0) for n in range(rules)], -1)
+
+    def rows(self, rows: slice) -> ChunkedKeys:
+        """The tables of some of the positions."""
+        return ChunkedKeys(self.rotation.rows(rows), self.chunk[..., rows, :], self.block)
+
+    def for_block(self, block: int) -> ChunkedKeys:
+        """The tables for the rows of a chunk."""
+        return replace(self, block=block)
 
 
 @dataclass(frozen=True)
@@ -133,11 +116,11 @@ class RotaryTables:
 
     `far` is None where there is one regime, or nothing to do. λ is folded into the rotations of
     queries, or stays outside as `scale`, a number or broadcastable to (B, H, T, 1): where nothing
-    turns, where the normalisation follows the rotation, and where heads have a λ each. Where rules
-    go by chunks `near` has all of them.
+    rotates, where the normalisation follows the rotation, and where heads have a λ each. Where
+    rules go by chunks `near` has all of them.
     """
 
-    near: Rotation | ChunkQueries | ChunkKeys | None = None
+    near: Rotation | ChunkedQueries | ChunkedKeys | None = None
     far: Rotation | None = None
     scale: Tensor | float | None = None
 
@@ -159,14 +142,14 @@ class RotaryTables:
 
 @dataclass(frozen=True, eq=False)
 class Rotator:
-    """How pairs of features turn with the position.
+    """How pairs of features rotate with the position.
 
     Attributes:
         theta: θ_m of the pairs (P,), in float64.
         interleaved: whether features 2m and 2m + 1 are a pair, instead of m and m + P.
         growth: the logarithm by which each pair grows from position to position (XPos).
-        amplitude: what cos and sin are multiplied with; features that do not turn keep their size.
-        start: the first of the 2·P features that turn.
+        amplitude: the factor of cos and sin; features that do not rotate keep their size.
+        start: the first of the 2·P features that rotate.
     """
 
     theta: Float[Tensor, " p"]
@@ -176,11 +159,7 @@ class Rotator:
     start: int = 0
 
     def at(
-        self,
-        positions: Tensor,
-        dtype: torch.dtype,
-        scale: Tensor | float = 1.0,
-        sign: int = 1,
+        self, positions: Tensor, dtype: torch.dtype, scale: Tensor | float = 1.0, sign: int = 1
     ) -> Rotation:
         """Make the rotation to positions (T,) or (B, T), times `scale`, with angles in float64.
 
@@ -195,12 +174,9 @@ class Rotator:
             exponent = positions[..., None] * (self.growth * sign).to(positions.device)
             _refuse_overflow(exponent, self.growth, dtype)
             size = exponent.exp() * size
-        tables = (
-            angle.cos() * size,
-            angle.sin() * size,
-            torch.ones_like(positions)[..., None] * scale,
-        )
+        rest = torch.ones_like(positions)[..., None] * scale
         table = torch.float64 if dtype == torch.float64 else torch.float32
+        tables = angle.cos() * size, angle.sin() * size, rest
         cos, sin, rest = (by_head(x, 3).to(table) for x in tables)
         return Rotation(cos, sin, rest, self.interleaved, self.start)
 
@@ -208,24 +184,23 @@ class Rotator:
         self, spec: ScoreSpec, positions: Tensor, scale: Tensor | float, dtype: torch.dtype
     ) -> RotaryTables:
         """Make the tables of queries: near and far positions, or those of all rules by chunks."""
-        at, rules, remapping = positions.double(), spec.chunk_remapping, spec.remapping
+        at, rules = positions.double(), spec.chunk_remapping
         if rules is not None:
-            turns = (self.at(own, dtype, scale) for own in rules.query_positions(at))
-            return RotaryTables(ChunkQueries(tuple(turns)))
-        near = self.at(at, dtype, scale)
+            rotations = (self.at(own, dtype, scale) for own in rules.query_positions(at))
+            return RotaryTables(ChunkedQueries(tuple(rotations)))
+        near, remapping = self.at(at, dtype, scale), spec.remapping
         if remapping is None:
             return RotaryTables(near)
         return RotaryTables(near, self.at(remapping.far_positions(at, at)[0], dtype, scale))
 
     def keys(self, spec: ScoreSpec, positions: Tensor, dtype: torch.dtype) -> RotaryTables:
         """Make the tables of keys: near and far positions, or those in their chunks."""
-        at, rules, remapping = positions.double(), spec.chunk_remapping, spec.remapping
+        at, rules = positions.double(), spec.chunk_remapping
         if rules is not None:
-            chunk = by_head(
-                positions.div(rules.known("size"), rounding_mode="floor").long()[..., None], 3
-            )
-            return RotaryTables(ChunkKeys(self.at(rules.key_positions(at), dtype, sign=-1), chunk))
-        near = self.at(at, dtype, sign=-1)
+            chunk = positions.div(rules.known("size"), rounding_mode="floor").long()
+            rotation = self.at(rules.key_positions(at), dtype, sign=-1)
+            return RotaryTables(ChunkedKeys(rotation, by_head(chunk[..., None], 3)))
+        near, remapping = self.at(at, dtype, sign=-1), spec.remapping
         if remapping is None:
             return RotaryTables(near)
         return RotaryTables(near, self.at(remapping.far_positions(at, at)[1], dtype, sign=-1))
@@ -265,18 +240,18 @@ def query_scale(spec: ScoreSpec, head_dim: int, n: Int[Tensor, "*bn u"]) -> Tens
 
 
 def frequencies(spec: ScoreSpec, head_dim: int) -> Float[Tensor, " p"]:
-    """θ'_m of the pairs that turn, in float64; empty where nothing does."""
-    position = spec.position
+    """θ'_m of the pairs that rotate, in float64; empty where nothing does."""
+    position, scaling = spec.position, spec.rope_scaling
     if not isinstance(position, RotaryPosition):
         return torch.empty(0, dtype=torch.float64)
-    size, scaling = position.rotary_dim(head_dim), spec.rope_scaling
+    size = position.rotary_dim(head_dim)
     if scaling is None:
         return position.adjusted(rope_frequencies(size, position.base))
     return position.adjusted(scaling.inverse_frequencies(size, position.base, spec.train_length))
 
 
 def _rotator(spec: ScoreSpec, head_dim: int) -> Rotator | None:
-    """Make the rotator of a score, or None where nothing turns; the gain is in λ."""
+    """Make the rotator of a score, or None where nothing rotates; the gain is in λ."""
     position = spec.position
     if not isinstance(position, RotaryPosition):
         return None
@@ -292,105 +267,115 @@ def query_tables(
     spec: ScoreSpec, head_dim: int, positions: Positions, dtype: torch.dtype
 ) -> RotaryTables:
     """Rotary tables of queries at these positions, λ included."""
-
-    def make(query: Tensor, n: Tensor) -> RotaryTables:
-        scale, rotator = query_scale(spec, head_dim, n), _rotator(spec, head_dim)
-        if rotator is None:
-            return RotaryTables(scale=scale_column(scale))
-        # Rotations have no axis of heads, which n has where each head has a mask of its own.
-        if spec.order is None and n.dim() < 3:
-            return rotator.queries(spec, query, scale, dtype)
-        return replace(rotator.queries(spec, query, 1.0, dtype), scale=scale_column(scale))
-
     if not positions.regular or positions.masked or torch.compiler.is_compiling():
-        return make(positions.query, positions.n)
+        return _queries(spec, head_dim, positions.query, positions.n, dtype)
     queries, keys = positions.query.shape[-1], positions.key.shape[-1]
-    device, name = positions.query.device, ("queries", spec, head_dim, dtype)
-    if not positions.causal:
-        key = (*name, device, queries, keys)
-        return _CACHE.made(key, lambda: make(positions.query, positions.n))
-    room = _room(spec, head_dim, dtype, keys)
-    bounds = (keys - queries, keys)
-    return _CACHE.counted(name, bounds, room, device, lambda query: make(query, query + 1))
+    first, visible = max(0, keys - queries), None if positions.causal else keys
+    capacity = _capacity(spec, head_dim, dtype, first + queries)
+    whole = _counted_queries(spec, head_dim, dtype, capacity, positions.query.device, visible)
+    return whole.rows(slice(first, first + queries))
 
 
 def key_tables(
     spec: ScoreSpec,
     head_dim: int,
-    places: Int[Tensor, "*bk s"],
+    positions: Int[Tensor, "*bk s"],
     dtype: torch.dtype,
     first: int | None = None,
+    far_to_near: bool = False,
 ) -> RotaryTables:
-    """Rotary tables of keys at these positions, which count from `first` on where it is given."""
+    """Rotary tables of keys at these positions, which count from `first` on where it is given.
 
-    def make(places: Tensor) -> RotaryTables:
-        rotator = _rotator(spec, head_dim)
-        return RotaryTables() if rotator is None else rotator.keys(spec, places, dtype)
-
-    return _counted_keys("keys", spec, head_dim, places, dtype, first, make)
-
-
-def far_to_near(
-    spec: ScoreSpec,
-    head_dim: int,
-    places: Int[Tensor, "*bk s"],
-    dtype: torch.dtype,
-    first: int | None = None,
-) -> Rotation | None:
-    """Rotation of keys from their far to their near positions, which are as for `key_tables`."""
-
-    def make(places: Tensor) -> RotaryTables:
-        rotator = _rotator(spec, head_dim)
-        if rotator is None or spec.remapping is None:
-            return RotaryTables()
-        at = places.double()
-        return RotaryTables(
-            rotator.at(at - spec.remapping.far_positions(at, at)[1], dtype, sign=-1)
-        )
-
-    near = _counted_keys("far to near", spec, head_dim, places, dtype, first, make).near
-    assert near is None or isinstance(near, Rotation)
-    return near
-
-
-def _counted_keys(
-    kind: str,
-    spec: ScoreSpec,
-    head_dim: int,
-    places: Tensor,
-    dtype: torch.dtype,
-    first: int | None,
-    make: Callable[[Tensor], RotaryTables],
-) -> RotaryTables:
+    With `far_to_near` `near` rotates keys from their far to their near positions.
+    """
     if first is None or torch.compiler.is_compiling():
-        return make(places)
-    last = first + places.shape[-1]
-    room = _room(spec, head_dim, dtype, last)
-    return _CACHE.counted((kind, spec, head_dim, dtype), (first, last), room, places.device, make)
+        return _keys(spec, head_dim, positions, dtype, far_to_near)
+    last = first + positions.shape[-1]
+    capacity = _capacity(spec, head_dim, dtype, last)
+    whole = _counted_keys(spec, head_dim, dtype, capacity, positions.device, far_to_near)
+    return whole.rows(slice(first, last))
 
 
-def _room(spec: ScoreSpec, head_dim: int, dtype: torch.dtype, positions: int) -> int:
+def _queries(
+    spec: ScoreSpec, head_dim: int, positions: Tensor, n: Tensor, dtype: torch.dtype
+) -> RotaryTables:
+    scale, rotator = query_scale(spec, head_dim, n), _rotator(spec, head_dim)
+    if rotator is None:
+        return RotaryTables(scale=scale_column(scale))
+    # Rotations have no axis of heads, which n has where each head has a mask of its own.
+    if spec.order is None and n.dim() < 3:
+        return rotator.queries(spec, positions, scale, dtype)
+    return replace(rotator.queries(spec, positions, 1.0, dtype), scale=scale_column(scale))
+
+
+def _keys(
+    spec: ScoreSpec, head_dim: int, positions: Tensor, dtype: torch.dtype, far_to_near: bool
+) -> RotaryTables:
+    rotator, at = _rotator(spec, head_dim), positions.double()
+    if rotator is None:
+        return RotaryTables()
+    if not far_to_near:
+        return rotator.keys(spec, positions, dtype)
+    assert spec.remapping is not None
+    way = at - spec.remapping.far_positions(at, at)[1]
+    return RotaryTables(rotator.at(way, dtype, sign=-1))
+
+
+# Tables of positions 0 … capacity − 1, of which calls take rows: a sequence that grows token by
+# token seldom needs a new one. They are ordinary tensors even when first asked for in inference
+# mode, since training reuses them.
+
+
+@lru_cache(maxsize=32)
+@torch.inference_mode(False)
+def _counted_queries(
+    spec: ScoreSpec,
+    head_dim: int,
+    dtype: torch.dtype,
+    capacity: int,
+    device: torch.device,
+    visible: int | None,
+) -> RotaryTables:
+    """Causal, or with as many visible keys for every query."""
+    query = torch.arange(capacity, device=device)
+    n = query + 1 if visible is None else torch.tensor([visible], device=device)
+    return _queries(spec, head_dim, query, n, dtype)
+
+
+@lru_cache(maxsize=32)
+@torch.inference_mode(False)
+def _counted_keys(
+    spec: ScoreSpec,
+    head_dim: int,
+    dtype: torch.dtype,
+    capacity: int,
+    device: torch.device,
+    far_to_near: bool,
+) -> RotaryTables:
+    return _keys(spec, head_dim, torch.arange(capacity, device=device), dtype, far_to_near)
+
+
+def _capacity(spec: ScoreSpec, head_dim: int, dtype: torch.dtype, positions: int) -> int:
     """Choose the length of a table: the next power of two, so that growth seldom makes a new one.
 
     Where features grow with the position, the tables end where the dtype does.
     """
-    room, position = max(64, 1 << (positions - 1).bit_length()), spec.position
+    capacity, position = max(64, 1 << (positions - 1).bit_length()), spec.position
     growth = position.log_growth(head_dim) if isinstance(position, RotaryPosition) else None
-    return room if growth is None else max(positions, min(room, _last_position(growth, dtype) + 1))
-
-
-_CACHE: TableCache[RotaryTables] = TableCache(32)
+    if growth is None:
+        return capacity
+    return max(positions, min(capacity, _last_position(growth, dtype) + 1))
 
 
 def _last_position(log_growth: Float[Tensor, "p"], dtype: torch.dtype) -> int:
     """How far features that grow with the absolute position stay well inside the dtype's range."""
-    room = math.log(torch.finfo(dtype).max) / 2
+    range_of_dtype = math.log(torch.finfo(dtype).max) / 2
     fastest = float(log_growth.abs().max())
-    return int(room / fastest) if fastest else 2**62
+    return int(range_of_dtype / fastest) if fastest else 2**62
 
 
 def _refuse_overflow(exponent: Tensor, log_growth: Tensor, dtype: torch.dtype) -> None:
-    """Growth with the absolute position ends where the dtype does; unasked where no number is."""
+    """Raise `InputError` where features grow out of a dtype's range; not while compiling."""
     if torch.compiler.is_compiling() or exponent.is_meta:
         return
     last = _last_position(log_growth, dtype)
@@ -403,7 +388,7 @@ def _refuse_overflow(exponent: Tensor, log_growth: Tensor, dtype: torch.dtype) -
 
 @lru_cache(maxsize=256)
 def feature_pairs(start: int, count: int, interleaved: bool) -> tuple[slice, slice]:
-    """The first and the second features of the pairs that turn."""
+    """The first and the second features of the pairs that rotate."""
     end = start + 2 * count
     if interleaved:
         return slice(start, end, 2), slice(start + 1, end, 2)
@@ -411,36 +396,33 @@ def feature_pairs(start: int, count: int, interleaved: bool) -> tuple[slice, sli
 
 
 def rotate_rows(
-    x: Tensor, cos: Tensor, sin: Tensor, rest: Tensor, interleaved: bool, start: int, back: bool
+    x: Tensor, cos: Tensor, sin: Tensor, rest: Tensor, interleaved: bool, start: int
 ) -> Tensor:
-    """Turn pair (a, b) of x into (a·cos − b·sin, b·cos + a·sin), or `back`, without a gradient."""
+    """Rotate pair (a, b) of x to (a·cos − b·sin, b·cos + a·sin), without a gradient."""
     wide = x if x.dtype == cos.dtype else x.to(cos.dtype)
     y = torch.empty_like(wide, memory_format=torch.contiguous_format)
-    end = start + 2 * cos.shape[-1]
     first, second = feature_pairs(start, cos.shape[-1], interleaved)
     a, b, left, right = wide[..., first], wide[..., second], y[..., first], y[..., second]
-    for still in (slice(start), slice(end, None)):
+    for still in (slice(start), slice(start + 2 * cos.shape[-1], None)):
         if y[..., still].shape[-1]:
             torch.mul(wide[..., still], rest, out=y[..., still])
-    sign = -1 if back else 1
     torch.mul(a, cos, out=left)
-    left.addcmul_(b, sin, value=-sign)
+    left.addcmul_(b, sin, value=-1)
     torch.mul(b, cos, out=right)
-    right.addcmul_(a, sin, value=sign)
+    right.addcmul_(a, sin)
     return y.to(x.dtype)
 
 
-def _turn_plainly(
+def _rotate_plainly(
     x: Tensor, cos: Tensor, sin: Tensor, rest: Tensor, interleaved: bool, start: int
 ) -> Tensor:
     """The same rotation in operations that a compiler can fuse."""
-    wide, turned = x.to(cos.dtype), 2 * cos.shape[-1]
-    end = start + turned
+    wide, end = x.to(cos.dtype), start + 2 * cos.shape[-1]
     first, second = feature_pairs(start, cos.shape[-1], interleaved)
     a, b = wide[..., first], wide[..., second]
     left, right = a * cos - b * sin, b * cos + a * sin
     y = torch.stack((left, right), -1).flatten(-2) if interleaved else torch.cat((left, right), -1)
-    if turned < x.shape[-1]:
+    if end - start < x.shape[-1]:
         y = torch.cat((wide[..., :start] * rest, y, wide[..., end:] * rest), -1)
     return y.to(x.dtype)
 
@@ -457,24 +439,18 @@ class _Rotate(torch.autograd.Function):
         rest: Tensor,
         interleaved: bool,
         start: int,
-        back: bool,
     ) -> Tensor:
         # The tables are constants: no hook on saved tensors needs to see them.
-        ctx.tables = cos, sin, rest
-        ctx.settings = interleaved, start, back
-        return rotate_rows(x, cos, sin, rest, interleaved, start, back)
+        ctx.tables = cos, sin, rest, interleaved, start
+        return rotate_rows(x, cos, sin, rest, interleaved, start)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        cos, sin, rest = ctx.tables
-        interleaved, start, back = ctx.settings
-        if plain():
-            turned = _turn_plainly(grads[0], cos, sin if back else -sin, rest, interleaved, start)
-            return turned, None, None, None, None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin, *settings = ctx.tables
         # With gradients on, a derivative of this derivative is wanted: it is a rotation as well.
-        turn = _Rotate.apply if torch.is_grad_enabled() else rotate_rows
-        turned = turn(grads[0], cos, sin, rest, interleaved, start, not back)
-        return turned, None, None, None, None, None, None
+        rotate = _Rotate.apply if torch.is_grad_enabled() else rotate_rows
+        rotate = _rotate_plainly if plain() else rotate
+        return rotate(grad, cos, -sin, *settings), None, None, None, None, None
 
 
 rotate_with_gradient: Any = super(torch.autograd.Function, _Rotate).apply

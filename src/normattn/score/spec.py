@@ -19,7 +19,7 @@ from pydantic import GetCoreSchemaHandler
 from pydantic_core import core_schema
 
 from normattn.errors import InputError
-from normattn.score.grammar import give, make, print_part, read, training_length
+from normattn.score.grammar import agreed_length, build_parts, check_train_length, print_part, read
 from normattn.score.parts import (
     BiasPart,
     Chunked,
@@ -67,8 +67,8 @@ class ScoreSpec:
 
     What a parameter takes from the training length or from the table's factor may still be open
     (None); `resolve` fills it and refuses what stays open. `leaks_future`: a normalisation reads
-    across the sequence (refused when causal). `blockwise`: how keys are turned depends on the row
-    that reads, by blocks of rows.
+    across the sequence (refused when causal). `blockwise`: how keys are rotated depends on the row
+    that reads, by blocks of rows. An attribute for each kind of part holds that part, or None.
     """
 
     parts: tuple[Part, ...]
@@ -77,35 +77,20 @@ class ScoreSpec:
     blockwise: bool = field(init=False, compare=False, repr=False, default=False)
 
     logn = InSlot(Slot.LOGN, LengthScaling)
-    """Log-n scaling, trained or post-hoc."""
     rope_scaling = InSlot(Slot.ROPE_SCALING, RopeScaling)
-    """Other frequencies after training."""
     remapping = InSlot(Slot.REMAPPING, PositionRemapping)
-    """Two regimes of relative position."""
     chunk_remapping = InSlot(Slot.REMAPPING, ChunkRemapping)
-    """Rules of relative position by chunks."""
     order = InSlot(Slot.ORDER, RotateFirst)
-    """Normalisation after the rotation."""
     bias = InSlot(Slot.BIAS, BiasPart)
-    """A bias by distance."""
     residual = InSlot(Slot.RESIDUAL, ResidualPart)
-    """What is taken over from the layers below."""
     cap = InSlot(Slot.CAP, SoftCap)
-    """A bound on the score."""
     sink = InSlot(Slot.SINK, Sink)
-    """A learned logit in the denominator."""
     normaliser = InSlot(Slot.NORMALISER, NormaliserPart)
-    """What makes weights of a row in place of softmax."""
     selection = InSlot(Slot.NORMALISER, Selective)
-    """What queries take from the scores of later ones."""
     difference = InSlot(Slot.NORMALISER, Differential)
-    """What makes one output of two heads."""
     gate = InSlot(Slot.GATE, Gate)
-    """What a layer multiplies its heads' outputs with."""
     documents = InSlot(Slot.DOCUMENTS, Packed)
-    """Whether documents packed into one row see each other."""
     layout = InSlot(Slot.LAYOUT, Layout)
-    """Different scores in different layers."""
     _variant = InSlot(Slot.VARIANT, Variant)
     _position = InSlot(Slot.POSITION, Position)
     _forgetting = InSlot(Slot.BIAS, FoX)
@@ -114,7 +99,7 @@ class ScoreSpec:
 
     def __post_init__(self) -> None:
         if self.train_length is not None:
-            object.__setattr__(self, "train_length", training_length(self.train_length))
+            object.__setattr__(self, "train_length", check_train_length(self.train_length))
         filled = (part.filled(self.train_length, None) for part in arrange(self.parts))
         object.__setattr__(self, "parts", tuple(filled))
         norms = (self.variant.query_norm(), self.variant.key_norm())
@@ -123,7 +108,7 @@ class ScoreSpec:
         scaling = self.rope_scaling
         blockwise = self.chunk_remapping is not None or (scaling is not None and scaling.blockwise)
         object.__setattr__(self, "blockwise", blockwise)
-        _refuse_nonsense(self)
+        _check_combination(self)
 
     @classmethod
     def parse(cls, text: str, train_length: int | None = None, **parameters: Any) -> ScoreSpec:
@@ -133,25 +118,19 @@ class ScoreSpec:
         given it in the text. Raises `InputError` for unknown parts (with the nearest names),
         unknown or unused parameters, values out of range and combinations without a sense.
         """
-        given, length = read(text)
-        if None not in (length, train_length) and length != train_length:
-            raise InputError(
-                f"{text!r} says a training length of {length}, but {train_length} was given"
-            )
-        for key, value in parameters.items():
-            give(key, value, given, text)
-        chosen = tuple(make(part, fields, text) for part, fields in given)
-        return cls(chosen, train_length if length is None else length)
+        given, own = read(text)
+        length = agreed_length(text, own, train_length)
+        return cls(build_parts(given, parameters, text), length)
 
     @property
     def name(self) -> str:
         """The label of the literature's tables, e.g. `CosA-logn-YaRN`."""
-        return "-".join(part.name for part in self._spelled)
+        return "-".join(part.name for part in self._named)
 
     @property
     def text(self) -> str:
         """The specification without its training length: `str(self)` up to the @."""
-        return "-".join(print_part(part) for part in self._spelled)
+        return "-".join(print_part(part) for part in self._named)
 
     def __str__(self) -> str:
         return self.text if self.train_length is None else f"{self.text}@{self.train_length}"
@@ -164,7 +143,7 @@ class ScoreSpec:
 
     @property
     def position(self) -> Position:
-        """RoPE or NoPE."""
+        """The position, rotary or not."""
         assert self._position is not None
         return self._position
 
@@ -235,9 +214,9 @@ class ScoreSpec:
 
         A value that the training length gives anyway is not spelled.
         """
-        length, trained = self.train_length, self.trained
+        length = self.train_length
         return "-".join(
-            print_part(part, type(part)().filled(length, None)) for part in trained._spelled
+            print_part(part, type(part)().filled(length, None)) for part in self.trained._named
         )
 
     @property
@@ -253,9 +232,10 @@ class ScoreSpec:
         """
         labels = []
         for part in self._added:
-            stretched = getattr(part, "factor", None)
-            factor = stretched if isinstance(stretched, float) else None
-            usual = type(part)().filled(self.train_length, factor)
+            factor = getattr(part, "factor", None)
+            usual = type(part)().filled(
+                self.train_length, factor if isinstance(factor, float) else None
+            )
             labels.append(print_part(part, usual))
         return "-".join(labels)
 
@@ -271,20 +251,12 @@ class ScoreSpec:
         """
         if isinstance(text, str) and text.strip() in ("", "as is"):
             return self
-        given, length = read(text)
+        given, own = read(text)
         for part, _ in given:
             if part.when == "trained-in":
                 raise InputError(f"{part.name} is trained in; it cannot be added to {self.name}")
-        if None not in (length, self.train_length) and length != self.train_length:
-            raise InputError(
-                f"{text!r} says a training length of {length}, but {self} has another one"
-            )
-        for key, value in parameters.items():
-            give(key, value, given, text)
-        added = tuple(make(part, fields, text) for part, fields in given)
-        return ScoreSpec(
-            (*self.parts, *added), length if self.train_length is None else self.train_length
-        )
+        length = agreed_length(str(self), self.train_length, own)
+        return ScoreSpec((*self.parts, *build_parts(given, parameters, text)), length)
 
     def resolve(
         self, train_length: int | None = None, factor: float | int | None = None
@@ -294,12 +266,7 @@ class ScoreSpec:
         Raises `InputError` when the training length contradicts the one it has, or when a part
         still misses something.
         """
-        if None not in (self.train_length, train_length) and self.train_length != train_length:
-            raise InputError(
-                f"{self} is for a training length of {self.train_length}, but {train_length} was"
-                " given"
-            )
-        length = train_length if self.train_length is None else self.train_length
+        length = agreed_length(str(self), self.train_length, train_length)
         factor = None if factor is None else float(factor)
         spec = ScoreSpec(tuple(part.filled(length, factor) for part in self.parts), length)
         for part in spec.parts:
@@ -310,8 +277,8 @@ class ScoreSpec:
         return spec
 
     @property
-    def _spelled(self) -> tuple[Part, ...]:
-        """The parts that a name spells, in its order: all but a position that stands there unasked.
+    def _named(self) -> tuple[Part, ...]:
+        """The parts of a name, in its order: all but a position that stands there by default.
 
         Log-n of a method stands behind what it is added to: `ReRoPE-logn+`.
         """
@@ -323,7 +290,7 @@ class ScoreSpec:
     @property
     def _added(self) -> tuple[Part, ...]:
         """The post-hoc ones of them."""
-        return tuple(part for part in self._spelled if part.when != "trained-in")
+        return tuple(part for part in self._named if part.when != "trained-in")
 
     @classmethod
     def __get_pydantic_core_schema__(
@@ -331,7 +298,7 @@ class ScoreSpec:
     ) -> core_schema.CoreSchema:
         """A configuration field: read from the text or the value, written as the text."""
         return core_schema.no_info_plain_validator_function(
-            _validate, serialization=core_schema.to_string_ser_schema()
+            as_spec, serialization=core_schema.to_string_ser_schema()
         )
 
 
@@ -340,13 +307,8 @@ def as_spec(value: ScoreSpec | str) -> ScoreSpec:
     return value if isinstance(value, ScoreSpec) else ScoreSpec.parse(value)
 
 
-def _validate(value: Any) -> ScoreSpec:
-    if not isinstance(value, ScoreSpec | str):
-        raise InputError(f"a score is a ScoreSpec or its name, but {value!r} was given")
-    return as_spec(value)
-
-
-def _refuse_nonsense(spec: ScoreSpec) -> None:
+def _check_combination(spec: ScoreSpec) -> None:
+    """Raise `InputError` for parts that make no sense together."""
     slots = {part.slot: part for part in spec.parts}
     for part in spec.parts:
         if reason := part.conflict(slots):

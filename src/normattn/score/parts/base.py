@@ -69,10 +69,10 @@ def number(
     default: Any,
     fill: Fill | None = None,
     optional: bool = False,
-    above: float = -math.inf,
-    least: float = -math.inf,
-    below: float = math.inf,
-    most: float = math.inf,
+    above: float | int = -math.inf,
+    least: float | int = -math.inf,
+    below: float | int = math.inf,
+    most: float | int = math.inf,
 ) -> Any:
     """A field that is a finite number within the bounds.
 

@@ -1,0 +1,250 @@
+"""Normalisation of queries and keys: names mean what they say, and agree with torch's own."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import apart
+from normattn import InputError, Score, attention
+from normattn.kernels import AttentionMask
+from normattn.score import Positions
+from normattn.score.norms import Normalisation
+
+from .cases import tensors
+
+B, H, T, D = 3, 2, 6, 8
+PADDING = torch.arange(T)[None] < torch.tensor([[2], [0], [4]])
+
+
+def norm(kind: Any, heads: int = H, head_dim: int = D, **options: Any) -> nn.Module:
+    return Normalisation(kind, **options).build(heads, head_dim)
+
+
+def prepared(text: str, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """q and k as a kernel gets them, at position 0 (so not rotated)."""
+    score = Score(text, q.shape[1], q.shape[-1], k.shape[1]).to(q.dtype)
+    where = torch.zeros(q.shape[2], dtype=torch.int64)
+    positions = Positions.of(q.shape[2], k.shape[2], True, q.device, None, where, where)
+    ready = score(q, k, k, positions, AttentionMask(True, where, where, aligned=False))
+    return ready.q, ready.k
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_l2_gives_a_length_of_1_and_of_zero_zero(dtype: torch.dtype) -> None:
+    (x,) = tensors((B, H, T, D), dtype=dtype)
+    tolerance = 1e-2 if dtype == torch.bfloat16 else 1e-6
+    y = norm("l2")(x * 7)
+    torch.testing.assert_close(y, F.normalize(x, dim=-1), rtol=tolerance, atol=tolerance)
+    zero = torch.zeros(1, 1, 2, D, dtype=dtype, requires_grad=True)
+    y = norm("l2")(zero)
+    assert (y == 0).all()
+    assert torch.autograd.grad(y.sum(), zero)[0].isfinite().all()
+
+
+def test_each_variant_normalises_the_sides_of_its_name() -> None:
+    q, k = (x.detach() for x in tensors((B, H, T, D), (B, 1, T, D)))
+    unit, root = [F.normalize(x, dim=-1) for x in (q, k)], math.sqrt(D)
+    expected = {
+        "Baseline": (q / root, k),
+        "QNA": (unit[0], k),
+        "KNA": (q, unit[1]),
+        "CosA@6": (4 * math.log(3) * unit[0], unit[1]),
+    }
+    for title, function in (("LayerNorm", F.layer_norm), ("RMSNorm", F.rms_norm)):
+        normal = [function(x, (D,), eps=0.01) for x in (q, k)]
+        for gain in ("true", "false"):
+            options = f"(gain={gain},eps=0.01)"
+            expected[f"QK{title}{options}"] = (normal[0] / root, normal[1])
+            expected[f"Q{title}{options}"] = (normal[0] / root, k)
+            expected[f"K{title}{options}"] = (q / root, normal[1])
+    for text, (mine_q, mine_k) in expected.items():
+        for ours, other in zip(prepared(text, q, k), (mine_q, mine_k), strict=True):
+            torch.testing.assert_close(ours, other)
+
+
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+def test_feature_norms_over_all_heads_and_with_a_gain_of_each(kind: str) -> None:
+    (x,) = tensors((B, H, T, D))
+    flat = x.transpose(1, 2).flatten(2)
+    function: Any = F.layer_norm if kind == "layer" else F.rms_norm
+    whole = function(flat, (H * D,), eps=1e-5).unflatten(2, (H, D)).transpose(1, 2)
+    torch.testing.assert_close(norm(kind, across="all", eps=1e-5)(x), whole)
+    each = norm(kind, gain=True, across="each", eps=1e-5).double()
+    with torch.no_grad():
+        for n, parameter in enumerate(each.parameters()):
+            parameter.copy_(torch.arange(H * D).view(H, D) / 7 + n)
+    gain, *bias = (parameter[:, None] for parameter in each.parameters())
+    torch.testing.assert_close(each(x), function(x, (D,), eps=1e-5) * gain + sum(bias))
+
+
+@pytest.mark.parametrize("kind", ["layer", "rms", "batch", "instance"])
+def test_gains_start_at_1_and_statistics_are_taken_in_float32(kind: str) -> None:
+    """Values around 300 have squares that bfloat16 sums would lose."""
+    (noise,) = tensors((B, H, T, 256), dtype=torch.float32)
+    x = (noise.detach() + 300).bfloat16()
+    exact = norm(kind, head_dim=256)(x.double())
+    for module in (norm(kind, head_dim=256, gain=True), norm(kind, head_dim=256).bfloat16()):
+        y = module(x)
+        assert y.dtype == torch.bfloat16
+        torch.testing.assert_close(y.double(), exact, rtol=0.01, atol=0.01)
+
+
+@pytest.mark.parametrize(
+    ("text", "shapes"),
+    [
+        *(("Baseline", {}), ("KNA-logn@8", {}), ("CosA@8", {}), ("QKNorm2020@8", {"scale": ()})),
+        ("QKRMSNorm", {"query_norm.weight": (D,), "key_norm.weight": (D,)}),
+        *(("QKRMSNorm(gain=false)", {}), ("KInstanceNorm(gain=false)", {})),
+        ("KRMSNorm(across=all)", {"key_norm.weight": (1, D)}),
+        ("QLayerNorm(across=all)", {"query_norm.weight": (H, D), "query_norm.bias": (H, D)}),
+        ("QBatchNorm", {"query_norm.weight": (1, H, 1, D), "query_norm.bias": (1, H, 1, D)}),
+    ],
+)
+def test_names_and_shapes_of_parameters(text: str, shapes: dict[str, tuple[int, ...]]) -> None:
+    score = Score(text, H, D, 1)
+    assert {name: tuple(p.shape) for name, p in score.named_parameters()} == shapes
+
+
+@pytest.mark.parametrize("text", ["QKNorm2020@64", "KNA-NoPE-logn@6", "CosA-NoPE-logn@6"])
+def test_a_scale_is_not_rounded_to_half_precision(text: str) -> None:
+    """A scale that is itself rounded to bfloat16 is off by up to 0.4 % for a whole row of q."""
+    (q,) = tensors((1, 1, 30, 256), dtype=torch.bfloat16)
+    score = Score(text, 1, 256)
+    if score.scale is not None:
+        with torch.no_grad():
+            score.scale.fill_(1.7069)
+    where = Positions.of(30, 30, True, q.device)
+    seen = AttentionMask(True, where.query, where.key, aligned=True)
+    low, wide = (score(x, x, x, where, seen).q for x in (q, q.double()))
+    ratio = (low.double() * wide).sum(-1) / wide.square().sum(-1)
+    assert (ratio[:, :, 1:] - 1).abs().mean() < 5e-4
+
+
+def flat(x: Tensor, padding: Tensor | None = None) -> Tensor:
+    """The tokens that count, as rows of the H·D features that torch's BatchNorm1d takes."""
+    rows = x.transpose(1, 2).flatten(2)
+    return rows.flatten(0, 1) if padding is None else rows[~padding]
+
+
+@pytest.mark.parametrize("padding", [None, PADDING], ids=["whole", "padded"])
+def test_batch_norm_and_its_running_statistics_are_torchs(padding: Tensor | None) -> None:
+    ours, theirs = norm("batch", gain=True).double(), nn.BatchNorm1d(H * D).double()
+    with torch.no_grad():
+        for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            other.copy_(mine.uniform_(0.5, 2).flatten())
+    for step in range(3):
+        (x,) = tensors((B, H, T, D), seed=step)
+        expected, y = theirs(flat(x * 3 + 1, padding)), flat(ours(x * 3 + 1, padding), padding)
+        torch.testing.assert_close(y, expected)
+        pulls = [each.square().mul(expected.detach()).sum() for each in (y, expected)]
+        torch.testing.assert_close(*(torch.autograd.grad(pull, x)[0] for pull in pulls))
+        for name in ("running_mean", "running_var"):
+            torch.testing.assert_close(getattr(ours, name).flatten(), getattr(theirs, name))
+    before = ours.running_mean.clone()  # type: ignore[operator]
+    torch.testing.assert_close(flat(ours.eval()(x)), theirs.eval()(flat(x)))
+    assert torch.equal(ours.running_mean, before)  # type: ignore[arg-type]
+    alone = norm("batch")
+    assert (alone(torch.ones(1, H, 1, D)) == 0).all()
+    assert alone.running_var.isfinite().all()  # type: ignore[operator]
+
+
+def test_instance_norm_is_torchs_and_each_row_stands_alone() -> None:
+    ours, theirs = norm("instance"), nn.InstanceNorm1d(H * D, eps=1e-5)
+    (x,) = tensors((B, H, T, D))
+    expected = theirs(x.transpose(2, 3).flatten(1, 2)).reshape(B, H, D, T).transpose(2, 3)
+    torch.testing.assert_close(ours(x), expected)
+    padded = ours(x, PADDING)
+    for b in range(B):
+        kept = (slice(b, b + 1), slice(None), ~PADDING[b])
+        torch.testing.assert_close(padded[kept], ours(x[kept]))
+
+
+@pytest.mark.parametrize("text", ["QKBatchNorm", "QKInstanceNorm", "KBatchNorm"])
+def test_padding_changes_nothing_and_causal_attention_is_refused(text: str) -> None:
+    q, k, v = tensors((B, H, T, D), (B, H, T, D), (B, H, T, D))
+    hidden, results = PADDING[:, None, :, None], []
+    for fill in (0.0, 1e3):
+        score = Score(text, H, D).double()
+        inputs = [torch.where(hidden, fill, x) for x in (q, k, v)]
+        given = inputs[0], inputs[1], inputs[2], score, False
+        out = attention(*given, key_padding=PADDING, query_padding=PADDING)
+        results.append((out.masked_fill(hidden, 0.0), *score.buffers()))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)
+    with pytest.raises(InputError, match=text):
+        attention(q, k, v, Score(text, H, D).double().eval())
+
+
+def test_a_score_that_learns_needs_a_module() -> None:
+    q, k, v = tensors((B, H, T, D), (B, H, T, D), (B, H, T, D))
+    for text, learned in {
+        "QKBatchNorm(gain=false)": "running statistics",
+        "QKRMSNorm": "query_norm.weight, key_norm.weight",
+        "QKNorm2020@8": "scale",
+    }.items():
+        with pytest.raises(InputError, match=learned):
+            attention(q, k, v, text, causal=False)
+    assert attention(q, k, v, "QKInstanceNorm(gain=false)", causal=False).isfinite().all()
+
+
+def test_batch_norm_counts_a_batch_once_where_a_backward_computes_it_again() -> None:
+    """Activation checkpointing moves running statistics as a training without it does."""
+    found: list[Any] = []
+    every: Any = (None, {"use_reentrant": False}, {"use_reentrant": True})
+    for options in every:
+        score = Score("QKBatchNorm", H, D).double()
+        q, k, v = tensors((B, H, T, D), (B, H, T, D), (B, H, T, D))
+        given: Any = (q, k, v, score, False)
+        out: Any = (
+            attention(*given) if options is None else checkpoint(attention, *given, **options)
+        )
+        out.square().sum().backward()
+        found.append((*score.buffers(), q.grad, k.grad))
+    assert found[0][0].abs().max() > 0
+    for other in found[1:]:
+        assert all(map(torch.equal, other, found[0]))
+
+
+PROGRAM = """
+import sys, torch
+import torch.distributed as dist
+from normattn.score.norms import Normalisation
+folder, rank = sys.argv[1], int(sys.argv[2])
+dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+x, padding = torch.load(f"{folder}/in{rank}")
+x.requires_grad_()
+norm = Normalisation("batch", gain=True).build(2, 4).double()
+y = norm(x, padding)
+y.masked_fill(padding[:, None, :, None], 0.0).pow(3).sum().backward()
+torch.save((y.detach(), x.grad, norm.running_mean, norm.running_var), f"{folder}/out{rank}")
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_batch_norm_of_two_processes_is_that_of_the_whole_batch(tmp_path: Path) -> None:
+    """The halves differ in size and padding, so plain means of means would be wrong."""
+    (x,) = tensors((5, 2, 6, 4))
+    padding = torch.arange(6)[None] < torch.tensor([[4], [0], [1], [0], [3]])
+    parts, children = (slice(0, 1), slice(1, 5)), []
+    for rank, part in enumerate(parts):
+        torch.save((x.detach()[part].clone(), padding[part]), tmp_path / f"in{rank}")
+        children.append(apart.Program(PROGRAM, tmp_path, rank))
+    for child in children:
+        done = child.end()
+        assert done.code == 0, done.err[-2000:]
+    module = norm("batch", 2, 4, gain=True).double()
+    y = module(x, padding)
+    (grad,) = torch.autograd.grad(y.masked_fill(padding[:, None, :, None], 0.0).pow(3).sum(), x)
+    for rank, part in enumerate(parts):
+        expected = (y.detach()[part], grad[part], module.running_mean, module.running_var)
+        for ours, whole in zip(torch.load(tmp_path / f"out{rank}"), expected, strict=True):
+            torch.testing.assert_close(ours, whole)

@@ -1,0 +1,213 @@
+"""Rotation and frequencies, against transformers, against the formulas by hand and the oracle."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb as interleaved_rotary
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as half_rotary
+
+from normattn import InputError, ScoreSpec, attention
+from normattn.score import Positions
+from normattn.score.parts import rope_frequencies
+from normattn.score.rotary import Rotator, query_scale
+
+from .cases import tensors
+from .recipe import Recipe, frequencies
+
+D, T = 8, 11
+every_layout = pytest.mark.parametrize("layout", ["half", "interleaved"])
+
+
+def rotated(x: Tensor, positions: Tensor, layout: str, scale: float | Tensor = 1.0) -> Tensor:
+    theta = rope_frequencies(D, 10000.0)
+    return Rotator(theta, layout == "interleaved").at(positions, x.dtype, scale)(x)
+
+
+@every_layout
+def test_the_rotation_of_transformers(layout: str) -> None:
+    q, k = tensors((2, 3, T, D), (2, 1, T, D), dtype=torch.float32)
+    where = torch.arange(T)
+    angle = where[:, None] * rope_frequencies(D, 10000.0).float()
+    if layout == "half":
+        angle, theirs = torch.cat((angle, angle), -1), half_rotary
+    else:
+        angle, theirs = angle.repeat_interleave(2, -1), interleaved_rotary
+    expected = theirs(q, k, angle.cos()[None], angle.sin()[None])
+    ours = rotated(q, where, layout), rotated(k, where, layout)
+    for mine, other in zip(ours, expected, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-6)
+
+
+@every_layout
+def test_rows_of_their_own_scales_and_memory_layouts(layout: str) -> None:
+    """Heads come out of a projection as a transposed view; one head as an expanded one."""
+    (base,) = tensors((2, T, 3, D))
+    rows = torch.stack((torch.arange(T), torch.arange(T) * 7 + 3))
+    scale = torch.linspace(0.5, 2, T, dtype=torch.float64)
+    for x in (base.transpose(1, 2), base[:, :, :1].transpose(1, 2).expand(-1, 3, -1, -1)):
+        together = rotated(x, rows, layout, scale)
+        for b in (0, 1):
+            alone = rotated(x[b : b + 1].contiguous(), rows[b], layout) * scale[:, None]
+            torch.testing.assert_close(together[b : b + 1], alone)
+        pulls = [rotated(each, rows, layout).sin().sum() for each in (x, x.contiguous())]
+        torch.testing.assert_close(*(torch.autograd.grad(pull, base)[0] for pull in pulls))
+
+
+def test_far_positions_keep_their_precision_in_float32() -> None:
+    """Angles are made in float64: at position 2^20 a float32 angle would be off by 0.06."""
+    (x,) = tensors((1, 1, 1, D))
+    where = torch.tensor([2**20 + 1])
+    exact = rotated(x, where, "half")
+    for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 0.02)):
+        low = rotated(x.to(dtype), where, "half")
+        assert low.dtype == dtype
+        torch.testing.assert_close(low.double(), exact, rtol=tolerance, atol=tolerance)
+
+
+def ours(text: str, d: int, base: float = 10000.0, block: int = 0) -> tuple[Tensor, float]:
+    """Frequencies and gain of λ."""
+    spec = ScoreSpec.parse(f"Baseline-{text}").resolve().for_block(block)
+    assert spec.rope_scaling is not None
+    theta = spec.rope_scaling.inverse_frequencies(d, base, spec.train_length)
+    assert theta.dtype == torch.float64
+    return theta, spec.rope_scaling.gain(spec.train_length)
+
+
+def theirs(kind: str, d: int, length: int, base: float, at: int, **more: Any) -> tuple[Any, float]:
+    """Frequencies as transformers makes them, and its attention factor, squared."""
+    config = LlamaConfig(
+        hidden_size=d,
+        num_attention_heads=1,
+        max_position_embeddings=length,
+        rope_parameters={"rope_type": kind, "rope_theta": base, **more},
+    )
+    theta, factor = ROPE_INIT_FUNCTIONS[kind](config, "cpu", seq_len=at)
+    return theta.double(), float(factor) ** 2
+
+
+@pytest.mark.parametrize(("d", "length"), [(16, 64), (128, 2048), (64, 32)])
+@pytest.mark.parametrize("s", [1.0, 2.0, 31.7])
+@pytest.mark.parametrize("base", [10000.0, 500000.0])
+def test_every_scaling_of_transformers(d: int, length: int, s: float, base: float) -> None:
+    factors = [1 + 0.37 * m for m in range(d // 2)]
+    original = {"original_max_position_embeddings": length}
+    llama3 = {"low_freq_factor": 0.5, "high_freq_factor": 20.0, **original}
+    long = {"long_factor": factors, "short_factor": [1.0] * (d // 2), **original}
+    cases: list[tuple[str, str, int, dict[str, Any]]] = [
+        (f"PI(factor={s})", "linear", length, {}),
+        (f"YaRN(factor={s})", "yarn", length, original),
+        (
+            f"YaRN(factor={s},beta_fast=16,beta_slow=2)",
+            *("yarn", length, {"beta_fast": 16.0, "beta_slow": 2.0, **original}),
+        ),
+        (f"Llama3(factor={s},low=0.5,high=20)", "llama3", length, llama3),
+        (
+            f"LongRoPE(factor={s},factors={':'.join(map(repr, factors))})",
+            *("longrope", length + 1, long),
+        ),
+        # At a fixed n, base·(s·n/L − (s − 1))^(d/(d−2)) is NTK with that bracket as its factor.
+        (f"NTK(factor={s * 1.5 - (s - 1)!r})", "dynamic", length * 3 // 2, {}),
+    ]
+    for text, kind, at, more in cases:
+        theta, gain = theirs(kind, d, length, base, at, factor=s, **more)
+        mine, own_gain = ours(f"{text}@{length}", d, base)
+        torch.testing.assert_close(mine, theta, rtol=1e-6, atol=0)
+        assert own_gain == pytest.approx(gain, rel=1e-12)
+    # A prompt that ends with a block: its last row has the frequencies of the whole prompt.
+    for block in (0, 1, 3):
+        theta, _ = theirs("dynamic", d, length, base, length * (block + 1), factor=s)
+        mine, _ = ours(f"DynamicNTK(factor={s})@{length}", d, base, block)
+        torch.testing.assert_close(mine, theta, rtol=1e-6, atol=0)
+
+
+METHODS = ("PI", "ABF", "NTK", "NTKOld", "NTKMixed", "YaRN", "Llama3", "LongRoPE", "ClippedRoPE")
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("d", "length"), [(16, 64), (128, 2048), (64, 32)])
+def test_frequencies_are_those_of_the_oracle(method: str, d: int, length: int) -> None:
+    recipe = Recipe(method=method, train_length=length, factor=5.5, base=20000.0)
+    expected = torch.tensor(frequencies(recipe, d), dtype=torch.float64)
+    spec = ScoreSpec.parse(recipe.text).resolve()
+    assert spec.rope_scaling is not None
+    mine = spec.rope_scaling.inverse_frequencies(d, 20000.0, length)
+    torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-15)
+
+
+def test_what_the_papers_say_of_the_fastest_and_the_slowest() -> None:
+    plain = rope_frequencies(64, 10000.0)
+    turns, yarn = 512 * plain / (2 * math.pi), ours("YaRN(factor=8)@512", 64)[0]
+    assert torch.equal(yarn[turns > 40], plain[turns > 40])
+    torch.testing.assert_close(yarn[turns < 0.7], plain[turns < 0.7] / 8)
+    for name in ("NTK", "NTKMixed"):
+        assert (plain / ours(f"{name}(factor=8)", 64)[0])[-1] == pytest.approx(8, rel=1e-12)
+    assert ours("NTK(factor=8)", 64)[0][0] == 1
+    torch.testing.assert_close(ours("ABF(base=1e6)", 64)[0], rope_frequencies(64, 1e6))
+
+
+def test_the_gain_of_yarn_enters_the_logit_once_as_a_square() -> None:
+    """Two keys of which one scores 0: the logit can be read off the weights."""
+    q = torch.tensor([1.0, 2.0, 0.5, -1.0], dtype=torch.float64).expand(1, 1, 1, 4)
+    k = torch.stack((torch.zeros(4, dtype=torch.float64), q[0, 0, 0]))[None, None]
+    v = torch.tensor([[0.0] * 4, [1.0] * 4], dtype=torch.float64)[None, None]
+    weight = attention(q, k, v, "Baseline-YaRN(factor=8)@16", causal=False)[0, 0, 0, 0]
+    logit = torch.log(weight / (1 - weight)).item()
+    assert logit == pytest.approx(q.square().sum().item() / 2 * (0.1 * math.log(8) + 1) ** 2)
+
+
+LAMBDAS = {
+    ("Baseline", 9): 1 / 8,
+    ("QKRMSNorm", 9): 1 / 8,
+    ("KRMSNorm", 9): 1 / 8,
+    ("QNA", 9): 1,
+    ("KNA", 9): 1,
+    ("CosA", 9): 4 * math.log(256),
+    ("CosA(c=3.5)", 9): 3.5 * math.log(256),
+    ("CosA-logn", 100): 4 * math.log(100),
+    ("CosA-logn", 1): 0,
+    ("KNA-logn", 1024): 10 / 9,
+    ("Baseline-logn", 1024): 10 / 72,
+    ("KNA-logn+", 100): 1,
+    ("KNA-logn+", 512): 1,
+    ("KNA-logn+", 1024): 10 / 9,
+    ("CosA-logn+", 1024): 4 * math.log(256) * 10 / 9,
+    ("KNA-YaRN(factor=8)", 9): (0.1 * math.log(8) + 1) ** 2,
+    # transformers: floor(i/L₀) in ministral3, floor((i + 1)/L₀) in llama4.
+    ("KNA-Temperature(length=8)", 8): 1,
+    ("KNA-Temperature(length=8,shift=1)", 7): 1,
+    ("KNA-Temperature(length=8)", 9): 1 + 0.1 * math.log(2),
+    ("KNA-Temperature(length=8,shift=1)", 8): 1 + 0.1 * math.log(2),
+}
+
+
+@pytest.mark.parametrize(("text", "n"), LAMBDAS)
+def test_the_scales_of_the_literature(text: str, n: int) -> None:
+    """d = 64, L = 512, at n visible keys."""
+    where = Positions.of(1024, 1024, True, torch.device("cpu"))
+    scale = query_scale(ScoreSpec.parse(text, train_length=512), 64, where.n)
+    value = scale[n - 1] if isinstance(scale, Tensor) else scale
+    assert float(value) == pytest.approx(LAMBDAS[text, n])
+
+
+@pytest.mark.parametrize(
+    ("spec", "d", "named"),
+    [
+        ("Baseline-NTK(factor=2)", 2, "NTK needs a head dimension"),
+        ("Baseline-LongRoPE(factor=2)@8", 2, "factors="),
+        ("Baseline-LongRoPE(factor=2,factors=1:2)@8", 8, "each of the 4 pairs"),
+        ("Baseline-DynamicNTK@2", 2, "NTK needs a head dimension"),
+        ("Baseline", 3, "even head dimension, but it is 3"),
+        *(("KNA-PartialRoPE", 1, "even head dimension"), ("KNA-XPos", 3, "even head dimension")),
+    ],
+)
+def test_head_dimensions_that_cannot_rotate(spec: str, d: int, named: str) -> None:
+    q, k, v = tensors((1, 1, 3, d), (1, 1, 3, d), (1, 1, 3, d))
+    with pytest.raises(InputError, match=named):
+        attention(q, k, v, spec)
