@@ -25,7 +25,8 @@ def qkv(length: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
 def out(text: str, inputs: list[Tensor], **options: Any) -> Tensor:
     q, k, v = inputs
     spec = ScoreSpec.parse(text) if "@" in text else ScoreSpec.parse(text, train_length=L)
-    return attention(q, k, v, spec, **options)
+    made: Tensor = attention(q, k, v, spec, **options)
+    return made
 
 
 def _same(one: Tensor, two: Tensor, tolerance: float = 1e-9) -> None:

@@ -108,7 +108,7 @@ def _parse_part(match: re.Match[str], text: str) -> Given:
 
 
 @functools.cache
-def _hints(part: Any) -> dict[str, Any]:
+def _hints(part: typing.Hashable) -> dict[str, Any]:
     """The types of a part's fields; evaluating annotations costs more than all else here."""
     return typing.get_type_hints(part)
 
@@ -119,7 +119,7 @@ def _build(part: type[Part], values: dict[str, Any], text: str) -> Part:
         if key not in known:
             has = ", ".join(sorted(known)) or "no parameters"
             raise InputError(f"{text!r}: {part.name} has no parameter {key!r}; it has {has}")
-    hints = _hints(part)
+    hints = _hints(typing.cast(typing.Hashable, part))
     return part(**{key: _convert(hints[key], value, part, key) for key, value in values.items()})
 
 

@@ -302,8 +302,8 @@ class ScoreSpec:
         )
 
 
-def as_spec(value: ScoreSpec | str) -> ScoreSpec:
-    """`value` itself, or what it names."""
+def as_spec(value: Any) -> ScoreSpec:
+    """`value` itself, or what it names; `InputError` for neither."""
     return value if isinstance(value, ScoreSpec) else ScoreSpec.parse(value)
 
 

@@ -153,16 +153,14 @@ class KERPLEPower(KERPLE):
 
 @register
 class T5Bias(BiasPart):
-    """b(h, r) = β[h, bucket(r)], one learned number for each head and bucket of distances.
+    """A learned number for each bucket of distances, wider far away.
 
     With B buckets the first B/2 are the distances 0 … B/2 − 1; the others grow with the logarithm
     of the distance up to `max_distance`, from which on all distances share the last one. These are
-    the buckets of T5's decoder (arXiv 1910.10683). Here every layer learns its own β, drawn from a
+    the buckets of T5's decoder. Here every layer learns its own β, drawn from a
     normal of deviation (H·D)^−½; T5's layers share the first one's.
     """
 
-    name = "T5Bias"
-    summary = "a learned number for each bucket of distances, wider far away"
     equation = "b = β[h, bucket(i−j)]"
     source = "arXiv 1910.10683; transformers, modeling_t5.py"
     used_by = "T5, mT5, UL2"

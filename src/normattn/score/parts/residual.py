@@ -94,14 +94,12 @@ class ResidualQKV(ResidualPart):
 
 @register
 class ValueResidual(ResidualPart):
-    """o_n = softmax(s_n) V′_n, V′_n = μ·V_1 + (1 − μ)·V_n for each layer n above the first.
+    """Values are mixed with those of the lowest layer.
 
-    The values of the lowest layer, which hold the tokens themselves, reach every layer; scores are
-    left alone. The authors' code has μ = ½. Source: arXiv 2410.17897 (ResFormer).
+    They hold the tokens themselves and reach every layer; scores are left alone. `share` is μ, ½ in
+    the authors' code.
     """
 
-    name = "ValueResidual"
-    summary = "values are mixed with those of the lowest layer"
     equation = "v_n = μ·v_1 + (1 − μ)·v_n, n > 1"
     source = "arXiv 2410.17897; github.com/Zcchill/Value-Residual-Learning"
     summed = "values"
