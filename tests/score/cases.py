@@ -46,7 +46,10 @@ METHODS = (
 )
 SHAPES = ("XPos", "PartialRoPE", "PRoPE", "PoPE")
 BIASES = ("ALiBi", "KERPLELog", "KERPLEPower", "FIRE", "CoPE(positions=4)")
-ALONE = ("RotateFirst", "SoftCap", "Sink", "SlidingWindow", "Chunked", "Packed", "Gate", "FoX")
+ALONE = (
+    *("RotateFirst", "SoftCap", "Sink", "SlidingWindow", "Chunked", "Packed", "Gate", "FoX"),
+    *("T5Bias", "ValueResidual"),
+)
 PAIRED = ("Differential", "Differential(init=0.5,eps=0.01)")
 NORMALISERS = (
     *("Sigmoid", "Sigmoid(tokens=5)", "StickBreaking", "StickBreaking(current=true)"),

@@ -78,35 +78,39 @@ class FeatureNorm(nn.Module):
         self, x: Float[Tensor, "b h t d"], padding: Bool[Tensor, "b t"] | None = None
     ) -> Float[Tensor, "b h t d"]:
         """Normalise over the last axis (or over heads and the last axis)."""
-        return self._normalise(x, direct=False)
-
-    def apply_directly(self, x: Float[Tensor, "b h t d"]) -> Float[Tensor, "b h t d"]:
-        """The same in few calls, where neither a compiler nor torch.func looks on."""
-        if self._forward_hooks or self._forward_pre_hooks or self._backward_hooks:
-            return self(x)  # type: ignore[no-any-return]
-        return self._normalise(x, direct=True)
-
-    def _normalise(self, x: Tensor, direct: bool) -> Tensor:
         gain: Tensor | None = self.weight
         bias: Tensor | None = self.bias
         if self.across == "head":
-            return self._rows(x, gain, bias, direct)
+            return self._rows(x, gain, bias)
         if self.across == "all":
             flat = x.transpose(1, 2).flatten(2)
             gain, bias = (None if each is None else each.flatten() for each in (gain, bias))
-            y = self._rows(flat, gain, bias, direct)
+            y = self._rows(flat, gain, bias)
             return y.view(*flat.shape[:2], x.shape[1], x.shape[3]).transpose(1, 2)
-        y = self._rows(x if x.element_size() > 2 else x.float(), None, None, direct)
+        y = self._rows(x if x.element_size() > 2 else x.float(), None, None)
         y = y if gain is None else y * gain.to(y.dtype)[:, None]
         y = y if bias is None else y + bias.to(y.dtype)[:, None]
         return y.to(x.dtype)
 
-    def _rows(self, x: Tensor, gain: Tensor | None, bias: Tensor | None, direct: bool) -> Tensor:
+    def _rows(self, x: Tensor, gain: Tensor | None, bias: Tensor | None) -> Tensor:
         if self.kind != "layer":
-            return _scale_rows(x, gain, self.eps, self.kind == "l2", direct)
+            return _scale_rows(x, gain, self.eps, self.kind == "l2")
         dtype = wide(x.dtype)
         gain, bias = (None if each is None else each.to(dtype) for each in (gain, bias))
         return torch.layer_norm(x.to(dtype), x.shape[-1:], gain, bias, self.eps).to(x.dtype)
+
+    def apply_directly(self, x: Float[Tensor, "b h t d"]) -> Float[Tensor, "b h t d"]:
+        """`forward` in few calls, where neither a compiler nor torch.func looks on."""
+        if self._forward_hooks or self._forward_pre_hooks or self._backward_hooks:
+            return self(x)  # type: ignore[no-any-return]
+        if self.across != "head" or self.kind == "layer" or not x.is_cpu:
+            return self.forward(x)
+        # Not by attribute, which is a call of Python.
+        gain = self._parameters["weight"]
+        gain = gain if gain is None or x.element_size() > 2 else gain.float()
+        if torch.is_grad_enabled():
+            return _apply_directly(x, gain, self.eps, self.kind == "l2")  # type: ignore[no-any-return]
+        return _scaled(x, gain, self.eps, self.kind == "l2")[0]
 
 
 class TokenNorm(nn.Module):
@@ -185,18 +189,17 @@ def rms_norm(
 
     On a CPU torch runs `F.rms_norm` as separate small operations, several times slower than this.
     """
-    return _scale_rows(x, gain, eps, unit=False, direct=False)
+    return _scale_rows(x, gain, eps, unit=False)
 
 
-def _scale_rows(x: Tensor, gain: Tensor | None, eps: float, unit: bool, direct: bool) -> Tensor:
+def _scale_rows(x: Tensor, gain: Tensor | None, eps: float, unit: bool) -> Tensor:
     """x·r·gain with r = 1/max(‖x‖, eps) of each row where `unit`, else (mean(x²) + eps)^−½."""
     gain = None if gain is None else gain.to(wide(x.dtype))
-    if not x.is_cpu or (not direct and plain()):
+    if not x.is_cpu or plain():
         return _scale_rows_plainly(x, gain, eps, unit)
     if not torch.is_grad_enabled():
         return _scaled(x, gain, eps, unit)[0]
-    apply = _apply_directly if direct else _ScaleRows.apply
-    y: Tensor = apply(x, gain, eps, unit)
+    y: Tensor = _ScaleRows.apply(x, gain, eps, unit)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -212,7 +215,7 @@ def _scale_rows_plainly(x: Tensor, gain: Tensor | None, eps: float, unit: bool) 
 
 def _scaled(x: Tensor, gain: Tensor | None, eps: float, unit: bool) -> tuple[Tensor, Tensor]:
     """x·r·gain, in the dtype of x, and r of every row."""
-    if _exceeds_chunk(x):
+    if x.numel() > max(CHUNK_BYTES // 4, x.shape[-1]) and x.is_contiguous():
         y = torch.empty_like(x)
         inverse = x.new_empty(*x.shape[:-1], 1, dtype=wide(x.dtype))
         for part, out, r in _chunks(x, y, inverse):
@@ -228,10 +231,6 @@ def _scaled(x: Tensor, gain: Tensor | None, eps: float, unit: bool) -> tuple[Ten
         inverse = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
     normal = rows * inverse
     return (normal if gain is None else normal.mul_(gain)).to(x.dtype), inverse
-
-
-def _exceeds_chunk(x: Tensor) -> bool:
-    return x.is_contiguous() and x.numel() > max(CHUNK_BYTES // 4, x.shape[-1])
 
 
 def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -275,7 +274,7 @@ def _gradients(
 
     c is 1/d, or for a `unit` norm 1, and 0 where its floor is reached.
     """
-    if _exceeds_chunk(x):
+    if x.numel() > max(CHUNK_BYTES // 4, x.shape[-1]) and x.is_contiguous():
         by_x, total = torch.empty_like(x), None if gain is None else torch.zeros_like(gain)
         for part, above, r, out in _chunks(x, grad.contiguous(), inverse, by_x):
             own, own_gain = _gradients(part, gain, above, r, eps, unit)

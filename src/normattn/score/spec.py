@@ -304,6 +304,8 @@ class ScoreSpec:
 
 def as_spec(value: Any) -> ScoreSpec:
     """`value` itself, or what it names; `InputError` for neither."""
+    if not isinstance(value, ScoreSpec | str):
+        raise InputError(f"a score is a ScoreSpec or its name, but {value!r} was given")
     return value if isinstance(value, ScoreSpec) else ScoreSpec.parse(value)
 
 
