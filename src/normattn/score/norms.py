@@ -106,8 +106,9 @@ class FeatureNorm(nn.Module):
         if self.across != "head" or self.kind == "layer" or not x.is_cpu:
             return self.forward(x)
         # Not by attribute, which is a call of Python.
-        gain = self._parameters["weight"]
-        gain = gain if gain is None or x.element_size() > 2 else gain.float()
+        gain: Tensor | None = self._parameters.get("weight")
+        if gain is not None:
+            gain = gain.to(x.dtype if x.element_size() > 2 else torch.float32)
         if torch.is_grad_enabled():
             return _apply_directly(x, gain, self.eps, self.kind == "l2")  # type: ignore[no-any-return]
         return _scaled(x, gain, self.eps, self.kind == "l2")[0]
