@@ -7,7 +7,7 @@ Statistics are computed in float32 for half-precision inputs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -78,40 +78,37 @@ class FeatureNorm(nn.Module):
         self, x: Float[Tensor, "b h t d"], padding: Bool[Tensor, "b t"] | None = None
     ) -> Float[Tensor, "b h t d"]:
         """Normalise over the last axis (or over heads and the last axis)."""
-        gain: Tensor | None = self.weight
-        bias: Tensor | None = self.bias
-        if self.across == "head":
-            return self._rows(x, gain, bias)
-        if self.across == "all":
-            flat = x.transpose(1, 2).flatten(2)
-            gain, bias = (None if each is None else each.flatten() for each in (gain, bias))
-            y = self._rows(flat, gain, bias)
-            return y.view(*flat.shape[:2], x.shape[1], x.shape[3]).transpose(1, 2)
-        y = self._rows(x if x.element_size() > 2 else x.float(), None, None)
-        y = y if gain is None else y * gain.to(y.dtype)[:, None]
-        y = y if bias is None else y + bias.to(y.dtype)[:, None]
-        return y.to(x.dtype)
-
-    def _rows(self, x: Tensor, gain: Tensor | None, bias: Tensor | None) -> Tensor:
-        if self.kind != "layer":
-            return _scale_rows(x, gain, self.eps, self.kind == "l2")
-        dtype = wide(x.dtype)
-        gain, bias = (None if each is None else each.to(dtype) for each in (gain, bias))
-        return torch.layer_norm(x.to(dtype), x.shape[-1:], gain, bias, self.eps).to(x.dtype)
+        return self._normalise(x, _scale_rows)
 
     def apply_directly(self, x: Float[Tensor, "b h t d"]) -> Float[Tensor, "b h t d"]:
         """`forward` in few calls, where neither a compiler nor torch.func looks on."""
         if self._forward_hooks or self._forward_pre_hooks or self._backward_hooks:
             return self(x)  # type: ignore[no-any-return]
-        if self.across != "head" or self.kind == "layer" or not x.is_cpu:
-            return self.forward(x)
-        # Not by attribute, which is a call of Python.
-        gain: Tensor | None = self._parameters.get("weight")
-        if gain is not None:
-            gain = gain.to(x.dtype if x.element_size() > 2 else torch.float32)
-        if torch.is_grad_enabled():
-            return _apply_directly(x, gain, self.eps, self.kind == "l2")  # type: ignore[no-any-return]
-        return _scaled(x, gain, self.eps, self.kind == "l2")[0]
+        direct = x.is_cpu and torch.is_grad_enabled()
+        return self._normalise(x, _apply_directly if direct else _scale_rows_without_gradient)
+
+    def _normalise(self, x: Tensor, scale_rows: Callable[..., Tensor]) -> Tensor:
+        # Not by attribute, which is a call of Python each.
+        gain, bias, rows = self._parameters.get("weight"), self._parameters.get("bias"), x
+        of_row: tuple[Tensor | None, Tensor | None] = (gain, bias)
+        if self.across == "all":
+            rows = x.transpose(1, 2).flatten(2)
+            of_row = (
+                gain if gain is None else gain.flatten(),
+                bias if bias is None else bias.flatten(),
+            )
+        elif self.across == "each":
+            rows, of_row = x if x.element_size() > 2 else x.float(), (None, None)
+        if self.kind == "layer":
+            y = _layer_norm(rows, *of_row, self.eps)
+        else:
+            y = scale_rows(rows, of_row[0], self.eps, self.kind == "l2")
+        if self.across == "all":
+            return y.view(*rows.shape[:2], x.shape[1], x.shape[3]).transpose(1, 2)
+        if self.across == "each":
+            y = y if gain is None else y * gain.to(y.dtype)[:, None]
+            y = y if bias is None else y + bias.to(y.dtype)[:, None]
+        return y.to(x.dtype)
 
 
 class TokenNorm(nn.Module):
@@ -183,6 +180,13 @@ def _moments(
     return mean, total((x - mean) ** 2 * keep) / count, count
 
 
+def _layer_norm(x: Tensor, gain: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    dtype = x.dtype if x.element_size() > 2 else torch.float32
+    gain = gain if gain is None else gain.to(dtype)
+    bias = bias if bias is None else bias.to(dtype)
+    return torch.layer_norm(x.to(dtype), x.shape[-1:], gain, bias, eps).to(x.dtype)
+
+
 def rms_norm(
     x: Float[Tensor, "*rows d"], gain: Float[Tensor, " d"] | None, eps: float
 ) -> Float[Tensor, "*rows d"]:
@@ -195,18 +199,22 @@ def rms_norm(
 
 def _scale_rows(x: Tensor, gain: Tensor | None, eps: float, unit: bool) -> Tensor:
     """x·r·gain with r = 1/max(‖x‖, eps) of each row where `unit`, else (mean(x²) + eps)^−½."""
-    gain = None if gain is None else gain.to(wide(x.dtype))
     if not x.is_cpu or plain():
         return _scale_rows_plainly(x, gain, eps, unit)
     if not torch.is_grad_enabled():
-        return _scaled(x, gain, eps, unit)[0]
+        return _scale_rows_without_gradient(x, gain, eps, unit)
     y: Tensor = _ScaleRows.apply(x, gain, eps, unit)  # type: ignore[no-untyped-call]
     return y
+
+
+def _scale_rows_without_gradient(x: Tensor, gain: Tensor | None, eps: float, unit: bool) -> Tensor:
+    return _scaled(x, gain, eps, unit)[0] if x.is_cpu else _scale_rows_plainly(x, gain, eps, unit)
 
 
 def _scale_rows_plainly(x: Tensor, gain: Tensor | None, eps: float, unit: bool) -> Tensor:
     """The same by torch's own operations."""
     rows = x.to(wide(x.dtype))
+    gain = gain if gain is None else gain.to(rows.dtype)
     if not unit:
         return F.rms_norm(rows, x.shape[-1:], gain, eps).to(x.dtype)
     norm: Tensor = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
@@ -275,6 +283,7 @@ def _gradients(
 
     c is 1/d, or for a `unit` norm 1, and 0 where its floor is reached.
     """
+    gain = gain if gain is None else gain.to(inverse.dtype)
     if x.numel() > max(CHUNK_BYTES // 4, x.shape[-1]) and x.is_contiguous():
         by_x, total = torch.empty_like(x), None if gain is None else torch.zeros_like(gain)
         for part, above, r, out in _chunks(x, grad.contiguous(), inverse, by_x):
