@@ -29,7 +29,7 @@ from normattn.lab.stats import (
 )
 from normattn.lab.stats.arrays import left_out, on_common_sets
 from normattn.lab.stats.bootstrap import DRAWN_AT_ONCE
-from normattn.lab.stats.metrics import Metric, accuracy, loss, median, quantile
+from normattn.lab.stats.metrics import Metric, accuracy, crossing, loss, median
 
 ACCURACY = accuracy()
 
@@ -242,9 +242,8 @@ def test_the_sign_test_is_exact() -> None:
 
 def test_quantiles_of_a_histogram_are_linear_within_a_bin() -> None:
     counts = np.array([[0.0, 10.0, 10.0, 0.0]])
-    value = quantile(0.5, (0.0, 4.0))
-    assert value(counts, counts, counts, counts)[0] == pytest.approx(2.0)
-    assert quantile(0.25, (0.0, 4.0))(counts, counts, counts, counts)[0] == pytest.approx(1.5)
+    assert crossing(counts, 0.5, (0.0, 4.0))[0] == pytest.approx(2.0)
+    assert crossing(counts, 0.25, (0.0, 4.0))[0] == pytest.approx(1.5)
 
 
 def test_losses_have_their_digits_and_direction() -> None:
@@ -265,7 +264,9 @@ def test_seeds_are_models_and_not_one_model() -> None:
     )
     found = gathered(frame, "cosine", {"row": "A"})
     assert found is not None
-    middle = estimate(found, Metric("cosine", "", quantile(0.5, (0.0, 1.0))))
+    middle = estimate(
+        found, Metric("cosine", "", lambda counts, *rest: crossing(counts, 0.5, (0.0, 1.0)))
+    )
     assert middle.per_seed == (0.25, 0.75)
     assert middle.value == 0.5
 

@@ -35,7 +35,7 @@ PIXELS_PER_POINT = 2.0
 """Resolution of PNG files."""
 PANEL_SIZES = {1: (620, 330), 2: (440, 280), 3: (300, 240)}
 """Width and height of a panel, by how many are side by side."""
-ROW_HEIGHT, CELL_WIDTH = 20, 64
+ROW_HEIGHT, CELL_WIDTH, LETTER_WIDTH = 20, 64, 6
 TITLE_WIDTH = 46
 """Letters of a line of a title, which fits the screen of a phone."""
 DIGITS = 6
@@ -311,12 +311,13 @@ def _grid(figure: Grid) -> Any:
     ]
     texts = any(cell["text"] for cell in values)
     size = max(3, min(CELL_WIDTH, 640 // len(figure.columns)))
+    widest = LETTER_WIDTH * max(map(len, figure.columns))
     base = _data(values).encode(
         x=alt.X(
             "column:N",
             sort=list(figure.columns),
             title=figure.x_title or None,
-            axis=alt.Axis(orient="top", labelAngle=0 if size >= CELL_WIDTH else -45),
+            axis=alt.Axis(orient="top", labelAngle=0 if widest < size else -45),
         ),
         y=alt.Y("row:N", sort=list(figure.rows), title=figure.y_title or None),
         tooltip=["row:N", "column:N", alt.Tooltip("value:Q", format=",.4~g"), "text:N"],

@@ -225,18 +225,6 @@ def mean_of_bins(numerator: Array, denominator: Array, *whole: Array) -> Array:
     return np.asarray(_divided(numerator, denominator).mean(-1))
 
 
-def quantile(share: float, edges: tuple[float, float]) -> Value:
-    """The `share` quantile of a histogram over the bins, which cut `edges` evenly.
-
-    Linear within a bin.
-    """
-
-    def value(numerator: Array, denominator: Array, *whole: Array) -> Array:
-        return crossing(numerator, share, edges)
-
-    return value
-
-
 def crossing(counts: Array, share: float, edges: tuple[float, float]) -> Array:
     """Where the cumulative counts (…, bins) over `edges` reach `share`, linear within a bin."""
     bins = counts.shape[-1]

@@ -16,6 +16,7 @@ from normattn.lab.report.claims import Claim
 from normattn.lab.report.figures import Figure
 from normattn.lab.report.tables import Column, Row, Table, text_column
 from normattn.lab.report.view import View
+from normattn.lab.stats import Metric
 from normattn.lab.studies import lm_report as lm
 from normattn.lab.studies.base import Study
 from normattn.lab.studies.language import AS_IS, TextSetting, text_runs
@@ -29,7 +30,8 @@ BASES = ("Baseline", "Baseline-logn", "KNA", "KNA-logn", "CosA", "CosA-logn")
 VARIANTS = tuple(
     f"{base}{logn}" for base in ("Baseline", "QNA", "KNA", "CosA") for logn in ("", "-logn")
 )
-METHODS = (AS_IS, "NTK", "YaRN", "ReRoPE")
+STRETCHING = ("NTK", "YaRN", "ReRoPE")
+METHODS = (AS_IS, *STRETCHING)
 READ_WITH = ("YaRN", "ReRoPE")
 """The methods that other rows of the extended table are read with."""
 
@@ -117,72 +119,73 @@ said = partial(Claim, source="kexue 9859", matters=MATTERS)
 
 def claims(view: View) -> Iterator[Claim]:
     """What the source says of normalised keys, sentence by sentence; two controls come last."""
-    read = {text: lm.past(lm.ACCURACY, view, text, method="") for text in PAST}
-    natural, tiled = read["non_repeated"], read["repeated"]
-    base, kna = {"row": "Baseline"}, natural.at(variant="KNA")
+    read = {text: lm.past(lm.ACCURACY, view, text) for text in PAST}
+
+    def minus(text: str, ours: str, theirs: str) -> Metric:
+        """The difference of two rows, each "score" or "score method"."""
+        rows = [(row, method) for row, _, method in (ours.partition(" "), theirs.partition(" "))]
+        first, second = (read[text].at(variant=row, method=method) for row, method in rows)
+        return first - second
+
     for row in ("KNA", "CosA", "KNA-logn", "CosA-logn"):
-        for protocol, words in PAST.items():
+        for text, words in PAST.items():
             yield said(
                 f"{row} reads better than Baseline: {words}",
-                read[protocol].at(variant=row) - read[protocol].at(base),
+                minus(text, row, "Baseline"),
                 measured=f"{row} − Baseline, accuracy",
             )
     yield said(
         "normalising the queries alone does not help: KNA is above QNA on natural text",
-        kna - natural.at(variant="QNA"),
+        minus("non_repeated", "KNA", "QNA"),
         measured="KNA − QNA, accuracy",
     )
-    at_l = lm.ACCURACY.at(lm.TRAINED)
     for row in ("KNA", "CosA", "QNA"):
         yield said(
             f"{row} is slightly better at the training length",
-            at_l.at(variant=row) - at_l.at(base),
+            lm.AT_L.at(variant=row) - lm.AT_L.at(variant="Baseline"),
             measured=f"{row} − Baseline at L, accuracy",
             matters=lm.EQUAL,
         )
     for method in ("YaRN", "ReRoPE"):
         yield said(
             f"KNA as it is reads natural text as well as Baseline with {method} ({WITHIN} worse)",
-            kna - natural.at(base, method=method),
+            minus("non_repeated", "KNA", f"Baseline {method}"),
             measured=f"KNA − Baseline-{method}, accuracy",
             margin=MATTERS,
         )
     for row in ("KNA", "CosA"):
-        for method in ("NTK", "YaRN", "ReRoPE"):
+        for method in STRETCHING:
             yield said(
                 f"{row} gains nothing from {method} on natural text ({WITHIN})",
-                natural.at(variant=row, method=method) - natural.at(variant=row),
+                minus("non_repeated", f"{row} {method}", row),
                 measured=f"{row}-{method} − {row}, accuracy",
                 sign=-1,
                 margin=MATTERS,
             )
-    for method in ("NTK", "YaRN", "ReRoPE"):
+    for method in STRETCHING:
         yield said(
             f"KNA gains from {method} on tiled text",
-            tiled.at(variant="KNA", method=method) - tiled.at(variant="KNA"),
+            minus("repeated", f"KNA {method}", "KNA"),
             measured=f"KNA-{method} − KNA, accuracy",
         )
     yield said(
         "KNA as it is does not make out positions past L: below Baseline with YaRN on tiled text",
-        tiled.at(variant="KNA") - tiled.at(base, method="YaRN"),
+        minus("repeated", "KNA", "Baseline YaRN"),
         measured="KNA − Baseline-YaRN, accuracy",
         sign=-1,
     )
     yield from _as_contexts_grow(view)
     yield from _by_distance(view)
-    yield said(
-        "KNA as it is reads natural text past L better than a model with a window of L/4",
-        kna - natural.at(variant="Baseline-SlidingWindow"),
-        source="control",
-        measured="KNA − Baseline-SlidingWindow, accuracy",
-    )
-    yield said(
-        "KNA as it is reads natural text past L better than Baseline does by its first tokens and "
-        "a window",
-        kna - natural.at(base, method="StreamingLLM"),
-        source="control",
-        measured="KNA − Baseline-StreamingLLM, accuracy",
-    )
+    for control, words in (
+        ("Baseline-SlidingWindow", "a model with a window of L/4"),
+        ("Baseline StreamingLLM", "Baseline does by its first tokens and a window"),
+    ):
+        yield said(
+            f"KNA as it is reads natural text past L better than {words}",
+            minus("non_repeated", "KNA", control),
+            source="control",
+            measured=f"KNA − {control.replace(' ', '-')}, accuracy",
+        )
 
 
 def _as_contexts_grow(view: View) -> Iterator[Claim]:
@@ -190,9 +193,7 @@ def _as_contexts_grow(view: View) -> Iterator[Claim]:
     lengths = view.lengths("last_segment")
     if len(lengths) < 2:
         return
-    near, far = lengths[0], lengths[-1]
-    longer = lm.LAST.at(length=far, method="") - lm.LAST.at(length=near, method="")
-    change, ends = lm.CHANGE.at(method=""), f"last segment: after {far:,} − after {near:,}"
+    change, ends = lm.UNMODIFIED_CHANGE, f"after {lengths[-1]:,} − after {lengths[0]:,}"
     for row in ("KNA", "CosA"):
         yield said(
             f"{row} loses less than Baseline from L to the longest context",
@@ -201,14 +202,14 @@ def _as_contexts_grow(view: View) -> Iterator[Claim]:
         )
         yield said(
             f"{row} needs no change at all: longer contexts do not hurt it (by {WITHIN})",
-            longer.at(variant=row),
-            measured=f"{row}, {ends}",
+            change.at(variant=row),
+            measured=f"{row}, last segment: {ends}",
             margin=MATTERS,
         )
     yield said(
         "KNA does not extrapolate without rotary positions: longer contexts hurt KNA-NoPE",
-        longer.at(variant="KNA-NoPE"),
-        measured=f"KNA-NoPE, {ends}",
+        change.at(variant="KNA-NoPE"),
+        measured=f"KNA-NoPE, last segment: {ends}",
         sign=-1,
     )
 
@@ -217,13 +218,13 @@ def _by_distance(view: View) -> Iterator[Claim]:
     """Copying over a trained and over an unseen distance; the control sees neither's answer."""
     known, trained = lm.distances(view), max(view.values("train_length"), default=0)
     near, far = max((d for d in known if d < trained), default=0), max(known, default=0)
-    control = {"variant": "Baseline", "method": "StreamingLLM"}
     if not near < trained <= far:
         return
-    kna, unseen = (lm.copied_from(view, d).at(variant="KNA", method="") for d in (near, far))
+    copied, unseen = (lm.copied_from(view, d).at(variant="KNA", method="") for d in (near, far))
+    control = {"variant": "Baseline", "method": lm.CONTROL}
     yield said(
         f"KNA as it is copies over a distance that it was trained on ({near:,} tokens)",
-        kna - kna.at(**control),
+        copied - copied.at(**control),
         measured=f"KNA − Baseline-StreamingLLM, tiled text, distance {near:,}",
     )
     yield said(
