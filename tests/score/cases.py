@@ -77,16 +77,16 @@ def recipes(variant: str) -> Iterator[Recipe]:
 
 def methods(method: str) -> Iterator[Recipe]:
     """A post-hoc method on some variants, log-n forms, layouts and kinds of rotary position."""
-    turning = [Recipe(position="half"), Recipe("KNA", "logn+", "interleaved", shape="XPos")]
-    turning += [Recipe("CosA", "logn", "interleaved"), Recipe("QKNorm2020", "", "half")]
-    turning += [Recipe("KLayerNorm", "", "half", shape="PartialRoPE", fraction=0.6)]
-    turning += [Recipe("KRMSNorm", "", "interleaved", shape="PartialRoPE", side="last")]
-    turning += [Recipe("QRMSNorm", "", "half", direction="backward")]
-    turning += [Recipe("QKRMSNorm", "logn", "half", rotate_first=True)]
-    turning += [Recipe("QLayerNorm", "logn+", "interleaved", rotate_first=True, across="all")]
-    turning += [Recipe("QKRMSNorm", "SSMax", "half", shape="PRoPE", fraction=0.7)]
-    turning += [Recipe("KNA", "SSMax", "interleaved", shape="PoPE")]
-    for recipe in turning:
+    rotary = [Recipe(position="half"), Recipe("KNA", "logn+", "interleaved", shape="XPos")]
+    rotary += [Recipe("CosA", "logn", "interleaved"), Recipe("QKNorm2020", "", "half")]
+    rotary += [Recipe("KLayerNorm", "", "half", shape="PartialRoPE", fraction=0.6)]
+    rotary += [Recipe("KRMSNorm", "", "interleaved", shape="PartialRoPE", side="last")]
+    rotary += [Recipe("QRMSNorm", "", "half", direction="backward")]
+    rotary += [Recipe("QKRMSNorm", "logn", "half", rotate_first=True)]
+    rotary += [Recipe("QLayerNorm", "logn+", "interleaved", rotate_first=True, across="all")]
+    rotary += [Recipe("QKRMSNorm", "SSMax", "half", shape="PRoPE", fraction=0.7)]
+    rotary += [Recipe("KNA", "SSMax", "interleaved", shape="PoPE")]
+    for recipe in rotary:
         # Without its rotation XPos is still a position.
         if not (method == "DroPE" and recipe.shape == "XPos"):
             yield replace(recipe, method=method, train_length=4)

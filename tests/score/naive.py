@@ -1,6 +1,6 @@
 """The same attention as vectorised torch formulas, for its gradients by autograd.
 
-Rotations are complex numbers, and each of the T·S pairs is turned for itself. It shares only the
+Rotations are complex numbers, and each of the T·S pairs is rotated for itself. It shares only the
 scalars (frequencies, λ) with the oracle, and nothing with the library.
 """
 
@@ -46,8 +46,10 @@ def normalised(
     return y
 
 
-def _turned(recipe: Recipe, x: Tensor, at: Tensor, theta: Tensor, growing: float = 0.0) -> Tensor:
-    """x (B, H, N, D) turned at the positions (B, N) by frequencies (B, N, P), as complex numbers.
+def _rotated_pairs(
+    recipe: Recipe, x: Tensor, at: Tensor, theta: Tensor, growing: float = 0.0
+) -> Tensor:
+    """x (B, H, N, D) rotated at the positions (B, N) by frequencies (B, N, P), as complex numbers.
 
     `growing` is +1 where pairs grow with the position, -1 where they shrink.
     """
@@ -82,7 +84,7 @@ def _products(
 ) -> Tensor:
     """⟨P N(q), P N(k)⟩ or ⟨N(P q), N(P k)⟩ of all pairs, (B, H, T, S).
 
-    A pair may be turned at positions of its own, so each is: as T·S tokens.
+    A pair may be rotated at positions of its own, so each is: as T·S tokens.
     """
     batch, heads, queries, d = q.shape
     keys, groups = k.shape[2], heads // k.shape[1]
@@ -99,7 +101,7 @@ def _products(
         k = _side_by_side(recipe, size_k * delta.cos(), size_k * delta.sin())
     if recipe.position == "none":
         return torch.einsum("bhid,bhjd->bhij", q, k.repeat_interleave(groups, 1))
-    size = scalars.turning(recipe, d)
+    size = scalars.rotary_dim(recipe, d)
     blocks = where[0] // recipe.train_length
     theta = torch.tensor(
         [[scalars.frequencies(recipe, size, int(n)) for n in row] for row in blocks],
@@ -107,8 +109,8 @@ def _products(
     )
     if recipe.leaks and recipe.rotate_first:
         # Statistics over tokens: each stands at one position only.
-        q = norm("Q", _turned(recipe, q, torch.from_numpy(where[0]), theta))
-        k = norm("K", _turned(recipe, k, torch.from_numpy(where[1]), theta[:, :1]))
+        q = norm("Q", _rotated_pairs(recipe, q, torch.from_numpy(where[0]), theta))
+        k = norm("K", _rotated_pairs(recipe, k, torch.from_numpy(where[1]), theta[:, :1]))
         return torch.einsum("bhid,bhjd->bhij", q, k.repeat_interleave(groups, 1))
     at = torch.tensor(
         [
@@ -120,8 +122,8 @@ def _products(
     wide = theta[:, :, None].expand(-1, -1, keys, -1).flatten(1, 2)
     left = q[:, :, :, None].expand(-1, -1, -1, keys, -1).flatten(2, 3)
     right = k[:, :, None].expand(-1, -1, queries, -1, -1).flatten(2, 3)
-    left = _turned(recipe, left, at[..., 0].flatten(1), wide, 1.0)
-    right = _turned(recipe, right, at[..., 1].flatten(1), wide, -1.0)
+    left = _rotated_pairs(recipe, left, at[..., 0].flatten(1), wide, 1.0)
+    right = _rotated_pairs(recipe, right, at[..., 1].flatten(1), wide, -1.0)
     if recipe.rotate_first:
         left, right = norm("Q", left), norm("K", right)
     product = (left * right.repeat_interleave(groups, 1)).sum(-1)

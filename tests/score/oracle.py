@@ -66,9 +66,9 @@ def _per_feature(value: Array, heads: int, d: int) -> Array:
     return np.broadcast_to(value.reshape(-1, d), (heads, d))[None, :, None, :]
 
 
-def turned(x: Array, recipe: Recipe, by: float, block: int, growing: float = 0.0) -> Array:
-    """x (D,) turned by the position `by`, its pairs multiplied as for the distance `growing`."""
-    theta = scalars.frequencies(recipe, scalars.turning(recipe, len(x)), block)
+def rotated(x: Array, recipe: Recipe, by: float, block: int, growing: float = 0.0) -> Array:
+    """x (D,) rotated by the position `by`, its pairs multiplied as for the distance `growing`."""
+    theta = scalars.frequencies(recipe, scalars.rotary_dim(recipe, len(x)), block)
     decay, half, y = scalars.decays(recipe, len(x)), len(theta), np.array(x)
     start = scalars.start(recipe, len(x))
     for m, frequency in enumerate(theta):
@@ -179,17 +179,17 @@ class _Products:
         )
 
     def _rotated(self, block: int, rule: int) -> tuple[Array, Array]:
-        """All queries and keys turned by their own position under a rule and then normalised."""
+        """All queries and keys rotated by their own position under a rule and then normalised."""
         if (block, rule) not in self.known:
             q, k, recipe = np.array(self.q), np.array(self.k), self.recipe
             for b, h, i in np.ndindex(*q.shape[:3]):
                 at = int(self.where[0][b, i])
                 by = scalars.rotated_at(recipe, at, scalars.example_of(recipe, rule, i=at))[0]
-                q[b, h, i] = turned(q[b, h, i], recipe, by, block)
+                q[b, h, i] = rotated(q[b, h, i], recipe, by, block)
             for b, h, j in np.ndindex(*k.shape[:3]):
                 at = int(self.where[1][b, j])
                 by = scalars.rotated_at(recipe, scalars.example_of(recipe, rule, j=at), at)[1]
-                k[b, h, j] = turned(k[b, h, j], recipe, by, block)
+                k[b, h, j] = rotated(k[b, h, j], recipe, by, block)
             self.known[block, rule] = self._normalised(q, k)
         return self.known[block, rule]
 
@@ -205,7 +205,7 @@ class _Products:
             return self._polar(query, self.k[b, g, j], g, at_q, at_k)
         if self.recipe.position != "none":
             left, right = scalars.rotated_at(self.recipe, at_q, at_k)
-            query = turned(query, self.recipe, left - right, block, left - right)
+            query = rotated(query, self.recipe, left - right, block, left - right)
         return float(query @ self.k[b, g, j])
 
     def _polar(self, q: Array, k: Array, g: int, at_q: int, at_k: int) -> float:

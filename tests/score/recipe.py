@@ -21,7 +21,7 @@ REGIMES = ("ReRoPE", "LeakyReRoPE", "SelfExtend", "StreamingLLM", "DualChunk")
 
 @dataclass(frozen=True)
 class Recipe:
-    """One score. `method` is a spectrum, a regime or nothing; `shape` a kind of rotary position.
+    """One score. `method` is a RoPE scaling, a remapping or nothing; `shape` a rotary position.
 
     `position` is the layout of the rotation, or "none". `near` is the width of a sliding window.
     """
@@ -153,8 +153,8 @@ def _brackets(fields: Mapping[str, object]) -> str:
     return f"({inside})" if inside else ""
 
 
-def turning(recipe: Recipe, d: int) -> int:
-    """How many of the features turn."""
+def rotary_dim(recipe: Recipe, d: int) -> int:
+    """How many of the features rotate."""
     if recipe.position == "none":
         return 0
     if recipe.shape != "PartialRoPE":
@@ -163,13 +163,13 @@ def turning(recipe: Recipe, d: int) -> int:
 
 
 def start(recipe: Recipe, d: int) -> int:
-    """The first feature that turns."""
-    return d - turning(recipe, d) if recipe.side == "last" else 0
+    """The first feature that rotates."""
+    return d - rotary_dim(recipe, d) if recipe.side == "last" else 0
 
 
 @functools.cache
 def frequencies(recipe: Recipe, d: int, block: int = 0) -> list[float]:
-    """θ'_m, m = 0 … d/2 − 1, for d features that turn and rows of the given block."""
+    """θ'_m, m = 0 … d/2 − 1, for d features that rotate and rows of the given block."""
     if recipe.shape == "PRoPE":
         whole = _stretched(replace(recipe, shape="RoPE"), d, block)
         return [
@@ -226,7 +226,7 @@ def _llama3(recipe: Recipe, theta: float) -> float:
 
 
 def _clipped(recipe: Recipe, plain: list[float]) -> list[float]:
-    """A raised cosine over the lowest frequencies, by default those that do not turn once in L."""
+    """A raised cosine over the lowest frequencies, by default those below one rotation in L."""
     slow = [theta for theta in plain if 2 * math.pi / theta > recipe.train_length]
     clip = min(len(slow) if recipe.clip is None else recipe.clip, len(plain))
     first = len(plain) - clip
@@ -258,7 +258,7 @@ def decays(recipe: Recipe, d: int) -> list[float]:
     if recipe.shape == "PoPE":
         return [0.0] * (d // 2)
     if recipe.shape != "XPos":
-        return [0.0] * (turning(recipe, d) // 2)
+        return [0.0] * (rotary_dim(recipe, d) // 2)
     gamma = recipe.gamma
     zeta = [(2 * m / d + gamma) / (1 + gamma) for m in range(d // 2)]
     return [math.log(each) / recipe.decay for each in zeta]

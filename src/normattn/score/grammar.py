@@ -17,7 +17,9 @@ from normattn.errors import InputError
 from normattn.score.parts.base import Part, find
 from normattn.score.recipes import recipe
 
-_PART = re.compile(r"(?P<name>[A-Za-z][A-Za-z0-9_]*\+?)(?:\((?P<fields>[^()]*)\))?")
+_NAME = r"[A-Za-z][A-Za-z0-9_]*\+?"
+_PART = re.compile(rf"(?P<name>{_NAME})(?:\((?P<fields>[^()]*)\))?")
+_PARTS = re.compile(rf"{_NAME}(?:\([^()]*\))?(?:-{_NAME}(?:\([^()]*\))?)*")
 _DIGITS = re.compile(r"[+-]?[0-9]{1,19}")
 _LONGEST_NUMBER = 64
 _LENGTH = re.compile(r"@(?P<length>[0-9]+)$")
@@ -77,24 +79,15 @@ def build_parts(
 
 
 def _split(body: str, text: str) -> list[re.Match[str]]:
-    matches, start = [], 0
-    while start < len(body):
-        match = _PART.match(body, start)
-        if match is None:
-            break
-        matches.append(match)
-        start = match.end()
-        if start < len(body) and body[start] == "-" and start + 1 < len(body):
-            start += 1
-        elif start < len(body):
-            break
-    if start != len(body) or not matches:
-        near = body[start : start + 12]
+    """The parts of a text, each a match; `InputError` says where it is none."""
+    match = _PARTS.match(body)
+    end = 0 if match is None else match.end()
+    if match is None or end != len(body):
         raise InputError(
             f"{text!r} is not a score: expected names joined by hyphens, like "
-            f"CosA-logn-YaRN(factor=8)@512, but found {near!r}"
+            f"CosA-logn-YaRN(factor=8)@512, but found {body[end : end + 12]!r}"
         )
-    return matches
+    return list(_PART.finditer(body))
 
 
 def _parse_part(match: re.Match[str], text: str) -> Given:

@@ -171,9 +171,9 @@ class Score(nn.Module):
         # The first column that the first of these rows reads in the near regime.
         start = max(0, cached.shape[2] - q.shape[2] - spec.remapping.window + 1)
         near, first = positions.key[..., start:], start if positions.regular else None
-        turn = key_tables(spec, self.head_dim, near, cached.dtype, first, far_to_near=True).near
+        back = key_tables(spec, self.head_dim, near, cached.dtype, first, far_to_near=True).near
         return replace(
-            self._inputs(near_q, _rotate(cached[:, :, start:], turn, then), *rest),
+            self._inputs(near_q, _rotate(cached[:, :, start:], back, then), *rest),
             far_q=far_q,
             far_k=cached if then is None else then(cached),
             window=spec.remapping.window,

@@ -18,7 +18,7 @@ RECIPES: Mapping[str, str] = MappingProxyType(
             "Baseline-RoPE(base=50000,layout=interleaved)-SlidingWindow(window=4096)"
             "-NoPEEvery(every=4)"
         ),
-        # deepseek-ai/DeepSeek-V3: keys of latent vectors, the last 64 of whose 192 features turn
+        # deepseek-ai/DeepSeek-V3: keys of latent vectors, the last 64 of whose 192 features rotate
         "DeepSeek-V3": (
             "Baseline-PartialRoPE(layout=interleaved,fraction=0.3334,side=last)-YaRN(factor=40)"
             "@4096"

@@ -185,11 +185,11 @@ class ScoreSpec:
         Itself without a layout and without a part that takes something from the layer's number.
         """
         parts: dict[Slot, Part] = {part.slot: part for part in self.parts}
-        laid: Iterable[Part] = self.parts
+        chosen: Iterable[Part] = self.parts
         if self.layout is not None:
             del parts[Slot.LAYOUT]
-            laid = self.layout.layer(parts, layer, layers, self.train_length)
-        layer_parts = tuple(part.for_layer(layer) for part in laid)
+            chosen = self.layout.layer(parts, layer, layers, self.train_length)
+        layer_parts = tuple(part.for_layer(layer) for part in chosen)
         return self if layer_parts == self.parts else ScoreSpec(layer_parts, self.train_length)
 
     @functools.lru_cache(maxsize=256)  # noqa: B019 (specifications are small values)
@@ -212,7 +212,7 @@ class ScoreSpec:
     def variant_name(self) -> str:
         """The name of the trained parts with what was chosen in them, e.g. `CosA(c=3.5)-logn`.
 
-        A value that the training length gives anyway is not spelled.
+        A value that the training length gives anyway is left out.
         """
         length = self.train_length
         return "-".join(
@@ -228,7 +228,7 @@ class ScoreSpec:
     def method_name(self) -> str:
         """The same with what was chosen in each part, e.g. `ReRoPE(window=16)-logn+`.
 
-        A value that the training length or the factor gives anyway is not spelled.
+        A value that the training length or the factor gives anyway is left out.
         """
         labels = []
         for part in self._added:

@@ -266,7 +266,7 @@ class CoPE(PairBiasPart):
     The contextual position of key j is a sum of gates over the keys that the query sees from key j
     on, at most P − 1; e between two whole positions is interpolated. e has `positions` P vectors
     (0 … P − 1), shared by the heads, which start at 0. With λ in front as for keys the score is
-    λ·⟨q_i, k_j + e⟩, as the authors' code has it unless told otherwise.
+    λ·⟨q_i, k_j + e⟩, as the authors' code has it by default.
     """
 
     equation = "b = λ·⟨q_i, e[p]⟩, p = Σ_{j≤l≤i} σ(s_il)"
