@@ -18,7 +18,6 @@ from normattn.lab.data.windows import EvaluationSet
 from normattn.lab.diagnostics import BINS, measure_mechanism
 from normattn.lab.diagnostics.keys import (
     TAIL,
-    first_norms,
     pairs_by_region,
     position_correlation,
     trained_range,
@@ -38,10 +37,9 @@ def test_rounding_does_not_rank_equal_norms() -> None:
 
 
 @pytest.mark.parametrize("length", [6, 7, 31])
-def test_correlation_and_first_norms(length: int) -> None:
+def test_norms_rank_with_positions(length: int) -> None:
     norms = np.random.default_rng(length).integers(1, 9, size=(3, 2, length)).astype(float)
     correlation = position_correlation(torch.from_numpy(norms))
-    first = first_norms(torch.from_numpy(norms))
     for at in np.ndindex(3, 2):
         rest = norms[at][4:]
         if len(set(rest)) == 1:
@@ -49,7 +47,6 @@ def test_correlation_and_first_norms(length: int) -> None:
             continue
         expected = stats.spearmanr(rest, np.arange(len(rest))).statistic
         assert float(correlation[at]) == pytest.approx(expected, abs=1e-12)
-        np.testing.assert_allclose(first[at], norms[at][:4] / np.median(rest), rtol=1e-12)
 
 
 @pytest.mark.parametrize(("score", "length"), LENGTHS)
@@ -127,11 +124,6 @@ def test_a_record_holds_them_by_document(score: str, raw: bool) -> None:
         # Documents a and c give the sign, b and d are measured.
         sign = np.sign(sums[0] + sums[2])
         np.testing.assert_allclose(signed, [0.0, sums[1] * sign, 0.0, sums[3] * sign], atol=1e-9)
-        first = of(record, f"{side}first_norms", layer, head).filter(unit="b")
-        rows = norms[documents == "b", layer, head]
-        expected_first = (rows[:, :4] / np.median(rows[:, 4:], axis=1, keepdims=True)).sum(0)
-        np.testing.assert_allclose(first["sum"], expected_first, rtol=1e-9)
-        assert first["of"].to_list() == [2, 2, 2, 2]
     assert record.filter(statistic=f"{side}position")["head"].n_unique() == 2  # of keys
 
 

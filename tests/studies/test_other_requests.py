@@ -20,7 +20,7 @@ from normattn.lab.studies.qknorm_runs import (
     vision_score,
 )
 from normattn.lab.studies.realformer_runs import ROWS, EncoderRun, GridRun
-from normattn.lab.studies.rmsnorm_runs import TIMED, NormRun, TimeRun, whole_time
+from normattn.lab.studies.rmsnorm import TIMED, NormRun, TimeRun
 from normattn.lab.sweep.run import Request, Sweep
 from normattn.models.config import TranslatorConfig
 from studies import small
@@ -151,7 +151,7 @@ def test_images_may_have_more_seeds_and_no_positions_of_their_own(pairs: str) ->
     ("changes", "said"),
     [
         ({"rates.multiples": [2, 1]}, "multiples must rise"),
-        ({"training.model.score": "KNA"}, "varied by the tables"),
+        ({"training.model.score": "KNA"}, "varied by the study"),
         ({"training.steps": 0}, "steps"),
         ({"rates.training": {"step": 3}}, "step"),
         ({"scores": ["Baseline", "KNB"]}, "KNB"),
@@ -162,7 +162,7 @@ def test_images_may_have_more_seeds_and_no_positions_of_their_own(pairs: str) ->
         ({"scores": ["Baseline+Muon+Muon"]}, "names something twice"),
         ({"scores": ["QKRMSNorm+QK-Clip"]}, "its norm undoes it"),
         ({"trained_with.Muon.optimiser.name": "moun", "scores": ["KNA+Muon"]}, "moun"),
-        ({"trained_with.Wide.model.score": "KNA"}, "varied by the tables"),
+        ({"trained_with.Wide.model.score": "KNA"}, "varied by the study"),
         ({"vision.training.model.patch": 3, "vision.scores": ["KNA"]}, "patches of 3 × 3"),
     ],
     ids=str,
@@ -240,7 +240,7 @@ def test_rows_rates_and_sizes_can_be_chosen(encoders: str) -> None:
     [
         ({"variants": ("RealFromer",)}, "there is no row 'RealFromer'"),
         ({"methods": ("YaRN",)}, "chooses its own methods"),
-        ({"changes": {"training.model.placement": "PreLN"}}, "placement is varied by the table"),
+        ({"changes": {"training.model.placement": "PreLN"}}, "placement is varied by the study"),
         ({"changes": {"grid.size": "huge"}}, r"grid\.size is huge; there are small, large"),
         ({"changes": {"grid.rows": ["RealFormer-from-PostLN"]}}, "which the grid does not"),
         ({"changes": {"training.schedule.warmup_steps": 3}}, "less than their warm-up"),
@@ -286,7 +286,7 @@ def test_presets_of_rmsnorm_have_the_source_s_size() -> None:
     ("asked", "said"),
     [
         ({"variants": ("BatchNorm",)}, "no norm 'BatchNorm' here; there are LayerNorm, RMSNorm"),
-        ({"changes": {"training.model.norm": "rms"}}, "the norm and the seed are varied"),
+        ({"changes": {"training.model.norm": "rms"}}, r"model\.norm is varied by the study"),
         ({"changes": {"training.data.corpus": "nowhere"}}, "nowhere does not exist"),
         ({"methods": ("YaRN",)}, "chooses its own methods"),
     ],
@@ -295,12 +295,3 @@ def test_presets_of_rmsnorm_have_the_source_s_size() -> None:
 def test_bad_input_of_rmsnorm(documents: str, asked: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=said):
         RMSNORM.resolve(Request(documents, **asked))
-
-
-def test_a_resumed_training_took_its_steps_at_its_own_pace() -> None:
-    lines = [
-        *({"step": 4, "seconds": 8.0}, {"step": 6, "seconds": 12.0}),
-        *({"step": 5, "seconds": 1.0}, {"step": 10, "seconds": 11.0}),
-    ]
-    assert whole_time(lines, 10) == pytest.approx(20.0)
-    assert whole_time([], 10) is None

@@ -123,11 +123,6 @@ def position_correlation(norms: Float[Tensor, "*rows n"]) -> Float[Tensor, "*row
     return rank_correlation(rest, order.expand(rest.shape))
 
 
-def first_norms(norms: Float[Tensor, "*rows n"]) -> Float[Tensor, "*rows first"]:
-    """‖k_0‖ … ‖k_(F−1)‖, each over the median norm of the keys after them."""
-    return norms[..., :FIRST] / norms[..., FIRST:].quantile(0.5, -1, keepdim=True)
-
-
 @torch.no_grad()
 def received_attention(seen: Seen, horizon: int) -> Float[Tensor, "b h kept"]:
     """r_j = mean over i = j … j + horizon − 1 of α_ij · (i + 1), for the keys j ≤ S − horizon.

@@ -3,45 +3,48 @@
 The source says: without a norm, a key's own size decides how much attention it gets, so that
 cos(q, k) is trained badly and leaves its trained range on longer text (kexue.fm/archives/9859).
 Measured here: ‖k_j‖ against the attention that key j receives, and the cosines at L and at 8 L, in
-models with and without norms; and what the source leaves open, ‖k_j‖ against the position j, and
+models with and without norms. Also what the source leaves open: ‖k_j‖ against the position j, and
 whether positions that were never trained cost more than cosines out of range.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import cache
+from itertools import product
 from typing import ClassVar, Literal
 
+import numpy as np
 import polars as pl
 from pydantic import Field
 
+from normattn.errors import InputError
+from normattn.kernels.cosines import BINS
 from normattn.lab.data import TokenData
 from normattn.lab.data.windows import EvaluationSet, non_repeated_set
 from normattn.lab.diagnostics import measure_mechanism
-from normattn.lab.diagnostics.keys import FIRST, TAIL
+from normattn.lab.diagnostics.keys import FIRST, REGIONS, TAIL, trained_range
+from normattn.lab.diagnostics.mechanism import READINGS
 from normattn.lab.evaluation.scorer import weights_digest
-from normattn.lab.report.tables import Table
+from normattn.lab.report.claims import Claim
+from normattn.lab.report.figures import Figure, IntervalColumn, Intervals
+from normattn.lab.report.tables import NOTHING, Cell, Column, Row, Table, shown_cell
+from normattn.lab.report.view import View
+from normattn.lab.stats import Metric
+from normattn.lab.stats.metrics import Array, crossing, mean
 from normattn.lab.studies.base import Study
 from normattn.lab.studies.language import TextSetting, reading_cost
-from normattn.lab.studies.mechanism_report import (
-    KIND,
-    claims,
-    clamped_columns,
-    columns,
-    figures,
-    position_columns,
-    range_columns,
-    rows,
-)
+from normattn.lab.studies.lm_report import VARIANT_ORDER, ranked
 from normattn.lab.studies.methods import canonical
 from normattn.lab.studies.preset import EvaluationSettings, opened, own_group
+from normattn.lab.studies.trained import trained
 from normattn.lab.sweep.paths import RunPaths
 from normattn.lab.sweep.run import Note, Request, Run, Stage, Sweep, measuring_stage, training_stage
-from normattn.lab.training.distributed import choose_device
 from normattn.lab.training.tasks.text import CausalWorkload
-from normattn.lab.training.tasks.workload import MODEL
-from normattn.models.pretrained import load_model
+from normattn.models import CausalLM
 from normattn.settings import Settings
 
+KIND = "mechanism"
 VARIANTS = (
     *("Baseline", "KNA", "KNA-NoPE"),
     *("QKLayerNorm", "QKLayerNorm(gain=false)", "QKRMSNorm", "QKRMSNorm(gain=false)"),
@@ -73,7 +76,7 @@ class MechanismRun(Run):
         rows = WEIGHT * settings.max_windows
 
         def look(data: TokenData, note: Note) -> pl.DataFrame:
-            model = load_model(paths.run / MODEL, config.model).to(choose_device(config.device))
+            model = trained(CausalLM, paths.run, config)
             return measure_mechanism(
                 model,
                 self.texts(data, config.model.train_length),
@@ -136,13 +139,277 @@ def resolve(request: Request) -> Sweep:
     )
 
 
+# Metrics
+
+SOURCE, SOURCE_OPEN = "kexue 9859", "kexue 9859, left open"
+QUANTILES = (TAIL, 0.25, 0.5, 0.75, 1 - TAIL)
+CORRELATION = mean("correlation", "rank correlation")
+
+
+def lengths(view: View) -> tuple[int, int]:
+    """The training length, and the longer one; `InputError` where no model was measured."""
+    measured = view.values("length", {"protocol": KIND})
+    if not measured:
+        raise InputError("there is nothing to report yet: no trained model was measured")
+    return min(measured), max(measured)
+
+
+def rows(view: View, statistic: str | None = None) -> list[Row]:
+    """The scores that were measured, or those of which a statistic was."""
+    chosen = {"protocol": KIND} | ({} if statistic is None else {"statistic": statistic})
+    return [Row(name, {"row": name}) for name in ranked(view.values("row", chosen), VARIANT_ORDER)]
+
+
+def where(view: View, **more: object) -> dict[str, object]:
+    """Where the measurements at the training length are; `more` overrides and adds columns."""
+    return {"protocol": KIND, "length": lengths(view)[0], **more}
+
+
+@cache
+def cosine_quantile(share: float) -> Metric:
+    """A quantile of the cosines, the mean over heads."""
+
+    def value(above: Array, below: Array, *whole: Array) -> Array:
+        by_head = above.reshape(*above.shape[:-1], -1, BINS)
+        return np.asarray(crossing(by_head, share, (-1.0, 1.0)).mean(-1))
+
+    return Metric("cosine", "cosine", value, "", 2)
+
+
+def _per_bin(
+    name: str, bins: int, value: Callable[[Array, Array], Array], unit: str = "%", digits: int = 2
+) -> Metric:
+    """A number made of (sums, counts), each (…, `bins` of an axis), added over layers and heads."""
+
+    def whole(above: Array, below: Array, *rest: Array) -> Array:
+        parts = (x.reshape(*x.shape[:-1], -1, bins).sum(-2) for x in (above, below))
+        return np.asarray(value(*parts))
+
+    return Metric(name, "", whole, unit, digits)
+
+
+def _share(part: Array, whole: Array) -> Array:
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.where(whole > 0, part / whole, np.nan)
+
+
+def _out_of_range(far: int, pairs: Array) -> Array:
+    """The share (%) outside the range, of the pairs nearer than L (0) or further (1)."""
+    inside, outside = pairs[..., 2 * far], pairs[..., 2 * far + 1]
+    return 100 * _share(outside, inside + outside)
+
+
+NEAR, FAR, FURTHER = (
+    _per_bin("pairs", len(REGIONS), value)
+    for value in (
+        lambda pairs, _: _out_of_range(0, pairs),
+        lambda pairs, _: _out_of_range(1, pairs),
+        lambda pairs, _: _out_of_range(1, pairs) - _out_of_range(0, pairs),
+    )
+)
+
+
+def _attention(region: str) -> Metric:
+    index = REGIONS.index(region)
+    return _per_bin("attention", len(REGIONS), lambda *both: 100 * _share(*both)[..., index])
+
+
+def last_tokens(name: str, ours: str, theirs: str | None = None) -> Metric:
+    """Of the last L tokens in one reading, or less that in another: in %, a loss in nats."""
+    first, second = (READINGS.index(reading or ours) for reading in (ours, theirs))
+    scale, unit, digits = (100, "%", 2) if name == "last_accuracy" else (1, "nats", 3)
+
+    def value(above: Array, below: Array) -> Array:
+        read = scale * _share(above, below)
+        return read[..., first] if theirs is None else read[..., first] - read[..., second]
+
+    return _per_bin(name, len(READINGS), value, unit, digits)
+
+
+# Columns
+
+
+def columns(view: View) -> list[Column]:
+    """Correlations, the spread of norms, the range of cosines at both lengths."""
+    (near, far), at = lengths(view), where(view)
+    return [
+        Column("correlation", CORRELATION.title, CORRELATION.at(at), without="one norm"),
+        Column("raw_correlation", "before the norm", mean("raw_correlation", "").at(at)),
+        Column("spread", "spread of ‖k‖", mean("spread", "").at(at)),
+        *_cosine_columns(view, "near", near),
+        *_cosine_columns(view, "far", far),
+        Column("outside", f"outside at {far:,}, %", plain=_outside),
+    ]
+
+
+def _cosine_columns(view: View, key: str, length: int) -> list[Column]:
+    return [
+        Column(
+            f"cosine_{key}_{share:g}",
+            f"cosine, {share:.1%} at {length:,}",
+            cosine_quantile(share).at(where(view, length=length)),
+        )
+        for share in QUANTILES
+    ]
+
+
+def _outside(view: View, row: Row) -> Cell:
+    """The share (%) of cosines in bins that hold none of the cosines at L, but for their tails.
+
+    Each seed is a model with a range of its own.
+    """
+    longer = {**row.where, **where(view, length=lengths(view)[1])}
+    trained_at = view.sums("cosine", {**row.where, **where(view)})
+    if trained_at is None or view.sums("cosine", longer) is None:
+        return NOTHING
+    counts = trained_at.numerator.sum(1)
+    allowed = np.stack([trained_range(seed.reshape(-1, BINS)).reshape(-1) for seed in counts])
+
+    def value(above: Array, below: Array, *whole: Array) -> Array:
+        return np.asarray(100 * np.where(allowed, 0.0, above).sum(-1) / above.sum(-1))
+
+    metric = Metric("cosine", "outside", value, "%", 2)
+    estimate = view.estimate(metric, longer)
+    return NOTHING if estimate is None else shown_cell(estimate, metric)
+
+
+def position_columns(view: View) -> list[Column]:
+    """What ‖k_j‖ says of j: the key as the score sees it, and before any norm."""
+    at = where(view)
+    return [
+        Column(key, f"{title}, {kind}", mean(key, "").at(at), without=without)
+        for side, kind in (("", "as the score sees it"), ("raw_", "raw"))
+        for key, title, without in (
+            (f"{side}position", "rank correlation", "one norm"),
+            (f"{side}position_size", "size", "–"),
+        )
+    ]
+
+
+def range_columns(view: View) -> list[Column]:
+    """Pairs and attention outside the trained range, by distance."""
+    longer = where(view, length=lengths(view)[1])
+    return [
+        Column(key, title, metric.at(longer))
+        for key, title, metric in (
+            ("near_outside", "pairs nearer than L, outside, %", NEAR),
+            ("far_outside", "pairs further, outside, %", FAR),
+            ("further", "difference", FURTHER),
+            ("near_attention", "attention nearer, outside, %", _attention("near outside")),
+            ("far_attention", "attention further, outside, %", _attention("far outside")),
+            ("far_inside", "attention further, inside, %", _attention("far inside")),
+        )
+    ]
+
+
+def clamped_columns(view: View) -> list[Column]:
+    """The last tokens alone, behind the whole text, and with clamped positions."""
+    longer = where(view, length=lengths(view)[1])
+    read = [(name, None) for name in READINGS] + [("as is", "alone"), ("clamped", "as is")]
+    return [
+        Column(
+            f"{name}_{ours}{f'_less_{theirs}' if theirs else ''}".replace(" ", "_"),
+            f"{title}, {ours}{f' − {theirs}' if theirs else ''}",
+            last_tokens(f"last_{name}", ours, theirs).at(longer),
+        )
+        for name, title in (("accuracy", "accuracy"), ("loss", "loss"))
+        for ours, theirs in read
+    ]
+
+
+# Claims and figures
+
+WIDENED = " (KeyNorm widens what is trained, so they should not)"
+
+
+def claims(view: View) -> Iterator[Claim]:
+    """The source's explanation, sentence by sentence, then what it leaves open."""
+    near, far = lengths(view)
+    highest, baseline = cosine_quantile(1 - TAIL), where(view, row="Baseline")
+    yield Claim(
+        "without a norm a key's size decides how much attention it receives",
+        CORRELATION.at(baseline),
+        *(SOURCE, "Baseline: rank correlation of ‖k‖ and attention received"),
+    )
+    for row, remark in (("Baseline", ""), ("KNA", WIDENED), ("KNA-NoPE", WIDENED)):
+        yield Claim(
+            f"on longer text {row}'s cosines reach further{remark}",
+            highest.at(where(view, row=row, length=far)) - highest.at(where(view, row=row)),
+            *(SOURCE, f"{row}: {1 - TAIL:.1%} quantile of cos(q, k), at {far:,} − at {near:,}"),
+        )
+    yield Claim(
+        "KeyNorm widens the range of cosines that training reaches",
+        highest.at(where(view, row="KNA")) - highest.at(baseline),
+        *(SOURCE, f"{1 - TAIL:.1%} quantile at {near:,}: KNA − Baseline"),
+    )
+    yield Claim(
+        "a key's norm carries its position, whichever way",
+        mean("position_size", "size").at(baseline),
+        *(SOURCE_OPEN, "Baseline: rank correlation of ‖k‖ and its position, its size"),
+    )
+    for sentence, measured, metric in (
+        (
+            "{}'s cosines leave their trained range at unseen distances rather than at trained "
+            "ones",
+            f"share of pairs outside, at i − j ≥ {near:,} − nearer",
+            FURTHER,
+        ),
+        (
+            "unseen positions cost {} accuracy on longer text",
+            f"accuracy of the last {near:,} of {far:,} tokens, positions clamped − as is",
+            last_tokens("last_accuracy", "clamped", "as is"),
+        ),
+    ):
+        for row in ("Baseline", "KNA"):
+            yield Claim(
+                sentence.format(row),
+                metric.at(where(view, row=row, length=far)),
+                *(SOURCE_OPEN, f"{row}: {measured}"),
+            )
+
+
+def figures(view: View) -> list[Figure]:
+    """Quantiles of the cosines at both lengths, and the last tokens."""
+    near, far = lengths(view)
+    scores = rows(view)
+    at_both = [_cosine_columns(view, "", length) for length in (near, far)]
+    ranges = Intervals(
+        "cosine_ranges",
+        "Quantiles of cos(q, k) by length of the text, mean over heads",
+        tuple(f"{row.label}, {length:,}" for row in scores for length in (near, far)),
+        tuple(
+            IntervalColumn(
+                f"{share:.1%}",
+                tuple(c.cell(view, row).estimate for row in scores for c in columns),
+            )
+            for share, *columns in zip(QUANTILES, *at_both, strict=True)
+        ),
+    )
+    return [ranges, *_last_tokens(view)]
+
+
+def _last_tokens(view: View) -> Iterator[Figure]:
+    """The accuracy of the last tokens in every reading; none where it was not measured."""
+    near, far = lengths(view)
+    known = {}
+    for row, reading in product(rows(view, "last_accuracy"), READINGS):
+        metric = last_tokens("last_accuracy", reading).at(where(view, length=far))
+        estimate = view.known(metric, row.where)
+        if estimate is not None:
+            known[f"{row.label}, {reading}"] = estimate
+    if known:
+        title = f"The last {near:,} of {far:,} tokens"
+        accuracy = IntervalColumn("accuracy, %", tuple(known.values()))
+        yield Intervals("last_accuracy", title, tuple(known), (accuracy,))
+
+
 STUDY = Study(
     "mechanism",
     "Does a key's norm decide how much attention it receives, and do cosines leave their "
     "trained range on longer text?",
     title="Key norms, attention and cosines",
     help="Test the source's explanation: key norms against attention, and cosines at L and 8 L."
-    "\n\nTrains each score and counts, by hooks on the trained model, how ‖k_j‖ ranks with the "
+    "\n\nTrains each score and measures how ‖k_j‖ ranks with the "
     "attention that key j receives and with j itself, the range of cos(q, k) at L and at 8 L, and "
     "what positions cost that were never trained. Tables and figures, with intervals over "
     "documents (and seeds).",
@@ -158,13 +425,11 @@ STUDY = Study(
             notes=(
                 "rank correlation: Spearman's, between ‖k_j‖ as the score sees it and the "
                 "attention that key j receives from the next L/2 queries relative to uniform "
-                "attention, within a text; mean over layers, heads and texts. heads + / −: those "
-                "whose own interval lies above or below 0.",
+                "attention, within a text; mean over layers, heads and texts.",
                 "before the norm: the same with the key as it enters the score; a norm cannot hand "
                 "it on.",
                 "spread: standard deviation of ‖k_j‖ over its mean, within a text.",
-                "cosine: cos(q_i, k_j) as the score has them, quantiles, mean over heads; least "
-                "and largest of all heads.",
+                "cosine: cos(q_i, k_j) as the score has them, quantiles, mean over heads.",
                 f"outside: share of the pairs at the longer length whose cosine lies outside the "
                 f"range of its head at L ({TAIL:.1%} left out at either end).",
             ),
@@ -178,13 +443,10 @@ STUDY = Study(
                 "rank correlation: Spearman's, between ‖k_j‖ and j within a text of the training "
                 f"length, the first {FIRST} keys left out; mean over layers, heads of keys and "
                 "texts. Above 0 norms grow with the position; heads of opposite signs cancel.",
-                "heads + / − / all: heads of all trained models, those whose own interval over "
-                "documents lies above or below 0; by chance one of forty is above and one below.",
                 "size: the same in every second document, with the sign turned by that which the "
                 "head has in the other documents, so that heads of opposite signs add up. Chance "
                 "gives 0, also where neighbouring keys have similar norms; it would raise a mean "
                 "of |ρ|.",
-                f"first key, next {FIRST - 1}: their norm over the median norm of all after them.",
                 "as the score sees it, raw: after and before the key's normalisation.",
             ),
         ),
@@ -207,7 +469,7 @@ STUDY = Study(
             "clamped",
             "What do unseen positions cost?",
             lambda view: rows(view, "last_accuracy"),
-            lambda view: [*clamped_columns(view)],
+            clamped_columns,
             notes=(
                 "Accuracy in % and loss in nats of the last L tokens of each text. Alone: with "
                 "nothing before them; as is: behind the whole text; clamped: the same with every "

@@ -7,9 +7,11 @@ of a shared file that one study alone reads (`[window]` …) are passed over by 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import reduce
 from importlib import resources
 from importlib.resources.abc import Traversable
+from operator import getitem
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -17,8 +19,9 @@ from pydantic import Field, field_validator
 
 from normattn.errors import InputError, unknown
 from normattn.io import read_toml
-from normattn.lab.sweep.config import merged, validated
+from normattn.lab.sweep.config import merged, validated, value_at
 from normattn.lab.sweep.run import Request
+from normattn.lab.training.config import LoopConfig
 from normattn.settings import Settings
 
 Protocol = Literal[
@@ -186,6 +189,33 @@ def opened_as(request: Request, study: str, kind: type[OwnPreset]) -> OwnPreset:
     name, stored = fields(request.preset, study)
     changed = merged({"name": name, **stored}, request.changes)
     return validated(kind, changed, f"preset {name} of {study}")
+
+
+def shared_training(
+    kind: type[LoopConfig],
+    fields: Mapping[str, Any],
+    varied: Sequence[str],
+    subject: str,
+    fill: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Settings of a training with every default, less the seed and what else the study varies.
+
+    `fill` stands in for varied settings that have no default. Raises `InputError` for settings
+    that cannot be, and for a value of one that is varied.
+    """
+    refuse_varied(fields, varied, subject)
+    whole = kind.parse(merged(fields, fill or {}), subject).model_dump(mode="json")
+    for name in ("seed", *varied):
+        *groups, last = name.split(".")
+        del reduce(getitem, groups, whole)[last]
+    return whole
+
+
+def refuse_varied(fields: Mapping[str, Any], varied: Sequence[str], subject: str) -> None:
+    """Raise `InputError` where a preset sets the seed, or what else the study varies."""
+    for name in ("seed", *varied):
+        if value_at(fields, name) is not None:
+            raise InputError(f"{subject}: {name} is varied by the study, not set by a preset")
 
 
 def typed(name: str, study: str) -> str:

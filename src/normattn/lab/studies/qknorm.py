@@ -18,54 +18,50 @@ import polars as pl
 from normattn.lab.data.pairs import PairData
 from normattn.lab.diagnostics.lines import read_diagnostics
 from normattn.lab.evaluation.masked import MARGIN
+from normattn.lab.report.claims import SEEDS, Claim
+from normattn.lab.report.figures import (
+    Curves,
+    Figure,
+    IntervalColumn,
+    Intervals,
+    Line,
+    Panel,
+    Point,
+)
 from normattn.lab.report.tables import Column, Row, Table, estimate_column, text_column
-from normattn.lab.report.view import View
-from normattn.lab.stats import Identity, Metric, identified, sums
+from normattn.lab.report.view import View, points
+from normattn.lab.stats import Estimate, Identity, Metric, identified, select, sign_test, sums
+from normattn.lab.stats.arrays import Where
 from normattn.lab.stats.measurements import empty
-from normattn.lab.stats.metrics import BLEU, CHRF
+from normattn.lab.stats.metrics import BLEU, CHRF, accuracy, loss
 from normattn.lab.studies.base import Study
 from normattn.lab.studies.lm_report import ranked
-from normattn.lab.studies.preset import opened_as
-from normattn.lab.studies.qknorm_report import (
-    ACCURACY,
-    BASE,
-    CLAIMED,
-    IMAGE_ACCURACY,
-    IMAGE_LOSS,
-    LOSS,
-    at,
-    by_rate,
-    claims,
-    diverged,
-    failures,
-    figures,
-    largest_logit,
-    last_entropy,
-    multiples,
-    scores,
-    tolerated,
-    training_of,
-    unigram,
-)
+from normattn.lab.studies.preset import opened_as, refuse_varied, shared_training
 from normattn.lab.studies.qknorm_runs import (
     CLIP,
     IMAGES,
     MUON,
     RATES,
+    SCORES,
     TRANSLATION,
     VARIED,
+    AnyRun,
+    Layer,
     QKNormPreset,
-    Rated,
     TranslationRun,
     VisionRun,
     parts,
     rows_of,
+    run_of,
 )
+from normattn.lab.studies.trained import ends, step_lines
 from normattn.lab.sweep.collect import of_trainings
 from normattn.lab.sweep.config import SweepConfig, merged
 from normattn.lab.sweep.run import Request, Run, Sweep
 from normattn.lab.training.tasks.translation import TranslationConfig, epochs
 from normattn.score import ScoreSpec
+
+BASE = "Baseline"
 
 
 def resolve(request: Request) -> Sweep:
@@ -77,37 +73,50 @@ def resolve(request: Request) -> Sweep:
     """
     preset = opened_as(request, "qknorm", QKNormPreset)
     request.refuse_choices("qknorm")
-    training = _whole(preset.training, f"preset {preset.name}, training")
-    vision, rates, swept = preset.vision, preset.rates, None
-    rows = rows_of(request.variants or preset.scores, preset.trained_with)
+    subject, known = f"preset {preset.name}", preset.trained_with
+    for name, layer in known.items():
+        refuse_varied(layer, VARIED, f"{subject}, trained_with.{name}")
+    table = rows_of(request.variants or preset.scores, known)
     seeds = request.seeds_or(preset.seeds)
-    of_images = request.seeds_or(vision.seeds if vision and vision.seeds else preset.seeds)
 
-    def of(experiment: str, own: Sequence[str], multiples: Sequence[float]) -> list[Rated]:
-        """An experiment's own scores among the rows that were chosen, at each multiple."""
-        every = rows_of(own, preset.trained_with).items()
-        kept = {name: row for name, row in every if request.variants is None or name in rows}
-        return [Rated(experiment, *row, rate) for row in kept.items() for rate in multiples]
+    def runs(
+        kind: type[AnyRun],
+        experiment: str,
+        own: Sequence[str],
+        training: Layer,
+        multiples: Sequence[float] = (1.0,),
+        seeds: Sequence[int] = seeds,
+        **more: Any,
+    ) -> list[AnyRun]:
+        """A run of each of the scores that were chosen, at each multiple, with each seed."""
+        rows = rows_of(own, known).items()
+        made = [
+            run_of(kind, experiment, row, layers, training, rate, **more)
+            for row, layers in rows
+            if request.variants is None or row in table
+            for rate in multiples
+        ]
+        return [run.model_copy(update={"seed": seed}) for seed in seeds for run in made]
 
-    def each(seeds: Sequence[int], runs: Sequence[Run]) -> list[Run]:
-        return [run.model_copy(update={"seed": seed}) for seed in seeds for run in runs]
+    def whole(training: Layer, name: str) -> dict[str, Any]:
+        fill = {"model.score": BASE}
+        return shared_training(TranslationConfig, training, VARIED, f"{subject}, {name}", fill)
 
-    tested = preset.evaluation
-    made = each(
-        seeds,
-        [TranslationRun.of(Rated(TRANSLATION, *row), training, tested) for row in rows.items()],
-    )
-    if vision is not None:
-        at_one = of(IMAGES, vision.scores, (1.0,))
-        higher = of(IMAGES, vision.rates.scores, vision.rates.multiples)
-        made += each(of_images, [VisionRun.of(rated, vision.training) for rated in at_one])
-        made += each(seeds, [VisionRun.of(rated, vision.training) for rated in higher])
-    if rates is not None:
-        subject = f"preset {preset.name}, rates.training"
-        over = swept = _whole(merged(preset.training, rates.training), subject)
+    training, tested = whole(preset.training, "training"), preset.evaluation
+    translate = partial(runs, TranslationRun, TRANSLATION, list(table), training)
+    made: list[Run] = [*translate(evaluation=tested, translated=True)]
+    if (vision := preset.vision) is not None:
+        refuse_varied(vision.training, VARIED, f"{subject}, vision.training")
+        of_images = request.seeds_or(vision.seeds or preset.seeds)
+        images = partial(runs, VisionRun, IMAGES, training=vision.training)
+        made += images(vision.scores, seeds=of_images)
+        made += images(vision.rates.scores, multiples=vision.rates.multiples)
+    swept = None
+    if (rates := preset.rates) is not None:
+        swept = whole(merged(preset.training, rates.training), "rates.training")
         fewer = tested.model_copy(update={"max_sentences": rates.max_sentences})
-        rated = of(RATES, rates.scores, rates.multiples)
-        made += each(seeds, [TranslationRun.of(one, over, fewer) for one in rated])
+        sweep = partial(runs, TranslationRun, RATES, rates.scores, swept, rates.multiples)
+        made += sweep(evaluation=fewer, translated=False)
     config = SweepConfig.of(
         preset.name,
         training=training,
@@ -116,16 +125,6 @@ def resolve(request: Request) -> Sweep:
         vision=vision.training if vision else None,
     )
     return Sweep.of(request, "qknorm", config, made, describe=_describe, facts=_facts(training))
-
-
-def _whole(training: Mapping[str, Any], subject: str) -> dict[str, Any]:
-    """The settings with every default filled in, less what the tables vary."""
-    varied = {"seed": 0, "model.score": BASE}
-    fields = TranslationConfig.parse(merged(training, varied), subject).model_dump(mode="json")
-    del fields["seed"]
-    for name in VARIED:
-        del fields["model"][name]
-    return fields
 
 
 def _facts(training: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
@@ -160,7 +159,7 @@ def _describe(run: Run, data: Any) -> list[str]:
     return [f"corpus {config.data.corpus}: {data.facts()}", seen]
 
 
-def _attention(whose: Identity, run: Path) -> pl.DataFrame:
+def attention_by_step(whose: Identity, run: Path) -> pl.DataFrame:
     """By recorded step: the largest logit of any head, the entropy shares of all heads."""
     measured = []
     for line in read_diagnostics(run):
@@ -172,20 +171,85 @@ def _attention(whose: Identity, run: Path) -> pl.DataFrame:
     return identified(whose, measured) if measured else empty()
 
 
+# Metrics
+
+LOSS, ACCURACY = loss(), accuracy()
+IMAGE_ACCURACY = Metric("accuracy", "accuracy", ACCURACY.value, "%", 2)
+IMAGE_LOSS = loss(digits=4)
+UNIGRAM = loss("unigram baseline", "unigram_loss")
+
+
+def at(experiment: str, score: str, rate: float | None = None) -> dict[str, Any]:
+    """Where the tested models of a score are; `rate` is the multiple of the learning rate."""
+    rated = {} if rate is None else {"factor.rate": rate}
+    return {"row": score, "protocol": experiment, "factor.experiment": experiment, **rated}
+
+
+def training_of(where: Where) -> dict[str, Any]:
+    """Where the trainings of these models are."""
+    return {**where, "protocol": "training"}
+
+
+def scores(view: View, experiment: str) -> list[str]:
+    """The scores of an experiment, in the order of the table; diverged ones too."""
+    return ranked(view.values("row", {"factor.experiment": experiment}), SCORES)
+
+
+def multiples(view: View, experiment: str, score: str | None = None) -> list[float]:
+    """The multiples of the learning rate of an experiment, or of one score in it, rising."""
+    row = {} if score is None else {"row": score}
+    return sorted(view.values("factor.rate", {"factor.experiment": experiment, **row}))
+
+
+def base_of(row: str) -> str:
+    """What a row is compared with in the sweep: Baseline by the same optimiser, without QK-Clip."""
+    return "+".join((BASE, *(other for other in parts(row)[1] if other != CLIP)))
+
+
+def failures(view: View, where: Where) -> dict[int, bool]:
+    """Of every seed whether its training diverged or learned nothing."""
+    return {seed: end != "learned" for seed, end in ends(view, where).items()}
+
+
+def unigram(view: View) -> float | None:
+    """The loss of guessing each word of the sweep's test set by its frequency."""
+    places = (
+        at(RATES, score, rate)
+        for score in scores(view, RATES)
+        for rate in multiples(view, RATES, score)
+    )
+    found = (view.estimate(UNIGRAM, where) for where in places)
+    return min((each.value for each in found if each is not None), default=None)
+
+
+def largest_logit(view: View, row: Row) -> Estimate | None:
+    """The largest logit of any recorded step and seed."""
+    by_seed = {seed: max(v) for seed, v in _recorded(view, "largest_logit", row).items()}
+    return _of_seeds(by_seed, max(by_seed.values(), default=0.0))
+
+
+def last_entropy(view: View, row: Row) -> Estimate | None:
+    """The entropy share at the last recorded step, the mean over the seeds."""
+    by_seed = {seed: v[-1] for seed, v in _recorded(view, "entropy_share", row).items()}
+    return _of_seeds(by_seed, sum(by_seed.values()) / max(1, len(by_seed)))
+
+
+def _recorded(view: View, statistic: str, row: Row) -> dict[int, list[float]]:
+    """What the training of every seed recorded, by step; one that diverged has fewer steps."""
+    chosen = select(view.frame, {**training_of(row.where), "statistic": statistic})
+    by_seed: dict[int, list[float]] = {}
+    for seed, above, below in chosen.sort("seed", "bin").select("seed", "sum", "of").rows():
+        by_seed.setdefault(seed, []).append(above / below)
+    return by_seed
+
+
+def _of_seeds(by_seed: Mapping[int, float], value: float) -> Estimate | None:
+    if not by_seed:
+        return None
+    return Estimate(value, seeds=tuple(by_seed), per_seed=tuple(by_seed.values()))
+
+
 # Tables
-
-SOURCE_BLEU = (28.5, 29.2)
-"""What the source reports without and with QK-Norm, on a corpus and at a size of its own."""
-
-
-def to_base(metric: Metric) -> Metric:
-    """The difference to Baseline."""
-    return metric - metric.at(variant=BASE)
-
-
-def translation_rows(view: View) -> list[Row]:
-    """A row for every score; a score that diverged with every seed too."""
-    return [Row(score, at(TRANSLATION, score)) for score in scores(view, TRANSLATION)]
 
 
 def rated_rows(experiment: str, view: View) -> list[Row]:
@@ -208,19 +272,16 @@ def _failed(view: View, row: Row) -> str | None:
     return f"{sum(failed.values())} of {len(failed)}" if failed else None
 
 
-def _tolerated(view: View, row: Row) -> str:
-    reached = tolerated(view, row.where["row"])
-    return "none" if reached is None else f"×{reached:g}"
-
-
-def _best(view: View, row: Row) -> str | None:
-    losses = by_rate(view, LOSS, row.where["row"])
-    return f"×{min(losses, key=lambda rate: losses[rate]):g}" if losses else None
+def _diverged(view: View, row: Row) -> str:
+    """The step and the seed of each training that ended in NaN."""
+    ended = {**training_of(row.where), "statistic": "diverged"}
+    steps = {seed: view.one("bin", {**ended, "seed": seed}) for seed in view.values("seed", ended)}
+    return ", ".join(f"step {steps[seed]:.0f} (seed {seed})" for seed in sorted(steps))
 
 
 def _results(*metrics: Metric) -> tuple[Column, ...]:
     """Each of them, then each one's difference to Baseline."""
-    changes = (Column(f"change_{m.name}", f"Δ {m.title}", to_base(m)) for m in metrics)
+    changes = (Column(f"change_{m.name}", f"Δ {m.title}", m - m.at(variant=BASE)) for m in metrics)
     return (*(Column(m.name, m.title, m) for m in metrics), *changes)
 
 
@@ -230,37 +291,16 @@ ENDS = (
         "seeds",
         lambda view, row: " ".join(map(str, sorted(view.values("seed", row.where)))),
     ),
-    text_column(
-        "diverged",
-        "diverged at",
-        lambda view, row: ", ".join(
-            f"step {step} (seed {seed})" for seed, step in diverged(view, row.where)
-        ),
-    ),
+    text_column("diverged", "diverged at", _diverged),
 )
 INNER = (
+    estimate_column("largest_logit", "largest logit", largest_logit, lambda e: f"{e.value:.3g}"),
     estimate_column(
-        *("largest_logit", "largest logit"),
-        lambda view, row: largest_logit(view, row.where),
-        lambda logit: f"{logit.value:.3g}",
-    ),
-    estimate_column(
-        *("last_entropy_share", "last entropy / ln n"),
-        lambda view, row: last_entropy(view, row.where),
-        lambda entropy: f"{entropy.value:.2f}",
+        "last_entropy_share", "last entropy / ln n", last_entropy, lambda e: f"{e.value:.2f}"
     ),
 )
 RATE = text_column("learning_rate", "learning rate", _learning_rate)
 FAILED = text_column("failed", "failed", _failed)
-
-
-def _source_rows(view: View) -> list[Row]:
-    measured = view.values("row", {"protocol": TRANSLATION})
-    return [
-        Row(score, at(TRANSLATION, score))
-        for score in CLAIMED
-        if score in measured and BASE in measured
-    ]
 
 
 def _translation_notes(view: View) -> Sequence[str]:
@@ -270,7 +310,7 @@ def _translation_notes(view: View) -> Sequence[str]:
         "BatchNorm and InstanceNorm rows: in the encoder, and on the keys of the cross attention; "
         "elsewhere they would read the future, and those layers are Baseline's.",
     )
-    made = (said for said in view.values("settings", {"protocol": TRANSLATION}) if said)
+    made = (each for each in view.values("settings", {"protocol": TRANSLATION}) if each)
     return (
         "BLEU, chrF: of the translations by beam search, as sacrebleu computes them; of several "
         "seeds the mean of theirs.",
@@ -279,7 +319,7 @@ def _translation_notes(view: View) -> Sequence[str]:
         "Δ: difference to Baseline, paired over sentences and seeds.",
         *(across if leaks else ()),
         *_trained_with(view, TRANSLATION),
-        *(f"translated with {said}" for said in ranked(made, ())),
+        *(f"translated with {each}" for each in sorted(made)),
     )
 
 
@@ -309,12 +349,12 @@ INNER_NOTE = (
 
 def _rate_notes(view: View) -> Sequence[str]:
     guess = unigram(view)
-    said = "" if guess is None else f", {guess:.2f} nats"
+    nats = "" if guess is None else f", {guess:.2f} nats"
     return (
         "loss: nats per target token of the references, after training at so many times the "
         "learning rate; Δ: difference to Baseline at the same rate.",
         f"failed: seeds that ended in NaN, or less than {MARGIN:g} nats better than the unigram "
-        f"baseline, which guesses each word by its frequency in the training pairs{said}.",
+        f"baseline, which guesses each word by its frequency in the training pairs{nats}.",
         *_trained_with(view, RATES),
         INNER_NOTE,
     )
@@ -335,6 +375,176 @@ def _image_notes(view: View) -> Sequence[str]:
     )
 
 
+# Claims
+
+CLAIMED = ("QKLayerNorm", "QKRMSNorm", "QKNorm2020")
+"""The norms of both sides that the source's sentence speaks of; QKNorm2020 is its own form."""
+TRANSLATES, STABLE, BOUNDED = "arXiv 2010.04245", "arXiv 2302.05442", "arXiv 2507.20534"
+CLIPPED = (("Baseline+QK-Clip", "QKRMSNorm"), ("Baseline+Muon+QK-Clip", "QKRMSNorm+Muon"))
+"""Does clipping do what normalising does? The rows that say it, by AdamW and by Muon."""
+
+
+def claims(view: View) -> Iterator[Claim]:
+    """Better translations; tolerance to high learning rates; QK-Clip instead of a norm."""
+    for score in CLAIMED:
+        said = f"{score} translates better than {BASE}"
+        yield _against(said, TRANSLATES, BLEU, score, BASE, TRANSLATION)
+        said = f"{score} has a lower loss than {BASE}"
+        yield _against(said, TRANSLATES, LOSS, score, BASE, TRANSLATION, sign=-1)
+    for experiment, metric, sign, words in (
+        (RATES, LOSS, -1, "has a lower loss"),
+        (IMAGES, IMAGE_ACCURACY, 1, "is more accurate on images"),
+    ):
+        high = max(multiples(view, experiment), default=1.0)
+        for score in scores(view, experiment) if high > 1 else ():
+            if score != (base := base_of(score)):
+                said = f"{score} at ×{high:g} of the learning rate {words} than {base}"
+                yield _against(said, _source(score), metric, score, base, experiment, high, sign)
+    for score in scores(view, RATES):
+        if score != (base := base_of(score)):
+            yield _fails_less(
+                f"fewer trainings fail with {score} than with {base} in the learning-rate sweep",
+                _source(score),
+                *(score, base),
+            )
+    high = max(multiples(view, RATES), default=1.0)
+    for clipped, normed in CLIPPED:
+        yield _fails_less(
+            f"{clipped} tolerates as high a learning rate as {normed} "
+            "(at least no worse: the difference is not below 0)",
+            "asked here",
+            *(clipped, normed),
+        )
+        for experiment, rate in ((RATES, high), (TRANSLATION, None)):
+            rated = "" if rate is None else f"at ×{rate:g} of the learning rate "
+            said = f"{clipped} {rated}ends at as good a loss as {normed} "
+            said += "(at least no worse: the difference is not above 0)"
+            yield _against(said, "asked here", LOSS, clipped, normed, experiment, rate, sign=-1)
+
+
+def _source(row: str) -> str:
+    return BOUNDED if CLIP in row else STABLE
+
+
+def _against(
+    sentence: str,
+    source: str,
+    metric: Metric,
+    score: str,
+    base: str,
+    experiment: str,
+    rate: float | None = None,
+    sign: int = 1,
+) -> Claim:
+    """A score minus another in the same experiment, at the same learning rate."""
+    rated = "" if rate is None else f" at ×{rate:g}"
+    ours, theirs = (metric.at(at(experiment, row, rate)) for row in (score, base))
+    measured = f"{score} − {base}{rated}, {metric.title}"
+    return Claim(sentence, ours - theirs, source, measured, sign)
+
+
+def _fails_less(sentence: str, source: str, score: str, than: str) -> Claim:
+    """An exact sign test over the sweep's trainings, which were chosen and not drawn.
+
+    Trainings of one seed at several rates are alike: with fewer than `SEEDS` there is no p.
+    """
+
+    def test(view: View) -> Estimate | None:
+        only_base = only_score = pairs = 0
+        seeds: set[int] = set()
+        for rate in multiples(view, RATES, score):
+            ours = failures(view, at(RATES, score, rate))
+            base = failures(view, at(RATES, than, rate))
+            for seed in ours.keys() & base.keys():
+                only_base += base[seed] and not ours[seed]
+                only_score += ours[seed] and not base[seed]
+                pairs += 1
+                seeds.add(seed)
+        if not pairs:
+            return None
+        return Estimate(
+            float(only_base - only_score),
+            p=sign_test(only_base, only_score) if len(seeds) >= SEEDS else None,
+            units=pairs,
+            seeds=tuple(sorted(seeds)),
+        )
+
+    measured = f"trainings in which only {than} fails − only {score} (exact sign test)"
+    return Claim(sentence, None, source, measured, test=test, digits=0)
+
+
+# Figures
+
+OF_RATE = "learning rate, in units of the preset's"
+
+
+def figures(view: View) -> list[Figure]:
+    """Scores by their results, results by learning rate, logits and entropy by step."""
+    losses = _lines_by_rate(view, RATES, LOSS)
+    guess = unigram(view)
+    if guess is not None:
+        level = tuple(Point(rate, guess) for rate in multiples(view, RATES))
+        losses = (*losses, Line("unigram baseline", level, dashed=True))
+    seen = _lines_by_rate(view, IMAGES, IMAGE_ACCURACY)
+    return [
+        _by_score(view, "bleu_by_score", "Translation by score", TRANSLATION, (BLEU, LOSS)),
+        Curves(
+            *("loss_by_learning_rate", "Test loss by learning rate"),
+            (Panel("after training", losses, OF_RATE, "test loss (nats per token)", log_x=True),),
+        ),
+        _by_step(view, "largest_logit", "largest_logit", "largest logit", log=True),
+        _by_step(view, "entropy_share", "attention_entropy", "entropy / ln n", log=False),
+        _by_score(view, "vision_by_score", "Images by score", IMAGES, (IMAGE_ACCURACY, IMAGE_LOSS)),
+        Curves(
+            *("vision_by_learning_rate", "Images: accuracy by learning rate"),
+            (Panel("after training", seen, OF_RATE, "accuracy (%)", log_x=True),),
+        ),
+    ]
+
+
+def _by_score(
+    view: View, name: str, title: str, experiment: str, metrics: tuple[Metric, ...]
+) -> Figure:
+    """Every score at the preset's learning rate; of fewer than two there is nothing to compare."""
+    rows = [
+        score
+        for score in scores(view, experiment)
+        if view.sums(LOSS.name, at(experiment, score, 1.0)) is not None
+    ]
+    columns = tuple(
+        IntervalColumn(
+            f"{metric.title} ({metric.unit})" if metric.unit else metric.title,
+            tuple(view.estimate(metric, at(experiment, score, 1.0)) for score in rows),
+        )
+        for metric in metrics
+    )
+    return Intervals(name, title, tuple(rows), columns if len(rows) > 1 else ())
+
+
+def _lines_by_rate(view: View, experiment: str, metric: Metric) -> tuple[Line, ...]:
+    """A line for every score trained at several rates; no point where every seed ended in NaN."""
+    lines = []
+    for score in scores(view, experiment):
+        rates = multiples(view, experiment, score)
+        plotted = points(view, metric, ((x, at(experiment, score, x)) for x in rates))
+        if len(rates) > 1 and plotted:
+            lines.append(Line(score, plotted, score))
+    return tuple(lines)
+
+
+def _by_step(view: View, statistic: str, name: str, title: str, log: bool) -> Figure:
+    """A panel for every rate; a line ends where the last training ended."""
+    panels = []
+    for rate in multiples(view, RATES):
+        rows = {row: training_of(at(RATES, row, rate)) for row in scores(view, RATES)}
+        lines = step_lines(view, statistic, rows)
+        if lines:
+            rated = f"learning rate ×{rate:g}"
+            panels.append(Panel(rated, lines, "training step", title, log_y=log))
+    whole = f"{title[0].upper()}{title[1:]} while training, by learning rate; bands: all seeds"
+    return Curves(name, whole, tuple(panels))
+
+
 STUDY = Study(
     "qknorm",
     "Do normalised queries and keys translate better, and do they tolerate high learning rates?",
@@ -351,36 +561,11 @@ STUDY = Study(
         Table(
             "table",
             "Translation by score",
-            translation_rows,
+            lambda view: [
+                Row(score, at(TRANSLATION, score)) for score in scores(view, TRANSLATION)
+            ],
             (*_results(BLEU, CHRF, LOSS, ACCURACY), *ENDS),
             notes=_translation_notes,
-        ),
-        Table(
-            "source",
-            "Beside the source's sentence: another corpus and size, not a target",
-            _source_rows,
-            (
-                Column("without", "without: BLEU", BLEU.at(variant=BASE)),
-                Column("with", "with: BLEU", BLEU),
-                Column("change", "Δ BLEU", to_base(BLEU)),
-                text_column(
-                    "source",
-                    "the source",
-                    lambda view, row: "{:g} → {:g} ({:+z.1f})".format(
-                        *SOURCE_BLEU, SOURCE_BLEU[1] - SOURCE_BLEU[0]
-                    ),
-                ),
-            ),
-        ),
-        Table(
-            "tolerance",
-            "Tolerance to high learning rates",
-            lambda view: [Row(score, {"row": score}) for score in scores(view, RATES)],
-            (
-                text_column("tolerated", "tolerates up to", _tolerated),
-                text_column("best", "lowest loss at", _best),
-            ),
-            intro="The highest multiple of the learning rate up to which no seed failed.",
         ),
         Table(
             "rates",
@@ -399,7 +584,7 @@ STUDY = Study(
     ),
     claims=claims,
     figures=figures,
-    collect=partial(of_trainings, also=_attention),
+    collect=partial(of_trainings, also=attention_by_step),
     variants_help="Scores of the table, by commas; the learning-rate sweep and the images keep "
     "theirs among them. [default: the preset's]",
     examples=(

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Annotated, Any, ClassVar, Literal
+from dataclasses import fields
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 import polars as pl
@@ -21,7 +21,6 @@ from normattn.io import write_json
 from normattn.lab.data.images import ImageData
 from normattn.lab.data.pairs import PairData, PairSplit
 from normattn.lab.evaluation.classification import score_images
-from normattn.lab.evaluation.scorer import weights_digest
 from normattn.lab.evaluation.translation import (
     Search,
     corpus_counts,
@@ -29,19 +28,17 @@ from normattn.lab.evaluation.translation import (
     translate,
     unigram_loss,
 )
-from normattn.lab.stats import fact, identified, joined, sums
+from normattn.lab.stats import identified, joined, sums
 from normattn.lab.studies.preset import StudyPreset
+from normattn.lab.studies.trained import identity_of, trained, training_facts
 from normattn.lab.sweep.config import merged
 from normattn.lab.sweep.paths import RunPaths
 from normattn.lab.sweep.run import EVALUATIONS, Note, Run, Stage, measuring_stage, training_stage
-from normattn.lab.training.distributed import choose_device
 from normattn.lab.training.planning import Cost
 from normattn.lab.training.tasks.translation import TranslationWorkload
 from normattn.lab.training.tasks.vision import VisionWorkload
-from normattn.lab.training.tasks.workload import MODEL
 from normattn.models.config import without_position
 from normattn.models.flops import flops_per_image, parameter_count
-from normattn.models.pretrained import load_as
 from normattn.models.translator import Translator
 from normattn.models.vision_transformer import VisionTransformer
 from normattn.score import ScoreSpec
@@ -64,10 +61,11 @@ IMAGE_SCORES = (
     *("QKBatchNorm", "QKInstanceNorm"),
 )
 MULTIPLES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
-VARIED = ("score", "decoder_score", "cross_score")
-"""The settings of a model that the tables vary."""
+VARIED = ("model.score", "model.decoder_score", "model.cross_score")
+"""The settings that the tables vary."""
 GUESSED = 1000
 """Sentences or images of data that has not been read yet, for the plan."""
+AnyRun = TypeVar("AnyRun", bound=Run)
 
 # Rows
 
@@ -116,14 +114,46 @@ def rows_of(names: Sequence[str], known: Mapping[str, Layer]) -> dict[str, tuple
     return rows
 
 
+def scores_of(variant: str) -> dict[str, str]:
+    """The scores of encoder, decoder and cross attention in the row `variant`, as settings.
+
+    One score everywhere, where that can be. BatchNorm and InstanceNorm read across the sequence:
+    the decoder, which they would show the future, keeps Baseline, and so do the queries of the
+    cross attention, which are the decoder's; its keys are the source's and keep their norm.
+    """
+    spec = ScoreSpec.parse(variant)
+    if not spec.leaks_future:
+        return {"model.score": variant}
+    own = spec.variant
+    assert isinstance(own, SidedNorm)
+    plain: Any = find("Baseline")()
+    keys = plain
+    if "K" in own.sides:
+        parameters = {field.name: getattr(own, field.name) for field in fields(own)}
+        keys = find(own.name if own.sides == "K" else own.name.removeprefix("Q"))(**parameters)
+
+    def with_variant(other: Part) -> ScoreSpec:
+        return ScoreSpec(tuple(other if part is own else part for part in spec.parts))
+
+    return {
+        "model.score": variant,
+        "model.decoder_score": with_variant(plain).text,
+        "model.cross_score": without_position(with_variant(keys)).text,
+    }
+
+
+def vision_score(score: str) -> str:
+    """The score as a Vision Transformer is trained with it.
+
+    As in ViT the model learns positions (`KNA` is trained as `KNA-NoPE`), unless the score names
+    one.
+    """
+    named = any(part.slot is Slot.POSITION for part, _ in read(score)[0])
+    rotary = isinstance(ScoreSpec.parse(score).position, RotaryPosition)
+    return f"{score}-NoPE" if rotary and not named else score
+
+
 # Presets
-
-
-def _refuse_varied(training: dict[str, Any]) -> dict[str, Any]:
-    """`training` itself; `ValueError` where it sets what the tables vary."""
-    if "seed" in training or any(name in training.get("model", {}) for name in VARIED):
-        raise ValueError("scores and the seed are varied by the tables, not set by a preset")
-    return training
 
 
 class TranslationSettings(Settings):
@@ -164,8 +194,6 @@ class TranslationRates(Rates):
     training: dict[str, Any] = Field(default_factory=dict)
     max_sentences: int | None = Field(default=None, ge=2)
 
-    _no_varied_field = field_validator("training")(_refuse_varied)
-
 
 class ImageRates(Rates):
     """The sweep of the Vision Transformers, beside the table's trainings at ×1."""
@@ -186,8 +214,6 @@ class VisionSettings(Settings):
     scores: tuple[str, ...] = IMAGE_SCORES
     rates: ImageRates = ImageRates()
 
-    _no_varied_field = field_validator("training")(_refuse_varied)
-
 
 class QKNormPreset(StudyPreset):
     """One whole setting of the study; `training` holds fields of `TranslationConfig`.
@@ -206,83 +232,10 @@ class QKNormPreset(StudyPreset):
     @field_validator("trained_with")
     @classmethod
     def _complete(cls, value: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        return {
-            name: _refuse_varied(training) for name, training in merged(TRAINED_WITH, value).items()
-        }
-
-    _no_varied_field = field_validator("training")(_refuse_varied)
+        return merged(TRAINED_WITH, value)
 
 
 # Runs
-
-
-@dataclass(frozen=True)
-class Rated:
-    """What a run of one of the experiments is made of: a row at a multiple of its learning rate."""
-
-    experiment: str
-    row: str
-    layers: tuple[Layer, ...]
-    rate: float = 1.0
-
-    def fields(self, kind: type[Run], base: Layer, scores: Layer) -> dict[str, Any]:
-        """The fields of the run, all but its seed; `base` are settings of its training."""
-        name = {IMAGES: f"vision {self.row}"}.get(self.experiment, self.row)
-        marked = self.experiment == RATES or self.rate != 1
-        training = merged(base, *self.layers, scores)
-        subject = f"the settings of {name}"
-        config: Any = kind.workload.config_class.parse({**training, "seed": 0}, subject)
-        rate = config.optimiser.lr * self.rate
-        factors = {"experiment": self.experiment, "rate": self.rate, "learning_rate": rate}
-        clip = {} if config.qk_clip is None else {"qk_clip": config.qk_clip}
-        return {
-            "variant": f"{name}@x{self.rate:g}" if marked else name,
-            "row": self.row,
-            "factors": {**factors, **clip},
-            "training": merged(training, {"optimiser.lr": rate}),
-        }
-
-
-def scores_of(variant: str) -> dict[str, str]:
-    """The scores of encoder, decoder and cross attention in the row `variant`, as settings.
-
-    One score everywhere, where that can be. BatchNorm and InstanceNorm read across the sequence:
-    the decoder, which they would show the future, keeps Baseline, and so do the queries of the
-    cross attention, which are the decoder's; its keys are the source's and keep their norm.
-    """
-    spec = ScoreSpec.parse(variant)
-    if not spec.leaks_future:
-        return {"model.score": variant}
-    own = spec.variant
-    assert isinstance(own, SidedNorm)
-    plain: Any = find("Baseline")()
-    keys = plain
-    if "K" in own.sides:
-        parameters = {field.name: getattr(own, field.name) for field in fields(own)}
-        keys = find(own.name if own.sides == "K" else own.name.removeprefix("Q"))(**parameters)
-
-    def with_variant(other: Part) -> ScoreSpec:
-        return ScoreSpec(tuple(other if part is own else part for part in spec.parts))
-
-    return {
-        "model.score": variant,
-        "model.decoder_score": with_variant(plain).text,
-        "model.cross_score": without_position(with_variant(keys)).text,
-    }
-
-
-def vision_score(score: str) -> str:
-    """The score as a Vision Transformer is trained with it.
-
-    As in ViT the model learns positions (`KNA` is trained as `KNA-NoPE`), unless the score names
-    one. Raises `InputError` for a score with a method that is applied after training.
-    """
-    spec = ScoreSpec.parse(score)
-    if spec.method:
-        raise InputError(f"{score} holds {spec.method}, which is applied after training")
-    named = any(part.slot is Slot.POSITION for part, _ in read(score)[0])
-    turned = isinstance(spec.position, RotaryPosition)
-    return f"{score}-NoPE" if turned and not named else score
 
 
 class TranslationRun(Run):
@@ -292,14 +245,6 @@ class TranslationRun(Run):
     kind: Literal["translation"] = "translation"
     evaluation: TranslationSettings
     translated: bool
-
-    @classmethod
-    def of(cls, rated: Rated, training: Layer, evaluation: TranslationSettings) -> TranslationRun:
-        """The run of a row, for seed 0."""
-        score = parts(rated.row)[0]
-        fields = rated.fields(cls, training, scores_of(score))
-        translated = rated.experiment == TRANSLATION
-        return cls(seed=0, score=score, evaluation=evaluation, translated=translated, **fields)
 
     def stages(self, paths: RunPaths) -> list[Stage]:
         """Train, then score the references, and translate where the table shows translations.
@@ -311,23 +256,23 @@ class TranslationRun(Run):
         cost = Cost(scored=tokens * (1 + settings.beam * self.translated))
 
         def test(data: PairData, note: Note) -> pl.DataFrame:
-            model = load_as(Translator, paths.run / MODEL, config.model)
-            model = model.to(choose_device(config.device))
+            model = trained(Translator, paths.run, config)
             split = data.split(settings.split).first(settings.max_sentences)
             units = [f"{number:06}" for number in range(len(split))]
-            measured, said = [*_references(model, data, split, units, note)], ""
+            measured, made = [*_references(model, data, split, units, note)], ""
             if self.translated:
-                texts, said, counts = self._translations(model, data, split, units, note)
+                texts, made, counts = self._translations(model, data, split, units, note)
                 write_json(paths.run / EVALUATIONS / "translations.json", {"translations": texts})
                 measured += counts
-            tested = replace(
-                self.identity(str(self.factors["experiment"])),
-                split=settings.split,
+            whose = identity_of(
+                self,
+                str(self.factors["experiment"]),
+                model,
                 data=split.fingerprint(data.fingerprint),
-                weights=weights_digest(model),
-                settings=said,
+                split=settings.split,
+                settings=made,
             )
-            return identified(tested, measured)
+            return identified(whose, measured)
 
         return [
             training_stage(self.workload, config, paths.run),
@@ -347,14 +292,14 @@ class TranslationRun(Run):
             lambda done, total: note(done, total, "translated"),
         )
         counts = corpus_counts(texts, [target for _, target in split.texts])
-        said = (f"beam {beam}, length penalty {penalty:g}", *counts.signatures)
+        made = "; ".join((f"beam {beam}, length penalty {penalty:g}", *counts.signatures))
         counted = []
         for name, rows in (("bleu", counts.bleu), ("chrf", counts.chrf)):
             # The counts of every sentence are bins of the axis "count".
             above = np.asarray(rows, np.float64)
             edges = range(above.shape[1])
             counted.append(sums(name, units, above, np.ones(len(above)), axis="count", edges=edges))
-        return list(texts), "; ".join(said), counted
+        return list(texts), made, counted
 
 
 def _references(
@@ -380,13 +325,6 @@ class VisionRun(Run):
     kind: Literal["vision"] = "vision"
     split: Literal["test", "validation"] = "test"
 
-    @classmethod
-    def of(cls, rated: Rated, training: Layer, **own: Any) -> VisionRun:
-        """The run of a row, for seed 0."""
-        score = vision_score(parts(rated.row)[0])
-        fields = rated.fields(cls, training, {"model.score": score})
-        return cls(seed=0, score=score, **fields, **own)
-
     def stages(self, paths: RunPaths) -> list[Stage]:
         """Train, then test. The cost of testing is unknown before the images are read."""
         config = self.training_config
@@ -397,35 +335,59 @@ class VisionRun(Run):
             return Cost(scored=GUESSED * tokens, flops=flops)
 
         def test(data: ImageData, note: Note) -> pl.DataFrame:
-            model = load_as(VisionTransformer, paths.run / MODEL, config.model)
-            model = model.to(choose_device(config.device))
+            model = trained(VisionTransformer, paths.run, config)
             scores = score_images(
                 model,
                 data.split(self.split),
                 progress=lambda done, total: note(done, total, "images"),
             )
             units = [f"{number:06}" for number in range(len(scores.loss))]
-            ones = np.ones(len(units))
-            tested = replace(
-                self.identity(IMAGES),
-                length=tokens,
-                train_length=tokens,
-                split=self.split,
-                data=data.fingerprint,
-                weights=weights_digest(model),
+            measured = [
+                sums(name, units, np.asarray(values), np.ones(len(units)))
+                for name, values in (("accuracy", scores.correct), ("loss", scores.loss))
+            ]
+            whose = identity_of(
+                self, IMAGES, model, data=data.fingerprint, split=self.split, length=tokens
             )
-            results = (
-                sums("accuracy", units, np.asarray(scores.correct), ones),
-                sums("loss", units, np.asarray(scores.loss), ones),
-            )
-            facts = (
-                fact("parameters", parameter_count(model)),
-                fact("classes", model.config.classes),
-            )
-            trained = replace(tested, protocol="training")
-            return joined([identified(tested, results), identified(trained, facts)])
+            facts = {"parameters": parameter_count(model), "classes": model.config.classes}
+            return joined([identified(whose, measured), training_facts(whose, facts)])
 
         return [
             training_stage(self.workload, config, paths.run),
             measuring_stage(paths.run, IMAGES, test, cost),
         ]
+
+
+def run_of(
+    kind: type[AnyRun],
+    experiment: str,
+    row: str,
+    layers: Sequence[Layer],
+    training: Layer,
+    rate: float = 1.0,
+    **own: Any,
+) -> AnyRun:
+    """The run of a row in an experiment, for seed 0, at a multiple of its own learning rate."""
+    score, name = parts(row)[0], row
+    scores = scores_of(score)
+    if kind is VisionRun:
+        score, name = vision_score(score), f"vision {row}"
+        scores = {"model.score": score}
+    settings = merged(training, *layers, scores)
+    subject = f"the settings of {name}"
+    config: Any = kind.workload.config_class.parse({**settings, "seed": 0}, subject)
+    factors = {
+        "experiment": experiment,
+        "rate": rate,
+        "learning_rate": config.optimiser.lr * rate,
+        **({} if config.qk_clip is None else {"qk_clip": config.qk_clip}),
+    }
+    return kind(
+        variant=f"{name}@x{rate:g}" if experiment == RATES or rate != 1 else name,
+        row=row,
+        score=score,
+        seed=0,
+        factors=factors,
+        training=merged(settings, {"optimiser.lr": factors["learning_rate"]}),
+        **own,
+    )

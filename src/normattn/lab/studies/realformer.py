@@ -7,7 +7,7 @@ and in the learning rates and dropouts that they tolerate, with and without warm
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from normattn.lab.studies.realformer_report import (
     grid,
     masked,
     names,
+    outcome,
     sizes,
 )
 from normattn.lab.studies.realformer_runs import (
@@ -45,9 +46,10 @@ from normattn.lab.studies.realformer_runs import (
     Encoder,
     EncoderRun,
     GridRun,
+    LookSettings,
     RealFormerPreset,
-    checked_rows,
     held_out,
+    known_rows,
     row_training,
 )
 from normattn.lab.sweep.collect import measured_below
@@ -66,9 +68,8 @@ def resolve(request: Request) -> Sweep:
     """
     preset = opened_as(request, "realformer", RealFormerPreset)
     request.refuse_choices("realformer")
+    preset.checked()
     training = {size: preset.whole_training(size) for size in preset.sizes}
-    if preset.grid.size not in training:
-        raise InputError(f"grid.size is {preset.grid.size}; there are {', '.join(training)}")
     runs = [*_table(request, preset, training), *_grid(request, preset, training)]
     if not runs:
         raise InputError("none of the rows that were asked for is trained at any size")
@@ -90,58 +91,57 @@ def resolve(request: Request) -> Sweep:
     )
 
 
-def _run(
-    kind: type[EncoderRun],
-    preset: RealFormerPreset,
-    training: dict[str, dict[str, Any]],
-    variant: str,
-    row: str,
-    size: str,
-    **own: Any,
-) -> EncoderRun:
-    """A run of a row at a size, for seed 0; its score is that of the trained model."""
-    rates = preset.sizes[size].rates if kind is EncoderRun else {}
-    made = kind(
-        variant=variant,
-        row=row,
-        factors={"size": size},
-        seed=0,
-        size=size,
-        training=row_training(training[size], row, rates),
-        evaluation=preset.evaluation,
-        **own,
-    )
-    return made.model_copy(update={"score": str(made.own_config.model.score)})
-
-
 def _table(
-    request: Request, preset: RealFormerPreset, training: dict[str, dict[str, Any]]
+    request: Request, preset: RealFormerPreset, training: Mapping[str, dict[str, Any]]
 ) -> Iterator[EncoderRun]:
-    try:
-        wanted = checked_rows(request.variants or tuple(ROWS), "--variants")
-    except ValueError as error:
-        raise InputError(str(error)) from error
+    wanted = known_rows(request.variants or ROWS, "--variants")
     for size, settings in preset.sizes.items():
         for row in tuple(ROWS) if settings.rows is None else settings.rows:
             if row not in wanted:
                 continue
             start = ROWS[row].start
-            first = start and row_training(training[size], start, settings.rates)
             run = _run(
-                EncoderRun, preset, training, f"{size}-{row}", row, size, start=first or None
+                EncoderRun,
+                *(row, size, f"{size}-{row}", preset.evaluation),
+                row_training(training[size], row, settings.rates),
+                start=row_training(training[size], start, settings.rates) if start else None,
             )
             for seed in request.seeds_or(settings.seeds or preset.seeds):
                 yield run.model_copy(update={"seed": seed})
 
 
 def _grid(
-    request: Request, preset: RealFormerPreset, training: dict[str, dict[str, Any]]
+    request: Request, preset: RealFormerPreset, training: Mapping[str, dict[str, Any]]
 ) -> Iterator[EncoderRun]:
-    settings = preset.grid
-    for row in settings.rows if request.variants is None else ():
-        run = _run(GridRun, preset, training, f"grid-{row}", row, settings.size, grid=settings)
-        for seed in range(settings.seeds):
+    grid, looked = preset.grid, preset.evaluation
+    for row in grid.rows if request.variants is None else ():
+        own = row_training(training[grid.size], row)
+        run = _run(GridRun, row, grid.size, f"grid-{row}", looked, own, grid=grid)
+        for seed in range(grid.seeds):
             yield run.model_copy(update={"seed": seed})
+
+
+def _run(
+    kind: type[EncoderRun],
+    row: str,
+    size: str,
+    variant: str,
+    evaluation: LookSettings,
+    training: dict[str, Any],
+    **own: Any,
+) -> EncoderRun:
+    """A run of a row at a size, for seed 0; its score is that of the trained model."""
+    made = kind(
+        variant=variant,
+        row=row,
+        factors={"size": size},
+        seed=0,
+        size=size,
+        training=training,
+        evaluation=evaluation,
+        **own,
+    )
+    return made.model_copy(update={"score": str(made.own_config.model.score)})
 
 
 def _facts(preset: RealFormerPreset, runs: Sequence[EncoderRun]) -> tuple[tuple[str, str], ...]:
@@ -242,18 +242,6 @@ def _varied(factor: str, title: str) -> Column:
     )
 
 
-def _failures(warm: bool) -> Callable[[View, Row], str | None]:
-    def text(view: View, row: Row) -> str | None:
-        own = [
-            end.failed
-            for setting, end in grid(view).items()
-            if setting.row == row.label and (setting.warmup > 0) == warm
-        ]
-        return f"{sum(own)} of {len(own)}" if own else None
-
-    return text
-
-
 def in_short(view: View) -> list[str]:
     """What RealFormer is worth beside PostLN and PreLN, at every size."""
     sentences = []
@@ -350,18 +338,6 @@ STUDY = Study(
             ),
         ),
         Table(
-            "robustness",
-            "Robustness to learning rate and dropout",
-            lambda view: [Row(n, {"row": n}) for n in dict.fromkeys(s.row for s in grid(view))],
-            (
-                text_column("warm", "failed with warm-up", _failures(warm=True)),
-                text_column("cold", "failed without", _failures(warm=False)),
-            ),
-            head="row",
-            intro="Settings of the grid that failed. diverged: the loss stopped being finite; "
-            f"stuck: it ends less than {MARGIN:g} nats below that of the unigram baseline.",
-        ),
-        Table(
             "grid",
             "Every setting of the grid",
             lambda view: [Row(setting.row, setting.where) for setting in grid(view)],
@@ -369,19 +345,13 @@ STUDY = Study(
                 _varied(WARMUP, "warm-up (steps)"),
                 _varied(RATE, "learning rate"),
                 _varied(DROPOUT, "dropout"),
-                text_column(
-                    "state",
-                    "outcome",
-                    lambda view, row: next(
-                        end.state
-                        for setting, end in grid(view).items()
-                        if setting.where == row.where
-                    ),
-                ),
+                text_column("state", "outcome", lambda view, row: outcome(view, row.where).state),
                 Column("loss", "loss", LOSS),
             ),
             head="row",
-            intro="Held-out loss at each learning rate and dropout, with and without warm-up.",
+            intro="Held-out loss at each learning rate and dropout, with and without warm-up. "
+            "diverged: the loss stopped being finite; stuck: it ends less than "
+            f"{MARGIN:g} nats below that of the unigram baseline.",
         ),
     ),
     claims=claims,

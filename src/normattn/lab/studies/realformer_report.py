@@ -14,21 +14,21 @@ import operator
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial, reduce
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple, get_args
 
 import polars as pl
 
 from normattn.errors import InputError
-from normattn.lab.evaluation.masked import learnt_nothing
 from normattn.lab.report.claims import Claim
 from normattn.lab.report.figures import Curves, Figure, Grid, Line, Panel, Point
-from normattn.lab.report.view import View, bin_points, step_points
+from normattn.lab.report.view import View, bin_points
 from normattn.lab.stats import Estimate, Metric, sign_test
 from normattn.lab.stats.arrays import Where
 from normattn.lab.stats.measurements import FACTOR
 from normattn.lab.stats.metrics import accuracy, loss, mean, mean_of_bins, ratio
 from normattn.lab.studies.lm_report import ranked
 from normattn.lab.studies.realformer_runs import ROWS
+from normattn.lab.studies.trained import End, ends
 
 REALFORMER, POSTLN, PRELN = "RealFormer", "PostLN", "PreLN"
 SIZE = f"{FACTOR}size"
@@ -67,14 +67,10 @@ class Setting(NamedTuple):
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the trainings of a setting ended: the held-out loss (None where every seed diverged).
-
-    "diverged": the loss of some seed stopped being finite; "stuck": that of some seed ends less
-    than `masked.MARGIN` nats better than the unigram baseline: it learned nothing of the context.
-    """
+    """How the trainings of a setting ended: the held-out loss (None where every seed diverged)."""
 
     loss: float | None
-    state: Literal["learned", "stuck", "diverged"]
+    state: End
 
     @property
     def failed(self) -> bool:
@@ -130,23 +126,14 @@ def grid(view: View) -> dict[Setting, Outcome]:
     ordered = sorted(
         settings, key=lambda s: (order.index(s.row), -s.warmup, s.dropout, s.learning_rate)
     )
-    return {setting: _outcome(view, setting.where) for setting in ordered}
+    return {setting: outcome(view, setting.where) for setting in ordered}
 
 
-def _outcome(view: View, where: Where) -> Outcome:
-    """How the trainings of the setting that `where` names ended."""
-    lost, unigram = (view.sums(name, where) for name in (LOSS.name, UNIGRAM.name))
-    if lost is None or unigram is None:
-        return Outcome(None, "diverged")
-    value = float(lost.numerator.sum() / lost.denominator.sum())
-    if view.values("seed", {**where, "protocol": "training", "statistic": "diverged"}):
-        return Outcome(value, "diverged")
-    # Each seed for itself: the mean over seeds hides one that learned nothing.
-    ends, guesses = (
-        part.numerator.sum((1, 2)) / part.denominator.sum((1, 2)) for part in (lost, unigram)
-    )
-    stuck = any(learnt_nothing(*pair) for pair in zip(ends.tolist(), guesses.tolist(), strict=True))
-    return Outcome(value, "stuck" if stuck else "learned")
+def outcome(view: View, where: Where) -> Outcome:
+    """How the trainings of the setting that `where` names ended; the worst of them counts."""
+    found, loss_ = set(ends(view, where).values()), view.estimate(LOSS, where)
+    state: End = next((end for end in get_args(End) if end in found), "diverged")
+    return Outcome(None if loss_ is None else loss_.value, state)
 
 
 # Claims
@@ -302,48 +289,49 @@ def _of_layers(size: str, count: int) -> Iterator[Claim]:
         yield Claim(sentence, metric, source, measured, sign)
 
 
-Point3 = tuple[int, float, float]
+Ends = dict[tuple[float, ...], Outcome]
+"""How the settings of a row ended, by what they vary."""
 
 
 def _stability(outcomes: Mapping[Setting, Outcome]) -> Iterator[Claim]:
     """Which settings of the grid fail with one row alone, or without warm-up alone."""
-    of: dict[str, dict[Point3, Outcome]] = {
-        row: {setting[1:]: end for setting, end in outcomes.items() if setting.row == row}
-        for row in (REALFORMER, POSTLN, PRELN)
-    }
-    cold, warm = (
-        {
-            row: {point[1:]: end for point, end in own.items() if (point[0] > 0) == warmed}
-            for row, own in of.items()
-        }
-        for warmed in (False, True)
-    )
-    yield from _failing(
-        "RealFormer stabilises training",
-        *(PAPER, REALFORMER, of[REALFORMER], POSTLN, of[POSTLN]),
-    )
-    yield from _failing(
-        "RealFormer is as easy to train as PreLN (it does not fail in more settings)",
-        *(POST, REALFORMER, of[REALFORMER], PRELN, of[PRELN]),
-    )
-    yield from _failing(
-        "PostLN needs warm-up (it fails in more settings without)",
-        *(POST, "PostLN without warm-up", cold[POSTLN], "with", warm[POSTLN]),
-        sign=1,
-    )
+
+    def of(row: str, *, warm: bool | None = None) -> Ends:
+        """With or without warm-up, by rate and dropout; None: both, by warm-up too."""
+        own: Ends = {setting[1:]: end for setting, end in outcomes.items() if setting.row == row}
+        if warm is None:
+            return own
+        return {point[1:]: end for point, end in own.items() if (point[0] > 0) == warm}
+
+    cold, warm = ({row: of(row, warm=w) for row in (REALFORMER, POSTLN)} for w in (False, True))
     needs = "RealFormer needs warm-up less than PostLN"
-    yield from _failing(
-        needs,
-        *(POST, "without warm-up: RealFormer", cold[REALFORMER], "PostLN", cold[POSTLN]),
-    )
-    every = (cold[REALFORMER], warm[REALFORMER], cold[POSTLN], warm[POSTLN])
+    for sentence, source, name, mine, other, theirs, sign in (
+        (
+            "RealFormer stabilises training",
+            *(PAPER, REALFORMER, of(REALFORMER), POSTLN, of(POSTLN), -1),
+        ),
+        (
+            "RealFormer is as easy to train as PreLN (it does not fail in more settings)",
+            *(POST, REALFORMER, of(REALFORMER), PRELN, of(PRELN), -1),
+        ),
+        (
+            "PostLN needs warm-up (it fails in more settings without)",
+            *(POST, "PostLN without warm-up", cold[POSTLN], "with", warm[POSTLN], 1),
+        ),
+        (
+            needs,
+            *(POST, "without warm-up: RealFormer", cold[REALFORMER], "PostLN", cold[POSTLN], -1),
+        ),
+    ):
+        yield from _failing(sentence, source, name, mine, other, theirs, sign)
+    every = (*cold.values(), *warm.values())
     places = [
         point
         for point in cold[REALFORMER]
         if all(point in part and part[point].loss is not None for part in every)
     ]
     if places:
-        warmups = {setting.warmup for setting in outcomes}
+        warmups = [setting.warmup for setting in outcomes]
         yield Claim(
             needs,
             _sum(
@@ -359,17 +347,8 @@ def _stability(outcomes: Mapping[Setting, Outcome]) -> Iterator[Claim]:
         )
 
 
-Key = TypeVar("Key")
-
-
 def _failing(
-    sentence: str,
-    source: str,
-    name: str,
-    mine: Mapping[Key, Outcome],
-    other: str,
-    theirs: Mapping[Key, Outcome],
-    sign: int = -1,
+    sentence: str, source: str, name: str, mine: Ends, other: str, theirs: Ends, sign: int
 ) -> Iterator[Claim]:
     """How many settings fail in `mine` and in `theirs`: a two-sided exact sign test over them."""
     both = [(mine[point].failed, theirs[point].failed) for point in mine if point in theirs]
@@ -416,23 +395,9 @@ LOGARITHMIC = ("variance", "gradients_start", "gradients")
 
 
 def figures(view: View) -> list[Figure]:
-    """Training loss, each statistic by layer, the robustness grid."""
+    """Each statistic by layer, and the robustness grid."""
     groups = list(_groups(view))
-    losses = tuple(
-        Panel(
-            title,
-            # The loss on record of a row with a start is that of its start's training.
-            tuple(
-                _line(row, step_points(view, "loss", {"row": row, SIZE: size}))
-                for row in rows
-                if ROWS[row].start is None
-            ),
-            "step",
-            "loss (nats per masked token)",
-        )
-        for title, size, rows in groups
-    )
-    made: list[Figure] = [Curves("training_loss", "Training loss; bands: all seeds", losses)]
+    made: list[Figure] = []
     for metric in BY_LAYER:
         name, title, axis = BY_DEPTH[metric.name]
         panels = []

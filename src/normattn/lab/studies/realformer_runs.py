@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import polars as pl
 import torch
 from numpy.typing import ArrayLike
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from normattn.errors import InputError
 from normattn.lab.data import TokenData
 from normattn.lab.data.windows import MaskedSet, masked_set
 from normattn.lab.diagnostics.depth import layer_gradients, measure_depth
 from normattn.lab.evaluation.masked import documents_of, score_masked, unigram_loss
-from normattn.lab.evaluation.scorer import weights_digest
-from normattn.lab.stats import Identity, fact, identified, joined, sums
+from normattn.lab.stats import Identity, identified, joined, sums
 from normattn.lab.stats.measurements import Factor
-from normattn.lab.studies.preset import StudyPreset
+from normattn.lab.studies.preset import StudyPreset, shared_training
+from normattn.lab.studies.trained import identity_of, trained, training_facts
 from normattn.lab.sweep.config import merged
 from normattn.lab.sweep.paths import RunPaths
 from normattn.lab.sweep.run import (
@@ -42,11 +44,10 @@ from normattn.lab.training.tasks.workload import MODEL
 from normattn.models.config import NORMLESS, Placement
 from normattn.models.flops import planned_parameters, stack_flops
 from normattn.models.masked_lm import MaskedLM
-from normattn.models.pretrained import load_as
 from normattn.settings import Settings
 
-VARIED = ("score", "placement", "shared_layers", "exits")
-"""The settings of a model that the rows of the table differ in."""
+VARIED = tuple(f"model.{name}" for name in ("score", "placement", "shared_layers", "exits"))
+"""The settings that the rows of the table differ in."""
 PASSES = 9
 """Reading while attention is observed, twice a loss with its gradients, and scoring."""
 
@@ -91,27 +92,19 @@ ROWS: dict[str, Encoder] = {
 }
 """Every row in the order of the table."""
 
-RowName = Annotated[str, Field(min_length=1)]
+Rates = dict[str, Annotated[float, Field(gt=0)]]
+"""Learning rates by row."""
 
 
-def checked_rows(names: Sequence[str], subject: str = "rows") -> tuple[str, ...]:
-    """The rows in the order of the table; `ValueError` for a name that is none, or comes twice."""
-    for name in names:
+def known_rows(names: Iterable[str], subject: str) -> tuple[str, ...]:
+    """The rows in the order of the table; `InputError` for one that is none, or comes twice."""
+    named = list(names)
+    for name in named:
         if name not in ROWS:
-            raise ValueError(f"{subject}: there is no row {name!r}; there are {', '.join(ROWS)}")
-    if len(set(names)) < len(names):
-        raise ValueError(f"{subject} names a row twice: {', '.join(names)}")
-    return tuple(name for name in ROWS if name in names)
-
-
-def _refuse_varied(training: dict[str, Any]) -> dict[str, Any]:
-    """`training` itself; `ValueError` where it sets what the rows of the table differ in."""
-    varied = set(VARIED) & set(training.get("model", {}))
-    if "seed" in training or varied:
-        raise ValueError(
-            f"{', '.join(sorted(varied)) or 'seed'} is varied by the table, not set by a preset"
-        )
-    return training
+            raise InputError(f"{subject}: there is no row {name!r}; there are {', '.join(ROWS)}")
+    if len(set(named)) < len(named):
+        raise InputError(f"{subject} names a row twice: {', '.join(named)}")
+    return tuple(name for name in ROWS if name in named)
 
 
 class SizeSettings(Settings):
@@ -122,25 +115,10 @@ class SizeSettings(Settings):
     """
 
     training: dict[str, Any]
-    rows: tuple[RowName, ...] | None = None
+    rows: tuple[str, ...] | None = None
     # Left out of a dump where it is empty: runs that were made before it stay the same.
-    rates: dict[RowName, Annotated[float, Field(gt=0)]] = Field(
-        default_factory=dict, exclude_if=lambda rates: not rates
-    )
+    rates: Rates = Field(default_factory=dict, exclude_if=lambda rates: not rates)
     seeds: int | None = Field(default=None, ge=1)
-
-    _no_varied_field = field_validator("training")(_refuse_varied)
-
-    @field_validator("rows")
-    @classmethod
-    def _known(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
-        return None if value is None else checked_rows(value)
-
-    @field_validator("rates")
-    @classmethod
-    def _known_rates(cls, value: dict[str, float]) -> dict[str, float]:
-        checked_rows(tuple(value), "rates")
-        return value
 
 
 class GridSettings(Settings):
@@ -151,23 +129,12 @@ class GridSettings(Settings):
     """
 
     size: str
-    rows: tuple[RowName, ...] = ("PreLN", "PostLN", "RealFormer")
+    rows: tuple[str, ...] = ("PreLN", "PostLN", "RealFormer")
     rates: tuple[Annotated[float, Field(gt=0)], ...] = Field(min_length=1)
     dropouts: tuple[Annotated[float, Field(ge=0, lt=1)], ...] = Field(min_length=1)
     steps: int = Field(ge=1)
     warmup_steps: int = Field(ge=1)
     seeds: int = Field(default=1, ge=1)
-
-    @field_validator("rows")
-    @classmethod
-    def _known(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        rows = checked_rows(value)
-        for row in rows:
-            if ROWS[row].start is not None:
-                raise ValueError(
-                    f"rows: {row} starts from a trained {ROWS[row].start}, which the grid does not"
-                )
-        return rows
 
 
 class LookSettings(Settings):
@@ -192,17 +159,24 @@ class RealFormerPreset(StudyPreset):
     grid: GridSettings
     evaluation: LookSettings = LookSettings()
 
-    _no_varied_field = field_validator("training")(_refuse_varied)
-
     def whole_training(self, size: str) -> dict[str, Any]:
         """The training settings of a size with every default, less what the table varies."""
         fields = merged(self.training, self.sizes[size].training)
-        whole = MaskedConfig.parse(fields, f"preset {self.name}, size {size}")
-        dumped = whole.model_dump(mode="json")
-        del dumped["seed"]
-        for name in VARIED:
-            del dumped["model"][name]
-        return dumped
+        return shared_training(MaskedConfig, fields, VARIED, f"preset {self.name}, size {size}")
+
+    def checked(self) -> None:
+        """Raise `InputError` for rows that are not known, or that the grid cannot train."""
+        for size, settings in self.sizes.items():
+            known_rows(settings.rows or (), f"sizes.{size}.rows")
+            known_rows(settings.rates, f"sizes.{size}.rates")
+        if self.grid.size not in self.sizes:
+            there = ", ".join(self.sizes)
+            raise InputError(f"grid.size is {self.grid.size}; there are {there}")
+        for row in known_rows(self.grid.rows, "grid.rows"):
+            if (start := ROWS[row].start) is not None:
+                raise InputError(
+                    f"grid.rows: {row} starts from a trained {start}, which the grid does not"
+                )
 
 
 def row_training(
@@ -283,8 +257,7 @@ class EncoderRun(Run):
         folder = paths.run if self.start is None else paths.continued / self.row
 
         def look(data: TokenData, note: Note) -> pl.DataFrame:
-            model = load_as(MaskedLM, folder / MODEL, config.model)
-            model = model.to(choose_device(config.device))
+            model = trained(MaskedLM, folder, config)
             texts = held_out(data, config, self.evaluation)
             who, scored, exits = _scored(self, "masked", model, texts, data, note)
             depth = exits + _by_depth(model, config, texts, self.evaluation.max_tokens, note)
@@ -292,7 +265,7 @@ class EncoderRun(Run):
                 [
                     identified(who, scored),
                     identified(replace(who, protocol="depth"), depth),
-                    _facts(who, config),
+                    training_facts(who, _facts(config)),
                 ]
             )
 
@@ -333,16 +306,14 @@ class GridRun(EncoderRun):
             def score(
                 data: TokenData,
                 note: Note,
-                *,
                 config: MaskedConfig = config,
-                folder: Any = folder,
+                folder: Path = folder,
                 factors: dict[str, Factor] = factors,
             ) -> pl.DataFrame:
                 lost = divergence(folder)
                 if lost is not None:
                     return self.diverged(lost.step, lost.where, **factors)
-                model = load_as(MaskedLM, folder / MODEL, config.model)
-                model = model.to(choose_device(config.device))
+                model = trained(MaskedLM, folder, config)
                 texts = held_out(data, config, self.evaluation)
                 who, scored, _ = _scored(self, "grid", model, texts, data, note, **factors)
                 return identified(who, scored)
@@ -355,24 +326,18 @@ class GridRun(EncoderRun):
     def _configs(self) -> Iterator[tuple[dict[str, Factor], MaskedConfig]]:
         """What each training is varied in, and its settings."""
         grid = self.grid
-        for warmup in (grid.warmup_steps, 0):
-            for dropout in grid.dropouts:
-                for rate in grid.rates:
-                    changes = {
-                        "steps": grid.steps,
-                        "schedule.warmup_steps": warmup,
-                        "model.dropout": dropout,
-                        "model.exits": False,
-                        "optimiser.lr": rate,
-                        "seed": self.seed,
-                    }
-                    subject = f"the settings of {self.name} at {rate:g}, {dropout:g}, {warmup}"
-                    varied: dict[str, Factor] = {
-                        "learning_rate": rate,
-                        "dropout": dropout,
-                        "warmup": warmup,
-                    }
-                    yield varied, MaskedConfig.parse(merged(self.training, changes), subject)
+        for warmup, dropout, rate in product((grid.warmup_steps, 0), grid.dropouts, grid.rates):
+            changes = {
+                "steps": grid.steps,
+                "schedule.warmup_steps": warmup,
+                "model.dropout": dropout,
+                "model.exits": False,
+                "optimiser.lr": rate,
+                "seed": self.seed,
+            }
+            subject = f"the settings of {self.name} at {rate:g}, {dropout:g}, {warmup}"
+            factors = {"learning_rate": rate, "dropout": dropout, "warmup": warmup}
+            yield factors, MaskedConfig.parse(merged(self.training, changes), subject)
 
 
 def held_out(data: TokenData, config: MaskedConfig, settings: LookSettings) -> MaskedSet:
@@ -396,13 +361,9 @@ def _scored(
         model, texts, run.evaluation.max_tokens, lambda done, total: note(done, total, "scoring")
     )
     unigram = unigram_loss(data.train, texts, model.config.vocab_size)
-    who = replace(
-        run.identity(protocol, **factors),
-        length=texts.length,
-        train_length=texts.length,
-        split=run.evaluation.split,
-        data=texts.fingerprint,
-        weights=weights_digest(model),
+    split, length = run.evaluation.split, texts.length
+    who = identity_of(
+        run, protocol, model, data=texts.fingerprint, split=split, length=length, **factors
     )
     scored = [
         sums("accuracy", scores.documents, scores.correct[:, -1], scores.tokens),
@@ -439,10 +400,10 @@ def _by_depth(
     return parts
 
 
-def _facts(who: Identity, config: MaskedConfig) -> pl.DataFrame:
+def _facts(config: MaskedConfig) -> dict[str, float]:
     """The numbers of the training that a reader of the table asks for."""
     model = config.model
-    facts = {
+    return {
         "layers": model.layers,
         "dim": model.dim,
         "parameters": planned_parameters(MaskedLM, model),
@@ -451,8 +412,6 @@ def _facts(who: Identity, config: MaskedConfig) -> pl.DataFrame:
         "dropout": model.dropout,
         "warmup": config.schedule.warmup_steps,
     }
-    parts = [fact(name, float(value)) for name, value in facts.items()]
-    return identified(replace(who, protocol="training"), parts)
 
 
 def by_layer(

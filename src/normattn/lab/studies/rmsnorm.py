@@ -7,20 +7,28 @@ both in turn, in one process.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from math import exp, log
-from typing import Any
+from itertools import cycle
+from math import exp
+from pathlib import Path
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import polars as pl
+from pydantic import Field
 
+from normattn.errors import InputError
+from normattn.lab.data.relations import RelationConfig, RelationData, prepare_relations
+from normattn.lab.evaluation.classification import (
+    DevelopmentProbe,
+    check_metrics,
+    evaluate_classifier,
+)
 from normattn.lab.report.claims import SEEDS, Claim
-from normattn.lab.report.figures import Curves, Figure, Line, Panel, Point
+from normattn.lab.report.figures import Curves, Figure, Panel
 from normattn.lab.report.tables import (
-    NOTHING,
-    Cell,
     Column,
     Row,
     Table,
@@ -28,47 +36,286 @@ from normattn.lab.report.tables import (
     shown,
     text_column,
 )
-from normattn.lab.report.view import View, step_points
+from normattn.lab.report.view import View
+from normattn.lab.runs import read_metrics
+from normattn.lab.runs.environment import threads
+from normattn.lab.runs.timing import interleave
 from normattn.lab.stats import (
     Estimate,
+    Identity,
     Metric,
     contrast,
     estimate,
+    identified,
+    joined,
     of_seeds,
     select,
+    sums,
 )
+from normattn.lab.stats.measurements import empty
 from normattn.lab.stats.metrics import MACRO_F1, MICRO_F1, mean, median, ratio
 from normattn.lab.studies.base import Study
 from normattn.lab.studies.lm_report import ranked
-from normattn.lab.studies.rmsnorm_runs import (
-    CLASSIFIED,
-    DEVELOPMENT,
-    LAYER,
-    RMS,
-    STEP_TIME,
-    NormRun,
-    TimeRun,
-    as_it_went,
-    resolve,
-)
+from normattn.lab.studies.preset import StudyPreset, opened_as, shared_training
+from normattn.lab.studies.trained import step_lines, trained
 from normattn.lab.sweep.collect import of_trainings
+from normattn.lab.sweep.config import SweepConfig, merged, validated
+from normattn.lab.sweep.paths import RunPaths
+from normattn.lab.sweep.run import Note, Request, Run, Stage, Sweep, measuring_stage, training_stage
+from normattn.lab.training.distributed import World, world
+from normattn.lab.training.planning import Cost
+from normattn.lab.training.step import TrainStep
+from normattn.lab.training.tasks.classification import (
+    NOMINAL_LENGTH,
+    ClassificationConfig,
+    ClassificationWorkload,
+)
+from normattn.models.classifier import Classifier
+from normattn.models.flops import stack_flops
+from normattn.settings import Settings
+
+LAYER, RMS = "LayerNorm", "RMSNorm"
+NORMS = {LAYER: "layer", RMS: "rms"}
+"""The rows of the table, and the model's setting that each stands for."""
+TIMED = "step time"
+"""The variant, and the directory, of the run that times the steps."""
+CLASSIFIED, STEP_TIME, DEVELOPMENT = "classification", "step time", "development"
+"""The protocols; the first two are also the names of their records."""
+GUESSED_DOCUMENTS = 1000
+"""Documents of data that has not been read yet, for the plan."""
+WARM = 3
+"""Steps of each norm before its time is taken."""
+
+# Preset and runs
+
+
+class ClassifySettings(Settings):
+    """The development set is read after every `every` steps, so many `max_tokens` at once."""
+
+    every: int = Field(default=100, ge=1)
+    max_tokens: int = Field(default=16384, ge=1)
+
+
+class TimingSettings(Settings):
+    """A step of each norm is timed once in each of `rounds`."""
+
+    rounds: int = Field(default=30, ge=2)
+
+
+class RMSNormPreset(StudyPreset):
+    """One setting of the study; `training` holds fields of `ClassificationConfig`.
+
+    The norm and the seed are no part of it, and the number of labels is that of the data.
+    """
+
+    evaluation: ClassifySettings = ClassifySettings()
+    timing: TimingSettings = TimingSettings()
+    seeds: int = Field(default=3, ge=1)
+
+
+class NormRun(Run):
+    """A classifier with one of `NORMS`, trained with one seed."""
+
+    workload: ClassVar[ClassificationWorkload] = ClassificationWorkload()
+    kind: Literal["rmsnorm"] = "rmsnorm"
+    evaluation: ClassifySettings
+
+    def stages(self, paths: RunPaths) -> list[Stage]:
+        """Train, reading the development set now and then; tune on it, classify the test set."""
+        config, settings = self.training_config, self.evaluation
+
+        def probes(data: RelationData) -> list[DevelopmentProbe]:
+            return [DevelopmentProbe(data, settings.every, config.precision)]
+
+        def cost() -> Cost:
+            tokens = GUESSED_DOCUMENTS * NOMINAL_LENGTH
+            flops = stack_flops(config.model, NOMINAL_LENGTH).forward
+            return Cost(scored=tokens, flops=tokens * flops)
+
+        def classify(data: RelationData, note: Note) -> pl.DataFrame:
+            return evaluate_classifier(
+                trained(Classifier, paths.run, config),
+                data,
+                self.identity(CLASSIFIED),
+                precision=config.precision,
+                max_tokens=settings.max_tokens,
+                progress=lambda done, total: note(done, total, "documents"),
+            )
+
+        return [
+            training_stage(self.workload, config, paths.run, probes=probes),
+            measuring_stage(paths.run, CLASSIFIED, classify, cost),
+        ]
+
+
+class TimeRun(Run):
+    """Optimiser steps of models with each of `norms` in turn, on the same batches.
+
+    A round is a unit: its steps are of one batch, one after the other in one process, so that
+    norms are paired over the rounds.
+    """
+
+    workload: ClassVar[ClassificationWorkload] = ClassificationWorkload()
+    kind: Literal["rmsnorm-time"] = "rmsnorm-time"
+    norms: tuple[str, ...]
+    timing: TimingSettings
+
+    @property
+    def readings(self) -> int:
+        """No row of the table."""
+        return 0
+
+    def stages(self, paths: RunPaths) -> list[Stage]:
+        """Time the steps; each of their tokens counts as scored, three times the work."""
+        first, rounds = self.training_config, self.timing.rounds
+        configs = {
+            norm: first.model_copy(
+                update={"model": first.model.model_copy(update={"norm": NORMS[norm]})}
+            )
+            for norm in self.norms
+        }
+
+        def cost() -> Cost:
+            costs = [self.workload.cost(config) for config in configs.values()]
+            share = (rounds + WARM) / first.steps
+            return Cost(
+                scored=round(3 * share * sum(cost.trained for cost in costs)),
+                flops=share * sum(cost.flops for cost in costs),
+            )
+
+        def measure(data: RelationData, note: Note) -> pl.DataFrame:
+            with world(first.device) as process, threads(first.threads):
+                timings = interleave(
+                    {norm: _stepper(config, data, process) for norm, config in configs.items()},
+                    rounds,
+                    warm=WARM,
+                    device=process.device.type,
+                    least_seconds=0.0,
+                    on_round=lambda done: note(done, rounds, "rounds"),
+                )
+            count = f"{first.threads} thread{'s' * (first.threads > 1)}"
+            made = f"{first.batch_size} documents, {first.precision}, {process.device.type}"
+            whose = replace(self.identity(STEP_TIME), settings=f"{made}, {count}")
+            return joined(
+                timed(replace(whose, row=norm, score=norm), timing.rounds)
+                for norm, timing in timings.items()
+            )
+
+        return [measuring_stage(paths.run, STEP_TIME, measure, cost, phase="timing")]
+
+
+def timed(whose: Identity, rounds: Sequence[float]) -> pl.DataFrame:
+    """Seconds of a step in every round."""
+    names = [f"round {number:04}" for number in range(len(rounds))]
+    seconds = np.asarray(rounds)
+    return identified(whose, [sums("step_time", names, seconds, np.ones(len(seconds)))])
+
+
+def _stepper(
+    config: ClassificationConfig, data: RelationData, process: World
+) -> Callable[[], object]:
+    """One more optimiser step at each call; no number of steps ends them."""
+    task = ClassificationWorkload().task(config, data, process.device, config.accumulate)
+    stepper, numbers = TrainStep(task, config, process, lambda: False), cycle(range(config.steps))
+    return lambda: stepper.step(next(numbers) + 1)
+
+
+def resolve(request: Request) -> Sweep:
+    """The study that a request asks for; `--variants` choose among LayerNorm and RMSNorm.
+
+    Raises `InputError` for settings that cannot be, an unknown norm, data that is missing or
+    damaged, and where torchmetrics is not installed.
+    """
+    preset = opened_as(request, "rmsnorm", RMSNormPreset)
+    request.refuse_choices("rmsnorm")
+    check_metrics()
+    norms, seeds = _chosen(request.variants or tuple(NORMS)), request.seeds_or(preset.seeds)
+    training = _shared(preset)
+    own = {norm: merged(training, {"model.norm": NORMS[norm]}) for norm in norms}
+    runs: list[Run] = [
+        NormRun(variant=norm, seed=seed, training=own[norm], evaluation=preset.evaluation)
+        for seed in seeds
+        for norm in norms
+    ]
+    if len(norms) > 1:
+        first = own[norms[0]]
+        runs.append(
+            TimeRun(variant=TIMED, seed=0, training=first, norms=norms, timing=preset.timing)
+        )
+    model = runs[0].training_config.model
+    facts = (
+        ("model", f"{model.layers} layers of width {model.dim}, {model.labels} labels"),
+        ("norms", f"{', '.join(norms)}; seeds {', '.join(map(str, seeds))}"),
+    )
+    config = SweepConfig.of(
+        preset.name, training=training, evaluation=preset.evaluation, timing=preset.timing
+    )
+    return Sweep.of(request, "rmsnorm", config, runs, describe=_describe, facts=facts)
+
+
+def _chosen(asked: Sequence[str]) -> tuple[str, ...]:
+    known = {name.lower(): name for name in NORMS}
+    for name in asked:
+        if name.lower() not in known:
+            raise InputError(f"there is no norm {name!r} here; there are {', '.join(NORMS)}")
+    return tuple(dict.fromkeys(known[name.lower()] for name in asked))
+
+
+def _shared(preset: RMSNormPreset) -> dict[str, Any]:
+    """The training settings of both norms; the number of labels is that of the data."""
+    subject, fields = f"preset {preset.name}, training", preset.training
+    if "labels" not in fields.get("model", {}):
+        data = validated(RelationConfig, fields.get("data", {}), f"{subject}.data")
+        count = data.modules if data.embedded else len(prepare_relations(data).labels)
+        fields = merged(fields, {"model.labels": count})
+    return shared_training(ClassificationConfig, fields, ("model.norm",), subject)
+
+
+def _describe(run: Run, data: RelationData) -> list[str]:
+    """How many documents there are, how many are cut, and how many are tested and trained on."""
+    if not isinstance(run, NormRun):
+        return []
+    config = run.training_config
+    run.workload.check(config, data, config.accumulate)
+    counts = " / ".join(f"{len(split):,}" for split in data)
+    known = "learned from the training split" if config.data.vocabulary is None else "given"
+    lines = [
+        f"corpus {config.data.corpus}: {counts} documents to train, tune and test on, "
+        f"{len(data.labels)} labels; {data.pieces.vocab_size:,} word pieces, {known}"
+    ]
+    if cut := sum(split.cut for split in data):
+        lines.append(f"{cut:,} documents are cut behind {config.data.max_tokens} word pieces")
+    seen = {tuple(tokens) for tokens in data.train.tokens}
+    if again := sum(tuple(tokens) in seen for tokens in data.split("test").tokens):
+        lines.append(f"{again:,} of the test documents stand in the training split too")
+    return lines
+
+
+def development_curves(whose: Identity, run: Path) -> pl.DataFrame:
+    """Loss and F1 on the development set, by step, as the training in `run` recorded them."""
+    curves = [
+        sums(name, [""], [[line[name]]], [[1.0]], axis="step", edges=[float(line["step"])])
+        for line in read_metrics(run / "development.jsonl")
+        for name in ("loss", "micro_f1", "macro_f1")
+    ]
+    tuned = replace(whose, protocol=DEVELOPMENT, split="validation")
+    return identified(tuned, curves) if curves else empty()
+
 
 # Columns
 
 SOURCE = "the source, NYT24"
-PUBLISHED: Mapping[str, tuple[float, float]] = {LAYER: (95.85, 231.0), RMS: (95.59, 215.0)}
-"""What the source reports for NYT24 with 7.92M parameters: F1 in %, seconds of training."""
-SAVED = 100 * (1 - PUBLISHED[RMS][1] / PUBLISHED[LAYER][1])
-"""The share of time that RMSNorm saves there, in %."""
-LOST = PUBLISHED[LAYER][0] - PUBLISHED[RMS][0]
+PUBLISHED = {LAYER: 95.85, RMS: 95.59}
+"""The F1 (%) that the source reports for NYT24, with 7.92M parameters."""
+LOST = PUBLISHED[LAYER] - PUBLISHED[RMS]
+SAVED = 100 * (1 - 215.0 / 231.0)
+"""The share of time (%) that RMSNorm saves there: seconds of training."""
 EARLY = 0.1
 """The share of the steps that counts as early in a training."""
 LOSS = Metric("loss", "loss, mnats", ratio(1000.0), "mnats", 2)
 STEP = Metric("step_time", "step, ms", median(1000.0), "ms", 1)
-PARAMETERS = mean("parameters", "parameters", 0)
-SECONDS = mean("training_seconds", "training, s", 0)
-OF_TESTS, OF_TRAININGS, OF_STEPS = (
-    {"protocol": name} for name in (CLASSIFIED, "training", STEP_TIME)
+TESTS, TRAININGS, STEPS, DEVELOPED = (
+    {"protocol": name} for name in (CLASSIFIED, "training", STEP_TIME, DEVELOPMENT)
 )
 
 
@@ -77,39 +324,24 @@ def norms(view: View) -> list[str]:
     return ranked(view.values("row"), (LAYER, RMS))
 
 
-def _threshold(view: View, row: Row) -> Cell:
-    """From the lowest to the highest seed's."""
-    threshold = view.estimate(mean("threshold", "threshold"), {**row.where, **OF_TRAININGS})
-    if threshold is None:
-        return NOTHING
-    ends = sorted({min(threshold.per_seed), max(threshold.per_seed)})
-    return Cell(" to ".join(f"{end:.2f}" for end in ends), threshold)
-
-
 def _median_step(view: View, row: Row) -> Estimate | None:
-    """The median of the rounds."""
-    rounds = view.sums(STEP.name, {**row.where, **OF_STEPS})
+    rounds = view.sums(STEP.name, {**row.where, **STEPS})
     return None if rounds is None else estimate(rounds.by_unit(), STEP, view.bootstrap)
 
 
 COLUMNS = (
-    Column("micro_f1", "micro F1, %", MICRO_F1.at(OF_TESTS)),
-    Column("macro_f1", "macro F1, %", MACRO_F1.at(OF_TESTS)),
-    Column("loss", LOSS.title, LOSS.at(OF_TESTS)),
-    Column("threshold", "threshold", plain=_threshold),
-    Column("parameters", "parameters", PARAMETERS.at(OF_TRAININGS), interval=False),
+    Column("micro_f1", "micro F1, %", MICRO_F1.at(TESTS)),
+    Column("macro_f1", "macro F1, %", MACRO_F1.at(TESTS)),
+    Column("loss", LOSS.title, LOSS.at(TESTS)),
+    Column("parameters", "parameters", mean("parameters", "", 0).at(TRAININGS), interval=False),
     estimate_column("step_ms", STEP.title, _median_step, lambda value: shown(value, STEP.digits)),
-    Column("training_seconds", SECONDS.title, SECONDS.at(OF_TRAININGS), interval=False),
-    text_column("source_f1", "source: F1, %", lambda view, row: f"{PUBLISHED[row.label][0]:.2f}"),
-    text_column("source_seconds", "source: s", lambda view, row: f"{PUBLISHED[row.label][1]:.0f}"),
+    text_column("source_f1", "source: F1, %", lambda view, row: f"{PUBLISHED[row.label]:.2f}"),
 )
 
 
 def _notes(view: View) -> Sequence[str]:
-    said = [words for words in view.values("settings", OF_STEPS) if words]
-    rounds = len(view.values("unit", OF_STEPS))
-    labels = len(view.values("bin", {**OF_TESTS, "statistic": MICRO_F1.name}))
-    documents = len(view.values("unit", OF_TESTS))
+    labels = len(view.values("bin", {**TESTS, "statistic": MICRO_F1.name}))
+    documents, rounds = (len(view.values("unit", where)) for where in (TESTS, STEPS))
     return (
         f"Which of {labels} labels a document has; {documents:,} test documents.",
         "micro F1: of all labels together; macro F1: the mean over the labels that are true or "
@@ -117,15 +349,11 @@ def _notes(view: View) -> Sequence[str]:
         "values of each seed stand in the measurements.",
         "loss: binary cross-entropy on the test set, the mean over documents and labels, in "
         "thousandths of a nat.",
-        "threshold: what a label's probability must reach; tuned on the development set alone, "
-        "for each seed; from the lowest to the highest.",
-        "training: seconds of a whole training as it ran here, beside other work, with looks at "
-        "the development set; the mean over seeds.",
         "source: what the source reports for NYT24, on another machine: not measured here.",
         *(
-            f"step: median of an optimiser step ({words}), both norms in turn in one process, "
+            f"step: median of an optimiser step ({made}), both norms in turn in one process, "
             f"{rounds} rounds on the same batches; intervals over the rounds."
-            for words in said[:1]
+            for made in view.values("settings", STEPS)[:1]
         ),
     )
 
@@ -135,27 +363,28 @@ def _notes(view: View) -> Sequence[str]:
 
 def claims(view: View) -> Iterator[Claim]:
     """A little F1 lost, 7 % of the time saved, a higher loss early in training."""
-    costs = f"RMSNorm costs a little F1 ({LOST:.2f} points)"
-    for metric, words in ((MICRO_F1, "micro F1 in points"), (MACRO_F1, "macro F1 in points")):
+    for metric, name in ((MICRO_F1, "micro F1"), (MACRO_F1, "macro F1")):
         yield Claim(
-            costs, _change(metric), SOURCE, f"{RMS} − {LAYER}, {words}", sign=-1, matters=LOST
+            f"RMSNorm costs a little F1 ({LOST:.2f} points)",
+            _change(metric),
+            *(SOURCE, f"{RMS} − {LAYER}, {name} in points"),
+            sign=-1,
+            matters=LOST,
         )
     yield Claim(
         "RMSNorm costs a little, whatever the threshold: its test loss is higher",
         _change(LOSS),
-        "asked here",
-        f"{RMS} − {LAYER}, test loss in thousandths of a nat",
+        *("asked here", f"{RMS} − {LAYER}, test loss in thousandths of a nat"),
     )
-    saves = partial(Claim, f"RMSNorm saves time ({SAVED:.0f} %)", None, SOURCE, sign=-1, digits=1)
-    yield saves(
+    yield Claim(
+        f"RMSNorm saves time ({SAVED:.0f} %)",
+        None,
+        SOURCE,
         "RMSNorm to LayerNorm, median time of a step, change in %, paired over rounds",
-        test=step_change,
+        sign=-1,
         matters=SAVED,
-    )
-    yield saves(
-        "RMSNorm to LayerNorm, time of whole trainings, change in % (beside other work, so "
-        "without an interval)",
-        test=training_change,
+        test=step_change,
+        digits=1,
     )
     yield Claim(
         "RMSNorm's loss is higher early in training",
@@ -170,103 +399,66 @@ def claims(view: View) -> Iterator[Claim]:
 
 def _change(metric: Metric) -> Metric:
     """RMSNorm − LayerNorm on the test set, paired over documents and seeds."""
-    tested = metric.at(OF_TESTS)
-    return tested.at(variant=RMS) - tested.at(variant=LAYER)
+    return metric.at(TESTS, variant=RMS) - metric.at(TESTS, variant=LAYER)
 
 
 def step_change(view: View) -> Estimate | None:
     """By how many % a step with RMSNorm takes longer: the ratio of medians, rounds as pairs.
 
-    The interval is that of the ratio's logarithm.
+    The interval is that of the ratio's logarithm. Rounds vary here, not trainings: no number of
+    seeds stands behind it.
     """
-    ours, other = (view.sums(STEP.name, {"row": row, **OF_STEPS}) for row in (RMS, LAYER))
+    ours, other = (view.sums(STEP.name, {"row": row, **STEPS}) for row in (RMS, LAYER))
     if ours is None or other is None:
         return None
-    value = contrast(
-        [(1.0, ours.by_unit()), (-1.0, other.by_unit())],
-        lambda *both: np.log(STEP.value(*both)),
-        view.bootstrap,
-    )
-    # Rounds vary here, not trainings: no number of seeds stands behind it.
+    terms = [(1.0, ours.by_unit()), (-1.0, other.by_unit())]
+    value = contrast(terms, lambda *both: np.log(STEP.value(*both)), view.bootstrap)
     low, high = (None if end is None else _percent(end) for end in (value.low, value.high))
     return Estimate(_percent(value.value), low, high, value.p, value.units)
 
 
-def training_change(view: View) -> Estimate | None:
-    """By how many % whole trainings with RMSNorm took longer, on the seeds that both have."""
-    seconds = []
-    for row in (RMS, LAYER):
-        measured = view.estimate(SECONDS, {"row": row, **OF_TRAININGS})
-        known = zip(measured.seeds, measured.per_seed, strict=True) if measured else ()
-        seconds.append(dict(known))
-    shared = seconds[0].keys() & seconds[1].keys()
-    if not shared:
-        return None
-    ours, other = (sum(by_seed[seed] for seed in shared) for by_seed in seconds)
-    return Estimate(_percent(log(ours / other)))
-
-
 def early_difference(view: View) -> Estimate | None:
-    """Training loss of the first `EARLY` of the steps; both norms had the same batches.
+    """Training loss of the first `EARLY` of the steps, in thousandths of a nat.
 
-    Without a p where fewer than `SEEDS` were trained.
+    Both norms had the same batches, so that seeds are pairs; fewer than `SEEDS` have no p.
     """
-    ours, other = (_early(view, row) for row in (RMS, LAYER))
-    shared = sorted(ours.keys() & other.keys())
-    if not shared:
+    means: list[dict[int, float]] = []
+    for row in (RMS, LAYER):
+        losses = select(view.frame, {**TRAININGS, "row": row, "statistic": "loss", "axis": "step"})
+        early = losses.filter(pl.col("bin") <= (EARLY * pl.col("bin").max()).clip(lower_bound=1))
+        added = early.group_by("seed").agg(pl.col("sum", "of").sum())
+        means.append({seed: 1000 * above / below for seed, above, below in added.rows() if below})
+    ours, other = means
+    changes = {seed: ours[seed] - other[seed] for seed in sorted(ours.keys() & other.keys())}
+    if not changes:
         return None
-    change = of_seeds({seed: ours[seed] - other[seed] for seed in shared}, view.bootstrap.level)
-    return change if len(shared) >= SEEDS else replace(change, p=None)
-
-
-def _early(view: View, row: str) -> dict[int, float]:
-    """The mean loss of each seed's training over the first steps, in thousandths of a nat."""
-    where: dict[str, Any] = {**OF_TRAININGS, "row": row}
-    last = EARLY * max(view.values("sum", {**where, "statistic": "steps"}), default=0.0)
-    losses = select(view.frame, {**where, "statistic": "loss", "axis": "step"})
-    early = losses.filter(pl.col("bin") <= max(1.0, last), pl.col("of") > 0)
-    added = early.group_by("seed").agg(pl.col("sum", "of").sum())
-    return {seed: 1000 * above / below for seed, above, below in added.rows()}
+    change = of_seeds(changes, view.bootstrap.level)
+    return change if len(changes) >= SEEDS else replace(change, p=None)
 
 
 def _percent(log_ratio: float) -> float:
     return round(100 * (exp(log_ratio) - 1), 7) + 0.0
 
 
-# Figures and the study
+# Figure and study
 
 
 def figures(view: View) -> list[Figure]:
     """F1 and loss on the development set, and the training loss, by step."""
-    looked = {"protocol": DEVELOPMENT}
-    panels = (
-        _panel(view, "micro_f1", "micro F1, development set", "F1 (%)", 100.0, looked),
-        _panel(view, "macro_f1", "macro F1, development set", "F1 (%)", 100.0, looked),
-        _panel(view, "loss", "loss, development set", "thousandths of a nat", 1000.0, looked),
-        _panel(
-            view, "loss", "loss, training batches", "thousandths of a nat", 1000.0, OF_TRAININGS
-        ),
-    )
+    panels = []
+    for statistic, scale, title, unit, where in (
+        ("micro_f1", 100.0, "micro F1, development set", "F1 (%)", DEVELOPED),
+        ("macro_f1", 100.0, "macro F1, development set", "F1 (%)", DEVELOPED),
+        ("loss", 1000.0, "loss, development set", "thousandths of a nat", DEVELOPED),
+        ("loss", 1000.0, "loss, training batches", "thousandths of a nat", TRAININGS),
+    ):
+        lines = step_lines(view, statistic, {n: {"row": n, **where} for n in norms(view)}, scale)
+        panels.append(Panel(title, lines, "optimiser step", unit))
     title = (
         "LayerNorm and RMSNorm, step by step: means, bands of all seeds; F1 at the threshold that "
         "is best on the development set there and then"
     )
-    return [Curves("training", title, panels, shared_y=False)]
-
-
-def _panel(
-    view: View, statistic: str, title: str, unit: str, scale: float, where: Mapping[str, Any]
-) -> Panel:
-    def scaled(point: Point) -> Point:
-        low, high = (None if end is None else scale * end for end in (point.low, point.high))
-        return Point(point.x, scale * point.value, low, high)
-
-    lines = tuple(
-        Line(row, tuple(map(scaled, points)), row, dashed=row == RMS)
-        for row in norms(view)
-        if (points := step_points(view, statistic, {"row": row, **where}))
-    )
-    return Panel(title, lines, "optimiser step", unit)
+    return [Curves("training", title, tuple(panels), shared_y=False)]
 
 
 STUDY = Study(
@@ -293,7 +485,7 @@ STUDY = Study(
     ),
     claims=claims,
     figures=figures,
-    collect=partial(of_trainings, also=as_it_went),
+    collect=partial(of_trainings, also=development_curves),
     variants_help="LayerNorm, RMSNorm, or both, by a comma. [default: both]",
     examples=(
         ("--preset smoke", "the whole path in about a minute"),

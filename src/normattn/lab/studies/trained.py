@@ -1,0 +1,96 @@
+"""What studies of trained models share: the model to measure, whose its numbers are, how it ended.
+
+A training has *learned*, or is *stuck* (less than `MARGIN` nats better than the unigram model, so
+that it learned nothing of the context), or has *diverged* (its loss stopped being finite).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import polars as pl
+from torch import nn
+
+from normattn.lab.evaluation.masked import learnt_nothing
+from normattn.lab.evaluation.scorer import weights_digest
+from normattn.lab.report.figures import Line, Point
+from normattn.lab.report.view import View, step_points
+from normattn.lab.stats import Identity, fact, identified
+from normattn.lab.stats.arrays import Where
+from normattn.lab.stats.measurements import Factor
+from normattn.lab.sweep.run import Run
+from normattn.lab.training.distributed import choose_device
+from normattn.lab.training.tasks.workload import MODEL
+from normattn.models.pretrained import load_as
+
+Model = TypeVar("Model", bound=nn.Module)
+End = Literal["diverged", "stuck", "learned"]
+"""From the worst to the best."""
+
+
+def trained(kind: type[Model], folder: Path, config: Any) -> Model:
+    """The model that was trained with `config` in `folder`, on its device."""
+    return load_as(kind, folder / MODEL, config.model).to(choose_device(config.device))
+
+
+def identity_of(
+    run: Run,
+    protocol: str,
+    model: nn.Module,
+    *,
+    data: str,
+    split: str = "test",
+    length: int = 0,
+    settings: str = "",
+    **factors: Factor,
+) -> Identity:
+    """Whose scores they are: those of a run's model on the data of this fingerprint."""
+    return replace(
+        run.identity(protocol, **factors),
+        length=length,
+        train_length=length,
+        split=split,
+        data=data,
+        weights=weights_digest(model),
+        settings=settings,
+    )
+
+
+def training_facts(whose: Identity, facts: Mapping[str, float]) -> pl.DataFrame:
+    """Numbers of a training, under the protocol "training"."""
+    parts = [fact(name, float(value)) for name, value in facts.items()]
+    return identified(replace(whose, protocol="training"), parts)
+
+
+def ends(view: View, where: Where) -> dict[int, End]:
+    """How the training of each seed ended, in the rows `where`; empty where none was measured.
+
+    Each seed stands for itself: a mean over seeds would hide one that learned nothing.
+    """
+    found: dict[int, End] = {}
+    losses, unigrams = (view.sums(name, where) for name in ("loss", "unigram_loss"))
+    if losses is not None and unigrams is not None:
+        ours, guesses = (
+            dict(zip(s.seeds, s.numerator.sum((1, 2)) / s.denominator.sum((1, 2)), strict=True))
+            for s in (losses, unigrams)
+        )
+        for seed, loss in ours.items():
+            found[seed] = "stuck" if learnt_nothing(loss, guesses[seed]) else "learned"
+    lost = view.values("seed", {**where, "protocol": "training", "statistic": "diverged"})
+    return found | dict.fromkeys(sorted(lost), "diverged")
+
+
+def step_lines(
+    view: View, statistic: str, rows: Mapping[str, Where], scale: float = 1.0
+) -> tuple[Line, ...]:
+    """What trainings recorded, by step: a line for each row that recorded it."""
+
+    def scaled(point: Point) -> Point:
+        ends = (None if end is None else scale * end for end in (point.low, point.high))
+        return Point(point.x, scale * point.value, *ends)
+
+    recorded = {row: step_points(view, statistic, where) for row, where in rows.items()}
+    return tuple(Line(row, tuple(map(scaled, each)), row) for row, each in recorded.items() if each)
