@@ -336,8 +336,11 @@ class GridRun(EncoderRun):
                 "seed": self.seed,
             }
             subject = f"the settings of {self.name} at {rate:g}, {dropout:g}, {warmup}"
-            factors = {"learning_rate": rate, "dropout": dropout, "warmup": warmup}
-            yield factors, MaskedConfig.parse(merged(self.training, changes), subject)
+            factors: dict[str, Factor] = {"learning_rate": rate, "dropout": dropout}
+            yield (
+                factors | {"warmup": warmup},
+                MaskedConfig.parse(merged(self.training, changes), subject),
+            )
 
 
 def held_out(data: TokenData, config: MaskedConfig, settings: LookSettings) -> MaskedSet:
@@ -363,7 +366,7 @@ def _scored(
     unigram = unigram_loss(data.train, texts, model.config.vocab_size)
     split, length = run.evaluation.split, texts.length
     who = identity_of(
-        run, protocol, model, data=texts.fingerprint, split=split, length=length, **factors
+        run, protocol, model, data=texts.fingerprint, split=split, length=length, factors=factors
     )
     scored = [
         sums("accuracy", scores.documents, scores.correct[:, -1], scores.tokens),

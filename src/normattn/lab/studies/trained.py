@@ -45,11 +45,11 @@ def identity_of(
     split: str = "test",
     length: int = 0,
     settings: str = "",
-    **factors: Factor,
+    factors: Mapping[str, Factor] | None = None,
 ) -> Identity:
     """Whose scores they are: those of a run's model on the data of this fingerprint."""
     return replace(
-        run.identity(protocol, **factors),
+        run.identity(protocol, **(factors or {})),
         length=length,
         train_length=length,
         split=split,
