@@ -13,7 +13,6 @@ from normattn.lab.data.relations import RelationData, RelationSplit
 from normattn.lab.data.splits import SPLITS
 from normattn.lab.data.word_pieces import WordPieces
 from normattn.lab.evaluation.classification import (
-    DevelopmentProbe,
     Predictions,
     document_sums,
     evaluate_classifier,
@@ -23,7 +22,6 @@ from normattn.lab.evaluation.classification import (
 )
 from normattn.lab.stats import Bootstrap, Identity, estimate, gathered, identified
 from normattn.lab.stats.metrics import MACRO_F1, MICRO_F1, Metric
-from normattn.lab.training.task import Probe
 from normattn.models.classifier import Classifier
 from normattn.models.config import ClassifierConfig
 
@@ -137,23 +135,3 @@ def test_every_document_is_measured_and_the_facts_are_torchmetrics_own() -> None
     assert known(measured, "parameters") == sum(p.numel() for p in classifier().parameters())
     reached = tune_threshold(predict(classifier(), data().split("validation"), 0))[1]
     assert known(measured, "development_micro_f1") == reached
-
-
-def test_the_probe_reads_the_development_set_and_leaves_the_model_as_it_is() -> None:
-    model = classifier()
-    probe = DevelopmentProbe(data(), every=4)
-    assert isinstance(probe, Probe)
-    assert [step for step in range(1, 11) if probe.due(step, 10)] == [4, 8, 10]
-
-    class Task:
-        pass
-
-    task = Task()
-    task.model = model  # type: ignore[attr-defined]
-    state = torch.get_rng_state()
-    with probe.around(task, 4) as read:
-        line = read()
-    assert torch.equal(state, torch.get_rng_state())
-    assert model.training
-    assert set(line) == {"loss", "micro_f1", "macro_f1", "threshold"}
-    assert line["loss"] == pytest.approx(predict(model, data().split("validation"), 0).loss.mean())

@@ -66,7 +66,7 @@ warmup_steps = 1
 max_windows = 8
 max_tokens = 32
 """
-RMSNORM = "\n[evaluation]\nevery = 3\n\n[timing]\nrounds = 2\n"
+RMSNORM = "\n[timing]\nrounds = 2\n"
 
 
 def qknorm(folder: Path) -> str:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -166,37 +165,6 @@ def document_sums(
         sums("f1", documents, hits, marked, axis="class", edges=labels),
         sums("loss", documents, predictions.loss, np.ones(len(predictions.loss))),
     ]
-
-
-class DevelopmentProbe:
-    """Loss and F1 on the development set, every `every` steps and at the last one.
-
-    F1 is that of the best threshold there and then: the curve of what tuning would find.
-    """
-
-    name = "development"
-
-    def __init__(self, data: RelationData, every: int, precision: Precision = "fp32") -> None:
-        self._data = data
-        self._every = every
-        self._precision: Precision = precision
-
-    def due(self, step: int, steps: int) -> bool:
-        """Whether to look at `step` of `steps`."""
-        return step % self._every == 0 or step == steps
-
-    @contextmanager
-    def around(self, task: Any, step: int) -> Iterator[Callable[[], Mapping[str, Any]]]:
-        """Nothing happens before the step; the line is read after it."""
-        yield lambda: self._read(task.model)
-
-    def _read(self, model: Classifier) -> Mapping[str, Any]:
-        data = self._data
-        predictions = predict(model, data.split("validation"), data.pad, precision=self._precision)
-        threshold, _ = tune_threshold(predictions)
-        micro, macro = f1_scores(predictions, threshold)
-        loss = float(predictions.loss.mean(dtype=np.float64))
-        return {"loss": loss, "micro_f1": micro, "macro_f1": macro, "threshold": threshold}
 
 
 def _torchmetrics() -> Any:

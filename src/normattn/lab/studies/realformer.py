@@ -68,8 +68,9 @@ def resolve(request: Request) -> Sweep:
     """
     preset = opened_as(request, "realformer", RealFormerPreset)
     request.refuse_choices("realformer")
-    preset.checked()
     training = {size: preset.whole_training(size) for size in preset.sizes}
+    if preset.grid.size not in training:
+        raise InputError(f"grid.size is {preset.grid.size}; there are {', '.join(training)}")
     runs = [*_table(request, preset, training), *_grid(request, preset, training)]
     if not runs:
         raise InputError("none of the rows that were asked for is trained at any size")

@@ -12,7 +12,7 @@ import numpy as np
 import polars as pl
 import torch
 from numpy.typing import ArrayLike
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from normattn.errors import InputError
 from normattn.lab.data import TokenData
@@ -92,11 +92,8 @@ ROWS: dict[str, Encoder] = {
 }
 """Every row in the order of the table."""
 
-Rates = dict[str, Annotated[float, Field(gt=0)]]
-"""Learning rates by row."""
 
-
-def known_rows(names: Iterable[str], subject: str) -> tuple[str, ...]:
+def known_rows(names: Iterable[str], subject: str = "rows") -> tuple[str, ...]:
     """The rows in the order of the table; `InputError` for one that is none, or comes twice."""
     named = list(names)
     for name in named:
@@ -107,6 +104,22 @@ def known_rows(names: Iterable[str], subject: str) -> tuple[str, ...]:
     return tuple(name for name in ROWS if name in named)
 
 
+def _trained_afresh(rows: tuple[str, ...]) -> tuple[str, ...]:
+    for row in rows:
+        if (start := ROWS[row].start) is not None:
+            raise InputError(f"{row} starts from a trained {start}, which the grid does not")
+    return rows
+
+
+def _by_known_row(rates: dict[str, float]) -> dict[str, float]:
+    known_rows(rates, "rates")
+    return rates
+
+
+Rows = Annotated[tuple[str, ...], AfterValidator(known_rows)]
+Rates = Annotated[dict[str, Annotated[float, Field(gt=0)]], AfterValidator(_by_known_row)]
+
+
 class SizeSettings(Settings):
     """One size of model: what differs in `training`, its rows, and its seeds (None: the preset's).
 
@@ -115,7 +128,7 @@ class SizeSettings(Settings):
     """
 
     training: dict[str, Any]
-    rows: tuple[str, ...] | None = None
+    rows: Rows | None = None
     # Left out of a dump where it is empty: runs that were made before it stay the same.
     rates: Rates = Field(default_factory=dict, exclude_if=lambda rates: not rates)
     seeds: int | None = Field(default=None, ge=1)
@@ -129,7 +142,7 @@ class GridSettings(Settings):
     """
 
     size: str
-    rows: tuple[str, ...] = ("PreLN", "PostLN", "RealFormer")
+    rows: Annotated[Rows, AfterValidator(_trained_afresh)] = ("PreLN", "PostLN", "RealFormer")
     rates: tuple[Annotated[float, Field(gt=0)], ...] = Field(min_length=1)
     dropouts: tuple[Annotated[float, Field(ge=0, lt=1)], ...] = Field(min_length=1)
     steps: int = Field(ge=1)
@@ -163,20 +176,6 @@ class RealFormerPreset(StudyPreset):
         """The training settings of a size with every default, less what the table varies."""
         fields = merged(self.training, self.sizes[size].training)
         return shared_training(MaskedConfig, fields, VARIED, f"preset {self.name}, size {size}")
-
-    def checked(self) -> None:
-        """Raise `InputError` for rows that are not known, or that the grid cannot train."""
-        for size, settings in self.sizes.items():
-            known_rows(settings.rows or (), f"sizes.{size}.rows")
-            known_rows(settings.rates, f"sizes.{size}.rates")
-        if self.grid.size not in self.sizes:
-            there = ", ".join(self.sizes)
-            raise InputError(f"grid.size is {self.grid.size}; there are {there}")
-        for row in known_rows(self.grid.rows, "grid.rows"):
-            if (start := ROWS[row].start) is not None:
-                raise InputError(
-                    f"grid.rows: {row} starts from a trained {start}, which the grid does not"
-                )
 
 
 def row_training(

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import cycle
 from math import exp
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -22,7 +20,6 @@ from pydantic import Field
 from normattn.errors import InputError
 from normattn.lab.data.relations import RelationConfig, RelationData, prepare_relations
 from normattn.lab.evaluation.classification import (
-    DevelopmentProbe,
     check_metrics,
     evaluate_classifier,
 )
@@ -37,7 +34,6 @@ from normattn.lab.report.tables import (
     text_column,
 )
 from normattn.lab.report.view import View
-from normattn.lab.runs import read_metrics
 from normattn.lab.runs.environment import threads
 from normattn.lab.runs.timing import interleave
 from normattn.lab.stats import (
@@ -52,7 +48,6 @@ from normattn.lab.stats import (
     select,
     sums,
 )
-from normattn.lab.stats.measurements import empty
 from normattn.lab.stats.metrics import MACRO_F1, MICRO_F1, mean, median, ratio
 from normattn.lab.studies.base import Study
 from normattn.lab.studies.lm_report import ranked
@@ -79,8 +74,8 @@ NORMS = {LAYER: "layer", RMS: "rms"}
 """The rows of the table, and the model's setting that each stands for."""
 TIMED = "step time"
 """The variant, and the directory, of the run that times the steps."""
-CLASSIFIED, STEP_TIME, DEVELOPMENT = "classification", "step time", "development"
-"""The protocols; the first two are also the names of their records."""
+CLASSIFIED, STEP_TIME = "classification", "step time"
+"""The protocols, which are also the names of their records."""
 GUESSED_DOCUMENTS = 1000
 """Documents of data that has not been read yet, for the plan."""
 WARM = 3
@@ -90,9 +85,8 @@ WARM = 3
 
 
 class ClassifySettings(Settings):
-    """The development set is read after every `every` steps, so many `max_tokens` at once."""
+    """`max_tokens` of documents are read at once (memory, never a result)."""
 
-    every: int = Field(default=100, ge=1)
     max_tokens: int = Field(default=16384, ge=1)
 
 
@@ -121,11 +115,8 @@ class NormRun(Run):
     evaluation: ClassifySettings
 
     def stages(self, paths: RunPaths) -> list[Stage]:
-        """Train, reading the development set now and then; tune on it, classify the test set."""
+        """Train; tune the threshold on the development set, then classify the test set."""
         config, settings = self.training_config, self.evaluation
-
-        def probes(data: RelationData) -> list[DevelopmentProbe]:
-            return [DevelopmentProbe(data, settings.every, config.precision)]
 
         def cost() -> Cost:
             tokens = GUESSED_DOCUMENTS * NOMINAL_LENGTH
@@ -143,7 +134,7 @@ class NormRun(Run):
             )
 
         return [
-            training_stage(self.workload, config, paths.run, probes=probes),
+            training_stage(self.workload, config, paths.run),
             measuring_stage(paths.run, CLASSIFIED, classify, cost),
         ]
 
@@ -291,17 +282,6 @@ def _describe(run: Run, data: RelationData) -> list[str]:
     return lines
 
 
-def development_curves(whose: Identity, run: Path) -> pl.DataFrame:
-    """Loss and F1 on the development set, by step, as the training in `run` recorded them."""
-    curves = [
-        sums(name, [""], [[line[name]]], [[1.0]], axis="step", edges=[float(line["step"])])
-        for line in read_metrics(run / "development.jsonl")
-        for name in ("loss", "micro_f1", "macro_f1")
-    ]
-    tuned = replace(whose, protocol=DEVELOPMENT, split="validation")
-    return identified(tuned, curves) if curves else empty()
-
-
 # Columns
 
 SOURCE = "the source, NYT24"
@@ -314,9 +294,7 @@ EARLY = 0.1
 """The share of the steps that counts as early in a training."""
 LOSS = Metric("loss", "loss, mnats", ratio(1000.0), "mnats", 2)
 STEP = Metric("step_time", "step, ms", median(1000.0), "ms", 1)
-TESTS, TRAININGS, STEPS, DEVELOPED = (
-    {"protocol": name} for name in (CLASSIFIED, "training", STEP_TIME, DEVELOPMENT)
-)
+TESTS, TRAININGS, STEPS = ({"protocol": name} for name in (CLASSIFIED, "training", STEP_TIME))
 
 
 def norms(view: View) -> list[str]:
@@ -444,21 +422,11 @@ def _percent(log_ratio: float) -> float:
 
 
 def figures(view: View) -> list[Figure]:
-    """F1 and loss on the development set, and the training loss, by step."""
-    panels = []
-    for statistic, scale, title, unit, where in (
-        ("micro_f1", 100.0, "micro F1, development set", "F1 (%)", DEVELOPED),
-        ("macro_f1", 100.0, "macro F1, development set", "F1 (%)", DEVELOPED),
-        ("loss", 1000.0, "loss, development set", "thousandths of a nat", DEVELOPED),
-        ("loss", 1000.0, "loss, training batches", "thousandths of a nat", TRAININGS),
-    ):
-        lines = step_lines(view, statistic, {n: {"row": n, **where} for n in norms(view)}, scale)
-        panels.append(Panel(title, lines, "optimiser step", unit))
-    title = (
-        "LayerNorm and RMSNorm, step by step: means, bands of all seeds; F1 at the threshold that "
-        "is best on the development set there and then"
-    )
-    return [Curves("training", title, tuple(panels), shared_y=False)]
+    """The training loss by step."""
+    rows = {norm: {"row": norm, **TRAININGS} for norm in norms(view)}
+    lines = step_lines(view, "loss", rows, scale=1000.0)
+    panel = Panel("", lines, "optimiser step", "thousandths of a nat")
+    return [Curves("training", "Training loss: means, bands of all seeds", (panel,))]
 
 
 STUDY = Study(
@@ -485,7 +453,7 @@ STUDY = Study(
     ),
     claims=claims,
     figures=figures,
-    collect=partial(of_trainings, also=development_curves),
+    collect=of_trainings,
     variants_help="LayerNorm, RMSNorm, or both, by a comma. [default: both]",
     examples=(
         ("--preset smoke", "the whole path in about a minute"),

@@ -65,13 +65,11 @@ def training_stage(
     config: LoopConfig,
     folder: Path,
     essential: bool = True,
-    probes: Callable[[Any], Sequence[Probe]] = lambda data: (),
 ) -> Stage:
     """Train `config` in `folder`. Where an `essential` training diverges, the run ends.
 
     A configuration that goes on from a model which an earlier stage trains says `UNKNOWN` weights:
-    they are looked up when the stage runs. `probes` makes what looks into the training, beside
-    the diagnostics that the configuration asks for.
+    they are looked up when the stage runs.
     """
 
     def train(data: Any, note: Note) -> None:
@@ -87,7 +85,7 @@ def training_stage(
                 with_weights(config),
                 folder,
                 on_step=_noting(note),
-                probes=(*diagnostics_probes(config, folder), *probes(data)),
+                probes=diagnostics_probes(config, folder),
                 show_progress=False,
             )
         except DivergedError:
