@@ -91,21 +91,19 @@ def of(record: pl.DataFrame, statistic: str, layer: int, head: int) -> pl.DataFr
     return record.filter(statistic=statistic, layer=layer, head=head).sort("unit", "bin")
 
 
-def key_norms_of(model: CausalLM, texts: EvaluationSet, raw: bool) -> Array:
+def key_norms_of(model: CausalLM, texts: EvaluationSet) -> Array:
     """‖k_j‖ by text, layer and key head at L."""
     ids = torch.from_numpy(texts.windows[:, : texts.train_length])
-    keys = [seen.key if raw else seen.inputs.k for seen in look(model, ids)]
+    keys = [seen.inputs.k for seen in look(model, ids)]
     return np.stack([np.linalg.norm(k.numpy(), axis=-1) for k in keys], axis=1)
 
 
 @pytest.mark.parametrize("score", ["Baseline", "KNA", "QKRMSNorm"])
-@pytest.mark.parametrize("raw", [False, True])
-def test_a_record_holds_them_by_document(score: str, raw: bool) -> None:
+def test_a_record_holds_them_by_document(score: str) -> None:
     model = model_of(score)
     texts = replace(texts_of(), documents=["b", "a", "b", "c", "d"])
     record = measure_mechanism(model, texts, seed=0, weights="w")
-    norms, side = key_norms_of(model, texts, raw), "raw_" if raw else ""
-    constant = score == "KNA" and not raw
+    norms, constant = key_norms_of(model, texts), score == "KNA"
     documents = np.array(texts.documents)
     for layer, head in np.ndindex(2, 2):
         sums = []
@@ -117,14 +115,14 @@ def test_a_record_holds_them_by_document(score: str, raw: bool) -> None:
             # To five digits: a token that comes twice has one norm, whatever rotating leaves.
             ranked = np.round(rows[:, 4:] / rows[:, 4:].mean(1, keepdims=True), 5)
             sums.append(sum(stats.spearmanr(row, np.arange(12)).statistic for row in ranked))
-        found = of(record, f"{side}position", layer, head)
+        found = of(record, "position", layer, head)
         np.testing.assert_allclose(found["sum"], sums, atol=1e-9)
         assert found["of"].to_list() == ([0] * 4 if constant else [1, 2, 1, 1])
-        signed = of(record, f"{side}position_size", layer, head)["sum"].to_list()
+        signed = of(record, "position_size", layer, head)["sum"].to_list()
         # Documents a and c give the sign, b and d are measured.
         sign = np.sign(sums[0] + sums[2])
         np.testing.assert_allclose(signed, [0.0, sums[1] * sign, 0.0, sums[3] * sign], atol=1e-9)
-    assert record.filter(statistic=f"{side}position")["head"].n_unique() == 2  # of keys
+    assert record.filter(statistic="position")["head"].n_unique() == 2  # of keys
 
 
 def last_scores(model: CausalLM, ids: np.ndarray, last: int) -> tuple[int, float]:

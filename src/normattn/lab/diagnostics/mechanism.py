@@ -63,8 +63,7 @@ def measure_mechanism(
     receives, over the texts in which norms differ at all; `raw_correlation` of the key before its
     normalisation; `spread`, the standard deviation of ‖k_j‖ over its mean; `position`, Spearman's
     correlation of ‖k_j‖ with j for j ≥ F; `position_size`, the same with its sign
-    (`signed_elsewhere`). The last two also `raw_`, before the normalisation; none for texts of
-    fewer than F + 2 tokens.
+    (`signed_elsewhere`). The last two are none for texts of fewer than F + 2 tokens.
 
     At both lengths `cosine`, per head, in equal bins over −1 … 1. At the longer one, by region,
     `pairs` of all visible pairs and `attention` Σ α over the queries at i ≥ L; by reading
@@ -146,10 +145,10 @@ class _Mechanism:
         heads, kept = received.shape[1:]
         for side, key in (("", seen.inputs.k), ("raw_", seen.key)):
             norms = key_norms(key)
-            if self.length >= FIRST + 2:
+            if not side and self.length >= FIRST + 2:
                 differ = varied(norms[..., FIRST:])
                 position = torch.where(differ, position_correlation(norms), 0.0)
-                add(f"{side}position", values=position, of=differ)
+                add("position", values=position, of=differ)
             norms = norms.repeat_interleave(heads // norms.shape[1], 1)[..., :kept]
             correlation = rank_correlation(norms, received).nan_to_num(0.0)
             if side:
@@ -190,10 +189,9 @@ class _Mechanism:
 
     def frame(self, seed: int, weights: str) -> pl.DataFrame:
         """The sums as rows of the measurements table."""
-        for name in ("position", "raw_position"):
-            if name in self.near.sums:
-                signed = signed_elsewhere(self.near.sums[name], self.near.counts[name])
-                self.near.sums[f"{name}_size"], self.near.counts[f"{name}_size"] = signed
+        if "position" in self.near.sums:
+            signed = signed_elsewhere(self.near.sums["position"], self.near.counts["position"])
+            self.near.sums["position_size"], self.near.counts["position_size"] = signed
         score = self.model.config.score
         near = Identity(
             study="",

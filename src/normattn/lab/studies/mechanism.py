@@ -23,12 +23,12 @@ from normattn.kernels.cosines import BINS
 from normattn.lab.data import TokenData
 from normattn.lab.data.windows import EvaluationSet, non_repeated_set
 from normattn.lab.diagnostics import measure_mechanism
-from normattn.lab.diagnostics.keys import FIRST, REGIONS, TAIL, trained_range
+from normattn.lab.diagnostics.keys import REGIONS, TAIL
 from normattn.lab.diagnostics.mechanism import READINGS
 from normattn.lab.evaluation.scorer import weights_digest
 from normattn.lab.report.claims import Claim
 from normattn.lab.report.figures import Figure, IntervalColumn, Intervals
-from normattn.lab.report.tables import NOTHING, Cell, Column, Row, Table, shown_cell
+from normattn.lab.report.tables import Column, Row, Table
 from normattn.lab.report.view import View
 from normattn.lab.stats import Metric
 from normattn.lab.stats.metrics import Array, crossing, mean
@@ -238,7 +238,6 @@ def columns(view: View) -> list[Column]:
         Column("spread", "spread of ‖k‖", mean("spread", "").at(at)),
         *_cosine_columns(view, "near", near),
         *_cosine_columns(view, "far", far),
-        Column("outside", f"outside at {far:,}, %", plain=_outside),
     ]
 
 
@@ -250,39 +249,6 @@ def _cosine_columns(view: View, key: str, length: int) -> list[Column]:
             cosine_quantile(share).at(where(view, length=length)),
         )
         for share in QUANTILES
-    ]
-
-
-def _outside(view: View, row: Row) -> Cell:
-    """The share (%) of cosines in bins that hold none of the cosines at L, but for their tails.
-
-    Each seed is a model with a range of its own.
-    """
-    longer = {**row.where, **where(view, length=lengths(view)[1])}
-    trained_at = view.sums("cosine", {**row.where, **where(view)})
-    if trained_at is None or view.sums("cosine", longer) is None:
-        return NOTHING
-    counts = trained_at.numerator.sum(1)
-    allowed = np.stack([trained_range(seed.reshape(-1, BINS)).reshape(-1) for seed in counts])
-
-    def value(above: Array, below: Array, *whole: Array) -> Array:
-        return np.asarray(100 * np.where(allowed, 0.0, above).sum(-1) / above.sum(-1))
-
-    metric = Metric("cosine", "outside", value, "%", 2)
-    estimate = view.estimate(metric, longer)
-    return NOTHING if estimate is None else shown_cell(estimate, metric)
-
-
-def position_columns(view: View) -> list[Column]:
-    """What ‖k_j‖ says of j: the key as the score sees it, and before any norm."""
-    at = where(view)
-    return [
-        Column(key, f"{title}, {kind}", mean(key, "").at(at), without=without)
-        for side, kind in (("", "as the score sees it"), ("raw_", "raw"))
-        for key, title, without in (
-            (f"{side}position", "rank correlation", "one norm"),
-            (f"{side}position_size", "size", "–"),
-        )
     ]
 
 
@@ -430,24 +396,6 @@ STUDY = Study(
                 "it on.",
                 "spread: standard deviation of ‖k_j‖ over its mean, within a text.",
                 "cosine: cos(q_i, k_j) as the score has them, quantiles, mean over heads.",
-                f"outside: share of the pairs at the longer length whose cosine lies outside the "
-                f"range of its head at L ({TAIL:.1%} left out at either end).",
-            ),
-        ),
-        Table(
-            "positions",
-            "Does a key's norm carry its position?",
-            lambda view: rows(view, "raw_position"),
-            position_columns,
-            notes=(
-                "rank correlation: Spearman's, between ‖k_j‖ and j within a text of the training "
-                f"length, the first {FIRST} keys left out; mean over layers, heads of keys and "
-                "texts. Above 0 norms grow with the position; heads of opposite signs cancel.",
-                "size: the same in every second document, with the sign turned by that which the "
-                "head has in the other documents, so that heads of opposite signs add up. Chance "
-                "gives 0, also where neighbouring keys have similar norms; it would raise a mean "
-                "of |ρ|.",
-                "as the score sees it, raw: after and before the key's normalisation.",
             ),
         ),
         Table(
