@@ -63,7 +63,7 @@ class MechanismSettings(Settings):
 
 
 class MechanismRun(Run):
-    """One trained score, looked into."""
+    """One trained score, and what its layers do on held-out texts."""
 
     workload: ClassVar[CausalWorkload] = CausalWorkload()
     kind: Literal["mechanism"] = "mechanism"
@@ -75,7 +75,7 @@ class MechanismRun(Run):
         config, settings = self.training_config, self.mechanism
         rows = WEIGHT * settings.max_windows
 
-        def look(data: TokenData, note: Note) -> pl.DataFrame:
+        def measure(data: TokenData, note: Note) -> pl.DataFrame:
             model = trained(CausalLM, paths.run, config)
             return measure_mechanism(
                 model,
@@ -91,7 +91,7 @@ class MechanismRun(Run):
             measuring_stage(
                 paths.run,
                 KIND,
-                look,
+                measure,
                 lambda: reading_cost(config, (settings.multiple,), rows),
                 phase="diagnostics",
             ),
@@ -99,9 +99,9 @@ class MechanismRun(Run):
 
     def texts(self, data: TokenData, length: int) -> EvaluationSet:
         """Held-out natural text of `multiple` training lengths."""
-        split, look = data.split(self.evaluation.split), self.mechanism
+        split, read = data.split(self.evaluation.split), self.mechanism
         return non_repeated_set(
-            split, length, look.multiple, max_windows=look.max_windows, seed=self.evaluation.seed
+            split, length, read.multiple, max_windows=read.max_windows, seed=self.evaluation.seed
         )
 
 
@@ -116,8 +116,8 @@ def resolve(request: Request) -> Sweep:
     }
     preset = opened(request, KIND, "mechanism", instead)
     request.refuse_choices(KIND)
-    looked = own_group(request, "mechanism", MechanismSettings)
-    setting = TextSetting.of(preset, {"multiples": (1, looked.multiple)})
+    settings = own_group(request, "mechanism", MechanismSettings)
+    setting = TextSetting.of(preset, {"multiples": (1, settings.multiple)})
     variants = canonical(request.variants or VARIANTS, setting)
     runs = [
         MechanismRun(
@@ -125,7 +125,7 @@ def resolve(request: Request) -> Sweep:
             seed=seed,
             training=setting.trains(variant),
             evaluation=setting.evaluation,
-            mechanism=looked,
+            mechanism=settings,
         )
         for seed in request.seeds_or(preset.seeds)
         for variant in variants
@@ -135,7 +135,7 @@ def resolve(request: Request) -> Sweep:
         KIND,
         runs,
         sets=lambda data, length, _: [runs[0].texts(data, length)],
-        mechanism=looked,
+        mechanism=settings,
     )
 
 

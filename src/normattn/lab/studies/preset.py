@@ -34,7 +34,7 @@ Protocol = Literal[
 ]
 MOST_MULTIPLES = 1 << 20
 PROTOCOLS: tuple[Protocol, ...] = ("train_length", "non_repeated", "repeated", "last_segment")
-"""What is measured unless said: what the columns of the table hold."""
+"""What is measured by default: what the columns of the table hold."""
 GROUPS = ("window", "continued", "mechanism", "reading", "factors")
 """Groups of settings that one study of language models alone reads."""
 OwnPreset = TypeVar("OwnPreset", bound="StudyPreset")

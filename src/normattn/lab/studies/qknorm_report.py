@@ -122,10 +122,10 @@ CLIPPED = (("Baseline+QK-Clip", "QKRMSNorm"), ("Baseline+Muon+QK-Clip", "QKRMSNo
 def claims(view: View) -> Iterator[Claim]:
     """Better translations; tolerance to high learning rates; QK-Clip instead of a norm."""
     for score in CLAIMED:
-        said = f"{score} translates better than {BASE}"
-        yield _against(said, TRANSLATES, BLEU, score, BASE, TRANSLATION)
-        said = f"{score} has a lower loss than {BASE}"
-        yield _against(said, TRANSLATES, LOSS, score, BASE, TRANSLATION, sign=-1)
+        sentence = f"{score} translates better than {BASE}"
+        yield _against(sentence, TRANSLATES, BLEU, score, BASE, TRANSLATION)
+        sentence = f"{score} has a lower loss than {BASE}"
+        yield _against(sentence, TRANSLATES, LOSS, score, BASE, TRANSLATION, sign=-1)
     for experiment, metric, sign, words in (
         (RATES, LOSS, -1, "has a lower loss"),
         (IMAGES, IMAGE_ACCURACY, 1, "is more accurate on images"),
@@ -133,8 +133,10 @@ def claims(view: View) -> Iterator[Claim]:
         high = max(multiples(view, experiment), default=1.0)
         for score in scores(view, experiment) if high > 1 else ():
             if score != (base := base_of(score)):
-                said = f"{score} at ×{high:g} of the learning rate {words} than {base}"
-                yield _against(said, _source(score), metric, score, base, experiment, high, sign)
+                sentence = f"{score} at ×{high:g} of the learning rate {words} than {base}"
+                yield _against(
+                    sentence, _source(score), metric, score, base, experiment, high, sign
+                )
     for score in scores(view, RATES):
         if score != (base := base_of(score)):
             yield _fails_less(
@@ -152,9 +154,9 @@ def claims(view: View) -> Iterator[Claim]:
         )
         for experiment, rate in ((RATES, high), (TRANSLATION, None)):
             rated = "" if rate is None else f"at ×{rate:g} of the learning rate "
-            said = f"{clipped} {rated}ends at as good a loss as {normed} "
-            said += "(at least no worse: the difference is not above 0)"
-            yield _against(said, "asked here", LOSS, clipped, normed, experiment, rate, sign=-1)
+            sentence = f"{clipped} {rated}ends at as good a loss as {normed} "
+            sentence += "(at least no worse: the difference is not above 0)"
+            yield _against(sentence, "asked here", LOSS, clipped, normed, experiment, rate, sign=-1)
 
 
 def _source(row: str) -> str:

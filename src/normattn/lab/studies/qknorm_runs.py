@@ -53,9 +53,9 @@ SCORES = (
     *("QNA", "KNA", "CosA", "QKNorm2020", "QKBatchNorm", "QKInstanceNorm"),
     *("Baseline+QK-Clip", "Baseline+Muon", "QKRMSNorm+Muon", "Baseline+Muon+QK-Clip"),
 )
-"""The rows of the table unless said."""
+"""The rows of the table unless a preset names others."""
 SWEPT = ("Baseline", "QKRMSNorm", "QKLayerNorm", "KNA", *SCORES[-4:])
-"""The rows of the learning-rate sweep unless said."""
+"""The rows of the learning-rate sweep unless a preset names others."""
 IMAGE_SCORES = (
     *("Baseline", "QKLayerNorm", "QKRMSNorm", "QNA", "KNA", "CosA", "QKNorm2020"),
     *("QKBatchNorm", "QKInstanceNorm"),

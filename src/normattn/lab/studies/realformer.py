@@ -46,8 +46,8 @@ from normattn.lab.studies.realformer_runs import (
     Encoder,
     EncoderRun,
     GridRun,
-    LookSettings,
     RealFormerPreset,
+    ScoringSettings,
     held_out,
     known_rows,
     row_training,
@@ -114,10 +114,10 @@ def _table(
 def _grid(
     request: Request, preset: RealFormerPreset, training: Mapping[str, dict[str, Any]]
 ) -> Iterator[EncoderRun]:
-    grid, looked = preset.grid, preset.evaluation
+    grid, evaluation = preset.grid, preset.evaluation
     for row in grid.rows if request.variants is None else ():
         own = row_training(training[grid.size], row)
-        run = _run(GridRun, row, grid.size, f"grid-{row}", looked, own, grid=grid)
+        run = _run(GridRun, row, grid.size, f"grid-{row}", evaluation, own, grid=grid)
         for seed in range(grid.seeds):
             yield run.model_copy(update={"seed": seed})
 
@@ -127,7 +127,7 @@ def _run(
     row: str,
     size: str,
     variant: str,
-    evaluation: LookSettings,
+    evaluation: ScoringSettings,
     training: dict[str, Any],
     **own: Any,
 ) -> EncoderRun:
@@ -147,12 +147,12 @@ def _run(
 
 def _facts(preset: RealFormerPreset, runs: Sequence[EncoderRun]) -> tuple[tuple[str, str], ...]:
     models = {run.size: run.training["model"] for run in runs}
-    said = [
+    named = [
         f"{size}: {models[size]['layers']} layers of width {models[size]['dim']}"
         for size in preset.sizes
         if size in models
     ]
-    facts = [("sizes", "; ".join(said))]
+    facts = [("sizes", "; ".join(named))]
     if any(isinstance(run, GridRun) for run in runs):
         grid = preset.grid
         settings = 2 * len(grid.rates) * len(grid.dropouts)
@@ -218,9 +218,9 @@ def _notes(view: View) -> tuple[str, ...]:
     )
 
 
-def _of_row(said: Callable[[Encoder], str]) -> Callable[[View, Row], str | None]:
+def _of_row(text: Callable[[Encoder], str]) -> Callable[[View, Row], str | None]:
     """What the study's value says of a row; nothing of one that it no longer has."""
-    return lambda view, row: said(ROWS[row.label]) if row.label in ROWS else None
+    return lambda view, row: text(ROWS[row.label]) if row.label in ROWS else None
 
 
 def _score(view: View, row: Row) -> str | None:
@@ -247,16 +247,16 @@ def in_short(view: View) -> list[str]:
     """What RealFormer is worth beside PostLN and PreLN, at every size."""
     sentences = []
     for size in sizes(view):
-        said = []
+        differences = []
         for other in (POSTLN, PRELN):
             ours, theirs = (ACCURACY.at(masked(row, size)) for row in (REALFORMER, other))
             difference = view.known(ours - theirs)
             if difference is not None:
-                said.append(f"{other} {shown(difference, 2, signed=True)}")
-        if said:
+                differences.append(f"{other} {shown(difference, 2, signed=True)}")
+        if differences:
             sentences.append(
                 f"RealFormer's accuracy on hidden tokens at size {size}, in points above: "
-                f"{', '.join(said)}."
+                f"{', '.join(differences)}."
             )
     return sentences
 

@@ -444,8 +444,8 @@ def _robustness(view: View) -> Figure:
     for setting, outcome in outcomes.items():
         key = (setting[:2], setting[2:])
         values[key] = None if outcome.failed else outcome.loss
-        said = [] if outcome.loss is None else [f"{outcome.loss:.2f}"]
-        texts[key] = " ".join([*said, *([outcome.state] if outcome.failed else [])])
+        words = [] if outcome.loss is None else [f"{outcome.loss:.2f}"]
+        texts[key] = " ".join([*words, *([outcome.state] if outcome.failed else [])])
     return Grid(
         "robustness",
         "Robustness to learning rate and dropout: held-out loss",

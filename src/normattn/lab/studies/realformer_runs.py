@@ -150,8 +150,8 @@ class GridSettings(Settings):
     seeds: int = Field(default=1, ge=1)
 
 
-class LookSettings(Settings):
-    """What a trained encoder is scored and looked into on: windows of held-out text.
+class ScoringSettings(Settings):
+    """What a trained encoder is scored and measured on: windows of held-out text.
 
     `max_tokens` bounds what is read at once (memory; gradients are those of batches of so many).
     """
@@ -170,7 +170,7 @@ class RealFormerPreset(StudyPreset):
 
     sizes: dict[str, SizeSettings] = Field(min_length=1)
     grid: GridSettings
-    evaluation: LookSettings = LookSettings()
+    evaluation: ScoringSettings = ScoringSettings()
 
     def whole_training(self, size: str) -> dict[str, Any]:
         """The training settings of a size with every default, less what the table varies."""
@@ -212,7 +212,7 @@ def row_training(
 
 
 class EncoderRun(Run):
-    """One row of the table at one size, scored on hidden tokens and looked into layer by layer.
+    """One row of the table at one size, scored on hidden tokens and measured layer by layer.
 
     `start` are the settings of the row whose trained weights initialise it.
     """
@@ -220,7 +220,7 @@ class EncoderRun(Run):
     workload: ClassVar[MaskedWorkload] = MaskedWorkload()
     kind: Literal["realformer"] = "realformer"
     size: str
-    evaluation: LookSettings
+    evaluation: ScoringSettings
     start: dict[str, Any] | None = None
 
     @property
@@ -255,7 +255,7 @@ class EncoderRun(Run):
     def _scoring(self, paths: RunPaths, config: MaskedConfig) -> Stage:
         folder = paths.run if self.start is None else paths.continued / self.row
 
-        def look(data: TokenData, note: Note) -> pl.DataFrame:
+        def measure(data: TokenData, note: Note) -> pl.DataFrame:
             model = trained(MaskedLM, folder, config)
             texts = held_out(data, config, self.evaluation)
             who, scored, exits = _scored(self, "masked", model, texts, data, note)
@@ -268,7 +268,7 @@ class EncoderRun(Run):
                 ]
             )
 
-        return measuring_stage(folder, "scores", look, self._cost(config, PASSES), "diagnostics")
+        return measuring_stage(folder, "scores", measure, self._cost(config, PASSES), "diagnostics")
 
     def _cost(self, config: MaskedConfig, passes: int) -> Any:
         """Every token that is read, counted as often as a pass costs more than reading."""
@@ -342,7 +342,7 @@ class GridRun(EncoderRun):
             )
 
 
-def held_out(data: TokenData, config: MaskedConfig, settings: LookSettings) -> MaskedSet:
+def held_out(data: TokenData, config: MaskedConfig, settings: ScoringSettings) -> MaskedSet:
     """The texts that every model of a study is scored on, hidden once."""
     masking = config.masking.of(config.model.vocab_size)
     split, length = data.split(settings.split), config.model.train_length
