@@ -335,7 +335,7 @@ def claims(view: View) -> Iterator[Claim]:
 
 
 def figures(view: View) -> list[Figure]:
-    """Quantiles of the cosines at both lengths, and the last tokens."""
+    """The last tokens, and quantiles of the cosines at both lengths."""
     near, far = lengths(view)
     scores = rows(view)
     at_both = [_cosine_columns(view, "", length) for length in (near, far)]
@@ -351,7 +351,7 @@ def figures(view: View) -> list[Figure]:
             for share, *columns in zip(QUANTILES, *at_both, strict=True)
         ),
     )
-    return [ranges, *_last_tokens(view)]
+    return [*_last_tokens(view), ranges]
 
 
 def _last_tokens(view: View) -> Iterator[Figure]:
@@ -388,6 +388,7 @@ STUDY = Study(
             "",
             rows,
             columns,
+            main=("correlation", "spread", f"cosine_near_{1 - TAIL:g}", f"cosine_far_{1 - TAIL:g}"),
             notes=(
                 "rank correlation: Spearman's, between ‖k_j‖ as the score sees it and the "
                 "attention that key j receives from the next L/2 queries relative to uniform "

@@ -223,7 +223,7 @@ def _sum(metrics: Iterable[Metric]) -> Metric:
 
 
 def _of_layers(size: str, count: int) -> Iterator[Claim]:
-    """What is said of the layers of models of `count` layers: RealFormer − PostLN, or ends."""
+    """What sources say of the layers of models of `count` layers: RealFormer − PostLN, or last − first."""
     both = ((REALFORMER, 1.0), (POSTLN, -1.0))
     metrics = {metric.name: replace(metric, digits=2) for metric in BY_LAYER}
 
@@ -233,12 +233,14 @@ def _of_layers(size: str, count: int) -> Iterator[Claim]:
         ours, theirs = (metric.at(depth(row, size)) for row in (REALFORMER, POSTLN))
         return ours - theirs, f"{size}: RealFormer − PostLN, {words}"
 
-    def ends(
+    def apart(
         name: str, rows: tuple[tuple[str, float], ...], words: str, first: int = 0
     ) -> tuple[Metric, str]:
         """Σ factor · (the last layer − the one at place `first`) over `rows`."""
-        apart = metrics[name].between([-1]) - metrics[name].between([first])
-        return _sum(factor * apart.at(depth(row, size)) for row, factor in rows), f"{size}: {words}"
+        change = metrics[name].between([-1]) - metrics[name].between([first])
+        return _sum(
+            factor * change.at(depth(row, size)) for row, factor in rows
+        ), f"{size}: {words}"
 
     # Layer 1 has none below it: of `count` − 1 agreements the upper half counts.
     upper, half = slice((count - 1) // 2, None), count // 2
@@ -253,12 +255,12 @@ def _of_layers(size: str, count: int) -> Iterator[Claim]:
         (
             "RealFormer's attention tends to one-hot with depth",
             *(POST, -1),
-            ends("entropy", both[:1], "RealFormer, entropy in nats, last − first layer"),
+            apart("entropy", both[:1], "RealFormer, entropy in nats, last − first layer"),
         ),
         (
             "leaving at half depth costs RealFormer less (models of adaptive depth, as FastBERT)",
             *(POST, -1),
-            ends(
+            apart(
                 "exit_accuracy",
                 both,
                 f"RealFormer − PostLN, points lost by leaving after layer {half} of {count}",
@@ -269,17 +271,17 @@ def _of_layers(size: str, count: int) -> Iterator[Claim]:
             "PreLN's residual stream grows with depth",
             *(XIONG, 1),
             # Place 0 is what the first layer reads.
-            ends("variance", ((PRELN, 1.0),), "PreLN, variance, last − first layer", 1),
+            apart("variance", ((PRELN, 1.0),), "PreLN, variance, last − first layer", 1),
         ),
         (
             "before training, PostLN's gradient is larger at the top than at the bottom",
             *(XIONG, 1),
-            ends("gradients_start", ((POSTLN, 1.0),), "PostLN, gradient norm, top − bottom layer"),
+            apart("gradients_start", ((POSTLN, 1.0),), "PostLN, gradient norm, top − bottom layer"),
         ),
         (
             "residual scores bring the gradients of top and bottom closer together",
             *(POST, -1),
-            ends(
+            apart(
                 "gradients_start",
                 both,
                 "RealFormer − PostLN, gradient norm before training, top − bottom layer",
