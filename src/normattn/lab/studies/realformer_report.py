@@ -223,7 +223,7 @@ def _sum(metrics: Iterable[Metric]) -> Metric:
 
 
 def _of_layers(size: str, count: int) -> Iterator[Claim]:
-    """What sources say of the layers of models of `count` layers: RealFormer − PostLN, or last − first."""
+    """What sources say of the layers of models: RealFormer − PostLN, or last − first."""
     both = ((REALFORMER, 1.0), (POSTLN, -1.0))
     metrics = {metric.name: replace(metric, digits=2) for metric in BY_LAYER}
 
