@@ -402,7 +402,7 @@ def _by_depth(
     return parts
 
 
-def _facts(config: MaskedConfig) -> dict[str, float]:
+def _facts(config: MaskedConfig) -> dict[str, float | int]:
     """The numbers of the training that a reader of the table asks for."""
     model = config.model
     return {

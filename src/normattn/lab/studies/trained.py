@@ -59,7 +59,7 @@ def identity_of(
     )
 
 
-def training_facts(whose: Identity, facts: Mapping[str, float]) -> pl.DataFrame:
+def training_facts(whose: Identity, facts: Mapping[str, float | int]) -> pl.DataFrame:
     """Numbers of a training, under the protocol "training"."""
     parts = [fact(name, float(value)) for name, value in facts.items()]
     return identified(replace(whose, protocol="training"), parts)
@@ -74,7 +74,7 @@ def ends(view: View, where: Where) -> dict[int, End]:
     losses, unigrams = (view.sums(name, where) for name in ("loss", "unigram_loss"))
     if losses is not None and unigrams is not None:
         ours, guesses = (
-            dict(zip(s.seeds, s.numerator.sum((1, 2)) / s.denominator.sum((1, 2)), strict=True))
+            dict(zip(s.seeds, (s.numerator.sum((1, 2)) / s.denominator.sum((1, 2))).tolist()))
             for s in (losses, unigrams)
         )
         for seed, loss in ours.items():
