@@ -74,11 +74,11 @@ def ends(view: View, where: Where) -> dict[int, End]:
     losses, unigrams = (view.sums(name, where) for name in ("loss", "unigram_loss"))
     if losses is not None and unigrams is not None:
         ours, guesses = (
-            dict(zip(s.seeds, (s.numerator.sum((1, 2)) / s.denominator.sum((1, 2))).tolist()))
-            for s in (losses, unigrams)
+            (part.numerator.sum((1, 2)) / part.denominator.sum((1, 2))).tolist()
+            for part in (losses, unigrams)
         )
-        for seed, loss in ours.items():
-            found[seed] = "stuck" if learnt_nothing(loss, guesses[seed]) else "learned"
+        for seed, *both in zip(losses.seeds, ours, guesses, strict=True):
+            found[seed] = "stuck" if learnt_nothing(*both) else "learned"
     lost = view.values("seed", {**where, "protocol": "training", "statistic": "diverged"})
     return found | dict.fromkeys(sorted(lost), "diverged")
 
