@@ -291,7 +291,7 @@ def _of_layers(size: str, count: int) -> Iterator[Claim]:
         yield Claim(sentence, metric, source, measured, sign)
 
 
-Ends = dict[tuple[float, ...], Outcome]
+Ends = dict[tuple[float | int, ...], Outcome]
 """How the settings of a row ended, by what they vary."""
 
 
