@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any, get_args
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from normattn.errors import InputError
 from normattn.io import parse_toml
@@ -50,6 +50,20 @@ def _types(annotation: Any) -> Iterator[Any]:
     yield annotation
     for part in get_args(annotation):
         yield from _types(part)
+
+
+def explain(error: ValidationError) -> str:
+    """The first thing that is wrong, as one sentence with the dotted field."""
+    first = error.errors(include_url=False)[0]
+    where = ".".join(str(part) for part in first["loc"])
+    message, given = str(first["msg"]).removeprefix("Value error, "), first["input"]
+    if first["type"] == "missing":
+        return f"{where} is missing"
+    if first["type"] == "extra_forbidden":
+        return f"{where}: there is no such setting"
+    if isinstance(given, str | int | float) and repr(given) not in message:
+        message = f"{message}, got {given!r}"
+    return f"{where}: {message}" if where else message
 
 
 def read_typed(text: str, source: str) -> Any:

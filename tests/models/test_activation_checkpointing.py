@@ -1,4 +1,4 @@
-"""Activations that are computed again give the same gradients, for every score."""
+"""Activations that are computed again give the same gradients."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from normattn.errors import InputError
 from normattn.models import CausalLM, CausalLMConfig, MaskedLM, MaskedLMConfig, Translator
 from normattn.models.config import TranslatorConfig
 from normattn.models.transformer import set_activation_checkpointing
-from normattn.score.parts import Slot, parts
 
-SIZES: dict[str, Any] = {"dim": 16, "layers": 3, "heads": 4, "train_length": 12, "vocab_size": 9}
+STACK: dict[str, Any] = {"dim": 16, "layers": 3, "heads": 4, "train_length": 12}
 IDS = torch.arange(26).view(2, 13) * 5 % 9
+Case = tuple[nn.Module, Callable[[], Tensor]]
 
 
-def names() -> list[str]:
-    """A score for every registered part that can be trained by itself."""
-    texts = [
-        name if part.slot is Slot.VARIANT else f"Baseline-{name}" for name, part in parts().items()
-    ]
-    texts += ["KNA-logn-ResidualQK", "QKRMSNorm-RealFormer", "CosA-logn-YaRN(factor=2)"]
-    return [text for text in texts if _config(text) is not None]
+def causal(**changes: Any) -> Case:
+    model = CausalLM(CausalLMConfig(**{**STACK, "vocab_size": 9, **changes})).double()
+    return model, lambda: model.loss(IDS).loss
 
 
-def _config(score: str) -> CausalLMConfig | MaskedLMConfig | None:
-    for kind in (CausalLMConfig, MaskedLMConfig):
-        try:
-            return kind(**{**SIZES, "score": score})
-        except InputError:
-            continue
-    return None
+def masked(**changes: Any) -> Case:
+    model = MaskedLM(MaskedLMConfig(**{**STACK, "vocab_size": 9, **changes})).double()
+    places = torch.tensor([[0, 3], [2, 5]])
+    return model, lambda: model.loss(IDS, places, places).loss
+
+
+def translator(**changes: Any) -> Case:
+    model = Translator(TranslatorConfig(**{**STACK, "source_vocab": 9, **changes})).double()
+    source = torch.tensor([[3, 4, 5, 2], [6, 7, 2, 0]])
+    target = torch.tensor([[1, 8, 7, 2], [1, 5, 2, 0]])
+    return model, lambda: model.loss(source, target).loss
 
 
 def gradients(model: nn.Module, loss: Callable[[], Tensor]) -> dict[str, Tensor]:
@@ -45,7 +45,29 @@ def gradients(model: nn.Module, loss: Callable[[], Tensor]) -> dict[str, Tensor]
     return {name: grad.clone() for name, grad in found.items()}
 
 
-def same_with_and_without(model: nn.Module, loss: Callable[[], Tensor]) -> None:
+@pytest.mark.parametrize(
+    ("make", "changes"),
+    [
+        (causal, {"score": "KNA-logn", "dropout": 0.3}),
+        (causal, {"score": "Baseline-RealFormer"}),
+        (causal, {"score": "QKRMSNorm-ResidualQKV"}),
+        (causal, {"score": "KNA-ResidualQK", "shared_layers": True}),
+        (causal, {"score": "KNA-ResidualQK", "block": "gau", "heads": 1}),
+        (causal, {"score": "Baseline-SlidingWindow(window=4)-Sink-FoX"}),
+        (causal, {"score": "Baseline-Differential"}),
+        (causal, {"score": "Baseline-Selective"}),
+        (causal, {"score": "Baseline-ValueResidual", "placement": "AttnRes"}),
+        # Running statistics, which a block must not take twice.
+        (masked, {"score": "QKBatchNorm"}),
+        (translator, {"score": "Baseline-RealFormer"}),
+        (translator, {"score": "Baseline-ResidualQKV"}),
+    ],
+)
+def test_gradients_and_running_statistics_are_the_same(
+    make: Callable[..., Case], changes: dict[str, Any]
+) -> None:
+    torch.manual_seed(0)
+    model, loss = make(**changes)
     buffers = {name: value.clone() for name, value in model.named_buffers()}
     wanted = gradients(model, loss)
     after = {name: value.clone() for name, value in model.named_buffers()}
@@ -59,46 +81,9 @@ def same_with_and_without(model: nn.Module, loss: Callable[[], Tensor]) -> None:
         assert torch.equal(value, after[name]), name
 
 
-@pytest.mark.parametrize("score", names())
-def test_gradients_and_running_statistics_are_the_same(score: str) -> None:
-    torch.manual_seed(0)
-    config = _config(score)
-    if isinstance(config, CausalLMConfig):
-        causal = CausalLM(config).double()
-        same_with_and_without(causal, lambda: causal.loss(IDS).loss)
-    else:
-        assert config is not None
-        masked = MaskedLM(config).double()
-        places = torch.tensor([[0, 3], [2, 5]])
-        same_with_and_without(masked, lambda: masked.loss(IDS, places, places).loss)
-
-
-def test_every_kind_of_part_is_among_them() -> None:
-    assert len(names()) > 45
-    assert {"KNA", "QKBatchNorm", "Baseline-RealFormer", "Baseline-ResidualQKV"} <= {*names()}
-
-
-@pytest.mark.parametrize("changes", [{"shared_layers": True}, {"dropout": 0.3}, {"block": "gau"}])
-def test_other_stacks(changes: dict[str, Any]) -> None:
-    torch.manual_seed(0)
-    sizes = {**SIZES, "heads": 1} if "block" in changes else SIZES
-    model = CausalLM(CausalLMConfig(**{**sizes, **changes, "score": "KNA-ResidualQK"})).double()
-    same_with_and_without(model, lambda: model.loss(IDS).loss)
-
-
-@pytest.mark.parametrize("score", ["Baseline-RealFormer", "Baseline-ResidualQKV"])
-def test_a_translators_two_stacks(score: str) -> None:
-    torch.manual_seed(0)
-    sizes = {name: SIZES[name] for name in ("dim", "layers", "heads", "train_length")}
-    model = Translator(TranslatorConfig(**{**sizes, "source_vocab": 9, "score": score})).double()
-    source = torch.tensor([[3, 4, 5, 2], [6, 7, 2, 0]])
-    target = torch.tensor([[1, 8, 7, 2], [1, 5, 2, 0]])
-    same_with_and_without(model, lambda: model.loss(source, target).loss)
-
-
 def test_less_is_kept_for_the_backward_pass() -> None:
     torch.manual_seed(0)
-    model = CausalLM(CausalLMConfig(**{**SIZES, "layers": 8, "score": "KNA-RealFormer"}))
+    model, loss = causal(layers=8, score="KNA-RealFormer")
 
     def kept() -> int:
         held: list[int] = []
@@ -108,7 +93,7 @@ def test_less_is_kept_for_the_backward_pass() -> None:
             return x
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            model.loss(IDS)
+            loss()
         return sum(held)
 
     before = kept()
@@ -116,8 +101,5 @@ def test_less_is_kept_for_the_backward_pass() -> None:
     assert kept() < before / 4
     set_activation_checkpointing(model, on=False)
     assert kept() == before
-
-
-def test_a_model_without_blocks_is_refused() -> None:
     with pytest.raises(InputError, match="Linear"):
         set_activation_checkpointing(nn.Linear(2, 2))

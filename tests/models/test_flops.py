@@ -27,30 +27,18 @@ def _config(changes: dict[str, Any]) -> CausalLMConfig:
 
 
 @pytest.mark.parametrize("changes", CONFIGS)
-def test_parameters_are_the_sum_of_the_tensors(changes: dict[str, Any]) -> None:
-    config = _config(changes)
-    model = CausalLM(config)
-    distinct = {value.data_ptr(): value.numel() for value in model.state_dict().values()}
-    assert parameter_count(model) == sum(distinct.values())
-    assert parameter_count(config) == parameter_count(model)
-
-
-def test_parameters_by_hand() -> None:
-    # Embedding and head; 3 blocks of qkv, out, gate, up, down and two gains; a final gain.
-    config = _config({"heads": 4})
-    block = 4 * 32 * 32 + 3 * 32 * 80 + 2 * 32
-    assert parameter_count(config) == 40 * 32 + 3 * block + 32
-
-
-@pytest.mark.parametrize("changes", CONFIGS)
-def test_weight_flops_are_those_that_torch_counts(changes: dict[str, Any]) -> None:
+def test_parameters_and_weight_flops_are_those_that_torch_counts(changes: dict[str, Any]) -> None:
     config, length = _config(changes), 12
     model = CausalLM(config)
+    distinct = {value.data_ptr(): value.numel() for value in model.state_dict().values()}
+    assert parameter_count(config) == parameter_count(model) == sum(distinct.values())
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(torch.zeros(2, length, dtype=torch.int64))
     counts = counter.get_flop_counts()["Global"]
     weights = sum(counts.get(op, 0) for op in (torch.ops.aten.mm, torch.ops.aten.addmm))
     assert flops_per_token(config, length).weights * 2 * length == weights
+    with pytest.raises(InputError, match="at least 1"):
+        flops_per_token(config, 0)
 
 
 T, W = 32, 16
@@ -62,11 +50,9 @@ WINDOW = W * (W + 1) // 2 + (T - W) * W
     ("score", "seen", "width"),
     [
         ("Baseline", CAUSAL_PAIRS, 2),
-        ("KNA-logn", CAUSAL_PAIRS, 2),
         (f"Baseline-SlidingWindow(window={W})", WINDOW, 2),
         # The first two tokens are seen by those whose window has left them.
         (f"Baseline-StreamingLLM(window={W},sinks=2)", WINDOW + 1 + 2 * (T - W - 1), 2),
-        (f"Baseline-Chunked(size={W})", 2 * (W * (W + 1) // 2), 2),
         ("Baseline-Chunked(size=12)", 2 * 78 + 36, 2),
         ("Baseline-ReRoPE(window=4)", CAUSAL_PAIRS, 2),
         ("Baseline-PoPE", CAUSAL_PAIRS, 3),  # Queries and keys are twice as wide, values are not.
@@ -82,7 +68,7 @@ def test_attention_flops_count_what_the_score_sees(score: str, seen: int, width:
     "score", ["Baseline", "Baseline-SlidingWindow(window=5)", "Baseline-Chunked(size=7)"]
 )
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("length", [1, 6, 21])
+@pytest.mark.parametrize("length", [1, 21])
 def test_pairs_are_those_of_the_mask(score: str, causal: bool, length: int) -> None:
     spec = ScoreSpec.parse(score, 16)
     window, chunk = spec.window[0] or length, spec.chunk or length
@@ -92,8 +78,3 @@ def test_pairs_are_those_of_the_mask(score: str, causal: bool, length: int) -> N
         for j in range(length)
     )
     assert visible_pairs(spec, length, causal) == seen
-
-
-def test_a_length_below_one_is_refused() -> None:
-    with pytest.raises(InputError, match="at least 1"):
-        flops_per_token(_config(CONFIGS[0]), 0)

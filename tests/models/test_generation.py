@@ -1,4 +1,4 @@
-"""`generate`: each row by itself, whatever stands beside it and whatever was read before."""
+"""`generate`: each row by itself; which tokens can come, and how often each does."""
 
 from __future__ import annotations
 
@@ -8,29 +8,28 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from normattn.errors import InputError
 from normattn.models.causal_lm import CausalLM
 from normattn.models.config import CausalLMConfig
-from normattn.models.generation import Answer, generate
+from normattn.models.generation import Answer, Sampling, generate, row_generators
 
-VOCABULARY, L = 29, 6
+VOCABULARY = 29
 PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3], [8, 4]]
+LOGITS = torch.tensor([[0.1, 0.4, 0.05, 0.2, 0.25]], dtype=torch.float64).log() + 3
 
 
-def _model(score: str = "KNA-logn", **changes: Any) -> CausalLM:
+def _model() -> CausalLM:
     torch.manual_seed(0)
+    sizes: dict[str, Any] = {"dim": 16, "layers": 2, "heads": 2, "train_length": 6}
     config = CausalLMConfig(
-        vocab_size=VOCABULARY,
-        **{"dim": 16, "layers": 2, "heads": 2, "train_length": L, "score": score, **changes},
+        vocab_size=VOCABULARY, **sizes, score="KNA-logn", tie_head=False, init_std=1.0
     )
-    model = CausalLM(config).double().eval()
-    with torch.no_grad():
-        model.embedding.weight.mul_(3)
-    return model
+    return CausalLM(config).double().eval()
 
 
-MODEL = _model(tie_head=False, init_std=1.0)
+MODEL = _model()
 
 
 @torch.no_grad()
@@ -71,11 +70,9 @@ def test_a_row_is_independent_of_its_neighbours_and_of_earlier_calls(
 def test_rows_stop_by_themselves() -> None:
     whole = generate(MODEL, PROMPTS, 12)
     stop = whole[2].tokens[4]
-    for prompt, answer, long in zip(
-        PROMPTS, generate(MODEL, PROMPTS, 12, stop=[stop]), whole, strict=True
-    ):
+    for answer, long in zip(generate(MODEL, PROMPTS, 12, stop=[stop]), whole, strict=True):
         end = long.tokens.index(stop) if stop in long.tokens else None
-        assert answer.tokens == long.tokens[:end], prompt
+        assert answer.tokens == long.tokens[:end]
         assert answer.ended == ("length" if end is None else "stop")
     for same in (np.int64(stop), torch.tensor(stop)):
         assert generate(MODEL, PROMPTS, 12, stop=[same])[2].ended == "stop"
@@ -83,33 +80,82 @@ def test_rows_stop_by_themselves() -> None:
 
 def test_a_stop_string_ends_the_text_and_may_span_tokens() -> None:
     [whole] = generate(MODEL, PROMPTS[:1], 12, decode=_decode)
-    assert whole.text == _decode(whole.tokens)
-    text = whole.text
+    text = _decode(whole.tokens)
+    assert whole.text == text
     stop = text[5:8]
     [answer] = generate(MODEL, PROMPTS[:1], 12, stop=[stop, "zzzz"], decode=_decode)
     first = text.index(stop)
-    assert answer.ended == "stop"
-    assert answer.text == text[:first]
-    assert answer.tokens == whole.tokens[: first + 3]
+    assert answer == Answer(whole.tokens[: first + 3], "stop", text[:first])
 
 
 @pytest.mark.parametrize(
-    ("prompts", "settings", "words"),
+    ("settings", "expected"),
     [
-        ([[1], []], {}, "prompt 1 is empty"),
-        ([], {}, "there is no prompt"),
-        ([[1]], {"max_new_tokens": 0}, "max_new_tokens is 0"),
-        ([[1, 29]], {}, "vocabulary is 0 to 28"),
-        ([[1]], {"stop": [29]}, "stop token 29"),
-        ([[1]], {"stop": [""]}, "stop string is empty"),
-        ([[1]], {"stop": ["a"]}, "need decode"),
-        ([[1]], {"stop": [True]}, "stop takes token ids, whole numbers, and strings, not True"),
-        ([[1]], {"stop": [torch.tensor([1, 2])]}, "stop takes token ids"),
-        ([[1]], {"top_k": 2}, "temperature"),
-        ([[1]], {"chunk": 0}, "chunk is 0"),
-        ([[1], [2]], {"seed": [1]}, "1 seeds were given for 2 prompts"),
+        ({}, {0: 0.1, 1: 0.4, 2: 0.05, 3: 0.2, 4: 0.25}),
+        ({"top_k": 2}, {1: 0.4 / 0.65, 4: 0.25 / 0.65}),
+        ({"top_p": 0.4}, {1: 1.0}),
+        ({"top_p": 0.41}, {1: 0.4 / 0.65, 4: 0.25 / 0.65}),
+        ({"top_p": 0.84, "top_k": 99}, {1: 0.4 / 0.85, 3: 0.2 / 0.85, 4: 0.25 / 0.85}),
+        ({"top_p": 1e-9}, {1: 1.0}),
+        # Of the two likeliest, renormalised to 0.615 and 0.385, one is a nucleus of 0.6.
+        ({"top_k": 2, "top_p": 0.6}, {1: 1.0}),
     ],
 )
-def test_what_is_refused(prompts: list[list[int]], settings: dict[str, Any], words: str) -> None:
+def test_what_can_come(settings: dict[str, Any], expected: dict[int, float]) -> None:
+    def support(sampling: Sampling, logits: Tensor) -> dict[int, float]:
+        chance, tokens = sampling.probabilities(logits)
+        pairs = zip(tokens[0].tolist(), chance[0].tolist(), strict=True)
+        return {token: p for token, p in pairs if p > 0}
+
+    assert support(Sampling(1.0, **settings), LOGITS) == pytest.approx(expected)
+    # Equally likely tokens are ordered by their id.
+    assert support(Sampling(1.0, top_k=2), torch.zeros(1, 5)) == {0: 0.5, 1: 0.5}
+    assert Sampling().next_tokens(torch.zeros(1, 5), row_generators(0, 1)) == [0]
+
+
+def test_tokens_come_as_often_as_they_should_by_the_row_s_own_numbers() -> None:
+    rows, sampling = 4000, Sampling(1.0, top_p=0.9)
+    drawn = sampling.next_tokens(LOGITS.expand(rows, -1), row_generators(5, rows))
+    shares = torch.bincount(torch.tensor(drawn), minlength=5) / rows
+    wanted = torch.tensor([0.1, 0.4, 0.0, 0.2, 0.25]) / 0.95
+    # Four standard deviations of a share; what is left out never comes.
+    assert ((shares - wanted).abs() <= 4 * (wanted * (1 - wanted) / rows).sqrt()).all()
+    assert drawn[1:2] == sampling.next_tokens(LOGITS, row_generators(6, 1))
+    assert drawn[:3] == sampling.next_tokens(LOGITS.expand(3, -1), row_generators([5, 6, 7], 3))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"prompts": [[1], []]}, "prompt 1 is empty"),
+        ({"prompts": []}, "there is no prompt"),
+        ({"prompts": [[1.5]]}, "prompt 0 is no list of token ids"),
+        ({"prompts": "words"}, "prompt 0 is no list of token ids"),
+        ({"prompts": 3}, "prompts must be lists"),
+        ({"prompts": [[1, 29]]}, "vocabulary is 0 to 28"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ({"stop": [29]}, "stop token 29"),
+        ({"stop": [""]}, "stop string is empty"),
+        ({"stop": ["a"]}, "need decode"),
+        ({"stop": [True]}, "stop takes token ids, .* not True"),
+        ({"stop": [torch.tensor([1, 2])]}, "stop takes token ids"),
+        ({"chunk": 0}, "chunk is 0"),
+        ({"prompts": [[1], [2]], "seed": [1]}, "1 seeds were given for 2 prompts"),
+        ({"seed": -1}, "seed must be at least 0"),
+        ({"temperature": -1.0}, "temperature is -1"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"temperature": 1.0, "top_k": 0}, "top_k is 0"),
+        ({"temperature": 1.0, "top_p": 0.0}, "top_p is 0"),
+        ({"temperature": 1.0, "top_p": 1.5}, "top_p is 1.5"),
+        ({"top_k": 3}, "temperature 0"),
+        ({"top_p": 0.5}, "temperature 0"),
+    ],
+)
+def test_bad_input(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(InputError, match=words):
-        generate(MODEL, prompts, **{"max_new_tokens": 2, **settings})
+        generate(MODEL, **{"prompts": [[1]], "max_new_tokens": 2, **settings})
+
+
+def test_logits_that_are_not_finite_are_refused() -> None:
+    with pytest.raises(InputError, match="not finite"):
+        Sampling().next_tokens(torch.tensor([[0.0, float("nan")]]), row_generators(0, 1))

@@ -94,20 +94,17 @@ def test_scores_of_images_do_not_depend_on_their_neighbours() -> None:
     ("changes", "said"),
     [
         ({"patch": 5}, "images of 8 × 12 cannot be cut into patches of 5 × 5"),
-        ({"classes": 1}, "classes: input should be greater than or equal to 2"),
+        ({"classes": 1}, "classes: .*greater than or equal to 2"),
         ({"train_length": 8}, "train_length is 8, but an image has 7 tokens"),
-        ({"height": "8"}, "height: input should be a valid integer"),
-        ({"patch": 0}, "patch: input should be greater than or equal to 1"),
+        ({"height": "8"}, "height: .*integer"),
+        ({"patch": 0}, "patch: .*greater than or equal to 1"),
         ({"score": "KNA-ReRoPE"}, "is defined for causal attention only"),
         ({"classs": 3}, "classs: there is no such setting"),
     ],
 )
-def test_settings_that_cannot_be(changes: dict[str, Any], said: str) -> None:
+def test_bad_input(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=said):
         model(**changes)
-
-
-def test_images_of_another_shape_are_refused() -> None:
     images, _ = batch(channels=1)
-    with pytest.raises(InputError, match=r"expected|with \(2, 8, 12\) behind the batch"):
+    with pytest.raises(InputError, match=r"\(2, 8, 12\)"):
         model()(images)

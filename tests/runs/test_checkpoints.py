@@ -1,3 +1,5 @@
+"""Checkpoints: written whole, the last two kept, every damage seen."""
+
 from __future__ import annotations
 
 import errno
@@ -26,7 +28,14 @@ def names(path: Path) -> list[str]:
     return sorted(entry.name for entry in path.iterdir())
 
 
+def latest_step(checkpoints: Checkpoints) -> int:
+    found = checkpoints.latest()
+    assert found is not None
+    return found.step
+
+
 def test_round_trip_and_the_last_two_are_kept(tmp_path: Path) -> None:
+    assert Checkpoints(tmp_path / "absent").latest() is None
     checkpoint = filled(tmp_path, 1, 5, 10).latest()
     assert checkpoint is not None
     assert (checkpoint.step, checkpoint.meta) == (10, {"loss": 10 / 3})
@@ -35,27 +44,10 @@ def test_round_trip_and_the_last_two_are_kept(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-00000005", "step-00000010"]
 
 
-def test_none_at_all_is_none(tmp_path: Path) -> None:
-    assert Checkpoints(tmp_path / "absent").latest() is None
-
-
 def flip_tensor_byte(folder: Path) -> None:
     content = bytearray((folder / "tensors.safetensors").read_bytes())
     content[-1] ^= 1
     (folder / "tensors.safetensors").write_bytes(content)
-
-
-def cut_tensors(folder: Path) -> None:
-    content = (folder / "tensors.safetensors").read_bytes()
-    (folder / "tensors.safetensors").write_bytes(content[: len(content) // 2])
-
-
-def remove_tensors(folder: Path) -> None:
-    (folder / "tensors.safetensors").unlink()
-
-
-def cut_meta(folder: Path) -> None:
-    (folder / "meta.json").write_text((folder / "meta.json").read_text()[:20])
 
 
 def edit_meta(folder: Path) -> None:
@@ -63,11 +55,20 @@ def edit_meta(folder: Path) -> None:
     (folder / "meta.json").write_text(text.replace("loss", "lost"))
 
 
-def remove_meta(folder: Path) -> None:
-    (folder / "meta.json").unlink()
+def cut(name: str) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        content = (folder / name).read_bytes()
+        (folder / name).write_bytes(content[: len(content) // 2])
+
+    return damage
 
 
-DAMAGE = [flip_tensor_byte, cut_tensors, remove_tensors, cut_meta, edit_meta, remove_meta]
+def remove(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
+
+
+DAMAGE: list[Callable[[Path], None]] = [flip_tensor_byte, edit_meta]
+DAMAGE += [make(name) for make in (cut, remove) for name in ("tensors.safetensors", "meta.json")]
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
@@ -83,12 +84,8 @@ def test_a_damaged_one_is_named_and_the_one_before_it_taken(
     said = capsys.readouterr().err
     assert "step-00000002" in said
     assert len(said.splitlines()) == 1
-
-
-def test_when_all_are_damaged_nothing_starts_from_scratch(tmp_path: Path) -> None:
-    checkpoints = filled(tmp_path, 1, 2)
     flip_tensor_byte(tmp_path / "step-00000001")
-    cut_meta(tmp_path / "step-00000002")
+    # Nothing starts from scratch.
     with pytest.raises(InputError, match="every checkpoint"):
         checkpoints.latest()
 
@@ -98,9 +95,7 @@ def test_a_damaged_one_set_aside_neither_counts_nor_crowds_out(tmp_path: Path) -
     flip_tensor_byte(tmp_path / "step-00000020")
     checkpoints.set_aside_after(10)
     checkpoints.save(15, tensors(15), {})
-    found = checkpoints.latest()
-    assert found is not None
-    assert found.step == 15
+    assert latest_step(checkpoints) == 15
     assert names(tmp_path) == ["damaged-step-00000020", "step-00000010", "step-00000015"]
 
 
@@ -119,6 +114,4 @@ def test_a_full_disk_is_one_sentence_and_leaves_the_old_one_whole(
         checkpoints.save(2, tensors(2), {})
     monkeypatch.undo()
     assert names(tmp_path) == ["step-00000001"]
-    found = checkpoints.latest()
-    assert found is not None
-    assert found.step == 1
+    assert latest_step(checkpoints) == 1

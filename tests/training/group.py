@@ -170,13 +170,3 @@ def fail_while_others_train(rank: int, out: Path, parallel: str) -> tuple[str, s
     except Exception as error:
         return type(error).__name__, str(error)
     return "nothing", ""
-
-
-def give_what_cannot_travel(rank: int) -> str:
-    """The error that each process gets where the first one's result cannot be sent."""
-    place = World(rank, torch.distributed.get_world_size(), torch.device("cpu"))
-    try:
-        place.on_main(lambda: lambda: None)
-    except Exception as error:
-        return str(error)
-    return "nothing"

@@ -42,13 +42,9 @@ def test_the_resolved_whole_reads_back_as_itself() -> None:
     [
         ("stepz", 3, r"unknown field stepz; did you mean steps\?"),
         ("model.layer", 3, r"unknown field model\.layer; did you mean model\.layers\?"),
-        ("optimiser.beta", 0.9, r"unknown field optimiser\.beta; did you mean optimiser\.betas\?"),
         ("lr", 0.1, r"unknown field lr; did you mean optimiser\.lr\?"),
-        ("schedule.flor", 0.1, r"did you mean schedule\.floor\?"),
         ("data.qqqqq", 0.1, r"unknown field data\.qqqqq; there are data\.corpus"),
         ("steps", 0, r"steps: .*greater than or equal to 1, got 0"),
-        ("steps", "many", "steps: .*integer.*'many'"),
-        ("clip", -1.0, "clip: .*greater than 0"),
         ("optimiser.lr", 0.0, r"lr: .*greater than 0"),
         ("optimiser.lr", float("nan"), r"lr: "),
         ("optimiser.name", "adam", "adam"),
@@ -57,8 +53,6 @@ def test_the_resolved_whole_reads_back_as_itself() -> None:
         ("accumulate", 3, "batch_size 8 does not divide into 3"),
         ("model.dim", -4, "dim"),
         ("model.score", "KNAA", "KNA"),
-        ("device", "abacus", "device: "),
-        ("threads", 0, "threads: "),
     ],
 )
 def test_a_mistake_is_one_sentence_that_names_the_field(

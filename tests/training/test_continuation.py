@@ -23,28 +23,29 @@ from .settings import small
 METHOD = "PI(factor=4)"
 
 
+def run(config: TrainingConfig, out: Path, stop: int | None = None) -> Path:
+    left = iter(range(stop - 1 if stop else config.steps))
+    train_causal(config, out, show_progress=False, should_stop=lambda: next(left, None) is None)
+    return out
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run = tmp_path_factory.mktemp("base") / "run"
-    train_causal(base(), run, show_progress=False)
-    return run / "model"
-
-
-def base() -> TrainingConfig:
-    return small(steps=5, seed=3)
+    return run(small(steps=5, seed=3), tmp_path_factory.mktemp("base") / "run") / "model"
 
 
 def longer(start: Path, method: str = METHOD, steps: int = 6) -> TrainingConfig:
     continued = Continuation.of(start, method, length=64)
     fields = {"steps": steps, "keep": (2, 5), "continued": continued.model_dump()}
-    return small(**fields, seed=3, batch_size=4, schedule={"warmup_steps": 2})
+    schedule = {"name": "constant", "warmup_steps": 2}
+    return small(**fields, seed=3, batch_size=4, schedule=schedule)
 
 
-def test_the_first_step_reads_the_saved_weights_under_the_method(
+def test_it_begins_with_the_saved_weights_under_the_method_and_keeps_models(
     trained: Path, tmp_path: Path
 ) -> None:
     config = longer(trained)
-    train_causal(config, tmp_path / "run", show_progress=False)
+    out = run(config, tmp_path / "run")
     data = prepare_tokens(config.data)
     seed = derive_seed(config.seed, "batches")
     ids = torch.from_numpy(TrainingBatches(data.train, 64, 4, seed, config.data.tiling).batch(1))
@@ -52,66 +53,43 @@ def test_the_first_step_reads_the_saved_weights_under_the_method(
     with model.using(METHOD), torch.no_grad():
         logits = model(ids[:, :-1]).flatten(0, 1)
     expected = torch.nn.functional.cross_entropy(logits, ids[:, 1:].flatten())
-    first = read_metrics(tmp_path / "run" / "metrics.jsonl")[0]
+    first = read_metrics(out / "metrics.jsonl")[0]
     assert first["loss"] == pytest.approx(float(expected), rel=1e-5)
     assert first["tokens"] == 4 * 64
-
-
-def test_kept_models_are_those_of_their_steps(trained: Path, tmp_path: Path) -> None:
-    run, short = tmp_path / "run", tmp_path / "short"
-    config = longer(trained)
-    train_causal(config, run, show_progress=False)
-    schedule = {"name": "constant", "warmup_steps": 2}
-    fields = {**config.model_dump(), "schedule": schedule}
-    train_causal(TrainingConfig.parse(fields), tmp_path / "flat", show_progress=False)
-    fields |= {"steps": 2, "keep": ()}
-    train_causal(TrainingConfig.parse(fields), short, show_progress=False)
-    kept = load_model(kept_model(tmp_path / "flat", 2)).state_dict()
-    for name, value in load_model(short / "model").state_dict().items():
-        assert torch.equal(kept[name], value)
-    assert sorted(path.name for path in (run / "kept").iterdir()) == [
-        "step-00000002",
-        "step-00000005",
+    # The models that are kept are those of their steps, without the method.
+    assert sorted(path.name for path in (out / "kept").iterdir()) == [
+        *("step-00000002", "step-00000005"),
     ]
-    # The method is no part of the saved model.
-    assert load_model(kept_model(run, 5)).config == load_model(trained).config
+    short = TrainingConfig.parse({**config.model_dump(), "steps": 2, "keep": ()})
+    wanted = load_model(run(short, tmp_path / "short") / "model")
+    kept = load_model(kept_model(out, 2))
+    assert kept.config == wanted.config == model.config
+    for name, value in wanted.state_dict().items():
+        assert torch.equal(kept.state_dict()[name], value)
 
 
 def test_stopped_and_resumed_it_is_the_same(trained: Path, tmp_path: Path) -> None:
-    config = longer(trained)
-    train_causal(config, tmp_path / "whole", show_progress=False)
-    steps = 0
-
-    def asked() -> bool:
-        nonlocal steps
-        steps += 1
-        return steps == 2
-
+    whole = run(longer(trained), tmp_path / "whole")
     with pytest.raises(Interrupted):
-        train_causal(config, tmp_path / "broken", should_stop=asked, show_progress=False)
+        run(longer(trained), tmp_path / "broken", stop=2)
     # What it started from may have moved meanwhile: the weights count.
-    moved = tmp_path / "moved"
-    shutil.copytree(trained, moved)
-    train_causal(longer(moved), tmp_path / "broken", show_progress=False)
-    for name in ("metrics.jsonl", "model/model.safetensors"):
-        assert (tmp_path / "broken" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
-    for step in config.keep:
-        both = [kept_model(tmp_path / run, step) for run in ("broken", "whole")]
-        contents = [(place / "model.safetensors").read_bytes() for place in both]
-        assert contents[0] == contents[1]
+    shutil.copytree(trained, tmp_path / "moved")
+    broken = run(longer(tmp_path / "moved"), tmp_path / "broken")
+    weights = "model.safetensors"
+    kept = [f"kept/step-0000000{step}/{weights}" for step in (2, 5)]
+    for name in ("metrics.jsonl", f"model/{weights}", *kept):
+        assert (broken / name).read_bytes() == (whole / name).read_bytes()
 
 
 def test_bad_input(trained: Path, tmp_path: Path) -> None:
     config = longer(trained).model_dump()
-    other = tmp_path / "other" / "run"
-    train_causal(small(steps=4), other, show_progress=False)
-    config["continued"]["start"] = str(other / "model")
+    config["continued"]["start"] = str(run(small(steps=4), tmp_path / "other" / "run") / "model")
     with pytest.raises(InputError, match="holds other weights than this run began with"):
-        train_causal(TrainingConfig.parse(config), tmp_path / "a", show_progress=False)
+        run(TrainingConfig.parse(config), tmp_path / "a")
     config = longer(trained).model_dump()
     config["model"]["layers"] = 1
     with pytest.raises(InputError, match="has other settings than `model` says"):
-        train_causal(TrainingConfig.parse(config), tmp_path / "b", show_progress=False)
+        run(TrainingConfig.parse(config), tmp_path / "b")
     with pytest.raises(InputError, match="trained in"):
         longer(trained, method="NoPE")
     with pytest.raises(InputError, match=re.escape("keep names steps from 1 to 3")):
@@ -129,11 +107,10 @@ def test_a_text_of_another_tokeniser(tmp_path: Path) -> None:
 
     first, other = on("first"), on("other")
     changes = {"steps": 2, "keep": (1,), "schedule": {"warmup_steps": 1}}
-    train_causal(small(**changes, data=first), tmp_path / "run", show_progress=False)
-    for start in (tmp_path / "run" / "model", kept_model(tmp_path / "run", 1)):
+    out = run(small(**changes, data=first), tmp_path / "run")
+    for start in (out / "model", kept_model(out, 1)):
         changes["continued"] = Continuation.of(start).model_dump()
-        left = tmp_path / "run" / "tokeniser.json"
-        with pytest.raises(InputError, match=re.escape(f"the tokeniser {left}, and this corpus")):
-            train_causal(small(**changes, data=other), tmp_path / "b", show_progress=False)
+        with pytest.raises(InputError, match=re.escape(f"tokeniser {out / 'tokeniser.json'}")):
+            run(small(**changes, data=other), tmp_path / "b")
     assert not (tmp_path / "b").exists()
-    train_causal(small(**changes, data=first), tmp_path / "c", show_progress=False)
+    run(small(**changes, data=first), tmp_path / "c")

@@ -122,12 +122,10 @@ def test_a_training_is_bounded_and_one_that_needs_no_bound_is_unchanged(tmp_path
     ("score", "why"),
     [
         ("KNA", "its norm undoes it"),
-        ("QKRMSNorm", "its norm undoes it"),
         ("Baseline-SoftCap", "its cap bends"),
         ("Baseline-ALiBi", "its bias is part"),
         ("Baseline-FoX", "its forgetting is part"),
         ("Baseline-RealFormer", "also those of the layers below"),
-        ("Baseline-Selective", "its first head selects"),
         ("Baseline-NoPE-Selective", "its first head selects"),
     ],
 )

@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -144,14 +145,6 @@ def test_a_killed_process_goes_on_bit_for_bit(
     assert (finished.state, finished.step) == ("finished", STEPS)
 
 
-def test_stopping_many_times_changes_nothing(tmp_path: Path, unbroken: Path) -> None:
-    for _ in range(5):
-        with pytest.raises(Interrupted, match="rerun the command to resume from there"):
-            run(tmp_path / "run", stop_at=9)
-    run(tmp_path / "run")
-    assert_same(tmp_path / "run", unbroken)
-
-
 def test_lines_past_the_checkpoint_and_a_torn_one_are_cut(tmp_path: Path, unbroken: Path) -> None:
     """Whether there is a checkpoint or none yet."""
     begun = open_run(tmp_path / "none", config(steps=STEPS))
@@ -171,7 +164,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_goes_on(
     tmp_path: Path, unbroken: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for stop in (10, 10):
-        with pytest.raises(Interrupted):
+        with pytest.raises(Interrupted, match="rerun the command to resume from there"):
             run(tmp_path / "run", stop_at=stop)
     damaged = tmp_path / "run/checkpoints/step-00000020/tensors.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-3])
@@ -181,15 +174,6 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_goes_on(
     assert "step-00000020 is damaged" in said
     assert len(said.splitlines()) == 1
     assert_same(tmp_path / "run", unbroken)
-
-
-def test_nothing_starts_again_when_every_checkpoint_is_damaged(tmp_path: Path) -> None:
-    with pytest.raises(Interrupted):
-        run(tmp_path / "run", stop_at=10)
-    (tmp_path / "run/checkpoints/step-00000010/meta.json").write_text("{")
-    with pytest.raises(InputError, match="every checkpoint"):
-        run(tmp_path / "run")
-    assert len(read_metrics(tmp_path / "run/metrics.jsonl")) == 10
 
 
 def test_another_environment_is_said_in_one_line_and_kept(
@@ -207,21 +191,20 @@ def test_another_environment_is_said_in_one_line_and_kept(
     assert [entry["step"] for entry in stored["resumed"]] == [10]
 
 
-@pytest.mark.parametrize("content", ["{", '{"started": {}, "resumed": [{"environment": 5}]}'])
 def test_a_damaged_environment_is_said_and_stops_nothing(
-    tmp_path: Path, unbroken: Path, capsys: pytest.CaptureFixture[str], content: str
+    tmp_path: Path, unbroken: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(Interrupted):
         run(tmp_path / "run", stop_at=10)
-    (tmp_path / "run/environment.json").write_text(content)
+    damaged = '{"started": {}, "resumed": [{"environment": 5}]}'
+    (tmp_path / "run/environment.json").write_text(damaged)
     capsys.readouterr()
     run(tmp_path / "run")
     said = capsys.readouterr().err
     assert "environment.json is damaged" in said
     assert len(said.splitlines()) == 1
     stored = json.loads((tmp_path / "run/environment.json").read_text())
-    assert stored["started"] == {}
-    assert [entry["step"] for entry in stored["resumed"]] == [10]
+    assert (stored["started"], stored["resumed"][0]["step"]) == ({}, 10)
     assert_same(tmp_path / "run", unbroken)
 
 
@@ -232,18 +215,15 @@ def test_an_export_that_failed_is_done_by_the_next_run(tmp_path: Path) -> None:
     def fail(_: object) -> None:
         raise InputError("no space left")
 
-    for export in (fail, exported.append):
-        try:
-            train(
-                ToyTask,
-                settings,
-                open_run(tmp_path, settings),
-                show_progress=False,
-                export=export,
-            )
-        except InputError:
-            status = read_status(tmp_path)
-            assert status is not None
-            assert status.state == "running"
+    def finish(export: Callable[[object], None]) -> None:
+        opened = open_run(tmp_path, settings)
+        train(ToyTask, settings, opened, show_progress=False, export=export)
+
+    with pytest.raises(InputError, match="no space left"):
+        finish(fail)
+    status = read_status(tmp_path)
+    assert status is not None
+    assert status.state == "running"
+    finish(exported.append)
     assert len(exported) == 1
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 5

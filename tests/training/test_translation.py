@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from data.pairs_helpers import multi_layout
-from normattn.errors import InputError, Interrupted
 from normattn.lab.data.pairs import PairData, prepare_pairs
 from normattn.lab.training.tasks.translation import (
     TranslationConfig,
     TranslationWorkload,
     epochs,
-    train_translation,
 )
 
 
@@ -82,16 +79,6 @@ def test_the_loss_is_the_mean_over_the_tokens_of_the_batch(settings: dict[str, A
     torch.testing.assert_close(metrics["nll"], nll, check_dtype=False)
     hits = ((logs.argmax(-1) == wanted) & real).sum() / real.sum()
     assert float(metrics["accuracy"]) == pytest.approx(float(hits))
-
-
-def test_it_does_not_go_on_with_other_pairs(settings: dict[str, Any], tmp_path: Path) -> None:
-    place = multi_layout(tmp_path / "corpus", train=61)
-    config, _ = made(settings, data={"corpus": str(place), "vocab_size": 300})
-    with pytest.raises(Interrupted):
-        train_translation(config, tmp_path / "run", should_stop=lambda: True, show_progress=False)
-    multi_layout(place, train=60)
-    with pytest.raises(InputError, match="was begun on other data"):
-        train_translation(config, tmp_path / "run", show_progress=False)
 
 
 def test_vocabularies_follow_the_data(settings: dict[str, Any]) -> None:

@@ -202,7 +202,7 @@ class Reader:
     scorer: TokenScorer
     texts: Texts
     settings: ExtensionSettings
-    _resident: int | None = field(init=False)
+    _resident: int = field(init=False)
 
     def __post_init__(self) -> None:
         gc.collect()

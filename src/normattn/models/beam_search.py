@@ -38,11 +38,6 @@ class Hypothesis:
     ended: Literal["stop", "length"]
 
 
-def score_of(log_probability: float, tokens: int, penalty: float) -> float:
-    """log p / lp of so many tokens, the end token among them."""
-    return log_probability / math.pow((5 + tokens) / 6, penalty)
-
-
 @torch.inference_mode()
 def beam_search(
     model: Any,
@@ -71,7 +66,19 @@ def beam_search(
     smaller token id. A source's result does not depend on the others. Raises `InputError` for an
     empty source, ids outside the vocabulary and settings out of range.
     """
-    _check(model, sources, beam, length_penalty, max_length, batch)
+    for name, value in (("beam", beam), ("batch", batch), ("max_length", max_length)):
+        if value is not None and value < 1:
+            raise InputError(f"{name} is {value}; it must be at least 1")
+    if not (math.isfinite(length_penalty) and length_penalty >= 0):
+        raise InputError(f"length_penalty is {length_penalty}; it must be 0 or more")
+    for number, source in enumerate(sources):
+        if len(source) == 0:
+            raise InputError(f"source {number} is empty; give it at least the end token")
+        if model.config.pad_id in source:
+            raise InputError(
+                f"source {number} holds the padding token {model.config.pad_id}; give the bare "
+                "sources, they are padded here"
+            )
     order = sorted(range(len(sources)), key=lambda number: len(sources[number]), reverse=True)
     translations: list[list[Hypothesis]] = [[] for _ in sources]
     with without_dropout(model):
@@ -79,14 +86,20 @@ def beam_search(
             numbers = order[start : start + batch]
             own = [sources[number] for number in numbers]
             limits = [max_length or 2 * len(source) + 10 for source in own]
-            found = _Search(model, own, beam, length_penalty, limits).run()
-            for number, hypotheses in zip(numbers, found, strict=True):
-                translations[number] = hypotheses
+            search = _Search(model, own, beam, length_penalty, limits)
+            while search.numbers:
+                search.step()
+            for number, hypotheses in zip(numbers, search.finished, strict=True):
+                translations[number] = sorted(hypotheses, key=lambda one: -one.score)
     return translations
 
 
 class _Search:
-    """One batch under way: a grid of R sources by K places, of which some may be empty."""
+    """One batch under way: a grid of R sources by K places, of which some may be empty.
+
+    `total` (R, K) holds log-probabilities, −∞ for an empty place, `tokens` (R, K, t) what is
+    written. `numbers` and `limits` are those of the sources that are not done.
+    """
 
     def __init__(
         self,
@@ -100,25 +113,39 @@ class _Search:
         self.beam, self.penalty = beam, penalty
         rows, device = len(sources), model.head_weight.device
         longest = max(len(source) for source in sources)
-        pads = [[self.config.pad_id] * (longest - len(source)) for source in sources]
-        padded = [[*source, *pad] for source, pad in zip(sources, pads, strict=True)]
+        padded = [[*source, *[self.config.pad_id] * (longest - len(source))] for source in sources]
         self.encoded = model.encode(torch.tensor(padded, device=device))
         self.cache = model.new_cache()
         self.finished: list[list[Hypothesis]] = [[] for _ in sources]
-        # Of the sources that are not done: their number, and the most tokens of each.
         self.numbers, self.limits = list(range(rows)), limits
         self.total = torch.full((rows, beam), -math.inf, dtype=torch.float64, device=device)
         self.total[:, 0] = 0.0
         self.tokens = torch.full((rows, beam, 1), self.config.bos_id, device=device)
 
-    def run(self) -> list[list[Hypothesis]]:
-        """Step by step until every source is done."""
-        while self.numbers:
-            values, parents, words = self._continuations()
-            ended = (words == self.config.eos_id) & (values > -math.inf)
-            self._finish(values, parents, ended)
-            self._go_on(values.masked_fill(ended, -math.inf), parents, words)
-        return [sorted(hypotheses, key=lambda one: -one.score) for hypotheses in self.finished]
+    def step(self) -> None:
+        """Write one token more in every place, and leave the sources that are done."""
+        values, parents, words = self._continuations()
+        ended = (words == self.config.eos_id) & (values > -math.inf)
+        self._finish(values, parents, ended)
+        # Empty places last: the others keep their order.
+        values = values.masked_fill(ended, -math.inf)
+        values, order = torch.sort(values, stable=True, dim=-1, descending=True)
+        parents, words = parents.gather(1, order), words.gather(1, order)
+        highest = values[:, 0].tolist()
+        going = [row for row in range(len(self.numbers)) if self._is_open(row, highest[row])]
+        rows = torch.tensor(going, dtype=torch.long, device=values.device)
+        if len(going) < len(self.numbers):
+            self.encoded = self.encoded.choose(rows)
+            self.numbers = [self.numbers[row] for row in going]
+            self.limits = [self.limits[row] for row in going]
+        if not going:
+            return
+        parents, self.total = parents[rows], values[rows]
+        before = self.tokens[rows[:, None], parents]
+        self.tokens = torch.cat((before, words[rows][:, :, None]), -1)
+        flat = (rows[:, None] * self.beam + parents).flatten()
+        if not torch.equal(flat, torch.arange(values.numel(), device=flat.device)):
+            self.cache.reorder(flat)
 
     def _continuations(self) -> tuple[Tensor, Tensor, Tensor]:
         """The K best of each source, best first: log-probability, the place it comes from, token.
@@ -154,46 +181,27 @@ class _Search:
         for row, candidate in ended.nonzero().tolist():
             tokens = tuple(self.tokens[row, parents[row, candidate], 1:].tolist())
             value = float(values[row, candidate])
-            score = score_of(value, length, self.penalty)
             why: Literal["stop", "length"] = "length" if length > self.limits[row] else "stop"
-            self.finished[self.numbers[row]].append(Hypothesis(tokens, score, value, why))
+            one = Hypothesis(tokens, self._score(value, length), value, why)
+            self.finished[self.numbers[row]].append(one)
 
-    def _go_on(self, values: Tensor, parents: Tensor, words: Tensor) -> None:
-        """Write the tokens of all others, and leave the sources that are done."""
-        # Empty places last: the others keep their order.
-        values, order = torch.sort(values, stable=True, dim=-1, descending=True)
-        parents, words = parents.gather(1, order), words.gather(1, order)
-        highest = values[:, 0].tolist()
-        going = [row for row in range(len(self.numbers)) if self._open(row, highest[row])]
-        rows = torch.tensor(going, dtype=torch.long, device=values.device)
-        if len(going) < len(self.numbers):
-            self.encoded = self.encoded.choose(rows)
-            self.numbers = [self.numbers[row] for row in going]
-            self.limits = [self.limits[row] for row in going]
-        if not going:
-            return
-        parents = parents[rows]
-        self.total = values[rows]
-        before = self.tokens[rows[:, None], parents]
-        self.tokens = torch.cat((before, words[rows][:, :, None]), -1)
-        flat = (rows[:, None] * self.beam + parents).flatten()
-        if not torch.equal(flat, torch.arange(values.numel(), device=flat.device)):
-            self.cache.reorder(flat)
-
-    def _open(self, row: int, highest: float) -> bool:
+    def _is_open(self, row: int, highest: float) -> bool:
         """Whether one that is under way could still score above the best that ended."""
-        if highest == -math.inf:
-            return False
         ended = self.finished[self.numbers[row]]
+        if highest == -math.inf or not ended:
+            return highest > -math.inf
         # Probabilities only fall, and no length penalty is larger than that of the last length.
-        hope = score_of(highest, self.limits[row] + 1, self.penalty)
-        return not ended or hope > max(one.score for one in ended)
+        return self._score(highest, self.limits[row] + 1) > max(one.score for one in ended)
+
+    def _score(self, log_probability: float, tokens: int) -> float:
+        """log p / lp of so many tokens, the end token among them."""
+        return log_probability / math.pow((5 + tokens) / 6, self.penalty)
 
 
 def best(
     values: Float[Tensor, "n v"], count: int
 ) -> tuple[Float[Tensor, "n c"], Int[Tensor, "n c"]]:
-    """The `count` largest of each row, falling, and where they stand; of equal ones the first."""
+    """The `count` largest of each row, falling, and their indices; of equal ones the first."""
     top = values.topk(count, dim=-1)
     places = top.indices
     # topk picks any of those that equal the last one taken.
@@ -204,26 +212,3 @@ def best(
     places = places.sort(-1).values
     chosen, order = torch.sort(values.gather(-1, places), stable=True, dim=-1, descending=True)
     return chosen, places.gather(-1, order)
-
-
-def _check(
-    model: Any,
-    sources: Sequence[Sequence[int]],
-    beam: int,
-    penalty: float,
-    max_length: int | None,
-    batch: int,
-) -> None:
-    for name, value in (("beam", beam), ("batch", batch), ("max_length", max_length)):
-        if value is not None and value < 1:
-            raise InputError(f"{name} is {value}; it must be at least 1")
-    if not (math.isfinite(penalty) and penalty >= 0):
-        raise InputError(f"length_penalty is {penalty}; it must be 0 or more")
-    for number, source in enumerate(sources):
-        if len(source) == 0:
-            raise InputError(f"source {number} is empty; give it at least the end token")
-        if model.config.pad_id in source:
-            raise InputError(
-                f"source {number} holds the padding token {model.config.pad_id}; give the bare "
-                "sources, they are padded here"
-            )

@@ -43,6 +43,7 @@ class ModelCache:
         self._separator = separators.pop() if separators else None
         # Of all tokens, where they are more than simply counted; `ends` marks separators.
         self._padding, self._positions, self._documents, self._ends = (Room(1) for _ in range(4))
+        self._rooms = (self._padding, self._positions, self._documents, self._ends)
 
     def read(
         self, ids: Int[Tensor, "b t"], key_padding: Bool[Tensor, "b t"] | None = None
@@ -51,7 +52,7 @@ class ModelCache:
 
         `key_padding` is that of the new tokens; padding may stand before a row's first token only.
         """
-        self._forget_unfinished()
+        self.truncate(self.length)
         if self.max_length is not None:
             refuse_overflow(self.length, ids.shape[1], self.max_length)
         padded = self._padding.used > 0
@@ -60,16 +61,16 @@ class ModelCache:
             padded = padded or bool(key_padding.any())
         if not padded and self._separator is None:
             return AttentionContext()
-        whole, documents = None, None
-        if padded:
-            new = torch.zeros_like(ids, dtype=torch.bool) if key_padding is None else key_padding
-            whole = self._padding.append(new)
+        padding, documents = None, None
         own = ids.new_zeros(ids.shape[0], self.length + ids.shape[1])
         if self._separator is not None:
             own = documents = self._number_documents((ids == self._separator).long())
-        own = own if whole is None else own.masked_fill(whole, -1)
-        positions = self._positions.append(_places(own, self._positions, self.length))
-        return AttentionContext(whole, positions, documents)
+        if padded:
+            new = torch.zeros_like(ids, dtype=torch.bool) if key_padding is None else key_padding
+            padding = self._padding.append(new)
+            own = own.masked_fill(padding, -1)
+        positions = self._positions.append(_count_from(own, self._positions, self.length))
+        return AttentionContext(padding, positions, documents)
 
     def done(self, tokens: int) -> None:
         """All layers have read the new tokens."""
@@ -77,7 +78,7 @@ class ModelCache:
 
     def reorder(self, rows: Int[Tensor, " r"] | Sequence[int]) -> None:
         """Row i becomes the old row rows[i], as beam search asks; rows may repeat or lack."""
-        self._forget_unfinished()
+        self.truncate(self.length)
         chosen = torch.as_tensor(rows, dtype=torch.long)
         for layer in self.layers:
             layer.reorder(chosen)
@@ -85,29 +86,26 @@ class ModelCache:
             room.choose(chosen)
 
     def truncate(self, length: int) -> None:
-        """Forget all tokens after the first `length` of every row."""
-        self._forget_unfinished()
+        """Forget all tokens after the first `length` of every row.
+
+        Layers that a call which failed half-way left ahead of the others are cut as well.
+        """
         for layer in self.layers:
-            layer.check_cut(length)
+            layer.truncate(self.length)
+        if length != self.length:
+            for layer in self.layers:
+                layer.check_cut(length)
+            for layer in self.layers:
+                layer.truncate(length)
         self.length = length
-        self._forget_unfinished()
+        for room in self._rooms:
+            room.used = min(room.used, length)
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory held, used or not."""
         layers = sum(layer.nbytes for layer in self.layers)
         return layers + sum(room.nbytes for room in self._rooms)
-
-    @property
-    def _rooms(self) -> tuple[Room, ...]:
-        return self._padding, self._positions, self._documents, self._ends
-
-    def _forget_unfinished(self) -> None:
-        """Cut all to one length: a call that failed half-way leaves some layers ahead of others."""
-        for layer in self.layers:
-            layer.truncate(self.length)
-        for room in self._rooms:
-            room.used = min(room.used, self.length)
 
     def _number_documents(self, ends: Tensor) -> Tensor:
         """The number of each token's document; a separator belongs to the document it ends."""
@@ -134,8 +132,11 @@ class ModelCache:
             )
 
 
-def _places(own: Tensor, positions: Room, first: int) -> Tensor:
-    """Positions of the tokens from `first` on, each counted from its document's first token."""
+def _count_from(own: Tensor, positions: Room, first: int) -> Tensor:
+    """Positions of the tokens from `first` on, each counted from its document's first token.
+
+    `own` (B, S) numbers the document of every token.
+    """
     at = torch.arange(own.shape[1] - first, device=own.device).expand(own.shape[0], -1)
     begins = torch.ones_like(at, dtype=torch.bool)
     if first:

@@ -21,7 +21,8 @@ from normattn.kernels.cross_entropy import (
 from normattn.models.cache import CHUNK, ModelCache
 from normattn.models.config import CausalLMConfig
 from normattn.models.generation import Answer, generate
-from normattn.models.transformer import AttentionContext, TokenModel, initialise
+from normattn.models.initialisation import initialise
+from normattn.models.transformer import AttentionContext, TokenModel
 from normattn.models.utils import MethodHandle, checked_ids, without_dropout
 from normattn.plain import plain_operations
 from normattn.score import Score, ScoreSpec
@@ -38,9 +39,10 @@ class CausalLM(TokenModel):
 
     `model(ids (B, T)) → logits (B, T, V)`. Blocks are an attention and a feed-forward sub-layer
     ("mha") or one gated attention unit ("gau"), each in the configured placement (`TokenModel`).
-    The head is the embedding unless `tie_head` is off. Weights are drawn from torch's global
-    generator (`initialise`). Raises `InputError` for token ids outside the vocabulary (on CPU) and
-    for settings that cannot be.
+    The head is the embedding unless `tie_head` is off. `backend` is the kernel of every layer, as
+    in `attention`: with "reference" the whole model is plain operations, which any derivative and
+    torch.func go through. Weights are drawn from torch's global generator (`initialise`). Raises
+    `InputError` for token ids outside the vocabulary (on CPU) and for settings that cannot be.
     """
 
     config_class = CausalLMConfig
@@ -48,9 +50,8 @@ class CausalLM(TokenModel):
     def __init__(self, config: CausalLMConfig) -> None:
         super().__init__(config, config.vocab_size)
         self.config = config
-        self.head = (
-            None if config.tie_head else nn.Linear(config.dim, config.vocab_size, bias=False)
-        )
+        tied = config.tie_head
+        self.head = None if tied else nn.Linear(config.dim, config.vocab_size, bias=False)
         initialise(self, config)
         self._method: MethodHandle | None = None
 
@@ -59,13 +60,6 @@ class CausalLM(TokenModel):
         """The matrix (V, dim) that turns a hidden vector into logits."""
         return self.embedding.weight if self.head is None else self.head.weight
 
-    @property
-    def spec(self) -> ScoreSpec:
-        """The score that is active now: the trained one, or that with a method switched on."""
-        if self._method is not None and self._method.active:
-            return self._method.spec
-        return self.config.score.resolve(train_length=self.config.train_length)
-
     def forward(
         self,
         ids: Int[Tensor, "b t"],
@@ -73,7 +67,7 @@ class CausalLM(TokenModel):
         cache: ModelCache | None = None,
         backend: str = "auto",
     ) -> Float[Tensor, "b t v"]:
-        """Logits for the token after each position; `backend` as in `hidden`."""
+        """Logits for the token after each position; arguments as of `hidden`."""
         return F.linear(self.hidden(ids, key_padding, cache, backend), self.head_weight)
 
     def hidden(
@@ -88,8 +82,6 @@ class CausalLM(TokenModel):
         `key_padding` is True where a token is padding; positions then count from each row's
         first real token, so left padding changes nothing. With a `cache` (`new_cache`) the ids
         go on from those that it holds, and join them; it is for inference, without gradients.
-        `backend` is the kernel of every layer, as in `attention`: with "reference" the whole model
-        is plain operations, which any derivative and torch.func go through.
         """
         checked_ids(ids)
         if cache is None:
@@ -104,6 +96,60 @@ class CausalLM(TokenModel):
         hidden = self.read(ids, context, cache.layers)
         cache.done(ids.shape[1])
         return hidden
+
+    def loss(self, ids: Int[Tensor, "b t1"], backend: str = "auto") -> LinearCrossEntropy:
+        """Mean cross-entropy, in nats, of ids[:, 1:] given ids[:, :-1], in chunks; and hits.
+
+        The (B, T, V) logits are never held whole, but with `backend` "reference". Raises
+        `InputError` below two tokens.
+        """
+        _check_two(ids)
+        hidden = self.hidden(ids[:, :-1], backend=backend).flatten(0, 1)
+        with plain_operations(backend == "reference"):
+            return linear_cross_entropy(hidden, self.head_weight, ids[:, 1:].flatten())
+
+    @torch.no_grad()
+    def token_scores(self, ids: Int[Tensor, "b t1"], first: int = 0) -> TokenScores:
+        """Loss and correctness of the tokens ids[:, first + 1:], (B, T − first), no gradients.
+
+        Dropout is off while it runs. Rows go through in groups, and a row of more than 8192 tokens
+        in chunks, so that memory follows neither the batch nor, beside keys and values, the
+        length. Of what stands before `first` (default 0: every token) as much as possible goes
+        through no head. Raises `InputError` below two tokens and where no token follows `first`.
+        """
+        tokens = _check_two(ids)
+        if not 0 <= first < tokens:
+            raise InputError(f"tokens from {first} on were asked for, but a row predicts {tokens}")
+        rows = max(1, _SCORED_TOKENS // ids.shape[1])
+        with without_dropout(self):
+            scores = [self._scores(group, first) for group in torch.split(ids, rows)]
+        loss, correct = (torch.cat(parts) for parts in zip(*scores, strict=True))
+        return TokenScores(loss, correct)
+
+    def _scores(self, ids: Tensor, first: int) -> TokenScores:
+        """The scores of some rows, or of one long row read with a cache."""
+        read, targets = ids[:, :-1], ids[:, 1:]
+        tokens = targets.shape[1]
+        if tokens > _SCORED_TOKENS:
+            chunks, unit = self._in_chunks(read, None, self.new_cache(), CHUNK), CHUNK
+        else:
+            even = ids.device.type == "cpu" and tokens % _LEFT_OUT == 0
+            chunks, unit = iter([self.hidden(read)]), _LEFT_OUT if even else tokens
+        start, done = first // unit * unit, 0
+        losses, hits = [], []
+        for hidden in chunks:
+            end, skipped = done + hidden.shape[1], max(0, start - done)
+            if done + skipped < end:
+                own = targets[:, done + skipped : end]
+                scored = token_scores(
+                    hidden[:, skipped:].flatten(0, 1), self.head_weight, own.flatten()
+                )
+                losses.append(scored.loss.view(own.shape))
+                hits.append(scored.correct.view(own.shape))
+            done = end
+        return TokenScores(
+            torch.cat(losses, 1)[:, first - start :], torch.cat(hits, 1)[:, first - start :]
+        )
 
     def new_cache(self, max_length: int | None = None) -> ModelCache:
         """An empty cache for the scores that are active now.
@@ -151,58 +197,12 @@ class CausalLM(TokenModel):
         """The `Answer` to each prompt; settings are those of `normattn.models.generate`."""
         return generate(self, prompts, max_new_tokens, **settings)
 
-    def loss(self, ids: Int[Tensor, "b t1"], backend: str = "auto") -> LinearCrossEntropy:
-        """Mean cross-entropy, in nats, of ids[:, 1:] given ids[:, :-1], in chunks; and hits.
-
-        The (B, T, V) logits are never held whole, but with `backend` "reference" (see `hidden`).
-        Raises `InputError` below two tokens.
-        """
-        _check_two(ids)
-        hidden = self.hidden(ids[:, :-1], backend=backend).flatten(0, 1)
-        with plain_operations(backend == "reference"):
-            return linear_cross_entropy(hidden, self.head_weight, ids[:, 1:].flatten())
-
-    @torch.no_grad()
-    def token_scores(self, ids: Int[Tensor, "b t1"], first: int = 0) -> TokenScores:
-        """Loss and correctness of the tokens ids[:, first + 1:], (B, T − first), no gradients.
-
-        Dropout is off while it runs. Rows go through in groups, and a row of more than 8192 tokens
-        in chunks, so that memory follows neither the batch nor, beside keys and values, the
-        length. Of what stands before `first` (default 0: every token) as much as possible goes
-        through no head. Raises `InputError` below two tokens and where no token follows `first`.
-        """
-        tokens = _check_two(ids)
-        if not 0 <= first < tokens:
-            raise InputError(f"tokens from {first} on were asked for, but a row predicts {tokens}")
-        rows = max(1, _SCORED_TOKENS // ids.shape[1])
-        with without_dropout(self):
-            scores = [self._scores(group, first) for group in torch.split(ids, rows)]
-        loss, correct = (torch.cat(parts) for parts in zip(*scores, strict=True))
-        return TokenScores(loss, correct)
-
-    def _scores(self, ids: Tensor, first: int) -> TokenScores:
-        """The scores of some rows, of one long row read with a cache."""
-        read, targets = ids[:, :-1], ids[:, 1:]
-        tokens = targets.shape[1]
-        if tokens > _SCORED_TOKENS:
-            chunks, unit = self._in_chunks(read, None, self.new_cache(), CHUNK), CHUNK
-        else:
-            even = ids.device.type == "cpu" and tokens % _LEFT_OUT == 0
-            unit = _LEFT_OUT if even else tokens
-            chunks = iter([self.hidden(read)])
-        start, done = first // unit * unit, 0
-        found: list[list[Tensor]] = []
-        for hidden in chunks:
-            end = done + hidden.shape[1]
-            if end > start:
-                own = hidden[:, max(0, start - done) :], targets[:, max(start, done) : end]
-                scores = token_scores(own[0].flatten(0, 1), self.head_weight, own[1].flatten())
-                found.append([x.view(len(ids), -1) for x in scores])
-            done = end
-        loss, correct = (
-            torch.cat(parts, 1)[:, first - start :] for parts in zip(*found, strict=True)
-        )
-        return TokenScores(loss, correct)
+    @property
+    def spec(self) -> ScoreSpec:
+        """The score that is active now: the trained one, or that with a method switched on."""
+        if self._method is not None and self._method.active:
+            return self._method.spec
+        return self.config.score.resolve(train_length=self.config.train_length)
 
     def using(self, method: ScoreSpec | str, **parameters: Any) -> MethodHandle:
         """Switch a post-hoc method on in every layer until the handle is removed.
@@ -218,15 +218,13 @@ class CausalLM(TokenModel):
                 "remove it before switching on another method"
             )
         if isinstance(method, str):
-            spec = self.config.score.with_method(method, **parameters)
+            method = self.config.score.with_method(method, **parameters)
         elif not isinstance(method, ScoreSpec):
             raise InputError(f"a method is a name or a ScoreSpec, not {type(method).__name__}")
         elif parameters:
             names = ", ".join(parameters)
             raise InputError(f"a whole ScoreSpec carries its parameters; {names} cannot join")
-        else:
-            spec = method
-        spec = spec.resolve(train_length=self.config.train_length)
+        spec = method.resolve(train_length=self.config.train_length)
         scores = [module for module in self.modules() if isinstance(module, Score)]
         specs = [spec.layer(layer, self.config.layers) for layer in range(len(scores))]
         self._method = MethodHandle(scores, specs, spec)

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from normattn.models.config import ClassifierConfig
-from normattn.models.transformer import AttentionContext, TokenModel, initialise
+from normattn.models.initialisation import initialise
+from normattn.models.transformer import AttentionContext, TokenModel
 
 
 class Classifier(TokenModel):
@@ -20,8 +21,7 @@ class Classifier(TokenModel):
     `model(ids (B, T), key_padding (B, T)) → logits (B, K)`. h is the encoder's output after its
     last norm; the mean is over the tokens that are no padding, so that neither padding nor
     neighbours in a batch change a text's logits. Weights are drawn from torch's global generator
-    (`initialise`), the head's bias is 0 at the start. Raises `InputError` for ids outside the
-    vocabulary (on CPU).
+    (`initialise`). Raises `InputError` for ids outside the vocabulary (on CPU).
     """
 
     config_class = ClassifierConfig
@@ -31,7 +31,6 @@ class Classifier(TokenModel):
         self.config = config
         self.head = nn.Linear(config.dim, config.labels)
         initialise(self, config)
-        nn.init.zeros_(self.head.bias)
 
     def forward(
         self,
@@ -39,14 +38,14 @@ class Classifier(TokenModel):
         key_padding: Bool[Tensor, "b t"] | None = None,
         backend: str = "auto",
     ) -> Float[Tensor, "b k"]:
-        """The logits of every label; `key_padding` is True where a token is padding.
-
-        `backend` is the kernel of every layer, as in `attention`; with "reference" the whole model
-        is plain operations.
-        """
-        context = AttentionContext(key_padding, causal=False, backend=backend)
-        logits: Tensor = self.head(_mean(self.read(ids, context), key_padding))
-        return logits
+        """The logits of every label; `key_padding` is True where a token is padding."""
+        x = self.read(ids, AttentionContext(key_padding, causal=False, backend=backend))
+        if key_padding is None:
+            return self.head(x.mean(1))
+        # Not a product: what stands at padding may be anything, and 0 · inf is no number.
+        total = torch.where(key_padding[..., None], 0.0, x).sum(1)
+        count = (~key_padding).to(x.dtype).sum(1, keepdim=True).clamp(min=1)
+        return self.head(total / count)
 
     def loss(
         self,
@@ -59,13 +58,3 @@ class Classifier(TokenModel):
         """Binary cross-entropy in nats, the mean over texts and labels."""
         logits = self(ids, key_padding, backend).float()
         return F.binary_cross_entropy_with_logits(logits, labels)
-
-
-def _mean(x: Float[Tensor, "b t d"], padding: Bool[Tensor, "b t"] | None) -> Float[Tensor, "b d"]:
-    """The mean over the tokens that are no padding."""
-    if padding is None:
-        return x.mean(1)
-    kept = (~padding).to(x.dtype)
-    # Not a product: what stands at padding may be anything, and 0 · inf is no number.
-    total = torch.where(padding[..., None], 0.0, x).sum(1)
-    return total / kept.sum(1, keepdim=True).clamp(min=1)

@@ -15,16 +15,22 @@ from normattn.layers.cross_attention import refuse_across
 from normattn.layers.residual import deepnorm_factors
 from normattn.score import Score, ScoreSpec
 from normattn.score.parts import RotaryPosition, Slot, find
-from normattn.settings import Settings
+from normattn.settings import Settings, explain
+
+
+def _whole(least: int, most: int | None = None) -> Any:
+    return Field(ge=least, le=most, strict=True)
+
 
 # Bounds below which no product of two sizes exceeds what a tensor can have.
-Size = Annotated[int, Field(ge=1, le=1 << 24, strict=True)]
-Heads = Annotated[int, Field(ge=1, le=1 << 16, strict=True)]
-Layers = Annotated[int, Field(ge=1, le=2_000, strict=True)]
-Side = Annotated[int, Field(ge=1, le=1 << 16, strict=True)]
-Id = Annotated[int, Field(ge=0, strict=True)]
-Deviation = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Size = Annotated[int, _whole(1, 1 << 24)]
+Heads = Annotated[int, _whole(1, 1 << 16)]
+Layers = Annotated[int, _whole(1, 2_000)]
+Small = Annotated[int, _whole(1, 1 << 10)]
+Id = Annotated[int, _whole(0)]
 MOST_TOKENS = 1 << 31
+Deviation = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+ScoreField = Annotated[ScoreSpec, Field(validate_default=True)]
 Placement = Literal[
     "PreLN", "PostLN", "DeepNorm", "ReZero", "ReZeroNoNorm", "FixedScale", "AttnRes"
 ]
@@ -39,9 +45,7 @@ BLOCK_SETTINGS: Mapping[str, tuple[str, ...]] = {
     "gau": ("key_size", "expansion", "gamma_std", "separate_qk"),
 }
 """The settings that only this kind of block has."""
-
-# What a default cross attention takes over from the encoder's score: all that needs no position.
-_POSITION_FREE = (Slot.VARIANT, Slot.LOGN, Slot.RESIDUAL, Slot.CAP, Slot.SINK)
+NORM_SETTINGS = ("norm", "norm_gain", "norm_eps", "eps_placement")
 
 
 class StackConfig(Settings):
@@ -64,7 +68,7 @@ class StackConfig(Settings):
         shared_layers: all layers are one block with one set of weights (ALBERT, arXiv 1909.11942).
         qkv_bias: queries, keys and values of self-attention have a bias (Qwen2), 0 at the start.
         separate_qk: a gated attention unit projects q and k apart.
-        init_std: deviation of the weights (None: 1/√fan-in, see `models.transformer.initialise`).
+        init_std: deviation of the weights (None: 1/√fan-in, see `initialise`).
         embedding_std: deviation of the embedding (None: as the weights'). Where the embedding is
             normalised and is the head too, an untrained model gives its own input token a logit of
             embedding_std · dim: the first loss is near ln V while that is well below ln V.
@@ -82,8 +86,8 @@ class StackConfig(Settings):
     kv_heads: Heads | None = None
     head_dim: Heads | None = None
     block: Literal["mha", "gau"] = "mha"
-    train_length: Annotated[int, Field(ge=2, le=MOST_TOKENS, strict=True)]
-    score: Annotated[ScoreSpec, Field(validate_default=True)] = "Baseline"  # type: ignore[assignment]
+    train_length: Annotated[int, _whole(2, MOST_TOKENS)]
+    score: ScoreField = "Baseline"  # type: ignore[assignment]
     placement: Placement = "PreLN"
     residual_block: Annotated[Heads, Field(exclude_if=lambda block: block == 1)] = 1
     norm: Literal["rms", "layer", "dyt", "derf"] = "rms"
@@ -95,7 +99,7 @@ class StackConfig(Settings):
     feed_forward: Literal["swiglu", "gelu"] = "swiglu"
     hidden: Size | None = None
     key_size: Size = 128
-    expansion: Annotated[int, Field(ge=1, le=1 << 10, strict=True)] = 2
+    expansion: Small = 2
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     shared_layers: bool = False
     qkv_bias: LaterSwitch = False
@@ -110,27 +114,28 @@ class StackConfig(Settings):
             try:
                 super().__init__(**values)
             except ValidationError as error:
-                raise InputError(explain(error)) from error
+                raise InputError(f"{error.title}: {explain(error)}") from error
 
     @model_validator(mode="after")
     def _check(self) -> StackConfig:
-        if self.block == "gau":
-            if self.heads != 1:
-                raise InputError(f"a gated attention unit has one head; heads is {self.heads}")
-            self._refuse_set("block", BLOCK_SETTINGS["mha"])
-            if self.separate_qk and self.gamma_std is not None:
-                raise InputError("gamma_std draws γ; with separate_qk there is no γ: leave it out")
-        else:
-            self._refuse_set("block", BLOCK_SETTINGS["gau"])
+        gau = self.block == "gau"
+        if gau and self.heads != 1:
+            raise InputError(f"a gated attention unit has one head; heads is {self.heads}")
+        for unused, choice, names in (
+            (True, "block", BLOCK_SETTINGS["mha" if gau else "gau"]),
+            (not self.has_norms, "placement", NORM_SETTINGS),
+            (self.placement != "AttnRes", "placement", ("residual_block",)),
+            (self.norm != "rms", "norm", ("eps_placement",)),
+            (self.norm in ("dyt", "derf"), "norm", ("norm_eps",)),
+        ):
+            for name in names if unused else ():
+                if getattr(self, name) != type(self).model_fields[name].default:
+                    value = getattr(self, choice)
+                    raise InputError(f"{name} has no meaning for {choice} {value!r}; leave it out")
+        if self.separate_qk and self.gamma_std is not None:
+            raise InputError("gamma_std draws γ; with separate_qk there is no γ: leave it out")
+        if not gau:
             checked_head_dim(self.dim, self.heads, self.kv_heads or self.heads, self.head_dim)
-        if not self.has_norms:
-            self._refuse_set("placement", ("norm", "norm_gain", "norm_eps", "eps_placement"))
-        if self.placement != "AttnRes":
-            self._refuse_set("placement", ("residual_block",))
-        if self.norm != "rms":
-            self._refuse_set("norm", ("eps_placement",))
-        if self.norm in ("dyt", "derf"):
-            self._refuse_set("norm", ("norm_eps",))
         if self.causal and self.score.leaks_future:
             raise InputError(
                 f"{self.score.name} reads statistics across the sequence, so a causal language "
@@ -162,13 +167,6 @@ class StackConfig(Settings):
         for spec in specs:
             _check_heads(spec, self.heads, self.score_head_dim, self.kv_heads)
         return score
-
-    def _refuse_set(self, choice: str, names: tuple[str, ...]) -> None:
-        """Raise `InputError` for a setting that the chosen value leaves without a meaning."""
-        for name in names:
-            if getattr(self, name) != type(self).model_fields[name].default:
-                value = getattr(self, choice)
-                raise InputError(f"{name} has no meaning for {choice} {value!r}; leave it out")
 
     @property
     def sublayers(self) -> int:
@@ -262,15 +260,15 @@ class VisionConfig(StackConfig):
 
     causal: ClassVar[bool] = False
 
-    height: Side
-    width: Side
-    channels: Annotated[int, Field(ge=1, le=1 << 10, strict=True)] = 1
-    patch: Annotated[int, Field(ge=1, le=1 << 10, strict=True)] = 4
-    classes: Annotated[int, Field(ge=2, strict=True)]
+    height: Heads
+    width: Heads
+    channels: Small = 1
+    patch: Small = 4
+    classes: Annotated[int, _whole(2)]
     pool: Literal["class", "mean"] = "class"
     positions: Literal["learned", "none"] | None = None
-    train_length: Annotated[int, Field(ge=1, le=MOST_TOKENS, strict=True)]
-    score: Annotated[ScoreSpec, Field(validate_default=True)] = "Baseline-NoPE"  # type: ignore[assignment]
+    train_length: Annotated[int, _whole(1, MOST_TOKENS)]
+    score: ScoreField = "Baseline-NoPE"  # type: ignore[assignment]
     norm: Literal["rms", "layer"] = "layer"
     feed_forward: Literal["swiglu", "gelu"] = "gelu"
 
@@ -361,25 +359,50 @@ class TranslatorConfig(StackConfig):
 
     @model_validator(mode="after")
     def _check_translator(self) -> TranslatorConfig:
-        if self.block != "mha":
-            raise InputError(f"block {self.block!r} has no cross attention; an encoder–decoder has")
-        if self.score.documents is not None:
-            raise InputError(f"{self.score.name} packs documents; a row is one sentence here")
+        own = self.decoder_score or self.score
+        across = self.cross_score or without_position(self.score)
         self._complete(
             target_vocab=self.target_vocab or self.source_vocab,
             decoder_layers=self.decoder_layers or self.layers,
         )
-        self._check_vocabulary()
-        self._complete_scores()
+        smallest = min(self.source_vocab, self.target_size)
+        ids = {"pad_id": self.pad_id, "bos_id": self.bos_id, "eos_id": self.eos_id}
+        outside = [f"{name} {value}" for name, value in ids.items() if value >= smallest]
+        other = self.shared_vocabulary and self.target_vocab != self.source_vocab
+        norm = across.variant.query_norm()
+        queries = norm is not None and norm.leaks_future
+        future = "which would see the future; name another"
+        packs = "packs documents; a row is one sentence here"
+        for wrong, why in (
+            (self.block != "mha", f"block {self.block!r} has no cross attention"),
+            (self.score.documents is not None, f"{self.score.name} {packs}"),
+            (other, f"target_vocab is {self.target_vocab}, but with shared_vocabulary it is that "
+             f"of source_vocab, {self.source_vocab}: leave it out, or shared_vocabulary=False"),
+            (bool(outside), f"{outside[0] if outside else ''} is outside a vocabulary of "
+             f"{smallest} words"),
+            (len(set(ids.values())) < len(ids), f"pad_id, bos_id and eos_id must differ: {ids}"),
+            (own.leaks_future, f"decoder_score: {own.name} reads statistics across the sequence, "
+             f"{future} decoder_score"),
+            (own.documents is not None, f"decoder_score: {own.name} {packs}"),
+            (queries, f"cross_score: {across.name} reads statistics across the decoder's queries, "
+             f"{future} cross_score (statistics over keys may stay)"),
+        ):  # fmt: skip
+            if wrong:
+                raise InputError(why)
+        refuse_across(across)
+        self._complete(decoder_score=own)
+        self._complete(
+            decoder_score=self.decoder.score,
+            cross_score=self._checked_in_layers(across, self.decoder.layers),
+        )
         return self
 
     @property
     def decoder(self) -> DecoderConfig:
         """The decoder's stack."""
         shared = {name: getattr(self, name) for name in StackConfig.model_fields}
-        return DecoderConfig(
-            **{**shared, "layers": self.decoder_layers, "score": self.decoder_score}
-        )
+        own = {"layers": self.decoder_layers, "score": self.decoder_score}
+        return DecoderConfig(**{**shared, **own})
 
     @property
     def across(self) -> ScoreSpec:
@@ -403,49 +426,12 @@ class TranslatorConfig(StackConfig):
         depth = self.layers**4 * self.decoder_layers
         return 0.81 * depth**0.0625, 0.87 * depth**-0.0625
 
-    def _check_vocabulary(self) -> None:
-        if self.shared_vocabulary and self.target_vocab != self.source_vocab:
-            raise InputError(
-                f"with shared_vocabulary both have source_vocab {self.source_vocab} words, but "
-                f"target_vocab is {self.target_vocab}: leave it out, or shared_vocabulary=False"
-            )
-        ids = {"pad_id": self.pad_id, "bos_id": self.bos_id, "eos_id": self.eos_id}
-        smallest = min(self.source_vocab, self.target_size)
-        for name, value in ids.items():
-            if value >= smallest:
-                raise InputError(f"{name} {value} is outside a vocabulary of {smallest} words")
-        if len(set(ids.values())) < len(ids):
-            raise InputError(f"pad_id, bos_id and eos_id must differ, but they are {ids}")
-
-    def _complete_scores(self) -> None:
-        """Fill in the scores of the decoder's two attentions, which must not see the future."""
-        own = self.score if self.decoder_score is None else self.decoder_score
-        across = without_position(self.score) if self.cross_score is None else self.cross_score
-        norm = across.variant.query_norm()
-        if own.leaks_future:
-            raise InputError(
-                f"decoder_score: {own.name} reads statistics across the sequence, so the decoder "
-                "would see the future; name another decoder_score"
-            )
-        if own.documents is not None:
-            raise InputError(f"decoder_score: {own.name} packs documents; a row is one sentence")
-        if norm is not None and norm.leaks_future:
-            raise InputError(
-                f"cross_score: {across.name} reads statistics across the decoder's queries, which "
-                "would see the future; name another cross_score (statistics over keys may stay)"
-            )
-        refuse_across(across)
-        self._complete(decoder_score=own)
-        self._complete(
-            decoder_score=self.decoder.score,
-            cross_score=self._checked_in_layers(across, self.decoder.layers),
-        )
-
 
 def without_position(score: ScoreSpec) -> ScoreSpec:
     """The parts of a score that need no position, with NoPE: a cross attention's default score."""
-    kept = [part for part in score.parts if part.slot in _POSITION_FREE]
+    free = (Slot.VARIANT, Slot.LOGN, Slot.RESIDUAL, Slot.CAP, Slot.SINK)
     nope: Any = find("NoPE")()
+    kept = [part for part in score.parts if part.slot in free]
     return ScoreSpec((*kept, nope), score.train_length)
 
 
@@ -469,21 +455,3 @@ def _check_heads(score: ScoreSpec, heads: int, head_dim: int, kv_heads: int | No
     # What the score draws at random is thrown away with it.
     with torch.random.fork_rng(devices=[]):
         Score(score, heads, head_dim, kv_heads)
-
-
-def explain(error: ValidationError) -> str:
-    """A validation error as one sentence: each field, what is wrong, and the value given."""
-    parts = []
-    for item in error.errors(include_url=False):
-        field = ".".join(str(key) for key in item["loc"])
-        if item["type"] == "value_error":
-            message = str(item["ctx"]["error"])
-            parts.append(f"{field}: {message}" if field else message)
-        elif item["type"] == "extra_forbidden":
-            parts.append(f"{field}: there is no such setting")
-        elif item["type"] == "missing":
-            parts.append(f"{field}: this setting is required")
-        else:
-            message = item["msg"][0].lower() + item["msg"][1:]
-            parts.append(f"{field}: {message}, but it is {item['input']!r}")
-    return f"{error.title}: " + "; ".join(parts)

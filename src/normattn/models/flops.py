@@ -69,10 +69,7 @@ def planned_parameters(model: Callable[[Any], nn.Module], config: Hashable) -> i
 
 
 def flops_per_token(config: CausalLMConfig, length: int) -> Flops:
-    """FLOPs per token of `config`'s model on sequences of `length` tokens.
-
-    Raises `InputError` for a length below 1.
-    """
+    """FLOPs per token of `config`'s model on sequences of `length` tokens (at least 1)."""
     stack = stack_flops(config, length)
     return Flops(stack.weights + 2.0 * config.vocab_size * config.dim, stack.attention)
 
@@ -88,16 +85,15 @@ def translator_flops(config: TranslatorConfig, source_length: int, target_length
     """FLOPs of one pair of sentences (`Flops` per pair, not per token), head and all.
 
     The source's keys and values of the cross attention count once per source token, its queries
-    and outputs once per target token, its scores once per pair of tokens. Raises `InputError` for
-    a length below 1.
+    and outputs once per target token, its scores once per pair of tokens.
     """
     below = config.decoder
     encoder, decoder = stack_flops(config, source_length), stack_flops(below, target_length)
     width, kv_width = _widths(config)
     keys_and_values = 4 * below.layers * config.dim * kv_width
     queries_and_head = 4 * below.layers * config.dim * width + 2 * config.target_size * config.dim
-    specs = [config.across.layer(layer, below.layers) for layer in range(below.layers)]
-    cross = sum(_attention_flops(config, spec, target_length, source_length) for spec in specs)
+    pairs = target_length * source_length
+    cross = _attention_flops(below, config.across, target_length, lambda spec: pairs)
     return Flops(
         source_length * (encoder.weights + keys_and_values)
         + target_length * (decoder.weights + queries_and_head),
@@ -119,16 +115,16 @@ def stack_flops(config: StackConfig, length: int) -> Flops:
         matrices = dim * (2 * width + config.key_size * (1 + config.separate_qk)) + width * dim
     else:
         matrices = dim * (width + 2 * kv_width) + width * dim
-        if config.feed_forward == "swiglu":
-            matrices += 3 * dim * (config.hidden or swiglu_hidden(dim))
-        else:
-            matrices += 2 * dim * (config.hidden or 4 * dim)
+        swiglu = config.feed_forward == "swiglu"
+        hidden = config.hidden or (swiglu_hidden(dim) if swiglu else 4 * dim)
+        matrices += (3 if swiglu else 2) * dim * hidden
     if gate is not None:
         matrices += dim * (width if gate.per == "feature" else config.heads)
     if config.score.forgets:
         matrices += dim * config.heads
-    specs = [config.score.layer(layer, config.layers) for layer in range(config.layers)]
-    attention = sum(_attention_flops(config, spec, length) for spec in specs)
+    attention = _attention_flops(
+        config, config.score, length, lambda spec: visible_pairs(spec, length, config.causal)
+    )
     return Flops(2.0 * config.layers * matrices, attention / length)
 
 
@@ -159,22 +155,24 @@ def _widths(config: StackConfig) -> tuple[int, int]:
 
 
 def _attention_flops(
-    config: StackConfig, score: ScoreSpec, queries: int, keys: int | None = None
+    config: StackConfig, score: ScoreSpec, queries: int, pairs_of: Callable[[ScoreSpec], int]
 ) -> float:
-    """Scores and weighted values of one layer; `keys` are those of another sequence."""
-    pairs = visible_pairs(score, queries, config.causal) if keys is None else queries * keys
+    """Scores and weighted values of `queries` in all layers, each with its own pairs."""
     heads, size = config.heads, config.score_head_dim
-    value = _widths(config)[0] // heads
-    if score.difference is not None:
-        value *= 2  # Each head of a pair reads the values of both.
-    # A position may turn more features than come in.
-    position: Any = score.position
-    scored = max(size, position.rotary_dim(size)) if position.rotary else size
-    flops = 2.0 * pairs * heads * (scored + value)
-    bias: Any = score.bias
-    if bias is not None and bias.name == "FIRE":
-        # A network of one hidden layer looks at every pair, with an output for each head.
-        flops += 2.0 * pairs * bias.width * (1 + heads)
-    elif bias is not None and bias.name == "CoPE":
-        flops += 2.0 * queries * heads * bias.positions * size
+    flops = 0.0
+    for layer in range(config.layers):
+        spec = score.layer(layer, config.layers)
+        pairs = pairs_of(spec)
+        position: Any = spec.position
+        bias: Any = spec.bias
+        # Each head of a pair reads the values of both.
+        value = _widths(config)[0] // heads * (1 if spec.difference is None else 2)
+        # A position may turn more features than come in.
+        scored = max(size, position.rotary_dim(size)) if position.rotary else size
+        flops += 2.0 * pairs * heads * (scored + value)
+        if bias is not None and bias.name == "FIRE":
+            # A network of one hidden layer looks at every pair, with an output for each head.
+            flops += 2.0 * pairs * bias.width * (1 + heads)
+        elif bias is not None and bias.name == "CoPE":
+            flops += 2.0 * queries * heads * bias.positions * size
     return flops

@@ -6,9 +6,9 @@ Legend: B rows, V vocabulary.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from numbers import Integral
 from typing import Any, Literal, SupportsIndex
 
 import numpy as np
@@ -21,7 +21,6 @@ from normattn.models.cache import CHUNK
 from normattn.models.utils import without_dropout
 
 Decode = Callable[[Sequence[int]], str]
-OnToken = Callable[[int, int], None]
 Ending = Literal["stop", "length"]
 
 
@@ -36,6 +35,75 @@ class Answer:
     tokens: tuple[int, ...]
     ended: Ending
     text: str | None = None
+
+
+@torch.inference_mode()
+def generate(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    *,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    stop: Collection[SupportsIndex | str] = (),
+    decode: Decode | None = None,
+    seed: int | Sequence[int] = 0,
+    on_token: Callable[[int, int], None] | None = None,
+    chunk: int = CHUNK,
+) -> list[Answer]:
+    """Up to `max_new_tokens` tokens after each prompt, with the scores that are active now.
+
+    Args:
+        model: a `CausalLM`; its dropout is off meanwhile.
+        prompts: the token ids of each prompt, of any lengths, at least one token each.
+        max_new_tokens: a row ends after so many tokens.
+        temperature: 0 takes the likeliest token; above, tokens are drawn (`Sampling`).
+        top_k: draw among so many likeliest tokens.
+        top_p: draw among the likeliest tokens that have this probability together.
+        stop: token ids and strings at which a row ends.
+        decode: tokens to text; for stop strings and the answers' text.
+        seed: prompt r draws with a generator of its own, of seed + r or of seed[r].
+        on_token: called with the prompt's number and each token of its answer at once.
+        chunk: the prompts are read so many tokens at a time.
+
+    A row's answer does not depend on the other rows, nor on earlier calls. Raises `InputError` for
+    an empty prompt, ids outside the vocabulary and settings out of range.
+    """
+    sampling = Sampling(temperature, top_k, top_p)
+    stops = _Stops(stop, decode, model.head_weight.shape[0])
+    if type(max_new_tokens) is not int or max_new_tokens < 1:
+        raise InputError(
+            f"max_new_tokens is {max_new_tokens!r}; it must be a whole number of at least 1"
+        )
+    ids, padding = left_padded(prompts, model.head_weight.device)
+    rows = [_Row(number, own) for number, own in enumerate(row_generators(seed, len(prompts)))]
+    with without_dropout(model):
+        logits, cache = model.prefill(ids, padding, chunk=chunk)
+        alive = rows
+        while alive:
+            drawn = sampling.next_tokens(logits, [row.generator for row in alive])
+            for row, token in zip(alive, drawn, strict=True):
+                if token in stops.tokens:
+                    row.ended = "stop"
+                    continue
+                row.tokens.append(token)
+                if on_token is not None:
+                    on_token(row.number, token)
+                if stops.reached(row.tokens):
+                    row.ended = "stop"
+                elif len(row.tokens) >= max_new_tokens:
+                    row.ended = "length"
+            going = [index for index, row in enumerate(alive) if row.ended is None]
+            if 0 < len(going) < len(alive):
+                cache.reorder(going)
+            alive = [alive[index] for index in going]
+            if alive:
+                last = torch.tensor([row.tokens[-1:] for row in alive], device=ids.device)
+                logits = model(last, cache=cache)[:, -1]
+    return [
+        Answer(tuple(row.tokens), row.ended or "length", stops.text(row.tokens)) for row in rows
+    ]
 
 
 @dataclass(frozen=True)
@@ -108,27 +176,56 @@ def row_generators(seed: int | Sequence[int], rows: int) -> list[torch.Generator
     return [torch.Generator().manual_seed(row_seed) for row_seed in seeds]
 
 
-class Stops:
-    """When a row ends: at one of `tokens`, or once its text holds one of `strings`.
+def left_padded(prompts: Any, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """Prompts as one matrix of ids, padded on the left, and where the padding is.
 
-    Raises `InputError` for those that can never come.
+    Raises `InputError` for what is no list of lists of whole numbers (a fraction would be cut off
+    in silence) and for an empty one.
     """
+    if not isinstance(prompts, Sequence | Tensor | np.ndarray):
+        kind = type(prompts).__name__
+        raise InputError(f"prompts must be lists of token ids, but they are a {kind}")
+    rows = [_token_ids(prompt, number) for number, prompt in enumerate(prompts)]
+    if not rows:
+        raise InputError("there is no prompt: a model continues at least one token")
+    longest = max(map(len, rows))
+    ids = torch.stack([torch.nn.functional.pad(row, (longest - len(row), 0)) for row in rows])
+    lengths = torch.tensor([len(row) for row in rows])
+    padding = torch.arange(longest) < longest - lengths[:, None]
+    return ids.to(device), padding.to(device) if bool(padding.any()) else None
+
+
+def _token_ids(prompt: Any, number: int) -> Tensor:
+    try:
+        ids = torch.as_tensor(prompt)
+    except (TypeError, ValueError, RuntimeError):
+        ids = torch.tensor(0.0)
+    if ids.ndim == 1 and len(ids) == 0:
+        raise InputError(f"prompt {number} is empty: a model continues at least one token")
+    if ids.ndim != 1 or ids.dtype not in (torch.int64, torch.int32):
+        raise InputError(f"prompt {number} is no list of token ids, which are whole numbers")
+    return ids.long()
+
+
+@dataclass
+class _Row:
+    """A row under way."""
+
+    number: int
+    generator: torch.Generator
+    tokens: list[int] = field(default_factory=list)
+    ended: Ending | None = None
+
+
+class _Stops:
+    """When a row ends: at one of `tokens`, or once its text holds one of `strings`."""
 
     def __init__(
         self, stop: Collection[SupportsIndex | str], decode: Decode | None, vocabulary: int
     ) -> None:
-        self.strings = tuple(string for string in stop if isinstance(string, str))
-        others = [token for token in stop if not isinstance(token, str)]
+        self.strings = [each for each in stop if isinstance(each, str)]
+        self.tokens = {_stop_token(each, vocabulary) for each in stop if not isinstance(each, str)}
         self.decode = decode
-        for token in others:
-            whole = token.item() if isinstance(token, Tensor) and token.dim() == 0 else token
-            if not _is_whole(whole):
-                raise InputError(f"stop takes token ids, whole numbers, and strings, not {token!r}")
-            if not 0 <= int(token) < vocabulary:
-                raise InputError(
-                    f"stop token {token} is outside the vocabulary 0 … {vocabulary - 1}"
-                )
-        self.tokens = frozenset(int(token) for token in others)
         if not all(self.strings):
             raise InputError("a stop string is empty; every text holds it")
         if self.strings and decode is None:
@@ -150,113 +247,13 @@ class Stops:
         return text[: min((text.find(s) for s in self.strings if s in text), default=len(text))]
 
 
-@dataclass
-class _Row:
-    """A row under way."""
-
-    number: int
-    generator: torch.Generator
-    tokens: list[int] = field(default_factory=list)
-    ended: Ending | None = None
-
-
-@torch.inference_mode()
-def generate(
-    model: Any,
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    *,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    stop: Collection[SupportsIndex | str] = (),
-    decode: Decode | None = None,
-    seed: int | Sequence[int] = 0,
-    on_token: OnToken | None = None,
-    chunk: int = CHUNK,
-) -> list[Answer]:
-    """Up to `max_new_tokens` tokens after each prompt, with the scores that are active now.
-
-    Args:
-        model: a `CausalLM`; its dropout is off meanwhile.
-        prompts: the token ids of each prompt, of any lengths, at least one token each.
-        max_new_tokens: a row ends after so many tokens.
-        temperature: 0 takes the likeliest token; above, tokens are drawn (`Sampling`).
-        top_k: draw among so many likeliest tokens.
-        top_p: draw among the likeliest tokens that have this probability together.
-        stop: token ids and strings at which a row ends.
-        decode: tokens to text; for stop strings and the answers' text.
-        seed: prompt r draws with a generator of its own, of seed + r or of seed[r].
-        on_token: called with the prompt's number and each token of its answer at once.
-        chunk: the prompts are read so many tokens at a time.
-
-    A row's answer does not depend on the other rows, nor on earlier calls. Raises `InputError` for
-    an empty prompt, ids outside the vocabulary and settings out of range.
-    """
-    sampling = Sampling(temperature, top_k, top_p)
-    stops = Stops(stop, decode, model.head_weight.shape[0])
-    if type(max_new_tokens) is not int or max_new_tokens < 1:
-        raise InputError(
-            f"max_new_tokens is {max_new_tokens!r}; it must be a whole number of at least 1"
-        )
-    ids, padding = left_padded(prompts, model.head_weight.device)
-    rows = [_Row(number, own) for number, own in enumerate(row_generators(seed, len(prompts)))]
-    with without_dropout(model):
-        logits, cache = model.prefill(ids, padding, chunk=chunk)
-        alive = rows
-        while alive:
-            drawn = sampling.next_tokens(logits, [row.generator for row in alive])
-            for row, token in zip(alive, drawn, strict=True):
-                if token in stops.tokens:
-                    row.ended = "stop"
-                    continue
-                row.tokens.append(token)
-                if on_token is not None:
-                    on_token(row.number, token)
-                if stops.reached(row.tokens):
-                    row.ended = "stop"
-                elif len(row.tokens) >= max_new_tokens:
-                    row.ended = "length"
-            going = [index for index, row in enumerate(alive) if row.ended is None]
-            if 0 < len(going) < len(alive):
-                cache.reorder(going)
-            alive = [alive[index] for index in going]
-            if alive:
-                last = [row.tokens[-1] for row in alive]
-                logits = model(torch.tensor(last, device=ids.device)[:, None], cache=cache)[:, -1]
-    return [
-        Answer(tuple(row.tokens), row.ended or "length", stops.text(row.tokens)) for row in rows
-    ]
-
-
-def left_padded(prompts: Any, device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """Prompts as one matrix of ids, padded on the left, and where the padding is.
-
-    Raises `InputError` for what is no list of lists of whole numbers (a fraction would be cut off
-    in silence) and for an empty one.
-    """
-    if isinstance(prompts, str | bytes) or not isinstance(prompts, Sequence | Tensor | np.ndarray):
-        kind = type(prompts).__name__
-        raise InputError(f"prompts must be lists of token ids, but they are a {kind}")
-    if len(prompts) == 0:
-        raise InputError("there is no prompt: a model continues at least one token")
-    for number, prompt in enumerate(prompts):
-        if isinstance(prompt, Tensor | np.ndarray):
-            whole = prompt.ndim == 1 and str(prompt.dtype).endswith(("int64", "int32"))
-        else:
-            whole = isinstance(prompt, Sequence) and all(map(_is_whole, prompt))
-        if not whole:
-            raise InputError(f"prompt {number} is no list of token ids, which are whole numbers")
-        if len(prompt) == 0:
-            raise InputError(f"prompt {number} is empty: a model continues at least one token")
-    longest = max(len(prompt) for prompt in prompts)
-    ids = torch.zeros(len(prompts), longest, dtype=torch.long)
-    padding = torch.ones(len(prompts), longest, dtype=torch.bool)
-    for row, prompt in enumerate(prompts):
-        ids[row, longest - len(prompt) :] = torch.as_tensor(prompt)
-        padding[row, longest - len(prompt) :] = False
-    return ids.to(device), padding.to(device) if bool(padding.any()) else None
-
-
-def _is_whole(token: Any) -> bool:
-    return isinstance(token, Integral) and not isinstance(token, bool)
+def _stop_token(token: Any, vocabulary: int) -> int:
+    try:
+        number = -1 if isinstance(token, bool) else operator.index(token)
+    except TypeError:
+        number = -1
+    if number < 0 or isinstance(token, bool):
+        raise InputError(f"stop takes token ids, whole numbers, and strings, not {token!r}")
+    if number >= vocabulary:
+        raise InputError(f"stop token {token} is outside the vocabulary 0 … {vocabulary - 1}")
+    return number

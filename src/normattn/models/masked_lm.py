@@ -16,7 +16,8 @@ from normattn.errors import InputError
 from normattn.kernels.cross_entropy import linear_cross_entropy, token_scores
 from normattn.layers.norms import LayerNorm
 from normattn.models.config import MaskedLMConfig
-from normattn.models.transformer import AfterLayer, AttentionContext, TokenModel, initialise
+from normattn.models.initialisation import initialise
+from normattn.models.transformer import AfterLayer, AttentionContext, TokenModel
 from normattn.models.utils import without_dropout
 from normattn.plain import plain_operations
 
@@ -59,8 +60,7 @@ class Exit(nn.Module):
 
     def forward(self, x: Float[Tensor, "... d"]) -> Float[Tensor, "... d"]:
         """The vector for the head."""
-        y: Tensor = self.linear(self.norm(x))
-        return y
+        return self.linear(self.norm(x))
 
 
 class MaskedLM(TokenModel):
@@ -68,6 +68,8 @@ class MaskedLM(TokenModel):
 
     `model(ids (B, T)) → logits (B, T, V)`; ids run to `vocab_size`, which is the mask. Every token
     sees every other. The head is the embedding, without the mask's row, unless `tie_head` is off.
+    `key_padding` is True where a token is padding; `backend` is the kernel of every layer, as in
+    `attention`, and with "reference" the whole model is plain operations.
 
     With `exits` the hidden vectors of each layer below the last are read by an `Exit` and the
     shared head, so that reading may stop there (FastBERT, arXiv 2004.02178). An exit learns
@@ -83,9 +85,8 @@ class MaskedLM(TokenModel):
     def __init__(self, config: MaskedLMConfig) -> None:
         super().__init__(config, config.vocab_size + 1)
         self.config = config
-        self.head = (
-            None if config.tie_head else nn.Linear(config.dim, config.vocab_size, bias=False)
-        )
+        tied = config.tie_head
+        self.head = None if tied else nn.Linear(config.dim, config.vocab_size, bias=False)
         initialise(self, config)
         count = config.layers - 1 if config.exits else 0
         self.exits = nn.ModuleList(Exit(config.dim) for _ in range(count))
@@ -103,7 +104,7 @@ class MaskedLM(TokenModel):
         key_padding: Bool[Tensor, "b t"] | None = None,
         backend: str = "auto",
     ) -> Float[Tensor, "b t v"]:
-        """Logits for the token at each position; `backend` as in `hidden`."""
+        """Logits for the token at each position."""
         hidden = self.hidden(ids, key_padding, backend=backend)
         return F.linear(hidden, self.head_weight)
 
@@ -116,9 +117,8 @@ class MaskedLM(TokenModel):
     ) -> Float[Tensor, "b t d"]:
         """The last layer's output after the final norm, which the head reads.
 
-        `key_padding` is True where a token is padding. `after(layer, x)` is called with the output
-        of every layer, and as layer −1 what the first one reads. `backend` is the kernel of every
-        layer, as in `attention`; with "reference" the whole model is plain operations.
+        `after(layer, x)` is called with the output of every layer, and as layer −1 what the first
+        one reads.
         """
         vocabulary = (
             f"this model's vocabulary is 0 to {self.config.vocab_size - 1}, and "
@@ -139,24 +139,22 @@ class MaskedLM(TokenModel):
         """Mean cross-entropy of the `targets` that stood at `places`, in chunks; and hits.
 
         With `key_padding` a negative target is not counted, so that rows may have fewer than M.
-        The value is the last layer's alone; the gradient also teaches the exits. `backend` as in
-        `hidden`.
+        The value is the last layer's alone; the gradient also teaches the exits.
         """
-        below: list[Tensor] = []
-        hidden = self._read(ids, places, key_padding, below, detach=True, backend=backend)
+        # Without padding every target counts, which needs no look at them.
+        kept = slice(None) if key_padding is None else targets.flatten() >= 0
+        wanted = targets.flatten()[kept]
+        hidden, *below = self._ends(ids, places, key_padding, backend)
         with plain_operations(backend == "reference"):
-            # Without padding every target counts, which needs no look at them.
-            kept = None if key_padding is None else targets >= 0
-            wanted = _rows(targets, kept)
-            own = linear_cross_entropy(_rows(hidden, kept), self.head_weight, wanted)
+            own = linear_cross_entropy(hidden.flatten(0, 1)[kept], self.head_weight, wanted)
             head = self.head_weight.detach()
-            loss, hits = own.loss, []
+            loss, hits = own.loss, [own.correct]
             for leave, x in zip(self.exits, below, strict=True):
-                scored = linear_cross_entropy(leave(_rows(x, kept)), head, wanted)
+                scored = linear_cross_entropy(leave(x.flatten(0, 1)[kept]), head, wanted)
                 hits.append(scored.correct)
                 loss = loss + EXIT_WEIGHT * (scored.loss - scored.loss.detach())
-            counted = torch.full_like(own.correct, wanted.numel())
-            return MaskedLoss(loss, own.correct, counted, _stacked(hits, own.correct))
+        counted = torch.full_like(own.correct, wanted.numel())
+        return MaskedLoss(loss, own.correct, counted, torch.stack(hits)[1:])
 
     @torch.no_grad()
     def token_scores(
@@ -171,44 +169,26 @@ class MaskedLM(TokenModel):
         Dropout is off while it runs. A negative target is not looked up: its loss is 0 and it is
         no hit.
         """
-        below: list[Tensor] = []
         with without_dropout(self):
-            hidden = self._read(ids, places, key_padding, below, detach=False)
-        known = targets.clamp_min(0).flatten()
-        kept = targets >= 0
+            hidden, *below = self._ends(ids, places, key_padding)
         ends = [hidden, *(leave(x) for leave, x in zip(self.exits, below, strict=True))]
+        known, kept = targets.clamp_min(0).flatten(), targets >= 0
         scores = [token_scores(x.flatten(0, 1), self.head_weight, known) for x in ends]
-        hits = [score.correct.view(targets.shape) & kept for score in scores]
-        loss = scores[0].loss.view(targets.shape) * kept
-        return MaskedScores(loss, hits[0], _stacked(hits[1:], hits[0]))
+        hits = torch.stack([score.correct.view(targets.shape) & kept for score in scores])
+        return MaskedScores(scores[0].loss.view(targets.shape) * kept, hits[0], hits[1:])
 
-    def _read(
-        self,
-        ids: Tensor,
-        places: Tensor,
-        key_padding: Tensor | None,
-        below: list[Tensor],
-        detach: bool,
-        backend: str = "auto",
-    ) -> Tensor:
-        """The hidden vectors (B, M, D) at `places`; those below the last layer join `below`."""
+    def _ends(
+        self, ids: Tensor, places: Tensor, key_padding: Tensor | None, backend: str = "auto"
+    ) -> list[Tensor]:
+        """The hidden vectors (B, M, D) at `places`: the last layer's, then those of the exits."""
         if places.shape[0] != ids.shape[0]:
             raise InputError(f"{ids.shape[0]} rows were given with places in {places.shape[0]}")
-        index = places[..., None]
+        below: list[Tensor] = []
 
         def keep(layer: int, x: Tensor) -> None:
             if 0 <= layer < len(self.exits):
-                below.append(torch.take_along_dim(x.detach() if detach else x, index, 1))
+                # Only what is read of it goes on being held.
+                below.append(torch.take_along_dim(x.detach(), places[..., None], 1))
 
-        after = keep if self.exits else None
-        hidden = self.hidden(ids, key_padding, after, backend)
-        return torch.take_along_dim(hidden, index, 1)
-
-
-def _rows(values: Tensor, kept: Tensor | None) -> Tensor:
-    """The values of all chosen tokens, or of the `kept` ones, as one list."""
-    return values.flatten(0, 1) if kept is None else values[kept]
-
-
-def _stacked(tensors: list[Tensor], like: Tensor) -> Tensor:
-    return torch.stack(tensors) if tensors else like.new_zeros((0, *like.shape))
+        hidden = self.hidden(ids, key_padding, keep if self.exits else None, backend)
+        return [torch.take_along_dim(hidden, places[..., None], 1), *below]

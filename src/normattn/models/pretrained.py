@@ -4,29 +4,30 @@ from __future__ import annotations
 
 import hashlib
 import json
-from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
 from torch import Tensor, nn
 
-from normattn import io
 from normattn.errors import InputError
-from normattn.io import check_digest, read_json, read_tensors, write_tensors
+from normattn.io import check_digest, read_json, read_tensors, write_directory, write_tensors
 from normattn.models.causal_lm import CausalLM
+from normattn.models.classifier import Classifier
+from normattn.models.masked_lm import MaskedLM
+from normattn.models.translator import Translator
 from normattn.models.utils import on_meta
+from normattn.models.vision_transformer import VisionTransformer
 from normattn.settings import first_difference
 
-# A class is made from its `config` alone, which is of its `config_class`.
-FORMATS = {
-    "normattn.causal_lm/1": ("causal_lm", "CausalLM"),
-    "normattn.masked_lm/1": ("masked_lm", "MaskedLM"),
-    "normattn.classifier/1": ("classifier", "Classifier"),
-    "normattn.translator/1": ("translator", "Translator"),
-    "normattn.vision_transformer/1": ("vision_transformer", "VisionTransformer"),
+FORMATS: dict[str, Any] = {
+    "normattn.causal_lm/1": CausalLM,
+    "normattn.masked_lm/1": MaskedLM,
+    "normattn.classifier/1": Classifier,
+    "normattn.translator/1": Translator,
+    "normattn.vision_transformer/1": VisionTransformer,
 }
-"""The module of `normattn.models` and the class of each kind of saved model."""
+"""The class of each kind of saved model, which is made from a value of its `config_class`."""
 Model = TypeVar("Model", bound=nn.Module)
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -41,16 +42,17 @@ def save_model(model: nn.Module, directory: Path | str) -> None:
     nothing. Raises `InputError` when it holds anything else, when the disk is full or cannot be
     written.
     """
-    path, name = Path(directory), type(model).__name__
-    formats = {each: kind for kind, (_, each) in FORMATS.items()}
-    if name not in formats or not isinstance(model, _class_of(formats[name])):
-        raise InputError(f"a {name} cannot be saved; there are {', '.join(formats)}")
+    path = Path(directory)
+    name = next((name for name, kind in FORMATS.items() if type(model) is kind), None)
+    if name is None:
+        known = ", ".join(kind.__name__ for kind in FORMATS.values())
+        raise InputError(f"a {type(model).__name__} cannot be saved; there are {known}")
     if path.exists() and not path.is_dir():
         raise InputError(f"{path} is a file; a model is saved as a directory")
     others = {entry.name for entry in path.iterdir()} if path.exists() else set()
     if others := others - {CONFIG_FILE, WEIGHTS_FILE}:
         raise InputError(
-            f"{path} holds {sorted(others)[0]}, which is not part of a saved model; "
+            f"{path} holds {min(others)}, which is not part of a saved model; "
             "choose an empty or a new directory"
         )
     config = model.config
@@ -59,15 +61,15 @@ def save_model(model: nn.Module, directory: Path | str) -> None:
     def fill(folder: Path) -> None:
         settings = config.model_dump(mode="json")
         description = {
-            "format": formats[name],
+            "format": name,
             "config": settings,
-            "config_sha256": _digest(formats[name], settings),
+            "config_sha256": _digest(name, settings),
             "weights_sha256": write_tensors(folder / WEIGHTS_FILE, model.state_dict()),
         }
         text = json.dumps(description, indent=2, ensure_ascii=False, allow_nan=False)
         (folder / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
 
-    io.write_directory(path, fill, replace=True)
+    write_directory(path, fill, replace=True)
 
 
 def load_model(directory: Path | str, expected: BaseModel | None = None) -> CausalLM:
@@ -85,15 +87,6 @@ def load_as(kind: type[Model], directory: Path | str, expected: BaseModel | None
     return model
 
 
-def check_weights(directory: Path | str) -> None:
-    """`InputError` where a saved model is missing or its weights are not as `save_model` left them.
-
-    Quick beside `load_any`: no model is made.
-    """
-    path = Path(directory)
-    check_digest(path / WEIGHTS_FILE, _read_description(path / CONFIG_FILE)["weights_sha256"])
-
-
 def load_any(directory: Path | str, expected: BaseModel | None = None) -> nn.Module:
     """Read a model that `save_model` wrote; the result is in training mode, on the CPU.
 
@@ -107,57 +100,50 @@ def load_any(directory: Path | str, expected: BaseModel | None = None) -> nn.Mod
     """
     described, stored = Path(directory) / CONFIG_FILE, Path(directory) / WEIGHTS_FILE
     description = _read_description(described)
-    settings = description["config"]
-    kind: Any = _class_of(description["format"])
+    name, settings = description["format"], description["config"]
     tensors = read_tensors(stored, description["weights_sha256"])
     if not isinstance(settings, dict):
         raise InputError(f"{described}: the field 'config' is not an object")
-    _refuse_layers(settings, len(tensors), described)
+    for field in ("layers", "decoder_layers"):
+        count = settings.get(field)
+        # Even without memory each layer is an object.
+        if type(count) is int and count > len(tensors) and not settings.get("shared_layers"):
+            raise InputError(
+                f"{described}: {field} is {count:,}, but the weights are {len(tensors)} tensors"
+            )
     try:
         with on_meta():
-            config: BaseModel = kind.config_class(**settings)
-            model: nn.Module = kind(config)
+            config = FORMATS[name].config_class(**settings)
+            model: nn.Module = FORMATS[name](config)
     except InputError as error:
         raise InputError(f"{described}: {error}") from error
     except (RuntimeError, TypeError) as error:  # a size that no tensor can have
         raise InputError(f"{described} has sizes that no model can have") from error
     _check_tensors(model, tensors, stored)
-    _check_settings(config, expected, description, described)
+    if expected is not None:
+        wanted, found = (each.model_dump(mode="json") for each in (expected, config))
+        if difference := first_difference(wanted, found):
+            field, one, other = difference
+            raise InputError(
+                f"{described} is not of the model that the run describes: {field} is {other} there "
+                f"and {one} in the run's configuration"
+            )
+    if description.get("config_sha256") not in (None, _digest(name, settings)):
+        raise InputError(
+            f"{described} was changed after the model was saved: its settings do not match their "
+            "SHA-256"
+        )
     model.load_state_dict(tensors, assign=True)
     return model
 
 
-def _check_settings(
-    config: BaseModel, expected: BaseModel | None, description: dict[str, Any], path: Path
-) -> None:
-    """Other settings make another model of the same weights, and no size need tell."""
-    difference = None
-    if expected is not None:
-        wanted, found = (each.model_dump(mode="json") for each in (expected, config))
-        difference = first_difference(wanted, found)
-    if difference is not None:
-        field, one, other = difference
-        raise InputError(
-            f"{path} is not of the model that the run describes: {field} is {other} there "
-            f"and {one} in the run's configuration"
-        )
-    digest = description.get("config_sha256")
-    if digest is not None and digest != _digest(description["format"], description["config"]):
-        raise InputError(
-            f"{path} was changed after the model was saved: its settings do not match their SHA-256"
-        )
+def check_weights(directory: Path | str) -> None:
+    """`InputError` where a saved model is missing or its weights are not as `save_model` left them.
 
-
-def _digest(kind: str, config: dict[str, Any]) -> str:
-    """The SHA-256 of a model's format and settings, however the file is laid out."""
-    text = json.dumps([kind, config], sort_keys=True, ensure_ascii=False)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _class_of(name: str) -> type[nn.Module]:
-    module, kind = FORMATS[name]
-    model_class: type[nn.Module] = getattr(import_module(f"normattn.models.{module}"), kind)
-    return model_class
+    Quick beside `load_any`: no model is made.
+    """
+    path = Path(directory)
+    check_digest(path / WEIGHTS_FILE, _read_description(path / CONFIG_FILE)["weights_sha256"])
 
 
 def _read_description(path: Path) -> dict[str, Any]:
@@ -174,21 +160,12 @@ def _read_description(path: Path) -> dict[str, Any]:
     return description
 
 
-def _refuse_layers(values: dict[str, Any], tensors: int, path: Path) -> None:
-    """Refuse more layers than tensors: each is an object, even without memory."""
-    for name, value in values.items():
-        if isinstance(value, dict):
-            _refuse_layers(value, tensors, path)
-        counted = "layers" in name and type(value) is int and not values.get("shared_layers")
-        if counted and value > tensors:
-            raise InputError(f"{path}: {name} is {value:,}, but the weights are {tensors} tensors")
-
-
 def _check_tensors(model: nn.Module, tensors: dict[str, Tensor], path: Path) -> None:
+    """Raise `InputError` for a tensor that is missing, unknown, or of another shape or kind."""
     expected = model.state_dict()
     for problem, names in (
-        ("lacks", set(expected) - set(tensors)),
-        ("has", set(tensors) - set(expected)),
+        ("lacks", expected.keys() - tensors),
+        ("has", tensors.keys() - expected),
     ):
         if names:
             raise InputError(
@@ -202,3 +179,9 @@ def _check_tensors(model: nn.Module, tensors: dict[str, Tensor], path: Path) -> 
                 f"{path}: {name} is {found.dtype} of {tuple(found.shape)}, but {CONFIG_FILE} asks "
                 f"for {value.dtype} of {tuple(value.shape)}"
             )
+
+
+def _digest(name: str, config: dict[str, Any]) -> str:
+    """The SHA-256 of a model's format and settings, however the file is laid out."""
+    text = json.dumps([name, config], sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,11 +1,10 @@
-"""Stacks of Transformer blocks: an encoder's, a decoder-only model's, a translator's decoder.
+"""The stack of Transformer blocks that every model is made of.
 
 Legend: B batch, T tokens, S tokens in all, D width.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -50,8 +49,8 @@ class AttentionContext:
     """What every layer must know of all S tokens; None where tokens are simply counted.
 
     `causal`: a token sees those before it and itself only. `query_padding` says which tokens no
-    statistics should count, `key_padding` where it is not given. `residual` is what the layers
-    below hand on to this one. `backend` names the kernel, as in `attention`.
+    statistics should count, `key_padding` where it is not given. `residual` holds the residual
+    scores of the layers below. `backend` names the kernel, as in `attention`.
     """
 
     key_padding: Bool[Tensor, "b s"] | None = None
@@ -61,173 +60,6 @@ class AttentionContext:
     residual: ResidualLayer | None = None
     backend: str = "auto"
     query_padding: Bool[Tensor, "b t"] | None = None
-
-
-class Block(nn.Module):
-    """An attention sub-layer, one that reads a source and a feed-forward one, where they are."""
-
-    def __init__(
-        self, mixer: nn.Module, feed_forward: nn.Module | None, cross: nn.Module | None = None
-    ) -> None:
-        super().__init__()
-        self.mixer = mixer
-        self.cross = cross
-        self.feed_forward = feed_forward
-
-    def forward(
-        self,
-        x: Stream,
-        context: AttentionContext | None = None,
-        cache: KeyValueCache | None = None,
-        memory: Memory | None = None,
-        across: AttentionContext | None = None,
-    ) -> Stream:
-        """The block's output; `cache` is its layer's, `memory` a source, read in `across`."""
-        context = context or AttentionContext()
-        x = self.mixer(
-            x,
-            causal=context.causal,
-            key_padding=context.key_padding,
-            positions=context.positions,
-            documents=context.documents,
-            cache=cache,
-            residual=context.residual,
-            query_padding=context.query_padding,
-            backend=context.backend,
-        )
-        if self.cross is not None and across is not None:
-            x = self.cross(
-                x,
-                memory=memory,
-                positions=across.positions,
-                query_padding=across.query_padding,
-                residual=across.residual,
-                backend=across.backend,
-            )
-        return x if self.feed_forward is None else self.feed_forward(x)
-
-
-class Blocks(nn.ModuleList):
-    """The blocks of a `StackConfig`, bottom first; with `shared_layers` one block, used again.
-
-    `blocks(x, context)` runs them all; x and the result are (B, T, D). With `across`, the score of
-    a cross attention, they are a decoder's. Residual scores live for one call.
-    `activation_checkpointing`: in training a block keeps its input alone and computes the rest
-    again in the backward pass (see `set_activation_checkpointing`).
-    """
-
-    def __init__(self, config: StackConfig, across: ScoreSpec | None = None) -> None:
-        own = 1 if config.shared_layers else config.layers
-        super().__init__(make_block(config, layer, across) for layer in range(own))
-        self.layers = config.layers
-        self.activation_checkpointing = False
-        self._score, self._across = config.score, across
-        self._eps = config.norm_eps
-        self.query = nn.Parameter(torch.zeros(config.dim)) if config.attends_to_layers else None
-
-    def forward(
-        self,
-        x: Float[Tensor, "b t d"],
-        context: AttentionContext | None = None,
-        caches: Sequence[KeyValueCache | None] | None = None,
-        after: AfterLayer | None = None,
-        memories: Sequence[Memory] | None = None,
-        across: AttentionContext | None = None,
-    ) -> Float[Tensor, "b t d"]:
-        """Every layer in turn.
-
-        `caches` has one for each layer, `memories` one for each block, which it reads in the
-        context `across`; `after` is called with every output.
-        """
-        contexts = self._contexts(self._score, context or AttentionContext())
-        sources: Sequence[AttentionContext | None] = [None] * self.layers
-        if self._across is not None and across is not None:
-            sources = self._contexts(self._across, across)
-        stream: Stream = x if self.query is None else LayerOutputs((x,))
-        for layer in range(self.layers):
-            stream = self._run(
-                *(layer, stream, contexts[layer], None if caches is None else caches[layer]),
-                *(None if memories is None else memories[layer % len(self)], sources[layer]),
-            )
-            if after is not None:
-                after(layer, self._output(stream))
-        return self._output(stream)
-
-    def _output(self, stream: Stream) -> Float[Tensor, "b t d"]:
-        """What is read of the stream: itself, or a mixture of all layers' outputs (AttnRes)."""
-        if isinstance(stream, LayerOutputs):
-            assert self.query is not None
-            return stream.mixed(self.query, self._eps)
-        return stream
-
-    def remember(
-        self, source: Float[Tensor, "b s d"], padding: Tensor | None, positions: Tensor
-    ) -> tuple[Memory, ...]:
-        """The keys and values that each block of a decoder reads of a source."""
-        crosses: list[Any] = [block.cross for block in self if isinstance(block, Block)]
-        return tuple(cross.sublayer.remember(source, padding, positions) for cross in crosses)
-
-    @property
-    def specs(self) -> list[ScoreSpec]:
-        """The active self-attention score of every layer."""
-        blocks: list[Any] = list(self)
-        return [blocks[n % len(self)].mixer.sublayer.score.spec for n in range(self.layers)]
-
-    @property
-    def _recomputes(self) -> bool:
-        return self.activation_checkpointing and torch.is_grad_enabled()
-
-    def _contexts(self, score: ScoreSpec, context: AttentionContext) -> list[AttentionContext]:
-        """The context of every layer of one forward pass, with what residual scores need."""
-        residual = residual_layers(score, self.layers)
-        if residual is None:
-            return [context] * self.layers
-        assert score.residual is not None
-        if self._recomputes and score.residual.summed == "scores" and context.backend == "auto":
-            # A buffer of summed scores cannot be filled once more in a backward pass; the queries
-            # and keys of all layers, side by side, can.
-            context = replace(context, backend="concatenated")
-        return [replace(context, residual=layer) for layer in residual]
-
-    def _run(self, layer: int, *arguments: Any) -> Stream:
-        block: Any = self[layer % len(self)]
-        output: Stream
-        if not self._recomputes:
-            output = block(*arguments)
-            return output
-        recomputed: dict[str, Any] = {}
-        if any(True for _ in block.buffers()) and not torch.compiler.is_compiling():
-            recomputed["context_fn"] = lambda: (nullcontext(), _buffers_kept(block))
-        output = checkpoint(block, *arguments, use_reentrant=False, **recomputed)
-        return output
-
-
-@contextmanager
-def _buffers_kept(block: nn.Module) -> Iterator[None]:
-    """Running statistics, which the forward pass has taken already, are not taken once more."""
-    before = [(buffer, buffer.clone()) for buffer in block.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in before:
-                buffer.copy_(value)
-
-
-def set_activation_checkpointing(model: nn.Module, on: bool = True) -> None:
-    """Let the blocks of a model compute their activations again in the backward pass, or not.
-
-    Memory for activations falls to the blocks' inputs, for about a third more computation; the
-    gradients are the same, for every score. Raises `InputError` for a model without blocks of ours.
-    """
-    stacks = [module for module in model.modules() if isinstance(module, Blocks)]
-    if not stacks:
-        raise InputError(
-            f"activation checkpointing needs a model of normattn's blocks; a "
-            f"{type(model).__name__} has none"
-        )
-    for stack in stacks:
-        stack.activation_checkpointing = on
 
 
 class TokenModel(nn.Module):
@@ -256,38 +88,168 @@ class TokenModel(nn.Module):
         """The last block's output after the final norm.
 
         `after(layer, x)` is called with the output of every layer, and as layer −1 with what the
-        first one reads; `vocabulary` says what ids there are where one is not among them.
+        first one reads; `vocabulary` is for the error about an id outside it.
         """
         with plain_operations(context.backend == "reference"):
             x = embed(self.embedding, self.embedding_norm, checked_ids(ids), vocabulary)
             if after is not None:
                 after(-1, x)
             x = self.blocks(x, context, caches, after)
-            last: Tensor = x if self.final_norm is None else self.final_norm(x)
-            return last
+            return x if self.final_norm is None else self.final_norm(x)
 
 
-def make_block(config: StackConfig, layer: int, across: ScoreSpec | None = None) -> Block:
-    """The block of one layer, from 0, with that layer's scores."""
-    score, cross = config.score.layer(layer, config.layers), None
-    if config.block == "gau":
-        unit = GatedAttentionUnit(
-            config.dim,
-            config.key_size,
-            config.expansion,
-            score,
-            separate_qk=config.separate_qk,
-            dropout=config.dropout,
+class Blocks(nn.ModuleList):
+    """The blocks of a `StackConfig`, bottom first; with `shared_layers` one block, used again.
+
+    `blocks(x, context)` runs them all; x and the result are (B, T, D). With `across`, the score of
+    a cross attention, they are a decoder's. Residual scores live for one call.
+    `activation_checkpointing`: in training a block keeps its input alone and computes the rest
+    again in the backward pass (see `set_activation_checkpointing`).
+    """
+
+    def __init__(self, config: StackConfig, across: ScoreSpec | None = None) -> None:
+        own = 1 if config.shared_layers else config.layers
+        super().__init__(Block(config, layer, across) for layer in range(own))
+        self.layers = config.layers
+        self.activation_checkpointing = False
+        self._score, self._across = config.score, across
+        self._eps = config.norm_eps
+        self.query = nn.Parameter(torch.zeros(config.dim)) if config.attends_to_layers else None
+
+    def forward(
+        self,
+        x: Float[Tensor, "b t d"],
+        context: AttentionContext | None = None,
+        caches: Sequence[KeyValueCache | None] | None = None,
+        after: AfterLayer | None = None,
+        memories: Sequence[Memory] | None = None,
+        across: AttentionContext | None = None,
+    ) -> Float[Tensor, "b t d"]:
+        """Every layer in turn.
+
+        `caches` has one for each layer, `memories` one for each block, which it reads in the
+        context `across`; `after` is called with every output.
+        """
+        contexts = self._layer_contexts(self._score, context or AttentionContext())
+        sources: Sequence[AttentionContext | None] = [None] * self.layers
+        if self._across is not None and across is not None:
+            sources = self._layer_contexts(self._across, across)
+        stream: Stream = x if self.query is None else LayerOutputs((x,))
+        for layer in range(self.layers):
+            block: Any = self[layer % len(self)]
+            cache = None if caches is None else caches[layer]
+            memory = None if memories is None else memories[layer % len(self)]
+            arguments = stream, contexts[layer], cache, memory, sources[layer]
+            if self._recomputes:
+                more = _keeping_buffers(block)
+                stream = checkpoint(block, *arguments, use_reentrant=False, **more)
+            else:
+                stream = block(*arguments)
+            if after is not None:
+                after(layer, self._output(stream))
+        return self._output(stream)
+
+    def _output(self, stream: Stream) -> Float[Tensor, "b t d"]:
+        """What is read of the stream: itself, or a mixture of all layers' outputs (AttnRes)."""
+        if isinstance(stream, LayerOutputs):
+            assert self.query is not None
+            return stream.mixed(self.query, self._eps)
+        return stream
+
+    def remember(
+        self, source: Float[Tensor, "b s d"], padding: Tensor | None, positions: Tensor
+    ) -> tuple[Memory, ...]:
+        """The keys and values that each block of a decoder reads of a source."""
+        crosses: list[Any] = [block.cross for block in self if isinstance(block, Block)]
+        return tuple(cross.sublayer.remember(source, padding, positions) for cross in crosses)
+
+    @property
+    def specs(self) -> list[ScoreSpec]:
+        """The active self-attention score of every layer."""
+        blocks: list[Any] = list(self)
+        return [blocks[n % len(self)].mixer.sublayer.score.spec for n in range(self.layers)]
+
+    @property
+    def _recomputes(self) -> bool:
+        return self.activation_checkpointing and torch.is_grad_enabled()
+
+    def _layer_contexts(
+        self, score: ScoreSpec, context: AttentionContext
+    ) -> list[AttentionContext]:
+        """The context of every layer of one forward pass, with its residual scores."""
+        residual = residual_layers(score, self.layers)
+        if residual is None:
+            return [context] * self.layers
+        assert score.residual is not None
+        if self._recomputes and score.residual.summed == "scores" and context.backend == "auto":
+            # A buffer of summed scores cannot be filled once more in a backward pass; the queries
+            # and keys of all layers, side by side, can.
+            context = replace(context, backend="concatenated")
+        return [replace(context, residual=layer) for layer in residual]
+
+
+class Block(nn.Module):
+    """Attention, in a decoder cross attention, and a feed-forward layer; or one gated unit.
+
+    Each is a sub-layer in the configured placement of norm and residual. `layer` counts from 0;
+    `across` is the score of a decoder's cross attention.
+    """
+
+    def __init__(self, config: StackConfig, layer: int, across: ScoreSpec | None = None) -> None:
+        super().__init__()
+        score = config.score.layer(layer, config.layers)
+        self.cross: nn.Module | None = None
+        self.feed_forward: nn.Module | None = None
+        if config.block == "gau":
+            unit = GatedAttentionUnit(
+                config.dim,
+                config.key_size,
+                config.expansion,
+                score,
+                separate_qk=config.separate_qk,
+                dropout=config.dropout,
+            )
+            self.mixer: nn.Module = place(config, unit)
+            return
+        heads = config.dim, config.heads, config.kv_heads
+        more: dict[str, Any] = {"head_dim": config.head_dim, "dropout": config.dropout}
+        self.mixer = place(config, Attention(*heads, score, qkv_bias=config.qkv_bias, **more))
+        if across is not None:
+            spec = across.layer(layer, config.layers)
+            self.cross = place(config, CrossAttention(*heads, spec, **more))
+        kind = SwiGLU if config.feed_forward == "swiglu" else GELU
+        self.feed_forward = place(config, kind(config.dim, config.hidden))
+
+    def forward(
+        self,
+        x: Stream,
+        context: AttentionContext,
+        cache: KeyValueCache | None = None,
+        memory: Memory | None = None,
+        across: AttentionContext | None = None,
+    ) -> Stream:
+        """The block's output; `cache` is its layer's, `memory` a source, read in `across`."""
+        x = self.mixer(
+            x,
+            causal=context.causal,
+            key_padding=context.key_padding,
+            positions=context.positions,
+            documents=context.documents,
+            cache=cache,
+            residual=context.residual,
+            query_padding=context.query_padding,
+            backend=context.backend,
         )
-        return Block(place(config, unit), None)
-    sizes = config.dim, config.heads, config.kv_heads
-    given: dict[str, Any] = {"head_dim": config.head_dim, "dropout": config.dropout}
-    mixer = place(config, Attention(*sizes, score, qkv_bias=config.qkv_bias, **given))
-    if across is not None:
-        spec = across.layer(layer, config.layers)
-        cross = place(config, CrossAttention(*sizes, spec, **given))
-    kind = SwiGLU if config.feed_forward == "swiglu" else GELU
-    return Block(mixer, place(config, kind(config.dim, config.hidden)), cross)
+        if self.cross is not None and across is not None:
+            x = self.cross(
+                x,
+                memory=memory,
+                positions=across.positions,
+                query_padding=across.query_padding,
+                residual=across.residual,
+                backend=across.backend,
+            )
+        return x if self.feed_forward is None else self.feed_forward(x)
 
 
 def place(config: StackConfig, sublayer: nn.Module) -> Placed:
@@ -318,7 +280,7 @@ def make_norm(config: StackConfig) -> nn.Module:
 
 
 def first_norm(config: StackConfig) -> nn.Module | None:
-    """The norm of the embedding: where blocks end in one, so that every sub-layer reads one."""
+    """The norm of the embedding, where the blocks end in a norm."""
     return make_norm(config) if config.ends_in_norm else None
 
 
@@ -327,84 +289,35 @@ def last_norm(config: StackConfig) -> nn.Module | None:
     return make_norm(config) if config.has_norms and not config.ends_in_norm else None
 
 
-# The standard deviation of a unit normal cut off at two, so that the result has the asked one.
-_TRUNCATED_STD = 0.8796256610342398
+def set_activation_checkpointing(model: nn.Module, on: bool = True) -> None:
+    """Let the blocks of a model compute their activations again in the backward pass, or not.
 
-
-@torch.no_grad()
-def initialise(model: nn.Module, config: StackConfig) -> None:
-    """Draw every weight matrix of `model` from a normal cut off at two deviations.
-
-    The deviation is `init_std`, or 1/√fan-in where it is None (embedding: `embedding_std` where
-    given; else 1/√dim, so that tied logits of a normalised stream have unit variance), times a
-    gain that keeps a deep stack calm:
-
-    - PreLN: the output weights of the M sub-layers by M^−½ (GPT-2);
-    - DeepNorm: β of the stack on the value, output and feed-forward weights; with `init_std`
-      None their deviation, and that of q and k, is Xavier's √(2/(fan-in + fan-out));
-    - a gated attention unit under any placement but DeepNorm: every weight by N^−⅓, because three
-      factors (u, v, W_out) multiply (GAU-α, kexue 9052); under DeepNorm β on v and W_out
-      replaces it;
-    - ReZero, AttnRes and PostLN with attention, and placements without norms: none.
-
-    γ of a gated attention unit is drawn with the deviation `gamma_std` where there is one. Gains of
-    norms, other γ, β and what a score learns keep the values that their modules gave them.
+    Memory for activations falls to the blocks' inputs, for about a third more computation; the
+    gradients are the same, for every score. Raises `InputError` for a model without blocks of ours.
     """
-    for module in model.modules():
-        for weight, deviation in _deviations(module, config):
-            _draw(weight, deviation)
-        if isinstance(module, Attention | GatedAttentionUnit):
-            for projection in (getattr(module, "qkv", None), module.gate, module.forget):
-                if projection is not None and projection.bias is not None:
-                    projection.bias.zero_()
-    head = getattr(model, "head", None)
-    if isinstance(head, nn.Linear):
-        _draw(head.weight, config.init_std or config.dim**-0.5)
+    stacks = [module for module in model.modules() if isinstance(module, Blocks)]
+    if not stacks:
+        raise InputError(
+            f"activation checkpointing needs a model of normattn's blocks; a "
+            f"{type(model).__name__} has none"
+        )
+    for stack in stacks:
+        stack.activation_checkpointing = on
 
 
-def _deviations(layer: nn.Module, config: StackConfig) -> Iterator[tuple[Tensor, float]]:
-    """The weights of a layer, those of its sub-modules apart, and the deviation of each."""
-    beta, given = config.deepnorm[1], config.init_std
-    deep, into, out = config.placement == "DeepNorm", 1.0, 1.0
-    if deep:
-        into = out = beta
-    elif config.placement == "PreLN":
-        out = config.sublayers**-0.5
+def _keeping_buffers(block: nn.Module) -> dict[str, Any]:
+    """How to recompute a block: running statistics, which have been taken, are not taken again."""
+    if torch.compiler.is_compiling() or not any(True for _ in block.buffers()):
+        return {}
 
-    def usual(weight: Tensor, gain: float) -> tuple[Tensor, float]:
-        fan_out, fan_in = weight.shape
-        xavier = math.sqrt(2 / (fan_in + fan_out))
-        return weight, gain * (given or (xavier if deep else 1 / math.sqrt(fan_in)))
+    @contextmanager
+    def restored() -> Iterator[None]:
+        before = [(buffer, buffer.clone()) for buffer in block.buffers()]
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, value in before:
+                    buffer.copy_(value)
 
-    def by_width(weight: Tensor, gain: float = 1.0) -> tuple[Tensor, float]:
-        return weight, gain * (given or weight.shape[1] ** -0.5)
-
-    if isinstance(layer, nn.Embedding):
-        yield layer.weight, config.embedding_std or given or config.dim**-0.5
-    elif isinstance(layer, Attention):
-        kv = layer.kv_heads * layer.head_dim
-        q, k, v = torch.split(layer.qkv.weight, [layer.heads * layer.head_dim, kv, kv])
-        yield from (usual(q, 1.0), usual(k, 1.0), usual(v, into), usual(layer.out.weight, out))
-    elif isinstance(layer, CrossAttention):
-        k, v = layer.kv.weight.chunk(2)
-        yield from (usual(layer.q.weight, 1.0), usual(k, 1.0), usual(v, into))
-        yield usual(layer.out.weight, out)
-    elif isinstance(layer, GatedAttentionUnit):
-        # Fan-in also under DeepNorm: swish and the gate already shrink what Xavier would shrink.
-        calm = 1.0 if deep else config.layers ** (-1 / 3)
-        u, v, *keys = torch.split(layer.expand.weight, layer.widths)
-        scaled = beta if deep else calm
-        yield from (by_width(u, calm), by_width(v, scaled), *(by_width(z, calm) for z in keys))
-        yield by_width(layer.out.weight, scaled)
-        if config.gamma_std is not None and layer.gamma is not None:
-            yield layer.gamma, config.gamma_std
-    elif isinstance(layer, SwiGLU | GELU):
-        yield from (usual(weight, into) for weight in torch.split(layer.up.weight, layer.hidden))
-        yield usual(layer.down.weight, out)
-    if isinstance(layer, Attention | GatedAttentionUnit):
-        yield from (by_width(x.weight) for x in (layer.gate, layer.forget) if x is not None)
-
-
-def _draw(weight: Tensor, deviation: float) -> None:
-    scale = deviation / _TRUNCATED_STD
-    nn.init.trunc_normal_(weight, std=scale, a=-2 * scale, b=2 * scale)
+    return {"context_fn": lambda: (nullcontext(), restored())}

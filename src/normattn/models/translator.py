@@ -21,13 +21,8 @@ from normattn.layers.cross_attention import Memory
 from normattn.models.beam_search import Hypothesis, beam_search
 from normattn.models.cache import ModelCache
 from normattn.models.config import TranslatorConfig
-from normattn.models.transformer import (
-    AttentionContext,
-    Blocks,
-    first_norm,
-    initialise,
-    last_norm,
-)
+from normattn.models.initialisation import initialise
+from normattn.models.transformer import AttentionContext, Blocks, first_norm, last_norm
 from normattn.models.utils import checked_ids, embed, without_dropout
 from normattn.plain import plain_operations
 
@@ -46,12 +41,9 @@ class Encoded:
 
     def choose(self, rows: Int[Tensor, " r"]) -> Encoded:
         """Source i becomes the old source rows[i]; sources may repeat or lack."""
-        return replace(
-            self,
-            hidden=self.hidden[rows],
-            padding=None if self.padding is None else self.padding[rows],
-            memories=tuple(memory.choose(rows) for memory in self.memories),
-        )
+        padding = None if self.padding is None else self.padding[rows]
+        memories = tuple(memory.choose(rows) for memory in self.memories)
+        return Encoded(self.hidden[rows], padding, memories)
 
 
 class TranslationLoss(NamedTuple):
@@ -74,9 +66,10 @@ class Translator(nn.Module):
     targets on the right. A source usually ends in `eos_id`; it is read as it is given. Norms
     before and after each stack stand as in `CausalLM`; dropout also acts on the embeddings. Words
     have no position but those of the scores. The head is the target's embedding unless `tie_head`
-    is off. Weights are drawn from torch's global generator (`initialise`). Raises `InputError` for
-    ids outside the vocabulary (on CPU) and for a row of source without a token. Source: arXiv
-    1706.03762.
+    is off. `backend` is the kernel of every layer, as in `attention`; with "reference" the whole
+    model is plain operations. Weights are drawn from torch's global generator (`initialise`).
+    Raises `InputError` for ids outside the vocabulary (on CPU) and for a row of source without a
+    token. Source: arXiv 1706.03762.
     """
 
     config_class = TranslatorConfig
@@ -84,19 +77,16 @@ class Translator(nn.Module):
     def __init__(self, config: TranslatorConfig) -> None:
         super().__init__()
         self.config = config
-        below = config.decoder
-        self.source_embedding = nn.Embedding(config.source_vocab, config.dim)
-        self.target_embedding = (
-            None if config.shared_vocabulary else nn.Embedding(config.target_size, config.dim)
-        )
+        below, dim, size = config.decoder, config.dim, config.target_size
+        shared, tied = config.shared_vocabulary, config.tie_head
+        self.source_embedding = nn.Embedding(config.source_vocab, dim)
+        self.target_embedding = None if shared else nn.Embedding(size, dim)
         self.source_norm, self.target_norm = first_norm(config), first_norm(config)
         self.encoder = Blocks(config)
         self.encoder_norm = last_norm(config)
         self.decoder = Blocks(below, config.across)
         self.decoder_norm = last_norm(config)
-        self.head = (
-            None if config.tie_head else nn.Linear(config.dim, config.target_size, bias=False)
-        )
+        self.head = None if tied else nn.Linear(dim, size, bias=False)
         # The decoder once more, by its own depth.
         initialise(self, config)
         initialise(self.decoder, below)
@@ -109,29 +99,23 @@ class Translator(nn.Module):
     def forward(
         self, source: Int[Tensor, "b s"], target: Int[Tensor, "b t"], backend: str = "auto"
     ) -> Float[Tensor, "b t v"]:
-        """Logits for the token after each position of the target; `backend` as in `encode`."""
+        """Logits for the token after each position of the target."""
         hidden = self.decode(target, self.encode(source, backend), backend=backend)
         return F.linear(hidden, self.head_weight)
 
     def encode(self, source: Int[Tensor, "b s"], backend: str = "auto") -> Encoded:
-        """Read sources once, for any number of targets.
-
-        `backend` is the kernel of every layer, as in `attention`; with "reference" the whole
-        encoder is plain operations.
-        """
+        """Read sources once, for any number of targets."""
         padding = checked_ids(source, "source") == self.config.pad_id
         if bool(padding.all(-1).any()):
             raise InputError("a source has no token: give each at least one, for example eos_id")
-        known = padding if bool(padding.any()) else None
+        positions = torch.arange(source.shape[1], device=source.device)
+        known = None
+        if bool(padding.any()):
+            known, positions = padding, ((~padding).cumsum(-1) - 1).clamp(min=0)
         with plain_operations(backend == "reference"):
             x = self._embed(self.source_embedding, self.source_norm, source)
             x = self.encoder(x, AttentionContext(known, causal=False, backend=backend))
-            if self.encoder_norm is not None:
-                x = self.encoder_norm(x)
-            if known is None:
-                positions = torch.arange(source.shape[1], device=source.device)
-            else:
-                positions = ((~known).cumsum(-1) - 1).clamp(min=0)
+            x = x if self.encoder_norm is None else self.encoder_norm(x)
             return Encoded(x, known, self.decoder.remember(x, known, positions))
 
     def decode(
@@ -145,24 +129,23 @@ class Translator(nn.Module):
 
         There may be r rows of target for each source, one after another. With a `cache`
         (`new_cache`) the target goes on from what it holds, and joins it; that is for inference.
-        `backend` as in `encode`, of the decoder.
         """
-        first = 0 if cache is None else cache.length
         checked_ids(target, "target")
-        if cache is not None:
+        first, caches, padding = 0, None, None
+        if cache is None:
+            padding = target == self.config.pad_id
+        else:
+            first, caches = cache.length, cache.layers
             cache.read(target)
+        own = AttentionContext(backend=backend, query_padding=padding)
         positions = torch.arange(first, first + target.shape[1], device=target.device)
-        caches = None if cache is None else cache.layers
-        padding = target == self.config.pad_id if cache is None else None
+        across = replace(own, positions=positions)
         with plain_operations(backend == "reference"):
             x = self._embed(self._targets, self.target_norm, target)
-            own = AttentionContext(backend=backend, query_padding=padding)
-            across = replace(own, positions=positions)
             x = self.decoder(x, own, caches, memories=encoded.memories, across=across)
             if cache is not None:
                 cache.done(target.shape[1])
-            last: Tensor = x if self.decoder_norm is None else self.decoder_norm(x)
-            return last
+            return x if self.decoder_norm is None else self.decoder_norm(x)
 
     def new_cache(self, max_length: int | None = None) -> ModelCache:
         """An empty cache of the decoder's self-attention; see `CausalLM.new_cache`."""
@@ -179,7 +162,7 @@ class Translator(nn.Module):
         """Mean cross-entropy of target[:, 1:] given target[:, :-1] and the source; and hits.
 
         Padding is no target. The (tokens, V) logits are never held whole, but with `backend`
-        "reference" (see `encode`).
+        "reference".
         """
         hidden, wanted, kept = self._predictions(source, target, backend)
         with plain_operations(backend == "reference"):

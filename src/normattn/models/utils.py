@@ -98,14 +98,7 @@ class MethodHandle:
         self.remove()
 
 
-@contextmanager
-def on_meta() -> Iterator[None]:
-    """Modules made inside have parameters with shapes and dtypes, but take no memory."""
-    with torch.device("meta"), WithoutDraws():
-        yield
-
-
-class WithoutDraws(TorchFunctionMode):
+class _WithoutDraws(TorchFunctionMode):
     """Normal numbers are not drawn: torch would load its compiler for them, which takes seconds."""
 
     def __torch_function__(
@@ -115,3 +108,10 @@ class WithoutDraws(TorchFunctionMode):
         if func in (Tensor.normal_, nn.init.normal_):
             return args[0] if args else given["tensor"]
         return func(*args, **given)
+
+
+@contextmanager
+def on_meta() -> Iterator[None]:
+    """Modules made inside have parameters with shapes and dtypes, but take no memory."""
+    with torch.device("meta"), _WithoutDraws():
+        yield

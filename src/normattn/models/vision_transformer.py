@@ -14,12 +14,12 @@ from torch.nn import functional as F
 
 from normattn.errors import InputError
 from normattn.models.config import VisionConfig
+from normattn.models.initialisation import initialise
 from normattn.models.transformer import (
     AfterLayer,
     AttentionContext,
     Blocks,
     first_norm,
-    initialise,
     last_norm,
 )
 from normattn.models.utils import without_dropout
@@ -74,16 +74,14 @@ class VisionTransformer(nn.Module):
         with torch.no_grad():
             self.patches.weight.normal_(std=config.init_std or config.patch_size**-0.5)
             self.patches.bias.zero_()
-            self.head.bias.zero_()
             if self.position is not None:
                 self.position.weight.normal_(std=POSITION_STD)
 
     def forward(
         self, images: Float[Tensor, "b c h w"], backend: str = "auto"
     ) -> Float[Tensor, "b k"]:
-        """The logits of the classes; `backend` as in `features`."""
-        logits: Tensor = self.head(self.features(images, backend=backend))
-        return logits
+        """The logits of the classes."""
+        return self.head(self.features(images, backend=backend))
 
     def features(
         self,
@@ -91,11 +89,7 @@ class VisionTransformer(nn.Module):
         after: AfterLayer | None = None,
         backend: str = "auto",
     ) -> Float[Tensor, "b d"]:
-        """What the head reads; `after(layer, x)` is called with every layer's output (B, T, D).
-
-        `backend` is the kernel of every layer, as in `attention`; with "reference" the whole model
-        is plain operations.
-        """
+        """What the head reads; `after(layer, x)` is called with every layer's output (B, T, D)."""
         with plain_operations(backend == "reference"):
             context = AttentionContext(causal=False, backend=backend)
             x: Tensor = self.blocks(self._embed(images), context, after=after)

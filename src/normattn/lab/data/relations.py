@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import tokenizers
@@ -236,8 +237,7 @@ def _load(folder: Path, config: RelationConfig) -> RelationData:
     )
 
 
-@dataclass(frozen=True)
-class RelationBatch:
+class RelationBatch(NamedTuple):
     """Documents as rows: ids (B, T), what is padding (B, T), and the labels (B, K) as 0 and 1."""
 
     ids: Int64[np.ndarray, "b t"]

@@ -56,8 +56,8 @@ class Checkpoints:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def save(self, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> Path:
-        """Write the checkpoint of `step`, then drop all but the last two. Returns its folder.
+    def save(self, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
+        """Write the checkpoint of `step`, then drop all but the last two.
 
         Tensors must not share memory. `InputError` when the disk is full; older ones then stay.
         """
@@ -67,7 +67,6 @@ class Checkpoints:
 
         write_directory(self._folder(step), fill, replace=True)
         self._drop_old()
-        return self._folder(step)
 
     def begin(self, step: int) -> Path:
         """A folder that several processes fill with their parts, until `finish`."""
@@ -75,17 +74,12 @@ class Checkpoints:
             self.path.mkdir(parents=True, exist_ok=True)
             return Path(tempfile.mkdtemp(prefix=f".step-{step:08d}.", dir=self.path))
 
-    def finish(self, folder: Path, step: int, meta: Mapping[str, Any]) -> Path:
+    def finish(self, folder: Path, step: int, meta: Mapping[str, Any]) -> None:
         """Give what was begun in `folder`, and is whole now, its name; then as `save`."""
         with explain_os_errors(folder):
             _describe(folder, step, meta, _shards(folder))
         put_in_place(folder, self._folder(step))
         self._drop_old()
-        return self._folder(step)
-
-    def _drop_old(self) -> None:
-        for old in self._folders()[:-KEPT]:
-            shutil.rmtree(old, ignore_errors=True)
 
     def latest(self) -> Checkpoint | None:
         """The newest whole checkpoint, or None when there is none at all.
@@ -112,8 +106,7 @@ class Checkpoints:
 
     def last_path(self) -> Path | None:
         """The folder of the newest checkpoint, unverified; None when there is none."""
-        folders = self._folders()
-        return folders[-1] if folders else None
+        return next(reversed(self._folders()), None)
 
     def set_aside_after(self, step: int) -> None:
         """Rename checkpoints newer than `step` (the damaged ones) so that they count no more."""
@@ -123,18 +116,35 @@ class Checkpoints:
                 shutil.rmtree(aside, ignore_errors=True)
                 folder.rename(aside)
 
+    def _drop_old(self) -> None:
+        for old in self._folders()[:-KEPT]:
+            shutil.rmtree(old, ignore_errors=True)
+
     def _folder(self, step: int) -> Path:
         return self.path / f"step-{step:08d}"
 
     def _folders(self) -> list[Path]:
         """The checkpoint folders, oldest first."""
-        if not self.path.is_dir():
-            return []
-        return sorted((p for p in self.path.iterdir() if _NAME.fullmatch(p.name)), key=_step_of)
+        found = self.path.iterdir() if self.path.is_dir() else ()
+        return sorted((path for path in found if _NAME.fullmatch(path.name)), key=_step_of)
 
 
-def _step_of(folder: Path) -> int:
-    return int(folder.name.removeprefix("step-"))
+def _read(folder: Path) -> Checkpoint:
+    """Read and verify one checkpoint; `InputError` says what is wrong with it."""
+    described = read_object(folder / "meta.json")
+    expected = described.pop("meta_sha256", None)
+    whole = described.keys() == {"step", "meta", "sha256"} and expected == _digest(described)
+    if not whole or described["step"] != _step_of(folder):
+        raise InputError(f"checkpoint {folder} is damaged: meta.json does not match its checksum")
+    step, meta, digest = described["step"], described["meta"], described["sha256"]
+    if isinstance(digest, dict):
+        if _shards(folder) != digest:
+            raise InputError(f"checkpoint {folder} is damaged: its parts do not match its checksum")
+        return Checkpoint(folder, step, {}, meta, sharded=True)
+    try:
+        return Checkpoint(folder, step, read_tensors(folder / TENSORS, digest), meta)
+    except InputError as error:
+        raise InputError(f"checkpoint {folder} is damaged: {error}") from error
 
 
 def _describe(
@@ -155,19 +165,5 @@ def _digest(body: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
-def _read(folder: Path) -> Checkpoint:
-    """Read and verify one checkpoint; `InputError` says what is wrong with it."""
-    described = read_object(folder / "meta.json")
-    expected = described.pop("meta_sha256", None)
-    whole = described.keys() == {"step", "meta", "sha256"} and expected == _digest(described)
-    if not whole or described["step"] != _step_of(folder):
-        raise InputError(f"checkpoint {folder} is damaged: meta.json does not match its checksum")
-    step, meta, digest = described["step"], described["meta"], described["sha256"]
-    if isinstance(digest, dict):
-        if _shards(folder) != digest:
-            raise InputError(f"checkpoint {folder} is damaged: its parts do not match its checksum")
-        return Checkpoint(folder, step, {}, meta, sharded=True)
-    try:
-        return Checkpoint(folder, step, read_tensors(folder / TENSORS, digest), meta)
-    except InputError as error:
-        raise InputError(f"checkpoint {folder} is damaged: {error}") from error
+def _step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))

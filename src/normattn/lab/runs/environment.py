@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from normattn.errors import InputError
@@ -28,9 +29,8 @@ def describe_environment(**extra: Any) -> dict[str, Any]:
     Keys: python, one version per package, threads (torch's, in this process), cpu (the name),
     cpu_capability (the vector instructions that torch uses), platform.
     """
-    versions = {}
+    versions = dict.fromkeys(PACKAGES, "absent")
     for name in PACKAGES:
-        versions[name] = "absent"
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
     # Linux keeps the processor's name in /proc/cpuinfo, where `platform` does not look.
@@ -59,10 +59,9 @@ def record_environment(path: Path, current: dict[str, Any], step: int) -> list[s
     try:
         stored = read_object(path)
         last = [stored["started"], *(each["environment"] for each in stored["resumed"])][-1]
-        keys = [*current, *(key for key in last if key not in current)]
         changed = [
             f"{key} {last.get(key, 'unknown')} → {current.get(key, 'unknown')}"
-            for key in keys
+            for key in dict.fromkeys([*current, *last])
             if last and last.get(key) != current.get(key)
         ]
     except (LookupError, TypeError, AttributeError, InputError):
@@ -72,43 +71,6 @@ def record_environment(path: Path, current: dict[str, Any], step: int) -> list[s
         resumed = [*stored["resumed"], {"step": step, "environment": current}]
         write_json(path, {**stored, "resumed": resumed})
     return changed
-
-
-def _value_in(file: Path, name: str) -> str:
-    """What stands behind `name:` in a file of the system's; "" where there is no such line."""
-    with contextlib.suppress(OSError):
-        for line in file.read_text("utf-8", errors="replace").splitlines():
-            if line.startswith(name):
-                return line.partition(":")[2].strip()
-    return ""
-
-
-def resident(device: torch.device) -> int | None:
-    """Bytes that the process holds (on a GPU: that torch holds there); None where untold."""
-    if device.type == "cuda":
-        return int(torch.cuda.memory_allocated(device))
-    return _status("VmRSS")
-
-
-@contextmanager
-def peak(device: torch.device, held: int | None) -> Iterator[list[int]]:
-    """A list that holds, afterwards, the most bytes beyond `held`; empty where untold."""
-    growth: list[int] = []
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    else:
-        with contextlib.suppress(OSError):  # Another system than Linux.
-            Path("/proc/self/clear_refs").write_text("5")
-    yield growth
-    cuda = device.type == "cuda"
-    most = int(torch.cuda.max_memory_allocated(device)) if cuda else _status("VmHWM")
-    if most is not None and held is not None:
-        growth.append(max(0, most - held))
-
-
-def _status(name: str) -> int | None:
-    value = _value_in(Path("/proc/self/status"), name)
-    return 1024 * int(value.split()[0]) if value else None
 
 
 @contextmanager
@@ -122,6 +84,38 @@ def threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def resident(device: torch.device) -> int:
+    """Bytes that the process holds; on a GPU, that torch holds there."""
+    if device.type == "cuda":
+        return int(torch.cuda.memory_allocated(device))
+    return int(psutil.Process().memory_info().rss)
+
+
+@contextmanager
+def peak(device: torch.device, held: int) -> Iterator[list[int]]:
+    """A list that holds, afterwards, the most bytes beyond `held`; empty where untold."""
+    growth: list[int] = []
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        yield growth
+        growth.append(max(0, int(torch.cuda.max_memory_allocated(device)) - held))
+        return
+    with contextlib.suppress(OSError):  # Another system than Linux.
+        Path("/proc/self/clear_refs").write_text("5")
+    yield growth
+    if kilobytes := _value_in(Path("/proc/self/status"), "VmHWM"):
+        growth.append(max(0, 1024 * int(kilobytes.split()[0]) - held))
+
+
+def _value_in(file: Path, name: str) -> str:
+    """The value after `name:` in a file of the system's; "" where there is no such line."""
+    with contextlib.suppress(OSError):
+        for line in file.read_text("utf-8", errors="replace").splitlines():
+            if line.startswith(name):
+                return line.partition(":")[2].strip()
+    return ""
+
+
 # glibc's mallopt: what larger blocks are mapped one by one, and how much freed memory is kept.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _MAPPED, _KEPT, _DEFAULT = 1 << 25, 1 << 28, 1 << 17
@@ -133,8 +127,7 @@ def keep_pages() -> Iterator[None]:
     """Inside, glibc keeps up to 256 MiB of what is freed at the end of its heap.
 
     A training step frees what the next one takes again. Given back in between, every page of 4 KiB
-    comes as a fault (some 0.7 µs, and up to 30,000 in a step of width 128). Blocks from 32 MiB on
-    are still mapped alone, which is the most that glibc comes to by itself. Nothing is done where
+    comes as a fault (some 0.7 µs, and up to 30,000 in a step of width 128). Nothing is done where
     the environment sets the thresholds, and where there is another C library. Afterwards the
     thresholds are glibc's first ones again, and what was kept goes back.
     """
@@ -143,6 +136,7 @@ def keep_pages() -> Iterator[None]:
     if not glibc or any(name in os.environ for name in _SET_BY_USER):
         yield
         return
+    # Blocks from 32 MiB on are still mapped alone, the most that glibc comes to by itself.
     library.mallopt(_MMAP_THRESHOLD, _MAPPED)
     library.mallopt(_TRIM_THRESHOLD, _KEPT)
     try:

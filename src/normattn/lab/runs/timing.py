@@ -31,16 +31,6 @@ class Timing:
         """The middle round."""
         return statistics.median(self.rounds)
 
-    @property
-    def low(self) -> float:
-        """The quickest round."""
-        return min(self.rounds)
-
-    @property
-    def high(self) -> float:
-        """The slowest round."""
-        return max(self.rounds)
-
 
 def interleave(
     entries: Mapping[str, Step],
@@ -57,7 +47,7 @@ def interleave(
     """
     calls = {}
     for name, step in entries.items():
-        quickest = min(_sample(step, 1, device) for _ in range(max(1, warm)))
+        quickest = min(_seconds(step, 1, device) for _ in range(max(1, warm)))
         calls[name] = max(1, round(least_seconds / max(quickest, 1e-7)))
     seconds: dict[str, list[float]] = {name: [] for name in entries}
     shuffle, order = random.Random(0), list(entries)
@@ -65,12 +55,12 @@ def interleave(
         # Another order each round, so that no entry always follows the same one.
         shuffle.shuffle(order)
         for name in order:
-            seconds[name].append(_sample(entries[name], calls[name], device))
+            seconds[name].append(_seconds(entries[name], calls[name], device))
         on_round(done)
     return {name: Timing(tuple(taken), calls[name]) for name, taken in seconds.items()}
 
 
-def _sample(step: Step, calls: int, device: str) -> float:
+def _seconds(step: Step, calls: int, device: str) -> float:
     """Seconds per call; on a GPU until the device has finished.
 
     One thread on a CPU is measured by its own CPU time: load from other processes does not count.

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from normattn.errors import InputError
-from normattn.lab.training.config import explain, refuse_unknown
-from normattn.settings import Settings, refuse_beyond
+from normattn.lab.training.config import refuse_unknown
+from normattn.settings import Settings, explain, refuse_beyond
 
 Model = TypeVar("Model", bound=BaseModel)
 

@@ -14,7 +14,7 @@ from normattn.errors import InputError
 from normattn.io import expanded, read_json, read_toml
 from normattn.lab.training.trackers import TrackerName
 from normattn.score import ScoreSpec
-from normattn.settings import Settings, refuse_beyond
+from normattn.settings import Settings, explain, refuse_beyond
 
 # Settings that leave the loss curve as it is (threads and parallel: up to rounding), so that a run
 # may be resumed with others. `tensorboard` stands in the settings of runs from before `track`.
@@ -22,7 +22,15 @@ CHANGEABLE = frozenset({"threads", "checkpoint_seconds", "track", "tensorboard",
 
 
 Config = TypeVar("Config", bound=BaseModel)
-_Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
+Share = Annotated[float, Field(ge=0.0, lt=1.0)]
+Rate = Annotated[float, Field(gt=0.0, le=10.0)]
+Decay = Annotated[float, Field(ge=0.0, le=10.0)]
+Epsilon = Annotated[float, Field(gt=0.0, le=1.0)]
+
+
+def later(default: object) -> Any:
+    """A field left out of a dump at its default: runs that were made before it stay the same."""
+    return Field(exclude_if=lambda value: value == default)
 
 
 class AdamWConfig(Settings):
@@ -33,10 +41,10 @@ class AdamWConfig(Settings):
 
     moments: ClassVar[int] = 2
     name: Literal["adamw"] = "adamw"
-    lr: float = Field(default=1e-3, gt=0.0, le=10.0)
-    betas: tuple[_Beta, _Beta] = (0.9, 0.95)
-    eps: float = Field(default=1e-8, gt=0.0, le=1.0)
-    weight_decay: float = Field(default=0.1, ge=0.0, le=10.0)
+    lr: Rate = 1e-3
+    betas: tuple[Share, Share] = (0.9, 0.95)
+    eps: Epsilon = 1e-8
+    weight_decay: Decay = 0.1
 
 
 class TigerConfig(Settings):
@@ -44,9 +52,9 @@ class TigerConfig(Settings):
 
     moments: ClassVar[int] = 1
     name: Literal["tiger"] = "tiger"
-    lr: float = Field(default=1e-3, gt=0.0, le=10.0)
-    beta: _Beta = 0.965
-    weight_decay: float = Field(default=0.01, ge=0.0, le=10.0)
+    lr: Rate = 1e-3
+    beta: Share = 0.965
+    weight_decay: Decay = 0.01
 
 
 class MuonConfig(Settings):
@@ -59,14 +67,12 @@ class MuonConfig(Settings):
 
     moments: ClassVar[int] = 1
     name: Literal["muon"] = "muon"
-    lr: float = Field(default=1e-3, gt=0.0, le=10.0)
-    momentum: _Beta = 0.95
-    betas: tuple[_Beta, _Beta] = (0.9, 0.95)
-    eps: float = Field(default=1e-8, gt=0.0, le=1.0)
-    weight_decay: float = Field(default=0.1, ge=0.0, le=10.0)
-    split: Annotated[
-        Literal["qkv", "heads"] | None, Field(exclude_if=lambda split: split is None)
-    ] = None
+    lr: Rate = 1e-3
+    momentum: Share = 0.95
+    betas: tuple[Share, Share] = (0.9, 0.95)
+    eps: Epsilon = 1e-8
+    weight_decay: Decay = 0.1
+    split: Annotated[Literal["qkv", "heads"] | None, later(None)] = None
 
 
 OptimiserConfig = Annotated[AdamWConfig | TigerConfig | MuonConfig, Field(discriminator="name")]
@@ -129,15 +135,10 @@ class LoopConfig(Settings):
     log_every: int = Field(default=1, ge=1)
     keep: tuple[int, ...] = ()
     inspect_every: int = Field(default=0, ge=0)
-    # Left out of a dump where they say nothing: runs that were made before them stay the same.
-    track: Annotated[TrackerName | None, Field(exclude_if=lambda name: name is None)] = None
-    parallel: Annotated[
-        Literal["ddp", "fsdp"], Field(exclude_if=lambda parallel: parallel == "ddp")
-    ] = "ddp"
-    qk_clip: Annotated[
-        float | None, Field(gt=0.0, le=1e6, exclude_if=lambda threshold: threshold is None)
-    ] = None
-    activation_checkpointing: Annotated[bool, Field(exclude_if=lambda on: not on)] = False
+    track: Annotated[TrackerName | None, later(None)] = None
+    parallel: Annotated[Literal["ddp", "fsdp"], later("ddp")] = "ddp"
+    qk_clip: Annotated[float | None, Field(gt=0.0, le=1e6), later(None)] = None
+    activation_checkpointing: Annotated[bool, later(False)] = False
     optimiser: OptimiserConfig = AdamWConfig()
     schedule: ScheduleConfig = ScheduleConfig()
 
@@ -156,34 +157,29 @@ class LoopConfig(Settings):
         return values
 
     @model_validator(mode="after")
-    def _check_steps(self) -> LoopConfig:
-        if self.schedule.warmup_steps > self.steps:
-            raise ValueError(
-                f"schedule.warmup_steps is {self.schedule.warmup_steps}, more than the "
-                f"{self.steps} steps of the whole training"
-            )
-        keep = list(self.keep)
-        if keep != sorted({step for step in keep if 1 <= step <= self.steps}):
-            raise ValueError(
-                f"keep names steps from 1 to {self.steps}, each once and rising, got {keep}"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _check_together(self) -> LoopConfig:
         """Raise where one setting leaves no room for another."""
+        warmup, keep = self.schedule.warmup_steps, list(self.keep)
         fsdp, clip, name = self.parallel == "fsdp", self.qk_clip is not None, self.optimiser.name
         for excluded, why in (
-            (fsdp and name != "adamw", f"a step of the optimiser {name} needs whole matrices"),
-            (fsdp and clip, "qk_clip needs whole heads"),
-            (fsdp and self.precision == "fp16", "the loss scale of fp16 needs whole gradients"),
-            (fsdp and self.compile, "under it nothing is compiled"),
-            (fsdp and bool(self.inspect_every), "under it no layer is inspected"),
-        ):
+            (warmup > self.steps, f"schedule.warmup_steps is {warmup}, more than the {self.steps} "
+             "steps of the whole training"),
+            (keep != sorted({step for step in keep if 1 <= step <= self.steps}),
+             f"keep names steps from 1 to {self.steps}, each once and rising, got {keep}"),
+            (fsdp and name != "adamw", f"parallel is fsdp, and a step of the optimiser {name} "
+             "needs whole matrices: expected ddp"),
+            (fsdp and clip, "parallel is fsdp, and qk_clip needs whole heads: expected ddp"),
+            (fsdp and self.precision == "fp16", "parallel is fsdp, and the loss scale of fp16 "
+             "needs whole gradients: expected ddp"),
+            (fsdp and self.compile, "parallel is fsdp, under which nothing is compiled: "
+             "expected ddp"),
+            (fsdp and bool(self.inspect_every), "parallel is fsdp, under which no layer is "
+             "inspected: expected ddp"),
+            (clip and self.compile, "qk_clip looks at logits, which a compiled model does not "
+             "show"),
+        ):  # fmt: skip
             if excluded:
-                raise ValueError(f"parallel is fsdp, and {why}: expected ddp")
-        if clip and self.compile:
-            raise ValueError("qk_clip looks at logits, which a compiled model does not show")
+                raise ValueError(why)
         for score in self.scores if clip else ():
             refuse_score(score)
         return self
@@ -207,6 +203,50 @@ class LoopConfig(Settings):
         return cls.parse(read_settings(expanded(path)), str(path))  # type: ignore[attr-defined,no-any-return]
 
 
+def multiplier(schedule: ScheduleConfig, step: int, steps: int) -> float:
+    """The share of the peak learning rate at `step` (1-based) of `steps`.
+
+    Warm-up: t/w for t ≤ w. Then 1, or floor + (1 − floor)·(1 + cos(π·(t − w)/(T − w)))/2, which is
+    1 at t = w and `floor` at the last step.
+    """
+    warmup = schedule.warmup_steps
+    if step <= warmup:
+        return step / warmup
+    if schedule.name == "constant":
+        return 1.0
+    progress = min(1.0, (step - warmup) / max(1, steps - warmup))
+    return schedule.floor + (1.0 - schedule.floor) * (1.0 + math.cos(math.pi * progress)) / 2.0
+
+
+def refuse_score(spec: ScoreSpec) -> None:
+    """Raise `InputError` where QK-Clip cannot bound the logits by making weights smaller."""
+    norms = spec.variant.query_norm(), spec.variant.key_norm()
+    for there, why in (
+        (norms != (None, None), "its norm undoes it"),
+        (spec.cap is not None, "its cap bends the logits"),
+        (spec.bias is not None, "its bias is part of the logits"),
+        (spec.forgets, "its forgetting is part of the logits"),
+        (spec.selection is not None, "what its first head selects is taken off the logits"),
+        (spec.residual is not None, "its logits are also those of the layers below"),
+        (getattr(spec.position, "widens", False), "it bends queries and keys"),
+    ):
+        if there:
+            raise InputError(f"qk_clip cannot bound the logits of {spec.name} by weights: {why}")
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """The object in a .json or .toml file; the configuration inside a run's config.json."""
+    if path.suffix not in (".json", ".toml"):
+        raise InputError(f"{path} is no configuration: expected a .json or .toml file")
+    values = read_json(path) if path.suffix == ".json" else read_toml(path)
+    if not isinstance(values, dict):
+        raise InputError(f"{path}: expected an object with settings, got {type(values).__name__}")
+    stored = values.get("config")
+    if values.keys() == {"format", "kind", "config"} and isinstance(stored, dict):
+        return stored
+    return values
+
+
 def _of_this_version(values: Any) -> Any:
     """Settings of earlier versions in the words of this one.
 
@@ -228,84 +268,35 @@ def _of_this_version(values: Any) -> Any:
     return values
 
 
-def refuse_score(spec: ScoreSpec) -> None:
-    """Raise `InputError` where QK-Clip cannot bound the logits by making weights smaller."""
-    norms = spec.variant.query_norm(), spec.variant.key_norm()
-    for there, why in (
-        (norms != (None, None), "its norm undoes it"),
-        (spec.cap is not None, "its cap bends the logits"),
-        (spec.bias is not None, "its bias is part of the logits"),
-        (spec.forgets, "its forgetting is part of the logits"),
-        (spec.selection is not None, "what its first head selects is taken off the logits"),
-        (spec.residual is not None, "its logits are also those of the layers below"),
-        (getattr(spec.position, "widens", False), "it bends queries and keys"),
-    ):
-        if there:
-            raise InputError(f"qk_clip cannot bound the logits of {spec.name} by weights: {why}")
-
-
-def multiplier(schedule: ScheduleConfig, step: int, steps: int) -> float:
-    """The share of the peak learning rate at `step` (1-based) of `steps`.
-
-    Warm-up: t/w for t ≤ w. Then 1, or floor + (1 − floor)·(1 + cos(π·(t − w)/(T − w)))/2, which is
-    1 at t = w and `floor` at the last step.
-    """
-    warmup = schedule.warmup_steps
-    if step <= warmup:
-        return step / warmup
-    if schedule.name == "constant":
-        return 1.0
-    progress = min(1.0, (step - warmup) / max(1, steps - warmup))
-    return schedule.floor + (1.0 - schedule.floor) * (1.0 + math.cos(math.pi * progress)) / 2.0
-
-
-def read_settings(path: Path) -> dict[str, Any]:
-    """The object in a .json or .toml file; the configuration inside a run's config.json."""
-    if path.suffix not in (".json", ".toml"):
-        raise InputError(f"{path} is no configuration: expected a .json or .toml file")
-    values = read_json(path) if path.suffix == ".json" else read_toml(path)
-    if not isinstance(values, dict):
-        raise InputError(f"{path}: expected an object with settings, got {type(values).__name__}")
-    stored = values.get("config")
-    if values.keys() == {"format", "kind", "config"} and isinstance(stored, dict):
-        return stored
-    return values
-
-
-def refuse_unknown(values: Mapping[str, Any], model: type[BaseModel], source: str) -> None:
-    """Raise `InputError` for the first field that `model` does not have, naming the nearest."""
-    _refuse(values, model, source, "", list(_paths(model)))
-
-
-def explain(error: ValidationError) -> str:
-    """The first thing that is wrong, as one sentence with the dotted field."""
-    first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"])
-    message = str(first["msg"]).removeprefix("Value error, ")
-    given = first["input"]
-    if first["type"] == "missing":
-        return f"{where} is missing"
-    if isinstance(given, str | int | float) and repr(given) not in message:
-        message = f"{message}, got {given!r}"
-    return f"{where}: {message}" if where else message
-
-
-def _refuse(
-    values: Mapping[str, Any], model: type[BaseModel], source: str, prefix: str, known: list[str]
+def refuse_unknown(
+    values: Mapping[str, Any],
+    model: type[BaseModel],
+    source: str,
+    prefix: str = "",
+    known: list[str] | None = None,
 ) -> None:
+    """Raise `InputError` for the first field that `model` does not have, naming the nearest.
+
+    `prefix` is where `values` stand in the whole, `known` every dotted field of it.
+    """
+    known = list(_paths(model)) if known is None else known
     for key, value in values.items():
-        name = f"{prefix}{key}"
-        field = model.model_fields.get(key)
+        name, field = f"{prefix}{key}", model.model_fields.get(key)
         if field is None:
             siblings = [f"{prefix}{sibling}" for sibling in model.model_fields]
             elsewhere = [path for path in known if path.rpartition(".")[2] == key]
             near = difflib.get_close_matches(name, siblings, n=1, cutoff=0.6) or elsewhere[:1]
             hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(siblings)}"
             raise InputError(f"{source}: unknown field {name}; {hint}")
-        if isinstance(value, Mapping):
-            inner = _model_for(field.annotation, value)
-            if inner is not None:
-                _refuse(value, inner, source, f"{name}.", known)
+        candidates = _models(field.annotation)
+        if isinstance(value, Mapping) and candidates:
+            # Of several classes the one of this name, or the first.
+            inner = candidates[0]
+            for candidate in candidates if len(candidates) > 1 else ():
+                own = candidate.model_fields.get("name")
+                if own is not None and own.default == value.get("name"):
+                    inner = candidate
+            refuse_unknown(value, inner, source, f"{name}.", known)
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:
@@ -315,16 +306,6 @@ def _models(annotation: Any) -> list[type[BaseModel]]:
     if get_origin(annotation) is dict:  # Its keys are no fields.
         return []
     return [model for part in get_args(annotation) for model in _models(part)]
-
-
-def _model_for(annotation: Any, value: Mapping[str, Any]) -> type[BaseModel] | None:
-    """The class that `value` means: of several, the one of its `name`, or the first."""
-    candidates = _models(annotation)
-    for candidate in candidates:
-        name = candidate.model_fields.get("name")
-        if len(candidates) > 1 and name is not None and name.default == value.get("name"):
-            return candidate
-    return candidates[0] if candidates else None
 
 
 def _paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:

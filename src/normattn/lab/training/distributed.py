@@ -66,15 +66,17 @@ class World:
             try:
                 outcome = [pickle.dumps((work(), None))]
             except BaseException as error:
-                failure, ours = error, isinstance(error, NormattnError)
-                said = str(error) if ours else f"the first process failed: {error!r}"
-                outcome = [pickle.dumps((None, (ours, said)))]
+                failure = error
+                if isinstance(error, NormattnError):
+                    copy: Exception = InputError(str(error))
+                else:
+                    copy = RuntimeError(f"the first process failed: {error!r}")
+                outcome = [pickle.dumps((None, copy))]
         dist.broadcast_object_list(outcome, src=0)
         result, problem = pickle.loads(outcome[0])  # Of our own process group.
         if problem is not None:
             dist.barrier()
-            ours, said = problem
-            raise failure or (InputError(said) if ours else RuntimeError(said))
+            raise failure or problem
         value: T = result
         return value
 
@@ -161,13 +163,6 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def all_finite(model: nn.Module) -> bool:
-    """Whether what this process holds of every parameter are finite numbers only."""
-    # Of a divided parameter (a DTensor) a process holds its part.
-    held = (getattr(p.detach(), "_local_tensor", p.detach()) for p in model.parameters())
-    return all(bool(torch.isfinite(part).all()) for part in held)
-
-
 class Parallel:
     """How a model lies on the processes, and how its state is written and read there.
 
@@ -191,23 +186,24 @@ class Parallel:
         return DistributedDataParallel(objective) if self._world.size > 1 else objective
 
     def unsynchronised(self, wrapped: nn.Module) -> AbstractContextManager[object]:
-        """For micro-batches before the step's last one: gradients are exchanged once a step."""
+        """For micro-batches before the step's last one: gradients are exchanged once a step.
+
+        Divided gradients are exchanged each time: to wait would hold all of them whole.
+        """
         return wrapped.no_sync() if isinstance(wrapped, DistributedDataParallel) else nullcontext()
 
     def average(self) -> None:
         """Exchange the gradients that the wrapper leaves out."""
-
-    def whole(self, value: Tensor) -> Tensor:
-        """A value computed from parameters or gradients, in one piece on every process."""
-        return value
 
     def due(self, asked: Callable[[], bool]) -> bool:
         """Whether to save now, by what the main process answers."""
         return self.writes and asked()
 
     def finite(self, model: nn.Module) -> bool:
-        """Whether every parameter holds finite numbers only."""
-        return all_finite(model)
+        """Whether what this process holds of every parameter are finite numbers only."""
+        # Of a divided parameter (a DTensor) a process holds its part.
+        held = (getattr(p.detach(), "_local_tensor", p.detach()) for p in model.parameters())
+        return all(bool(torch.isfinite(part).all()) for part in held)
 
     def save(
         self,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from normattn.io import explain_os_errors
 from normattn.lab.runs import Checkpoint, Checkpoints
-from normattn.lab.training.distributed import Parallel, World, all_finite
+from normattn.lab.training.distributed import Parallel, World
 from normattn.lab.training.state import read_shards
 from normattn.models.transformer import Blocks
 
@@ -71,10 +71,6 @@ class Sharded(Parallel):
         fully_shard(objective, mesh=mesh, ignored_params=whole)
         return objective
 
-    def unsynchronised(self, wrapped: nn.Module) -> AbstractContextManager[object]:
-        """Every micro-batch is exchanged: to wait would hold all gradients whole."""
-        return nullcontext()
-
     def average(self) -> None:
         """The gradients of single numbers, which FSDP2 does not divide."""
         gradients = [p.grad for p in self._numbers if p.grad is not None]
@@ -83,17 +79,13 @@ class Sharded(Parallel):
             for gradient, mean in zip(gradients, means, strict=True):
                 gradient.copy_(mean)
 
-    def whole(self, value: Tensor) -> Tensor:
-        """The value of all parts."""
-        return value.full_tensor() if isinstance(value, DTensor) else value
-
     def due(self, asked: Callable[[], bool]) -> bool:
         """The writing process's clock decides for all."""
         return self._world.any(self._world.main and asked())
 
     def finite(self, model: nn.Module) -> bool:
         """No process holds a part that is not."""
-        return not self._world.any(not all_finite(model))
+        return not self._world.any(not super().finite(model))
 
     def save(
         self,
@@ -155,7 +147,7 @@ class Sharded(Parallel):
         made: dict[Tensor, nn.Parameter] = {}
         for module, name, parameter in held:
             if parameter not in made:
-                full = self.whole(parameter.detach())
+                full = parameter.detach().full_tensor()
                 kept = full.cpu() if self._world.main else full.new_empty(0)
                 made[parameter] = nn.Parameter(kept, parameter.requires_grad)
             module._parameters[name] = made[parameter]

@@ -43,15 +43,13 @@ STATUS_SECONDS = 5.0
 # A checkpoint that takes long is written less often: at most this share of the time goes into it.
 CHECKPOINT_SHARE = 0.05
 
-OnStep = Callable[[StepReport], None]
-
 
 def train(
     make_task: Callable[[World], Task],
     config: LoopConfig,
     run: RunDirectory,
     *,
-    on_step: OnStep | None = None,
+    on_step: Callable[[StepReport], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
     callbacks: Sequence[Callback] = (),
     probes: Sequence[Probe] = (),
@@ -89,12 +87,13 @@ def train(
         request = stack.enter_context(StopRequest())
         torch.manual_seed(derive_seed(config.seed, "initialisation"))
         task = make_task(process)
-        stop = _Stop(request, should_stop)
+        stop = _Stop(process, request, should_stop)
         stepper = TrainStep(task, config, process, stop)
         stack.callback(stepper.close)
         if process.main and show_progress:
             followers.append(ProgressBar())
-        on_step, probes = (on_step, probes) if process.main else (None, ())
+        if not process.main:
+            on_step, probes = None, ()
         result = _Loop(stepper, run, stop, followers, probes, on_step, export_kept).run_to_end()
 
         def finish() -> None:
@@ -107,47 +106,6 @@ def train(
         return result
 
 
-class _Stop:
-    """A stop by signal, by `should_stop` or by a failure of this process, and a name for it."""
-
-    def __init__(self, request: StopRequest, should_stop: Callable[[], bool] | None) -> None:
-        self._request = request
-        self._should_stop = should_stop
-        self.failure: Exception | None = None
-
-    def __call__(self) -> bool:
-        if self.failure is not None:
-            return True
-        if self._request.by is None and self._should_stop is not None and self._should_stop():
-            self._request.by = "the caller's request"
-        return self._request.by is not None
-
-    @property
-    def by(self) -> str:
-        return self._request.by or "another process of the group"
-
-    def attempt(self, world: World, work: Callable[[], object]) -> None:
-        """Do what this process does while others go on.
-
-        Where there are others, an error stops all of them after the next step: they would wait.
-        """
-        try:
-            work()
-        except Exception as error:
-            if world.size == 1:
-                raise
-            self.failure = self.failure or error
-
-    def raise_failure(self, world: World) -> None:
-        """Raise on every process what went wrong on the first one, if anything did."""
-
-        def failed() -> None:
-            if self.failure is not None:
-                raise self.failure
-
-        world.on_main(failed)
-
-
 class _Loop:
     """One pass from the last checkpoint to the end."""
 
@@ -158,12 +116,12 @@ class _Loop:
         stop: _Stop,
         callbacks: Sequence[Callback],
         probes: Sequence[Probe],
-        on_step: OnStep | None,
+        on_step: Callable[[StepReport], None] | None,
         export_kept: Callable[[Task, int], None] | None,
     ) -> None:
         self.stepper, self.run, self.stop = stepper, run, stop
         self.config, self.world, self.task = stepper.config, stepper.world, stepper.task
-        self.parallel = stepper.parallel
+        self.parallel, self.steps = stepper.parallel, stepper.config.steps
         self.callbacks, self.on_step, self.export_kept = callbacks, on_step, export_kept
         names = [probe.name for probe in probes]
         if len(set(names)) != len(names):
@@ -171,32 +129,31 @@ class _Loop:
         self.probes = [(probe, MetricsLog(run.path / f"{probe.name}.jsonl")) for probe in probes]
         self.timing = MetricsLog(run.path / "timing.jsonl")
         self.logs = [run.metrics, *(log for _, log in self.probes)]
-        self.saved_step = 0
         self.last: StepReport | None = None
-        self._found: Checkpoint | None = None
 
     def run_to_end(self) -> TrainingResult:
         """Take the remaining steps."""
-        start = self._resume()
+        start = self.saved_step = self._resume()
         self.started, self.started_step = time.monotonic(), start
         self.status_due = self.started + STATUS_SECONDS
         self.save_due = self.started + self.config.checkpoint_seconds
-        attempt = partial(self.stop.attempt, self.world)
+        attempt = self.stop.attempt
         try:
             for callback in self.callbacks:
-                attempt(partial(callback.start, start, self.config.steps))
-            for step in range(start + 1, self.config.steps + 1):
+                attempt(callback.start, start, self.steps)
+            for step in range(start + 1, self.steps + 1):
                 values = self._take(step)
                 if not values.finite:
                     self._diverge(step, values)
-                attempt(partial(self._report, step, values))
+                attempt(self._report, step, values)
                 # Before any checkpoint of this step: a resumed run finds every kept model there.
-                if step in self.config.keep:
-                    self._keep(step)
-                if values.stop and step < self.config.steps:
+                if step in self.config.keep and self.export_kept is not None:
+                    with self.parallel.gathered(self.task.model):
+                        self.world.on_main(partial(self.export_kept, self.task, step))
+                if values.stop and step < self.steps:
                     self._interrupt(step)
-                attempt(partial(self._save_when_due, step))
-            self._save_for_all(self.config.steps)
+                attempt(self._save_when_due, step)
+            self._save_for_all(self.steps)
         finally:
             for callback in self.callbacks:
                 callback.stop()
@@ -205,57 +162,36 @@ class _Loop:
                     log.close()
         assert self.last is not None
         last = self.last
-        return TrainingResult(
-            self.run.path, self.config.steps, last.tokens, last.loss, last.metrics
-        )
-
-    def _take(self, step: int) -> StepValues:
-        """One step, with those probes around it that are due."""
-        with ExitStack() as stack:
-            due: list[tuple[MetricsLog, Callable[[], Mapping[str, Any]]]] = []
-
-            def enter() -> None:
-                for probe, log in self.probes:
-                    if probe.due(step, self.config.steps):
-                        due.append((log, stack.enter_context(probe.around(self.task, step))))
-
-            def read() -> None:
-                for log, line in due:
-                    log.append({"step": step, **line()})
-
-            self.stop.attempt(self.world, enter)
-            values = self.stepper.step(step)
-            if values.finite:
-                self.stop.attempt(self.world, read)
-        return values
+        return TrainingResult(self.run.path, self.steps, last.tokens, last.loss, last.metrics)
 
     def _resume(self) -> int:
         """Load the last whole checkpoint, bring the files in line with it; return its step."""
-        step, meta = self.world.on_main(self._prepare_files)
+        found: list[Checkpoint] = []
+        step, meta = self.world.on_main(lambda: self._prepare_files(found))
         if step > 0:
             # The writing process has read it already, to see whether it is whole.
-            checkpoint = self._found or self.run.checkpoints.load(step)
-            self._found = None
+            checkpoint = found[0] if found else self.run.checkpoints.load(step)
             tensors = self.parallel.load(checkpoint, self.task.model)
             unpack(tensors, self.task.model, self.stepper.optimiser)
             self.stepper.scaler.load_state_dict(meta.get("loss_scale", {}))
             self.last = StepReport(**meta["last"])
-        self.saved_step = step
         return step
 
-    def _prepare_files(self) -> tuple[int, dict[str, Any]]:
+    def _prepare_files(self, found: list[Checkpoint]) -> tuple[int, dict[str, Any]]:
         """On the writing process: pick the checkpoint, cut the metrics, record the environment."""
         run, config = self.run, self.config
-        checkpoint = self._found = run.checkpoints.latest()
+        checkpoint = run.checkpoints.latest()
         step, meta = (checkpoint.step, checkpoint.meta) if checkpoint else (0, {})
         run.checkpoints.set_aside_after(step)
         for log in self.logs:
             log.truncate_after(step)
-        if checkpoint and run.metrics.lines != meta["metrics_lines"]:
-            warn(
-                f"warning: {run.metrics.path} holds {run.metrics.lines} lines up to step {step}, "
-                f"but {meta['metrics_lines']} were written; the rest is lost"
-            )
+        if checkpoint:
+            found.append(checkpoint)
+            if run.metrics.lines != meta["metrics_lines"]:
+                warn(
+                    f"warning: {run.metrics.path} holds {run.metrics.lines} lines up to step "
+                    f"{step}, but {meta['metrics_lines']} were written; the rest is lost"
+                )
         current = describe_environment(
             device=str(self.world.device.type),
             precision=config.precision,
@@ -268,15 +204,35 @@ class _Loop:
                 f"warning: {run.path} resumes at step {step} in another environment "
                 f"({'; '.join(changed)}); its digits may differ from those of a run never stopped"
             )
-        run.set_status("running", step, config.steps)
+        run.set_status("running", step, self.steps)
         return step, meta
+
+    def _take(self, step: int) -> StepValues:
+        """One step, with those probes around it that are due."""
+        with ExitStack() as stack:
+            due: list[tuple[MetricsLog, Callable[[], Mapping[str, Any]]]] = []
+
+            def enter() -> None:
+                for probe, log in self.probes:
+                    if probe.due(step, self.steps):
+                        due.append((log, stack.enter_context(probe.around(self.task, step))))
+
+            def read() -> None:
+                for log, line in due:
+                    log.append({"step": step, **line()})
+
+            self.stop.attempt(enter)
+            values = self.stepper.step(step)
+            if values.finite:
+                self.stop.attempt(read)
+        return values
 
     def _report(self, step: int, values: StepValues) -> None:
         """Log a step and tell whoever listens."""
         seconds, per_step = time.monotonic() - self.started, self.task.tokens_per_step
         report = self.last = StepReport(
             step,
-            self.config.steps,
+            self.steps,
             values.loss,
             values.gradient_norm,
             values.learning_rate,
@@ -287,7 +243,7 @@ class _Loop:
         )
         if not self.world.main:
             return
-        if step % self.config.log_every == 0 or step in (1, self.config.steps):
+        if step % self.config.log_every == 0 or step in (1, self.steps):
             self.run.metrics.append(
                 {
                     "step": step,
@@ -303,25 +259,11 @@ class _Loop:
         if self.on_step is not None:
             self.on_step(report)
 
-    def _keep(self, step: int) -> None:
-        """Leave the model as it is now."""
-        export = self.export_kept
-        if export is not None:
-            with self.parallel.gathered(self.task.model):
-                self.world.on_main(lambda: export(self.task, step))
-
     def _save_when_due(self, step: int) -> None:
         if self.parallel.due(lambda: time.monotonic() >= self.save_due):
             self._save(step)
         elif self.world.main and time.monotonic() >= self.status_due:
             self._write_status(step)
-
-    def _write_status(self, step: int) -> None:
-        self.run.set_status("running", step, self.config.steps)
-        if self.last is not None:
-            pace = {"seconds": self.last.seconds, "tokens_per_second": self.last.tokens_per_second}
-            self.timing.append({"step": step, **{k: round(v, 3) for k, v in pace.items()}})
-        self.status_due = time.monotonic() + STATUS_SECONDS
 
     def _save(self, step: int) -> None:
         """Write the checkpoint of `step`, unless its weights are not finite.
@@ -333,7 +275,7 @@ class _Loop:
         if not self.parallel.finite(self.task.model):
             return
         before = time.monotonic()
-        self.stop.attempt(self.world, self._flush_logs)
+        self.stop.attempt(self._flush_logs)
         if not self.parallel.due(lambda: self.stop.failure is None):
             return
         assert self.last is not None
@@ -352,20 +294,27 @@ class _Loop:
 
     def _save_for_all(self, step: int) -> None:
         """Save, and raise on every process what the first one could not do."""
-        self.stop.attempt(self.world, lambda: self._save(step))
+        self.stop.attempt(self._save, step)
         self.parallel.settle()
-        self.stop.raise_failure(self.world)
+        self.stop.raise_failure()
 
     def _flush_logs(self) -> None:
         for log in self.logs:
             log.flush()
 
+    def _write_status(self, step: int) -> None:
+        self.run.set_status("running", step, self.steps)
+        if self.last is not None:
+            seconds, pace = round(self.last.seconds, 3), round(self.last.tokens_per_second, 3)
+            self.timing.append({"step": step, "seconds": seconds, "tokens_per_second": pace})
+        self.status_due = time.monotonic() + STATUS_SECONDS
+
     def _interrupt(self, step: int) -> None:
-        self.stop.raise_failure(self.world)
-        steps = self.config.steps
-        message = f"stopped by {self.stop.by} after step {step} of {steps}"
+        """Save, say why and stop."""
+        self.stop.raise_failure()
+        message = f"stopped by {self.stop.by} after step {step} of {self.steps}"
         self._save_for_all(step)
-        self.world.on_main(lambda: self.run.set_status("interrupted", step, steps, message))
+        self.world.on_main(lambda: self.run.set_status("interrupted", step, self.steps, message))
         raise Interrupted(f"{message}; rerun the command to resume from there")
 
     def _diverge(self, step: int, values: StepValues) -> None:
@@ -384,6 +333,50 @@ class _Loop:
         error = DivergedError(step, where, str(kept) if kept else None)
         if self.world.main:
             self._flush_logs()
-            steps, checkpoint = self.config.steps, error.checkpoint
-            self.run.write_status(RunStatus("diverged", step, steps, str(error), where, checkpoint))
+            self.run.write_status(
+                RunStatus("diverged", step, self.steps, str(error), where, error.checkpoint)
+            )
         raise error
+
+
+class _Stop:
+    """Whether to stop: after a signal, by `should_stop`, or after a failure of this process."""
+
+    def __init__(
+        self, world: World, request: StopRequest, should_stop: Callable[[], bool] | None
+    ) -> None:
+        self._world, self._request, self._should_stop = world, request, should_stop
+        self.failure: Exception | None = None
+
+    def __call__(self) -> bool:
+        if self.failure is not None:
+            return True
+        if self._request.by is None and self._should_stop is not None and self._should_stop():
+            self._request.by = "the caller's request"
+        return self._request.by is not None
+
+    @property
+    def by(self) -> str:
+        """Who asked."""
+        return self._request.by or "another process of the group"
+
+    def attempt(self, work: Callable[..., object], *arguments: Any) -> None:
+        """Do what this process does while others go on.
+
+        Where there are others, an error stops all of them after the next step: they would wait.
+        """
+        try:
+            work(*arguments)
+        except Exception as error:
+            if self._world.size == 1:
+                raise
+            self.failure = self.failure or error
+
+    def raise_failure(self) -> None:
+        """Raise on every process what went wrong on the first one, if anything did."""
+
+        def failed() -> None:
+            if self.failure is not None:
+                raise self.failure
+
+        self._world.on_main(failed)

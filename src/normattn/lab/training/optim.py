@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
@@ -16,7 +16,6 @@ from normattn.errors import InputError
 from normattn.lab.training.config import AdamWConfig, MuonConfig, OptimiserConfig, TigerConfig
 from normattn.layers import Attention, CrossAttention, GatedAttentionUnit
 
-Kind = Literal["matrix", "embedding", "vector"]
 Named = dict[str, nn.Parameter]
 _VECTOR_NAMES = frozenset({"gain", "bias", "gamma", "beta", "scale", "alpha"})
 
@@ -25,9 +24,9 @@ _VECTOR_NAMES = frozenset({"gain", "bias", "gamma", "beta", "scale", "alpha"})
 class ParameterGroups:
     """Named parameters by kind, each once (a tied one where it is met first), in model order."""
 
-    matrices: dict[str, nn.Parameter]
-    embeddings: dict[str, nn.Parameter]
-    vectors: dict[str, nn.Parameter]
+    matrices: Named
+    embeddings: Named
+    vectors: Named
 
     def items(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Every (name, parameter): matrices, embeddings, vectors."""
@@ -48,16 +47,11 @@ def group_parameters(model: nn.Module) -> ParameterGroups:
             continue
         if id(parameter) in embeddings:
             groups.embeddings[name] = parameter
-        elif parameter.ndim < 2 or _is_vector(name):
-            groups.vectors[name] = parameter
-        else:
-            groups.matrices[name] = parameter
+            continue
+        *path, last = name.split(".")
+        named = "score" in path or not _VECTOR_NAMES.isdisjoint(last.split("_"))
+        (groups.vectors if named or parameter.ndim < 2 else groups.matrices)[name] = parameter
     return groups
-
-
-def _is_vector(name: str) -> bool:
-    *path, last = name.split(".")
-    return "score" in path or not _VECTOR_NAMES.isdisjoint(last.split("_"))
 
 
 class Optimiser:
@@ -280,35 +274,24 @@ class Tiger(torch.optim.Optimizer):
         for name, parameter in groups.matrices.items():
             if not parameter.any():
                 raise InputError(f"Tiger cannot train {name}: it is all zero, and so is its step")
-        kinds: list[tuple[Kind, Named, float]] = [
-            ("matrix", groups.matrices, weight_decay),
-            ("embedding", groups.embeddings, weight_decay),
-            ("vector", groups.vectors, 0.0),
-        ]
         params = [
             {"params": list(members.values()), "kind": kind, "weight_decay": decay}
-            for kind, members, decay in kinds
+            for kind, members, decay in (
+                ("matrix", groups.matrices, weight_decay),
+                ("embedding", groups.embeddings, weight_decay),
+                ("vector", groups.vectors, 0.0),
+            )
             if members
         ]
-        defaults = {"lr": lr, "beta": beta, "weight_decay": weight_decay, "kind": "matrix"}
-        super().__init__(params, defaults)
+        super().__init__(params, {"lr": lr, "beta": beta, "weight_decay": weight_decay})
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Move every parameter that has a gradient; the loss of `closure`, where it is given."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Move every parameter that has a gradient."""
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             if parameters:
                 self._update(parameters, group)
-        return loss
 
     def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         for parameter in parameters:

@@ -163,7 +163,9 @@ class TrainStep:
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         for member, _ in self.optimiser.members:
             self.scaler.unscale_(member)
-        norm = self.parallel.whole(torch.nn.utils.get_total_norm(gradients))
+        norm: Any = torch.nn.utils.get_total_norm(gradients)
+        if hasattr(norm, "full_tensor"):  # Of gradients that processes hold parts of.
+            norm = norm.full_tensor()
         names = list(means)
         stop = torch.full((), float(self._stop_asked()), device=norm.device)
         row = self.world.mean(torch.stack([stop, *(means[name].float() for name in names)]))

@@ -24,20 +24,16 @@ class Task(Protocol):
     @property
     def model(self) -> nn.Module:
         """The module that is trained and checkpointed."""
-        ...
 
     @property
     def tokens_per_step(self) -> int:
         """Targets in the global batch, for the rates shown."""
-        ...
 
     def batch(self, step: int, shard: int, shards: int, /) -> Any:
         """Shard `shard` of `shards` of the global batch of `step` (from 1), on the CPU."""
-        ...
 
     def loss(self, batch: Any, /) -> tuple[Tensor, Mapping[str, Tensor]]:
         """The mean loss () of a batch on the model's device, and other () means to log."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,15 +72,12 @@ class Callback(Protocol):
 
     def start(self, done: int, steps: int) -> None:
         """Training begins after `done` of `steps` steps."""
-        ...
 
     def step(self, report: StepReport) -> None:
         """A step is done."""
-        ...
 
     def stop(self) -> None:
         """Training ended, for whatever reason."""
-        ...
 
 
 @runtime_checkable
@@ -99,13 +92,11 @@ class Probe(Protocol):
 
     def due(self, step: int, steps: int) -> bool:
         """Whether to look at `step` of `steps`."""
-        ...
 
     def around(
         self, task: Task, step: int
     ) -> AbstractContextManager[Callable[[], Mapping[str, Any]]]:
         """Entered before the step and left after it; gives what reads the line, asked after it."""
-        ...
 
 
 def derive_seed(*parts: int | str) -> int:

@@ -7,9 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from normattn.errors import InputError
 from normattn.io import write_json
 from normattn.lab.data.relations import (
@@ -83,10 +80,6 @@ class ClassificationWorkload(Workload[ClassificationConfig, RelationData]):
         """Documents with their padding and labels."""
         return RelationBatches(data.train, len(data.labels), data.pad, config.batch_size, seed)
 
-    def tensors(self, rows: Any) -> tuple[Tensor, ...]:
-        """Ids (b, t), padding (b, t) and labels (b, k)."""
-        return tuple(map(torch.from_numpy, (rows.ids, rows.padding, rows.labels)))
-
     def loss(self, config: ClassificationConfig, model: Any, batch: Any, shards: int) -> Loss:
         """Binary cross-entropy in nats, the mean over documents and labels."""
         return model.loss(*batch), {}
@@ -96,10 +89,10 @@ class ClassificationWorkload(Workload[ClassificationConfig, RelationData]):
         mean: float = batches.mean_tokens
         return round(config.batch_size * mean)
 
-    def work(self, config: ClassificationConfig) -> tuple[int, float]:
-        """Every token of every step, for documents of a nominal length."""
+    def work(self, config: ClassificationConfig) -> tuple[float, float]:
+        """Every token, for documents of a nominal length."""
         length = min(NOMINAL_LENGTH, config.data.max_tokens)
-        tokens = config.steps * config.batch_size * length
+        tokens = config.batch_size * length
         return tokens, tokens * stack_flops(config.model, length).training
 
     def leave(self, data: RelationData, out: Path) -> None:

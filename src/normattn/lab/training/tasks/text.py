@@ -118,7 +118,6 @@ class TextWorkload(Workload[Config, TokenData]):
 
     # The weights decide where a continued run starts; their folder may move.
     changeable = CHANGEABLE | {"continued.start"}
-
     prepare_data = staticmethod(prepare_tokens)
     look_for_data = staticmethod(look_for_tokens)
 
@@ -128,10 +127,7 @@ class TextWorkload(Workload[Config, TokenData]):
         return model
 
     def check(self, config: Any, data: TokenData, shards: int) -> None:
-        """Every micro-batch must have as many sequences, each no longer than the corpus.
-
-        A continued model must have been trained with the same tokeniser.
-        """
+        """A continued model must have been trained with the same tokeniser."""
         refuse_other_tokeniser(config.continued, data)
         super().check(config, data, shards)
 
@@ -158,13 +154,9 @@ class CausalWorkload(TextWorkload[TrainingConfig]):
         result = model.loss(batch)
         return result.loss, {"accuracy": result.correct / batch[:, 1:].numel()}
 
-    def tokens_per_step(self, config: TrainingConfig, batches: Any) -> int:
-        """Targets in the global batch."""
-        return config.batch_size * config.sequence_length
-
-    def work(self, config: TrainingConfig) -> tuple[int, float]:
-        """Every target of every step."""
-        tokens = config.steps * config.batch_size * config.sequence_length
+    def work(self, config: TrainingConfig) -> tuple[float, float]:
+        """Every target."""
+        tokens = config.batch_size * config.sequence_length
         return tokens, tokens * flops_per_token(config.model, config.sequence_length).training
 
 
@@ -189,19 +181,13 @@ class MaskedWorkload(TextWorkload[MaskedConfig]):
         named = {f"accuracy_exit_{layer}": hits for layer, hits in enumerate(exits, start=1)}
         return result.loss, {"accuracy": result.correct / result.tokens, **named}
 
-    def tokens_per_step(self, config: MaskedConfig, batches: Any) -> int:
-        """Tokens that are read in the global batch; a share of them are targets."""
-        return config.batch_size * config.model.train_length
-
-    def work(self, config: MaskedConfig) -> tuple[int, float]:
+    def work(self, config: MaskedConfig) -> tuple[float, float]:
         """Every token that is read; the head, and those of the exits, see the chosen ones."""
-        model, length = config.model, config.model.train_length
-        rows = config.steps * config.batch_size
+        model, length, rows = config.model, config.model.train_length, config.batch_size
         chosen = config.masking.of(model.vocab_size).chosen(length)
-        heads = 1 + (model.layers - 1 if model.exits else 0)
+        heads = model.layers if model.exits else 1
         head = 3 * 2.0 * model.vocab_size * model.dim * heads
-        flops = rows * (length * stack_flops(model, length).training + chosen * head)
-        return rows * length, flops
+        return rows * length, rows * (length * stack_flops(model, length).training + chosen * head)
 
 
 def train_causal(config: TrainingConfig, out: Path | str, **choices: Any) -> TrainingResult:

@@ -80,15 +80,10 @@ class VisionWorkload(Workload[VisionTrainingConfig, ImageData]):
         result = model.loss(images, labels)
         return result.loss, {"accuracy": result.correct / len(labels)}
 
-    def tokens_per_step(self, config: VisionTrainingConfig, batches: Any) -> int:
-        """Tokens that the blocks read in the global batch."""
-        return config.batch_size * config.model.tokens
-
-    def work(self, config: VisionTrainingConfig) -> tuple[int, float]:
+    def work(self, config: VisionTrainingConfig) -> tuple[float, float]:
         """Every token of every image."""
-        images = config.steps * config.batch_size
-        flops = images * flops_per_image(config.model).training
-        return images * config.model.tokens, flops
+        images = config.batch_size
+        return images * config.model.tokens, images * flops_per_image(config.model).training
 
 
 train_vision = partial(train_workload, VisionWorkload())

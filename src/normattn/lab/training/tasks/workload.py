@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -14,17 +15,17 @@ from torch.utils._pytree import tree_map
 
 from normattn.errors import InputError
 from normattn.lab.runs import RunDirectory, read_metrics
-from normattn.lab.training.config import CHANGEABLE, LoopConfig, explain
+from normattn.lab.training.config import CHANGEABLE, LoopConfig
 from normattn.lab.training.distributed import World, world
 from normattn.lab.training.init_from import KEPT, begin_corpus
-from normattn.lab.training.loop import OnStep, train
+from normattn.lab.training.loop import train
 from normattn.lab.training.planning import Cost, check_memory
-from normattn.lab.training.task import Callback, Probe, TrainingResult, derive_seed
+from normattn.lab.training.task import TrainingResult, derive_seed
 from normattn.models.config import StackConfig
 from normattn.models.flops import planned_parameters
 from normattn.models.pretrained import check_weights, save_model
 from normattn.score import ScoreSpec
-from normattn.settings import Settings
+from normattn.settings import Settings, explain
 from normattn.terminal import warn
 
 MODEL = "model"
@@ -103,34 +104,6 @@ class BatchTrainingConfig(ModelTrainingConfig):
         return self
 
 
-class ModelTask(Generic[Config]):
-    """A model with its batches and loss, as the loop trains it (`task.Task`)."""
-
-    def __init__(
-        self,
-        workload: Workload[Config, Any],
-        config: Config,
-        model: nn.Module,
-        batches: Any,
-        shards: int,
-    ) -> None:
-        self.config, self.model = config, model
-        self._workload, self._batches, self._shards = workload, batches, shards
-
-    @property
-    def tokens_per_step(self) -> int:
-        """Targets in the global batch, for the rates shown."""
-        return self._workload.tokens_per_step(self.config, self._batches)
-
-    def batch(self, step: int, shard: int, shards: int) -> Any:
-        """Shard `shard` of `shards` of the global batch of `step`, as tensors on the CPU."""
-        return self._workload.tensors(self._batches.batch(step, shard, shards))
-
-    def loss(self, batch: Any) -> Loss:
-        """The mean loss () in nats of a batch, and other () means to log."""
-        return self._workload.loss(self.config, self.model, batch, self._shards)
-
-
 class Workload(ABC, Generic[Config, Data]):
     """One kind of training: its data, its model and loss, and what is left at the end.
 
@@ -145,6 +118,33 @@ class Workload(ABC, Generic[Config, Data]):
     look_for_data: ClassVar[Any]
     changeable: ClassVar[frozenset[str]] = CHANGEABLE
 
+    @abstractmethod
+    def batches(self, config: Config, data: Data, seed: int) -> Any:
+        """Batches with `batch(step, shard, shards)`, which gives arrays by a step alone.
+
+        Raises `InputError` for data that gives none.
+        """
+
+    @abstractmethod
+    def loss(self, config: Config, model: Any, batch: Any, shards: int) -> Loss:
+        """The mean loss () in nats of a batch, one of `shards`, and other () means to log."""
+
+    @abstractmethod
+    def work(self, config: Config) -> tuple[float, float]:
+        """The tokens of a step, and its floating-point operations, before data is prepared."""
+
+    def tokens_per_step(self, config: Config, batches: Any) -> int:
+        """Targets in the global batch, on average."""
+        return round(self.work(config)[0])
+
+    def leave(self, data: Data, out: Path) -> None:
+        """Leave in the run's directory what a reader of the model needs beside it."""
+
+    def make_model(self, config: Config) -> nn.Module:
+        """The model that training begins with."""
+        model: nn.Module = self.model_class(config.model)
+        return model
+
     def prepare(self, config: Config) -> Data:
         """The data, from its cache where there is one; `InputError` for data that cannot be."""
         data: Data = self.prepare_data(config.data)
@@ -157,40 +157,12 @@ class Workload(ABC, Generic[Config, Data]):
         """
         return tuple(self.look_for_data(config.data) or ())
 
-    def make_model(self, config: Config) -> nn.Module:
-        """The model that training begins with."""
-        model: nn.Module = self.model_class(config.model)
-        return model
-
-    @abstractmethod
-    def batches(self, config: Config, data: Data, seed: int) -> Any:
-        """Batches with `batch(step, shard, shards)`, which gives arrays by a step alone.
-
-        Raises `InputError` for data that gives none.
-        """
-
-    def tensors(self, rows: Any) -> Any:
-        """What `batches` gives, as tensors."""
-        return tree_map(torch.as_tensor, rows)
-
-    @abstractmethod
-    def loss(self, config: Config, model: Any, batch: Any, shards: int) -> Loss:
-        """The mean loss () in nats of a batch, one of `shards`, and other () means to log."""
-
-    @abstractmethod
-    def tokens_per_step(self, config: Config, batches: Any) -> int:
-        """Targets in the global batch, on average."""
-
-    @abstractmethod
-    def work(self, config: Config) -> tuple[int, float]:
-        """The tokens of the whole training, and its floating-point operations."""
-
     def cost(self, config: Config) -> Cost:
         """What the whole training takes."""
-        tokens, flops = self.work(config)
+        tokens, flops = (config.steps * each for each in self.work(config))
         parameters = planned_parameters(self.model_class, config.model)
         kept = config.model.dim * config.model.layers
-        return Cost(trained=tokens, flops=flops, parameters=parameters, kept=kept)
+        return Cost(trained=round(tokens), flops=flops, parameters=parameters, kept=kept)
 
     def check(self, config: Config, data: Data, shards: int) -> None:
         """Raise `InputError` for what cannot be trained, before the run directory is made."""
@@ -208,35 +180,41 @@ class Workload(ABC, Generic[Config, Data]):
         model = self.make_model(config).to(device)
         return ModelTask(self, config, model, self._batches(config, data), shards)
 
-    def leave(self, data: Data, out: Path) -> None:
-        """Leave in the run's directory what a reader of the model needs beside it."""
-
-    def export(self, task: Any, data: Data, out: Path) -> None:
-        """Leave the trained model, and what reads it needs, in the run's directory."""
-        self.leave(data, out)
-        save_model(task.model, out / MODEL)
-
     def _batches(self, config: Config, data: Data) -> Any:
         return self.batches(config, data, derive_seed(config.seed, "batches"))
 
 
+class ModelTask(Generic[Config]):
+    """A model with its batches and loss, as the loop trains it (`task.Task`)."""
+
+    def __init__(
+        self,
+        workload: Workload[Config, Any],
+        config: Config,
+        model: nn.Module,
+        batches: Any,
+        shards: int,
+    ) -> None:
+        self.config, self.model = config, model
+        self._batches = batches
+        self.tokens_per_step = workload.tokens_per_step(config, batches)
+        self.loss = partial(workload.loss, config, model, shards=shards)
+
+    def batch(self, step: int, shard: int, shards: int) -> Any:
+        """Shard `shard` of `shards` of the global batch of `step`, as tensors on the CPU."""
+        return tree_map(torch.as_tensor, self._batches.batch(step, shard, shards))
+
+
 def train_workload(
-    workload: Workload[Any, Any],
-    config: LoopConfig,
-    out: Path | str,
-    *,
-    on_step: OnStep | None = None,
-    should_stop: Callable[[], bool] | None = None,
-    show_progress: bool = True,
-    callbacks: Sequence[Callback] = (),
-    probes: Sequence[Probe] = (),
+    workload: Workload[Any, Any], config: LoopConfig, out: Path | str, **choices: Any
 ) -> TrainingResult:
     """Train what `config` says in the run directory `out`, or resume it where it was stopped.
 
-    At the end `out/model/` holds the trained model (config.json, model.safetensors), beside it what
-    the workload leaves; `out/kept/step-N/` the models of `config.keep`. A finished run is returned
-    at once. Raises as `train` does, and `InputError` for unusable data, a directory of another run
-    and a training that cannot fit into memory.
+    `choices` are those of `train`: `on_step`, `should_stop`, `show_progress`, `callbacks`,
+    `probes`. At the end `out/model/` holds the trained model (config.json, model.safetensors),
+    beside it what the workload leaves; `out/kept/step-N/` the models of `config.keep`. A finished
+    run is returned at once. Raises as `train` does, and `InputError` for unusable data, a directory
+    of another run and a training that cannot fit into memory.
     """
     out = Path(out)
 
@@ -258,18 +236,15 @@ def train_workload(
             this_process.on_main(lambda: begin_corpus(data, out))
             return workload.task(config, data, this_process.device, shards)
 
-        return train(
-            make_task,
-            config,
-            opened(),
-            on_step=on_step,
-            should_stop=should_stop,
-            callbacks=callbacks,
-            probes=probes,
-            show_progress=show_progress,
-            export=lambda task: workload.export(task, data, out),
-            export_kept=lambda task, step: save_model(task.model, kept_model(out, step)),
-        )
+        def export(task: Any) -> None:
+            workload.leave(data, out)
+            save_model(task.model, out / MODEL)
+
+        def export_kept(task: Any, step: int) -> None:
+            save_model(task.model, kept_model(out, step))
+
+        export_both = {"export": export, "export_kept": export_kept}
+        return train(make_task, config, opened(), **export_both, **choices)
 
 
 def kept_model(run: Path, step: int) -> Path:
@@ -288,15 +263,12 @@ def _finished(run: RunDirectory) -> TrainingResult | None:
         return None
     if status is None or status.state != "finished":
         return None
-    records, problem = read_metrics(run.metrics.path), ""
-    if not records or not (run.path / MODEL).is_dir():
-        problem = "its metrics.jsonl or model is gone"
-    else:
-        try:
-            check_weights(run.path / MODEL)
-        except InputError as error:
-            problem = str(error)
-    if problem:
+    records, problem = read_metrics(run.metrics.path), "its metrics.jsonl is gone"
+    try:
+        check_weights(run.path / MODEL)
+    except InputError as error:
+        records, problem = [], str(error)
+    if not records:
         raise InputError(
             f"the run in {run.path} is marked as finished, but {problem}; delete its status.json "
             "to resume from the last checkpoint"
