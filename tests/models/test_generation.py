@@ -23,9 +23,8 @@ LOGITS = torch.tensor([[0.1, 0.4, 0.05, 0.2, 0.25]], dtype=torch.float64).log() 
 def _model() -> CausalLM:
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"dim": 16, "layers": 2, "heads": 2, "train_length": 6}
-    config = CausalLMConfig(
-        vocab_size=VOCABULARY, **sizes, score="KNA-logn", tie_head=False, init_std=1.0
-    )
+    sizes["score"] = "KNA-logn"
+    config = CausalLMConfig(vocab_size=VOCABULARY, **sizes, tie_head=False, init_std=1.0)
     return CausalLM(config).double().eval()
 
 

@@ -41,11 +41,13 @@ class Classifier(TokenModel):
         """The logits of every label; `key_padding` is True where a token is padding."""
         x = self.read(ids, AttentionContext(key_padding, causal=False, backend=backend))
         if key_padding is None:
-            return self.head(x.mean(1))
-        # Not a product: what stands at padding may be anything, and 0 · inf is no number.
-        total = torch.where(key_padding[..., None], 0.0, x).sum(1)
-        count = (~key_padding).to(x.dtype).sum(1, keepdim=True).clamp(min=1)
-        return self.head(total / count)
+            mean = x.mean(1)
+        else:
+            # Not a product: what stands at padding may be anything, and 0 · inf is no number.
+            total = torch.where(key_padding[..., None], 0.0, x).sum(1)
+            mean = total / (~key_padding).to(x.dtype).sum(1, keepdim=True).clamp(min=1)
+        logits: Tensor = self.head(mean)
+        return logits
 
     def loss(
         self,

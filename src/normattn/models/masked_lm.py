@@ -60,7 +60,8 @@ class Exit(nn.Module):
 
     def forward(self, x: Float[Tensor, "... d"]) -> Float[Tensor, "... d"]:
         """The vector for the head."""
-        return self.linear(self.norm(x))
+        y: Tensor = self.linear(self.norm(x))
+        return y
 
 
 class MaskedLM(TokenModel):

@@ -95,7 +95,8 @@ class TokenModel(nn.Module):
             if after is not None:
                 after(-1, x)
             x = self.blocks(x, context, caches, after)
-            return x if self.final_norm is None else self.final_norm(x)
+            last: Tensor = x if self.final_norm is None else self.final_norm(x)
+            return last
 
 
 class Blocks(nn.ModuleList):

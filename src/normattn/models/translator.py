@@ -145,7 +145,8 @@ class Translator(nn.Module):
             x = self.decoder(x, own, caches, memories=encoded.memories, across=across)
             if cache is not None:
                 cache.done(target.shape[1])
-            return x if self.decoder_norm is None else self.decoder_norm(x)
+            last: Tensor = x if self.decoder_norm is None else self.decoder_norm(x)
+            return last
 
     def new_cache(self, max_length: int | None = None) -> ModelCache:
         """An empty cache of the decoder's self-attention; see `CausalLM.new_cache`."""

@@ -81,7 +81,8 @@ class VisionTransformer(nn.Module):
         self, images: Float[Tensor, "b c h w"], backend: str = "auto"
     ) -> Float[Tensor, "b k"]:
         """The logits of the classes."""
-        return self.head(self.features(images, backend=backend))
+        logits: Tensor = self.head(self.features(images, backend=backend))
+        return logits
 
     def features(
         self,

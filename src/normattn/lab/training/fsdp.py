@@ -147,7 +147,8 @@ class Sharded(Parallel):
         made: dict[Tensor, nn.Parameter] = {}
         for module, name, parameter in held:
             if parameter not in made:
-                full = parameter.detach().full_tensor()
+                part: Any = parameter.detach()
+                full = part.full_tensor()
                 kept = full.cpu() if self._world.main else full.new_empty(0)
                 made[parameter] = nn.Parameter(kept, parameter.requires_grad)
             module._parameters[name] = made[parameter]

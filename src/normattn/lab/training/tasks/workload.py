@@ -243,8 +243,8 @@ def train_workload(
         def export_kept(task: Any, step: int) -> None:
             save_model(task.model, kept_model(out, step))
 
-        export_both = {"export": export, "export_kept": export_kept}
-        return train(make_task, config, opened(), **export_both, **choices)
+        choices |= {"export": export, "export_kept": export_kept}
+        return train(make_task, config, opened(), **choices)
 
 
 def kept_model(run: Path, step: int) -> Path:
