@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,34 +39,32 @@ class Counting:
             handle.remove()
 
 
-def test_a_probe_sees_the_step_and_the_model_after_it(tmp_path: Path) -> None:
-    assert isinstance(Counting(), Probe)
+def run(path: Path, stop: int | None = None) -> list[dict[str, Any]]:
     settings = config(steps=10, checkpoint_seconds=0.0)
-    train(ToyTask, settings, open_run(tmp_path, settings), probes=[Counting()])
-    lines = read_metrics(tmp_path / "looks.jsonl")
+    steps = itertools.count(1)
+    train(
+        ToyTask,
+        settings,
+        open_run(path, settings),
+        probes=[Counting()],
+        should_stop=lambda: next(steps) == stop,
+        show_progress=False,
+    )
+    return read_metrics(path / "looks.jsonl")
+
+
+def test_a_probe_sees_the_step_and_the_model_after_it_stopped_or_not(tmp_path: Path) -> None:
+    assert isinstance(Counting(), Probe)
+    lines = run(tmp_path / "whole")
     assert [line["step"] for line in lines] == [4, 8, 10]
     assert {line["calls"] for line in lines} == {1}
     assert len({line["weight"] for line in lines}) == 3
-
-
-def test_a_stopped_run_leaves_the_same_lines(tmp_path: Path) -> None:
-    settings = config(steps=10, checkpoint_seconds=0.0)
-    train(ToyTask, settings, open_run(tmp_path / "whole", settings), probes=[Counting()])
     for stop in (5, 8):
-        run = tmp_path / f"stopped-{stop}"
-        seen: list[int] = []
         with pytest.raises(Interrupted):
-            train(
-                ToyTask,
-                settings,
-                open_run(run, settings),
-                probes=[Counting()],
-                on_step=lambda report, seen=seen: seen.append(report.step),  # type: ignore[misc]
-                should_stop=lambda seen=seen, stop=stop: len(seen) >= stop,  # type: ignore[misc]
-            )
-        train(ToyTask, settings, open_run(run, settings), probes=[Counting()])
+            run(tmp_path / f"{stop}", stop)
+        run(tmp_path / f"{stop}")
         whole = (tmp_path / "whole" / "looks.jsonl").read_bytes()
-        assert (run / "looks.jsonl").read_bytes() == whole
+        assert (tmp_path / f"{stop}" / "looks.jsonl").read_bytes() == whole
 
 
 def test_two_probes_of_one_name_are_refused(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from normattn.lab.training.config import AdamWConfig, LoopConfig, ScheduleConfig, TigerConfig
 from normattn.lab.training.loop import train
-from normattn.lab.training.optim import Tiger
 from normattn.lab.training.task import Callback, StepReport, Task, TrainingResult
 from normattn.lab.training.tasks.text import (
     CausalWorkload,
@@ -23,7 +22,6 @@ __all__ = [
     "ScheduleConfig",
     "StepReport",
     "Task",
-    "Tiger",
     "TigerConfig",
     "TrainingConfig",
     "TrainingResult",

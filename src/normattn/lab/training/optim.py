@@ -114,7 +114,7 @@ def make_optimiser(model: nn.Module, config: OptimiserConfig) -> Optimiser:
     if not names:
         raise InputError("the model has no trainable parameter")
     if isinstance(config, TigerConfig):
-        return Optimiser([(Tiger(groups, config.lr, config.beta, config.weight_decay), names)])
+        return Optimiser([(Tiger(groups, config), names)])
     if isinstance(config, MuonConfig):
         return Optimiser(_muon(model, groups, config))
     decayed, plain = {**groups.matrices, **groups.embeddings}, groups.vectors
@@ -253,37 +253,24 @@ class Tiger(torch.optim.Optimizer):
 
     η_θ = η·RMS(θ) for a matrix, η·RMS(row) for each row of an embedding, η/2 and no decay for gains
     and biases. One state tensor per parameter. A matrix that is all zero has RMS 0 and never moves,
-    so nothing trained with Tiger may start from zero but gains and biases. Source: kexue 9512.
-
-    `lr` > 0 (relative to the size of a parameter), `beta` in [0, 1), `weight_decay` ≥ 0.
-    Raises `InputError` for a value outside these ranges, or when a matrix is all zero.
+    so nothing trained with Tiger may start from zero but gains and biases: `InputError` where one
+    does. Source: kexue 9512.
     """
 
-    def __init__(
-        self,
-        groups: ParameterGroups,
-        lr: float = 1e-3,
-        beta: float = 0.965,
-        weight_decay: float = 0.01,
-    ) -> None:
-        if not lr > 0.0 or not 0.0 <= beta < 1.0 or weight_decay < 0.0:
-            raise InputError(
-                f"Tiger needs lr > 0, 0 ≤ beta < 1 and weight_decay ≥ 0; got lr={lr}, "
-                f"beta={beta}, weight_decay={weight_decay}"
-            )
+    def __init__(self, groups: ParameterGroups, config: TigerConfig) -> None:
         for name, parameter in groups.matrices.items():
             if not parameter.any():
                 raise InputError(f"Tiger cannot train {name}: it is all zero, and so is its step")
         params = [
             {"params": list(members.values()), "kind": kind, "weight_decay": decay}
             for kind, members, decay in (
-                ("matrix", groups.matrices, weight_decay),
-                ("embedding", groups.embeddings, weight_decay),
+                ("matrix", groups.matrices, config.weight_decay),
+                ("embedding", groups.embeddings, config.weight_decay),
                 ("vector", groups.vectors, 0.0),
             )
             if members
         ]
-        super().__init__(params, {"lr": lr, "beta": beta, "weight_decay": weight_decay})
+        super().__init__(params, {"lr": config.lr, "beta": config.beta})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
