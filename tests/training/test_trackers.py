@@ -18,22 +18,21 @@ from normattn.lab.training.loop import train
 
 from .toy import ToyTask, config
 
-NAMES = {"train/loss", "train/gradient_norm", "train/learning_rate", "train/tokens_per_second"}
+NAMES = {
+    *("train/loss", "train/accuracy", "train/gradient_norm", "train/learning_rate"),
+    "train/tokens_per_second",
+}
 STEPS = 12
 
 
-def opened(path: Path, settings: LoopConfig) -> RunDirectory:
-    return RunDirectory.open(path, settings, "toy", changeable=CHANGEABLE)
-
-
-def trained(path: Path, tracker: str | None, until: int = STEPS, **changes: object) -> None:
+def trained(path: Path, tracker: str | None, until: int = STEPS) -> None:
     """Train with a tracker; up to `until`, where it is stopped by request."""
-    settings = config(steps=STEPS, track=tracker, checkpoint_seconds=1e9, **changes)
+    settings = config(steps=STEPS, track=tracker, checkpoint_seconds=1e9)
     asked = iter(range(1, STEPS + 2))
     train(
         ToyTask,
         settings,
-        opened(path, settings),
+        RunDirectory.open(path, settings, "toy", changeable=CHANGEABLE),
         show_progress=False,
         should_stop=lambda: next(asked) >= until and until < STEPS,
     )
@@ -72,24 +71,19 @@ def installed(monkeypatch: pytest.MonkeyPatch, name: str) -> Fake:
 
 @pytest.mark.parametrize("name", ["trackio", "wandb"])
 def test_every_step_is_given_once_under_one_name(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    name: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     fake = installed(monkeypatch, name)
     with pytest.raises(Interrupted):
         trained(tmp_path / "run", name, until=5)
     if name == "trackio":
         # A killed run begins again at its checkpoint, before the last step that the tracker has.
-        next(iter(fake.rows.values())).extend(
-            [(6, {"train/accuracy": 0.0, **dict.fromkeys(NAMES, 0.0)})]
-        )
+        next(iter(fake.rows.values())).append((6, dict.fromkeys(NAMES, 0.0)))
     trained(tmp_path / "run", name)
     assert list(fake.rows) == [json.loads((tmp_path / "run/tracker.json").read_text())["name"]]
     (rows,) = fake.rows.values()
     assert [step for step, _ in rows] == list(range(1, STEPS + 1))
-    assert all(set(values) == NAMES | {"train/accuracy"} for _, values in rows)
+    assert all(set(values) == NAMES for _, values in rows)
     assert fake.finished == 2
     assert fake.asked[0]["config"]["steps"] == STEPS
     assert [each["resume"] for each in fake.asked] == ["allow", "allow"]
@@ -110,12 +104,15 @@ def test_two_runs_have_two_names_and_wandb_sends_nothing_unless_told(
     assert fake.asked[0]["name"].startswith("a-KNA-x-1-")
 
 
-@pytest.mark.parametrize("method", ["init", "log", "finish"])
+@pytest.mark.parametrize(
+    ("method", "when"), [("init", "after step 0"), ("log", "at step 1"), ("finish", "at the end")]
+)
 def test_a_tracker_that_fails_is_one_line_and_the_training_ends_as_ever(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     method: str,
+    when: str,
 ) -> None:
     def fails(self: Fake, *given: object, **named: object) -> None:
         raise OSError("no space left\non the device")
@@ -123,11 +120,8 @@ def test_a_tracker_that_fails_is_one_line_and_the_training_ends_as_ever(
     monkeypatch.setattr(Fake, method, fails)
     installed(monkeypatch, "wandb")
     trained(tmp_path / "with", "wandb")
-    when = {"init": "after step 0", "log": "at step 1", "finish": "at the end"}[method]
-    assert [line for line in capsys.readouterr().err.splitlines() if "warning" in line] == [
-        f"warning: the tracker wandb failed {when} (no space left on the device); the training "
-        "goes on without it"
-    ]
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
+    assert f"wandb failed {when} (no space left on the device)" in line
     trained(tmp_path / "without", None)
     metrics = [(tmp_path / each / "metrics.jsonl").read_bytes() for each in ("with", "without")]
     assert metrics[0] == metrics[1]
@@ -160,8 +154,6 @@ def test_a_run_may_be_resumed_with_another_tracker(
     assert LoopConfig.parse({"tensorboard": True}).track == "tensorboard"
     with pytest.raises(InputError, match="unknown field tensorboard"):
         LoopConfig.parse({"tensorboard": True, "track": "wandb"})
-    with pytest.raises(InputError, match="'tensorboard', 'trackio' or 'wandb', got 'mlflow'"):
-        LoopConfig.parse({"track": "mlflow"})
 
 
 def test_tensorboard_gets_every_step(tmp_path: Path) -> None:
@@ -173,7 +165,7 @@ def test_tensorboard_gets_every_step(tmp_path: Path) -> None:
     trained(tmp_path, "tensorboard")
     events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    assert set(events.Tags()["scalars"]) == NAMES | {"train/accuracy"}
+    assert set(events.Tags()["scalars"]) == NAMES
     assert [event.step for event in events.Scalars("train/loss")] == list(range(1, STEPS + 1))
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     losses = [json.loads(line)["loss"] for line in lines]

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -96,10 +96,37 @@ def observer() -> Observer | None:
     return None if torch.compiler.is_compiling() else _OBSERVER.get()
 
 
+class _Both:
+    """Two observers of the same calls, of which one at most asks for functions of distance."""
+
+    def __init__(self, first: Observer, second: Observer) -> None:
+        self._members = (first, second)
+
+    def enter(self, *call: Any) -> None:
+        for member in self._members:
+            member.enter(*call)
+
+    def confine(self, *rows: Any) -> None:
+        for member in self._members:
+            member.confine(*rows)
+
+    def functions(self, inputs: AttentionInputs) -> Tensor | None:
+        wanted = [member.functions(inputs) for member in self._members]
+        return next((functions for functions in wanted if functions is not None), None)
+
+    def see(self, *seen: Any) -> None:
+        for member in self._members:
+            member.see(*seen)
+
+
 @contextmanager
 def observing(by: Observer) -> Iterator[None]:
-    """Hand `by` the statistics of all that `attend` computes inside, in this thread."""
-    token = _OBSERVER.set(by)
+    """Hand `by` the statistics of all that `attend` computes inside, in this thread.
+
+    Who observes already gets them as well.
+    """
+    before = _OBSERVER.get()
+    token = _OBSERVER.set(by if before is None else _Both(before, by))
     try:
         yield
     finally:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from normattn.errors import InputError
 from normattn.kernels import AttentionInputs
-from normattn.kernels.stats import Observation, Observer, observer, observing
+from normattn.kernels.stats import Observation, observing
 from normattn.lab.training.config import refuse_score
 from normattn.lab.training.distributed import World
 from normattn.layers import Attention, CrossAttention, GatedAttentionUnit
@@ -56,7 +56,7 @@ class QKClip:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Look at the forward passes inside, beside whoever observes them already."""
-        with observing(_Largest(self._largest, observer())):
+        with observing(_Largest(self._largest)):
             yield
 
     @torch.no_grad()
@@ -76,10 +76,10 @@ class QKClip:
 
 
 class _Largest:
-    """Raises the largest logit (h,) of each head of the scores in `largest`; tells `beside` all."""
+    """Raises the largest logit (h,) of each head of the scores in `largest`."""
 
-    def __init__(self, largest: dict[Score, Tensor], beside: Observer | None) -> None:
-        self._largest, self._beside = largest, beside
+    def __init__(self, largest: dict[Score, Tensor]) -> None:
+        self._largest = largest
         self._owner: Score | None = None
         self._padding: Tensor | None = None
         self._rows = slice(None)
@@ -88,23 +88,17 @@ class _Largest:
         """A layer's calls follow."""
         self._owner = owner if isinstance(owner, Score) and owner in self._largest else None
         self._padding, self._rows = padding[0], slice(None)
-        if self._beside is not None:
-            self._beside.enter(owner, q, k, padding, at)
 
     def confine(self, rows: slice, own: Tensor | None) -> None:
         """The next call is that of some rows."""
         self._rows = rows
-        if self._beside is not None:
-            self._beside.confine(rows, own)
 
     def functions(self, inputs: AttentionInputs) -> Tensor | None:
-        """Nothing more is asked of the weights than by the observer beside it."""
-        return None if self._beside is None else self._beside.functions(inputs)
+        """No means of functions of distance are wanted."""
+        return None
 
     def see(self, inputs: AttentionInputs, observation: Observation) -> None:
         """Take the largest logits of rows that are no padding."""
-        if self._beside is not None:
-            self._beside.see(inputs, observation)
         if self._owner is not None:
             largest = observation.largest.detach().float()
             if self._padding is not None:
