@@ -13,7 +13,13 @@ from torch import Tensor
 from normattn.errors import InputError
 from normattn.models.causal_lm import CausalLM
 from normattn.models.config import CausalLMConfig
-from normattn.models.generation import Answer, Sampling, generate, row_generators
+from normattn.models.generation import (
+    Answer,
+    Sampling,
+    generate,
+    left_padded,
+    row_generators,
+)
 
 VOCABULARY = 29
 PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3], [8, 4]]
@@ -128,9 +134,6 @@ def test_tokens_come_as_often_as_they_should_by_the_row_s_own_numbers() -> None:
     [
         ({"prompts": [[1], []]}, "prompt 1 is empty"),
         ({"prompts": []}, "there is no prompt"),
-        ({"prompts": [[1.5]]}, "prompt 0 is no list of token ids"),
-        ({"prompts": "words"}, "prompt 0 is no list of token ids"),
-        ({"prompts": 3}, "prompts must be lists"),
         ({"prompts": [[1, 29]]}, "vocabulary is 0 to 28"),
         ({"max_new_tokens": 0}, "max_new_tokens is 0"),
         ({"stop": [29]}, "stop token 29"),
@@ -153,6 +156,20 @@ def test_tokens_come_as_often_as_they_should_by_the_row_s_own_numbers() -> None:
 def test_bad_input(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(InputError, match=words):
         generate(MODEL, **{"prompts": [[1]], "max_new_tokens": 2, **settings})
+
+
+@pytest.mark.parametrize(
+    ("prompts", "words"),
+    [
+        ([[1.5]], "prompt 0 is no list of token ids"),
+        ("words", "prompt 0 is no list of token ids"),
+        ([[1], [[2]]], "prompt 1 is no list of token ids"),
+        (3, "prompts must be lists"),
+    ],
+)
+def test_prompts_that_are_no_token_ids(prompts: Any, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        left_padded(prompts, torch.device("cpu"))
 
 
 def test_logits_that_are_not_finite_are_refused() -> None:

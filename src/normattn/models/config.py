@@ -376,17 +376,28 @@ class TranslatorConfig(StackConfig):
         for wrong, why in (
             (self.block != "mha", f"block {self.block!r} has no cross attention"),
             (self.score.documents is not None, f"{self.score.name} {packs}"),
-            (other, f"target_vocab is {self.target_vocab}, but with shared_vocabulary it is that "
-             f"of source_vocab, {self.source_vocab}: leave it out, or shared_vocabulary=False"),
-            (bool(outside), f"{outside[0] if outside else ''} is outside a vocabulary of "
-             f"{smallest} words"),
+            (
+                other,
+                f"target_vocab is {self.target_vocab}, but with shared_vocabulary it is that "
+                f"of source_vocab, {self.source_vocab}: leave it out, or shared_vocabulary=False",
+            ),
+            (
+                bool(outside),
+                f"{outside[0] if outside else ''} is outside a vocabulary of {smallest} words",
+            ),
             (len(set(ids.values())) < len(ids), f"pad_id, bos_id and eos_id must differ: {ids}"),
-            (own.leaks_future, f"decoder_score: {own.name} reads statistics across the sequence, "
-             f"{future} decoder_score"),
+            (
+                own.leaks_future,
+                f"decoder_score: {own.name} reads statistics across the sequence, "
+                f"{future} decoder_score",
+            ),
             (own.documents is not None, f"decoder_score: {own.name} {packs}"),
-            (queries, f"cross_score: {across.name} reads statistics across the decoder's queries, "
-             f"{future} cross_score (statistics over keys may stay)"),
-        ):  # fmt: skip
+            (
+                queries,
+                f"cross_score: {across.name} reads statistics across the decoder's queries, "
+                f"{future} cross_score (statistics over keys may stay)",
+            ),
+        ):
             if wrong:
                 raise InputError(why)
         refuse_across(across)

@@ -162,22 +162,38 @@ class LoopConfig(Settings):
         warmup, keep = self.schedule.warmup_steps, list(self.keep)
         fsdp, clip, name = self.parallel == "fsdp", self.qk_clip is not None, self.optimiser.name
         for excluded, why in (
-            (warmup > self.steps, f"schedule.warmup_steps is {warmup}, more than the {self.steps} "
-             "steps of the whole training"),
-            (keep != sorted({step for step in keep if 1 <= step <= self.steps}),
-             f"keep names steps from 1 to {self.steps}, each once and rising, got {keep}"),
-            (fsdp and name != "adamw", f"parallel is fsdp, and a step of the optimiser {name} "
-             "needs whole matrices: expected ddp"),
+            (
+                warmup > self.steps,
+                f"schedule.warmup_steps is {warmup}, more than the {self.steps} "
+                "steps of the whole training",
+            ),
+            (
+                keep != sorted({step for step in keep if 1 <= step <= self.steps}),
+                f"keep names steps from 1 to {self.steps}, each once and rising, got {keep}",
+            ),
+            (
+                fsdp and name != "adamw",
+                f"parallel is fsdp, and a step of the optimiser {name} "
+                "needs whole matrices: expected ddp",
+            ),
             (fsdp and clip, "parallel is fsdp, and qk_clip needs whole heads: expected ddp"),
-            (fsdp and self.precision == "fp16", "parallel is fsdp, and the loss scale of fp16 "
-             "needs whole gradients: expected ddp"),
-            (fsdp and self.compile, "parallel is fsdp, under which nothing is compiled: "
-             "expected ddp"),
-            (fsdp and bool(self.inspect_every), "parallel is fsdp, under which no layer is "
-             "inspected: expected ddp"),
-            (clip and self.compile, "qk_clip looks at logits, which a compiled model does not "
-             "show"),
-        ):  # fmt: skip
+            (
+                fsdp and self.precision == "fp16",
+                "parallel is fsdp, and the loss scale of fp16 needs whole gradients: expected ddp",
+            ),
+            (
+                fsdp and self.compile,
+                "parallel is fsdp, under which nothing is compiled: expected ddp",
+            ),
+            (
+                fsdp and bool(self.inspect_every),
+                "parallel is fsdp, under which no layer is inspected: expected ddp",
+            ),
+            (
+                clip and self.compile,
+                "qk_clip looks at logits, which a compiled model does not show",
+            ),
+        ):
             if excluded:
                 raise ValueError(why)
         for score in self.scores if clip else ():
