@@ -89,7 +89,7 @@ class ClassificationWorkload(Workload[ClassificationConfig, RelationData]):
         mean: float = batches.mean_tokens
         return round(config.batch_size * mean)
 
-    def work(self, config: ClassificationConfig) -> tuple[float, float]:
+    def work(self, config: ClassificationConfig) -> tuple[int, float]:
         """Every token, for documents of a nominal length."""
         length = min(NOMINAL_LENGTH, config.data.max_tokens)
         tokens = config.batch_size * length

@@ -154,7 +154,7 @@ class CausalWorkload(TextWorkload[TrainingConfig]):
         result = model.loss(batch)
         return result.loss, {"accuracy": result.correct / batch[:, 1:].numel()}
 
-    def work(self, config: TrainingConfig) -> tuple[float, float]:
+    def work(self, config: TrainingConfig) -> tuple[int, float]:
         """Every target."""
         tokens = config.batch_size * config.sequence_length
         return tokens, tokens * flops_per_token(config.model, config.sequence_length).training
@@ -181,7 +181,7 @@ class MaskedWorkload(TextWorkload[MaskedConfig]):
         named = {f"accuracy_exit_{layer}": hits for layer, hits in enumerate(exits, start=1)}
         return result.loss, {"accuracy": result.correct / result.tokens, **named}
 
-    def work(self, config: MaskedConfig) -> tuple[float, float]:
+    def work(self, config: MaskedConfig) -> tuple[int, float]:
         """Every token that is read; the head, and those of the exits, see the chosen ones."""
         model, length, rows = config.model, config.model.train_length, config.batch_size
         chosen = config.masking.of(model.vocab_size).chosen(length)

@@ -112,11 +112,11 @@ class TranslationWorkload(Workload[TranslationConfig, PairData]):
         tokens: int = batches.split.target_total
         return round(tokens / len(batches))
 
-    def work(self, config: TranslationConfig) -> tuple[float, float]:
+    def work(self, config: TranslationConfig) -> tuple[int, float]:
         """As of full batches of sentences of `NOMINAL_LENGTH`: the data is not looked at."""
         pairs = config.batch_tokens / (2 * NOMINAL_LENGTH)
         flops = translator_flops(config.model, NOMINAL_LENGTH, NOMINAL_LENGTH).training
-        return pairs * NOMINAL_LENGTH, pairs * flops
+        return round(pairs * NOMINAL_LENGTH), pairs * flops
 
     def leave(self, data: PairData, out: Path) -> None:
         """The tokenisers."""

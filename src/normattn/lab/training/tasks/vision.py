@@ -80,7 +80,7 @@ class VisionWorkload(Workload[VisionTrainingConfig, ImageData]):
         result = model.loss(images, labels)
         return result.loss, {"accuracy": result.correct / len(labels)}
 
-    def work(self, config: VisionTrainingConfig) -> tuple[float, float]:
+    def work(self, config: VisionTrainingConfig) -> tuple[int, float]:
         """Every token of every image."""
         images = config.batch_size
         return images * config.model.tokens, images * flops_per_image(config.model).training

@@ -130,12 +130,12 @@ class Workload(ABC, Generic[Config, Data]):
         """The mean loss () in nats of a batch, one of `shards`, and other () means to log."""
 
     @abstractmethod
-    def work(self, config: Config) -> tuple[float, float]:
+    def work(self, config: Config) -> tuple[int, float]:
         """The tokens of a step, and its floating-point operations, before data is prepared."""
 
     def tokens_per_step(self, config: Config, batches: Any) -> int:
         """Targets in the global batch, on average."""
-        return round(self.work(config)[0])
+        return self.work(config)[0]
 
     def leave(self, data: Data, out: Path) -> None:
         """Leave in the run's directory what a reader of the model needs beside it."""
@@ -159,10 +159,15 @@ class Workload(ABC, Generic[Config, Data]):
 
     def cost(self, config: Config) -> Cost:
         """What the whole training takes."""
-        tokens, flops = (config.steps * each for each in self.work(config))
+        tokens, flops = self.work(config)
         parameters = planned_parameters(self.model_class, config.model)
         kept = config.model.dim * config.model.layers
-        return Cost(trained=round(tokens), flops=flops, parameters=parameters, kept=kept)
+        return Cost(
+            trained=config.steps * tokens,
+            flops=config.steps * flops,
+            parameters=parameters,
+            kept=kept,
+        )
 
     def check(self, config: Config, data: Data, shards: int) -> None:
         """Raise `InputError` for what cannot be trained, before the run directory is made."""
