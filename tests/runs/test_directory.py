@@ -106,8 +106,8 @@ def test_status_goes_to_the_disk_and_back(tmp_path: Path) -> None:
     assert run.status is None
     run.set_status("interrupted", 3, 5, "why")
     assert read_status(tmp_path) == RunStatus("interrupted", 3, 5, "why")
+    run.set_status("diverged", 3, 5, "why", where="blocks.0", checkpoint="checkpoints/step-2")
     ended = RunStatus("diverged", 3, 5, "why", "blocks.0", "checkpoints/step-2")
-    run.write_status(ended)
     assert read_status(tmp_path) == ended
 
 

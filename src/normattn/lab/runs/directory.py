@@ -10,7 +10,7 @@ import re
 import shutil
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -95,15 +95,17 @@ class RunDirectory:
         """The status on disk; None before the run has begun."""
         return read_status(self.path)
 
-    def set_status(self, state: State, step: int, steps: int, message: str = "") -> None:
-        """Write `status.json` whole."""
-        self.write_status(RunStatus(state, step, steps, message))
+    def set_status(
+        self, state: State, step: int, steps: int, message: str = "", **more: Any
+    ) -> None:
+        """Write `status.json` whole; of a run that has ended, with the digests of its files.
 
-    def write_status(self, status: RunStatus) -> None:
-        """Write `status.json` whole; of a run that has ended, with the digests of its files."""
-        ended = status.state in ("finished", "diverged")
+        `more` are the other fields of `RunStatus`.
+        """
+        ended = state in ("finished", "diverged")
         files = digests_of_files(self.path) if ended else {}
-        write_json(self.path / "status.json", asdict(replace(status, files=files)))
+        status = RunStatus(state, step, steps, message, files=files, **more)
+        write_json(self.path / "status.json", asdict(status))
 
     def put(self, name: str, value: Any) -> None:
         """Change one field of the configuration on disk, on which no result depends."""

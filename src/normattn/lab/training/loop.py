@@ -16,7 +16,6 @@ from normattn.lab.runs import (
     Checkpoint,
     MetricsLog,
     RunDirectory,
-    RunStatus,
     describe_environment,
     record_environment,
 )
@@ -333,9 +332,8 @@ class _Loop:
         error = DivergedError(step, where, str(kept) if kept else None)
         if self.world.main:
             self._flush_logs()
-            self.run.write_status(
-                RunStatus("diverged", step, self.steps, str(error), where, error.checkpoint)
-            )
+            more = {"where": where, "checkpoint": error.checkpoint}
+            self.run.set_status("diverged", step, self.steps, str(error), **more)
         raise error
 
 
