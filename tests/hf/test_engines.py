@@ -20,7 +20,7 @@ from normattn.hf.native import native_fields
 from normattn.hf.plan import Plan, plan
 
 from . import tiny
-from .test_gguf import _write
+from .test_gguf import write
 
 gguf = pytest.importorskip("gguf")
 LENGTH, LONGEST, FACTOR = tiny.LENGTH, 4 * tiny.LENGTH, 4.0
@@ -262,7 +262,7 @@ def _run(capfd: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, st
 
 def test_a_copy_of_a_gguf_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     source, place = tmp_path / "tiny.gguf", tmp_path / "longer.gguf"
-    _write(source, [*map(chr, range(33, 97)), '!"'])
+    write(source, [*map(chr, range(33, 97)), '!"'])
     asked = (source, "--methods", "YaRN(factor=4)", "--emit", "gguf")
     code, said, _ = _run(capfd, *asked)
     assert (code, sorted(said.splitlines())) == (

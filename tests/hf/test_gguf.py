@@ -54,7 +54,7 @@ def _turned(weight: np.ndarray, heads: int) -> np.ndarray:
     return np.ascontiguousarray(apart.swapaxes(1, 2)).reshape(weight.shape)
 
 
-def _write(path: Path, letters: list[str], factors: list[float] | None = None) -> Any:
+def write(path: Path, letters: list[str], factors: list[float] | None = None) -> Any:
     """A GGUF of random weights in blocks of 8 bits; the model that has the same numbers."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
@@ -102,7 +102,7 @@ def _write(path: Path, letters: list[str], factors: list[float] | None = None) -
 
 def test_a_gguf_is_read_extended_and_saved(tmp_path: Path) -> None:
     letters = [*map(chr, range(33, 97)), '!"']
-    expected = _write(tmp_path / "tiny.gguf", letters)
+    expected = write(tmp_path / "tiny.gguf", letters)
     model, tokeniser = load(tmp_path / "tiny.gguf")
     ids = tokens(length=40)
     torch.testing.assert_close(logits(model, ids), logits(expected, ids), rtol=1e-4, atol=1e-5)
@@ -126,14 +126,14 @@ SCALED: list[dict[str, tuple[str, Any]]] = [
 def test_scaled_frequencies_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Transformers would read them as plain ones."""
     letters = [*map(chr, range(33, 97)), '!"']
-    _write(tmp_path / "plain.gguf", letters)
+    write(tmp_path / "plain.gguf", letters)
     cases = []
     for number, keys in enumerate(SCALED):
         cases.append((tmp_path / f"keys{number}.gguf", "says a (yarn|linear) scaling already"))
         changed = {f"llama.rope.{name}": value for name, value in keys.items()}
         write_gguf(tmp_path / "plain.gguf", cases[-1][0], changed)
     cases.append((tmp_path / "tensor.gguf", "holds rope_freqs.weight, which scales"))
-    _write(cases[-1][0], letters, factors=[1, 1, 2, 4, 8, 8, 8, 8])
+    write(cases[-1][0], letters, factors=[1, 1, 2, 4, 8, 8, 8, 8])
     for file, why in cases:
         for read in (load, read_configuration):
             with pytest.raises(InputError, match=why):

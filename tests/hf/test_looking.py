@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ import normattn
 from normattn import InputError
 from normattn.cli.app import main
 from normattn.cli.inspect import observing
-from normattn.lab.diagnostics.lines import read_diagnostics
 from normattn.lab.stats import measurements
 
 from . import tiny
@@ -209,52 +207,6 @@ def test_configurations_are_put_back_after_an_error() -> None:
         raise RuntimeError("stop")
     now = [each.__dict__.get("config") for each in model.modules()]
     assert all(one is other for one, other in zip(before, now, strict=True))
-
-
-@pytest.fixture
-def trainer(tmp_path: Path) -> Any:
-    """Trains a tiny Llama for three steps of two micro-batches."""
-    pytest.importorskip("accelerate")
-
-    def run(*callbacks: Any) -> Any:
-        model = tiny.build("llama")
-        rows = [{"input_ids": row, "labels": row} for row in _tokens(rows=12)]
-        arguments = transformers.TrainingArguments(
-            output_dir=str(tmp_path / f"out{len(callbacks)}"),
-            max_steps=3,
-            per_device_train_batch_size=2,
-            gradient_accumulation_steps=2,
-            use_cpu=True,
-            report_to=[],
-            save_strategy="no",
-            logging_steps=1,
-            disable_tqdm=True,
-        )
-        made = transformers.Trainer(model, arguments, train_dataset=rows, callbacks=list(callbacks))
-        made.train()
-        return made
-
-    return run
-
-
-def test_a_training_is_looked_at(trainer: Any, tmp_path: Path) -> None:
-    plain = trainer()
-    looked = trainer(normattn.hf.AttentionCallback(every=2))
-    for one, other in zip(plain.model.parameters(), looked.model.parameters(), strict=True):
-        assert torch.equal(one, other)
-    lines = read_diagnostics(tmp_path / "out1")
-    assert [line.step for line in lines] == [1, 2]
-    names = [f"model.layers.{n}.self_attn" for n in range(looked.model.config.num_hidden_layers)]
-    assert all(list(line.layers) == names for line in lines)
-    told = [each for each in looked.state.log_history if "attention_largest/" + names[0] in each]
-    assert [each["step"] for each in told] == [1, 2]
-    for line, each in zip(lines, told, strict=True):
-        for name in names:
-            largest = max(value for value in line.layers[name].largest if value is not None)
-            assert each[f"attention_largest/{name}"] == largest
-            assert math.isfinite(largest)
-    assert looked.model.config._attn_implementation == "sdpa"
-    assert not (tmp_path / "out0" / "diagnostics.jsonl").exists()
 
 
 def _run(capfd: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:

@@ -170,15 +170,6 @@ def test_a_scaled_model_is_taken_as_it_is_by_what_keeps_its_spectrum() -> None:
         torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-4)
 
 
-def test_packed_rows_are_read_apart() -> None:
-    """Position ids that begin anew: transformers hides one text from the next, and so do we."""
-    model, ids = model_of("Llama"), tokens(1, COUNT)
-    places = torch.cat((torch.arange(7), torch.arange(COUNT - 7)))[None]
-    with normattn.extend(model, "ReRoPE-logn+", window=W):
-        packed = logits(model, ids, position_ids=places, use_cache=False)
-        torch.testing.assert_close(packed[:, 7:], logits(model, ids[:, 7:]), rtol=0, atol=1e-4)
-
-
 @pytest.mark.parametrize(
     ("method", "values"), [("ReRoPE-logn+", {"window": W}), ("DynamicNTK", {})]
 )
@@ -217,20 +208,6 @@ def test_right_padding_and_holes_do_not_count(method: str, values: dict[str, Any
         odd = torch.cat((apart, whole[:, :, -1:]), -2)
         with pytest.raises(normattn.InputError, match="does not say where cached keys stand"):
             logits(model, ids[:, -2:], attention_mask=odd, past_key_values=cache)
-
-
-def test_a_step_of_no_token_in_a_row() -> None:
-    """A row that is all padding so far reads nothing, and nobody minds."""
-    model, ids = model_of("Llama"), tokens(2, COUNT)
-    mask = torch.ones_like(ids)
-    mask[0, : LENGTH + 2] = 0
-    with normattn.extend(model, "ReRoPE-logn+", window=W), torch.no_grad():
-        out = model(ids[:, :LENGTH], attention_mask=mask[:, :LENGTH], use_cache=True)
-        cache = out.past_key_values
-        rest = logits(model, ids[:, LENGTH:], attention_mask=mask, past_key_values=cache)
-        alone = logits(model, ids[:1, LENGTH + 2 :])
-    assert out.logits.isfinite().all()
-    torch.testing.assert_close(rest[:1, 2:], alone, rtol=0, atol=1e-4)
 
 
 def test_layers_that_see_what_comes_are_refused_what_counts_from_the_past() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import apart
 import normattn
 from normattn import InputError
+from normattn.lab.diagnostics.lines import read_diagnostics
 
 from . import tiny
 from .families import LENGTH, build, logits, model_of, tokens
@@ -36,11 +37,12 @@ ATTENTION: dict[str, dict[str, Any]] = {
     "YaRN-logn+": {"factor": 3},
 }
 METHODS = FREQUENCIES | ATTENTION
+FOUND = "attention_largest"
 BOTH = ["YaRN", "ReRoPE"]
 """A method that changes frequencies, and one that changes attention."""
 
 
-@pytest.mark.parametrize("method", [*ATTENTION, "YaRN"])
+@pytest.mark.parametrize("method", ["ReRoPE", "DynamicNTK", "DualChunk", "YaRN-logn+", "YaRN"])
 def test_autocast_gives_what_float32_gives_rounded(method: str) -> None:
     model, ids = model_of("Qwen3"), tokens()
     with normattn.extend(model, method, **METHODS[method]):
@@ -52,17 +54,6 @@ def test_autocast_gives_what_float32_gives_rounded(method: str) -> None:
     off = (rounded.float() - exact).norm(dim=-1) / exact.norm(dim=-1)
     assert float(off.median()) < 3e-2
     assert float((step[0, 0] - exact[0, -1]).norm() / exact[0, -1].norm()) < 5e-2
-
-
-class _Logged(transformers.TrainerCallback):
-    """What a reporting integration is told."""
-
-    def __init__(self) -> None:
-        self.logs: list[dict[str, Any]] = []
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        """Keep it."""
-        self.logs.append({**logs, "step": state.global_step})
 
 
 def _trainer(folder: Path, model: Any, *callbacks: Any, **more: Any) -> Any:
@@ -81,17 +72,37 @@ def _trainer(folder: Path, model: Any, *callbacks: Any, **more: Any) -> Any:
     return transformers.Trainer(model, arguments, train_dataset=rows, callbacks=list(callbacks))
 
 
+class _Logged(transformers.TrainerCallback):
+    """What a reporting integration is told."""
+
+    def __init__(self) -> None:
+        self.logs: list[dict[str, Any]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        """Keep it."""
+        self.logs.append({**logs, "step": state.global_step})
+
+
 @pytest.mark.parametrize("bf16", [False, True])
-def test_the_trainer_logs_the_largest_logit(tmp_path: Path, bf16: bool) -> None:
-    logged = _Logged()
-    trainer = _trainer(tmp_path, build("Llama"), logged, bf16=bf16)
-    trainer.add_callback(normattn.hf.AttentionCallback(every=1, trainer=trainer))
-    trainer.train()
-    name = "attention_largest/model.layers.0.self_attn"
-    told = {each["step"]: each[name] for each in logged.logs if name in each}
-    history = {each["step"]: each[name] for each in trainer.state.log_history if name in each}
-    assert set(told) == {1, 2}
-    assert told == history
+def test_the_trainer_logs_the_largest_logit_of_an_undisturbed_training(
+    tmp_path: Path, bf16: bool
+) -> None:
+    logged, weights = _Logged(), []
+    for observed in (False, True):
+        trainer = _trainer(tmp_path, build("Llama"), logged, bf16=bf16)
+        if observed:
+            trainer.add_callback(normattn.hf.AttentionCallback(every=1, trainer=trainer))
+        trainer.train()
+        weights.append([weight.clone() for weight in trainer.model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*weights, strict=True))
+    name = "model.layers.0.self_attn"
+    told = {x["step"]: x[f"{FOUND}/{name}"] for x in logged.logs if f"{FOUND}/{name}" in x}
+    history = [x for x in trainer.state.log_history if f"{FOUND}/{name}" in x]
+    assert told == {x["step"]: x[f"{FOUND}/{name}"] for x in history}
+    lines = read_diagnostics(tmp_path)
+    assert [line.step for line in lines] == [1, 2]
+    for line in lines:
+        assert max(x for x in line.layers[name].largest if x is not None) == told[line.step]
 
 
 @pytest.mark.parametrize("method", ["ReRoPE", "DynamicNTK"])

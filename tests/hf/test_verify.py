@@ -1,8 +1,10 @@
-"""`verify`: equal configurations are equal, and every usual mistake is named."""
+"""`verify`: equal configurations are equal, what differs is seen, and every mistake is named."""
 
 from __future__ import annotations
 
+import copy
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from normattn.hf.llama_cpp import values
 from normattn.hf.plan import plan
 
 from .families import build, configuration
-from .test_gguf import _write
+from .test_gguf import write
 
 LENGTH, BASE, YARN = 64, 50000.0, "YaRN(factor=4)"
 YARN_WORDS = {
@@ -27,20 +29,19 @@ YARN_WORDS = {
     "original_max_position_embeddings": LENGTH,
     "rope_theta": BASE,
 }
+RAISED = {"max_position_embeddings": 4 * LENGTH}
 STATIC = "YaRN is static: it changes short prompts too"
+SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 32, "vocab_size": 64}
+HEADS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+
+
+def _rope(**rope: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, **rope}}
 
 
 def _config(**more: Any) -> Any:
-    sizes: dict[str, Any] = {
-        "hidden_size": 64,
-        "intermediate_size": 32,
-        "num_hidden_layers": 2,
-        "vocab_size": 64,
-    }
-    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-    rope = {"rope_type": "default", "rope_theta": BASE}
-    given = {"max_position_embeddings": LENGTH, "rope_parameters": rope, **more}
-    return transformers.LlamaConfig(**sizes, **heads, **given)
+    given = {"num_hidden_layers": 2, "max_position_embeddings": LENGTH, **_rope(rope_theta=BASE)}
+    return transformers.LlamaConfig(**{**SIZES, **HEADS, **given, **more})
 
 
 @pytest.fixture(scope="module")
@@ -51,10 +52,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def _told(tmp_path: Path, content: Any, name: str = "told.json") -> Path:
-    place = tmp_path / name
-    place.write_text(content if isinstance(content, str) else json.dumps(content))
-    return place
+def _verify(folder: Path, given: Any, place: Path, method: str | None = None, **more: Any) -> Any:
+    file = place / ("given" if isinstance(given, str) else "given.json")
+    file.write_text(given if isinstance(given, str) else json.dumps(given))
+    return normattn.verify(folder, file, method, **more)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -64,17 +65,14 @@ def test_what_is_emitted_is_as_meant(
 ) -> None:
     model = transformers.LlamaForCausalLM(_config())
     text = emit(Wanted("m", plan(model, method), 4 * LENGTH, "llama"), engine)
-    verdict = normattn.verify(folder, _told(tmp_path, text, "told"), method)
+    verdict = _verify(folder, text, tmp_path, method)
     assert verdict.differences == ()
-    assert verdict.equal
     assert str(verdict).startswith(f"as meant: {method.split('(')[0]}")
     assert not [each for each in verdict.mistakes if "static" not in each and "switch" not in each]
-    plain = normattn.verify(folder, _told(tmp_path, text, "told"), train_length=LENGTH)
-    assert not plain.equal
+    assert not _verify(folder, text, tmp_path, train_length=LENGTH).equal
 
 
 # What the engine was told; what differs; which mistake is named.
-RAISED = {"max_position_embeddings": 4 * LENGTH}
 MISTAKES: dict[str, tuple[Any, str, str]] = {
     "on a multiplied length": (
         {**RAISED, "rope_parameters": {**YARN_WORDS, "original_max_position_embeddings": 256}},
@@ -83,10 +81,7 @@ MISTAKES: dict[str, tuple[Any, str, str]] = {
         "256 tokens (original_max_position_embeddings), and the weights were trained to read 64",
     ),
     "no original length": (
-        {
-            **RAISED,
-            "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": BASE},
-        },
+        {**RAISED, "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": BASE}},
         "inverse frequencies: ",
         "YaRN's factor 4 stands without original_max_position_embeddings: transformers, SGLang and "
         "llama.cpp take the longest length, 256, for it, and vLLM does not start",
@@ -147,32 +142,23 @@ MISTAKES: dict[str, tuple[Any, str, str]] = {
 @pytest.mark.parametrize("case", MISTAKES)
 def test_mistakes_are_named(case: str, folder: Path, tmp_path: Path) -> None:
     content, difference, mistake = MISTAKES[case]
-    place = _told(tmp_path, content, "told" if isinstance(content, str) else "told.json")
-    verdict = normattn.verify(folder, place, YARN)
+    verdict = _verify(folder, content, tmp_path, YARN)
     assert not verdict.equal
     assert any(each.startswith(difference) for each in verdict.differences), verdict
-    if mistake:
-        assert any(each.startswith(mistake) for each in verdict.mistakes), verdict
+    assert not mistake or any(x.startswith(mistake) for x in verdict.mistakes), verdict
 
 
 def test_static_yarn_where_the_model_is_meant_as_trained(folder: Path, tmp_path: Path) -> None:
-    place = _told(tmp_path, {**RAISED, "rope_parameters": YARN_WORDS})
-    verdict = normattn.verify(folder, place)
+    verdict = _verify(folder, {**RAISED, "rope_parameters": YARN_WORDS}, tmp_path)
     assert not verdict.equal
     assert any(each.startswith(f"{STATIC}, those within 64 tokens") for each in verdict.mistakes)
-    equal = normattn.verify(folder, folder)
-    assert (equal.differences, equal.mistakes) == ((), ())
-    assert str(equal) == "as meant: LlamaForCausalLM as its configuration says"
 
 
 def test_factors_beside_the_part_that_is_read(tmp_path: Path) -> None:
     text = build("Gemma3").config
-    parts = transformers.Gemma3Config(text_config=text.to_dict())
-    parts.save_pretrained(tmp_path / "parts")
+    transformers.Gemma3Config(text_config=text.to_dict()).save_pretrained(tmp_path / "parts")
     wide = {"full_attention": {**YARN_WORDS, "original_max_position_embeddings": 8}}
-    verdict = normattn.verify(
-        tmp_path / "parts", _told(tmp_path, {"rope_parameters": wide}), "YaRN(factor=4)"
-    )
+    verdict = _verify(tmp_path / "parts", {"rope_parameters": wide}, tmp_path, YARN)
     assert not verdict.equal
     why = "they stand beside text_config, whose own rope parameters are the decoder's"
     assert any(each.endswith(why) for each in verdict.mistakes), verdict
@@ -183,64 +169,67 @@ def test_layers_within_a_window_are_compared_too(family: str, tmp_path: Path) ->
     """A method leaves them as they are: an engine that is told it for all changes them."""
     config = configuration(family, sliding_window=6)
     config.save_pretrained(tmp_path / "plain")
-    more: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0}
-    more |= {"original_max_position_embeddings": 8}
+    more = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
     own = config.rope_parameters
     named = {key: {**own[key], **more} for key in own if isinstance(own[key], dict)}
-    told: dict[str, Any] = {
-        "rope_parameters": named or {**own, **more},
-        "max_position_embeddings": 32,
-    }
+    given = {"rope_parameters": named or {**own, **more}, "max_position_embeddings": 32}
     method = None if family == "Mistral" else YARN  # all its layers attend within a window
-    verdict = normattn.verify(tmp_path / "plain", _told(tmp_path, told), method)
-    assert not verdict.equal
+    verdict = _verify(tmp_path / "plain", given, tmp_path, method)
     found = [each.partition(":")[0] for each in verdict.differences]
     assert found[:2] == 2 * ["layers within a window"]
     if named:
-        told["rope_parameters"] = {**named, "sliding_attention": own["sliding_attention"]}
-        assert normattn.verify(tmp_path / "plain", _told(tmp_path, told), method).equal
-    else:
-        assert normattn.verify(tmp_path / "plain", tmp_path / "plain").equal
+        given["rope_parameters"] = {**named, "sliding_attention": own["sliding_attention"]}
+        assert _verify(tmp_path / "plain", given, tmp_path, method).equal
 
 
-def test_a_saved_model_and_a_gguf_file(tmp_path: Path) -> None:
+def test_a_saved_model(tmp_path: Path) -> None:
     model = transformers.LlamaForCausalLM(_config())
     with normattn.extend(model, "YaRN", factor=4):
         model.save_pretrained(tmp_path / "saved")
     assert normattn.verify(tmp_path / "saved", tmp_path / "saved").equal
     raw = json.loads((tmp_path / "saved" / "config.json").read_text())
     raw["rope_parameters"]["factor"] = 2.0
-    verdict = normattn.verify(tmp_path / "saved", _told(tmp_path, raw))
-    assert [each.partition(":")[0] for each in verdict.differences] == [
-        "inverse frequencies",
-        "attention factor",
-    ]
+    verdict = _verify(tmp_path / "saved", raw, tmp_path)
+    kinds = [each.partition(":")[0] for each in verdict.differences]
+    assert kinds == ["inverse frequencies", "attention factor"]
     with normattn.extend(model, "ReRoPE", window=16):
         model.save_pretrained(tmp_path / "rerope")
     with pytest.raises(InputError, match="no configuration of rotary positions says ReRoPE"):
         normattn.verify(tmp_path / "rerope", tmp_path / "rerope")
-    source, longer = tmp_path / "tiny.gguf", tmp_path / "longer.gguf"
-    _write(source, [*map(chr, range(33, 97)), '!"'])
+
+
+def test_a_gguf_file_is_read_as_llama_cpp_reads_it(tmp_path: Path) -> None:
+    """A factor without a type is linear; some keys are read by some architectures alone."""
+    pytest.importorskip("gguf")
+    source = tmp_path / "tiny.gguf"
+    write(source, [*map(chr, range(33, 97)), '!"'])
+
+    def copy_with(name: str, keys: dict[str, tuple[str, Any]]) -> Path:
+        write_gguf(source, tmp_path / name, keys)
+        return tmp_path / name
+
     rope = {**YARN_WORDS, "rope_theta": 10000.0, "original_max_position_embeddings": 16}
-    fields = {"rope_parameters": rope, "max_position_embeddings": 64}
-    write_gguf(source, longer, values("llama", fields))
-    assert normattn.verify(source, longer, YARN).equal
-    usual = {"beta_fast": 32.0, "beta_slow": 1.0}
-    fields["rope_parameters"] = rope | usual
-    write_gguf(source, tmp_path / "usual.gguf", values("llama", fields))
-    assert normattn.verify(source, tmp_path / "usual.gguf", YARN).equal
-    fields["rope_parameters"] = rope | usual | {"beta_slow": 2.0}
-    write_gguf(source, tmp_path / "betas.gguf", values("llama", fields))
-    with pytest.raises(InputError, match=r"yarn_beta_slow in some .*: say --yarn-beta-slow"):
-        normattn.verify(source, tmp_path / "betas.gguf", YARN)
+    for more in ({}, {"beta_fast": 32.0, "beta_slow": 1.0}):  # the usual ones
+        fields = {"rope_parameters": rope | more, "max_position_embeddings": 64}
+        longer = copy_with(f"longer{len(more)}.gguf", values("llama", fields))
+        assert normattn.verify(source, longer, YARN).equal
     verdict = normattn.verify(source, longer, "YaRN(factor=8)")
     assert "longest text: 64 instead of 128 tokens" in verdict.differences
+    fields["rope_parameters"] = rope | {"beta_slow": 2.0}
+    other = copy_with("betas.gguf", values("llama", fields))
+    with pytest.raises(InputError, match=r"yarn_beta_slow in some .*: say --yarn-beta-slow"):
+        normattn.verify(source, other, YARN)
+    keys = {"llama.rope.scaling.factor": ("f32", 4.0), "llama.context_length": ("u32", 64)}
+    assert normattn.verify(source, copy_with("scaled.gguf", keys), "PI(factor=4)").equal
+    length = "-c 64 --override-kv llama.context_length=int:64 --yarn-orig-ctx 16"
+    command = f"llama-server {length} --rope-scaling yarn --rope-scale 4 --yarn-attn-factor 2"
+    verdict = _verify(source, command, tmp_path, YARN)
+    assert any(x.startswith("--yarn-attn-factor is ignored") for x in verdict.differences)
 
 
 def test_a_model_without_rotary_positions_is_refused(tmp_path: Path) -> None:
-    from transformers import GPT2Config
-
-    GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=32).save_pretrained(tmp_path)
+    config = transformers.GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=32)
+    config.save_pretrained(tmp_path)
     with pytest.raises(InputError, match="no layer of a gpt2 model shows rotary positions"):
         normattn.verify(tmp_path, tmp_path / "config.json")
 
@@ -261,6 +250,132 @@ def test_a_family_that_rejects_positions_further_on_is_refused(
         normattn.verify(folder, folder / "config.json")
 
 
+DEEPSEEK = {"rope_type": "yarn", "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+FACTORS = {"short_factor": [1.0] * 8, "long_factor": [1.0 + 4 * n for n in range(8)]}
+MINISTRAL = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "llama_4_scaling_beta": 0.1}
+ONE = {**SIZES, "num_hidden_layers": 1}
+LONG = {"max_position_embeddings": 131072}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "DeepSeek-V3": (
+        "deepseek_v3",
+        {**_rope(**DEEPSEEK, original_max_position_embeddings=4096), "num_hidden_layers": 1},
+    ),
+    "InternLM3": (
+        "internlm3",
+        {**ONE, **HEADS, **_rope(rope_type="dynamic", rope_theta=5e7, factor=6.0)}
+        | {"max_position_embeddings": 32768},
+    ),
+    "Phi-3.5": (
+        "phi3",
+        {**ONE, "num_attention_heads": 4, "original_max_position_embeddings": 4096}
+        | {**_rope(rope_type="longrope", **FACTORS), "pad_token_id": 0, **LONG},
+    ),
+    "HunYuan": (
+        "hunyuan_v1_dense",
+        {**ONE, **HEADS, **_rope(rope_type="dynamic", alpha=1000.0, factor=1.0), **LONG},
+    ),
+    "Ministral 3": (
+        "ministral3",
+        {**ONE, **HEADS, **_rope(**MINISTRAL, original_max_position_embeddings=64)},
+    ),
+    "Gemma 3": ("gemma3_text", {**ONE, **HEADS, "num_hidden_layers": 6, "sliding_window": 128}),
+    "Phi-MoE": ("phimoe", {**ONE, "num_attention_heads": 4, "num_key_value_heads": 2}),
+    "GLM": ("glm", {**ONE, **HEADS, **_rope(partial_rotary_factor=0.5)}),
+}
+
+
+def _saved(model: str, folder: Path) -> dict[str, Any]:
+    kind, fields = MODELS[model]
+    make: Any = transformers.CONFIG_MAPPING[kind]
+    make(**copy.deepcopy(fields)).save_pretrained(folder)
+    raw: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return raw
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_an_unchanged_configuration_is_as_meant(model: str, tmp_path: Path) -> None:
+    verdict = _verify(tmp_path, _saved(model, tmp_path), tmp_path)
+    assert (verdict.differences, verdict.mistakes) == ((), ())
+
+
+# The softmax scale of DeepSeek-V3 is (0.1·ln 40 + 1)²/√192; of llama 4's temperature the growth at
+# the end of the text counts.
+SCALE = 192**-0.5
+CHANGED: list[tuple[str, dict[str, Any], str, tuple[float, float] | None]] = [
+    ("DeepSeek-V3", {"mscale_all_dim": None}, "softmax scale", (SCALE, 1.8739 * SCALE)),
+    ("DeepSeek-V3", {"mscale_all_dim": 0.707}, "softmax scale", (1.5896 * SCALE, 1.8739 * SCALE)),
+    ("InternLM3", {"factor": 2.0}, "inverse frequencies", None),
+    ("Phi-3.5", {"long_factor": [1.0] * 8}, "inverse frequencies", None),
+    ("HunYuan", {"alpha": 1.0}, "inverse frequencies", None),
+    ("Ministral 3", {"llama_4_scaling_beta": 0.5}, "softmax scale", None),
+]
+
+
+@pytest.mark.parametrize(("model", "changed", "kind", "numbers"), CHANGED)
+def test_a_changed_rope_parameter_is_seen(
+    model: str,
+    changed: dict[str, Any],
+    kind: str,
+    numbers: tuple[float, float] | None,
+    tmp_path: Path,
+) -> None:
+    raw = _saved(model, tmp_path)
+    rope = {**raw["rope_parameters"], **changed}
+    raw["rope_parameters"] = {name: value for name, value in rope.items() if value is not None}
+    verdict = _verify(tmp_path, raw, tmp_path)
+    found = [sentence for sentence in verdict.differences if sentence.startswith(kind)]
+    assert found, verdict
+    if numbers is not None:
+        seen = re.findall(r"([0-9.e+-]+) instead of ([0-9.e+-]+)", found[0])[0]
+        assert [float(number) for number in seen] == pytest.approx(numbers, rel=1e-3)
+
+
+def test_a_window_and_a_part_of_the_head_are_compared(tmp_path: Path) -> None:
+    raw = _saved("Gemma 3", tmp_path)
+    verdict = _verify(tmp_path, {**raw, "sliding_window": 127}, tmp_path)
+    assert any("window: 127 instead of 128" in sentence for sentence in verdict.differences)
+    _saved("GLM", tmp_path)
+    assert not _verify(tmp_path, _rope(), tmp_path).equal
+
+
+TRAINED = 32768
+WORDS = {**YARN_WORDS, "rope_theta": 10000.0, "original_max_position_embeddings": TRAINED}
+ROPE = json.dumps(WORDS)
+JSON = json.dumps({"rope_parameters": WORDS, "max_position_embeddings": 4 * TRAINED})
+FLAGS = f"--rope-scaling yarn --rope-scale 4 --yarn-orig-ctx {TRAINED}"
+CONTEXT = f"--override-kv llama.context_length=int:{4 * TRAINED}"
+SETTINGS = "environment: {LLAMA_ARG_ROPE_SCALE: 4, LLAMA_ARG_ROPE_SCALING_TYPE: yarn}"
+COMMANDS: dict[str, tuple[str, bool]] = {
+    "vLLM": (f"vllm serve m --hf-overrides '{JSON}' --max-model-len 128K", True),
+    "vLLM, underscores": (f"vllm serve m --hf_overrides='{JSON}' --max_model_len 131072", True),
+    "vLLM, YAML": (f"model: m\nhf-overrides: {JSON}\nmax-model-len: 131072\n", True),
+    "vLLM, beyond": (f"vllm serve m --hf-overrides '{JSON}' --max-model-len 1000000", False),
+    "vLLM, length not raised": (
+        f"vllm serve m --rope-scaling '{ROPE}' --max-model-len 128K",
+        False,
+    ),
+    "compose": (f"services:\n  a:\n    command: >\n      -c 131072 {FLAGS} {CONTEXT}\n", True),
+    "environment": (
+        f"services:\n  a:\n    command: -c 131072 --yarn-orig-ctx {TRAINED} {CONTEXT}\n"
+        f"    {SETTINGS}\n",
+        True,
+    ),
+    "llama.cpp": (f"llama-server -m m -c 131072 {FLAGS} {CONTEXT}", True),
+    "llama.cpp, no length": (f"llama-server -m m -c 131072 {FLAGS}", False),
+    "llama.cpp, no YaRN": (f"llama-server {FLAGS} {CONTEXT} --yarn-ext-factor 0", False),
+    "llama.cpp, none": (f"llama-server {CONTEXT} --rope-scaling none --rope-scale 4", False),
+}
+
+
+@pytest.mark.parametrize("case", COMMANDS)
+def test_commands_as_people_have_them(case: str, tmp_path: Path) -> None:
+    config = _config(num_hidden_layers=1, max_position_embeddings=TRAINED, **_rope())
+    config.save_pretrained(tmp_path)
+    command, equal = COMMANDS[case]
+    verdict = _verify(tmp_path, command, tmp_path, YARN)
+    assert verdict.equal == equal, verdict
+
+
 BAD: dict[str, tuple[str, str, str]] = {
     "nothing there": ("", "", "gone.json"),
     "no JSON": ("told.json", "{", "is not valid JSON"),
@@ -271,13 +386,15 @@ BAD: dict[str, tuple[str, str, str]] = {
     "no decoder": ("told.json", '{"text_config": 3}', "the text model of a llama configuration"),
     "an endless length": ("told", "vllm serve m --max-model-len inf", "no finite number above 0"),
     "a scale of 0": ("told", "llama-server --rope-freq-scale 0", "no finite number above 0"),
-    "a key that most architectures ignore": (
-        "told",
-        "llama.rope.scaling.type=str:yarn\nllama.rope.scaling.yarn_beta_fast=f32:16",
-        "reads rope.scaling.yarn_beta_fast in some architectures and ignores it in most",
-    ),
     "bytes": ("told", "\udcff", "not JSON, not GGUF, not text"),
 }
+
+
+def _run(capfd: pytest.CaptureFixture[str], folder: Path, given: Path, *more: str) -> Any:
+    capfd.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        main(["verify", str(folder), "--against", str(given), "--method", YARN, *more])
+    return ended.value.code, *capfd.readouterr()
 
 
 @pytest.mark.parametrize("case", BAD)
@@ -288,33 +405,28 @@ def test_bad_input(
     place = tmp_path / (name or "gone.json")
     if name:
         place.write_bytes(content.encode("utf-8", "surrogateescape"))
-    with pytest.raises(SystemExit) as ended:
-        main(["verify", str(folder), "--against", str(place), "--method", YARN])
-    said = capfd.readouterr()
-    assert (ended.value.code, said.out) == (2, "")
-    assert said.err.startswith("normattn: ")
-    assert why in said.err
-    assert len(said.err.strip().splitlines()) == 1
-
-
-@pytest.mark.parametrize("record", [{}, [], {"method": 3, "train_length": 4}])
-def test_a_record_that_is_damaged(record: Any, folder: Path, tmp_path: Path) -> None:
-    saved = json.loads((folder / "config.json").read_text())
-    place = tmp_path / "saved"
-    place.mkdir()
-    (place / "config.json").write_text(json.dumps({**saved, "normattn": record}))
-    with pytest.raises(InputError, match="the field 'normattn' must hold a method"):
-        normattn.verify(place, folder, YARN)
+    code, out, error = _run(capfd, folder, place)
+    assert (code, out) == (2, "")
+    assert error.startswith("normattn: ")
+    assert why in error
+    assert len(error.strip().splitlines()) == 1
 
 
 def test_the_command_ends_with_its_verdict(
     folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    for words, code in ((YARN_WORDS, 0), ({**YARN_WORDS, "factor": 2.0}, 1)):
-        place = _told(tmp_path, {**RAISED, "rope_parameters": words})
-        with pytest.raises(SystemExit) as ended:
-            main(["verify", str(folder), "--against", str(place), "--method", YARN, "--json"])
-        record = json.loads(capfd.readouterr().out)
-        assert ended.value.code == code
-        assert record["equal"] == (code == 0)
-        assert bool(record["differences"]) == (code == 1)
+    place = tmp_path / "told.json"
+    for words, equal in ((YARN_WORDS, True), ({**YARN_WORDS, "factor": 2.0}, False)):
+        place.write_text(json.dumps({**RAISED, "rope_parameters": words}))
+        code, out, _ = _run(capfd, folder, place, "--json")
+        record = json.loads(out)
+        assert code == (0 if equal else 1)
+        assert (record["equal"], bool(record["differences"])) == (equal, not equal)
+
+
+@pytest.mark.parametrize("record", [{}, {"method": 3, "train_length": 4}])
+def test_a_record_that_is_damaged(record: Any, folder: Path, tmp_path: Path) -> None:
+    saved = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**saved, "normattn": record}))
+    with pytest.raises(InputError, match="the field 'normattn' must hold a method"):
+        normattn.verify(tmp_path, folder, YARN)

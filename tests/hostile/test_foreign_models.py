@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("gguf")
 
-from hf.test_gguf import _write
+from hf.test_gguf import write
 from normattn.errors import InputError
 from normattn.hf import from_pretrained, load
 
@@ -26,7 +26,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name, folder in places.items():
         write_model(folder, shards=name == "sharded")
     packed = tmp_path_factory.mktemp("packed")
-    _write(packed / "tiny.gguf", [*map(chr, range(33, 97)), '!"'])
+    write(packed / "tiny.gguf", [*map(chr, range(33, 97)), '!"'])
     return {**places, "packed": packed}
 
 

@@ -11,6 +11,7 @@ from normattn.hf.extend import Extension, extend, extension_of
 from normattn.hf.llama import from_llama, to_llama
 from normattn.hf.plan import Resolved
 from normattn.hf.saved import from_pretrained, load
+from normattn.hf.score_of import score_of
 from normattn.hf.token_scorer import token_scorer
 
 if find_spec("transformers") is not None:
@@ -28,6 +29,7 @@ __all__ = [
     "from_pretrained",
     "load",
     "register",
+    "score_of",
     "to_llama",
     "token_scorer",
     "wrap",

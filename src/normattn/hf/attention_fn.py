@@ -8,6 +8,7 @@ Legend: B batch, H query heads, G key heads, T queries, S keys, D head dimension
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -39,17 +40,22 @@ class ForwardMemory:
         """Forget everything; takes what a hook is given."""
         self._kept = {}
 
-    def get(self, name: str, *given: object) -> Any:
-        """What was kept for these very objects, or None."""
-        kept = self._kept.get(name)
-        if kept is None or len(kept[0]) != len(given):
-            return None
-        return kept[1] if all(a is b for a, b in zip(kept[0], given, strict=True)) else None
+    def get(self, name: str) -> Any:
+        """What was kept under a name, or None."""
+        return self._kept.get(name, ((), None))[1]
 
-    def keep(self, name: str, value: Any, *given: object) -> Any:
-        """Keep a value for these very objects, and return it; a compiler keeps nothing."""
+    def keep(self, name: str, value: Any) -> None:
+        """Keep a value; a compiler keeps nothing."""
         if not torch.compiler.is_compiling():
-            self._kept[name] = (given, value)
+            self._kept[name] = (), value
+
+    def remember(self, name: str, given: tuple[object, ...], make: Callable[[], Any]) -> Any:
+        """What was made under a name of these very objects, made where there is none."""
+        before, value = self._kept.get(name, (None, None))
+        if before is None or not all(a is b for a, b in zip(before, given, strict=True)):
+            value = make()
+            if not torch.compiler.is_compiling():
+                self._kept[name] = given, value
         return value
 
 
@@ -135,16 +141,6 @@ def _counted_tables(
 
 
 @dataclass(frozen=True)
-class CallOptions:
-    """What a layer passes to attention beside its tensors."""
-
-    scaling: float
-    dropout: float
-    softcap: float | None
-    sink: Float[Tensor, " h"] | None
-
-
-@dataclass(frozen=True)
 class ExtendedLayer:
     """How one layer attends while its model is extended.
 
@@ -169,54 +165,56 @@ class ExtendedLayer:
         v: Float[Tensor, "b g s e"],
         mask: Tensor | None,
         position_ids: Tensor | None,
-        options: CallOptions,
+        scaling: float,
+        more: Mapping[str, Any],
     ) -> Float[Tensor, "b h t e"]:
-        """softmax(score) · v for the queries, the last of the keys that the mask names."""
+        """softmax(score) · v for the queries, the last of the keys that the mask names.
+
+        `more` are settings of `AttentionInputs`: dropout, cap and sink.
+        """
         before: Tensor | None = self.memory.get("mask")
-        given = (mask, before, position_ids, self.tables)
-        placed: Placing | None = self.memory.get("placing", *given)
-        if placed is None:
-            sizes = (q.shape[2], k.shape[2], q.shape[0])
-            placed = placing(mask, *sizes, position_ids, self.tables is not None, before)
-            self.memory.keep("placing", placed, *given)
+        counted, sizes = self.tables is not None, (q.shape[2], k.shape[2], q.shape[0])
+        placed: Placing = self.memory.remember(
+            "placing",
+            (mask, before, position_ids, self.tables),
+            lambda: placing(mask, *sizes, position_ids, counted, before),
+        )
         if self.kept is not None:
             self.kept.begin(k, q.shape[2], whole=placed.runs is None)
         if placed.runs is None:
-            return self._attend(q, k[:, :, : placed.keys], v[:, :, : placed.keys], placed, options)
+            k, v = k[:, :, : placed.keys], v[:, :, : placed.keys]
+            return self._attend(q, k, v, placed, scaling, more)
         out = v.new_zeros(*q.shape[:3], v.shape[-1])
         for run in placed.runs:
             if run.inner.keys:
                 own, columns = q[run.batch, :, run.queries], (run.batch, slice(None), run.keys)
-                made = self._attend(own, k[columns], v[columns], run.inner, options)
+                made = self._attend(own, k[columns], v[columns], run.inner, scaling, more)
                 out[run.batch, :, run.queries] = made
         return out
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, placed: Placing, options: CallOptions
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        placed: Placing,
+        scaling: float,
+        more: Mapping[str, Any],
     ) -> Float[Tensor, "b h t e"]:
         """The same for keys and queries that stand where `placed` says."""
-        extra: dict[str, Any] = {
-            "dropout": options.dropout,
-            "cap": options.softcap,
-            "sink": options.sink,
-        }
+        if self.tables is None:  # rotated by the model, or without positions
+            factor = scale_column(query_factor(self.spec, scaling, placed.positions.n))
+            seen = placed.seen.part(slice(0, q.shape[2]), placed.keys)
+            return attend(one_type(AttentionInputs(scaled(q, factor), k, v, seen, **more)))
+        rotation = self.tables.rotation
+        q, k = _arranged(rotation, q, 0), _arranged(rotation, k, 1)
 
         def part(rows: slice, keys: int, block: int) -> Tensor:
             given = q[:, :, rows], k[:, :, :keys], v[:, :, :keys]
+            inputs = self._rotated(*given, placed, rows, block, scaling)
             seen = placed.seen.part(rows, keys)
-            if self.tables is not None:
-                inputs = self._rotated(*given, placed, rows, block, options.scaling)
-                return attend(one_type(replace(inputs, visibility=seen, **extra)))
-            scale = query_factor(self.spec, options.scaling, placed.positions.n[..., rows])
-            inputs = AttentionInputs(
-                scaled(given[0], scale_column(scale)), *given[1:], seen, **extra
-            )
-            return attend(one_type(inputs))
+            return attend(one_type(replace(inputs, visibility=seen, **more)))
 
-        if self.tables is None:
-            return part(slice(0, q.shape[2]), placed.keys, 0)
-        rotation = self.tables.rotation
-        q, k = _arranged(rotation, q, 0), _arranged(rotation, k, 1)
         return in_blocks(self.spec, placed.positions, part)
 
     def _rotated(
@@ -230,28 +228,26 @@ class ExtendedLayer:
         scaling: float,
     ) -> AttentionInputs:
         """The inputs of some rows: queries and keys at their near and far positions."""
-        assert self.tables is not None
+        tables = self.tables
+        assert tables is not None
         at = placed.positions.part(rows, k.shape[2])
         remapping, start = self.spec.remapping, 0
         if remapping is not None and at.regular and remapping.window is not None:
             start = max(0, k.shape[2] - q.shape[2] - remapping.window + 1)
+
+        def make() -> tuple[RotaryTables, RotaryTables, RotaryTables]:
+            far = tables.keys(at, 0, block, q.dtype)
+            near = far if start == 0 else tables.keys(at, start, block, q.dtype)
+            return tables.queries(at, block, scaling, q.dtype), near, far
+
         name = f"{rows} {k.shape[2]} {block} {scaling} {q.dtype}"
-        made: tuple[RotaryTables, RotaryTables, RotaryTables] | None
-        made = self.memory.get(name, placed, self.tables)
-        if made is None:
-            far = self.tables.keys(at, 0, block, q.dtype)
-            near = far if start == 0 else self.tables.keys(at, start, block, q.dtype)
-            made = self.tables.queries(at, block, scaling, q.dtype), near, far
-            self.memory.keep(name, made, placed, self.tables)
-        queries, near, far = made
-        assert queries.near is not None
-        assert near.near is not None
-        near_q = _evened(self.tables.rotation, queries.near(q))
+        queries, near, far = self.memory.remember(name, (placed, tables), make)
+        near_q = _evened(tables.rotation, queries.near(q))
         if remapping is None or queries.far is None:
             near_k = self._keys(k, near.near, at, block, "near")
             return AttentionInputs(near_q, near_k, v, placed.seen)
         near_k = near.near(k[:, :, start:])
-        far_q = _evened(self.tables.rotation, queries.far(q))
+        far_q = _evened(tables.rotation, queries.far(q))
         far_k = k if far.far is None else self._keys(k, far.far, at, block, "far")
         inputs = AttentionInputs(near_q, near_k, v, placed.seen, far_q, far_k, remapping.window)
         return replace(inputs, near_start=start)
@@ -259,9 +255,8 @@ class ExtendedLayer:
     def _keys(self, k: Tensor, whole: Any, at: Positions, block: int, side: str) -> Tensor:
         """All keys at their near or far positions: those of the calls before as they were kept."""
         tables, kept = self.tables, self.kept
-        if tables is None or kept is None or not kept.open or not at.regular:
-            return whole(k)  # type: ignore[no-any-return]
-        if not isinstance(whole, Rotation):
+        kept_apart = kept is not None and kept.open and at.regular and isinstance(whole, Rotation)
+        if tables is None or kept is None or not kept_apart:
             return whole(k)  # type: ignore[no-any-return]
 
         def rotate(first: int) -> Tensor:
@@ -339,9 +334,9 @@ def attention_function(
             raise InputError("an indexer selects keys, but its layer got no mask of every pair")
         attention_mask = hide_unselected(attention_mask, indices)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    options = CallOptions(scale, float(dropout), softcap, s_aux)
+    settings = {"dropout": float(dropout), "cap": softcap, "sink": s_aux}
     run = _uncompiled if layer.by_blocks else type(layer).__call__
-    out = run(layer, query, key, value, attention_mask, position_ids, options)
+    out = run(layer, query, key, value, attention_mask, position_ids, scale, settings)
     return out.transpose(1, 2).contiguous(), None
 
 

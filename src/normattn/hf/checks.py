@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from normattn.errors import InputError, NormattnError
 from normattn.hf.plan import Plan, replaces_attention, rotates_inside
-from normattn.hf.probe import COUNT, AttentionCall, replay, short
+from normattn.hf.probe import COUNT, EXACT, AttentionCall, replay, short
 from normattn.hf.rope_detection import Layer, method_frequencies, method_gain
 from normattn.score import ScoreSpec
 
@@ -27,14 +26,13 @@ def check_extension(plan: Plan) -> None:
     Where a method promises to leave short texts alone, attention must give what it gave before.
     """
     name, spec = plan.parts.name, plan.spec
+    cannot = f"{name} cannot be extended by {spec.method}"
     try:
         calls, cache = replay(plan.parts, plan.probed)
     except NormattnError:
         raise
     except Exception as error:
-        raise InputError(
-            f"{name} cannot be extended by {spec.method}: its forward then fails ({short(error)})"
-        ) from error
+        raise InputError(f"{cannot}: its forward then fails ({short(error)})") from error
     by_module = {layer.module: layer for layer in plan.layers}
     rows = unchanged_rows(spec)
     for layer in plan.layers:
@@ -48,16 +46,13 @@ def check_extension(plan: Plan) -> None:
             continue
         if replaces_attention(spec) and not _is_cached(made[0], cache):
             raise InputError(
-                f"{name} cannot be extended by {spec.method}: a cache does not keep the keys that "
-                f"layer {layer.index} hands to its attention"
+                f"{cannot}: a cache does not keep the keys that layer {layer.index} hands to its "
+                "attention"
             )
         pairs = zip(made, layer.probed.calls, strict=True)
-        if rows and not all(
-            _alike(one.output[:, :rows], own.output[:, :rows]) for one, own in pairs
-        ):
+        if not all(_alike(one.output[:, :rows], own.output[:, :rows]) for one, own in pairs):
             raise InputError(
-                f"{name} cannot be extended by {spec.method}: a short text, to which it promises "
-                "no change, is read otherwise"
+                f"{cannot}: a short text, to which it promises no change, is read otherwise"
             )
 
 
@@ -91,7 +86,7 @@ def _is_meant(
                 amplitude=1.0 if layer.rotation.normed else gained,
             )
             meant = how.rotated(meant[0], 0), how.rotated(meant[1], 1)
-    close = _CLOSE if _exact(call.query) else _HALF_CLOSE
+    close = _CLOSE if call.query.dtype in EXACT else _HALF_CLOSE
     return all(
         one.shape == other.shape and bool((one - other).abs().max() <= close * other.abs().max())
         for one, other in zip((call.query, call.key), meant, strict=True)
@@ -110,15 +105,13 @@ def _is_cached(call: AttentionCall, cache: Any) -> bool:
 
 
 def _alike(mine: Tensor, own: Tensor) -> bool:
-    """Whether each row of attention's output is what it was, up to rounding.
+    """Whether each row of attention's output is what it was, up to rounding; True for no rows.
 
     In half precision the median of the rows, where rounding may move one far.
     """
-    if mine.shape != own.shape:
-        return False
+    if mine.shape != own.shape or not own.numel():
+        return mine.shape == own.shape
     off = (mine.double() - own.double()).norm(dim=-1) / own.double().norm(dim=-1).clamp(min=1e-30)
-    return bool(off.max() <= 10 * _CLOSE if _exact(own) else off.median() <= 4 * _HALF_CLOSE)
-
-
-def _exact(x: Tensor) -> bool:
-    return x.dtype in (torch.float32, torch.float64)
+    if own.dtype in EXACT:
+        return bool(off.max() <= 10 * _CLOSE)
+    return bool(off.median() <= 4 * _HALF_CLOSE)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from functools import lru_cache, partial
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -32,7 +31,6 @@ from normattn.hf.model_parts import model_parts
 from normattn.hf.native import save_with_method
 from normattn.hf.plan import HANDLE, Plan, plan, replaces_attention, rotates_inside
 from normattn.hf.probe import INTERNAL, attention_named, recorded_as, rotary_buffers
-from normattn.hf.rope_detection import Layer
 from normattn.hf.rope_override import (
     LayerHook,
     override_buffers,
@@ -65,7 +63,7 @@ def extend(
 
     Returns the extension, switched on: `.remove()` or leaving its `with` block undoes it exactly.
     `.resolved` says every value. What `torch.compile` has made of the model is compiled again at
-    the next call, after `remove()` too. YaRN's factor reaches the features that turn, on
+    the next call, after `remove()` too. YaRN's factor reaches the features that rotate, on
     queries and on keys, as in transformers. Raises `InputError` where the model or a value cannot
     serve.
     """
@@ -74,8 +72,8 @@ def extend(
         return _checked(planned, by_hooks=False)
     except InputError:
         # Some families make their tables of more than the frequencies that their modules hold.
-        told = all(x.probed.has_ids for x in planned.served if x.rotation is not None)
-        if not told and not rotates_inside(planned.spec):
+        with_ids = all(x.probed.has_ids for x in planned.served if x.rotation is not None)
+        if not with_ids and not rotates_inside(planned.spec):
             raise
     return _checked(planned, by_hooks=True)
 
@@ -99,9 +97,8 @@ def extension_of(model: Any) -> Extension | None:
 class Extension:
     """A method that is switched on; `.remove()` or leaving the `with` block switches it off.
 
-    Attributes:
-        spec: the method as part of a score.
-        resolved: every value.
+    `spec` is the method as part of a score, `resolved` every value. `by_hooks` gives each layer
+    tables of its own where changed frequencies would not reach it.
     """
 
     def __init__(self, planned: Plan, by_hooks: bool = False) -> None:
@@ -130,12 +127,7 @@ class Extension:
     def __enter__(self) -> Extension:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.remove()
 
     def __reduce__(self) -> Any:
@@ -145,21 +137,24 @@ class Extension:
 
     def _switch_on(self, planned: Plan, by_hooks: bool) -> None:
         parts, spec, served = planned.parts, planned.spec, planned.served
-        inside, ours = rotates_inside(spec), replaces_attention(spec)
+        ours = replaces_attention(spec)
         selecting = [layer for layer in served if layer.selects]
         own = str(parts.config._attn_implementation or "eager")
-        self._undo.append(
-            save_with_method(parts, planned.layers, spec, parts.model.__dict__["config"])
-        )
+        self._undo.append(save_with_method(parts, planned.layers, spec))
         if ours:
             self._attention = _register_attention(own, bool(selecting))
-            self._serve(served)
-            self._refuse_unserved(planned)
-        but = served if by_hooks else selecting if inside else []
-        undo, hooked = override_buffers(planned.layers, spec, but)
+            self._serve(planned)
+        apart = served if by_hooks else selecting if rotates_inside(spec) else []
+        undo, hooked = override_buffers(planned.layers, spec, apart)
         self._undo += undo
-        hooked += [layer for layer in but if layer.rotation is not None]
-        self._hook_layers(hooked, selecting if ours else [])
+        hooked += [layer for layer in apart if layer.rotation is not None]
+        for layer in dict.fromkeys([*hooked, *(selecting if ours else [])]):
+            spectrum = spectrum_of(layer, spec) if layer in hooked else None
+            keep_mask = ours and layer in selecting
+            self._before(layer.module, LayerHook(layer, spectrum, self._memory, keep_mask))
+        for part in (part for layer in selecting if ours for part in layer.module.modules()):
+            if part not in {layer.module for layer in selecting}:
+                self._before(part, own_tables(self._memory))
         if hooked:
             self._attention = self._own_name(self._attention or own)
         if self._attention is not None:
@@ -168,40 +163,29 @@ class Extension:
         self._hook(parts.decoder.register_forward_hook(self._memory.clear, always_call=True))
         self._set(parts.decoder, HANDLE, self)
 
-    def _serve(self, served: list[Layer]) -> None:
-        """Tell each layer's module how our attention serves it; layers that are alike share."""
+    def _serve(self, planned: Plan) -> None:
+        """Tell each layer's module how our attention serves it; refuse what it cannot.
+
+        Layers that rotate alike share their tables. Pages of keys, and the places of images, are
+        refused when they come.
+        """
         made: list[MethodTables] = []
-        for layer in served:
+        for layer in planned.served:
             tables, kept = None, None
             if layer.rotation is not None and rotates_inside(self.spec):
                 alike = [one for one in made if one.rotation.alike(layer.rotation)]
                 tables = alike[0] if alike else MethodTables(self.spec, layer.rotation)
                 made += [] if alike else [tables]
                 kept = RotatedKeyCache()
-                self._hook(layer.module.register_forward_pre_hook(kept, with_kwargs=True))
+                self._before(layer.module, kept)
             how = ExtendedLayer(self.spec, tables, self._memory, kept)
             self._set(layer.module, ATTRIBUTE, how)
-
-    def _refuse_unserved(self, planned: Plan) -> None:
-        """Refuse, when they come, pages of keys and the places of images."""
         for start in _CONTINUOUS:
             self._set(planned.parts.model, start, _refuse_continuous_batching)
         modules = list(planned.parts.decoder.modules())
         if any(hasattr(part, "mrope_section") for part in modules):
             for module in filter(rotary_buffers, modules):
-                self._hook(module.register_forward_pre_hook(refuse_images, with_kwargs=True))
-
-    def _hook_layers(self, hooked: list[Layer], selecting: list[Layer]) -> None:
-        """Give layers tables of their own by hooks, and keep what those that select keys need."""
-        for layer in dict.fromkeys([*hooked, *selecting]):
-            spectrum = spectrum_of(layer, self.spec) if layer in hooked else None
-            hook = LayerHook(layer, spectrum, self._memory, layer in selecting)
-            self._hook(layer.module.register_forward_pre_hook(hook, with_kwargs=True))
-        for layer in selecting:
-            for part in layer.module.modules():
-                if part is not layer.module:
-                    keep = own_tables(self._memory)
-                    self._hook(part.register_forward_pre_hook(keep, with_kwargs=True))
+                self._before(module, refuse_images)
 
     def _own_name(self, attention: str) -> str:
         """A name of this extension alone for an attention, so that compiled code is made again.
@@ -216,8 +200,8 @@ class Extension:
         name = name if name.startswith("normattn_") else f"normattn_as_{name}"
         AttentionInterface.register(name, partial(_attend_as, attention))
         AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[attention])
-        self._undo.append(lambda: ALL_ATTENTION_FUNCTIONS._global_mapping.pop(name))
-        self._undo.append(lambda: ALL_MASK_ATTENTION_FUNCTIONS._global_mapping.pop(name))
+        for registered in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
+            self._undo.append(partial(registered._global_mapping.pop, name))
         return name
 
     def _rename(self, planned: Plan, name: str) -> None:
@@ -249,18 +233,18 @@ class Extension:
     def _hook(self, handle: Any) -> None:
         self._undo.append(handle.remove)
 
+    def _before(self, module: nn.Module, hook: Callable[..., Any]) -> None:
+        """Call a hook with a module's arguments before its forward."""
+        self._hook(module.register_forward_pre_hook(hook, with_kwargs=True))
+
     def _set(self, module: nn.Module, name: str, value: Any) -> None:
         """Set a plain attribute, to be set back."""
-        had, old = name in module.__dict__, module.__dict__.get(name)
-
-        def back() -> None:
-            if had:
-                module.__dict__[name] = old
-            else:
-                module.__dict__.pop(name, None)
-
-        module.__dict__[name] = value
-        self._undo.append(back)
+        held = module.__dict__
+        if name in held:
+            self._undo.append(partial(held.__setitem__, name, held[name]))
+        else:
+            self._undo.append(partial(held.pop, name, None))
+        held[name] = value
 
 
 def _view(config: Any, name: str, views: dict[int, Any]) -> Any:

@@ -12,6 +12,7 @@ import dataclasses
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -224,15 +225,15 @@ def refuse_applied(config: Any) -> None:
 
 
 def save_with_method(
-    parts: ModelParts, layers: Sequence[Layer], spec: ScoreSpec, own: Any
+    parts: ModelParts, layers: Sequence[Layer], spec: ScoreSpec
 ) -> Callable[[], object]:
     """Let `save_pretrained` write a method, a PEFT model's beside the adapter; what undoes it.
 
-    `own` is the model's configuration. Of an adapter that was put on an extended model PEFT would
-    save the weights alone: that raises `InputError`.
+    Of an adapter that was put on an extended model PEFT would save the weights alone: that raises
+    `InputError`.
     """
     model, adapted = parts.model, parts.adapted
-    save = model.save_pretrained
+    own, save = model.__dict__["config"], model.save_pretrained
 
     def save_pretrained(*given: Any, **more: Any) -> Any:
         before = model.__dict__["config"]
@@ -243,23 +244,24 @@ def save_with_method(
         finally:
             model.__dict__["config"] = before
 
+    undo = ExitStack()
     model.__dict__["save_pretrained"] = save_pretrained
-    undo: list[Callable[[], object]] = [lambda: model.__dict__.pop("save_pretrained", None)]
+    undo.callback(model.__dict__.pop, "save_pretrained", None)
     if adapted is None:
         hook = model.register_state_dict_pre_hook(_refuse_adapter_alone(spec))
-        undo.append(hook.remove)
-    else:
-        save_adapter = adapted.save_pretrained
+        undo.callback(hook.remove)
+        return undo.close
+    save_adapter = adapted.save_pretrained
 
-        def save_adapter_with_method(save_directory: Any, *given: Any, **more: Any) -> Any:
-            made = save_adapter(save_directory, *given, **more)
-            record = {"method": spec.method_text, "train_length": spec.train_length}
-            write_json(Path(save_directory) / ADAPTER_FILE, record)
-            return made
+    def save_adapter_with_method(save_directory: Any, *given: Any, **more: Any) -> Any:
+        made = save_adapter(save_directory, *given, **more)
+        record = {"method": spec.method_text, "train_length": spec.train_length}
+        write_json(Path(save_directory) / ADAPTER_FILE, record)
+        return made
 
-        adapted.__dict__["save_pretrained"] = save_adapter_with_method
-        undo.append(lambda: adapted.__dict__.pop("save_pretrained", None))
-    return lambda: [each() for each in undo]
+    adapted.__dict__["save_pretrained"] = save_adapter_with_method
+    undo.callback(adapted.__dict__.pop, "save_pretrained", None)
+    return undo.close
 
 
 def _refuse_adapter_alone(spec: ScoreSpec) -> Callable[..., None]:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from normattn.errors import InputError
 from normattn.hf.attention_fn import ATTRIBUTE, one_type
-from normattn.hf.probe import AttentionFunction, hidden, recording
+from normattn.hf.probe import EXACT, AttentionFunction, hidden, recording
 from normattn.kernels import AttentionInputs, AttentionMask, attend
 from normattn.kernels.stats import Observation, Observer, announce, observer, observing
 from normattn.layers.prepare import regular_positions
@@ -205,8 +205,7 @@ def _confirm(
     rows = (ours != 0).any(-1, keepdim=True)
     off = ((own - ours) * rows).abs().nan_to_num(posinf=torch.inf).amax()
     share = float(off / ours.abs().amax().clamp(min=1e-30)) if rows.any() else 0.0
-    exact = ours.dtype in (torch.float32, torch.float64)
-    if share > (_TOLERANCE if exact else _HALF_TOLERANCE):
+    if share > (_TOLERANCE if ours.dtype in EXACT else _HALF_TOLERANCE):
         raise InputError(
             f"{type(module).__name__} computes something else than the attention that can be "
             f"observed: its output differs by {share:.1e} of the largest"

@@ -47,8 +47,7 @@ class Resolved:
         base: the rotary base, or None where the frequencies are not powers of one.
         scaled: the kind of scaling that the model's own frequencies were trained with, if any; a
             method scales what is there.
-        head_dim: features of a head.
-        rotated: how many of them rotate.
+        head_dim, rotated: features of a head, and how many of them rotate.
         layout: `half` or `interleaved`.
         extended: the numbers of the layers that the method changes.
         without_positions: layers among the model's that have no rotary position.
@@ -115,7 +114,8 @@ class Plan(NamedTuple):
     def resolved(self) -> Resolved:
         """Every value."""
         spec, served = self.spec, self.served
-        rotation = next((layer.rotation for layer in served if layer.rotation is not None), None)
+        rotated = [layer for layer in served if layer.rotation is not None]
+        rotation = rotated[0].rotation if rotated else None
         parts = [part for part in spec.parts if part.when != "trained-in"]
         assert spec.train_length is not None
         return Resolved(
@@ -132,7 +132,7 @@ class Plan(NamedTuple):
             head_dim=served[0].probed.call.query.shape[-1],
             rotated=0 if rotation is None else 2 * int((rotation.frequencies != 0).sum()),
             layout="interleaved" if rotation is not None and rotation.interleaved else "half",
-            extended=tuple(layer.index for layer in served if layer.rotation is not None),
+            extended=tuple(layer.index for layer in rotated),
             without_positions=tuple(layer.index for layer in served if layer.rotation is None),
             left=tuple(layer.index for layer in self.layers if layer.sliding is not None),
             attention="normattn" if replaces_attention(spec) else "stock",
@@ -153,7 +153,7 @@ def plan(model: Any, method: str, train_length: int | None = None, **parameters:
     refuse_absolute_positions(parts)
     probed = probe(parts)
     made = Plan(parts, detect_layers(parts, probed), spec, source, probed)
-    _check(made)
+    _refuse_unserved(made)
     return made
 
 
@@ -193,31 +193,27 @@ def _specify(
     return spec, source
 
 
-def _check(made: Plan) -> None:
+def _refuse_unserved(made: Plan) -> None:
     """Raise `InputError` where a method cannot serve what the layers do."""
-    name, spec = made.parts.name, made.spec
-    rotated = [layer for layer in made.served if layer.rotation is not None]
-    positions = spec.rope_scaling is not None or rotates_inside(spec)
-    if not made.served or (positions and not rotated):
+    name, spec, scaling = made.parts.name, made.spec, made.spec.rope_scaling
+    rotated = [(x.module, x.rotation) for x in made.served if x.rotation is not None]
+    if not made.served or ((scaling is not None or rotates_inside(spec)) and not rotated):
         why = "none of its layers with full attention has rotary positions"
         if not made.served:
             why = f"all its layers attend within a window of {made.layers[0].sliding} tokens"
         raise InputError(f"{name} cannot be extended: {why}, so there is no position to extend")
-    for layer in rotated:
-        refuse_length_dependent(made.parts, layer.module)
-        assert layer.rotation is not None
-        if spec.chunk_remapping is not None and layer.rotation.gains is not None:
+    for module, rotation in rotated:
+        refuse_length_dependent(made.parts, module)
+        if spec.chunk_remapping is not None and rotation.gains is not None:
             raise InputError(
                 f"{name} gives rotated features gains of their own, so its scores depend on where "
                 "a query and a key stand, not on their distance alone: "
                 f"{spec.chunk_remapping.name} would change short texts too"
             )
-        plain_only = spec.rope_scaling is not None and not isinstance(spec.rope_scaling, PI)
-        if plain_only and layer.rotation.base is None:
+        if scaling is not None and not isinstance(scaling, PI) and rotation.base is None:
             raise InputError(
-                f"{name} has rotary frequencies that are already scaled, and "
-                f"{spec.rope_scaling.name} is defined on plain ones: PI, ReRoPE, LeakyReRoPE and "  # type: ignore[union-attr]
-                "SelfExtend take any"
+                f"{name} has rotary frequencies that are already scaled, and {scaling.name} is "
+                "defined on plain ones: PI, ReRoPE, LeakyReRoPE and SelfExtend take any"
             )
     for layer in made.served:
         if replaces_attention(spec) and layer.unserved:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -38,6 +38,8 @@ What a model's caller adds (`num_items_in_batch` by the Trainer) passes through 
 NAME = "position_embeddings"
 INTERNAL = "_attn_implementation_internal"
 OURS = "normattn"
+EXACT = (torch.float32, torch.float64, torch.complex64)
+"""Types in which values are compared closely."""
 AttentionFunction = Callable[..., tuple[Tensor, Any]]
 Recorder = Callable[..., tuple[Tensor, Any]]
 """Called in place of an attention function, with that function before its arguments."""
@@ -68,17 +70,13 @@ def recording(
     try:
         for config, name in before:
             setattr(config, INTERNAL, _register(str(name or "eager"), own))
-        with _uncompiled():
+        compiled = "torch._dynamo" in sys.modules
+        with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
             yield
     finally:
         for config, name in before:
             setattr(config, INTERNAL, name)
         _RECORDER.reset(token)
-
-
-def _uncompiled() -> AbstractContextManager[Any]:
-    loaded = "torch._dynamo" in sys.modules
-    return torch.compiler.set_stance("force_eager") if loaded else nullcontext()
 
 
 def recorded_as(name: str) -> str:

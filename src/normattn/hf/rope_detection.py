@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from normattn.errors import InputError
 from normattn.hf.model_parts import ModelParts
-from normattn.hf.probe import KNOWN, ProbedLayer, rotary_buffers
+from normattn.hf.probe import EXACT, KNOWN, ProbedLayer, rotary_buffers
 from normattn.score import ScoreSpec
 from normattn.score.parts import rope_frequencies
 from normattn.score.parts.rope_scaling import PI
@@ -26,7 +26,6 @@ from normattn.score.rotary import Rotator
 
 _ABSOLUTE = {"wpe", "embed_positions", "position_embeddings", "position_embedding"}
 _SCALED_ONCE_MORE = ("linear", "llama3")
-_EXACT = (torch.float32, torch.float64, torch.complex64)
 Layout = Literal["once", "halves", "pairs", "complex"]
 Spectrum = tuple[Tensor, float]
 """Frequencies θ (P,) in float64, and what cos and sin are multiplied with."""
@@ -73,7 +72,7 @@ def _laid_out(angle: Tensor, layout: Layout) -> Tensor:
 def read_tables(value: Any, spectra: Iterable[Spectrum]) -> EmbeddingTables | None:
     """How tables of positions 0 … T − 1 were made, by the spectrum that explains them best."""
     cos, sin = (value.real, value.imag) if isinstance(value, Tensor) else value
-    best, off = None, 1e-4 if value[0].dtype in _EXACT else 2e-2
+    best, off = None, 1e-4 if value[0].dtype in EXACT else 2e-2
     cos, sin = cos[0].double().cpu(), sin[0].double().cpu()
     layouts: Sequence[Layout] = ("once", "halves", "pairs")
     for theta, given in spectra:
@@ -334,7 +333,7 @@ def _rotation(
 
 def _fits(how: HeadRotation, still: Tensor, given: Tensor, side: int) -> bool:
     """Whether this rotation gives what was seen, up to the rounding of its type."""
-    close = 1e-3 if still.dtype in _EXACT else 5e-2
+    close = 1e-3 if still.dtype in EXACT else 5e-2
     return bool((how.rotated(still, side) - given).abs().max() <= close * given.abs().max())
 
 
@@ -364,7 +363,7 @@ def _gain(how: HeadRotation, still: Tensor, given: Tensor) -> Float[Tensor, " d"
 
 def _doubles(plain: Tensor, doubled: Tensor) -> bool:
     """Whether some feature of every token and head doubles with its position embeddings."""
-    close = 1e-3 if plain.dtype in _EXACT else 2e-2
+    close = 1e-3 if plain.dtype in EXACT else 2e-2
     off = (doubled - 2 * plain).abs() <= close * plain.abs()
     return bool((off & (plain != 0)).flatten(0, 2).all(0).any())
 

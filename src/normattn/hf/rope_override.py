@@ -38,17 +38,17 @@ def spectrum_of(layer: Layer, spec: ScoreSpec) -> Spectrum | None:
 
 
 def override_buffers(
-    layers: Sequence[Layer], spec: ScoreSpec, but: Collection[Layer]
+    layers: Sequence[Layer], spec: ScoreSpec, apart: Collection[Layer]
 ) -> tuple[list[Undo], list[Layer]]:
     """Change the buffers of the rotary modules; what undoes it, and the layers that need a hook.
 
-    `but` are layers whose position embeddings must stay the model's own.
+    `apart` are layers whose position embeddings must stay the model's own.
     """
     users: dict[tuple[nn.Module, str], list[tuple[Layer, Spectrum | None]]] = {}
     hooked: list[Layer] = []
     for layer in layers:
         place = _buffer_of(layer)
-        served = layer.sliding is None and layer not in but
+        served = layer.sliding is None and layer not in apart
         wanted = spectrum_of(layer, spec) if served else None
         if place is not None:
             users.setdefault(place, []).append((layer, wanted))
@@ -117,11 +117,9 @@ def _override(module: nn.Module, name: str, spectrum: Spectrum) -> Undo:
 class LayerHook:
     """A hook before a layer: it gets other position embeddings, and what it needs itself is kept.
 
-    Args:
-        layer: the layer.
-        spectrum: what its position embeddings are made of; None leaves them as they are.
-        memory: keeps them for all layers of a forward, and those that the layer was given.
-        keep_mask: whether to keep the mask of every pair, before the layer selects keys.
+    `spectrum` is what its position embeddings are made of; None leaves them as they are. `memory`
+    keeps them for all layers of a forward, and those that the layer was given; with `keep_mask`
+    also the mask of every pair, before the layer selects keys.
     """
 
     def __init__(
@@ -137,35 +135,32 @@ class LayerHook:
         mask = kwargs.get("attention_mask")
         if self._keep_mask and isinstance(mask, Tensor) and mask.dtype == torch.bool:
             self._memory.keep("mask", mask)
-        argument = self._layer.probed.argument
-        if self._spectrum is None or argument is None:
+        argument, spectrum = self._layer.probed.argument, self._spectrum
+        if spectrum is None or argument is None:
             return args, kwargs
         given = kwargs.get(argument) if isinstance(argument, str) else args[argument]
         if given is None:
             raise InputError(
                 f"layer {self._layer.index} was called without its position embeddings"
             )
-        return with_argument(args, kwargs, argument, self._tables(given, kwargs))
-
-    def _tables(self, given: Any, kwargs: dict[str, Any]) -> Any:
-        """The tables of the tokens' positions, made once for all layers of a forward."""
-        assert self._layer.tables is not None
-        assert self._spectrum is not None
-        if not bool(self._spectrum[0].any()):
+        if spectrum[0].any():
+            made = self._tables(given, kwargs.get("position_ids"), spectrum)
+        else:
             self._memory.keep("own tables", given)
-            return unrotated(given)
-        ids = kwargs.get("position_ids")
+            made = unrotated(given)
+        return with_argument(args, kwargs, argument, made)
+
+    def _tables(self, given: Any, ids: Tensor | None, spectrum: Spectrum) -> Any:
+        """The tables of the tokens' positions, made once for all layers of a forward."""
+        tables, dtype = self._layer.tables, (given if isinstance(given, Tensor) else given[0]).dtype
         if ids is None or ids.dim() != 2:
             raise InputError(
                 f"layer {self._layer.index} is not told the tokens' position_ids (batch, tokens), "
                 "so its positions cannot be stretched"
             )
-        tables, dtype = self._layer.tables, (given if isinstance(given, Tensor) else given[0]).dtype
+        assert tables is not None
         name = f"tables {id(tables)} {dtype}"
-        made = self._memory.get(name, ids)
-        if made is None:
-            made = self._memory.keep(name, tables.make(ids, self._spectrum, given), ids)
-        return made
+        return self._memory.remember(name, (ids,), lambda: tables.make(ids, spectrum, given))
 
 
 def own_tables(memory: ForwardMemory) -> Callable[..., Any]:

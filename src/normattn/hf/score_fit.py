@@ -40,17 +40,41 @@ class Norm:
         return y * self.gain[:, None] + self.bias[:, None]
 
 
-@dataclass(frozen=True)
-class Rotation:
-    """θ of each pair of 2·P features, and by what each position is multiplied besides.
+def normalise(x: Float[Tensor, "b h t d"], kind: str, across: str, eps: float) -> Tensor:
+    """x normalised without a gain."""
+    if not kind:
+        return x
+    dims = (1, 3) if across == "all" else (3,)
+    if kind == "layer":
+        x = x - x.mean(dims, keepdim=True)
+    return x / (x.square().mean(dims, keepdim=True) + eps).sqrt()
 
-    The rotated features start at `start`.
-    """
 
-    theta: Float[Tensor, " p"]
-    size: Float[Tensor, " t"]
-    interleaved: bool
-    start: int = 0
+def norms(
+    raw: Float[Tensor, "b h t d"], given: Float[Tensor, "b h t d"], eps: list[float]
+) -> Iterator[Norm]:
+    """The normalisations that make `given` of `raw` at position 0, the plainest first."""
+    raw, first = raw.double(), given[:, :, 0].double()
+    kinds = itertools.product(("rms", "layer"), ("head", "all", "each"), eps)
+    for kind, across, epsilon in (("", "head", 0.0), *kinds):
+        y = normalise(raw, kind, across, epsilon)[:, :, 0]
+        gain, bias = _line(y, first, shift=kind == "layer", shared=across == "head")
+        if not kind and float(gain.amax() - gain.amin()) > CLOSE * float(gain.abs().amax()):
+            continue
+        if float((y * gain + bias - first).abs().max()) <= CLOSE * float(first.abs().max()):
+            yield Norm(kind, across, epsilon, gain, bias)
+
+
+def _line(
+    x: Float[Tensor, "b h d"], y: Float[Tensor, "b h d"], shift: bool, shared: bool
+) -> tuple[Tensor, Tensor]:
+    """gain and bias (H, D) of the least squares y = gain·x + bias; of all heads one if shared."""
+    dims = (0, 1) if shared else (0,)
+    mean_x, mean_y = (side.mean(dims, keepdim=True) if shift else 0.0 * side for side in (x, y))
+    dx, dy = x - mean_x, y - mean_y
+    gain = (dx * dy).sum(dims, keepdim=True) / dx.square().sum(dims, keepdim=True).clamp(min=1e-30)
+    bias = mean_y - gain * mean_x
+    return gain.mean(0).expand(x.shape[1:]), bias.mean(0).expand(x.shape[1:])
 
 
 @dataclass(frozen=True)
@@ -75,77 +99,41 @@ class Shape:
         pairs = torch.stack((first, second), -1).flatten(-2)
         return torch.cat((x[..., : self.start], pairs, x[..., end:]), -1)
 
+    def pairs(self, x: Tensor) -> Tensor:
+        """The rotated pairs as complex numbers."""
+        x = x[..., self.start : self.start + self.size].double()
+        return torch.complex(*(x.chunk(2, -1) if self.apart else (x[..., 0::2], x[..., 1::2])))
 
-def normalise(x: Float[Tensor, "b h t d"], kind: str, across: str, eps: float) -> Tensor:
-    """x normalised without a gain."""
-    if not kind:
-        return x
-    dims = (1, 3) if across == "all" else (3,)
-    if kind == "layer":
-        x = x - x.mean(dims, keepdim=True)
-    return x / (x.square().mean(dims, keepdim=True) + eps).sqrt()
-
-
-def norms(
-    raw: Float[Tensor, "b h t d"], given: Float[Tensor, "b h t d"], eps: list[float]
-) -> Iterator[Norm]:
-    """The normalisations that make `given` of `raw` at position 0, the plainest first."""
-    raw, given = raw.double(), given.double()
-    largest = given[:, :, 0].abs().max()
-    tried = [("", "head", 0.0)]
-    tried += [
-        (kind, across, epsilon)
-        for kind in ("rms", "layer")
-        for across in ("head", "all", "each")
-        for epsilon in eps
-    ]
-    for kind, across, epsilon in tried:
-        y = normalise(raw, kind, across, epsilon)[:, :, 0]
-        gain, bias = _line(y, given[:, :, 0], shift=kind == "layer", shared=across == "head")
-        if not kind and float(gain.amax() - gain.amin()) > CLOSE * float(gain.abs().amax()):
-            continue
-        if float((y * gain + bias - given[:, :, 0]).abs().max()) <= CLOSE * float(largest):
-            yield Norm(kind, across, epsilon, gain, bias)
+    def rest(self, x: Tensor) -> Tensor:
+        """The features that do not rotate."""
+        return torch.cat((x[..., : self.start], x[..., self.start + self.size :]), -1).double()
 
 
-def _line(
-    x: Float[Tensor, "b h d"], y: Float[Tensor, "b h d"], shift: bool, shared: bool
-) -> tuple[Tensor, Tensor]:
-    """gain and bias (H, D) of the least squares y = gain·x + bias; of all heads one if shared."""
-    dims = (0, 1) if shared else (0,)
-    mean_x, mean_y = (side.mean(dims, keepdim=True) if shift else 0.0 * side for side in (x, y))
-    dx, dy = x - mean_x, y - mean_y
-    gain = (dx * dy).sum(dims, keepdim=True) / dx.square().sum(dims, keepdim=True).clamp(min=1e-30)
-    bias = mean_y - gain * mean_x
-    shape = x.shape[1:]
-    return gain.mean(0).expand(shape), bias.mean(0).expand(shape)
+@dataclass(frozen=True)
+class Rotation:
+    """θ of each pair of 2·P features from `start` on, and what each position is multiplied with."""
+
+    theta: Float[Tensor, " p"]
+    size: Float[Tensor, " t"]
+    interleaved: bool
+    start: int = 0
 
 
 def fit_rotation(
     still: Float[Tensor, "b h t d"], given: Float[Tensor, "b h t d"], shape: Shape
 ) -> Rotation | None:
     """The rotation of this shape that makes `given` of `still`; None where none does."""
-    z, w = _complex(still, shape), _complex(given, shape)
+    z, w = shape.pairs(still), shape.pairs(given)
     ratio = (w * z.conj()).sum((0, 1)) / z.abs().square().sum((0, 1)).clamp(min=1e-30)  # (T, P)
-    miss = (w - ratio * z).abs().max()
     size = ratio.abs().mean(-1)
-    for others in (slice(shape.start), slice(shape.start + shape.size, None)):
-        rest = still[..., others].double()
-        if rest.numel():
-            off = (rest * size[:, None] - given[..., others]).abs().max()
-            miss = torch.maximum(miss, off)
+    off = [(w - ratio * z).abs().max()]
+    if shape.size < still.shape[-1]:
+        off.append((shape.rest(still) * size[:, None] - shape.rest(given)).abs().max())
     uneven = (ratio.abs() - size[:, None]).abs().max()
-    top = given.abs().max()
-    if float(miss) > CLOSE * float(top) or float(uneven) > 2 * CLOSE * float(size.max()):
+    if float(max(off)) > CLOSE * float(given.abs().max()) or uneven > 2 * CLOSE * size.max():
         return None
     theta = _angles(ratio)
     return None if theta is None else Rotation(theta, size, not shape.apart, shape.start)
-
-
-def _complex(x: Tensor, shape: Shape) -> Tensor:
-    x = x[..., shape.start : shape.start + shape.size].double()
-    a, b = x.chunk(2, -1) if shape.apart else (x[..., 0::2], x[..., 1::2])
-    return torch.complex(a, b)
 
 
 def _angles(ratio: Tensor) -> Tensor | None:
@@ -162,7 +150,7 @@ def _angles(ratio: Tensor) -> Tensor | None:
 def plain_base(theta: Float[Tensor, " p"]) -> float | None:
     """The base b with θ_m = b^(−m/P); None where the frequencies are no such row."""
     pairs = theta.numel()
-    if pairs < 2 or float(theta[0] - 1) ** 2 > CLOSE**2 or float(theta.min()) <= 0:
+    if pairs < 2 or abs(float(theta[0] - 1)) > CLOSE or float(theta.min()) <= 0:
         return None
     half = max(1, pairs // 2)
     base = math.exp(-math.log(float(theta[half])) * pairs / half)
@@ -189,13 +177,13 @@ def candidates(layer: RecordedLayer) -> Iterator[Raw]:
     features stand before its values in one projection; the last ones, the same for all heads, are
     the last of another.
     """
-    own = [projection.made for projection in layer.projections]
+    own = [made for _, made in layer.projections]
     (_, heads, _, d), groups, e = layer.q.shape, layer.k.shape[1], layer.v.shape[-1]
     # Queries stand alone, or each before the gate of its head.
     queries = [(x, heads_of(x, d)) for x in own if x.shape[-1] == heads * d]
     gated = [x for x in own if e and x.shape[-1] == heads * (d + e)]
     queries += [(x, heads_of(x, d + e)[..., :d]) for x in gated]
-    both = [*own, *(projection.made for projection in layer.shared)]
+    both = [*own, *(made for _, made in layer.shared)]
     for width in (groups * d, groups * (d + e)):  # alone, or before the values
         for (one, q), other in itertools.product(queries, both):
             if one is not other and other.shape[-1] == width:
@@ -213,7 +201,8 @@ def candidates(layer: RecordedLayer) -> Iterator[Raw]:
         if rest or not 0 < last < d or shared.shape[-1] < last:
             continue
         kept = heads_of(other, size)
-        if _close(kept[..., size - e :], layer.v):
+        values = kept[..., size - e :]
+        if values.shape == layer.v.shape and torch.allclose(values, layer.v, 1e-3, 1e-5):
             rotated = heads_of(shared[..., -last:], last).expand(-1, groups, -1, -1)
             k = torch.cat((kept[..., : size - e], rotated), -1)
             yield from (Raw(q, k, last) for one, q in queries if one is not other)
@@ -222,7 +211,3 @@ def candidates(layer: RecordedLayer) -> Iterator[Raw]:
 def heads_of(x: Float[Tensor, "b t w"], size: int) -> Float[Tensor, "b h t d"]:
     """Heads of this size, side by side in x."""
     return x.reshape(*x.shape[:2], -1, size).transpose(1, 2)
-
-
-def _close(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and torch.allclose(one, other, rtol=1e-3, atol=1e-5)

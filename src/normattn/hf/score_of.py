@@ -9,6 +9,7 @@ Legend: B batch, H query heads, G key heads, T tokens, D head dimension.
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -79,15 +80,23 @@ class ModelScore:
         return "\n".join(self.lines())
 
     def lines(self) -> Iterator[str]:
-        """A line for each run of layers with one score."""
-        groups = itertools.groupby(self.layers, lambda x: (x.spec, x.lacks, x.beside))
-        for (spec, lacks, beside), group in groups:
+        """A line for each run of layers of which the same is to be said."""
+        for _, group in itertools.groupby(self.layers, _without_numbers):
             run = list(group)
-            where = f"layer {run[0].layer}" + (f"-{run[-1].layer}" if len(run) > 1 else "")
+            first = run[0]
+            where = f"layer {first.layer}" + (f"-{run[-1].layer}" if len(run) > 1 else "")
             off = max((layer.difference or 0.0 for layer in run), default=0.0)
-            how = lacks or f"verified on {self.tokens} tokens, off by {off:.0e}"
-            how += "" if beside is None else f"; {beside}"
-            yield f"{where}: {'not read' if spec is None else spec} ({how})"
+            how = first.lacks or f"verified on {self.tokens} tokens, off by {off:.0e}"
+            if first.lacks is not None and len(run) > 1:
+                how += f"; so in {len(run)} layers"
+            how += "" if first.beside is None else f"; {first.beside}"
+            yield f"{where}: {first.spec or 'not read'} ({how})"
+
+
+def _without_numbers(layer: LayerScore) -> tuple[ScoreSpec | None, str, str | None]:
+    """What is said of a layer, without its number and without how much it differs."""
+    lacks = re.sub(r"^layer \d+|\d\.\de[+-]\d+", "", layer.lacks or "")
+    return layer.spec, lacks, layer.beside
 
 
 def score_of(model: Any, tokens: int = 48) -> ModelScore:
@@ -154,9 +163,10 @@ class _Fit:
 
 def _read(layer: RecordedLayer, config: Any) -> LayerScore:
     keys, count = layer.k.shape[2], layer.q.shape[2]
+    name = f"layer {layer.index} ({type(layer.module).__name__})"
 
     def unread(why: str) -> LayerScore:
-        return LayerScore(layer.index, None, None, f"{layer.name}: {why}")
+        return LayerScore(layer.index, None, None, f"{name}: {why}")
 
     if keys != count:
         return unread(f"reads {keys} keys of {count} tokens, so where its keys stand is not known")
@@ -171,7 +181,7 @@ def _read(layer: RecordedLayer, config: Any) -> LayerScore:
     off = _difference(spec, layer, fit, gate, mask)
     if off > AGREES:
         lacks = f"its attention differs from that of {spec} by {off:.1e} of its largest output"
-    lacks = None if lacks is None else f"{layer.name}: {lacks}"
+    lacks = None if lacks is None else f"{name}: {lacks}"
     return LayerScore(layer.index, spec, off, lacks, mask.beside)
 
 

@@ -34,7 +34,7 @@ class Gating:
 def gating(layer: RecordedLayer) -> Gating:
     """What stands between attention's output and the last projection."""
     out = layer.out.flatten(2)
-    given = [x.given for x in layer.projections if x.given.shape == out.shape]
+    given = [x for x, _ in layer.projections if x.shape == out.shape]
     if any(torch.equal(candidate, out) for candidate in given):
         return Gating()
     gates = (_gate(layer.out, x, logits) for x in given for logits in _logits(layer))
@@ -46,7 +46,7 @@ def _logits(layer: RecordedLayer) -> Iterator[Tensor]:
     """What may gate the output: a projection of its own, or behind the queries of each head."""
     heads, size = layer.out.shape[2:]
     d = layer.q.shape[-1]
-    for made in (projection.made for projection in layer.projections):
+    for _, made in layer.projections:
         if made.shape[-1] in (heads * size, heads):
             yield made
         elif made.shape[-1] == heads * (d + size):

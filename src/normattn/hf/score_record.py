@@ -29,14 +29,8 @@ from normattn.hf.probe import (
 
 _BATCH = 4
 HALF = (torch.bfloat16, torch.float16)
-
-
-@dataclass
-class Projection:
-    """A linear map inside an attention layer, with its input and output, (B, T, W)."""
-
-    given: Float[Tensor, "b t w"]
-    made: Float[Tensor, "b t w2"]
+Projection = tuple[Tensor, Tensor]
+"""Input and output of a linear map inside an attention layer, (B, T, W)."""
 
 
 @dataclass
@@ -57,11 +51,6 @@ class RecordedLayer:
     out: Float[Tensor, "b t h e"]
     projections: list[Projection] = field(default_factory=list)
     shared: list[Projection] = field(default_factory=list)
-
-    @property
-    def name(self) -> str:
-        """How a sentence calls the layer."""
-        return f"layer {self.index} ({type(self.module).__name__})"
 
     @property
     def scaling(self) -> float:
@@ -104,8 +93,7 @@ def record_layers(model: Any, tokens: int = 48) -> list[RecordedLayer]:
     ids = torch.randint(2, vocabulary, (_BATCH, tokens), generator=generator).to(model.device)
     with _in_float32(model):
         # Once to know the layers, and once more to keep what is made inside of them, not elsewhere.
-        layers = dict.fromkeys(layer.module for layer in _read(model, ids))
-        parts = dict.fromkeys(part for layer in layers for part in layer.modules())
+        parts = {part for layer in _read(model, ids) for part in layer.module.modules()}
         with _projections([part for part in parts if isinstance(part, nn.Linear)], tokens) as made:
             recorded = _read(model, ids)
     _assign(recorded, made)
@@ -118,8 +106,7 @@ def _in_float32(model: nn.Module) -> Iterator[None]:
 
     Every number of half precision comes back as it was.
     """
-    half = [x for x in (*model.parameters(), *model.buffers()) if x.dtype in HALF]
-    held = [(x, x.dtype) for x in half]
+    held = [(x, x.dtype) for x in (*model.parameters(), *model.buffers()) if x.dtype in HALF]
     try:
         for x, _ in held:
             x.data = x.data.float()
@@ -177,10 +164,18 @@ def _projections(
     """What goes into linear maps and comes out, call by call."""
     made: dict[nn.Module, list[Projection]] = {}
 
+    def row(x: Any) -> Tensor | None:
+        """x as (B, T, W): heads side by side, or one head of latent vectors; None for others."""
+        if not isinstance(x, Tensor) or not x.is_floating_point() or x.dim() not in (3, 4):
+            return None
+        if x.dim() == 4 and x.shape[1] != tokens:
+            return x[:, 0] if x.shape[1] == 1 else None
+        return x.flatten(2)
+
     def keep(module: nn.Module, given: Any, out: Any) -> None:
-        before, after = _row(given[0] if given else None, tokens), _row(out, tokens)
+        before, after = row(given[0] if given else None), row(out)
         if before is not None and after is not None:
-            made.setdefault(module, []).append(Projection(before, after))
+            made.setdefault(module, []).append((before, after))
 
     handles = [part.register_forward_hook(keep) for part in linear]
     try:
@@ -188,17 +183,6 @@ def _projections(
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _row(x: Any, tokens: int) -> Tensor | None:
-    """x as (B, T, W): heads side by side, or one head of latent vectors; None for what is not."""
-    if not isinstance(x, Tensor) or not x.is_floating_point() or x.dim() not in (3, 4):
-        return None
-    if x.dim() == 3:
-        return x
-    if x.shape[1] == tokens:
-        return x.flatten(2)
-    return x[:, 0] if x.shape[1] == 1 else None
 
 
 def _assign(recorded: list[RecordedLayer], made: dict[nn.Module, list[Projection]]) -> None:
