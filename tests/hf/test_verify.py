@@ -386,6 +386,17 @@ BAD: dict[str, tuple[str, str, str]] = {
     "no decoder": ("told.json", '{"text_config": 3}', "the text model of a llama configuration"),
     "an endless length": ("told", "vllm serve m --max-model-len inf", "no finite number above 0"),
     "a scale of 0": ("told", "llama-server --rope-freq-scale 0", "no finite number above 0"),
+    "no base": ("told", "llama-server --rope-freq-base -5", "no frequencies of a base of -5"),
+    "an odd width": ("told", "x --override-kv a.rope.dimension_count=int:7", "7 features"),
+    "no turns": ("told", "x --rope-scaling yarn --yarn-beta-fast 0", "turns of 0 and 1"),
+    "an endless key": ("told", "x --override-kv a.context_length=int:inf", "no finite number"),
+    "nothing in it": ("told", "", "tells of no positions"),
+    "a YAML in itself": ("told", "a: &a [*a]\nctx-size: 5", "holds itself"),
+    "an override of a number": (
+        "told",
+        "vllm serve m --hf-overrides.rope_parameters 3 --hf-overrides.rope_parameters.factor 2",
+        "stands within rope_parameters, which is 3",
+    ),
     "bytes": ("told", "\udcff", "not JSON, not GGUF, not text"),
 }
 

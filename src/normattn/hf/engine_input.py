@@ -7,7 +7,9 @@ keys or a GGUF file. All but llama.cpp's become a configuration in transformers'
 from __future__ import annotations
 
 import copy
+import itertools
 import json
+import math
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -161,9 +163,11 @@ def _of_command(text: str, base: Mapping[str, Any], own_keys: Mapping[str, Any],
         flag, _, path = name.partition(".")
         if flag in _OVERRIDES and path:
             *outer, last = path.split(".")
-            inner = overrides
+            inner: Any = overrides
             for part in outer:
                 inner = inner.setdefault(part, {})
+                if not isinstance(inner, dict):
+                    raise InputError(f"{file}: {name} stands within {part}, which is {inner!r}")
             inner[last] = _scalar(value)
         elif flag in _OVERRIDES or (name == "--rope-scaling" and value.startswith("{")):
             fields = parse_json(value, f"{name} in {file}")
@@ -202,7 +206,10 @@ def _words(text: str, file: str) -> Iterator[str]:
         except yaml.YAMLError:
             held = None
         if isinstance(held, Mapping | list):
-            yield from _of_yaml(held)
+            try:
+                yield from list(_of_yaml(held))
+            except RecursionError:
+                raise InputError(f"{file} is a YAML that holds itself") from None
             return
     try:
         yield from shlex.split(text.replace("\\\n", " "), comments=True)
@@ -231,7 +238,7 @@ def _of_yaml(held: Any) -> Iterator[str]:
 
 def _options(words: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Options with their values; `_` in a name is `-`, as vLLM and llama.cpp take it."""
-    for word, following in zip(words, [*words[1:], None], strict=True):
+    for word, following in itertools.zip_longest(words, words[1:]):
         name, equals, value = word.partition("=")
         if not re.match(r"--?[A-Za-z]", name):
             continue
@@ -255,10 +262,15 @@ def _typed_key(text: str, where: str) -> tuple[str, Any]:
     if not (equals and colon):
         raise InputError(f"{where} is no key=type:value")
     own = name if name.startswith("general.") else name.partition(".")[2]
+    if kind == "str":
+        return own, value
     try:
-        return own, value if kind == "str" else float(value)
+        number = float(value)
     except ValueError as error:
         raise InputError(f"{where}: {value!r} is no number") from error
+    if not math.isfinite(number):
+        raise InputError(f"{where}: {value!r} is no finite number")
+    return own, number
 
 
 def _engine(words: Sequence[str], given: Mapping[str, str], overridden: bool) -> str:

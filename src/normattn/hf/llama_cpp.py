@@ -175,9 +175,14 @@ def serve(
     mix = yarn("ext-factor", 1.0 if kind == "yarn" else 0.0)
     amplitude, gain = _amplitude(keys, factor, mix, yarn("attn-factor", 1.0))
     width = int(keys.get("rope.dimension_count", width))
+    turns = yarn("beta-fast", 32.0), yarn("beta-slow", 1.0)
+    if base <= 1 or min(turns) <= 0 or width < 2 or width % 2:
+        raise InputError(
+            f"{file}: llama.cpp would compute no frequencies of a base of {base:g} (above 1), turns "
+            f"of {turns[0]:g} and {turns[1]:g} (above 0) and {width} features (an even number)"
+        )
     theta = _angles(width, base)
     theta = theta if divisors is None else theta / divisors.double()
-    turns = yarn("beta-fast", 32.0), yarn("beta-slow", 1.0)
     share = mix * _ramp(width, base, trained, *turns)
     rope: dict[str, Any] = {"rope_type": kind, "rope_theta": base, "factor": factor}
     if kind == "none" or factor == 1:
