@@ -178,8 +178,8 @@ def serve(
     turns = yarn("beta-fast", 32.0), yarn("beta-slow", 1.0)
     if base <= 1 or min(turns) <= 0 or width < 2 or width % 2:
         raise InputError(
-            f"{file}: llama.cpp would compute no frequencies of a base of {base:g} (above 1), turns "
-            f"of {turns[0]:g} and {turns[1]:g} (above 0) and {width} features (an even number)"
+            f"{file}: llama.cpp would compute no frequencies of a base of {base:g} (above 1), "
+            f"turns of {turns[0]:g} and {turns[1]:g} (above 0) and {width} features (even)"
         )
     theta = _angles(width, base)
     theta = theta if divisors is None else theta / divisors.double()
