@@ -169,10 +169,14 @@ def test_layers_within_a_window_are_compared_too(family: str, tmp_path: Path) ->
     """A method leaves them as they are: an engine that is told it for all changes them."""
     config = configuration(family, sliding_window=6)
     config.save_pretrained(tmp_path / "plain")
-    more = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
-    own = config.rope_parameters
+    more: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0}
+    more |= {"original_max_position_embeddings": 8}
+    own: Any = config.rope_parameters
     named = {key: {**own[key], **more} for key in own if isinstance(own[key], dict)}
-    given = {"rope_parameters": named or {**own, **more}, "max_position_embeddings": 32}
+    given: dict[str, Any] = {
+        "rope_parameters": named or {**own, **more},
+        "max_position_embeddings": 32,
+    }
     method = None if family == "Mistral" else YARN  # all its layers attend within a window
     verdict = _verify(tmp_path / "plain", given, tmp_path, method)
     found = [each.partition(":")[0] for each in verdict.differences]
