@@ -264,7 +264,7 @@ warnings.simplefilter("ignore")
 torch.set_num_threads(1)
 torch.manual_seed(0)
 config = LlamaConfig(
-    vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
+    vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
     num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=8,
     initializer_range=0.2,
 )
