@@ -7,6 +7,7 @@ Statistics are computed in float32 for half-precision inputs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -224,7 +225,9 @@ def _scale_rows_plainly(x: Tensor, gain: Tensor | None, eps: float, unit: bool) 
 
 def _scaled(x: Tensor, gain: Tensor | None, eps: float, unit: bool) -> tuple[Tensor, Tensor]:
     """x·r·gain, in the dtype of x, and r of every row."""
-    if x.numel() > max(CHUNK_BYTES // 4, x.shape[-1]) and x.is_contiguous():
+    # One multiplication of wide rows runs as fast at once.
+    chunked = gain is not None or x.element_size() == 2
+    if chunked and x.numel() > max(CHUNK_BYTES // 4, x.shape[-1]) and x.is_contiguous():
         y = torch.empty_like(x)
         inverse = x.new_empty(*x.shape[:-1], 1, dtype=wide(x.dtype))
         for part, out, r in _chunks(x, y, inverse):
@@ -281,26 +284,29 @@ def _gradients(
 ) -> tuple[Tensor, Tensor | None]:
     """dx = r·(g·dy − n·⟨g·dy, n⟩·c) with n = x·r, and dg = Σ rows dy·n.
 
-    c is 1/d, or for a `unit` norm 1, and 0 where its floor is reached.
+    c is 1/d, or for a `unit` norm 1, and 0 where its floor is reached. Without a gain n is left as
+    x·r, which saves a pass over the rows.
     """
-    gain = gain if gain is None else gain.to(inverse.dtype)
+    # r is 1/eps at the floor, give or take its rounding.
+    ceiling = (1 - 1e-6) / eps if eps else math.inf
+    if gain is None:
+        grad = grad.to(inverse.dtype)
+        along = (grad * x).sum(-1, keepdim=True).mul_(inverse).mul_(inverse)
+        along = along.mul_(inverse < ceiling) if unit else along.div_(x.shape[-1])
+        return torch.addcmul(grad, x, along, value=-1.0).mul_(inverse).to(x.dtype), None
+    gain = gain.to(inverse.dtype)
     if x.numel() > max(CHUNK_BYTES // 4, x.shape[-1]) and x.is_contiguous():
-        by_x, total = torch.empty_like(x), None if gain is None else torch.zeros_like(gain)
+        by_x, total = torch.empty_like(x), torch.zeros_like(gain)
         for part, above, r, out in _chunks(x, grad.contiguous(), inverse, by_x):
             own, own_gain = _gradients(part, gain, above, r, eps, unit)
             out.copy_(own)
-            total = None if total is None or own_gain is None else total.add_(own_gain)
+            total += 0 if own_gain is None else own_gain
         return by_x, total
-    grad, by_gain = grad.to(inverse.dtype), None
-    normal = x * inverse
+    grad, normal = grad.to(inverse.dtype), x * inverse
     product = grad * normal
-    if gain is None:
-        along = product.sum(-1, keepdim=True)
-        by_x = product.copy_(grad)
-    else:
-        rows = product.reshape(-1, x.shape[-1])
-        by_gain = rows.sum(0)
-        along = torch.mv(rows, gain).view(*x.shape[:-1], 1)
-        by_x = torch.mul(grad, gain, out=product)
-    along = along.mul_(inverse * eps < 1) if unit else along.div_(x.shape[-1])
+    rows = product.reshape(-1, x.shape[-1])
+    by_gain = rows.sum(0)
+    along = torch.mv(rows, gain).view(*x.shape[:-1], 1)
+    along = along.mul_(inverse < ceiling) if unit else along.div_(x.shape[-1])
+    by_x = torch.mul(grad, gain, out=product)
     return by_x.addcmul_(normal, along, value=-1.0).mul_(inverse).to(x.dtype), by_gain
