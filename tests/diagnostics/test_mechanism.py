@@ -1,0 +1,369 @@
+"""Key norms, cosines and attention against double loops in float64, numpy and scipy."""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from scipy import stats
+from torch import Tensor
+
+from normattn.errors import InputError
+from normattn.lab.data.windows import EvaluationSet
+from normattn.lab.diagnostics import (
+    BINS,
+    Seen,
+    count_cosines,
+    measure_mechanism,
+    rank_correlation,
+    received_attention,
+    watching,
+)
+from normattn.lab.diagnostics.keys import (
+    TAIL,
+    pairs_by_region,
+    position_correlation,
+    trained_range,
+)
+from normattn.lab.diagnostics.mechanism import READINGS
+from normattn.lab.report.view import View
+from normattn.lab.stats import Bootstrap, measurements
+from normattn.lab.studies.mechanism import columns, rows
+from normattn.models import CausalLM, CausalLMConfig
+
+Array = NDArray[np.float64]
+
+LENGTHS = (
+    *(
+        (name, 20)
+        for name in (
+            "Baseline",
+            "CosA",
+            "QKLayerNorm(gain=false)",
+            "KNA-NoPE",
+            "Baseline-ALiBi",
+            "Baseline-SoftCap(cap=2)",
+            "Baseline-SlidingWindow(window=5)",
+            "KNA-Chunked(size=6)",
+        )
+    ),
+    # Longer than the blocks of rows that are held at once.
+    *(("KNA-logn", 70), ("Baseline-Sink", 70)),
+)
+
+
+def model_of(score: str, **changes: Any) -> CausalLM:
+    torch.manual_seed(1)
+    fields: dict[str, Any] = {"vocab_size": 40, "dim": 16, "layers": 2, "heads": 4, "kv_heads": 2}
+    fields |= {"train_length": 16, "score": score, **changes}
+    model = CausalLM(CausalLMConfig(**fields)).double()
+    with torch.no_grad():  # Gains, slopes and sinks that have learned something.
+        for name, parameter in model.named_parameters():
+            if ".score." in name:
+                parameter.mul_(1 + 0.3 * torch.rand_like(parameter)).add_(0.1)
+    return model
+
+
+def look(model: CausalLM, ids: Tensor) -> list[Seen]:
+    found: list[Seen] = []
+    with watching(model, found.append), torch.no_grad():
+        model(ids)
+    return found
+
+
+def ids_of(rows: int, length: int) -> Tensor:
+    return torch.from_numpy(np.random.default_rng(0).integers(40, size=(rows, length)))
+
+
+def brute_weights(seen: Seen, batch: int, head: int) -> list[list[float]]:
+    """α by the definition, one pair at a time."""
+    p = seen.inputs
+    q, k = p.q[batch, head], p.k[batch, head // (p.q.shape[1] // p.k.shape[1])]
+    rows = []
+    for i in range(q.shape[0]):
+        scores = []
+        for j in range(i + 1):
+            s = (q[i] @ k[j]).item()
+            s = p.cap * math.tanh(s / p.cap) if p.cap is not None else s
+            s += p.bias[head, i - j].item() if p.bias is not None else 0.0
+            hidden = (
+                p.visibility.window is not None
+                and i - j >= p.visibility.window
+                and j >= p.visibility.kept
+            )
+            own, others = p.visibility.query_documents, p.visibility.key_documents
+            if own is not None and others is not None:  # chunks
+                hidden = hidden or bool(own[batch, i] != others[batch, j])
+            scores.append(-math.inf if hidden else s)
+        sink = math.exp(p.sink[head].item()) if p.sink is not None else 0.0
+        total = sum(math.exp(s) for s in scores) + sink
+        rows.append([math.exp(s) / total for s in scores])
+    return rows
+
+
+@pytest.mark.parametrize(("score", "length"), LENGTHS)
+def test_a_layer_pair_by_pair(score: str, length: int) -> None:
+    """Attention received, cosines, and both by region: a pair's distance and its cosine's bin."""
+    trained, edges = 8, np.linspace(-1, 1, BINS + 1)
+    inside = torch.from_numpy(np.random.default_rng(5).random((4, BINS)) < 0.8)
+    for seen in look(model_of(score), ids_of(2, length)):
+        pairs, attention = pairs_by_region(seen, inside, trained)
+        counted = count_cosines(seen)
+        received = {n: received_attention(seen, n) for n in (1, length // 2, length)}
+        p = seen.inputs
+        for batch, head in ((0, 0), (1, 3)):
+            weights = np.zeros((length, length))
+            for i, row in enumerate(brute_weights(seen, batch, head)):
+                weights[i, : i + 1] = row
+            for horizon, found in received.items():
+                assert found.shape == (2, 4, length - horizon + 1)
+                expected = [
+                    sum(weights[i, j] * (i + 1) for i in range(j, j + horizon)) / horizon
+                    for j in range(length - horizon + 1)
+                ]
+                np.testing.assert_allclose(found[batch, head], expected, rtol=1e-9)
+            q, k = p.q[batch, head], p.k[batch, head // 2]
+            cosines = torch.cosine_similarity(q[:, None], k[None], dim=-1).numpy()
+            i, j = np.indices((length, length))
+            visible = i >= j
+            if p.visibility.window is not None:
+                visible &= i - j < p.visibility.window
+            if "Chunked" in score:
+                visible &= i // 6 == j // 6
+            values = cosines[visible]
+            counts = np.histogram(values, bins=edges)[0]
+            # A cosine on an edge may fall to either side.
+            assert np.abs(counted.counts[batch, head].numpy() - counts).sum() <= 2
+            assert counted.counts[batch, head].sum() == len(values)
+            assert float(counted.least[batch, head]) == pytest.approx(values.min(), abs=1e-12)
+            assert float(counted.most[batch, head]) == pytest.approx(values.max(), abs=1e-12)
+            bins = np.clip(((cosines + 1) * BINS / 2).astype(int), 0, BINS - 1)
+            region = 2 * (i - j >= trained) + ~inside[head].numpy()[bins]
+            numbers = [(visible & (region == r)).sum() for r in range(4)]
+            late = weights * (i >= trained)
+            masses = [late[region == r].sum() for r in range(4)]
+            assert np.abs(pairs[batch, head].numpy() - numbers).sum() <= 2
+            np.testing.assert_allclose(attention[batch, head], masses, atol=1e-9)
+
+
+def brute_ranks(values: list[float]) -> list[float]:
+    return [
+        sum(other < value for other in values) + (sum(other == value for other in values) - 1) / 2
+        for value in values
+    ]
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=2, max_size=12))
+def test_rank_correlation(pairs: list[tuple[int, int]]) -> None:
+    a, b = ([float(pair[side]) for pair in pairs] for side in (0, 1))
+    found = float(rank_correlation(torch.tensor(a), torch.tensor(b)))
+    x, y = np.array(brute_ranks(a)), np.array(brute_ranks(b))
+    x, y = x - x.mean(), y - y.mean()
+    if not (x @ x and y @ y):
+        assert math.isnan(found)
+    else:
+        assert found == pytest.approx(float(x @ y / math.sqrt((x @ x) * (y @ y))), abs=1e-12)
+
+
+def test_watching_leaves_nothing_behind() -> None:
+    model = model_of("KNA")
+    ids = ids_of(1, 8)
+    before = model(ids)
+    hooks = [len(module._forward_hooks) for module in model.modules()]
+    with watching(model, lambda seen: None):
+        assert torch.equal(model(ids), before)
+
+    def fail(seen: Seen) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), watching(model, fail):
+        model(ids)
+    assert [len(module._forward_hooks) for module in model.modules()] == hooks
+    assert torch.equal(model(ids), before)
+
+
+def test_what_cannot_be_looked_at_is_refused() -> None:
+    with pytest.raises(InputError, match="holds no Score"), watching(torch.nn.Linear(2, 2), print):
+        pass
+    model = model_of("Baseline")
+    with model.using("ReRoPE"), pytest.raises(InputError, match="switch the method off"):
+        look(model, ids_of(1, 20))
+    with pytest.raises(InputError, match="has a forgetting gate"):
+        look(model_of("KNA-FoX"), ids_of(1, 8))
+    seen = look(model, ids_of(1, 8))[0]
+    with pytest.raises(InputError, match="a horizon must lie in 1 … 8"):
+        received_attention(seen, 9)
+
+
+def texts_of(length: int = 64) -> EvaluationSet:
+    windows = np.random.default_rng(3).integers(40, size=(5, length + 1))
+    return EvaluationSet("non_repeated", length, 16, windows, ["b", "a", "b", "c", "c"])
+
+
+@pytest.mark.parametrize("score", ["Baseline", "KNA", "QKRMSNorm"])
+def test_a_record_is_the_sum_of_its_texts(score: str) -> None:
+    model, texts = model_of(score), texts_of()
+    modes = [module.training for module in model.modules()]
+    record = measure_mechanism(model, texts, seed=0, weights="w")
+    assert [module.training for module in model.modules()] == modes
+    small = measure_mechanism(model, texts, seed=0, weights="w", tokens_per_batch=1)
+    assert measurements.sorted_rows(small).equals(measurements.sorted_rows(record))
+
+    def of(statistic: str, length: int, document: str, layer: int, head: int) -> pl.DataFrame:
+        chosen = record.filter(statistic=statistic, length=length, unit=document)
+        return chosen.filter(layer=layer, head=head).sort("bin")
+
+    assert [of("spread", 16, name, 0, 0)["of"].item() for name in "abc"] == [1, 2, 2]
+
+    def one(row: int) -> Tensor:
+        return torch.from_numpy(texts.windows[row : row + 1])
+
+    for layer in range(2):
+        for head in range(4):
+            total = 0.0
+            for row in (0, 2):  # the texts of document b
+                seen = look(model, one(row)[:, :16])[layer]
+                norms = seen.inputs.k[0, head // 2].norm(dim=-1)[:9]
+                received = received_attention(seen, 8)[0, head]
+                total += float(rank_correlation(norms, received)) if score != "KNA" else 0.0
+            correlation = of("correlation", 16, "b", layer, head)
+            assert correlation["sum"].item() == pytest.approx(total, abs=1e-9)
+            assert correlation["of"].item() == (0 if score == "KNA" else 2)
+            far = [count_cosines(look(model, one(r)[:, :64])[layer]).counts for r in (0, 2)]
+            counts = of("cosine", 64, "b", layer, head)["sum"].to_list()
+            assert counts == sum(far)[0, head].tolist()  # type: ignore[index]
+
+    view = View(record, Bootstrap(50))
+    shown = rows(view)[0]
+    cells = {column.key: column.cell(view, shown) for column in columns(view)}
+    assert (cells["correlation"].text == "one norm") == (score == "KNA")
+    near = [
+        np.sum([of("cosine", 16, name, layer, head)["sum"].to_list() for name in "abc"], axis=0)
+        for layer in range(2)
+        for head in range(4)
+    ]
+    median = cells["cosine_near_0.5"].estimate
+    assert median is not None
+    assert median.value == pytest.approx(np.mean([_quantile(head, 0.5) for head in near]), abs=1e-9)
+    assert median.low is not None
+    assert median.low <= median.value
+
+
+def _quantile(counts: np.ndarray, share: float) -> float:
+    """Linear within the bin that holds it."""
+    wanted, below = share * counts.sum(), 0
+    for index, count in enumerate(counts):
+        if below + count >= wanted:
+            return float(-1 + 2 * (index + (wanted - below) / count) / BINS)
+        below += count
+    raise AssertionError
+
+
+def test_rounding_does_not_rank_equal_norms() -> None:
+    norms = torch.tensor([1.0, 1.0, 1.0, 1.0, 2.0, 3.0, 2.0, 3.0], dtype=torch.float64)
+    turned = norms + torch.linspace(0, 1e-7, 8, dtype=torch.float64)
+    assert turned[4] < turned[6]
+    assert float(position_correlation(turned)) == float(position_correlation(norms))
+    assert float(position_correlation(norms)) == pytest.approx(1 / math.sqrt(5))
+
+
+@pytest.mark.parametrize("length", [6, 7, 31])
+def test_norms_rank_with_positions(length: int) -> None:
+    norms = np.random.default_rng(length).integers(1, 9, size=(3, 2, length)).astype(float)
+    correlation = position_correlation(torch.from_numpy(norms))
+    for at in np.ndindex(3, 2):
+        rest = norms[at][4:]
+        if len(set(rest)) == 1:
+            assert math.isnan(correlation[at])
+            continue
+        expected = stats.spearmanr(rest, np.arange(len(rest))).statistic
+        assert float(correlation[at]) == pytest.approx(expected, abs=1e-12)
+
+
+def test_the_trained_range() -> None:
+    values = np.random.default_rng(2).normal(0.1, 0.2, size=20_000).clip(-1, 1)
+    edges = np.linspace(-1, 1, BINS + 1)
+    inside = trained_range(np.histogram(values, bins=edges)[0].astype(float))
+    low, high = np.quantile(values, [TAIL, 1 - TAIL])
+    expected = (edges[1:] > low) & (edges[:-1] < high)
+    assert np.abs(np.flatnonzero(inside)[[0, -1]] - np.flatnonzero(expected)[[0, -1]]).max() <= 1
+
+
+def of(record: pl.DataFrame, statistic: str, layer: int, head: int) -> pl.DataFrame:
+    return record.filter(statistic=statistic, layer=layer, head=head).sort("unit", "bin")
+
+
+def key_norms_of(model: CausalLM, texts: EvaluationSet) -> Array:
+    """‖k_j‖ by text, layer and key head at L."""
+    ids = torch.from_numpy(texts.windows[:, : texts.train_length])
+    keys = [seen.inputs.k for seen in look(model, ids)]
+    return np.stack([np.linalg.norm(k.numpy(), axis=-1) for k in keys], axis=1)
+
+
+@pytest.mark.parametrize("score", ["Baseline", "KNA", "QKRMSNorm"])
+def test_a_record_holds_them_by_document(score: str) -> None:
+    model = model_of(score)
+    texts = replace(texts_of(), documents=["b", "a", "b", "c", "d"])
+    record = measure_mechanism(model, texts, seed=0, weights="w")
+    norms, constant = key_norms_of(model, texts), score == "KNA"
+    documents = np.array(texts.documents)
+    for layer, head in np.ndindex(2, 2):
+        sums = []
+        for name in "abcd":
+            rows = norms[documents == name, layer, head]
+            if constant:
+                sums.append(0.0)
+                continue
+            # To five digits: a token that comes twice has one norm, whatever rotating leaves.
+            ranked = np.round(rows[:, 4:] / rows[:, 4:].mean(1, keepdims=True), 5)
+            sums.append(sum(stats.spearmanr(row, np.arange(12)).statistic for row in ranked))
+        found = of(record, "position", layer, head)
+        np.testing.assert_allclose(found["sum"], sums, atol=1e-9)
+        assert found["of"].to_list() == ([0] * 4 if constant else [1, 2, 1, 1])
+        signed = of(record, "position_size", layer, head)["sum"].to_list()
+        # Documents a and c give the sign, b and d are measured.
+        sign = np.sign(sums[0] + sums[2])
+        np.testing.assert_allclose(signed, [0.0, sums[1] * sign, 0.0, sums[3] * sign], atol=1e-9)
+    assert record.filter(statistic="position")["head"].n_unique() == 2  # of keys
+
+
+def last_scores(model: CausalLM, ids: np.ndarray, last: int) -> tuple[int, float]:
+    """Right predictions and nats of the last tokens, from the logits."""
+    with torch.no_grad():
+        logits = model(torch.from_numpy(ids[None, :-1]))[0].numpy()
+    chosen, targets = logits[-last:], ids[-last:]
+    losses = np.log(np.exp(chosen).sum(-1)) - chosen[np.arange(last), targets]
+    return int((chosen.argmax(-1) == targets).sum()), float(losses.sum())
+
+
+@pytest.mark.parametrize("score", ["Baseline", "KNA-NoPE", "Baseline-ALiBi"])
+def test_a_record_holds_the_readings_by_document(score: str) -> None:
+    model, texts = model_of(score), texts_of()
+    record = measure_mechanism(model, texts, seed=0, weights="w")
+    assert model.spec == model.config.score.resolve(train_length=16)  # no method stays on
+    rotary = score in ("Baseline", "KNA", "CosA")
+    for reading in range(len(READINGS)):
+        at = record.filter(length=64, bin=float(reading), unit="b")
+        hits, loss = (at.filter(statistic=f"last_{name}") for name in ("accuracy", "loss"))
+        if READINGS[reading] == "clamped" and not rotary:
+            assert hits["of"].item() == loss["of"].item() == 0
+            continue
+        assert hits["of"].item() == loss["of"].item() == 32
+        clamped = READINGS[reading] == "clamped"
+        with model.using("ReRoPE", window=15) if clamped else nullcontext():
+            expected = [
+                last_scores(model, texts.windows[row, -17:] if reading == 0 else windows, 16)
+                for row, windows in enumerate(texts.windows)
+                if row in (0, 2)  # the texts of document b
+            ]
+        assert hits["sum"].item() == sum(right for right, _ in expected)
+        assert loss["sum"].item() == pytest.approx(sum(nats for _, nats in expected), rel=1e-9)
