@@ -133,12 +133,12 @@ def test_a_layer_pair_by_pair(score: str, length: int) -> None:
                 np.testing.assert_allclose(found[batch, head], expected, rtol=1e-9)
             q, k = p.q[batch, head], p.k[batch, head // 2]
             cosines = torch.cosine_similarity(q[:, None], k[None], dim=-1).numpy()
-            i, j = np.indices((length, length))
-            visible = i >= j
+            query, key = np.indices((length, length))
+            visible = query >= key
             if p.visibility.window is not None:
-                visible &= i - j < p.visibility.window
+                visible &= query - key < p.visibility.window
             if "Chunked" in score:
-                visible &= i // 6 == j // 6
+                visible &= query // 6 == key // 6
             values = cosines[visible]
             counts = np.histogram(values, bins=edges)[0]
             # A cosine on an edge may fall to either side.
@@ -147,9 +147,9 @@ def test_a_layer_pair_by_pair(score: str, length: int) -> None:
             assert float(counted.least[batch, head]) == pytest.approx(values.min(), abs=1e-12)
             assert float(counted.most[batch, head]) == pytest.approx(values.max(), abs=1e-12)
             bins = np.clip(((cosines + 1) * BINS / 2).astype(int), 0, BINS - 1)
-            region = 2 * (i - j >= trained) + ~inside[head].numpy()[bins]
+            region = 2 * (query - key >= trained) + ~inside[head].numpy()[bins]
             numbers = [(visible & (region == r)).sum() for r in range(4)]
-            late = weights * (i >= trained)
+            late = weights * (query >= trained)
             masses = [late[region == r].sum() for r in range(4)]
             assert np.abs(pairs[batch, head].numpy() - numbers).sum() <= 2
             np.testing.assert_allclose(attention[batch, head], masses, atol=1e-9)
