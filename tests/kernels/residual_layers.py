@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from normattn.kernels import AttentionInputs, AttentionMask, attend
-from normattn.kernels.residual import ResidualScores
+from normattn.kernels.residual_scores import ResidualScores
 
 WAYS = ("residual", "concatenated", "reference")
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from normattn import InputError, Score, attention
 from normattn.kernels import AttentionInputs, AttentionMask, attend, run_kernel, tiled
-from normattn.kernels.residual import ResidualScores
+from normattn.kernels.residual_scores import ResidualScores
 from normattn.kernels.stats import Observation, observing
 from score import naive
 from score.cases import (

@@ -26,7 +26,7 @@ from kernels.residual_layers import (
 )
 from normattn import InputError
 from normattn.kernels import AttentionInputs, attend, reasons, tiled
-from normattn.kernels.residual import ResidualScores
+from normattn.kernels.residual_scores import ResidualScores
 
 every_way = pytest.mark.parametrize("way", WAYS)
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import reduce
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from normattn.errors import InputError
+from normattn.kernels.residual_scores import ResidualScores, Stack
 
 _EVERY = slice(None)
 
@@ -178,50 +179,6 @@ class Selection:
         return Selection(torch.cat((part.after, rest), 1), self.padding)
 
 
-class Stack(NamedTuple):
-    """What all layers that share residual scores have in common."""
-
-    batch: int
-    query_heads: int
-    key_heads: int
-    queries: int
-    keys: int
-    dtype: torch.dtype
-
-    def __str__(self) -> str:
-        pairs = zip(self._fields, self, strict=True)
-        return ", ".join(f"{value} {name.replace('_', ' ')}" for name, value in pairs)
-
-
-@runtime_checkable
-class ScoreSum(Protocol):
-    """Scores that the layers of one forward pass sum up: `kernels.residual.ResidualScores`.
-
-    `kernel` is the one that sums those of all layers.
-    """
-
-    mean: bool
-    kernel: str | None
-
-    def why_not(self, kernel: str) -> str | None:
-        """Why a kernel cannot go on from the layers below; None where it can."""
-        ...
-
-    def enter(self, kernel: str, stack: Stack) -> None:
-        """One more layer, from now on counted."""
-        ...
-
-    def stored(self, score: Float[Tensor, "b h t s"]) -> Float[Tensor, "b h t s"]:
-        """The sum with this layer's scores, known to autograd."""
-        ...
-
-    def features(
-        self, q: Float[Tensor, "b h t d"], k: Float[Tensor, "b g s d"]
-    ) -> tuple[Float[Tensor, "b h t nd"], Float[Tensor, "b g s nd"]]:
-        """[q_1 … q_n] and [k_1 … k_n], whose product is the sum."""
-        ...
-
-
 @runtime_checkable
 class PairBias(Protocol):
     """A bias of each pair that is no function of its distance alone."""
@@ -279,7 +236,7 @@ class AttentionInputs:
     sink: Float[Tensor, " h"] | None = None
     cap: float | None = None
     near_start: int = 0
-    residual_scores: ScoreSum | None = None
+    residual_scores: ResidualScores | None = None
     pairs: PairBias | None = None
     normaliser: Normaliser | None = None
     selection: Selection | None = None

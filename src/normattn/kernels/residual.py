@@ -32,117 +32,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from normattn.errors import InputError
-from normattn.kernels.inputs import AttentionInputs, AttentionMask, Stack
+from normattn.kernels.inputs import AttentionInputs, AttentionMask
 from normattn.kernels.numerics import refuse_second_derivative
 from normattn.kernels.stats import Recorder
 from normattn.kernels.tile_scores import TileScores, Workspace, score_groups
 from normattn.kernels.tiled import Group, Plan, Tile, hide_edges
 from normattn.kernels.tiled_backward import Gradients, backward_tiles, draw_seed, forward_tiles
-
-_HOLDING = ("residual", "concatenated", "reference")
-
-
-class ResidualScores:
-    """s_n = Σ_m q_m k_mᵀ, m = 1 … n, before masks, biases and caps; `mean`: over n.
-
-    The kernel of the lowest layer decides how the sum is held, and all other layers follow:
-    "residual" in one buffer that every layer updates in place, "concatenated" as the queries and
-    keys of all layers, "reference" as one tensor known to autograd. The last two serve a layer
-    that a backward computes once more.
-    """
-
-    def __init__(self, mean: bool = False) -> None:
-        self.mean = mean
-        self.count = 0
-        self.kernel: str | None = None
-        self.stack: Stack | None = None
-        self.buffer: ScoreBuffer | None = None
-        self.token: Tensor | None = None
-        self._sums: list[Tensor | None] = []
-        self._queries: list[Tensor] = []
-        self._keys: list[Tensor] = []
-        self._next, self._numbered = 0, False
-        self._task = _backward_running()
-        self._learning = torch.is_grad_enabled()
-
-    @property
-    def share(self) -> float:
-        """What the sum is multiplied with: 1, or 1/n for n layers."""
-        return 1.0 / self.count if self.mean else 1.0
-
-    def begin(self, layer: int) -> None:
-        """Make `layer`, from 0, the next to enter. Layer 0 begins a forward of its own."""
-        if layer == 0 and self._task == _backward_running():
-            self.kernel = self.stack = self.buffer = self.token = None
-            self._sums, self._queries, self._keys = [], [], []
-            self._learning = torch.is_grad_enabled()
-        self._next, self._numbered = layer, True
-
-    def why_not(self, kernel: str) -> str | None:
-        """Why a kernel cannot go on from the layers below; None where it can."""
-        if self.kernel in (None, kernel) or kernel not in _HOLDING:
-            return None
-        return f"the layers below were summed by the {self.kernel} kernel, which serves all layers"
-
-    def enter(self, kernel: str, stack: Stack) -> None:
-        """The next layer enters.
-
-        Raises `InputError` for a layer of another shape, for one whose layer below has not run, and
-        for one that a backward computes once more where the sum is held in a buffer, or where the
-        forward ran without gradients.
-        """
-        if self._task != _backward_running():
-            if kernel == "residual" or not self._numbered:
-                raise InputError(
-                    "the buffer of residual scores cannot be filled once more in a backward, as "
-                    "activation checkpointing of single layers does: checkpoint the whole stack, "
-                    "or take backend='concatenated'"
-                )
-            if not self._learning and torch.is_grad_enabled():
-                raise InputError(
-                    "residual scores have no gradient where the forward ran without: activation "
-                    "checkpointing needs use_reentrant=False"
-                )
-        if self.stack is not None and self.stack != stack:
-            raise InputError(
-                "all layers that share residual scores must have the same shape, but "
-                f"below is {self.stack} and here {stack}; each forward needs new `ResidualScores`"
-            )
-        held = {"reference": len(self._sums), "concatenated": len(self._keys)}
-        if self._next > held.get(kernel, self._next):
-            raise InputError(
-                f"layer {self._next} adds to the scores of the layers below, which have not all "
-                "run: run all layers of the stack in every forward, bottom first"
-            )
-        self.stack, self.kernel, self.count = stack, kernel, self._next + 1
-        self._next, self._numbered = self.count, False
-
-    def stored(self, score: Float[Tensor, "b h t s"]) -> Float[Tensor, "b h t s"]:
-        """The sum with this layer's scores, known to autograd."""
-        layer = self.count - 1
-        below = self._sums[layer - 1] if layer else None
-        whole = score if below is None else below + score
-        self._sums[layer : layer + 1] = [whole]
-        if layer and not torch.is_grad_enabled():
-            self._sums[layer - 1] = None
-        return whole * self.share if self.mean else whole
-
-    def features(
-        self, q: Float[Tensor, "b h t d"], k: Float[Tensor, "b g s d"]
-    ) -> tuple[Float[Tensor, "b h t nd"], Float[Tensor, "b g s nd"]]:
-        """[q_1 … q_n] and [k_1 … k_n], whose product is the sum."""
-        layer = slice(self.count - 1, self.count)
-        self._queries[layer], self._keys[layer] = [q], [k]
-        whole = torch.cat(self._queries[: self.count], -1)
-        return whole * self.share if self.mean else whole, torch.cat(self._keys[: self.count], -1)
-
-
-def _backward_running() -> int:
-    """The number of the backward in which this runs; −1 outside of any."""
-    if torch.compiler.is_compiling():
-        return -1
-    return int(torch._C._current_graph_task_id())
-
 
 Tiles = dict[tuple[int, int, int], Tensor]
 
@@ -334,7 +229,7 @@ def residual_attention(
 
 def _attend(inputs: AttentionInputs, recorder: Recorder | None) -> Tensor:
     state = inputs.residual_scores
-    assert isinstance(state, ResidualScores)
+    assert state is not None
     state.enter("residual", inputs.stack)
     if state.buffer is None:
         state.buffer = ScoreBuffer(inputs.visibility)

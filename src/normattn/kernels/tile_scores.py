@@ -42,11 +42,6 @@ def ungrouped(x: Tensor) -> Tensor:
     return x.transpose(2, 3).flatten(1, 2)
 
 
-def columns_of(score: Tensor, where: slice) -> Tensor:
-    """Some columns of a tile, which may be all of them."""
-    return score if where.stop - where.start == score.shape[-1] else score[..., where]
-
-
 class Workspace:
     """The buffers that all tiles of a call share; every row has a `margin` of logits of −∞.
 
@@ -145,6 +140,8 @@ class TileScores:
         """(n, c·r, …) with its tokens in the other order, if the plan runs backwards."""
         if not self.plan.backwards:
             return x
+        if self.plan.repeat == 1:
+            return x.flip(1)
         return torch.unflatten(x, 1, (-1, self.plan.repeat)).flip(1).flatten(1, 2)
 
     def _rows(self, x: Tensor, tile: Tile) -> Tensor:
@@ -220,7 +217,7 @@ class TileScores:
             return
         for span, where in tile.placed:
             q, k = self.side(span)
-            columns_of(sums, where).baddbmm_(self.read(q, tile), k, alpha=sign)
+            sums[..., where].baddbmm_(self.read(q, tile), k, alpha=sign)
 
     def weights(self, tile: Tile, capped: bool = False, keep: bool = False) -> Tensor:
         """softmax of the tile's scores and further logits, (n, c·r, W + X).
@@ -234,7 +231,7 @@ class TileScores:
             # The products are added to the bias: one pass less than the other way round.
             by_head = self.by_head(score)
             for span, where in tile.placed:
-                columns_of(by_head, where).copy_(self._bias_of(tile, span))
+                by_head[..., where].copy_(self._bias_of(tile, span))
             self.accumulate(score, tile)
         else:
             self.products(tile, score)
@@ -318,7 +315,7 @@ class TileScores:
             self.write([(weight[..., : tile.width], v[:, columns])], out, tile)
             return
         placed = tile.placed
-        pairs = [(columns_of(weight, at), v.narrow(1, s.start, s.width)) for s, at in placed]
+        pairs = [(weight[..., at], v.narrow(1, s.start, s.width)) for s, at in placed]
         self.write(pairs, out, tile)
 
     def by_weight(self, by_out: Tensor, tile: Tile) -> Tensor:
@@ -328,7 +325,7 @@ class TileScores:
             result.narrow(2, tile.width, self.further).zero_()
         for span, where in tile.placed:
             values = self.v.narrow(1, span.start, span.width)
-            product(by_out, values.mT, columns_of(result, where))
+            product(by_out, values.mT, result[..., where])
         return result
 
     def by_product(self, by_score: Tensor, tile: Tile) -> Tensor:

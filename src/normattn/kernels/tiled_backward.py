@@ -26,7 +26,6 @@ from normattn.kernels.stats import Recorder, record_tile
 from normattn.kernels.tile_scores import (
     MakeScores,
     TileScores,
-    columns_of,
     grouped,
     score_groups,
     ungrouped,
@@ -176,7 +175,7 @@ class _GroupGradients:
     def add_values(self, by_out: Tensor, weight: Tensor, tile: Tile) -> None:
         """Weightᵀ · by_out to the values."""
         for span, where in tile.placed:
-            self._add_columns("v", columns_of(weight, where), by_out, span.start)
+            self._add_columns("v", weight[..., where], by_out, span.start)
 
     def add_scores(self, by_score: Tensor, tile: Tile) -> None:
         """Send a tile's gradient of the scores to bias, sink, queries and keys."""
@@ -193,7 +192,7 @@ class _GroupGradients:
             begin = 0 if far else scores.plan.shape.near_start
             for span, where in tile.placed:
                 if span.far == far:
-                    (q, k), part = scores.side(span), columns_of(by_product, where)
+                    (q, k), part = scores.side(span), by_product[..., where]
                     pairs.append((part, k.mT))
                     self._add_columns(of_k, part, scores.read(q, tile), span.start - begin)
             scores.write(pairs, self._of_group(whole[of_q]).flatten(1, 2), tile)

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from normattn.errors import InputError
 from normattn.kernels import AttentionInputs, attend
-from normattn.kernels.inputs import Stack
-from normattn.kernels.residual import ResidualScores
+from normattn.kernels.residual_scores import ResidualScores, Stack
 from normattn.score import ScoreSpec
 from normattn.score.parts.residual import ValueResidual
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from normattn.errors import InputError
 from normattn.kernels import AttentionInputs
-from normattn.kernels.inputs import ScoreSum
 from normattn.kernels.reference import reference, strips
+from normattn.kernels.residual_scores import ResidualScores
 from normattn.kernels.stats import Observation, observing
 from normattn.lab.diagnostics.collector import Watcher, named_layers
 from normattn.models.utils import without_dropout
@@ -58,7 +58,9 @@ class ResidualSum:
     """
 
     def __init__(self) -> None:
-        self._layers: WeakKeyDictionary[ScoreSum, list[tuple[Tensor, Tensor]]] = WeakKeyDictionary()
+        self._layers: WeakKeyDictionary[ResidualScores, list[tuple[Tensor, Tensor]]] = (
+            WeakKeyDictionary()
+        )
 
     def alone(self, inputs: AttentionInputs) -> AttentionInputs:
         """The same scores as one product: of the features of all layers so far."""
