@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from normattn.lab.report.tables import shown
@@ -27,10 +27,7 @@ class Advice:
 
 @dataclass(frozen=True)
 class _Best:
-    """The lowest loss at a length, and whether it is better than the model's as it is.
-
-    `better`: surely lower, and by enough to matter; `sure`: by however little.
-    """
+    """The lowest loss at a length, its gain over the unmodified model, and methods as good."""
 
     length: int
     method: str
@@ -40,13 +37,8 @@ class _Best:
 
     @property
     def better(self) -> bool:
-        """Surely lower, and by enough to matter."""
-        return self.sure and self.gain is not None and self.gain.value <= -LEAST_GAIN
-
-    @property
-    def sure(self) -> bool:
-        """Surely lower, by however little."""
-        return self.gain is not None and self.gain.below_zero
+        """Surely lower than the unmodified model, and by enough to matter."""
+        return self.gain is not None and self.gain.below_zero and self.gain.value <= -LEAST_GAIN
 
 
 def advise(view: View) -> Advice:
@@ -73,6 +65,75 @@ def advise(view: View) -> Advice:
             "switch it off there."
         )
     return Advice(tuple(sentences), last.method if last.better else None)
+
+
+def _best(view: View, length: int) -> _Best | None:
+    last = LOSS.at(protocol=LAST, length=length)
+    losses = {method: view.estimate(last.at(method=method)) for method in methods_of(view)}
+    known = {method: estimate for method, estimate in losses.items() if estimate is not None}
+    if not known:
+        return None
+    best = min(known, key=lambda method: known[method].value)
+    apart = {m: view.estimate(last.at(method=m) - last.at(method=best)) for m in known}
+    rivals = tuple(m for m, gap in apart.items() if gap is not None and not gap.above_zero)
+    gain = view.estimate(last.at(method=best) - last.at(method=""))
+    return _Best(length, best, known[best], gain, rivals)
+
+
+def _headline(view: View, winners: Sequence[_Best], cost: Estimate | None) -> str:
+    last, trained = winners[-1], train_length(view)
+    if not last.better:
+        length = spoken(last.length)
+        return f"No method is clearly better than the unmodified model at {length} tokens."
+    name, whole = name_of(last.method), resolved(view, last.method)
+    name += f", that is {whole}" if whole != name else ""
+    # At which lengths it is the best without a gap. Within the training length nobody needs a
+    # method: "up to" is said of what lies beyond it.
+    others = [b.length for b in winners if b.method != last.method or not b.better]
+    since = [best.length for best in winners if best.length > max(others, default=0)]
+    span = f"from {spoken(since[0])} to" if len(since) > 1 else "at"
+    if max(others, default=0) <= trained:
+        span = "up to"
+    costs = _spoken_cost(cost, spoken(trained))
+    return f"{name}: best {span} {spoken(last.length)} tokens; {costs}."
+
+
+def _spoken_cost(cost: Estimate | None, at: str) -> str:
+    if cost is None:
+        return f"its cost at {at} was not measured"
+    if cost.low == cost.high == 0:
+        return f"costs nothing at {at}"
+    if cost.above_zero:
+        return f"costs {cost.value:.1f} % of loss at {at}"
+    if cost.below_zero:
+        return f"costs nothing at {at}, where the loss falls by {-cost.value:.1f} %"
+    if cost.low is None:
+        return f"the loss at {at} changes by {cost.value:+z.1f} %, without an interval"
+    return f"no significant cost at {at} (loss {shown(cost, signed=True)} %)"
+
+
+def _sentence(view: View, best: _Best) -> str:
+    start, name = f"At {spoken(best.length)} tokens ", name_of(best.method)
+    own = view.estimate(LOSS, {"protocol": LAST, "length": best.length, "method": ""})
+    lowest = f"{shown(best.loss, digits=3)} nats"
+    if own is None:
+        return f"{start}the unmodified model was not evaluated; lowest: {name}, {lowest}."
+    if best.gain is None:
+        return f"{start}no method is better than the unmodified model, {shown(own, digits=3)} nats."
+    numbers = (
+        f"{lowest} against {shown(own, digits=3)} unmodified, "
+        f"difference {shown(best.gain, signed=True, digits=3)}"
+    )
+    if not best.better:
+        small = f"by less than {LEAST_GAIN:g} nats"
+        why = small if best.gain.below_zero else "but not surely lower"
+        return f"{start}the lowest loss is {name}'s, {why}: {numbers}."
+    others = ", ".join(name_of(method) for method in best.rivals if method)
+    tied = f" Not told apart from it: {others}." if others else ""
+    return f"{start}{name} is best: {numbers}.{tied}"
+
+
+# What was read
 
 
 def methods_of(view: View) -> list[str]:
@@ -125,83 +186,3 @@ def cost_at_train_length(view: View, method: str) -> Estimate | None:
     low, high = (None if end is None else end * scale for end in (change.low, change.high))
     per_seed = tuple(value * scale for value in change.per_seed)
     return replace(change, value=change.value * scale, low=low, high=high, per_seed=per_seed)
-
-
-def _best(view: View, length: int) -> _Best | None:
-    last = LOSS.at(protocol=LAST, length=length)
-    losses = {method: view.estimate(last.at(method=method)) for method in methods_of(view)}
-    known = {method: estimate for method, estimate in losses.items() if estimate is not None}
-    if not known:
-        return None
-    best = min(known, key=lambda method: known[method].value)
-
-    def rivals() -> Iterator[str]:
-        """Those whose paired difference to the best is not surely above 0."""
-        for other in known:
-            apart = view.estimate(last.at(method=other) - last.at(method=best))
-            if other != best and apart is not None and not apart.above_zero:
-                yield other
-
-    gain = view.estimate(last.at(method=best) - last.at(method="")) if best else None
-    return _Best(length, best, known[best], gain, tuple(rivals()))
-
-
-def _headline(view: View, winners: Sequence[_Best], cost: Estimate | None) -> str:
-    last = winners[-1]
-    if not last.better:
-        length = spoken(last.length)
-        return f"No method is clearly better than the unmodified model at {length} tokens."
-    name, whole = name_of(last.method), resolved(view, last.method)
-    name += f", that is {whole}" if whole != name else ""
-    trained = train_length(view)
-    return f"{name}: {_span(winners, trained)} tokens; {_spoken_cost(cost, spoken(trained))}."
-
-
-def _span(winners: Sequence[_Best], trained: int) -> str:
-    """At which lengths the method that is best at the last of `winners` is so without a gap."""
-    last = winners[-1]
-    other = max(
-        (best.length for best in winners if best.method != last.method or not best.better),
-        default=0,
-    )
-    since = [best.length for best in winners if best.length > other]
-    # Within the training length nobody needs a method: "up to" is said of what lies beyond it.
-    if other <= trained:
-        return f"best up to {spoken(last.length)}"
-    if len(since) == 1:
-        return f"best at {spoken(last.length)}"
-    return f"best from {spoken(since[0])} to {spoken(last.length)}"
-
-
-def _spoken_cost(cost: Estimate | None, at: str) -> str:
-    if cost is None:
-        return f"its cost at {at} was not measured"
-    if cost.low == cost.high == 0:
-        return f"costs nothing at {at}"
-    if cost.above_zero:
-        return f"costs {cost.value:.1f} % of loss at {at}"
-    if cost.below_zero:
-        return f"costs nothing at {at}, where the loss falls by {-cost.value:.1f} %"
-    if cost.low is None:
-        return f"the loss at {at} changes by {cost.value:+z.1f} %, without an interval"
-    return f"no significant cost at {at} (loss {shown(cost, signed=True)} %)"
-
-
-def _sentence(view: View, best: _Best) -> str:
-    start, name = f"At {spoken(best.length)} tokens ", name_of(best.method)
-    own = view.estimate(LOSS, {"protocol": LAST, "length": best.length, "method": ""})
-    lowest = f"{shown(best.loss, digits=3)} nats"
-    if own is None:
-        return f"{start}the unmodified model was not evaluated; lowest: {name}, {lowest}."
-    if best.gain is None:
-        return f"{start}no method is better than the unmodified model, {shown(own, digits=3)} nats."
-    numbers = (
-        f"{lowest} against {shown(own, digits=3)} unmodified, "
-        f"difference {shown(best.gain, signed=True, digits=3)}"
-    )
-    if not best.better:
-        why = f"by less than {LEAST_GAIN:g} nats" if best.sure else "but not surely lower"
-        return f"{start}the lowest loss is {name}'s, {why}: {numbers}."
-    others = [name_of(method) for method in best.rivals if method]
-    tied = f" Not told apart from it: {', '.join(others)}." if others else ""
-    return f"{start}{name} is best: {numbers}.{tied}"
