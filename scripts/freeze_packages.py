@@ -15,15 +15,43 @@ import os
 import sys
 import tempfile
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
 from normattn.io import sha256_of
 from normattn.lab.data import DataConfig, prepare_tokens
 from normattn.lab.data import frozen_packages as frozen
-from normattn.lab.data.packages import NearDuplicates
 
+THRESHOLD, PERMUTATIONS = 0.7, 64
 RECORD = Path(__file__).parents[1] / "tests" / "data" / "frozen_tokens.json"
+
+
+class NearDuplicates:
+    """Remembers the texts it was shown; two are alike above a Jaccard similarity of their lines.
+
+    A line counts once, without the space around it, and an empty one not at all. Similarity is
+    estimated from 64 MinHashes: an estimate of 0.7 or more, at a deviation of about 0.06, makes a
+    duplicate. The same texts in the same order always give the same answers.
+    """
+
+    def __init__(self) -> None:
+        import datasketch
+
+        self._new_hash: Any = datasketch.MinHash
+        self._index = datasketch.MinHashLSH(threshold=THRESHOLD, num_perm=PERMUTATIONS)
+        self._shown: list[Any] = []
+
+    def seen(self, text: str) -> bool:
+        """Whether a text like this one was shown before; if not, it is remembered."""
+        lines = {line.strip() for line in text.splitlines()} - {""}
+        own = self._new_hash(num_perm=PERMUTATIONS, hashfunc=zlib.crc32)
+        own.update_batch([line.encode("utf-8", "replace") for line in sorted(lines)])
+        if any(own.jaccard(self._shown[key]) >= THRESHOLD for key in self._index.query(own)):
+            return True
+        self._index.insert(len(self._shown), own)
+        self._shown.append(own)
+        return False
 
 
 def pinned(file: Path) -> frozen.Wheel:

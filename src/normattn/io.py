@@ -14,6 +14,7 @@ import tempfile
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from io import BufferedIOBase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -181,7 +182,9 @@ def _check_bounds(value: Any, finite: bool, depth: int = 0) -> None:
         raise ValueError(f"an integer has more than {_MOST_BITS} bits")
 
 
-def json_lines(file: BinaryIO, where: Callable[[int], str]) -> Iterator[tuple[int, bytes]]:
+def json_lines(
+    file: BinaryIO | BufferedIOBase, where: Callable[[int], str]
+) -> Iterator[tuple[int, bytes]]:
     """Yield the number, from 1, and the bytes of each line, its end included.
 
     A line longer than 64 MiB is refused before it is held. `where(n)` names line n.

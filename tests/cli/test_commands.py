@@ -71,10 +71,10 @@ def test_a_plan_says_first_what_the_corpus_needs(
     assert command("--version").out.strip() == normattn.__version__
     said = command("train", "--plan", "--corpus", "python-packages-2026")
     assert re.match(r"the corpus python-packages-2026 is \d+ pinned packages, .*MB", said.out)
-    monkeypatch.setitem(sys.modules, "datasketch", None)
-    said = command("train", "--plan", "--corpus", "python-packages")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    said = command("train", "--plan", "--corpus", "hf:me/data")
     assert (said.code, said.out) == (2, "")
-    assert "datasketch" in said.err
+    assert "datasets" in said.err
     for preset in ("workstation", "workstation-mha"):
         said = command("reproduce", "keynorm", "--preset", preset, "--plan")
         assert said.code == 0, said.err

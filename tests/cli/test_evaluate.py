@@ -10,7 +10,7 @@ import polars as pl
 import pytest
 
 from cli.conftest import Command
-from normattn.lab.data.retrieval_facts import TASKS
+from normattn.lab.data.retrieval import TASKS
 from normattn.lab.studies.methods import left_out, post_hoc_methods
 from normattn.score import ScoreSpec
 

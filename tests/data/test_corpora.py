@@ -17,22 +17,12 @@ import pytest
 
 from normattn.errors import InputError
 from normattn.lab.data import corpora, parse_corpus
-from normattn.lab.data.sources import spread
-from normattn.lab.data.text_files import PIECE_CHARACTERS
+from normattn.lab.data.corpora import PIECE_CHARACTERS
+from normattn.lab.data.sources import evenly, shares
 
 
 def names_and_texts(address: object, limit: int | None = None) -> list[tuple[str, str]]:
     return [(doc.name, doc.text) for doc in parse_corpus(str(address)).documents(limit)]
-
-
-@pytest.mark.parametrize(
-    "address",
-    ["python-source", "hf:me/data", "hf:me/data?config=en&split=test&field=body&revision=v1"],
-)
-def test_an_address_prints_and_parses_back(address: str) -> None:
-    corpus = parse_corpus(address)
-    assert str(corpus) == address
-    assert parse_corpus(str(corpus)) == corpus
 
 
 def test_python_source_is_the_library_without_tests_or_packages() -> None:
@@ -208,7 +198,7 @@ def test_hub_mistakes_are_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match="read timed out"):
         names_and_texts("hf:x")
     fake_hub(monkeypatch, lambda *_, **__: [{"text": None}])
-    with pytest.raises(InputError, match="row 0: field 'text' is not text but a NoneType"):
+    with pytest.raises(InputError, match="row 0: field 'text' has no value"):
         names_and_texts("hf:x")
     with pytest.raises(InputError, match=r"no field 'body' \(its fields: 'text'\)"):
         names_and_texts("hf:x?field=body")
@@ -225,6 +215,7 @@ def test_hub_mistakes_are_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
         (" ", "the corpus has no name"),
         ("hf:", "names no dataset"),
         ("python-source?field=x", "has no option 'field': it takes none"),
+        ("python-packages", "did you mean 'python-packages-2026'"),
         ("hf:x?feld=y", "has no option 'feld': it knows config, split, field, revision"),
         ("hf:x?field=", "the option 'field' is empty"),
         ("hf:x?field", r"expected \?option=value"),
@@ -281,12 +272,11 @@ def test_a_damaged_gzip_and_a_folder_of_nothing_known(tmp_path: Path) -> None:
 
 
 def test_a_limit_is_spread_and_never_passed(tmp_path: Path) -> None:
-    assert (
-        spread([10] * 10, 30)
-        == [True] + [False, False, False, True] + [False] * 2 + [True] + [False] * 2
-    )
-    assert spread([100, 100], 30) == [True, False]
-    assert spread([5, 5], None) == [True, True]
+    assert evenly("abcdefghij", [10] * 10, 30) == ["a", "e", "h"]
+    assert evenly("ab", [100, 100], 30) == ["a"]
+    assert evenly("ab", [5, 5], None) == ["a", "b"]
+    assert shares([10, 800, 10], 82) == [0, 81, 0]
+    assert shares([10, 800, 10], None) == [10, 800, 10]
     file = tmp_path / "one.txt"
     file.write_text("first line\nsecond line\n", encoding="utf-8")
     assert names_and_texts(file, limit=15) == [("one.txt#00000", "first line\n")]

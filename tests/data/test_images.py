@@ -118,6 +118,14 @@ def test_sources_that_cannot_be_read(tmp_path: Path) -> None:
         prepare_images(ImageDataConfig(source=str(tmp_path)))
 
 
+def test_a_damaged_image_is_named(tmp_path: Path) -> None:
+    save_classes(tmp_path, *[Image.fromarray(PIXELS[0])] * 3)
+    damaged = tmp_path / "dog" / "2.png"
+    damaged.write_bytes(damaged.read_bytes()[:40])
+    with pytest.raises(InputError, match=r"2\.png cannot be read as an image"):
+        prepare_images(ImageDataConfig(source=str(tmp_path)))
+
+
 @given(st.integers(1, 8), st.integers(1, 40), st.integers(0, 3))
 @settings(max_examples=25, deadline=None)
 def test_every_image_once_an_epoch(batch: int, steps: int, seed: int) -> None:

@@ -10,16 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from normattn.errors import InputError
-from normattn.lab.data.pairs import PairBatches, PairSplit, Side
+from normattn.lab.data.pairs import PairBatches, PairSplit
+from normattn.lab.data.store import Ragged
 
 
 def split(lengths: list[tuple[int, int]]) -> PairSplit:
     """Sentences whose every token is 3 + their number."""
 
-    def side(which: int) -> Side:
+    def side(which: int) -> Ragged:
         sizes = [pair[which] for pair in lengths]
         tokens = np.repeat(np.arange(len(sizes)) + 3, sizes).astype(np.uint16)
-        return Side(tokens, np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64))
+        return Ragged(tokens, np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64))
 
     return PairSplit("train", side(0), side(1))
 

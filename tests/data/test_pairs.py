@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import gzip
 import json
+import sys
 import warnings
 from importlib import metadata
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -61,12 +64,31 @@ def test_bad_json_lines_name_the_line(tmp_path: Path, line: str, said: str) -> N
         read(path)
 
 
+def test_a_data_set_of_the_hub_with_its_own_test_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets, asked = ModuleType("datasets"), list[Any]()
+
+    def load(*names: Any, **options: Any) -> list[dict[str, Any]]:
+        asked.append((names, options))
+        return [{"translation": {"en": f"a {options['split']}", "de": "b"}}]
+
+    datasets.load_dataset = load  # type: ignore[attr-defined]
+    datasets.get_dataset_split_names = lambda *_, **__: ["train", "test"]  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "datasets", datasets)
+    source = parse_pairs(f"hf:me/data?config=en-de&revision={'a' * 40}", *EN_DE)
+    assert [tuple(pair) for pair in source.read()] == [
+        ("a train", "b", None),
+        ("a test", "b", "test"),
+    ]
+    assert list(source.given()) == ["test"]
+    assert {options["revision"] for _, options in asked} == {"a" * 40}
+
+
 def test_a_folder_by_split_and_language(tmp_path: Path) -> None:
     source = parse_pairs(str(multi_layout(tmp_path)), *EN_DE)
     found = list(source.read())
     assert [pair[:2] for pair in found[:60]] == sentences(60, seed=1)
     assert [pair.split for pair in found] == [None] * 60 + ["validation"] * 8 + ["test"] * 8
-    assert source.given == {"validation", "test"}
+    assert set(source.given()) == {"validation", "test"}
     write_lines(tmp_path, PAIRS, "test_other")
     with pytest.raises(InputError, match=r"several test sets: test_other, test_small; choose"):
         read(tmp_path)
@@ -174,7 +196,7 @@ def test_cut_by_sentence_where_the_corpus_has_no_splits(tmp_path: Path) -> None:
     assert data.target_tokeniser.vocab_size == 280
     held_out = {source.rstrip(" !") for source, _ in data.test.texts}
     trained = {
-        data.source_tokeniser.decode(data.train.source.sentence(i)).rstrip(" !")
+        data.source_tokeniser.decode(data.train.source[i]).rstrip(" !")
         for i in range(len(data.train))
     }
     assert held_out

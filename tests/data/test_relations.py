@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import polars as pl
@@ -12,11 +14,8 @@ import pytest
 
 from data.relation_files import item, write_json, write_relations
 from normattn.errors import InputError
-from normattn.lab.data.python_imports import (
-    pieces_of,
-    read_python_imports,
-)
-from normattn.lab.data.relation_files import read_folder, read_relations
+from normattn.lab.data.python_imports import pieces_of
+from normattn.lab.data.relation_files import folder_source, read_relations
 from normattn.lab.data.relations import RelationConfig, prepare_relations
 
 SOURCE = '''
@@ -73,15 +72,15 @@ async def packed(data):
 )
 def test_a_bad_item_is_named_with_its_place(tmp_path: Path, value: Any) -> None:
     write_json(tmp_path / "a.json", [item("y", "b"), value])
-    with pytest.raises(InputError, match=r"a\.json:2.*triple_list"):
-        read_relations(tmp_path / "a.json")
+    with pytest.raises(InputError, match=r"a\.json:2.*(triple_list|object)"):
+        list(read_relations(tmp_path / "a.json"))
 
 
 @pytest.mark.parametrize("content", [b'{"text": "x"}', b"[", b"[]", b'["\xff"]', b"[1] 2"])
 def test_a_bad_file_is_named(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "a.json").write_bytes(content)
     with pytest.raises(InputError, match=r"a\.json"):
-        read_relations(tmp_path / "a.json")
+        list(read_relations(tmp_path / "a.json"))
 
 
 def test_every_form_gives_the_same_documents(tmp_path: Path) -> None:
@@ -90,7 +89,7 @@ def test_every_form_gives_the_same_documents(tmp_path: Path) -> None:
     lines = "\ufeff" + "\n\n".join(json.dumps(each) for each in items) + "\n"
     (tmp_path / "a.jsonl").write_text(lines, encoding="utf-8")
     pl.DataFrame(items).write_parquet(tmp_path / "a.parquet")
-    read = [read_relations(tmp_path / f"a.{kind}") for kind in ("json", "jsonl", "parquet")]
+    read = [list(read_relations(tmp_path / f"a.{kind}")) for kind in ("json", "jsonl", "parquet")]
     for documents in read:
         assert [(d.text, d.labels) for d in documents] == [
             ("Ada was born in London .", ("born", "lived")),
@@ -99,14 +98,15 @@ def test_every_form_gives_the_same_documents(tmp_path: Path) -> None:
     assert [d.name for d in read[1]] == ["a.jsonl:1", "a.jsonl:3"]
 
 
+def texts(folder: Path, split: str) -> list[str]:
+    return [each.text for each in folder_source(folder).read() if each.split == split]
+
+
 def test_a_folder_is_read_by_the_names_that_such_data_has(tmp_path: Path) -> None:
     write_relations(tmp_path / "casrel")
-    corpus = read_folder(tmp_path / "casrel")
-    assert corpus.labels == ("born", "lived", "unseen")
+    assert folder_source(tmp_path / "casrel").labels() == ("born", "lived", "unseen")
     write_relations(tmp_path / "plain", names=("train.jsonl", "valid.jsonl", "test.jsonl"))
-    assert [d.text for d in read_folder(tmp_path / "plain").splits["validation"]] == [
-        d.text for d in corpus.splits["validation"]
-    ]
+    assert texts(tmp_path / "plain", "validation") == texts(tmp_path / "casrel", "validation")
 
 
 def test_labels_are_in_the_order_of_rel2id(tmp_path: Path) -> None:
@@ -114,28 +114,26 @@ def test_labels_are_in_the_order_of_rel2id(tmp_path: Path) -> None:
     names = ["unseen", "lived", "never", "born"]
     numbered = {name: number for number, name in enumerate(names)}
     write_json(tmp_path / "a" / "rel2id.json", [{str(n): k for k, n in numbered.items()}, numbered])
-    assert read_folder(tmp_path / "a").labels == tuple(names)
+    assert folder_source(tmp_path / "a").labels() == tuple(names)
     write_json(tmp_path / "a" / "rel2id.json", {"born": 0})
     with pytest.raises(InputError, match=r"rel2id\.json does not list the relation 'lived'"):
-        read_folder(tmp_path / "a")
+        folder_source(tmp_path / "a").labels()
     write_json(tmp_path / "a" / "rel2id.json", {"born": 1})
     with pytest.raises(InputError, match="numbered from 0"):
-        read_folder(tmp_path / "a")
+        folder_source(tmp_path / "a").labels()
 
 
 def test_a_folder_that_lacks_a_split_or_has_it_twice_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="does not exist; expected python-imports or a folder"):
-        read_folder(tmp_path / "none")
+    with pytest.raises(InputError, match="does not exist; expected python-imports"):
+        folder_source(tmp_path / "none")
     write_relations(tmp_path / "a")
     (tmp_path / "a" / "dev_triples.json").rename(tmp_path / "a" / "other.json")
     with pytest.raises(InputError, match=r"one file of the validation split.* it has none"):
-        read_folder(tmp_path / "a")
+        folder_source(tmp_path / "a")
     (tmp_path / "a" / "dev.json").write_text("[]")
     (tmp_path / "a" / "valid.json").write_text("[]")
-    with pytest.raises(
-        InputError, match=r"one file of the validation.* it has dev\.json and valid"
-    ):
-        read_folder(tmp_path / "a")
+    with pytest.raises(InputError, match=r"of the validation.* it has dev\.json and valid"):
+        folder_source(tmp_path / "a")
 
 
 @pytest.mark.parametrize("corpus", ["python-imports", "folder"])
@@ -156,23 +154,23 @@ def test_a_piece_is_labelled_by_the_imports_that_its_code_uses() -> None:
 
 
 def test_the_embedded_corpus_splits_by_file_and_leaks_no_import() -> None:
-    corpus = read_python_imports(8, seed=0, test=0.2, validation=0.2, max_bytes=1_500_000)
-    assert len(corpus.labels) == 8
-    files = {
-        name: {document.name.rpartition(":")[0] for document in documents}
-        for name, documents in corpus.splits.items()
-    }
-    assert all(files.values())
-    assert not files["train"] & files["test"]
-    assert not files["train"] & files["validation"]
-    documents = [document for split in corpus.splits.values() for document in split]
-    texts = [document.text for document in documents]
-    assert len(set(texts)) == len(texts)
-    assert all(set(document.labels) <= set(corpus.labels) for document in documents)
-    for text in texts:
-        assert not re.search(r"^\s*(>>> )?(import \w|from [\w.]+ import\b)", text, re.MULTILINE)
+    config = RelationConfig(
+        modules=8, test_fraction=0.2, validation_fraction=0.2, max_bytes=1_500_000
+    )
+    corpus = config.documents
+    documents, labels = list(corpus.read()), corpus.labels()
+    assert len(labels) == 8
+    files: dict[str, set[str]] = {}
+    for each in documents:
+        files.setdefault(each.split, set()).add(each.name.rpartition(":")[0])
+    assert files.keys() == {"train", "validation", "test"}
+    assert sum(map(len, files.values())) == len(set.union(*files.values()))
+    assert len({each.text for each in documents}) == len(documents)
+    assert all(each.labels and set(each.labels) <= set(labels) for each in documents)
+    imports = re.compile(r"^\s*(>>> )?(import \w|from [\w.]+ import\b)", re.MULTILINE)
+    assert not [each for each in documents if imports.search(each.text)]
     with pytest.raises(InputError, match="fewer than the 400 labels"):
-        read_python_imports(400, 0, 0.2, 0.2, max_bytes=300_000)
+        RelationConfig(modules=400, max_bytes=300_000).documents.labels()
 
 
 def test_prepared_data_is_cached_and_the_same_again(tmp_path: Path) -> None:
@@ -183,7 +181,7 @@ def test_prepared_data_is_cached_and_the_same_again(tmp_path: Path) -> None:
     assert first.split("test") is first.test
     with pytest.raises(InputError, match="no split 'dev': expected train, validation, test"):
         first.split("dev")
-    assert first == again
+    assert first.fingerprint == again.fingerprint
     assert first.train.cut > 0
     assert max(len(row) for row in first.train.tokens) == 4
     assert first.vocab_size == 200
@@ -191,3 +189,22 @@ def test_prepared_data_is_cached_and_the_same_again(tmp_path: Path) -> None:
     lines = (tmp_path / "a" / "train_triples.json").read_text()
     (tmp_path / "a" / "train_triples.json").write_text(lines.replace("London", "Paris"))
     assert prepare_relations(config, tmp_path / "cache").fingerprint != first.fingerprint
+
+
+def test_a_data_set_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_relations(tmp_path / "a", names=("train.json", "validation.json", "test.json"))
+    datasets = ModuleType("datasets")
+
+    def load(name: str, config: None, split: str, revision: str, streaming: bool) -> Any:
+        assert (name, revision, streaming) == ("me/data", "a" * 40, True)
+        return json.loads((folder / f"{split}.json").read_text())
+
+    datasets.load_dataset = load  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "datasets", datasets)
+    local, hub = (
+        prepare_relations(RelationConfig(corpus=corpus, vocab_size=200), tmp_path / "cache")
+        for corpus in (str(folder), f"hf:me/data?revision={'a' * 40}")
+    )
+    assert hub.labels == local.labels
+    for ours, theirs in zip(hub, local, strict=True):
+        assert [list(row) for row in ours.tokens] == [list(row) for row in theirs.tokens]

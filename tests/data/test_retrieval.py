@@ -10,8 +10,7 @@ import pytest
 
 from normattn.errors import InputError
 from normattn.lab.data import CopyTask, RetrievalSet, TokenData, retrieval_set, train_tokeniser
-from normattn.lab.data.retrieval import DEPTHS
-from normattn.lab.data.retrieval_facts import TASKS
+from normattn.lab.data.retrieval import DEPTHS, TASKS
 from normattn.lab.data.splits import SPLITS
 from normattn.lab.data.token_data import TokenSplit
 

@@ -55,15 +55,20 @@ def test_training_twice_gives_the_same_tokeniser_under_any_hash_seed_and_threads
     assert found == {other.stdout.strip()}
 
 
-def test_saving_loading_and_what_is_refused(tmp_path: Path) -> None:
+def test_saving_loading_and_what_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "tokeniser.json"
     TOKENISER.save(file)
     assert Tokeniser.load(file).fingerprint == TOKENISER.fingerprint
-    file.write_text("{", encoding="utf-8")
+    file.write_text("{{", encoding="utf-8")
     with pytest.raises(InputError, match=r"tokeniser\.json is damaged"):
         Tokeniser.load(file)
     with pytest.raises(InputError, match="does not exist"):
         Tokeniser.load(tmp_path / "none.json")
+    monkeypatch.setattr(tokeniser, "MOST_BYTES", 1)
+    with pytest.raises(InputError, match=r"tokeniser\.json is larger than 1 bytes"):
+        Tokeniser.load(file)
     with pytest.raises(InputError, match="at least 257 entries"):
         train_tokeniser(TEXTS, 256)
 

@@ -65,7 +65,7 @@ def test_a_saved_vocabulary_comes_back(tmp_path: Path) -> None:
     [
         ("a\nb\n", r"the entry \[PAD\] is missing"),
         ("[PAD]\na\n", r"the entry \[UNK\] is missing"),
-        ("[PAD]\n[UNK]\na\nb\na\n", "line 5: the entry 'a' stands there before"),
+        ("[PAD]\n[UNK]\na\nb\na\n", "line 5: 'a' is an entry before"),
     ],
 )
 def test_a_bad_vocabulary_is_named(tmp_path: Path, content: str, said: str) -> None:

@@ -14,8 +14,7 @@ from torch import Tensor
 from normattn.errors import NormattnError
 from normattn.kernels.cross_entropy import TokenScores
 from normattn.lab.data import CopyTask, RetrievalSet, TokenData, retrieval_set
-from normattn.lab.data.retrieval import DEPTHS
-from normattn.lab.data.retrieval_facts import PASSAGE, TASKS
+from normattn.lab.data.retrieval import DEPTHS, PASSAGE, TASKS
 from normattn.lab.evaluation import evaluate_retrieval
 from normattn.lab.stats import MeasurementStore, measurements
 

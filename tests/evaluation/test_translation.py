@@ -81,12 +81,12 @@ def test_counts_are_sacrebleus(data: PairData) -> None:
 
 
 def test_the_unigram_model_guesses_by_frequency(data: PairData) -> None:
-    tokens = [*np.asarray(data.train.target.tokens).tolist(), *[2] * len(data.train)]
+    tokens = [*np.asarray(data.train.target.values).tolist(), *[2] * len(data.train)]
     vocab_size = data.target_tokeniser.vocab_size
     expected = [
         -sum(
             math.log((tokens.count(each) + 1) / (len(tokens) + vocab_size))
-            for each in (*data.test.target.sentence(index).tolist(), 2)
+            for each in (*data.test.target[index].tolist(), 2)
         )
         for index in range(len(data.test))
     ]

@@ -15,7 +15,7 @@ from cli.conftest import Command
 from normattn import InputError
 from normattn.cli.harness import TASKS, NormattnLM
 from normattn.cli.harness_tasks import retrieval_documents, segment_documents
-from normattn.lab.data.retrieval_facts import TASKS as RETRIEVAL
+from normattn.lab.data.retrieval import TASKS as RETRIEVAL
 from normattn.lab.data.tokeniser import Tokeniser
 
 from .conftest import by_hand, logits_of

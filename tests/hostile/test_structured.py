@@ -12,9 +12,9 @@ from pydantic import Field, ValidationError
 
 from normattn import io
 from normattn.errors import InputError
+from normattn.lab.data.corpora import PathCorpus
 from normattn.lab.data.pair_sources import read_pairs
 from normattn.lab.data.relation_files import read_labels, read_relations
-from normattn.lab.data.text_files import documents_of
 from normattn.lab.diagnostics.lines import read_diagnostics
 from normattn.lab.runs import RunDirectory, read_metrics, read_status
 from normattn.lab.stats import measurements
@@ -39,7 +39,7 @@ HOSTILE = {
 
 
 def _first_document(path: Path) -> Any:
-    return list(documents_of(path, path.name, "text"))
+    return list(PathCorpus(str(path)).documents())
 
 
 def _pairs(path: Path) -> Any:
@@ -58,8 +58,8 @@ READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "model": ("config.json", lambda path: load_any(path.parent)),
     "corpus": ("text.jsonl", _first_document),
     "pairs": ("pairs.jsonl", _pairs),
-    "relation lines": ("train.jsonl", read_relations),
-    "relation array": ("train.json", read_relations),
+    "relation lines": ("train.jsonl", lambda path: list(read_relations(path))),
+    "relation array": ("train.json", lambda path: list(read_relations(path))),
     "labels": ("rel2id.json", read_labels),
 }
 
@@ -111,7 +111,7 @@ def test_a_line_without_an_end_is_refused_before_it_is_held(
     place = tmp_path / "text.jsonl"
     place.write_text('{"text": "short"}\n{"text": "' + "x" * 2000 + '"}\n')
     with pytest.raises(InputError, match=r"text\.jsonl:2 is longer than 1,000 bytes"):
-        list(documents_of(place, "text", "text"))
+        list(PathCorpus(str(place)).documents())
 
 
 class Inner(Settings):

@@ -59,11 +59,10 @@ class Tiling:
     high: int
 
     def __post_init__(self) -> None:
-        if not 0 <= self.fraction <= 1:
-            raise InputError(f"the tiled fraction must lie in 0 … 1, got {self.fraction:g}")
-        if not 1 <= self.low <= self.high:
+        if not 0 <= self.fraction <= 1 or not 1 <= self.low <= self.high:
             raise InputError(
-                f"a tiled segment needs 1 ≤ low ≤ high, got low {self.low} and high {self.high}"
+                "tiled segments need a fraction in 0 … 1 and 1 ≤ low ≤ high, got "
+                f"{self.fraction:g}, low {self.low} and high {self.high}"
             )
 
 
@@ -122,10 +121,8 @@ class TrainingBatches:
             drawn_period = below(drawn[:, 1], self.tiling.high - self.tiling.low + 1)
             period = np.where(tiled, self.tiling.low + drawn_period, period)
         first = below(drawn[:, 2], self.split.total - period + 1)
-        rows = np.empty((len(drawn), self.length + 1), np.int64)
-        for row, (start, size) in enumerate(zip(first.tolist(), period.tolist(), strict=True)):
-            rows[row] = self.split.tokens[start : start + size][self._columns % size]
-        return rows
+        places = first[:, None] + self._columns % period[:, None]
+        return np.asarray(self.split.tokens[places], np.int64)
 
 
 class MaskedRows(NamedTuple):
@@ -191,20 +188,12 @@ class Masking:
         order = np.argsort(drawn[:, :length] + (tokens == SEPARATOR_ID), axis=1, kind="stable")
         places = np.sort(order[:, :chosen], axis=1)
         targets = np.take_along_axis(tokens, places, 1)
-        ids = tokens.copy()
-        np.put_along_axis(ids, places, self._shown(targets, drawn[:, length:]), 1)
-        return MaskedRows(ids, places, targets)
-
-    def _shown(
-        self,
-        targets: Int64[np.ndarray, "rows chosen"],
-        drawn: Float64[np.ndarray, "rows twice"],
-    ) -> Int64[np.ndarray, "rows chosen"]:
-        """What the model sees in place of the chosen tokens."""
-        fate, word = np.split(drawn, 2, axis=1)
+        fate, word = np.split(drawn[:, length:], 2, axis=1)
         other = 1 + below(word.ravel(), self.vocab_size - 1).reshape(word.shape)
         shown = np.where(fate < self.masked + self.random, other, targets)
-        return np.where(fate < self.masked, self.mask_id, shown)
+        ids = tokens.copy()
+        np.put_along_axis(ids, places, np.where(fate < self.masked, self.mask_id, shown), 1)
+        return MaskedRows(ids, places, targets)
 
 
 class MaskedBatches:

@@ -6,27 +6,30 @@ import email
 import hashlib
 import importlib.util
 import json
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from pathlib import Path, PurePosixPath
-from typing import Any, ClassVar
+from pathlib import Path, PurePath, PurePosixPath
+from typing import Any
 
 from normattn.errors import InputError
 from normattn.io import open_file, read_object, sha256_of
-from normattn.lab.data.cache import prepared
-from normattn.lab.data.packages import README, decoded, is_generated, is_wanted
-from normattn.lab.data.sources import Corpus, Document, capped, evenly, take_options
+from normattn.lab.data.sources import Corpus, Document, capped, evenly
+from normattn.lab.data.store import prepared
+from normattn.lab.data.text_files import decode_python
 
+FROZEN = "python-packages-2026"
 PACKAGE_BYTES = 1_000_000
 """No package gives more text than this, taken evenly from its files."""
-
 LIST = Path(__file__).with_name("python_packages_2026.json")
+README = "README"
+"""The name under which a distribution's long description is a document."""
 _TEXT, _WHEELS = "documents.jsonl", "wheels"
 _AT_ONCE = 8
 """Wheels that one call of pip fetches: what a lost connection can cost."""
@@ -73,37 +76,25 @@ class FrozenPackages(Corpus):
     """The source and documentation of pinned distributions, split by distribution.
 
     `listed` names them with their hashes. pip fetches their wheels from the index that it is set up
-    for, once, into the cache; they are read there, neither installed nor imported. What is left
-    out is what `python-packages` leaves out; near-duplicates are named in the list. Documents come
-    in the order of a hash of their names. A text that is not the listed one is refused.
+    for, once, into the cache; they are read there, neither installed nor imported. Left out are
+    tests, vendored copies, what a program wrote, and the near-duplicates that the list names.
+    Documents come in the order of a hash of their names, so that any part is a mixture of all
+    packages. A text that is not the listed one is refused.
     """
 
     listed: Path = LIST
-
-    kind: ClassVar[str] = "python-packages-2026"
-
-    @classmethod
-    def claims(cls, body: str) -> bool:
-        """Exactly `python-packages-2026`."""
-        return body == cls.kind
-
-    @classmethod
-    def parse(cls, body: str, options: Mapping[str, str]) -> FrozenPackages:
-        """`python-packages-2026`; there are no options."""
-        take_options(body, options, [])
-        return cls()
 
     def documents(self, limit: int | None = None) -> Iterator[Document]:
         """Stream the documents, fetched before where they are not in the cache."""
         return capped(_stored(self.text()), limit)
 
     def text(self) -> Path:
-        """The file of all documents in the cache, one JSON object a line."""
+        """The file of all documents in the cache, one JSON array a line."""
         return _prepared(self.listed)
 
     def fingerprint(self) -> str:
         """Hash of the text, which the list holds: nothing is fetched for it."""
-        return hashlib.sha256(f"{self.kind} {self.pinned.text_sha256}".encode()).hexdigest()
+        return hashlib.sha256(f"{FROZEN} {self.pinned.text_sha256}".encode()).hexdigest()
 
     def total_bytes(self) -> int | None:
         """The size of all documents."""
@@ -117,7 +108,7 @@ class FrozenPackages(Corpus):
         """What is fetched, from where and how much."""
         pinned = self.pinned
         return (
-            f"the corpus {self.kind} is {len(pinned.wheels)} pinned packages, which pip fetches "
+            f"the corpus {FROZEN} is {len(pinned.wheels)} pinned packages, which pip fetches "
             f"once from its index ({pinned.download_bytes / 1e6:.0f} MB) into the cache",
         )
 
@@ -126,26 +117,20 @@ class FrozenPackages(Corpus):
         """What the list says."""
         return PackageList.read(self.listed)
 
-    def __str__(self) -> str:
-        return self.kind
-
 
 @cache
 def _prepared(listed: Path) -> Path:
     pinned = PackageList.read(listed)
-    folder = prepared(
-        "packages", pinned.text_sha256, lambda target: _build(target, pinned), resumable=True
-    )
-    return folder / _TEXT
+    return prepared("packages", pinned.text_sha256, lambda folder: _build(folder, pinned)) / _TEXT
 
 
-def _build(target: Path, pinned: PackageList) -> None:
+def _build(folder: Path, pinned: PackageList) -> None:
     """Write the text of all wheels into one file, and check that it is the listed one."""
-    wheels = target / _WHEELS
+    wheels = folder / _WHEELS
     wheels.mkdir(exist_ok=True)
     fetch(pinned.wheels, wheels)
-    write_documents(wheels, pinned, target / _TEXT)
-    found = sha256_of(target / _TEXT)
+    write_documents(wheels, pinned, folder / _TEXT)
+    found = sha256_of(folder / _TEXT)
     if found != pinned.text_sha256:
         raise InputError(
             f"the text of the pinned packages has the sha256 {found} here instead of "
@@ -213,6 +198,33 @@ def write_documents(wheels: Path, pinned: PackageList, out: Path) -> int:
     return sum(len(text.encode()) for _, text in texts.values())
 
 
+def _stored(path: Path) -> Iterator[Document]:
+    with open_file(path) as file:
+        for line in file:
+            name, group, text = json.loads(line)
+            yield Document(name, text, group)
+
+
+# What of a wheel is text that people wrote.
+
+_SOURCE, _DOCUMENTATION = frozenset({".py", ".pyx", ".pxd"}), frozenset({".md", ".rst"})
+_TESTS = frozenset({"test", "tests", "idle_test", "testdata", "test_data", "conftest.py"})
+_TEST_FILE = re.compile(r"test_.*|.*_tests?\.py")
+_VENDORED = frozenset(
+    {"_vendor", "vendor", "_vendored", "vendored", "_vendored_packages", "vendored_packages"}
+    | {"third_party", "_third_party", "thirdparty", "3rdparty", "extern", "_extern", "externals"}
+    | {"node_modules", "site-packages", "typeshed", "stubs"}
+)
+_MARKED = re.compile(
+    r"@generated|do not (?:edit|modify)|don't edit|do not change|auto-?\s?generated"
+    r"|automatically (?:generated|created)|generated (?:by|from|automatically|with|using)"
+    r"|machine[- ]generated",
+    re.IGNORECASE,
+)
+_HEAD, _LONGEST_LINE, _MEAN_LINE = 1000, 1000, 100
+_LETTERS, _DIGITS = 0.4, 0.15
+
+
 def package_texts(wheel: Path, package: str) -> list[tuple[str, str]]:
     """What people wrote of a wheel, at most `PACKAGE_BYTES`: `package/path` and text, by name."""
     with zipfile.ZipFile(wheel) as archive:
@@ -228,13 +240,46 @@ def _wanted(archive: zipfile.ZipFile, package: str) -> Iterator[tuple[str, str]]
             metadata = archive.read(name).decode("utf-8", "replace")
             name, text = README, email.message_from_string(metadata).get_payload()
         elif is_wanted(path):
-            text = decoded(archive.read(name), path.suffix)
+            text = _decoded(archive.read(name), path.suffix)
         if isinstance(text, str) and text.strip() and not is_generated(text):
             yield f"{package}/{name}", text
 
 
-def _stored(path: Path) -> Iterator[Document]:
-    with open_file(path) as file:
-        for line in file:
-            name, group, text = json.loads(line)
-            yield Document(name, text, group)
+def _decoded(raw: bytes, suffix: str) -> str | None:
+    """The text of a file with such a suffix; None where it is none."""
+    try:
+        return decode_python(raw) if suffix.lower() in _SOURCE else raw.decode("utf-8-sig")
+    except (SyntaxError, UnicodeDecodeError):
+        return None
+
+
+def is_wanted(path: PurePath) -> bool:
+    """Whether a distribution's file is source or documentation, no test and no vendored copy."""
+    suffix, parts = path.suffix.lower(), {part.lower() for part in path.parts}
+    if suffix not in _SOURCE | _DOCUMENTATION or ".." in parts or path.is_absolute():
+        return False
+    if parts & (_TESTS | _VENDORED) or _TEST_FILE.fullmatch(path.name.lower()):
+        return False
+    return not any(part.endswith((".dist-info", ".egg-info")) for part in parts) and not (
+        suffix in _SOURCE and path.stem.endswith(("_pb2", "_pb2_grpc"))
+    )
+
+
+def is_generated(text: str) -> bool:
+    """Whether a text says that a program wrote it, or looks like a table or packed code.
+
+    It says so within its first 1,000 characters; it looks so with a line of more than 1,000
+    characters, lines of more than 100 in the mean, or, of what is no space, less than 0.4 letters
+    or more than 0.15 digits.
+    """
+    lines = text.splitlines() or [""]
+    filled = sum(not character.isspace() for character in text)
+    letters = sum(map(str.isalpha, text))
+    digits = sum(map(str.isdigit, text))
+    return (
+        _MARKED.search(text, 0, _HEAD) is not None
+        or max(map(len, lines)) > _LONGEST_LINE
+        or len(text) > _MEAN_LINE * len(lines)
+        or letters < _LETTERS * filled
+        or digits > _DIGITS * filled
+    )

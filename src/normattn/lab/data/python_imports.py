@@ -14,12 +14,13 @@ import re
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
 
 from normattn.errors import InputError
 from normattn.lab.data.corpora import PythonSource
-from normattn.lab.data.relation_files import RelationCorpus, RelationDocument
-from normattn.lab.data.splits import SPLITS, SplitName, split_of
+from normattn.lab.data.relation_files import RelationDocument, RelationSource
+from normattn.lab.data.splits import SPLITS, SplitName
 
 FORMAT = 1
 """Raised when the same library would give other documents."""
@@ -35,15 +36,9 @@ _Import = ast.Import | ast.ImportFrom
 _PUBLIC = frozenset(name for name in sys.stdlib_module_names if not name.startswith("_"))
 
 
-def imports_fingerprint() -> str:
-    """Hash of the library's text and of how it is cut."""
-    rules = (FORMAT, PIECE_CHARACTERS, PythonSource().fingerprint())
-    return hashlib.sha256(repr(rules).encode()).hexdigest()
-
-
-def read_python_imports(
-    modules: int, seed: int, test: float, validation: float, max_bytes: int | None = None
-) -> RelationCorpus:
+def python_imports(
+    modules: int, split_of: Callable[[str], SplitName], max_bytes: int | None = None
+) -> RelationSource:
     """Pieces of the standard library, labelled by the `modules` most used of its modules.
 
     A piece is at most `PIECE_CHARACTERS` of whole lines of one function or method, without any
@@ -52,36 +47,46 @@ def read_python_imports(
     left out, and so is a text that occurred before. The split is by file. Raises `InputError` when
     fewer modules are used.
     """
-    splits: dict[SplitName, list[RelationDocument]] = {name: [] for name in SPLITS}
-    seen: set[str] = set()
+
+    @cache
+    def corpus() -> tuple[tuple[str, ...], list[RelationDocument]]:
+        return _labelled(modules, split_of, max_bytes)
+
+    def fingerprint() -> str:
+        rules = (FORMAT, PIECE_CHARACTERS, PythonSource().fingerprint())
+        return hashlib.sha256(repr(rules).encode()).hexdigest()
+
+    return RelationSource(lambda: iter(corpus()[1]), lambda: corpus()[0], fingerprint)
+
+
+def _labelled(
+    modules: int, split_of: Callable[[str], SplitName], max_bytes: int | None
+) -> tuple[tuple[str, ...], list[RelationDocument]]:
+    """The labels, and the pieces with one of them, split by split."""
+    pieces: dict[str, RelationDocument] = {}
     for document in PythonSource().documents(max_bytes):
-        split = split_of(document.name, seed, test, validation)
-        for piece in pieces_of(document.name, document.text):
-            if piece.text not in seen:
-                seen.add(piece.text)
-                splits[split].append(piece)
-    counted = Counter(label for piece in splits["train"] for label in piece.labels)
-    ranked = sorted(counted, key=lambda name: (-counted[name], name))
-    if len(ranked) < modules:
+        split = split_of(document.name)
+        for piece in pieces_of(document.name, document.text, split):
+            pieces.setdefault(piece.text, piece)
+    training = (piece for piece in pieces.values() if piece.split == "train")
+    counted = Counter(label for piece in training for label in piece.labels)
+    if len(counted) < modules:
         raise InputError(
-            f"the standard library's code uses {len(ranked)} modules in the training split, fewer "
+            f"the standard library's code uses {len(counted)} modules in the training split, fewer "
             f"than the {modules} labels asked for; lower data.modules or raise data.max_bytes"
         )
+    ranked = sorted(counted, key=lambda name: (-counted[name], name))
     labels = tuple(sorted(ranked[:modules]))
-    return RelationCorpus({name: _kept(splits[name], labels) for name in SPLITS}, labels)
-
-
-def _kept(pieces: list[RelationDocument], labels: tuple[str, ...]) -> tuple[RelationDocument, ...]:
-    """The pieces with one of the labels, and only these labels on them."""
     known = set(labels)
-    cut = (
-        RelationDocument(piece.name, piece.text, tuple(x for x in piece.labels if x in known))
-        for piece in pieces
-    )
-    return tuple(piece for piece in cut if piece.labels)
+    kept = [
+        piece._replace(labels=tuple(label for label in piece.labels if label in known))
+        for piece in pieces.values()
+        if known.intersection(piece.labels)
+    ]
+    return labels, sorted(kept, key=lambda piece: SPLITS.index(piece.split))
 
 
-def pieces_of(name: str, source: str) -> Iterator[RelationDocument]:
+def pieces_of(name: str, source: str, split: SplitName = "train") -> Iterator[RelationDocument]:
     """The pieces of one file, with every module that each uses; none where it does not parse.
 
     The package that the file itself belongs to is no label of it.
@@ -95,8 +100,11 @@ def pieces_of(name: str, source: str) -> Iterator[RelationDocument]:
     own = name.partition("/")[0].removesuffix(".py")
     # Cut as Python counts lines: str.splitlines also cuts at form feeds and more.
     lines = list(io.StringIO(source, newline=""))
-    in_file = _imports(_outside_functions(tree.body))
-    for function in _functions(tree.body):
+    outside = list(_outside_functions(tree.body))
+    in_file = _imports(outside)
+    for function in outside:  # and methods, not those inside a function
+        if not isinstance(function, _Function):
+            continue
         nodes = list(ast.walk(function))
         imports = _imports(nodes)
         skipped = {line for node in imports for line in range(node.lineno, _end(node) + 1)}
@@ -106,7 +114,8 @@ def pieces_of(name: str, source: str) -> Iterator[RelationDocument]:
             text = _IMPORT_LINE.sub("", kept).strip("\n")
             labels = {module for line, module in uses if first <= line <= last} - {own}
             if text.strip():
-                yield RelationDocument(f"{name}:{first}-{last}", text, tuple(sorted(labels)))
+                place = f"{name}:{first}-{last}"
+                yield RelationDocument(split, place, text, tuple(sorted(labels)))
 
 
 def _outside_functions(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
@@ -117,11 +126,6 @@ def _outside_functions(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
             yield from _outside_functions(ast.iter_child_nodes(node))
         elif isinstance(node, ast.ExceptHandler):
             yield from _outside_functions(node.body)
-
-
-def _functions(body: Iterable[ast.AST]) -> Iterator[_Function]:
-    """Functions and methods, not those inside a function; conditional ones too."""
-    return (node for node in _outside_functions(body) if isinstance(node, _Function))
 
 
 def _imports(nodes: Iterable[ast.AST]) -> list[_Import]:

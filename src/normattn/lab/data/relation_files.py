@@ -1,13 +1,14 @@
-"""Relation data in files, as NYT24 and WebNLG come: train, dev and test files, rel2id.json.
+"""Relation data by address: a folder or hub data set in the NYT24 and WebNLG form, rel2id.json.
 
-A file is a JSON array, JSON lines or Parquet of rows with a `text` and a `triple_list`.
+A row has a `text` and a `triple_list`; the relations of the triples are the text's labels.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -15,6 +16,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from normattn.errors import InputError
 from normattn.io import parse_json, sha256_of
+from normattn.lab.data.hub import HubRows
 from normattn.lab.data.splits import SPLITS, SplitName
 from normattn.lab.data.text_files import read_rows, read_text
 
@@ -24,16 +26,14 @@ STEMS: Mapping[SplitName, tuple[str, ...]] = {
     "test": ("test",),
 }
 """What a split's file may be called, with `_triples` behind it or not."""
-
 _SUFFIXES = (".json", ".jsonl", ".parquet")
 LABELS_FILE = "rel2id.json"
 _FORM = '{"text": "…", "triple_list": [["subject", "relation", "object"], …]}'
-_Name = Annotated[str, Field(min_length=1)]
 
 
 class _Triple(NamedTuple):
     subject: Any
-    relation: _Name
+    relation: Annotated[str, Field(min_length=1)]
     object: Any
 
 
@@ -46,104 +46,126 @@ _ROW = TypeAdapter(_Row)
 _LABELS = TypeAdapter(dict[str, int])
 
 
-@dataclass(frozen=True)
-class RelationDocument:
-    """One text, its name (unique inside its corpus) and the labels present, sorted, each once."""
+class RelationDocument(NamedTuple):
+    """One text, its split, its name (unique inside its corpus) and its sorted labels."""
 
+    split: SplitName
     name: str
     text: str
     labels: tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class RelationCorpus:
-    """Documents by split, and every label that a document may have, in the order of the outputs.
+class RelationSource:
+    """Labelled documents that can be read again.
 
-    A label that no training document has can only be missed; it still counts.
+    `read` streams them split by split. `labels` are all that a document may have, in the order of
+    the outputs; one that no training document has can only be missed, and still counts.
+    `fingerprint` changes with the documents. Each raises `InputError` for damaged data.
     """
 
-    splits: Mapping[SplitName, tuple[RelationDocument, ...]]
-    labels: tuple[str, ...]
+    read: Callable[[], Iterator[RelationDocument]]
+    labels: Callable[[], tuple[str, ...]]
+    fingerprint: Callable[[], str]
+    notes: Callable[[], tuple[str, ...]] = tuple
 
 
-def read_folder(folder: Path) -> RelationCorpus:
-    """Read the three splits in `folder`, and its labels.
+def folder_source(folder: Path) -> RelationSource:
+    """The three splits in `folder`, and its labels.
 
     The files are `train_triples.json`, `dev_triples.json` (or valid, validation, val) and
     `test_triples.json`, with or without `_triples`, `.json`, `.jsonl` or `.parquet`. The labels
     are those of rel2id.json in the order of their numbers, and without that file every relation
-    that occurs in any split, sorted. Raises `InputError` for a file that is missing, ambiguous or
-    damaged, and for a relation that rel2id.json does not list.
+    that occurs in any split, sorted. Raises `InputError` for a file that is missing or ambiguous,
+    and as it is read for one that is damaged or has a relation that rel2id.json does not list.
     """
-    files = split_files(folder)
-    splits = {name: tuple(read_relations(path)) for name, path in files.items()}
-    occurring = {
-        label for split in splits.values() for document in split for label in document.labels
-    }
-    listed = folder / LABELS_FILE
-    labels = read_labels(listed) if listed.exists() else tuple(sorted(occurring))
-    unlisted = sorted(occurring - set(labels))
+    files, listed = _split_files(folder), folder / LABELS_FILE
+
+    def read() -> Iterator[RelationDocument]:
+        for split, path in files.items():
+            yield from read_relations(path, split)
+
+    @cache
+    def labels() -> tuple[str, ...]:
+        known = read_labels(listed) if listed.exists() else None
+        return _labels(read(), str(listed), known)
+
+    def fingerprint() -> str:
+        paths = [*files.values(), *([listed] if listed.exists() else [])]
+        return _hash(*(f"{path.name}\0{sha256_of(path)}" for path in paths))
+
+    return RelationSource(read, labels, fingerprint)
+
+
+def hub_source(hub: HubRows) -> RelationSource:
+    """The splits train, validation and test of a data set of the hub, with every relation in it."""
+    if hub.split is not None:
+        raise InputError(f"corpus '{hub.address}': relations are read from all splits; no ?split=")
+
+    def read() -> Iterator[RelationDocument]:
+        for split in SPLITS:
+            rows = enumerate(hub.rows(split))
+            yield from _documents(rows, split, f"corpus '{hub.address}', {split} row ", split)
+
+    labels = cache(lambda: _labels(read(), "", None))
+    return RelationSource(read, labels, hub.fingerprint, hub.notes)
+
+
+def _labels(
+    documents: Iterator[RelationDocument], listed: str, known: tuple[str, ...] | None
+) -> tuple[str, ...]:
+    """The labels that are known, or that occur; `InputError` where the two do not fit."""
+    occurring: set[str] = set()
+    trained = False
+    for document in documents:
+        occurring.update(document.labels)
+        trained |= document.split == "train" and bool(document.labels)
+    unlisted = sorted(occurring - set(known or occurring))
     if unlisted:
         raise InputError(f"{listed} does not list the relation {unlisted[0]!r}, which occurs")
-    if not any(document.labels for document in splits["train"]):
-        raise InputError(f"no document of {files['train']} has a relation")
-    return RelationCorpus(splits, labels)
+    if not trained:
+        raise InputError("no document of the train split has a relation")
+    return tuple(sorted(occurring)) if known is None else known
 
 
-def folder_fingerprint(folder: Path) -> str:
-    """Hash the content of the files that are read; `InputError` where one is not there."""
-    digest = hashlib.sha256()
-    listed = folder / LABELS_FILE
-    for path in [*split_files(folder).values(), *([listed] if listed.exists() else [])]:
-        digest.update(f"{path.name}\0{sha256_of(path)}".encode())
-    return digest.hexdigest()
+def _hash(*parts: str) -> str:
+    return hashlib.sha256("".join(parts).encode()).hexdigest()
 
 
-def read_relations(path: Path) -> list[RelationDocument]:
+def read_relations(path: Path, split: SplitName = "train") -> Iterator[RelationDocument]:
     """Read the documents of a `.json` file (one array), JSON lines or Parquet.
 
     Each has a `text` and a `triple_list` of [subject, relation, object]; its labels are the
     relations in that list. Documents are called `FILE:17`, by line, or by item of the array from
     1. Raises `InputError` naming file, place and what was expected.
     """
-    documents = []
-    for number, row in _rows(path):
-        where = f"{path}:{number}"
+    return _documents(read_rows(path), split, f"{path}:", f"{path.name}")
+
+
+def _documents(
+    rows: Iterator[tuple[int, dict[str, Any]]], split: SplitName, where: str, name: str
+) -> Iterator[RelationDocument]:
+    number = None
+    for number, row in rows:
         try:
-            text, triples = _ROW.validate_python(
-                (row.get("text"), row.get("triple_list")) if isinstance(row, dict) else row
-            )
+            text, triples = _ROW.validate_python((row.get("text"), row.get("triple_list")))
         except ValidationError as error:
             first = error.errors()[0]
             place = "".join(f"[{part!r}]" for part in first["loc"])
-            raise InputError(f"{where}{place}: {first['msg']}; expected {_FORM}") from error
+            raise InputError(f"{where}{number}{place}: {first['msg']}; expected {_FORM}") from error
         labels = tuple(sorted({triple.relation for triple in triples}))
-        documents.append(RelationDocument(f"{path.name}:{number}", text, labels))
-    if not documents:
-        raise InputError(f"{path} holds no document: expected objects {_FORM}")
-    return documents
+        yield RelationDocument(split, f"{name}:{number}", text, labels)
+    if number is None:
+        raise InputError(f"{where} there is no document: expected objects {_FORM}")
 
 
-def _rows(path: Path) -> Iterator[tuple[int, Any]]:
-    if path.suffix != ".json":
-        yield from read_rows(path)
-        return
-    items = parse_json(read_text(path), str(path))
-    if not isinstance(items, list):
-        raise InputError(
-            f"{path} holds a {type(items).__name__}; expected one array of objects {_FORM} "
-            "(a file of one object a line is called .jsonl)"
-        )
-    yield from enumerate(items, start=1)
-
-
-def split_files(folder: Path) -> dict[SplitName, Path]:
+def _split_files(folder: Path) -> dict[SplitName, Path]:
     """Find the one file of each split; `InputError` where there is none or more than one."""
     if not folder.is_dir():
         state = "is a file" if folder.exists() else "does not exist"
         raise InputError(
-            f"the relation corpus {folder} {state}; expected python-imports or a folder with "
-            "train, dev and test files"
+            f"the relation corpus {folder} {state}; expected python-imports, hf:NAME or a folder "
+            "with train, dev and test files"
         )
     files: dict[SplitName, Path] = {}
     for split in SPLITS:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -12,38 +14,40 @@ from typing import NamedTuple
 import numpy as np
 import tokenizers
 from jaxtyping import Bool, Float32, Int64
+from numpy.typing import ArrayLike
 from pydantic import Field, model_validator
 
 from normattn import io
 from normattn.errors import InputError
 from normattn.io import expanded, read_object, sha256_of
-from normattn.lab.data import cache
 from normattn.lab.data.batches import refuse_uneven_shares, uniforms
-from normattn.lab.data.python_imports import imports_fingerprint, read_python_imports
+from normattn.lab.data.hub import PREFIX, HubRows
+from normattn.lab.data.python_imports import python_imports
 from normattn.lab.data.relation_files import (
-    RelationCorpus,
-    folder_fingerprint,
-    read_folder,
-    split_files,
+    RelationDocument,
+    RelationSource,
+    folder_source,
+    hub_source,
 )
-from normattn.lab.data.sources import split_address, take_options
-from normattn.lab.data.splits import SPLITS, SplitName, Splits, check_fractions
+from normattn.lab.data.sources import Address
+from normattn.lab.data.splits import SPLITS, SplitName, Splits, SplitSettings
+from normattn.lab.data.store import ABOUT, Names, Ragged, Row, fill, prepared, refused, utf8
 from normattn.lab.data.word_pieces import WordPieces, train_word_pieces
-from normattn.settings import Settings
 
-FORMAT = 1
+FORMAT = 2
 """Raised whenever the same settings would give other files: old caches are then left alone."""
 PYTHON_IMPORTS = "python-imports"
 _POOL = 8
 """Batches whose documents are sorted by length among themselves."""
-_ABOUT, _VOCABULARY = "about.json", "vocab.txt"
+_VOCABULARY = "vocab.txt"
 
 
-class RelationConfig(Settings):
+class RelationConfig(SplitSettings):
     """Which documents, how they become word pieces, and how they are split.
 
     - `corpus`: "python-imports" (default: the standard library's own code, see
-      `data.python_imports`), or a folder of train, dev and test files in the NYT24 form.
+      `data.python_imports`), a folder of train, dev and test files in the NYT24 form, or "hf:NAME"
+      with rows of that form.
     - `vocabulary`: a WordPiece vocab.txt; None (default) learns one from the training split.
     - `vocab_size`: rows of the embedding (default 30,522, BERT's); a vocabulary may have fewer
       entries, not more.
@@ -62,21 +66,18 @@ class RelationConfig(Settings):
     modules: int = Field(default=24, ge=1)
     test_fraction: float = Field(default=0.15, gt=0, lt=1)
     validation_fraction: float = Field(default=0.15, gt=0, lt=1)
-    seed: int = Field(default=0, ge=0, lt=1 << 63)
     max_bytes: int | None = Field(default=None, ge=1)
 
     @model_validator(mode="after")
-    def _consistent(self) -> RelationConfig:
-        check_fractions(self.test_fraction, self.validation_fraction, "training files")
-        if not self.embedded:
-            own = ("modules", "test_fraction", "validation_fraction", "seed", "max_bytes")
-            fields = type(self).model_fields
-            used = [name for name in own if getattr(self, name) != fields[name].default]
-            if used:
-                raise ValueError(
-                    f"{used[0]} is a setting of {PYTHON_IMPORTS}; the folder {self.corpus} has its "
-                    "own splits and labels"
-                )
+    def _settings_are_read(self) -> RelationConfig:
+        own = ("modules", "test_fraction", "validation_fraction", "seed", "max_bytes")
+        fields = type(self).model_fields
+        used = [name for name in own if getattr(self, name) != fields[name].default]
+        if used and not self.embedded:
+            raise ValueError(
+                f"{used[0]} is a setting of {PYTHON_IMPORTS}; {self.corpus} has its own splits and "
+                "labels"
+            )
         return self
 
     @property
@@ -85,11 +86,15 @@ class RelationConfig(Settings):
         return self.corpus == PYTHON_IMPORTS
 
     @property
-    def folder(self) -> Path:
-        """The folder of a corpus that is not embedded; `InputError` for an address with options."""
-        body, options = split_address(self.corpus, "relation corpus")
-        take_options(body, options, ())
-        return expanded(body)
+    def documents(self) -> RelationSource:
+        """Where the documents are read from; `InputError` where they are plainly not there."""
+        if self.embedded:
+            return python_imports(self.modules, self.split_of, self.max_bytes)
+        address = Address.parse(self.corpus, "relation corpus")
+        if address.body.startswith(PREFIX):
+            return hub_source(HubRows.parse(address))
+        address.take()
+        return folder_source(expanded(address.body))
 
     @property
     def vocabulary_file(self) -> Path | None:
@@ -113,8 +118,8 @@ class RelationSplit:
     """
 
     name: SplitName
-    tokens: Sequence[Sequence[int]]
-    labels: Sequence[Sequence[int]]
+    tokens: Sequence[Sequence[int]] | Ragged
+    labels: Sequence[Sequence[int]] | Ragged
     names: Sequence[str]
     cut: int
 
@@ -141,73 +146,82 @@ def prepare_relations(config: RelationConfig, cache_dir: Path | None = None) -> 
     """The documents of a relation corpus as word pieces, from the cache or built into it.
 
     A vocabulary that is not given is learned from the training split. `cache_dir` as for
-    `prepare_tokens`. Raises `InputError` for a corpus or vocabulary that is missing or damaged, a
+    `store.prepared`. Raises `InputError` for a corpus or vocabulary that is missing or damaged, a
     vocabulary larger than `vocab_size`, and a split without documents.
     """
-    source = imports_fingerprint() if config.embedded else folder_fingerprint(config.folder)
-    given = config.vocabulary_file
+    source, given = config.documents, config.vocabulary_file
     vocabulary = None if given is None else sha256_of(given)
     settings = config.model_dump(mode="json", exclude={"corpus", "vocabulary"})
-    decides = [FORMAT, tokenizers.__version__, source, vocabulary, settings]
+    decides = [FORMAT, tokenizers.__version__, source.fingerprint(), vocabulary, settings]
+    folder = prepared(
+        "relations", decides, lambda folder: _build(folder, config, source), cache_dir
+    )
+    about = read_object(folder / ABOUT)
+    pieces = WordPieces.load(folder / _VOCABULARY, config.lower_case)
+    return RelationData(
+        **{
+            name: _load_split(folder, name, about["counts"].get(f"{name} cut", 0))
+            for name in SPLITS
+        },
+        labels=tuple(about["labels"]),
+        pad=pieces.pad,
+        vocab_size=config.vocab_size,
+        pieces=pieces,
+        fingerprint=about["fingerprint"],
+    )
 
-    def build(folder: Path) -> None:
-        _build(folder, config)
 
-    return _load(cache.prepared("relations", decides, build, cache_dir), config)
-
-
-def read_corpus(config: RelationConfig) -> RelationCorpus:
-    """The documents as text; `InputError` for a corpus that is missing or damaged."""
-    if not config.embedded:
-        return read_folder(config.folder)
-    shares = (config.test_fraction, config.validation_fraction)
-    return read_python_imports(config.modules, config.seed, *shares, config.max_bytes)
-
-
-def look_for_relations(config: RelationConfig) -> None:
-    """Raise `InputError` where a corpus's files or its vocabulary are not there; none is read."""
-    if not config.embedded:
-        split_files(config.folder)
+def look_for_relations(config: RelationConfig) -> tuple[str, ...]:
+    """What a plan says of a corpus; `InputError` where it or its vocabulary is not there."""
     _ = config.vocabulary_file
+    return config.documents.notes()
 
 
-def padded(
-    rows: Sequence[Sequence[int]], pad: int, length: int | None = None
-) -> tuple[Int64[np.ndarray, "b t"], Bool[np.ndarray, "b t"]]:
-    """Rows of ids, filled up on the right to `length` (default: the longest); True is padding."""
-    lengths = np.array([len(row) for row in rows])
-    width = int(lengths.max()) if length is None else length
-    padding = np.arange(width) >= lengths[:, None]
-    ids = np.full((len(rows), width), pad, dtype=np.int64)
-    ids[~padding] = np.concatenate([np.asarray(row, dtype=np.int64) for row in rows])
-    return ids, padding
+def _load_split(folder: Path, name: SplitName, cut: int) -> RelationSplit:
+    tokens, labels = (Ragged.load(folder, f"{name}.{part}", "<i4") for part in ("tokens", "labels"))
+    names = Names(Ragged.load(folder, f"{name}.names", "u1"))
+    return RelationSplit(name, tokens, labels, names, cut)
 
 
-def _build(target: Path, config: RelationConfig) -> None:
-    corpus = read_corpus(config)
-    for name, documents in corpus.splits.items():
-        if not documents:
-            raise InputError(f"the {name} split of {config.corpus} holds no document")
-    pieces = _word_pieces(config, corpus)
-    pieces.save(target / _VOCABULARY)
-    numbers = {label: number for number, label in enumerate(corpus.labels)}
-    for name, documents in corpus.splits.items():
-        ids = pieces.encode([document.text for document in documents])
-        content = {
-            "tokens": [row[: config.max_tokens] for row in ids],
-            "labels": [[numbers[label] for label in document.labels] for document in documents],
-            "names": [document.name for document in documents],
-            "cut": sum(len(row) > config.max_tokens for row in ids),
-        }
-        io.write_json(target / f"{name}.json", content)
-    about = {"labels": corpus.labels, "pad": pieces.pad, "entries": pieces.vocab_size}
-    io.write_json(target / _ABOUT, about)
+def _build(folder: Path, config: RelationConfig, source: RelationSource) -> None:
+    """Fill `folder` with pieces, labels and names."""
+    labels = source.labels()
+    numbers = {label: number for number, label in enumerate(labels)}
+    if not (folder / _VOCABULARY).exists():
+        _word_pieces(config, source).save(folder / _VOCABULARY)
+    pieces = WordPieces.load(folder / _VOCABULARY, config.lower_case)
+
+    def encode(batch: list[RelationDocument], counts: Counter[str]) -> Iterator[Row]:
+        encoded = pieces.encode([document.text for document in batch])
+        for document, ids in zip(batch, encoded, strict=True):
+            columns: dict[str, ArrayLike] = {
+                "tokens": ids[: config.max_tokens],
+                "labels": [numbers[label] for label in document.labels],
+                "names": utf8(document.name),
+            }
+            cut = {f"{document.split} cut": int(len(ids) > config.max_tokens)}
+            yield Row(document.split, columns, cut)
+
+    key = sha256_of(folder / _VOCABULARY)
+    columns = {"tokens": "<i4", "labels": "<i4", "names": "u1"}
+    counts = fill(folder, key, columns, source.read, encode, lambda document: document.text)
+    for name in SPLITS:
+        if not counts[name]:
+            raise refused(folder, f"the {name} split of {config.corpus} holds no document")
+    described = {"labels": labels, "pad": pieces.pad, "entries": pieces.vocab_size}
+    digests = [_digest([json.dumps(described, indent=2, ensure_ascii=False)])]
+    for name in SPLITS:
+        split = _load_split(folder, name, counts[f"{name} cut"])
+        digests.append(_digest(_as_json(split)))
+    fingerprint = _digest(digests, "")
+    about = {"labels": labels, "counts": counts, "fingerprint": fingerprint}
+    io.write_json(folder / ABOUT, about)
 
 
-def _word_pieces(config: RelationConfig, corpus: RelationCorpus) -> WordPieces:
+def _word_pieces(config: RelationConfig, source: RelationSource) -> WordPieces:
     given = config.vocabulary_file
     if given is None:
-        texts = [document.text for document in corpus.splits["train"]]
+        texts = [document.text for document in source.read() if document.split == "train"]
         return train_word_pieces(texts, config.vocab_size, config.lower_case)
     pieces = WordPieces.load(given, config.lower_case)
     if pieces.vocab_size > config.vocab_size:
@@ -218,23 +232,52 @@ def _word_pieces(config: RelationConfig, corpus: RelationCorpus) -> WordPieces:
     return pieces
 
 
-def _load(folder: Path, config: RelationConfig) -> RelationData:
-    about = read_object(folder / _ABOUT)
-    splits = {
-        name: RelationSplit(name=name, **read_object(folder / f"{name}.json")) for name in SPLITS
-    }
-    digests = cache.manifest(folder)
-    made_of = [digests[name] for name in (_ABOUT, *(f"{split}.json" for split in SPLITS))]
-    return RelationData(
-        train=splits["train"],
-        validation=splits["validation"],
-        test=splits["test"],
-        labels=tuple(about["labels"]),
-        pad=about["pad"],
-        vocab_size=config.vocab_size,
-        pieces=WordPieces.load(folder / _VOCABULARY, config.lower_case),
-        fingerprint=hashlib.sha256("".join(made_of).encode()).hexdigest(),
-    )
+def _digest(parts: Iterator[str] | list[str], end: str = "\n") -> str:
+    digest = hashlib.sha256()
+    for part in (*parts, end):
+        digest.update(part.encode())
+    return digest.hexdigest()
+
+
+def _as_json(split: RelationSplit) -> Iterator[str]:
+    """A split as indented JSON, row by row: fingerprints are hashes of this text."""
+    start = "{\n"
+    for key, rows in (("tokens", split.tokens), ("labels", split.labels), ("names", split.names)):
+        yield f'{start}  "{key}": [\n'
+        comma = ""
+        for row in rows:
+            value = row if isinstance(row, str) else np.asarray(row).tolist()
+            text = json.dumps(value, indent=2, ensure_ascii=False).replace("\n", "\n    ")
+            yield f"{comma}    {text}"
+            comma = ",\n"
+        yield "\n  ]"
+        start = ",\n"
+    yield f',\n  "cut": {split.cut}\n}}'
+
+
+# Batches.
+
+
+def padded(
+    rows: Sequence[Sequence[int] | np.ndarray], pad: int, length: int | None = None
+) -> tuple[Int64[np.ndarray, "b t"], Bool[np.ndarray, "b t"]]:
+    """Rows of ids, filled up on the right to `length` (default: the longest); True is padding."""
+    lengths = np.array([len(row) for row in rows])
+    width = int(lengths.max()) if length is None else length
+    padding = np.arange(width) >= lengths[:, None]
+    ids = np.full((len(rows), width), pad, dtype=np.int64)
+    ids[~padding] = np.concatenate([np.asarray(row, dtype=np.int64) for row in rows])
+    return ids, padding
+
+
+def one_hot(
+    split: RelationSplit, documents: Int64[np.ndarray, "b"], labels: int
+) -> Float32[np.ndarray, "b k"]:
+    """The labels of some documents of a split, 1 where one is present."""
+    targets = np.zeros((len(documents), labels), dtype=np.float32)
+    for row, document in enumerate(documents):
+        targets[row, list(split.labels[document])] = 1.0
+    return targets
 
 
 class RelationBatch(NamedTuple):
@@ -300,13 +343,3 @@ class RelationBatches:
         batches = np.concatenate(by_length).reshape(self.per_epoch, self.batch_size)
         shuffled = np.argsort(drawn[1][: self.per_epoch], kind="stable")
         return np.asarray(batches[shuffled], dtype=np.int64)
-
-
-def one_hot(
-    split: RelationSplit, documents: Int64[np.ndarray, "b"], labels: int
-) -> Float32[np.ndarray, "b k"]:
-    """The labels of some documents of a split, 1 where one is present."""
-    targets = np.zeros((len(documents), labels), dtype=np.float32)
-    for row, document in enumerate(documents):
-        targets[row, list(split.labels[document])] = 1.0
-    return targets

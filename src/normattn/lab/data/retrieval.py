@@ -1,14 +1,24 @@
 """Retrieval: facts stated somewhere in a long text and asked for at its end; made here.
 
-`data.retrieval_facts` says which facts a task states. Around the statements stands held-out text,
-one document's. The last answer is the end of the window, so a window of `length` targets reads
-`length` tokens to give its last one. Source: needle tests as in RULER (arXiv 2404.06654), whose
-sentences are here lines of code or bare tokens.
+- `passkey`: one statement at a given depth, then the question.
+- `multi_key`: four statements, the asked one at the depth, the others anywhere.
+- `variable_tracking`: a chain of three (a = value, b = a, c = b) that begins at the depth; asked
+  for c, then for what c is, and so to the value: every link must be found.
+- `key_value`: nothing but statements, as many as fill the text; one of them is asked for, and all
+  others are its distractors (as in "Lost in the middle", arXiv 2307.03172).
+- `copy`: one statement of a passage four values long, to be repeated whole.
+
+A statement is a name, a link and a source (a value, or another name). Asking repeats the statement
+up to its source, so a model answers by continuing as the text did before: by copying. Around the
+statements stands held-out text, one document's. The last answer is the end of the window, so a
+window of `length` targets reads `length` tokens to give its last one. Source: needle tests as in
+RULER (arXiv 2404.06654), whose sentences are here lines of code or bare tokens.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -17,21 +27,22 @@ import numpy as np
 from jaxtyping import Bool, Int32, Int64
 
 from normattn.errors import InputError, unknown
-from normattn.lab.data.retrieval_facts import (
-    FACTS,
-    TASKS,
-    Facts,
-    Ids,
-    Statements,
-    statements_for,
-)
 from normattn.lab.data.token_data import TokenData
+from normattn.lab.data.tokeniser import Tokeniser
 from normattn.lab.data.windows import choose_places, window_length
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+KEYS, LINKS, PASSAGE = 4, 3, 4
+Ids = tuple[int, ...]
+Random = np.random.Generator
+
 _TRIES = 100
+# So often in a row a pair is drawn that was drawn before: the names are used up.
+_MISSES = 50
 # A statement may be moved by this share of the text, so that it stands at the end of a line.
 _SLACK = 1 / 16
+_CONSONANTS = "bcdfghjkmnpqrstvwxz"
+_NAME_TOKENS, _VALUE_TOKENS, _LINK = 3, 4, 1
 
 
 @dataclass(frozen=True)
@@ -83,12 +94,13 @@ def retrieval_set(
     A pure function of its arguments. Raises `InputError` for an unknown task, where no document of
     the split is as long as a window, and where a window is too short for the statements.
     """
-    if task not in FACTS:
+    if task not in _FACTS:
         raise unknown("retrieval task", task, TASKS)
     length, count = window_length(train_length, multiple), max(1, max_windows // len(DEPTHS))
     if max_windows < 1:
         raise InputError(f"an evaluation set needs at least 1 window, got {max_windows}")
-    held_out, statements = data.split(split), statements_for(data)
+    held_out = data.split(split)
+    writing = _tokens(data.vocab_size) if data.tokeniser is None else _code(data.tokeniser)
     # A document may give several samples, each with other names, where long ones are few.
     starts = choose_places(held_out, length + 1, count, seed)
     windows: Int32[np.ndarray, "n d length_1"]
@@ -97,46 +109,208 @@ def retrieval_set(
     scored, documents = np.zeros((count, length), dtype=bool), []
     for sample in range(count):
         document, first = (int(value) for value in starts[sample % len(starts)])
-        text = held_out.document(document)[first : first + length + 1].astype(np.int64)
+        text = held_out.window(document, first, length + 1).astype(np.int64)
         random = np.random.default_rng([seed, TASKS.index(task), length, sample])
-        made = _sample(task, statements, text, random, held_out.names[document])
-        windows[sample], places[sample], tail = made
-        scored[sample, length - len(tail) :] = tail
         documents.append(held_out.names[document])
+        windows[sample], places[sample], tail = _sample(task, writing, text, random, documents[-1])
+        scored[sample, length - len(tail) :] = tail
     return RetrievalSet(task, length, train_length, windows, documents, scored, places)
 
 
+# What is written: names, values and the statements made of them, as token ids. All pieces are
+# encoded apart and joined as tokens, so a name has the same tokens where it is stated and asked.
+
+
+@dataclass(frozen=True)
+class Writing:
+    """`name` and `value` draw one; `question(name)` is what comes before the source in a statement.
+
+    `breaks(filler)` says before which tokens of the filler a statement stands well.
+    """
+
+    name: Callable[[Random], Ids]
+    value: Callable[[Random], Ids]
+    question: Callable[[Ids], Ids]
+    breaks: Callable[[np.ndarray], np.ndarray]
+
+    def state(self, name: Ids, source: Ids) -> Ids:
+        """The statement that `name` is `source`."""
+        return self.question(name) + source
+
+
+def _code(tokeniser: Tokeniser) -> Writing:
+    r"""Assignments on lines of their own: `\nqx7=4711`, between two lines.
+
+    A name is two consonants and a digit (3,610 of them), a value four digits. There are no spaces,
+    because after one a name would have other tokens than at the beginning of a line.
+    """
+
+    def ids(text: str) -> Ids:
+        return tuple(tokeniser.encode(text))
+
+    def name(random: Random) -> Ids:
+        letters = "".join(_CONSONANTS[i] for i in random.integers(len(_CONSONANTS), size=2))
+        return ids(letters) + ids(str(random.integers(10)))
+
+    newline, equals = ids("\n"), ids("=")
+    texts = (tokeniser.decode([i]) for i in range(tokeniser.vocab_size))
+    line_ends = np.array([text.startswith("\n") for text in texts])
+    return Writing(
+        name=name,
+        value=lambda random: ids(str(random.integers(1000, 10000))),
+        question=lambda name: newline + name + equals,
+        breaks=lambda filler: line_ends[filler],
+    )
+
+
+def _tokens(vocab_size: int) -> Writing:
+    """For generated tokens that have no text: a name is 3 tokens, a value 4.
+
+    Token 1 links a name to its source: without it, the name in `b = a` and the one in `c = b` could
+    not be told apart. Names and values are made of the tokens from 2 on.
+    """
+    if vocab_size < 4:
+        raise InputError(f"retrieval needs a vocabulary of at least 4, got {vocab_size}")
+
+    def draw(random: Random, count: int) -> Ids:
+        return tuple(int(token) for token in random.integers(_LINK + 1, vocab_size, count))
+
+    return Writing(
+        name=lambda random: draw(random, _NAME_TOKENS),
+        value=lambda random: draw(random, _VALUE_TOKENS),
+        question=lambda name: (*name, _LINK),
+        breaks=lambda filler: np.ones(len(filler), dtype=bool),
+    )
+
+
+# What each task states and asks for.
+
+
+@dataclass(frozen=True)
+class Facts:
+    """`statements[0]` stands at the depth, `ordered` ones behind it in turn, others anywhere.
+
+    `asked` are the questions at the end, each with its answer; `words` are the names, values and
+    questions that may stand nowhere but where they are put. `filling` statements are themselves
+    the text: they follow each other, the first of them at its share of their number.
+    """
+
+    statements: tuple[Ids, ...]
+    asked: tuple[tuple[Ids, Ids], ...]
+    words: tuple[Ids, ...]
+    ordered: bool = False
+    filling: bool = False
+
+    @property
+    def size(self) -> int:
+        """The tokens of all statements, questions and answers."""
+        return sum(map(len, self.statements)) + len(self.end)
+
+    @property
+    def end(self) -> Ids:
+        """Questions and answers as they stand at the end of the text."""
+        return tuple(token for pair in self.asked for part in pair for token in part)
+
+    @property
+    def scored(self) -> list[bool]:
+        """Which tokens of the end are an answer's."""
+        return [part == 1 for pair in self.asked for part in (0, 1) for _ in pair[part]]
+
+
+def _passkey(write: Writing, random: Random, room: int, count: int = 1) -> Facts:
+    names = [write.name(random) for _ in range(count)]
+    values = [write.value(random) for _ in range(count)]
+    stated = tuple(write.state(*pair) for pair in zip(names, values, strict=True))
+    words = (*names, *values, *(write.question(name) for name in names))
+    return Facts(stated, ((write.question(names[0]), values[0]),), words)
+
+
+def _multi_key(write: Writing, random: Random, room: int) -> Facts:
+    return _passkey(write, random, room, KEYS)
+
+
+def _variable_tracking(write: Writing, random: Random, room: int) -> Facts:
+    names = [write.name(random) for _ in range(LINKS)]
+    value = write.value(random)
+    sources = [value, *names[:-1]]
+    stated = tuple(write.state(*pair) for pair in zip(names, sources, strict=True))
+    links = zip(names[::-1], sources[::-1], strict=True)
+    asked = tuple((write.question(name), source) for name, source in links)
+    words = (*names, value, *(question for question, _ in asked))
+    return Facts(stated, asked, words, ordered=True)
+
+
+def _key_value(write: Writing, random: Random, room: int) -> Facts:
+    """Pairs until the text is full, or until there are no more names."""
+    asked_name, asked_value = write.name(random), write.value(random)
+    question = write.question(asked_name)
+    stated = [write.state(asked_name, asked_value)]
+    names, values, left = {asked_name}, {asked_value}, room - 2 * len(stated[0])
+    misses = 0
+    while misses < _MISSES:
+        name, value = write.name(random), write.value(random)
+        misses = misses + 1 if name in names or value in values else 0
+        if misses:
+            continue
+        statement = write.state(name, value)
+        left -= len(statement)
+        if left < 1:
+            break
+        names.add(name)
+        values.add(value)
+        stated.append(statement)
+    words = (asked_name, asked_value, question)
+    return Facts(tuple(stated), ((question, asked_value),), words, filling=True)
+
+
+def _copy(write: Writing, random: Random, room: int) -> Facts:
+    """One statement whose value is a passage."""
+    name, parts = write.name(random), [write.value(random) for _ in range(PASSAGE)]
+    passage, question = tuple(token for part in parts for token in part), write.question(name)
+    return Facts((write.state(name, passage),), ((question, passage),), (name, passage, question))
+
+
+_FACTS: dict[str, Callable[[Writing, Random, int], Facts]] = {
+    "passkey": _passkey,
+    "multi_key": _multi_key,
+    "variable_tracking": _variable_tracking,
+    "key_value": _key_value,
+    "copy": _copy,
+}
+TASKS = tuple(_FACTS)
+
+
+# Where it is written.
+
+
 def _sample(
-    task: str,
-    write: Statements,
-    text: Int64[np.ndarray, "length_1"],
-    random: np.random.Generator,
-    document: str,
+    task: str, write: Writing, text: Int64[np.ndarray, "length_1"], random: Random, document: str
 ) -> tuple[np.ndarray, list[int], list[bool]]:
     """The windows (D, length + 1) of one sample, its statement's places, what its end scores."""
+    shown = task.replace("_", "-")
     for _ in range(_TRIES):
-        facts = FACTS[task](write, random, len(text))
+        facts = _FACTS[task](write, random, len(text))
         if facts.size >= len(text):
             raise InputError(
-                f"a text of {len(text) - 1} tokens is too short for {task.replace('_', '-')}: its "
-                f"statements, questions and answers alone take {facts.size}; use a longer length"
+                f"a text of {len(text) - 1} tokens is too short for {shown}: its statements, "
+                f"questions and answers alone take {facts.size}; use a longer length"
             )
         filler = text[: len(text) - facts.size]
         elsewhere = random.random(len(facts.statements) - 1)
-        made = [_write(facts, filler, write, depth, elsewhere) for depth in DEPTHS]
+        made = [_written(facts, filler, write, depth, elsewhere) for depth in DEPTHS]
         if all(_unmistakable(facts, window) for window, _ in made):
             windows = np.stack([window for window, _ in made])
             return windows, [position for _, position in made], facts.scored
     raise InputError(
-        f"{_TRIES} times the names and values drawn for {task.replace('_', '-')} already stood in "
-        f"the text of {document}; use a larger vocabulary or a shorter length"
+        f"{_TRIES} times the names and values drawn for {shown} already stood in the text of "
+        f"{document}; use a larger vocabulary or a shorter length"
     )
 
 
-def _write(
+def _written(
     facts: Facts,
     filler: Int64[np.ndarray, "f"],
-    write: Statements,
+    write: Writing,
     depth: float,
     elsewhere: np.ndarray,
 ) -> tuple[np.ndarray, int]:
@@ -157,7 +331,7 @@ def _write(
 def _arranged(
     facts: Facts,
     filler: Int64[np.ndarray, "f"],
-    write: Statements,
+    write: Writing,
     depth: float,
     elsewhere: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:

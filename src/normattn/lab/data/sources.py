@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 from urllib.parse import parse_qsl
 
 from normattn.errors import InputError
@@ -33,22 +32,7 @@ class Document:
 
 
 class Corpus(ABC):
-    """Some text, as a value: `str(corpus)` parses back to an equal one.
-
-    Text is always streamed: a corpus may be larger than the memory.
-    """
-
-    kind: ClassVar[str]
-
-    @classmethod
-    @abstractmethod
-    def claims(cls, body: str) -> bool:
-        """Whether `body` (the address before its `?`) is of this kind."""
-
-    @classmethod
-    @abstractmethod
-    def parse(cls, body: str, options: Mapping[str, str]) -> Corpus:
-        """Build the corpus of an address; `InputError` for an option it does not know."""
+    """Some text, as a value. It is always streamed: it may be larger than the memory."""
 
     @abstractmethod
     def documents(self, limit: int | None = None) -> Iterator[Document]:
@@ -61,9 +45,9 @@ class Corpus(ABC):
     def fingerprint(self) -> str:
         """A short hash that changes when the text (or what finds it) changes; cheap to make."""
 
-    @abstractmethod
     def total_bytes(self) -> int | None:
         """About how many bytes of text there are; None when that is only known at the end."""
+        return None
 
     def sources(self) -> dict[str, str]:
         """What the text was taken from, each with its version; empty where nothing is versioned."""
@@ -76,58 +60,50 @@ class Corpus(ABC):
         """
         return ()
 
-    @abstractmethod
-    def __str__(self) -> str: ...
+
+@dataclass(frozen=True)
+class Address:
+    """`body` or `body?option=value&…`, which names some data; a path may hold a `?`."""
+
+    body: str
+    options: Mapping[str, str]
+
+    @classmethod
+    def parse(cls, text: str, kind: str = "corpus") -> Address:
+        """Take an address apart; `InputError` where it is empty or its options cannot be read."""
+        if not text.strip():
+            raise InputError(f"the {kind} has no name")
+        body, mark, query = text.partition("?")
+        if not mark or expanded(text).exists():
+            return cls(text, {})
+        try:
+            pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=True)
+        except ValueError as error:
+            raise InputError(
+                f"{kind} {text!r}: expected ?option=value&… behind the name"
+            ) from error
+        for name, value in pairs:
+            if [given for given, _ in pairs].count(name) > 1:
+                raise InputError(f"{kind} {text!r}: the option {name!r} is given more than once")
+            if not value:
+                raise InputError(f"{kind} {text!r}: the option {name!r} is empty")
+        return cls(body, dict(pairs))
+
+    def take(self, *known: str) -> dict[str, str | None]:
+        """The values of the `known` options, None where absent; `InputError` for any other one."""
+        for name in self.options:
+            if name not in known:
+                lists = f"it knows {', '.join(known)}" if known else "it takes none"
+                raise InputError(f"corpus {self.body!r} has no option {name!r}: {lists}")
+        return {name: self.options.get(name) for name in known}
+
+    def __str__(self) -> str:
+        options = "&".join(f"{name}={value}" for name, value in self.options.items())
+        return f"{self.body}?{options}" if options else self.body
 
 
-def split_address(text: str, subject: str = "corpus") -> tuple[str, dict[str, str]]:
-    """The body and the options of an address `body?option=value&…`; a path may hold a `?`.
-
-    Raises `InputError` for an empty address, and for options that cannot be read.
-    """
-    if not text.strip():
-        raise InputError(f"the {subject} has no name")
-    body, mark, query = text.partition("?")
-    if not mark or expanded(text).exists():
-        return text, {}
-    try:
-        pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=True)
-    except ValueError as error:
-        raise InputError(f"corpus {text!r}: expected ?option=value&… behind the name") from error
-    return body, once(text, pairs)
-
-
-def once(text: str, pairs: Sequence[tuple[str, str]]) -> dict[str, str]:
-    """The options of an address; `InputError` where one is given more than once."""
-    options = dict(pairs)
-    if len(options) < len(pairs):
-        twice = next(name for name, count in Counter(n for n, _ in pairs).items() if count > 1)
-        raise InputError(f"corpus {text!r}: the option {twice!r} is given more than once")
-    return options
-
-
-def take_options(
-    where: str, options: Mapping[str, str], known: Iterable[str]
-) -> dict[str, str | None]:
-    """The values of the `known` options (None where absent); any other one is an `InputError`."""
-    accepted = list(known)
-    for name, value in options.items():
-        if name not in accepted:
-            said = f"it knows {', '.join(accepted)}" if accepted else "it takes none"
-            raise InputError(f"corpus {where!r} has no option {name!r}: {said}")
-        if not value:
-            raise InputError(f"corpus {where!r}: the option {name!r} is empty")
-    return {name: options.get(name) for name in accepted}
-
-
-def address(body: str, **options: str | None) -> str:
-    """`body?name=value&…` with the options that are set: the inverse of parsing."""
-    parts = [f"{name}={value}" for name, value in options.items() if value is not None]
-    return body + ("?" + "&".join(parts) if parts else "")
-
-
-def spread(sizes: Sequence[int], limit: int | None) -> list[bool]:
-    """Which of several files to read so that about `limit` bytes come evenly from all of them.
+def evenly(files: Sequence[File], sizes: Sequence[int], limit: int | None) -> list[File]:
+    """Those files whose reading takes about `limit` bytes evenly from all of them.
 
     A file is kept while what is kept lags behind its share of what was passed (error diffusion),
     so the choice is deterministic and does not favour the start of the alphabet. At least one
@@ -135,26 +111,23 @@ def spread(sizes: Sequence[int], limit: int | None) -> list[bool]:
     """
     total = sum(sizes)
     if limit is None or total <= limit:
-        return [True] * len(sizes)
+        return list(files)
     seen = kept = 0
-    keep = []
-    for size in sizes:
-        chosen = kept * total <= limit * seen and kept + size <= limit
-        keep.append(chosen)
-        kept += size if chosen else 0
+    chosen = []
+    for file, size in zip(files, sizes, strict=True):
+        if kept * total <= limit * seen and kept + size <= limit:
+            chosen.append(file)
+            kept += size
         seen += size
-    if keep and not any(keep):
-        keep[0] = True
-    return keep
+    return chosen or list(files[:1])
 
 
 def shares(sizes: Sequence[int], limit: int | None) -> list[int]:
     """How many bytes of each of several files to read, so that `limit` comes evenly from all.
 
-    Files of up to a sixteenth of the limit are read as `spread` says, whole or not. Of a larger one
-    what is due with it, at least a sixteenth: one large file among small ones is cut, not passed
-    over. So at most a sixteenth of the limit is left unused. Installed packages are
-    chosen by `spread` alone: published results are of the files that it keeps.
+    Files of up to a sixteenth of the limit are read whole or not, as `evenly` says. Of a larger one
+    what is due with it is read, at least a sixteenth: one large file among small ones is cut, not
+    passed over.
     """
     total = sum(sizes)
     if limit is None or total <= limit:
@@ -174,25 +147,18 @@ def shares(sizes: Sequence[int], limit: int | None) -> list[int]:
     return parts
 
 
-def evenly(files: Sequence[File], sizes: Sequence[int], limit: int | None) -> list[File]:
-    """The files that `spread` keeps of those of these sizes."""
-    return [file for file, kept in zip(files, spread(sizes, limit), strict=True) if kept]
-
-
 def capped(documents: Iterable[Document], limit: int | None) -> Iterator[Document]:
     """The first `limit` bytes of the documents; the last one is cut behind a line if it can."""
-    left = limit
-    for document in documents:
-        if left is None:
-            yield document
-            continue
-        raw = document.text.encode()
-        if len(raw) <= left:
-            left -= len(raw)
-            yield document
-            continue
-        head = raw[:left].decode(errors="ignore")
-        text = head[: head.rfind("\n") + 1] or head
-        if text:
-            yield replace(document, text=text)
+    if limit is None:
+        yield from documents
         return
+    for document in documents:
+        raw = document.text.encode()
+        if len(raw) > limit:
+            head = raw[:limit].decode(errors="ignore")
+            text = head[: head.rfind("\n") + 1] or head
+            if text:
+                yield replace(document, text=text)
+            return
+        limit -= len(raw)
+        yield document

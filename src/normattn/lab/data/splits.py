@@ -1,4 +1,4 @@
-"""Which split a document belongs to: a pure function of its name and a seed."""
+"""Which split an item belongs to, a pure function of its name and a seed; and its settings."""
 
 from __future__ import annotations
 
@@ -7,35 +7,53 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar, get_args
 
+from pydantic import Field, model_validator
+
 from normattn.errors import InputError
+from normattn.settings import Settings
 
 SplitName = Literal["train", "validation", "test"]
 SPLITS: tuple[SplitName, ...] = get_args(SplitName)
+S = TypeVar("S")
+
+
+class SplitSettings(Settings):
+    """How data without splits of its own is split: the base of every configuration of data.
+
+    - `test_fraction`, `validation_fraction`: shares of the items (default 0.1 and 0.05).
+    - `seed`: decides which items these are (default 0).
+    """
+
+    test_fraction: float = Field(default=0.1, ge=0, lt=1)
+    validation_fraction: float = Field(default=0.05, ge=0, lt=1)
+    seed: int = Field(default=0, ge=0, lt=1 << 63)
+
+    @model_validator(mode="after")
+    def _leaves_training_data(self) -> SplitSettings:
+        held_out = self.test_fraction + self.validation_fraction
+        if held_out >= 1:
+            raise ValueError(
+                "test_fraction and validation_fraction leave nothing to train on: they add up to "
+                f"{held_out:g} and must stay below 1"
+            )
+        return self
+
+    def split_of(self, name: str) -> SplitName:
+        """The split of the item with this name."""
+        return split_of(name, self.seed, self.test_fraction, self.validation_fraction)
 
 
 def split_of(name: str, seed: int, test: float, validation: float) -> SplitName:
-    """The split of the document `name`: hashed to u in [0, 1), test first, then validation.
+    """The split of the item `name`: hashed to u in [0, 1), test first, then validation.
 
-    Other documents do not matter, so a corpus that grows keeps its split, and a document is in
-    the test split of every larger `test` fraction too.
+    Other items do not matter, so a corpus that grows keeps its split, and an item is in the test
+    split of every larger `test` fraction too.
     """
     digest = hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=8).digest()
     u = int.from_bytes(digest, "big") / 2**64
     if u < test:
         return "test"
     return "validation" if u < test + validation else "train"
-
-
-def check_fractions(test: float, validation: float, rest: str) -> None:
-    """Raise `ValueError` where the shares that are held out leave none of the `rest`."""
-    if test + validation >= 1:
-        raise ValueError(
-            f"test_fraction and validation_fraction leave no {rest}: they add up to "
-            f"{test + validation:g} and must stay below 1"
-        )
-
-
-S = TypeVar("S")
 
 
 @dataclass(frozen=True)

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
-from urllib.parse import parse_qsl
+from typing import Any
 
 import numpy as np
+from pydantic import Field, ValidationError
 
 from normattn.errors import InputError
-from normattn.lab.data.sources import address, once, take_options
+from normattn.lab.data.sources import Address
 from normattn.lab.data.splits import SplitName
 from normattn.lab.data.token_data import TokenData, TokenSplit
+from normattn.settings import Settings
 
 _NAME = "synthetic:copy"
-_DEFAULTS = {"low": 8, "high": 32, "tokens": 1 << 20, "documents": 256, "document_tokens": 4097}
 
 
-@dataclass(frozen=True)
-class CopyTask:
+class CopyTask(Settings):
     """`synthetic:copy[?low=8&high=32&tokens=1048576&documents=256&document_tokens=4097]`.
 
     The training split is one document of `tokens` independent uniform tokens: tiled throughout
@@ -27,17 +26,11 @@ class CopyTask:
     tokens in each. Token 0, the separator, is never drawn.
     """
 
-    low: int = 8
-    high: int = 32
-    tokens: int = 1 << 20
-    documents: int = 256
-    document_tokens: int = 4097
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.low <= self.high:
-            raise InputError(f"{self}: expected 1 ≤ low ≤ high")
-        if min(self.tokens, self.documents, self.document_tokens) < 1:
-            raise InputError(f"{self}: every count must be at least 1")
+    low: int = Field(default=8, ge=1)
+    high: int = Field(default=32, ge=1)
+    tokens: int = Field(default=1 << 20, ge=1)
+    documents: int = Field(default=256, ge=1)
+    document_tokens: int = Field(default=4097, ge=1)
 
     @staticmethod
     def claims(text: str) -> bool:
@@ -47,19 +40,18 @@ class CopyTask:
     @classmethod
     def parse(cls, text: str) -> CopyTask:
         """Read the address; `InputError` for another task, an unknown option or no number."""
-        body, _, query = text.partition("?")
-        if body != _NAME:
+        address = Address.parse(text)
+        if address.body != _NAME:
             raise InputError(f"corpus {text!r} is unknown: the generated corpus is {_NAME!r}")
-        given = take_options(body, once(text, parse_qsl(query, keep_blank_values=True)), _DEFAULTS)
-        return cls(**{name: _number(text, name, value) for name, value in given.items()})
-
-    def __str__(self) -> str:
-        changed = {
-            name: str(getattr(self, name))
-            for name, default in _DEFAULTS.items()
-            if getattr(self, name) != default
-        }
-        return address(_NAME, **changed)
+        address.take(*cls.model_fields)
+        try:
+            task = cls.model_validate(address.options)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise InputError(f"corpus {text!r}: {first['loc'][0]}: {first['msg']}") from error
+        if task.low > task.high:
+            raise InputError(f"corpus {text!r}: expected low ≤ high")
+        return task
 
     def token_data(self, vocab_size: int, seed: int) -> TokenData:
         """Generate the three splits: a pure function of the task, `vocab_size` and `seed`."""
@@ -77,8 +69,9 @@ class CopyTask:
         return TokenData(train, validation, test, None, vocab_size, digest.hexdigest())
 
     def _tiled(
-        self, name: SplitName, generator: np.random.Generator, vocab_size: int, dtype: type
+        self, name: SplitName, generator: np.random.Generator, vocab_size: int, dtype: Any
     ) -> TokenSplit:
+        """Documents that repeat a segment each."""
         count, length = self.documents, self.document_tokens
         period = generator.integers(self.low, self.high + 1, count)
         segments = generator.integers(1, vocab_size, (count, self.high))
@@ -87,14 +80,3 @@ class CopyTask:
         rows[:, :-1] = np.take_along_axis(segments, column, axis=1)
         offsets = np.arange(count + 1, dtype=np.int64) * (length + 1)
         return TokenSplit(name, rows.reshape(-1), offsets, [f"{name}-{i:05}" for i in range(count)])
-
-
-def _number(text: str, name: str, value: str | None) -> int:
-    if value is None:
-        return _DEFAULTS[name]
-    try:
-        return int(value)
-    except ValueError as error:
-        raise InputError(
-            f"corpus {text!r}: {name} must be a whole number, got {value!r}"
-        ) from error

@@ -5,60 +5,29 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import overload
 
 import numpy as np
 from jaxtyping import Int64, UInt16, UInt32
 
-from normattn.lab.data.shards import TokenShards
 from normattn.lab.data.splits import SplitName, Splits
 from normattn.lab.data.tokeniser import Tokeniser
 
 TokenArray = UInt16[np.ndarray, "tokens"] | UInt32[np.ndarray, "tokens"]
-Tokens = TokenArray | TokenShards
-
-
-class PackedNames(Sequence[str]):
-    """Names of documents, decoded one at a time from one block of UTF-8 bytes.
-
-    `ends[i]` is where name i ends in `raw`; millions of names need no Python objects.
-    """
-
-    def __init__(self, raw: np.ndarray | TokenShards, ends: np.ndarray | TokenShards) -> None:
-        self._raw = raw
-        self._ends = ends
-
-    def __len__(self) -> int:
-        return len(self._ends)
-
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[str]: ...
-    def __getitem__(self, index: int | slice) -> str | Sequence[str]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        if index < 0:
-            index += len(self)
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        ends = self._ends[max(0, index - 1) : index + 1]
-        start = int(ends[0]) if index else 0
-        return bytes(self._raw[start : int(ends[-1])]).decode()
+_COUNTED_AT_ONCE = 1 << 21
 
 
 @dataclass(frozen=True)
 class TokenSplit:
     """The tokens of one split: documents one behind the other, a separator (id 0) ending each.
 
-    `tokens` (total,) is uint16 or uint32, in memory or in files; document i stands
+    `tokens` (total,) is uint16 or uint32, in memory or mapped from a file; document i stands
     at `offsets[i]` … `offsets[i + 1]`, its separator included, and is called `names[i]`.
     `text_bytes` is the size of the text as UTF-8 (0 for generated tokens).
     """
 
     name: SplitName
-    tokens: Tokens
-    offsets: Int64[np.ndarray, "documents_1"] | TokenShards
+    tokens: TokenArray
+    offsets: Int64[np.ndarray, "documents_1"]
     names: Sequence[str]
     text_bytes: int = 0
 
@@ -73,25 +42,24 @@ class TokenSplit:
     @cached_property
     def lengths(self) -> Int64[np.ndarray, "documents"]:
         """Tokens of every document, without its separator."""
-        return np.diff(np.asarray(self.offsets)) - 1
+        return np.diff(self.offsets) - 1
 
     def document(self, index: int) -> TokenArray:
         """The tokens of one document, without its separator."""
         if not 0 <= index < len(self):
             raise IndexError(f"the {self.name} split has {len(self)} documents, no {index}")
-        start, end = self.offsets[index : index + 2].tolist()
-        return self.tokens[start : end - 1]
+        return self.tokens[self.offsets[index] : self.offsets[index + 1] - 1]
 
     def window(self, document: int, first: int, length: int) -> TokenArray:
         """`length` tokens of a document, from its token `first` on."""
-        start = int(self.offsets[document : document + 1][0]) + first
+        start = int(self.offsets[document]) + first
         return self.tokens[start : start + length]
 
     def token_counts(self, vocab_size: int) -> Int64[np.ndarray, "vocab"]:
         """How often each token occurs, separators included."""
         counts: np.ndarray = np.zeros(vocab_size, np.int64)
-        parts = self.tokens.parts() if isinstance(self.tokens, TokenShards) else [self.tokens]
-        for part in parts:
+        for start in range(0, self.total, _COUNTED_AT_ONCE):
+            part = self.tokens[start : start + _COUNTED_AT_ONCE]
             counts += np.bincount(part, minlength=vocab_size)
         return counts
 

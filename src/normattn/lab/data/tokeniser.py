@@ -42,7 +42,7 @@ class Tokeniser:
     def __init__(self, serialised: str) -> None:
         self._json = serialised
         self._bpe = Tokenizer.from_str(serialised)
-        # Not part of the serialised form: it has to be said again at every start.
+        # Not part of the serialised form: it has to be set again at every start.
         self._bpe.encode_special_tokens = True
 
     @property
@@ -64,20 +64,14 @@ class Tokeniser:
         return [ids.tolist() for ids in self.encode_arrays(texts)]
 
     def encode_arrays(self, texts: Sequence[str]) -> list[UInt32[np.ndarray, "_"]]:
-        """The token ids of several texts, of any length: what the library holds beside them is
-        that of one piece at a time.
-        """
-        arrays = []
-        with one_thread():
-            for text in texts:
-                pieces = cut_pieces(text)
-                ids = [self._piece(piece) for piece in pieces]
-                arrays.append(np.concatenate(ids))
-        return arrays
+        """The token ids of several texts of any length; one piece is in the library at a time."""
 
-    def _piece(self, text: str) -> UInt32[np.ndarray, "_"]:
-        (encoded,) = self._bpe.encode_batch_fast([text], add_special_tokens=False)
-        return np.array(encoded.ids, np.uint32)
+        def encoded(piece: str) -> UInt32[np.ndarray, "_"]:
+            (encoding,) = self._bpe.encode_batch_fast([piece], add_special_tokens=False)
+            return np.array(encoding.ids, np.uint32)
+
+        with one_thread():
+            return [np.concatenate([encoded(p) for p in cut_pieces(text)]) for text in texts]
 
     def decode(self, ids: Iterable[SupportsInt]) -> str:
         """The text of token ids; separators are shown, a half character becomes U+FFFD."""
@@ -112,10 +106,9 @@ def train_tokeniser(
     """
     least = 256 + len(specials)
     if vocab_size < least:
-        named = "the separator" if tuple(specials) == (SEPARATOR,) else ", ".join(specials)
         raise InputError(
-            f"a byte-level vocabulary needs at least {least} entries (256 bytes and {named}), "
-            f"got {vocab_size}"
+            f"a byte-level vocabulary needs at least {least} entries (256 bytes and "
+            f"{', '.join(specials)}), got {vocab_size}"
         )
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -137,13 +130,12 @@ def cut_runs(text: str) -> list[str]:
     The whole text in one piece, but for such a run: to a byte pair encoding it is one word, whose
     merges take memory and time out of all proportion.
     """
-    pieces, start = [], 0
-    for run in _RUN.finditer(text):
-        ends = range(run.start() + RUN_CHARACTERS, run.end(), RUN_CHARACTERS)
-        for end in ends:
-            pieces.append(text[start:end])
-            start = end
-    return [*pieces, text[start:]]
+    cuts = [
+        end
+        for run in _RUN.finditer(text)
+        for end in range(run.start() + RUN_CHARACTERS, run.end(), RUN_CHARACTERS)
+    ]
+    return [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
 
 def cut_pieces(text: str) -> Iterator[str]:

@@ -111,17 +111,14 @@ def repeated_set(
     rows, documents, segments = [], [], []
     for period, places in zip(periods, chosen, strict=True):
         index = np.arange(length + 1) % period
-        for document, first in _thin(places, count):
+        # As many of the places for every period, evenly over their order.
+        for document, first in places[np.arange(count) * len(places) // count].tolist():
             rows.append(split.document(document)[first + index])
             documents.append(split.names[document])
             segments.append(period)
+    windows = np.array(rows, dtype=np.int64)
     return EvaluationSet(
-        "repeated",
-        length,
-        train_length,
-        np.array(rows, dtype=np.int64),
-        documents,
-        np.array(segments, dtype=np.int64),
+        "repeated", length, train_length, windows, documents, np.array(segments, dtype=np.int64)
     )
 
 
@@ -158,9 +155,8 @@ def _natural(
     protocol: str, split: TokenSplit, train_length: int, multiple: int, max_windows: int, seed: int
 ) -> EvaluationSet:
     length = window_length(train_length, multiple)
-    windows, documents = _windows(
-        split, choose_places(split, length + 1, max_windows, seed), length
-    )
+    places = choose_places(split, length + 1, max_windows, seed)
+    windows, documents = _windows(split, places, length)
     return EvaluationSet(protocol, length, train_length, windows, documents)
 
 
@@ -234,12 +230,6 @@ def _even_counts(have: Int64[np.ndarray, "n"], budget: int) -> Int64[np.ndarray,
         taken[open_] += rounds
         budget -= rounds * len(open_)
     return taken
-
-
-def _thin(places: Int64[np.ndarray, "w 2"], count: int) -> list[tuple[int, int]]:
-    """`count` of the places, evenly over their order."""
-    keep = np.arange(count) * len(places) // count
-    return [(int(document), int(first)) for document, first in places[keep]]
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ import polars as pl
 from normattn.errors import InputError
 from normattn.lab.data import TokenData
 from normattn.lab.data import windows as texts
-from normattn.lab.data.retrieval import retrieval_set
-from normattn.lab.data.retrieval_facts import TASKS
+from normattn.lab.data.retrieval import TASKS, retrieval_set
 from normattn.lab.evaluation import AnySet, evaluate_run
 from normattn.lab.runs import require_finished
 from normattn.lab.stats import MeasurementStore, digest, joined

@@ -1,0 +1,326 @@
+"""Prepared data on disk: folders that are built once and checked, and arrays of ragged rows."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import warnings
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+from jaxtyping import Int64
+from numpy.typing import ArrayLike
+from pydantic import Field, ValidationError
+
+from normattn import io
+from normattn.errors import InputError
+from normattn.io import default_cache_dir, identity, read_object, sha256_of
+from normattn.lab.data.splits import SPLITS, SplitName
+from normattn.locks import locked
+from normattn.settings import Settings
+
+CHECKPOINT_BYTES = 64 << 20
+"""So much is written between two points from which an interrupted preparation can go on."""
+MANIFEST, INDEX, ABOUT = "manifest.json", "index.json", "about.json"
+_BATCH_CHARACTERS, _BATCH_ITEMS = 1 << 18, 64
+Item = TypeVar("Item")
+
+
+# Folders.
+
+
+def prepared(
+    kind: str, decides: object, build: Callable[[Path], object], cache_dir: Path | None = None
+) -> Path:
+    """Return the folder of what `decides` (JSON values) names; `build` fills it where it is absent.
+
+    The folder is whole or absent: `build` fills one beside it, which is renamed at the end.
+    Processes that ask at the same time wait on a file lock and build once. A damaged folder is
+    named in a warning and built again. What a killed or failed build has left is given to the next
+    one: a lost connection or a full disk costs nothing that was done before. `cache_dir` defaults
+    to $NORMATTN_CACHE, $XDG_CACHE_HOME/normattn or ~/.cache/normattn. Raises `InputError` where it
+    cannot be written.
+    """
+    digest = hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:32]
+    path = (cache_dir or default_cache_dir()) / f"{kind}-{digest}"
+    if path.exists() and damage(path) is None:
+        return path
+    with locked(path.with_name(f"{path.name}.lock")), io.explain_os_errors(path):
+        if path.exists():
+            problem = damage(path)
+            if problem is None:
+                return path
+            problem = f"the cache {path} is damaged ({problem}); it is built again"
+            warnings.warn(problem, stacklevel=2)
+        for leftover in path.parent.glob(f".{path.name}.old.*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        begun = path.with_name(f".{path.name}.begun")
+        begun.mkdir(exist_ok=True)
+        try:
+            build(begun)
+            files = sorted(file for file in begun.iterdir() if file.is_file())
+            entries = {
+                file.name: [file.stat().st_size, sha256_of(file), identity(file.stat())]
+                for file in files
+            }
+            io.write_json(begun / MANIFEST, entries)
+            io.put_in_place(begun, path)
+        finally:
+            with suppress(OSError):  # A build that has done nothing leaves nothing.
+                begun.rmdir()
+    return path
+
+
+def refused(folder: Path, message: str) -> InputError:
+    """Empty a folder that `build` was given, of data that is of no use; return the error."""
+    for file in folder.iterdir():
+        file.unlink()
+    return InputError(message)
+
+
+def damage(path: Path) -> str | None:
+    """Say what is wrong with a prepared folder; None when it is whole.
+
+    A file whose size, inode and times are those of the manifest is not read again; any other one,
+    of a copied folder for example, must have the recorded content.
+    """
+    try:
+        expected = read_object(path / MANIFEST)
+        there = {file.name for file in path.iterdir()} - {MANIFEST}
+        if not expected or expected.keys() != there:
+            odd = min(expected.keys() ^ there, default="nothing")
+            return f"{MANIFEST} and the folder differ in {odd}"
+        for name, (size, digest, state) in expected.items():
+            status = (path / name).stat()
+            if status.st_size != size:
+                return f"{name} has {status.st_size:,} bytes instead of {size:,}"
+            if list(identity(status)) != state and sha256_of(path / name) != digest:
+                return f"the content of {name} has changed"
+    except (OSError, ValueError, TypeError) as error:
+        return f"{MANIFEST} or a file cannot be read: {error}"
+    return None
+
+
+def digest_of(path: Path, skipped: int = 0) -> str:
+    """Return the sha256 of a file behind its first `skipped` bytes."""
+    with io.open_file(path) as file:
+        file.seek(skipped)
+        return sha256_of(file)
+
+
+# Arrays.
+
+
+@dataclass(frozen=True)
+class Ragged(Sequence[np.ndarray]):
+    """Rows of different lengths: row i is `values[offsets[i] : offsets[i + 1]]`."""
+
+    values: np.ndarray
+    offsets: Int64[np.ndarray, "rows_1"]
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, index: Any) -> Any:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return self.values[self.offsets[index] : self.offsets[index + 1]]
+
+    @cached_property
+    def lengths(self) -> Int64[np.ndarray, "rows"]:
+        """The length of every row."""
+        return np.diff(self.offsets)
+
+    @classmethod
+    def load(cls, folder: Path, name: str, dtype: str) -> Ragged:
+        """Map the files that `fill` wrote into memory, read-only."""
+        values, offsets = (_mapped(folder / name, dtype), _mapped(folder / f"{name}.ends", "<i8"))
+        return cls(values, offsets)
+
+
+def _mapped(path: Path, dtype: str) -> np.ndarray:
+    if path.stat().st_size == 0:  # An empty file cannot be mapped.
+        return np.zeros(0, dtype)
+    return np.asarray(np.memmap(path, dtype, mode="r"))
+
+
+class Names(Sequence[str]):
+    """Texts kept as UTF-8 in a ragged array: millions of them need no Python objects."""
+
+    def __init__(self, rows: Ragged) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        return self._rows[index + len(self) if index < 0 else index].tobytes().decode()
+
+
+def utf8(text: str) -> np.ndarray:
+    """Return a text as a row of `Names`."""
+    return np.frombuffer(text.encode("utf-8", "replace"), np.uint8)
+
+
+# Filling a folder.
+
+
+class Row(NamedTuple):
+    """One row of every column of a split, and what is counted with it."""
+
+    split: SplitName
+    columns: Mapping[str, ArrayLike]
+    counts: Mapping[str, int] = {}
+
+
+class Index(Settings):
+    """How far a folder is filled.
+
+    `key` names what the arrays are made of, `items` how many items of the source are in them,
+    `last` the digest of the last of these, and `sizes` how many bytes of each file count.
+    """
+
+    key: str
+    items: int = Field(default=0, ge=0)
+    last: str = ""
+    sizes: dict[str, int] = Field(default_factory=dict)
+    counts: dict[str, int] = Field(default_factory=dict)
+
+
+def fill(
+    folder: Path,
+    key: str,
+    columns: Mapping[str, str],
+    items: Callable[[], Iterator[Item]],
+    encode: Callable[[list[Item], Counter[str]], Iterable[Row]],
+    text_of: Callable[[Item], str],
+    on_progress: Callable[[Counter[str]], object] = lambda counts: None,
+) -> Counter[str]:
+    """Write the rows of a stream of items into the arrays `SPLIT.COLUMN`; return what was counted.
+
+    `columns` are the columns and their types. `encode` makes rows of a batch of items; it sees the
+    running counts, in which `train` and so on are the rows of each split, and may add to them.
+    Every 64 MiB the index is written: a call after an interruption passes over the items that it
+    counts without encoding them, and leaves the same bytes as one call. What does not fit together
+    is named in a warning, and everything is made anew.
+    """
+    stream, index = _begun(folder, key, items)
+    counts, done, saved, last = Counter(index.counts), index.items, 0, None
+    with ExitStack() as stack:
+        arrays = {
+            f"{split}.{name}": _Array(folder, f"{split}.{name}", dtype, index.sizes, stack)
+            for split in SPLITS
+            for name, dtype in columns.items()
+        }
+
+        def save() -> None:
+            sizes = {name: size for array in arrays.values() for name, size in array.sync().items()}
+            digest = index.last if last is None else _digest(last)
+            now = Index(key=key, items=done, last=digest, sizes=sizes, counts=counts)
+            io.write_json(folder / INDEX, now.model_dump())
+
+        for batch in _batches(stream, text_of):
+            for row in encode(batch, counts):
+                counts[row.split] += 1
+                counts.update(row.counts)
+                for name, values in row.columns.items():
+                    arrays[f"{row.split}.{name}"].append(values)
+            done, last = done + len(batch), batch[-1]
+            written = sum(array.written for array in arrays.values())
+            if written - saved >= CHECKPOINT_BYTES:
+                saved = written
+                save()
+            on_progress(counts)
+        save()
+    return counts
+
+
+def _begun(
+    folder: Path, key: str, items: Callable[[], Iterator[Item]]
+) -> tuple[Iterator[Item], Index]:
+    """Return the items that are not in the folder yet, and the index of those that are."""
+    for leftover in folder.glob(".*"):  # A process that is killed leaves what it wrote beside.
+        leftover.unlink()
+    new, stream = Index(key=key), items()
+    if not (folder / INDEX).exists():
+        return stream, new
+    try:
+        index = Index.model_validate(read_object(folder / INDEX))
+        problem = None if index.key == key else f"its {INDEX} is of another tokeniser"
+    except (InputError, ValidationError):
+        index, problem = new, f"its {INDEX} is damaged"
+    for name, size in index.sizes.items():
+        there = (folder / name).stat().st_size if (folder / name).exists() else 0
+        if there < size:
+            problem = f"{name} has {there:,} bytes instead of {size:,}"
+    if problem is None:
+        last = deque(islice(stream, index.items), maxlen=1)
+        if index.items and (not last or _digest(last[0]) != index.last):
+            problem = f"item {index.items:,} of its source is another one"
+    if problem is not None:
+        warnings.warn(f"{folder} was begun, but {problem}; it is made anew", stacklevel=4)
+        return items(), new
+    return stream, index
+
+
+def _digest(item: object) -> str:
+    return hashlib.sha256(repr(item).encode("utf-8", "replace")).hexdigest()
+
+
+def _batches(stream: Iterable[Item], text_of: Callable[[Item], str]) -> Iterator[list[Item]]:
+    """Groups of items that are small enough to hold."""
+    batch: list[Item] = []
+    size = 0
+    for item in stream:
+        batch.append(item)
+        size += len(text_of(item))
+        if size >= _BATCH_CHARACTERS or len(batch) >= _BATCH_ITEMS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+class _Array:
+    """Appends rows to a ragged array on disk, behind the bytes that count."""
+
+    def __init__(
+        self, folder: Path, name: str, dtype: str, sizes: Mapping[str, int], stack: ExitStack
+    ) -> None:
+        self.written = 0
+        self._dtype = np.dtype(dtype)
+        self._files = {
+            file: stack.enter_context((folder / file).open("ab")) for file in (name, f"{name}.ends")
+        }
+        for file, opened in self._files.items():
+            opened.truncate(sizes.get(file, 0))
+            opened.seek(0, 2)
+        self._values, self._ends = self._files.values()
+        if self._ends.tell() == 0:
+            self._ends.write(np.int64(0).tobytes())
+
+    def append(self, values: ArrayLike) -> None:
+        """Write one row."""
+        row = np.asarray(values, self._dtype)
+        self.written += self._values.write(row.tobytes())
+        self.written += self._ends.write(
+            np.int64(self._values.tell() // self._dtype.itemsize).tobytes()
+        )
+
+    def sync(self) -> dict[str, int]:
+        """Bring everything to the disk; return the size of each file."""
+        for file in self._files.values():
+            file.flush()
+            os.fsync(file.fileno())
+        return {name: file.tell() for name, file in self._files.items()}
