@@ -14,7 +14,6 @@ import tempfile
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from io import BufferedIOBase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -183,14 +182,14 @@ def _check_bounds(value: Any, finite: bool, depth: int = 0) -> None:
 
 
 def json_lines(
-    file: BinaryIO | BufferedIOBase, where: Callable[[int], str]
+    readline: Callable[[int], bytes], where: Callable[[int], str]
 ) -> Iterator[tuple[int, bytes]]:
-    """Yield the number, from 1, and the bytes of each line, its end included.
+    """Yield the number, from 1, and the bytes of each line that a file's `readline` gives.
 
     A line longer than 64 MiB is refused before it is held. `where(n)` names line n.
     """
     number = 0
-    while line := file.readline(MOST_BYTES + 1):
+    while line := readline(MOST_BYTES + 1):
         number += 1
         if len(line) > MOST_BYTES:
             raise InputError(f"{where(number)} is longer than {MOST_BYTES:,} bytes")

@@ -142,7 +142,7 @@ def text_lines(path: Path) -> Iterator[tuple[int, str]]:
     """
     offset = 0
     with open_bytes(path) as file:
-        for number, raw in json_lines(file, lambda n: f"{path}:{n}"):
+        for number, raw in json_lines(file.readline, lambda n: f"{path}:{n}"):
             try:
                 line = raw.decode()
             except UnicodeDecodeError as error:

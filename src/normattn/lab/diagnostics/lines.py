@@ -67,7 +67,7 @@ def read_diagnostics(run: Path) -> list[DiagnosticsLine]:
     if not path.exists():
         return []
     with open_file(path) as file:
-        lines = [line for _, line in json_lines(file, lambda n: f"{path}, line {n},")]
+        lines = [line for _, line in json_lines(file.readline, lambda n: f"{path}, line {n},")]
     # A line that is being written has no end yet.
     whole = [line for line in lines if line.endswith(b"\n")]
     try:
