@@ -9,7 +9,9 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
+import time
 import tracemalloc
 import warnings
 from collections.abc import Iterator
@@ -71,7 +73,7 @@ def test_tokens_decode_to_the_documents(tmp_path: Path) -> None:
             seen.add(name)
     assert len(seen) == 40
     assert data.train.names[-1] == data.train.names[len(data.train) - 1]
-    assert not data.train.tokens.flags.writeable
+    assert not data.train.tokens[:9].flags.writeable
     with pytest.raises(InputError, match="there is no split 'dev'"):
         data.split("dev")
 
@@ -156,6 +158,31 @@ def test_a_damaged_cache_is_named_and_built_again(tmp_path: Path, harm: str) -> 
         again = prepare_tokens(config(folder), tmp_path / "cache")
     np.testing.assert_array_equal(again.train.tokens, expected)
     assert again.fingerprint == good.fingerprint
+
+
+def test_a_file_that_is_cut_short_under_a_training_ends_it_with_one_sentence(
+    tmp_path: Path,
+) -> None:
+    folder, run, cache = write_folder(tmp_path / "text"), tmp_path / "run", tmp_path / "cache"
+    command = [sys.executable, "-m", "normattn", "train", "--preset=smoke", f"--corpus={folder}"]
+    settings = [f"--out={run}", "--steps=1000000", "--set", "log_every=1"]
+    environment = {**os.environ, "NORMATTN_CACHE": str(cache)}
+    training = subprocess.Popen(
+        [*command, *settings], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while not (run / "metrics.jsonl").exists() or not (run / "metrics.jsonl").stat().st_size:
+            assert training.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        os.truncate(cached(cache) / "train.tokens", 100)
+        _, error = training.communicate(timeout=60)
+    finally:
+        training.kill()
+    last = error.decode().strip().splitlines()[-1]
+    assert training.returncode == 2
+    assert re.search(r"train\.tokens was cut short while it was in use", last)
 
 
 def test_files_that_were_not_written_to_are_not_read_again(

@@ -93,8 +93,7 @@ error.
     corpus: str | None = option(
         None,
         setting="data.corpus",
-        help="python-source, python-packages-2026, python-packages, a file or folder, hf:NAME, "
-        "synthetic:copy.",
+        help="python-source, python-packages-2026, a file or folder, hf:NAME, synthetic:copy.",
     )
     score: str | None = option(
         None, setting="model.score", help="The attention score to train with; see: normattn list."

@@ -121,8 +121,11 @@ class TrainingBatches:
             drawn_period = below(drawn[:, 1], self.tiling.high - self.tiling.low + 1)
             period = np.where(tiled, self.tiling.low + drawn_period, period)
         first = below(drawn[:, 2], self.split.total - period + 1)
-        places = first[:, None] + self._columns % period[:, None]
-        return np.asarray(self.split.tokens[places], np.int64)
+        rows = np.empty((count, self.length + 1), np.int64)
+        for row, start, size in zip(rows, first.tolist(), period.tolist(), strict=True):
+            segment = self.split.tokens[start : start + size]
+            row[:] = segment if size > self.length else segment[self._columns % size]
+        return rows
 
 
 class MaskedRows(NamedTuple):

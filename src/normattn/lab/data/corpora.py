@@ -60,6 +60,11 @@ def parse_corpus(text: str) -> Corpus:
         return HubCorpus(HubRows.parse(address, "field"), address.options.get("field", "text"))
     if expanded(address.body).exists():
         return PathCorpus(address.body, address.take("field")["field"])
+    if address.body == "python-packages":
+        raise InputError(
+            "python-packages, the text of whatever is installed, went in version 1.0; take "
+            f"{FROZEN}, which is the same on every machine"
+        )
     names = (PYTHON_SOURCE, FROZEN)
     near = difflib.get_close_matches(address.body, names, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import warnings
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -120,12 +121,60 @@ def digest_of(path: Path, skipped: int = 0) -> str:
 # Arrays.
 
 
+class FileArray:
+    """A one-dimensional array in a file, read-only: a slice is read from the file as it is asked.
+
+    It is not mapped into memory, because a file that is cut short under a mapping ends the process
+    by a signal. Such a file is an `InputError` here. A read costs about as much as with a mapping:
+    the pages are the system's cache in both cases.
+    """
+
+    def __init__(self, path: Path, dtype: str) -> None:
+        self.dtype = np.dtype(dtype)
+        self._path = path
+        self._file = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._file)
+        self._length = os.fstat(self._file).st_size // self.dtype.itemsize
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: Any) -> Any:
+        if not isinstance(index, slice):
+            return self[index : index + 1][0] if index >= 0 else self[index + len(self)]
+        start, stop, step = index.indices(len(self))
+        if step != 1:
+            raise IndexError("a file is read in slices of step 1")
+        wanted = max(0, stop - start) * self.dtype.itemsize
+        raw = self._read(start * self.dtype.itemsize, wanted)
+        return np.frombuffer(raw, self.dtype)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self[:], dtype)
+
+    def _read(self, offset: int, size: int) -> bytes:
+        parts = [b""]
+        while size:  # The system reads at most 2 GiB at once.
+            part = os.pread(self._file, size, offset)
+            if not part:
+                raise InputError(
+                    f"{self._path} was cut short while it was in use: {size:,} bytes are missing "
+                    f"at {offset:,}; run the command again, and the data is prepared again"
+                )
+            parts.append(part)
+            offset, size = offset + len(part), size - len(part)
+        return parts[1] if len(parts) == 2 else b"".join(parts)
+
+
+Values = np.ndarray | FileArray
+
+
 @dataclass(frozen=True)
 class Ragged(Sequence[np.ndarray]):
     """Rows of different lengths: row i is `values[offsets[i] : offsets[i + 1]]`."""
 
-    values: np.ndarray
-    offsets: Int64[np.ndarray, "rows_1"]
+    values: Values
+    offsets: Values
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -133,24 +182,18 @@ class Ragged(Sequence[np.ndarray]):
     def __getitem__(self, index: Any) -> Any:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        return self.values[self.offsets[index] : self.offsets[index + 1]]
+        start, stop = self.offsets[index : index + 2].tolist()
+        return self.values[start:stop]
 
     @cached_property
     def lengths(self) -> Int64[np.ndarray, "rows"]:
         """The length of every row."""
-        return np.diff(self.offsets)
+        return np.diff(np.asarray(self.offsets))
 
     @classmethod
     def load(cls, folder: Path, name: str, dtype: str) -> Ragged:
-        """Map the files that `fill` wrote into memory, read-only."""
-        values, offsets = (_mapped(folder / name, dtype), _mapped(folder / f"{name}.ends", "<i8"))
-        return cls(values, offsets)
-
-
-def _mapped(path: Path, dtype: str) -> np.ndarray:
-    if path.stat().st_size == 0:  # An empty file cannot be mapped.
-        return np.zeros(0, dtype)
-    return np.asarray(np.memmap(path, dtype, mode="r"))
+        """Open the files that `fill` wrote."""
+        return cls(FileArray(folder / name, dtype), FileArray(folder / f"{name}.ends", "<i8"))
 
 
 class Names(Sequence[str]):

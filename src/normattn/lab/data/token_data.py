@@ -10,9 +10,10 @@ import numpy as np
 from jaxtyping import Int64, UInt16, UInt32
 
 from normattn.lab.data.splits import SplitName, Splits
+from normattn.lab.data.store import Values
 from normattn.lab.data.tokeniser import Tokeniser
 
-TokenArray = UInt16[np.ndarray, "tokens"] | UInt32[np.ndarray, "tokens"]
+Tokens = UInt16[np.ndarray, "tokens"] | UInt32[np.ndarray, "tokens"]
 _COUNTED_AT_ONCE = 1 << 21
 
 
@@ -20,14 +21,14 @@ _COUNTED_AT_ONCE = 1 << 21
 class TokenSplit:
     """The tokens of one split: documents one behind the other, a separator (id 0) ending each.
 
-    `tokens` (total,) is uint16 or uint32, in memory or mapped from a file; document i stands
+    `tokens` (total,) is uint16 or uint32, in memory or in a file; document i stands
     at `offsets[i]` … `offsets[i + 1]`, its separator included, and is called `names[i]`.
     `text_bytes` is the size of the text as UTF-8 (0 for generated tokens).
     """
 
     name: SplitName
-    tokens: TokenArray
-    offsets: Int64[np.ndarray, "documents_1"]
+    tokens: Values
+    offsets: Values
     names: Sequence[str]
     text_bytes: int = 0
 
@@ -42,18 +43,19 @@ class TokenSplit:
     @cached_property
     def lengths(self) -> Int64[np.ndarray, "documents"]:
         """Tokens of every document, without its separator."""
-        return np.diff(self.offsets) - 1
+        return np.diff(np.asarray(self.offsets)) - 1
 
-    def document(self, index: int) -> TokenArray:
+    def document(self, index: int) -> Tokens:
         """The tokens of one document, without its separator."""
         if not 0 <= index < len(self):
             raise IndexError(f"the {self.name} split has {len(self)} documents, no {index}")
-        return self.tokens[self.offsets[index] : self.offsets[index + 1] - 1]
+        start, stop = self.offsets[index : index + 2].tolist()
+        return np.asarray(self.tokens[start : stop - 1])
 
-    def window(self, document: int, first: int, length: int) -> TokenArray:
+    def window(self, document: int, first: int, length: int) -> Tokens:
         """`length` tokens of a document, from its token `first` on."""
         start = int(self.offsets[document]) + first
-        return self.tokens[start : start + length]
+        return np.asarray(self.tokens[start : start + length])
 
     def token_counts(self, vocab_size: int) -> Int64[np.ndarray, "vocab"]:
         """How often each token occurs, separators included."""

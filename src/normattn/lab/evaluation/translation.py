@@ -132,11 +132,11 @@ def unigram_loss(train: PairSplit, split: PairSplit, vocab_size: int) -> NDArray
 
     The end of a sentence counts as a token. `vocab_size`: the words of the target language.
     """
-    counts = np.bincount(train.target.values, minlength=vocab_size)
+    counts = np.bincount(np.asarray(train.target.values), minlength=vocab_size)
     counts[EOS_ID] += len(train)
     nats = unigram_nats(counts)
     sentence = np.repeat(np.arange(len(split)), split.target.lengths)
-    words = np.bincount(sentence, nats[split.target.values], minlength=len(split))
+    words = np.bincount(sentence, nats[np.asarray(split.target.values)], minlength=len(split))
     return np.asarray(words + nats[EOS_ID])
 
 
