@@ -8,13 +8,7 @@ import numpy as np
 import pytest
 
 from normattn.errors import InputError
-from normattn.lab.data import (
-    CopyTask,
-    DataConfig,
-    TrainingBatches,
-    non_repeated_set,
-    prepare_tokens,
-)
+from normattn.lab.data import CopyTask, DataConfig, TrainingBatches, prepare_tokens
 
 ADDRESS = "synthetic:copy?low=3&high=6&tokens=5000&documents=7&document_tokens=50"
 
@@ -28,10 +22,10 @@ def test_training_rows_and_test_documents_repeat_with_the_periods(tmp_path: Path
     for row in batches.batch(0):
         periods = [p for p in range(3, 7) if (row == np.resize(row[:p], 25)).all()]
         assert periods
-    windows = non_repeated_set(data.test, 5, multiple=8)
-    assert windows.windows.shape == (7, 41)
-    assert 0 < windows.windows.min() <= windows.windows.max() < 200
-    for row in windows.windows:
+    assert len(data.test) == 7
+    for number in range(7):
+        row = data.test.document(number)
+        assert 0 < row.min() <= row.max() < 200
         assert any((row[p:] == row[:-p]).all() for p in range(3, 7))
     assert not np.array_equal(data.test.tokens, data.validation.tokens)
     assert data.train.total == 5001
@@ -39,9 +33,8 @@ def test_training_rows_and_test_documents_repeat_with_the_periods(tmp_path: Path
 
 def test_the_tokens_follow_from_seed_and_vocabulary() -> None:
     task = CopyTask.parse(ADDRESS)
-    prints = [
-        task.token_data(v, s).fingerprint for v, s in ((200, 4), (200, 4), (200, 5), (201, 4))
-    ]
+    made = ((200, 4), (200, 4), (200, 5), (201, 4))
+    prints = [task.token_data(*each).fingerprint for each in made]
     assert prints[0] == prints[1]
     assert len(set(prints)) == 3
     assert task.token_data(70_000, 0).test.tokens.dtype == np.uint32

@@ -56,6 +56,12 @@ def cached(place: Path) -> Path:
     return folder
 
 
+def progress(folder: Path) -> dict[str, Any]:
+    """How far an interrupted preparation came."""
+    stored: dict[str, Any] = json.loads((folder / "progress.json").read_text(encoding="utf-8"))
+    return stored
+
+
 def test_tokens_decode_to_the_documents(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "text")
     data = prepare_tokens(config(folder), tmp_path / "cache")
@@ -229,12 +235,12 @@ def test_a_build_that_fails_keeps_what_it_did(
     monkeypatch.setitem(sys.modules, "datasets", datasets)
     monkeypatch.setattr(store, "CHECKPOINT_BYTES", 4000)
     made = config(f"hf:me/data?revision={'a' * 40}")
-    cache, first, second = tmp_path / "cache", list[int](), list[int]()
+    cache = tmp_path / "cache"
     with pytest.raises(InputError, match=r"reset by peer|no space left on the disk"):
-        prepare_tokens(made, cache, lambda done, _: first.append(done))
-    data = prepare_tokens(made, cache, lambda done, _: second.append(done))
+        prepare_tokens(made, cache)
+    assert 0 < progress(cached(cache))["items"] < 300
+    data = prepare_tokens(made, cache)
     assert readings[0] == 3, "the tokeniser is kept"
-    assert 0 < first[0] < second[0]
     assert data.fingerprint == prepare_tokens(made, tmp_path / "other").fingerprint
     name = cached(cache).name
     assert {path.name for path in cache.iterdir()} == {name, f"{name}.lock"}
@@ -300,7 +306,7 @@ def test_a_killed_preparation_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
         killed = Generated(300, fatal, tmp_path / "fails")
         assert apart(killed, tmp_path / "two", log) == -signal.SIGKILL
     begun = cached(tmp_path / "two")
-    kept = json.loads((begun / "index.json").read_text(encoding="utf-8"))
+    kept = progress(begun)
     assert 100 < kept["items"] < 290
     log.write_text("")
     assert apart(Generated(300), tmp_path / "two", log) == 0
@@ -311,27 +317,19 @@ def test_a_killed_preparation_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("harm", "message"),
-    [
-        ("index", "index.json is damaged"),
-        ("array", r"train\.tokens has 0 bytes instead of [\d,]+"),
-        ("source", r"item \d+ of its source is another one"),
-    ],
+    [("progress", "sizes"), ("array", r"train\.tokens has 0 bytes instead of [\d,]+")],
 )
-def test_what_does_not_fit_together_is_made_anew(tmp_path: Path, harm: str, message: str) -> None:
+def test_what_does_not_fit_together_is_made_again(tmp_path: Path, harm: str, message: str) -> None:
     cache, log = tmp_path / "cache", tmp_path / "log"
     assert apart(Generated(300), tmp_path / "one", log) == 0
     assert apart(Generated(300, 250, tmp_path / "fails"), cache, log) == -signal.SIGKILL
     begun = cached(cache)
-    index = json.loads((begun / "index.json").read_text(encoding="utf-8"))
-    if harm == "index":
-        (begun / "index.json").write_text("{}")
-    elif harm == "array":
-        (begun / "train.tokens").unlink()
+    if harm == "progress":
+        (begun / "progress.json").write_text('{"sizes": 3}')
     else:
-        (begun / "index.json").write_text(json.dumps(index | {"last": "another"}))
+        os.truncate(begun / "train.tokens", 0)
     assert apart(Generated(300), cache, log) == 0
-    warning = log.with_suffix(".warnings").read_text()
-    assert re.search(rf"\.begun was begun, but .*{message}; it is made anew$", warning)
+    assert re.search(message, log.with_suffix(".warnings").read_text())
     assert files(cached(cache)) == files(cached(tmp_path / "one"))
 
 

@@ -23,12 +23,11 @@ from normattn.lab.data.text_files import (
     TEXT,
     decode_python,
     is_packed,
-    pieces,
     read_rows,
     read_text,
     suffix_of,
-    text_chunks,
     text_of,
+    text_pieces,
 )
 
 __all__ = ["Corpus", "Document", "HubCorpus", "PathCorpus", "PythonSource", "parse_corpus"]
@@ -50,12 +49,9 @@ def parse_corpus(text: str) -> Corpus:
     know.
     """
     address = Address.parse(text)
-    if address.body == PYTHON_SOURCE:
+    if address.body in (PYTHON_SOURCE, FROZEN):
         address.take()
-        return PythonSource()
-    if address.body == FROZEN:
-        address.take()
-        return FrozenPackages()
+        return PythonSource() if address.body == PYTHON_SOURCE else FrozenPackages()
     if address.body.startswith(PREFIX):
         return HubCorpus(HubRows.parse(address, "field"), address.options.get("field", "text"))
     if expanded(address.body).exists():
@@ -74,18 +70,10 @@ def parse_corpus(text: str) -> Corpus:
     )
 
 
-# A path.
-
-
 class _File(NamedTuple):
     name: str
     path: Path
     size: int
-
-    @property
-    def is_text(self) -> bool:
-        """Whether it is plain text; what has an unknown suffix is."""
-        return suffix_of(self.path) not in ROWS
 
 
 @dataclass(frozen=True)
@@ -109,11 +97,11 @@ class PathCorpus(Corpus):
         parts = shares([file.size for file in files], limit)
         texts = (
             # Only what is cut: a packed file's size is not that of its text.
-            self._read(file) if part == file.size else capped(self._read(file), part)
+            capped(self._read(file), None if part == file.size else part)
             for file, part in zip(files, parts, strict=True)
             if part or not file.size
         )
-        return _together(capped(chain.from_iterable(texts), limit))
+        return _with_repeats_together(capped(chain.from_iterable(texts), limit))
 
     def fingerprint(self) -> str:
         """Hash of relative names, of what shows that a file was written to, and of how it is cut.
@@ -125,25 +113,17 @@ class PathCorpus(Corpus):
             digest.update(repr((file.name, *identity(stat_of(file.path)))).encode())
         return digest.hexdigest()
 
-    def total_bytes(self) -> int | None:
-        """The size of the text files; None with packed or tabular ones."""
-        files = self._files()
-        if not all(file.is_text and not is_packed(file.path) for file in files):
-            return None
-        return sum(file.size for file in files)
-
     def _read(self, file: _File) -> Iterator[Document]:
         """The documents of one file."""
-        if not file.is_text:
+        if suffix_of(file.path) in ROWS:
             field = self.field or "text"
             for number, row in read_rows(file.path, [field]):
                 text = text_of(row, field, f"{file.path}:{number}")
                 yield Document(f"{file.name}:{number}", text)
-        # A packed file's size says nothing about the text's.
         elif file.size <= WHOLE_BYTES and not is_packed(file.path) and self._root.is_dir():
             yield Document(file.name, read_text(file.path))
         else:
-            for index, text in enumerate(pieces(text_chunks(file.path), PIECE_CHARACTERS)):
+            for index, text in enumerate(text_pieces(file.path, PIECE_CHARACTERS)):
                 yield Document(f"{file.name}#{index:05}", text)
 
     @property
@@ -154,22 +134,26 @@ class PathCorpus(Corpus):
         root = self._root
         if not root.exists():
             raise InputError(f"corpus {self.path!r} does not exist")
+        paths = {root.name: root}
         if root.is_dir():
-            found = (path for path in _walk(root) if suffix_of(path) in TEXT | ROWS)
-            files = [_File(path.relative_to(root).as_posix(), path, _size(path)) for path in found]
-        else:
-            files = [_File(root.name, root, _size(root))]
-        if not files:
+            known = (path for path in _walk(root) if suffix_of(path) in TEXT | ROWS)
+            paths = {path.relative_to(root).as_posix(): path for path in known}
+        if not paths:
             suffixes = " ".join(sorted(TEXT | ROWS))
             raise InputError(
                 f"corpus {self.path!r} holds no file of a known kind (suffixes: {suffixes})"
             )
-        if self.field is not None and all(file.is_text for file in files):
+        if self.field is not None and not any(suffix_of(path) in ROWS for path in paths.values()):
             raise InputError(f"corpus {self.path!r}: plain text has no fields; leave out ?field=")
-        return sorted(files)
+        files = []
+        for name, path in sorted(paths.items()):
+            status = stat_of(path)
+            refuse_irregular(path, status.st_mode)  # A pipe is named, not passed over.
+            files.append(_File(name, path, status.st_size))
+        return files
 
 
-def _together(documents: Iterable[Document]) -> Iterator[Document]:
+def _with_repeats_together(documents: Iterable[Document]) -> Iterator[Document]:
     """The documents, each that repeats a text in the group of the first that has it.
 
     Otherwise a text could be tested that was trained on. A first one is its own, so that a corpus
@@ -193,16 +177,6 @@ def _walk(root: Path) -> Iterator[Path]:
         yield from (Path(folder, name) for name in names if not name.startswith("."))
 
 
-def _size(path: Path) -> int:
-    """The size of a regular file; a pipe or a device among the files is named, not passed over."""
-    status = stat_of(path)
-    refuse_irregular(path, status.st_mode)
-    return status.st_size
-
-
-# The standard library.
-
-
 @dataclass(frozen=True)
 class PythonSource(Corpus):
     """Every `*.py` of the standard library without tests, `encodings` and installed packages.
@@ -216,7 +190,7 @@ class PythonSource(Corpus):
         """Stream the files; a limit takes evenly from the whole library."""
         files = self._files()
         chosen = evenly(files, [path.stat().st_size for _, path in files], limit)
-        return capped(_unique(chosen), limit)
+        return capped(self._read(chosen), limit)
 
     def fingerprint(self) -> str:
         """Hash of the Python version and every file's name and content (12 MB: 30 ms)."""
@@ -224,10 +198,6 @@ class PythonSource(Corpus):
         for name, path in self._files():
             digest.update(f"{name}\0".encode() + hashlib.sha256(_bytes(path)).digest())
         return digest.hexdigest()
-
-    def total_bytes(self) -> int | None:
-        """The size of all files."""
-        return sum(path.stat().st_size for _, path in self._files())
 
     def sources(self) -> dict[str, str]:
         """The Python version."""
@@ -244,27 +214,26 @@ class PythonSource(Corpus):
             )
         return sorted((path.as_posix(), root / path) for path in kept)
 
-
-def _unique(files: list[tuple[str, Path]]) -> Iterator[Document]:
-    seen = set()
-    for name, path in files:
-        raw = _bytes(path)
-        digest = hashlib.sha256(raw).digest()
-        if digest in seen:
-            continue
-        seen.add(digest)
-        try:
-            yield Document(name, decode_python(raw))
-        except (SyntaxError, UnicodeDecodeError) as error:
-            raise InputError(f"{path} is not encoded as Python source must be: {error}") from error
+    @staticmethod
+    def _read(files: list[tuple[str, Path]]) -> Iterator[Document]:
+        seen = set()
+        for name, path in files:
+            raw = _bytes(path)
+            digest = hashlib.sha256(raw).digest()
+            if digest in seen:
+                continue
+            seen.add(digest)
+            try:
+                yield Document(name, decode_python(raw))
+            except (SyntaxError, UnicodeDecodeError) as error:
+                raise InputError(
+                    f"{path} is not encoded as Python source must be: {error}"
+                ) from error
 
 
 def _bytes(path: Path) -> bytes:
     with open_file(path) as file:
         return file.read()
-
-
-# The hub.
 
 
 @dataclass(frozen=True)
@@ -280,13 +249,9 @@ class HubCorpus(Corpus):
     def documents(self, limit: int | None = None) -> Iterator[Document]:
         """Stream the rows."""
         where = f"corpus '{self.table.address}', row"
-        return capped(
-            (
-                Document(f"{number:09}", text_of(row, self.field, f"{where} {number}"))
-                for number, row in enumerate(self.table.rows())
-            ),
-            limit,
-        )
+        rows = enumerate(self.table.rows())
+        texts = ((number, text_of(row, self.field, f"{where} {number}")) for number, row in rows)
+        return capped((Document(f"{number:09}", text) for number, text in texts), limit)
 
     def fingerprint(self) -> str:
         """Hash of the address and of the commit, which is looked up on the hub."""

@@ -96,10 +96,6 @@ class FrozenPackages(Corpus):
         """Hash of the text, which the list holds: nothing is fetched for it."""
         return hashlib.sha256(f"{FROZEN} {self.pinned.text_sha256}".encode()).hexdigest()
 
-    def total_bytes(self) -> int | None:
-        """The size of all documents."""
-        return self.pinned.text_bytes
-
     def sources(self) -> dict[str, str]:
         """The version of every package."""
         return {wheel.name: wheel.version for wheel in self.pinned.wheels}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float32, Int64, UInt8
@@ -20,10 +20,8 @@ from normattn.io import expanded, open_file
 from normattn.lab.data.batches import below, refuse_uneven_shares, uniforms
 from normattn.lab.data.splits import SPLITS, SplitName, Splits, SplitSettings
 
-if TYPE_CHECKING:
-    from PIL import Image
-
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp")
+_DIGITS = tuple("0123456789")
 # Shifts and orders are two streams of random numbers from one seed.
 _SHIFTS = 1 << 62
 
@@ -66,9 +64,7 @@ class ImageSplit:
     def __len__(self) -> int:
         return len(self.names)
 
-    def images(
-        self, chosen: slice | Int64[np.ndarray, "m"] = slice(None)
-    ) -> Float32[np.ndarray, "m c h w"]:
+    def images(self, chosen: slice = slice(None)) -> Float32[np.ndarray, "m c h w"]:
         """The chosen images, channels first, pixels scaled to −1 … 1 as the source of ViT does."""
         return scaled(self.pixels[chosen])
 
@@ -86,8 +82,7 @@ class ImageData(Splits[ImageSplit]):
     @property
     def shape(self) -> ImageShape:
         """The size of every image, and the number of classes."""
-        height, width, channels = self.train.pixels.shape[1:]
-        return ImageShape(height, width, channels, len(self.class_names))
+        return ImageShape(*self.train.pixels.shape[1:], len(self.class_names))
 
 
 class _Images(NamedTuple):
@@ -117,7 +112,6 @@ PACKAGED = {
     "digits": _Packaged("sklearn", "scikit-learn", "datasets/data/digits.csv.gz", 8, 16),
 }
 """Digits of MNIST (LeCun et al. 1998), and of UCI's optical digits (1998)."""
-_DIGITS = tuple("0123456789")
 
 
 def prepare_images(config: ImageDataConfig) -> ImageData:
@@ -140,9 +134,8 @@ def prepare_images(config: ImageDataConfig) -> ImageData:
             )
         names = tuple(images.names[index] for index in chosen)
         split = ImageSplit(name, images.pixels[chosen], images.labels[chosen], names)
-        digest.update(f"{split.name}|{split.pixels.shape}|{'|'.join(split.names)}|".encode())
-        digest.update(np.ascontiguousarray(split.pixels).tobytes())
-        digest.update(np.ascontiguousarray(split.labels).tobytes())
+        digest.update(f"{name}|{split.pixels.shape}|{'|'.join(names)}|".encode())
+        digest.update(split.pixels.tobytes() + split.labels.tobytes())
         splits[name] = split
     return ImageData(**splits, class_names=images.class_names, fingerprint=digest.hexdigest())
 
@@ -206,36 +199,38 @@ def _image_files(folder: Path) -> list[Path]:
 
 def _read_folder(folder: Path) -> _Images:
     """One folder per class: classes in the order of their names; all images of one size."""
-    pillow = library("PIL.Image", "images need Pillow: pip install 'normattn[vision]'")
     paths = _image_files(folder)
-    images: list[np.ndarray] = []
-    for path in paths:
-        with open_file(path) as file:
-            try:
-                with pillow.open(file) as image:
-                    images.append(_bytes_of(image))
-            except Exception as error:  # Pillow raises whatever it likes for a damaged file
-                raise InputError(f"{path} cannot be read as an image: {error}") from error
-        if images[-1].shape != images[0].shape:
+    images = [_pixels(path) for path in paths]
+    for path, image in zip(paths, images, strict=True):
+        if image.shape != images[0].shape:
             raise InputError(
-                f"{path} is {images[-1].shape}, but {paths[0]} is {images[0].shape}; all images "
-                "must have one size and colour mode"
+                f"{path} is {image.shape}, but {paths[0]} is {images[0].shape}; all images must "
+                "have one size and colour mode"
             )
-    class_names = tuple(sorted({path.parent.name for path in paths}))
-    labels = np.array([class_names.index(path.parent.name) for path in paths], np.int64)
-    names = [path.relative_to(folder).as_posix() for path in paths]
     pixels = np.stack(images)
-    return _Images(pixels.reshape(*pixels.shape[:3], -1), labels, names, class_names)
+    class_names, labels = np.unique([path.parent.name for path in paths], return_inverse=True)
+    return _Images(
+        pixels.reshape(*pixels.shape[:3], -1),
+        labels.astype(np.int64),
+        [path.relative_to(folder).as_posix() for path in paths],
+        tuple(class_names.tolist()),
+    )
 
 
-def _bytes_of(image: Image.Image) -> UInt8[np.ndarray, "h w *c"]:
+def _pixels(path: Path) -> UInt8[np.ndarray, "h w *c"]:
     """The pixels from 0 to 255: grey (H, W), colours (H, W, 3); transparency is left out.
 
     Of 16 bits, 0 … 65,535 become 0 … 255: Pillow's own conversion would cut off all above 255.
     """
-    if image.mode.startswith("I"):
-        return np.rint(np.asarray(image, dtype=np.float64) / 257).astype(np.uint8)
-    return np.asarray(image.convert("L" if image.mode in ("1", "L", "LA") else "RGB"))
+    pillow: Any = library("PIL.Image", "images need Pillow: pip install 'normattn[vision]'")
+    with open_file(path) as file:
+        try:
+            with pillow.open(file) as image:
+                if image.mode.startswith("I"):
+                    return np.rint(np.asarray(image, dtype=np.float64) / 257).astype(np.uint8)
+                return np.asarray(image.convert("L" if image.mode in ("1", "L", "LA") else "RGB"))
+        except Exception as error:  # Pillow raises whatever it likes for a damaged file
+            raise InputError(f"{path} cannot be read as an image: {error}") from error
 
 
 class ImageBatches:

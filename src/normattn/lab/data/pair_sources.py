@@ -35,6 +35,11 @@ class Pair(NamedTuple):
     target: str
     split: SplitName | None = None
 
+    @property
+    def text(self) -> str:
+        """The source sentence."""
+        return self.source
+
 
 @dataclass(frozen=True)
 class PairSource:
@@ -79,10 +84,9 @@ def parse_pairs(text: str, source: str, target: str) -> PairSource:
     address.take()
     first, _, second = body.partition(",")
     if second and expanded(first).is_file():
-        files = expanded(first), expanded(second)
-        return PairSource(partial(_aligned_pairs, [(*files, None)]), partial(_stamp, files))
+        return _aligned([(expanded(first), expanded(second), None)])
     if suffix_of(path) in ROWS and path.is_file():
-        return PairSource(partial(read_pairs, path, source, target), partial(_stamp, [path]))
+        return PairSource(partial(_row_pairs, path, source, target), partial(_stamp, [path]))
     raise InputError(
         f"corpus {body!r} holds no sentence pairs: expected catalogues, a folder of train/val/test "
         "files by language, two aligned files as FILE,FILE, a .jsonl, .parquet, .csv or .tsv file, "
@@ -99,12 +103,8 @@ def _stamp(paths: Iterable[Path]) -> str:
 # Rows.
 
 
-def read_pairs(path: Path, source: str, target: str) -> Iterator[Pair]:
-    """Read JSON lines or a table: each language's sentence in its field (or in `translation`).
-
-    A field `split` of "train", "validation" or "test" is followed; without it splits are drawn by
-    sentence. `InputError` names the row that is no pair.
-    """
+def _row_pairs(path: Path, source: str, target: str) -> Iterator[Pair]:
+    """The rows of a file, each in the split that its field `split` names, if it has one."""
     for number, row in read_rows(path):
         yield _pair(row, source, target, f"{path}:{number}", row.get("split"))
 
@@ -118,6 +118,7 @@ def _hub_pairs(hub: HubRows, source: str, target: str) -> Iterator[Pair]:
 
 
 def _pair(row: Mapping[str, Any], source: str, target: str, where: str, split: Any) -> Pair:
+    """Each language's sentence in its field (or in `translation`)."""
     fields = row.get("translation", row)
     if not isinstance(fields, dict):
         raise InputError(f"{where} is not an object of sentences by language")
@@ -130,30 +131,37 @@ def _pair(row: Mapping[str, Any], source: str, target: str, where: str, split: A
 # Aligned files.
 
 
-def _aligned_pairs(parts: Sequence[tuple[Path, Path, SplitName | None]]) -> Iterator[Pair]:
+def _aligned(
+    parts: Sequence[tuple[Path, Path, SplitName | None]], given: tuple[SplitName, ...] = ()
+) -> PairSource:
     """Line n of one file with line n of the other (plain or `.gz`), without their line ends."""
-    for source, target, split in parts:
-        here = there = 0
-        for a, b in zip_longest(text_lines(source), text_lines(target)):
-            here, there = here + (a is not None), there + (b is not None)
-            if a is not None and b is not None:
-                yield Pair(a[1].rstrip("\r\n"), b[1].rstrip("\r\n"), split)
-        if here != there:
-            raise InputError(
-                f"{source} has {here:,} lines and {target} has {there:,}: line n of one must be "
-                "the translation of line n of the other"
-            )
+
+    def read() -> Iterator[Pair]:
+        for source, target, split in parts:
+            here = there = 0
+            for a, b in zip_longest(text_lines(source), text_lines(target)):
+                here, there = here + (a is not None), there + (b is not None)
+                if a is not None and b is not None:
+                    yield Pair(a[1].rstrip("\r\n"), b[1].rstrip("\r\n"), split)
+            if here != there:
+                raise InputError(
+                    f"{source} has {here:,} lines and {target} has {there:,}: line n of one must "
+                    "be the translation of line n of the other"
+                )
+
+    files = [path for source, target, _ in parts for path in (source, target)]
+    return PairSource(read, partial(_stamp, files), lambda: given)
 
 
 def _folder(folder: Path, source: str, target: str, test: str | None) -> PairSource:
     """The files of both languages by split; of several test sets the one called `test`."""
-    files = _files(folder, source), _files(folder, target)
+    sources, targets = _files(folder, source), _files(folder, target)
     parts: list[tuple[Path, Path, SplitName | None]] = []
     for split, starts in _STARTS.items():
-        names = sorted(name for name in files[0].keys() | files[1] if name.startswith(starts))
+        names = sorted(name for name in sources.keys() | targets if name.startswith(starts))
         for name in names:
-            if not (name in files[0] and name in files[1]):
-                here, lacks = (source, target) if name in files[0] else (target, source)
+            if not (name in sources and name in targets):
+                here, lacks = (source, target) if name in sources else (target, source)
                 raise InputError(f"{folder} has {name} in {here!r} but not in {lacks!r}")
         if split == "test" and test is not None:
             if test not in names:
@@ -168,10 +176,8 @@ def _folder(folder: Path, source: str, target: str, test: str | None) -> PairSou
             raise InputError(f"{folder} holds no training pairs: it needs {wanted} (or .gz)")
         # A training pair stays open, so that splits without files can be cut from them.
         fixed = None if split == "train" else split
-        parts += [(files[0][name], files[1][name], fixed) for name in names]
-    given = [split for *_, split in parts if split is not None]
-    both = [path for one, other, _ in parts for path in (one, other)]
-    return PairSource(partial(_aligned_pairs, parts), partial(_stamp, both), lambda: given)
+        parts += [(sources[name], targets[name], fixed) for name in names]
+    return _aligned(parts, tuple(split for *_, split in parts if split is not None))
 
 
 def _files(folder: Path, language: str) -> dict[str, Path]:
@@ -239,12 +245,10 @@ def _catalogue_files(package: str, language: str) -> list[Path]:
             "installed: pip install 'normattn[translation]', or give sentence pairs of your own"
         ) from error
     folder = f"/{language}/LC_MESSAGES/"
-    found = sorted(
-        (file for file in files if folder in f"/{file.as_posix()}" and file.suffix == ".mo"),
-        key=lambda file: file.as_posix(),
-    )
+    found = [file for file in files if folder in f"/{file.as_posix()}" and file.suffix == ".mo"]
     if not found:
         raise InputError(f"{package} has no translations into {language!r}")
+    found.sort(key=lambda file: file.as_posix())
     return [Path(str(file.locate())) for file in found]
 
 

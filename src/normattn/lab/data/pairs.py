@@ -113,11 +113,6 @@ class PairSplit:
         return hashlib.sha256(f"{data}/{self.name}/{len(self)}".encode()).hexdigest()
 
     @property
-    def source_total(self) -> int:
-        """Source tokens in all, the ends of the sentences included."""
-        return len(self.source.values) + len(self)
-
-    @property
     def target_total(self) -> int:
         """Tokens to predict in all, the ends of the sentences included."""
         return len(self.target.values) + len(self)
@@ -155,16 +150,12 @@ def prepare_pairs(config: PairsConfig, cache_dir: Path | None = None) -> PairDat
     settings = config.model_dump(mode="json", exclude={"corpus"})
     decides = [FORMAT, tokenizers.__version__, SAMPLE_BYTES, source.fingerprint(), settings]
     folder = prepared("pairs", decides, lambda folder: _build(folder, config, source), cache_dir)
-    about = read_object(folder / ABOUT)
-    tokenisers = [Tokeniser.load(folder / f"{side}.tokeniser.json") for side in _SIDES]
-    if config.target_vocab_size is None:
-        tokenisers[1] = tokenisers[0]
+    tokenisers = _tokenisers(folder, config, None)
     return PairData(
         **{name: _load_split(folder, name) for name in SPLITS},
         source_tokeniser=tokenisers[0],
         target_tokeniser=tokenisers[1],
-        left_out=about["left_out"],
-        fingerprint=about["fingerprint"],
+        **read_object(folder / ABOUT),
     )
 
 
@@ -215,9 +206,8 @@ def _build(folder: Path, config: PairsConfig, source: PairSource) -> None:
                 yield Row("train", columns)
 
     tokenisers = _tokenisers(folder, config, training)
-    key = "".join(tokeniser.fingerprint for tokeniser in tokenisers)
     columns = {"source": "<u2", "target": "<u2", "texts": "u1"}
-    counts = fill(folder, key, columns, cleaned, encode, lambda pair: pair.source)
+    counts = fill(folder, columns, cleaned(), encode)
     for name in SPLITS:
         if not counts[name]:
             total = sum(counts[name] for name in SPLITS)
@@ -229,23 +219,25 @@ def _build(folder: Path, config: PairsConfig, source: PairSource) -> None:
 
 
 def _tokenisers(
-    folder: Path, config: PairsConfig, training: Callable[[], Iterator[Pair]]
+    folder: Path, config: PairsConfig, training: Callable[[], Iterator[Pair]] | None
 ) -> list[Tokeniser]:
     """Those of both sides, from the folder or trained; one where they share a vocabulary."""
     paths = [folder / f"{side}.tokeniser.json" for side in _SIDES]
-    if not all(path.exists() for path in paths):
-        if config.target_vocab_size is None:
+    if training is not None and not all(path.exists() for path in paths):
+        target_size = config.target_vocab_size
+        if target_size is None:
             both = (text for pair in training() for text in pair[:2])
             trained = [train_tokeniser(both, config.vocab_size, specials=SPECIALS)] * 2
         else:
-            sizes = config.vocab_size, config.target_vocab_size
+            here, there = (pair.source for pair in training()), (p.target for p in training())
             trained = [
-                train_tokeniser((pair[:2][side] for pair in training()), size, specials=SPECIALS)
-                for side, size in enumerate(sizes)
+                train_tokeniser(here, config.vocab_size, specials=SPECIALS),
+                train_tokeniser(there, target_size, specials=SPECIALS),
             ]
         for tokeniser, path in zip(trained, paths, strict=True):
             tokeniser.save(path)
-    return [Tokeniser.load(path) for path in paths]
+    source = Tokeniser.load(paths[0])
+    return [source, source if config.target_vocab_size is None else Tokeniser.load(paths[1])]
 
 
 def _fingerprint(folder: Path, pairs: Mapping[str, int], left_out: Mapping[str, int]) -> str:
@@ -305,22 +297,6 @@ class PairBatches:
     def __len__(self) -> int:
         """Batches of an epoch."""
         return len(self._cuts) - 1
-
-    @property
-    def padded_tokens(self) -> int:
-        """Padded source and target tokens of an epoch: what its steps compute."""
-        sizes = self.shapes()
-        return int((sizes[:, 0] * (sizes[:, 1] + sizes[:, 2])).sum())
-
-    def shapes(self) -> Int64[np.ndarray, "batches 3"]:
-        """Rows, source length and target length of every batch of an epoch, in sorted order."""
-        order = np.lexsort((self._target, self._source))
-        shapes = []
-        for start, stop in zip(self._cuts[:-1], self._cuts[1:], strict=True):
-            rows = order[start:stop]
-            full = -(-len(rows) // PADDED_TO) * PADDED_TO
-            shapes.append((full, self._source[rows].max(), self._target[rows].max()))
-        return np.array(shapes, dtype=np.int64)
 
     def batch(self, step: int, share: int = 0, shares: int = 1) -> PairBatch:
         """Part `share` of `shares` of the batch of `step` (from 1), in equal numbers of rows."""

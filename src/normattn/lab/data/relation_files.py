@@ -6,7 +6,7 @@ A row has a `text` and a `triple_list`; the relations of the triples are the tex
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -87,12 +87,19 @@ def folder_source(folder: Path) -> RelationSource:
 
     @cache
     def labels() -> tuple[str, ...]:
-        known = read_labels(listed) if listed.exists() else None
-        return _labels(read(), str(listed), known)
+        occurring = _occurring(read())
+        if not listed.exists():
+            return occurring
+        known = read_labels(listed)
+        for relation in occurring:
+            if relation not in known:
+                raise InputError(f"{listed} does not list the relation {relation!r}, which occurs")
+        return known
 
     def fingerprint() -> str:
         paths = [*files.values(), *([listed] if listed.exists() else [])]
-        return _hash(*(f"{path.name}\0{sha256_of(path)}" for path in paths))
+        parts = "".join(f"{path.name}\0{sha256_of(path)}" for path in paths)
+        return hashlib.sha256(parts.encode()).hexdigest()
 
     return RelationSource(read, labels, fingerprint)
 
@@ -107,29 +114,20 @@ def hub_source(hub: HubRows) -> RelationSource:
             rows = enumerate(hub.rows(split))
             yield from _documents(rows, split, f"corpus '{hub.address}', {split} row ", split)
 
-    labels = cache(lambda: _labels(read(), "", None))
+    labels = cache(lambda: _occurring(read()))
     return RelationSource(read, labels, hub.fingerprint, hub.notes)
 
 
-def _labels(
-    documents: Iterator[RelationDocument], listed: str, known: tuple[str, ...] | None
-) -> tuple[str, ...]:
-    """The labels that are known, or that occur; `InputError` where the two do not fit."""
+def _occurring(documents: Iterable[RelationDocument]) -> tuple[str, ...]:
+    """Every relation, sorted; `InputError` where the train split has none."""
     occurring: set[str] = set()
     trained = False
     for document in documents:
         occurring.update(document.labels)
         trained |= document.split == "train" and bool(document.labels)
-    unlisted = sorted(occurring - set(known or occurring))
-    if unlisted:
-        raise InputError(f"{listed} does not list the relation {unlisted[0]!r}, which occurs")
     if not trained:
         raise InputError("no document of the train split has a relation")
-    return tuple(sorted(occurring)) if known is None else known
-
-
-def _hash(*parts: str) -> str:
-    return hashlib.sha256("".join(parts).encode()).hexdigest()
+    return tuple(sorted(occurring))
 
 
 def read_relations(path: Path, split: SplitName = "train") -> Iterator[RelationDocument]:
@@ -139,11 +137,11 @@ def read_relations(path: Path, split: SplitName = "train") -> Iterator[RelationD
     relations in that list. Documents are called `FILE:17`, by line, or by item of the array from
     1. Raises `InputError` naming file, place and what was expected.
     """
-    return _documents(read_rows(path), split, f"{path}:", f"{path.name}")
+    return _documents(read_rows(path), split, f"{path}:", path.name)
 
 
 def _documents(
-    rows: Iterator[tuple[int, dict[str, Any]]], split: SplitName, where: str, name: str
+    rows: Iterable[tuple[int, dict[str, Any]]], split: SplitName, where: str, name: str
 ) -> Iterator[RelationDocument]:
     number = None
     for number, row in rows:
@@ -168,9 +166,8 @@ def _split_files(folder: Path) -> dict[SplitName, Path]:
             "with train, dev and test files"
         )
     files: dict[SplitName, Path] = {}
-    for split in SPLITS:
-        stems = [f"{stem}{end}" for stem in STEMS[split] for end in ("_triples", "")]
-        names = [f"{stem}{suffix}" for stem in stems for suffix in _SUFFIXES]
+    for split, stems in STEMS.items():
+        names = [f"{s}{e}{x}" for s in stems for e in ("_triples", "") for x in _SUFFIXES]
         paths = [folder / name for name in names if (folder / name).is_file()]
         if len(paths) != 1:
             holds = " and ".join(path.name for path in paths) or "none"

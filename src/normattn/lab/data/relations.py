@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -159,10 +159,7 @@ def prepare_relations(config: RelationConfig, cache_dir: Path | None = None) -> 
     about = read_object(folder / ABOUT)
     pieces = WordPieces.load(folder / _VOCABULARY, config.lower_case)
     return RelationData(
-        **{
-            name: _load_split(folder, name, about["counts"].get(f"{name} cut", 0))
-            for name in SPLITS
-        },
+        **{name: _load_split(folder, name, about["counts"]) for name in SPLITS},
         labels=tuple(about["labels"]),
         pad=pieces.pad,
         vocab_size=config.vocab_size,
@@ -177,10 +174,10 @@ def look_for_relations(config: RelationConfig) -> tuple[str, ...]:
     return config.documents.notes()
 
 
-def _load_split(folder: Path, name: SplitName, cut: int) -> RelationSplit:
+def _load_split(folder: Path, name: SplitName, counts: Mapping[str, int]) -> RelationSplit:
     tokens, labels = (Ragged.load(folder, f"{name}.{part}", "<i4") for part in ("tokens", "labels"))
     names = Names(Ragged.load(folder, f"{name}.names", "u1"))
-    return RelationSplit(name, tokens, labels, names, cut)
+    return RelationSplit(name, tokens, labels, names, counts.get(f"{name} cut", 0))
 
 
 def _build(folder: Path, config: RelationConfig, source: RelationSource) -> None:
@@ -202,23 +199,18 @@ def _build(folder: Path, config: RelationConfig, source: RelationSource) -> None
             cut = {f"{document.split} cut": int(len(ids) > config.max_tokens)}
             yield Row(document.split, columns, cut)
 
-    key = sha256_of(folder / _VOCABULARY)
-    columns = {"tokens": "<i4", "labels": "<i4", "names": "u1"}
-    counts = fill(folder, key, columns, source.read, encode, lambda document: document.text)
+    counts = fill(folder, {"tokens": "<i4", "labels": "<i4", "names": "u1"}, source.read(), encode)
     for name in SPLITS:
         if not counts[name]:
             raise refused(folder, f"the {name} split of {config.corpus} holds no document")
-    described = {"labels": labels, "pad": pieces.pad, "entries": pieces.vocab_size}
-    digests = [_digest([json.dumps(described, indent=2, ensure_ascii=False)])]
-    for name in SPLITS:
-        split = _load_split(folder, name, counts[f"{name} cut"])
-        digests.append(_digest(_as_json(split)))
-    fingerprint = _digest(digests, "")
+    splits = [_load_split(folder, name, counts) for name in SPLITS]
+    fingerprint = _fingerprint(labels, pieces, splits)
     about = {"labels": labels, "counts": counts, "fingerprint": fingerprint}
     io.write_json(folder / ABOUT, about)
 
 
 def _word_pieces(config: RelationConfig, source: RelationSource) -> WordPieces:
+    """The vocabulary that is given, or one that is learned."""
     given = config.vocabulary_file
     if given is None:
         texts = [document.text for document in source.read() if document.split == "train"]
@@ -232,27 +224,28 @@ def _word_pieces(config: RelationConfig, source: RelationSource) -> WordPieces:
     return pieces
 
 
-def _digest(parts: Iterator[str] | list[str], end: str = "\n") -> str:
-    digest = hashlib.sha256()
-    for part in (*parts, end):
-        digest.update(part.encode())
-    return digest.hexdigest()
-
-
-def _as_json(split: RelationSplit) -> Iterator[str]:
-    """A split as indented JSON, row by row: fingerprints are hashes of this text."""
-    start = "{\n"
-    for key, rows in (("tokens", split.tokens), ("labels", split.labels), ("names", split.names)):
-        yield f'{start}  "{key}": [\n'
-        comma = ""
-        for row in rows:
-            value = row if isinstance(row, str) else np.asarray(row).tolist()
-            text = json.dumps(value, indent=2, ensure_ascii=False).replace("\n", "\n    ")
-            yield f"{comma}    {text}"
-            comma = ",\n"
-        yield "\n  ]"
-        start = ",\n"
-    yield f',\n  "cut": {split.cut}\n}}'
+def _fingerprint(labels: Sequence[str], pieces: WordPieces, splits: Iterable[RelationSplit]) -> str:
+    """A hash of hashes: of the labels, and of each split written as indented JSON, row by row."""
+    described = {"labels": labels, "pad": pieces.pad, "entries": pieces.vocab_size}
+    text = json.dumps(described, indent=2, ensure_ascii=False) + "\n"
+    digests = [hashlib.sha256(text.encode()).hexdigest()]
+    for split in splits:
+        digest, start = hashlib.sha256(), "{"
+        for key, rows in (
+            ("tokens", split.tokens),
+            ("labels", split.labels),
+            ("names", split.names),
+        ):
+            digest.update(f'{start}\n  "{key}": ['.encode())
+            for number, row in enumerate(rows):
+                value = row if isinstance(row, str) else np.asarray(row).tolist()
+                text = json.dumps(value, indent=2, ensure_ascii=False).replace("\n", "\n    ")
+                digest.update(f"{',' if number else ''}\n    {text}".encode())
+            digest.update(b"\n  ]")
+            start = ","
+        digest.update(f',\n  "cut": {split.cut}\n}}\n'.encode())
+        digests.append(digest.hexdigest())
+    return hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
 # Batches.

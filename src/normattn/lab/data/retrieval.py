@@ -31,6 +31,7 @@ from normattn.lab.data.token_data import TokenData
 from normattn.lab.data.tokeniser import Tokeniser
 from normattn.lab.data.windows import choose_places, window_length
 
+TASKS = ("passkey", "multi_key", "variable_tracking", "key_value", "copy")
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 KEYS, LINKS, PASSAGE = 4, 3, 4
 Ids = tuple[int, ...]
@@ -94,7 +95,7 @@ def retrieval_set(
     A pure function of its arguments. Raises `InputError` for an unknown task, where no document of
     the split is as long as a window, and where a window is too short for the statements.
     """
-    if task not in _FACTS:
+    if task not in TASKS:
         raise unknown("retrieval task", task, TASKS)
     length, count = window_length(train_length, multiple), max(1, max_windows // len(DEPTHS))
     if max_windows < 1:
@@ -202,11 +203,6 @@ class Facts:
     filling: bool = False
 
     @property
-    def size(self) -> int:
-        """The tokens of all statements, questions and answers."""
-        return sum(map(len, self.statements)) + len(self.end)
-
-    @property
     def end(self) -> Ids:
         """Questions and answers as they stand at the end of the text."""
         return tuple(token for pair in self.asked for part in pair for token in part)
@@ -216,68 +212,53 @@ class Facts:
         """Which tokens of the end are an answer's."""
         return [part == 1 for pair in self.asked for part in (0, 1) for _ in pair[part]]
 
+    @property
+    def size(self) -> int:
+        """The tokens of all statements, questions and answers."""
+        return sum(map(len, self.statements)) + len(self.end)
 
-def _passkey(write: Writing, random: Random, room: int, count: int = 1) -> Facts:
+
+def _facts(task: str, write: Writing, random: Random, room: int) -> Facts:
+    """Draw the names and values of one sample, and state them as the task says."""
+    if task == "key_value":
+        return _key_value(write, random, room)
+    count = {"multi_key": KEYS, "variable_tracking": LINKS}.get(task, 1)
     names = [write.name(random) for _ in range(count)]
-    values = [write.value(random) for _ in range(count)]
+    if task == "variable_tracking":
+        value = write.value(random)
+        sources = [value, *names[:-1]]
+        chain = list(zip(names, sources, strict=True))
+        asked = tuple((write.question(name), source) for name, source in reversed(chain))
+        words = (*names, value, *(question for question, _ in asked))
+        return Facts(tuple(write.state(*link) for link in chain), asked, words, ordered=True)
+    if task == "copy":  # One statement whose value is a passage.
+        values = [sum((write.value(random) for _ in range(PASSAGE)), ())]
+    else:
+        values = [write.value(random) for _ in names]
+    questions = [write.question(name) for name in names]
     stated = tuple(write.state(*pair) for pair in zip(names, values, strict=True))
-    words = (*names, *values, *(write.question(name) for name in names))
-    return Facts(stated, ((write.question(names[0]), values[0]),), words)
-
-
-def _multi_key(write: Writing, random: Random, room: int) -> Facts:
-    return _passkey(write, random, room, KEYS)
-
-
-def _variable_tracking(write: Writing, random: Random, room: int) -> Facts:
-    names = [write.name(random) for _ in range(LINKS)]
-    value = write.value(random)
-    sources = [value, *names[:-1]]
-    stated = tuple(write.state(*pair) for pair in zip(names, sources, strict=True))
-    links = zip(names[::-1], sources[::-1], strict=True)
-    asked = tuple((write.question(name), source) for name, source in links)
-    words = (*names, value, *(question for question, _ in asked))
-    return Facts(stated, asked, words, ordered=True)
+    return Facts(stated, ((questions[0], values[0]),), (*names, *values, *questions))
 
 
 def _key_value(write: Writing, random: Random, room: int) -> Facts:
     """Pairs until the text is full, or until there are no more names."""
-    asked_name, asked_value = write.name(random), write.value(random)
-    question = write.question(asked_name)
-    stated = [write.state(asked_name, asked_value)]
-    names, values, left = {asked_name}, {asked_value}, room - 2 * len(stated[0])
-    misses = 0
+    name, value = write.name(random), write.value(random)
+    asked = write.question(name), value
+    words, stated = (name, value, asked[0]), [write.state(name, value)]
+    names, values, left, misses = {name}, {value}, room - 2 * len(stated[0]), 0
     while misses < _MISSES:
         name, value = write.name(random), write.value(random)
-        misses = misses + 1 if name in names or value in values else 0
-        if misses:
+        if name in names or value in values:
+            misses += 1
             continue
-        statement = write.state(name, value)
+        misses, statement = 0, write.state(name, value)
         left -= len(statement)
         if left < 1:
             break
         names.add(name)
         values.add(value)
         stated.append(statement)
-    words = (asked_name, asked_value, question)
-    return Facts(tuple(stated), ((question, asked_value),), words, filling=True)
-
-
-def _copy(write: Writing, random: Random, room: int) -> Facts:
-    """One statement whose value is a passage."""
-    name, parts = write.name(random), [write.value(random) for _ in range(PASSAGE)]
-    passage, question = tuple(token for part in parts for token in part), write.question(name)
-    return Facts((write.state(name, passage),), ((question, passage),), (name, passage, question))
-
-
-_FACTS: dict[str, Callable[[Writing, Random, int], Facts]] = {
-    "passkey": _passkey,
-    "multi_key": _multi_key,
-    "variable_tracking": _variable_tracking,
-    "key_value": _key_value,
-    "copy": _copy,
-}
-TASKS = tuple(_FACTS)
+    return Facts(tuple(stated), (asked,), words, filling=True)
 
 
 # Where it is written.
@@ -289,7 +270,7 @@ def _sample(
     """The windows (D, length + 1) of one sample, its statement's places, what its end scores."""
     shown = task.replace("_", "-")
     for _ in range(_TRIES):
-        facts = _FACTS[task](write, random, len(text))
+        facts = _facts(task, write, random, len(text))
         if facts.size >= len(text):
             raise InputError(
                 f"a text of {len(text) - 1} tokens is too short for {shown}: its statements, "
@@ -315,48 +296,33 @@ def _written(
     elsewhere: np.ndarray,
 ) -> tuple[np.ndarray, int]:
     """Filler with the statements in their places and the question behind; and the asked place."""
-    order, offsets = _arranged(facts, filler, write, depth, elsewhere)
-    pieces: list[np.ndarray] = []
-    start = position = 0
-    for index in order:
-        pieces.append(filler[start : offsets[index]])
-        if index == 0:
-            position = sum(map(len, pieces))
-        pieces.append(np.array(facts.statements[index], dtype=np.int64))
-        start = int(offsets[index])
-    end = np.array(facts.end, dtype=np.int64)
-    return np.concatenate([*pieces, filler[start:], end]), position
-
-
-def _arranged(
-    facts: Facts,
-    filler: Int64[np.ndarray, "f"],
-    write: Writing,
-    depth: float,
-    elsewhere: np.ndarray,
-) -> tuple[np.ndarray, np.ndarray]:
-    """The order of the statements, and before which token of the filler each of them stands."""
     if facts.filling:
         others = np.arange(1, len(facts.statements))
         order = np.insert(others, round(depth * len(others)), 0)
-        return order, np.full(len(order), len(filler))
-    breaks = np.append(write.breaks(filler), True)
-    first = _break_near(breaks, depth)
-    if facts.ordered:
-        shares = depth + np.sort(elsewhere) * (1 - depth)
-        places = [max(first, _break_near(breaks, share)) for share in shares]
+        offsets = np.full(len(order), len(filler))
     else:
-        places = [_break_near(breaks, share) for share in elsewhere]
-    offsets = np.array([first, *places])
-    return np.argsort(offsets, kind="stable"), offsets
+        breaks = np.flatnonzero(np.append(write.breaks(filler), True))
+        shares = depth + np.sort(elsewhere) * (1 - depth) if facts.ordered else elsewhere
+        offsets = np.array([_near(breaks, share, len(filler)) for share in (depth, *shares)])
+        if facts.ordered:
+            offsets = np.maximum(offsets, offsets[0])
+        order = np.argsort(offsets, kind="stable")
+    *before, rest = np.split(filler, offsets[order])
+    pieces: list[np.ndarray] = []
+    position = 0
+    for index, part in zip(order, before, strict=True):
+        pieces.append(part)
+        if index == 0:
+            position = sum(map(len, pieces))
+        pieces.append(np.array(facts.statements[index], dtype=np.int64))
+    end = np.array(facts.end, dtype=np.int64)
+    return np.concatenate([*pieces, rest, end]), position
 
 
-def _break_near(breaks: np.ndarray, share: float) -> int:
+def _near(breaks: np.ndarray, share: float, last: int) -> int:
     """The break nearest to a share of the filler; that very place where none is near."""
-    last = len(breaks) - 1
     wanted = round(share * last)
-    candidates = np.flatnonzero(breaks)
-    nearest = int(candidates[np.abs(candidates - wanted).argmin()])
+    nearest = int(breaks[np.abs(breaks - wanted).argmin()])
     return nearest if abs(nearest - wanted) <= last * _SLACK else wanted
 
 

@@ -45,10 +45,6 @@ class Corpus(ABC):
     def fingerprint(self) -> str:
         """A short hash that changes when the text (or what finds it) changes; cheap to make."""
 
-    def total_bytes(self) -> int | None:
-        """About how many bytes of text there are; None when that is only known at the end."""
-        return None
-
     def sources(self) -> dict[str, str]:
         """What the text was taken from, each with its version; empty where nothing is versioned."""
         return {}
@@ -100,6 +96,9 @@ class Address:
     def __str__(self) -> str:
         options = "&".join(f"{name}={value}" for name, value in self.options.items())
         return f"{self.body}?{options}" if options else self.body
+
+
+# Limits.
 
 
 def evenly(files: Sequence[File], sizes: Sequence[int], limit: int | None) -> list[File]:

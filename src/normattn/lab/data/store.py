@@ -8,14 +8,14 @@ import os
 import shutil
 import warnings
 import weakref
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int64
@@ -31,9 +31,8 @@ from normattn.settings import Settings
 
 CHECKPOINT_BYTES = 64 << 20
 """So much is written between two points from which an interrupted preparation can go on."""
-MANIFEST, INDEX, ABOUT = "manifest.json", "index.json", "about.json"
+MANIFEST, PROGRESS, ABOUT = "manifest.json", "progress.json", "about.json"
 _BATCH_CHARACTERS, _BATCH_ITEMS = 1 << 18, 64
-Item = TypeVar("Item")
 
 
 # Folders.
@@ -227,107 +226,95 @@ class Row(NamedTuple):
     counts: Mapping[str, int] = {}
 
 
-class Index(Settings):
-    """How far a folder is filled.
+@runtime_checkable
+class Item(Protocol):
+    """What a source streams; batches are cut by the length of their `text`."""
 
-    `key` names what the arrays are made of, `items` how many items of the source are in them,
-    `last` the digest of the last of these, and `sizes` how many bytes of each file count.
-    """
+    @property
+    def text(self) -> str:
+        """What its size is measured by."""
 
-    key: str
+
+AnItem = TypeVar("AnItem", bound=Item)
+
+
+class Progress(Settings):
+    """How far a folder is filled: items of the source, bytes of each file, what was counted."""
+
     items: int = Field(default=0, ge=0)
-    last: str = ""
     sizes: dict[str, int] = Field(default_factory=dict)
     counts: dict[str, int] = Field(default_factory=dict)
 
 
 def fill(
     folder: Path,
-    key: str,
     columns: Mapping[str, str],
-    items: Callable[[], Iterator[Item]],
-    encode: Callable[[list[Item], Counter[str]], Iterable[Row]],
-    text_of: Callable[[Item], str],
-    on_progress: Callable[[Counter[str]], object] = lambda counts: None,
+    items: Iterable[AnItem],
+    encode: Callable[[list[AnItem], Counter[str]], Iterable[Row]],
 ) -> Counter[str]:
     """Write the rows of a stream of items into the arrays `SPLIT.COLUMN`; return what was counted.
 
     `columns` are the columns and their types. `encode` makes rows of a batch of items; it sees the
     running counts, in which `train` and so on are the rows of each split, and may add to them.
-    Every 64 MiB the index is written: a call after an interruption passes over the items that it
-    counts without encoding them, and leaves the same bytes as one call. What does not fit together
-    is named in a warning, and everything is made anew.
+    Every 64 MiB the progress is written: a call after an interruption passes over the items that it
+    counts without encoding them, and leaves the same bytes as one call. Progress that does not fit
+    the files is named in a warning, and everything is made again.
     """
-    stream, index = _begun(folder, key, items)
-    counts, done, saved, last = Counter(index.counts), index.items, 0, None
+    begun = _begun(folder)
+    counts, done, saved = Counter(begun.counts), begun.items, 0
     with ExitStack() as stack:
         arrays = {
-            f"{split}.{name}": _Array(folder, f"{split}.{name}", dtype, index.sizes, stack)
+            f"{split}.{name}": _Array(folder, f"{split}.{name}", dtype, begun.sizes, stack)
             for split in SPLITS
             for name, dtype in columns.items()
         }
 
         def save() -> None:
             sizes = {name: size for array in arrays.values() for name, size in array.sync().items()}
-            digest = index.last if last is None else _digest(last)
-            now = Index(key=key, items=done, last=digest, sizes=sizes, counts=counts)
-            io.write_json(folder / INDEX, now.model_dump())
+            now = Progress(items=done, sizes=sizes, counts=counts)
+            io.write_json(folder / PROGRESS, now.model_dump())
 
-        for batch in _batches(stream, text_of):
+        for batch in _batches(islice(items, begun.items, None)):
             for row in encode(batch, counts):
                 counts[row.split] += 1
                 counts.update(row.counts)
                 for name, values in row.columns.items():
                     arrays[f"{row.split}.{name}"].append(values)
-            done, last = done + len(batch), batch[-1]
+            done += len(batch)
             written = sum(array.written for array in arrays.values())
             if written - saved >= CHECKPOINT_BYTES:
                 saved = written
                 save()
-            on_progress(counts)
         save()
     return counts
 
 
-def _begun(
-    folder: Path, key: str, items: Callable[[], Iterator[Item]]
-) -> tuple[Iterator[Item], Index]:
-    """Return the items that are not in the folder yet, and the index of those that are."""
+def _begun(folder: Path) -> Progress:
+    """What an interrupted call has left."""
     for leftover in folder.glob(".*"):  # A process that is killed leaves what it wrote beside.
         leftover.unlink()
-    new, stream = Index(key=key), items()
-    if not (folder / INDEX).exists():
-        return stream, new
+    if not (folder / PROGRESS).exists():
+        return Progress()
     try:
-        index = Index.model_validate(read_object(folder / INDEX))
-        problem = None if index.key == key else f"its {INDEX} is of another tokeniser"
-    except (InputError, ValidationError):
-        index, problem = new, f"its {INDEX} is damaged"
-    for name, size in index.sizes.items():
-        there = (folder / name).stat().st_size if (folder / name).exists() else 0
-        if there < size:
-            problem = f"{name} has {there:,} bytes instead of {size:,}"
-    if problem is None:
-        last = deque(islice(stream, index.items), maxlen=1)
-        if index.items and (not last or _digest(last[0]) != index.last):
-            problem = f"item {index.items:,} of its source is another one"
-    if problem is not None:
-        warnings.warn(f"{folder} was begun, but {problem}; it is made anew", stacklevel=4)
-        return items(), new
-    return stream, index
+        begun = Progress.model_validate(read_object(folder / PROGRESS))
+        for name, size in begun.sizes.items():
+            there = (folder / name).stat().st_size
+            if there < size:
+                raise InputError(f"{name} has {there:,} bytes instead of {size:,}")
+    except (InputError, ValidationError, OSError) as error:
+        problem = " ".join(str(error).split())
+        warnings.warn(f"{folder} was begun, but {problem}; it is made again", stacklevel=4)
+        return Progress()
+    return begun
 
 
-def _digest(item: object) -> str:
-    return hashlib.sha256(repr(item).encode("utf-8", "replace")).hexdigest()
-
-
-def _batches(stream: Iterable[Item], text_of: Callable[[Item], str]) -> Iterator[list[Item]]:
+def _batches(stream: Iterable[AnItem]) -> Iterator[list[AnItem]]:
     """Groups of items that are small enough to hold."""
-    batch: list[Item] = []
+    batch: list[AnItem] = []
     size = 0
     for item in stream:
         batch.append(item)
-        size += len(text_of(item))
+        size += len(item.text)
         if size >= _BATCH_CHARACTERS or len(batch) >= _BATCH_ITEMS:
             yield batch
             batch, size = [], 0

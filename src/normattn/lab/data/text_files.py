@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import codecs
 import gzip
 import io
 import tokenize
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, TextIO, cast
 
 import polars as pl
 
 from normattn.errors import InputError
-from normattn.io import json_lines, open_file, parse_json
+from normattn.io import MOST_BYTES, open_file, parse_json
 
 TEXT = frozenset(
     {".txt", ".text", ".md", ".rst", ".tex", ".org", ".adoc", ".html", ".xml", ".log"}
@@ -25,14 +25,12 @@ TEXT = frozenset(
 )
 ROWS = frozenset({".jsonl", ".ndjson", ".parquet", ".csv", ".tsv"})
 """Files that hold rows of named fields."""
-_CHUNK = 1 << 16
 _ROWS_AT_ONCE = 256
 
 
 def suffix_of(path: Path) -> str:
     """The suffix of a file in small letters, the one before `.gz`."""
-    name = path.name.lower().removesuffix(".gz")
-    return Path(name).suffix
+    return Path(path.name.lower().removesuffix(".gz")).suffix
 
 
 def is_packed(path: Path) -> bool:
@@ -57,6 +55,7 @@ def read_rows(
     if suffix in (".parquet", ".csv", ".tsv"):
         yield from enumerate(_table_rows(path, suffix, fields))
         return
+    rows: Iterator[tuple[int, Any]]
     if suffix == ".json":
         items = parse_json(read_text(path), str(path))
         if not isinstance(items, list):
@@ -64,10 +63,10 @@ def read_rows(
                 f"{path} holds a {type(items).__name__}; expected one array of objects (a file of "
                 "one object a line is called .jsonl)"
             )
-        rows: Iterator[tuple[int, Any]] = iter(enumerate(items, start=1))
+        rows = iter(enumerate(items, start=1))
     else:
-        filled = ((number, line) for number, line in text_lines(path) if line.strip())
-        rows = ((number, parse_json(line, f"{path}:{number}")) for number, line in filled)
+        lines = ((number, line) for number, line in text_lines(path) if line.strip())
+        rows = ((number, parse_json(line, f"{path}:{number}")) for number, line in lines)
     for number, row in rows:
         if not isinstance(row, dict):
             kind = type(row).__name__
@@ -77,7 +76,7 @@ def read_rows(
 
 def _table_rows(path: Path, suffix: str, fields: Sequence[str] | None) -> Iterator[dict[str, Any]]:
     row = 0
-    with open_file(path):  # says in words what is no regular file
+    with open_file(path):  # Says in words what is no regular file.
         pass
     try:
         if suffix == ".parquet":
@@ -87,7 +86,7 @@ def _table_rows(path: Path, suffix: str, fields: Sequence[str] | None) -> Iterat
             frame = pl.scan_csv(path, separator=separator, infer_schema=False, glob=False)
         columns = frame.collect_schema().names()
         chosen = [name for name in columns if fields is None or name in fields]
-        if not chosen:  # What is said of a row holds for the whole table, also without rows.
+        if not chosen:  # A table without rows lacks the field as well.
             text_of(dict.fromkeys(columns), (fields or [""])[0], str(path))
         chunks = frame.select(chosen).collect_batches(chunk_size=_ROWS_AT_ONCE, maintain_order=True)
         for chunk in chunks:
@@ -118,69 +117,66 @@ def text_of(row: Mapping[str, Any], field: str, where: str, option: str = "?fiel
 
 
 @contextmanager
-def open_bytes(path: Path) -> Iterator[BinaryIO]:
-    """Open `path` for reading, unpacked when its name ends in `.gz` or `.GZ`.
+def open_text(path: Path) -> Iterator[TextIO]:
+    """Open a UTF-8 file, unpacked when its name ends in `.gz`; a byte-order mark is left out.
 
-    Raises `InputError` when the file is missing, a folder, unreadable or a damaged gzip file,
-    also when that shows only while it is read.
+    Line ends stay as they are. Raises `InputError` when the file is missing, unreadable, a damaged
+    gzip file or not UTF-8, also when that shows only while it is read.
     """
     with open_file(path) as raw:
-        if not is_packed(path):
-            yield raw
-            return
+        file = cast(BinaryIO, gzip.GzipFile(fileobj=raw)) if is_packed(path) else raw
+        text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="\n")
         try:
-            with gzip.GzipFile(fileobj=raw) as unpacked:
-                yield cast(BinaryIO, unpacked)
+            yield text
+        except UnicodeDecodeError as error:
+            # The decoder was given all bytes up to where the file now stands.
+            offset = file.tell() - len(error.object) + error.start
+            raise InputError(
+                f"{path} is not UTF-8: byte 0x{error.object[error.start]:02x} at offset {offset} "
+                f"({error.reason}); convert the file to UTF-8 first"
+            ) from error
         except (gzip.BadGzipFile, EOFError, zlib.error) as error:
             raise InputError(f"{path} is not a whole gzip file: {error}") from error
+        finally:
+            text.close()
+
+
+def read_text(path: Path) -> str:
+    """The whole of a text file."""
+    with open_text(path) as file:
+        return file.read()
 
 
 def text_lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yield the number, from 1, and the text of each line, with its end.
 
-    Raises `InputError` for a line of more than 64 MiB, or one that is not UTF-8.
+    Raises `InputError` for a line of more than 64 million characters.
     """
-    offset = 0
-    with open_bytes(path) as file:
-        for number, raw in json_lines(file.readline, lambda n: f"{path}:{n}"):
-            try:
-                line = raw.decode()
-            except UnicodeDecodeError as error:
-                raise _not_utf8(path, offset + error.start, error) from error
-            offset += len(raw)
-            yield number, line.removeprefix("\ufeff") if number == 1 else line
+    with open_text(path) as file:
+        for number in count(1):
+            line = file.readline(MOST_BYTES + 1)
+            if len(line) > MOST_BYTES:
+                raise InputError(f"{path}:{number} is longer than {MOST_BYTES:,} characters")
+            if not line:
+                return
+            yield number, line
 
 
-def read_text(path: Path) -> str:
-    """The whole of a text file, its line ends as they are, without a byte-order mark."""
-    return "".join(text_chunks(path))
+def text_pieces(path: Path, size: int) -> Iterator[str]:
+    """Cut a text file behind the last line end before every `size` characters.
 
-
-def text_chunks(path: Path) -> Iterator[str]:
-    """Yield a text file in pieces of about 64 kB; raises `InputError` as it reads."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    offset, start = 0, True
-    with open_bytes(path) as file:
-        while chunk := file.read(_CHUNK):
-            yield _decoded(decoder, chunk, path, offset).removeprefix("\ufeff" if start else "")
-            offset, start = offset + len(chunk), False
-        _decoded(decoder, b"", path, offset)
-
-
-def _decoded(decoder: codecs.IncrementalDecoder, chunk: bytes, path: Path, offset: int) -> str:
-    waiting = len(decoder.getstate()[0])
-    try:
-        return decoder.decode(chunk, final=not chunk)
-    except UnicodeDecodeError as error:
-        raise _not_utf8(path, offset - waiting + error.start, error) from error
-
-
-def _not_utf8(path: Path, offset: int, error: UnicodeDecodeError) -> InputError:
-    byte = error.object[error.start]
-    return InputError(
-        f"{path} is not UTF-8: byte 0x{byte:02x} at offset {offset} ({error.reason}); "
-        "convert the file to UTF-8 first"
-    )
+    A line longer than `size` is cut inside. Never holds more than twice `size` characters.
+    """
+    text = ""
+    with open_text(path) as file:
+        while chunk := file.read(size):
+            text += chunk
+            while len(text) >= size:
+                cut = text.rfind("\n", 0, size) + 1 or size
+                yield text[:cut]
+                text = text[cut:]
+    if text:
+        yield text
 
 
 def decode_python(raw: bytes) -> str:
@@ -190,22 +186,3 @@ def decode_python(raw: bytes) -> str:
     """
     encoding, _ = tokenize.detect_encoding(io.BytesIO(raw).readline)
     return raw.decode(encoding)
-
-
-def pieces(chunks: Iterator[str], size: int) -> Iterator[str]:
-    """Cut a stream of text behind the last line end before every `size` characters.
-
-    A line longer than `size` is cut inside. Never holds more than `size` characters and a chunk.
-    """
-    text = ""
-    for chunk in chunks:
-        text += chunk
-        start = 0
-        while len(text) - start >= size:
-            cut = text.rfind("\n", start, start + size) + 1
-            cut = cut if cut > start else start + size
-            yield text[start:cut]
-            start = cut
-        text = text[start:]
-    if text:
-        yield text

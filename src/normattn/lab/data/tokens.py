@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +33,6 @@ from normattn.lab.data.tokeniser import SAMPLE_BYTES, SEPARATOR_ID, Tokeniser, t
 
 FORMAT = 4
 """Raised whenever the same settings would give other files: old caches are then left alone."""
-OnProgress = Callable[[int, int | None], None]
 _TOKENISER = "tokeniser.json"
 
 
@@ -86,16 +85,13 @@ class DataConfig(SplitSettings):
         return Tiling(self.tiled_fraction, self.tiled_low, self.tiled_high)
 
 
-def prepare_tokens(
-    config: DataConfig, cache_dir: Path | None = None, on_progress: OnProgress | None = None
-) -> TokenData:
+def prepare_tokens(config: DataConfig, cache_dir: Path | None = None) -> TokenData:
     """The tokens of a corpus, from the cache or built into it.
 
     The tokeniser is trained on training documents only. Text streams through in batches of about
     256 kB; after an interruption the next call goes on where this one was. `cache_dir` as for
-    `store.prepared`. `on_progress(done_bytes, total_bytes)` is called while text is tokenised; the
-    total is None where it is not known. Raises `InputError` for a corpus that is missing, empty,
-    unreadable or not UTF-8, and for a cache that cannot be written.
+    `store.prepared`. Raises `InputError` for a corpus that is missing, empty, unreadable or not
+    UTF-8, and for a cache that cannot be written.
     """
     if config.synthetic:
         return CopyTask.parse(config.corpus).token_data(config.vocab_size, config.seed)
@@ -105,9 +101,7 @@ def prepare_tokens(
         *(corpus.fingerprint(), config.max_bytes, config.vocab_size),
         *(config.seed, config.test_fraction, config.validation_fraction),
     ]
-    folder = prepared(
-        "tokens", decides, lambda folder: _build(folder, config, corpus, on_progress), cache_dir
-    )
+    folder = prepared("tokens", decides, lambda folder: _build(folder, config, corpus), cache_dir)
     about = read_object(folder / ABOUT)
     return TokenData(
         **{name: _load(folder, name, config, about["counts"]) for name in SPLITS},
@@ -140,9 +134,7 @@ def _load(folder: Path, name: SplitName, config: DataConfig, counts: dict[str, i
     return TokenSplit(name, tokens.values, tokens.offsets, names, counts.get(f"{name} bytes", 0))
 
 
-def _build(
-    folder: Path, config: DataConfig, corpus: Corpus, on_progress: OnProgress | None
-) -> None:
+def _build(folder: Path, config: DataConfig, corpus: Corpus) -> None:
     """Fill `folder` with the tokens of a corpus."""
 
     def documents() -> Iterator[Document]:
@@ -159,23 +151,12 @@ def _build(
                 {f"{split} bytes": size},
             )
 
-    def progress(counts: Counter[str]) -> None:
-        if on_progress is not None:
-            on_progress(sum(counts[f"{name} bytes"] for name in SPLITS), total)
-
-    total = corpus.total_bytes()
-    if total is not None and config.max_bytes is not None:
-        total = min(total, config.max_bytes)
     if not (folder / _TOKENISER).exists():
         training = (d.text for d in documents() if config.split_of(d.split_name) == "train")
         train_tokeniser(training, config.vocab_size).save(folder / _TOKENISER)
     tokeniser = Tokeniser.load(folder / _TOKENISER)
     columns = {"tokens": _dtype(config), "names": "u1"}
-    counts = fill(
-        *(folder, tokeniser.fingerprint, columns, documents, encode),
-        text_of=lambda document: document.text,
-        on_progress=progress,
-    )
+    counts = fill(folder, columns, documents(), encode)
     if not any(counts[name] for name in SPLITS):
         raise refused(folder, f"corpus {config.corpus!r} is empty: it holds no text")
     digests = [sha256_of(folder / _TOKENISER)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -135,16 +135,12 @@ def last_segment_sets(
     """
     if not multiples or min(multiples) < 1:
         raise InputError(f"context multiples must be at least 1, got {tuple(multiples)}")
-    longest = window_length(train_length, max(multiples))
-    places = choose_places(split, longest + 1, max_windows, seed)
-    windows, documents = _windows(split, places, longest)
+    whole = _natural("last_segment", split, train_length, max(multiples), max_windows, seed)
     return [
-        EvaluationSet(
-            "last_segment",
-            multiple * train_length,
-            train_length,
-            windows[:, longest - multiple * train_length :],
-            documents,
+        replace(
+            whole,
+            length=multiple * train_length,
+            windows=whole.windows[:, whole.length - multiple * train_length :],
             start=(multiple - 1) * train_length,
         )
         for multiple in multiples
@@ -155,9 +151,10 @@ def _natural(
     protocol: str, split: TokenSplit, train_length: int, multiple: int, max_windows: int, seed: int
 ) -> EvaluationSet:
     length = window_length(train_length, multiple)
-    places = choose_places(split, length + 1, max_windows, seed)
-    windows, documents = _windows(split, places, length)
-    return EvaluationSet(protocol, length, train_length, windows, documents)
+    places = choose_places(split, length + 1, max_windows, seed).tolist()
+    rows = [split.window(document, first, length + 1) for document, first in places]
+    documents = [split.names[document] for document, _ in places]
+    return EvaluationSet(protocol, length, train_length, np.array(rows, np.int64), documents)
 
 
 def window_length(train_length: int, multiple: int) -> int:
@@ -173,15 +170,6 @@ def window_length(train_length: int, multiple: int) -> int:
             f"{MOST_TOKENS:,} that one window may hold"
         )
     return train_length * multiple
-
-
-def _windows(
-    split: TokenSplit, places: Int64[np.ndarray, "w 2"], length: int
-) -> tuple[Int64[np.ndarray, "w length_1"], list[str]]:
-    windows = np.empty((len(places), length + 1), np.int64)
-    for row, (document, first) in enumerate(places.tolist()):
-        windows[row] = split.window(document, first, length + 1)
-    return windows, [split.names[document] for document in places[:, 0].tolist()]
 
 
 def choose_places(
