@@ -13,7 +13,7 @@ from pydantic import Field, ValidationError
 from normattn import io
 from normattn.errors import InputError
 from normattn.lab.data.corpora import PathCorpus
-from normattn.lab.data.pair_sources import read_pairs
+from normattn.lab.data.pair_sources import parse_pairs
 from normattn.lab.data.relation_files import read_labels, read_relations
 from normattn.lab.diagnostics.lines import read_diagnostics
 from normattn.lab.runs import RunDirectory, read_metrics, read_status
@@ -43,7 +43,7 @@ def _first_document(path: Path) -> Any:
 
 
 def _pairs(path: Path) -> Any:
-    return list(read_pairs(path, "en", "de"))
+    return list(parse_pairs(str(path), "en", "de").read())
 
 
 READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {

@@ -82,7 +82,8 @@ class ImageData(Splits[ImageSplit]):
     @property
     def shape(self) -> ImageShape:
         """The size of every image, and the number of classes."""
-        return ImageShape(*self.train.pixels.shape[1:], len(self.class_names))
+        height, width, channels = self.train.pixels.shape[1:]
+        return ImageShape(height, width, channels, len(self.class_names))
 
 
 class _Images(NamedTuple):

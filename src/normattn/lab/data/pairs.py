@@ -150,12 +150,13 @@ def prepare_pairs(config: PairsConfig, cache_dir: Path | None = None) -> PairDat
     settings = config.model_dump(mode="json", exclude={"corpus"})
     decides = [FORMAT, tokenizers.__version__, SAMPLE_BYTES, source.fingerprint(), settings]
     folder = prepared("pairs", decides, lambda folder: _build(folder, config, source), cache_dir)
-    tokenisers = _tokenisers(folder, config, None)
+    tokenisers, about = _tokenisers(folder, config, None), read_object(folder / ABOUT)
     return PairData(
         **{name: _load_split(folder, name) for name in SPLITS},
         source_tokeniser=tokenisers[0],
         target_tokeniser=tokenisers[1],
-        **read_object(folder / ABOUT),
+        left_out=about["left_out"],
+        fingerprint=about["fingerprint"],
     )
 
 
