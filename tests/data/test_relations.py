@@ -14,8 +14,7 @@ import pytest
 
 from data.relation_files import item, write_json, write_relations
 from normattn.errors import InputError
-from normattn.lab.data.python_imports import pieces_of
-from normattn.lab.data.relation_files import folder_source, read_relations
+from normattn.lab.data.relation_sources import folder_source, pieces_of, read_relations
 from normattn.lab.data.relations import RelationConfig, prepare_relations
 
 SOURCE = '''

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from normattn.errors import InputError
-from normattn.lab.data.word_pieces import WordPieces, train_word_pieces
+from normattn.lab.data.tokeniser import WordPieces, train_word_pieces
 
 TEXTS = [
     "The Quick brown fox, naïve as ever, jumps.",
@@ -43,7 +43,7 @@ def test_a_learned_vocabulary_covers_its_texts_and_prefers_long_pieces() -> None
 
 def test_the_same_texts_give_the_same_vocabulary_in_every_process(tmp_path: Path) -> None:
     code = (
-        "import sys, pathlib; from normattn.lab.data.word_pieces import train_word_pieces\n"
+        "import sys, pathlib; from normattn.lab.data.tokeniser import train_word_pieces\n"
         "texts = [pathlib.Path(sys.argv[1]).read_text()]\n"
         "train_word_pieces(texts, 400, True).save(pathlib.Path(sys.argv[2]))\n"
     )

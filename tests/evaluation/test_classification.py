@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from normattn.lab.data.relations import RelationData, RelationSplit
 from normattn.lab.data.splits import SPLITS
-from normattn.lab.data.word_pieces import WordPieces
+from normattn.lab.data.tokeniser import WordPieces
 from normattn.lab.evaluation.classification import (
     Predictions,
     document_sums,

@@ -14,7 +14,7 @@ from normattn import io
 from normattn.errors import InputError
 from normattn.lab.data.corpora import PathCorpus
 from normattn.lab.data.pair_sources import parse_pairs
-from normattn.lab.data.relation_files import read_labels, read_relations
+from normattn.lab.data.relation_sources import read_labels, read_relations
 from normattn.lab.diagnostics.lines import read_diagnostics
 from normattn.lab.runs import RunDirectory, read_metrics, read_status
 from normattn.lab.stats import measurements

@@ -14,8 +14,7 @@ from normattn.cli import options
 from normattn.cli.report_runs import measured_of_runs
 from normattn.errors import InputError
 from normattn.io import read_object, write_bytes
-from normattn.lab.data.tokeniser import SEPARATOR, Tokeniser
-from normattn.lab.data.word_pieces import PAD, UNKNOWN, WordPieces
+from normattn.lab.data.tokeniser import PAD, SEPARATOR, UNKNOWN, Tokeniser, WordPieces
 from normattn.lab.report.tables import aligned
 from normattn.lab.report.terminal import tell
 from normattn.lab.report.view import View

@@ -16,8 +16,16 @@ from typing import NamedTuple
 from normattn.errors import InputError
 from normattn.io import expanded, identity, open_file, refuse_irregular, stat_of
 from normattn.lab.data.frozen_packages import FROZEN, FrozenPackages
-from normattn.lab.data.hub import PREFIX, HubRows
-from normattn.lab.data.sources import Address, Corpus, Document, capped, evenly, shares
+from normattn.lab.data.sources import (
+    PREFIX,
+    Address,
+    Corpus,
+    Document,
+    HubRows,
+    capped,
+    evenly,
+    shares,
+)
 from normattn.lab.data.text_files import (
     ROWS,
     TEXT,

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 
 from normattn.errors import InputError
 from normattn.io import expanded, identity, open_file, sha256_of, stat_of
-from normattn.lab.data.hub import PREFIX, HubRows
-from normattn.lab.data.sources import Address
+from normattn.lab.data.sources import PREFIX, Address, HubRows
 from normattn.lab.data.splits import SPLITS, SplitName
 from normattn.lab.data.text_files import ROWS, read_rows, suffix_of, text_lines, text_of
 

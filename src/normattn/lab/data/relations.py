@@ -21,18 +21,17 @@ from normattn import io
 from normattn.errors import InputError
 from normattn.io import expanded, read_object, sha256_of
 from normattn.lab.data.batches import refuse_uneven_shares, uniforms
-from normattn.lab.data.hub import PREFIX, HubRows
-from normattn.lab.data.python_imports import python_imports
-from normattn.lab.data.relation_files import (
+from normattn.lab.data.relation_sources import (
     RelationDocument,
     RelationSource,
     folder_source,
     hub_source,
+    python_imports,
 )
-from normattn.lab.data.sources import Address
+from normattn.lab.data.sources import PREFIX, Address, HubRows
 from normattn.lab.data.splits import SPLITS, SplitName, Splits, SplitSettings
 from normattn.lab.data.store import ABOUT, Names, Ragged, Row, fill, prepared, refused, utf8
-from normattn.lab.data.word_pieces import WordPieces, train_word_pieces
+from normattn.lab.data.tokeniser import WordPieces, train_word_pieces
 
 FORMAT = 2
 """Raised whenever the same settings would give other files: old caches are then left alone."""
@@ -45,9 +44,8 @@ _VOCABULARY = "vocab.txt"
 class RelationConfig(SplitSettings):
     """Which documents, how they become word pieces, and how they are split.
 
-    - `corpus`: "python-imports" (default: the standard library's own code, see
-      `data.python_imports`), a folder of train, dev and test files in the NYT24 form, or "hf:NAME"
-      with rows of that form.
+    - `corpus`: "python-imports" (default: the standard library's own code), a folder of train, dev
+      and test files in the NYT24 form, or "hf:NAME" with rows of that form.
     - `vocabulary`: a WordPiece vocab.txt; None (default) learns one from the training split.
     - `vocab_size`: rows of the embedding (default 30,522, BERT's); a vocabulary may have fewer
       entries, not more.
