@@ -341,7 +341,7 @@ def test_processes_at_once_build_once(tmp_path: Path) -> None:
         process.start()
     for process in processes:
         process.join(60)
-        assert process.exitcode == 0
+    assert [process.exitcode for process in processes] == [0, 0, 0]
     assert log.read_text() == "t" * 98
 
 
@@ -349,7 +349,7 @@ def test_text_streams_in_bounded_memory(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(tokens, "parse_corpus", lambda text: Generated(int(text)))
     monkeypatch.setattr("normattn.lab.data.tokeniser._sample", lambda texts, _: ["lorem ipsum "])
     peaks = []
-    for count in (400, 2000):
+    for count in (400, 1600):
         tracemalloc.start()
         data = prepare_tokens(config(count), tmp_path / "cache")
         peaks.append(tracemalloc.get_traced_memory()[1])
