@@ -182,9 +182,9 @@ def _check_bounds(value: Any, finite: bool, depth: int = 0) -> None:
 
 
 def json_lines(
-    readline: Callable[[int], bytes], where: Callable[[int], str]
-) -> Iterator[tuple[int, bytes]]:
-    """Yield the number, from 1, and the bytes of each line that a file's `readline` gives.
+    readline: Callable[[int], AnyStr], where: Callable[[int], str]
+) -> Iterator[tuple[int, AnyStr]]:
+    """Yield the number, from 1, and the content of each line that a file's `readline` gives.
 
     A line longer than 64 MiB is refused before it is held. `where(n)` names line n.
     """

@@ -8,14 +8,13 @@ import tokenize
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO, cast
 
 import polars as pl
 
 from normattn.errors import InputError
-from normattn.io import MOST_BYTES, open_file, parse_json
+from normattn.io import json_lines, open_file, parse_json
 
 TEXT = frozenset(
     {".txt", ".text", ".md", ".rst", ".tex", ".org", ".adoc", ".html", ".xml", ".log"}
@@ -150,16 +149,10 @@ def read_text(path: Path) -> str:
 def text_lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yield the number, from 1, and the text of each line, with its end.
 
-    Raises `InputError` for a line of more than 64 million characters.
+    Raises `InputError` for a line of more than 64 MiB.
     """
     with open_text(path) as file:
-        for number in count(1):
-            line = file.readline(MOST_BYTES + 1)
-            if len(line) > MOST_BYTES:
-                raise InputError(f"{path}:{number} is longer than {MOST_BYTES:,} characters")
-            if not line:
-                return
-            yield number, line
+        yield from json_lines(file.readline, lambda number: f"{path}:{number}")
 
 
 def text_pieces(path: Path, size: int) -> Iterator[str]:
