@@ -139,7 +139,9 @@ def _documents(config: ClassificationConfig, asked: options.Inspect, model: nn.M
     pieces = data.pieces
     if asked.text is None:
         split = data.split("validation")
-        documents: list[Sequence[int]] = [list(split.tokens[i]) for i in _chosen(len(split), asked)]
+        documents: list[Sequence[int]] = [
+            np.asarray(split.tokens[i]).tolist() for i in _chosen(len(split), asked)
+        ]
         source = f"{len(documents)} validation documents of {config.data.corpus}"
     else:
         documents = list(pieces.encode(_lines(asked)))

@@ -64,7 +64,9 @@ class ImageSplit:
     def __len__(self) -> int:
         return len(self.names)
 
-    def images(self, chosen: slice = slice(None)) -> Float32[np.ndarray, "m c h w"]:
+    def images(
+        self, chosen: slice | Int64[np.ndarray, "m"] = slice(None)
+    ) -> Float32[np.ndarray, "m c h w"]:
         """The chosen images, channels first, pixels scaled to −1 … 1 as the source of ViT does."""
         return scaled(self.pixels[chosen])
 
