@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from kernels.residual_layers import hidden_by
-from layers.written_out import of_program
 from normattn import InputError, Score, attention
 from normattn.kernels import (
     AttentionInputs,
@@ -123,31 +122,6 @@ def test_half_precision_gives_sums_in_float32(dtype: torch.dtype) -> None:
         expected = run_kernel(exact, "reference", lse=True).lse
         assert expected is not None
         torch.testing.assert_close(lse.double(), expected, rtol=1e-5, atol=1e-5)
-
-
-PROGRAM = """
-import json, torch
-from dataclasses import replace
-from normattn.kernels import AttentionInputs, AttentionMask, run_kernel
-torch.manual_seed(0)
-q, k, v = (torch.randn(1, 2, 7, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
-at = torch.arange(7)
-inputs = AttentionInputs(q, k, v, AttentionMask(True, at, at, True), bias=-at.double().repeat(2, 1))
-
-def both(q):
-    output = run_kernel(replace(inputs, q=q), "chunked", lse=True)
-    return output.out.sum() + output.lse.square().sum()
-
-made, plain = torch.compile(both, fullgraph=True, backend="aot_eager")(q), both(q)
-(mine,), (hers,) = (torch.autograd.grad(x, (q,)) for x in (made, plain))
-print(json.dumps({"out": float(made - plain), "gradient": float((mine - hers).abs().max())}))
-"""
-
-
-def test_a_compiled_function_gives_it() -> None:
-    """In a process of its own: the run-time type checks of the tests cannot be traced."""
-    found = of_program(PROGRAM, None)
-    assert max(abs(x) for x in found.values()) < 1e-12
 
 
 def test_it_is_chosen_by_who_gives_it_and_refused_in_words() -> None:
