@@ -16,7 +16,6 @@ import normattn
 from benchmarks.attention import Rotation, Shape
 from benchmarks.harness import DTYPES, Case, Options
 from normattn.lab.runs.timing import Step
-from normattn.layers.attention import attention_cached
 from normattn.layers.cache import KeyValueCache
 
 SCORES = (
@@ -34,12 +33,12 @@ def cached(shape: Shape, score: str) -> Step:
 
     @torch.inference_mode()
     def step() -> object:
-        out = attention_cached(*token, module, cache)
+        out = normattn.attention(*token, module, cache=cache)
         cache.truncate(shape.length)
         return out
 
     with torch.inference_mode():
-        attention_cached(*shape.tensors(), module, cache)
+        normattn.attention(*shape.tensors(), module, cache=cache)
     return step
 
 

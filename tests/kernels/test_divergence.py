@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from kernels.residual_layers import CASES, WAYS, make_layers, run_layers
-from normattn import Score
+from normattn import Score, attention
 from normattn.kernels import AttentionInputs, attend, numerics, tiled
 from normattn.kernels.dispatch import KERNELS
-from normattn.layers import decode
-from normattn.layers.attention import attention_cached
+from normattn.layers import folded
 from normattn.layers.cache import KeyValueCache
 
 from .problems import make_inputs
@@ -82,12 +81,12 @@ def test_decoding(score: str, value: float) -> None:
             q, k, v = (torch.randn((1, heads, count, D), generator=seed) for heads in (2, 1, 1))
             if step == 1:
                 k[:, :, 0, 0] = value
-            out = attention_cached(q, k, v, module, cache)
+            out = attention(q, k, v, module, cache=cache)
             assert bool(out.isnan().all()) == (step > 0), step
             assert bool(out.isfinite().all()) == (step == 0), step
         q, k, v = (torch.randn((1, heads, 1, D), generator=seed) for heads in (2, 1, 1))
         q[:, :, 0, 0] = value
-        assert attention_cached(q, k, v, module, KeyValueCache()).isnan().all()
+        assert attention(q, k, v, module, cache=KeyValueCache()).isnan().all()
 
 
 @pytest.mark.parametrize("score", ["KNA-logn@8", "Baseline-ALiBi", "Baseline-ReRoPE(window=3)"])
@@ -97,15 +96,16 @@ def test_no_infinite_key_is_kept_where_the_host_cannot_look(
     score: str, value: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on CUDA: every new key goes through x + 0·x, and later tokens read a NaN."""
-    for module in (numerics, decode):
+    folded._PREPARED.clear()
+    for module in (numerics, folded):
         monkeypatch.setattr(module, "readable", lambda x: False)
     layer, cache = Score(score, 2, D, 1).eval(), KeyValueCache()
     for step in range(3):
         q, k, v = (torch.randn((1, heads, 1, D)) for heads in (2, 1, 1))
         if step == 1:
             k[:, :, 0, :2] = value
-        attention_cached(q, k, v, layer, cache)
-    assert cache.tables is not None
+        attention(q, k, v, layer, cache=cache)
+    folded._PREPARED.clear()
     kept, _ = cache.append(k[:, :, :0], v[:, :, :0])
     assert kept[:, :, 1, 0].isnan().all()
     assert not kept.isinf().any()

@@ -8,7 +8,6 @@ import torch
 from kernels.memory import largest
 from normattn import Score, attention, explain
 from normattn.kernels import reference
-from normattn.layers.attention import attention_cached
 from normattn.layers.cache import KeyValueCache
 from score.cases import tensors
 
@@ -53,7 +52,7 @@ def test_a_cache_past_the_threshold(small: None) -> None:
     score, cache, pieces, first = _score(), KeyValueCache(), [], 0
     for size in (1, 30, 1, 1, 50, 13):
         new = slice(first, first + size)
-        pieces.append(attention_cached(q[:, :, new], k[:, :, new], v[:, :, new], score, cache))
+        pieces.append(attention(q[:, :, new], k[:, :, new], v[:, :, new], score, cache=cache))
         first += size
     torch.testing.assert_close(torch.cat(pieces, 2), attention(q, k, v, score))
 

@@ -10,6 +10,12 @@ import pytest
 
 from layers.written_out import of_program
 
+
+def fox(places: str) -> str:
+    """A call with a forgetting gate at these places."""
+    return f"attention(q, k, v, 'KNA-FoX', forget=logits, {places})"
+
+
 # name, the call, what its refusal must say
 CASES = [
     ("three axes", "attention(q[0], k, v, 'KNA')", "q, k and v must be (batch, heads, tokens"),
@@ -20,8 +26,8 @@ CASES = [
     ("dtypes", "attention(q, k.half(), v, 'KNA')", "must share a dtype"),
     (
         "float8 in a cache",
-        "attention_cached(*(x.to(e4m3) for x in (q[:, :2], k, v)), Score('KNA', 2, 4), "
-        "KeyValueCache())",
+        "attention(*(x.to(e4m3) for x in (q[:, :2], k, v)), Score('KNA', 2, 4), "
+        "cache=KeyValueCache())",
         "bfloat16 or float16",
     ),
     ("float8 in a layer", "Attention(8, 2)(x.to(e4m3))", "x must be float32, float64"),
@@ -58,7 +64,7 @@ CASES = [
     ("restarting in a layer", "Attention(8, 2)(x, positions=again)", "documents="),
     (
         "restarting in a cache",
-        "attention_cached(q[:, :2], k, v, Score('KNA', 2, 4), KeyValueCache(), positions=rows)",
+        "attention(q[:, :2], k, v, Score('KNA', 2, 4), cache=KeyValueCache(), k_positions=rows)",
         "documents=",
     ),
     ("no batch", "Attention(8, 2)(x[0])", "must be (batch, tokens, width)"),
@@ -68,18 +74,85 @@ CASES = [
     ("built for", "attention(q, k, v, Score('KNA', 4, 8, 2))", "the score was built for 4 query"),
     ("learned", "attention(q, k, v, 'QKRMSNorm')", "make a Score(spec, heads=…, head_dim=…)"),
     ("length 1", "ScoreSpec.parse('KNA', train_length=1)", "whole number of at least 2"),
+    ("no head size", "Attention(16, 3)", "does not divide into 3 heads"),
+    ("uneven heads", "Attention(16, 4, 3)", "cannot share 3"),
+    ("no heads", "Attention(16, 0)", "each must be at least 1"),
+    ("dropout of a layer", "Attention(16, 4, dropout=1.0)", "below 1"),
+    ("no key", "GatedAttentionUnit(8, key_size=0)", "each must be at least 1"),
+    ("offset", "GatedAttentionUnit(8, 8, separate_qk=True, offset=True)", "separate_qk"),
+    ("no blocks", "deepnorm_factors(0)", "both must be at least 1"),
+    ("α of DeepNorm", "DeepNorm(torch.nn.Identity(), None, alpha=0.0)", "must be above 0"),
+    ("no gate", "attention(q, k, v, 'KNA-Gate')", "needs gate=…"),
+    ("a gate", "attention(q, k, v, 'KNA', gate=logits)", "gate is given, but KNA"),
+    ("gate shape", "attention(q, k, v, 'KNA-Gate', gate=logits)", "of shape (2, 5, 16)"),
+    ("no forget", "attention(q, k, v, 'KNA-FoX')", "needs forget=…"),
+    ("a forget", "attention(q, k, v, 'KNA', forget=logits)", "forget is given, but KNA"),
+    ("forget shape", "attention(q, k, v, 'KNA-FoX', forget=padding)", "of shape (2, 5, 4)"),
+    ("FoX", "attention(q, k, v, 'KNA-FoX', False, forget=logits)", "causal attention only"),
+    ("FoX backwards", fox("q_positions=back, k_positions=back"), "hands on from"),
+    ("FoX keys backwards", fox("k_positions=back"), "must not go back"),
+    ("FoX queries backwards", fox("q_positions=back"), "hands on from"),
+    ("FoX ahead", fox("q_positions=at + 1"), "must stand where the last keys do"),
+    ("Selective", "attention(q, k, v, 'KNA-Selective', False)", "causal attention only"),
+    ("few", "attention(q[:, :, 2:], k, v, 'KNA-Selective')", "as many queries as keys, or a cache"),
+    ("Selective backwards", "attention(q, k, v, 'KNA-Selective', k_positions=back)", "not go back"),
+    (
+        "Selective backwards in a document",
+        "attention(q, k, v, 'KNA-Selective-Packed', k_positions=back, documents=0 * rows)",
+        "q_positions must not go back",
+    ),
+    ("Selective by fused", "attention(q, k, v, 'KNA-Selective', backend='fused')", "a selection"),
+    ("blocks", "ScoreSpec.parse('KNA-Selective-DynamicNTK@8')", "cannot be combined"),
+    ("chunks", "ScoreSpec.parse('KNA-Selective-DualChunk@8')", "cannot be combined"),
+    ("two", "ScoreSpec.parse('Baseline-Sigmoid-Selective@8')", "both choose the normaliser"),
+    ("statistics", "ScoreSpec.parse('KBatchNorm-Selective')", "not causal, and Selective"),
+    ("pairs", "ScoreSpec.parse('Baseline-Sigmoid-Differential@8')", "both choose the normaliser"),
+    ("pair init", "ScoreSpec.parse('Baseline-Differential(init=1)')", "below 1, but it is 1"),
+    ("odd pairs", "Score('Baseline-Differential', 4, 8, 1)", "an even number, but there are 1"),
+    ("pair of one", "GatedAttentionUnit(8, 8, score='KNA-Differential')", "an even number"),
+    ("pair values", "attention(q, k, torch.cat((v, v), -1), paired)", "that of the keys, 4"),
+    ("pairs by fused", "attention(q, k, v, paired, backend='fused')", "values"),
+    ("gate across", "CrossAttention(8, 2, score='KNA-NoPE-Gate')", "gates its output"),
+    ("pairs across", "CrossAttention(8, 2, score='KNA-NoPE-Differential')", "joins pairs of heads"),
+    ("documents across", "CrossAttention(8, 2, score='KNA-Packed')", "documents of one sequence"),
+    (
+        "causal across",
+        "CrossAttention(8, 2, score='KNA-ReRoPE(window=2)')",
+        "causal attention only",
+    ),
+    (
+        "blocks across",
+        "CrossAttention(8, 2, score='Baseline-DynamicNTK(factor=2)@8')",
+        "causal attention only",
+    ),
+    ("source unplaced", "placed.remember(x)", "two sequences share no count"),
+    ("reader unplaced", "placed(x, memory)", "two sequences share no count"),
+    ("reader's places", "placed(x, memory, positions=at[:4])", "positions must be int64 or int32"),
+    ("source padding", "placed.remember(x, padding[:, 1:], at)", "padding must be boolean"),
+    (
+        "shared rows",
+        "placed(torch.zeros(3, 5, 8), memory, positions=at)",
+        "3 rows cannot be shared",
+    ),
+    ("residual across", "CrossAttention(8, 2, score='KNA-RealFormer')(x, memory)", "residual="),
+    (
+        "memory of another score",
+        "CrossAttention(8, 2, score='KNA')(x, memory, positions=at)",
+        "remember the source again",
+    ),
 ]
 PROGRAM = """
 import json, sys, torch
 from normattn import Attention, GatedAttentionUnit, InputError, Score, ScoreSpec, attention
-from normattn.layers import CrossAttention
-from normattn.layers.attention import attention_cached
+from normattn.layers import CrossAttention, DeepNorm, deepnorm_factors
 from normattn.layers.cache import KeyValueCache
 q, k, v = (torch.zeros(2, heads, 5, 4) for heads in (4, 2, 2))
 at, padding = torch.arange(5), torch.zeros(2, 5, dtype=torch.bool)
 again = torch.tensor([0, 1, 2, 0, 1])
 rows = torch.stack((at, again))
-x, across = torch.zeros(2, 5, 8), CrossAttention(8, 2)
+back, logits, paired = at.flip(0), torch.zeros(2, 5, 4), Score('Baseline-Differential', 4, 4, 2)
+x, placed = torch.zeros(2, 5, 8), CrossAttention(8, 2, score='Baseline')
+memory = placed.remember(x, positions=at)
 e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
 mask = torch.ones(5, 5, dtype=torch.bool)
 said = {}

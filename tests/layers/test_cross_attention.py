@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
-from jaxtyping import config
 from torch import Tensor, nn
 
-from normattn.errors import InputError
 from normattn.layers.attention import attention
 from normattn.layers.cross_attention import CrossAttention
 from normattn.layers.residual_scores import residual_layers
@@ -142,40 +139,6 @@ def test_residual_scores_are_summed(mean: bool) -> None:
     mine = torch.autograd.grad(ours, inputs, weights)
     for one, other in zip(mine, torch.autograd.grad(hand, inputs, weights), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
-
-
-@pytest.fixture
-def no_type_checks() -> Iterator[None]:
-    """Without the tests' own checks of shapes, which users do not have."""
-    config.update("jaxtyping_disable", True)
-    yield
-    config.update("jaxtyping_disable", False)
-
-
-@pytest.mark.usefixtures("no_type_checks")
-def test_what_makes_no_sense_is_refused() -> None:
-    x, source = torch.randn(2, 3, DIM), torch.randn(2, 6, DIM)
-    for score in ("Baseline-ReRoPE(window=2)", "Baseline-DynamicNTK(factor=2)@8"):
-        with pytest.raises(InputError, match="defined for causal attention only"):
-            CrossAttention(DIM, HEADS, score=score)
-    with pytest.raises(InputError, match="documents of one sequence"):
-        CrossAttention(DIM, HEADS, score="Baseline-Packed")
-    layer = CrossAttention(DIM, HEADS, score="Baseline")
-    with pytest.raises(InputError, match="two sequences share no count"):
-        layer.remember(source)
-    memory = layer.remember(source, positions=torch.arange(6))
-    with pytest.raises(InputError, match="two sequences share no count"):
-        layer(x, memory)
-    with pytest.raises(InputError, match="positions must be int64 or int32"):
-        layer(x, memory, positions=torch.arange(4))
-    with pytest.raises(InputError, match="padding must be boolean"):
-        layer.remember(source, torch.zeros(2, 5, dtype=torch.bool), torch.arange(6))
-    with pytest.raises(InputError, match="3 rows cannot be shared evenly by 2 sources"):
-        layer(torch.randn(3, 3, DIM), memory, positions=torch.arange(3))
-    with pytest.raises(InputError, match="residual="):
-        CrossAttention(DIM, HEADS, score="KNA-NoPE-RealFormer")(x, memory)
-    with pytest.raises(InputError, match="remember the source again"):
-        CrossAttention(DIM, HEADS, score="KNA")(x, memory, positions=torch.arange(3))
 
 
 def test_chunks_keep_to_themselves() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import normattn.kernels.dispatch as dispatch
-import normattn.layers.prepare as prepare
+import normattn.layers.folded as folded
 from normattn import InputError, Score, attention, explain
 from normattn.kernels import AttentionInputs
 from normattn.kernels.sdpa import sdpa
@@ -51,7 +51,7 @@ def test_it_names_the_kernel_that_runs(
     shapes = (1, 4, queries, 8), (1, 2, 9, 8), (1, 2, 9, 8)
     found = explain(spec, *shapes, dtype=dtype)
     monkeypatch.setattr(dispatch, "choose", spy)
-    monkeypatch.setattr(prepare, "sdpa", direct)
+    monkeypatch.setattr(folded, "sdpa", direct)
     q, k, v = (torch.randn(shape).to(dtype) for shape in shapes)
     documents = torch.zeros(1, 9, dtype=torch.int64) if "Packed" in spec else None
     forget = torch.zeros(1, 9, 4) if "FoX" in spec else None

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from normattn import Attention, InputError, Score, attention
-from normattn.layers.attention import attention_cached
 from normattn.layers.cache import KeyValueCache
 from score.cases import tensors
 
@@ -37,8 +36,9 @@ def _read(
     for begin, end, causal in PIECES:
         q, k, v = (x[:, :, begin:end] for x in qkv)
         outs.append(
-            attention_cached(
-                *(q, k, v, score, cache),
+            attention(
+                *(q, k, v, score),
+                cache=cache,
                 key_padding=None if padding is None else padding[:, :end],
                 attn_mask=mask[..., begin:end, :end],
                 causal=causal,
@@ -100,7 +100,7 @@ def test_what_cannot_be_is_refused_before_the_cache_changes() -> None:
     for text, mask, said in cases:
         score, cache = Score(text, 2, D).double().eval(), KeyValueCache()
         with pytest.raises(InputError, match=said):
-            attention_cached(q, k, v, score, cache, attn_mask=mask, causal=False)
+            attention(q, k, v, score, cache=cache, attn_mask=mask, causal=False)
         assert cache.length == 0
     layer = Attention(16, 2).eval()
     with pytest.raises(InputError, match="attn_mask"):

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from normattn import attention
 from normattn.errors import InputError
-from normattn.layers.attention import attention, attention_cached
 from normattn.layers.cache import KeyValueCache
 from normattn.score import Score
 
@@ -34,8 +34,8 @@ def test_small_and_vanishing_keys(score: str) -> None:
     k[:, :, 4] = 0
     q[:, :, 5] *= 1e-9
     steps = [
-        attention_cached(
-            q[:, :, at : at + 1], k[:, :, at : at + 1], v[:, :, at : at + 1], module, cache
+        attention(
+            q[:, :, at : at + 1], k[:, :, at : at + 1], v[:, :, at : at + 1], module, cache=cache
         )
         for at in range(7)
     ]
@@ -51,14 +51,14 @@ def test_another_number_of_rows() -> None:
     q, k, v = _tensors(3, 5)
     for at in range(4):
         now = slice(at, at + 1)
-        attention_cached(q[:, :, now], k[:, :, now], v[:, :, now], module, cache)
+        attention(q[:, :, now], k[:, :, now], v[:, :, now], module, cache=cache)
     rows = torch.tensor([2, 0])
     cache.reorder(rows)
-    out = attention_cached(q[rows, :, 4:], k[rows, :, 4:], v[rows, :, 4:], module, cache)
+    out = attention(q[rows, :, 4:], k[rows, :, 4:], v[rows, :, 4:], module, cache=cache)
     whole = attention(q[rows], k[rows], v[rows], module)
     torch.testing.assert_close(out, whole[:, :, 4:], rtol=1e-9, atol=1e-9)
     with pytest.raises(InputError, match="2 rows"):
-        attention_cached(q[:, :, 4:], k[:, :, 4:], v[:, :, 4:], module, cache)
+        attention(q[:, :, 4:], k[:, :, 4:], v[:, :, 4:], module, cache=cache)
 
 
 @torch.no_grad()
@@ -70,7 +70,7 @@ def test_autocast_that_begins_later_changes_nothing() -> None:
     for at in range(4):
         now = slice(at, at + 1)
         with torch.autocast("cpu", torch.bfloat16, enabled=at >= 2):
-            steps.append(attention_cached(q[:, :, now], k[:, :, now], v[:, :, now], module, cache))
+            steps.append(attention(q[:, :, now], k[:, :, now], v[:, :, now], module, cache=cache))
     torch.testing.assert_close(torch.cat(steps, 2), attention(q, k, v, module))
 
 
@@ -81,26 +81,44 @@ def test_what_was_checked_once_is_still_refused() -> None:
     q, k, v = _tensors(1, 1)
     gate = torch.zeros(1, 1, H * D, dtype=torch.float64)
     for _ in range(2):
-        attention_cached(q, k, v, gated, cache, gate=gate)
+        attention(q, k, v, gated, cache=cache, gate=gate)
     with pytest.raises(InputError, match="needs gate"):
-        attention_cached(q, k, v, gated, cache)
+        attention(q, k, v, gated, cache=cache)
     plain, cache = Score("KNA", H, D, G).double().eval(), KeyValueCache()
     for _ in range(2):
-        attention_cached(q, k, v, plain, cache)
+        attention(q, k, v, plain, cache=cache)
     with pytest.raises(InputError, match="share a dtype"):
-        attention_cached(q, k.float(), v, plain, cache)
+        attention(q, k.float(), v, plain, cache=cache)
     cache.truncate(0)
-    attention_cached(q, k, v, Score("Baseline", H, D, G).double().eval(), cache, backend="fused")
+    attention(q, k, v, Score("Baseline", H, D, G).double().eval(), cache=cache, backend="fused")
     with pytest.raises(InputError, match="cannot read them"):
-        attention_cached(q, k, v, plain, cache)
+        attention(q, k, v, plain, cache=cache)
 
 
-@torch.no_grad()
-def test_a_learned_bias_is_prepared_without_its_gradient() -> None:
-    """A mask that wants a gradient would take torch's slow kernel, for every token."""
-    score, cache = Score("Baseline-KERPLELog", H, D, G).eval(), KeyValueCache()
-    q, k, v = (x.float() for x in _tensors(1, 1))
-    assert not attention_cached(q, k, v, score, cache).requires_grad
-    with torch.enable_grad():
-        out = attention_cached(q, k, v, score, cache)
-    assert not out.requires_grad
+LEARNED = (
+    "Baseline-KERPLELog",
+    "Baseline-KERPLEPower",
+    "KNA-SSMax@8",
+    "QKNorm2020@8",
+    "Baseline-Sink",
+)
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_what_is_learned_is_read_at_every_token(name: str) -> None:
+    """A change while a cache is in use shows, and gradients arrive as by the whole forward."""
+    score, cache = Score(name, H, D, G).double().eval(), KeyValueCache()
+    q, k, v = _tensors(2, 6)
+    with torch.no_grad():
+        for at in range(5):
+            now = slice(at, at + 1)
+            attention(q[:, :, now], k[:, :, now], v[:, :, now], score, cache=cache)
+        for parameter in score.parameters():
+            parameter.add_(0.25)
+    step = attention(q[:, :, 5:], k[:, :, 5:], v[:, :, 5:], score, cache=cache)
+    whole = attention(q, k, v, score)[:, :, 5:]
+    torch.testing.assert_close(step, whole, rtol=1e-9, atol=1e-9)
+    wanted = list(score.parameters())
+    grads = [torch.autograd.grad(out.sin().sum(), wanted) for out in (step, whole)]
+    for ours, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-9)

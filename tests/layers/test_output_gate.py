@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from normattn import InputError, attention
-from normattn.layers.cross_attention import CrossAttention
+from normattn import attention
 from score.cases import tensors
 
 B, H, G, T, D, E = 2, 4, 2, 9, 6, 5
@@ -44,15 +43,3 @@ def test_outputs_and_gradients(per: str, wide: int, causal: bool, act: str) -> N
         strict=True,
     ):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
-
-
-def test_a_gate_that_is_missing_or_too_much_is_refused() -> None:
-    q, k, v, gate = tensors((B, H, T, D), (B, G, T, D), (B, G, T, E), (B, T, H))
-    with pytest.raises(InputError, match="needs gate=…"):
-        attention(q, k, v, "KNA-Gate")
-    with pytest.raises(InputError, match="gate is given, but KNA"):
-        attention(q, k, v, "KNA", gate=gate)
-    with pytest.raises(InputError, match=r"gate must be floating of shape \(2, 9, 20\)"):
-        attention(q, k, v, "KNA-Gate", gate=gate)
-    with pytest.raises(InputError, match="gates its output, which cross attention does not"):
-        CrossAttention(12, 4, score="KNA-NoPE-Gate")

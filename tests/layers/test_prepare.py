@@ -8,7 +8,7 @@ from torch import Tensor
 
 from layers.written_out import of_program
 from normattn import InputError, Score, attention
-from normattn.layers.prepare import zero_or_nan
+from normattn.layers.folded import zero_or_nan
 from score.cases import tensors
 
 SCORES = [
@@ -19,6 +19,7 @@ SCORES = [
     "CosA-YaRN(factor=4)-logn+@8",
     "Baseline-NoPE",
     "KNA-NoPE-logn@8",
+    "KNA-SSMax(bias=true)@8",
     "Baseline-PartialRoPE(fraction=0.5)",
     "QKLayerNorm-XPos",
     "KNA-Chunked(size=4)",
@@ -55,6 +56,16 @@ def test_what_is_prepared_is_the_definition(text: str, causal: bool) -> None:
         with torch.no_grad():
             again = attention(q, k, v, score, causal)
         torch.testing.assert_close(again, outs[1], rtol=1e-9, atol=1e-9)
+
+
+def test_what_was_prepared_in_inference_mode_serves_training() -> None:
+    q, k, v = _qkv(13, 13)
+    score = _score("KNA-SSMax@8")
+    with torch.inference_mode():
+        expected = attention(q, k, v, score)
+    out = attention(q, k, v, score)
+    torch.testing.assert_close(out, expected.clone(), rtol=1e-9, atol=1e-9)
+    assert all(x.abs().sum() > 0 for x in torch.autograd.grad(out.sum(), list(score.parameters())))
 
 
 def test_a_method_that_is_switched_on_is_used() -> None:

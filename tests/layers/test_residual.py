@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from normattn.errors import InputError
 from normattn.layers.norms import RMSNorm
 from normattn.layers.residual import (
     AttnRes,
@@ -121,10 +120,3 @@ def test_dropout_acts_in_training_only() -> None:
     torch.testing.assert_close(branch[kept], 2 * _norm(X).square()[kept])
     layer.eval()
     torch.testing.assert_close(layer(X), X + _norm(X).square())
-
-
-def test_impossible_factors_are_refused() -> None:
-    with pytest.raises(InputError, match="both must be at least 1"):
-        deepnorm_factors(0)
-    with pytest.raises(InputError, match="must be above 0"):
-        DeepNorm(Square(), _rms(), alpha=0.0)

@@ -110,41 +110,24 @@ def test_every_layer_reads_the_running_sum(
 
 
 @both
-@pytest.mark.parametrize("part", ["ResidualQK", "ResidualQKV"])
-def test_residual_features_are_sums(part: str, causal: bool) -> None:
-    """Turning is linear: the sum of turned queries is the turned sum. Gradients, too."""
-    name = f"Baseline-{part}"
-    residual = _residual(name)
-    layers = [_drawn(2, 1, layer) for layer in range(LAYERS)]
-    totals = [torch.zeros(()), torch.zeros(())]
-    for number, (q, k, v) in enumerate(layers, 1):
-        ours = attention(q, k, v, name, causal, residual=residual[number - 1])
-        queries, keys, values = (torch.stack(x).sum(0) for x in zip(*layers[:number], strict=True))
-        if part == "ResidualQK":
-            values = v
-        expected = attention(queries, keys, values, "Baseline", causal, backend="reference")
-        torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-10)
-        weight = torch.linspace(-1, number, ours.numel()).view(ours.shape)
-        totals = [
-            total + (out * weight).sum()
-            for total, out in zip(totals, (ours, expected), strict=True)
-        ]
-    leaves = [x for qkv in layers for x in qkv]
-    both_gradients = [torch.autograd.grad(total, leaves) for total in totals]
-    for one, two in zip(*both_gradients, strict=True):
-        torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-10)
-
-
-@both
-def test_values_are_mixed_with_those_of_the_lowest_layer(causal: bool) -> None:
-    name = "KNA-ValueResidual(share=0.25)"
-    residual = _residual(name)
+@pytest.mark.parametrize(
+    "name", ["Baseline-ResidualQK", "Baseline-ResidualQKV", "KNA-ValueResidual(share=0.25)"]
+)
+def test_residual_features_by_hand(name: str, causal: bool) -> None:
+    """Rotation is linear: the sum of rotated queries is the rotated sum. Gradients, too."""
+    residual, plain = _residual(name), name.partition("-")[0]
     layers = [_drawn(2, 1, layer) for layer in range(LAYERS)]
     totals = [torch.zeros(()), torch.zeros(())]
     for number, (q, k, v) in enumerate(layers):
         ours = attention(q, k, v, name, causal, residual=residual[number])
-        mixed = 0.25 * layers[0][2] + 0.75 * v if number else v
-        expected = attention(q, k, mixed, "KNA", causal, backend="reference")
+        if "ValueResidual" in name:
+            hand = q, k, 0.25 * layers[0][2] + 0.75 * v if number else v
+        else:
+            queries, keys, values = (
+                torch.stack(x).sum(0) for x in zip(*layers[: number + 1], strict=True)
+            )
+            hand = queries, keys, values if name.endswith("QKV") else v
+        expected = attention(*hand, plain, causal, backend="reference")
         torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-10)
         weight = torch.linspace(-1, number + 1, ours.numel()).view(ours.shape)
         totals = [

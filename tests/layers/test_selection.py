@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from normattn import InputError, Score, ScoreSpec, attention, explain
+from normattn import InputError, Score, attention, explain
 from normattn.kernels import reference
-from normattn.layers.attention import attention_cached
 from normattn.layers.cache import KeyValueCache
 from score.cases import tensors
 
@@ -41,7 +40,7 @@ def test_strips_hand_on_what_was_taken_with_its_gradient(monkeypatch: pytest.Mon
 
 
 def _step(score: Score, cache: KeyValueCache, q: Tensor, k: Tensor, new: slice) -> Tensor:
-    return attention_cached(q[:, :, new], k[:, :, new], k[:, :, new], score, cache)
+    return attention(q[:, :, new], k[:, :, new], k[:, :, new], score, cache=cache)
 
 
 @torch.no_grad()
@@ -58,7 +57,7 @@ def test_a_cache_takes_back_its_last_call_and_no_more() -> None:
         cache.truncate(3)
     assert not cache.croppable
     with pytest.raises(InputError, match="unknown backend"):
-        attention_cached(q[:, :, 9:], k[:, :, 9:], k[:, :, 9:], score, cache, backend="none")
+        attention(q[:, :, 9:], k[:, :, 9:], k[:, :, 9:], score, cache=cache, backend="none")
     with pytest.raises(InputError, match="lacks what its first 11 tokens have selected"):
         _step(score, cache, q, k, slice(9, 11))
     cache.truncate(0)
@@ -79,7 +78,7 @@ def test_rows_of_a_cache_are_exchanged_and_old_keys_dropped(kind: str) -> None:
     order, first = torch.tensor([1, 0]), 0
     for size in (2, 5, 1, 60, 1, 1):
         new = slice(first, first + size)
-        out = attention_cached(q[:, :, new], k[:, :, new], v[:, :, new], score, cache)
+        out = attention(q[:, :, new], k[:, :, new], v[:, :, new], score, cache=cache)
         torch.testing.assert_close(out, whole[:, :, new])
         cache.reorder(order)
         q, k, v, whole = q[order], k[order], v[order], whole[order]
@@ -87,29 +86,7 @@ def test_rows_of_a_cache_are_exchanged_and_old_keys_dropped(kind: str) -> None:
     assert (cache.dropped > 0) == (kind == "window")
 
 
-def test_what_makes_no_sense_and_what_explain_says() -> None:
-    for other in ("DynamicNTK", "DualChunk"):
-        with pytest.raises(InputError, match=f"Selective and {other} cannot be combined: .* rows"):
-            ScoreSpec.parse(f"Baseline-Selective-{other}@8")
-    with pytest.raises(InputError, match="both choose the normaliser"):
-        ScoreSpec.parse("Baseline-Sigmoid-Selective@8")
-    with pytest.raises(InputError, match="not causal, and Selective is defined for causal"):
-        ScoreSpec.parse("KBatchNorm-Selective")
-    q, k, v = tensors(*SHAPES)
-    with pytest.raises(InputError, match="Selective is defined for causal attention only"):
-        attention(q, k, v, NAME, causal=False)
-    with pytest.raises(InputError, match="as many queries as keys, or a cache, not 3 and 11"):
-        attention(q[:, :, -3:], k, v, NAME)
-    back = torch.arange(T).flip(0)
-    with pytest.raises(InputError, match="q_positions must not go back"):
-        attention(q, k, v, NAME, q_positions=back, k_positions=back)
-    with pytest.raises(InputError, match="q_positions must not go back"):
-        attention(q, k, v, NAME, k_positions=back)
-    one = torch.zeros(B, T, dtype=torch.int64)
-    with pytest.raises(InputError, match="q_positions must not go back"):
-        attention(q, k, v, f"{NAME}-Packed", k_positions=back, documents=one)
-    with pytest.raises(InputError, match=r"fused kernel cannot serve this: .* a selection"):
-        attention(q, k, v, NAME, backend="fused")
+def test_what_explain_says() -> None:
     told = explain(NAME, (1, 2, 64, 8))
     assert told.kernel == "strips"
     assert any("Selective" in line for line in told.left)

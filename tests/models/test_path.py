@@ -44,7 +44,7 @@ def test_a_query_passes_the_files_that_the_architecture_names(
     monkeypatch.setattr(sdpa, "scaled_dot_product_attention", spy)
     monkeypatch.setattr(rotary.Rotation, "__call__", spied)
     sizes: dict[str, Any] = {"vocab_size": 7, "dim": 8, "layers": 1, "heads": 2, "train_length": 8}
-    sizes["score"] = "KNA-Gate"
+    sizes["score"] = "QKRMSNorm-RotateFirst"
     CausalLM(CausalLMConfig(**sizes))(torch.zeros(1, 5, dtype=torch.int64))
     query = PAGE.read_text(encoding="utf-8").split("## One measurement")[0]
     named = re.findall(r"^\| `(\w+/\w+\.py)`", query, re.MULTILINE)

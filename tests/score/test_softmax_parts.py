@@ -12,7 +12,6 @@ from kernels.memory import largest
 from normattn import InputError, Score, ScoreSpec, attention, explain
 from normattn.kernels import reference, tiled
 from normattn.kernels.stats import Observation, observing
-from normattn.layers.attention import attention_cached
 from normattn.layers.cache import KeyValueCache
 
 from .cases import NORMALISERS, built, normalised, tensors
@@ -102,7 +101,7 @@ def test_a_cache_reads_as_the_whole(recipe: Any) -> None:
     score, cache, pieces, first = built(recipe, H, D, 1), KeyValueCache(), [], 0
     for size in (1, 3, 1, 5, 1):
         new = slice(first, first + size)
-        pieces.append(attention_cached(q[:, :, new], k[:, :, new], v[:, :, new], score, cache))
+        pieces.append(attention(q[:, :, new], k[:, :, new], v[:, :, new], score, cache=cache))
         first += size
     torch.testing.assert_close(torch.cat(pieces, 2), attention(q, k, v, score))
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from normattn import Score, attention
-from normattn.layers import prepare
+from normattn.layers import folded, prepare
 from normattn.score import rotary
 
 from .cases import tensors
@@ -28,9 +28,9 @@ TEXTS = (
 
 
 def _forget() -> None:
-    for cached in (rotary._counted_queries, rotary._counted_keys, prepare._counted, prepare._built):
+    for cached in (rotary._counted_queries, rotary._counted_keys, prepare._counted, folded._built):
         cached.cache_clear()
-    prepare._TABLES.clear()
+    folded._PREPARED.clear()
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
-"""Multi-head and grouped-query attention whose score is a value: functions and layers.
+"""Multi-head and grouped-query attention whose score is a value: a function and layers.
 
-`layers.prepare` decides what a call needs; here queries, keys and values run through it.
+`layers.folded` and `layers.prepare` hold what a call needs; here it is chosen and run.
 
 Legend: B batch, H query heads, G key heads, T queries, S keys, D head dimension, E value size.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, Literal, overload
 
 import torch
@@ -17,23 +16,22 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from normattn.errors import InputError
-from normattn.kernels import AttentionInputs, attend, attend_with_lse
-from normattn.kernels.inputs import Selection, check_shapes
+from normattn.kernels import AttentionInputs, attend_with_lse
+from normattn.kernels.inputs import check_shapes
 from normattn.kernels.numerics import without_infinities
-from normattn.kernels.stats import announce, observer
+from normattn.kernels.stats import announce
 from normattn.layers.cache import KeyValueCache
 from normattn.layers.checks import (
-    BOOLEAN,
+    AttentionArguments,
+    check_arguments,
+    check_both_ways,
     check_input,
     check_lse,
-    check_parts,
-    check_tensor,
     checked_head_dim,
     checked_probability,
 )
-from normattn.layers.decode import BlockKeys, DecodeTables, begin_selection, decodes
+from normattn.layers.folded import find_folded, without_parameters
 from normattn.layers.gates import (
-    add_forgetting,
     apply_gate,
     forget_projection,
     gate_projection,
@@ -44,16 +42,8 @@ from normattn.layers.gates import (
     share_factor,
     sum_gates,
 )
-from normattn.layers.prepare import (
-    AttentionPlan,
-    find_tables,
-    in_blocks,
-    prepare,
-    run_folded,
-    without_parameters,
-)
+from normattn.layers.prepare import AttentionPlan, prepare
 from normattn.layers.residual_scores import ResidualLayer
-from normattn.plain import plain_operations
 from normattn.score import Score, ScoreSpec
 from normattn.score.spec import as_spec
 
@@ -66,17 +56,18 @@ def attention(
     score: Score | ScoreSpec | str,
     causal: bool = True,
     attn_mask: Tensor | None = None,
-    key_padding: Bool[Tensor, "b s"] | None = None,
+    key_padding: Bool[Tensor, "b keys"] | None = None,
     query_padding: Bool[Tensor, "b t"] | None = None,
     q_positions: Int[Tensor, "*bq t"] | None = None,
-    k_positions: Int[Tensor, "*bk s"] | None = None,
-    documents: Int[Tensor, "b s"] | None = None,
+    k_positions: Int[Tensor, "*bk keys"] | None = None,
+    documents: Int[Tensor, "b keys"] | None = None,
     dropout_p: float = 0.0,
     backend: str = "auto",
     residual: ResidualLayer | None = None,
     gate: Float[Tensor, "b t gates"] | None = None,
     forget: Float[Tensor, "b s logits"] | None = None,
     return_lse: Literal[False] = False,
+    cache: KeyValueCache | None = None,
 ) -> Float[Tensor, "b h t e"]: ...
 
 
@@ -100,17 +91,18 @@ def attention(  # type: ignore[misc]  # the second overload leaves the other arg
     score: Score | ScoreSpec | str,
     causal: bool = True,
     attn_mask: Tensor | None = None,
-    key_padding: Bool[Tensor, "b s"] | None = None,
+    key_padding: Bool[Tensor, "b keys"] | None = None,
     query_padding: Bool[Tensor, "b t"] | None = None,
     q_positions: Int[Tensor, "*bq t"] | None = None,
-    k_positions: Int[Tensor, "*bk s"] | None = None,
-    documents: Int[Tensor, "b s"] | None = None,
+    k_positions: Int[Tensor, "*bk keys"] | None = None,
+    documents: Int[Tensor, "b keys"] | None = None,
     dropout_p: float = 0.0,
     backend: str = "auto",
     residual: ResidualLayer | None = None,
     gate: Float[Tensor, "b t gates"] | None = None,
     forget: Float[Tensor, "b s logits"] | None = None,
     return_lse: bool = False,
+    cache: KeyValueCache | None = None,
 ) -> Float[Tensor, "b h t e"] | tuple[Float[Tensor, "b h t e"], Float[Tensor, "b h t"]]:
     """o_i = Σ_j softmax_j(s(i, j)) v_j with the score that `score` specifies.
 
@@ -147,161 +139,72 @@ def attention(  # type: ignore[misc]  # the second overload leaves the other arg
         return_lse: give o and ℓ (B, H, T), where ℓ_i = ln Σ_j exp s(i, j) over the keys that
             query i sees and a learned sink. ℓ is in float32 or wider, known to autograd, and −∞
             where nothing is seen. `normattn.kernels.merge_by_lse` merges two shards of keys.
+        cache: keys and values of tokens read before, which k and v join; the result is the last
+            rows of attention over all of them. `key_padding` (left only), `k_positions` and
+            `documents` are then those of all S tokens, `attn_mask` what the new ones see of all;
+            with `causal=False` it lets them see each other both ways, as a prefix or an image does.
 
     A query that sees no key gets 0. Raises `InputError` for shapes that do not fit, scores that
-    cannot be used so, and backends that cannot serve the request.
+    cannot be used so, backends that cannot serve the request, a full cache, and one that another
+    score filled.
     """
     # Written out: a generator would cost as many calls as all the rest.
-    whole = not return_lse and attn_mask is None and key_padding is None
-    whole = whole and query_padding is None and documents is None
-    whole = whole and q_positions is None and k_positions is None
-    if whole and residual is None and gate is None and forget is None and dropout_p == 0:
-        tables = find_tables(score, q, k, v, causal, backend)
-        if tables is not None:
-            return run_folded(tables, score if isinstance(score, Score) else tables.score, q, k, v)
+    bare = attn_mask is None and key_padding is None and query_padding is None
+    bare = bare and q_positions is None and k_positions is None and documents is None
+    bare = bare and residual is None and forget is None and dropout_p == 0 and not return_lse
+    folded = find_folded(score, q, k, v, causal, backend, cache) if bare else None
+    if folded is not None and folded.alone and gate is None:
+        return folded.run(score if isinstance(score, Score) else folded.score, q, k, v, cache)
     check_shapes(q, k, v)
     module = score if isinstance(score, Score) else without_parameters(score, q, k)
-    spec, (batch, heads, queries, _), keys = module.spec, q.shape, k.shape[2]
-    check_parts(module, q, k, v, keys, documents, residual, gate, forget)
-    checked_probability(dropout_p, "dropout_p")
-    check_tensor("query_padding", query_padding, BOOLEAN, (batch, queries))
-    plan = prepare(
-        *(spec, q, keys, causal, backend),
-        attn_mask=attn_mask,
-        key_padding=key_padding,
-        q_positions=q_positions,
-        k_positions=k_positions,
-        documents=documents,
+    given = AttentionArguments(
+        *(causal, backend, attn_mask, key_padding, query_padding, q_positions, k_positions),
+        *(documents, dropout_p, residual, gate, forget),
     )
-    at, sums = plan.positions, None
+    spec, keys = module.spec, k.shape[2] + (0 if cache is None else cache.length)
+    check_arguments(module, q, k, v, keys, given)
+    v = pair_values(spec, v, k.shape[-1])
+    if folded is not None:
+        return apply_gate(spec, join_pairs(module, folded.run(module, q, k, v, cache)), gate)
+    if cache is not None:
+        if return_lse or q_positions is not None or dropout_p:
+            raise InputError("return_lse, q_positions and dropout_p have no meaning beside a cache")
+        return _attend_cached(module, q, k, v, given, cache)
+    plan, sums = prepare(spec, q, keys, given), None
+    at = plan.positions
     if forget is not None:
-        sums = sum_gates(log_gates(forget, k.shape[1], k.dtype, key_padding), heads)
+        sums = sum_gates(log_gates(forget, k.shape[1], k.dtype, key_padding), q.shape[1])
     announce(module, q, k, query_padding, key_padding, at.query, at.key)
-    sums_of_rows: list[Tensor] = []
+    if not return_lse:
+        return plan.run(module, q, k, v, forget_sums=sums)
+    check_lse(spec)
+    lse: list[Tensor] = []
 
     def kernel(inputs: AttentionInputs) -> Tensor:
-        out, lse = attend_with_lse(inputs if residual is None else residual.join(inputs), backend)
-        assert lse is not None
-        sums_of_rows.append(lse)
+        out, sums_of_rows = attend_with_lse(inputs, backend)
+        assert sums_of_rows is not None
+        lse.append(sums_of_rows)
         return out
 
-    if return_lse:
-        check_lse(spec)
-    out = run(
-        *(plan, module, q, k, pair_values(spec, v, k.shape[-1])),
-        residual=residual,
-        gate=gate,
-        forget_sums=sums,
-        query_padding=query_padding,
-        dropout=dropout_p,
-        kernel=kernel if return_lse else None,
-    )
-    return (out, sums_of_rows[0]) if return_lse else out
+    return plan.run(module, q, k, v, forget_sums=sums, kernel=kernel), lse[0]
 
 
-def run(
-    plan: AttentionPlan,
+def _attend_cached(
     score: Score,
-    q: Float[Tensor, "b h t d"],
-    k: Float[Tensor, "b g s cached"],
-    v: Float[Tensor, "b g s e"],
-    *,
-    residual: ResidualLayer | None = None,
-    gate: Float[Tensor, "b t gates"] | None = None,
-    forget_sums: Float[Tensor, "b h s"] | None = None,
-    query_padding: Bool[Tensor, "b t"] | None = None,
-    dropout: float = 0.0,
-    selection: Selection | None = None,
-    rotated: Callable[[int, int], Tensor] | None = None,
-    kernel: Callable[[AttentionInputs], Tensor] | None = None,
-) -> Float[Tensor, "b h t out"]:
-    """softmax(score) · v for any score by a plan, with what a layer adds to it.
-
-    Keys are as they came, or those of a cache; values of pairs of heads stand side by side.
-    `forget_sums` are the summed gates of `FoX`, of all keys; `selection` what queries before have
-    selected, beside a cache; `rotated` takes (keys, block) to the first keys of a cache as the rows
-    of a block read them. `kernel` computes instead of the one that the plan names (`explain`).
-    """
-
-    def part(rows: slice, keys: int, block: int) -> Tensor:
-        own = None if query_padding is None else query_padding[:, rows]
-        tensors = q[:, :, rows], k[:, :, :keys], v[:, :, :keys]
-        at, seen = plan.positions.part(rows, keys), plan.mask.part(rows, keys)
-        if plan.cached:
-            turned = None if rotated is None else rotated(keys, block)
-            inputs = score.with_cached_keys(*tensors, at, seen, own, block, dropout, turned)
-        else:
-            inputs = score(*tensors, at, seen, own, block, dropout)
-        if selection is not None:
-            inputs = replace(inputs, selection=selection)
-        inputs = add_forgetting(inputs, forget_sums, rows, q.shape[2])
-        if kernel is not None:
-            return kernel(inputs)
-        return attend(inputs if residual is None else residual.join(inputs), plan.backend)
-
-    # The definition is made of operations that every derivative goes through.
-    with plain_operations(plan.backend == "reference"):
-        out = in_blocks(score.spec, plan.positions, part)
-        return apply_gate(score.spec, join_pairs(score, out), gate)
-
-
-def attention_cached(
     q: Float[Tensor, "b h t d"],
     k: Float[Tensor, "b g t d"],
     v: Float[Tensor, "b g t e"],
-    score: Score,
+    given: AttentionArguments,
     cache: KeyValueCache,
-    key_padding: Bool[Tensor, "b s"] | None = None,
-    positions: Int[Tensor, "*bs s"] | None = None,
-    documents: Int[Tensor, "b s"] | None = None,
-    backend: str = "auto",
-    residual: ResidualLayer | None = None,
-    gate: Float[Tensor, "b t gates"] | None = None,
-    forget: Float[Tensor, "b t logits"] | None = None,
-    attn_mask: Tensor | None = None,
-    causal: bool = True,
-) -> Float[Tensor, "b h t e"]:
-    """The last T rows of `attention` over all tokens that a cache and this call hold.
-
-    q, k and v are those of the T new tokens, whose keys and values join the cache; `residual`,
-    `gate` and `forget` are theirs, too. `key_padding` (left only), `positions` and `documents` are
-    those of all S tokens; positions are found from the others where they are not given. `attn_mask`
-    (B, H, T, S) says what the new tokens see of all; `causal=False` lets it show them each other
-    both ways, as those of a prefix or an image: tokens read before never see later ones.
-
-    Raises `InputError` for shapes that do not fit, a full cache, and a cache that another score
-    filled.
-    """
-    given = (key_padding, positions, documents, attn_mask, residual, forget)
-    plain = all(x is None for x in given) and causal and backend == "auto" and observer() is None
-    # Tables laid out for tokens to come would tie a compiled graph to their number, and under
-    # autocast their products would not keep the tensors' own type.
-    plain = plain and not torch.compiler.is_compiling()
-    plain = plain and not torch.is_autocast_enabled(q.device.type)
-    tables: DecodeTables | None = cache.tables if plain else None
-    if tables is not None and tables.bare and gate is None and tables.fits(score, q, k, v, cache):
-        cache.claim(score.spec)
-        return tables.run(score, q, k, v, cache)
-    check_shapes(q, k, v)
-    spec, count, first = score.spec, q.shape[2], cache.length
-    check_parts(score, q, k, v, first + count, documents, residual, gate, forget)
-    if not causal:
-        _check_both_ways(spec, attn_mask, documents)
+) -> Float[Tensor, "b h t out"]:
+    """The last T rows of attention over all tokens that a cache and these hold."""
+    spec, first, count, forget = score.spec, cache.length, q.shape[2], given.forget
+    if not given.causal:
+        check_both_ways(spec, given)
     cache.claim(spec)
-    v = pair_values(spec, v, k.shape[-1])
-    if plain and count == 1 and decodes(score, q):
-        if tables is None or not tables.fits(score, q, k, v, cache):
-            cache.tables = tables = DecodeTables.prepare(score, first, q, k, v)
-        return apply_gate(spec, join_pairs(score, tables.run(score, q, k, v, cache)), gate)
-    plan = prepare(
-        *(spec, q, first + count, causal, backend),
-        attn_mask=attn_mask,
-        key_padding=key_padding,
-        k_positions=positions,
-        documents=documents,
-        cached=True,
-    )
-    at, own = plan.positions, None if key_padding is None else key_padding[:, first:]
+    plan = prepare(spec, q, first + count, given, cached=True)
+    at = plan.positions
+    own = None if given.key_padding is None else given.key_padding[:, first:]
     announce(score, q, k, own, own, at.query, at.query)
     new_keys = score.cache_keys(k, at.query, first if at.regular else None)
     new_keys, width, sums = without_infinities(new_keys), new_keys.shape[-1], None
@@ -311,39 +214,34 @@ def attention_cached(
     if forget is not None:
         # Kept apart from token to token, so that the oldest may be dropped and rows exchanged.
         sums, keys = sum_gates(keys[..., width:], q.shape[1]), keys[..., :width]
-    selection = None if spec.selection is None else begin_selection(cache, keys, first, own)
     plan = plan.without_first(cache.dropped)
-    blocks = BlockKeys(score, cache, keys, plan.positions) if spec.blockwise else None
-    out = run(
-        *(plan, score, q, keys, values),
-        residual=residual,
-        gate=gate,
-        forget_sums=sums,
-        selection=selection,
-        rotated=None if blocks is None else blocks.rotated,
-    )
-    if blocks is not None:
-        blocks.forget_others()
-    if selection is not None and selection.after is not None:
-        before = selection.before[:, : keys.shape[2] - count]
-        cache.selected = {first: before, cache.length: selection.after.detach()}
-    return out
+    selection = None if spec.selection is None else cache.selection(first, keys, own)
+    rotated = _keys_of_blocks(score, cache, keys, plan) if spec.blockwise else None
+    run = plan.run(score, q, keys, values, forget_sums=sums, selection=selection, rotated=rotated)
+    if selection is not None:
+        cache.keep_selection(first, selection)
+    return run
 
 
-def _check_both_ways(spec: ScoreSpec, mask: Tensor | None, documents: Tensor | None) -> None:
-    """Refuse tokens that see later ones without saying which, or by a score that cannot."""
-    if mask is None or documents is not None:
-        raise InputError(
-            "a cache is for causal attention: beside it causal=False needs attn_mask=…, what the "
-            "new tokens see of all tokens, and takes no documents"
-        )
-    if spec.needs_causal:
-        raise InputError(f"{spec.name} is defined for causal attention only")
-    if spec.leaks_future:
-        raise InputError(
-            f"{spec.name} takes statistics across the sequence, which tokens that come later would "
-            "change: it cannot be read with a cache"
-        )
+def _keys_of_blocks(
+    score: Score, cache: KeyValueCache, keys: Tensor, plan: AttentionPlan
+) -> Callable[[int, int], Tensor]:
+    """Cached keys as the rows of each block read them.
+
+    Those of the blocks that the last rows are in stay with the cache: the next tokens want them.
+    """
+    at = plan.positions
+    live = set((at.query[..., -1] // score.spec.block[1]).reshape(-1).tolist())
+    cache.forget_rotated(live)
+
+    def rotated(upto: int, block: int) -> Float[Tensor, "b g s wide"]:
+        def rotate(first: int, last: int) -> Tensor:
+            places, count = at.key[..., first:last], first if at.regular else None
+            return score.rotate_cached_keys(keys[:, :, first:last], places, block, count)
+
+        return cache.rotated(block, 0, upto, rotate) if block in live else rotate(0, upto)
+
+    return rotated
 
 
 Operands = tuple[
@@ -391,34 +289,27 @@ class SelfAttention(nn.Module, ABC):
         """Let every position of `x` attend; `key_padding` is True where a position is padding.
 
         With a `cache`, which this call extends, `x` are new tokens that see those read before as
-        well; `key_padding`, `positions`, `documents`, `attn_mask` and `causal` are then those of
-        `attention_cached`. `query_padding`, `key_padding` where it is not given, says which rows no
-        statistics should count; a causal layer whose padding stands on the right needs nothing else
-        of it. `residual` and `backend` are as in `attention`.
+        well, and what says which are seen is as in `attention`. `query_padding`, `key_padding`
+        where it is not given, says which rows no statistics should count; a causal layer whose
+        padding stands on the right needs nothing else of it.
         """
         check_input("x", x, self.dim)
         q, k, v, beside = self.operands(x)
-        gate = None if self.gate is None else self.gate(x)
-        forget = None if self.forget is None else self.forget(x)
-        if cache is not None:
-            if self.training and self.dropout > 0:
-                raise InputError("a cache is for inference: call .eval() first, dropout is on")
-            o = attention_cached(
-                *(q, k, v, self.score, cache, key_padding, positions, documents, backend),
-                *(residual, gate, forget, attn_mask, causal),
-            )
-            return self.output(o, beside)
+        if cache is None:
+            query_padding = key_padding if query_padding is None else query_padding
+        elif self.training and self.dropout > 0:
+            raise InputError("a cache is for inference: call .eval() first, dropout is on")
         o = attention(
-            *(q, k, v, self.score, causal, attn_mask, key_padding),
-            query_padding=key_padding if query_padding is None else query_padding,
-            q_positions=positions,
+            *(q, k, v, self.score, causal, attn_mask, key_padding, query_padding),
+            q_positions=positions if cache is None else None,
             k_positions=positions,
             documents=documents,
             dropout_p=self.dropout if self.training else 0.0,
-            residual=residual,
             backend=backend,
-            gate=gate,
-            forget=forget,
+            residual=residual,
+            gate=None if self.gate is None else self.gate(x),
+            forget=None if self.forget is None else self.forget(x),
+            cache=cache,
         )
         return self.output(o, beside)
 

@@ -5,13 +5,14 @@ Legend: B batch, G key heads, T new tokens, S tokens in all, D key size, E value
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from normattn.errors import InputError
+from normattn.kernels.inputs import Selection
 from normattn.score import ScoreSpec
 
 _SMALLEST = 64
@@ -95,11 +96,7 @@ class KeyValueCache:
     about 2·window tokens beside those of the last call. A cache belongs to the score that filled it
     and to inference: tensors that want a gradient are refused.
 
-    `length` counts the tokens read, of which the first `dropped` are forgotten. `rotated` holds
-    keys as the rows of a block read them, where the score works by blocks, `tables` what a single
-    token needs of its score beforehand; `near` has the keys before token `near_end` at their near
-    positions, where there are two regimes. `selected` has what queries took from each key (B, S),
-    by the number of tokens read then: now, and a call before.
+    `length` counts the tokens read, of which the first `dropped` are forgotten.
     """
 
     def __init__(self, max_length: int | None = None, *, window: int | None = None) -> None:
@@ -108,10 +105,10 @@ class KeyValueCache:
         self.max_length, self.window = max_length, window
         self.length = 0
         self.dropped = 0
-        self.rotated: dict[int, Room] = {}
-        self.tables: Any = None  # the `DecodeTables` of `layers.decode`, which imports this file
-        self.near, self.near_end = Room(2), 0
-        self.selected: dict[int, Tensor] = {}
+        # Kept keys as some rows read them, from a first one on.
+        self._rotated: dict[int | str, tuple[int, Room]] = {}
+        # What queries took from each key (B, S), by the tokens read then: now, and a call before.
+        self._selected: dict[int, Tensor] = {}
         self._keys, self._values = Room(2, max_length), Room(2, max_length)
         self._spec: ScoreSpec | None = None
 
@@ -147,12 +144,54 @@ class KeyValueCache:
         self.length += k.shape[2]
         return keys, values
 
+    def rotated(
+        self, name: int | str, start: int, end: int, rotate: Callable[[int, int], Tensor]
+    ) -> Float[Tensor, "b g s wide"]:
+        """Kept keys from `start` to `end` as the rows of that name read them.
+
+        `rotate(first, last)` makes those that no call before has made.
+        """
+        first, room = self._rotated.get(name, (start, Room(2)))
+        if not first <= start <= first + room.used:
+            first, room = start, Room(2)
+        elif start - first > end - start + 64:
+            room.drop(start - first, 2 * (end - start) + 65)
+            first = start
+        if first + room.used < end:
+            room.append(rotate(first + room.used, end))
+        self._rotated[name] = first, room
+        return room.view(end - first)[:, :, start - first :]
+
+    def forget_rotated(self, kept: set[int]) -> None:
+        """Forget the rotated keys of all other names."""
+        self._rotated = {name: held for name, held in self._rotated.items() if name in kept}
+
+    def selection(self, first: int, keys: Tensor, padding: Tensor | None) -> Selection:
+        """What the first tokens took from all of the kept keys; of those after them, nothing."""
+        wide = torch.promote_types(keys.dtype, torch.float32)
+        taken = keys.new_zeros(keys.shape[0], keys.shape[2], dtype=wide)
+        if first:
+            if first not in self._selected:
+                raise InputError(
+                    f"this cache lacks what its first {first} tokens have selected, for a call "
+                    "before this one failed: make a new cache"
+                )
+            before = self._selected[first]
+            taken[:, : before.shape[1]] = before
+        return Selection(taken, padding)
+
+    def keep_selection(self, first: int, selection: Selection) -> None:
+        """Keep what all tokens have selected, and, to take them back, what the first had."""
+        assert selection.after is not None
+        before = selection.before[:, : self._keys.used - (self.length - first)]
+        self._selected = {first: before, self.length: selection.after.detach()}
+
     def reorder(self, rows: Int[Tensor, " r"]) -> None:
         """Row i becomes the old row rows[i], as beam search asks; rows may repeat or lack."""
         for room in self._rooms():
             room.choose(rows)
-        for length, taken in self.selected.items():
-            self.selected[length] = taken.index_select(0, rows.to(taken.device))
+        for length, taken in self._selected.items():
+            self._selected[length] = taken.index_select(0, rows.to(taken.device))
 
     def truncate(self, length: int) -> None:
         """Forget all tokens after the first `length`."""
@@ -165,22 +204,14 @@ class KeyValueCache:
         self.check_cut(length)
         for room in (self._keys, self._values):
             room.used = max(0, length - self.dropped)
-        for room in self.rotated.values():
-            room.used = min(room.used, self._keys.used)
-        if self.selected:
-            self.selected = {at: taken for at, taken in self.selected.items() if at <= length}
-        cut = self.length - length
-        whole = self.near_end == self.length
-        self.near.used = max(0, self.near.used - cut) if whole else 0
-        self.near_end = length if whole else 0
+        for first, room in self._rotated.values():
+            room.used = max(0, min(room.used, self._keys.used - first))
+        self._selected = {at: taken for at, taken in self._selected.items() if at <= length}
         self.length = length
-        if not length:
-            # An empty cache may be filled by a model that has been trained further.
-            self.tables = None
 
     def check_cut(self, length: int) -> None:
         """Raise `InputError` where what rows after `length` must see is forgotten."""
-        if self.selected and length and length not in self.selected:
+        if self._selected and length and length not in self._selected:
             raise InputError(
                 f"what the tokens after token {length} have selected cannot be taken back: read "
                 "the text again"
@@ -204,11 +235,11 @@ class KeyValueCache:
     @property
     def nbytes(self) -> int:
         """Bytes of memory held, used or not."""
-        taken = sum(tensor.nbytes for tensor in self.selected.values())
+        taken = sum(tensor.nbytes for tensor in self._selected.values())
         return taken + sum(room.nbytes for room in self._rooms())
 
     def _rooms(self) -> tuple[Room, ...]:
-        return self._keys, self._values, self.near, *self.rotated.values()
+        return self._keys, self._values, *(room for _, room in self._rotated.values())
 
     def _make_room(self, tokens: int) -> None:
         """Refuse more than `max_length` tokens; forget all but the last window − 1 when full."""
@@ -222,8 +253,8 @@ class KeyValueCache:
             capacity = max(2 * self.window, used - gone + tokens)
             for room in (self._keys, self._values):
                 room.drop(gone, capacity)
-            self.selected = {at: taken[:, gone:] for at, taken in self.selected.items()}
-            self.rotated.clear()  # Its columns were those of the keys before.
+            self._selected = {at: taken[:, gone:] for at, taken in self._selected.items()}
+            self._rotated.clear()  # Their columns were those of the keys before.
             self.dropped += gone
 
 

@@ -1,22 +1,81 @@
-"""Checks of what attention is given beside q, k and v.
+"""What attention refuses of what it is given, in one place: shapes, types, and parts of a score.
 
 Legend: B batch, H query heads, T queries, S keys, E value size.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from normattn.errors import InputError
 from normattn.kernels.inputs import DTYPES, check_dense
 from normattn.layers.residual_scores import ResidualLayer
-from normattn.score import Positions, Score, ScoreSpec
+from normattn.score import Score, ScoreSpec
+
+if TYPE_CHECKING:
+    from normattn.score import Positions
 
 BOOLEAN = (torch.bool,)
 # Differences are taken: an unsigned type would wrap around and show the future.
 INTEGER = (torch.int64, torch.int32)
 _NAMES = {BOOLEAN: "boolean", INTEGER: "int64 or int32", DTYPES: "floating"}
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionArguments:
+    """What a call of `attention` has beside q, k, v and the score; `attention` describes each."""
+
+    causal: bool = True
+    backend: str = "auto"
+    attn_mask: Tensor | None = None
+    key_padding: Bool[Tensor, "b s"] | None = None
+    query_padding: Bool[Tensor, "b t"] | None = None
+    q_positions: Int[Tensor, "*bq t"] | None = None
+    k_positions: Int[Tensor, "*bk s"] | None = None
+    documents: Int[Tensor, "b s"] | None = None
+    dropout_p: float = 0.0
+    residual: ResidualLayer | None = None
+    gate: Float[Tensor, "b t gates"] | None = None
+    forget: Float[Tensor, "b new logits"] | None = None
+
+
+def check_arguments(
+    score: Score, q: Tensor, k: Tensor, v: Tensor, keys: int, given: AttentionArguments
+) -> None:
+    """Refuse what does not fit the score, q, k and v; `keys` counts those of a cache as well."""
+    check_heads(score, q, k)
+    spec, (batch, heads, queries, _) = score.spec, q.shape
+    check_residual(spec, given.residual)
+    for name, part, used, meaning in (
+        ("documents", "Packed", spec.documents, "the number of each key's document (B, S)"),
+        ("gate", "Gate", spec.gate, "W_g x of shape (B, T, H·E), or (B, T, H) per head"),
+        ("forget", "FoX", spec.forgets or None, "a gate's logit for each key, (B, S, H)"),
+    ):
+        missing = getattr(given, name) is None
+        if missing and used is not None:
+            raise InputError(f"{spec.name} needs {name}=…, {meaning}")
+        if not missing and used is None:
+            raise InputError(f"{name} is given, but {spec.name} does not use it: name {part} in it")
+    if queries > keys and (spec.documents is not None or spec.forgets):
+        raise InputError(
+            f"with {spec.name} the queries are the last of the keys, but there are {queries} "
+            f"queries and {keys} keys"
+        )
+    wide = heads * (v.shape[-1] if spec.gate is not None and spec.gate.per == "feature" else 1)
+    check_mask(given.attn_mask, (batch, heads, queries, keys))
+    check_tensor("key_padding", given.key_padding, BOOLEAN, (batch, keys))
+    check_tensor("query_padding", given.query_padding, BOOLEAN, (batch, queries))
+    check_positions("q_positions", given.q_positions, batch, queries)
+    check_positions("k_positions", given.k_positions, batch, keys)
+    check_tensor("documents", given.documents, INTEGER, (batch, keys))
+    check_tensor("forget", given.forget, DTYPES, (batch, k.shape[2], heads))
+    check_tensor("gate", given.gate, DTYPES, (batch, queries, wide))
+    checked_probability(given.dropout_p, "dropout_p")
 
 
 def check_tensor(
@@ -54,7 +113,7 @@ def check_positions(name: str, positions: Tensor | None, batch: int, tokens: int
     check_tensor(name, positions, INTEGER, *shapes)
 
 
-def check_score(score: Score, q: Tensor, k: Tensor) -> None:
+def check_heads(score: Score, q: Tensor, k: Tensor) -> None:
     """Refuse tensors of other heads than those that the score was built for."""
     expected = (score.heads, score.kv_heads, score.head_dim)
     if (q.shape[1], k.shape[1], q.shape[-1]) != expected:
@@ -80,56 +139,8 @@ def check_mask(mask: Tensor | None, full: tuple[int, ...]) -> None:
         )
 
 
-def check_parts(
-    score: Score,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    keys: int,
-    documents: Tensor | None,
-    residual: object,
-    gate: Tensor | None,
-    forget: Tensor | None,
-) -> None:
-    """Refuse what the score's parts do not take, lack, or have in another shape.
-
-    `keys` counts those of a cache, too.
-    """
-    check_score(score, q, k)
-    spec, (batch, heads, queries, _) = score.spec, q.shape
-    check_residual(spec, residual)
-    _check_present(spec, spec.documents is not None, "documents", "Packed", documents)
-    _check_present(spec, spec.gate is not None, "gate", "Gate", gate)
-    _check_present(spec, spec.forgets, "forget", "FoX", forget)
-    if queries > keys and (documents is not None or forget is not None):
-        raise InputError(
-            f"with {spec.name} the queries are the last of the keys, but there are {queries} "
-            f"queries and {keys} keys"
-        )
-    check_tensor("documents", documents, INTEGER, (batch, keys))
-    check_tensor("forget", forget, DTYPES, (batch, k.shape[2], heads))
-    if spec.gate is not None:
-        wide = heads * (v.shape[-1] if spec.gate.per == "feature" else 1)
-        check_tensor("gate", gate, DTYPES, (batch, queries, wide))
-
-
-# What each argument is, for a score whose part needs it.
-_MEANING = {
-    "documents": "the number of each key's document, integers (B, S)",
-    "gate": "W_g x of shape (B, T, H·E), or (B, T, H) per head",
-    "forget": "a gate's logit for each key, (B, S, H)",
-}
-
-
-def _check_present(spec: ScoreSpec, wanted: bool, name: str, part: str, x: Tensor | None) -> None:
-    if wanted and x is None:
-        raise InputError(f"{spec.name} needs {name}=…, {_MEANING[name]}")
-    if x is not None and not wanted:
-        raise InputError(f"{name} is given, but {spec.name} does not use it: name {part} in it")
-
-
 def check_residual(spec: ScoreSpec, residual: object) -> None:
-    """Raise `InputError` where score and residual do not belong together."""
+    """Refuse a residual that the score does not take, and a score that lacks its own."""
     if spec.residual is None and residual is not None:
         raise InputError(
             f"a residual is given, but {spec.name} takes nothing from the layers below"
@@ -138,6 +149,35 @@ def check_residual(spec: ScoreSpec, residual: object) -> None:
         raise InputError(
             f"{spec.name} adds to what the layers below hand on: pass residual=residual[n] to "
             "layer n, with residual = layers.residual_layers(spec, layers=…)"
+        )
+
+
+def check_both_ways(spec: ScoreSpec, given: AttentionArguments) -> None:
+    """Refuse `causal=False` beside a cache where nothing says which later tokens are seen."""
+    if given.attn_mask is None or given.documents is not None:
+        raise InputError(
+            "a cache is for causal attention: beside it causal=False needs attn_mask=…, what the "
+            "new tokens see of all tokens, and takes no documents"
+        )
+    if spec.needs_causal:
+        raise InputError(f"{spec.name} is defined for causal attention only")
+    if spec.leaks_future:
+        raise InputError(
+            f"{spec.name} takes statistics across the sequence, which tokens that come later would "
+            "change: it cannot be read with a cache"
+        )
+
+
+def check_lse(spec: ScoreSpec) -> None:
+    """Refuse a score whose rows have no log-sum-exp, or not one."""
+    why = None
+    if spec.difference is not None:
+        why = f"{spec.difference.name} makes one output of two softmaxes"
+    elif spec.blockwise:
+        why = f"{spec.block[0]} reads rows in blocks"
+    if why is not None:
+        raise InputError(
+            f"{spec.name} gives no log-sum-exp: {why}; call attention without return_lse"
         )
 
 
@@ -163,7 +203,7 @@ def check_order(spec: ScoreSpec, at: Positions, documents: Tensor | None) -> Non
         )
 
 
-def check_restarts(name: str, positions: Tensor, padding: Tensor | None) -> None:
+def check_restarts(positions: Tensor, padding: Tensor | None) -> None:
     """Refuse positions that go back to one that was there before: of several texts in one row.
 
     Padded tokens do not count. Where no number can be read, nothing is refused.
@@ -180,9 +220,9 @@ def check_restarts(name: str, positions: Tensor, padding: Tensor | None) -> None
     twice = (places.sort(dim=-1).values.diff(dim=-1) == 0).any(-1)
     if bool((back & twice).any()):
         raise InputError(
-            f"{name} begin anew within a row, so that causal queries would see keys of the texts "
-            "after their own: name the score with Packed and give documents=…, the number of each "
-            "token's text"
+            "k_positions begin anew within a row, so that causal queries would see keys of the "
+            "texts after their own: name the score with Packed and give documents=…, the number of "
+            "each token's text"
         )
 
 
@@ -208,17 +248,3 @@ def checked_probability(dropout: float, name: str = "dropout") -> float:
     if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
         raise InputError(f"{name} is {dropout}; it must be at least 0 and below 1")
     return dropout
-
-
-def check_lse(spec: ScoreSpec) -> None:
-    """Refuse a score whose rows have no log-sum-exp, or not one."""
-    if spec.difference is not None:
-        raise InputError(
-            f"{spec.name} has no log-sum-exp: {spec.difference.name} makes one output of two "
-            "softmaxes; call attention without return_lse"
-        )
-    if spec.blockwise:
-        raise InputError(
-            f"{spec.name} gives no log-sum-exp: {spec.block[0]} reads rows in blocks; call "
-            "attention without return_lse"
-        )

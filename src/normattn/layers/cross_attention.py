@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from normattn.errors import InputError
 from normattn.kernels import AttentionMask
 from normattn.kernels.stats import announce
-from normattn.layers.attention import run
 from normattn.layers.checks import (
     BOOLEAN,
+    AttentionArguments,
     check_input,
     check_positions,
     check_residual,
@@ -35,11 +35,10 @@ from normattn.score.spec import as_spec
 
 @dataclass(frozen=True)
 class Memory:
-    """A source as one layer's queries read it: its keys normalised and folded, and its values.
+    """A source as one layer's queries read it: its keys normalised and rotated, and its values.
 
-    `positions` are None where the score has none. `count` is the number of real tokens, (B, 1), or
-    (1,) where no token is padding. `spec` is the score that made the keys of `raw`, what the
-    projection gave.
+    `raw` are the keys as projected, `spec` the score that made `keys` of them. `positions` are None
+    where the score has none. `count` (B, 1), or (1,) without padding, is the number of real tokens.
     """
 
     keys: Float[Tensor, "b g s d"]
@@ -62,15 +61,14 @@ class Memory:
 class CrossAttention(nn.Module):
     """softmax(s(q, k)) v with q = x W_q of the reader and k, v = m W_kv of the source m.
 
-    Nothing is causal: every query sees every real source token, so that n, the number that log-n
-    scaling reads, is the unpadded length of the source. Shapes: x (B, T, dim), m (B, S,
-    source_dim) → (B, T, dim). `score` is a `ScoreSpec` or its name, by default `Baseline-NoPE`;
-    one with rotary positions, a bias or a window needs the positions of both sides. `remember`
-    makes keys and values of a source once; `forward` reads them as often as wanted. `source_dim`
-    defaults to `dim`, `head_dim` to dim / heads; `dropout` is the probability with which an
-    attention weight is dropped in training. The weight of `kv` holds the rows of k, then v, each
-    head by head. Raises `InputError` for sizes that do not divide and for scores that are for
-    causal attention or packed documents only. Source: arXiv 1706.03762.
+    Every query sees every real source token: n, which log-n scaling reads, is the unpadded length
+    of the source. `remember` makes keys and values of a source once, `forward` reads them as often
+    as wanted: x (B, T, dim), m (B, S, source_dim) → (B, T, dim). `score` is a `ScoreSpec` or its
+    name; one with rotary positions, a bias or a window needs the positions of both sides.
+    `source_dim` defaults to `dim`, `head_dim` to dim / heads; `dropout` is the probability with
+    which an attention weight is dropped in training. The weight of `kv` holds the rows of k, then
+    v, each head by head. Raises `InputError` for sizes that do not divide and for scores that are
+    for causal attention or packed documents only. Source: arXiv 1706.03762.
     """
 
     def __init__(
@@ -113,15 +111,14 @@ class CrossAttention(nn.Module):
         check_tensor("padding", padding, BOOLEAN, tuple(source.shape[:2]))
         kv = self.kv(source).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         k, v = kv[:, : self.kv_heads], kv[:, self.kv_heads :]
-        spec = self.score.spec
-        positions = _placed(positions, spec, *source.shape[:2]) if _has_positions(spec) else None
-        places = torch.arange(k.shape[2], device=k.device) if positions is None else positions
-        stored = self.score.cache_keys(k, places, padding=padding)
-        if padding is None:
-            count = torch.full((1,), k.shape[2], device=k.device)
-        else:
+        spec, tokens = self.score.spec, k.shape[2]
+        places = torch.arange(tokens, device=k.device)
+        positions = _checked_positions(positions, spec, *source.shape[:2])
+        keys = self.score.cache_keys(k, places if positions is None else positions, padding=padding)
+        count = torch.full((1,), tokens, device=k.device)
+        if padding is not None:
             count = (~padding).sum(-1, keepdim=True).clamp(min=1)
-        return Memory(stored, k, v, padding, positions, count, spec)
+        return Memory(keys, k, v, padding, positions, count, spec)
 
     def forward(
         self,
@@ -138,8 +135,7 @@ class CrossAttention(nn.Module):
         There may be r rows of `x` for each source, one after another (the beams of a search): they
         read the same keys. `positions` (T,) or (B·r, T) are those of `x`, for a score that has
         any. `query_padding` matters to statistics over the queries only (BatchNorm, InstanceNorm),
-        which the r rows of a source then share. `residual` is what the layers below hand on.
-        `backend` names the kernel, as in `attention`.
+        which the r rows of a source then share. `residual` and `backend` are as in `attention`.
         """
         spec, rows, sources = self.score.spec, x.shape[0], memory.keys.shape[0]
         check_input("x", x, self.dim)
@@ -160,22 +156,16 @@ class CrossAttention(nn.Module):
         mask = AttentionMask(False, at.query, at.key, at.regular, memory.padding)
         if spec.chunk is not None:
             mask = hide_other_chunks(mask, spec.chunk, sources)
-        o = run(
-            AttentionPlan(at, mask, backend, cached=True),
-            *(self.score, q, memory.keys, memory.values),
-            residual=residual,
+        given = AttentionArguments(
+            *(False, backend),
             query_padding=query_padding,
-            dropout=self.dropout if self.training else 0.0,
+            dropout_p=self.dropout if self.training else 0.0,
+            residual=residual,
         )
+        plan = AttentionPlan(at, mask, given, cached=True)
+        o = plan.run(self.score, q, memory.keys, memory.values)
         y: Tensor = self.out(o.transpose(1, 2).reshape(rows, x.shape[1], -1))
         return y
-
-    @torch.no_grad()
-    def shrink(self, factor: Float[Tensor, " h"]) -> None:
-        """Multiply the logits q·k of each query head by its factor, by the weights of q and k."""
-        query, key = share_factor(factor, self.kv_heads)
-        scale_heads(self.q, query)
-        scale_heads(self.kv, torch.cat((key, torch.ones_like(key))))
 
     def _positions(self, x: Tensor, memory: Memory, positions: Tensor | None) -> Positions:
         """Positions of the queries, those of all rows of a source in one line, and of the keys."""
@@ -184,12 +174,17 @@ class CrossAttention(nn.Module):
             query = torch.arange(repeats * x.shape[1], device=x.device)
             key = torch.arange(memory.keys.shape[2], device=x.device)
             return Positions(query, key, memory.count, False, regular=memory.padding is None)
-        positions = _placed(positions, self.score.spec, *x.shape[:2])
-        if positions.dim() == 1:
-            query = positions.repeat(repeats)
-        else:
-            query = positions.reshape(-1, repeats * x.shape[1])
+        own = _checked_positions(positions, self.score.spec, *x.shape[:2])
+        assert own is not None
+        query = own.repeat(repeats) if own.dim() == 1 else own.reshape(-1, repeats * x.shape[1])
         return Positions(query, key, memory.count, False, regular=False, ordered=False)
+
+    @torch.no_grad()
+    def shrink(self, factor: Float[Tensor, " h"]) -> None:
+        """Multiply the logits q·k of each query head by its factor, by the weights of q and k."""
+        query, key = share_factor(factor, self.kv_heads)
+        scale_heads(self.q, query)
+        scale_heads(self.kv, torch.cat((key, torch.ones_like(key))))
 
     def extra_repr(self) -> str:
         """Name the settings in the printed module."""
@@ -209,16 +204,13 @@ def refuse_across(spec: ScoreSpec) -> None:
             raise InputError(f"{spec.name} {why}")
 
 
-def _has_positions(spec: ScoreSpec) -> bool:
-    """Whether the score depends on where tokens stand."""
-    visible = spec.window[0] is not None or spec.chunk is not None
-    return spec.position.rotary or spec.bias is not None or visible
-
-
-def _placed(
+def _checked_positions(
     positions: Tensor | None, spec: ScoreSpec, rows: int, tokens: int
-) -> Int[Tensor, "*br t"]:
-    """The positions after a check; those of one row for all as (T,), of any number of rows."""
+) -> Int[Tensor, "*br t"] | None:
+    """The positions, those of one row for all as (T,); None for a score without positions."""
+    visible = spec.window[0] is not None or spec.chunk is not None
+    if not (spec.position.rotary or spec.bias is not None or visible):
+        return None
     if positions is None:
         raise InputError(
             f"{spec.name} has positions, and two sequences share no count of them: give "

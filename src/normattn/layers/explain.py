@@ -6,7 +6,7 @@ Legend: B batch, H query heads, G key heads, T queries, S keys, D head dimension
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from normattn.errors import InputError
 from normattn.kernels import AttentionInputs, reasons
 from normattn.kernels.dispatch import working_bytes
 from normattn.kernels.inputs import check_shapes
-from normattn.layers.attention import run
+from normattn.layers.checks import AttentionArguments
 from normattn.layers.gates import log_gates, pair_values, sum_gates
 from normattn.layers.prepare import prepare
 from normattn.layers.residual_scores import residual_layers
@@ -44,22 +44,20 @@ class Explanation:
     working_bytes: int
 
     def __str__(self) -> str:
-        def listed(title: str, lines: Sequence[str]) -> Iterator[str]:
-            yield title
-            yield from (f"  - {line}" for line in lines or ["nothing"])
-
         refused = [f"{name}: {reason}" for name, reason in self.refused.items()]
+        lines = [f"{self.spec} on {self.shapes}"]
+        for title, listed in (
+            ("folded into q and k:", self.folded),
+            ("left to the kernel:", self.left),
+            (f"kernel: {self.kernel} ({self.why})", None),
+            ("not taken:", refused),
+        ):
+            lines.append(title)
+            if listed is not None:
+                lines += [f"  - {line}" for line in listed or ["nothing"]]
         output, working = self.output_bytes / 2**20, self.working_bytes / 2**20
-        return "\n".join(
-            [
-                f"{self.spec} on {self.shapes}",
-                *listed("folded into q and k:", self.folded),
-                *listed("left to the kernel:", self.left),
-                f"kernel: {self.kernel} ({self.why})",
-                *listed("not taken:", refused),
-                f"memory of a forward: {output:.1f} MiB of output, about {working:.1f} beside",
-            ]
-        )
+        lines.append(f"memory of a forward: {output:.1f} MiB of output, about {working:.1f} beside")
+        return "\n".join(lines)
 
 
 def explain(
@@ -135,32 +133,31 @@ def _inputs(
     """The inputs that a kernel would get, the last one where there is one for each block."""
     # One number each, however large the shape.
     check_shapes(*(torch.zeros((), dtype=dtype).expand(tuple(shape)) for shape in shapes))
-    documents = sums = gate = None
     with torch.device("meta"):
         q, k, v = (torch.empty(tuple(shape), dtype=dtype) for shape in shapes)
-        (batch, heads, queries, _), (keys, size) = q.shape, k.shape[2:]
-        score = Score(spec, heads, size, k.shape[1])
-        if spec.documents is not None:
-            documents = torch.empty(batch, keys, dtype=torch.int64)
+        (batch, heads, _, _), (keys, size) = q.shape, k.shape[2:]
+        score, sums = Score(spec, heads, size, k.shape[1]), None
+        packed = spec.documents is not None
+        documents = torch.empty(batch, keys, dtype=torch.int64) if packed else None
         if spec.forgets:
             logits = torch.empty(batch, keys, heads)
             sums = sum_gates(log_gates(logits, k.shape[1], dtype), heads)
-        if spec.gate is not None:
-            wide = heads * (v.shape[-1] if spec.gate.per == "feature" else 1)
-            gate = q.new_empty(batch, queries, wide)
     residual, noted = residual_layers(spec, 1), []
 
     def note(inputs: AttentionInputs) -> Tensor:
-        noted.append(inputs if residual is None else residual[0].join(inputs))
+        noted.append(inputs)
         return inputs.v.new_empty(*inputs.q.shape[:3], inputs.v.shape[3])
 
-    plan = prepare(spec, q, keys, causal, documents=documents)
-    v = pair_values(spec, v, size)
-    run(plan, score, q, k, v, gate=gate, forget_sums=sums, kernel=note)
-    tensors = [None if x is None else _StandIn(x, device) for x in noted[-1].tensors]
-    return replace(
-        AttentionInputs.of(noted[-1].settings, tensors), residual_scores=noted[-1].residual_scores
+    # Without the gate, which no kernel sees.
+    given = AttentionArguments(
+        causal, documents=documents, residual=None if residual is None else residual[0]
     )
+    plan = prepare(spec, q, keys, given)
+    plan.run(score, q, k, pair_values(spec, v, size), forget_sums=sums, kernel=note)
+    inputs = noted[-1]
+    tensors = [None if x is None else _StandIn(x, device) for x in inputs.tensors]
+    shown = AttentionInputs.of(inputs.settings, tensors)
+    return replace(shown, residual_scores=inputs.residual_scores)
 
 
 def _folded_and_left(spec: ScoreSpec) -> tuple[tuple[str, ...], tuple[str, ...]]:

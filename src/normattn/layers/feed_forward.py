@@ -42,8 +42,7 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Float[Tensor, "... dim"]) -> Float[Tensor, "... dim"]:
         """Map each position by itself."""
-        kept = torch.is_grad_enabled() or plain() or torch.compiler.is_compiling()
-        if kept or x.device.type != "cpu":
+        if torch.is_grad_enabled() or plain() or x.device.type != "cpu":
             return self._map(x)
         rows = x.reshape(-1, x.shape[-1])
         # The last part takes the rest, as products of few rows round otherwise.

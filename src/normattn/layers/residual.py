@@ -16,15 +16,13 @@ from normattn.errors import InputError
 
 
 class Placed(nn.Module):
-    """A sub-layer with its norm, if any, and dropout; what they make of x is a subclass's."""
+    """A sub-layer f with its norm N, if any, and dropout."""
 
     def __init__(
         self, sublayer: nn.Module, norm: nn.Module | None = None, dropout: float = 0.0
     ) -> None:
         super().__init__()
-        self.sublayer = sublayer
-        self.norm = norm
-        self.dropout = dropout
+        self.sublayer, self.norm, self.dropout = sublayer, norm, dropout
 
     def normed(self, x: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
         """N(x), or x without a norm."""
@@ -53,18 +51,13 @@ class PostLN(Placed):
 
 
 class DeepNorm(Placed):
-    """N(α·x + f(x)); α, and β for the initialisation, from `deepnorm_factors`.
-
-    Source: arXiv 2203.00555.
-    """
+    """N(α·x + f(x)), with α from `deepnorm_factors`. Source: arXiv 2203.00555."""
 
     def __init__(
         self, sublayer: nn.Module, norm: nn.Module, alpha: float, dropout: float = 0.0
     ) -> None:
         super().__init__(sublayer, norm, dropout)
-        if not alpha > 0:
-            raise InputError(f"DeepNorm's α is {alpha}; it must be above 0")
-        self.alpha = alpha
+        self.alpha = _positive("DeepNorm's α", alpha)
 
     def forward(self, x: Float[Tensor, "b t d"], **context: Any) -> Float[Tensor, "b t d"]:
         """Add the sub-layer's output to α·x and normalise the sum."""
@@ -76,10 +69,9 @@ class DeepNorm(Placed):
 
 
 class ReZero(Placed):
-    """x + α·f(N(x)) with one learned number α, 0 at the start, so that a block begins as x → x.
+    """x + α·f(N(x)) with one learned number α, which starts at `start`: a block begins as x → x.
 
-    `norm=None` leaves the inner norm out. `start` is α's first value. Source: arXiv 2003.04887;
-    kexue 8027.
+    `norm=None` leaves the inner norm out. Source: arXiv 2003.04887; kexue 8027.
     """
 
     def __init__(
@@ -103,9 +95,7 @@ class FixedScale(Placed):
 
     def __init__(self, sublayer: nn.Module, scale: float = 0.1, dropout: float = 0.0) -> None:
         super().__init__(sublayer, None, dropout)
-        if not scale > 0:
-            raise InputError(f"the fixed scale of a branch is {scale}; it must be above 0")
-        self.scale = scale
+        self.scale = _positive("the fixed scale of a branch", scale)
 
     def forward(self, x: Float[Tensor, "b t d"], **context: Any) -> Float[Tensor, "b t d"]:
         """Add ε times the sub-layer's output to `x`."""
@@ -184,10 +174,8 @@ class AttnRes(Placed):
 def deepnorm_factors(blocks: int, sublayers: int = 2) -> tuple[float, float]:
     """DeepNorm's α = M^¼ and β = (4M)^−¼ for M = blocks · sublayers sub-layers.
 
-    The paper bounds how far one update moves the output by Σ (v² + w²)/α² over the sub-layers, with
-    v and w the scales of a sub-layer's two weights, and keeps it at 1 with v = w = β. For blocks of
-    two that is its (2N)^¼ and (8N)^−¼. A gated attention unit is one sub-layer, with β on its value
-    columns and its output weight; its gate, a third factor at scale 1, adds ¼·N^−½ to the bound.
+    The paper keeps Σ (v² + w²)/α² at 1, with v and w the scales of a sub-layer's two weights: for
+    blocks of two that gives its (2N)^¼ and (8N)^−¼. A gated attention unit is one sub-layer.
     Raises `InputError` below one block or sub-layer. Source: arXiv 2203.00555, section 3.
     """
     if blocks < 1 or sublayers < 1:
@@ -197,3 +185,9 @@ def deepnorm_factors(blocks: int, sublayers: int = 2) -> tuple[float, float]:
         )
     depth = blocks * sublayers
     return depth**0.25, (4 * depth) ** -0.25
+
+
+def _positive(name: str, value: float) -> float:
+    if not value > 0:
+        raise InputError(f"{name} is {value}; it must be above 0")
+    return value

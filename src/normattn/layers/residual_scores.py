@@ -8,11 +8,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from normattn.errors import InputError
-from normattn.kernels import AttentionInputs, attend
+from normattn.kernels import AttentionInputs
 from normattn.kernels.residual_scores import ResidualScores, Stack
 from normattn.score import ScoreSpec
 from normattn.score.parts.residual import ValueResidual
@@ -34,10 +33,6 @@ class ResidualLayer:
             return self._sums.join(inputs, self._layer)
         self._sums.begin(self._layer)
         return replace(inputs, residual_scores=self._sums)
-
-    def attend(self, inputs: AttentionInputs, backend: str = "auto") -> Float[Tensor, "b h t e"]:
-        """softmax(score) · v with the residual in the score."""
-        return attend(self.join(inputs), backend)
 
 
 class FeatureSums:
