@@ -209,7 +209,8 @@ def _notes(view: View) -> tuple[str, ...]:
         "softmax reads their mean; -PreLN: the same under PreLN; -half: half the steps, with a "
         "schedule of its own that ends there.",
         "ResidualQK: PostLN, and every layer adds its queries and keys to those below; "
-        "ResidualQKV: its values too.",
+        "ResidualQKV: its values too; ValueResidual: values alone, mixed with the lowest layer's.",
+        "AttnRes: each sub-layer reads a softmax-weighted mean of all outputs below it.",
         "-continued and -from-PostLN: the trained PostLN, and half the steps more, as it is or as "
         "RealFormer.",
         "ReZero: x + α·f(N(x)), α = 0 at first; ReZeroNoNorm: x + α·f(x); FixedScale: x + 0.1·f(x),"

@@ -371,9 +371,11 @@ def _failing(
 GROUPS = {
     "residual scores": (
         *("PostLN", "RealFormer", "PreLN", "RealFormer-PreLN", "ResidualQK"),
-        *("ResidualQKV", "RealFormer-mean", "RealFormer-half"),
+        *("ResidualQKV", "ValueResidual", "RealFormer-mean", "RealFormer-half"),
     ),
-    "placements": ("PostLN", "PreLN", "DeepNorm", "ReZero", "ReZeroNoNorm", "FixedScale"),
+    "placements": (
+        *("PostLN", "PreLN", "AttnRes", "DeepNorm", "ReZero", "ReZeroNoNorm", "FixedScale"),
+    ),
     "from a trained PostLN": ("PostLN", "RealFormer", "PostLN-continued", "RealFormer-from-PostLN"),
     "one block for all layers": ("PostLN", "RealFormer", "PostLN-shared", "RealFormer-shared"),
 }

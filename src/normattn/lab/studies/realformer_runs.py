@@ -81,6 +81,8 @@ ROWS: dict[str, Encoder] = {
     "RealFormer-PreLN": _realformer("PreLN"),
     "ResidualQK": Encoder(placement="PostLN", score="Baseline-ResidualQK"),
     "ResidualQKV": Encoder(placement="PostLN", score="Baseline-ResidualQKV"),
+    "ValueResidual": Encoder(placement="PostLN", score="Baseline-ValueResidual"),
+    "AttnRes": Encoder(placement="AttnRes"),
     "DeepNorm": Encoder(placement="DeepNorm"),
     "ReZero": Encoder(placement="ReZero"),
     "ReZeroNoNorm": Encoder(placement="ReZeroNoNorm"),
