@@ -310,7 +310,13 @@ class Score(nn.Module):
             furthest = torch.stack((positions.query.max(), positions.key.max()))
             most = int(furthest.max()) + 1
         distance = torch.arange(most, device=q.device, dtype=_bias_dtype(q))
-        return part.values(distance, self.heads, _values(self.bias))
+        bias = part.values(distance, self.heads, _values(self.bias))
+        if bias.shape != (self.heads, most):
+            raise InputError(
+                f"{part.name}.values gave the shape {tuple(bias.shape)}; expected one row for each "
+                f"head and one column for each distance, {(self.heads, most)}"
+            )
+        return bias
 
 
 def _parameters(initial: Mapping[str, Tensor] | None) -> nn.ParameterDict | None:

@@ -1,10 +1,10 @@
 """Claims: a sentence of a source, the contrast that tests it, and a verdict.
 
-There are five verdicts. *confirmed*: the difference has the claimed sign and its p, corrected for
+A verdict is one of five. *confirmed*: the difference has the claimed sign and its p, corrected for
 all claims of the report (Holm), is at most 1 − level. *contradicted*: the same with the other sign.
 *inconclusive*: fewer than three seeds on a side, no interval, or an interval so wide that the
 smallest effect which it would have shown exceeds `matters`; the smallest detectable effect is
-given. *not confirmed*: none of these.
+given. *not confirmed*: none of these. *differs (size unclear)*: see margins below.
 
 A sentence that promises no loss ("as good as", "gains nothing") has a margin m, as a test of
 non-inferiority has: *confirmed* where the difference is certainly less than m on the wrong side of

@@ -204,6 +204,9 @@ def register(part: P) -> P:
         part.summary = (part.__doc__ or "").partition("\n")[0].rstrip(".")
     if "-" in part.name or part.name in _PARTS:
         raise ValueError(f"part name {part.name!r} holds a hyphen or is taken")
+    for needed in ("equation", "source"):
+        if not hasattr(part, needed):
+            raise ValueError(f"part {part.name} has no {needed}, which `normattn list` shows")
     if "__dataclass_fields__" not in own:
         # Done in place: the class stays the same object.
         dataclass(frozen=True)(part)
