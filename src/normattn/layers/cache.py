@@ -111,6 +111,8 @@ class KeyValueCache:
         self._selected: dict[int, Tensor] = {}
         self._keys, self._values = Room(2, max_length), Room(2, max_length)
         self._spec: ScoreSpec | None = None
+        # What `layers.folded` prepared for one more token.
+        self.step: object = None
 
     def claim(self, spec: ScoreSpec) -> None:
         """Refuse keys of another score than the one that filled this cache."""

@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from weakref import WeakValueDictionary
 
 import torch
 from jaxtyping import Float, Int
@@ -33,6 +34,7 @@ from normattn.layers.checks import AttentionArguments, check_heads
 from normattn.layers.gates import pair_values
 from normattn.layers.prepare import prepare, regular_positions
 from normattn.score import Score, ScoreSpec
+from normattn.score.norms import FeatureNorm
 from normattn.score.parts import PairBiasPart, RotaryPosition
 from normattn.score.rotary import (
     Rotation,
@@ -49,7 +51,9 @@ from normattn.score.spec import as_spec
 
 # Prepared objects are forgotten, all at once, when there are so many: lengths vary without end.
 _MOST = 512
-_PREPARED: dict[tuple[object, ...], tuple[object, FoldedAttention | FoldedStep | None]] = {}
+_PREPARED: dict[tuple[object, ...], tuple[object, FoldedAttention | None]] = {}
+# Steps live as long as a cache uses them; the layers of a model share one.
+_STEPS: WeakValueDictionary[tuple[object, ...], FoldedStep] = WeakValueDictionary()
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,11 +120,15 @@ class FoldedStep:
     `scale` is λ, of every position where it depends on n. `bias` (H, C) holds b(C − 1 − r) from
     left to right where it learns nothing, `distance` (C,) these distances where it does. With two
     regimes the cache has far keys, and the last `near` of them at their near positions as well, so
-    that a step rotates one key only.
+    that a step rotates one key only. `unit` is the eps of keys of length 1 where nothing else is
+    normalised.
     """
 
+    given: ScoreSpec | str
     score: Score | None
     spec: ScoreSpec
+    shapes: tuple[torch.Size, torch.Size, torch.Size]
+    dtype: torch.dtype
     heads: tuple[int, int]
     capacity: int
     alone: bool
@@ -131,7 +139,20 @@ class FoldedStep:
     bias: Float[Tensor, "h c"] | None
     distance: Float[Tensor, " c"] | None
     near: int | None
+    unit: float | None
     readable: bool
+
+    def fits(
+        self, given: ScoreSpec | str, q: Tensor, k: Tensor, v: Tensor, cache: KeyValueCache
+    ) -> bool:
+        """Whether it serves this token too, whose tensors then are what was checked before."""
+        return (
+            given is self.given
+            and cache.length < self.capacity
+            and (q.shape, k.shape, v.shape) == self.shapes
+            and q.dtype is k.dtype is v.dtype is self.dtype
+            and q.layout is k.layout is v.layout is torch.strided
+        )
 
     def run(
         self,
@@ -146,7 +167,10 @@ class FoldedStep:
         assert cache is not None
         cache.claim(self.spec)
         at, heads = cache.length, self.heads
-        q, k = _normed(score, q, k)
+        if self.unit is None or score._modules["key_norm"]._forward_hooks:  # type: ignore[union-attr]
+            q, k = _normed(score, q, k)
+        else:
+            k = k / torch.linalg.vector_norm(k, dim=-1, keepdim=True).clamp_min(self.unit)
         both = torch.cat((q, k), 1)
         diverged = self.readable and not math.isfinite(both.sum(dtype=torch.float32).item())
         if diverged or not self.readable:
@@ -302,24 +326,52 @@ def find_folded(
         given, sizes = score._spec, (score.heads, score.kv_heads, score.head_dim)
     else:
         given = score
-    room = None
     if cache is not None:
         if q.shape[2] != 1 or not causal or backend != "auto":
             return None
-        room = max(64, 1 << cache.length.bit_length())
+        step = cache.step
+        if isinstance(step, FoldedStep) and step.fits(given, q, k, v, cache):
+            return step
+        cache.step = step = _find_step(score, given, q, k, v, cache)
+        return step
     name = (
         # A specification by identity: its hash would take as long as all the rest.
         *(given if isinstance(given, str) else id(given), sizes, causal, backend),
         *(q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.layout, k.layout, v.layout),
-        *(q.device, k.device, v.device, room),
+        *(q.device, k.device, v.device),
     )
     kept = _PREPARED.get(name)
     if kept is None:
         if len(_PREPARED) >= _MOST:
             _PREPARED.clear()
         # The specification is kept, too: another one may not get its number.
-        kept = _PREPARED[name] = given, _prepare(score, q, k, v, causal, backend, room)
+        kept = _PREPARED[name] = given, _prepare(score, q, k, v, causal, backend)
     return kept[1]
+
+
+@torch.no_grad()
+def _find_step(
+    score: Score | ScoreSpec | str,
+    given: ScoreSpec | str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache: KeyValueCache,
+) -> FoldedStep | None:
+    """The step of a cache of this length, or twice as long; None where a score has none."""
+    check_shapes(q, k, v)
+    module = score if isinstance(score, Score) else without_parameters(score, q, k)
+    check_heads(module, q, k)
+    if not _steps(module, q):
+        return None
+    capacity = max(64, 1 << cache.length.bit_length())
+    learned = module.bias is not None, module.logn is not None
+    name = given, learned, q.shape, k.shape, v.shape, q.dtype, q.device, capacity
+    step = _STEPS.get(name)
+    if step is None or step.given is not given:
+        own = None if isinstance(score, Score) else module
+        step = _STEPS[name] = _prepare_step(module, own, given, q, k, v, capacity)
+    return step
 
 
 @torch.no_grad()
@@ -330,21 +382,14 @@ def _prepare(
     v: Tensor,
     causal: bool,
     backend: str,
-    room: int | None,
-) -> FoldedAttention | FoldedStep | None:
-    """For whole sequences like these, or for a token with a cache of up to `room` before it.
-
-    None where the score asks for more than torch's kernel gives.
-    """
+) -> FoldedAttention | None:
+    """For whole sequences like these; None where the score asks for more than torch's kernel."""
     check_shapes(q, k, v)
     module = score if isinstance(score, Score) else without_parameters(score, q, k)
     check_heads(module, q, k)
     own, spec, size = None if isinstance(score, Score) else module, module.spec, module.head_dim
     if backend not in ("auto", "fused") or spec.documents is not None or not folds(module):
         return None
-    alone = spec.gate is None and spec.difference is None
-    if room is not None:
-        return _prepare_step(module, own, alone, q, k, room) if _steps(module, q) else None
     if spec.remapping is not None:
         return None
     plan = prepare(spec, q, k.shape[2], AttentionArguments(causal, backend))
@@ -356,13 +401,20 @@ def _prepare(
     assert isinstance(query.near, Rotation | None)
     assert isinstance(key.near, Rotation | None)
     turn_q, turn_k = (None if turn is None else turn.arguments for turn in (query.near, key.near))
-    n = _visible(module, at.n, q)
+    n, alone = _visible(module, at.n, q), _stands_alone(spec)
     return FoldedAttention(own, turn_q, turn_k, query.scale, n, alone, plan.mask, backend)
 
 
 def _prepare_step(
-    score: Score, own: Score | None, alone: bool, q: Tensor, k: Tensor, capacity: int
+    score: Score,
+    own: Score | None,
+    given: ScoreSpec | str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    capacity: int,
 ) -> FoldedStep:
+    """For a token beside a cache that holds fewer than `capacity` others."""
     spec, size, remapping = score.spec, score.head_dim, score.spec.remapping
     with torch.inference_mode(False):
         at = regular_positions(capacity, capacity, q.device)
@@ -377,14 +429,29 @@ def _prepare_step(
             if score.bias is None:
                 bias, distance = spec.bias.values(distance, score.heads, {}).to(q.dtype), None
         return FoldedStep(
-            *(own, spec, (q.shape[1], k.shape[1]), capacity, alone),
+            *(given, own, spec, (q.shape, k.shape, v.shape), q.dtype),
+            *((q.shape[1], k.shape[1]), capacity, _stands_alone(spec)),
             scale.tolist() if isinstance(scale, Tensor) else float(scale),
             _visible(score, at.n, q),
             None if queries is None else RowRotation.of(queries.near, queries.far, q.dtype, size),
             RowRotation.of(keys.near, keys.far, q.dtype, size),
             *(bias, distance, None if remapping is None else remapping.window),
-            readable(q),
+            *(_unit_keys(score), readable(q)),
         )
+
+
+def _unit_keys(score: Score) -> float | None:
+    """The eps of keys that are divided by their length, where queries keep theirs (KNA)."""
+    norm = score.key_norm
+    if score.query_norm is not None or not isinstance(norm, FeatureNorm):
+        return None
+    plain = norm.kind == "l2" and norm.across == "head" and norm.weight is None
+    return norm.eps if plain else None
+
+
+def _stands_alone(spec: ScoreSpec) -> bool:
+    """Whether a layer does nothing with what attention gives."""
+    return spec.gate is None and spec.difference is None
 
 
 def _visible(score: Score, n: Tensor, q: Tensor) -> Float[Tensor, "1 t"] | None:
