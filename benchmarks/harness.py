@@ -94,8 +94,13 @@ def ratio(ours: Sequence[float], peer: Sequence[float]) -> Ratio:
 
 def _summary(timing: Timing) -> dict[str, Any]:
     """Median, low and high, and every round, as JSON values."""
-    names = ("median", "low", "high", "calls")
-    return {**{name: getattr(timing, name) for name in names}, "rounds": list(timing.rounds)}
+    return {
+        "median": timing.median,
+        "low": min(timing.rounds),
+        "high": max(timing.rounds),
+        "calls": timing.calls,
+        "rounds": list(timing.rounds),
+    }
 
 
 def measure(case: Case, options: Options) -> Result:

@@ -257,7 +257,7 @@ def test_every_recipe_reads_and_prints_and_takes_a_method() -> None:
             assert ScoreSpec.parse(f"{name}@512").train_length == 512
     qwen = ScoreSpec.parse("Qwen3", train_length=40960).with_method("YaRN", factor=4)
     assert str(qwen) == "QKRMSNorm-RoPE(base=1000000)-YaRN(factor=4)@40960"
-    with pytest.raises(InputError, match="a training length of 512, but that of gpt-oss is 4096"):
+    with pytest.raises(InputError, match=r"gpt-oss.*4096.*512"):
         ScoreSpec.parse("gpt-oss@512")
     gpt = ScoreSpec.parse("gpt-oss")
     assert gpt.rope_scaling is not None

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -159,3 +160,20 @@ def test_metrics_are_added_and_subtracted() -> None:
     assert view.estimate(acc.at(16, variant="KNA")) is None
     with pytest.raises(InputError, match="itself"):
         Claim("nothing", (acc.at(2) - acc.at(2, variant="Baseline")).at(variant="KNA"))
+
+
+@pytest.mark.parametrize(
+    ("metric", "said"),
+    [
+        (Metric("acuracy").at(1), "did you mean accuracy"),
+        (Metric("accuracy").at(1, variant="KNAA"), "no variant is called 'KNAA'"),
+        (Metric("accuracy").at(8), "8 is no length of its Eval, which has 1, 2"),
+    ],
+)
+def test_what_a_study_never_measures_is_refused_at_once(metric: Metric, said: str) -> None:
+    """In a column and in a claim, which would vanish from the page without a word."""
+    own: dict[str, Any] = {"variants": ["Baseline", "KNA"], "evals": [Eval(lengths=(1, 2))]}
+    with pytest.raises(InputError, match=said):
+        Study("own", question="?", columns={"x": metric}, **own)
+    with pytest.raises(InputError, match=said):
+        Study("own", question="?", claims=[Claim("x", metric - Metric("loss").at(2))], **own)

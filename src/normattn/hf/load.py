@@ -100,7 +100,7 @@ def source_of(model: str | Path, gguf: str | None = None) -> tuple[str, str | No
         raise InputError(f"{path} holds no config.json of transformers, and {held}")
     elif path.is_dir():
         refuse_kind(path / "config.json")
-    elif path.is_absolute() or str(model).count("/") > 1:
+    elif path.is_absolute() or str(model).count("/") > 1 or str(model).startswith("."):
         raise InputError(f"{model} does not exist, and is no name on the hub (OWNER/NAME)")
     return (str(path) if path.is_dir() else str(model)), gguf
 

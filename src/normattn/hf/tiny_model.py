@@ -68,6 +68,11 @@ def small_model(config: Any) -> Any:
     text = config.get_text_config()
     if not hasattr(text, "model_type"):
         raise InputError(f"the text model of a {config.model_type} configuration is {text!r}")
+    if text.model_type.startswith("normattn"):
+        raise InputError(
+            "this is normattn's own model in transformers' format, which no method extends there: "
+            "use `normattn evaluate RUN --methods …`, or save normattn.hf.to_llama(model)"
+        )
     refuse_odd_values(text.to_dict(), f"the configuration of a {text.model_type} model")
     auto: Any = transformers.AutoModelForCausalLM
     with explained(f"a small {text.model_type} model"):

@@ -133,6 +133,28 @@ def observing(by: Observer) -> Iterator[None]:
         _OBSERVER.reset(token)
 
 
+class _Blind:
+    """An observer that sees calls and keeps nothing."""
+
+    def enter(self, *call: Any) -> None: ...
+
+    def confine(self, *call: Any) -> None: ...
+
+    def functions(self, inputs: AttentionInputs) -> None: ...
+
+    def see(self, *call: Any) -> None: ...
+
+
+@contextmanager
+def unseen(observed: bool) -> Iterator[None]:
+    """Nobody gets statistics inside; kernels are those of `observed` calls all the same."""
+    token = _OBSERVER.set(_Blind() if observed else None)
+    try:
+        yield
+    finally:
+        _OBSERVER.reset(token)
+
+
 def announce(
     owner: object,
     q: Float[Tensor, "b h t d"],

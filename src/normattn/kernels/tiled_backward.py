@@ -46,7 +46,9 @@ def forward_tiles(
 ) -> tuple[Float[Tensor, "b h t e"], Float[Tensor, "*rows"]]:
     """softmax(score) · v, and the log-sum-exp of each row (empty without `with_lse`)."""
     inputs = given.widened()
-    plan = Plan.of(inputs, narrow=recorder is None and make is TileScores)
+    # A dropout mask follows the tile's width, which has to be the same backward.
+    narrow = recorder is None and make is TileScores and not inputs.dropout
+    plan = Plan.of(inputs, narrow)
     out = inputs.v.new_empty(*grouped(inputs.q, plan.repeat).shape[:-1], inputs.v.shape[-1])
     lse = out.new_empty(out.shape[:-1] if with_lse else 0)
     number = 0
@@ -81,7 +83,7 @@ def backward_tiles(
     A `fixed_bias` gets none.
     """
     inputs = given.widened()
-    plan = Plan.of(inputs, narrow=make is TileScores)
+    plan = Plan.of(inputs, narrow=make is TileScores and not inputs.dropout)
     whole = _empty_gradients(inputs, plan.repeat, fixed_bias)
     by_out = grouped(by_out.to(inputs.v.dtype), plan.repeat)
     by_lse = None if by_lse is None else grouped(by_lse, plan.repeat)

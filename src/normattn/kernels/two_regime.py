@@ -37,6 +37,7 @@ from torch import Tensor
 
 from normattn.kernels.inputs import AttentionInputs
 from normattn.kernels.numerics import refuse_second_derivative
+from normattn.kernels.reference import reference
 from normattn.kernels.sdpa import dense, flash, flash_backward, slow_type
 
 # The fewest rows of which torch's kernel multiplies 64 at a time (measured: half of the time per
@@ -50,6 +51,8 @@ def two_regime(inputs: AttentionInputs) -> Float[Tensor, "b h t d"]:
     In half precision no score is rounded, forward or backward: the stock kernel keeps its own in
     float32, and rounds weights and each part's output, as it does without regimes.
     """
+    if not inputs.q.numel():
+        return reference(inputs)  # torch's kernel has no answer for an empty batch
     wide = inputs.widened() if slow_type(inputs.q) else inputs
     out: Tensor = _TwoRegime.apply(wide.settings, *wide.tensors)  # type: ignore[no-untyped-call]
     return out.to(inputs.v.dtype)

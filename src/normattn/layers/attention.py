@@ -167,6 +167,11 @@ def attention(  # type: ignore[misc]  # the second overload leaves the other arg
     if folded is not None:
         return apply_gate(spec, join_pairs(module, folded.run(module, q, k, v, cache)), gate)
     if cache is not None:
+        if q.shape[2] != k.shape[2]:
+            raise InputError(
+                f"beside a cache each new token has a query and a key, but there are {q.shape[2]} "
+                f"queries and {k.shape[2]} keys"
+            )
         if return_lse or q_positions is not None or dropout_p:
             raise InputError("return_lse, q_positions and dropout_p have no meaning beside a cache")
         return _attend_cached(module, q, k, v, given, cache)
@@ -209,7 +214,7 @@ def _attend_cached(
     new_keys = score.cache_keys(k, at.query, first if at.regular else None)
     new_keys, width, sums = without_infinities(new_keys), new_keys.shape[-1], None
     if forget is not None:
-        new_keys = torch.cat((new_keys, log_gates(forget, k.shape[1], k.dtype)), -1)
+        new_keys = torch.cat((new_keys, log_gates(forget, k.shape[1], k.dtype, own)), -1)
     keys, values = cache.append(new_keys, v)
     if forget is not None:
         # Kept apart from token to token, so that the oldest may be dropped and rows exchanged.

@@ -112,7 +112,7 @@ class KeyValueCache:
         self._keys, self._values = Room(2, max_length), Room(2, max_length)
         self._spec: ScoreSpec | None = None
         # What `layers.folded` prepared for one more token.
-        self.step: object = None
+        self.step: tuple[object, object] = (None, None)
 
     def claim(self, spec: ScoreSpec) -> None:
         """Refuse keys of another score than the one that filled this cache."""
@@ -141,6 +141,13 @@ class KeyValueCache:
                 f"this cache holds {held.shape[0]} rows of {held.shape[1]} key heads in "
                 f"{held.dtype}, but keys of {tuple(k.shape)} in {k.dtype} were added"
             )
+        values = self._values.data
+        for name, new, kept in (("keys", k, held), ("values", v, values)):
+            if kept is not None and (new.shape[1], new.shape[3]) != (kept.shape[1], kept.shape[3]):
+                raise InputError(
+                    f"this cache holds {name} of {kept.shape[1]} heads of size {kept.shape[3]}, "
+                    f"but {name} of {tuple(new.shape)} were added"
+                )
         self._make_room(k.shape[2])
         keys, values = self._keys.append(k), self._values.append(v)
         self.length += k.shape[2]

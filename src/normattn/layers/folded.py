@@ -94,7 +94,7 @@ class FoldedAttention:
         q, k = _normed(score, q, k)
         if self.n is not None:
             q = _times_learned_length(score, q, self.n)
-        if (learned := score._parameters.get("scale")) is not None:
+        if (learned := _learned_scale(score)) is not None:
             q = q * learned
         if self.query is not None and self.key is not None:
             rotate = rotate_with_gradient if torch.is_grad_enabled() else rotate_rows
@@ -124,7 +124,6 @@ class FoldedStep:
     normalised.
     """
 
-    given: ScoreSpec | str
     score: Score | None
     spec: ScoreSpec
     shapes: tuple[torch.Size, torch.Size, torch.Size]
@@ -142,13 +141,10 @@ class FoldedStep:
     unit: float | None
     readable: bool
 
-    def fits(
-        self, given: ScoreSpec | str, q: Tensor, k: Tensor, v: Tensor, cache: KeyValueCache
-    ) -> bool:
+    def fits(self, q: Tensor, k: Tensor, v: Tensor, cache: KeyValueCache) -> bool:
         """Whether it serves this token too, whose tensors then are what was checked before."""
         return (
-            given is self.given
-            and cache.length < self.capacity
+            cache.length < self.capacity
             and (q.shape, k.shape, v.shape) == self.shapes
             and q.dtype is k.dtype is v.dtype is self.dtype
             and q.layout is k.layout is v.layout is torch.strided
@@ -166,7 +162,7 @@ class FoldedStep:
         assert score is not None
         assert cache is not None
         cache.claim(self.spec)
-        at, heads = cache.length, self.heads
+        at, heads, wanted = cache.length, self.heads, k.requires_grad
         if self.unit is None or score._modules["key_norm"]._forward_hooks:  # type: ignore[union-attr]
             q, k = _normed(score, q, k)
         else:
@@ -181,9 +177,11 @@ class FoldedStep:
         if self.key is not None:
             both = self.key(both, partners, at)
         q, k = both.split_with_sizes(heads, 1)
+        if k.requires_grad and not wanted:
+            k = k.detach()  # only the query wants a gradient
         if self.n is not None:
             q = _times_learned_length(score, q, self.n[:, at : at + 1])
-        if (learned := score._parameters.get("scale")) is not None:
+        if (learned := _learned_scale(score)) is not None:
             q = q * learned
         keys, values = cache.append(k, v)
         window = self.spec.window[0]
@@ -192,6 +190,8 @@ class FoldedStep:
         bias = self._biases(score, keys.shape[2])
         scale = self.scale if isinstance(self.scale, float) else self.scale[at]
         manual = self.spec.cap is not None or score.sink is not None
+        # In a step over shared key heads plain products win, as the rule of `dispatch` has it.
+        manual = manual or (heads[0] != heads[1] and keys.shape[2] >= 2048)
         if manual or diverged or v.shape[-1] != q.shape[-1]:
             # torch's kernel copies values of another size, and may give 0 where all is NaN.
             return self._weigh(score, _products(q * scale, keys), bias, values)
@@ -321,7 +321,8 @@ def find_folded(
     given: ScoreSpec | str
     sizes: tuple[int, int, int] | None = None
     if isinstance(score, Score):
-        if score._forward_hooks or score._forward_pre_hooks:
+        hooked = score._forward_hooks or score._forward_pre_hooks or score._backward_pre_hooks
+        if hooked or type(score) is not Score:
             return None  # whoever hangs a hook on the score wants to see its tensors
         given, sizes = score._spec, (score.heads, score.kv_heads, score.head_dim)
     else:
@@ -329,10 +330,12 @@ def find_folded(
     if cache is not None:
         if q.shape[2] != 1 or not causal or backend != "auto":
             return None
-        step = cache.step
-        if isinstance(step, FoldedStep) and step.fits(given, q, k, v, cache):
-            return step
-        cache.step = step = _find_step(score, given, q, k, v, cache)
+        if q.shape != k.shape and k.shape[2] != 1:
+            return None
+        held, step = cache.step
+        if held is not given or not isinstance(step, FoldedStep) or not step.fits(q, k, v, cache):
+            step = _find_step(score, given, q, k, v, cache)
+            cache.step = given, step
         return step
     name = (
         # A specification by identity: its hash would take as long as all the rest.
@@ -365,12 +368,14 @@ def _find_step(
     if not _steps(module, q):
         return None
     capacity = max(64, 1 << cache.length.bit_length())
-    learned = module.bias is not None, module.logn is not None
-    name = given, learned, q.shape, k.shape, v.shape, q.dtype, q.device, capacity
+    name = (
+        *(given if isinstance(given, str) else module.spec, isinstance(score, Score)),
+        *(q.shape, k.shape, v.shape, q.dtype, q.device, capacity),
+    )
     step = _STEPS.get(name)
-    if step is None or step.given is not given:
+    if step is None:
         own = None if isinstance(score, Score) else module
-        step = _STEPS[name] = _prepare_step(module, own, given, q, k, v, capacity)
+        step = _STEPS[name] = _prepare_step(module, own, q, k, v, capacity)
     return step
 
 
@@ -408,7 +413,6 @@ def _prepare(
 def _prepare_step(
     score: Score,
     own: Score | None,
-    given: ScoreSpec | str,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -429,7 +433,7 @@ def _prepare_step(
             if score.bias is None:
                 bias, distance = spec.bias.values(distance, score.heads, {}).to(q.dtype), None
         return FoldedStep(
-            *(given, own, spec, (q.shape, k.shape, v.shape), q.dtype),
+            *(own, spec, (q.shape, k.shape, v.shape), q.dtype),
             *((q.shape[1], k.shape[1]), capacity, _stands_alone(spec)),
             scale.tolist() if isinstance(scale, Tensor) else float(scale),
             _visible(score, at.n, q),
@@ -438,6 +442,12 @@ def _prepare_step(
             *(bias, distance, None if remapping is None else remapping.window),
             *(_unit_keys(score), readable(q)),
         )
+
+
+def _learned_scale(score: Score) -> Tensor | None:
+    """What multiplies λ; a parametrisation or a replica keeps it elsewhere than a parameter is."""
+    learned = score._parameters.get("scale")
+    return score.scale if learned is None else learned
 
 
 def _unit_keys(score: Score) -> float | None:

@@ -209,6 +209,9 @@ def _blocks(positions: Positions, length: int) -> Iterator[tuple[int, slice, Ten
             yield number, slice(max(0, start), min(queries, start + length)), None
         return
     block = positions.query // length
+    if not block.numel():
+        yield 0, slice(0, queries), None
+        return
     lowest, highest = int(block.min()), int(block.max())
     if lowest == highest:
         yield lowest, slice(0, queries), None

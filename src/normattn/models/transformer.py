@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from normattn.errors import InputError
+from normattn.kernels.stats import observer, unseen
 from normattn.layers.attention import Attention
 from normattn.layers.cache import KeyValueCache
 from normattn.layers.cross_attention import CrossAttention, Memory
@@ -35,7 +36,7 @@ from normattn.layers.residual import (
 from normattn.layers.residual_scores import ResidualLayer, residual_layers
 from normattn.models.config import StackConfig
 from normattn.models.utils import checked_ids, embed
-from normattn.plain import plain_operations
+from normattn.plain import plain, plain_operations
 from normattn.score import ScoreSpec
 
 Stream = Float[Tensor, "b t d"] | LayerOutputs
@@ -142,8 +143,7 @@ class Blocks(nn.ModuleList):
             memory = None if memories is None else memories[layer % len(self)]
             arguments = stream, contexts[layer], cache, memory, sources[layer]
             if self._recomputes:
-                more = _keeping_buffers(block)
-                stream = checkpoint(block, *arguments, use_reentrant=False, **more)
+                stream = checkpoint(block, *arguments, use_reentrant=False, **_as_in_forward())
             else:
                 stream = block(*arguments)
             if after is not None:
@@ -306,19 +306,18 @@ def set_activation_checkpointing(model: nn.Module, on: bool = True) -> None:
         stack.activation_checkpointing = on
 
 
-def _keeping_buffers(block: nn.Module) -> dict[str, Any]:
-    """How to recompute a block: running statistics, which have been taken, are not taken again."""
-    if torch.compiler.is_compiling() or not any(True for _ in block.buffers()):
+def _as_in_forward() -> dict[str, Any]:
+    """How to recompute a block: by the same operations and kernels, seen by nobody a second time.
+
+    A backward pass runs outside of what was switched on for the forward one.
+    """
+    if torch.compiler.is_compiling():
         return {}
+    plainly, observed = plain(), observer() is not None
 
     @contextmanager
-    def restored() -> Iterator[None]:
-        before = [(buffer, buffer.clone()) for buffer in block.buffers()]
-        try:
+    def recomputed() -> Iterator[None]:
+        with plain_operations(plainly), unseen(observed):
             yield
-        finally:
-            with torch.no_grad():
-                for buffer, value in before:
-                    buffer.copy_(value)
 
-    return {"context_fn": lambda: (nullcontext(), restored())}
+    return {"context_fn": lambda: (nullcontext(), recomputed())}

@@ -306,7 +306,7 @@ class Score(nn.Module):
         if part is None or isinstance(part, PairBiasPart):
             return None
         most = max(positions.key.shape[-1], positions.query.shape[-1])
-        if not positions.regular:
+        if not positions.regular and positions.query.numel() and positions.key.numel():
             furthest = torch.stack((positions.query.max(), positions.key.max()))
             most = int(furthest.max()) + 1
         distance = torch.arange(most, device=q.device, dtype=_bias_dtype(q))

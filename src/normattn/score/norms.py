@@ -91,6 +91,8 @@ class FeatureNorm(nn.Module):
     def _normalise(self, x: Tensor, scale_rows: Callable[..., Tensor]) -> Tensor:
         # Not by attribute, which is a call of Python each.
         gain, bias, rows = self._parameters.get("weight"), self._parameters.get("bias"), x
+        # A parametrisation, pruning or a replica keeps them elsewhere; None is a plain attribute.
+        gain, bias = self.weight if gain is None else gain, self.bias if bias is None else bias
         of_row: tuple[Tensor | None, Tensor | None] = (gain, bias)
         if self.across == "all":
             rows = x.transpose(1, 2).flatten(2)
@@ -160,8 +162,9 @@ class TokenNorm(nn.Module):
         if not recomputed:
             with torch.no_grad():
                 unbiased = variance * (count / (count - 1).clamp(min=1))
-                self.running_mean.lerp_(mean.to(self.running_mean.dtype), self.momentum)
-                self.running_var.lerp_(unbiased.to(self.running_var.dtype), self.momentum)
+                share = self.momentum * (count > 0).to(self.running_mean.dtype)
+                self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
+                self.running_var.lerp_(unbiased.to(self.running_var.dtype), share)
         return mean, variance
 
 

@@ -376,7 +376,7 @@ def _last_position(log_growth: Float[Tensor, "p"], dtype: torch.dtype) -> int:
 
 def _refuse_overflow(exponent: Tensor, log_growth: Tensor, dtype: torch.dtype) -> None:
     """Raise `InputError` where features grow out of a dtype's range; not while compiling."""
-    if torch.compiler.is_compiling() or exponent.is_meta:
+    if torch.compiler.is_compiling() or exponent.is_meta or not exponent.numel():
         return
     last = _last_position(log_growth, dtype)
     if float(exponent.abs().max()) > (last + 0.5) * float(log_growth.abs().max()):

@@ -61,6 +61,9 @@ class Change:
 
     def applied(self, training: Mapping[str, Any]) -> dict[str, Any]:
         """The preset's training settings with this change; unchanged if it has that block."""
+        for name in self.times:
+            if value_at(training, name) is None:
+                raise InputError(f"{self.words}: {name} has no value here that could be multiplied")
         scaled = {
             name: type(value := value_at(training, name))(value * factor)
             for name, factor in self.times.items()
@@ -70,7 +73,7 @@ class Change:
             return dict(training)
         kept = {**training, "model": without_foreign(training["model"], changed.get("model.block"))}
         if "optimiser" in changed:  # Another one has settings of its own.
-            del kept["optimiser"]
+            kept.pop("optimiser", None)
         return merged(kept, changed)
 
 

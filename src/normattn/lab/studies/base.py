@@ -24,7 +24,7 @@ from typing import Any
 
 import polars as pl
 
-from normattn.errors import InputError
+from normattn.errors import InputError, unknown
 from normattn.lab.report.claims import Claim
 from normattn.lab.report.figures import Figure
 from normattn.lab.report.output import Written, write_page
@@ -32,6 +32,7 @@ from normattn.lab.report.page import Page, context, nothing
 from normattn.lab.report.tables import Column, Table
 from normattn.lab.report.view import View
 from normattn.lab.stats import Metric
+from normattn.lab.stats.metrics import KNOWN, Length
 from normattn.lab.studies.language import AS_IS, TextRun, TextSetting
 from normattn.lab.studies.lm_report import intervals, rows_of
 from normattn.lab.studies.methods import canonical, checked_methods, usable
@@ -126,14 +127,20 @@ class Study:
         self._resolve = resolve or (
             lambda request: _sweep(request, name, named, methods, evals[0] if evals else None)
         )
+        if named and resolve is None and not callable(claims):
+            tested = {claim.sentence: claim.metric for claim in claims if claim.metric is not None}
+            shown = {**(columns or {}), **tested}
+            lengths = evals[0].lengths if evals else ()
+            for title, metric in shown.items():
+                _check_metric(f"{name}: {title!r}", metric, [v.name for v in named], lengths)
         order = [variant.name for variant in named]
-        shown = tuple(
+        drawn_columns = tuple(
             Column(_key(title), title, metric) for title, metric in (columns or {}).items()
         )
-        main = Table("table", "", lambda view: rows_of(view.read, order), shown)
+        main = Table("table", "", lambda view: rows_of(view.read, order), drawn_columns)
 
         def drawn(view: View) -> list[Figure]:
-            return [intervals(view, "columns", title or name, main.rows(view), shown)]
+            return [intervals(view, "columns", title or name, main.rows(view), drawn_columns)]
 
         self.page = Page(
             title=title or name,
@@ -197,6 +204,26 @@ class Study:
         settings = flat({k: v for k, v in config.items() if k not in ("changed", "asked")})
         made = context(self.page, measured, settings=settings, command=self.command(config))
         return write_page(made, measured, out)
+
+
+def _check_metric(
+    where: str, metric: Metric, variants: Sequence[str], lengths: Sequence[int]
+) -> None:
+    """Raise `InputError` for a metric, a variant or a length that the study never measures."""
+    for term in metric.terms:
+        row, length = term.where.get("row"), term.where.get("length")
+        multiple = length.multiple if isinstance(length, Length) else 0
+        wrong = None
+        if term.name not in KNOWN:
+            wrong = unknown("metric", term.name, KNOWN)
+        elif row is not None and row not in variants:
+            wrong = unknown("variant", str(row), variants)
+        elif multiple and lengths and multiple not in lengths:
+            wrong = InputError(
+                f"{multiple:g} is no length of its Eval, which has {', '.join(map(str, lengths))}"
+            )
+        if wrong is not None:
+            raise InputError(f"{where}: {wrong}")
 
 
 def _listed(given: Any) -> Callable[[View], list[Any]]:

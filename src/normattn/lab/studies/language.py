@@ -82,7 +82,7 @@ class TextSetting:
         """
         evaluation = self.evaluation
 
-        def describe(run: TextRun, data: TokenData) -> list[str]:
+        def describe(run: Any, data: TokenData) -> list[str]:
             config = run.training_config
             read = (sets or evaluation_sets)(data, config.model.train_length, run.evaluation)
             documents = {name for chosen in read for name in chosen.documents}

@@ -123,6 +123,8 @@ class _Loop:
         self.parallel, self.steps = stepper.parallel, stepper.config.steps
         self.callbacks, self.on_step, self.export_kept = callbacks, on_step, export_kept
         names = [probe.name for probe in probes]
+        if taken := {"metrics", "timing"} & set(names):
+            raise InputError(f"a probe is called {min(taken)!r}, whose file is the training's own")
         if len(set(names)) != len(names):
             raise InputError(f"two probes would write one file: they are called {sorted(names)}")
         self.probes = [(probe, MetricsLog(run.path / f"{probe.name}.jsonl")) for probe in probes]

@@ -155,7 +155,7 @@ class KERPLEPower(KERPLE):
 class T5Bias(BiasPart):
     """A learned number for each bucket of distances, wider far away.
 
-    With B buckets the first B/2 are the distances 0 … B/2 − 1; the others grow with the logarithm
+    With B buckets the first ⌊B/2⌋ are the distances 0, 1, 2, …; the others grow with the logarithm
     of the distance up to `max_distance`, from which on all distances share the last one. These are
     the buckets of T5's decoder. Here every layer learns its own β, drawn from a
     normal of deviation (H·D)^−½; T5's layers share the first one's.
@@ -170,7 +170,6 @@ class T5Bias(BiasPart):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require(self.buckets % 2 == 0, "buckets", "an even number")
         beyond = self.max_distance > self.buckets // 2
         self.require(beyond, "max_distance", f"above {self.buckets // 2}, half of the buckets")
 

@@ -1,0 +1,112 @@
+"""Calls that few make: empty batches, parameters that stand elsewhere, recomputation, wrong caches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from normattn import InputError, Score, ScoreSpec, attention
+from normattn.layers.cache import KeyValueCache
+from normattn.models import CausalLM, CausalLMConfig
+from normattn.models.transformer import set_activation_checkpointing
+
+SIZES: dict[str, Any] = {"vocab_size": 11, "dim": 16, "layers": 2, "heads": 2, "train_length": 8}
+
+
+class Same(nn.Module):
+    """A parametrisation that changes nothing."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "parameter"),
+    [("QKRMSNorm(gain=true)", "query_norm", "weight"), ("QKNorm2020", "", "scale")],
+)
+def test_a_parametrised_parameter_counts(name: str, module: str, parameter: str) -> None:
+    score = Score(ScoreSpec.parse(name, train_length=64), 2, 8).double()
+    owner = score.get_submodule(module)
+    getattr(owner, parameter).data.mul_(3)
+    q, k, v = torch.randn(3, 1, 2, 6, 8, dtype=torch.float64)
+    before = attention(q, k, v, score)
+    parametrize.register_parametrization(owner, parameter, Same())
+    torch.testing.assert_close(attention(q, k, v, score), before)
+    attention(q, k, v, score).sum().backward()  # type: ignore[no-untyped-call]
+    assert all(each.grad is not None for each in owner.parameters())
+
+
+@pytest.mark.parametrize(
+    "name", ["Baseline-ReRoPE(window=4)", "Baseline-SelfExtend(group=2,window=4)", "Baseline-ALiBi"]
+)
+def test_an_empty_batch_gives_an_empty_result(name: str) -> None:
+    q, k, v = torch.zeros(3, 0, 2, 5, 8)
+    assert attention(q, k, v, name).shape == (0, 2, 5, 8)
+    padding = torch.zeros(0, 5, dtype=torch.bool)
+    assert attention(q, k, v, name, key_padding=padding).shape == (0, 2, 5, 8)
+
+
+def test_dropout_is_the_same_while_statistics_are_taken() -> None:
+    """⟨∂o/∂v, v⟩ = Σ o·w, as o is linear in v: with other masks backward it would not be."""
+    from normattn.lab.diagnostics import Collector
+    from normattn.kernels.stats import observing
+
+    torch.manual_seed(0)
+    score = Score(ScoreSpec.parse("Baseline-ALiBi"), 8, 16)
+    q, k, v = (torch.randn(1, 8, 1024, 16, requires_grad=True) for _ in range(3))
+    weight = torch.randn(1, 8, 1024, 16)
+    with observing(Collector({score: "attention"})):
+        out = (attention(q, k, v, score, dropout_p=0.3) * weight).sum()
+    (grad,) = torch.autograd.grad(out, v)
+    torch.testing.assert_close((grad * v).sum(), out, rtol=1e-3, atol=1e-2)
+
+
+@pytest.mark.parametrize("score", ["Baseline", "KNA-ALiBi", "QKLayerNorm-ReRoPE(window=3)"])
+def test_recomputed_blocks_use_the_kernels_of_the_forward_pass(score: str) -> None:
+    from normattn.kernels.stats import observing
+    from normattn.lab.diagnostics import Collector, layer_names
+
+    torch.manual_seed(0)
+    model = CausalLM(CausalLMConfig(**SIZES, score=score)).double()
+    ids = torch.randint(0, 11, (2, 8))
+    gradients = []
+    for on in (False, True):
+        set_activation_checkpointing(model, on)
+        for backend in ("auto", "reference"):
+            model.zero_grad()
+            with observing(Collector(layer_names(model))):
+                loss = model(ids, backend=backend).square().mean()
+            loss.backward()
+            gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    for other in gradients[1:]:
+        for one, two in zip(gradients[0], other, strict=True):
+            torch.testing.assert_close(one, two, rtol=1e-8, atol=1e-10)
+
+
+def test_a_cache_takes_a_key_for_each_query_and_values_of_one_size() -> None:
+    score = Score(ScoreSpec.parse("Baseline-ALiBi"), 2, 8)
+    cache, x = KeyValueCache(), torch.randn(1, 2, 3, 8)
+    with torch.no_grad():
+        attention(x, x, x, score, cache=cache)
+        with pytest.raises(InputError, match="2 queries and 3 keys"):
+            attention(x[:, :, :2], x, x, score, cache=cache)
+        with pytest.raises(InputError, match="values of 2 heads of size 8"):
+            attention(x, x, x[..., :4], score, cache=cache)
+        assert cache.length == 3
+        attention(x, x, x, score, cache=cache)
+    assert cache.length == 6
+
+
+def test_layers_share_what_a_step_needs() -> None:
+    torch.manual_seed(0)
+    model = CausalLM(CausalLMConfig(**SIZES, score="KNA")).eval()
+    cache = model.new_cache()
+    with torch.no_grad():
+        for _ in range(3):
+            model(torch.zeros(1, 1, dtype=torch.int64), cache=cache)
+    steps = {id(layer.step[1]) for layer in cache.layers}
+    assert len(steps) == 1
