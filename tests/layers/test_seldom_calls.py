@@ -1,4 +1,4 @@
-"""Calls that few make: empty batches, parameters that stand elsewhere, recomputation, wrong caches."""
+"""Calls that few make: empty batches, parametrised parameters, recomputation, wrong caches."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def test_an_empty_batch_gives_an_empty_result(name: str) -> None:
 
 def test_dropout_is_the_same_while_statistics_are_taken() -> None:
     """⟨∂o/∂v, v⟩ = Σ o·w, as o is linear in v: with other masks backward it would not be."""
-    from normattn.lab.diagnostics import Collector
     from normattn.kernels.stats import observing
+    from normattn.lab.diagnostics import Collector
 
     torch.manual_seed(0)
     score = Score(ScoreSpec.parse("Baseline-ALiBi"), 8, 16)
@@ -71,7 +71,7 @@ def test_recomputed_blocks_use_the_kernels_of_the_forward_pass(score: str) -> No
     from normattn.lab.diagnostics import Collector, layer_names
 
     torch.manual_seed(0)
-    model = CausalLM(CausalLMConfig(**SIZES, score=score)).double()
+    model = CausalLM(CausalLMConfig(**{**SIZES, "score": score})).double()
     ids = torch.randint(0, 11, (2, 8))
     gradients = []
     for on in (False, True):
@@ -103,7 +103,7 @@ def test_a_cache_takes_a_key_for_each_query_and_values_of_one_size() -> None:
 
 def test_layers_share_what_a_step_needs() -> None:
     torch.manual_seed(0)
-    model = CausalLM(CausalLMConfig(**SIZES, score="KNA")).eval()
+    model = CausalLM(CausalLMConfig(**{**SIZES, "score": "KNA"})).eval()
     cache = model.new_cache()
     with torch.no_grad():
         for _ in range(3):
