@@ -52,6 +52,8 @@ from normattn.lab.training.distributed import choose_device
 from normattn.terminal import show
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+LINES_SECONDS = 10.0
+"""Between two lines of progress where stderr is no terminal."""
 _QUADRATIC_FROM = 16_384
 """Tokens at which attention takes about as long as all else, in small models."""
 _SLOWER = 4
@@ -323,7 +325,7 @@ class ReadingProgress(Bar):
         super().__init__(TextColumn(" {task.fields[left]}"))
         self._task = self.progress.add_task("evaluating", total=total, left="")
         self._total, self._done, self._measured = total, 0.0, 0.0
-        self._started = time.monotonic()
+        self._started = self._due = time.monotonic()
 
     def begin(self, description: str) -> None:
         """Name the present unit."""
@@ -348,5 +350,6 @@ class ReadingProgress(Bar):
                 f"by the first window, the rest takes about {duration(rest)} to "
                 f"{duration(_SLOWER * rest)}: methods that change attention are slower"
             )
-        if not self.console.is_terminal:
+        if not self.console.is_terminal and (over or time.monotonic() >= self._due):
+            self._due = time.monotonic() + LINES_SECONDS
             self.say(f"{description}: {left or 'done'}")

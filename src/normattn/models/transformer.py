@@ -105,7 +105,7 @@ class Blocks(nn.ModuleList):
 
     `blocks(x, context)` runs them all; x and the result are (B, T, D). With `across`, the score of
     a cross attention, they are a decoder's. Residual scores live for one call.
-    `activation_checkpointing`: in training a block keeps its input alone and computes the rest
+    `activation_checkpointing`: with gradients a block keeps its input alone and computes the rest
     again in the backward pass (see `set_activation_checkpointing`).
     """
 

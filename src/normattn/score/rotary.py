@@ -270,7 +270,9 @@ def query_tables(
     if not positions.regular or positions.masked or torch.compiler.is_compiling():
         return _queries(spec, head_dim, positions.query, positions.n, dtype)
     queries, keys = positions.query.shape[-1], positions.key.shape[-1]
-    first, visible = max(0, keys - queries), None if positions.causal else keys
+    # The number of visible keys counts where λ grows with it: other tables serve every length.
+    visible = None if positions.causal or spec.logn is None else keys
+    first = max(0, keys - queries)
     capacity = _capacity(spec, head_dim, dtype, first + queries)
     whole = _counted_queries(spec, head_dim, dtype, capacity, positions.query.device, visible)
     return whole.rows(slice(first, first + queries))
@@ -336,7 +338,7 @@ def _counted_queries(
     device: torch.device,
     visible: int | None,
 ) -> RotaryTables:
-    """Causal, or with as many visible keys for every query."""
+    """For i + 1 visible keys of query i, or as many for every query."""
     query = torch.arange(capacity, device=device)
     n = query + 1 if visible is None else torch.tensor([visible], device=device)
     return _queries(spec, head_dim, query, n, dtype)
