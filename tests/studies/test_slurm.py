@@ -48,7 +48,9 @@ COMMANDS = {
     "sacct": """
         echo "JobID|State|NodeList"
         for job in $(cat $SLURM/jobs); do
-          if [ -e $SLURM/queue/$job ]; then echo "$job|RUNNING|here"; else
+          read name process 2>/dev/null < $SLURM/queue/$job || process=
+          if [ -n "$process" ] && kill -0 $process 2>/dev/null; then
+            echo "$job|RUNNING|here"; else
             echo "$job|CANCELLED|here"; fi
         done
     """,

@@ -130,7 +130,7 @@ def attention(  # type: ignore[misc]  # the second overload leaves the other arg
         backend: auto, or one kernel's name; `reference` is float64-capable, the definition, and of
             plain operations: any derivative, torch.func too.
         residual: what the layers below hand on, for a score with `RealFormer`, `ResidualQK`,
-            `ResidualQKV` or `ValueResidual`: `residual_layers(spec, layers)[n]` for layer n of a stack.
+            `ResidualQKV` or `ValueResidual`: `residual_layers(spec, layers)[n]` for layer n.
         gate: for a score with `Gate`, by whose `act` o is multiplied: (B, T, H·E), or
             (B, T, H) per head.
         forget: for a score with `FoX`, the logits of the forgetting gate of each key (B, S, H).

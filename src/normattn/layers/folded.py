@@ -94,7 +94,10 @@ class FoldedAttention:
         q, k = _normed(score, q, k)
         if self.n is not None:
             q = _times_learned_length(score, q, self.n)
-        if (learned := _learned_scale(score)) is not None:
+        learned = score._parameters.get("scale")
+        if learned is None and "scale" not in score._parameters:
+            learned = score.scale  # where a parametrisation or a replica keeps it
+        if learned is not None:
             q = q * learned
         if self.query is not None and self.key is not None:
             rotate = rotate_with_gradient if torch.is_grad_enabled() else rotate_rows
@@ -181,7 +184,10 @@ class FoldedStep:
             k = k.detach()  # only the query wants a gradient
         if self.n is not None:
             q = _times_learned_length(score, q, self.n[:, at : at + 1])
-        if (learned := _learned_scale(score)) is not None:
+        learned = score._parameters.get("scale")
+        if learned is None and "scale" not in score._parameters:
+            learned = score.scale  # where a parametrisation or a replica keeps it
+        if learned is not None:
             q = q * learned
         keys, values = cache.append(k, v)
         window = self.spec.window[0]
@@ -442,12 +448,6 @@ def _prepare_step(
             *(bias, distance, None if remapping is None else remapping.window),
             *(_unit_keys(score), readable(q)),
         )
-
-
-def _learned_scale(score: Score) -> Tensor | None:
-    """What multiplies λ; a parametrisation or a replica keeps it elsewhere than a parameter is."""
-    learned = score._parameters.get("scale")
-    return score.scale if learned is None else learned
 
 
 def _unit_keys(score: Score) -> float | None:
