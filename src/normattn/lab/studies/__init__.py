@@ -48,7 +48,9 @@ def find(name: str) -> Study:
     """
     place = _found().get(name)
     if place is None:
-        own = "; a study of your own is given by the path of its file, as ./my_study.py"
+        own = (
+            "; a study of your own is given by its file: reproduce FILE.py, report --study FILE.py"
+        )
         raise unknown("study", name, names(), own)
     module = importlib.import_module(f"{__name__}.{place.module}")
     return cast("Study", getattr(module, place.variable))
