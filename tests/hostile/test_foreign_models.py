@@ -6,6 +6,7 @@ import struct
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("transformers")
 pytest.importorskip("gguf")
@@ -88,7 +89,8 @@ def test_a_damaged_gguf_is_refused_by_name(
 
 def test_a_whole_model_is_read_from_every_form(models: dict[str, Path]) -> None:
     for name, folder in models.items():
-        load(folder, "tiny.gguf" if name == "packed" else None)
+        model, _ = load(folder, "tiny.gguf" if name == "packed" else None)
+        assert model(torch.tensor([[1, 2, 3]])).logits.isfinite().all()
 
 
 @pytest.mark.parametrize(

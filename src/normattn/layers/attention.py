@@ -1,6 +1,6 @@
 """Multi-head and grouped-query attention whose score is a value: a function and layers.
 
-`layers.folded` and `layers.prepare` hold what a call needs; here it is chosen and run.
+What a call needs is in `layers.folded`, `layers.decode_step` and `layers.prepare`; here it is run.
 
 Legend: B batch, H query heads, G key heads, T queries, S keys, D head dimension, E value size.
 """
@@ -30,7 +30,8 @@ from normattn.layers.checks import (
     checked_head_dim,
     checked_probability,
 )
-from normattn.layers.folded import find_folded, without_parameters
+from normattn.layers.folded import find_folded
+from normattn.layers.folds import without_parameters
 from normattn.layers.gates import (
     apply_gate,
     forget_projection,

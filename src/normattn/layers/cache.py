@@ -111,7 +111,7 @@ class KeyValueCache:
         self._selected: dict[int, Tensor] = {}
         self._keys, self._values = Room(2, max_length), Room(2, max_length)
         self._spec: ScoreSpec | None = None
-        # What `layers.folded` prepared for one more token.
+        # What `layers.decode_step` prepared for one more token, and for which score.
         self.step: tuple[object, object] = (None, None)
 
     def claim(self, spec: ScoreSpec) -> None:

@@ -1,0 +1,85 @@
+"""What folds into queries and keys: which scores do, and the steps that all of them share.
+
+Legend: B batch, H query heads, G key heads, T queries, D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from normattn.errors import InputError
+from normattn.score import Score, ScoreSpec
+from normattn.score.rotary import scaled
+from normattn.score.spec import as_spec
+
+
+def folds(score: Score) -> bool:
+    """Whether nothing but a norm, a rotation and λ is done to queries and keys."""
+    spec = score.spec
+    wider = getattr(spec.position, "widens", False) or spec.forgets or spec.residual is not None
+    moved = spec.order is not None or spec.blockwise or spec.chunk is not None
+    return not (score.position is not None or wider or moved or spec.leaks_future)
+
+
+def stands_alone(spec: ScoreSpec) -> bool:
+    """Whether a layer does nothing with what attention gives."""
+    return spec.gate is None and spec.difference is None
+
+
+def visible_keys(score: Score, n: Tensor, q: Tensor) -> Float[Tensor, "1 t"] | None:
+    """n in float32 or wider, where something that is learned depends on it."""
+    if score.logn is None or score.spec.logn is None:
+        return None
+    # An ordinary tensor even when first asked for in inference mode: training reuses it.
+    with torch.inference_mode(False):
+        return n.to(torch.promote_types(q.dtype, torch.float32))[None].clone()
+
+
+def normed(score: Score, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries and keys after their norms."""
+    # Not by attribute, which is a call of Python each.
+    query_norm, key_norm = score._modules.get("query_norm"), score._modules.get("key_norm")
+    if query_norm is not None:
+        q = query_norm.apply_directly(q)  # type: ignore[operator]
+    if key_norm is not None:
+        k = key_norm.apply_directly(k)  # type: ignore[operator]
+    return q, k
+
+
+def times_learned_length(score: Score, q: Tensor, n: Float[Tensor, "1 t"]) -> Tensor:
+    """Queries times what λ learns of n, the number of visible keys."""
+    assert score.logn is not None
+    assert score.spec.logn is not None
+    factor = score.spec.logn.learned_factor(n, dict(score.logn.items()))
+    return scaled(q, factor[..., None])
+
+
+def without_parameters(score: ScoreSpec | str, q: Tensor, k: Tensor) -> Score:
+    """The score of a specification that learns nothing, for tensors of these shapes."""
+    build: Callable[..., Score] = _build
+    if torch.compiler.is_compiling():
+        # Modules are made outside of the graph; `disable` loads the compiler, so only where one
+        # runs. What fullgraph=True cannot do, torch says with the line, its hint included.
+        build = torch.compiler.disable(_build)  # type: ignore[no-untyped-call] # pass a Score
+    return build(score, q.shape[1], q.shape[-1], k.shape[1])
+
+
+def _build(score: ScoreSpec | str, heads: int, head_dim: int, kv_heads: int) -> Score:
+    return _built(as_spec(score), heads, head_dim, kv_heads)
+
+
+@lru_cache(maxsize=64)
+def _built(spec: ScoreSpec, heads: int, head_dim: int, kv_heads: int) -> Score:
+    module = Score(spec, heads, head_dim, kv_heads)
+    learned = [name for name, _ in module.named_parameters()]
+    if learned or any(True for _ in module.buffers()):
+        raise InputError(
+            f"{spec.name} learns {', '.join(learned) or 'running statistics'}: make a "
+            "Score(spec, heads=…, head_dim=…) and pass that"
+        )
+    return module
