@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from normattn import Score, attention
-from normattn.layers import folded, prepare
+from normattn.layers import folded, folds, prepare
 from normattn.score import rotary
 
 from .cases import tensors
@@ -28,7 +28,7 @@ TEXTS = (
 
 
 def _forget() -> None:
-    for cached in (rotary._counted_queries, rotary._counted_keys, prepare._counted, folded._built):
+    for cached in (rotary._counted_queries, rotary._counted_keys, prepare._counted, folds._built):
         cached.cache_clear()
     folded._PREPARED.clear()
 
