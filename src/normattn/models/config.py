@@ -189,11 +189,6 @@ class StackConfig(Settings):
         return self.placement not in NORMLESS
 
     @property
-    def attends_to_layers(self) -> bool:
-        """Whether sub-layers read a mixture of all outputs below them, not their sum."""
-        return self.placement == "AttnRes"
-
-    @property
     def score_head_dim(self) -> int:
         """The number of features of one query or key."""
         if self.block == "gau":

@@ -116,7 +116,9 @@ class Blocks(nn.ModuleList):
         self.activation_checkpointing = False
         self._score, self._across = config.score, across
         self._eps = config.norm_eps
-        self.query = nn.Parameter(torch.zeros(config.dim)) if config.attends_to_layers else None
+        self.query = (
+            nn.Parameter(torch.zeros(config.dim)) if config.placement == "AttnRes" else None
+        )
 
     def forward(
         self,
