@@ -130,8 +130,8 @@ def _part(folder: Path, named: str | None) -> Part | None:
             measured = study.measurements(folder)
     elif kind in OF_COMMANDS and not file.is_file():
         raise InputError(
-            f"{folder} holds measurements of {kind} without a page: run its command again, which measures "
-            "nothing twice"
+            f"{folder} holds measurements of {kind} without a page: run its command again, which "
+            "measures nothing twice"
         )
     # A report of runs lies among them by default: they may have been measured again since.
     elif file.is_file() and (kind in OF_COMMANDS or not runs_below(folder)):
