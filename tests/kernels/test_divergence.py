@@ -12,7 +12,7 @@ from kernels.residual_layers import CASES, WAYS, make_layers, run_layers
 from normattn import Score, attention
 from normattn.kernels import AttentionInputs, attend, numerics, tiled
 from normattn.kernels.dispatch import KERNELS
-from normattn.layers import folded
+from normattn.layers import decode_step, folded
 from normattn.layers.cache import KeyValueCache
 
 from .problems import make_inputs
@@ -97,7 +97,7 @@ def test_no_infinite_key_is_kept_where_the_host_cannot_look(
 ) -> None:
     """As on CUDA: every new key goes through x + 0·x, and later tokens read a NaN."""
     folded._PREPARED.clear()
-    for module in (numerics, folded):
+    for module in (numerics, decode_step):
         monkeypatch.setattr(module, "readable", lambda x: False)
     layer, cache = Score(score, 2, D, 1).eval(), KeyValueCache()
     for step in range(3):
