@@ -311,6 +311,11 @@ def record_losses() -> dict[str, Any]:
         return {name: first_losses(name, Path(folder)) for name in TRAININGS}
 
 
+CHANGES_RECORDED = (
+    *("preset", "base-130", "length-2x", "length-4x", "no-tiling"),
+    *("steps-third", "steps-half", "steps-4x", "one-head", "heads-2x"),
+    *("deepnorm", "tiger", "gau", "layers-6", "layers-12"),
+)
 STUDIES: dict[str, tuple[str, ...]] = {
     "keynorm": ("--variants", "Baseline,KNA,CosA-logn"),
     "window": (),
@@ -318,7 +323,7 @@ STUDIES: dict[str, tuple[str, ...]] = {
     "continue": (),
     "retrofit": (),
     "mechanism": (),
-    "factors": (),
+    "factors": ("--variants", ",".join(CHANGES_RECORDED)),
     "questions": (),
     "realformer": (),
     "qknorm": (),

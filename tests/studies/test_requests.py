@@ -195,7 +195,7 @@ def test_each_change_changes_what_it_says_and_nothing_else(tiny: Path) -> None:
     texts = str(tiny.parent / "texts")
     made = trained(resolve("factors", "laptop", changes={"factors.english": texts}))
     base = made["preset-KNA"]
-    other = ("preln", "mha")  # of a preset that is otherwise
+    other = ("preln", "mha", "separate-qk")  # of a preset that is otherwise
     found = {n: differing(made[f"{n}-KNA"], base) for n in CHANGES if n not in other}
     assert found.pop("gau") == {"model.block": "gau", "model.heads": 1}
     assert found.pop("tiger")["optimiser.name"] == "tiger"
@@ -203,6 +203,7 @@ def test_each_change_changes_what_it_says_and_nothing_else(tiny: Path) -> None:
     assert found == {
         "preset": {},
         "base-130": {"model.score": score},
+        "third-rope": {"model.score": "KNA-PRoPE(fraction=0.33)@64"},
         "length-2x": {"batch_size": 32, "model.train_length": 128, "model.score": "KNA@128"},
         "length-4x": {"batch_size": 16, "model.train_length": 256, "model.score": "KNA@256"},
         "no-tiling": {"data.tiled_fraction": 0.0},
@@ -224,6 +225,9 @@ def test_each_change_changes_what_it_says_and_nothing_else(tiny: Path) -> None:
         "model.gamma_std": None,  # Only a gated attention unit has it.
         "model.placement": "PreLN",
     }
+    units = trained(resolve("factors", "workstation", variants=("preset", "separate-qk")))
+    changed = {"model.separate_qk": True, "model.gamma_std": None}
+    assert differing(units["separate-qk-KNA"], units["preset-KNA"]) == changed
     joined = resolve("factors", "laptop", variants=("gau+no-tiling+steps-4x",))
     (config,) = (run.training_config for run in joined.runs if "-KNA" in run.variant)
     assert (config.model.block, config.data.tiled_fraction, config.steps) == ("gau", 0.0, 3600)
@@ -233,7 +237,7 @@ def test_changes_that_cannot_be_are_left_out_and_english_may_come_later(
     tiny: Path, tmp_path: Path
 ) -> None:
     skipped = [sentence.split()[0] for sentence in resolve("factors", tiny).skipped]
-    assert skipped == ["no-tiling", "heads-4x", "preln", "mha", "english"]
+    assert skipped == ["no-tiling", "heads-4x", "preln", "separate-qk", "mha", "english"]
     english = tmp_path / "english"
     english.mkdir()
     before = resolve("factors", tiny, variants=("preset",), changes=FEW)

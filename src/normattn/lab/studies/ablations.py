@@ -44,20 +44,20 @@ AS_PRESET, ENGLISH = "preset", "english"
 CHANGED = "factor.change"
 # Half of the pairs of a rotation of base 130 finish a turn within 64 tokens, a quarter of base
 # 10,000, whatever the size of the head; in the source's setting (512 tokens) half do.
-TURNING = 130
+TURNING = "RoPE(base=130)"
 
 
 @dataclass(frozen=True)
 class Change:
     """One change: `settings` by dotted name, `times` as products of the preset's own numbers.
 
-    `base` is that of the rotation.
+    `position` is written behind the score's name. A setting of None falls back to its default.
     """
 
     words: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     times: Mapping[str, float] = field(default_factory=dict)
-    base: int | None = None
+    position: str = ""
 
     def applied(self, training: Mapping[str, Any]) -> dict[str, Any]:
         """The preset's training settings with this change; unchanged if it has that block."""
@@ -88,7 +88,7 @@ TIGER = {"optimiser": {"name": "tiger", "lr": 5e-3}}
 HEADS = "model.heads"
 CHANGES: Mapping[str, Change] = {
     AS_PRESET: Change("the preset as it is"),
-    "base-130": Change("RoPE with base 130", base=TURNING),
+    "base-130": Change("RoPE with base 130", position=TURNING),
     "length-2x": Change("twice the training length", times=_longer(2)),
     "length-4x": Change("four times the training length", times=_longer(4)),
     "no-tiling": Change("no tiled text", {"data.tiled_fraction": 0.0}),
@@ -96,12 +96,16 @@ CHANGES: Mapping[str, Change] = {
     "steps-half": Change("half of the steps", times={"steps": 0.5}),
     "steps-4x": Change("four times the steps", times={"steps": 4.0}),
     "one-head": Change("one head", {HEADS: 1}),
-    "heads-2x": Change("heads twice as large, base 130", times={HEADS: 1 / 2}, base=TURNING),
-    "heads-4x": Change("heads 4 times as large, base 130", times={HEADS: 1 / 4}, base=TURNING),
+    "heads-2x": Change("heads twice as large, base 130", times={HEADS: 1 / 2}, position=TURNING),
+    "heads-4x": Change("heads 4 times as large, base 130", times={HEADS: 1 / 4}, position=TURNING),
     "deepnorm": Change("DeepNorm", {"model.placement": "DeepNorm"}),
     "preln": Change("PreLN", {"model.placement": "PreLN"}),
     "tiger": Change("Tiger at 5e-3, not searched for", TIGER),
     "gau": Change("gated attention units", {"model.block": "gau"}),
+    "separate-qk": Change(
+        "linear W_q and W_k in place of γ", {"model.separate_qk": True, "model.gamma_std": None}
+    ),
+    "third-rope": Change("a third of the pairs turn", position="PRoPE(fraction=0.33)"),
     "mha": Change("multi-head attention and SwiGLU", {"model.block": "mha", HEADS: 4}),
     "layers-6": Change("6 layers", {"model.layers": 6}),
     "layers-12": Change("12 layers", {"model.layers": 12}),
@@ -132,7 +136,8 @@ def _change_runs(setting: TextSetting, english: str, change: str, seed: int) -> 
         if not english:
             raise InputError("no corpus of English text was named (--set factors.english=FOLDER)")
         training = merged(training, {"data.corpus": english})
-    rotary = "".join(f"-RoPE(base={base})" for base in {c.base for c in _parts(change) if c.base})
+    positions = dict.fromkeys(part.position for part in _parts(change) if part.position)
+    rotary = "".join(f"-{position}" for position in positions)
     return [
         TextRun(
             variant=f"{change}-{score}",
