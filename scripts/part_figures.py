@@ -117,7 +117,7 @@ def _of_input(spec: ScoreSpec) -> dict[str, Tensor]:
 
 def _maps(axes: list[Axes], maps: dict[str, Tensor]) -> None:
     for axis, (title, weights) in zip(axes, maps.items(), strict=True):
-        axis.imshow(weights.sqrt().numpy(), cmap="magma_r", vmin=0)
+        axis.imshow(weights.abs().sqrt().numpy(), cmap="magma_r", vmin=0)
         axis.set_title(title, fontsize=8)
         axis.tick_params(labelsize=7)
 

@@ -57,7 +57,7 @@ BIASES = ("ALiBi", "KERPLELog", "KERPLEPower", "T5Bias", "FIRE", "CoPE(positions
 OTHERS = (
     *("SoftCap(cap=1.5)", "Sink", "SlidingWindow(window=5)", "Chunked(size=6)"),
     *("Gate", "Differential", "Sigmoid", "StickBreaking", "Selective"),
-    *("RealFormer", "ResidualQK", "ResidualQKV", "ValueResidual"),
+    *("RealFormer", "ResidualQK", "ResidualQKV", "ValueResidual", "XSA", "VORoPE"),
     *("HWFA(window=4)", "NoPEEvery", "FullEvery", "IRoPE"),
 )
 COMPOSED = (

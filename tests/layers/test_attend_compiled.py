@@ -56,7 +56,10 @@ realformer = Score("Baseline-RealFormer", 2, 4)
 found["residual"] = errors(two_layers, (q, k, v), whole=False)
 json.dump(found, sys.stdout)
 """
-TEXTS = ["CosA-RoPE(layout=interleaved)-ReRoPE(window=3)@8", "Baseline-FIRE@8", "KNA-CoPE@8"]
+TEXTS = [
+    *("CosA-RoPE(layout=interleaved)-ReRoPE(window=3)@8", "Baseline-FIRE@8", "KNA-CoPE@8"),
+    *("KNA-XSA", "Baseline-VORoPE"),
+]
 
 
 def test_one_graph_with_the_same_results() -> None:

@@ -51,8 +51,7 @@ B, H, G, T, D = 2, 2, 1, 9, 4
 def test_the_cases_name_every_registered_part() -> None:
     grown = {name.partition("(")[0] for name in (*GROWTHS, *NORMALISERS, *BIASES, *PAIRED)}
     named = {*VARIANTS, *LOGN, *grown, *METHODS, *SHAPES, *ALONE, *LAYOUTS, *RESIDUALS} - {""}
-    elsewhere = {"T5Bias", "ValueResidual"}  # test_t5_bias.py, test_residual_scores.py
-    assert named | elsewhere | {"RoPE", "NoPE"} == set(parts())
+    assert named | {"RoPE", "NoPE"} == set(parts())
     assert {method for _, method in PLACES} <= {*METHODS, ""}
 
 

@@ -48,7 +48,7 @@ SHAPES = ("XPos", "PartialRoPE", "PRoPE", "PoPE")
 BIASES = ("ALiBi", "KERPLELog", "KERPLEPower", "FIRE", "CoPE(positions=4)")
 ALONE = (
     *("RotateFirst", "SoftCap", "Sink", "SlidingWindow", "Chunked", "Packed", "Gate", "FoX"),
-    *("T5Bias", "ValueResidual"),
+    *("T5Bias", "ValueResidual", "XSA", "VORoPE"),
 )
 PAIRED = ("Differential", "Differential(init=0.5,eps=0.01)")
 NORMALISERS = (

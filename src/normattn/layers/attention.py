@@ -33,18 +33,19 @@ from normattn.layers.checks import (
 from normattn.layers.folded import find_folded
 from normattn.layers.folds import without_parameters
 from normattn.layers.gates import (
-    apply_gate,
+    finish,
     forget_projection,
     gate_projection,
-    join_pairs,
     log_gates,
     pair_values,
     scale_heads,
     share_factor,
     sum_gates,
+    turn_values,
 )
 from normattn.layers.prepare import AttentionPlan, prepare
 from normattn.layers.residual_scores import ResidualLayer
+from normattn.plain import plain_operations
 from normattn.score import Score, ScoreSpec
 from normattn.score.spec import as_spec
 
@@ -166,7 +167,7 @@ def attention(  # type: ignore[misc]  # the second overload leaves the other arg
     check_arguments(module, q, k, v, keys, given)
     v = pair_values(spec, v, k.shape[-1])
     if folded is not None:
-        return apply_gate(spec, join_pairs(module, folded.run(module, q, k, v, cache)), gate)
+        return finish(module, folded.run(module, q, k, v, cache), v, None, gate)
     if cache is not None:
         if q.shape[2] != k.shape[2]:
             raise InputError(
@@ -178,6 +179,8 @@ def attention(  # type: ignore[misc]  # the second overload leaves the other arg
         return _attend_cached(module, q, k, v, given, cache)
     plan, sums = prepare(spec, q, keys, given), None
     at = plan.positions
+    with plain_operations(backend == "reference"):
+        v = turn_values(spec, v, at.key)
     if forget is not None:
         sums = sum_gates(log_gates(forget, k.shape[1], k.dtype, key_padding), q.shape[1])
     announce(module, q, k, query_padding, key_padding, at.query, at.key)
@@ -216,7 +219,7 @@ def _attend_cached(
     new_keys, width, sums = without_infinities(new_keys), new_keys.shape[-1], None
     if forget is not None:
         new_keys = torch.cat((new_keys, log_gates(forget, k.shape[1], k.dtype, own)), -1)
-    keys, values = cache.append(new_keys, v)
+    keys, values = cache.append(new_keys, turn_values(spec, v, at.query))
     if forget is not None:
         # Kept apart from token to token, so that the oldest may be dropped and rows exchanged.
         sums, keys = sum_gates(keys[..., width:], q.shape[1]), keys[..., :width]

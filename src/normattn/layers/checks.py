@@ -16,6 +16,7 @@ from normattn.errors import InputError
 from normattn.kernels.inputs import DTYPES, check_dense
 from normattn.layers.residual_scores import ResidualLayer
 from normattn.score import Score, ScoreSpec
+from normattn.score.parts import XSA
 
 if TYPE_CHECKING:
     from normattn.score import Positions
@@ -61,7 +62,7 @@ def check_arguments(
             raise InputError(f"{spec.name} needs {name}=…, {meaning}")
         if not missing and used is None:
             raise InputError(f"{name} is given, but {spec.name} does not use it: name {part} in it")
-    if queries > keys and (spec.documents is not None or spec.forgets):
+    if queries > keys and (spec.documents is not None or spec.forgets or own_values(spec)):
         raise InputError(
             f"with {spec.name} the queries are the last of the keys, but there are {queries} "
             f"queries and {keys} keys"
@@ -173,6 +174,8 @@ def check_lse(spec: ScoreSpec) -> None:
     why = None
     if spec.difference is not None:
         why = f"{spec.difference.name} makes one output of two softmaxes"
+    elif own_values(spec):
+        why = "each query's own value is taken off, which one shard of keys has alone"
     elif spec.blockwise:
         why = f"{spec.block[0]} reads rows in blocks"
     if why is not None:
@@ -181,9 +184,16 @@ def check_lse(spec: ScoreSpec) -> None:
         )
 
 
+def own_values(spec: ScoreSpec) -> bool:
+    """Whether the value of each query's own token is read apart."""
+    return isinstance(spec.values, XSA)
+
+
 def check_order(spec: ScoreSpec, at: Positions, documents: Tensor | None) -> None:
     """Refuse tokens out of order for a score that hands on from each to the next."""
-    if (spec.selection is None and not spec.forgets) or torch.compiler.is_compiling():
+    own = own_values(spec)
+    handed_on = spec.selection is not None or spec.forgets
+    if torch.compiler.is_compiling() or not (handed_on or own):
         return
 
     def goes_back(positions: Tensor, numbers: Tensor | None) -> bool:
@@ -191,12 +201,17 @@ def check_order(spec: ScoreSpec, at: Positions, documents: Tensor | None) -> Non
         return bool((back if numbers is None else back & (numbers.diff(dim=-1) == 0)).any())
 
     rows = at.query.shape[-1]
-    if goes_back(at.query, None if documents is None else documents[:, -rows:]):
+    apart = (own or spec.forgets) and bool((at.query != at.key[..., -rows:]).any())
+    if own and apart:
+        raise InputError(
+            f"{spec.name} takes the value of each query's own token off: q_positions must be those "
+            "of the last keys"
+        )
+    if handed_on and goes_back(at.query, None if documents is None else documents[:, -rows:]):
         raise InputError(
             f"{spec.name} hands on from each row to the next: q_positions must not go back"
         )
-    apart = spec.forgets and bool((at.query != at.key[..., -rows:]).any())
-    if apart or (spec.forgets and goes_back(at.key, documents)):
+    if spec.forgets and (apart or goes_back(at.key, documents)):
         raise InputError(
             f"{spec.name} forgets from each key to the next: k_positions must not go back, and the "
             "queries must stand where the last keys do"

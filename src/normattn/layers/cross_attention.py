@@ -195,6 +195,10 @@ def refuse_across(spec: ScoreSpec) -> None:
     """Raise `InputError` for a score that has no meaning between two sequences."""
     reasons = (
         (spec.needs_causal, "is defined for causal attention only, not between sequences"),
+        (
+            spec.values is not None,
+            "takes a query's own value or position, which another sequence lacks",
+        ),
         (spec.gate is not None, "gates its output, which cross attention does not"),
         (spec.difference is not None, "joins pairs of heads, which cross attention does not"),
         (spec.documents is not None, "keeps documents of one sequence apart, and here are two"),

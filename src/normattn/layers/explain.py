@@ -168,7 +168,8 @@ def _folded_and_left(spec: ScoreSpec) -> tuple[tuple[str, ...], tuple[str, ...]]
     inside = (spec.variant, spec.logn, spec.order, spec.position, spec.rope_scaling, features)
     beside = (
         *(spec.remapping, spec.chunk_remapping, scores, spec.bias, spec.cap, spec.sink),
-        *(spec.normaliser, spec.difference, spec.selection, *windows, spec.documents, spec.gate),
+        *(spec.normaliser, spec.difference, spec.selection, *windows, spec.documents, spec.values),
+        spec.gate,
     )
     folded, left = (
         [f"{part.name}: {part.summary}" for part in parts if part is not None]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from normattn.errors import InputError
 from normattn.score import Score, ScoreSpec
+from normattn.score.parts import VORoPE
 from normattn.score.rotary import scaled
 from normattn.score.spec import as_spec
 
@@ -23,12 +24,13 @@ def folds(score: Score) -> bool:
     spec = score.spec
     wider = getattr(spec.position, "widens", False) or spec.forgets or spec.residual is not None
     moved = spec.order is not None or spec.blockwise or spec.chunk is not None
+    moved = moved or isinstance(spec.values, VORoPE)
     return not (score.position is not None or wider or moved or spec.leaks_future)
 
 
 def stands_alone(spec: ScoreSpec) -> bool:
     """Whether a layer does nothing with what attention gives."""
-    return spec.gate is None and spec.difference is None
+    return spec.gate is None and spec.difference is None and spec.values is None
 
 
 def visible_keys(score: Score, n: Tensor, q: Tensor) -> Float[Tensor, "1 t"] | None:

@@ -1,4 +1,4 @@
-"""What a layer adds to attention beside q, k and v: output gates, forgetting gates, pairs of heads.
+"""What a layer adds to attention beside q, k and v: gates, pairs of heads, turned and own values.
 
 A forgetting gate's bias b(i, j) = C_i − C_j with C_j = Σ_{l≤j} ln σ(f_l) is a product of two
 features of the query, C_i and 1, with two of the key, 1 and −C_j. In half precision each C is three
@@ -15,13 +15,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from normattn.errors import InputError
 from normattn.kernels import AttentionInputs
 from normattn.score import Score, ScoreSpec
+from normattn.score.parts import XSA, VORoPE, rope_frequencies
+from normattn.score.rotary import Rotator
 
 
 def share_factor(
@@ -45,6 +47,39 @@ def gate_projection(spec: ScoreSpec, dim: int, heads: int, size: int) -> nn.Line
     if spec.gate is None:
         return None
     return nn.Linear(dim, heads * (size if spec.gate.per == "feature" else 1), bias=False)
+
+
+def finish(
+    score: Score,
+    o: Float[Tensor, "b h t e"],
+    v: Float[Tensor, "b g s e"],
+    query: Int[Tensor, "*bq t"] | None,
+    gate: Float[Tensor, "b t gates"] | None,
+) -> Float[Tensor, "b h t out"]:
+    """What the layer makes of o: pairs joined, turned back, the own value taken off, gated.
+
+    The queries are the last tokens of v. `query` holds their positions, for a score that turns.
+    """
+    spec = score.spec
+    o = join_pairs(score, o)
+    if query is not None:
+        o = turn_values(spec, o, -query)
+    if isinstance(spec.values, XSA):
+        own = v[:, :, v.shape[2] - o.shape[2] :]
+        o = spec.values.without(o, own.repeat_interleave(o.shape[1] // own.shape[1], 1))
+    return apply_gate(spec, o, gate)
+
+
+def turn_values(
+    spec: ScoreSpec, v: Float[Tensor, "b g s e"], positions: Int[Tensor, "*bp s"]
+) -> Float[Tensor, "b g s e"]:
+    """R_p v at these positions for a score with `VORoPE`; v itself for others."""
+    part = spec.values
+    if not isinstance(part, VORoPE):
+        return v
+    theta = rope_frequencies(v.shape[-1], part.base)
+    turned: Tensor = Rotator(theta, part.layout == "interleaved").at(positions, v.dtype)(v)
+    return turned
 
 
 def apply_gate(

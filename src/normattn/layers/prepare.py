@@ -22,7 +22,7 @@ from normattn.kernels import AttentionInputs, AttentionMask, attend
 from normattn.kernels.inputs import Selection
 from normattn.kernels.stats import confine
 from normattn.layers.checks import AttentionArguments, check_order, check_restarts
-from normattn.layers.gates import add_forgetting, apply_gate, join_pairs
+from normattn.layers.gates import add_forgetting, finish
 from normattn.plain import plain_operations
 from normattn.score import Positions, Score, ScoreSpec
 from normattn.score.positions import number_documents
@@ -54,10 +54,11 @@ class AttentionPlan:
     ) -> Float[Tensor, "b h t out"]:
         """softmax(score) · v for any score.
 
-        Values of pairs of heads stand side by side. `forget_sums` are the summed gates of `FoX`, of
-        all keys; `selection` what queries before have selected, and `rotated` takes (keys, block)
-        to the first keys as the rows of a block read them, both beside a cache. `kernel` computes
-        in place of the one that the backend names.
+        Values of pairs of heads stand side by side, and those of `VORoPE` are turned.
+        `forget_sums` are the summed gates of `FoX`, of all keys; `selection` what queries before
+        have selected, and `rotated` takes (keys, block) to the first keys as the rows of a block
+        read them, both beside a cache. `kernel` computes in place of the one that the backend
+        names.
         """
         given = self.given
 
@@ -82,7 +83,7 @@ class AttentionPlan:
         # The definition is made of operations that every derivative goes through.
         with plain_operations(given.backend == "reference"):
             out = in_blocks(score.spec, self.positions, part)
-            return apply_gate(score.spec, join_pairs(score, out), given.gate)
+            return finish(score, out, v, self.positions.query, given.gate)
 
     def without_first(self, keys: int) -> AttentionPlan:
         """The plan for keys of which the first are forgotten; distances stay what they are."""

@@ -42,6 +42,7 @@ from normattn.score.parts import (
     SlidingWindow,
     Slot,
     SoftCap,
+    ValuePart,
     Variant,
 )
 from normattn.score.parts.base import arrange, default_position
@@ -88,6 +89,7 @@ class ScoreSpec:
     normaliser = InSlot(Slot.NORMALISER, NormaliserPart)
     selection = InSlot(Slot.NORMALISER, Selective)
     difference = InSlot(Slot.NORMALISER, Differential)
+    values = InSlot(Slot.VALUES, ValuePart)
     gate = InSlot(Slot.GATE, Gate)
     documents = InSlot(Slot.DOCUMENTS, Packed)
     layout = InSlot(Slot.LAYOUT, Layout)

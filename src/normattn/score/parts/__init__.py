@@ -21,6 +21,7 @@ from normattn.score.parts.softmax import (
     Sink,
     SoftCap,
 )
+from normattn.score.parts.values import XSA, ValuePart, VORoPE
 
 __all__ = [
     "BiasPart",
@@ -50,7 +51,10 @@ __all__ = [
     "SlidingWindow",
     "Slot",
     "SoftCap",
+    "VORoPE",
+    "ValuePart",
     "Variant",
+    "XSA",
     "by_length",
     "find",
     "number",

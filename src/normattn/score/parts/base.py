@@ -58,6 +58,7 @@ class Slot(StrEnum):
     CAP = "cap", "cap·tanh(s/cap)"
     SINK = "sink", "one more logit per head in the denominator"
     NORMALISER = "normaliser", "how a row of scores becomes weights; softmax where none is named"
+    VALUES = "values", "what is done to values, and to what is read of them"
     GATE = "gate", "what the layer multiplies each head's output with"
     WINDOW = "window", "keys within a window or chunk only"
     DOCUMENTS = "documents", "documents in one row do not see each other"
