@@ -18,7 +18,6 @@ from normattn.lab.data.images import (
     ImageShape,
     ImageSplit,
     image_shape,
-    look_for_images,
     prepare_images,
     scaled,
     shifted,
@@ -104,9 +103,10 @@ def test_a_source_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_sources_that_cannot_be_read(tmp_path: Path) -> None:
     def said(source: Path) -> str:
-        for read in (prepare_images, look_for_images):
+        config = ImageDataConfig(source=str(source))
+        for read in (config.look, lambda: prepare_images(config)):
             with pytest.raises(InputError) as caught:
-                read(ImageDataConfig(source=str(source)))
+                read()
         return str(caught.value)
 
     assert "is no folder; expected mnist5k, digits, or a folder" in said(tmp_path / "none")

@@ -23,7 +23,7 @@ PAIRS = sentences(40)
 
 
 def read(address: object) -> list[tuple[str, str]]:
-    return [(pair.source, pair.target) for pair in parse_pairs(str(address), *EN_DE).read()]
+    return [(pair.text, pair.target) for pair in parse_pairs(str(address), *EN_DE).documents()]
 
 
 def test_two_aligned_files_plain_and_packed(tmp_path: Path) -> None:
@@ -43,7 +43,7 @@ def test_json_lines_flat_nested_and_with_splits(tmp_path: Path) -> None:
     flat = [{"en": a, "de": b, "split": "test"} for a, b in PAIRS[20:]]
     path.write_text("\n\n".join(json.dumps(each) for each in (*nested, *flat)), encoding="utf-8")
     assert read(path) == PAIRS
-    splits = [pair.split for pair in parse_pairs(str(path), *EN_DE).read()]
+    splits = [pair.split for pair in parse_pairs(str(path), *EN_DE).documents()]
     assert splits == [None] * 20 + ["test"] * 20
 
 
@@ -75,7 +75,7 @@ def test_a_data_set_of_the_hub_with_its_own_test_split(monkeypatch: pytest.Monke
     datasets.get_dataset_split_names = lambda *_, **__: ["train", "test"]  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "datasets", datasets)
     source = parse_pairs(f"hf:me/data?config=en-de&revision={'a' * 40}", *EN_DE)
-    assert [tuple(pair) for pair in source.read()] == [
+    assert [(pair.text, pair.target, pair.split) for pair in source.documents()] == [
         ("a train", "b", None),
         ("a test", "b", "test"),
     ]
@@ -85,8 +85,8 @@ def test_a_data_set_of_the_hub_with_its_own_test_split(monkeypatch: pytest.Monke
 
 def test_a_folder_by_split_and_language(tmp_path: Path) -> None:
     source = parse_pairs(str(multi_layout(tmp_path)), *EN_DE)
-    found = list(source.read())
-    assert [pair[:2] for pair in found[:60]] == sentences(60, seed=1)
+    found = list(source.documents())
+    assert [(pair.text, pair.target) for pair in found[:60]] == sentences(60, seed=1)
     assert [pair.split for pair in found] == [None] * 60 + ["validation"] * 8 + ["test"] * 8
     assert set(source.given()) == {"validation", "test"}
     write_lines(tmp_path, PAIRS, "test_other")
@@ -203,5 +203,5 @@ def test_cut_by_sentence_where_the_corpus_has_no_splits(tmp_path: Path) -> None:
     few = prepare_pairs(config.model_copy(update={"max_pairs": 7}), tmp_path / "cache")
     assert len(few.train) == 7
     assert len(few.test) == len(data.test)
-    with pytest.raises(InputError, match="gives no test pair"):
+    with pytest.raises(InputError, match="no document in its test split"):
         prepare_pairs(config.model_copy(update={"test_fraction": 0.0}), tmp_path / "cache")

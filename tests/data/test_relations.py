@@ -14,8 +14,11 @@ import pytest
 
 from data.relation_files import item, write_json, write_relations
 from normattn.errors import InputError
-from normattn.lab.data.relation_sources import folder_source, pieces_of, read_relations
+from normattn.lab.data.corpora import RowFiles
+from normattn.lab.data.relation_sources import parse_relations, pieces_of, relation_row
 from normattn.lab.data.relations import RelationConfig, prepare_relations
+from normattn.lab.data.sources import Document
+from normattn.lab.data.splits import SPLITS
 
 SOURCE = '''
 import os, sys
@@ -55,28 +58,39 @@ async def packed(data):
 '''
 
 
+def read_relations(path: Path) -> list[Document]:
+    return list(RowFiles(((path, "train"),), relation_row).documents())
+
+
 @pytest.mark.parametrize(
-    "value",
+    ("value", "said"),
     [
-        {"text": "x"},
-        {"triple_list": []},
-        {"text": " ", "triple_list": []},
-        {"text": 3, "triple_list": []},
-        {"text": "x", "triple_list": {}},
-        {"text": "x", "triple_list": [["a", "b"]]},
-        {"text": "x", "triple_list": [["a", 1, "b"]]},
-        {"text": "x", "triple_list": ["abc"]},
-        "x",
+        ({"text": "x", "labels": []}, "no field 'triple_list' .its fields: 'text', 'labels'"),
+        ({"sentence": "x", "triple_list": []}, "no field 'text' .its fields: 'sentence', 'trip"),
+        ({"text": " ", "triple_list": []}, "'text' is blank"),
+        ({"text": 3, "triple_list": []}, "'text' is not text but a int"),
+        ({"text": "x", "triple_list": {}}, "'triple_list' is no list of triples"),
+        ({"text": "x", "triple_list": [["a", "b"]]}, "'triple_list' is no list of triples"),
+        ({"text": "x", "triple_list": [["a", 1, "b"]]}, "'triple_list' is no list of triples"),
+        ({"text": "x", "triple_list": ["abc"]}, "'triple_list' is no list of triples"),
+        ("x", "object"),
     ],
 )
-def test_a_bad_item_or_file_is_named(tmp_path: Path, value: Any) -> None:
+def test_a_bad_item_or_file_is_named(tmp_path: Path, value: Any, said: str) -> None:
     write_json(tmp_path / "a.json", [item("y", "b"), value])
-    with pytest.raises(InputError, match=r"a\.json:2.*(triple_list|object)"):
-        list(read_relations(tmp_path / "a.json"))
-    for content in (b'{"text": "x"}', b"[", b"[]", b'["\xff"]', b"[1] 2"):
+    with pytest.raises(InputError, match=rf"a\.json:2.*{said}"):
+        read_relations(tmp_path / "a.json")
+    for content in (b'{"text": "x"}', b"[", b'["\xff"]', b"[1] 2"):
         (tmp_path / "a.json").write_bytes(content)
         with pytest.raises(InputError, match=r"a\.json"):
-            list(read_relations(tmp_path / "a.json"))
+            read_relations(tmp_path / "a.json")
+
+
+def test_a_split_without_documents_is_named(tmp_path: Path) -> None:
+    write_relations(tmp_path / "a")
+    write_json(tmp_path / "a" / "test_triples.json", [])
+    with pytest.raises(InputError, match=r"no document in its test split \(12 in all\)"):
+        prepare_relations(RelationConfig(corpus=str(tmp_path / "a"), vocab_size=200), tmp_path)
 
 
 def test_every_form_gives_the_same_documents(tmp_path: Path) -> None:
@@ -85,7 +99,7 @@ def test_every_form_gives_the_same_documents(tmp_path: Path) -> None:
     lines = "\ufeff" + "\n\n".join(json.dumps(each) for each in items) + "\n"
     (tmp_path / "a.jsonl").write_text(lines, encoding="utf-8")
     pl.DataFrame(items).write_parquet(tmp_path / "a.parquet")
-    read = [list(read_relations(tmp_path / f"a.{kind}")) for kind in ("json", "jsonl", "parquet")]
+    read = [read_relations(tmp_path / f"a.{kind}") for kind in ("json", "jsonl", "parquet")]
     for documents in read:
         assert [(d.text, d.labels) for d in documents] == [
             ("Ada was born in London .", ("born", "lived")),
@@ -97,9 +111,13 @@ def test_every_form_gives_the_same_documents(tmp_path: Path) -> None:
 def test_a_folder_is_read_by_the_names_that_such_data_has(tmp_path: Path) -> None:
     write_relations(tmp_path / "casrel")
     write_relations(tmp_path / "plain", names=("train.jsonl", "valid.jsonl", "test.jsonl"))
-    read = [folder_source(tmp_path / name) for name in ("casrel", "plain")]
-    assert [source.labels() for source in read] == [("born", "lived", "unseen")] * 2
-    one, other = ([(each.split, each.text) for each in source.read()] for source in read)
+    for name in ("casrel", "plain"):
+        config = RelationConfig(corpus=str(tmp_path / name), vocab_size=200)
+        assert prepare_relations(config, tmp_path).labels == ("born", "lived", "unseen")
+    one, other = (
+        [(each.split, each.text) for each in parse_relations(str(tmp_path / name)).documents()]
+        for name in ("casrel", "plain")
+    )
     assert one == other
 
 
@@ -107,27 +125,30 @@ def test_labels_are_in_the_order_of_rel2id(tmp_path: Path) -> None:
     write_relations(tmp_path / "a")
     names = ["unseen", "lived", "never", "born"]
     numbered = {name: number for number, name in enumerate(names)}
+    config = RelationConfig(corpus=str(tmp_path / "a"), vocab_size=200)
     write_json(tmp_path / "a" / "rel2id.json", [{str(n): k for k, n in numbered.items()}, numbered])
-    assert folder_source(tmp_path / "a").labels() == tuple(names)
+    assert prepare_relations(config, tmp_path).labels == tuple(names)
     write_json(tmp_path / "a" / "rel2id.json", {"born": 0})
-    with pytest.raises(InputError, match=r"rel2id\.json does not list the relation 'lived'"):
-        folder_source(tmp_path / "a").labels()
-    write_json(tmp_path / "a" / "rel2id.json", {"born": 1})
-    with pytest.raises(InputError, match="numbered from 0"):
-        folder_source(tmp_path / "a").labels()
+    with pytest.raises(InputError, match=r"lacks the relation 'lived'"):
+        prepare_relations(config, tmp_path)
+    wrong: Any
+    for wrong in ({"born": 1}, {}, [], {"born": "0"}, 3):
+        write_json(tmp_path / "a" / "rel2id.json", wrong)
+        with pytest.raises(InputError, match=r"rel2id\.json: .* numbered from 0"):
+            prepare_relations(config, tmp_path)
 
 
 def test_a_folder_that_lacks_a_split_or_has_it_twice_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="does not exist; expected python-imports"):
-        folder_source(tmp_path / "none")
+        parse_relations(str(tmp_path / "none"))
     write_relations(tmp_path / "a")
     (tmp_path / "a" / "dev_triples.json").rename(tmp_path / "a" / "other.json")
     with pytest.raises(InputError, match=r"one file of the validation split.* it has none"):
-        folder_source(tmp_path / "a")
+        parse_relations(str(tmp_path / "a"))
     (tmp_path / "a" / "dev.json").write_text("[]")
     (tmp_path / "a" / "valid.json").write_text("[]")
     with pytest.raises(InputError, match=r"of the validation.* it has dev\.json and valid"):
-        folder_source(tmp_path / "a")
+        parse_relations(str(tmp_path / "a"))
 
 
 def test_options_that_nothing_reads_are_refused(tmp_path: Path) -> None:
@@ -150,19 +171,20 @@ def test_the_embedded_corpus_splits_by_file_and_leaks_no_import() -> None:
         modules=8, test_fraction=0.2, validation_fraction=0.2, max_bytes=600_000
     )
     corpus = config.documents
-    documents, labels = list(corpus.read()), corpus.labels()
+    documents = list(corpus.documents())
+    labels = {label for each in documents for label in each.labels}
     assert len(labels) == 8
     files: dict[str, set[str]] = {}
     for each in documents:
-        files.setdefault(each.split, set()).add(each.name.rpartition(":")[0])
+        files.setdefault(str(each.split), set()).add(each.name.rpartition(":")[0])
     assert files.keys() == {"train", "validation", "test"}
     assert sum(map(len, files.values())) == len(set.union(*files.values()))
     assert len({each.text for each in documents}) == len(documents)
-    assert all(each.labels and set(each.labels) <= set(labels) for each in documents)
+    assert all(each.labels for each in documents)
     imports = re.compile(r"^\s*(>>> )?(import \w|from [\w.]+ import\b)", re.MULTILINE)
     assert not [each for each in documents if imports.search(each.text)]
     with pytest.raises(InputError, match="fewer than the 400 labels"):
-        RelationConfig(modules=400, max_bytes=300_000).documents.labels()
+        list(RelationConfig(modules=400, max_bytes=300_000).documents.documents())
 
 
 def test_prepared_data_is_cached_and_the_same_again(tmp_path: Path) -> None:
@@ -192,6 +214,7 @@ def test_a_data_set_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         return json.loads((folder / f"{split}.json").read_text())
 
     datasets.load_dataset = load  # type: ignore[attr-defined]
+    datasets.get_dataset_split_names = lambda *_, **__: list(SPLITS)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "datasets", datasets)
     local, hub = (
         prepare_relations(RelationConfig(corpus=corpus, vocab_size=200), tmp_path / "cache")

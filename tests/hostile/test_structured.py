@@ -12,9 +12,9 @@ from pydantic import Field, ValidationError
 
 from normattn import io
 from normattn.errors import InputError
-from normattn.lab.data.corpora import PathCorpus
+from normattn.lab.data.corpora import PathCorpus, RowFiles
 from normattn.lab.data.pair_sources import parse_pairs
-from normattn.lab.data.relation_sources import read_labels, read_relations
+from normattn.lab.data.relation_sources import RelationFolder, relation_row
 from normattn.lab.diagnostics.lines import read_diagnostics
 from normattn.lab.runs import RunDirectory, read_metrics, read_status
 from normattn.lab.stats import measurements
@@ -43,7 +43,11 @@ def _first_document(path: Path) -> Any:
 
 
 def _pairs(path: Path) -> Any:
-    return list(parse_pairs(str(path), "en", "de").read())
+    return list(parse_pairs(str(path), "en", "de").documents())
+
+
+def _relations(path: Path) -> Any:
+    return list(RowFiles(((path, "train"),), relation_row).documents())
 
 
 READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
@@ -58,9 +62,9 @@ READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "model": ("config.json", lambda path: load_any(path.parent)),
     "corpus": ("text.jsonl", _first_document),
     "pairs": ("pairs.jsonl", _pairs),
-    "relation lines": ("train.jsonl", lambda path: list(read_relations(path))),
-    "relation array": ("train.json", lambda path: list(read_relations(path))),
-    "labels": ("rel2id.json", read_labels),
+    "relation lines": ("train.jsonl", _relations),
+    "relation array": ("train.json", _relations),
+    "labels": ("rel2id.json", lambda path: RelationFolder((), relation_row, path).labels()),
 }
 
 

@@ -8,7 +8,7 @@ from normattn.lab.data.retrieval import RetrievalSet, retrieval_set
 from normattn.lab.data.synthetic import CopyTask
 from normattn.lab.data.token_data import TokenData, TokenSplit
 from normattn.lab.data.tokeniser import Tokeniser, train_tokeniser
-from normattn.lab.data.tokens import DataConfig, look_for_tokens, prepare_tokens
+from normattn.lab.data.tokens import DataConfig, prepare_tokens
 from normattn.lab.data.windows import (
     EvaluationSet,
     MaskedSet,
@@ -37,7 +37,6 @@ __all__ = [
     "TrainingBatches",
     "by_position_set",
     "last_segment_sets",
-    "look_for_tokens",
     "masked_set",
     "non_repeated_set",
     "parse_corpus",

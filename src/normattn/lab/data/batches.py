@@ -38,6 +38,15 @@ def below(uniform: Float64[np.ndarray, "n"], bound: int | np.ndarray) -> Int64[n
     return np.minimum((uniform * bound).astype(np.int64), np.asarray(bound, dtype=np.int64) - 1)
 
 
+def epoch_order(
+    seed: int, epoch: int, items: int, batches: int = 0
+) -> tuple[Int64[np.ndarray, "items"], Int64[np.ndarray, "batches"]]:
+    """The order of an epoch's items, and that of its batches: keyed by (seed, epoch)."""
+    drawn = uniforms(seed, epoch, items + batches, 1)[:, 0]
+    order, turns = (np.argsort(part, kind="stable") for part in np.split(drawn, [items]))
+    return order, turns
+
+
 def refuse_uneven_shares(batch_size: int, kind: str, share: int, shares: int) -> None:
     """Raise `InputError` where a batch of so many `kind` does not divide into so many shares.
 

@@ -7,25 +7,29 @@ import hashlib
 import os
 import platform
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from normattn.errors import InputError
-from normattn.io import expanded, identity, open_file, refuse_irregular, stat_of
+from normattn.io import expanded, open_file, refuse_irregular, stat_of
 from normattn.lab.data.frozen_packages import FROZEN, FrozenPackages
 from normattn.lab.data.sources import (
     PREFIX,
     Address,
     Corpus,
     Document,
-    HubRows,
+    HubCorpus,
+    Reader,
     capped,
     evenly,
     shares,
+    stamp,
 )
+from normattn.lab.data.splits import SplitName
 from normattn.lab.data.text_files import (
     ROWS,
     TEXT,
@@ -38,7 +42,7 @@ from normattn.lab.data.text_files import (
     text_pieces,
 )
 
-__all__ = ["Corpus", "Document", "HubCorpus", "PathCorpus", "PythonSource", "parse_corpus"]
+__all__ = ["Corpus", "Document", "PathCorpus", "PythonSource", "RowFiles", "parse_corpus"]
 
 PYTHON_SOURCE = "python-source"
 WHOLE_BYTES = 1 << 20
@@ -50,7 +54,7 @@ _LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_
 
 
 def parse_corpus(text: str) -> Corpus:
-    """The corpus that an address names: `body` or `body?option=value&…`.
+    """The corpus of text that an address names: `body` or `body?option=value&…`.
 
     `python-source`, `python-packages-2026`, the path of a file or a folder, or `hf:NAME`. Raises
     `InputError` for anything else, with the nearest name, and for options that the kind does not
@@ -61,21 +65,45 @@ def parse_corpus(text: str) -> Corpus:
         address.take()
         return PythonSource() if address.body == PYTHON_SOURCE else FrozenPackages()
     if address.body.startswith(PREFIX):
-        return HubCorpus(HubRows.parse(address, "field"), address.options.get("field", "text"))
+        field = address.options.get("field", "text")
+        return HubCorpus(address, partial(_text_row, field), options=("field",))
     if expanded(address.body).exists():
         return PathCorpus(address.body, address.take("field")["field"])
-    if address.body == "python-packages":
-        raise InputError(
-            "python-packages, the text of whatever is installed, went in version 1.0; take "
-            f"{FROZEN}, which is the same on every machine"
-        )
     names = (PYTHON_SOURCE, FROZEN)
-    near = difflib.get_close_matches(address.body, names, n=1)
+    # A name from before 1.0, of the text of whatever was installed.
+    near = [FROZEN] if address.body == "python-packages" else []
+    near = near or difflib.get_close_matches(address.body, names, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise InputError(
         f"corpus {address.body!r} does not exist: {hint}expected {', '.join(names)}, the path of a "
         "file or folder, or hf:NAME"
     )
+
+
+def _text_row(field: str, name: str, row: Mapping[str, Any], where: str) -> Document:
+    return Document(name, text_of(row, field, where))
+
+
+@dataclass(frozen=True)
+class RowFiles(Corpus):
+    """Files of rows, a document each, and the split that each file is (None: any)."""
+
+    files: tuple[tuple[Path, SplitName | None], ...]
+    read: Reader
+
+    def documents(self, limit: int | None = None) -> Iterator[Document]:
+        """Stream the rows, file by file; a name is FILE:NUMBER."""
+        return capped(self._rows(), limit)
+
+    def _rows(self) -> Iterator[Document]:
+        for path, split in self.files:
+            for number, row in read_rows(path):
+                document = self.read(f"{path.name}:{number}", row, f"{path}:{number}")
+                yield document if split is None else replace(document, split=split)
+
+    def fingerprint(self) -> str:
+        """Hash of the files' names, and of what shows that one was written to."""
+        return stamp({path.name: path for path, _ in self.files})
 
 
 class _File(NamedTuple):
@@ -116,18 +144,15 @@ class PathCorpus(Corpus):
 
         A copy of the folder has another, and moving it leaves it as it is.
         """
-        digest = hashlib.sha256(repr((self.field, WHOLE_BYTES, PIECE_CHARACTERS)).encode())
-        for file in self._files():
-            digest.update(repr((file.name, *identity(stat_of(file.path)))).encode())
-        return digest.hexdigest()
+        files = {file.name: file.path for file in self._files()}
+        return stamp(files, self.field, WHOLE_BYTES, PIECE_CHARACTERS)
 
     def _read(self, file: _File) -> Iterator[Document]:
         """The documents of one file."""
         if suffix_of(file.path) in ROWS:
             field = self.field or "text"
             for number, row in read_rows(file.path, [field]):
-                text = text_of(row, field, f"{file.path}:{number}")
-                yield Document(f"{file.name}:{number}", text)
+                yield _text_row(field, f"{file.name}:{number}", row, f"{file.path}:{number}")
         elif file.size <= WHOLE_BYTES and not is_packed(file.path) and self._root.is_dir():
             yield Document(file.name, read_text(file.path))
         else:
@@ -201,7 +226,7 @@ class PythonSource(Corpus):
         return capped(self._read(chosen), limit)
 
     def fingerprint(self) -> str:
-        """Hash of the Python version and every file's name and content (12 MB: 30 ms)."""
+        """Hash of the Python version and of every file's name and content (12 MB: 30 ms)."""
         digest = hashlib.sha256(f"{PYTHON_SOURCE} {platform.python_version()}".encode())
         for name, path in self._files():
             digest.update(f"{name}\0".encode() + hashlib.sha256(_bytes(path)).digest())
@@ -242,33 +267,3 @@ class PythonSource(Corpus):
 def _bytes(path: Path) -> bytes:
     with open_file(path) as file:
         return file.read()
-
-
-@dataclass(frozen=True)
-class HubCorpus(Corpus):
-    """`hf:NAME[?config=…&split=train&field=text&revision=…]`; a row is a document.
-
-    `HubRows` says which rows these are. Names are the row numbers.
-    """
-
-    table: HubRows
-    field: str = "text"
-
-    def documents(self, limit: int | None = None) -> Iterator[Document]:
-        """Stream the rows."""
-        where = f"corpus '{self.table.address}', row"
-        rows = enumerate(self.table.rows())
-        texts = ((number, text_of(row, self.field, f"{where} {number}")) for number, row in rows)
-        return capped((Document(f"{number:09}", text) for number, text in texts), limit)
-
-    def fingerprint(self) -> str:
-        """Hash of the address and of the commit, which is looked up on the hub."""
-        return self.table.fingerprint()
-
-    def sources(self) -> dict[str, str]:
-        """The commit of the data set."""
-        return {self.table.address.body: self.table.commit()}
-
-    def notes(self) -> tuple[str, ...]:
-        """The rows come over the network; `InputError` where datasets is not installed."""
-        return self.table.notes()

@@ -17,7 +17,7 @@ from pydantic import Field
 
 from normattn.errors import InputError, library
 from normattn.io import expanded, open_file
-from normattn.lab.data.batches import below, refuse_uneven_shares, uniforms
+from normattn.lab.data.batches import below, epoch_order, refuse_uneven_shares, uniforms
 from normattn.lab.data.splits import SPLITS, SplitName, Splits, SplitSettings
 
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp")
@@ -40,6 +40,14 @@ class ImageDataConfig(SplitSettings):
     test_fraction: float = Field(default=0.2, ge=0, lt=1)
     validation_fraction: float = Field(default=0.1, ge=0, lt=1)
     max_images: int | None = Field(default=None, ge=1)
+
+    def look(self) -> tuple[str, ...]:
+        """Nothing to say; `InputError` where the source is plainly not there. None is read."""
+        if self.source in PACKAGED:
+            _packaged_file(self.source)
+        else:
+            _image_files(expanded(self.source))
+        return ()
 
 
 @dataclass(frozen=True)
@@ -151,14 +159,6 @@ def image_shape(config: ImageDataConfig) -> ImageShape:
     return prepare_images(config).shape
 
 
-def look_for_images(config: ImageDataConfig) -> None:
-    """Raise `InputError` where the source is plainly not there; none is read."""
-    if config.source in PACKAGED:
-        _packaged_file(config.source)
-    else:
-        _image_files(expanded(config.source))
-
-
 def scaled(pixels: UInt8[np.ndarray, "m h w c"]) -> Float32[np.ndarray, "m c h w"]:
     """Pixels 0 … 255 as numbers in −1 … 1, channels first."""
     channels_first = np.ascontiguousarray(pixels.transpose(0, 3, 1, 2), dtype=np.float32)
@@ -252,7 +252,7 @@ class ImageBatches:
         self.batch_size = batch_size
         self.seed = seed
         self.shift = shift
-        self._order = lru_cache(maxsize=2)(self._epoch_order)
+        self._order = lru_cache(maxsize=2)(lambda epoch: epoch_order(seed, epoch, len(split))[0])
 
     def batch(self, step: int, share: int = 0, shares: int = 1) -> tuple[np.ndarray, np.ndarray]:
         """Part `share` of `shares` of the batch of `step` (from 1): images and labels.
@@ -274,10 +274,6 @@ class ImageBatches:
             by = below(drawn.reshape(-1), 2 * self.shift + 1).reshape(-1, 2) - self.shift
             pixels = shifted(pixels, by)
         return scaled(pixels), self.split.labels[chosen]
-
-    def _epoch_order(self, epoch: int) -> Int64[np.ndarray, "n"]:
-        drawn = uniforms(self.seed, epoch, 1, len(self.split))[0]
-        return np.argsort(drawn, kind="stable").astype(np.int64)
 
 
 def shifted(

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import gettext
-import hashlib
 import re
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from normattn.errors import InputError
-from normattn.io import expanded, identity, open_file, sha256_of, stat_of
-from normattn.lab.data.sources import PREFIX, Address, HubRows
+from normattn.io import expanded, open_file, sha256_of
+from normattn.lab.data.corpora import RowFiles
+from normattn.lab.data.sources import PREFIX, Address, Corpus, Document, HubCorpus, capped, stamp
 from normattn.lab.data.splits import SPLITS, SplitName
-from normattn.lab.data.text_files import ROWS, read_rows, suffix_of, text_lines, text_of
+from normattn.lab.data.text_files import ROWS, suffix_of, text_lines, text_of
 
 _STARTS: Mapping[SplitName, tuple[str, ...]] = {
     "train": ("train",),
@@ -27,43 +27,15 @@ _STARTS: Mapping[SplitName, tuple[str, ...]] = {
 }
 
 
-class Pair(NamedTuple):
-    """A sentence and its translation; `split` where the corpus itself says to which it belongs."""
-
-    source: str
-    target: str
-    split: SplitName | None = None
-
-    @property
-    def text(self) -> str:
-        """The source sentence."""
-        return self.source
-
-
-@dataclass(frozen=True)
-class PairSource:
-    """Sentence pairs that can be read again.
-
-    `read` streams them in a fixed order, and raises `InputError` where they are missing, unreadable
-    or not aligned; a side may be empty. `fingerprint` changes with them. `given` are the splits
-    that the corpus itself has; the others are cut from its training pairs. `notes` are what a plan
-    says of it.
-    """
-
-    read: Callable[[], Iterator[Pair]]
-    fingerprint: Callable[[], str]
-    given: Callable[[], Iterable[SplitName]] = tuple
-    notes: Callable[[], tuple[str, ...]] = tuple
-
-
-def parse_pairs(text: str, source: str, target: str) -> PairSource:
+def parse_pairs(text: str, source: str, target: str) -> Corpus:
     """The sentence pairs that an address names: `body` or `body?option=value&…`.
 
     `catalogues[?packages=NAME,NAME]`: messages of installed packages. `FOLDER[?test=NAME]`: files
     `NAME.LANGUAGE`, NAME beginning with train, val (dev) or test. `FILE,FILE`, the source language
     first. `FILE.jsonl`, `.parquet`, `.csv`, `.tsv` or `hf:NAME`: rows with a field for each
-    language, also inside `translation`. `.gz` of text and JSON lines. Raises `InputError` for
-    anything else and for options that the kind does not know.
+    language, also inside `translation`. `.gz` of text and JSON lines. A document is the sentence
+    and its translation; a side may be empty. Raises `InputError` for anything else and for options
+    that the kind does not know.
     """
     if source == target:
         raise InputError(
@@ -71,21 +43,19 @@ def parse_pairs(text: str, source: str, target: str) -> PairSource:
         )
     address = Address.parse(text, "corpus of sentence pairs")
     body, path = address.body, expanded(address.body)
+    read = partial(_pair_row, source, target)
     if body == "catalogues":
         return _catalogues(address.take("packages")["packages"], source, target)
     if body.startswith(PREFIX):
-        hub = HubRows.parse(address)
-        return PairSource(
-            partial(_hub_pairs, hub, source, target), hub.fingerprint, hub.splits, hub.notes
-        )
+        return HubCorpus(address, read, held_out=True)
     if path.is_dir():
         return _folder(path, source, target, address.take("test")["test"])
     address.take()
     first, _, second = body.partition(",")
     if second and expanded(first).is_file():
-        return _aligned([(expanded(first), expanded(second), None)])
+        return AlignedFiles(((expanded(first), expanded(second), None),))
     if suffix_of(path) in ROWS and path.is_file():
-        return PairSource(partial(_row_pairs, path, source, target), partial(_stamp, [path]))
+        return RowFiles(((path, None),), read)
     raise InputError(
         f"corpus {body!r} holds no sentence pairs: expected catalogues, a folder of train/val/test "
         "files by language, two aligned files as FILE,FILE, a .jsonl, .parquet, .csv or .tsv file, "
@@ -93,66 +63,56 @@ def parse_pairs(text: str, source: str, target: str) -> PairSource:
     )
 
 
-def _stamp(paths: Iterable[Path]) -> str:
-    """Hash of the files' names, and of what tells whether they were written to."""
-    states = [(path.name, *identity(stat_of(path))) for path in paths]
-    return hashlib.sha256(repr(states).encode()).hexdigest()
-
-
-# Rows.
-
-
-def _row_pairs(path: Path, source: str, target: str) -> Iterator[Pair]:
-    """The rows of a file, each in the split that its field `split` names, if it has one."""
-    for number, row in read_rows(path):
-        yield _pair(row, source, target, f"{path}:{number}", row.get("split"))
-
-
-def _hub_pairs(hub: HubRows, source: str, target: str) -> Iterator[Pair]:
-    for split in ("train", *hub.splits()):
-        where = f"corpus '{hub.address}', {split} row"
-        for number, row in enumerate(hub.rows(split)):
-            fixed = None if split == "train" else split
-            yield _pair(row, source, target, f"{where} {number}", fixed)
-
-
-def _pair(row: Mapping[str, Any], source: str, target: str, where: str, split: Any) -> Pair:
-    """Each language's sentence in its field (or in `translation`)."""
-    fields = row.get("translation", row)
+def _pair_row(source: str, target: str, name: str, row: Mapping[str, Any], where: str) -> Document:
+    """Each language's sentence in its field (or in `translation`), and the split in `split`."""
+    fields, split = row.get("translation", row), row.get("split")
     if not isinstance(fields, dict):
         raise InputError(f"{where} is not an object of sentences by language")
     if split is not None and split not in SPLITS:
         raise InputError(f"{where}: split is {split!r}; expected one of {', '.join(SPLITS)}")
-    here, there = (text_of(fields, side, where, "source=, target=") for side in (source, target))
-    return Pair(here, there, split)
+    hint = "choose the languages with data.source and data.target"
+    here, there = (text_of(fields, side, where, hint) for side in (source, target))
+    return Document(name, here, split=split, target=there)
 
 
-# Aligned files.
+@dataclass(frozen=True)
+class AlignedFiles(Corpus):
+    """Line n of one file with line n of the other (plain or `.gz`), without their line ends.
 
+    `parts` are the two files, and the split that they are (None: of the training part).
+    """
 
-def _aligned(
-    parts: Sequence[tuple[Path, Path, SplitName | None]], given: tuple[SplitName, ...] = ()
-) -> PairSource:
-    """Line n of one file with line n of the other (plain or `.gz`), without their line ends."""
+    parts: tuple[tuple[Path, Path, SplitName | None], ...]
 
-    def read() -> Iterator[Pair]:
-        for source, target, split in parts:
+    def documents(self, limit: int | None = None) -> Iterator[Document]:
+        """Stream the pairs of lines; `InputError` where one file has more than the other."""
+        return capped(self._pairs(), limit)
+
+    def _pairs(self) -> Iterator[Document]:
+        for source, target, split in self.parts:
             here = there = 0
             for a, b in zip_longest(text_lines(source), text_lines(target)):
                 here, there = here + (a is not None), there + (b is not None)
                 if a is not None and b is not None:
-                    yield Pair(a[1].rstrip("\r\n"), b[1].rstrip("\r\n"), split)
+                    line, translation = a[1].rstrip("\r\n"), b[1].rstrip("\r\n")
+                    yield Document(f"{source.name}:{here}", line, split=split, target=translation)
             if here != there:
                 raise InputError(
                     f"{source} has {here:,} lines and {target} has {there:,}: line n of one must "
                     "be the translation of line n of the other"
                 )
 
-    files = [path for source, target, _ in parts for path in (source, target)]
-    return PairSource(read, partial(_stamp, files), lambda: given)
+    def fingerprint(self) -> str:
+        """Hash of the files' names, and of what shows that one was written to."""
+        files = [path for source, target, _ in self.parts for path in (source, target)]
+        return stamp({f"{number} {path.name}": path for number, path in enumerate(files)})
+
+    def given(self) -> tuple[SplitName, ...]:
+        """The held-out splits that have files."""
+        return tuple(split for *_, split in self.parts if split is not None)
 
 
-def _folder(folder: Path, source: str, target: str, test: str | None) -> PairSource:
+def _folder(folder: Path, source: str, target: str, test: str | None) -> AlignedFiles:
     """The files of both languages by split; of several test sets the one called `test`."""
     sources, targets = _files(folder, source), _files(folder, target)
     parts: list[tuple[Path, Path, SplitName | None]] = []
@@ -176,7 +136,7 @@ def _folder(folder: Path, source: str, target: str, test: str | None) -> PairSou
         # A training pair stays open, so that splits without files can be cut from them.
         fixed = None if split == "train" else split
         parts += [(sources[name], targets[name], fixed) for name in names]
-    return _aligned(parts, tuple(split for *_, split in parts if split is not None))
+    return AlignedFiles(tuple(parts))
 
 
 def _files(folder: Path, language: str) -> dict[str, Path]:
@@ -210,7 +170,8 @@ _WORD = re.compile(r"[^\W\d_]{2,}|\b[aAIX]\b")
 _KEY = re.compile(r"_(?=\w)")
 
 
-def _catalogues(named: str | None, source: str, target: str) -> PairSource:
+@dataclass(frozen=True)
+class Catalogues(Corpus):
     """The messages of installed packages and their translations, from GNU gettext's `.mo` files.
 
     Read from the package's files, nothing of it is imported. Placeholders, tags and access keys
@@ -218,6 +179,29 @@ def _catalogues(named: str | None, source: str, target: str) -> PairSource:
     untranslated message) is left out, and so is a message seen before, letter case aside. The
     messages belong to their packages and stay under their licences.
     """
+
+    files: tuple[Path, ...]
+
+    def documents(self, limit: int | None = None) -> Iterator[Document]:
+        """Stream the messages."""
+        return capped(self._pairs(), limit)
+
+    def _pairs(self) -> Iterator[Document]:
+        seen: set[str] = set()
+        for path in self.files:
+            for number, (message, translation) in enumerate(_messages(path)):
+                here, there = _cleaned(message, translation)
+                if here.casefold() not in seen and is_sentence_pair(here, there):
+                    seen.add(here.casefold())
+                    yield Document(f"{path.name}:{number}", here, target=there)
+
+    def fingerprint(self) -> str:
+        """Hash of the files' content."""
+        return " ".join(map(sha256_of, self.files))
+
+
+def _catalogues(named: str | None, source: str, target: str) -> Catalogues:
+    """Those of the packages `named`, which have a comma between them."""
     if source != "en":
         raise InputError(f"catalogues translate from 'en'; for {source!r} give pairs of your own")
     packages = tuple(named.split(",")) if named else PACKAGES
@@ -226,16 +210,10 @@ def _catalogues(named: str | None, source: str, target: str) -> PairSource:
             f"corpus 'catalogues': the option 'packages' holds an empty name, got {named!r}; "
             "expected names of installed packages with commas between"
         )
-    files = [file for package in packages for file in _catalogue_files(package, target)]
-
-    def fingerprint() -> str:
-        described = repr((packages, source, target, [sha256_of(file) for file in files]))
-        return hashlib.sha256(described.encode()).hexdigest()
-
-    return PairSource(partial(_catalogue_pairs, files), fingerprint)
+    return Catalogues(tuple(file for one in packages for file in _catalogue_files(one, target)))
 
 
-def _catalogue_files(package: str, language: str) -> list[Path]:
+def _catalogue_files(package: str, language: str) -> Sequence[Path]:
     try:
         files = metadata.distribution(package).files or []
     except metadata.PackageNotFoundError as error:
@@ -247,28 +225,22 @@ def _catalogue_files(package: str, language: str) -> list[Path]:
     found = [file for file in files if folder in f"/{file.as_posix()}" and file.suffix == ".mo"]
     if not found:
         raise InputError(f"{package} has no translations into {language!r}")
-    found.sort(key=lambda file: file.as_posix())
-    return [Path(str(file.locate())) for file in found]
+    return [Path(str(file.locate())) for file in sorted(found, key=lambda file: file.as_posix())]
 
 
-def _catalogue_pairs(files: Sequence[Path]) -> Iterator[Pair]:
-    seen: set[str] = set()
-    for path in files:
-        with open_file(path) as file:
-            try:
-                translations = gettext.GNUTranslations(file)
-            except (LookupError, OSError, ValueError, struct.error) as error:
-                raise InputError(f"{path} is no catalogue of messages: {error}") from error
-        # gettext has no public way to list a catalogue: this is the table it looks words up in.
-        catalogue: Mapping[Any, str] = vars(translations)["_catalog"]
-        for key, translation in catalogue.items():
-            message, form = key if isinstance(key, tuple) else (key, 0)
-            if not message or form != 0:  # the header, and further plurals
-                continue
-            pair = _cleaned(message, translation)
-            if pair[0].casefold() not in seen and is_sentence_pair(*pair):
-                seen.add(pair[0].casefold())
-                yield Pair(*pair)
+def _messages(path: Path) -> Iterator[tuple[str, str]]:
+    """The messages of one file, of a plural the first form."""
+    with open_file(path) as file:
+        try:
+            translations = gettext.GNUTranslations(file)
+        except (LookupError, OSError, ValueError, struct.error) as error:
+            raise InputError(f"{path} is no catalogue of messages: {error}") from error
+    # gettext has no public way to list a catalogue: this is the table it looks words up in.
+    catalogue: Mapping[Any, str] = vars(translations)["_catalog"]
+    for key, translation in catalogue.items():
+        message, form = key if isinstance(key, tuple) else (key, 0)
+        if message and form == 0:  # neither the header nor a further plural
+            yield message, translation
 
 
 def _cleaned(source: str, target: str) -> tuple[str, str]:

@@ -20,18 +20,19 @@ from pydantic import Field
 from normattn import io
 from normattn.errors import InputError
 from normattn.io import read_object, sha256_of
-from normattn.lab.data.batches import uniforms
-from normattn.lab.data.pair_sources import Pair, PairSource, parse_pairs
-from normattn.lab.data.splits import SPLITS, SplitName, Splits, SplitSettings, split_of
+from normattn.lab.data.batches import epoch_order
+from normattn.lab.data.pair_sources import parse_pairs
+from normattn.lab.data.sources import Corpus, Document
+from normattn.lab.data.splits import SPLITS, SplitName, Splits, SplitSettings
 from normattn.lab.data.store import (
     ABOUT,
     Names,
     Ragged,
     Row,
-    digest_of,
+    column_digests,
     fill,
     prepared,
-    refused,
+    refuse_empty,
     utf8,
 )
 from normattn.lab.data.tokeniser import SAMPLE_BYTES, Tokeniser, train_tokeniser
@@ -70,9 +71,13 @@ class PairsConfig(SplitSettings):
     max_pairs: int | None = Field(default=None, ge=1)
 
     @property
-    def pairs(self) -> PairSource:
+    def documents(self) -> Corpus:
         """Where the pairs are read from; `InputError` where their files are not there."""
         return parse_pairs(self.corpus, self.source, self.target)
+
+    def look(self) -> tuple[str, ...]:
+        """What is fetched for the pairs; `InputError` where their files are not there."""
+        return self.documents.notes()
 
 
 @dataclass(frozen=True)
@@ -146,10 +151,10 @@ def prepare_pairs(config: PairsConfig, cache_dir: Path | None = None) -> PairDat
     Raises `InputError` for pairs that are missing, not aligned or unreadable, and for a split
     without a pair.
     """
-    source = config.pairs
+    corpus = config.documents
     settings = config.model_dump(mode="json", exclude={"corpus"})
-    decides = [FORMAT, tokenizers.__version__, SAMPLE_BYTES, source.fingerprint(), settings]
-    folder = prepared("pairs", decides, lambda folder: _build(folder, config, source), cache_dir)
+    decides = [FORMAT, tokenizers.__version__, SAMPLE_BYTES, corpus.fingerprint(), settings]
+    folder = prepared("pairs", decides, lambda folder: _build(folder, config, corpus), cache_dir)
     tokenisers, about = _tokenisers(folder, config, None), read_object(folder / ABOUT)
     return PairData(
         **{name: _load_split(folder, name) for name in SPLITS},
@@ -160,11 +165,6 @@ def prepare_pairs(config: PairsConfig, cache_dir: Path | None = None) -> PairDat
     )
 
 
-def look_for_pairs(config: PairsConfig) -> tuple[str, ...]:
-    """What a plan says of the pairs; `InputError` where their files are not there."""
-    return config.pairs.notes()
-
-
 def _load_split(folder: Path, name: SplitName) -> PairSplit:
     source, target = (Ragged.load(folder, f"{name}.{side}", "<u2") for side in _SIDES)
     lines = Names(Ragged.load(folder, f"{name}.texts", "u1"))
@@ -172,34 +172,32 @@ def _load_split(folder: Path, name: SplitName) -> PairSplit:
     return PairSplit(name, source, target, texts)
 
 
-def _build(folder: Path, config: PairsConfig, source: PairSource) -> None:
+def _build(folder: Path, config: PairsConfig, corpus: Corpus) -> None:
     """Fill `folder` with the tokens of both sides, and the texts of held-out pairs."""
-    given = source.given()
-    test = 0.0 if "test" in given else config.test_fraction
-    validation = 0.0 if "validation" in given else config.validation_fraction
+    given = corpus.given()
 
-    def cleaned() -> Iterator[Pair]:
+    def cleaned() -> Iterator[Document]:
         """Every pair, a side in one line each, and its split."""
-        for pair in source.read():
-            here, there = " ".join(pair.source.split()), " ".join(pair.target.split())
+        for pair in corpus.documents():
+            here, there = " ".join(pair.text.split()), " ".join(pair.target.split())
             letters = "".join(c for c in here.casefold() if c.isalpha()) or here
-            split = pair.split or split_of(letters, config.seed, test, validation)
-            yield Pair(here, there, split)
+            split = pair.split or config.split_of(letters, given)
+            yield Document(pair.name, here, split=split, target=there)
 
-    def training() -> Iterator[Pair]:
-        pairs = (p for p in cleaned() if p.split == "train" and p.source and p.target)
+    def training() -> Iterator[Document]:
+        pairs = (pair for pair in cleaned() if pair.split == "train" and pair.text and pair.target)
         return islice(pairs, config.max_pairs)
 
-    def encode(batch: list[Pair], counts: Counter[str]) -> Iterator[Row]:
-        filled = [pair for pair in batch if pair.source and pair.target]
+    def encode(batch: list[Document], counts: Counter[str]) -> Iterator[Row]:
+        filled = [pair for pair in batch if pair.text and pair.target]
         if len(filled) < len(batch):
             counts[_EMPTY] += len(batch) - len(filled)
-        sides = zip(*(pair[:2] for pair in filled), strict=True)
-        encoded = [t.encode_batch(side) for t, side in zip(tokenisers, sides, strict=False)]
+        sides = [pair.text for pair in filled], [pair.target for pair in filled]
+        encoded = [t.encode_batch(side) for t, side in zip(tokenisers, sides, strict=True)]
         for pair, here, there in zip(filled, *encoded, strict=True):
             columns = {"source": here, "target": there}
-            if pair.split != "train":
-                line = json.dumps(pair[:2], ensure_ascii=False) + "\n"
+            if pair.split in ("validation", "test"):
+                line = json.dumps([pair.text, pair.target], ensure_ascii=False) + "\n"
                 yield Row(pair.split, {**columns, "texts": utf8(line)})
             elif max(len(here), len(there)) >= config.max_length:
                 counts[_LONG] += 1
@@ -209,28 +207,24 @@ def _build(folder: Path, config: PairsConfig, source: PairSource) -> None:
     tokenisers = _tokenisers(folder, config, training)
     columns = {"source": "<u2", "target": "<u2", "texts": "u1"}
     counts = fill(folder, columns, cleaned(), encode)
-    for name in SPLITS:
-        if not counts[name]:
-            total = sum(counts[name] for name in SPLITS)
-            message = f"corpus {config.corpus!r} gives no {name} pair ({total:,} in all)"
-            raise refused(folder, message)
+    refuse_empty(folder, config.corpus, counts)
     left_out = {why: count for why, count in counts.items() if why not in SPLITS}
     fingerprint = _fingerprint(folder, {name: counts[name] for name in SPLITS}, left_out)
     io.write_json(folder / ABOUT, {"left_out": left_out, "fingerprint": fingerprint})
 
 
 def _tokenisers(
-    folder: Path, config: PairsConfig, training: Callable[[], Iterator[Pair]] | None
+    folder: Path, config: PairsConfig, training: Callable[[], Iterator[Document]] | None
 ) -> list[Tokeniser]:
     """Those of both sides, from the folder or trained; one where they share a vocabulary."""
     paths = [folder / f"{side}.tokeniser.json" for side in _SIDES]
     if training is not None and not all(path.exists() for path in paths):
         target_size = config.target_vocab_size
         if target_size is None:
-            both = (text for pair in training() for text in pair[:2])
+            both = (text for pair in training() for text in (pair.text, pair.target))
             trained = [train_tokeniser(both, config.vocab_size, specials=SPECIALS)] * 2
         else:
-            here, there = (pair.source for pair in training()), (p.target for p in training())
+            here, there = (pair.text for pair in training()), (pair.target for pair in training())
             trained = [
                 train_tokeniser(here, config.vocab_size, specials=SPECIALS),
                 train_tokeniser(there, target_size, specials=SPECIALS),
@@ -248,9 +242,8 @@ def _fingerprint(folder: Path, pairs: Mapping[str, int], left_out: Mapping[str, 
     for side in _SIDES:
         digests[f"{side}.tokeniser.json"] = sha256_of(folder / f"{side}.tokeniser.json")
         for name in SPLITS:
-            digests[f"{name}.{side}.tokens"] = sha256_of(folder / f"{name}.{side}")
-            ends = folder / f"{name}.{side}.ends"
-            digests[f"{name}.{side}.ends"] = digest_of(ends, skipped=8)
+            values, ends = column_digests(folder, f"{name}.{side}")
+            digests |= {f"{name}.{side}.tokens": values, f"{name}.{side}.ends": ends}
     for name in SPLITS[1:]:
         digests[f"{name}.jsonl"] = sha256_of(folder / f"{name}.texts")
     text = "".join(f"{name}{digest}" for name, digest in sorted(digests.items()))
@@ -326,9 +319,8 @@ class PairBatches:
         self, epoch: int
     ) -> tuple[Int64[np.ndarray, "sentences"], Int64[np.ndarray, "batches"]]:
         """The sentences in this epoch's sorting, and the order in which its batches are taken."""
-        drawn = uniforms(self.seed, epoch, len(self.split) + len(self), 1)[:, 0]
-        order = np.lexsort((drawn[: len(self.split)], self._target, self._source))
-        return order, np.argsort(drawn[len(self.split) :], kind="stable")
+        order, turns = epoch_order(self.seed, epoch, len(self.split), len(self))
+        return order[np.lexsort((self._target[order], self._source[order]))], turns
 
 
 def _padded(lengths: Int64[np.ndarray, "n"]) -> Int64[np.ndarray, "n"]:

@@ -7,26 +7,23 @@ triples are the text's labels.
 from __future__ import annotations
 
 import ast
-import hashlib
 import io
 import re
 import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
-
-from pydantic import Field, TypeAdapter, ValidationError
+from typing import Any
 
 from normattn.errors import InputError
-from normattn.io import parse_json, sha256_of
-from normattn.lab.data.corpora import PythonSource
-from normattn.lab.data.sources import HubRows
+from normattn.io import expanded, parse_json
+from normattn.lab.data.corpora import PythonSource, RowFiles
+from normattn.lab.data.sources import PREFIX, Address, Corpus, Document, HubCorpus, capped, stamp
 from normattn.lab.data.splits import SPLITS, SplitName
-from normattn.lab.data.text_files import read_rows, read_text
+from normattn.lab.data.text_files import field_of, read_text, text_of
 
 STEMS: Mapping[SplitName, tuple[str, ...]] = {
     "train": ("train",),
@@ -36,136 +33,78 @@ STEMS: Mapping[SplitName, tuple[str, ...]] = {
 """What a split's file may be called, with `_triples` behind it or not."""
 _SUFFIXES = (".json", ".jsonl", ".parquet")
 LABELS_FILE = "rel2id.json"
-_FORM = '{"text": "…", "triple_list": [["subject", "relation", "object"], …]}'
+_HINT = 'expected {"text": "…", "triple_list": [["subject", "relation", "object"], …]}'
 
 
-class _Triple(NamedTuple):
-    subject: Any
-    relation: Annotated[str, Field(min_length=1)]
-    object: Any
+def parse_relations(text: str) -> Corpus:
+    """The labelled documents in a folder, or of a data set of the hub (`hf:NAME`), by split.
+
+    The files of a folder are `train_triples.json`, `dev_triples.json` (or valid, validation, val)
+    and `test_triples.json`, with or without `_triples`, `.json`, `.jsonl` or `.parquet`. Raises
+    `InputError` for a file that is missing or ambiguous.
+    """
+    address = Address.parse(text, "relation corpus")
+    if address.body.startswith(PREFIX):
+        return HubCorpus(address, relation_row, held_out=True)
+    address.take()
+    folder = expanded(address.body)
+    return RelationFolder(_split_files(folder), relation_row, folder / LABELS_FILE)
 
 
-class _Row(NamedTuple):
-    text: Annotated[str, Field(pattern=r"\S")]
-    triple_list: list[_Triple]
+def relation_row(name: str, row: Mapping[str, Any], where: str) -> Document:
+    """The document in a row: its `text`, labelled by the relations in its `triple_list`.
+
+    Raises `InputError` that says which field was expected, and which are there.
+    """
+    text = text_of(row, "text", where, _HINT)
+    triples = field_of(row, "triple_list", where, _HINT)
+    if not text.strip():
+        raise InputError(f"{where}: field 'text' is blank; {_HINT}")
+    if not isinstance(triples, list) or not all(map(_is_triple, triples)):
+        raise InputError(f"{where}: field 'triple_list' is no list of triples; {_HINT}")
+    return Document(name, text, labels=tuple(sorted({relation for _, relation, _ in triples})))
 
 
-_ROW = TypeAdapter(_Row)
-_LABELS = TypeAdapter(dict[str, int])
-
-
-class RelationDocument(NamedTuple):
-    """One text, its split, its name (unique inside its corpus) and its sorted labels."""
-
-    split: SplitName
-    name: str
-    text: str
-    labels: tuple[str, ...]
+def _is_triple(value: Any) -> bool:
+    return (
+        isinstance(value, list | tuple)
+        and len(value) == 3
+        and isinstance(value[1], str)
+        and value[1] != ""
+    )
 
 
 @dataclass(frozen=True)
-class RelationSource:
-    """Labelled documents that can be read again.
+class RelationFolder(RowFiles):
+    """A file for each split, and the file of all labels, which may be absent."""
 
-    `read` streams them split by split. `labels` are all that a document may have, in the order of
-    the outputs; one that no training document has can only be missed, and still counts.
-    `fingerprint` changes with the documents. Each raises `InputError` for damaged data.
-    """
+    listed: Path
 
-    read: Callable[[], Iterator[RelationDocument]]
-    labels: Callable[[], tuple[str, ...]]
-    fingerprint: Callable[[], str]
-    notes: Callable[[], tuple[str, ...]] = tuple
+    def labels(self) -> tuple[str, ...]:
+        """The labels of rel2id.json in the order of their numbers; () without that file.
 
+        It holds [{number: name}, {name: number}], or the second object alone.
+        """
+        if not self.listed.exists():
+            return ()
+        value = parse_json(read_text(self.listed), str(self.listed))
+        ids = value[-1] if isinstance(value, list) and value else value
+        numbers = list(ids.values()) if isinstance(ids, dict) else []
+        if not numbers or any(numbers.count(n) != 1 for n in range(len(numbers))):
+            raise InputError(
+                f"{self.listed}: expected relations numbered from 0, as "
+                '[{"0": "country", …}, {"country": 0, …}]'
+            )
+        return tuple(sorted(ids, key=ids.__getitem__))
 
-def folder_source(folder: Path) -> RelationSource:
-    """The three splits in `folder`, and its labels.
-
-    The files are `train_triples.json`, `dev_triples.json` (or valid, validation, val) and
-    `test_triples.json`, with or without `_triples`, `.json`, `.jsonl` or `.parquet`. The labels
-    are those of rel2id.json in the order of their numbers, and without that file every relation
-    that occurs in any split, sorted. Raises `InputError` for a file that is missing or ambiguous,
-    and as it is read for one that is damaged or has a relation that rel2id.json does not list.
-    """
-    files, listed = _split_files(folder), folder / LABELS_FILE
-
-    def read() -> Iterator[RelationDocument]:
-        for split, path in files.items():
-            yield from read_relations(path, split)
-
-    @cache
-    def labels() -> tuple[str, ...]:
-        occurring = _occurring(read())
-        if not listed.exists():
-            return occurring
-        known = read_labels(listed)
-        for relation in occurring:
-            if relation not in known:
-                raise InputError(f"{listed} does not list the relation {relation!r}, which occurs")
-        return known
-
-    def fingerprint() -> str:
-        paths = [*files.values(), *([listed] if listed.exists() else [])]
-        parts = "".join(f"{path.name}\0{sha256_of(path)}" for path in paths)
-        return hashlib.sha256(parts.encode()).hexdigest()
-
-    return RelationSource(read, labels, fingerprint)
+    def fingerprint(self) -> str:
+        """As of the files, that of the labels among them."""
+        files = [path for path, _ in self.files]
+        files += [self.listed] if self.listed.exists() else []
+        return stamp({path.name: path for path in files})
 
 
-def hub_source(hub: HubRows) -> RelationSource:
-    """The splits train, validation and test of a data set of the hub, with every relation in it."""
-    if hub.split is not None:
-        raise InputError(f"corpus '{hub.address}': relations are read from all splits; no ?split=")
-
-    def read() -> Iterator[RelationDocument]:
-        for split in SPLITS:
-            rows = enumerate(hub.rows(split))
-            yield from _documents(rows, split, f"corpus '{hub.address}', {split} row ", split)
-
-    labels = cache(lambda: _occurring(read()))
-    return RelationSource(read, labels, hub.fingerprint, hub.notes)
-
-
-def _occurring(documents: Iterable[RelationDocument]) -> tuple[str, ...]:
-    """Every relation, sorted; `InputError` where the train split has none."""
-    occurring: set[str] = set()
-    trained = False
-    for document in documents:
-        occurring.update(document.labels)
-        trained |= document.split == "train" and bool(document.labels)
-    if not trained:
-        raise InputError("no document of the train split has a relation")
-    return tuple(sorted(occurring))
-
-
-def read_relations(path: Path, split: SplitName = "train") -> Iterator[RelationDocument]:
-    """Read the documents of a `.json` file (one array), JSON lines or Parquet.
-
-    Each has a `text` and a `triple_list` of [subject, relation, object]; its labels are the
-    relations in that list. Documents are called `FILE:17`, by line, or by item of the array from
-    1. Raises `InputError` naming file, place and what was expected.
-    """
-    return _documents(read_rows(path), split, f"{path}:", path.name)
-
-
-def _documents(
-    rows: Iterable[tuple[int, dict[str, Any]]], split: SplitName, where: str, name: str
-) -> Iterator[RelationDocument]:
-    number = None
-    for number, row in rows:
-        try:
-            text, triples = _ROW.validate_python((row.get("text"), row.get("triple_list")))
-        except ValidationError as error:
-            first = error.errors()[0]
-            place = "".join(f"[{part!r}]" for part in first["loc"])
-            raise InputError(f"{where}{number}{place}: {first['msg']}; expected {_FORM}") from error
-        labels = tuple(sorted({triple.relation for triple in triples}))
-        yield RelationDocument(split, f"{name}:{number}", text, labels)
-    if number is None:
-        raise InputError(f"{where} there is no document: expected objects {_FORM}")
-
-
-def _split_files(folder: Path) -> dict[SplitName, Path]:
+def _split_files(folder: Path) -> tuple[tuple[Path, SplitName], ...]:
     """Find the one file of each split; `InputError` where there is none or more than one."""
     if not folder.is_dir():
         state = "is a file" if folder.exists() else "does not exist"
@@ -173,7 +112,7 @@ def _split_files(folder: Path) -> dict[SplitName, Path]:
             f"the relation corpus {folder} {state}; expected python-imports, hf:NAME or a folder "
             "with train, dev and test files"
         )
-    files: dict[SplitName, Path] = {}
+    files: list[tuple[Path, SplitName]] = []
     for split, stems in STEMS.items():
         names = [f"{s}{e}{x}" for s in stems for e in ("_triples", "") for x in _SUFFIXES]
         paths = [folder / name for name in names if (folder / name).is_file()]
@@ -183,23 +122,8 @@ def _split_files(folder: Path) -> dict[SplitName, Path]:
                 f"{folder} needs one file of the {split} split, called {names[0]} or another of "
                 f"{', '.join(names[1:])}; it has {holds}"
             )
-        files[split] = paths[0]
-    return files
-
-
-def read_labels(path: Path) -> tuple[str, ...]:
-    """Read the labels of a rel2id.json: [{number: name}, {name: number}], or the second object."""
-    value = parse_json(read_text(path), str(path))
-    try:
-        ids = _LABELS.validate_python(value[-1] if isinstance(value, list) else value, strict=True)
-        if not ids or sorted(ids.values()) != list(range(len(ids))):
-            raise ValueError("the numbers are not 0, 1, …")
-    except (ValueError, IndexError) as error:
-        raise InputError(
-            f"{path}: expected relations numbered from 0, as "
-            '[{"0": "country", …}, {"country": 0, …}]'
-        ) from error
-    return tuple(sorted(ids, key=lambda name: ids[name]))
+        files.append((paths[0], split))
+    return tuple(files)
 
 
 # The standard library's own code.
@@ -216,57 +140,56 @@ _Import = ast.Import | ast.ImportFrom
 _PUBLIC = frozenset(name for name in sys.stdlib_module_names if not name.startswith("_"))
 
 
-def python_imports(
-    modules: int, split_of: Callable[[str], SplitName], max_bytes: int | None = None
-) -> RelationSource:
+@dataclass(frozen=True)
+class PythonImports(Corpus):
     """Pieces of the standard library, labelled by the `modules` most used of its modules.
 
     It needs no download. A piece is at most `PIECE_CHARACTERS` of whole lines of one function or
     method, without any import; its labels are the modules, among those that most training pieces
     use, whose imported names its own lines use (not the package that it is part of): they have to
     be read from how the code looks and what it calls. Pieces that use none of them are left out,
-    and so is a text that occurred before. The split is by file. Raises `InputError` when fewer
-    modules are used.
+    and so is a text that occurred before. `split_of` says which split a file is in, `max_bytes` how
+    much of the library is read. Raises `InputError` when fewer modules are used.
     """
 
-    @cache
-    def corpus() -> tuple[tuple[str, ...], list[RelationDocument]]:
-        return _labelled(modules, split_of, max_bytes)
+    modules: int
+    split_of: Callable[[str], SplitName]
+    max_bytes: int | None = None
 
-    def fingerprint() -> str:
-        rules = (FORMAT, PIECE_CHARACTERS, PythonSource().fingerprint())
-        return hashlib.sha256(repr(rules).encode()).hexdigest()
+    def documents(self, limit: int | None = None) -> Iterator[Document]:
+        """The pieces, split by split."""
+        return capped(self._pieces, limit)
 
-    return RelationSource(lambda: iter(corpus()[1]), lambda: corpus()[0], fingerprint)
+    def fingerprint(self) -> str:
+        """Hash of the library and of the rules."""
+        return f"{FORMAT} {PIECE_CHARACTERS} {PythonSource().fingerprint()}"
+
+    @cached_property
+    def _pieces(self) -> list[Document]:
+        pieces: dict[str, Document] = {}
+        for document in PythonSource().documents(self.max_bytes):
+            split = self.split_of(document.name)
+            for piece in pieces_of(document.name, document.text):
+                pieces.setdefault(piece.text, replace(piece, split=split))
+        training = (piece for piece in pieces.values() if piece.split == "train")
+        counted = Counter(label for piece in training for label in piece.labels)
+        if len(counted) < self.modules:
+            raise InputError(
+                f"the standard library's code uses {len(counted)} modules in the training split, "
+                f"fewer than the {self.modules} labels asked for; lower data.modules or raise "
+                "data.max_bytes"
+            )
+        ranked = sorted(counted, key=lambda name: (-counted[name], name))
+        known = set(ranked[: self.modules])
+        kept = [
+            replace(piece, labels=tuple(label for label in piece.labels if label in known))
+            for piece in pieces.values()
+            if known.intersection(piece.labels)
+        ]
+        return sorted(kept, key=lambda piece: SPLITS.index(piece.split or "train"))
 
 
-def _labelled(
-    modules: int, split_of: Callable[[str], SplitName], max_bytes: int | None
-) -> tuple[tuple[str, ...], list[RelationDocument]]:
-    """The labels, and the pieces with one of them, split by split."""
-    pieces: dict[str, RelationDocument] = {}
-    for document in PythonSource().documents(max_bytes):
-        split = split_of(document.name)
-        for piece in pieces_of(document.name, document.text, split):
-            pieces.setdefault(piece.text, piece)
-    training = (piece for piece in pieces.values() if piece.split == "train")
-    counted = Counter(label for piece in training for label in piece.labels)
-    if len(counted) < modules:
-        raise InputError(
-            f"the standard library's code uses {len(counted)} modules in the training split, fewer "
-            f"than the {modules} labels asked for; lower data.modules or raise data.max_bytes"
-        )
-    ranked = sorted(counted, key=lambda name: (-counted[name], name))
-    known = set(ranked[:modules])
-    kept = [
-        piece._replace(labels=tuple(label for label in piece.labels if label in known))
-        for piece in pieces.values()
-        if known.intersection(piece.labels)
-    ]
-    return tuple(sorted(known)), sorted(kept, key=lambda piece: SPLITS.index(piece.split))
-
-
-def pieces_of(name: str, source: str, split: SplitName = "train") -> Iterator[RelationDocument]:
+def pieces_of(name: str, source: str) -> Iterator[Document]:
     """The pieces of one file, with every module that each uses; none where it does not parse.
 
     The package that the file itself belongs to is no label of it.
@@ -301,7 +224,7 @@ def pieces_of(name: str, source: str, split: SplitName = "train") -> Iterator[Re
             labels = {module for line, module in uses if first <= line <= last} - {own}
             if text.strip():
                 place = f"{name}:{first}-{last}"
-                yield RelationDocument(split, place, text, tuple(sorted(labels)))
+                yield Document(place, text, labels=tuple(sorted(labels)))
 
 
 def _outside_functions(body: Iterable[ast.AST]) -> Iterator[ast.AST]:

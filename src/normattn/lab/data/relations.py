@@ -20,20 +20,14 @@ from pydantic import Field, model_validator
 from normattn import io
 from normattn.errors import InputError
 from normattn.io import expanded, read_object, sha256_of
-from normattn.lab.data.batches import refuse_uneven_shares, uniforms
-from normattn.lab.data.relation_sources import (
-    RelationDocument,
-    RelationSource,
-    folder_source,
-    hub_source,
-    python_imports,
-)
-from normattn.lab.data.sources import PREFIX, Address, HubRows
+from normattn.lab.data.batches import epoch_order, refuse_uneven_shares
+from normattn.lab.data.relation_sources import PythonImports, parse_relations
+from normattn.lab.data.sources import Corpus, Document
 from normattn.lab.data.splits import SPLITS, SplitName, Splits, SplitSettings
-from normattn.lab.data.store import ABOUT, Names, Ragged, Row, fill, prepared, refused, utf8
+from normattn.lab.data.store import ABOUT, Names, Ragged, Row, fill, prepared, refuse_empty, utf8
 from normattn.lab.data.tokeniser import WordPieces, train_word_pieces
 
-FORMAT = 2
+FORMAT = 3
 """Raised whenever the same settings would give other files: old caches are then left alone."""
 PYTHON_IMPORTS = "python-imports"
 _POOL = 8
@@ -84,15 +78,16 @@ class RelationConfig(SplitSettings):
         return self.corpus == PYTHON_IMPORTS
 
     @property
-    def documents(self) -> RelationSource:
+    def documents(self) -> Corpus:
         """Where the documents are read from; `InputError` where they are plainly not there."""
         if self.embedded:
-            return python_imports(self.modules, self.split_of, self.max_bytes)
-        address = Address.parse(self.corpus, "relation corpus")
-        if address.body.startswith(PREFIX):
-            return hub_source(HubRows.parse(address))
-        address.take()
-        return folder_source(expanded(address.body))
+            return PythonImports(self.modules, self.split_of, self.max_bytes)
+        return parse_relations(self.corpus)
+
+    def look(self) -> tuple[str, ...]:
+        """What is fetched; `InputError` where the corpus or its vocabulary is not there."""
+        _ = self.vocabulary_file
+        return self.documents.notes()
 
     @property
     def vocabulary_file(self) -> Path | None:
@@ -147,12 +142,12 @@ def prepare_relations(config: RelationConfig, cache_dir: Path | None = None) -> 
     `store.prepared`. Raises `InputError` for a corpus or vocabulary that is missing or damaged, a
     vocabulary larger than `vocab_size`, and a split without documents.
     """
-    source, given = config.documents, config.vocabulary_file
+    corpus, given = config.documents, config.vocabulary_file
     vocabulary = None if given is None else sha256_of(given)
     settings = config.model_dump(mode="json", exclude={"corpus", "vocabulary"})
-    decides = [FORMAT, tokenizers.__version__, source.fingerprint(), vocabulary, settings]
+    decides = [FORMAT, tokenizers.__version__, corpus.fingerprint(), vocabulary, settings]
     folder = prepared(
-        "relations", decides, lambda folder: _build(folder, config, source), cache_dir
+        "relations", decides, lambda folder: _build(folder, config, corpus), cache_dir
     )
     about = read_object(folder / ABOUT)
     pieces = WordPieces.load(folder / _VOCABULARY, config.lower_case)
@@ -166,27 +161,21 @@ def prepare_relations(config: RelationConfig, cache_dir: Path | None = None) -> 
     )
 
 
-def look_for_relations(config: RelationConfig) -> tuple[str, ...]:
-    """What a plan says of a corpus; `InputError` where it or its vocabulary is not there."""
-    _ = config.vocabulary_file
-    return config.documents.notes()
-
-
 def _load_split(folder: Path, name: SplitName, counts: Mapping[str, int]) -> RelationSplit:
     tokens, labels = (Ragged.load(folder, f"{name}.{part}", "<i4") for part in ("tokens", "labels"))
     names = Names(Ragged.load(folder, f"{name}.names", "u1"))
     return RelationSplit(name, tokens, labels, names, counts.get(f"{name} cut", 0))
 
 
-def _build(folder: Path, config: RelationConfig, source: RelationSource) -> None:
+def _build(folder: Path, config: RelationConfig, corpus: Corpus) -> None:
     """Fill `folder` with pieces, labels and names."""
-    labels = source.labels()
+    labels = _labels(corpus)
     numbers = {label: number for number, label in enumerate(labels)}
     if not (folder / _VOCABULARY).exists():
-        _word_pieces(config, source).save(folder / _VOCABULARY)
+        _word_pieces(config, corpus).save(folder / _VOCABULARY)
     pieces = WordPieces.load(folder / _VOCABULARY, config.lower_case)
 
-    def encode(batch: list[RelationDocument], counts: Counter[str]) -> Iterator[Row]:
+    def encode(batch: list[Document], counts: Counter[str]) -> Iterator[Row]:
         encoded = pieces.encode([document.text for document in batch])
         for document, ids in zip(batch, encoded, strict=True):
             columns: dict[str, ArrayLike] = {
@@ -194,24 +183,40 @@ def _build(folder: Path, config: RelationConfig, source: RelationSource) -> None
                 "labels": [numbers[label] for label in document.labels],
                 "names": utf8(document.name),
             }
-            cut = {f"{document.split} cut": int(len(ids) > config.max_tokens)}
-            yield Row(document.split, columns, cut)
+            split = document.split or "train"
+            yield Row(split, columns, {f"{split} cut": int(len(ids) > config.max_tokens)})
 
-    counts = fill(folder, {"tokens": "<i4", "labels": "<i4", "names": "u1"}, source.read(), encode)
-    for name in SPLITS:
-        if not counts[name]:
-            raise refused(folder, f"the {name} split of {config.corpus} holds no document")
+    columns = {"tokens": "<i4", "labels": "<i4", "names": "u1"}
+    counts = fill(folder, columns, corpus.documents(), encode)
+    refuse_empty(folder, config.corpus, counts)
     splits = [_load_split(folder, name, counts) for name in SPLITS]
     fingerprint = _fingerprint(labels, pieces, splits)
     about = {"labels": labels, "counts": counts, "fingerprint": fingerprint}
     io.write_json(folder / ABOUT, about)
 
 
-def _word_pieces(config: RelationConfig, source: RelationSource) -> WordPieces:
+def _labels(corpus: Corpus) -> tuple[str, ...]:
+    """The labels that the corpus lists, else all that occur, sorted.
+
+    One that no training document has can only be missed, and still counts.
+    """
+    occurring, trained = set[str](), False
+    for document in corpus.documents():
+        occurring.update(document.labels)
+        trained |= document.split in (None, "train") and bool(document.labels)
+    if not trained:
+        raise InputError("no document of the train split has a relation")
+    listed = corpus.labels() or tuple(sorted(occurring))
+    if missing := sorted(occurring.difference(listed)):
+        raise InputError(f"the list of labels lacks the relation {missing[0]!r}, which occurs")
+    return listed
+
+
+def _word_pieces(config: RelationConfig, corpus: Corpus) -> WordPieces:
     """The vocabulary that is given, or one that is learned."""
     given = config.vocabulary_file
     if given is None:
-        texts = [document.text for document in source.read() if document.split == "train"]
+        texts = [d.text for d in corpus.documents() if d.split in (None, "train")]
         return train_word_pieces(texts, config.vocab_size, config.lower_case)
     pieces = WordPieces.load(given, config.lower_case)
     if pieces.vocab_size > config.vocab_size:
@@ -223,27 +228,26 @@ def _word_pieces(config: RelationConfig, source: RelationSource) -> WordPieces:
 
 
 def _fingerprint(labels: Sequence[str], pieces: WordPieces, splits: Iterable[RelationSplit]) -> str:
-    """A hash of hashes: of the labels, and of each split written as indented JSON, row by row."""
+    """A hash of hashes: of the labels, and of each split, as indented JSON."""
+
+    def hashed(value: object) -> str:
+        digest = hashlib.sha256()
+        for part in json.JSONEncoder(indent=2, ensure_ascii=False).iterencode(value):
+            digest.update(part.encode())
+        digest.update(b"\n")
+        return digest.hexdigest()
+
     described = {"labels": labels, "pad": pieces.pad, "entries": pieces.vocab_size}
-    text = json.dumps(described, indent=2, ensure_ascii=False) + "\n"
-    digests = [hashlib.sha256(text.encode()).hexdigest()]
-    for split in splits:
-        digest, start = hashlib.sha256(), "{"
-        for key, rows in (
-            ("tokens", split.tokens),
-            ("labels", split.labels),
-            ("names", split.names),
-        ):
-            digest.update(f'{start}\n  "{key}": ['.encode())
-            for number, row in enumerate(rows):
-                value = row if isinstance(row, str) else np.asarray(row).tolist()
-                text = json.dumps(value, indent=2, ensure_ascii=False).replace("\n", "\n    ")
-                digest.update(f"{',' if number else ''}\n    {text}".encode())
-            digest.update(b"\n  ]")
-            start = ","
-        digest.update(f',\n  "cut": {split.cut}\n}}\n'.encode())
-        digests.append(digest.hexdigest())
-    return hashlib.sha256("".join(digests).encode()).hexdigest()
+    rows = (
+        {
+            "tokens": [np.asarray(row).tolist() for row in split.tokens],
+            "labels": [np.asarray(row).tolist() for row in split.labels],
+            "names": list(split.names),
+            "cut": split.cut,
+        }
+        for split in splits
+    )
+    return hashlib.sha256("".join(map(hashed, (described, *rows))).encode()).hexdigest()
 
 
 # Batches.
@@ -326,11 +330,9 @@ class RelationBatches:
     def _order(self, epoch: int) -> Int64[np.ndarray, "batches b"]:
         """The documents of every batch of an epoch."""
         kept = self.per_epoch * self.batch_size
-        drawn = uniforms(self.seed, epoch, 2, max(len(self.split), 2))
-        order = np.argsort(drawn[0][: len(self.split)], kind="stable")[:kept]
+        order, turns = epoch_order(self.seed, epoch, len(self.split), self.per_epoch)
         pool = _POOL * self.batch_size
-        parts = [order[start : start + pool] for start in range(0, kept, pool)]
+        parts = [order[start : min(start + pool, kept)] for start in range(0, kept, pool)]
         by_length = [part[np.argsort(self._lengths[part], kind="stable")] for part in parts]
         batches = np.concatenate(by_length).reshape(self.per_epoch, self.batch_size)
-        shuffled = np.argsort(drawn[1][: self.per_epoch], kind="stable")
-        return np.asarray(batches[shuffled], dtype=np.int64)
+        return np.asarray(batches[turns])

@@ -1,18 +1,19 @@
-"""What data is read from: corpora as values, addresses, data sets of the hub, limits in bytes."""
+"""What data is read from: documents, corpora as values, addresses, the hub, limits in bytes."""
 
 from __future__ import annotations
 
 import hashlib
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl
 
 from normattn.errors import InputError, library, need
-from normattn.io import expanded
+from normattn.io import expanded, identity, stat_of
 from normattn.lab.data.splits import SPLITS, SplitName
 
 File = TypeVar("File")
@@ -22,32 +23,45 @@ File = TypeVar("File")
 class Document:
     """One piece of text, its name (unique inside its corpus), and what places it in a split.
 
-    Documents of one `group` stand in one split; without a group a document is its own.
+    `split` is where the corpus itself puts it. Otherwise documents of one `group` stand in one
+    split; without a group a document is its own. `target` is its translation, `labels` are what it
+    is labelled with, sorted.
     """
 
     name: str
     text: str
     group: str | None = None
+    split: SplitName | None = None
+    target: str = ""
+    labels: tuple[str, ...] = ()
 
     @property
     def split_name(self) -> str:
-        """The name by which the split is decided."""
+        """The name by which the split is decided where the corpus does not say it."""
         return self.name if self.group is None else self.group
 
 
 class Corpus(ABC):
-    """Some text, as a value. It is always streamed: it may be larger than the memory."""
+    """Documents, as a value. They are always streamed: all may be larger than the memory."""
 
     @abstractmethod
     def documents(self, limit: int | None = None) -> Iterator[Document]:
         """Yield the documents in a fixed order, at most `limit` bytes of text in all.
 
-        Raises `InputError` where the text is missing, unreadable or not UTF-8.
+        Raises `InputError` where they are missing, unreadable or not UTF-8.
         """
 
     @abstractmethod
     def fingerprint(self) -> str:
         """A short hash that changes when the text (or what finds it) changes; cheap to make."""
+
+    def given(self) -> tuple[SplitName, ...]:
+        """The held-out splits that the corpus itself has; others are cut from its training part."""
+        return ()
+
+    def labels(self) -> tuple[str, ...]:
+        """Every label in the order of a classifier's outputs; () where the corpus lists none."""
+        return ()
 
     def sources(self) -> dict[str, str]:
         """What the text was taken from, each with its version; empty where nothing is versioned."""
@@ -59,6 +73,10 @@ class Corpus(ABC):
         Raises `InputError` where a library that it needs is not installed.
         """
         return ()
+
+
+Reader = Callable[[str, Mapping[str, Any], str], Document]
+"""(name, row, where) → the document in a row; `where` begins the sentence about a mistake."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +120,17 @@ class Address:
         return f"{self.body}?{options}" if options else self.body
 
 
+def stamp(files: Mapping[str, Path], *rules: object) -> str:
+    """Hash of the files' names, of what shows that one was written to, and of how they are read.
+
+    A copy of a file has another; moving the folder that the names are relative to changes nothing.
+    """
+    digest = hashlib.sha256(repr(rules).encode())
+    for name, path in files.items():
+        digest.update(repr((name, *identity(stat_of(path)))).encode())
+    return digest.hexdigest()
+
+
 # Data sets of the Hugging Face hub.
 
 PREFIX = "hf:"
@@ -109,58 +138,68 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 @dataclass(frozen=True)
-class HubRows:
-    """A data set of one commit: that of `revision`, else the newest of that branch or of main.
+class HubCorpus(Corpus):
+    """`hf:NAME[?config=…&split=…&revision=…]`: the rows of a data set, a document each.
 
-    Needs the `datasets` library (extra `data`) and a network. The commit is part of the fingerprint
-    and of the sources, so a data set that changed on the hub is never an old one from the cache.
+    It is of one commit: that of `revision`, else the newest of that branch or of main. The commit
+    is part of the fingerprint and of the sources, so a data set that changed on the hub is never
+    an old one from the cache. Rows are those of `split` (default train), and with `held_out` also
+    those of its own validation and test splits where the address names no split. `options` are
+    further ones that the address may have. Needs the `datasets` library (extra `data`).
     """
 
     address: Address
-    name: str
-    config: str | None = None
-    split: str | None = None
-    revision: str | None = None
+    read: Reader
+    held_out: bool = False
+    options: tuple[str, ...] = ()
 
-    @classmethod
-    def parse(cls, address: Address, *more: str) -> HubRows:
-        """Read an address that starts with `hf:`; `more` are options that the caller reads."""
-        name = address.body.removeprefix(PREFIX)
-        if not name:
+    def __post_init__(self) -> None:
+        self.address.take("config", "split", *self.options, "revision")
+        if not self._name:
             raise InputError("corpus 'hf:' names no dataset: expected hf:NAME, such as hf:me/data")
-        options = address.take("config", "split", *more, "revision")
-        return cls(address, name, options["config"], options["split"], options["revision"])
 
-    def rows(self, split: str = "train") -> Iterator[dict[str, Any]]:
-        """Stream the rows of the address's split, else of `split`."""
+    def documents(self, limit: int | None = None) -> Iterator[Document]:
+        """Stream the rows."""
+        return capped(self._rows(), limit)
+
+    def _rows(self) -> Iterator[Document]:
         load = library("datasets", self._lacking).load_dataset
-        split = self.split or split
-        try:
-            options = {"split": split, "revision": self.commit(), "streaming": True}
-            yield from load(self.name, self.config, **options)
-        except InputError:
-            raise
-        except Exception as error:  # whatever the hub's client raises, the user gets a sentence
-            raise self._failed(error) from error
+        first, given = self.address.options.get("split", "train"), self.given()
+        for split in (first, *given):
+            start = f"{split}:" if split in given else ""
+            try:
+                options = {"split": split, "revision": self.commit(), "streaming": True}
+                rows = load(self._name, self.address.options.get("config"), **options)
+                for number, row in enumerate(rows):
+                    where = f"corpus '{self.address}', {split} row {number}"
+                    document = self.read(f"{start}{number:09}", row, where)
+                    held_out = next((name for name in given if name == split), None)
+                    yield replace(document, split=held_out) if held_out else document
+            except InputError:
+                raise
+            except Exception as error:  # whatever the client raises, the user gets a sentence
+                raise self._failed(error) from error
 
-    def splits(self) -> list[SplitName]:
+    def given(self) -> tuple[SplitName, ...]:
         """The held-out splits that the data set has, where the address names none itself."""
-        if self.split is not None:
-            return []
+        if not self.held_out or "split" in self.address.options:
+            return ()
         names = library("datasets", self._lacking).get_dataset_split_names
         try:
-            there = names(self.name, self.config, revision=self.commit())
+            config = self.address.options.get("config")
+            there = names(self._name, config, revision=self.commit())
         except Exception as error:  # as above
             raise self._failed(error) from error
-        return [name for name in SPLITS[1:] if name in there]
+        return tuple(name for name in SPLITS[1:] if name in there)
 
     def commit(self) -> str:
         """The commit, which is looked up on the hub where `revision` is none."""
-        if self.revision is not None and _COMMIT.fullmatch(self.revision):
-            return self.revision
+        revision = self.address.options.get("revision")
+        if revision is not None and _COMMIT.fullmatch(revision):
+            return revision
         hub = library("huggingface_hub", self._lacking)
         try:
-            return _newest_commit(hub, self.name, self.revision)
+            return _newest_commit(hub, self._name, revision)
         except Exception as error:  # as above
             raise self._failed(error, "; ?revision=COMMIT needs no look at the hub") from error
 
@@ -168,10 +207,18 @@ class HubRows:
         """Hash of the address and of the commit."""
         return hashlib.sha256(f"{self.address} {self.commit()}".encode()).hexdigest()
 
+    def sources(self) -> dict[str, str]:
+        """The commit of the data set."""
+        return {self.address.body: self.commit()}
+
     def notes(self) -> tuple[str, ...]:
         """The rows come over the network; `InputError` where datasets is not installed."""
         need("datasets", self._lacking)
         return (f"the corpus {self.address} is read from the hub, over the network",)
+
+    @property
+    def _name(self) -> str:
+        return self.address.body.removeprefix(PREFIX)
 
     @property
     def _lacking(self) -> str:
@@ -194,49 +241,36 @@ def _newest_commit(hub: Any, name: str, revision: str | None) -> str:
 # Limits.
 
 
-def evenly(files: Sequence[File], sizes: Sequence[int], limit: int | None) -> list[File]:
-    """Those files whose reading takes about `limit` bytes evenly from all of them.
-
-    A file is kept while what is kept lags behind its share of what was passed (error diffusion),
-    so the choice is deterministic and does not favour the start of the alphabet. At least one
-    file is kept when there is any: `capped` then cuts it.
-    """
-    total = sum(sizes)
-    if limit is None or total <= limit:
-        return list(files)
-    seen = kept = 0
-    chosen = []
-    for file, size in zip(files, sizes, strict=True):
-        if kept * total <= limit * seen and kept + size <= limit:
-            chosen.append(file)
-            kept += size
-        seen += size
-    return chosen or list(files[:1])
-
-
-def shares(sizes: Sequence[int], limit: int | None) -> list[int]:
+def shares(sizes: Sequence[int], limit: int | None, whole: int | None = None) -> list[int]:
     """How many bytes of each of several files to read, so that `limit` comes evenly from all.
 
-    Files of up to a sixteenth of the limit are read whole or not, as `evenly` says. Of a larger one
-    what is due with it is read, at least a sixteenth: one large file among small ones is cut, not
-    passed over.
+    Files of up to `whole` bytes (default: a sixteenth of the limit) are read whole or not: one is
+    read while what is kept lags behind its share of what was passed (error diffusion), so the
+    choice is deterministic and does not favour the start of the alphabet. Of a larger one what is
+    due with it is read, at least `whole`: one large file among small ones is cut, not passed over.
     """
     total = sum(sizes)
     if limit is None or total <= limit:
         return list(sizes)
-    least = max(1, limit // 16)
+    whole = max(1, limit // 16 if whole is None else whole)
     seen = kept = 0
     parts = []
     for size in sizes:
         behind = kept * total <= limit * seen
         seen += size
         due = limit * seen // total - kept
-        if size <= least:
+        if size <= whole:
             parts.append(size if behind and kept + size <= limit else 0)
         else:
-            parts.append(min(size, due) if due >= least else 0)
+            parts.append(min(size, due) if due >= whole else 0)
         kept += parts[-1]
     return parts
+
+
+def evenly(files: Sequence[File], sizes: Sequence[int], limit: int | None) -> list[File]:
+    """Those files, read whole, that make about `limit` bytes, evenly from all; at least one."""
+    parts = shares(sizes, limit, whole=max(sizes, default=0))
+    return [file for file, part in zip(files, parts, strict=True) if part] or list(files[:1])
 
 
 def capped(documents: Iterable[Document], limit: int | None) -> Iterator[Document]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar, get_args
 
@@ -38,9 +38,18 @@ class SplitSettings(Settings):
             )
         return self
 
-    def split_of(self, name: str) -> SplitName:
-        """The split of the item with this name."""
-        return split_of(name, self.seed, self.test_fraction, self.validation_fraction)
+    def look(self) -> tuple[str, ...]:
+        """What a plan says of the data before anything is done; quick, no data is prepared.
+
+        Raises `InputError` where the data, or a library that reads it, is plainly not there.
+        """
+        return ()
+
+    def split_of(self, name: str, given: Collection[SplitName] = ()) -> SplitName:
+        """The split of the item with this name; nothing is cut off for splits that are `given`."""
+        test = 0.0 if "test" in given else self.test_fraction
+        validation = 0.0 if "validation" in given else self.validation_fraction
+        return split_of(name, self.seed, test, validation)
 
 
 def split_of(name: str, seed: int, test: float, validation: float) -> SplitName:

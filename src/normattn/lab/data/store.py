@@ -9,13 +9,13 @@ import shutil
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int64
@@ -25,6 +25,7 @@ from pydantic import Field, ValidationError
 from normattn import io
 from normattn.errors import InputError
 from normattn.io import default_cache_dir, identity, read_object, sha256_of
+from normattn.lab.data.sources import Document
 from normattn.lab.data.splits import SPLITS, SplitName
 from normattn.locks import locked
 from normattn.settings import Settings
@@ -80,11 +81,18 @@ def prepared(
     return path
 
 
-def refused(folder: Path, message: str) -> InputError:
-    """Empty a folder that `build` was given, of data that is of no use; return the error."""
+def refuse_empty(
+    folder: Path, corpus: str, counts: Mapping[str, int], needed: Collection[SplitName] = SPLITS
+) -> None:
+    """Empty a folder that was filled, and raise `InputError`, where a `needed` split is empty."""
+    total = sum(counts.get(name, 0) for name in SPLITS)
+    empty = [f"has no document in its {name} split" for name in needed if not counts.get(name)]
+    if total and not empty:
+        return
     for file in folder.iterdir():
         file.unlink()
-    return InputError(message)
+    problem = f"{empty[0]} ({total:,} in all)" if total else "is empty: it holds no text"
+    raise InputError(f"corpus {corpus!r} {problem}")
 
 
 def damage(path: Path) -> str | None:
@@ -110,11 +118,11 @@ def damage(path: Path) -> str | None:
     return None
 
 
-def digest_of(path: Path, skipped: int = 0) -> str:
-    """Return the sha256 of a file behind its first `skipped` bytes."""
-    with io.open_file(path) as file:
-        file.seek(skipped)
-        return sha256_of(file)
+def column_digests(folder: Path, name: str) -> tuple[str, str]:
+    """The sha256 of a ragged array's values, and of where its rows end."""
+    with io.open_file(folder / f"{name}.ends") as file:
+        file.seek(8)  # The first row always begins at 0.
+        return sha256_of(folder / name), sha256_of(file)
 
 
 # Arrays.
@@ -226,20 +234,8 @@ class Row(NamedTuple):
     counts: Mapping[str, int] = {}
 
 
-@runtime_checkable
-class Item(Protocol):
-    """What a source streams; batches are cut by the length of their `text`."""
-
-    @property
-    def text(self) -> str:
-        """What its size is measured by."""
-
-
-AnItem = TypeVar("AnItem", bound=Item)
-
-
 class Progress(Settings):
-    """How far a folder is filled: items of the source, bytes of each file, what was counted."""
+    """How far a folder is filled: documents read, bytes of each file, what was counted."""
 
     items: int = Field(default=0, ge=0)
     sizes: dict[str, int] = Field(default_factory=dict)
@@ -249,16 +245,16 @@ class Progress(Settings):
 def fill(
     folder: Path,
     columns: Mapping[str, str],
-    items: Iterable[AnItem],
-    encode: Callable[[list[AnItem], Counter[str]], Iterable[Row]],
+    documents: Iterable[Document],
+    encode: Callable[[list[Document], Counter[str]], Iterable[Row]],
 ) -> Counter[str]:
-    """Write the rows of a stream of items into the arrays `SPLIT.COLUMN`; return what was counted.
+    """Write the rows of some documents into the arrays `SPLIT.COLUMN`; return what was counted.
 
-    `columns` are the columns and their types. `encode` makes rows of a batch of items; it sees the
-    running counts, in which `train` and so on are the rows of each split, and may add to them.
-    Every 64 MiB the progress is written: a call after an interruption passes over the items that it
-    counts without encoding them, and leaves the same bytes as one call. Progress that does not fit
-    the files is named in a warning, and everything is made again.
+    `columns` are the columns and their types. `encode` makes rows of a batch of documents; it sees
+    the running counts, in which `train` and so on are the rows of each split, and may add to them.
+    Every 64 MiB the progress is written: a call after an interruption passes over the documents
+    that it counts without encoding them, and leaves the same bytes as one call. Progress that does
+    not fit the files is named in a warning, and everything is made again.
     """
     begun = _begun(folder)
     counts, done, saved = Counter(begun.counts), begun.items, 0
@@ -274,7 +270,7 @@ def fill(
             now = Progress(items=done, sizes=sizes, counts=counts)
             io.write_json(folder / PROGRESS, now.model_dump())
 
-        for batch in _batches(islice(items, begun.items, None)):
+        for batch in _batches(islice(documents, begun.items, None)):
             for row in encode(batch, counts):
                 counts[row.split] += 1
                 counts.update(row.counts)
@@ -308,13 +304,13 @@ def _begun(folder: Path) -> Progress:
     return begun
 
 
-def _batches(stream: Iterable[AnItem]) -> Iterator[list[AnItem]]:
-    """Groups of items that are small enough to hold."""
-    batch: list[AnItem] = []
+def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    """Groups of documents that are small enough to hold."""
+    batch: list[Document] = []
     size = 0
-    for item in stream:
-        batch.append(item)
-        size += len(item.text)
+    for document in documents:
+        batch.append(document)
+        size += len(document.text)
         if size >= _BATCH_CHARACTERS or len(batch) >= _BATCH_ITEMS:
             yield batch
             batch, size = [], 0

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
-from pydantic import Field, ValidationError
 
 from normattn.errors import InputError
 from normattn.lab.data.sources import Address
 from normattn.lab.data.splits import SplitName
 from normattn.lab.data.token_data import TokenData, TokenSplit
-from normattn.settings import Settings
 
 _NAME = "synthetic:copy"
 
 
-class CopyTask(Settings):
+@dataclass(frozen=True)
+class CopyTask:
     """`synthetic:copy[?low=8&high=32&tokens=1048576&documents=256&document_tokens=4097]`.
 
     The training split is one document of `tokens` independent uniform tokens: tiled throughout
@@ -26,11 +26,11 @@ class CopyTask(Settings):
     tokens in each. Token 0, the separator, is never drawn.
     """
 
-    low: int = Field(default=8, ge=1)
-    high: int = Field(default=32, ge=1)
-    tokens: int = Field(default=1 << 20, ge=1)
-    documents: int = Field(default=256, ge=1)
-    document_tokens: int = Field(default=4097, ge=1)
+    low: int = 8
+    high: int = 32
+    tokens: int = 1 << 20
+    documents: int = 256
+    document_tokens: int = 4097
 
     @staticmethod
     def claims(text: str) -> bool:
@@ -43,12 +43,13 @@ class CopyTask(Settings):
         address = Address.parse(text)
         if address.body != _NAME:
             raise InputError(f"corpus {text!r} is unknown: the generated corpus is {_NAME!r}")
-        address.take(*cls.model_fields)
-        try:
-            task = cls.model_validate(address.options)
-        except ValidationError as error:
-            first = error.errors()[0]
-            raise InputError(f"corpus {text!r}: {first['loc'][0]}: {first['msg']}") from error
+        address.take(*(field.name for field in fields(cls)))
+        for name, value in address.options.items():
+            if not (value.isascii() and value.isdigit() and 0 < len(value) < 10 and int(value)):
+                raise InputError(
+                    f"corpus {text!r}: {name} is {value!r}; expected a whole number from 1 on"
+                )
+        task = cls(**{name: int(value) for name, value in address.options.items()})
         if task.low > task.high:
             raise InputError(f"corpus {text!r}: expected low ≤ high")
         return task

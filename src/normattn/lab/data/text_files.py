@@ -98,14 +98,19 @@ def _table_rows(path: Path, suffix: str, fields: Sequence[str] | None) -> Iterat
         raise InputError(f"{path} cannot be read as {kind}, from row {row}: {reason}") from error
 
 
-def text_of(row: Mapping[str, Any], field: str, where: str, option: str = "?field=") -> str:
-    """The text in a field of a row; `InputError` where it is missing or no text."""
+def field_of(row: Mapping[str, Any], field: str, where: str, hint: str) -> Any:
+    """A field of a row; `InputError` names the fields that are there instead."""
     if field not in row:
         fields = ", ".join(map(repr, row)) or "none"
-        raise InputError(
-            f"{where} has no field {field!r} (its fields: {fields}); choose with {option}"
-        )
-    text = row[field]
+        raise InputError(f"{where} has no field {field!r} (its fields: {fields}); {hint}")
+    return row[field]
+
+
+def text_of(
+    row: Mapping[str, Any], field: str, where: str, hint: str = "choose with ?field="
+) -> str:
+    """The text in a field of a row; `InputError` where it is missing or no text."""
+    text = field_of(row, field, where, hint)
     if not isinstance(text, str):
         kind = "has no value" if text is None else f"is not text but a {type(text).__name__}"
         raise InputError(f"{where}: field {field!r} {kind}")

@@ -21,10 +21,10 @@ from normattn.lab.data.store import (
     Names,
     Ragged,
     Row,
-    digest_of,
+    column_digests,
     fill,
     prepared,
-    refused,
+    refuse_empty,
     utf8,
 )
 from normattn.lab.data.synthetic import CopyTask
@@ -74,6 +74,13 @@ class DataConfig(SplitSettings):
         """Whether the corpus is generated tokens instead of text."""
         return CopyTask.claims(self.corpus)
 
+    def look(self) -> tuple[str, ...]:
+        """What is fetched for the corpus; `InputError` where there is none, or no reader of it."""
+        if self.synthetic:
+            CopyTask.parse(self.corpus)
+            return ()
+        return parse_corpus(self.corpus).notes()
+
     @property
     def tiling(self) -> Tiling | None:
         """What `TrainingBatches` takes; a synthetic corpus is tiled throughout, by its periods."""
@@ -113,17 +120,6 @@ def prepare_tokens(config: DataConfig, cache_dir: Path | None = None) -> TokenDa
     )
 
 
-def look_for_tokens(config: DataConfig) -> tuple[str, ...]:
-    """What a plan says of the corpus: what is fetched for it. Quick, none is read or downloaded.
-
-    Raises `InputError` where there is no such corpus, or a library that reads it is not installed.
-    """
-    if config.synthetic:
-        CopyTask.parse(config.corpus)
-        return ()
-    return parse_corpus(config.corpus).notes()
-
-
 def _dtype(config: DataConfig) -> str:
     return "<u2" if config.vocab_size <= 1 << 16 else "<u4"
 
@@ -157,13 +153,10 @@ def _build(folder: Path, config: DataConfig, corpus: Corpus) -> None:
     tokeniser = Tokeniser.load(folder / _TOKENISER)
     columns = {"tokens": _dtype(config), "names": "u1"}
     counts = fill(folder, columns, documents(), encode)
-    if not any(counts[name] for name in SPLITS):
-        raise refused(folder, f"corpus {config.corpus!r} is empty: it holds no text")
+    refuse_empty(folder, config.corpus, counts, needed=())
     digests = [sha256_of(folder / _TOKENISER)]
     for name in SPLITS:
         for column in columns:
-            # Only where rows end: the first one always begins at 0.
-            digests.append(sha256_of(folder / f"{name}.{column}"))
-            digests.append(digest_of(folder / f"{name}.{column}.ends", skipped=8))
+            digests += column_digests(folder, f"{name}.{column}")
     fingerprint = hashlib.sha256("".join(digests).encode()).hexdigest()
     io.write_json(folder / ABOUT, {"fingerprint": fingerprint, "counts": counts})

@@ -13,7 +13,6 @@ from normattn.lab.data.relations import (
     RelationBatches,
     RelationConfig,
     RelationData,
-    look_for_relations,
     prepare_relations,
 )
 from normattn.lab.training.tasks.workload import (
@@ -63,7 +62,6 @@ class ClassificationWorkload(Workload[ClassificationConfig, RelationData]):
 
     model_class = Classifier
     prepare_data = staticmethod(prepare_relations)
-    look_for_data = staticmethod(look_for_relations)
 
     def check(self, config: ClassificationConfig, data: RelationData, shards: int) -> None:
         """As many labels as the model has, and at least one batch of documents."""

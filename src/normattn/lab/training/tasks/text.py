@@ -12,7 +12,6 @@ from normattn.lab.data import (
     DataConfig,
     TokenData,
     TrainingBatches,
-    look_for_tokens,
     prepare_tokens,
 )
 from normattn.lab.data.batches import MaskedBatches, Masking
@@ -119,7 +118,6 @@ class TextWorkload(Workload[Config, TokenData]):
     # The weights decide where a continued run starts; their folder may move.
     changeable = CHANGEABLE | {"continued.start"}
     prepare_data = staticmethod(prepare_tokens)
-    look_for_data = staticmethod(look_for_tokens)
 
     def make_model(self, config: Any) -> nn.Module:
         """A fresh model, or the one that training continues from."""

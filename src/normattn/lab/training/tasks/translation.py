@@ -17,7 +17,6 @@ from normattn.lab.data.pairs import (
     PairBatches,
     PairData,
     PairsConfig,
-    look_for_pairs,
     prepare_pairs,
 )
 from normattn.lab.training.task import derive_seed
@@ -79,7 +78,6 @@ class TranslationWorkload(Workload[TranslationConfig, PairData]):
 
     model_class = Translator
     prepare_data = staticmethod(prepare_pairs)
-    look_for_data = staticmethod(look_for_pairs)
 
     def check(self, config: TranslationConfig, data: PairData, shards: int) -> None:
         """The longest pairs must fit into a batch, and the batch must divide."""

@@ -15,7 +15,6 @@ from normattn.lab.data.images import (
     ImageData,
     ImageDataConfig,
     image_shape,
-    look_for_images,
     prepare_images,
 )
 from normattn.lab.training.tasks.workload import (
@@ -58,7 +57,6 @@ class VisionWorkload(Workload[VisionTrainingConfig, ImageData]):
 
     model_class = VisionTransformer
     prepare_data = staticmethod(prepare_images)
-    look_for_data = staticmethod(look_for_images)
 
     def check(self, config: VisionTrainingConfig, data: ImageData, shards: int) -> None:
         """The images must be of the model's shape, and every micro-batch have as many."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from normattn.errors import InputError
+from normattn.lab.data.splits import SplitSettings
 from normattn.lab.runs import RunDirectory, read_metrics
 from normattn.lab.training.config import CHANGEABLE, LoopConfig
 from normattn.lab.training.distributed import World, world
@@ -25,7 +26,7 @@ from normattn.models.config import StackConfig
 from normattn.models.flops import planned_parameters
 from normattn.models.pretrained import check_weights, save_model
 from normattn.score import ScoreSpec
-from normattn.settings import Settings, explain
+from normattn.settings import explain
 from normattn.terminal import warn
 
 MODEL = "model"
@@ -41,7 +42,7 @@ class ModelTrainingConfig(LoopConfig):
     """
 
     model: StackConfig
-    data: Settings
+    data: SplitSettings
 
     @classmethod
     def decided(cls, data: Any) -> dict[str, Any]:
@@ -108,14 +109,13 @@ class Workload(ABC, Generic[Config, Data]):
     """One kind of training: its data, its model and loss, and what is left at the end.
 
     `kind` names the run directories, `changeable` the settings that may differ when a run resumes.
-    `prepare_data` and `look_for_data` take the settings of the data, `model_class` the model's.
+    `prepare_data` takes the settings of the data, `model_class` the model's.
     """
 
     kind: ClassVar[str]
     config_class: ClassVar[type[ModelTrainingConfig]]
     model_class: ClassVar[Any]
     prepare_data: ClassVar[Any]
-    look_for_data: ClassVar[Any]
     changeable: ClassVar[frozenset[str]] = CHANGEABLE
 
     @abstractmethod
@@ -155,7 +155,8 @@ class Workload(ABC, Generic[Config, Data]):
 
         Raises `InputError` where the data, or a library that reads it, is plainly not there.
         """
-        return tuple(self.look_for_data(config.data) or ())
+        notes: tuple[str, ...] = config.data.look()
+        return notes
 
     def cost(self, config: Config) -> Cost:
         """What the whole training takes."""
