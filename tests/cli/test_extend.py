@@ -351,6 +351,16 @@ def test_models_that_cannot_serve(command: Command, text: Path, tmp_path: Path) 
     assert not (tmp_path / "run").exists()
 
 
+def test_a_hub_out_of_reach_is_asked_once(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    constants = pytest.importorskip("huggingface_hub").constants
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    said = command("extend", "some/name")
+    assert said.code == 2
+    assert "some/name cannot be loaded" in said.sentence  # one line: no file is tried again
+
+
 def test_lengths_are_checked_before_weights_are_loaded(
     command: Command, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

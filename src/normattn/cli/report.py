@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import polars as pl
 
 from normattn.cli import options
-from normattn.cli.report_runs import measured_of_runs, runs_below, split_label
+from normattn.cli.report_runs import first_conflict, measured_of_runs, runs_below, split_label
 from normattn.errors import InputError, NormattnError
 from normattn.io import read_object, write_json
 from normattn.lab.report.terminal import say
@@ -30,7 +29,7 @@ from normattn.lab.sweep.runner import study_named
 from normattn.settings import first_difference
 from normattn.terminal import warn
 
-TASK = f"{FACTOR}task"
+TASK, FOLDER = f"{FACTOR}task", "folder"
 ADDRESS = "training.data.corpus"
 """Two addresses may name one text: what was trained on is then told by its tokens."""
 
@@ -207,24 +206,26 @@ def _gallery(places: Sequence[Path], out: Path) -> Part:
 def _joined(parts: Sequence[Part], out: Path) -> Part:
     """Folders of one study whose runs were trained apart (other seeds, other machines), as one.
 
-    Raises `InputError` where their settings differ, where both hold a run, and where one protocol
+    Raises `InputError` where their settings differ, where two hold one run, and where a protocol
     was measured on other documents in each.
     """
-    study = parts[0].study
+    first, study = parts[0], parts[0].study
     _refuse_own_place(out, [part.folder for part in parts], f"some of the cells of {study.name}")
-    for one, other in combinations(parts, 2):
-        _refuse_other_settings(one, other)
-        _refuse_shared_runs(one, other)
-        _refuse_other_documents(one, other)
-    config = dict(parts[0].config)
+    for part in parts[1:]:
+        _refuse_other_settings(first, part)
+    measured = joined(
+        part.measured.with_columns(pl.lit(str(part.folder)).alias(FOLDER)) for part in parts
+    )
+    _refuse_shared_runs(measured)
+    _refuse_other_documents(measured)
+    config = dict(first.config)
     for part in parts[1:]:
         config = with_added(config, part.config)
     given = [choices for part in parts for choices in part.config.get("asked") or [{}]]
     if any(given):
         config["asked"] = [choices for n, choices in enumerate(given) if choices not in given[:n]]
-    measured = joined([part.measured for part in parts])
     corpora = Corpora.joined(part.corpora for part in parts)
-    return Part(parts[0].folder, study, config, measured, corpora)
+    return Part(first.folder, study, config, measured.drop(FOLDER), corpora)
 
 
 def _refuse_own_place(out: Path, places: Sequence[Path], held: str) -> None:
@@ -234,8 +235,7 @@ def _refuse_own_place(out: Path, places: Sequence[Path], held: str) -> None:
 
 def _refuse_other_settings(one: Part, other: Part) -> None:
     same_text = one.corpora == other.corpora != Corpora()
-    free = free_settings(one.config, other.config)
-    free |= {ADDRESS} if same_text else frozenset()
+    free = free_settings(one.config, other.config) | ({ADDRESS} if same_text else frozenset())
     differs = first_difference(dict(one.config), dict(other.config), free)
     if differs is not None:
         name, here, there = differs
@@ -245,46 +245,34 @@ def _refuse_other_settings(one: Part, other: Part) -> None:
         )
 
 
-def _refuse_shared_runs(one: Part, other: Part) -> None:
+def _refuse_shared_runs(measured: pl.DataFrame) -> None:
     """A training is told by its row, its seed and what else its loss curve was said to vary in."""
-    frames = [part.measured for part in (one, other)]
-    trained = [frame.filter(protocol="training") for frame in frames]
-    varied: list[str] = []
-    if all(frame.height for frame in trained):
-        names = {name for frame in trained for name in frame.columns if name.startswith(FACTOR)}
-        varied = sorted(names - {TASK})
-        frames = [_as_text(frame, varied) for frame in trained]
-    keys = ["row", "seed", *varied]
-    first, second = (frame.select(keys).unique() for frame in frames)
-    shared = first.join(second, on=keys, nulls_equal=True).sort(keys)
-    if shared.height:
-        row, seed, *others = shared.row(0)
-        shown = ", ".join(str(value) for value in others if value not in (None, row))
+    keys, trained = ["row", "seed"], measured.filter(protocol="training")
+    if trained[FOLDER].n_unique() == measured[FOLDER].n_unique():
+        measured = trained
+        keys += sorted(name for name in trained.columns if name.startswith(FACTOR) and name != TASK)
+    shared = first_conflict(measured, keys, FOLDER)
+    if shared is not None:
+        (row, seed, *others), (one, other) = shared
+        varied = ", ".join(str(value) for value in others if value not in (None, row))
         raise InputError(
-            f"{one.folder} and {other.folder} both hold {row} seed {seed}"
-            f"{f' ({shown})' if shown else ''}; each run may be in one of them"
+            f"{one} and {other} both hold {row} seed {seed}{f' ({varied})' if varied else ''}; "
+            "each run may be in one of them"
         )
 
 
-def _as_text(frame: pl.DataFrame, columns: Sequence[str]) -> pl.DataFrame:
-    """The frame with all of these columns as text, null where it had none."""
-    values = ((pl.col(name) if name in frame.columns else pl.lit(None), name) for name in columns)
-    return frame.with_columns(value.cast(pl.String).alias(name) for value, name in values)
-
-
-def _refuse_other_documents(one: Part, other: Part) -> None:
-    frames = [part.measured for part in (one, other)]
-    task = [TASK] if all(TASK in frame.columns for frame in frames) else []
-    keys = ["protocol", "length", "split", *task]
-    first, second = (frame.select(*keys, "data").unique() for frame in frames)
-    both = first.join(second, on=keys, nulls_equal=True).select(keys).unique()
-    same = first.join(second, on=[*keys, "data"], nulls_equal=True).select(keys).unique()
-    apart = both.join(same, on=keys, how="anti", nulls_equal=True).sort(keys)
+def _refuse_other_documents(measured: pl.DataFrame) -> None:
+    """Of each protocol and length all folders that hold it must share documents."""
+    keys = ["protocol", "length", "split", *({TASK} & set(measured.columns))]
+    folders = pl.col(FOLDER).n_unique()
+    common = (folders.over(*keys, "data") == folders.over(keys)).any().over(keys)
+    apart = measured.filter(~common).sort(keys)
     if apart.height:
-        protocol, length = apart.row(0)[:2]
+        protocol, length = apart.select("protocol", "length").row(0)
+        named = apart.filter(protocol=protocol, length=length)[FOLDER].unique().sort().to_list()
         raise InputError(
-            f"{one.folder} and {other.folder} were measured on different documents ({protocol} at "
-            f"length {length}): prepare the same corpus for both"
+            f"{' and '.join(named)} were measured on different documents ({protocol} at length "
+            f"{length}): prepare the same corpus for all"
         )
 
 

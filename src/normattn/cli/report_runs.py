@@ -7,7 +7,6 @@ the user names runs that were not, as in `normattn report wide=runs/a narrow=run
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import polars as pl
 
 from normattn.errors import InputError
 from normattn.lab.runs import RunDirectory, read_status
-from normattn.lab.stats import collected, joined, measurements
+from normattn.lab.stats import collected, joined
 from normattn.lab.stats.arrays import left_out, on_common_sets
 from normattn.lab.stats.measurements import FACTOR, Factor, Identity, diverged
 from normattn.lab.studies.language import asked_alone
@@ -33,19 +32,8 @@ _ALIKE = CHANGEABLE | {
     *("continued.start", "model.vocab_size"),
 }
 """Settings in which runs of one row may differ: seeds, how a step is computed, what is logged."""
-
-
-@dataclass(frozen=True)
-class LabelledRun:
-    """A run and what was measured of it, under the rows that it is part of."""
-
-    path: Path
-    measured: pl.DataFrame
-
-    @property
-    def read(self) -> pl.DataFrame:
-        """What was evaluated, without the training."""
-        return _evaluated(self.measured)
+RUN = "run"
+"""The run of each row, while runs are compared."""
 
 
 def split_label(text: str) -> tuple[str | None, Path]:
@@ -75,36 +63,35 @@ def measured_of_runs(places: Sequence[tuple[str | None, Path]]) -> pl.DataFrame:
     Raises `InputError` where nothing was measured, where runs of one row were trained differently
     or twice, and where what was measured of a run cannot be one row.
     """
-    runs = [_labelled(run, label) for label, folder in places for run in runs_below(folder)]
-    _refuse_other_trainings(runs)
-    for run in runs:
-        _refuse_other_windows(run)
-    whole = joined([run.measured for run in runs]) if runs else measurements.empty()
-    _refuse_other_scores(_evaluated(whole))
+    runs = dict.fromkeys((run, label) for label, folder in places for run in runs_below(folder))
+    whole = joined(_labelled(run, label) for run, label in runs)
     if not _evaluated(whole).height and not any(whole["statistic"] == "diverged"):
         named = ", ".join(str(folder) for _, folder in places)
         raise InputError(
             f"nothing was measured in {named}: no run there was evaluated; use normattn evaluate "
             "first"
         )
+    _refuse_other_trainings(whole)
+    _refuse_other_windows(whole)
+    _refuse_other_scores(whole)
     kept = on_common_sets(whole)
-    for run in runs:
-        on = ["row", "seed", "data", "protocol"]
-        if run.read.height and not run.read.join(_evaluated(kept), on=on, how="semi").height:
-            raise InputError(
-                f"{run.path} was evaluated on other text windows than most of the runs: evaluate "
-                "it with the same corpus, lengths and windows, or make a report of it alone"
-            )
+    alone = _evaluated(whole).join(_evaluated(kept), on=RUN, how="anti")
+    if alone.height:
+        raise InputError(
+            f"{alone[RUN][0]} was evaluated on other text windows than most of the runs: evaluate "
+            "it with the same corpus, lengths and windows, or make a report of it alone"
+        )
     for sentence in left_out(whole, kept):
         warn(f"normattn: {sentence}")
-    return kept.with_columns(pl.lit(KIND).alias("study"))
+    return kept.drop(RUN).with_columns(pl.lit(KIND).alias("study"))
 
 
 def _evaluated(measured: pl.DataFrame) -> pl.DataFrame:
     return measured.filter(pl.col("protocol") != "training", pl.col("statistic") != "diverged")
 
 
-def _labelled(run: Path, label: str | None) -> LabelledRun:
+def _labelled(run: Path, label: str | None) -> pl.DataFrame:
+    """What was measured of a run, under its label where it has one."""
     # Of a study's run what was evaluated by itself; the study's own records have other rows.
     alone = asked_alone(run)
     measured = alone.frame() if len(alone) else collected(run)
@@ -116,8 +103,8 @@ def _labelled(run: Path, label: str | None) -> LabelledRun:
         for name in measured.columns
         if name.startswith(FACTOR) and measured[name].n_unique() == 1
     }
-    whole = joined([measured, *_training(run, factors)])
-    return LabelledRun(run, whole.with_columns(row=pl.lit(label)) if label is not None else whole)
+    whole = joined([measured, *_training(run, factors)]).with_columns(pl.lit(str(run)).alias(RUN))
+    return whole if label is None else whole.with_columns(row=pl.lit(label))
 
 
 def _training(run: Path, factors: Mapping[str, Factor]) -> list[pl.DataFrame]:
@@ -143,26 +130,39 @@ def _language_model(run: Path) -> TrainingConfig | None:
     return TrainingConfig.parse(stored, str(run / "config.json"))
 
 
-def _refuse_other_trainings(runs: Sequence[LabelledRun]) -> None:
+def first_conflict(
+    frame: pl.DataFrame, keys: Sequence[str], column: str
+) -> tuple[tuple[Any, ...], tuple[Any, Any]] | None:
+    """The first keys, ascending, whose rows differ in a column, and two of its values."""
+    values = frame.group_by(keys).agg(pl.col(column).unique().sort().head(2))
+    several = values.filter(pl.col(column).list.len() > 1).sort(keys)
+    if not several.height:
+        return None
+    *place, (one, other) = several.row(0)
+    return tuple(place), (one, other)
+
+
+def _refuse_other_trainings(measured: pl.DataFrame) -> None:
     """Raise `InputError` where runs of one row differ in a setting, or are the same training."""
-    first: dict[str, Path] = {}
-    seen: dict[tuple[str, int], Path] = {}
-    for run in runs:
-        for row in run.measured["row"].unique().to_list():
-            before = first.setdefault(row, run.path)
-            if before != run.path and (different := _difference(before, run.path)) is not None:
+    rows = measured.group_by("row", maintain_order=True).agg(
+        pl.col(RUN).unique(maintain_order=True)
+    )
+    for row, (first, *others) in rows.rows():
+        for run in others:
+            different = _difference(Path(first), Path(run))
+            if different is not None:
                 name, here, there = different
                 raise InputError(
-                    f"{before} and {run.path} would both be the row {row}, but {name} is {here} in "
-                    f"the first and {there} in the second: name them, as in LABEL=RUN"
+                    f"{first} and {run} would both be the row {row}, but {name} is {here} in the "
+                    f"first and {there} in the second: name them, as in LABEL=RUN"
                 )
-            for seed in run.read.filter(row=row)["seed"].unique().to_list():
-                same = seen.setdefault((row, seed), run.path)
-                if same != run.path:
-                    raise InputError(
-                        f"{same} and {run.path} both hold {row} seed {seed}: give each training "
-                        "once, or name them, as in LABEL=RUN"
-                    )
+    same = first_conflict(_evaluated(measured), ["row", "seed"], RUN)
+    if same is not None:
+        (row, seed), (one, other) = same
+        raise InputError(
+            f"{one} and {other} both hold {row} seed {seed}: give each training once, or name "
+            "them, as in LABEL=RUN"
+        )
 
 
 def _difference(one: Path, other: Path) -> tuple[str, str, str] | None:
@@ -182,33 +182,35 @@ def _settings(run: Path) -> dict[str, Any]:
     return dict(sorted((stored if config is None else config.model_dump(mode="json")).items()))
 
 
-def _refuse_other_windows(run: LabelledRun) -> None:
+def _refuse_other_windows(measured: pl.DataFrame) -> None:
     """Raise `InputError` where the last segment after one length is not that after another.
 
     Evaluations with other longest contexts, or other numbers of windows, score other tokens: their
     difference is not what a context adds.
     """
-    rows = run.measured.filter(protocol="last_segment", statistic="loss")
-    for (row, _), own in rows.group_by("row", "method", maintain_order=True):
-        sets = own.group_by("seed", "length").agg(pl.col("data").n_unique())
-        scored = own.group_by("seed", "length", "unit").agg(pl.col("of").sum())
-        tokens, units = scored.select("seed", "unit", "of"), scored.select("seed", "unit")
-        if sets["data"].max() != 1 or tokens.unique().height != units.unique().height:
-            raise InputError(
-                f"{run.path} was evaluated several times, and the last segments of {row} are not "
-                "the same tokens at each length: remove its records and evaluate it once more, "
-                "with all lengths"
-            )
+    rows = measured.filter(protocol="last_segment", statistic="loss")
+    keys = [RUN, "row", "method", "seed"]
+    scored = rows.group_by(*keys, "length", "unit").agg(pl.col("of").sum())
+    mixed = first_conflict(rows, [*keys, "length"], "data") or first_conflict(
+        scored, [*keys, "unit"], "of"
+    )
+    if mixed is not None:
+        run, row, *_ = mixed[0]
+        raise InputError(
+            f"{run} was evaluated several times, and the last segments of {row} are not the same "
+            "tokens at each length: remove its records and evaluate it once more, with all lengths"
+        )
 
 
 def _refuse_other_scores(measured: pl.DataFrame) -> None:
     """Raise `InputError` where one row of a table would hold two scores, as of YaRN by 4 and 8."""
     table = pl.when(pl.col("protocol").is_in(OWN_TABLES)).then("protocol").otherwise(pl.lit(""))
-    scores = measured.with_columns(table.alias("table")).group_by("row", "method", "table")
-    several = scores.agg(pl.col("score").unique().sort()).filter(pl.col("score").list.len() > 1)
-    for row, method, _, names in several.sort("row", "method", "table").rows():
-        shown = f"{row} with {method}" if method else row
+    rows = _evaluated(measured).with_columns(table.alias("table"))
+    several = first_conflict(rows, ["row", "method", "table"], "score")
+    if several is not None:
+        (row, method, _), (one, other) = several
         raise InputError(
-            f"{shown} was evaluated as {names[0]} and as {names[1]}, and a report has one row for "
-            "it: evaluate all runs with the same longest length, or name them, as in LABEL=RUN"
+            f"{f'{row} with {method}' if method else row} was evaluated as {one} and as {other}, "
+            "and a report has one row for it: evaluate all runs with the same longest length, or "
+            "name them, as in LABEL=RUN"
         )

@@ -38,6 +38,9 @@ def load_model(model: str | Path, gguf: str | None = None, **options: Any) -> An
     auto: Any = transformers.AutoModelForCausalLM
     source, gguf = source_of(model, gguf)
     given = {**options_of(source, gguf), **options}
+    if given["local_files_only"] and not Path(source).is_dir():
+        # transformers looks for an adapter beside the weights, which it would ask the hub for.
+        given.setdefault("adapter_kwargs", {"local_files_only": True})
     if gguf is None:
         given["use_safetensors"] = True
     elif hasattr(transformers, "GgufConfig"):
@@ -45,7 +48,7 @@ def load_model(model: str | Path, gguf: str | None = None, **options: Any) -> An
         given["quantization_config"] = transformers.GgufConfig(dequantize=True)
     refuse_sizes(source, gguf)
     if gguf is not None and not Path(source).is_dir():
-        where = {name: options[name] for name in _WHERE if name in options}
+        where = {name: given[name] for name in _WHERE if name in given}
         with explained(gguf):  # the file on the hub, which loading it needs here anyway
             file = transformers.utils.hub.cached_file(source, gguf, **where)
         refuse_scaled(Path(str(file)))
@@ -107,9 +110,20 @@ def source_of(model: str | Path, gguf: str | None = None) -> tuple[str, str | No
 
 def options_of(source: str, gguf: str | None) -> dict[str, Any]:
     """No code of the model's own is run, nobody is asked, and a folder needs no network."""
-    local = Path(source).is_dir()
+    local = Path(source).is_dir() or not _hub_answers()
     options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": local}
     return options if gguf is None else {**options, "gguf_file": gguf}
+
+
+def _hub_answers() -> bool:
+    """Whether the hub can be reached; each file of one that cannot is tried for many seconds."""
+    from huggingface_hub import constants, get_session
+
+    try:
+        get_session().head(constants.ENDPOINT, timeout=5)
+    except Exception:  # The kinds of errors are those of the hub's HTTP library, by its version.
+        return False
+    return True
 
 
 def refuse_kind(file: Path) -> None:
