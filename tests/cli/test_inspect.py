@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -42,6 +43,7 @@ def test_a_run_is_looked_into(command: Command, probed: Path) -> None:
     said = command("inspect", probed, "--windows", 3, "--cosines")
     assert said.code == 0, said.err
     assert "QKRMSNorm-logn, as is: 3 windows of 8 held-out tokens" in said.out
+    assert re.search(r"sharpest head is head \d of layer 0: its entropy is \d+% of ln n", said.out)
     folder = probed / "inspection"
     # Neither a learned sink nor anything beyond the training length is there to be drawn.
     stems = ("layers_entropy_share", "layers_largest", "layers_first_mass", "positions")
@@ -88,7 +90,7 @@ def test_a_text_of_ones_own_beyond_the_training_length(
         assert settings["windows"] < 16
         assert f"{settings['windows']} windows of 32 tokens" in (folder / "table.md").read_text()
         rows = json.loads(said.out)["tables"]["heads"]
-        assert [row["row"] for row in rows] == ["0, head 0", "0, head 1"]
+        assert [row["row"] for row in rows] == ["layer 0, head 0", "layer 0, head 1"]
         expected = measured.filter(statistic="beyond_mass", head=1).select("sum", "of").sum().row(0)
         assert rows[1]["beyond_mass"]["value"] == pytest.approx(expected[0] / expected[1])
     plain, rectified = looks

@@ -13,12 +13,13 @@ import torch
 from data.pairs_helpers import multi_layout
 from data.relation_files import write_relations
 from normattn.cli.inspect import inspect_model
-from normattn.cli.inspect_inputs import inputs_of
+from normattn.cli.inspect_inputs import KINDS
 from normattn.cli.options import Inspect
 from normattn.errors import InputError
 from normattn.lab.data.relations import prepare_relations
 from normattn.lab.diagnostics.attention import attention_weights
 from normattn.lab.diagnostics.inspection import by_head, totals
+from normattn.lab.runs import RunDirectory
 from normattn.lab.stats import measurements
 from normattn.lab.training.tasks.classification import ClassificationConfig, train_classifier
 from normattn.lab.training.tasks.translation import TranslationConfig, train_translation
@@ -79,7 +80,8 @@ def test_a_translator(place: Path, translation: TranslationConfig, tmp_path: Pat
         *("decoder.0.mixer", "decoder.0.cross", "decoder.1.mixer", "decoder.1.cross"),
     ]
     model = load_any(run / "model")
-    found = inputs_of(translation, Inspect(run=run, windows=3), model)
+    read = KINDS[RunDirectory.existing(run).kind][1]
+    found = read(translation, Inspect(run=run, windows=3), model)
     entropy: dict[str, list[torch.Tensor]] = {}
     for row in found.rows:
         for name, alpha in attention_weights(model, row, found.read, found.length).items():

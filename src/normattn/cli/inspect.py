@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import polars as pl
 import torch
 from torch import Tensor, nn
 
 from normattn.cli import options
 from normattn.cli.extend_settings import model_name
-from normattn.cli.inspect_inputs import Inputs, foreign_inputs, inputs_of
+from normattn.cli.inspect_inputs import KINDS, Inputs, foreign_inputs
 from normattn.errors import InputError
 from normattn.hf import extend, load
 from normattn.hf.model_parts import known_length, model_parts
@@ -28,31 +27,20 @@ from normattn.lab.diagnostics import Collector, collecting, layer_names
 from normattn.lab.diagnostics import inspect_model as measure_attention
 from normattn.lab.diagnostics.angles import Stage
 from normattn.lab.diagnostics.attention import MOST_TOKENS, attention_weights
-from normattn.lab.diagnostics.inspection import Collecting, by_head
+from normattn.lab.diagnostics.inspection import Collecting
 from normattn.lab.diagnostics.lines import read_diagnostics
 from normattn.lab.evaluation.scorer import weights_digest
 from normattn.lab.report.terminal import print_table, say
 from normattn.lab.report.view import View
 from normattn.lab.runs import RunDirectory, require_finished
 from normattn.lab.stats import Identity, identified, joined, sums
-from normattn.lab.studies.inspect import DRAWN, KEY, KIND, QUERY, STUDY, TRAINING
+from normattn.lab.studies.inspect import DRAWN, KEY, KIND, QUERY, STUDY, TRAINING, sharpest
 from normattn.lab.training import LoopConfig, TrainingConfig
 from normattn.lab.training.distributed import choose_device
-from normattn.lab.training.tasks import classification, text, translation, vision
-from normattn.models.config import StackConfig, TranslatorConfig, without_position
+from normattn.models.config import StackConfig, TranslatorConfig
 from normattn.models.pretrained import load_any
 from normattn.terminal import Console, warn
 
-KINDS: dict[str, type[LoopConfig]] = {
-    workload.kind: workload.config_class
-    for workload in (
-        text.CausalWorkload,
-        text.MaskedWorkload,
-        classification.ClassificationWorkload,
-        translation.TranslationWorkload,
-        vision.VisionWorkload,
-    )
-}
 CONFIG = "config.json"
 DRAWN_HEADS = 64
 _NOT_KEPT = ("out", "as_json", "threads", "device")
@@ -61,24 +49,19 @@ _NOT_KEPT = ("out", "as_json", "threads", "device")
 
 @dataclass(frozen=True)
 class Subject:
-    """A model with what it reads, and how its measurements are named.
+    """A model with what it reads, whose it is, and where the page goes.
 
-    `using` is the context in which it reads: a method, a precision. `weights` gives the attention
-    of every layer to the drawn text. `training` are measurements made while it trained.
+    `paths` names the attention modules of a model of transformers, which `collect` observes.
+    `training` are measurements made while it trained.
     """
 
     model: nn.Module
     inputs: Inputs
-    folder: Path
-    row: str
-    score: str
-    seed: int
-    train_length: int
-    split: str
-    using: AbstractContextManager[Any]
+    whose: Identity
+    out: Path
     collect: Collecting
-    weights: Callable[[], Mapping[str, Tensor]]
-    training: tuple[pl.DataFrame, ...] = ()
+    paths: Mapping[Any, Any] | None = None
+    training: pl.DataFrame | None = None
 
 
 def inspect_model(asked: options.Inspect) -> None:
@@ -87,45 +70,42 @@ def inspect_model(asked: options.Inspect) -> None:
     Raises `InputError` for what holds no such model, a method that its score cannot take, a head
     that is not there, data that is gone or too short, and attention that cannot be observed.
     """
-    head = _parsed_head(asked.attention)
+    wanted = _parsed_head(asked.attention)
     torch.set_num_threads(asked.threads)
-    subject = (_foreign if _is_foreign(asked.run) else _run)(asked)
-    with subject.using:
+    with ExitStack() as using:
+        subject = (_foreign if _is_foreign(asked.run) else _finished)(asked, using)
+        out = subject.out
+        if out.exists() and not out.is_dir():
+            raise InputError(f"{out} is a file; --out names a directory")
+        out.mkdir(parents=True, exist_ok=True)  # before any work
         measured = _measured(subject, asked)
-        drawn = _drawn(subject, head, measured)
-    inputs, folder = subject.inputs, subject.folder
-    whose = Identity(
+        drawn = _drawn(subject, wanted, measured)
+    inputs = subject.inputs
+    whose = replace(
+        subject.whose,
         study=KIND,
-        row=subject.row,
-        score=subject.score,
-        method="" if asked.method == "as is" else asked.method,
-        seed=subject.seed,
         protocol=KIND,
+        method="" if asked.method == "as is" else asked.method,
         length=inputs.length,
-        train_length=subject.train_length,
-        split=subject.split,
         data=hashlib.sha256(inputs.rows.contiguous().numpy().tobytes()).hexdigest(),
         weights=weights_digest(subject.model),
     )
     trained = replace(whose, protocol=TRAINING, method="", split="train", data="")
-    frame = joined(
-        [
-            identified(whose, [measured.with_columns(pl.lit(inputs.source).alias("factor.texts"))]),
-            *(identified(replace(whose, protocol=DRAWN), [each]) for each in drawn),
-            *(identified(trained, [each]) for each in subject.training),
-        ]
-    )
-    kept = replace(asked, length=inputs.length, windows=len(inputs.rows))
-    resolved = {name: value for name, value in vars(kept).items() if name not in _NOT_KEPT}
-    resolved |= {"run": str(kept.run), "text": None if kept.text is None else str(kept.text)}
-    write_json(folder / CONFIG, {"kind": KIND, "config": resolved})
-    written = STUDY.report(frame, folder, resolved)
+    parts = [(whose, measured.with_columns(pl.lit(inputs.source).alias("factor.texts")))]
+    parts += [(replace(whose, protocol=DRAWN), head) for head in drawn]
+    parts += [] if subject.training is None else [(trained, subject.training)]
+    frame = joined(identified(each, [rows]) for each, rows in parts)
+    kept = vars(replace(asked, length=inputs.length, windows=len(inputs.rows)))
+    resolved = {name: value for name, value in kept.items() if name not in _NOT_KEPT}
+    resolved |= {"run": str(asked.run), "text": None if asked.text is None else str(asked.text)}
+    write_json(out / CONFIG, {"kind": KIND, "config": resolved})
+    written = STUDY.report(frame, out, resolved)
     if asked.as_json:
-        print((folder / "table.json").read_text("utf-8"), end="")
+        print((out / "table.json").read_text("utf-8"), end="")
         return
     view = View(frame)
     print_table(STUDY.page.tables[0].fill(view), title=STUDY.page.notes(view)[0])
-    say(folder, written, _in_short(measured))
+    say(out, written)
 
 
 def _is_foreign(path: Path) -> bool:
@@ -135,21 +115,11 @@ def _is_foreign(path: Path) -> bool:
     return path.suffix == ".gguf"
 
 
-def _folder(folder: Path) -> Path:
-    """The directory, made before any work; `InputError` where it cannot be."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except FileExistsError as error:
-        raise InputError(f"{folder} is a file; --out names a directory") from error
-    except OSError as error:
-        raise InputError(f"{folder} cannot be made: {error.strerror}") from error
-    return folder
-
-
 # A finished run.
 
 
-def _run(asked: options.Inspect) -> Subject:
+def _finished(asked: options.Inspect, using: ExitStack) -> Subject:
+    """The model of a finished run, under the method and at the precision that are wanted."""
     run, method = asked.run, asked.method
     stored = RunDirectory.existing(run)
     if stored.kind not in KINDS:
@@ -158,35 +128,34 @@ def _run(asked: options.Inspect) -> Subject:
             f"{', '.join(map(repr, KINDS))}"
         )
     require_finished(run, "be looked into")
-    config: Any = KINDS[stored.kind].parse(stored.config, str(run / CONFIG))
+    settings, inputs_of = KINDS[stored.kind]
+    config: Any = settings.parse(stored.config, str(run / CONFIG))
     shape: StackConfig = config.model
     if method != "as is" and not isinstance(config, TrainingConfig):
         raise InputError(f"--method {method} is for causal language models, which read on with it")
     device = choose_device(asked.device or config.device)
     model: Any = load_any(run / "model", shape).to(device)
     inputs = inputs_of(config, asked, model)
-    folder = _folder(run / "inspection" if asked.out is None else asked.out)
-    using = ExitStack()
+    trained = shape.train_length
     if method != "as is":
-        trained, spec = shape.train_length, shape.score.with_method(method)
-        spec = spec.resolve(train_length=trained, factor=max(1.0, inputs.length / trained))
+        factor = max(1.0, inputs.length / trained)
+        spec = shape.score.with_method(method).resolve(train_length=trained, factor=factor)
         using.enter_context(model.using(spec))
     half = torch.autocast(device.type, torch.bfloat16, enabled=asked.dtype == "bf16")
     using.enter_context(half)
-    row = inputs.drawn.to(device)
+    scores = [shape.score]
+    if isinstance(shape, TranslatorConfig) and shape.decoder_score is not None:
+        scores += [shape.decoder_score, shape.across]
+    names = dict.fromkeys(score.name for score in scores)
+    split = "held-out" if asked.text is None else "given"
+    whose = Identity("", " + ".join(names), str(shape.score), config.seed, split=split)
     return Subject(
-        model=model,
-        inputs=inputs,
-        folder=folder,
-        row=_score_names(shape),
-        score=str(shape.score),
-        seed=config.seed,
-        train_length=shape.train_length,
-        split="held-out" if asked.text is None else "given",
-        using=using,
-        collect=_collecting(model, config),
-        weights=lambda: attention_weights(model, row, inputs.read, inputs.drawn_length),
-        training=(_training(run),),
+        model,
+        inputs,
+        replace(whose, train_length=trained),
+        asked.out or run / "inspection",
+        _collecting(model, config),
+        training=_training(run),
     )
 
 
@@ -203,18 +172,6 @@ def _collecting(model: nn.Module, config: LoopConfig) -> Collecting:
         for layer, score in enumerate(layer_names(model))
     }
     return partial(collecting, stages=stages)
-
-
-def _score_names(model: StackConfig) -> str:
-    """The score, or those of the three attentions where they differ."""
-    if not isinstance(model, TranslatorConfig):
-        return model.score.name
-    assert model.decoder_score is not None
-    names = (model.score.name, model.decoder_score.name, model.across.name)
-    across = without_position(model.score).resolve(train_length=model.train_length)
-    if names[0] == names[1] and model.across == across:
-        return names[0]
-    return "{} (encoder), {} (decoder), {} (cross)".format(*names)
 
 
 def _training(run: Path) -> pl.DataFrame:
@@ -241,34 +198,27 @@ def _training(run: Path) -> pl.DataFrame:
 # A model of transformers.
 
 
-def _foreign(asked: options.Inspect) -> Subject:
+def _foreign(asked: options.Inspect, using: ExitStack) -> Subject:
+    """A model of transformers, under the method that is wanted."""
     name = model_name(asked.run)
     half = torch.bfloat16 if asked.dtype == "bf16" else torch.float32
     model, tokeniser = load(asked.run, dtype=half)
     model = model.to(choose_device(asked.device or "auto"))
     inputs = foreign_inputs(model, tokeniser, asked)
-
-    def weights() -> Mapping[str, Tensor]:
-        with observable(model):
-            row = inputs.drawn.to(model.device)
-            return attention_weights(model, row, inputs.read, inputs.drawn_length, paths(model))
-
     try:
         trained = known_length(model_parts(model))[0]
     except InputError:
         trained = inputs.length
+    if asked.method != "as is":
+        using.enter_context(extend(model, asked.method))
+    whose = Identity("", name, type(model).__name__, asked.seed, split="given")
     return Subject(
-        model=model,
-        inputs=inputs,
-        folder=_folder(asked.out or Path("runs") / f"inspect-{name}"),
-        row=name,
-        score=type(model).__name__,
-        seed=asked.seed,
-        train_length=trained,
-        split="given",
-        using=nullcontext() if asked.method == "as is" else extend(model, asked.method),
-        collect=observing,
-        weights=weights,
+        model,
+        inputs,
+        replace(whose, train_length=trained),
+        asked.out or Path("runs") / f"inspect-{name}",
+        observing,
+        paths(model),
     )
 
 
@@ -328,14 +278,17 @@ def _drawn(
     subject: Subject, wanted: tuple[int, int] | str, measured: pl.DataFrame
 ) -> list[pl.DataFrame]:
     """The attention of the wanted heads to the drawn text, as measurements."""
-    inputs, names = subject.inputs, _layers(measured)
+    inputs, model = subject.inputs, subject.model
     if inputs.drawn_length > MOST_TOKENS:
         warn(
             f"normattn: no attention is drawn, for {inputs.drawn_length} tokens make too large a "
             f"matrix (the most is {MOST_TOKENS})"
         )
         return []
-    weights = subject.weights()
+    row = inputs.drawn.to(next(model.parameters()).device)
+    with nullcontext() if subject.paths is None else observable(model):
+        weights = attention_weights(model, row, inputs.read, inputs.drawn_length, subject.paths)
+    names: list[str] = measured["factor.layer"].unique(maintain_order=True).to_list()
     every = [(n, head) for n, name in enumerate(names) for head in range(len(weights[name]))]
     if wanted == "all" and len(every) > DRAWN_HEADS:
         raise InputError(
@@ -347,21 +300,18 @@ def _drawn(
             f"--attention {wanted[0]},{wanted[1]}: this model has layers 0 to {len(names) - 1} and "
             f"heads 0 to {max(head for _, head in every)}"
         )
-    heads = every if wanted == "all" else [_sharpest(measured)]
+    chosen = every if wanted == "all" else [sharpest(measured)]
     if isinstance(wanted, tuple):
-        heads = [wanted]
-    return [_head(subject, weights, names[n], n, head) for n, head in heads]
+        chosen = [wanted]
+    return [_head(inputs, weights[names[n]][head], names[n], n, head) for n, head in chosen]
 
 
-def _head(
-    subject: Subject, weights: Mapping[str, Tensor], name: str, layer: int, head: int
-) -> pl.DataFrame:
+def _head(inputs: Inputs, weights: Tensor, name: str, layer: int, head: int) -> pl.DataFrame:
     """α (T, S) of a head: a unit for each query, a bin for each key, the tokens as factors."""
-    queries, keys = subject.inputs.words(name)
+    queries, keys = inputs.words(name)
     units = [f"{n:04d}" for n in range(len(queries))]
-    alpha = weights[name][head].double().numpy()
     rows = sums(
-        *("attention", units, alpha, [1.0] * len(units)),
+        *("attention", units, weights.double().numpy(), [1.0] * len(units)),
         axis="key",
         edges=range(len(keys)),
         layer=layer,
@@ -371,31 +321,3 @@ def _head(
         pl.Series(QUERY, [query for query in queries for _ in keys], pl.String),
         pl.Series(KEY, [*keys] * len(queries), pl.String),
     )
-
-
-def _layers(measured: pl.DataFrame) -> list[str]:
-    names: list[str] = measured["factor.layer"].unique(maintain_order=True).to_list()
-    return names
-
-
-def _sharpest(measured: pl.DataFrame) -> tuple[int, int]:
-    """The head with the least entropy against ln n."""
-    shares = [
-        (float(share), layer, head)
-        for layer in range(len(_layers(measured)))
-        for head, share in enumerate(by_head(measured, "entropy_share", layer))
-        if np.isfinite(share)
-    ]
-    return min(shares)[1:] if shares else (0, 0)
-
-
-def _in_short(measured: pl.DataFrame) -> list[str]:
-    """The sharpest head and the largest logit of all layers."""
-    names, (layer, head) = _layers(measured), _sharpest(measured)
-    share = float(by_head(measured, "entropy_share", layer)[head])
-    largest = [float(np.max(by_head(measured, "largest", n))) for n in range(len(names))]
-    most = int(np.nanargmax(largest))
-    return [
-        f"The sharpest head is head {head} of {names[layer]}: its entropy is {share:.0%} of ln n.",
-        f"The largest logit is {largest[most]:.3g}, in {names[most]}.",
-    ]

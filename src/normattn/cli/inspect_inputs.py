@@ -27,6 +27,7 @@ from normattn.lab.runs import unchanged
 from normattn.lab.training import TrainingConfig
 from normattn.lab.training.config import LoopConfig
 from normattn.lab.training.init_from import refuse_other_data
+from normattn.lab.training.tasks import classification, text, translation, vision
 from normattn.lab.training.tasks.classification import ClassificationConfig
 from normattn.lab.training.tasks.text import MaskedConfig
 from normattn.lab.training.tasks.translation import TranslationConfig
@@ -58,27 +59,11 @@ class Inputs:
     words: Callable[[str], tuple[Sequence[str], Sequence[str]]]
 
 
-def inputs_of(config: LoopConfig, asked: options.Inspect, model: nn.Module) -> Inputs:
-    """What the model of a run reads: the given text, or data held out from its training.
-
-    Raises `InputError` for a corpus that is no longer there or no longer what the run was trained
-    on, a text that cannot be read, and what the kind of model does not take.
-    """
-    if isinstance(config, TrainingConfig | MaskedConfig):
-        return _windows(config, asked)
-    if isinstance(config, ClassificationConfig):
-        return _documents(config, asked, model)
-    if isinstance(config, TranslationConfig):
-        return _sentences(config, asked, model)
-    assert isinstance(config, VisionTrainingConfig)
-    return _images(config, asked, model)
-
-
 def foreign_inputs(model: Any, tokeniser: Any, asked: options.Inspect) -> Inputs:
     """Windows of the given text, or of the standard library's source, for a transformers model."""
-    text = (str(asked.text),) if asked.text is not None else DEFAULT_TEXT
+    files = (str(asked.text),) if asked.text is not None else DEFAULT_TEXT
     length, windows = asked.length or FOREIGN_LENGTH, asked.windows or FOREIGN_WINDOWS
-    texts, _, notes = prepare_texts(tokeniser, text, (length - 1,), windows, asked.seed)
+    texts, _, notes = prepare_texts(tokeniser, files, (length - 1,), windows, asked.seed)
     for sentence in notes:
         warn(f"normattn: {sentence}")
     rows = torch.from_numpy(np.stack([texts.window(n, length - 1) for n in range(len(texts))]))
@@ -86,7 +71,7 @@ def foreign_inputs(model: Any, tokeniser: Any, asked: options.Inspect) -> Inputs
     decoder = model_parts(model).decoder
     return Inputs(
         rows,
-        f"{len(rows)} windows of {length:,} tokens of {', '.join(text)}",
+        f"{len(rows)} windows of {length:,} tokens of {', '.join(files)}",
         length,
         lambda ids: decoder(input_ids=ids, use_cache=False),
         *_first(rows[0], lambda token: tokeniser.decode([token])),
@@ -100,7 +85,9 @@ def _first(row: Tensor, word: Callable[[int], str]) -> tuple[Tensor, int, Any]:
     return drawn, len(drawn), lambda name: (words, words)
 
 
-def _windows(config: TrainingConfig | MaskedConfig, asked: options.Inspect) -> Inputs:
+def _windows(
+    config: TrainingConfig | MaskedConfig, asked: options.Inspect, model: nn.Module
+) -> Inputs:
     """Windows of the given file, or of documents that the run did not train on."""
     length = config.model.train_length if asked.length is None else asked.length
     tokeniser = None
@@ -221,7 +208,6 @@ def _images(config: VisionTrainingConfig, asked: options.Inspect, model: Any) ->
 
 
 def _as_trained(data: Any, asked: options.Inspect) -> Any:
-    """The data, after an `InputError` where the run was trained on other data."""
     refuse_other_data(data, asked.run)
     return data
 
@@ -245,3 +231,20 @@ def _chosen(count: int, asked: options.Inspect) -> list[int]:
     drawn = uniforms(asked.seed, 0, max(count, 2), 1)[:count, 0]
     order: list[int] = np.argsort(drawn, kind="stable")[: _most(asked)].tolist()
     return sorted(order)
+
+
+KINDS: dict[str, tuple[type[LoopConfig], Callable[[Any, options.Inspect, Any], Inputs]]] = {
+    workload.kind: (workload.config_class, inputs)
+    for workload, inputs in (
+        (text.CausalWorkload, _windows),
+        (text.MaskedWorkload, _windows),
+        (classification.ClassificationWorkload, _documents),
+        (translation.TranslationWorkload, _sentences),
+        (vision.VisionWorkload, _images),
+    )
+}
+"""Of each kind of run its settings, and what its model reads: the given text, or held-out data.
+
+Raises `InputError` for a corpus that is no longer there or no longer what the run was trained on,
+a text that cannot be read, and what the kind of model does not take.
+"""

@@ -26,7 +26,8 @@ TRAINING, DRAWN = "training", "drawn"
 """The protocols of a probed training, and of the attention of single heads to one text."""
 QUERY, KEY = "factor.query", "factor.key"
 """The tokens of a pair of the text whose attention is drawn."""
-SHARES = (0.05, 0.5, 0.95)
+NUMBERS, MOST_LINES = 260, 12
+"""Cells of a grid that have a number each, and lines of a panel, at most."""
 
 
 @dataclass(frozen=True)
@@ -34,15 +35,17 @@ class Quantity:
     """A statistic as it is shown: its title, a short one for the terminal, its digits.
 
     `grid`: drawn by layer and head; `placed`: by position; `trained`: by step of the training.
+    `share`: the cosine below which this share of the pairs lies.
     """
 
     name: str
     title: str
-    short: str
+    short: str = ""
     digits: int = 3
     grid: bool = False
     placed: bool = False
     trained: bool = False
+    share: float | None = None
 
 
 QUANTITIES = (
@@ -57,18 +60,20 @@ QUANTITIES = (
     Quantity("k_norm", "mean ‖k‖", "‖k‖", 1, placed=True, trained=True),
 )
 """What stands in the table of layers, and in figures."""
-NORMED = (
-    Quantity("q_normed", "mean ‖q‖ after its norm", "‖N(q)‖", 1),
-    Quantity("k_normed", "mean ‖k‖ after its norm", "‖N(k)‖", 1),
-)
 MORE = (
-    *NORMED,
-    Quantity("lse", "mean log-sum-exp", "log-sum-exp", 2),
-    Quantity("beyond_share", "share of keys at i − j ≥ L", "keys beyond L"),
-    Quantity("angle_share", "share of angles unseen", "angles unseen"),
+    Quantity("q_normed", "mean ‖q‖ after its norm", digits=1, placed=True),
+    Quantity("k_normed", "mean ‖k‖ after its norm", digits=1, placed=True),
+    Quantity("lse", "mean log-sum-exp", digits=2),
+    Quantity("beyond_share", "share of keys at i − j ≥ L"),
+    Quantity("angle_share", "share of angles unseen"),
+    Quantity("least_cosine", "least cos(q, k)", digits=2),
+    Quantity("cosine_5", "cos(q, k), 5 %", digits=2, share=0.05),
+    Quantity("cosine_50", "median of cos(q, k)", digits=2, placed=True, share=0.5),
+    Quantity("cosine_95", "cos(q, k), 95 %", digits=2, share=0.95),
+    Quantity("largest_cosine", "largest cos(q, k)", digits=2),
 )
 """What stands in the table of heads besides."""
-COSINE = Quantity("cosine", "median of cos(q, k)", "cosine")
+LOW, HIGH = (quantity for quantity in MORE if quantity.share in (0.05, 0.95))
 
 # What was measured
 
@@ -79,127 +84,135 @@ def inspected(view: View) -> pl.DataFrame:
 
 
 def layers(rows: pl.DataFrame) -> dict[int, str]:
-    """The layers of some rows, bottom first, and their short names."""
+    """The layers of some rows, bottom first, and their names for people.
+
+    "layer 3" where numbers tell them apart, else the parts of their paths that do, as
+    "decoder 0 cross".
+    """
     found = rows.select("layer", "factor.layer").unique().sort("layer").rows()
-    return dict(zip([n for n, _ in found], layer_titles([name for _, name in found]), strict=True))
+    paths = [name.split(".") for _, name in found]
+    numbers = [tuple(part for part in path if part.isdigit()) for path in paths]
+    if all(len(own) == 1 for own in numbers) and len(set(numbers)) == len(found):
+        names = [f"layer {own[0]}" for own in numbers]
+    else:
+        dull = {"blocks", "mixer", "sublayer", "layers"}
+        names = [" ".join(part for part in path if part not in dull) for path in paths]
+    return {n: name or f"layer {n}" for (n, _), name in zip(found, names, strict=True)}
 
 
-def layer_titles(names: Sequence[str]) -> list[str]:
-    """Short names of layers: the parts of their paths that tell them apart, or just numbers."""
-    paths = [name.split(".") for name in names]
-    numbers = [[part for part in path if part.isdigit()] for path in paths]
-    if all(len(own) == 1 for own in numbers) and len({own[0] for own in numbers}) == len(names):
-        return [own[0] for own in numbers]
-    dull = {"blocks", "mixer", "sublayer", "layers"}
-    return [" ".join(part for part in path if part not in dull) or "0" for path in paths]
+def _plain(name: str) -> str:
+    """A layer's name under the heading "layer"."""
+    return name.removeprefix("layer ")
 
 
-def told(view: View, quantities: Sequence[Quantity]) -> list[Quantity]:
+def sharpest(rows: pl.DataFrame) -> tuple[int, int]:
+    """The layer and the head with the least entropy against ln n."""
+    shares = [
+        (float(share), layer, head)
+        for layer in layers(rows)
+        for head, share in enumerate(by_head(rows, "entropy_share", layer))
+        if np.isfinite(share)
+    ]
+    return min(shares)[1:] if shares else (0, 0)
+
+
+def counted(rows: pl.DataFrame, quantities: Sequence[Quantity]) -> list[Quantity]:
     """Those that say something: within the training length nothing lies beyond it."""
-    counted = inspected(view).filter(pl.col("of") > 0)
-    rows = counted.group_by("statistic").agg((pl.col("sum") != 0).any().alias("any")).rows()
-    known = {name for name, some in rows if some or not name.endswith("mass")}
-    return [quantity for quantity in quantities if quantity.name in known]
+    sums = rows.filter(pl.col("of") > 0).group_by("statistic")
+    found = sums.agg((pl.col("sum") != 0).any().alias("any")).rows()
+    known = {name for name, some in found if some or not name.endswith("mass")}
+    return [q for q in quantities if ("cosine" if q.share else q.name) in known]
 
 
-def heads(view: View, quantity: str, layer: int) -> Array:
+def heads(rows: pl.DataFrame, quantity: Quantity, layer: int) -> Array:
     """A quantity of each head over all positions; () where the layer has none."""
-    return by_head(inspected(view), quantity, layer)
+    if quantity.share is None:
+        return by_head(rows, quantity.name, layer)
+    return crossing(cosine_counts(rows, layer).sum(1), quantity.share, (-1.0, 1.0))
 
 
-def positions(view: View, quantity: str, layer: int) -> Array:
-    """A quantity by head and position; of `cosine` the median."""
-    if quantity == "cosine":
-        counts = cosine_counts(inspected(view), layer)
-        median = crossing(counts, 0.5, (-1.0, 1.0))
-        return np.where(counts.any(-1), median, np.nan)
-    return by_position(inspected(view), quantity, layer)
+def positions(rows: pl.DataFrame, quantity: Quantity, layer: int) -> Array:
+    """A quantity by head and position."""
+    if quantity.share is None:
+        return by_position(rows, quantity.name, layer)
+    counts = cosine_counts(rows, layer)
+    return np.where(counts.any(-1), crossing(counts, quantity.share, (-1.0, 1.0)), np.nan)
 
 
-def cosines(view: View, layer: int) -> Array:
-    """By head the least cosine, three quantiles and the largest, (heads, 5); () for none."""
-    counts = cosine_counts(inspected(view), layer).sum(1)
-    if not len(counts):
-        return np.zeros((0, 2 + len(SHARES)))
-    ends = [heads(view, name, layer) for name in ("least_cosine", "largest_cosine")]
-    middle = [crossing(counts, share, (-1.0, 1.0)) for share in SHARES]
-    return np.stack([ends[0], *middle, ends[1]], -1)
-
-
-def over_heads(quantity: str, values: Array) -> float:
+def over_heads(quantity: Quantity, values: Array) -> float:
     """The mean over a layer's heads, or the largest of largest logits; NaN for none."""
     known = values[np.isfinite(values)]
     if not len(known):
         return float("nan")
-    return float(known.max() if quantity == "largest" else known.mean())
+    return float(known.max() if quantity.name == "largest" else known.mean())
 
 
 # Tables
 
 
-def _number(
-    key: str, title: str, digits: int, value: Callable[[View, int, Row], float | None]
-) -> Column:
-    """A column of numbers without an interval; `value` is given the row's layer."""
-
-    def estimated(view: View, row: Row) -> Estimate | None:
-        number = value(view, row.where["layer"], row)
-        known = number is not None and math.isfinite(number)
-        return Estimate(number, units=1) if known else None  # type: ignore[arg-type]
-
-    return estimate_column(key, title, estimated, lambda known: f"{known.value:.{digits}f}")
-
-
 def _of_layer(quantity: Quantity) -> Column:
-    name = quantity.name
-    return _number(
-        *(name, quantity.short, quantity.digits),
-        lambda view, layer, row: over_heads(name, heads(view, name, layer)),
-    )
+    def value(rows: pl.DataFrame, layer: int, row: Row) -> float:
+        return over_heads(quantity, heads(rows, quantity, layer))
+
+    return _number(quantity, quantity.short, value)
 
 
 def _of_head(quantity: Quantity) -> Column:
     """The number of a query head; of keys that of the key head which it reads."""
 
-    def value(view: View, layer: int, row: Row) -> float | None:
-        values = heads(view, quantity.name, layer)
+    def value(rows: pl.DataFrame, layer: int, row: Row) -> float:
+        values = heads(rows, quantity, layer)
         if not len(values):
-            return None
-        shared = len(heads(view, "entropy", layer)) // len(values)
+            return float("nan")
+        shared = len(by_head(rows, "entropy", layer)) // len(values)
         return float(values[row.where["head"] // shared])
 
-    return _number(quantity.name, quantity.title, quantity.digits, value)
+    return _number(quantity, quantity.title, value)
 
 
-def _cosine(index: int, name: str) -> Column:
-    def value(view: View, layer: int, row: Row) -> float | None:
-        percentiles = cosines(view, layer)
-        return float(percentiles[row.where["head"], index]) if len(percentiles) else None
+def _number(
+    quantity: Quantity, title: str, value: Callable[[pl.DataFrame, int, Row], float]
+) -> Column:
+    """A column of numbers without an interval; `value` is given the row's layer."""
 
-    return _number(f"cosine_{name.rstrip('%')}", f"cosine, {name}", 2, value)
+    def estimated(view: View, row: Row) -> Estimate | None:
+        number = value(inspected(view), row.where["layer"], row)
+        return Estimate(number, units=1) if math.isfinite(number) else None
+
+    digits = quantity.digits
+    return estimate_column(quantity.name, title, estimated, lambda one: f"{one.value:.{digits}f}")
 
 
 def _cosine_range(view: View, row: Row) -> str | None:
     """From the 5th to the 95th percentile, the mean over heads of each."""
-    percentiles = cosines(view, row.where["layer"])
-    low, high = (over_heads("cosine", percentiles[:, index]) for index in (1, 3))
+    rows, layer = inspected(view), row.where["layer"]
+    low, high = (over_heads(end, heads(rows, end, layer)) for end in (LOW, HIGH))
     return f"{low:+z.2f} {high:+z.2f}" if math.isfinite(low) else None
 
 
-def _head_rows(view: View) -> list[Row]:
+def _layer_rows(view: View) -> list[Row]:
+    names = layers(inspected(view))
+    return [Row(_plain(name), {"layer": layer}) for layer, name in names.items()]
+
+
+def _layer_columns(view: View) -> list[Column]:
     return [
-        Row(f"{title}, head {head}", {"layer": layer, "head": head})
-        for layer, title in layers(inspected(view)).items()
-        for head in range(len(heads(view, "entropy", layer)))
+        *map(_of_layer, counted(inspected(view), QUANTITIES)),
+        text_column("cosines", "cos 5–95 %", _cosine_range),
+    ]
+
+
+def _head_rows(view: View) -> list[Row]:
+    rows = inspected(view)
+    return [
+        Row(f"{name}, head {head}", {"layer": layer, "head": head})
+        for layer, name in layers(rows).items()
+        for head in range(len(by_head(rows, "entropy", layer)))
     ]
 
 
 def _head_columns(view: View) -> list[Column]:
-    names = ("least", *(f"{share:.0%}" for share in SHARES), "largest")
-    return [
-        *map(_of_head, told(view, (*QUANTITIES, *MORE))),
-        *(_cosine(index, name) for index, name in enumerate(names)),
-    ]
+    return [*map(_of_head, counted(inspected(view), (*QUANTITIES, *MORE)))]
 
 
 def _read(view: View) -> Sequence[str]:
@@ -209,11 +222,20 @@ def _read(view: View) -> Sequence[str]:
     return (f"{score}, {method or 'as is'}: {texts}, trained at {length:,}",)
 
 
-# Figures
+def _in_short(view: View) -> Sequence[str]:
+    """The sharpest head and the largest logit of all layers."""
+    rows = inspected(view)
+    names, (layer, head) = layers(rows), sharpest(rows)
+    share = by_head(rows, "entropy_share", layer)[head]
+    largest = {n: float(np.max(by_head(rows, "largest", n))) for n in names}
+    most = max(largest, key=largest.__getitem__)
+    return (
+        f"The sharpest head is head {head} of {names[layer]}: its entropy is {share:.0%} of ln n.",
+        f"The largest logit is {largest[most]:.3g}, in {names[most]}.",
+    )
 
-NUMBERS = 260
-"""Cells of a grid that have a number each."""
-MOST_LINES = 12
+
+# Figures
 
 
 def figures(view: View) -> list[Figure]:
@@ -221,86 +243,82 @@ def figures(view: View) -> list[Figure]:
     score, method, texts = inspected(view).select("row", "method", "factor.texts").row(0)
     name = f"{score} with {method}" if method else score
     return [
-        *_by_layer(view, f"Attention of {name}: {texts}"),
-        _by_position(view, f"Attention by position, {name}: {texts}"),
-        _by_step(view, f"Attention while {name} trained"),
-        *_heads(view, name),
+        *_by_layer(inspected(view), f"Attention of {name}: {texts}"),
+        _by_position(inspected(view), f"Attention by position, {name}: {texts}"),
+        _by_step(view.frame.filter(protocol=TRAINING), f"Attention while {name} trained"),
+        *_heads(view.frame.filter(protocol=DRAWN), layers(inspected(view)), name),
     ]
 
 
-def _by_layer(view: View, title: str) -> Iterator[Figure]:
+def _by_layer(rows: pl.DataFrame, title: str) -> Iterator[Figure]:
     """Cells layer × head of everything that is not 0 everywhere, as `layers_FIELD`.
 
     Means over all queries of the texts; the largest logit is that of any visible pair.
     """
-    titles = layers(inspected(view))
-    for quantity in told(view, [quantity for quantity in QUANTITIES if quantity.grid]):
-        values = [heads(view, quantity.name, layer) for layer in titles]
+    names = layers(rows)
+    for quantity in counted(rows, [quantity for quantity in QUANTITIES if quantity.grid]):
+        values = [heads(rows, quantity, layer) for layer in names]
         width = max(map(len, values))
-        rows = tuple(_filled(line, width) for line in values)
-        most = max((value for row in rows for value in row if value is not None), default=0.0)
+        cells = [[float(v) if math.isfinite(v) else None for v in line] for line in values]
+        whole = tuple((*line, *(None,) * (width - len(line))) for line in cells)
+        most = max((v for line in whole for v in line if v is not None), default=0.0)
         digits = 3 if most < 0.1 else 2 if most < 10 else 1
-        numbers = len(rows) * width <= NUMBERS
+        numbers = len(whole) * width <= NUMBERS
         texts = tuple(
-            tuple(f"{v:.{digits}f}" if numbers and v is not None else "" for v in row)
-            for row in rows
+            tuple(f"{v:.{digits}f}" if numbers and v is not None else "" for v in line)
+            for line in whole
         )
         yield Grid(
             f"layers_{quantity.name}",
             f"{title}: {quantity.title}",
-            tuple(titles.values()),
+            tuple(map(_plain, names.values())),
             tuple(map(str, range(width))),
-            *(rows, texts, "head", "layer", quantity.title),
+            *(whole, texts, "head", "layer", quantity.title),
         )
 
 
-def _filled(values: Array, width: int) -> tuple[float | None, ...]:
-    """One value for every head of the widest layer."""
-    known = [float(value) if math.isfinite(value) else None for value in values]
-    return (*known, *(None,) * (width - len(known)))
-
-
-def _by_position(view: View, title: str) -> Figure:
+def _by_position(rows: pl.DataFrame, title: str) -> Figure:
     """A line per layer over the query's position (of ‖k‖ the key's), as `positions`.
 
     The mean over a layer's heads, for the largest logit the largest.
     """
-    bins = inspected(view).filter(axis="position").select("bin", "bin_end").unique().sort("bin")
+    bins = rows.filter(axis="position").select("bin", "bin_end").unique().sort("bin")
     places = [(low + high) / 2 for low, high in bins.rows()]
-    shown = [*(quantity for quantity in QUANTITIES if quantity.placed), *NORMED, COSINE]
 
-    def values(quantity: str, layer: int) -> Sequence[tuple[float, Array]]:
-        grid = positions(view, quantity, layer)
+    def values(quantity: Quantity, layer: int) -> Sequence[tuple[float, Array]]:
+        grid = positions(rows, quantity, layer)
         known = grid[np.isfinite(grid)]
         # A unit vector's norm is no news at any position.
-        flat = quantity.endswith("normed") and len(known) and np.ptp(known) < 1e-3 * known.max()
+        flat = (
+            quantity.name.endswith("normed") and len(known) and np.ptp(known) < 1e-3 * known.max()
+        )
         return list(zip(places, grid.T, strict=True)) if len(known) and not flat else ()
 
-    panels = _panels(shown, layers(inspected(view)), values, "position of the query")
+    shown = [quantity for quantity in (*QUANTITIES, *MORE) if quantity.placed]
+    panels = _panels(shown, layers(rows), values, "position of the query")
     return Curves("positions", title, panels if len(places) >= 3 else (), shared_y=False)
 
 
-def _by_step(view: View, title: str) -> Figure:
+def _by_step(rows: pl.DataFrame, title: str) -> Figure:
     """A line per layer over the steps of a training, before each step's update, as `training`."""
-    trained = view.frame.filter(protocol=TRAINING)
 
-    def values(quantity: str, layer: int) -> Sequence[tuple[float, Array]]:
-        lines = trained.filter(statistic=quantity, layer=layer).sort("bin", "head")
+    def values(quantity: Quantity, layer: int) -> Sequence[tuple[float, Array]]:
+        lines = rows.filter(statistic=quantity.name, layer=layer).sort("bin", "head")
         return [
             (float(step[0]), part["sum"].to_numpy())
             for step, part in lines.group_by("bin", maintain_order=True)
         ]
 
     shown = [quantity for quantity in QUANTITIES if quantity.trained]
-    several = trained["bin"].n_unique() > 1
-    panels = _panels(shown, layers(trained), values, "step") if several else ()
+    several = rows["bin"].n_unique() > 1
+    panels = _panels(shown, layers(rows), values, "step") if several else ()
     return Curves("training", title, panels, shared_y=False)
 
 
 def _panels(
     quantities: Sequence[Quantity],
     names: Mapping[int, str],
-    values: Callable[[str, int], Sequence[tuple[float, Array]]],
+    values: Callable[[Quantity, int], Sequence[tuple[float, Array]]],
     x_title: str,
 ) -> tuple[Panel, ...]:
     """A panel for each quantity that is not 0 everywhere, a line for each layer.
@@ -311,35 +329,31 @@ def _panels(
     for quantity in quantities:
         lines = []
         for layer, name in names.items():
-            of_layer = values(quantity.name, layer)
-            points = [Point(x, over_heads(quantity.name, y)) for x, y in of_layer]
-            known = tuple(point for point in points if math.isfinite(point.value))
+            drawn = [Point(x, over_heads(quantity, y)) for x, y in values(quantity, layer)]
+            known = tuple(point for point in drawn if math.isfinite(point.value))
             if known:
                 lines.append(Line(name, known))
         if any(point.value for line in lines for point in line.points):
-            few = min(len(lines), MOST_LINES)
-            places = np.linspace(0, len(lines) - 1, few).round().astype(int)
-            shown = tuple(lines[index] for index in places)
+            few = np.linspace(0, len(lines) - 1, min(len(lines), MOST_LINES)).round().astype(int)
+            shown = tuple(lines[index] for index in few)
             panels.append(Panel(quantity.title, shown, x_title, quantity.title))
     return tuple(panels)
 
 
-def _heads(view: View, name: str) -> Iterator[Figure]:
+def _heads(rows: pl.DataFrame, names: Mapping[int, str], name: str) -> Iterator[Figure]:
     """The attention of single heads (T, S) to one text: rows are queries, columns keys.
 
     The colour is √α, so that weak attention shows; · stands for a space, ↵ for a line's end.
     """
-    drawn = view.frame.filter(protocol=DRAWN)
-    places = drawn.select("layer", "head").unique().sort("layer", "head").rows()
-    titles = layers(inspected(view))
+    places = rows.select("layer", "head").unique().sort("layer", "head").rows()
     for layer, head in places:
-        cells = drawn.filter(layer=layer, head=head).sort("unit", "bin")
+        cells = rows.filter(layer=layer, head=head).sort("unit", "bin")
         queries = cells.unique("unit", keep="first", maintain_order=True)[QUERY].to_list()
         keys = cells.unique("bin", keep="first", maintain_order=True)[KEY].to_list()
         colours = np.sqrt(cells["sum"].to_numpy()).reshape(len(queries), len(keys))
         yield Grid(
             "attention" if len(places) == 1 else f"attention_{layer}_{head}",
-            f"{name}: layer {titles[layer]}, head {head}",
+            f"{name}: {names[layer]}, head {head}",
             tuple(map(_shown, queries)),
             tuple(map(_shown, keys)),
             tuple(tuple(map(float, row)) for row in colours),
@@ -363,11 +377,8 @@ STUDY = Study(
         Table(
             "table",
             "",
-            lambda view: [Row(t, {"layer": n}) for n, t in layers(inspected(view)).items()],
-            lambda view: [
-                *map(_of_layer, told(view, QUANTITIES)),
-                text_column("cosines", "cos 5–95 %", _cosine_range),
-            ],
+            _layer_rows,
+            _layer_columns,
             notes=(
                 "means over the heads of a layer and the queries of all texts, of largest logits "
                 "the largest.",
@@ -393,6 +404,7 @@ STUDY = Study(
         ),
     ),
     figures=figures,
+    summary=_in_short,
     notes=_read,
     made_by="normattn inspect RUN",
 )
