@@ -61,6 +61,11 @@ class Program:
         if number == signal.SIGKILL:
             self._process.join(SECONDS)
 
+    @property
+    def ended(self) -> bool:
+        """Whether it is over."""
+        return self._process.exitcode is not None
+
     def complained(self) -> str:
         """What it has said on stderr so far."""
         file = Path(self._folder.name, "err")

@@ -11,6 +11,20 @@ import shape_checks
 shape_checks.install()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--thorough` for what a release needs and a change does not: about twenty minutes more."""
+    parser.addoption("--thorough", action="store_true", help="run the tests marked thorough too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without `--thorough` the tests of that mark are skipped."""
+    if config.getoption("--thorough"):
+        return
+    for item in items:
+        if item.get_closest_marker("thorough"):
+            item.add_marker(pytest.mark.skip(reason="runs with --thorough"))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     patch = pytest.MonkeyPatch()

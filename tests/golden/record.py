@@ -19,9 +19,9 @@ from __future__ import annotations
 import csv
 import json
 import random
-import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,9 @@ from torch import Tensor, nn
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parents[1]), str(HERE.parents[1] / "tests")]
+
+import apart  # noqa: E402  # it lies beside this folder
+from studies.conftest import COMMAND  # noqa: E402
 
 VOCABULARY, LENGTH, TRAIN_LENGTH, SHOWN = 11, 20, 8, 3
 
@@ -272,36 +275,68 @@ CORPUS = {"qknorm": "pairs.jsonl", "rmsnorm": "relations"}
 """The corpus of a study; the others read text."""
 
 
-def first_losses(name: str, folder: Path) -> dict[str, Any]:
-    """The digest of the tokens and the losses of 100 steps of a preset, in float32."""
+def training_command(name: str, folder: Path) -> list[object]:
+    """The command that trains a preset for 100 steps in float32, into `out_of(name, folder)`."""
     (study, preset), (variant, settings) = name.split("/"), TRAININGS[name]
-    out = folder / name.replace("/", "-")
     settings = (
         *(*settings, "training.steps=100", "training.log_every=1", "training.precision=fp32"),
         *("training.schedule.warmup_steps=5",),
     )
-    run(
+    return [
         *("reproduce", study, "--preset", preset, "--variants", variant, "--seeds", "1"),
-        *("--jobs", "1", "--out", out, "--corpus", folder / CORPUS.get(study, "corpus")),
+        *("--jobs", "1", "--out", out_of(name, folder)),
+        *("--corpus", folder / CORPUS.get(study, "corpus")),
         *(word for each in settings for word in ("--set", each)),
-    )
-    trainings = [file.read_text("utf-8").splitlines() for file in out.rglob("metrics.jsonl")]
-    losses = next(lines for lines in trainings if len(lines) == 100)
+    ]
+
+
+def out_of(name: str, folder: Path) -> Path:
+    """Where `training_command` writes."""
+    return folder / name.replace("/", "-")
+
+
+def first_losses(name: str, folder: Path) -> dict[str, Any]:
+    """The digest of the tokens and the losses of 100 steps of a preset, in float32."""
+    run(*training_command(name, folder))
+    out = out_of(name, folder)
     measured = polars.read_parquet(out / "measurements.parquet")
     return {
-        "losses": [round(json.loads(line)["loss"], 6) for line in losses],
+        "losses": losses_in(out, 100),
         "tokens": sorted(set(measured["data"].drop_nulls()) - {""}),
     }
 
 
-def run(*words: object) -> str:
-    """A command of the command line, in a process of its own."""
-    done = subprocess.run(
-        [sys.executable, "-m", "normattn", *map(str, words)], capture_output=True, text=True
-    )
-    if done.returncode:
-        raise RuntimeError(f"{words} ended with {done.returncode}: {done.stderr[-2000:]}")
-    return done.stdout
+def few_losses(name: str, folder: Path, steps: int) -> list[float]:
+    """The first losses of the same training, which is killed once it has them."""
+    program = begin(*training_command(name, folder))
+    try:
+        while not program.ended and len(losses_in(out_of(name, folder), steps)) < steps:
+            time.sleep(0.1)
+        losses = losses_in(out_of(name, folder), steps)
+        if len(losses) < steps:
+            raise RuntimeError(f"{name} ended after {len(losses)} steps: {program.complained()}")
+        return losses
+    finally:
+        program.clear()
+
+
+def losses_in(out: Path, steps: int) -> list[float]:
+    """The first `steps` losses of the training that has so many, or of the longest."""
+    logs = [file.read_text("utf-8").split("\n")[:-1] for file in out.rglob("metrics.jsonl")]
+    longest = max(logs, key=len, default=[])
+    return [round(json.loads(line)["loss"], 6) for line in longest[:steps]]
+
+
+def begin(*words: object) -> apart.Program:
+    """A command of the command line, begun in a process of its own."""
+    return apart.Program(COMMAND.format(cells_here=True), *words)
+
+
+def run(*words: object) -> None:
+    """A command of the command line, to its end."""
+    done = begin(*words).end()
+    if done.code:
+        raise RuntimeError(f"{words} ended with {done.code}: {done.err[-2000:]}")
 
 
 def record_losses() -> dict[str, Any]:
@@ -334,7 +369,7 @@ STUDIES: dict[str, tuple[str, ...]] = {
 def study_numbers(study: str, folder: Path) -> dict[str, dict[str, dict[str, float]]]:
     """The numbers of the tables of a study's smoke preset: table, row, column."""
     out = folder / study
-    options = ("--preset", "smoke", "--seeds", "1", "--jobs", "2", "--out", out)
+    options = ("--preset", "smoke", "--seeds", "1", "--out", out)
     run("reproduce", study, *options, *STUDIES[study])
     return {path.stem: numbers(path) for path in sorted(out.glob("*.csv"))}
 

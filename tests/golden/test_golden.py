@@ -15,16 +15,23 @@ import pytest
 import torch
 
 from golden import record
+from normattn.lab.studies import find
+from normattn.lab.studies.language import TextRun, evaluation_sets
+from normattn.lab.studies.realformer_runs import EncoderRun, held_out
+from normattn.lab.sweep.runner import read_run, study_named
+from thorough import few
 
 FLOAT64 = 1e-9
 LOSS = 1e-4
-"""Losses of 100 steps in float32: relative."""
+"""Losses in float32: relative."""
+STEPS = 30
+"""So many are compared each time; with `--thorough` 100, of every preset, and every study."""
 POINTS, NUMBER = 1.0, 0.02
 """Numbers of smoke tables: percentages of a few hundred tokens, by points; others, relative."""
 TESTED_STUDIES = ("keynorm", "retrofit")
-"""The studies that are run here; `record.py` runs all."""
-TRAINED_HERE = ("keynorm/quick", "keynorm/workstation", "realformer/gpu-base", "rmsnorm/gpu")
-"""The presets that are trained here, one of each task but translation; `record.py` trains all."""
+"""The studies that are run each time."""
+TRAINED = ("keynorm/quick", "keynorm/workstation", "realformer/gpu-base", "rmsnorm/gpu")
+"""The presets that are trained each time, one of each task but translation."""
 LOGITS = 1e-4
 """Logits of transformers' models in float32."""
 
@@ -81,20 +88,49 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return record.corpora(made)
 
 
-@pytest.mark.parametrize("preset", TRAINED_HERE)
-def test_a_preset_trains_as_recorded(preset: str, folder: Path) -> None:
-    ours, recorded = record.first_losses(preset, folder), LOSSES[preset]
-    assert ours["tokens"] == recorded["tokens"]
-    assert len(ours["losses"]) == len(recorded["losses"]) >= 100
-    for step, (loss, expected) in enumerate(zip(ours["losses"], recorded["losses"], strict=True)):
+@pytest.mark.parametrize("preset", TRAINED)
+def test_a_preset_begins_as_recorded(preset: str, folder: Path) -> None:
+    losses = record.few_losses(preset, folder, STEPS)
+    assert_close(losses, LOSSES[preset]["losses"][:STEPS])
+    assert read_by(preset, folder) == LOSSES[preset]["tokens"]
+
+
+def assert_close(losses: list[float], recorded: list[float]) -> None:
+    for step, (loss, expected) in enumerate(zip(losses, recorded, strict=True)):
         assert math.isclose(loss, expected, rel_tol=LOSS), f"step {step}: {loss}, not {expected}"
+
+
+def read_by(preset: str, folder: Path) -> list[str]:
+    """The digests of what the training's model is measured on."""
+    (run,) = (
+        run
+        for path in record.out_of(preset, folder).glob("jobs/*/seed0/cell.json")
+        for run in [read_run(path, find(study_named(path)))]
+        if run.training["steps"] == 100
+    )
+    config = run.training_config
+    data = run.workload.prepare(config)
+    if isinstance(run, TextRun):
+        sets = evaluation_sets(data, config.model.train_length, run.evaluation)
+        return sorted(each.fingerprint for each in sets)
+    read = held_out(data, config, run.evaluation) if isinstance(run, EncoderRun) else data
+    return [read.fingerprint]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("preset", record.TRAININGS)
+def test_a_preset_trains_as_recorded(preset: str, tmp_path: Path) -> None:
+    ours, recorded = record.first_losses(preset, record.corpora(tmp_path)), LOSSES[preset]
+    assert ours["tokens"] == recorded["tokens"]
+    assert len(recorded["losses"]) == 100
+    assert_close(ours["losses"], recorded["losses"])
 
 
 @pytest.mark.skipif(
     sys.version.split()[0] != STUDIES["python"],
     reason=f"the text is the standard library of Python {STUDIES['python']}",
 )
-@pytest.mark.parametrize("study", TESTED_STUDIES)
+@pytest.mark.parametrize("study", few(record.STUDIES, TESTED_STUDIES.__contains__))
 def test_a_study_gives_the_recorded_numbers(study: str, tmp_path: Path) -> None:
     tables = record.study_numbers(study, tmp_path)
     for table, rows in STUDIES["tables"][study].items():

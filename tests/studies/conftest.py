@@ -56,8 +56,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 COMMAND = """
 import os
 os.environ.update(OMP_NUM_THREADS="1", COLUMNS="200")
-from {module} import main
-main()
+from studies import here
+here.main(cells_here={cells_here})
 """
 
 
@@ -73,12 +73,12 @@ def start() -> Iterator[Start]:
     """Start `normattn ARGUMENTS…` as a process of its own; it is gone when the test ends.
 
     With `cells_here` its cells are no processes of their own: see here.py.
+    Images are not drawn.
     """
     started: list[apart.Program] = []
 
     def begin(*arguments: object, cells_here: bool = False) -> apart.Program:
-        module = "studies.here" if cells_here else "normattn.__main__"
-        started.append(apart.Program(COMMAND.format(module=module), *arguments))
+        started.append(apart.Program(COMMAND.format(cells_here=cells_here), *arguments))
         return started[-1]
 
     yield begin

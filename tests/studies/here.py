@@ -2,7 +2,8 @@
 
 That a cell is a process of its own, with a log, signals and an end, is tested with real ones: the
 kills and failures of test_sweep.py, test_jobs.py and test_launchers.py.
-`main` is `normattn WORDS…` with such cells.
+`main` is `normattn WORDS…`, on request with such cells, and without drawing images: these take most
+of a report's time, and other tests draw them.
 """
 
 from __future__ import annotations
@@ -61,8 +62,10 @@ def session(self: Local, jobs: Sequence[Job], needs: Needs) -> AbstractContextMa
     return nullcontext(lambda jobs: [Done(job) for job in jobs])
 
 
-def main() -> None:
+def main(cells_here: bool = True) -> None:
     """As `normattn WORDS…`."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Local, "session", session)
+        patch.setattr("normattn.lab.report.charts.png", lambda figure: b"not drawn here")
+        if cells_here:
+            patch.setattr(Local, "session", session)
         __main__.main()

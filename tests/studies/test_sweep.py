@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import time
 from contextlib import suppress
@@ -84,14 +83,14 @@ def test_killed_in_the_middle_the_table_is_the_same(
 
     # First the parent alone is killed. Its children save and stop; held still for a while, they are
     # there when the same command comes again, which waits for them and says so.
-    process = start(*sweep, "--out", broken, "--jobs", 2)
+    process = start(*sweep, "--out", broken, "--jobs", 1)
     wait_for_training(broken, steps=1)
     orphans = psutil.Process(process.pid).children()
     for orphan in orphans:
         orphan.suspend()
     process.send(signal.SIGKILL)
     forget_progress(broken)
-    process = start(*sweep, "--out", broken, "--jobs", 2)
+    process = start(*sweep, "--out", broken, "--jobs", 1)
     wait_for_sentence(process, "normattn: waiting for process ")
     for orphan in orphans:
         orphan.resume()
@@ -106,7 +105,7 @@ def test_killed_in_the_middle_the_table_is_the_same(
     process.send(signal.SIGKILL)
     forget_progress(broken)
     # Then the polite way.
-    process = start(*sweep, "--out", broken, "--jobs", 2)
+    process = start(*sweep, "--out", broken, "--jobs", 1)
     wait_for_training(broken, steps=150)
     process.send(signal.SIGINT)
     code, said = finish(process)
@@ -173,7 +172,7 @@ def test_a_diverged_cell_is_a_result(tiny: Path, tmp_path: Path, start: Start) -
     poison = ("training.optimiser.name=tiger", "training.optimiser.lr=10")
     changes = [word for setting in poison for word in ("--set", setting)]
     sweep = ("reproduce", "keynorm", "--preset", tiny, *changes, "--out", out, *ROWS)
-    code, said = finish(start(*sweep))
+    code, said = finish(start(*sweep, cells_here=True))
     assert code == 0, said
     assert "diverged" in said
     page = (out / "table.md").read_text()
@@ -195,7 +194,8 @@ def test_a_failed_cell_is_named_and_the_others_are_done(
     assert finish(done)[0] == 0
     (out / "cells" / "QNA" / "seed0").mkdir(parents=True)
     (out / "cells" / "QNA" / "seed0" / "notes.txt").write_text("not ours")
-    code, said = finish(start(*sweep, "--variants", "QNA,Baseline", "--methods", "as is"))
+    others = ("--variants", "QNA,Baseline", "--methods", "as is")
+    code, said = finish(start(*sweep, *others, cells_here=True))
     assert code == 2
     assert "QNA seed 0 failed: " in said
     assert "notes.txt" in said
@@ -203,7 +203,7 @@ def test_a_failed_cell_is_named_and_the_others_are_done(
     assert [row["row"] for row in rows(out)] == ["Baseline", "KNA"]
 
 
-@pytest.mark.skipif(os.cpu_count() == 1, reason="takes two minutes on one core")
+@pytest.mark.thorough
 def test_smoke_gives_all_32_rows(tmp_path: Path, start: Start) -> None:
     words = ("reproduce", "keynorm", "--preset", "smoke", "--out", tmp_path / "smoke")
     ended = start(*words, cells_here=True).end()
