@@ -10,9 +10,11 @@ from typing import Any
 from transformers import TrainerCallback
 
 from normattn.errors import InputError
-from normattn.hf.observe import LayerStatistics, collect_statistics
+from normattn.hf.observe import collect_statistics
+from normattn.kernels.statistics import AttentionStatistics
 
 FILE = "diagnostics.jsonl"
+STATISTICS = ("entropy", "entropy_share", "largest", "first_mass", "sink_mass", "q_norm", "k_norm")
 LARGEST = "attention_largest"
 
 
@@ -47,7 +49,7 @@ class AttentionCallback(TrainerCallback):
             raise InputError(f"trainer must be a Trainer, but it is a {type(trainer).__name__}")
         self.every, self.trainer = every, trainer
         self._open = ExitStack()
-        self._statistics: LayerStatistics | None = None
+        self._statistics: AttentionStatistics | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Refuse to be silent towards those that the training reports to."""
@@ -70,7 +72,7 @@ class AttentionCallback(TrainerCallback):
         self.on_train_end(args, state, control)
         if statistics is None:
             return
-        lines = statistics.lines()
+        lines = {name: sums.means(STATISTICS) for name, sums in statistics.sums.items()}
         path = Path(args.output_dir) / FILE
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as file:

@@ -50,7 +50,7 @@ def check_extension(plan: Plan) -> None:
                 "attention"
             )
         pairs = zip(made, layer.probed.calls, strict=True)
-        if not all(_alike(one.output[:, :rows], own.output[:, :rows]) for one, own in pairs):
+        if not all(_alike(one.out[:, :rows], own.out[:, :rows]) for one, own in pairs):
             raise InputError(
                 f"{cannot}: a short text, to which it promises no change, is read otherwise"
             )
@@ -70,14 +70,14 @@ def _is_meant(
     call: AttentionCall, layer: Layer, spec: ScoreSpec, layers: Mapping[nn.Module, Layer]
 ) -> bool:
     """Whether a layer hands to its attention the queries and keys that it should."""
-    meant = layer.probed.call.query, layer.probed.call.key
+    meant = layer.probed.call.q, layer.probed.call.k
     source = layer if layer.keys_of is None else layers[layer.keys_of]
     still, keys = layer.probed.unrotated, source.probed.unrotated
     changed = rotates_inside(spec) or spec.rope_scaling is not None
     if changed and layer.rotation is not None and layer.tables is not None:
         if still is None or keys is None:
             return False
-        meant = still.query, keys.key
+        meant = still.q, keys.k
         if not rotates_inside(spec):
             gained = layer.tables.amplitude * method_gain(spec)
             how = replace(
@@ -86,10 +86,10 @@ def _is_meant(
                 amplitude=1.0 if layer.rotation.normed else gained,
             )
             meant = how.rotated(meant[0], 0), how.rotated(meant[1], 1)
-    close = _CLOSE if call.query.dtype in EXACT else _HALF_CLOSE
+    close = _CLOSE if call.q.dtype in EXACT else _HALF_CLOSE
     return all(
         one.shape == other.shape and bool((one - other).abs().max() <= close * other.abs().max())
-        for one, other in zip((call.query, call.key), meant, strict=True)
+        for one, other in zip((call.q, call.k), meant, strict=True)
     )
 
 
@@ -99,9 +99,9 @@ def _is_cached(call: AttentionCall, cache: Any) -> bool:
     A layer that runs several times in a forward has an entry for each run.
     """
     entries = (getattr(entry, "keys", None) for entry in getattr(cache, "layers", None) or ())
-    alike = [keys for keys in entries if isinstance(keys, Tensor) and keys.shape == call.key.shape]
-    close = _CLOSE * call.key.abs().max()
-    return not alike or any(bool((keys - call.key).abs().max() <= close) for keys in alike)
+    alike = [keys for keys in entries if isinstance(keys, Tensor) and keys.shape == call.k.shape]
+    close = _CLOSE * call.k.abs().max()
+    return not alike or any(bool((keys - call.k).abs().max() <= close) for keys in alike)
 
 
 def _alike(mine: Tensor, own: Tensor) -> bool:

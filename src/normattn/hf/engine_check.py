@@ -18,6 +18,7 @@ import torch
 
 from normattn.errors import InputError
 from normattn.hf.engine_input import Told, decoder_of, raw_of, read_told, ropes_of
+from normattn.hf.engines import COUNTED, derived_length
 from normattn.hf.gguf import read_gguf
 from normattn.hf.llama_cpp import converted, serve
 from normattn.hf.model_parts import ROPE_NAMES, ROPE_NUMBERS, kind_of, known_length, model_parts
@@ -35,14 +36,11 @@ from normattn.hf.rope_detection import method_frequencies, method_gain
 from normattn.hf.tiny_model import read_configuration, small_model
 from normattn.io import expanded
 
-_COUNTED = ("yarn", "llama3", "longrope")
-"""Kinds whose frequencies depend on the trained length."""
-_UNMULTIPLIED = {"default", "su", *_COUNTED, "deepseek_yarn", "deepseek_llama_scaling"}
-"""Kinds whose factor vLLM does not multiply max_position_embeddings with."""
 _PARAMETERS = ROPE_NAMES | ROPE_NUMBERS
 _PARAMETERS |= {"truncate", "finetuned", "mrope_section", "mrope_interleaved"}
 _PARAMETERS |= {"short_factor", "long_factor"}
 _ENGINE_PARAMETERS = {"vllm": {"mixed_b"}, "sglang": {"attn_factor"}}
+_ORIGINAL = "original_max_position_embeddings"
 _BASE = 10000.0
 
 
@@ -145,9 +143,8 @@ def verify(
     if not found and meant.plan is None:
         return Verdict(meant.name, (), ())
     plain = not any(differences(base, served.positions))
-    return Verdict(
-        meant.name, found, tuple(_mistakes(meant, told, served, plain, not found, config))
-    )
+    mistakes = _mistakes(meant, told, served, plain, not found, config)
+    return Verdict(meant.name, found, tuple(mistakes))
 
 
 def _meant(config: Any, method: str | None, length: int | None) -> _Meant:
@@ -156,11 +153,7 @@ def _meant(config: Any, method: str | None, length: int | None) -> _Meant:
     bases = {float(rope["rope_theta"]) for rope in parts.ropes if rope.get("rope_theta")}
     if method is None:
         longest = getattr(parts.config, "max_position_embeddings", None)
-        original = "original_max_position_embeddings"
-        originals = [
-            *(rope.get(original) for rope in parts.ropes),
-            getattr(parts.config, original, 0),
-        ]
+        originals = (rope.get(_ORIGINAL) for rope in (*parts.ropes, parts.config.to_dict()))
         trained = next((one for one in originals if isinstance(one, int) and one), longest)
         name = f"{parts.name} as its configuration says"
         return _Meant(name, None, length or trained, longest, bases)
@@ -188,18 +181,17 @@ def _lengths_to_compare(config: Any, meant: _Meant, told: Told) -> list[int]:
 
 def _extended(base: Positions, planned: Plan) -> Positions:
     """The positions under a method: its frequencies, the model's own amplitude times its factor."""
-    spec = planned.spec
-    frequencies = {
-        layer.index: method_frequencies(spec, layer.rotation).abs()
-        for layer in planned.layers
-        if layer.rotation is not None
-    }
+    rotations = {layer.index: layer.rotation for layer in planned.layers}
 
     def extended(index: int, values: LayerValues) -> LayerValues:
-        if index not in frequencies:
+        rotation = rotations.get(index)
+        if rotation is None:
             return values
-        amplitude = method_gain(spec) * base[SHORT][index].amplitude
-        return replace(values, frequencies=frequencies[index], amplitude=amplitude)
+        return replace(
+            values,
+            frequencies=method_frequencies(planned.spec, rotation).abs(),
+            amplitude=method_gain(planned.spec) * base[SHORT][index].amplitude,
+        )
 
     return {
         length: {index: extended(index, values) for index, values in layers.items()}
@@ -218,90 +210,52 @@ def _by_others(told: Told, config: Any, lengths: list[int]) -> _Computed:
     ]
     raw, longest = copy.deepcopy(told.raw), told.longest
     if told.engine != "hf":
-        derived = _derived_length(raw, told.engine)
+        derived = derived_length(decoder_of(raw), told.engine)
         if longest is not None and derived is not None and longest > derived:
             ignored.append(
                 f"{told.engine} refuses a length of {longest:,}: it derives {derived:,} "
                 "tokens from max_position_embeddings, which must be raised"
             )
         longest = longest or derived
-        read = _as_vllm if told.engine == "vllm" else _as_sglang
-        decoder = decoder_of(raw)
-        name = "rope_parameters" if decoder.get("rope_parameters") else "rope_scaling"
-        decoder[name], sentences = read(decoder.get(name) or {}, raw, longest)
-        ignored += sentences
+        for rope in ropes_of(raw):
+            if told.engine == "vllm":
+                ignored += _read_as_vllm(rope, raw, longest)
+            else:
+                ignored += _read_as_sglang(rope)
     positions = read_positions(replace(told, raw=raw).config, lengths)
     return _Computed(positions, longest, told.ropes, ignored)
 
 
-def _derived_length(raw: Mapping[str, Any], engine: str) -> int | None:
-    """The longest text by the engine's own rule.
+def _read_as_vllm(
+    rope: dict[str, Any], raw: Mapping[str, Any], longest: int | None
+) -> Iterator[str]:
+    """Change rope parameters so that transformers computes what vLLM's `get_rope` does.
 
-    `_get_and_verify_max_len` of vLLM, `get_context_length` of SGLang.
+    Yields what vLLM ignores or refuses.
     """
-    decoder, factor = decoder_of(raw), 1.0
-    length = decoder.get("max_position_embeddings")
-    for rope in ropes_of(raw):
-        if engine == "vllm":
-            gemma = "gemma3" in str(decoder.get("model_type"))
-            multiplied = not gemma and kind_of(rope) not in _UNMULTIPLIED
-        else:
-            original = "original_max_position_embeddings" in rope
-            multiplied = not original and kind_of(rope) != "llama3"
-        factor = float(rope.get("factor") or factor) if multiplied else factor
-    return int(length * factor) if isinstance(length, int) else None
-
-
-Read = tuple[dict[str, Any], list[str]]
-"""Rope parameters of which transformers makes what an engine makes, and what that ignores."""
-
-
-def _as_vllm(rope: Mapping[str, Any], raw: Mapping[str, Any], longest: int | None) -> Read:
-    """`get_rope` of vLLM."""
-    if any(isinstance(value, Mapping) for value in rope.values()):
-        return _each_type(_as_vllm, rope, raw, longest)
-    kind, original, ignored = kind_of(rope), rope.get("original_max_position_embeddings"), []
-    made = dict(rope)
-    if kind in _COUNTED and original is None:
-        if raw.get("original_max_position_embeddings") is None:
-            ignored = [f"vLLM does not start: {kind} needs original_max_position_embeddings"]
+    kind, original = kind_of(rope), rope.get(_ORIGINAL)
+    if kind in COUNTED and original is None:
+        if raw.get(_ORIGINAL) is None:
+            yield f"vLLM does not start: {kind} needs {_ORIGINAL}"
     elif kind == "longrope" and longest and longest > int(original or 0):
-        made["short_factor"] = rope["long_factor"]
+        rope["short_factor"] = rope["long_factor"]
     if kind == "dynamic" and "factor" in rope and "alpha" not in rope:
-        ignored = [
+        yield (
             "vLLM makes one base of dynamic NTK for all lengths: it does not follow the length of "
             "each text"
-        ]
-    return made, ignored
+        )
 
 
-def _as_sglang(rope: Mapping[str, Any], raw: Mapping[str, Any], longest: int | None) -> Read:
-    """`get_rope` of SGLang."""
-    if any(isinstance(value, Mapping) for value in rope.values()):
-        return _each_type(_as_sglang, rope, raw, longest)
+def _read_as_sglang(rope: dict[str, Any]) -> Iterator[str]:
+    """The same for SGLang's `get_rope`."""
     if kind_of(rope) != "yarn":
-        return dict(rope), []
+        return
     usual = 0.1 * math.log(max(float(rope.get("factor") or 1.0), 1.0)) + 1
-    made = {name: value for name, value in rope.items() if name[-11:] != "attn_factor"}
-    own, ignored = made.pop("attention_factor", None), []
+    own, times = rope.pop("attention_factor", None), rope.pop("attn_factor", None)
     if own is not None and abs(float(own) - usual) > 1e-4:
-        ignored = [
-            "attention_factor is ignored: SGLang reads attn_factor, a multiple of 0.1·ln s + 1"
-        ]
-    if "attn_factor" in rope:
-        made["attention_factor"] = float(rope["attn_factor"]) * usual
-    return made, ignored
-
-
-def _each_type(read: Any, rope: Mapping[str, Any], *more: Any) -> Read:
-    """The same for rope parameters that stand under the types of layers."""
-    made: dict[str, Any] = dict(rope)
-    ignored: list[str] = []
-    for name, value in rope.items():
-        if isinstance(value, Mapping):
-            made[name], sentences = read(value, *more)
-            ignored += sentences
-    return made, ignored
+        yield "attention_factor is ignored: SGLang reads attn_factor, a multiple of 0.1·ln s + 1"
+    if times is not None:
+        rope["attention_factor"] = float(times) * usual
 
 
 def _by_llama_cpp(told: Told, base: Positions, config: Any) -> _Computed:
@@ -313,8 +267,9 @@ def _by_llama_cpp(told: Told, base: Positions, config: Any) -> _Computed:
     keys, divisors = dict(told.keys), told.divisors
     if "context_length" not in keys:
         length = int(getattr(text, "max_position_embeddings", 0) or 0)
-        fields = {"rope_parameters": next(iter(ropes_of(raw_of(config))), {})}
-        written, divisors = converted({**fields, "max_position_embeddings": length}, theta)
+        rope: Any = next(iter(ropes_of(raw_of(config))), {})
+        fields = {"rope_parameters": rope, "max_position_embeddings": length}
+        written, divisors = converted(fields, theta)
         keys = {**written, **keys}
     if "gemma3" in str(text.model_type):
         keys.setdefault("_swa_base", _BASE)
@@ -341,7 +296,7 @@ def _by_llama_cpp(told: Told, base: Positions, config: Any) -> _Computed:
 
 def _length_differences(meant: _Meant, served: _Computed, engine: str) -> Iterator[str]:
     for rope in served.ropes:
-        length = rope.get("original_max_position_embeddings")
+        length = rope.get(_ORIGINAL)
         if isinstance(length, int | float) and meant.trained not in (None, length):
             yield f"trained length: {int(length):,} instead of {meant.trained:,} tokens"
     if served.longest is None or meant.longest is None:
@@ -361,20 +316,15 @@ def _mistakes(
     known = {name for rope in ropes_of(raw_of(config)) for name in rope} | _PARAMETERS
     known |= _ENGINE_PARAMETERS.get(told.engine, set())
     for rope in served.ropes:
-        kind, factor = kind_of(rope), rope.get("attention_factor")
-        if kind in _COUNTED:
-            yield from _counted_within(meant, told, rope, kind)
+        kind = kind_of(rope)
+        if kind in COUNTED:
+            yield from _counted_within(meant, told, rope)
         for name in sorted(rope.keys() - known):
             yield f"{name} is no rope parameter: it is ignored"
         if plain and (meant.plan is not None or kind == "default"):
-            yield from _ignored_factors(told, rope, kind)
-        if kind == "yarn" and factor is not None and not as_meant:
-            yield (
-                f"attention_factor={_number(factor)} stands in place of the factor that YaRN makes "
-                "of its stretch, 0.1·ln s + 1: it is the factor itself, not a switch"
-            )
-        if rope.get("rope_theta") is None and not as_meant:
-            yield from _lost_base(meant, told)
+            yield from _ignored_factors(told, rope)
+        if not as_meant:
+            yield from _lost_values(meant, told, rope)
         if kind == "yarn" and float(rope.get("factor") or 1) > 1:
             within = "" if meant.trained is None else f" within {meant.trained:,} tokens"
             yield (
@@ -389,17 +339,17 @@ def _mistakes(
         )
 
 
-def _counted_within(meant: _Meant, told: Told, rope: Any, kind: str) -> Iterator[str]:
+def _counted_within(meant: _Meant, told: Told, rope: Mapping[str, Any]) -> Iterator[str]:
     """A trained length that is missing, or that was multiplied already."""
-    name, source = {"yarn": "YaRN"}.get(kind, kind), "original_max_position_embeddings"
+    name, source = {"yarn": "YaRN"}.get(kind_of(rope), kind_of(rope)), _ORIGINAL
     counted = rope.get(source)
     if counted is None:
         source = "max_position_embeddings"
         counted = decoder_of(told.raw).get(source) or 0
         yield (
-            f"{name}'s factor {_number(rope.get('factor'))} stands without "
-            "original_max_position_embeddings: transformers, SGLang and llama.cpp take the longest "
-            f"length, {int(counted):,}, for it, and vLLM does not start"
+            f"{name}'s factor {_number(rope.get('factor'))} stands without {_ORIGINAL}: "
+            f"transformers, SGLang and llama.cpp take the longest length, {int(counted):,}, for "
+            "it, and vLLM does not start"
         )
     if meant.trained is not None and counted > meant.trained:
         yield (
@@ -409,28 +359,31 @@ def _counted_within(meant: _Meant, told: Told, rope: Any, kind: str) -> Iterator
         )
 
 
-def _ignored_factors(told: Told, rope: Mapping[str, Any], kind: str) -> Iterator[str]:
+def _ignored_factors(told: Told, rope: Mapping[str, Any]) -> Iterator[str]:
     given = {x: _number(rope[x]) for x in sorted(rope) if "factor" in x and "partial" not in x}
     factors = ", ".join(f"{x}={value}" for x, value in given.items() if value not in ("1", "None"))
-    why = f"with rope_type {kind!r} the frequencies are those of training"
-    if decoder_of(told.raw) is not told.raw and told.raw.keys() & {
-        "rope_parameters",
-        "rope_scaling",
-    }:
+    why = f"with rope_type {kind_of(rope)!r} the frequencies are those of training"
+    if decoder_of(told.raw) is not told.raw and ropes_of({**told.raw, "text_config": None}):
         why = "they stand beside text_config, whose own rope parameters are the decoder's"
     if factors:
         yield f"the factors are ignored ({factors}): {why}"
 
 
-def _lost_base(meant: _Meant, told: Told) -> Iterator[str]:
-    """The base of the model that an override dropped, so that the default stands in its place."""
-    rope = getattr(told.config.get_text_config(), "rope_parameters", None) or {}
-    own = meant.bases - {_BASE}
-    if own and float(rope.get("rope_theta") or _BASE) == _BASE:
+def _lost_values(meant: _Meant, told: Told, rope: Mapping[str, Any]) -> Iterator[str]:
+    """A factor used as a switch, and a base that an override dropped."""
+    factor, own = rope.get("attention_factor"), meant.bases - {_BASE}
+    if kind_of(rope) == "yarn" and factor is not None:
         yield (
-            "rope_theta is missing beside the scaling, which replaces all there was: the base is "
-            f"{_BASE:,.0f} instead of {max(own):,.0f}"
+            f"attention_factor={_number(factor)} stands in place of the factor that YaRN makes "
+            "of its stretch, 0.1·ln s + 1: it is the factor itself, not a switch"
         )
+    if rope.get("rope_theta") is None and own:
+        read = getattr(told.config.get_text_config(), "rope_parameters", None) or {}
+        if float(read.get("rope_theta") or _BASE) == _BASE:
+            yield (
+                "rope_theta is missing beside the scaling, which replaces all there was: the base "
+                f"is {_BASE:,.0f} instead of {max(own):,.0f}"
+            )
 
 
 def _number(value: Any) -> str:

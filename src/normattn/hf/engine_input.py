@@ -21,7 +21,7 @@ from normattn.errors import InputError
 from normattn.hf.gguf import Gguf, read_gguf
 from normattn.hf.llama_cpp import ENVIRONMENT, FLAGS
 from normattn.hf.load import explained
-from normattn.hf.model_parts import innermost, refuse_odd_rope
+from normattn.hf.model_parts import innermost, refuse_odd_values
 from normattn.io import expanded, parse_json, read_bytes, read_object
 
 _OVERRIDES = ("--hf-overrides", "--json-model-override-args")
@@ -84,7 +84,7 @@ def decoder_of(raw: Mapping[str, Any]) -> Any:
     return inner if isinstance(inner, Mapping) else raw
 
 
-def ropes_of(raw: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def ropes_of(raw: Mapping[str, Any]) -> list[Any]:
     """Every set of rope parameters of a configuration's decoder."""
     decoder = decoder_of(raw)
     return list(innermost(decoder.get("rope_parameters") or decoder.get("rope_scaling")))
@@ -131,10 +131,10 @@ def _of_fields(
         longest = named
     ropes: dict[str, Mapping[str, Any]] = {}
     for part in (fields, decoder_of(fields)):  # those beside a text_config too
+        refuse_odd_values(
+            {x: part[x] for x in ("rope_parameters", "rope_scaling") if x in part}, file
+        )
         rope = part.get("rope_parameters") or part.get("rope_scaling") or {}
-        if not isinstance(rope, Mapping):
-            raise InputError(f"{file}: rope_parameters must be an object, not {rope!r}")
-        refuse_odd_rope(rope, file)
         nested = {name: value for name, value in rope.items() if isinstance(value, Mapping)}
         ropes |= nested or ({"": rope} if rope else {})
     return Told(raw, file, tuple(ropes.values()), longest, engine, whole)

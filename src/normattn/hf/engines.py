@@ -23,6 +23,10 @@ from normattn.hf.plan import Plan
 from normattn.score import ScoreSpec
 from normattn.score.parts.rope_scaling import NTKMixed
 
+COUNTED = ("yarn", "llama3", "longrope")
+"""Kinds whose frequencies depend on the trained length."""
+_UNMULTIPLIED = {"default", "su", *COUNTED, "deepseek_yarn", "deepseek_llama_scaling"}
+"""Kinds whose factor vLLM does not multiply max_position_embeddings with."""
 _REFUSED = {
     "ollama": "its Modelfile has no parameter for rotary scaling: make a GGUF by --emit gguf",
     "tgi": "text-generation-inference takes a factor alone and computes the rest by its version",
@@ -164,19 +168,17 @@ def _as_version_4(fields: Mapping[str, Any]) -> dict[str, Any]:
 def _vllm(wanted: Wanted) -> str:
     """`--hf-overrides` and `--max-model-len`.
 
-    rope_parameters replace the whole, so that rope_theta is given again. vLLM multiplies
-    max_position_embeddings by the factor of `linear` and `ntk`, but not by that of `yarn`, and
-    never for Gemma 3 (`_get_and_verify_max_len`); `ntk` with mixed_b is NTK-mixed
-    (ntk_scaling_rope.py).
+    rope_parameters replace the whole, so that rope_theta is given again; `ntk` with mixed_b is
+    NTK-mixed (ntk_scaling_rope.py).
     """
     parts, layers, spec = wanted.plan.parts, wanted.plan.layers, wanted.plan.spec
+    fields: dict[str, Any] = {"max_position_embeddings": wanted.longest}
     if isinstance(spec.rope_scaling, NTKMixed):
         mixed = {"mixed_b": spec.rope_scaling.b, "factor": spec.rope_scaling.stretch}
-        rope = rope_with(parts, layers, spec, {"rope_type": "ntk", **mixed})
-        fields = {"rope_parameters": rope, "max_position_embeddings": wanted.longest}
+        fields["rope_parameters"] = rope_with(parts, layers, spec, {"rope_type": "ntk", **mixed})
     else:
-        gemma = "gemma3" in str(parts.config.model_type)
-        fields = wanted.fields if gemma else _without_multiplied_length(wanted.fields)
+        fields = wanted.fields
+    fields = _without_multiplied_length(wanted, fields, "vllm")
     return _command(
         f"vllm serve {shlex.quote(wanted.model)}",
         f"--hf-overrides {shlex.quote(wanted.as_json(fields))}",
@@ -189,10 +191,9 @@ def _sglang(wanted: Wanted) -> str:
 
     get_rope in sglang/srt/layers/rotary_embedding/factory.py reads attn_factor, a multiple of
     0.1·ln s + 1, and no attention_factor; rope_parameters whole, for an override of rope_scaling
-    alone has dropped the rotary base (sgl-project/sglang issue 41227). get_context_length
-    multiplies max_position_embeddings by the factor where no original length stands beside it.
+    alone has dropped the rotary base (sgl-project/sglang issue 41227).
     """
-    fields = _without_multiplied_length(wanted.fields)
+    fields = _without_multiplied_length(wanted, wanted.fields, "sglang")
     ropes: Any = innermost(fields["rope_parameters"])
     for rope in ropes:
         if "attention_factor" in rope:
@@ -205,10 +206,31 @@ def _sglang(wanted: Wanted) -> str:
     )
 
 
-def _without_multiplied_length(fields: dict[str, Any]) -> dict[str, Any]:
+def _without_multiplied_length(
+    wanted: Wanted, fields: dict[str, Any], engine: str
+) -> dict[str, Any]:
     """The fields without the length, where the engine multiplies the trained one by itself."""
-    linear = any(kind_of(rope) == "linear" for rope in innermost(fields["rope_parameters"]))
-    return {name: x for name, x in fields.items() if not linear or name == "rope_parameters"}
+    whole = {"model_type": wanted.plan.parts.config.model_type, **fields}
+    if derived_length(whole, engine) == fields["max_position_embeddings"]:
+        return fields
+    return {"rope_parameters": fields["rope_parameters"]}
+
+
+def derived_length(decoder: Mapping[str, Any], engine: str) -> int | None:
+    """The longest text that vLLM or SGLang finds in a decoder's configuration by its own rule.
+
+    `_get_and_verify_max_len` of vLLM, `get_context_length` of SGLang.
+    """
+    length, factor = decoder.get("max_position_embeddings"), 1.0
+    for rope in innermost(decoder.get("rope_parameters") or decoder.get("rope_scaling")):
+        if engine == "vllm":
+            gemma = "gemma3" in str(decoder.get("model_type"))
+            multiplied = not gemma and kind_of(rope) not in _UNMULTIPLIED
+        else:
+            original = "original_max_position_embeddings" in rope
+            multiplied = not original and kind_of(rope) != "llama3"
+        factor = float(rope.get("factor") or factor) if multiplied else factor
+    return int(length * factor) if isinstance(length, int) else None
 
 
 def _llama_cpp(wanted: Wanted) -> str:

@@ -19,6 +19,7 @@ from torch import Tensor
 from normattn.errors import InputError
 from normattn.hf.model_parts import innermost, kind_of
 from normattn.hf.rope_detection import Spectrum
+from normattn.score.parts import rope_frequencies
 
 _FLAG_OF = {
     "rope.freq_base": "--rope-freq-base",
@@ -113,7 +114,7 @@ def converted(fields: Mapping[str, Any], theta: Tensor) -> tuple[dict[str, Any],
     rope = dict(next(innermost(fields["rope_parameters"]), {}))
     divisors = None
     if kind_of(rope) == "llama3":
-        divisors = _angles(2 * theta.numel(), float(rope["rope_theta"])) / theta
+        divisors = rope_frequencies(2 * theta.numel(), float(rope["rope_theta"])) / theta
         rope = {"rope_theta": rope["rope_theta"]}
     keys = values("", {**fields, "rope_parameters": rope})
     return {name.removeprefix("."): value for name, (_, value) in keys.items()}, divisors
@@ -181,7 +182,7 @@ def serve(
             f"{file}: llama.cpp would compute no frequencies of a base of {base:g} (above 1), "
             f"turns of {turns[0]:g} and {turns[1]:g} (above 0) and {width} features (even)"
         )
-    theta = _angles(width, base)
+    theta = rope_frequencies(width, base)
     theta = theta if divisors is None else theta / divisors.double()
     share = mix * _ramp(width, base, trained, *turns)
     rope: dict[str, Any] = {"rope_type": kind, "rope_theta": base, "factor": factor}
@@ -191,7 +192,7 @@ def serve(
         rope["original_max_position_embeddings"] = int(trained)
     return Served(
         full=(theta / factor * (1 - share) + theta * share, amplitude),
-        within=(_angles(width, swa_base), 1.0),
+        within=(rope_frequencies(width, swa_base), 1.0),
         score_gain=gain,
         longest=min(asked or context, context) if context else asked or None,
         ignored=tuple(_ignored(given, kind, mix, asked, context)),
@@ -250,10 +251,6 @@ def _amplitude(
 
 def _mscale(factor: float, weight: float = 1.0) -> float:
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1
-
-
-def _angles(width: int, base: float) -> Tensor:
-    return base ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
 
 
 def _ramp(width: int, base: float, length: float, fast: float, slow: float) -> Tensor:

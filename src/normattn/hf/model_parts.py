@@ -57,20 +57,25 @@ class ModelParts:
         """Every set of rope parameters in the configuration."""
         return tuple(innermost(getattr(self.config, "rope_parameters", None)))
 
-    def layer_type(self, layer: nn.Module) -> str | None:
-        """The type of a layer, where the configuration tells layers apart."""
-        types: Any = getattr(self.config, "layer_types", None)
-        index = getattr(layer, "layer_idx", None)
-        known = types and isinstance(index, int) and index < len(types)
-        return str(types[index]) if known else None
-
     def rope(self, layer: nn.Module) -> Mapping[str, Any]:
         """The rope parameters of a layer; none where the configuration does not say."""
-        given = getattr(self.config, "rope_parameters", None) or {}
-        own = given.get(self.layer_type(layer))
-        if isinstance(own, Mapping):
-            return own
-        return {} if any(isinstance(value, Mapping) for value in given.values()) else given
+        return rope_of(self.config, getattr(layer, "layer_idx", None))
+
+
+def rope_of(config: Any, index: int | None) -> Mapping[str, Any]:
+    """The rope parameters that a configuration has for a layer; empty where it has none."""
+    given: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
+    own = given.get(str(layer_type(config, index)))
+    if isinstance(own, Mapping):
+        return own
+    return {} if any(isinstance(value, Mapping) for value in given.values()) else given
+
+
+def layer_type(config: Any, index: int | None) -> str | None:
+    """The type of a layer, where the configuration tells layers apart."""
+    types: Any = getattr(config, "layer_types", None)
+    known = types and isinstance(index, int) and index < len(types)
+    return str(types[index]) if known else None
 
 
 def innermost(given: Any) -> Iterator[Mapping[str, Any]]:
@@ -96,14 +101,14 @@ def model_parts(model: Any) -> ModelParts:
     try:
         from transformers import PreTrainedModel
     except ImportError:
-        raise InputError("extending a model needs transformers: pip install normattn[hf]") from None
+        raise InputError("reading a model needs transformers: pip install normattn[hf]") from None
     model = getattr(model, "_orig_mod", model)  # what torch.compile has wrapped
     adapted = None
     if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
         adapted, model = model, model.get_base_model()
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
-        raise InputError(f"extend() takes a model of transformers, but this is a {name}")
+        raise InputError(f"this takes a model of transformers, but it is a {name}")
     if getattr(model.config, "is_encoder_decoder", False):
         raise InputError(f"{name} is an encoder-decoder: only causal language models are extended")
     whole: Any = model

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from normattn.errors import InputError
-from normattn.hf.model_parts import ModelParts
+from normattn.hf.model_parts import ModelParts, layer_type
 from normattn.hf.probe import rotary_buffers
 from normattn.hf.rope_detection import (
     HeadRotation,
@@ -57,7 +57,7 @@ def native_fields(
         "rope_parameters": rope_with(parts, layers, spec, more),
         "max_position_embeddings": longer,
     }
-    kinds = {(id(x.tables), parts.layer_type(x.module)): x for x in rotated}
+    kinds = {(id(x.tables), layer_type(parts.config, x.index)): x for x in rotated}
     if not all(_is_meant(parts, layer, spec, fields) for layer in kinds.values()):
         raise InputError(
             f"the rotary module of {parts.name} makes something else of rope_parameters than "
@@ -145,7 +145,7 @@ def _is_meant(parts: ModelParts, layer: Layer, spec: ScoreSpec, fields: Mapping[
     theta = method_frequencies(spec, rotation).abs()
     meant = theta, tables.amplitude * method_gain(spec)
     for kind in {type(module) for module in parts.decoder.modules() if rotary_buffers(module)}:
-        for more in ((), (parts.layer_type(layer.module),)):
+        for more in ((), (layer_type(parts.config, layer.index),)):
             try:
                 made = read_tables(kind(config)(rows, ids, *more), [meant])
             except Exception:  # another signature, or a type of layer that it does not know

@@ -10,7 +10,6 @@ Legend: B batch, H query heads, G key heads, T queries, S keys.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -24,97 +23,12 @@ from normattn.errors import InputError
 from normattn.hf.attention_fn import ATTRIBUTE, one_type
 from normattn.hf.probe import EXACT, AttentionFunction, hidden, recording
 from normattn.kernels import AttentionInputs, AttentionMask, attend
-from normattn.kernels.stats import Observation, Observer, announce, observer, observing
+from normattn.kernels.statistics import AttentionStatistics
+from normattn.kernels.stats import Observer, announce, observer, observing
 from normattn.layers.prepare import regular_positions
 
 _TOLERANCE, _HALF_TOLERANCE = 1e-3, 5e-2
 _CONFIRMED: WeakSet[nn.Module] = WeakSet()
-
-
-class LayerStatistics:
-    """An observer that keeps statistics of each layer's attention, summed over what is read.
-
-    `names` maps the attention modules to the paths by which they are reported.
-    """
-
-    def __init__(self, names: Mapping[Any, str]) -> None:
-        self._names = names
-        self._name: str | None = None
-        self._padding: Tensor | None = None
-        self._rows: tuple[slice, Tensor | None] | None = None
-        self._sums: dict[str, dict[str, tuple[Tensor, Tensor]]] = {}
-        self._largest: dict[str, Tensor] = {}
-
-    def enter(
-        self,
-        owner: object,
-        q: Tensor,
-        k: Tensor,
-        padding: tuple[Tensor | None, Tensor | None],
-        at: tuple[Tensor, Tensor],
-    ) -> None:
-        """A layer begins; those of other models are left alone."""
-        self._name, self._padding, self._rows = self._names.get(owner), padding[0], None
-        for name, x, padded in (("q_norm", q, padding[0]), ("k_norm", k, padding[1])):
-            norm = torch.linalg.vector_norm(x.detach().float(), dim=-1)
-            real = torch.ones_like(norm, dtype=torch.bool)
-            if padded is not None and padded.shape == (x.shape[0], x.shape[2]):
-                real = ~padded[:, None].expand(norm.shape)
-            self._add(name, norm, real)
-
-    def confine(self, rows: slice, own: Tensor | None) -> None:
-        """The next inputs are those of some rows."""
-        self._rows = rows, own
-
-    def functions(self, problem: AttentionInputs) -> Tensor | None:
-        """No means of functions of distance are wanted."""
-        return None
-
-    def see(self, problem: AttentionInputs, observation: Observation) -> None:
-        """Add the rows of a kernel's inputs."""
-        rows, own = self._rows or (slice(None), None)
-        self._rows = None
-        valid = (observation.visible > 0).expand(observation.entropy.shape)
-        if own is not None:
-            valid = valid & own.reshape(-1, 1, own.shape[-1])
-        if self._padding is not None:
-            valid = valid & ~self._padding[:, None, rows]
-        choices = observation.choices.expand(valid.shape)
-        share = observation.entropy / choices.clamp(min=2).to(observation.entropy).log()
-        self._add("entropy", observation.entropy, valid)
-        self._add("entropy_share", share, valid & (choices >= 2))
-        self._add("first_mass", observation.first, valid)
-        if observation.sink is not None:
-            self._add("sink_mass", observation.sink, valid)
-        if self._name is not None:
-            largest = observation.largest.masked_fill(~valid, -torch.inf).amax((0, 2))
-            before = self._largest.get(self._name, largest)
-            self._largest[self._name] = torch.maximum(before, largest)
-
-    def _add(self, name: str, values: Float[Tensor, "b h t"], valid: Tensor) -> None:
-        if self._name is None:
-            return
-        kept = values.masked_fill(~valid, 0.0)
-        new = kept.sum((0, 2), dtype=torch.float64), valid.sum((0, 2))
-        sums = self._sums.setdefault(self._name, {})
-        before = sums.get(name, (0, 0))
-        sums[name] = before[0] + new[0], before[1] + new[1]
-
-    def lines(self) -> dict[str, dict[str, list[float | None]]]:
-        """The means of each layer by name and query head (norms of keys: key head).
-
-        `largest` is the largest logit. None where there was nothing to take a mean of.
-        """
-        lines: dict[str, dict[str, list[float | None]]] = {}
-        for layer, sums in self._sums.items():
-            means = {name: (total / count).tolist() for name, (total, count) in sums.items()}
-            if layer in self._largest:
-                means["largest"] = self._largest[layer].tolist()
-            lines[layer] = {
-                name: [value if math.isfinite(value) else None for value in values]
-                for name, values in means.items()
-            }
-        return lines
 
 
 @contextmanager
@@ -139,9 +53,9 @@ def observe_layers(model: nn.Module, by: Observer) -> Iterator[None]:
 
 
 @contextmanager
-def collect_statistics(model: nn.Module) -> Iterator[LayerStatistics]:
-    """Collect `LayerStatistics` of every attention layer while inside, named by its path."""
-    statistics = LayerStatistics({module: path for path, module in model.named_modules()})
+def collect_statistics(model: nn.Module) -> Iterator[AttentionStatistics]:
+    """Collect statistics of every attention layer while inside, named by its path."""
+    statistics = AttentionStatistics(paths(model))
     with observe_layers(model, statistics):
         yield statistics
 

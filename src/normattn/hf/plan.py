@@ -129,7 +129,7 @@ class Plan(NamedTuple):
             },
             base=None if rotation is None else rotation.base,
             scaled=None if rotation is None else rotation.scaled,
-            head_dim=served[0].probed.call.query.shape[-1],
+            head_dim=served[0].probed.call.q.shape[-1],
             rotated=0 if rotation is None else 2 * int((rotation.frequencies != 0).sum()),
             layout="interleaved" if rotation is not None and rotation.interleaved else "half",
             extended=tuple(layer.index for layer in rotated),

@@ -88,7 +88,7 @@ def _layer_values(
 ) -> LayerValues:
     frequencies, amplitude = _spectrum(parts, one, length) or (None, 1.0)
     at_start = (_spectrum(parts, one, SHORT) or (None, 1.0))[1]
-    scale = float(call.query.norm() / one.call.query.norm()) * float(call.more.get("scaling") or 1)
+    scale = float(call.q.norm() / one.call.q.norm()) * float(call.more.get("scaling") or 1)
     if one.unrotated is not None and at_start > 0 and amplitude > 0:
         scale *= at_start / amplitude  # what the amplitude of the tables adds to the queries
     return LayerValues(frequencies, amplitude, scale, one.call.sliding)
@@ -96,7 +96,7 @@ def _layer_values(
 
 def _spectrum(parts: ModelParts, one: ProbedLayer, length: int) -> Spectrum | None:
     """The frequencies and the amplitude of a layer's tables at a length; None without RoPE."""
-    if one.unrotated is None or torch.equal(one.unrotated.query, one.call.query):
+    if one.unrotated is None or torch.equal(one.unrotated.q, one.call.q):
         return None
     if one.rotary is None:
         tables = read_tables(one.tables, spectra_of(parts.model))

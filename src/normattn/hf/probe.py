@@ -18,6 +18,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from normattn.errors import InputError
@@ -182,26 +183,54 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @dataclass
 class AttentionCall:
-    """One call of the attention function.
+    """One call of the attention function of `module`: its arguments, and what it made.
 
-    Attributes:
-        query, key: as they arrived (B, H, T, D) and (B, G, S, D).
-        window: how far back its mask lets it see, 0 for all; None where transformers made no mask.
-        more: the other arguments.
-        output: what attention made (B, T, H, E).
+    `window` is how far back the mask lets a query see, 0 for all; None where transformers made no
+    mask. `more` are the other arguments (scaling, softcap, s_aux, …).
     """
 
-    query: Tensor
-    key: Tensor
-    window: int | None
+    module: nn.Module
+    q: Float[Tensor, "b h t d"]
+    k: Float[Tensor, "b g s d"]
+    v: Float[Tensor, "b g s e"]
+    mask: Tensor | None
     more: dict[str, Any]
-    output: Tensor
+    out: Float[Tensor, "b t h e"]
+    window: int | None = None
 
     @property
     def sliding(self) -> int | None:
         """The window outside of which the layer sees nothing, or None."""
         given = self.more.get("sliding_window")
         return int(given) if given is not None else self.window or None
+
+
+def run_recorded(
+    model: Any,
+    see: Callable[[AttentionCall], Tensor | None],
+    masks: MaskRecorder | None = None,
+    **inputs: Any,
+) -> Any:
+    """What the model gives in evaluation, every call of attention shown to `see`.
+
+    `see` may answer with an output to go on with in place of the call's own.
+    """
+
+    def attend(
+        own: AttentionFunction,
+        module: nn.Module,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attention_mask: Tensor | None = None,
+        **more: Any,
+    ) -> tuple[Tensor, Any]:
+        out, weights = own(module, q, k, v, attention_mask, **more)
+        other = see(AttentionCall(module, q, k, v, attention_mask, more, out))
+        return (out if other is None else other), weights
+
+    with evaluating(model), recording(model, attend, masks):
+        return model(**inputs)
 
 
 @dataclass
@@ -249,27 +278,14 @@ class _Probe:
         self._kept.append(mask)
         self._windows[mask.data_ptr()] = window
 
-    def attend(
-        self,
-        own: AttentionFunction,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Any = None,
-        **more: Any,
-    ) -> tuple[Tensor, Any]:
-        """The layer's own attention, kept; nothing is computed where a layer is called again."""
-        seen = isinstance(attention_mask, Tensor)
-        window = self._windows.get(attention_mask.data_ptr()) if seen else None
+    def see(self, call: AttentionCall) -> None:
+        """Keep a call, apart where a layer is called again."""
+        if call.mask is not None:
+            call.window = self._windows.get(call.mask.data_ptr())
         if self._again is not None:
-            out = value.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
-            self._again.append(AttentionCall(query, key, window, more, out))
-            return out, None
-        result = own(module, query, key, value, attention_mask, **more)
-        layer = self.layers.setdefault(module, ProbedLayer(module, []))
-        layer.calls.append(AttentionCall(query, key, window, more, result[0]))
-        return result
+            self._again.append(call)
+        else:
+            self.layers.setdefault(call.module, ProbedLayer(call.module, [])).calls.append(call)
 
     def keep_tables(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any
@@ -327,7 +343,8 @@ def probe(parts: ModelParts) -> dict[nn.Module, ProbedLayer]:
         hook = recorder.keep_tables if rotary_buffers(module) else recorder.call_again
         hooks.append(module.register_forward_hook(hook, with_kwargs=True))
     try:
-        _forward(parts, recorder.attend, recorder.keep_mask, use_cache=False)
+        ids = probe_tokens(parts)
+        run_recorded(parts.model, recorder.see, recorder.keep_mask, input_ids=ids, use_cache=False)
     except InputError:
         raise
     except Exception as error:
@@ -351,33 +368,18 @@ def replay(
     is the position of the first token; None gives the model no position ids.
     """
     calls: dict[nn.Module, list[AttentionCall]] = {}
-
-    def attend(
-        own: AttentionFunction, module: nn.Module, q: Tensor, k: Tensor, *given: Any, **more: Any
-    ) -> tuple[Tensor, Any]:
-        out = own(module, q, k, *given, **more)[0]
-        made = calls.setdefault(module, [])
-        made.append(AttentionCall(q, k, None, more, out))
-        before = probed[module].calls if module in probed else []
-        return (before[len(made) - 1].output if len(made) <= len(before) else out), None
-
-    cache = _forward(parts, attend, None, use_cache=start is None, start=start)
-    return calls, cache
-
-
-def _forward(
-    parts: ModelParts,
-    recorder: Recorder,
-    masks: MaskRecorder | None,
-    use_cache: bool,
-    start: int | None = None,
-) -> Any:
-    ids, more = probe_tokens(parts), {}
+    ids, more = probe_tokens(parts), dict[str, Any]()
     if start is not None:
         more["position_ids"] = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
-    with evaluating(parts.model), recording(parts.model, recorder, masks):
-        made = parts.model(input_ids=ids, use_cache=use_cache, **more)
-        return getattr(made, "past_key_values", None)
+
+    def see(call: AttentionCall) -> Tensor | None:
+        made = calls.setdefault(call.module, [])
+        made.append(call)
+        before = probed[call.module].calls if call.module in probed else []
+        return before[len(made) - 1].out if len(made) <= len(before) else None
+
+    made = run_recorded(parts.model, see, input_ids=ids, use_cache=start is None, **more)
+    return calls, getattr(made, "past_key_values", None)
 
 
 def unrotated(like: Any, size: float = 1.0) -> Any:

@@ -261,9 +261,9 @@ def _layer(
     index = index if isinstance(index, int) else position
     who = f"layer {index} of this model ({type(one.module).__name__})"
     call, still = one.call, one.unrotated
-    if call.key.shape[2] != call.query.shape[2]:
+    if call.k.shape[2] != call.q.shape[2]:
         raise InputError(
-            f"{who} reads {call.key.shape[2]} keys of {call.query.shape[2]} tokens: its keys are "
+            f"{who} reads {call.k.shape[2]} keys of {call.q.shape[2]} tokens: its keys are "
             "compressed or not its own, so their positions are not known"
         )
     if still is None and call.sliding is None and _rotates(one.module):
@@ -271,7 +271,7 @@ def _layer(
     plain = Layer(one.module, index, call.sliding, one)
     if call.sliding is not None or still is None:
         return plain
-    if torch.equal(still.query, call.query) and torch.equal(still.key, call.key):
+    if torch.equal(still.q, call.q) and torch.equal(still.k, call.k):
         return plain
     tables = read_tables(one.tables, spectra)
     if tables is None:
@@ -295,9 +295,9 @@ def _maker_of_keys(one: ProbedLayer, all_probed: Sequence[ProbedLayer]) -> Probe
 
     def rotates_keys(layer: ProbedLayer) -> bool:
         still = layer.unrotated
-        return still is not None and not torch.equal(still.key, layer.call.key)
+        return still is not None and not torch.equal(still.k, layer.call.k)
 
-    same = (x for x in all_probed if torch.equal(x.call.key, one.call.key) and rotates_keys(x))
+    same = (x for x in all_probed if torch.equal(x.call.k, one.call.k) and rotates_keys(x))
     return one if rotates_keys(one) else next(same, None)
 
 
@@ -312,14 +312,14 @@ def _rotation(
     assert one.unrotated is not None
     assert one.doubled is not None
     assert keys.unrotated is not None
-    theta, d = tables.frequencies, one.unrotated.query.shape[-1]
+    theta, d = tables.frequencies, one.unrotated.q.shape[-1]
     size = 2 * theta.numel()
-    if size > d or d != keys.unrotated.key.shape[-1]:
+    if size > d or d != keys.unrotated.k.shape[-1]:
         return None
     base, scaled = _base(parts, one.module, theta)
-    normed = not _doubles(one.unrotated.query, one.doubled.query)
+    normed = not _doubles(one.unrotated.q, one.doubled.q)
     amplitude = 1.0 if normed else tables.amplitude
-    q, k = (one.unrotated.query, one.call.query), (keys.unrotated.key, keys.call.key)
+    q, k = (one.unrotated.q, one.call.q), (keys.unrotated.k, keys.call.k)
     for start in sorted({0, d - size}):
         for interleaved in (False, True):
             for turned in (theta, -theta):

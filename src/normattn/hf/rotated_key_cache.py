@@ -19,9 +19,6 @@ from torch import Tensor, nn
 
 from normattn.layers.cache import Room
 
-_TRIES = 2
-"""So often in turn a cache may have been exchanged before nothing more is kept of it."""
-
 
 class RotatedKeyCache:
     """The rotated keys of one layer; a hook before that layer, which sees its cache.
@@ -36,7 +33,7 @@ class RotatedKeyCache:
         self._cache: Any = None
         self._before: Tensor | None = None
         self._source: weakref.ref[Tensor] | None = None
-        self._version, self._misses = 0, 0
+        self._version = 0
         self._rooms: dict[Hashable, Room] = {}
         self.open = False
 
@@ -46,29 +43,24 @@ class RotatedKeyCache:
         self._cache = _dynamic(cache, module)
         self._before = None if self._cache is None else self._cache.keys
 
-    def begin(self, k: Float[Tensor, "b g s d"], new: int, whole: bool) -> None:
+    def begin(self, k: Float[Tensor, "b g s d"], new: int) -> None:
         """Attention is given these keys, the last `new` of which were not there before.
 
-        `whole` is whether all rows of the batch are rotated at once. `open` says afterwards whether
-        rotated keys are kept in this call.
+        `open` says afterwards whether rotated keys are kept in this call.
         """
         cache, before = self._cache, self._before
         self._cache = self._before = None
         first = k.shape[2] - new
-        own = whole and first > 0 and cache is not None and cache.keys is k
-        self.open = own and before is not None and not (k.is_inference() or k.requires_grad)
+        own = first > 0 and before is not None and cache is not None and cache.keys is k
+        self.open = own and not (k.is_inference() or k.requires_grad)
         if not self.open or before is None:
-            self._misses = self._misses if first else 0
             self._forget()
             return
         if before.shape[2] == first and self._continues(before):
-            self._misses = 0
             for room in self._rooms.values():
                 room.used = min(room.used, first)
         else:
-            self._misses += 1
             self._rooms.clear()
-        self.open = self._misses <= _TRIES
         self._source, self._version = weakref.ref(k, self._forget), k._version
 
     def rotated(

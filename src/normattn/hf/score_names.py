@@ -22,16 +22,6 @@ from normattn.score.rotary import frequencies
 _STILL = 1e-7
 
 
-def rope_of(config: Any, index: int) -> Mapping[str, Any]:
-    """The rope parameters that the configuration has for a layer; empty where it has none."""
-    given = getattr(config, "rope_parameters", None) or {}
-    types = getattr(config, "layer_types", None)
-    if any(isinstance(value, Mapping) or value is None for value in given.values()):
-        given = given.get(types[index] if types is not None else None) or {}
-    rope: Mapping[str, Any] = given
-    return rope
-
-
 def position_words(
     rotation: Rotation,
     rope: Mapping[str, Any],

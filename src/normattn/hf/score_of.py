@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from normattn.errors import InputError
-from normattn.hf.model_parts import refuse_odd_values
+from normattn.hf.model_parts import model_parts, rope_of
 from normattn.hf.plan import HANDLE
 from normattn.hf.probe import rotary_buffers
 from normattn.hf.score_fit import (
@@ -31,7 +31,7 @@ from normattn.hf.score_fit import (
     normalise,
     norms,
 )
-from normattn.hf.score_names import position_words, rope_of, temperature_words
+from normattn.hf.score_names import position_words, temperature_words
 from normattn.hf.score_output import Gating, Masking, gating, masking
 from normattn.hf.score_record import HALF, RecordedLayer, record_layers
 from normattn.layers.attention import attention
@@ -115,27 +115,19 @@ def score_of(model: Any, tokens: int = 48) -> ModelScore:
     Raises `InputError` for a model that cannot be recorded at all; a layer that cannot be read
     says so in its `lacks`.
     """
-    try:
-        from transformers import PreTrainedModel
-    except ImportError:
-        raise InputError("reading a model needs transformers: pip install normattn[hf]") from None
-    name = type(model).__name__
-    if not isinstance(model, PreTrainedModel):
-        raise InputError(f"score_of() takes a model of transformers, but this is a {name}")
-    for module in model.modules():
-        if HANDLE in module.__dict__:
-            raise InputError(
-                f"this model is extended by {module.__dict__[HANDLE].spec.method}, and its layers "
-                "are read as they were trained: remove() the extension first"
-            )
-    config = model.config.get_text_config()
-    refuse_odd_values(config.to_dict(), f"the configuration of {name}")
+    parts = model_parts(model)
+    if (extension := parts.decoder.__dict__.get(HANDLE)) is not None:
+        raise InputError(
+            f"this model is extended by {extension.spec.method}, and its layers are read as they "
+            "were trained: remove() the extension first"
+        )
+    model, config = parts.model, parts.config
     with torch.no_grad():
         layers = [_read(layer, config) for layer in record_layers(model, tokens)]
     rounded = _rounded_frequencies(model)
     if rounded is not None:
         layers = [x if x.verified else replace(x, lacks=f"{x.lacks}; {rounded}") for x in layers]
-    return ModelScore(name, tuple(layers), tokens)
+    return ModelScore(parts.name, tuple(layers), tokens)
 
 
 def _rounded_frequencies(model: Any) -> str | None:

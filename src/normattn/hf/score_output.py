@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from normattn.hf.model_parts import layer_type
 from normattn.hf.probe import hidden
 from normattn.hf.score_fit import CLOSE, heads_of
 from normattn.hf.score_names import window_words
@@ -151,11 +152,10 @@ def _within(visible: Tensor, window: str) -> bool:
 
 def _named(layer: RecordedLayer, config: Any) -> str:
     """What hides keys by the layer's own words or the configuration's."""
-    types = getattr(config, "layer_types", None) or ()
-    kind = types[layer.index] if layer.index < len(types) else ""
+    kind = layer_type(config, layer.index)
     if kind == "chunked_attention":
         return f"Chunked(size={config.attention_chunk_size})"
-    given = layer.more.get("sliding_window")
-    if given is None and kind == "sliding_attention":
-        given = config.sliding_window
-    return "" if given is None else f"SlidingWindow(window={int(given)})"
+    width = layer.more.get("sliding_window")
+    if width is None and kind == "sliding_attention":
+        width = config.sliding_window
+    return "" if width is None else f"SlidingWindow(window={int(width)})"

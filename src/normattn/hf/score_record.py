@@ -14,18 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool
 from torch import Tensor, nn
 
 from normattn.errors import InputError
-from normattn.hf.probe import (
-    AttentionFunction,
-    evaluating,
-    hidden,
-    hide_unselected,
-    recording,
-    short,
-)
+from normattn.hf.probe import AttentionCall, hidden, hide_unselected, run_recorded, short
 
 _BATCH = 4
 HALF = (torch.bfloat16, torch.float16)
@@ -34,21 +27,14 @@ Projection = tuple[Tensor, Tensor]
 
 
 @dataclass
-class RecordedLayer:
-    """One attention layer: its projections, what reached its attention function, and the result.
+class RecordedLayer(AttentionCall):
+    """One call of an attention layer, and its projections in the same run.
 
-    q and k are normalised and rotated already; `more` are the function's other arguments (scaling,
-    softcap, s_aux, …). `shared` are the projections of the layer whose keys this one reads too.
+    q and k are normalised and rotated already, and `mask` (B, H or 1, T, S) hides what an indexer
+    does not select. `shared` are the projections of the layer whose keys this one reads too.
     """
 
-    index: int
-    module: nn.Module
-    q: Float[Tensor, "b h t d"]
-    k: Float[Tensor, "b g s d"]
-    v: Float[Tensor, "b g s e"]
-    mask: Tensor | None
-    more: dict[str, Any]
-    out: Float[Tensor, "b t h e"]
+    index: int = 0
     projections: list[Projection] = field(default_factory=list)
     shared: list[Projection] = field(default_factory=list)
 
@@ -121,30 +107,19 @@ def _read(model: Any, ids: Tensor) -> list[RecordedLayer]:
     layers: list[RecordedLayer] = []
     parts = frozenset(model.modules())
 
-    def attend(
-        own: AttentionFunction,
-        module: nn.Module,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attention_mask: Tensor | None = None,
-        **more: Any,
-    ) -> tuple[Tensor, Any]:
-        mask = attention_mask
-        result = own(module, q, k, v, mask, **more)
-        if module in parts:
-            if mask is not None:
-                indices = more.get("indices")
-                mask = mask if indices is None else hide_unselected(mask, indices)
-                mask = mask[..., : k.shape[2]].expand(len(q), -1, q.shape[2], -1)
-            index = int(getattr(module, "layer_idx", len(layers)))
-            layers.append(RecordedLayer(index, module, q, k, v, mask, dict(more), result[0]))
-        return result
+    def see(call: AttentionCall) -> None:
+        if call.module not in parts:
+            return
+        mask, indices = call.mask, call.more.get("indices")
+        if mask is not None:
+            mask = mask if indices is None else hide_unselected(mask, indices)
+            mask = mask[..., : call.k.shape[2]].expand(len(call.q), -1, call.q.shape[2], -1)
+        index = int(getattr(call.module, "layer_idx", len(layers)))
+        layers.append(RecordedLayer(**{**vars(call), "mask": mask}, index=index))
 
     name = type(model).__name__
     try:
-        with evaluating(model), recording(model, attend):
-            model(ids, use_cache=False)
+        run_recorded(model, see, input_ids=ids, use_cache=False)
     except (TypeError, KeyError, AttributeError, RuntimeError, ValueError) as error:
         raise InputError(
             f"{name} cannot read tokens alone, so its layers cannot be recorded: {short(error)}"
