@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,9 +13,10 @@ from hypothesis import strategies as st
 
 from normattn.errors import InputError
 from normattn.lab.data import Tiling, TokenSplit, TrainingBatches
-from normattn.lab.data.batches import MaskedBatches, Masking, below, uniforms
+from normattn.lab.data.batches import MaskedBatches, Masking, below, padded, uniforms
+from normattn.lab.data.images import ImageBatches, ImageSplit
 from normattn.lab.data.pairs import PairBatches, PairSplit
-from normattn.lab.data.relations import RelationBatches, RelationSplit, padded
+from normattn.lab.data.relations import RelationBatches, RelationSplit
 from normattn.lab.data.store import Ragged
 from normattn.lab.data.windows import masked_set
 
@@ -24,32 +27,6 @@ MASKING = Masking(vocab_size=3000)
 
 
 # Text.
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    world=st.integers(1, 6),
-    share=st.integers(1, 4),
-    step=st.integers(0, 2**40),
-    seed=st.integers(0, 2**63 - 1),
-)
-def test_the_ranks_partition_the_global_batch(world: int, share: int, step: int, seed: int) -> None:
-    batches = TrainingBatches(SPLIT, 16, world * share, seed, Tiling(0.4, 3, 9))
-    whole = batches.batch(step)
-    parts = [batches.batch(step, rank, world) for rank in range(world)]
-    np.testing.assert_array_equal(np.concatenate(parts), whole)
-    assert whole.shape == (world * share, 17)
-    assert whole.dtype == np.int64
-
-
-@settings(max_examples=20, deadline=None)
-@given(order=st.permutations(range(6)))
-def test_a_batch_does_not_depend_on_what_was_drawn_before(order: list[int]) -> None:
-    first = TrainingBatches(SPLIT, 16, 4, 5)
-    second = TrainingBatches(SPLIT, 16, 4, 5)
-    drawn = {step: first.batch(step) for step in order}
-    for step in range(6):
-        np.testing.assert_array_equal(second.batch(step), drawn[step])
 
 
 def test_rows_are_windows_of_the_packed_tokens_from_everywhere() -> None:
@@ -102,7 +79,6 @@ def test_the_drawn_numbers_are_those_of_every_numpy() -> None:
     ("split", "length", "batch", "tiling", "message"),
     [
         (make_split([5, 5]), 12, 2, None, "test split is too small .* it has 12 tokens and 13 are"),
-        (SPLIT, 0, 2, None, "length and batch size must be at least 1"),
         (SPLIT, 16, 2, (0.5, 8, 32), "tiled_high must be at most the length"),
     ],
 )
@@ -117,26 +93,7 @@ def test_impossible_batches_are_refused(
         TrainingBatches(split, length, batch, 0, tiling and Tiling(*tiling))
 
 
-def test_a_batch_that_the_ranks_cannot_share_is_refused() -> None:
-    with pytest.raises(InputError, match="4 sequences does not divide into 3 shares"):
-        TrainingBatches(SPLIT, 16, 4, 0).batch(0, 0, 3)
-    with pytest.raises(InputError, match="share 2"):
-        TrainingBatches(SPLIT, 16, 4, 0).batch(0, 2, 2)
-    for wrong in ((1.2, 1, 2), (0.5, 0, 2), (0.5, 3, 2)):
-        with pytest.raises(InputError, match="tiled"):
-            Tiling(*wrong)
-
-
 # Masked text.
-
-
-@settings(max_examples=30, deadline=None)
-@given(world=st.integers(1, 5), share=st.integers(1, 4), step=st.integers(0, 2**40))
-def test_the_ranks_partition_the_masked_batch(world: int, share: int, step: int) -> None:
-    made = MaskedBatches(TrainingBatches(SPLIT, 31, world * share, 3), MASKING)
-    parts = [made.batch(step, rank, world) for rank in range(world)]
-    for name, whole in made.batch(step)._asdict().items():
-        np.testing.assert_array_equal(np.concatenate([getattr(p, name) for p in parts]), whole)
 
 
 @settings(max_examples=40, deadline=None)
@@ -195,20 +152,6 @@ def test_held_out_texts_are_hidden_once() -> None:
     assert len(others) == 5
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"share": 0.0}, "above 0"),
-        ({"share": 1.5}, "up to 1"),
-        ({"masked": 0.8, "random": 0.3}, "at most 1 together"),
-        ({"vocab_size": 1}, "at least 2"),
-    ],
-)
-def test_impossible_masks_are_refused(changes: dict[str, float], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        Masking(**{"vocab_size": 300, **changes})  # type: ignore[arg-type]
-
-
 # Sentence pairs.
 
 
@@ -259,23 +202,9 @@ def test_every_epoch_holds_every_sentence_once(
         assert seen == Counter(range(len(lengths)))
 
 
-def test_a_batch_of_pairs_is_a_function_of_seed_and_step() -> None:
-    made = pair_split([(1 + n % 13, 1 + n % 7) for n in range(200)])
-    batches, others = PairBatches(made, 600, 3), PairBatches(made, 600, 3)
-    length = len(batches)
-    later = {step: others.batch(step).source for step in (3 * length, 2, length)}
-    for step, expected in later.items():
-        np.testing.assert_array_equal(batches.batch(step).source, expected)
-
-    def epoch(seed: int, number: int) -> list[bytes]:
-        steps = range(number * length + 1, (number + 1) * length + 1)
-        return [PairBatches(made, 600, seed).batch(step).source.tobytes() for step in steps]
-
-    assert len({tuple(epoch(*which)) for which in ((3, 0), (4, 0), (3, 1))}) == 3
+def test_pairs_that_do_not_fit_are_refused() -> None:
     with pytest.raises(InputError, match=r"make 512 tokens, more than batch_tokens \(500\)"):
         PairBatches(pair_split([(30, 30)]), 500, 0)
-    with pytest.raises(InputError, match="not by 3"):
-        PairBatches(pair_split([(3, 3)]), 500, 0).batch(1, 0, 3)
 
 
 # Documents with labels.
@@ -307,28 +236,83 @@ def test_an_epoch_holds_every_document_at_most_once(
     assert len(seen) == len(lengths) // batch_size * batch_size
 
 
-def test_a_batch_of_documents_depends_on_seed_and_step_alone() -> None:
-    split = relation_split([1 + i % 5 for i in range(50)])
-    one, other = (RelationBatches(split, 3, 0, 8, seed=4) for _ in range(2))
-    for step in (9, 2, 30):
-        other.batch(step + 1)
-        assert (one.batch(step).ids == other.batch(step).ids).all()
-    epochs = [{tuple(one.batch(e * 6 + s).ids[:, 0]) for s in range(1, 7)} for e in range(2)]
-    assert epochs[0] != epochs[1]
-    reseeded = RelationBatches(split, 3, 0, 8, seed=5).batch(1).ids[:, 0]
-    assert reseeded.tolist() != one.batch(1).ids[:, 0].tolist()
+def test_rows_are_filled_up_on_the_right() -> None:
     ids, padding = padded([[5], [6, 7]], 9, length=3)
     assert ids.tolist() == [[5, 9, 9], [6, 7, 9]]
     assert padding.tolist() == [[False, True, True], [False, False, True]]
 
 
-def test_shares_of_documents_make_up_the_batch_and_have_its_length() -> None:
-    batches = RelationBatches(relation_split([1 + i % 7 for i in range(40)]), 3, 0, 8, seed=0)
-    whole = batches.batch(3)
-    parts = [batches.batch(3, share, 4) for share in range(4)]
-    assert {part.ids.shape for part in parts} == {(2, whole.ids.shape[1])}
-    together = np.concatenate([part.ids for part in parts])
-    assert sorted(map(tuple, together.tolist())) == sorted(map(tuple, whole.ids.tolist()))
-    for share, shares in ((0, 3), (4, 4), (-1, 2)):
-        with pytest.raises(InputError, match=f"does not divide into {shares} shares"):
-            batches.batch(1, share, shares)
+# Every kind.
+
+
+def images(count: int = 30) -> ImageSplit:
+    """Image i has the label i."""
+    pixels = np.random.default_rng(1).integers(0, 256, (count, 4, 4, 1), dtype=np.uint8)
+    names = tuple(map(str, range(count)))
+    return ImageSplit("train", pixels, np.arange(count, dtype=np.int64), names)
+
+
+def text(seed: int) -> TrainingBatches:
+    return TrainingBatches(SPLIT, 16, 8, seed, Tiling(0.4, 3, 9))
+
+
+PAIRS = pair_split([(1 + n % 13, 1 + n % 7) for n in range(200)])
+RELATIONS = relation_split([1 + i % 7 for i in range(50)])
+KINDS: dict[str, Callable[[int], Any]] = {
+    "text": text,
+    "masked text": lambda seed: MaskedBatches(text(seed), MASKING),
+    "pairs": lambda seed: PairBatches(PAIRS, 600, seed),
+    "documents": lambda seed: RelationBatches(RELATIONS, 3, 0, 8, seed),
+    "images": lambda seed: ImageBatches(images(), 8, seed, shift=1),
+}
+
+
+def arrays(batch: Any) -> list[np.ndarray]:
+    """The arrays of a batch that have rows."""
+    parts = batch if isinstance(batch, tuple) else (batch,)
+    return [part for part in parts if part.ndim]
+
+
+def same(one: Any, other: Any) -> bool:
+    return all(map(np.array_equal, arrays(one), arrays(other)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=15, deadline=None)
+@given(steps=st.lists(st.integers(1, 200), min_size=2, max_size=6), seed=st.integers(0, 2**63 - 1))
+def test_a_batch_is_a_function_of_seed_and_step(kind: str, steps: list[int], seed: int) -> None:
+    drawn = KINDS[kind](seed)
+    before = {step: drawn.batch(step) for step in steps}
+    for step in reversed(steps):
+        assert same(KINDS[kind](seed).batch(step), before[step])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_seeds_and_epochs_differ(kind: str) -> None:
+    def drawn(seed: int, first: int) -> bytes:
+        batches = KINDS[kind](seed)
+        return b"".join(arrays(batches.batch(first + k))[0].tobytes() for k in range(6))
+
+    epoch = len(KINDS["pairs"](0)) if kind == "pairs" else 6
+    assert len({drawn(3, 1), drawn(4, 1), drawn(3, 1 + epoch)}) == 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=15, deadline=None)
+@given(shares=st.sampled_from([1, 2, 4, 8]), step=st.integers(1, 2**20), seed=st.integers(0, 99))
+def test_shares_make_up_the_batch(kind: str, shares: int, step: int, seed: int) -> None:
+    batches = KINDS[kind](seed)
+    parts = [arrays(KINDS[kind](seed).batch(step, share, shares)) for share in range(shares)]
+    for whole, *each in zip(arrays(batches.batch(step)), *parts, strict=True):
+        if kind in ("pairs", "documents"):  # every so manyth row
+            together = np.stack(each, axis=1).reshape(whole.shape)
+        else:
+            together = np.concatenate(each)
+        np.testing.assert_array_equal(together, whole)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("share", "shares"), [(0, 3), (4, 4), (-1, 2)])
+def test_shares_that_would_lose_rows_are_refused(kind: str, share: int, shares: int) -> None:
+    with pytest.raises(InputError, match=rf"{shares}\D.*share {share}"):
+        KINDS[kind](0).batch(1, share, shares)

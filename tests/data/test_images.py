@@ -130,23 +130,6 @@ def test_every_image_once_an_epoch(batch: int, steps: int, seed: int) -> None:
         assert sorted(seen[first : first + 10]) == list(range(10))
 
 
-@given(st.sampled_from([1, 2, 4]), st.integers(1, 30), st.integers(0, 2))
-@settings(max_examples=25, deadline=None)
-def test_shares_make_up_the_batch_in_any_order(shares: int, step: int, shift: int) -> None:
-    one = ImageBatches(split(10), 4, 7, shift)
-    other = ImageBatches(split(10), 4, 7, shift)
-    parts = [other.batch(step, share, shares) for share in reversed(range(shares))][::-1]
-    whole = one.batch(step)
-    for each, pieces in zip(whole, zip(*parts, strict=True), strict=True):
-        np.testing.assert_array_equal(each, np.concatenate(pieces))
-
-
-@pytest.mark.parametrize(("share", "shares"), [(0, 4), (2, 2), (-1, 2)])
-def test_shares_that_would_lose_images_are_refused(share: int, shares: int) -> None:
-    with pytest.raises(InputError, match=rf"batch of 10 images .* {shares} shares \(share {share}"):
-        ImageBatches(split(), 10, 0).batch(1, share, shares)
-
-
 def test_shifts_move_and_repeat_the_border() -> None:
     pixels = np.arange(9, dtype=np.uint8).reshape(1, 3, 3, 1)
     moved = shifted(pixels, np.array([[1, -1]]))[0, ..., 0]

@@ -8,8 +8,6 @@ from dataclasses import replace
 from normattn.lab.report.claims import Claim, Finding, Verdict
 from normattn.lab.report.figures import (
     Curves,
-    Density,
-    DensityRow,
     Figure,
     Grid,
     IntervalColumn,
@@ -50,11 +48,11 @@ def position_curves(rows: tuple[str, ...] = ROWS, panels: int = 2) -> Curves:
 
 
 def length_curves() -> Curves:
-    """Few points on logarithmic axes, one of them without a finite value, drawn as steps."""
+    """Few points on logarithmic axes, one of them without a finite value."""
     points = [Point(64.0 * 2**k, 10.0 ** (k - 1)) for k in range(4)]
     points[2] = Point(points[2].x, math.nan)
     line = Line("Baseline", tuple(points))
-    panel = Panel("", (line,), "context", "logit", log_x=True, log_y=True, steps=True)
+    panel = Panel("", (line,), "context", "logit", log_x=True, log_y=True)
     return Curves("by_length", "Largest logit", (panel,))
 
 
@@ -65,31 +63,19 @@ def intervals() -> Intervals:
     return Intervals("ranges", "Ranges", ROWS, columns)
 
 
-def grid(log: bool = False) -> Grid:
+def grid() -> Grid:
     """A cell without a value says why."""
     values = tuple(
         tuple(None if (r, c) == (1, 2) else 1.0 + r + 3 * c for c in range(3)) for r in range(8)
     )
     texts = tuple(tuple("NaN at 5" if v is None else f"{v:.1f}" for v in line) for line in values)
-    return Grid("grid", "Loss", ROWS, ("0.1, 0", "0.2, 0", "0.3, 0"), values, texts, log=log)
-
-
-def density() -> Density:
-    """Every row in two versions."""
-    rows = tuple(
-        DensityRow(row, -1.0, 1.0, ((0.1, 0.5, 0.4), (0.2, 0.2, 0.6)), ("64", "512"))
-        for row in ROWS
-    )
-    return Density("cosines", "Cosines", rows, "cos(q, k)")
+    return Grid("grid", "Loss", ROWS, ("0.1, 0", "0.2, 0", "0.3, 0"), values, texts)
 
 
 def figures() -> tuple[Figure, ...]:
     """One of every kind."""
     bent = replace(intervals(), name="changes", symlog=0.5)
-    return (
-        *(position_curves(), length_curves(), intervals(), bent),
-        *(grid(), grid(log=True), density()),
-    )
+    return (position_curves(), length_curves(), intervals(), bent, grid())
 
 
 def table(first: str = "Baseline") -> Filled:

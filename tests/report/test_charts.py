@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from normattn.lab.report.charts import png, shortened, vega_lite
+from normattn.lab.report.charts import png, vega_lite
 from normattn.lab.report.figures import Curves, Figure, Line, Mark, Panel, Point
 
 from . import examples
@@ -100,11 +100,6 @@ def test_four_lines_that_end_far_apart_are_highlighted() -> None:
     ends = {line["line"] for line in chosen["value"]}
     assert len(ends) == 4
     assert {"Baseline", "CosA-logn"} <= ends
-
-
-def test_labels_are_shortened_to_what_differs() -> None:
-    assert shortened(["m, a: PI", "m, a: YaRN"]) == ("m, a", ("PI", "YaRN"))
-    assert shortened(["m, a: PI", "m, b: PI"]) == ("", ("m, a: PI", "m, b: PI"))
 
 
 def test_the_report_is_imported_without_altair() -> None:

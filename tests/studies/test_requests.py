@@ -308,7 +308,12 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("questions", {"variants": ("gains",)}, "did you mean gain"),
     ("factors", {"variants": ("gaus",)}, "did you mean gau"),
     ("factors", {"variants": ("english",)}, "no corpus of English text was named"),
-    ("factors", {"variants": ("heads-4x",)}, "heads: .*greater than or equal to 1"),
+    ("factors", {"variants": ("heads-4x",)}, r"heads is \d here, .* a multiple of 4"),
+    (
+        "factors",
+        {"variants": ("length-4x",), "changes": {"training.batch_size": 6}},
+        "batch_size is 6 here, .* a multiple of 4",
+    ),
     ("factors", {"variants": ("preln",)}, "preln changes nothing in the preset tiny"),
     ("continue", {"changes": {"continued.keep": [10]}}, "keep must end with the last step 200"),
     ("continue", {"changes": {"continued.read": [2, 4]}}, "read must rise from 1"),

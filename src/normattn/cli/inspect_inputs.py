@@ -15,10 +15,10 @@ from normattn.cli.extend_reading import DEFAULT_TEXT, prepare_texts
 from normattn.errors import InputError
 from normattn.hf.model_parts import model_parts
 from normattn.hf.token_scorer import refuse_foreign_tokens
-from normattn.lab.data.batches import uniforms
+from normattn.lab.data.batches import padded, uniforms
 from normattn.lab.data.images import prepare_images
 from normattn.lab.data.pairs import BOS_ID, EOS_ID, PAD_ID, prepare_pairs
-from normattn.lab.data.relations import padded, prepare_relations
+from normattn.lab.data.relations import prepare_relations
 from normattn.lab.data.text_files import read_text
 from normattn.lab.data.tokeniser import Tokeniser
 from normattn.lab.data.tokens import prepare_tokens

@@ -62,13 +62,10 @@ class PackageList:
 
     @classmethod
     def read(cls, path: Path) -> PackageList:
-        """The list in a JSON file; `InputError` where it is damaged."""
+        """The list in a JSON file."""
         stored = read_object(path)
-        try:
-            wheels = tuple(Wheel(**wheel) for wheel in stored.pop("wheels"))
-            return cls(wheels, frozenset(stored.pop("near_duplicates")), **stored)
-        except (KeyError, TypeError) as error:
-            raise InputError(f"{path} is no list of pinned packages: {error}") from error
+        wheels = tuple(Wheel(**wheel) for wheel in stored.pop("wheels"))
+        return cls(wheels, frozenset(stored.pop("near_duplicates")), **stored)
 
 
 @dataclass(frozen=True)

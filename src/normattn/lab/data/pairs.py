@@ -20,7 +20,7 @@ from pydantic import Field
 from normattn import io
 from normattn.errors import InputError
 from normattn.io import read_object, sha256_of
-from normattn.lab.data.batches import epoch_order
+from normattn.lab.data.batches import epoch_order, padded
 from normattn.lab.data.pair_sources import parse_pairs
 from normattn.lab.data.sources import Corpus, Document
 from normattn.lab.data.splits import SPLITS, SplitName, Splits, SplitSettings
@@ -306,13 +306,14 @@ class PairBatches:
         size = int(self._source[rows].max()), int(self._target[rows].max())
         filler = -len(rows) % PADDED_TO
         # Every `shares`-th row: the rows are sorted by length, and shares should take equal time.
-        mine = np.concatenate([rows, np.repeat(rows[:1], filler)])[share::shares]
+        mine = np.concatenate([rows, np.repeat(rows[:1], filler)])[share::shares].tolist()
         scored = (np.arange(len(rows) + filler) < len(rows))[share::shares]
-        target = np.full((len(mine), size[1] + 1), PAD_ID, dtype=np.int64)
-        target[:, 0] = BOS_ID
-        _fill(target[:, 1:], self.split.target, np.where(scored, mine, -1))
-        source = np.full((len(mine), size[0]), PAD_ID, dtype=np.int64)
-        _fill(source, self.split.source, mine)
+        source, _ = padded([self.split.source_ids(row) for row in mine], PAD_ID, size[0])
+        sentences = [
+            self.split.target_ids(row) if kept else [BOS_ID]
+            for row, kept in zip(mine, scored, strict=True)
+        ]
+        target, _ = padded(sentences, PAD_ID, size[1] + 1)
         return PairBatch(source, target, (self.split.target.lengths[rows] + 1).sum())
 
     def _epoch_order(
@@ -346,14 +347,3 @@ def _cut(
             cuts.append(start)
             wide, high, rows = here, there, PADDED_TO
     return [*cuts, len(source)]
-
-
-def _fill(
-    into: Int64[np.ndarray, "rows width"], side: Ragged, rows: Int64[np.ndarray, "rows"]
-) -> None:
-    """Write sentences and their ends into padded rows; row −1 writes nothing."""
-    for index, row in enumerate(rows.tolist()):
-        if row >= 0:
-            sentence = side[row]
-            into[index, : len(sentence)] = sentence
-            into[index, len(sentence)] = EOS_ID

@@ -20,7 +20,7 @@ from pydantic import Field, model_validator
 from normattn import io
 from normattn.errors import InputError
 from normattn.io import expanded, read_object, sha256_of
-from normattn.lab.data.batches import epoch_order, refuse_uneven_shares
+from normattn.lab.data.batches import epoch_order, padded, refuse_uneven_shares
 from normattn.lab.data.relation_sources import PythonImports, parse_relations
 from normattn.lab.data.sources import Corpus, Document
 from normattn.lab.data.splits import SPLITS, SplitName, Splits, SplitSettings
@@ -251,18 +251,6 @@ def _fingerprint(labels: Sequence[str], pieces: WordPieces, splits: Iterable[Rel
 
 
 # Batches.
-
-
-def padded(
-    rows: Sequence[Sequence[int] | np.ndarray], pad: int, length: int | None = None
-) -> tuple[Int64[np.ndarray, "b t"], Bool[np.ndarray, "b t"]]:
-    """Rows of ids, filled up on the right to `length` (default: the longest); True is padding."""
-    lengths = np.array([len(row) for row in rows])
-    width = int(lengths.max()) if length is None else length
-    padding = np.arange(width) >= lengths[:, None]
-    ids = np.full((len(rows), width), pad, dtype=np.int64)
-    ids[~padding] = np.concatenate([np.asarray(row, dtype=np.int64) for row in rows])
-    return ids, padding
 
 
 def one_hot(

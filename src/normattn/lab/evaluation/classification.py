@@ -13,8 +13,9 @@ from jaxtyping import Bool, Float32
 from torch.nn import functional as F
 
 from normattn.errors import library
+from normattn.lab.data.batches import padded
 from normattn.lab.data.images import ImageSplit
-from normattn.lab.data.relations import RelationData, RelationSplit, one_hot, padded
+from normattn.lab.data.relations import RelationData, RelationSplit, one_hot
 from normattn.lab.evaluation.scorer import Precision, autocast, batches, weights_digest
 from normattn.lab.stats import Identity, fact, identified, joined, sums
 from normattn.models.classifier import Classifier

@@ -10,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 
 from normattn.errors import InputError, library
+from normattn.lab.data.batches import padded
 from normattn.lab.data.pairs import EOS_ID, PAD_ID, PairSplit
-from normattn.lab.data.relations import padded
 from normattn.lab.data.tokeniser import Tokeniser
 from normattn.lab.evaluation.masked import unigram_nats
 from normattn.lab.evaluation.scorer import batches

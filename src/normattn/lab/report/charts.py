@@ -15,7 +15,6 @@ import altair as alt
 
 from normattn.lab.report.figures import (
     Curves,
-    Density,
     Figure,
     Grid,
     IntervalColumn,
@@ -63,7 +62,6 @@ def vega_lite(figure: Figure) -> dict[str, Any]:
         Curves: _curves,
         Intervals: _intervals,
         Grid: _grid,
-        Density: _density,
     }
     with alt.data_transformers.enable("default", max_rows=None, consolidate_datasets=False):
         whole = draw[type(figure)](figure).configure(**_CONFIG).to_dict()
@@ -166,7 +164,6 @@ def _panel(
         type="log" if panel.log_y else "linear", domain=list(limits), zero=False, nice=False
     )
     y: dict[str, Any] = {"title": panel.y_title, "scale": scale}
-    drawn: dict[str, Any] = {"clip": True, "interpolate": "step-after" if panel.steps else "linear"}
     position = alt.Tooltip("x:Q", title=panel.x_title, format=",~g")
     tooltip = [alt.Tooltip("line:N", title="line"), position, *_TOOLTIPS]
     dots = 0.9 if max(len(line.points) for line in panel.lines) <= DOTTED else 0.0
@@ -176,10 +173,10 @@ def _panel(
 
     base = _data(values).encode(x=x, color=channels["color"])
     layers: list[Any] = [
-        base.mark_area(**drawn).encode(
+        base.mark_area(clip=True).encode(
             y=alt.Y("low:Q", **y), y2="high:Q", opacity=opacity(0.13, 0.0)
         ),
-        base.mark_line(**drawn).encode(
+        base.mark_line(clip=True).encode(
             y=alt.Y("value:Q", **y), strokeDash=channels["strokeDash"], opacity=opacity(1.0, 0.15)
         ),
         base.mark_point(clip=True, filled=True, size=22).encode(
@@ -250,9 +247,8 @@ def _limits(lines: Sequence[Line], log: bool) -> tuple[float, float]:
 
 def _intervals(figure: Intervals) -> Any:
     """Values with their intervals, the rows sorted by the last quantity."""
-    common, labels = shortened(figure.rows)
     last = [-math.inf if value is None else value.value for value in figure.columns[-1].values]
-    order = [label for _, label in sorted(zip(last, labels, strict=True), key=lambda r: -r[0])]
+    order = [label for _, label in sorted(zip(last, figure.rows, strict=True), key=lambda r: -r[0])]
     scale = alt.Scale(zero=False)
     if figure.symlog is not None:
         values = [v for column in figure.columns for v in column.values if v is not None]
@@ -263,13 +259,13 @@ def _intervals(figure: Intervals) -> Any:
         axis = alt.Undefined if number == 0 else alt.Axis(labels=False, ticks=False)
         y = alt.Y("row:N", sort=order, title=None, axis=axis)
         charts.append(
-            _interval_column(column, labels, y, scale).properties(
+            _interval_column(column, figure.rows, y, scale).properties(
                 width=300 if len(figure.columns) <= 2 else 180,
                 height=ROW_HEIGHT * len(order),
                 title=_wrapped(column.title, 34),
             )
         )
-    return alt.hconcat(*charts, title=_wrapped(figure.title + (f" – {common}" if common else "")))
+    return alt.hconcat(*charts, title=_wrapped(figure.title))
 
 
 def _interval_column(column: IntervalColumn, rows: Sequence[str], y: Any, scale: Any) -> Any:
@@ -294,7 +290,7 @@ def _interval_column(column: IntervalColumn, rows: Sequence[str], y: Any, scale:
     return alt.layer(*layers)
 
 
-# Cells and distributions
+# Cells
 
 
 def _grid(figure: Grid) -> Any:
@@ -303,7 +299,7 @@ def _grid(figure: Grid) -> Any:
         {
             "row": row,
             "column": column,
-            "value": None if value is None or (figure.log and value <= 0) else _number(value),
+            "value": _number(value),
             "text": text,
         }
         for row, line, texts in zip(figure.rows, figure.values, figure.texts, strict=True)
@@ -322,7 +318,7 @@ def _grid(figure: Grid) -> Any:
         y=alt.Y("row:N", sort=list(figure.rows), title=figure.y_title or None),
         tooltip=["row:N", "column:N", alt.Tooltip("value:Q", format=",.4~g"), "text:N"],
     )
-    scale = alt.Scale(type="log" if figure.log else "linear", scheme="viridis", zero=False)
+    scale = alt.Scale(scheme="viridis", zero=False)
     colour = alt.Color("value:Q", scale=scale, legend=alt.Legend(title=figure.scale_title or None))
     has_value = "datum.value !== null"
     layers: list[Any] = [
@@ -333,8 +329,7 @@ def _grid(figure: Grid) -> Any:
         known = [cell["value"] for cell in values if isinstance(cell["value"], float)]
         low, high = min(known, default=0.0), max(known, default=0.0)
         # The value whose colour is of medium lightness.
-        middle = low * (high / low) ** 0.55 if figure.log and low else low + 0.55 * (high - low)
-        dark = f"{has_value} && datum.value < {middle}"
+        dark = f"{has_value} && datum.value < {low + 0.55 * (high - low)}"
         ink = alt.condition(dark, alt.value("white"), alt.value("black"))
         layers.append(base.mark_text(fontSize=10).encode(text="text:N", color=ink))
     height = alt.Step(ROW_HEIGHT if texts else size)
@@ -343,56 +338,7 @@ def _grid(figure: Grid) -> Any:
     )
 
 
-def _density(figure: Density) -> Any:
-    """Distributions below each other on one x axis, each scaled to its highest bin."""
-    values = []
-    for row in figure.rows:
-        highest = max((max(heights, default=0.0) for heights in row.heights), default=0.0) or 1.0
-        values += [
-            {
-                "row": row.label,
-                "version": name,
-                "x": _number(row.low + (row.high - row.low) * place / len(heights)),
-                "height": _number(height / highest),
-            }
-            for heights, name in zip(row.heights, row.names, strict=True)
-            for place, height in enumerate((*heights, 0.0))
-        ]
-    names = list(dict.fromkeys(name for row in figure.rows for name in row.names))
-    colour = alt.Color(
-        "version:N",
-        sort=names,
-        scale=alt.Scale(domain=names, range=[COLOURS[2], COLOURS[4]][: len(names)]),
-        legend=alt.Legend(orient="top") if len(names) > 1 else None,
-    )
-    drawing = _data(values).mark_area(interpolate="step-after", fillOpacity=0.2, line=True)
-    drawing = drawing.encode(
-        x=alt.X("x:Q", title=figure.x_title, scale=alt.Scale(nice=False)),
-        y=alt.Y("height:Q", title=None, axis=None, stack=None),
-        color=colour,
-    )
-    header = alt.Header(labelAngle=0, labelAlign="left", labelLimit=320)
-    labels = [row.label for row in figure.rows]
-    return drawing.properties(width=420, height=38).facet(
-        row=alt.Row("row:N", sort=labels, title=None, header=header),
-        spacing=4,
-        title=_wrapped(figure.title),
-    )
-
-
 # Texts and numbers
-
-
-def shortened(labels: Sequence[str]) -> tuple[str, tuple[str, ...]]:
-    """(what all labels begin with before ": ", the parts in which they differ).
-
-    ("SmolLM2", ("PI", "YaRN")) of "SmolLM2: PI" and "SmolLM2: YaRN"; ("", labels) of others.
-    """
-    parts = [label.rpartition(": ") for label in labels]
-    common = {start for start, _, _ in parts}
-    if len(common) == 1 and common != {""}:
-        return common.pop(), tuple(end for _, _, end in parts)
-    return "", tuple(labels)
 
 
 def _wrapped(text: str, width: int = TITLE_WIDTH) -> list[str] | str:

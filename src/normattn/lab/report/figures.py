@@ -1,8 +1,8 @@
 """Figures as values: the numbers of a picture and their titles, before anything is drawn.
 
-Four kinds are enough for every report: `Curves` (lines with bands), `Intervals` (a value and its
-interval for every row), `Grid` (coloured cells with a number) and `Density` (a distribution for
-every row). `charts` draws each, for report.html and as an image.
+Three kinds are enough for every report: `Curves` (lines with bands), `Intervals` (a value and its
+interval for every row) and `Grid` (coloured cells with a number). `charts` draws each, for
+report.html and as an image.
 """
 
 from __future__ import annotations
@@ -47,10 +47,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Panel:
-    """Axes with lines; `steps` draws each value as constant up to the next x.
-
-    What lies below the x `shaded` has a grey ground.
-    """
+    """Axes with lines; what lies below the x `shaded` has a grey ground."""
 
     title: str
     lines: tuple[Line, ...]
@@ -58,7 +55,6 @@ class Panel:
     y_title: str
     log_x: bool = False
     log_y: bool = False
-    steps: bool = False
     marks: tuple[Mark, ...] = ()
     shaded: float | None = None
 
@@ -115,31 +111,9 @@ class Grid:
     x_title: str = ""
     y_title: str = ""
     scale_title: str = ""
-    log: bool = False
 
 
-@dataclass(frozen=True)
-class DensityRow:
-    """One distribution: heights over even bins between `low` and `high`, in one or two versions."""
-
-    label: str
-    low: float
-    high: float
-    heights: tuple[tuple[float, ...], ...]
-    names: tuple[str, ...] = ("",)
-
-
-@dataclass(frozen=True)
-class Density:
-    """Distributions below each other."""
-
-    name: str
-    title: str
-    rows: tuple[DensityRow, ...]
-    x_title: str
-
-
-Figure = Curves | Intervals | Grid | Density
+Figure = Curves | Intervals | Grid
 
 
 def is_empty(figure: Figure) -> bool:
@@ -151,5 +125,3 @@ def is_empty(figure: Figure) -> bool:
             return not any(value for column in columns for value in column.values)
         case Grid(values=values, texts=texts):
             return all(v is None for row in values for v in row) and not any(map(any, texts))
-        case Density(rows=rows):
-            return not rows

@@ -32,20 +32,23 @@ class View:
 
     frame: pl.DataFrame
     bootstrap: Bootstrap = field(default_factory=Bootstrap)
-    _values: dict[tuple[Any, ...], list[Any]] = field(default_factory=dict, repr=False)
-    _parts: dict[tuple[str, ...], dict[Any, pl.DataFrame]] = field(default_factory=dict, repr=False)
-    _sums: dict[tuple[Any, ...], Sums | None] = field(default_factory=dict, repr=False)
-    _estimates: dict[tuple[Any, ...], Estimate | None] = field(default_factory=dict, repr=False)
+    _kept: dict[tuple[Any, ...], Any] = field(default_factory=dict, repr=False)
+
+    def _once(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+        """What `make` returns, made once for a key: a report asks for each number many times."""
+        if key not in self._kept:
+            self._kept[key] = make()
+        return self._kept[key]
 
     def values(self, column: str, where: Where | None = None) -> list[Any]:
         """The values that a column has in some rows, in the order of appearance."""
-        key = (column, *sorted((where or {}).items()))
-        if key not in self._values:
+
+        def found() -> list[Any]:
             needed = {column, *(where or {})}
             narrow = self.frame.select(name for name in self.frame.columns if name in needed)
-            rows = select(narrow, where or {})
-            self._values[key] = rows[column].unique(maintain_order=True).to_list()
-        return list(self._values[key])
+            return select(narrow, where or {})[column].unique(maintain_order=True).to_list()
+
+        return list(self._once(("values", column, *sorted((where or {}).items())), found))
 
     def one(self, column: str, where: Where | None = None) -> Any:
         """The one value that a column has in some rows; None where there are none or several."""
@@ -62,17 +65,16 @@ class View:
 
     def sums(self, statistic: str, where: Where) -> Sums | None:
         """The sums of a statistic; None where nothing was measured."""
-        key = (statistic, *sorted(where.items()))
-        if key not in self._sums:
-            # A report asks for each statistic of each row many times.
+
+        def found() -> Sums | None:
             named = tuple(name for name in ("row", "method") if name in where)
             by = ("statistic", *named)
-            if by not in self._parts:
-                self._parts[by] = self.frame.partition_by(by, as_dict=True)
-            place = (statistic, *(where[name] for name in named))
-            part = self._parts[by].get(place, self.frame.clear())
-            self._sums[key] = gathered(part, statistic, where)
-        return self._sums[key]
+            parts = self._once(("parts", *by), lambda: self.frame.partition_by(by, as_dict=True))
+            part = parts.get((statistic, *(where[name] for name in named)), self.frame.clear())
+            return gathered(part, statistic, where)
+
+        sums: Sums | None = self._once(("sums", statistic, *sorted(where.items())), found)
+        return sums
 
     @cached_property
     def read(self) -> pl.DataFrame:
@@ -88,10 +90,9 @@ class View:
         terms = self._resolved(metric.under(where or {}).terms)
         if terms is None or (len(terms) > 1 and len({term.place for term in terms}) == 1):
             return None
-        key = tuple(term.key for term in terms)
-        if key not in self._estimates:
-            self._estimates[key] = self._estimate(terms)
-        return self._estimates[key]
+        key = ("estimate", *(term.key for term in terms))
+        estimated: Estimate | None = self._once(key, lambda: self._estimate(terms))
+        return estimated
 
     def known(self, metric: Metric, where: Where | None = None) -> Estimate | None:
         """The same; None too where nothing was counted."""

@@ -64,10 +64,7 @@ class Change:
         for name in self.times:
             if value_at(training, name) is None:
                 raise InputError(f"{self.words}: {name} has no value here that could be multiplied")
-        scaled = {
-            name: type(value := value_at(training, name))(value * factor)
-            for name, factor in self.times.items()
-        }
+        scaled = {name: self._scaled(training, name) for name in self.times}
         changed = {**self.settings, **scaled}
         if changed.get("model.block") == training["model"].get("block", "mha"):
             return dict(training)
@@ -75,6 +72,17 @@ class Change:
         if "optimiser" in changed:  # Another one has settings of its own.
             kept.pop("optimiser", None)
         return merged(kept, changed)
+
+    def _scaled(self, training: Mapping[str, Any], name: str) -> Any:
+        """A number of the preset times its factor; of steps the whole number below."""
+        value, factor = value_at(training, name), self.times[name]
+        product = value * factor
+        if isinstance(value, int) and name != "steps" and not float(product).is_integer():
+            raise InputError(
+                f"{self.words}: {name} is {value} here, and {factor:g} of it is no whole number; "
+                f"set training.{name} to a multiple of {1 / factor:g}"
+            )
+        return type(value)(product)
 
 
 def _longer(times: int) -> Mapping[str, float]:
