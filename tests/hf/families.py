@@ -38,13 +38,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention", "sliding_attention"],
     },
     "Qwen3": {"num_key_value_heads": 2, "head_dim": 16},
-    "Qwen3Moe": {
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-    },
     "Gemma": {"num_key_value_heads": 1, "head_dim": 8},
     "Gemma2": {
         **_SLIDING_THEN_FULL,
@@ -64,14 +57,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         },
     },
     "SmolLM3": {"num_key_value_heads": 2, "no_rope_layers": [1, 0], "no_rope_layer_interval": 2},
-    "Phi3": {
-        "num_key_value_heads": 2,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 10000.0,
-            "partial_rotary_factor": 0.5,
-        },
-    },
     "Olmo2": {"num_key_value_heads": 2},
     "Granite": {"num_key_value_heads": 2, "attention_multiplier": 0.2},
     "Cohere": {"num_key_value_heads": 2, "use_qk_norm": True},
@@ -100,9 +85,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attn_implementation": "eager",
     },
 }
-# Layers that stay as trained, and layers without positions.
-LEFT = {"Qwen2": (1,), "Gemma2": (0,), "Gemma3": (0,), "GptOss": (0,)}
-WITHOUT_POSITIONS = {"SmolLM3": (1,)}
 
 
 def configuration(family: str, **more: Any) -> Any:

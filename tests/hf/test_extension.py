@@ -35,6 +35,8 @@ def test_resolved_values_say_what_was_found() -> None:
     assert (found.train_length, found.train_length_from) == (4, "given")
     assert (found.left, found.attention, found.cached_keys) == ((0,), "stock", "rotated")
     assert "layers within a window, as trained: 0" in str(found)
+    with normattn.extend(model_of("SmolLM3"), "logn+") as extension:
+        assert extension.resolved.without_positions == (1,)
 
 
 @pytest.mark.parametrize(

@@ -134,16 +134,20 @@ _WARMER: dict[str, Any] = {
     ("family", "more", "reason"),
     [
         ("Llama", {"rope_parameters": _SCALED}, "scaled by 'yarn'"),
-        ("Llama", {"attention_bias": True}, "a bias of the attention's output"),
-        ("Llama", {"mlp_bias": True}, "biases of the feed-forward"),
-        ("Llama", {"hidden_act": "gelu"}, "the activation 'gelu'"),
+        (
+            "Llama",
+            {"attention_bias": True},
+            "its layers are not Llama's, which differ by self_attn",
+        ),
+        ("Llama", {"mlp_bias": True}, "its layers are not Llama's, which differ by mlp"),
+        ("Llama", {"hidden_act": "gelu"}, "computes other logits with them"),
         ("Qwen2", {}, "a sliding window"),
         ("Mistral", {"sliding_window": 4}, "a sliding window"),
-        ("Gemma", {}, "the activation 'gelu_pytorch_tanh'"),
+        ("Gemma", {}, "computes other logits with them"),
         ("Olmo2", {}, "its layers are not Llama's, which differ by input_layernorm"),
         ("Granite", {}, "computes other logits with them"),
         ("GPTNeoX", {}, "its configuration has no rms_norm_eps"),
-        ("Ministral3", _WARMER, "the setting 'llama_4_scaling_beta' of rotary positions"),
+        ("Ministral3", _WARMER, "the setting llama_4_scaling_beta of rotary positions"),
     ],
 )
 def test_what_our_settings_cannot_say(family: str, more: dict[str, Any], reason: str) -> None:

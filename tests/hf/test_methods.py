@@ -103,19 +103,6 @@ def test_spectra_by_hand(method: str, values: dict[str, Any]) -> None:
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-4)
 
 
-def scaled(family: str, kind: str, **values: Any) -> Any:
-    """The family's model with a spectrum of transformers' own, and the same weights."""
-    plain = model_of(family)
-    given = dict(plain.config.rope_parameters)
-    if "full_attention" in given:
-        given["full_attention"] = {**given["full_attention"], "rope_type": kind, **values}
-    else:
-        given |= {"rope_type": kind, **values}
-    model = build(family, rope_parameters=given)
-    model.load_state_dict(plain.state_dict())
-    return model
-
-
 def _one_layer(**more: Any) -> Any:
     return build("Llama", num_hidden_layers=1, **more)
 
@@ -147,17 +134,10 @@ def test_dynamic_agrees_with_itself_where_transformers_does_not() -> None:
 
 
 def test_a_scaled_model_is_taken_as_it_is_by_what_keeps_its_spectrum() -> None:
-    model, ids = (
-        scaled(
-            "Llama",
-            "llama3",
-            factor=4.0,
-            low_freq_factor=1.0,
-            high_freq_factor=4.0,
-            original_max_position_embeddings=LENGTH,
-        ),
-        tokens(1, COUNT),
-    )
+    rope = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0}
+    rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope |= {"original_max_position_embeddings": LENGTH}
+    model, ids = build("Llama", rope_parameters=rope), tokens(1, COUNT)
     theta = model.model.rotary_emb.inv_freq.double()
     assert not torch.allclose(theta, rope_frequencies(8, 10000.0))
     with normattn.extend(model, "ReRoPE", window=W, train_length=LENGTH):

@@ -82,18 +82,17 @@ def test_a_conversation_goes_on_from_its_cache() -> None:
 
 
 @torch.no_grad()
-def test_the_cache_is_cut_repeated_and_chosen() -> None:
+def test_the_cache_is_cut_and_reordered() -> None:
     wrapped = wrapped_of(SCORES[0])
     cache = wrapped(PROMPTS).past_key_values
     assert isinstance(cache, NormattnCache)
-    assert (cache.batch_size, len(cache), cache.get_max_length()) == (2, 2, -1)
+    assert (len(cache), cache.get_max_length()) == (2, -1)
     assert (cache.is_initialized, cache.is_croppable, cache.is_compileable) == (True, True, False)
     assert cache.is_sliding == [False, False]
     cache.crop(-3)
     again = wrapped(PROMPTS[:, 4:], past_key_values=cache).logits
     torch.testing.assert_close(again, wrapped(PROMPTS).logits[:, 4:])
-    cache.batch_repeat_interleave(2)
-    cache.batch_select_indices(torch.tensor([3, 0]))
+    cache.reorder_cache(torch.tensor([1, 0]))
     cache.crop(-3)
     swapped = wrapped(PROMPTS[[1, 0], 4:], past_key_values=cache).logits
     torch.testing.assert_close(swapped, again[[1, 0]])

@@ -11,7 +11,6 @@ import torch
 import transformers
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-import normattn.hf
 from normattn import ScoreSpec, score_of
 from normattn.score.recipes import RECIPES
 
@@ -253,7 +252,3 @@ def test_frequencies_that_a_cast_has_rounded_are_said_to_be() -> None:
     assert all("frequencies in torch.bfloat16" in str(layer.lacks) for layer in seen.layers)
     assert str(seen).count("\n") == 0  # one line for layers of which the same is said
     assert "in 2 layers" in str(seen)
-
-
-def test_the_package_gives_the_function_not_the_module() -> None:
-    assert normattn.hf.score_of is score_of

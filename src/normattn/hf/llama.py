@@ -8,7 +8,7 @@ import torch
 
 from normattn.errors import InputError
 from normattn.hf.extend import extension_of
-from normattn.hf.native import refuse_applied
+from normattn.hf.native import refuse_applied, scaling_words
 from normattn.hf.probe import evaluating
 from normattn.layers.feed_forward import swiglu_hidden
 from normattn.models.causal_lm import CausalLM
@@ -39,8 +39,8 @@ _BIASES = {f"self_attn.{letter}_proj.bias" for letter in "qkv"}
 _NORMS = {"self_attn.q_norm.weight", "self_attn.k_norm.weight"}
 _NEEDED = {name for names in _LAYER.values() for name in names} - _BIASES - _NORMS
 _FIELDS = (
-    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "hidden_act"),
-    *("num_attention_heads", "rms_norm_eps", "max_position_embeddings", "rope_parameters"),
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "rms_norm_eps"),
+    *("num_attention_heads", "max_position_embeddings", "rope_parameters"),
 )
 _ROPE_TYPES = ("default", "linear", "llama3")
 """Those of transformers that some rope scaling here equals at every length."""
@@ -160,21 +160,15 @@ def _our_config(model: Any) -> CausalLMConfig:
 
 
 def _refuse_settings(theirs: Any, rope: dict[str, Any], kind: str) -> None:
-    """Raise `InputError` for what our settings cannot say."""
+    """Raise `InputError` for settings that a few tokens need not show in the logits."""
     layers = set(getattr(theirs, "layer_types", None) or ())
     windowed = getattr(theirs, "sliding_window", None) is not None
     unknown = [key for key, value in rope.items() if value is not None and key not in _ROPE_FIELDS]
     scaled = rope.get("rope_type", "default")
-    also = unknown[0] if unknown else ""
     reasons = {
         f"rotary positions scaled by {scaled!r}": scaled not in _ROPE_TYPES,
-        "a partial rotation": rope.get("partial_rotary_factor", 1.0) != 1.0,
-        f"the setting {also!r} of rotary positions, which ours have not": unknown,
+        f"the setting {', '.join(unknown)} of rotary positions, which ours have not": unknown,
         "layers with a sliding window": layers - {"full_attention"} or (windowed and not layers),
-        "a bias of the attention's output": getattr(theirs, "attention_bias", False),
-        "biases of the feed-forward layers": getattr(theirs, "mlp_bias", False),
-        f"the activation {theirs.hidden_act!r} in place of SiLU": theirs.hidden_act
-        not in ("silu", "swish"),
     }
     for reason, found in reasons.items():
         if found:
@@ -244,6 +238,12 @@ def _their_config(config: CausalLMConfig) -> tuple[str, Any]:
         raise InputError(
             "qkv_bias beside QKRMSNorm has no counterpart: Qwen3 biases the output too"
         )
+    scaling = spec.rope_scaling
+    rope = {"rope_type": "default", "rope_theta": base}
+    if isinstance(scaling, PI | Llama3):
+        rope |= scaling_words(scaling, length)
+    elif scaling is not None:
+        raise InputError(f"the spectrum {scaling.name} has no counterpart in Llama, Qwen2 or Qwen3")
     name = "Qwen3" if normed else "Qwen2" if config.qkv_bias else "Llama"
     return name, getattr(transformers, f"{name}Config")(
         vocab_size=config.vocab_size,
@@ -256,7 +256,7 @@ def _their_config(config: CausalLMConfig) -> tuple[str, Any]:
         max_position_embeddings=length,
         rms_norm_eps=config.norm_eps,
         tie_word_embeddings=config.tie_head,
-        rope_parameters=_rope_parameters(spec.rope_scaling, base, length),
+        rope_parameters=rope,
         bos_token_id=None,
         eos_token_id=None,
     )
@@ -276,17 +276,3 @@ def _scaling_of(rope: dict[str, Any], train_length: int) -> RopeScaling | None:
     longer = train_length / rope["original_max_position_embeddings"]
     low, high = (longer * rope[f"{end}_freq_factor"] for end in ("low", "high"))
     return Llama3(factor=float(rope["factor"]), low=low, high=high)
-
-
-def _rope_parameters(scaling: RopeScaling | None, base: float, train_length: int) -> dict[str, Any]:
-    """The `rope_parameters` of a score's rope scaling; `InputError` where they cannot say it."""
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": base}
-    if isinstance(scaling, PI):
-        rope |= {"rope_type": "linear", "factor": scaling.stretch}
-    elif isinstance(scaling, Llama3):
-        rope |= {"rope_type": "llama3", "original_max_position_embeddings": train_length}
-        rope |= {"low_freq_factor": scaling.low, "high_freq_factor": scaling.high}
-        rope["factor"] = scaling.stretch
-    elif scaling is not None:
-        raise InputError(f"the spectrum {scaling.name} has no counterpart in Llama, Qwen2 or Qwen3")
-    return rope

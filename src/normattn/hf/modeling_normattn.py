@@ -17,6 +17,7 @@ from transformers.modeling_outputs import (
     MaskedLMOutput,
     SequenceClassifierOutput,
 )
+from transformers.utils.generic import can_return_tuple
 
 from normattn.errors import InputError
 from normattn.hf.load import missing_weight
@@ -141,21 +142,9 @@ class NormattnCache(_Cache):
         """The tokens there is room for; −1 without a bound."""
         return -1 if self.held.max_length is None else self.held.max_length
 
-    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
-        """The same under its older name."""
-        return self.get_max_length()
-
     def reorder_cache(self, beam_idx: Int[Tensor, " r"]) -> None:
         """Row i becomes the old row beam_idx[i]."""
         self.held.reorder(beam_idx)
-
-    def batch_select_indices(self, indices: Int[Tensor, " r"]) -> None:
-        """Keep these rows."""
-        self.held.reorder(indices)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row becomes `repeats` rows."""
-        self.held.reorder(torch.arange(self.batch_size).repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last −tokens_to_remove tokens; a positive number is refused, as there."""
@@ -169,7 +158,6 @@ class NormattnCache(_Cache):
         """Forget everything."""
         self.held.truncate(0)
 
-    batch_size = property(lambda self: self.held.layers[0].rows)
     is_compileable = property(lambda self: False)  # it grows
     is_initialized = property(lambda self: self.held.length > 0)
     is_sliding = property(lambda self: [layer.window is not None for layer in self.held.layers])
@@ -230,11 +218,6 @@ class NormattnModel(_Model):
             "build a model with another vocab_size and copy the weights"
         )
 
-    def _returned(self, output: Any, return_dict: bool | None) -> Any:
-        """The output, or a tuple of it where transformers' `return_dict` is off."""
-        wanted = self.config.return_dict if return_dict is None else return_dict
-        return output if wanted else output.to_tuple()
-
 
 def _checked(
     ids: Tensor | None,
@@ -274,6 +257,7 @@ class NormattnForCausalLM(NormattnModel, _GenerationMixin):
     config_class = NormattnConfig
     model_class = CausalLM
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -284,7 +268,6 @@ class NormattnForCausalLM(NormattnModel, _GenerationMixin):
         logits_to_keep: int = 0,
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
     ) -> Any:
         """Logits (B, T, V), the loss of `labels`, and the cache.
 
@@ -311,8 +294,7 @@ class NormattnForCausalLM(NormattnModel, _GenerationMixin):
         loss = None
         if labels is not None:
             loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
-        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
-        return self._returned(output, return_dict)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
 
     def new_cache(self, max_length: int | None = None) -> NormattnCache:
         """An empty cache for the scores that are active now, as `CausalLM.new_cache`."""
@@ -347,6 +329,7 @@ class NormattnForMaskedLM(NormattnModel):
     config_class = NormattnMaskedLMConfig
     model_class = MaskedLM
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -354,7 +337,6 @@ class NormattnForMaskedLM(NormattnModel):
         labels: Int[Tensor, "b t"] | None = None,
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
     ) -> Any:
         """Logits (B, T, V), and the mean cross-entropy in nats of `labels` that are not −100.
 
@@ -365,7 +347,7 @@ class NormattnForMaskedLM(NormattnModel):
         loss = None
         if labels is not None:
             loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
-        return self._returned(MaskedLMOutput(loss=loss, logits=logits), return_dict)
+        return MaskedLMOutput(loss=loss, logits=logits)
 
 
 class NormattnForSequenceClassification(NormattnModel):
@@ -374,6 +356,7 @@ class NormattnForSequenceClassification(NormattnModel):
     config_class = NormattnClassifierConfig
     model_class = Classifier
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -381,7 +364,6 @@ class NormattnForSequenceClassification(NormattnModel):
         labels: Tensor | None = None,
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
     ) -> Any:
         """Logits (B, K), and the loss of `labels` in nats, by `config.problem_type`.
 
@@ -404,7 +386,7 @@ class NormattnForSequenceClassification(NormattnModel):
                 f"problem_type {kind!r}: multi_label_classification takes 0 or 1 (B, K), "
                 "single_label_classification numbers (B,)"
             )
-        return self._returned(SequenceClassifierOutput(loss=loss, logits=logits), return_dict)
+        return SequenceClassifierOutput(loss=loss, logits=logits)
 
 
 _HOMES: tuple[tuple[Any, Any], ...] = (

@@ -102,14 +102,8 @@ def words(spec: ScoreSpec, rotation: HeadRotation | None) -> dict[str, Any]:
     scaling = spec.rope_scaling
     frequencies_alone = spec.remapping is None and not spec.blockwise and spec.logn is None
     if frequencies_alone and rotation is not None:
-        if isinstance(scaling, PI):
-            return {"rope_type": "linear", "factor": scaling.stretch}
-        if isinstance(scaling, YaRN):
-            return _yarn(scaling, spec.train_length)
-        if isinstance(scaling, Llama3):
-            ends = {"low_freq_factor": scaling.low, "high_freq_factor": scaling.high}
-            length = {"original_max_position_embeddings": spec.train_length}
-            return {"rope_type": "llama3", "factor": scaling.stretch, **ends, **length}
+        if isinstance(scaling, PI | YaRN | Llama3):
+            return scaling_words(scaling, spec.train_length)
         if isinstance(scaling, ABF):
             return {"rope_theta": scaling.base}
         if isinstance(scaling, NTK) and rotation.base is not None:
@@ -121,14 +115,19 @@ def words(spec: ScoreSpec, rotation: HeadRotation | None) -> dict[str, Any]:
     )
 
 
-def _yarn(scaling: YaRN, train_length: int | None) -> dict[str, Any]:
-    """`factor` and the length, and what differs from YaRN's usual values."""
+def scaling_words(scaling: PI | YaRN | Llama3, train_length: int | None) -> dict[str, Any]:
+    """The rope parameters of a scaling that has a rope_type: what differs from the usual values."""
+    length = {"original_max_position_embeddings": train_length}
+    if isinstance(scaling, PI):
+        return {"rope_type": "linear", "factor": scaling.stretch}
+    if isinstance(scaling, Llama3):
+        ends = {"low_freq_factor": scaling.low, "high_freq_factor": scaling.high}
+        return {"rope_type": "llama3", "factor": scaling.stretch, **ends, **length}
     usual = {field.name: field.default for field in dataclasses.fields(YaRN)}
     names = ("beta_fast", "beta_slow", "truncate")
     own = {name: getattr(scaling, name) for name in names if getattr(scaling, name) != usual[name]}
     if scaling.sharpness != usual["sharpness"]:
         own["attention_factor"] = scaling.sharpness * math.log(scaling.stretch) + 1
-    length = {"original_max_position_embeddings": train_length}
     return {"rope_type": "yarn", "factor": scaling.stretch, **length, **own}
 
 
@@ -184,19 +183,23 @@ def record_of(config: Any, path: str | Path) -> dict[str, Any] | None:
     holds others. Raises `InputError` for a record that lacks something or has other types.
     """
     record = getattr(config, FIELD, None)
+    if record is not None:
+        check_record(record, f"the configuration of {path}: the field {FIELD!r}")
+    return record
+
+
+def check_record(record: Any, where: str) -> None:
+    """Raise `InputError` for what is no record of a method."""
     types = {"method": str, "train_length": int, TRAINED: dict}
-    if record is None:
-        return None
     if (
         not isinstance(record, dict)
         or set(record) | {TRAINED} != set(types)
         or any(type(value) is not types[name] for name, value in record.items())
     ):
         raise InputError(
-            f"the configuration of {path}: the field {FIELD!r} must hold a method, a name, and a "
-            f"train_length, a whole number; {TRAINED!r} beside them holds fields"
+            f"{where} must hold a method, a name, and a train_length, a whole number; {TRAINED!r} "
+            "beside them holds fields"
         )
-    return record
 
 
 def take_record(config: Any, path: str | Path) -> dict[str, Any] | None:

@@ -11,7 +11,7 @@ import torch
 from normattn.errors import InputError
 from normattn.hf.extend import extend
 from normattn.hf.load import load_model, read_tokeniser, source_of
-from normattn.hf.native import ADAPTER_FILE, FIELD, TRAINED, record_of, take_record
+from normattn.hf.native import ADAPTER_FILE, FIELD, TRAINED, check_record, record_of, take_record
 from normattn.io import read_object
 
 _ADAPTER = "adapter_config.json"
@@ -111,8 +111,7 @@ def read_adapter_record(path: str | Path) -> dict[str, Any]:
             "PEFT, and extend it"
         )
     record = read_object(file)
-    if type(record.get("method")) is not str or type(record.get("train_length")) is not int:
-        raise InputError(f"{file} must hold a method, a name, and a train_length, a whole number")
+    check_record(record, str(file))
     return record
 
 

@@ -164,7 +164,9 @@ def _read(layer: RecordedLayer, config: Any) -> LayerScore:
         return unread(f"reads {keys} keys of {count} tokens, so where its keys stand is not known")
     fit = next(_fits(layer, config), None)
     if fit is None:
-        return unread(_why_unread(layer, config))
+        return unread(
+            "its queries and keys are made, normalised or rotated in a way that no part says"
+        )
     gate, mask = gating(layer), masking(layer, config)
     text, length, lacks = _named(layer, config, fit, gate, mask)
     if text is None:
@@ -233,25 +235,6 @@ def _eps(layer: RecordedLayer, config: Any) -> list[float]:
     places = [*layer.module.modules(), config]
     values = [getattr(holder, name, None) for holder in places for name in names]
     return list(dict.fromkeys(float(eps) for eps in values if isinstance(eps, float))) or [1e-6]
-
-
-def _why_unread(layer: RecordedLayer, config: Any) -> str:
-    """Why no way agrees: what no projection makes, or that it is rotated in a way of its own."""
-    raws, eps = list(candidates(layer)), _eps(layer, config)
-    if not raws:
-        heads, groups, d = layer.q.shape[1], layer.k.shape[1], layer.q.shape[-1]
-        return (
-            f"none of its linear maps makes {heads} heads of queries and {groups} of keys with {d} "
-            "features, so what is done to them is not known"
-        )
-    kept = {
-        "queries": any(True for raw in raws for _ in norms(raw.q, layer.q, eps)),
-        "keys": any(True for raw in raws for _ in norms(raw.k, layer.k, eps)),
-    }
-    sides = " and ".join(side for side, agrees in kept.items() if not agrees)
-    if sides:
-        return f"no projection of it, normalised as the vocabulary can, is its {sides}"
-    return "its queries and keys are rotated or normalised in a way that no part says"
 
 
 def _named(
