@@ -257,7 +257,7 @@ class NormattnForCausalLM(NormattnModel, _GenerationMixin):
     config_class = NormattnConfig
     model_class = CausalLM
 
-    @can_return_tuple
+    @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -329,7 +329,7 @@ class NormattnForMaskedLM(NormattnModel):
     config_class = NormattnMaskedLMConfig
     model_class = MaskedLM
 
-    @can_return_tuple
+    @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -356,7 +356,7 @@ class NormattnForSequenceClassification(NormattnModel):
     config_class = NormattnClassifierConfig
     model_class = Classifier
 
-    @can_return_tuple
+    @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
         self,
         input_ids: Tensor | None = None,
