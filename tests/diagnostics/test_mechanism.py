@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -30,11 +31,13 @@ from normattn.lab.diagnostics import (
 )
 from normattn.lab.diagnostics.keys import (
     TAIL,
+    mean_direction,
     pairs_by_region,
     position_correlation,
+    products_by_distance,
     trained_range,
 )
-from normattn.lab.diagnostics.mechanism import READINGS
+from normattn.lab.diagnostics.mechanism import READINGS, distance_octaves
 from normattn.lab.report.view import View
 from normattn.lab.stats import Bootstrap, measurements
 from normattn.lab.studies.mechanism import columns, rows
@@ -117,6 +120,7 @@ def test_a_layer_pair_by_pair(score: str, length: int) -> None:
     inside = torch.from_numpy(np.random.default_rng(5).random((4, BINS)) < 0.8)
     for seen in look(model_of(score), ids_of(2, length)):
         pairs, attention = pairs_by_region(seen, inside, trained)
+        products, numbers_of = products_by_distance(seen, torch.tensor([0, 1, 2, 4, 8, length]))
         counted = count_cosines(seen)
         received = {n: received_attention(seen, n) for n in (1, length // 2, length)}
         p = seen.inputs
@@ -139,6 +143,12 @@ def test_a_layer_pair_by_pair(score: str, length: int) -> None:
                 visible &= query - key < p.visibility.window
             if "Chunked" in score:
                 visible &= query // 6 == key // 6
+            dots = (q @ k.T).numpy()
+            for n, (low, high) in enumerate(pairwise([0, 1, 2, 4, 8, length])):
+                held = visible & (query - key >= low) & (query - key < high)
+                assert numbers_of[batch, head, n] == held.sum()
+                total = float(products[batch, head, n])
+                assert total == pytest.approx(dots[held].sum(), abs=1e-9)
             values = cosines[visible]
             counts = np.histogram(values, bins=edges)[0]
             # A cosine on an edge may fall to either side.
@@ -287,6 +297,28 @@ def test_norms_rank_with_positions(length: int) -> None:
             continue
         expected = stats.spearmanr(rest, np.arange(len(rest))).statistic
         assert float(correlation[at]) == pytest.approx(expected, abs=1e-12)
+
+
+def test_the_energy_in_the_mean_key() -> None:
+    keys = np.random.default_rng(3).normal(size=(2, 3, 7, 5)) + 1.0
+    found = mean_direction(torch.from_numpy(keys))
+    for at in np.ndindex(2, 3):
+        units = [key / math.sqrt((key * key).sum()) for key in keys[at]]
+        mean = sum(units) / 7
+        assert float(found[at]) == pytest.approx(float((mean * mean).sum()), rel=1e-12)
+    same = torch.arange(1.0, 8.0)[:, None] * torch.ones(5)
+    assert mean_direction(same[None, None]).item() == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("length", "edges"), [(64, [0, 1, 2, 4, 8, 16, 32, 64]), (50, [0, 1, 2, 4, 8, 16, 32, 50])]
+)
+def test_octaves_of_distance_begin_at_the_training_length(length: int, edges: list[int]) -> None:
+    assert distance_octaves(16, length) == edges
+    record = measure_mechanism(model_of("KNA"), texts_of(length), seed=0, weights="w")
+    kept = record.filter(statistic="product", layer=1, head=3, unit="b").sort("bin")
+    assert [*kept["bin"].to_list(), kept["bin_end"][-1]] == edges
+    assert kept["of"].sum() == 2 * length * (length + 1) / 2  # the pairs of document b's two texts
 
 
 def test_the_trained_range() -> None:

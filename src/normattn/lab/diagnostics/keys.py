@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import normalize
@@ -99,6 +99,14 @@ def key_norms(k: Float[Tensor, "b g s d"]) -> Float[Tensor, "b g s"]:
     """‖k_j‖ in float64."""
     norms: Tensor = torch.linalg.vector_norm(k.double(), dim=-1)
     return norms
+
+
+def mean_direction(k: Float[Tensor, "b g s d"]) -> Float[Tensor, "b g"]:
+    """‖mean_j k_j/‖k_j‖‖² in float64: the share of the energy of unit keys in their mean.
+
+    1 where all keys point the same way, 1/S of S keys that have nothing in common.
+    """
+    return normalize(k.double(), dim=-1).mean(-2).square().sum(-1)
 
 
 def spread(norms: Float[Tensor, "*rows n"]) -> Float[Tensor, "*rows"]:
@@ -196,6 +204,32 @@ def pairs_by_region(
         weights = attention_of(seen.inputs, torch.arange(rows.start, rows.stop, device=q.device))
         attention += _by_region(weights.double() * late, outside, far)
     return pairs, attention
+
+
+@torch.no_grad()
+def products_by_distance(
+    seen: Seen, edges: Int[Tensor, " edges"]
+) -> tuple[Float[Tensor, "b h bins"], Float[Tensor, "b h bins"]]:
+    """Σ q_i · k_j over the visible pairs by their distance i − j, and how many pairs those are.
+
+    Bin n holds the distances from edges[n] to edges[n + 1] − 1. The products are logits before
+    biases and caps. Computed in blocks of query rows, in float64.
+    """
+    mask, every = seen.inputs.visibility, slice(None)
+    q, k = seen.inputs.q.double(), seen.inputs.k.double()
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(-1, -2)
+    total = q.new_zeros(*q.shape[:2], len(edges) - 1)
+    count = torch.zeros_like(total)
+    for first in range(0, q.shape[2], _ROWS):
+        rows = slice(first, min(first + _ROWS, q.shape[2]))
+        products = q[:, :, rows] @ k
+        distance, hidden = mask.distance(rows, every), mask.hidden(rows, every)
+        visible = torch.ones_like(products) if hidden is None else _aligned(~hidden)
+        for n in range(len(edges) - 1):
+            held = _aligned((distance >= edges[n]) & (distance < edges[n + 1])) * visible
+            total[..., n] += (products * held).sum((-1, -2))
+            count[..., n] += held.expand(products.shape).sum((-1, -2))
+    return total, count
 
 
 def _aligned(flags: Tensor) -> Float[Tensor, "b h r s"]:

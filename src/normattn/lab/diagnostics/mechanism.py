@@ -24,8 +24,10 @@ from normattn.lab.diagnostics.keys import (
     Seen,
     count_cosines,
     key_norms,
+    mean_direction,
     pairs_by_region,
     position_correlation,
+    products_by_distance,
     rank_correlation,
     received_attention,
     spread,
@@ -61,14 +63,16 @@ def measure_mechanism(
 
     At L, over a horizon of L/2: `correlation`, Spearman's, of ‖k_j‖ with the attention that j
     receives, over the texts in which norms differ at all; `raw_correlation` of the key before its
-    normalisation; `spread`, the standard deviation of ‖k_j‖ over its mean; `position`, Spearman's
+    normalisation; `spread`, the standard deviation of ‖k_j‖ over its mean; `mean_direction`, the
+    share of the energy of unit keys in their mean, before positions; `position`, Spearman's
     correlation of ‖k_j‖ with j for j ≥ F; `position_size`, the same with its sign
     (`signed_elsewhere`). The last two are none for texts of fewer than F + 2 tokens.
 
     At both lengths `cosine`, per head, in equal bins over −1 … 1. At the longer one, by region,
-    `pairs` of all visible pairs and `attention` Σ α over the queries at i ≥ L; by reading
-    (`READINGS`), `last_accuracy` and `last_loss` (nats) of the last L tokens. A score that cannot
-    be clamped has `of` 0 there. `tokens_per_batch` bounds memory.
+    `pairs` of all visible pairs and `attention` Σ α over the queries at i ≥ L; by distance,
+    `product` q_i · k_j, in octaves of which one begins at L; by reading (`READINGS`),
+    `last_accuracy` and `last_loss` (nats) of the last L tokens. A score that cannot be clamped has
+    `of` 0 there. `tokens_per_batch` bounds memory.
     """
     measured = _Mechanism(model, texts)
     rows = max(1, tokens_per_batch // texts.length)
@@ -108,11 +112,11 @@ class DocumentSums:
         for totals, each in ((self.sums, values), (self.counts, of)):
             np.add.at(totals[name][:, layer], self.of_text[part], each.cpu().numpy())
 
-    def rows(self) -> list[pl.DataFrame]:
+    def rows(self, octaves: Sequence[int]) -> list[pl.DataFrame]:
         """Every statistic by document, layer and head."""
-        frames = []
+        frames, axes = [], {**AXES, "product": ("distance", octaves)}
         for name, above in self.sums.items():
-            axis, edges = AXES.get(name, ("", None))
+            axis, edges = axes.get(name, ("", None))
             for layer, head in product(range(self.layers), range(above.shape[2])):
                 both = above[:, layer, head], self.counts[name][:, layer, head]
                 where: dict[str, Any] = {"axis": axis, "edges": edges, "layer": layer}
@@ -128,6 +132,7 @@ class _Mechanism:
         self.near, self.far = (
             DocumentSums(texts.documents, model.config.layers) for _ in ("near", "far")
         )
+        self.octaves = distance_octaves(self.length, texts.length)
         shape = (len(self.near.names), len(READINGS))
         self.last = {name: np.zeros(shape) for name in ("accuracy", "loss", "tokens")}
 
@@ -143,6 +148,7 @@ class _Mechanism:
         add("cosine", values=counts, of=counts.double())
         received = received_attention(seen, max(1, self.length // 2))
         heads, kept = received.shape[1:]
+        add("mean_direction", values=mean_direction(seen.key))
         for side, key in (("", seen.inputs.k), ("raw_", seen.key)):
             norms = key_norms(key)
             if not side and self.length >= FIRST + 2:
@@ -166,6 +172,9 @@ class _Mechanism:
         inside = inside[seen.layer].to(seen.inputs.q.device)
         pairs, attention = pairs_by_region(seen, inside, self.length)
         add("pairs", values=pairs, of=pairs.sum(-1, keepdim=True))
+        octaves = torch.tensor(self.octaves)
+        products, count = products_by_distance(seen, octaves.to(seen.inputs.q.device))
+        add("product", values=products, of=count)
         late = (seen.inputs.visibility.query >= self.length).sum(-1)
         add("attention", values=attention, of=late.expand(len(pairs))[:, None, None].double())
 
@@ -210,9 +219,18 @@ class _Mechanism:
             for name in ("accuracy", "loss")
         ]
         far = replace(near, length=self.texts.length)
-        return joined(
-            [identified(near, self.near.rows()), identified(far, [*self.far.rows(), *last])]
-        )
+        by_layer = [totals.rows(self.octaves) for totals in (self.near, self.far)]
+        return joined([identified(near, by_layer[0]), identified(far, [*by_layer[1], *last])])
+
+
+def distance_octaves(train_length: int, length: int) -> list[int]:
+    """0, then L/2^n … L/2, L, 2 L … up to `length`: the first distance of each bin, and the end."""
+    edges = [train_length]
+    while edges[0] % 2 == 0:
+        edges.insert(0, edges[0] // 2)
+    while edges[-1] * 2 < length:
+        edges.append(edges[-1] * 2)
+    return [0, *edges, length]
 
 
 def signed_elsewhere(total: Array, count: Array) -> tuple[Array, Array]:

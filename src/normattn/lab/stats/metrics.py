@@ -285,9 +285,9 @@ def loss(title: str = "loss", name: str = "loss", digits: int = 3) -> Metric:
     return Metric(name, title, ratio(), "nats", digits)
 
 
-def mean(name: str, title: str, digits: int = 2) -> Metric:
-    """A plain mean: Σ sum / Σ of."""
-    return Metric(name, title, ratio(), "", digits)
+def mean(name: str, title: str, digits: int = 2, scale: float = 1.0) -> Metric:
+    """A plain mean: scale · Σ sum / Σ of."""
+    return Metric(name, title, ratio(scale), "", digits)
 
 
 BLEU = Metric("bleu", "BLEU", lambda numerator, denominator, *whole: bleu(numerator), "", 1)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cache
-from itertools import product
+from itertools import pairwise, product
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -27,7 +27,16 @@ from normattn.lab.diagnostics.keys import REGIONS, TAIL
 from normattn.lab.diagnostics.mechanism import READINGS
 from normattn.lab.evaluation.scorer import weights_digest
 from normattn.lab.report.claims import Claim
-from normattn.lab.report.figures import Figure, IntervalColumn, Intervals
+from normattn.lab.report.figures import (
+    Curves,
+    Figure,
+    IntervalColumn,
+    Intervals,
+    Line,
+    Mark,
+    Panel,
+    Point,
+)
 from normattn.lab.report.tables import Column, Row, Table
 from normattn.lab.report.view import View
 from normattn.lab.stats import Metric
@@ -144,6 +153,8 @@ def resolve(request: Request) -> Sweep:
 SOURCE, SOURCE_OPEN = "kexue 9859", "kexue 9859, left open"
 QUANTILES = (TAIL, 0.25, 0.5, 0.75, 1 - TAIL)
 CORRELATION = mean("correlation", "rank correlation")
+DIRECTION = mean("mean_direction", "energy in the mean key, %", scale=100.0)
+PRODUCT = mean("product", "mean q · k")
 
 
 def lengths(view: View) -> tuple[int, int]:
@@ -226,6 +237,21 @@ def last_tokens(name: str, ours: str, theirs: str | None = None) -> Metric:
     return _per_bin(name, len(READINGS), value, unit, digits)
 
 
+def recovered(above: Array, below: Array, *whole: Array) -> Array:
+    """Of the accuracy that a longer context costs, the share that clamped positions give back."""
+    read = _share(above, below).reshape(*above.shape[:-1], -1, len(READINGS)).sum(-2)
+    alone, unmodified, clamped = (read[..., n] for n in range(len(READINGS)))
+    return _share(clamped - unmodified, alone - unmodified)
+
+
+RECOVERED = Metric("last_accuracy", "share recovered", recovered, "", 2)
+
+
+def product_between(low: int, high: int) -> Metric:
+    """q_i · k_j before biases, the mean over pairs at these distances, layers and heads."""
+    return PRODUCT.between(lambda sums: sums.between(low, high))
+
+
 # Columns
 
 
@@ -236,6 +262,11 @@ def columns(view: View) -> list[Column]:
         Column("correlation", CORRELATION.title, CORRELATION.at(at), without="one norm"),
         Column("raw_correlation", "before the norm", mean("raw_correlation", "").at(at)),
         Column("spread", "spread of ‖k‖", mean("spread", "").at(at)),
+        *(
+            [Column("mean_direction", DIRECTION.title, DIRECTION.at(at))]
+            if rows(view, "mean_direction")
+            else []
+        ),
         *_cosine_columns(view, "near", near),
         *_cosine_columns(view, "far", far),
     ]
@@ -268,6 +299,47 @@ def range_columns(view: View) -> list[Column]:
     ]
 
 
+def distance_bins(view: View) -> list[tuple[int, int]]:
+    """The octaves of distance over which products were measured."""
+    chosen = {"protocol": KIND, "statistic": "product"}
+    edges = {*view.values("bin", chosen), *view.values("bin_end", chosen)}
+    return list(pairwise(sorted(map(int, edges))))
+
+
+def profile_columns(view: View) -> list[Column]:
+    """The mean product by octave of distance, and how far it comes back beyond L."""
+    near, far = lengths(view)
+    longer = where(view, length=far)
+    beyond = product_between(near, far) - product_between(near // 2, near)
+    return [
+        *(
+            Column(
+                f"product_{low}",
+                f"{low:,} … {high - 1:,}" if high - low > 1 else str(low),
+                product_between(low, high).at(longer),
+            )
+            for low, high in distance_bins(view)
+        ),
+        Column("rebound", "beyond L − the octave before", beyond.at(longer)),
+    ]
+
+
+def layer_rows(view: View) -> list[Row]:
+    """Every layer of every score."""
+    return [
+        Row(f"{row.label}, layer {layer + 1}", {**row.where, "layer": layer})
+        for row in rows(view, "attention")
+        for layer in view.values("layer", {"protocol": KIND, **row.where, "statistic": "attention"})
+    ]
+
+
+def layer_columns(view: View) -> list[Column]:
+    """Attention at distances of at least L, of the queries that see such distances."""
+    longer = where(view, length=lengths(view)[1])
+    beyond = _per_bin("attention", len(REGIONS), lambda *both: 100 * _share(*both)[..., 2:].sum(-1))
+    return [Column("beyond", "attention beyond L, %", beyond.at(longer))]
+
+
 def clamped_columns(view: View) -> list[Column]:
     """The last tokens alone, behind the whole text, and with clamped positions."""
     longer = where(view, length=lengths(view)[1])
@@ -280,7 +352,7 @@ def clamped_columns(view: View) -> list[Column]:
         )
         for name, title in (("accuracy", "accuracy"), ("loss", "loss"))
         for ours, theirs in read
-    ]
+    ] + [Column("recovered", RECOVERED.title, RECOVERED.at(longer))]
 
 
 # Claims and figures
@@ -322,8 +394,8 @@ def claims(view: View) -> Iterator[Claim]:
         ),
         (
             "unseen positions cost {} accuracy on longer text",
-            f"accuracy of the last {near:,} of {far:,} tokens, positions clamped − as is",
-            last_tokens("last_accuracy", "clamped", "as is"),
+            f"share of the accuracy lost at {far:,} tokens that clamped positions give back",
+            RECOVERED,
         ),
     ):
         for row in ("Baseline", "KNA"):
@@ -351,7 +423,28 @@ def figures(view: View) -> list[Figure]:
             for share, *columns in zip(QUANTILES, *at_both, strict=True)
         ),
     )
-    return [*_last_tokens(view), ranges]
+    return [*_last_tokens(view), ranges, *_profile(view)]
+
+
+def _profile(view: View) -> Iterator[Figure]:
+    """The mean product by distance, a line for each score; none where it was not measured."""
+    near, far = lengths(view)
+    lines = []
+    for row in rows(view, "product"):
+        at = where(view, length=far, **row.where)
+        read = [
+            (low, view.known(product_between(low, high), at)) for low, high in distance_bins(view)
+        ]
+        points = tuple(Point.of(max(low, 0.5), value) for low, value in read if value is not None)
+        lines.append(Line(row.label, points))
+    if lines:
+        panel = Panel(
+            *("", tuple(lines), "distance i − j", PRODUCT.title),
+            log_x=True,
+            marks=(Mark(float(near), "L"),),
+            shaded=float(near),
+        )
+        yield Curves("product_by_distance", "Mean of q · k by distance", (panel,))
 
 
 def _last_tokens(view: View) -> Iterator[Figure]:
@@ -396,6 +489,8 @@ STUDY = Study(
                 "before the norm: the same with the key as it enters the score; a norm cannot hand "
                 "it on.",
                 "spread: standard deviation of ‖k_j‖ over its mean, within a text.",
+                "energy in the mean key: ‖mean k̂_j‖² of the keys divided by their lengths, before "
+                "positions; 100 where all keys of a text point the same way.",
                 "cosine: cos(q_i, k_j) as the score has them, quantiles, mean over heads.",
             ),
         ),
@@ -415,6 +510,27 @@ STUDY = Study(
             ),
         ),
         Table(
+            "profile",
+            "How large are logits by distance?",
+            lambda view: rows(view, "product"),
+            profile_columns,
+            notes=(
+                "The mean of q_i · k_j over the pairs at these distances in the longer texts, all "
+                "layers and heads: the logit before biases. Beyond L − the octave before: at "
+                "i − j ≥ L less that at L/2 ≤ i − j < L, above 0 where logits come back.",
+            ),
+        ),
+        Table(
+            "layers",
+            "Which layers look beyond L?",
+            layer_rows,
+            layer_columns,
+            notes=(
+                "Of all attention of the queries at i ≥ L in the longer texts, what goes to "
+                "distances i − j ≥ L, mean over heads.",
+            ),
+        ),
+        Table(
             "clamped",
             "What do unseen positions cost?",
             lambda view: rows(view, "last_accuracy"),
@@ -424,6 +540,8 @@ STUDY = Study(
                 "nothing before them; as is: behind the whole text; clamped: the same with every "
                 "relative position from L − 1 on read as L − 1 (ReRoPE with w = L − 1), switched "
                 "on in the trained model, so that no pair is at a position that was not trained.",
+                "share recovered: of the accuracy lost behind the whole text, what clamping gives "
+                "back.",
                 "What clamping gives back is what unseen positions took; what then still lacks to "
                 "the tokens alone, something else took: the number of keys, or cosines out of "
                 "range.",
