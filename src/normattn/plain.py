@@ -14,7 +14,22 @@ from contextvars import ContextVar
 import torch
 from torch.autograd import forward_ad
 
+FAKE = torch._C._TorchDispatchModeKey.FAKE
+"""The kind of mode in which tensors have shapes and no numbers (`FakeTensorMode`)."""
 _ASKED: ContextVar[bool] = ContextVar("plain operations", default=False)
+
+
+def traced() -> bool:
+    """Whether tensors may hold no numbers: a compiler or `FakeTensorMode` is at work."""
+    return torch.compiler.is_compiling() or torch._C._get_dispatch_mode(FAKE) is not None
+
+
+def keepable() -> bool:
+    """Whether a tensor that is made now is an ordinary one, which later calls may use as well."""
+    fake = torch._C._get_dispatch_mode(FAKE) is not None
+    if torch.compiler.is_compiling() or fake:
+        return False
+    return torch._C._functorch.maybe_current_level() is None
 
 
 def transformed() -> bool:

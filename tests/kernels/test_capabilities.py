@@ -125,7 +125,7 @@ def test_a_second_derivative_is_given_or_refused_in_words() -> None:
                 (first,) = torch.autograd.grad(out, q, create_graph=True)
                 return torch.autograd.grad(first.square().sum(), q)[0]
 
-            if "second derivative" in kernel.gives:
+            if kernel.name in ("strips", "reference"):
                 assert twice().abs().max() > 0
                 continue
             with pytest.raises((InputError, RuntimeError), match=r"second deriv|not implemented"):

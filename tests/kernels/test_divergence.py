@@ -98,7 +98,7 @@ def test_no_infinite_key_is_kept_where_the_host_cannot_look(
     """As on CUDA: every new key goes through x + 0·x, and later tokens read a NaN."""
     folded._PREPARED.clear()
     for module in (numerics, decode_step):
-        monkeypatch.setattr(module, "readable", lambda x: False)
+        monkeypatch.setattr(module, "host_can_read", lambda x: False)
     layer, cache = Score(score, 2, D, 1).eval(), KeyValueCache()
     for step in range(3):
         q, k, v = (torch.randn((1, heads, 1, D)) for heads in (2, 1, 1))

@@ -13,6 +13,8 @@ from normattn.errors import InputError
 from normattn.models import CausalLM, CausalLMConfig, MaskedLM, MaskedLMConfig, Translator
 from normattn.models.config import TranslatorConfig
 from normattn.models.transformer import set_activation_checkpointing
+from normattn.score import ScoreSpec
+from normattn.score.parts import parts
 
 STACK: dict[str, Any] = {"dim": 16, "layers": 3, "heads": 4, "train_length": 12}
 IDS = torch.arange(26).view(2, 13) * 5 % 9
@@ -45,29 +47,8 @@ def gradients(model: nn.Module, loss: Callable[[], Tensor]) -> dict[str, Tensor]
     return {name: grad.clone() for name, grad in found.items()}
 
 
-@pytest.mark.parametrize(
-    ("make", "changes"),
-    [
-        (causal, {"score": "KNA-logn", "dropout": 0.3}),
-        (causal, {"score": "Baseline-RealFormer"}),
-        (causal, {"score": "QKRMSNorm-ResidualQKV"}),
-        (causal, {"score": "KNA-ResidualQK", "shared_layers": True}),
-        (causal, {"score": "KNA-ResidualQK", "block": "gau", "heads": 1}),
-        (causal, {"score": "Baseline-SlidingWindow(window=4)-Sink-FoX"}),
-        (causal, {"score": "Baseline-Differential"}),
-        (causal, {"score": "Baseline-Selective"}),
-        (causal, {"score": "Baseline-ValueResidual", "placement": "AttnRes"}),
-        # Running statistics, which a block must not take twice.
-        (masked, {"score": "QKBatchNorm"}),
-        (translator, {"score": "Baseline-RealFormer"}),
-        (translator, {"score": "Baseline-ResidualQKV"}),
-    ],
-)
-def test_gradients_and_running_statistics_are_the_same(
-    make: Callable[..., Case], changes: dict[str, Any]
-) -> None:
-    torch.manual_seed(0)
-    model, loss = make(**changes)
+def check_the_same(model: nn.Module, loss: Callable[[], Tensor]) -> None:
+    """Gradients and running statistics of a step are those without recomputation."""
     buffers = {name: value.clone() for name, value in model.named_buffers()}
     wanted = gradients(model, loss)
     after = {name: value.clone() for name, value in model.named_buffers()}
@@ -79,6 +60,45 @@ def test_gradients_and_running_statistics_are_the_same(
         assert torch.allclose(found[name], grad, rtol=1e-10, atol=1e-12), name
     for name, value in model.named_buffers():
         assert torch.equal(value, after[name]), name
+
+
+def score_with(part: str) -> ScoreSpec:
+    """The first score that has a part, from the plainest on."""
+    settings = ("", "(factor=2)", "(group=2)", "(s=2)")
+    plainest = (f"{text}{more}" for more in settings for text in (part, f"Baseline-{part}"))
+    for text in (*plainest, f"QKRMSNorm-{part}"):
+        try:
+            return ScoreSpec.parse(text).resolve(train_length=12)
+        except InputError:
+            continue
+    raise AssertionError(part)
+
+
+@pytest.mark.parametrize("part", sorted(parts()))
+def test_every_part_of_a_score_can_be_computed_again(part: str) -> None:
+    torch.manual_seed(0)
+    spec = score_with(part)
+    make = masked if spec.leaks_future else causal
+    check_the_same(*make(score=spec, layers=2))
+
+
+@pytest.mark.parametrize(
+    ("make", "changes"),
+    [
+        (causal, {"score": "KNA-logn", "dropout": 0.3}),
+        (causal, {"score": "KNA-ResidualQK", "shared_layers": True}),
+        (causal, {"score": "KNA-ResidualQK", "block": "gau", "heads": 1}),
+        (causal, {"score": "Baseline-SlidingWindow(window=4)-Sink-FoX"}),
+        (causal, {"score": "Baseline-ValueResidual", "placement": "AttnRes"}),
+        (translator, {"score": "Baseline-RealFormer"}),
+        (translator, {"score": "Baseline-ResidualQKV"}),
+    ],
+)
+def test_models_and_settings_that_share_or_draw(
+    make: Callable[..., Case], changes: dict[str, Any]
+) -> None:
+    torch.manual_seed(0)
+    check_the_same(*make(**changes))
 
 
 def test_less_is_kept_for_the_backward_pass() -> None:

@@ -37,9 +37,9 @@ def test_a_query_passes_the_files_that_the_architecture_names(
         met.extend(_files())
         return product(*args, **words)  # type: ignore[arg-type]
 
-    def spied(self: rotary.Rotation, x: Tensor, then: rotary.Then = None) -> Tensor:
+    def spied(self: rotary.Rotation, x: Tensor, norm: rotary.NormAfter = None) -> Tensor:
         met.extend(_files())
-        return turn(self, x, then)
+        return turn(self, x, norm)
 
     monkeypatch.setattr(sdpa, "scaled_dot_product_attention", spy)
     monkeypatch.setattr(rotary.Rotation, "__call__", spied)

@@ -13,9 +13,11 @@ from torch.nn import functional as F
 
 from normattn.errors import InputError
 from normattn.layers.residual import DeepNorm, ReZero
-from normattn.models.config import TranslatorConfig
+from normattn.models.config import CausalLMConfig, TranslatorConfig
 from normattn.models.flops import parameter_count, translator_flops
+from normattn.models.transformer import AttentionContext, Blocks
 from normattn.models.translator import Translator
+from normattn.score import ScoreSpec
 
 VOCABULARY, LENGTH = 19, 8
 PAD, BOS, EOS = 0, 1, 2
@@ -204,3 +206,28 @@ def test_bad_sentences() -> None:
         model.loss(source, target[:, :1])
     with pytest.raises(InputError, match="no target but padding"):
         model.loss(source, torch.zeros_like(target))
+
+
+def test_memories_go_with_cross_attention() -> None:
+    """A stack with none refuses them, and a decoder does not run without."""
+    config = TranslatorConfig(source_vocab=9, dim=16, layers=1, train_length=8)
+    model, x = Translator(config), torch.zeros(1, 3, 16)
+    memories = model.decoder.remember(x, None, torch.arange(3))
+    with pytest.raises(InputError, match="memories"):
+        model.encoder(x, memories=memories)
+    with pytest.raises(InputError, match="memories"):
+        model.decoder(x)
+    assert model.decoder(x, memories=memories).shape == x.shape
+
+
+def test_padding_of_the_queries_counts_in_cross_attention() -> None:
+    """Statistics over queries leave out what a context calls padding, by either name."""
+    torch.manual_seed(0)
+    config = CausalLMConfig(vocab_size=9, dim=16, layers=1, heads=2, train_length=8)
+    blocks = Blocks(config, ScoreSpec.parse("QBatchNorm-NoPE")).double()
+    x, padding = torch.randn(2, 4, 16).double(), torch.zeros(2, 4, dtype=torch.bool)
+    padding[:, 3:] = True
+    memories = blocks.remember(torch.randn(2, 5, 16).double(), None, torch.arange(5))
+    short = blocks(x[:, :3], memories=memories)
+    for context in (AttentionContext(query_padding=padding), AttentionContext(key_padding=padding)):
+        torch.testing.assert_close(blocks(x, context, memories=memories)[:, :3], short)

@@ -24,6 +24,7 @@ from normattn.hf.rope_detection import HeadRotation, method_frequencies, method_
 from normattn.hf.rotated_key_cache import RotatedKeyCache
 from normattn.kernels import AttentionInputs, attend
 from normattn.layers.prepare import in_blocks
+from normattn.plain import keepable
 from normattn.score import Positions, ScoreSpec
 from normattn.score.rotary import RotaryTables, Rotation, Rotator, scale_column, scaled
 
@@ -85,7 +86,7 @@ class MethodTables:
         """The tables of queries, as the rows of `block` read them, with the model's own λ."""
         if self.spec.blockwise:
             # The rows of one block of DynamicNTK are few: only its keys are worth keeping.
-            return self.make(at.query, block, scaling, dtype).for_block(block)
+            return self.make(at.query, block, scaling, dtype).select_block(block)
         first = at.key.shape[-1] - at.query.shape[-1]
         return self._cached(at, at.query, first, block, scaling, dtype)
 
@@ -93,7 +94,7 @@ class MethodTables:
         """The tables of keys from column `start` on, as the rows of `block` read them."""
         # Rules by chunks rotate keys alike for every block, and lay them out for each.
         own = 0 if self.spec.chunk_remapping is not None else block
-        return self._cached(at, at.key[..., start:], start, own, None, dtype).for_block(block)
+        return self._cached(at, at.key[..., start:], start, own, None, dtype).select_block(block)
 
     def make(
         self, positions: Tensor, block: int, scaling: float | None, dtype: torch.dtype
@@ -118,7 +119,7 @@ class MethodTables:
         scaling: float | None,
         dtype: torch.dtype,
     ) -> RotaryTables:
-        if not at.regular or torch.compiler.is_compiling():
+        if not at.regular or not keepable():
             return self.make(positions, block, scaling, dtype)
         last = first + positions.shape[-1]
         capacity = max(64, 1 << (last - 1).bit_length())

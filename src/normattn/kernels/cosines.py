@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from normattn.kernels.inputs import AttentionInputs
+from normattn.kernels.numerics import at_least_float32
 from normattn.kernels.tile_scores import grouped, score_groups
 from normattn.kernels.tiled import Plan
 
@@ -73,7 +74,7 @@ def cosine_counts(
 
 def _directions(inputs: AttentionInputs) -> AttentionInputs:
     """The same pairs of vectors of length 1, and nothing but their product."""
-    wide = torch.promote_types(inputs.q.dtype, torch.float32)
+    wide = at_least_float32(inputs.q.dtype)
     q, k, far_q, far_k = (
         None if x is None else torch.nn.functional.normalize(x.detach().to(wide), dim=-1)
         for x in (inputs.q, inputs.k, inputs.far_q, inputs.far_k)

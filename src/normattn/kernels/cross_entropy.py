@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from normattn.errors import InputError
-from normattn.kernels.numerics import refuse_second_derivative
+from normattn.kernels.numerics import at_least_float32, refuse_second_derivative
 from normattn.plain import plain
 
 CHUNK = 256
@@ -44,14 +44,10 @@ class TokenScores(NamedTuple):
     correct: Bool[Tensor, "*n"]
 
 
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
-
-
 def _buffers(hidden: Tensor, weight: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
     """Room for the products of a chunk, and for its logits: another where products are half."""
     products = hidden.new_empty(min(chunk, hidden.shape[0]), weight.shape[0])
-    wide = _wide(hidden)
+    wide = at_least_float32(hidden.dtype)
     return products, products if wide == hidden.dtype else products.to(wide)
 
 
@@ -97,7 +93,7 @@ def _smoothing(hidden: Tensor, weight: Tensor, targets: Tensor, share: float) ->
     """What label smoothing adds to the sum of the losses: −ε(h·w̄ − h·w_y) of every token."""
     if not share:
         return 0.0
-    wide, parts = _wide(hidden), []
+    wide, parts = at_least_float32(hidden.dtype), []
     for start in range(0, hidden.shape[0], CHUNK):
         rows = slice(start, start + CHUNK)
         parts.append((hidden[rows].to(wide) * weight[targets[rows]].to(wide)).sum())
@@ -124,7 +120,7 @@ def _sums(
     wanted: tuple[bool, bool],
 ) -> _Sums:
     """Gradients are made where the softmax is at hand."""
-    wide, given, weight = _wide(hidden), weight, weight.to(hidden.dtype)
+    wide, given, weight = at_least_float32(hidden.dtype), weight, weight.to(hidden.dtype)
     by_hidden = torch.empty_like(hidden) if wanted[0] else None
     by_weight = torch.zeros_like(given, dtype=wide) if wanted[1] else None
     nll = hidden.new_zeros((), dtype=wide)
@@ -209,7 +205,7 @@ def linear_cross_entropy(
     with torch.autocast(hidden.device.type, enabled=False):
         if plain() and not torch.compiler.is_compiling():
             # torch's own operations: every derivative, and the (N, V) logits whole.
-            logits = F.linear(hidden, weight.to(hidden.dtype)).to(_wide(hidden))
+            logits = F.linear(hidden, weight.to(hidden.dtype)).to(at_least_float32(hidden.dtype))
             loss = F.cross_entropy(logits, targets, label_smoothing=label_smoothing)
             nll = F.cross_entropy(logits.detach(), targets)
             return LinearCrossEntropy(loss, (logits.argmax(-1) == targets).sum(), nll)
@@ -244,6 +240,6 @@ def token_scores(
         rows = slice(start, start + chunk)
         parts.append(_softmax(hidden[rows], weight, targets[rows], buffers)[1:])
     if not parts:
-        none = hidden.new_zeros(0, dtype=_wide(hidden))
+        none = hidden.new_zeros(0, dtype=at_least_float32(hidden.dtype))
         return TokenScores(none, targets.new_zeros(0, dtype=torch.bool))
     return TokenScores(*(torch.cat(each) for each in zip(*parts, strict=True)))

@@ -26,7 +26,7 @@ from normattn.kernels.stats import Observation, Recorder, observer, record_pass
 from normattn.kernels.tiled import Plan
 from normattn.kernels.tiled_backward import tiled
 from normattn.kernels.two_regime import two_regime
-from normattn.plain import transformed
+from normattn.plain import traced, transformed
 
 Test = Callable[[AttentionInputs], bool]
 
@@ -106,11 +106,12 @@ Run = Callable[[AttentionInputs, Recorder | None, bool], tuple[Tensor, Tensor | 
 class Kernel(NamedTuple):
     """A way to compute attention: the features that it serves, and what it gives beside the output.
 
-    `gives` may name the log-sum-exp, the statistics and a second derivative.
+    `gives` may name the log-sum-exp and the statistics. `run` is None where the inputs are written
+    in another form, which another kernel computes.
     """
 
     name: str
-    run: Run
+    run: Run | None
     serves: frozenset[str]
     gives: tuple[str, ...] = ()
 
@@ -129,27 +130,26 @@ class Kernel(NamedTuple):
         return None
 
 
-def _alone(compute: Callable[[AttentionInputs], Tensor]) -> Run:
+def _output_only(compute: Callable[[AttentionInputs], Tensor]) -> Run:
     """A kernel that gives nothing beside the output."""
     return lambda inputs, recorder, lse: (compute(inputs), None)
 
 
-def _recorded(compute: Callable[[AttentionInputs, Recorder | None], Tensor]) -> Run:
+def _with_statistics(compute: Callable[[AttentionInputs, Recorder | None], Tensor]) -> Run:
     """A kernel that gives statistics beside the output."""
     return lambda inputs, recorder, lse: (compute(inputs, recorder), None)
 
 
-_OF_STRIPS = ("statistics", "second derivative")
 KERNELS: tuple[Kernel, ...] = (
     # On CUDA scaled_dot_product_attention reaches the stock flash operators.
     Kernel(
         "fused",
-        _alone(fused),
+        _output_only(fused),
         _PLAIN - {"two regimes", "a causal mask with T ≠ S", "values of another size"},
     ),
     Kernel(
         "two-regime",
-        _alone(two_regime),
+        _output_only(two_regime),
         _PLAIN
         - {"one score per pair", "attention without causality", "values of another size"}
         - {"more queries than keys", "fewer queries than keys", "zero queries", "dropout", "CUDA"},
@@ -162,19 +162,24 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     Kernel(
         "residual",
-        _recorded(residual_attention),
+        _with_statistics(residual_attention),
         (_TILED | {"residual scores"}) - {"inputs without residual scores", "two regimes"},
         ("statistics",),
     ),
     Kernel(
         "concatenated",
-        _alone(lambda inputs: attend(concatenated(inputs))),
+        None,
         _ALL - {"inputs without residual scores", "two regimes", "a learned mask", "torch.func"},
         ("lse",),
     ),
     Kernel("chunked", tiled, _TILED, ("lse", "statistics")),
-    Kernel("strips", _recorded(strips), _ALL - {"residual scores", "torch.func"}, _OF_STRIPS),
-    Kernel("reference", reference_with_lse, _ALL, ("lse", *_OF_STRIPS)),
+    Kernel(
+        "strips",
+        _with_statistics(strips),
+        _ALL - {"residual scores", "torch.func"},
+        ("statistics",),
+    ),
+    Kernel("reference", reference_with_lse, _ALL, ("lse", "statistics")),
 )
 TABLE: Mapping[str, Kernel] = {kernel.name: kernel for kernel in KERNELS}
 BACKENDS: tuple[str, ...] = ("auto", *TABLE)
@@ -337,7 +342,7 @@ def run_kernel(
         with torch.autocast(device, enabled=False):
             return run_kernel(inputs, backend, lse=lse, statistics=statistics, functions=functions)
     kernel = choose(inputs, backend, lse)
-    if kernel.name == "concatenated":
+    if kernel.run is None:
         inputs, backend = concatenated(inputs), "auto"
         kernel = choose(inputs, backend, lse)
     given, inputs = inputs, spread_infinities(inputs)
@@ -345,8 +350,9 @@ def run_kernel(
         # On a CPU these make 0 of NaN, or show it in earlier rows; and they give no statistics.
         observed = statistics and backend == "auto"
         diverged = any(x is not y for x, y in zip(inputs.tensors, given.tensors, strict=True))
-        if not torch.compiler.is_compiling() and (diverged or observed):
+        if not traced() and (diverged or observed):
             kernel = TABLE["chunked"]
+    assert kernel.run is not None
     if not statistics:
         return AttentionOutput(*kernel.run(inputs, None, lse))
     recorder, recorded = Recorder(inputs, functions), "statistics" in kernel.gives

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from normattn.errors import InputError
 from normattn.kernels.inputs import AttentionInputs
+from normattn.plain import traced
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -28,9 +29,14 @@ R = TypeVar("R")
 _LEAST, _ONE = 5e-324, 1.0
 
 
-def readable(x: Float[Tensor, "*n"]) -> bool:
-    """Whether the host may look at a number: on a CPU, outside of a compiler and torch.func."""
-    if torch.compiler.is_compiling() or x.device.type != "cpu":
+def at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    """The type in which scores, sums and statistics are computed: float32, or float64 itself."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def host_can_read(x: Float[Tensor, "*n"]) -> bool:
+    """Whether the host may look at a number: on a CPU, outside of tracing and torch.func."""
+    if traced() or x.device.type != "cpu":
         return False
     return not torch._C._functorch.is_functorch_wrapped_tensor(x)
 
@@ -40,7 +46,7 @@ def finite(x: Float[Tensor, "*n"]) -> bool:
 
     A finite sum says yes. Another one may have overflowed, so every number is looked at then.
     """
-    if not readable(x):
+    if not host_can_read(x):
         return False
     return math.isfinite(x.detach().sum().item()) or bool(x.detach().isfinite().all())
 
@@ -78,14 +84,14 @@ def spread_infinities(inputs: AttentionInputs) -> AttentionInputs:
         if x is None:
             continue
         newest = x[:, :, -1:] if step and name in ("k", "far_k") else x
-        if newest is not x and not readable(newest):
+        if newest is not x and not host_can_read(newest):
             continue
         found = without_infinities(x, newest)
         if found is not x:
             changed[name] = found
     if changed:
         return replace(inputs, **changed)
-    known = inputs.bias is not None and not step and readable(inputs.k)
+    known = inputs.bias is not None and not step and host_can_read(inputs.k)
     return replace(inputs, finite=True) if known else inputs
 
 

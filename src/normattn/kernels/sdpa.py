@@ -16,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from normattn.kernels.inputs import AttentionInputs
 from normattn.kernels.numerics import refuse_second_derivative
+from normattn.plain import traced
 
 # Read once, here: a compiler does not trace the question.
 PROCESSOR_FEATURES: Mapping[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()
@@ -34,10 +35,10 @@ def fused(inputs: AttentionInputs) -> Float[Tensor, "b h t e"]:
     """`scaled_dot_product_attention` with scale 1."""
     q, k = inputs.q, inputs.k
     out = sdpa(q, k, inputs.v, inputs.visibility.causal, 1.0, inputs.dropout)
-    if not torch.compiler.is_compiling() or out.device.type != "cpu":
+    if not traced() or out.device.type != "cpu":
         return out
-    # A CPU's kernel may give 0 for a query whose first score is NaN: add 0, or NaN. Outside of a
-    # compiler `dispatch` looks at the numbers instead.
+    # A CPU's kernel may give 0 for a query whose first score is NaN: add 0, or NaN. Outside of
+    # tracing `dispatch` looks at the numbers instead.
     first = k.detach()[:, :, :1].repeat_interleave(q.shape[1] // k.shape[1], 1)
     return out + (q.detach() * first).sum(-1, keepdim=True) * 0.0
 

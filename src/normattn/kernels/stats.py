@@ -23,6 +23,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from normattn.kernels.inputs import AttentionInputs, AttentionMask
+from normattn.kernels.numerics import at_least_float32
 from normattn.kernels.tile_scores import TileScores, score_groups
 from normattn.kernels.tiled import Plan, Tile
 
@@ -75,8 +76,8 @@ class Observer(Protocol):
         """
         ...
 
-    def confine(self, rows: slice, own: Bool[Tensor, "*b t"] | None) -> None:
-        """The next call is that of some rows, of which only those in `own` (None: all) count."""
+    def confine(self, rows: slice, members: Bool[Tensor, "*b t"] | None) -> None:
+        """The next call is that of some rows, of which only the `members` (None: all) count."""
         ...
 
     def functions(self, inputs: AttentionInputs) -> Float[Tensor, "f r"] | None:
@@ -170,11 +171,11 @@ def announce(
         by.enter(owner, q, k, (query_padding, key_padding), (query_at, key_at))
 
 
-def confine(rows: slice, own: Bool[Tensor, "*b t"] | None) -> None:
+def confine(rows: slice, members: Bool[Tensor, "*b t"] | None) -> None:
     """Say which rows of them come next, if someone observes."""
     by = observer()
     if by is not None:
-        by.confine(rows, own)
+        by.confine(rows, members)
 
 
 class Recorder:
@@ -188,7 +189,7 @@ class Recorder:
         self, inputs: AttentionInputs, functions: Float[Tensor, "f r"] | None = None
     ) -> None:
         """Room for every row."""
-        q, wide = inputs.q, torch.promote_types(inputs.q.dtype, torch.float32)
+        q, wide = inputs.q, at_least_float32(inputs.q.dtype)
         self.inputs, self.functions = inputs, functions
         self._fixed = 4 + (inputs.sink is not None)
         count = self._fixed + (0 if functions is None else len(functions))
@@ -275,12 +276,12 @@ def record_rows(
         score = torch.cat((score, rest), -1)
         weight = torch.cat((weight, 1 - weight.sum(-1, keepdim=True)), -1)
     flat = score.flatten(0, 1).clone(), weight.flatten(0, 1)
-    own = recorder.rows[..., rows]
-    own.copy_(recorder.summary(*flat, width, first.flatten(0, 1), means).view(own.shape))
+    kept = recorder.rows[..., rows]
+    kept.copy_(recorder.summary(*flat, width, first.flatten(0, 1), means).view(kept.shape))
     if inputs.normaliser is not None:
         # A row without any weight has the entropy of one that has it all in one place.
-        own[0] = logits.amax(-1)
-        own[1].masked_fill_(weight.amax(-1) == 0, 1.0)
+        kept[0] = logits.amax(-1)
+        kept[1].masked_fill_(weight.amax(-1) == 0, 1.0)
 
 
 def record_tile(recorder: Recorder, scores: TileScores, tile: Tile) -> None:
@@ -306,9 +307,9 @@ def record_tile(recorder: Recorder, scores: TileScores, tile: Tile) -> None:
     sums = [torch.stack(spans).sum(0) for spans in zip(*means, strict=True)]
     values = recorder.summary(score, weight, tile.width, on_first_key, sums)
     by_head = torch.unflatten(recorder.rows, 2, (-1, repeat))
-    own = by_head[:, group.batch, group.heads, :, tile.rows].transpose(3, 4)
-    values = values.view(own.shape)
-    own.copy_(values.flip(3) if scores.plan.backwards else values)
+    kept = by_head[:, group.batch, group.heads, :, tile.rows].transpose(3, 4)
+    values = values.view(kept.shape)
+    kept.copy_(values.flip(3) if scores.plan.backwards else values)
 
 
 @torch.no_grad()

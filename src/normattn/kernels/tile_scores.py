@@ -85,15 +85,15 @@ class TileScores:
             self.far_q, self.far_k = queries(inputs.far_q), inputs.far_k[at].flatten(0, 1).mT
         if inputs.sink is not None:
             self.sink = inputs.sink.to(self.q.dtype).view(-1, 1, plan.repeat)[group.heads]
-        self.further = space.margin + (0 if self.sink is None else 1)
-        self._widest = max((t.count * (t.width + self.further) for t in plan.tiles), default=0)
+        self.extra = space.margin + (0 if self.sink is None else 1)
+        self._widest = max((t.count * (t.width + self.extra) for t in plan.tiles), default=0)
         if inputs.bias is not None:
             by_head = inputs.bias.view(-1, plan.repeat, inputs.bias.shape[1])
             self.bias = by_head[group.heads].flatten(0, 1).to(self.q.dtype)
             self.line = self._line(self.bias) if plan.shape.aligned else None
         # The line hides later keys too, but NaN plus −∞ is NaN.
-        self._later = self.line is None or not group.seen.causal or not self.finite
-        self._all_hidden = not self._later and group.seen.plain and plan.shape.window is None
+        self._hides_future = self.line is None or not group.seen.causal or not self.finite
+        self._all_hidden = not self._hides_future and group.seen.plain and plan.shape.window is None
 
     @cached_property
     def finite(self) -> bool:
@@ -190,7 +190,7 @@ class TileScores:
     def buffer(self, name: str, tile: Tile) -> Tensor:
         """(n, c·r, W + X) of uninitialised numbers."""
         n, repeat = self.q.shape[0], self.plan.repeat
-        shape = n, tile.count * repeat, tile.width + self.further
+        shape = n, tile.count * repeat, tile.width + self.extra
         return self.space.take(name, shape, self.q, n * repeat * self._widest)
 
     def side(self, span: Span) -> tuple[Tensor, Tensor]:
@@ -273,7 +273,7 @@ class TileScores:
         """−∞ where no key is seen; whether every row is certain to see one."""
         shape, seen = self.plan.shape, self.group.seen
         if shape.aligned:
-            hide_edges(by_head, tile, self.plan, self._later)
+            hide_edges(by_head, tile, self.plan, self._hides_future)
             if seen.regular:
                 return True
             # Causality and the sliding window are in the edges already.
@@ -321,8 +321,8 @@ class TileScores:
     def by_weight(self, by_out: Tensor, tile: Tile) -> Tensor:
         """⟨by_out, v⟩, (n, c·r, W + X); 0 for the further logits, whose values are 0."""
         result = self.buffer("gradient", tile)
-        if self.further:
-            result.narrow(2, tile.width, self.further).zero_()
+        if self.extra:
+            result.narrow(2, tile.width, self.extra).zero_()
         for span, where in tile.placed:
             values = self.v.narrow(1, span.start, span.width)
             product(by_out, values.mT, result[..., where])

@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from normattn.kernels.inputs import AttentionInputs, AttentionMask
-from normattn.kernels.numerics import readable
+from normattn.kernels.numerics import host_can_read
+from normattn.plain import keepable
 
 # Scores of one tile, in bytes: about the second-level cache of a core; and rows of its products.
 TILE_BYTES, ROWS = 2**20, 128
@@ -227,7 +228,7 @@ def _reach(inputs: AttentionInputs) -> tuple[int, ...] | None:
     sees_itself = seen.plain and seen.aligned and q.shape[2] <= keys and inputs.window is None
     if bias is None or not sees_itself or bias.shape[1] < keys:
         return None
-    if keys < REACH_FROM or not readable(q):
+    if keys < REACH_FROM or not host_can_read(q):
         return None
     least = math.log(torch.finfo(q.dtype).smallest_normal)
     fall = bias.detach()[:, :keys] - bias.detach()[:, :1]
@@ -240,15 +241,15 @@ def _reach(inputs: AttentionInputs) -> tuple[int, ...] | None:
     return tuple(keys - n for n in unseen.cumprod(-1).sum(-1).tolist())
 
 
-def hide_edges(score: Tensor, tile: Tile, plan: Plan, later: bool = True) -> None:
+def hide_edges(score: Tensor, tile: Tile, plan: Plan, future: bool = True) -> None:
     """−∞ where i − j leaves a span's bounds: a corner of its columns, alike in most tiles.
 
-    `score` is (…, c, r, width). Not `later` spares keys after the query.
+    `score` is (…, c, r, width). Not `future` spares keys after the query.
     """
     first, last = plan.shape.positions(tile.rows)
     for span, where in tile.placed:
         corners = []
-        if span.lowest is not None and (later or span.lowest != 0):
+        if span.lowest is not None and (future or span.lowest != 0):
             begin = max(span.start, first - span.lowest + 1)
             corners.append((begin, span.stop, first - span.lowest - begin + 1, True))
         if span.highest is not None:
@@ -258,11 +259,11 @@ def hide_edges(score: Tensor, tile: Tile, plan: Plan, later: bool = True) -> Non
             if start < stop:
                 begin = where.start + start - span.start
                 shape = tile.count, stop - start
-                corner = _corner(shape, diagonal, upper, plan.backwards, score.device)
+                make = _kept_corner if keepable() else _corner
+                corner = make(shape, diagonal, upper, plan.backwards, score.device)
                 score[..., begin : begin + stop - start].masked_fill_(corner, -torch.inf)
 
 
-@lru_cache(maxsize=256)
 def _corner(
     shape: tuple[int, int], diagonal: int, upper: bool, backwards: bool, device: torch.device
 ) -> Tensor:
@@ -271,3 +272,6 @@ def _corner(
         ones = torch.ones(shape, dtype=torch.bool, device=device)
         corner = ones.triu(diagonal) if upper else ones.tril(diagonal)
         return (corner.flip(0) if backwards else corner)[:, None]
+
+
+_kept_corner = lru_cache(maxsize=256)(_corner)

@@ -21,7 +21,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from normattn.kernels.inputs import LEARNED, AttentionInputs, AttentionMask
-from normattn.kernels.numerics import flushing, refuse_second_derivative
+from normattn.kernels.numerics import at_least_float32, flushing, refuse_second_derivative
 from normattn.kernels.stats import Recorder, record_tile
 from normattn.kernels.tile_scores import (
     MakeScores,
@@ -346,7 +346,7 @@ def _forward_node(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 @_forward_node.register_fake
 def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     p, shape = _inputs_of(arguments), arguments[0].shape[:3]
-    wide = torch.float64 if p.q.dtype == torch.float64 else torch.float32
+    wide = at_least_float32(p.q.dtype)
     lse = p.v.new_empty(shape if arguments[-1] else (0,), dtype=wide)
     return p.v.new_empty(*shape, p.v.shape[-1]), lse, torch.empty((), dtype=torch.int64)
 

@@ -36,7 +36,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from normattn.kernels.inputs import AttentionInputs
-from normattn.kernels.numerics import refuse_second_derivative
+from normattn.kernels.numerics import at_least_float32, refuse_second_derivative
 from normattn.kernels.reference import reference
 from normattn.kernels.sdpa import dense, flash, flash_backward, slow_type
 
@@ -121,18 +121,13 @@ def _chunks(q: Tensor, window: int) -> Iterator[_Chunks]:
     count, rest = divmod(queries - window, ROWS)
     rows = min(ROWS, queries - window)
     # 0 where row r of a chunk has column r < j ≤ r + w near, −∞ elsewhere.
-    hidden = q.new_full((rows, window + rows), -torch.inf, dtype=_wide(q))
+    hidden = q.new_full((rows, window + rows), -torch.inf, dtype=at_least_float32(q.dtype))
     mask = hidden.triu(window + 1).add_(hidden.tril_())
     step = max(1, queries // (ROWS + window))
     for start in range(0, count, step):
         yield _Chunks(window + start * ROWS, ROWS, min(step, count - start), window, mask)
     if rest:
         yield _Chunks(queries - rest, rest, 1, window, mask[:rest, : window + rest])
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    """The type in which log-sum-exps and sums over chunks gather."""
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _far(inputs: AttentionInputs, window: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -150,7 +145,7 @@ def _forward(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
     assert window is not None
     batch, heads, queries, size = q.shape
     out = q.new_empty((batch, queries, heads, size)).transpose(1, 2)
-    sums = q.new_empty((batch, heads, queries), dtype=_wide(q))
+    sums = q.new_empty((batch, heads, queries), dtype=at_least_float32(q.dtype))
     # The first queries have near keys only.
     head = slice(0, min(window, queries))
     out[:, :, head], sums[:, :, head] = flash(q[:, :, head], k[:, :, head], v[:, :, head], True)
@@ -177,7 +172,7 @@ def _backward(
     assert inputs.far_k is not None
     assert window is not None
     by_q = torch.empty_like(q)
-    by_k, by_v = (torch.zeros_like(x, dtype=_wide(x)) for x in (k, v))
+    by_k, by_v = (torch.zeros_like(x, dtype=at_least_float32(x.dtype)) for x in (k, v))
     by_far_q, by_far_k = torch.zeros_like(inputs.far_q), torch.zeros_like(inputs.far_k)
     head = slice(0, min(window, q.shape[2]))
     near = q[:, :, head], k[:, :, head], v[:, :, head], out[:, :, head], sums[:, :, head]

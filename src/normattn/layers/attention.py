@@ -155,7 +155,7 @@ def attention(  # type: ignore[misc]  # the second overload leaves the other arg
     bare = bare and q_positions is None and k_positions is None and documents is None
     bare = bare and residual is None and forget is None and dropout_p == 0 and not return_lse
     folded = find_folded(score, q, k, v, causal, backend, cache) if bare else None
-    if folded is not None and folded.alone and gate is None:
+    if folded is not None and folded.output_is_final and gate is None:
         return folded.run(score if isinstance(score, Score) else folded.score, q, k, v, cache)
     check_shapes(q, k, v)
     module = score if isinstance(score, Score) else without_parameters(score, q, k)
@@ -213,18 +213,18 @@ def _attend_cached(
     cache.claim(spec)
     plan = prepare(spec, q, first + count, given, cached=True)
     at = plan.positions
-    own = None if given.key_padding is None else given.key_padding[:, first:]
-    announce(score, q, k, own, own, at.query, at.query)
+    padding = None if given.key_padding is None else given.key_padding[:, first:]
+    announce(score, q, k, padding, padding, at.query, at.query)
     new_keys = score.cache_keys(k, at.query, first if at.regular else None)
     new_keys, width, sums = without_infinities(new_keys), new_keys.shape[-1], None
     if forget is not None:
-        new_keys = torch.cat((new_keys, log_gates(forget, k.shape[1], k.dtype, own)), -1)
+        new_keys = torch.cat((new_keys, log_gates(forget, k.shape[1], k.dtype, padding)), -1)
     keys, values = cache.append(new_keys, turn_values(spec, v, at.query))
     if forget is not None:
         # Kept apart from token to token, so that the oldest may be dropped and rows exchanged.
         sums, keys = sum_gates(keys[..., width:], q.shape[1]), keys[..., :width]
     plan = plan.without_first(cache.dropped)
-    selection = None if spec.selection is None else cache.selection(first, keys, own)
+    selection = None if spec.selection is None else cache.selection(first, keys, padding)
     rotated = _keys_of_blocks(score, cache, keys, plan) if spec.blockwise else None
     run = plan.run(score, q, keys, values, forget_sums=sums, selection=selection, rotated=rotated)
     if selection is not None:

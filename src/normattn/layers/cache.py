@@ -13,6 +13,7 @@ from torch import Tensor
 
 from normattn.errors import InputError
 from normattn.kernels.inputs import Selection
+from normattn.kernels.numerics import at_least_float32
 from normattn.score import ScoreSpec
 
 _SMALLEST = 64
@@ -177,7 +178,7 @@ class KeyValueCache:
 
     def selection(self, first: int, keys: Tensor, padding: Tensor | None) -> Selection:
         """What the first tokens took from all of the kept keys; of those after them, nothing."""
-        wide = torch.promote_types(keys.dtype, torch.float32)
+        wide = at_least_float32(keys.dtype)
         taken = keys.new_zeros(keys.shape[0], keys.shape[2], dtype=wide)
         if first:
             if first not in self._selected:

@@ -15,6 +15,7 @@ from torch import Tensor
 from normattn.errors import InputError
 from normattn.kernels.inputs import DTYPES, check_dense
 from normattn.layers.residual_scores import ResidualLayer
+from normattn.plain import traced
 from normattn.score import Score, ScoreSpec
 from normattn.score.parts import XSA
 
@@ -193,7 +194,7 @@ def check_order(spec: ScoreSpec, at: Positions, documents: Tensor | None) -> Non
     """Refuse tokens out of order for a score that hands on from each to the next."""
     own = own_values(spec)
     handed_on = spec.selection is not None or spec.forgets
-    if torch.compiler.is_compiling() or not (handed_on or own):
+    if traced() or not (handed_on or own):
         return
 
     def goes_back(positions: Tensor, numbers: Tensor | None) -> bool:
@@ -223,14 +224,13 @@ def check_restarts(positions: Tensor, padding: Tensor | None) -> None:
 
     Padded tokens do not count. Where no number can be read, nothing is refused.
     """
-    compiling = torch.compiler.is_compiling() or positions.is_meta
-    if compiling or torch._C._functorch.is_functorch_wrapped_tensor(positions):
+    if traced() or positions.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(positions):
         return
     if not bool((positions.diff(dim=-1) < 0).any()):
         return
-    # Each padded token at a place of its own.
-    own = torch.arange(-positions.shape[-1], 0, device=positions.device)
-    places = positions if padding is None else torch.where(padding, own, positions)
+    # Each padded token at another place.
+    apart = torch.arange(-positions.shape[-1], 0, device=positions.device)
+    places = positions if padding is None else torch.where(padding, apart, positions)
     back = (places.diff(dim=-1) < 0).any(-1)
     twice = (places.sort(dim=-1).values.diff(dim=-1) == 0).any(-1)
     if bool((back & twice).any()):

@@ -19,20 +19,19 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from normattn.kernels.inputs import check_shapes
-from normattn.kernels.numerics import nan_for_infinite, readable
+from normattn.kernels.numerics import host_can_read, nan_for_infinite
 from normattn.layers.cache import KeyValueCache
 from normattn.layers.checks import check_heads
 from normattn.layers.folds import (
     folds,
     normed,
-    stands_alone,
+    output_is_final,
     times_learned_length,
     visible_keys,
     without_parameters,
 )
 from normattn.layers.prepare import regular_positions
 from normattn.score import Score, ScoreSpec
-from normattn.score.norms import FeatureNorm
 from normattn.score.parts import PairBiasPart, RotaryPosition
 from normattn.score.rotary import Rotation, feature_pairs, key_tables, query_scale, query_tables
 
@@ -47,9 +46,9 @@ class FoldedStep:
     `key` rotates keys and `query` queries; with one regime `key` rotates both in one go, and
     `scale` is λ, of every position where it depends on n. `bias` (H, C) holds b(C − 1 − r) from
     left to right where it learns nothing, `distance` (C,) these distances where it does. With two
-    regimes the cache has far keys, and the last `near` of them at their near positions as well, so
-    that a step rotates one key only. `unit` is the eps of keys of length 1 where nothing else is
-    normalised.
+    regimes the cache has far keys, and the last `near_window` of them at their near positions as
+    well, so that a step rotates one key only. `output_is_final` says that no gate and no pairs of
+    heads follow, `host_reads` that the host may look at values.
     """
 
     score: Score | None
@@ -58,16 +57,15 @@ class FoldedStep:
     dtype: torch.dtype
     heads: tuple[int, int]
     capacity: int
-    alone: bool
+    output_is_final: bool
     scale: list[float] | float
     n: Float[Tensor, "1 c"] | None
     query: RowRotation | None
     key: RowRotation | None
     bias: Float[Tensor, "h c"] | None
     distance: Float[Tensor, " c"] | None
-    near: int | None
-    unit: float | None
-    readable: bool
+    near_window: int | None
+    host_reads: bool
 
     def fits(self, q: Tensor, k: Tensor, v: Tensor, cache: KeyValueCache) -> bool:
         """Whether it serves this token too, whose tensors then are what was checked before."""
@@ -91,16 +89,13 @@ class FoldedStep:
         assert cache is not None
         cache.claim(self.spec)
         at, heads, wanted = cache.length, self.heads, k.requires_grad
-        if self.unit is None or score._modules["key_norm"]._forward_hooks:  # type: ignore[union-attr]
-            q, k = normed(score, q, k)
-        else:
-            k = k / torch.linalg.vector_norm(k, dim=-1, keepdim=True).clamp_min(self.unit)
+        q, k = normed(score, q, k)
         both = torch.cat((q, k), 1)
-        diverged = self.readable and not math.isfinite(both.sum(dtype=torch.float32).item())
-        if diverged or not self.readable:
+        diverged = self.host_reads and not math.isfinite(both.sum(dtype=torch.float32).item())
+        if diverged or not self.host_reads:
             both = nan_for_infinite(both)
         partners = both if self.key is None else both.index_select(-1, self.key.partner)
-        if self.near is not None:
+        if self.near_window is not None:
             return self._two_regimes(score, both, partners, v, cache)
         if self.key is not None:
             both = self.key(both, partners, at)
@@ -134,7 +129,7 @@ class FoldedStep:
         self, score: Score, both: Tensor, partners: Tensor, v: Tensor, cache: KeyValueCache
     ) -> Float[Tensor, "b h 1 e"]:
         """Near and far scores beside each other: near ones are ⟨R_i q, R_j k⟩ whatever i is."""
-        assert self.near is not None
+        assert self.near_window is not None
         assert self.query is not None
         assert self.key is not None
         at = cache.length
@@ -157,7 +152,7 @@ class FoldedStep:
             turned: Tensor = turn(keys[:, :, first:last])
             return turned
 
-        far = max(0, at + 1 - self.near)
+        far = max(0, at + 1 - self.near_window)
         products = _products(near_q, cache.rotated("near", far, at + 1, rotated))
         if far:
             products = torch.cat((_products(far_q, keys[:, :, :far]), products), -1)
@@ -264,14 +259,14 @@ def _shared_step(
     )
     step = _STEPS.get(name)
     if step is None:
-        own = None if isinstance(score, Score) else module
-        step = _STEPS[name] = _prepare_step(module, own, q, k, v, capacity)
+        built = None if isinstance(score, Score) else module
+        step = _STEPS[name] = _prepare_step(module, built, q, k, v, capacity)
     return step
 
 
 def _prepare_step(
     score: Score,
-    own: Score | None,
+    built: Score | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -292,24 +287,15 @@ def _prepare_step(
             if score.bias is None:
                 bias, distance = spec.bias.values(distance, score.heads, {}).to(q.dtype), None
         return FoldedStep(
-            *(own, spec, (q.shape, k.shape, v.shape), q.dtype),
-            *((q.shape[1], k.shape[1]), capacity, stands_alone(spec)),
+            *(built, spec, (q.shape, k.shape, v.shape), q.dtype),
+            *((q.shape[1], k.shape[1]), capacity, output_is_final(spec)),
             scale.tolist() if isinstance(scale, Tensor) else float(scale),
             visible_keys(score, at.n, q),
             None if queries is None else RowRotation.of(queries.near, queries.far, q.dtype, size),
             RowRotation.of(keys.near, keys.far, q.dtype, size),
             *(bias, distance, None if remapping is None else remapping.window),
-            *(_unit_keys(score), readable(q)),
+            host_can_read(q),
         )
-
-
-def _unit_keys(score: Score) -> float | None:
-    """The eps of keys that are divided by their length, where queries keep theirs (KNA)."""
-    norm = score.key_norm
-    if score.query_norm is not None or not isinstance(norm, FeatureNorm):
-        return None
-    plain = norm.kind == "l2" and norm.across == "head" and norm.weight is None
-    return norm.eps if plain else None
 
 
 def _steps(score: Score, q: Tensor) -> bool:

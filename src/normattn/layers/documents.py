@@ -7,7 +7,7 @@ Legend: B batch, T tokens, N documents.
 from __future__ import annotations
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from normattn.errors import InputError
@@ -22,6 +22,15 @@ def documents_from_positions(positions: Int[Tensor, "b t"]) -> Int[Tensor, "b t"
     starts = torch.zeros_like(positions)
     starts[:, 1:] = (positions[:, 1:] <= positions[:, :-1]).to(positions.dtype)
     return starts.cumsum(1)
+
+
+def documents_from_ends(ends: Bool[Tensor, "b t"]) -> Int[Tensor, "b t"]:
+    """The document of each token, from 0 in each row, where `ends` is True at its last token.
+
+    A separator between documents so belongs to the one that it ends.
+    """
+    ended = ends.long()
+    return ended.cumsum(-1) - ended
 
 
 def documents_from_lengths(cu_seqlens: Int[Tensor, " n_1"]) -> Int[Tensor, "1 t"]:

@@ -27,13 +27,14 @@ from normattn.layers.decode_step import FoldedStep, find_step
 from normattn.layers.folds import (
     folds,
     normed,
-    stands_alone,
+    output_is_final,
     times_learned_length,
     visible_keys,
     without_parameters,
 )
 from normattn.layers.gates import pair_values
 from normattn.layers.prepare import prepare
+from normattn.plain import FAKE
 from normattn.score import Score, ScoreSpec
 from normattn.score.rotary import (
     Rotation,
@@ -57,9 +58,9 @@ class FoldedAttention:
     `query` are the arguments that rotate queries and multiply them by λ, `key` those that rotate
     keys; None where nothing rotates. `scale` is then λ, a number for all rows or one for each. `n`
     (1, T) is the number of visible keys, where a learned part of λ depends on it. `score` is one
-    that learns nothing, built for a specification; None where callers have their own. `alone` says
-    that a layer does nothing with the output. `mask` and `backend` are for numbers that torch's
-    kernel does not serve.
+    that learns nothing, built for a specification; None where callers have their own.
+    `output_is_final` says that no gate and no pairs of heads follow. `mask` and `backend` are for
+    numbers that torch's kernel does not serve.
     """
 
     score: Score | None
@@ -67,7 +68,7 @@ class FoldedAttention:
     key: RotationArguments | None
     scale: Tensor | float | None
     n: Float[Tensor, "1 t"] | None
-    alone: bool
+    output_is_final: bool
     mask: AttentionMask
     backend: str
 
@@ -120,12 +121,14 @@ def find_folded(
 ) -> FoldedAttention | FoldedStep | None:
     """What was prepared for tensors of these shapes, made at the first call; None without.
 
-    Whatever looks into a computation or changes it (a compiler, autocast, an observer, hooks,
-    torch.func) has none. Raises `InputError` for tensors that do not fit.
+    Whatever looks into a computation or changes it (a compiler, fake tensors, autocast, an
+    observer, hooks, torch.func) has none. Raises `InputError` for tensors that do not fit.
     """
     if torch.compiler.is_compiling() or not type(q) is type(k) is type(v) is Tensor or q.is_meta:
         return None
     if torch.is_autocast_enabled(q.device.type) or _OBSERVER.get() is not None:
+        return None
+    if torch._C._get_dispatch_mode(FAKE) is not None:
         return None
     if torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0:
         return None
@@ -168,7 +171,7 @@ def _prepare(
     check_shapes(q, k, v)
     module = score if isinstance(score, Score) else without_parameters(score, q, k)
     check_heads(module, q, k)
-    own, spec, size = None if isinstance(score, Score) else module, module.spec, module.head_dim
+    built, spec, size = None if isinstance(score, Score) else module, module.spec, module.head_dim
     if backend not in ("auto", "fused") or spec.documents is not None or not folds(module):
         return None
     if spec.remapping is not None:
@@ -182,8 +185,10 @@ def _prepare(
     assert isinstance(query.near, Rotation | None)
     assert isinstance(key.near, Rotation | None)
     turn_q, turn_k = (None if turn is None else turn.arguments for turn in (query.near, key.near))
-    n, alone = visible_keys(module, at.n, q), stands_alone(spec)
-    return FoldedAttention(own, turn_q, turn_k, query.scale, n, alone, plan.mask, backend)
+    return FoldedAttention(
+        *(built, turn_q, turn_k, query.scale, visible_keys(module, at.n, q)),
+        *(output_is_final(spec), plan.mask, backend),
+    )
 
 
 def zero_or_nan(q: Tensor, k: Tensor) -> Float[Tensor, "b 1 1 1"]:

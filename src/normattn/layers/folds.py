@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from normattn.errors import InputError
+from normattn.kernels.numerics import at_least_float32
 from normattn.score import Score, ScoreSpec
 from normattn.score.parts import VORoPE
 from normattn.score.rotary import scaled
@@ -28,8 +29,8 @@ def folds(score: Score) -> bool:
     return not (score.position is not None or wider or moved or spec.leaks_future)
 
 
-def stands_alone(spec: ScoreSpec) -> bool:
-    """Whether a layer does nothing with what attention gives."""
+def output_is_final(spec: ScoreSpec) -> bool:
+    """Whether nothing follows what attention gives: no gate, no pairs of heads, no values' part."""
     return spec.gate is None and spec.difference is None and spec.values is None
 
 
@@ -39,7 +40,7 @@ def visible_keys(score: Score, n: Tensor, q: Tensor) -> Float[Tensor, "1 t"] | N
         return None
     # An ordinary tensor even when first asked for in inference mode: training reuses it.
     with torch.inference_mode(False):
-        return n.to(torch.promote_types(q.dtype, torch.float32))[None].clone()
+        return n.to(at_least_float32(q.dtype))[None].clone()
 
 
 def normed(score: Score, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from normattn.errors import InputError
 from normattn.kernels import AttentionInputs
+from normattn.kernels.numerics import at_least_float32
 from normattn.score import Score, ScoreSpec
 from normattn.score.parts import XSA, VORoPE, rope_frequencies
 from normattn.score.rotary import Rotator
@@ -107,7 +108,7 @@ def log_gates(
 
     Padding forgets nothing.
     """
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    wide = at_least_float32(dtype)
     gates = F.logsigmoid(forget.to(wide))
     gates = gates if padding is None else gates.masked_fill(padding[..., None], 0.0)
     gates = gates.reshape(*forget.shape[:2], groups, -1).transpose(1, 2)
@@ -116,7 +117,7 @@ def log_gates(
 
 def sum_gates(gates: Float[Tensor, "b g s f"], heads: int) -> Float[Tensor, "b h s"]:
     """C of every head, of the `log_gates` of all tokens from the first on."""
-    wide = torch.float64 if gates.dtype == torch.float64 else torch.float32
+    wide = at_least_float32(gates.dtype)
     whole = gates.to(wide).reshape(*gates.shape[:3], heads // gates.shape[1], -1).sum(-1)
     sums: Tensor = whole.cumsum(2).transpose(2, 3).flatten(1, 2)
     return sums

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from normattn.errors import InputError
-from normattn.score.norms import rms_norm, wide
+from normattn.kernels.numerics import at_least_float32
+from normattn.score.norms import rms_norm
 
 
 class LayerNorm(nn.Module):
@@ -32,7 +33,7 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: Float[Tensor, "... dim"]) -> Float[Tensor, "... dim"]:
         """Normalise the last axis of `x`."""
-        dtype = wide(x.dtype)
+        dtype = at_least_float32(x.dtype)
         gain, bias = (None if each is None else each.to(dtype) for each in (self.gain, self.bias))
         return F.layer_norm(x.to(dtype), (self.dim,), gain, bias, self.eps).to(x.dtype)
 
@@ -72,7 +73,7 @@ class RMSNorm(nn.Module):
         """Normalise the last axis of `x`."""
         if self.eps_placement == "inside":
             return rms_norm(x, self.gain, self.eps)
-        rows = x.to(wide(x.dtype))
+        rows = x.to(at_least_float32(x.dtype))
         rms = torch.linalg.vector_norm(rows, dim=-1, keepdim=True) * float(self.dim**-0.5)
         normal: Tensor = rows / (rms + self.eps)
         return (normal if self.gain is None else normal * self.gain.to(rows.dtype)).to(x.dtype)
@@ -104,7 +105,7 @@ class DyT(nn.Module):
 
     def forward(self, x: Float[Tensor, "... dim"]) -> Float[Tensor, "... dim"]:
         """Bound every number of `x`, then stretch and shift each feature."""
-        y = self.bounded(x.to(wide(x.dtype)))
+        y = self.bounded(x.to(at_least_float32(x.dtype)))
         if self.gain is not None and self.bias is not None:
             y = y * self.gain + self.bias
         return y.to(x.dtype)

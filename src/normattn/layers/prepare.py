@@ -23,7 +23,7 @@ from normattn.kernels.inputs import Selection
 from normattn.kernels.stats import confine
 from normattn.layers.checks import AttentionArguments, check_order, check_restarts
 from normattn.layers.gates import add_forgetting, finish
-from normattn.plain import plain_operations
+from normattn.plain import keepable, plain_operations
 from normattn.score import Positions, Score, ScoreSpec
 from normattn.score.positions import number_documents
 
@@ -63,16 +63,16 @@ class AttentionPlan:
         given = self.given
 
         def part(rows: slice, keys: int, block: int) -> Tensor:
-            own = None if given.query_padding is None else given.query_padding[:, rows]
+            padding = None if given.query_padding is None else given.query_padding[:, rows]
             tensors = q[:, :, rows], k[:, :, :keys], v[:, :, :keys]
             at, seen = self.positions.part(rows, keys), self.mask.part(rows, keys)
             if self.cached:
                 turned = None if rotated is None else rotated(keys, block)
                 inputs = score.with_cached_keys(
-                    *(*tensors, at, seen, own, block, given.dropout_p, turned)
+                    *(*tensors, at, seen, padding, block, given.dropout_p, turned)
                 )
             else:
-                inputs = score(*tensors, at, seen, own, block, given.dropout_p)
+                inputs = score(*tensors, at, seen, padding, block, given.dropout_p)
             if selection is not None:
                 inputs = replace(inputs, selection=selection)
             inputs = add_forgetting(inputs, forget_sums, rows, q.shape[2])
@@ -135,8 +135,8 @@ def prepare(
         check_order(spec, at, documents)
     mask = AttentionMask(given.causal, at.query, at.key, at.regular, padding, given.attn_mask)
     if documents is not None:
-        own = documents[:, keys - queries :]
-        mask = replace(mask, query_documents=own, key_documents=documents)
+        of_queries = documents[:, keys - queries :]
+        mask = replace(mask, query_documents=of_queries, key_documents=documents)
     if given.attn_mask is not None and spec.logn is not None:
         at = at.without_masked(mask)
     if spec.chunk is not None:
@@ -155,7 +155,7 @@ def hide_other_chunks(mask: AttentionMask, size: int, batch: int) -> AttentionMa
 
 def regular_positions(queries: int, keys: int, device: torch.device) -> Positions:
     """Causal positions of the last `queries` of `keys` tokens."""
-    if queries > keys or torch.compiler.is_compiling():
+    if queries > keys or not keepable():
         return Positions.of(queries, keys, True, device)
     capacity = max(64, 1 << (keys - 1).bit_length())
     return _counted(capacity, device).part(slice(keys - queries, keys), keys)
@@ -185,14 +185,14 @@ def in_blocks(
         )
     pieces: list[Tensor] = []
     mixed: Tensor | None = None
-    for number, span, own in _blocks(positions, spec.block[1]):
-        confine(span, own)
+    for number, span, members in _blocks(positions, spec.block[1]):
+        confine(span, members)
         piece = part(span, keys - queries + span.stop if positions.ordered else keys, number)
-        if own is None:
+        if members is None:
             pieces.append(piece)
             continue
         whole = piece.new_zeros(*piece.shape[:2], queries, piece.shape[3])
-        whole[:, :, span] = torch.where(own.reshape(-1, 1, piece.shape[2], 1), piece, 0.0)
+        whole[:, :, span] = torch.where(members.reshape(-1, 1, piece.shape[2], 1), piece, 0.0)
         mixed = whole if mixed is None else mixed + whole
     if mixed is not None:
         return mixed
@@ -218,9 +218,9 @@ def _blocks(positions: Positions, length: int) -> Iterator[tuple[int, slice, Ten
         yield lowest, slice(0, queries), None
         return
     for number in range(lowest, highest + 1):
-        own = block == number
-        rows = own.reshape(-1, queries).any(0).nonzero()[:, 0]
+        members = block == number
+        rows = members.reshape(-1, queries).any(0).nonzero()[:, 0]
         if rows.numel():
             span = slice(int(rows[0]), int(rows[-1]) + 1)
-            alone = own.dim() == 1 and positions.ordered
-            yield number, span, None if alone else own[..., span]
+            every = members.dim() == 1 and positions.ordered
+            yield number, span, None if every else members[..., span]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from normattn.errors import InputError
+from normattn.kernels.numerics import at_least_float32
 
 
 class Placed(nn.Module):
@@ -120,7 +121,7 @@ class LayerOutputs(NamedTuple):
         """Σ_i α_i·v_i over all that is held, α = softmax_i ⟨w, v_i/rms(v_i)⟩ for each token."""
         logits = []
         for v in self.sums:
-            wide = v.to(torch.promote_types(v.dtype, torch.float32))
+            wide = v.to(at_least_float32(v.dtype))
             inverse = torch.rsqrt(wide.square().mean(-1) + eps)
             logits.append((wide * query.to(wide.dtype)).sum(-1) * inverse)
         weights = torch.stack(logits).softmax(0)[..., None]

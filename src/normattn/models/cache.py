@@ -13,6 +13,7 @@ from torch import Tensor
 
 from normattn.errors import InputError
 from normattn.layers.cache import KeyValueCache, Room, refuse_overflow
+from normattn.layers.documents import documents_from_ends
 from normattn.models.transformer import AttentionContext
 from normattn.score import ScoreSpec
 
@@ -62,14 +63,14 @@ class ModelCache:
         if not padded and self._separator is None:
             return AttentionContext()
         padding, documents = None, None
-        own = ids.new_zeros(ids.shape[0], self.length + ids.shape[1])
+        numbers = ids.new_zeros(ids.shape[0], self.length + ids.shape[1])
         if self._separator is not None:
-            own = documents = self._number_documents((ids == self._separator).long())
+            numbers = documents = self._number_documents(ids == self._separator)
         if padded:
             new = torch.zeros_like(ids, dtype=torch.bool) if key_padding is None else key_padding
             padding = self._padding.append(new)
-            own = own.masked_fill(padding, -1)
-        positions = self._positions.append(_count_from(own, self._positions, self.length))
+            numbers = numbers.masked_fill(padding, -1)
+        positions = self._positions.append(_count_from(numbers, self._positions, self.length))
         return AttentionContext(padding, positions, documents)
 
     def done(self, tokens: int) -> None:
@@ -109,12 +110,12 @@ class ModelCache:
 
     def _number_documents(self, ends: Tensor) -> Tensor:
         """The number of each token's document; a separator belongs to the document it ends."""
-        before = ends.cumsum(-1) - ends
+        numbers = documents_from_ends(ends)
         if self.length:
             last = self._documents.view(self.length) + self._ends.view(self.length)
-            before = before + last[:, -1:]
+            numbers = numbers + last[:, -1:]
         self._ends.append(ends)
-        return self._documents.append(before)
+        return self._documents.append(numbers)
 
     def _refuse_padding(self, ids: Tensor, padding: Tensor) -> None:
         if padding.shape != ids.shape or padding.dtype != torch.bool:
@@ -132,17 +133,17 @@ class ModelCache:
             )
 
 
-def _count_from(own: Tensor, positions: Room, first: int) -> Tensor:
+def _count_from(numbers: Tensor, positions: Room, first: int) -> Tensor:
     """Positions of the tokens from `first` on, each counted from its document's first token.
 
-    `own` (B, S) numbers the document of every token.
+    `numbers` (B, S) are those of every token's document.
     """
-    at = torch.arange(own.shape[1] - first, device=own.device).expand(own.shape[0], -1)
+    at = torch.arange(numbers.shape[1] - first, device=numbers.device).expand(numbers.shape[0], -1)
     begins = torch.ones_like(at, dtype=torch.bool)
     if first:
-        begins = own[:, first:] != own[:, first - 1 : -1]
+        begins = numbers[:, first:] != numbers[:, first - 1 : -1]
     else:
-        begins[:, 1:] = own[:, 1:] != own[:, :-1]
+        begins[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
     # −1 where the document is that of the last token read before.
     start = torch.where(begins, at, -1).cummax(-1).values
     if not first:

@@ -18,6 +18,7 @@ from normattn.kernels.cross_entropy import (
     linear_cross_entropy,
     token_scores,
 )
+from normattn.layers.documents import documents_from_ends
 from normattn.models.cache import CHUNK, ModelCache
 from normattn.models.config import CausalLMConfig
 from normattn.models.generation import Answer, generate
@@ -87,9 +88,7 @@ class CausalLM(TokenModel):
         if cache is None:
             documents = None
             if (packed := self.config.score.documents) is not None:
-                # A separator belongs to the document that it ends.
-                ends = (ids == packed.separator).long()
-                documents = ends.cumsum(-1) - ends
+                documents = documents_from_ends(ids == packed.separator)
             context = AttentionContext(key_padding, None, documents, backend=backend)
             return self.read(ids, context)
         context = replace(cache.read(ids, key_padding), backend=backend)
@@ -131,21 +130,21 @@ class CausalLM(TokenModel):
         read, targets = ids[:, :-1], ids[:, 1:]
         tokens = targets.shape[1]
         if tokens > _SCORED_TOKENS:
-            chunks, unit = self._in_chunks(read, None, self.new_cache(), CHUNK), CHUNK
+            chunks, step = self._in_chunks(read, None, self.new_cache(), CHUNK), CHUNK
         else:
             even = ids.device.type == "cpu" and tokens % _LEFT_OUT == 0
-            chunks, unit = iter([self.hidden(read)]), _LEFT_OUT if even else tokens
-        start, done = first // unit * unit, 0
+            chunks, step = iter([self.hidden(read)]), _LEFT_OUT if even else tokens
+        start, done = first // step * step, 0
         losses, hits = [], []
         for hidden in chunks:
             end, skipped = done + hidden.shape[1], max(0, start - done)
             if done + skipped < end:
-                own = targets[:, done + skipped : end]
+                wanted = targets[:, done + skipped : end]
                 scored = token_scores(
-                    hidden[:, skipped:].flatten(0, 1), self.head_weight, own.flatten()
+                    hidden[:, skipped:].flatten(0, 1), self.head_weight, wanted.flatten()
                 )
-                losses.append(scored.loss.view(own.shape))
-                hits.append(scored.correct.view(own.shape))
+                losses.append(scored.loss.view(wanted.shape))
+                hits.append(scored.correct.view(wanted.shape))
             done = end
         return TokenScores(
             torch.cat(losses, 1)[:, first - start :], torch.cat(hits, 1)[:, first - start :]

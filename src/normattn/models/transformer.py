@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -61,6 +61,15 @@ class AttentionContext:
     residual: ResidualLayer | None = None
     backend: str = "auto"
     query_padding: Bool[Tensor, "b t"] | None = None
+
+
+class CrossContext(NamedTuple):
+    """What a decoder's cross attention must know of its queries: the arguments of its `forward`."""
+
+    positions: Int[Tensor, " t"] | None
+    query_padding: Bool[Tensor, "b t"] | None
+    residual: ResidualLayer | None
+    backend: str
 
 
 class TokenModel(nn.Module):
@@ -127,23 +136,30 @@ class Blocks(nn.ModuleList):
         caches: Sequence[KeyValueCache | None] | None = None,
         after: AfterLayer | None = None,
         memories: Sequence[Memory] | None = None,
-        across: AttentionContext | None = None,
+        positions: Int[Tensor, " t"] | None = None,
     ) -> Float[Tensor, "b t d"]:
-        """Every layer in turn.
+        """Every layer in turn; `after` is called with every output.
 
-        `caches` has one for each layer, `memories` one for each block, which it reads in the
-        context `across`; `after` is called with every output.
+        `caches` has one for each layer. A decoder needs `memories`, one for each block, and reads
+        them from `positions`, if its cross attention has any. Raises `InputError` for memories
+        without cross attention, and for cross attention without memories.
         """
-        contexts = self._layer_contexts(self._score, context or AttentionContext())
-        sources: Sequence[AttentionContext | None] = [None] * self.layers
-        if self._across is not None and across is not None:
-            sources = self._layer_contexts(self._across, across)
+        context = AttentionContext() if context is None else context
+        contexts = self._layer_contexts(self._score, context)
+        crossing: Sequence[CrossContext | None] = [None] * self.layers
+        if (memories is None) != (self._across is None):
+            raise InputError(
+                f"memories are for a decoder's cross attention, and needed there: {memories=}, "
+                f"and the cross attention is {self._across}"
+            )
+        if self._across is not None:
+            crossing = self._cross_contexts(self._across, context, positions, x.shape[1])
         stream: Stream = x if self.query is None else LayerOutputs((x,))
         for layer in range(self.layers):
             block: Any = self[layer % len(self)]
             cache = None if caches is None else caches[layer]
             memory = None if memories is None else memories[layer % len(self)]
-            arguments = stream, contexts[layer], cache, memory, sources[layer]
+            arguments = stream, contexts[layer], cache, memory, crossing[layer]
             if self._recomputes:
                 stream = checkpoint(block, *arguments, use_reentrant=False, **_as_in_forward())
             else:
@@ -183,12 +199,27 @@ class Blocks(nn.ModuleList):
         residual = residual_layers(score, self.layers)
         if residual is None:
             return [context] * self.layers
-        assert score.residual is not None
-        if self._recomputes and score.residual.summed == "scores" and context.backend == "auto":
-            # A buffer of summed scores cannot be filled once more in a backward pass; the queries
-            # and keys of all layers, side by side, can.
-            context = replace(context, backend="concatenated")
+        context = replace(context, backend=self._backend(score, context.backend))
         return [replace(context, residual=layer) for layer in residual]
+
+    def _cross_contexts(
+        self, score: ScoreSpec, context: AttentionContext, positions: Tensor | None, tokens: int
+    ) -> list[CrossContext]:
+        """What the cross attention of every layer must know, with its residual scores."""
+        padding = context.query_padding
+        if padding is None and context.key_padding is not None:
+            padding = context.key_padding[:, -tokens:]
+        residual = residual_layers(score, self.layers) or (None,) * self.layers
+        backend = self._backend(score, context.backend)
+        return [CrossContext(positions, padding, layer, backend) for layer in residual]
+
+    def _backend(self, score: ScoreSpec, backend: str) -> str:
+        """The kernel to ask for: recomputed layers cannot fill a buffer of summed scores again.
+
+        The queries and keys of all layers, side by side, can be made once more.
+        """
+        summed = score.residual is not None and score.residual.summed == "scores"
+        return "concatenated" if self._recomputes and summed and backend == "auto" else backend
 
 
 class Block(nn.Module):
@@ -229,9 +260,9 @@ class Block(nn.Module):
         context: AttentionContext,
         cache: KeyValueCache | None = None,
         memory: Memory | None = None,
-        across: AttentionContext | None = None,
+        crossing: CrossContext | None = None,
     ) -> Stream:
-        """The block's output; `cache` is its layer's, `memory` a source, read in `across`."""
+        """The block's output; `cache` is its layer's, `memory` what its cross attention reads."""
         x = self.mixer(
             x,
             causal=context.causal,
@@ -243,15 +274,8 @@ class Block(nn.Module):
             query_padding=context.query_padding,
             backend=context.backend,
         )
-        if self.cross is not None and across is not None:
-            x = self.cross(
-                x,
-                memory=memory,
-                positions=across.positions,
-                query_padding=across.query_padding,
-                residual=across.residual,
-                backend=across.backend,
-            )
+        if self.cross is not None and crossing is not None:
+            x = self.cross(x, memory=memory, **crossing._asdict())
         return x if self.feed_forward is None else self.feed_forward(x)
 
 

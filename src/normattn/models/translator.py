@@ -7,7 +7,7 @@ for each source.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -137,12 +137,11 @@ class Translator(nn.Module):
         else:
             first, caches = cache.length, cache.layers
             cache.read(target)
-        own = AttentionContext(backend=backend, query_padding=padding)
+        context = AttentionContext(backend=backend, query_padding=padding)
         positions = torch.arange(first, first + target.shape[1], device=target.device)
-        across = replace(own, positions=positions)
         with plain_operations(backend == "reference"):
             x = self._embed(self._targets, self.target_norm, target)
-            x = self.decoder(x, own, caches, memories=encoded.memories, across=across)
+            x = self.decoder(x, context, caches, memories=encoded.memories, positions=positions)
             if cache is not None:
                 cache.done(target.shape[1])
             last: Tensor = x if self.decoder_norm is None else self.decoder_norm(x)

@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from normattn.errors import InputError
 from normattn.kernels import AttentionInputs, AttentionMask
 from normattn.kernels.inputs import PairBias, Selection
+from normattn.kernels.numerics import at_least_float32
 from normattn.score.parts import PairBiasPart, RotaryPosition
 from normattn.score.positions import Positions
 from normattn.score.rotary import (
     ChunkedKeys,
     ChunkedQueries,
+    NormAfter,
     Rotation,
-    Then,
     by_head,
     key_tables,
     query_scale,
@@ -109,13 +110,13 @@ class Score(nn.Module):
             )
         near_q, far_q, pairs = self._queries(spec, q, positions, query_padding, block)
         first = 0 if positions.regular else None
-        tables = key_tables(spec, self.head_dim, positions.key, k.dtype, first).for_block(block)
-        k, then = self._normalise_first(spec, k, seen.padding)
-        near_k = _rotate(k, tables.near, then)
+        tables = key_tables(spec, self.head_dim, positions.key, k.dtype, first).select_block(block)
+        k, after = self._normalise_first(spec, k, seen.padding)
+        near_k = _rotate(k, tables.near, after)
         inputs = self._inputs(near_q, near_k, v, positions, seen, dropout, pairs)
         if far_q is None or spec.remapping is None:
             return inputs
-        far_k = _rotate(k, tables.far, then)
+        far_k = _rotate(k, tables.far, after)
         return replace(inputs, far_q=far_q, far_k=far_k, window=spec.remapping.window)
 
     def cache_keys(
@@ -132,13 +133,13 @@ class Score(nn.Module):
         `with_cached_keys` then. Statistics over tokens leave out the padded ones.
         """
         spec = self._spec
-        k, then = self._normalise_first(spec, k, padding)
+        k, after = self._normalise_first(spec, k, padding)
         if spec.blockwise:
             return k
         tables = key_tables(spec, self.head_dim, positions, k.dtype, first)
         if spec.remapping is not None:
             return _rotate(k, tables.far)
-        return _rotate(k, tables.near, then)
+        return _rotate(k, tables.near, after)
 
     def with_cached_keys(
         self,
@@ -167,15 +168,15 @@ class Score(nn.Module):
             return self._inputs(near_q, rotated, *rest)
         if far_q is None or spec.remapping is None or spec.remapping.window is None:
             return self._inputs(near_q, cached, *rest)
-        then = None if spec.order is None else self._key_features
+        after = None if spec.order is None else self._key_features
         # The first column that the first of these rows reads in the near regime.
         start = max(0, cached.shape[2] - q.shape[2] - spec.remapping.window + 1)
         near, first = positions.key[..., start:], start if positions.regular else None
         back = key_tables(spec, self.head_dim, near, cached.dtype, first, far_to_near=True).near
         return replace(
-            self._inputs(near_q, _rotate(cached[:, :, start:], back, then), *rest),
+            self._inputs(near_q, _rotate(cached[:, :, start:], back, after), *rest),
             far_q=far_q,
-            far_k=cached if then is None else then(cached),
+            far_k=cached if after is None else after(cached),
             window=spec.remapping.window,
             near_start=start,
         )
@@ -189,7 +190,7 @@ class Score(nn.Module):
     ) -> Float[Tensor, "b g s wide"]:
         """Rotate keys of `cache_keys` as the rows of `block` read them, for a blockwise score."""
         spec = self._spec.for_block(block)
-        tables = key_tables(spec, self.head_dim, positions, cached.dtype, first).for_block(block)
+        tables = key_tables(spec, self.head_dim, positions, cached.dtype, first).select_block(block)
         return _rotate(cached, tables.near, None if spec.order is None else self._key_features)
 
     def _spec_for(self, positions: Positions, block: int) -> ScoreSpec:
@@ -213,7 +214,7 @@ class Score(nn.Module):
         block: int,
     ) -> tuple[Tensor, Tensor | None, PairBias | None]:
         """Prepare the queries, near and far, with λ folded in, and the bias of their pairs."""
-        tables = query_tables(spec, self.head_dim, positions, q.dtype).for_block(block)
+        tables = query_tables(spec, self.head_dim, positions, q.dtype).select_block(block)
 
         def norm(q: Tensor) -> Tensor:
             return q if self.query_norm is None else self.query_norm(q, padding)
@@ -225,23 +226,23 @@ class Score(nn.Module):
 
         q = norm(q) if spec.order is None else q
         pairs = self._pairs(spec, q, positions)
-        q, then = (features(q), None) if spec.order is None else (q, lambda x: features(norm(x)))
-        near = scaled(_rotate(q, tables.near, then), tables.scale)
+        q, after = (features(q), None) if spec.order is None else (q, lambda x: features(norm(x)))
+        near = scaled(_rotate(q, tables.near, after), tables.scale)
         if tables.far is None:
             return near, None, pairs
-        return near, scaled(_rotate(q, tables.far, then), tables.scale), pairs
+        return near, scaled(_rotate(q, tables.far, after), tables.scale), pairs
 
     def _learned_scale(self, q: Tensor, n: Tensor) -> Tensor:
         """Multiply q by the learned part of λ."""
         if self.logn is not None and self._spec.logn is not None:
-            n = by_head(n).to(_bias_dtype(q))
+            n = by_head(n).to(at_least_float32(q.dtype))
             n = n[None] if n.dim() == 1 else n
             q = scaled(q, self._spec.logn.learned_factor(n, _values(self.logn))[..., None])
         return scaled(q, self.scale)
 
     def _normalise_first(
         self, spec: ScoreSpec, k: Tensor, padding: Tensor | None
-    ) -> tuple[Tensor, Then]:
+    ) -> tuple[Tensor, NormAfter]:
         """Normalise keys that are about to rotate, or return what follows the rotation."""
         if spec.order is None:
             return self._key_features(k, padding), None
@@ -269,7 +270,7 @@ class Score(nn.Module):
         selection = None
         if self._spec.selection is not None:
             own = None if seen.padding is None else seen.padding[:, v.shape[2] - q.shape[2] :]
-            taken = k.new_zeros(v.shape[0], v.shape[2], dtype=_bias_dtype(k))
+            taken = k.new_zeros(v.shape[0], v.shape[2], dtype=at_least_float32(k.dtype))
             selection = Selection(taken, own)
         return AttentionInputs(
             q,
@@ -298,7 +299,7 @@ class Score(nn.Module):
         if part.reads_queries:
             scale = scale_column(query_scale(spec, self.head_dim, positions.n))
             query = scaled(self._learned_scale(q, positions.n), scale)
-        return part.pairs(_values(self.bias), _bias_dtype(q), query)
+        return part.pairs(_values(self.bias), at_least_float32(q.dtype), query)
 
     def _distance_bias(self, q: Tensor, positions: Positions) -> Tensor | None:
         """b(h, r) for every distance r that occurs between these positions."""
@@ -309,7 +310,7 @@ class Score(nn.Module):
         if not positions.regular and positions.query.numel() and positions.key.numel():
             furthest = torch.stack((positions.query.max(), positions.key.max()))
             most = int(furthest.max()) + 1
-        distance = torch.arange(most, device=q.device, dtype=_bias_dtype(q))
+        distance = torch.arange(most, device=q.device, dtype=at_least_float32(q.dtype))
         bias = part.values(distance, self.heads, _values(self.bias))
         if bias.shape != (self.heads, most):
             raise InputError(
@@ -329,17 +330,12 @@ def _values(learned: nn.ParameterDict | None) -> dict[str, Tensor]:
 
 
 def _rotate(
-    x: Tensor, rotation: Rotation | ChunkedQueries | ChunkedKeys | None, then: Then = None
+    x: Tensor, rotation: Rotation | ChunkedQueries | ChunkedKeys | None, norm: NormAfter = None
 ) -> Tensor:
-    """Rotate x and apply `then`, the normalisation that follows, if any."""
+    """Rotate x and apply the normalisation that follows, if any."""
     if rotation is not None:
-        return rotation(x, then)
-    return x if then is None else then(x)
-
-
-def _bias_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of a bias: at least float32."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+        return rotation(x, norm)
+    return x if norm is None else norm(x)
 
 
 def _check_sizes(spec: ScoreSpec, heads: int, kv_heads: int, head_dim: int) -> None:

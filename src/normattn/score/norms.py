@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.nn.functional import all_reduce
 from torch.nn import functional as F
 
+from normattn.kernels.numerics import at_least_float32
 from normattn.plain import plain
 
 Kind = Literal["l2", "layer", "rms", "batch", "instance"]
@@ -53,11 +54,6 @@ class Normalisation:
         eps = _EPS[self.kind] if self.eps is None else self.eps
         kind: type[FeatureNorm | TokenNorm] = TokenNorm if self.leaks_future else FeatureNorm
         return kind(self, heads, head_dim, eps)
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of a norm's statistics: float32 for half precision."""
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
 class FeatureNorm(nn.Module):
@@ -143,7 +139,7 @@ class TokenNorm(nn.Module):
         self, x: Float[Tensor, "b h t d"], padding: Bool[Tensor, "b t"] | None = None
     ) -> Float[Tensor, "b h t d"]:
         """Normalise each feature over the unpadded tokens of its row, or of the batch."""
-        rows = x.to(wide(x.dtype))
+        rows = x.to(at_least_float32(x.dtype))
         mean, variance = self._statistics(rows, padding)
         y = (rows - mean) * torch.rsqrt(variance + self.eps)
         if self.weight is not None and self.bias is not None:
@@ -198,49 +194,49 @@ def rms_norm(
 
     On a CPU torch runs `F.rms_norm` as separate small operations, several times slower than this.
     """
-    return _scale_rows(x, gain, eps, unit=False)
+    return _scale_rows(x, gain, eps, l2=False)
 
 
-def _scale_rows(x: Tensor, gain: Tensor | None, eps: float, unit: bool) -> Tensor:
-    """x·r·gain with r = 1/max(‖x‖, eps) of each row where `unit`, else (mean(x²) + eps)^−½."""
+def _scale_rows(x: Tensor, gain: Tensor | None, eps: float, l2: bool) -> Tensor:
+    """x·r·gain with r = 1/max(‖x‖, eps) of each row where `l2`, else (mean(x²) + eps)^−½."""
     if not x.is_cpu or plain():
-        return _scale_rows_plainly(x, gain, eps, unit)
+        return _scale_rows_plainly(x, gain, eps, l2)
     if not torch.is_grad_enabled():
-        return _scale_rows_without_gradient(x, gain, eps, unit)
-    y: Tensor = _ScaleRows.apply(x, gain, eps, unit)  # type: ignore[no-untyped-call]
+        return _scale_rows_without_gradient(x, gain, eps, l2)
+    y: Tensor = _ScaleRows.apply(x, gain, eps, l2)  # type: ignore[no-untyped-call]
     return y
 
 
-def _scale_rows_without_gradient(x: Tensor, gain: Tensor | None, eps: float, unit: bool) -> Tensor:
-    return _scaled(x, gain, eps, unit)[0] if x.is_cpu else _scale_rows_plainly(x, gain, eps, unit)
+def _scale_rows_without_gradient(x: Tensor, gain: Tensor | None, eps: float, l2: bool) -> Tensor:
+    return _scaled(x, gain, eps, l2)[0] if x.is_cpu else _scale_rows_plainly(x, gain, eps, l2)
 
 
-def _scale_rows_plainly(x: Tensor, gain: Tensor | None, eps: float, unit: bool) -> Tensor:
+def _scale_rows_plainly(x: Tensor, gain: Tensor | None, eps: float, l2: bool) -> Tensor:
     """The same by torch's own operations."""
-    rows = x.to(wide(x.dtype))
+    rows = x.to(at_least_float32(x.dtype))
     gain = gain if gain is None else gain.to(rows.dtype)
-    if not unit:
+    if not l2:
         return F.rms_norm(rows, x.shape[-1:], gain, eps).to(x.dtype)
     norm: Tensor = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
     y = rows * norm.clamp(min=eps).reciprocal()
     return (y if gain is None else y * gain).to(x.dtype)
 
 
-def _scaled(x: Tensor, gain: Tensor | None, eps: float, unit: bool) -> tuple[Tensor, Tensor]:
+def _scaled(x: Tensor, gain: Tensor | None, eps: float, l2: bool) -> tuple[Tensor, Tensor]:
     """x·r·gain, in the dtype of x, and r of every row."""
     # One multiplication of wide rows runs as fast at once.
     chunked = gain is not None or x.element_size() == 2
     if chunked and x.numel() > max(CHUNK_BYTES // 4, x.shape[-1]) and x.is_contiguous():
         y = torch.empty_like(x)
-        inverse = x.new_empty(*x.shape[:-1], 1, dtype=wide(x.dtype))
+        inverse = x.new_empty(*x.shape[:-1], 1, dtype=at_least_float32(x.dtype))
         for part, out, r in _chunks(x, y, inverse):
-            own, own_r = _scaled(part, gain, eps, unit)
+            own, own_r = _scaled(part, gain, eps, l2)
             out.copy_(own)
             r.copy_(own_r)
         return y, inverse
     rows = x if x.element_size() > 2 else x.float()
     norm: Tensor = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
-    if unit:
+    if l2:
         inverse = norm.clamp_(min=eps).reciprocal_()
     else:
         inverse = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
@@ -258,10 +254,10 @@ class _ScaleRows(torch.autograd.Function):
     """`_scale_rows` with two temporaries backward instead of seven."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gain: Tensor | None, eps: float, unit: bool) -> Tensor:
-        y, inverse = _scaled(x, gain, eps, unit)
+    def forward(ctx: Any, x: Tensor, gain: Tensor | None, eps: float, l2: bool) -> Tensor:
+        y, inverse = _scaled(x, gain, eps, l2)
         ctx.save_for_backward(x, gain, inverse)
-        ctx.settings = eps, unit
+        ctx.settings = eps, l2
         return y
 
     @staticmethod
@@ -283,11 +279,11 @@ _apply_directly: Any = super(torch.autograd.Function, _ScaleRows).apply
 
 
 def _gradients(
-    x: Tensor, gain: Tensor | None, grad: Tensor, inverse: Tensor, eps: float, unit: bool
+    x: Tensor, gain: Tensor | None, grad: Tensor, inverse: Tensor, eps: float, l2: bool
 ) -> tuple[Tensor, Tensor | None]:
     """dx = r·(g·dy − n·⟨g·dy, n⟩·c) with n = x·r, and dg = Σ rows dy·n.
 
-    c is 1/d, or for a `unit` norm 1, and 0 where its floor is reached. Without a gain n is left as
+    c is 1/d, or for an `l2` norm 1, and 0 where its floor is reached. Without a gain n is left as
     x·r, which saves a pass over the rows.
     """
     # r is 1/eps at the floor, give or take its rounding.
@@ -295,13 +291,13 @@ def _gradients(
     if gain is None:
         grad = grad.to(inverse.dtype)
         along = (grad * x).sum(-1, keepdim=True).mul_(inverse).mul_(inverse)
-        along = along.mul_(inverse < ceiling) if unit else along.div_(x.shape[-1])
+        along = along.mul_(inverse < ceiling) if l2 else along.div_(x.shape[-1])
         return torch.addcmul(grad, x, along, value=-1.0).mul_(inverse).to(x.dtype), None
     gain = gain.to(inverse.dtype)
     if x.numel() > max(CHUNK_BYTES // 4, x.shape[-1]) and x.is_contiguous():
         by_x, total = torch.empty_like(x), torch.zeros_like(gain)
         for part, above, r, out in _chunks(x, grad.contiguous(), inverse, by_x):
-            own, own_gain = _gradients(part, gain, above, r, eps, unit)
+            own, own_gain = _gradients(part, gain, above, r, eps, l2)
             out.copy_(own)
             total += 0 if own_gain is None else own_gain
         return by_x, total
@@ -310,6 +306,6 @@ def _gradients(
     rows = product.reshape(-1, x.shape[-1])
     by_gain = rows.sum(0)
     along = torch.mv(rows, gain).view(*x.shape[:-1], 1)
-    along = along.mul_(inverse < ceiling) if unit else along.div_(x.shape[-1])
+    along = along.mul_(inverse < ceiling) if l2 else along.div_(x.shape[-1])
     by_x = torch.mul(grad, gain, out=product)
     return by_x.addcmul_(normal, along, value=-1.0).mul_(inverse).to(x.dtype), by_gain

@@ -17,15 +17,16 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from normattn.errors import InputError
-from normattn.plain import plain
+from normattn.kernels.numerics import at_least_float32
+from normattn.plain import keepable, plain, traced
 from normattn.score.parts import RotaryPosition, rope_frequencies
 from normattn.score.positions import Positions
 from normattn.score.spec import ScoreSpec
 
 RotationArguments = tuple[Tensor, Tensor, Tensor, bool, int]
 """cos, sin and rest of a `Rotation`, whether pairs are interleaved, and the first that rotates."""
-Then = Callable[[Tensor], Tensor] | None
-"""What is done to rotated features: a normalisation that follows the rotation."""
+NormAfter = Callable[[Tensor], Tensor] | None
+"""The normalisation of rotated features, where it follows the rotation."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,11 @@ class Rotation:
     interleaved: bool
     start: int = 0
 
-    def __call__(self, x: Float[Tensor, "b h t d"], then: Then = None) -> Tensor:
+    def __call__(self, x: Float[Tensor, "b h t d"], norm: NormAfter = None) -> Tensor:
         """Rotate pair (a, b) to (a·cos − b·sin, b·cos + a·sin)."""
         rotate = _rotate_plainly if plain() else _Rotate.apply
         y: Tensor = rotate(x, *self.arguments)
-        return y if then is None else then(y)
+        return y if norm is None else norm(y)
 
     @property
     def arguments(self) -> RotationArguments:
@@ -68,15 +69,15 @@ class ChunkedQueries:
 
     rotations: tuple[Rotation, ...]
 
-    def __call__(self, x: Float[Tensor, "b h t d"], then: Then = None) -> Tensor:
+    def __call__(self, x: Float[Tensor, "b h t d"], norm: NormAfter = None) -> Tensor:
         """All of them (B, H, T, rules·D)."""
-        return torch.cat([rotation(x, then) for rotation in self.rotations], -1)
+        return torch.cat([rotation(x, norm) for rotation in self.rotations], -1)
 
     def rows(self, rows: slice) -> ChunkedQueries:
         """The rotations of some of the positions."""
         return ChunkedQueries(tuple(rotation.rows(rows) for rotation in self.rotations))
 
-    def for_block(self, block: int) -> ChunkedQueries:
+    def select_block(self, block: int) -> ChunkedQueries:
         """The rotations for the rows of a chunk."""
         return ChunkedQueries(self.rotations[: max(block, 0) + 1])
 
@@ -94,9 +95,9 @@ class ChunkedKeys:
     chunk: Int[Tensor, "*b s 1"]
     block: int = 0
 
-    def __call__(self, x: Float[Tensor, "b g s d"], then: Then = None) -> Tensor:
+    def __call__(self, x: Float[Tensor, "b g s d"], norm: NormAfter = None) -> Tensor:
         """Keys rotated and laid out by rule (B, G, S, rules·D)."""
-        y = self.rotation(x, then)
+        y = self.rotation(x, norm)
         rules = min(max(self.block, 0) + 1, 3)
         rule = (self.block - self.chunk).clamp(0, rules - 1)
         return torch.cat([torch.where(rule == n, y, 0.0) for n in range(rules)], -1)
@@ -105,7 +106,7 @@ class ChunkedKeys:
         """The tables of some of the positions."""
         return ChunkedKeys(self.rotation.rows(rows), self.chunk[..., rows, :], self.block)
 
-    def for_block(self, block: int) -> ChunkedKeys:
+    def select_block(self, block: int) -> ChunkedKeys:
         """The tables for the rows of a chunk."""
         return replace(self, block=block)
 
@@ -133,11 +134,11 @@ class RotaryTables:
             scale = scale[..., rows, :]
         return RotaryTables(near, far, scale)
 
-    def for_block(self, block: int) -> RotaryTables:
+    def select_block(self, block: int) -> RotaryTables:
         """The tables as the rows of a block read them."""
         if self.near is None or isinstance(self.near, Rotation):
             return self
-        return replace(self, near=self.near.for_block(block))
+        return replace(self, near=self.near.select_block(block))
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,7 +176,7 @@ class Rotator:
             _refuse_overflow(exponent, self.growth, dtype)
             size = exponent.exp() * size
         rest = torch.ones_like(positions)[..., None] * scale
-        table = torch.float64 if dtype == torch.float64 else torch.float32
+        table = at_least_float32(dtype)
         tables = angle.cos() * size, angle.sin() * size, rest
         cos, sin, rest = (by_head(x, 3).to(table) for x in tables)
         return Rotation(cos, sin, rest, self.interleaved, self.start)
@@ -223,7 +224,7 @@ def scaled(q: Float[Tensor, "b h t d"], scale: Tensor | float | None) -> Float[T
     """q · scale, half precision rounded once: a rounded scale would be off for the whole row."""
     if not isinstance(scale, Tensor):
         return q if scale is None else q * scale
-    wide = q.dtype if q.dtype == torch.float64 else torch.float32
+    wide = at_least_float32(q.dtype)
     return (q.to(wide) * scale.to(wide)).to(q.dtype)
 
 
@@ -267,7 +268,7 @@ def query_tables(
     spec: ScoreSpec, head_dim: int, positions: Positions, dtype: torch.dtype
 ) -> RotaryTables:
     """Rotary tables of queries at these positions, λ included."""
-    if not positions.regular or positions.masked or torch.compiler.is_compiling():
+    if not positions.regular or positions.masked or not keepable():
         return _queries(spec, head_dim, positions.query, positions.n, dtype)
     queries, keys = positions.query.shape[-1], positions.key.shape[-1]
     # The number of visible keys counts where λ grows with it: other tables serve every length.
@@ -290,7 +291,7 @@ def key_tables(
 
     With `far_to_near` `near` rotates keys from their far to their near positions.
     """
-    if first is None or torch.compiler.is_compiling():
+    if first is None or not keepable():
         return _keys(spec, head_dim, positions, dtype, far_to_near)
     last = first + positions.shape[-1]
     capacity = _capacity(spec, head_dim, dtype, last)
@@ -378,7 +379,7 @@ def _last_position(log_growth: Float[Tensor, "p"], dtype: torch.dtype) -> int:
 
 def _refuse_overflow(exponent: Tensor, log_growth: Tensor, dtype: torch.dtype) -> None:
     """Raise `InputError` where features grow out of a dtype's range; not while compiling."""
-    if torch.compiler.is_compiling() or exponent.is_meta or not exponent.numel():
+    if traced() or exponent.is_meta or not exponent.numel():
         return
     last = _last_position(log_growth, dtype)
     if float(exponent.abs().max()) > (last + 0.5) * float(log_growth.abs().max()):

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from normattn.errors import InputError
 from normattn.kernels import AttentionMask
+from normattn.kernels.numerics import at_least_float32
 from normattn.score.parts.base import THE_LENGTH, Part, Parts, Slot, number, one_of, register
 from normattn.score.parts.long_context import blockwise
 
@@ -171,7 +172,7 @@ class Differential(Part):
         learned: Mapping[str, Tensor],
     ) -> Float[Tensor, "b p t e"]:
         """The norm of first − λ·second of P pairs of heads, in float32 or wider."""
-        wide = torch.promote_types(first.dtype, torch.float32)
+        wide = at_least_float32(first.dtype)
         q1, k1, q2, k2, gain = (learned[name].to(wide) for name in ("q1", "k1", "q2", "k2", "gain"))
         init = _usual_init(0) if self.init is None else self.init
         factor = (q1 * k1).sum().exp() - (q2 * k2).sum().exp() + init

@@ -1,0 +1,86 @@
+"""What is made while tensors hold no numbers stays with the trace; real calls get real tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from normattn import Score, attention
+from normattn.layers.cache import KeyValueCache
+
+# No other test has tables of these sizes, which the first call of each leaves behind.
+HEADS, SIZE = 3, 22
+SCORES = (
+    *("KNA-logn@8", "Baseline-ALiBi", "QKRMSNorm-ReRoPE(window=3)@8", "Baseline-XPos"),
+    *("CosA-logn-YaRN(factor=2)@64", "Baseline-SlidingWindow(window=3)", "Baseline-T5Bias"),
+)
+
+
+def _tensors(tokens: int) -> list[Tensor]:
+    return list(torch.randn(3, 2, HEADS, tokens, SIZE))
+
+
+def _token(at: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return q[:, :, at : at + 1], k[:, :, at : at + 1], v[:, :, at : at + 1]
+
+
+def _fake(score: Score, tokens: int) -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        q, k, v = _tensors(tokens)
+        assert attention(q, k, v, score).shape == v.shape
+        cache = KeyValueCache()
+        with torch.no_grad():
+            for at in range(3):
+                attention(*_token(at, q, k, v), score, cache=cache)
+
+
+def _real_beside_fake(score: Score, tokens: int) -> None:
+    q, k, v = _tensors(tokens)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert attention(q, k, v, score).shape == v.shape
+
+
+def _differentiated(score: Score, tokens: int) -> None:
+    q, k, v = _tensors(tokens)
+    torch.func.grad(lambda q: attention(q, k, v, score).sum())(q)
+
+
+@pytest.mark.parametrize("name", SCORES)
+@pytest.mark.parametrize(
+    ("trace", "tokens"), [(_fake, 19), (_real_beside_fake, 70), (_differentiated, 130)]
+)
+def test_real_tensors_meet_nothing_of_a_trace(
+    name: str, trace: Callable[[Score, int], None], tokens: int
+) -> None:
+    score = Score(name, HEADS, SIZE)
+    trace(score, tokens)
+    q, k, v = _tensors(tokens)
+    at = torch.arange(tokens)
+    # Given positions have tables of their own.
+    expected = attention(q, k, v, score, q_positions=at, k_positions=at)
+    out, steps, cache = attention(q, k, v, score), [], KeyValueCache()
+    with torch.no_grad():
+        for n in range(3):
+            steps.append(attention(*_token(n, q, k, v), score, cache=cache))
+    for found in (out, torch.cat(steps, 2)):
+        assert type(found) is Tensor
+        wanted = expected[:, :, : found.shape[2]]
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_an_export_leaves_nothing_behind() -> None:
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.score = Score("KNA-logn@8", HEADS, SIZE)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return attention(x, x, x, self.score)
+
+    layer, x = Layer(), torch.randn(1, HEADS, 300, SIZE)
+    exported = torch.export.export(layer, (x,), strict=False)
+    torch.testing.assert_close(exported.module()(x), layer(x), rtol=1e-4, atol=1e-5)
