@@ -26,8 +26,7 @@ def traced() -> bool:
 
 def keepable() -> bool:
     """Whether a tensor that is made now is an ordinary one, which later calls may use as well."""
-    fake = torch._C._get_dispatch_mode(FAKE) is not None
-    if torch.compiler.is_compiling() or fake:
+    if traced():
         return False
     return torch._C._functorch.maybe_current_level() is None
 

@@ -7,7 +7,6 @@ Statistics are computed in float32 for half-precision inputs.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -75,16 +74,18 @@ class FeatureNorm(nn.Module):
         self, x: Float[Tensor, "b h t d"], padding: Bool[Tensor, "b t"] | None = None
     ) -> Float[Tensor, "b h t d"]:
         """Normalise over the last axis (or over heads and the last axis)."""
-        return self._normalise(x, _scale_rows)
+        return self._normalise(x, _divide_rows if self.kind == "l2" else _scale_rows)
 
     def apply_directly(self, x: Float[Tensor, "b h t d"]) -> Float[Tensor, "b h t d"]:
         """`forward` in few calls, where neither a compiler nor torch.func looks on."""
         if self._forward_hooks or self._forward_pre_hooks or self._backward_hooks:
             return self(x)  # type: ignore[no-any-return]
         direct = x.is_cpu and torch.is_grad_enabled()
-        return self._normalise(x, _apply_directly if direct else _scale_rows_without_gradient)
+        if self.kind == "l2":
+            return self._normalise(x, _divide_directly if direct else _divide_rows_plainly)
+        return self._normalise(x, _scale_directly if direct else _scale_rows_without_gradient)
 
-    def _normalise(self, x: Tensor, scale_rows: Callable[..., Tensor]) -> Tensor:
+    def _normalise(self, x: Tensor, by_row: Callable[..., Tensor]) -> Tensor:
         # Not by attribute, which is a call of Python each.
         gain, bias, rows = self._parameters.get("weight"), self._parameters.get("bias"), x
         # A parametrisation, pruning or a replica keeps them elsewhere; None is a plain attribute.
@@ -101,7 +102,7 @@ class FeatureNorm(nn.Module):
         if self.kind == "layer":
             y = _layer_norm(rows, *of_row, self.eps)
         else:
-            y = scale_rows(rows, of_row[0], self.eps, self.kind == "l2")
+            y = by_row(rows, of_row[0], self.eps)
         if self.across == "all":
             return y.view(*rows.shape[:2], x.shape[1], x.shape[3]).transpose(1, 2)
         if self.across == "each":
@@ -187,6 +188,58 @@ def _layer_norm(x: Tensor, gain: Tensor | None, bias: Tensor | None, eps: float)
     return torch.layer_norm(x.to(dtype), x.shape[-1:], gain, bias, eps).to(x.dtype)
 
 
+def _divide_rows(x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
+    """x/max(‖x‖, eps)·gain of each row, in the dtype of x."""
+    if not x.is_cpu or plain():
+        return _divide_rows_plainly(x, gain, eps)
+    y: Tensor = _DivideRows.apply(x, eps)  # type: ignore[no-untyped-call]
+    return y if gain is None else y * gain.to(y.dtype)
+
+
+def _divide_directly(x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
+    """The same on a CPU, past what `apply` does for torch.func, which takes as long."""
+    y: Tensor = _apply_division(x, eps)
+    return y if gain is None else y * gain.to(y.dtype)
+
+
+def _divide_rows_plainly(x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
+    """The same by torch's own operations."""
+    rows = x if x.element_size() > 2 else x.float()
+    norm: Tensor = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
+    y = rows / norm.clamp_min(eps)
+    return (y if gain is None else y * gain.to(y.dtype)).to(x.dtype)
+
+
+class _DivideRows(torch.autograd.Function):
+    """x/max(‖x‖, eps), which keeps x and the norm of each row for its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, eps: float) -> Tensor:
+        rows = x if x.element_size() > 2 else x.float()
+        norm = torch.linalg.vector_norm(rows, dim=-1, keepdim=True).clamp_min_(eps)
+        ctx.save_for_backward(x, norm)
+        ctx.eps = eps
+        y: Tensor = rows / norm
+        return y.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """(dy − x·⟨dy, x⟩/‖x‖²)/‖x‖; dy/eps where the floor is reached."""
+        x, norm = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            # A derivative of this derivative is wanted: the same by torch's own operations.
+            y = _divide_rows_plainly(x, None, ctx.eps)
+            return torch.autograd.grad(y, x, grad, create_graph=True)[0], None
+        grad = grad.to(norm.dtype)
+        along = (grad * x).sum(-1, keepdim=True).div_(norm).div_(norm)
+        along = torch.ops.aten.threshold_backward(along, norm, ctx.eps)
+        by_x: Tensor = torch.addcmul(grad, x, along, value=-1.0).div_(norm)
+        return by_x.to(x.dtype), None
+
+
+_apply_division: Any = super(torch.autograd.Function, _DivideRows).apply
+
+
 def rms_norm(
     x: Float[Tensor, "*rows d"], gain: Float[Tensor, " d"] | None, eps: float
 ) -> Float[Tensor, "*rows d"]:
@@ -194,35 +247,31 @@ def rms_norm(
 
     On a CPU torch runs `F.rms_norm` as separate small operations, several times slower than this.
     """
-    return _scale_rows(x, gain, eps, l2=False)
+    return _scale_rows(x, gain, eps)
 
 
-def _scale_rows(x: Tensor, gain: Tensor | None, eps: float, l2: bool) -> Tensor:
-    """x·r·gain with r = 1/max(‖x‖, eps) of each row where `l2`, else (mean(x²) + eps)^−½."""
+def _scale_rows(x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
+    """x·r·gain with r = (mean(x²) + eps)^−½ of each row."""
     if not x.is_cpu or plain():
-        return _scale_rows_plainly(x, gain, eps, l2)
+        return _scale_rows_plainly(x, gain, eps)
     if not torch.is_grad_enabled():
-        return _scale_rows_without_gradient(x, gain, eps, l2)
-    y: Tensor = _ScaleRows.apply(x, gain, eps, l2)  # type: ignore[no-untyped-call]
+        return _scale_rows_without_gradient(x, gain, eps)
+    y: Tensor = _ScaleRows.apply(x, gain, eps)  # type: ignore[no-untyped-call]
     return y
 
 
-def _scale_rows_without_gradient(x: Tensor, gain: Tensor | None, eps: float, l2: bool) -> Tensor:
-    return _scaled(x, gain, eps, l2)[0] if x.is_cpu else _scale_rows_plainly(x, gain, eps, l2)
+def _scale_rows_without_gradient(x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
+    return _scaled(x, gain, eps)[0] if x.is_cpu else _scale_rows_plainly(x, gain, eps)
 
 
-def _scale_rows_plainly(x: Tensor, gain: Tensor | None, eps: float, l2: bool) -> Tensor:
+def _scale_rows_plainly(x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
     """The same by torch's own operations."""
     rows = x.to(at_least_float32(x.dtype))
     gain = gain if gain is None else gain.to(rows.dtype)
-    if not l2:
-        return F.rms_norm(rows, x.shape[-1:], gain, eps).to(x.dtype)
-    norm: Tensor = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
-    y = rows * norm.clamp(min=eps).reciprocal()
-    return (y if gain is None else y * gain).to(x.dtype)
+    return F.rms_norm(rows, x.shape[-1:], gain, eps).to(x.dtype)
 
 
-def _scaled(x: Tensor, gain: Tensor | None, eps: float, l2: bool) -> tuple[Tensor, Tensor]:
+def _scaled(x: Tensor, gain: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     """x·r·gain, in the dtype of x, and r of every row."""
     # One multiplication of wide rows runs as fast at once.
     chunked = gain is not None or x.element_size() == 2
@@ -230,16 +279,13 @@ def _scaled(x: Tensor, gain: Tensor | None, eps: float, l2: bool) -> tuple[Tenso
         y = torch.empty_like(x)
         inverse = x.new_empty(*x.shape[:-1], 1, dtype=at_least_float32(x.dtype))
         for part, out, r in _chunks(x, y, inverse):
-            own, own_r = _scaled(part, gain, eps, l2)
+            own, own_r = _scaled(part, gain, eps)
             out.copy_(own)
             r.copy_(own_r)
         return y, inverse
     rows = x if x.element_size() > 2 else x.float()
     norm: Tensor = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
-    if l2:
-        inverse = norm.clamp_(min=eps).reciprocal_()
-    else:
-        inverse = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    inverse = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
     normal = rows * inverse
     return (normal if gain is None else normal.mul_(gain)).to(x.dtype), inverse
 
@@ -254,50 +300,47 @@ class _ScaleRows(torch.autograd.Function):
     """`_scale_rows` with two temporaries backward instead of seven."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gain: Tensor | None, eps: float, l2: bool) -> Tensor:
-        y, inverse = _scaled(x, gain, eps, l2)
+    def forward(ctx: Any, x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
+        y, inverse = _scaled(x, gain, eps)
         ctx.save_for_backward(x, gain, inverse)
-        ctx.settings = eps, l2
+        ctx.eps = eps
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, gain, inverse = ctx.saved_tensors
         if not torch.is_grad_enabled():
-            return *_gradients(x, gain, grad, inverse, *ctx.settings), None, None
+            return *_gradients(x, gain, grad, inverse), None
         # A derivative of this derivative is wanted: the same gradients by torch's own operations.
         inputs = [part for part in (x, gain) if part is not None and part.requires_grad]
-        y = _scale_rows_plainly(x, gain, *ctx.settings)
+        y = _scale_rows_plainly(x, gain, ctx.eps)
         gradients = iter(torch.autograd.grad(y, inputs, grad, create_graph=True))
         by_x = next(gradients) if x.requires_grad else None
         by_gain = next(gradients) if gain is not None and gain.requires_grad else None
-        return by_x, by_gain, None, None
+        return by_x, by_gain, None
 
 
 # Past what `apply` does for torch.func, which takes as long as a small norm.
-_apply_directly: Any = super(torch.autograd.Function, _ScaleRows).apply
+_scale_directly: Any = super(torch.autograd.Function, _ScaleRows).apply
 
 
 def _gradients(
-    x: Tensor, gain: Tensor | None, grad: Tensor, inverse: Tensor, eps: float, l2: bool
+    x: Tensor, gain: Tensor | None, grad: Tensor, inverse: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """dx = r·(g·dy − n·⟨g·dy, n⟩·c) with n = x·r, and dg = Σ rows dy·n.
+    """dx = r·(g·dy − n·⟨g·dy, n⟩/d) with n = x·r, and dg = Σ rows dy·n.
 
-    c is 1/d, or for an `l2` norm 1, and 0 where its floor is reached. Without a gain n is left as
-    x·r, which saves a pass over the rows.
+    Without a gain n is left as x·r, which saves a pass over the rows.
     """
-    # r is 1/eps at the floor, give or take its rounding.
-    ceiling = (1 - 1e-6) / eps if eps else math.inf
     if gain is None:
         grad = grad.to(inverse.dtype)
         along = (grad * x).sum(-1, keepdim=True).mul_(inverse).mul_(inverse)
-        along = along.mul_(inverse < ceiling) if l2 else along.div_(x.shape[-1])
+        along = along.div_(x.shape[-1])
         return torch.addcmul(grad, x, along, value=-1.0).mul_(inverse).to(x.dtype), None
     gain = gain.to(inverse.dtype)
     if x.numel() > max(CHUNK_BYTES // 4, x.shape[-1]) and x.is_contiguous():
         by_x, total = torch.empty_like(x), torch.zeros_like(gain)
         for part, above, r, out in _chunks(x, grad.contiguous(), inverse, by_x):
-            own, own_gain = _gradients(part, gain, above, r, eps, l2)
+            own, own_gain = _gradients(part, gain, above, r)
             out.copy_(own)
             total += 0 if own_gain is None else own_gain
         return by_x, total
@@ -306,6 +349,6 @@ def _gradients(
     rows = product.reshape(-1, x.shape[-1])
     by_gain = rows.sum(0)
     along = torch.mv(rows, gain).view(*x.shape[:-1], 1)
-    along = along.mul_(inverse < ceiling) if l2 else along.div_(x.shape[-1])
+    along.div_(x.shape[-1])
     by_x = torch.mul(grad, gain, out=product)
     return by_x.addcmul_(normal, along, value=-1.0).mul_(inverse).to(x.dtype), by_gain
