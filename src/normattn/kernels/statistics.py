@@ -16,6 +16,7 @@ from torch import Tensor
 
 from normattn.kernels.cosines import cosine_counts
 from normattn.kernels.inputs import AttentionInputs
+from normattn.kernels.numerics import at_least_float32
 from normattn.kernels.stats import Observation
 
 Padding = tuple[Tensor | None, Tensor | None]
@@ -184,7 +185,7 @@ class AttentionStatistics:
         """
         if self.layer is None:
             return
-        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        wide = at_least_float32(x.dtype)
         norms = torch.linalg.vector_norm(x.detach(), dim=-1, dtype=wide)
         rows = self._part[0] if own_rows else slice(None)
         rows = slice(0, x.shape[2]) if rows == slice(None) else rows

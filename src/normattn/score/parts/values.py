@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from normattn.kernels.numerics import at_least_float32
 from normattn.score.parts.base import Part, Parts, Slot, number, one_of, register
 from normattn.score.parts.residual import ResidualPart
 from normattn.score.parts.softmax import Differential
@@ -53,7 +54,7 @@ class XSA(ValuePart):
         self, o: Float[Tensor, "b h t e"], own: Float[Tensor, "b h t e"]
     ) -> Float[Tensor, "b h t e"]:
         """o without its part along `own`, in float32 or wider; o where the own value is 0."""
-        wide = torch.promote_types(o.dtype, torch.float32)
+        wide = at_least_float32(o.dtype)
         x, v = o.to(wide), own.to(wide)
         square = v.square().sum(-1, keepdim=True)
         share = (x * v).sum(-1, keepdim=True) / torch.where(square > 0, square, 1.0)
