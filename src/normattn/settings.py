@@ -117,22 +117,25 @@ def refuse_beyond(values: Any, where: str, name: str = "") -> None:
 
 
 def first_difference(
-    stored: Any, wanted: Any, ignored: frozenset[str] = frozenset(), prefix: str = ""
+    stored: Any, wanted: Any, ignored: frozenset[str] = frozenset()
 ) -> tuple[str, str, str] | None:
     """Find the first dotted field in which two JSON values differ, with both values as text."""
+    return next(differences(stored, wanted, ignored), None)
+
+
+def differences(
+    stored: Any, wanted: Any, ignored: frozenset[str] = frozenset(), prefix: str = ""
+) -> Iterator[tuple[str, str, str]]:
+    """Every dotted field in which two JSON values differ, with both values as text."""
     if isinstance(stored, dict) and isinstance(wanted, dict):
         for key in [*wanted, *(key for key in stored if key not in wanted)]:
             name = f"{prefix}.{key}" if prefix else key
-            if name in ignored:
-                continue
-            pair = stored.get(key, _ABSENT), wanted.get(key, _ABSENT)
-            difference = first_difference(*pair, ignored, name)
-            if difference is not None:
-                return difference
-        return None
+            if name not in ignored:
+                pair = stored.get(key, _ABSENT), wanted.get(key, _ABSENT)
+                yield from differences(*pair, ignored, name)
     # In Python, True == 1; in a configuration they differ.
-    same = stored == wanted and (type(stored) is bool) == (type(wanted) is bool)
-    return None if same else (prefix, _shown(stored), _shown(wanted))
+    elif stored != wanted or (type(stored) is bool) != (type(wanted) is bool):
+        yield prefix, _shown(stored), _shown(wanted)
 
 
 def _shown(value: Any) -> str:

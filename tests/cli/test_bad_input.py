@@ -240,8 +240,10 @@ def test_folders_without_runs(command: Command, tmp_path: Path) -> None:
         (["--seeds", "1,x"], ["--seeds"]),
         (["--jobs", "0"], ["--jobs"]),
         (["--set", "training.stepz=1"], ["stepz", "did you mean steps"]),
+        (["--set", "steps=10"], ["did you mean training.steps?"]),
+        (["--set", "precision=bf16"], ["did you mean training.precision?"]),
         (["--set", "evaluation.multiples=[]"], ["multiples"]),
-        (["--set", "training.seed=1"], ["seed", "varied by the table"]),
+        (["--set", "training.seed=1"], ["seed", "varied by the study"]),
         (["--corpus", "/nowhere/at/all"], ["/nowhere/at/all"]),
         (
             ["--corpus", "python-source", "--set", 'training.data={corpus="hf:a"}'],

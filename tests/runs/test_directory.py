@@ -46,12 +46,14 @@ def test_the_configuration_is_stored_whole_and_reopened(tmp_path: Path) -> None:
     assert RunDirectory.existing(tmp_path / "run").kind == "toy"
 
 
-def test_another_configuration_is_refused_by_its_first_field(tmp_path: Path) -> None:
+def test_another_configuration_is_refused_by_its_fields(tmp_path: Path) -> None:
     make_run(tmp_path)
     before = (tmp_path / "config.json").read_bytes()
     with pytest.raises(InputError, match=r"inner\.lr is 0\.1 there and 0\.2 here") as caught:
         open_run(tmp_path, Config(inner=Inner(lr=0.2)))
     assert str(tmp_path) in str(caught.value)
+    with pytest.raises(InputError, match=r"steps is 5 .* \(1 more differ: inner\.lr\)"):
+        open_run(tmp_path, Config(steps=6, threads=9, inner=Inner(lr=0.2)))
     assert (tmp_path / "config.json").read_bytes() == before
 
 

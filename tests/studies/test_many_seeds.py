@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -37,19 +38,17 @@ def test_settings_are_checked_as_often_for_many_seeds_as_for_few(
     assert many[0] == few[0]
 
 
-def test_seeds_of_a_row_that_are_trained_count_as_such(tmp_path: Path) -> None:
-    sweep = find("keynorm").resolve(
-        Request(preset="smoke", seeds=(0, 1, 2), variants=("KNA",), out=tmp_path)
-    )
-    status = '{"state": "finished", "step": 1, "steps": 1}'
+def test_what_was_trained_counts_as_such_by_its_own_settings_alone(tmp_path: Path) -> None:
+    asked = Request(preset="smoke", seeds=(0, 1, 2), variants=("KNA",), out=tmp_path)
+    sweep = find("keynorm").resolve(asked)
+    whole = make_plan(sweep)
     place = tmp_path / "cells" / "KNA" / "seed1"
     place.mkdir(parents=True)
-    (place / "status.json").write_text(status)
-    whole = make_plan(
-        find("keynorm").resolve(
-            Request(preset="smoke", seeds=(0, 1, 2), variants=("KNA",), out=tmp_path / "new")
-        )
-    )
-    plan = make_plan(sweep)
-    assert (plan.runs, plan.finished) == (3, 1)
-    assert plan.flops < whole.flops
+    (place / "status.json").write_text('{"state": "finished", "step": 1, "steps": 1}')
+    settings = sweep.runs[1].training_config.model_dump(mode="json")
+    for changes, finished in (({}, 1), ({"threads": 2}, 1), ({"steps": 1}, 0)):
+        stored = {"format": 1, "kind": "causal-lm", "config": {**settings, **changes}}
+        (place / "config.json").write_text(json.dumps(stored))
+        plan = make_plan(sweep)
+        assert (plan.runs, plan.finished) == (3, finished)
+        assert (plan.flops < whole.flops) == bool(finished)

@@ -155,11 +155,9 @@ def test_images_may_have_more_seeds_and_no_positions_of_their_own(pairs: str) ->
         ({"training.steps": 0}, "steps"),
         ({"rates.training": {"step": 3}}, "step"),
         ({"scores": ["Baseline", "KNB"]}, "KNB"),
-        ({"scores": ["KNA", "KNA"]}, "named twice"),
         ({"scores": ["KNA-YaRN"]}, "applied after training"),
         ({"scores": ["KNA-logn++Muon"]}, r"KNA-logn\+ holds logn"),
         ({"scores": ["Baseline+Moun"]}, r"did you mean Muon\?.* \(in Baseline\+Moun\)"),
-        ({"scores": ["Baseline+Muon+Muon"]}, "names something twice"),
         ({"scores": ["QKRMSNorm+QK-Clip"]}, "its norm undoes it"),
         ({"trained_with.Muon.optimiser.name": "moun", "scores": ["KNA+Muon"]}, "moun"),
         ({"trained_with.Wide.model.score": "KNA"}, "varied by the study"),
@@ -238,13 +236,16 @@ def test_rows_rates_and_sizes_can_be_chosen(encoders: str) -> None:
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"variants": ("RealFromer",)}, "there is no row 'RealFromer'"),
+        ({"variants": ("RealFromer",)}, "did you mean RealFormer"),
         ({"methods": ("YaRN",)}, "chooses its own methods"),
         ({"changes": {"training.model.placement": "PreLN"}}, "placement is varied by the study"),
         ({"changes": {"grid.size": "huge"}}, r"grid\.size is huge; there are small, large"),
         ({"changes": {"grid.rows": ["RealFormer-from-PostLN"]}}, "which the grid does not"),
         ({"changes": {"training.schedule.warmup_steps": 3}}, "less than their warm-up"),
-        ({"changes": {"sizes.small.rates": {"PostLm": 0.25}}}, "rates: there is no row 'PostLm'"),
+        (
+            {"changes": {"sizes.small.rates": {"PostLm": 0.25}}},
+            "sizes.small.rates.*did you mean PostLN",
+        ),
     ],
     ids=str,
 )
@@ -285,7 +286,7 @@ def test_presets_of_rmsnorm_have_the_source_s_size() -> None:
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"variants": ("BatchNorm",)}, "no norm 'BatchNorm' here; there are LayerNorm, RMSNorm"),
+        ({"variants": ("BatchNorm",)}, "no norm is called 'BatchNorm'.*LayerNorm, RMSNorm"),
         ({"changes": {"training.model.norm": "rms"}}, r"model\.norm is varied by the study"),
         ({"changes": {"training.data.corpus": "nowhere"}}, "nowhere does not exist"),
         ({"methods": ("YaRN",)}, "chooses its own methods"),

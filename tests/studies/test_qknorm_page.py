@@ -16,8 +16,7 @@ from normattn.lab.report.page import context
 from normattn.lab.report.view import View
 from normattn.lab.stats import Bootstrap, Identity, identified, joined, sums
 from normattn.lab.stats.metrics import bleu
-from normattn.lab.studies.qknorm import STUDY
-from normattn.lab.studies.qknorm_report import at, base_of, failures
+from normattn.lab.studies.qknorm import STUDY, at, base_of, failures
 
 SENTENCES = 30
 DRAWN = Bootstrap(resamples=200)

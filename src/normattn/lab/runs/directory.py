@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -22,7 +22,7 @@ from normattn.lab.runs.checkpoints import Checkpoints
 from normattn.lab.runs.metrics import MetricsLog
 from normattn.lab.runs.status import RunStatus, State, digests_of_files, read_status
 from normattn.locks import InUseError, locked
-from normattn.settings import first_difference
+from normattn.settings import differences
 
 FORMAT = 1
 _OURS_BEFORE_CONFIG = re.compile(r"\.lock|\.config\.json\..*")
@@ -145,12 +145,13 @@ class RunDirectory:
             if not self.begun:
                 return False
         stored = type(self).existing(self.path, self.kind)
-        difference = first_difference(stored.config, self.config, self._changeable)
-        if difference is not None:
-            field, old, new = difference
+        differing = list(differences(stored.config, self.config, self._changeable))
+        if differing:
+            (field, old, new), *others = differing
+            more = f" ({len(others)} more differ: {_named([n for n, *_ in others])})" * bool(others)
             raise InputError(
                 f"the run in {self.path} has another configuration: {field} is {old} there and "
-                f"{new} here; choose another directory or the same configuration"
+                f"{new} here{more}; choose another directory or the same configuration"
             )
         self.config = stored.config
         return True
@@ -176,6 +177,10 @@ def _refuse_foreign(path: Path) -> None:
     # Whoever began the run meanwhile put more there than the configuration.
     if foreign and not (path / "config.json").exists():
         raise InputError(
-            f"{path} holds other files ({', '.join(foreign[:3])}{', …' * (len(foreign) > 3)}) but "
-            "no run; choose a new or empty directory"
+            f"{path} holds other files ({_named(foreign)}) but no run; choose a new or empty "
+            "directory"
         )
+
+
+def _named(names: Sequence[str]) -> str:
+    return ", ".join([*names[:3], *(["…"] if len(names) > 3 else [])])

@@ -165,7 +165,6 @@ def resolve_factors(request: Request) -> Sweep:
     Raises `InputError` for an unknown change and for settings that a change makes impossible. The
     row of English text needs `--set factors.english=CORPUS` and is left out without it.
     """
-    request.refuse_choices("factors")
     preset = opened(request, "factors", "factors")
     english = own_group(request, "factors", FactorsSettings).english
     setting = TextSetting.of(preset, {"multiples": preset.evaluation.ends})
@@ -393,7 +392,6 @@ QUESTIONS: Mapping[str, Question] = {
 
 def resolve_questions(request: Request) -> Sweep:
     """The rows of the questions that `--variants` names; raises `InputError` as keynorm's does."""
-    request.refuse_choices("questions")
     preset = opened(request, "questions")
     setting = TextSetting.of(preset)
     asked = request.variants or tuple(QUESTIONS)

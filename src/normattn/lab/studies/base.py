@@ -157,6 +157,11 @@ class Study:
         """The sweep of a request; `InputError` for one that cannot be, before anything runs."""
         if self.made_by:
             raise InputError(f"{self.made_by} measures this; reproduce is for studies that train")
+        for option in ("variants", "methods"):
+            if getattr(request, option) is not None and not getattr(self, option):
+                raise InputError(
+                    f"reproduce {self.name} chooses its own {option}; leave --{option} out"
+                )
         return self._resolve(request)
 
     def run(self, fields: Mapping[str, Any], where: str) -> AnyRun:

@@ -245,7 +245,6 @@ def resolve(request: Request) -> Sweep:
     """The study that a request asks for; raises `InputError` as `keynorm.resolve` does."""
     instead = {"multiples": "continued.read", "protocols": "the protocols of its question"}
     preset = opened(request, "continue", "continued", instead)
-    request.refuse_choices("continue", variants=False)
     continued = own_group(request, "continued", ContinueSettings)
     read = {"multiples": continued.read, "protocols": ("train_length", "non_repeated")}
     setting = language.TextSetting.of(preset, read)
@@ -391,7 +390,6 @@ def resolve_retrofit(request: Request) -> Sweep:
 
     Raises `InputError` for an unknown score and for one whose weights have no place for Baseline's.
     """
-    request.refuse_choices("retrofit")
     instead = {
         "protocols": "the protocols of its question",
         "continued.multiple": "the training length",

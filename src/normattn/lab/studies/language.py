@@ -49,11 +49,7 @@ class TextSetting:
     @classmethod
     def of(cls, preset: Preset, read: Mapping[str, Any] | None = None) -> TextSetting:
         """The setting of a preset, with the settings of `evaluation` that the study decides."""
-        varied = {"seed": 0, "model.score": "Baseline"}
-        whole = TrainingConfig.parse(
-            merged(preset.training, varied), f"preset {preset.name}, training"
-        ).model_dump(mode="json")
-        del whole["seed"], whole["model"]["score"]
+        whole = preset.whole_training(TrainingConfig)
         fields = {**preset.evaluation.model_dump(), **(read or {})}
         subject = f"preset {preset.name}, what the study reads"
         return cls(preset, whole, validated(EvaluationSettings, fields, subject))

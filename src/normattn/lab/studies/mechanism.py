@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import pairwise, product
+from pathlib import Path
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -46,11 +47,11 @@ from normattn.lab.studies.language import TextSetting, reading_cost
 from normattn.lab.studies.lm_report import VARIANT_ORDER, ranked
 from normattn.lab.studies.methods import canonical
 from normattn.lab.studies.preset import EvaluationSettings, opened, own_group
-from normattn.lab.studies.trained import trained
-from normattn.lab.sweep.paths import RunPaths
-from normattn.lab.sweep.run import Note, Request, Run, Stage, Sweep, measuring_stage, training_stage
+from normattn.lab.studies.trained import ModelRun
+from normattn.lab.sweep.run import Note, Request, Sweep
+from normattn.lab.training import TrainingConfig
+from normattn.lab.training.planning import Cost
 from normattn.lab.training.tasks.text import CausalWorkload
-from normattn.models import CausalLM
 from normattn.settings import Settings
 
 KIND = "mechanism"
@@ -71,40 +72,33 @@ class MechanismSettings(Settings):
     max_tokens: int = Field(default=4096, ge=1)
 
 
-class MechanismRun(Run):
+class MechanismRun(ModelRun):
     """One trained score, and what its layers do on held-out texts."""
 
     workload: ClassVar[CausalWorkload] = CausalWorkload()
+    record, phase = KIND, "diagnostics"
     kind: Literal["mechanism"] = "mechanism"
     evaluation: EvaluationSettings
     mechanism: MechanismSettings
 
-    def stages(self, paths: RunPaths) -> list[Stage]:
-        """Train, then count what the scores do on held-out texts."""
-        config, settings = self.training_config, self.mechanism
-        rows = WEIGHT * settings.max_windows
+    def cost(self, config: TrainingConfig) -> Cost:
+        """Every text is read several times."""
+        rows = WEIGHT * self.mechanism.max_windows
+        return reading_cost(config, (self.mechanism.multiple,), rows)
 
-        def measure(data: TokenData, note: Note) -> pl.DataFrame:
-            model = trained(CausalLM, paths.run, config)
-            return measure_mechanism(
-                model,
-                self.texts(data, config.model.train_length),
-                seed=config.seed,
-                weights=weights_digest(model),
-                tokens_per_batch=settings.max_tokens,
-                progress=lambda done, total: note(done, total, ""),
-            )
-
-        return [
-            training_stage(self.workload, config, paths.run),
-            measuring_stage(
-                paths.run,
-                KIND,
-                measure,
-                lambda: reading_cost(config, (settings.multiple,), rows),
-                phase="diagnostics",
-            ),
-        ]
+    def measure(
+        self, folder: Path, config: TrainingConfig, data: TokenData, note: Note
+    ) -> pl.DataFrame:
+        """Count what the scores do on held-out texts."""
+        model = self.model_in(folder, config)
+        return measure_mechanism(
+            model,
+            self.texts(data, config.model.train_length),
+            seed=config.seed,
+            weights=weights_digest(model),
+            tokens_per_batch=self.mechanism.max_tokens,
+            progress=lambda done, total: note(done, total, ""),
+        )
 
     def texts(self, data: TokenData, length: int) -> EvaluationSet:
         """Held-out natural text of `multiple` training lengths."""
@@ -124,7 +118,6 @@ def resolve(request: Request) -> Sweep:
         "precision": "fp32",
     }
     preset = opened(request, KIND, "mechanism", instead)
-    request.refuse_choices(KIND)
     settings = own_group(request, "mechanism", MechanismSettings)
     setting = TextSetting.of(preset, {"multiples": (1, settings.multiple)})
     variants = canonical(request.variants or VARIANTS, setting)

@@ -25,11 +25,9 @@ def canonical(variants: Sequence[str], setting: TextSetting) -> tuple[str, ...]:
                 f"name {spec.variant_name} among --variants and {spec.method} among --methods"
             )
         names.append(spec.text)
-    if len(set(names)) != len(names):
-        raise InputError(f"--variants names a score twice: {', '.join(variants)}")
     for run in text_runs(setting, (0,), dict.fromkeys(names, ())):
         _ = run.training_config  # raises where it cannot be trained
-    return tuple(names)
+    return tuple(dict.fromkeys(names))
 
 
 def checked_methods(methods: Sequence[str], setting: TextSetting) -> tuple[str, ...]:

@@ -7,19 +7,19 @@ of a shared file that one study alone reads (`[window]` …) are passed over by 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from functools import reduce
 from importlib import resources
 from importlib.resources.abc import Traversable
 from operator import getitem
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from normattn.errors import InputError, unknown
 from normattn.io import read_toml
-from normattn.lab.sweep.config import merged, validated, value_at
+from normattn.lab.sweep.config import flat, merged, validated, value_at
 from normattn.lab.sweep.run import Request
 from normattn.lab.training.config import LoopConfig
 from normattn.settings import Settings
@@ -89,31 +89,59 @@ class EvaluationSettings(Settings):
 
 
 class StudyPreset(Settings):
-    """What every preset says: its name, one line about it, how many seeds, and the training."""
+    """What every preset says: its name, one line about it, how many seeds, and the training.
+
+    `varied` are the settings that the study varies itself, beside the seed, with values that stand
+    in for them where whole settings are checked. No preset sets one of them.
+    """
+
+    varied: ClassVar[Mapping[str, Any]] = {}
 
     name: str
     summary: str
     seeds: int = Field(default=1, ge=1, le=1000)
     training: dict[str, Any]
 
+    @property
+    def layers(self) -> dict[str, Mapping[str, Any]]:
+        """Every group of training settings, by its dotted name."""
+        return {"training": self.training}
+
+    @model_validator(mode="after")
+    def _refuse_varied(self) -> Self:
+        for group, layer in self.layers.items():
+            for name in ("seed", *self.varied):
+                if value_at(layer, name) is not None:
+                    raise ValueError(f"{group}.{name} is varied by the study, not set by a preset")
+        return self
+
+    def whole_training(
+        self, kind: type[LoopConfig], *more: Mapping[str, Any], subject: str = "training"
+    ) -> dict[str, Any]:
+        """The training settings with every default and `more` laid over, less what is varied."""
+        stand_in = {"seed": 0, **self.varied}
+        fields = merged(self.training, *more, stand_in)
+        whole = kind.parse(fields, f"preset {self.name}, {subject}").model_dump(mode="json")
+        for name in stand_in:
+            *groups, last = name.split(".")
+            del reduce(getitem, groups, whole)[last]
+        return whole
+
 
 class Preset(StudyPreset):
-    """One whole setting of a study of language models; `training` holds fields of `TrainingConfig`.
+    """One whole setting of a study of language models; `training` holds `TrainingConfig` fields."""
 
-    The score and the seed are no part of it: they are what a table varies.
-    """
+    varied: ClassVar[Mapping[str, Any]] = {"model.score": "Baseline"}
 
     evaluation: EvaluationSettings = EvaluationSettings()
 
     @field_validator("training")
     @classmethod
-    def _no_varied_field(cls, value: dict[str, Any]) -> dict[str, Any]:
+    def _has_a_model(cls, value: dict[str, Any]) -> dict[str, Any]:
         model = value.get("model")
         if not isinstance(model, Mapping):
             given = "it is missing" if model is None else f"got {model!r}"
             raise ValueError(f"model must be a group of settings, as dim and layers; {given}")
-        if "seed" in value or "score" in model:
-            raise ValueError("the score and the seed are varied by the table, not set by a preset")
         return value
 
 
@@ -170,9 +198,9 @@ def opened(
         if own:
             raise InputError(f"--set {name}: reproduce {study} reads {own} instead")
     name, stored = fields(request.preset)
-    changed = merged({"name": name, **stored}, request.changes)
+    changed = _changed(stored, request, {*Preset.model_fields, *GROUPS})
     shared = {key: value for key, value in changed.items() if key not in GROUPS}
-    return validated(Preset, shared, f"preset {name}")
+    return validated(Preset, {"name": name, **shared}, f"preset {name}")
 
 
 def own_group(request: Request, group: str, kind: type[Group]) -> Group:
@@ -187,35 +215,24 @@ def own_group(request: Request, group: str, kind: type[Group]) -> Group:
 def opened_as(request: Request, study: str, kind: type[OwnPreset]) -> OwnPreset:
     """A study's own preset of that name with the request's changes, checked as a `kind`."""
     name, stored = fields(request.preset, study)
-    changed = merged({"name": name, **stored}, request.changes)
-    return validated(kind, changed, f"preset {name} of {study}")
+    changed = _changed(stored, request, kind.model_fields)
+    return validated(kind, {"name": name, **changed}, f"preset {name} of {study}")
 
 
-def shared_training(
-    kind: type[LoopConfig],
-    fields: Mapping[str, Any],
-    varied: Sequence[str],
-    subject: str,
-    fill: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Settings of a training with every default, less the seed and what else the study varies.
+def _changed(stored: Mapping[str, Any], request: Request, known: Collection[str]) -> dict[str, Any]:
+    """The stored settings with the request's changes.
 
-    `fill` stands in for varied settings that have no default. Raises `InputError` for settings
-    that cannot be, and for a value of one that is varied.
+    Raises `InputError` for a setting that stands in a group which was not named, and names it.
     """
-    refuse_varied(fields, varied, subject)
-    whole = kind.parse(merged(fields, fill or {}), subject).model_dump(mode="json")
-    for name in ("seed", *varied):
-        *groups, last = name.split(".")
-        del reduce(getitem, groups, whole)[last]
-    return whole
-
-
-def refuse_varied(fields: Mapping[str, Any], varied: Sequence[str], subject: str) -> None:
-    """Raise `InputError` where a preset sets the seed, or what else the study varies."""
-    for name in ("seed", *varied):
-        if value_at(fields, name) is not None:
-            raise InputError(f"{subject}: {name} is varied by the study, not set by a preset")
+    for name in request.changes:
+        if name.partition(".")[0] in known:
+            continue
+        inside = [each for each in flat(stored) if each.endswith(f".{name}")]
+        if not inside and name.partition(".")[0] in LoopConfig.model_fields:
+            inside = [f"training.{name}"]
+        if inside:
+            raise InputError(f"--set {name}: there is no such setting; did you mean {inside[0]}?")
+    return merged(stored, request.changes)
 
 
 def typed(name: str, study: str) -> str:

@@ -8,146 +8,125 @@ them, the same scores in a small Vision Transformer (arXiv 2010.04245, 2302.0544
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import polars as pl
 
-from normattn.lab.data.pairs import PairData
 from normattn.lab.diagnostics.lines import read_diagnostics
 from normattn.lab.evaluation.masked import MARGIN
-from normattn.lab.report.tables import Column, Row, Table, estimate_column, text_column
-from normattn.lab.report.view import View
-from normattn.lab.stats import Identity, Metric, identified, sums
-from normattn.lab.stats.measurements import empty
-from normattn.lab.stats.metrics import BLEU, CHRF
-from normattn.lab.studies.base import Study
-from normattn.lab.studies.preset import opened_as, refuse_varied, shared_training
-from normattn.lab.studies.qknorm_report import (
-    ACCURACY,
-    BASE,
-    IMAGE_ACCURACY,
-    IMAGE_LOSS,
-    LOSS,
-    at,
-    claims,
-    failures,
-    figures,
-    largest_logit,
-    last_entropy,
-    multiples,
-    scores,
-    training_of,
-    unigram,
+from normattn.lab.report.claims import SEEDS, Claim
+from normattn.lab.report.figures import (
+    Curves,
+    Figure,
+    IntervalColumn,
+    Intervals,
+    Line,
+    Panel,
+    Point,
 )
+from normattn.lab.report.tables import Column, Row, Table, estimate_column, text_column
+from normattn.lab.report.view import View, points
+from normattn.lab.stats import Estimate, Identity, Metric, identified, select, sign_test, sums
+from normattn.lab.stats.arrays import Where
+from normattn.lab.stats.measurements import empty
+from normattn.lab.stats.metrics import BLEU, CHRF, accuracy, loss
+from normattn.lab.studies.base import Study
+from normattn.lab.studies.lm_report import ranked
 from normattn.lab.studies.qknorm_runs import (
     CLIP,
     IMAGES,
     MUON,
     RATES,
+    SCORES,
     TRANSLATION,
-    VARIED,
-    AnyRun,
-    Layer,
-    QKNormPreset,
     TranslationRun,
     VisionRun,
     parts,
-    rows_of,
-    run_of,
+    resolve,
 )
+from normattn.lab.studies.trained import ends, step_lines
 from normattn.lab.sweep.collect import of_trainings
-from normattn.lab.sweep.config import SweepConfig, merged
-from normattn.lab.sweep.run import Request, Run, Sweep
-from normattn.lab.training.tasks.translation import TranslationConfig, epochs
 from normattn.score import ScoreSpec
 
+# What was measured
 
-def resolve(request: Request) -> Sweep:
-    """The study that a request asks for.
-
-    `variants` are the rows; the learning-rate sweep and the Vision Transformers keep those of their
-    own scores that are among them. Raises `InputError` for unknown settings, scores that cannot be
-    trained, and choices that this study does not have.
-    """
-    preset = opened_as(request, "qknorm", QKNormPreset)
-    request.refuse_choices("qknorm")
-    subject, known = f"preset {preset.name}", preset.trained_with
-    for name, layer in known.items():
-        refuse_varied(layer, VARIED, f"{subject}, trained_with.{name}")
-    table = rows_of(request.variants or preset.scores, known)
-    seeds = request.seeds_or(preset.seeds)
-
-    def runs(
-        kind: type[AnyRun],
-        experiment: str,
-        own: Sequence[str],
-        training: Layer,
-        multiples: Sequence[float] = (1.0,),
-        seeds: Sequence[int] = seeds,
-        **more: Any,
-    ) -> list[AnyRun]:
-        """A run of each of the scores that were chosen, at each multiple, with each seed."""
-        rows = rows_of(own, known).items()
-        made = [
-            run_of(kind, experiment, row, layers, training, rate, **more)
-            for row, layers in rows
-            if request.variants is None or row in table
-            for rate in multiples
-        ]
-        return [run.model_copy(update={"seed": seed}) for seed in seeds for run in made]
-
-    def whole(training: Layer, name: str) -> dict[str, Any]:
-        fill = {"model.score": BASE}
-        return shared_training(TranslationConfig, training, VARIED, f"{subject}, {name}", fill)
-
-    training, tested = whole(preset.training, "training"), preset.evaluation
-    translate = partial(runs, TranslationRun, TRANSLATION, list(table), training)
-    made: list[Run] = [*translate(evaluation=tested, translated=True)]
-    if (vision := preset.vision) is not None:
-        refuse_varied(vision.training, VARIED, f"{subject}, vision.training")
-        of_images = request.seeds_or(vision.seeds or preset.seeds)
-        images = partial(runs, VisionRun, IMAGES, training=vision.training)
-        made += images(vision.scores, seeds=of_images)
-        made += images(vision.rates.scores, multiples=vision.rates.multiples)
-    swept = None
-    if (rates := preset.rates) is not None:
-        swept = whole(merged(preset.training, rates.training), "rates.training")
-        fewer = tested.model_copy(update={"max_sentences": rates.max_sentences})
-        sweep = partial(runs, TranslationRun, RATES, rates.scores, swept, rates.multiples)
-        made += sweep(evaluation=fewer, translated=False)
-    config = SweepConfig.of(
-        preset.name,
-        training=training,
-        evaluation=tested,
-        rates=swept,
-        vision=vision.training if vision else None,
-    )
-    return Sweep.of(request, "qknorm", config, made, describe=_describe, facts=_facts(training))
+BASE = "Baseline"
+LOSS, ACCURACY = loss(), accuracy()
+IMAGE_ACCURACY = Metric("accuracy", "accuracy", ACCURACY.value, "%", 2)
+IMAGE_LOSS = loss(digits=4)
+UNIGRAM = loss("unigram baseline", "unigram_loss")
 
 
-def _facts(training: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
-    """What is trained on what, for the plan."""
-    model, data, rate = training["model"], training["data"], training["optimiser"]["lr"]
-    layers = f"{model['layers']} + {model['decoder_layers']} layers, {model['heads']} heads"
-    steps = f"{training['steps']:,} steps of {training['batch_tokens']:,} padded tokens"
-    return (
-        ("sentence pairs", f"{Path(data['corpus']).name}, {data['source']} → {data['target']}"),
-        ("model", f"width {model['dim']}, {layers}, {model['placement']}"),
-        ("training", f"{steps}, learning rate {rate:g}, dropout {model['dropout']:g}"),
-    )
+def at(experiment: str, score: str, rate: float | None = None) -> dict[str, Any]:
+    """Where the tested models of a score are; `rate` is the multiple of the learning rate."""
+    rated = {} if rate is None else {"factor.rate": rate}
+    return {"row": score, "protocol": experiment, "factor.experiment": experiment, **rated}
 
 
-def _describe(run: Run, data: Any) -> list[str]:
-    if not isinstance(data, PairData) or not isinstance(run, TranslationRun):
-        return []
-    config = run.training_config
-    seen = f"{config.steps:,} steps see each training pair {epochs(config, data):.1f} times"
-    if not run.translated:
-        return [f"learning-rate sweep: {seen}"]
-    return [f"corpus {config.data.corpus}: {data.facts()}", seen]
+def training_of(where: Where) -> dict[str, Any]:
+    """Where the trainings of these models are."""
+    return {**where, "protocol": "training"}
+
+
+def scores(view: View, experiment: str) -> list[str]:
+    """The scores of an experiment, in the order of the table; diverged ones too."""
+    return ranked(view.values("row", {"factor.experiment": experiment}), SCORES)
+
+
+def multiples(view: View, experiment: str, score: str | None = None) -> list[float]:
+    """The multiples of the learning rate of an experiment, or of one score in it, rising."""
+    row = {} if score is None else {"row": score}
+    return sorted(view.values("factor.rate", {"factor.experiment": experiment, **row}))
+
+
+def base_of(row: str) -> str:
+    """What a row is compared with in the sweep: Baseline by the same optimiser, without QK-Clip."""
+    return "+".join((BASE, *(other for other in parts(row)[1] if other != CLIP)))
+
+
+def failures(view: View, where: Where) -> dict[int, bool]:
+    """Of every seed whether its training diverged or learned nothing."""
+    return {seed: end != "learned" for seed, end in ends(view, where).items()}
+
+
+def unigram(view: View) -> float | None:
+    """The loss of guessing each word of the sweep's test set by its frequency."""
+    rows = [row.where for row in rated_rows(RATES, view)]
+    found = [each for each in (view.estimate(UNIGRAM, where) for where in rows) if each is not None]
+    return min((each.value for each in found), default=None)
+
+
+def rated_rows(experiment: str, view: View) -> list[Row]:
+    """A row for every score and learning rate of an experiment."""
+    return [
+        Row(f"{score} ×{rate:g}", at(experiment, score, rate))
+        for score in scores(view, experiment)
+        for rate in multiples(view, experiment, score)
+    ]
+
+
+def _recorded(
+    statistic: str,
+    of_training: Callable[[Sequence[float]], float],
+    of_all: Callable[[Sequence[float]], float],
+) -> Callable[[View, Row], Estimate | None]:
+    """What the trainings of a row recorded by step: a number of each, then one of all."""
+
+    def estimated(view: View, row: Row) -> Estimate | None:
+        chosen = select(view.frame, {**training_of(row.where), "statistic": statistic})
+        by_seed: dict[int, list[float]] = {}
+        for seed, above, below in chosen.sort("seed", "bin").select("seed", "sum", "of").rows():
+            by_seed.setdefault(seed, []).append(above / below)
+        numbers = tuple(map(of_training, by_seed.values()))
+        return (
+            Estimate(of_all(numbers), seeds=tuple(by_seed), per_seed=numbers) if numbers else None
+        )
+
+    return estimated
 
 
 def attention_by_step(whose: Identity, run: Path) -> pl.DataFrame:
@@ -162,16 +141,7 @@ def attention_by_step(whose: Identity, run: Path) -> pl.DataFrame:
     return identified(whose, measured) if measured else empty()
 
 
-# Tables
-
-
-def rated_rows(experiment: str, view: View) -> list[Row]:
-    """A row for every score and learning rate of an experiment."""
-    return [
-        Row(f"{score} ×{rate:g}", at(experiment, score, rate))
-        for score in scores(view, experiment)
-        for rate in multiples(view, experiment, score)
-    ]
+# Columns
 
 
 def _learning_rate(view: View, row: Row) -> str | None:
@@ -207,9 +177,14 @@ ENDS = (
     text_column("diverged", "diverged at", _diverged),
 )
 INNER = (
-    estimate_column("largest_logit", "largest logit", largest_logit, lambda e: f"{e.value:.3g}"),
     estimate_column(
-        "last_entropy_share", "last entropy / ln n", last_entropy, lambda e: f"{e.value:.2f}"
+        *("largest_logit", "largest logit", _recorded("largest_logit", max, max)),
+        lambda largest: f"{largest.value:.3g}",
+    ),
+    estimate_column(
+        *("last_entropy_share", "last entropy / ln n"),
+        _recorded("entropy_share", lambda steps: steps[-1], fmean),
+        lambda entropy: f"{entropy.value:.2f}",
     ),
 )
 RATE = text_column("learning_rate", "learning rate", _learning_rate)
@@ -286,6 +261,178 @@ def _image_notes(view: View) -> Sequence[str]:
         "rate, paired over images and seeds.",
         INNER_NOTE,
     )
+
+
+# Claims
+
+CLAIMED = ("QKLayerNorm", "QKRMSNorm", "QKNorm2020")
+"""The norms of both sides that the source's sentence speaks of; QKNorm2020 is its own form."""
+TRANSLATES, STABLE, BOUNDED = "arXiv 2010.04245", "arXiv 2302.05442", "arXiv 2507.20534"
+CLIPPED = (("Baseline+QK-Clip", "QKRMSNorm"), ("Baseline+Muon+QK-Clip", "QKRMSNorm+Muon"))
+"""Does clipping do what normalising does? The rows that say it, by AdamW and by Muon."""
+
+
+def claims(view: View) -> Iterator[Claim]:
+    """Better translations; tolerance to high learning rates; QK-Clip instead of a norm."""
+    for score in CLAIMED:
+        sentence = f"{score} translates better than {BASE}"
+        yield _against(sentence, TRANSLATES, BLEU, score, BASE, TRANSLATION)
+        sentence = f"{score} has a lower loss than {BASE}"
+        yield _against(sentence, TRANSLATES, LOSS, score, BASE, TRANSLATION, sign=-1)
+    for experiment, metric, sign, words in (
+        (RATES, LOSS, -1, "has a lower loss"),
+        (IMAGES, IMAGE_ACCURACY, 1, "is more accurate on images"),
+    ):
+        high = max(multiples(view, experiment), default=1.0)
+        for score in scores(view, experiment) if high > 1 else ():
+            if score != (base := base_of(score)):
+                sentence = f"{score} at ×{high:g} of the learning rate {words} than {base}"
+                yield _against(
+                    sentence, _source(score), metric, score, base, experiment, high, sign
+                )
+    for score in scores(view, RATES):
+        if score != (base := base_of(score)):
+            yield _fails_less(
+                f"fewer trainings fail with {score} than with {base} in the learning-rate sweep",
+                _source(score),
+                *(score, base),
+            )
+    high = max(multiples(view, RATES), default=1.0)
+    for clipped, normed in CLIPPED:
+        yield _fails_less(
+            f"{clipped} tolerates as high a learning rate as {normed} "
+            "(at least no worse: the difference is not below 0)",
+            "asked here",
+            *(clipped, normed),
+        )
+        for experiment, rate in ((RATES, high), (TRANSLATION, None)):
+            rated = "" if rate is None else f"at ×{rate:g} of the learning rate "
+            sentence = f"{clipped} {rated}ends at as good a loss as {normed} "
+            sentence += "(at least no worse: the difference is not above 0)"
+            yield _against(sentence, "asked here", LOSS, clipped, normed, experiment, rate, sign=-1)
+
+
+def _source(row: str) -> str:
+    return BOUNDED if CLIP in row else STABLE
+
+
+def _against(
+    sentence: str,
+    source: str,
+    metric: Metric,
+    score: str,
+    base: str,
+    experiment: str,
+    rate: float | None = None,
+    sign: int = 1,
+) -> Claim:
+    """A score minus another in the same experiment, at the same learning rate."""
+    rated = "" if rate is None else f" at ×{rate:g}"
+    ours, theirs = (metric.at(at(experiment, row, rate)) for row in (score, base))
+    measured = f"{score} − {base}{rated}, {metric.title}"
+    return Claim(sentence, ours - theirs, source, measured, sign)
+
+
+def _fails_less(sentence: str, source: str, score: str, than: str) -> Claim:
+    """An exact sign test over the sweep's trainings, which were chosen and not drawn.
+
+    Trainings of one seed at several rates are alike: with fewer than `SEEDS` there is no p.
+    """
+
+    def test(view: View) -> Estimate | None:
+        only_base = only_score = pairs = 0
+        seeds: set[int] = set()
+        for rate in multiples(view, RATES, score):
+            ours = failures(view, at(RATES, score, rate))
+            base = failures(view, at(RATES, than, rate))
+            for seed in ours.keys() & base.keys():
+                only_base += base[seed] and not ours[seed]
+                only_score += ours[seed] and not base[seed]
+                pairs += 1
+                seeds.add(seed)
+        if not pairs:
+            return None
+        return Estimate(
+            float(only_base - only_score),
+            p=sign_test(only_base, only_score) if len(seeds) >= SEEDS else None,
+            units=pairs,
+            seeds=tuple(sorted(seeds)),
+        )
+
+    measured = f"trainings in which only {than} fails − only {score} (exact sign test)"
+    return Claim(sentence, None, source, measured, test=test, digits=0)
+
+
+# Figures
+
+OF_RATE = "learning rate, in units of the preset's"
+
+
+def figures(view: View) -> list[Figure]:
+    """Scores by their results, results by learning rate, logits and entropy by step."""
+    losses = _lines_by_rate(view, RATES, LOSS)
+    guess = unigram(view)
+    if guess is not None:
+        level = tuple(Point(rate, guess) for rate in multiples(view, RATES))
+        losses = (*losses, Line("unigram baseline", level, dashed=True))
+    seen = _lines_by_rate(view, IMAGES, IMAGE_ACCURACY)
+    return [
+        _by_score(view, "bleu_by_score", "Translation by score", TRANSLATION, (BLEU, LOSS)),
+        Curves(
+            *("loss_by_learning_rate", "Test loss by learning rate"),
+            (Panel("after training", losses, OF_RATE, "test loss (nats per token)", log_x=True),),
+        ),
+        _by_step(view, "largest_logit", "largest_logit", "largest logit", log=True),
+        _by_step(view, "entropy_share", "attention_entropy", "entropy / ln n", log=False),
+        _by_score(view, "vision_by_score", "Images by score", IMAGES, (IMAGE_ACCURACY, IMAGE_LOSS)),
+        Curves(
+            *("vision_by_learning_rate", "Images: accuracy by learning rate"),
+            (Panel("after training", seen, OF_RATE, "accuracy (%)", log_x=True),),
+        ),
+    ]
+
+
+def _by_score(
+    view: View, name: str, title: str, experiment: str, metrics: tuple[Metric, ...]
+) -> Figure:
+    """Every score at the preset's learning rate; of fewer than two there is nothing to compare."""
+    rows = [
+        score
+        for score in scores(view, experiment)
+        if view.sums(LOSS.name, at(experiment, score, 1.0)) is not None
+    ]
+    columns = tuple(
+        IntervalColumn(
+            f"{metric.title} ({metric.unit})" if metric.unit else metric.title,
+            tuple(view.estimate(metric, at(experiment, score, 1.0)) for score in rows),
+        )
+        for metric in metrics
+    )
+    return Intervals(name, title, tuple(rows), columns if len(rows) > 1 else ())
+
+
+def _lines_by_rate(view: View, experiment: str, metric: Metric) -> tuple[Line, ...]:
+    """A line for every score trained at several rates; no point where every seed ended in NaN."""
+    lines = []
+    for score in scores(view, experiment):
+        rates = multiples(view, experiment, score)
+        plotted = points(view, metric, ((x, at(experiment, score, x)) for x in rates))
+        if len(rates) > 1 and plotted:
+            lines.append(Line(score, plotted, score))
+    return tuple(lines)
+
+
+def _by_step(view: View, statistic: str, name: str, title: str, log: bool) -> Figure:
+    """A panel for every rate; a line ends where the last training ended."""
+    panels = []
+    for rate in multiples(view, RATES):
+        rows = {row: training_of(at(RATES, row, rate)) for row in scores(view, RATES)}
+        lines = step_lines(view, statistic, rows)
+        if lines:
+            rated = f"learning rate ×{rate:g}"
+            panels.append(Panel(rated, lines, "training step", title, log_y=log))
+    whole = f"{title[0].upper()}{title[1:]} while training, by learning rate; bands: all seeds"
+    return Curves(name, whole, tuple(panels))
 
 
 STUDY = Study(

@@ -10,7 +10,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import polars as pl
@@ -29,18 +30,16 @@ from normattn.lab.evaluation.translation import (
     unigram_loss,
 )
 from normattn.lab.stats import identified, joined, sums
-from normattn.lab.studies.preset import StudyPreset
-from normattn.lab.studies.trained import identity_of, trained, training_facts
-from normattn.lab.sweep.config import merged
-from normattn.lab.sweep.paths import RunPaths
-from normattn.lab.sweep.run import EVALUATIONS, Note, Run, Stage, measuring_stage, training_stage
+from normattn.lab.studies.preset import StudyPreset, opened_as
+from normattn.lab.studies.trained import ModelRun, training_facts
+from normattn.lab.sweep.config import SweepConfig, merged
+from normattn.lab.sweep.run import EVALUATIONS, Note, Request, Run, Sweep
 from normattn.lab.training.planning import Cost
-from normattn.lab.training.tasks.translation import TranslationWorkload
-from normattn.lab.training.tasks.vision import VisionWorkload
+from normattn.lab.training.tasks.translation import TranslationConfig, TranslationWorkload, epochs
+from normattn.lab.training.tasks.vision import VisionTrainingConfig, VisionWorkload
 from normattn.models.config import without_position
 from normattn.models.flops import flops_per_image, parameter_count
 from normattn.models.translator import Translator
-from normattn.models.vision_transformer import VisionTransformer
 from normattn.score import ScoreSpec
 from normattn.score.grammar import read
 from normattn.score.parts import Part, RotaryPosition, SidedNorm, Slot, find
@@ -61,11 +60,8 @@ IMAGE_SCORES = (
     *("QKBatchNorm", "QKInstanceNorm"),
 )
 MULTIPLES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
-VARIED = ("model.score", "model.decoder_score", "model.cross_score")
-"""The settings that the tables vary."""
 GUESSED = 1000
 """Sentences or images of data that has not been read yet, for the plan."""
-AnyRun = TypeVar("AnyRun", bound=Run)
 
 # Rows
 
@@ -91,8 +87,8 @@ def parts(row: str) -> tuple[str, tuple[str, ...]]:
 def rows_of(names: Sequence[str], known: Mapping[str, Layer]) -> dict[str, tuple[Layer, ...]]:
     """The settings of each row by its printed name, in this order.
 
-    Raises `InputError` for what is not `known`, for a row that is named twice, and for a score with
-    a method: it is applied after training.
+    Raises `InputError` for what is not `known`, and for a score with a method: it is applied after
+    training.
     """
     rows: dict[str, tuple[Layer, ...]] = {}
     for name in names:
@@ -105,12 +101,7 @@ def rows_of(names: Sequence[str], known: Mapping[str, Layer]) -> dict[str, tuple
                 raise unknown("training of a row", other, known, f" (in {name})")
         # In the order of `known`: one row has one name, and the same settings come last.
         ordered = [other for other in known if other in others]
-        if len(ordered) != len(others):
-            raise InputError(f"{name} names something twice")
-        row = "+".join((spec.text, *ordered))
-        if row in rows:
-            raise InputError(f"a score is named twice: {', '.join(names)}")
-        rows[row] = tuple(known[other] for other in ordered)
+        rows["+".join((spec.text, *ordered))] = tuple(known[other] for other in ordered)
     return rows
 
 
@@ -218,10 +209,15 @@ class VisionSettings(Settings):
 class QKNormPreset(StudyPreset):
     """One whole setting of the study; `training` holds fields of `TranslationConfig`.
 
-    Scores and seeds are no part of `training`: they are what the tables vary. Without `rates` or
-    `vision` that part is left out. `trained_with`: the settings behind each name that a row may add
-    to its score with a +, laid over `TRAINED_WITH`.
+    Without `rates` or `vision` that part is left out. `trained_with`: the settings behind each name
+    that a row may add to its score with a +, laid over `TRAINED_WITH`.
     """
+
+    varied: ClassVar[Mapping[str, Any]] = {
+        "model.score": "Baseline",
+        "model.decoder_score": None,
+        "model.cross_score": None,
+    }
 
     scores: tuple[str, ...] = SCORES
     evaluation: TranslationSettings = TranslationSettings()
@@ -234,50 +230,55 @@ class QKNormPreset(StudyPreset):
     def _complete(cls, value: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         return merged(TRAINED_WITH, value)
 
+    @property
+    def layers(self) -> dict[str, Mapping[str, Any]]:
+        """Those of every experiment, and those that rows add."""
+        experiments = {"rates": self.rates, "vision": self.vision}
+        return {
+            **super().layers,
+            **{f"{name}.training": each.training for name, each in experiments.items() if each},
+            **{f"trained_with.{name}": layer for name, layer in self.trained_with.items()},
+        }
+
 
 # Runs
 
 
-class TranslationRun(Run):
+class TranslationRun(ModelRun):
     """A translation model, whose test set is scored and, where `translated`, translated."""
 
     workload: ClassVar[TranslationWorkload] = TranslationWorkload()
+    record = TRANSLATION
     kind: Literal["translation"] = "translation"
     evaluation: TranslationSettings
     translated: bool
 
-    def stages(self, paths: RunPaths) -> list[Stage]:
-        """Train, then score the references, and translate where the table shows translations.
-
-        The cost of testing is unknown before the data is read: as of sentences of 16 tokens.
-        """
-        config, settings = self.training_config, self.evaluation
+    def cost(self, config: TranslationConfig) -> Cost:
+        """Unknown before the data is read: as of sentences of 16 tokens."""
+        settings = self.evaluation
         tokens = 16 * (settings.max_sentences or GUESSED)
-        cost = Cost(scored=tokens * (1 + settings.beam * self.translated))
+        return Cost(scored=tokens * (1 + settings.beam * self.translated))
 
-        def test(data: PairData, note: Note) -> pl.DataFrame:
-            model = trained(Translator, paths.run, config)
-            split = data.split(settings.split).first(settings.max_sentences)
-            units = [f"{number:06}" for number in range(len(split))]
-            measured, made = [*_references(model, data, split, units, note)], ""
-            if self.translated:
-                texts, made, counts = self._translations(model, data, split, units, note)
-                write_json(paths.run / EVALUATIONS / "translations.json", {"translations": texts})
-                measured += counts
-            whose = identity_of(
-                self,
-                str(self.factors["experiment"]),
-                model,
-                data=split.fingerprint(data.fingerprint),
-                split=settings.split,
-                settings=made,
-            )
-            return identified(whose, measured)
-
-        return [
-            training_stage(self.workload, config, paths.run),
-            measuring_stage(paths.run, TRANSLATION, test, lambda: cost),
-        ]
+    def measure(
+        self, folder: Path, config: TranslationConfig, data: PairData, note: Note
+    ) -> pl.DataFrame:
+        """The scores of the references, and where the table shows them the translations."""
+        settings, model = self.evaluation, self.model_in(folder, config)
+        split = data.split(settings.split).first(settings.max_sentences)
+        units = [f"{number:06}" for number in range(len(split))]
+        measured, made = [*_references(model, data, split, units, note)], ""
+        if self.translated:
+            texts, made, counts = self._translations(model, data, split, units, note)
+            write_json(folder / EVALUATIONS / "translations.json", {"translations": texts})
+            measured += counts
+        whose = self.whose(
+            str(self.factors["experiment"]),
+            model,
+            data=split.fingerprint(data.fingerprint),
+            split=settings.split,
+            settings=made,
+        )
+        return identified(whose, measured)
 
     def _translations(
         self, model: Translator, data: PairData, split: PairSplit, units: list[str], note: Note
@@ -314,7 +315,7 @@ def _references(
     yield sums("unigram_loss", units, unigram, tokens)
 
 
-class VisionRun(Run):
+class VisionRun(ModelRun):
     """A Vision Transformer, tested image by image.
 
     `split` are the images that are tested: settings are chosen on "validation", tables made on
@@ -322,51 +323,103 @@ class VisionRun(Run):
     """
 
     workload: ClassVar[VisionWorkload] = VisionWorkload()
+    record = IMAGES
     kind: Literal["vision"] = "vision"
     split: Literal["test", "validation"] = "test"
 
-    def stages(self, paths: RunPaths) -> list[Stage]:
-        """Train, then test. The cost of testing is unknown before the images are read."""
-        config = self.training_config
-        tokens = config.model.tokens
+    def cost(self, config: VisionTrainingConfig) -> Cost:
+        """Unknown before the images are read."""
+        flops = GUESSED * flops_per_image(config.model).forward
+        return Cost(scored=GUESSED * config.model.tokens, flops=flops)
 
-        def cost() -> Cost:
-            flops = GUESSED * flops_per_image(config.model).forward
-            return Cost(scored=GUESSED * tokens, flops=flops)
-
-        def test(data: ImageData, note: Note) -> pl.DataFrame:
-            model = trained(VisionTransformer, paths.run, config)
-            scores = score_images(
-                model,
-                data.split(self.split),
-                progress=lambda done, total: note(done, total, "images"),
-            )
-            units = [f"{number:06}" for number in range(len(scores.loss))]
-            measured = [
-                sums(name, units, np.asarray(values), np.ones(len(units)))
-                for name, values in (("accuracy", scores.correct), ("loss", scores.loss))
-            ]
-            whose = identity_of(
-                self, IMAGES, model, data=data.fingerprint, split=self.split, length=tokens
-            )
-            facts = {"parameters": parameter_count(model), "classes": model.config.classes}
-            return joined([identified(whose, measured), training_facts(whose, facts)])
-
-        return [
-            training_stage(self.workload, config, paths.run),
-            measuring_stage(paths.run, IMAGES, test, cost),
+    def measure(
+        self, folder: Path, config: VisionTrainingConfig, data: ImageData, note: Note
+    ) -> pl.DataFrame:
+        """Loss and correctness of every image."""
+        model = self.model_in(folder, config)
+        scores = score_images(
+            model,
+            data.split(self.split),
+            progress=lambda done, total: note(done, total, "images"),
+        )
+        units = [f"{number:06}" for number in range(len(scores.loss))]
+        measured = [
+            sums(name, units, np.asarray(values), np.ones(len(units)))
+            for name, values in (("accuracy", scores.correct), ("loss", scores.loss))
         ]
+        length = config.model.tokens
+        whose = self.whose(IMAGES, model, data=data.fingerprint, split=self.split, length=length)
+        facts = {"parameters": parameter_count(model), "classes": model.config.classes}
+        return joined([identified(whose, measured), training_facts(whose, facts)])
+
+
+# From a request to runs
+
+
+def resolve(request: Request) -> Sweep:
+    """The study that a request asks for.
+
+    `variants` are the rows; the learning-rate sweep and the Vision Transformers keep those of their
+    own scores that are among them. Raises `InputError` for unknown settings and for scores that
+    cannot be trained.
+    """
+    preset = opened_as(request, "qknorm", QKNormPreset)
+    known, tested, vision, rates = (
+        *(preset.trained_with, preset.evaluation, preset.vision, preset.rates),
+    )
+    table = rows_of(request.variants or preset.scores, known)
+    seeds, made = request.seeds_or(preset.seeds), list[Run]()
+
+    def add(
+        kind: type[ModelRun],
+        experiment: str,
+        names: Sequence[str],
+        training: Layer,
+        multiples: Sequence[float] = (1.0,),
+        seeds: Sequence[int] = seeds,
+        **own: Any,
+    ) -> None:
+        """A run of each of the scores that were chosen, at each multiple, with each seed."""
+        runs = [
+            run_of(kind, experiment, row, layers, training, rate, **own)
+            for row, layers in rows_of(names, known).items()
+            if request.variants is None or row in table
+            for rate in multiples
+        ]
+        made.extend(run.model_copy(update={"seed": seed}) for seed in seeds for run in runs)
+
+    training = preset.whole_training(TranslationConfig)
+    own: dict[str, Any] = {"evaluation": tested, "translated": True}
+    add(TranslationRun, TRANSLATION, [*table], training, **own)
+    if vision is not None:
+        of_images = request.seeds_or(vision.seeds or preset.seeds)
+        add(VisionRun, IMAGES, vision.scores, vision.training, seeds=of_images)
+        add(VisionRun, IMAGES, vision.rates.scores, vision.training, vision.rates.multiples)
+    swept = None
+    if rates is not None:
+        swept = preset.whole_training(TranslationConfig, rates.training, subject="rates.training")
+        fewer = tested.model_copy(update={"max_sentences": rates.max_sentences})
+        own = {"evaluation": fewer, "translated": False}
+        add(TranslationRun, RATES, rates.scores, swept, rates.multiples, **own)
+    config = SweepConfig.of(
+        preset.name,
+        training=training,
+        evaluation=tested,
+        rates=swept,
+        vision=vision.training if vision else None,
+    )
+    return Sweep.of(request, "qknorm", config, made, describe=_describe, facts=_facts(training))
 
 
 def run_of(
-    kind: type[AnyRun],
+    kind: type[ModelRun],
     experiment: str,
     row: str,
     layers: Sequence[Layer],
     training: Layer,
-    rate: float = 1.0,
+    rate: float,
     **own: Any,
-) -> AnyRun:
+) -> ModelRun:
     """The run of a row in an experiment, for seed 0, at a multiple of its own learning rate."""
     score, name = parts(row)[0], row
     scores = scores_of(score)
@@ -391,3 +444,25 @@ def run_of(
         training=merged(settings, {"optimiser.lr": factors["learning_rate"]}),
         **own,
     )
+
+
+def _facts(training: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    """What is trained on what, for the plan."""
+    model, data, rate = training["model"], training["data"], training["optimiser"]["lr"]
+    layers = f"{model['layers']} + {model['decoder_layers']} layers, {model['heads']} heads"
+    steps = f"{training['steps']:,} steps of {training['batch_tokens']:,} padded tokens"
+    return (
+        ("sentence pairs", f"{Path(data['corpus']).name}, {data['source']} → {data['target']}"),
+        ("model", f"width {model['dim']}, {layers}, {model['placement']}"),
+        ("training", f"{steps}, learning rate {rate:g}, dropout {model['dropout']:g}"),
+    )
+
+
+def _describe(run: Run, data: Any) -> list[str]:
+    if not isinstance(data, PairData) or not isinstance(run, TranslationRun):
+        return []
+    config = run.training_config
+    seen = f"{config.steps:,} steps see each training pair {epochs(config, data):.1f} times"
+    if not run.translated:
+        return [f"learning-rate sweep: {seen}"]
+    return [f"corpus {config.data.corpus}: {data.facts()}", seen]

@@ -235,7 +235,6 @@ def resolve_window(request: Request) -> Sweep:
     Only the longest of the tested lengths is read. Raises `InputError` as `keynorm.resolve` does.
     """
     preset = opened(request, "window", "window")
-    request.refuse_choices("window", variants=False)
     window = own_group(request, "window", WindowSettings)
     setting = TextSetting.of(preset, {"multiples": preset.evaluation.multiples[-1:]})
     sizes = [max(1, round(share * setting.train_length)) for share in window.shares]

@@ -7,197 +7,73 @@ and in the learning rates and dropouts that they tolerate, with and without warm
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Any
 
-from normattn.errors import InputError
-from normattn.lab.data import TokenData
 from normattn.lab.evaluation.masked import MARGIN
 from normattn.lab.report.tables import Column, Row, Table, shown, text_column
 from normattn.lab.report.view import View
 from normattn.lab.stats.measurements import FACTOR
 from normattn.lab.stats.metrics import mean
+from normattn.lab.studies import realformer_report as report
 from normattn.lab.studies.base import Study
-from normattn.lab.studies.preset import opened_as
-from normattn.lab.studies.realformer_report import (
-    ACCURACY,
-    BY_LAYER,
-    DROPOUT,
-    LOSS,
-    POSTLN,
-    PRELN,
-    RATE,
-    REALFORMER,
-    SIZE,
-    UNIGRAM,
-    WARMUP,
-    claims,
-    figures,
-    grid,
-    masked,
-    names,
-    outcome,
-    sizes,
-)
-from normattn.lab.studies.realformer_runs import (
-    ROWS,
-    Encoder,
-    EncoderRun,
-    GridRun,
-    RealFormerPreset,
-    ScoringSettings,
-    held_out,
-    known_rows,
-    row_training,
-)
+from normattn.lab.studies.realformer_runs import ROWS, Encoder, EncoderRun, GridRun, resolve
 from normattn.lab.sweep.collect import measured_below
-from normattn.lab.sweep.config import SweepConfig
-from normattn.lab.sweep.paths import RunPaths
-from normattn.lab.sweep.run import Request, Run, Sweep
 from normattn.score import ScoreSpec
 
-NOWHERE = RunPaths.of(Path("nowhere"), "none", 0)
+# Columns
 
-
-def resolve(request: Request) -> Sweep:
-    """The study that a request asks for; `--variants` choose rows, and then there is no grid.
-
-    Raises `InputError` for settings that cannot be, unknown rows and methods.
-    """
-    preset = opened_as(request, "realformer", RealFormerPreset)
-    request.refuse_choices("realformer")
-    training = {size: preset.whole_training(size) for size in preset.sizes}
-    if preset.grid.size not in training:
-        raise InputError(f"grid.size is {preset.grid.size}; there are {', '.join(training)}")
-    runs = [*_table(request, preset, training), *_grid(request, preset, training)]
-    if not runs:
-        raise InputError("none of the rows that were asked for is trained at any size")
-    # Seeds cost the same. The longest come first, so that no core waits for them at the end.
-    flops = {
-        run.variant: sum(stage.cost().flops for stage in run.stages(NOWHERE))
-        for run in {run.variant: run for run in runs}.values()
-    }
-    runs.sort(key=lambda run: -flops[run.variant])
-    config = SweepConfig.of(
-        preset.name,
-        training=training,
-        sizes=preset.sizes,
-        grid=preset.grid,
-        evaluation=preset.evaluation,
-    )
-    return Sweep.of(
-        request, "realformer", config, runs, describe=_describe, facts=_facts(preset, runs)
-    )
-
-
-def _table(
-    request: Request, preset: RealFormerPreset, training: Mapping[str, dict[str, Any]]
-) -> Iterator[EncoderRun]:
-    wanted = known_rows(request.variants or ROWS, "--variants")
-    for size, settings in preset.sizes.items():
-        for row in tuple(ROWS) if settings.rows is None else settings.rows:
-            if row not in wanted:
-                continue
-            start = ROWS[row].start
-            run = _run(
-                EncoderRun,
-                *(row, size, f"{size}-{row}", preset.evaluation),
-                row_training(training[size], row, settings.rates),
-                start=row_training(training[size], start, settings.rates) if start else None,
-            )
-            for seed in request.seeds_or(settings.seeds or preset.seeds):
-                yield run.model_copy(update={"seed": seed})
-
-
-def _grid(
-    request: Request, preset: RealFormerPreset, training: Mapping[str, dict[str, Any]]
-) -> Iterator[EncoderRun]:
-    grid, evaluation = preset.grid, preset.evaluation
-    for row in grid.rows if request.variants is None else ():
-        own = row_training(training[grid.size], row)
-        run = _run(GridRun, row, grid.size, f"grid-{row}", evaluation, own, grid=grid)
-        for seed in range(grid.seeds):
-            yield run.model_copy(update={"seed": seed})
-
-
-def _run(
-    kind: type[EncoderRun],
-    row: str,
-    size: str,
-    variant: str,
-    evaluation: ScoringSettings,
-    training: dict[str, Any],
-    **own: Any,
-) -> EncoderRun:
-    """A run of a row at a size, for seed 0; its score is that of the trained model."""
-    made = kind(
-        variant=variant,
-        row=row,
-        factors={"size": size},
-        seed=0,
-        size=size,
-        training=training,
-        evaluation=evaluation,
-        **own,
-    )
-    return made.model_copy(update={"score": str(made.own_config.model.score)})
-
-
-def _facts(preset: RealFormerPreset, runs: Sequence[EncoderRun]) -> tuple[tuple[str, str], ...]:
-    models = {run.size: run.training["model"] for run in runs}
-    named = [
-        f"{size}: {models[size]['layers']} layers of width {models[size]['dim']}"
-        for size in preset.sizes
-        if size in models
-    ]
-    facts = [("sizes", "; ".join(named))]
-    if any(isinstance(run, GridRun) for run in runs):
-        grid = preset.grid
-        settings = 2 * len(grid.rates) * len(grid.dropouts)
-        facts.append(("robustness grid", f"{len(grid.rows)} rows, {settings} settings each"))
-    return tuple(facts)
-
-
-def _describe(run: Run, data: TokenData) -> list[str]:
-    assert isinstance(run, EncoderRun)
-    texts = held_out(data, run.training_config, run.evaluation)
-    if isinstance(run, GridRun):
-        return []
-    corpus = run.training_config.data.corpus
-    return [
-        f"corpus {corpus}: {data.train.total:,} training tokens in {len(data.train):,} documents; "
-        f"{len(texts)} texts of {len(set(texts.documents))} held-out documents are scored"
-    ]
-
-
-# Tables
-
-MASKED, TRAINING, DEPTH = ({"protocol": name} for name in ("masked", "training", "depth"))
-SIZES = text_column("size", "size", lambda view, row: row.where[SIZE])
+SIZES = text_column("size", "size", lambda view, row: row.where[report.SIZE])
 
 
 def _rows(view: View) -> list[Row]:
     return [
-        Row(name, {"row": name, SIZE: size}) for size in sizes(view) for name in names(view, size)
+        Row(name, {"row": name, report.SIZE: size})
+        for size in report.sizes(view)
+        for name in report.names(view, size)
     ]
 
 
-def _seeds(view: View, row: Row) -> str:
-    return ", ".join(map(str, sorted(view.values("seed", {**row.where, **MASKED}))))
+def _layer_rows(view: View) -> list[Row]:
+    """Each layer of each row; 0 is what the first layer reads."""
+    return [
+        Row(row.label, {**row.where, "layer": layer})
+        for row in _rows(view)
+        for layer in sorted(view.values("layer", {**row.where, **report.DEPTH}))
+    ]
 
 
 def _fact(name: str, title: str, digits: int = 0) -> Column:
     """A number of the training; all seeds of a row have the same."""
-    return Column(name, title, mean(name, title, digits).at(TRAINING), interval=False)
+    return Column(name, title, mean(name, title, digits).at(report.TRAINING), interval=False)
+
+
+def _seeds(view: View, row: Row) -> str:
+    return ", ".join(map(str, sorted(view.values("seed", {**row.where, **report.MASKED}))))
+
+
+def _of_row(key: str, title: str, text: Callable[[Encoder], str]) -> Column:
+    """What the study says of a row; nothing of one that it no longer has."""
+    return text_column(
+        key, title, lambda view, row: text(ROWS[row.label]) if row.label in ROWS else None
+    )
+
+
+def _score(view: View, row: Row) -> str | None:
+    score = view.one("score", {**row.where, **report.MASKED})
+    return None if score is None else ScoreSpec.parse(score).variant_name
+
+
+def _varied(factor: str, title: str) -> Column:
+    key = factor.removeprefix(FACTOR)
+    return text_column(key, title, lambda view, row: f"{row.where[factor]:g}")
 
 
 def _notes(view: View) -> tuple[str, ...]:
     """What stands behind the numbers, and what the rows are."""
     behind = []
     for row in _rows(view)[:1]:
-        unigram = view.estimate(UNIGRAM, {**row.where, **MASKED})
+        unigram = view.estimate(report.UNIGRAM, {**row.where, **report.MASKED})
         assert unigram is not None
         behind.append(
             f"Behind each value: {unigram.units} documents, {unigram.count:,} hidden tokens. The "
@@ -219,45 +95,21 @@ def _notes(view: View) -> tuple[str, ...]:
     )
 
 
-def _of_row(text: Callable[[Encoder], str]) -> Callable[[View, Row], str | None]:
-    """What the study's value says of a row; nothing of one that it no longer has."""
-    return lambda view, row: text(ROWS[row.label]) if row.label in ROWS else None
-
-
-def _score(view: View, row: Row) -> str | None:
-    score = view.one("score", {**row.where, **MASKED})
-    return None if score is None else ScoreSpec.parse(score).variant_name
-
-
-def _layer_rows(view: View) -> list[Row]:
-    """Each layer of each row; 0 is what the first layer reads."""
-    return [
-        Row(row.label, {**row.where, "layer": layer})
-        for row in _rows(view)
-        for layer in sorted(view.values("layer", {**row.where, **DEPTH}))
-    ]
-
-
-def _varied(factor: str, title: str) -> Column:
-    return text_column(
-        factor.removeprefix(FACTOR), title, lambda view, row: f"{row.where[factor]:g}"
-    )
-
-
 def in_short(view: View) -> list[str]:
     """What RealFormer is worth beside PostLN and PreLN, at every size."""
     sentences = []
-    for size in sizes(view):
-        differences = []
-        for other in (POSTLN, PRELN):
-            ours, theirs = (ACCURACY.at(masked(row, size)) for row in (REALFORMER, other))
-            difference = view.known(ours - theirs)
-            if difference is not None:
-                differences.append(f"{other} {shown(difference, 2, signed=True)}")
-        if differences:
+    for size in report.sizes(view):
+        at = report.ACCURACY.at({report.SIZE: size, **report.MASKED})
+        gaps = {
+            other: at.at(row=report.REALFORMER) - at.at(row=other)
+            for other in (report.POSTLN, report.PRELN)
+        }
+        known = {other: view.known(gap) for other, gap in gaps.items()}
+        parts = [f"{name} {shown(gap, 2, signed=True)}" for name, gap in known.items() if gap]
+        if parts:
             sentences.append(
                 f"RealFormer's accuracy on hidden tokens at size {size}, in points above: "
-                f"{', '.join(differences)}."
+                f"{', '.join(parts)}."
             )
     return sentences
 
@@ -281,12 +133,13 @@ STUDY = Study(
             _rows,
             (
                 SIZES,
-                Column("accuracy", "accuracy", ACCURACY.at(MASKED)),
+                Column("accuracy", "accuracy", report.ACCURACY.at(report.MASKED)),
                 Column(
                     *("gain", "− PostLN"),
-                    ACCURACY.at(MASKED) - ACCURACY.at(MASKED, variant=POSTLN),
+                    report.ACCURACY.at(report.MASKED)
+                    - report.ACCURACY.at(report.MASKED, variant=report.POSTLN),
                 ),
-                Column("loss", "loss", LOSS.at(MASKED)),
+                Column("loss", "loss", report.LOSS.at(report.MASKED)),
                 _fact("planned_steps", "steps"),
                 _fact("parameters", "parameters"),
                 text_column("seeds", "seeds", _seeds),
@@ -303,9 +156,9 @@ STUDY = Study(
             _rows,
             (
                 SIZES,
-                text_column("placement", "placement", _of_row(lambda row: row.placement)),
+                _of_row("placement", "placement", lambda row: row.placement),
                 text_column("score", "score", _score),
-                text_column("shared", "one block", _of_row(lambda r: "yes" if r.shared else "no")),
+                _of_row("shared", "one block", lambda row: "yes" if row.shared else "no"),
                 _fact("layers", "layers"),
                 _fact("dim", "width"),
                 _fact("learning_rate", "learning rate", 4),
@@ -321,7 +174,10 @@ STUDY = Study(
             (
                 SIZES,
                 text_column("layer", "layer", lambda view, row: row.where["layer"]),
-                *(Column(m.name, m.title, m.at(DEPTH), interval=False) for m in BY_LAYER),
+                *(
+                    Column(m.name, m.title, m.at(report.DEPTH), interval=False)
+                    for m, *_ in report.BY_LAYER
+                ),
             ),
             head="row",
             intro="Every layer of each row; layer 0 is what the first layer reads. The intervals "
@@ -342,13 +198,15 @@ STUDY = Study(
         Table(
             "grid",
             "Every setting of the grid",
-            lambda view: [Row(setting.row, setting.where) for setting in grid(view)],
+            lambda view: [Row(setting.row, setting.where) for setting in report.grid(view)],
             (
-                _varied(WARMUP, "warm-up (steps)"),
-                _varied(RATE, "learning rate"),
-                _varied(DROPOUT, "dropout"),
-                text_column("state", "outcome", lambda view, row: outcome(view, row.where).state),
-                Column("loss", "loss", LOSS),
+                _varied(report.WARMUP, "warm-up (steps)"),
+                _varied(report.RATE, "learning rate"),
+                _varied(report.DROPOUT, "dropout"),
+                text_column(
+                    "state", "outcome", lambda view, row: report.outcome(view, row.where).state
+                ),
+                Column("loss", "loss", report.LOSS),
             ),
             head="row",
             intro="Held-out loss at each learning rate and dropout, with and without warm-up. "
@@ -356,8 +214,8 @@ STUDY = Study(
             f"{MARGIN:g} nats below that of the unigram baseline.",
         ),
     ),
-    claims=claims,
-    figures=figures,
+    claims=report.claims,
+    figures=report.figures,
     summary=in_short,
     collect=partial(measured_below, factors=("size",)),
     variants_help="Rows, by commas; then there is no robustness grid. [default: all]",

@@ -11,14 +11,13 @@ exact sign test over the settings decides.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial, reduce
 from typing import Any, NamedTuple, get_args
 
 import polars as pl
 
-from normattn.errors import InputError
 from normattn.lab.report.claims import Claim
 from normattn.lab.report.figures import Curves, Figure, Grid, Line, Panel, Point
 from normattn.lab.report.view import View, bin_points
@@ -33,21 +32,69 @@ from normattn.lab.studies.trained import End, ends
 REALFORMER, POSTLN, PRELN = "RealFormer", "PostLN", "PreLN"
 SIZE = f"{FACTOR}size"
 RATE, DROPOUT, WARMUP = f"{FACTOR}learning_rate", f"{FACTOR}dropout", f"{FACTOR}warmup"
-
-ACCURACY, LOSS = accuracy(), loss()
+MASKED, TRAINING, DEPTH = ({"protocol": name} for name in ("masked", "training", "depth"))
+ACCURACY, LOSS, UNIGRAM = accuracy(), loss(), loss("unigram baseline", "unigram_loss")
 POINTS = Metric(ACCURACY.name, "accuracy", ACCURACY.value, "points", 2)
-UNIGRAM = loss("unigram baseline", "unigram_loss")
+
+
+class Layered(NamedTuple):
+    """A number of each layer, and its figure."""
+
+    metric: Metric
+    figure: str
+    title: str
+    axis: str
+    log: bool = False
+
+
+NEIGHBOURS, OVERLAP = "Agreement of attention with the layer below", "1 − total variation"
+NORM = "gradient norm"
 BY_LAYER = (
-    Metric("exit_accuracy", "accuracy after it, %", ratio(100.0), "%", 1),
-    mean("variance", "variance of the stream", 3),
-    mean("entropy", "attention entropy, nats", 3),
-    mean("agreement", "agreement with the layer below", 3),
-    mean("agreement_mean", "the same, mean over heads", 3),
-    mean("gradients_start", "gradient norm before training", 4),
-    mean("gradients", "gradient norm after training", 4),
+    Layered(
+        Metric("exit_accuracy", "accuracy after it, %", ratio(100.0), "%", 1),
+        *("accuracy_by_exit", "Accuracy after each layer", "accuracy (%)"),
+    ),
+    Layered(
+        mean("variance", "variance of the stream", 3),
+        *("residual_variance", "Variance of the residual stream", "variance", True),
+    ),
+    Layered(
+        mean("entropy", "attention entropy, nats", 3),
+        *("attention_entropy", "Entropy of attention", "entropy (nats)"),
+    ),
+    Layered(
+        mean("agreement", "agreement with the layer below", 3),
+        *("attention_agreement", f"{NEIGHBOURS}, head by head", OVERLAP),
+    ),
+    Layered(
+        mean("agreement_mean", "the same, mean over heads", 3),
+        *("attention_agreement_mean", f"{NEIGHBOURS}, mean over heads", OVERLAP),
+    ),
+    Layered(
+        mean("gradients_start", "gradient norm before training", 4),
+        *("gradients_start", "Gradient of each layer before training", NORM, True),
+    ),
+    Layered(
+        mean("gradients", "gradient norm after training", 4),
+        *("gradients", "Gradient of each layer after training", NORM, True),
+    ),
 )
 
 # What was measured
+
+
+def sizes(view: View) -> list[str]:
+    """The sizes of the table, from the fewest parameters."""
+
+    def parameters(size: str) -> float:
+        return float(max(view.values("sum", {SIZE: size, **TRAINING, "statistic": "parameters"})))
+
+    return sorted(view.values(SIZE, MASKED), key=parameters)
+
+
+def names(view: View, size: str) -> list[str]:
+    """The rows of a size, in the order of the table."""
+    return ranked(view.values("row", {SIZE: size, **MASKED}), tuple(ROWS))
 
 
 class Setting(NamedTuple):
@@ -65,8 +112,7 @@ class Setting(NamedTuple):
         return {"row": self.row, "protocol": "grid", **varied}
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """How the trainings of a setting ended: the held-out loss (None where every seed diverged)."""
 
     loss: float | None
@@ -78,42 +124,11 @@ class Outcome:
         return self.state != "learned"
 
 
-def masked(row: str, size: str) -> dict[str, Any]:
-    """Where the scores of a row of the table are."""
-    return {"row": row, SIZE: size, "protocol": "masked"}
-
-
-def depth(row: str, size: str) -> dict[str, Any]:
-    """Where the layers of a row of the table are."""
-    return {"row": row, SIZE: size, "protocol": "depth"}
-
-
-def sizes(view: View) -> list[str]:
-    """The sizes of the table, from the smallest: by layers · width²."""
-
-    def bulk(size: str) -> tuple[float, str]:
-        layers, dim = (
-            view.values("sum", {SIZE: size, "protocol": "training", "statistic": name})
-            for name in ("layers", "dim")
-        )
-        return max(layers) * max(dim) ** 2, size
-
-    return sorted(view.values(SIZE, {"protocol": "masked"}), key=bulk)
-
-
-def names(view: View, size: str) -> list[str]:
-    """The rows of a size, in the order of the table.
-
-    Raises `InputError` where the seeds of one were not trained alike.
-    """
-    alike = ("layers", "dim", "parameters", "planned_steps", "learning_rate", "dropout", "warmup")
-    rows = ranked(view.values("row", {SIZE: size, "protocol": "masked"}), tuple(ROWS))
-    facts = view.frame.filter(pl.col("protocol") == "training", pl.col("statistic").is_in(alike))
-    for row in rows:
-        own = facts.filter(pl.col("row") == row, pl.col(SIZE) == size)
-        if own.select("statistic", "sum").n_unique() > own["statistic"].n_unique():
-            raise InputError(f"the seeds of {row} ({size}) were trained differently")
-    return rows
+def outcome(view: View, where: Where) -> Outcome:
+    """How the trainings of the setting that `where` names ended; the worst of them counts."""
+    found, value = set(ends(view, where).values()), view.estimate(LOSS, where)
+    state: End = next((end for end in get_args(End) if end in found), "diverged")
+    return Outcome(None if value is None else value.value, state)
 
 
 def grid(view: View) -> dict[Setting, Outcome]:
@@ -121,19 +136,10 @@ def grid(view: View) -> dict[Setting, Outcome]:
     if RATE not in view.frame.columns:
         return {}
     rows = view.frame.filter(pl.col(RATE).is_not_null())
-    settings = {Setting(*v) for v in rows.select("row", WARMUP, RATE, DROPOUT).unique().rows()}
+    settings = [Setting(*v) for v in rows.select("row", WARMUP, RATE, DROPOUT).unique().rows()]
     order = ranked({*ROWS, *(setting.row for setting in settings)}, tuple(ROWS))
-    ordered = sorted(
-        settings, key=lambda s: (order.index(s.row), -s.warmup, s.dropout, s.learning_rate)
-    )
-    return {setting: outcome(view, setting.where) for setting in ordered}
-
-
-def outcome(view: View, where: Where) -> Outcome:
-    """How the trainings of the setting that `where` names ended; the worst of them counts."""
-    found, loss_ = set(ends(view, where).values()), view.estimate(LOSS, where)
-    state: End = next((end for end in get_args(End) if end in found), "diverged")
-    return Outcome(None if loss_ is None else loss_.value, state)
+    settings.sort(key=lambda s: (order.index(s.row), -s.warmup, s.dropout, s.learning_rate))
+    return {setting: outcome(view, setting.where) for setting in settings}
 
 
 # Claims
@@ -174,121 +180,108 @@ COMPARED: tuple[tuple[str, str, str, str], ...] = (
 def claims(view: View) -> list[Claim]:
     """Every claim that the table, the layers and the grid can test, in the order of the page."""
     every = sizes(view)
-    compared = partial(Claim, matters=MATTERS)
-
-    def of(row: str, size: str) -> Metric:
-        return POINTS.at(masked(row, size))
-
-    made = [
-        compared(
-            sentence,
-            of(ours, size) - of(theirs, size),
-            source,
-            f"{size}: {ours} − {theirs}, accuracy in points",
-            margin=MATTERS if "at least as good" in sentence else 0.0,
-        )
-        for sentence, source, ours, theirs in COMPARED
-        for size in every
-    ]
-    for other in (POSTLN, PRELN) if len(every) > 1 else ():
-        small, large = every[0], every[-1]
-        gain, others = (of(row, large) - of(row, small) for row in (REALFORMER, other))
-        made.append(
-            compared(
-                "a larger model pays off with RealFormer more than without",
-                gain - others,
-                *(POST, f"{small} → {large}: RealFormer's gain − {other}'s, accuracy in points"),
-            )
-        )
+    made = [*_compared(every), *_stability(grid(view))]
     for size in every:
-        gain, others = (of(f"{row}-shared", size) - of(row, size) for row in (REALFORMER, POSTLN))
-        made.append(
-            compared(
-                "sharing one block among all layers costs RealFormer less",
-                gain - others,
-                *(HERE, f"{size}: RealFormer − PostLN, points gained by sharing (negative: lost)"),
-            )
-        )
-    made += _stability(grid(view))
-    for size in every:
-        layers = view.values("layer", {SIZE: size, "protocol": "depth"})
+        layers = view.values("layer", {SIZE: size, **DEPTH})
         if (count := int(max(layers, default=0))) > 1:
             made += _of_layers(size, count)
     order = list(dict.fromkeys(claim.sentence for claim in made))
     return sorted(made, key=lambda claim: order.index(claim.sentence))
 
 
-def _sum(metrics: Iterable[Metric]) -> Metric:
-    return reduce(operator.add, metrics)
+def _compared(every: list[str]) -> Iterator[Claim]:
+    """Differences of accuracy between rows, and between their gains."""
+    compared = partial(Claim, matters=MATTERS)
+
+    def of(row: str, size: str) -> Metric:
+        return POINTS.at({**MASKED, "row": row, SIZE: size})
+
+    for sentence, source, ours, theirs in COMPARED:
+        margin = MATTERS if "at least as good" in sentence else 0.0
+        for size in every:
+            measured = f"{size}: {ours} − {theirs}, accuracy in points"
+            gap = of(ours, size) - of(theirs, size)
+            yield compared(sentence, gap, source, measured, margin=margin)
+    small, large = every[:1], every[-1:]
+    for other in (POSTLN, PRELN) if len(every) > 1 else ():
+        gain, others = (of(row, large[0]) - of(row, small[0]) for row in (REALFORMER, other))
+        yield compared(
+            "a larger model pays off with RealFormer more than without",
+            gain - others,
+            POST,
+            f"{small[0]} → {large[0]}: RealFormer's gain − {other}'s, accuracy in points",
+        )
+    for size in every:
+        gain, others = (of(f"{row}-shared", size) - of(row, size) for row in (REALFORMER, POSTLN))
+        yield compared(
+            "sharing one block among all layers costs RealFormer less",
+            gain - others,
+            *(HERE, f"{size}: RealFormer − PostLN, points gained by sharing (negative: lost)"),
+        )
 
 
 def _of_layers(size: str, count: int) -> Iterator[Claim]:
     """What sources say of the layers of models: RealFormer − PostLN, or last − first."""
-    both = ((REALFORMER, 1.0), (POSTLN, -1.0))
-    metrics = {metric.name: replace(metric, digits=2) for metric in BY_LAYER}
+    metrics = {each.metric.name: replace(each.metric, digits=2) for each in BY_LAYER}
 
-    def means(name: str, words: str, bins: slice = slice(None)) -> tuple[Metric, str]:
-        """The mean over layers."""
-        metric = replace(metrics[name], value=mean_of_bins).between(bins)
-        ours, theirs = (metric.at(depth(row, size)) for row in (REALFORMER, POSTLN))
-        return ours - theirs, f"{size}: RealFormer − PostLN, {words}"
+    def of(row: str, metric: Metric) -> Metric:
+        return metric.at({**DEPTH, "row": row, SIZE: size})
 
-    def apart(
-        name: str, rows: tuple[tuple[str, float], ...], words: str, first: int = 0
-    ) -> tuple[Metric, str]:
-        """Σ factor · (the last layer − the one at place `first`) over `rows`."""
-        change = metrics[name].between([-1]) - metrics[name].between([first])
-        return _sum(
-            factor * change.at(depth(row, size)) for row, factor in rows
-        ), f"{size}: {words}"
+    def gap(metric: Metric) -> Metric:
+        return of(REALFORMER, metric) - of(POSTLN, metric)
+
+    def means(name: str, bins: slice = slice(None)) -> Metric:
+        """The mean over some layers."""
+        return replace(metrics[name], value=mean_of_bins).between(bins)
+
+    def rise(name: str, first: int = 0) -> Metric:
+        """The last layer − the one at place `first`."""
+        return metrics[name].between([-1]) - metrics[name].between([first])
 
     # Layer 1 has none below it: of `count` − 1 agreements the upper half counts.
     upper, half = slice((count - 1) // 2, None), count // 2
     agrees = "attention of neighbouring layers agrees more, so that it converges"
-    for sentence, source, sign, (metric, measured) in (
+    both = f"{REALFORMER} − {POSTLN},"
+    for sentence, source, sign, metric, measured in (
         (
             "RealFormer's attention is sparser: its entropy is lower",
-            *(PAPER, -1, means("entropy", "entropy in nats, mean over layers")),
+            *(PAPER, -1, gap(means("entropy")), f"{both} entropy in nats, mean over layers"),
         ),
-        (agrees, POST, 1, means("agreement", "agreement head by head, upper half", upper)),
-        (agrees, POST, 1, means("agreement_mean", "agreement of mean heads, upper half", upper)),
+        (
+            *(agrees, POST, 1, gap(means("agreement", upper))),
+            f"{both} agreement head by head, upper half",
+        ),
+        (
+            *(agrees, POST, 1, gap(means("agreement_mean", upper))),
+            f"{both} agreement of mean heads, upper half",
+        ),
         (
             "RealFormer's attention tends to one-hot with depth",
-            *(POST, -1),
-            apart("entropy", both[:1], "RealFormer, entropy in nats, last − first layer"),
+            *(POST, -1, of(REALFORMER, rise("entropy"))),
+            "RealFormer, entropy in nats, last − first layer",
         ),
         (
             "leaving at half depth costs RealFormer less (models of adaptive depth, as FastBERT)",
-            *(POST, -1),
-            apart(
-                "exit_accuracy",
-                both,
-                f"RealFormer − PostLN, points lost by leaving after layer {half} of {count}",
-                half - 1,
-            ),
+            *(POST, -1, gap(rise("exit_accuracy", half - 1))),
+            f"{both} points lost by leaving after layer {half} of {count}",
         ),
         (
             "PreLN's residual stream grows with depth",
-            *(XIONG, 1),
             # Place 0 is what the first layer reads.
-            apart("variance", ((PRELN, 1.0),), "PreLN, variance, last − first layer", 1),
+            *(XIONG, 1, of(PRELN, rise("variance", 1)), "PreLN, variance, last − first layer"),
         ),
         (
             "before training, PostLN's gradient is larger at the top than at the bottom",
-            *(XIONG, 1),
-            apart("gradients_start", ((POSTLN, 1.0),), "PostLN, gradient norm, top − bottom layer"),
+            *(XIONG, 1, of(POSTLN, rise("gradients_start"))),
+            "PostLN, gradient norm, top − bottom layer",
         ),
         (
             "residual scores bring the gradients of top and bottom closer together",
-            *(POST, -1),
-            apart(
-                "gradients_start",
-                both,
-                "RealFormer − PostLN, gradient norm before training, top − bottom layer",
-            ),
+            *(POST, -1, gap(rise("gradients_start"))),
+            f"{both} gradient norm before training, top − bottom layer",
         ),
     ):
-        yield Claim(sentence, metric, source, measured, sign)
+        yield Claim(sentence, metric, source, f"{size}: {measured}", sign)
 
 
 Ends = dict[tuple[float | int, ...], Outcome]
@@ -297,73 +290,73 @@ Ends = dict[tuple[float | int, ...], Outcome]
 
 def _stability(outcomes: Mapping[Setting, Outcome]) -> Iterator[Claim]:
     """Which settings of the grid fail with one row alone, or without warm-up alone."""
-
-    def of(row: str, *, warm: bool | None = None) -> Ends:
-        """With or without warm-up, by rate and dropout; None: both, by warm-up too."""
-        own: Ends = {setting[1:]: end for setting, end in outcomes.items() if setting.row == row}
-        if warm is None:
-            return own
-        return {point[1:]: end for point, end in own.items() if (point[0] > 0) == warm}
-
-    cold, warm = ({row: of(row, warm=w) for row in (REALFORMER, POSTLN)} for w in (False, True))
+    every: dict[str, Ends] = {
+        row: {setting[1:]: end for setting, end in outcomes.items() if setting.row == row}
+        for row in (REALFORMER, POSTLN, PRELN)
+    }
+    cold, warm = (
+        {
+            row: {point[1:]: end for point, end in own.items() if bool(point[0]) == warmed}
+            for row, own in every.items()
+        }
+        for warmed in (False, True)
+    )
     needs = "RealFormer needs warm-up less than PostLN"
-    for sentence, source, name, mine, other, theirs, sign in (
+    for sentence, source, sign, names_, both in (
         (
-            "RealFormer stabilises training",
-            *(PAPER, REALFORMER, of(REALFORMER), POSTLN, of(POSTLN), -1),
+            *("RealFormer stabilises training", PAPER, -1, (REALFORMER, POSTLN)),
+            (every[REALFORMER], every[POSTLN]),
         ),
         (
             "RealFormer is as easy to train as PreLN (it does not fail in more settings)",
-            *(POST, REALFORMER, of(REALFORMER), PRELN, of(PRELN), -1),
+            *(POST, -1, (REALFORMER, PRELN), (every[REALFORMER], every[PRELN])),
         ),
         (
             "PostLN needs warm-up (it fails in more settings without)",
-            *(POST, "PostLN without warm-up", cold[POSTLN], "with", warm[POSTLN], 1),
+            *(POST, 1, ("PostLN without warm-up", "with"), (cold[POSTLN], warm[POSTLN])),
         ),
         (
-            needs,
-            *(POST, "without warm-up: RealFormer", cold[REALFORMER], "PostLN", cold[POSTLN], -1),
+            *(needs, POST, -1, ("without warm-up: RealFormer", "PostLN")),
+            (cold[REALFORMER], cold[POSTLN]),
         ),
     ):
-        yield from _failing(sentence, source, name, mine, other, theirs, sign)
-    every = (*cold.values(), *warm.values())
+        yield from _fails(sentence, source, sign, names_, both)
+    parts = [part[row] for part in (cold, warm) for row in (REALFORMER, POSTLN)]
     places = [
         point
         for point in cold[REALFORMER]
-        if all(point in part and part[point].loss is not None for part in every)
+        if all(point in part and part[point].loss is not None for part in parts)
     ]
     if places:
         warmups = [setting.warmup for setting in outcomes]
-        yield Claim(
-            needs,
-            _sum(
-                (sign / len(places)) * LOSS.at(Setting(row, warmup, *point).where)
-                for row, of_row in ((REALFORMER, 1.0), (POSTLN, -1.0))
-                for warmup, sign in ((min(warmups), of_row), (max(warmups), -of_row))
-                for point in places
-            ),
-            POST,
+        terms = [
+            (sign / len(places)) * LOSS.at(Setting(row, warmup, *point).where)
+            for row, of_row in ((REALFORMER, 1.0), (POSTLN, -1.0))
+            for warmup, sign in ((min(warmups), of_row), (max(warmups), -of_row))
+            for point in places
+        ]
+        measured = (
             "grid: RealFormer − PostLN, loss without − with warm-up, mean over "
-            f"{len(places)} settings, nats",
-            sign=-1,
+            f"{len(places)} settings, nats"
         )
+        yield Claim(needs, reduce(operator.add, terms), POST, measured, sign=-1)
 
 
-def _failing(
-    sentence: str, source: str, name: str, mine: Ends, other: str, theirs: Ends, sign: int
+def _fails(
+    sentence: str, source: str, sign: int, called: tuple[str, str], settings: tuple[Ends, Ends]
 ) -> Iterator[Claim]:
-    """How many settings fail in `mine` and in `theirs`: a two-sided exact sign test over them."""
+    """How many settings fail in one part and in another: an exact sign test over the settings."""
+    mine, theirs = settings
     both = [(mine[point].failed, theirs[point].failed) for point in mine if point in theirs]
-    if not both:
-        return
-    counts = [sum(pair[side] for pair in both) for side in (0, 1)]
-    alone = [both.count((True, False)), both.count((False, True))]
-    difference = Estimate(float(counts[0] - counts[1]), p=sign_test(*alone), count=len(both))
-    measured = (
-        f"grid, settings that failed: {name} {counts[0]} − {other} {counts[1]} of {len(both)} "
-        f"(only one of them: {alone[0]}, {alone[1]})"
-    )
-    yield Claim(sentence, None, source, measured, sign, test=lambda view: difference, digits=0)
+    if both:
+        counts = [sum(pair[side] for pair in both) for side in (0, 1)]
+        alone = [both.count((True, False)), both.count((False, True))]
+        difference = Estimate(float(counts[0] - counts[1]), p=sign_test(*alone), count=len(both))
+        measured = (
+            f"grid, settings that failed: {called[0]} {counts[0]} − {called[1]} {counts[1]} of "
+            f"{len(both)} (only one of them: {alone[0]}, {alone[1]})"
+        )
+        yield Claim(sentence, None, source, measured, sign, test=lambda view: difference, digits=0)
 
 
 # Figures
@@ -380,62 +373,46 @@ GROUPS = {
     "one block for all layers": ("PostLN", "RealFormer", "PostLN-shared", "RealFormer-shared"),
 }
 """Which rows share a panel, by its title."""
-NEIGHBOURS = "Agreement of attention with the layer below"
-BY_DEPTH = {
-    "exit_accuracy": ("accuracy_by_exit", "Accuracy after each layer", "accuracy (%)"),
-    "variance": ("residual_variance", "Variance of the residual stream", "variance"),
-    "entropy": ("attention_entropy", "Entropy of attention", "entropy (nats)"),
-    "agreement": (*("attention_agreement", f"{NEIGHBOURS}, head by head", "1 − total variation"),),
-    "agreement_mean": (
-        *("attention_agreement_mean", f"{NEIGHBOURS}, mean over heads", "1 − total variation"),
-    ),
-    "gradients_start": (
-        *("gradients_start", "Gradient of each layer before training", "gradient norm"),
-    ),
-    "gradients": ("gradients", "Gradient of each layer after training", "gradient norm"),
-}
-"""The name, the title and the axis of each figure by layer."""
-LOGARITHMIC = ("variance", "gradients_start", "gradients")
 
 
-def figures(view: View) -> list[Figure]:
+def figures(view: View) -> Iterator[Figure]:
     """Each statistic by layer, and the robustness grid."""
     groups = list(_groups(view))
-    made: list[Figure] = []
-    for metric in BY_LAYER:
-        name, title, axis = BY_DEPTH[metric.name]
+    for metric, name, title, axis, log in BY_LAYER:
         panels = []
         for panel, size, rows in groups:
-            curves = {
-                row: bin_points(view, metric, depth(row, size), lambda bin_: bin_[0])
-                for row in rows
-            }
-            lines = tuple(_line(row, curve) for row, curve in curves.items() if curve)
-            log = metric.name in LOGARITHMIC
+            where = {SIZE: size, **DEPTH}
+            curves = (
+                (row, bin_points(view, metric, {**where, "row": row}, _layer)) for row in rows
+            )
+            lines = tuple(_line(row, curve) for row, curve in curves if curve)
             panels.append(Panel(panel, lines, "after layer", axis, log_y=log))
-        made.append(Curves(name, title, tuple(panels)))
-    return [*made, _robustness(view)]
+        yield Curves(name, title, tuple(panels))
+    yield _robustness(view)
+
+
+def _layer(bin_: tuple[Any, ...]) -> float:
+    return float(bin_[0])
 
 
 def _groups(view: View) -> Iterator[tuple[str, str, list[str]]]:
     """A title, the size and the rows of each panel: at least two, not all of another's."""
     every = sizes(view)
     for size in every:
-        shown: list[set[str]] = []
+        shown_: list[set[str]] = []
         own = names(view, size)
         for title, members in GROUPS.items():
             rows = [row for row in members if row in own]
-            if len(rows) > 1 and not any(set(rows) <= other for other in shown):
+            if len(rows) > 1 and not any(set(rows) <= other for other in shown_):
                 yield (f"{size}: {title}" if len(every) > 1 else title), size, rows
-                shown.append(set(rows))
+                shown_.append(set(rows))
 
 
 def _line(row: str, points: tuple[Point, ...]) -> Line:
     """Rows that differ in their steps, their start or in sharing one block have one colour."""
-    setting = ROWS[row]
-    plain = setting.model_copy(update={"half": False, "shared": False, "start": None})
+    plain = ROWS[row].model_copy(update={"half": False, "shared": False, "start": None})
     family = next(name for name, other in ROWS.items() if other == plain)
-    return Line(row, points, family, dashed=setting != plain)
+    return Line(row, points, family, dashed=ROWS[row] != plain)
 
 
 def _robustness(view: View) -> Figure:
@@ -443,20 +420,21 @@ def _robustness(view: View) -> Figure:
     outcomes = grid(view)
     lines = list(dict.fromkeys((setting.row, setting.warmup) for setting in outcomes))
     places = list(dict.fromkeys((s.learning_rate, s.dropout) for s in outcomes))
-    values: dict[tuple[object, object], float | None] = {}
-    texts: dict[tuple[object, object], str] = {}
-    for setting, outcome in outcomes.items():
-        key = (setting[:2], setting[2:])
-        values[key] = None if outcome.failed else outcome.loss
-        words = [] if outcome.loss is None else [f"{outcome.loss:.2f}"]
-        texts[key] = " ".join([*words, *([outcome.state] if outcome.failed else [])])
+    every = [[outcomes.get(Setting(*line, *place)) for place in places] for line in lines]
+
+    def text(found: Outcome | None) -> str:
+        if found is None:
+            return ""
+        words = [] if found.loss is None else [f"{found.loss:.2f}"]
+        return " ".join([*words, *([found.state] if found.failed else [])])
+
     return Grid(
         "robustness",
         "Robustness to learning rate and dropout: held-out loss",
         tuple(f"{row}, warm-up of {n} steps" if n else f"{row}, no warm-up" for row, n in lines),
         tuple(f"{rate:g}, {dropout:g}" for rate, dropout in places),
-        tuple(tuple(values.get((line, point)) for point in places) for line in lines),
-        tuple(tuple(texts.get((line, point), "") for point in places) for line in lines),
+        tuple(tuple(None if o is None or o.failed else o.loss for o in line) for line in every),
+        tuple(tuple(map(text, line)) for line in every),
         x_title="learning rate, dropout",
         scale_title="loss (nats per masked token)",
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -14,24 +14,24 @@ import torch
 from numpy.typing import ArrayLike
 from pydantic import AfterValidator, Field
 
-from normattn.errors import InputError
+from normattn.errors import InputError, unknown
 from normattn.lab.data import TokenData
 from normattn.lab.data.windows import MaskedSet, masked_set
 from normattn.lab.diagnostics.depth import layer_gradients, measure_depth
 from normattn.lab.evaluation.masked import documents_of, score_masked, unigram_loss
-from normattn.lab.stats import Identity, identified, joined, sums
+from normattn.lab.stats import identified, joined, sums
 from normattn.lab.stats.measurements import Factor
-from normattn.lab.studies.preset import StudyPreset, shared_training
-from normattn.lab.studies.trained import identity_of, trained, training_facts
-from normattn.lab.sweep.config import merged
+from normattn.lab.studies.preset import StudyPreset, opened_as
+from normattn.lab.studies.trained import ModelRun, training_facts
+from normattn.lab.sweep.config import SweepConfig, merged
 from normattn.lab.sweep.paths import RunPaths
 from normattn.lab.sweep.run import (
     UNKNOWN,
     Note,
-    Run,
+    Request,
     Stage,
+    Sweep,
     divergence,
-    measuring_stage,
     training_stage,
     with_weights,
 )
@@ -46,12 +46,7 @@ from normattn.models.flops import planned_parameters, stack_flops
 from normattn.models.masked_lm import MaskedLM
 from normattn.settings import Settings
 
-VARIED = tuple(f"model.{name}" for name in ("score", "placement", "shared_layers", "exits"))
-"""The settings that the rows of the table differ in."""
-PASSES = 9
-"""Reading while attention is observed, twice a loss with its gradients, and scoring."""
-
-# Rows and presets
+# Rows
 
 
 class Encoder(Settings):
@@ -61,65 +56,47 @@ class Encoder(Settings):
     weights initialise this one.
     """
 
-    placement: Placement
+    placement: Placement = "PostLN"
     score: str = "Baseline"
     shared: bool = False
     half: bool = False
     start: str | None = None
 
 
-def _realformer(placement: Placement = "PostLN", **more: Any) -> Encoder:
-    return Encoder(placement=placement, score="Baseline-RealFormer", **more)
-
-
-ROWS: dict[str, Encoder] = {
+SUMMED = "Baseline-RealFormer"
+ROWS: Mapping[str, Encoder] = {
     "PreLN": Encoder(placement="PreLN"),
-    "PostLN": Encoder(placement="PostLN"),
-    "RealFormer": _realformer(),
-    "RealFormer-half": _realformer(half=True),
-    "RealFormer-mean": Encoder(placement="PostLN", score="Baseline-RealFormer(running_mean=true)"),
-    "RealFormer-PreLN": _realformer("PreLN"),
-    "ResidualQK": Encoder(placement="PostLN", score="Baseline-ResidualQK"),
-    "ResidualQKV": Encoder(placement="PostLN", score="Baseline-ResidualQKV"),
-    "ValueResidual": Encoder(placement="PostLN", score="Baseline-ValueResidual"),
+    "PostLN": Encoder(),
+    "RealFormer": Encoder(score=SUMMED),
+    "RealFormer-half": Encoder(score=SUMMED, half=True),
+    "RealFormer-mean": Encoder(score=f"{SUMMED}(running_mean=true)"),
+    "RealFormer-PreLN": Encoder(score=SUMMED, placement="PreLN"),
+    "ResidualQK": Encoder(score="Baseline-ResidualQK"),
+    "ResidualQKV": Encoder(score="Baseline-ResidualQKV"),
+    "ValueResidual": Encoder(score="Baseline-ValueResidual"),
     "AttnRes": Encoder(placement="AttnRes"),
     "DeepNorm": Encoder(placement="DeepNorm"),
     "ReZero": Encoder(placement="ReZero"),
     "ReZeroNoNorm": Encoder(placement="ReZeroNoNorm"),
     "FixedScale": Encoder(placement="FixedScale"),
-    "PostLN-shared": Encoder(placement="PostLN", shared=True),
-    "RealFormer-shared": _realformer(shared=True),
-    "PostLN-continued": Encoder(placement="PostLN", half=True, start="PostLN"),
-    "RealFormer-from-PostLN": _realformer(half=True, start="PostLN"),
+    "PostLN-shared": Encoder(shared=True),
+    "RealFormer-shared": Encoder(score=SUMMED, shared=True),
+    "PostLN-continued": Encoder(half=True, start="PostLN"),
+    "RealFormer-from-PostLN": Encoder(score=SUMMED, half=True, start="PostLN"),
 }
 """Every row in the order of the table."""
 
 
-def known_rows(names: Iterable[str], subject: str = "rows") -> tuple[str, ...]:
-    """The rows in the order of the table; `InputError` for one that is none, or comes twice."""
-    named = list(names)
-    for name in named:
-        if name not in ROWS:
-            raise InputError(f"{subject}: there is no row {name!r}; there are {', '.join(ROWS)}")
-    if len(set(named)) < len(named):
-        raise InputError(f"{subject} names a row twice: {', '.join(named)}")
-    return tuple(name for name in ROWS if name in named)
+def _known(name: str) -> str:
+    if name not in ROWS:
+        raise unknown("row", name, ROWS)
+    return name
 
 
-def _trained_afresh(rows: tuple[str, ...]) -> tuple[str, ...]:
-    for row in rows:
-        if (start := ROWS[row].start) is not None:
-            raise InputError(f"{row} starts from a trained {start}, which the grid does not")
-    return rows
+# Settings
 
-
-def _by_known_row(rates: dict[str, float]) -> dict[str, float]:
-    known_rows(rates, "rates")
-    return rates
-
-
-Rows = Annotated[tuple[str, ...], AfterValidator(known_rows)]
-Rates = Annotated[dict[str, Annotated[float, Field(gt=0)]], AfterValidator(_by_known_row)]
+RowName = Annotated[str, AfterValidator(_known)]
+Positive = Annotated[float, Field(gt=0)]
 
 
 class SizeSettings(Settings):
@@ -130,9 +107,9 @@ class SizeSettings(Settings):
     """
 
     training: dict[str, Any]
-    rows: Rows | None = None
+    rows: tuple[RowName, ...] | None = None
     # Left out of a dump where it is empty: runs that were made before it stay the same.
-    rates: Rates = Field(default_factory=dict, exclude_if=lambda rates: not rates)
+    rates: dict[RowName, Positive] = Field(default_factory=dict, exclude_if=lambda rates: not rates)
     seeds: int | None = Field(default=None, ge=1)
 
 
@@ -144,8 +121,8 @@ class GridSettings(Settings):
     """
 
     size: str
-    rows: Annotated[Rows, AfterValidator(_trained_afresh)] = ("PreLN", "PostLN", "RealFormer")
-    rates: tuple[Annotated[float, Field(gt=0)], ...] = Field(min_length=1)
+    rows: tuple[RowName, ...] = ("PreLN", "PostLN", "RealFormer")
+    rates: tuple[Positive, ...] = Field(min_length=1)
     dropouts: tuple[Annotated[float, Field(ge=0, lt=1)], ...] = Field(min_length=1)
     steps: int = Field(ge=1)
     warmup_steps: int = Field(ge=1)
@@ -165,61 +142,39 @@ class ScoringSettings(Settings):
 
 
 class RealFormerPreset(StudyPreset):
-    """One whole setting of the study; `training` holds fields of `MaskedConfig`.
+    """One whole setting of the study; `training` holds fields of `MaskedConfig`."""
 
-    The placement, the score, the shared layers and the seed are what the table varies.
-    """
+    varied: ClassVar[Mapping[str, Any]] = {
+        "model.score": "Baseline",
+        "model.placement": "PreLN",
+        "model.shared_layers": False,
+        "model.exits": False,
+    }
 
     sizes: dict[str, SizeSettings] = Field(min_length=1)
     grid: GridSettings
     evaluation: ScoringSettings = ScoringSettings()
 
-    def whole_training(self, size: str) -> dict[str, Any]:
-        """The training settings of a size with every default, less what the table varies."""
-        fields = merged(self.training, self.sizes[size].training)
-        return shared_training(MaskedConfig, fields, VARIED, f"preset {self.name}, size {size}")
-
-
-def row_training(
-    training: Mapping[str, Any], name: str, rates: Mapping[str, float] | None = None
-) -> dict[str, Any]:
-    """The training settings of a row of the table, all but its seed and its start.
-
-    `rates` are learning rates of rows; one with a start has that of its start, unless it has its
-    own. Where there are no norms, those of the preset are left out. Raises `InputError` for a half
-    of the steps that is shorter than the warm-up.
-    """
-    row = ROWS[name]
-    changes: dict[str, Any] = {
-        "model.placement": row.placement,
-        "model.score": row.score,
-        "model.shared_layers": row.shared,
-        "model.exits": training["model"]["layers"] > 1,
-    }
-    own = [rate for rate in map((rates or {}).get, (name, row.start or name)) if rate is not None]
-    if own:
-        changes["optimiser.lr"] = own[0]
-    if row.half:
-        changes["steps"] = max(1, training["steps"] // 2)
-        if training["schedule"]["warmup_steps"] > changes["steps"]:
-            raise InputError(f"half of {training['steps']} steps is less than their warm-up")
-    whole = merged(training, changes)
-    if row.placement in NORMLESS:
-        for field in ("norm", "norm_gain", "norm_eps"):
-            del whole["model"][field]
-    return whole
+    @property
+    def layers(self) -> dict[str, Mapping[str, Any]]:
+        """Those of all sizes, and of each."""
+        of_sizes = {f"sizes.{name}.training": size.training for name, size in self.sizes.items()}
+        return {**super().layers, **of_sizes}
 
 
 # Runs
 
 
-class EncoderRun(Run):
+class EncoderRun(ModelRun):
     """One row of the table at one size, scored on hidden tokens and measured layer by layer.
 
-    `start` are the settings of the row whose trained weights initialise it.
+    `start` are the settings of the row whose trained weights initialise it. `passes`: reading
+    while attention is observed, twice a loss with its gradients, and scoring.
     """
 
     workload: ClassVar[MaskedWorkload] = MaskedWorkload()
+    record, phase = "scores", "diagnostics"
+    passes: ClassVar[int] = 9
     kind: Literal["realformer"] = "realformer"
     size: str
     evaluation: ScoringSettings
@@ -239,50 +194,63 @@ class EncoderRun(Run):
         return MaskedConfig.parse({**training, "seed": self.seed}, f"the settings of {self.name}")
 
     def stages(self, paths: RunPaths) -> list[Stage]:
-        """Train, then score."""
-        config, folder = self.training_config, paths.run
-        stages = [training_stage(self.workload, config, folder)]
-        if self.start is not None:
-            own, folder = self.own_config, paths.continued / self.row
-            trained, score = str(config.model.score), str(own.model.score)
-            going_on = Continuation(
-                start=str(paths.run / MODEL),
-                weights=UNKNOWN,
-                trained=None if trained == score else trained,
-            )
-            config = own.model_copy(update={"continued": going_on})
-            stages.append(training_stage(self.workload, config, folder))
-        return [*stages, self._scoring(paths, config)]
+        """Train, first the start where there is one, then measure."""
+        if self.start is None:
+            return super().stages(paths)
+        first, own, folder = self.training_config, self.own_config, paths.continued / self.row
+        scores = [str(config.model.score) for config in (first, own)]
+        going_on = Continuation(
+            start=str(paths.run / MODEL),
+            weights=UNKNOWN,
+            trained=None if scores[0] == scores[1] else scores[0],
+        )
+        config = own.model_copy(update={"continued": going_on})
+        return [
+            training_stage(self.workload, first, paths.run),
+            training_stage(self.workload, config, folder),
+            self.measuring(folder, config),
+        ]
 
-    def _scoring(self, paths: RunPaths, config: MaskedConfig) -> Stage:
-        folder = paths.run if self.start is None else paths.continued / self.row
-
-        def measure(data: TokenData, note: Note) -> pl.DataFrame:
-            model = trained(MaskedLM, folder, config)
-            texts = held_out(data, config, self.evaluation)
-            who, scored, exits = _scored(self, "masked", model, texts, data, note)
-            depth = exits + _by_depth(model, config, texts, self.evaluation.max_tokens, note)
-            return joined(
-                [
-                    identified(who, scored),
-                    identified(replace(who, protocol="depth"), depth),
-                    training_facts(who, _facts(config)),
-                ]
-            )
-
-        return measuring_stage(folder, "scores", measure, self._cost(config, PASSES), "diagnostics")
-
-    def _cost(self, config: MaskedConfig, passes: int) -> Any:
+    def cost(self, config: MaskedConfig) -> Cost:
         """Every token that is read, counted as often as a pass costs more than reading."""
         length = config.model.train_length
-        tokens = self.evaluation.max_windows * length * passes
-        flops = stack_flops(config.model, length).forward
-        return lambda: Cost(scored=tokens, flops=tokens * flops)
+        tokens = self.evaluation.max_windows * length * self.passes
+        return Cost(scored=tokens, flops=tokens * stack_flops(config.model, length).forward)
+
+    def measure(
+        self, folder: Path, config: MaskedConfig, data: TokenData, note: Note
+    ) -> pl.DataFrame:
+        """Scores and numbers of the training; by layer hits, the stream, attention, gradients."""
+        model, texts = self.model_in(folder, config), held_out(data, config, self.evaluation)
+        scored, by_exit = self.scores(model, texts, data, note)
+        depth = by_exit + _by_depth(model, config, texts, self.evaluation.max_tokens, note)
+        who = self._who("masked", model, texts)
+        parts = [identified(who, scored), identified(replace(who, protocol="depth"), depth)]
+        return joined([*parts, training_facts(who, _facts(config))])
+
+    def scores(
+        self, model: MaskedLM, texts: MaskedSet, data: TokenData, note: Note
+    ) -> tuple[list[pl.DataFrame], list[pl.DataFrame]]:
+        """The scores of hidden tokens, and the hits after each layer."""
+        most = self.evaluation.max_tokens
+        found = score_masked(model, texts, most, lambda done, total: note(done, total, "scoring"))
+        unigram = unigram_loss(data.train, texts, model.config.vocab_size)
+        scored = [
+            sums("accuracy", found.documents, found.correct[:, -1], found.tokens),
+            sums("loss", found.documents, found.loss, found.tokens),
+            sums("unigram_loss", found.documents, unigram, found.tokens),
+        ]
+        return scored, by_layer("exit_accuracy", found.documents, found.correct, found.tokens)
+
+    def _who(self, protocol: str, model: MaskedLM, texts: MaskedSet) -> Any:
+        split, length = self.evaluation.split, texts.length
+        return self.whose(protocol, model, data=texts.fingerprint, split=split, length=length)
 
 
 class GridRun(EncoderRun):
     """One row in the robustness grid: every setting of it, one after another."""
 
+    passes = 1
     kind: Literal["realformer-grid"] = "realformer-grid"  # type: ignore[assignment]
     grid: GridSettings
 
@@ -298,31 +266,25 @@ class GridRun(EncoderRun):
 
     def stages(self, paths: RunPaths) -> list[Stage]:
         """Train and score each setting; one that diverges is a result as the others are."""
-        stages: list[Stage] = []
+        stages = []
         for factors, config in self._configs():
             name = "rate{learning_rate:g}-dropout{dropout:g}-warmup{warmup}".format_map(factors)
             folder = paths.continued / name
+            own = self.model_copy(update={"factors": {**self.factors, **factors}})
             stages.append(training_stage(self.workload, config, folder, essential=False))
-
-            def score(
-                data: TokenData,
-                note: Note,
-                config: MaskedConfig = config,
-                folder: Path = folder,
-                factors: dict[str, Factor] = factors,
-            ) -> pl.DataFrame:
-                lost = divergence(folder)
-                if lost is not None:
-                    return self.diverged(lost.step, lost.where, **factors)
-                model = trained(MaskedLM, folder, config)
-                texts = held_out(data, config, self.evaluation)
-                who, scored, _ = _scored(self, "grid", model, texts, data, note, **factors)
-                return identified(who, scored)
-
-            stages.append(
-                measuring_stage(folder, "scores", score, self._cost(config, 1), "diagnostics")
-            )
+            stages.append(own.measuring(folder, config))
         return stages
+
+    def measure(
+        self, folder: Path, config: MaskedConfig, data: TokenData, note: Note
+    ) -> pl.DataFrame:
+        """The scores of hidden tokens, or that the training diverged."""
+        lost = divergence(folder)
+        if lost is not None:
+            return self.diverged(lost.step, lost.where)
+        model, texts = self.model_in(folder, config), held_out(data, config, self.evaluation)
+        scored, _ = self.scores(model, texts, data, note)
+        return identified(self._who("grid", model, texts), scored)
 
     def _configs(self) -> Iterator[tuple[dict[str, Factor], MaskedConfig]]:
         """What each training is varied in, and its settings."""
@@ -337,11 +299,11 @@ class GridRun(EncoderRun):
                 "seed": self.seed,
             }
             subject = f"the settings of {self.name} at {rate:g}, {dropout:g}, {warmup}"
-            factors: dict[str, Factor] = {"learning_rate": rate, "dropout": dropout}
-            yield (
-                factors | {"warmup": warmup},
-                MaskedConfig.parse(merged(self.training, changes), subject),
-            )
+            config = MaskedConfig.parse(merged(self.training, changes), subject)
+            yield {"learning_rate": rate, "dropout": dropout, "warmup": warmup}, config
+
+
+# What is measured
 
 
 def held_out(data: TokenData, config: MaskedConfig, settings: ScoringSettings) -> MaskedSet:
@@ -349,33 +311,6 @@ def held_out(data: TokenData, config: MaskedConfig, settings: ScoringSettings) -
     masking = config.masking.of(config.model.vocab_size)
     split, length = data.split(settings.split), config.model.train_length
     return masked_set(split, length, masking, settings.max_windows, settings.seed)
-
-
-def _scored(
-    run: EncoderRun,
-    protocol: str,
-    model: MaskedLM,
-    texts: MaskedSet,
-    data: TokenData,
-    note: Note,
-    **factors: Factor,
-) -> tuple[Identity, list[pl.DataFrame], list[pl.DataFrame]]:
-    """Whose scores they are, the scores of hidden tokens, and the hits after each layer."""
-    scores = score_masked(
-        model, texts, run.evaluation.max_tokens, lambda done, total: note(done, total, "scoring")
-    )
-    unigram = unigram_loss(data.train, texts, model.config.vocab_size)
-    split, length = run.evaluation.split, texts.length
-    who = identity_of(
-        run, protocol, model, data=texts.fingerprint, split=split, length=length, factors=factors
-    )
-    scored = [
-        sums("accuracy", scores.documents, scores.correct[:, -1], scores.tokens),
-        sums("loss", scores.documents, scores.loss, scores.tokens),
-        sums("unigram_loss", scores.documents, unigram, scores.tokens),
-    ]
-    exits = by_layer("exit_accuracy", scores.documents, scores.correct, scores.tokens)
-    return who, scored, exits
 
 
 def _by_depth(
@@ -424,3 +359,112 @@ def by_layer(
     """Sums (units, layers) over counts (units,) as rows of the layers `first`, `first` + 1, …"""
     columns = np.asarray(above, dtype=np.float64).T
     return [sums(statistic, units, column, of, layer=n) for n, column in enumerate(columns, first)]
+
+
+# From a request to runs
+
+
+def resolve(request: Request) -> Sweep:
+    """The study that a request asks for; `--variants` choose rows, and then there is no grid.
+
+    Raises `InputError` for settings that cannot be and for unknown rows.
+    """
+    preset = opened_as(request, "realformer", RealFormerPreset)
+    training = {
+        name: preset.whole_training(MaskedConfig, size.training, subject=f"size {name}")
+        for name, size in preset.sizes.items()
+    }
+    grid, wanted = preset.grid, [_known(name) for name in request.variants or ROWS]
+    if grid.size not in training:
+        raise InputError(f"grid.size is {grid.size}; there are {', '.join(training)}")
+    runs: list[EncoderRun] = []
+    # The longest come first, so that no core waits for them at the end.
+    for name in grid.rows if request.variants is None else ():
+        if (start := ROWS[name].start) is not None:
+            raise InputError(f"{name} starts from a trained {start}, which the grid does not")
+        own, seeds = row_training(training[grid.size], name, {}), tuple(range(grid.seeds))
+        runs += _seeds(GridRun, preset, grid.size, name, seeds, own, grid=grid)
+    for size, settings in reversed(preset.sizes.items()):
+        for name in ROWS if settings.rows is None else settings.rows:
+            if name in wanted:
+                start, seeds = ROWS[name].start, request.seeds_or(settings.seeds or preset.seeds)
+                before = row_training(training[size], start, settings.rates) if start else None
+                own = row_training(training[size], name, settings.rates)
+                runs += _seeds(EncoderRun, preset, size, name, seeds, own, start=before)
+    if not runs:
+        raise InputError("none of the rows that were asked for is trained at any size")
+    models = {run.size: run.training["model"] for run in runs}
+    named = (
+        f"{size}: {models[size]['layers']} layers of width {models[size]['dim']}"
+        for size in preset.sizes
+        if size in models
+    )
+    shared = {"sizes": preset.sizes, "grid": grid, "evaluation": preset.evaluation}
+    config = SweepConfig.of(preset.name, training=training, **shared)
+    facts = (("sizes", "; ".join(named)),)
+    return Sweep.of(request, "realformer", config, runs, describe=_describe, facts=facts)
+
+
+def _seeds(
+    kind: type[EncoderRun],
+    preset: RealFormerPreset,
+    size: str,
+    name: str,
+    seeds: Sequence[int],
+    training: dict[str, Any],
+    **own: Any,
+) -> list[EncoderRun]:
+    """A run of a row at a size with each seed; its score is that of the trained model."""
+    run = kind(
+        variant=f"{'grid' if kind is GridRun else size}-{name}",
+        row=name,
+        factors={"size": size},
+        seed=0,
+        size=size,
+        training=training,
+        evaluation=preset.evaluation,
+        **own,
+    )
+    score = str(run.own_config.model.score)
+    return [run.model_copy(update={"score": score, "seed": seed}) for seed in seeds]
+
+
+def row_training(
+    training: Mapping[str, Any], name: str, rates: Mapping[str, float]
+) -> dict[str, Any]:
+    """The training settings of a row of the table, all but its seed and its start.
+
+    `rates` are learning rates of rows; one with a start has that of its start, unless it has its
+    own. Where there are no norms, those of the preset are left out. Raises `InputError` for a half
+    of the steps that is shorter than the warm-up.
+    """
+    row = ROWS[name]
+    changes: dict[str, Any] = {
+        "model.placement": row.placement,
+        "model.score": row.score,
+        "model.shared_layers": row.shared,
+        "model.exits": training["model"]["layers"] > 1,
+    }
+    rate = rates.get(name, rates.get(row.start or name))
+    if rate is not None:
+        changes["optimiser.lr"] = rate
+    if row.half:
+        changes["steps"] = max(1, training["steps"] // 2)
+        if training["schedule"]["warmup_steps"] > changes["steps"]:
+            raise InputError(f"half of {training['steps']} steps is less than their warm-up")
+    whole = merged(training, changes)
+    if row.placement in NORMLESS:
+        for field in ("norm", "norm_gain", "norm_eps"):
+            del whole["model"][field]
+    return whole
+
+
+def _describe(run: EncoderRun, data: TokenData) -> list[str]:
+    texts = held_out(data, run.training_config, run.evaluation)
+    if isinstance(run, GridRun):
+        return []
+    corpus = run.training_config.data.corpus
+    return [
+        f"corpus {corpus}: {data.train.total:,} training tokens in {len(data.train):,} documents; "
+        f"{len(texts)} texts of {len(set(texts.documents))} held-out documents are scored"
+    ]

@@ -7,17 +7,18 @@ both in turn, in one process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import cycle
 from math import exp
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 import polars as pl
 from pydantic import Field
 
-from normattn.errors import InputError
+from normattn.errors import unknown
 from normattn.lab.data.relations import RelationConfig, RelationData, prepare_relations
 from normattn.lab.evaluation.classification import (
     check_metrics,
@@ -51,12 +52,12 @@ from normattn.lab.stats import (
 from normattn.lab.stats.metrics import MACRO_F1, MICRO_F1, mean, median, ratio
 from normattn.lab.studies.base import Study
 from normattn.lab.studies.lm_report import ranked
-from normattn.lab.studies.preset import StudyPreset, opened_as, shared_training
-from normattn.lab.studies.trained import step_lines, trained
+from normattn.lab.studies.preset import StudyPreset, opened_as
+from normattn.lab.studies.trained import ModelRun, step_lines
 from normattn.lab.sweep.collect import of_trainings
 from normattn.lab.sweep.config import SweepConfig, merged, validated
 from normattn.lab.sweep.paths import RunPaths
-from normattn.lab.sweep.run import Note, Request, Run, Stage, Sweep, measuring_stage, training_stage
+from normattn.lab.sweep.run import Note, Request, Run, Stage, Sweep, measuring_stage
 from normattn.lab.training.distributed import World, world
 from normattn.lab.training.planning import Cost
 from normattn.lab.training.step import TrainStep
@@ -65,7 +66,6 @@ from normattn.lab.training.tasks.classification import (
     ClassificationConfig,
     ClassificationWorkload,
 )
-from normattn.models.classifier import Classifier
 from normattn.models.flops import stack_flops
 from normattn.settings import Settings
 
@@ -99,44 +99,41 @@ class TimingSettings(Settings):
 class RMSNormPreset(StudyPreset):
     """One setting of the study; `training` holds fields of `ClassificationConfig`.
 
-    The norm and the seed are no part of it, and the number of labels is that of the data.
+    The number of labels is that of the data.
     """
+
+    varied: ClassVar[Mapping[str, Any]] = {"model.norm": "layer"}
 
     evaluation: ClassifySettings = ClassifySettings()
     timing: TimingSettings = TimingSettings()
     seeds: int = Field(default=3, ge=1)
 
 
-class NormRun(Run):
+class NormRun(ModelRun):
     """A classifier with one of `NORMS`, trained with one seed."""
 
     workload: ClassVar[ClassificationWorkload] = ClassificationWorkload()
+    record = CLASSIFIED
     kind: Literal["rmsnorm"] = "rmsnorm"
     evaluation: ClassifySettings
 
-    def stages(self, paths: RunPaths) -> list[Stage]:
-        """Train; tune the threshold on the development set, then classify the test set."""
-        config, settings = self.training_config, self.evaluation
+    def cost(self, config: ClassificationConfig) -> Cost:
+        """Unknown before the data is read: as of documents of a nominal length."""
+        tokens = GUESSED_DOCUMENTS * NOMINAL_LENGTH
+        return Cost(scored=tokens, flops=tokens * stack_flops(config.model, NOMINAL_LENGTH).forward)
 
-        def cost() -> Cost:
-            tokens = GUESSED_DOCUMENTS * NOMINAL_LENGTH
-            flops = stack_flops(config.model, NOMINAL_LENGTH).forward
-            return Cost(scored=tokens, flops=tokens * flops)
-
-        def classify(data: RelationData, note: Note) -> pl.DataFrame:
-            return evaluate_classifier(
-                trained(Classifier, paths.run, config),
-                data,
-                self.identity(CLASSIFIED),
-                precision=config.precision,
-                max_tokens=settings.max_tokens,
-                progress=lambda done, total: note(done, total, "documents"),
-            )
-
-        return [
-            training_stage(self.workload, config, paths.run),
-            measuring_stage(paths.run, CLASSIFIED, classify, cost),
-        ]
+    def measure(
+        self, folder: Path, config: ClassificationConfig, data: RelationData, note: Note
+    ) -> pl.DataFrame:
+        """Tune the threshold on the development set, then classify the test set."""
+        return evaluate_classifier(
+            self.model_in(folder, config),
+            data,
+            self.identity(CLASSIFIED),
+            precision=config.precision,
+            max_tokens=self.evaluation.max_tokens,
+            progress=lambda done, total: note(done, total, "documents"),
+        )
 
 
 class TimeRun(Run):
@@ -218,7 +215,6 @@ def resolve(request: Request) -> Sweep:
     damaged, and where torchmetrics is not installed.
     """
     preset = opened_as(request, "rmsnorm", RMSNormPreset)
-    request.refuse_choices("rmsnorm")
     check_metrics()
     norms, seeds = _chosen(request.variants or tuple(NORMS)), request.seeds_or(preset.seeds)
     training = _shared(preset)
@@ -248,18 +244,19 @@ def _chosen(asked: Sequence[str]) -> tuple[str, ...]:
     known = {name.lower(): name for name in NORMS}
     for name in asked:
         if name.lower() not in known:
-            raise InputError(f"there is no norm {name!r} here; there are {', '.join(NORMS)}")
+            raise unknown("norm", name, NORMS)
     return tuple(dict.fromkeys(known[name.lower()] for name in asked))
 
 
 def _shared(preset: RMSNormPreset) -> dict[str, Any]:
     """The training settings of both norms; the number of labels is that of the data."""
-    subject, fields = f"preset {preset.name}, training", preset.training
+    labels, fields = {}, preset.training
     if "labels" not in fields.get("model", {}):
-        data = validated(RelationConfig, fields.get("data", {}), f"{subject}.data")
+        subject = f"preset {preset.name}, training.data"
+        data = validated(RelationConfig, fields.get("data", {}), subject)
         count = data.modules if data.embedded else len(prepare_relations(data).labels)
-        fields = merged(fields, {"model.labels": count})
-    return shared_training(ClassificationConfig, fields, ("model.norm",), subject)
+        labels = {"model.labels": count}
+    return preset.whole_training(ClassificationConfig, labels)
 
 
 def _describe(run: Run, data: RelationData) -> list[str]:

@@ -6,10 +6,11 @@ that it learned nothing of the context), or has *diverged* (its loss stopped bei
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal
 
 import polars as pl
 from torch import nn
@@ -20,43 +21,74 @@ from normattn.lab.report.figures import Line, Point
 from normattn.lab.report.view import View, step_points
 from normattn.lab.stats import Identity, fact, identified
 from normattn.lab.stats.arrays import Where
-from normattn.lab.stats.measurements import Factor
-from normattn.lab.sweep.run import Run
+from normattn.lab.sweep.paths import RunPaths
+from normattn.lab.sweep.run import Note, Run, Stage, measuring_stage, training_stage
 from normattn.lab.training.distributed import choose_device
+from normattn.lab.training.planning import Cost
 from normattn.lab.training.tasks.workload import MODEL
 from normattn.models.pretrained import load_as
 
-Model = TypeVar("Model", bound=nn.Module)
 End = Literal["diverged", "stuck", "learned"]
 """From the worst to the best."""
 
 
-def trained(kind: type[Model], folder: Path, config: Any) -> Model:
-    """The model that was trained with `config` in `folder`, on its device."""
-    return load_as(kind, folder / MODEL, config.model).to(choose_device(config.device))
+class ModelRun(Run):
+    """A training, and what its model measures once: the record of the name `record`."""
 
+    record: ClassVar[str]
+    phase: ClassVar[str] = "evaluation"
 
-def identity_of(
-    run: Run,
-    protocol: str,
-    model: nn.Module,
-    *,
-    data: str,
-    split: str = "test",
-    length: int = 0,
-    settings: str = "",
-    factors: Mapping[str, Factor] | None = None,
-) -> Identity:
-    """Whose scores they are: those of a run's model on the data of this fingerprint."""
-    return replace(
-        run.identity(protocol, **(factors or {})),
-        length=length,
-        train_length=length,
-        split=split,
-        data=data,
-        weights=weights_digest(model),
-        settings=settings,
-    )
+    def stages(self, paths: RunPaths) -> list[Stage]:
+        """Train, then measure the model."""
+        config = self.training_config
+        return [
+            training_stage(self.workload, config, paths.run),
+            self.measuring(paths.run, config),
+        ]
+
+    def measuring(self, folder: Path, config: Any) -> Stage:
+        """Measure the model that was trained with `config` in `folder`."""
+        return measuring_stage(
+            folder,
+            self.record,
+            lambda data, note: self.measure(folder, config, data, note),
+            lambda: self.cost(config),
+            self.phase,
+        )
+
+    @abstractmethod
+    def measure(self, folder: Path, config: Any, data: Any, note: Note) -> pl.DataFrame:
+        """What the model in `folder` gives."""
+
+    @abstractmethod
+    def cost(self, config: Any) -> Cost:
+        """What measuring takes."""
+
+    def model_in(self, folder: Path, config: Any) -> Any:
+        """The model that was trained with `config` in `folder`, on its device."""
+        kind = self.workload.model_class
+        return load_as(kind, folder / MODEL, config.model).to(choose_device(config.device))
+
+    def whose(
+        self,
+        protocol: str,
+        model: nn.Module,
+        *,
+        data: str,
+        split: str = "test",
+        length: int = 0,
+        settings: str = "",
+    ) -> Identity:
+        """Whose scores they are: those of this run's model on the data of this fingerprint."""
+        return replace(
+            self.identity(protocol),
+            length=length,
+            train_length=length,
+            split=split,
+            data=data,
+            weights=weights_digest(model),
+            settings=settings,
+        )
 
 
 def training_facts(whose: Identity, facts: Mapping[str, float | int]) -> pl.DataFrame:

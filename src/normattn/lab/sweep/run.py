@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 import polars as pl
 from pydantic import Field
 
-from normattn.errors import DivergedError, InputError
+from normattn.errors import DivergedError
 from normattn.lab.diagnostics import DiagnosticsProbe
 from normattn.lab.report.output import Written
 from normattn.lab.report.page import Page
@@ -25,14 +25,14 @@ from normattn.lab.stats import Identity, MeasurementStore, diverged
 from normattn.lab.stats.measurements import Factor
 from normattn.lab.sweep.config import SweepConfig
 from normattn.lab.sweep.launchers import Launcher, Local
-from normattn.lab.sweep.paths import RunPaths
+from normattn.lab.sweep.paths import RunPaths, peek
 from normattn.lab.training import LoopConfig, StepReport, TrainingConfig
 from normattn.lab.training.init_from import Continuation
 from normattn.lab.training.planning import Cost
 from normattn.lab.training.task import Probe
 from normattn.lab.training.tasks.text import MaskedConfig
 from normattn.lab.training.tasks.workload import Workload, train_workload
-from normattn.settings import Settings
+from normattn.settings import Settings, first_difference
 
 CORPUS = "training.data.corpus"
 EVALUATIONS = "evaluations"
@@ -92,9 +92,10 @@ def training_stage(
             if essential:
                 raise
 
-    return Stage(
-        "training", lambda: workload.cost(config), lambda: has_ended(folder), train, config
-    )
+    def is_done() -> bool:
+        return has_ended(folder) and _holds(folder, config, workload.changeable)
+
+    return Stage("training", lambda: workload.cost(config), is_done, train, config)
 
 
 def measuring_stage(
@@ -124,6 +125,13 @@ def has_ended(run: Path) -> bool:
     """Whether the training in `run` has ended, in a model or in NaN."""
     status = read_status(run)
     return status is not None and status.state in ("finished", "diverged")
+
+
+def _holds(run: Path, config: LoopConfig, changeable: frozenset[str]) -> bool:
+    """Whether the training in `run` is of these settings; the model it began from may be any."""
+    stored = peek(run / "config.json").get("config")
+    free = changeable | {"continued.start", "continued.weights"}
+    return not stored or first_difference(stored, config.model_dump(mode="json"), free) is None
 
 
 def divergence(run: Path) -> DivergedError | None:
@@ -247,13 +255,6 @@ class Request:
         }
         return {name: text for name, text in given.items() if text}
 
-    def refuse_choices(self, study: str, *, variants: bool = True) -> None:
-        """Raise `InputError` for --methods, and for --variants where a study has its own."""
-        own = {"variants": None if variants else self.variants, "methods": self.methods}
-        for name, given in own.items():
-            if given is not None:
-                raise InputError(f"reproduce {study} chooses its own {name}; leave --{name} out")
-
     def seeds_or(self, count: int) -> tuple[int, ...]:
         """The seeds asked for, or the preset's number of them."""
         return self.seeds or tuple(range(count))
@@ -282,12 +283,13 @@ class Sweep:
     ) -> Sweep:
         """The sweep of these runs, where the request wants it; each variant's settings are checked.
 
-        Raises `InputError` for settings that cannot be.
+        A run that was named twice is one. Raises `InputError` for settings that cannot be.
         """
-        for run in {run.variant: run for run in reversed(runs)}.values():
+        once = {(run.variant, run.seed): run for run in runs}
+        for run in {run.variant: run for run in reversed(once.values())}.values():
             _ = run.training_config
         out = request.out or Path("runs") / f"{study}-{config.preset}"
-        return cls(study, config, tuple(runs), out, **more)
+        return cls(study, config, tuple(once.values()), out, **more)
 
     def stages(self, run: Run) -> list[Stage]:
         """The stages of one of the runs, in this sweep's directory."""
