@@ -13,7 +13,7 @@ from importlib import resources
 from importlib.resources.abc import Traversable
 from operator import getitem
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field, field_validator, model_validator
 
@@ -108,7 +108,7 @@ class StudyPreset(Settings):
         return {"training": self.training}
 
     @model_validator(mode="after")
-    def _refuse_varied(self) -> Self:
+    def _refuse_varied(self) -> StudyPreset:
         for group, layer in self.layers.items():
             for name in ("seed", *self.varied):
                 if value_at(layer, name) is not None:
