@@ -75,8 +75,10 @@ def _weights(spec: ScoreSpec, noise: float) -> dict[str, Tensor]:
     """Head 0's weights (T, T) by title: of one layer, or of the lowest and highest of a stack."""
     torch.manual_seed(0)
     shared = torch.randn(HEAD_DIM) * 0.7
+    # Two query heads for each key head, where a part takes them together.
+    kv_heads = HEADS if spec.gate is None else spec.gate.outputs(HEADS)
     q, k = torch.randn(2, 1, HEADS, TOKENS, HEAD_DIM) * noise + shared
-    values = torch.eye(TOKENS).expand(1, HEADS, TOKENS, TOKENS)
+    k, values = k[:, :kv_heads], torch.eye(TOKENS).expand(1, kv_heads, TOKENS, TOKENS)
     documents = None
     if spec.documents is not None:
         documents = (torch.arange(TOKENS) // 24)[None]
@@ -90,7 +92,7 @@ def _weights(spec: ScoreSpec, noise: float) -> dict[str, Tensor]:
     layers = LAYERS if stacked else 1
     residual, drawn = residual_layers(spec, layers), {}
     for layer in range(layers):
-        score = Score(spec.layer(layer, layers), HEADS, HEAD_DIM)
+        score = Score(spec.layer(layer, layers), HEADS, HEAD_DIM, kv_heads)
         out = attention(
             *(q, k, values, score),
             causal=not spec.leaks_future,
@@ -108,7 +110,8 @@ def _of_input(spec: ScoreSpec) -> dict[str, Tensor]:
     """What a layer makes of its input, for a score that asks for it: every eighth token forgets."""
     made = {}
     if spec.gate is not None:
-        made["gate"] = torch.linspace(-3, 3, TOKENS)[None, :, None].expand(1, -1, HEADS * TOKENS)
+        logits = spec.gate.logits(HEADS, TOKENS)
+        made["gate"] = torch.linspace(-3, 3, TOKENS)[None, :, None].expand(1, -1, logits)
     if spec.forgets:
         every = torch.where(torch.arange(TOKENS) % 8 == 7, 0.0, 4.0)
         made["forget"] = every[None, :, None].expand(1, -1, HEADS)

@@ -42,7 +42,15 @@ VARIANTS = (
     *("Baseline", "QNA", "KNA", "CosA", "QKNorm2020", "QKLayerNorm", "QLayerNorm", "KLayerNorm"),
     *("QKRMSNorm", "QRMSNorm", "KRMSNorm", "QKLayerNorm(gain=true,across=all)"),
 )
-GROWTHS = ("logn", "logn+", "SqrtLogN", "SSMax", "SSMax(bias=true)", "Temperature")
+GROWTHS = (
+    "logn",
+    "logn+",
+    "SqrtLogN",
+    "SSMax",
+    "SSMax(bias=true)",
+    "Temperature",
+    "YaRNTemperature",
+)
 POSITIONS = ("NoPE", "PartialRoPE(fraction=0.5)", "PRoPE(fraction=0.5)", "PoPE", "XPos")
 SCALINGS = (
     *("PI(factor=4)", "ABF(base=1e6)", "NTK(factor=4)", "NTKOld(factor=4)"),
@@ -56,10 +64,19 @@ SCALINGS = (
         "StreamingLLM(sinks=2)",
     ),
 )
-BIASES = ("ALiBi", "KERPLELog", "KERPLEPower", "T5Bias", "FIRE", "CoPE(positions=4)", "FoX")
+BIASES = (
+    "ALiBi",
+    "KERPLELog",
+    "KERPLEPower",
+    "T5Bias",
+    "FIRE",
+    "CoPE(positions=4)",
+    "FoX",
+    "XLNet",
+)
 OTHERS = (
     *("SoftCap(cap=1.5)", "Sink", "SlidingWindow(window=5)", "Chunked(size=6)"),
-    *("Gate", "Differential", "Sigmoid", "StickBreaking", "Selective"),
+    *("Gate", "DifferentialV2", "Differential", "Sigmoid", "StickBreaking", "Selective"),
     *("RealFormer", "ResidualQK", "ResidualQKV", "ValueResidual", "XSA", "VORoPE"),
     *("HWFA(window=4)", "NoPEEvery", "FullEvery", "IRoPE"),
 )
@@ -73,6 +90,7 @@ COMPOSED = (
         "KNA-SelfExtend(group=3)-logn+-Sink",
         "QKRMSNorm-IRoPE",
     ),
+    "Baseline-DualChunk(beyond=1)-YaRNTemperature",
     *("QKNorm2020-KERPLELog", "KNA-logn-Selective", "QKRMSNorm-Sigmoid", "KNA-logn-Gate"),
 )
 NOT_CAUSAL = ("QKBatchNorm", "QBatchNorm", "KBatchNorm", "QKInstanceNorm", "KNA-logn", "CosA")
@@ -97,6 +115,7 @@ def scored_model(score: str) -> Any:
         dim=16,
         layers=2,
         heads=2,
+        kv_heads=1 if "DifferentialV2" in score else None,
         train_length=TRAIN_LENGTH,
         score=score,  # type: ignore[arg-type]
     )

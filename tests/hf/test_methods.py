@@ -56,6 +56,12 @@ REGIMES: list[tuple[str, dict[str, Any], Callable[[int, int], float], Callable[[
     ("SelfExtend", {"window": W, "group": 2}, _self_extend, _always),
     ("DualChunk", {"size": 5, "local": 3}, _dual_chunk, _always),
     ("DualChunk-logn+", {"size": 4, "local": 2}, _dual_chunk_of_four, _logn),
+    (
+        "DualChunk-YaRNTemperature",
+        {"size": 5, "local": 3, "beyond": 1},
+        lambda i, j: _dual_chunk(i, j, 5, 4) if j < i // 5 * 5 else i - j,
+        lambda n: (1 + 0.1 * math.log(max(1.0, n / LENGTH))) ** 2,
+    ),
     ("logn+", {}, lambda i, j: i - j, _logn),
 ]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from normattn import attention
+from normattn import Attention, InputError, Score, attention
 from score.cases import tensors
 
 B, H, G, T, D, E = 2, 4, 2, 9, 6, 5
@@ -43,3 +43,46 @@ def test_outputs_and_gradients(per: str, wide: int, causal: bool, act: str) -> N
         strict=True,
     ):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference", "chunked"])
+def test_two_heads_of_a_key_head_make_one_output(backend: str) -> None:
+    """o_p = softmax(s_2p)·v − σ(λ_p)·softmax(s_2p+1)·v, where both read one key head's values."""
+    leaves = q, k, v, shares = tensors((B, H, T, D), (B, 1, T, D), (B, 1, T, E), (B, T, H // 2))
+    score = Score("KNA-NoPE-DifferentialV2", H, D, 1)
+    ours = attention(q, k, v, score, gate=shares, backend=backend)
+    seen = torch.ones(T, T, dtype=torch.bool).tril()
+    outputs = []
+    for p in range(H // 2):
+        one, other = (
+            (q[:, head] @ (k / k.norm(dim=-1, keepdim=True))[:, 0].mT)
+            .masked_fill(~seen, -torch.inf)
+            .softmax(-1)
+            @ v[:, 0]
+            for head in (2 * p, 2 * p + 1)
+        )
+        outputs.append(one - other / (1 + (-shares[:, :, p, None]).exp()))
+    expected = torch.stack(outputs, 1)
+    torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-10)
+    weights = torch.linspace(-1, 1, ours.numel(), dtype=ours.dtype).view_as(ours)
+    for one, other in zip(
+        torch.autograd.grad(ours, leaves, weights),
+        torch.autograd.grad(expected, leaves, weights),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
+
+
+def test_a_layer_of_twice_the_query_heads_has_the_projections_of_the_authors() -> None:
+    torch.manual_seed(0)
+    layer = Attention(12, 4, 2, score="Baseline-DifferentialV2", head_dim=6)
+    assert layer.out.weight.shape == (12, 2 * 6)
+    assert layer.gate is not None
+    assert layer.gate.weight.shape == (2, 12)
+    out = layer(torch.randn(1, 5, 12))
+    grads = torch.autograd.grad(out.square().sum(), list(layer.parameters()))
+    assert all(grad.abs().sum() > 0 for grad in grads)
+    with pytest.raises(InputError, match="even number of them, but it has 1"):
+        Attention(12, 4, score="Baseline-DifferentialV2")
+    with pytest.raises(InputError, match="cannot be combined"):
+        Score("Baseline-Differential-DifferentialV2", 4, 6, 2)

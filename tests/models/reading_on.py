@@ -31,6 +31,8 @@ COMBINED = (
     "QKRMSNorm(gain=true)-RotateFirst-DynamicNTK",
     "KNA-PartialRoPE(side=last,layout=interleaved)-SelfExtend",
     "KNA-logn-Packed-SelfExtend",
+    "KNA-XLNet-RoPE-Packed",
+    "Baseline-DualChunk(size=3,local=2,beyond=1)-YaRNTemperature",
     "Baseline-SlidingWindow(window=3)-Packed",
     "Baseline-ALiBi-logn+-Sink",
     "KNA-SoftCap(cap=2)-Sink-StreamingLLM(window=3,sinks=2)",
@@ -47,7 +49,8 @@ def _texts(block: str) -> list[str]:
         text = name if part.slot is Slot.VARIANT else f"KNA-{name}"
         spec = ScoreSpec.parse(text, train_length=L)
         # A gated attention unit has one head, which is no pair.
-        if not spec.leaks_future and (block != "gau" or spec.difference is None):
+        paired = spec.difference is not None or (spec.gate is not None and spec.gate.outputs(2) < 2)
+        if not spec.leaks_future and not (block == "gau" and paired):
             found.append(text)
     return [*found, *COMBINED]
 

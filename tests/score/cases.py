@@ -23,7 +23,7 @@ VARIANTS = (
 )
 LOGN = ("", "logn", "logn+")
 GROWTHS = (
-    *("SqrtLogN", "SSMax", "SSMax(bias=true)"),
+    *("SqrtLogN", "SSMax", "SSMax(bias=true)", "YaRNTemperature"),
     *("Temperature", "Temperature(beta=0.7,length=2,shift=1)"),
 )
 PLACES = (
@@ -48,7 +48,7 @@ SHAPES = ("XPos", "PartialRoPE", "PRoPE", "PoPE")
 BIASES = ("ALiBi", "KERPLELog", "KERPLEPower", "FIRE", "CoPE(positions=4)")
 ALONE = (
     *("RotateFirst", "SoftCap", "Sink", "SlidingWindow", "Chunked", "Packed", "Gate", "FoX"),
-    *("T5Bias", "ValueResidual", "XSA", "VORoPE"),
+    *("T5Bias", "ValueResidual", "XSA", "VORoPE", "DifferentialV2", "XLNet"),
 )
 PAIRED = ("Differential", "Differential(init=0.5,eps=0.01)")
 NORMALISERS = (
@@ -121,6 +121,7 @@ def additions() -> Iterator[Recipe]:
             yield Recipe(variant, growth, base=100.0, cap=3.0 if variant == "CosA" else None)
         yield Recipe("KNA", growth, "interleaved", "ReRoPE", bias="ALiBi")
         yield Recipe("QKRMSNorm", growth, rotate_first=True, method="DynamicNTK", train_length=4)
+    yield Recipe("Baseline", "YaRNTemperature", "half", "DualChunk", beyond=1)
     for shape in SHAPES:
         yield Recipe("Baseline", "", "half", shape=shape)
         yield Recipe("QKLayerNorm", "logn", "interleaved", shape=shape, fraction=1.0)

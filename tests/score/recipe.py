@@ -50,6 +50,7 @@ class Recipe:
     factors: tuple[float, ...] = ()
     leak: float = 2.5
     group: int = 2
+    beyond: int = 0
     sinks: int = 2
     rotate_first: bool = False
     bias: str = ""
@@ -107,7 +108,7 @@ class Recipe:
             "LeakyReRoPE": {"window": self.window, "s": self.leak},
             "SelfExtend": {"window": self.window, "group": self.group},
             "StreamingLLM": {"window": self.window, "sinks": self.sinks},
-            "DualChunk": {"size": self.window, "local": self.group},
+            "DualChunk": {"size": self.window, "local": self.group, "beyond": self.beyond},
         }
         if self.method == "LongRoPE" and self.factors:
             return {"factor": self.factor, "factors": ":".join(map(str, self.factors))}
@@ -269,6 +270,8 @@ def growth(recipe: Recipe, n: int, s: float = 1.0, b: float = 0.0) -> float:
     length = recipe.train_length
     if recipe.logn.startswith("SSMax"):
         return s * math.log(n) + b
+    if recipe.logn == "YaRNTemperature":
+        return (1 + 0.1 * math.log(max(1.0, n / length))) ** 2
     if recipe.logn == "SqrtLogN":
         return math.sqrt(math.log(n) / math.log(length))
     if recipe.logn.startswith("Temperature"):
@@ -322,7 +325,7 @@ def rotated_at(recipe: Recipe, i: int, j: int) -> tuple[float, float]:
     """The positions at which query i and key j are rotated for this pair."""
     w = recipe.window
     if recipe.method == "DualChunk":
-        chunks, last = i // w - j // w, w + recipe.group - 1
+        chunks, last = i // w - j // w, w + recipe.group - 1 + recipe.beyond
         if chunks == 0:
             return i % w, j % w
         return (min(i % w + w, last) if chunks == 1 else last), j % w

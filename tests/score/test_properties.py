@@ -118,9 +118,8 @@ def _attend(score: Score, q: Tensor, k: Tensor, v: Tensor, backend: str, **optio
     if spec.forgets:
         options["forget"] = k.mean((1, 3))[..., None].expand(-1, -1, q.shape[1])
     if spec.gate is not None:
-        per_head = spec.gate.per == "head"
-        wide = q.mean(-1, keepdim=True) if per_head else q[..., :1].expand(-1, -1, -1, v.shape[-1])
-        options["gate"] = wide.transpose(1, 2).flatten(2)
+        logits = spec.gate.logits(q.shape[1], v.shape[-1])
+        options["gate"] = q[:, 0, :, :1].expand(-1, -1, logits)
     whole_rows = spec.normaliser is not None or spec.selection is not None
     whole_rows = whole_rows or isinstance(spec.bias, PairBiasPart)
     if backend == "chunked" and (whole_rows or residual is not None):

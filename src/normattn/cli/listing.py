@@ -90,9 +90,12 @@ def _kernels(spec: Any) -> dict[str, str]:
     kernels = {}
     layers = dict.fromkeys(spec.layer(layer, LAYERS) for layer in range(LAYERS))
     for device, dtype in PLACES:
-        shape, given = (1, HEADS, TOKENS, HEAD_DIM), getattr(torch, dtype)
+        # Two query heads for each key head, where a part takes them together.
+        shared = 1 if spec.gate is None else HEADS // spec.gate.outputs(HEADS)
+        shape, keys = ((1, heads, TOKENS, HEAD_DIM) for heads in (HEADS, HEADS // shared))
+        given = {"dtype": getattr(torch, dtype), "device": device}
         found = [
-            explain(layer, shape, dtype=given, device=device, causal=not layer.leaks_future).kernel
+            explain(layer, shape, keys, causal=not layer.leaks_future, **given).kernel
             for layer in layers
         ]
         kernels[f"{device} {dtype}"] = ", ".join(dict.fromkeys(found))

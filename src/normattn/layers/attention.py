@@ -70,7 +70,7 @@ def attention(
     forget: Float[Tensor, "b s logits"] | None = None,
     return_lse: Literal[False] = False,
     cache: KeyValueCache | None = None,
-) -> Float[Tensor, "b h t e"]: ...
+) -> Float[Tensor, "b outputs t e"]: ...
 
 
 @overload
@@ -83,7 +83,7 @@ def attention(
     *,
     return_lse: Literal[True],
     **options: Any,
-) -> tuple[Float[Tensor, "b h t e"], Float[Tensor, "b h t"]]: ...
+) -> tuple[Float[Tensor, "b outputs t e"], Float[Tensor, "b h t"]]: ...
 
 
 def attention(  # type: ignore[misc]  # the second overload leaves the other arguments open
@@ -105,7 +105,7 @@ def attention(  # type: ignore[misc]  # the second overload leaves the other arg
     forget: Float[Tensor, "b s logits"] | None = None,
     return_lse: bool = False,
     cache: KeyValueCache | None = None,
-) -> Float[Tensor, "b h t e"] | tuple[Float[Tensor, "b h t e"], Float[Tensor, "b h t"]]:
+) -> Float[Tensor, "b outputs t e"] | tuple[Float[Tensor, "b outputs t e"], Float[Tensor, "b h t"]]:
     """o_i = Σ_j softmax_j(s(i, j)) v_j with the score that `score` specifies.
 
     Args:
@@ -133,8 +133,8 @@ def attention(  # type: ignore[misc]  # the second overload leaves the other arg
             plain operations: any derivative, torch.func too.
         residual: what the layers below hand on, for a score with `RealFormer`, `ResidualQK`,
             `ResidualQKV` or `ValueResidual`: `residual_layers(spec, layers)[n]` for layer n.
-        gate: for a score with `Gate`, by whose `act` o is multiplied: (B, T, H·E), or
-            (B, T, H) per head.
+        gate: for a score with `Gate`, by whose `act` o is multiplied, (B, T, H·E), or
+            (B, T, H) per head; with `DifferentialV2` λ of each output, (B, T, H/2).
         forget: for a score with `FoX`, the logits of the forgetting gate of each key (B, S, H).
             A compiler cannot look whether given positions go forward, as `FoX` and `Selective`
             need; uncompiled, this is checked.
@@ -205,7 +205,7 @@ def _attend_cached(
     v: Float[Tensor, "b g t e"],
     given: AttentionArguments,
     cache: KeyValueCache,
-) -> Float[Tensor, "b h t out"]:
+) -> Float[Tensor, "b outputs t out"]:
     """The last T rows of attention over all tokens that a cache and these hold."""
     spec, first, count, forget = score.spec, cache.length, q.shape[2], given.forget
     if not given.causal:
@@ -262,7 +262,7 @@ Operands = tuple[
 class SelfAttention(nn.Module, ABC):
     """A layer whose tokens attend to each other by a score: all at once, or new ones with a cache.
 
-    `gate` and `forget` are the projections of a score with `Gate` and with `FoX`.
+    `gate` and `forget` are the projections of a score with a gate and with `FoX`.
     """
 
     dim: int
@@ -358,7 +358,8 @@ class Attention(SelfAttention):
         self.qkv = nn.Linear(dim, width, bias=bias or qkv_bias)
         self.gate = gate_projection(spec, dim, heads, self.head_dim)
         self.forget = forget_projection(spec, dim, heads)
-        self.out = nn.Linear(heads * self.head_dim, dim, bias=bias)
+        outputs = heads if spec.gate is None else spec.gate.outputs(heads)
+        self.out = nn.Linear(outputs * self.head_dim, dim, bias=bias)
 
     def operands(self, x: Float[Tensor, "b t dim"]) -> Operands:
         """q, k and v; nothing beside them."""
@@ -367,7 +368,7 @@ class Attention(SelfAttention):
         return heads[:, : self.heads], heads[:, self.heads : keys], heads[:, keys:], None
 
     def output(
-        self, o: Float[Tensor, "b h t d"], beside: Tensor | None
+        self, o: Float[Tensor, "b out t d"], beside: Tensor | None
     ) -> Float[Tensor, "b t dim"]:
         """o W_out, heads side by side."""
         y: Tensor = self.out(o.transpose(1, 2).flatten(2))

@@ -55,7 +55,7 @@ def check_arguments(
     check_residual(spec, given.residual)
     for name, part, used, meaning in (
         ("documents", "Packed", spec.documents, "the number of each key's document (B, S)"),
-        ("gate", "Gate", spec.gate, "W_g x of shape (B, T, H·E), or (B, T, H) per head"),
+        ("gate", "Gate", spec.gate, "the gate's logits W_g x of each new token"),
         ("forget", "FoX", spec.forgets or None, "a gate's logit for each key, (B, S, H)"),
     ):
         missing = getattr(given, name) is None
@@ -68,7 +68,7 @@ def check_arguments(
             f"with {spec.name} the queries are the last of the keys, but there are {queries} "
             f"queries and {keys} keys"
         )
-    wide = heads * (v.shape[-1] if spec.gate is not None and spec.gate.per == "feature" else 1)
+    wide = 0 if spec.gate is None else spec.gate.logits(heads, v.shape[-1])
     check_mask(given.attn_mask, (batch, heads, queries, keys))
     check_tensor("key_padding", given.key_padding, BOOLEAN, (batch, keys))
     check_tensor("query_padding", given.query_padding, BOOLEAN, (batch, queries))

@@ -44,10 +44,10 @@ def scale_heads(projection: nn.Linear, factor: Float[Tensor, " n"]) -> None:
 
 
 def gate_projection(spec: ScoreSpec, dim: int, heads: int, size: int) -> nn.Linear | None:
-    """W_g of a score with `Gate`: from the layer's width to H or H·E; None for other scores."""
+    """W_g of a score with a gate, from the layer's width to its logits; None for other scores."""
     if spec.gate is None:
         return None
-    return nn.Linear(dim, heads * (size if spec.gate.per == "feature" else 1), bias=False)
+    return nn.Linear(dim, spec.gate.logits(heads, size), bias=False)
 
 
 def finish(
@@ -56,7 +56,7 @@ def finish(
     v: Float[Tensor, "b g s e"],
     query: Int[Tensor, "*bq t"] | None,
     gate: Float[Tensor, "b t gates"] | None,
-) -> Float[Tensor, "b h t out"]:
+) -> Float[Tensor, "b outputs t out"]:
     """What the layer makes of o: pairs joined, turned back, the own value taken off, gated.
 
     The queries are the last tokens of v. `query` holds their positions, for a score that turns.
@@ -85,12 +85,13 @@ def turn_values(
 
 def apply_gate(
     spec: ScoreSpec, o: Float[Tensor, "b h t e"], gate: Float[Tensor, "b t gates"] | None
-) -> Float[Tensor, "b h t e"]:
-    """act(gate) ⊙ o, gate (B, T, H) or (B, T, H·E) as the score says; o itself without `Gate`."""
+) -> Float[Tensor, "b outputs t e"]:
+    """What a gate makes of o by the logits of its outputs, one after another; o itself without."""
     if spec.gate is None or gate is None:
         return o
-    logits = gate.reshape(*gate.shape[:2], o.shape[1], -1).transpose(1, 2)
-    return o * (torch.sigmoid(logits) if spec.gate.act == "sigmoid" else F.softplus(logits))
+    outputs = spec.gate.outputs(o.shape[1])
+    logits = gate.reshape(*gate.shape[:2], outputs, -1).transpose(1, 2)
+    return spec.gate.gated(o, logits)
 
 
 def forget_projection(spec: ScoreSpec, dim: int, heads: int) -> nn.Linear | None:

@@ -51,7 +51,7 @@ class AttentionPlan:
         selection: Selection | None = None,
         rotated: Callable[[int, int], Tensor] | None = None,
         kernel: Callable[[AttentionInputs], Tensor] | None = None,
-    ) -> Float[Tensor, "b h t out"]:
+    ) -> Float[Tensor, "b outputs t out"]:
         """softmax(score) · v for any score.
 
         Values of pairs of heads stand side by side, and those of `VORoPE` are turned.

@@ -114,12 +114,13 @@ def stack_flops(config: StackConfig, length: int) -> Flops:
     if config.block == "gau":
         matrices = dim * (2 * width + config.key_size * (1 + config.separate_qk)) + width * dim
     else:
-        matrices = dim * (width + 2 * kv_width) + width * dim
+        outputs = config.heads if gate is None else gate.outputs(config.heads)
+        matrices = dim * (width + 2 * kv_width + outputs * config.score_head_dim)
         swiglu = config.feed_forward == "swiglu"
         hidden = config.hidden or (swiglu_hidden(dim) if swiglu else 4 * dim)
         matrices += (3 if swiglu else 2) * dim * hidden
     if gate is not None:
-        matrices += dim * (width if gate.per == "feature" else config.heads)
+        matrices += dim * gate.logits(config.heads, width // config.heads)
     if config.score.forgets:
         matrices += dim * config.heads
     attention = _attention_flops(
@@ -173,6 +174,9 @@ def _attention_flops(
         if bias is not None and bias.name == "FIRE":
             # A network of one hidden layer looks at every pair, with an output for each head.
             flops += 2.0 * pairs * bias.width * (1 + heads)
+        elif bias is not None and bias.name == "XLNet":
+            # Sinusoids of the model's width stand for the distance of every pair.
+            flops += 2.0 * heads * heads * size * (pairs + queries * size)
         elif bias is not None and bias.name == "CoPE":
             flops += 2.0 * queries * heads * bias.positions * size
     return flops

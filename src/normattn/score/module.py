@@ -17,7 +17,7 @@ from normattn.errors import InputError
 from normattn.kernels import AttentionInputs, AttentionMask
 from normattn.kernels.inputs import PairBias, Selection
 from normattn.kernels.numerics import at_least_float32
-from normattn.score.parts import PairBiasPart, RotaryPosition
+from normattn.score.parts import DifferentialV2, PairBiasPart, RotaryPosition
 from normattn.score.positions import Positions
 from normattn.score.rotary import (
     ChunkedKeys,
@@ -225,7 +225,9 @@ class Score(nn.Module):
             return self._learned_scale(q, positions.n)
 
         q = norm(q) if spec.order is None else q
-        pairs = self._pairs(spec, q, positions)
+        pairs, part = self._pairs(spec, q, positions), spec.bias
+        if isinstance(part, PairBiasPart):
+            q = part.content_query(q, _values(self.bias))
         q, after = (features(q), None) if spec.order is None else (q, lambda x: features(norm(x)))
         near = scaled(_rotate(q, tables.near, after), tables.scale)
         if tables.far is None:
@@ -298,7 +300,8 @@ class Score(nn.Module):
         query = None
         if part.reads_queries:
             scale = scale_column(query_scale(spec, self.head_dim, positions.n))
-            query = scaled(self._learned_scale(q, positions.n), scale)
+            own = part.bias_query(q, _values(self.bias))
+            query = scaled(self._learned_scale(own, positions.n), scale)
         return part.pairs(_values(self.bias), at_least_float32(q.dtype), query)
 
     def _distance_bias(self, q: Tensor, positions: Positions) -> Tensor | None:
@@ -347,6 +350,11 @@ def _check_sizes(spec: ScoreSpec, heads: int, kv_heads: int, head_dim: int) -> N
         raise InputError(
             f"{spec.name} takes heads in pairs, each with two keys and values of its own, so the "
             f"key heads must be an even number, but there are {kv_heads}"
+        )
+    if isinstance(spec.gate, DifferentialV2) and heads // kv_heads % 2:
+        raise InputError(
+            f"{spec.name} takes two query heads of one key head together, so each key head must "
+            f"have an even number of them, but it has {heads // kv_heads}"
         )
     position = spec.position
     if isinstance(position, RotaryPosition):

@@ -26,7 +26,7 @@ from normattn.score.parts import (
     ChunkRemapping,
     Differential,
     FoX,
-    Gate,
+    GatePart,
     Layout,
     LengthScaling,
     NormaliserPart,
@@ -90,7 +90,7 @@ class ScoreSpec:
     selection = InSlot(Slot.NORMALISER, Selective)
     difference = InSlot(Slot.NORMALISER, Differential)
     values = InSlot(Slot.VALUES, ValuePart)
-    gate = InSlot(Slot.GATE, Gate)
+    gate = InSlot(Slot.GATE, GatePart)
     documents = InSlot(Slot.DOCUMENTS, Packed)
     layout = InSlot(Slot.LAYOUT, Layout)
     _variant = InSlot(Slot.VARIANT, Variant)

@@ -15,7 +15,9 @@ from normattn.score.parts.rope_scaling import FactorScaling, RopeScaling
 from normattn.score.parts.scale import LengthScaling
 from normattn.score.parts.softmax import (
     Differential,
+    DifferentialV2,
     Gate,
+    GatePart,
     NormaliserPart,
     Selective,
     Sink,
@@ -28,9 +30,11 @@ __all__ = [
     "ChunkRemapping",
     "Chunked",
     "Differential",
+    "DifferentialV2",
     "FactorScaling",
     "FoX",
     "Gate",
+    "GatePart",
     "Layout",
     "LengthScaling",
     "Normalisation",

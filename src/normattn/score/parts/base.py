@@ -59,7 +59,7 @@ class Slot(StrEnum):
     SINK = "sink", "one more logit per head in the denominator"
     NORMALISER = "normaliser", "how a row of scores becomes weights; softmax where none is named"
     VALUES = "values", "what is done to values, and to what is read of them"
-    GATE = "gate", "what the layer multiplies each head's output with"
+    GATE = "gate", "what the layer's input does to the outputs of heads"
     WINDOW = "window", "keys within a window or chunk only"
     DOCUMENTS = "documents", "documents in one row do not see each other"
     LAYOUT = "layout", "different scores in different layers"

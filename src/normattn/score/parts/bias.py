@@ -23,6 +23,7 @@ from normattn.score.parts.base import A_QUARTER, Part, Slot, number, register
 Learned = Mapping[str, Tensor]
 Distances = Float[Tensor, " r"]
 Biases = Float[Tensor, "h r"]
+Queries = Float[Tensor, "b h t d"]
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,16 @@ class PairBiasPart(BiasPart):
     needs_causal = True
     reads_queries: ClassVar[bool] = False
 
-    def pairs(self, learned: Learned, dtype: torch.dtype, query: Tensor | None) -> PairBias:
-        """The bias of all pairs, computed in `dtype`; `query` (B, H, T, D) where it is read."""
+    def content_query(self, q: Queries, learned: Learned) -> Queries:
+        """The queries, normalised and not rotated, that meet the keys."""
+        return q
+
+    def bias_query(self, q: Queries, learned: Learned) -> Queries:
+        """The queries that the bias reads, before λ."""
+        return q
+
+    def pairs(self, learned: Learned, dtype: torch.dtype, query: Queries | None) -> PairBias:
+        """The bias of all pairs, computed in `dtype`; `query` where it is read, λ included."""
         raise InputError(f"{self.name} defines no pairs")
 
 
@@ -216,7 +225,7 @@ class FIRE(PairBiasPart):
             "b_out": torch.empty(heads).uniform_(-bound, bound),
         }
 
-    def pairs(self, learned: Learned, dtype: torch.dtype, query: Tensor | None) -> FIREBias:
+    def pairs(self, learned: Learned, dtype: torch.dtype, query: Queries | None) -> FIREBias:
         """f of the share of each pair."""
         return FIREBias(self.known("threshold"), {name: x.to(dtype) for name, x in learned.items()})
 
@@ -280,7 +289,7 @@ class CoPE(PairBiasPart):
         """e = 0."""
         return {"e": torch.zeros(self.positions, head_dim)}
 
-    def pairs(self, learned: Learned, dtype: torch.dtype, query: Tensor | None) -> CoPEBias:
+    def pairs(self, learned: Learned, dtype: torch.dtype, query: Queries | None) -> CoPEBias:
         """⟨q, e⟩ of each query and whole position, before any key is looked at."""
         if query is None:
             raise InputError("CoPE needs the queries, of which positions are counted")
@@ -318,6 +327,80 @@ class CoPEBias:
         low = whole.nan_to_num(0.0).long()
         below, above = (self.table.gather(-1, at) for at in (low, (low + 1).clamp(max=last)))
         return torch.lerp(below, above, position - whole)
+
+
+@register
+class XLNet(PairBiasPart):
+    """Queries meet keys and learned sinusoids of the distance, each with a vector added.
+
+    That is Transformer-XL's score, λ·⟨q_i + u_h, k_j⟩ + λ·⟨q_i + v_h, W_h·e(i−j)⟩, with the sines
+    and cosines of r·10000^(−2m/E), E = H·D, as e(r). u, v and W are drawn with the deviation 0.02,
+    as in XLNet. It is read as a product of features of i with features of j, so that a cache and
+    any positions serve.
+    """
+
+    equation = "s = λ·⟨q_i + u_h, k_j⟩ + b, b = λ·⟨q_i + v_h, W_h·e(i−j)⟩"
+    source = "arXiv 1901.02860, 1906.08237; transformers, modeling_xlnet.py"
+    used_by = "Transformer-XL, XLNet"
+    needs_causal = False
+    reads_queries = True
+    excludes: ClassVar[Mapping[Slot, str]] = {
+        Slot.ORDER: "XLNet reads normalised queries that have no position yet"
+    }
+
+    def learned(self, heads: int, head_dim: int) -> dict[str, Tensor]:
+        """u, v and W, drawn from torch's global generator."""
+        wide = -(-heads * head_dim // 2) * 2
+        shapes = {"u": (heads, head_dim), "v": (heads, head_dim), "w": (heads * head_dim, wide)}
+        return {name: 0.02 * torch.randn(shape) for name, shape in shapes.items()}
+
+    def content_query(self, q: Queries, learned: Learned) -> Queries:
+        """q + u."""
+        return q + learned["u"].to(q.dtype)[:, None]
+
+    def bias_query(self, q: Queries, learned: Learned) -> Queries:
+        """q + v."""
+        return q + learned["v"].to(q.dtype)[:, None]
+
+    def pairs(self, learned: Learned, dtype: torch.dtype, query: Queries | None) -> XLNetBias:
+        """What each query reads of sines and cosines, before any distance is looked at."""
+        if query is None:
+            raise InputError("XLNet needs the queries, which read the distance")
+        of_heads = learned["w"].to(dtype).reshape(query.shape[1], query.shape[-1], -1)
+        return XLNetBias(query.to(dtype) @ of_heads)
+
+
+@dataclass(frozen=True)
+class XLNetBias:
+    """XLNet's bias of some queries: `table` holds λ·W_hᵀ(q + v), sines before cosines."""
+
+    table: Float[Tensor, "b h t e"]
+
+    @property
+    def width(self) -> int:
+        """The bias of each head."""
+        return self.table.shape[0] * self.table.shape[1]
+
+    def part(self, rows: slice) -> XLNetBias:
+        """The bias of some of the queries."""
+        return replace(self, table=self.table[:, :, rows])
+
+    def values(
+        self, score: Float[Tensor, "b h t s"], seen: AttentionMask
+    ) -> Float[Tensor, "b h t s"]:
+        """⟨table, e(i − j)⟩, by the sums of angles as ⟨features of i, features of j⟩."""
+        sines, cosines = self.table.chunk(2, -1)
+        (sin_i, cos_i), (sin_j, cos_j) = map(self._waves, (seen.query, seen.key))
+        of_query = (cosines * sin_i - sines * cos_i, sines * sin_i + cosines * cos_i)
+        return torch.cat(of_query, -1) @ torch.cat((sin_j, cos_j), -1).mT
+
+    def _waves(self, positions: Int[Tensor, "*b s"]) -> tuple[Tensor, Tensor]:
+        """Sines and cosines at positions, (S, E/2) or (B, 1, S, E/2)."""
+        half = self.table.shape[-1] // 2
+        exponent = torch.arange(half, dtype=torch.float64, device=positions.device) / half
+        angle = positions.double()[..., None] * 10000.0**-exponent
+        angle = angle[:, None] if positions.dim() == 2 else angle
+        return angle.sin().to(self.table.dtype), angle.cos().to(self.table.dtype)
 
 
 @register

@@ -12,7 +12,16 @@ from jaxtyping import Float
 from torch import Tensor
 
 from normattn.errors import InputError
-from normattn.score.parts.base import A_QUARTER, Part, Parts, Slot, by_length, number, register
+from normattn.score.parts.base import (
+    A_QUARTER,
+    Part,
+    Parts,
+    Slot,
+    by_length,
+    number,
+    one_of,
+    register,
+)
 from normattn.score.parts.rope_scaling import RopeScaling
 
 QueryPositions = Float[Tensor, "*bq t"]
@@ -191,14 +200,16 @@ class DualChunk(ChunkRemapping):
     Keys are at j mod s; the chunks of s tokens decide which of the three positions a query has. In
     the chunk before the distance of keys that are fewer than w tokens away is what it was, so a
     text of c = s + w tokens is read as it was. `size` s defaults to 3·L // 4 and `local` w to
-    L − s, so that c is the training length L. (The authors' code holds far queries at c. Where a
-    gain follows the rotation, scores know more than distances, and short texts change past their
-    first chunk.)
+    L − s, so that c is the training length L. The authors' code and vLLM hold far queries one
+    position further, at c: `beyond=1`. (Where a gain follows the rotation, scores know more than
+    distances, and short texts change past their first chunk.)
     """
 
-    equation = "ρ = q(i) − j mod s, q = i mod s | min(i mod s + s, c − 1) | c − 1, c = s + w"
+    equation = (
+        "ρ = q(i) − j mod s, q = i mod s | min(i mod s + s, c′) | c′, c′ = s + w − 1 + beyond"
+    )
     source = "arXiv 2402.17463; github.com/HKUNLP/ChunkLlama"
-    used_by = "Qwen2.5-1M (with YaRN)"
+    used_by = "Qwen2.5-1M (with YaRNTemperature)"
     size: int | None = number(
         default=None, least=1, fill=by_length(lambda length: max(1, 3 * length // 4))
     )
@@ -207,6 +218,7 @@ class DualChunk(ChunkRemapping):
         least=1,
         fill=lambda part, length, factor: length and max(1, length - part.size),
     )
+    beyond: int = one_of(0, 1, default=0)
 
     @property
     def reach(self) -> int:
@@ -219,7 +231,7 @@ class DualChunk(ChunkRemapping):
         return key.remainder(self.known("size"))
 
     def query_positions(self, query: QueryPositions) -> tuple[QueryPositions, ...]:
-        """i mod s, min(i mod s + s, c − 1), c − 1."""
-        size, last = self.known("size"), self.reach - 1
+        """i mod s, min(i mod s + s, c − 1 + beyond), c − 1 + beyond."""
+        size, last = self.known("size"), self.reach - 1 + self.beyond
         own = query.remainder(size)
         return own, (own + size).clamp(max=last), torch.full_like(own, last)

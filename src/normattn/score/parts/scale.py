@@ -83,6 +83,27 @@ class LogNPostHoc(LengthScaling):
 
 
 @register
+class YaRNTemperature(LengthScaling):
+    """YaRN's temperature of the length that is read, beyond the training length only.
+
+    Frequencies stay as they are. With `DualChunk` it is what Qwen2.5-1M is served with: vLLM
+    multiplies queries and keys by 1 + `sharpness`·ln(n/L), n being the length of the text. Here n
+    is that of each row, so that what is read in one go and token by token is the same.
+    """
+
+    equation = "λ ← λ · (1 + sharpness·ln(max(1, n/L)))²"
+    source = "arXiv 2309.00071, 2501.15383; vLLM, dual_chunk_flash_attn.py"
+    used_by = "Qwen2.5-1M (with DualChunk)"
+    when = "post-hoc"
+    sharpness: float = number(default=0.1, least=0)
+
+    def factor(self, n: Float[Tensor, "..."], train_length: int | None) -> Float[Tensor, "..."]:
+        """(1 + sharpness·ln(max(1, n/L)))²."""
+        beyond = (n / self.known_length(train_length)).clamp(min=1)
+        return (1 + self.sharpness * beyond.log()).square()
+
+
+@register
 class SqrtLogN(LengthScaling):
     """Scale grows with the square root of the logarithm of the visible keys.
 

@@ -181,19 +181,86 @@ class Differential(Part):
         return normed.to(first.dtype)
 
 
+@dataclass(frozen=True)
+class GatePart(Part):
+    """What a layer does to outputs of heads by logits that it makes of its input x, W_g x.
+
+    W_g belongs to the layers `Attention` and `GatedAttentionUnit`; `attention` takes W_g x as its
+    argument `gate`.
+    """
+
+    slot = Slot.GATE
+
+    def outputs(self, heads: int) -> int:
+        """How many outputs are made of those of so many heads."""
+        return heads
+
+    def logits(self, heads: int, size: int) -> int:
+        """How many logits a token has, for heads whose outputs have `size` features."""
+        return heads
+
+    def gated(
+        self, o: Float[Tensor, "b h t e"], logits: Float[Tensor, "b out t _"]
+    ) -> Float[Tensor, "b out t e"]:
+        """The outputs by the logits of each."""
+        raise InputError(f"{self.name} defines no outputs")
+
+
 @register
-class Gate(Part):
+class Gate(GatePart):
     """Each head's output is gated by the layer's input x, before the output projection.
 
     `per` feature, W_g x having H·E features, or per head, H. Sigmoid after softmax·V is the form
     that the paper recommends (its G1) and Qwen3-Next has; `act=softplus` takes ln(1 + eˣ) in place
-    of σ, as Laguna does, which may enlarge an output too. W_g belongs to the layers `Attention`
-    and `GatedAttentionUnit`; `attention` takes W_g x as its argument `gate`.
+    of σ, as Laguna does, which may enlarge an output too.
     """
 
-    slot = Slot.GATE
     equation = "o_h ← σ(W_g x) ⊙ o_h"
     source = "arXiv 2505.06708; act=softplus: transformers: laguna"
     used_by = "Qwen3-Next; act=softplus: Laguna"
     per: Literal["feature", "head"] = one_of("feature", "head", default="feature")
     act: Literal["sigmoid", "softplus"] = one_of("sigmoid", "softplus", default="sigmoid")
+
+    def logits(self, heads: int, size: int) -> int:
+        """H·E, or H per head."""
+        return heads * size if self.per == "feature" else heads
+
+    def gated(
+        self, o: Float[Tensor, "b h t e"], logits: Float[Tensor, "b h t _"]
+    ) -> Float[Tensor, "b h t e"]:
+        """σ(W_g x) ⊙ o, or ln(1 + e^(W_g x)) ⊙ o."""
+        return o * (torch.sigmoid(logits) if self.act == "sigmoid" else F.softplus(logits))
+
+
+@register
+class DifferentialV2(GatePart):
+    """Of two query heads of one key head, one's output less a share of the other's.
+
+    Heads 2·p and 2·p + 1 make output p, so that H query heads have H/2 outputs: give twice as many
+    as without. λ is of each token and output, a projection of the layer's input. Unlike
+    `Differential`, nothing is normed and values are those of one head.
+    """
+
+    equation = "o_p = o_2p − σ(λ_p)·o_2p+1, λ = W_g x"
+    source = "github.com/microsoft/unilm, Diff-Transformer-V2"
+
+    def conflict(self, parts: Parts) -> str | None:
+        """Each of the two heads has its own softmax and values."""
+        pairs = parts.get(Slot.NORMALISER)
+        if isinstance(pairs, Differential):
+            return self.refusal(pairs, "each makes one output of two heads")
+        return super().conflict(parts)
+
+    def outputs(self, heads: int) -> int:
+        """H/2."""
+        return heads // 2
+
+    def logits(self, heads: int, size: int) -> int:
+        """H/2."""
+        return heads // 2
+
+    def gated(
+        self, o: Float[Tensor, "b h t e"], logits: Float[Tensor, "b pairs t 1"]
+    ) -> Float[Tensor, "b pairs t e"]:
+        """o₁ − σ(λ)·o₂."""
+        return o[:, 0::2] - torch.sigmoid(logits) * o[:, 1::2]
