@@ -26,7 +26,7 @@ from normattn.kernels import AttentionInputs, attend
 from normattn.layers.prepare import in_blocks
 from normattn.plain import keepable
 from normattn.score import Positions, ScoreSpec
-from normattn.score.rotary import RotaryTables, Rotation, Rotator, scale_column, scaled
+from normattn.score.rotary import RotaryTables, Rotation, scale_column, scaled
 
 ATTRIBUTE = "normattn_layer"
 
@@ -103,7 +103,7 @@ class MethodTables:
         spec = self.spec.for_block(block)
         theta = method_frequencies(spec, self.rotation)
         amplitude = self.rotation.amplitude * method_gain(spec)
-        rotator = Rotator(theta, self.rotation.interleaved, amplitude=amplitude)
+        rotator = self.rotation.rotator(theta, amplitude)
         if scaling is not None:
             scale = query_factor(spec, scaling, positions.clamp(min=0) + 1)
             return rotator.queries(spec, positions, scale, dtype)
@@ -187,8 +187,9 @@ class ExtendedLayer:
             factor = scale_column(query_factor(self.spec, scaling, placed.positions.n))
             seen = placed.seen.part(slice(0, q.shape[2]), placed.keys)
             return attend(one_type(AttentionInputs(scaled(q, factor), k, v, seen, **more)))
-        rotation = self.tables.rotation
-        q, k = _arranged(rotation, q, 0), _arranged(rotation, k, 1)
+        gains = self.tables.rotation.gains
+        if gains is not None:  # features that rotate evenly
+            q, k = (x * gain.to(x.device, x.dtype) for x, gain in zip((q, k), gains, strict=True))
 
         def part(rows: slice, keys: int, block: int) -> Tensor:
             given = q[:, :, rows], k[:, :, :keys], v[:, :, :keys]
@@ -260,19 +261,11 @@ def one_type(inputs: AttentionInputs) -> AttentionInputs:
     return replace(inputs, **{name: x.to(dtype) for name, x in given.items() if x is not None})
 
 
-def _arranged(rotation: HeadRotation, x: Tensor, side: int) -> Tensor:
-    """Queries (side 0) or keys (1) with the features that rotate first, and evenly."""
-    x = rotation.arranged(x)
-    return x if rotation.gains is None else x * rotation.gains[side].to(x.device, x.dtype)
-
-
 def _evened(rotation: HeadRotation, q: Tensor) -> Tensor:
     """Rotated queries without the gains that stand in the products of features."""
     if rotation.gains is None:
         return q
-    even = (rotation.gains[0] * rotation.gains[1]).reciprocal().to(q.device)
-    # Rules by chunks lay the same features side by side.
-    return scaled(q, even.repeat(q.shape[-1] // even.shape[-1]))
+    return scaled(q, (rotation.gains[0] * rotation.gains[1]).reciprocal().to(q.device))
 
 
 def attention_function(

@@ -113,8 +113,8 @@ class HeadRotation:
         start: the first of the 2P features that rotate.
         scaled: the kind of scaling that the frequencies were trained with, if any.
         normed: whether queries and keys are normalised after the rotation.
-        gains: what features of queries and of keys, those that rotate first, are multiplied with
-            so that they rotate evenly: norms after the rotation may have a gain.
+        gains: what features of queries and of keys are multiplied with so that they rotate evenly:
+            norms after the rotation may have a gain.
     """
 
     frequencies: Float[Tensor, " p"]
@@ -135,20 +135,18 @@ class HeadRotation:
             same and self.gains is other.gains and torch.equal(self.frequencies, other.frequencies)
         )
 
-    def arranged(self, x: Float[Tensor, "*b d"]) -> Float[Tensor, "*b d"]:
-        """x with the features that rotate first."""
-        return torch.cat((x[..., self.start :], x[..., : self.start]), -1) if self.start else x
-
     def rotated(self, x: Float[Tensor, "b h t d"], side: int) -> Float[Tensor, "b h t d"]:
         """Queries (side 0) or keys (1) at positions 0 … T − 1, in float64."""
-        places = torch.arange(x.shape[2], dtype=torch.float64, device=x.device)
-        turn = Rotator(self.frequencies, self.interleaved).at(places, torch.float64)
-        gain = None if self.gains is None else self.gains[side].to(x.device)
-        first = self.arranged(x.double())
-        turn = replace(turn, cos=turn.cos * self.amplitude, sin=turn.sin * self.amplitude)
-        made = turn(first) if gain is None else turn(first * gain) / gain
-        rest = made.shape[-1] - self.start
-        return torch.cat((made[..., rest:], made[..., :rest]), -1) if self.start else made
+        places = torch.arange(x.shape[2], device=x.device)
+        turn = self.rotator(self.frequencies, self.amplitude).at(places, torch.float64)
+        if self.gains is None:
+            return turn(x.double())
+        gain = self.gains[side].to(x.device)
+        return turn(x.double() * gain) / gain
+
+    def rotator(self, frequencies: Float[Tensor, " p"], amplitude: float) -> Rotator:
+        """What rotates the same features of a head by other frequencies."""
+        return Rotator(frequencies, self.interleaved, amplitude=amplitude, start=self.start)
 
 
 def method_frequencies(spec: ScoreSpec, rotation: HeadRotation) -> Float[Tensor, " p"]:
@@ -344,15 +342,15 @@ def _gain(how: HeadRotation, still: Tensor, given: Tensor) -> Float[Tensor, " d"
     (a, b): its ratio by least squares over tokens and heads.
     """
 
+    count = how.frequencies.numel()
+
     def pair(x: Tensor) -> tuple[Tensor, Tensor]:
-        count = how.frequencies.numel()
-        if how.interleaved:
-            return x[..., 0 : 2 * count : 2], x[..., 1 : 2 * count : 2]
-        return x[..., :count], x[..., count : 2 * count]
+        x = x[..., how.start : how.start + 2 * count]
+        return (x[..., 0::2], x[..., 1::2]) if how.interleaved else (x[..., :count], x[..., count:])
 
     angle = torch.arange(still.shape[2], dtype=torch.float64)[:, None] * how.frequencies
-    a, b = pair(how.arranged(still.double().cpu()))
-    to, _ = pair(how.arranged(given.double().cpu()))
+    a, b = pair(still.double().cpu())
+    to, _ = pair(given.double().cpu())
     known, rest = b * angle.sin(), a * angle.cos() - to
     below = known.square().sum((0, 1, 2))
     ratio = torch.where(below > 0, (known * rest).sum((0, 1, 2)) / below.clamp(min=1e-30), 1.0)
