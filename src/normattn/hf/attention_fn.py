@@ -181,8 +181,28 @@ class ExtendedLayer:
             lambda: placing(mask, *sizes, position_ids, counted, before),
         )
         if self.kept is not None:
-            self.kept.begin(k, q.shape[2])
-        k, v = k[:, :, : placed.keys], v[:, :, : placed.keys]
+            self.kept.begin(k, q.shape[2], whole=placed.runs is None)
+        if placed.runs is None:
+            k, v = k[:, :, : placed.keys], v[:, :, : placed.keys]
+            return self._attend(q, k, v, placed, scaling, more)
+        out = v.new_zeros(*q.shape[:3], v.shape[-1])
+        for run in placed.runs:
+            if run.inner.keys:
+                own, columns = q[run.batch, :, run.queries], (run.batch, slice(None), run.keys)
+                made = self._attend(own, k[columns], v[columns], run.inner, scaling, more)
+                out[run.batch, :, run.queries] = made
+        return out
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        placed: Placing,
+        scaling: float,
+        more: Mapping[str, Any],
+    ) -> Float[Tensor, "b h t e"]:
+        """The same for keys and queries that stand where `placed` says."""
         if self.tables is None:  # rotated by the model, or without positions
             factor = scale_column(query_factor(self.spec, scaling, placed.positions.n))
             seen = placed.seen.part(slice(0, q.shape[2]), placed.keys)

@@ -56,8 +56,8 @@ def extend(
         model: a causal language model of transformers with rotary positions, also one that PEFT or
             `torch.compile` has wrapped.
         method: the post-hoc parts of a score by name: PI, ABF, NTK, NTK-mixed, DynamicNTK, YaRN,
-            ReRoPE, LeakyReRoPE, SelfExtend or DualChunk, with or without `-logn+`; also `logn+`
-            alone.
+            Llama3, ReRoPE, LeakyReRoPE, SelfExtend or DualChunk, with or without `-logn+`; also
+            `logn+` alone.
         train_length: how far the model was trained to read; by default what its configuration says.
         parameters: those of the method, e.g. window=, factor=, s=, group=, base=.
 

@@ -15,7 +15,7 @@ Legend: B batch, T queries, S keys.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,11 +35,25 @@ One row of a caller's own that is of this type cannot be told from them."""
 
 @dataclass(frozen=True)
 class Placing:
-    """Where the queries and the first `keys` keys stand, and who sees whom."""
+    """Where the queries and the first `keys` keys stand, and who sees whom.
+
+    `runs`, where there are any, are batches without padding that say the same, and are quicker.
+    """
 
     keys: int
     positions: Positions
     seen: AttentionMask
+    runs: tuple[Run, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """Rows of a batch whose real tokens lie side by side in the same columns."""
+
+    batch: slice
+    queries: slice
+    keys: slice
+    inner: Placing
 
 
 def compact_mask(
@@ -130,15 +144,21 @@ def placing(
     if mask.dtype != _OURS or mask.shape[2] > 1:
         return _of_pairs(mask, queries, keys, position_ids, counted, before)
     if mask.shape[2] == 0:
-        at = regular_positions(queries, mask.shape[3], mask.device)
-        _check_ids(position_ids, at.query.expand(batch, -1))
-        seen = AttentionMask(True, at.query, at.key, at.regular)
-        return Placing(mask.shape[3], at, seen)
+        placed = _regular(queries, mask.shape[3], mask.device)
+        _check_ids(position_ids, placed.positions.query.expand(batch, -1))
+        return placed
     places = mask[:, 0, 0].long().expand(batch, -1)
     used = places.shape[-1] - queries
     query, key = places[:, used:], places[:, :used]
     _check_ids(position_ids, query)
-    return _padded(query, key)
+    placed = _padded(query, key)
+    return placed if torch.compiler.is_compiling() else replace(placed, runs=_runs(query, key))
+
+
+def _regular(queries: int, keys: int, device: torch.device) -> Placing:
+    """The queries are the last of keys that are simply counted."""
+    at = regular_positions(queries, keys, device)
+    return Placing(keys, at, AttentionMask(True, at.query, at.key, at.regular))
 
 
 def _padded(
@@ -150,6 +170,34 @@ def _padded(
     at = Positions(query, key, query + 1, True, False, ordered=False)
     seen = AttentionMask(True, query, key, False, padding=key < 0, mask=mask)
     return Placing(key.shape[-1], at, seen)
+
+
+def _runs(query: Int[Tensor, "b t"], key: Int[Tensor, "b s"]) -> tuple[Run, ...] | None:
+    """Neighbouring rows that are alike, as batches without padding; None where that cannot be.
+
+    It can where the real tokens of each row lie side by side, and its real queries are the last of
+    them up to their own column: padding on the left or on the right, a cache that is not yet full.
+    """
+    real = query >= 0
+    count, last = real.sum(-1), query.amax(-1) + 1
+    first, start = real.int().argmax(-1), (key >= 0).int().argmax(-1)
+    rows = torch.arange(query.shape[1], device=query.device) - first[:, None]
+    columns = torch.arange(key.shape[1], device=key.device) - start[:, None]
+    in_row = (rows >= 0) & (rows < count[:, None])
+    held = (columns >= 0) & (columns < last[:, None])
+    good = (in_row == real) & (~in_row | (query == rows + (last - count)[:, None]))
+    if not bool(good.all()) or not bool((~held | (key == columns)).all()):
+        return None
+    runs: list[Run] = []
+    kinds = torch.stack((first, count, start, last), 1).tolist()
+    for row, kind in enumerate(kinds):
+        begin, many, left, keys = kind
+        if row and kinds[row - 1] == kind:
+            runs[-1] = replace(runs[-1], batch=slice(runs[-1].batch.start, row + 1))
+            continue
+        places = slice(begin, begin + many), slice(left, left + keys)
+        runs.append(Run(slice(row, row + 1), *places, _regular(many, keys, query.device)))
+    return tuple(runs)
 
 
 def _of_pairs(

@@ -43,16 +43,17 @@ class RotatedKeyCache:
         self._cache = _dynamic(cache, module)
         self._before = None if self._cache is None else self._cache.keys
 
-    def begin(self, k: Float[Tensor, "b g s d"], new: int) -> None:
+    def begin(self, k: Float[Tensor, "b g s d"], new: int, whole: bool) -> None:
         """Attention is given these keys, the last `new` of which were not there before.
 
-        `open` says afterwards whether rotated keys are kept in this call.
+        `whole` is whether all rows of the batch are rotated at once. `open` says afterwards whether
+        rotated keys are kept in this call.
         """
         cache, before = self._cache, self._before
         self._cache = self._before = None
         first = k.shape[2] - new
-        own = first > 0 and before is not None and cache is not None and cache.keys is k
-        self.open = own and not (k.is_inference() or k.requires_grad)
+        held = before is not None and cache is not None and cache.keys is k
+        self.open = whole and first > 0 and held and not (k.is_inference() or k.requires_grad)
         if not self.open or before is None:
             self._forget()
             return
