@@ -17,7 +17,7 @@ from torch import Tensor
 from normattn import InputError, Score, attention
 from normattn.kernels import AttentionInputs, AttentionMask, attend, run_kernel, tiled
 from normattn.kernels.residual_scores import ResidualScores
-from normattn.kernels.stats import Observation, observing
+from normattn.kernels.stats import Observation, Observer, observing
 from score import naive
 from score.cases import (
     METHODS,
@@ -38,7 +38,7 @@ B, H, G, T = 2, 3, 1, 9
 
 
 @dataclass
-class Notes:
+class Notes(Observer):
     """Observations put together to whole rows; functions of distance, if any, are asked for."""
 
     asked: Tensor | None = None
@@ -46,13 +46,11 @@ class Notes:
     rows: list[tuple[slice, Tensor | None]] = field(default_factory=list)
     owners: list[object] = field(default_factory=list)
 
-    def enter(
-        self, owner: object, q: Tensor, k: Tensor, padding: tuple[Any, Any], at: object
-    ) -> None:
+    def enter(self, owner: Any, q: Tensor, k: Tensor, padding: Any, at: Any) -> None:
         self.owners.append(owner)
 
-    def confine(self, rows: slice, own: Tensor | None) -> None:
-        self.rows.append((rows, own))
+    def confine(self, rows: slice, members: Tensor | None) -> None:
+        self.rows.append((rows, members))
 
     def functions(self, inputs: AttentionInputs) -> Tensor | None:
         return self.asked

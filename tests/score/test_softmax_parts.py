@@ -11,7 +11,7 @@ from torch import Tensor
 from kernels.memory import largest
 from normattn import InputError, Score, ScoreSpec, attention, explain
 from normattn.kernels import reference, tiled
-from normattn.kernels.stats import Observation, observing
+from normattn.kernels.stats import Observation, Observer, observing
 from normattn.layers.cache import KeyValueCache
 
 from .cases import NORMALISERS, built, normalised, tensors
@@ -155,15 +155,9 @@ def test_no_tensor_holds_every_pair(monkeypatch: pytest.MonkeyPatch) -> None:
             assert (seen.numel < B * H * pairs // 4) == (backend == "auto"), backend
 
 
-class _Notes:
+class _Notes(Observer):
     def __init__(self) -> None:
         self.seen: list[Observation] = []
-
-    def enter(self, *given: Any) -> None: ...
-
-    def confine(self, *given: Any) -> None: ...
-
-    def functions(self, problem: Any) -> None: ...
 
     def see(self, problem: Any, observation: Observation) -> None:
         self.seen.append(observation)

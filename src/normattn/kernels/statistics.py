@@ -17,7 +17,7 @@ from torch import Tensor
 from normattn.kernels.cosines import cosine_counts
 from normattn.kernels.inputs import AttentionInputs
 from normattn.kernels.numerics import at_least_float32
-from normattn.kernels.stats import Observation
+from normattn.kernels.stats import Observation, Observer
 
 Padding = tuple[Tensor | None, Tensor | None]
 EXTREMES = {"largest": 1.0, "largest_cosine": 1.0, "least_cosine": -1.0}
@@ -104,12 +104,13 @@ class LayerSums:
         return means
 
 
-class AttentionStatistics:
+class AttentionStatistics(Observer):
     """The observer of a model's layers; `names` are those of the layers that an owner serves.
 
     An owner is a `Score`, or the attention module of another library. `edges` bound bins of the
     query's position (None: one bin); `cosines` asks for those of queries and keys, which cost
-    another product. `sums` has every layer that ran, in the order in which they did.
+    another product. A class that asks for functions of distance names them in `wanted`. `sums` has
+    every layer that ran, in the order in which they did.
     """
 
     def __init__(
@@ -133,7 +134,7 @@ class AttentionStatistics:
         self._turns = {owner: itertools.cycle(names) for owner, names in self.names.items()}
 
     def enter(
-        self, owner: object, q: Tensor, k: Tensor, padding: Padding, at: tuple[Tensor, Tensor]
+        self, owner: Any, q: Tensor, k: Tensor, padding: Padding, at: tuple[Tensor, Tensor]
     ) -> None:
         """A layer begins; those of other models are left alone."""
         self._part, self._padding, self._at = (slice(None), None), padding, at
@@ -144,23 +145,19 @@ class AttentionStatistics:
             self.add_norms("q_norm", 0, q)
             self.add_norms("k_norm", 1, k)
 
-    def confine(self, rows: slice, own: Tensor | None) -> None:
+    def confine(self, rows: slice, members: Tensor | None) -> None:
         """The next call is that of some rows."""
-        self._part = rows, own
-
-    def functions(self, inputs: AttentionInputs) -> Tensor | None:
-        """No means of functions of distance; a class that wants some names them in `wanted`."""
-        return None
+        self._part = rows, members
 
     def see(self, inputs: AttentionInputs, observation: Observation) -> None:
         """A call of the current layer has been computed."""
-        (rows, own), self._part = self._part, (slice(None), None)
+        (rows, members), self._part = self._part, (slice(None), None)
         layer, seen = self.layer, observation
         if layer is None:
             return
         valid = (seen.visible > 0).expand(seen.entropy.shape)
-        if own is not None:
-            valid = valid & own.reshape(-1, 1, own.shape[-1])
+        if members is not None:
+            valid = valid & members.reshape(-1, 1, members.shape[-1])
         if (padding := self._padding[0]) is not None:
             valid = valid & ~padding[:, None, rows]
         values = {"entropy": seen.entropy, "lse": seen.lse, "first_mass": seen.first}

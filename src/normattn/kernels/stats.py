@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -58,13 +58,12 @@ class Observation:
         return self.visible if self.sink is None else self.visible + 1
 
 
-@runtime_checkable
-class Observer(Protocol):
-    """Who gets the statistics of every call while `observing`."""
+class Observer:
+    """Who gets the statistics of every call while `observing`; this one keeps nothing."""
 
     def enter(
         self,
-        owner: object,
+        owner: Any,
         q: Float[Tensor, "b h t d"],
         k: Float[Tensor, "b g s d"],
         padding: tuple[Bool[Tensor, "b t"] | None, Bool[Tensor, "b s"] | None],
@@ -74,19 +73,16 @@ class Observer(Protocol):
 
         `padding` is True where a query, and where a key, is padding; `at` are their positions.
         """
-        ...
 
     def confine(self, rows: slice, members: Bool[Tensor, "*b t"] | None) -> None:
         """The next call is that of some rows, of which only the `members` (None: all) count."""
-        ...
 
     def functions(self, inputs: AttentionInputs) -> Float[Tensor, "f r"] | None:
         """Functions of distance 0 … R − 1 whose means are wanted, R beyond any that occurs."""
-        ...
+        return None
 
     def see(self, inputs: AttentionInputs, observation: Observation) -> None:
         """A call has been computed."""
-        ...
 
 
 _OBSERVER: ContextVar[Observer | None] = ContextVar("normattn_observer", default=None)
@@ -97,7 +93,7 @@ def observer() -> Observer | None:
     return None if torch.compiler.is_compiling() else _OBSERVER.get()
 
 
-class _Both:
+class _Both(Observer):
     """Two observers of the same calls, of which one at most asks for functions of distance."""
 
     def __init__(self, first: Observer, second: Observer) -> None:
@@ -134,22 +130,10 @@ def observing(by: Observer) -> Iterator[None]:
         _OBSERVER.reset(token)
 
 
-class _Blind:
-    """An observer that sees calls and keeps nothing."""
-
-    def enter(self, *call: Any) -> None: ...
-
-    def confine(self, *call: Any) -> None: ...
-
-    def functions(self, inputs: AttentionInputs) -> None: ...
-
-    def see(self, *call: Any) -> None: ...
-
-
 @contextmanager
 def unseen(observed: bool) -> Iterator[None]:
     """Nobody gets statistics inside; kernels are those of `observed` calls all the same."""
-    token = _OBSERVER.set(_Blind() if observed else None)
+    token = _OBSERVER.set(Observer() if observed else None)
     try:
         yield
     finally:

@@ -14,7 +14,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from normattn.errors import InputError
-from normattn.kernels import AttentionMask
 from normattn.kernels.stats import announce
 from normattn.layers.checks import (
     BOOLEAN,
@@ -27,9 +26,9 @@ from normattn.layers.checks import (
     checked_probability,
 )
 from normattn.layers.gates import scale_heads, share_factor
-from normattn.layers.prepare import AttentionPlan, hide_other_chunks
+from normattn.layers.prepare import prepare
 from normattn.layers.residual_scores import ResidualLayer
-from normattn.score import Positions, Score, ScoreSpec
+from normattn.score import Score, ScoreSpec
 from normattn.score.spec import as_spec
 
 
@@ -38,7 +37,7 @@ class Memory:
     """A source as one layer's queries read it: its keys normalised and rotated, and its values.
 
     `raw` are the keys as projected, `spec` the score that made `keys` of them. `positions` are None
-    where the score has none. `count` (B, 1), or (1,) without padding, is the number of real tokens.
+    where the score has none.
     """
 
     keys: Float[Tensor, "b g s d"]
@@ -46,7 +45,6 @@ class Memory:
     values: Float[Tensor, "b g s d"]
     padding: Bool[Tensor, "b s"] | None
     positions: Int[Tensor, "*bk s"] | None
-    count: Int[Tensor, "*bn 1"]
     spec: ScoreSpec
 
     def choose(self, rows: Int[Tensor, " r"]) -> Memory:
@@ -111,14 +109,10 @@ class CrossAttention(nn.Module):
         check_tensor("padding", padding, BOOLEAN, tuple(source.shape[:2]))
         kv = self.kv(source).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         k, v = kv[:, : self.kv_heads], kv[:, self.kv_heads :]
-        spec, tokens = self.score.spec, k.shape[2]
-        places = torch.arange(tokens, device=k.device)
+        spec, places = self.score.spec, torch.arange(k.shape[2], device=k.device)
         positions = _checked_positions(positions, spec, *source.shape[:2])
         keys = self.score.cache_keys(k, places if positions is None else positions, padding=padding)
-        count = torch.full((1,), tokens, device=k.device)
-        if padding is not None:
-            count = (~padding).sum(-1, keepdim=True).clamp(min=1)
-        return Memory(keys, k, v, padding, positions, count, spec)
+        return Memory(keys, k, v, padding, positions, spec)
 
     def forward(
         self,
@@ -151,33 +145,22 @@ class CrossAttention(nn.Module):
         if query_padding is not None:
             query_padding = query_padding.reshape(sources, -1)
         q = self.q(x).reshape(sources, -1, self.heads, self.head_dim).transpose(1, 2)
-        at = self._positions(x, memory, positions)
-        announce(self.score, q, memory.raw, query_padding, memory.padding, at.query, at.key)
-        mask = AttentionMask(False, at.query, at.key, at.regular, memory.padding)
-        if spec.chunk is not None:
-            mask = hide_other_chunks(mask, spec.chunk, sources)
+        positions = _checked_positions(positions, spec, *x.shape[:2])
+        if positions is not None:
+            repeats = rows // sources
+            one = positions.dim() == 1
+            positions = positions.repeat(repeats) if one else positions.reshape(sources, -1)
         given = AttentionArguments(
-            *(False, backend),
-            query_padding=query_padding,
+            *(False, backend, None, memory.padding, query_padding, positions, memory.positions),
             dropout_p=self.dropout if self.training else 0.0,
             residual=residual,
         )
-        plan = AttentionPlan(at, mask, given, cached=True)
+        plan = prepare(spec, q, memory.keys.shape[2], given, cached=True)
+        at = plan.positions
+        announce(self.score, q, memory.raw, query_padding, memory.padding, at.query, at.key)
         o = plan.run(self.score, q, memory.keys, memory.values)
         y: Tensor = self.out(o.transpose(1, 2).reshape(rows, x.shape[1], -1))
         return y
-
-    def _positions(self, x: Tensor, memory: Memory, positions: Tensor | None) -> Positions:
-        """Positions of the queries, those of all rows of a source in one line, and of the keys."""
-        repeats, key = x.shape[0] // memory.keys.shape[0], memory.positions
-        if key is None:
-            query = torch.arange(repeats * x.shape[1], device=x.device)
-            key = torch.arange(memory.keys.shape[2], device=x.device)
-            return Positions(query, key, memory.count, False, regular=memory.padding is None)
-        own = _checked_positions(positions, self.score.spec, *x.shape[:2])
-        assert own is not None
-        query = own.repeat(repeats) if own.dim() == 1 else own.reshape(-1, repeats * x.shape[1])
-        return Positions(query, key, memory.count, False, regular=False, ordered=False)
 
     @torch.no_grad()
     def shrink(self, factor: Float[Tensor, " h"]) -> None:

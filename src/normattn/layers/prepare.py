@@ -111,15 +111,17 @@ def prepare(
 ) -> AttentionPlan:
     """Build positions and mask of a call whose arguments are checked.
 
-    Of q only the shape and the device count. The queries beside a cache are the last of its keys,
-    whose positions grow. Raises `InputError` for positions that a score cannot have.
+    Of q only the shape and the device count. Keys that are `cached` are those of a cache, whose
+    positions grow and whose last are the queries', or, with `q_positions`, of another sequence.
+    Raises `InputError` for positions that a score cannot have.
     """
     batch, _, queries, _ = q.shape
     padding, documents, key_positions = given.key_padding, given.documents, given.k_positions
     query_positions = given.q_positions
-    if (given.causal or cached) and key_positions is not None and documents is None:
+    of_cache = cached and query_positions is None
+    if (given.causal or of_cache) and key_positions is not None and documents is None:
         check_restarts(key_positions, padding)
-    if cached and key_positions is not None:
+    if of_cache and key_positions is not None:
         query_positions = key_positions[..., keys - queries :]
     if documents is not None:
         documents = number_documents(documents, padding)
@@ -128,7 +130,7 @@ def prepare(
         at = regular_positions(queries, keys, q.device)
     else:
         at = Positions.of(queries, keys, given.causal, q.device, *places)
-    if cached and not at.ordered:
+    if of_cache and not at.ordered:
         at = replace(at, ordered=True)
     elif not cached and (query_positions is not None or key_positions is not None):
         # Those of a cache count padding apart, and so may go back where it ends.
@@ -140,11 +142,11 @@ def prepare(
     if given.attn_mask is not None and spec.logn is not None:
         at = at.without_masked(mask)
     if spec.chunk is not None:
-        mask = hide_other_chunks(mask, spec.chunk, batch)
+        mask = _hide_other_chunks(mask, spec.chunk, batch)
     return AttentionPlan(at, mask, given, cached)
 
 
-def hide_other_chunks(mask: AttentionMask, size: int, batch: int) -> AttentionMask:
+def _hide_other_chunks(mask: AttentionMask, size: int, batch: int) -> AttentionMask:
     """The same mask without the keys of other chunks of `size` positions."""
     query, key = (
         places.div(size, rounding_mode="floor").reshape(-1, places.shape[-1]).expand(batch, -1)

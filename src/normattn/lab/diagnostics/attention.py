@@ -19,8 +19,8 @@ from normattn.errors import InputError
 from normattn.kernels import AttentionInputs
 from normattn.kernels.reference import reference, strips
 from normattn.kernels.residual_scores import ResidualScores
-from normattn.kernels.stats import Observation, observing
-from normattn.lab.diagnostics.collector import Watcher, named_layers
+from normattn.kernels.stats import Observation, Observer, observing
+from normattn.lab.diagnostics.collector import named_layers
 from normattn.models.utils import without_dropout
 
 MOST_TOKENS = 512
@@ -105,7 +105,7 @@ def attention_weights(
     return by_layer
 
 
-class _Keep(Watcher):
+class _Keep(Observer):
     """Keeps the weights of every layer, in parts (H, rows, S)."""
 
     def __init__(self, names: Mapping[Any, Sequence[str]]) -> None:

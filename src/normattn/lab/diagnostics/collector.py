@@ -27,20 +27,6 @@ from normattn.score import Score
 COSINE_EDGES = torch.linspace(-1, 1, BINS + 1, dtype=torch.float64).tolist()
 
 
-class Watcher:
-    """An observer that asks for no means over keys and reads no announcements."""
-
-    def enter(self, owner: Any, q: Tensor, k: Tensor, padding: Any, at: Any) -> None:
-        """A layer begins."""
-
-    def confine(self, rows: slice, own: Tensor | None) -> None:
-        """The next call is that of some rows."""
-
-    def functions(self, inputs: AttentionInputs) -> Tensor | None:
-        """No means are wanted."""
-        return None
-
-
 def _measured(layer_sums: LayerSums, edges: Sequence[int], layer: int) -> list[pl.DataFrame]:
     """Every statistic as rows of the measurements table, by head and bin of the position."""
     parts = [

@@ -15,10 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from normattn.kernels import AttentionInputs
-from normattn.kernels.stats import Observation, observing
+from normattn.kernels.stats import Observation, Observer, observing
 from normattn.lab.data.windows import MaskedSet
 from normattn.lab.diagnostics.attention import ResidualSum, attention_of
-from normattn.lab.diagnostics.collector import Watcher
 from normattn.models.masked_lm import MaskedLM
 from normattn.models.utils import without_dropout
 
@@ -102,7 +101,7 @@ def _batches(texts: MaskedSet, tokens: int) -> Iterator[slice]:
     return (slice(first, first + step) for first in range(0, len(texts), step))
 
 
-class _ByLayer(Watcher):
+class _ByLayer(Observer):
     """The statistics of each text (B,) in one forward, a list by layer for each name."""
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from normattn.errors import InputError
 from normattn.kernels import AttentionInputs
-from normattn.kernels.stats import Observation, observing
+from normattn.kernels.stats import Observation, Observer, observing
 from normattn.lab.training.config import refuse_score
 from normattn.lab.training.distributed import World
 from normattn.layers import Attention, CrossAttention, GatedAttentionUnit
@@ -75,7 +75,7 @@ class QKClip:
         return float(every.max())
 
 
-class _Largest:
+class _Largest(Observer):
     """Raises the largest logit (h,) of each head of the scores in `largest`."""
 
     def __init__(self, largest: dict[Score, Tensor]) -> None:
@@ -84,18 +84,14 @@ class _Largest:
         self._padding: Tensor | None = None
         self._rows = slice(None)
 
-    def enter(self, owner: object, q: Tensor, k: Tensor, padding: Any, at: Any) -> None:
+    def enter(self, owner: Any, q: Tensor, k: Tensor, padding: Any, at: Any) -> None:
         """A layer's calls follow."""
         self._owner = owner if isinstance(owner, Score) and owner in self._largest else None
         self._padding, self._rows = padding[0], slice(None)
 
-    def confine(self, rows: slice, own: Tensor | None) -> None:
+    def confine(self, rows: slice, members: Tensor | None) -> None:
         """The next call is that of some rows."""
         self._rows = rows
-
-    def functions(self, inputs: AttentionInputs) -> Tensor | None:
-        """No means of functions of distance are wanted."""
-        return None
 
     def see(self, inputs: AttentionInputs, observation: Observation) -> None:
         """Take the largest logits of rows that are no padding."""
