@@ -57,14 +57,17 @@ def test_the_last_segment_stays_the_same(llama: Path, corpus: Path) -> None:
     [
         ({}, "the tasks count tokens"),
         ({"run": "RUN", "length": [64]}, "did you mean 'lengths'"),
-        ({"run": "RUN", "lengths": "64,128"}, "metadata lengths"),
-        ({"run": "RUN", "lengths": [1, 128]}, "metadata lengths"),
+        ({"run": "RUN", "lengths": "64,128"}, "lengths"),
+        ({"run": "RUN", "lengths": [1, 128]}, "lengths"),
         ({"run": "RUN", "lengths": [96, 100]}, "in whole segments of 48 tokens, got 100"),
-        ({"run": "RUN", "samples": 0}, "samples is 0"),
-        ({"run": "RUN", "seed": -1}, "seed is -1"),
-        ({"run": "RUN", "join": "no"}, "join is 'no'"),
+        (
+            {"run": "RUN", "samples": 0},
+            "samples: Input should be greater than or equal to 1, got 0",
+        ),
+        ({"run": "RUN", "seed": -1}, "seed: Input should be greater than or equal to 0, got -1"),
+        ({"run": "RUN", "join": "no"}, "join: "),
         ({"run": "RUN", "text": "gone.txt"}, "'gone.txt' does not exist"),
-        ({"tokenizer": "/gone"}, "tokeniser of /gone cannot be loaded"),
+        ({"tokenizer": "/gone"}, "/gone does not exist"),
     ],
 )
 def test_metadata_that_cannot_be(run: Path, metadata: dict[str, Any], expected: str) -> None:

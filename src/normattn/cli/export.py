@@ -49,12 +49,6 @@ _KINDS: dict[str, tuple[type[LoopConfig], str, str]] = {
     ),
 }
 """Of each kind of run its settings, and transformers' names of its task and its Auto class."""
-_REFUSED = {
-    "translation": "its model has two tokenisers and two stacks, which transformers' encoder-"
-    "decoder interface of one vocabulary cannot hold",
-    "vision": "its model reads pixels that its own data preparation has normalised, for which "
-    "transformers wants an image processor that is not written",
-}
 _MODEL_FIELDS = ("score", "layers", "dim", "heads", "kv_heads", "block", "placement", "norm")
 _TRAINING_FIELDS = ("steps", "batch_size", "precision", "seed")
 _CARD = """---
@@ -101,8 +95,10 @@ def export_run(asked: options.Export) -> None:
         raise InputError("exporting a run needs transformers: pip install normattn[hf]")
     stored = RunDirectory.existing(run)
     if stored.kind not in _KINDS:
-        reason = _REFUSED.get(stored.kind, "transformers has no counterpart of its model")
-        raise InputError(f"{run} holds a run of kind {stored.kind!r}: {reason}")
+        raise InputError(
+            f"{run} holds a run of kind {stored.kind!r}, whose model transformers has no class "
+            f"for; export takes one of kind {', '.join(map(repr, _KINDS))}"
+        )
     require_finished(run, "be exported")
     if out.exists() and not out.is_dir():
         raise InputError(f"{out} is a file; the export is written to a directory")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import inspect
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -41,15 +40,6 @@ from lm_eval.models.huggingface import HFLM
 
 TASKS = Path(__file__).parent / "tasks"
 _UNLIMITED = (1 << 31) - 1
-_OPTIONS = frozenset(inspect.signature(HFLM.__init__).parameters) - {"self", "kwargs"}
-_LOADING = frozenset(
-    {
-        *("attn_implementation", "device_map", "quantization_config", "use_safetensors"),
-        *("load_in_4bit", "load_in_8bit", "bnb_4bit_compute_dtype", "bnb_4bit_quant_type"),
-        *("bnb_4bit_use_double_quant", "variant", "token", "low_cpu_mem_usage"),
-    }
-)
-"""What the harness hands on to transformers' `from_pretrained`."""
 _OF_RUNS = frozenset({"max_length", "batch_size", "max_batch_size", "device", "dtype"})
 _MISTYPED = ("Tasks not found", "Attempted to load model", "No tasks specified", "Need to specify")
 
@@ -263,10 +253,4 @@ def _take_parameters(method: str | None, options: dict[str, Any]) -> dict[str, A
     factor: Any = parameters.get("factor", 1)
     if isinstance(factor, bool | str) or factor < 1:
         raise InputError(f"factor is {factor!r}; expected a number of at least 1")
-    unknown = sorted(options.keys() - _OPTIONS - _LOADING)
-    if unknown:
-        raise InputError(
-            f"model_args: {', '.join(unknown)}: neither a parameter of the method "
-            f"{method or 'that is missing'}, nor an option of the harness's model"
-        )
     return parameters

@@ -18,11 +18,11 @@ import numpy as np
 from lm_eval.api.instance import Instance
 from lm_eval.api.metrics import bits_per_byte, mean
 from lm_eval.api.task import ConfigurableTask
-from pydantic import Field, ValidationError, field_validator
-from transformers import AutoTokenizer
+from pydantic import Field, field_validator
 
 from normattn.cli.generate import open_run
 from normattn.errors import InputError
+from normattn.hf.load import read_tokeniser
 from normattn.io import expanded
 from normattn.lab.data import DataConfig
 from normattn.lab.data.corpora import Document, parse_corpus
@@ -31,6 +31,7 @@ from normattn.lab.data.splits import split_of
 from normattn.lab.data.token_data import TokenData, TokenSplit
 from normattn.lab.data.tokeniser import SEPARATOR_ID, Tokeniser
 from normattn.lab.data.windows import last_segment_sets
+from normattn.lab.sweep.config import validated
 from normattn.settings import Settings
 
 _BATCH = 64
@@ -57,6 +58,11 @@ class TaskSettings(Settings):
     seed: int = Field(0, ge=0)
     tokenizer: str | None = None
 
+    @field_validator("lengths", mode="before")
+    @classmethod
+    def _several(cls, lengths: Any) -> Any:
+        return [lengths] if isinstance(lengths, int) else lengths
+
     @field_validator("lengths")
     @classmethod
     def _sorted(cls, lengths: tuple[int, ...]) -> tuple[int, ...]:
@@ -73,16 +79,7 @@ class TaskSettings(Settings):
             if near and key not in names:
                 raise InputError(f"metadata has no {key!r}: did you mean {near[0]!r}?")
         given = {name: metadata[name] for name in names if metadata.get(name) is not None}
-        if isinstance(given.get("lengths"), int):
-            given["lengths"] = [given["lengths"]]
-        try:
-            return TaskSettings(**given)
-        except ValidationError as error:
-            first = error.errors()[0]
-            name = first["loc"][0] if first["loc"] else "samples"
-            raise InputError(
-                f"metadata {name} is {given.get(str(name))!r}: {first['msg']}"
-            ) from error
+        return validated(TaskSettings, given, "metadata")
 
 
 class _Pieces(ConfigurableTask):
@@ -143,17 +140,16 @@ class _Pieces(ConfigurableTask):
         return {metric: metric.startswith("acc") for metric in self._metrics}
 
 
-class _Retrieval(_Pieces):
+class Retrieval(_Pieces):
     """`acc_LENGTH` and `acc_LENGTH_depth_PERCENT`: the share of samples answered as a whole.
 
-    An answer is right when each of its tokens is the model's first choice.
+    An answer is right when each of its tokens is the model's first choice. The task's name says
+    which of `lab.data.retrieval` it is.
     """
-
-    kind = ""
 
     def documents(self, metadata: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Samples at every length and depth."""
-        return retrieval_documents(self.kind, metadata)
+        return retrieval_documents(str(self.config.task).removeprefix("normattn_"), metadata)
 
     def process_results(
         self, doc: Mapping[str, Any], results: Sequence[tuple[float, bool]]
@@ -162,36 +158,6 @@ class _Retrieval(_Pieces):
         right = float(all(correct for _, correct in results))
         length, depth = doc["length"], doc["depth"]
         return {"acc": right, f"acc_{length}": right, f"acc_{length}_depth_{depth}": right}
-
-
-class Passkey(_Retrieval):
-    """One statement, asked for at the end."""
-
-    kind = "passkey"
-
-
-class MultiKey(_Retrieval):
-    """Four statements, one of them asked for."""
-
-    kind = "multi_key"
-
-
-class VariableTracking(_Retrieval):
-    """A chain of three assignments, followed back to the value."""
-
-    kind = "variable_tracking"
-
-
-class KeyValue(_Retrieval):
-    """As many statements as fill the text, one of them asked for."""
-
-    kind = "key_value"
-
-
-class Copy(_Retrieval):
-    """One statement of a passage, to be repeated whole."""
-
-    kind = "copy"
 
 
 class LastSegment(_Pieces):
@@ -258,8 +224,19 @@ def _document(
 
 
 def _data(metadata: Mapping[str, Any], settings: TaskSettings) -> TokenData:
-    """The text's tokens, all in the test split."""
-    tokeniser, config = _tokeniser(metadata, settings)
+    """The text's tokens, all in the test split: of a run what was held out from its model."""
+    run, name = metadata.get("run"), settings.tokenizer or metadata.get("pretrained")
+    config = DataConfig()
+    if run is not None and settings.tokenizer is None:
+        config, tokeniser = _of_run(str(run))
+    elif name is not None:
+        gguf = None if settings.tokenizer else metadata.get("gguf_file")
+        tokeniser = _of_transformers(str(name), gguf)
+    else:
+        raise InputError(
+            "the tasks count tokens: give run=… or pretrained=… to the model, or tokenizer=FOLDER "
+            "in the metadata"
+        )
     if settings.text is not None:
         return _tokens(tokeniser, settings.text, None, None, settings.join)
     share = (config.seed, config.test_fraction, config.validation_fraction)
@@ -298,36 +275,15 @@ def _tokens(
     return TokenData(train, validation, split, tokeniser, tokeniser.vocab_size, "")
 
 
-def _tokeniser(metadata: Mapping[str, Any], settings: TaskSettings) -> tuple[Tokeniser, DataConfig]:
-    """Whose tokens are counted, and which text was held out from that model."""
-    run, name = metadata.get("run"), settings.tokenizer or metadata.get("pretrained")
-    if run is not None and settings.tokenizer is None:
-        return _of_run(str(run))
-    if name is None:
-        raise InputError(
-            "the tasks count tokens: give run=… or pretrained=… to the model, or tokenizer=FOLDER "
-            "in the metadata"
-        )
-    gguf = None if settings.tokenizer else metadata.get("gguf_file")
-    return _of_transformers(str(name), gguf), DataConfig()
-
-
 @lru_cache(maxsize=2)
-def _of_run(run: str) -> tuple[Tokeniser, DataConfig]:
+def _of_run(run: str) -> tuple[DataConfig, Tokeniser]:
     config, tokeniser = open_run(expanded(run))
-    return tokeniser, config.data
+    return config.data, tokeniser
 
 
 @lru_cache(maxsize=2)
 def _of_transformers(name: str, gguf: str | None) -> Tokeniser:
-    path, options = expanded(name), {} if gguf is None else {"gguf_file": gguf}
-    if path.is_file():
-        name, options = str(path.parent), {"gguf_file": path.name}
-    try:
-        tokeniser = AutoTokenizer.from_pretrained(name, **options)
-    except (OSError, ValueError) as error:
-        sentence = " ".join(str(error).split())[:300]
-        raise InputError(f"the tokeniser of {name} cannot be loaded: {sentence}") from error
+    tokeniser = read_tokeniser(name, gguf)
     if not tokeniser.is_fast:
         raise InputError(f"the tokeniser of {name} is not one of the tokenizers library")
     return Tokeniser(tokeniser.backend_tokenizer.to_str())
