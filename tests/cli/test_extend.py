@@ -19,7 +19,8 @@ from hostile.foreign import write_model
 from normattn.cli import extend_reading
 from normattn.cli.app import main
 from normattn.cli.extend_reading import passkey_set, prepare_texts
-from normattn.cli.extend_settings import default_lengths, parse_lengths, parse_methods
+from normattn.cli.extend_settings import parse_methods
+from normattn.cli.parsing import token_counts
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -279,8 +280,7 @@ def test_a_saved_model_is_read_as_it_was_trained(
 
 
 def test_lengths_and_methods_as_typed() -> None:
-    assert parse_lengths("16k, 8k,12000") == (8192, 12000, 16384)
-    assert default_lengths(2048) == (2048, 4096)
+    assert token_counts("16k, 8k,12000", "--lengths") == (8192, 12000, 16384)
     assert parse_methods("LeakyReRoPE(s=4,window=8),YaRN-logn+") == (
         *("as is", "LeakyReRoPE(s=4,window=8)"),
         "YaRN-logn+",

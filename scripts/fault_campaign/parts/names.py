@@ -31,7 +31,7 @@ def fuzzed(source: random.Random) -> str:
 def run(campaign: Campaign) -> Iterator[Count]:
     """Each name to one reader of names; a score that is one must survive its own text."""
     from normattn.cli import parsing
-    from normattn.cli.extend_settings import parse_lengths, parse_methods
+    from normattn.cli.extend_settings import parse_methods
     from normattn.errors import InputError
     from normattn.lab.data import parse_corpus
     from normattn.score import ScoreSpec
@@ -46,7 +46,7 @@ def run(campaign: Campaign) -> Iterator[Count]:
         score,
         ScoreSpec.parse("KNA").with_method,
         parse_corpus,
-        parse_lengths,
+        lambda text: parsing.token_counts(text, "--lengths"),
         parse_methods,
         parsing.seeds,
         lambda text: parsing.names(text, "--variants"),

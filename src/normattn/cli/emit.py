@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from normattn.cli import model_options
 from normattn.cli.extend_settings import (
     AS_IS,
-    chosen_factor,
-    chosen_window,
-    default_lengths,
+    choose,
     open_parameters,
-    parse_lengths,
     parse_methods,
     refuse_unused,
-    trained_length,
 )
 from normattn.errors import InputError
 from normattn.hf.engines import ENGINES, Wanted, emit, gguf_values, refuse_engine
@@ -41,7 +36,7 @@ def emit_method(asked: model_options.Extend, engine: str) -> None:
     out = asked.out
     if out is not None and out.exists():
         raise InputError(f"{out} exists already: name a new file")
-    refuse_unused(methods, asked.factor, asked.window)
+    refuse_unused(methods, asked)
     source = expanded(asked.model) if asked.gguf is None else expanded(asked.model) / asked.gguf
     wanted = _wanted(asked, source, methods[0])
     text = emit(wanted, engine)
@@ -60,13 +55,9 @@ def _wanted(asked: model_options.Extend, source: Path, method: str) -> Wanted:
     config = read_configuration(asked.model if source == expanded(asked.model) else source)
     refuse_applied(config)
     small = small_model(config)
-    length = asked.train_length or trained_length(small)
-    longest = (parse_lengths(asked.lengths) if asked.lengths else default_lengths(length))[-1]
-    given: dict[str, Any] = {}
-    if "factor" in open_parameters(method):
-        given["factor"] = chosen_factor(asked.factor, longest, length)
-    if "window" in open_parameters(method):
-        given["window"] = chosen_window(asked.window, length)
+    chosen = choose(asked, small)
+    length, longest = chosen.train_length, chosen.lengths[-1]
+    given = {name: getattr(chosen, name) for name in open_parameters(method)}
     planned = plan(small, method, length, **given)
     if asked.lengths is None:
         longest = int(length * getattr(planned.spec.rope_scaling, "stretch", longest / length))

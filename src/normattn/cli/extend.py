@@ -15,26 +15,16 @@ from rich.progress import TextColumn
 
 from normattn.cli import model_options
 from normattn.cli.emit import emit_method
-from normattn.cli.extend_reading import (
-    DEFAULT_TEXT,
-    OutOfMemoryError,
-    Reader,
-    Texts,
-    Unit,
-    prepare_texts,
-)
+from normattn.cli.extend_reading import DEFAULT_TEXT, Reader, Texts, Unit, prepare_texts
 from normattn.cli.extend_settings import (
     ALL,
     AS_IS,
     ExtensionSettings,
-    chosen_factor,
-    chosen_window,
-    default_lengths,
-    parse_lengths,
+    choose,
     parse_methods,
     refuse_unused,
-    trained_length,
 )
+from normattn.cli.failures import memory_error_in
 from normattn.errors import InputError, NormattnError
 from normattn.hf import extend, load, token_scorer
 from normattn.hf.native import take_record
@@ -73,13 +63,12 @@ def extend_model(asked: model_options.Extend) -> None:
     if asked.threads is not None:
         torch.set_num_threads(asked.threads)
     methods = parse_methods(asked.methods)
-    lengths = None if asked.lengths is None else parse_lengths(asked.lengths)
-    refuse_unused(methods, asked.factor, asked.window)
+    refuse_unused(methods, asked)
     _check_saving(asked, methods)
-    _check_configuration(asked, lengths)
+    _check_configuration(asked)
     model, tokeniser = load(asked.model, asked.gguf, _DTYPES[asked.dtype])
     model = model.to(choose_device(asked.device))
-    settings, texts, notes = _resolve(asked, model, tokeniser, lengths)
+    settings, texts, notes = _resolve(asked, model, tokeniser)
     methods, refused = _supported(model, methods, settings, everything=ALL in asked.methods)
     reader = Reader(model, tokeniser, token_scorer(model), texts, settings)
     plan = _plan(reader, methods, asked.passkey)
@@ -106,29 +95,23 @@ def _check_saving(asked: model_options.Extend, methods: Sequence[str]) -> None:
         raise InputError(f"--save {asked.save} exists already: name a new folder")
 
 
-def _check_configuration(asked: model_options.Extend, lengths: tuple[int, ...] | None) -> None:
+def _check_configuration(asked: model_options.Extend) -> None:
     """Raise `InputError` for what a GGUF's header or a config.json rules out, before loading.
 
     The configuration of a name on the hub comes with its weights and is checked after them.
     """
     source = expanded(asked.model) if asked.gguf is None else expanded(asked.model) / asked.gguf
-    if not source.exists():
-        return
-    config = read_configuration(source)
-    take_record(config, source)  # A model saved under a method is evaluated as it was trained.
-    length = asked.train_length or trained_length(small_model(config))
-    chosen_window(asked.window, length)
-    chosen_factor(asked.factor, (lengths or default_lengths(length))[-1], length)
+    if source.exists():
+        config = read_configuration(source)
+        take_record(config, source)  # A model saved under a method is evaluated as it was trained.
+        choose(asked, small_model(config))
 
 
 def _resolve(
-    asked: model_options.Extend, model: Any, tokeniser: Any, lengths: tuple[int, ...] | None
+    asked: model_options.Extend, model: Any, tokeniser: Any
 ) -> tuple[ExtensionSettings, Texts, tuple[str, ...]]:
     """The settings with every value, the windows, and sentences on what had no room in the text."""
-    train_length = asked.train_length or trained_length(model)
-    lengths = lengths or default_lengths(train_length)
-    window = chosen_window(asked.window, train_length)
-    chosen_factor(asked.factor, lengths[-1], train_length)
+    train_length, lengths, *_ = choose(asked, model)
     text = tuple(asked.text or DEFAULT_TEXT)
     texts, lengths, notes = prepare_texts(tokeniser, text, lengths, asked.windows, asked.seed)
     if lengths[-1] < train_length:
@@ -144,16 +127,13 @@ def _resolve(
             f"--segment {segment:,} must lie between 1 and the shortest length, {room:,}"
         )
     settings = ExtensionSettings(
+        **choose(asked, model, lengths)._asdict(),
         model=asked.model,
         gguf=asked.gguf,
         text=text,
         tokens=texts.digest,
-        lengths=lengths,
         windows=len(texts),
         segment=segment,
-        train_length=train_length,
-        factor=chosen_factor(asked.factor, lengths[-1], train_length),
-        window=window,
         dtype=asked.dtype,
         seed=asked.seed,
         weights=weights_digest(model),
@@ -213,6 +193,7 @@ def _read_all(
         run.set_status(state, done, len(plan), "; ".join(failed.values()))
 
     status("running")
+    finished = False
     try:
         with ReadingProgress(_work(plan)) as progress:
             for sentence in notes:
@@ -225,10 +206,9 @@ def _read_all(
                 if missing and method not in failed:
                     failure = _read_method(reader, store, missing, progress)
                     failed |= {method: failure} if failure else {}
-    except BaseException:
-        status("interrupted")
-        raise
-    status("interrupted" if failed else "finished")
+        finished = not failed
+    finally:
+        status("finished" if finished else "interrupted")
     return list(failed.values())
 
 
@@ -257,21 +237,21 @@ def _read_method(
                 store.put(unit.key, reader.read(unit, whose))
             except InputError:
                 raise
-            except NormattnError as error:
+            except (NormattnError, MemoryError, RuntimeError) as error:
+                sentence = str(error)
+                if not isinstance(error, NormattnError):
+                    if memory_error_in(error) is None:
+                        raise
+                    sentence = _out_of_memory(unit, settings, store)
                 progress.skip(_work(missing[number:]))
-                sentence = _failure(error, unit, settings, store)
                 progress.say(sentence)
                 return sentence
             progress.done(_work([unit]), description)
     return None
 
 
-def _failure(
-    error: NormattnError, unit: Unit, settings: ExtensionSettings, store: MeasurementStore
-) -> str:
-    """What failed, and for memory what would fit."""
-    if not isinstance(error, OutOfMemoryError):
-        return str(error)
+def _out_of_memory(unit: Unit, settings: ExtensionSettings, store: MeasurementStore) -> str:
+    """What did not fit into memory, and what would."""
     length = unit.length
     shorter = [unit._replace(length=tokens, window=0) for tokens in settings.passes]
     done = [u.length for u in shorter if u.length < length and store.get(u.key) is not None]

@@ -20,7 +20,7 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from normattn.cli.extend_settings import ExtensionSettings
-from normattn.errors import InputError, NormattnError
+from normattn.errors import InputError
 from normattn.hf.model_parts import model_parts
 from normattn.lab.data.corpora import parse_corpus
 from normattn.lab.data.retrieval import RetrievalSet
@@ -35,11 +35,6 @@ from normattn.lab.studies.extend import KIND, PEAK, PREFILL, SECONDS
 DEFAULT_TEXT = ("python-source",)
 _BYTES_PER_TOKEN = 16  # More than any text of a language has; the whole is read where it is not.
 _QUESTION = "\nWhat is the pass key? The pass key is"
-_MEMORY_WORDS = ("not enough memory", "out of memory", "can't allocate memory")
-
-
-class OutOfMemoryError(NormattnError):
-    """A length did not fit into the memory."""
 
 
 @dataclass(frozen=True)
@@ -211,10 +206,9 @@ class Reader:
     def read(self, unit: Unit, whose: Identity) -> pl.DataFrame:
         """The measurements of a unit, whose data are all windows of the text.
 
-        Raises `OutOfMemoryError`, and `NormattnError` where a loss is not finite.
+        Raises `NormattnError` where a loss is not finite.
         """
-        with _memory_errors():
-            rows = self._key(unit, whose) if unit.kind == "key" else self._text(unit, whose)
+        rows = self._key(unit, whose) if unit.kind == "key" else self._text(unit, whose)
         return rows.with_columns(
             pl.lit(KIND).alias("study"), pl.lit(self.settings.tokens).alias("data")
         )
@@ -284,16 +278,3 @@ def _timed(model: Any, seconds: list[float]) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
-
-
-@contextmanager
-def _memory_errors() -> Iterator[None]:
-    """Raise one error for every way in which memory ends."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        # torch's allocator of the processor has no type of its own for this.
-        known = isinstance(error, MemoryError | torch.OutOfMemoryError)
-        if not known and not any(words in str(error).lower() for words in _MEMORY_WORDS):
-            raise
-        raise OutOfMemoryError("out of memory") from error

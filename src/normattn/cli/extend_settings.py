@@ -6,10 +6,11 @@ import dataclasses
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
 
+from normattn.cli.model_options import Extend
 from normattn.errors import InputError
 from normattn.hf.model_parts import known_length, model_parts
 from normattn.score.grammar import read
@@ -23,7 +24,6 @@ EVERY = (
     *("PI", "ABF", "NTK", "NTK-mixed", "DynamicNTK", "YaRN", "ReRoPE", "LeakyReRoPE"),
     *("SelfExtend", "logn+", *(f"{name}-logn+" for name in WITH_LOGN)),
 )
-_LENGTH = re.compile(r"(?P<count>[0-9]{1,9})(?P<thousands>[kK]?)")
 _FACTORS = {"factor", "s", "group"}
 
 
@@ -69,28 +69,6 @@ def model_name(address: str | Path) -> str:
     return Path(address).name.removesuffix(".gguf")
 
 
-def parse_lengths(text: str) -> tuple[int, ...]:
-    """`"8k,12000"` as (8192, 12000), ascending; k is 1024. `InputError` for anything else."""
-    lengths = []
-    for part in (part.strip() for part in text.split(",")):
-        match = _LENGTH.fullmatch(part)
-        count = int(match["count"]) * (1024 if match["thousands"] else 1) if match else 0
-        if count < 2:
-            raise InputError(
-                f"--lengths takes numbers of tokens divided by commas, such as 8k,16k,32000 (8k is "
-                f"8192), but it has {part!r} in {text!r}"
-            )
-        lengths.append(count)
-    if len(set(lengths)) < len(lengths):
-        raise InputError(f"--lengths names a length twice: {text}")
-    return tuple(sorted(lengths))
-
-
-def default_lengths(train_length: int) -> tuple[int, ...]:
-    """The training length and twice as much."""
-    return (train_length, 2 * train_length)
-
-
 def parse_methods(text: str) -> tuple[str, ...]:
     """`"YaRN,ReRoPE(window=512)-logn+"` as two methods, the unmodified model first; or `all`.
 
@@ -124,43 +102,46 @@ def open_parameters(method: str) -> set[str]:
     return parameters
 
 
-def refuse_unused(methods: Sequence[str], factor: float | None, window: int | None) -> None:
+def refuse_unused(methods: Sequence[str], asked: Extend) -> None:
     """Raise `InputError` for a parameter that no method takes."""
     taken = {name for method in methods if method != AS_IS for name in open_parameters(method)}
-    for name, value in (("factor", factor), ("window", window)):
-        if value is not None and name not in taken:
+    for name in ("factor", "window"):
+        if getattr(asked, name) is not None and name not in taken:
             raise InputError(f"--{name} is given, but none of --methods takes a {name}")
 
 
-def chosen_factor(factor: float | None, longest: int, train_length: int) -> float:
-    """The factor that was given, or the longest length in training lengths; at least 1."""
-    if factor is None:
-        if longest <= train_length:
-            raise InputError(
-                f"the longest of --lengths, {longest:,}, is within the training length of "
-                f"{train_length:,}: a factor below 1 would shorten; name a length beyond it"
-            )
-        return longest / train_length
-    if not 1 <= factor < float("inf"):
-        raise InputError(f"--factor must be a number of at least 1, but it is {factor:g}")
-    return factor
+class Chosen(NamedTuple):
+    """What is evaluated, and the parameters of methods that leave them open."""
+
+    train_length: int
+    lengths: tuple[int, ...]
+    factor: float
+    window: int
 
 
-def chosen_window(window: int | None, train_length: int) -> int:
-    """The window that was given, or a quarter of the training length; at most that length."""
-    if window is None:
-        return max(1, train_length // 4)
-    if not 1 <= window <= train_length:
-        raise InputError(
-            f"--window {window:,} must lie between 1 and the training length of {train_length:,}: "
-            "positions beyond it were never trained"
-        )
-    return window
+def choose(asked: Extend, model: Any, lengths: tuple[int, ...] | None = None) -> Chosen:
+    """What the options say, and where they are silent the model; `lengths` replace --lengths.
 
-
-def trained_length(model: Any) -> int:
-    """The training length of a model of transformers; `InputError` where it is not known."""
+    The lengths are L and 2 L, the factor is the longest length over L, the window L / 4. Raises
+    `InputError` for a factor below 1, a window beyond L, and an L that is not known.
+    """
     try:
-        return known_length(model_parts(model))[0]
+        trained = asked.train_length or known_length(model_parts(model))[0]
     except InputError as error:
         raise InputError(str(error).replace("say train_length=…", "say --train-length")) from error
+    lengths = lengths or asked.lengths or (trained, 2 * trained)
+    window = max(1, trained // 4) if asked.window is None else asked.window
+    if not 1 <= window <= trained:
+        raise InputError(
+            f"--window {window:,} must lie between 1 and the training length of {trained:,}: "
+            "positions beyond it were never trained"
+        )
+    if asked.factor is None and lengths[-1] <= trained:
+        raise InputError(
+            f"the longest of --lengths, {lengths[-1]:,}, is within the training length of "
+            f"{trained:,}: a factor below 1 would shorten; name a length beyond it"
+        )
+    factor = lengths[-1] / trained if asked.factor is None else asked.factor
+    if not 1 <= factor < float("inf"):
+        raise InputError(f"--factor must be a number of at least 1, but it is {factor:g}")
+    return Chosen(trained, lengths, factor, window)

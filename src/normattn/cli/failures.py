@@ -10,6 +10,10 @@ from normattn.stopping import NO_THREAD
 from normattn.terminal import warn
 
 INPUT, DIVERGED, STOPPED = 2, 3, 130
+_MEMORY_WORDS: dict[type, tuple[str, ...]] = {
+    RuntimeError: ("not enough memory", "out of memory", "can't allocate memory"),
+    ImportError: ("failed to map segment",),
+}
 # typer carries its own copy of click or uses the installed one, by version; ask it for the base.
 _UsageError = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 
@@ -55,7 +59,7 @@ def _usage(error: BaseException) -> int:
 
 def _refusal(error: BaseException) -> str | None:
     """What the operating system or a library did not do: memory, threads, files."""
-    lacking = _memory_error_in(error)
+    lacking = memory_error_in(error)
     if lacking is not None:
         first = next(iter(str(lacking).splitlines()), "")
         why = f" ({first})" if first else ""
@@ -72,16 +76,14 @@ def _refusal(error: BaseException) -> str | None:
     return f"{refused.filename}: {reason}" if refused.filename else reason
 
 
-def _memory_error_in(error: BaseException) -> BaseException | None:
+def memory_error_in(error: BaseException) -> BaseException | None:
     """The refusal of memory behind an exception; None when there is none."""
     seen: BaseException | None = error
     while seen is not None:
         # torch's own is a class that is not imported for its name, or a plain RuntimeError.
-        named = any(
-            kind.__name__ in ("OutOfMemoryError", "MemoryError") for kind in type(seen).__mro__
-        )
-        words = {RuntimeError: "can't allocate memory", ImportError: "failed to map segment"}
-        if named or any(isinstance(seen, k) and w in str(seen) for k, w in words.items()):
+        named = {kind.__name__ for kind in type(seen).__mro__} & {"OutOfMemoryError", "MemoryError"}
+        words = _MEMORY_WORDS.get(type(seen), ())
+        if named or any(each in str(seen).lower() for each in words):
             return seen
         seen = seen.__cause__
     return None

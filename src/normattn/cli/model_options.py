@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from normattn.cli.parsing import argument, dtype, flag, option
+from normattn.cli.parsing import argument, dtype, flag, option, token_counts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +53,9 @@ rest takes.
 """
 
     model: str = argument(help="A folder, a GGUF file, or a name on the hub.")
-    lengths: str | None = option(
+    lengths: tuple[int, ...] | None = option(
         None,
+        read=token_counts,
         help="Lengths, in tokens, by commas; 8k is 8192. [default: the training length and "
         "twice that]",
     )

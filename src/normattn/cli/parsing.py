@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -168,6 +169,23 @@ def integers(text: str, option: str, least: int = 1) -> tuple[int, ...]:
     if max(numbers) >= 1 << 63:
         raise InputError(f"{option} takes whole numbers of at most 63 bits, got {text!r}")
     return numbers
+
+
+def token_counts(text: str, option: str) -> tuple[int, ...]:
+    """`"8k,12000"` as (8192, 12000), ascending; k is 1024."""
+    counts = []
+    for part in (part.strip() for part in text.split(",")):
+        match = re.fullmatch(r"([0-9]{1,9})([kK]?)", part)
+        count = int(match[1]) * (1024 if match[2] else 1) if match else 0
+        if count < 2:
+            raise InputError(
+                f"{option} takes numbers of tokens divided by commas, such as 8k,16k,32000 (8k is "
+                f"8192), but it has {part!r} in {text!r}"
+            )
+        counts.append(count)
+    if len(set(counts)) < len(counts):
+        raise InputError(f"{option} names a length twice: {text}")
+    return tuple(sorted(counts))
 
 
 def seeds(text: str, option: str = "--seeds") -> tuple[int, ...]:

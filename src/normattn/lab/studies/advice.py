@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from normattn.lab.report.tables import shown
 from normattn.lab.report.view import View
 from normattn.lab.stats import Estimate
+from normattn.lab.stats.arrays import Where
 from normattn.lab.stats.metrics import loss
 from normattn.lab.studies.lm_report import ranked
 
@@ -53,7 +54,7 @@ def advise(view: View) -> Advice:
             ("The unmodified model was not evaluated at any length: nothing can be advised.",), None
         )
     last, trained = winners[-1], train_length(view)
-    cost = cost_at_train_length(view, last.method)
+    cost = cost_at_train_length(view, {"method": last.method})
     sentences = [_headline(view, winners, cost), *(_sentence(view, best) for best in winners)]
     if last.loss.units == 1:
         sentences.append(
@@ -85,7 +86,7 @@ def _headline(view: View, winners: Sequence[_Best], cost: Estimate | None) -> st
     if not last.better:
         length = spoken(last.length)
         return f"No method is clearly better than the unmodified model at {length} tokens."
-    name, whole = name_of(last.method), resolved(view, last.method)
+    name, whole = name_of(last.method), resolved(view, {"method": last.method})
     name += f", that is {whole}" if whole != name else ""
     # At which lengths it is the best without a gap. Within the training length nobody needs a
     # method: "up to" is said of what lies beyond it.
@@ -162,9 +163,9 @@ def name_of(method: str) -> str:
     return method or "as is"
 
 
-def resolved(view: View, method: str) -> str:
-    """The method with all its parameters, which can be typed as well."""
-    return str(view.one("score", {"method": method}) or method)
+def resolved(view: View, where: Where) -> str:
+    """The method of some rows with all its parameters, which can be typed as well."""
+    return str(view.one("score", where) or where["method"])
 
 
 def spoken(length: int) -> str:
@@ -172,14 +173,15 @@ def spoken(length: int) -> str:
     return f"{length // 1024}k" if length % 1024 == 0 else f"{length:,}"
 
 
-def cost_at_train_length(view: View, method: str) -> Estimate | None:
-    """By how many percent a method raises the loss at the training length, paired over windows.
+def cost_at_train_length(view: View, where: Where) -> Estimate | None:
+    """By how many percent the method of some rows raises the loss at the training length.
 
-    The loss of the model as it is is taken as known. None where one of the two was not read.
+    Paired over windows. The loss of the model as it is is taken as known. None where one of the two
+    was not read.
     """
     at_l = LOSS.at(protocol=TRAIN)
-    base = view.estimate(at_l.at(method=""))
-    change = view.estimate(at_l.at(method=method) - at_l.at(method=""))
+    base = view.estimate(at_l.at(method=""), where)
+    change = view.estimate(at_l - at_l.at(method=""), where)
     if base is None or change is None:
         return None
     scale = 100 / base.value

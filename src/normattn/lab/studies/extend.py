@@ -29,7 +29,7 @@ from normattn.lab.report.tables import (
 )
 from normattn.lab.report.view import View, bin_points, octaves
 from normattn.lab.runs import RunDirectory
-from normattn.lab.stats import Estimate, MeasurementStore, Metric, measurements
+from normattn.lab.stats import Estimate, MeasurementStore, Metric, measurements, select
 from normattn.lab.stats.arrays import Array, Where
 from normattn.lab.stats.metrics import accuracy
 from normattn.lab.studies.advice import (
@@ -78,26 +78,8 @@ def _rows(view: View) -> list[Row]:
     return [Row(name_of(method), {"method": method}) for method in methods_of(view)]
 
 
-def _subject(row: Row) -> Where:
-    """The model and the text that a row is about, where there are several."""
-    return {name: row.where[name] for name in ("row", TEXT) if name in row.where}
-
-
-def _of(view: View, subject: Where) -> View:
-    """What is known of one model on one text."""
-    if not subject:
-        return view
-    rows = view.frame.filter(*(pl.col(name) == value for name, value in subject.items()))
-    return View(rows, view.bootstrap)
-
-
 def _with_parameters(view: View, row: Row) -> str | None:
-    method = str(row.where["method"])
-    return resolved(_of(view, _subject(row)), method) if method else None
-
-
-def _cost(view: View, row: Row) -> Estimate | None:
-    return cost_at_train_length(_of(view, _subject(row)), str(row.where["method"]))
+    return resolved(view, row.where) if row.where["method"] else None
 
 
 PARAMETERS = text_column("parameters", "with its parameters", _with_parameters)
@@ -105,7 +87,10 @@ PARAMETERS = text_column("parameters", "with its parameters", _with_parameters)
 
 def _cost_column(key: str, title: str) -> Column:
     """By how many percent the loss at the training length rises under a method."""
-    return estimate_column(key, title, _cost, lambda cost: shown(cost, 2, signed=True))
+    return estimate_column(
+        *(key, title, lambda view, row: cost_at_train_length(view, row.where)),
+        lambda cost: shown(cost, 2, signed=True),
+    )
 
 
 def _by_length(metric: Metric) -> Columns:
@@ -300,9 +285,7 @@ def gathered(places: Sequence[Path]) -> pl.DataFrame:
     folders: dict[tuple[str, str], Path] = {}
     parts = []
     for folder in places:
-        text = _text(folder)
-        whole = (folder / MEASUREMENTS).is_dir()
-        measured = collect(folder) if whole else measurements.read(folder / measurements.FILE)
+        text, measured = _text(folder), measurements.read(folder / measurements.FILE)
         for model in measured["row"].unique(maintain_order=True):
             if (model, text) in folders:
                 both = f"{folders[model, text]} and {folder}"
@@ -337,6 +320,11 @@ def _subjects(view: View) -> list[Where]:
         for model in sorted(view.values("row"))
         for text in sorted(view.values(TEXT, {"row": model}))
     ]
+
+
+def _of(view: View, subject: Where) -> View:
+    """What is known of one model on one text."""
+    return View(select(view.frame, subject), view.bootstrap)
 
 
 def _gallery_rows(view: View) -> list[Row]:
