@@ -113,10 +113,29 @@ def export_run(asked: options.Export) -> None:
         from normattn.lab.report import charts  # Altair is slow to import.
 
         tokeniser = _write_model(model, config, run, folder)
-        table = _write_evaluation(run, config, folder)
         write_bytes(folder / "figures" / "training_loss.png", charts.png(history_figure(losses)))
-        name, licence = out.resolve().name, asked.licence
-        card = _card(name, run, config, model, task, auto, tokeniser, table, licence)
+        name = out.resolve().name
+        loaded = f'tokenizer = AutoTokenizer.from_pretrained("{name}")\n' if tokeniser else ""
+        card = _CARD.format(
+            data=_card_data(asked.licence, task),
+            name=name,
+            kind=type(model).__name__,
+            score=config.model.score.name,
+            parameters=parameter_count(model),
+            length=config.model.train_length,
+            corpus=_corpus(config),
+            imports=f"{auto}, AutoTokenizer" if tokeniser else auto,
+            auto=auto,
+            tokeniser=loaded,
+            settings=_settings(config),
+            steps=config.steps,
+            final=_final(run),
+            version=__version__,
+            evaluation=_write_evaluation(run, config, folder),
+            licence=f"{asked.licence}, as stated by who made the model."
+            if asked.licence
+            else "Not stated.",
+        )
         (folder / "README.md").write_text(card, encoding="utf-8")
 
     io.write_directory(out, fill)
@@ -203,78 +222,60 @@ def _fast(tokeniser: Any, **options: Any) -> Any:
     )
 
 
-def _write_evaluation(run: Path, config: Any, folder: Path) -> str | None:
-    """Write the table and figures of what was measured; the table, None where nothing was.
+def _write_evaluation(run: Path, config: Any, folder: Path) -> str:
+    """Write the table and figures of what was measured, and return the card's section of them.
 
-    Evaluations that cannot be compared in one table are left out, with a warning on stderr.
+    "" where nothing was. Evaluations that cannot be compared in one table are left out, with a
+    warning on stderr.
     """
     stores = (MeasurementStore(run / EVALUATIONS), asked_alone(run))
     if not isinstance(config, TrainingConfig) or not any(map(len, stores)):
-        return None
+        return ""
     try:
         measured = measured_of_runs([(None, run)])
     except InputError as error:
         warn(f"normattn: the model card has no evaluation: {error}")
-        return None
+        return ""
     results = folder / "evaluation"
     drawn = find("reading").report(measured, results, {}).figures
-    shown = [f"![{path.stem.replace('_', ' ')}](figures/{path.name})" for path in drawn]
-    return "\n\n".join([(results / "table.md").read_text(encoding="utf-8").strip(), *shown])
+    table = re.sub(r"^# .*\n+", "", (results / "table.md").read_text("utf-8"), count=1)
+    table = re.sub(r"^(#+) ", r"#\1 ", table, flags=re.MULTILINE).strip()
+    table = re.sub(r"\]\((?!https?:)", "](evaluation/", table)
+    shown = [f"![{p.stem.replace('_', ' ')}](evaluation/figures/{p.name})" for p in drawn]
+    end = "The numbers and figures are in [evaluation](evaluation)."
+    return "\n\n".join(["## Evaluation", table, *shown, end, ""])
 
 
-def _card(
-    name: str,
-    run: Path,
-    config: Any,
-    model: nn.Module,
-    task: str,
-    auto: str,
-    tokeniser: bool,
-    table: str | None,
-    licence: str | None,
-) -> str:
-    """README.md of an exported model; the same run gives the same text."""
+def _card_data(licence: str | None, task: str) -> str:
+    """The card's head, which the hub reads."""
     from huggingface_hub import ModelCardData  # It comes with transformers.
 
-    card = ModelCardData(
-        license=licence, library_name="transformers", pipeline_tag=task, tags=["normattn"]
-    )
-    fields, corpus = config.model_dump(mode="json"), str(config.data.corpus)
+    tags = ["normattn"]
+    return ModelCardData(
+        license=licence, library_name="transformers", pipeline_tag=task, tags=tags
+    ).to_yaml()
+
+
+def _corpus(config: Any) -> str:
+    """The corpus without its folder, whose path on one machine tells nobody anything."""
+    corpus = str(config.data.corpus)
+    return Path(corpus).name if "/" in corpus and ":" not in corpus else corpus
+
+
+def _settings(config: Any) -> str:
+    """The settings of model and training that a reader asks for first, as a table."""
+    fields = config.model_dump(mode="json")
     rows = [(name, fields["model"].get(name)) for name in _MODEL_FIELDS]
     rows += [(name, fields.get(name)) for name in _TRAINING_FIELDS]
     for group in ("optimiser", "schedule"):
-        given = (f"{key} {value}" for key, value in fields[group].items() if value)
-        rows.append((group, ", ".join(given)))
+        rows.append((group, ", ".join(f"{k} {v}" for k, v in fields[group].items() if v)))
+    known = [(name, str(value)) for name, value in rows if value is not None]
+    return aligned(("setting", "value"), known)
+
+
+def _final(run: Path) -> str:
+    """The last loss that was logged, as a sentence; "" where none was."""
     lines = read_metrics(run / "metrics.jsonl")
-    final = ""
-    if lines:
-        loss, step = lines[-1]["loss"], lines[-1]["step"]
-        final = f"Loss {loss:.4f} at step {step:,}, on its own batch. "
-    evaluation = ""
-    if table is not None:
-        body = re.sub(r"^# .*\n+", "", table, count=1)
-        body = re.sub(r"^(#+) ", r"#\1 ", body, flags=re.MULTILINE).strip()
-        body = re.sub(r"\]\((?!https?:)", "](evaluation/", body)
-        end = "The numbers and figures are in [evaluation](evaluation)."
-        evaluation = f"## Evaluation\n\n{body}\n\n{end}\n\n"
-    return _CARD.format(
-        data=card.to_yaml(),
-        name=name,
-        kind=type(model).__name__,
-        score=config.model.score.name,
-        parameters=parameter_count(model),
-        length=config.model.train_length,
-        # The last part of a path: where it lay on one machine tells nobody anything.
-        corpus=Path(corpus).name if "/" in corpus and ":" not in corpus else corpus,
-        imports=auto + ", AutoTokenizer" * tokeniser,
-        auto=auto,
-        tokeniser=f'tokenizer = AutoTokenizer.from_pretrained("{name}")\n' * tokeniser,
-        settings=aligned(
-            ("setting", "value"), [(n, str(value)) for n, value in rows if value is not None]
-        ),
-        steps=config.steps,
-        final=final,
-        version=__version__,
-        evaluation=evaluation,
-        licence=f"{licence}, as stated by who made the model." if licence else "Not stated.",
-    )
+    if not lines:
+        return ""
+    return f"Loss {lines[-1]['loss']:.4f} at step {lines[-1]['step']:,}, on its own batch. "

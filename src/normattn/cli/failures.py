@@ -51,6 +51,7 @@ def _usage(error: BaseException) -> int:
     if type(error).__name__ == "NoArgsIsHelpError":
         print(message)
         return INPUT
+    message = message.replace("Value error, ", "")  # of the library that typer checks values by
     context = getattr(error, "ctx", None)
     where = context.command_path if context is not None else "normattn"
     say(f"{message.rstrip('.')} (see: {where} --help)")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from normattn.cli.parsing import argument, dtype, flag, option, token_counts
+from normattn.cli.parsing import argument, flag, option, token_counts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +93,7 @@ rest takes.
     passkey: bool = option(
         True, "--passkey/--no-passkey", help="Whether a pass key is hidden in the text."
     )
-    dtype: Literal["fp32", "bf16"] = option("fp32", read=dtype, help="fp32 or bf16.")
+    dtype: Literal["fp32", "bf16"] = option("fp32", help="Type of the weights.")
     device: str = option("auto", help="auto, cpu, cuda or cuda:N.")
     threads: int | None = option(None, min=1, help="CPU threads. [default: as torch chooses]")
     seed: int = option(0, min=0, help="Chooses windows and pass keys.")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from normattn.cli.parsing import argument, dtype, flag, integers, names, option, settings_option
+from normattn.cli.parsing import argument, flag, integers, names, option, settings_option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -331,7 +331,7 @@ angle that training never had. ‖q‖, ‖k‖: norms as the projections give t
     as_json: bool = flag("--json", "Print the tables as JSON instead.")
     max_tokens: int = option(8192, min=1, help="Tokens in a batch, at most; bounds the memory.")
     seed: int = option(0, min=0, help="Chooses the windows.")
-    dtype: Literal["fp32", "bf16"] = option("fp32", read=dtype, help="fp32 or bf16.")
+    dtype: Literal["fp32", "bf16"] = option("fp32", help="Type of the weights.")
     device: str | None = option(
         None,
         help="auto, cpu, cuda or cuda:N. [default: that of the run's training; for a model of "

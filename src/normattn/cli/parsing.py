@@ -214,10 +214,3 @@ def assignments(texts: Iterable[str], option: str = "--set") -> dict[str, Any]:
             raise InputError(f"{option} gives {key.strip()} twice")
         assigned[key.strip()] = read_typed(value.strip(), f"{option} {key.strip()}")
     return assigned
-
-
-def dtype(text: str, option: str) -> str:
-    """The name of a type of weights: fp32 or bf16."""
-    if text not in ("fp32", "bf16"):
-        raise InputError(f"{option} is fp32 or bf16, not {text!r}")
-    return text
