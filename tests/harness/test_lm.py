@@ -173,6 +173,7 @@ def test_what_would_be_cut_is_not_scored(named: dict[str, Any]) -> None:
         ({"runn": 1, "run": "RUN"}, "runn"),
         ({"run": "RUN", "factor": 2}, "factor"),
         ({"run": "RUN", "method": "YaRN", "windw": 2}, "windw"),
+        ({"pretrained": "LLAMA", "windw": 2}, "windw"),
         ({"run": "RUN", "method": "YARN"}, "did you mean YaRN"),
         ({"run": "RUN", "method": "YaRN", "factor": 0.5}, "factor is 0.5"),
         ({"run": "RUN", "gguf_file": "x"}, "gguf_file belongs to pretrained"),
@@ -180,9 +181,10 @@ def test_what_would_be_cut_is_not_scored(named: dict[str, Any]) -> None:
         ({"run": "RUN", "max_length": 0}, "max_length is 0"),
     ],
 )
-def test_arguments_that_cannot_be(run: Path, arguments: dict[str, Any], expected: str) -> None:
-    given: dict[str, Any] = {}
-    for key, value in arguments.items():
-        given[key] = str(run) if value == "RUN" else value
+def test_arguments_that_cannot_be(
+    run: Path, llama: Path, arguments: dict[str, Any], expected: str
+) -> None:
+    places = {"RUN": str(run), "LLAMA": str(llama)}
+    given = {key: places.get(str(value), value) for key, value in arguments.items()}
     with pytest.raises(InputError, match=re.escape(expected)):
         NormattnLM(**given)

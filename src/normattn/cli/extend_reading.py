@@ -17,7 +17,6 @@ import numpy as np
 import polars as pl
 import torch
 from jaxtyping import Int64
-from torch import Tensor
 
 from normattn.cli.extend_settings import ExtensionSettings
 from normattn.errors import InputError
@@ -27,7 +26,7 @@ from normattn.lab.data.retrieval import RetrievalSet
 from normattn.lab.data.tokeniser import cut_runs
 from normattn.lab.data.windows import EvaluationSet
 from normattn.lab.evaluation import TokenScorer, evaluate_cell, evaluate_retrieval
-from normattn.lab.evaluation.scorer import identity
+from normattn.lab.evaluation.scorer import identity, recalling
 from normattn.lab.runs.environment import peak, resident
 from normattn.lab.stats import Identity, digest, fact, identified, joined
 from normattn.lab.studies.extend import KIND, PEAK, PREFILL, SECONDS
@@ -216,9 +215,9 @@ class Reader:
     def _text(self, unit: Unit, whose: Identity) -> pl.DataFrame:
         settings, device = self.settings, self.model.device
         sets = self.texts.sets(unit.window, unit.length, settings.train_length, settings.segment)
-        scorer, seconds = _once(self.scorer), list[float]()
+        scorer_of, seconds = recalling(self.scorer, sets), list[float]()
         with peak(device, self._resident) as grown, _timed(self.model, seconds):
-            frames = [evaluate_cell(scorer, evaluation_set, whose) for evaluation_set in sets]
+            frames = [evaluate_cell(scorer_of(each), each, whose) for each in sets]
         window = sets[0].documents[0]
         costs = [fact(SECONDS, seconds[0], unit=window)]
         costs += [fact(PEAK, most, unit=window) for most in grown]
@@ -242,18 +241,6 @@ class Reader:
         """A window with its pass key; `InputError` where the length has no room for it."""
         train_length, seed = self.settings.train_length, self.settings.seed
         return passkey_set(self.tokeniser, self.texts, index, length, train_length, seed)
-
-
-def _once(scorer: TokenScorer) -> TokenScorer:
-    """The scorer, run once for the same tokens, which several protocols of a window need."""
-    known: list[Any] = []
-
-    def score(ids: Tensor) -> Any:
-        if not known or not torch.equal(known[0], ids):
-            known[:] = [ids, scorer(ids)]
-        return known[1]
-
-    return score
 
 
 @contextmanager

@@ -37,6 +37,7 @@ from normattn.models.translator import Translator
 from normattn.terminal import warn
 
 DRAWN_TOKENS, WINDOWS = 64, 16
+"""Windows, texts, pairs or images, at most, where nothing else is asked for."""
 FOREIGN_LENGTH, FOREIGN_WINDOWS = 512, 4
 """Of a model of transformers: inspection takes about as long as reading the text."""
 
@@ -95,7 +96,7 @@ def _windows(
         tokeniser = Tokeniser.load(unchanged(asked.run / "tokeniser.json"))
     if asked.text is None:
         split = _as_trained(prepare_tokens(config.data), asked).split("test")
-        places = choose_places(split, length, _most(asked), asked.seed).tolist()
+        places = choose_places(split, length, asked.windows or WINDOWS, asked.seed).tolist()
         rows = [split.document(number)[first : first + length] for number, first in places]
         ids = torch.from_numpy(np.stack(rows).astype(np.int64))
         source = f"{len(rows)} windows of {length:,} held-out tokens of {config.data.corpus}"
@@ -109,7 +110,7 @@ def _windows(
         if len(tokens) < 2:
             raise InputError(f"{asked.text} has {len(tokens)} tokens; at least 2 are needed")
         length = min(length, len(tokens))
-        count = min(_most(asked), len(tokens) // length)
+        count = min(asked.windows or WINDOWS, len(tokens) // length)
         ids = torch.tensor(tokens[: count * length]).view(count, length)
         source = f"{count} windows of {length:,} tokens of {asked.text.name}"
 
@@ -212,24 +213,19 @@ def _as_trained(data: Any, asked: options.Inspect) -> Any:
     return data
 
 
-def _most(asked: options.Inspect) -> int:
-    """Windows, texts, pairs or images, at most."""
-    return WINDOWS if asked.windows is None else asked.windows
-
-
 def _lines(asked: options.Inspect) -> list[str]:
     """The first lines of the given file that are not empty."""
     assert asked.text is not None
     lines = [line.strip() for line in read_text(asked.text).splitlines() if line.strip()]
     if not lines:
         raise InputError(f"{asked.text} holds no line of text; give one text a line")
-    return lines[: _most(asked)]
+    return lines[: asked.windows or WINDOWS]
 
 
 def _chosen(count: int, asked: options.Inspect) -> list[int]:
     """Which of so many, drawn without repetition, in their order."""
     drawn = uniforms(asked.seed, 0, max(count, 2), 1)[:count, 0]
-    order: list[int] = np.argsort(drawn, kind="stable")[: _most(asked)].tolist()
+    order: list[int] = np.argsort(drawn, kind="stable")[: asked.windows or WINDOWS].tolist()
     return sorted(order)
 
 
