@@ -15,7 +15,6 @@ from normattn import InputError
 from normattn.lab.data.images import (
     ImageBatches,
     ImageDataConfig,
-    ImageShape,
     ImageSplit,
     image_shape,
     prepare_images,
@@ -25,6 +24,10 @@ from normattn.lab.data.images import (
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (40, 5, 6), dtype=np.uint8)
 LABELS = np.arange(40) % 4
+
+
+def shape(height: int, width: int, channels: int, classes: int) -> dict[str, int]:
+    return {"height": height, "width": width, "channels": channels, "classes": classes}
 
 
 def split(count: int = 10, side: int = 4) -> ImageSplit:
@@ -38,7 +41,7 @@ def test_sets_that_packages_carry(source: str, count: int, side: int) -> None:
     data = prepare_images(ImageDataConfig(source=source))
     splits = (data.train, data.validation, data.test)
     config = ImageDataConfig(source=source)
-    assert data.shape == image_shape(config) == ImageShape(side, side, 1, 10)
+    assert data.shape == image_shape(config) == shape(side, side, 1, 10)
     assert data.class_names == tuple("0123456789")
     names = [set(each.names) for each in splits]
     assert sum(map(len, names)) == len(set.union(*names)) == count
@@ -98,7 +101,7 @@ def test_pixels_of_16_bits_keep_their_grey_levels(tmp_path: Path) -> None:
 def test_a_source_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     save_classes(tmp_path / "own", *[Image.fromarray(PIXELS[0])] * 20)
-    assert image_shape(ImageDataConfig(source="~/own")) == ImageShape(5, 6, 1, 2)
+    assert image_shape(ImageDataConfig(source="~/own")) == shape(5, 6, 1, 2)
 
 
 def test_sources_that_cannot_be_read(tmp_path: Path) -> None:

@@ -170,7 +170,7 @@ def test_the_embedded_corpus_splits_by_file_and_leaks_no_import() -> None:
     config = RelationConfig(
         modules=8, test_fraction=0.2, validation_fraction=0.2, max_bytes=600_000
     )
-    corpus = config.documents
+    corpus = config.parsed
     documents = list(corpus.documents())
     labels = {label for each in documents for label in each.labels}
     assert len(labels) == 8
@@ -184,7 +184,7 @@ def test_the_embedded_corpus_splits_by_file_and_leaks_no_import() -> None:
     imports = re.compile(r"^\s*(>>> )?(import \w|from [\w.]+ import\b)", re.MULTILINE)
     assert not [each for each in documents if imports.search(each.text)]
     with pytest.raises(InputError, match="fewer than the 400 labels"):
-        list(RelationConfig(modules=400, max_bytes=300_000).documents.documents())
+        list(RelationConfig(modules=400, max_bytes=300_000).parsed.documents())
 
 
 def test_prepared_data_is_cached_and_the_same_again(tmp_path: Path) -> None:

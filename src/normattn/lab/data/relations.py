@@ -78,7 +78,7 @@ class RelationConfig(SplitSettings):
         return self.corpus == PYTHON_IMPORTS
 
     @property
-    def documents(self) -> Corpus:
+    def parsed(self) -> Corpus:
         """Where the documents are read from; `InputError` where they are plainly not there."""
         if self.embedded:
             return PythonImports(self.modules, self.split_of, self.max_bytes)
@@ -87,7 +87,7 @@ class RelationConfig(SplitSettings):
     def look(self) -> tuple[str, ...]:
         """What is fetched; `InputError` where the corpus or its vocabulary is not there."""
         _ = self.vocabulary_file
-        return self.documents.notes()
+        return self.parsed.notes()
 
     @property
     def vocabulary_file(self) -> Path | None:
@@ -142,7 +142,7 @@ def prepare_relations(config: RelationConfig, cache_dir: Path | None = None) -> 
     `store.prepared`. Raises `InputError` for a corpus or vocabulary that is missing or damaged, a
     vocabulary larger than `vocab_size`, and a split without documents.
     """
-    corpus, given = config.documents, config.vocabulary_file
+    corpus, given = config.parsed, config.vocabulary_file
     vocabulary = None if given is None else sha256_of(given)
     settings = config.model_dump(mode="json", exclude={"corpus", "vocabulary"})
     decides = [FORMAT, tokenizers.__version__, corpus.fingerprint(), vocabulary, settings]

@@ -97,9 +97,8 @@ def retrieval_set(
     """
     if task not in TASKS:
         raise unknown("retrieval task", task, TASKS)
-    length, count = window_length(train_length, multiple), max(1, max_windows // len(DEPTHS))
-    if max_windows < 1:
-        raise InputError(f"an evaluation set needs at least 1 window, got {max_windows}")
+    length, count = window_length(train_length, multiple), max_windows // len(DEPTHS)
+    count = max(1, count) if max_windows > 0 else max_windows
     held_out = data.split(split)
     writing = _tokens(data.vocab_size) if data.tokeniser is None else _code(data.tokeniser)
     # A document may give several samples, each with other names, where long ones are few.

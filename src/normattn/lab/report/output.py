@@ -84,7 +84,7 @@ def _of_earlier_report(out: Path) -> set[Path]:
 def page_markdown(page: PageContext) -> str:
     """table.md: equal contexts give equal bytes."""
     template = templates(escape=False).get_template("table.md.jinja")
-    claims = _claims(page.findings, "claims", more=[("verdict", _verdict)])
+    claims = _claims(page.findings, "claims")
     text = template.render(page=page, claims=claims, explained=explained)
     text = re.sub(r"[ \t]+$", "", text, flags=re.MULTILINE)
     return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
@@ -101,30 +101,26 @@ def templates(escape: bool) -> Environment:
     )
 
 
-def _claims(findings: Sequence[Finding], key: str, title: str = "", more: Any = ()) -> Filled:
-    """A table of claims; `more` are further columns, as (title, text of a finding)."""
-    shown: list[tuple[str, Callable[[Finding], Cell]]] = [
-        ("claim", lambda finding: Cell(finding.claim.sentence)),
-        ("difference", lambda finding: Cell(finding.size, finding.difference)),
-        ("simultaneous", lambda finding: Cell(finding.together)),
-        ("p", lambda finding: Cell(finding.probability)),
-        ("seeds", lambda finding: Cell(str(len(finding.difference.seeds) or "–"))),
-        *more,
-        ("measured", lambda finding: Cell(finding.claim.measured)),
-        ("source", lambda finding: Cell(finding.claim.source)),
-    ]
-    cells = tuple(tuple(text(finding) for _, text in shown) for finding in findings)
-    columns = tuple(Column(name, name) for name, _ in shown)
-    return Filled(key, title, "", (), columns, (), cells)
+def _claims(findings: Sequence[Finding], key: str, title: str = "") -> Filled:
+    """A table of claims with their verdicts; under a verdict as its title, what limits each."""
 
+    def decided(finding: Finding) -> str:
+        if title:
+            return finding.remark
+        return f"**{finding.verdict}**" + (f" ({finding.remark})" if finding.remark else "")
 
-def _remark(finding: Finding) -> Cell:
-    return Cell(finding.remark)
-
-
-def _verdict(finding: Finding) -> Cell:
-    remark = f" ({finding.remark})" if finding.remark else ""
-    return Cell(f"**{finding.verdict}**{remark}")
+    shown: dict[str, Callable[[Finding], Cell]] = {
+        "claim": lambda finding: Cell(finding.claim.sentence),
+        "difference": lambda finding: Cell(finding.size, finding.difference),
+        "simultaneous": lambda finding: Cell(finding.together),
+        "p": lambda finding: Cell(finding.probability),
+        "seeds": lambda finding: Cell(str(len(finding.difference.seeds) or "–")),
+        "remark" if title else "verdict": lambda finding: Cell(decided(finding)),
+        "measured": lambda finding: Cell(finding.claim.measured),
+        "source": lambda finding: Cell(finding.claim.source),
+    }
+    cells = tuple(tuple(cell(finding) for cell in shown.values()) for finding in findings)
+    return Filled(key, title, "", (), tuple(Column(name, name) for name in shown), (), cells)
 
 
 def page_json(page: PageContext) -> str:
@@ -202,7 +198,7 @@ def _by_verdict(findings: Sequence[Finding]) -> list[Filled]:
     if len(groups[UNTESTED]) == len(findings):
         return []
     return [
-        _claims(group, f"claims-{re.sub('[^a-z]+', '-', verdict)}", verdict, [("remark", _remark)])
+        _claims(group, f"claims-{re.sub('[^a-z]+', '-', verdict)}", verdict)
         for verdict, group in groups.items()
         if group
     ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -46,7 +45,7 @@ class VisionTrainingConfig(BatchTrainingConfig):
         """The model's shape is that of the images, which are looked at only where it is missing."""
         if {"height", "width", "channels", "classes"} <= given.keys():
             return {}
-        return asdict(image_shape(data))
+        return {**image_shape(data)}
 
 
 class VisionWorkload(Workload[VisionTrainingConfig, ImageData]):
@@ -60,7 +59,7 @@ class VisionWorkload(Workload[VisionTrainingConfig, ImageData]):
 
     def check(self, config: VisionTrainingConfig, data: ImageData, shards: int) -> None:
         """The images must be of the model's shape, and every micro-batch have as many."""
-        for name, value in asdict(data.shape).items():
+        for name, value in data.shape.items():
             if getattr(config.model, name) != value:
                 raise InputError(
                     f"model.{name} is {getattr(config.model, name)}, but the images of "
