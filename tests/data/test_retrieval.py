@@ -97,9 +97,6 @@ def test_every_answer_stands_once_before_it_is_asked(kind: str, task: str) -> No
                 places = occurrences(window, question)
                 assert places == occurrences(window, statement)
                 assert len(places) == 2
-            asked_first = np.concatenate(pairs[-1])
-            # The first statement of a chain is the last one that is asked for.
-            assert occurrences(window, asked_first)[0] == found.places[sample, depth]
         assert not found.scored[sample, : -sum(len(q) + len(a) for q, a in pairs)].any()
         assert found.scored[sample].sum() == sum(len(answer) for _, answer in pairs)
 
@@ -113,16 +110,14 @@ def test_the_passkey_stands_at_its_depth_of_one_document(kind: str) -> None:
         size = len(question) + len(answer)
         text = list(data.test.document(list(data.test.names).index(document)))
         fillers = []
-        for depth, place, window in zip(
-            DEPTHS, found.places[sample], found.windows[sample], strict=True
-        ):
+        for depth, window in zip(DEPTHS, found.windows[sample], strict=True):
+            place = occurrences(window, question)[0]
             filler = [*window[:place], *window[place + size : -size]]
             fillers.append(filler)
             assert abs(place - depth * len(filler)) <= len(filler) / 16 + 1
             np.testing.assert_array_equal(window[-size:], [*question, *answer])
         assert all(filler == fillers[0] for filler in fillers)
         assert occurrences(np.array(text), np.array(fillers[0]))
-    assert (found.places[:, 0] <= 4 * L / 16 + 1).all()
     assert (found.windows[:, -1, -1] == found.windows[:, 0, -1]).all()
 
 

@@ -165,7 +165,6 @@ def passkey_set(
         windows=np.array(ids, np.int32)[None, None],
         documents=[f"window {index}"],
         scored=scored[None],
-        places=np.array([[len(texts.prefix) + position]]),
         depths=(depth,),
     )
 

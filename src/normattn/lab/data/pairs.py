@@ -198,11 +198,11 @@ def _build(folder: Path, config: PairsConfig, corpus: Corpus) -> None:
             columns = {"source": here, "target": there}
             if pair.split in ("validation", "test"):
                 line = json.dumps([pair.text, pair.target], ensure_ascii=False) + "\n"
-                yield Row(pair.split, {**columns, "texts": utf8(line)})
+                yield pair.split, {**columns, "texts": utf8(line)}
             elif max(len(here), len(there)) >= config.max_length:
                 counts[_LONG] += 1
             elif counts["train"] != config.max_pairs:
-                yield Row("train", columns)
+                yield "train", columns
 
     tokenisers = _tokenisers(folder, config, training)
     columns = {"source": "<u2", "target": "<u2", "texts": "u1"}

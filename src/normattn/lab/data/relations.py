@@ -184,7 +184,8 @@ def _build(folder: Path, config: RelationConfig, corpus: Corpus) -> None:
                 "names": utf8(document.name),
             }
             split = document.split or "train"
-            yield Row(split, columns, {f"{split} cut": int(len(ids) > config.max_tokens)})
+            counts[f"{split} cut"] += len(ids) > config.max_tokens
+            yield split, columns
 
     columns = {"tokens": "<i4", "labels": "<i4", "names": "u1"}
     counts = fill(folder, columns, corpus.documents(), encode)

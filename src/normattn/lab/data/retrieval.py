@@ -21,7 +21,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int32, Int64
@@ -43,7 +43,6 @@ _MISSES = 50
 # A statement may be moved by this share of the text, so that it stands at the end of a line.
 _SLACK = 1 / 16
 _CONSONANTS = "bcdfghjkmnpqrstvwxz"
-_NAME_TOKENS, _VALUE_TOKENS, _LINK = 3, 4, 1
 
 
 @dataclass(frozen=True)
@@ -53,8 +52,7 @@ class RetrievalSet:
     `windows` (n, D, length + 1): sample n with its asked statement at depth d (0: at the
     beginning, 1: right before the question); one sample has the same filler, names and values at
     every depth. `documents` (n): where the filler is from. `scored` (n, length): the targets that
-    are tokens of an answer; target t is token t + 1. `places` (n, D): at which token the asked
-    statement (of a chain: the first) begins.
+    are tokens of an answer; target t is token t + 1.
     """
 
     task: str
@@ -63,9 +61,8 @@ class RetrievalSet:
     windows: Int32[np.ndarray, "n d length_1"]
     documents: list[str]
     scored: Bool[np.ndarray, "n length"]
-    places: Int64[np.ndarray, "n d"]
     depths: tuple[float, ...] = DEPTHS
-    protocol: Literal["retrieval"] = "retrieval"
+    protocol: ClassVar[str] = "retrieval"
 
     def __len__(self) -> int:
         return len(self.windows)
@@ -97,24 +94,22 @@ def retrieval_set(
     """
     if task not in TASKS:
         raise unknown("retrieval task", task, TASKS)
-    length, count = window_length(train_length, multiple), max_windows // len(DEPTHS)
-    count = max(1, count) if max_windows > 0 else max_windows
+    length = window_length(train_length, multiple)
+    count = min(max_windows, max(1, max_windows // len(DEPTHS)))
     held_out = data.split(split)
-    writing = _tokens(data.vocab_size) if data.tokeniser is None else _code(data.tokeniser)
+    write = _tokens(data.vocab_size) if data.tokeniser is None else _code(data.tokeniser)
     # A document may give several samples, each with other names, where long ones are few.
     starts = choose_places(held_out, length + 1, count, seed)
-    windows: Int32[np.ndarray, "n d length_1"]
-    windows = np.zeros((count, len(DEPTHS), length + 1), dtype=np.int32)
-    places = np.zeros((count, len(DEPTHS)), dtype=np.int64)
-    scored, documents = np.zeros((count, length), dtype=bool), []
+    windows, documents = np.zeros((count, len(DEPTHS), length + 1), dtype=np.int32), []
+    scored = np.zeros((count, length), dtype=bool)
     for sample in range(count):
         document, first = (int(value) for value in starts[sample % len(starts)])
         text = held_out.window(document, first, length + 1).astype(np.int64)
         random = np.random.default_rng([seed, TASKS.index(task), length, sample])
         documents.append(held_out.names[document])
-        windows[sample], places[sample], tail = _sample(task, writing, text, random, documents[-1])
-        scored[sample, length - len(tail) :] = tail
-    return RetrievalSet(task, length, train_length, windows, documents, scored, places)
+        windows[sample], answers = _sample(task, write, text, random, documents[-1])
+        scored[sample, length - len(answers) :] = answers
+    return RetrievalSet(task, length, train_length, windows, documents, scored)
 
 
 # What is written: names, values and the statements made of them, as token ids. All pieces are
@@ -132,10 +127,6 @@ class Writing:
     value: Callable[[Random], Ids]
     question: Callable[[Ids], Ids]
     breaks: Callable[[np.ndarray], np.ndarray]
-
-    def state(self, name: Ids, source: Ids) -> Ids:
-        """The statement that `name` is `source`."""
-        return self.question(name) + source
 
 
 def _code(tokeniser: Tokeniser) -> Writing:
@@ -171,14 +162,10 @@ def _tokens(vocab_size: int) -> Writing:
     """
     if vocab_size < 4:
         raise InputError(f"retrieval needs a vocabulary of at least 4, got {vocab_size}")
-
-    def draw(random: Random, count: int) -> Ids:
-        return tuple(int(token) for token in random.integers(_LINK + 1, vocab_size, count))
-
     return Writing(
-        name=lambda random: draw(random, _NAME_TOKENS),
-        value=lambda random: draw(random, _VALUE_TOKENS),
-        question=lambda name: (*name, _LINK),
+        name=lambda random: tuple(random.integers(2, vocab_size, 3).tolist()),
+        value=lambda random: tuple(random.integers(2, vocab_size, 4).tolist()),
+        question=lambda name: (*name, 1),
         breaks=lambda filler: np.ones(len(filler), dtype=bool),
     )
 
@@ -186,20 +173,16 @@ def _tokens(vocab_size: int) -> Writing:
 # What each task states and asks for.
 
 
-@dataclass(frozen=True)
-class Facts:
-    """`statements[0]` stands at the depth, `ordered` ones behind it in turn, others anywhere.
+class Facts(NamedTuple):
+    """What stands in a text: the asked statement first, those of a chain in their order.
 
     `asked` are the questions at the end, each with its answer; `words` are the names, values and
-    questions that may stand nowhere but where they are put. `filling` statements are themselves
-    the text: they follow each other, the first of them at its share of their number.
+    questions that may stand nowhere but where they are put.
     """
 
     statements: tuple[Ids, ...]
     asked: tuple[tuple[Ids, Ids], ...]
     words: tuple[Ids, ...]
-    ordered: bool = False
-    filling: bool = False
 
     @property
     def end(self) -> Ids:
@@ -207,7 +190,7 @@ class Facts:
         return tuple(token for pair in self.asked for part in pair for token in part)
 
     @property
-    def scored(self) -> list[bool]:
+    def answers(self) -> list[bool]:
         """Which tokens of the end are an answer's."""
         return [part == 1 for pair in self.asked for part in (0, 1) for _ in pair[part]]
 
@@ -224,40 +207,38 @@ def _facts(task: str, write: Writing, random: Random, room: int) -> Facts:
     count = {"multi_key": KEYS, "variable_tracking": LINKS}.get(task, 1)
     names = [write.name(random) for _ in range(count)]
     if task == "variable_tracking":
-        value = write.value(random)
-        sources = [value, *names[:-1]]
-        chain = list(zip(names, sources, strict=True))
-        asked = tuple((write.question(name), source) for name, source in reversed(chain))
-        words = (*names, value, *(question for question, _ in asked))
-        return Facts(tuple(write.state(*link) for link in chain), asked, words, ordered=True)
-    if task == "copy":  # One statement whose value is a passage.
-        values = [sum((write.value(random) for _ in range(PASSAGE)), ())]
-    else:
-        values = [write.value(random) for _ in names]
+        sources = [write.value(random), *names[:-1]]
+        words = [*names, sources[0]]
+    else:  # The value of a copied statement is a passage.
+        pieces = PASSAGE if task == "copy" else 1
+        sources = [sum((write.value(random) for _ in range(pieces)), ()) for _ in names]
+        words = [*names, *sources]
     questions = [write.question(name) for name in names]
-    stated = tuple(write.state(*pair) for pair in zip(names, values, strict=True))
-    return Facts(stated, ((questions[0], values[0]),), (*names, *values, *questions))
+    pairs = tuple(zip(questions, sources, strict=True))
+    asked = pairs[::-1] if task == "variable_tracking" else pairs[:1]
+    stated = tuple(question + source for question, source in pairs)
+    return Facts(stated, asked, (*words, *questions))
 
 
 def _key_value(write: Writing, random: Random, room: int) -> Facts:
     """Pairs until the text is full, or until there are no more names."""
     name, value = write.name(random), write.value(random)
     asked = write.question(name), value
-    words, stated = (name, value, asked[0]), [write.state(name, value)]
+    words, stated = (name, value, asked[0]), [asked[0] + value]
     names, values, left, misses = {name}, {value}, room - 2 * len(stated[0]), 0
     while misses < _MISSES:
         name, value = write.name(random), write.value(random)
         if name in names or value in values:
             misses += 1
             continue
-        misses, statement = 0, write.state(name, value)
+        misses, statement = 0, write.question(name) + value
         left -= len(statement)
         if left < 1:
             break
         names.add(name)
         values.add(value)
         stated.append(statement)
-    return Facts(tuple(stated), (asked,), words, filling=True)
+    return Facts(tuple(stated), (asked,), words)
 
 
 # Where it is written.
@@ -265,8 +246,8 @@ def _key_value(write: Writing, random: Random, room: int) -> Facts:
 
 def _sample(
     task: str, write: Writing, text: Int64[np.ndarray, "length_1"], random: Random, document: str
-) -> tuple[np.ndarray, list[int], list[bool]]:
-    """The windows (D, length + 1) of one sample, its statement's places, what its end scores."""
+) -> tuple[Int64[np.ndarray, "d length_1"], list[bool]]:
+    """The windows of one sample, and which tokens of their end are an answer's."""
     shown = task.replace("_", "-")
     for _ in range(_TRIES):
         facts = _facts(task, write, random, len(text))
@@ -277,10 +258,9 @@ def _sample(
             )
         filler = text[: len(text) - facts.size]
         elsewhere = random.random(len(facts.statements) - 1)
-        made = [_written(facts, filler, write, depth, elsewhere) for depth in DEPTHS]
-        if all(_unmistakable(facts, window) for window, _ in made):
-            windows = np.stack([window for window, _ in made])
-            return windows, [position for _, position in made], facts.scored
+        made = [_written(task, facts, filler, write, depth, elsewhere) for depth in DEPTHS]
+        if all(_unmistakable(facts, window) for window in made):
+            return np.stack(made), facts.answers
     raise InputError(
         f"{_TRIES} times the names and values drawn for {shown} already stood in the text of "
         f"{document}; use a larger vocabulary or a shorter length"
@@ -288,34 +268,35 @@ def _sample(
 
 
 def _written(
+    task: str,
     facts: Facts,
     filler: Int64[np.ndarray, "f"],
     write: Writing,
     depth: float,
     elsewhere: np.ndarray,
-) -> tuple[np.ndarray, int]:
-    """Filler with the statements in their places and the question behind; and the asked place."""
-    if facts.filling:
+) -> Int64[np.ndarray, "length_1"]:
+    """Filler with the statements in their places, and the questions behind.
+
+    The first statement stands at the depth, those of a chain behind it in turn, others anywhere.
+    Statements that are themselves the text follow each other, the first at its share of them.
+    """
+    if task == "key_value":
         others = np.arange(1, len(facts.statements))
         order = np.insert(others, round(depth * len(others)), 0)
         offsets = np.full(len(order), len(filler))
     else:
+        chain = task == "variable_tracking"
         breaks = np.flatnonzero(np.append(write.breaks(filler), True))
-        shares = depth + np.sort(elsewhere) * (1 - depth) if facts.ordered else elsewhere
+        shares = depth + np.sort(elsewhere) * (1 - depth) if chain else elsewhere
         offsets = np.array([_near(breaks, share, len(filler)) for share in (depth, *shares)])
-        if facts.ordered:
+        if chain:
             offsets = np.maximum(offsets, offsets[0])
         order = np.argsort(offsets, kind="stable")
     *before, rest = np.split(filler, offsets[order])
     pieces: list[np.ndarray] = []
-    position = 0
     for index, part in zip(order, before, strict=True):
-        pieces.append(part)
-        if index == 0:
-            position = sum(map(len, pieces))
-        pieces.append(np.array(facts.statements[index], dtype=np.int64))
-    end = np.array(facts.end, dtype=np.int64)
-    return np.concatenate([*pieces, rest, end]), position
+        pieces += [part, np.array(facts.statements[index], dtype=np.int64)]
+    return np.concatenate([*pieces, rest, np.array(facts.end, dtype=np.int64)])
 
 
 def _near(breaks: np.ndarray, share: float, last: int) -> int:

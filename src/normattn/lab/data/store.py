@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int64
@@ -226,12 +226,8 @@ def utf8(text: str) -> np.ndarray:
 # Filling a folder.
 
 
-class Row(NamedTuple):
-    """One row of every column of a split, and what is counted with it."""
-
-    split: SplitName
-    columns: Mapping[str, ArrayLike]
-    counts: Mapping[str, int] = {}
+Row = tuple[SplitName, Mapping[str, ArrayLike]]
+"""A row of a split: its value in every column."""
 
 
 class Progress(Settings):
@@ -271,11 +267,10 @@ def fill(
             io.write_json(folder / PROGRESS, now.model_dump())
 
         for batch in _batches(islice(documents, begun.items, None)):
-            for row in encode(batch, counts):
-                counts[row.split] += 1
-                counts.update(row.counts)
-                for name, values in row.columns.items():
-                    arrays[f"{row.split}.{name}"].append(values)
+            for split, row in encode(batch, counts):
+                counts[split] += 1
+                for name, values in row.items():
+                    arrays[f"{split}.{name}"].append(values)
             done += len(batch)
             written = sum(array.written for array in arrays.values())
             if written - saved >= CHECKPOINT_BYTES:

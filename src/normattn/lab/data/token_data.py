@@ -23,14 +23,12 @@ class TokenSplit:
 
     `tokens` (total,) is uint16 or uint32, in memory or in a file; document i stands
     at `offsets[i]` … `offsets[i + 1]`, its separator included, and is called `names[i]`.
-    `text_bytes` is the size of the text as UTF-8 (0 for generated tokens).
     """
 
     name: SplitName
     tokens: Values
     offsets: Values
     names: Sequence[str]
-    text_bytes: int = 0
 
     def __len__(self) -> int:
         return len(self.names)

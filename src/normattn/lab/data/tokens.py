@@ -111,7 +111,7 @@ def prepare_tokens(config: DataConfig, cache_dir: Path | None = None) -> TokenDa
     folder = prepared("tokens", decides, lambda folder: _build(folder, config, corpus), cache_dir)
     about = read_object(folder / ABOUT)
     return TokenData(
-        **{name: _load(folder, name, config, about["counts"]) for name in SPLITS},
+        **{name: _load(folder, name, config) for name in SPLITS},
         tokeniser=Tokeniser.load(folder / _TOKENISER),
         vocab_size=config.vocab_size,
         fingerprint=about["fingerprint"],
@@ -124,10 +124,10 @@ def _dtype(config: DataConfig) -> str:
     return "<u2" if config.vocab_size <= 1 << 16 else "<u4"
 
 
-def _load(folder: Path, name: SplitName, config: DataConfig, counts: dict[str, int]) -> TokenSplit:
+def _load(folder: Path, name: SplitName, config: DataConfig) -> TokenSplit:
     tokens = Ragged.load(folder, f"{name}.tokens", _dtype(config))
     names = Names(Ragged.load(folder, f"{name}.names", "u1"))
-    return TokenSplit(name, tokens.values, tokens.offsets, names, counts.get(f"{name} bytes", 0))
+    return TokenSplit(name, tokens.values, tokens.offsets, names)
 
 
 def _build(folder: Path, config: DataConfig, corpus: Corpus) -> None:
@@ -139,13 +139,9 @@ def _build(folder: Path, config: DataConfig, corpus: Corpus) -> None:
     def encode(batch: list[Document], counts: Counter[str]) -> Iterator[Row]:
         encoded = tokeniser.encode_arrays([document.text for document in batch])
         for document, ids in zip(batch, encoded, strict=True):
-            split = config.split_of(document.split_name)
-            size = len(document.text.encode("utf-8", "replace"))
-            yield Row(
-                split,
-                {"tokens": np.append(ids, np.uint32(SEPARATOR_ID)), "names": utf8(document.name)},
-                {f"{split} bytes": size},
-            )
+            ended = np.append(ids, np.uint32(SEPARATOR_ID))
+            row = {"tokens": ended, "names": utf8(document.name)}
+            yield config.split_of(document.split_name), row
 
     if not (folder / _TOKENISER).exists():
         training = (d.text for d in documents() if config.split_of(d.split_name) == "train")
@@ -159,4 +155,4 @@ def _build(folder: Path, config: DataConfig, corpus: Corpus) -> None:
         for column in columns:
             digests += column_digests(folder, f"{name}.{column}")
     fingerprint = hashlib.sha256("".join(digests).encode()).hexdigest()
-    io.write_json(folder / ABOUT, {"fingerprint": fingerprint, "counts": counts})
+    io.write_json(folder / ABOUT, {"fingerprint": fingerprint})
