@@ -23,7 +23,7 @@ from normattn.lab.studies.base import Study
 from normattn.lab.studies.extend import KIND as EXTEND
 from normattn.lab.studies.reading import KIND as READING
 from normattn.lab.sweep.collect import Corpora
-from normattn.lab.sweep.config import free_settings, with_added
+from normattn.lab.sweep.config import CHANGEABLE
 from normattn.lab.sweep.paths import RunPaths
 from normattn.lab.sweep.runner import study_named
 from normattn.settings import first_difference
@@ -219,8 +219,6 @@ def _joined(parts: Sequence[Part], out: Path) -> Part:
     _refuse_shared_runs(measured)
     _refuse_other_documents(measured)
     config = dict(first.config)
-    for part in parts[1:]:
-        config = with_added(config, part.config)
     given = [choices for part in parts for choices in part.config.get("asked") or [{}]]
     if any(given):
         config["asked"] = [choices for n, choices in enumerate(given) if choices not in given[:n]]
@@ -235,7 +233,7 @@ def _refuse_own_place(out: Path, places: Sequence[Path], held: str) -> None:
 
 def _refuse_other_settings(one: Part, other: Part) -> None:
     same_text = one.corpora == other.corpora != Corpora()
-    free = free_settings(one.config, other.config) | ({ADDRESS} if same_text else frozenset())
+    free = frozenset({*CHANGEABLE, *([ADDRESS] if same_text else [])})
     differs = first_difference(dict(one.config), dict(other.config), free)
     if differs is not None:
         name, here, there = differs

@@ -176,31 +176,23 @@ def _torchmetrics() -> Any:
     )
 
 
-@dataclass(frozen=True)
-class ImageResults:
-    """Loss in nats and correctness (0 or 1) of every image of a split, in its order."""
-
-    loss: tuple[float, ...]
-    correct: tuple[int, ...]
-
-
-def score_images(
+def measure_images(
     model: VisionTransformer,
     split: ImageSplit,
     rows: int = 256,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> ImageResults:
-    """Loss and correctness of every image, `rows` at a time; the model's mode does not matter.
+) -> list[pl.DataFrame]:
+    """Correctness and loss in nats of every image, `rows` at a time; the mode does not matter.
 
     `progress` is told how many images are done, of how many.
     """
     device = next(model.parameters()).device
-    loss: list[float] = []
-    correct: list[int] = []
+    found: dict[str, list[float]] = {"accuracy": [], "loss": []}
     for part in batches(len(split), rows):
         images = torch.from_numpy(split.images(part)).to(device)
         scores = model.scores(images, torch.from_numpy(split.labels[part]).to(device))
-        loss += scores.loss.tolist()
-        correct += scores.correct.int().tolist()
-        progress(len(loss), len(split))
-    return ImageResults(tuple(loss), tuple(correct))
+        found["accuracy"] += scores.correct.double().tolist()
+        found["loss"] += scores.loss.tolist()
+        progress(min(part.stop, len(split)), len(split))
+    units = [f"{number:06}" for number in range(len(split))]
+    return [sums(name, units, values, np.ones(len(units))) for name, values in found.items()]

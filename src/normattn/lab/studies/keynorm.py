@@ -290,12 +290,11 @@ def _source_columns(view: View) -> Sequence[Column]:
 
 
 def figures(view: View) -> list[Figure]:
-    """Accuracy by position and by length, the table in colours, the trainings."""
+    """Accuracy by position, by copying distance and by length; the trainings."""
     return [
         *lm.position_figures(view),
         lm.copying_figure(view),
         lm.length_figure(view),
-        lm.table_figure(view),
         lm.history_figure(view),
     ]
 

@@ -17,7 +17,6 @@ import polars as pl
 from normattn.lab.report.figures import (
     Curves,
     Figure,
-    Grid,
     IntervalColumn,
     Intervals,
     Line,
@@ -365,21 +364,6 @@ def copying_figure(view: View) -> Figure:
     axes: dict[str, Any] = {"log_x": True, "shaded": None if trained is None else float(trained)}
     where, x_title = {"protocol": "repeated"}, "copying distance (tokens)"
     return _by_method(view, "accuracy_by_distance", title, where, curve, x_title, **axes)
-
-
-def table_figure(view: View) -> Figure:
-    """The table as coloured cells."""
-    rows = reading_rows(view)
-    columns = [c for c in reading_columns(view) if c.metric and c.metric.unit == "%"]
-    lines = [[column.cell(view, row).estimate for column in columns] for row in rows]
-    return Grid(
-        *("table", "Accuracy in %"),
-        tuple(row.label for row in rows),
-        tuple(column.title for column in columns),
-        tuple(tuple(cell.value if cell else None for cell in line) for line in lines),
-        tuple(tuple(f"{cell.value:.1f}" if cell else "" for cell in line) for line in lines),
-        scale_title="accuracy (%)",
-    )
 
 
 def history_figure(view: View) -> Figure:

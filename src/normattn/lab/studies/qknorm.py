@@ -22,8 +22,6 @@ from normattn.lab.report.claims import SEEDS, Claim
 from normattn.lab.report.figures import (
     Curves,
     Figure,
-    IntervalColumn,
-    Intervals,
     Line,
     Panel,
     Point,
@@ -35,7 +33,7 @@ from normattn.lab.stats.arrays import Where
 from normattn.lab.stats.measurements import empty
 from normattn.lab.stats.metrics import BLEU, CHRF, accuracy, loss
 from normattn.lab.studies.base import Study
-from normattn.lab.studies.lm_report import ranked
+from normattn.lab.studies.lm_report import intervals, ranked
 from normattn.lab.studies.qknorm_runs import (
     CLIP,
     IMAGES,
@@ -397,18 +395,12 @@ def _by_score(
 ) -> Figure:
     """Every score at the preset's learning rate; of fewer than two there is nothing to compare."""
     rows = [
-        score
+        Row(score, where)
         for score in scores(view, experiment)
-        if view.sums(LOSS.name, at(experiment, score, 1.0)) is not None
+        if view.sums(LOSS.name, where := at(experiment, score, 1.0)) is not None
     ]
-    columns = tuple(
-        IntervalColumn(
-            f"{metric.title} ({metric.unit})" if metric.unit else metric.title,
-            tuple(view.estimate(metric, at(experiment, score, 1.0)) for score in rows),
-        )
-        for metric in metrics
-    )
-    return Intervals(name, title, tuple(rows), columns if len(rows) > 1 else ())
+    columns = [Column(m.name, f"{m.title} ({m.unit})" if m.unit else m.title, m) for m in metrics]
+    return intervals(view, name, title, rows, columns if len(rows) > 1 else ())
 
 
 def _lines_by_rate(view: View, experiment: str, metric: Metric) -> tuple[Line, ...]:

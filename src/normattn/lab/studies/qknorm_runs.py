@@ -21,7 +21,7 @@ from normattn.errors import InputError, unknown
 from normattn.io import write_json
 from normattn.lab.data.images import ImageData
 from normattn.lab.data.pairs import PairData, PairSplit
-from normattn.lab.evaluation.classification import score_images
+from normattn.lab.evaluation.classification import measure_images
 from normattn.lab.evaluation.translation import (
     Search,
     corpus_counts,
@@ -337,16 +337,10 @@ class VisionRun(ModelRun):
     ) -> pl.DataFrame:
         """Loss and correctness of every image."""
         model = self.model_in(folder, config)
-        scores = score_images(
-            model,
-            data.split(self.split),
-            progress=lambda done, total: note(done, total, "images"),
+        split = data.split(self.split)
+        measured = measure_images(
+            model, split, progress=lambda done, total: note(done, total, "images")
         )
-        units = [f"{number:06}" for number in range(len(scores.loss))]
-        measured = [
-            sums(name, units, np.asarray(values), np.ones(len(units)))
-            for name, values in (("accuracy", scores.correct), ("loss", scores.loss))
-        ]
         length = config.model.tokens
         whose = self.whose(IMAGES, model, data=data.fingerprint, split=self.split, length=length)
         facts = {"parameters": parameter_count(model), "classes": model.config.classes}

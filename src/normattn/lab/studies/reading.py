@@ -113,7 +113,7 @@ def figures(view: View) -> Iterator[Figure]:
     """Accuracy and loss by position, retrieval by depth, and what the standard protocols give."""
     if _standard_rows(view):
         plain = _standard(view)
-        yield from (*lm.position_figures(plain), lm.length_figure(plain), lm.table_figure(plain))
+        yield from (*lm.position_figures(plain), lm.length_figure(plain))
     yield lm.history_figure(view)
     for row in view.values("row", {"protocol": POSITION}):
         yield _by_position(view, row)

@@ -203,9 +203,7 @@ STUDY = Study(
                 _varied(report.WARMUP, "warm-up (steps)"),
                 _varied(report.RATE, "learning rate"),
                 _varied(report.DROPOUT, "dropout"),
-                text_column(
-                    "state", "outcome", lambda view, row: report.outcome(view, row.where).state
-                ),
+                text_column("state", "outcome", lambda view, row: report.state(view, row.where)),
                 Column("loss", "loss", report.LOSS),
             ),
             head="row",

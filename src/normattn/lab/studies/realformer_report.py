@@ -11,7 +11,7 @@ exact sign test over the settings decides.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial, reduce
 from typing import Any, NamedTuple, get_args
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, get_args
 import polars as pl
 
 from normattn.lab.report.claims import Claim
-from normattn.lab.report.figures import Curves, Figure, Grid, Line, Panel, Point
+from normattn.lab.report.figures import Curves, Figure, Line, Panel, Point
 from normattn.lab.report.view import View, bin_points
 from normattn.lab.stats import Estimate, Metric, sign_test
 from normattn.lab.stats.arrays import Where
@@ -112,26 +112,13 @@ class Setting(NamedTuple):
         return {"row": self.row, "protocol": "grid", **varied}
 
 
-class Outcome(NamedTuple):
-    """How the trainings of a setting ended: the held-out loss (None where every seed diverged)."""
-
-    loss: float | None
-    state: End
-
-    @property
-    def failed(self) -> bool:
-        """Whether it diverged or learned nothing."""
-        return self.state != "learned"
-
-
-def outcome(view: View, where: Where) -> Outcome:
+def state(view: View, where: Where) -> End:
     """How the trainings of the setting that `where` names ended; the worst of them counts."""
-    found, value = set(ends(view, where).values()), view.estimate(LOSS, where)
-    state: End = next((end for end in get_args(End) if end in found), "diverged")
-    return Outcome(None if value is None else value.value, state)
+    found = set(ends(view, where).values())
+    return next((end for end in get_args(End) if end in found), "diverged")
 
 
-def grid(view: View) -> dict[Setting, Outcome]:
+def grid(view: View) -> dict[Setting, End]:
     """The robustness grid: rows as in the table, with warm-up first, then dropouts and rates."""
     if RATE not in view.frame.columns:
         return {}
@@ -139,7 +126,7 @@ def grid(view: View) -> dict[Setting, Outcome]:
     settings = [Setting(*v) for v in rows.select("row", WARMUP, RATE, DROPOUT).unique().rows()]
     order = ranked({*ROWS, *(setting.row for setting in settings)}, tuple(ROWS))
     settings.sort(key=lambda s: (order.index(s.row), -s.warmup, s.dropout, s.learning_rate))
-    return {setting: outcome(view, setting.where) for setting in settings}
+    return {setting: state(view, setting.where) for setting in settings}
 
 
 # Claims
@@ -180,7 +167,7 @@ COMPARED: tuple[tuple[str, str, str, str], ...] = (
 def claims(view: View) -> list[Claim]:
     """Every claim that the table, the layers and the grid can test, in the order of the page."""
     every = sizes(view)
-    made = [*_compared(every), *_stability(grid(view))]
+    made = [*_compared(every), *_stability(view)]
     for size in every:
         layers = view.values("layer", {SIZE: size, **DEPTH})
         if (count := int(max(layers, default=0))) > 1:
@@ -284,14 +271,15 @@ def _of_layers(size: str, count: int) -> Iterator[Claim]:
         yield Claim(sentence, metric, source, f"{size}: {measured}", sign)
 
 
-Ends = dict[tuple[float | int, ...], Outcome]
+Ends = dict[tuple[float | int, ...], End]
 """How the settings of a row ended, by what they vary."""
 
 
-def _stability(outcomes: Mapping[Setting, Outcome]) -> Iterator[Claim]:
+def _stability(view: View) -> Iterator[Claim]:
     """Which settings of the grid fail with one row alone, or without warm-up alone."""
+    settings = grid(view)
     every: dict[str, Ends] = {
-        row: {setting[1:]: end for setting, end in outcomes.items() if setting.row == row}
+        row: {setting[1:]: end for setting, end in settings.items() if setting.row == row}
         for row in (REALFORMER, POSTLN, PRELN)
     }
     cold, warm = (
@@ -321,18 +309,22 @@ def _stability(outcomes: Mapping[Setting, Outcome]) -> Iterator[Claim]:
         ),
     ):
         yield from _fails(sentence, source, sign, names_, both)
-    parts = [part[row] for part in (cold, warm) for row in (REALFORMER, POSTLN)]
+    warmups = sorted({setting.warmup for setting in settings})
+    # Differences of differences: without − with warm-up, RealFormer's − PostLN's.
+    signs = {
+        (row, warmup): of_row * sign
+        for row, of_row in ((REALFORMER, 1.0), (POSTLN, -1.0))
+        for warmup, sign in zip(warmups[:1] + warmups[-1:], (1.0, -1.0), strict=False)
+    }
     places = [
         point
         for point in cold[REALFORMER]
-        if all(point in part and part[point].loss is not None for part in parts)
+        if all(view.sums(LOSS.name, Setting(*at, *point).where) for at in signs)
     ]
-    if places:
-        warmups = [setting.warmup for setting in outcomes]
+    if places and len(warmups) > 1:
         terms = [
-            (sign / len(places)) * LOSS.at(Setting(row, warmup, *point).where)
-            for row, of_row in ((REALFORMER, 1.0), (POSTLN, -1.0))
-            for warmup, sign in ((min(warmups), of_row), (max(warmups), -of_row))
+            (sign / len(places)) * LOSS.at(Setting(*at, *point).where)
+            for at, sign in signs.items()
             for point in places
         ]
         measured = (
@@ -347,7 +339,9 @@ def _fails(
 ) -> Iterator[Claim]:
     """How many settings fail in one part and in another: an exact sign test over the settings."""
     mine, theirs = settings
-    both = [(mine[point].failed, theirs[point].failed) for point in mine if point in theirs]
+    both = [
+        (mine[point] != "learned", theirs[point] != "learned") for point in mine if point in theirs
+    ]
     if both:
         counts = [sum(pair[side] for pair in both) for side in (0, 1)]
         alone = [both.count((True, False)), both.count((False, True))]
@@ -376,7 +370,7 @@ GROUPS = {
 
 
 def figures(view: View) -> Iterator[Figure]:
-    """Each statistic by layer, and the robustness grid."""
+    """Each statistic by layer."""
     groups = list(_groups(view))
     for metric, name, title, axis, log in BY_LAYER:
         panels = []
@@ -388,7 +382,6 @@ def figures(view: View) -> Iterator[Figure]:
             lines = tuple(_line(row, curve) for row, curve in curves if curve)
             panels.append(Panel(panel, lines, "after layer", axis, log_y=log))
         yield Curves(name, title, tuple(panels))
-    yield _robustness(view)
 
 
 def _layer(bin_: tuple[Any, ...]) -> float:
@@ -413,28 +406,3 @@ def _line(row: str, points: tuple[Point, ...]) -> Line:
     plain = ROWS[row].model_copy(update={"half": False, "shared": False, "start": None})
     family = next(name for name, other in ROWS.items() if other == plain)
     return Line(row, points, family, dashed=ROWS[row] != plain)
-
-
-def _robustness(view: View) -> Figure:
-    """Held-out loss of every setting; one that failed has no colour and says how."""
-    outcomes = grid(view)
-    lines = list(dict.fromkeys((setting.row, setting.warmup) for setting in outcomes))
-    places = list(dict.fromkeys((s.learning_rate, s.dropout) for s in outcomes))
-    every = [[outcomes.get(Setting(*line, *place)) for place in places] for line in lines]
-
-    def text(found: Outcome | None) -> str:
-        if found is None:
-            return ""
-        words = [] if found.loss is None else [f"{found.loss:.2f}"]
-        return " ".join([*words, *([found.state] if found.failed else [])])
-
-    return Grid(
-        "robustness",
-        "Robustness to learning rate and dropout: held-out loss",
-        tuple(f"{row}, warm-up of {n} steps" if n else f"{row}, no warm-up" for row, n in lines),
-        tuple(f"{rate:g}, {dropout:g}" for rate, dropout in places),
-        tuple(tuple(None if o is None or o.failed else o.loss for o in line) for line in every),
-        tuple(tuple(map(text, line)) for line in every),
-        x_title="learning rate, dropout",
-        scale_title="loss (nats per masked token)",
-    )

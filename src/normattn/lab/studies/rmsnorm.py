@@ -26,14 +26,7 @@ from normattn.lab.evaluation.classification import (
 )
 from normattn.lab.report.claims import SEEDS, Claim
 from normattn.lab.report.figures import Curves, Figure, Panel
-from normattn.lab.report.tables import (
-    Column,
-    Row,
-    Table,
-    estimate_column,
-    shown,
-    text_column,
-)
+from normattn.lab.report.tables import Column, Row, Table, text_column
 from normattn.lab.report.view import View
 from normattn.lab.runs.environment import threads
 from normattn.lab.runs.timing import interleave
@@ -41,8 +34,7 @@ from normattn.lab.stats import (
     Estimate,
     Identity,
     Metric,
-    contrast,
-    estimate,
+    Sums,
     identified,
     joined,
     of_seeds,
@@ -290,7 +282,8 @@ SAVED = 100 * (1 - 215.0 / 231.0)
 EARLY = 0.1
 """The share of the steps that counts as early in a training."""
 LOSS = Metric("loss", "loss, mnats", ratio(1000.0), "mnats", 2)
-STEP = Metric("step_time", "step, ms", median(1000.0), "ms", 1)
+# A median is of the rounds themselves: each is a bin of its own.
+STEP = Metric("step_time", "step, ms", median(1000.0), "ms", 1).between(Sums.by_unit)
 TESTS, TRAININGS, STEPS = ({"protocol": name} for name in (CLASSIFIED, "training", STEP_TIME))
 
 
@@ -299,17 +292,12 @@ def norms(view: View) -> list[str]:
     return ranked(view.values("row"), (LAYER, RMS))
 
 
-def _median_step(view: View, row: Row) -> Estimate | None:
-    rounds = view.sums(STEP.name, {**row.where, **STEPS})
-    return None if rounds is None else estimate(rounds.by_unit(), STEP, view.bootstrap)
-
-
 COLUMNS = (
     Column("micro_f1", "micro F1, %", MICRO_F1.at(TESTS)),
     Column("macro_f1", "macro F1, %", MACRO_F1.at(TESTS)),
     Column("loss", LOSS.title, LOSS.at(TESTS)),
     Column("parameters", "parameters", mean("parameters", "", 0).at(TRAININGS), interval=False),
-    estimate_column("step_ms", STEP.title, _median_step, lambda value: shown(value, STEP.digits)),
+    Column("step_ms", STEP.title, STEP.at(STEPS)),
     text_column("source_f1", "source: F1, %", lambda view, row: f"{PUBLISHED[row.label]:.2f}"),
 )
 
@@ -383,11 +371,11 @@ def step_change(view: View) -> Estimate | None:
     The interval is that of the ratio's logarithm. Rounds vary here, not trainings: no number of
     seeds stands behind it.
     """
-    ours, other = (view.sums(STEP.name, {"row": row, **STEPS}) for row in (RMS, LAYER))
-    if ours is None or other is None:
+    logarithm = Metric("step_time", value=lambda *sums: np.log(median()(*sums)))
+    of_row = logarithm.between(Sums.by_unit).at(STEPS)
+    value = view.known(of_row.at(row=RMS) - of_row.at(row=LAYER))
+    if value is None:
         return None
-    terms = [(1.0, ours.by_unit()), (-1.0, other.by_unit())]
-    value = contrast(terms, lambda *both: np.log(STEP.value(*both)), view.bootstrap)
     low, high = (None if end is None else _percent(end) for end in (value.low, value.high))
     return Estimate(_percent(value.value), low, high, value.p, value.units)
 

@@ -24,8 +24,6 @@ CHANGEABLE = (
     "changed",  # what follows from it is compared
     "asked",  # it chooses runs, which may be added
 )
-# Settings of rows that may be added: where one is empty, no run was made of it yet.
-ADDABLE = ("english",)
 
 
 class SweepConfig(Settings):
@@ -46,21 +44,6 @@ class SweepConfig(Settings):
     def of(cls, preset: str, **shared: Any) -> SweepConfig:
         """The settings of a preset that all runs share."""
         return cls.model_validate({"preset": preset, **shared})
-
-
-def free_settings(one: Mapping[str, Any], other: Mapping[str, Any]) -> frozenset[str]:
-    """What may differ between the settings of two sweeps whose runs shall be one study's."""
-    added = (name for name in ADDABLE if not (one.get(name) and other.get(name)))
-    return frozenset({*CHANGEABLE, *added})
-
-
-def with_added(config: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:
-    """`config` with those settings of `later` that only rows added later have."""
-    added = {name: later[name] for name in ADDABLE if later.get(name) and not config.get(name)}
-    if not added:
-        return dict(config)
-    changed = {**config.get("changed", {}), **later.get("changed", {})}
-    return {**config, **added, "changed": changed}
 
 
 def validated(model: type[Model], fields: Mapping[str, Any], subject: str) -> Model:

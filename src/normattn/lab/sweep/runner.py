@@ -23,7 +23,7 @@ from normattn.lab.runs.environment import keep_pages
 from normattn.lab.stats import collected, measurements
 from normattn.lab.stats.arrays import on_common_sets
 from normattn.lab.sweep.collect import refuse_changed_text
-from normattn.lab.sweep.config import CHANGEABLE, free_settings, with_added
+from normattn.lab.sweep.config import CHANGEABLE
 from normattn.lab.sweep.launchers import (
     DIVERGED,
     FINISHED,
@@ -99,17 +99,12 @@ def _needs_of(sweep: Sweep) -> Needs:
 
 
 def _open(sweep: Sweep) -> RunDirectory:
-    stored = peek(sweep.out / "config.json").get("config") or {}
-    free = free_settings(stored, sweep.config.model_dump(mode="json")) if stored else CHANGEABLE
-    return RunDirectory.open(sweep.out, sweep.config, sweep.study, free)
+    return RunDirectory.open(sweep.out, sweep.config, sweep.study, CHANGEABLE)
 
 
 def _note_choices(sweep: Sweep, choices: dict[str, str]) -> None:
     """Add to the directory's settings what chose further runs: its page says how to make all."""
     directory = RunDirectory.existing(sweep.out)
-    later = with_added(directory.config, sweep.config.model_dump(mode="json"))
-    for name in (name for name in later if later[name] != directory.config[name]):
-        directory.put(name, later[name])
     asked = directory.config.get("asked") or [{}]
     if choices not in asked:
         directory.put("asked", [*asked, choices])
