@@ -242,7 +242,7 @@ NORMS = {
 }
 LOSSES = {"at 8k": plain("loss_8192", 3), "at 16k": plain("loss_16384", 3)}
 METHODS = {
-    "as is": "unmodified",
+    "unmodified": "unmodified",
     **{
         name: f"`{name}`"
         for name in ("SelfExtend-logn+", "YaRN", "YaRN-logn+", "ReRoPE-logn+", "ReRoPE")
@@ -251,13 +251,13 @@ METHODS = {
 }
 SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1"
 TEXTS = {
-    f"{SMOLLM2}, {text}.txt: {method}": f"{told}, {'unmodified' if method == 'as is' else method}"
+    f"{SMOLLM2}, {text}.txt: {method}": f"{told}, {method}"
     for text, told in {"wikitext-2": "WikiText-2", "tiny-shakespeare": "tiny Shakespeare"}.items()
-    for method in ("as is", "YaRN")
+    for method in ("unmodified", "YaRN")
 }
 CLAMPED = {
     "last tokens alone": interval("accuracy_alone"),
-    "after 8 L": interval("accuracy_as_is"),
+    "after 8 L": interval("accuracy_unmodified"),
     "after 8 L, distances clamped": interval("accuracy_clamped"),
 }
 OUTSIDE = {

@@ -96,12 +96,12 @@ def test_train_evaluate_report(command: Command, trained: Path, tmp_path: Path) 
     # Other tests measure the run that all of them share.
     run = tmp_path / "run"
     shutil.copytree(trained, run, ignore=shutil.ignore_patterns("evaluations"))
-    said = command("evaluate", run, "--methods", "as is,YaRN", "--multiples", "1,4")
+    said = command("evaluate", run, "--methods", "unmodified,YaRN", "--multiples", "1,4")
     assert said.code == 0, said.err
     assert "KNA-YaRN" in said.out
     records = {path: path.stat().st_mtime_ns for path in run.glob("evaluations/*.parquet")}
     assert len(records) == 2 * 5
-    again = command("evaluate", run, "--methods", "as is,YaRN", "--multiples", "1,4")
+    again = command("evaluate", run, "--methods", "unmodified,YaRN", "--multiples", "1,4")
     assert again.out == said.out
     after = {path: path.stat().st_mtime_ns for path in run.glob("evaluations/*.parquet")}
     assert after == records

@@ -106,7 +106,7 @@ def test_a_run_says_what_was_read(done: Path) -> None:
     assert "0 of 2" in table  # pass keys
     assert "no interval" not in table
     assert "The last 16 tokens of every window are scored." in table
-    assert _value(done, "as is", "prefill", "keys_256") == 0
+    assert _value(done, "unmodified", "prefill", "keys_256") == 0
     assert _value(done, "PI", "prefill", "seconds_256") > 0
     octaves = table.split("## Loss by position")[1].split("##")[0]
     assert "1 to 128" in octaves
@@ -136,7 +136,7 @@ def test_losses_are_those_of_transformers_itself(
     ids = torch.from_numpy(texts.ids)[:, -length - 1 :]
     assert tokeniser.decode(ids[0]) in text.read_text()
     linear = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
-    for asked, options in (("as is", {}), ("PI", {"rope_parameters": linear})):
+    for asked, options in (("unmodified", {}), ("PI", {"rope_parameters": linear})):
         own = transformers.AutoModelForCausalLM.from_pretrained(model, **options)
         with torch.no_grad():
             logits = own(ids[:, :-1]).logits.double()
@@ -271,7 +271,7 @@ def test_a_saved_model_is_read_as_it_was_trained(
     for name, folder in (("plain", model), ("saved", tmp_path / "ntk")):
         said = command("extend", folder, *rest, "--out", tmp_path / name)
         assert said.code == 0, said.err
-    for row in ("as is", "PI"):
+    for row in ("unmodified", "PI"):
         losses = [_value(tmp_path / out, row, "table", "loss_256") for out in ("plain", "saved")]
         assert losses[0] == losses[1]
     said = command("extend", tmp_path / "ntk", "--methods", "NTK(factor=2)", "--emit", "hf")
@@ -282,7 +282,7 @@ def test_a_saved_model_is_read_as_it_was_trained(
 def test_lengths_and_methods_as_typed() -> None:
     assert token_counts("16k, 8k,12000", "--lengths") == (8192, 12000, 16384)
     assert parse_methods("LeakyReRoPE(s=4,window=8),YaRN-logn+") == (
-        *("as is", "LeakyReRoPE(s=4,window=8)"),
+        *("unmodified", "LeakyReRoPE(s=4,window=8)"),
         "YaRN-logn+",
     )
     assert {"PI", "SelfExtend", "ReRoPE-logn+"} < set(parse_methods("all"))

@@ -42,7 +42,7 @@ def test_a_run_is_looked_into(command: Command, probed: Path) -> None:
     assert [line.step for line in lines] == [1, 2, 4]
     said = command("inspect", probed, "--windows", 3, "--cosines")
     assert said.code == 0, said.err
-    assert "QKRMSNorm-logn, as is: 3 windows of 8 held-out tokens" in said.out
+    assert "QKRMSNorm-logn, unmodified: 3 windows of 8 held-out tokens" in said.out
     assert re.search(r"sharpest head is head \d of layer 0: its entropy is \d+% of ln n", said.out)
     folder = probed / "inspection"
     # Neither a learned sink nor anything beyond the training length is there to be drawn.
@@ -74,7 +74,7 @@ def test_a_text_of_ones_own_beyond_the_training_length(
     text = tmp_path / "text.txt"
     text.write_text("word1 word2 word3 word4 " * 20)
     looks = []
-    for method in ("as is", "ReRoPE"):
+    for method in ("unmodified", "ReRoPE"):
         said = command(
             *("inspect", trained, "--text", text, "--length", 32, "--method", method, "--json"),
             *("--out", tmp_path / method, "--attention", "all"),
@@ -113,7 +113,7 @@ def test_angles_that_a_run_saw_when_it_continued(
     train_causal(parsed, tmp_path / "run", show_progress=False)
     shares: dict[Path, dict[str, int]] = {trained: {}, tmp_path / "run": {}}
     for run, own in shares.items():
-        for method in ("as is", "PI(factor=4)", "PI(factor=2)"):
+        for method in ("unmodified", "PI(factor=4)", "PI(factor=2)"):
             out = tmp_path / f"{run.name} {method}"
             options = ("--text", text, "--length", 32, "--method", method, "--out", out)
             said = command("inspect", run, *options)
@@ -123,8 +123,8 @@ def test_angles_that_a_run_saw_when_it_continued(
             )
             own[method] = known.tolist().index(False) if not known.all() else 16
     # Of sixteen bins of two positions those before the first new angle.
-    plain = {"as is": 4, "PI(factor=4)": 14, "PI(factor=2)": 7}
-    longer = {"as is": 4, "PI(factor=4)": 16, "PI(factor=2)": 8}
+    plain = {"unmodified": 4, "PI(factor=4)": 14, "PI(factor=2)": 7}
+    longer = {"unmodified": 4, "PI(factor=4)": 16, "PI(factor=2)": 8}
     assert shares == {trained: plain, tmp_path / "run": longer}
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from normattn.lab.studies.keynorm import METHODS, VARIANTS
-from normattn.lab.studies.language import AS_IS
+from normattn.score.spec import UNMODIFIED
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text("utf-8")
@@ -40,7 +40,7 @@ def table() -> list[str]:
 
 
 def name(variant: str, method: str) -> str:
-    return variant if method == AS_IS else f"{variant}-{method}"
+    return variant if method == UNMODIFIED else f"{variant}-{method}"
 
 
 def points(value: float) -> str:

@@ -134,7 +134,7 @@ def test_methods_change_what_is_past_the_training_length(
             shutil.copy(llama / name, folder / name)
         saved = str(folder)
         assert likelihood(PAIR, pretrained=saved) == likelihood(PAIR, pretrained=str(llama), **way)
-        assert likelihood(PAIR, pretrained=saved, method="as is") == plain
+        assert likelihood(PAIR, pretrained=saved, method="unmodified") == plain
         with pytest.raises(InputError, match="train_length is 7"):
             model(pretrained=saved, train_length=7)
 

@@ -237,7 +237,7 @@ def test_the_command_looks_into_a_folder(tmp_path: Path, capfd: pytest.CaptureFi
     asked = (folder, "--text", text, "--length", 96, "--windows", 2, "--out", out)
     code, said, error = _run(capfd, *asked, "--attention", "1,2")
     assert code == 0, error
-    assert "model, as is: 2 windows of 96 tokens of" in said
+    assert "model, unmodified: 2 windows of 96 tokens of" in said
     measured = measurements.read(out / measurements.FILE)
     assert measured.filter(protocol="drawn")["head"].unique().to_list() == [2]
     auto: Any = transformers.AutoModelForCausalLM

@@ -148,7 +148,7 @@ def test_reasons_name_the_kernel_that_runs_and_refuse_the_others() -> None:
         assert all(decision.refused.values())
     named = reasons(_inputs("plain", "", False, True), "reference")
     assert named.kernel == "reference"
-    assert named.refused["fused"] == "it could, but reference was asked for"
+    assert named.refused["fused"] == "possible, but reference was asked for"
     with pytest.raises(InputError, match="cannot serve"):
         reasons(_inputs("cap", "", False, True), "fused")
 

@@ -63,10 +63,10 @@ def test_it_names_the_kernel_that_runs(
 def test_it_reads_well() -> None:
     text = str(explain("KNA-ReRoPE(window=512)@2048", (1, 8, 100_000, 64), (1, 2, 100_000, 64)))
     assert text.startswith("KNA-ReRoPE(window=512)@2048 on q (1, 8, 100000, 64)")
-    assert "folded into q and k:\n  - KNA: " in text
+    assert "absorbed into q and k:\n  - KNA: " in text
     assert "left to the kernel:\n  - ReRoPE: " in text
     assert "kernel: two-regime (" in text
-    assert "  - fused: it does not support two regimes" in text
+    assert "  - fused: it does not support near and far keys" in text
     assert "195.3 MiB of output" in text
 
 

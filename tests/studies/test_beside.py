@@ -12,13 +12,22 @@ from studies.test_sweep import finish, result
 def test_a_cell_evaluated_by_itself(tiny: Path, tmp_path: Path, start: Start) -> None:
     out = tmp_path / "out"
     sweep = ("reproduce", "keynorm", "--preset", tiny, "--set", "training.steps=5", "--out", out)
-    made = finish(start(*sweep, "--variants", "KNA", "--methods", "as is", cells_here=True))
+    made = finish(start(*sweep, "--variants", "KNA", "--methods", "unmodified", cells_here=True))
     assert made[0] == 0, made[1]
     before, cell = result(out), out / "cells" / "KNA" / "seed0"
     own = {path.name for path in (cell / "evaluations").iterdir()}
 
     # Further windows and methods of the study's protocols, and a protocol that it does not have.
-    asked = ("evaluate", cell, "--max-windows", 4, "--multiples", "1,2,4", "--methods", "as is,NTK")
+    asked = (
+        "evaluate",
+        cell,
+        "--max-windows",
+        4,
+        "--multiples",
+        "1,2,4",
+        "--methods",
+        "unmodified,NTK",
+    )
     for protocols in ("train-length,last-segment", "by-position"):
         code, said = finish(start(*asked, "--protocols", protocols))
         assert code == 0, said

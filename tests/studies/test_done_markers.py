@@ -11,7 +11,7 @@ from normattn.lab.sweep.launchers import Local
 from studies import here
 
 FEW = {
-    "keynorm": ("--variants", "KNA", "--methods", "as is,YaRN"),
+    "keynorm": ("--variants", "KNA", "--methods", "unmodified,YaRN"),
     "retrofit": (
         *("--variants", "KNA", "--set", "continued.steps=2", "--set", "continued.keep=[1,2]"),
         *("--set", "continued.warmup_steps=0"),
@@ -68,7 +68,11 @@ def test_empty_files_alone_are_no_evaluations(tiny: Path, tmp_path: Path) -> Non
     from normattn.lab.sweep.run import Request
 
     asked = Request(
-        str(tiny), variants=("KNA",), methods=("as is", "YaRN"), seeds=(0,), out=tmp_path / "out"
+        str(tiny),
+        variants=("KNA",),
+        methods=("unmodified", "YaRN"),
+        seeds=(0,),
+        out=tmp_path / "out",
     )
     sweep = find("keynorm").resolve(asked)
     reading = sweep.stages(sweep.runs[0])[-1]

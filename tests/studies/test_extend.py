@@ -16,7 +16,7 @@ from normattn.lab.studies.advice import LAST, LEAST_GAIN, LOSS, TRAIN, Advice, a
 from normattn.lab.studies.extend import EXACT, KEY, PREFILL, SECONDS, STUDY, complete
 
 L, TOKENS = 8, 8
-NAMES = {"": "as is", "PI": "PI", "YaRN": "YaRN(factor=4)"}
+NAMES = {"": "unmodified", "PI": "PI", "YaRN": "YaRN(factor=4)"}
 # Windows differ a little by method: a difference that is the same in all has no interval.
 APART = {"": 0.0, "PI": 1e-4, "YaRN": -1e-4}
 Losses = dict[str, dict[int, float]]
@@ -69,18 +69,18 @@ def _lines(plain: Sequence[float], **methods: Sequence[float]) -> Losses:
     [
         (
             _lines((3.0, 4.0, 5.0), YaRN=(3.03, 3.0, 3.0), PI=(3.5, 3.5, 3.5)),
-            "YaRN, that is YaRN(factor=4): best up to 32 tokens; costs 1.0 % of loss at 8.",
+            "YaRN (YaRN(factor=4)): best up to 32 tokens; costs 1.0 % of loss at 8.",
             "YaRN",
         ),
         (
             _lines((3.0, 4.0, 5.0), YaRN=(3.0001, 3.2, 3.0), PI=(2.5, 3.0, 3.5)),
-            "YaRN, that is YaRN(factor=4): best at 32 tokens; no significant cost at 8 (loss +0.0 "
+            "YaRN (YaRN(factor=4)): best at 32 tokens; no significant cost at 8 (loss +0.0 "
             "[+0.0, +0.0] %).",
             "YaRN",
         ),
         (
             _lines((3.0, 4.0, 5.0, 6.0), YaRN=(2.7, 3.2, 3.0, 3.0), PI=(2.9, 3.0, 3.5, 3.5)),
-            "YaRN, that is YaRN(factor=4): best from 32 to 64 tokens; costs nothing at 8, where "
+            "YaRN (YaRN(factor=4)): best from 32 to 64 tokens; costs nothing at 8, where "
             "the loss falls by 9.7 %.",
             "YaRN",
         ),
@@ -113,7 +113,7 @@ def test_one_window_is_one_reading() -> None:
 
 def test_methods_as_good_as_the_best_are_named() -> None:
     advice = _advice(_lines((3.0, 4.0), YaRN=(3.1, 3.0), PI=(3.0, 3.0)))
-    assert any("Not told apart from it: " in sentence for sentence in advice.sentences)
+    assert any("Not distinguishable from it: " in sentence for sentence in advice.sentences)
 
 
 def test_a_length_that_was_not_read_in_all_windows_is_left_out() -> None:
@@ -142,22 +142,22 @@ def test_every_column_of_the_page() -> None:
         }
         for table in made.tables
     }
-    assert tables["table"]["as is", "loss_8"].startswith("3.100 [")
+    assert tables["table"]["unmodified", "loss_8"].startswith("3.100 [")
     assert tables["table"]["YaRN", "loss_16"].startswith("3.600 [")
     assert tables["table"]["YaRN", "parameters"] == "YaRN(factor=4)"
     assert tables["change"]["YaRN", "change_16"].startswith("+0.500 [")
     assert tables["change"]["YaRN", "change_8"].startswith("+0.300 [")
-    assert tables["change"]["as is", "change_16"] == "+1.000 [no interval]"
-    assert tables["change"]["as is", "change_8"] == "–"
-    assert tables["accuracy"]["as is", "accuracy_16"].startswith("50.0")
+    assert tables["change"]["unmodified", "change_16"] == "+1.000 [no interval]"
+    assert tables["change"]["unmodified", "change_8"] == "–"
+    assert tables["accuracy"]["unmodified", "accuracy_16"].startswith("50.0")
     assert tables["cost"]["YaRN", "change"].startswith("+9.67 [")
-    assert tables["prefill"]["as is", "seconds_16"] == "2.0"
-    assert tables["prefill"]["as is", "bytes_16"] == "3"
-    assert tables["prefill"]["as is", "keys_16"] == "2 of 3"
+    assert tables["prefill"]["unmodified", "seconds_16"] == "2.0"
+    assert tables["prefill"]["unmodified", "bytes_16"] == "3"
+    assert tables["prefill"]["unmodified", "keys_16"] == "2 of 3"
     assert tables["prefill"]["YaRN", "keys_16"] == "–"
     drawn = made.figures[0]
     assert isinstance(drawn, Intervals)
-    assert drawn.rows == ("as is", "YaRN")
+    assert drawn.rows == ("unmodified", "YaRN")
     assert "after 8, for the same last tokens" in drawn.title
     values = [[None if e is None else e.value for e in column.values] for column in drawn.columns]
     assert values == [

@@ -62,9 +62,7 @@ def test_every_row_is_that_of_its_own_page(tmp_path: Path) -> None:
     assert {(label, key): rows[label][key].text for label, key in alone} == alone
     assert len(rows) == 6
     assert rows["model, a.txt: YaRN"]["change"].text.startswith("+0.200")
-    assert made.notes[0].startswith(
-        "model on a.txt (3 windows, L = 8): YaRN, that is YaRN(factor=4)"
-    )
+    assert made.notes[0].startswith("model on a.txt (3 windows, L = 8): YaRN (YaRN(factor=4))")
     assert made.notes[1].startswith(
         "model on b.txt (3 windows, L = 8): No method is clearly better"
     )

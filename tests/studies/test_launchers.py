@@ -185,7 +185,7 @@ def asked(preset: Path, out: Path, launcher: Launcher, jobs: int) -> Request:
     return Request(
         preset=str(preset),
         variants=VARIANTS,
-        methods=("as is",),
+        methods=("unmodified",),
         jobs=jobs,
         out=out,
         changes={"training.steps": 300},

@@ -31,7 +31,7 @@ def _run(*words: object) -> int:
 def trained(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small study of the library, made in full."""
     out = tmp_path_factory.mktemp("trained") / "out"
-    few = ("--variants", "Baseline", "--methods", "as is", "--set", "training.steps=2")
+    few = ("--variants", "Baseline", "--methods", "unmodified", "--set", "training.steps=2")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Local, "session", here.session)
         assert _run("reproduce", "keynorm", "--preset", tiny, *few, "--out", out) == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,19 @@ def test_a_study_of_ones_own_is_run_and_reported_again(
             main(["report", str(folder), "--study", "my_study.py"])
         assert ended.value.code == 0, capsys.readouterr()
         assert (folder / "table.md").read_bytes() == before
+
+
+def test_a_study_imports_from_its_own_folder(
+    own_study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (own_study.parent / "of_my_own.py").write_text('QUESTION = "Does my component help?"\n')
+    named = own_study.read_text().replace(
+        '    question="Do normalised keys let a model read twice its training length?",',
+        "    question=QUESTION,",
+    )
+    own_study.write_text("from of_my_own import QUESTION\n" + named)
+    assert find_typed(str(own_study)).question == "Does my component help?"
 
 
 def test_the_studies_of_the_library_are_found_by_their_files() -> None:

@@ -82,7 +82,10 @@ def test_a_control_is_drawn_beside_the_models_as_they_are() -> None:
     for measurements, panels in (
         (
             joined([plain, read, yarn]),
-            {"as is": ["Baseline", "KNA", "Baseline-StreamingLLM"], "YaRN": ["Baseline", "KNA"]},
+            {
+                "unmodified": ["Baseline", "KNA", "Baseline-StreamingLLM"],
+                "YaRN": ["Baseline", "KNA"],
+            },
         ),
         (joined([read, yarn]), {"YaRN": ["Baseline", "KNA"], "StreamingLLM": ["Baseline"]}),
     ):

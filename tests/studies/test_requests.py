@@ -65,7 +65,7 @@ def test_the_source_s_own_setting() -> None:
 
 
 def test_rows_can_be_added_without_another_configuration(tiny: Path) -> None:
-    narrow = resolve("keynorm", tiny, ("KNA",), ("as is",), (0,))
+    narrow = resolve("keynorm", tiny, ("KNA",), ("unmodified",), (0,))
     wide = resolve("keynorm", tiny, ("Baseline", "KNA-logn"), ("YaRN", "NTK"), (0, 1, 2))
     assert narrow.config == wide.config
     assert [run.name for run in wide.runs] == [
@@ -94,7 +94,7 @@ def test_parameters_of_scores_and_methods_are_kept(tiny: Path) -> None:
 
 def test_a_method_without_sense_leaves_out_its_row_and_says_why(tiny: Path) -> None:
     sweep = resolve("keynorm", tiny, ("KNA", "KNA-NoPE"))
-    assert methods_of(sweep) == {"KNA": METHODS, "KNA-NoPE": ("as is",)}
+    assert methods_of(sweep) == {"KNA": METHODS, "KNA-NoPE": ("unmodified",)}
     assert len(sweep.skipped) == 3
     said = "KNA-NoPE with NTK is left out: NTK on NoPE makes no sense"
     assert sweep.skipped[0].startswith(said)
@@ -123,8 +123,8 @@ def test_all_is_every_part_that_a_row_can_have(tiny: Path) -> None:
             if part.when != "trained-in":
                 assert any(name in of for of in rows.values()) or f"with {name} is" in skipped
         # Nothing rotary is left to stretch on a model without positions.
-        assert rows["Baseline-NoPE"] == ("as is",)
-        assert rows["Baseline-Sink"] == ("as is", "YaRN", "ReRoPE")
+        assert rows["Baseline-NoPE"] == ("unmodified",)
+        assert rows["Baseline-Sink"] == ("unmodified", "YaRN", "ReRoPE")
     assert list(methods_of(resolve("keynorm", tiny, ("KNA",), ("all",)))) == ["KNA"]
 
 
@@ -146,8 +146,8 @@ def test_the_windows_of_the_source() -> None:
     windows = [f"ReRoPE(window={size})" for size in (8, 16, 32, 48, 64)]
     with_logn = ("logn+", *(f"{window}-logn+" for window in windows))
     assert methods_of(sweep) == {
-        "Baseline": ("as is", *windows, *with_logn),
-        "Baseline-logn": ("as is", *windows),
+        "Baseline": ("unmodified", *windows, *with_logn),
+        "Baseline-logn": ("unmodified", *windows),
     }
     assert sweep.config.model_dump()["evaluation"]["multiples"] == (8,)
 

@@ -15,7 +15,7 @@ import pytest
 import apart
 from studies.conftest import Start
 
-ROWS = ("--variants", "Baseline,KNA-logn", "--methods", "as is,YaRN")
+ROWS = ("--variants", "Baseline,KNA-logn", "--methods", "unmodified,YaRN")
 SECONDS = 300  # far beyond what it takes alone: speed is not tested here
 
 
@@ -135,7 +135,7 @@ def test_killed_in_the_middle_the_table_is_the_same(
 def test_refused_and_widened(tiny: Path, tmp_path: Path, start: Start) -> None:
     out = tmp_path / "out"
     sweep = ("reproduce", "keynorm", "--preset", tiny, "--set", "training.steps=5", "--out", out)
-    process = start(*sweep, "--variants", "KNA", "--methods", "as is", cells_here=True)
+    process = start(*sweep, "--variants", "KNA", "--methods", "unmodified", cells_here=True)
     wait_for_lock(out)
     process.send(signal.SIGSTOP)  # So that it cannot be done before the other one looks.
     code, said = finish(start(*sweep, "--variants", "KNA"))
@@ -156,7 +156,10 @@ def test_refused_and_widened(tiny: Path, tmp_path: Path, start: Start) -> None:
     assert [row["row"] for row in rows(out)] == ["QNA-NTK", "KNA", "KNA-NTK"]
     assert [row["non_repeated"]["seeds"] for row in rows(out)] == [[0, 1], [0], [0, 1]]
     command = "normattn reproduce keynorm --preset ./tiny.toml --set training.steps=5"
-    first, second = "--variants KNA --methods 'as is'", "--variants KNA,QNA --methods NTK --seeds 2"
+    first, second = (
+        "--variants KNA --methods unmodified",
+        "--variants KNA,QNA --methods NTK --seeds 2",
+    )
     assert f"`{command} {first} && {command} {second}`" in (out / "table.md").read_text()
 
 
@@ -190,11 +193,11 @@ def test_a_failed_cell_is_named_and_the_others_are_done(
 ) -> None:
     out = tmp_path / "out"
     sweep = ("reproduce", "keynorm", "--preset", tiny, "--set", "training.steps=5", "--out", out)
-    done = start(*sweep, "--variants", "KNA", "--methods", "as is", cells_here=True)
+    done = start(*sweep, "--variants", "KNA", "--methods", "unmodified", cells_here=True)
     assert finish(done)[0] == 0
     (out / "cells" / "QNA" / "seed0").mkdir(parents=True)
     (out / "cells" / "QNA" / "seed0" / "notes.txt").write_text("not ours")
-    others = ("--variants", "QNA,Baseline", "--methods", "as is")
+    others = ("--variants", "QNA,Baseline", "--methods", "unmodified")
     code, said = finish(start(*sweep, *others, cells_here=True))
     assert code == 2
     assert "QNA seed 0 failed: " in said

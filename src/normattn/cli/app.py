@@ -21,27 +21,27 @@ HELP = "Train, extend and evaluate Transformers with different attention scores.
 EPILOG = """
 **Examples**
 
-`normattn demo` – two small models beyond their training length: a collapse and its rescue
+`normattn demo` – two small models past their training length: a collapse and its rescue
 
-`normattn list` – every component of a score; `normattn list YaRN` – all about one
+`normattn list` – every component of a score; `normattn list YaRN` – one in detail
 
-`normattn reproduce keynorm` – train eight scores, evaluate them beyond the training length
+`normattn reproduce keynorm` – train eight scores, evaluate them past the training length
 
 `normattn train --score KNA-logn --steps 500 --out runs/kna` – train one small model
 
-`normattn evaluate runs/kna --methods YaRN,ReRoPE` – evaluate it on longer text, by two methods
+`normattn evaluate runs/kna --methods YaRN,ReRoPE` – evaluate it on longer text with two methods
 
-`normattn extend ./my-model --text book.txt --lengths 8k,16k --out runs/extend` – an existing model
+`normattn extend ./my-model --text book.txt --lengths 8k,16k` – find a method for a pretrained model
 
-`normattn verify ./my-model --method "YaRN(factor=4)" --against served.json` – is it served so?
+`normattn verify ./my-model --method "YaRN(factor=4)" --against served.json` – check a deployment
 
-`normattn score ./my-model` – the attention score of each of its layers, by name
+`normattn score ./my-model` – name the attention score of each layer
 
-`normattn export runs/kna exported` – a folder that transformers loads
+`normattn export runs/kna exported` – write a folder that transformers can load
 
 `normattn generate runs/kna --prompt "def main("` – continue a prompt
 
-`normattn inspect runs/kna` – what its heads attend to: entropy, logits, sinks, figures
+`normattn inspect runs/kna` – see what its heads attend to
 
 `normattn report runs/kna runs/baseline --out runs/report` – compare runs in one table
 """

@@ -13,7 +13,10 @@ def run_demo(asked: options.Demo) -> None:
     """Evaluate both models on the text, print the table and write the report."""
     text = None if asked.text is None else read_text(asked.text)
     windows = demo.demo_windows(text, asked.windows)
-    tell(f"2 models × 3 methods read {len(windows)} × {demo.LENGTH:,} tokens")
+    tell(
+        f"evaluating 2 models × 3 methods on {len(windows)} × {demo.LENGTH:,} tokens; accuracy at "
+        "the start and at the end:"
+    )
     readings = demo.read(
         windows, lambda each: tell(f"  {each.label}: {each.near:.1f} % to {each.far:.1f} %")
     )

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from normattn.cli import model_options
 from normattn.cli.extend_settings import (
-    AS_IS,
     choose,
     open_parameters,
     parse_methods,
@@ -19,6 +18,7 @@ from normattn.hf.native import refuse_applied
 from normattn.hf.plan import plan
 from normattn.hf.tiny_model import read_configuration, small_model
 from normattn.io import expanded, write_text
+from normattn.score.spec import UNMODIFIED
 from normattn.terminal import show, warn
 
 
@@ -30,7 +30,7 @@ def emit_method(asked: model_options.Extend, engine: str) -> None:
     where `out` exists.
     """
     refuse_engine(engine)
-    methods = [method for method in parse_methods(asked.methods) if method != AS_IS]
+    methods = [method for method in parse_methods(asked.methods) if method != UNMODIFIED]
     if len(methods) != 1:
         raise InputError("--emit needs one method, such as --methods 'YaRN(factor=4)'")
     out = asked.out

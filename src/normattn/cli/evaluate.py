@@ -27,6 +27,7 @@ from normattn.lab.sweep.paths import is_of_a_study
 from normattn.lab.sweep.run import EVALUATIONS
 from normattn.lab.training import TrainingConfig
 from normattn.lab.training.tasks.text import CausalWorkload
+from normattn.score.spec import UNMODIFIED, is_unmodified
 from normattn.terminal import Console
 
 PAGE = "report"
@@ -56,11 +57,11 @@ def evaluate_run(asked: options.Evaluate) -> None:
     score = config.model.score.resolve(train_length=train_length)
     methods = list(asked.methods)
     if ALL in methods:
-        every = ("as is", *post_hoc_methods(score, settings.factor))
+        every = (UNMODIFIED, *post_hoc_methods(score, settings.factor))
         methods[methods.index(ALL) : methods.index(ALL) + 1] = every
         for sentence in left_out(score, settings.factor):
             tell(sentence)
-    methods = list(dict.fromkeys(methods))
+    methods = list(dict.fromkeys("" if is_unmodified(name) else name for name in methods))
     for method in methods:
         score.with_method(method).resolve(factor=settings.factor)
     require_finished(run, "be evaluated")

@@ -18,7 +18,6 @@ from normattn.cli.emit import emit_method
 from normattn.cli.extend_reading import DEFAULT_TEXT, Reader, Texts, Unit, prepare_texts
 from normattn.cli.extend_settings import (
     ALL,
-    AS_IS,
     ExtensionSettings,
     choose,
     parse_methods,
@@ -39,6 +38,7 @@ from normattn.lab.studies.advice import advise
 from normattn.lab.studies.extend import KIND, MEASUREMENTS, STUDY
 from normattn.lab.sweep.planner import duration
 from normattn.lab.training.distributed import choose_device
+from normattn.score.spec import UNMODIFIED
 from normattn.terminal import show
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -143,7 +143,7 @@ def _resolve(
 
 def _using(model: Any, method: str, settings: ExtensionSettings) -> AbstractContextManager[Any]:
     """The model under a method, as a context."""
-    if method == AS_IS:
+    if method == UNMODIFIED:
         return nullcontext()
     parameters = settings.parameters(method)
     return extend(model, method, train_length=settings.train_length, **parameters)
@@ -221,7 +221,7 @@ def _read_method(
         whose = Identity(
             study="",
             row=settings.name,
-            score=AS_IS if extension is None else extension.resolved.method,
+            score=UNMODIFIED if extension is None else extension.resolved.method,
             seed=settings.seed,
             method="" if extension is None else method,
             weights=settings.weights,

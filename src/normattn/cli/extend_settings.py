@@ -15,9 +15,10 @@ from normattn.errors import InputError
 from normattn.hf.model_parts import known_length, model_parts
 from normattn.score.grammar import read
 from normattn.score.parts import RopeScaling
+from normattn.score.spec import UNMODIFIED, is_unmodified
 from normattn.settings import Settings
 
-ALL, AS_IS = "all", "as is"
+ALL = "all"
 WITH_LOGN = ("NTK", "YaRN", "ReRoPE", "LeakyReRoPE", "SelfExtend")
 """Log-n sharpens attention where more keys are near an angle that training had, so not with PI."""
 EVERY = (
@@ -80,11 +81,13 @@ def parse_methods(text: str) -> tuple[str, ...]:
     doubled = [name for name in named if named.count(name) > 1]
     if doubled:
         raise InputError(f"--methods names {doubled[0]!r} twice")
-    methods = [AS_IS]
+    methods = [UNMODIFIED]
     for name in named:
-        methods += EVERY if name == ALL else [name]
-        if name not in (ALL, AS_IS):
+        if name == ALL:
+            methods += EVERY
+        elif not is_unmodified(name):
             read(name)
+            methods.append(name)
     return tuple(dict.fromkeys(methods))
 
 
@@ -104,7 +107,8 @@ def open_parameters(method: str) -> set[str]:
 
 def refuse_unused(methods: Sequence[str], asked: Extend) -> None:
     """Raise `InputError` for a parameter that no method takes."""
-    taken = {name for method in methods if method != AS_IS for name in open_parameters(method)}
+    methods = [method for method in methods if method != UNMODIFIED]
+    taken = {name for method in methods for name in open_parameters(method)}
     for name in ("factor", "window"):
         if getattr(asked, name) is not None and name not in taken:
             raise InputError(f"--{name} is given, but none of --methods takes a {name}")

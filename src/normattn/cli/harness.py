@@ -30,6 +30,7 @@ from normattn.io import expanded
 from normattn.lab.training.distributed import choose_device
 from normattn.models import load_model
 from normattn.score.grammar import read
+from normattn.score.spec import UNMODIFIED, is_unmodified
 
 if importlib.util.find_spec("lm_eval") is None:
     raise InputError("this needs lm-evaluation-harness: pip install normattn[lm-eval]")
@@ -81,7 +82,7 @@ class NormattnLM(HFLM):
         pretrained: a folder, a GGUF file or a name on the hub.
         run: instead of it, the directory of a finished run of `normattn train`.
         method: e.g. YaRN or ReRoPE-logn+. Without one, a model that was saved under a method is
-            evaluated under that. "as is" is the model as trained.
+            evaluated under that. "unmodified" is the model as trained.
         train_length: the training length of `pretrained`, where its configuration has none.
         max_length: longer requests are refused, and never cut. There is no limit by default.
         options: parameters of the method (factor=2, window=2048), and every option of the harness's
@@ -140,7 +141,7 @@ class NormattnLM(HFLM):
         config, _ = open_run(run)
         self._trained, parameters = config.model.train_length, dict(self._parameters)
         factor = parameters.pop("factor", None)
-        spec = config.model.score.with_method(self._method or "as is", **parameters)
+        spec = config.model.score.with_method(self._method or UNMODIFIED, **parameters)
         model = load_model(run / "model", config.model)
         model = model.to(choose_device(options.pop("device")))
         dtype = options.pop("dtype", "auto")
@@ -176,7 +177,7 @@ class NormattnLM(HFLM):
                     "give a method to extend it from another length"
                 )
             length = saved
-        if method in (None, "as is"):
+        if method is None or is_unmodified(method):
             self._trained = length or known_length(model_parts(self._model))[0]
         else:
             extension = extend(self._model, method, train_length=length, **self._parameters)
@@ -245,7 +246,7 @@ class NormattnLM(HFLM):
 def _take_parameters(method: str | None, options: dict[str, Any]) -> dict[str, Any]:
     """Take the method's parameters out of the model arguments."""
     names = {"factor"}
-    if method is not None and method != "as is":
+    if method is not None and not is_unmodified(method):
         names |= {field.name for part, _ in read(method)[0] for field in dataclasses.fields(part)}
     elif "factor" in options:
         raise InputError("factor is given without a method= whose parameter it could be")

@@ -39,6 +39,7 @@ from normattn.lab.training import LoopConfig, TrainingConfig
 from normattn.lab.training.distributed import choose_device
 from normattn.models.config import StackConfig, TranslatorConfig
 from normattn.models.pretrained import load_any
+from normattn.score.spec import is_unmodified
 from normattn.terminal import Console, warn
 
 CONFIG = "config.json"
@@ -85,7 +86,7 @@ def inspect_model(asked: options.Inspect) -> None:
         subject.whose,
         study=KIND,
         protocol=KIND,
-        method="" if asked.method == "as is" else asked.method,
+        method="" if is_unmodified(asked.method) else asked.method,
         length=inputs.length,
         data=hashlib.sha256(inputs.rows.contiguous().numpy().tobytes()).hexdigest(),
         weights=weights_digest(subject.model),
@@ -131,13 +132,13 @@ def _finished(asked: options.Inspect, using: ExitStack) -> Subject:
     settings, inputs_of = KINDS[stored.kind]
     config: Any = settings.parse(stored.config, str(run / CONFIG))
     shape: StackConfig = config.model
-    if method != "as is" and not isinstance(config, TrainingConfig):
+    if not is_unmodified(method) and not isinstance(config, TrainingConfig):
         raise InputError(f"--method {method} is for causal language models, which read on with it")
     device = choose_device(asked.device or config.device)
     model: Any = load_any(run / "model", shape).to(device)
     inputs = inputs_of(config, asked, model)
     trained = shape.train_length
-    if method != "as is":
+    if not is_unmodified(method):
         factor = max(1.0, inputs.length / trained)
         spec = shape.score.with_method(method).resolve(train_length=trained, factor=factor)
         using.enter_context(model.using(spec))
@@ -209,7 +210,7 @@ def _foreign(asked: options.Inspect, using: ExitStack) -> Subject:
         trained = known_length(model_parts(model))[0]
     except InputError:
         trained = inputs.length
-    if asked.method != "as is":
+    if not is_unmodified(asked.method):
         using.enter_context(extend(model, asked.method))
     whose = Identity("", name, type(model).__name__, asked.seed, split="given")
     return Subject(

@@ -11,191 +11,191 @@ from normattn.cli.parsing import argument, flag, option, token_counts
 
 @dataclass(frozen=True, kw_only=True)
 class Extend:
-    """Evaluate a trained model on texts longer than it was trained on, without training it.
+    """Find the best way to run a pretrained model past its context length, without training.
 
-    Tries every method on your own text. Says which to take for which length, and what it costs.
+    Evaluates every method on your text, and recommends one for each length, with its cost.
     """
 
     epilog: ClassVar[str] = """
 **Examples**
 
-`normattn extend ./my-model` – a folder of transformers, every method, at its training length and
-twice that, on the standard library's source
+`normattn extend ./my-model` – every method, at the training length and twice that, on the standard
+library's source
 
 `normattn extend ./my-model --text book.txt --lengths 8k,16k,32k` – on your own text
 
 `normattn extend weights.gguf --methods YaRN,ReRoPE-logn+ --lengths 16k --out runs/gguf` – a GGUF
-file, two methods and the unmodified model
+file; two methods against the unmodified model
 
 `normattn extend ./my-model --methods "YaRN(factor=4),ReRoPE" --window 1024 --lengths 16k --out o` –
-parameters of one method in parentheses, those of all by options
+parameters of one method in parentheses, or of all by options
 
 `normattn extend ./my-model --methods all --lengths 32k --windows 20 --no-passkey --out o` – more
-windows, narrower intervals; the pass key takes as long as the text
+windows for narrower intervals; skip the pass keys, which take as long as the text
 
-`normattn extend ./my-model --text book.txt --lengths 16k --out o --save longer` – and write the
-model under the recommended method, to be loaded by `normattn.from_pretrained("longer")`
+`normattn extend ./my-model --text book.txt --lengths 16k --out o --save longer` – also save
+the model with the recommended method, for `normattn.from_pretrained("longer")`
 
-`normattn extend ./my-model --methods "YaRN(factor=4)" --emit vllm` – what vLLM needs to serve it
-so; also hf, sglang, llama.cpp, mlx, and gguf, which writes a copy of a GGUF file:
-`--out longer.gguf`
+`normattn extend ./my-model --methods "YaRN(factor=4)" --emit vllm` – print the settings for
+vLLM; also hf, sglang, llama.cpp, mlx, and gguf (a copy of a GGUF file: `--out longer.gguf`)
 
-**Measured**, for the unmodified model and every method: loss and accuracy of the same last tokens
+**Measured** for the unmodified model and every method: loss and accuracy on the same final tokens
 after contexts of every length, loss and accuracy by position, the cost at the training length,
-seconds and memory of a prefill, and whether a pass key in the text is found.
+time and memory of a prefill, and whether a pass key in the text is found.
 
-**OUT** gets config.json, the measurements and the page: table.md, table.json, a CSV of each table,
-report.html and figures. What was measured is not measured again: rerun the command to resume, with
-other --methods to add them. Another model, text or length needs another directory.
+**OUT** holds config.json, the measurements and the report: report.html, table.md, table.json, a CSV
+of each table, and figures. Results are kept: rerun the command to resume, or with other --methods
+to add some. Another model, text or length needs another directory.
 
-Time grows with the square of the length. After the first window the command says how long the
-rest takes.
+Time grows with the square of the length. After the first window the command estimates how long
+the rest will take.
 """
 
     model: str = argument(help="A folder, a GGUF file, or a name on the hub.")
     lengths: tuple[int, ...] | None = option(
         None,
         read=token_counts,
-        help="Lengths, in tokens, by commas; 8k is 8192. [default: the training length and "
-        "twice that]",
+        help="Lengths in tokens, separated by commas; 8k is 8192. [default: the training length "
+        "and twice that]",
     )
     out: Path | None = option(
         None,
-        help="The directory of measurements, tables and figures. [default: runs/extend-MODEL]",
+        help="Folder of measurements and report. [default: runs/extend-MODEL]",
     )
     gguf: str | None = option(None, help="The GGUF file in the folder or in the hub's repository.")
     text: list[str] | None = option(
         None,
         metavar="FILE",
-        help="A file or a folder of text; may be given more than once. [default: the standard "
-        "library's own source]",
+        help="File or folder of text; may be repeated. [default: the standard library's source]",
     )
     methods: str = option(
         "all",
-        help="PI, ABF, NTK, NTK-mixed, DynamicNTK, YaRN, ReRoPE, LeakyReRoPE, SelfExtend, logn+, "
-        "DualChunk, also with -logn+, by commas; all: those but DualChunk, and five with -logn+.",
+        help="Methods, separated by commas: PI, ABF, NTK, NTK-mixed, DynamicNTK, YaRN, ReRoPE, "
+        "LeakyReRoPE, SelfExtend, DualChunk, logn+, or one with logn+ (YaRN-logn+). all: every one "
+        "but DualChunk, and five with logn+.",
     )
     windows: int = option(2, min=1, help="Windows of text, at most.")
     train_length: int | None = option(
-        None, min=1, help="Its training length. [default: its configuration's]"
+        None, min=1, help="Training length of the model. [default: from its configuration]"
     )
     factor: float | None = option(
         None,
-        help="Factor of PI, NTK, YaRN and similar methods. [default: longest of --lengths / "
-        "training length]",
+        help="Factor of PI, NTK, YaRN and similar methods. [default: longest length / training "
+        "length]",
     )
     window: int | None = option(
-        None, help="Near window of ReRoPE and similar methods. [default: training length / 4]"
+        None, help="Window of ReRoPE and similar methods. [default: training length / 4]"
     )
     segment: int | None = option(
-        None, help="Last tokens that are scored. [default: shortest length / 8]"
+        None, help="Number of final tokens to score. [default: shortest length / 8]"
     )
     passkey: bool = option(
-        True, "--passkey/--no-passkey", help="Whether a pass key is hidden in the text."
+        True, "--passkey/--no-passkey", help="Whether to hide a pass key in the text."
     )
     dtype: Literal["fp32", "bf16"] = option("fp32", help="Type of the weights.")
     device: str = option("auto", help="auto, cpu, cuda or cuda:N.")
     threads: int | None = option(None, min=1, help="CPU threads. [default: as torch chooses]")
     seed: int = option(0, min=0, help="Chooses windows and pass keys.")
     save: Path | None = option(
-        None, help="A new folder for the model under the recommended method."
+        None, help="Save the model with the recommended method to this new folder."
     )
-    save_method: str | None = option(None, help="Save under this one of --methods instead.")
+    save_method: str | None = option(None, help="Save with this one of --methods instead.")
     emit: str | None = option(
         None,
         metavar="ENGINE",
-        help="Evaluate nothing: print what hf, vllm, sglang, llama.cpp, gguf or mlx needs to serve "
-        "the model under the one of --methods, or write it to the new file --out.",
+        help="Evaluate nothing; print the settings for hf, vllm, sglang, llama.cpp, gguf or mlx, "
+        "or write them to the new file --out. Takes one of --methods.",
     )
     engine_version: str | None = option(
         None,
-        help="The version of --emit's engine, where older ones differ. [default: that which was "
-        "checked]",
+        help="Version of the engine, where versions differ. [default: the one that was checked]",
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verify:
-    """Compare an engine's settings of a model's positions with what is meant."""
+    """Check that a serving engine applies the method you meant."""
 
     epilog: ClassVar[str] = """
 **Examples**
 
-`normattn verify ./extended --against /srv/model/config.json` – a model that
-`normattn extend --save` wrote, and what is served
+`normattn verify ./extended --against /srv/model/config.json` – a model saved
+by `normattn extend --save`, against what is served
 
-`normattn verify ./my-model --method "YaRN(factor=4)" --against overrides.json` – fields as for
-vLLM's `--hf-overrides`, on top of the model's own
+`normattn verify ./my-model --method "YaRN(factor=4)" --against overrides.json` – fields
+for vLLM's `--hf-overrides`
 
-`normattn verify ./my-model --method "YaRN(factor=4)" --against serve.sh` – flags of vLLM, SGLang or
-llama.cpp; also a GGUF file
+`normattn verify ./my-model --method "YaRN(factor=4)" --against serve.sh` – a script with
+flags of vLLM, SGLang or llama.cpp; a GGUF file works as well
 
-**Exit code**: 0 where inverse frequencies, attention factor and lengths are as meant, 1 where they
-are not, 2 for bad input. The usual mistakes are named, a sentence each.
+**Exit code**: 0 if inverse frequencies, attention factor and lengths match, 1 if they do not, 2 for
+bad input. The usual mistakes are named, a sentence each.
 """
 
-    model: str = argument(help="What is meant: a folder, a GGUF file, a config.json, a hub name.")
+    model: str = argument(
+        help="The model: a folder, a GGUF file, a config.json, or a name on the hub."
+    )
     against: str = option(
-        help="The engine's settings: a config.json or its folder, a JSON of some fields, a GGUF "
-        "file, or a text with the engine's flags."
+        help="The engine's settings: a config.json or its folder, a JSON file with some fields, a "
+        "GGUF file, or a text file with the engine's flags."
     )
     method: str | None = option(
-        None, help="The method that is meant. [default: the one that MODEL was saved under]"
+        None, help="The method you meant. [default: the one that MODEL was saved with]"
     )
     train_length: int | None = option(
-        None, min=1, help="Its training length. [default: its configuration's]"
+        None, min=1, help="Training length of the model. [default: from its configuration]"
     )
-    as_json: bool = flag("--json", "Print a record as JSON instead of lines.")
+    as_json: bool = flag("--json", "Print the result as JSON.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """Name the attention score of every layer of a transformers model, and check the name."""
+    """Name the attention score of every layer of a transformers model, and verify it."""
 
     epilog: ClassVar[str] = """
 **Examples**
 
-`normattn score ./my-model` – the score of every layer, as a name that `--score` and
-`ScoreSpec.parse` take
+`normattn score ./my-model` – the score of every layer, as a name for `--score` and
+`ScoreSpec.parse`
 
 `normattn score model.gguf`, `normattn score config.json`, `normattn score Qwen/Qwen3-8B`
 
-`normattn score ./my-model --json` – for a program to read
+`normattn score ./my-model --json` – as JSON
 
-**Method**: a small random model of the configuration reads a few tokens. Normalisation, rotation,
-scale, window, cap, sink and gate are fitted to what its layers do. `normattn.attention` with the
-score so found is compared with each layer's own attention.
+**How it works**: a small random model is built from the configuration and run on a few tokens.
+Normalisation, rotation, scale, window, cap, sink and gate are determined from what its layers do.
+Then `normattn.attention` with that score is compared with each layer's own attention.
 
-**Exit code**: 0 where the score of every layer is verified, 1 where one is not, 2 for bad input.
+**Exit code**: 0 if the score of every layer is verified, 1 if not, 2 for bad input.
 """
 
     model: str = argument(help="A folder, a GGUF file, a config.json or a name on the hub.")
-    tokens: int = option(48, min=8, max=4096, help="Tokens that the layers read.")
-    as_json: bool = flag("--json", "Print a record as JSON instead of lines.")
+    tokens: int = option(48, min=8, max=4096, help="Number of tokens to run.")
+    as_json: bool = flag("--json", "Print the result as JSON.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LmEval:
-    """Evaluate by lm-evaluation-harness; every argument is one of its own command `lm_eval`.
+    """Run lm-evaluation-harness; all arguments are those of its command `lm_eval`.
 
-    The harness needs `pip install normattn[lm-eval]`. Its model `normattn` is a run trained here
-    (`run=RUN`) or a model of transformers (`pretrained=FOLDER`), extended by `method=`. Its tasks
-    `normattn` need no download; your own `--include_path` replaces them.
+    It needs the extra `lm-eval`. The model `normattn` is a run (`run=RUN`) or a model of
+    transformers (`pretrained=FOLDER`), extended by `method=`. The tasks `normattn` need no
+    download; an `--include_path` of your own replaces them.
     """
 
     epilog: ClassVar[str] = """
 **Examples**
 
-`normattn lm-eval --model normattn --model_args run=runs/kna --tasks normattn` – a run, on
+`normattn lm-eval --model normattn --model_args run=runs/kna --tasks normattn` – a run on
 normattn's tasks
 
 `normattn lm-eval --model normattn --model_args pretrained=FOLDER,method=YaRN,factor=2 --tasks
 normattn_passkey --metadata '{"lengths": [8192, 16384], "samples": 5}'` – an extended model
 
-`normattn lm-eval ls tasks` – every task that the harness knows
+`normattn lm-eval ls tasks` – list every task of the harness
 
 `normattn lm-eval --tasks-path` – the folder of normattn's tasks, for `lm_eval --include_path`
 """
 
     arguments: list[str] | None = argument(None, help="Arguments of `lm_eval`.", show_default=False)
-    tasks_path: bool = flag("--tasks-path", "Print the folder of normattn's tasks, and exit.")
+    tasks_path: bool = flag("--tasks-path", "Print the folder of normattn's tasks and exit.")

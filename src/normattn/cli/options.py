@@ -37,10 +37,10 @@ Then try a real model: `normattn extend HuggingFaceTB/SmolLM2-135M --text book.t
 
 @dataclass(frozen=True, kw_only=True)
 class List:
-    """List the components of a score; of a named one, all that is known.
+    """List the components of a score, or describe one in detail.
 
     Names are joined by hyphens into a score: `KNA-logn` is trained, `KNA-logn-YaRN` is that model
-    extended after training. Kernels are those that run 2,048 tokens.
+    extended after training. The kernels shown are those for 2,048 tokens.
     """
 
     epilog: ClassVar[str] = """
@@ -48,23 +48,23 @@ class List:
 
 `normattn list` – every component by name, on one page
 
-`normattn list YaRN` – its equation, source, parameters, what it combines with, its kernels
+`normattn list YaRN` – equation, source, parameters, what it cannot be combined with, kernels
 
-`normattn list KNA-logn-YaRN`, `normattn list gpt-oss` – all components of a score, and of a model's
+`normattn list KNA-logn-YaRN`, `normattn list gpt-oss` – every component of a score, or of a model
 """
 
     name: str | None = argument(
         None, help="A component, a score or a model. [default: all, in short]"
     )
-    as_json: bool = flag("--json", "Print everything as one JSON list instead.")
+    as_json: bool = flag("--json", "Print all of it as JSON.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Train:
     """Train a causal language model with a chosen attention score.
 
-    Settings are laid over each other: the preset, the file CONFIG, the options, --set. The resolved
-    whole is written to OUT/config.json, which is itself a CONFIG.
+    Later settings override earlier ones: the preset, the file CONFIG, the options, --set. All of
+    them are written to OUT/config.json, which can be given as CONFIG.
     """
 
     epilog: ClassVar[str] = """
@@ -80,12 +80,12 @@ class Train:
 
 `torchrun --nproc-per-node 2 -m normattn train mine.toml --out runs/two`
 
-Rerun the command to resume a stopped run; changing a setting that its result depends on raises an
-error.
+Rerun the command to resume a run that was stopped. Changing a setting that affects its result
+raises an error.
 """
 
     config: Path | None = argument(
-        None, help="Settings in TOML or JSON; what it leaves out comes from the preset."
+        None, help="Settings in TOML or JSON; the preset gives the rest."
     )
     out: Path = option(
         Path("runs/train"), help="The run's directory: settings, metrics, checkpoints, model."
@@ -118,39 +118,40 @@ error.
     optimiser: str | None = option(None, setting="optimiser.name", help="adamw, tiger or muon.")
     lr: float | None = option(None, setting="optimiser.lr", help="Peak learning rate.")
     precision: str | None = option(None, setting="precision", help="fp32, bf16 or fp16.")
-    seed: int | None = option(None, setting="seed", min=0, help="Of weights, order and dropout.")
+    seed: int | None = option(
+        None, setting="seed", min=0, help="Seed of weights, order and dropout."
+    )
     threads: int | None = option(
         None, setting="threads", min=1, help="CPU threads of this process."
     )
     track: str | None = option(
         None,
         setting="track",
-        help="Show the curves in tensorboard, trackio or wandb (extra: track).",
+        help="Log curves to tensorboard, trackio or wandb (needs the extra track).",
     )
-    preset: str = option("laptop", help="Where all other settings come from.")
-    changes: dict[str, Any] | None = settings_option("Any setting, by its dotted name.")
-    plan: bool = flag("--plan", "Print size and cost, and train nothing.")
-    nodes: int = option(1, min=1, help="With --plan --gpu: machines.")
-    gpus_per_node: int = option(1, min=1, help="With --plan --gpu: GPUs of each machine.")
+    preset: str = option("laptop", help="Gives all other settings.")
+    changes: dict[str, Any] | None = settings_option("Change any setting by its dotted name.")
+    plan: bool = flag("--plan", "Print size and cost without training.")
+    nodes: int = option(1, min=1, help="Number of machines (with --plan --gpu).")
+    gpus_per_node: int = option(1, min=1, help="GPUs per machine (with --plan --gpu).")
     gpu: str | None = option(
-        None, help="With --plan: memory and FLOPs on each a100, h100, h200, or here."
+        None, help="Show memory and FLOPs per device: a100, h100, h200 or here (with --plan)."
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluate:
-    """Evaluate a trained run at and beyond its training length L, by any method.
+    """Evaluate a trained run at and past its training length L, with any inference-time method.
 
-    The last segment and retrieval are evaluated at every length; repeated, non-repeated and
-    by-position text at the longest, which over L is also the factor of NTK, YaRN and PI.
-    RUN/evaluations gets the records, RUN/report the page. Records of a study's run go to
-    RUN/evaluations/beside, which the study's page leaves out.
+    Last-segment and retrieval are evaluated at every length, the other protocols at the longest.
+    The longest length / L is also the factor of NTK, YaRN and PI. Measurements go to
+    RUN/evaluations (of a study's run: RUN/evaluations/beside), the report to RUN/report.
     """
 
     epilog: ClassVar[str] = """
 **Examples**
 
-`normattn evaluate runs/kna` – as trained, by the usual protocols, at 1, 2, 4 and 8 times its length
+`normattn evaluate runs/kna` – the usual protocols, at 1, 2, 4 and 8 times its training length
 
 `normattn evaluate runs/kna --methods YaRN,ReRoPE --multiples 1,8`
 
@@ -158,20 +159,20 @@ class Evaluate:
 
 `normattn evaluate runs/kna --protocols by-position,retrieval --methods all --multiples 1,4,16,64`
 
-What was measured before is not measured again. `as is` among the methods is the unmodified model,
-`all` is that and every method that the run's score can take.
+Results are kept and not measured again. `--methods unmodified` is the model as trained, `all` adds
+every method that its score supports.
 """
 
     run: Path = argument(help="The directory of a finished run.")
     methods: tuple[str, ...] = option(
-        "as is",
+        "unmodified",
         read=names,
-        help="Methods, by commas: NTK, YaRN, ReRoPE, logn+, PI …; or all.",
+        help="Inference-time methods, separated by commas: NTK, YaRN, ReRoPE, logn+, PI …; or all.",
     )
     protocols: tuple[str, ...] | None = option(
         None,
         read=names,
-        help="Protocols, by commas: train-length, non-repeated, repeated, last-segment, "
+        help="Protocols, separated by commas: train-length, non-repeated, repeated, last-segment, "
         "by-position, retrieval. [default: the first four]",
     )
     multiples: tuple[int, ...] | None = option(
@@ -181,9 +182,9 @@ What was measured before is not measured again. `as is` among the methods is the
         None, read=integers, help="Tested lengths in tokens, each a multiple of L."
     )
     max_windows: int = option(
-        128, min=1, help="Windows in a set, at most; more means narrower intervals."
+        128, min=1, help="Windows per length, at most; more narrow the intervals."
     )
-    max_tokens: int = option(16384, min=1, help="Tokens in a batch, at most; bounds the memory.")
+    max_tokens: int = option(16384, min=1, help="Tokens per batch, at most; bounds the memory.")
     seed: int = option(0, min=0, help="Chooses windows and repeated segments.")
     threads: int = option(1, min=1, help="CPU threads of this process.")
 
@@ -192,46 +193,46 @@ What was measured before is not measured again. `as is` among the methods is the
 class Generate:
     """Continue one or more prompts.
 
-    An answer also ends where the model ends a document. A method with an open factor takes the one
-    that reaches the end of the longest answer; YaRN(factor=8) gives it.
+    Generation also stops where the model ends a document. Without a factor, a method is stretched
+    to the end of the longest answer; `YaRN(factor=8)` sets it.
     """
 
     epilog: ClassVar[str] = """
 **Examples**
 
-`normattn generate runs/kna --prompt "def main("` – always the likeliest token
+`normattn generate runs/kna --prompt "def main("` – greedy decoding
 
-`normattn generate runs/kna --file chapter.txt --method YaRN --max-new-tokens 500` – from a text
-longer than the training length; the factor follows from the length
+`normattn generate runs/kna --file chapter.txt --method YaRN --max-new-tokens 500` – a prompt
+longer than the training length
 
 `normattn generate runs/kna --prompt "import " --temperature 0.8 --top-p 0.95 --seed 7`
 
-`normattn generate runs/kna --prompt "class " --prompt "if " --stop ":"` – each up to a colon
+`normattn generate runs/kna --prompt "class " --prompt "if " --stop ":"` – stop at a colon
 
 Only the answers go to stdout.
 """
 
     run: Path = argument(help="The directory of a finished run.")
     prompt: list[str] | None = option(None, help="A prompt; may be repeated.")
-    file: list[Path] | None = option(None, help="A file whose text is another prompt.")
-    method: str = option("as is", help="Method, as in `normattn evaluate`.")
+    file: list[Path] | None = option(None, help="A file with a prompt; may be repeated.")
+    method: str = option("unmodified", help="Inference-time method, e.g. YaRN.")
     max_new_tokens: int = option(128, min=1, help="New tokens, at most.")
-    temperature: float = option(0.0, help="0: greedy decoding; above 0: sampling.")
-    top_k: int | None = option(None, min=1, help="Sample among the K likeliest tokens.")
+    temperature: float = option(0.0, help="0 decodes greedily; above 0 samples.")
+    top_k: int | None = option(None, min=1, help="Sample from the K most likely tokens.")
     top_p: float | None = option(
-        None, help="Sample among the likeliest tokens of this total probability."
+        None, help="Sample from the most likely tokens of this total probability."
     )
     stop: list[str] | None = option(None, help="Stop string; may be repeated.")
-    seed: int = option(0, min=0, help="Sampling seed; prompt r takes SEED + r.")
+    seed: int = option(0, min=0, help="Sampling seed; prompt r uses SEED + r.")
     threads: int = option(1, min=1, help="CPU threads of this process.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Export:
-    """Write RUN's model, tokeniser and a model card to DIR, in Hugging Face's format.
+    """Export a run's model, tokeniser and model card to a Hugging Face folder.
 
-    Causal and masked language models and classifiers. The card has what the run recorded: data,
-    settings, steps, the last metrics, and the table of whatever was evaluated.
+    Works for causal and masked language models and classifiers. The card holds what the run
+    recorded: data, settings, steps, final metrics, and a table of every evaluation.
     """
 
     epilog: ClassVar[str] = """
@@ -239,7 +240,7 @@ class Export:
 
 `normattn export runs/kna exported/kna --license apache-2.0` – model, tokeniser, model card
 
-In Python, `import normattn.hf` makes the model known, then
+In Python, `import normattn.hf` registers the model type, then
 `AutoModelForCausalLM.from_pretrained("exported/kna")` loads it.
 """
 
@@ -254,11 +255,11 @@ In Python, `import normattn.hf` makes the model known, then
 class Inspect:
     """Inspect a trained model: entropy, largest logits, sinks and norms of every head.
 
-    Of language models, classifiers, translation models, Vision Transformers, and any model of
-    transformers. Everything is streamed from the attention kernels: long texts need no more memory.
+    Works for language models, classifiers, translation models, Vision Transformers, and any model
+    of transformers. No attention matrix is stored, so long texts need little memory.
 
-    Prints a table of the layers. OUT gets report.html, table.md, figures/ and measurements.parquet,
-    from which `normattn report OUT` makes the page again.
+    Prints a table with a row per layer. Writes report.html, table.md, figures/ and
+    measurements.parquet to OUT; `normattn report OUT` makes the report again.
     """
 
     epilog: ClassVar[str] = """
@@ -266,47 +267,47 @@ class Inspect:
 
 `normattn inspect runs/kna` – every layer and head, on held-out text of the training length
 
-`normattn inspect runs/kna --length 2048` – beyond the training length; with `--method YaRN`, what
-the method changes there
+`normattn inspect runs/kna --length 2048 --method YaRN` – past the training length, under a method
 
-`normattn inspect runs/kna --text chapter.txt --attention 3,0` – your own text, and the attention of
-head 0 in layer 3 as an image; `--attention all` draws all heads
+`normattn inspect runs/kna --text chapter.txt --attention 3,0` – your own text, with the
+attention of head 0 in layer 3 as an image (`--attention all`: every head)
 
-`normattn inspect runs/kna --cosines --json > kna.json` – for a program to read
+`normattn inspect runs/kna --cosines --json > kna.json` – as JSON
 
-`normattn inspect ./my-model --text book.txt --length 2048`, `normattn inspect model.gguf` – any
-model of transformers; `--method "YaRN(factor=4)"` under a method
+`normattn inspect ./my-model --text book.txt --length 2048 --method "YaRN(factor=4)"`,
+`normattn inspect model.gguf` – any model of transformers
 
-`normattn inspect runs/translation --text sentences.txt` – a translation model, a sentence a line
+`normattn inspect runs/translation --text sentences.txt` – a translator, one sentence per line
 
-`normattn train --score KNA --set inspect_every=50 --out runs/kna` – the same while a model trains:
-lines in RUN/diagnostics.jsonl, and a warning when scores concentrate or spread
+`normattn train --score KNA --set inspect_every=50 --out runs/kna` – the same during training:
+lines in RUN/diagnostics.jsonl, and a warning when a head attends to one key or to all alike
 
-**Columns** are means over the heads of a layer and the queries of all texts. entropy: of attention,
-in nats; / ln n: 0 attends to one key, 1 to all alike. largest: the largest logit of any visible
-pair. token 0, sink: attention to the first token, and to a learned sink. beyond L: to keys at
-i − j ≥ L, the training length. unseen: attention times the share of rotary feature pairs at an
-angle that training never had. ‖q‖, ‖k‖: norms as the projections give them.
+**Columns** are means over a layer's heads and over all queries. entropy: of attention, in nats.
+/ ln n: entropy as a share of the maximum (0: one key, 1: all keys alike). largest: the largest
+logit of any visible pair. token 0, sink: attention to the first token, and to a learned sink.
+beyond L: attention to keys further away than the training length L. unseen: attention weighted by
+the share of rotary pairs at angles that never occurred in training. ‖q‖, ‖k‖: norms before any
+normalisation.
 """
 
     run: Path = argument(
-        help="The directory of a finished run, a folder of transformers or a GGUF file."
+        help="The directory of a finished run, a transformers model folder or a GGUF file."
     )
     text: Path | None = option(
         None,
-        help="A text file to read; of a classifier a text a line, of a translation model a "
-        "sentence a line. [default: held-out data of the run's own corpus; for a model of "
-        "transformers the standard library's source]",
+        help="A text file; for a classifier one text per line, for a translation model one "
+        "sentence per line. [default: the run's held-out data; for a model of transformers the "
+        "standard library's source]",
     )
     method: str = option(
-        "as is",
-        help="Method, as in `normattn evaluate`; for a model of transformers with its parameters: "
+        "unmodified",
+        help="Inference-time method; for a model of transformers with parameters: "
         "'YaRN(factor=4)'.",
     )
     length: int | None = option(
         None,
         min=2,
-        help="Tokens of a window or document. [default: those of training; for a model of "
+        help="Tokens per window or document. [default: the training length; for a model of "
         "transformers 512]",
     )
     windows: int | None = option(
@@ -315,21 +316,21 @@ angle that training never had. ‖q‖, ‖k‖: norms as the projections give t
         help="Windows, texts, pairs or images, at most. [default: 16; for a model of transformers "
         "4]",
     )
-    bins: int = option(16, min=1, help="Bins of the query's position.")
-    cosines: bool = flag("--cosines", "Also the range of cos(q, k): one more product.")
+    bins: int = option(16, min=1, help="Number of position bins.")
+    cosines: bool = flag("--cosines", "Also measure the range of cos(q, k).")
     attention: str = option(
         "sharpest",
         metavar="LAYER,HEAD",
-        help="Whose attention to the first 64 tokens is drawn: LAYER,HEAD (from 0), all, or the "
-        "sharpest head.",
+        help="Which head's attention to the first 64 tokens is drawn: LAYER,HEAD (from 0), all, or "
+        "the sharpest.",
     )
     out: Path | None = option(
         None,
-        help="Where the page and its measurements go. [default: RUN/inspection; for a model of "
+        help="Folder of the report and its measurements. [default: RUN/inspection; for a model of "
         "transformers runs/inspect-MODEL]",
     )
-    as_json: bool = flag("--json", "Print the tables as JSON instead.")
-    max_tokens: int = option(8192, min=1, help="Tokens in a batch, at most; bounds the memory.")
+    as_json: bool = flag("--json", "Print the tables as JSON.")
+    max_tokens: int = option(8192, min=1, help="Tokens per batch, at most; bounds the memory.")
     seed: int = option(0, min=0, help="Chooses the windows.")
     dtype: Literal["fp32", "bf16"] = option("fp32", help="Type of the weights.")
     device: str | None = option(
@@ -342,12 +343,12 @@ angle that training never had. ‖q‖, ‖k‖: norms as the projections give t
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Write the page (report.html, table.md, figures) of everything that was measured below RUNS.
+    """Write a report (report.html, table.md, figures) on one or more runs.
 
-    Rows that share documents and seeds are compared in pairs, with confidence intervals. A folder
-    that holds measurements.parquet needs nothing else. Folders of one study with other rows or
-    seeds are joined; their settings must be the same. Runs of one row are its seeds: name runs that
-    were trained differently, as LABEL=RUN.
+    Configurations that share documents and seeds are compared in pairs, with confidence intervals.
+    A folder with measurements.parquet needs nothing else. Folders of one study that have the same
+    settings are joined. Runs of one score count as its seeds; label runs that were trained
+    differently: LABEL=RUN.
     """
 
     epilog: ClassVar[str] = """
@@ -357,23 +358,21 @@ class Report:
 
 `normattn report wide=runs/a narrow=runs/b --out runs/widths` – two trainings of one score
 
-`normattn report runs/keynorm-laptop` – tabulate a sweep again, into its own directory
+`normattn report runs/keynorm-laptop` – make the report of a study again
 
-`normattn report results/keynorm-workstation --out again` – every page from its measurements alone
+`normattn report results/keynorm-workstation --out again` – a published report
 
-`normattn report runs/seeds-0-1 runs/seeds-2-4 --out runs/all` – one study, trained in two places
+`normattn report runs/seeds-0-1 runs/seeds-2-4 --out runs/all` – one study, trained on two machines
 
-`normattn report runs/extend-a runs/extend-b --out gallery` – models and texts of `normattn extend`
+`normattn report runs/extend-a runs/extend-b --out gallery` – compare models or texts
 """
 
     runs: list[str] = argument(
         metavar="[LABEL=]RUN",
         help="Runs, directories with runs below them, or a folder with measurements.parquet. "
-        "LABEL names the row of a run.",
+        "LABEL names a run in the tables.",
     )
-    out: Path | None = option(
-        None, help="Where table.md, .csv, .json and figures/ go. [default: the first RUN]"
-    )
+    out: Path | None = option(None, help="Folder of the report. [default: the first RUN]")
     study: str | None = option(
-        None, help="The FILE.py of your own study. [default: what RUN names]"
+        None, help="The FILE.py of your own study. [default: the study named in RUN]"
     )

@@ -1,4 +1,4 @@
-"""`normattn reproduce STUDY`: a published experiment, from data to its page.
+"""`normattn reproduce STUDY`: a published experiment, from data to its report.
 
 The sub-commands are made of the studies themselves: a new study appears here by itself.
 """
@@ -27,37 +27,39 @@ from normattn.errors import InputError
 if TYPE_CHECKING:
     from normattn.lab.studies.base import Study
 
-RESUMES = "Stop it anywhere and rerun the command to resume: the table is bit-identical."
+RESUMES = "Stop it at any time and rerun the command to resume: the table is bit-identical."
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReproduceOptions:
     """The options of every study; the help of two options is the study's own."""
 
-    preset: str = option("laptop", help="smoke, laptop, …, or your own TOML file.")
+    preset: str = option(
+        "laptop", help="The settings of the trainings: smoke, laptop, …, or your own TOML file."
+    )
     variants: tuple[str, ...] | None = option(None, read=names)
     methods: tuple[str, ...] | None = option(None, read=names)
     seeds: tuple[int, ...] | None = option(
         None,
         read=seeds,
-        help="A number of seeds (3: 0, 1, 2) or a list (7,8; of one 7,). [default: the preset's]",
+        help="How many seeds (3: 0, 1, 2) or which (7,8; for one: 7,). [default: the preset's]",
     )
     jobs: int | None = option(
         None,
         min=1,
-        help="Runs at a time; changes no result. [default: one on each GPU, else one a core; all "
-        "of them under a scheduler]",
+        help="Runs at a time; changes no result. [default: one per GPU, or one per core; under a "
+        "scheduler all]",
     )
     launcher: str = option(
         "local",
         metavar="local|slurm|ray",
-        help="Where runs are made; changes no result. Its settings: --set launcher.partition=gpu.",
+        help="Where runs are executed; changes no result. Settings: --set launcher.partition=gpu.",
     )
-    out: Path | None = option(None, help="[default: runs/STUDY-PRESET]", show_default=False)
+    out: Path | None = option(None, help="Folder of runs and report. [default: runs/STUDY-PRESET]")
     corpus: str | None = option(
-        None, help="Another corpus: a file or folder, hf:NAME. [default: its own]"
+        None, help="Another corpus: a file, a folder or hf:NAME. [default: the preset's]"
     )
-    changes: dict[str, Any] | None = settings_option("Any setting, as training.steps=100.")
+    changes: dict[str, Any] | None = settings_option("Change any setting, e.g. training.steps=100.")
     plan: bool = flag("--plan", "Print the plan and exit.")
 
 
@@ -88,7 +90,7 @@ class Studies(TyperGroup):
         formatter.write_text("STUDY --help says what it trains and measures, with examples.")
 
 
-HELP = "Run a published experiment from data to its page: one of these, or your own FILE.py."
+HELP = "Run an experiment from data to report: a published study, or your own FILE.py."
 app = typer.Typer(cls=Studies, no_args_is_help=True, help=HELP)
 
 

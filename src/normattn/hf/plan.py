@@ -21,6 +21,7 @@ from normattn.hf.rope_detection import Layer, detect_layers, refuse_absolute_pos
 from normattn.score import ScoreSpec
 from normattn.score.grammar import read as read_method
 from normattn.score.parts.rope_scaling import PI
+from normattn.score.spec import is_unmodified
 
 HANDLE = "normattn_extension"
 
@@ -164,7 +165,7 @@ def _specify(
 
     LeakyReRoPE and SelfExtend hold no `factor`, and find their values from one.
     """
-    if method.strip() in ("", "as is"):
+    if is_unmodified(method):
         raise InputError("extend() needs a method by name, e.g. 'ReRoPE' or 'YaRN'")
     factor, own = None, dict(parameters)
     given, _ = read_method(method)

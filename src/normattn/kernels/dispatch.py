@@ -61,13 +61,13 @@ def _learns_on_cpu(p: AttentionInputs) -> bool:
 
 # What inputs may have. Keys are counted by v: with two regimes there may be fewer near keys.
 FEATURES: Mapping[str, Test] = {
-    "one score per pair": lambda p: not p.two_regimes,
-    "two regimes": lambda p: p.two_regimes,
+    "attention without near and far keys": lambda p: not p.two_regimes,
+    "near and far keys": lambda p: p.two_regimes,
     "a bias": _given("bias"),
     "a bias of both positions": _given("pairs"),
     "a normaliser in place of softmax": _given("normaliser"),
     "a selection": _given("selection"),
-    "inputs without residual scores": lambda p: p.residual_scores is None,
+    "attention without residual scores": lambda p: p.residual_scores is None,
     "residual scores": _given("residual_scores"),
     "a sink": _given("sink"),
     "a cap": _given("cap"),
@@ -145,13 +145,17 @@ KERNELS: tuple[Kernel, ...] = (
     Kernel(
         "fused",
         _output_only(fused),
-        _PLAIN - {"two regimes", "a causal mask with T ≠ S", "values of another size"},
+        _PLAIN - {"near and far keys", "a causal mask with T ≠ S", "values of another size"},
     ),
     Kernel(
         "two-regime",
         _output_only(two_regime),
         _PLAIN
-        - {"one score per pair", "attention without causality", "values of another size"}
+        - {
+            "attention without near and far keys",
+            "attention without causality",
+            "values of another size",
+        }
         - {"more queries than keys", "fewer queries than keys", "zero queries", "dropout", "CUDA"},
     ),
     Kernel(
@@ -163,13 +167,19 @@ KERNELS: tuple[Kernel, ...] = (
     Kernel(
         "residual",
         _with_statistics(residual_attention),
-        (_TILED | {"residual scores"}) - {"inputs without residual scores", "two regimes"},
+        (_TILED | {"residual scores"}) - {"attention without residual scores", "near and far keys"},
         ("statistics",),
     ),
     Kernel(
         "concatenated",
         None,
-        _ALL - {"inputs without residual scores", "two regimes", "a learned mask", "torch.func"},
+        _ALL
+        - {
+            "attention without residual scores",
+            "near and far keys",
+            "a learned mask",
+            "torch.func",
+        },
         ("lse",),
     ),
     Kernel("chunked", tiled, _TILED, ("lse", "statistics")),
@@ -198,9 +208,9 @@ def _order(inputs: AttentionInputs) -> Iterator[tuple[str, str]]:
     else:
         yield "fused", "everything is absorbed into queries and keys: torch's kernel does the rest"
         if inputs.q.device.type == "cuda":
-            yield "flex", "flex_attention takes masks, biases, sinks and two regimes on CUDA"
-    yield "strips", "it serves any inputs without a T × S matrix, whole rows at a time"
-    yield "reference", "no other kernel serves it; it holds the whole T × S matrix"
+            yield "flex", "flex_attention takes masks, biases, sinks, near and far keys on CUDA"
+    yield "strips", "it supports every score without a T × S matrix, whole rows at a time"
+    yield "reference", "no other kernel supports it; it holds the whole T × S matrix"
 
 
 def _cpu_order(inputs: AttentionInputs) -> Iterator[tuple[str, str]]:
@@ -217,7 +227,7 @@ def _cpu_order(inputs: AttentionInputs) -> Iterator[tuple[str, str]]:
     if eager and rows in _TILES_WIN and tiles_win:
         yield "chunked", "at these lengths on such a processor tiles beat torch's kernel"
     yield "fused", "everything is absorbed into queries and keys: torch's kernel does the rest"
-    yield "chunked", "it serves nearly any inputs without a T × S matrix"
+    yield "chunked", "it supports nearly every score without a T × S matrix"
 
 
 def _residual_order(inputs: AttentionInputs) -> Iterator[tuple[str, str]]:
@@ -272,7 +282,7 @@ def reasons(inputs: AttentionInputs, backend: str = "auto") -> Decision:
         why = next(reason for name, reason in _order(inputs) if name == kernel)
         preferred = "comes first"
     refused = {
-        name: reason or f"it could, but {kernel} {preferred}"
+        name: reason or f"possible, but {kernel} {preferred}"
         for name, reason in objections.items()
         if name != kernel
     }

@@ -123,17 +123,19 @@ def in_short(readings: Sequence[Reading]) -> tuple[str, ...]:
     return (
         f"Plain RoPE, trained on {TRAINED} tokens, predicts {near[plain]:.0f} % of the first "
         f"{TRAINED} tokens right, and {far[plain, '']:.0f} % of the last {TRAINED} of {LENGTH:,}.",
-        f"YaRN makes the latter {far[plain, yarn]:.0f} %, ReRoPE {far[plain, rerope]:.0f} %.",
-        f"KeyNorm, unmodified, has {near[keys]:.0f} % and {far[keys, '']:.0f} %.",
+        f"With YaRN it predicts {far[plain, yarn]:.0f} % of the last tokens right, with ReRoPE "
+        f"{far[plain, rerope]:.0f} %.",
+        f"KeyNorm needs no method: {near[keys]:.0f} % at the start, "
+        f"{far[keys, '']:.0f} % at the end.",
     )
 
 
 def page(readings: Sequence[Reading], text: str, command: str) -> PageContext:
     """The report: the sentences, the curves by position, and the table of six rows."""
     return PageContext(
-        title="Reading past the training length",
-        question=f"What happens when a model trained on {TRAINED} tokens reads {LENGTH:,}, and "
-        "what brings it back?",
+        title="Past the training length",
+        question=f"What happens when a model trained on {TRAINED} tokens is given {LENGTH:,}, and "
+        "what rescues it?",
         summary=in_short(readings),
         settings={
             "models": "six layers, one head of 128, 1.4 million parameters, one seed",

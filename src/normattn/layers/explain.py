@@ -27,7 +27,7 @@ from normattn.score.spec import as_spec
 
 @dataclass(frozen=True)
 class Explanation:
-    """What is folded into q and k, what is left to a kernel, which one takes it, and why.
+    """What is absorbed into q and k, what is left to a kernel, which one runs, and why.
 
     `refused` says of every other kernel why not. `output_bytes` and `working_bytes` are the memory
     of one forward beside q, k and v, estimated.
@@ -47,16 +47,16 @@ class Explanation:
         refused = [f"{name}: {reason}" for name, reason in self.refused.items()]
         lines = [f"{self.spec} on {self.shapes}"]
         for title, listed in (
-            ("folded into q and k:", self.folded),
+            ("absorbed into q and k:", self.folded),
             ("left to the kernel:", self.left),
             (f"kernel: {self.kernel} ({self.why})", None),
-            ("not taken:", refused),
+            ("other kernels:", refused),
         ):
             lines.append(title)
             if listed is not None:
                 lines += [f"  - {line}" for line in listed or ["nothing"]]
         output, working = self.output_bytes / 2**20, self.working_bytes / 2**20
-        lines.append(f"memory of a forward: {output:.1f} MiB of output, about {working:.1f} beside")
+        lines.append(f"memory: {output:.1f} MiB of output, about {working:.1f} MiB while computing")
         return "\n".join(lines)
 
 

@@ -207,8 +207,8 @@ class CausalLM(TokenModel):
         """Switch a post-hoc method on in every layer until the handle is removed.
 
         `method` is a method's text with its parameters (`using("YaRN", factor=8)`), added to the
-        trained score, or a whole `ScoreSpec` whose trained parts are this model's. "as is" is the
-        trained score itself. Raises `InputError` while another method is on, for trained parts
+        trained score, or a whole `ScoreSpec` whose trained parts are this model's. "unmodified" is
+        the trained score itself. Raises `InputError` while another method is on, for trained parts
         that differ and for parameters beside a whole spec.
         """
         if self._method is not None and self._method.active:

@@ -49,6 +49,14 @@ from normattn.score.parts.base import arrange, default_position
 
 P = typing.TypeVar("P", bound=Part)
 
+UNMODIFIED = "unmodified"
+"""The name of the model as trained among inference-time methods."""
+
+
+def is_unmodified(method: str) -> bool:
+    """Whether a method's name means the model as trained: "unmodified", "as is" or nothing."""
+    return method.strip().lower() in ("", UNMODIFIED, "as is", "as-is")
+
 
 @dataclass(frozen=True)
 class InSlot(typing.Generic[P]):
@@ -247,11 +255,11 @@ class ScoreSpec:
         return "-".join(print_part(part) for part in self._added)
 
     def with_method(self, text: str, **parameters: Any) -> ScoreSpec:
-        """This specification with the post-hoc parts that `text` names; "" or "as is" adds none.
+        """This specification with the post-hoc parts that `text` names; "unmodified" adds none.
 
         Raises `InputError` for a part that is trained in: it cannot be added afterwards.
         """
-        if isinstance(text, str) and text.strip() in ("", "as is"):
+        if isinstance(text, str) and is_unmodified(text):
             return self
         given, own = read(text)
         for part, _ in given:

@@ -39,7 +39,7 @@ from normattn.lab.stats import Identity, identified, joined, sums
 from normattn.models import CausalLM
 from normattn.models.utils import without_dropout
 
-READINGS = ("alone", "as is", "clamped")
+READINGS = ("alone", "unmodified", "clamped")
 """The last L tokens with nothing before them; behind the whole text; the same with every relative
 position of at least L − 1 read as L − 1 (ReRoPE, w = L − 1), so that none is unseen."""
 AXES: Mapping[str, tuple[str, Sequence[float]]] = {

@@ -41,11 +41,12 @@ def say(out: Path, written: Written, more: Sequence[str] = ()) -> None:
         tell(line)
     tell(f"table: {out / 'table.md'}")
     tell(f"report: {out / 'report.html'}")
-    tell(f"figures: {out / 'figures'} ({len(written.figures)} files)")
+    count = len(written.figures)
+    tell(f"figures: {out / 'figures'} ({count} file{'s' * (count != 1)})")
 
 
 def tell(sentence: str, console: Console | None = None) -> None:
-    """A line as it is, however long."""
+    """Print a line unchanged, however long."""
     output = console or Console(highlight=False)
     output.print(sentence, markup=False, soft_wrap=True)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from normattn.stopping import asked_to_stop
 def load(path: Path) -> Study:
     """Import the file at `path` and return its `STUDY`, which remembers the file as its source.
 
+    It can import modules from its own folder, as a script can; installed modules come first.
     Raises `InputError` for a file that is missing, is no Python, fails, or holds no study.
     """
     if not path.is_file():
@@ -25,6 +27,9 @@ def load(path: Path) -> Study:
     assert found is not None
     assert found.loader is not None
     module = importlib.util.module_from_spec(found)
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)
     with errors_of(path):
         found.loader.exec_module(module)
     study = getattr(module, "STUDY", None)

@@ -27,7 +27,7 @@ from normattn.lab.stats import Metric, Sums
 from normattn.lab.studies import lm_report as lm
 from normattn.lab.studies.base import Study
 from normattn.lab.studies.keynorm import MATTERS
-from normattn.lab.studies.language import AS_IS, TextRun, TextSetting, text_runs
+from normattn.lab.studies.language import TextRun, TextSetting, text_runs
 from normattn.lab.studies.methods import canonical
 from normattn.lab.studies.preset import opened, own_group
 from normattn.lab.sweep.collect import measured_below
@@ -35,6 +35,7 @@ from normattn.lab.sweep.config import merged, value_at
 from normattn.lab.sweep.run import Request, Sweep
 from normattn.models.config import without_foreign
 from normattn.score import ScoreSpec
+from normattn.score.spec import UNMODIFIED
 from normattn.settings import Settings
 
 # factors: changes of the setting
@@ -296,9 +297,9 @@ FACTORS = Study(
     "Which difference to the source's setting makes a small model with normalised keys "
     "lose accuracy past its training length?",
     title="Why KeyNorm decays",
-    help="Train Baseline and KNA with one change of the setting each; read after L and 8 L.\n\n"
-    "One number is watched: what the longest context takes from the same last segment. --variants "
-    "chooses changes, and joins several by +: " + ", ".join(CHANGES) + ".",
+    help="Train Baseline and KNA with one changed setting at a time, and evaluate at L and 8 L.\n\n"
+    "The result is the change of accuracy on the same final tokens when the context grows. "
+    "--variants selects changes; join several with +: " + ", ".join(CHANGES) + ".",
     sources=("kexue.fm/archives/9859",),
     resolve=resolve_factors,
     tables=(
@@ -316,12 +317,12 @@ FACTORS = Study(
     claims=_change_claims,
     figures=_change_figures,
     collect=partial(measured_below, factors=("change", "row")),
-    variants_help="Changes, by commas, several at once joined by +. [default: all, one at a time]",
+    variants_help="Changes, separated by commas; join several with +. [default: each by itself]",
     examples=(
-        ("--preset smoke --variants preset,no-tiling", "the whole path, small"),
-        ("--seeds 3", "the study itself"),
+        ("--preset smoke --variants preset,no-tiling", "a quick test of the whole study"),
+        ("--seeds 3", "the full study"),
         ("--seeds 3 --variants preset,gau+no-tiling+deepnorm", "several changes together"),
-        ("--set factors.english=books/", "with the row of English text"),
+        ("--set factors.english=books/", "also train on English text"),
     ),
 )
 
@@ -399,7 +400,7 @@ def resolve_questions(request: Request) -> Sweep:
         if name not in QUESTIONS:
             raise unknown("question", name, QUESTIONS)
     rows = tuple(dict.fromkeys(row for name in asked for row in QUESTIONS[name].rows))
-    methods = dict.fromkeys(canonical(rows, setting), (AS_IS,))
+    methods = dict.fromkeys(canonical(rows, setting), (UNMODIFIED,))
     runs = text_runs(setting, request.seeds_or(preset.seeds), methods)
     return setting.sweep(request, "questions", runs)
 
@@ -465,10 +466,10 @@ STUDY = Study(
     "questions",
     "Does a gain undo what a norm of queries and keys does past the training length, is a "
     "learned scale or another constant better, and do residual scores go with it?",
-    title="What beside the norm decides",
+    title="Gains, scales, constants and residual scores",
     help="Train scores with and without a gain, a learned scale, other constants and residual "
     "scores; evaluate each, unmodified, at up to 8 training lengths.\n\n--variants "
-    "chooses questions: " + ", ".join(QUESTIONS) + ".",
+    "selects questions: " + ", ".join(QUESTIONS) + ".",
     sources=("kexue.fm/archives/9859",),
     resolve=resolve_questions,
     tables=(
@@ -478,7 +479,7 @@ STUDY = Study(
             _pair_rows,
             _pair_columns,
             head="row − reference",
-            intro="Token accuracy in % of the first score as it is, and differences in points, "
+            intro="Token accuracy in % of the first score, and differences in points, "
             "paired over documents and seeds, with 95 % intervals.",
             notes=(
                 "change: the last segment after the longest context minus after L, in points.",
@@ -496,9 +497,9 @@ STUDY = Study(
     ),
     claims=_pair_claims,
     figures=_pair_figures,
-    variants_help="Questions, by commas. [default: all]",
+    variants_help="Questions, separated by commas. [default: all]",
     examples=(
-        ("--preset smoke --variants gain", "the whole path, small"),
+        ("--preset smoke --variants gain", "a quick test of the whole study"),
         ("--preset workstation", "on models that copy"),
         ("--variants constant --seeds 3", "one question, with intervals over three seeds"),
     ),

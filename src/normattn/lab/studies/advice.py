@@ -11,6 +11,7 @@ from normattn.lab.stats import Estimate
 from normattn.lab.stats.arrays import Where
 from normattn.lab.stats.metrics import loss
 from normattn.lab.studies.lm_report import ranked
+from normattn.score.spec import UNMODIFIED
 
 LEAST_GAIN = 0.01
 """Nats per token, 1 % of perplexity: a smaller gain is no reason to change a model."""
@@ -20,7 +21,7 @@ LOSS = loss()
 
 @dataclass(frozen=True)
 class Advice:
-    """`sentences` to be read in turn; `method` as it was asked for, None for the model as it is."""
+    """`sentences` to be read in turn; `method` as typed, None for the unmodified model."""
 
     sentences: tuple[str, ...]
     method: str | None
@@ -45,8 +46,8 @@ class _Best:
 def advise(view: View) -> Advice:
     """The method with the lowest loss on the last segment, at the longest length, then at each.
 
-    It is better than the model as it is where the interval of their paired difference lies below 0
-    and the difference is at least `LEAST_GAIN`.
+    It is better than the unmodified model where the interval of their paired difference lies below
+    0 and the difference is at least `LEAST_GAIN`.
     """
     winners = [best for best in (_best(view, length) for length in lengths_of(view)) if best]
     if not winners or "" not in methods_of(view):
@@ -58,12 +59,12 @@ def advise(view: View) -> Advice:
     sentences = [_headline(view, winners, cost), *(_sentence(view, best) for best in winners)]
     if last.loss.units == 1:
         sentences.append(
-            "One window has no interval: this is one reading, not a finding; take more --windows."
+            "One window has no interval and shows nothing reliably; use more --windows."
         )
     if last.better and cost is not None and cost.above_zero:
         sentences.append(
-            f"Texts of up to {spoken(trained)} tokens have a lower loss with the unmodified model: "
-            "switch it off there."
+            f"Up to {spoken(trained)} tokens the unmodified model has a lower loss: switch the "
+            "method off there."
         )
     return Advice(tuple(sentences), last.method if last.better else None)
 
@@ -87,7 +88,7 @@ def _headline(view: View, winners: Sequence[_Best], cost: Estimate | None) -> st
         length = spoken(last.length)
         return f"No method is clearly better than the unmodified model at {length} tokens."
     name, whole = name_of(last.method), resolved(view, {"method": last.method})
-    name += f", that is {whole}" if whole != name else ""
+    name += f" ({whole})" if whole != name else ""
     # At which lengths it is the best without a gap. Within the training length nobody needs a
     # method: "up to" is said of what lies beyond it.
     others = [b.length for b in winners if b.method != last.method or not b.better]
@@ -127,10 +128,10 @@ def _sentence(view: View, best: _Best) -> str:
     )
     if not best.better:
         small = f"by less than {LEAST_GAIN:g} nats"
-        why = small if best.gain.below_zero else "but not surely lower"
+        why = small if best.gain.below_zero else "but not significantly lower"
         return f"{start}the lowest loss is {name}'s, {why}: {numbers}."
     others = ", ".join(name_of(method) for method in best.rivals if method)
-    tied = f" Not told apart from it: {others}." if others else ""
+    tied = f" Not distinguishable from it: {others}." if others else ""
     return f"{start}{name} is best: {numbers}.{tied}"
 
 
@@ -138,7 +139,7 @@ def _sentence(view: View, best: _Best) -> str:
 
 
 def methods_of(view: View) -> list[str]:
-    """The methods that were read, the model as it is first."""
+    """The methods that were read, the unmodified model first."""
     return ranked(view.values("method"), ("",))
 
 
@@ -160,7 +161,7 @@ def home(view: View) -> int:
 
 def name_of(method: str) -> str:
     """The method as it was typed."""
-    return method or "as is"
+    return method or UNMODIFIED
 
 
 def resolved(view: View, where: Where) -> str:

@@ -33,7 +33,7 @@ from normattn.lab.report.tables import Column, Table
 from normattn.lab.report.view import View
 from normattn.lab.stats import Metric
 from normattn.lab.stats.metrics import KNOWN, Length
-from normattn.lab.studies.language import AS_IS, TextRun, TextSetting
+from normattn.lab.studies.language import TextRun, TextSetting
 from normattn.lab.studies.lm_report import intervals, rows_of
 from normattn.lab.studies.methods import canonical, checked_methods, usable
 from normattn.lab.studies.preset import PROTOCOLS, Preset, Protocol, opened
@@ -42,12 +42,13 @@ from normattn.lab.sweep.collect import measured_below
 from normattn.lab.sweep.config import flat, validated
 from normattn.lab.sweep.run import CORPUS, Request, Sweep
 from normattn.lab.sweep.run import Run as AnyRun
+from normattn.score.spec import UNMODIFIED
 from normattn.settings import typed
 
 __all__ = ["Claim", "Eval", "Method", "Metric", "Preset", "Run", "Study", "Variant"]
 
 Method = str
-"""A change after training by its name, as "ReRoPE(window=64)"; "as is" is the unmodified model."""
+"""An inference-time method by name, as "ReRoPE(window=64)"; "unmodified" is the trained model."""
 Run = TextRun
 """One training of a variant with one seed, and what is measured of it."""
 
@@ -99,7 +100,7 @@ class Study:
         help: str = "",
         sources: Sequence[str] = (),
         variants: Sequence[str | Variant] = (),
-        methods: Sequence[Method] = (AS_IS,),
+        methods: Sequence[Method] = (UNMODIFIED,),
         evals: Sequence[Eval] = (),
         columns: Mapping[str, Metric] | None = None,
         tables: Sequence[Table] = (),

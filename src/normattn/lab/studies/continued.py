@@ -346,9 +346,9 @@ STUDY = Study(
     "need any change, and does it end as well as Baseline with a stretched rotation?",
     title="Training that continues at a longer length",
     help="Train at L, continue at 4 L: KeyNorm unmodified, Baseline unmodified and with PI, ABF, "
-    "NTK, YaRN.\n\nEach model is read at L (what is forgotten), 4 L and 16 L before and along the "
-    "continued training; tables and a figure of loss and accuracy by continued steps. The settings "
-    "of the continued training are in the preset, the same for all scores.",
+    "NTK, YaRN.\n\nEach model is evaluated at L (what is forgotten), 4 L and 16 L, before and "
+    "during the continued training. The preset has the settings of the continued training, which "
+    "are the same for all scores.",
     sources=("kexue.fm/archives/9859",),
     resolve=resolve,
     runs=(ContinuedRun,),
@@ -358,25 +358,25 @@ STUDY = Study(
             "",
             _rows,
             _columns,
-            intro="Natural held-out text, every token scored. The method that a row names is "
-            "switched on from then on (step 0: before the first step).",
+            intro="Held-out text, every token scored. The method in a row's name is on from step "
+            "0, before the first continued step.",
         ),
         Table(
             "changes",
             "What was forgotten and gained",
             _last_rows,
             _changes,
-            intro="Change of the loss (nats) from the model as it was trained to the last step, "
-            "paired; above 0 at the shortest length: forgotten.",
+            intro="Change of the loss (nats) from the trained model to the last continued step, "
+            "paired. Above 0 at the shortest length means forgotten.",
         ),
     ),
     claims=_claims,
     figures=_figures,
     examples=(
-        ("--preset smoke", "the whole path, small"),
-        ("", "the study itself; `--plan` says how long it takes here"),
-        ("--seeds 3", "with intervals over three trained models of each kind"),
-        ("--set continued.multiple=8 --plan", "at 8 training lengths: its cost"),
+        ("--preset smoke", "a quick test of the whole study"),
+        ("", "the full study; `--plan` estimates its time"),
+        ("--seeds 3", "three models of each kind, for verdicts"),
+        ("--set continued.multiple=8 --plan", "the cost of continuing at 8 training lengths"),
     ),
 )
 
@@ -467,9 +467,9 @@ RETROFIT_STUDY = Study(
     "A model was trained with Baseline. Does exchanging its score for one with normalised "
     "keys, and training on for some steps, let it read past L, and what does it cost?",
     title="Another score for a trained model",
-    help="Train Baseline, exchange its score for KNA or QKRMSNorm, and train on at L.\n\n"
-    "Each branch, and a Baseline that gets the same further steps, is read at L and after 8 L "
-    "along the way. The preset has its settings, under `continued`.",
+    help="Train Baseline, replace its score by KNA or QKRMSNorm, and continue training at L.\n\n"
+    "Each of them, and a Baseline with the same further steps, is evaluated at L and 8 L along the "
+    "way. The preset has the settings, under `continued`.",
     sources=("kexue.fm/archives/9859", "arXiv 2010.04245"),
     resolve=resolve_retrofit,
     runs=(ContinuedRun,),
@@ -480,16 +480,16 @@ RETROFIT_STUDY = Study(
             _branch_rows,
             _branch_columns,
             head="continued",
-            intro="Token accuracy in % (loss in nats). Step 0 is Baseline as it was trained; "
-            "change: the last segment after the longest context minus after the shortest.",
+            intro="Token accuracy in % (loss in nats). Step 0 is Baseline as trained; change: "
+            "accuracy on the same final tokens after the longest context minus the shortest.",
         ),
     ),
     claims=_branch_claims,
     figures=_branch_figures,
-    variants_help="Scores that Baseline becomes, by commas. [default: KNA,QKRMSNorm]",
+    variants_help="Scores that replace Baseline's, separated by commas. [default: KNA,QKRMSNorm]",
     examples=(
-        ("--preset smoke", "the whole path, small"),
-        ("--seeds 3", "the study with verdicts"),
+        ("--preset smoke", "a quick test of the whole study"),
+        ("--seeds 3", "the full study, with verdicts"),
         ("--variants KNA,KNA-logn,CosA", "other scores"),
         ('--set continued.steps=800 --set "continued.keep=[200,800]"', "more further steps"),
     ),

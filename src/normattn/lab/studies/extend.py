@@ -48,6 +48,7 @@ from normattn.lab.studies.advice import (
 )
 from normattn.lab.studies.base import Study
 from normattn.lab.studies.lm_report import intervals
+from normattn.score.spec import UNMODIFIED
 
 KIND, MEASUREMENTS = "extend", "measurements"
 POSITION, KEY, PREFILL = "by_position", "retrieval", "prefill"
@@ -214,7 +215,7 @@ def _position_lines(view: View, metric: Metric) -> tuple[Line, ...]:
     for method in methods_of(view):
         at = {"method": method, "protocol": POSITION}
         plotted = bin_points(view, metric, at, lambda bin_: bin_[3])
-        family = method.removesuffix("-logn+") or "as is"
+        family = method.removesuffix("-logn+") or UNMODIFIED
         if plotted:
             dashed = method not in ("", family)
             lines.append(Line(name_of(method), plotted, family, dashed=dashed))
@@ -229,22 +230,22 @@ def _table(key: str, title: str, columns: Any, notes: Any = ()) -> Table:
 STUDY = Study(
     "extend",
     "How far does this model read this text, by which method, and at what cost?",
-    title="Reading past the training length, without training",
-    help="How far a model reads past its training length, by every inference-time method.",
+    title="A pretrained model past its training length",
+    help="How far a model handles longer text, by inference-time method.",
     sources=SOURCES,
     tables=(
         _table(
             "table",
-            "Loss on the same last tokens, by length of the context (nats)",
+            "Loss on the same final tokens, by context length (nats)",
             *(_by_length(LOSS), _advice),
         ),
         _table(
             "change",
-            "How far it lies above that of the unmodified model after its training length (nats, "
-            "paired over windows; 0: nothing is lost)",
+            "Extra loss over the unmodified model at its training length (nats, paired over "
+            "windows)",
             _changes,
         ),
-        _table("accuracy", "Accuracy on the same last tokens (%)", _by_length(ACCURACY)),
+        _table("accuracy", "Accuracy on the same final tokens (%)", _by_length(ACCURACY)),
         _table("loss_by_position", "Loss by position at the longest length (nats)", _octaves(LOSS)),
         _table(
             "accuracy_by_position",
@@ -253,7 +254,7 @@ STUDY = Study(
         ),
         _table(
             "cost",
-            "What it costs at the training length",
+            "Cost at the training length",
             (
                 Column("loss", "loss, nats", LOSS.at(protocol=TRAIN)),
                 _cost_column("change", "more than unmodified, %"),
@@ -261,7 +262,7 @@ STUDY = Study(
         ),
         _table(
             "prefill",
-            "Seconds of a prefill, peak memory, pass keys found",
+            "Prefill time, peak memory, and pass keys found",
             *(_prefill, _measured_notes),
         ),
     ),
@@ -347,7 +348,7 @@ def _losses(view: View) -> list[Column]:
     return [
         PARAMETERS,
         *(Column(f"loss_{m:g}", f"after {titles[m]}", last.at({MULTIPLE: m})) for m in multiples),
-        Column("change", f"{titles[longest]} above as is at {titles[known]}", change),
+        Column("change", f"{titles[longest]} above unmodified at {titles[known]}", change),
         _cost_column("cost", "cost at L, %"),
         Column("keys", f"pass keys at {titles[longest]}, %", keys),
     ]
@@ -376,13 +377,13 @@ GALLERY = Study(
     "gallery",
     "How far do existing models read, on several texts, by which inference-time method, at what "
     "cost?",
-    title="Existing models past their training length",
-    help="How far existing models read past their training length, on several texts.",
+    title="Pretrained models past their training length",
+    help="How far pretrained models handle longer text, on several texts.",
     sources=SOURCES,
     tables=(
         Table(
             "table",
-            "Loss on the same last tokens after longer contexts (nats); L is the training length",
+            "Loss on the same final tokens after longer contexts (nats); L is the training length",
             _gallery_rows,
             _losses,
             notes=_gallery_advice,

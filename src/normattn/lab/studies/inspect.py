@@ -20,6 +20,7 @@ from normattn.lab.report.view import View
 from normattn.lab.stats import Estimate
 from normattn.lab.stats.metrics import crossing
 from normattn.lab.studies.base import Study
+from normattn.score.spec import UNMODIFIED
 
 KIND = "inspect"
 TRAINING, DRAWN = "training", "drawn"
@@ -219,7 +220,7 @@ def _read(view: View) -> Sequence[str]:
     """What was read, by which model."""
     said = inspected(view).select("row", "method", "factor.texts", "train_length").row(0)
     score, method, texts, length = said
-    return (f"{score}, {method or 'as is'}: {texts}, trained at {length:,}",)
+    return (f"{score}, {method or UNMODIFIED}: {texts}, trained at {length:,}",)
 
 
 def _in_short(view: View) -> Sequence[str]:
@@ -380,14 +381,13 @@ STUDY = Study(
             _layer_rows,
             _layer_columns,
             notes=(
-                "means over the heads of a layer and the queries of all texts, of largest logits "
-                "the largest.",
-                "entropy: of attention, in nats; / ln n: 0 looks at one key, 1 at all alike. "
-                "largest: the largest logit of any visible pair.",
+                "Means over a layer's heads and over all queries; of largest logits the largest.",
+                "entropy: of attention, in nats; / ln n: as a share of the maximum (0: one key, 1: "
+                "all keys alike). largest: the largest logit of any visible pair.",
                 "token 0, sink: attention to the first token, and to a learned sink. beyond L: to "
-                "keys at i − j ≥ L, the training length. unseen: attention times the share of "
-                "rotary feature pairs at an angle which training never had. ‖q‖, ‖k‖: norms as the "
-                "projections give them.",
+                "keys further away than the training length L. unseen: attention weighted by the "
+                "share of rotary pairs at angles that never occurred in training. ‖q‖, ‖k‖: norms "
+                "before any normalisation.",
             ),
             head="layer",
         ),
@@ -397,8 +397,8 @@ STUDY = Study(
             _head_rows,
             _head_columns,
             notes=(
-                "norms of keys: those of the key head that a query head reads. Numbers by position "
-                "are in measurements.parquet.",
+                "Norms of keys are those of the key head that a query head uses. Numbers by "
+                "position are in measurements.parquet.",
             ),
             head="head",
         ),

@@ -19,11 +19,12 @@ from normattn.lab.report.view import View
 from normattn.lab.stats import Metric
 from normattn.lab.studies import lm_report as lm
 from normattn.lab.studies.base import Study
-from normattn.lab.studies.language import AS_IS, TextSetting, text_runs
+from normattn.lab.studies.language import TextSetting, text_runs
 from normattn.lab.studies.methods import ALL, candidates, canonical, checked_methods, usable
 from normattn.lab.studies.preset import opened
 from normattn.lab.sweep.run import Request, Sweep
 from normattn.score.parts import Part, parts
+from normattn.score.spec import UNMODIFIED
 
 BASES = ("Baseline", "Baseline-logn", "KNA", "KNA-logn", "CosA", "CosA-logn")
 """The scores that the extended table reads with every method."""
@@ -31,7 +32,7 @@ VARIANTS = tuple(
     f"{base}{logn}" for base in ("Baseline", "QNA", "KNA", "CosA") for logn in ("", "-logn")
 )
 STRETCHING = ("NTK", "YaRN", "ReRoPE")
-METHODS = (AS_IS, *STRETCHING)
+METHODS = (UNMODIFIED, *STRETCHING)
 READ_WITH = ("YaRN", "ReRoPE")
 """The methods that other rows of the extended table are read with."""
 
@@ -48,7 +49,7 @@ def resolve(request: Request) -> Sweep:
     variants, untrained = _variants(request, setting)
     if request.methods == (ALL,):
         wanted = {
-            name: (AS_IS, *(candidates() if name in (*BASES, *VARIANTS) else READ_WITH))
+            name: (UNMODIFIED, *(candidates() if name in (*BASES, *VARIANTS) else READ_WITH))
             for name in variants
         }
     else:
@@ -304,10 +305,10 @@ STUDY = Study(
     "Does normalising keys (KNA), queries (QNA) or both (CosA) let a model trained on "
     "short text read long text, unmodified or with NTK, YaRN and ReRoPE?",
     title="Accuracy past the training length",
-    help="Train each score, read to 8 times the training length each way, tabulate and plot.\n\n"
-    "The plan comes first: runs, tokens, FLOPs, a range of time, disk. "
-    "Rows are added by running it again with other --variants, --methods or --seeds on the same "
-    "OUT; changing any other setting that a result depends on raises an error.",
+    help="Train each score, evaluate it at up to 8 times the training length with each method.\n\n"
+    "A plan is printed first: runs, tokens, FLOPs, time, disk. To add configurations, rerun with "
+    "other --variants, --methods or --seeds and the same OUT. Changing any other setting that "
+    "affects a result raises an error.",
     sources=("kexue.fm/archives/9859",),
     resolve=resolve,
     tables=(
@@ -326,33 +327,33 @@ STUDY = Study(
             "How far back can each score copy from?",
             lambda view: lm.reading_rows(view) if lm.distances(view) else [],
             lm.copying_columns,
-            intro="Token accuracy in % on tiled text, tokens whose answer stands earlier, by how "
-            "many tokens back it stands. A model that cannot see so far back is at the level of "
-            f"{lm.CONTROL}.",
+            intro="Token accuracy in % on repeated text, for tokens whose answer occurs earlier, "
+            "by how many tokens back it occurs. A model that cannot see so far back is at the "
+            f"level of {lm.CONTROL}.",
         ),
         Table(
             "source",
-            "Beside the source's table: another setting, not a target",
+            "The KeyNorm post's table, for comparison: another setting, not a target",
             lambda view: [row for row in lm.reading_rows(view) if published(row)],
             _source_columns,
-            intro=f"The source: {SETTING}. Accuracy in %. For CosA-logn as it is the source prints "
-            "48.39 in its large table and 48.95 in its first.",
+            intro=f"The post: {SETTING}. Accuracy in %. For CosA-logn, unmodified, it prints 48.39 "
+            "in its large table and 48.95 in its first.",
         ),
     ),
     claims=claims,
     figures=figures,
     summary=lm.in_short,
-    variants_help="Trained scores, by commas; any that `normattn list` can name; or `all`. "
+    variants_help="Trained scores, separated by commas (see `normattn list`), or `all`. "
     "[default: Baseline, QNA, KNA, CosA, each with and without -logn]",
-    methods_help="Ways of reading past L, or `all`: every one that a score can take, and a row for "
-    "every part that can be trained in. [default: as is,NTK,YaRN,ReRoPE]",
+    methods_help="Inference-time methods, separated by commas, or `all`: every one that a score "
+    "supports, and every trained-in component as well. [default: unmodified,NTK,YaRN,ReRoPE]",
     headline=("train", "repeated_seen", "non_repeated", "change"),
     examples=(
-        ("--preset smoke", "the whole path in about a minute"),
+        ("--preset smoke", "a quick test of the whole study, in about a minute"),
         ("--preset quick", "one head of 128, in minutes: plain RoPE gets worse, KeyNorm does not"),
-        ("", "the table itself"),
+        ("", "the full table"),
         ("--variants Baseline,QNA,KNA --seeds 3", "more seeds"),
-        ("--methods all", "every method, a row for every trained-in part"),
+        ("--methods all", "every method, and every trained-in component"),
         ("--preset gpu-100m --corpus hf:NAME --plan", "its cost"),
     ),
 )

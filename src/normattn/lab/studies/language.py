@@ -32,8 +32,8 @@ from normattn.lab.training.tasks.workload import MODEL
 from normattn.models import CausalLM
 from normattn.models.flops import flops_per_token
 from normattn.models.pretrained import load_model
+from normattn.score.spec import UNMODIFIED, is_unmodified
 
-AS_IS = "as is"
 Sets = Callable[[TokenData, int, EvaluationSettings], Sequence[AnySet]]
 """(data, training length, settings) → the texts that a model reads."""
 
@@ -111,7 +111,7 @@ class TextRun(Run):
     workload: ClassVar[CausalWorkload] = CausalWorkload()
     kind: Literal["read"] = "read"
     evaluation: EvaluationSettings
-    methods: tuple[str, ...] = (AS_IS,)
+    methods: tuple[str, ...] = (UNMODIFIED,)
 
     @property
     def readings(self) -> int:
@@ -122,7 +122,7 @@ class TextRun(Run):
         """Train, then read under each method, by the protocols of `evaluation`."""
         config, settings, folder = self.training_config, self.evaluation, paths.run
         store = MeasurementStore(folder / EVALUATIONS)
-        named = ["" if method == AS_IS else method for method in self.methods]
+        named = ["" if is_unmodified(method) else method for method in self.methods]
         work = {method: work_key("read", method, settings, self.factors) for method in named}
         wanted = len(set_lengths(settings)) * len(named)
 

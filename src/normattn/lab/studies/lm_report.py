@@ -28,6 +28,7 @@ from normattn.lab.report.tables import NOTHING, Cell, Column, Row, shown
 from normattn.lab.report.view import View, bin_points, points, step_points
 from normattn.lab.stats import LONGEST, SHORTEST, Metric
 from normattn.lab.stats.arrays import Where
+from normattn.score.spec import UNMODIFIED
 
 VARIANT_ORDER = (
     *("Baseline", "Baseline-logn", "QNA", "QNA-logn"),
@@ -51,12 +52,11 @@ UNMODIFIED_CHANGE = CHANGE.at(method="")
 
 LEGEND = (
     "train length: at the length the model was trained at, always without a method.",
-    "repeated: a segment of text tiled to the whole context; seen: only the tokens whose answer "
-    "stands earlier in the context.",
-    "non-repeated: natural held-out text, every token scored.",
-    "last segment: the same last training length of tokens after contexts of several lengths; "
-    "change: what the longest context adds to the shortest, in points. More context must at "
-    "least not hurt.",
+    "repeated: a segment of text, repeated to fill the context; seen: only the tokens whose answer "
+    "occurs earlier in the context.",
+    "non-repeated: held-out text, every token scored.",
+    "last segment: the same final tokens (one training length) after contexts of several lengths; "
+    "change: accuracy after the longest context minus after the shortest, in points.",
     "cost at L: what a method changes at the training length when it is switched on there, in "
     "points.",
 )
@@ -311,7 +311,7 @@ def _by_method(
                     lines.append(_line(row, drawn))
                 elif drawn:
                     lines.append(Line(f"{row}-{read}", drawn, read, dashed=True))
-        panels.append(Panel(method or "as is", tuple(lines), x_title, "accuracy (%)", **axes))
+        panels.append(Panel(method or UNMODIFIED, tuple(lines), x_title, "accuracy (%)", **axes))
     return Curves(name, title, tuple(panels), first=FAMILIES)
 
 

@@ -231,7 +231,7 @@ def last_tokens(name: str, ours: str, theirs: str | None = None) -> Metric:
 
 
 def recovered(above: Array, below: Array, *whole: Array) -> Array:
-    """Of the accuracy that a longer context costs, the share that clamped positions give back."""
+    """Of the accuracy that a longer context costs, the share that clamped positions recover."""
     read = _share(above, below).reshape(*above.shape[:-1], -1, len(READINGS)).sum(-2)
     alone, unmodified, clamped = (read[..., n] for n in range(len(READINGS)))
     return _share(clamped - unmodified, alone - unmodified)
@@ -336,10 +336,13 @@ def layer_columns(view: View) -> list[Column]:
 def clamped_columns(view: View) -> list[Column]:
     """The last tokens alone, behind the whole text, and with clamped positions."""
     longer = where(view, length=lengths(view)[1])
-    read = [(name, None) for name in READINGS] + [("as is", "alone"), ("clamped", "as is")]
+    read = [(name, None) for name in READINGS] + [
+        ("unmodified", "alone"),
+        ("clamped", "unmodified"),
+    ]
     return [
         Column(
-            f"{name}_{ours}{f'_less_{theirs}' if theirs else ''}".replace(" ", "_"),
+            f"{name}_{ours}{f'_less_{theirs}' if theirs else ''}",
             f"{title}, {ours}{f' − {theirs}' if theirs else ''}",
             last_tokens(f"last_{name}", ours, theirs).at(longer),
         )
@@ -387,7 +390,7 @@ def claims(view: View) -> Iterator[Claim]:
         ),
         (
             "unseen positions cost {} accuracy on longer text",
-            f"share of the accuracy lost at {far:,} tokens that clamped positions give back",
+            f"share of the accuracy lost at {far:,} tokens that clamped positions recover",
             RECOVERED,
         ),
     ):
@@ -460,11 +463,10 @@ STUDY = Study(
     "Does a key's norm decide how much attention it receives, and do cosines leave their "
     "trained range on longer text?",
     title="Key norms, attention and cosines",
-    help="Test the source's explanation: key norms against attention, and cosines at L and 8 L."
-    "\n\nTrains each score and measures how ‖k_j‖ ranks with the "
-    "attention that key j receives and with j itself, the range of cos(q, k) at L and at 8 L, and "
-    "what positions cost that were never trained. Tables and figures, with intervals over "
-    "documents (and seeds).",
+    help="Test the KeyNorm post's explanation: key norms, attention, and cosines at L and 8 L.\n\n"
+    "Trains each score and measures three things: the rank correlation of ‖k_j‖ with the attention "
+    "that key j receives and with j, the range of cos(q, k) at L and 8 L, and what positions cost "
+    "that never occurred in training.",
     sources=("kexue.fm/archives/9859",),
     resolve=resolve,
     runs=(MechanismRun,),
@@ -530,11 +532,11 @@ STUDY = Study(
             clamped_columns,
             notes=(
                 "Accuracy in % and loss in nats of the last L tokens of each text. Alone: with "
-                "nothing before them; as is: behind the whole text; clamped: the same with every "
-                "relative position from L − 1 on read as L − 1 (ReRoPE with w = L − 1), switched "
-                "on in the trained model, so that no pair is at a position that was not trained.",
-                "share recovered: of the accuracy lost behind the whole text, what clamping gives "
-                "back.",
+                "nothing before them; unmodified: after the whole text; clamped: the same with "
+                "every relative position from L − 1 on read as L − 1 (ReRoPE with w = L − 1), "
+                "so that no pair is at a position that was not trained.",
+                "share recovered: of the accuracy lost after the whole text, what clamping "
+                "recovers.",
                 "What clamping gives back is what unseen positions took; what then still lacks to "
                 "the tokens alone, something else took: the number of keys, or cosines out of "
                 "range.",
@@ -543,12 +545,12 @@ STUDY = Study(
     ),
     claims=claims,
     figures=figures,
-    variants_help="Trained scores, by commas. [default: Baseline, KNA, KNA-NoPE, and QKLayerNorm "
-    "and QKRMSNorm with and without gain]",
+    variants_help="Trained scores, separated by commas. [default: Baseline, KNA, KNA-NoPE, and "
+    "QKLayerNorm and QKRMSNorm with and without gain]",
     examples=(
-        ("--preset smoke", "the whole path, small"),
-        ("", "the study itself; `--plan` says how long it takes here"),
-        ("--variants Baseline,KNA --seeds 3", "two scores, three models each"),
-        ("--set mechanism.multiple=16 --plan", "read to 16 L: its cost"),
+        ("--preset smoke", "a quick test of the whole study"),
+        ("", "the full study; `--plan` estimates its time"),
+        ("--variants Baseline,KNA --seeds 3", "two scores, three seeds"),
+        ("--set mechanism.multiple=16 --plan", "the cost of evaluating at 16 L"),
     ),
 )

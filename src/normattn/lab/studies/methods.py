@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from normattn.errors import InputError
-from normattn.lab.studies.language import AS_IS, TextSetting, text_runs
+from normattn.lab.studies.language import TextSetting, text_runs
 from normattn.score.parts import parts
-from normattn.score.spec import ScoreSpec
+from normattn.score.spec import UNMODIFIED, ScoreSpec, is_unmodified
 
 ALL = "all"
 WITH_LOGN = ("NTK", "YaRN", "ReRoPE")
@@ -34,8 +34,8 @@ def checked_methods(methods: Sequence[str], setting: TextSetting) -> tuple[str, 
     """The methods by their printed names; an unknown one is refused with the nearest named."""
     names = []
     for method in methods:
-        if method.lower() in ("", "as is", "as-is"):
-            names.append(AS_IS)
+        if is_unmodified(method):
+            names.append(UNMODIFIED)
             continue
         spec = ScoreSpec.parse("Baseline").with_method(method)
         if spec.train_length not in (None, setting.train_length):
@@ -88,7 +88,7 @@ def _refusals(spec: ScoreSpec, methods: Sequence[str], factor: float) -> dict[st
     reasons = {}
     for method in methods:
         try:
-            spec.with_method("" if method == AS_IS else method).resolve(factor=factor)
+            spec.with_method("" if method == UNMODIFIED else method).resolve(factor=factor)
         except InputError as error:
             reasons[method] = str(error)
     return reasons

@@ -432,10 +432,9 @@ STUDY = Study(
     "Do normalised queries and keys translate better, and do they tolerate high learning rates?",
     title="QK-Norm: translation and stability",
     help="Train translation models with each score, a learning-rate sweep, and small Vision "
-    "Transformers; tabulate and plot.\n\n"
-    "Rows are added by running it again with other --variants or --seeds on the same OUT; "
-    "changing any other setting that a result depends on raises an error. BLEU needs `pip install "
-    "'normattn[translation]'`, the images `normattn[vision]`.",
+    "Transformers.\n\n"
+    "To add configurations, rerun with other --variants or --seeds and the same OUT. Changing any "
+    "other setting that affects a result raises an error. It needs the extra `studies`.",
     sources=("arxiv.org/abs/2010.04245", "arxiv.org/abs/2302.05442"),
     resolve=resolve,
     runs=(TranslationRun, VisionRun),
@@ -467,12 +466,12 @@ STUDY = Study(
     claims=claims,
     figures=figures,
     collect=partial(of_trainings, also=attention_by_step),
-    variants_help="Scores of the table, by commas; the learning-rate sweep and the images keep "
-    "theirs among them. [default: the preset's]",
+    variants_help="Scores, separated by commas; the sweep and the images use those of them that "
+    "the preset names. [default: the preset's]",
     examples=(
-        ("--preset smoke", "the whole path in about a minute"),
-        ("", "the study itself on two cores"),
-        ("--seeds 3", "with intervals over three models of each kind"),
+        ("--preset smoke", "a quick test of the whole study, in about a minute"),
+        ("", "the full study on two cores"),
+        ("--seeds 3", "three models of each kind, for verdicts"),
         ("--variants Baseline,KNA --plan", "its cost"),
         ("--preset multi30k --corpus FOLDER", "three scores on multi30k, three seeds"),
     ),

@@ -27,12 +27,13 @@ from normattn.lab.stats import Metric
 from normattn.lab.stats.metrics import accuracy
 from normattn.lab.studies import lm_report as lm
 from normattn.lab.studies.base import Study
-from normattn.lab.studies.language import AS_IS, TextSetting, text_runs
+from normattn.lab.studies.language import TextSetting, text_runs
 from normattn.lab.studies.methods import ALL, candidates, canonical, checked_methods, usable
 from normattn.lab.studies.preset import opened, own_group
 from normattn.lab.sweep.collect import measured_below
 from normattn.lab.sweep.run import Request, Sweep
 from normattn.score import ScoreSpec
+from normattn.score.spec import UNMODIFIED
 from normattn.settings import Settings
 
 KIND = "reading"
@@ -63,7 +64,7 @@ def resolve(request: Request) -> Sweep:
     multiples = own_group(request, "reading", ReadingSettings).multiples
     setting = TextSetting.of(preset, {"multiples": multiples, "protocols": OWN_TABLES})
     asked = request.methods or (ALL,)
-    methods = (AS_IS, *candidates()) if asked == (ALL,) else checked_methods(asked, setting)
+    methods = (UNMODIFIED, *candidates()) if asked == (ALL,) else checked_methods(asked, setting)
     variants = canonical(request.variants or ("Baseline", "KNA", "CosA-logn"), setting)
     ways, skipped = usable(dict.fromkeys(variants, methods), setting)
     runs = text_runs(setting, request.seeds_or(preset.seeds), ways)
@@ -128,7 +129,7 @@ def _by_position(view: View, row: str) -> Figure:
     panels = []
     for metric, unit in ((lm.ACCURACY, "accuracy (%)"), (lm.LOSS, "loss (nats)")):
         lines = [
-            Line(method or "as is", curve, method or "as is")
+            Line(method or UNMODIFIED, curve, method or UNMODIFIED)
             for method in lm.ranked(view.values("method", where), lm.METHOD_ORDER)
             if (
                 curve := bin_points(view, metric, {**where, "method": method}, lambda bin_: bin_[3])
@@ -168,8 +169,8 @@ STUDY = Study(
     "How far does each score, and each inference-time method, let a model read past the length "
     "it was trained at?",
     title="Reading past the training length",
-    help="Train Baseline, KNA and CosA-logn and read them to 64 times the training length by every "
-    "inference-time method, by position and by retrieval.",
+    help="Train Baseline, KNA and CosA-logn; evaluate them at up to 64 times the training length "
+    "with every inference-time method, by position and by retrieval.",
     sources=("kexue.fm/archives/9708", "kexue.fm/archives/9859"),
     resolve=resolve,
     tables=(
@@ -186,12 +187,12 @@ STUDY = Study(
             "Accuracy by position, %",
             _rows_by(POSITION),
             _octaves(lm.ACCURACY),
-            intro="Natural held-out text, every token scored, in octaves of the training length.",
+            intro="Held-out text, every token scored, in octaves of the training length.",
         ),
         Table("loss_by_position", "Loss by position, nats", _rows_by(POSITION), _octaves(lm.LOSS)),
         Table(
             "retrieval",
-            "Facts stated in a long text and asked for at its end, %",
+            "Facts inserted into a long text and queried at its end, %",
             _rows_by(RETRIEVAL),
             _retrieval_columns,
             notes=(
@@ -201,11 +202,14 @@ STUDY = Study(
         ),
     ),
     figures=figures,
-    variants_help="Trained scores, by commas. [default: Baseline, KNA, CosA-logn]",
-    methods_help="Ways of reading, or `all`. [default: all]",
+    variants_help="Trained scores, separated by commas. [default: Baseline, KNA, CosA-logn]",
+    methods_help="Inference-time methods, separated by commas, or `all`. [default: all]",
     examples=(
-        ("--preset smoke --variants KNA --methods 'as is,ReRoPE'", "the whole path, small"),
-        ("--plan", "what the study itself costs here"),
+        (
+            "--preset smoke --variants KNA --methods unmodified,ReRoPE",
+            "a quick test of the whole study",
+        ),
+        ("--plan", "its cost on this machine"),
     ),
 )
 
@@ -243,7 +247,7 @@ def resolve_window(request: Request) -> Sweep:
             f"window.shares give the same window twice at a training length of "
             f"{setting.train_length}: {sizes}"
         )
-    methods = [AS_IS, *(f"ReRoPE(window={size})" for size in sizes)]
+    methods = [UNMODIFIED, *(f"ReRoPE(window={size})" for size in sizes)]
     ways = {
         "Baseline": [*methods, "logn+", *(f"{method}-logn+" for method in methods[1:])],
         "Baseline-logn": methods,
@@ -379,9 +383,9 @@ WINDOW_STUDY = Study(
     "How wide should ReRoPE's window w be, and what does log-n scaling add, trained in or "
     "switched on afterwards (logn+)?",
     title="ReRoPE's window",
-    help="Read with ReRoPE at windows of ⅛ to 1 training lengths, without log-n, with it and "
-    "logn+.\n\nTrains Baseline and Baseline-logn, reads to 8 times the training length, and "
-    "writes one table and one figure: accuracy against the window, a line for each form of log-n.",
+    help="Evaluate ReRoPE with windows of ⅛ to 1 training length, without log-n, with logn and "
+    "with logn+.\n\nTrains Baseline and Baseline-logn, evaluates at up to 8 times the training "
+    "length, and plots accuracy against the window, a line for each form of log-n.",
     sources=("kexue.fm/archives/9708",),
     resolve=resolve_window,
     tables=(
@@ -406,9 +410,9 @@ WINDOW_STUDY = Study(
     figures=_window_figures,
     collect=collect_windows,
     examples=(
-        ("--preset smoke", "the whole path, small"),
-        ("", "the study itself"),
-        ("--seeds 3", "with intervals over three trained models"),
+        ("--preset smoke", "a quick test of the whole study"),
+        ("", "the full study"),
+        ("--seeds 3", "three seeds, for verdicts"),
         ('--set "window.shares=[0.25,0.5,1,2]"', "other windows"),
     ),
 )

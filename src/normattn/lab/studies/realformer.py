@@ -108,7 +108,7 @@ def in_short(view: View) -> list[str]:
         parts = [f"{name} {shown(gap, 2, signed=True)}" for name, gap in known.items() if gap]
         if parts:
             sentences.append(
-                f"RealFormer's accuracy on hidden tokens at size {size}, in points above: "
+                f"RealFormer's accuracy on hidden tokens at size {size}, in points, relative to "
                 f"{', '.join(parts)}."
             )
     return sentences
@@ -118,11 +118,11 @@ STUDY = Study(
     "realformer",
     "Does adding each layer's attention scores to those of the layers below make a better "
     "encoder than PostLN and PreLN, which settings does it tolerate, and what changes inside?",
-    title="Residual scores and where norms stand",
-    help="Residual scores beside the placements of the norm, in masked language models.\n\n"
-    "Trains an encoder in each placement, at equal and at half the steps, over learning rates and "
-    "dropouts, with and without warm-up; scores each on hidden tokens of held-out text and "
-    "measures it layer by layer.",
+    title="Residual scores and the placement of norms",
+    help="Compare residual scores with PreLN, PostLN and others, in masked language models.\n\n"
+    "Trains an encoder of each kind, also with half of the steps, and a grid of learning rates, "
+    "dropouts and warm-up. Measures accuracy on hidden tokens of held-out text, and attention "
+    "layer by layer.",
     sources=("arXiv 2012.11747", "kexue.fm/archives/8027", "arXiv 2002.04745"),
     resolve=resolve,
     runs=(EncoderRun, GridRun),
@@ -180,11 +180,11 @@ STUDY = Study(
                 ),
             ),
             head="row",
-            intro="Every layer of each row; layer 0 is what the first layer reads. The intervals "
-            "are in layers.csv and in the figures.",
+            intro="Every layer of each configuration; layer 0 is the input of the first layer. "
+            "Intervals are in layers.csv and in the figures.",
             notes=(
-                "accuracy after it: hidden tokens that are hit after the layer, by an exit of its "
-                "own (a norm and a matrix, trained beside the model on detached vectors) and the "
+                "accuracy after it: hidden tokens predicted right from the layer's output, through "
+                "an exit of its own (a norm and a matrix, trained on detached vectors) and the "
                 "shared head; after the last layer by the model itself.",
                 "variance: over the features, mean over tokens. Entropy: mean over heads and "
                 "tokens; ln n is uniform.",
@@ -216,11 +216,11 @@ STUDY = Study(
     figures=report.figures,
     summary=in_short,
     collect=partial(measured_below, factors=("size",)),
-    variants_help="Rows, by commas; then there is no robustness grid. [default: all]",
+    variants_help="Configurations, separated by commas; skips the robustness grid. [default: all]",
     examples=(
-        ("--preset smoke", "the whole path, small"),
-        ("", "the study itself; --plan says how long it takes here"),
-        ("--variants PostLN,RealFormer --seeds 5", "two rows, five models each"),
-        ("--preset gpu-base --corpus my-text/ --plan", "BERT-Base: its cost"),
+        ("--preset smoke", "a quick test of the whole study"),
+        ("", "the full study; `--plan` estimates its time"),
+        ("--variants PostLN,RealFormer --seeds 5", "two configurations, five seeds"),
+        ("--preset gpu-base --corpus my-text/ --plan", "the cost of BERT-Base"),
     ),
 )

@@ -418,10 +418,9 @@ STUDY = Study(
     "rmsnorm",
     "What does RMSNorm save against LayerNorm, and what does it cost?",
     title="LayerNorm against RMSNorm",
-    help="Train a multi-label classifier with each norm, classify, time their steps in turn.\n\n"
-    "Seeds are added by running it again with other --seeds on the same OUT; changing any "
-    "other setting that a result depends on raises an error. It needs "
-    "`pip install 'normattn[eval]'`.",
+    help="Train a multi-label classifier with each norm, and time the training steps in turn.\n\n"
+    "To add seeds, rerun with other --seeds and the same OUT. Changing any other setting that "
+    "affects a result raises an error. It needs the extra `studies`.",
     sources=("F1 0.9585 with LayerNorm and 0.9559 with RMSNorm, 231 s and 215 s (NYT24)",),
     resolve=resolve,
     runs=(NormRun, TimeRun),
@@ -439,10 +438,10 @@ STUDY = Study(
     claims=claims,
     figures=figures,
     collect=of_trainings,
-    variants_help="LayerNorm, RMSNorm, or both, by a comma. [default: both]",
+    variants_help="LayerNorm, RMSNorm, or both, separated by a comma. [default: both]",
     examples=(
-        ("--preset smoke", "the whole path in about a minute"),
-        ("", "the study itself: six trainings of 7.93M parameters"),
+        ("--preset smoke", "a quick test of the whole study, in about a minute"),
+        ("", "the full study: six trainings of 7.93M parameters"),
         ("--corpus FOLDER", "your own documents, in the form of NYT24"),
         ("--plan", "its cost"),
     ),

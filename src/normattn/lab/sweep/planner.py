@@ -20,8 +20,8 @@ from normattn.lab.training.planning import Cost
 
 BYTES = 4
 CHECKPOINTS = 2
-SLOW, FAST = 2e9, 4e10
-"""Operations a second of one CPU core, from an old one at small models to a new one at large."""
+SLOW, FAST = 1e10, 8e10
+"""Operations a second of one CPU core, from a busy one with tiny models to a fast one."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Plan:
         """Name and value of each fact, to be printed."""
         done = f", {self.finished} of them trained already" if self.finished else ""
         return [
-            ("rows of the table", f"{self.rows}"),
+            ("configurations", f"{self.rows}"),
             ("training runs", f"{self.runs}{done}"),
             ("parameters of a model", span(self.parameters)),
             ("training tokens", f"{self.trained_tokens:,} in all"),
