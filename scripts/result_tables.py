@@ -29,7 +29,7 @@ EIGHT = tuple(
 )
 CONTROLS = (*KEYNORM[2:], "KNA-NoPE", "Baseline-ALiBi", "Baseline-HWFA")
 BLOCKS = {
-    "the preset as it is": "gated attention unit under DeepNorm",
+    "the unchanged preset": "gated attention unit under DeepNorm",
     "multi-head attention and SwiGLU": "multi-head attention, SwiGLU",
     "multi-head attention and SwiGLU + PreLN": "the same under PreLN",
     "multi-head attention and SwiGLU + PreLN + a third of the steps": "… a third of the steps",
@@ -39,12 +39,8 @@ BLOCKS = {
     "four times the training length": "trained at 512 tokens",
 }
 WORDS = {
-    "as it is ": "",
-    "natural text": "held-out text",
-    "tiled text": "repeated text",
     "the last segment after the longest context": "the same final tokens after the longest context",
     "from L to the longest context": "from the training length to the longest context",
-    "by its first tokens and a window": "with StreamingLLM",
     "L/4": "a quarter of the training length",
 }
 

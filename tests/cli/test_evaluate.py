@@ -57,7 +57,7 @@ def test_retrieval_and_reading_on(command: Command, run: Path, tmp_path: Path) -
     out = tmp_path / "report"
     assert command("report", run, "--out", out).code == 0
     page = (out / "table.md").read_text()
-    for heading in ("Accuracy by position", "Loss by position", "Facts stated in a long text"):
+    for heading in ("Accuracy by position", "Loss by position", "Facts inserted into a long text"):
         assert f"## {heading}" in page
     for name in ("accuracy_by_position", "loss_by_position", "retrieval"):
         with (out / f"{name}.csv").open() as file:

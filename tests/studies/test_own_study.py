@@ -85,7 +85,7 @@ def test_a_study_imports_from_its_own_folder(
         "    question=QUESTION,",
     )
     own_study.write_text("from of_my_own import QUESTION\n" + named)
-    assert find_typed(str(own_study)).question == "Does my component help?"
+    assert find_typed(str(own_study)).page.question == "Does my component help?"
 
 
 def test_the_studies_of_the_library_are_found_by_their_files() -> None:

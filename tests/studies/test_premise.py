@@ -22,7 +22,7 @@ NOISE = np.random.default_rng(0).normal(0, 0.5, DOCUMENTS)
 
 
 def frame(at_length: Mapping[str, float], copied: float = 0.0, steps: int = 900) -> pl.DataFrame:
-    """Rows of so many points at L, whose tiled text is `copied` points better than natural text."""
+    """Rows of so many points at L, whose repeated text is `copied` points better than natural text."""
     parts = []
     for number, (row, points) in enumerate(at_length.items()):
 
@@ -134,9 +134,9 @@ def test_copying_by_distance_is_tabulated_and_claimed() -> None:
     assert [column.key for column in table.columns] == ["row", "copied_3", "copied_7"]
     verdicts = {found.claim.measured: found.verdict for found in made.findings}
     assert verdicts == {
-        "KNA − Baseline-StreamingLLM, tiled text, distance 3": "confirmed",
-        "KNA − Baseline-StreamingLLM, tiled text, distance 7": "confirmed",
-        "KNA-YaRN − KNA, tiled text, distance 7": "confirmed",
+        "KNA − Baseline-StreamingLLM, repeated text, distance 3": "confirmed",
+        "KNA − Baseline-StreamingLLM, repeated text, distance 7": "confirmed",
+        "KNA-YaRN − KNA, repeated text, distance 7": "confirmed",
     }
     (figure,) = (f for f in made.figures if f.name == "accuracy_by_distance")
     assert isinstance(figure, Curves)

@@ -1,6 +1,6 @@
 """What beside the norm of keys decides: changes of the setting, and of the score.
 
-One number is watched, over natural text of the same last tokens:
+One number is watched, over held-out text of the same last tokens:
 
     change = accuracy(last segment after 8 L) − accuracy(last segment after L)
 
@@ -96,11 +96,11 @@ def _longer(times: int) -> Mapping[str, float]:
 TIGER = {"optimiser": {"name": "tiger", "lr": 5e-3}}
 HEADS = "model.heads"
 CHANGES: Mapping[str, Change] = {
-    AS_PRESET: Change("the preset as it is"),
+    AS_PRESET: Change("the unchanged preset"),
     "base-130": Change("RoPE with base 130", position=TURNING),
     "length-2x": Change("twice the training length", times=_longer(2)),
     "length-4x": Change("four times the training length", times=_longer(4)),
-    "no-tiling": Change("no tiled text", {"data.tiled_fraction": 0.0}),
+    "no-tiling": Change("no repeated text", {"data.tiled_fraction": 0.0}),
     "steps-third": Change("a third of the steps", times={"steps": 1 / 3}),
     "steps-half": Change("half of the steps", times={"steps": 0.5}),
     "steps-4x": Change("four times the steps", times={"steps": 4.0}),
@@ -204,7 +204,7 @@ def _change_columns(view: View) -> list[Column]:
     """How good the models are at L, whether they copy, and what a longer context does."""
 
     def within(sums: Sums) -> Sums:
-        """The bins within the training length, of tiled text that ends beyond it."""
+        """The bins within the training length, of repeated text that ends beyond it."""
         # Models of other training lengths have other documents, and so another digest.
         length = view.values("train_length", {"data": sums.data})[0]
         return sums.at([n for n, (*_, end) in enumerate(sums.bins) if end <= length])
@@ -265,7 +265,7 @@ def _change_claims(view: View) -> Iterator[Claim]:
                 f"{row.label}: KNA loses less from L to the longest context",
                 ours.at(row.where) - ours.at({CHANGED: AS_PRESET}),
                 "asked here, as kexue 9859 differs",
-                "change of KNA − its change in the preset as it is, last segment",
+                "change of KNA − its change in the unchanged preset, last segment",
                 matters=MATTERS,
             )
 
@@ -280,9 +280,9 @@ def _change_figures(view: View) -> list[Figure]:
 
 def _change_notes(view: View) -> Sequence[str]:
     always = (
-        "copies at L: tiled text within the training length, the tokens whose answer "
+        "copies at L: repeated text within the training length, the tokens whose answer "
         "stands earlier. A model that copies no better than it reads has little to lose.",
-        "effect: the change of KNA minus that in the preset as it is, paired over "
+        "effect: the change of KNA minus that in the unchanged preset, paired over "
         "documents and seeds; none for a text that shares no document.",
     )
     last = (
@@ -424,7 +424,7 @@ def _pair_columns(view: View) -> list[Column]:
         _of_pair("at_l", "at L", lm.AT_L, difference=False),
         _of_pair("change", "change", lm.UNMODIFIED_CHANGE, difference=False),
         _of_pair("at_l_difference", "difference at L", lm.AT_L),
-        _of_pair("natural_difference", "difference on natural text past L", natural),
+        _of_pair("natural_difference", "difference on held-out text past L", natural),
         _of_pair("change_difference", "difference in change", lm.UNMODIFIED_CHANGE),
     ]
 

@@ -55,7 +55,7 @@ POSITION, KEY, PREFILL = "by_position", "retrieval", "prefill"
 SECONDS, PEAK = "prefill_seconds", "peak_bytes"
 ACCURACY, EXACT = accuracy(), accuracy("pass keys found", "exact")
 LINEAR = 0.1
-"""Nats: where the axis of changes turns logarithmic, as a model as it is loses a hundredfold."""
+"""Nats: where the axis of changes turns logarithmic, as an unmodified model loses a hundredfold."""
 SOURCES = ("kexue.fm/archives/9708", "arXiv:2309.00071", "arXiv:2401.01325")
 
 Columns = Callable[[View], Sequence[Column]]
@@ -106,7 +106,7 @@ def _by_length(metric: Metric) -> Columns:
 
 
 def _changes(view: View) -> list[Column]:
-    """By how much the loss lies above that of the model as it is after its training length."""
+    """By how much the loss lies above that of the unmodified model after its training length."""
     last = LOSS.at(protocol=LAST)
     known = last.at(length=home(view), method="")
     return [

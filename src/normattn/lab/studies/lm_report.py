@@ -1,8 +1,8 @@
 """What the reports of language models share: metrics, rows, columns and figures.
 
 The words of the columns: *train length* is the accuracy at L, always of the unmodified model;
-*non-repeated* natural text of the longest length; *repeated* a segment tiled to that length, *seen*
-only the tokens whose answer stands earlier; *last segment* the same last L tokens after a context
+*non-repeated* held-out text of the longest length; *repeated* a segment repeated to that length,
+*seen* only the tokens whose answer occurs earlier; *last segment* the same last L tokens after a context
 of some length, *change* what the longest context adds to the shortest; *cost at L* what a method
 changes at the training length when it is switched on there.
 """
@@ -149,18 +149,18 @@ def _cost(view: View, row: Row) -> Cell:
 
 
 def distances(view: View) -> list[int]:
-    """How far back the answers stood in the longest tiled texts: one less than the segment."""
+    """How far back the answers stood in the longest repeated texts: one less than the segment."""
     where = {"protocol": "repeated", "length": view.longest("repeated")}
     return sorted(int(d) for d in view.values("bin", {**where, "statistic": COPIED.name}))
 
 
 def copied_from(view: View, distance: int) -> Metric:
-    """Accuracy on tokens whose answer stands so many tokens back in the longest tiled texts."""
+    """Accuracy on tokens whose answer stands so many tokens back in the longest repeated texts."""
     return past(COPIED, view, "repeated").between((float(distance), distance + 1.0))
 
 
 def copying_columns(view: View) -> list[Column]:
-    """Accuracy on tiled text by the distance over which a model has to copy."""
+    """Accuracy on repeated text by the distance over which a model has to copy."""
     return [
         Column(f"copied_{d}", f"copied over {d:,} tokens", copied_from(view, d))
         for d in distances(view)
@@ -201,8 +201,8 @@ def in_short(view: View) -> list[str]:
 # Whether a comparison past L means something
 
 EQUAL, COPIES = 1.0, 10.0
-"""Points at L within which two scores count as equally good; points that tiled text must be above
-natural text for copying to count as learned. Set before the trainings of the preset `workstation`,
+"""Points at L within which two scores count as equally good; points that repeated text must
+be above held-out text for copying to count as learned. Set before the trainings of the preset `workstation`,
 in development/log.md."""
 
 
@@ -236,7 +236,7 @@ def _equally_good(view: View, rows: Sequence[str]) -> Iterator[str]:
 
 
 def _copying(view: View, rows: Sequence[str]) -> Iterator[str]:
-    """Tokens of the second half of L whose answer stands in the context, minus natural text."""
+    """Tokens of the second half of L whose answer stands in the context, minus held-out text."""
     gains = {}
     for row in rows:
         where = {"row": row, "method": ""}
@@ -256,8 +256,8 @@ def _copying(view: View, rows: Sequence[str]) -> Iterator[str]:
         verdict = "is not learned by any score, so nothing about far context follows"
     values = ", ".join(f"{row} {gain:+.1f}" for row, gain in gains.items())
     yield (
-        f"Copying {verdict}. Tiled text, tokens whose answer stands earlier, minus natural text, "
-        f"in the second half of L, in points (from {COPIES:.0f} on counted as learned): {values}."
+        f"Copying {verdict}. Repeated text, tokens whose answer occurs earlier, minus held-out "
+        f"text, in the second half of L, in points (from {COPIES:.0f} on counted as learned): {values}."
     )
 
 
@@ -321,7 +321,7 @@ def _line(row: str, drawn: tuple[Point, ...]) -> Line:
 
 
 def position_figures(view: View) -> list[Figure]:
-    """Accuracy by position on natural and on tiled text, a panel for every method."""
+    """Accuracy by position on held-out and on repeated text, a panel for every method."""
 
     def curve(at: Where) -> tuple[Point, ...]:
         return bin_points(view, ACCURACY, at, lambda bin_: (bin_[2] + bin_[3]) / 2)
@@ -355,7 +355,7 @@ def copying_figure(view: View) -> Figure:
     """Accuracy against the copying distance; distances that were trained are shaded."""
     trained = max(view.values("train_length", {"protocol": "repeated"}), default=None)
     metrics = {d: copied_from(view, d) for d in distances(view)}
-    title = "Accuracy on tiled text by copying distance; shaded: distances that were trained"
+    title = "Accuracy on repeated text by copying distance; shaded: distances that were trained"
 
     def curve(at: dict[str, Any]) -> tuple[Point, ...]:
         known = ((d, view.known(metric.at(at))) for d, metric in metrics.items())

@@ -87,8 +87,8 @@ def _notes(view: View) -> tuple[str, ...]:
         "ResidualQK: PostLN, and every layer adds its queries and keys to those below; "
         "ResidualQKV: its values too; ValueResidual: values alone, mixed with the lowest layer's.",
         "AttnRes: each sub-layer reads a softmax-weighted mean of all outputs below it.",
-        "-continued and -from-PostLN: the trained PostLN, and half the steps more, as it is or as "
-        "RealFormer.",
+        "-continued and -from-PostLN: the trained PostLN, and half the steps more, unmodified or "
+        "as RealFormer.",
         "ReZero: x + α·f(N(x)), α = 0 at first; ReZeroNoNorm: x + α·f(x); FixedScale: x + 0.1·f(x),"
         " both without any norm.",
         "-shared: one block's weights for all layers (ALBERT).",

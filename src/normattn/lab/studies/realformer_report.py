@@ -157,7 +157,7 @@ COMPARED: tuple[tuple[str, str, str, str], ...] = (
     ("residual values help beside residual q and k", COMMENTS, "ResidualQKV", "ResidualQK"),
     ("residual scores are better than residual q, k and v", COMMENTS, REALFORMER, "ResidualQKV"),
     (
-        "a trained PostLN gains more by going on as RealFormer than as it is",
+        "a trained PostLN gains more by continuing as RealFormer than unmodified",
         *(COMMENTS, "RealFormer-from-PostLN", "PostLN-continued"),
     ),
 )
