@@ -40,7 +40,7 @@ def train(score: str, steps: int = 150, rate: float = 3e-2) -> tuple[float, floa
 
 
 def main() -> None:
-    """Train both."""
+    """Train both models and compare their largest logits."""
     logits = {}
     for score in ("Baseline", "QKRMSNorm"):
         loss, logits[score] = train(score)

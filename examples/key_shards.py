@@ -2,8 +2,8 @@
 
     o = Σ_p exp(ℓ_p − ℓ) · o_p        ℓ = ln Σ_p exp ℓ_p
 
-This is how ring attention and split decoding share keys out: each worker attends to its own, and
-only outputs and log-sum-exps travel. Gradients go through the merge.
+Ring attention and split decoding divide the keys like this: each worker attends to its own, and
+only outputs and log-sum-exps are exchanged. Gradients go through the merge.
 
 Run it: `python examples/key_shards.py`.
 """

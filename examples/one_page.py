@@ -1,12 +1,12 @@
-"""KeyNorm, log-n and ReRoPE in plain torch on one page, held equal to the library.
+"""KeyNorm, log-n and ReRoPE in plain torch on one page, compared with the library.
 
 For query position i and key position j (from 0), with n = i + 1 visible keys, head dimension d and
 training length L, the attention weights are softmax over j ≤ i of
 
-    RoPE         s(i, j) = ⟨R^i q_i, R^j k_j⟩ / √d        R turns pair m by θ_m = 10000^(−2m/d)
+    RoPE         s(i, j) = ⟨R^i q_i, R^j k_j⟩ / √d        R rotates pair m by θ_m = 10000^(−2m/d)
     KeyNorm      s(i, j) = ⟨R^i q_i, R^j k_j / ‖k_j‖⟩     the length of a key replaces 1/√d
     log-n        s(i, j) · ln n / ln L
-    ReRoPE(w)    relative position min(i − j, w): R^w q_i and k_j, not turned, where i − j ≥ w
+    ReRoPE(w)    relative position min(i − j, w): R^w q_i and k_j unrotated, where i − j ≥ w
 
 Sources: kexue.fm/archives/9859 (KeyNorm), 8823 (log-n), 8265 (RoPE), 9708 (ReRoPE).
 
@@ -23,7 +23,7 @@ from torch import Tensor
 import normattn
 
 
-def turn(x: Tensor, position: Tensor, base: float = 10000.0) -> Tensor:
+def rotate(x: Tensor, position: Tensor, base: float = 10000.0) -> Tensor:
     """R^position x for x (…, T, d): feature m and feature m + d/2 are the two sides of a plane."""
     half = x.shape[-1] // 2
     theta = base ** (-torch.arange(half, dtype=x.dtype) / half)
@@ -46,9 +46,9 @@ def attention(
     i = torch.arange(tokens)
     if key_norm:
         k = k / k.norm(dim=-1, keepdim=True)
-    score = turn(q, i) @ turn(k, i).mT
+    score = rotate(q, i) @ rotate(k, i).mT
     if rerope is not None:
-        far = turn(q, torch.full((tokens,), rerope)) @ k.mT
+        far = rotate(q, torch.full((tokens,), rerope)) @ k.mT
         score = torch.where(i[:, None] - i < rerope, score, far)
     if not key_norm:
         score = score / math.sqrt(width)
@@ -59,7 +59,7 @@ def attention(
 
 
 def main() -> None:
-    """Compare each with the library, in float64, by every kernel that `auto` and truth take."""
+    """Compare each with the library in float64, by the reference and by the kernel it chooses."""
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 2, 4, 96, 32, dtype=torch.float64)
     for name, plain in {

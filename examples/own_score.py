@@ -1,6 +1,6 @@
-"""A score part of one's own: keys of length c, s(i, j) = c·⟨q_i, k_j / ‖k_j‖⟩.
+"""A custom score component: keys of length c, s(i, j) = c·⟨q_i, k_j / ‖k_j‖⟩.
 
-Registered, the name is understood everywhere: in specifications, models, `normattn list`, tables.
+Once registered, its name works everywhere: in specifications, models and tables.
 
 Run it: `python examples/own_score.py`.
 """

@@ -1,4 +1,4 @@
-"""A model trained on 128 tokens reads 1,024: it fails, and a method rescues it.
+"""A model trained on 128 tokens fails on 1,024, and a method rescues it.
 
 The model ships with the package: plain RoPE, 1.4 million parameters. A method is switched on and
 off without touching a weight.
@@ -26,7 +26,7 @@ def losses(model: CausalLM, ids: Tensor) -> tuple[float, float]:
 
 @torch.inference_mode()
 def main() -> None:
-    """Read the same windows unmodified and with three methods."""
+    """Evaluate the same windows unmodified and with three methods."""
     model = demo_model("Baseline")
     ids = torch.from_numpy(demo_windows(windows=4))
     before = losses(model, ids)

@@ -1,7 +1,7 @@
 """The same failure in a model of transformers, and its rescue by `normattn.extend`.
 
-The shipped model becomes a `LlamaForCausalLM`. Extended, it can still be saved, trained and
-generated from; `remove()` brings the first logits back, bit for bit.
+The shipped model becomes a `LlamaForCausalLM`. An extended model can still be saved, trained and
+used for generation; `remove()` restores its logits bit for bit.
 
 Run it: `python examples/rescue_llama.py` (some seconds on one core; needs `normattn[hf]`).
 """
@@ -26,7 +26,7 @@ def loss(model: Any, ids: Tensor, last: int = 128) -> float:
 
 @torch.inference_mode()
 def main() -> None:
-    """Read 128 tokens, then 1,024; extend; read 1,024 again."""
+    """Evaluate 128 tokens, then 1,024, then 1,024 with YaRN."""
     llama = to_llama(demo_model("Baseline")).eval()
     ids = torch.from_numpy(demo_windows(windows=4))
     print(f"{type(llama).__name__}, trained on {llama.config.max_position_embeddings} tokens")

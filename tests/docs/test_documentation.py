@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import runpy
 import shlex
 import subprocess
 from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import normattn
 from normattn.cli.app import COMMANDS, main
 from normattn.score.parts import Slot
 from normattn.score.parts import base as registry
@@ -107,6 +110,25 @@ def test_the_architecture_names_files_that_exist() -> None:
     assert len(named) > 15
     for name in named:
         assert (library / name).exists() or (library / "lab" / name).exists(), name
+
+
+def test_the_architecture_names_functions_that_exist() -> None:
+    """Each row of its two tables: a file, and functions or methods of it."""
+    page = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    steps = re.findall(r"^\| `([\w/]+)\.py` \| (`.+?) \|", page, re.MULTILINE)
+    assert len(steps) > 15
+    for file, names in steps:
+        inside = "" if (ROOT / "src" / "normattn" / f"{file}.py").exists() else "lab."
+        module = importlib.import_module(f"normattn.{inside}{file.replace('/', '.')}")
+        for name in re.findall(r"`([\w.]+)`", names):
+            assert callable(attrgetter(name)(module)) or name.isupper(), (file, name)
+
+
+def test_the_version_is_one() -> None:
+    version = normattn.__version__
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text("utf-8")
+    assert f"{{Version {version}}}" in (ROOT / "docs" / "roadmap.md").read_text("utf-8")
+    assert re.search(rf"^## {re.escape(version)} - ", (ROOT / "CHANGELOG.md").read_text(), re.M)
 
 
 def test_the_table_of_types_is_that_of_the_registry() -> None:

@@ -22,7 +22,7 @@ NOISE = np.random.default_rng(0).normal(0, 0.5, DOCUMENTS)
 
 
 def frame(at_length: Mapping[str, float], copied: float = 0.0, steps: int = 900) -> pl.DataFrame:
-    """Rows of so many points at L, whose repeated text is `copied` points better than natural text."""
+    """Rows of so many points at L; repeated text is `copied` points better than held-out text."""
     parts = []
     for number, (row, points) in enumerate(at_length.items()):
 

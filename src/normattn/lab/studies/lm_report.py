@@ -2,9 +2,9 @@
 
 The words of the columns: *train length* is the accuracy at L, always of the unmodified model;
 *non-repeated* held-out text of the longest length; *repeated* a segment repeated to that length,
-*seen* only the tokens whose answer occurs earlier; *last segment* the same last L tokens after a context
-of some length, *change* what the longest context adds to the shortest; *cost at L* what a method
-changes at the training length when it is switched on there.
+*seen* only the tokens whose answer occurs earlier; *last segment* the same last L tokens after a
+context of some length, *change* what the longest context adds to the shortest; *cost at L* what a
+method changes at the training length when it is switched on there.
 """
 
 from __future__ import annotations
@@ -202,8 +202,8 @@ def in_short(view: View) -> list[str]:
 
 EQUAL, COPIES = 1.0, 10.0
 """Points at L within which two scores count as equally good; points that repeated text must
-be above held-out text for copying to count as learned. Set before the trainings of the preset `workstation`,
-in development/log.md."""
+be above held-out text for copying to count as learned. Set before the trainings of the preset
+`workstation`, in development/log.md."""
 
 
 def premise(view: View, rows: Sequence[str] | None = None) -> list[str]:
@@ -257,7 +257,8 @@ def _copying(view: View, rows: Sequence[str]) -> Iterator[str]:
     values = ", ".join(f"{row} {gain:+.1f}" for row, gain in gains.items())
     yield (
         f"Copying {verdict}. Repeated text, tokens whose answer occurs earlier, minus held-out "
-        f"text, in the second half of L, in points (from {COPIES:.0f} on counted as learned): {values}."
+        "text, in the second half of L, in points "
+        f"(from {COPIES:.0f} on counted as learned): {values}."
     )
 
 
