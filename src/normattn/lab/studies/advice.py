@@ -177,8 +177,8 @@ def spoken(length: int) -> str:
 def cost_at_train_length(view: View, where: Where) -> Estimate | None:
     """By how many percent the method of some rows raises the loss at the training length.
 
-    Paired over windows. The loss of the unmodified model is taken as known. None where one of the two
-    was not read.
+    Paired over windows. The loss of the unmodified model is taken as known. None where one of
+    the two was not read.
     """
     at_l = LOSS.at(protocol=TRAIN)
     base = view.estimate(at_l.at(method=""), where)
