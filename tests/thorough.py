@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+from normattn.lab.stats import measurements
 
 
 def few(values: Iterable[Any], always: Callable[[Any], bool]) -> list[Any]:
@@ -14,3 +17,13 @@ def few(values: Iterable[Any], always: Callable[[Any], bool]) -> list[Any]:
         value if always(value) else pytest.param(value, marks=pytest.mark.thorough)
         for value in values
     ]
+
+
+def smallest_of_each_study(folders: Iterable[Path]) -> set[Path]:
+    """Of the published folders of each study the one with the smallest frame."""
+
+    def size(folder: Path) -> int:
+        return (folder / measurements.FILE).stat().st_size
+
+    found = {each.name.partition("-")[0]: each for each in sorted(folders, key=size, reverse=True)}
+    return {*found.values()}

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from normattn.cli.app import main
+from undrawn import undraw
 
 TINY = """
 summary = "for tests"
@@ -78,10 +79,10 @@ def command(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Command:
     return run
 
 
-@pytest.fixture
-def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reports without images, which take most of their time; other tests draw them."""
-    monkeypatch.setattr("normattn.lab.report.charts.png", lambda figure: b"not drawn here")
+@pytest.fixture(autouse=True)
+def _undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports without charts."""
+    undraw(monkeypatch)
 
 
 @pytest.fixture(scope="session")

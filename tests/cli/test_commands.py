@@ -22,8 +22,6 @@ from normattn.lab import studies
 from normattn.lab.sweep.config import merged
 from normattn.settings import typed
 
-pytestmark = pytest.mark.usefixtures("undrawn")
-
 
 @pytest.mark.parametrize(
     "arguments",

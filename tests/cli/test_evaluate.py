@@ -14,8 +14,6 @@ from normattn.lab.data.retrieval import TASKS
 from normattn.lab.studies.methods import left_out, post_hoc_methods
 from normattn.score import ScoreSpec
 
-pytestmark = pytest.mark.usefixtures("undrawn")
-
 
 @pytest.fixture
 def run(trained: Path, tmp_path: Path) -> Path:

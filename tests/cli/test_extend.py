@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import apart
 import normattn
 from cli.conftest import Command
 from hostile.foreign import write_model
@@ -21,11 +20,11 @@ from normattn.cli.app import main
 from normattn.cli.extend_reading import passkey_set, prepare_texts
 from normattn.cli.extend_settings import parse_methods
 from normattn.cli.parsing import token_counts
+from undrawn import undraw
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 
-pytestmark = pytest.mark.usefixtures("undrawn")
 LENGTH = 128
 _DYING = """
 import os, signal
@@ -69,8 +68,10 @@ def done(model: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     """A finished run with pass keys, under PI and ReRoPE-logn+."""
     out = tmp_path_factory.mktemp("runs") / "done"
     arguments = ("extend", model, "--text", text, "--methods", "PI,ReRoPE-logn+")
-    with pytest.raises(SystemExit) as ended:
-        main([str(each) for each in (*arguments, "--lengths", "192,256", "--out", out)])
+    with pytest.MonkeyPatch.context() as patch:
+        undraw(patch)
+        with pytest.raises(SystemExit) as ended:
+            main([str(each) for each in (*arguments, "--lengths", "192,256", "--out", out)])
     assert ended.value.code == 0
     return out
 
@@ -181,10 +182,8 @@ def test_a_killed_run_goes_on_where_it_was(
 ) -> None:
     out = tmp_path / "run"
     arguments = ("extend", model, "--text", text, "--methods", "YaRN", *SHORT, "--out", out)
-    # A process of its own: a fork of this one would inherit locks of torch's threads.
-    code = _DYING.format(arguments=[str(each) for each in arguments])
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
-    assert ended.returncode == -signal.SIGKILL, ended.stderr.decode()
+    ended = apart.run(_DYING.format(arguments=[str(each) for each in arguments]))
+    assert ended.code == -signal.SIGKILL, ended.err
     kept = {path: path.read_bytes() for path in out.glob("measurements/*.parquet")}
     assert len(kept) == 5
     read, reads = extend_reading.Reader.read, []

@@ -73,7 +73,7 @@ def test_a_user_without_a_home_gets_a_sentence(monkeypatch: pytest.MonkeyPatch) 
     assert default_cache_dir() == Path("/caches/normattn")
 
 
-_SCORE = [sys.executable, "-m", "normattn", "score", "/nowhere/model"]
+_REPORT = [sys.executable, "-m", "normattn", "report", "/nowhere/model"]
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ _SCORE = [sys.executable, "-m", "normattn", "score", "/nowhere/model"]
     ],
 )
 def test_a_lost_place_is_one_sentence(shell: str, code: int, lines: int, word: str) -> None:
-    command = shell.format(shlex.join(_SCORE))
+    command = shell.format(shlex.join(_REPORT))
     ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     said = ended.stderr.strip().splitlines()
     assert (ended.returncode, len(said)) == (code, lines), ended.stderr

@@ -16,7 +16,6 @@ from normattn.lab.stats import measurements
 from normattn.lab.training import TrainingConfig, train_causal
 from normattn.lab.training.init_from import Continuation
 
-pytestmark = pytest.mark.usefixtures("undrawn")
 SHARES = ("beyond_share", "angle_share")
 
 

@@ -16,22 +16,10 @@ from normattn.lab.report.output import page_json, page_markdown
 from normattn.lab.report.page import PageContext, context
 from normattn.lab.stats import measurements
 from normattn.lab.studies import find
-from thorough import few
+from thorough import few, smallest_of_each_study
 
 RESULTS = Path(__file__).parents[2] / "results"
 FOLDERS = sorted(path.parent for path in RESULTS.glob(f"*/{measurements.FILE}"))
-
-
-def size(folder: Path) -> int:
-    return (folder / measurements.FILE).stat().st_size
-
-
-def study_of(folder: Path) -> str:
-    return folder.name.partition("-")[0]
-
-
-SMALLEST = {study_of(each): each for each in sorted(FOLDERS, key=size, reverse=True)}
-"""The folder of each study whose frame is the smallest, which is computed in seconds."""
 
 
 def test_there_is_a_published_frame() -> None:
@@ -40,7 +28,7 @@ def test_there_is_a_published_frame() -> None:
 
 @pytest.fixture(
     scope="module",
-    params=few(FOLDERS, lambda folder: folder in SMALLEST.values()),
+    params=few(FOLDERS, smallest_of_each_study(FOLDERS).__contains__),
     ids=lambda folder: str(folder.name),
 )
 def folder(request: pytest.FixtureRequest) -> Path:

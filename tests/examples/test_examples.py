@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import apart
 from normattn.score.parts import base as registry
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -37,11 +38,13 @@ def test_every_script_is_run() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(SCRIPTS))
-def test_a_script_runs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_script_runs(name: str) -> None:
     if name == "rescue_llama":
         pytest.importorskip("transformers")
-    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
-    assert SCRIPTS[name] in capsys.readouterr().out
+    path = EXAMPLES / f"{name}.py"
+    ended = apart.run(f"import runpy; runpy.run_path({str(path)!r}, run_name='__main__')")
+    assert ended.code == 0, ended.err
+    assert SCRIPTS[name] in ended.out
 
 
 def test_the_one_page_would_notice_a_difference() -> None:

@@ -316,12 +316,15 @@ json.dump(found, sys.stdout)
 """
 
 
-def test_a_compiled_model_is_extended_by_every_method() -> None:
+def test_a_compiled_model_is_extended_by_every_method(thorough: bool) -> None:
     """Read, decoded with a static cache and given back; no other model is compiled again.
 
     In a process of its own: the run-time type checks of the tests cannot be traced.
     """
-    methods = [*ATTENTION.items(), ("ReRoPE", {"window": 7}), ("YaRN", {"factor": 2})]
+    every = [*ATTENTION.items(), ("ReRoPE", {"window": 7}), ("YaRN", {"factor": 2})]
+    # Each way of changing a model, and one way with two settings.
+    chosen = ("ReRoPE", "DynamicNTK", "DualChunk", "YaRN-logn+", "YaRN")
+    methods = [each for each in every if thorough or each[0] in chosen]
     done = apart.run(COMPILED, told=json.dumps(methods))
     assert done.code == 0, done.err[-2000:]
     found: dict[str, float] = json.loads(done.out)

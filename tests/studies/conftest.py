@@ -73,7 +73,7 @@ def start() -> Iterator[Start]:
     """Start `normattn ARGUMENTS…` as a process of its own; it is gone when the test ends.
 
     With `cells_here` its cells are no processes of their own: see here.py.
-    Images are not drawn.
+    Charts are not drawn.
     """
     started: list[apart.Program] = []
 

@@ -2,8 +2,7 @@
 
 That a cell is a process of its own, with a log, signals and an end, is tested with real ones: the
 kills and failures of test_sweep.py, test_jobs.py and test_launchers.py.
-`main` is `normattn WORDS…`, on request with such cells, and without drawing images: these take most
-of a report's time, and other tests draw them.
+`main` is `normattn WORDS…`, on request with such cells, and without drawing.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import pytest
 from normattn import __main__
 from normattn.cli import app
 from normattn.lab.sweep.launchers import FINISHED, Job, Local, Needs, Start, Task
+from undrawn import undraw
 
 
 class Done(Task):
@@ -65,7 +65,7 @@ def session(self: Local, jobs: Sequence[Job], needs: Needs) -> AbstractContextMa
 def main(cells_here: bool = True) -> None:
     """As `normattn WORDS…`."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("normattn.lab.report.charts.png", lambda figure: b"not drawn here")
+        undraw(patch)
         if cells_here:
             patch.setattr(Local, "session", session)
         __main__.main()

@@ -20,6 +20,7 @@ from normattn.errors import InputError
 from normattn.lab.stats import measurements
 from normattn.lab.sweep.collect import refuse_changed_text
 from normattn.lab.sweep.run import canonical_json
+from undrawn import undraw
 
 RESULTS = Path(__file__).parents[2] / "results"
 WHOLE = RESULTS / "rmsnorm-laptop"
@@ -42,7 +43,7 @@ def part() -> Part:
 
 @pytest.fixture(autouse=True)
 def _undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("normattn.lab.report.charts.png", lambda figure: b"drawn elsewhere")
+    undraw(monkeypatch)
 
 
 def _change(folder: Path, name: str, value: object) -> None:

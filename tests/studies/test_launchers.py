@@ -26,6 +26,7 @@ from normattn.lab.sweep.runner import reproduce
 from studies.conftest import Start
 from studies.test_jobs import SAVES
 from studies.test_sweep import SECONDS, result, wait_for_training
+from undrawn import undraw
 
 # Ray puts its workers behind everything else on a machine; the tests wait for them.
 os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
@@ -197,7 +198,7 @@ def test_begun_under_slurm_goes_on_under_ray_whose_node_is_lost(
     tiny: Path, tmp_path: Path, cluster: Any, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     study, whole, out = find("keynorm"), tmp_path / "whole", tmp_path / "moved"
-    monkeypatch.setattr("normattn.lab.report.charts.png", lambda figure: b"not drawn here")
+    undraw(monkeypatch)
     words = ("--variants", ",".join(VARIANTS), "--methods", "as is", "--set", "training.steps=300")
     command = ("reproduce", "keynorm", "--preset", tiny, *words, "--out", whole)
     assert start(*command, cells_here=True).end().code == 0

@@ -13,6 +13,7 @@ from normattn.cli.app import main
 from normattn.lab.stats import measurements
 from normattn.lab.sweep.launchers import Local
 from studies import here
+from undrawn import undraw
 
 HELPER = """
 from pathlib import Path
@@ -34,6 +35,7 @@ def trained(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     few = ("--variants", "Baseline", "--methods", "unmodified", "--set", "training.steps=2")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Local, "session", here.session)
+        undraw(patch)
         assert _run("reproduce", "keynorm", "--preset", tiny, *few, "--out", out) == 0
     return out
 

@@ -11,6 +11,7 @@ import pytest
 from normattn.errors import InputError
 from normattn.lab.stats import measurements
 from normattn.lab.studies import OF_COMMANDS, find
+from thorough import few, smallest_of_each_study
 
 RESULTS = Path(__file__).parents[2] / "results"
 TRAINING = pl.col("protocol") == "training"
@@ -23,7 +24,11 @@ def _trained() -> list[Path]:
     return [folder for folder in folders if kinds[folder] not in OF_COMMANDS]
 
 
-@pytest.mark.parametrize("folder", _trained(), ids=lambda folder: folder.name)
+@pytest.mark.parametrize(
+    "folder",
+    few(_trained(), smallest_of_each_study(_trained()).__contains__),
+    ids=lambda folder: folder.name,
+)
 @pytest.mark.parametrize("still", ["the first row", "all"])
 def test_what_is_training_still_stands_in_no_way(
     folder: Path, still: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
