@@ -12,11 +12,16 @@ from normattn.lab.stats import measurements
 
 
 def few(values: Iterable[Any], always: Callable[[Any], bool]) -> list[Any]:
-    """Every value; those that are not tested always carry the mark `thorough`."""
-    return [
-        value if always(value) else pytest.param(value, marks=pytest.mark.thorough)
-        for value in values
-    ]
+    """Every value; those that are not tested always carry the mark `thorough`.
+
+    A tuple holds the values of several arguments.
+    """
+    return [value if always(value) else _marked(value) for value in values]
+
+
+def _marked(value: Any) -> Any:
+    each = value if isinstance(value, tuple) else (value,)
+    return pytest.param(*each, marks=pytest.mark.thorough)
 
 
 def smallest_of_each_study(folders: Iterable[Path]) -> set[Path]:

@@ -13,6 +13,7 @@ from normattn import InputError, explain
 from normattn.kernels import AttentionInputs, AttentionMask, attend
 from normattn.kernels.flex import mask_function, score_function
 from normattn.kernels.reference import reference
+from thorough import few
 
 from .problems import CHANGES, all_close, make_inputs, outputs_and_gradients
 
@@ -49,10 +50,11 @@ def _inputs(name: str, change: str, learned: bool = False) -> AttentionInputs:
 
 
 GRID = [(name, change) for name in MASKS for change in ("plain", "all")]
-GRID += [("causal", change) for change in CHANGES[1:-1]]
+TRIED = few(GRID, lambda case: case[1] == "all" or case[0] in ("causal", "not causal"))
+TRIED += [("causal", change) for change in CHANGES[1:-1]]
 
 
-@pytest.mark.parametrize(("name", "change"), GRID)
+@pytest.mark.parametrize(("name", "change"), TRIED)
 def test_forward_is_the_reference(name: str, change: str) -> None:
     inputs = _inputs(name, change)
     torch.testing.assert_close(attend(inputs, "flex"), reference(inputs))

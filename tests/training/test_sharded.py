@@ -117,6 +117,7 @@ def test_a_part_that_cannot_be_written_is_said_by_all(tmp_path: Path) -> None:
     assert Checkpoints(tmp_path / "run/checkpoints").latest() is None
 
 
+@pytest.mark.thorough
 def test_a_killed_process_is_begun_again_and_the_curve_goes_on(tmp_path: Path) -> None:
     """SIGKILL of one process under torchrun's elastic restart."""
     options = {"steps": STEPS, "parallel": "fsdp", "checkpoint_seconds": 0.0, "pause": 0.05}

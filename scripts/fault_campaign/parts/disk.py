@@ -32,7 +32,7 @@ def run(campaign: Campaign) -> Iterator[Count]:
     """By the limit on a file's size; in full also by failing writes."""
     said, whole, felt = Count(_FULL), Count(_HALF), Count(_FELT)
     setting = make_setting(campaign.folder / "setting", foreign=campaign.full)
-    names = {"train", "extend", "export", "report"} if campaign.full else {"train", "export"}
+    names = {"train", "extend", "export", "report"} if campaign.full else {"train"}
     for command in (each for each in COMMANDS if each.name in names):
         if not campaign.has_time:
             break
