@@ -65,8 +65,13 @@ def load_model(model: str | Path, gguf: str | None = None, **options: Any) -> An
 
 
 def read_tokeniser(model: str | Path, gguf: str | None = None) -> Any:
-    """The tokeniser alone, of what `load_model` takes. Raises `InputError` as that does."""
-    source, gguf = source_of(model, gguf)
+    """The tokeniser alone, of what `load_model` takes or of a folder that has nothing else.
+
+    Raises `InputError` as `load_model` does.
+    """
+    folder = expanded(model)
+    alone = gguf is None and (folder / "tokenizer.json").is_file()
+    source, gguf = (str(folder), None) if alone else source_of(model, gguf)
     with explained(gguf or source):
         from transformers import AutoTokenizer
 
