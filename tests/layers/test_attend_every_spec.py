@@ -44,6 +44,7 @@ from score.cases import (
 )
 from score.layouts import laid
 from score.recipe import REGIMES, Recipe
+from thorough import few
 
 B, H, G, T, D = 2, 2, 1, 9, 4
 
@@ -195,7 +196,7 @@ def test_normalisers(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @both
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("padded", few([False, True], bool))
 def test_documents(causal: bool, padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Documents apart, with every method and addition, left padding and fewer queries as well."""
     monkeypatch.setattr(tiled, "ROWS", 4)
