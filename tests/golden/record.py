@@ -40,7 +40,7 @@ VOCABULARY, LENGTH, TRAIN_LENGTH, SHOWN = 11, 20, 8, 3
 
 VARIANTS = (
     *("Baseline", "QNA", "KNA", "CosA", "QKNorm2020", "QKLayerNorm", "QLayerNorm", "KLayerNorm"),
-    *("QKRMSNorm", "QRMSNorm", "KRMSNorm", "QKLayerNorm(gain=true,across=all)"),
+    *("QKRMSNorm", "QRMSNorm", "KRMSNorm", "QKLayerNorm(gain=true,across=all)", "NGPT"),
 )
 GROWTHS = (
     "logn",
@@ -50,8 +50,9 @@ GROWTHS = (
     "SSMax(bias=true)",
     "Temperature",
     "YaRNTemperature",
+    "ASScale",
 )
-POSITIONS = ("NoPE", "PartialRoPE(fraction=0.5)", "PRoPE(fraction=0.5)", "PoPE", "XPos")
+POSITIONS = ("NoPE", "PartialRoPE(fraction=0.5)", "PRoPE(fraction=0.5)", "HoPE", "PoPE", "XPos")
 SCALINGS = (
     *("PI(factor=4)", "ABF(base=1e6)", "NTK(factor=4)", "NTKOld(factor=4)"),
     *("NTKMixed(factor=4)", "YaRN(factor=4)", "Llama3(factor=4)", "DynamicNTK", "ClippedRoPE"),
@@ -73,10 +74,12 @@ BIASES = (
     "CoPE(positions=4)",
     "FoX",
     "XLNet",
+    "ScaleInvariant",
 )
 OTHERS = (
     *("SoftCap(cap=1.5)", "Sink", "SlidingWindow(window=5)", "Chunked(size=6)"),
-    *("Gate", "DifferentialV2", "Differential", "Sigmoid", "StickBreaking", "Selective"),
+    *("Gate", "DifferentialV2", "Differential", "Entmax", "Sigmoid", "StickBreaking"),
+    "Selective",
     *("RealFormer", "ResidualQK", "ResidualQKV", "ValueResidual", "XSA", "VORoPE"),
     *("HWFA(window=4)", "NoPEEvery", "FullEvery", "IRoPE"),
 )
@@ -91,6 +94,7 @@ COMPOSED = (
         "QKRMSNorm-IRoPE",
     ),
     "Baseline-DualChunk(beyond=1)-YaRNTemperature",
+    *("NGPT-RotateFirst", "Baseline-ASScale-Entmax"),
     *("QKNorm2020-KERPLELog", "KNA-logn-Selective", "QKRMSNorm-Sigmoid", "KNA-logn-Gate"),
 )
 NOT_CAUSAL = ("QKBatchNorm", "QBatchNorm", "KBatchNorm", "QKInstanceNorm", "KNA-logn", "CosA")

@@ -32,6 +32,8 @@ COMBINED = (
     "KNA-PartialRoPE(side=last,layout=interleaved)-SelfExtend",
     "KNA-logn-Packed-SelfExtend",
     "KNA-XLNet-RoPE-Packed",
+    "NGPT-RotateFirst",
+    "Baseline-ASScale-Entmax-Packed",
     "Baseline-DualChunk(size=3,local=2,beyond=1)-YaRNTemperature",
     "Baseline-SlidingWindow(window=3)-Packed",
     "Baseline-ALiBi-logn+-Sink",

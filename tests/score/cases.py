@@ -44,16 +44,17 @@ METHODS = (
     *("ClippedRoPE", "DroPE"),
     *("ReRoPE", "LeakyReRoPE", "SelfExtend", "StreamingLLM", "DualChunk"),
 )
-SHAPES = ("XPos", "PartialRoPE", "PRoPE", "PoPE")
+SHAPES = ("XPos", "PartialRoPE", "PRoPE", "HoPE", "PoPE")
 BIASES = ("ALiBi", "KERPLELog", "KERPLEPower", "FIRE", "CoPE(positions=4)")
 ALONE = (
     *("RotateFirst", "SoftCap", "Sink", "SlidingWindow", "Chunked", "Packed", "Gate", "FoX"),
-    *("T5Bias", "ValueResidual", "XSA", "VORoPE", "DifferentialV2", "XLNet"),
+    *("T5Bias", "ValueResidual", "XSA", "VORoPE", "DifferentialV2", "XLNet", "NGPT"),
+    *("ScaleInvariant", "ASScale"),
 )
 PAIRED = ("Differential", "Differential(init=0.5,eps=0.01)")
 NORMALISERS = (
     *("Sigmoid", "Sigmoid(tokens=5)", "StickBreaking", "StickBreaking(current=true)"),
-    "Selective",
+    *("Entmax", "Entmax(alpha=1.25)", "Selective"),
 )
 LAYOUTS = ("HWFA", "NoPEEvery", "FullEvery", "IRoPE")
 RESIDUALS = ("RealFormer", "ResidualQK", "ResidualQKV")
@@ -86,6 +87,7 @@ def methods(method: str) -> Iterator[Recipe]:
     rotary += [Recipe("QLayerNorm", "logn+", "interleaved", rotate_first=True, across="all")]
     rotary += [Recipe("QKRMSNorm", "SSMax", "half", shape="PRoPE", fraction=0.7)]
     rotary += [Recipe("KNA", "SSMax", "interleaved", shape="PoPE")]
+    rotary += [Recipe("KNA", "", "half", shape="HoPE", base=20.0)]
     for recipe in rotary:
         # Without its rotation XPos is still a position.
         if not (method == "DroPE" and recipe.shape == "XPos"):

@@ -173,11 +173,30 @@ def _weights(
     if recipe.normaliser.startswith("Sigmoid"):
         tokens = 5 if "tokens=5" in recipe.normaliser else recipe.train_length
         return torch.where(visible, 1 / (1 + tokens * (-score).exp()), 0.0)
+    if recipe.normaliser.startswith("Entmax"):
+        return _entmax(recipe, score, visible)
     visible = visible if "current=true" in recipe.normaliser else visible & (relative > 0)
     share = torch.where(visible, 1 / (1 + (-score).exp()), 0.0)
     # (…, j, l): whether key l stands between key j and the query, and is seen.
     between = (at[..., None, :] > at[..., :, None]) & visible[..., None, :]
     return share * torch.where(between, 1 - share[..., None, :], 1.0).prod(-1)
+
+
+def _entmax(recipe: Recipe, score: Tensor, visible: Tensor) -> Tensor:
+    """Weights by halving, and dp = s·(dz − Σ s dz / Σ s), s = p^(2 − α), as in arXiv 1905.05702."""
+    alpha = 1.25 if "1.25" in recipe.normaliser else 1.5
+    visible = visible.expand(score.shape)
+    weight = torch.zeros_like(score)
+    for row in np.ndindex(*score.shape[:-1]):
+        seen = visible[row].nonzero()[:, 0].tolist()
+        found = scalars.entmax(recipe, {j: float(score.detach()[row][j]) for j in seen})
+        for j, each in found.items():
+            weight[row][j] = each
+    slope = torch.where(weight > 0, weight.clamp(min=1e-300) ** (2 - alpha), 0.0)
+    moved = torch.where(visible, score, 0.0)
+    moved = moved - moved.detach()
+    mean = (slope * moved).sum(-1, keepdim=True) / slope.sum(-1, keepdim=True).clamp(min=1e-300)
+    return weight.detach() + slope.detach() * (moved - mean)
 
 
 def _taken(

@@ -226,6 +226,8 @@ def _weights(recipe: Recipe, scores: Mapping[int, float], i: int) -> dict[int, f
     """The weights of a row's visible keys, by their positions, where they are not softmax's."""
     if recipe.normaliser.startswith("StickBreaking"):
         return scalars.broken(recipe, scores, i)
+    if recipe.normaliser.startswith("Entmax"):
+        return scalars.entmax(recipe, scores)
     tokens = 5 if "tokens=5" in recipe.normaliser else recipe.train_length
     return {j: 1 / (1 + tokens * math.exp(-s)) for j, s in scores.items()}
 

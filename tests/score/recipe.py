@@ -95,6 +95,7 @@ class Recipe:
             "PartialRoPE": {"fraction": self.fraction, "side": self.side},
             "PRoPE": {"fraction": self.fraction},
             "PoPE": {},
+            "HoPE": {"length": self.train_length},
         }
         return {"base": self.base, "layout": self.position, **own[self.shape]}
 
@@ -176,6 +177,13 @@ def frequencies(recipe: Recipe, d: int, block: int = 0) -> list[float]:
         return [
             theta if m < math.floor(recipe.fraction * d / 2) else 0.0
             for m, theta in enumerate(whole)
+        ]
+    if recipe.shape == "HoPE":
+        whole = _stretched(replace(recipe, shape="RoPE"), d, block)
+        turns = [recipe.train_length * recipe.base ** (-2 * m / d) for m in range(d // 2)]
+        return [
+            theta if m == 0 or turn >= 2 * math.pi else 0.0
+            for m, (theta, turn) in enumerate(zip(whole, turns, strict=True))
         ]
     sign = -1 if recipe.direction == "backward" else 1
     return [sign * theta for theta in _stretched(recipe, d, block)]
@@ -400,6 +408,19 @@ def broken(recipe: Recipe, scores: Mapping[int, float], i: int) -> dict[int, flo
         own = j == i and "current=true" not in recipe.normaliser
         share = 0.0 if own else 1 / (1 + math.exp(-scores[j]))
         found[j], left = left * share, left * (1 - share)
+    return found
+
+
+def entmax(recipe: Recipe, scores: Mapping[int, float]) -> dict[int, float]:
+    """Weights max(0, (α − 1)·s − τ)^(1/(α−1)) of sum 1, τ by halving an interval."""
+    alpha = 1.25 if "1.25" in recipe.normaliser else 1.5
+    x = {j: (alpha - 1) * s for j, s in scores.items()}
+    low = max(x.values(), default=0.0) - 1
+    high = low + 1
+    for _ in range(200):
+        tau = (low + high) / 2
+        found = {j: max(0.0, each - tau) ** (1 / (alpha - 1)) for j, each in x.items()}
+        low, high = (tau, high) if sum(found.values()) > 1 else (low, tau)
     return found
 
 

@@ -28,6 +28,7 @@ LIMITED: dict[str, st.SearchStrategy[Any]] = {
     **dict.fromkeys(("CoPE.positions", "FIRE.width"), st.integers(2, 64)),
     "CosA.c": st.floats(0.1, 20),
     "XPos.scale": st.floats(100, 1e6),
+    "Entmax.alpha": st.floats(1.1, 2),
     "YaRN.sharpness": st.floats(0, 1),
     "LongRoPE.factors": st.tuples(*[st.floats(0.5, 9)] * 4),
     **dict.fromkeys(("Temperature.beta", "IRoPE.beta"), st.floats(0, 2)),

@@ -6,7 +6,15 @@ from normattn.layers.documents import documents_from_lengths, documents_from_pos
 from normattn.layers.feed_forward import GELU, SwiGLU, swiglu_hidden
 from normattn.layers.gau import GatedAttentionUnit
 from normattn.layers.norms import Derf, DyT, LayerNorm, RMSNorm
-from normattn.layers.residual import AttnRes, DeepNorm, PostLN, PreLN, ReZero, deepnorm_factors
+from normattn.layers.residual import (
+    NGPT,
+    AttnRes,
+    DeepNorm,
+    PostLN,
+    PreLN,
+    ReZero,
+    deepnorm_factors,
+)
 from normattn.layers.residual_scores import residual_layers
 
 __all__ = [
@@ -19,6 +27,7 @@ __all__ = [
     "GELU",
     "GatedAttentionUnit",
     "LayerNorm",
+    "NGPT",
     "PostLN",
     "PreLN",
     "RMSNorm",

@@ -91,6 +91,39 @@ class ReZero(Placed):
         return x + self.alpha * self.branch(self.normed(x), context)
 
 
+class NGPT(Placed):
+    """N(x + |α|⊙(N(f(x)) − x)): a step on the sphere, x and the sub-layer's output both normed.
+
+    N has no gain. α is learned for each feature and starts at `start`; its parameter is α in units
+    of start·√dim, as in the authors' code. The embedding is normed as well, and the stack's output
+    is not once more. The authors also norm the weights after each step of the optimiser and learn
+    scales of the hidden features and of the logits; that is not done here. Source: arXiv
+    2410.01131; github.com/NVIDIA/ngpt.
+    """
+
+    def __init__(
+        self,
+        sublayer: nn.Module,
+        norm: nn.Module,
+        dim: int,
+        dropout: float = 0.0,
+        *,
+        start: float = 0.05,
+    ) -> None:
+        super().__init__(sublayer, norm, dropout)
+        self.start = _positive("the first step of nGPT", start)
+        self.alpha = nn.Parameter(torch.full((dim,), dim**-0.5))
+
+    def forward(self, x: Float[Tensor, "b t d"], **context: Any) -> Float[Tensor, "b t d"]:
+        """Move `x` towards the sub-layer's output, and norm it."""
+        step = (self.alpha * (self.start * self.alpha.numel() ** 0.5)).abs().to(x.dtype)
+        return self.normed(torch.lerp(x, self.normed(self.branch(x, context)), step))
+
+    def extra_repr(self) -> str:
+        """Name the settings in the printed module."""
+        return f"start={self.start:.6g}"
+
+
 class FixedScale(Placed):
     """x + ε·f(x) with a fixed ε and no norm at all; the source's ε is 0.1. Source: kexue 8027."""
 

@@ -32,7 +32,7 @@ MOST_TOKENS = 1 << 31
 Deviation = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 ScoreField = Annotated[ScoreSpec, Field(validate_default=True)]
 Placement = Literal[
-    "PreLN", "PostLN", "DeepNorm", "ReZero", "ReZeroNoNorm", "FixedScale", "AttnRes"
+    "PreLN", "PostLN", "DeepNorm", "ReZero", "ReZeroNoNorm", "FixedScale", "AttnRes", "nGPT"
 ]
 NORMLESS: tuple[Placement, ...] = ("ReZeroNoNorm", "FixedScale")
 
@@ -124,6 +124,7 @@ class StackConfig(Settings):
         for unused, choice, names in (
             (True, "block", BLOCK_SETTINGS["mha" if gau else "gau"]),
             (not self.has_norms, "placement", NORM_SETTINGS),
+            (self.placement == "nGPT", "placement", ("norm", "norm_gain", "eps_placement")),
             (self.placement != "AttnRes", "placement", ("residual_block",)),
             (self.norm != "rms", "norm", ("eps_placement",)),
             (self.norm in ("dyt", "derf"), "norm", ("norm_eps",)),
@@ -181,7 +182,7 @@ class StackConfig(Settings):
     @property
     def ends_in_norm(self) -> bool:
         """Whether a block's output is normalised; the embedding then is too, the stack's not."""
-        return self.placement in ("PostLN", "DeepNorm")
+        return self.placement in ("PostLN", "DeepNorm", "nGPT")
 
     @property
     def has_norms(self) -> bool:

@@ -32,7 +32,7 @@ def initialise(model: nn.Module, config: StackConfig) -> None:
     - a gated attention unit under any placement but DeepNorm: every weight by N^−⅓, because three
       factors (u, v, W_out) multiply (GAU-α, kexue 9052); under DeepNorm β on v and W_out
       replaces it;
-    - ReZero, AttnRes and PostLN with attention, and placements without norms: none.
+    - ReZero, AttnRes, nGPT and PostLN with attention, and placements without norms: none.
 
     γ of a gated attention unit is drawn with the deviation `gamma_std` where there is one. Biases
     start at 0; gains of norms, other γ, β and what a score learns keep the values that their

@@ -24,6 +24,7 @@ from normattn.layers.feed_forward import GELU, SwiGLU
 from normattn.layers.gau import GatedAttentionUnit
 from normattn.layers.norms import Derf, DyT, LayerNorm, RMSNorm
 from normattn.layers.residual import (
+    NGPT,
     AttnRes,
     DeepNorm,
     FixedScale,
@@ -289,6 +290,8 @@ def place(config: StackConfig, sublayer: nn.Module) -> Placed:
     norm = make_norm(config)
     if config.placement == "DeepNorm":
         return DeepNorm(sublayer, norm, config.deepnorm[0], dropout)
+    if config.placement == "nGPT":
+        return NGPT(sublayer, norm, config.dim, dropout)
     if config.placement == "AttnRes":
         size = config.residual_block
         return AttnRes(sublayer, norm, config.dim, dropout, block=size, eps=config.norm_eps)
@@ -301,6 +304,8 @@ def make_norm(config: StackConfig) -> nn.Module:
     dim, eps, gain = config.dim, config.norm_eps, config.norm_gain
     if config.norm in ("dyt", "derf"):
         return (DyT if config.norm == "dyt" else Derf)(dim, gain=gain)
+    if config.placement == "nGPT":
+        return RMSNorm(dim, eps, gain=False)
     if config.norm == "layer":
         return LayerNorm(dim, eps, gain=gain, bias=gain)
     return RMSNorm(dim, eps, gain=gain, eps_placement=config.eps_placement)

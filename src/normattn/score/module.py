@@ -291,7 +291,7 @@ class Score(nn.Module):
     def _pairs(self, spec: ScoreSpec, q: Tensor, positions: Positions) -> PairBias | None:
         """Make the bias that is no function of the distance alone; q is normalised, not rotated."""
         part, device = spec.bias, q.device.type
-        if not isinstance(part, PairBiasPart) or self.bias is None:
+        if not isinstance(part, PairBiasPart):
             return None
         if not q.is_meta and torch.is_autocast_enabled(device):
             # Biases are computed in float32 also where a training computes in bf16.

@@ -404,6 +404,52 @@ class XLNetBias:
 
 
 @register
+class ScaleInvariant(PairBiasPart):
+    """Scores of distant pairs are spread and lowered, by the logarithm of the distance.
+
+    a grows and m falls, so that the attention to 10, 100 or 1000 tokens back takes about as much of
+    the whole, whatever the length; up to `tau` tokens little changes. Nothing is learned. It is a
+    position of its own unless one is named: the paper's is `PRoPE`.
+    """
+
+    equation = "s ← a·s + m, a² = 1 + 2·ln(1 + (i−j)/τ), m = 1 − a²"
+    source = "arXiv 2505.17083"
+    tau: float = number(default=10.0, above=0)
+
+    def pairs(
+        self, learned: Learned, dtype: torch.dtype, query: Queries | None
+    ) -> ScaleInvariantBias:
+        """What is added to each score."""
+        return ScaleInvariantBias(self.tau)
+
+
+@dataclass(frozen=True)
+class ScaleInvariantBias:
+    """(a − 1)·s + m: the change of each score."""
+
+    tau: float
+
+    @property
+    def width(self) -> int:
+        """The distance, its logarithm, a."""
+        return 3
+
+    def part(self, rows: slice) -> ScaleInvariantBias:
+        """All of it: positions decide."""
+        return self
+
+    def values(
+        self, score: Float[Tensor, "b h t s"], seen: AttentionMask
+    ) -> Float[Tensor, "b h t s"]:
+        """The change; 0 of the score for keys that are hidden, whose score is −∞."""
+        every = slice(None)
+        distance = seen.distance(every, every).clamp(min=0).to(score.dtype)
+        growth = 2 * torch.log1p(distance / self.tau)
+        shown = score.masked_fill(score == -math.inf, 0.0)
+        return ((growth + 1).sqrt() - 1) * shown - growth
+
+
+@register
 class FoX(Part):
     """A penalty by the tokens between, each with a gate of its input.
 

@@ -143,6 +143,27 @@ class QKNorm2020(UnitNorm):
         return math.log2(length * length - length)
 
 
+@register
+class NGPT(Variant):
+    """Cosine of query and key with a gain of each head's features, scale √d.
+
+    The gains of queries and of keys start at 1; nGPT has one for both, and rotates before it
+    normalises (`NGPT-RotateFirst`). The placement that goes with it is `nGPT`.
+    """
+
+    equation = "s = √d·⟨N(q), N(k)⟩, N(x) = x/‖x‖·g"
+    source = "arXiv 2410.01131; github.com/NVIDIA/ngpt"
+    sides = "QK"
+
+    def normalisation(self) -> Normalisation:
+        """L2 with a gain (H, D)."""
+        return Normalisation("l2", gain=True, across="each")
+
+    def base(self, head_dim: int, train_length: int | None) -> float:
+        """√d."""
+        return math.sqrt(head_dim)
+
+
 @dataclass(frozen=True)
 class SidedNorm(ScaledVariant):
     """A norm with statistics on the sides that the name begins with; keeps 1/√d, or `scale`."""

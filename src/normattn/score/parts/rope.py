@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from normattn.errors import InputError
-from normattn.score.parts.base import Part, Parts, Slot, number, one_of, register
+from normattn.score.parts.base import THE_LENGTH, Part, Parts, Slot, number, one_of, register
 from normattn.score.parts.qk_norm import Variant
 
 Theta = Float[Tensor, "half"]
@@ -155,6 +156,27 @@ class PRoPE(RotaryPosition):
         """θ_m for the first ⌊p·d/2⌋ pairs, 0 for the others."""
         kept = int(self.fraction * 2 * theta.numel() // 2)
         return torch.where(torch.arange(theta.numel(), device=theta.device) < kept, theta, 0.0)
+
+
+@register
+class HoPE(RotaryPosition):
+    """Rotary position without the frequencies that make no whole turn in training.
+
+    Pairs whose turn is longer than `length`, by default the training length, stay where they are
+    and hold content alone, so that no angle is new in a longer text. Unlike `PRoPE` the length
+    decides how many rotate, and unlike `ClippedRoPE` the model is trained so.
+    """
+
+    equation = "θ_m = base^(−2m/d) where θ_m ≥ 2π/L, else 0"
+    source = "arXiv 2410.21216"
+    length: int | None = number(default=None, least=1, fill=THE_LENGTH)
+
+    def adjusted(self, theta: Theta) -> Theta:
+        """The frequencies of the pairs that turn in training; the fastest always does."""
+        trained = rope_frequencies(2 * theta.numel(), self.base).to(theta.device)
+        kept = trained >= 2 * math.pi / self.known("length")
+        kept[0] = True
+        return torch.where(kept, theta, 0.0)
 
 
 @register

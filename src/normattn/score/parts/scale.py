@@ -152,6 +152,39 @@ class SSMax(LengthScaling):
 
 
 @register
+class ASScale(LengthScaling):
+    """Scale grows with a learned power of the logarithm of the visible keys, per head.
+
+    With `Entmax` that is ASEntmax, in the form whose β_h and γ_h are numbers of a head; in the
+    authors' other form both are projections of the layer's input. β starts at U(0.1, 1), γ at
+    N(0, 0.1²).
+    """
+
+    equation = "λ ← λ · (delta + β_h·(ln(n+1))^(γ_h)), β_h, γ_h learned"
+    source = "arXiv 2506.16640; github.com/deep-spin/asentmax, attn_scale_type learn"
+    needs_length = False
+    delta: float = number(default=1.0, least=0)
+
+    def factor(self, n: Float[Tensor, "..."], train_length: int | None) -> Float[Tensor, "..."]:
+        """1: all of it is learned."""
+        return torch.ones_like(n)
+
+    def learned(self, heads: int, train_length: int | None) -> dict[str, Float[Tensor, "h"]]:
+        """β and γ, drawn from torch's global generator."""
+        return {
+            "beta": torch.empty(heads).uniform_(0.1, 1.0),
+            "gamma": 0.1 * torch.randn(heads),
+        }
+
+    def learned_factor(
+        self, n: Float[Tensor, "*b one_or_h t"], learned: Mapping[str, Tensor]
+    ) -> Float[Tensor, "*b h t"]:
+        """delta + β_h·(ln(n + 1))^(γ_h)."""
+        beta, gamma = (learned[name].to(n.dtype)[:, None] for name in ("beta", "gamma"))
+        return self.delta + beta * (n + 1).log() ** gamma
+
+
+@register
 class Temperature(LengthScaling):
     """Logits are sharpened by the logarithm of the position, in steps.
 

@@ -110,6 +110,51 @@ class StickBreaking(NormaliserPart):
 
 
 @register
+class Entmax(NormaliserPart):
+    """Weights that are exactly 0 for keys far below the best ones.
+
+    τ makes the weights of a row add up to 1. α = 2 is sparsemax, α → 1 softmax. τ is found by
+    Newton's steps from the left, which grow towards it, and gradients go through the last one: they
+    are those of the equation, first derivatives alone. Whole rows are read, a strip of queries at a
+    time.
+    """
+
+    equation = "a_j = max(0, (α − 1)·s_j − τ)^(1/(α−1)), Σ_j a_j = 1"
+    source = "arXiv 1905.05702, 2506.16640"
+    alpha: float = number(default=1.5, above=1, most=2)
+
+    def weights(self, score: Scores, seen: AttentionMask) -> Scores:
+        """Solve Σ_j a_j = 1 for τ, a row at a time; a row without keys gets none."""
+        power = 1 / (self.alpha - 1)
+        wide = torch.promote_types(score.dtype, torch.float32)
+        x = (self.alpha - 1) * score.to(wide)
+        highest = x.detach().amax(-1, keepdim=True)
+        x = x - torch.where(highest == -math.inf, 0.0, highest)
+        tau = torch.full_like(highest, -1.0)
+        with torch.no_grad():
+            for _ in range(_STEPS):
+                tau = tau + self._step(x, tau, power)
+        tau = tau + self._step(x, tau, power)
+        return _above(x, tau, power).to(score.dtype)
+
+    def _step(self, x: Scores, tau: Tensor, power: float) -> Tensor:
+        """Newton's step towards Σ_j a_j = 1."""
+        slope = power * _above(x, tau, power - 1).detach().sum(-1, keepdim=True)
+        missing = _above(x, tau, power).sum(-1, keepdim=True) - 1
+        return torch.where(slope > 0, missing / torch.where(slope > 0, slope, 1.0), 0.0)
+
+
+# A step leaves 1 − 1/power of a distance, which falls to N^(−1/power): about ln N steps, and some.
+_STEPS = 24
+
+
+def _above(x: Scores, tau: Tensor, power: float) -> Scores:
+    """max(0, x − τ)^power, 0 where x is not above τ for every power."""
+    over = x > tau
+    return torch.where(over, torch.where(over, x - tau, 1.0) ** power, 0.0)
+
+
+@register
 class Selective(Part):
     """Tokens that earlier queries selected, by head 0, are seen less.
 
