@@ -126,22 +126,26 @@ def by_hand(layers: list[AttentionInputs], mean: bool = False) -> list[Tensor]:
         repeat = p.q.shape[1] // p.k.shape[1]
         k, v = (x.repeat_interleave(repeat, 1) for x in (p.k, p.v))
         total = total + torch.einsum("bhtd,bhsd->bhts", p.q, k)
-        logits = total / number if mean else total
-        if p.cap is not None:
-            logits = p.cap * torch.tanh(logits / p.cap)
-        distance = p.visibility.query[:, None] - p.visibility.key
-        if p.bias is not None:
-            logits = logits + p.bias[:, distance.abs()]
-        hidden = hidden_by(p, distance)
-        mask = p.visibility.mask
-        if mask is not None and mask.dtype != torch.bool:
-            logits = logits + mask
-        exps = torch.exp(logits) * ~hidden
+        exps = torch.exp(logits_of(p, total / number if mean else total))
         most = exps.sum(-1, keepdim=True)
-        if p.sink is not None:
-            most = most + torch.exp(p.sink)[:, None, None]
-        outs.append(exps / torch.where(most == 0, 1.0, most) @ v)
+        outs.append(exps[..., : v.shape[2]] / torch.where(most == 0, 1.0, most) @ v)
     return outs
+
+
+def logits_of(p: AttentionInputs, product: Tensor) -> Tensor:
+    """Cap, bias and mask on a product, by formula, and the sink's logit behind; −∞ where hidden."""
+    logits = product if p.cap is None else p.cap * torch.tanh(product / p.cap)
+    distance = p.visibility.query[:, None] - p.visibility.key
+    if p.bias is not None:
+        logits = logits + p.bias[:, distance.abs()]
+    mask = p.visibility.mask
+    if mask is not None and mask.dtype != torch.bool:
+        logits = logits + mask
+    logits = logits.masked_fill(hidden_by(p, distance), -torch.inf)
+    if p.sink is None:
+        return logits
+    sink = p.sink[None, :, None, None].expand(*logits.shape[:3], 1)
+    return torch.cat((logits, sink), -1)
 
 
 def hidden_by(p: AttentionInputs, distance: Tensor) -> Tensor:

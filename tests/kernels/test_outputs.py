@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.residual_layers import hidden_by
+from kernels.residual_layers import logits_of
 from normattn import InputError, Score, attention
 from normattn.kernels import (
     AttentionInputs,
@@ -45,14 +45,7 @@ def _score(p: AttentionInputs) -> Tensor:
     if p.far_q is not None and p.far_k is not None and p.window is not None:
         far = p.far_q @ p.far_k.repeat_interleave(H // G, 1).mT
         score = torch.where(distance >= p.window, far, score)
-    score = score if p.cap is None else p.cap * torch.tanh(score / p.cap)
-    score = score if p.bias is None else score + p.bias[:, distance.abs()]
-    mask = p.visibility.mask
-    score = score if mask is None else score + mask
-    score = score.masked_fill(hidden_by(p, distance), -torch.inf)
-    if p.sink is None:
-        return score
-    return torch.cat((score, p.sink[None, :, None, None].expand(B, H, T, 1)), -1)
+    return logits_of(p, score)
 
 
 def _lse(score: Tensor) -> Tensor:

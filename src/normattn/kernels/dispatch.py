@@ -45,14 +45,6 @@ def _irregular(p: AttentionInputs) -> bool:
     return matter and not seen.aligned
 
 
-def _not_square(p: AttentionInputs) -> bool:
-    return p.visibility.causal and p.q.shape[2] not in (1, p.v.shape[2])
-
-
-def _learned_mask(p: AttentionInputs) -> bool:
-    return p.visibility.mask is not None and p.visibility.mask.requires_grad
-
-
 def _learns_on_cpu(p: AttentionInputs) -> bool:
     # flex_attention looks at the tensors, and not whether gradients are wanted now.
     learned = any(x is not None and x.requires_grad for x in p.tensors)
@@ -74,11 +66,13 @@ FEATURES: Mapping[str, Test] = {
     "a sliding window": _hides("window"),
     "documents": _hides("query_documents"),
     "a mask": _hides("mask"),
-    "a learned mask": _learned_mask,
+    "a learned mask": lambda p: p.visibility.mask is not None and p.visibility.mask.requires_grad,
     "padding": _hides("padding"),
     "irregular positions": _irregular,
     "attention without causality": lambda p: not p.visibility.causal,
-    "a causal mask with T ≠ S": _not_square,
+    "a causal mask with T ≠ S": lambda p: (
+        p.visibility.causal and p.q.shape[2] not in (1, p.v.shape[2])
+    ),
     "more queries than keys": lambda p: p.q.shape[2] > p.v.shape[2],
     "fewer queries than keys": lambda p: p.q.shape[2] < p.v.shape[2],
     "zero queries": lambda p: p.q.shape[2] == 0,

@@ -1,12 +1,17 @@
-"""LayerNorm and RMSNorm against torch.nn: outputs and every gradient, in every precision."""
+"""LayerNorm and RMSNorm against torch.nn, in every precision; DyT and Derf by their equations."""
 
 from __future__ import annotations
+
+import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from normattn.layers.norms import LayerNorm, RMSNorm
+from normattn import InputError
+from normattn.layers.norms import Derf, DyT, LayerNorm, RMSNorm
+from normattn.models import CausalLM, CausalLMConfig
 from normattn.score import norms as module
 
 # In units of the last place: what rounding in another order may change.
@@ -120,3 +125,43 @@ def test_first_and_second_derivatives_by_finite_differences(kind: str, learned: 
     inputs = (x, *(p.detach().clone().requires_grad_() for p in ours.parameters()))
     assert torch.autograd.gradcheck(call, inputs)
     assert torch.autograd.gradgradcheck(call, inputs)
+
+
+@pytest.mark.parametrize("kind", [DyT, Derf])
+def test_against_the_equation(kind: type[DyT]) -> None:
+    norm = kind(3).double()
+    with torch.no_grad():
+        for n, parameter in enumerate(norm.parameters()):
+            parameter.copy_(torch.linspace(0.3, 0.7 + n / 5, parameter.numel()).view_as(parameter))
+    x = torch.tensor([[-2.0, 0.0, 0.4], [1.0, 30.0, -0.1]], dtype=torch.float64, requires_grad=True)
+    alpha, gain, bias = norm.alpha.item(), norm.gain, norm.bias
+    assert gain is not None
+    assert bias is not None
+    shift = norm.shift.item() if isinstance(norm, Derf) else 0.0
+    squash = math.erf if kind is Derf else math.tanh
+    expected = torch.tensor(
+        [
+            [
+                squash(alpha * value + shift) * gain[n].item() + bias[n].item()
+                for n, value in enumerate(row)
+            ]
+            for row in x.tolist()
+        ],
+        dtype=torch.float64,
+    )
+    torch.testing.assert_close(norm(x).detach(), expected)
+    assert torch.autograd.gradcheck(norm, x)
+
+
+@pytest.mark.parametrize("norm", ["dyt", "derf"])
+def test_a_model_without_statistics_learns(norm: str) -> None:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"dim": 16, "layers": 2, "heads": 2, "train_length": 8, "norm": norm}
+    sizes["vocab_size"] = 11
+    model = CausalLM(CausalLMConfig(**sizes))
+    ids = torch.randint(0, 11, (4, 8))
+    model.loss(ids).loss.backward()  # type: ignore[no-untyped-call]
+    still = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum()]
+    assert still == []
+    with pytest.raises(InputError, match="norm_eps has no meaning"):
+        CausalLMConfig(**sizes, norm_eps=1e-5)
