@@ -48,7 +48,7 @@ AfterLayer = Callable[[int, Tensor], None]
 
 @dataclass(frozen=True)
 class AttentionContext:
-    """What every layer must know of all S tokens; None where tokens are simply counted.
+    """What every layer must know of all S tokens, as its `forward` names it; None: simply counted.
 
     `causal`: a token sees those before it and itself only. `query_padding` says which tokens no
     statistics should count, `key_padding` where it is not given. `residual` holds the residual
@@ -264,17 +264,7 @@ class Block(nn.Module):
         crossing: CrossContext | None = None,
     ) -> Stream:
         """The block's output; `cache` is its layer's, `memory` what its cross attention reads."""
-        x = self.mixer(
-            x,
-            causal=context.causal,
-            key_padding=context.key_padding,
-            positions=context.positions,
-            documents=context.documents,
-            cache=cache,
-            residual=context.residual,
-            query_padding=context.query_padding,
-            backend=context.backend,
-        )
+        x = self.mixer(x, cache=cache, **vars(context))
         if self.cross is not None and crossing is not None:
             x = self.cross(x, memory=memory, **crossing._asdict())
         return x if self.feed_forward is None else self.feed_forward(x)
