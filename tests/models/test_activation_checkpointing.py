@@ -79,7 +79,7 @@ def test_every_part_of_a_score_can_be_computed_again(part: str) -> None:
     torch.manual_seed(0)
     spec = score_with(part)
     make = masked if spec.leaks_future else causal
-    check_the_same(*make(score=spec, layers=2))
+    check_the_same(*make(score=spec, layers=2, kv_heads=2))
 
 
 @pytest.mark.parametrize(
