@@ -221,6 +221,17 @@ CHANGE = {
     "change of `Baseline`": plain("Baseline_change", sign=True),
     "effect": interval("effect", sign=True),
 }
+BRIDGE = {
+    "the preset as it is": "the unit as it is",
+    "linear W_q and W_k in place of γ": "linear W_q and W_k",
+    "a third of the pairs turn": "rotating a third of the pairs",
+}
+ARM = {
+    "at L": interval("KNA_at_l"),
+    "copies at L, %": plain("KNA_copies"),
+    "change to 8 L": interval("KNA_change", sign=True),
+    "effect": interval("effect", sign=True),
+}
 BLEU = {
     "BLEU": plain("bleu"),
     "against `Baseline`": interval("change_bleu", sign=True),
@@ -267,6 +278,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "mha": partial(changes, "keynorm-workstation-mha", KEYNORM),
     "gau": partial(changes, "keynorm-workstation", (*EIGHT, *CONTROLS)),
     "block": partial(table, "factors-workstation", CHANGE, BLOCKS, "architecture"),
+    "bridge": partial(table, "bridge", ARM, BRIDGE, "unit"),
+    "bridge-inside": partial(table, "bridge-mechanism", INSIDE, head="unit"),
     "mechanism": partial(table, "mechanism-workstation", CLAMPED, KEYNORM[:2], source="clamped"),
     "logn": partial(
         table,

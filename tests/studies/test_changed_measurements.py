@@ -54,7 +54,7 @@ CHANGES = {
 @pytest.mark.parametrize(
     ("name", "change"),
     few(
-        [*(("window-laptop", change) for change in CHANGES), ("mechanism-untrained", "row")],
+        [*(("window-laptop", change) for change in CHANGES), ("mechanism-workstation", "row")],
         lambda case: case[1] in ("row", "training length", "nothing counted"),
     ),
 )
