@@ -38,6 +38,11 @@ BLOCKS = {
     "PreLN": "gated attention unit under PreLN",
     "four times the training length": "trained at 512 tokens",
 }
+ARMS = {
+    "KNA": "the unit as it is",
+    "KNA, separate-qk": "linear W_q and W_k",
+    "KNA, third-rope": "rotating a third of the pairs",
+}
 WORDS = {
     "the last segment after the longest context": "the same final tokens after the longest context",
     "from L to the longest context": "from the training length to the longest context",
@@ -180,6 +185,21 @@ def copying() -> str:
     return lines(["distance to copy from, in tokens", *(str(each - 1) for each in segments)], body)
 
 
+def inside() -> str:
+    """What the layers of each gated unit do: three tables of `mechanism` side by side."""
+    shown = {
+        "energy in the mean key, %": ("table", interval("mean_direction")),
+        "attention beyond L, %": ("distances", interval("beyond")),
+        "rebound of the mean logit": ("profile", interval("rebound", 2, sign=True)),
+    }
+    sources = {source: rows("bridge-mechanism", source) for source, _ in shown.values()}
+    body = [
+        [label, *(cell(sources[source][arm]) for source, cell in shown.values())]
+        for arm, label in ARMS.items()
+    ]
+    return lines(["unit", *shown], body)
+
+
 def sweep() -> str:
     """The learning-rate sweep: the lowest loss of each score, and what its highest rate does."""
     found: dict[str, list[Row]] = {}
@@ -279,7 +299,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "gau": partial(changes, "keynorm-workstation", (*EIGHT, *CONTROLS)),
     "block": partial(table, "factors-workstation", CHANGE, BLOCKS, "architecture"),
     "bridge": partial(table, "bridge", ARM, BRIDGE, "unit"),
-    "bridge-inside": partial(table, "bridge-mechanism", INSIDE, head="unit"),
+    "bridge-inside": inside,
     "mechanism": partial(table, "mechanism-workstation", CLAMPED, KEYNORM[:2], source="clamped"),
     "logn": partial(
         table,

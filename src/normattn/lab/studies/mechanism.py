@@ -289,7 +289,7 @@ def range_columns(view: View) -> list[Column]:
             ("far_attention", "attention further, outside, %", _attention("far outside")),
             ("far_inside", "attention further, inside, %", _attention("far inside")),
         )
-    ]
+    ] + [_beyond(view)]
 
 
 def distance_bins(view: View) -> list[tuple[int, int]]:
@@ -328,9 +328,14 @@ def layer_rows(view: View) -> list[Row]:
 
 def layer_columns(view: View) -> list[Column]:
     """Attention at distances of at least L, of the queries that see such distances."""
+    return [_beyond(view)]
+
+
+def _beyond(view: View) -> Column:
+    """Attention to both far regions together."""
+    metric = _per_bin("attention", len(REGIONS), lambda *both: 100 * _share(*both)[..., 2:].sum(-1))
     longer = where(view, length=lengths(view)[1])
-    beyond = _per_bin("attention", len(REGIONS), lambda *both: 100 * _share(*both)[..., 2:].sum(-1))
-    return [Column("beyond", "attention beyond L, %", beyond.at(longer))]
+    return Column("beyond", "attention beyond L, %", metric.at(longer))
 
 
 def clamped_columns(view: View) -> list[Column]:
