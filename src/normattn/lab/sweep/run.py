@@ -128,10 +128,19 @@ def has_ended(run: Path) -> bool:
 
 
 def _holds(run: Path, config: LoopConfig, changeable: frozenset[str]) -> bool:
-    """Whether the training in `run` is of these settings; the model it began from may be any."""
+    """Whether the training in `run` is of these settings; the model it began from may be any.
+
+    A setting that did not exist when the run was trained has its default.
+    """
     stored = peek(run / "config.json").get("config")
+    if not stored:
+        return True
+    try:
+        whole = type(config).model_validate(stored).model_dump(mode="json")
+    except ValueError:
+        return False
     free = changeable | {"continued.start", "continued.weights"}
-    return not stored or first_difference(stored, config.model_dump(mode="json"), free) is None
+    return first_difference(whole, config.model_dump(mode="json"), free) is None
 
 
 def divergence(run: Path) -> DivergedError | None:
