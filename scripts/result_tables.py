@@ -196,6 +196,7 @@ def inside() -> str:
     body = [
         [label, *(cell(sources[source][arm]) for source, cell in shown.values())]
         for arm, label in ARMS.items()
+        if arm in sources["table"]
     ]
     return lines(["unit", *shown], body)
 
@@ -242,7 +243,7 @@ CHANGE = {
     "effect": interval("effect", sign=True),
 }
 BRIDGE = {
-    "the preset as it is": "the unit as it is",
+    "the unchanged preset": "the unit as it is",
     "linear W_q and W_k in place of γ": "linear W_q and W_k",
     "a third of the pairs turn": "rotating a third of the pairs",
 }
