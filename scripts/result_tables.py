@@ -39,7 +39,7 @@ BLOCKS = {
     "four times the training length": "trained at 512 tokens",
 }
 ARMS = {
-    "KNA": "the unit as it is",
+    "KNA": "unchanged",
     "KNA, separate-qk": "linear W_q and W_k",
     "KNA, third-rope": "rotating a third of the pairs",
 }
@@ -243,7 +243,7 @@ CHANGE = {
     "effect": interval("effect", sign=True),
 }
 BRIDGE = {
-    "the unchanged preset": "the unit as it is",
+    "the unchanged preset": "unchanged",
     "linear W_q and W_k in place of γ": "linear W_q and W_k",
     "a third of the pairs turn": "rotating a third of the pairs",
 }

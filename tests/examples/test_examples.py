@@ -64,5 +64,5 @@ def test_the_notebook_runs(capsys: pytest.CaptureFixture[str]) -> None:
     for number, source in enumerate(code):
         exec(compile(source, f"scores.ipynb, code cell {number}", "exec"), names)
     assert len(code) >= 4
-    assert "trained as CosA-logn and read with YaRN" in capsys.readouterr().out
+    assert "trained as CosA-logn and extended with YaRN" in capsys.readouterr().out
     assert all(not cell.get("outputs") for cell in cells)

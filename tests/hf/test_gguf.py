@@ -139,7 +139,7 @@ def test_scaled_frequencies_are_refused(tmp_path: Path, monkeypatch: pytest.Monk
             with pytest.raises(InputError, match=why):
                 read(file)
         with monkeypatch.context() as patch:
-            patch.setattr(transformers.utils.hub, "cached_file", lambda *_, at=str(file): at)
+            patch.setattr(transformers.utils.hub, "cached_file", lambda *_, at=str(file), **__: at)
             with pytest.raises(InputError, match=why):
                 load("owner/name", file.name)
     plain = {"llama.rope.scaling.type": ("str", "none")}

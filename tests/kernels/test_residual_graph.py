@@ -175,7 +175,7 @@ def test_a_kernel_without_residual_scores_says_so() -> None:
     first = causal_layers(1)[0]
     with pytest.raises(InputError, match=r"cannot serve this: .*residual scores"):
         attend(replace(first, residual_scores=ResidualScores()), "chunked")
-    with pytest.raises(InputError, match="inputs without residual scores"):
+    with pytest.raises(InputError, match="without residual scores"):
         attend(first, "residual")
 
 

@@ -106,7 +106,7 @@ def test_printing_and_reading_back(spec: ScoreSpec) -> None:
 def test_trained_and_method_make_up_the_whole(spec: ScoreSpec) -> None:
     assert spec.resolve() == spec
     assert spec.trained.with_method(spec.method_text) == spec
-    score = Score(spec.trained, 2, 8)
+    score = Score(spec.trained, 2, 8, kv_heads=1)
     score.use(spec)
     assert score.spec == spec
 

@@ -199,7 +199,14 @@ def test_begun_under_slurm_goes_on_under_ray_whose_node_is_lost(
 ) -> None:
     study, whole, out = find("keynorm"), tmp_path / "whole", tmp_path / "moved"
     undraw(monkeypatch)
-    words = ("--variants", ",".join(VARIANTS), "--methods", "as is", "--set", "training.steps=300")
+    words = (
+        "--variants",
+        ",".join(VARIANTS),
+        "--methods",
+        "unmodified",
+        "--set",
+        "training.steps=300",
+    )
     command = ("reproduce", "keynorm", "--preset", tiny, *words, "--out", whole)
     assert start(*command, cells_here=True).end().code == 0
 

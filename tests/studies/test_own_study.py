@@ -82,7 +82,7 @@ def test_a_study_imports_from_its_own_folder(
     monkeypatch.setattr(sys, "path", list(sys.path))
     (own_study.parent / "of_my_own.py").write_text('QUESTION = "Does my component help?"\n')
     named = own_study.read_text().replace(
-        '    question="Do normalised keys let a model read twice its training length?",',
+        '    question="Do normalised keys let a model handle twice its training length?",',
         "    question=QUESTION,",
     )
     own_study.write_text("from of_my_own import QUESTION\n" + named)

@@ -242,7 +242,7 @@ RECOVERED = Metric("last_accuracy", "share recovered", recovered, "", 2)
 
 def product_between(low: int, high: int) -> Metric:
     """q_i · k_j before biases, the mean over pairs at these distances, layers and heads."""
-    return PRODUCT.between(lambda sums: sums.between(low, high))
+    return PRODUCT.between(lambda sums: sums.between(float(low), float(high)))
 
 
 # Columns
@@ -436,7 +436,9 @@ def _profile(view: View) -> Iterator[Figure]:
         read = [
             (low, view.known(product_between(low, high), at)) for low, high in distance_bins(view)
         ]
-        points = tuple(Point.of(max(low, 0.5), value) for low, value in read if value is not None)
+        points = tuple(
+            Point.of(max(float(low), 0.5), value) for low, value in read if value is not None
+        )
         lines.append(Line(row.label, points))
     if lines:
         panel = Panel(
