@@ -40,7 +40,7 @@ from normattn.lab.diagnostics.keys import (
 from normattn.lab.diagnostics.mechanism import READINGS, distance_octaves
 from normattn.lab.report.view import View
 from normattn.lab.stats import Bootstrap, measurements
-from normattn.lab.studies.mechanism import columns, rows
+from normattn.lab.studies.mechanism import columns, product_between, rows
 from normattn.models import CausalLM, CausalLMConfig
 
 Array = NDArray[np.float64]
@@ -319,6 +319,16 @@ def test_octaves_of_distance_begin_at_the_training_length(length: int, edges: li
     kept = record.filter(statistic="product", layer=1, head=3, unit="b").sort("bin")
     assert [*kept["bin"].to_list(), kept["bin_end"][-1]] == edges
     assert kept["of"].sum() == 2 * length * (length + 1) / 2  # the pairs of document b's two texts
+    # Metrics that are made one after another, as a figure does, each read their own distances.
+    view, at = (
+        View(record, Bootstrap(20)),
+        {"row": "KNA", "protocol": "mechanism", "length": length},
+    )
+    for low, high in pairwise(edges):
+        part = record.filter(statistic="product", bin=float(low))
+        found = view.known(product_between(low, high), at)
+        assert found is not None
+        assert found.value == pytest.approx(part["sum"].sum() / part["of"].sum(), abs=1e-8)
 
 
 def test_the_trained_range() -> None:

@@ -246,21 +246,22 @@ def _limits(lines: Sequence[Line], log: bool) -> tuple[float, float]:
 
 
 def _intervals(figure: Intervals) -> Any:
-    """Values with their intervals, the rows sorted by the last quantity."""
-    last = [-math.inf if value is None else value.value for value in figure.columns[-1].values]
+    """Values with their intervals, the rows sorted by the last quantity; none that has no value."""
+    columns = [column for column in figure.columns if any(column.values)]
+    last = [-math.inf if value is None else value.value for value in columns[-1].values]
     order = [label for _, label in sorted(zip(last, figure.rows, strict=True), key=lambda r: -r[0])]
     scale = alt.Scale(zero=False)
     if figure.symlog is not None:
-        values = [v for column in figure.columns for v in column.values if v is not None]
+        values = [v for column in columns for v in column.values if v is not None]
         ends = [end for v in values for end in (v.low, v.value, v.high) if end is not None]
         scale = alt.Scale(type="symlog", constant=figure.symlog, domain=[min(ends), max(ends)])
     charts = []
-    for number, column in enumerate(figure.columns):
+    for number, column in enumerate(columns):
         axis = alt.Undefined if number == 0 else alt.Axis(labels=False, ticks=False)
         y = alt.Y("row:N", sort=order, title=None, axis=axis)
         charts.append(
             _interval_column(column, figure.rows, y, scale).properties(
-                width=300 if len(figure.columns) <= 2 else 180,
+                width=300 if len(columns) <= 2 else 180,
                 height=ROW_HEIGHT * len(order),
                 title=_wrapped(column.title, 34),
             )

@@ -120,7 +120,9 @@ class Term:
     @property
     def place(self) -> tuple[Any, ...]:
         """Which sums it reads."""
-        return (self.name, repr(self.bins), *sorted(self.where.items()))
+        # A function is told by itself: another one may stand at its address once it is gone.
+        bins = self.bins if callable(self.bins) else repr(self.bins)
+        return (self.name, bins, *sorted(self.where.items()))
 
 
 @dataclass(frozen=True)

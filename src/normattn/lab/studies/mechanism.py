@@ -436,8 +436,9 @@ def _profile(view: View) -> Iterator[Figure]:
         read = [
             (low, view.known(product_between(low, high), at)) for low, high in distance_bins(view)
         ]
+        # The axis begins at a quarter of L.
         points = tuple(
-            Point.of(max(float(low), 0.5), value) for low, value in read if value is not None
+            Point.of(float(low), value) for low, value in read if value and low >= near // 4
         )
         lines.append(Line(row.label, points))
     if lines:
