@@ -14,7 +14,8 @@ import normattn
 from normattn.errors import InputError
 from normattn.lab.studies import find
 from normattn.lab.studies import preset as presets
-from normattn.lab.studies.ablations import CHANGES, QUESTIONS, Question
+from normattn.lab.studies.ablations import QUESTIONS, Question
+from normattn.lab.studies.changes import CHANGES
 from normattn.lab.studies.keynorm import METHODS, VARIANTS, trained_in_variants
 from normattn.lab.studies.language import TextRun, read_lengths, set_lengths
 from normattn.lab.studies.methods import left_out, post_hoc_methods
