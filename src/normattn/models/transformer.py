@@ -148,11 +148,10 @@ class Blocks(nn.ModuleList):
         context = AttentionContext() if context is None else context
         contexts = self._layer_contexts(self._score, context)
         crossing: Sequence[CrossContext | None] = [None] * self.layers
-        if (memories is None) != (self._across is None):
-            raise InputError(
-                f"memories are for a decoder's cross attention, and needed there: {memories=}, "
-                f"and the cross attention is {self._across}"
-            )
+        if memories is not None and self._across is None:
+            raise InputError("memories are for cross attention, which these blocks do not have")
+        if memories is None and self._across is not None:
+            raise InputError("blocks with cross attention need memories, one for each of them")
         if self._across is not None:
             crossing = self._cross_contexts(self._across, context, positions, x.shape[1])
         stream: Stream = x if self.query is None else LayerOutputs((x,))
