@@ -42,7 +42,7 @@ def methods_of(sweep: Sweep) -> dict[str, tuple[str, ...]]:
 
 
 @pytest.mark.parametrize(
-    "name", ["smoke", "quick", "laptop", "workstation", "workstation-mha", "gpu-100m"]
+    "name", ["smoke", "quick", "laptop", "base", "workstation", "workstation-mha", "gpu-100m"]
 )
 def test_every_preset_gives_the_whole_table(name: str) -> None:
     sweep = resolve("keynorm", name)
