@@ -20,6 +20,7 @@ from normattn.lab.studies.keynorm import METHODS, VARIANTS, trained_in_variants
 from normattn.lab.studies.language import TextRun, read_lengths, set_lengths
 from normattn.lab.studies.methods import left_out, post_hoc_methods
 from normattn.lab.studies.preset import PROTOCOLS, EvaluationSettings
+from normattn.lab.sweep.config import merged
 from normattn.lab.sweep.planner import make_plan
 from normattn.lab.sweep.run import Request, Sweep
 from normattn.lab.sweep.runner import reproduce
@@ -101,16 +102,51 @@ def test_a_method_without_sense_leaves_out_its_row_and_says_why(tiny: Path) -> N
     assert sweep.skipped[0].startswith(said)
 
 
-def test_presets_hold_no_setting_twice() -> None:
-    """What a TOML file says is what the preset means: nothing in it is ignored."""
+def test_what_a_preset_says_is_what_it_means() -> None:
+    """Nothing in a file is ignored: what stands in it stands in the settings."""
     folder = resources.files("normattn.lab.studies") / "presets"
     for name in presets.names():
         written = tomllib.loads((folder / f"{name.replace('-', '_')}.toml").read_text("utf-8"))
-        kept = presets.load(name).model_dump()
-        for group in ("training", "evaluation"):
-            for key, value in written[group].items():
-                stored = kept[group][key]
-                assert (list(stored) if isinstance(stored, tuple) else stored) == value
+        kept = presets.load(name).model_dump(mode="json")
+        for group in {"training", "evaluation"} & written.keys():
+            assert kept[group] == merged(kept[group], written[group])
+
+
+def own_preset(folder: Path, name: str, text: str) -> str:
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(text, "utf-8")
+    return str(folder / name)
+
+
+def test_a_preset_says_only_what_differs_from_its_base(tmp_path: Path) -> None:
+    own_preset(tmp_path, "wide.toml", 'base = "base"\nname = "w"\n[training.model]\ndim = 256\n')
+    text = 'base = "../wide.toml"\nseeds = 2\n[training]\nsteps = 700\n'
+    path = own_preset(tmp_path / "deep", "short.toml", text)
+    ours, theirs = (trained(resolve("keynorm", name))["KNA"] for name in (path, "base"))
+    assert differing(ours, theirs) == {"model.dim": 256, "steps": 700}
+    sweep = resolve("keynorm", path)
+    assert (sweep.config.preset, len(sweep.runs)) == ("short", 2 * len(VARIANTS))
+    # Another block leaves the settings of the base's behind.
+    text = 'base = "workstation"\n[training.model]\nblock = "mha"\nheads = 2\n'
+    model = presets.load(own_preset(tmp_path, "heads.toml", text)).training["model"]
+    assert (model["heads"], "key_size" in model, "gamma_std" in model) == (2, False, False)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('base = "own.toml"', "cannot be its own base: .*own.toml -> .*own.toml"),
+        ('base = "other.toml"', "cannot be its own base: .*own.toml -> .*other.toml -> .*own.toml"),
+        ('base = "workstaton"', "the base of .*own.toml: .*did you mean workstation"),
+        ('base = "gone.toml"', "the base of .*own.toml: .*gone.toml"),
+        ("base = 3", "base in .*own.toml must be a preset or a path, got 3"),
+        ('base = "laptop"\n[training]\nmodel = 3', "model cannot be 3"),
+    ],
+)
+def test_bases_that_cannot_be(tmp_path: Path, text: str, said: str) -> None:
+    own_preset(tmp_path, "other.toml", f'base = "../{tmp_path.name}/own.toml"')
+    with pytest.raises(InputError, match=said):
+        resolve("keynorm", own_preset(tmp_path, "own.toml", text))
 
 
 def test_all_is_every_part_that_a_row_can_have(tiny: Path) -> None:

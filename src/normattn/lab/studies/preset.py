@@ -22,6 +22,7 @@ from normattn.io import read_toml
 from normattn.lab.sweep.config import flat, merged, validated, value_at
 from normattn.lab.sweep.run import Request
 from normattn.lab.training.config import LoopConfig
+from normattn.models.config import without_foreign
 from normattn.settings import Settings
 
 Protocol = Literal[
@@ -157,8 +158,38 @@ def names(study: str | None = None) -> list[str]:
 def fields(name: str, study: str | None = None) -> tuple[str, dict[str, Any]]:
     """The name and the settings of the preset `name`, or of the TOML file at the path `name`.
 
-    Raises `InputError` for an unknown name (naming the nearest) and a file that cannot be read.
+    A file that begins with `base = "NAME"` (or a path, from its own folder) says only what differs
+    from that preset. Raises `InputError` for an unknown name (naming the nearest), a file that
+    cannot be read, and a base that leads back to the file.
     """
+    layers, places, folder, base = list[dict[str, Any]](), list[str](), Path(), name
+    while base:
+        try:
+            place, written = _written(base, study, folder)
+        except InputError as error:
+            if not places:
+                raise
+            raise InputError(f"the base of {places[-1]}: {error}") from error
+        if place in places:
+            raise InputError(f"a preset cannot be its own base: {' -> '.join([*places, place])}")
+        base, folder = written.pop("base", ""), Path(place).parent
+        if not isinstance(base, str):
+            raise InputError(f"base in {place} must be a preset or a path, got {base!r}")
+        layers.append(written)
+        places.append(place)
+    whole: dict[str, Any] = {}
+    for layer in reversed(layers):
+        model, changed = (value_at(each, "training.model") for each in (whole, layer))
+        if isinstance(model, Mapping) and isinstance(changed, Mapping):
+            # Settings of one kind of block mean nothing to another.
+            whole["training"]["model"] = without_foreign(model, changed.get("block"))
+        whole.pop("name", None)
+        whole = merged(whole, layer)
+    return name if name in names(study) else Path(name).stem, whole
+
+
+def _written(name: str, study: str | None, folder: Path) -> tuple[str, dict[str, Any]]:
+    """Where a preset is, its name or its whole path, and the settings that are written there."""
     known = names(study)
     if name in known:
         packaged = _folder(study) / f"{name.replace('-', '_')}.toml"
@@ -168,7 +199,7 @@ def fields(name: str, study: str | None = None) -> tuple[str, dict[str, Any]]:
             "preset", name, known, ", and a file of your own by its path, ending in .toml"
         )
     try:
-        return Path(name).stem, read_toml(Path(name))
+        return str((folder / name).resolve()), read_toml(folder / name)
     except InputError as error:
         raise InputError(f"the preset file {error}") from error
 
