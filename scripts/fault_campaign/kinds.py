@@ -16,15 +16,13 @@ MODEL: dict[str, Any] = {"dim": 8, "layers": 1, "heads": 2}
 class Kind:
     """A kind of training: `train` a few steps on a corpus into a run directory.
 
-    `corpora` name what it reads, `exported` and `cached` say whether its runs can be exported and
-    whether what it reads is kept.
+    `corpora` name what it reads, `exported` says whether its runs can be exported.
     """
 
     name: str
     train: Callable[[Path, Path], object]
     corpora: tuple[str, ...]
     exported: bool = False
-    cached: bool = True
 
 
 def _translate(corpus: Path, out: Path) -> None:
@@ -41,14 +39,6 @@ def _classify(corpus: Path, out: Path) -> None:
     data = {"corpus": str(corpus), "vocab_size": 120, "max_tokens": 16}
     fields = {**LOOP, "batch_size": 4, "model": {**MODEL, "labels": 3}, "data": data}
     train_classifier(ClassificationConfig.parse(fields, "a fault"), out, show_progress=False)
-
-
-def _see(corpus: Path, out: Path) -> None:
-    from normattn.lab.training.tasks.vision import VisionTrainingConfig, train_vision
-
-    fields = {**LOOP, "batch_size": 4, "model": {**MODEL, "patch": 4},
-              "data": {"source": str(corpus)}}  # fmt: skip
-    train_vision(VisionTrainingConfig.parse(fields, "a fault"), out, show_progress=False)
 
 
 def _pairs_in_lines(folder: Path) -> Path:
@@ -77,33 +67,14 @@ def _relations(folder: Path) -> Path:
     return folder
 
 
-def _pixels() -> tuple[Any, Any]:
-    import numpy as np
-
-    generator = np.random.default_rng(0)
-    return generator.integers(0, 256, (40, 8, 8), dtype=np.uint8), np.arange(40) % 4
-
-
-def _images_in_folders(folder: Path) -> Path:
-    from PIL import Image
-
-    for number, (image, label) in enumerate(zip(*_pixels(), strict=True)):
-        (folder / f"class{label}").mkdir(parents=True, exist_ok=True)
-        Image.fromarray(image).save(folder / f"class{label}" / f"{number:02}.png")
-    return folder
-
-
 CORPORA: Mapping[str, Callable[[Path], Path]] = {
     "pairs in lines": _pairs_in_lines,
     "pairs in JSON lines": _pairs_in_json,
     "relations": _relations,
-    "images in folders": _images_in_folders,
 }
 """By name: what fills a folder and returns what is to be asked for."""
 
 KINDS = (
     Kind("translation", _translate, ("pairs in lines", "pairs in JSON lines")),
     Kind("classifier", _classify, ("relations",), exported=True),
-    Kind("vision", _see, ("images in folders",),
-         cached=False),
-)  # fmt: skip
+)

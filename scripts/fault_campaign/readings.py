@@ -175,13 +175,10 @@ def _of_kind(kind: Kind) -> list[Reading]:
         Reading(f"stopped {kind.name} run", stopped,
                 lambda s, place, out: [train(corpus(s), place)],
                 tuple(f"*/{name}" for name in trained)),
+        Reading(f"{kind.name} cache", cache,
+                lambda s, place, out: [_cached(train(corpus(s), out / "run"), place)],
+                tuple(f"out/run/{name}" for name in trained)),
     ]  # fmt: skip
-    if kind.cached:
-        found.append(
-            Reading(f"{kind.name} cache", cache,
-                    lambda s, place, out: [_cached(train(corpus(s), out / "run"), place)],
-                    tuple(f"out/run/{name}" for name in trained))
-        )  # fmt: skip
     for name in kind.corpora:
         found.append(
             Reading(name, lambda s, place, name=name: CORPORA[name](place),  # type: ignore[misc]

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
 
 from normattn.lab.data import TokenSplit
 
@@ -26,13 +25,4 @@ def write_folder(folder: Path, count: int = 40) -> Path:
     for i in range(count):
         lines = [f"line {j} of file {i}: the quick brown fox {i * j}\n" for j in range(20)]
         (folder / f"f{i:03}.txt").write_text("".join(lines), encoding="utf-8")
-    return folder
-
-
-def write_images(folder: Path, pixels: np.ndarray, labels: Sequence[int]) -> Path:
-    """A folder with one folder of PNG files per class, `class0` and so on."""
-    for number, (image, label) in enumerate(zip(pixels, labels, strict=True)):
-        place = folder / f"class{label}"
-        place.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(image).save(place / f"{number:04}.png")
     return folder

@@ -18,7 +18,7 @@ import pytest
 from normattn.errors import InputError
 from normattn.lab.data import corpora, parse_corpus
 from normattn.lab.data.corpora import PIECE_CHARACTERS
-from normattn.lab.data.sources import evenly, shares
+from normattn.lab.data.sources import evenly
 
 
 def names_and_texts(address: object, limit: int | None = None) -> list[tuple[str, str]]:
@@ -263,8 +263,7 @@ def test_a_limit_is_spread_and_never_passed(tmp_path: Path) -> None:
     assert evenly("abcdefghij", [10] * 10, 30) == ["a", "e", "h"]
     assert evenly("ab", [100, 100], 30) == ["a"]
     assert evenly("ab", [5, 5], None) == ["a", "b"]
-    assert shares([10, 800, 10], 82) == [0, 81, 0]
-    assert shares([10, 800, 10], None) == [10, 800, 10]
+    assert evenly("abc", [10, 800, 10], 82) == ["a"]
     file = tmp_path / "one.txt"
     file.write_text("first line\nsecond line\n", encoding="utf-8")
     assert names_and_texts(file, limit=15) == [("one.txt#00000", "first line\n")]

@@ -17,8 +17,7 @@ from normattn.errors import InputError
 from normattn.lab.data.corpora import RowFiles
 from normattn.lab.data.relation_sources import parse_relations, pieces_of, relation_row
 from normattn.lab.data.relations import RelationConfig, prepare_relations
-from normattn.lab.data.sources import Document
-from normattn.lab.data.splits import SPLITS
+from normattn.lab.data.sources import SPLITS, Document
 
 SOURCE = '''
 import os, sys
@@ -110,7 +109,7 @@ def test_every_form_gives_the_same_documents(tmp_path: Path) -> None:
 
 def test_a_folder_is_read_by_the_names_that_such_data_has(tmp_path: Path) -> None:
     write_relations(tmp_path / "casrel")
-    write_relations(tmp_path / "plain", names=("train.jsonl", "valid.jsonl", "test.jsonl"))
+    write_relations(tmp_path / "plain", names=("train.jsonl", "validation.jsonl", "test.jsonl"))
     for name in ("casrel", "plain"):
         config = RelationConfig(corpus=str(tmp_path / name), vocab_size=200)
         assert prepare_relations(config, tmp_path).labels == ("born", "lived", "unseen")
@@ -146,8 +145,8 @@ def test_a_folder_that_lacks_a_split_or_has_it_twice_is_refused(tmp_path: Path) 
     with pytest.raises(InputError, match=r"one file of the validation split.* it has none"):
         parse_relations(str(tmp_path / "a"))
     (tmp_path / "a" / "dev.json").write_text("[]")
-    (tmp_path / "a" / "valid.json").write_text("[]")
-    with pytest.raises(InputError, match=r"of the validation.* it has dev\.json and valid"):
+    (tmp_path / "a" / "validation.json").write_text("[]")
+    with pytest.raises(InputError, match=r"of the validation.* it has dev\.json and validation"):
         parse_relations(str(tmp_path / "a"))
 
 

@@ -11,8 +11,8 @@ import pytest
 from normattn.errors import InputError
 from normattn.lab.data import CopyTask, RetrievalSet, TokenData, retrieval_set, train_tokeniser
 from normattn.lab.data.retrieval import DEPTHS, TASKS
-from normattn.lab.data.splits import SPLITS
-from normattn.lab.data.token_data import TokenSplit
+from normattn.lab.data.sources import SPLITS
+from normattn.lab.data.tokens import TokenSplit
 
 L = 64
 

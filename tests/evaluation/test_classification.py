@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from normattn.lab.data.relations import RelationData, RelationSplit
-from normattn.lab.data.splits import SPLITS
+from normattn.lab.data.sources import SPLITS
 from normattn.lab.data.tokeniser import WordPieces
 from normattn.lab.evaluation.classification import (
     Predictions,

@@ -61,7 +61,7 @@ def test_references_are_scored_one_by_one_in_float64(data: PairData, model: Tran
 
 def test_translations_keep_the_order_of_the_set(data: PairData, model: Translator) -> None:
     told: list[tuple[int, int]] = []
-    split, tokeniser = data.test.first(4), data.target_tokeniser
+    split, tokeniser = data.test.first(4), data.tokeniser
     search = Search(beam=2, batch=3)
     found = translate(model, split, tokeniser, search, lambda *done: told.append(done))
     assert told == [(3, 4), (4, 4)]
@@ -82,7 +82,7 @@ def test_counts_are_sacrebleus(data: PairData) -> None:
 
 def test_the_unigram_model_guesses_by_frequency(data: PairData) -> None:
     tokens = [*np.asarray(data.train.target.values).tolist(), *[2] * len(data.train)]
-    vocab_size = data.target_tokeniser.vocab_size
+    vocab_size = data.tokeniser.vocab_size
     expected = [
         -sum(
             math.log((tokens.count(each) + 1) / (len(tokens) + vocab_size))

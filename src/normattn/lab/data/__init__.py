@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from normattn.lab.data.batches import MaskedBatches, Masking, Tiling, TrainingBatches
+from normattn.lab.data.batches import MaskedBatches, Masking, TrainingBatches
 from normattn.lab.data.corpora import Corpus, Document, parse_corpus
 from normattn.lab.data.retrieval import RetrievalSet, retrieval_set
-from normattn.lab.data.synthetic import CopyTask
-from normattn.lab.data.token_data import TokenData, TokenSplit
 from normattn.lab.data.tokeniser import Tokeniser, train_tokeniser
-from normattn.lab.data.tokens import DataConfig, prepare_tokens
+from normattn.lab.data.tokens import (
+    CopyTask,
+    DataConfig,
+    Tiling,
+    TokenData,
+    TokenSplit,
+    prepare_tokens,
+)
 from normattn.lab.data.windows import (
     EvaluationSet,
     MaskedSet,

@@ -18,8 +18,8 @@ import numpy as np
 from jaxtyping import Bool, Float64, Int64
 
 from normattn.errors import InputError
-from normattn.lab.data.token_data import TokenSplit
 from normattn.lab.data.tokeniser import SEPARATOR_ID
+from normattn.lab.data.tokens import Tiling, TokenSplit
 
 _MASK = (1 << 64) - 1
 # Draws of the windows and of the masks come from different keys.
@@ -70,15 +70,6 @@ def refuse_uneven_shares(batch_size: int, kind: str, share: int, shares: int) ->
             f"a batch of {batch_size} {kind} does not divide into {shares} shares (share {share}); "
             f"take a multiple of {shares}"
         )
-
-
-@dataclass(frozen=True)
-class Tiling:
-    """A share `fraction` of the rows is a segment of `low` … `high` tokens, repeated."""
-
-    fraction: float
-    low: int
-    high: int
 
 
 class TrainingBatches:

@@ -24,12 +24,11 @@ from normattn.lab.data.sources import (
     Document,
     HubCorpus,
     Reader,
+    SplitName,
     capped,
     evenly,
-    shares,
     stamp,
 )
-from normattn.lab.data.splits import SplitName
 from normattn.lab.data.text_files import (
     ROWS,
     TEXT,
@@ -128,16 +127,11 @@ class PathCorpus(Corpus):
     field: str | None = None
 
     def documents(self, limit: int | None = None) -> Iterator[Document]:
-        """Stream the documents; a limit takes evenly from the files of a folder."""
+        """Stream the documents; a limit takes whole files, evenly from those of a folder."""
         files = self._files()
-        parts = shares([file.size for file in files], limit)
-        texts = (
-            # Only what is cut: a packed file's size is not that of its text.
-            capped(self._read(file), None if part == file.size else part)
-            for file, part in zip(files, parts, strict=True)
-            if part or not file.size
-        )
-        return _with_repeats_together(capped(chain.from_iterable(texts), limit))
+        chosen = evenly(files, [file.size for file in files], limit)
+        texts = chain.from_iterable(map(self._read, chosen))
+        return _with_repeats_together(capped(texts, limit))
 
     def fingerprint(self) -> str:
         """Hash of relative names, of what shows that a file was written to, and of how it is cut.

@@ -1,26 +1,23 @@
-"""Images with classes: two sets that installed packages carry, or a folder; splits and batches."""
+"""Images with classes: two sets that installed packages carry; splits and batches."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
 import polars as pl
 from jaxtyping import Float32, Int64, UInt8
 from pydantic import Field
 
-from normattn.errors import InputError, library
-from normattn.io import expanded, open_file
+from normattn.errors import InputError, unknown
 from normattn.lab.data.batches import below, epoch_order, refuse_uneven_shares, uniforms
-from normattn.lab.data.splits import SPLITS, SplitName, Splits, SplitSettings
+from normattn.lab.data.sources import SPLITS, SplitName, Splits, SplitSettings
 
-_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp")
 _DIGITS = tuple("0123456789")
 # Shifts and orders are two streams of random numbers from one seed.
 _SHIFTS = 1 << 62
@@ -29,8 +26,7 @@ _SHIFTS = 1 << 62
 class ImageDataConfig(SplitSettings):
     """Which images, and how they are split.
 
-    - `source`: "mnist5k" (default: 5,000 digits of 28 × 28), "digits" (1,797 of 8 × 8), or a
-      folder with one folder of images per class.
+    - `source`: "mnist5k" (default: 5,000 digits of 28 × 28) or "digits" (1,797 of 8 × 8).
     - `test_fraction`, `validation_fraction`: shares of the images (default 0.2 and 0.1).
     - `seed`: decides the split (default 0).
     - `max_images`: of each split take only the first so many (default: all).
@@ -43,10 +39,7 @@ class ImageDataConfig(SplitSettings):
 
     def look(self) -> tuple[str, ...]:
         """Nothing to say; `InputError` where the source is plainly not there. None is read."""
-        if self.source in PACKAGED:
-            _packaged_file(self.source)
-        else:
-            _image_files(expanded(self.source))
+        _packaged_file(self.source)
         return ()
 
 
@@ -87,20 +80,8 @@ class ImageData(Splits[ImageSplit]):
     def shape(self) -> Shape:
         """The size of every image, and the number of classes."""
         height, width, channels = self.train.pixels.shape[1:]
-        return _shape(height, width, channels, len(self.class_names))
-
-
-def _shape(height: int, width: int, channels: int, classes: int) -> Shape:
-    return {"height": height, "width": width, "channels": channels, "classes": classes}
-
-
-class _Images(NamedTuple):
-    """All images of a source: pixels (n, height, width, channels), classes, names."""
-
-    pixels: np.ndarray
-    labels: np.ndarray
-    names: Sequence[str]
-    class_names: tuple[str, ...]
+        classes = len(self.class_names)
+        return {"height": height, "width": width, "channels": channels, "classes": classes}
 
 
 PACKAGED = {
@@ -120,32 +101,28 @@ def prepare_images(config: ImageDataConfig) -> ImageData:
     Raises `InputError` for a source that is not there, not installed or damaged, and for a split
     that stays empty.
     """
-    source = config.source
-    images = _read_package(source) if source in PACKAGED else _read_folder(expanded(source))
-    drawn = np.array([config.split_of(name) for name in images.names])
+    pixels, labels = _read_package(config.source)
+    drawn = np.array([config.split_of(str(number)) for number in range(len(pixels))])
     splits: dict[SplitName, ImageSplit] = {}
     digest = hashlib.sha256()
     for name in SPLITS:
         chosen = np.flatnonzero(drawn == name)[: config.max_images]
         if not len(chosen):
             raise InputError(
-                f"the {name} split of {source} has no image; raise its fraction or take a larger "
-                "source"
+                f"the {name} split of {config.source} has no image; raise its fraction"
             )
-        names = tuple(images.names[index] for index in chosen)
-        split = ImageSplit(name, images.pixels[chosen], images.labels[chosen], names)
+        names = tuple(map(str, chosen.tolist()))
+        split = ImageSplit(name, pixels[chosen], labels[chosen], names)
         digest.update(f"{name}|{split.pixels.shape}|{'|'.join(names)}|".encode())
         digest.update(split.pixels.tobytes() + split.labels.tobytes())
         splits[name] = split
-    return ImageData(**splits, class_names=images.class_names, fingerprint=digest.hexdigest())
+    return ImageData(**splits, class_names=_DIGITS, fingerprint=digest.hexdigest())
 
 
 def image_shape(config: ImageDataConfig) -> Shape:
-    """Size and classes of a source's images; those of a package are known without reading."""
-    if config.source not in PACKAGED:
-        return prepare_images(config).shape
-    *_, side, _ = PACKAGED[config.source]
-    return _shape(side, side, 1, len(_DIGITS))
+    """Size and classes of a source's images, which are known without reading."""
+    *_, side, _ = _packaged(config.source)
+    return {"height": side, "width": side, "channels": 1, "classes": len(_DIGITS)}
 
 
 def scaled(pixels: UInt8[np.ndarray, "m h w c"]) -> Float32[np.ndarray, "m c h w"]:
@@ -154,9 +131,15 @@ def scaled(pixels: UInt8[np.ndarray, "m h w c"]) -> Float32[np.ndarray, "m c h w
     return np.asarray(channels_first / np.float32(127.5) - np.float32(1.0))
 
 
+def _packaged(name: str) -> tuple[str, str, str, int, int]:
+    if name not in PACKAGED:
+        raise unknown("set of images", name, PACKAGED)
+    return PACKAGED[name]
+
+
 def _packaged_file(name: str) -> Path:
     """Where a set is; `InputError` where its package is not installed, or no longer has it."""
-    package, distribution, file, *_ = PACKAGED[name]
+    package, distribution, file, *_ = _packaged(name)
     spec = find_spec(package)  # Found, not imported: some packages take seconds to import.
     for folder in (spec and spec.submodule_search_locations) or ():
         if Path(folder, file).is_file():
@@ -167,60 +150,12 @@ def _packaged_file(name: str) -> Path:
     )
 
 
-def _read_package(name: str) -> _Images:
-    *_, side, top = PACKAGED[name]
+def _read_package(name: str) -> tuple[UInt8[np.ndarray, "n h w 1"], Int64[np.ndarray, "n"]]:
+    """The pixels of every image of a set, and the classes."""
+    *_, side, top = _packaged(name)
     table = pl.read_csv(_packaged_file(name), has_header=False).to_numpy().astype(np.float64)
     pixels = np.rint(table[:, :-1] * (255 / top)).astype(np.uint8).reshape(-1, side, side, 1)
-    names = [str(number) for number in range(len(pixels))]
-    return _Images(pixels, table[:, -1].astype(np.int64), names, _DIGITS)
-
-
-def _image_files(folder: Path) -> list[Path]:
-    """FOLDER/CLASS/NAME.png and so on, by name; `InputError` where there are none."""
-    paths = sorted(path for path in folder.glob("*/*") if path.suffix.lower() in _SUFFIXES)
-    if not paths:
-        problem = "holds no such image" if folder.is_dir() else "is no folder"
-        raise InputError(
-            f"the image source {folder} {problem}; expected mnist5k, digits, or a folder with one "
-            f"folder of images ({', '.join(_SUFFIXES)}) per class"
-        )
-    return paths
-
-
-def _read_folder(folder: Path) -> _Images:
-    """One folder per class: classes in the order of their names; all images of one size."""
-    paths = _image_files(folder)
-    images = [_pixels(path) for path in paths]
-    for path, image in zip(paths, images, strict=True):
-        if image.shape != images[0].shape:
-            raise InputError(
-                f"{path} is {image.shape}, but {paths[0]} is {images[0].shape}; all images must "
-                "have one size and colour mode"
-            )
-    pixels = np.stack(images)
-    class_names, labels = np.unique([path.parent.name for path in paths], return_inverse=True)
-    return _Images(
-        pixels.reshape(*pixels.shape[:3], -1),
-        labels.astype(np.int64),
-        [path.relative_to(folder).as_posix() for path in paths],
-        tuple(class_names.tolist()),
-    )
-
-
-def _pixels(path: Path) -> UInt8[np.ndarray, "h w *c"]:
-    """The pixels from 0 to 255: grey (H, W), colours (H, W, 3); transparency is left out.
-
-    Of 16 bits, 0 … 65,535 become 0 … 255: Pillow's own conversion would cut off all above 255.
-    """
-    pillow: Any = library("PIL.Image", "images need Pillow: pip install 'normattn[vision]'")
-    with open_file(path) as file:
-        try:
-            with pillow.open(file) as image:
-                if image.mode.startswith("I"):
-                    return np.rint(np.asarray(image, dtype=np.float64) / 257).astype(np.uint8)
-                return np.asarray(image.convert("L" if image.mode in ("1", "L", "LA") else "RGB"))
-        except Exception as error:  # Pillow raises whatever it likes for a damaged file
-            raise InputError(f"{path} cannot be read as an image: {error}") from error
+    return pixels, table[:, -1].astype(np.int64)
 
 
 class ImageBatches:

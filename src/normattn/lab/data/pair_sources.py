@@ -16,8 +16,17 @@ from typing import Any
 from normattn.errors import InputError
 from normattn.io import expanded, open_file, sha256_of
 from normattn.lab.data.corpora import RowFiles
-from normattn.lab.data.sources import PREFIX, Address, Corpus, Document, HubCorpus, capped, stamp
-from normattn.lab.data.splits import SPLITS, SplitName
+from normattn.lab.data.sources import (
+    PREFIX,
+    SPLITS,
+    Address,
+    Corpus,
+    Document,
+    HubCorpus,
+    SplitName,
+    capped,
+    stamp,
+)
 from normattn.lab.data.text_files import ROWS, suffix_of, text_lines, text_of
 
 _STARTS: Mapping[SplitName, tuple[str, ...]] = {
@@ -30,12 +39,12 @@ _STARTS: Mapping[SplitName, tuple[str, ...]] = {
 def parse_pairs(text: str, source: str, target: str) -> Corpus:
     """The sentence pairs that an address names: `body` or `body?option=value&…`.
 
-    `catalogues[?packages=NAME,NAME]`: messages of installed packages. `FOLDER[?test=NAME]`: files
-    `NAME.LANGUAGE`, NAME beginning with train, val (dev) or test. `FILE,FILE`, the source language
-    first. `FILE.jsonl`, `.parquet`, `.csv`, `.tsv` or `hf:NAME`: rows with a field for each
-    language, also inside `translation`. `.gz` of text and JSON lines. A document is the sentence
-    and its translation; a side may be empty. Raises `InputError` for anything else and for options
-    that the kind does not know.
+    `catalogues`: messages of two installed packages. `FOLDER[?test=NAME]`: files `NAME.LANGUAGE`,
+    NAME beginning with train, val (dev) or test. `FILE,FILE`, the source language first.
+    `FILE.jsonl`, `.parquet`, `.csv`, `.tsv` or `hf:NAME`: rows with a field for each language, also
+    inside `translation`. `.gz` of text and JSON lines. A document is the sentence and its
+    translation; a side may be empty. Raises `InputError` for anything else and for options that
+    the kind does not know.
     """
     if source == target:
         raise InputError(
@@ -45,7 +54,8 @@ def parse_pairs(text: str, source: str, target: str) -> Corpus:
     body, path = address.body, expanded(address.body)
     read = partial(_pair_row, source, target)
     if body == "catalogues":
-        return _catalogues(address.take("packages")["packages"], source, target)
+        address.take()
+        return _catalogues(source, target)
     if body.startswith(PREFIX):
         return HubCorpus(address, read, held_out=True)
     if path.is_dir():
@@ -154,7 +164,7 @@ def _files(folder: Path, language: str) -> dict[str, Path]:
 # Translation catalogues.
 
 PACKAGES = ("mercurial", "gramps")
-"""Whose catalogues are read by default: two packages that need next to nothing else."""
+"""Whose catalogues are read: two packages that need next to nothing else."""
 _MOST_WORDS, _LEAST_WORDS = 60, 3
 _FILLER = "X"
 """What stands for whatever a program fills in: `cannot open %s` becomes `cannot open X`."""
@@ -200,17 +210,10 @@ class Catalogues(Corpus):
         return " ".join(map(sha256_of, self.files))
 
 
-def _catalogues(named: str | None, source: str, target: str) -> Catalogues:
-    """Those of the packages `named`, which have a comma between them."""
+def _catalogues(source: str, target: str) -> Catalogues:
     if source != "en":
         raise InputError(f"catalogues translate from 'en'; for {source!r} give pairs of your own")
-    packages = tuple(named.split(",")) if named else PACKAGES
-    if not all(packages):
-        raise InputError(
-            f"corpus 'catalogues': the option 'packages' holds an empty name, got {named!r}; "
-            "expected names of installed packages with commas between"
-        )
-    return Catalogues(tuple(file for one in packages for file in _catalogue_files(one, target)))
+    return Catalogues(tuple(file for one in PACKAGES for file in _catalogue_files(one, target)))
 
 
 def _catalogue_files(package: str, language: str) -> Sequence[Path]:

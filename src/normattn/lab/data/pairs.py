@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
@@ -22,8 +22,7 @@ from normattn.errors import InputError
 from normattn.io import read_object, sha256_of
 from normattn.lab.data.batches import epoch_order, padded
 from normattn.lab.data.pair_sources import parse_pairs
-from normattn.lab.data.sources import Corpus, Document
-from normattn.lab.data.splits import SPLITS, SplitName, Splits, SplitSettings
+from normattn.lab.data.sources import SPLITS, Corpus, Document, SplitName, Splits, SplitSettings
 from normattn.lab.data.store import (
     ABOUT,
     Names,
@@ -37,14 +36,14 @@ from normattn.lab.data.store import (
 )
 from normattn.lab.data.tokeniser import SAMPLE_BYTES, Tokeniser, train_tokeniser
 
-FORMAT = 2
+FORMAT = 3
 """Raised whenever the same settings would give other files: old caches are then left alone."""
 PAD_ID, BOS_ID, EOS_ID = 0, 1, 2
 SPECIALS = ("<pad>", "<bos>", "<eos>")
-LEAST_VOCABULARY = 256 + len(SPECIALS)
 PADDED_TO = 8
 """Lengths are padded to a multiple of this, and rows come in multiples of it."""
 _SIDES = ("source", "target")
+TOKENISER = "tokeniser.json"
 _EMPTY, _LONG = "with an empty side", "training pairs too long"
 
 
@@ -54,8 +53,7 @@ class PairsConfig(SplitSettings):
     - `corpus`: "catalogues" (default), a folder of train/val/test files by language, two aligned
       files as "FILE,FILE", a .jsonl, .parquet, .csv or .tsv file, or "hf:NAME".
     - `source`, `target`: the languages (default en and de).
-    - `vocab_size`: entries of the byte-level BPE, the three special ones included: of the shared
-      vocabulary, or of the source's where `target_vocab_size` gives the target its own.
+    - `vocab_size`: entries of the byte-level BPE of both languages, three special ones included.
     - `test_fraction`, `validation_fraction`: shares of the pairs where the corpus has no such split
       of its own (default 0.1 and 0.05); `seed` decides which.
     - `max_length`: training pairs with more tokens on a side (its end included) are left out.
@@ -65,8 +63,7 @@ class PairsConfig(SplitSettings):
     corpus: str = "catalogues"
     source: str = "en"
     target: str = "de"
-    vocab_size: int = Field(default=4000, ge=LEAST_VOCABULARY, le=1 << 16)
-    target_vocab_size: int | None = Field(default=None, ge=LEAST_VOCABULARY, le=1 << 16)
+    vocab_size: int = Field(default=4000, ge=256 + len(SPECIALS), le=1 << 16)
     max_length: int = Field(default=100, ge=2)
     max_pairs: int | None = Field(default=None, ge=1)
 
@@ -125,14 +122,13 @@ class PairSplit:
 
 @dataclass(frozen=True)
 class PairData(Splits[PairSplit]):
-    """A corpus of sentence pairs in three splits, its tokenisers, and what was left out.
+    """A corpus of sentence pairs in three splits, its tokeniser, and what was left out.
 
-    With a shared vocabulary both tokenisers are one. `left_out` counts pairs with an empty side
-    and training pairs that are too long. `fingerprint` is a hash of the tokens and texts.
+    `left_out` counts pairs with an empty side and training pairs that are too long. `fingerprint`
+    is a hash of the tokens and texts.
     """
 
-    source_tokeniser: Tokeniser
-    target_tokeniser: Tokeniser
+    tokeniser: Tokeniser
     left_out: Mapping[str, int]
     fingerprint: str
 
@@ -146,7 +142,7 @@ class PairData(Splits[PairSplit]):
 def prepare_pairs(config: PairsConfig, cache_dir: Path | None = None) -> PairData:
     """The tokens of sentence pairs, from the cache or built into it.
 
-    Tokenisers are trained on the training side only. Pairs with the same letters in their source
+    The tokeniser is trained on the training side only. Pairs with the same letters in their source
     sentence fall into the same split where splits are drawn. `cache_dir` as for `store.prepared`.
     Raises `InputError` for pairs that are missing, not aligned or unreadable, and for a split
     without a pair.
@@ -155,11 +151,10 @@ def prepare_pairs(config: PairsConfig, cache_dir: Path | None = None) -> PairDat
     settings = config.model_dump(mode="json", exclude={"corpus"})
     decides = [FORMAT, tokenizers.__version__, SAMPLE_BYTES, corpus.fingerprint(), settings]
     folder = prepared("pairs", decides, lambda folder: _build(folder, config, corpus), cache_dir)
-    tokenisers, about = _tokenisers(folder, config, None), read_object(folder / ABOUT)
+    about = read_object(folder / ABOUT)
     return PairData(
         **{name: _load_split(folder, name) for name in SPLITS},
-        source_tokeniser=tokenisers[0],
-        target_tokeniser=tokenisers[1],
+        tokeniser=Tokeniser.load(folder / TOKENISER),
         left_out=about["left_out"],
         fingerprint=about["fingerprint"],
     )
@@ -193,7 +188,7 @@ def _build(folder: Path, config: PairsConfig, corpus: Corpus) -> None:
         if len(filled) < len(batch):
             counts[_EMPTY] += len(batch) - len(filled)
         sides = [pair.text for pair in filled], [pair.target for pair in filled]
-        encoded = [t.encode_batch(side) for t, side in zip(tokenisers, sides, strict=True)]
+        encoded = [tokeniser.encode_batch(side) for side in sides]
         for pair, here, there in zip(filled, *encoded, strict=True):
             columns = {"source": here, "target": there}
             if pair.split in ("validation", "test"):
@@ -204,7 +199,10 @@ def _build(folder: Path, config: PairsConfig, corpus: Corpus) -> None:
             elif counts["train"] != config.max_pairs:
                 yield "train", columns
 
-    tokenisers = _tokenisers(folder, config, training)
+    if not (folder / TOKENISER).exists():
+        both = (text for pair in training() for text in (pair.text, pair.target))
+        train_tokeniser(both, config.vocab_size, specials=SPECIALS).save(folder / TOKENISER)
+    tokeniser = Tokeniser.load(folder / TOKENISER)
     columns = {"source": "<u2", "target": "<u2", "texts": "u1"}
     counts = fill(folder, columns, cleaned(), encode)
     refuse_empty(folder, config.corpus, counts)
@@ -213,34 +211,12 @@ def _build(folder: Path, config: PairsConfig, corpus: Corpus) -> None:
     io.write_json(folder / ABOUT, {"left_out": left_out, "fingerprint": fingerprint})
 
 
-def _tokenisers(
-    folder: Path, config: PairsConfig, training: Callable[[], Iterator[Document]] | None
-) -> list[Tokeniser]:
-    """Those of both sides, from the folder or trained; one where they share a vocabulary."""
-    paths = [folder / f"{side}.tokeniser.json" for side in _SIDES]
-    if training is not None and not all(path.exists() for path in paths):
-        target_size = config.target_vocab_size
-        if target_size is None:
-            both = (text for pair in training() for text in (pair.text, pair.target))
-            trained = [train_tokeniser(both, config.vocab_size, specials=SPECIALS)] * 2
-        else:
-            here, there = (pair.text for pair in training()), (pair.target for pair in training())
-            trained = [
-                train_tokeniser(here, config.vocab_size, specials=SPECIALS),
-                train_tokeniser(there, target_size, specials=SPECIALS),
-            ]
-        for tokeniser, path in zip(trained, paths, strict=True):
-            tokeniser.save(path)
-    source = Tokeniser.load(paths[0])
-    return [source, source if config.target_vocab_size is None else Tokeniser.load(paths[1])]
-
-
 def _fingerprint(folder: Path, pairs: Mapping[str, int], left_out: Mapping[str, int]) -> str:
-    """A hash of the tokenisers, the numbers of pairs, their tokens and the held-out texts."""
+    """A hash of the tokeniser, the numbers of pairs, their tokens and the held-out texts."""
     counts = json.dumps({"pairs": pairs, "left_out": left_out}, indent=2) + "\n"
     digests = {"statistics.json": hashlib.sha256(counts.encode()).hexdigest()}
     for side in _SIDES:
-        digests[f"{side}.tokeniser.json"] = sha256_of(folder / f"{side}.tokeniser.json")
+        digests[f"{side}.tokeniser.json"] = sha256_of(folder / TOKENISER)
         for name in SPLITS:
             values, ends = column_digests(folder, f"{name}.{side}")
             digests |= {f"{name}.{side}.tokens": values, f"{name}.{side}.ends": ends}

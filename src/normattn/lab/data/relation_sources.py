@@ -21,13 +21,22 @@ from typing import Any
 from normattn.errors import InputError
 from normattn.io import expanded, parse_json
 from normattn.lab.data.corpora import PythonSource, RowFiles
-from normattn.lab.data.sources import PREFIX, Address, Corpus, Document, HubCorpus, capped, stamp
-from normattn.lab.data.splits import SPLITS, SplitName
+from normattn.lab.data.sources import (
+    PREFIX,
+    SPLITS,
+    Address,
+    Corpus,
+    Document,
+    HubCorpus,
+    SplitName,
+    capped,
+    stamp,
+)
 from normattn.lab.data.text_files import field_of, read_text, text_of
 
 STEMS: Mapping[SplitName, tuple[str, ...]] = {
     "train": ("train",),
-    "validation": ("dev", "valid", "validation", "val"),
+    "validation": ("dev", "validation"),
     "test": ("test",),
 }
 """What a split's file may be called, with `_triples` behind it or not."""
@@ -39,7 +48,7 @@ _HINT = 'expected {"text": "…", "triple_list": [["subject", "relation", "objec
 def parse_relations(text: str) -> Corpus:
     """The labelled documents in a folder, or of a data set of the hub (`hf:NAME`), by split.
 
-    The files of a folder are `train_triples.json`, `dev_triples.json` (or valid, validation, val)
+    The files of a folder are `train_triples.json`, `dev_triples.json` (or validation)
     and `test_triples.json`, with or without `_triples`, `.json`, `.jsonl` or `.parquet`. Raises
     `InputError` for a file that is missing or ambiguous.
     """

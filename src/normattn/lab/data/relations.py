@@ -22,8 +22,7 @@ from normattn.errors import InputError
 from normattn.io import expanded, read_object, sha256_of
 from normattn.lab.data.batches import epoch_order, padded, refuse_uneven_shares
 from normattn.lab.data.relation_sources import PythonImports, parse_relations
-from normattn.lab.data.sources import Corpus, Document
-from normattn.lab.data.splits import SPLITS, SplitName, Splits, SplitSettings
+from normattn.lab.data.sources import SPLITS, Corpus, Document, SplitName, Splits, SplitSettings
 from normattn.lab.data.store import ABOUT, Names, Ragged, Row, fill, prepared, refuse_empty, utf8
 from normattn.lab.data.tokeniser import WordPieces, train_word_pieces
 

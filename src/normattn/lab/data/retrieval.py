@@ -27,8 +27,8 @@ import numpy as np
 from jaxtyping import Bool, Int32, Int64
 
 from normattn.errors import InputError, unknown
-from normattn.lab.data.token_data import TokenData
 from normattn.lab.data.tokeniser import Tokeniser
+from normattn.lab.data.tokens import TokenData
 from normattn.lab.data.windows import choose_places, window_length
 
 TASKS = ("passkey", "multi_key", "variable_tracking", "key_value", "copy")

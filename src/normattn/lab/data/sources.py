@@ -1,22 +1,26 @@
-"""What data is read from: documents, corpora as values, addresses, the hub, limits in bytes."""
+"""What data is read from: documents, splits, corpora as values, addresses, the hub, limits."""
 
 from __future__ import annotations
 
 import hashlib
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, Literal, TypeVar, get_args
 from urllib.parse import parse_qsl
+
+from pydantic import Field, model_validator
 
 from normattn.errors import InputError, library, need
 from normattn.io import expanded, identity, stat_of
-from normattn.lab.data.splits import SPLITS, SplitName
+from normattn.settings import Settings
 
-File = TypeVar("File")
+SplitName = Literal["train", "validation", "test"]
+SPLITS: tuple[SplitName, ...] = get_args(SplitName)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -241,36 +245,22 @@ def _newest_commit(hub: Any, name: str, revision: str | None) -> str:
 # Limits.
 
 
-def shares(sizes: Sequence[int], limit: int | None, whole: int | None = None) -> list[int]:
-    """How many bytes of each of several files to read, so that `limit` comes evenly from all.
+def evenly(files: Sequence[T], sizes: Sequence[int], limit: int | None) -> list[T]:
+    """Those files, read whole, that make at most `limit` bytes, evenly from all; at least one.
 
-    Files of up to `whole` bytes (default: a sixteenth of the limit) are read whole or not: one is
-    read while what is kept lags behind its share of what was passed (error diffusion), so the
-    choice is deterministic and does not favour the start of the alphabet. Of a larger one what is
-    due with it is read, at least `whole`: one large file among small ones is cut, not passed over.
+    A file is read while what is kept lags behind its share of what was passed (error diffusion),
+    so the choice is deterministic and does not favour the start of the alphabet.
     """
-    total = sum(sizes)
+    total, seen, kept = sum(sizes), 0, 0
     if limit is None or total <= limit:
-        return list(sizes)
-    whole = max(1, limit // 16 if whole is None else whole)
-    seen = kept = 0
-    parts = []
-    for size in sizes:
-        behind = kept * total <= limit * seen
+        return list(files)
+    chosen = []
+    for file, size in zip(files, sizes, strict=True):
+        if size and kept * total <= limit * seen and kept + size <= limit:
+            kept += size
+            chosen.append(file)
         seen += size
-        due = limit * seen // total - kept
-        if size <= whole:
-            parts.append(size if behind and kept + size <= limit else 0)
-        else:
-            parts.append(min(size, due) if due >= whole else 0)
-        kept += parts[-1]
-    return parts
-
-
-def evenly(files: Sequence[File], sizes: Sequence[int], limit: int | None) -> list[File]:
-    """Those files, read whole, that make about `limit` bytes, evenly from all; at least one."""
-    parts = shares(sizes, limit, whole=max(sizes, default=0))
-    return [file for file, part in zip(files, parts, strict=True) if part] or list(files[:1])
+    return chosen or list(files[:1])
 
 
 def capped(documents: Iterable[Document], limit: int | None) -> Iterator[Document]:
@@ -288,3 +278,73 @@ def capped(documents: Iterable[Document], limit: int | None) -> Iterator[Documen
             return
         limit -= len(raw)
         yield document
+
+
+# Splits.
+
+
+class SplitSettings(Settings):
+    """How data without splits of its own is split: the base of every configuration of data.
+
+    - `test_fraction`, `validation_fraction`: shares of the items (default 0.1 and 0.05).
+    - `seed`: decides which items these are (default 0).
+    """
+
+    test_fraction: float = Field(default=0.1, ge=0, lt=1)
+    validation_fraction: float = Field(default=0.05, ge=0, lt=1)
+    seed: int = Field(default=0, ge=0, lt=1 << 63)
+
+    @model_validator(mode="after")
+    def _leaves_training_data(self) -> SplitSettings:
+        held_out = self.test_fraction + self.validation_fraction
+        if held_out >= 1:
+            raise ValueError(
+                "test_fraction and validation_fraction leave nothing to train on: they add up to "
+                f"{held_out:g} and must stay below 1"
+            )
+        return self
+
+    def look(self) -> tuple[str, ...]:
+        """What a plan says of the data before anything is done; quick, no data is prepared.
+
+        Raises `InputError` where the data, or a library that reads it, is plainly not there.
+        """
+        return ()
+
+    def split_of(self, name: str, given: Collection[SplitName] = ()) -> SplitName:
+        """The split of the item with this name; nothing is cut off for splits that are `given`."""
+        test = 0.0 if "test" in given else self.test_fraction
+        validation = 0.0 if "validation" in given else self.validation_fraction
+        return split_of(name, self.seed, test, validation)
+
+
+def split_of(name: str, seed: int, test: float, validation: float) -> SplitName:
+    """The split of the item `name`: hashed to u in [0, 1), test first, then validation.
+
+    Other items do not matter, so a corpus that grows keeps its split, and an item is in the test
+    split of every larger `test` fraction too.
+    """
+    digest = hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=8).digest()
+    u = int.from_bytes(digest, "big") / 2**64
+    if u < test:
+        return "test"
+    return "validation" if u < test + validation else "train"
+
+
+@dataclass(frozen=True)
+class Splits(Generic[T]):
+    """Data in three splits, one after another."""
+
+    train: T
+    validation: T
+    test: T
+
+    def __iter__(self) -> Iterator[T]:
+        return iter((self.train, self.validation, self.test))
+
+    def split(self, name: str) -> T:
+        """The split called `name`; `InputError` for another name."""
+        for known, split in zip(SPLITS, self, strict=True):
+            if known == name:
+                return split
+        raise InputError(f"there is no split {name!r}: expected {', '.join(SPLITS)}")

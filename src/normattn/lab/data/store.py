@@ -25,8 +25,7 @@ from pydantic import Field, ValidationError
 from normattn import io
 from normattn.errors import InputError
 from normattn.io import default_cache_dir, identity, read_object, sha256_of
-from normattn.lab.data.sources import Document
-from normattn.lab.data.splits import SPLITS, SplitName
+from normattn.lab.data.sources import SPLITS, Document, SplitName
 from normattn.locks import locked
 from normattn.settings import Settings
 
@@ -60,8 +59,7 @@ def prepared(
             problem = damage(path)
             if problem is None:
                 return path
-            problem = f"the cache {path} is damaged ({problem}); it is built again"
-            warnings.warn(problem, stacklevel=2)
+            warnings.warn(f"the cache {path} {problem}; it is built again", stacklevel=2)
         for leftover in path.parent.glob(f".{path.name}.old.*"):
             shutil.rmtree(leftover, ignore_errors=True)
         begun = path.with_name(f".{path.name}.begun")
@@ -96,7 +94,7 @@ def refuse_empty(
 
 
 def damage(path: Path) -> str | None:
-    """Say what is wrong with a prepared folder; None when it is whole.
+    """Say why a prepared folder cannot be used; None when it is whole.
 
     A file whose size, inode and times are those of the manifest is not read again; any other one,
     of a copied folder for example, must have the recorded content.
@@ -106,15 +104,16 @@ def damage(path: Path) -> str | None:
         there = {file.name for file in path.iterdir()} - {MANIFEST}
         if not expected or expected.keys() != there:
             odd = min(expected.keys() ^ there, default="nothing")
-            return f"{MANIFEST} and the folder differ in {odd}"
+            return f"is damaged ({MANIFEST} and the folder differ in {odd})"
+        if not all(isinstance(entry, list) and len(entry) == 3 for entry in expected.values()):
+            return "was written by another version of normattn"
         for name, (size, digest, state) in expected.items():
             status = (path / name).stat()
-            if status.st_size != size:
-                return f"{name} has {status.st_size:,} bytes instead of {size:,}"
-            if list(identity(status)) != state and sha256_of(path / name) != digest:
-                return f"the content of {name} has changed"
-    except (OSError, ValueError, TypeError) as error:
-        return f"{MANIFEST} or a file cannot be read: {error}"
+            same = status.st_size == size and list(identity(status)) == state
+            if not same and (status.st_size != size or sha256_of(path / name) != digest):
+                return f"is damaged (the content of {name} has changed)"
+    except (OSError, InputError) as error:
+        return f"is damaged ({error})"
     return None
 
 

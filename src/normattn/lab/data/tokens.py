@@ -1,39 +1,123 @@
-"""From a corpus to tokens in files: streamed once in bounded memory, cached, split by document."""
+"""Tokens of a corpus: streamed once in bounded memory, cached in files, split by document."""
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tokenizers
+from jaxtyping import Int64, UInt16, UInt32
 from pydantic import Field, model_validator
 
 from normattn import io
+from normattn.errors import InputError
 from normattn.io import read_object, sha256_of
-from normattn.lab.data.batches import Tiling
 from normattn.lab.data.corpora import Corpus, Document, parse_corpus
-from normattn.lab.data.splits import SPLITS, SplitName, SplitSettings
+from normattn.lab.data.sources import SPLITS, Address, SplitName, Splits, SplitSettings
 from normattn.lab.data.store import (
     ABOUT,
     Names,
     Ragged,
     Row,
+    Values,
     column_digests,
     fill,
     prepared,
     refuse_empty,
     utf8,
 )
-from normattn.lab.data.synthetic import CopyTask
-from normattn.lab.data.token_data import TokenData, TokenSplit
 from normattn.lab.data.tokeniser import SAMPLE_BYTES, SEPARATOR_ID, Tokeniser, train_tokeniser
 
 FORMAT = 4
 """Raised whenever the same settings would give other files: old caches are then left alone."""
 _TOKENISER = "tokeniser.json"
+COPY = "synthetic:copy"
+
+
+Tokens = UInt16[np.ndarray, "tokens"] | UInt32[np.ndarray, "tokens"]
+_COUNTED_AT_ONCE = 1 << 21
+
+
+@dataclass(frozen=True)
+class TokenSplit:
+    """The tokens of one split: documents one behind the other, a separator (id 0) ending each.
+
+    `tokens` (total,) is uint16 or uint32, in memory or in a file; document i stands
+    at `offsets[i]` … `offsets[i + 1]`, its separator included, and is called `names[i]`.
+    """
+
+    name: SplitName
+    tokens: Values
+    offsets: Values
+    names: Sequence[str]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    @property
+    def total(self) -> int:
+        """Tokens in all, separators included."""
+        return len(self.tokens)
+
+    @cached_property
+    def lengths(self) -> Int64[np.ndarray, "documents"]:
+        """Tokens of every document, without its separator."""
+        return np.diff(np.asarray(self.offsets)) - 1
+
+    def document(self, index: int) -> Tokens:
+        """The tokens of one document, without its separator."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"the {self.name} split has {len(self)} documents, no {index}")
+        start, stop = self.offsets[index : index + 2].tolist()
+        return np.asarray(self.tokens[start : stop - 1])
+
+    def window(self, document: int, first: int, length: int) -> Tokens:
+        """`length` tokens of a document, from its token `first` on."""
+        start = int(self.offsets[document]) + first
+        return np.asarray(self.tokens[start : start + length])
+
+    def token_counts(self, vocab_size: int) -> Int64[np.ndarray, "vocab"]:
+        """How often each token occurs, separators included."""
+        counts: np.ndarray = np.zeros(vocab_size, np.int64)
+        for start in range(0, self.total, _COUNTED_AT_ONCE):
+            part = self.tokens[start : start + _COUNTED_AT_ONCE]
+            counts += np.bincount(part, minlength=vocab_size)
+        return counts
+
+    def documents_at_least(self, length: int) -> Int64[np.ndarray, "chosen"]:
+        """The documents of at least `length` tokens (separator not counted), in order."""
+        return np.flatnonzero(self.lengths >= length).astype(np.int64)
+
+
+@dataclass(frozen=True)
+class TokenData(Splits[TokenSplit]):
+    """A corpus as tokens: three splits that share no document, and how they were made.
+
+    `vocab_size` is the configured size, the one that a model needs; the tokeniser (None for
+    generated tokens) may have fewer entries when the text was small. `fingerprint` is a hash of
+    the tokens themselves: equal on every machine that has the same text. `sources` are what the
+    text was taken from, each with its version, where the corpus says.
+    """
+
+    tokeniser: Tokeniser | None
+    vocab_size: int
+    fingerprint: str
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """A share `fraction` of the rows is a segment of `low` … `high` tokens, repeated."""
+
+    fraction: float
+    low: int
+    high: int
 
 
 class DataConfig(SplitSettings):
@@ -72,7 +156,7 @@ class DataConfig(SplitSettings):
     @property
     def synthetic(self) -> bool:
         """Whether the corpus is generated tokens instead of text."""
-        return CopyTask.claims(self.corpus)
+        return self.corpus.startswith("synthetic:")
 
     def look(self) -> tuple[str, ...]:
         """What is fetched for the corpus; `InputError` where there is none, or no reader of it."""
@@ -156,3 +240,70 @@ def _build(folder: Path, config: DataConfig, corpus: Corpus) -> None:
             digests += column_digests(folder, f"{name}.{column}")
     fingerprint = hashlib.sha256("".join(digests).encode()).hexdigest()
     io.write_json(folder / ABOUT, {"fingerprint": fingerprint})
+
+
+# Generated tokens.
+
+
+@dataclass(frozen=True)
+class CopyTask:
+    """A random segment repeated, the purest test of copying from the context.
+
+    `synthetic:copy[?low=8&high=32&tokens=1048576&documents=256&document_tokens=4097]`.
+
+    The training split is one document of `tokens` independent uniform tokens: tiled throughout
+    (`DataConfig.tiling`), every row is a fresh random segment of `low` … `high` tokens repeated.
+    Validation and test hold `documents` documents each, one such sequence of `document_tokens`
+    tokens in each. Token 0, the separator, is never drawn.
+    """
+
+    low: int = 8
+    high: int = 32
+    tokens: int = 1 << 20
+    documents: int = 256
+    document_tokens: int = 4097
+
+    @classmethod
+    def parse(cls, text: str) -> CopyTask:
+        """Read the address; `InputError` for another task, an unknown option or no number."""
+        address = Address.parse(text)
+        if address.body != COPY:
+            raise InputError(f"corpus {text!r} is unknown: the generated corpus is {COPY!r}")
+        address.take(*(field.name for field in fields(cls)))
+        for name, value in address.options.items():
+            if not (value.isascii() and value.isdigit() and 0 < len(value) < 10 and int(value)):
+                raise InputError(
+                    f"corpus {text!r}: {name} is {value!r}; expected a whole number from 1 on"
+                )
+        task = cls(**{name: int(value) for name, value in address.options.items()})
+        if task.low > task.high:
+            raise InputError(f"corpus {text!r}: expected low ≤ high")
+        return task
+
+    def token_data(self, vocab_size: int, seed: int) -> TokenData:
+        """Generate the three splits: a pure function of the task, `vocab_size` and `seed`."""
+        generator = np.random.default_rng([seed, vocab_size])
+        dtype = np.uint16 if vocab_size <= 1 << 16 else np.uint32
+        noise = generator.integers(1, vocab_size, self.tokens + 1).astype(dtype)
+        noise[-1] = 0
+        ends = np.array([0, len(noise)], dtype=np.int64)
+        train = TokenSplit("train", noise, ends, ["train"])
+        validation = self._tiled("validation", generator, vocab_size, dtype)
+        test = self._tiled("test", generator, vocab_size, dtype)
+        digest = hashlib.sha256()
+        for split in (train, validation, test):
+            digest.update(np.asarray(split.tokens, "<u4").tobytes())
+        return TokenData(train, validation, test, None, vocab_size, digest.hexdigest())
+
+    def _tiled(
+        self, name: SplitName, generator: np.random.Generator, vocab_size: int, dtype: Any
+    ) -> TokenSplit:
+        """Documents that repeat a segment each."""
+        count, length = self.documents, self.document_tokens
+        period = generator.integers(self.low, self.high + 1, count)
+        segments = generator.integers(1, vocab_size, (count, self.high))
+        rows: np.ndarray = np.zeros((count, length + 1), dtype=dtype)
+        column = np.arange(length) % period[:, None]
+        rows[:, :-1] = np.take_along_axis(segments, column, axis=1)
+        offsets = np.arange(count + 1, dtype=np.int64) * (length + 1)
+        return TokenSplit(name, rows.reshape(-1), offsets, [f"{name}-{i:05}" for i in range(count)])

@@ -17,7 +17,7 @@ from jaxtyping import Bool, Int64
 
 from normattn.errors import InputError
 from normattn.lab.data.batches import MaskedRows, Masking
-from normattn.lab.data.token_data import TokenSplit
+from normattn.lab.data.tokens import TokenSplit
 
 MOST_TOKENS = 1 << 24
 """In one window: rows of them are held at once."""

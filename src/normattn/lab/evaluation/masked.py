@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from normattn.lab.data.token_data import TokenSplit
+from normattn.lab.data.tokens import TokenSplit
 from normattn.lab.data.windows import MaskedSet
 from normattn.models.masked_lm import MaskedLM
 

@@ -288,7 +288,7 @@ class TranslationRun(ModelRun):
         texts = translate(
             model,
             split,
-            data.target_tokeniser,
+            data.tokeniser,
             Search(beam, penalty, self.evaluation.batch),
             lambda done, total: note(done, total, "translated"),
         )
@@ -308,7 +308,7 @@ def _references(
 ) -> Iterator[pl.DataFrame]:
     """Of every sentence: nats and hits of the model, nats of the unigram model."""
     scored = score_references(model, split, progress=lambda n, of: note(n, of, "references"))
-    unigram = unigram_loss(data.train, split, data.target_tokeniser.vocab_size)
+    unigram = unigram_loss(data.train, split, data.tokeniser.vocab_size)
     tokens = np.asarray(scored.tokens)
     yield sums("loss", units, np.asarray(scored.loss), tokens)
     yield sums("accuracy", units, np.asarray(scored.correct), tokens)

@@ -14,6 +14,7 @@ from normattn.errors import InputError
 from normattn.lab.data.pairs import (
     EOS_ID,
     PAD_ID,
+    TOKENISER,
     PairBatches,
     PairData,
     PairsConfig,
@@ -57,12 +58,9 @@ class TranslationConfig(ModelTrainingConfig):
 
     @classmethod
     def decided(cls, data: Any) -> dict[str, Any]:
-        """The vocabularies are those of the tokenisers."""
-        return {
-            "source_vocab": data.vocab_size,
-            "target_vocab": data.target_vocab_size or data.vocab_size,
-            "shared_vocabulary": data.target_vocab_size is None,
-        }
+        """Both languages share the tokeniser's vocabulary."""
+        size = data.vocab_size
+        return {"source_vocab": size, "target_vocab": size, "shared_vocabulary": True}
 
     @classmethod
     def suggested(cls, data: Any, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -71,7 +69,7 @@ class TranslationConfig(ModelTrainingConfig):
 
 
 class TranslationWorkload(Workload[TranslationConfig, PairData]):
-    """A translation model on sentence pairs; its tokenisers are left beside it."""
+    """A translation model on sentence pairs; its tokeniser is left beside it."""
 
     kind = "translation"
     config_class = TranslationConfig
@@ -117,9 +115,8 @@ class TranslationWorkload(Workload[TranslationConfig, PairData]):
         return round(pairs * NOMINAL_LENGTH), pairs * flops
 
     def leave(self, data: PairData, out: Path) -> None:
-        """The tokenisers."""
-        data.source_tokeniser.save(out / "source.tokeniser.json")
-        data.target_tokeniser.save(out / "target.tokeniser.json")
+        """The tokeniser."""
+        data.tokeniser.save(out / TOKENISER)
 
 
 train_translation = partial(train_workload, TranslationWorkload())

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from normattn.errors import InputError
-from normattn.lab.data.splits import SplitSettings
+from normattn.lab.data.sources import SplitSettings
 from normattn.lab.runs import RunDirectory, read_metrics
 from normattn.lab.training.config import CHANGEABLE, LoopConfig
 from normattn.lab.training.distributed import World, world
