@@ -263,7 +263,7 @@ def test_a_limit_is_spread_and_never_passed(tmp_path: Path) -> None:
     assert evenly("abcdefghij", [10] * 10, 30) == ["a", "e", "h"]
     assert evenly("ab", [100, 100], 30) == ["a"]
     assert evenly("ab", [5, 5], None) == ["a", "b"]
-    assert evenly("abc", [10, 800, 10], 82) == ["a"]
+    assert evenly("abc", [10, 800, 10], 82) == ["a", "c"]
     file = tmp_path / "one.txt"
     file.write_text("first line\nsecond line\n", encoding="utf-8")
     assert names_and_texts(file, limit=15) == [("one.txt#00000", "first line\n")]

@@ -165,6 +165,18 @@ def test_a_damaged_cache_is_named_and_built_again(tmp_path: Path, harm: str) -> 
     assert again.fingerprint == good.fingerprint
 
 
+def test_a_cache_of_another_version_is_named_and_built_again(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "text", 10)
+    good = prepare_tokens(config(folder), tmp_path / "cache")
+    manifest = cached(tmp_path / "cache") / "manifest.json"
+    stored = json.loads(manifest.read_text(encoding="utf-8"))
+    older = {name: [size, digest] for name, (size, digest, _) in stored.items()}
+    manifest.write_text(json.dumps(older), encoding="utf-8")
+    with pytest.warns(UserWarning, match=r"tokens-\w+ was written by another version of normattn;"):
+        again = prepare_tokens(config(folder), tmp_path / "cache")
+    assert again.fingerprint == good.fingerprint
+
+
 def test_a_file_that_is_cut_short_under_a_training_ends_it_with_one_sentence(
     tmp_path: Path,
 ) -> None:

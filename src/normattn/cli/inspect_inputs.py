@@ -152,8 +152,7 @@ def _sentences(config: TranslationConfig, asked: options.Inspect, model: nn.Modu
             "--length is for windows and documents; a translation model reads sentences whole"
         )
     assert isinstance(model, Translator)
-    files = (unchanged(asked.run / f"{side}.tokeniser.json") for side in ("source", "target"))
-    tokenisers = [Tokeniser.load(path) for path in files]
+    tokeniser = Tokeniser.load(unchanged(asked.run / "tokeniser.json"))
     if asked.text is None:
         split = _as_trained(prepare_pairs(config.data), asked).split("validation")
         chosen = _chosen(len(split), asked)
@@ -161,16 +160,13 @@ def _sentences(config: TranslationConfig, asked: options.Inspect, model: nn.Modu
         targets = [split.target_ids(i)[:-1] for i in chosen]
         source = f"{len(chosen)} validation pairs of {config.data.corpus}"
     else:
-        sources = [[*ids, EOS_ID] for ids in tokenisers[0].encode_batch(_lines(asked))]
+        sources = [[*ids, EOS_ID] for ids in tokeniser.encode_batch(_lines(asked))]
         hypotheses = beam_search(model, sources, beam=1)
         targets = [[BOS_ID, *candidates[0].tokens] for candidates in hypotheses]
         source = f"{len(sources)} lines of {asked.text.name} and their greedy translations"
     sides = [torch.from_numpy(padded(side, PAD_ID)[0]) for side in (sources, targets)]
     rows, width = torch.cat(sides, 1), sides[0].shape[1]
-    words = [
-        [tokeniser.decode([i]) for i in side[0]]
-        for tokeniser, side in zip(tokenisers, (sources, targets), strict=True)
-    ]
+    words = [[tokeniser.decode([i]) for i in side[0]] for side in (sources, targets)]
 
     def read(rows: Tensor) -> Any:
         # One pair at a time: nothing is padded, so that every position is a word's.
