@@ -104,14 +104,10 @@ def test_a_run_says_what_was_read(done: Path) -> None:
     assert names == {"last_segment.png", "reading_by_position.png"}
     table = (done / "table.md").read_text()
     assert "PI(factor=2)" in table
-    assert "0 of 2" in table  # pass keys
     assert "no interval" not in table
     assert "The last 16 tokens of every window are scored." in table
     assert _value(done, "unmodified", "prefill", "keys_256") == 0
     assert _value(done, "PI", "prefill", "seconds_256") > 0
-    octaves = table.split("## Loss by position")[1].split("##")[0]
-    assert "1 to 128" in octaves
-    assert "129 to 256" in octaves
 
 
 def test_the_page_is_made_of_its_measurements_alone(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from normattn.errors import InputError
 from normattn.kernels.cosines import BINS
 from normattn.lab.diagnostics import DiagnosticsProbe, collecting, inspect_model, layer_names
-from normattn.lab.diagnostics.angles import Stage, unseen_angles
+from normattn.lab.diagnostics.angles import unseen_angles
 from normattn.lab.diagnostics.attention import attention_weights
 from normattn.lab.diagnostics.inspection import by_position, cosine_counts, totals
 from normattn.lab.diagnostics.lines import DiagnosticsLine, read_diagnostics
@@ -197,35 +197,22 @@ def test_unseen_angles(text: str, distances: int) -> None:
     assert unseen_angles(ScoreSpec.parse("Baseline-NoPE", train_length=L), 8, 9) is None
 
 
-def scored(text: str) -> ScoreSpec:
-    return ScoreSpec.parse(text, train_length=L).resolve(train_length=L)
+def test_angles_that_another_score_was_trained_with() -> None:
+    """PI by 4 has seen at 4 L what the ordinary rotation has at L."""
 
+    def scored(text: str) -> ScoreSpec:
+        return ScoreSpec.parse(text, train_length=L).resolve(train_length=L)
 
-def test_angles_that_a_stage_of_training_has_seen() -> None:
-    """PI by 4 has seen at 4 L what the ordinary rotation has at L; the further stage counts."""
-    plain, stretched = scored("Baseline"), scored("Baseline-PI(factor=4)")
-
-    def first(spec: ScoreSpec, *stages: Stage) -> int:
-        new = unseen_angles(spec, 8, 100, stages=stages or None)
+    def first(spec: ScoreSpec, trained: ScoreSpec) -> int:
+        new = unseen_angles(spec, 8, 100, trained=trained)
         assert new is not None
         return next((r for r in range(100) if new[r] > 0), 100)
 
-    assert first(plain) == first(plain, Stage(plain, L)) == L
+    plain, stretched = scored("Baseline"), scored("Baseline-PI(factor=4)")
+    assert first(plain, plain) == first(stretched, stretched) == L
     # Trained with PI at L, a pair has turned a quarter as far, read as it is as with PI.
-    assert first(plain, Stage(stretched, L)) == (L - 1) // 4 + 1
-    assert first(stretched, Stage(stretched, L)) == L
-    assert first(stretched, Stage(plain, L)) == 4 * (L - 1) + 1
-    assert first(plain, Stage(plain, L), Stage(stretched, L)) == L
-    assert first(stretched, Stage(plain, L), Stage(stretched, 4 * L)) == 4 * L
-    assert first(plain, Stage(plain, L), Stage(plain, 3 * L)) == 3 * L
-    assert first(plain, Stage(scored("Baseline-NoPE"), L)) == 1
-    # Blocks of a moving spectrum each have one of their own; all start as they were trained.
-    moving = scored("Baseline-DynamicNTK")
-    assert first(moving, Stage(moving, L)) == L
-    for block in range(3):
-        seen = unseen_angles(moving, 8, (block + 1) * L, block, [Stage(moving, 3 * L)])
-        assert seen is not None
-        assert float(seen.max()) == 0
+    assert first(plain, stretched) == (L - 1) // 4 + 1
+    assert first(stretched, plain) == 4 * (L - 1) + 1
 
 
 @pytest.mark.parametrize(
@@ -287,18 +274,3 @@ def test_warnings_come_once_a_kind() -> None:
     assert "scores spread at step 2" in said[0]
     assert "scores concentrate at step 4" in said[1]
     assert "blocks." in said[1]
-
-
-def test_a_run_that_goes_on_is_not_warned_again(tmp_path: Path) -> None:
-    model, ids, said = model_of("QKNorm2020"), ids_of(1, 60), list[str]()
-    for module in model.modules():
-        if isinstance(module, Score):
-            assert module.scale is not None
-            module.scale.data.fill_(1e-6)
-    first = probed(model, DiagnosticsProbe(1, warn=said.append, run=tmp_path), 3, ids)
-    line = DiagnosticsLine.model_validate({"step": 3, **first})
-    (tmp_path / "diagnostics.jsonl").write_text(line.model_dump_json() + "\n")
-    probed(model, DiagnosticsProbe(1, warn=said.append, run=tmp_path), 4, ids)
-    assert len(said) == 1
-    probed(model, DiagnosticsProbe(1, warn=said.append, run=tmp_path), 3, ids)
-    assert len(said) == 2

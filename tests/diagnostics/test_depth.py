@@ -90,7 +90,7 @@ def test_against_plain_matrices(score: str, shared: bool) -> None:
     for name, each_text in expected.items():
         sums = np.zeros((len(names), each_text.shape[-1]))
         np.add.at(sums, place, each_text.numpy())
-        np.testing.assert_allclose(getattr(found, name), sums, rtol=0, atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(found[name], sums, rtol=0, atol=1e-6, err_msg=name)
 
 
 def test_gradients_are_those_of_the_loss() -> None:

@@ -19,25 +19,22 @@ from scipy import stats
 from torch import Tensor
 
 from normattn.errors import InputError
+from normattn.kernels.cosines import BINS
 from normattn.lab.data.windows import EvaluationSet
-from normattn.lab.diagnostics import (
-    BINS,
-    Seen,
-    count_cosines,
-    measure_mechanism,
-    rank_correlation,
-    received_attention,
-    watching,
-)
 from normattn.lab.diagnostics.keys import (
     TAIL,
+    Seen,
+    count_cosines,
     mean_direction,
     pairs_by_region,
     position_correlation,
     products_by_distance,
+    rank_correlation,
+    received_attention,
     trained_range,
+    watching,
 )
-from normattn.lab.diagnostics.mechanism import READINGS, distance_octaves
+from normattn.lab.diagnostics.mechanism import READINGS, distance_octaves, measure_mechanism
 from normattn.lab.report.view import View
 from normattn.lab.stats import Bootstrap, measurements
 from normattn.lab.studies.mechanism_report import columns, product_between, rows

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from normattn.kernels.cross_entropy import TokenScores
 from normattn.lab.data.windows import EvaluationSet
-from normattn.lab.evaluation import TokenScorer, from_logits
+from normattn.lab.evaluation.scorer import TokenScorer
 from normattn.lab.stats import Identity
 
 VOCABULARY = 16
@@ -25,6 +25,13 @@ def successor_logits(ids: Int[Tensor, "b t"]) -> Float[Tensor, "b t v"]:
     """Logits of a model that always expects the number after the one it has just read."""
     following = torch.nn.functional.one_hot((ids + 1) % VOCABULARY, VOCABULARY)
     return SURE * following.float()
+
+
+def successors(ids: Int[Tensor, "b t1"]) -> TokenScores:
+    """The scores of that model."""
+    logits, targets = successor_logits(ids[:, :-1]).double(), ids[:, 1:]
+    loss = torch.nn.functional.cross_entropy(logits.mT, targets, reduction="none")
+    return TokenScores(loss, logits.argmax(-1) == targets)
 
 
 def right_loss() -> float:
@@ -97,7 +104,7 @@ class Counter:
     """A scorer that remembers the shapes it was asked for."""
 
     def __init__(self, scorer: TokenScorer | None = None) -> None:
-        self.scorer = scorer or from_logits(successor_logits)
+        self.scorer = scorer or successors
         self.shapes: list[tuple[int, ...]] = []
 
     def __call__(self, ids: Tensor) -> TokenScores:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from normattn.errors import NormattnError
 from normattn.kernels.cross_entropy import TokenScores
-from normattn.lab.evaluation import bin_edges, evaluate_cell, from_logits, rising_edges
+from normattn.lab.evaluation.language_model import bin_edges, evaluate_cell, rising_edges
 
 from .make import (
     VOCABULARY,
@@ -23,7 +23,7 @@ from .make import (
     make_set,
     one,
     right_loss,
-    successor_logits,
+    successors,
     table,
 )
 
@@ -31,7 +31,7 @@ from .make import (
 def test_counts_are_exact_for_windows_made_by_hand() -> None:
     windows = [counting(), counting(broken_at=3), counting(broken_at=8)]
     chosen = make_set(windows)
-    found = evaluate_cell(from_logits(successor_logits), chosen, info(method="YaRN", seed=3))
+    found = evaluate_cell(successors, chosen, info(method="YaRN", seed=3))
     # Token 3 is scored at position 2, in the second bin of two positions; token 8 in the fourth.
     assert edges_of(found) == (0, 2, 4, 6, 8)
     assert set(found["statistic"]) == {"accuracy", "loss"}  # nothing is "seen" in natural text
@@ -51,7 +51,7 @@ def test_counts_are_exact_for_windows_made_by_hand() -> None:
 def test_windows_of_one_document_are_added_up() -> None:
     windows = [counting(), counting(broken_at=3), counting(broken_at=8)]
     chosen = make_set(windows, documents=["b", "a", "b"])
-    found = evaluate_cell(from_logits(successor_logits), chosen, info())
+    found = evaluate_cell(successors, chosen, info())
     assert sorted(set(found["unit"])) == ["a", "b"]
     assert table(found, "accuracy").tolist() == [[2, 1, 2, 2], [4, 4, 4, 3]]
     assert table(found, "accuracy", "of").tolist() == [[2, 2, 2, 2], [4, 4, 4, 4]]
@@ -64,7 +64,7 @@ def test_windows_of_one_document_are_added_up() -> None:
 def test_only_the_last_segment_is_scored() -> None:
     windows = [counting(broken_at=2), counting(broken_at=6)]
     chosen = make_set(windows, protocol="last_segment", train_length=4, start=4)
-    found = evaluate_cell(from_logits(successor_logits), chosen, info())
+    found = evaluate_cell(successors, chosen, info())
     assert edges_of(found) == (4, 5, 6, 7, 8)
     assert table(found, "accuracy").tolist() == [[1, 1, 1, 1], [1, 0, 1, 1]]
     assert table(found, "accuracy", "of").tolist() == [[1, 1, 1, 1]] * 2
@@ -75,7 +75,7 @@ def test_seen_tokens_are_those_whose_answer_stands_earlier() -> None:
     segments = [1, 2, 3, 5, 8]
     windows = [generator.permutation(VOCABULARY)[np.arange(21) % period] for period in segments]
     chosen = make_set(windows, protocol="repeated", segments=segments)
-    found = evaluate_cell(from_logits(successor_logits), chosen, info())
+    found = evaluate_cell(successors, chosen, info())
     # By copying distance: each window has one, of all that it has seen.
     by_distance = found.filter(statistic="accuracy_by_distance", axis="distance")
     found = found.filter(axis="position")

@@ -11,7 +11,7 @@ from polars.testing import assert_frame_equal
 
 from normattn.kernels.cross_entropy import TokenScores
 from normattn.lab.data.windows import EvaluationSet
-from normattn.lab.evaluation import evaluate_run
+from normattn.lab.evaluation.language_model import evaluate_run
 from normattn.lab.stats.measurements import sorted_rows
 from normattn.models.causal_lm import CausalLM
 from normattn.models.config import CausalLMConfig

@@ -15,7 +15,7 @@ from normattn.errors import NormattnError
 from normattn.kernels.cross_entropy import TokenScores
 from normattn.lab.data import CopyTask, RetrievalSet, TokenData, retrieval_set
 from normattn.lab.data.retrieval import DEPTHS, PASSAGE, TASKS
-from normattn.lab.evaluation import evaluate_retrieval
+from normattn.lab.evaluation.retrieval import evaluate_retrieval
 from normattn.lab.stats import MeasurementStore, measurements
 
 from .make import Counter, info, one, table

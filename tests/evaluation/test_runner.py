@@ -8,17 +8,12 @@ import polars as pl
 import pytest
 import torch
 from polars.testing import assert_frame_equal
-from torch import Tensor, nn
+from torch import nn
 
 from normattn.errors import InputError
 from normattn.lab.data.windows import EvaluationSet
-from normattn.lab.evaluation import (
-    TokenScorer,
-    evaluate_run,
-    from_causal_lm,
-    from_logits,
-    weights_digest,
-)
+from normattn.lab.evaluation.language_model import evaluate_run
+from normattn.lab.evaluation.scorer import ModelScorer, weights_digest
 from normattn.lab.stats import MeasurementStore, measurements
 from normattn.models.causal_lm import CausalLM
 from normattn.models.config import CausalLMConfig
@@ -66,12 +61,9 @@ def _assert_equal(found: list[pl.DataFrame], expected: list[pl.DataFrame]) -> No
         )
 
 
-@pytest.mark.parametrize("wrap", [from_causal_lm, from_logits])
-def test_scorers_agree_with_plain_cross_entropy(
-    model: CausalLM, wrap: Callable[[CausalLM], TokenScorer]
-) -> None:
+def test_scores_agree_with_plain_cross_entropy(model: CausalLM) -> None:
     ids = torch.from_numpy(np.random.default_rng(1).integers(0, 16, (3, 21)))
-    scores = wrap(model)(ids)
+    scores = ModelScorer(model)(ids)
     model.eval()
     with torch.no_grad():
         logits = model(ids[:, :-1]).double()
@@ -82,32 +74,16 @@ def test_scorers_agree_with_plain_cross_entropy(
     assert not scores.loss.requires_grad
 
 
-@pytest.mark.parametrize("wrap", [from_causal_lm, from_logits])
-def test_each_submodules_mode_is_restored(
-    model: CausalLM, wrap: Callable[[CausalLM], TokenScorer]
-) -> None:
+def test_each_submodules_mode_is_restored(model: CausalLM) -> None:
     model.train()
     next(model.children()).eval()
     before = [part.training for part in model.modules()]
-    scorer = wrap(model)
+    scorer = ModelScorer(model)
     scorer(torch.zeros((1, 5), dtype=torch.int64))
     assert [part.training for part in model.modules()] == before
     with pytest.raises(InputError):  # a token outside the vocabulary
         scorer(torch.full((1, 5), 99))
     assert [part.training for part in model.modules()] == before
-
-
-def test_any_callable_is_scored_one_window_at_a_time() -> None:
-    shapes = []
-
-    def logits(ids: Tensor) -> Tensor:
-        shapes.append(tuple(ids.shape))
-        return torch.zeros(*ids.shape, 4)
-
-    scores = from_logits(logits)(torch.zeros((3, 600), dtype=torch.int64))
-    assert shapes == [(1, 599)] * 3
-    assert scores.loss.shape == (3, 599)
-    torch.testing.assert_close(scores.loss, torch.full((3, 599), float(np.log(4))))
 
 
 def test_bf16_scores_are_close_and_another_evaluation(model: CausalLM, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 from polars.testing import assert_frame_equal
 
 from normattn.errors import InputError
-from normattn.lab.evaluation import evaluate_cell
+from normattn.lab.evaluation.language_model import evaluate_cell
 from normattn.lab.stats import MeasurementStore, measurements
 
 from .make import Counter, counting, info, make_set

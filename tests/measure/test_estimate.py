@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from measure.make import counted, identity
 from normattn.errors import InputError
+from normattn.lab.report.view import View, bin_points
 from normattn.lab.stats import (
     Bootstrap,
     Estimate,
     Sums,
-    by_bin,
     contrast,
     estimate,
     gathered,
@@ -29,9 +29,9 @@ from normattn.lab.stats import (
 )
 from normattn.lab.stats.arrays import left_out, on_common_sets
 from normattn.lab.stats.bootstrap import DRAWN_AT_ONCE
-from normattn.lab.stats.metrics import Metric, accuracy, crossing, loss, median
+from normattn.lab.stats.metrics import Metric, crossing, median
 
-ACCURACY = accuracy()
+ACCURACY = Metric("accuracy")
 
 
 def of(frame: object, row: str) -> Sums:
@@ -66,7 +66,7 @@ def test_rounding_is_no_spread() -> None:
     assert len({b - a for a, b in zip(nats, rows["B"], strict=True)}) > 1
     frame = joined([counted(row, s, rows[row], [1.0] * 5, "loss") for row in rows for s in (0, 1)])
     sums = {row: gathered(frame, "loss", {"row": row}) for row in rows}
-    gap = contrast([(1.0, sums["B"]), (-1.0, sums["A"])], loss().value)  # type: ignore[list-item]
+    gap = contrast([(1.0, sums["B"]), (-1.0, sums["A"])], Metric("loss").value)  # type: ignore[list-item]
     assert (gap.value, gap.low, gap.high, gap.p) == (0.7, None, None, None)
     trained = of_seeds({0: 0.1 + 0.2, 1: 0.3})
     assert (trained.value, trained.low, trained.p) == (0.3, None, None)
@@ -180,11 +180,9 @@ def test_every_bin_by_itself() -> None:
     rows = sums(
         "accuracy", ["a", "b"], [[1, 0], [3, 0]], [[4, 0], [4, 0]], axis="position", edges=[0, 1, 2]
     )
-    frame = identified(identity(), [rows])
-    found = by_bin(of(frame, "A"), ACCURACY)
-    assert found[0] is not None
-    assert found[0].value == 50.0
-    assert found[1] is None
+    view = View(identified(identity(), [rows]))
+    (point,) = bin_points(view, ACCURACY, {}, lambda bin_: bin_[3])
+    assert (point.x, point.value) == (1.0, 50.0)
 
 
 def coverage(seeds: int, of_seeds: float, of_units: float, of_both: float, rounds: int) -> float:
@@ -247,7 +245,7 @@ def test_quantiles_of_a_histogram_are_linear_within_a_bin() -> None:
 
 
 def test_losses_have_their_digits_and_direction() -> None:
-    assert (loss().digits, loss().unit) == (3, "nats")
+    assert (Metric("loss").digits, Metric("loss").unit) == (3, "nats")
     assert Estimate(1.0).as_json()["low"] is None
 
 

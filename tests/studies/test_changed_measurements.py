@@ -84,3 +84,17 @@ def test_changed_settings(
     stored["config"][setting] = value
     (folder / "config.json").write_text(json.dumps(stored))
     _report(folder, capsys)
+
+
+def test_a_bug_of_the_library_is_no_fault_of_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "window-laptop"
+    measurements.write(folder / measurements.FILE, _copy("window-laptop", folder))
+
+    def broken(*given: object, **named: object) -> None:
+        raise NameError("name 'nobody' is not defined")
+
+    monkeypatch.setattr("normattn.lab.studies.base.context", broken)
+    with pytest.raises(NameError, match="nobody"):
+        main(["report", str(folder), "--out", str(folder / "again")])

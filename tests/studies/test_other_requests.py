@@ -230,7 +230,7 @@ def test_rows_rates_and_sizes_can_be_chosen(encoders: str) -> None:
     rates = {run.row: run.training_config.optimiser.lr for run in _encoders(made)}
     assert rates["PostLN"] == rates["RealFormer-from-PostLN"] == 0.25
     assert rates["PreLN"] != 0.25
-    assert "large" not in dict(made.facts)["sizes"]
+    assert "large" not in {run.size for run in _encoders(made)}
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,7 @@ from normattn.lab.report.page import PageContext, context
 from normattn.lab.report.tables import Filled
 from normattn.lab.report.view import View
 from normattn.lab.stats import Bootstrap, Identity, fact, identified, joined, sums
-from normattn.lab.studies.realformer import STUDY
-from normattn.lab.studies.realformer_report import Setting, grid
+from normattn.lab.studies.realformer import STUDY, Setting, grid
 from normattn.lab.studies.realformer_runs import by_layer
 
 DOCUMENTS = tuple(f"d{n:02}" for n in range(30))
@@ -50,16 +49,12 @@ def encoder(
     hits: float,
     seed: int = 0,
     size: str = "small",
-    *,
-    dim: int = 8,
-    steps: int = 10,
-    entropy: float = 2.0,
-    gradient: float = 1.0,
+    parameters: int = 800,
 ) -> pl.DataFrame:
     """A row of the table: `hits` and a little noise of each document's 100 tokens are right.
 
     Exits miss 20, 13, 7 and 0 tokens more; the stream's variance of layer n is n/2, entropy falls
-    by 0.1 a layer, and layer n's gradient is n · `gradient`, all but for a little noise.
+    by 0.1 a layer, and layer n's gradient is n, all but for a little noise.
     """
     # Of each size its own: a gain that is the same in every document has no interval.
     correct = hits + noise(seed, hash_of(row if size == "small" else f"{row}, {size}")) / 10
@@ -68,8 +63,8 @@ def encoder(
     exits = correct[:, None] - np.array([20, 13, 7, 0])
     stream = np.pad(layers + small, ((0, 0), (1, 0)))
     batches = [f"batch {n:04}" for n in range(3)]
-    norms = gradient * layers + small[:3]
-    facts = {"layers": LAYERS, "dim": dim, "parameters": 100 * dim, "planned_steps": steps}
+    norms = layers + small[:3]
+    facts = {"parameters": parameters, "planned_steps": 10}
     return joined(
         [
             identified(who(row, seed, "masked", size=size), scored(correct, 300.0 - correct)),
@@ -78,10 +73,9 @@ def encoder(
                 [
                     *by_layer("exit_accuracy", DOCUMENTS, exits, TOKENS),
                     *by_layer("variance", DOCUMENTS, stream, WINDOWS, first=0),
-                    *by_layer("entropy", DOCUMENTS, 2 * (entropy - layers / 10) + small, WINDOWS),
+                    *by_layer("entropy", DOCUMENTS, 2 * (2 - layers / 10) + small, WINDOWS),
                     *by_layer("agreement", DOCUMENTS, 1 + small[:, 1:], WINDOWS, first=2),
                     *by_layer("agreement_mean", DOCUMENTS, 1 + small[:, 1:], WINDOWS, first=2),
-                    *by_layer("gradients", batches, norms, np.ones(3)),
                     *by_layer("gradients_start", batches, norms, np.ones(3)),
                 ],
             ),
@@ -153,8 +147,6 @@ def test_rows_pool_their_seeds_and_statistics_are_ratios_of_sums() -> None:
     assert (gap.seeds, itself) == ((1,), "–")
     assert column(made["table"], "seeds") == ["1", "0, 1"]
     assert [each.value for each in column(made["table"], "planned_steps")] == [10, 10]
-    assert [each.value for each in column(made["settings"], "dim")] == [8, 8]
-    assert column(made["settings"], "placement") == ["PreLN", "PostLN"]
     assert "30 documents, 3,000 hidden tokens" in made["table"].notes[0]
     assert "unigram baseline has a loss of 2.800" in made["table"].notes[0]
 
@@ -163,7 +155,7 @@ def test_a_claim_counts_only_beyond_its_interval() -> None:
     rows = {"PostLN": 40, "RealFormer": 46, "PreLN": 46, "ReZero": 52}
     parts = [encoder(row, hits, seed) for row, hits in rows.items() for seed in SEEDS]
     parts += [
-        encoder(row, 30, seed, "wide", dim=16)
+        encoder(row, 30, seed, "wide", parameters=1600)
         for row in ("PostLN", "RealFormer", "PreLN")
         for seed in SEEDS
     ]

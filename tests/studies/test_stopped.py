@@ -172,7 +172,6 @@ def _qknorm(sweep: Sweep) -> None:
     assert [row["row"] for row in found["rates"]] == ["Baseline ×1", "Baseline ×8"]
     assert found["rates"][0]["loss"]["units"] == 6
     assert found["rates"][1]["largest_logit"]["value"] > 0
-    assert 0 < found["rates"][1]["last_entropy_share"]["value"] <= 1
     assert [row["row"] for row in found["vision"]] == ["QKBatchNorm ×1", "QKBatchNorm ×2"]
     measured = measurements.read(sweep.out / PAGE / measurements.FILE)
     tested = select(measured, {"protocol": "images", "statistic": "accuracy"})

@@ -13,7 +13,6 @@ from normattn.lab.data.pairs import PairData, prepare_pairs
 from normattn.lab.training.tasks.translation import (
     TranslationConfig,
     TranslationWorkload,
-    epochs,
 )
 
 
@@ -44,7 +43,6 @@ def task_of(config: TranslationConfig, data: PairData, shards: int) -> Any:
 
 def test_shards_add_up_to_the_batch(settings: dict[str, Any]) -> None:
     config, data = made(settings)
-    assert epochs(config, data) > 2
     weights = task_of(config, data, 1).model.state_dict()
     found = []
     for shards in (1, 8):

@@ -81,7 +81,7 @@ def _tokenising(corpus: Path) -> Callable[[], int]:
 def _scoring(score: str, tokens: int) -> Callable[[], int]:
     import torch
 
-    from normattn.lab.evaluation.scorer import from_causal_lm
+    from normattn.lab.evaluation.scorer import ModelScorer
     from normattn.models import CausalLM, CausalLMConfig
     from normattn.score import ScoreSpec
 
@@ -92,7 +92,7 @@ def _scoring(score: str, tokens: int) -> Callable[[], int]:
             CausalLMConfig(vocab_size=8000, dim=32, layers=1, heads=1, train_length=64, score=spec)
         )
         ids = torch.randint(8000, (1, tokens + 1))
-        scores = from_causal_lm(model)(ids)
+        scores = ModelScorer(model)(ids)
         return int(scores.loss.shape != (1, tokens) or not scores.loss.isfinite().all())
 
     return work

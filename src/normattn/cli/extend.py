@@ -29,7 +29,7 @@ from normattn.hf import extend, load, token_scorer
 from normattn.hf.native import take_record
 from normattn.hf.tiny_model import read_configuration, small_model
 from normattn.io import expanded, write_directory
-from normattn.lab.evaluation import weights_digest
+from normattn.lab.evaluation.scorer import weights_digest
 from normattn.lab.report.terminal import Bar, say
 from normattn.lab.report.view import View
 from normattn.lab.runs import RunDirectory

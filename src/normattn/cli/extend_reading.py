@@ -25,8 +25,9 @@ from normattn.lab.data.corpora import parse_corpus
 from normattn.lab.data.retrieval import RetrievalSet
 from normattn.lab.data.tokeniser import cut_runs
 from normattn.lab.data.windows import EvaluationSet
-from normattn.lab.evaluation import TokenScorer, evaluate_cell, evaluate_retrieval
-from normattn.lab.evaluation.scorer import identity, recalling
+from normattn.lab.evaluation.language_model import evaluate_cell
+from normattn.lab.evaluation.retrieval import evaluate_retrieval
+from normattn.lab.evaluation.scorer import Remembering, TokenScorer, identity
 from normattn.lab.runs.environment import peak, resident
 from normattn.lab.stats import Identity, digest, fact, identified, joined
 from normattn.lab.studies.extend import KIND, PEAK, PREFILL, SECONDS
@@ -214,9 +215,9 @@ class Reader:
     def _text(self, unit: Unit, whose: Identity) -> pl.DataFrame:
         settings, device = self.settings, self.model.device
         sets = self.texts.sets(unit.window, unit.length, settings.train_length, settings.segment)
-        scorer_of, seconds = recalling(self.scorer, sets), list[float]()
+        scorer, seconds = Remembering(self.scorer), list[float]()
         with peak(device, self._resident) as grown, _timed(self.model, seconds):
-            frames = [evaluate_cell(scorer_of(each), each, whose) for each in sets]
+            frames = [evaluate_cell(scorer, each, whose) for each in sets]
         window = sets[0].documents[0]
         costs = [fact(SECONDS, seconds[0], unit=window)]
         costs += [fact(PEAK, most, unit=window) for most in grown]

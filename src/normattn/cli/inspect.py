@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,8 @@ from normattn.hf import extend, load
 from normattn.hf.model_parts import known_length, model_parts
 from normattn.hf.observe import observable, observe_layers, paths
 from normattn.io import read_object, write_json
-from normattn.lab.diagnostics import Collector, collecting, layer_names
+from normattn.lab.diagnostics import Collector, collecting
 from normattn.lab.diagnostics import inspect_model as measure_attention
-from normattn.lab.diagnostics.angles import Stage
 from normattn.lab.diagnostics.attention import MOST_TOKENS, attention_weights
 from normattn.lab.diagnostics.inspection import Collecting
 from normattn.lab.diagnostics.lines import read_diagnostics
@@ -35,7 +33,7 @@ from normattn.lab.report.view import View
 from normattn.lab.runs import RunDirectory, require_finished
 from normattn.lab.stats import Identity, identified, joined, sums
 from normattn.lab.studies.inspect import DRAWN, KEY, KIND, QUERY, STUDY, TRAINING, sharpest
-from normattn.lab.training import LoopConfig, TrainingConfig
+from normattn.lab.training import TrainingConfig
 from normattn.lab.training.distributed import choose_device
 from normattn.models.config import StackConfig, TranslatorConfig
 from normattn.models.pretrained import load_any
@@ -53,7 +51,8 @@ class Subject:
     """A model with what it reads, whose it is, and where the page goes.
 
     `paths` names the attention modules of a model of transformers, which `collect` observes.
-    `training` are measurements made while it trained.
+    `training` are measurements made while it trained. `reach`: whether attention beyond the
+    training length is measured.
     """
 
     model: nn.Module
@@ -63,6 +62,7 @@ class Subject:
     collect: Collecting
     paths: Mapping[Any, Any] | None = None
     training: pl.DataFrame | None = None
+    reach: bool = True
 
 
 def inspect_model(asked: options.Inspect) -> None:
@@ -155,24 +155,11 @@ def _finished(asked: options.Inspect, using: ExitStack) -> Subject:
         inputs,
         replace(whose, train_length=trained),
         asked.out or run / "inspection",
-        _collecting(model, config),
+        collecting,
         training=_training(run),
+        # A continued run has met further distances and angles than its model's training length.
+        reach=not (isinstance(config, TrainingConfig) and config.continued),
     )
-
-
-def _collecting(model: nn.Module, config: LoopConfig) -> Collecting:
-    """The collector; of a run that continued it knows with what method, and at which length."""
-    if not isinstance(config, TrainingConfig) or config.continued is None:
-        return collecting
-    shape, continued = config.model, config.continued
-    started = continued.saved(shape).score
-    went_on = shape.score.with_method(continued.method).resolve(train_length=shape.train_length)
-    of = ((started, shape.train_length), (went_on, config.sequence_length))
-    stages = {
-        score: [Stage(spec.layer(layer, shape.layers), length) for spec, length in of]
-        for layer, score in enumerate(layer_names(model))
-    }
-    return partial(collecting, stages=stages)
 
 
 def _training(run: Path) -> pl.DataFrame:
@@ -254,6 +241,7 @@ def _measured(subject: Subject, asked: options.Inspect) -> pl.DataFrame:
             model,
             inputs.rows.to(next(model.parameters()).device),
             bins=asked.bins,
+            reach=subject.reach,
             cosines=asked.cosines,
             tokens_per_batch=asked.max_tokens,
             read=inputs.read,

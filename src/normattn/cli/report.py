@@ -97,21 +97,21 @@ def _of_one_study(places: Sequence[Path], out: Path, named: str | None) -> Part 
 
 @contextmanager
 def _unusable(places: Sequence[Path], study: Study) -> Iterator[None]:
-    """Raise `InputError` where a report of the library cannot be made of what these folders hold.
+    """Raise `InputError` for measurements that no report of the library can be made of.
 
-    Files whose digests are right can hold labels, factors and settings that no study wrote, and no
-    list of checks would name them all.
+    Files whose digests are right can hold labels and numbers that no study wrote, which then are
+    not found, or no numbers. What else fails is a bug, and stays one.
     """
     try:
         yield
-    except (NormattnError, OSError, MemoryError):
+    except NormattnError:
         raise
-    except Exception as error:
+    except (LookupError, ValueError, ArithmeticError, pl.exceptions.PolarsError) as error:
         if study.source is not None:
             raise
         raise InputError(
-            f"{', '.join(map(str, places))} does not hold the settings and measurements that a "
-            f"report of {study.name} is made of: {type(error).__name__}: {error}"
+            f"{', '.join(map(str, places))} does not hold the measurements that a report of "
+            f"{study.name} is made of: {type(error).__name__}: {error}"
         ) from error
 
 
@@ -154,9 +154,13 @@ def _configuration(folder: Path) -> tuple[Mapping[str, Any], str | None]:
             )
         return {}, None
     stored = read_object(file)
-    if not isinstance(stored.get("config"), dict):
+    config = stored.get("config")
+    if not isinstance(config, dict):
         raise InputError(f"{file} is damaged: expected a kind and a config")
-    return stored["config"], str(stored.get("kind"))
+    for name, kind in (("preset", str), ("changed", dict), ("asked", list)):
+        if not isinstance(config.get(name, kind()), kind):
+            raise InputError(f"{file} is damaged: {name} is {config[name]!r:.40} there")
+    return config, str(stored.get("kind"))
 
 
 def _registered(name: str, source: Path) -> Study:

@@ -42,7 +42,7 @@ def train_or_plan(asked: options.Train) -> None:
     if asked.plan:
         return
     with keep_pages():
-        result = train_causal(config, asked.out, probes=diagnostics_probes(config, asked.out))
+        result = train_causal(config, asked.out, probes=diagnostics_probes(config))
     ended = f"loss {result.loss:.4f} after {result.steps:,} steps"
     tell(f"{ended}; the model is in {asked.out / 'model'}", console)
 

@@ -6,8 +6,6 @@ Legend: R distances, P pairs of features that turn.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
@@ -17,43 +15,26 @@ from normattn.score import ScoreSpec
 from normattn.score.parts import RotaryPosition, rope_frequencies
 
 
-@dataclass(frozen=True)
-class Stage:
-    """The score that a layer was trained with for a while, and the tokens of a sequence then."""
-
-    spec: ScoreSpec
-    length: int
-
-
 def unseen_angles(
     spec: ScoreSpec,
     head_dim: int,
     distances: int,
     block: int = 0,
-    stages: Sequence[Stage] | None = None,
+    trained: ScoreSpec | None = None,
 ) -> Float[Tensor, " r"] | None:
     """For every distance r = 0 … R − 1 the share of pairs of features at an angle never trained.
 
     Pair m turns by θ_m·ρ(r), where θ are the frequencies of a score (those of query rows block·L …
     where they move) and ρ the relative position that it makes of r. In training it has seen those
-    up to the largest of r < L, over all `stages`, or all angles if that goes round the circle.
-    `spec` is what reads now, `stages` what was trained: by default its trained parts alone, at
-    their L. None where nothing turns, or no training length is known.
+    up to the largest of r < L, or all angles if that goes round the circle. `spec` is what reads
+    now, `trained` what was trained (default: its trained parts alone). None where nothing turns, or
+    no training length is known.
     """
     length = spec.train_length
     if not isinstance(spec.position, RotaryPosition) or length is None:
         return None
     angle = _turns(spec, head_dim, distances, block)
-    seen = angle.new_zeros(angle.shape[-1])
-    for stage in (Stage(spec.trained, length),) if stages is None else stages:
-        if isinstance(stage.spec.position, RotaryPosition):
-            size = stage.length
-            if stage.spec.blockwise:
-                assert stage.spec.train_length is not None
-                size = stage.spec.train_length
-            for number, first in enumerate(range(0, stage.length, size)):
-                until = min(stage.length, first + size)
-                seen = seen.maximum(_turns(stage.spec, head_dim, until, number).amax(0))
+    seen = _turns(spec.trained if trained is None else trained, head_dim, length, 0).amax(0)
     # Rounding must not make a new angle of the last one that was seen.
     new = (angle % (2 * math.pi) > seen * (1 + 1e-9) + 1e-9) & (seen < 2 * math.pi)
     return new.double().mean(-1)

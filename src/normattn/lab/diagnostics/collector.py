@@ -19,7 +19,7 @@ from normattn.kernels import AttentionInputs
 from normattn.kernels.cosines import BINS
 from normattn.kernels.statistics import AttentionStatistics, LayerSums
 from normattn.kernels.stats import observing
-from normattn.lab.diagnostics.angles import Stage, unseen_angles
+from normattn.lab.diagnostics.angles import unseen_angles
 from normattn.lab.diagnostics.lines import LayerLine
 from normattn.lab.stats import sums
 from normattn.score import Score
@@ -62,8 +62,7 @@ def _rows(
 class Collector(AttentionStatistics):
     """Statistics of a model's layers, as lines and as rows of the measurements table.
 
-    `reach` asks for attention beyond the training length. `stages` say how scores were trained that
-    were not trained as they were built. The rest as in `AttentionStatistics`.
+    `reach` asks for attention beyond the training length. The rest as in `AttentionStatistics`.
     """
 
     def __init__(
@@ -72,10 +71,9 @@ class Collector(AttentionStatistics):
         edges: Sequence[int] | None = None,
         reach: bool = False,
         cosines: bool = False,
-        stages: Mapping[Score, Sequence[Stage]] | None = None,
     ) -> None:
         super().__init__(names, edges, cosines)
-        self.reach, self.stages = reach, stages or {}
+        self.reach = reach
 
     def functions(self, inputs: AttentionInputs) -> Tensor | None:
         """Distances beyond the training length, and at unseen angles, where any can be."""
@@ -88,9 +86,8 @@ class Collector(AttentionStatistics):
             return None
         most = max(int(mask.query.max()), int(mask.key.max())) + 1
         functions = {"beyond": (torch.arange(most) >= length).double()}
-        stages = self.stages.get(score, (Stage(score.built, length),))
         block = int(mask.query.min()) // length
-        angles = unseen_angles(spec, score.head_dim, most, block, stages)
+        angles = unseen_angles(spec, score.head_dim, most, block, score.built)
         if angles is not None:
             functions["angle"] = angles
         self.wanted = list(functions)
@@ -165,16 +162,15 @@ def collecting(
     *,
     reach: bool = False,
     cosines: bool = False,
-    stages: Mapping[Score, Sequence[Stage]] | None = None,
 ) -> Iterator[Collector]:
     """Collect what the layers of `model` do while inside, for any number of forward passes.
 
-    `reach`, `cosines` and `stages` as `Collector` has them. Nothing stays behind. A compiled model
+    `reach` and `cosines` as `Collector` has them. Nothing stays behind. A compiled model
     runs uncompiled meanwhile: a compiled graph cannot be looked into. Raises `InputError` for a
     model without any `Score`.
     """
     names = named_layers(model)
-    collector = Collector(names, edges, reach, cosines, stages)
+    collector = Collector(names, edges, reach, cosines)
     with ExitStack() as stack:
         for score in names:
             for side, (name, norm) in enumerate(

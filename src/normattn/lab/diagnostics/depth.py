@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -26,9 +25,14 @@ SAMPLED = 16
 """Queries of a text whose attention is compared between layers."""
 
 
-@dataclass(frozen=True)
-class DepthSums:
-    """Sums over the texts of each document, in the order of `document_of`'s numbers.
+def measure_depth(
+    model: MaskedLM,
+    texts: MaskedSet,
+    document_of: NDArray[np.int64],
+    tokens_per_batch: int = 4096,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> dict[str, Array]:
+    """Sums over the texts of each document; text w is of document `document_of[w]`.
 
     `variance` (D, N + 1): the variance of the residual stream over its features, mean over tokens;
     first what the first layer reads, then each layer's output. `entropy` (D, N): of attention, in
@@ -37,25 +41,9 @@ class DepthSums:
     queries spread evenly over the text and over heads, head h compared with head h;
     `agreement_mean`: the same of the attention that is the mean over heads, for which their order
     does not matter.
-    """
 
-    variance: Array
-    entropy: Array
-    agreement: Array
-    agreement_mean: Array
-
-
-def measure_depth(
-    model: MaskedLM,
-    texts: MaskedSet,
-    document_of: NDArray[np.int64],
-    tokens_per_batch: int = 4096,
-    progress: Callable[[int, int], None] = lambda done, total: None,
-) -> DepthSums:
-    """Read `texts`, text w of document `document_of[w]`; dropout is off meanwhile.
-
-    Entropy is the kernels' statistic, without any T × S matrix; attention is computed again for
-    the sampled queries only. `tokens_per_batch` bounds memory.
+    Dropout is off meanwhile. Entropy is the kernels' statistic, without any T × S matrix; attention
+    is computed again for the sampled queries only. `tokens_per_batch` bounds memory.
     """
     layers, count = model.config.layers, int(document_of.max()) + 1
     device = next(model.parameters()).device
@@ -70,7 +58,7 @@ def measure_depth(
         for name, values in by_layer.found.items():
             np.add.at(sums[name], document_of[rows], torch.stack(values, -1).cpu().numpy())
         progress(min(rows.stop, len(texts)), len(texts))
-    return DepthSums(**sums)
+    return sums
 
 
 def layer_gradients(

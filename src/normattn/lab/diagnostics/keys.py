@@ -183,24 +183,17 @@ def pairs_by_region(
 
     Of pairs their count; of attention Σ_i Σ_j α_ij over the queries at i ≥ L = `length` alone,
     which are those that can see a distance never trained. `inside` is each head's `trained_range`.
-    Computed in blocks of query rows, cosines in float64: no (T, S) matrix is kept.
     """
-    mask, every = seen.inputs.visibility, slice(None)
     q, k = (normalize(x.double(), dim=-1) for x in (seen.inputs.q, seen.inputs.k))
-    heads, queries = q.shape[1], q.shape[2]
-    k = k.repeat_interleave(heads // k.shape[1], 1).transpose(-1, -2)
     pairs = q.new_zeros(*q.shape[:2], len(REGIONS))
     attention = torch.zeros_like(pairs)
-    head = torch.arange(heads, device=q.device)[:, None, None]
-    for first in range(0, queries, _ROWS):
-        rows = slice(first, min(first + _ROWS, queries))
-        bin_of = (q[:, :, rows] @ k).clamp(-1, 1).add_(1).mul_(BINS / 2).long()
+    head = torch.arange(q.shape[1], device=q.device)[:, None, None]
+    for rows, cosines, distance, visible in _pairs(seen, q, k):
+        bin_of = cosines.clamp(-1, 1).add_(1).mul_(BINS / 2).long()
         outside = (~inside).double()[head, bin_of.clamp_(max=BINS - 1)]
-        far = _aligned(mask.distance(rows, every) >= length)
-        hidden = mask.hidden(rows, every)
-        visible = torch.ones_like(far) if hidden is None else _aligned(~hidden)
-        pairs += _by_region(visible.expand(outside.shape), outside, far)
-        late = _aligned((mask.query[..., rows] >= length)[..., None])
+        far = _aligned(distance >= length)
+        pairs += _by_region(visible, outside, far)
+        late = _aligned((seen.inputs.visibility.query[..., rows] >= length)[..., None])
         weights = attention_of(seen.inputs, torch.arange(rows.start, rows.stop, device=q.device))
         attention += _by_region(weights.double() * late, outside, far)
     return pairs, attention
@@ -213,23 +206,33 @@ def products_by_distance(
     """Σ q_i · k_j over the visible pairs by their distance i − j, and how many pairs those are.
 
     Bin n holds the distances from edges[n] to edges[n + 1] − 1. The products are logits before
-    biases and caps. Computed in blocks of query rows, in float64.
+    biases and caps.
     """
-    mask, every = seen.inputs.visibility, slice(None)
     q, k = seen.inputs.q.double(), seen.inputs.k.double()
-    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(-1, -2)
     total = q.new_zeros(*q.shape[:2], len(edges) - 1)
     count = torch.zeros_like(total)
-    for first in range(0, q.shape[2], _ROWS):
-        rows = slice(first, min(first + _ROWS, q.shape[2]))
-        products = q[:, :, rows] @ k
-        distance, hidden = mask.distance(rows, every), mask.hidden(rows, every)
-        visible = torch.ones_like(products) if hidden is None else _aligned(~hidden)
+    for _, products, distance, visible in _pairs(seen, q, k):
         for n in range(len(edges) - 1):
             held = _aligned((distance >= edges[n]) & (distance < edges[n + 1])) * visible
             total[..., n] += (products * held).sum((-1, -2))
-            count[..., n] += held.expand(products.shape).sum((-1, -2))
+            count[..., n] += held.sum((-1, -2))
     return total, count
+
+
+def _pairs(
+    seen: Seen, q: Float[Tensor, "b h t d"], k: Float[Tensor, "b g s d"]
+) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+    """Blocks of query rows: which, their products q kᵀ, distances i − j, 1 where a key is seen.
+
+    No (T, S) matrix is kept.
+    """
+    mask, every = seen.inputs.visibility, slice(None)
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(-1, -2)
+    for first in range(0, q.shape[2], _ROWS):
+        rows = slice(first, min(first + _ROWS, q.shape[2]))
+        products, hidden = q[:, :, rows] @ k, mask.hidden(rows, every)
+        visible = torch.ones_like(products) if hidden is None else _aligned(~hidden)
+        yield rows, products, mask.distance(rows, every), visible.expand(products.shape)
 
 
 def _aligned(flags: Tensor) -> Float[Tensor, "b h r s"]:

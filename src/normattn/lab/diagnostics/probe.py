@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from normattn.errors import InputError
 from normattn.lab.diagnostics.collector import collecting
-from normattn.lab.diagnostics.lines import LayerLine, read_diagnostics
+from normattn.lab.diagnostics.lines import LayerLine
 from normattn.terminal import warn
 
 CONCENTRATED = 0.02
@@ -24,11 +23,10 @@ class DiagnosticsProbe:
     """Every `every` steps a line of every layer's attention, in RUN/diagnostics.jsonl.
 
     It looks on while the step runs; there is no second forward. A line is `{"step": …, "layers":
-    {name: LayerLine}}`, of this process's share of the batch. Once a run and kind it warns on
+    {name: LayerLine}}`, of this process's share of the batch. Once a kind it warns on
     stderr: where a head's mean H / ln n is below 0.02 (scores concentrate), and, after a fifth of
-    the steps, where one is above 0.99 (they spread). `run` is the run's directory: what its earlier
-    lines gave cause to say is not said again when the run resumes. Raises `InputError` for an
-    `every` below 1.
+    the steps, where one is above 0.99 (they spread). Raises
+    `InputError` for an `every` below 1.
     """
 
     name = "diagnostics"
@@ -37,15 +35,13 @@ class DiagnosticsProbe:
         self,
         every: int,
         warn: Callable[[str], None] = lambda text: warn(text),
-        run: Path | None = None,
     ) -> None:
         if every < 1:
             raise InputError(f"diagnostics look every 1 or more steps, got {every}")
         self.every = every
         self._warn = warn
-        self._warned: set[str] | None = None
+        self._warned: set[str] = set()
         self._steps = 0
-        self._run = run
 
     def due(self, step: int, steps: int) -> bool:
         """The first step, every so many, and the last."""
@@ -59,12 +55,6 @@ class DiagnosticsProbe:
 
             def read() -> Mapping[str, Any]:
                 layers = collector.lines()
-                if self._warned is None:
-                    earlier = [] if self._run is None else read_diagnostics(self._run)
-                    before = [line for line in earlier if line.step < step]
-                    self._warned = {
-                        kind for line in before for kind in self._causes(line.layers, line.step)
-                    }
                 for kind, cause in self._causes(layers, step).items():
                     if kind not in self._warned:
                         self._warned.add(kind)

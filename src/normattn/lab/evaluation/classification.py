@@ -12,7 +12,6 @@ import torch
 from jaxtyping import Bool, Float32
 from torch.nn import functional as F
 
-from normattn.errors import library
 from normattn.lab.data.batches import padded
 from normattn.lab.data.images import ImageSplit
 from normattn.lab.data.relations import RelationData, RelationSplit, one_hot
@@ -90,31 +89,6 @@ def tune_threshold(predictions: Predictions) -> tuple[float, float]:
     return best, scores[best]
 
 
-def f1_scores(predictions: Predictions, threshold: float) -> tuple[float, float]:
-    """Micro and macro F1 (0 … 1) by torchmetrics, where a label's probability ≥ `threshold`.
-
-    Macro is the mean over the labels that are true or predicted anywhere. Raises `InputError`
-    where torchmetrics is not installed.
-    """
-    metric = _torchmetrics().multilabel_f1_score
-    # Decided here, not by the metric's own threshold: > and ≥ would differ on a tie.
-    predicted = torch.from_numpy((predictions.probabilities >= threshold).astype(np.int64))
-    true = torch.from_numpy(predictions.true.astype(np.int64))
-    # The metric wants two labels at least: one that never occurs counts for nothing.
-    labels = max(2, true.shape[1])
-    predicted, true = (F.pad(part, (0, labels - part.shape[1])) for part in (predicted, true))
-    micro = metric(predicted, true, num_labels=labels, average="micro")
-    by_label = metric(predicted, true, num_labels=labels, average="none").view(labels)
-    there = (predicted + true).sum(0) > 0
-    macro = by_label[there].mean() if bool(there.any()) else torch.zeros(())
-    return float(micro), float(macro)
-
-
-def check_metrics() -> None:
-    """Raise `InputError` now, not after the training, where torchmetrics is not installed."""
-    _torchmetrics()
-
-
 def evaluate_classifier(
     model: Classifier,
     data: RelationData,
@@ -128,21 +102,18 @@ def evaluate_classifier(
 
     Of a document: the counts behind F1, a bin for each label (sum = 2 · rightly predicted, of =
     predicted + true), and its loss in nats. Of the model, under the protocol "training": its
-    parameters, the threshold, micro F1 (0 … 1) on the development set, and torchmetrics' F1.
+    parameters, the threshold, and micro F1 (0 … 1) on the development set.
     """
     settings: dict[str, Any] = {"max_tokens": max_tokens, "precision": precision}
     development = predict(model, data.split("validation"), data.pad, **settings)
     threshold, reached = tune_threshold(development)
     split = data.split("test")
     predictions = predict(model, split, data.pad, **settings, progress=progress)
-    micro, macro = f1_scores(predictions, threshold)
     who = replace(identity, split="test", data=data.fingerprint, weights=weights_digest(model))
     facts = {
         "parameters": parameter_count(model),
         "threshold": threshold,
         "development_micro_f1": reached,
-        "micro_f1": micro,
-        "macro_f1": macro,
     }
     return joined(
         [
@@ -166,14 +137,6 @@ def document_sums(
         sums("f1", documents, hits, marked, axis="class", edges=labels),
         sums("loss", documents, predictions.loss, np.ones(len(predictions.loss))),
     ]
-
-
-def _torchmetrics() -> Any:
-    return library(
-        "torchmetrics.functional.classification",
-        "torchmetrics, which computes F1, is not installed; "
-        "`pip install 'normattn[eval]'` brings it",
-    )
 
 
 def measure_images(

@@ -20,12 +20,12 @@ from normattn.lab.data.windows import EvaluationSet
 from normattn.lab.evaluation.retrieval import evaluate_retrieval
 from normattn.lab.evaluation.scorer import (
     AnySet,
+    ModelScorer,
     Precision,
+    Remembering,
     TokenScorer,
     batches,
-    from_causal_lm,
     identity,
-    recalling,
     rows_within,
     scores_from,
     weights_digest,
@@ -190,7 +190,6 @@ def evaluate_run(
     if factor is None:
         factor = max(evaluation_set.length for evaluation_set in evaluation_sets) / train_length
     weights = weights_digest(model)
-    scorer = from_causal_lm(model, precision)
     own = model.config.score.resolve(train_length=train_length)
     measured: list[pl.DataFrame] = []
     for method in methods:
@@ -206,14 +205,14 @@ def evaluate_run(
             split=split,
             factors=factors or {},
         )
-        scorer_of = recalling(scorer, evaluation_sets)
+        scorer = Remembering(ModelScorer(model, precision))
         how: Any = {"store": store, "tokens_per_batch": tokens_per_batch}
         with nullcontext() if spec == own else model.using(spec):
             for chosen in evaluation_sets:
                 measure: Any = (
                     evaluate_retrieval if isinstance(chosen, RetrievalSet) else evaluate_cell
                 )
-                rows: pl.DataFrame = measure(scorer_of(chosen), chosen, whose, **how)
+                rows: pl.DataFrame = measure(scorer, chosen, whose, **how)
                 measured.append(rows)
                 if on_measured is not None:
                     on_measured(rows)

@@ -1,20 +1,17 @@
 """What the protocols ask of a model: the loss and the correctness of every next token.
 
-Also whose measurement it is, and scorers that read windows once which several protocols share.
+Also whose measurement it is, and a scorer that reads windows once which several protocols share.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
-import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor, nn
 
 from normattn.errors import InputError
@@ -31,15 +28,17 @@ TokenScorer = Callable[[Tensor], TokenScores]
 
 Precision = Literal["fp32", "bf16", "fp16"]
 
-_ROWS = 256  # logits rows turned into log-probabilities at a time
-
 
 @dataclass(frozen=True)
 class ModelScorer:
-    """A `CausalLM` as a scorer; see `from_causal_lm`."""
+    """Scores with a `CausalLM`, which streams its head: tokens × vocabulary never exists whole.
+
+    The model is in evaluation mode and without gradient while it scores; every submodule's mode is
+    then as it was. `precision` "bf16" or "fp16" scores under autocast.
+    """
 
     model: CausalLM
-    precision: Precision
+    precision: Precision = "fp32"
 
     def __call__(self, ids: Int[Tensor, "b t1"], first: int = 0) -> TokenScores:
         """The scores of the tokens ids[:, first + 1:]."""
@@ -48,50 +47,35 @@ class ModelScorer:
             return self.model.token_scores(ids.to(device), first)
 
 
-def from_causal_lm(model: CausalLM, precision: Precision = "fp32") -> TokenScorer:
-    """Score with a `CausalLM`, which streams its head: tokens × vocabulary never exists whole.
+@dataclass(frozen=True)
+class Remembering:
+    """Asks `scorer` once for a batch of windows that stands in several sets.
 
-    The model is in evaluation mode and without gradient while it scores; every submodule's mode is
-    then as it was. `precision` "bf16" or "fp16" scores under autocast.
+    The longest natural text, the last segment behind the longest context and the text that is read
+    by position are the same windows where the same number of them is asked for. The scores, 5 bytes
+    a token, are the very numbers that `scorer` gave. The model must not change meanwhile.
     """
-    return ModelScorer(model, precision)
+
+    scorer: TokenScorer
+    _known: dict[bytes, tuple[int, TokenScores]] = field(default_factory=dict)
+
+    def __call__(self, ids: Int[Tensor, "b t1"], first: int = 0) -> TokenScores:
+        """The scores of the tokens ids[:, first + 1:]."""
+        key = hashlib.sha256(repr(tuple(ids.shape)).encode() + ids.numpy().tobytes()).digest()
+        if key not in self._known or self._known[key][0] > first:
+            # A model's head reads no other tokens than those that are wanted.
+            start = first if isinstance(self.scorer, ModelScorer) else 0
+            self._known[key] = start, scores_from(self.scorer, ids, start)
+        start, scores = self._known[key]
+        return TokenScores(scores.loss[:, first - start :], scores.correct[:, first - start :])
 
 
 def scores_from(scorer: TokenScorer, ids: Int[Tensor, "b t1"], first: int) -> TokenScores:
-    """The scores of the tokens ids[:, first + 1:] alone; a model's head reads no others."""
-    if isinstance(scorer, ModelScorer):
+    """The scores of the tokens ids[:, first + 1:] alone."""
+    if isinstance(scorer, ModelScorer | Remembering):
         return scorer(ids, first)
     scores = scorer(ids)
     return TokenScores(scores.loss[:, first:], scores.correct[:, first:])
-
-
-def from_logits(
-    logits_of: Callable[[Tensor], Tensor], precision: Precision = "fp32"
-) -> TokenScorer:
-    """Score with any callable from ids (b, T) to logits (b, T, V), one window at a time.
-
-    A window's logits are turned into losses in float32, 256 rows at a time. A module is put into
-    evaluation mode while it scores and its mode restored.
-    """
-
-    def of_window(ids: Int[Tensor, "1 t1"]) -> tuple[Tensor, Tensor]:
-        logits: Float[Tensor, "t v"] = logits_of(ids[:, :-1])[0]
-        pairs = zip(torch.split(logits, _ROWS), torch.split(ids[0, 1:], _ROWS), strict=True)
-        loss, correct = [], []
-        for part, target in pairs:
-            loss.append(nn.functional.cross_entropy(part.float(), target, reduction="none"))
-            correct.append(part.argmax(dim=-1) == target)
-        return torch.cat(loss), torch.cat(correct)
-
-    def score(ids: Int[Tensor, "b t1"]) -> TokenScores:
-        mode = without_dropout(logits_of) if isinstance(logits_of, nn.Module) else nullcontext()
-        module = logits_of if isinstance(logits_of, nn.Module) else nn.Module()
-        device = next((p.device for p in module.parameters()), ids.device)
-        with mode, torch.no_grad(), autocast(device, precision):
-            scored = [of_window(window.to(device)) for window in torch.split(ids, 1)]
-        return TokenScores(*(torch.stack(each) for each in zip(*scored, strict=True)))
-
-    return score
 
 
 def autocast(device: torch.device, precision: Precision) -> torch.autocast:
@@ -140,46 +124,3 @@ def weights_digest(module: nn.Module) -> str:
         # Viewed as bytes because numpy knows no bfloat16.
         digest.update(value.reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
-
-def recalling(scorer: TokenScorer, sets: Sequence[AnySet]) -> Callable[[AnySet], TokenScorer]:
-    """Scorers of `sets` that ask `scorer` once for windows that stand in several of them.
-
-    To be asked once for each set, in the order in which they are read. The longest natural text,
-    the last segment behind the longest context and the text that is read by position are the same
-    windows where the same number of them is asked for. Their scores, 5 bytes a token, are kept
-    until the last of these sets is read; they are the very numbers that `scorer` gave. The model
-    must not change meanwhile.
-    """
-    left = Counter(_text(chosen) for chosen in sets)
-    kept: dict[str, TokenScorer] = {}
-
-    def scorer_of(chosen: AnySet) -> TokenScorer:
-        text = _text(chosen)
-        left[text] -= 1
-        if left[text]:
-            return kept.setdefault(text, _remembering(scorer))
-        return kept.pop(text, scorer)
-
-    return scorer_of
-
-
-def _remembering(scorer: TokenScorer) -> TokenScorer:
-    """A scorer that remembers every batch."""
-    known: dict[bytes, TokenScores] = {}
-
-    def score(ids: Int[Tensor, "b t1"]) -> TokenScores:
-        key = hashlib.sha256(repr(tuple(ids.shape)).encode() + ids.numpy().tobytes()).digest()
-        if key not in known:
-            known[key] = scorer(ids)
-        return known[key]
-
-    return score
-
-
-def _text(chosen: AnySet) -> str:
-    """What identifies the windows of a set; only those of whole texts recur."""
-    if not isinstance(chosen, EvaluationSet):
-        return chosen.fingerprint
-    windows = np.ascontiguousarray(chosen.windows, dtype="<i8")
-    return hashlib.sha256(repr(windows.shape).encode() + windows.tobytes()).hexdigest()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,46 +20,32 @@ from normattn.models.translator import Translator
 from normattn.models.utils import without_dropout
 
 HOPELESS = 1e6
+Array = NDArray[np.float64]
 Progress = Callable[[int, int], None]
 """Told how many sentences are done, of how many."""
 
 
-@dataclass(frozen=True)
-class Search:
-    """Beam search: `beam` hypotheses at a time, (5 + |Y|)^α/6^α with α = `length_penalty`."""
+class Counted(NamedTuple):
+    """What sacrebleu counts in each sentence for a metric, (N, counts), and its signature."""
 
-    beam: int = 4
-    length_penalty: float = 0.6
-    batch: int = 64
-
-
-@dataclass(frozen=True)
-class ReferenceScores:
-    """Of every sentence's reference: summed loss in nats, tokens predicted right, tokens."""
-
-    loss: tuple[float, ...]
-    correct: tuple[int, ...]
-    tokens: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class CorpusCounts:
-    """What sacrebleu counts in each sentence for BLEU and chrF, its scores and its signatures."""
-
-    bleu: tuple[tuple[int, ...], ...]
-    chrf: tuple[tuple[int, ...], ...]
-    scores: tuple[float, float]
-    signatures: tuple[str, str]
+    counts: Array
+    signature: str
 
 
 def translate(
     model: Translator,
     split: PairSplit,
     tokeniser: Tokeniser,
-    search: Search = Search(),
+    *,
+    beam: int = 4,
+    length_penalty: float = 0.6,
+    batch: int = 64,
     progress: Progress = lambda done, total: None,
 ) -> list[str]:
     """The best translation of every sentence of `split`, as text, in its order.
+
+    By beam search: `beam` hypotheses at a time, ranked by log p / ((5 + |Y|)/6)^α with α =
+    `length_penalty`, `batch` sentences together.
 
     Sentences are translated in the order of their lengths, so that a batch wastes little; a
     sentence's translation does not depend on the others.
@@ -67,14 +53,14 @@ def translate(
     order = np.argsort(split.source.lengths, kind="stable").tolist()
     texts = [""] * len(split)
     with torch.inference_mode(), without_dropout(model):
-        for part in batches(len(order), search.batch):
+        for part in batches(len(order), batch):
             chosen = order[part]
             translations = beam_search(
                 model,
                 [split.source_ids(index) for index in chosen],
-                beam=search.beam,
-                length_penalty=search.length_penalty,
-                batch=search.batch,
+                beam=beam,
+                length_penalty=length_penalty,
+                batch=batch,
             )
             for index, hypotheses in zip(chosen, translations, strict=True):
                 ids = [token for token in hypotheses[0].tokens if token > EOS_ID]
@@ -88,15 +74,16 @@ def score_references(
     split: PairSplit,
     tokens_per_batch: int = 4096,
     progress: Progress = lambda done, total: None,
-) -> ReferenceScores:
-    """Each reference read word by word, every token predicted from those before it.
+) -> tuple[Array, Array, Array]:
+    """Of every sentence's reference: summed loss in nats, tokens predicted right, tokens.
 
+    Each is read word by word, every token predicted from those before it.
     `tokens_per_batch` bounds the padded tokens that are scored at once (memory, never a result
     beyond rounding). A sentence whose loss is not finite, as a model that fell apart may give,
     counts as `HOPELESS` nats.
     """
     device = next(model.parameters()).device
-    loss, correct, tokens = ([0.0] * len(split), [0] * len(split), [0] * len(split))
+    loss, correct, tokens = (np.zeros(len(split)) for _ in range(3))
     done = 0
     with torch.inference_mode(), without_dropout(model):
         for chosen in _groups(split.source.lengths + split.target.lengths, tokens_per_batch):
@@ -105,14 +92,13 @@ def score_references(
                 for ids_of in (split.source_ids, split.target_ids)
             )
             scores = model.token_scores(source, target)
-            nats = scores.loss.double().sum(-1).nan_to_num(HOPELESS, HOPELESS).tolist()
-            hits = scores.correct.sum(-1).tolist()
-            counts = (target[:, 1:] != PAD_ID).sum(-1).tolist()
-            for index, *values in zip(chosen, nats, hits, counts, strict=True):
-                loss[index], correct[index], tokens[index] = values
+            nats = scores.loss.double().sum(-1).nan_to_num(HOPELESS, HOPELESS)
+            loss[chosen] = nats.cpu().numpy()
+            correct[chosen] = scores.correct.sum(-1).cpu().numpy()
+            tokens[chosen] = (target[:, 1:] != PAD_ID).sum(-1).cpu().numpy()
             done += len(chosen)
             progress(done, len(split))
-    return ReferenceScores(tuple(loss), tuple(correct), tuple(tokens))
+    return loss, correct, tokens
 
 
 def _groups(lengths: NDArray[np.int64], tokens: int) -> Iterator[list[int]]:
@@ -140,10 +126,10 @@ def unigram_loss(train: PairSplit, split: PairSplit, vocab_size: int) -> NDArray
     return np.asarray(words + nats[EOS_ID])
 
 
-def corpus_counts(translations: Sequence[str], references: Sequence[str]) -> CorpusCounts:
-    """BLEU and chrF by sacrebleu, and the counts of every sentence behind them.
+def corpus_counts(translations: Sequence[str], references: Sequence[str]) -> dict[str, Counted]:
+    """What sacrebleu counts for BLEU ("bleu") and chrF ("chrf").
 
-    Raises `InputError` where sacrebleu is not installed and where the numbers differ.
+    Raises `InputError` where sacrebleu is not installed and where the numbers of sentences differ.
     """
     if len(translations) != len(references):
         raise InputError(
@@ -153,14 +139,11 @@ def corpus_counts(translations: Sequence[str], references: Sequence[str]) -> Cor
         "sacrebleu.metrics",
         "BLEU and chrF need sacrebleu, which is not installed: pip install 'normattn[translation]'",
     )
-    counts, scores, signatures = [], [], []
-    for metric in (metrics.BLEU(), metrics.CHRF()):
-        result = metric.corpus_score(list(translations), [list(references)])
+    counted = {}
+    for name, metric in (("bleu", metrics.BLEU()), ("chrf", metrics.CHRF())):
+        score = metric.corpus_score(list(translations), [list(references)])
         # sacrebleu's own resampling works on these rows; it has no public name for them.
         rows = metric._extract_corpus_statistics(list(translations), [list(references)])
-        counts.append(tuple(tuple(int(n) for n in row) for row in rows))
-        scores.append(float(result.score))
-        signatures.append(f"{result.name}|{metric.get_signature()}")
-    return CorpusCounts(
-        counts[0], counts[1], (scores[0], scores[1]), (signatures[0], signatures[1])
-    )
+        signature = f"{score.name}|{metric.get_signature()}"
+        counted[name] = Counted(np.asarray(rows, np.float64), signature)
+    return counted

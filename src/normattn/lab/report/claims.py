@@ -72,33 +72,18 @@ class Claim:
 
 @dataclass(frozen=True)
 class Finding:
-    """A claim decided; `p` is corrected for all claims of its report, None where not tested.
-
-    `alone`: whether it would be decided as the report's only claim. `simultaneous` is its interval
-    at 1 − (1 − level)/tested claims (Bonferroni); None of a difference without an error, and where
-    seeds are too few.
-    """
+    """A claim decided; `p` is corrected for all claims of its report, None where not tested."""
 
     claim: Claim
     difference: Estimate
     p: float | None
     verdict: Verdict
-    alone: bool = False
-    simultaneous: tuple[float, float] | None = None
 
     @property
     def size(self) -> str:
         """The difference in words."""
         interval = self.claim.test is None or self.difference.low is not None
         return shown(self.difference, self._digits, signed=True, interval=interval)
-
-    @property
-    def together(self) -> str:
-        """The simultaneous interval in words."""
-        if self.simultaneous is None:
-            return "–"
-        words = shown(Estimate(0.0, *self.simultaneous), self._digits, signed=True)
-        return words[words.index("[") :]
 
     @property
     def _digits(self) -> int:
@@ -122,8 +107,6 @@ class Finding:
             return f"{few} seed{'s' * (few > 1)} on both sides; {SEEDS} are needed"
         if least is None:
             return "no interval"
-        if self.alone:
-            return "significant only before the correction"
         if self.p is None:
             return "no spread: all documents and seeds agree"
         return f"smallest detectable effect ±{least:.3g}; ±{self.claim.matters:g} would matter"
@@ -134,8 +117,7 @@ def explained(findings: Sequence[Finding]) -> str:
     many, tested = len(findings), sum(finding.p is not None for finding in findings)
     return (
         f"{many} claim{'s' * (many > 1)}, {tested} of them tested. p is corrected for the number "
-        "of tested claims (Holm). Each difference has its own 95 % interval in brackets. The "
-        "simultaneous intervals hold all differences together in 95 of 100 cases (Bonferroni). "
+        "of tested claims (Holm). Each difference has its own 95 % interval in brackets. "
         f"“Confirmed” and “contradicted” need p ≤ {1 - Bootstrap.level:.2f}, of scores also "
         f"{SEEDS} seeds on both sides. With fewer seeds, or an interval too wide to show what "
         "would matter, a claim is “inconclusive”. Any other is “not confirmed”. A claim of no "
@@ -164,14 +146,10 @@ def decide(claims: Sequence[Claim], view: View) -> list[Finding]:
     families = [number for number, sides in enumerate(hypotheses) for _ in sides]
     adjusted = iter(holm([p for sides in hypotheses for _, p in sides], families))
     level = 1 - view.bootstrap.level
-    share = level / max(1, len(set(families)))
     findings = []
     for (claim, estimate), sides in zip(known, hypotheses, strict=True):
         corrected = [(verdict, next(adjusted)) for verdict, _ in sides]
-        verdict, p, alone = _verdict(claim, estimate, corrected, level)
-        alone = alone or any(own <= level for _, own in sides)
-        interval = estimate.interval(1 - share) if sides else None
-        findings.append(Finding(claim, estimate, p, verdict, alone, interval))
+        findings.append(Finding(claim, estimate, *_verdict(claim, estimate, corrected, level)))
     return findings
 
 
@@ -192,13 +170,13 @@ def _hypotheses(claim: Claim, estimate: Estimate) -> list[tuple[Verdict, float]]
 
 def _verdict(
     claim: Claim, estimate: Estimate, sides: Sequence[tuple[Verdict, float]], level: float
-) -> tuple[Verdict, float | None, bool]:
-    """(the first verdict whose denial is rejected, its corrected p, whether there is one)."""
+) -> tuple[float | None, Verdict]:
+    """(its corrected p, the first verdict whose denial is rejected)."""
     if not sides:
-        return "inconclusive", None, False
+        return None, "inconclusive"
     for verdict, p in sides:
         if p <= level and (estimate.value or claim.margin):
-            return verdict, p, True
+            return p, verdict
     least, width = min(p for _, p in sides), estimate.half_width
     wide = claim.matters is not None and width is not None and width > claim.matters
-    return "inconclusive" if wide else "not confirmed", least, False
+    return least, "inconclusive" if wide else "not confirmed"

@@ -2,7 +2,7 @@
 
 `report.html` is for reading, `table.md` for a repository, `table.json` and a CSV of each table for
 programs, `measurements.parquet` for making all of them again. report.html is self-contained: it
-loads nothing and needs no network. Tables sort and filter in the browser; figures are Vega-Lite
+loads nothing and needs no network. Tables sort in the browser; figures are Vega-Lite
 charts, drawn there by the Vega code that the file carries. Equal contexts give equal bytes.
 """
 
@@ -112,7 +112,6 @@ def _claims(findings: Sequence[Finding], key: str, title: str = "") -> Filled:
     shown: dict[str, Callable[[Finding], Cell]] = {
         "claim": lambda finding: Cell(finding.claim.sentence),
         "difference": lambda finding: Cell(finding.size, finding.difference),
-        "simultaneous": lambda finding: Cell(finding.together),
         "p": lambda finding: Cell(finding.probability),
         "seeds": lambda finding: Cell(str(len(finding.difference.seeds) or "–")),
         "remark" if title else "verdict": lambda finding: Cell(decided(finding)),
@@ -131,7 +130,6 @@ def page_json(page: PageContext) -> str:
             "source": finding.claim.source,
             "measured": finding.claim.measured,
             "difference": finding.difference.as_json(),
-            "simultaneous": finding.simultaneous,
             "p": finding.p,
             "verdict": finding.verdict,
         }

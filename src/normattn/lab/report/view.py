@@ -17,8 +17,8 @@ from normattn.lab.stats import (
     Estimate,
     Metric,
     Sums,
-    by_bin,
     contrast,
+    estimate,
     gathered,
     select,
 )
@@ -139,7 +139,7 @@ def _of_bins(sums: Sums | None, bins: Bins | None) -> Sums | None:
         return bins(sums)
     if isinstance(bins, tuple):
         return sums.between(*bins)
-    return sums.at(bins if isinstance(bins, slice) else list(bins))
+    return sums.at(bins)
 
 
 def bin_points(
@@ -149,8 +149,12 @@ def bin_points(
     sums = view.sums(metric.name, where)
     if sums is None:
         return ()
-    bins = zip(sums.bins, by_bin(sums, metric, view.bootstrap), strict=True)
-    return tuple(Point.of(float(x(bin_)), value) for bin_, value in bins if value is not None)
+    points = []
+    for place, bin_ in enumerate(sums.bins):
+        value = estimate(sums.at(slice(place, place + 1)), metric, view.bootstrap)
+        if math.isfinite(value.value):
+            points.append(Point.of(float(x(bin_)), value))
+    return tuple(points)
 
 
 def points(view: View, metric: Metric, where: Iterable[tuple[float, Where]]) -> tuple[Point, ...]:

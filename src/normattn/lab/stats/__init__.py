@@ -4,7 +4,6 @@ from normattn.lab.stats.arrays import Sums, gathered, select
 from normattn.lab.stats.bootstrap import Bootstrap
 from normattn.lab.stats.estimate import (
     Estimate,
-    by_bin,
     contrast,
     estimate,
     holm,
@@ -24,7 +23,6 @@ __all__ = [
     "Metric",
     "SHORTEST",
     "Sums",
-    "by_bin",
     "collected",
     "contrast",
     "digest",

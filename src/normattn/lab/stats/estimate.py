@@ -69,13 +69,6 @@ class Estimate:
             return None
         return float(_student(self.df, self.value - bound, self.stderr, Bootstrap.level)["p"])
 
-    def interval(self, level: float) -> tuple[float, float] | None:
-        """Student's interval at another level; None without an error."""
-        if self.stderr is None or self.df is None:
-            return None
-        made = _student(self.df, self.value, self.stderr, level)
-        return made["low"], made["high"]
-
     @property
     def above_zero(self) -> bool:
         """Whether the whole interval lies above 0."""
@@ -124,21 +117,6 @@ def contrast(
     rounding = ROUNDING * sum(abs(float(term[0])) for term in whole)
     every: Array = np.add.reduce(resampled)
     return _estimated(paired[0][1], np.add.reduce(whole), every, rounding, drawn.level)
-
-
-def by_bin(sums: Sums, metric: Metric, bootstrap: Bootstrap | None = None) -> list[Estimate | None]:
-    """The metric of every bin by itself, each with its interval; None where nothing counted."""
-    drawn = bootstrap or Bootstrap()
-    totals = sums.numerator.sum(1), sums.denominator.sum(1)
-    draws = drawn.sums(sums.numerator), drawn.sums(sums.denominator)
-    results = []
-    for n in range(len(sums.bins)):
-        own, resampled = ([part[..., [n]] for part in pair] for pair in (totals, draws))
-        theta = _with_mean(metric.value(*own, *own))
-        spread = _with_mean(metric.value(*resampled, *own))
-        rounding = ROUNDING * abs(float(theta[0]))
-        results.append(_estimated(sums.at([n]), theta, spread, rounding, drawn.level))
-    return [result if np.isfinite(result.value) else None for result in results]
 
 
 def _estimated(

@@ -8,17 +8,15 @@ it is the mean of their values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from normattn.lab.stats.arrays import Sums
+from normattn.lab.stats.arrays import Array, Sums, Where
 from normattn.lab.stats.measurements import FACTOR, SCHEMA
 
-Array = NDArray[np.float64]
 ORDERS = 4
 CHARACTERS = 6
 _BETA = 2.0
@@ -84,9 +82,7 @@ def _f1(numerator: Array, denominator: Array) -> Array:
 
 Value = Callable[[Array, Array, Array, Array], Array]
 """(sum, of, whole sum, whole of), each (…, bins) → (…): `whole` are the sums of all units."""
-Where = Mapping[str, Any]
-"""Columns of the measurements and the value that each must have (None: null)."""
-Bins = slice | Sequence[int] | tuple[float, float] | Callable[[Sums], Sums | None]
+Bins = slice | tuple[float, float] | Callable[[Sums], Sums]
 """Some bins of an axis: their places, where they begin and end, or a function that keeps some."""
 
 
@@ -275,16 +271,6 @@ KNOWN: dict[str, tuple[str, Value, str, int]] = {
     "loss": ("loss", ratio(), "nats", 3),
 }
 """Title, value, unit and digits of the metrics that every study knows."""
-
-
-def accuracy(title: str = "accuracy", name: str = "accuracy") -> Metric:
-    """Correct predictions of all, in %."""
-    return Metric(name, title, ratio(100.0), "%", 1)
-
-
-def loss(title: str = "loss", name: str = "loss", digits: int = 3) -> Metric:
-    """Nats per prediction."""
-    return Metric(name, title, ratio(), "nats", digits)
 
 
 def mean(name: str, title: str, digits: int = 2, scale: float = 1.0) -> Metric:

@@ -128,7 +128,7 @@ def _change_columns(view: View) -> list[Column]:
         """The bins within the training length, of repeated text that ends beyond it."""
         # Models of other training lengths have other documents, and so another digest.
         length = view.values("train_length", {"data": sums.data})[0]
-        return sums.at([n for n, (*_, end) in enumerate(sums.bins) if end <= length])
+        return sums.at(slice(sum(end <= length for *_, end in sums.bins)))
 
     columns = []
     for score in SCORES:

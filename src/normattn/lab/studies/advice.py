@@ -7,16 +7,15 @@ from dataclasses import dataclass, replace
 
 from normattn.lab.report.tables import shown
 from normattn.lab.report.view import View
-from normattn.lab.stats import Estimate
+from normattn.lab.stats import Estimate, Metric
 from normattn.lab.stats.arrays import Where
-from normattn.lab.stats.metrics import loss
 from normattn.lab.studies.lm_report import ranked
 from normattn.score.spec import UNMODIFIED
 
 LEAST_GAIN = 0.01
 """Nats per token, 1 % of perplexity: a smaller gain is no reason to change a model."""
 LAST, TRAIN = "last_segment", "train_length"
-LOSS = loss()
+LOSS = Metric("loss")
 
 
 @dataclass(frozen=True)

@@ -17,21 +17,12 @@ import polars as pl
 
 from normattn.errors import InputError
 from normattn.lab.report.figures import Curves, Figure, Line, Mark, Panel
-from normattn.lab.report.tables import (
-    NOTHING,
-    Cell,
-    Column,
-    Row,
-    Table,
-    estimate_column,
-    shown,
-    text_column,
-)
-from normattn.lab.report.view import View, bin_points, octaves
+from normattn.lab.report.tables import Column, Row, Table, estimate_column, shown, text_column
+from normattn.lab.report.view import View, bin_points
 from normattn.lab.runs import RunDirectory
 from normattn.lab.stats import Estimate, MeasurementStore, Metric, measurements, select
 from normattn.lab.stats.arrays import Array, Where
-from normattn.lab.stats.metrics import accuracy
+from normattn.lab.stats.metrics import ratio
 from normattn.lab.studies.advice import (
     LAST,
     LOSS,
@@ -53,7 +44,7 @@ from normattn.score.spec import UNMODIFIED
 KIND, MEASUREMENTS = "extend", "measurements"
 POSITION, KEY, PREFILL = "by_position", "retrieval", "prefill"
 SECONDS, PEAK = "prefill_seconds", "peak_bytes"
-ACCURACY, EXACT = accuracy(), accuracy("pass keys found", "exact")
+ACCURACY, EXACT = Metric("accuracy"), Metric("exact", "pass keys found", ratio(100.0), "%", 1)
 LINEAR = 0.1
 """Nats: where the axis of changes turns logarithmic, as an unmodified model loses a hundredfold."""
 SOURCES = ("kexue.fm/archives/9708", "arXiv:2309.00071", "arXiv:2401.01325")
@@ -115,15 +106,6 @@ def _changes(view: View) -> list[Column]:
     ]
 
 
-def _octaves(metric: Metric) -> Columns:
-    """Loss or accuracy at the longest length in bins up to L, 2 L, 4 L …"""
-    at = {"protocol": POSITION}
-    return lambda view: [
-        Column(f"{metric.name}_{low}", title, metric.at(at).between(span), interval=False)
-        for low, title, span in octaves(view, metric, at)
-    ]
-
-
 def _prefill(view: View) -> list[Column]:
     """Seconds, memory and pass keys at every length."""
     columns = []
@@ -132,7 +114,7 @@ def _prefill(view: View) -> list[Column]:
         columns += [
             _of_windows(f"seconds_{n}", f"{name}: s", SECONDS, at, np.median),
             _of_windows(f"bytes_{n}", f"{name}: MiB", PEAK, at, np.max),
-            Column(f"keys_{n}", f"{name}: pass keys", plain=_keys(n)),
+            Column(f"keys_{n}", f"{name}: pass keys, %", EXACT.at(protocol=KEY, length=n)),
         ]
     return columns
 
@@ -152,17 +134,6 @@ def _of_windows(
         return f"{known.value:.1f}" if statistic == SECONDS else f"{known.value / 2**20:,.0f}"
 
     return estimate_column(key, title, estimated, text)
-
-
-def _keys(length: int) -> Callable[[View, Row], Cell]:
-    def cell(view: View, row: Row) -> Cell:
-        where = {**row.where, "protocol": KEY, "length": length}
-        estimate, sums = view.estimate(EXACT, where), view.sums(EXACT.name, where)
-        if estimate is None or sums is None:
-            return NOTHING
-        return Cell(f"{sums.numerator.sum():.0f} of {sums.denominator.sum():.0f}", estimate)
-
-    return cell
 
 
 def _measured_notes(view: View) -> list[str]:
@@ -246,12 +217,6 @@ STUDY = Study(
             _changes,
         ),
         _table("accuracy", "Accuracy on the same final tokens (%)", _by_length(ACCURACY)),
-        _table("loss_by_position", "Loss by position at the longest length (nats)", _octaves(LOSS)),
-        _table(
-            "accuracy_by_position",
-            "Accuracy by position at the longest length (%)",
-            _octaves(ACCURACY),
-        ),
         _table(
             "cost",
             "Cost at the training length",

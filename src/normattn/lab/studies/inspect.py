@@ -36,7 +36,6 @@ class Quantity:
     """A statistic as it is shown: its title, a short one for the terminal, its digits.
 
     `grid`: drawn by layer and head; `placed`: by position; `trained`: by step of the training.
-    `share`: the cosine below which this share of the pairs lies.
     """
 
     name: str
@@ -46,7 +45,6 @@ class Quantity:
     grid: bool = False
     placed: bool = False
     trained: bool = False
-    share: float | None = None
 
 
 QUANTITIES = (
@@ -68,13 +66,9 @@ MORE = (
     Quantity("beyond_share", "share of keys at i − j ≥ L"),
     Quantity("angle_share", "share of angles unseen"),
     Quantity("least_cosine", "least cos(q, k)", digits=2),
-    Quantity("cosine_5", "cos(q, k), 5 %", digits=2, share=0.05),
-    Quantity("cosine_50", "median of cos(q, k)", digits=2, placed=True, share=0.5),
-    Quantity("cosine_95", "cos(q, k), 95 %", digits=2, share=0.95),
     Quantity("largest_cosine", "largest cos(q, k)", digits=2),
 )
 """What stands in the table of heads besides."""
-LOW, HIGH = (quantity for quantity in MORE if quantity.share in (0.05, 0.95))
 
 # What was measured
 
@@ -122,22 +116,7 @@ def counted(rows: pl.DataFrame, quantities: Sequence[Quantity]) -> list[Quantity
     sums = rows.filter(pl.col("of") > 0).group_by("statistic")
     found = sums.agg((pl.col("sum") != 0).any().alias("any")).rows()
     known = {name for name, some in found if some or not name.endswith("mass")}
-    return [q for q in quantities if ("cosine" if q.share else q.name) in known]
-
-
-def heads(rows: pl.DataFrame, quantity: Quantity, layer: int) -> Array:
-    """A quantity of each head over all positions; () where the layer has none."""
-    if quantity.share is None:
-        return by_head(rows, quantity.name, layer)
-    return crossing(cosine_counts(rows, layer).sum(1), quantity.share, (-1.0, 1.0))
-
-
-def positions(rows: pl.DataFrame, quantity: Quantity, layer: int) -> Array:
-    """A quantity by head and position."""
-    if quantity.share is None:
-        return by_position(rows, quantity.name, layer)
-    counts = cosine_counts(rows, layer)
-    return np.where(counts.any(-1), crossing(counts, quantity.share, (-1.0, 1.0)), np.nan)
+    return [quantity for quantity in quantities if quantity.name in known]
 
 
 def over_heads(quantity: Quantity, values: Array) -> float:
@@ -153,7 +132,7 @@ def over_heads(quantity: Quantity, values: Array) -> float:
 
 def _of_layer(quantity: Quantity) -> Column:
     def value(rows: pl.DataFrame, layer: int, row: Row) -> float:
-        return over_heads(quantity, heads(rows, quantity, layer))
+        return over_heads(quantity, by_head(rows, quantity.name, layer))
 
     return _number(quantity, quantity.short, value)
 
@@ -162,7 +141,7 @@ def _of_head(quantity: Quantity) -> Column:
     """The number of a query head; of keys that of the key head which it reads."""
 
     def value(rows: pl.DataFrame, layer: int, row: Row) -> float:
-        values = heads(rows, quantity, layer)
+        values = by_head(rows, quantity.name, layer)
         if not len(values):
             return float("nan")
         shared = len(by_head(rows, "entropy", layer)) // len(values)
@@ -186,9 +165,11 @@ def _number(
 
 def _cosine_range(view: View, row: Row) -> str | None:
     """From the 5th to the 95th percentile, the mean over heads of each."""
-    rows, layer = inspected(view), row.where["layer"]
-    low, high = (over_heads(end, heads(rows, end, layer)) for end in (LOW, HIGH))
-    return f"{low:+z.2f} {high:+z.2f}" if math.isfinite(low) else None
+    counts = cosine_counts(inspected(view), row.where["layer"]).sum(1)
+    if not counts.any():
+        return None
+    low, high = (crossing(counts, share, (-1.0, 1.0)).mean() for share in (0.05, 0.95))
+    return f"{low:+z.2f} {high:+z.2f}"
 
 
 def _layer_rows(view: View) -> list[Row]:
@@ -258,7 +239,7 @@ def _by_layer(rows: pl.DataFrame, title: str) -> Iterator[Figure]:
     """
     names = layers(rows)
     for quantity in counted(rows, [quantity for quantity in QUANTITIES if quantity.grid]):
-        values = [heads(rows, quantity, layer) for layer in names]
+        values = [by_head(rows, quantity.name, layer) for layer in names]
         width = max(map(len, values))
         cells = [[float(v) if math.isfinite(v) else None for v in line] for line in values]
         whole = tuple((*line, *(None,) * (width - len(line))) for line in cells)
@@ -287,7 +268,7 @@ def _by_position(rows: pl.DataFrame, title: str) -> Figure:
     places = [(low + high) / 2 for low, high in bins.rows()]
 
     def values(quantity: Quantity, layer: int) -> Sequence[tuple[float, Array]]:
-        grid = positions(rows, quantity, layer)
+        grid = by_position(rows, quantity.name, layer)
         known = grid[np.isfinite(grid)]
         # A unit vector's norm is no news at any position.
         flat = (

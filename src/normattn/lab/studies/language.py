@@ -14,7 +14,8 @@ from normattn.errors import InputError
 from normattn.lab.data import TokenData
 from normattn.lab.data import windows as texts
 from normattn.lab.data.retrieval import TASKS, retrieval_set
-from normattn.lab.evaluation import AnySet, evaluate_run
+from normattn.lab.evaluation.language_model import evaluate_run
+from normattn.lab.evaluation.scorer import AnySet
 from normattn.lab.runs import require_finished
 from normattn.lab.stats import MeasurementStore, digest, joined
 from normattn.lab.stats.measurements import Factor
@@ -241,7 +242,7 @@ def read_lengths(settings: EvaluationSettings) -> list[int]:
     """The length of what a method reads in units of L, set by set, at most.
 
     The longest natural text, the last segment behind the longest context and the text read by
-    position are the same windows, which go through the model once (`evaluation.recalling`).
+    position are the same windows, which go through the model once (`Remembering`).
     """
     lengths, longest = set_lengths(settings), settings.multiples[-1]
     alike = {"non_repeated", "last_segment", "by_position"}.intersection(settings.protocols)

@@ -17,8 +17,8 @@ from pydantic import Field
 
 from normattn.lab.data import TokenData
 from normattn.lab.data.windows import EvaluationSet, non_repeated_set
-from normattn.lab.diagnostics import measure_mechanism
 from normattn.lab.diagnostics.keys import TAIL
+from normattn.lab.diagnostics.mechanism import measure_mechanism
 from normattn.lab.evaluation.scorer import weights_digest
 from normattn.lab.report.tables import Table
 from normattn.lab.studies.base import Study

@@ -26,7 +26,8 @@ from normattn.lab.report.figures import (
 from normattn.lab.report.tables import Column, Row
 from normattn.lab.report.view import View
 from normattn.lab.stats import Metric
-from normattn.lab.stats.metrics import Array, crossing, mean
+from normattn.lab.stats.arrays import Array
+from normattn.lab.stats.metrics import crossing, mean
 from normattn.lab.studies.lm_report import VARIANT_ORDER, ranked
 
 KIND = "mechanism"
@@ -132,7 +133,7 @@ RECOVERED = Metric("last_accuracy", "share recovered", recovered, "", 2)
 
 def product_between(low: int, high: int) -> Metric:
     """q_i · k_j before biases, the mean over pairs at these distances, layers and heads."""
-    return PRODUCT.between(lambda sums: sums.between(float(low), float(high)))
+    return PRODUCT.between((float(low), float(high)))
 
 
 # Columns

@@ -259,10 +259,11 @@ def _changed(stored: Mapping[str, Any], request: Request, known: Collection[str]
         if name.partition(".")[0] in known:
             continue
         inside = [each for each in flat(stored) if each.endswith(f".{name}")]
-        if not inside and name.partition(".")[0] in LoopConfig.model_fields:
-            inside = [f"training.{name}"]
+        if name.partition(".")[0] in LoopConfig.model_fields:
+            inside = list(dict.fromkeys((f"training.{name}", *inside)))
         if inside:
-            raise InputError(f"--set {name}: there is no such setting; did you mean {inside[0]}?")
+            named = " or ".join(inside)
+            raise InputError(f"--set {name}: there is no such setting; did you mean {named}?")
     return merged(stored, request.changes)
 
 

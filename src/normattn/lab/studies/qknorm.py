@@ -2,16 +2,15 @@
 
 The source claims 28.5 → 29.2 BLEU for QK-Norm in translation, and stability. Three experiments: a
 translation model with each score (BLEU, chrF, loss), a learning-rate sweep (some scores at ×1 …
-×32 of the learning rate: final loss, largest logit, attention entropy) and, where the preset has
+×32 of the learning rate: final loss, largest logit) and, where the preset has
 them, the same scores in a small Vision Transformer (arXiv 2010.04245, 2302.05442).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import polars as pl
@@ -19,19 +18,13 @@ import polars as pl
 from normattn.lab.diagnostics.lines import read_diagnostics
 from normattn.lab.evaluation.masked import MARGIN
 from normattn.lab.report.claims import SEEDS, Claim
-from normattn.lab.report.figures import (
-    Curves,
-    Figure,
-    Line,
-    Panel,
-    Point,
-)
+from normattn.lab.report.figures import Curves, Figure, Line, Panel, Point
 from normattn.lab.report.tables import Column, Row, Table, estimate_column, text_column
 from normattn.lab.report.view import View, points
-from normattn.lab.stats import Estimate, Identity, Metric, identified, select, sign_test, sums
+from normattn.lab.stats import Estimate, Identity, Metric, identified, sign_test, sums
 from normattn.lab.stats.arrays import Where
 from normattn.lab.stats.measurements import empty
-from normattn.lab.stats.metrics import BLEU, CHRF, accuracy, loss
+from normattn.lab.stats.metrics import BLEU, CHRF
 from normattn.lab.studies.base import Study
 from normattn.lab.studies.lm_report import intervals, ranked
 from normattn.lab.studies.qknorm_runs import (
@@ -46,28 +39,21 @@ from normattn.lab.studies.qknorm_runs import (
     parts,
     resolve,
 )
-from normattn.lab.studies.trained import ends, step_lines
+from normattn.lab.studies.trained import ends
 from normattn.lab.sweep.collect import of_trainings
-from normattn.score import ScoreSpec
 
 # What was measured
 
 BASE = "Baseline"
-LOSS, ACCURACY = loss(), accuracy()
+LOSS, ACCURACY, UNIGRAM = (Metric(name) for name in ("loss", "accuracy", "unigram_loss"))
 IMAGE_ACCURACY = Metric("accuracy", "accuracy", ACCURACY.value, "%", 2)
-IMAGE_LOSS = loss(digits=4)
-UNIGRAM = loss("unigram baseline", "unigram_loss")
+IMAGE_LOSS = Metric("loss", "loss", LOSS.value, "nats", 4)
 
 
 def at(experiment: str, score: str, rate: float | None = None) -> dict[str, Any]:
     """Where the tested models of a score are; `rate` is the multiple of the learning rate."""
     rated = {} if rate is None else {"factor.rate": rate}
     return {"row": score, "protocol": experiment, "factor.experiment": experiment, **rated}
-
-
-def training_of(where: Where) -> dict[str, Any]:
-    """Where the trainings of these models are."""
-    return {**where, "protocol": "training"}
 
 
 def scores(view: View, experiment: str) -> list[str]:
@@ -107,35 +93,13 @@ def rated_rows(experiment: str, view: View) -> list[Row]:
     ]
 
 
-def _recorded(
-    statistic: str,
-    of_training: Callable[[Sequence[float]], float],
-    of_all: Callable[[Sequence[float]], float],
-) -> Callable[[View, Row], Estimate | None]:
-    """What the trainings of a row recorded by step: a number of each, then one of all."""
-
-    def estimated(view: View, row: Row) -> Estimate | None:
-        chosen = select(view.frame, {**training_of(row.where), "statistic": statistic})
-        by_seed: dict[int, list[float]] = {}
-        for seed, above, below in chosen.sort("seed", "bin").select("seed", "sum", "of").rows():
-            by_seed.setdefault(seed, []).append(above / below)
-        numbers = tuple(map(of_training, by_seed.values()))
-        return (
-            Estimate(of_all(numbers), seeds=tuple(by_seed), per_seed=numbers) if numbers else None
-        )
-
-    return estimated
-
-
-def attention_by_step(whose: Identity, run: Path) -> pl.DataFrame:
-    """By recorded step: the largest logit of any head, the entropy shares of all heads."""
+def largest_logits(whose: Identity, run: Path) -> pl.DataFrame:
+    """By recorded step of a training the largest logit of any head."""
     measured = []
     for line in read_diagnostics(run):
-        largest, shares = line.most("largest"), line.values("entropy_share")
-        if largest is not None and shares:
-            at: dict[str, Any] = {"axis": "step", "edges": [float(line.step)]}
-            measured.append(sums("largest_logit", [""], [[largest]], [[1.0]], **at))
-            measured.append(sums("entropy_share", [""], [[sum(shares)]], [[len(shares)]], **at))
+        if (largest := line.most("largest")) is not None:
+            step: dict[str, Any] = {"axis": "step", "edges": [float(line.step)]}
+            measured.append(sums("largest_logit", [""], [[largest]], [[1.0]], **step))
     return identified(whose, measured) if measured else empty()
 
 
@@ -143,9 +107,9 @@ def attention_by_step(whose: Identity, run: Path) -> pl.DataFrame:
 
 
 def _learning_rate(view: View, row: Row) -> str | None:
-    # Of the tested models, or of the trainings that ended in NaN.
-    rates = (view.one("factor.learning_rate", at) for at in (row.where, training_of(row.where)))
-    return next((f"{rate:.3g}" for rate in rates if rate is not None), None)
+    # Of all that was measured: a training that ended in NaN has no tested model.
+    rate = view.one("factor.learning_rate", {**row.where, "protocol": "training"})
+    return None if rate is None else f"{rate:.3g}"
 
 
 def _failed(view: View, row: Row) -> str | None:
@@ -153,11 +117,11 @@ def _failed(view: View, row: Row) -> str | None:
     return f"{sum(failed.values())} of {len(failed)}" if failed else None
 
 
-def _diverged(view: View, row: Row) -> str:
-    """The step and the seed of each training that ended in NaN."""
-    ended = {**training_of(row.where), "statistic": "diverged"}
-    steps = {seed: view.one("bin", {**ended, "seed": seed}) for seed in view.values("seed", ended)}
-    return ", ".join(f"step {steps[seed]:.0f} (seed {seed})" for seed in sorted(steps))
+def _largest_logit(view: View, row: Row) -> Estimate | None:
+    """Of any recorded step, layer, head and seed."""
+    recorded = {**row.where, "protocol": "training", "statistic": "largest_logit"}
+    values = view.values("sum", recorded)
+    return Estimate(max(values), seeds=tuple(view.values("seed", recorded))) if values else None
 
 
 def _results(*metrics: Metric) -> tuple[Column, ...]:
@@ -166,36 +130,19 @@ def _results(*metrics: Metric) -> tuple[Column, ...]:
     return (*(Column(m.name, m.title, m) for m in metrics), *changes)
 
 
-ENDS = (
-    text_column(
-        "seeds",
-        "seeds",
-        lambda view, row: " ".join(map(str, sorted(view.values("seed", row.where)))),
-    ),
-    text_column("diverged", "diverged at", _diverged),
+SEEDS_TESTED = text_column(
+    "seeds",
+    "seeds",
+    lambda view, row: " ".join(map(str, sorted(view.values("seed", row.where)))),
 )
-INNER = (
-    estimate_column(
-        *("largest_logit", "largest logit", _recorded("largest_logit", max, max)),
-        lambda largest: f"{largest.value:.3g}",
-    ),
-    estimate_column(
-        *("last_entropy_share", "last entropy / ln n"),
-        _recorded("entropy_share", lambda steps: steps[-1], fmean),
-        lambda entropy: f"{entropy.value:.2f}",
-    ),
+LOGIT = estimate_column(
+    *("largest_logit", "largest logit", _largest_logit), lambda largest: f"{largest.value:.3g}"
 )
 RATE = text_column("learning_rate", "learning rate", _learning_rate)
 FAILED = text_column("failed", "failed", _failed)
 
 
 def _translation_notes(view: View) -> Sequence[str]:
-    trained = (parts(row)[0] for row in scores(view, TRANSLATION))
-    leaks = any(ScoreSpec.parse(score).leaks_future for score in trained)
-    across = (
-        "BatchNorm and InstanceNorm rows: in the encoder, and on the keys of the cross attention; "
-        "elsewhere they would read the future, and those layers are Baseline's.",
-    )
     made = (each for each in view.values("settings", {"protocol": TRANSLATION}) if each)
     return (
         "BLEU, chrF: of the translations by beam search, as sacrebleu computes them; of several "
@@ -203,7 +150,8 @@ def _translation_notes(view: View) -> Sequence[str]:
         "loss (nats), accuracy (%): per target token of the references, each predicted from those "
         "before it.",
         "Δ: difference to Baseline, paired over sentences and seeds.",
-        *(across if leaks else ()),
+        "BatchNorm and InstanceNorm rows: in the encoder, and on the keys of the cross attention; "
+        "elsewhere they would read the future, and those layers are Baseline's.",
         *_trained_with(view, TRANSLATION),
         *(f"translated with {each}" for each in sorted(made)),
     )
@@ -226,11 +174,7 @@ def _trained_with(view: View, experiment: str) -> Iterator[str]:
             )
 
 
-INNER_NOTE = (
-    "largest logit: of any recorded step, layer, head and seed; last entropy: of attention at the "
-    "last recorded step as a share of ln n, mean over layers, heads and seeds (1: spread evenly, "
-    "0: one key takes all)."
-)
+LOGIT_NOTE = "largest logit: of any recorded step, layer, head and seed."
 
 
 def _rate_notes(view: View) -> Sequence[str]:
@@ -242,22 +186,7 @@ def _rate_notes(view: View) -> Sequence[str]:
         f"failed: seeds that ended in NaN, or less than {MARGIN:g} nats better than the unigram "
         f"baseline, which guesses each word by its frequency in the training pairs{nats}.",
         *_trained_with(view, RATES),
-        INNER_NOTE,
-    )
-
-
-def _image_notes(view: View) -> Sequence[str]:
-    classes = view.values("sum", {"statistic": "classes"})
-    tokens = view.values("length", {"protocol": IMAGES})
-    sizes = sorted(view.values("sum", {"statistic": "parameters"}))
-    if not (sizes and classes and tokens):
-        return (INNER_NOTE,)
-    size = " to ".join(f"{value:,.0f}" for value in dict.fromkeys((sizes[0], sizes[-1])))
-    return (
-        f"{classes[0]:.0f} classes, {tokens[0]} tokens an image, {size} parameters.",
-        "accuracy (%), loss (nats): per image; Δ: difference to Baseline at the same learning "
-        "rate, paired over images and seeds.",
-        INNER_NOTE,
+        LOGIT_NOTE,
     )
 
 
@@ -367,40 +296,30 @@ OF_RATE = "learning rate, in units of the preset's"
 
 
 def figures(view: View) -> list[Figure]:
-    """Scores by their results, results by learning rate, logits and entropy by step."""
+    """BLEU and loss by score, results by learning rate."""
     losses = _lines_by_rate(view, RATES, LOSS)
     guess = unigram(view)
     if guess is not None:
         level = tuple(Point(rate, guess) for rate in multiples(view, RATES))
         losses = (*losses, Line("unigram baseline", level, dashed=True))
     seen = _lines_by_rate(view, IMAGES, IMAGE_ACCURACY)
-    return [
-        _by_score(view, "bleu_by_score", "Translation by score", TRANSLATION, (BLEU, LOSS)),
-        Curves(
-            *("loss_by_learning_rate", "Test loss by learning rate"),
-            (Panel("after training", losses, OF_RATE, "test loss (nats per token)", log_x=True),),
-        ),
-        _by_step(view, "largest_logit", "largest_logit", "largest logit", log=True),
-        _by_step(view, "entropy_share", "attention_entropy", "entropy / ln n", log=False),
-        _by_score(view, "vision_by_score", "Images by score", IMAGES, (IMAGE_ACCURACY, IMAGE_LOSS)),
-        Curves(
-            *("vision_by_learning_rate", "Images: accuracy by learning rate"),
-            (Panel("after training", seen, OF_RATE, "accuracy (%)", log_x=True),),
-        ),
-    ]
-
-
-def _by_score(
-    view: View, name: str, title: str, experiment: str, metrics: tuple[Metric, ...]
-) -> Figure:
-    """Every score at the preset's learning rate; of fewer than two there is nothing to compare."""
     rows = [
         Row(score, where)
-        for score in scores(view, experiment)
-        if view.sums(LOSS.name, where := at(experiment, score, 1.0)) is not None
+        for score in scores(view, TRANSLATION)
+        if view.sums(LOSS.name, where := at(TRANSLATION, score, 1.0)) is not None
     ]
-    columns = [Column(m.name, f"{m.title} ({m.unit})" if m.unit else m.title, m) for m in metrics]
-    return intervals(view, name, title, rows, columns if len(rows) > 1 else ())
+    columns = [Column("bleu", BLEU.title, BLEU), Column("loss", "loss (nats)", LOSS)]
+    shown = columns if len(rows) > 1 else ()  # of one score there is nothing to compare
+    return [
+        intervals(view, "bleu_by_score", "Translation by score", rows, shown),
+        *(
+            Curves(name, title, (Panel("", lines, OF_RATE, y_title, log_x=True),))
+            for name, title, lines, y_title in (
+                ("loss_by_learning_rate", "Test loss", losses, "nats per token"),
+                ("vision_by_learning_rate", "Images: accuracy", seen, "accuracy (%)"),
+            )
+        ),
+    ]
 
 
 def _lines_by_rate(view: View, experiment: str, metric: Metric) -> tuple[Line, ...]:
@@ -412,19 +331,6 @@ def _lines_by_rate(view: View, experiment: str, metric: Metric) -> tuple[Line, .
         if len(rates) > 1 and plotted:
             lines.append(Line(score, plotted, score))
     return tuple(lines)
-
-
-def _by_step(view: View, statistic: str, name: str, title: str, log: bool) -> Figure:
-    """A panel for every rate; a line ends where the last training ended."""
-    panels = []
-    for rate in multiples(view, RATES):
-        rows = {row: training_of(at(RATES, row, rate)) for row in scores(view, RATES)}
-        lines = step_lines(view, statistic, rows)
-        if lines:
-            rated = f"learning rate ×{rate:g}"
-            panels.append(Panel(rated, lines, "training step", title, log_y=log))
-    whole = f"{title[0].upper()}{title[1:]} while training, by learning rate; bands: all seeds"
-    return Curves(name, whole, tuple(panels))
 
 
 STUDY = Study(
@@ -445,27 +351,31 @@ STUDY = Study(
             lambda view: [
                 Row(score, at(TRANSLATION, score)) for score in scores(view, TRANSLATION)
             ],
-            (*_results(BLEU, CHRF, LOSS, ACCURACY), *ENDS),
+            (*_results(BLEU, CHRF, LOSS, ACCURACY), SEEDS_TESTED),
             notes=_translation_notes,
         ),
         Table(
             "rates",
             "The learning-rate sweep",
             partial(rated_rows, RATES),
-            (RATE, *_results(LOSS), FAILED, *INNER, *ENDS),
+            (RATE, *_results(LOSS), FAILED, LOGIT, SEEDS_TESTED),
             notes=_rate_notes,
         ),
         Table(
             "vision",
             "The same scores in a small Vision Transformer",
             partial(rated_rows, IMAGES),
-            (RATE, *_results(IMAGE_ACCURACY, IMAGE_LOSS), *INNER, *ENDS),
-            notes=_image_notes,
+            (RATE, *_results(IMAGE_ACCURACY, IMAGE_LOSS), LOGIT, SEEDS_TESTED),
+            notes=(
+                "accuracy (%), loss (nats): per image; Δ: difference to Baseline at the same "
+                "learning rate, paired over images and seeds.",
+                LOGIT_NOTE,
+            ),
         ),
     ),
     claims=claims,
     figures=figures,
-    collect=partial(of_trainings, also=attention_by_step),
+    collect=partial(of_trainings, also=largest_logits),
     variants_help="Scores, separated by commas; the sweep and the images use those of them that "
     "the preset names. [default: the preset's]",
     examples=(

@@ -13,7 +13,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-import numpy as np
 import polars as pl
 from pydantic import Field, field_validator
 
@@ -23,22 +22,21 @@ from normattn.lab.data.images import ImageData
 from normattn.lab.data.pairs import PairData, PairSplit
 from normattn.lab.evaluation.classification import measure_images
 from normattn.lab.evaluation.translation import (
-    Search,
     corpus_counts,
     score_references,
     translate,
     unigram_loss,
 )
-from normattn.lab.stats import identified, joined, sums
+from normattn.lab.stats import identified, sums
 from normattn.lab.studies.preset import StudyPreset, opened_as
-from normattn.lab.studies.trained import ModelRun, training_facts
+from normattn.lab.studies.trained import ModelRun
 from normattn.lab.sweep.config import SweepConfig, merged
 from normattn.lab.sweep.run import EVALUATIONS, Note, Request, Run, Sweep
 from normattn.lab.training.planning import Cost
-from normattn.lab.training.tasks.translation import TranslationConfig, TranslationWorkload, epochs
+from normattn.lab.training.tasks.translation import TranslationConfig, TranslationWorkload
 from normattn.lab.training.tasks.vision import VisionTrainingConfig, VisionWorkload
 from normattn.models.config import without_position
-from normattn.models.flops import flops_per_image, parameter_count
+from normattn.models.flops import flops_per_image
 from normattn.models.translator import Translator
 from normattn.score import ScoreSpec
 from normattn.score.grammar import read
@@ -289,29 +287,32 @@ class TranslationRun(ModelRun):
             model,
             split,
             data.tokeniser,
-            Search(beam, penalty, self.evaluation.batch),
-            lambda done, total: note(done, total, "translated"),
+            beam=beam,
+            length_penalty=penalty,
+            batch=self.evaluation.batch,
+            progress=lambda done, total: note(done, total, "translated"),
         )
-        counts = corpus_counts(texts, [target for _, target in split.texts])
-        made = "; ".join((f"beam {beam}, length penalty {penalty:g}", *counts.signatures))
-        counted = []
-        for name, rows in (("bleu", counts.bleu), ("chrf", counts.chrf)):
-            # The counts of every sentence are bins of the axis "count".
-            above = np.asarray(rows, np.float64)
-            edges = range(above.shape[1])
-            counted.append(sums(name, units, above, np.ones(len(above)), axis="count", edges=edges))
-        return list(texts), made, counted
+        counted = corpus_counts(texts, [target for _, target in split.texts])
+        signatures = (metric.signature for metric in counted.values())
+        made = "; ".join((f"beam {beam}, length penalty {penalty:g}", *signatures))
+        # The counts of every sentence are bins of the axis "count".
+        measured = [
+            sums(name, units, counts, 1.0, axis="count", edges=range(counts.shape[1]))
+            for name, (counts, _) in counted.items()
+        ]
+        return texts, made, measured
 
 
 def _references(
     model: Translator, data: PairData, split: PairSplit, units: list[str], note: Note
 ) -> Iterator[pl.DataFrame]:
     """Of every sentence: nats and hits of the model, nats of the unigram model."""
-    scored = score_references(model, split, progress=lambda n, of: note(n, of, "references"))
+    loss, correct, tokens = score_references(
+        model, split, progress=lambda n, of: note(n, of, "references")
+    )
+    yield sums("loss", units, loss, tokens)
+    yield sums("accuracy", units, correct, tokens)
     unigram = unigram_loss(data.train, split, data.tokeniser.vocab_size)
-    tokens = np.asarray(scored.tokens)
-    yield sums("loss", units, np.asarray(scored.loss), tokens)
-    yield sums("accuracy", units, np.asarray(scored.correct), tokens)
     yield sums("unigram_loss", units, unigram, tokens)
 
 
@@ -343,8 +344,7 @@ class VisionRun(ModelRun):
         )
         length = config.model.tokens
         whose = self.whose(IMAGES, model, data=data.fingerprint, split=self.split, length=length)
-        facts = {"parameters": parameter_count(model), "classes": model.config.classes}
-        return joined([identified(whose, measured), training_facts(whose, facts)])
+        return identified(whose, measured)
 
 
 # From a request to runs
@@ -402,7 +402,7 @@ def resolve(request: Request) -> Sweep:
         rates=swept,
         vision=vision.training if vision else None,
     )
-    return Sweep.of(request, "qknorm", config, made, describe=_describe, facts=_facts(training))
+    return Sweep.of(request, "qknorm", config, made)
 
 
 def run_of(
@@ -438,25 +438,3 @@ def run_of(
         training=merged(settings, {"optimiser.lr": factors["learning_rate"]}),
         **own,
     )
-
-
-def _facts(training: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
-    """What is trained on what, for the plan."""
-    model, data, rate = training["model"], training["data"], training["optimiser"]["lr"]
-    layers = f"{model['layers']} + {model['decoder_layers']} layers, {model['heads']} heads"
-    steps = f"{training['steps']:,} steps of {training['batch_tokens']:,} padded tokens"
-    return (
-        ("sentence pairs", f"{Path(data['corpus']).name}, {data['source']} → {data['target']}"),
-        ("model", f"width {model['dim']}, {layers}, {model['placement']}"),
-        ("training", f"{steps}, learning rate {rate:g}, dropout {model['dropout']:g}"),
-    )
-
-
-def _describe(run: Run, data: Any) -> list[str]:
-    if not isinstance(data, PairData) or not isinstance(run, TranslationRun):
-        return []
-    config = run.training_config
-    seen = f"{config.steps:,} steps see each training pair {epochs(config, data):.1f} times"
-    if not run.translated:
-        return [f"learning-rate sweep: {seen}"]
-    return [f"corpus {config.data.corpus}: {data.facts()}", seen]

@@ -24,7 +24,7 @@ from normattn.lab.report.figures import Curves, Figure, Grid, Line, Mark, Panel,
 from normattn.lab.report.tables import NOTHING, Cell, Column, Row, Table, text_column
 from normattn.lab.report.view import View, bin_points, octaves, points
 from normattn.lab.stats import Metric
-from normattn.lab.stats.metrics import accuracy
+from normattn.lab.stats.metrics import ratio
 from normattn.lab.studies import lm_report as lm
 from normattn.lab.studies.base import Study
 from normattn.lab.studies.language import TextSetting, text_runs
@@ -48,7 +48,7 @@ TASKS = {
     "key_value": "key-value",
     "copy": "copy",
 }
-EXACT = accuracy("answers right", "exact")
+EXACT = Metric("exact", "answers right", ratio(100.0), "%", 1)
 
 
 class ReadingSettings(Settings):

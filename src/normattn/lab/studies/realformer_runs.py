@@ -169,12 +169,12 @@ class EncoderRun(ModelRun):
     """One row of the table at one size, scored on hidden tokens and measured layer by layer.
 
     `start` are the settings of the row whose trained weights initialise it. `passes`: reading
-    while attention is observed, twice a loss with its gradients, and scoring.
+    while attention is observed, a loss with its gradients, and scoring.
     """
 
     workload: ClassVar[MaskedWorkload] = MaskedWorkload()
     record, phase = "scores", "diagnostics"
-    passes: ClassVar[int] = 9
+    passes: ClassVar[int] = 6
     kind: Literal["realformer"] = "realformer"
     size: str
     evaluation: ScoringSettings
@@ -226,7 +226,12 @@ class EncoderRun(ModelRun):
         depth = by_exit + _by_depth(model, config, texts, self.evaluation.max_tokens, note)
         who = self._who("masked", model, texts)
         parts = [identified(who, scored), identified(replace(who, protocol="depth"), depth)]
-        return joined([*parts, training_facts(who, _facts(config))])
+        facts = {
+            "parameters": planned_parameters(MaskedLM, config.model),
+            "planned_steps": config.steps,
+            "learning_rate": config.optimiser.lr,
+        }
+        return joined([*parts, training_facts(who, facts)])
 
     def scores(
         self, model: MaskedLM, texts: MaskedSet, data: TokenData, note: Note
@@ -322,35 +327,19 @@ def _by_depth(
         model, texts, indices, most, lambda done, total: note(done, total, "layer by layer")
     )
     windows = np.bincount(indices, minlength=len(documents))
-    parts = by_layer("variance", documents, depths.variance, windows, first=0)
-    parts += by_layer("entropy", documents, depths.entropy, windows)
-    parts += by_layer("agreement", documents, depths.agreement, windows, first=2)
-    parts += by_layer("agreement_mean", documents, depths.agreement_mean, windows, first=2)
-    # The model as its training began, too.
+    parts = []
+    for name, first in (("variance", 0), ("entropy", 1), ("agreement", 2), ("agreement_mean", 2)):
+        parts += by_layer(name, documents, depths[name], windows, first)
+    # The gradients are those of the model as its training began.
     torch.manual_seed(derive_seed(config.seed, "initialisation"))
     begun = with_weights(config)
     start = new_model(MaskedLM, begun.model, begun.continued).to(choose_device(begun.device))
-    for name, of in (("gradients", model), ("gradients_start", start)):
-        norms = np.array(layer_gradients(of, texts, most))
-        # Layers that share their weights have no gradient of their own.
-        if norms.size:
-            batches = [f"batch {number:04}" for number in range(len(norms))]
-            parts += by_layer(name, batches, norms, np.ones(len(norms)))
+    norms = np.array(layer_gradients(start, texts, most))
+    # Layers that share their weights have no gradient of their own.
+    if norms.size:
+        batches = [f"batch {number:04}" for number in range(len(norms))]
+        parts += by_layer("gradients_start", batches, norms, np.ones(len(norms)))
     return parts
-
-
-def _facts(config: MaskedConfig) -> dict[str, float | int]:
-    """The numbers of the training that a reader of the table asks for."""
-    model = config.model
-    return {
-        "layers": model.layers,
-        "dim": model.dim,
-        "parameters": planned_parameters(MaskedLM, model),
-        "planned_steps": config.steps,
-        "learning_rate": config.optimiser.lr,
-        "dropout": model.dropout,
-        "warmup": config.schedule.warmup_steps,
-    }
 
 
 def by_layer(
@@ -393,16 +382,9 @@ def resolve(request: Request) -> Sweep:
                 runs += _seeds(EncoderRun, preset, size, name, seeds, own, start=before)
     if not runs:
         raise InputError("none of the rows that were asked for is trained at any size")
-    models = {run.size: run.training["model"] for run in runs}
-    named = (
-        f"{size}: {models[size]['layers']} layers of width {models[size]['dim']}"
-        for size in preset.sizes
-        if size in models
-    )
     shared = {"sizes": preset.sizes, "grid": grid, "evaluation": preset.evaluation}
     config = SweepConfig.of(preset.name, training=training, **shared)
-    facts = (("sizes", "; ".join(named)),)
-    return Sweep.of(request, "realformer", config, runs, describe=_describe, facts=facts)
+    return Sweep.of(request, "realformer", config, runs, describe=_describe)
 
 
 def _seeds(

@@ -17,8 +17,7 @@ from torch import nn
 
 from normattn.lab.evaluation.masked import learnt_nothing
 from normattn.lab.evaluation.scorer import weights_digest
-from normattn.lab.report.figures import Line, Point
-from normattn.lab.report.view import View, step_points
+from normattn.lab.report.view import View
 from normattn.lab.stats import Identity, fact, identified
 from normattn.lab.stats.arrays import Where
 from normattn.lab.sweep.paths import RunPaths
@@ -113,16 +112,3 @@ def ends(view: View, where: Where) -> dict[int, End]:
             found[seed] = "stuck" if learnt_nothing(*both) else "learned"
     lost = view.values("seed", {**where, "protocol": "training", "statistic": "diverged"})
     return found | dict.fromkeys(sorted(lost), "diverged")
-
-
-def step_lines(
-    view: View, statistic: str, rows: Mapping[str, Where], scale: float = 1.0
-) -> tuple[Line, ...]:
-    """What trainings recorded, by step: a line for each row that recorded it."""
-
-    def scaled(point: Point) -> Point:
-        ends = (None if end is None else scale * end for end in (point.low, point.high))
-        return Point(point.x, scale * point.value, *ends)
-
-    recorded = {row: step_points(view, statistic, where) for row, where in rows.items()}
-    return tuple(Line(row, tuple(map(scaled, each)), row) for row, each in recorded.items() if each)

@@ -85,7 +85,7 @@ def training_stage(
                 with_weights(config),
                 folder,
                 on_step=_noting(note),
-                probes=diagnostics_probes(config, folder),
+                probes=diagnostics_probes(config),
                 show_progress=False,
             )
         except DivergedError:
@@ -114,11 +114,11 @@ def measuring_stage(
     return Stage(phase, cost, store.path(name).is_file, run)
 
 
-def diagnostics_probes(config: LoopConfig, run: Path) -> tuple[Probe, ...]:
-    """A probe of the run in `run`, at every layer, where `inspect_every` asks for one."""
+def diagnostics_probes(config: LoopConfig) -> tuple[Probe, ...]:
+    """A probe of every layer, where `inspect_every` asks for one."""
     if not config.inspect_every:
         return ()
-    return (DiagnosticsProbe(config.inspect_every, run=run),)
+    return (DiagnosticsProbe(config.inspect_every),)
 
 
 def has_ended(run: Path) -> bool:

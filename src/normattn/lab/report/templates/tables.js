@@ -1,4 +1,4 @@
-// Tables: a click on a heading sorts (ascending, descending, as written), a text filters the rows.
+// Tables: a click on a heading sorts: ascending, descending, as written.
 for (const box of document.querySelectorAll(".table")) {
   const body = box.querySelector("tbody");
   const written = [...body.rows];
@@ -29,15 +29,4 @@ for (const box of document.querySelectorAll(".table")) {
   });
 
   box.querySelector("input.more")?.addEventListener("change", (event) => box.classList.toggle("wide", event.target.checked));
-  const field = box.querySelector("input[type=search]");
-  field?.addEventListener("input", () => {
-    const words = field.value.toLowerCase().split(/\s+/).filter(Boolean);
-    let shown = 0;
-    for (const row of written) {
-      const text = row.textContent.toLowerCase();
-      row.hidden = !words.every((word) => text.includes(word));
-      shown += !row.hidden;
-    }
-    box.querySelector("output").textContent = words.length ? `${shown} of ${written.length} rows` : "";
-  });
 }

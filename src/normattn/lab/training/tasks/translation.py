@@ -20,7 +20,6 @@ from normattn.lab.data.pairs import (
     PairsConfig,
     prepare_pairs,
 )
-from normattn.lab.training.task import derive_seed
 from normattn.lab.training.tasks.workload import (
     Loss,
     ModelTrainingConfig,
@@ -121,9 +120,3 @@ class TranslationWorkload(Workload[TranslationConfig, PairData]):
 
 train_translation = partial(train_workload, TranslationWorkload())
 """Train a translation model as `train_workload` does, from `config` and `out`."""
-
-
-def epochs(config: TranslationConfig, data: PairData) -> float:
-    """How often a training sees every pair."""
-    seed = derive_seed(config.seed, "batches")
-    return config.steps / len(TranslationWorkload().batches(config, data, seed))
