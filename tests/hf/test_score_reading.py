@@ -131,9 +131,8 @@ def test_a_scale_that_goes_with_yarn_is_its_sharpness(all_dim: float) -> None:
 
 
 def test_gates_of_other_kinds_are_read() -> None:
-    """Softplus, a number for each head besides, and logits behind the queries of each head."""
+    """Softplus, and logits behind the queries of each head."""
     assert "-Gate(per=head,act=softplus)" in str(score_of(build("laguna")).layers[0].spec)
-    assert "-Gate" in str(score_of(build("beam")).layers[0].spec)
     assert "-Gate" in str(score_of(build("axk2")).layers[0].spec)
 
 
@@ -161,18 +160,14 @@ def test_an_indexer_that_leaves_no_key_out_is_not_shown() -> None:
     assert {layer.beside for layer in seen.layers} == {None}
 
 
-def test_masks_by_the_text_are_operands() -> None:
+@pytest.mark.parametrize(
+    ("family", "more"), [("doge", {}), ("doge", {"keep_window_size": 6}), ("qwen4_exp_text", {})]
+)
+def test_masks_by_the_text_are_operands(family: str, more: dict[str, Any]) -> None:
     """Doge adds to the scores of a key by its values, and hides the lowest; Qwen4 hides blocks."""
-    added = score_of(build("doge"))
-    assert added.verified, str(added)
-    assert "what the mask adds to the scores depends on the text (attn_mask)" in str(added)
-    both = score_of(build("doge", keep_window_size=6))
-    assert both.verified, str(both)
-    said = "which keys are seen and what is added to scores depend on the text (attn_mask)"
-    assert {layer.beside for layer in both.layers} == {said}
-    hides = score_of(build("qwen4_exp_text"))
-    assert hides.verified, str(hides)
-    assert "which keys are seen depends on the text (attn_mask)" in str(hides)
+    seen = score_of(build(family, **more))
+    assert seen.verified, str(seen)
+    assert "its mask depends on the text (attn_mask)" in {layer.beside for layer in seen.layers}
 
 
 def _tilted(mask: torch.Tensor) -> torch.Tensor:

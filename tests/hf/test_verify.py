@@ -392,7 +392,11 @@ BAD: dict[str, tuple[str, str, str]] = {
     "a scale of 0": ("told", "llama-server --rope-freq-scale 0", "no finite number above 0"),
     "no base": ("told", "llama-server --rope-freq-base -5", "no frequencies of a base of -5"),
     "an odd width": ("told", "x --override-kv a.rope.dimension_count=int:7", "7 features"),
-    "no turns": ("told", "x --rope-scaling yarn --yarn-beta-fast 0", "turns of 0 and 1"),
+    "no turns": (
+        "told",
+        "x --rope-scaling yarn --yarn-beta-fast 0",
+        "beta_fast must be a number above 0",
+    ),
     "an endless key": ("told", "x --override-kv a.context_length=int:inf", "no finite number"),
     "nothing in it": ("told", "", "tells of no positions"),
     "a YAML in itself": ("told", "a: &a [*a]\nctx-size: 5", "holds itself"),

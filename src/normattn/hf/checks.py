@@ -27,13 +27,13 @@ def check_extension(plan: Plan) -> None:
     """
     name, spec = plan.parts.name, plan.spec
     cannot = f"{name} cannot be extended by {spec.method}"
+    by_module = {layer.module: layer for layer in plan.layers}
     try:
-        calls, cache = replay(plan.parts, plan.probed)
+        calls, cache = replay(plan.parts, by_module)
     except NormattnError:
         raise
     except Exception as error:
         raise InputError(f"{cannot}: its forward then fails ({short(error)})") from error
-    by_module = {layer.module: layer for layer in plan.layers}
     rows = unchanged_rows(spec)
     for layer in plan.layers:
         made = calls.get(layer.module)
@@ -49,7 +49,7 @@ def check_extension(plan: Plan) -> None:
                 f"{cannot}: a cache does not keep the keys that layer {layer.index} hands to its "
                 "attention"
             )
-        pairs = zip(made, layer.probed.calls, strict=True)
+        pairs = zip(made, layer.calls, strict=True)
         if not all(_alike(one.out[:, :rows], own.out[:, :rows]) for one, own in pairs):
             raise InputError(
                 f"{cannot}: a short text, to which it promises no change, is read otherwise"
@@ -70,16 +70,16 @@ def _is_meant(
     call: AttentionCall, layer: Layer, spec: ScoreSpec, layers: Mapping[nn.Module, Layer]
 ) -> bool:
     """Whether a layer hands to its attention the queries and keys that it should."""
-    meant = layer.probed.call.q, layer.probed.call.k
+    meant = layer.call.q, layer.call.k
     source = layer if layer.keys_of is None else layers[layer.keys_of]
-    still, keys = layer.probed.unrotated, source.probed.unrotated
+    still, keys = layer.unrotated, source.unrotated
     changed = rotates_inside(spec) or spec.rope_scaling is not None
-    if changed and layer.rotation is not None and layer.tables is not None:
+    if changed and layer.rotation is not None and layer.made_of is not None:
         if still is None or keys is None:
             return False
         meant = still.q, keys.k
         if not rotates_inside(spec):
-            gained = layer.tables.amplitude * method_gain(spec)
+            gained = layer.made_of.amplitude * method_gain(spec)
             how = replace(
                 layer.rotation,
                 frequencies=method_frequencies(spec, layer.rotation),

@@ -72,7 +72,7 @@ def extend(
         return _checked(planned, by_hooks=False)
     except InputError:
         # Some families make their tables of more than the frequencies that their modules hold.
-        with_ids = all(x.probed.has_ids for x in planned.served if x.rotation is not None)
+        with_ids = all(x.has_ids for x in planned.served if x.rotation is not None)
         if not with_ids and not rotates_inside(planned.spec):
             raise
     return _checked(planned, by_hooks=True)

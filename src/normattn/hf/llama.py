@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from normattn.errors import InputError
 from normattn.hf.extend import extension_of
@@ -31,17 +33,11 @@ _LAYER = {
 }
 """Our parts of a layer, and theirs, several of which ours holds as one matrix in this order."""
 _WHOLE = {
-    "model.embed_tokens.weight": "embedding.weight",
-    "model.norm.weight": "final_norm.gain",
-    "lm_head.weight": "head.weight",
+    "embedding.weight": "model.embed_tokens.weight",
+    "final_norm.gain": "model.norm.weight",
+    "head.weight": "lm_head.weight",
 }
-_BIASES = {f"self_attn.{letter}_proj.bias" for letter in "qkv"}
-_NORMS = {"self_attn.q_norm.weight", "self_attn.k_norm.weight"}
-_NEEDED = {name for names in _LAYER.values() for name in names} - _BIASES - _NORMS
-_FIELDS = (
-    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "rms_norm_eps"),
-    *("num_attention_heads", "max_position_embeddings", "rope_parameters"),
-)
+_NORMED, _BIASED = "self_attn.q_norm.weight", "self_attn.q_proj.bias"
 _ROPE_TYPES = ("default", "linear", "llama3")
 """Those of transformers that some rope scaling here equals at every length."""
 _ROPE_FIELDS = {
@@ -62,18 +58,23 @@ def from_llama(model: Any) -> CausalLM:
     over. Raises `InputError` for another shape or other logits, rotary positions scaled in another
     way, sliding windows, biases beyond those of q, k and v, and another activation than SiLU.
     """
-    config = _our_config(model)
-    theirs = model.state_dict()
-    ours = {mine: theirs[name].clone() for name, mine in _WHOLE.items() if name in theirs}
+    config, theirs = _our_config(model), model.state_dict()
+    ours = {}
+    for mine, names in _weights(config):
+        parts = [theirs.pop(name) for name in names if name in theirs]
+        if parts:
+            ours[mine] = torch.cat(parts)
     if config.tie_head:
         ours.pop("head.weight", None)
-    for layer in range(config.layers):
-        for mine, names in _LAYER.items():
-            parts = [theirs.get(f"model.layers.{layer}.{name}") for name in names]
-            if parts[0] is not None:
-                ours[f"blocks.{layer}.{mine}"] = torch.cat(parts)
     with on_meta():
         made = CausalLM(config)
+    wanted = {name: value.shape for name, value in made.state_dict().items()}
+    odd = {*theirs, *(name for name in wanted | ours if _shape(ours, name) != wanted.get(name))}
+    if odd:
+        raise InputError(
+            f"a {type(model).__name__} cannot become a CausalLM: its weights are not those of "
+            f"Llama's layers, which differ by {min(odd)}"
+        )
     made.load_state_dict(ours, assign=True)
     _refuse_other_logits(model, made.eval())
     return made.train(model.training)
@@ -93,17 +94,14 @@ def to_llama(model: CausalLM) -> Any:
     name, theirs_config = _their_config(config)
     with on_meta():
         made = getattr(transformers, f"{name}ForCausalLM")(theirs_config)
-    ours = model.state_dict()
-    theirs = {name: ours[mine].clone() for name, mine in _WHOLE.items() if mine in ours}
-    heads = [count * config.score_head_dim for count in (config.heads, *[_groups(config)] * 2)]
-    for layer in range(config.layers):
-        for mine, names in _LAYER.items():
-            whole = ours.get(f"blocks.{layer}.{mine}")
-            if whole is None:
-                continue
-            sizes = heads if len(names) == 3 else [whole.shape[0] // len(names)] * len(names)
-            for name, part in zip(names, torch.split(whole, sizes), strict=True):
-                theirs[f"model.layers.{layer}.{name}"] = part.clone()
+    ours, theirs = model.state_dict(), dict[str, Tensor]()
+    kv_heads = config.kv_heads or config.heads
+    rows = [count * config.score_head_dim for count in (config.heads, kv_heads, kv_heads)]
+    for mine, names in _weights(config):
+        if (whole := ours.get(mine)) is not None:
+            sizes = rows if len(names) == 3 else [whole.shape[0] // len(names)] * len(names)
+            parts = zip(names, torch.split(whole, sizes), strict=True)
+            theirs |= {their_name: part.clone() for their_name, part in parts}
     if config.tie_head:
         theirs["lm_head.weight"] = theirs["model.embed_tokens.weight"]
     made.load_state_dict(theirs, assign=True)
@@ -113,50 +111,57 @@ def to_llama(model: CausalLM) -> Any:
     return made.train(model.training)
 
 
-def _groups(config: CausalLMConfig) -> int:
-    return config.kv_heads or config.heads
+def _weights(config: CausalLMConfig) -> Iterator[tuple[str, list[str]]]:
+    """Our names, and with each theirs, several of which ours holds as one matrix."""
+    for mine, names in _WHOLE.items():
+        yield mine, [names]
+    for layer in range(config.layers):
+        for mine, parts in _LAYER.items():
+            yield f"blocks.{layer}.{mine}", [f"model.layers.{layer}.{name}" for name in parts]
+
+
+def _shape(weights: dict[str, Tensor], name: str) -> torch.Size | None:
+    return weights[name].shape if name in weights else None
 
 
 def _our_config(model: Any) -> CausalLMConfig:
     """Our configuration of their model; `InputError` for what ours cannot say."""
-    theirs, kind = getattr(model, "config", None), type(model).__name__
-    lacking = [f"its configuration has no {x}" for x in _FIELDS if not hasattr(theirs, x)]
-    lacking += [] if hasattr(model, "lm_head") else ["it has no lm_head"]
-    if lacking:
-        raise InputError(
-            f"a {kind} cannot become a CausalLM: {lacking[0]}, as causal models of Llama's shape "
-            "have"
-        )
-    extension = extension_of(model)
+    kind, extension = type(model).__name__, extension_of(model)
     if extension is not None:
         raise InputError(
             f"this {kind} is extended, by {extension.spec.method}, and would become a CausalLM "
             "that was trained so: remove() the extension first"
         )
+    theirs = model.config
     refuse_applied(theirs)
-    assert theirs is not None
-    rope = theirs.rope_parameters or {}
-    _refuse_settings(theirs, rope, kind)
-    held = _weights_of_a_layer(model, theirs.num_hidden_layers, kind)
-    normed = held >= _NORMS
-    eps = {"eps": theirs.rms_norm_eps} if normed else {}
-    name = "QKRMSNorm-RoPE" if normed else "Baseline-RoPE"
-    score = ScoreSpec.parse(name, base=float(rope["rope_theta"]), **eps)
-    scaling = _scaling_of(rope, theirs.max_position_embeddings)
-    return CausalLMConfig(
-        vocab_size=theirs.vocab_size,
-        dim=theirs.hidden_size,
-        layers=theirs.num_hidden_layers,
-        heads=theirs.num_attention_heads,
-        kv_heads=theirs.num_key_value_heads,
-        head_dim=getattr(theirs, "head_dim", None),
-        hidden=theirs.intermediate_size,
-        norm_eps=theirs.rms_norm_eps,
-        train_length=theirs.max_position_embeddings,
-        tie_head=bool(theirs.tie_word_embeddings),
-        qkv_bias=held >= _BIASES,
-        score=score if scaling is None else ScoreSpec((*score.parts, scaling)),
-    )
+    weights = model.state_dict()
+    normed = f"model.layers.0.{_NORMED}" in weights
+    try:
+        rope = theirs.rope_parameters or {}
+        _refuse_settings(theirs, rope, kind)
+        eps = {"eps": theirs.rms_norm_eps} if normed else {}
+        name = "QKRMSNorm-RoPE" if normed else "Baseline-RoPE"
+        score = ScoreSpec.parse(name, base=float(rope["rope_theta"]), **eps)
+        scaling = _scaling_of(rope, theirs.max_position_embeddings)
+        return CausalLMConfig(
+            vocab_size=theirs.vocab_size,
+            dim=theirs.hidden_size,
+            layers=theirs.num_hidden_layers,
+            heads=theirs.num_attention_heads,
+            kv_heads=theirs.num_key_value_heads,
+            head_dim=getattr(theirs, "head_dim", None),
+            hidden=theirs.intermediate_size,
+            norm_eps=theirs.rms_norm_eps,
+            train_length=theirs.max_position_embeddings,
+            tie_head=bool(theirs.tie_word_embeddings),
+            qkv_bias=f"model.layers.0.{_BIASED}" in weights,
+            score=score if scaling is None else ScoreSpec((*score.parts, scaling)),
+        )
+    except (AttributeError, KeyError) as error:
+        raise InputError(
+            f"a {kind} cannot become a CausalLM: its configuration lacks what causal models of "
+            f"Llama's shape have ({error})"
+        ) from error
 
 
 def _refuse_settings(theirs: Any, rope: dict[str, Any], kind: str) -> None:
@@ -173,29 +178,6 @@ def _refuse_settings(theirs: Any, rope: dict[str, Any], kind: str) -> None:
     for reason, found in reasons.items():
         if found:
             raise InputError(f"this {kind} cannot become a CausalLM, because it has {reason}")
-
-
-def _weights_of_a_layer(model: Any, count: int, kind: str) -> set[str]:
-    """The names of a layer's weights; `InputError` unless all weights are those of our layers."""
-    layers: dict[str, set[str]] = {}
-    for weight in model.state_dict():
-        index, _, rest = weight.removeprefix("model.layers.").partition(".")
-        if weight.startswith("model.layers.") and index.isdigit():
-            layers.setdefault(index, set()).add(rest)
-        elif weight not in _WHOLE:
-            raise InputError(
-                f"a {kind} cannot become a CausalLM: it has the weight {weight}, which Llama's "
-                "shape has not"
-            )
-    held = layers.get("0", set())
-    same = all(names == held for names in layers.values()) and len(layers) == count
-    if not same or held - _NEEDED not in (set(), _BIASES, _NORMS) or not held >= _NEEDED:
-        odd = sorted(held ^ _NEEDED) or ["their number"]
-        raise InputError(
-            f"a {kind} cannot become a CausalLM: its layers are not Llama's, which differ by "
-            f"{odd[0]}"
-        )
-    return held
 
 
 def _refuse_other_logits(model: Any, made: CausalLM) -> None:
@@ -251,7 +233,7 @@ def _their_config(config: CausalLMConfig) -> tuple[str, Any]:
         intermediate_size=config.hidden or swiglu_hidden(config.dim),
         num_hidden_layers=config.layers,
         num_attention_heads=config.heads,
-        num_key_value_heads=_groups(config),
+        num_key_value_heads=config.kv_heads or config.heads,
         head_dim=config.score_head_dim,
         max_position_embeddings=length,
         rms_norm_eps=config.norm_eps,

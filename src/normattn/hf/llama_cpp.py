@@ -13,13 +13,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from normattn.errors import InputError
 from normattn.hf.model_parts import innermost, kind_of
 from normattn.hf.rope_detection import Spectrum
 from normattn.score.parts import rope_frequencies
+from normattn.score.parts.rope_scaling import YaRN
 
 _FLAG_OF = {
     "rope.freq_base": "--rope-freq-base",
@@ -176,22 +176,24 @@ def serve(
     mix = yarn("ext-factor", 1.0 if kind == "yarn" else 0.0)
     amplitude, gain = _amplitude(keys, factor, mix, yarn("attn-factor", 1.0))
     width = int(keys.get("rope.dimension_count", width))
-    turns = yarn("beta-fast", 32.0), yarn("beta-slow", 1.0)
-    if base <= 1 or min(turns) <= 0 or width < 2 or width % 2:
+    if base <= 1 or width < 2 or width % 2:
         raise InputError(
-            f"{file}: llama.cpp would compute no frequencies of a base of {base:g} (above 1), "
-            f"turns of {turns[0]:g} and {turns[1]:g} (above 0) and {width} features (even)"
+            f"{file}: llama.cpp would compute no frequencies of a base of {base:g} (above 1) and "
+            f"{width} features (even)"
         )
-    theta = rope_frequencies(width, base)
+    theta = rope_frequencies(width, base) / factor
+    if mix and trained > 1:
+        fast, slow = yarn("beta-fast", 32.0), yarn("beta-slow", 1.0)
+        scaling = YaRN(factor=factor, beta_fast=fast, beta_slow=slow)
+        theta = theta.lerp(scaling.inverse_frequencies(width, base, int(trained)), mix)
     theta = theta if divisors is None else theta / divisors.double()
-    share = mix * _ramp(width, base, trained, *turns)
     rope: dict[str, Any] = {"rope_type": kind, "rope_theta": base, "factor": factor}
     if kind == "none" or factor == 1:
         rope = {"rope_type": "default", "rope_theta": base}
     elif kind == "yarn":
         rope["original_max_position_embeddings"] = int(trained)
     return Served(
-        full=(theta / factor * (1 - share) + theta * share, amplitude),
+        full=(theta, amplitude),
         within=(rope_frequencies(width, swa_base), 1.0),
         score_gain=gain,
         longest=min(asked or context, context) if context else asked or None,
@@ -251,19 +253,6 @@ def _amplitude(
 
 def _mscale(factor: float, weight: float = 1.0) -> float:
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1
-
-
-def _ramp(width: int, base: float, length: float, fast: float, slow: float) -> Tensor:
-    """1 where a pair keeps its frequency, 0 where the factor divides it."""
-    if length <= 0:
-        return torch.zeros(width // 2, dtype=torch.float64)
-    low, high = (
-        width * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(base))
-        for turns in (fast, slow)
-    )
-    low, high = max(math.floor(low), 0), min(math.ceil(high), width - 1)
-    pairs = torch.arange(width // 2, dtype=torch.float64)
-    return 1 - ((pairs - low) / max(0.001, high - low)).clamp(0, 1)
 
 
 def _ignored(

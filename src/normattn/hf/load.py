@@ -25,7 +25,7 @@ from normattn.io import expanded, open_file, read_object
 from normattn.models.utils import on_meta
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_WHERE = ("revision", "cache_dir", "token", "local_files_only", "subfolder")
+WHERE = ("revision", "cache_dir", "token", "local_files_only", "subfolder")
 _LAYER = re.compile(r"\.(\d+)\.")
 
 
@@ -48,7 +48,7 @@ def load_model(model: str | Path, gguf: str | None = None, **options: Any) -> An
         given["quantization_config"] = transformers.GgufConfig(dequantize=True)
     refuse_sizes(source, gguf)
     if gguf is not None and not Path(source).is_dir():
-        where = {name: given[name] for name in _WHERE if name in given}
+        where = {name: given[name] for name in WHERE if name in given}
         with explained(gguf):  # the file on the hub, which loading it needs here anyway
             file = transformers.utils.hub.cached_file(source, gguf, **where)
         refuse_scaled(Path(str(file)))

@@ -22,7 +22,7 @@ _NUMBERS = ROPE_NUMBERS | {
     *("head_dim", "sliding_window", "query_pre_attn_scalar", "attn_logit_softcapping"),
     *("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "qk_rope_head_dim"),
 }
-_LISTS = {"short_factor": (int, float), "long_factor": (int, float), "mrope_section": (int,)}
+_LISTS = {"short_factor", "long_factor", "mrope_section"}
 _ROPES = ("rope_parameters", "rope_scaling")
 _DYNAMIC = {
     "dynamic": "set its rope_type to 'default' and take DynamicNTK",
@@ -154,43 +154,32 @@ def known_length(parts: ModelParts) -> tuple[int, str]:
     return longest, "max_position_embeddings"
 
 
-def refuse_odd_values(fields: Mapping[str, Any], where: str) -> None:
+def refuse_odd_values(fields: Mapping[str, Any], where: str, inside: bool = False) -> None:
     """Raise `InputError` for a value of positions of another type than transformers computes with.
 
     Numbers must be finite, names text, and lists hold finite numbers; None is always allowed.
     transformers checks few of these, and would fail later in whatever computes with them first.
+    `inside`: these are rope parameters, which may stand under the types of layers.
     """
     for name, value in fields.items():
-        if value is None:
-            continue
-        if name in _NUMBERS and not _is_number(value):
-            raise InputError(f"{where}: {name} must be a finite number, not {value!r}")
-        if name == "layer_types" and not _is_list(value, (str,)):
-            raise InputError(f"{where}: layer_types must be a list of names, not {value!r}")
-        if name in _ROPES:
-            if not isinstance(value, Mapping):
-                raise InputError(f"{where}: {name} must be an object, not {value!r}")
-            refuse_odd_rope(value, f"{where}: {name}")
-
-
-def refuse_odd_rope(rope: Mapping[str, Any], where: str) -> None:
-    """The same for rope parameters, which may stand under the types of layers."""
-    refuse_odd_values({name: rope[name] for name in ROPE_NUMBERS & rope.keys()}, where)
-    for name, value in rope.items():
-        if name in ROPE_NAMES and not isinstance(value, str | None):
-            raise InputError(f"{where}: {name} must be a name such as 'yarn', not {value!r}")
-        if name in _LISTS and value is not None and not _is_list(value, _LISTS[name]):
-            raise InputError(f"{where}: {name} must be a list of finite numbers, not {value!r}")
-        if isinstance(value, Mapping):
-            refuse_odd_rope(value, f"{where}.{name}")
+        good, wanted = True, ""
+        if name in _NUMBERS:
+            good, wanted = _is_number(value), "a finite number"
+        elif name in _LISTS:
+            good = isinstance(value, list) and all(map(_is_number, value))
+            wanted = "a list of finite numbers"
+        elif inside and name in ROPE_NAMES:
+            good, wanted = isinstance(value, str), "a name such as 'yarn'"
+        elif name == "layer_types":
+            good = isinstance(value, list) and all(isinstance(item, str) for item in value)
+            wanted = "a list of names"
+        elif name in _ROPES or (inside and isinstance(value, Mapping)):
+            good, wanted = isinstance(value, Mapping), "an object"
+            if good:
+                refuse_odd_values(value, f"{where}: {name}", inside=True)
+        if not good and value is not None:
+            raise InputError(f"{where}: {name} must be {wanted}, not {value!r}")
 
 
 def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value)
-
-
-def _is_list(value: Any, kinds: tuple[type, ...]) -> bool:
-    """Whether the value is a list of these types, whose numbers are finite."""
-    return isinstance(value, list | tuple) and all(
-        type(item) in kinds and (type(item) is str or math.isfinite(item)) for item in value
-    )

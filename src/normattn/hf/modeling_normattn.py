@@ -26,6 +26,7 @@ from normattn.models.causal_lm import CausalLM
 from normattn.models.classifier import Classifier
 from normattn.models.config import CausalLMConfig, ClassifierConfig, MaskedLMConfig, StackConfig
 from normattn.models.masked_lm import MaskedLM
+from normattn.models.utils import checked_ids
 
 # Half typed by transformers: taken as Any.
 _Config: Any = transformers.PretrainedConfig
@@ -124,9 +125,6 @@ class NormattnCache(_Cache):
         super().__init__(layers=[])
         self.held = held
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.held.length} tokens, {len(self)} layers)"
-
     def __len__(self) -> int:
         return len(self.held.layers)
 
@@ -199,6 +197,19 @@ class NormattnModel(_Model):
     def _init_weights(self, module: nn.Module) -> None:
         """Nothing: our models draw their weights when they are built."""
 
+    def _loss(self, logits: Tensor, labels: Tensor | None) -> Tensor | None:
+        """transformers' loss for a model of this kind; each takes what it needs of these."""
+        if labels is None:
+            return None
+        made: Tensor = self.loss_function(
+            logits=logits,
+            labels=labels,
+            pooled_logits=logits,
+            vocab_size=logits.shape[-1],
+            config=self.config,
+        )
+        return made
+
     def get_input_embeddings(self) -> Any:
         """The embedding of the tokens."""
         return self.model.embedding
@@ -219,36 +230,21 @@ class NormattnModel(_Model):
         )
 
 
-def _checked(
-    ids: Tensor | None,
-    mask: Tensor | None,
-    inner: tuple[bool | None, bool | None],
-    before: int = 0,
-) -> tuple[Tensor, Bool[Tensor, "b s"] | None]:
-    """The token ids, and True where an attention mask over all tokens read so far is 0.
+def _padding(ids: Tensor, mask: Tensor | None, before: int = 0) -> Bool[Tensor, "b s"] | None:
+    """True where an attention mask over all tokens read so far is 0; None without padding.
 
-    Raises `InputError` for ids or a mask of other shapes or values, and where attentions or hidden
-    states are wanted: what is inside is seen through `normattn.lab.diagnostics`.
+    Raises `InputError` for a mask of another shape or with other values than 0 and 1.
     """
-    if any(inner):
-        raise InputError(
-            "these models hand out neither attentions nor hidden states; see docs/diagnostics.md"
-        )
-    if ids is None or ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
-        description = "none" if ids is None else f"{ids.dtype} of {tuple(ids.shape)}"
-        raise InputError(f"input_ids must be whole numbers (B, T), but they are {description}")
-    rows, tokens = ids.shape[0], before + ids.shape[1]
     if mask is None:
-        return ids, None
-    if mask.shape != (rows, tokens):
+        return None
+    rows, tokens = checked_ids(ids, "input_ids").shape[0], before + ids.shape[1]
+    padding = mask == 0
+    if mask.shape != (rows, tokens) or not bool((padding | (mask == 1)).all()):
         raise InputError(
             f"attention_mask must be ({rows}, {tokens}), 1 for each token read so far and 0 for "
-            f"padding, but it is {tuple(mask.shape)}"
+            f"padding, but it is {tuple(mask.shape)} or holds something else"
         )
-    padding = mask == 0
-    if not bool((padding | (mask == 1)).all()):
-        raise InputError("attention_mask must hold 1 for tokens and 0 for padding, nothing else")
-    return ids, padding if bool(padding.any()) else None
+    return padding if bool(padding.any()) else None
 
 
 class NormattnForCausalLM(NormattnModel, _GenerationMixin):
@@ -266,8 +262,6 @@ class NormattnForCausalLM(NormattnModel, _GenerationMixin):
         labels: Int[Tensor, "b t"] | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int = 0,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
     ) -> Any:
         """Logits (B, T, V), the loss of `labels`, and the cache.
 
@@ -280,20 +274,17 @@ class NormattnForCausalLM(NormattnModel, _GenerationMixin):
         """
         if labels is not None and logits_to_keep:
             raise InputError("labels need all logits: leave logits_to_keep out")
-        inner = output_attentions, output_hidden_states
-        _checked(input_ids, None, inner)
         cache = self._cache(past_key_values, use_cache)
         before = 0 if cache is None else cache.get_seq_length()
-        ids, padding = _checked(input_ids, attention_mask, inner, before)
+        ids = checked_ids(input_ids, "input_ids")
+        padding = _padding(ids, attention_mask, before)
         if cache is None:
             hidden = self.model.hidden(ids, padding)
         else:
             new = None if padding is None else padding[:, before:]
             hidden = self.model.hidden(ids, new, cache.held)
         logits = F.linear(hidden[:, -logits_to_keep:], self.model.head_weight)
-        loss = None
-        if labels is not None:
-            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+        loss = self._loss(logits, labels)
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
 
     def new_cache(self, max_length: int | None = None) -> NormattnCache:
@@ -323,38 +314,10 @@ class NormattnForCausalLM(NormattnModel, _GenerationMixin):
             model_kwargs["past_key_values"] = self.new_cache()
 
 
-class NormattnForMaskedLM(NormattnModel):
-    """The hidden tokens of a text; exits, where there are any, are kept and not read."""
+class NormattnEncoder(NormattnModel):
+    """What reads a whole text at once: logits, and the loss that transformers has for them."""
 
-    config_class = NormattnMaskedLMConfig
-    model_class = MaskedLM
-
-    @can_return_tuple  # type: ignore[untyped-decorator]
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        labels: Int[Tensor, "b t"] | None = None,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
-    ) -> Any:
-        """Logits (B, T, V), and the mean cross-entropy in nats of `labels` that are not −100.
-
-        `attention_mask` (B, T) is 0 for padding, on either side. Raises as the causal model does.
-        """
-        inner = output_attentions, output_hidden_states
-        logits = self.model(*_checked(input_ids, attention_mask, inner))
-        loss = None
-        if labels is not None:
-            loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
-        return MaskedLMOutput(loss=loss, logits=logits)
-
-
-class NormattnForSequenceClassification(NormattnModel):
-    """The labels of a text, each by itself, or one of them (`problem_type`)."""
-
-    config_class = NormattnClassifierConfig
-    model_class = Classifier
+    output_class: ClassVar[Any]
 
     @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
@@ -362,31 +325,38 @@ class NormattnForSequenceClassification(NormattnModel):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
     ) -> Any:
-        """Logits (B, K), and the loss of `labels` in nats, by `config.problem_type`.
+        """Logits, and the loss of `labels` in nats.
 
-        "multi_label_classification" (the default): labels are 0 or 1 as floats (B, K), the loss is
-        binary cross-entropy. "single_label_classification": labels are numbers (B,), the loss is
-        cross-entropy. Raises `InputError` for others, and as the causal model does.
+        `attention_mask` (B, T) is 0 for padding, on either side. Raises as the causal model does.
         """
-        inner = output_attentions, output_hidden_states
-        logits = self.model(*_checked(input_ids, attention_mask, inner))
-        loss, kind = None, self.config.problem_type
-        if labels is None:
-            pass
-        elif kind == "multi_label_classification" and labels.shape == logits.shape:
-            loss = F.binary_cross_entropy_with_logits(logits.float(), labels.float())
-        elif kind == "single_label_classification" and labels.shape == logits.shape[:1]:
-            loss = F.cross_entropy(logits.float(), labels)
-        else:
-            raise InputError(
-                f"labels of {tuple(labels.shape)} do not fit logits of {tuple(logits.shape)} with "
-                f"problem_type {kind!r}: multi_label_classification takes 0 or 1 (B, K), "
-                "single_label_classification numbers (B,)"
-            )
-        return SequenceClassifierOutput(loss=loss, logits=logits)
+        ids = checked_ids(input_ids, "input_ids")
+        logits = self.model(ids, _padding(ids, attention_mask))
+        return self.output_class(loss=self._loss(logits, labels), logits=logits)
+
+
+class NormattnForMaskedLM(NormattnEncoder):
+    """The hidden tokens of a text; exits, where there are any, are kept and not read.
+
+    Logits are (B, T, V), the loss the mean cross-entropy of `labels` that are not −100.
+    """
+
+    config_class = NormattnMaskedLMConfig
+    model_class = MaskedLM
+    output_class = MaskedLMOutput
+
+
+class NormattnForSequenceClassification(NormattnEncoder):
+    """The labels of a text, each by itself, or one of them: `config.problem_type`.
+
+    Logits are (B, K). With "multi_label_classification" (the default) `labels` are 0 or 1 as floats
+    (B, K), and the loss is binary cross-entropy; with "single_label_classification" they are
+    numbers (B,), and it is cross-entropy.
+    """
+
+    config_class = NormattnClassifierConfig
+    model_class = Classifier
+    output_class = SequenceClassifierOutput
 
 
 _HOMES: tuple[tuple[Any, Any], ...] = (

@@ -57,7 +57,7 @@ def native_fields(
         "rope_parameters": rope_with(parts, layers, spec, more),
         "max_position_embeddings": longer,
     }
-    kinds = {(id(x.tables), layer_type(parts.config, x.index)): x for x in rotated}
+    kinds = {(id(x.made_of), layer_type(parts.config, x.index)): x for x in rotated}
     if not all(_is_meant(parts, layer, spec, fields) for layer in kinds.values()):
         raise InputError(
             f"the rotary module of {parts.name} makes something else of rope_parameters than "
@@ -133,7 +133,7 @@ def scaling_words(scaling: PI | YaRN | Llama3, train_length: int | None) -> dict
 
 def _is_meant(parts: ModelParts, layer: Layer, spec: ScoreSpec, fields: Mapping[str, Any]) -> bool:
     """Whether some rotary module of the model, made by these fields, makes what is meant."""
-    tables, rotation, given = layer.tables, layer.rotation, layer.probed.tables
+    tables, rotation, given = layer.made_of, layer.rotation, layer.tables
     assert tables is not None
     assert rotation is not None
     config = copy.deepcopy(parts.config)

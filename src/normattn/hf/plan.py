@@ -6,8 +6,6 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from torch import nn
-
 from normattn.errors import InputError
 from normattn.hf.model_parts import (
     ModelParts,
@@ -16,7 +14,7 @@ from normattn.hf.model_parts import (
     refuse_length_dependent,
 )
 from normattn.hf.native import refuse_applied
-from normattn.hf.probe import ProbedLayer, probe
+from normattn.hf.probe import probe
 from normattn.hf.rope_detection import Layer, detect_layers, refuse_absolute_positions
 from normattn.score import ScoreSpec
 from normattn.score.grammar import read as read_method
@@ -104,7 +102,6 @@ class Plan(NamedTuple):
     layers: tuple[Layer, ...]
     spec: ScoreSpec
     source: str
-    probed: dict[nn.Module, ProbedLayer]
 
     @property
     def served(self) -> list[Layer]:
@@ -130,7 +127,7 @@ class Plan(NamedTuple):
             },
             base=None if rotation is None else rotation.base,
             scaled=None if rotation is None else rotation.scaled,
-            head_dim=served[0].probed.call.q.shape[-1],
+            head_dim=served[0].call.q.shape[-1],
             rotated=0 if rotation is None else 2 * int((rotation.frequencies != 0).sum()),
             layout="interleaved" if rotation is not None and rotation.interleaved else "half",
             extended=tuple(layer.index for layer in rotated),
@@ -152,8 +149,7 @@ def plan(model: Any, method: str, train_length: int | None = None, **parameters:
     refuse_applied(parts.model.config)
     spec, source = _specify(parts, method, train_length, parameters)
     refuse_absolute_positions(parts)
-    probed = probe(parts)
-    made = Plan(parts, detect_layers(parts, probed), spec, source, probed)
+    made = Plan(parts, detect_layers(parts, probe(parts)), spec, source)
     _refuse_unserved(made)
     return made
 

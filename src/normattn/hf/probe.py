@@ -10,7 +10,7 @@ Legend: B batch, H query heads, G key heads, T queries, S keys, D head dimension
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -360,7 +360,7 @@ def probe(parts: ModelParts) -> dict[nn.Module, ProbedLayer]:
 
 
 def replay(
-    parts: ModelParts, probed: dict[nn.Module, ProbedLayer], start: int | None = None
+    parts: ModelParts, probed: Mapping[nn.Module, ProbedLayer], start: int | None = None
 ) -> tuple[dict[nn.Module, list[AttentionCall]], Any]:
     """The calls of a forward in which every layer reads what it read in the probe, and its cache.
 

@@ -8,7 +8,7 @@ Legend: B batch, H heads, T tokens, D head dimension, P pairs of features that r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -44,12 +44,6 @@ class EmbeddingTables:
     layout: Layout
     frequencies: Float[Tensor, " p"]
     amplitude: float
-
-    def alike(self, other: EmbeddingTables | None) -> bool:
-        """Whether both make the same."""
-        if other is None or (self.layout, self.amplitude) != (other.layout, other.amplitude):
-            return False
-        return torch.equal(self.frequencies, other.frequencies)
 
     def make(self, ids: Int[Tensor, "b t"], spectrum: Spectrum, like: Any) -> Any:
         """The position embeddings of these positions under a spectrum, of the kind of `like`."""
@@ -171,38 +165,36 @@ def method_gain(spec: ScoreSpec) -> float:
     return float(gain**0.5)
 
 
-@dataclass(frozen=True, eq=False)
-class Layer:
-    """What one attention layer does.
+@dataclass(eq=False)
+class Layer(ProbedLayer):
+    """What one attention layer was seen to do, and what that means.
 
     Attributes:
-        module: the layer.
         index: its number.
-        sliding: the window outside of which it sees nothing, or None.
-        probed: what was seen of it.
         rotation: how its heads are rotated; None for one without positions, or with a window.
-        tables: how the model writes its position embeddings.
+        made_of: how the model writes its position embeddings.
         keys_of: the layer whose keys it reads, where not its own.
     """
 
-    module: nn.Module
-    index: int
-    sliding: int | None
-    probed: ProbedLayer
+    index: int = 0
     rotation: HeadRotation | None = None
-    tables: EmbeddingTables | None = None
+    made_of: EmbeddingTables | None = None
     keys_of: nn.Module | None = None
+
+    @property
+    def sliding(self) -> int | None:
+        """The window outside of which it sees nothing, or None."""
+        return self.call.sliding
 
     @property
     def selects(self) -> bool:
         """Whether it selects among the keys that it may see, by an indexer or by its own mask."""
-        call = self.probed.call
-        return call.more.get("indices") is not None or call.window is None
+        return self.call.more.get("indices") is not None or self.call.window is None
 
     @property
     def unserved(self) -> list[str]:
         """What the layer passes to its attention that ours does not serve."""
-        more = self.probed.call.more
+        more = self.call.more
         given = {name: x for name, x in more.items() if x is not None and x is not False}
         names = [name for name in given if name not in KNOWN and name != "indices"]
         # As transformers has it: what a call does not say, the layer itself does.
@@ -220,15 +212,16 @@ def detect_layers(parts: ModelParts, probed: Mapping[nn.Module, ProbedLayer]) ->
         )
     if not probed:
         raise InputError(f"{parts.name} is not a rotary model, and its attention cannot be reached")
-    spectra = spectra_of(parts.model)
-    layers: list[Layer] = []
-    for position, one in enumerate(probed.values()):
-        layer = _layer(parts, position, one, spectra, list(probed.values()))
-        if layer.tables is not None:  # one object for all that are alike
-            alike = (x.tables for x in layers if layer.tables.alike(x.tables))
-            layer = replace(layer, tables=next(alike, layer.tables))
-        layers.append(layer)
-    return tuple(layers)
+    spectra, read = spectra_of(parts.model), dict[int, EmbeddingTables | None]()
+
+    def made_of(tables: Any) -> EmbeddingTables | None:
+        """How tables were made; the layers of a forward share them."""
+        if id(tables) not in read:
+            read[id(tables)] = read_tables(tables, spectra)
+        return read[id(tables)]
+
+    all_probed = list(probed.values())
+    return tuple(_layer(parts, n, one, made_of, all_probed) for n, one in enumerate(all_probed))
 
 
 def refuse_absolute_positions(parts: ModelParts) -> None:
@@ -252,7 +245,7 @@ def _layer(
     parts: ModelParts,
     position: int,
     one: ProbedLayer,
-    spectra: Sequence[Spectrum],
+    made_of: Callable[[Any], EmbeddingTables | None],
     all_probed: Sequence[ProbedLayer],
 ) -> Layer:
     index = getattr(one.module, "layer_idx", None)
@@ -266,12 +259,12 @@ def _layer(
         )
     if still is None and call.sliding is None and _rotates(one.module):
         raise InputError(f"{who} makes its rotary positions itself, where they cannot be replaced")
-    plain = Layer(one.module, index, call.sliding, one)
+    plain = Layer(**vars(one), index=index)
     if call.sliding is not None or still is None:
         return plain
     if torch.equal(still.q, call.q) and torch.equal(still.k, call.k):
         return plain
-    tables = read_tables(one.tables, spectra)
+    tables = made_of(one.tables)
     if tables is None:
         raise InputError(
             f"{who} is given position embeddings that are not made of rotary frequencies which the "
@@ -285,7 +278,7 @@ def _layer(
             "does, so its positions cannot be replaced"
         )
     keys_of = None if keys is one else keys.module
-    return replace(plain, rotation=rotation, tables=tables, keys_of=keys_of)
+    return replace(plain, rotation=rotation, made_of=tables, keys_of=keys_of)
 
 
 def _maker_of_keys(one: ProbedLayer, all_probed: Sequence[ProbedLayer]) -> ProbedLayer | None:

@@ -27,14 +27,14 @@ def spectrum_of(layer: Layer, spec: ScoreSpec) -> Spectrum | None:
 
     Where the method rotates inside of attention, one that rotates nothing.
     """
-    if layer.rotation is None or layer.tables is None:
+    if layer.rotation is None or layer.made_of is None:
         return None
     if spec.remapping is not None or spec.blockwise:
         return torch.zeros_like(layer.rotation.frequencies), 1.0
     if spec.rope_scaling is None:
         return None
     theta = method_frequencies(spec, layer.rotation).abs()
-    return theta, method_gain(spec) * layer.tables.amplitude
+    return theta, method_gain(spec) * layer.made_of.amplitude
 
 
 def override_buffers(
@@ -70,16 +70,16 @@ def _same(one: Spectrum, other: Spectrum | None) -> bool:
 
 def _buffer_of(layer: Layer) -> tuple[nn.Module, str] | None:
     """The module and its frequencies of which a layer's tables are made, where that is known."""
-    if layer.probed.rotary is None:
+    if layer.rotary is None:
         return None
-    module, kind = layer.probed.rotary
+    module, kind = layer.rotary
     names = rotary_buffers(module)
     own = f"{kind}_inv_freq"
     name = own if own in names else names[0] if len(names) == 1 else None
     if name is None or not hasattr(module, _scaling_of(name)):
         return None
     held: Any = module._buffers[name]
-    other = layer.tables is not None and held.numel() != layer.tables.frequencies.numel()
+    other = layer.made_of is not None and held.numel() != layer.made_of.frequencies.numel()
     return None if other else (module, name)
 
 
@@ -135,7 +135,7 @@ class LayerHook:
         mask = kwargs.get("attention_mask")
         if self._keep_mask and isinstance(mask, Tensor) and mask.dtype == torch.bool:
             self._memory.keep("mask", mask)
-        argument, spectrum = self._layer.probed.argument, self._spectrum
+        argument, spectrum = self._layer.argument, self._spectrum
         if spectrum is None or argument is None:
             return args, kwargs
         given = kwargs.get(argument) if isinstance(argument, str) else args[argument]
@@ -152,7 +152,10 @@ class LayerHook:
 
     def _tables(self, given: Any, ids: Tensor | None, spectrum: Spectrum) -> Any:
         """The tables of the tokens' positions, made once for all layers of a forward."""
-        tables, dtype = self._layer.tables, (given if isinstance(given, Tensor) else given[0]).dtype
+        tables, dtype = (
+            self._layer.made_of,
+            (given if isinstance(given, Tensor) else given[0]).dtype,
+        )
         if ids is None or ids.dim() != 2:
             raise InputError(
                 f"layer {self._layer.index} is not told the tokens' position_ids (batch, tokens), "

@@ -10,8 +10,8 @@ import torch
 
 from normattn.errors import InputError
 from normattn.hf.extend import extend
-from normattn.hf.load import load_model, read_tokeniser, source_of
-from normattn.hf.native import ADAPTER_FILE, FIELD, TRAINED, check_record, record_of, take_record
+from normattn.hf.load import WHERE, explained, load_model, options_of, read_tokeniser, source_of
+from normattn.hf.native import ADAPTER_FILE, FIELD, check_record, take_record
 from normattn.io import read_object
 
 _ADAPTER = "adapter_config.json"
@@ -84,17 +84,16 @@ def as_trained(
     See `record_of`. Also where transformers' own words tell of the method, and plain
     `from_pretrained` would apply it. `options` are those of transformers' `from_pretrained`.
     """
-    model = load_model(path, gguf, **options)
-    record = record_of(model.config, path)
-    if record is not None and TRAINED in record:
-        from transformers import AutoConfig
+    from transformers import AutoConfig
 
-        config = AutoConfig.from_pretrained(source_of(path, gguf)[0], trust_remote_code=False)
-        take_record(config, path)
-        model = load_model(path, gguf, **{**options, "config": config})
-    elif record is not None:
-        take_record(model.config, path)
-    return model, record
+    source, file = source_of(path, gguf)
+    where = {name: options[name] for name in WHERE if name in options}
+    with explained(file or source):
+        config = AutoConfig.from_pretrained(source, **{**options_of(source, file), **where})
+    record = take_record(config, path)
+    if record is not None:
+        options["config"] = config
+    return load_model(path, gguf, **options), record
 
 
 def is_adapter(path: str | Path) -> bool:

@@ -31,12 +31,15 @@ from normattn.hf.score_fit import (
     normalise,
     norms,
 )
-from normattn.hf.score_names import position_words, temperature_words
+from normattn.hf.score_names import position_parts, temperature
 from normattn.hf.score_output import Gating, Masking, gating, masking
 from normattn.hf.score_record import HALF, RecordedLayer, record_layers
 from normattn.layers.attention import attention
 from normattn.layers.gates import apply_gate
 from normattn.score import Score, ScoreSpec
+from normattn.score.parts import RotateFirst, Sink, SlidingWindow, SoftCap, Variant
+from normattn.score.parts.qk_norm import Baseline
+from normattn.score.parts.rope import NoPE
 
 AGREES = 1e-5
 """How far our attention may be from the layer's, as a share of its largest output, in float32."""
@@ -168,10 +171,10 @@ def _read(layer: RecordedLayer, config: Any) -> LayerScore:
             "its queries and keys are made, normalised or rotated in a way that no part says"
         )
     gate, mask = gating(layer), masking(layer, config)
-    text, length, lacks = _named(layer, config, fit, gate, mask)
-    if text is None:
-        return unread(str(lacks))
-    spec = ScoreSpec.parse(text, train_length=length)
+    spec = _named(layer, config, fit, gate, mask)
+    if isinstance(spec, str):
+        return unread(spec)
+    lacks = "; ".join(filter(None, (mask.lacks, gate.lacks))) or None
     off = _difference(spec, layer, fit, gate, mask)
     if off > AGREES:
         lacks = f"its attention differs from that of {spec} by {off:.1e} of its largest output"
@@ -239,32 +242,32 @@ def _eps(layer: RecordedLayer, config: Any) -> list[float]:
 
 def _named(
     layer: RecordedLayer, config: Any, fit: _Fit, gate: Gating, mask: Masking
-) -> tuple[str | None, int | None, str | None]:
-    """The score as text, the length it needs, and what is missing in it."""
-    rope, d = rope_of(config, layer.index), layer.q.shape[-1]
-    placed = position_words(fit.rotation, rope, config, d, _gains(layer, fit))
+) -> ScoreSpec | str:
+    """The score, or why there is none."""
+    rope = rope_of(config, layer.index)
+    placed = position_parts(fit.rotation, rope, config, layer.q.shape[-1], _gains(layer, fit))
     if placed is None:
-        return None, None, "its rotary frequencies are none that the vocabulary has"
+        return "its rotary frequencies are none that the vocabulary has"
     position, length = placed
-    warm = temperature_words(config, rope, fit.rotation.size, position != "NoPE")
+    warm = temperature(config, rope, fit.rotation.size, not isinstance(position[0], NoPE))
     if warm is None:
-        return None, None, "its scale changes with the position in a way that no part says"
-    window, lacks = mask.part, "; ".join(filter(None, (mask.lacks, gate.lacks))) or None
-    if window.startswith("SlidingWindow") and "(factor" in position:
-        window = window.replace(")", ",stretched=true)")
+        return "its scale changes with the position in a way that no part says"
+    window = mask.part
+    if isinstance(window, SlidingWindow) and len(position) > 1:
+        window = replace(window, stretched=True)
     cap, sink = layer.more.get("softcap"), layer.more.get("s_aux")
-    placed_alone = ScoreSpec.parse("-".join(filter(None, ("Baseline", position))), length)
-    words = (
+    placed_alone = ScoreSpec((Baseline(), *position), length)
+    parts = (
         _variant(layer, fit, _amplitude(placed_alone)),
-        warm,
-        "RotateFirst" if fit.first else "",
-        position,
-        f"SoftCap(cap={cap})" if cap else "",
-        "Sink" if sink is not None else "",
+        *warm,
+        *position,
+        RotateFirst() if fit.first else None,
+        SoftCap(cap=cap) if cap else None,
+        None if sink is None else Sink(),
         gate.part,
         window,
     )
-    return "-".join(filter(None, words)), length, lacks
+    return ScoreSpec(tuple(part for part in parts if part is not None), length)
 
 
 def _amplitude(spec: ScoreSpec) -> float:
@@ -273,26 +276,23 @@ def _amplitude(spec: ScoreSpec) -> float:
     return 1.0 if scaling is None else float(scaling.gain(spec.train_length) ** 0.5)
 
 
-def _variant(layer: RecordedLayer, fit: _Fit, amplitude: float) -> str:
+def _variant(layer: RecordedLayer, fit: _Fit, amplitude: float) -> Variant:
     """The normalisation and the scale as a part."""
-    fields, scaling, normed = [], layer.scaling, [norm for norm in (fit.q, fit.k) if norm.kind]
+    fields: dict[str, Any] = {}
+    scaling, normed = layer.scaling, [norm for norm in (fit.q, fit.k) if norm.kind]
     for norm in (fit.q, fit.k):
         share = 1.0 if norm.kind else float(norm.gain[0, 0]) / amplitude
         scaling *= 1.0 if abs(share - 1) < 1e-5 else share
     if abs(scaling * layer.q.shape[-1] ** 0.5 - 1) > 1e-5:
-        same = scaling == layer.scaling
-        fields.append(f"scale={scaling!r}" if same else f"scale={scaling:.7g}")
+        fields["scale"] = scaling if scaling == layer.scaling else float(f"{scaling:.7g}")
     if not normed:
-        return f"Baseline({','.join(fields)})" if fields else "Baseline"
+        return Baseline(**fields)
     kind = {"rms": "RMSNorm", "layer": "LayerNorm"}[normed[0].kind]
     name = ("Q" if fit.q.kind else "") + ("K" if fit.k.kind else "") + kind
     plain = (float((x.gain - amplitude).abs().max()) < 1e-3 and not x.bias.any() for x in normed)
-    fields += ["gain=false"] if all(plain) else []
-    across = {norm.across for norm in normed}
-    over = "each" if "each" in across else normed[0].across
-    fields += [f"across={over}"] if over != "head" else []
-    fields += [f"eps={normed[0].eps!r}"] if normed[0].eps != 1e-6 else []
-    return f"{name}({','.join(fields)})" if fields else name
+    across = "each" if any(norm.across == "each" for norm in normed) else normed[0].across
+    fields |= {"gain": not all(plain), "across": across, "eps": normed[0].eps}
+    return ScoreSpec.parse(name, **fields).variant
 
 
 def _gains(layer: RecordedLayer, fit: _Fit) -> tuple[float, ...]:

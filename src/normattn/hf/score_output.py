@@ -6,7 +6,7 @@ Legend: B batch, H query heads, T tokens, S keys, E value size, W width.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,8 +16,9 @@ from torch.nn import functional as F
 from normattn.hf.model_parts import layer_type
 from normattn.hf.probe import hidden
 from normattn.hf.score_fit import CLOSE, heads_of
-from normattn.hf.score_names import window_words
+from normattn.hf.score_names import window_part
 from normattn.hf.score_record import RecordedLayer
+from normattn.score.parts import Chunked, Gate, SlidingWindow
 
 _ROUNDED = 1e-4
 """How far numbers of two texts may be apart by rounding alone, as a share of the largest."""
@@ -27,7 +28,7 @@ _ROUNDED = 1e-4
 class Gating:
     """The output gate's part and its logits (B, T, …); `lacks` is what is not understood."""
 
-    part: str = ""
+    part: Gate | None = None
     logits: Tensor | None = None
     lacks: str | None = None
 
@@ -55,33 +56,28 @@ def _logits(layer: RecordedLayer) -> Iterator[Tensor]:
 
 
 def _gate(out: Tensor, given: Tensor, logits: Tensor) -> Gating | None:
-    """The gate that makes `given` (B, T, H·E) of the output (B, T, H, E) by these logits.
-
-    A number for each head may be added to them first: the middle of what the output tells.
-    """
+    """The gate that makes `given` (B, T, H·E) of the output (B, T, H, E) by these logits."""
     heads, size = out.shape[2:]
     wide = logits.shape[-1] // heads
     gate = logits.double().reshape(*logits.shape[:2], heads, wide)
     wanted = given.double().view_as(out)
-    share = (wanted / out).clamp(1e-6, 1 - 1e-6)
-    shift = (share.logit() - gate).movedim(2, 0).flatten(1).median(-1).values[:, None]
-    for shifted, act in ((gate, ""), (gate, "act=softplus"), (gate + shift, "")):
-        opened = F.softplus(shifted) if act else shifted.sigmoid()
+    part = Gate(per="feature" if wide > 1 or size == 1 else "head")
+    for act in (part, replace(part, act="softplus")):
+        opened = gate.sigmoid() if act is part else F.softplus(gate)
         if float((opened * out - wanted).abs().max()) <= CLOSE * float(wanted.abs().max()):
-            fields = ",".join(filter(None, ("" if wide > 1 or size == 1 else "per=head", act)))
-            return Gating(f"Gate({fields})" if fields else "Gate", shifted.flatten(2))
+            return Gating(act, gate.flatten(2))
     return None
 
 
 @dataclass(frozen=True)
 class Masking:
-    """The part that says which keys are hidden, "" for none, and the mask that does the rest.
+    """The part that says which keys are hidden, None for none, and the mask that does the rest.
 
     `causal`: no query sees a later key. `operand` (B, H or 1, T, S) is the layer's own mask where
     it does more than `part` says, `beside` what that is, `lacks` what cannot be said of it.
     """
 
-    part: str = ""
+    part: SlidingWindow | Chunked | None = None
     causal: bool = True
     operand: Tensor | None = None
     beside: str | None = None
@@ -92,17 +88,21 @@ def masking(layer: RecordedLayer, config: Any) -> Masking:
     """What the mask does, by what was recorded of it in texts that differ."""
     causal = not bool(layer.visible[0].triu(1).any())
     mask = None if layer.mask is None else layer.mask[..., : layer.k.shape[2]]
-    part, unsaid, named = "", None, _named(layer, config)
+    part, unsaid, named = None, None, _named(layer, config)
     if causal and layer.same_mask:
-        part, unsaid = window_words(layer.visible[0].cpu(), named)
-    elif causal and mask is not None and named.startswith("SlidingWindow"):
-        part = named if _within(~hidden(mask), named) else ""
+        part, unsaid = window_part(layer.visible[0].cpu(), named)
+    elif causal and mask is not None and isinstance(named, SlidingWindow) and named.window:
+        at = torch.arange(layer.k.shape[2], device=mask.device)
+        beyond = at[-mask.shape[2] :, None] - at >= named.window
+        part = None if (~hidden(mask) & beyond).any() else named
     if mask is None or (layer.same_mask and not layer.added and unsaid is None):
         return Masking(part, causal, lacks=_too_few(layer) if layer.indexed else unsaid)
     hides, adds = _by_text(mask)
+    beside = "its mask depends on the text (attn_mask)" if hides or adds else None
+    if layer.indexed and not adds:
+        beside = "an indexer chooses the keys of each query (attn_mask)" if hides else None
     operand = mask.cpu() if mask.dtype == torch.bool else mask.double().cpu()
-    lacks = _in_every_text(layer, hides, adds) or unsaid
-    return Masking(part, causal, operand, _words(layer, hides, adds), lacks)
+    return Masking(part, causal, operand, beside, _in_every_text(layer, hides, adds) or unsaid)
 
 
 def _by_text(mask: Tensor) -> tuple[bool, bool]:
@@ -114,20 +114,6 @@ def _by_text(mask: Tensor) -> tuple[bool, bool]:
     both = ~hides & ~hides[:1]
     added, apart = (torch.where(both, x, 0.0).abs().max() for x in (mask, mask - mask[:1]))
     return differ, bool(apart > _ROUNDED * added)
-
-
-def _words(layer: RecordedLayer, hides: bool, adds: bool) -> str | None:
-    """What the operand does, in words."""
-    seen, added = "which keys are seen", "what is added to scores"
-    words = {
-        (False, False): None,
-        (True, True): f"{seen} and {added} depend on the text (attn_mask)",
-        (True, False): f"{seen} depends on the text (attn_mask)",
-        (False, True): "what the mask adds to the scores depends on the text (attn_mask)",
-    }
-    if layer.indexed and hides and not adds:
-        return "an indexer chooses the keys of each query (attn_mask)"
-    return words[hides, adds]
 
 
 def _in_every_text(layer: RecordedLayer, hides: bool, adds: bool) -> str | None:
@@ -143,19 +129,12 @@ def _too_few(layer: RecordedLayer) -> str:
     return f"its indexer leaves out none of {layer.q.shape[2]} tokens: it takes more to show it"
 
 
-def _within(visible: Tensor, window: str) -> bool:
-    """Whether no key beyond a window is seen."""
-    queries, keys = (torch.arange(size, device=visible.device) for size in visible.shape[-2:])
-    near = queries[:, None] - keys < int(window.partition("=")[2].rstrip(")"))
-    return not bool((visible & ~near).any())
-
-
-def _named(layer: RecordedLayer, config: Any) -> str:
+def _named(layer: RecordedLayer, config: Any) -> SlidingWindow | Chunked | None:
     """What hides keys by the layer's own words or the configuration's."""
     kind = layer_type(config, layer.index)
     if kind == "chunked_attention":
-        return f"Chunked(size={config.attention_chunk_size})"
+        return Chunked(size=config.attention_chunk_size)
     width = layer.more.get("sliding_window")
     if width is None and kind == "sliding_attention":
         width = config.sliding_window
-    return "" if width is None else f"SlidingWindow(window={int(width)})"
+    return None if width is None else SlidingWindow(window=int(width))
