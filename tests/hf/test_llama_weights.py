@@ -146,7 +146,7 @@ _WARMER: dict[str, Any] = {
         ("Gemma", {}, "computes other logits with them"),
         ("Olmo2", {}, "differ by"),
         ("Granite", {}, "computes other logits with them"),
-        ("GPTNeoX", {}, "num_key_value_heads"),
+        ("GPTNeoX", {}, "its configuration lacks"),
         ("Ministral3", _WARMER, "the setting llama_4_scaling_beta of rotary positions"),
     ],
 )

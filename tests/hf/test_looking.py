@@ -9,20 +9,19 @@ from typing import Any
 import polars as pl
 import pytest
 import torch
-import transformers
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
 import normattn
+from cli.conftest import Command
+from hostile.foreign import write_model
 from normattn import InputError
-from normattn.cli.app import main
 from normattn.cli.inspect import observing
 from normattn.lab.stats import measurements
 
 from . import tiny
-from .families import build as build_family
 
 COUNT = 24
 ORACLE: dict[str, list[dict[str, Tensor]]] = {}
@@ -209,44 +208,21 @@ def test_configurations_are_put_back_after_an_error() -> None:
     assert all(one is other for one, other in zip(before, now, strict=True))
 
 
-def _run(capfd: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    capfd.readouterr()
-    with pytest.raises(SystemExit) as ended:
-        main(["inspect", *map(str, arguments)])
-    said = capfd.readouterr()
-    assert isinstance(ended.value.code, int)
-    return ended.value.code, said.out, said.err
-
-
-def _saved(folder: Path, text: Path) -> None:
-    tokenizers = pytest.importorskip("tokenizers")
-    text.write_text(" ".join(f"word{(i * i) % 97}" for i in range(400)))
-    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {letter: number for number, letter in enumerate(letters)}
-    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    fast: Any = transformers.PreTrainedTokenizerFast
-    fast(tokenizer_object=made).save_pretrained(folder)
-    build_family("Llama", vocab_size=256, max_position_embeddings=64).save_pretrained(folder)
-
-
-def test_the_command_looks_into_a_folder(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_command_looks_into_a_folder(tmp_path: Path, command: Command) -> None:
     folder, text, out = tmp_path / "model", tmp_path / "text.txt", tmp_path / "out"
-    _saved(folder, text)
-    asked = (folder, "--text", text, "--length", 96, "--windows", 2, "--out", out)
-    code, said, error = _run(capfd, *asked, "--attention", "1,2")
-    assert code == 0, error
-    assert "model, unmodified: 2 windows of 96 tokens of" in said
+    text.write_text(" ".join(f"word{(i * i) % 97}" for i in range(400)))
+    write_model(folder, initializer_range=0.3)
+    asked = ("inspect", folder, "--text", text, "--length", 96, "--windows", 2, "--out", out)
+    said = command(*asked, "--attention", "1,1")
+    assert said.code == 0, said.err
+    assert "model, unmodified: 2 windows of 96 tokens of" in said.out
     measured = measurements.read(out / measurements.FILE)
-    assert measured.filter(protocol="drawn")["head"].unique().to_list() == [2]
-    auto: Any = transformers.AutoModelForCausalLM
-    model = auto.from_pretrained(folder)
+    assert measured.filter(protocol="drawn")["head"].unique().to_list() == [1]
     largest = measured.filter(statistic="largest", layer=0).group_by("head").agg(pl.max("sum"))
-    assert largest.height == model.config.num_attention_heads
-    code, said, error = _run(capfd, *asked, "--json", "--method", "YaRN(factor=2)")
-    assert code == 0, error
-    assert json.loads(said)
+    assert largest.height == 2
+    said = command(*asked, "--json", "--method", "YaRN(factor=2)")
+    assert said.code == 0, said.err
+    assert json.loads(said.out)
     stretched = measurements.read(out / measurements.FILE)
     assert stretched["method"].unique().to_list() == ["YaRN(factor=2)"]
     assert stretched["sum"].to_list() != measured["sum"].to_list()
@@ -256,6 +232,6 @@ def test_the_command_looks_into_a_folder(tmp_path: Path, capfd: pytest.CaptureFi
         ("--method", "YaRM(factor=2)"): "did you mean YaRN",
     }
     for more, why in refusals.items():
-        code, said, error = _run(capfd, *asked, *more)
-        assert (code, said) == (2, ""), more
-        assert why in error
+        said = command(*asked, *more)
+        assert (said.code, said.out) == (2, ""), more
+        assert why in said.err

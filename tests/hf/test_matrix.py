@@ -145,28 +145,6 @@ def test_an_image_among_the_tokens_is_refused() -> None:
             model(input_ids=ids, position_ids=counted)
 
 
-def test_scaled_frequencies_are_scaled_once_more() -> None:
-    """On llama3's spectrum a method multiplies what is there, and says so."""
-    rope = {
-        "rope_type": "llama3",
-        "rope_theta": 1e4,
-        "factor": 4.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": LENGTH,
-    }
-    model, ids = build("llama", rope_parameters=rope), tokens()
-    theta = model.model.rotary_emb.inv_freq.double()
-    length = theta.numel()
-    plain = 1e4 ** -(torch.arange(length, dtype=torch.float64) / length)
-    with normattn.extend(model, "ABF", base=1e6, train_length=LENGTH) as extension:
-        assert "on top of the model's own llama3 scaling" in str(extension.resolved)
-        found = logits(model, ids)
-    meant = theta * 1e6 ** -(torch.arange(length, dtype=torch.float64) / length) / plain
-    model.model.rotary_emb.inv_freq.copy_(meant)
-    torch.testing.assert_close(found, logits(model, ids), rtol=0, atol=1e-4)
-
-
 @pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
 def test_an_indexer_selects_as_trained(family: str) -> None:
     model, ids = build(family), tokens()

@@ -139,21 +139,29 @@ def test_dynamic_agrees_with_itself_where_transformers_does_not() -> None:
         torch.testing.assert_close(_by_token(ours, ids), found[:, -1], rtol=0, atol=2e-5)
 
 
-def test_a_scaled_model_is_taken_as_it_is_by_what_keeps_its_spectrum() -> None:
+@pytest.mark.parametrize(
+    ("method", "values"),
+    [("ReRoPE", {"window": W}), ("PI", {"factor": 2}), ("ABF", {"base": 1e6})],
+)
+def test_scaled_frequencies_are_kept_or_scaled_once_more(
+    method: str, values: dict[str, Any]
+) -> None:
+    """On llama3's spectrum a method multiplies what is there, and says so."""
     rope = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0}
     rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
     rope |= {"original_max_position_embeddings": LENGTH}
     model, ids = build("Llama", rope_parameters=rope), tokens(1, COUNT)
     theta = model.model.rotary_emb.inv_freq.double()
     assert not torch.allclose(theta, rope_frequencies(8, 10000.0))
-    with normattn.extend(model, "ReRoPE", window=W, train_length=LENGTH):
+    times = {"ReRoPE": 1.0, "PI": 0.5}.get(
+        method, rope_frequencies(8, 1e6) / rope_frequencies(8, 1e4)
+    )
+    with normattn.extend(model, method, train_length=LENGTH, **values) as extension:
+        assert "on top of the model's own llama3 scaling" in str(extension.resolved)
         found = logits(model, ids)[0]
-        expected = llama(model, ids[0], lambda i, j: min(i - j, W), _always, theta)
-        torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-4)
-    with normattn.extend(model, "PI", factor=2, train_length=LENGTH):
-        found = logits(model, ids)[0]
-        expected = llama(model, ids[0], lambda i, j: i - j, _always, theta / 2)
-        torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-4)
+    far = W if method == "ReRoPE" else COUNT
+    expected = llama(model, ids[0], lambda i, j: min(i - j, far), _always, theta * times)
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -10,62 +10,47 @@ from typing import Any
 import pytest
 import transformers
 
-from normattn.cli.app import app, main
+from cli.conftest import Command
 
 from .families import configuration
 
 _BY_LAYER = ("intermediate_size", "activation_sparsity_pattern")
 
 
-def test_the_command_names_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_names_layers(tmp_path: Path, command: Command) -> None:
     configuration("Qwen3").save_pretrained(tmp_path)
-    app(args=["score", str(tmp_path), "--tokens", "16"], standalone_mode=False)
-    out = capsys.readouterr().out
+    out = command("score", tmp_path, "--tokens", 16).out
     assert "qwen3, 2 attention layers" in out
     assert "layer 0-1: QKRMSNorm (verified on 16 tokens" in out
-    words = ["score", str(tmp_path / "config.json"), "--json", "--tokens", "16"]
-    app(args=words, standalone_mode=False)
-    record = json.loads(capsys.readouterr().out)
+    record = json.loads(command("score", tmp_path / "config.json", "--json", "--tokens", 16).out)
     assert record["verified"]
     assert [each["score"] for each in record["layers"]] == ["QKRMSNorm"] * 2
 
 
 @pytest.mark.parametrize(
-    ("kind", "more", "score"),
+    ("kind", "score"),
     [
-        ("deepseek_v3", {}, "Baseline-PartialRoPE(layout=interleaved,fraction=0.3334,side=last)"),
-        ("doge", {}, "QKRMSNorm"),
-        ("gemma3n_text", {}, "QKRMSNorm(scale=1)-SlidingWindow(window=512)"),
+        ("deepseek_v3", "Baseline-PartialRoPE(layout=interleaved,fraction=0.3334,side=last)"),
+        ("doge", "QKRMSNorm"),
+        ("gemma3n_text", "QKRMSNorm(scale=1)-SlidingWindow(window=512)"),
     ],
 )
 def test_the_command_reads_sizes_as_released(
-    kind: str, more: dict[str, Any], score: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    kind: str, score: str, tmp_path: Path, command: Command
 ) -> None:
     """Groups of experts, sizes by layer, ratios of widths and ranks survive in the small model."""
     make: Any = transformers.CONFIG_MAPPING[kind]
-    config = make(**more)
-    layers = ["sliding_attention", "full_attention"]
-    count: dict[str, Any] = {} if more else {"num_hidden_layers": 2}
-    if kind.startswith("gemma"):
-        count |= {"layer_types": layers, "num_kv_shared_layers": 0}
+    few: dict[str, Any] = {"num_hidden_layers": 2}
     if kind == "gemma3n_text":
-        count |= {name: getattr(config, name)[:2] for name in _BY_LAYER}
-    make(**count, **more).save_pretrained(tmp_path)
-    app(args=["score", str(tmp_path), "--tokens", "16"], standalone_mode=False)
-    assert f": {score} (verified on 16 tokens" in capsys.readouterr().out
-
-
-def _said(capfd: pytest.CaptureFixture[str], model: Path) -> tuple[int, str, str]:
-    capfd.readouterr()
-    with pytest.raises(SystemExit) as ended:
-        main(["score", str(model), "--tokens", "16"])
-    said = capfd.readouterr()
-    assert isinstance(ended.value.code, int)
-    return ended.value.code, said.out, said.err
+        few |= {"layer_types": ["sliding_attention", "full_attention"], "num_kv_shared_layers": 0}
+        few |= {name: getattr(make(), name)[:2] for name in _BY_LAYER}
+    make(**few).save_pretrained(tmp_path)
+    said = command("score", tmp_path, "--tokens", 16)
+    assert f": {score} (verified on 16 tokens" in said.out
 
 
 def test_a_layer_that_computes_something_else(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A hundredth more comes out of the second layer than of the attention that it names."""
     from transformers.models.qwen3 import modeling_qwen3
@@ -78,11 +63,11 @@ def test_a_layer_that_computes_something_else(
 
     monkeypatch.setattr(modeling_qwen3, "eager_attention_forward", more)
     configuration("Qwen3").save_pretrained(tmp_path)
-    code, out, _ = _said(capfd, tmp_path)
-    assert code == 1
-    assert "layer 0: QKRMSNorm (verified" in out
+    said = command("score", tmp_path, "--tokens", 16)
+    assert said.code == 1
+    assert "layer 0: QKRMSNorm (verified" in said.out
     why = "layer 1 (Qwen3Attention): its attention differs from that of QKRMSNorm by 9.9e-03"
-    assert f"layer 1: QKRMSNorm ({why} of its largest output)" in out
+    assert f"layer 1: QKRMSNorm ({why} of its largest output)" in said.out
 
 
 def _strange_positions(folder: Path) -> None:
@@ -107,11 +92,10 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input(case: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_bad_input(case: str, tmp_path: Path, command: Command) -> None:
     make, why = BAD[case]
     make(tmp_path)
-    code, out, error = _said(capfd, tmp_path)
-    assert (code, out) == (2, "")
-    assert error.startswith("normattn: ")
-    assert why in error.splitlines()[-1]
-    assert "Traceback" not in error
+    said = command("score", tmp_path, "--tokens", 16)
+    assert (said.code, said.out) == (2, "")
+    assert why in said.err.splitlines()[-1]
+    assert "Traceback" not in said.err

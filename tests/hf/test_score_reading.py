@@ -11,38 +11,12 @@ import torch
 import transformers
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from normattn import ScoreSpec, score_of
-from normattn.score.recipes import RECIPES
+from normattn import score_of
 
 from .families import model_of
-from .test_recipes import _SIZES, _configuration, _model, _small
+from .test_recipes import SIZES
+from .test_recipes import build as build_recipe
 from .tiny import build
-
-
-def _tiny(name: str) -> tuple[Any, ScoreSpec, int]:
-    spec = ScoreSpec.parse(_small(name))
-    family, more, layers = _configuration(name, spec)
-    kept = {key: value for key, value in _SIZES.items() if key != "head_dim" or family != "Olmo2"}
-    make = getattr(transformers, f"{family}Config")
-    config = make(**{**kept, "num_hidden_layers": layers, **more})
-    return _model(family, config), spec, layers
-
-
-@pytest.mark.parametrize("name", sorted(RECIPES))
-def test_a_recipe_is_read_back(name: str) -> None:
-    model, spec, layers = _tiny(name)
-    found = score_of(model)
-    assert found.verified, str(found)
-    assert len(found.layers) == (1 if name == "Qwen3-Next" else layers)
-    for each in found.layers:
-        assert each.spec is not None
-        expected = spec.layer(each.layer, layers)
-        if name == "Llama-4":
-            # Without a gain the order of norm and rotation does not matter.
-            expected = ScoreSpec.parse(str(expected).replace("-RotateFirst", ""))
-        assert str(each.spec) == str(expected)
-        assert each.difference is not None
-        assert each.difference < 1e-5
 
 
 def test_a_layer_without_a_name_says_what_is_missing() -> None:
@@ -90,7 +64,7 @@ def test_reading_changes_nothing() -> None:
 
 def _latent(**more: Any) -> Any:
     """A tiny DeepSeek-V3, whose keys are made of latent vectors and whose last features turn."""
-    sizes = {key: value for key, value in _SIZES.items() if key != "head_dim"}
+    sizes = {key: value for key, value in SIZES.items() if key != "head_dim"}
     own = {
         "qk_rope_head_dim": 8,
         "qk_nope_head_dim": 16,
@@ -102,7 +76,7 @@ def _latent(**more: Any) -> Any:
         "num_key_value_heads": 4,
     }
     config = transformers.DeepseekV3Config(**{**sizes, **own, **more})
-    return _model("DeepseekV3", config)
+    return build_recipe("DeepseekV3", config)
 
 
 def test_keys_of_latent_vectors_are_read() -> None:

@@ -240,7 +240,7 @@ def test_frequencies_are_kept_in_float32_when_the_model_is_cast() -> None:
         assert torch.equal(rotary.inv_freq, scaled)
         rounded = logits(model, ids).float()
         model.float()
-    assert float((rounded - extended).norm() / extended.norm()) < 3e-2
+    assert float((rounded - extended).norm() / extended.norm()) < 4e-2
     assert torch.equal(rotary.inv_freq, own)
 
 

@@ -12,8 +12,8 @@ import pytest
 import transformers
 
 import normattn
+from cli.conftest import Command
 from normattn import InputError
-from normattn.cli.app import main
 from normattn.hf.engines import ENGINES, Wanted, emit
 from normattn.hf.gguf import write_gguf
 from normattn.hf.llama_cpp import values
@@ -409,37 +409,24 @@ BAD: dict[str, tuple[str, str, str]] = {
 }
 
 
-def _run(capfd: pytest.CaptureFixture[str], folder: Path, given: Path, *more: str) -> Any:
-    capfd.readouterr()
-    with pytest.raises(SystemExit) as ended:
-        main(["verify", str(folder), "--against", str(given), "--method", YARN, *more])
-    return ended.value.code, *capfd.readouterr()
-
-
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input(
-    case: str, folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_input(case: str, folder: Path, tmp_path: Path, command: Command) -> None:
     name, content, why = BAD[case]
     place = tmp_path / (name or "gone.json")
     if name:
         place.write_bytes(content.encode("utf-8", "surrogateescape"))
-    code, out, error = _run(capfd, folder, place)
-    assert (code, out) == (2, "")
-    assert error.startswith("normattn: ")
-    assert why in error
-    assert len(error.strip().splitlines()) == 1
+    said = command("verify", folder, "--against", place, "--method", YARN)
+    assert (said.code, said.out) == (2, "")
+    assert why in said.sentence
 
 
-def test_the_command_ends_with_its_verdict(
-    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_ends_with_its_verdict(folder: Path, tmp_path: Path, command: Command) -> None:
     place = tmp_path / "told.json"
     for words, equal in ((YARN_WORDS, True), ({**YARN_WORDS, "factor": 2.0}, False)):
         place.write_text(json.dumps({**RAISED, "rope_parameters": words}))
-        code, out, _ = _run(capfd, folder, place, "--json")
-        record = json.loads(out)
-        assert code == (0 if equal else 1)
+        said = command("verify", folder, "--against", place, "--method", YARN, "--json")
+        record = json.loads(said.out)
+        assert said.code == (0 if equal else 1)
         assert (record["equal"], bool(record["differences"])) == (equal, not equal)
 
 

@@ -11,9 +11,10 @@ import re
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from normattn.hf.rope_detection import has_rotary
 
 # Half typed by transformers: taken as Any.
 _AUTO: Any = AutoModelForCausalLM
@@ -144,17 +145,9 @@ def rotary_families() -> list[str]:
             continue
         with torch.device("meta"):
             model = _AUTO.from_config(configuration(family))
-        if not model.config.is_encoder_decoder and rotates(model):
+        if not model.config.is_encoder_decoder and has_rotary(model):
             found.append(family)
     return found
-
-
-def rotates(model: nn.Module) -> bool:
-    """Whether a model has rotary positions anywhere, by the names that transformers gives."""
-    names = [name for name, _ in (*model.named_modules(), *model.named_buffers())]
-    told = any("rotary" in name or name.endswith("inv_freq") for name in names)
-    held = any(hasattr(each, "rotary_dim") for each in model.modules())
-    return told or held or "RoFormer" in type(model).__name__
 
 
 def configuration(family: str, **more: Any) -> Any:

@@ -22,8 +22,8 @@ from normattn.cli.generate import open_run
 from normattn.errors import InputError
 from normattn.hf.extend import extend
 from normattn.hf.gguf import refuse_scaled
-from normattn.hf.load import explained, source_of
-from normattn.hf.model_parts import known_length, length_dependent, model_parts
+from normattn.hf.load import source_of
+from normattn.hf.model_parts import explained, known_length, length_dependent, model_parts
 from normattn.hf.native import ADAPTER_FILE, take_record
 from normattn.hf.saved import is_adapter, read_adapter_record
 from normattn.io import expanded

@@ -20,8 +20,9 @@ from normattn.cli.inspect_inputs import KINDS, Inputs, foreign_inputs
 from normattn.errors import InputError
 from normattn.hf import extend, load
 from normattn.hf.model_parts import known_length, model_parts
-from normattn.hf.observe import observable, observe_layers, paths
+from normattn.hf.observe import observable, paths
 from normattn.io import read_object, write_json
+from normattn.kernels.stats import observing as observing_attention
 from normattn.lab.diagnostics import Collector, collecting
 from normattn.lab.diagnostics import inspect_model as measure_attention
 from normattn.lab.diagnostics.attention import MOST_TOKENS, attention_weights
@@ -225,7 +226,7 @@ def observing(
     whose layers takes its attention from transformers' AttentionInterface.
     """
     collector = Collector(paths(model), edges, cosines=cosines)
-    with observe_layers(model, collector):
+    with observable(model), observing_attention(collector):
         yield collector
     if not collector.sums:
         raise InputError("this model has attention code of its own, which cannot be observed")

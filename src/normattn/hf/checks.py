@@ -8,9 +8,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from normattn.errors import InputError, NormattnError
+from normattn.errors import InputError
+from normattn.hf.model_parts import explained
 from normattn.hf.plan import Plan, replaces_attention, rotates_inside
-from normattn.hf.probe import COUNT, EXACT, AttentionCall, replay, short
+from normattn.hf.probe import COUNT, EXACT, AttentionCall, replay
 from normattn.hf.rope_detection import Layer, method_frequencies, method_gain
 from normattn.score import ScoreSpec
 
@@ -28,12 +29,8 @@ def check_extension(plan: Plan) -> None:
     name, spec = plan.parts.name, plan.spec
     cannot = f"{name} cannot be extended by {spec.method}"
     by_module = {layer.module: layer for layer in plan.layers}
-    try:
+    with explained(cannot, "since its forward then fails"):
         calls, cache = replay(plan.parts, by_module)
-    except NormattnError:
-        raise
-    except Exception as error:
-        raise InputError(f"{cannot}: its forward then fails ({short(error)})") from error
     rows = unchanged_rows(spec)
     for layer in plan.layers:
         made = calls.get(layer.module)

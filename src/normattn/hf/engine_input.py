@@ -20,8 +20,7 @@ from typing import Any
 from normattn.errors import InputError
 from normattn.hf.gguf import Gguf, read_gguf
 from normattn.hf.llama_cpp import ENVIRONMENT, FLAGS
-from normattn.hf.load import explained
-from normattn.hf.model_parts import innermost, refuse_odd_values
+from normattn.hf.model_parts import explained, innermost, refuse_odd_values
 from normattn.io import expanded, parse_json, read_bytes, read_object
 
 _OVERRIDES = ("--hf-overrides", "--json-model-override-args")

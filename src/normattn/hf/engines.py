@@ -19,7 +19,7 @@ from normattn.hf.gguf import architecture_of
 from normattn.hf.llama_cpp import flags, values
 from normattn.hf.model_parts import innermost, kind_of
 from normattn.hf.native import native_fields, rope_with
-from normattn.hf.plan import Plan
+from normattn.hf.plan import Plan, replaces_attention
 from normattn.score import ScoreSpec
 from normattn.score.parts.rope_scaling import NTKMixed
 
@@ -118,17 +118,8 @@ def _release(version: str) -> tuple[int, int]:
 
 def _lacks(spec: ScoreSpec, engine: str) -> str | None:
     """Why an engine has no such method; None where it has one."""
-    if spec.chunk_remapping is not None:
-        return "its dual chunk attention, if it has one, holds far queries one position further"
-    if spec.remapping is not None:
-        return "it attends in one regime of positions, by rotated keys"
-    if spec.logn is not None:
-        return "it has no factor that grows with the logarithm of the position"
-    if spec.blockwise:
-        return (
-            "what is called dynamic NTK there gives one base to a whole text, by its length or for "
-            "all lengths alike, and not to each position its own"
-        )
+    if replaces_attention(spec):
+        return "engines apply a method by its frequencies and a factor, and this changes attention"
     if isinstance(spec.rope_scaling, NTKMixed) and engine != "vllm":
         return "only vLLM has a base for each frequency"
     return None

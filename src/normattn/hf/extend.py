@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -142,7 +142,6 @@ class Extension:
         own = str(parts.config._attn_implementation or "eager")
         self._undo.append(save_with_method(parts, planned.layers, spec))
         if ours:
-            self._attention = _register_attention(own, bool(selecting))
             self._serve(planned)
         apart = served if by_hooks else selecting if rotates_inside(spec) else []
         undo, hooked = override_buffers(planned.layers, spec, apart)
@@ -155,9 +154,8 @@ class Extension:
         for part in (part for layer in selecting if ours for part in layer.module.modules()):
             if part not in {layer.module for layer in selecting}:
                 self._before(part, own_tables(self._memory))
-        if hooked:
-            self._attention = self._own_name(self._attention or own)
-        if self._attention is not None:
+        if ours or hooked:
+            self._attention = self._register(own, bool(selecting), bool(hooked))
             self._rename(planned, self._attention)
         self._hook(parts.decoder.register_forward_pre_hook(self._begin_forward))
         self._hook(parts.decoder.register_forward_hook(self._memory.clear, always_call=True))
@@ -187,21 +185,36 @@ class Extension:
             for module in filter(rotary_buffers, modules):
                 self._before(module, refuse_images)
 
-    def _own_name(self, attention: str) -> str:
-        """A name of this extension alone for an attention, so that compiled code is made again.
+    def _register(self, own: str, pairs: bool, hooked: bool) -> str:
+        """The name of our attention, or of the model's `own` under another name; registered once.
 
-        torch.compile looks for no new hooks on a module, but for the name of its attention.
+        `pairs`: its layers get a mask of every pair, since they select keys of their own. With
+        `hooked` the name is this extension's alone: torch.compile looks for no new hooks on a
+        module, but for the name of its attention. The name of ours says what was there before,
+        since the layers that are left alone still want the masks of that; it holds no "flash",
+        which transformers would read as flash attention.
         """
         from transformers import AttentionInterface, AttentionMaskInterface
-        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-        name = f"{attention}_{next(_NUMBERS)}"
-        name = name if name.startswith("normattn_") else f"normattn_as_{name}"
-        AttentionInterface.register(name, partial(_attend_as, attention))
-        AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[attention])
-        for registered in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
-            self._undo.append(partial(registered._global_mapping.pop, name))
+        ours, masks = (
+            replaces_attention(self.spec),
+            ALL_MASK_ATTENTION_FUNCTIONS.get(own, sdpa_mask),
+        )
+        attend: Callable[..., Any] = partial(_attend_as, own)
+        name = f"normattn_as_{own}"
+        if ours:
+            name = "normattn_pairs_" if pairs else "normattn_"
+            name += own.replace("flash", "fl").replace("/", "_").replace("|", "_")
+            attend, masks = attention_function, mask_function(masks, pairs)
+        if hooked:
+            name += f"_{next(_NUMBERS)}"
+            for registered in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
+                self._undo.append(partial(registered._global_mapping.pop, name))
+        if name not in ALL_ATTENTION_FUNCTIONS:
+            AttentionInterface.register(name, attend)
+            AttentionMaskInterface.register(name, masks)
         return name
 
     def _rename(self, planned: Plan, name: str) -> None:
@@ -272,25 +285,6 @@ def _view(config: Any, name: str, views: dict[int, Any]) -> Any:
 
 def _attend_as(name: str, module: nn.Module, *given: Any, **more: Any) -> tuple[Tensor, Any]:
     return attention_named(name, module)(module, *given, **more)
-
-
-@lru_cache
-def _register_attention(before: str, pairs: bool) -> str:
-    """The name of our attention for a model whose own is `before`; registered once.
-
-    `pairs`: its layers get a mask of every pair, since they select keys of their own. The name says
-    what was there before, since the layers that are left alone still want the masks of that; it
-    holds no "flash", which transformers would read as flash attention.
-    """
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
-
-    name = "normattn_pairs_" if pairs else "normattn_"
-    name += before.replace("flash", "fl").replace("/", "_").replace("|", "_")
-    over = ALL_MASK_ATTENTION_FUNCTIONS.get(before, sdpa_mask)
-    AttentionInterface.register(name, attention_function)
-    AttentionMaskInterface.register(name, mask_function(over, pairs))
-    return name
 
 
 def _refuse_continuous_batching(*_: Any, **__: Any) -> Any:

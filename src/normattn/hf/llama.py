@@ -11,11 +11,10 @@ from torch import Tensor
 from normattn.errors import InputError
 from normattn.hf.extend import extension_of
 from normattn.hf.native import refuse_applied, scaling_words
-from normattn.hf.probe import evaluating
 from normattn.layers.feed_forward import swiglu_hidden
 from normattn.models.causal_lm import CausalLM
 from normattn.models.config import CausalLMConfig
-from normattn.models.utils import on_meta
+from normattn.models.utils import on_meta, without_dropout
 from normattn.score import ScoreSpec
 from normattn.score.parts import RopeScaling
 from normattn.score.parts.rope_scaling import PI, Llama3
@@ -184,7 +183,7 @@ def _refuse_other_logits(model: Any, made: CausalLM) -> None:
     """Raise `InputError` where a few tokens show that the same weights compute something else."""
     weight = model.lm_head.weight
     ids = torch.arange(9, device=weight.device)[None] % made.config.vocab_size
-    with evaluating(model):
+    with torch.no_grad(), without_dropout(model):
         theirs = model(input_ids=ids, use_cache=False).logits.double()
         ours = made(ids).double()
     close = 1e-3 if weight.dtype in (torch.float32, torch.float64) else 0.2

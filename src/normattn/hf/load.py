@@ -9,8 +9,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from importlib.metadata import version as _version
 from math import prod
 from pathlib import Path
@@ -19,8 +18,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from normattn.errors import InputError, NormattnError
+from normattn.errors import InputError
 from normattn.hf.gguf import read_gguf, refuse_scaled
+from normattn.hf.model_parts import explained
 from normattn.io import expanded, open_file, read_object
 from normattn.models.utils import on_meta
 
@@ -141,22 +141,6 @@ def refuse_kind(file: Path) -> None:
             f"{file}: model_type is {kind!r}, which is not known to transformers "
             f"{_version('transformers')}"
         )
-
-
-@contextmanager
-def explained(subject: str) -> Iterator[None]:
-    """Whatever transformers raises, the user gets a sentence."""
-    try:
-        yield
-    except NormattnError:
-        raise
-    except Exception as error:
-        whole = " ".join(str(error).split())
-        sentence = re.split(r"(?<=[^.][.])\s+(?=[A-Z])", whole)[0][:300]
-        if isinstance(error, KeyError) and " " not in sentence:
-            sentence = f"it names {sentence}, which is not known there"
-        kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
-        raise InputError(f"{subject} cannot be loaded by transformers: {kind}{sentence}") from error
 
 
 def refuse_sizes(source: str, gguf: str | None, config: Any = None) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from normattn.errors import InputError
+from normattn.errors import InputError, NormattnError
 
 ROPE_NAMES = {"rope_type", "type"}
 ROPE_NUMBERS = {
@@ -29,6 +31,22 @@ _DYNAMIC = {
     "longrope": "its frequencies change with the length of the text, and a cache then holds keys "
     "of both kinds",
 }
+
+
+@contextmanager
+def explained(subject: str, why: str = "cannot be loaded by transformers") -> Iterator[None]:
+    """Whatever transformers raises, the user gets a sentence: what cannot be, and its own words."""
+    try:
+        yield
+    except NormattnError:
+        raise
+    except Exception as error:
+        whole = " ".join(str(error).split())
+        sentence = re.split(r"(?<=[^.][.])\s+(?=[A-Z])", whole)[0][:300]
+        if isinstance(error, KeyError) and " " not in sentence:
+            sentence = f"it names {sentence}, which is not known there"
+        kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
+        raise InputError(f"{subject} {why}: {kind}{sentence}") from error
 
 
 @dataclass(frozen=True)

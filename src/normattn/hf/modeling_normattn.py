@@ -222,13 +222,6 @@ class NormattnModel(_Model):
         """The head; None where it is the embedding, or makes no tokens."""
         return getattr(self.model, "head", None)
 
-    def resize_token_embeddings(self, *_: Any, **__: Any) -> Any:
-        """Refused: the vocabulary is part of our configuration."""
-        raise InputError(
-            f"the vocabulary of {self.config.vocab_size} tokens is part of the model's settings; "
-            "build a model with another vocab_size and copy the weights"
-        )
-
 
 def _padding(ids: Tensor, mask: Tensor | None, before: int = 0) -> Bool[Tensor, "b s"] | None:
     """True where an attention mask over all tokens read so far is 0; None without padding.

@@ -24,7 +24,7 @@ from normattn.hf.attention_fn import ATTRIBUTE, one_type
 from normattn.hf.probe import EXACT, AttentionFunction, hidden, recording
 from normattn.kernels import AttentionInputs, AttentionMask, attend
 from normattn.kernels.statistics import AttentionStatistics
-from normattn.kernels.stats import Observer, announce, observer, observing
+from normattn.kernels.stats import announce, observer, observing
 from normattn.layers.prepare import regular_positions
 
 _TOLERANCE, _HALF_TOLERANCE = 1e-3, 5e-2
@@ -35,6 +35,8 @@ _CONFIRMED: WeakSet[nn.Module] = WeakSet()
 def observable(model: nn.Module) -> Iterator[None]:
     """Let the layers of a model show their queries and keys while inside, if someone observes.
 
+    Norms are those of queries and keys as attention is given them: normalised and rotated, before
+    the scale. A layer whose output differs from what was observed raises `InputError`.
     Configurations are put back afterwards, whatever happened; a compiled model runs uncompiled.
     """
     with recording(model, _attend, own=True):
@@ -42,21 +44,10 @@ def observable(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def observe_layers(model: nn.Module, by: Observer) -> Iterator[None]:
-    """Show every attention layer of a model to an observer while inside.
-
-    Norms are those of queries and keys as attention is given them: normalised and rotated, before
-    the scale. A layer whose output differs from what was observed raises `InputError`.
-    """
-    with observable(model), observing(by):
-        yield
-
-
-@contextmanager
 def collect_statistics(model: nn.Module) -> Iterator[AttentionStatistics]:
     """Collect statistics of every attention layer while inside, named by its path."""
     statistics = AttentionStatistics(paths(model))
-    with observe_layers(model, statistics):
+    with observable(model), observing(statistics):
         yield statistics
 
 

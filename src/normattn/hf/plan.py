@@ -15,7 +15,7 @@ from normattn.hf.model_parts import (
 )
 from normattn.hf.native import refuse_applied
 from normattn.hf.probe import probe
-from normattn.hf.rope_detection import Layer, detect_layers, refuse_absolute_positions
+from normattn.hf.rope_detection import Layer, detect_layers, has_rotary
 from normattn.score import ScoreSpec
 from normattn.score.grammar import read as read_method
 from normattn.score.parts.rope_scaling import PI
@@ -148,7 +148,8 @@ def plan(model: Any, method: str, train_length: int | None = None, **parameters:
         )
     refuse_applied(parts.model.config)
     spec, source = _specify(parts, method, train_length, parameters)
-    refuse_absolute_positions(parts)
+    if not has_rotary(parts.model):
+        raise InputError(f"{parts.name} is not a rotary model")
     made = Plan(parts, detect_layers(parts, probe(parts)), spec, source)
     _refuse_unserved(made)
     return made

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from normattn.errors import InputError
-from normattn.hf.model_parts import ModelParts, model_parts
-from normattn.hf.probe import COUNT, AttentionCall, ProbedLayer, probe, replay, short
+from normattn.hf.model_parts import ModelParts, explained, model_parts
+from normattn.hf.probe import COUNT, AttentionCall, ProbedLayer, probe, replay
 from normattn.hf.rope_detection import Spectrum, read_tables, spectra_of
 from normattn.hf.tiny_model import small_model
 
 SHORT = COUNT
 """The tokens of a short text."""
+_CANNOT = "cannot be asked what it computes at"
 _CLOSE = 1e-4
 """How far values may differ, as a share: configurations are read in float32."""
 
@@ -70,15 +70,9 @@ def read_positions(config: Any, lengths: Sequence[int]) -> Positions:
     if not rotates(positions):
         return positions
     for length in sorted(length for length in set(lengths) if length > SHORT):
-        try:
+        # Some families take no position ids, or not these.
+        with explained(parts.name, f"{_CANNOT} {length:,} tokens: its forward rejects them"):
             calls, _ = replay(parts, probed, start=length - SHORT)
-        except InputError:
-            raise
-        except Exception as error:  # a family whose forward takes no position ids, or not these
-            raise InputError(
-                f"{parts.name} cannot be asked what it computes at {length:,} tokens: its forward "
-                f"rejects their position ids ({short(error)})"
-            ) from error
         positions[length] = read(length, calls)
     return positions
 
@@ -104,13 +98,8 @@ def _spectrum(parts: ModelParts, one: ProbedLayer, length: int) -> Spectrum | No
     module, kind = one.rotary
     first = one.tables if isinstance(one.tables, Tensor) else one.tables[0]
     rows = torch.zeros(1, 1, 1, dtype=first.real.dtype)
-    try:
+    with explained(parts.name, f"{_CANNOT} {length:,} tokens: its rotary module rejects them"):
         made = module(rows, torch.tensor([[length - 1]]), *([kind] if kind else []))
-    except Exception as error:  # another signature
-        raise InputError(
-            f"{parts.name} cannot be asked what it computes at {length:,} tokens: its rotary "
-            "module takes other arguments than a tensor, position ids and a type of layer"
-        ) from error
     held: Any = getattr(module, f"{kind}_inv_freq", getattr(module, "inv_freq", None))
     if not isinstance(held, Tensor):
         return None

@@ -22,7 +22,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from normattn.errors import InputError
-from normattn.hf.model_parts import ModelParts
+from normattn.hf.model_parts import ModelParts, explained
+from normattn.models.utils import without_dropout
 
 COUNT = 9
 """How many tokens a model is probed with."""
@@ -167,20 +168,6 @@ def _shown_mask(*sizes: Any, **more: Any) -> Any:
     return mask
 
 
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode and without gradients; as it was afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        with torch.no_grad():
-            for module, _ in modes:
-                module.training = False
-            yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
-
-
 @dataclass
 class AttentionCall:
     """One call of the attention function of `module`: its arguments, and what it made.
@@ -229,11 +216,11 @@ def run_recorded(
         other = see(AttentionCall(module, q, k, v, attention_mask, more, out))
         return (out if other is None else other), weights
 
-    with evaluating(model), recording(model, attend, masks):
+    with torch.no_grad(), without_dropout(model), recording(model, attend, masks):
         return model(**inputs)
 
 
-@dataclass
+@dataclass(eq=False)
 class ProbedLayer:
     """What was seen of one layer: its calls as it is, and with other position embeddings.
 
@@ -343,15 +330,9 @@ def probe(parts: ModelParts) -> dict[nn.Module, ProbedLayer]:
         hook = recorder.keep_tables if rotary_buffers(module) else recorder.call_again
         hooks.append(module.register_forward_hook(hook, with_kwargs=True))
     try:
-        ids = probe_tokens(parts)
-        run_recorded(parts.model, recorder.see, recorder.keep_mask, input_ids=ids, use_cache=False)
-    except InputError:
-        raise
-    except Exception as error:
-        raise InputError(
-            f"{parts.name} cannot be probed: its forward fails while its attention is recorded "
-            f"({short(error)})"
-        ) from error
+        given = {"input_ids": probe_tokens(parts), "use_cache": False}
+        with explained(parts.name, "cannot be probed: its forward fails while it is recorded"):
+            run_recorded(parts.model, recorder.see, recorder.keep_mask, **given)
     finally:
         for handle in hooks:
             handle.remove()
@@ -418,11 +399,6 @@ def rotary_buffers(module: nn.Module) -> list[str]:
     """The names of the frequencies that a module holds; those it started from are no part."""
     names = [name for name, buffer in module._buffers.items() if buffer is not None]
     return [name for name in names if name.endswith("inv_freq") and "original" not in name]
-
-
-def short(error: Exception) -> str:
-    """The kind of an error and the beginning of its text, on one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def probe_tokens(parts: ModelParts, count: int = COUNT) -> Tensor:

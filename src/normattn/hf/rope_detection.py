@@ -24,7 +24,6 @@ from normattn.score.parts import rope_frequencies
 from normattn.score.parts.rope_scaling import PI
 from normattn.score.rotary import Rotator
 
-_ABSOLUTE = {"wpe", "embed_positions", "position_embeddings", "position_embedding"}
 _SCALED_ONCE_MORE = ("linear", "llama3")
 Layout = Literal["once", "halves", "pairs", "complex"]
 Spectrum = tuple[Tensor, float]
@@ -205,13 +204,11 @@ class Layer(ProbedLayer):
 
 def detect_layers(parts: ModelParts, probed: Mapping[nn.Module, ProbedLayer]) -> tuple[Layer, ...]:
     """What each layer does. Raises `InputError` for what is not understood."""
-    if not probed and _rotates(parts.model):
+    if not probed:
         raise InputError(
             f"{parts.name} has attention code of its own: no layer takes its attention function "
             "from transformers' AttentionInterface, so its rotary positions cannot be reached"
         )
-    if not probed:
-        raise InputError(f"{parts.name} is not a rotary model, and its attention cannot be reached")
     spectra, read = spectra_of(parts.model), dict[int, EmbeddingTables | None]()
 
     def made_of(tables: Any) -> EmbeddingTables | None:
@@ -224,16 +221,7 @@ def detect_layers(parts: ModelParts, probed: Mapping[nn.Module, ProbedLayer]) ->
     return tuple(_layer(parts, n, one, made_of, all_probed) for n, one in enumerate(all_probed))
 
 
-def refuse_absolute_positions(parts: ModelParts) -> None:
-    """Raise `InputError` for a model that adds a vector to each position instead of rotating."""
-    names = {name.rpartition(".")[2] for name, _ in parts.decoder.named_modules()}
-    if names & _ABSOLUTE and not _rotates(parts.model):
-        raise InputError(
-            f"{parts.name} is not a rotary model: each position has a vector of its own"
-        )
-
-
-def _rotates(model: nn.Module) -> bool:
+def has_rotary(model: nn.Module) -> bool:
     """Whether a module holds rotary tables or frequencies, by the names that transformers gives."""
     names = [name for name, _ in (*model.named_modules(), *model.named_buffers())]
     held = any(hasattr(x, "rotary_dim") or hasattr(x, "rotary") for x in model.modules())
@@ -257,7 +245,7 @@ def _layer(
             f"{who} reads {call.k.shape[2]} keys of {call.q.shape[2]} tokens: its keys are "
             "compressed or not its own, so their positions are not known"
         )
-    if still is None and call.sliding is None and _rotates(one.module):
+    if still is None and call.sliding is None and has_rotary(one.module):
         raise InputError(f"{who} makes its rotary positions itself, where they cannot be replaced")
     plain = Layer(**vars(one), index=index)
     if call.sliding is not None or still is None:

@@ -10,7 +10,8 @@ import torch
 
 from normattn.errors import InputError
 from normattn.hf.extend import extend
-from normattn.hf.load import WHERE, explained, load_model, options_of, read_tokeniser, source_of
+from normattn.hf.load import WHERE, load_model, options_of, read_tokeniser, source_of
+from normattn.hf.model_parts import explained
 from normattn.hf.native import ADAPTER_FILE, FIELD, check_record, take_record
 from normattn.io import read_object
 
@@ -87,9 +88,11 @@ def as_trained(
     from transformers import AutoConfig
 
     source, file = source_of(path, gguf)
+    if file is not None:  # whose keys hold no such record
+        return load_model(path, gguf, **options), None
     where = {name: options[name] for name in WHERE if name in options}
-    with explained(file or source):
-        config = AutoConfig.from_pretrained(source, **{**options_of(source, file), **where})
+    with explained(source):
+        config = AutoConfig.from_pretrained(source, **{**options_of(source, None), **where})
     record = take_record(config, path)
     if record is not None:
         options["config"] = config

@@ -18,7 +18,8 @@ from jaxtyping import Bool
 from torch import Tensor, nn
 
 from normattn.errors import InputError
-from normattn.hf.probe import AttentionCall, hidden, hide_unselected, run_recorded, short
+from normattn.hf.model_parts import explained
+from normattn.hf.probe import AttentionCall, hidden, hide_unselected, run_recorded
 
 _BATCH = 4
 HALF = (torch.bfloat16, torch.float16)
@@ -118,12 +119,8 @@ def _read(model: Any, ids: Tensor) -> list[RecordedLayer]:
         layers.append(RecordedLayer(**{**vars(call), "mask": mask}, index=index))
 
     name = type(model).__name__
-    try:
+    with explained(name, "cannot read tokens alone, so its layers cannot be recorded"):
         run_recorded(model, see, input_ids=ids, use_cache=False)
-    except (TypeError, KeyError, AttributeError, RuntimeError, ValueError) as error:
-        raise InputError(
-            f"{name} cannot read tokens alone, so its layers cannot be recorded: {short(error)}"
-        ) from error
     if not layers:
         raise InputError(
             f"the layers of {name} do not take their attention function from transformers' "

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from normattn.errors import InputError
-from normattn.hf.load import explained, options_of, refuse_kind, refuse_sizes, source_of
-from normattn.hf.model_parts import refuse_odd_values
+from normattn.hf.load import options_of, refuse_kind, refuse_sizes, source_of
+from normattn.hf.model_parts import explained, refuse_odd_values
 from normattn.io import expanded
 
 _RANK = 16
