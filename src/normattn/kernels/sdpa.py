@@ -97,14 +97,15 @@ def dense(x: Float[Tensor, "b h t d"]) -> Float[Tensor, "b h t d"]:
 
 def flash(
     q: Float[Tensor, "b h t d"],
-    k: Float[Tensor, "b g s d"],
-    v: Float[Tensor, "b g s d"],
+    k: Float[Tensor, "b h s d"],
+    v: Float[Tensor, "b h s d"],
     causal: bool,
-    mask: Float[Tensor, "t s"] | None = None,
+    mask: Float[Tensor, "*b t s"] | None = None,
+    scale: float = 1.0,
 ) -> tuple[Float[Tensor, "b h t d"], Float[Tensor, "b h t"]]:
-    """softmax(q kᵀ + mask) · v and the log-sum-exp of each row, in float32 or wider."""
-    mask = None if mask is None else mask[None, None]
-    out, sums = _forward(dense(q), dense(k), dense(v), 0.0, causal, attn_mask=mask, scale=1.0)
+    """softmax(scale · q kᵀ + mask) · v and the log-sum-exp of each row, in float32 or wider."""
+    mask = mask if mask is None or mask.dim() == 4 else mask[None, None]
+    out, sums = _forward(dense(q), dense(k), dense(v), 0.0, causal, attn_mask=mask, scale=scale)
     return out, sums
 
 

@@ -4,7 +4,8 @@
 λ one of a list. Scores with a distance bias, a cap, a sink or two regimes have a step as well. What
 is learned is read at every token.
 
-Legend: B batch, H query heads, G key heads, S keys, D head dimension, E value size, C capacity.
+Legend: B batch, H query heads, G key heads, r = H/G, S keys, D head dimension, E value size, C
+capacity.
 """
 
 from __future__ import annotations
@@ -19,7 +20,13 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from normattn.kernels.inputs import check_shapes
-from normattn.kernels.numerics import host_can_read, nan_for_infinite
+from normattn.kernels.numerics import (
+    at_least_float32,
+    host_can_read,
+    merge_by_lse,
+    nan_for_infinite,
+)
+from normattn.kernels.sdpa import flash
 from normattn.layers.cache import KeyValueCache
 from normattn.layers.checks import check_heads
 from normattn.layers.folds import (
@@ -44,11 +51,15 @@ class FoldedStep:
     """What one more token needs beside a cache, at any of the positions 0 … C − 1.
 
     `key` rotates keys and `query` queries; with one regime `key` rotates both in one go, and
-    `scale` is λ, of every position where it depends on n. `bias` (H, C) holds b(C − 1 − r) from
-    left to right where it learns nothing, `distance` (C,) these distances where it does. With two
-    regimes the cache has far keys, and the last `near_window` of them at their near positions as
-    well, so that a step rotates one key only. `output_is_final` says that no gate and no pairs of
-    heads follow, `host_reads` that the host may look at values.
+    `scale` is λ, of every position where it depends on n. `bias` (1, G, r, C) holds b(C − 1 − c)
+    from left to right where it learns nothing, `distance` (C,) these distances where it does. With
+    two regimes the cache has far keys, and the last `near_window` of them at their near positions
+    as well, so that a step rotates one key only. `output_is_final` says that no gate and no pairs
+    of heads follow, `host_reads` that the host may look at values.
+
+    In half precision new queries and keys are rounded after the rotation, the bias is in float32,
+    and torch's kernel keeps scores in float32. Query heads that share a key head are rows of one
+    query to it: each key is read once.
     """
 
     score: Score | None
@@ -62,7 +73,7 @@ class FoldedStep:
     n: Float[Tensor, "1 c"] | None
     query: RowRotation | None
     key: RowRotation | None
-    bias: Float[Tensor, "h c"] | None
+    bias: Float[Tensor, "1 g r c"] | None
     distance: Float[Tensor, " c"] | None
     near_window: int | None
     host_reads: bool
@@ -88,20 +99,16 @@ class FoldedStep:
         assert score is not None
         assert cache is not None
         cache.claim(self.spec)
-        at, heads, wanted = cache.length, self.heads, k.requires_grad
+        at = cache.length
         q, k = normed(score, q, k)
         both = torch.cat((q, k), 1)
+        if self.key is not None:
+            wide = both.float() if both.element_size() == 2 else both
+            both = self._rotated(wide, at).to(self.dtype)
         diverged = self.host_reads and not math.isfinite(both.sum(dtype=torch.float32).item())
         if diverged or not self.host_reads:
             both = nan_for_infinite(both)
-        partners = both if self.key is None else both.index_select(-1, self.key.partner)
-        if self.near_window is not None:
-            return self._two_regimes(score, both, partners, v, cache)
-        if self.key is not None:
-            both = self.key(both, partners, at)
-        q, k = both.split_with_sizes(heads, 1)
-        if k.requires_grad and not wanted:
-            k = k.detach()  # only the query wants a gradient
+        q, k = both.split_with_sizes(self.heads, -3)
         if self.n is not None:
             q = times_learned_length(score, q, self.n[:, at : at + 1])
         learned = score._parameters.get("scale")
@@ -109,36 +116,62 @@ class FoldedStep:
             learned = score.scale  # where a parametrisation or a replica keeps it
         if learned is not None:
             q = q * learned
+        attend = self._one_regime if self.near_window is None else self._two_regimes
+        out = attend(score, q.reshape(*k.shape[:-2], -1, k.shape[-1]), k, v, cache)
+        if diverged:
+            # torch's kernel may give 0 where all is NaN.
+            spoilt = (q + k.repeat_interleave(q.shape[-3] // k.shape[-3], -3)).isnan().any(-1)
+            out = out.masked_fill(spoilt.view(-1, *out.shape[:3]).any(0)[..., None], math.nan)
+        return out.reshape(*self.shapes[0][:3], -1)
+
+    def _rotated(self, both: Float[Tensor, "b hg 1 d"], at: int) -> Float[Tensor, "*n b hg 1 d"]:
+        """Queries and keys at their position; of two regimes (2, B, H + G, 1, D), near and far."""
+        assert self.key is not None
+        partners = both.index_select(-1, self.key.partner)
+        if self.query is None:
+            return self.key(both, partners, at)
+        (q, k), (q_other, k_other) = (x.split_with_sizes(self.heads, 1) for x in (both, partners))
+        return torch.cat((self.query(q, q_other, at), self.key(k, k_other, at)), 2)
+
+    def _one_regime(
+        self,
+        score: Score,
+        q: Float[Tensor, "b g r d"],
+        k: Float[Tensor, "b g 1 d"],
+        v: Float[Tensor, "b g 1 e"],
+        cache: KeyValueCache,
+    ) -> Float[Tensor, "b g r e"]:
+        """The rows' outputs over all keys that the cache then holds, or those of the window."""
+        scale = self.scale if isinstance(self.scale, float) else self.scale[cache.length]
         keys, values = cache.append(k, v)
-        window = self.spec.window[0]
+        window, cap = self.spec.window[0], self.spec.cap
         if window is not None and keys.shape[2] > window:
             keys, values = keys[:, :, -window:], values[:, :, -window:]
         bias = self._biases(score, keys.shape[2])
-        scale = self.scale if isinstance(self.scale, float) else self.scale[at]
-        manual = self.spec.cap is not None or score.sink is not None
-        # In a step over shared key heads plain products win, as the rule of `dispatch` has it.
-        manual = manual or (heads[0] != heads[1] and keys.shape[2] >= 2048)
-        if manual or diverged or v.shape[-1] != q.shape[-1]:
-            # torch's kernel copies values of another size, and may give 0 where all is NaN.
-            return self._weigh(score, _products(q * scale, keys), bias, values)
-        return scaled_dot_product_attention(
-            q, keys, values, attn_mask=bias, scale=scale, enable_gqa=heads[0] != heads[1]
-        )
+        if cap is None and values.shape[-1] == q.shape[-1]:
+            if score.sink is not None:
+                return _with_sink(score.sink, *flash(q, keys, values, False, bias, scale))
+            return scaled_dot_product_attention(q, keys, values, attn_mask=bias, scale=scale)
+        # torch's kernel has no cap, and copies values of another size.
+        wide = at_least_float32(q.dtype)
+        products = (q.to(wide) * scale) @ keys.to(wide).mT
+        if cap is not None:
+            products = torch.tanh(products / cap.cap) * cap.cap
+        if bias is not None:
+            products = products + bias
+        return (torch.softmax(products, -1) @ values.to(wide)).to(q.dtype)
 
     def _two_regimes(
-        self, score: Score, both: Tensor, partners: Tensor, v: Tensor, cache: KeyValueCache
-    ) -> Float[Tensor, "b h 1 e"]:
-        """Near and far scores beside each other: near ones are ⟨R_i q, R_j k⟩ whatever i is."""
+        self,
+        score: Score,
+        q: Float[Tensor, "2 b g r d"],
+        k: Float[Tensor, "2 b g 1 d"],
+        v: Float[Tensor, "b g 1 e"],
+        cache: KeyValueCache,
+    ) -> Float[Tensor, "b g r e"]:
+        """Near and far keys apart: near scores are ⟨R_i q, R_j k⟩ whatever i is."""
         assert self.near_window is not None
-        assert self.query is not None
-        assert self.key is not None
-        at = cache.length
-        (q, k), (q_other, k_other) = (x.split_with_sizes(self.heads, 1) for x in (both, partners))
-        q = self.query(q, q_other, at)
-        if self.n is not None:
-            q = times_learned_length(score, q, self.n[:, at : at + 1])
-        near_q, far_q = (q if score.scale is None else q * score.scale).unbind()
-        near_k, far_k = self.key(k, k_other, at).unbind()
+        at, (near_q, far_q), (near_k, far_k) = cache.length, q.unbind(), k.unbind()
         keys, values = cache.append(far_k, v)
 
         def rotated(first: int, last: int) -> Tensor:
@@ -152,40 +185,32 @@ class FoldedStep:
             turned: Tensor = turn(keys[:, :, first:last])
             return turned
 
-        far = max(0, at + 1 - self.near_window)
-        products = _products(near_q, cache.rotated("near", far, at + 1, rotated))
+        far, bias = max(0, at + 1 - self.near_window), self._biases(score, at + 1)
+        near_bias, far_bias = (None, None) if bias is None else (bias[..., far:], bias[..., :far])
+        near = cache.rotated("near", far, at + 1, rotated)
+        out, lse = flash(near_q, near, values[:, :, far:], False, near_bias)
         if far:
-            products = torch.cat((_products(far_q, keys[:, :, :far]), products), -1)
-        return self._weigh(score, products, self._biases(score, at + 1), values)
+            rest = flash(far_q, keys[:, :, :far], values[:, :, :far], False, far_bias)
+            out, lse = merge_by_lse(out.to(lse.dtype), lse, rest[0].to(lse.dtype), rest[1])
+        if score.sink is not None:
+            out = _with_sink(score.sink, out, lse)
+        return out.to(self.dtype)
 
-    def _biases(self, score: Score, keys: int) -> Float[Tensor, "*b h 1 s"] | None:
+    def _biases(self, score: Score, keys: int) -> Float[Tensor, "1 g r s"] | None:
         """b(h, r) of the last `keys` keys."""
         if self.distance is not None and score.bias is not None and self.spec.bias is not None:
             distance = self.distance[self.capacity - keys :]
             bias = self.spec.bias.values(distance, score.heads, dict(score.bias.items()))
-            return bias[None, :, None]
-        return None if self.bias is None else self.bias[None, :, None, self.capacity - keys :]
+            return bias.view(1, self.heads[1], -1, keys)
+        return None if self.bias is None else self.bias[..., self.capacity - keys :]
 
-    def _weigh(
-        self,
-        score: Score,
-        products: Float[Tensor, "b h 1 s"],
-        bias: Float[Tensor, "*b h 1 s"] | None,
-        values: Float[Tensor, "b g s e"],
-    ) -> Float[Tensor, "b h 1 e"]:
-        """softmax(cap·tanh(products/cap) + bias) · v, with a sink's logit in the denominator."""
-        cap, keys = self.spec.cap, products.shape[-1]
-        if cap is not None:
-            products = torch.tanh(products / cap.cap) * cap.cap
-        if bias is not None:
-            products = products + bias
-        if score.sink is not None:
-            sink = score.sink.to(products.dtype)[None, :, None, None]
-            products = torch.cat((products, sink.expand(*products.shape[:3], 1)), -1)
-        weights = torch.softmax(products, -1)[..., :keys]
-        rows = weights.reshape(values.shape[0], values.shape[1], -1, keys)
-        out: Tensor = rows @ values
-        return out.reshape(*products.shape[:3], -1)
+
+def _with_sink(
+    sink: Float[Tensor, " h"], out: Float[Tensor, "b g r e"], lse: Float[Tensor, "b g r"]
+) -> Float[Tensor, "b g r e"]:
+    """The output with exp(sink) in the denominator of each head's softmax."""
+    share = torch.sigmoid(lse - sink.view(lse.shape[1:]).to(lse.dtype))
+    return (out * share[..., None]).to(out.dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,7 +229,7 @@ class RowRotation:
         return torch.addcmul(x * self.cos[at], partners, self.sin[at])
 
     @staticmethod
-    def of(near: object, far: object, dtype: torch.dtype, size: int) -> RowRotation | None:
+    def of(near: object, far: object, size: int) -> RowRotation | None:
         """The table of a near rotation and, if there is one, a far one, feature by feature."""
         tables = []
         for turn in (near, far):
@@ -216,7 +241,7 @@ class RowRotation:
             cos[:, first], cos[:, second] = turn.cos, turn.cos
             sin[:, first], sin[:, second] = -turn.sin, turn.sin
             partner[first], partner[second] = partner[second].clone(), partner[first].clone()
-            tables.append((cos.to(dtype), sin.to(dtype), partner))
+            tables.append((cos, sin, partner))
         if len(tables) < 2:
             return RowRotation(*tables[0]) if tables else None
         both = (torch.stack((tables[0][n], tables[1][n]), 1) for n in (0, 1))
@@ -229,10 +254,10 @@ def find_step(
 ) -> FoldedStep | None:
     """What was prepared for one more token beside this cache, made when it is first needed.
 
-    None for several tokens, and for a score that asks for more. Raises `InputError` for tensors
-    that do not fit.
+    None for several tokens, where a gradient is wanted, and for a score that asks for more. Raises
+    `InputError` for tensors that do not fit.
     """
-    if q.shape[2] != 1 or k.shape[2] != 1:
+    if q.shape[2] != 1 or k.shape[2] != 1 or _learning(score, q, k, v):
         return None
     given = score._spec if isinstance(score, Score) else score
     held, step = cache.step
@@ -250,7 +275,7 @@ def _shared_step(
     check_shapes(q, k, v)
     module = score if isinstance(score, Score) else without_parameters(score, q, k)
     check_heads(module, q, k)
-    if not _steps(module, q):
+    if not _steps(module, q, v):
         return None
     capacity = max(64, 1 << cache.length.bit_length())
     name = (
@@ -283,36 +308,43 @@ def _prepare_step(
             queries = query_tables(spec, size, at, q.dtype)
         bias = distance = None
         if spec.bias is not None:
-            distance = at.key.to(q.dtype).flip(-1)
+            distance = at.key.to(at_least_float32(q.dtype)).flip(-1)
             if score.bias is None:
-                bias, distance = spec.bias.values(distance, score.heads, {}).to(q.dtype), None
+                bias, distance = spec.bias.values(distance, score.heads, {}), None
+                bias = bias.view(1, k.shape[1], -1, capacity)
         return FoldedStep(
             *(built, spec, (q.shape, k.shape, v.shape), q.dtype),
             *((q.shape[1], k.shape[1]), capacity, output_is_final(spec)),
             scale.tolist() if isinstance(scale, Tensor) else float(scale),
             visible_keys(score, at.n, q),
-            None if queries is None else RowRotation.of(queries.near, queries.far, q.dtype, size),
-            RowRotation.of(keys.near, keys.far, q.dtype, size),
+            None if queries is None else RowRotation.of(queries.near, queries.far, size),
+            RowRotation.of(keys.near, keys.far, size),
             *(bias, distance, None if remapping is None else remapping.window),
             host_can_read(q),
         )
 
 
-def _steps(score: Score, q: Tensor) -> bool:
+def _steps(score: Score, q: Tensor, v: Tensor) -> bool:
     """Whether a `FoldedStep` serves a score: biases of the distance, a cap and a sink stand beside.
 
-    Not where whole rows of scores are read, nor where queries and keys rotate apart (XPos).
+    Not where whole rows of scores are read, nor where queries and keys rotate apart (XPos), nor
+    what needs the log-sum-exp of torch's kernel where that has none.
     """
-    spec = score.spec
+    spec, elsewhere = score.spec, not q.is_cpu
     apart = isinstance(spec.position, RotaryPosition) and spec.position.log_growth(score.head_dim)
     rows = spec.normaliser, spec.selection, apart if apart is not False else None
     plain = folds(score) and all(part is None for part in rows)
     plain = plain and not isinstance(spec.bias, PairBiasPart) and spec.documents is None
     plain = plain and (spec.remapping is None or spec.window[0] is None)
-    return plain and q.dtype in (torch.float32, torch.float64)
+    if score.sink is not None or spec.remapping is not None:
+        plain = plain and not elsewhere and spec.cap is None and v.shape[-1] == q.shape[-1]
+    # Only a CPU's kernel adds a bias in float32 to half-precision products.
+    return plain and not (elsewhere and q.element_size() == 2 and spec.bias is not None)
 
 
-def _products(q: Float[Tensor, "b h 1 d"], keys: Float[Tensor, "b g s d"]) -> Tensor:
-    """⟨q, k⟩ (B, H, 1, S); query heads that share a key head are rows of one product."""
-    rows = q.reshape(q.shape[0], keys.shape[1], -1, q.shape[-1])
-    return (rows @ keys.transpose(-1, -2)).reshape(*q.shape[:3], -1)
+def _learning(score: Score | ScoreSpec | str, *tensors: Tensor) -> bool:
+    """Whether a gradient is wanted, which the general way gives."""
+    if not torch.is_grad_enabled():
+        return False
+    learned = score.parameters() if isinstance(score, Score) else ()
+    return any(x.requires_grad for x in (*tensors, *learned))
