@@ -9,6 +9,7 @@ from torch import Tensor
 from normattn import attention
 from normattn.errors import InputError
 from normattn.layers.cache import KeyValueCache
+from normattn.layers.decode_step import FoldedStep
 from normattn.score import Score
 
 H, G, D = 4, 2, 8
@@ -122,3 +123,57 @@ def test_what_is_learned_is_read_at_every_token(name: str) -> None:
     grads = [torch.autograd.grad(out.sin().sum(), wanted) for out in (step, whole)]
     for ours, theirs in zip(*grads, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-9)
+
+
+HALF = (
+    *("Baseline", "KNA-logn@8", "QKNorm2020@8", "CosA-YaRN(factor=4)@8", "Baseline-ALiBi"),
+    *("Baseline-KERPLELog", "Baseline-Sink", "Baseline-SoftCap(cap=5)-ALiBi"),
+    *("KNA-ReRoPE(window=3)", "Baseline-ReRoPE(window=7)-Sink@20", "KNA-NoPE-SSMax@8"),
+    "Baseline-SlidingWindow(window=5)-Sink",
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", HALF)
+@torch.no_grad()
+def test_half_precision(name: str, dtype: torch.dtype) -> None:
+    """A prefill and single tokens are as near to float64 as the whole forward in the same type."""
+    score = Score(name, H, D, G).eval()
+    for parameter in score.parameters():
+        parameter.add_(0.25)
+    q, k, v = (x.to(dtype) for x in _tensors(2, 40))
+    whole, cache = attention(q, k, v, score), KeyValueCache()
+    spans = [slice(0, 20), *(slice(at, at + 1) for at in range(20, 40))]
+    steps = [attention(q[:, :, at], k[:, :, at], v[:, :, at], score, cache=cache) for at in spans]
+    assert isinstance(cache.step[1], FoldedStep)
+    wide = score.double()
+    exact = attention(q.double(), k.double(), v.double(), wide, backend="reference")
+    parts = torch.cat(steps, 2)
+    assert parts.dtype == dtype
+    errors = [float((x.double() - exact).norm() / exact.norm()) for x in (parts, whole)]
+    assert errors[0] < 1.5 * errors[1] < 1.5 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@torch.no_grad()
+def test_half_precision_rounds_no_score(dtype: torch.dtype) -> None:
+    """Logits of hundreds, which half precision would round to whole numbers and beyond."""
+    score = Score("Baseline-ALiBi", H, D, G)
+    q, k, v = (x.to(dtype) for x in _tensors(1, 30))
+    q, cache = q * 100, KeyValueCache()
+    attention(q[:, :, :29], k[:, :, :29], v[:, :, :29], score, cache=cache)
+    step = attention(q[:, :, 29:], k[:, :, 29:], v[:, :, 29:], score, cache=cache)
+    exact = attention(q.double(), k.double(), v.double(), score, backend="reference")[:, :, 29:]
+    torch.testing.assert_close(step.double(), exact, rtol=0, atol=2 * torch.finfo(dtype).eps)
+
+
+@torch.no_grad()
+def test_a_key_that_rotates_out_of_float16_is_nan() -> None:
+    """As by the whole forward: no infinite key is kept, whose weight would be 0."""
+    score, cache = Score("Baseline", 1, D, 1), KeyValueCache()
+    q, k, v = (x[:, :1].half() for x in _tensors(1, 4))
+    k[:, :, 2] = 60000.0
+    for at in range(4):
+        now = slice(at, at + 1)
+        out = attention(q[:, :, now], k[:, :, now], v[:, :, now], score, cache=cache)
+        assert out.isnan().all() == (at >= 2)

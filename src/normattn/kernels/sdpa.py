@@ -97,8 +97,8 @@ def dense(x: Float[Tensor, "b h t d"]) -> Float[Tensor, "b h t d"]:
 
 def flash(
     q: Float[Tensor, "b h t d"],
-    k: Float[Tensor, "b h s d"],
-    v: Float[Tensor, "b h s d"],
+    k: Float[Tensor, "b g s d"],
+    v: Float[Tensor, "b g s d"],
     causal: bool,
     mask: Float[Tensor, "*b t s"] | None = None,
     scale: float = 1.0,

@@ -112,6 +112,8 @@ class KeyValueCache:
         self._selected: dict[int, Tensor] = {}
         self._keys, self._values = Room(2, max_length), Room(2, max_length)
         self._spec: ScoreSpec | None = None
+        # Shapes and type of the last keys and values that were found to fit.
+        self._fitting: tuple[object, ...] = ()
         # What `layers.decode_step` prepared for one more token, and for which score.
         self.step: tuple[object, object] = (None, None)
 
@@ -136,6 +138,17 @@ class KeyValueCache:
                 "a cache keeps no gradients: read with it under torch.no_grad() or "
                 "torch.inference_mode()"
             )
+        kind = k.shape, v.shape, k.dtype
+        if kind != self._fitting:
+            self._check_kind(k, v)
+            self._fitting = kind
+        self._make_room(k.shape[2])
+        keys, values = self._keys.append(k), self._values.append(v)
+        self.length += k.shape[2]
+        return keys, values
+
+    def _check_kind(self, k: Tensor, v: Tensor) -> None:
+        """Refuse keys and values of other rows, heads, sizes or types than those that are held."""
         held = self._keys.data
         if held is not None and (held.shape[:2] != k.shape[:2] or held.dtype != k.dtype):
             raise InputError(
@@ -149,10 +162,6 @@ class KeyValueCache:
                     f"this cache holds {name} of {kept.shape[1]} heads of size {kept.shape[3]}, "
                     f"but {name} of {tuple(new.shape)} were added"
                 )
-        self._make_room(k.shape[2])
-        keys, values = self._keys.append(k), self._values.append(v)
-        self.length += k.shape[2]
-        return keys, values
 
     def rotated(
         self, name: int | str, start: int, end: int, rotate: Callable[[int, int], Tensor]
@@ -198,6 +207,7 @@ class KeyValueCache:
 
     def reorder(self, rows: Int[Tensor, " r"]) -> None:
         """Row i becomes the old row rows[i], as beam search asks; rows may repeat or lack."""
+        self._fitting = ()
         for room in self._rooms():
             room.choose(rows)
         for length, taken in self._selected.items():

@@ -23,7 +23,6 @@ from normattn.kernels.inputs import check_shapes
 from normattn.kernels.numerics import (
     at_least_float32,
     host_can_read,
-    merge_by_lse,
     nan_for_infinite,
 )
 from normattn.kernels.sdpa import flash
@@ -104,7 +103,8 @@ class FoldedStep:
         both = torch.cat((q, k), 1)
         if self.key is not None:
             wide = both.float() if both.element_size() == 2 else both
-            both = self._rotated(wide, at).to(self.dtype)
+            both = self._rotated(wide, at)
+            both = both if wide.dtype is self.dtype else both.to(self.dtype)
         diverged = self.host_reads and not math.isfinite(both.sum(dtype=torch.float32).item())
         if diverged or not self.host_reads:
             both = nan_for_infinite(both)
@@ -117,17 +117,19 @@ class FoldedStep:
         if learned is not None:
             q = q * learned
         attend = self._one_regime if self.near_window is None else self._two_regimes
-        out = attend(score, q.reshape(*k.shape[:-2], -1, k.shape[-1]), k, v, cache)
+        shared = self.heads[0] != self.heads[1]
+        rows = q.reshape(*k.shape[:-2], -1, k.shape[-1]) if shared else q
+        out = attend(score, rows, k, v, cache)
         if diverged:
             # torch's kernel may give 0 where all is NaN.
             spoilt = (q + k.repeat_interleave(q.shape[-3] // k.shape[-3], -3)).isnan().any(-1)
             out = out.masked_fill(spoilt.view(-1, *out.shape[:3]).any(0)[..., None], math.nan)
-        return out.reshape(*self.shapes[0][:3], -1)
+        return out.reshape(*self.shapes[0][:3], -1) if shared else out
 
     def _rotated(self, both: Float[Tensor, "b hg 1 d"], at: int) -> Float[Tensor, "*n b hg 1 d"]:
         """Queries and keys at their position; of two regimes (2, B, H + G, 1, D), near and far."""
         assert self.key is not None
-        partners = both.index_select(-1, self.key.partner)
+        partners = both.take(self.key.partner)
         if self.query is None:
             return self.key(both, partners, at)
         (q, k), (q_other, k_other) = (x.split_with_sizes(self.heads, 1) for x in (both, partners))
@@ -191,10 +193,9 @@ class FoldedStep:
         out, lse = flash(near_q, near, values[:, :, far:], False, near_bias)
         if far:
             rest = flash(far_q, keys[:, :, :far], values[:, :, :far], False, far_bias)
-            out, lse = merge_by_lse(out.to(lse.dtype), lse, rest[0].to(lse.dtype), rest[1])
-        if score.sink is not None:
-            out = _with_sink(score.sink, out, lse)
-        return out.to(self.dtype)
+            share = torch.sigmoid(rest[1] - lse)[..., None]
+            out, lse = torch.lerp(out, rest[0], share.to(out.dtype)), torch.logaddexp(lse, rest[1])
+        return out if score.sink is None else _with_sink(score.sink, out, lse)
 
     def _biases(self, score: Score, keys: int) -> Float[Tensor, "1 g r s"] | None:
         """b(h, r) of the last `keys` keys."""
@@ -217,21 +218,22 @@ def _with_sink(
 class RowRotation:
     """Rotations by a row of a table: feature f becomes x_f·cos + x_partner(f)·sin.
 
-    cos and sin are (C, D), or (C, 2, 1, 1, 1, D) for a near and a far position.
+    cos and sin are (C, D), or (C, 2, 1, 1, 1, D) for a near and a far position. `partner` is the
+    place of each feature's partner among all numbers of x.
     """
 
     cos: Float[Tensor, "c *n d"]
     sin: Float[Tensor, "c *n d"]
-    partner: Int[Tensor, " d"]
+    partner: Int[Tensor, "b hg 1 d"]
 
     def __call__(self, x: Tensor, partners: Tensor, at: int) -> Tensor:
         """x at a position."""
         return torch.addcmul(x * self.cos[at], partners, self.sin[at])
 
     @staticmethod
-    def of(near: object, far: object, size: int) -> RowRotation | None:
+    def of(near: object, far: object, shape: tuple[int, ...]) -> RowRotation | None:
         """The table of a near rotation and, if there is one, a far one, feature by feature."""
-        tables = []
+        tables, size = [], shape[-1]
         for turn in (near, far):
             if not isinstance(turn, Rotation):
                 continue
@@ -241,12 +243,15 @@ class RowRotation:
             cos[:, first], cos[:, second] = turn.cos, turn.cos
             sin[:, first], sin[:, second] = -turn.sin, turn.sin
             partner[first], partner[second] = partner[second].clone(), partner[first].clone()
-            tables.append((cos, sin, partner))
-        if len(tables) < 2:
-            return RowRotation(*tables[0]) if tables else None
-        both = (torch.stack((tables[0][n], tables[1][n]), 1) for n in (0, 1))
-        cos, sin = (x[:, :, None, None, None] for x in both)
-        return RowRotation(cos, sin, tables[0][2])
+            tables.append((cos, sin))
+        if not tables:
+            return None
+        rows = torch.arange(math.prod(shape[:-1]), device=partner.device)[:, None] * size
+        cos, sin = tables[0]
+        if len(tables) == 2:
+            both = (torch.stack(sides, 1) for sides in zip(*tables, strict=True))
+            cos, sin = (x[:, :, None, None, None] for x in both)
+        return RowRotation(cos, sin, (rows + partner).view(shape))
 
 
 def find_step(
@@ -299,6 +304,7 @@ def _prepare_step(
 ) -> FoldedStep:
     """For a token beside a cache that holds fewer than `capacity` others."""
     spec, size, remapping = score.spec, score.head_dim, score.spec.remapping
+    shape = len(q), q.shape[1] + k.shape[1], 1, size
     with torch.inference_mode(False):
         at = regular_positions(capacity, capacity, q.device)
         keys, queries = key_tables(spec, size, at.key, q.dtype, 0), None
@@ -317,8 +323,8 @@ def _prepare_step(
             *((q.shape[1], k.shape[1]), capacity, output_is_final(spec)),
             scale.tolist() if isinstance(scale, Tensor) else float(scale),
             visible_keys(score, at.n, q),
-            None if queries is None else RowRotation.of(queries.near, queries.far, size),
-            RowRotation.of(keys.near, keys.far, size),
+            None if queries is None else RowRotation.of(queries.near, queries.far, shape),
+            RowRotation.of(keys.near, keys.far, shape),
             *(bias, distance, None if remapping is None else remapping.window),
             host_can_read(q),
         )

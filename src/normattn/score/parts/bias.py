@@ -126,7 +126,7 @@ class _Clamp(torch.autograd.Function):
 
 def _clamp(x: Tensor, low: float, high: float) -> Tensor:
     # torch.func and forward-mode derivatives see into no backward by hand.
-    if transformed():
+    if transformed() or not torch.is_grad_enabled():
         return x.clamp(low, high)
     y: Tensor = _Clamp.apply(x, low, high)  # type: ignore[no-untyped-call]
     return y
