@@ -1,4 +1,4 @@
-"""SIGKILL in the middle of a study, of its parent alone or of every process, and at once again."""
+"""SIGKILL in the middle of a study, of its parent alone or of every process, again and again."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -34,9 +34,14 @@ FEW = {
 """One or two rows of the studies that have many: each row goes the same way."""
 
 
+KILLS = 10
+"""Of each way in each study: 200 and more in all."""
+
+
 def run(campaign: Campaign) -> Iterator[Count]:
-    """Every study's smoke preset, killed in both ways at the same time."""
-    same = Count("a study killed anywhere and started again at once gives the same measurements")
+    """Every study's smoke preset, killed again and again until it is done, in both ways at once."""
+    same = Count("a study killed ten times on its way gives the same measurements")
+    goes_on = Count("a killed study goes on when it is started again")
     with ThreadPoolExecutor(2) as pool:
         for study in names():
             if not campaign.has_time:
@@ -44,28 +49,38 @@ def run(campaign: Campaign) -> Iterator[Count]:
             whole = campaign.folder / f"{study}-whole"
             before = time.monotonic()
             code = _start(study, whole).wait(LIMIT_SECONDS)
-            seconds = time.monotonic() - before
+            # Starting takes some seconds, in which nothing of the study is done.
+            longest = 6 + 2 * (time.monotonic() - before) / KILLS
             if code != 0:
                 same.failed(f"{study} as it is ended with {code}")
                 continue
-            expected = _measured(whole)
-            moments = [campaign.random.uniform(0.2, 0.9) * seconds for _ in (False, True)]
+            moments = [
+                [campaign.random.uniform(1, longest) for _ in range(KILLS)] for _ in (False, True)
+            ]
             places = [campaign.folder / f"{study}-{every}" for every in (False, True)]
-            ends = pool.map(_killed_and_again, [study] * 2, places, moments, (False, True))
-            for moment, every, (code, found) in zip(moments, (False, True), ends, strict=True):
-                held = code == 0 and found == expected
+            ends = pool.map(_killed_until_done, [study] * 2, places, moments, (False, True))
+            for every, (kills, code) in zip((False, True), ends, strict=True):
                 whose = "every process" if every else "the parent"
-                same.check(held, f"{study}, {whose} killed after {moment:.0f} s: {code}, {found}")
+                told = f"{study}, {whose} killed {kills} times: ended with {code}"
+                for _ in range(kills):
+                    goes_on.check(code == 0, told)
+                held = code == 0 and _measured(places[every]) == _measured(whole)
+                same.check(held, f"{told}; measurements differ")
     yield same
+    yield goes_on
 
 
-def _killed_and_again(study: str, out: Path, moment: float, every: bool) -> tuple[int, str]:
-    """Exit status of the second attempt, and what it measured."""
-    killed = _start(study, out)
-    time.sleep(moment)
-    _kill(killed, every)
-    code = _start(study, out).wait(LIMIT_SECONDS)
-    return code, _measured(out) if code == 0 else ""
+def _killed_until_done(
+    study: str, out: Path, moments: Sequence[float], every: bool
+) -> tuple[int, int]:
+    """How often it was killed, and the exit status of the attempt that nobody killed."""
+    for kills, moment in enumerate(moments):
+        process = _start(study, out)
+        try:
+            return kills, process.wait(moment)
+        except subprocess.TimeoutExpired:
+            _kill(process, every)
+    return len(moments), _start(study, out).wait(LIMIT_SECONDS)
 
 
 def _measured(out: Path) -> str:
