@@ -160,7 +160,7 @@ class LoopConfig(Settings):
     def _check_together(self) -> LoopConfig:
         """Raise where one setting leaves no room for another."""
         warmup, keep = self.schedule.warmup_steps, list(self.keep)
-        fsdp, clip, name = self.parallel == "fsdp", self.qk_clip is not None, self.optimiser.name
+        fsdp, clip = self.parallel == "fsdp", self.qk_clip is not None
         for excluded, why in (
             (
                 warmup > self.steps,
@@ -172,11 +172,10 @@ class LoopConfig(Settings):
                 f"keep names steps from 1 to {self.steps}, each once and rising, got {keep}",
             ),
             (
-                fsdp and name != "adamw",
-                f"parallel is fsdp, and a step of the optimiser {name} "
-                "needs whole matrices: expected ddp",
+                fsdp and self.optimiser.name == "tiger",
+                "parallel is fsdp, and a step of the optimiser tiger needs the size of whole "
+                "matrices: expected ddp",
             ),
-            (fsdp and clip, "parallel is fsdp, and qk_clip needs whole heads: expected ddp"),
             (
                 fsdp and self.precision == "fp16",
                 "parallel is fsdp, and the loss scale of fp16 needs whole gradients: expected ddp",

@@ -188,6 +188,8 @@ class Muon(torch.optim.Optimizer):
 
     NS is `orthogonalise`. The factor gives a step the size of AdamW's, so that one η serves both.
     `parts` are the numbers of rows of the parts of each parameter, which take their steps apart.
+    Where processes hold parts of a matrix (fsdp), each computes NS of the whole one and moves the
+    rows that it holds.
     Sources: Jordan et al. 2024 (kellerjordan.github.io/posts/muon), arXiv 2502.16982.
     """
 
@@ -211,21 +213,43 @@ class Muon(torch.optim.Optimizer):
                     state["momentum_buffer"] = torch.zeros_like(parameter)
                 momentum = state["momentum_buffer"]
                 momentum.lerp_(parameter.grad, 1 - beta)
-                update = parameter.grad.lerp(momentum, beta)
+                update = whole(parameter.grad.lerp(momentum, beta))
                 parameter.mul_(1 - lr * group["weight_decay"])
-                for theta, direction in self._split(parameter, update):
-                    size = 0.2 * math.sqrt(max(theta.shape[-2:]))
-                    theta.add_(orthogonalise(direction), alpha=-lr * size)
+                held, first = held_rows(parameter)
+                for start, direction, size in self._directions(parameter, update):
+                    low, high = max(start, first), min(start + len(direction), first + len(held))
+                    if low < high:
+                        own = direction[low - start : high - start]
+                        held[low - first : high - first].add_(own, alpha=-lr * size)
 
-    def _split(self, parameter: Tensor, update: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Views of a parameter's parts with their updates; equal neighbours come as one batch."""
+    def _directions(
+        self, parameter: Tensor, update: Float[Tensor, "r c"]
+    ) -> Iterator[tuple[int, Float[Tensor, "p c"], float]]:
+        """Each part's first row, direction and step size; equal neighbours come as one batch."""
         start = 0
         for rows, equal in groupby(self._parts[parameter]):
             count = len([*equal])
-            shape = (rows, -1) if count == 1 else (count, rows, parameter.shape[1])
-            part = slice(start, start + count * rows)
-            yield parameter[part].view(shape), update[part].reshape(shape)
+            part = update[start : start + count * rows]
+            alike = part if count == 1 else part.reshape(count, rows, -1)
+            size = 0.2 * math.sqrt(max(alike.shape[-2:]))
+            yield start, orthogonalise(alike).reshape(part.shape), size
             start += count * rows
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor of which processes hold parts (fsdp), put together on each; any other, itself."""
+    parts: Any = tensor
+    full: Tensor = parts.full_tensor() if hasattr(parts, "full_tensor") else tensor
+    return full
+
+
+def held_rows(tensor: Tensor) -> tuple[Tensor, int]:
+    """The rows of a tensor that this process holds, and the number of the first one."""
+    parts: Any = tensor
+    if not hasattr(parts, "to_local"):
+        return tensor, 0
+    share = -(-len(tensor) // parts.device_mesh.size())
+    return parts.to_local(), min(parts.device_mesh.get_local_rank() * share, len(tensor))
 
 
 def orthogonalise(update: Float[Tensor, "*n r c"]) -> Float[Tensor, "*n r c"]:
