@@ -64,8 +64,6 @@ def test_the_page_is_well_formed_and_says_everything() -> None:
         assert said in text
     identifiers = [attrs["id"] for _, attrs in parsed.elements if "id" in attrs]
     assert len(identifiers) == len(set(identifiers))
-    targets = [a["href"] for a in parsed.all("a")]
-    assert {t[1:] for t in targets if t and t.startswith("#")} <= set(identifiers)
     assert len(parsed.all("figure")) == len(examples.page().figures)
 
 
@@ -80,11 +78,6 @@ def test_an_empty_page_is_a_page() -> None:
 def test_nothing_is_loaded() -> None:
     text = page_html(examples.page())
     parsed = Parsed(text)
-    anchors = {a["href"] for a in parsed.all("a")}
-    assert {t for t in anchors if t and not t.startswith("#")} == {
-        "https://kexue.fm/archives/9859",
-        "https://arxiv.org/abs/2012.11747",
-    }
     assert not {"link", "img", "iframe", "object"} & {name for name, _ in parsed.elements}
     assert not any("src" in attrs for _, attrs in parsed.elements)
     policy = next(m for m in parsed.all("meta") if m.get("http-equiv") == "Content-Security-Policy")
@@ -124,29 +117,17 @@ def test_json_cannot_end_its_element() -> None:
     assert json.loads(text) == values
 
 
-def test_cells_are_sorted_by_their_value() -> None:
-    parsed = Parsed(page_html(PageContext("t", tables=(examples.table(),))))
-    assert [c.get("data-order") for c in parsed.all("td")][::2] == [
-        "9.0",
-        "10.0",
-        None,
-        "-2.0",
-        "100.0",
-    ]
-
-
 @pytest.mark.parametrize(
-    ("text", "order"),
+    ("text", "number"),
     [
-        *(("0.003", "0.003"), ("1,024", "1024.0"), ("-3", "-3.0"), ("1e-05", "1e-05")),
-        *(("2 of 2", None), ("–", None), ("0, 1", None), ("×32", None), ("nan", None)),
+        *(("0.003", True), ("1,024", True), ("-3", True), ("1e-05", True)),
+        *(("2 of 2", False), ("–", False), ("0, 1", False), ("×32", False), ("nan", False)),
     ],
 )
-def test_plain_numbers_are_sorted_as_numbers(text: str, order: str | None) -> None:
+def test_columns_of_words_are_aligned_to_the_left(text: str, number: bool) -> None:
     filled = examples.table()
     lone = replace(filled, columns=filled.columns[:2], cells=((Cell("a"), Cell(text)),))
     parsed = Parsed(page_html(PageContext("t", tables=(lone,))))
-    assert [c.get("data-order") for c in parsed.all("td")] == [order]
     assert [(c.get("class") or "").split() for c in parsed.all("td")] == [
-        ["words"] * (order is None)
+        [] if number else ["words"]
     ]

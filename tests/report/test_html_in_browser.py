@@ -88,14 +88,8 @@ def test_the_report_draws_and_fits(seen: Any) -> None:
     assert max(np.array(seen["scrolled"])[panels]) <= 0
 
 
-def test_tables_sort_and_show_more_columns(seen: Any) -> None:
-    written = ["Baseline", "QNA", "KNA", "CosA", "Other"]
-    assert seen["ascending"] == ["CosA", "Baseline", "QNA", "Other", "KNA"]
-    assert seen["sort"] == "ascending"
-    assert seen["descending"] == ["Other", "QNA", "Baseline", "CosA", "KNA"]
-    assert seen["written"] == written
-    assert seen["byName"] == sorted(written)
-    assert seen["hidden"] == seen["shown"] == len(written) + 1
+def test_a_switch_shows_more_columns(seen: Any) -> None:
+    assert seen["hidden"] == seen["shown"] == len(examples.table().rows) + 1
 
 
 def test_hostile_names_stay_text(tmp_path: Path) -> None:

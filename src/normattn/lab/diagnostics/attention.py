@@ -20,7 +20,7 @@ from normattn.kernels import AttentionInputs
 from normattn.kernels.reference import reference, strips
 from normattn.kernels.residual_scores import ResidualScores
 from normattn.kernels.stats import Observation, Observer, observing
-from normattn.lab.diagnostics.collector import named_layers
+from normattn.lab.diagnostics.collector import layer_names
 from normattn.models.utils import without_dropout
 
 MOST_TOKENS = 512
@@ -92,7 +92,7 @@ def attention_weights(
         raise InputError(
             f"attention is drawn for 1 to {MOST_TOKENS} tokens, but the text has {tokens}"
         )
-    keep = _Keep(named_layers(model) if names is None else names)
+    keep = _Keep(layer_names(model) if names is None else names)
     reader: Callable[[Tensor], Any] = getattr(model, "hidden", model) if read is None else read
     with torch.no_grad(), without_dropout(model), observing(keep):
         reader(text[None])

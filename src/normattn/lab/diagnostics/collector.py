@@ -127,6 +127,7 @@ def layer_names(model: nn.Module) -> dict[Score, tuple[str, ...]]:
     """Every score of a model and the names of the layers that it serves, bottom first.
 
     A layer is named by its module's path; a block that several layers share has a name for each.
+    Raises `InputError` for a model that has none.
     """
     shared = [(path, module.layers) for path, module in model.named_modules() if _shared(module)]
     names: dict[Score, tuple[str, ...]] = {}
@@ -139,12 +140,6 @@ def layer_names(model: nn.Module) -> dict[Score, tuple[str, ...]]:
                 if path.startswith(f"{own}0."):
                     rest = path.removeprefix(f"{own}0.")
                     names[module] = tuple(f"{own}{layer}.{rest}" for layer in range(layers))
-    return names
-
-
-def named_layers(model: nn.Module) -> dict[Score, tuple[str, ...]]:
-    """`layer_names`; `InputError` for a model that has none."""
-    names = layer_names(model)
     if not names:
         raise InputError("this model holds no Score to look at")
     return names
@@ -169,7 +164,7 @@ def collecting(
     runs uncompiled meanwhile: a compiled graph cannot be looked into. Raises `InputError` for a
     model without any `Score`.
     """
-    names = named_layers(model)
+    names = layer_names(model)
     collector = Collector(names, edges, reach, cosines)
     with ExitStack() as stack:
         for score in names:

@@ -21,7 +21,7 @@ from normattn.errors import InputError
 from normattn.kernels import AttentionInputs
 from normattn.kernels.cosines import BINS, CosineCounts, cosine_counts
 from normattn.lab.diagnostics.attention import attention_of
-from normattn.lab.diagnostics.collector import named_layers
+from normattn.lab.diagnostics.collector import layer_names
 from normattn.score import Score
 
 Array = NDArray[np.float64]
@@ -58,7 +58,7 @@ def watching(model: nn.Module, see: Callable[[Seen], None]) -> Iterator[None]:
     whose pairs are not all of one prepared q and k: remapped positions, moving frequencies, packed
     documents.
     """
-    number = {score: layer for layer, score in enumerate(named_layers(model))}
+    number = {score: layer for layer, score in enumerate(layer_names(model))}
 
     def hook(score: Score, given: tuple[Any, ...], inputs: AttentionInputs) -> None:
         spec = score.spec

@@ -48,11 +48,6 @@ class DiagnosticsLine(Settings):
         by_layer = [getattr(layer, field) or () for layer in self.layers.values()]
         return [value for heads in by_layer for value in heads if value is not None]
 
-    def mean(self, field: str) -> float | None:
-        """The mean over all heads of all layers."""
-        values = self.values(field)
-        return sum(values) / len(values) if values else None
-
     def most(self, field: str) -> float | None:
         """The largest over all heads of all layers."""
         return max(self.values(field), default=None)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -37,16 +36,14 @@ def learnt_nothing(loss: float, unigram: float) -> bool:
     return loss > unigram - MARGIN
 
 
-@dataclass(frozen=True)
-class MaskedSums:
-    """Sums by document, whose names ascend.
+class MaskedSums(NamedTuple):
+    """Sums by document, whose names ascend: of the chosen tokens, of their loss in nats, of hits.
 
-    `windows`, `tokens` (D,): texts and chosen tokens. `loss` (D,): in nats. `correct` (D, N): hits
-    after each layer, the last of them the model's own; (D, 1) for a model without exits.
+    `tokens`, `loss` (D,); `correct` (D, N): after each layer, the last of them the model's own, or
+    (D, 1) for a model without exits.
     """
 
     documents: tuple[str, ...]
-    windows: NDArray[np.int64]
     tokens: NDArray[np.int64]
     loss: NDArray[np.float64]
     correct: NDArray[np.int64]
@@ -72,7 +69,7 @@ def score_masked(
     device = next(model.parameters()).device
     names, document_of = documents_of(texts)
     count = texts.rows.targets.shape[1]
-    windows = np.bincount(document_of, minlength=len(names))
+    tokens = count * np.bincount(document_of, minlength=len(names))
     loss = np.zeros(len(names))
     correct = np.zeros((len(names), len(model.exits) + 1), dtype=np.int64)
     step = max(1, tokens_per_batch // texts.length)
@@ -84,7 +81,7 @@ def score_masked(
         hits = torch.cat([scores.exit_correct, scores.correct[None]]).sum(-1)
         np.add.at(correct, document_of[rows], hits.T.cpu().numpy())
         progress(min(first + step, len(texts)), len(texts))
-    return MaskedSums(names, windows, windows * count, loss, correct)
+    return MaskedSums(names, tokens, loss, correct)
 
 
 def unigram_loss(train: TokenSplit, texts: MaskedSet, vocab_size: int) -> NDArray[np.float64]:

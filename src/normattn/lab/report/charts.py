@@ -152,7 +152,7 @@ def _highlighted(panels: Sequence[Panel]) -> list[str]:
 def _panel(
     panel: Panel, channels: Mapping[str, Any], chosen: Any, limits: tuple[float, float]
 ) -> Any:
-    """Bands, lines and dots of one panel, its shaded ground below and its marks above them."""
+    """Bands, lines and dots of one panel, its marks above them."""
     values = [
         {"line": line.label, "x": _number(point.x), **_ends(point)}
         for line in panel.lines
@@ -183,10 +183,6 @@ def _panel(
             y=alt.Y("value:Q", **y), tooltip=tooltip, opacity=opacity(dots, 0.0)
         ),
     ]
-    if panel.shaded is not None and values:
-        ground = {"x": min(float(value["x"] or 0) for value in values), "shaded": panel.shaded}
-        area = _data([ground]).encode(x=x, x2="shaded:Q")
-        layers.insert(0, area.mark_rect(color="#000000", opacity=0.06, clip=True))
     if panel.marks:
         rule = _data([{"x": mark.x, "label": mark.label} for mark in panel.marks]).encode(x="x:Q")
         layers.append(rule.mark_rule(color="#606060", strokeDash=[2, 3], clip=True))

@@ -116,14 +116,12 @@ def explained(findings: Sequence[Finding]) -> str:
     """What a report says of its claims: how their intervals, p and verdicts are meant."""
     many, tested = len(findings), sum(finding.p is not None for finding in findings)
     return (
-        f"{many} claim{'s' * (many > 1)}, {tested} of them tested. p is corrected for the number "
-        "of tested claims (Holm). Each difference has its own 95 % interval in brackets. "
-        f"“Confirmed” and “contradicted” need p ≤ {1 - Bootstrap.level:.2f}, of scores also "
-        f"{SEEDS} seeds on both sides. With fewer seeds, or an interval too wide to show what "
-        "would matter, a claim is “inconclusive”. Any other is “not confirmed”. A claim of no "
-        "loss, or of no gain, has a margin: it is confirmed where the difference is certainly "
-        "within it, contradicted where certainly beyond. “Differs (size unclear)” is certainly "
-        "not 0, but neither within nor beyond."
+        f"{many} claim{'s' * (many > 1)}, {tested} of them tested. p is corrected for their number "
+        "(Holm); brackets hold each difference's own 95 % interval. “Confirmed” and “contradicted” "
+        f"need p ≤ {1 - Bootstrap.level:.2f}, of scores also {SEEDS} seeds on both sides; with "
+        "fewer seeds, or an interval too wide to show what would matter, a claim is "
+        "“inconclusive”. A claim of no loss has a margin: “differs (size unclear)” is certainly "
+        "not 0, but neither within the margin nor beyond it."
     )
 
 

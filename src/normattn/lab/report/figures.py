@@ -47,7 +47,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Panel:
-    """Axes with lines; what lies below the x `shaded` has a grey ground."""
+    """Axes with lines, and vertical rules."""
 
     title: str
     lines: tuple[Line, ...]
@@ -56,7 +56,6 @@ class Panel:
     log_x: bool = False
     log_y: bool = False
     marks: tuple[Mark, ...] = ()
-    shaded: float | None = None
 
 
 @dataclass(frozen=True)

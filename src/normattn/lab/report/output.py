@@ -2,7 +2,7 @@
 
 `report.html` is for reading, `table.md` for a repository, `table.json` and a CSV of each table for
 programs, `measurements.parquet` for making all of them again. report.html is self-contained: it
-loads nothing and needs no network. Tables sort in the browser; figures are Vega-Lite
+loads nothing and needs no network. Figures are Vega-Lite
 charts, drawn there by the Vega code that the file carries. Equal contexts give equal bytes.
 """
 
@@ -27,8 +27,6 @@ from normattn.lab.report.tables import Cell, Column, Filled
 from normattn.lab.stats import measurements
 
 FIGURES = "figures"
-_ADDRESS = re.compile(r"(?:https?://)?((?:[\w-]+\.)+[a-z]{2,}/[\w./?=&%#~+-]+)")
-_ARXIV = re.compile(r"arXiv[ :](\d{4}\.\d{4,5})")
 UNTESTED = "not tested"
 VEGA_SNIPPET = "window.vegaEmbed = vegaEmbed;"
 """What the bundle of Vega code leaves for the scripts of the report."""
@@ -145,20 +143,19 @@ def page_html(page: PageContext) -> str:
 
     environment = templates(escape=True)
     assert environment.loader is not None
-    files = {
-        name: Markup(environment.loader.get_source(environment, name)[0].strip())
-        for name in ("report.css", "tables.js", "charts.js")
-    }
+    style, script = (
+        Markup(environment.loader.get_source(environment, name)[0].strip())
+        for name in ("report.css", "charts.js")
+    )
     text = environment.get_template("report.html.jinja").render(
         page=page,
-        sources=[_linked(source) for source in page.sources],
         findings=_by_verdict(page.findings),
         explained=explained(page.findings) if page.findings else "",
         figures=[figure.title for figure in page.figures],
         embedded=embedded({"charts": [*map(charts.vega_lite, page.figures)]}),
-        style=files["report.css"],
+        style=style,
         vega=_vega() if page.figures else "",
-        scripts=[files["tables.js"], files["charts.js"]],
+        script=script,
     )
     return text.rstrip() + "\n"
 
@@ -177,15 +174,6 @@ def embedded(values: Mapping[str, Any]) -> Markup:
     for letter in "<>&\u2028\u2029":
         text = text.replace(letter, f"\\u{ord(letter):04x}")
     return Markup(text)
-
-
-def _linked(source: str) -> Markup:
-    """A source, as an anchor where it is an address or an arXiv number."""
-    paper, address = _ARXIV.fullmatch(source), _ADDRESS.fullmatch(source)
-    target = f"arxiv.org/abs/{paper[1]}" if paper else address[1] if address else ""
-    if not target:
-        return Markup.escape(source)
-    return Markup('<a href="https://{}" rel="noreferrer">{}</a>').format(target, source)
 
 
 def _by_verdict(findings: Sequence[Finding]) -> list[Filled]:

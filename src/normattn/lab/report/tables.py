@@ -31,7 +31,7 @@ class Cell:
 
     @property
     def number(self) -> float | None:
-        """What a table is sorted by: the estimate, or a text that is a number; None for words."""
+        """The estimate, or a text that is a number; None for words."""
         if self.estimate is not None:
             return self.estimate.value
         return float(self.text.replace(",", "")) if _NUMBER.fullmatch(self.text) else None

@@ -58,17 +58,7 @@ QUANTITIES = (
     Quantity("q_norm", "mean ‖q‖", "‖q‖", 1, placed=True, trained=True),
     Quantity("k_norm", "mean ‖k‖", "‖k‖", 1, placed=True, trained=True),
 )
-"""What stands in the table of layers, and in figures."""
-MORE = (
-    Quantity("q_normed", "mean ‖q‖ after its norm", digits=1, placed=True),
-    Quantity("k_normed", "mean ‖k‖ after its norm", digits=1, placed=True),
-    Quantity("lse", "mean log-sum-exp", digits=2),
-    Quantity("beyond_share", "share of keys at i − j ≥ L"),
-    Quantity("angle_share", "share of angles unseen"),
-    Quantity("least_cosine", "least cos(q, k)", digits=2),
-    Quantity("largest_cosine", "largest cos(q, k)", digits=2),
-)
-"""What stands in the table of heads besides."""
+"""What stands in tables and figures; measurements.parquet holds more."""
 
 # What was measured
 
@@ -194,7 +184,7 @@ def _head_rows(view: View) -> list[Row]:
 
 
 def _head_columns(view: View) -> list[Column]:
-    return [*map(_of_head, counted(inspected(view), (*QUANTITIES, *MORE)))]
+    return [*map(_of_head, counted(inspected(view), QUANTITIES))]
 
 
 def _read(view: View) -> Sequence[str]:
@@ -269,14 +259,9 @@ def _by_position(rows: pl.DataFrame, title: str) -> Figure:
 
     def values(quantity: Quantity, layer: int) -> Sequence[tuple[float, Array]]:
         grid = by_position(rows, quantity.name, layer)
-        known = grid[np.isfinite(grid)]
-        # A unit vector's norm is no news at any position.
-        flat = (
-            quantity.name.endswith("normed") and len(known) and np.ptp(known) < 1e-3 * known.max()
-        )
-        return list(zip(places, grid.T, strict=True)) if len(known) and not flat else ()
+        return list(zip(places, grid.T, strict=True)) if np.isfinite(grid).any() else ()
 
-    shown = [quantity for quantity in (*QUANTITIES, *MORE) if quantity.placed]
+    shown = [quantity for quantity in QUANTITIES if quantity.placed]
     panels = _panels(shown, layers(rows), values, "position of the query")
     return Curves("positions", title, panels if len(places) >= 3 else (), shared_y=False)
 

@@ -353,16 +353,17 @@ def length_figure(view: View) -> Figure:
 
 
 def copying_figure(view: View) -> Figure:
-    """Accuracy against the copying distance; distances that were trained are shaded."""
+    """Accuracy against the copying distance; those up to L were trained."""
     trained = max(view.values("train_length", {"protocol": "repeated"}), default=None)
     metrics = {d: copied_from(view, d) for d in distances(view)}
-    title = "Accuracy on repeated text by copying distance; shaded: distances that were trained"
+    title = "Accuracy on repeated text by copying distance; those up to L were trained"
 
     def curve(at: dict[str, Any]) -> tuple[Point, ...]:
         known = ((d, view.known(metric.at(at))) for d, metric in metrics.items())
         return tuple(Point.of(float(d), value) for d, value in known if value is not None)
 
-    axes: dict[str, Any] = {"log_x": True, "shaded": None if trained is None else float(trained)}
+    marks = () if trained is None else (Mark(float(trained), "L"),)
+    axes: dict[str, Any] = {"log_x": True, "marks": marks}
     where, x_title = {"protocol": "repeated"}, "copying distance (tokens)"
     return _by_method(view, "accuracy_by_distance", title, where, curve, x_title, **axes)
 

@@ -337,7 +337,6 @@ def _profile(view: View) -> Iterator[Figure]:
             *("", tuple(lines), "distance i − j", PRODUCT.title),
             log_x=True,
             marks=(Mark(float(near), "L"),),
-            shaded=float(near),
         )
         yield Curves("product_by_distance", "Mean of q · k by distance", (panel,))
 

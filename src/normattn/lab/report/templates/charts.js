@@ -1,3 +1,9 @@
+// A switch shows all columns of a table.
+for (const more of document.querySelectorAll("input.more")) {
+  const table = more.closest(".table");
+  more.addEventListener("change", () => table.classList.toggle("wide", more.checked));
+}
+
 // Charts: each figure is a Vega-Lite specification, drawn as SVG without eval and without network.
 const VALUES = JSON.parse(document.getElementById("values").textContent);
 const failures = [];
