@@ -15,7 +15,6 @@ from normattn.errors import InputError
 from normattn.lab.report.view import View, bin_points
 from normattn.lab.stats import (
     Bootstrap,
-    Estimate,
     Sums,
     contrast,
     estimate,
@@ -242,11 +241,6 @@ def test_quantiles_of_a_histogram_are_linear_within_a_bin() -> None:
     counts = np.array([[0.0, 10.0, 10.0, 0.0]])
     assert crossing(counts, 0.5, (0.0, 4.0))[0] == pytest.approx(2.0)
     assert crossing(counts, 0.25, (0.0, 4.0))[0] == pytest.approx(1.5)
-
-
-def test_losses_have_their_digits_and_direction() -> None:
-    assert (Metric("loss").digits, Metric("loss").unit) == (3, "nats")
-    assert Estimate(1.0).as_json()["low"] is None
 
 
 def test_seeds_are_models_and_not_one_model() -> None:

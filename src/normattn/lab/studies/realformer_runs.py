@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -367,48 +367,45 @@ def resolve(request: Request) -> Sweep:
     if grid.size not in training:
         raise InputError(f"grid.size is {grid.size}; there are {', '.join(training)}")
     runs: list[EncoderRun] = []
+
+    def add(
+        kind: type[EncoderRun],
+        size: str,
+        row: str,
+        seeds: Iterable[int],
+        rates: Mapping[str, float],
+        **own: Any,
+    ) -> None:
+        """A run of a row at a size with each seed; its score is that of the trained model."""
+        run = kind(
+            variant=f"{'grid' if kind is GridRun else size}-{row}",
+            row=row,
+            factors={"size": size},
+            seed=0,
+            size=size,
+            training=row_training(training[size], row, rates),
+            evaluation=preset.evaluation,
+            **own,
+        )
+        score = str(run.own_config.model.score)
+        runs.extend(run.model_copy(update={"score": score, "seed": seed}) for seed in seeds)
+
     # The longest come first, so that no core waits for them at the end.
     for name in grid.rows if request.variants is None else ():
         if (start := ROWS[name].start) is not None:
             raise InputError(f"{name} starts from a trained {start}, which the grid does not")
-        own, seeds = row_training(training[grid.size], name, {}), tuple(range(grid.seeds))
-        runs += _seeds(GridRun, preset, grid.size, name, seeds, own, grid=grid)
+        add(GridRun, grid.size, name, range(grid.seeds), {}, grid=grid)
     for size, settings in reversed(preset.sizes.items()):
         for name in ROWS if settings.rows is None else settings.rows:
             if name in wanted:
                 start, seeds = ROWS[name].start, request.seeds_or(settings.seeds or preset.seeds)
                 before = row_training(training[size], start, settings.rates) if start else None
-                own = row_training(training[size], name, settings.rates)
-                runs += _seeds(EncoderRun, preset, size, name, seeds, own, start=before)
+                add(EncoderRun, size, name, seeds, settings.rates, start=before)
     if not runs:
         raise InputError("none of the rows that were asked for is trained at any size")
     shared = {"sizes": preset.sizes, "grid": grid, "evaluation": preset.evaluation}
     config = SweepConfig.of(preset.name, training=training, **shared)
     return Sweep.of(request, "realformer", config, runs, describe=_describe)
-
-
-def _seeds(
-    kind: type[EncoderRun],
-    preset: RealFormerPreset,
-    size: str,
-    name: str,
-    seeds: Sequence[int],
-    training: dict[str, Any],
-    **own: Any,
-) -> list[EncoderRun]:
-    """A run of a row at a size with each seed; its score is that of the trained model."""
-    run = kind(
-        variant=f"{'grid' if kind is GridRun else size}-{name}",
-        row=name,
-        factors={"size": size},
-        seed=0,
-        size=size,
-        training=training,
-        evaluation=preset.evaluation,
-        **own,
-    )
-    score = str(run.own_config.model.score)
-    return [run.model_copy(update={"score": score, "seed": seed}) for seed in seeds]
 
 
 def row_training(
