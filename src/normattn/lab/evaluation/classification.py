@@ -15,7 +15,13 @@ from torch.nn import functional as F
 from normattn.lab.data.batches import padded
 from normattn.lab.data.images import ImageSplit
 from normattn.lab.data.relations import RelationData, RelationSplit, one_hot
-from normattn.lab.evaluation.scorer import Precision, autocast, batches, weights_digest
+from normattn.lab.evaluation.scorer import (
+    Precision,
+    autocast,
+    batches,
+    by_length,
+    weights_digest,
+)
 from normattn.lab.stats import Identity, fact, identified, joined, sums
 from normattn.models.classifier import Classifier
 from normattn.models.flops import parameter_count
@@ -56,15 +62,13 @@ def predict(
     device, labels = next(model.parameters()).device, model.config.labels
     probabilities = np.empty((len(split), labels), dtype=np.float32)
     loss = np.empty(len(split), dtype=np.float32)
-    lengths = np.array([len(row) for row in split.tokens])
-    order, done = np.argsort(-lengths, kind="stable"), 0
+    lengths, done = np.array([len(row) for row in split.tokens]), 0
     with without_dropout(model), autocast(device, precision):
-        while done < len(order):
-            chosen = order[done : done + max(1, max_tokens // int(lengths[order[done]]))]
+        for chosen in by_length(lengths, max_tokens):
             ids, padding = padded([split.tokens[i] for i in chosen], pad)
             given = (torch.from_numpy(part).to(device) for part in (ids, padding))
             logits = model(*given).float().cpu()
-            wanted = torch.from_numpy(one_hot(split, chosen, labels))
+            wanted = torch.from_numpy(one_hot(split, np.array(chosen), labels))
             losses = F.binary_cross_entropy_with_logits(logits, wanted, reduction="none")
             probabilities[chosen] = logits.sigmoid().numpy()
             loss[chosen] = losses.mean(-1).numpy()

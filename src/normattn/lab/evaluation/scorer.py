@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+import numpy as np
 import torch
 from jaxtyping import Int
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from normattn.errors import InputError
@@ -101,6 +103,18 @@ def batches(windows: int, rows: int) -> Iterator[slice]:
     """Slices of at most `rows` windows that cover them all."""
     for first in range(0, windows, rows):
         yield slice(first, first + rows)
+
+
+def by_length(lengths: NDArray[np.int64], tokens: int) -> Iterator[list[int]]:
+    """Texts of rising length, as many at a time as make up `tokens` padded ones, or one."""
+    group: list[int] = []
+    for index in np.argsort(lengths, kind="stable").tolist():
+        if group and (len(group) + 1) * int(lengths[index]) > tokens:
+            yield group
+            group = []
+        group.append(index)
+    if group:
+        yield group
 
 
 def identity(whose: Identity, chosen: AnySet, **factors: Factor) -> Identity:

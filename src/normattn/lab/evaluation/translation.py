@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +14,7 @@ from normattn.lab.data.batches import padded
 from normattn.lab.data.pairs import EOS_ID, PAD_ID, PairSplit
 from normattn.lab.data.tokeniser import Tokeniser
 from normattn.lab.evaluation.masked import unigram_nats
-from normattn.lab.evaluation.scorer import batches
+from normattn.lab.evaluation.scorer import batches, by_length
 from normattn.models.beam_search import beam_search
 from normattn.models.translator import Translator
 from normattn.models.utils import without_dropout
@@ -84,9 +84,9 @@ def score_references(
     """
     device = next(model.parameters()).device
     loss, correct, tokens = (np.zeros(len(split)) for _ in range(3))
-    done = 0
+    lengths, done = split.source.lengths + split.target.lengths + 3, 0
     with torch.inference_mode(), without_dropout(model):
-        for chosen in _groups(split.source.lengths + split.target.lengths, tokens_per_batch):
+        for chosen in by_length(lengths, tokens_per_batch):
             source, target = (
                 torch.from_numpy(padded([ids_of(index) for index in chosen], PAD_ID)[0]).to(device)
                 for ids_of in (split.source_ids, split.target_ids)
@@ -99,18 +99,6 @@ def score_references(
             done += len(chosen)
             progress(done, len(split))
     return loss, correct, tokens
-
-
-def _groups(lengths: NDArray[np.int64], tokens: int) -> Iterator[list[int]]:
-    """Sentences of rising length, as many at a time as make up `tokens` padded ones, or one."""
-    group: list[int] = []
-    for index in np.argsort(lengths, kind="stable").tolist():
-        if group and (len(group) + 1) * int(lengths[index] + 3) > tokens:
-            yield group
-            group = []
-        group.append(index)
-    if group:
-        yield group
 
 
 def unigram_loss(train: PairSplit, split: PairSplit, vocab_size: int) -> NDArray[np.float64]:

@@ -455,16 +455,13 @@ STUDY = Study(
             intro="Every layer of each configuration; layer 0 is the input of the first layer. "
             "Intervals are in layers.csv and in the figures.",
             notes=(
-                "accuracy after it: hidden tokens predicted right from the layer's output, through "
-                "an exit of its own (a norm and a matrix, trained on detached vectors) and the "
-                "shared head; after the last layer by the model itself.",
-                "variance: over the features, mean over tokens. Entropy: mean over heads and "
-                "tokens; ln n is uniform.",
-                "agreement: the share of the weights that a layer's attention has in common with "
-                "that of the layer below, Σ_j min(α, α′), mean over tokens.",
-                "gradient norm: of the loss by a layer's parameters on held-out text; its "
-                "intervals are over batches and seeds. Layers that share their weights have no "
-                "gradient of their own.",
+                "accuracy after it: of hidden tokens, through an exit of its own (a norm and a "
+                "matrix, trained on detached vectors) and the shared head; after the last layer by "
+                "the model itself.",
+                "agreement: what a layer's attention has in common with that of the layer below, "
+                "Σ_j min(α, α′), mean over tokens.",
+                "gradient norm: of the loss by a layer's parameters on held-out text, over batches "
+                "and seeds; none where layers share their weights.",
             ),
         ),
         Table(
