@@ -43,16 +43,18 @@ class Sums:
         above, below = self.numerator[rows], self.denominator[rows]
         return replace(self, seeds=seeds, units=units, numerator=above, denominator=below)
 
-    def at(self, chosen: slice) -> Sums:
+    def at(self, chosen: slice | Sequence[int]) -> Sums:
         """The sums of some of the bins."""
-        above, below = self.numerator[..., chosen], self.denominator[..., chosen]
-        return replace(self, bins=self.bins[chosen], numerator=above, denominator=below)
+        every = range(len(self.bins))
+        kept = list(every[chosen] if isinstance(chosen, slice) else chosen)
+        above, below = self.numerator[..., kept], self.denominator[..., kept]
+        bins = tuple(self.bins[index] for index in kept)
+        return replace(self, bins=bins, numerator=above, denominator=below)
 
     def between(self, low: float, high: float) -> Sums | None:
         """The sums of the bins of an axis from `low` to `high`; None where they end elsewhere."""
         kept = [n for n, (*_, start, _) in enumerate(self.bins) if low <= start < high]
-        ends = kept and self.bins[kept[-1]][-1] == high
-        return self.at(slice(kept[0], kept[-1] + 1)) if ends else None
+        return self.at(kept) if kept and self.bins[kept[-1]][-1] == high else None
 
     def by_unit(self) -> Sums:
         """Every unit as a bin of its own too, for what is no function of sums, as a median."""
