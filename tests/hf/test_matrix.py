@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -11,10 +12,11 @@ from torch import Tensor
 import normattn
 from normattn import InputError
 
+from . import score_page
 from .families import build as build_llama
 from .families import logits as logits_of
 from .families import tokens as tokens_of
-from .matrix import SERVED, logits, read_page, row, tokens
+from .matrix import PAGE, SERVED, logits, read_page, row, tokens
 from .tiny import LENGTH, build
 
 # One for each way of rotating, and for each kind of refusal.
@@ -47,6 +49,29 @@ def test_the_page_is_whole() -> None:
     for name, count in least.items():
         assert sum(each[name] == SERVED for each in rows.values()) >= count, name
     assert len(rows) >= 130
+
+
+SCORED = (
+    "llama",
+    "phi3",  # joined projections
+    "deepseek_v3",  # latent keys
+    "afmoe",  # a gate
+    "glm_moe_dsa",  # an indexer
+    "doge",  # a mask of its own
+    "diffllama",  # not read
+    "gemma4_text",
+    "deepseek_v4",
+)
+
+
+def test_the_page_says_which_score_a_family_has() -> None:
+    written = PAGE.read_text(encoding="utf-8")
+    families, read = re.findall(r"Of (\d+) families, (\d+)\s+are identified", written)[0]
+    assert int(families) >= 130
+    assert int(read) >= 115
+    for line in score_page.page({name: score_page.row(name) for name in SCORED}).splitlines():
+        if line.startswith("| ") and "family" not in line:
+            assert line in written
 
 
 def _wrong(answers: dict[str, str]) -> list[str]:

@@ -6,12 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 import transformers
 
 from normattn import InputError, ScoreSpec, score_of
 from normattn.score.parts import Slot
 from normattn.score.recipes import RECIPES
+
+from .tiny import build_of
 
 HEADS, GROUPS, D, TOKENS, VOCABULARY = 4, 2, 16, 40, 64
 SIZES = {
@@ -134,21 +135,6 @@ def _small(name: str) -> str:
     return text
 
 
-def build(family: str, config: Any) -> Any:
-    torch.manual_seed(7)
-    name = family.removesuffix("Text") if family == "Gemma3Text" else family
-    cls = "Llama4ForCausalLM" if family == "Llama4Text" else f"{name}ForCausalLM"
-    model = getattr(transformers, cls)(config).eval()
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.dim() >= 2:
-                weight.normal_(0, 0.3, generator=generator)
-            else:
-                weight.add_(torch.randn(weight.shape, generator=generator) * 0.2)
-    return model
-
-
 @pytest.mark.parametrize("size", ["small", "as released"])
 @pytest.mark.parametrize("name", sorted(RECIPES))
 def test_the_recipe_is_what_the_layers_compute(name: str, size: str) -> None:
@@ -157,7 +143,8 @@ def test_the_recipe_is_what_the_layers_compute(name: str, size: str) -> None:
     family, more, layers = _configuration(name, spec)
     kept = {key: value for key, value in SIZES.items() if key != "head_dim" or family != "Olmo2"}
     make = getattr(transformers, f"{family}Config")
-    found = score_of(build(family, make(**{**kept, "num_hidden_layers": layers, **more})), TOKENS)
+    config = make(**{**kept, "num_hidden_layers": layers, **more})
+    found = score_of(build_of(config), TOKENS)
     assert found.verified, str(found)
     assert len(found.layers) == (1 if name == "Qwen3-Next" else layers)
     for each in found.layers:

@@ -15,8 +15,7 @@ from normattn import score_of
 
 from .families import model_of
 from .test_recipes import SIZES
-from .test_recipes import build as build_recipe
-from .tiny import build
+from .tiny import build, build_of
 
 
 def test_a_layer_without_a_name_says_what_is_missing() -> None:
@@ -76,7 +75,7 @@ def _latent(**more: Any) -> Any:
         "num_key_value_heads": 4,
     }
     config = transformers.DeepseekV3Config(**{**sizes, **own, **more})
-    return build_recipe("DeepseekV3", config)
+    return build_of(config)
 
 
 def test_keys_of_latent_vectors_are_read() -> None:

@@ -209,9 +209,14 @@ def _size(name: str, value: Any) -> Any:
 
 
 def build(family: str, **more: Any) -> Any:
-    """The family's tiny model; its attention is far from even, so that a wrong position shows."""
+    """The family's tiny model."""
+    return build_of(configuration(family, **more))
+
+
+def build_of(config: Any) -> Any:
+    """A model whose attention is far from even, so that a wrong position shows."""
     torch.manual_seed(7)
-    model = _AUTO.from_config(configuration(family, **more)).eval()
+    model = _AUTO.from_config(config).eval()
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for name, weight in model.named_parameters():

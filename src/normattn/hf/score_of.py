@@ -31,8 +31,7 @@ from normattn.hf.score_fit import (
     normalise,
     norms,
 )
-from normattn.hf.score_names import position_parts, temperature
-from normattn.hf.score_output import Gating, Masking, gating, masking
+from normattn.hf.score_parts import Gating, Masking, gating, masking, position_parts, temperature
 from normattn.hf.score_record import HALF, RecordedLayer, record_layers
 from normattn.layers.attention import attention
 from normattn.layers.gates import apply_gate
