@@ -96,7 +96,7 @@ def _try(family: str, model: Any, name: str, ids: Tensor, as_trained: Tensor) ->
 
 def _faults(family: str, model: Any, name: str, ids: Tensor, as_trained: Tensor) -> list[str]:
     wrong: list[str] = []
-    length = {} if isinstance(_length(model), int) else {"train_length": LENGTH}
+    length = {"train_length": LENGTH}
     with normattn.extend(model, name, **length, **METHODS[name]) as extension:
         found = logits(model, ids)
         if not float((found - as_trained).abs().max()) > EFFECT:
@@ -120,16 +120,6 @@ def _faults(family: str, model: Any, name: str, ids: Tensor, as_trained: Tensor)
 
 def _close(one: Tensor, other: Tensor) -> bool:
     return bool((one - other).abs().max() <= CLOSE * max(1.0, float(other.abs().max())))
-
-
-def _length(model: Any) -> Any:
-    """The training length, if the configuration names one and no other."""
-    from normattn.hf.model_parts import known_length, model_parts
-
-    try:
-        return known_length(model_parts(model))[0]
-    except InputError:
-        return None
 
 
 def _has_cache(model: Any, ids: Tensor) -> bool:

@@ -154,11 +154,6 @@ class ExtendedLayer:
     memory: ForwardMemory
     kept: RotatedKeyCache | None = None
 
-    @property
-    def by_blocks(self) -> bool:
-        """Whether the rows of a text are read in blocks that depend on its length."""
-        return self.spec.blockwise or self.spec.chunk_remapping is not None
-
     def __call__(
         self,
         q: Float[Tensor, "b h t d"],
@@ -329,7 +324,7 @@ def attention_function(
         attention_mask = hide_unselected(attention_mask, indices)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     settings = {"dropout": float(dropout), "cap": softcap, "sink": s_aux}
-    run = _uncompiled if layer.by_blocks else type(layer).__call__
+    run = _uncompiled if layer.spec.blockwise else type(layer).__call__
     out = run(layer, query, key, value, attention_mask, position_ids, scale, settings)
     return out.transpose(1, 2).contiguous(), None
 

@@ -38,8 +38,6 @@ ENVIRONMENT = {f"LLAMA_ARG_{name[2:].replace('-', '_').upper()}": name for name 
     "LLAMA_ARG_ROPE_SCALING_TYPE": "--rope-scaling"
 }
 _KINDS = ("none", "linear", "yarn", "longrope")
-_OF_ARCHITECTURE = {"beta_fast": 32.0, "beta_slow": 1.0, "ext_factor": -1.0, "attn_factor": 1.0}
-"""Keys `rope.scaling.yarn_…` that only the loaders of some architectures read, and the defaults."""
 
 
 def values(architecture: str, fields: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
@@ -156,11 +154,19 @@ def serve(
     if kind not in _KINDS:
         raise InputError(f"{file}: llama.cpp has no rope scaling {kind!r}: {', '.join(_KINDS)}")
     numbers = _numbers(given, file)
-    _refuse_keys_of_architectures(keys, kind, numbers, file)
 
     def yarn(name: str, usual: float) -> float:
-        """A flag of YaRN, which leaves the usual value where it is below 0."""
-        value = numbers.get(f"--yarn-{name}", -1.0)
+        """A flag of YaRN, which leaves the usual value where it is below 0.
+
+        The loaders of some architectures (grok, laguna) read a key in its place, that of llama does
+        not: a file of llama with 16 and 2 as its betas gave other probabilities than the flags.
+        """
+        value, key = numbers.get(f"--yarn-{name}", -1.0), f"yarn_{name.replace('-', '_')}"
+        if value < 0 and float(keys.get(f"rope.scaling.{key}", usual)) not in (usual, -1.0):
+            raise InputError(
+                f"{file}: llama.cpp reads rope.scaling.{key} in some architectures and ignores it "
+                f"in most, so what it computes is not known here: say --yarn-{name} instead"
+            )
         return usual if value < 0 else value
 
     base = numbers.get("--rope-freq-base") or float(keys.get("rope.freq_base", 10000.0))
@@ -173,6 +179,7 @@ def serve(
     context, asked = int(keys.get("context_length", 0)), int(numbers.get("--ctx-size", 0))
     original = float(keys.get("rope.scaling.original_context_length") or context)
     trained = numbers.get("--yarn-orig-ctx") or original
+    fast, slow = yarn("beta-fast", 32.0), yarn("beta-slow", 1.0)
     mix = yarn("ext-factor", 1.0 if kind == "yarn" else 0.0)
     amplitude, gain = _amplitude(keys, factor, mix, yarn("attn-factor", 1.0))
     width = int(keys.get("rope.dimension_count", width))
@@ -183,7 +190,6 @@ def serve(
         )
     theta = rope_frequencies(width, base) / factor
     if mix and trained > 1:
-        fast, slow = yarn("beta-fast", 32.0), yarn("beta-slow", 1.0)
         scaling = YaRN(factor=factor, beta_fast=fast, beta_slow=slow)
         theta = theta.lerp(scaling.inverse_frequencies(width, base, int(trained)), mix)
     theta = theta if divisors is None else theta / divisors.double()
@@ -215,24 +221,6 @@ def _numbers(given: Mapping[str, str], file: str) -> dict[str, float]:
             raise InputError(f"{file}: {name} {given[name]!r} is no finite number above 0")
         numbers[name] = value
     return numbers
-
-
-def _refuse_keys_of_architectures(
-    keys: Mapping[str, Any], kind: str, numbers: Mapping[str, float], file: str
-) -> None:
-    """Raise `InputError` for a key that llama.cpp reads or ignores, by the architecture.
-
-    The loaders of grok and laguna read them; that of llama does not: a file of llama with 16 and 2
-    as its betas gave other probabilities than the flags. A flag wins over the key.
-    """
-    for name, default in _OF_ARCHITECTURE.items():
-        key, option = f"rope.scaling.yarn_{name}", f"--yarn-{name.replace('_', '-')}"
-        usual = {default, 1.0 if kind == "yarn" else 0.0} if name == "ext_factor" else {default}
-        if float(keys.get(key, default)) not in usual and numbers.get(option, -1.0) < 0:
-            raise InputError(
-                f"{file}: llama.cpp reads {key} in some architectures and ignores it in most, so "
-                f"what it computes is not known here: say {option} instead"
-            )
 
 
 def _amplitude(

@@ -184,12 +184,12 @@ def refuse_odd_values(fields: Mapping[str, Any], where: str, inside: bool = Fals
         if name in _NUMBERS:
             good, wanted = _is_number(value), "a finite number"
         elif name in _LISTS:
-            good = isinstance(value, list) and all(map(_is_number, value))
+            good = isinstance(value, list | tuple) and all(map(_is_number, value))
             wanted = "a list of finite numbers"
         elif inside and name in ROPE_NAMES:
             good, wanted = isinstance(value, str), "a name such as 'yarn'"
         elif name == "layer_types":
-            good = isinstance(value, list) and all(isinstance(item, str) for item in value)
+            good = isinstance(value, list | tuple) and all(type(x) is str for x in value)
             wanted = "a list of names"
         elif name in _ROPES or (inside and isinstance(value, Mapping)):
             good, wanted = isinstance(value, Mapping), "an object"

@@ -70,10 +70,6 @@ class Resolved:
     attention: str
     cached_keys: str
 
-    def as_dict(self) -> dict[str, Any]:
-        """The values by name."""
-        return dataclasses.asdict(self)
-
     def __str__(self) -> str:
         rotated = f"{self.rotated} of {self.head_dim} features turn ({self.layout})"
         if self.scaled is not None:
