@@ -108,7 +108,7 @@ def _scaling(
         return Llama3(factor=factor, low=low, high=high), length
     if kind != "yarn":
         return (_linear(rope) if kind == "linear" else None), None
-    factor = float(rope["factor"])
+    factor = float(rope.get("factor") or 1.0)
     turns = {
         name: _nice(float(rope[name])) for name in ("beta_fast", "beta_slow") if rope.get(name)
     }
