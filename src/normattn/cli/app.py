@@ -23,27 +23,11 @@ EPILOG = """
 
 `normattn demo` – two small models past their training length: a collapse and its rescue
 
-`normattn list` – every component of a score; `normattn list YaRN` – one in detail
-
 `normattn reproduce keynorm` – train eight scores, evaluate them past the training length
-
-`normattn train --score KNA-logn --steps 500 --out runs/kna` – train one small model
-
-`normattn evaluate runs/kna --methods YaRN,ReRoPE` – evaluate it on longer text with two methods
 
 `normattn extend ./my-model --text book.txt --lengths 8k,16k` – find a method for a pretrained model
 
-`normattn verify ./my-model --method "YaRN(factor=4)" --against served.json` – check a deployment
-
-`normattn score ./my-model` – name the attention score of each layer
-
-`normattn export runs/kna exported` – write a folder that transformers can load
-
-`normattn generate runs/kna --prompt "def main("` – continue a prompt
-
-`normattn inspect runs/kna` – see what its heads attend to
-
-`normattn report runs/kna runs/baseline --out runs/report` – compare runs in one table
+`normattn COMMAND --help` has examples of each command.
 """
 COMMANDS: dict[str, tuple[type[Any], str]] = {
     "demo": (options.Demo, "demo:run_demo"),

@@ -42,7 +42,6 @@ from normattn.score.spec import is_unmodified
 from normattn.terminal import Console, warn
 
 CONFIG = "config.json"
-DRAWN_HEADS = 64
 _NOT_KEPT = ("out", "as_json", "threads", "device")
 """Options that no measurement depends on."""
 
@@ -252,22 +251,22 @@ def _measured(subject: Subject, asked: options.Inspect) -> pl.DataFrame:
         )
 
 
-def _parsed_head(attention: str) -> tuple[int, int] | str:
-    """`--attention`: "sharpest", "all", or a layer and a head."""
-    if attention in ("sharpest", "all"):
-        return attention
+def _parsed_head(attention: str) -> tuple[int, int] | None:
+    """`--attention`: a layer and a head, None for the sharpest one."""
+    if attention == "sharpest":
+        return None
     parts = attention.split(",")
     if len(parts) != 2 or not all(part.strip().isdecimal() for part in parts):
         raise InputError(
-            f"--attention takes LAYER,HEAD (each from 0), all or sharpest, got {attention!r}"
+            f"--attention takes LAYER,HEAD (each from 0) or sharpest, got {attention!r}"
         )
     return int(parts[0]), int(parts[1])
 
 
 def _drawn(
-    subject: Subject, wanted: tuple[int, int] | str, measured: pl.DataFrame
+    subject: Subject, wanted: tuple[int, int] | None, measured: pl.DataFrame
 ) -> list[pl.DataFrame]:
-    """The attention of the wanted heads to the drawn text, as measurements."""
+    """The attention of a head to the drawn text, as measurements; none of too long a text."""
     inputs, model = subject.inputs, subject.model
     if inputs.drawn_length > MOST_TOKENS:
         warn(
@@ -279,21 +278,14 @@ def _drawn(
     with nullcontext() if subject.paths is None else observable(model):
         weights = attention_weights(model, row, inputs.read, inputs.drawn_length, subject.paths)
     names: list[str] = measured["factor.layer"].unique(maintain_order=True).to_list()
-    every = [(n, head) for n, name in enumerate(names) for head in range(len(weights[name]))]
-    if wanted == "all" and len(every) > DRAWN_HEADS:
+    layer, head = sharpest(measured) if wanted is None else wanted
+    if layer >= len(names) or head >= len(weights[names[layer]]):
+        most = max(len(weights[name]) for name in names)
         raise InputError(
-            f"--attention all draws up to {DRAWN_HEADS} heads, and this model has {len(every)}; "
-            "name one as LAYER,HEAD"
+            f"--attention {layer},{head}: this model has layers 0 to {len(names) - 1} and heads 0 "
+            f"to {most - 1}"
         )
-    if isinstance(wanted, tuple) and wanted not in every:
-        raise InputError(
-            f"--attention {wanted[0]},{wanted[1]}: this model has layers 0 to {len(names) - 1} and "
-            f"heads 0 to {max(head for _, head in every)}"
-        )
-    chosen = every if wanted == "all" else [sharpest(measured)]
-    if isinstance(wanted, tuple):
-        chosen = [wanted]
-    return [_head(inputs, weights[names[n]][head], names[n], n, head) for n, head in chosen]
+    return [_head(inputs, weights[names[layer]][head], names[layer], layer, head)]
 
 
 def _head(inputs: Inputs, weights: Tensor, name: str, layer: int, head: int) -> pl.DataFrame:

@@ -19,36 +19,22 @@ class Extend:
     epilog: ClassVar[str] = """
 **Examples**
 
-`normattn extend ./my-model` – every method, at the training length and twice that, on the standard
-library's source
+`normattn extend ./my-model` – every method, at the training length and twice that
 
 `normattn extend ./my-model --text book.txt --lengths 8k,16k,32k` – on your own text
 
-`normattn extend weights.gguf --methods YaRN,ReRoPE-logn+ --lengths 16k --out runs/gguf` – a GGUF
-file; two methods against the unmodified model
+`normattn extend weights.gguf --methods "YaRN(factor=4),ReRoPE-logn+" --lengths 16k` – two methods
 
-`normattn extend ./my-model --methods "YaRN(factor=4),ReRoPE" --window 1024 --lengths 16k --out o` –
-parameters of one method in parentheses, or of all by options
+`normattn extend ./my-model --text book.txt --lengths 16k --save longer` – also save the model with
+the recommended method, for `normattn.from_pretrained("longer")`
 
-`normattn extend ./my-model --methods all --lengths 32k --windows 20 --no-passkey --out o` – more
-windows for narrower intervals; skip the pass keys, which take as long as the text
+`normattn extend ./my-model --methods "YaRN(factor=4)" --emit vllm` – print the settings for vLLM;
+also hf, sglang, llama.cpp, mlx, and gguf (a copy of a GGUF file: `--out longer.gguf`)
 
-`normattn extend ./my-model --text book.txt --lengths 16k --out o --save longer` – also save
-the model with the recommended method, for `normattn.from_pretrained("longer")`
-
-`normattn extend ./my-model --methods "YaRN(factor=4)" --emit vllm` – print the settings for
-vLLM; also hf, sglang, llama.cpp, mlx, and gguf (a copy of a GGUF file: `--out longer.gguf`)
-
-**Measured** for the unmodified model and every method: loss and accuracy on the same final tokens
-after contexts of every length, loss and accuracy by position, the cost at the training length,
-time and memory of a prefill, and whether a pass key in the text is found.
-
-**OUT** holds config.json, the measurements and the report: report.html, table.md, table.json, a CSV
-of each table, and figures. Results are kept: rerun the command to resume, or with other --methods
-to add some. Another model, text or length needs another directory.
-
-Time grows with the square of the length. After the first window the command estimates how long
-the rest will take.
+Loss and accuracy are measured on the same final tokens after contexts of every length, and by
+position; the cost at the training length; time and memory of a prefill; and whether a pass key is
+found. Results are kept in OUT: rerun the command to resume, or with other --methods to add some.
+Another model, text or length needs another directory. Time grows with the square of the length.
 """
 
     model: str = argument(help="A folder, a GGUF file, or a name on the hub.")

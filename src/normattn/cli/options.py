@@ -270,24 +270,14 @@ class Inspect:
 `normattn inspect runs/kna --length 2048 --method YaRN` – past the training length, under a method
 
 `normattn inspect runs/kna --text chapter.txt --attention 3,0` – your own text, with the
-attention of head 0 in layer 3 as an image (`--attention all`: every head)
-
-`normattn inspect runs/kna --cosines --json > kna.json` – as JSON
+attention of head 0 in layer 3 as an image
 
 `normattn inspect ./my-model --text book.txt --length 2048 --method "YaRN(factor=4)"`,
 `normattn inspect model.gguf` – any model of transformers
 
-`normattn inspect runs/translation --text sentences.txt` – a translator, one sentence per line
+`normattn train --score KNA --set inspect_every=50 --out runs/kna` – the same during training
 
-`normattn train --score KNA --set inspect_every=50 --out runs/kna` – the same during training:
-lines in RUN/diagnostics.jsonl, and a warning when a head attends to one key or to all alike
-
-**Columns** are means over a layer's heads and over all queries. entropy: of attention, in nats.
-/ ln n: entropy as a share of the maximum (0: one key, 1: all keys alike). largest: the largest
-logit of any visible pair. token 0, sink: attention to the first token, and to a learned sink.
-beyond L: attention to keys further away than the training length L. unseen: attention weighted by
-the share of rotary pairs at angles that never occurred in training. ‖q‖, ‖k‖: norms before any
-normalisation.
+The columns are explained in the report, and in docs/diagnostics.md.
 """
 
     run: Path = argument(
@@ -321,8 +311,8 @@ normalisation.
     attention: str = option(
         "sharpest",
         metavar="LAYER,HEAD",
-        help="Which head's attention to the first 64 tokens is drawn: LAYER,HEAD (from 0), all, or "
-        "the sharpest.",
+        help="Which head's attention to the first 64 tokens is drawn: LAYER,HEAD (from 0), or the "
+        "sharpest.",
     )
     out: Path | None = option(
         None,
@@ -346,9 +336,8 @@ class Report:
     """Write a report (report.html, table.md, figures) on one or more runs.
 
     Configurations that share documents and seeds are compared in pairs, with confidence intervals.
-    A folder with measurements.parquet needs nothing else. Folders of one study that have the same
-    settings are joined. Runs of one score count as its seeds; label runs that were trained
-    differently: LABEL=RUN.
+    A folder with measurements.parquet needs nothing else. Runs of one score count as its seeds;
+    label runs that were trained differently: LABEL=RUN.
     """
 
     epilog: ClassVar[str] = """
@@ -361,8 +350,6 @@ class Report:
 `normattn report runs/keynorm-laptop` – make the report of a study again
 
 `normattn report results/keynorm-workstation --out again` – a published report
-
-`normattn report runs/seeds-0-1 runs/seeds-2-4 --out runs/all` – one study, trained on two machines
 
 `normattn report runs/extend-a runs/extend-b --out gallery` – compare models or texts
 """

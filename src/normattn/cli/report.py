@@ -1,48 +1,37 @@
-"""`normattn report`: of a folder with measurements, of a sweep, of several, or of single runs."""
+"""`normattn report`: of a folder with measurements, of a sweep, of single runs, of a gallery."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import polars as pl
 
 from normattn.cli import options
-from normattn.cli.report_runs import first_conflict, measured_of_runs, runs_below, split_label
+from normattn.cli.report_runs import measured_of_runs, runs_below, split_label
 from normattn.errors import InputError, NormattnError
 from normattn.io import read_object, write_json
 from normattn.lab.report.terminal import say
 from normattn.lab.runs.directory import FORMAT
-from normattn.lab.stats import joined, measurements
-from normattn.lab.stats.measurements import FACTOR
+from normattn.lab.stats import measurements
 from normattn.lab.studies import OF_COMMANDS, errors_in, extend, find, find_typed
 from normattn.lab.studies.base import Study
 from normattn.lab.studies.extend import KIND as EXTEND
 from normattn.lab.studies.reading import KIND as READING
 from normattn.lab.sweep.collect import Corpora
-from normattn.lab.sweep.config import CHANGEABLE
 from normattn.lab.sweep.paths import RunPaths
 from normattn.lab.sweep.runner import study_named
-from normattn.settings import first_difference
 from normattn.terminal import warn
 
-TASK, FOLDER = f"{FACTOR}task", "folder"
-ADDRESS = "training.data.corpus"
-"""Two addresses may name one text: what was trained on is then told by its tokens."""
 
+class Content(NamedTuple):
+    """What is reported: by which study, with its settings, from which measurements."""
 
-@dataclass(frozen=True)
-class Part:
-    """What a folder of a study holds: whose it is, its settings and its measurements."""
-
-    folder: Path
     study: Study
     config: Mapping[str, Any]
     measured: pl.DataFrame
-    corpora: Corpora
 
 
 def report_folders(asked: options.Report) -> None:
@@ -50,8 +39,8 @@ def report_folders(asked: options.Report) -> None:
 
     A sweep's directory is collected again; a folder without runs that holds measurements.parquet
     is recomputed from it alone, by the study that the measurements name, or by `asked.study`.
-    Several folders of one study are joined, those of `extend` compared; of runs each label is a
-    row. Raises `InputError` where there is nothing to report.
+    Several folders of `extend` are compared; of runs each label is a row. Raises `InputError`
+    where there is nothing to report.
     """
     labelled = [split_label(text) for text in asked.runs]
     places = [folder for _, folder in labelled]
@@ -59,38 +48,32 @@ def report_folders(asked: options.Report) -> None:
         if not str(folder).strip() or not folder.is_dir():
             raise InputError(f"{str(folder)!r} is no directory of runs or results")
     out = asked.out or places[0]
-    by_label = any(label is not None for label, _ in labelled)
-    whole = None if by_label else _of_one_study(places, out, asked.study)
-    if whole is None:
-        study, measured, config = find_typed(asked.study or READING), measured_of_runs(labelled), {}
-    else:
-        study, measured, config = whole.study, whole.measured, dict(whole.config)
-    with errors_in(study), _unusable(places, study):
-        written = study.report(measured, out, config)
+    content = None
+    if not any(label is not None for label, _ in labelled):
+        content = _of_a_study(places, out, asked.study)
+    if content is None:
+        content = Content(find_typed(asked.study or READING), {}, measured_of_runs(labelled))
+    with errors_in(content.study), _unusable(places, content.study):
+        written = content.study.report(content.measured, out, dict(content.config))
     for folder in places:
         _warn_of_unfinished(folder)
     say(out, written)
 
 
-def _of_one_study(places: Sequence[Path], out: Path, named: str | None) -> Part | None:
-    """What the folders of one study hold together; None for folders of runs."""
-    several = len(places) > 1
-    if several and all(_configuration(folder)[1] == EXTEND for folder in places):
+def _of_a_study(places: Sequence[Path], out: Path, named: str | None) -> Content | None:
+    """What a folder of a study holds, or several of `extend`; None for folders of runs."""
+    if len(places) == 1:
+        content = _content(places[0], named)
+        if content is not None:
+            _keep_settings(places[0], content.config, out)
+        return content
+    if all(_configuration(folder)[1] == EXTEND for folder in places):
         return _gallery(places, out)
-    parts = [_part(folder, named) for folder in places]
-    known = [part for part in parts if part is not None]
-    if len(known) == len(places) and len({part.study.name for part in known}) == 1:
-        whole = _joined(known, out) if several else known[0]
-        _keep_settings(whole, out)
-        return whole
-    kinds = ["runs" if part is None else f"the study {part.study.name}" for part in parts]
-    for part in known:
-        if not runs_below(part.folder):
-            own = f"the study {part.study.name}"
-            other = next(n for n, kind in enumerate(kinds) if kind != own)
+    for folder in places:
+        if not runs_below(folder) and (folder / measurements.FILE).is_file():
             raise InputError(
-                f"{part.folder} holds {own} and {places[other]} {kinds[other]}, which have no "
-                "table in common; one report is of folders of one study, or of runs"
+                f"{folder} holds results without runs: a report of several folders is of runs, or "
+                "of what extend measured"
             )
     return None
 
@@ -115,7 +98,7 @@ def _unusable(places: Sequence[Path], study: Study) -> Iterator[None]:
         ) from error
 
 
-def _part(folder: Path, named: str | None) -> Part | None:
+def _content(folder: Path, named: str | None) -> Content | None:
     """What the folder of a study holds; None for one of runs."""
     config, kind = _configuration(folder)
     file = folder / measurements.FILE
@@ -141,7 +124,7 @@ def _part(folder: Path, named: str | None) -> Part | None:
         study = find_typed(named) if named else _registered(str(names[0]), file)
     else:
         return None
-    return Part(folder, study, config, measured, Corpora.below(folder))
+    return Content(study, config, measured)
 
 
 def _configuration(folder: Path) -> tuple[Mapping[str, Any], str | None]:
@@ -193,97 +176,24 @@ def _warn_of_unfinished(folder: Path) -> None:
         )
 
 
-# Several folders.
-
-
-def _gallery(places: Sequence[Path], out: Path) -> Part:
+def _gallery(places: Sequence[Path], out: Path) -> Content:
     """Models and texts that `extend` measured; their settings are kept in `out` too."""
-    _refuse_own_place(out, places, "one model on one text")
+    if out.resolve() in {folder.resolve() for folder in places}:
+        raise InputError(f"{out} holds one model on one text: give the report of all its own --out")
     measured, config = extend.gathered(places), extend.settings(places)
     kind, name = _configuration(out)[1], extend.GALLERY.name
     if kind not in (None, name):
         raise InputError(f"{out / 'config.json'} is that of {kind}: give another --out")
     write_json(out / "config.json", {"format": FORMAT, "kind": name, "config": config})
-    return Part(out, extend.GALLERY, config, measured, Corpora())
+    return Content(extend.GALLERY, config, measured)
 
 
-def _joined(parts: Sequence[Part], out: Path) -> Part:
-    """Folders of one study whose runs were trained apart (other seeds, other machines), as one.
-
-    Raises `InputError` where their settings differ, where two hold one run, and where a protocol
-    was measured on other documents in each.
-    """
-    first, study = parts[0], parts[0].study
-    _refuse_own_place(out, [part.folder for part in parts], f"some of the cells of {study.name}")
-    for part in parts[1:]:
-        _refuse_other_settings(first, part)
-    measured = joined(
-        part.measured.with_columns(pl.lit(str(part.folder)).alias(FOLDER)) for part in parts
-    )
-    _refuse_shared_runs(measured)
-    _refuse_other_documents(measured)
-    config = dict(first.config)
-    given = [choices for part in parts for choices in part.config.get("asked") or [{}]]
-    if any(given):
-        config["asked"] = [choices for n, choices in enumerate(given) if choices not in given[:n]]
-    corpora = Corpora.joined(part.corpora for part in parts)
-    return Part(first.folder, study, config, measured.drop(FOLDER), corpora)
-
-
-def _refuse_own_place(out: Path, places: Sequence[Path], held: str) -> None:
-    if out.resolve() in {folder.resolve() for folder in places}:
-        raise InputError(f"{out} holds {held}: give the report of all its own --out")
-
-
-def _refuse_other_settings(one: Part, other: Part) -> None:
-    same_text = one.corpora == other.corpora != Corpora()
-    free = frozenset({*CHANGEABLE, *([ADDRESS] if same_text else [])})
-    differs = first_difference(dict(one.config), dict(other.config), free)
-    if differs is not None:
-        name, here, there = differs
-        raise InputError(
-            f"{one.folder} and {other.folder} cannot be joined: {name} is {here} in the first and "
-            f"{there} in the second"
-        )
-
-
-def _refuse_shared_runs(measured: pl.DataFrame) -> None:
-    """A training is told by its row, its seed and what else its loss curve was said to vary in."""
-    keys, trained = ["row", "seed"], measured.filter(protocol="training")
-    if trained[FOLDER].n_unique() == measured[FOLDER].n_unique():
-        measured = trained
-        keys += sorted(name for name in trained.columns if name.startswith(FACTOR) and name != TASK)
-    shared = first_conflict(measured, keys, FOLDER)
-    if shared is not None:
-        (row, seed, *others), (one, other) = shared
-        varied = ", ".join(str(value) for value in others if value not in (None, row))
-        raise InputError(
-            f"{one} and {other} both hold {row} seed {seed}{f' ({varied})' if varied else ''}; "
-            "each run may be in one of them"
-        )
-
-
-def _refuse_other_documents(measured: pl.DataFrame) -> None:
-    """Of each protocol and length all folders that hold it must share documents."""
-    keys = ["protocol", "length", "split", *({TASK} & set(measured.columns))]
-    folders = pl.col(FOLDER).n_unique()
-    common = (folders.over(*keys, "data") == folders.over(keys)).any().over(keys)
-    apart = measured.filter(~common).sort(keys)
-    if apart.height:
-        protocol, length = apart.select("protocol", "length").row(0)
-        named = apart.filter(protocol=protocol, length=length)[FOLDER].unique().sort().to_list()
-        raise InputError(
-            f"{' and '.join(named)} were measured on different documents ({protocol} at length "
-            f"{length}): prepare the same corpus for all"
-        )
-
-
-def _keep_settings(whole: Part, out: Path) -> None:
-    """Keep settings and sources in `out`: it is a folder of the study, and can be joined again."""
-    source, settings = whole.folder, out / "config.json"
-    if not whole.config or out.resolve() == source.resolve():
+def _keep_settings(source: Path, config: Mapping[str, Any], out: Path) -> None:
+    """Keep settings and sources in `out`, so that it is a folder of the study."""
+    settings = out / "config.json"
+    if not config or out.resolve() == source.resolve():
         return
-    if settings.exists() and _configuration(out)[0] != whole.config:
+    if settings.exists() and _configuration(out)[0] != config:
         raise InputError(f"{settings} holds other settings than {source}: give another --out")
-    write_json(settings, {**read_object(source / "config.json"), "config": dict(whole.config)})
-    whole.corpora.write(out)
+    write_json(settings, read_object(source / "config.json"))
+    Corpora.below(source).write(out)

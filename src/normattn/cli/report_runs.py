@@ -130,7 +130,7 @@ def _language_model(run: Path) -> TrainingConfig | None:
     return TrainingConfig.parse(stored, str(run / "config.json"))
 
 
-def first_conflict(
+def _first_conflict(
     frame: pl.DataFrame, keys: Sequence[str], column: str
 ) -> tuple[tuple[Any, ...], tuple[Any, Any]] | None:
     """The first keys, ascending, whose rows differ in a column, and two of its values."""
@@ -156,7 +156,7 @@ def _refuse_other_trainings(measured: pl.DataFrame) -> None:
                     f"{first} and {run} would both be the row {row}, but {name} is {here} in the "
                     f"first and {there} in the second: name them, as in LABEL=RUN"
                 )
-    same = first_conflict(_evaluated(measured), ["row", "seed"], RUN)
+    same = _first_conflict(_evaluated(measured), ["row", "seed"], RUN)
     if same is not None:
         (row, seed), (one, other) = same
         raise InputError(
@@ -191,7 +191,7 @@ def _refuse_other_windows(measured: pl.DataFrame) -> None:
     rows = measured.filter(protocol="last_segment", statistic="loss")
     keys = [RUN, "row", "method", "seed"]
     scored = rows.group_by(*keys, "length", "unit").agg(pl.col("of").sum())
-    mixed = first_conflict(rows, [*keys, "length"], "data") or first_conflict(
+    mixed = _first_conflict(rows, [*keys, "length"], "data") or _first_conflict(
         scored, [*keys, "unit"], "of"
     )
     if mixed is not None:
@@ -206,7 +206,7 @@ def _refuse_other_scores(measured: pl.DataFrame) -> None:
     """Raise `InputError` where one row of a table would hold two scores, as of YaRN by 4 and 8."""
     table = pl.when(pl.col("protocol").is_in(OWN_TABLES)).then("protocol").otherwise(pl.lit(""))
     rows = _evaluated(measured).with_columns(table.alias("table"))
-    several = first_conflict(rows, ["row", "method", "table"], "score")
+    several = _first_conflict(rows, ["row", "method", "table"], "score")
     if several is not None:
         (row, method, _), (one, other) = several
         raise InputError(

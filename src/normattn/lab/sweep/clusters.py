@@ -23,7 +23,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar, Literal, NoReturn
 
-import psutil
 from pydantic import Field
 
 from normattn.errors import InputError, unknown
@@ -50,12 +49,10 @@ class RemoteJob:
     """A job that is sent to another host: called there, it runs the job as a child process.
 
     Whatever ends the call (an exception that the scheduler's library raises in it) has the child
-    save its state first. With `owner` (process id and start time) it also stops when that process
-    of the same host is gone.
+    save its state first.
     """
 
     job: Job
-    owner: tuple[int, float] | None = None
     folder: Path = field(default_factory=Path.cwd)
     environment: dict[str, str] = field(
         default_factory=lambda: {name: os.environ[name] for name in INHERITED if name in os.environ}
@@ -76,22 +73,11 @@ class RemoteJob:
         with _noted_interrupts() as interrupts:
             self.child = Child(self.job, self.environment, self.folder)
             try:
-                while not self.child.done() and not interrupts and not self._abandoned():
+                while not self.child.done() and not interrupts:
                     time.sleep(0.1)
             finally:
                 self.save()
             return self.child.result()
-
-    def _abandoned(self) -> bool:
-        """Whether the owner is gone."""
-        if self.owner is None:
-            return False
-        try:
-            owner = psutil.Process(self.owner[0])
-            zombie = owner.status() == psutil.STATUS_ZOMBIE
-            return bool(zombie or owner.create_time() != self.owner[1])
-        except psutil.NoSuchProcess:
-            return True
 
     def save(self) -> None:
         """Have the child save its state and end, if there is one."""
@@ -273,12 +259,10 @@ class Slurm(Remote):
         except RuntimeError as error:
             raise InputError(f"no Slurm is here: {error}") from error
         executor.update_parameters(**self.parameters(needs), name="normattn")
-        # Jobs of the local executor end with this process; others are on another host.
-        here = (os.getpid(), psutil.Process().create_time()) if self.cluster == "local" else None
 
         def start(jobs: Sequence[Job]) -> list[Task]:
             try:
-                handles = executor.submit_array([SlurmJob(job, here) for job in jobs])
+                handles = executor.submit_array(list(map(SlurmJob, jobs)))
             except (OSError, RuntimeError, subprocess.SubprocessError) as error:
                 raise InputError(f"the jobs cannot be submitted: {_lines(error)[-1]}") from error
             return [SlurmTask(*pair) for pair in zip(jobs, handles, strict=True)]
