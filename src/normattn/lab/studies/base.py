@@ -83,7 +83,8 @@ class Study:
     functions of what was measured; without figures the columns are drawn with their intervals.
 
     `help` is what `reproduce NAME --help` says; `variants_help` and `methods_help` explain these
-    options, "" where the study has no such choice. `examples` are command lines (after `normattn
+    options, "" where the study has no such choice. `headline` are the columns of the first table
+    that `reproduce` says of each run when it ends. `examples` are command lines (after `normattn
     reproduce NAME`) and what they do. `collect` gathers what was measured. `made_by` is the command
     line that measures where `reproduce` does not. `source` is the file of a user's own study.
     """
@@ -112,6 +113,7 @@ class Study:
         collect: Callable[[Path], pl.DataFrame] = measured_below,
         variants_help: str = "",
         methods_help: str = "",
+        headline: Sequence[str] = (),
         examples: Sequence[tuple[str, str]] = (),
         made_by: str = "",
     ) -> None:
@@ -119,7 +121,7 @@ class Study:
             raise InputError(f"the study {name} has {len(evals)} evals; give one with all lengths")
         self.name, self.help, self.made_by = name, help or question, made_by
         self.collect, self.runs = collect, tuple(runs)
-        self.examples = tuple(examples)
+        self.headline, self.examples = tuple(headline), tuple(examples)
         self.variants = variants_help or ("Scores, by commas." if variants else "")
         self.methods = methods_help or ("Ways of reading, by commas." if variants else "")
         named = [v if isinstance(v, Variant) else Variant(v) for v in variants]

@@ -346,6 +346,7 @@ STUDY = Study(
     "[default: Baseline, QNA, KNA, CosA, each with and without -logn]",
     methods_help="Inference-time methods, separated by commas, or `all`: every one that a score "
     "supports, and every trained-in component as well. [default: unmodified,NTK,YaRN,ReRoPE]",
+    headline=("train", "repeated_seen", "non_repeated", "change"),
     examples=(
         ("--preset smoke", "a quick test of the whole study, in about a minute"),
         ("--preset quick", "one head of 128, in minutes: plain RoPE gets worse, KeyNorm does not"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,15 +119,22 @@ def duration(seconds: float) -> str:
 class SweepProgress(Bar):
     """Shows the whole sweep and each active run; made for `run_jobs`' `observe`.
 
-    `shares` says of each job what part of its time each of its stages takes.
+    `shares` says of each job what part of its time each of its stages takes; `rows` is asked for
+    the lines of the table that an ended job gave.
     """
 
-    def __init__(self, jobs: Sequence[Job], shares: Mapping[str, Sequence[float]]) -> None:
+    def __init__(
+        self,
+        jobs: Sequence[Job],
+        shares: Mapping[str, Sequence[float]],
+        rows: Callable[[str], Sequence[str]] = lambda name: (),
+    ) -> None:
         super().__init__(
             TimeRemainingColumn(), TextColumn("{task.fields[text]}"), refresh_per_second=4
         )
         self._jobs = jobs
         self._shares = shares
+        self._rows = rows
         self._whole = self.progress.add_task("all runs", total=len(jobs), text="")
         self._shown: dict[str, TaskID] = {}
         self._ended = 0
@@ -157,7 +164,7 @@ class SweepProgress(Bar):
         return float(part)
 
     def _tell(self, outcome: Outcome) -> None:
-        """How a job ended, and how long the others take at the pace so far."""
+        """How a job ended, its rows, and how long the others take at the pace so far."""
         if outcome.job.name in self._shown:
             self.progress.remove_task(self._shown.pop(outcome.job.name))
         self._ended += 1
@@ -170,3 +177,6 @@ class SweepProgress(Bar):
             word = "diverged" if outcome.code == DIVERGED else "failed"
             said = f"{word}: {outcome.message.removeprefix('normattn: ')}"
         self.say(f"{outcome.job.name} {said} {count}")
+        if outcome.code == 0:
+            for line in self._rows(outcome.job.name):
+                self.say(line)

@@ -316,6 +316,7 @@ class Experiment(Protocol):
     name: str
     runs: tuple[type[Run], ...]
     page: Page
+    headline: tuple[str, ...]
     source: Path | None
 
     def resolve(self, request: Request) -> Sweep:

@@ -15,10 +15,13 @@ from rich.table import Table
 
 from normattn.errors import DivergedError, InputError
 from normattn.io import read_object, write_text
+from normattn.lab.report.tables import NOTHING
 from normattn.lab.report.terminal import say, tell
+from normattn.lab.report.view import View
 from normattn.lab.runs import RunDirectory
 from normattn.lab.runs.environment import keep_pages
-from normattn.lab.stats import measurements
+from normattn.lab.stats import collected, measurements
+from normattn.lab.stats.arrays import on_common_sets
 from normattn.lab.sweep.collect import refuse_changed_text
 from normattn.lab.sweep.config import CHANGEABLE
 from normattn.lab.sweep.launchers import (
@@ -169,9 +172,10 @@ def _wait_for_orphans(sweep: Sweep) -> None:
 
 def _run_all(study: Experiment, sweep: Sweep, launcher: Launcher, at_once: int) -> list[Outcome]:
     """Run the children of what is not done, and return how each ended."""
-    runs = [run for run in sweep.runs if not is_done(sweep, run)]
-    jobs = [_job(study, sweep, run) for run in runs]
-    with SweepProgress(jobs, {run.name: stage_shares(sweep, run) for run in runs}) as progress:
+    runs = {run.name: run for run in sweep.runs}
+    jobs = [_job(study, sweep, run) for run in sweep.runs if not is_done(sweep, run)]
+    shares = {job.name: stage_shares(sweep, runs[job.name]) for job in jobs}
+    with SweepProgress(jobs, shares, lambda name: _rows(study, sweep, runs[name])) as progress:
         return run_jobs(jobs, launcher, at_once, _needs_of(sweep), progress)
 
 
@@ -197,6 +201,26 @@ def _job(study: Experiment, sweep: Sweep, run: Run) -> Job:
 def _failure(outcome: Outcome) -> str:
     said = outcome.message.removeprefix("normattn: ")
     return f"{outcome.job.name} failed: {said} (its output is in {outcome.job.log})"
+
+
+def _rows(study: Experiment, sweep: Sweep, run: Run) -> list[str]:
+    """What the study's `headline` columns say of one run: a line for each of its rows.
+
+    "  KNA-YaRN: train length 31.2, change −2.1". These are values of this run's seed alone,
+    without intervals; the page at the end has those.
+    """
+    if not study.headline:
+        return []
+    view = View(on_common_sets(collected(sweep.paths(run).run), ()))
+    table = study.page.tables[0]
+    columns = table.columns(view) if callable(table.columns) else table.columns
+    shown = [replace(column, interval=False) for column in columns if column.key in study.headline]
+    lines = []
+    for row in table.rows(view):
+        cells = [(column.title, column.cell(view, row)) for column in shown]
+        said = [f"{title} {made.text}" for title, made in cells if made is not NOTHING]
+        lines.append(f"  {row.label}: {', '.join(said)}")
+    return lines
 
 
 def run_child(job: Path, study: Experiment, parent: int = 0) -> int:
