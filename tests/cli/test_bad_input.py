@@ -194,31 +194,6 @@ def test_damaged_runs(command: Command, tiny: Path, trained: Path, tmp_path: Pat
     assert_refused(command, run, ["config.json is damaged"], *train)
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        (["--methods", "YARN2"], ["YARN2", "did you mean YaRN"]),
-        (["--methods", "KNA"], ["KNA", "trained in"]),
-        (["--methods", "YaRN,,NTK"], ["--methods", "empty"]),
-        (["--methods", "YaRN,YaRN"], ["twice"]),
-        (["--methods", "NTK-ReRoPE"], ["cannot be combined"]),
-        (["--protocols", "last-segmnt"], ["did you mean last-segment"]),
-        (["--multiples", "0"], ["--multiples", "at least 1"]),
-        (["--multiples", "4,2"], ["multiples", "rise"]),
-        (["--multiples", "8", "--lengths", "64"], ["twice"]),
-        (["--lengths", "12"], ["12", "training length 8"]),
-        (["--multiples", "100000"], ["long enough", "longest"]),
-        (["--max-windows", "0"], ["--max-windows"]),
-        (["--max-tokens", "0"], ["--max-tokens"]),
-        (["--seed", "-1"], ["--seed"]),
-    ],
-)
-def test_evaluations(
-    command: Command, trained: Path, options: list[str], expected: list[str]
-) -> None:
-    assert_refused(command, trained, expected, "evaluate", trained, *options)
-
-
 def test_folders_without_runs(command: Command, tmp_path: Path) -> None:
     assert_refused(command, tmp_path, ["no config.json"], "evaluate", tmp_path)
     assert_refused(command, tmp_path, ["normattn evaluate"], "report", tmp_path)

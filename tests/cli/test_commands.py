@@ -145,13 +145,6 @@ def test_a_page_among_its_runs_does_not_stand_for_them(
     assert rows(run) == rows(run / "page") == rows(run.parent) == ["KNA", "KNA-YaRN"]
 
 
-def test_lengths_are_multiples_in_tokens(command: Command, trained: Path) -> None:
-    arguments = ("evaluate", trained, "--protocols", "last-segment")
-    in_tokens = command(*arguments, "--lengths", "8,16")
-    assert in_tokens.code == 0, in_tokens.err
-    assert command(*arguments, "--multiples", "1,2").out == in_tokens.out
-
-
 def test_a_finished_run_and_its_own_configuration(
     command: Command, tiny: Path, trained: Path, tmp_path: Path
 ) -> None:

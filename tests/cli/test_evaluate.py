@@ -30,7 +30,7 @@ def records(run: Path) -> dict[str, int]:
 
 def test_retrieval_and_reading_on(command: Command, run: Path, tmp_path: Path) -> None:
     arguments = ("evaluate", run, "--protocols", "retrieval,by-position", "--max-windows", 5)
-    said = command(*arguments, "--lengths", "64,128", "--methods", "as is,ReRoPE")
+    said = command(*arguments, "--multiples", "8,16", "--methods", "as is,ReRoPE")
     assert said.code == 0, said.err
     for expected in (
         "KNA-ReRoPE",
@@ -42,12 +42,12 @@ def test_retrieval_and_reading_on(command: Command, run: Path, tmp_path: Path) -
         assert expected in said.out
     first = records(run)
     assert len(first) == 2 * (1 + len(TASKS) * 2)
-    again = command(*arguments, "--lengths", "64,128", "--methods", "as is,ReRoPE")
+    again = command(*arguments, "--multiples", "8,16", "--methods", "as is,ReRoPE")
     assert again.out == said.out
     assert (run / "report" / "table.md").exists()
     assert records(run) == first
     # Another length in the middle asks nothing again that was asked as it is, nor at the longest.
-    wider = command(*arguments, "--lengths", "64,96,128", "--methods", "as is,ReRoPE")
+    wider = command(*arguments, "--multiples", "8,12,16", "--methods", "as is,ReRoPE")
     assert wider.code == 0, wider.err
     assert first.items() <= records(run).items()
     assert len(records(run)) == 2 * (1 + len(TASKS) * 3)
@@ -94,14 +94,20 @@ def test_every_method(command: Command, run: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (["--protocols", "retreival"], ["retreival", "did you mean retrieval"]),
-        (["--protocols", "by-positions"], ["did you mean by-position"]),
-        (["--protocols", "retrieval", "--lengths", "60"], ["60", "training length 8"]),
-        (["--protocols", "retrieval", "--lengths", "8,64"], ["8 tokens is too short for passkey"]),
-        (["--protocols", "retrieval", "--multiples", "9000"], ["long enough", "longest"]),
-        (["--protocols", "by-position", "--multiples", "9000"], ["long enough", "longest"]),
-        (["--methods", "all,all"], ["twice"]),
+        (["--methods", "YARN2"], ["YARN2", "did you mean YaRN"]),
+        (["--methods", "KNA"], ["KNA", "trained in"]),
+        (["--methods", "YaRN,,NTK"], ["--methods", "empty"]),
+        (["--methods", "YaRN,YaRN"], ["twice"]),
+        (["--methods", "NTK-ReRoPE"], ["cannot be combined"]),
         (["--methods", "al"], ["unknown", "al"]),
+        (["--protocols", "retreival"], ["retreival", "did you mean retrieval"]),
+        (["--protocols", "retrieval", "--multiples", "1,8"], ["8 tokens is too short for passkey"]),
+        (["--protocols", "by-position", "--multiples", "9000"], ["long enough", "longest"]),
+        (["--multiples", "0"], ["--multiples", "at least 1"]),
+        (["--multiples", "4,2"], ["multiples", "rise"]),
+        (["--max-windows", "0"], ["--max-windows"]),
+        (["--max-tokens", "0"], ["--max-tokens"]),
+        (["--seed", "-1"], ["--seed"]),
     ],
 )
 def test_what_cannot_be_asked(

@@ -295,7 +295,6 @@ def test_lengths_and_methods_as_typed() -> None:
         (("--factor", 0.5), "--factor must be a number of at least 1, but it is 0.5"),
         (("--window", 129), "--window 129 must lie between 1 and the training length of 128"),
         (("--methods", "ABF", "--factor", 2), "none of --methods takes a factor"),
-        (("--segment", 500), "--segment 500 must lie between 1 and the shortest length, 128"),
         (("--dtype", "fp8"), "'fp8' is not one of 'fp32', 'bf16'"),
         (("--text", "nowhere.txt"), "corpus 'nowhere.txt' does not exist"),
         (("--lengths", "4k"), "has 3,000 tokens, and the shortest length, 4,096, needs 4,097"),

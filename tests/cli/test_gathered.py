@@ -74,12 +74,14 @@ def test_other_trainings_need_labels(trained: Path, tmp_path: Path) -> None:
 
 def test_a_label_stands_before_a_run(command: Command, trained: Path, tmp_path: Path) -> None:
     one = copied(trained, tmp_path / "one", read())
-    other = copied(trained, tmp_path / "a=b", read(), clip=2.0)
+    other = copied(trained, tmp_path / "other", read(), clip=2.0)
     said = command("report", f"loose={one}", f"clip={other}", "--out", tmp_path / "page")
     assert said.code == 0, said.err
     lines = json.loads((tmp_path / "page" / "table.json").read_text())["tables"]["table"]
     assert {line["row"] for line in lines} == {"loose", "clip"}
     assert split_label(str(other)) == (None, other)
+    (tmp_path / "a=b").mkdir()
+    assert split_label(str(tmp_path / "a=b")) == (None, tmp_path / "a=b")
     assert split_label(f"clip={other}") == ("clip", other)
     assert split_label(f"PI(factor=4)={one}") == ("PI(factor=4)", one)
     assert "empty label" in command("report", f"={one}").sentence

@@ -94,40 +94,32 @@ def test_a_translator(place: Path, translation: TranslationConfig, tmp_path: Pat
         assert by_head(measured, "entropy", layer) == pytest.approx(expected.tolist(), abs=1e-5)
 
 
-def test_a_translator_of_ones_own_sentences(
-    place: Path, translation: TranslationConfig, tmp_path: Path
-) -> None:
-    """It translates them itself: there is no other target."""
-    text = tmp_path / "text.txt"
-    text.write_text("the dog sees a bird\n\nthe old man\n")
-    measured = look(place / "translation", tmp_path / "out", text=text, attention="5,1")
-    assert measured["factor.texts"].unique().to_list() == [
-        "2 lines of text.txt and their greedy translations"
-    ]
+def test_what_a_translator_does_not_take(place: Path, tmp_path: Path) -> None:
+    for option, value in (("length", 4), ("text", tmp_path / "text.txt")):
+        with pytest.raises(InputError, match=f"--{option} is for language models"):
+            look(place / "translation", tmp_path / "out", **{option: value})
     with pytest.raises(InputError, match="layers 0 to 5"):
         look(place / "translation", tmp_path / "out", attention="6,0")
-    with pytest.raises(InputError, match="sentences whole"):
-        look(place / "translation", tmp_path / "out", length=4)
-    text.write_text("\n")
-    with pytest.raises(InputError, match="holds no line of text"):
-        look(place / "translation", tmp_path / "out", text=text)
 
 
 def test_a_classifier(place: Path, classification: ClassificationConfig, tmp_path: Path) -> None:
-    """Padding counts for nothing: two documents together are looked at as each alone."""
+    """Padding counts for nothing: documents together are looked at as each alone."""
     run = place / "classification"
     measured = look(run, tmp_path / "out", cosines=True)
     assert measured["factor.texts"][0].startswith("3 validation documents of ")
     assert [len(by_head(measured, "entropy", layer)) for layer in (0, 1)] == [2, 2]
-    text, found = tmp_path / "text.txt", []
-    for lines in (["a b c d e f"], ["a b"], ["a b c d e f", "a b"]):
-        text.write_text("\n".join(lines))
-        found.append(look(run, tmp_path / "lines", text=text, bins=1))
-    for field in ("entropy", "q_norm", "k_norm"):
-        one, two, both = (totals(each, field, 0) for each in found)
-        for sums, others in zip(both, zip(one, two, strict=True), strict=True):
-            assert others[1].min() > 0
-            assert sums == pytest.approx(others[0] + others[1], abs=1e-4), field
+    model = load_any(run / "model")
+    read = KINDS[RunDirectory.existing(run).kind][1]
+    rows = read(classification, Inspect(run=run, windows=3), model).rows
+    alone = [row[row != 0] for row in rows]  # The padding is piece 0.
+    assert len({len(row) for row in alone}) > 1
+    entropy: dict[str, list[torch.Tensor]] = {}
+    for row in alone:
+        for name, alpha in attention_weights(model, row, model, len(row)).items():
+            entropy.setdefault(name, []).append(-torch.special.xlogy(alpha, alpha).sum(-1))
+    for layer, name in enumerate(layers(measured)):
+        expected = torch.cat(entropy[name], -1).mean(-1)
+        assert by_head(measured, "entropy", layer) == pytest.approx(expected.tolist(), abs=1e-5)
 
 
 def test_a_vision_transformer(place: Path, tmp_path: Path) -> None:
@@ -140,7 +132,7 @@ def test_a_vision_transformer(place: Path, tmp_path: Path) -> None:
     measured = look(place / "vision", tmp_path / "out", attention="0,1")
     assert measured["factor.texts"][0] == "3 validation images of digits"
     assert totals(measured, "entropy", 0)[1][0].tolist() == [3, 3, 6, 3]
-    with pytest.raises(InputError, match="--text is for models that read text"):
+    with pytest.raises(InputError, match="--text is for language models"):
         look(place / "vision", tmp_path / "out", text=tmp_path / "text.txt")
 
 

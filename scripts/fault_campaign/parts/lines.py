@@ -26,7 +26,7 @@ OPTIONS = {
     "generate": "--method --max-new-tokens --temperature --top-k --top-p --stop --seed",
     "inspect": "--text --method --length --windows --bins --attention --out --seed",
     "report": "--out --colour",
-    "extend": "--lengths --methods --factor --window --segment --dtype --seed --text",
+    "extend": "--lengths --methods --factor --window --dtype --seed --text",
     "reproduce keynorm": "--variants --methods --seeds --preset --set --corpus --jobs",
     "reproduce window": "--seeds --preset --set --corpus",
 }

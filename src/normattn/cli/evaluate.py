@@ -48,7 +48,7 @@ def evaluate_run(asked: options.Evaluate) -> None:
     train_length = config.model.train_length
     fields = {
         "protocols": [_protocol(name) for name in asked.protocols or PROTOCOLS],
-        "multiples": _multiples(asked, train_length),
+        "multiples": asked.multiples or EvaluationSettings().multiples,
         "max_windows": asked.max_windows,
         "max_tokens": asked.max_tokens,
         "seed": asked.seed,
@@ -90,20 +90,6 @@ def _protocol(name: str) -> str:
     if plain not in protocols:
         raise unknown("protocol", name, (protocol.replace("_", "-") for protocol in protocols))
     return plain
-
-
-def _multiples(asked: options.Evaluate, train_length: int) -> list[int]:
-    lengths = asked.lengths
-    if asked.multiples is not None and lengths is not None:
-        raise InputError("--multiples and --lengths say the same thing twice; give one of them")
-    if lengths is None:
-        return list(asked.multiples or EvaluationSettings().multiples)
-    wrong = [length for length in lengths if length % train_length]
-    if wrong:
-        raise InputError(
-            f"--lengths takes multiples of the run's training length {train_length}, got {wrong[0]}"
-        )
-    return [length // train_length for length in lengths]
 
 
 def _print_numbers(measured: pl.DataFrame) -> None:

@@ -23,7 +23,7 @@ from normattn.lab.stats import MeasurementStore
 from normattn.lab.studies import find
 from normattn.lab.studies.language import asked_alone
 from normattn.lab.studies.lm_report import history_figure
-from normattn.lab.sweep.collect import history
+from normattn.lab.sweep.collect import history, trained
 from normattn.lab.sweep.run import EVALUATIONS
 from normattn.lab.training import TrainingConfig
 from normattn.lab.training.config import LoopConfig
@@ -107,7 +107,7 @@ def export_run(asked: options.Export) -> None:
     kind, task, auto = _KINDS[stored.kind]
     config: Any = kind.parse(stored.config, str(run / "config.json"))
     model = load_any(run / MODEL, config.model).eval()
-    losses = View(history(run, config.model.score.variant_name, config.seed))
+    losses = View(history(run, trained(config.model.score.variant_name, config.seed)))
 
     def fill(folder: Path) -> None:
         from normattn.lab.report import charts  # Altair is slow to import.

@@ -119,13 +119,6 @@ def _resolve(
             f"the text ({', '.join(text)}) has room for {lengths[-1]:,} tokens in one window, less "
             f"than the training length of {train_length:,}: give more with --text"
         )
-    shortest = min(lengths[0], train_length)
-    room = shortest - len(texts.prefix)
-    segment = max(1, shortest // 8) if asked.segment is None else asked.segment
-    if asked.segment is not None and not 1 <= segment <= room:
-        raise InputError(
-            f"--segment {segment:,} must lie between 1 and the shortest length, {room:,}"
-        )
     settings = ExtensionSettings(
         **choose(asked, model, lengths)._asdict(),
         model=asked.model,
@@ -133,7 +126,7 @@ def _resolve(
         text=text,
         tokens=texts.digest,
         windows=len(texts),
-        segment=segment,
+        segment=max(1, min(lengths[0], train_length) // 8),
         dtype=asked.dtype,
         seed=asked.seed,
         weights=weights_digest(model),

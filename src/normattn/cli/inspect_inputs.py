@@ -17,7 +17,7 @@ from normattn.hf.model_parts import model_parts
 from normattn.hf.token_scorer import refuse_foreign_tokens
 from normattn.lab.data.batches import padded, uniforms
 from normattn.lab.data.images import prepare_images
-from normattn.lab.data.pairs import BOS_ID, EOS_ID, PAD_ID, prepare_pairs
+from normattn.lab.data.pairs import PAD_ID, prepare_pairs
 from normattn.lab.data.relations import prepare_relations
 from normattn.lab.data.text_files import read_text
 from normattn.lab.data.tokeniser import Tokeniser
@@ -32,8 +32,6 @@ from normattn.lab.training.tasks.classification import ClassificationConfig
 from normattn.lab.training.tasks.text import MaskedConfig
 from normattn.lab.training.tasks.translation import TranslationConfig
 from normattn.lab.training.tasks.vision import VisionTrainingConfig
-from normattn.models.beam_search import beam_search
-from normattn.models.translator import Translator
 from normattn.terminal import warn
 
 DRAWN_TOKENS, WINDOWS = 64, 16
@@ -121,52 +119,34 @@ def _windows(
 
 
 def _documents(config: ClassificationConfig, asked: options.Inspect, model: nn.Module) -> Inputs:
-    """Lines of the given file, or validation documents; longer ones are cut as in training."""
-    longest = config.data.max_tokens if asked.length is None else asked.length
+    """Validation documents; longer ones are cut as in training."""
+    _refuse(asked, "text")
     data = _as_trained(prepare_relations(config.data), asked)
-    pieces = data.pieces
-    if asked.text is None:
-        split = data.split("validation")
-        documents: list[Sequence[int]] = [
-            np.asarray(split.tokens[i]).tolist() for i in _chosen(len(split), asked)
-        ]
-        source = f"{len(documents)} validation documents of {config.data.corpus}"
-    else:
-        documents = list(pieces.encode(_lines(asked)))
-        source = f"{len(documents)} lines of {asked.text.name}"
-    documents = [document[:longest] for document in documents]
+    pieces, split = data.pieces, data.validation
+    documents = [
+        np.asarray(split.tokens[i])[: asked.length].tolist() for i in _chosen(len(split), asked)
+    ]
     ids, _ = padded(documents, pieces.pad)
 
     def read(rows: Tensor) -> Any:
         padding = rows == pieces.pad
         return model(rows, padding if bool(padding.any()) else None)
 
+    source = f"{len(documents)} validation documents of {config.data.corpus}"
     drawn = _first(torch.tensor(documents[0]), lambda token: pieces.entries[token])
     return Inputs(torch.from_numpy(ids), source, ids.shape[1], read, *drawn)
 
 
-def _sentences(config: TranslationConfig, asked: options.Inspect, model: nn.Module) -> Inputs:
-    """Validation pairs, or lines of the given file with the model's own greedy translations."""
-    if asked.length is not None:
-        raise InputError(
-            "--length is for windows and documents; a translation model reads sentences whole"
-        )
-    assert isinstance(model, Translator)
-    tokeniser = Tokeniser.load(unchanged(asked.run / "tokeniser.json"))
-    if asked.text is None:
-        split = _as_trained(prepare_pairs(config.data), asked).split("validation")
-        chosen = _chosen(len(split), asked)
-        sources = [split.source_ids(i) for i in chosen]
-        targets = [split.target_ids(i)[:-1] for i in chosen]
-        source = f"{len(chosen)} validation pairs of {config.data.corpus}"
-    else:
-        sources = [[*ids, EOS_ID] for ids in tokeniser.encode_batch(_lines(asked))]
-        hypotheses = beam_search(model, sources, beam=1)
-        targets = [[BOS_ID, *candidates[0].tokens] for candidates in hypotheses]
-        source = f"{len(sources)} lines of {asked.text.name} and their greedy translations"
+def _sentences(config: TranslationConfig, asked: options.Inspect, model: Any) -> Inputs:
+    """Validation pairs."""
+    _refuse(asked, "text", "length")
+    data = _as_trained(prepare_pairs(config.data), asked)
+    split, chosen = data.validation, _chosen(len(data.validation), asked)
+    sources = [split.source_ids(i) for i in chosen]
+    targets = [split.target_ids(i)[:-1] for i in chosen]
     sides = [torch.from_numpy(padded(side, PAD_ID)[0]) for side in (sources, targets)]
     rows, width = torch.cat(sides, 1), sides[0].shape[1]
-    words = [[tokeniser.decode([i]) for i in side[0]] for side in (sources, targets)]
+    words = [[data.tokeniser.decode([i]) for i in side[0]] for side in (sources, targets)]
 
     def read(rows: Tensor) -> Any:
         # One pair at a time: nothing is padded, so that every position is a word's.
@@ -178,15 +158,14 @@ def _sentences(config: TranslationConfig, asked: options.Inspect, model: nn.Modu
         queries = 0 if name.startswith("encoder") else 1
         return words[queries], words[0 if ".cross." in name else queries]
 
+    source = f"{len(chosen)} validation pairs of {config.data.corpus}"
     length = max(map(len, [*sources, *targets]))
     return Inputs(rows, source, length, read, rows[0], max(map(len, words)), sides_of)
 
 
 def _images(config: VisionTrainingConfig, asked: options.Inspect, model: Any) -> Inputs:
     """Validation images; words are the patches' rows and columns."""
-    for name, value in {"--text": asked.text, "--length": asked.length}.items():
-        if value is not None:
-            raise InputError(f"{name} is for models that read text; this one reads images")
+    _refuse(asked, "text", "length")
     split = _as_trained(prepare_images(config.data), asked).validation
     images = torch.from_numpy(split.images(np.array(_chosen(len(split), asked))))
     shape = config.model
@@ -204,18 +183,15 @@ def _images(config: VisionTrainingConfig, asked: options.Inspect, model: Any) ->
     )
 
 
+def _refuse(asked: options.Inspect, *names: str) -> None:
+    for name in names:
+        if getattr(asked, name) is not None:
+            raise InputError(f"--{name} is for language models, which read any text")
+
+
 def _as_trained(data: Any, asked: options.Inspect) -> Any:
     refuse_other_data(data, asked.run)
     return data
-
-
-def _lines(asked: options.Inspect) -> list[str]:
-    """The first lines of the given file that are not empty."""
-    assert asked.text is not None
-    lines = [line.strip() for line in read_text(asked.text).splitlines() if line.strip()]
-    if not lines:
-        raise InputError(f"{asked.text} holds no line of text; give one text a line")
-    return lines[: asked.windows or WINDOWS]
 
 
 def _chosen(count: int, asked: options.Inspect) -> list[int]:

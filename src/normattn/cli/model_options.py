@@ -72,9 +72,6 @@ Another model, text or length needs another directory. Time grows with the squar
     window: int | None = option(
         None, help="Window of ReRoPE and similar methods. [default: training length / 4]"
     )
-    segment: int | None = option(
-        None, help="Number of final tokens to score. [default: shortest length / 8]"
-    )
     passkey: bool = option(
         True, "--passkey/--no-passkey", help="Whether to hide a pass key in the text."
     )

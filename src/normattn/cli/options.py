@@ -23,11 +23,7 @@ class Demo:
     epilog: ClassVar[str] = """
 **Examples**
 
-`normattn demo` – plain RoPE and KeyNorm on the Python source that ships with them
-
 `normattn demo --text book.txt --out runs/demo` – on your own text
-
-Then try a real model: `normattn extend HuggingFaceTB/SmolLM2-135M --text book.txt`
 """
 
     text: Path | None = option(None, help="A text file. [default: one that ships with the models]")
@@ -50,7 +46,7 @@ class List:
 
 `normattn list YaRN` – equation, source, parameters, what it cannot be combined with, kernels
 
-`normattn list KNA-logn-YaRN`, `normattn list gpt-oss` – every component of a score, or of a model
+`normattn list KNA-logn-YaRN`, `normattn list gpt-oss` – a score's, a model's
 """
 
     name: str | None = argument(
@@ -71,8 +67,6 @@ class Train:
 **Examples**
 
 `normattn train --score KNA-logn --steps 500 --out runs/kna`
-
-`normattn train --corpus books/ --score Baseline --length 128 --dim 256 --out runs/books`
 
 `normattn train mine.toml --set optimiser.lr=1e-3 --set model.tie_head=false --out runs/mine`
 
@@ -153,10 +147,6 @@ class Evaluate:
 
 `normattn evaluate runs/kna` – the usual protocols, at 1, 2, 4 and 8 times its training length
 
-`normattn evaluate runs/kna --methods YaRN,ReRoPE --multiples 1,8`
-
-`normattn evaluate runs/kna --protocols last-segment --lengths 512,1024`
-
 `normattn evaluate runs/kna --protocols by-position,retrieval --methods all --multiples 1,4,16,64`
 
 Results are kept and not measured again. `--methods unmodified` is the model as trained, `all` adds
@@ -177,9 +167,6 @@ every method that its score supports.
     )
     multiples: tuple[int, ...] | None = option(
         None, read=integers, help="Tested lengths in units of L. [default: 1,2,4,8]"
-    )
-    lengths: tuple[int, ...] | None = option(
-        None, read=integers, help="Tested lengths in tokens, each a multiple of L."
     )
     max_windows: int = option(
         128, min=1, help="Windows per length, at most; more narrow the intervals."
@@ -204,8 +191,6 @@ class Generate:
 
 `normattn generate runs/kna --file chapter.txt --method YaRN --max-new-tokens 500` – a prompt
 longer than the training length
-
-`normattn generate runs/kna --prompt "import " --temperature 0.8 --top-p 0.95 --seed 7`
 
 `normattn generate runs/kna --prompt "class " --prompt "if " --stop ":"` – stop at a colon
 
@@ -269,8 +254,7 @@ class Inspect:
 
 `normattn inspect runs/kna --length 2048 --method YaRN` – past the training length, under a method
 
-`normattn inspect runs/kna --text chapter.txt --attention 3,0` – your own text, with the
-attention of head 0 in layer 3 as an image
+`normattn inspect runs/kna --text chapter.txt --attention 3,0` – your own text; draw that head
 
 `normattn inspect ./my-model --text book.txt --length 2048 --method "YaRN(factor=4)"`,
 `normattn inspect model.gguf` – any model of transformers
@@ -285,9 +269,8 @@ The columns are explained in the report, and in docs/diagnostics.md.
     )
     text: Path | None = option(
         None,
-        help="A text file; for a classifier one text per line, for a translation model one "
-        "sentence per line. [default: the run's held-out data; for a model of transformers the "
-        "standard library's source]",
+        help="A text file, for a language model. [default: the run's held-out data; for a model of "
+        "transformers the standard library's source]",
     )
     method: str = option(
         "unmodified",

@@ -19,7 +19,7 @@ from normattn.lab.stats.arrays import left_out, on_common_sets
 from normattn.lab.stats.measurements import FACTOR, Factor, Identity, diverged
 from normattn.lab.studies.language import asked_alone
 from normattn.lab.studies.reading import KIND, OWN_TABLES
-from normattn.lab.sweep.collect import Corpora, history
+from normattn.lab.sweep.collect import Corpora, history, trained
 from normattn.lab.training import TrainingConfig
 from normattn.lab.training.config import CHANGEABLE
 from normattn.lab.training.init_from import CORPUS_FILE
@@ -37,18 +37,13 @@ RUN = "run"
 
 
 def split_label(text: str) -> tuple[str | None, Path]:
-    """(label, folder) of `LABEL=RUN`, or (None, folder).
-
-    Labels and folders may have an = of their own: what is before the first folder is the label.
-    """
-    if "=" not in text or Path(text).exists():
+    """(label, folder) of `LABEL=RUN`, whose label may hold an =, or (None, folder)."""
+    label, equals, place = text.rpartition("=")
+    if not equals or Path(text).exists():
         return None, Path(text)
-    places = [n for n, letter in enumerate(text) if letter == "="]
-    at = next((n for n in places if Path(text[n + 1 :]).is_dir()), places[0])
-    label, place = text[:at].strip(), text[at + 1 :]
-    if not label:
+    if not label.strip():
         raise InputError(f"{text!r} begins with an empty label; expected LABEL=RUN or RUN")
-    return label, Path(place)
+    return label.strip(), Path(place)
 
 
 def runs_below(folder: Path) -> list[Path]:
@@ -113,7 +108,7 @@ def _training(run: Path, factors: Mapping[str, Factor]) -> list[pl.DataFrame]:
     if config is None:
         return []
     name = config.model.score.variant_name
-    frames = [history(run, name, config.seed, factors)]
+    frames = [history(run, trained(name, config.seed, factors))]
     status = read_status(run)
     if status is not None and status.state == "diverged":
         score = str(config.model.score)

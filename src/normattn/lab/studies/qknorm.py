@@ -40,7 +40,7 @@ from normattn.lab.studies.qknorm_runs import (
     resolve,
 )
 from normattn.lab.studies.trained import ends
-from normattn.lab.sweep.collect import of_trainings
+from normattn.lab.sweep.collect import measured_below
 
 # What was measured
 
@@ -375,7 +375,7 @@ STUDY = Study(
     ),
     claims=claims,
     figures=figures,
-    collect=partial(of_trainings, also=largest_logits),
+    collect=partial(measured_below, factors=("experiment",), also=largest_logits),
     variants_help="Scores, separated by commas; the sweep and the images use those of them that "
     "the preset names. [default: the preset's]",
     examples=(

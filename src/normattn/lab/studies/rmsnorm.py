@@ -43,7 +43,6 @@ from normattn.lab.studies.base import Study
 from normattn.lab.studies.lm_report import ranked
 from normattn.lab.studies.preset import StudyPreset, opened_as
 from normattn.lab.studies.trained import ModelRun
-from normattn.lab.sweep.collect import of_trainings
 from normattn.lab.sweep.config import SweepConfig, merged, validated
 from normattn.lab.sweep.paths import RunPaths
 from normattn.lab.sweep.run import Note, Request, Run, Stage, Sweep, measuring_stage
@@ -421,7 +420,6 @@ STUDY = Study(
     ),
     claims=claims,
     figures=figures,
-    collect=of_trainings,
     variants_help="LayerNorm, RMSNorm, or both, separated by a comma. [default: both]",
     examples=(
         ("--preset smoke", "a quick test of the whole study, in about a minute"),

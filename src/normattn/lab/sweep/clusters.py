@@ -6,7 +6,6 @@ before the command is run again; two jobs never work on one run, as each holds i
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 import platform
@@ -25,7 +24,7 @@ from typing import Any, ClassVar, Literal, NoReturn
 
 from pydantic import Field
 
-from normattn.errors import InputError, unknown
+from normattn.errors import InputError, library, unknown
 from normattn.lab.sweep.config import validated
 from normattn.lab.sweep.launchers import (
     Child,
@@ -127,16 +126,8 @@ class Remote(Launcher):
         return int(here or needs.device.startswith("cuda"))
 
 
-def library(name: str, extra: str) -> Any:
-    """The module of a launcher's library; `InputError` says which extra brings it."""
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name != name.partition(".")[0]:
-            raise
-        raise InputError(
-            f"--launcher {extra} needs {name}: pip install 'normattn[{extra}]'"
-        ) from None
+def _lacking(name: str, extra: str) -> str:
+    return f"--launcher {extra} needs {name}: pip install 'normattn[{extra}]'"
 
 
 class Ray(Remote):
@@ -155,7 +146,7 @@ class Ray(Remote):
     @contextmanager
     def session(self, jobs: Sequence[Job], needs: Needs) -> Iterator[Start]:
         """Join the cluster, and leave it at the end."""
-        ray = library("ray", "ray")
+        ray = library("ray", _lacking("ray", "ray"))
         joined = ray.is_initialized()
         if not joined:
             self._join(ray)
@@ -246,7 +237,7 @@ class Slurm(Remote):
     @contextmanager
     def session(self, jobs: Sequence[Job], needs: Needs) -> Iterator[Start]:
         """Submit an array of jobs each time."""
-        submitit = library("submitit", "slurm")
+        submitit = library("submitit", _lacking("submitit", "slurm"))
         logging.getLogger("submitit").setLevel(logging.ERROR)
         # A new folder each time: submitit unpickles what it finds there, so it must be our own.
         place = jobs[0].log.parents[2].resolve() / ".submitit"
@@ -297,7 +288,7 @@ class SlurmJob(RemoteJob):
     def checkpoint(self) -> Any:
         """Save the state; what to call when the job starts again."""
         self.save()
-        submission = library("submitit", "slurm").helpers.DelayedSubmission
+        submission = library("submitit", _lacking("submitit", "slurm")).helpers.DelayedSubmission
         return submission(replace(self, child=None))
 
 

@@ -18,19 +18,24 @@ from normattn.lab.stats import Identity, collected, fact, identified, joined, su
 from normattn.lab.stats.arrays import left_out, on_common_sets
 from normattn.lab.stats.measurements import FACTOR, Factor, empty
 from normattn.lab.sweep.paths import RunPaths
-from normattn.lab.sweep.run import canonical_json, has_ended
+from normattn.lab.sweep.run import canonical_json
 from normattn.lab.training.init_from import CORPUS_FILE
 
 BINS = 100
 """Points of a training's loss curve, at most."""
 
 
-def measured_below(out: Path, factors: Sequence[str] = ()) -> pl.DataFrame:
+def measured_below(
+    out: Path,
+    factors: Sequence[str] = (),
+    also: Callable[[Identity, Path], pl.DataFrame] = lambda whose, run: empty(),
+) -> pl.DataFrame:
     """The stored measurements of a sweep, and the loss curve of each of its trainings.
 
     `factors` are those of the runs that tell trainings of one row apart. Rows that agree in them
     can be compared only on one set of documents: where a protocol was measured on several of one
-    length, the one with the most rows counts.
+    length, the one with the most rows counts. `also` gives what else a training left in its
+    directory.
     """
     runs = RunPaths.below(out)
     refuse_changed_text(paths.run for paths in runs)
@@ -38,36 +43,14 @@ def measured_below(out: Path, factors: Sequence[str] = ()) -> pl.DataFrame:
     parts = [on_common_sets(whole, [f"{FACTOR}{name}" for name in factors])]
     for sentence in left_out(whole, parts[0]):
         print(f"normattn: {sentence}", file=sys.stderr)
-    parts += [history(paths.run, *_labels(paths)) for paths in runs]
+    for paths in runs:
+        whose = _training_of(paths)
+        parts += [history(paths.run, whose), also(whose, paths.run)]
     return joined(parts)
 
 
-def of_trainings(
-    out: Path, also: Callable[[Identity, Path], pl.DataFrame] = lambda whose, run: empty()
-) -> pl.DataFrame:
-    """Every measurement below `out`, and of each training that ended its loss curve.
-
-    `also` gives what else a training left in its directory. Raises `InputError` where a protocol
-    was measured on several data sets: such rows cannot be compared.
-    """
-    measured = collected(out)
-    tested = measured.filter(pl.col("protocol") != "training")
-    for protocol, count in tested.group_by("protocol").agg(pl.col("data").n_unique()).rows():
-        if count > 1:
-            raise InputError(
-                f"{out}: {protocol} was measured on {count} data sets; report them apart"
-            )
-    parts = [measured]
-    for paths in RunPaths.below(out):
-        if has_ended(paths.run):
-            row, seed, factors = _labels(paths)
-            whose = Identity("", row, row, seed, "training", split="train", factors=factors)
-            parts += [history(paths.run, row, seed, factors), also(whose, paths.run)]
-    return joined(parts)
-
-
-def _labels(paths: RunPaths) -> tuple[str, int, dict[str, Factor]]:
-    """The row, the seed and the factors of a run, as its settings say them.
+def _training_of(paths: RunPaths) -> Identity:
+    """Whose the training of a run is: its row, seed and factors, as its settings say them.
 
     Raises `InputError` where they are not those of the run in its place.
     """
@@ -85,12 +68,15 @@ def _labels(paths: RunPaths) -> tuple[str, int, dict[str, Factor]]:
     )
     if not isinstance(row, str) or not plain:
         raise InputError(f"{paths.settings} is damaged: its row or its factors are no plain values")
-    return row, stored["seed"], factors
+    return trained(row, stored["seed"], factors)
 
 
-def history(
-    run: Path, row: str, seed: int, factors: Mapping[str, Factor] | None = None
-) -> pl.DataFrame:
+def trained(row: str, seed: int, factors: Mapping[str, Factor] | None = None) -> Identity:
+    """Whose the measurements of a training itself are."""
+    return Identity("", row, row, seed, "training", split="train", factors=factors or {})
+
+
+def history(run: Path, whose: Identity) -> pl.DataFrame:
     """The loss by step of the training in `run`, in at most `BINS` bins; empty before it began."""
     lines = read_metrics(run / "metrics.jsonl")
     if not lines:
@@ -108,7 +94,6 @@ def history(
             for start, a, b in zip(used * width + 1, above, below, strict=True)
         ]
     )
-    whose = Identity("", row, row, seed, "training", split="train", factors=factors or {})
     return identified(whose, [rows, fact("steps", float(steps[-1]))])
 
 
