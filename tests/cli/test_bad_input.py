@@ -93,9 +93,7 @@ def test_options(
     ("name", "content", "expected"),
     [
         ("empty.txt", b"", ["empty"]),
-        ("latin.txt", "é".encode("latin-1") * 400, ["UTF-8"]),
         ("small.txt", b"ab", ["too small", "sequence"]),
-        ("broken.jsonl", b'{"text": "good"}\n{"text": \n', ["broken.jsonl", "line 2"]),
         ("broken.parquet", b"PAR1 and no more", ["broken.parquet"]),
         ("image.png", b"\x89PNG", ["image.png"]),
     ],
@@ -187,9 +185,6 @@ def test_damaged_runs(command: Command, tiny: Path, trained: Path, tmp_path: Pat
     (run / "status.json").write_text(json.dumps(stopped))
     assert_refused(command, run, ["interrupted at step 2"], "evaluate", run)
     (run / "status.json").write_text(status)
-    weights = run / "model" / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-40])
-    assert_refused(command, run, ["model.safetensors is damaged"], "evaluate", run)
     (run / "config.json").write_text('{"format": 1')
     assert_refused(command, run, ["config.json is damaged"], *train)
 
@@ -256,16 +251,6 @@ def test_no_space_left_for_a_run(
     # A lock stays where it is: another process may be waiting for it.
     assert leftovers(tmp_path) == ["run/.lock"]
     assert command(*arguments).code == 0
-
-
-def test_no_space_left_for_the_tokens(
-    command: Command, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    corpus = tmp_path / "new.txt"
-    corpus.write_text(" ".join(f"new{n * n % 97}" for n in range(2000)))
-    monkeypatch.setattr(os, "fsync", full)
-    train = ("train", "--preset", tiny, "--corpus", corpus, "--out", tmp_path / "run")
-    assert_refused(command, tmp_path, ["no space left on the disk"], *train)
 
 
 def test_no_space_left_at_a_checkpoint(

@@ -242,7 +242,7 @@ def test_a_saved_model_is_loaded_extended(
 ) -> None:
     saved, out = tmp_path / "longer", tmp_path / "run"
     arguments = ("extend", model, "--text", text, "--methods", "ReRoPE", *SHORT, "--out", out)
-    said = command(*arguments, "--save", saved, "--save-method", "ReRoPE")
+    said = command(*arguments, "--save", saved)
     assert said.code == 0, said.err
     assert f'normattn.from_pretrained("{saved}")' in said.out
     again = normattn.from_pretrained(str(saved))
@@ -298,7 +298,6 @@ def test_lengths_and_methods_as_typed() -> None:
         (("--dtype", "fp8"), "'fp8' is not one of 'fp32', 'bf16'"),
         (("--text", "nowhere.txt"), "corpus 'nowhere.txt' does not exist"),
         (("--lengths", "4k"), "has 3,000 tokens, and the shortest length, 4,096, needs 4,097"),
-        (("--save-method", "PI"), "give --save DIR too"),
         (("--lengths", "130", "--train-length", 40), "has no room for the pass key"),
     ],
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -12,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from normattn.errors import Interrupted
 from normattn.lab.sweep import launchers
 from normattn.lab.sweep.launchers import Job, Local, Needs, Observe, Outcome
 
@@ -29,21 +27,6 @@ def run_jobs(
     device: str = "cpu",
 ) -> list[Outcome]:
     return launchers.run_jobs(jobs, launcher or Local(), at_once, Needs(1, device), observe)
-
-
-def by_name(outcomes: list[Outcome]) -> dict[str, Outcome]:
-    return {outcome.job.name: outcome for outcome in outcomes}
-
-
-def test_outcomes_tell_finished_diverged_and_failed_apart(tmp_path: Path) -> None:
-    say = "import sys; print('first'); print('normattn: why', file=sys.stderr); sys.exit({})"
-    found = by_name(
-        run_jobs([job(tmp_path, str(code), say.format(code)) for code in (0, 2, 3)], at_once=2)
-    )
-    assert [found[name].code for name in ("0", "2", "3")] == [0, 2, 3]
-    assert [found[name].failed for name in ("0", "2", "3")] == [False, True, False]
-    assert found["2"].message == "normattn: why"
-    assert found["0"].message == ""
 
 
 def test_a_failure_does_not_stop_the_others(tmp_path: Path) -> None:
@@ -80,23 +63,6 @@ signal.signal(signal.SIGTERM, save)
 print("ready", flush=True)
 time.sleep(120)
 """
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_lets_children_save_and_is_raised(tmp_path: Path, number: signal.Signals) -> None:
-    saved = tmp_path / "state"
-    jobs = [job(tmp_path, "saving", SAVES.format(path=str(saved))), job(tmp_path, "never", "pass")]
-
-    def when_ready(running: object, ended: object) -> None:
-        if (tmp_path / "saving.txt").read_text().startswith("ready"):
-            os.kill(os.getpid(), number)
-
-    handler = signal.getsignal(number)
-    with pytest.raises(Interrupted, match=f"{number.name} with 2 of 2 jobs unfinished"):
-        run_jobs(jobs, 1, when_ready)
-    assert saved.read_text() == "saved"
-    assert not (tmp_path / "never.txt").exists()
-    assert signal.getsignal(number) is handler
 
 
 WATCHES = """

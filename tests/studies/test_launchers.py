@@ -62,11 +62,11 @@ def node(cluster: Any, **settings: Any) -> Any:
     raise AssertionError
 
 
-@pytest.fixture(params=["slurm", "ray"])
-def elsewhere(request: pytest.FixtureRequest) -> Launcher:
-    """A launcher whose jobs are no children of this process."""
-    if request.param == "slurm":
-        return Slurm(cluster="local")
+@pytest.fixture(params=["local", "slurm", "ray"])
+def launcher(request: pytest.FixtureRequest) -> Launcher:
+    """Each launcher."""
+    if request.param != "ray":
+        return Local() if request.param == "local" else Slurm(cluster="local")
     return Ray(address=request.getfixturevalue("cluster").address)
 
 
@@ -103,11 +103,13 @@ def job(folder: Path, name: str, script: str) -> Job:
     return Job(name, ("-c", script), place / "log.txt")
 
 
-def test_outcomes_come_back_from_elsewhere(elsewhere: Launcher, tmp_path: Path) -> None:
+def test_outcomes_tell_finished_diverged_and_failed_apart(
+    launcher: Launcher, tmp_path: Path
+) -> None:
     say = "import sys; print('first'); print('normattn: why', file=sys.stderr); sys.exit({})"
     jobs = [job(tmp_path, str(code), say.format(code)) for code in (0, 2, 3)]
     seen: list[int] = []
-    ended = run_jobs(jobs, elsewhere, 2, Needs(), lambda running, _: seen.append(len(running)))
+    ended = run_jobs(jobs, launcher, 2, Needs(), lambda running, _: seen.append(len(running)))
     found = {outcome.job.name: outcome for outcome in ended}
     assert {name: outcome.code for name, outcome in found.items()} == {"0": 0, "2": 2, "3": 3}
     assert [found[name].message for name in ("0", "2")] == ["", "normattn: why"]
@@ -117,7 +119,7 @@ def test_outcomes_come_back_from_elsewhere(elsewhere: Launcher, tmp_path: Path) 
     assert max(seen) <= 2
 
 
-def test_a_signal_lets_jobs_elsewhere_save(elsewhere: Launcher, tmp_path: Path) -> None:
+def test_a_signal_lets_jobs_save(launcher: Launcher, tmp_path: Path) -> None:
     saved = tmp_path / "state"
     # As a cell does: a busy cluster may end a task's process before its interruption is heard.
     script = WATCHES_ITS_PARENT + SAVES.format(path=str(saved))
@@ -129,7 +131,7 @@ def test_a_signal_lets_jobs_elsewhere_save(elsewhere: Launcher, tmp_path: Path) 
 
     handler = signal.getsignal(signal.SIGTERM)
     with pytest.raises(Interrupted, match="SIGTERM with 2 of 2 jobs unfinished"):
-        run_jobs(jobs, elsewhere, 1, Needs(), when_ready)
+        run_jobs(jobs, launcher, 1, Needs(), when_ready)
     wait_until(saved.exists)
     assert saved.read_text() == "saved"
     assert not jobs[1].log.exists()

@@ -64,7 +64,8 @@ def extend_model(asked: model_options.Extend) -> None:
         torch.set_num_threads(asked.threads)
     methods = parse_methods(asked.methods)
     refuse_unused(methods, asked)
-    _check_saving(asked, methods)
+    if asked.save is not None and asked.save.exists():
+        raise InputError(f"--save {asked.save} exists already: name a new folder")
     _check_configuration(asked)
     model, tokeniser = load(asked.model, asked.gguf, _DTYPES[asked.dtype])
     model = model.to(choose_device(asked.device))
@@ -78,21 +79,10 @@ def extend_model(asked: model_options.Extend) -> None:
         failed = _read_all(run, reader, plan, (*notes, *refused))
         recommended = _report(out, settings)
         if asked.save is not None:
-            method = asked.save_method or recommended
-            _save(asked.save, method, model, tokeniser, settings)
+            only = methods[1] if len(methods) == 2 else None
+            _save(asked.save, only or recommended, model, tokeniser, settings)
     if failed:
         raise NormattnError("; ".join(failed))
-
-
-def _check_saving(asked: model_options.Extend, methods: Sequence[str]) -> None:
-    """Raise `InputError` before hours of work for what could not be saved after them."""
-    if asked.save_method is not None:
-        if asked.save is None:
-            raise InputError("--save-method names what --save writes: give --save DIR too")
-        if asked.save_method not in methods[1:]:
-            raise InputError(f"--save-method {asked.save_method!r} is not one of --methods")
-    if asked.save is not None and asked.save.exists():
-        raise InputError(f"--save {asked.save} exists already: name a new folder")
 
 
 def _check_configuration(asked: model_options.Extend) -> None:
@@ -273,8 +263,8 @@ def _save(
     """Write the model under a method, for `normattn.from_pretrained`."""
     if method is None:
         raise InputError(
-            f"nothing is saved to {place}: no method was better than the unmodified model; "
-            "--save-method NAME saves one all the same"
+            f"nothing is saved to {place}: no method was better than the unmodified model; name "
+            "one alone, as --methods YaRN, to save it all the same"
         )
 
     def fill(folder: Path) -> None:

@@ -42,7 +42,7 @@ from normattn.score.spec import is_unmodified
 from normattn.terminal import Console, warn
 
 CONFIG = "config.json"
-_NOT_KEPT = ("out", "as_json", "threads", "device")
+_NOT_KEPT = ("out", "threads", "device")
 """Options that no measurement depends on."""
 
 
@@ -101,9 +101,6 @@ def inspect_model(asked: options.Inspect) -> None:
     resolved |= {"run": str(asked.run), "text": None if asked.text is None else str(asked.text)}
     write_json(out / CONFIG, {"kind": KIND, "config": resolved})
     written = STUDY.report(frame, out, resolved)
-    if asked.as_json:
-        print((out / "table.json").read_text("utf-8"), end="")
-        return
     view = View(frame)
     print_table(STUDY.page.tables[0].fill(view), title=STUDY.page.notes(view)[0])
     say(out, written)

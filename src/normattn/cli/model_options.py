@@ -80,9 +80,10 @@ Another model, text or length needs another directory. Time grows with the squar
     threads: int | None = option(None, min=1, help="CPU threads. [default: as torch chooses]")
     seed: int = option(0, min=0, help="Chooses windows and pass keys.")
     save: Path | None = option(
-        None, help="Save the model with the recommended method to this new folder."
+        None,
+        help="Save the model with the recommended method, or the one of --methods, to this new "
+        "folder.",
     )
-    save_method: str | None = option(None, help="Save with this one of --methods instead.")
     emit: str | None = option(
         None,
         metavar="ENGINE",

@@ -302,7 +302,6 @@ The columns are explained in the report, and in docs/diagnostics.md.
         help="Folder of the report and its measurements. [default: RUN/inspection; for a model of "
         "transformers runs/inspect-MODEL]",
     )
-    as_json: bool = flag("--json", "Print the tables as JSON.")
     max_tokens: int = option(8192, min=1, help="Tokens per batch, at most; bounds the memory.")
     seed: int = option(0, min=0, help="Chooses the windows.")
     dtype: Literal["fp32", "bf16"] = option("fp32", help="Type of the weights.")

@@ -133,11 +133,9 @@ def open_text(path: Path) -> Iterator[TextIO]:
         try:
             yield text
         except UnicodeDecodeError as error:
-            # The decoder was given all bytes up to where the file now stands.
-            offset = file.tell() - len(error.object) + error.start
+            byte = error.object[error.start]
             raise InputError(
-                f"{path} is not UTF-8: byte 0x{error.object[error.start]:02x} at offset {offset} "
-                f"({error.reason}); convert the file to UTF-8 first"
+                f"{path} is not UTF-8 (byte 0x{byte:02x}: {error.reason}); convert it first"
             ) from error
         except (gzip.BadGzipFile, EOFError, zlib.error) as error:
             raise InputError(f"{path} is not a whole gzip file: {error}") from error
