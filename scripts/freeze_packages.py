@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from normattn.io import sha256_of
-from normattn.lab.data import DataConfig, prepare_tokens
 from normattn.lab.data import frozen_packages as frozen
+from normattn.lab.data.tokens import DataConfig, prepare_tokens
 
 THRESHOLD, PERMUTATIONS = 0.7, 64
 RECORD = Path(__file__).parents[1] / "tests" / "data" / "frozen_tokens.json"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from normattn.lab.data import TokenSplit
+from normattn.lab.data.tokens import TokenSplit
 
 
 def make_split(lengths: Sequence[int], dtype: type = np.uint16) -> TokenSplit:

@@ -12,12 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from normattn.errors import InputError
-from normattn.lab.data import Tiling, TokenSplit, TrainingBatches
-from normattn.lab.data.batches import MaskedBatches, Masking, below, padded, uniforms
+from normattn.lab.data.batches import (
+    MaskedBatches,
+    Masking,
+    TrainingBatches,
+    below,
+    padded,
+    uniforms,
+)
 from normattn.lab.data.images import ImageBatches, ImageSplit
 from normattn.lab.data.pairs import PairBatches, PairSplit
 from normattn.lab.data.relations import RelationBatches, RelationSplit
 from normattn.lab.data.store import Ragged
+from normattn.lab.data.tokens import Tiling, TokenSplit
 from normattn.lab.data.windows import masked_set
 
 from .helpers import make_split

@@ -16,8 +16,8 @@ import polars as pl
 import pytest
 
 from normattn.errors import InputError
-from normattn.lab.data import corpora, parse_corpus
-from normattn.lab.data.corpora import PIECE_CHARACTERS
+from normattn.lab.data import corpora
+from normattn.lab.data.corpora import PIECE_CHARACTERS, parse_corpus
 from normattn.lab.data.sources import evenly
 
 
@@ -111,7 +111,7 @@ def test_a_table_is_held_in_part(tmp_path: Path) -> None:
     rows.write_parquet(file, row_group_size=1 << 10, compression="uncompressed")
     code = """
 import resource, sys
-from normattn.lab.data import parse_corpus
+from normattn.lab.data.corpora import parse_corpus
 documents = parse_corpus(sys.argv[1]).documents()
 next(documents)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

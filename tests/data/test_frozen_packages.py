@@ -19,7 +19,7 @@ import pytest
 
 from normattn.errors import InputError
 from normattn.lab.data import frozen_packages as frozen
-from normattn.lab.data import parse_corpus
+from normattn.lab.data.corpora import parse_corpus
 from normattn.lab.data.frozen_packages import (
     FrozenPackages,
     PackageList,
@@ -56,7 +56,8 @@ def write_list(path: Path, names: tuple[str, ...] = SAMPLE, **changes: Any) -> P
 MAKE = """
 import sys
 from pathlib import Path
-from normattn.lab.data import DataConfig, prepare_tokens, tokens
+from normattn.lab.data import tokens
+from normattn.lab.data.tokens import DataConfig, prepare_tokens
 from normattn.lab.data.frozen_packages import FrozenPackages
 
 corpus = FrozenPackages(Path(sys.argv[1]))

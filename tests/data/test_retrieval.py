@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from normattn.errors import InputError
-from normattn.lab.data import CopyTask, RetrievalSet, TokenData, retrieval_set, train_tokeniser
-from normattn.lab.data.retrieval import DEPTHS, TASKS
+from normattn.lab.data.retrieval import DEPTHS, TASKS, RetrievalSet, retrieval_set
 from normattn.lab.data.sources import SPLITS
-from normattn.lab.data.tokens import TokenSplit
+from normattn.lab.data.tokeniser import train_tokeniser
+from normattn.lab.data.tokens import CopyTask, TokenData, TokenSplit
 
 L = 64
 

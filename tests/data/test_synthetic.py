@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from normattn.errors import InputError
-from normattn.lab.data import CopyTask, DataConfig, TrainingBatches, prepare_tokens
+from normattn.lab.data.batches import TrainingBatches
+from normattn.lab.data.tokens import CopyTask, DataConfig, prepare_tokens
 
 ADDRESS = "synthetic:copy?low=3&high=6&tokens=5000&documents=7&document_tokens=50"
 

@@ -14,11 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from normattn.errors import InputError
-from normattn.lab.data import Tokeniser, tokeniser, train_tokeniser
+from normattn.lab.data import tokeniser
 from normattn.lab.data.tokeniser import (
     SEPARATOR,
     SEPARATOR_ID,
+    Tokeniser,
     WordPieces,
+    train_tokeniser,
     train_word_pieces,
 )
 
@@ -45,7 +47,7 @@ def test_the_separator_is_id_0_and_text_cannot_forge_it() -> None:
 
 def test_training_twice_gives_the_same_tokeniser_under_any_hash_seed_and_threads() -> None:
     code = (
-        "import json, sys; from normattn.lab.data import train_tokeniser; "
+        "import json, sys; from normattn.lab.data.tokeniser import train_tokeniser; "
         "print(train_tokeniser(json.loads(sys.argv[1]), 300).fingerprint)"
     )
     found = {TOKENISER.fingerprint, train_tokeniser(TEXTS, 300).fingerprint}

@@ -26,16 +26,10 @@ from pydantic import ValidationError
 
 from normattn.errors import InputError
 from normattn.io import sha256_of
-from normattn.lab.data import (
-    Corpus,
-    DataConfig,
-    Document,
-    TokenData,
-    Tokeniser,
-    prepare_tokens,
-    store,
-    tokens,
-)
+from normattn.lab.data import store, tokens
+from normattn.lab.data.sources import Corpus, Document
+from normattn.lab.data.tokeniser import Tokeniser
+from normattn.lab.data.tokens import DataConfig, TokenData, prepare_tokens
 
 from .helpers import write_folder
 from .windows import recorded, windows

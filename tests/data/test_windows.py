@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from normattn.errors import InputError
-from normattn.lab.data import (
+from normattn.lab.data.tokens import TokenSplit
+from normattn.lab.data.windows import (
     EvaluationSet,
-    TokenSplit,
     last_segment_sets,
     non_repeated_set,
     repeated_set,

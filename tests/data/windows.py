@@ -13,7 +13,8 @@ from typing import Any
 
 import tokenizers
 
-from normattn.lab.data import DataConfig, MaskedBatches, Masking, TrainingBatches, prepare_tokens
+from normattn.lab.data.batches import MaskedBatches, Masking, TrainingBatches
+from normattn.lab.data.tokens import DataConfig, prepare_tokens
 
 from .helpers import write_folder
 

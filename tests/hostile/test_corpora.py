@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from normattn.errors import InputError
-from normattn.lab.data import DataConfig, parse_corpus, prepare_tokens
+from normattn.lab.data.corpora import parse_corpus
 from normattn.lab.data.pairs import PairsConfig, prepare_pairs
 from normattn.lab.data.relations import RelationConfig, prepare_relations
+from normattn.lab.data.tokens import DataConfig, prepare_tokens
 
 NAMES = {
     "an unknown user": "~no-such-user-here/books",
@@ -62,7 +63,7 @@ def test_what_is_no_file_is_named(kind: str, place: str, tmp_path: Path) -> None
 _MEMORY = """
 import resource, sys
 from pathlib import Path
-from normattn.lab.data import DataConfig, prepare_tokens
+from normattn.lab.data.tokens import DataConfig, prepare_tokens
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 prepare_tokens(DataConfig(corpus=sys.argv[1], vocab_size=300), Path(sys.argv[2]))
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)

@@ -14,7 +14,7 @@ import torch
 
 from normattn.errors import InputError
 from normattn.io import read_object
-from normattn.lab.data import prepare_tokens
+from normattn.lab.data.tokens import prepare_tokens
 from normattn.lab.stats import measurements, select
 from normattn.lab.studies import find
 from normattn.lab.studies.continued import natural_sets

@@ -8,8 +8,8 @@ import pytest
 from torch import nn
 
 from normattn.errors import DivergedError, InputError, Interrupted
-from normattn.lab.data import prepare_tokens
 from normattn.lab.data.tokeniser import Tokeniser
+from normattn.lab.data.tokens import prepare_tokens
 from normattn.lab.runs import read_metrics, read_status
 from normattn.lab.training import TrainingConfig, train_causal
 from normattn.lab.training.tasks.text import CausalWorkload

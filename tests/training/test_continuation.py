@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from normattn.errors import InputError, Interrupted
-from normattn.lab.data import TrainingBatches, prepare_tokens
+from normattn.lab.data.batches import TrainingBatches
+from normattn.lab.data.tokens import prepare_tokens
 from normattn.lab.runs import read_metrics
 from normattn.lab.training import TrainingConfig, train_causal
 from normattn.lab.training.init_from import Continuation

@@ -13,10 +13,10 @@ from torch.nn import functional as F
 from data.pairs_helpers import multi_layout
 from data.relation_files import write_relations
 from normattn.errors import InputError, Interrupted
-from normattn.lab.data import TrainingBatches, prepare_tokens
-from normattn.lab.data.batches import Masking
+from normattn.lab.data.batches import Masking, TrainingBatches
 from normattn.lab.data.images import ImageBatches, prepare_images
 from normattn.lab.data.relations import prepare_relations
+from normattn.lab.data.tokens import prepare_tokens
 from normattn.lab.evaluation.classification import predict, tune_threshold
 from normattn.lab.runs import read_metrics
 from normattn.lab.training import StepReport

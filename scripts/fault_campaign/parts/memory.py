@@ -66,7 +66,7 @@ def _held(promise: str, megabytes: int, work: Callable[[], int]) -> Count:
 
 
 def _tokenising(corpus: Path) -> Callable[[], int]:
-    from normattn.lab.data import DataConfig, prepare_tokens
+    from normattn.lab.data.tokens import DataConfig, prepare_tokens
 
     def work() -> int:
         config = DataConfig(corpus=str(corpus), vocab_size=2000)

@@ -33,7 +33,7 @@ def run(campaign: Campaign) -> Iterator[Count]:
     from normattn.cli import parsing
     from normattn.cli.extend_settings import parse_methods
     from normattn.errors import InputError
-    from normattn.lab.data import parse_corpus
+    from normattn.lab.data.corpora import parse_corpus
     from normattn.score import ScoreSpec
 
     def score(text: str) -> Any:

@@ -49,7 +49,7 @@ def _export(setting: Setting, place: Path) -> list[str]:
 def _extend(setting: Setting, place: Path) -> list[str]:
     """With a directory of records of its own, which is no part of the promise."""
     records = place.with_name(f"records-of-{place.name}")
-    asked = ["--lengths", "16,32", "--methods", "PI", "--save-method", "PI", "--windows", "1"]
+    asked = ["--lengths", "16,32", "--methods", "PI", "--windows", "1"]
     line = ["extend", str(setting.model), "--text", str(setting.text), "--out", str(records)]
     return [*line, *asked, "--no-passkey", "--save", str(place)]
 

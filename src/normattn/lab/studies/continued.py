@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from normattn.errors import InputError
-from normattn.lab.data import TokenData
+from normattn.lab.data.tokens import TokenData
 from normattn.lab.data.windows import EvaluationSet, non_repeated_set, train_length_set
 from normattn.lab.report.claims import Claim
 from normattn.lab.report.figures import Curves, Figure, Line, Panel

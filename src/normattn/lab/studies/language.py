@@ -11,9 +11,9 @@ from typing import Any, ClassVar, Literal
 import polars as pl
 
 from normattn.errors import InputError
-from normattn.lab.data import TokenData
 from normattn.lab.data import windows as texts
 from normattn.lab.data.retrieval import TASKS, retrieval_set
+from normattn.lab.data.tokens import TokenData
 from normattn.lab.evaluation.language_model import evaluate_run
 from normattn.lab.evaluation.scorer import AnySet
 from normattn.lab.runs import require_finished

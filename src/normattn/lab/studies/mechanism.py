@@ -15,7 +15,7 @@ from typing import ClassVar, Literal
 import polars as pl
 from pydantic import Field
 
-from normattn.lab.data import TokenData
+from normattn.lab.data.tokens import TokenData
 from normattn.lab.data.windows import EvaluationSet, non_repeated_set
 from normattn.lab.diagnostics.keys import TAIL
 from normattn.lab.diagnostics.mechanism import measure_mechanism

@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike
 from pydantic import AfterValidator, Field
 
 from normattn.errors import InputError, unknown
-from normattn.lab.data import TokenData
+from normattn.lab.data.tokens import TokenData
 from normattn.lab.data.windows import MaskedSet, masked_set
 from normattn.lab.diagnostics.depth import layer_gradients, measure_depth
 from normattn.lab.evaluation.masked import documents_of, score_masked, unigram_loss

@@ -116,9 +116,22 @@ class Corpora:
 
     @classmethod
     def below(cls, folder: Path) -> Corpora:
-        """What the trainings in the directory of a study left, or what a published folder holds."""
+        """What the trainings in the directory of a study left, or what a published folder holds.
+
+        Raises `InputError` where two hold other versions of one source.
+        """
         records = sorted(folder.glob(f"cells/*/*/{CORPUS_FILE}"))
-        return cls.joined(map(cls.read, records or folder.glob(CORPUS_FILE)))
+        prints: set[str] = set()
+        sources: dict[str, str] = {}
+        for part in map(cls.read, records or folder.glob(CORPUS_FILE)):
+            prints |= part.fingerprints
+            for name, version in part.sources.items():
+                if sources.setdefault(name, version) != version:
+                    raise InputError(
+                        f"models of one page were trained on {name} {sources[name]} and {version}: "
+                        "prepare the same corpus for all of them"
+                    )
+        return cls(frozenset(prints), dict(sorted(sources.items())))
 
     @classmethod
     def read(cls, file: Path) -> Corpora:
@@ -129,21 +142,6 @@ class Corpora:
         if not _texts(prints) or not isinstance(sources, dict) or not _texts(sources.values()):
             raise InputError(f"{file} is damaged: expected fingerprints and sources with versions")
         return cls(frozenset(prints), sources)
-
-    @classmethod
-    def joined(cls, parts: Iterable[Corpora]) -> Corpora:
-        """All of them as one; `InputError` where two hold other versions of one source."""
-        prints: frozenset[str] = frozenset()
-        sources: dict[str, str] = {}
-        for part in parts:
-            prints |= part.fingerprints
-            for name, version in part.sources.items():
-                if sources.setdefault(name, version) != version:
-                    raise InputError(
-                        f"models of one page were trained on {name} {sources[name]} and {version}: "
-                        "prepare the same corpus for all of them"
-                    )
-        return cls(prints, dict(sorted(sources.items())))
 
     def write(self, folder: Path) -> None:
         """Leave the record in a folder that is to be published, where there is one."""

@@ -9,8 +9,8 @@ from pydantic import Field
 
 from normattn.errors import InputError
 from normattn.io import expanded, read_object, write_json
-from normattn.lab.data import TokenData
 from normattn.lab.data.tokeniser import Tokeniser
+from normattn.lab.data.tokens import TokenData
 from normattn.models import CausalLM, CausalLMConfig
 from normattn.models.config import MaskedLMConfig
 from normattn.models.masked_lm import MaskedLM

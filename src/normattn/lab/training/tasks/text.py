@@ -8,13 +8,8 @@ from typing import Annotated, Any
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from normattn.lab.data import (
-    DataConfig,
-    TokenData,
-    TrainingBatches,
-    prepare_tokens,
-)
-from normattn.lab.data.batches import MaskedBatches, Masking
+from normattn.lab.data.batches import MaskedBatches, Masking, TrainingBatches
+from normattn.lab.data.tokens import DataConfig, TokenData, prepare_tokens
 from normattn.lab.training.config import CHANGEABLE
 from normattn.lab.training.init_from import (
     TOKENISER_FILE,
