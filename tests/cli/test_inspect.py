@@ -80,7 +80,7 @@ def test_a_text_of_ones_own_beyond_the_training_length(
         )
         assert said.code == 0, said.err
         folder = tmp_path / method
-        assert (folder / "figures" / "attention_0_1.png").exists()
+        assert (folder / "figures" / "attention.png").exists()
         measured = measurements.read(folder / measurements.FILE)
         looks.append({name: by_position(measured, name, 0) for name in SHARES})
         settings = json.loads((folder / "config.json").read_text())["config"]

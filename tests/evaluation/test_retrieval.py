@@ -13,9 +13,8 @@ from torch import Tensor
 
 from normattn.errors import NormattnError
 from normattn.kernels.cross_entropy import TokenScores
-from normattn.lab.data.retrieval import RetrievalSet, retrieval_set
+from normattn.lab.data.retrieval import DEPTHS, PASSAGE, TASKS, RetrievalSet, retrieval_set
 from normattn.lab.data.tokens import CopyTask, TokenData
-from normattn.lab.data.retrieval import DEPTHS, PASSAGE, TASKS
 from normattn.lab.evaluation.retrieval import evaluate_retrieval
 from normattn.lab.stats import MeasurementStore, measurements
 
