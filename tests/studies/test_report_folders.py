@@ -38,7 +38,7 @@ def test_a_page_takes_its_settings_and_sources_along(tmp_path: Path) -> None:
     report(out, place)
     for name in ("config.json", "corpus.json"):
         assert json.loads((out / name).read_bytes()) == json.loads((place / name).read_bytes())
-    assert (out / "table.json").read_bytes() == (PUBLISHED / "table.json").read_bytes()
+    assert (out / measurements.FILE).read_bytes() == (PUBLISHED / measurements.FILE).read_bytes()
     stored = json.loads((out / "config.json").read_bytes())
     stored["config"]["preset"] = "mine"
     (out / "config.json").write_text(json.dumps(stored))

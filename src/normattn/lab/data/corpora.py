@@ -69,9 +69,7 @@ def parse_corpus(text: str) -> Corpus:
     if expanded(address.body).exists():
         return PathCorpus(address.body, address.take("field")["field"])
     names = (PYTHON_SOURCE, FROZEN)
-    # A name from before 1.0, of the text of whatever was installed.
-    near = [FROZEN] if address.body == "python-packages" else []
-    near = near or difflib.get_close_matches(address.body, names, n=1)
+    near = difflib.get_close_matches(address.body, names, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise InputError(
         f"corpus {address.body!r} does not exist: {hint}expected {', '.join(names)}, the path of a "
