@@ -112,17 +112,18 @@ def on_common_sets(frame: pl.DataFrame, apart: Sequence[str] = ()) -> pl.DataFra
     """The rows on the data set that most rows of their protocol and length share.
 
     Of equally common ones the one with the greatest digest, so that the choice is repeatable.
-    Rows that differ in one of the columns `apart` (or in the task) are never compared, nor are
-    trainings, which are kept. `left_out` says in words what is not among them.
+    Rows that differ in one of the columns `apart` (or in the task) are never compared; rows of
+    trainings that name no data, as their loss, are kept. `left_out` says in words what is not
+    among them.
     """
     if not frame.height:
         return frame
     keys = ["protocol", "length"]
     keys += [name for name in frame.columns if name in ("factor.task", *apart)]
     counted = frame.group_by(*keys, "data").agg(pl.struct("row", "method", "seed").n_unique())
-    trained = pl.col("protocol") == "training"
-    best = counted.sort("row", "data", descending=True).unique(keys, keep="first")
-    best = pl.concat([best.filter(~trained), counted.filter(trained)])
+    kept = (pl.col("protocol") == "training") & (pl.col("data") == "")
+    compared = counted.filter(~kept).sort("row", "data", descending=True)
+    best = pl.concat([compared.unique(keys, keep="first"), counted.filter(kept)])
     return frame.join(best.select(*keys, "data"), on=[*keys, "data"], how="semi", nulls_equal=True)
 
 
