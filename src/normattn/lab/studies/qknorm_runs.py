@@ -297,7 +297,7 @@ class TranslationRun(ModelRun):
         made = "; ".join((f"beam {beam}, length penalty {penalty:g}", *signatures))
         # The counts of every sentence are bins of the axis "count".
         measured = [
-            sums(name, units, counts, 1.0, axis="count", edges=range(counts.shape[1]))
+            sums(name, units, counts, [1.0], axis="count", edges=range(counts.shape[1]))
             for name, (counts, _) in counted.items()
         ]
         return texts, made, measured
