@@ -186,9 +186,9 @@ def _qknorm(sweep: Sweep) -> None:
 def _of_other_data(study: str, out: Path, pattern: str) -> None:
     """Two test sets are not mixed, and a record that cannot be read is named."""
     place = sorted(out.glob(f"cells/{pattern}.parquet"))[0]
-    other = measurements.read(place).with_columns(pl.lit("other").alias("data"))
+    other = measurements.read(place).with_columns(pl.lit("0").alias("data"))
     measurements.write(place, other)
-    assert "other" not in find(study).collect(out)["data"]
+    assert "0" not in find(study).collect(out)["data"]  # Of two data sets one counts.
     place.write_text("nothing")
     with pytest.raises(InputError, match=rf"{place.name} is no frame"):
         find(study).collect(out)
