@@ -28,13 +28,12 @@ class Advice:
 
 @dataclass(frozen=True)
 class _Best:
-    """The lowest loss at a length, its gain over the unmodified model, and methods as good."""
+    """The lowest loss at a length, and its gain over the unmodified model."""
 
     length: int
     method: str
     loss: Estimate
     gain: Estimate | None
-    rivals: tuple[str, ...]
 
     @property
     def better(self) -> bool:
@@ -53,18 +52,13 @@ def advise(view: View) -> Advice:
         return Advice(
             ("The unmodified model was not evaluated at any length: nothing can be advised.",), None
         )
-    last, trained = winners[-1], train_length(view)
+    last, trained = winners[-1], spoken(train_length(view))
     cost = cost_at_train_length(view, {"method": last.method})
-    sentences = [_headline(view, winners, cost), *(_sentence(view, best) for best in winners)]
+    sentences = [_headline(view, winners, cost), *map(_sentence, winners)]
     if last.loss.units == 1:
-        sentences.append(
-            "One window has no interval and shows nothing reliably; use more --windows."
-        )
+        sentences.append("One window has no interval and shows nothing reliably: take more.")
     if last.better and cost is not None and cost.above_zero:
-        sentences.append(
-            f"Up to {spoken(trained)} tokens the unmodified model has a lower loss: switch the "
-            "method off there."
-        )
+        sentences.append(f"Up to {trained} tokens the loss is lower without the method.")
     return Advice(tuple(sentences), last.method if last.better else None)
 
 
@@ -75,63 +69,36 @@ def _best(view: View, length: int) -> _Best | None:
     if not known:
         return None
     best = min(known, key=lambda method: known[method].value)
-    apart = {m: view.estimate(last.at(method=m) - last.at(method=best)) for m in known}
-    rivals = tuple(m for m, gap in apart.items() if gap is not None and not gap.above_zero)
     gain = view.estimate(last.at(method=best) - last.at(method=""))
-    return _Best(length, best, known[best], gain, rivals)
+    return _Best(length, best, known[best], gain)
 
 
 def _headline(view: View, winners: Sequence[_Best], cost: Estimate | None) -> str:
+    """The method to take, from which length on, and what it costs at the training length."""
     last, trained = winners[-1], train_length(view)
     if not last.better:
         length = spoken(last.length)
         return f"No method is clearly better than the unmodified model at {length} tokens."
     name, whole = name_of(last.method), resolved(view, {"method": last.method})
     name += f" ({whole})" if whole != name else ""
-    # At which lengths it is the best without a gap. Within the training length nobody needs a
-    # method: "up to" is said of what lies beyond it.
     others = [b.length for b in winners if b.method != last.method or not b.better]
-    since = [best.length for best in winners if best.length > max(others, default=0)]
-    span = f"from {spoken(since[0])} to" if len(since) > 1 else "at"
-    if max(others, default=0) <= trained:
-        span = "up to"
-    costs = _spoken_cost(cost, spoken(trained))
+    since = min(b.length for b in winners if b.length > max(others, default=0))
+    # Within the training length nobody needs a method: "up to" is said of what lies beyond it.
+    span = "at" if since == last.length else f"from {spoken(since)} to"
+    span = "up to" if max(others, default=0) <= trained else span
+    costs = "its cost at L was not measured"
+    if cost is not None:
+        costs = f"loss at {spoken(trained)} {shown(cost, signed=True)} %"
     return f"{name}: best {span} {spoken(last.length)} tokens; {costs}."
 
 
-def _spoken_cost(cost: Estimate | None, at: str) -> str:
-    if cost is None:
-        return f"its cost at {at} was not measured"
-    if cost.low == cost.high == 0:
-        return f"costs nothing at {at}"
-    if cost.above_zero:
-        return f"costs {cost.value:.1f} % of loss at {at}"
-    if cost.below_zero:
-        return f"costs nothing at {at}, where the loss falls by {-cost.value:.1f} %"
-    if cost.low is None:
-        return f"the loss at {at} changes by {cost.value:+z.1f} %, without an interval"
-    return f"no significant cost at {at} (loss {shown(cost, signed=True)} %)"
-
-
-def _sentence(view: View, best: _Best) -> str:
-    start, name = f"At {spoken(best.length)} tokens ", name_of(best.method)
-    own = view.estimate(LOSS, {"protocol": LAST, "length": best.length, "method": ""})
-    lowest = f"{shown(best.loss, digits=3)} nats"
-    if own is None:
-        return f"{start}the unmodified model was not evaluated; lowest: {name}, {lowest}."
-    if best.gain is None:
-        return f"{start}no method is better than the unmodified model, {shown(own, digits=3)} nats."
-    numbers = (
-        f"{lowest} against {shown(own, digits=3)} unmodified, "
-        f"difference {shown(best.gain, signed=True, digits=3)}"
-    )
-    if not best.better:
-        small = f"by less than {LEAST_GAIN:g} nats"
-        why = small if best.gain.below_zero else "but not significantly lower"
-        return f"{start}the lowest loss is {name}'s, {why}: {numbers}."
-    others = ", ".join(name_of(method) for method in best.rivals if method)
-    tied = f" Not distinguishable from it: {others}." if others else ""
-    return f"{start}{name} is best: {numbers}.{tied}"
+def _sentence(best: _Best) -> str:
+    """The lowest loss at a length, and whether it is better than the unmodified model's."""
+    lowest = f"{name_of(best.method)}, {shown(best.loss, digits=3)} nats"
+    if best.gain is not None:
+        why = "" if best.better else ", too small or uncertain a gain"
+        lowest += f", {shown(best.gain, signed=True, digits=3)} to the unmodified model{why}"
+    return f"Lowest loss at {spoken(best.length)} tokens: {lowest}."
 
 
 # What was read

@@ -28,6 +28,7 @@ from normattn.lab.report.tables import NOTHING, Cell, Column, Row, shown
 from normattn.lab.report.view import View, bin_points, points, step_points
 from normattn.lab.stats import LONGEST, SHORTEST, Metric
 from normattn.lab.stats.arrays import Where
+from normattn.lab.studies.preset import PROTOCOLS
 from normattn.score.spec import UNMODIFIED
 
 VARIANT_ORDER = (
@@ -51,14 +52,11 @@ CHANGE = (LAST.at(LONGEST) - LAST.at(SHORTEST)).titled("change")
 UNMODIFIED_CHANGE = CHANGE.at(method="")
 
 LEGEND = (
-    "train length: at the length the model was trained at, always without a method.",
-    "repeated: a segment of text, repeated to fill the context; seen: only the tokens whose answer "
-    "occurs earlier in the context.",
-    "non-repeated: held-out text, every token scored.",
+    "train length: always without a method. repeated: a segment of text, repeated to fill the "
+    "context; seen: only the tokens whose answer occurs earlier.",
     "last segment: the same final tokens (one training length) after contexts of several lengths; "
     "change: accuracy after the longest context minus after the shortest, in points.",
-    "cost at L: what a method changes at the training length when it is switched on there, in "
-    "points.",
+    "cost at L: what a method changes at the training length, in points.",
 )
 MAIN_COLUMNS = ("train", "non_repeated", "change", "cost")
 """The columns that a report shows first."""
@@ -92,8 +90,14 @@ def rows_of(
 
 
 def reading_rows(view: View) -> list[Row]:
-    """The same, and each method's row of a score that was trained but never evaluated."""
-    read = [(row.where["row"], row.where["method"]) for row in rows_of(view.read)]
+    """The same of the standard protocols, and each method's row of a score that was never read.
+
+    None where only other protocols were read, which have tables of their own.
+    """
+    standard = view.read.filter(pl.col("protocol").is_in(PROTOCOLS))
+    if view.read.height and not standard.height:
+        return []
+    read = [(row.where["row"], row.where["method"]) for row in rows_of(standard)]
     methods = {method for _, method in read} or {""}
     unread = set(view.values("row")) - {row for row, _ in read}
     pairs = [*read, *((row, method) for row in unread for method in methods)]

@@ -10,27 +10,23 @@ after training) too.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from fractions import Fraction
-from pathlib import Path
 from typing import Annotated, Any
 
-import polars as pl
 from pydantic import Field, field_validator
 
 from normattn.errors import InputError
 from normattn.lab.report.claims import Claim
 from normattn.lab.report.figures import Curves, Figure, Grid, Line, Mark, Panel, Point
-from normattn.lab.report.tables import NOTHING, Cell, Column, Row, Table, text_column
+from normattn.lab.report.tables import Column, Row, Table
 from normattn.lab.report.view import View, bin_points, octaves, points
-from normattn.lab.stats import Metric
+from normattn.lab.stats import Metric, select
+from normattn.lab.stats.arrays import Where
 from normattn.lab.stats.metrics import ratio
 from normattn.lab.studies import lm_report as lm
 from normattn.lab.studies.base import Study
 from normattn.lab.studies.language import TextSetting, text_runs
 from normattn.lab.studies.methods import ALL, candidates, canonical, checked_methods, usable
 from normattn.lab.studies.preset import opened, own_group
-from normattn.lab.sweep.collect import measured_below
 from normattn.lab.sweep.run import Request, Sweep
 from normattn.score import ScoreSpec
 from normattn.score.spec import UNMODIFIED
@@ -76,16 +72,6 @@ def _rows_by(protocol: str) -> Callable[[View], list[Row]]:
     return lambda view: lm.rows_of(view.frame.filter(protocol=protocol))
 
 
-def _standard(view: View) -> View:
-    """What the protocols gave that all studies of language models read by, and the trainings."""
-    return View(view.frame.filter(~pl.col("protocol").is_in(OWN_TABLES)), view.bootstrap)
-
-
-def _standard_rows(view: View) -> list[Row]:
-    read = view.frame.filter(~pl.col("protocol").is_in([*OWN_TABLES, "training"]))
-    return lm.reading_rows(View(read)) if read.height else []
-
-
 def _octaves(metric: Metric) -> Callable[[View], Sequence[Column]]:
     """The metric at positions up to L, 2 L, 4 L, …"""
     at = metric.at(protocol=POSITION)
@@ -111,11 +97,8 @@ def _retrieval_columns(view: View) -> list[Column]:
 
 
 def figures(view: View) -> Iterator[Figure]:
-    """Accuracy and loss by position, retrieval by depth, and what the standard protocols give."""
-    if _standard_rows(view):
-        plain = _standard(view)
-        yield from (*lm.position_figures(plain), lm.length_figure(plain))
-    yield lm.history_figure(view)
+    """What the standard protocols give, then accuracy and loss by position, retrieval by depth."""
+    yield from (*lm.position_figures(view), lm.length_figure(view), lm.history_figure(view))
     for row in view.values("row", {"protocol": POSITION}):
         yield _by_position(view, row)
     length = view.longest(RETRIEVAL)
@@ -128,13 +111,11 @@ def _by_position(view: View, row: str) -> Figure:
     mark = Mark(float(view.one("train_length", where) or 1), "L")
     panels = []
     for metric, unit in ((lm.ACCURACY, "accuracy (%)"), (lm.LOSS, "loss (nats)")):
-        lines = [
-            Line(method or UNMODIFIED, curve, method or UNMODIFIED)
-            for method in lm.ranked(view.values("method", where), lm.METHOD_ORDER)
-            if (
-                curve := bin_points(view, metric, {**where, "method": method}, lambda bin_: bin_[3])
-            )
-        ]
+        lines = []
+        for method in lm.ranked(view.values("method", where), lm.METHOD_ORDER):
+            curve = bin_points(view, metric, {**where, "method": method}, lambda bin_: bin_[3])
+            if curve:
+                lines.append(Line(method or UNMODIFIED, curve, method or UNMODIFIED))
         axes: dict[str, Any] = {"log_x": True, "marks": (mark,)}
         panels.append(Panel(metric.title, tuple(lines), "position", unit, **axes))
     name = "reading_by_position_" + row.replace("(", "_").replace(")", "").replace("=", "")
@@ -177,7 +158,7 @@ STUDY = Study(
         Table(
             "table",
             "",
-            _standard_rows,
+            lm.reading_rows,
             lm.reading_columns,
             notes=lm.LEGEND,
             intro="Token accuracy in % (losses in nats) on held-out text.",
@@ -215,8 +196,8 @@ STUDY = Study(
 
 # The window of ReRoPE
 
-FORM, WINDOW = "factor.logn", "factor.window"
-FORMS = PLAIN, POST_HOC, TRAINED_IN = "no log-n", "logn+", "logn"
+PLAIN, POST_HOC = "no log-n", "logn+"
+FORMS = (PLAIN, POST_HOC, "logn")
 DRAWN = ("non_repeated", "repeated", "last_segment")
 
 
@@ -259,123 +240,54 @@ def resolve_window(request: Request) -> Sweep:
     return setting.sweep(request, "window", runs, window=window)
 
 
-def collect_windows(out: Path) -> pl.DataFrame:
-    """What was measured, with the form of log-n and the window of each score as factors."""
-    measured = measured_below(out)
-    if not measured.height:
-        return measured
-    read = measured.filter(pl.col("protocol") != "training")
-    specs = [(text, ScoreSpec.parse(text)) for text in read["score"].unique(maintain_order=True)]
-    forms: dict[object, str] = {None: PLAIN, "trained-in": TRAINED_IN}
-    factors = pl.DataFrame(
-        {
-            "score": [text for text, _ in specs],
-            FORM: [forms.get(spec.logn and spec.logn.when, POST_HOC) for _, spec in specs],
-            WINDOW: [spec.remapping.window if spec.remapping else None for _, spec in specs],
-        },
-        schema={"score": pl.String, FORM: pl.String, WINDOW: pl.Int64},
-    )
-    return measured.join(factors, on="score", how="left", maintain_order="left")
+def _windows(view: View) -> dict[tuple[str, int], Where]:
+    """Where each form of log-n and window was read, windows ascending; 0 without ReRoPE."""
+    found = {}
+    for row in lm.rows_of(view.read):
+        spec = ScoreSpec.parse(select(view.read, row.where)["score"][0])
+        form = {None: PLAIN, "trained-in": "logn"}.get(spec.logn and spec.logn.when, POST_HOC)
+        found[form, spec.remapping.window if spec.remapping else 0] = row.where
+    return dict(sorted(found.items(), key=lambda each: (FORMS.index(each[0][0]), each[0][1])))
 
 
-def window_rows(view: View) -> list[Row]:
-    """Forms of log-n, windows ascending, the model without ReRoPE first."""
-    settings = view.read.select(FORM, WINDOW).unique().rows() if view.read.height else []
-    settings.sort(key=lambda setting: (FORMS.index(setting[0]), setting[1] or 0))
-    return [Row(form, {FORM: form, WINDOW: window}) for form, window in settings]
-
-
-def _window_columns(view: View) -> list[Column]:
-    length = int(max(view.values("train_length")))
+def _window_rows(view: View) -> list[Row]:
+    """Every form of log-n at every window."""
     return [
-        text_column(
-            "share",
-            "w / L",
-            lambda view, row: row.where[WINDOW] and Fraction(row.where[WINDOW], length),
-        ),
-        text_column("window", "w", lambda view, row: row.where[WINDOW]),
+        Row(f"{form}, w = {window}" if window else form, where)
+        for (form, window), where in _windows(view).items()
     ]
 
 
-def _past_columns(view: View) -> Sequence[Column]:
-    """The window, then what a method reads past L."""
-    kept = ("repeated", "repeated_seen", "non_repeated", "last_", "cost")
-    read = [column for column in lm.reading_columns(view) if column.key.startswith(kept)]
-    return [
-        *_window_columns(view),
-        *(replace(c, plain=_cost) if c.key == "cost" else c for c in read),
-    ]
-
-
-def _cost(view: View, row: Row) -> Cell:
-    """What the method changes at L, against the same trained model without it."""
-    base = {FORM: TRAINED_IN if row.where[FORM] == TRAINED_IN else PLAIN, WINDOW: None}
-    if row.where == base:
-        return NOTHING
-    at_l = lm.ACCURACY.at(protocol="train_length")
-    return Column("cost", "cost at L", at_l - at_l.at(base)).cell(view, row)
-
-
-def _read_past(view: View) -> dict[str, tuple[str, Metric]]:
-    """By protocol the title and the accuracy over its longest texts."""
-    return {
-        name: (
-            f"{name.replace('_', ' ')} ({view.longest(name):,})",
-            lm.past(lm.ACCURACY, view, name),
-        )
-        for name in DRAWN
-        if view.longest(name)
-    }
-
-
-def _gains(view: View) -> list[Column]:
-    """What a form of log-n adds to none at the same window."""
-    read = _read_past(view).items()
-    plain = {FORM: PLAIN}
-    return [
-        *_window_columns(view),
-        *(Column(name, title, metric - metric.at(plain)) for name, (title, metric) in read),
-    ]
-
-
-def _window_claims(view: View) -> list[Claim]:
+def _window_claims(view: View) -> Iterator[Claim]:
     """logn+ helps ReRoPE at every window: the mean over windows would hide which."""
-    natural = lm.past(lm.ACCURACY, view, "non_repeated")
-    gain = natural.at({FORM: POST_HOC}) - natural.at({FORM: PLAIN})
-    windows = [row.where[WINDOW] for row in window_rows(view) if row.where[FORM] == PLAIN]
-    return [
-        Claim(
-            f"logn+ improves ReRoPE with w = {window}",
-            gain.at({WINDOW: window}),
-            *("kexue 9708", "logn+ − no log-n, non-repeated accuracy"),
-        )
-        for window in windows
-        if window is not None
-    ]
+    natural, read = lm.past(lm.ACCURACY, view, "non_repeated"), _windows(view)
+    for (form, window), where in read.items():
+        if form == POST_HOC and window:
+            yield Claim(
+                f"logn+ improves ReRoPE with w = {window}",
+                natural.at(where) - natural.at(read[PLAIN, window]),
+                *("kexue 9708", "logn+ − no log-n, non-repeated accuracy"),
+            )
 
 
-def _window_figures(view: View) -> list[Figure]:
-    """Accuracy against w / L, one line per form of log-n; dotted: without ReRoPE."""
-    panels = [
-        Panel(title, tuple(_window_lines(view, metric)), "w / L", "accuracy (%)")
-        for title, metric in _read_past(view).values()
-    ]
+def _window_figures(view: View) -> Iterator[Figure]:
+    """Accuracy against w / L, a line for each form of log-n; dotted: without ReRoPE."""
+    read, trained = _windows(view), max(view.values("train_length"))
+    panels = []
+    for protocol in filter(view.longest, DRAWN):
+        metric, lines = lm.past(lm.ACCURACY, view, protocol), list[Line]()
+        for form in FORMS:
+            own = {w / trained: where for (name, w), where in read.items() if name == form}
+            level = view.estimate(metric, own.pop(0.0, None) or {"row": ""})
+            shares = points(view, metric, own.items())
+            lines.append(Line(form, shares, form))
+            if shares and level is not None:
+                flat = tuple(Point.of(x, level) for x in (shares[0].x, shares[-1].x))
+                lines.append(Line(f"{form}, no ReRoPE", flat, form, dashed=True))
+        title = f"{protocol.replace('_', ' ')} ({view.longest(protocol):,})"
+        panels.append(Panel(title, tuple(lines), "w / L", "accuracy (%)"))
     title = "Accuracy past the training length against ReRoPE's window"
-    return [Curves("accuracy_by_window", title, tuple(panels), shared_y=False)]
-
-
-def _window_lines(view: View, metric: Metric) -> Iterator[Line]:
-    length = max(view.values("train_length"))
-    for form in FORMS:
-        windows = [row.where[WINDOW] for row in window_rows(view) if row.where[FORM] == form]
-        places = ((w / length, {FORM: form, WINDOW: w}) for w in windows if w is not None)
-        shares = points(view, metric, places)
-        level = view.estimate(metric, {FORM: form, WINDOW: None})
-        if shares:
-            yield Line(form, shares, form)
-        if shares and level is not None:
-            flat = tuple(Point.of(x, level) for x in (shares[0].x, shares[-1].x))
-            yield Line(f"{form}, no ReRoPE", flat, form, dashed=True)
+    yield Curves("accuracy_by_window", title, tuple(panels), shared_y=False)
 
 
 WINDOW_STUDY = Study(
@@ -392,23 +304,16 @@ WINDOW_STUDY = Study(
         Table(
             "table",
             "",
-            window_rows,
-            _past_columns,
+            _window_rows,
+            lm.reading_columns,
             head="log-n",
             notes=lm.LEGEND,
-            intro="Token accuracy in %. Rows without a window are the models without ReRoPE.",
-        ),
-        Table(
-            "gains",
-            "What log-n adds at the same window, in points",
-            lambda view: [row for row in window_rows(view) if row.where[FORM] != PLAIN],
-            _gains,
-            head="log-n",
+            intro="Token accuracy in % (losses in nats). Rows without w are the models without "
+            "ReRoPE.",
         ),
     ),
     claims=_window_claims,
     figures=_window_figures,
-    collect=collect_windows,
     examples=(
         ("--preset smoke", "a quick test of the whole study"),
         ("", "the full study"),
