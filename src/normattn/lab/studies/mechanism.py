@@ -17,24 +17,11 @@ from pydantic import Field
 
 from normattn.lab.data.tokens import TokenData
 from normattn.lab.data.windows import EvaluationSet, non_repeated_set
-from normattn.lab.diagnostics.keys import TAIL
 from normattn.lab.diagnostics.mechanism import measure_mechanism
 from normattn.lab.evaluation.scorer import weights_digest
-from normattn.lab.report.tables import Table
 from normattn.lab.studies.base import Study
 from normattn.lab.studies.language import TextSetting, reading_cost
-from normattn.lab.studies.mechanism_report import (
-    KIND,
-    claims,
-    clamped_columns,
-    columns,
-    figures,
-    layer_columns,
-    layer_rows,
-    profile_columns,
-    range_columns,
-    rows,
-)
+from normattn.lab.studies.mechanism_report import KIND, TABLES, claims, figures
 from normattn.lab.studies.methods import canonical
 from normattn.lab.studies.preset import EvaluationSettings, opened, own_group
 from normattn.lab.studies.trained import ModelRun
@@ -142,79 +129,7 @@ STUDY = Study(
     sources=("kexue.fm/archives/9859",),
     resolve=resolve,
     runs=(MechanismRun,),
-    tables=(
-        Table(
-            "table",
-            "",
-            rows,
-            columns,
-            main=("correlation", "spread", f"cosine_near_{1 - TAIL:g}", f"cosine_far_{1 - TAIL:g}"),
-            notes=(
-                "rank correlation: Spearman's, between ‖k_j‖ as the score sees it and the "
-                "attention that key j receives from the next L/2 queries relative to uniform "
-                "attention, within a text; mean over layers, heads and texts.",
-                "before the norm: the same with the key as it enters the score; a norm cannot hand "
-                "it on.",
-                "spread: standard deviation of ‖k_j‖ over its mean, within a text.",
-                "energy in the mean key: ‖mean k̂_j‖² of the keys divided by their lengths, before "
-                "positions; 100 where all keys of a text point the same way.",
-                "cosine: cos(q_i, k_j) as the score has them, quantiles, mean over heads.",
-            ),
-        ),
-        Table(
-            "distances",
-            "Where do cosines leave their trained range?",
-            lambda view: rows(view, "pairs"),
-            range_columns,
-            notes=(
-                f"outside: the cosine lies outside the range that its head has at L ({TAIL:.1%} "
-                "left out at either end, so that up to twice as much is outside at L itself). "
-                "Nearer than L: at a distance i − j < L, which was trained; further: at i − j ≥ L, "
-                "which was not. Of the pairs of each kind, read at the longer length; difference: "
-                "further − nearer.",
-                "attention: of all attention of the queries at i ≥ L, mean over heads; what is "
-                "left of 100 is inside the range at trained distances, or a sink's.",
-            ),
-        ),
-        Table(
-            "profile",
-            "How large are logits by distance?",
-            lambda view: rows(view, "product"),
-            profile_columns,
-            notes=(
-                "The mean of q_i · k_j over the pairs at these distances in the longer texts, all "
-                "layers and heads: the logit before biases. Beyond L − the octave before: at "
-                "i − j ≥ L less that at L/2 ≤ i − j < L, above 0 where logits come back.",
-            ),
-        ),
-        Table(
-            "layers",
-            "Which layers look beyond L?",
-            layer_rows,
-            layer_columns,
-            notes=(
-                "Of all attention of the queries at i ≥ L in the longer texts, what goes to "
-                "distances i − j ≥ L, mean over heads.",
-            ),
-        ),
-        Table(
-            "clamped",
-            "What do unseen positions cost?",
-            lambda view: rows(view, "last_accuracy"),
-            clamped_columns,
-            notes=(
-                "Accuracy in % and loss in nats of the last L tokens of each text. Alone: with "
-                "nothing before them; unmodified: after the whole text; clamped: the same with "
-                "every relative position from L − 1 on read as L − 1 (ReRoPE with w = L − 1), "
-                "so that no pair is at a position that was not trained.",
-                "share recovered: of the accuracy lost after the whole text, what clamping "
-                "recovers.",
-                "What clamping gives back is what unseen positions took; what then still lacks to "
-                "the tokens alone, something else took: the number of keys, or cosines out of "
-                "range.",
-            ),
-        ),
-    ),
+    tables=TABLES,
     claims=claims,
     figures=figures,
     variants_help="Trained scores, separated by commas. [default: Baseline, KNA, KNA-NoPE, and "

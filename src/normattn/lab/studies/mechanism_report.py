@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
-from itertools import pairwise, product
+from itertools import pairwise
 
 import numpy as np
 
 from normattn.errors import InputError
 from normattn.kernels.cosines import BINS
-from normattn.lab.diagnostics.keys import REGIONS, TAIL
+from normattn.lab.diagnostics.keys import TAIL
 from normattn.lab.diagnostics.mechanism import READINGS
 from normattn.lab.report.claims import Claim
 from normattn.lab.report.figures import (
@@ -23,41 +23,19 @@ from normattn.lab.report.figures import (
     Panel,
     Point,
 )
-from normattn.lab.report.tables import Column, Row
+from normattn.lab.report.tables import Column, Row, Table
 from normattn.lab.report.view import View
-from normattn.lab.stats import Metric
+from normattn.lab.stats import LONGEST, SHORTEST, Metric
 from normattn.lab.stats.arrays import Array
 from normattn.lab.stats.metrics import crossing, mean
 from normattn.lab.studies.lm_report import VARIANT_ORDER, ranked
 
 KIND = "mechanism"
-
-# Metrics
-
 SOURCE, SOURCE_OPEN = "kexue 9859", "kexue 9859, left open"
 QUANTILES = (TAIL, 0.25, 0.5, 0.75, 1 - TAIL)
-CORRELATION = mean("correlation", "rank correlation")
-DIRECTION = mean("mean_direction", "energy in the mean key, %", scale=100.0)
-PRODUCT = mean("product", "mean q · k")
+AT_L, LONGER = ({"protocol": KIND, "length": length} for length in (SHORTEST, LONGEST))
 
-
-def lengths(view: View) -> tuple[int, int]:
-    """The training length, and the longer one; `InputError` where no model was measured."""
-    measured = view.values("length", {"protocol": KIND})
-    if not measured:
-        raise InputError("there is nothing to report yet: no trained model was measured")
-    return min(measured), max(measured)
-
-
-def rows(view: View, statistic: str | None = None) -> list[Row]:
-    """The scores that were measured, or those of which a statistic was."""
-    chosen = {"protocol": KIND} | ({} if statistic is None else {"statistic": statistic})
-    return [Row(name, {"row": name}) for name in ranked(view.values("row", chosen), VARIANT_ORDER)]
-
-
-def where(view: View, **more: object) -> dict[str, object]:
-    """Where the measurements at the training length are; `more` overrides and adds columns."""
-    return {"protocol": KIND, "length": lengths(view)[0], **more}
+# Metrics
 
 
 @cache
@@ -71,144 +49,112 @@ def cosine_quantile(share: float) -> Metric:
     return Metric("cosine", "cosine", value, "", 2)
 
 
-def _per_bin(
-    name: str, bins: int, value: Callable[[Array, Array], Array], unit: str = "%", digits: int = 2
-) -> Metric:
-    """A number made of (sums, counts), each (…, `bins` of an axis), added over layers and heads."""
-
-    def whole(above: Array, below: Array, *rest: Array) -> Array:
-        parts = (x.reshape(*x.shape[:-1], -1, bins).sum(-2) for x in (above, below))
-        return np.asarray(value(*parts))
-
-    return Metric(name, "", whole, unit, digits)
-
-
 def _share(part: Array, whole: Array) -> Array:
     with np.errstate(invalid="ignore", divide="ignore"):
         return np.where(whole > 0, part / whole, np.nan)
 
 
-def _out_of_range(far: int, pairs: Array) -> Array:
-    """The share (%) outside the range, of the pairs nearer than L (0) or further (1)."""
-    inside, outside = pairs[..., 2 * far], pairs[..., 2 * far + 1]
-    return 100 * _share(outside, inside + outside)
+def _outside(pairs: Array, below: Array, *whole: Array) -> Array:
+    """The share (%) of pairs outside the trained range; bins are inside and outside in turn."""
+    outside = pairs[..., 1::2].sum(-1)
+    return 100 * _share(outside, pairs.sum(-1))
 
 
-NEAR, FAR, FURTHER = (
-    _per_bin("pairs", len(REGIONS), value)
-    for value in (
-        lambda pairs, _: _out_of_range(0, pairs),
-        lambda pairs, _: _out_of_range(1, pairs),
-        lambda pairs, _: _out_of_range(1, pairs) - _out_of_range(0, pairs),
-    )
-)
-
-
-def _attention(region: str) -> Metric:
-    index = REGIONS.index(region)
-    return _per_bin("attention", len(REGIONS), lambda *both: 100 * _share(*both)[..., index])
-
-
-def last_tokens(name: str, ours: str, theirs: str | None = None) -> Metric:
-    """Of the last L tokens in one reading, or less that in another: in %, a loss in nats."""
-    first, second = (READINGS.index(reading or ours) for reading in (ours, theirs))
-    scale, unit, digits = (100, "%", 2) if name == "last_accuracy" else (1, "nats", 3)
-
-    def value(above: Array, below: Array) -> Array:
-        read = scale * _share(above, below)
-        return read[..., first] if theirs is None else read[..., first] - read[..., second]
-
-    return _per_bin(name, len(READINGS), value, unit, digits)
-
-
-def recovered(above: Array, below: Array, *whole: Array) -> Array:
+def _recovered(right: Array, tokens: Array, *whole: Array) -> Array:
     """Of the accuracy that a longer context costs, the share that clamped positions recover."""
-    read = _share(above, below).reshape(*above.shape[:-1], -1, len(READINGS)).sum(-2)
-    alone, unmodified, clamped = (read[..., n] for n in range(len(READINGS)))
+    alone, unmodified, clamped = np.moveaxis(_share(right, tokens), -1, 0)
     return _share(clamped - unmodified, alone - unmodified)
 
 
-RECOVERED = Metric("last_accuracy", "share recovered", recovered, "", 2)
+CORRELATION = mean("correlation", "rank correlation").at(AT_L)
+# Regions: near inside, near outside, far inside, far outside.
+NEAR, FAR = (
+    Metric("pairs", "", _outside, "%").at(LONGER).between((first, first + 2.0))
+    for first in (0.0, 2.0)
+)
+FURTHER = FAR - NEAR
+NEAR_OUTSIDE, FAR_INSIDE, FAR_OUTSIDE = (
+    mean("attention", "", scale=100.0).at(LONGER).between((region, region + 1.0))
+    for region in (1.0, 2.0, 3.0)
+)
+BEYOND = Column("beyond", "attention beyond L, %", FAR_INSIDE + FAR_OUTSIDE)
+RECOVERED = Metric("last_accuracy", "share recovered", _recovered).at(LONGER)
+
+
+def last_tokens(name: str, reading: str) -> Metric:
+    """The accuracy (%) or the loss of the last L tokens in one reading."""
+    scale, digits = (100.0, 2) if name == "accuracy" else (1.0, 3)
+    place = float(READINGS.index(reading))
+    return mean(f"last_{name}", "", digits, scale).at(LONGER).between((place, place + 1))
 
 
 def product_between(low: int, high: int) -> Metric:
     """q_i · k_j before biases, the mean over pairs at these distances, layers and heads."""
-    return PRODUCT.between((float(low), float(high)))
+    return mean("product", "mean q · k").between((float(low), float(high)))
 
 
-# Columns
+# Tables
+
+
+def lengths(view: View) -> tuple[int, int]:
+    """The training length, and the longer one; `InputError` where no model was measured."""
+    measured = view.values("length", {"protocol": KIND})
+    if not measured:
+        raise InputError("there is nothing to report yet: no trained model was measured")
+    return min(measured), max(measured)
+
+
+def rows(view: View, statistic: str = "cosine") -> list[Row]:
+    """The scores of which a statistic was measured."""
+    names = view.values("row", {"protocol": KIND, "statistic": statistic})
+    return [Row(name, {"row": name}) for name in ranked(names, VARIANT_ORDER)]
 
 
 def columns(view: View) -> list[Column]:
     """Correlations, the spread of norms, the range of cosines at both lengths."""
-    (near, far), at = lengths(view), where(view)
+    at_l = {
+        "raw_correlation": mean("raw_correlation", "before the norm"),
+        "spread": mean("spread", "spread of ‖k‖"),
+        "mean_direction": mean("mean_direction", "energy in the mean key, %", scale=100.0),
+    }
+    near, far = lengths(view)
     return [
-        Column("correlation", CORRELATION.title, CORRELATION.at(at), without="one norm"),
-        Column("raw_correlation", "before the norm", mean("raw_correlation", "").at(at)),
-        Column("spread", "spread of ‖k‖", mean("spread", "").at(at)),
+        Column("correlation", CORRELATION.title, CORRELATION, without="one norm"),
+        *(Column(key, metric.title, metric.at(AT_L)) for key, metric in at_l.items()),
         *(
-            [Column("mean_direction", DIRECTION.title, DIRECTION.at(at))]
-            if rows(view, "mean_direction")
-            else []
+            Column(f"cosine_{key}_{share:g}", f"cosine, {share:.1%} at {length:,}", metric)
+            for key, length, where in (("near", near, AT_L), ("far", far, LONGER))
+            for share in QUANTILES
+            for metric in [cosine_quantile(share).at(where)]
         ),
-        *_cosine_columns(view, "near", near),
-        *_cosine_columns(view, "far", far),
     ]
 
 
-def _cosine_columns(view: View, key: str, length: int) -> list[Column]:
-    return [
-        Column(
-            f"cosine_{key}_{share:g}",
-            f"cosine, {share:.1%} at {length:,}",
-            cosine_quantile(share).at(where(view, length=length)),
-        )
-        for share in QUANTILES
-    ]
-
-
-def range_columns(view: View) -> list[Column]:
-    """Pairs and attention outside the trained range, by distance."""
-    longer = where(view, length=lengths(view)[1])
-    return [
-        Column(key, title, metric.at(longer))
-        for key, title, metric in (
-            ("near_outside", "pairs nearer than L, outside, %", NEAR),
-            ("far_outside", "pairs further, outside, %", FAR),
-            ("further", "difference", FURTHER),
-            ("near_attention", "attention nearer, outside, %", _attention("near outside")),
-            ("far_attention", "attention further, outside, %", _attention("far outside")),
-            ("far_inside", "attention further, inside, %", _attention("far inside")),
-        )
-    ] + [_beyond(view)]
-
-
-def distance_bins(view: View) -> list[tuple[int, int]]:
+def _distances(view: View) -> list[tuple[int, int]]:
     """The octaves of distance over which products were measured."""
     chosen = {"protocol": KIND, "statistic": "product"}
     edges = {*view.values("bin", chosen), *view.values("bin_end", chosen)}
     return list(pairwise(sorted(map(int, edges))))
 
 
-def profile_columns(view: View) -> list[Column]:
+def _profile_columns(view: View) -> list[Column]:
     """The mean product by octave of distance, and how far it comes back beyond L."""
     near, far = lengths(view)
-    longer = where(view, length=far)
     beyond = product_between(near, far) - product_between(near // 2, near)
     return [
         *(
             Column(
                 f"product_{low}",
                 f"{low:,} … {high - 1:,}" if high - low > 1 else str(low),
-                product_between(low, high).at(longer),
+                product_between(low, high).at(LONGER),
             )
-            for low, high in distance_bins(view)
+            for low, high in _distances(view)
         ),
-        Column("rebound", "beyond L − the octave before", beyond.at(longer)),
+        Column("rebound", "beyond L − the octave before", beyond.at(LONGER)),
     ]
 
 
-def layer_rows(view: View) -> list[Row]:
+def _layer_rows(view: View) -> list[Row]:
     """Every layer of every score."""
     return [
         Row(f"{row.label}, layer {layer + 1}", {**row.where, "layer": layer})
@@ -217,35 +163,84 @@ def layer_rows(view: View) -> list[Row]:
     ]
 
 
-def layer_columns(view: View) -> list[Column]:
-    """Attention at distances of at least L, of the queries that see such distances."""
-    return [_beyond(view)]
-
-
-def _beyond(view: View) -> Column:
-    """Attention to both far regions together."""
-    metric = _per_bin("attention", len(REGIONS), lambda *both: 100 * _share(*both)[..., 2:].sum(-1))
-    longer = where(view, length=lengths(view)[1])
-    return Column("beyond", "attention beyond L, %", metric.at(longer))
-
-
-def clamped_columns(view: View) -> list[Column]:
+def _clamped_columns() -> Iterator[Column]:
     """The last tokens alone, behind the whole text, and with clamped positions."""
-    longer = where(view, length=lengths(view)[1])
-    read = [(name, None) for name in READINGS] + [
-        ("unmodified", "alone"),
-        ("clamped", "unmodified"),
-    ]
-    return [
-        Column(
-            f"{name}_{ours}{f'_less_{theirs}' if theirs else ''}",
-            f"{title}, {ours}{f' − {theirs}' if theirs else ''}",
-            last_tokens(f"last_{name}", ours, theirs).at(longer),
-        )
-        for name, title in (("accuracy", "accuracy"), ("loss", "loss"))
-        for ours, theirs in read
-    ] + [Column("recovered", RECOVERED.title, RECOVERED.at(longer))]
+    for name in ("accuracy", "loss"):
+        read = {reading: last_tokens(name, reading) for reading in READINGS}
+        for reading, metric in read.items():
+            yield Column(f"{name}_{reading}", f"{name}, {reading}", metric)
+        for ours, theirs in (("unmodified", "alone"), ("clamped", "unmodified")):
+            title = f"{name}, {ours} − {theirs}"
+            yield Column(f"{name}_{ours}_less_{theirs}", title, read[ours] - read[theirs])
+    yield Column("recovered", RECOVERED.title, RECOVERED)
 
+
+TABLES = (
+    Table(
+        "table",
+        "",
+        rows,
+        columns,
+        main=("correlation", "spread", f"cosine_near_{1 - TAIL:g}", f"cosine_far_{1 - TAIL:g}"),
+        notes=(
+            "rank correlation: Spearman's, of ‖k_j‖ with the attention that key j receives from "
+            "the next L/2 queries, relative to uniform attention, within a text; before the norm: "
+            "of the key as it enters the score.",
+            "spread: standard deviation of ‖k_j‖ over its mean, within a text. Energy in the mean "
+            "key: of the keys divided by their lengths, before positions.",
+            "cosine: cos(q_i, k_j), quantiles, mean over heads.",
+        ),
+    ),
+    Table(
+        "distances",
+        "Where do cosines leave their trained range?",
+        lambda view: rows(view, "pairs"),
+        (
+            Column("near_outside", "pairs nearer than L, outside, %", NEAR),
+            Column("far_outside", "pairs further, outside, %", FAR),
+            Column("further", "difference", FURTHER),
+            Column("near_attention", "attention nearer, outside, %", NEAR_OUTSIDE),
+            Column("far_attention", "attention further, outside, %", FAR_OUTSIDE),
+            Column("far_inside", "attention further, inside, %", FAR_INSIDE),
+            BEYOND,
+        ),
+        notes=(
+            f"outside: the cosine lies outside the range that its head has at L ({TAIL:.1%} left "
+            "out at either end). Nearer than L: at a trained distance i − j < L.",
+            "attention: of all attention of the queries at i ≥ L, mean over heads.",
+        ),
+    ),
+    Table(
+        "profile",
+        "How large are logits by distance?",
+        lambda view: rows(view, "product"),
+        _profile_columns,
+        notes=(
+            "The mean of q_i · k_j, the logit before biases, over the pairs at these distances in "
+            "the longer texts, all layers and heads.",
+        ),
+    ),
+    Table(
+        "layers",
+        "Which layers look beyond L?",
+        _layer_rows,
+        (BEYOND,),
+        notes=("Of all attention of the queries at i ≥ L, mean over heads.",),
+    ),
+    Table(
+        "clamped",
+        "What do unseen positions cost?",
+        lambda view: rows(view, "last_accuracy"),
+        tuple(_clamped_columns()),
+        notes=(
+            "Accuracy in % and loss in nats of the last L tokens of each text. Alone: with nothing "
+            "before them; unmodified: after the whole text; clamped: the same with every relative "
+            "position from L − 1 on read as L − 1, so that no pair is at an unseen one.",
+            "share recovered: of the accuracy lost after the whole text, what clamping recovers. "
+            "What still lacks then was not taken by unseen positions.",
+        ),
+    ),
+)
 
 # Claims and figures
 
@@ -255,102 +250,70 @@ WIDENED = " (KeyNorm widens what is trained, so they should not)"
 def claims(view: View) -> Iterator[Claim]:
     """The source's explanation, sentence by sentence, then what it leaves open."""
     near, far = lengths(view)
-    highest, baseline = cosine_quantile(1 - TAIL), where(view, row="Baseline")
+    highest = cosine_quantile(1 - TAIL)
     yield Claim(
         "without a norm a key's size decides how much attention it receives",
-        CORRELATION.at(baseline),
+        CORRELATION.at(variant="Baseline"),
         *(SOURCE, "Baseline: rank correlation of ‖k‖ and attention received"),
     )
     for row, remark in (("Baseline", ""), ("KNA", WIDENED), ("KNA-NoPE", WIDENED)):
         yield Claim(
             f"on longer text {row}'s cosines reach further{remark}",
-            highest.at(where(view, row=row, length=far)) - highest.at(where(view, row=row)),
+            highest.at(LONGER, variant=row) - highest.at(AT_L, variant=row),
             *(SOURCE, f"{row}: {1 - TAIL:.1%} quantile of cos(q, k), at {far:,} − at {near:,}"),
         )
     yield Claim(
         "KeyNorm widens the range of cosines that training reaches",
-        highest.at(where(view, row="KNA")) - highest.at(baseline),
+        highest.at(AT_L, variant="KNA") - highest.at(AT_L, variant="Baseline"),
         *(SOURCE, f"{1 - TAIL:.1%} quantile at {near:,}: KNA − Baseline"),
     )
     yield Claim(
         "a key's norm carries its position, whichever way",
-        mean("position_size", "size").at(baseline),
+        mean("position_size", "size").at(AT_L, variant="Baseline"),
         *(SOURCE_OPEN, "Baseline: rank correlation of ‖k‖ and its position, its size"),
     )
-    for sentence, measured, metric in (
-        (
-            "{}'s cosines leave their trained range at unseen distances rather than at trained "
-            "ones",
-            f"share of pairs outside, at i − j ≥ {near:,} − nearer",
-            FURTHER,
-        ),
-        (
-            "unseen positions cost {} accuracy on longer text",
-            f"share of the accuracy lost at {far:,} tokens that clamped positions recover",
-            RECOVERED,
-        ),
-    ):
-        for row in ("Baseline", "KNA"):
-            yield Claim(
-                sentence.format(row),
-                metric.at(where(view, row=row, length=far)),
-                *(SOURCE_OPEN, f"{row}: {measured}"),
-            )
+    unseen = "'s cosines leave their trained range at unseen distances rather than at trained ones"
+    for row in ("Baseline", "KNA"):
+        yield Claim(
+            f"{row}{unseen}",
+            FURTHER.at(variant=row),
+            *(SOURCE_OPEN, f"{row}: share of pairs outside, at i − j ≥ {near:,} − nearer"),
+        )
+    lost = f"share of the accuracy lost at {far:,} tokens that clamped positions recover"
+    for row in ("Baseline", "KNA"):
+        yield Claim(
+            f"unseen positions cost {row} accuracy on longer text",
+            RECOVERED.at(variant=row),
+            *(SOURCE_OPEN, f"{row}: {lost}"),
+        )
 
 
-def figures(view: View) -> list[Figure]:
-    """The last tokens, and quantiles of the cosines at both lengths."""
+def figures(view: View) -> Iterator[Figure]:
+    """The accuracy of the last tokens in every reading, and the mean product by distance."""
     near, far = lengths(view)
-    scores = rows(view)
-    at_both = [_cosine_columns(view, "", length) for length in (near, far)]
-    ranges = Intervals(
-        "cosine_ranges",
-        "Quantiles of cos(q, k) by length of the text, mean over heads",
-        tuple(f"{row.label}, {length:,}" for row in scores for length in (near, far)),
-        tuple(
-            IntervalColumn(
-                f"{share:.1%}",
-                tuple(c.cell(view, row).estimate for row in scores for c in columns),
-            )
-            for share, *columns in zip(QUANTILES, *at_both, strict=True)
-        ),
-    )
-    return [*_last_tokens(view), ranges, *_profile(view)]
-
-
-def _profile(view: View) -> Iterator[Figure]:
-    """The mean product by distance, a line for each score; none where it was not measured."""
-    near, far = lengths(view)
+    read = {
+        f"{row.label}, {reading}": view.known(last_tokens("accuracy", reading), row.where)
+        for row in rows(view, "last_accuracy")
+        for reading in READINGS
+    }
+    known = {label: estimate for label, estimate in read.items() if estimate is not None}
+    title = f"The last {near:,} of {far:,} tokens"
+    accuracy = IntervalColumn("accuracy, %", tuple(known.values()))
+    yield Intervals("last_accuracy", title, tuple(known), (accuracy,))
     lines = []
     for row in rows(view, "product"):
-        at = where(view, length=far, **row.where)
-        read = [
-            (low, view.known(product_between(low, high), at)) for low, high in distance_bins(view)
-        ]
         # The axis begins at a quarter of L.
-        points = tuple(
-            Point.of(float(low), value) for low, value in read if value and low >= near // 4
-        )
-        lines.append(Line(row.label, points))
-    if lines:
-        panel = Panel(
-            *("", tuple(lines), "distance i − j", PRODUCT.title),
-            log_x=True,
-            marks=(Mark(float(near), "L"),),
-        )
-        yield Curves("product_by_distance", "Mean of q · k by distance", (panel,))
-
-
-def _last_tokens(view: View) -> Iterator[Figure]:
-    """The accuracy of the last tokens in every reading; none where it was not measured."""
-    near, far = lengths(view)
-    known = {}
-    for row, reading in product(rows(view, "last_accuracy"), READINGS):
-        metric = last_tokens("last_accuracy", reading).at(where(view, length=far))
-        estimate = view.known(metric, row.where)
-        if estimate is not None:
-            known[f"{row.label}, {reading}"] = estimate
-    if known:
-        title = f"The last {near:,} of {far:,} tokens"
-        accuracy = IntervalColumn("accuracy, %", tuple(known.values()))
-        yield Intervals("last_accuracy", title, tuple(known), (accuracy,))
+        products = {
+            low: view.known(product_between(low, high).at(LONGER), row.where)
+            for low, high in _distances(view)
+            if low >= near // 4
+        }
+        points = (Point.of(float(low), value) for low, value in products.items() if value)
+        lines.append(Line(row.label, tuple(points)))
+    panel = Panel(
+        *("", tuple(lines), "distance i − j", "mean q · k"),
+        log_x=True,
+        marks=(Mark(float(near), "L"),),
+        shaded=float(near),
+    )
+    yield Curves("product_by_distance", "Mean of q · k by distance", (panel,))
