@@ -242,11 +242,14 @@ def resolve_window(request: Request) -> Sweep:
 
 def _windows(view: View) -> dict[tuple[str, int], Where]:
     """Where each form of log-n and window was read, windows ascending; 0 without ReRoPE."""
-    found = {}
+    found: dict[tuple[str, int], Where] = {}
     for row in lm.rows_of(view.read):
         spec = ScoreSpec.parse(select(view.read, row.where)["score"][0])
-        form = {None: PLAIN, "trained-in": "logn"}.get(spec.logn and spec.logn.when, POST_HOC)
-        found[form, spec.remapping.window if spec.remapping else 0] = row.where
+        form = PLAIN
+        if spec.logn is not None:
+            form = "logn" if spec.logn.when == "trained-in" else POST_HOC
+        window = spec.remapping.window if spec.remapping else None
+        found[form, window or 0] = row.where
     return dict(sorted(found.items(), key=lambda each: (FORMS.index(each[0][0]), each[0][1])))
 
 
