@@ -314,6 +314,5 @@ def figures(view: View) -> Iterator[Figure]:
         *("", tuple(lines), "distance i − j", "mean q · k"),
         log_x=True,
         marks=(Mark(float(near), "L"),),
-        shaded=float(near),
     )
     yield Curves("product_by_distance", "Mean of q · k by distance", (panel,))
