@@ -22,7 +22,7 @@ VALUES = (
 OPTIONS = {
     "train": "--score --steps --length --dim --layers --heads --block --placement --vocab-size "
     "--batch-size --lr --precision --seed --threads --preset --set --corpus",
-    "evaluate": "--methods --protocols --multiples --lengths --max-windows --seed",
+    "evaluate": "--methods --protocols --multiples --max-windows --seed",
     "generate": "--method --max-new-tokens --temperature --top-k --top-p --stop --seed",
     "inspect": "--text --method --length --windows --bins --attention --out --seed",
     "report": "--out --colour",

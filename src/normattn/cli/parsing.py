@@ -73,12 +73,19 @@ def _field(info: Any, default: Any, metadata: dict[str, Any]) -> Any:
 
 
 def settings(options: Any) -> dict[str, Any]:
-    """The settings that the options give, by dotted name."""
+    """The settings that options and `--set` give, by dotted name; `InputError` where both do."""
+    from normattn.lab.sweep.config import merged, value_at  # Slow to import, and `--help` is quick.
+
     given = {
-        field.metadata.get("setting"): getattr(options, field.name)
+        str(field.metadata["setting"]): getattr(options, field.name)
         for field in dataclasses.fields(options)
+        if field.metadata.get("setting") and getattr(options, field.name) is not None
     }
-    return {name: value for name, value in given.items() if name and value is not None}
+    assigned = options.changes or {}
+    both = [name for name in given if value_at(merged({}, assigned), name) is not None]
+    if both:
+        raise InputError(f"{', '.join(sorted(both))} is given both as an option and by --set")
+    return {**given, **assigned}
 
 
 def command_of(kind: type[Any], work: Callable[[Any], int | None]) -> Callable[..., int | None]:

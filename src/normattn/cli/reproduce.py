@@ -5,7 +5,6 @@ The sub-commands are made of the studies themselves: a new study appears here by
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from normattn.cli.parsing import (
     names,
     option,
     seeds,
+    settings,
     settings_option,
 )
 from normattn.errors import InputError
@@ -57,7 +57,9 @@ class ReproduceOptions:
     )
     out: Path | None = option(None, help="Folder of runs and report. [default: runs/STUDY-PRESET]")
     corpus: str | None = option(
-        None, help="Another corpus: a file, a folder or hf:NAME. [default: the preset's]"
+        None,
+        setting="training.data.corpus",
+        help="Another corpus: a file, a folder or hf:NAME. [default: the preset's]",
     )
     changes: dict[str, Any] | None = settings_option("Change any setting, e.g. training.steps=100.")
     plan: bool = flag("--plan", "Print the plan and exit.")
@@ -105,11 +107,12 @@ def _command(study: Study) -> Any:
     def run(options: ReproduceOptions) -> None:
         from normattn.lab.studies import errors_in
         from normattn.lab.sweep import clusters, launchers
-        from normattn.lab.sweep.run import CORPUS, Request
+        from normattn.lab.sweep.run import Request
         from normattn.lab.sweep.runner import reproduce
 
-        own, changes = launchers.split_changes(options.changes or {})
-        _refuse_both({CORPUS: options.corpus, "seeds": options.seeds}, changes)
+        own, changes = launchers.split_changes(settings(options))
+        if options.seeds is not None and "seeds" in changes:
+            raise InputError("seeds is given both as an option and by --set")
         request = Request(
             preset=options.preset,
             variants=options.variants,
@@ -118,7 +121,7 @@ def _command(study: Study) -> Any:
             jobs=options.jobs,
             launcher=clusters.launcher(options.launcher, own),
             out=options.out,
-            changes={**({CORPUS: options.corpus} if options.corpus else {}), **changes},
+            changes=changes,
         )
         with errors_in(study):
             failed = reproduce(study, request, only_plan=options.plan)
@@ -135,20 +138,6 @@ def _command(study: Study) -> Any:
             parameter.help = getattr(study, parameter.name)
             parameter.hidden = not parameter.help
     return command
-
-
-def _refuse_both(given: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
-    """`InputError` for a setting that an option gives and `--set` as well, alone or in a group."""
-    from normattn.lab.sweep.config import merged, value_at
-
-    assigned = merged({}, changes)
-    both = [
-        name
-        for name, value in given.items()
-        if value is not None and value_at(assigned, name) is not None
-    ]
-    if both:
-        raise InputError(f"{', '.join(both)} is given both as an option and by --set")
 
 
 def _epilog(study: Study) -> str:

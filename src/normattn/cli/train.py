@@ -50,14 +50,11 @@ def train_or_plan(asked: options.Train) -> None:
 def _fields(asked: options.Train) -> dict[str, Any]:
     """Every setting of the run: preset, file, options and --set, each over the one before."""
     layers = [] if asked.config is None else [read_settings(asked.config)]
-    given, assigned = settings(asked), asked.changes or {}
-    both = set(given) & set(assigned)
-    if both:
-        raise InputError(f"{', '.join(sorted(both))} is given both as an option and by --set")
+    given = settings(asked)
     base = presets.load(asked.preset).training
-    own = merged({}, *layers, given, assigned)
+    own = merged({}, *layers, given)
     base = {**base, "model": without_foreign(base["model"], value_at(own, "model.block"))}
-    whole = merged(base, *layers, given, assigned)
+    whole = merged(base, *layers, given)
     return merged(whole, _short_warmup(base, own))
 
 
