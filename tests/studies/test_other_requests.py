@@ -103,6 +103,9 @@ def test_a_rate_multiplies_the_learning_rate_of_the_row(pairs: str, tmp_path: Pa
     vision = chosen[2].training_config
     assert str(vision.model.score).startswith("QKBatchNorm-NoPE@")
     assert vision.model.positions == "learned"
+    changes = {"evaluation.split": "validation"}
+    held = QKNORM.resolve(Request(pairs, ("QKBatchNorm",), changes=changes)).runs
+    assert [getattr(run, "split", None) for run in held[1:]] == ["validation"] * 2
 
 
 CLIPPED = "Baseline+Muon+QK-Clip"

@@ -146,10 +146,10 @@ def vision_score(score: str) -> str:
 
 
 class TranslationSettings(Settings):
-    """How a trained model is tested: on which pairs, how many of them, and by which beam search.
+    """How a trained model is tested: on which pairs, how many of them, by which beam search.
 
-    `max_sentences` takes the first so many of the split (default: all). Settings are chosen on
-    "validation", tables made on "test".
+    Images are those of the same split. `max_sentences` takes the first so many of the split
+    (default: all). Settings are chosen on "validation", tables made on "test".
     """
 
     split: Literal["test", "validation"] = "test"
@@ -387,8 +387,9 @@ def resolve(request: Request) -> Sweep:
     add(TranslationRun, TRANSLATION, [*table], training, **own)
     if vision is not None:
         of_images = request.seeds_or(vision.seeds or preset.seeds)
-        add(VisionRun, IMAGES, vision.scores, vision.training, seeds=of_images)
-        add(VisionRun, IMAGES, vision.rates.scores, vision.training, vision.rates.multiples)
+        own = {"split": tested.split}
+        add(VisionRun, IMAGES, vision.scores, vision.training, seeds=of_images, **own)
+        add(VisionRun, IMAGES, vision.rates.scores, vision.training, vision.rates.multiples, **own)
     swept = None
     if rates is not None:
         swept = preset.whole_training(TranslationConfig, rates.training, subject="rates.training")
