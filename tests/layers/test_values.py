@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from normattn import InputError, Score, attention
+from normattn.layers.cache import KeyValueCache
 from score.cases import tensors
 
 B, H, G, T, S, D, E = 2, 4, 2, 5, 9, 4, 6
@@ -117,3 +118,20 @@ def test_what_has_no_meaning_is_refused() -> None:
     for text in ("KNA-XSA-Differential", "KNA-VORoPE-Differential", "KNA-XSA-ValueResidual"):
         with pytest.raises(InputError, match="cannot be combined"):
             attention(q, k, v, text)
+
+
+@torch.no_grad()
+def test_vo_rope_turns_values_of_a_cache_and_of_more_queries_than_keys_alike() -> None:
+    """By tables that are kept, whichever positions a call starts from, and by those made for it."""
+    q, k, v = (x.detach() for x in tensors((B, H, S, D), (B, G, S, D), (B, G, S, E)))
+    score, cache = Score("KNA-VORoPE(base=50)", H, D, G).double(), KeyValueCache()
+    spans = (slice(0, 3), slice(3, 4), slice(4, S))
+    parts = [attention(q[:, :, at], k[:, :, at], v[:, :, at], score, cache=cache) for at in spans]
+    places = torch.arange(S)
+    given = attention(q, k, v, score, q_positions=places, k_positions=places)
+    torch.testing.assert_close(torch.cat(parts, 2), given)
+    torch.testing.assert_close(attention(q, k, v, score), given)
+    few = k[:, :, :4], v[:, :, :4]
+    kept = attention(q, *few, score, False)
+    made = attention(q, *few, score, False, q_positions=places, k_positions=places[:4])
+    torch.testing.assert_close(kept, made)

@@ -209,13 +209,10 @@ def _order(inputs: AttentionInputs) -> Iterator[tuple[str, str]]:
 
 def _cpu_order(inputs: AttentionInputs) -> Iterator[tuple[str, str]]:
     """The same on a CPU. A compiler unrolls hand-written loops, but tiles are one node for it."""
-    q, keys, eager = inputs.q, inputs.v.shape[2], not torch.compiler.is_compiling()
+    q, eager = inputs.q, not torch.compiler.is_compiling()
     rows = q.shape[2]
     if eager and rows > 1:
         yield "two-regime", "both parts go to torch's flash kernel, merged by log-sum-exp"
-    # In a decoding step over shared key heads plain products win 1.1 to 10 times.
-    if rows == 1 and keys >= 2048 and q.element_size() != 2 and q.shape[1] != inputs.k.shape[1]:
-        yield "chunked", "for one query over many keys on a CPU plain products come first"
     has = PROCESSOR_FEATURES.get
     tiles_win = has("avx512_f") and not has("avx512_fp16") and q.dtype != torch.float64
     if eager and rows in _TILES_WIN and tiles_win:

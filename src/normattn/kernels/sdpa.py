@@ -55,12 +55,15 @@ def sdpa(
 
     Causal with one query, the last, means that every key is seen.
     """
+    shape, dtype, shared = q.shape, v.dtype, q.shape[1] != k.shape[1]
+    if q.element_size() == 2 and slow_type(q):
+        q, k, v = q.float(), k.float(), v.float()
     # Not by `and`: of a symbolic length that would be no plain bool.
     if q.shape[2] == 1:
         causal = False
-    dtype = v.dtype
-    if q.element_size() == 2 and slow_type(q):
-        q, k, v = q.float(), k.float(), v.float()
+        if shared:
+            # Query heads that share a key head become rows: each key is read once.
+            q = q.reshape(shape[0], k.shape[1], -1, shape[3])
     out = scaled_dot_product_attention(
         *(q, k, v),
         is_causal=causal,
@@ -68,6 +71,7 @@ def sdpa(
         dropout_p=dropout,
         enable_gqa=q.shape[1] != k.shape[1],
     ).to(dtype)
+    out = out.reshape(*shape[:3], -1) if shared else out
     if out.requires_grad and not torch.compiler.is_compiling():
         out.register_hook(_refuse)  # type: ignore[no-untyped-call]
     return out

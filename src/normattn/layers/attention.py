@@ -180,7 +180,7 @@ def attention(  # type: ignore[misc]  # the second overload leaves the other arg
     plan, sums = prepare(spec, q, keys, given), None
     at = plan.positions
     with plain_operations(backend == "reference"):
-        v = turn_values(spec, v, at.key)
+        v = turn_values(spec, v, at.key, 0 if at.regular else None)
     if forget is not None:
         sums = sum_gates(log_gates(forget, k.shape[1], k.dtype, key_padding), q.shape[1])
     announce(module, q, k, query_padding, key_padding, at.query, at.key)
@@ -215,11 +215,12 @@ def _attend_cached(
     at = plan.positions
     padding = None if given.key_padding is None else given.key_padding[:, first:]
     announce(score, q, k, padding, padding, at.query, at.query)
-    new_keys = score.cache_keys(k, at.query, first if at.regular else None)
+    start = first if at.regular else None
+    new_keys = score.cache_keys(k, at.query, start)
     new_keys, width, sums = without_infinities(new_keys), new_keys.shape[-1], None
     if forget is not None:
         new_keys = torch.cat((new_keys, log_gates(forget, k.shape[1], k.dtype, padding)), -1)
-    keys, values = cache.append(new_keys, turn_values(spec, v, at.query))
+    keys, values = cache.append(new_keys, turn_values(spec, v, at.query, start))
     if forget is not None:
         # Kept apart from token to token, so that the oldest may be dropped and rows exchanged.
         sums, keys = sum_gates(keys[..., width:], q.shape[1]), keys[..., :width]

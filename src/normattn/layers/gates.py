@@ -13,6 +13,7 @@ size, F features more.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -22,9 +23,10 @@ from torch.nn import functional as F
 from normattn.errors import InputError
 from normattn.kernels import AttentionInputs
 from normattn.kernels.numerics import at_least_float32
-from normattn.score import Score, ScoreSpec
+from normattn.plain import keepable
+from normattn.score import Positions, Score, ScoreSpec
 from normattn.score.parts import XSA, VORoPE, rope_frequencies
-from normattn.score.rotary import Rotator
+from normattn.score.rotary import Rotation, Rotator
 
 
 def share_factor(
@@ -54,17 +56,19 @@ def finish(
     score: Score,
     o: Float[Tensor, "b h t e"],
     v: Float[Tensor, "b g s e"],
-    query: Int[Tensor, "*bq t"] | None,
+    at: Positions | None,
     gate: Float[Tensor, "b t gates"] | None,
 ) -> Float[Tensor, "b outputs t out"]:
     """What the layer makes of o: pairs joined, turned back, the own value taken off, gated.
 
-    The queries are the last tokens of v. `query` holds their positions, for a score that turns.
+    The queries are the last tokens of v. `at` has their positions, for a score that turns.
     """
     spec = score.spec
     o = join_pairs(score, o)
-    if query is not None:
-        o = turn_values(spec, o, -query)
+    if at is not None:
+        # Of regular positions the queries are the last ones.
+        first = max(0, at.key.shape[-1] - at.query.shape[-1]) if at.regular else None
+        o = turn_values(spec, o, at.query, first, back=True)
     if isinstance(spec.values, XSA):
         own = v[:, :, v.shape[2] - o.shape[2] :]
         o = spec.values.without(o, own.repeat_interleave(o.shape[1] // own.shape[1], 1))
@@ -72,15 +76,42 @@ def finish(
 
 
 def turn_values(
-    spec: ScoreSpec, v: Float[Tensor, "b g s e"], positions: Int[Tensor, "*bp s"]
+    spec: ScoreSpec,
+    v: Float[Tensor, "b g s e"],
+    positions: Int[Tensor, "*bp s"],
+    first: int | None = None,
+    back: bool = False,
 ) -> Float[Tensor, "b g s e"]:
-    """R_p v at these positions for a score with `VORoPE`; v itself for others."""
+    """R_p v at these positions for a score with `VORoPE`, or R_pᵀ v; v itself for others.
+
+    Positions count from `first` on where it is given.
+    """
     part = spec.values
     if not isinstance(part, VORoPE):
         return v
-    theta = rope_frequencies(v.shape[-1], part.base)
-    turned: Tensor = Rotator(theta, part.layout == "interleaved").at(positions, v.dtype)(v)
+    if first is None or not keepable():
+        turn = _rotation(part, v.shape[-1], positions, v.dtype)
+    else:
+        last = first + positions.shape[-1]
+        capacity = max(64, 1 << (last - 1).bit_length())
+        whole = _counted(part, v.shape[-1], capacity, v.dtype, v.device)
+        turn = whole.rows(slice(first, last))
+    turned: Tensor = (replace(turn, sin=-turn.sin) if back else turn)(v)
     return turned
+
+
+def _rotation(part: VORoPE, size: int, positions: Tensor, dtype: torch.dtype) -> Rotation:
+    theta = rope_frequencies(size, part.base)
+    return Rotator(theta, part.layout == "interleaved").at(positions, dtype)
+
+
+@lru_cache(maxsize=32)
+@torch.inference_mode(False)
+def _counted(
+    part: VORoPE, size: int, capacity: int, dtype: torch.dtype, device: torch.device
+) -> Rotation:
+    """The rotation to 0 … capacity − 1, kept as the tables of queries and keys are."""
+    return _rotation(part, size, torch.arange(capacity, device=device), dtype)
 
 
 def apply_gate(

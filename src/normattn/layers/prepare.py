@@ -83,7 +83,7 @@ class AttentionPlan:
         # The definition is made of operations that every derivative goes through.
         with plain_operations(given.backend == "reference"):
             out = in_blocks(score.spec, self.positions, part)
-            return finish(score, out, v, self.positions.query, given.gate)
+            return finish(score, out, v, self.positions, given.gate)
 
     def without_first(self, keys: int) -> AttentionPlan:
         """The plan for keys of which the first are forgotten; distances stay what they are."""
