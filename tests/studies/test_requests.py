@@ -14,7 +14,7 @@ import normattn
 from normattn.errors import InputError
 from normattn.lab.studies import find
 from normattn.lab.studies import preset as presets
-from normattn.lab.studies.ablations import QUESTIONS, Question
+from normattn.lab.studies.ablations import QUESTIONS
 from normattn.lab.studies.changes import CHANGES
 from normattn.lab.studies.keynorm import METHODS, VARIANTS, trained_in_variants
 from normattn.lab.studies.language import TextRun, read_lengths, set_lengths
@@ -199,7 +199,6 @@ def test_every_question_compares_rows_that_differ_in_one_part() -> None:
             ours, theirs = (set(ScoreSpec.parse(name).parts) for name in (row, other))
             assert len(ours - theirs) == 1, row
             assert len(theirs - ours) <= 1, row
-    assert Question("?", (("CosA(c=2.0)", "CosA(c=4)"),)).rows == ("CosA", "CosA(c=2)")
 
 
 def test_keynorm_is_the_rms_norm_without_a_gain() -> None:

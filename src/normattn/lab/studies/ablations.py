@@ -13,7 +13,7 @@ Each score is compared with one other, at L and by its change. KRMSNorm without 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -33,7 +33,6 @@ from normattn.lab.studies.preset import opened, own_group
 from normattn.lab.sweep.collect import measured_below
 from normattn.lab.sweep.config import merged
 from normattn.lab.sweep.run import Request, Sweep
-from normattn.score import ScoreSpec
 from normattn.score.spec import UNMODIFIED
 from normattn.settings import Settings
 
@@ -130,6 +129,11 @@ def _change_columns(view: View) -> list[Column]:
         length = view.values("train_length", {"data": sums.data})[0]
         return sums.at(slice(sum(end <= length for *_, end in sums.bins)))
 
+    def effect(view: View, row: Row) -> Cell:
+        if not _shares_documents(view, row):
+            return NOTHING
+        return Column("", "", _effect(row)).cell(view, Row("", {}))
+
     columns = []
     for score in SCORES:
         at_l = lm.ACCURACY.at({"factor.row": score}, protocol="train_length")
@@ -139,52 +143,31 @@ def _change_columns(view: View) -> list[Column]:
     columns += [Column(f"{name}_change", f"change of {name}", _change_of(name)) for name in SCORES]
     gap = _change_of("KNA") - _change_of("Baseline")
     columns.append(Column("gap", "change of KNA − of Baseline", gap))
-    columns.append(_effect("effect", "effect on KNA's change", lambda change: AS_PRESET))
-    if _several(view):
-        columns.append(_effect("last", "effect of the last of several", _without_last))
-    return columns
+    return [*columns, Column("effect", "effect on KNA's change", plain=effect)]
 
 
-def _without_last(change: str) -> str:
-    """What a joined change adds its last part to; "" for a single one."""
-    return change.rpartition("+")[0]
-
-
-def _several(view: View) -> bool:
-    """Whether changes were joined."""
-    return any(_without_last(row.where[CHANGED]) for row in _change_rows(view))
-
-
-def _effect(key: str, title: str, against: Callable[[str], str]) -> Column:
-    """The change of KNA minus the same under another change of the setting."""
+def _effect(row: Row) -> Metric:
+    """The change of KNA under a change of the setting, minus that in the unchanged preset."""
     ours = _change_of("KNA")
-
-    def cell(view: View, row: Row) -> Cell:
-        other = against(row.where[CHANGED])
-        if not other or not _comparable(view, row.where[CHANGED], other):
-            return NOTHING
-        return Column(key, title, ours - ours.at({CHANGED: other})).cell(view, row)
-
-    return Column(key, title, plain=cell)
+    return ours.at(row.where) - ours.at({CHANGED: AS_PRESET})
 
 
-def _comparable(view: View, change: str, other: str) -> bool:
-    """Whether the other change was read too, in the same documents."""
+def _shares_documents(view: View, row: Row) -> bool:
+    """Whether the unchanged preset was read too, in the same documents."""
     ours, theirs = (
         set(view.values("unit", {CHANGED: name, "protocol": "last_segment"}))
-        for name in (change, other)
+        for name in (row.where[CHANGED], AS_PRESET)
     )
-    return change != other and bool(ours & theirs)
+    return row.where[CHANGED] != AS_PRESET and bool(ours & theirs)
 
 
 def _change_claims(view: View) -> Iterator[Claim]:
     """Of every change whether it takes away KNA's loss."""
-    ours = _change_of("KNA")
     for row in _change_rows(view):
-        if _comparable(view, row.where[CHANGED], AS_PRESET):
+        if _shares_documents(view, row):
             yield Claim(
                 f"{row.label}: KNA loses less from L to the longest context",
-                ours.at(row.where) - ours.at({CHANGED: AS_PRESET}),
+                _effect(row),
                 "asked here, as kexue 9859 differs",
                 "change of KNA − its change in the unchanged preset, last segment",
                 matters=MATTERS,
@@ -197,20 +180,6 @@ def _change_figures(view: View) -> list[Figure]:
     drawn = [column for column in _change_columns(view) if column.key in keys]
     title = "Accuracy of the last segment after the longest context minus after L, in points"
     return [lm.intervals(view, "factors", title, _change_rows(view), drawn)]
-
-
-def _change_notes(view: View) -> Sequence[str]:
-    always = (
-        "copies at L: repeated text within the training length, the tokens whose answer "
-        "stands earlier. A model that copies no better than it reads has little to lose.",
-        "effect: the change of KNA minus that in the unchanged preset, paired over "
-        "documents and seeds; none for a text that shares no document.",
-    )
-    last = (
-        "effect of the last of several: of changes that are joined, minus the change of KNA under "
-        "all of them but the last."
-    )
-    return (*always, last) if _several(view) else always
 
 
 FACTORS = Study(
@@ -232,7 +201,12 @@ FACTORS = Study(
             head="change",
             intro="Token accuracy in %; change: the last segment after the longest context minus "
             "after L, in points, with 95 % intervals over documents and seeds.",
-            notes=_change_notes,
+            notes=(
+                "copies at L: repeated text within the training length, the tokens whose answer "
+                "stands earlier. A model that copies no better than it reads has little to lose.",
+                "effect: the change of KNA minus that in the unchanged preset, paired over "
+                "documents and seeds; none for a text that shares no document.",
+            ),
         ),
     ),
     claims=_change_claims,
@@ -261,20 +235,12 @@ class Expected:
 
 @dataclass(frozen=True)
 class Question:
-    """A question, and pairs of rows that answer it: the second is the reference of the first.
-
-    Rows are spelled as their measurements are, however they were written: a pair under another
-    name would be trained and left out of the page.
-    """
+    """A question, and pairs of rows that answer it: the second is the reference of the first."""
 
     words: str
     pairs: tuple[tuple[str, str], ...]
     at_l: Expected = Expected("is better at the training length than")
     change: Expected = Expected("loses less from L to the longest context than")
-
-    def __post_init__(self) -> None:
-        spelled = tuple(tuple(ScoreSpec.parse(row).text for row in pair) for pair in self.pairs)
-        object.__setattr__(self, "pairs", spelled)
 
     @property
     def rows(self) -> tuple[str, ...]:
@@ -339,24 +305,25 @@ def _pair_rows(view: View) -> list[Row]:
 
 def _pair_columns(view: View) -> list[Column]:
     """The first row of a pair at L and its change; then differences to the second."""
+
+    def column(key: str, title: str, metric: Metric, difference: bool = True) -> Column:
+        def cell(view: View, row: Row) -> Cell:
+            ours, theirs = (metric.at(variant=row.where[name]) for name in ("row", "other"))
+            shown = ours - theirs if difference else ours
+            return Column(key, title, shown).cell(view, Row("", {}))
+
+        # The metric says in figures that differences have a 0.
+        return Column(key, title, metric - metric if difference else metric, plain=cell)
+
     natural = lm.past(lm.ACCURACY, view, "non_repeated", method="")
     return [
         text_column("question", "question", lambda view, row: row.where["question"]),
-        _of_pair("at_l", "at L", lm.AT_L, difference=False),
-        _of_pair("change", "change", lm.UNMODIFIED_CHANGE, difference=False),
-        _of_pair("at_l_difference", "difference at L", lm.AT_L),
-        _of_pair("natural_difference", "difference on held-out text past L", natural),
-        _of_pair("change_difference", "difference in change", lm.UNMODIFIED_CHANGE),
+        column("at_l", "at L", lm.AT_L, difference=False),
+        column("change", "change", lm.UNMODIFIED_CHANGE, difference=False),
+        column("at_l_difference", "difference at L", lm.AT_L),
+        column("natural_difference", "difference on held-out text past L", natural),
+        column("change_difference", "difference in change", lm.UNMODIFIED_CHANGE),
     ]
-
-
-def _of_pair(key: str, title: str, metric: Metric, difference: bool = True) -> Column:
-    def cell(view: View, row: Row) -> Cell:
-        ours, theirs = (metric.at(variant=row.where[name]) for name in ("row", "other"))
-        return Column(key, title, ours - theirs if difference else ours).cell(view, Row("", {}))
-
-    # The metric says in figures that differences have a 0.
-    return Column(key, title, metric - metric if difference else metric, plain=cell)
 
 
 def _pair_claims(view: View) -> Iterator[Claim]:

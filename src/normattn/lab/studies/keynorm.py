@@ -8,15 +8,15 @@ Baseline, KNA and CosA.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from normattn.errors import InputError
 from normattn.lab.report.claims import Claim
-from normattn.lab.report.figures import Figure
 from normattn.lab.report.tables import Column, Row, Table, text_column
 from normattn.lab.report.view import View
-from normattn.lab.stats import Metric
 from normattn.lab.studies import lm_report as lm
 from normattn.lab.studies.base import Study
 from normattn.lab.studies.language import TextSetting, text_runs
@@ -120,25 +120,22 @@ said = partial(Claim, source="kexue 9859", matters=MATTERS)
 
 def claims(view: View) -> Iterator[Claim]:
     """What the source says of normalised keys, sentence by sentence; two controls come last."""
-    read = {text: lm.past(lm.ACCURACY, view, text) for text in PAST}
 
-    def minus(text: str, ours: str, theirs: str) -> Metric:
-        """The difference of two rows, each "score" or "score method"."""
-        rows = [(row, method) for row, _, method in (ours.partition(" "), theirs.partition(" "))]
-        first, second = (read[text].at(variant=row, method=method) for row, method in rows)
-        return first - second
+    def differ(sentence: str, text: str, ours: str, theirs: str, **more: Any) -> Claim:
+        """A claim on the difference of two rows, each "score" or "score method", past L."""
+        read = lm.past(lm.ACCURACY, view, text)
+        pairs = [(row, method) for row, _, method in (ours.partition(" "), theirs.partition(" "))]
+        first, second = (read.at(variant=row, method=method) for row, method in pairs)
+        named = " − ".join("-".join(filter(None, pair)) for pair in pairs)
+        return said(sentence, first - second, measured=f"{named}, accuracy", **more)
 
     for row in ("KNA", "CosA", "KNA-logn", "CosA-logn"):
         for text, words in PAST.items():
-            yield said(
-                f"{row} reads better than Baseline: {words}",
-                minus(text, row, "Baseline"),
-                measured=f"{row} − Baseline, accuracy",
-            )
-    yield said(
+            yield differ(f"{row} reads better than Baseline: {words}", text, row, "Baseline")
+    natural, repeated = "non_repeated", "repeated"
+    yield differ(
         "normalising the queries alone does not help: KNA is above QNA on held-out text",
-        minus("non_repeated", "KNA", "QNA"),
-        measured="KNA − QNA, accuracy",
+        *(natural, "KNA", "QNA"),
     )
     for row in ("KNA", "CosA", "QNA"):
         yield said(
@@ -148,31 +145,18 @@ def claims(view: View) -> Iterator[Claim]:
             matters=lm.EQUAL,
         )
     for method in ("YaRN", "ReRoPE"):
-        yield said(
-            f"KNA reads held-out text as well as Baseline with {method} ({WITHIN} worse)",
-            minus("non_repeated", "KNA", f"Baseline {method}"),
-            measured=f"KNA − Baseline-{method}, accuracy",
-            margin=MATTERS,
-        )
+        sentence = f"KNA reads held-out text as well as Baseline with {method} ({WITHIN} worse)"
+        yield differ(sentence, natural, "KNA", f"Baseline {method}", margin=MATTERS)
     for row in ("KNA", "CosA"):
         for method in STRETCHING:
-            yield said(
-                f"{row} gains nothing from {method} on held-out text ({WITHIN})",
-                minus("non_repeated", f"{row} {method}", row),
-                measured=f"{row}-{method} − {row}, accuracy",
-                sign=-1,
-                margin=MATTERS,
-            )
+            sentence = f"{row} gains nothing from {method} on held-out text ({WITHIN})"
+            yield differ(sentence, natural, f"{row} {method}", row, sign=-1, margin=MATTERS)
     for method in STRETCHING:
-        yield said(
-            f"KNA gains from {method} on repeated text",
-            minus("repeated", f"KNA {method}", "KNA"),
-            measured=f"KNA-{method} − KNA, accuracy",
-        )
-    yield said(
+        sentence = f"KNA gains from {method} on repeated text"
+        yield differ(sentence, repeated, f"KNA {method}", "KNA")
+    yield differ(
         "KNA does not make out positions past L: below Baseline with YaRN on repeated text",
-        minus("repeated", "KNA", "Baseline YaRN"),
-        measured="KNA − Baseline-YaRN, accuracy",
+        *(repeated, "KNA", "Baseline YaRN"),
         sign=-1,
     )
     yield from _as_contexts_grow(view)
@@ -181,12 +165,8 @@ def claims(view: View) -> Iterator[Claim]:
         ("Baseline-SlidingWindow", "a model with a window of L/4"),
         ("Baseline StreamingLLM", "Baseline does with StreamingLLM"),
     ):
-        yield said(
-            f"KNA reads held-out text past L better than {words}",
-            minus("non_repeated", "KNA", control),
-            source="control",
-            measured=f"KNA − {control.replace(' ', '-')}, accuracy",
-        )
+        sentence = f"KNA reads held-out text past L better than {words}"
+        yield differ(sentence, natural, "KNA", control, source="control")
 
 
 def _as_contexts_grow(view: View) -> Iterator[Claim]:
@@ -223,22 +203,23 @@ def _by_distance(view: View) -> Iterator[Claim]:
         return
     copied, unseen = (lm.copied_from(view, d).at(variant="KNA", method="") for d in (near, far))
     control = {"variant": "Baseline", "method": lm.CONTROL}
+    against, at = "KNA − Baseline-StreamingLLM", "repeated text, distance"
     yield said(
         f"KNA copies over a distance that it was trained on ({near:,} tokens)",
         copied - copied.at(**control),
-        measured=f"KNA − Baseline-StreamingLLM, repeated text, distance {near:,}",
+        measured=f"{against}, {at} {near:,}",
     )
     yield said(
         f"KNA does not copy over a distance that it was not trained on ({far:,} tokens; {WITHIN})",
         unseen - unseen.at(**control),
-        measured=f"KNA − Baseline-StreamingLLM, repeated text, distance {far:,}",
+        measured=f"{against}, {at} {far:,}",
         sign=-1,
         margin=MATTERS,
     )
     yield said(
         f"YaRN gives KNA that distance ({far:,} tokens)",
         unseen.at(method="YaRN") - unseen,
-        measured=f"KNA-YaRN − KNA, repeated text, distance {far:,}",
+        measured=f"KNA-YaRN − KNA, {at} {far:,}",
     )
 
 
@@ -259,44 +240,30 @@ PUBLISHED: dict[str, tuple[float, tuple[tuple[float, float], ...]]] = {
     "CosA": (49.73, ((58.90, 46.98), (62.50, 42.77), (83.40, 47.80), (77.82, 47.80))),
     "CosA-logn": (49.67, ((64.74, 48.39), (78.97, 47.46), (82.28, 45.72), (85.67, 48.39))),
 }
-PUBLISHED_METHODS = ("", "NTK", "YaRN", "ReRoPE")
 
 
-def published(row: Row) -> dict[str, float] | None:
+def published(row: Row) -> tuple[float, ...] | None:
     """What the source prints of a row: at L, on repeated and on other text; None for another."""
     score, method = row.where["row"], row.where["method"]
-    if score not in PUBLISHED or method not in PUBLISHED_METHODS:
+    if score not in PUBLISHED or method not in ("", *STRETCHING):
         return None
     train, pairs = PUBLISHED[score]
-    repeated, natural = pairs[PUBLISHED_METHODS.index(method)]
-    return {"train": train, "repeated": repeated, "non_repeated": natural}
+    return (train, *pairs[("", *STRETCHING).index(method)])
 
 
-def _source_columns(view: View) -> Sequence[Column]:
+def _source_columns(view: View) -> Iterator[Column]:
     """Ours and theirs, side by side."""
-
-    def theirs(key: str) -> Column:
-        return text_column(
-            f"{key}_source", "source", lambda view, row: f"{(published(row) or {})[key]:.2f}"
-        )
-
     ours = {column.key: column for column in lm.reading_columns(view)}
-    return [
-        column
-        for key in ("train", "repeated", "non_repeated")
-        if key in ours
-        for column in (Column(key, ours[key].title, ours[key].metric, interval=False), theirs(key))
-    ]
+    for number, key in enumerate(("train", "repeated", "non_repeated")):
+        if key not in ours:
+            continue
+        yield replace(ours[key], interval=False)
+        yield text_column(f"{key}_source", "source", partial(_printed, number))
 
 
-def figures(view: View) -> list[Figure]:
-    """Accuracy by position, by copying distance and by length; the trainings."""
-    return [
-        *lm.position_figures(view),
-        lm.copying_figure(view),
-        lm.length_figure(view),
-        lm.history_figure(view),
-    ]
+def _printed(number: int, view: View, row: Row) -> str:
+    """One of the numbers that the source prints of a row."""
+    return f"{(published(row) or ())[number]:.2f}"
 
 
 STUDY = Study(
@@ -334,13 +301,18 @@ STUDY = Study(
             "source",
             "The KeyNorm post's table, for comparison: another setting, not a target",
             lambda view: [row for row in lm.reading_rows(view) if published(row)],
-            _source_columns,
+            lambda view: [*_source_columns(view)],
             intro=f"The post: {SETTING}. Accuracy in %. For CosA-logn, unmodified, it prints 48.39 "
             "in its large table and 48.95 in its first.",
         ),
     ),
     claims=claims,
-    figures=figures,
+    figures=lambda view: [
+        *lm.position_figures(view),
+        lm.copying_figure(view),
+        lm.length_figure(view),
+        lm.history_figure(view),
+    ],
     summary=lm.in_short,
     variants_help="Trained scores, separated by commas (see `normattn list`), or `all`. "
     "[default: Baseline, QNA, KNA, CosA, each with and without -logn]",
