@@ -43,11 +43,13 @@ MASKED, TRAINING, DEPTH = ({"protocol": name} for name in ("masked", "training",
 ACCURACY, LOSS, UNIGRAM = (Metric(name) for name in ("accuracy", "loss", "unigram_loss"))
 POINTS = Metric(ACCURACY.name, "accuracy", ACCURACY.value, "points", 2)
 BY_LAYER = {
-    "accuracy_by_exit": Metric("exit_accuracy", "accuracy after it, %", ratio(100.0), "%", 1),
+    "accuracy_by_exit": Metric(
+        "exit_accuracy", "accuracy after the layer, %", ratio(100.0), "%", 1
+    ),
     "residual_variance": mean("variance", "variance of the stream", 3),
     "attention_entropy": mean("entropy", "attention entropy, nats", 3),
     "attention_agreement": mean("agreement", "agreement with the layer below", 3),
-    "attention_agreement_mean": mean("agreement_mean", "the same, mean over heads", 3),
+    "attention_agreement_mean": mean("agreement_mean", "agreement, mean over heads", 3),
     "gradients_start": mean("gradients_start", "gradient norm before training", 4),
 }
 """What is measured of each layer, by the name of its figure."""
@@ -455,9 +457,9 @@ STUDY = Study(
             intro="Every layer of each configuration; layer 0 is the input of the first layer. "
             "Intervals are in layers.csv and in the figures.",
             notes=(
-                "accuracy after it: of hidden tokens, through an exit of its own (a norm and a "
-                "matrix, trained on detached vectors) and the shared head; after the last layer by "
-                "the model itself.",
+                "accuracy after the layer: of hidden tokens, through an exit of its own (a norm "
+                "and a matrix, trained on detached vectors) and the shared head; after the last "
+                "layer by the model itself.",
                 "agreement: what a layer's attention has in common with that of the layer below, "
                 "Σ_j min(α, α′), mean over tokens.",
                 "gradient norm: of the loss by a layer's parameters on held-out text, over batches "
