@@ -296,6 +296,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "verdicts": verdicts,
     "copying": copying,
     "onehead": partial(changes, "keynorm-workstation-onehead", KEYNORM),
+    "base": partial(changes, "keynorm-base", ("Baseline", "KNA", "CosA-logn", KEYNORM[3])),
     "mha": partial(changes, "keynorm-workstation-mha", KEYNORM),
     "gau": partial(changes, "keynorm-workstation", (*EIGHT, *CONTROLS)),
     "block": partial(table, "factors-workstation", CHANGE, BLOCKS, "architecture"),

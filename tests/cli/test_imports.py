@@ -46,7 +46,8 @@ def test_list_imports_what_it_asks_and_no_more() -> None:
 
 def test_protocols_and_training_draw_nothing_and_compile_nothing() -> None:
     held = imported(
-        "import normattn.lab.evaluation, normattn.lab.training, normattn.lab.sweep.runner"
+        "import normattn.lab.evaluation.language_model, normattn.lab.training, "
+        "normattn.lab.sweep.runner"
     )
     assert {"normattn.lab.evaluation.language_model", "normattn.lab.training.step"} <= held
     assert not held & {*SLOW, "scipy"}
