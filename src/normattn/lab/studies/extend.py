@@ -17,7 +17,16 @@ import polars as pl
 
 from normattn.errors import InputError
 from normattn.lab.report.figures import Curves, Figure, Line, Mark, Panel
-from normattn.lab.report.tables import Column, Row, Table, estimate_column, shown, text_column
+from normattn.lab.report.tables import (
+    NOTHING,
+    Cell,
+    Column,
+    Row,
+    Table,
+    estimate_column,
+    shown,
+    text_column,
+)
 from normattn.lab.report.view import View, bin_points
 from normattn.lab.runs import RunDirectory
 from normattn.lab.stats import Estimate, MeasurementStore, Metric, measurements, select
@@ -114,7 +123,7 @@ def _prefill(view: View) -> list[Column]:
         columns += [
             _of_windows(f"seconds_{n}", f"{name}: s", SECONDS, at, np.median),
             _of_windows(f"bytes_{n}", f"{name}: MiB", PEAK, at, np.max),
-            Column(f"keys_{n}", f"{name}: pass keys, %", EXACT.at(protocol=KEY, length=n)),
+            Column(f"keys_{n}", f"{name}: pass keys", plain=_keys(n)),
         ]
     return columns
 
@@ -134,6 +143,19 @@ def _of_windows(
         return f"{known.value:.1f}" if statistic == SECONDS else f"{known.value / 2**20:,.0f}"
 
     return estimate_column(key, title, estimated, text)
+
+
+def _keys(length: int) -> Callable[[View, Row], Cell]:
+    """In how many windows the pass key was found."""
+
+    def cell(view: View, row: Row) -> Cell:
+        where = {**row.where, "protocol": KEY, "length": length}
+        estimate, sums = view.estimate(EXACT, where), view.sums(EXACT.name, where)
+        if estimate is None or sums is None:
+            return NOTHING
+        return Cell(f"{sums.numerator.sum():.0f} of {sums.denominator.sum():.0f}", estimate)
+
+    return cell
 
 
 def _measured_notes(view: View) -> list[str]:
