@@ -6,7 +6,7 @@ with an escape sequence in it could retitle the window, hide lines or write to t
 
 from __future__ import annotations
 
-import contextlib
+import os
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -33,8 +33,11 @@ def show(text: object) -> None:
 
 def warn(sentence: object) -> None:
     """Print a line on stderr; where that is full or gone, there is nobody to tell."""
-    with contextlib.suppress(OSError):
+    try:
         print(visible(str(sentence)), file=sys.stderr, flush=True)
+    except OSError:
+        # Python would write it once more at its end, and change the exit status where it cannot.
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # stays
 
 
 class Console(console.Console):

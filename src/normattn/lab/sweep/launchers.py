@@ -238,8 +238,11 @@ class Child(Task):
         code = self.process.wait()
         if code == FINISHED:
             return code, ""
-        lines = self.job.log.read_text("utf-8", errors="replace").split("\n")
-        last = next((line.strip() for line in reversed(lines) if line.strip()), "said nothing")
+        text = self.job.log.read_text("utf-8", errors="replace")
+        lines = [line.strip() for line in text.split("\n") if line.strip()]
+        # What is printed may reach the log later than the sentence of an error.
+        sentences = [line for line in lines if line.startswith("normattn: ")]
+        last = (sentences or lines or ["said nothing"])[-1]
         if code > 0:
             return code, last
         name = signal.Signals(-code).name
