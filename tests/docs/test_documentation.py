@@ -55,6 +55,7 @@ def own_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_python_runs(
     page: Path, own_parts: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """No block raises; what a page says of a result stands in the block as an assertion."""
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": __name__}
     for number, code in enumerate(blocks(page, "python")):

@@ -47,19 +47,19 @@ def made(folder: Path) -> PageContext:
 
 def test_every_number_is_the_published_one(folder: Path, made: PageContext) -> None:
     published = json.loads((folder / "table.json").read_text())
-    close(json.loads(page_json(made)), published)
+    assert_close(json.loads(page_json(made)), published)
 
 
-def close(again: Any, published: Any, where: str = "") -> None:
+def assert_close(again: Any, published: Any, where: str = "") -> None:
     """Equal, numbers to nine digits."""
     if isinstance(published, dict):
         assert again.keys() == published.keys(), where
         for name in published:
-            close(again[name], published[name], f"{where}.{name}")
+            assert_close(again[name], published[name], f"{where}.{name}")
     elif isinstance(published, list):
         assert len(again) == len(published), where
         for number, value in enumerate(published):
-            close(again[number], value, f"{where}[{number}]")
+            assert_close(again[number], value, f"{where}[{number}]")
     elif isinstance(published, float):
         assert again == pytest.approx(published, rel=1e-9, abs=1e-9), where
     else:

@@ -24,7 +24,7 @@ few = settings(max_examples=25, deadline=None)
 pytestmark = pytest.mark.usefixtures("small_tiles")
 
 
-def _agree(backend: str, inputs: AttentionInputs, error: float = 1e-11) -> None:
+def assert_agrees(backend: str, inputs: AttentionInputs, error: float = 1e-11) -> None:
     def run(inputs: AttentionInputs) -> Tensor:
         return attend(inputs, backend)
 
@@ -98,7 +98,7 @@ def _drawn(draw: random.Random, plain: bool, whole: bool = False) -> AttentionIn
 @few
 @given(st.randoms(use_true_random=False))
 def test_chunked_serves_everything_together(draw: random.Random) -> None:
-    _agree("chunked", _drawn(draw, plain=False))
+    assert_agrees("chunked", _drawn(draw, plain=False))
 
 
 @few
@@ -107,13 +107,13 @@ def test_two_regime(draw: random.Random, rows: int) -> None:
     inputs = _drawn(draw, plain=True, whole=True)
     assert TABLE["two-regime"].why_not(inputs) is None
     with mock.patch.object(two_regime, "ROWS", rows):
-        _agree("two-regime", inputs)
+        assert_agrees("two-regime", inputs)
 
 
 @pytest.mark.parametrize("rows", [191, 192, 193, 389])
 @pytest.mark.parametrize("window", [1, 150, 191, 192, 193])
 def test_chunks_of_their_own_size(rows: int, window: int) -> None:
-    _agree("two-regime", make_inputs(rows, rows, "two regimes", far_from=window))
+    assert_agrees("two-regime", make_inputs(rows, rows, "two regimes", far_from=window))
 
 
 def test_chunks_hold_no_matrix() -> None:
@@ -127,8 +127,8 @@ def test_chunks_hold_no_matrix() -> None:
 @pytest.mark.parametrize("rows", [1, 7, 8, 9, 11, 12, 13, 25])
 def test_lengths_about_the_window_and_the_tile(rows: int) -> None:
     for backend in ("chunked", "two-regime"):
-        _agree(backend, make_inputs(rows, rows, "two regimes", far_from=12))
-    _agree("chunked", make_inputs(rows, rows + 15, "two regimes", far_from=12))
+        assert_agrees(backend, make_inputs(rows, rows, "two regimes", far_from=12))
+    assert_agrees("chunked", make_inputs(rows, rows + 15, "two regimes", far_from=12))
 
 
 @pytest.mark.parametrize(("near", "far"), [(200.0, 1.0), (1.0, 200.0)])
@@ -139,14 +139,14 @@ def test_one_regime_that_outweighs_the_other(near: float, far: float) -> None:
     inputs.q.data *= near
     inputs.far_q.data *= far
     for backend in ("two-regime", "chunked"):
-        _agree(backend, inputs, 1e-9)
+        assert_agrees(backend, inputs, 1e-9)
 
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_one_key_head_of_128_and_wide_values(causal: bool) -> None:
     """The gated attention unit: key size 128, values 2·d wide, not causal too."""
     shape: dict[str, Any] = {"heads": 1, "groups": 1, "size": 128, "values": 192, "scale": 0.02}
-    _agree("chunked", make_inputs(37, 37, causal=causal, **shape))
+    assert_agrees("chunked", make_inputs(37, 37, causal=causal, **shape))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

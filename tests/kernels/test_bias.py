@@ -42,7 +42,7 @@ def biased(
     return replace(inputs, bias=(inputs.bias.detach().double() - fall).requires_grad_())
 
 
-def agrees(inputs: AttentionInputs) -> None:
+def assert_agrees(inputs: AttentionInputs) -> None:
     """Output and all gradients, by the norm of the difference."""
     exact, shape = in_float64(inputs), (*inputs.q.shape[:3], inputs.v.shape[3])
     along = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -58,7 +58,7 @@ def agrees(inputs: AttentionInputs) -> None:
     [*((n, n) for n in (1, 7, 8, 9, 17, 35)), (1, 20), (5, 6), (9, 31), (16, 32)],
 )
 def test_ragged_lengths(queries: int, keys: int, causal: bool) -> None:
-    agrees(biased(queries, keys, causal, batch=2))
+    assert_agrees(biased(queries, keys, causal, batch=2))
 
 
 @pytest.mark.parametrize("budget", [1, 8 * 20 * 8, 2 * 8 * 20 * 8, 5 * 8 * 20 * 8, 10**6])
@@ -67,7 +67,7 @@ def test_heads_and_batch_rows_in_any_tiles(
     budget: int, heads: int, groups: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tiled, "TILE_BYTES", budget)
-    agrees(biased(20, batch=3, heads=heads, groups=groups))
+    assert_agrees(biased(20, batch=3, heads=heads, groups=groups))
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -80,8 +80,10 @@ def test_keys_beyond_a_heads_reach_are_left_out(
     monkeypatch.setattr(tiled, "TILE_BYTES", 1)
     groups = 1 if dtype == torch.float64 else 3
     inputs = biased(120, causal=causal, heads=3, groups=groups, dtype=dtype, slope=20.0)
-    agrees(inputs)
-    agrees(replace(inputs, q=inputs.q[:, :, -50:], visibility=biased(50, 120, causal).visibility))
+    assert_agrees(inputs)
+    assert_agrees(
+        replace(inputs, q=inputs.q[:, :, -50:], visibility=biased(50, 120, causal).visibility)
+    )
     few = _flops(inputs)
     monkeypatch.setattr(tiled, "REACH_FROM", 121)
     assert few < 0.7 * _flops(inputs)

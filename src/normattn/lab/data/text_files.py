@@ -75,7 +75,7 @@ def read_rows(
 
 def _table_rows(path: Path, suffix: str, fields: Sequence[str] | None) -> Iterator[dict[str, Any]]:
     row = 0
-    with open_file(path):  # Says in words what is no regular file.
+    with open_file(path):  # Raises for what is no regular file.
         pass
     try:
         if suffix == ".parquet":

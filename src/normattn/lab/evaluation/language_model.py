@@ -175,7 +175,7 @@ def evaluate_run(
     on_measured: Callable[[pl.DataFrame], None] | None = None,
     on_method: Callable[[str], None] = lambda method: None,
 ) -> list[pl.DataFrame]:
-    """Evaluate a trained model as it is or under each method on each set; undo every method.
+    """Evaluate a trained model unmodified or under each method on each set; undo every method.
 
     `methods` are texts such as "" (as is), "YaRN", "ReRoPE-logn+". `factor` is what stretching
     methods stretch by, fixed for a whole table (default: the longest set over the training

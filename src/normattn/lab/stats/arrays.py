@@ -113,7 +113,7 @@ def on_common_sets(frame: pl.DataFrame, apart: Sequence[str] = ()) -> pl.DataFra
 
     Of equally common ones the one with the greatest digest, so that the choice is repeatable.
     Rows that differ in one of the columns `apart` (or in the task) are never compared; rows of
-    trainings that name no data, as their loss, are kept. `left_out` says in words what is not
+    trainings that name no data, as their loss, are kept. `left_out` says what is not
     among them.
     """
     if not frame.height:

@@ -12,7 +12,7 @@ mean a sum over its count, a fact (parameters, steps) itself over 1.
     measured    statistic, sum, of
 
 `row` is the trained row of a table, `score` its whole specification, `method` what was switched
-on afterwards ("" for the model as it is). A bin is half-open, bin ≤ x < bin_end; "" is no axis.
+on afterwards ("" for the unmodified model). A bin is half-open, bin ≤ x < bin_end; "" is no axis.
 Columns `factor.NAME` are a study's own (a window, a learning rate, a size): strings or numbers,
 null where they do not apply.
 """

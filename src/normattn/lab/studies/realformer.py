@@ -381,7 +381,7 @@ BESIDE = {
     "from a trained PostLN": ("PostLN-continued", "RealFormer-from-PostLN"),
     "one block for all layers": ("PostLN-shared", "RealFormer-shared"),
 }
-"""What stands beside PostLN, RealFormer and PreLN in a panel, by its title."""
+"""The rows of each panel, by its title; every panel has PostLN, RealFormer and PreLN too."""
 
 
 def figures(view: View) -> Iterator[Figure]:

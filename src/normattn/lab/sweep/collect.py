@@ -158,8 +158,7 @@ def refuse_changed_text(runs: Iterable[Path], now: Mapping[str, str] | None = No
     tested on other documents.
     """
     seen: dict[str, tuple[object, object]] = {
-        settings: ("the corpus as it is", fingerprint)
-        for settings, fingerprint in (now or {}).items()
+        settings: ("the corpus now", fingerprint) for settings, fingerprint in (now or {}).items()
     }
     for run in runs:
         if not ((run / CORPUS_FILE).is_file() and (run / "config.json").is_file()):

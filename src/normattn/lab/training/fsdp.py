@@ -21,11 +21,11 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from normattn.io import explain_os_errors
 from normattn.lab.runs import Checkpoint, Checkpoints
 from normattn.lab.training.distributed import Parallel, World
+from normattn.lab.training.sharding import replaced, whole
 from normattn.lab.training.state import read_shards
 from normattn.models.transformer import Blocks
 
@@ -138,22 +138,10 @@ class Sharded(Parallel):
     @contextmanager
     def gathered(self, model: nn.Module) -> Iterator[None]:
         """One parameter after another is put together; the writing process keeps it, on the CPU."""
-        held = [
-            (module, name, parameter)
-            for module in model.modules()
-            for name, parameter in module._parameters.items()
-            if isinstance(parameter, nn.Parameter) and isinstance(parameter.data, DTensor)
-        ]
-        made: dict[Tensor, nn.Parameter] = {}
-        for module, name, parameter in held:
-            if parameter not in made:
-                part: Any = parameter.detach()
-                full = part.full_tensor()
-                kept = full.cpu() if self._world.main else full.new_empty(0)
-                made[parameter] = nn.Parameter(kept, parameter.requires_grad)
-            module._parameters[name] = made[parameter]
-        try:
+
+        def kept(parameter: nn.Parameter) -> Tensor:
+            full = whole(parameter.detach())
+            return full.cpu() if self._world.main else full.new_empty(0)
+
+        with replaced(model, kept):
             yield
-        finally:
-            for module, name, parameter in held:
-                module._parameters[name] = parameter

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from normattn.errors import InputError
 from normattn.lab.training.config import AdamWConfig, MuonConfig, OptimiserConfig, TigerConfig
+from normattn.lab.training.sharding import held_rows, whole
 from normattn.layers import Attention, CrossAttention, GatedAttentionUnit
 
 Named = dict[str, nn.Parameter]
@@ -234,22 +235,6 @@ class Muon(torch.optim.Optimizer):
             size = 0.2 * math.sqrt(max(alike.shape[-2:]))
             yield start, orthogonalise(alike).reshape(part.shape), size
             start += count * rows
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """A tensor of which processes hold parts (fsdp), put together on each; any other, itself."""
-    parts: Any = tensor
-    full: Tensor = parts.full_tensor() if hasattr(parts, "full_tensor") else tensor
-    return full
-
-
-def held_rows(tensor: Tensor) -> tuple[Tensor, int]:
-    """The rows of a tensor that this process holds, and the number of the first one."""
-    parts: Any = tensor
-    if not hasattr(parts, "to_local"):
-        return tensor, 0
-    share = -(-len(tensor) // parts.device_mesh.size())
-    return parts.to_local(), min(parts.device_mesh.get_local_rank() * share, len(tensor))
 
 
 def orthogonalise(update: Float[Tensor, "*n r c"]) -> Float[Tensor, "*n r c"]:

@@ -21,7 +21,7 @@ from normattn.kernels import AttentionInputs
 from normattn.kernels.stats import Observation, Observer, observing
 from normattn.lab.training.config import refuse_score
 from normattn.lab.training.distributed import World
-from normattn.lab.training.optim import held_rows, whole
+from normattn.lab.training.sharding import held_rows, replaced, whole
 from normattn.layers import Attention, CrossAttention, GatedAttentionUnit
 from normattn.score import Score
 
@@ -79,22 +79,10 @@ class QKClip:
 
 @contextmanager
 def _whole_weights(layer: nn.Module) -> Iterator[None]:
-    """Each process has the layer's whole weights inside, and afterwards those rows that it holds.
-
-    Only where processes hold parts of them (fsdp); all processes must come here together.
-    """
-    held = [
-        (module, name, parameter)
-        for module in layer.modules()
-        for name, parameter in module._parameters.items()
-        if hasattr(parameter, "full_tensor") and parameter is not None
-    ]
-    for module, name, parameter in held:
-        module._parameters[name] = nn.Parameter(whole(parameter.detach()))
-    yield
-    for module, name, parameter in held:
-        changed = module.get_parameter(name)
-        module._parameters[name] = parameter
+    """The layer with whole weights; afterwards each process keeps those rows that it holds."""
+    with replaced(layer, lambda parameter: whole(parameter.detach())) as found:
+        yield
+    for parameter, changed in found.items():
         rows, first = held_rows(parameter.detach())
         rows.copy_(changed[first : first + len(rows)])
 

@@ -21,6 +21,7 @@ from normattn.lab.training.config import LoopConfig, multiplier
 from normattn.lab.training.distributed import Parallel, World
 from normattn.lab.training.optim import make_optimiser
 from normattn.lab.training.qk_clip import QKClip
+from normattn.lab.training.sharding import whole
 from normattn.lab.training.state import kept_buffers
 from normattn.lab.training.task import Task, derive_seed
 from normattn.models.transformer import set_activation_checkpointing
@@ -163,9 +164,7 @@ class TrainStep:
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         for member, _ in self.optimiser.members:
             self.scaler.unscale_(member)
-        norm: Any = torch.nn.utils.get_total_norm(gradients)
-        if hasattr(norm, "full_tensor"):  # Of gradients that processes hold parts of.
-            norm = norm.full_tensor()
+        norm = whole(torch.nn.utils.get_total_norm(gradients))
         names = list(means)
         stop = torch.full((), float(self._stop_asked()), device=norm.device)
         row = self.world.mean(torch.stack([stop, *(means[name].float() for name in names)]))
