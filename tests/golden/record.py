@@ -398,12 +398,14 @@ def study_numbers(study: str, folder: Path) -> dict[str, dict[str, dict[str, flo
 
 
 def numbers(path: Path) -> dict[str, dict[str, float]]:
-    """A table's numbers by row and column; cells without a number are left out."""
+    """A table's numbers by row and column, without the time of a step, which is the machine's."""
     with path.open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     return {
         "|".join(value for value in row.values() if not is_number(value)): {
-            name: float(value) for name, value in row.items() if is_number(value)
+            name: float(value)
+            for name, value in row.items()
+            if is_number(value) and not name.startswith("step_ms")
         }
         for row in rows
     }

@@ -221,7 +221,7 @@ def test_numbers_in_tables() -> None:
     assert shown(found) == "1,234.6 [1.0, 2.0]"
     assert shown(found, 2, signed=True) == "+1,234.57 [+1.00, +2.00]"
     assert shown(found, interval=False) == "1,234.6"
-    assert shown(Estimate(1.0)) == "1.0 [no interval]"
+    assert shown(Estimate(1.0)) == "1.0"
     assert shown(Estimate(0.0, 0.0, 0.0), signed=True) == "+0.0"
     assert shown(None) == "–"
     assert aligned(["a", "b"], [["x|y", "1"]]).splitlines()[2] == "| x\\|y | 1 |"

@@ -132,7 +132,7 @@ def test_every_column_of_the_page() -> None:
     assert tables["table"]["YaRN", "parameters"] == "YaRN(factor=4)"
     assert tables["change"]["YaRN", "change_16"].startswith("+0.500 [")
     assert tables["change"]["YaRN", "change_8"].startswith("+0.300 [")
-    assert tables["change"]["unmodified", "change_16"] == "+1.000 [no interval]"
+    assert tables["change"]["unmodified", "change_16"] == "+1.000"
     assert tables["change"]["unmodified", "change_8"] == "–"
     assert tables["accuracy"]["unmodified", "accuracy_16"].startswith("50.0")
     assert tables["cost"]["YaRN", "change"].startswith("+9.67 [")

@@ -27,7 +27,7 @@ from normattn.lab.stats import Estimate
 
 COLOURS = (
     *("#000000", "#E69F00", "#0072B2", "#009E73", "#D55E00", "#CC79A7"),
-    *("#56B4E9", "#8C6D31", "#7F7F7F", "#332288", "#44AA99", "#AA4466"),
+    *("#56B4E9", "#8C6D31", "#7F7F7F", "#332288", "#44AA99", "#AA4466", "#999933"),
 )
 """Okabe and Ito's palette, which colour-blind readers tell apart, without its pale yellow."""
 PIXELS_PER_POINT = 2.0
@@ -111,7 +111,7 @@ def _curves(figure: Curves) -> Any:
         drawn = _panel(panel, channels, chosen, limits)
         charts.append(drawn.properties(width=width, height=height))
     charts[0] = charts[0].add_params(chosen)  # the other panels follow it by its name
-    return alt.concat(*charts, columns=columns, title=_wrapped(figure.title))
+    return alt.concat(*charts, columns=columns, title=_above_panels(figure.title))
 
 
 def _legend(channel: Any, lines: Mapping[str, Line], values: Sequence[Any]) -> Any:
@@ -262,7 +262,7 @@ def _intervals(figure: Intervals) -> Any:
                 title=_wrapped(column.title, 34),
             )
         )
-    return alt.hconcat(*charts, title=_wrapped(figure.title))
+    return alt.hconcat(*charts, title=_above_panels(figure.title))
 
 
 def _interval_column(column: IntervalColumn, rows: Sequence[str], y: Any, scale: Any) -> Any:
@@ -340,6 +340,11 @@ def _grid(figure: Grid) -> Any:
 
 def _wrapped(text: str, width: int = TITLE_WIDTH) -> list[str] | str:
     return textwrap.wrap(text, width) or ""
+
+
+def _above_panels(text: str) -> Any:
+    """The title of several panels, apart from the titles of the panels."""
+    return alt.Title(_wrapped(text), offset=14)
 
 
 def _data(values: Sequence[Any]) -> Any:

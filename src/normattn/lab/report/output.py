@@ -1,9 +1,9 @@
 """The files of a report.
 
-`report.html` is for reading, `table.md` for a repository, `table.json` and a CSV of each table for
-programs, `measurements.parquet` for making all of them again. report.html is self-contained: it
-loads nothing and needs no network. Figures are Vega-Lite
-charts, drawn there by the Vega code that the file carries. Equal contexts give equal bytes.
+`report.html` is for reading, `table.md` with the main columns for a repository, `table.json` and a
+CSV of each table for programs, `measurements.parquet` for making all of them again. report.html is
+self-contained: it loads nothing and needs no network. Figures are Vega-Lite charts, drawn there by
+the Vega code that the file carries. Equal contexts give equal bytes.
 """
 
 from __future__ import annotations

@@ -148,9 +148,11 @@ class Filled:
         return tuple(n for n, c in columns if n and self.main and c.key not in self.main)
 
     def markdown(self) -> str:
-        """The table in Markdown."""
-        lines = [[cell.text for cell in line] for line in self.cells]
-        return aligned([column.title for column in self.columns], lines, left=self.words)
+        """The columns that are shown first, in Markdown."""
+        shown = [n for n in range(len(self.columns)) if n not in self.hidden]
+        lines = [[line[n].text for n in shown] for line in self.cells]
+        left = [place for place, n in enumerate(shown) if n in self.words]
+        return aligned([self.columns[n].title for n in shown], lines, left)
 
     def csv(self) -> str:
         """The table with the ends of every interval; a column without numbers as text."""
@@ -208,7 +210,8 @@ class Table:
         kept = [(c, cells) for c, cells in filled if any(cell != NOTHING for cell in cells)]
         notes = self.notes(view) if callable(self.notes) else self.notes
         return Filled(
-            *(self.key, self.title, self.intro, tuple(notes)),
+            *(self.key, self.title, f"{self.intro} {_without_intervals(kept)}".strip()),
+            notes=tuple(notes),
             columns=tuple(column for column, _ in kept),
             rows=rows,
             cells=tuple(zip(*(cells for _, cells in kept), strict=True)),
@@ -216,21 +219,30 @@ class Table:
         )
 
 
+def _without_intervals(columns: Iterable[tuple[Column, Sequence[Cell]]]) -> str:
+    """Why measured values of a table have no interval; nothing where all have one."""
+    metrics = [cells for column, cells in columns if column.metric and column.interval]
+    known = [cell.estimate.low is not None for cells in metrics for cell in cells if cell.estimate]
+    if all(known):
+        return ""
+    if not any(known):
+        return "There are no intervals: one document, window or seed was measured."
+    return "A value without brackets was measured once, or is the same everywhere: no interval."
+
+
 def shown(
     value: Estimate | None, digits: int = 1, signed: bool = False, interval: bool = True
 ) -> str:
     """ "36.7 [35.9, 37.5]", or a dash where nothing was measured; `digits` after the point.
 
-    A value that is the same in every unit has no interval to show.
+    A value that was measured once, or is the same in every unit, has no interval to show.
     """
     if value is None:
         return "–"
     # "z": a negative number that rounds to 0 is shown as 0, never as "-0.0".
     form = f"{'+' if signed else ''}z,.{digits}f"
-    if not interval or (value.low is not None and value.low == value.high):
+    if not interval or value.low is None or value.low == value.high:
         return f"{value.value:{form}}"
-    if value.low is None or value.high is None:
-        return f"{value.value:{form}} [no interval]"
     return f"{value.value:{form}} [{value.low:{form}}, {value.high:{form}}]"
 
 

@@ -56,7 +56,7 @@ def advise(view: View) -> Advice:
     cost = cost_at_train_length(view, {"method": last.method})
     sentences = [_headline(view, winners, cost), *map(_sentence, winners)]
     if last.loss.units == 1:
-        sentences.append("One window has no interval and shows nothing reliably: take more.")
+        sentences.append("One window shows nothing reliably: take more.")
     if last.better and cost is not None and cost.above_zero:
         sentences.append(f"Up to {trained} tokens the loss is lower without the method.")
     return Advice(tuple(sentences), last.method if last.better else None)
@@ -96,8 +96,11 @@ def _sentence(best: _Best) -> str:
     """The lowest loss at a length, and whether it is better than the unmodified model's."""
     lowest = f"{name_of(best.method)}, {shown(best.loss, digits=3)} nats"
     if best.gain is not None:
-        why = "" if best.better else ", too small or uncertain a gain"
-        lowest += f", {shown(best.gain, signed=True, digits=3)} to the unmodified model{why}"
+        lowest += f", {shown(best.gain, signed=True, digits=3)} to the unmodified model"
+    if best.loss.units == 1:
+        lowest += "; one window, so no interval"
+    elif best.gain is not None and not best.better:
+        lowest += ", too small or uncertain a gain"
     return f"Lowest loss at {spoken(best.length)} tokens: {lowest}."
 
 

@@ -97,11 +97,11 @@ def _cost_column(key: str, title: str) -> Column:
 def _by_length(metric: Metric) -> Columns:
     """A column for every length, of the last tokens."""
     return lambda view: [
-        *((PARAMETERS,) if metric is LOSS else ()),
         *(
             Column(f"{metric.name}_{n}", spoken(n), metric.at(protocol=LAST, length=n))
             for n in lengths_of(view)
         ),
+        *((PARAMETERS,) if metric is LOSS else ()),
     ]
 
 
@@ -333,11 +333,11 @@ def _losses(view: View) -> list[Column]:
     change = last.at({MULTIPLE: longest}) - last.at({MULTIPLE: known}, method="")
     keys = EXACT.at({MULTIPLE: longest}, protocol=KEY)
     return [
-        PARAMETERS,
         *(Column(f"loss_{m:g}", f"after {titles[m]}", last.at({MULTIPLE: m})) for m in multiples),
         Column("change", f"{titles[longest]} above unmodified at {titles[known]}", change),
         _cost_column("cost", "cost at L, %"),
         Column("keys", f"pass keys at {titles[longest]}, %", keys),
+        PARAMETERS,
     ]
 
 

@@ -8,6 +8,7 @@ Baseline, KNA and CosA.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -115,6 +116,8 @@ MATTERS = 5.0
 data could have shown none but larger ones, an undecided sentence is inconclusive; and a
 sentence that promises no loss, or nothing to gain, holds where less than these are lost, or won."""
 WITHIN = f"less than {MATTERS:.0f} points"
+CONTROLS = {"NoPE", "ALiBi", "SlidingWindow", "HWFA", "KERPLELog", "KERPLEPower", "XPos"}
+"""Parts of scores that are there to compare others with."""
 said = partial(Claim, source="kexue 9859", matters=MATTERS)
 
 
@@ -175,13 +178,16 @@ def _as_contexts_grow(view: View) -> Iterator[Claim]:
     if len(lengths) < 2:
         return
     change, ends = lm.UNMODIFIED_CHANGE, f"after {lengths[-1]:,} − after {lengths[0]:,}"
-    for row in ("KNA", "CosA"):
-        yield said(
+    rows = view.values("row", {"protocol": "last_segment", "method": ""})
+    others = [row for row in lm.ranked(rows, ()) if _candidate(row)]
+    for row in ("KNA", "CosA", *others):
+        claim = partial(said, source="asked here") if row in others else said
+        yield claim(
             f"{row} loses less than Baseline from L to the longest context",
             change.at(variant=row) - change.at(variant="Baseline"),
             measured=f"change of {row} − change of Baseline, last segment",
         )
-        yield said(
+        yield claim(
             f"{row} needs no change at all: longer contexts do not hurt it (by {WITHIN})",
             change.at(variant=row),
             measured=f"{row}, last segment: {ends}",
@@ -193,6 +199,11 @@ def _as_contexts_grow(view: View) -> Iterator[Claim]:
         measured=f"KNA-NoPE, last segment: {ends}",
         sign=-1,
     )
+
+
+def _candidate(row: str) -> bool:
+    """Whether a score is neither of the source nor a control."""
+    return row not in VARIANTS and not CONTROLS & set(re.split(r"[-(]", row))
 
 
 def _by_distance(view: View) -> Iterator[Claim]:

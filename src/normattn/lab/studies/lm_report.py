@@ -31,11 +31,9 @@ from normattn.lab.stats.arrays import Where
 from normattn.lab.studies.preset import PROTOCOLS
 from normattn.score.spec import UNMODIFIED
 
-VARIANT_ORDER = (
-    *("Baseline", "Baseline-logn", "QNA", "QNA-logn"),
-    *("KNA", "KNA-logn", "CosA", "CosA-logn"),
-)
 FAMILIES = ("Baseline", "QNA", "KNA", "CosA")
+VARIANT_ORDER = tuple(f"{family}{logn}" for family in FAMILIES for logn in ("", "-logn"))
+COLOUR_ORDER = tuple(f"{family}{logn}" for logn in ("", "-logn") for family in FAMILIES)
 """The source's scores, each of one colour in all figures of these studies."""
 METHOD_ORDER = ("", "NTK", "YaRN", "ReRoPE")
 CONTROL = "StreamingLLM"
@@ -300,7 +298,7 @@ def _by_method(
 ) -> Figure:
     """A curve of every row, a panel for each method.
 
-    The control's curves stand beside the unmodified models', in a colour of their own.
+    The control's curves, dashed, stand beside those of the unmodified models.
     """
     methods = ranked(view.values("method", where), METHOD_ORDER)
     beside = (CONTROL,) if {"", CONTROL} <= set(methods) else ()
@@ -312,17 +310,11 @@ def _by_method(
         for read in (method, *(beside if not method else ())):
             for row in ranked(view.values("row", {**where, "method": read}), VARIANT_ORDER):
                 drawn = curve({**where, "row": row, "method": read})
-                if drawn and read == method:
-                    lines.append(_line(row, drawn))
-                elif drawn:
-                    lines.append(Line(f"{row}-{read}", drawn, read, dashed=True))
+                if drawn:
+                    label = row if read == method else row_of(row, read).label
+                    lines.append(Line(label, drawn, row, dashed=read != method))
         panels.append(Panel(method or UNMODIFIED, tuple(lines), x_title, "accuracy (%)", **axes))
-    return Curves(name, title, tuple(panels), first=FAMILIES)
-
-
-def _line(row: str, drawn: tuple[Point, ...]) -> Line:
-    """A row's curve; rows that differ in log-n alone share a colour."""
-    return Line(row, drawn, row.removesuffix("-logn"), row.endswith("-logn"))
+    return Curves(name, title, tuple(panels), first=COLOUR_ORDER)
 
 
 def position_figures(view: View) -> list[Figure]:
@@ -376,7 +368,7 @@ def history_figure(view: View) -> Figure:
     """Training loss by step: the mean over the seeds of each row."""
     where = {"protocol": "training", "axis": "step", "statistic": "loss"}
     rows = ranked(view.values("row", where), VARIANT_ORDER)
-    lines = tuple(_line(row, step_points(view, "loss", {"row": row})) for row in rows)
+    lines = tuple(Line(row, step_points(view, "loss", {"row": row})) for row in rows)
     panel = Panel("", lines, "training step", "training loss (nats per token)")
     title = "Training loss; bands: all seeds"
-    return Curves("training_loss", title, (panel,), first=FAMILIES)
+    return Curves("training_loss", title, (panel,), first=COLOUR_ORDER)

@@ -52,13 +52,13 @@ def checked_methods(methods: Sequence[str], setting: TextSetting) -> tuple[str, 
 def usable(
     methods: Mapping[str, Sequence[str]], setting: TextSetting
 ) -> tuple[dict[str, tuple[str, ...]], list[str]]:
-    """Of each score the methods that can be applied to it, and why each of the others cannot."""
+    """Of each score the methods that can be applied to it, and why others cannot."""
     applicable, skipped = {}, []
     for variant, asked in methods.items():
         spec = ScoreSpec.parse(variant, train_length=setting.train_length)
         reasons = _refusals(spec, asked, setting.evaluation.factor)
         applicable[variant] = tuple(method for method in asked if method not in reasons)
-        skipped += [f"{variant} with {name} is left out: {why}" for name, why in reasons.items()]
+        skipped += _sentences(spec, reasons)
     return applicable, skipped
 
 
@@ -78,9 +78,8 @@ def post_hoc_methods(spec: ScoreSpec, factor: float = 8.0) -> tuple[str, ...]:
 
 
 def left_out(spec: ScoreSpec, factor: float = 8.0) -> tuple[str, ...]:
-    """A sentence for each registered post-hoc method that `spec` cannot take."""
-    refused = _refusals(spec, candidates(), factor)
-    return tuple(f"{spec.name} with {name} is left out: {why}" for name, why in refused.items())
+    """Which registered post-hoc methods `spec` cannot take: a sentence for each reason."""
+    return tuple(_sentences(spec, _refusals(spec, candidates(), factor)))
 
 
 def _refusals(spec: ScoreSpec, methods: Sequence[str], factor: float) -> dict[str, str]:
@@ -92,3 +91,20 @@ def _refusals(spec: ScoreSpec, methods: Sequence[str], factor: float) -> dict[st
         except InputError as error:
             reasons[method] = str(error)
     return reasons
+
+
+def _sentences(spec: ScoreSpec, refused: Mapping[str, str]) -> list[str]:
+    """A sentence for each reason, with all the methods that it holds for."""
+    groups: dict[str, list[str]] = {}
+    for name, error in refused.items():
+        rotary = any(
+            part.needs_rotary for part in ScoreSpec.parse("Baseline").with_method(name).parts
+        )
+        why = error.split(" makes no sense: ")[-1]
+        if rotary and not spec.position.rotary:
+            why = "it has no rotary positions"
+        groups.setdefault(why, []).append(name)
+    return [
+        f"{spec.name} is not evaluated with {', '.join(names)}: {why}"
+        for why, names in groups.items()
+    ]

@@ -198,6 +198,14 @@ COMPARED: tuple[tuple[str, str, str, str], ...] = (
     (f"{_REZERO} without norms", OPEN, REALFORMER, "ReZeroNoNorm"),
     ("residual scores help under PreLN too", HERE, "RealFormer-PreLN", PRELN),
     ("residual scores are better than residual q and k", HERE, REALFORMER, "ResidualQK"),
+    *(
+        (f"{words} are better than {theirs}", HERE, ours, theirs)
+        for ours, words in (
+            ("AttnRes", "attention residuals"),
+            ("ValueResidual", "value residuals"),
+        )
+        for theirs in (POSTLN, PRELN)
+    ),
     ("residual values help beside residual q and k", COMMENTS, "ResidualQKV", "ResidualQK"),
     ("residual scores are better than residual q, k and v", COMMENTS, REALFORMER, "ResidualQKV"),
     (

@@ -130,8 +130,7 @@ def _print_plan(
         for sentence in sweep.skipped:
             tell(sentence, console)
     else:
-        counted = f"{len(sweep.skipped)} rows make no sense and are left out"
-        tell(f"{counted}; {sweep.out / LEFT_OUT} says why", console)
+        tell(f"Some rows are left out; {sweep.out / LEFT_OUT} says why", console)
 
 
 def _one_of_each_data(sweep: Sweep) -> list[Run]:
