@@ -142,3 +142,14 @@ def test_copying_by_distance_is_tabulated_and_claimed() -> None:
     assert isinstance(figure, Curves)
     assert figure.panels[0].marks[0].x == L
     assert [point.x for point in figure.panels[0].lines[0].points] == [3, 7]
+
+
+def test_other_scores_are_tested_for_what_longer_contexts_do_and_controls_are_not() -> None:
+    parts = []
+    for row in ("Baseline", "KNA", "NGPT", "Baseline-HoPE", "Baseline-ALiBi", "KNA-SlidingWindow"):
+        for length in (L, LONGEST):
+            identity = Identity("keynorm", row, row, 0, "last_segment", length, L, data="d")
+            parts.append(measured(identity, "accuracy", 30 + NOISE, [0, length]))
+    claims = find("keynorm").page.claims(view(joined(parts)))
+    asked = [claim.sentence.split()[0] for claim in claims if claim.source == "asked here"]
+    assert asked == ["Baseline-HoPE", "Baseline-HoPE", "NGPT", "NGPT"]
