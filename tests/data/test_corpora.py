@@ -205,9 +205,8 @@ def test_hub_mistakes_are_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
         ("python-packages", "python-packages-2026"),
         ("python-packages?versions=corpus.json", "python-packages-2026"),
         ("hf:x?feld=y", "has no option 'feld': it knows config, split, field, revision"),
-        ("hf:x?field=", "the option 'field' is empty"),
         ("hf:x?field", r"expected \?option=value"),
-        ("hf:x?field=a&field=b", "the option 'field' is given more than once"),
+        ("hf:x?field=a&field=b", "an option is given more than once"),
     ],
 )
 def test_a_wrong_address_is_refused(address: str, message: str) -> None:

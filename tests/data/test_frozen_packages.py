@@ -116,7 +116,7 @@ def test_without_pip_or_index_it_is_one_sentence(
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     corpus = FrozenPackages(write_list(tmp_path / "list.json", ("h2",)))
     with pytest.raises(
-        InputError, match=r"1 of the 1 pinned .* h2-4\.4\.1-py3-none-any\.whl: "
+        InputError, match=r"pip could not fetch the 1 pinned packages: .*h2"
     ) as said:
         list(corpus.documents())
     assert "\n" not in str(said.value)

@@ -14,7 +14,7 @@ import pytest
 
 from data.relation_files import item, write_json, write_relations
 from normattn.errors import InputError
-from normattn.lab.data.corpora import RowFiles
+from normattn.lab.data.corpora import rows_of
 from normattn.lab.data.relation_sources import parse_relations, pieces_of, relation_row
 from normattn.lab.data.relations import RelationConfig, prepare_relations
 from normattn.lab.data.sources import SPLITS, Document
@@ -58,7 +58,7 @@ async def packed(data):
 
 
 def read_relations(path: Path) -> list[Document]:
-    return list(RowFiles(((path, "train"),), relation_row).documents())
+    return list(rows_of(relation_row, path.name, path))
 
 
 @pytest.mark.parametrize(

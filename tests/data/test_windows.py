@@ -16,9 +16,8 @@ from normattn.lab.data.tokens import TokenSplit
 from normattn.lab.data.windows import (
     EvaluationSet,
     last_segment_sets,
-    non_repeated_set,
+    natural_set,
     repeated_set,
-    train_length_set,
 )
 
 from .helpers import make_split
@@ -39,7 +38,7 @@ def test_natural_windows_are_disjoint_whole_and_even(
     lengths: list[int], most: int, seed: int
 ) -> None:
     split = make_split(lengths)
-    found = train_length_set(split, 8, max_windows=most, seed=seed)
+    found = natural_set("train_length", split, 8, max_windows=most, seed=seed)
     assert found.windows.shape[1] == 9
     assert 0 not in found.windows
     np.testing.assert_array_equal(np.diff(found.windows), 1)
@@ -104,8 +103,8 @@ def test_repeated_windows_tile_equal_shares_of_segments(
 
 
 MAKERS: list[Callable[[TokenSplit, int], EvaluationSet]] = [
-    lambda split, seed: train_length_set(split, 8, max_windows=6, seed=seed),
-    lambda split, seed: non_repeated_set(split, 4, max_windows=6, seed=seed),
+    lambda split, seed: natural_set("train_length", split, 8, max_windows=6, seed=seed),
+    lambda split, seed: natural_set("non_repeated", split, 4, 8, max_windows=6, seed=seed),
     lambda split, seed: repeated_set(split, 8, max_windows=8, seed=seed),
     lambda split, seed: last_segment_sets(split, 4, max_windows=6, seed=seed)[-1],
 ]
@@ -122,7 +121,7 @@ def test_the_seed_decides_the_set(make: Callable[[TokenSplit, int], EvaluationSe
 
 def test_the_fingerprint_sees_what_is_scored() -> None:
     split = make_split([90] * 5)
-    whole = non_repeated_set(split, 4)
+    whole = natural_set("non_repeated", split, 4, 8)
     last = last_segment_sets(split, 4, multiples=[8])[0]
     np.testing.assert_array_equal(whole.windows, last.windows)
     assert whole.fingerprint != last.fingerprint
@@ -131,12 +130,12 @@ def test_the_fingerprint_sees_what_is_scored() -> None:
 def test_too_short_documents_and_bad_numbers_are_refused() -> None:
     split = make_split([5, 30])
     with pytest.raises(InputError, match=r"window of 33 tokens: the longest has 30"):
-        non_repeated_set(split, 4)
+        natural_set("non_repeated", split, 4, 8)
     with pytest.raises(InputError, match=r"test split \(0 documents\).* the longest has 0"):
-        train_length_set(make_split([]), 4)
+        natural_set("train_length", make_split([]), 4)
     with pytest.raises(InputError, match="at least 1 window, got 0"):
-        train_length_set(split, 4, max_windows=0)
+        natural_set("train_length", split, 4, max_windows=0)
     with pytest.raises(InputError, match="at least 1, got 0 and 1"):
-        train_length_set(split, 0)
+        natural_set("train_length", split, 0)
     with pytest.raises(InputError, match="context multiples"):
         last_segment_sets(split, 4, multiples=())

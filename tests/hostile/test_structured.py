@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError
 
 from normattn import io
 from normattn.errors import InputError
-from normattn.lab.data.corpora import PathCorpus, RowFiles
+from normattn.lab.data.corpora import parse_corpus, rows_of
 from normattn.lab.data.pair_sources import parse_pairs
 from normattn.lab.data.relation_sources import RelationFolder, relation_row
 from normattn.lab.diagnostics.lines import read_diagnostics
@@ -39,7 +39,7 @@ HOSTILE = {
 
 
 def _first_document(path: Path) -> Any:
-    return list(PathCorpus(str(path)).documents())
+    return list(parse_corpus(str(path)).documents())
 
 
 def _pairs(path: Path) -> Any:
@@ -47,7 +47,11 @@ def _pairs(path: Path) -> Any:
 
 
 def _relations(path: Path) -> Any:
-    return list(RowFiles(((path, "train"),), relation_row).documents())
+    return list(rows_of(relation_row, path.name, path))
+
+
+def _labels(path: Path) -> Any:
+    return RelationFolder({path.name: path}, lambda *_: iter(())).labels()
 
 
 READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
@@ -64,7 +68,7 @@ READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "pairs": ("pairs.jsonl", _pairs),
     "relation lines": ("train.jsonl", _relations),
     "relation array": ("train.json", _relations),
-    "labels": ("rel2id.json", lambda path: RelationFolder((), relation_row, path).labels()),
+    "labels": ("rel2id.json", _labels),
 }
 
 
@@ -115,7 +119,7 @@ def test_a_line_without_an_end_is_refused_before_it_is_held(
     place = tmp_path / "text.jsonl"
     place.write_text('{"text": "short"}\n{"text": "' + "x" * 2000 + '"}\n')
     with pytest.raises(InputError, match=r"text\.jsonl:2 is longer than 1,000 bytes"):
-        list(PathCorpus(str(place)).documents())
+        list(parse_corpus(str(place)).documents())
 
 
 class Inner(Settings):

@@ -7,12 +7,11 @@ import hashlib
 import os
 import platform
 import sysconfig
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from normattn.errors import InputError
 from normattn.io import expanded, open_file, refuse_irregular, stat_of
@@ -22,12 +21,10 @@ from normattn.lab.data.sources import (
     Address,
     Corpus,
     Document,
+    FileCorpus,
     HubCorpus,
     Reader,
     SplitName,
-    capped,
-    evenly,
-    stamp,
 )
 from normattn.lab.data.text_files import (
     ROWS,
@@ -41,7 +38,7 @@ from normattn.lab.data.text_files import (
     text_pieces,
 )
 
-__all__ = ["Corpus", "Document", "PathCorpus", "PythonSource", "RowFiles", "parse_corpus"]
+__all__ = ["Corpus", "Document", "parse_corpus", "python_source", "rows_of"]
 
 PYTHON_SOURCE = "python-source"
 WHOLE_BYTES = 1 << 20
@@ -62,12 +59,12 @@ def parse_corpus(text: str) -> Corpus:
     address = Address.parse(text)
     if address.body in (PYTHON_SOURCE, FROZEN):
         address.take()
-        return PythonSource() if address.body == PYTHON_SOURCE else FrozenPackages()
+        return python_source() if address.body == PYTHON_SOURCE else FrozenPackages()
     if address.body.startswith(PREFIX):
         field = address.options.get("field", "text")
         return HubCorpus(address, partial(_text_row, field), options=("field",))
     if expanded(address.body).exists():
-        return PathCorpus(address.body, address.take("field")["field"])
+        return _text_files(address.body, address.take("field")["field"])
     names = (PYTHON_SOURCE, FROZEN)
     near = difflib.get_close_matches(address.body, names, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
@@ -81,101 +78,62 @@ def _text_row(field: str, name: str, row: Mapping[str, Any], where: str) -> Docu
     return Document(name, text_of(row, field, where))
 
 
-@dataclass(frozen=True)
-class RowFiles(Corpus):
-    """Files of rows, a document each, and the split that each file is (None: any)."""
-
-    files: tuple[tuple[Path, SplitName | None], ...]
-    read: Reader
-
-    def documents(self, limit: int | None = None) -> Iterator[Document]:
-        """Stream the rows, file by file; a name is FILE:NUMBER."""
-        return capped(self._rows(), limit)
-
-    def _rows(self) -> Iterator[Document]:
-        for path, split in self.files:
-            for number, row in read_rows(path):
-                document = self.read(f"{path.name}:{number}", row, f"{path}:{number}")
-                yield document if split is None else replace(document, split=split)
-
-    def fingerprint(self) -> str:
-        """Hash of the files' names, and of what shows that one was written to."""
-        return stamp({path.name: path for path, _ in self.files})
+def rows_of(
+    read: Reader,
+    name: str,
+    path: Path,
+    split: SplitName | None = None,
+    fields: Sequence[str] | None = None,
+) -> Iterator[Document]:
+    """The document in each row of a file, called NAME:NUMBER, all of one `split` if it is given."""
+    for number, row in read_rows(path, fields):
+        document = read(f"{name}:{number}", row, f"{path}:{number}")
+        yield document if split is None else replace(document, split=split)
 
 
-class _File(NamedTuple):
-    name: str
-    path: Path
-    size: int
-
-
-@dataclass(frozen=True)
-class PathCorpus(Corpus):
-    """The text under a path.
+class TextFiles(FileCorpus):
+    """The text under a path. Documents of equal text stand in one split, that of the first.
 
     A single text file is cut at line ends into documents of about 32 kB. In a folder (read
     recursively, in the order of the relative names, hidden files and unknown suffixes left out) a
     text file is one document unless it is larger than 1 MB or packed. Every line of a JSON-lines
     file and every row of a Parquet, CSV or TSV file is a document; `field` (default `text`) is
     where its text stands. Names are relative to the path, so that the split does not depend on
-    where the folder lies. Documents of equal text stand in one split, that of the first of them.
+    where the folder lies.
     """
 
-    path: str
-    field: str | None = None
-
     def documents(self, limit: int | None = None) -> Iterator[Document]:
-        """Stream the documents; a limit takes whole files, evenly from those of a folder."""
-        files = self._files()
-        chosen = evenly(files, [file.size for file in files], limit)
-        texts = chain.from_iterable(map(self._read, chosen))
-        return _with_repeats_together(capped(texts, limit))
+        """Stream the documents."""
+        return _with_repeats_together(super().documents(limit))
 
-    def fingerprint(self) -> str:
-        """Hash of relative names, of what shows that a file was written to, and of how it is cut.
 
-        A copy of the folder has another, and moving it leaves it as it is.
-        """
-        files = {file.name: file.path for file in self._files()}
-        return stamp(files, self.field, WHOLE_BYTES, PIECE_CHARACTERS)
+def _text_files(place: str, field: str | None) -> TextFiles:
+    """Find the files of text under a path; `InputError` where there are none."""
+    root = expanded(place)
+    files = {root.name: root}
+    if root.is_dir():
+        known = (path for path in _walk(root) if suffix_of(path) in TEXT | ROWS)
+        files = {path.relative_to(root).as_posix(): path for path in known}
+    if not files:
+        suffixes = " ".join(sorted(TEXT | ROWS))
+        raise InputError(f"corpus {place!r} holds no file of a known kind (suffixes: {suffixes})")
+    if field is not None and not any(suffix_of(path) in ROWS for path in files.values()):
+        raise InputError(f"corpus {place!r}: plain text has no fields; leave out ?field=")
+    for path in files.values():  # A pipe is named, not passed over.
+        refuse_irregular(path, stat_of(path).st_mode)
+    read = partial(_texts, field or "text", root.is_dir())
+    return TextFiles(dict(sorted(files.items())), read, (field, WHOLE_BYTES, PIECE_CHARACTERS))
 
-    def _read(self, file: _File) -> Iterator[Document]:
-        """The documents of one file."""
-        if suffix_of(file.path) in ROWS:
-            field = self.field or "text"
-            for number, row in read_rows(file.path, [field]):
-                yield _text_row(field, f"{file.name}:{number}", row, f"{file.path}:{number}")
-        elif file.size <= WHOLE_BYTES and not is_packed(file.path) and self._root.is_dir():
-            yield Document(file.name, read_text(file.path))
-        else:
-            for index, text in enumerate(text_pieces(file.path, PIECE_CHARACTERS)):
-                yield Document(f"{file.name}#{index:05}", text)
 
-    @property
-    def _root(self) -> Path:
-        return expanded(self.path)
-
-    def _files(self) -> list[_File]:
-        root = self._root
-        if not root.exists():
-            raise InputError(f"corpus {self.path!r} does not exist")
-        paths = {root.name: root}
-        if root.is_dir():
-            known = (path for path in _walk(root) if suffix_of(path) in TEXT | ROWS)
-            paths = {path.relative_to(root).as_posix(): path for path in known}
-        if not paths:
-            suffixes = " ".join(sorted(TEXT | ROWS))
-            raise InputError(
-                f"corpus {self.path!r} holds no file of a known kind (suffixes: {suffixes})"
-            )
-        if self.field is not None and not any(suffix_of(path) in ROWS for path in paths.values()):
-            raise InputError(f"corpus {self.path!r}: plain text has no fields; leave out ?field=")
-        files = []
-        for name, path in sorted(paths.items()):
-            status = stat_of(path)
-            refuse_irregular(path, status.st_mode)  # A pipe is named, not passed over.
-            files.append(_File(name, path, status.st_size))
-        return files
+def _texts(field: str, in_folder: bool, name: str, path: Path) -> Iterator[Document]:
+    """The documents of one file."""
+    if suffix_of(path) in ROWS:
+        yield from rows_of(partial(_text_row, field), name, path, fields=[field])
+    elif in_folder and not is_packed(path) and stat_of(path).st_size <= WHOLE_BYTES:
+        yield Document(name, read_text(path))
+    else:
+        for index, text in enumerate(text_pieces(path, PIECE_CHARACTERS)):
+            yield Document(f"{name}#{index:05}", text)
 
 
 def _with_repeats_together(documents: Iterable[Document]) -> Iterator[Document]:
@@ -202,60 +160,44 @@ def _walk(root: Path) -> Iterator[Path]:
         yield from (Path(folder, name) for name in names if not name.startswith("."))
 
 
-@dataclass(frozen=True)
-class PythonSource(Corpus):
+class PythonSource(FileCorpus):
     """Every `*.py` of the standard library without tests, `encodings` and installed packages.
 
     Sorted by name; of files with the same content only the first is kept. A document is a file,
-    its name the path relative to the library. The text depends on the Python version, which is
-    part of the fingerprint.
+    its name the path relative to the library. The text depends on the Python version.
     """
 
     def documents(self, limit: int | None = None) -> Iterator[Document]:
         """Stream the files; a limit takes evenly from the whole library."""
-        files = self._files()
-        chosen = evenly(files, [path.stat().st_size for _, path in files], limit)
-        return capped(self._read(chosen), limit)
-
-    def fingerprint(self) -> str:
-        """Hash of the Python version and of every file's name and content (12 MB: 30 ms)."""
-        digest = hashlib.sha256(f"{PYTHON_SOURCE} {platform.python_version()}".encode())
-        for name, path in self._files():
-            digest.update(f"{name}\0".encode() + hashlib.sha256(_bytes(path)).digest())
-        return digest.hexdigest()
+        seen = set()
+        for document in super().documents(limit):
+            digest = hashlib.sha256(document.text.encode()).digest()
+            if digest not in seen:
+                seen.add(digest)
+                yield document
 
     def sources(self) -> dict[str, str]:
         """The Python version."""
         return {"python": platform.python_version()}
 
-    def _files(self) -> list[tuple[str, Path]]:
-        root = Path(sysconfig.get_path("stdlib"))
-        paths = (path.relative_to(root) for path in root.rglob("*.py"))
-        kept = [path for path in paths if not _LEFT_OUT.intersection(path.parts)]
-        if not kept:
-            raise InputError(
-                f"python-source finds no *.py under {root}: this Python ships its library without "
-                "source; give a file or a folder of text instead"
-            )
-        return sorted((path.as_posix(), root / path) for path in kept)
 
-    @staticmethod
-    def _read(files: list[tuple[str, Path]]) -> Iterator[Document]:
-        seen = set()
-        for name, path in files:
-            raw = _bytes(path)
-            digest = hashlib.sha256(raw).digest()
-            if digest in seen:
-                continue
-            seen.add(digest)
-            try:
-                yield Document(name, decode_python(raw))
-            except (SyntaxError, UnicodeDecodeError) as error:
-                raise InputError(
-                    f"{path} is not encoded as Python source must be: {error}"
-                ) from error
+def python_source() -> PythonSource:
+    """Find the standard library; `InputError` where it is shipped without source."""
+    root = Path(sysconfig.get_path("stdlib"))
+    paths = (path.relative_to(root) for path in root.rglob("*.py"))
+    files = {p.as_posix(): root / p for p in paths if not _LEFT_OUT.intersection(p.parts)}
+    if not files:
+        raise InputError(
+            f"python-source finds no *.py under {root}: this Python ships its library without "
+            "source; give a file or a folder of text instead"
+        )
+    return PythonSource(dict(sorted(files.items())), _python, (platform.python_version(),))
 
 
-def _bytes(path: Path) -> bytes:
+def _python(name: str, path: Path) -> Iterator[Document]:
     with open_file(path) as file:
-        return file.read()
+        raw = file.read()
+    try:
+        yield Document(name, decode_python(raw))
+    except (SyntaxError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} is not encoded as Python source must be: {error}") from error

@@ -7,7 +7,6 @@ import hashlib
 import importlib.util
 import json
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,7 +19,7 @@ from typing import Any
 
 from normattn.errors import InputError
 from normattn.io import open_file, read_object, sha256_of
-from normattn.lab.data.sources import Corpus, Document, capped, evenly
+from normattn.lab.data.sources import Corpus, Document, evenly
 from normattn.lab.data.store import prepared
 from normattn.lab.data.text_files import decode_python
 
@@ -30,9 +29,7 @@ PACKAGE_BYTES = 1_000_000
 LIST = Path(__file__).with_name("python_packages_2026.json")
 README = "README"
 """The name under which a distribution's long description is a document."""
-_TEXT, _WHEELS = "documents.jsonl", "wheels"
-_AT_ONCE = 8
-"""Wheels that one call of pip fetches: what a lost connection can cost."""
+_TEXT = "documents.jsonl"
 
 
 @dataclass(frozen=True)
@@ -81,9 +78,12 @@ class FrozenPackages(Corpus):
 
     listed: Path = LIST
 
-    def documents(self, limit: int | None = None) -> Iterator[Document]:
+    def rows(self) -> Iterator[Document]:
         """Stream the documents, fetched before where they are not in the cache."""
-        return capped(_stored(self.text()), limit)
+        with open_file(self.text()) as file:
+            for line in file:
+                name, group, text = json.loads(line)
+                yield Document(name, text, group)
 
     def text(self) -> Path:
         """The file of all documents in the cache, one JSON array a line."""
@@ -118,35 +118,31 @@ def _prepared(listed: Path) -> Path:
 
 
 def _build(folder: Path, pinned: PackageList) -> None:
-    """Write the text of all wheels into one file, and check that it is the listed one."""
-    wheels = folder / _WHEELS
-    wheels.mkdir(exist_ok=True)
-    fetch(pinned.wheels, wheels)
-    write_documents(wheels, pinned, folder / _TEXT)
+    """Write the text of all wheels into one file, and check that it is the listed one.
+
+    What pip fetched before a lost connection is in its own cache.
+    """
+    with tempfile.TemporaryDirectory() as temporary:
+        wheels = Path(temporary)
+        fetch(pinned.wheels, wheels)
+        write_documents(wheels, pinned, folder / _TEXT)
     found = sha256_of(folder / _TEXT)
     if found != pinned.text_sha256:
         raise InputError(
             f"the text of the pinned packages has the sha256 {found} here instead of "
             f"{pinned.text_sha256}: a corpus that differs is not used"
         )
-    shutil.rmtree(wheels)
 
 
 def fetch(wheels: Sequence[Wheel], folder: Path) -> None:
-    """Let pip download those wheels that are not in `folder`; `InputError` where it cannot."""
-    lacking = [wheel for wheel in wheels if not _is_whole(wheel, folder)]
-    for start in range(0, len(lacking), _AT_ONCE):
-        some = lacking[start : start + _AT_ONCE]
-        lines = [f"{wheel.name}=={wheel.version} --hash=sha256:{wheel.sha256}" for wheel in some]
-        problem = download(lines, folder)
-        missing = [wheel.file for wheel in some if not _is_whole(wheel, folder)]
-        if missing:
-            left = len(lacking) - start
-            raise InputError(
-                f"{left} of the {len(wheels)} pinned packages are still to be fetched, and pip "
-                f"could not bring {missing[0]}: {problem or 'its index has another file'}; rerun "
-                "the command where pip reaches its index, and it goes on from here"
-            )
+    """Let pip download the wheels, whose hashes it checks; `InputError` where it cannot."""
+    lines = [f"{wheel.name}=={wheel.version} --hash=sha256:{wheel.sha256}" for wheel in wheels]
+    problem = download(lines, folder)
+    if problem is not None:
+        raise InputError(
+            f"pip could not fetch the {len(wheels)} pinned packages: {problem}; rerun the command "
+            "where pip reaches its index, and it goes on from its cache"
+        )
 
 
 def download(requirements: Sequence[str], folder: Path) -> str | None:
@@ -172,11 +168,6 @@ def download(requirements: Sequence[str], folder: Path) -> str | None:
     return problem if done.returncode else None
 
 
-def _is_whole(wheel: Wheel, folder: Path) -> bool:
-    path = folder / wheel.file
-    return path.is_file() and sha256_of(path) == wheel.sha256
-
-
 def write_documents(wheels: Path, pinned: PackageList, out: Path) -> int:
     """Write the documents of the wheels in a folder, JSON lines; how many bytes of text it is."""
     texts: dict[str, tuple[str, str]] = {}
@@ -189,13 +180,6 @@ def write_documents(wheels: Path, pinned: PackageList, out: Path) -> int:
             group, text = texts[name]
             file.write(json.dumps([name, group, text], ensure_ascii=False) + "\n")
     return sum(len(text.encode()) for _, text in texts.values())
-
-
-def _stored(path: Path) -> Iterator[Document]:
-    with open_file(path) as file:
-        for line in file:
-            name, group, text = json.loads(line)
-            yield Document(name, text, group)
 
 
 # What of a wheel is text that people wrote.

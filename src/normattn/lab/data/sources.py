@@ -6,8 +6,10 @@ import hashlib
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import chain, starmap
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, get_args
 from urllib.parse import parse_qsl
@@ -49,11 +51,15 @@ class Corpus(ABC):
     """Documents, as a value. They are always streamed: all may be larger than the memory."""
 
     @abstractmethod
-    def documents(self, limit: int | None = None) -> Iterator[Document]:
-        """Yield the documents in a fixed order, at most `limit` bytes of text in all.
+    def rows(self) -> Iterator[Document]:
+        """Yield every document in a fixed order.
 
         Raises `InputError` where they are missing, unreadable or not UTF-8.
         """
+
+    def documents(self, limit: int | None = None) -> Iterator[Document]:
+        """Yield the documents, at most `limit` bytes of text in all."""
+        return capped(self.rows(), limit)
 
     @abstractmethod
     def fingerprint(self) -> str:
@@ -79,6 +85,45 @@ class Corpus(ABC):
         return ()
 
 
+@dataclass(frozen=True)
+class FileCorpus(Corpus):
+    """The documents that `read` finds in each of some files, in the order of `files`.
+
+    `files` are paths by name, `rules` what decides how they are read, `held_out` the splits that
+    the files themselves have. A limit takes whole files, evenly from all.
+    """
+
+    files: Mapping[str, Path]
+    read: Callable[[str, Path], Iterator[Document]]
+    rules: tuple[object, ...] = ()
+    held_out: tuple[SplitName, ...] = ()
+
+    def rows(self) -> Iterator[Document]:
+        """Stream the documents, file by file."""
+        return self.documents()
+
+    def documents(self, limit: int | None = None) -> Iterator[Document]:
+        """Stream the documents of the files that the limit leaves."""
+        files = list(self.files.items())
+        chosen = evenly(files, [stat_of(path).st_size for _, path in files], limit)
+        return capped(chain.from_iterable(starmap(self.read, chosen)), limit)
+
+    def given(self) -> tuple[SplitName, ...]:
+        """The held-out splits that have files."""
+        return self.held_out
+
+    def fingerprint(self) -> str:
+        """Hash of the names, of what shows that a file was written to, and of how they are read.
+
+        A copy of a file has another; moving the folder that the names are relative to changes
+        nothing.
+        """
+        digest = hashlib.sha256(repr(self.rules).encode())
+        for name, path in self.files.items():
+            digest.update(repr((name, *identity(stat_of(path)))).encode())
+        return digest.hexdigest()
+
+
 Reader = Callable[[str, Mapping[str, Any], str], Document]
 """(name, row, where) → the document in a row; `where` begins the sentence about a mistake."""
 
@@ -99,17 +144,15 @@ class Address:
         if not mark or expanded(text).exists():
             return cls(text, {})
         try:
-            pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=True)
+            pairs = parse_qsl(query, strict_parsing=True)
         except ValueError as error:
             raise InputError(
                 f"{kind} {text!r}: expected ?option=value&… behind the name"
             ) from error
-        for name, value in pairs:
-            if [given for given, _ in pairs].count(name) > 1:
-                raise InputError(f"{kind} {text!r}: the option {name!r} is given more than once")
-            if not value:
-                raise InputError(f"{kind} {text!r}: the option {name!r} is empty")
-        return cls(body, dict(pairs))
+        options = dict(pairs)
+        if len(options) < len(pairs):
+            raise InputError(f"{kind} {text!r}: an option is given more than once")
+        return cls(body, options)
 
     def take(self, *known: str) -> dict[str, str | None]:
         """The values of the `known` options, None where absent; `InputError` for any other one."""
@@ -122,17 +165,6 @@ class Address:
     def __str__(self) -> str:
         options = "&".join(f"{name}={value}" for name, value in self.options.items())
         return f"{self.body}?{options}" if options else self.body
-
-
-def stamp(files: Mapping[str, Path], *rules: object) -> str:
-    """Hash of the files' names, of what shows that one was written to, and of how they are read.
-
-    A copy of a file has another; moving the folder that the names are relative to changes nothing.
-    """
-    digest = hashlib.sha256(repr(rules).encode())
-    for name, path in files.items():
-        digest.update(repr((name, *identity(stat_of(path)))).encode())
-    return digest.hexdigest()
 
 
 # Data sets of the Hugging Face hub.
@@ -162,38 +194,28 @@ class HubCorpus(Corpus):
         if not self._name:
             raise InputError("corpus 'hf:' names no dataset: expected hf:NAME, such as hf:me/data")
 
-    def documents(self, limit: int | None = None) -> Iterator[Document]:
+    def rows(self) -> Iterator[Document]:
         """Stream the rows."""
-        return capped(self._rows(), limit)
-
-    def _rows(self) -> Iterator[Document]:
-        load = library("datasets", self._lacking).load_dataset
-        first, given = self.address.options.get("split", "train"), self.given()
-        for split in (first, *given):
+        load, given = library("datasets", self._lacking).load_dataset, self.given()
+        for split in (self.address.options.get("split", "train"), *given):
             start = f"{split}:" if split in given else ""
-            try:
-                options = {"split": split, "revision": self.commit(), "streaming": True}
+            held_out = next((name for name in given if name == split), None)
+            options = {"split": split, "revision": self.commit(), "streaming": True}
+            with self._reading():
                 rows = load(self._name, self.address.options.get("config"), **options)
                 for number, row in enumerate(rows):
                     where = f"corpus '{self.address}', {split} row {number}"
                     document = self.read(f"{start}{number:09}", row, where)
-                    held_out = next((name for name in given if name == split), None)
                     yield replace(document, split=held_out) if held_out else document
-            except InputError:
-                raise
-            except Exception as error:  # whatever the client raises, the user gets a sentence
-                raise self._failed(error) from error
 
     def given(self) -> tuple[SplitName, ...]:
         """The held-out splits that the data set has, where the address names none itself."""
         if not self.held_out or "split" in self.address.options:
             return ()
         names = library("datasets", self._lacking).get_dataset_split_names
-        try:
-            config = self.address.options.get("config")
+        config = self.address.options.get("config")
+        with self._reading():
             there = names(self._name, config, revision=self.commit())
-        except Exception as error:  # as above
-            raise self._failed(error) from error
         return tuple(name for name in SPLITS[1:] if name in there)
 
     def commit(self) -> str:
@@ -202,10 +224,8 @@ class HubCorpus(Corpus):
         if revision is not None and _COMMIT.fullmatch(revision):
             return revision
         hub = library("huggingface_hub", self._lacking)
-        try:
+        with self._reading("; ?revision=COMMIT needs no look at the hub"):
             return _newest_commit(hub, self._name, revision)
-        except Exception as error:  # as above
-            raise self._failed(error, "; ?revision=COMMIT needs no look at the hub") from error
 
     def fingerprint(self) -> str:
         """Hash of the address and of the commit."""
@@ -228,12 +248,19 @@ class HubCorpus(Corpus):
     def _lacking(self) -> str:
         return f"corpus '{self.address}' needs the datasets library: pip install 'normattn[data]'"
 
-    def _failed(self, error: Exception, more: str = "") -> InputError:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        return InputError(
-            f"corpus '{self.address}' cannot be read from the hub: {reason}; check its name, "
-            f"config and split and the network, or give a local file{more}"
-        )
+    @contextmanager
+    def _reading(self, advice: str = "") -> Iterator[None]:
+        """Turn whatever the hub's client raises into one sentence."""
+        try:
+            yield
+        except InputError:
+            raise
+        except Exception as error:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise InputError(
+                f"corpus '{self.address}' cannot be read from the hub: {reason}; check its name, "
+                f"config and split and the network, or give a local file{advice}"
+            ) from error
 
 
 @cache

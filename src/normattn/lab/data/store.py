@@ -20,14 +20,12 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int64
 from numpy.typing import ArrayLike
-from pydantic import Field, ValidationError
 
 from normattn import io
 from normattn.errors import InputError
 from normattn.io import default_cache_dir, identity, read_object, sha256_of
 from normattn.lab.data.sources import SPLITS, Document, SplitName
 from normattn.locks import locked
-from normattn.settings import Settings
 
 CHECKPOINT_BYTES = 64 << 20
 """So much is written between two points from which an interrupted preparation can go on."""
@@ -79,20 +77,6 @@ def prepared(
     return path
 
 
-def refuse_empty(
-    folder: Path, corpus: str, counts: Mapping[str, int], needed: Collection[SplitName] = SPLITS
-) -> None:
-    """Empty a folder that was filled, and raise `InputError`, where a `needed` split is empty."""
-    total = sum(counts.get(name, 0) for name in SPLITS)
-    empty = [f"has no document in its {name} split" for name in needed if not counts.get(name)]
-    if total and not empty:
-        return
-    for file in folder.iterdir():
-        file.unlink()
-    problem = f"{empty[0]} ({total:,} in all)" if total else "is empty: it holds no text"
-    raise InputError(f"corpus {corpus!r} {problem}")
-
-
 def damage(path: Path) -> str | None:
     """Say why a prepared folder cannot be used; None when it is whole.
 
@@ -105,8 +89,6 @@ def damage(path: Path) -> str | None:
         if not expected or expected.keys() != there:
             odd = min(expected.keys() ^ there, default="nothing")
             return f"is damaged ({MANIFEST} and the folder differ in {odd})"
-        if not all(isinstance(entry, list) and len(entry) == 3 for entry in expected.values()):
-            return "was written by another version of normattn"
         for name, (size, digest, state) in expected.items():
             status = (path / name).stat()
             same = status.st_size == size and list(identity(status)) == state
@@ -114,6 +96,8 @@ def damage(path: Path) -> str | None:
                 return f"is damaged (the content of {name} has changed)"
     except (OSError, InputError) as error:
         return f"is damaged ({error})"
+    except (TypeError, ValueError):
+        return f"is damaged ({MANIFEST} has another form)"
     return None
 
 
@@ -229,19 +213,13 @@ Row = tuple[SplitName, Mapping[str, ArrayLike]]
 """A row of a split: its value in every column."""
 
 
-class Progress(Settings):
-    """How far a folder is filled: documents read, bytes of each file, what was counted."""
-
-    items: int = Field(default=0, ge=0)
-    sizes: dict[str, int] = Field(default_factory=dict)
-    counts: dict[str, int] = Field(default_factory=dict)
-
-
 def fill(
     folder: Path,
+    corpus: str,
     columns: Mapping[str, str],
     documents: Iterable[Document],
     encode: Callable[[list[Document], Counter[str]], Iterable[Row]],
+    needed: Collection[SplitName] = SPLITS,
 ) -> Counter[str]:
     """Write the rows of some documents into the arrays `SPLIT.COLUMN`; return what was counted.
 
@@ -249,23 +227,23 @@ def fill(
     the running counts, in which `train` and so on are the rows of each split, and may add to them.
     Every 64 MiB the progress is written: a call after an interruption passes over the documents
     that it counts without encoding them, and leaves the same bytes as one call. Progress that does
-    not fit the files is named in a warning, and everything is made again.
+    not fit the files is named in a warning, and everything is made again. Raises `InputError`, and
+    empties the folder, where no split or not every `needed` one of the `corpus` has a row.
     """
     begun = _begun(folder)
-    counts, done, saved = Counter(begun.counts), begun.items, 0
+    counts, done, saved = Counter(begun["counts"]), begun["items"], 0
     with ExitStack() as stack:
         arrays = {
-            f"{split}.{name}": _Array(folder, f"{split}.{name}", dtype, begun.sizes, stack)
+            f"{split}.{name}": _Array(folder, f"{split}.{name}", dtype, begun["sizes"], stack)
             for split in SPLITS
             for name, dtype in columns.items()
         }
 
         def save() -> None:
             sizes = {name: size for array in arrays.values() for name, size in array.sync().items()}
-            now = Progress(items=done, sizes=sizes, counts=counts)
-            io.write_json(folder / PROGRESS, now.model_dump())
+            io.write_json(folder / PROGRESS, {"items": done, "sizes": sizes, "counts": counts})
 
-        for batch in _batches(islice(documents, begun.items, None)):
+        for batch in _batches(islice(documents, done, None)):
             for split, row in encode(batch, counts):
                 counts[split] += 1
                 for name, values in row.items():
@@ -276,25 +254,34 @@ def fill(
                 saved = written
                 save()
         save()
+    total = sum(counts[name] for name in SPLITS)
+    empty = [name for name in needed if not counts[name]]
+    if not total or empty:
+        for file in folder.iterdir():
+            file.unlink()
+        lacks = f"has no document in its {empty[0]} split ({total:,} in all)" if total else ""
+        raise InputError(f"corpus {corpus!r} {lacks or 'is empty: it holds no text'}")
     return counts
 
 
-def _begun(folder: Path) -> Progress:
-    """What an interrupted call has left."""
+def _begun(folder: Path) -> dict[str, Any]:
+    """What an interrupted call has left: documents read, bytes of each file, what was counted."""
+    nothing: dict[str, Any] = {"items": 0, "sizes": {}, "counts": {}}
     for leftover in folder.glob(".*"):  # A process that is killed leaves what it wrote beside.
         leftover.unlink()
     if not (folder / PROGRESS).exists():
-        return Progress()
+        return nothing
     try:
-        begun = Progress.model_validate(read_object(folder / PROGRESS))
-        for name, size in begun.sizes.items():
+        begun = read_object(folder / PROGRESS)
+        if begun.keys() != nothing.keys():
+            raise InputError(f"{PROGRESS} does not hold items, sizes and counts")
+        for name, size in begun["sizes"].items():
             there = (folder / name).stat().st_size
             if there < size:
                 raise InputError(f"{name} has {there:,} bytes instead of {size:,}")
-    except (InputError, ValidationError, OSError) as error:
-        problem = " ".join(str(error).split())
-        warnings.warn(f"{folder} was begun, but {problem}; it is made again", stacklevel=4)
-        return Progress()
+    except (InputError, OSError) as error:
+        warnings.warn(f"{folder} was begun, but {error}; it is made again", stacklevel=4)
+        return nothing
     return begun
 
 

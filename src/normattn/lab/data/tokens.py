@@ -29,7 +29,6 @@ from normattn.lab.data.store import (
     column_digests,
     fill,
     prepared,
-    refuse_empty,
     utf8,
 )
 from normattn.lab.data.tokeniser import SAMPLE_BYTES, SEPARATOR_ID, Tokeniser, train_tokeniser
@@ -232,8 +231,7 @@ def _build(folder: Path, config: DataConfig, corpus: Corpus) -> None:
         train_tokeniser(training, config.vocab_size).save(folder / _TOKENISER)
     tokeniser = Tokeniser.load(folder / _TOKENISER)
     columns = {"tokens": _dtype(config), "names": "u1"}
-    counts = fill(folder, columns, documents(), encode)
-    refuse_empty(folder, config.corpus, counts, needed=())
+    fill(folder, config.corpus, columns, documents(), encode, needed=())
     digests = [sha256_of(folder / _TOKENISER)]
     for name in SPLITS:
         for column in columns:

@@ -71,25 +71,24 @@ class EvaluationSet:
         return digest.hexdigest()
 
 
-def train_length_set(
-    split: TokenSplit, train_length: int, max_windows: int = 1024, seed: int = 0
+def natural_set(
+    protocol: str,
+    split: TokenSplit,
+    train_length: int,
+    multiple: int = 1,
+    max_windows: int = 256,
+    seed: int = 0,
 ) -> EvaluationSet:
-    """Natural text of the training length L, windows that do not overlap."""
-    return _natural("train_length", split, train_length, 1, max_windows, seed)
+    """Natural text of `multiple`·L tokens, windows that do not overlap, every token scored.
 
-
-def non_repeated_set(
-    split: TokenSplit, train_length: int, multiple: int = 8, max_windows: int = 256, seed: int = 0
-) -> EvaluationSet:
-    """Natural text of `multiple`·L tokens, every token scored."""
-    return _natural("non_repeated", split, train_length, multiple, max_windows, seed)
-
-
-def by_position_set(
-    split: TokenSplit, train_length: int, multiple: int = 64, max_windows: int = 32, seed: int = 0
-) -> EvaluationSet:
-    """Natural text of `multiple`·L tokens, to be read off in bins that grow with the position."""
-    return _natural("by_position", split, train_length, multiple, max_windows, seed)
+    `protocol` says what it is for: "train_length" (one L), "non_repeated", or "by_position", which
+    is read off in bins that grow with the position.
+    """
+    length = window_length(train_length, multiple)
+    places = choose_places(split, length + 1, max_windows, seed).tolist()
+    rows = [split.window(document, first, length + 1) for document, first in places]
+    documents = [split.names[document] for document, _ in places]
+    return EvaluationSet(protocol, length, train_length, np.array(rows, np.int64), documents)
 
 
 def repeated_set(
@@ -135,7 +134,7 @@ def last_segment_sets(
     """
     if not multiples or min(multiples) < 1:
         raise InputError(f"context multiples must be at least 1, got {tuple(multiples)}")
-    whole = _natural("last_segment", split, train_length, max(multiples), max_windows, seed)
+    whole = natural_set("last_segment", split, train_length, max(multiples), max_windows, seed)
     return [
         replace(
             whole,
@@ -145,16 +144,6 @@ def last_segment_sets(
         )
         for multiple in multiples
     ]
-
-
-def _natural(
-    protocol: str, split: TokenSplit, train_length: int, multiple: int, max_windows: int, seed: int
-) -> EvaluationSet:
-    length = window_length(train_length, multiple)
-    places = choose_places(split, length + 1, max_windows, seed).tolist()
-    rows = [split.window(document, first, length + 1) for document, first in places]
-    documents = [split.names[document] for document, _ in places]
-    return EvaluationSet(protocol, length, train_length, np.array(rows, np.int64), documents)
 
 
 def window_length(train_length: int, multiple: int) -> int:
@@ -250,5 +239,5 @@ def masked_set(
 
     Raises `InputError` for a length below 2 and where no document is long enough.
     """
-    texts = train_length_set(split, length - 1, max_windows=max_windows, seed=seed)
+    texts = natural_set("masked", split, length - 1, max_windows=max_windows, seed=seed)
     return MaskedSet(length, masking.rows(texts.windows, seed), texts.documents)

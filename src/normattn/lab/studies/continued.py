@@ -18,7 +18,7 @@ from pydantic import Field, field_validator, model_validator
 
 from normattn.errors import InputError
 from normattn.lab.data.tokens import TokenData
-from normattn.lab.data.windows import EvaluationSet, non_repeated_set, train_length_set
+from normattn.lab.data.windows import EvaluationSet, natural_set
 from normattn.lab.report.claims import Claim
 from normattn.lab.report.figures import Curves, Figure, Line, Panel
 from normattn.lab.report.tables import Column, Row, Table, text_column
@@ -189,8 +189,11 @@ def natural_sets(
     """Natural text of each of the lengths, every token scored."""
     split, drawn = data.split(settings.split), (settings.max_windows, settings.seed)
     return [
-        train_length_set(split, train_length, *drawn),
-        *(non_repeated_set(split, train_length, n, *drawn) for n in settings.multiples[1:]),
+        natural_set("train_length", split, train_length, 1, *drawn),
+        *(
+            natural_set("non_repeated", split, train_length, n, *drawn)
+            for n in settings.multiples[1:]
+        ),
     ]
 
 

@@ -208,20 +208,18 @@ def evaluation_sets(
     is too short for what retrieval states and asks.
     """
     at, drawn = (data.split(settings.split), train_length), (settings.max_windows, settings.seed)
-    make: dict[str, Callable[[int], AnySet]] = {
-        "train_length": lambda multiple: texts.train_length_set(*at, *drawn),
-        "non_repeated": lambda multiple: texts.non_repeated_set(*at, multiple, *drawn),
-        "repeated": lambda multiple: texts.repeated_set(*at, multiple, *drawn),
-        "by_position": lambda multiple: texts.by_position_set(*at, multiple, *drawn),
-    }
     sets: list[AnySet] = []
     for protocol in ("train_length", "non_repeated", "repeated", "last_segment", "by_position"):
         if protocol not in settings.protocols:
             continue
         if protocol == "last_segment":
             sets += texts.last_segment_sets(*at, settings.multiples, *drawn)
-        else:
-            sets += [make[protocol](multiple) for multiple in _multiples(protocol, settings)]
+            continue
+        for multiple in _multiples(protocol, settings):
+            if protocol == "repeated":
+                sets.append(texts.repeated_set(*at, multiple, *drawn))
+            else:
+                sets.append(texts.natural_set(protocol, *at, multiple, *drawn))
     if "retrieval" in settings.protocols:
         sets += [
             retrieval_set(data, task, train_length, multiple, *drawn, settings.split)

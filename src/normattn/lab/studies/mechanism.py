@@ -16,7 +16,7 @@ import polars as pl
 from pydantic import Field
 
 from normattn.lab.data.tokens import TokenData
-from normattn.lab.data.windows import EvaluationSet, non_repeated_set
+from normattn.lab.data.windows import EvaluationSet, natural_set
 from normattn.lab.diagnostics.mechanism import measure_mechanism
 from normattn.lab.evaluation.scorer import weights_digest
 from normattn.lab.studies.base import Study
@@ -79,8 +79,13 @@ class MechanismRun(ModelRun):
     def texts(self, data: TokenData, length: int) -> EvaluationSet:
         """Held-out natural text of `multiple` training lengths."""
         split, read = data.split(self.evaluation.split), self.mechanism
-        return non_repeated_set(
-            split, length, read.multiple, max_windows=read.max_windows, seed=self.evaluation.seed
+        return natural_set(
+            "non_repeated",
+            split,
+            length,
+            read.multiple,
+            max_windows=read.max_windows,
+            seed=self.evaluation.seed,
         )
 
 
