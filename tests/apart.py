@@ -1,4 +1,4 @@
-"""Programs in processes of their own, without the tests' checks of types, which torch cannot trace.
+"""Programs in processes of their own, without the checks of types, which torch cannot trace.
 
 They are forked from a server that has imported torch, its compiler and the library once: each
 would take seconds to import them anew. What is about imports themselves takes a new interpreter.

@@ -1,19 +1,22 @@
-"""Tests keep their tokens to themselves, and check shapes and types."""
+"""Tests keep their tokens to themselves; `--thorough` runs more of them and checks more."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
-
-import shape_checks
-
-shape_checks.install()
+from jaxtyping import install_import_hook
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--thorough` for what a release needs and a change does not: about twenty minutes more."""
     parser.addoption("--thorough", action="store_true", help="run the tests marked thorough too")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """With `--thorough` every call of the library is checked against its shapes and types."""
+    if config.getoption("--thorough"):
+        install_import_hook("normattn", "beartype.beartype")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

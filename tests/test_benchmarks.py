@@ -36,24 +36,6 @@ def test_a_record_names_the_machine_and_every_round(tmp_path: Path) -> None:
     assert table.count("| products |") == 2
 
 
-def test_ratios_are_to_the_peer(tmp_path: Path) -> None:
-    """Twice the work takes about twice the time, in rounds that take turns."""
-    numbers = torch.randn(256, 256)
-
-    def products(count: int) -> object:
-        return lambda: [numbers @ numbers for _ in range(count)]
-
-    case = Case("work", {"one": lambda: products(4), "four": lambda: products(16)}, "one")  # type: ignore[dict-item, return-value]
-    result = measure(case, Options(rounds=5))
-    medians = {name: timing.median for name, timing in result.seconds.items()}
-    assert 2 < medians["four"] / medians["one"] < 8
-    (_, _, _, own), (_, _, _, compared) = result.rows()
-    assert own == "1"
-    assert float(compared.split(" ")[0]) == pytest.approx(
-        medians["four"] / medians["one"], abs=0.01
-    )
-
-
 def test_two_matrices_are_rerope() -> None:
     """The peer that is written by hand computes what the score does."""
     shape = attention.Shape(600, torch.float64, False, "cpu")

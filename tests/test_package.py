@@ -48,13 +48,6 @@ def test_a_version_is_one_everywhere() -> None:
     assert project["tool"]["hatch"]["version"]["path"] == "src/normattn/__init__.py"
 
 
-def test_nothing_was_fixed_before_the_first_release() -> None:
-    changes = (ROOT / "CHANGELOG.md").read_text("utf-8")
-    first = changes.split("\n## ")[-1]
-    assert first.startswith("0.2.0 - ")
-    assert re.findall(r"^### (.*)$", first, re.MULTILINE) == ["Added"]
-
-
 @pytest.fixture
 def page(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The metadata hook, on a stand-in for hatchling's base class."""

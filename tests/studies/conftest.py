@@ -1,4 +1,4 @@
-"""A sweep small enough for tests."""
+"""A study small enough for tests, and one that is finished."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ from typing import Protocol
 import pytest
 
 import apart
+from normattn.cli.app import main
+from normattn.lab.sweep.launchers import Local
+from studies import here
+from undrawn import undraw
 
 TINY = """
 summary = "for tests"
@@ -51,6 +55,39 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = folder / "tiny.toml"
     path.write_text(TINY.format(corpus=texts))
     return path
+
+
+@pytest.fixture
+def runs_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs are no processes of their own, and charts are not drawn."""
+    monkeypatch.setattr(Local, "session", here.session)
+    undraw(monkeypatch)
+
+
+def run(*words: object) -> int:
+    """The exit code of `normattn WORDS…`, in this process."""
+    with pytest.raises(SystemExit) as ended:
+        main([str(word) for word in words])
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+FINISHED = (
+    *("--variants", "KNA", "--methods", "unmodified,YaRN"),
+    *("--set", "training.steps=2"),
+)
+"""What the study of `finished` was asked for."""
+
+
+@pytest.fixture(scope="session")
+def finished(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a finished keynorm study of one run, for every test: copy it to change it."""
+    out = tmp_path_factory.mktemp("finished") / "out"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Local, "session", here.session)
+        undraw(patch)
+        assert run("reproduce", "keynorm", "--preset", tiny, *FINISHED, "--out", out) == 0
+    return out
 
 
 COMMAND = """

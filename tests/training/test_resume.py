@@ -191,23 +191,6 @@ def test_another_environment_is_said_in_one_line_and_kept(
     assert [entry["step"] for entry in stored["resumed"]] == [10]
 
 
-def test_a_damaged_environment_is_said_and_stops_nothing(
-    tmp_path: Path, unbroken: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(Interrupted):
-        run(tmp_path / "run", stop_at=10)
-    damaged = '{"started": {}, "resumed": [{"environment": 5}]}'
-    (tmp_path / "run/environment.json").write_text(damaged)
-    capsys.readouterr()
-    run(tmp_path / "run")
-    said = capsys.readouterr().err
-    assert "environment.json is damaged" in said
-    assert len(said.splitlines()) == 1
-    stored = json.loads((tmp_path / "run/environment.json").read_text())
-    assert (stored["started"], stored["resumed"][0]["step"]) == ({}, 10)
-    assert_same(tmp_path / "run", unbroken)
-
-
 def test_an_export_that_failed_is_done_by_the_next_run(tmp_path: Path) -> None:
     settings = config(steps=5)
     exported: list[object] = []

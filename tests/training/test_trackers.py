@@ -127,7 +127,7 @@ def test_a_tracker_that_fails_is_one_line_and_the_training_ends_as_ever(
     assert metrics[0] == metrics[1]
 
 
-@pytest.mark.parametrize("name", ["tensorboard", "trackio", "wandb"])
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
 def test_a_tracker_that_is_not_installed_is_said_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

@@ -1,0 +1,396 @@
+"""What the pages of qknorm, realformer and rmsnorm conclude, from sums made by hand.
+
+How a page pairs, corrects and words its claims is tested in tests/report.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+
+from normattn.lab.evaluation.classification import Predictions, document_sums
+from normattn.lab.report.claims import Finding
+from normattn.lab.report.output import page_json
+from normattn.lab.report.page import PageContext, context
+from normattn.lab.report.view import View
+from normattn.lab.stats import Bootstrap, Identity, fact, identified, joined, sums
+from normattn.lab.stats.metrics import bleu
+from normattn.lab.studies import qknorm, realformer, rmsnorm
+from normattn.lab.studies.base import Study
+from normattn.lab.studies.realformer import Setting
+
+FEW = Bootstrap(resamples=300)
+SEEDS = (0, 1, 2)
+DOCUMENTS = tuple(f"d{n:02}" for n in range(30))
+TOKENS = np.full(30, 100)
+
+
+def page(study: Study, parts: Iterable[pl.DataFrame]) -> PageContext:
+    return context(study.page, joined(parts), bootstrap=FEW)
+
+
+def tables(made: PageContext) -> dict[str, list[dict[str, Any]]]:
+    found: dict[str, list[dict[str, Any]]] = json.loads(page_json(made))["tables"]
+    return found
+
+
+def finding(made: PageContext, said: str) -> Finding:
+    """The one claim whose sentence or measured difference says so."""
+    (found,) = [
+        each for each in made.findings if said in f"{each.claim.sentence}: {each.claim.measured}"
+    ]
+    return found
+
+
+def ended(training: Identity, step: int) -> pl.DataFrame:
+    """A training in NaN."""
+    rows = sums("diverged", ["blocks.0"], [[1.0]], [[1.0]], axis="step", edges=[float(step)])
+    return identified(replace(training, protocol="training", data="", settings=""), [rows])
+
+
+# QK-Norm
+
+
+def trained(experiment: str, score: str, seed: int, rate: float = 1.0) -> Identity:
+    return Identity(
+        *("qknorm", score, f"{score}@64", seed, experiment, 0, 0),
+        data=experiment,
+        settings="beam 4; BLEU|nrefs:1" if experiment == "translation" else "",
+        factors={"experiment": experiment, "rate": float(rate), "learning_rate": 1e-3 * rate},
+    )
+
+
+def texts(seed: int, gain: float) -> dict[str, Any]:
+    """Counts of made-up translations that are a little better by `gain`, sentence by sentence."""
+    generator = np.random.default_rng([seed, 7])
+    tokens = generator.integers(5, 20, 30)
+    shares = np.clip(generator.uniform(0.3, 0.7, 30) + gain * generator.uniform(0, 2, 30), 0, 1)
+    matches = [np.floor(np.maximum(tokens - n, 0) * shares**n) for n in (1, 2, 3, 4)]
+    grams = [np.maximum(tokens - n + 1, 0) for n in (1, 2, 3, 4)]
+    characters = np.stack([np.stack([g, g, m]) for g, m in zip(grams, matches, strict=True)])
+    return {
+        "tokens": tokens,
+        "bleu": np.stack([tokens, tokens, *matches, *grams], axis=-1).astype(float),
+        "chrf": np.concatenate([characters, characters[:2]]).reshape(18, 30).T.astype(float),
+        "loss": tokens * (3 - 2 * shares),
+        "correct": matches[0],
+    }
+
+
+def translated(score: str, seed: int, gain: float = 0.0) -> pl.DataFrame:
+    made, ones = texts(seed, gain), np.ones(30)
+    return identified(
+        trained("translation", score, seed),
+        [
+            sums("loss", DOCUMENTS, made["loss"], made["tokens"]),
+            sums("accuracy", DOCUMENTS, made["correct"], made["tokens"]),
+            sums("bleu", DOCUMENTS, made["bleu"], ones, axis="count", edges=range(10)),
+            sums("chrf", DOCUMENTS, made["chrf"], ones, axis="count", edges=range(18)),
+        ],
+    )
+
+
+def swept(score: str, rate: float, nats: float | None, seed: int = 0) -> pl.DataFrame:
+    """A training of the sweep: its final loss, or None for one in NaN; what it recorded."""
+    who = trained("rates", score, seed, rate)
+    at: dict[str, Any] = {"axis": "step", "edges": [10.0]}
+    logit = sums("largest_logit", [""], [[15.0 * rate + seed]], [[1.0]], **at)
+    parts = [identified(replace(who, protocol="training"), [logit])]
+    if nats is None:
+        return joined([*parts, ended(who, 41)])
+    tokens = texts(seed, 0.0)["tokens"]
+    losses = [
+        sums(name, DOCUMENTS, each * tokens, tokens)
+        for name, each in (("loss", nats), ("unigram_loss", 5.5))
+    ]
+    return joined([*parts, identified(who, losses)])
+
+
+def test_translations_are_paired_over_sentences_and_seeds() -> None:
+    parts = [
+        *(translated("QKRMSNorm", seed, 0.1) for seed in (0, 1, 2)),
+        *(translated("Baseline", seed) for seed in (1, 2, 3)),
+    ]
+    base, ours = tables(page(qknorm.STUDY, parts))["table"]
+    found = ours["change_bleu"]
+    assert found["seeds"] == [1, 2]  # those that both have
+    expected = [
+        np.mean([float(bleu(texts(seed, gain)["bleu"].sum(0))) for seed in (1, 2)])
+        for gain in (0.1, 0.0)
+    ]
+    assert found["value"] == pytest.approx(expected[0] - expected[1], abs=1e-8)
+    assert 0 < found["low"] < found["value"] < found["high"]
+    assert base["change_bleu"] is None
+    seeds = [texts(seed, 0.1) for seed in SEEDS]
+    losses, correct = (
+        np.mean([text[name].sum() / text["tokens"].sum() for text in seeds])
+        for name in ("loss", "correct")
+    )
+    assert ours["loss"]["value"] == pytest.approx(losses, abs=1e-8)
+    assert ours["accuracy"]["value"] == pytest.approx(100 * correct, abs=1e-8)
+
+
+def test_what_the_sweep_of_learning_rates_says() -> None:
+    parts = [
+        *(swept("Baseline", rate, nats) for rate, nats in ((1, 3.0), (4, 5.45), (16, None))),
+        *(swept("KNA", rate, nats) for rate, nats in ((1, 3.0), (4, 2.0), (16, 2.5))),
+        swept("KNA", 4, None, seed=1),
+    ]
+    view = View(joined(parts), FEW)
+    # 5.45 is hardly better than the unigrams' 5.5.
+    for score, rate, failed in (
+        ("Baseline", 4.0, {0: True}),
+        ("KNA", 4.0, {0: False, 1: True}),
+        ("Baseline", 16.0, {0: True}),
+        ("QNA", 4.0, {}),
+    ):
+        assert qknorm.failures(view, qknorm.at("rates", score, rate)) == failed
+    rates = {row["row"]: row for row in tables(page(qknorm.STUDY, parts))["rates"]}
+    assert list(rates) == [
+        *("Baseline ×1", "Baseline ×4", "Baseline ×16", "KNA ×1", "KNA ×4", "KNA ×16")
+    ]
+    assert rates["Baseline ×16"]["loss"] is None
+    assert rates["KNA ×4"]["failed"] == "1 of 2"
+    assert rates["KNA ×4"]["loss"]["value"] == pytest.approx(2.0)
+    assert rates["KNA ×4"]["change_loss"]["value"] == pytest.approx(-3.45)
+    assert rates["KNA ×4"]["largest_logit"]["value"] == 61.0  # of seed 1
+
+
+@pytest.mark.parametrize(
+    ("seeds", "base", "ours", "verdict"),
+    [
+        (SEEDS, None, 3.0, "confirmed"),
+        (SEEDS, 3.0, None, "contradicted"),
+        (SEEDS, 3.0, 3.0, "not confirmed"),
+        ((0, 1), None, 3.0, "inconclusive"),
+    ],
+)
+def test_failing_less_is_an_exact_test_of_three_seeds(
+    seeds: Sequence[int], base: float | None, ours: float | None, verdict: str
+) -> None:
+    parts = [
+        swept(score, rate, nats, seed)
+        for score, nats in (("Baseline", base), ("KNA", ours))
+        for rate in (1.0, 4.0)
+        for seed in seeds
+    ]
+    made = page(qknorm.STUDY, parts)
+    assert finding(made, "fewer trainings fail with KNA than with Baseline").verdict == verdict
+
+
+def test_a_row_is_compared_with_baseline_by_its_own_optimiser() -> None:
+    for row in ("KNA", "Baseline+QK-Clip", "Baseline"):
+        assert qknorm.base_of(row) == "Baseline"
+    for row in ("QKRMSNorm+Muon", "Baseline+Muon+QK-Clip", "Baseline+Muon"):
+        assert qknorm.base_of(row) == "Baseline+Muon"
+
+
+# RealFormer
+
+
+def encoded(row: str, seed: int, protocol: str, **factors: Any) -> Identity:
+    who = Identity("realformer", row, "Baseline@16", seed, protocol, 16, 16, data="d")
+    return replace(who, weights=f"{row}{seed}", factors=factors)
+
+
+def noise(*of: Any) -> np.ndarray:
+    """A little, by document: a gain that is the same in every document has no interval."""
+    return np.random.default_rng([7, sum(map(ord, repr(of)))]).integers(-5, 6, 30) / 10
+
+
+def scored(correct: np.ndarray, nats: np.ndarray) -> list[pl.DataFrame]:
+    return [
+        sums("accuracy", DOCUMENTS, correct, TOKENS),
+        sums("loss", DOCUMENTS, nats, TOKENS),
+        sums("unigram_loss", DOCUMENTS, np.full(30, 280.0), TOKENS),
+    ]
+
+
+def encoder(row: str, hits: float, seed: int, size: str = "small") -> pl.DataFrame:
+    """`hits` and a little noise of each document's 100 tokens are right."""
+    correct = hits + noise(row, seed, size)
+    facts = {"parameters": 800 if size == "small" else 1600, "planned_steps": 10}
+    known = [fact(name, float(value)) for name, value in facts.items()]
+    masked = scored(correct, 300.0 - correct)
+    return joined(
+        [
+            identified(encoded(row, seed, "masked", size=size), masked),
+            identified(encoded(row, seed, "training", size=size), known),
+        ]
+    )
+
+
+def setting(place: Setting, nats: float | None, seed: int = 0) -> pl.DataFrame:
+    """A setting of the grid with a loss of `nats` hundredths a token; None: it diverged."""
+    _, warmup, rate, dropout = place
+    factors = {"size": "small", "warmup": warmup, "learning_rate": rate, "dropout": dropout}
+    who = encoded(place.row, seed, "grid", **factors)
+    if nats is None:
+        return ended(who, 3)
+    return identified(who, scored(TOKENS / 2, nats + noise(place, seed)))
+
+
+def test_rows_pool_their_seeds_and_statistics_are_ratios_of_sums() -> None:
+    parts = [encoder("PostLN", 40, 0), encoder("PostLN", 50, 1), encoder("PreLN", 30, 1)]
+    right = [
+        float(part.filter(protocol="masked", statistic="accuracy")["sum"].sum()) for part in parts
+    ]
+    pre, post = tables(page(realformer.STUDY, parts))["table"]
+    assert (pre["row"], post["row"]) == ("PreLN", "PostLN")
+    accuracy = post["accuracy"]
+    assert accuracy["value"] == pytest.approx(100 * (right[0] + right[1]) / (2 * 3000))
+    assert accuracy["low"] < accuracy["value"] < accuracy["high"]
+    assert (accuracy["units"], accuracy["count"], accuracy["seeds"]) == (30, 3000, [0, 1])
+    assert pre["gain"]["value"] == pytest.approx((right[2] - right[1]) / 30)
+    assert (pre["gain"]["seeds"], post["gain"]) == ([1], None)
+
+
+def test_claims_about_encoders_of_two_sizes() -> None:
+    """RealFormer loses 16 points by growing where PostLN loses 10 and PreLN 16."""
+    hits = {"PostLN": 40, "RealFormer": 46, "PreLN": 46}
+    parts = [
+        part
+        for seed in SEEDS
+        for row, small in hits.items()
+        for part in (encoder(row, small, seed), encoder(row, 30, seed, "wide"))
+    ]
+    made = page(realformer.STUDY, parts)
+    for measured, verdict in {
+        "small: RealFormer − PostLN, accuracy in points": "confirmed",
+        "small: RealFormer − PreLN, accuracy in points": "not confirmed",
+        "wide: RealFormer − PostLN, accuracy in points": "not confirmed",
+        "small: PostLN − PreLN, accuracy in points": "contradicted",
+        "wide: PostLN − PreLN, accuracy in points": "confirmed",
+        "small → wide: RealFormer's gain − PostLN's, accuracy in points": "contradicted",
+        "small → wide: RealFormer's gain − PreLN's, accuracy in points": "not confirmed",
+    }.items():
+        assert finding(made, measured).verdict == verdict, measured
+
+
+@pytest.mark.parametrize("row", ["PostLN", "RealFormer"])
+@pytest.mark.parametrize(("failing", "sure"), [(6, True), (5, False)])
+def test_stability_is_decided_by_settings_that_one_alone_fails(
+    row: str, failing: int, sure: bool
+) -> None:
+    """Six settings that only one fails are sure at 5 %, five are not: 2 / 2⁶ and 2 / 2⁵."""
+    parts = [
+        setting(Setting(each, 5, 1e-3 * (n + 1), 0.0), 280 if each == row and n < failing else 90)
+        for each in ("PostLN", "RealFormer")
+        for n in range(8)
+    ]
+    (found,) = page(realformer.STUDY, parts).findings
+    counts = (0, failing) if row == "PostLN" else (failing, 0)
+    assert f"RealFormer {counts[0]} − PostLN {counts[1]} of 8" in found.claim.measured
+    assert found.difference.value == counts[0] - counts[1]
+    decided = "confirmed" if row == "PostLN" else "contradicted"
+    assert found.verdict == (decided if sure else "not confirmed")
+
+
+def test_the_grid_tells_learned_stuck_and_diverged() -> None:
+    cold = Setting("PostLN", 0, 1e-3, 0.0)
+    learned, stuck, lost = (Setting("PostLN", 5, rate, 0.0) for rate in (1e-3, 1e-2, 1.0))
+    parts = [setting(cold, 240), setting(learned, 260), setting(stuck, 271), setting(lost, None)]
+    told = {learned: "learned", stuck: "stuck", lost: "diverged", cold: "learned"}
+    for nats, state in ((260.0, "learned"), (280.0, "stuck"), (None, "diverged")):
+        # One seed that diverged or learned nothing is a failure, whatever the others came to.
+        found = realformer.grid(View(joined([*parts, setting(learned, nats, seed=1)]), FEW))
+        assert found == {**told, learned: state}
+    rows = tables(page(realformer.STUDY, parts))["grid"]
+    assert [row["state"] for row in rows] == ["learned", "stuck", "diverged", "learned"]
+    assert rows[0]["loss"]["value"] == pytest.approx(2.6, abs=0.01)
+    assert rows[2]["loss"] is None
+
+
+# RMSNorm
+
+
+def normed(row: str, seed: int = 0, protocol: str = "classification", data: str = "d") -> Identity:
+    return Identity("rmsnorm", row, row, seed, protocol, 0, 0, data=data)
+
+
+def classified(row: str, seed: int, wrong: int) -> pl.DataFrame:
+    """Sixty documents of one of three labels; `wrong` of them are predicted to be the next."""
+    true = np.eye(3)[np.arange(60) % 3] > 0
+    missed = np.arange(60) < wrong
+    said = np.where(missed[:, None], np.roll(true, 1, axis=1), true).astype(np.float32)
+    found = Predictions(said, true, (0.1 + 0.01 * missed).astype(np.float32))
+    counts = document_sums(found, 0.5, [f"x{n:02}" for n in range(60)])
+    known = [fact("parameters", 1000.0), fact("threshold", 0.5)]
+    return joined(
+        [
+            identified(normed(row, seed), counts),
+            identified(normed(row, seed, "training"), known),
+        ]
+    )
+
+
+def test_errors_of_classifiers_are_paired_and_decided() -> None:
+    def made(wrong: int) -> PageContext:
+        rows = (("LayerNorm", 15), ("RMSNorm", wrong))
+        return page(
+            rmsnorm.STUDY, [classified(row, s, count + s) for s in SEEDS for row, count in rows]
+        )
+
+    worse = made(40)
+    for measured in ("micro F1", "macro F1", "test loss"):
+        assert finding(worse, measured).verdict == "confirmed"
+    assert finding(worse, "micro F1").difference.value == pytest.approx(-100 * 25 / 60)
+    assert finding(worse, "test loss").difference.value == pytest.approx(250 / 60, rel=1e-5)
+    assert finding(made(0), "micro F1").verdict == "contradicted"
+    # An interval wider than what the source found decides nothing.
+    assert finding(made(17), "micro F1").verdict == "inconclusive"
+
+
+def test_a_ratio_of_times_is_paired_by_round() -> None:
+    drift, own = np.linspace(1, 5, 40), np.random.default_rng(5).normal(0.9, 0.004, 40)
+    parts = [
+        rmsnorm.timed(normed(row, protocol="step time", data=""), tuple(map(float, seconds)))
+        for row, seconds in (("LayerNorm", drift), ("RMSNorm", own * drift))
+    ]
+    found = finding(page(rmsnorm.STUDY, parts), "median time of a step")
+    ratio = np.median(own * drift) / np.median(drift)
+    assert found.difference.value == pytest.approx(100 * (ratio - 1))
+    # The rounds drift by a factor of five; their ratio does not.
+    assert found.difference.half_width is not None
+    assert found.difference.half_width < 2
+    assert found.verdict == "confirmed"
+
+
+def curve(row: str, seed: int, early: float) -> pl.DataFrame:
+    """Twenty steps of loss 1, the first two of `early`."""
+    steps = [
+        sums("loss", [""], [[early if step < 3 else 1.0]], [[1.0]], axis="step", edges=[step])
+        for step in range(1, 21)
+    ]
+    return identified(normed(row, seed, "training", data=""), [*steps, fact("steps", 20.0)])
+
+
+@pytest.mark.parametrize(
+    ("differences", "verdict"),
+    [
+        ((0.1, 0.11, 0.12), "confirmed"),
+        ((-0.1, -0.11, -0.12), "contradicted"),
+        ((0.1, -0.1, 0.02), "not confirmed"),
+        ((0.1, 0.11), "inconclusive"),
+    ],
+)
+def test_the_loss_early_in_training_is_paired_over_seeds(
+    differences: tuple[float, ...], verdict: str
+) -> None:
+    parts = [
+        curve(row, seed, 2.0 + 0.1 * seed + more)
+        for seed, difference in enumerate(differences)
+        for row, more in (("LayerNorm", 0.0), ("RMSNorm", difference))
+    ]
+    found = finding(page(rmsnorm.STUDY, parts), "first 10% of the steps")
+    assert found.verdict == verdict
+    assert found.difference.value == pytest.approx(1000 * float(np.mean(differences)))
+    if verdict == "confirmed":
+        # Student's t with two degrees of freedom: 4.3027 · 10/√3.
+        assert found.difference.half_width == pytest.approx(4.30265 * 10 / 3**0.5, rel=1e-4)
