@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from pathlib import Path
 
 import pytest
 from rich.table import Table
@@ -53,38 +52,3 @@ def test_a_table_keeps_its_own_colours_alone(terminal: bool) -> None:
     assert "\x1b]" not in written
     assert "\x9b" not in written
     assert ("\x1b[1mtitle" in written) is terminal
-
-
-def test_a_tensor_of_a_hostile_name_is_named_escaped(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("transformers")
-    from safetensors.torch import load_file, save_file
-
-    from hostile.foreign import WEIGHTS, write_model
-    from normattn.cli.app import main
-
-    write_model(tmp_path / "model")
-    tensors = load_file(tmp_path / "model" / WEIGHTS)
-    tensors[f"model.layers.7.{HOSTILE}"] = tensors["lm_head.weight"].clone()
-    save_file(tensors, tmp_path / "model" / WEIGHTS, metadata={"format": "pt"})
-    (tmp_path / "text.txt").write_text("a text of some length, " * 40)
-    with pytest.raises(SystemExit) as ended:
-        main(
-            [
-                "extend",
-                str(tmp_path / "model"),
-                "--text",
-                str(tmp_path / "text.txt"),
-                "--lengths",
-                "64,128",
-                "--windows",
-                "1",
-                "--out",
-                str(tmp_path / "out"),
-            ]
-        )
-    said = capsys.readouterr()
-    assert ended.value.code == 2
-    assert r"\x1b]0;owned\x07" in said.err
-    assert "\x1b" not in said.out + said.err

@@ -24,7 +24,7 @@ from thorough import few
 FLOAT64 = 1e-9
 LOSS = 1e-4
 """Losses in float32: relative."""
-STEPS = 30
+STEPS = 12
 """So many are compared each time; with `--thorough` 100, of every preset.
 
 Also each time: two of the studies, and each third family; with `--thorough` all.

@@ -104,15 +104,6 @@ def test_post_hoc_log_n_changes_no_bit_within_the_training_length(
             assert ((scaled - plain)[:, :, L:].abs().amax((0, 1, 3)) > 0).all()
 
 
-@pytest.mark.parametrize("length", [2, 3, 10, 100, 512, 4096, 12345])
-def test_post_hoc_log_n_is_exactly_1_at_the_training_length(length: int) -> None:
-    logn = ScoreSpec.parse("KNA-logn+", train_length=length).logn
-    assert logn is not None
-    factor = logn.factor(torch.arange(1, length + 2, dtype=torch.float64), length)
-    assert (factor[:length] == 1).all()
-    assert factor[length] > 1
-
-
 def test_variants_are_each_other_for_normalised_inputs() -> None:
     q, k, v = (x.detach() for x in qkv(12))
     unit_q, unit_k = q / q.norm(dim=-1, keepdim=True), k / k.norm(dim=-1, keepdim=True)

@@ -26,6 +26,7 @@ def gpu(out: Path, preset: Path, minutes: float) -> str:
     return done.stdout
 
 
+@pytest.mark.thorough
 def test_stopped_by_the_clock(tiny: Path, tmp_path: Path) -> None:
     said = gpu(tmp_path, tiny, minutes=0.1)
     assert "the time is over before kernels; run the same command to resume" in said

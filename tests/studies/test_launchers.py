@@ -120,6 +120,8 @@ def test_outcomes_tell_finished_diverged_and_failed_apart(
     assert max(seen) <= 2
 
 
+# That a signal cancels jobs of Slurm is tested in test_slurm.py.
+@pytest.mark.parametrize("launcher", ["local", "ray"], indirect=True)
 def test_a_signal_lets_jobs_save(launcher: Launcher, tmp_path: Path) -> None:
     saved = tmp_path / "state"
     # As a cell does: a busy cluster may end a task's process before its interruption is heard.

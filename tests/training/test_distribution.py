@@ -35,11 +35,7 @@ def test_two_processes_follow_one_and_stop_together(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "others"),
-    [
-        (InputError, "InputError"),
-        (KeyError, "RuntimeError"),
-        (KeyboardInterrupt, "RuntimeError"),
-    ],
+    [(InputError, "InputError"), (KeyboardInterrupt, "RuntimeError")],
 )
 def test_whatever_fails_on_the_first_process_fails_on_all(
     kind: type[BaseException], others: str

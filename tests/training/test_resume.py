@@ -109,7 +109,7 @@ def assert_same(path: Path, unbroken: Path) -> None:
         assert (path / last / name).read_bytes() == (unbroken / last / name).read_bytes()
 
 
-@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGTERM])
 def test_a_killed_process_goes_on_bit_for_bit(
     tmp_path: Path, unbroken: Path, kind: signal.Signals
 ) -> None:
