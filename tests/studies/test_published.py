@@ -106,7 +106,7 @@ def test_what_is_training_still_stands_in_no_way(folder: Path, tmp_path: Path) -
     measured = measurements.read(folder / measurements.FILE)
     config = json.loads((folder / "config.json").read_text())["config"]
     training = pl.col("protocol") == "training"
-    second = training | (pl.col("row") == measured["row"].unique(maintain_order=True)[1])
+    second = training | (pl.col("row") == measured["row"].unique(maintain_order=True)[-1])
     for name, kept in (("one", second), ("all", training)):
         said = ""
         try:
