@@ -195,7 +195,7 @@ def texts_of(length: int = 64) -> EvaluationSet:
     return EvaluationSet("non_repeated", length, 16, windows, ["b", "a", "b", "c", "c"])
 
 
-@pytest.mark.parametrize("score", ["Baseline", "KNA", "QKRMSNorm"])
+@pytest.mark.parametrize("score", ["KNA", "QKRMSNorm"])
 def test_a_record_is_the_sum_of_its_texts(score: str) -> None:
     model, texts = model_of(score), texts_of()
     modes = [module.training for module in model.modules()]
@@ -327,7 +327,7 @@ def key_norms_of(model: CausalLM, texts: EvaluationSet) -> Array:
     return np.stack([np.linalg.norm(k.numpy(), axis=-1) for k in keys], axis=1)
 
 
-@pytest.mark.parametrize("score", ["Baseline", "KNA", "QKRMSNorm"])
+@pytest.mark.parametrize("score", ["KNA", "QKRMSNorm"])
 def test_a_record_holds_them_by_document(score: str) -> None:
     model = model_of(score)
     texts = replace(texts_of(), documents=["b", "a", "b", "c", "d"])

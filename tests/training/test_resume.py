@@ -182,7 +182,8 @@ def test_another_environment_is_said_in_one_line_and_kept(
     with pytest.raises(Interrupted):
         run(tmp_path / "run", stop_at=10)
     before = torch.get_num_threads()
-    run(tmp_path / "run", threads=2)
+    with pytest.raises(Interrupted):
+        run(tmp_path / "run", stop_at=2, threads=2)
     assert torch.get_num_threads() == before
     said = capsys.readouterr().err
     assert "threads 1 → 2" in said
