@@ -91,14 +91,18 @@ def test_a_folder_by_split_and_language(tmp_path: Path) -> None:
     assert [pair.split for pair in found] == [None] * 60 + ["validation"] * 8 + ["test"] * 8
     assert set(source.given()) == {"validation", "test"}
     write_lines(tmp_path, PAIRS, "test_other")
-    with pytest.raises(InputError, match=r"several test sets: test_other, test_small; choose"):
+    with pytest.raises(InputError, match=r"one test set, .* has test_other\.en, test_small"):
         read(tmp_path)
     assert read(f"{tmp_path}?test=test_other")[-40:] == PAIRS
-    with pytest.raises(InputError, match="no test set 'test_none': it has test_other, test_small"):
+    with pytest.raises(InputError, match=r"test_none\.en and test_none\.de .* but has none"):
         read(f"{tmp_path}?test=test_none")
     (tmp_path / "val.de").unlink()
-    with pytest.raises(InputError, match="has val in 'en' but not in 'de'"):
+    with pytest.raises(InputError, match=r"one validation set, .* but has val\.en;"):
         read(f"{tmp_path}?test=test_other")
+    (tmp_path / "train.en").unlink()
+    (tmp_path / "train.de").unlink()
+    with pytest.raises(InputError, match=r"train\.en and train\.de .* but has none"):
+        read(tmp_path)
 
 
 def test_catalogues_of_an_installed_package(

@@ -33,17 +33,8 @@ def code_data(lines: int = 400) -> TokenData:
     return TokenData(**splits, tokeniser=tokeniser, vocab_size=300, fingerprint="made")
 
 
-@cache
-def token_data() -> TokenData:
-    """Generated tokens without any text."""
-    return CopyTask(tokens=1000, documents=6, document_tokens=2000).token_data(64, 0)
-
-
-DATA = {"code": code_data, "tokens": token_data}
-
-
-def make(kind: str, task: str, multiple: int = 4, windows: int = 15, seed: int = 0) -> RetrievalSet:
-    return retrieval_set(DATA[kind](), task, L, multiple, windows, seed)
+def make(task: str, multiple: int = 4, windows: int = 15, seed: int = 0) -> RetrievalSet:
+    return retrieval_set(code_data(), task, L, multiple, windows, seed)
 
 
 def occurrences(window: np.ndarray, piece: np.ndarray) -> list[int]:
@@ -52,16 +43,14 @@ def occurrences(window: np.ndarray, piece: np.ndarray) -> list[int]:
     return [i for i in range(len(window) - size + 1) if list(window[i : i + size]) == list(piece)]
 
 
-def asked(found: RetrievalSet, sample: int, kind: str) -> list[tuple[np.ndarray, np.ndarray]]:
+def asked(found: RetrievalSet, sample: int) -> list[tuple[np.ndarray, np.ndarray]]:
     """The questions at the end of a sample, each with its answer, read off what is scored."""
     window = found.windows[sample, 0]
     scored = [False, *found.scored[sample].tolist(), False]
     edges = [i for i in range(1, len(scored)) if scored[i] != scored[i - 1]]
     pairs = []
     for start, end in zip(edges[::2], edges[1::2], strict=True):
-        begin = start - 4  # a name of three tokens and the link
-        if kind == "code":  # a line
-            begin = max(i for i in range(start) if window[i] == newline())
+        begin = max(i for i in range(start) if window[i] == newline())
         pairs.append((window[begin:start], window[start:end]))
     return pairs
 
@@ -72,23 +61,21 @@ def newline() -> int:
     return tokeniser.encode("\n")[0]
 
 
-@pytest.mark.parametrize("kind", DATA)
 @pytest.mark.parametrize("task", TASKS)
-def test_a_set_is_a_function_of_its_arguments(kind: str, task: str) -> None:
-    first, again = make(kind, task), make(kind, task)
+def test_a_set_is_a_function_of_its_arguments(task: str) -> None:
+    first, again = make(task), make(task)
     assert first.fingerprint == again.fingerprint
     np.testing.assert_array_equal(first.windows, again.windows)
-    others = (make(kind, task, seed=1), make(kind, task, multiple=5), make(kind, task, windows=10))
+    others = (make(task, seed=1), make(task, multiple=5), make(task, windows=10))
     assert len({first.fingerprint, *(other.fingerprint for other in others)}) == 4
 
 
-@pytest.mark.parametrize("kind", DATA)
 @pytest.mark.parametrize("task", TASKS)
-def test_every_answer_stands_once_before_it_is_asked(kind: str, task: str) -> None:
-    found = make(kind, task)
+def test_every_answer_stands_once_before_it_is_asked(task: str) -> None:
+    found = make(task)
     assert found.windows.shape == (3, len(DEPTHS), 4 * L + 1)
     for sample in range(len(found)):
-        pairs = asked(found, sample, kind)
+        pairs = asked(found, sample)
         assert len(pairs) == (3 if task == "variable_tracking" else 1)
         for depth in range(len(DEPTHS)):
             window = found.windows[sample, depth]
@@ -101,12 +88,11 @@ def test_every_answer_stands_once_before_it_is_asked(kind: str, task: str) -> No
         assert found.scored[sample].sum() == sum(len(answer) for _, answer in pairs)
 
 
-@pytest.mark.parametrize("kind", DATA)
-def test_the_passkey_stands_at_its_depth_of_one_document(kind: str) -> None:
-    data = DATA[kind]()
-    found = make(kind, "passkey")
+def test_the_passkey_stands_at_its_depth_of_one_document() -> None:
+    data = code_data()
+    found = make("passkey")
     for sample, document in enumerate(found.documents):
-        ((question, answer),) = asked(found, sample, kind)
+        ((question, answer),) = asked(found, sample)
         size = len(question) + len(answer)
         text = list(data.test.document(list(data.test.names).index(document)))
         fillers = []
@@ -122,6 +108,9 @@ def test_the_passkey_stands_at_its_depth_of_one_document(kind: str) -> None:
 
 
 def test_senseless_requests_are_refused() -> None:
+    generated = CopyTask(documents=6, document_tokens=300).token_data(64, 0)
+    with pytest.raises(InputError, match="generated tokens have none"):
+        retrieval_set(generated, "passkey", L, 1)
     with pytest.raises(InputError, match="no retrieval task is called 'needle'"):
         retrieval_set(code_data(), "needle", L)
     with pytest.raises(InputError, match=r"16 tokens is too short for multi-key: .* alone take"):
@@ -131,13 +120,13 @@ def test_senseless_requests_are_refused() -> None:
     with pytest.raises(InputError, match="at least 1, got 64 and 0"):
         retrieval_set(code_data(), "passkey", L, 0)
     with pytest.raises(InputError, match="at least 1 window"):
-        make("code", "passkey", windows=0)
+        make("passkey", windows=0)
 
 
 def test_key_value_texts_are_full_of_pairs_in_one_order() -> None:
     tokeniser = code_data().tokeniser
     assert tokeniser is not None
-    found = make("code", "key_value", multiple=16, windows=5)
+    found = make("key_value", multiple=16, windows=5)
     texts = [tokeniser.decode(window).split("\n") for window in found.windows[0]]
     pairs = [[line for line in text[1:] if "=" in line] for text in texts]
     asked_line = pairs[0][-1]

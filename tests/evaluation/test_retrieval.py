@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,19 +14,27 @@ from torch import Tensor
 from normattn.errors import NormattnError
 from normattn.kernels.cross_entropy import TokenScores
 from normattn.lab.data.retrieval import DEPTHS, PASSAGE, TASKS, RetrievalSet, retrieval_set
-from normattn.lab.data.tokens import CopyTask, TokenData
+from normattn.lab.data.sources import SPLITS
+from normattn.lab.data.tokeniser import train_tokeniser
+from normattn.lab.data.tokens import TokenData, TokenSplit
 from normattn.lab.evaluation.retrieval import evaluate_retrieval
 from normattn.lab.stats import MeasurementStore
 
 from .make import Counter, info, one, table
 
-L, VOCABULARY = 64, 32
+L = 64
 
 
 @cache
 def data() -> TokenData:
-    """Generated tokens whose periods are short, so that filler is easy to tell from facts."""
-    return CopyTask(tokens=500, documents=8, document_tokens=700).token_data(VOCABULARY, 0)
+    """Eight documents of lines, a token a byte: a name has 3 tokens, a value 4."""
+    tokeniser = train_tokeniser(["line"], 257)
+    rows = [[*tokeniser.encode(f"{'some words ' * (2 + n)}\n" * 20), 0] for n in range(8)]
+    offsets = np.cumsum([0, *map(len, rows)]).astype(np.int64)
+    tokens = np.concatenate([np.array(row, dtype=np.uint16) for row in rows])
+    names = [f"document {n}" for n in range(8)]
+    splits: Any = {name: TokenSplit(name, tokens, offsets, names) for name in SPLITS}
+    return TokenData(**splits, tokeniser=tokeniser, vocab_size=257, fingerprint="made")
 
 
 def make(
@@ -35,12 +44,19 @@ def make(
 
 
 def copying(ids: Tensor) -> TokenScores:
-    """Predicts what followed the last four tokens when they stood in the text before."""
+    """Predicts what followed the beginning of the line when it stood in the text before."""
+    tokeniser = data().tokeniser
+    assert tokeniser is not None
+    (newline,) = tokeniser.encode("\n")
     correct = torch.zeros(ids.shape[0], ids.shape[1] - 1, dtype=torch.bool)
     for row, text in enumerate(ids.tolist()):
         for t in range(4, len(text) - 1):
-            context = text[t - 3 : t + 1]
-            before = [text[i + 4] for i in range(t - 3) if text[i : i + 4] == context]
+            if newline not in text[: t + 1]:
+                continue
+            size = text[t::-1].index(newline) + 1
+            context = text[t + 1 - size : t + 1]
+            places = range(t + 1 - size)
+            before = [text[i + size] for i in places if text[i : i + size] == context]
             correct[row, t] = bool(before) and before[-1] == text[t + 1]
     return TokenScores(loss=1.0 - correct.float(), correct=correct)
 

@@ -117,42 +117,40 @@ def _line_pairs(
 
 
 def _folder(folder: Path, source: str, target: str, test: str | None) -> FileCorpus:
-    """The files of both languages by split; of several test sets the one called `test`."""
-    sources, targets = _files(folder, source), _files(folder, target)
+    """The one file of each split in either language; of several test sets the one called `test`.
+
+    A file is `NAME.LANGUAGE` or `NAME.LANGUAGE.gz`. A split that is held out may be missing.
+    """
     parts: list[Part] = []
     for split, starts in _STARTS.items():
-        names = sorted(name for name in sources.keys() | targets if name.startswith(starts))
-        for name in names:
-            if not (name in sources and name in targets):
-                here, lacks = (source, target) if name in sources else (target, source)
-                raise InputError(f"{folder} has {name} in {here!r} but not in {lacks!r}")
-        if split == "test" and test is not None:
-            if test not in names:
-                has = f"it has {', '.join(names)}" if names else "it has none"
-                raise InputError(f"{folder} has no test set {test!r}: {has}")
-            names = [test]
-        if len(names) > 1:
-            how = "; choose one with ?test=NAME" if split == "test" else ""
-            raise InputError(f"{folder} has several {split} sets: {', '.join(names)}{how}")
-        if split == "train" and not names:
-            wanted = f"train.{source} and train.{target}"
-            raise InputError(f"{folder} holds no training pairs: it needs {wanted} (or .gz)")
+        chosen = test if split == "test" else None
+        found = [
+            [
+                path
+                for path in sorted(folder.iterdir())
+                if (name := _name(path, language)) is not None
+                and (name.startswith(starts) if chosen is None else name == chosen)
+            ]
+            for language in (source, target)
+        ]
+        if split != "train" and chosen is None and not any(found):
+            continue
+        if [len(paths) for paths in found] != [1, 1]:
+            holds = ", ".join(path.name for paths in found for path in paths) or "none"
+            raise InputError(
+                f"{folder} needs one {split} set, {chosen or starts[0]}.{source} and "
+                f"{chosen or starts[0]}.{target} (or .gz), but has {holds}; ?test=NAME chooses one "
+                "of several test sets"
+            )
         # A training pair stays open, so that splits without files can be cut from them.
-        fixed = None if split == "train" else split
-        parts += [(sources[name], targets[name], fixed) for name in names]
+        parts.append((found[0][0], found[1][0], None if split == "train" else split))
     return _aligned(*parts)
 
 
-def _files(folder: Path, language: str) -> dict[str, Path]:
-    """The files `NAME.LANGUAGE` and `NAME.LANGUAGE.gz` of a folder, by name."""
-    paths: dict[str, Path] = {}
-    for path in sorted(folder.iterdir()):
-        name, dot, end = re.sub(r"\.gz$", "", path.name, flags=re.I).rpartition(".")
-        if dot and end == language and path.is_file():
-            if name in paths:
-                raise InputError(f"{paths[name]} and {path} are the same set twice")
-            paths[name] = path
-    return paths
+def _name(path: Path, language: str) -> str | None:
+    """What a file of this language is called without its suffixes; None for any other file."""
+    name, dot, end = re.sub(r"\.gz$", "", path.name, flags=re.I).rpartition(".")
+    return name if dot and end == language and path.is_file() else None
 
 
 # Translation catalogues.

@@ -71,10 +71,6 @@ class PairsConfig(SplitSettings):
         """Where the pairs are read from; `InputError` where their files are not there."""
         return parse_pairs(self.corpus, self.source, self.target)
 
-    def look(self) -> tuple[str, ...]:
-        """What is fetched for the pairs; `InputError` where their files are not there."""
-        return self.parsed.notes()
-
 
 @dataclass(frozen=True)
 class PairSplit:

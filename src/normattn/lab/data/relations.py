@@ -84,9 +84,9 @@ class RelationConfig(SplitSettings):
         return parse_relations(self.corpus)
 
     def look(self) -> tuple[str, ...]:
-        """What is fetched; `InputError` where the corpus or its vocabulary is not there."""
+        """As of any data; `InputError` where the vocabulary is not there as well."""
         _ = self.vocabulary_file
-        return self.parsed.notes()
+        return super().look()
 
     @property
     def vocabulary_file(self) -> Path | None:

@@ -12,13 +12,12 @@ A statement is a name, a link and a source (a value, or another name). Asking re
 up to its source, so a model answers by continuing as the text did before: by copying. Around the
 statements stands held-out text, one document's. The last answer is the end of the window, so a
 window of `length` targets reads `length` tokens to give its last one. Source: needle tests as in
-RULER (arXiv 2404.06654), whose sentences are here lines of code or bare tokens.
+RULER (arXiv 2404.06654), whose sentences are here lines of code.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, NamedTuple
@@ -89,15 +88,17 @@ def retrieval_set(
 ) -> RetrievalSet:
     """One task at `multiple`·L tokens: as many samples as give `max_windows` windows, at least 1.
 
-    A pure function of its arguments. Raises `InputError` for an unknown task, where no document of
-    the split is as long as a window, and where a window is too short for the statements.
+    A pure function of its arguments. Raises `InputError` for an unknown task, for generated tokens,
+    where no document of the split is as long as a window, and where a window is too short for the
+    statements.
     """
     if task not in TASKS:
         raise unknown("retrieval task", task, TASKS)
+    if data.tokeniser is None:
+        raise InputError("retrieval writes lines of text, and generated tokens have none")
     length = window_length(train_length, multiple)
     count = min(max_windows, max(1, max_windows // len(DEPTHS)))
-    held_out = data.split(split)
-    write = _tokens(data.vocab_size) if data.tokeniser is None else _code(data.tokeniser)
+    held_out, write = data.split(split), Writer(data.tokeniser)
     # A document may give several samples, each with other names, where long ones are few.
     starts = choose_places(held_out, length + 1, count, seed)
     windows, documents = np.zeros((count, len(DEPTHS), length + 1), dtype=np.int32), []
@@ -112,62 +113,36 @@ def retrieval_set(
     return RetrievalSet(task, length, train_length, windows, documents, scored)
 
 
-# What is written: names, values and the statements made of them, as token ids. All pieces are
-# encoded apart and joined as tokens, so a name has the same tokens where it is stated and asked.
-
-
-@dataclass(frozen=True)
-class Writing:
-    """`name` and `value` draw one; `question(name)` is what comes before the source in a statement.
-
-    `breaks(filler)` says before which tokens of the filler a statement stands well.
-    """
-
-    name: Callable[[Random], Ids]
-    value: Callable[[Random], Ids]
-    question: Callable[[Ids], Ids]
-    breaks: Callable[[np.ndarray], np.ndarray]
-
-
-def _code(tokeniser: Tokeniser) -> Writing:
-    r"""Assignments on lines of their own: `\nqx7=4711`, between two lines.
+class Writer:
+    r"""Assignments on lines of their own, as token ids: `\nqx7=4711`, between two lines.
 
     A name is two consonants and a digit (3,610 of them), a value four digits. There are no spaces,
-    because after one a name would have other tokens than at the beginning of a line.
+    because after one a name would have other tokens than at the beginning of a line. All pieces
+    are encoded apart and joined as tokens, so a name has the same tokens where it is stated and
+    asked.
     """
 
-    def ids(text: str) -> Ids:
-        return tuple(tokeniser.encode(text))
+    def __init__(self, tokeniser: Tokeniser) -> None:
+        self._encode = tokeniser.encode
+        texts = (tokeniser.decode([i]) for i in range(tokeniser.vocab_size))
+        self._line_ends = np.array([text.startswith("\n") for text in texts])
 
-    def name(random: Random) -> Ids:
+    def name(self, random: Random) -> Ids:
+        """Draw a name."""
         letters = "".join(_CONSONANTS[i] for i in random.integers(len(_CONSONANTS), size=2))
-        return ids(letters) + ids(str(random.integers(10)))
+        return (*self._encode(letters), *self._encode(str(random.integers(10))))
 
-    newline, equals = ids("\n"), ids("=")
-    texts = (tokeniser.decode([i]) for i in range(tokeniser.vocab_size))
-    line_ends = np.array([text.startswith("\n") for text in texts])
-    return Writing(
-        name=name,
-        value=lambda random: ids(str(random.integers(1000, 10000))),
-        question=lambda name: newline + name + equals,
-        breaks=lambda filler: line_ends[filler],
-    )
+    def value(self, random: Random) -> Ids:
+        """Draw a value."""
+        return tuple(self._encode(str(random.integers(1000, 10000))))
 
+    def question(self, name: Ids) -> Ids:
+        """What comes before the source in a statement."""
+        return (*self._encode("\n"), *name, *self._encode("="))
 
-def _tokens(vocab_size: int) -> Writing:
-    """For generated tokens that have no text: a name is 3 tokens, a value 4.
-
-    Token 1 links a name to its source: without it, the name in `b = a` and the one in `c = b` could
-    not be told apart. Names and values are made of the tokens from 2 on.
-    """
-    if vocab_size < 4:
-        raise InputError(f"retrieval needs a vocabulary of at least 4, got {vocab_size}")
-    return Writing(
-        name=lambda random: tuple(random.integers(2, vocab_size, 3).tolist()),
-        value=lambda random: tuple(random.integers(2, vocab_size, 4).tolist()),
-        question=lambda name: (*name, 1),
-        breaks=lambda filler: np.ones(len(filler), dtype=bool),
-    )
+    def breaks(self, filler: Int64[np.ndarray, "f"]) -> np.ndarray:
+        """Say before which tokens of the filler a statement stands well."""
+        return np.asarray(self._line_ends[filler])
 
 
 # What each task states and asks for.
@@ -200,7 +175,7 @@ class Facts(NamedTuple):
         return sum(map(len, self.statements)) + len(self.end)
 
 
-def _facts(task: str, write: Writing, random: Random, room: int) -> Facts:
+def _facts(task: str, write: Writer, random: Random, room: int) -> Facts:
     """Draw the names and values of one sample, and state them as the task says."""
     if task == "key_value":
         return _key_value(write, random, room)
@@ -220,7 +195,7 @@ def _facts(task: str, write: Writing, random: Random, room: int) -> Facts:
     return Facts(stated, asked, (*words, *questions))
 
 
-def _key_value(write: Writing, random: Random, room: int) -> Facts:
+def _key_value(write: Writer, random: Random, room: int) -> Facts:
     """Pairs until the text is full, or until there are no more names."""
     name, value = write.name(random), write.value(random)
     asked = write.question(name), value
@@ -245,7 +220,7 @@ def _key_value(write: Writing, random: Random, room: int) -> Facts:
 
 
 def _sample(
-    task: str, write: Writing, text: Int64[np.ndarray, "length_1"], random: Random, document: str
+    task: str, write: Writer, text: Int64[np.ndarray, "length_1"], random: Random, document: str
 ) -> tuple[Int64[np.ndarray, "d length_1"], list[bool]]:
     """The windows of one sample, and which tokens of their end are an answer's."""
     shown = task.replace("_", "-")
@@ -271,7 +246,7 @@ def _written(
     task: str,
     facts: Facts,
     filler: Int64[np.ndarray, "f"],
-    write: Writing,
+    write: Writer,
     depth: float,
     elsewhere: np.ndarray,
 ) -> Int64[np.ndarray, "length_1"]:

@@ -331,12 +331,18 @@ class SplitSettings(Settings):
             )
         return self
 
+    @property
+    def parsed(self) -> Corpus | None:
+        """Where documents are read from, if they are; `InputError` where they are not there."""
+        return None
+
     def look(self) -> tuple[str, ...]:
         """What a plan says of the data before anything is done; quick, no data is prepared.
 
         Raises `InputError` where the data, or a library that reads it, is plainly not there.
         """
-        return ()
+        corpus = self.parsed
+        return () if corpus is None else corpus.notes()
 
     def split_of(self, name: str, given: Collection[SplitName] = ()) -> SplitName:
         """The split of the item with this name; nothing is cut off for splits that are `given`."""

@@ -6,7 +6,6 @@ import hashlib
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import SupportsInt
 
@@ -30,7 +29,8 @@ _PIECE_CHARACTERS = 1 << 18
 _RUN = re.compile(rf"\S{{{RUN_CHARACTERS + 1},}}")
 _SPACE = re.compile(r"(?<=\S)[ \n\t\r](?=\S)")
 _WHITE = re.compile(r"\s")
-_VARIABLE = "TOKENIZERS_PARALLELISM"
+# The library's own threads warn and deadlock when a process forks later.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 class Tokeniser:
@@ -71,8 +71,7 @@ class Tokeniser:
             (encoding,) = self._bpe.encode_batch_fast([piece], add_special_tokens=False)
             return np.array(encoding.ids, np.uint32)
 
-        with one_thread():
-            return [np.concatenate([encoded(p) for p in cut_pieces(text)]) for text in texts]
+        return [np.concatenate([encoded(p) for p in cut_pieces(text)]) for text in texts]
 
     def decode(self, ids: Iterable[SupportsInt]) -> str:
         """The text of token ids; separators are shown, a half character becomes U+FFFD."""
@@ -120,8 +119,7 @@ def train_tokeniser(
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    with one_thread():
-        bpe.train_from_iterator(_sample(texts, sample_bytes), trainer)
+    bpe.train_from_iterator(_sample(texts, sample_bytes), trainer)
     return Tokeniser(bpe.to_str())
 
 
@@ -169,20 +167,6 @@ def _sample(texts: Iterable[str], sample_bytes: int) -> Iterator[str]:
             return
 
 
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Keep the library from its own threads: it warns and deadlocks when a process forks later."""
-    before = os.environ.get(_VARIABLE)
-    os.environ[_VARIABLE] = "false"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_VARIABLE]
-        else:
-            os.environ[_VARIABLE] = before
-
-
 # BERT's word pieces: from a given vocab.txt, or a vocabulary trained on the texts.
 
 PAD, UNKNOWN = "[PAD]", "[UNK]"
@@ -218,8 +202,7 @@ class WordPieces:
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of each text, `[UNK]` alone for one without anything to read."""
-        with one_thread():
-            encodings = self.tokeniser.encode_batch_fast(list(texts), add_special_tokens=False)
+        encodings = self.tokeniser.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids or [self._unknown] for encoding in encodings]
 
     def save(self, path: Path) -> None:
@@ -268,8 +251,7 @@ def train_word_pieces(texts: Collection[str], vocab_size: int, lower_case: bool)
     learner = Tokenizer(models.WordPiece(unk_token=UNKNOWN))
     learner.normalizer = normaliser
     learner.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    with one_thread():
-        learner.train_from_iterator(texts, trainer)
+    learner.train_from_iterator(texts, trainer)
     vocabulary = learner.get_vocab()
     ordered = sorted(vocabulary, key=vocabulary.__getitem__)
     return WordPieces({entry: vocabulary[entry] for entry in ordered}, lower_case)

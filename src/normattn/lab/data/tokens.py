@@ -157,12 +157,13 @@ class DataConfig(SplitSettings):
         """Whether the corpus is generated tokens instead of text."""
         return self.corpus.startswith("synthetic:")
 
-    def look(self) -> tuple[str, ...]:
-        """What is fetched for the corpus; `InputError` where there is none, or no reader of it."""
+    @property
+    def parsed(self) -> Corpus | None:
+        """Where the text is read from; None for generated tokens."""
         if self.synthetic:
             CopyTask.parse(self.corpus)
-            return ()
-        return parse_corpus(self.corpus).notes()
+            return None
+        return parse_corpus(self.corpus)
 
     @property
     def tiling(self) -> Tiling | None:
