@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import email
 import json
 import os
@@ -54,51 +53,44 @@ class NearDuplicates:
         return False
 
 
-def pinned(file: Path) -> frozen.Wheel:
-    """The entry of a wheel that was downloaded."""
+def pinned(file: Path) -> str:
+    """The line of the list for a wheel that was downloaded, its licence as a comment."""
     with zipfile.ZipFile(file) as archive:
         (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
         about = email.message_from_string(archive.read(name).decode())
     classified = [v.split(" :: ")[-1] for v in about.get_all("Classifier", []) if "License ::" in v]
     licence = about["License-Expression"] or " / ".join(classified) or about["License"] or ""
-    project = about["Name"].lower().replace("_", "-").replace(".", "-")
-    digest = sha256_of(file)
-    return frozen.Wheel(project, about["Version"], file.name, digest, licence.splitlines()[0])
+    digest, line = sha256_of(file), f"{frozen.package_of(file)}=={about['Version']}"
+    return f"{line} --hash=sha256:{digest}  # {licence.splitlines()[0]}"
 
 
 def freeze(requirements: list[str], out: Path = frozen.LIST) -> None:
     """Download the wheels of some distributions and write their list."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        problem = frozen.download(requirements, folder)
-        if problem is not None:
-            sys.exit(problem)
-        wheels = tuple(sorted(map(pinned, folder.glob("*.whl")), key=lambda wheel: wheel.name))
-        shown, repeated = NearDuplicates(), []
+        wanted = folder / "requirements.txt"
+        wanted.write_text("\n".join(requirements) + "\n")
+        frozen.download(wanted, folder)
+        wheels = sorted(folder.glob("*.whl"), key=frozen.package_of)
+        shown, repeated = NearDuplicates(), list[str]()
         for wheel in wheels:
-            texts = frozen.package_texts(folder / wheel.file, wheel.name)
+            texts = frozen.package_texts(wheel, frozen.package_of(wheel))
             repeated += [name for name, text in texts if shown.seen(text)]
-        size = sum((folder / wheel.file).stat().st_size for wheel in wheels)
-        listed = frozen.PackageList(wheels, frozenset(repeated), "", 0, size)
-        total = frozen.write_documents(folder, listed, folder / "text")
-        made = dataclasses.replace(listed, text_sha256=sha256_of(folder / "text"), text_bytes=total)
-    stored = {**dataclasses.asdict(made), "near_duplicates": sorted(repeated)}
-    out.write_text(_one_entry_a_line(stored), encoding="utf-8")
+        size = sum(wheel.stat().st_size for wheel in wheels)
+        total = frozen.write_documents(folder, repeated, folder / "text")
+        lines = [
+            "# The corpus python-packages-2026: what pip fetches for it, and what its text is.",
+            "# Written by scripts/freeze_packages.py.",
+            f"# text-sha256 {sha256_of(folder / 'text')}",
+            f"# text-bytes {total}",
+            f"# download-bytes {size}",
+            *map(pinned, wheels),
+            *(f"# near-duplicate {name}" for name in sorted(repeated)),
+        ]
+    out.write_text("\n".join(lines) + "\n", encoding="utf-8")
     print(
         f"{len(wheels)} wheels, {size:,} bytes; {total:,} bytes of text, {len(repeated)} repeated"
     )
-
-
-def _one_entry_a_line(stored: dict[str, Any]) -> str:
-    """JSON with one wheel or name on each line."""
-    lines = []
-    for key, value in stored.items():
-        text = json.dumps(value)
-        if isinstance(value, list | tuple):
-            inner = ",\n  ".join(json.dumps(entry, ensure_ascii=False) for entry in value)
-            text = f"[\n  {inner}\n ]"
-        lines.append(f' "{key}": {text}')
-    return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def check() -> int:

@@ -5,15 +5,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,7 +19,6 @@ from normattn.lab.data import frozen_packages as frozen
 from normattn.lab.data.corpora import parse_corpus
 from normattn.lab.data.frozen_packages import (
     FrozenPackages,
-    PackageList,
     is_generated,
     is_wanted,
 )
@@ -36,20 +32,18 @@ SAMPLE_TOKENS = "101db4c151068ab901a1e5cf9de28c953f32efb7d94828f7de15b1077bf3a79
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the wheels of the sample; skips where pip does not reach its index."""
     folder = tmp_path_factory.mktemp("wheels")
-    wanted = [wheel for wheel in PackageList.read(frozen.LIST).wheels if wheel.name in SAMPLE]
-    problem = frozen.download([f"{wheel.name}=={wheel.version}" for wheel in wanted], folder)
-    if problem is not None:
-        pytest.skip(f"the package index is not reached: {problem}")
+    try:
+        frozen.download(write_list(folder / "list.txt"), folder)
+    except InputError as error:
+        pytest.skip(f"the package index is not reached: {error}")
     return folder
 
 
-def write_list(path: Path, names: tuple[str, ...] = SAMPLE, **changes: Any) -> Path:
-    """The list of a sample of the pinned packages."""
-    whole = PackageList.read(frozen.LIST)
-    chosen = tuple(wheel for wheel in whole.wheels if wheel.name in names)
-    listed = dataclasses.replace(whole, wheels=chosen, text_sha256=SAMPLE_TEXT, **changes)
-    stored = {**dataclasses.asdict(listed), "near_duplicates": sorted(listed.near_duplicates)}
-    path.write_text(json.dumps(stored))
+def write_list(path: Path, names: tuple[str, ...] = SAMPLE, *more: str) -> Path:
+    """The list of a sample of the pinned packages, and further lines."""
+    whole = frozen.LIST.read_text("utf-8").splitlines()
+    kept = [line for line in whole if line.startswith((*(f"{n}==" for n in names), "# near-"))]
+    path.write_text("\n".join([f"# text-sha256 {SAMPLE_TEXT}", *kept, *more]) + "\n", "utf-8")
     return path
 
 
@@ -71,7 +65,7 @@ assert not {"h2", "sqlparse", "toolz"} & set(sys.modules)
 
 def test_two_machines_have_the_same_text_and_tokens(wheels: Path, tmp_path: Path) -> None:
     """Two processes, two caches, other hash seeds and languages: one text, the recorded one."""
-    listed, text_name = write_list(tmp_path / "list.json"), "documents.jsonl"
+    listed, text_name = write_list(tmp_path / "list.txt"), "documents.jsonl"
     made = []
     for number, language in enumerate(("C", "C.UTF-8")):
         cache = tmp_path / f"cache{number}"
@@ -96,12 +90,12 @@ def test_another_text_is_refused(
 ) -> None:
     monkeypatch.setenv("NORMATTN_CACHE", str(tmp_path / "cache"))
 
-    def fetch(_: object, folder: Path) -> None:
+    def copy(_: object, folder: Path) -> None:
         shutil.copytree(wheels, folder, dirs_exist_ok=True)
 
-    monkeypatch.setattr(frozen, "fetch", fetch)
-    repeated = frozenset({"toolz/toolz/dicttoolz.py"})
-    listed = write_list(tmp_path / "list.json", near_duplicates=repeated)
+    monkeypatch.setattr(frozen, "download", copy)
+    repeated = "# near-duplicate toolz/toolz/dicttoolz.py"
+    listed = write_list(tmp_path / "list.txt", SAMPLE, repeated)
     with pytest.raises(InputError, match=rf"instead of {SAMPLE_TEXT}: a corpus that differs"):
         FrozenPackages(listed).text()
 
@@ -114,9 +108,9 @@ def test_without_pip_or_index_it_is_one_sentence(
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    corpus = FrozenPackages(write_list(tmp_path / "list.json", ("h2",)))
+    corpus = FrozenPackages(write_list(tmp_path / "list.txt", ("h2",)))
     with pytest.raises(
-        InputError, match=r"pip could not fetch the 1 pinned packages: .*h2"
+        InputError, match=r"pip could not fetch the packages pinned in list\.txt: .*h2"
     ) as said:
         list(corpus.documents())
     assert "\n" not in str(said.value)
@@ -125,15 +119,16 @@ def test_without_pip_or_index_it_is_one_sentence(
 def test_the_list_is_pinned_and_says_its_size() -> None:
     corpus = parse_corpus("python-packages-2026")
     assert isinstance(corpus, FrozenPackages)
-    pinned = corpus.pinned
-    assert len(corpus.sources()) == len(pinned.wheels) == 127
-    assert all(re.fullmatch(r"[0-9a-f]{64}", wheel.sha256) for wheel in pinned.wheels)
-    assert all(wheel.file.endswith("-none-any.whl") for wheel in pinned.wheels)
-    assert not [wheel for wheel in pinned.wheels if "GPL" in wheel.licence or not wheel.licence]
-    assert 64_000_000 < pinned.text_bytes < 80_000_000
+    facts, lines = corpus.pinned.facts, frozen.LIST.read_text("utf-8").splitlines()
+    pinned = [line for line in lines if not line.startswith("#")]
+    assert len(corpus.sources()) == len(pinned) == 127
+    for line in pinned:
+        assert re.fullmatch(r"\S+==\S+ --hash=sha256:[0-9a-f]{64}  # \S.*", line)
+        assert "GPL" not in line
+    assert 64_000_000 < int(facts["text-bytes"]) < 80_000_000
     (note,) = corpus.notes()
-    assert f"{len(pinned.wheels)} pinned packages" in note
-    assert f"{pinned.download_bytes / 1e6:.0f} MB" in note
+    assert "127 pinned packages" in note
+    assert f"{int(facts['download-bytes']) / 1e6:.0f} MB" in note
     with pytest.raises(InputError, match="has no option 'split'"):
         parse_corpus("python-packages-2026?split=train")
 

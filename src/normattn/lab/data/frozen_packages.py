@@ -11,58 +11,48 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
 from normattn.errors import InputError
-from normattn.io import open_file, read_object, sha256_of
+from normattn.io import open_file, sha256_of
 from normattn.lab.data.sources import Corpus, Document, evenly
 from normattn.lab.data.store import prepared
-from normattn.lab.data.text_files import decode_python
+from normattn.lab.data.text_files import decode_python, read_text
 
 FROZEN = "python-packages-2026"
 PACKAGE_BYTES = 1_000_000
 """No package gives more text than this, taken evenly from its files."""
-LIST = Path(__file__).with_name("python_packages_2026.json")
+LIST = Path(__file__).with_name("python_packages_2026.txt")
 README = "README"
 """The name under which a distribution's long description is a document."""
 _TEXT = "documents.jsonl"
 
 
 @dataclass(frozen=True)
-class Wheel:
-    """One pinned distribution: what it is called, its file on the index and the file's sha256."""
-
-    name: str
-    version: str
-    file: str
-    sha256: str
-    licence: str
-
-
-@dataclass(frozen=True)
 class PackageList:
-    """The pinned wheels of a corpus, and what their text must be.
+    """The pinned packages of a corpus, in a file of requirements with hashes, as pip reads it.
 
-    `near_duplicates` names the files that are nearly the same as another one; `text_sha256` and
-    `text_bytes` are of the documents that are left, `download_bytes` of the wheels.
+    `versions` are those of the packages by name, `facts` what the comments say of the whole:
+    "text-sha256" and "text-bytes" of the documents, "download-bytes" of the wheels.
+    `near_duplicates` are the files that are left out, as nearly the same as another one.
     """
 
-    wheels: tuple[Wheel, ...]
+    versions: Mapping[str, str]
+    facts: Mapping[str, str]
     near_duplicates: frozenset[str]
-    text_sha256: str
-    text_bytes: int
-    download_bytes: int
 
     @classmethod
     def read(cls, path: Path) -> PackageList:
-        """The list in a JSON file."""
-        stored = read_object(path)
-        wheels = tuple(Wheel(**wheel) for wheel in stored.pop("wheels"))
-        return cls(wheels, frozenset(stored.pop("near_duplicates")), **stored)
+        """The list in a file."""
+        text = read_text(path)
+        versions = dict(re.findall(r"^(\S+)==(\S+) --hash=sha256:", text, re.MULTILINE))
+        said = re.findall(r"^# ([a-z0-9-]+) (\S+)$", text, re.MULTILINE)
+        repeated = frozenset(value for name, value in said if name == "near-duplicate")
+        return cls(versions, dict(said), repeated)
 
 
 @dataclass(frozen=True)
@@ -91,18 +81,18 @@ class FrozenPackages(Corpus):
 
     def fingerprint(self) -> str:
         """Hash of the text, which the list holds: nothing is fetched for it."""
-        return hashlib.sha256(f"{FROZEN} {self.pinned.text_sha256}".encode()).hexdigest()
+        return hashlib.sha256(f"{FROZEN} {self.pinned.facts['text-sha256']}".encode()).hexdigest()
 
     def sources(self) -> dict[str, str]:
         """The version of every package."""
-        return {wheel.name: wheel.version for wheel in self.pinned.wheels}
+        return dict(self.pinned.versions)
 
     def notes(self) -> tuple[str, ...]:
         """What is fetched, from where and how much."""
-        pinned = self.pinned
+        megabytes = int(self.pinned.facts["download-bytes"]) / 1e6
         return (
-            f"the corpus {FROZEN} is {len(pinned.wheels)} pinned packages, which pip fetches "
-            f"once from its index ({pinned.download_bytes / 1e6:.0f} MB) into the cache",
+            f"the corpus {FROZEN} is {len(self.pinned.versions)} pinned packages, which pip "
+            f"fetches once from its index ({megabytes:.0f} MB) into the cache",
         )
 
     @cached_property
@@ -113,73 +103,71 @@ class FrozenPackages(Corpus):
 
 @cache
 def _prepared(listed: Path) -> Path:
-    pinned = PackageList.read(listed)
-    return prepared("packages", pinned.text_sha256, lambda folder: _build(folder, pinned)) / _TEXT
+    expected = PackageList.read(listed).facts["text-sha256"]
+    return prepared("packages", expected, lambda folder: _build(folder, listed)) / _TEXT
 
 
-def _build(folder: Path, pinned: PackageList) -> None:
+def _build(folder: Path, listed: Path) -> None:
     """Write the text of all wheels into one file, and check that it is the listed one.
 
     What pip fetched before a lost connection is in its own cache.
     """
+    pinned = PackageList.read(listed)
     with tempfile.TemporaryDirectory() as temporary:
         wheels = Path(temporary)
-        fetch(pinned.wheels, wheels)
-        write_documents(wheels, pinned, folder / _TEXT)
-    found = sha256_of(folder / _TEXT)
-    if found != pinned.text_sha256:
+        download(listed, wheels)
+        write_documents(wheels, pinned.near_duplicates, folder / _TEXT)
+    found, expected = sha256_of(folder / _TEXT), pinned.facts["text-sha256"]
+    if found != expected:
         raise InputError(
-            f"the text of the pinned packages has the sha256 {found} here instead of "
-            f"{pinned.text_sha256}: a corpus that differs is not used"
+            f"the text of the pinned packages has the sha256 {found} here instead of {expected}: "
+            "a corpus that differs is not used"
         )
 
 
-def fetch(wheels: Sequence[Wheel], folder: Path) -> None:
-    """Let pip download the wheels, whose hashes it checks; `InputError` where it cannot."""
-    lines = [f"{wheel.name}=={wheel.version} --hash=sha256:{wheel.sha256}" for wheel in wheels]
-    problem = download(lines, folder)
-    if problem is not None:
-        raise InputError(
-            f"pip could not fetch the {len(wheels)} pinned packages: {problem}; rerun the command "
-            "where pip reaches its index, and it goes on from its cache"
-        )
-
-
-def download(requirements: Sequence[str], folder: Path) -> str | None:
-    """Let pip put wheels without compiled code into `folder`; what went wrong, in its words.
+def download(listed: Path, folder: Path) -> None:
+    """Let pip put the listed wheels, whose hashes it checks, into `folder`.
 
     The same files for every platform and Python: of several wheels of a version, the pure one.
+    Raises `InputError` in pip's words where it cannot.
     """
     if importlib.util.find_spec("pip") is None:
-        return "pip is not installed in this environment (python -m ensurepip)"
+        raise InputError("pip is not installed in this environment (python -m ensurepip)")
     pip = (sys.executable, "-m", "pip", "download", "-q", "--no-input", "--no-deps")
     pure = ("--only-binary=:all:", "--platform=any", "--implementation=py", "--abi=none")
-    with tempfile.TemporaryDirectory() as temporary:
-        listed = Path(temporary, "requirements.txt")
-        listed.write_text("\n".join(requirements) + "\n")
-        done = subprocess.run(
-            (*pip, *pure, "--python-version=3.13", "--dest", str(folder), "-r", str(listed)),
-            capture_output=True,
-            text=True,
-            stdin=subprocess.DEVNULL,
+    done = subprocess.run(
+        (*pip, *pure, "--python-version=3.13", "--dest", str(folder), "-r", str(listed)),
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+    )
+    if done.returncode:
+        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
+        problem = errors[-1].removeprefix("ERROR: ") if errors else f"status {done.returncode}"
+        raise InputError(
+            f"pip could not fetch the packages pinned in {listed.name}: {problem}; rerun the "
+            "command where pip reaches its index, and it goes on from its cache"
         )
-    errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
-    problem = errors[-1].removeprefix("ERROR: ") if errors else f"exit status {done.returncode}"
-    return problem if done.returncode else None
 
 
-def write_documents(wheels: Path, pinned: PackageList, out: Path) -> int:
+def write_documents(wheels: Path, near_duplicates: Collection[str], out: Path) -> int:
     """Write the documents of the wheels in a folder, JSON lines; how many bytes of text it is."""
     texts: dict[str, tuple[str, str]] = {}
-    for wheel in pinned.wheels:
-        for name, text in package_texts(wheels / wheel.file, wheel.name):
-            if name not in pinned.near_duplicates:
-                texts[name] = wheel.name, text
+    for wheel in wheels.glob("*.whl"):
+        package = package_of(wheel)
+        for name, text in package_texts(wheel, package):
+            if name not in near_duplicates:
+                texts[name] = package, text
     with out.open("w", encoding="utf-8", newline="\n") as file:
         for name in sorted(texts, key=lambda name: hashlib.sha256(name.encode()).digest()):
             group, text = texts[name]
             file.write(json.dumps([name, group, text], ensure_ascii=False) + "\n")
     return sum(len(text.encode()) for _, text in texts.values())
+
+
+def package_of(wheel: Path) -> str:
+    """The package of a wheel, by the index's own rule for names."""
+    return re.sub(r"[-_.]+", "-", wheel.name.partition("-")[0]).lower()
 
 
 # What of a wheel is text that people wrote.
