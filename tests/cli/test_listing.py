@@ -40,7 +40,7 @@ def test_some_facts(listed: dict[str, dict[str, Any]]) -> None:
     assert listed["ReRoPE"]["parameters"] == [{"name": "window", "default": None, "example": 128}]
     assert {"NoPE", "ReRoPE", "HWFA"} <= excluded("YaRN")
     assert "YaRN" in listed["ALiBi"]["beside_rope"]
-    assert {"Baseline", "CoPE", "NoPE", "PoPE", "XLNet", "XPos"} == excluded("RotateFirst")
+    assert {"Baseline", "CoPE", "NEZHA", "NoPE", "PoPE", "XLNet", "XPos"} == excluded("RotateFirst")
     assert excluded("Sink") == {"Entmax", "Sigmoid", "StickBreaking"}
     assert not excluded("KNA")
     assert excluded("Packed") == {"Chunked"}
@@ -68,7 +68,7 @@ def test_an_entry_tells_the_same(command: Command, listed: dict[str, dict[str, A
     shown = command("list", "ReRoPE").out
     assert "window (128 at L = 512 and factor 8)" in shown
     assert "causal attention only" in shown
-    names = "ALiBi, CoPE, FIRE, FoX, KERPLELog, KERPLEPower, ScaleInvariant, T5Bias, XLNet"
+    names = "ALiBi, CoPE, FIRE, FoX, KERPLELog, KERPLEPower, NEZHA, ScaleInvariant, T5Bias, XLNet"
     assert f"only with RoPE named as well: {names}" in command("list", "YaRN").out
     served = command("list", "Baseline").out.partition("runs on ")[2]
     for place, kernel in listed["Baseline"]["kernels"].items():

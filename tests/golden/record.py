@@ -75,6 +75,7 @@ BIASES = (
     "FoX",
     "XLNet",
     "ScaleInvariant",
+    "NEZHA(clip=3)",
 )
 OTHERS = (
     *("SoftCap(cap=1.5)", "Sink", "SlidingWindow(window=5)", "Chunked(size=6)"),

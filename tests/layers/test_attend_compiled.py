@@ -59,6 +59,7 @@ json.dump(found, sys.stdout)
 TEXTS = [
     *("CosA-RoPE(layout=interleaved)-ReRoPE(window=3)@8", "Baseline-FIRE@8", "KNA-CoPE@8"),
     *("KNA-XSA", "Baseline-VORoPE", "KNA-XLNet", "NGPT-ScaleInvariant", "Baseline-ASScale-Entmax"),
+    "KNA-NEZHA(clip=3)",
 ]
 
 

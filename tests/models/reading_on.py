@@ -32,6 +32,7 @@ COMBINED = (
     "KNA-PartialRoPE(side=last,layout=interleaved)-SelfExtend",
     "KNA-logn-Packed-SelfExtend",
     "KNA-XLNet-RoPE-Packed",
+    "Baseline-NEZHA(clip=3)-Packed",
     "NGPT-RotateFirst",
     "Baseline-ASScale-Entmax-Packed",
     "Baseline-DualChunk(size=3,local=2,beyond=1)-YaRNTemperature",

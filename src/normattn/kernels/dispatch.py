@@ -57,6 +57,7 @@ FEATURES: Mapping[str, Test] = {
     "near and far keys": lambda p: p.two_regimes,
     "a bias": _given("bias"),
     "a bias of both positions": _given("pairs"),
+    "values of both positions": _given("pair_values"),
     "a normaliser in place of softmax": _given("normaliser"),
     "a selection": _given("selection"),
     "attention without residual scores": lambda p: p.residual_scores is None,
@@ -85,8 +86,8 @@ FEATURES: Mapping[str, Test] = {
 }
 _ALL = frozenset(FEATURES)
 _TILED = _ALL - {
-    *("a bias of both positions", "a normaliser in place of softmax", "a selection"),
-    *("a learned mask", "residual scores", "torch.func"),
+    *("a bias of both positions", "values of both positions", "a selection"),
+    *("a normaliser in place of softmax", "a learned mask", "residual scores", "torch.func"),
 }
 _PLAIN = _TILED - {
     *("a bias", "a sink", "a cap", "a sliding window", "documents", "a mask"),

@@ -200,6 +200,17 @@ class PairBias(Protocol):
 
 
 @runtime_checkable
+class PairValues(Protocol):
+    """What is read beside the value of each pair, by the positions of both."""
+
+    def read(
+        self, weight: Float[Tensor, "b h t s"], size: int, seen: AttentionMask
+    ) -> Float[Tensor, "b h t e"]:
+        """Σ_j a(i, j)·R(i, j) for weights a and R of `size` features."""
+        ...
+
+
+@runtime_checkable
 class Normaliser(Protocol):
     """What makes weights of whole rows of scores in place of softmax."""
 
@@ -219,7 +230,8 @@ class AttentionInputs:
     denominator of head h, with value 0. q (B, H, T, D), k (B, G, S, D), v (B, G, S, E); G divides
     H. With two regimes k may hold the keys from column `near_start` on only: those before are far
     for every row. bias (H, R) has a value for every distance 0 … R − 1 that occurs; `pairs` add one
-    that depends on both positions; a `selection` is subtracted. A query that sees no key gets 0.
+    that depends on both positions; a `selection` is subtracted. With `pair_values` R the output is
+    Σ_j softmax_j(s(i, j)) (v_j + R(i, j)). A query that sees no key gets 0.
     With `residual_scores` the product is the sum, or the mean, of ⟨q_i, k_j⟩ over this layer and
     those below. `finite`: all queries and keys are known to be.
     """
@@ -238,6 +250,7 @@ class AttentionInputs:
     near_start: int = 0
     residual_scores: ResidualScores | None = None
     pairs: PairBias | None = None
+    pair_values: PairValues | None = None
     normaliser: Normaliser | None = None
     selection: Selection | None = None
     finite: bool = False

@@ -61,7 +61,10 @@ def reference_with_lse(
     if recorder is not None:
         record_rows(recorder, p, bare, weight, rows)
     dropped = torch.nn.functional.dropout(weight, p.dropout)
-    out = (dropped.to(p.v.dtype) @ p.v).to(inputs.v.dtype)
+    out = dropped.to(p.v.dtype) @ p.v
+    if p.pair_values is not None:
+        out = out + p.pair_values.read(dropped, p.v.shape[-1], p.visibility).to(out.dtype)
+    out = out.to(inputs.v.dtype)
     if not with_lse:
         return out, None
     lse = torch.logsumexp(score, -1, keepdim=True)

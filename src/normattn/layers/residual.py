@@ -96,8 +96,9 @@ class NGPT(Placed):
 
     N has no gain. α is learned for each feature and starts at `start`; its parameter is α in units
     of start·√dim, as in the authors' code. The embedding is normed as well, and the stack's output
-    is not once more. The authors also norm the weights after each step of the optimiser and learn
-    scales of the hidden features and of the logits; that is not done here. Source: arXiv
+    is not once more. The authors also norm the weights after each step of the optimiser, which a
+    training does with `unit_weights`, and learn scales of the hidden features and of the logits,
+    which is not done here. Source: arXiv
     2410.01131; github.com/NVIDIA/ngpt.
     """
 

@@ -179,4 +179,7 @@ def _attention_flops(
             flops += 2.0 * heads * heads * size * (pairs + queries * size)
         elif bias is not None and bias.name == "CoPE":
             flops += 2.0 * queries * heads * bias.positions * size
+        elif bias is not None and bias.name == "NEZHA":
+            # Queries meet each clipped distance, and so do the weights summed by it.
+            flops += 2.0 * queries * heads * (2 * bias.clip + 1) * (size + value)
     return flops

@@ -269,7 +269,7 @@ class Score(nn.Module):
     ) -> AttentionInputs:
         """Put what a kernel does besides the product beside it."""
         window, kept = self._spec.window
-        selection = None
+        selection, part = None, self._spec.bias
         if self._spec.selection is not None:
             own = None if seen.padding is None else seen.padding[:, v.shape[2] - q.shape[2] :]
             taken = k.new_zeros(v.shape[0], v.shape[2], dtype=at_least_float32(k.dtype))
@@ -284,6 +284,7 @@ class Score(nn.Module):
             sink=self.sink,
             cap=None if self._spec.cap is None else self._spec.cap.cap,
             pairs=pairs,
+            pair_values=part.pair_values() if isinstance(part, PairBiasPart) else None,
             normaliser=self._spec.normaliser,
             selection=selection,
         )

@@ -118,6 +118,8 @@ class LoopConfig(Settings):
         parallel: what each process of torchrun holds: the whole model (ddp), or 1/N of every
             weight, gradient and moment (fsdp). The batch is divided either way.
         qk_clip: the largest logit that weights are left with (QK-Clip), None for no bound.
+        unit_weights: before the first step and after each, normalise the weight matrices along the
+            model's width, as nGPT does; for `placement` nGPT.
         activation_checkpointing: a block keeps only its input for the backward pass and computes
             the rest again: less memory for about a third more time. (RealFormer's scores take
             another kernel for it, which draws its dropout otherwise.)
@@ -138,6 +140,7 @@ class LoopConfig(Settings):
     track: Annotated[TrackerName | None, later(None)] = None
     parallel: Annotated[Literal["ddp", "fsdp"], later("ddp")] = "ddp"
     qk_clip: Annotated[float | None, Field(gt=0.0, le=1e6), later(None)] = None
+    unit_weights: Annotated[bool, later(False)] = False
     activation_checkpointing: Annotated[bool, later(False)] = False
     optimiser: OptimiserConfig = AdamWConfig()
     schedule: ScheduleConfig = ScheduleConfig()
@@ -187,6 +190,14 @@ class LoopConfig(Settings):
             (
                 fsdp and bool(self.inspect_every),
                 "parallel is fsdp, under which no layer is inspected: expected ddp",
+            ),
+            (
+                fsdp and self.unit_weights,
+                "parallel is fsdp, and unit_weights needs whole columns: expected ddp",
+            ),
+            (
+                clip and self.unit_weights,
+                "qk_clip makes weights smaller, which unit_weights undoes",
             ),
             (
                 clip and self.compile,

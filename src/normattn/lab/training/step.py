@@ -24,6 +24,7 @@ from normattn.lab.training.qk_clip import QKClip
 from normattn.lab.training.sharding import whole
 from normattn.lab.training.state import kept_buffers
 from normattn.lab.training.task import Task, derive_seed
+from normattn.lab.training.unit_weights import UnitWeights
 from normattn.models.transformer import set_activation_checkpointing
 
 LARGEST = "largest_logit"
@@ -97,6 +98,9 @@ class TrainStep:
         device, half = world.device.type, config.precision == "fp16"
         self.scaler = torch.amp.GradScaler(device, enabled=half)
         self._clip = None if config.qk_clip is None else QKClip(task.model, config.qk_clip, world)
+        self._unit_weights = UnitWeights(task.model) if config.unit_weights else None
+        if self._unit_weights is not None:
+            self._unit_weights.normalise()
         self._stop_asked = stop_asked
         self._buffers = list(kept_buffers(task.model).values())
         self._before: list[Tensor] = []
@@ -207,6 +211,8 @@ class TrainStep:
         if clip is not None and values.gradient_norm > clip:
             torch._foreach_mul_(gradients, clip / (values.gradient_norm + 1e-6))
         self.optimiser.step(values.learning_rate)
+        if self._unit_weights is not None:
+            self._unit_weights.normalise()
 
     def _fetch(self, step: int) -> list[Any]:
         shards = self.world.size * self.config.accumulate

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from normattn.errors import InputError
 from normattn.kernels import AttentionMask
-from normattn.kernels.inputs import PairBias
+from normattn.kernels.inputs import PairBias, PairValues
 from normattn.plain import transformed
 from normattn.score.parts.base import A_QUARTER, Part, Slot, number, register
 
@@ -62,6 +62,10 @@ class PairBiasPart(BiasPart):
     def pairs(self, learned: Learned, dtype: torch.dtype, query: Queries | None) -> PairBias:
         """The bias of all pairs, computed in `dtype`; `query` where it is read, λ included."""
         raise InputError(f"{self.name} defines no pairs")
+
+    def pair_values(self) -> PairValues | None:
+        """What each pair's value is read with; None where it is read alone."""
+        return None
 
 
 @register

@@ -1,35 +1,44 @@
 """What is done to values before they are read, and to what a query has read of them.
 
-Legend: B batch, H heads, T queries, E value size.
+Legend: B batch, H heads, T queries, S keys, D head dimension, E value size, R clipped distances.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
+from normattn.errors import InputError
+from normattn.kernels import AttentionMask
 from normattn.kernels.numerics import at_least_float32
 from normattn.score.parts.base import Part, Parts, Slot, number, one_of, register
+from normattn.score.parts.bias import Learned, PairBiasPart, Queries
 from normattn.score.parts.residual import ResidualPart
 from normattn.score.parts.softmax import Differential
 
 
 @dataclass(frozen=True)
-class ValuePart(Part):
-    """Something done to values or outputs; scores are left alone."""
-
-    slot = Slot.VALUES
+class OwnValues(Part):
+    """A part for which each head reads its own values."""
 
     def conflict(self, parts: Parts) -> str | None:
-        """Each head reads its own values."""
+        """A head of a pair reads the other's too."""
         pairs = parts.get(Slot.NORMALISER)
         if isinstance(pairs, Differential):
             return self.refusal(pairs, "the values of two heads stand side by side")
         return super().conflict(parts)
+
+
+@dataclass(frozen=True)
+class ValuePart(OwnValues):
+    """Something done to values or outputs; scores are left alone."""
+
+    slot = Slot.VALUES
 
 
 @register
@@ -74,3 +83,85 @@ class VORoPE(ValuePart):
     source = "kexue.fm/archives/10862"
     base: float = number(default=10000.0, above=1)
     layout: Literal["half", "interleaved"] = one_of("half", "interleaved", default="half")
+
+
+@register
+class NEZHA(OwnValues, PairBiasPart):
+    """Sinusoids of the distance stand beside keys, and beside the values that are read.
+
+    R is one fixed table for all heads: sin and cos of r·10000^(−2m/d) side by side, r being j − i
+    within ±M, plus M, `clip` M. Nothing is learned. A strip of rows adds up its weights by clipped
+    distance, so that no number is held for each pair and feature.
+    """
+
+    equation = "s = λ·⟨q_i, k_j + R_ij⟩, o_i = Σ_j a_ij·(v_j + R_ij)"
+    source = "arXiv 1909.00204; github.com/huawei-noah, NEZHA-TensorFlow/modeling.py"
+    used_by = "NEZHA"
+    needs_causal = False
+    reads_queries = True
+    excludes: ClassVar[Mapping[Slot, str]] = {
+        Slot.ORDER: "NEZHA reads normalised queries that have no position yet",
+        Slot.VALUES: "both change what a value is read as",
+    }
+    clip: int = number(default=64, least=1)
+
+    def pairs(self, learned: Learned, dtype: torch.dtype, query: Queries | None) -> NEZHABias:
+        """⟨q, R⟩ of each query and clipped distance, before any key is looked at."""
+        if query is None:
+            raise InputError("NEZHA needs the queries, which read the distance")
+        waves, query = self.pair_values(), query.to(dtype)
+        return NEZHABias(query @ waves.table(query.shape[-1], query).t(), waves)
+
+    def pair_values(self) -> RelativeSinusoids:
+        """R, of the size of the values."""
+        return RelativeSinusoids(self.clip)
+
+
+@dataclass(frozen=True)
+class RelativeSinusoids:
+    """R of NEZHA: a row for each of the distances −`clip` … `clip`, to which all are clipped."""
+
+    clip: int
+
+    def table(self, size: int, like: Tensor) -> Float[Tensor, "r e"]:
+        """Its rows, sines and cosines in turn; the last feature of an odd size is 0."""
+        at = torch.arange(2 * self.clip + 1, dtype=torch.float64, device=like.device)
+        exponent = torch.arange(0, size - 1, 2, dtype=torch.float64, device=like.device) / size
+        angle = at[:, None] * 10000.0**-exponent
+        waves = torch.stack((angle.sin(), angle.cos()), -1).flatten(1)
+        return torch.nn.functional.pad(waves, (0, size % 2)).to(like.dtype)
+
+    def rows(self, score: Float[Tensor, "b h t s"], seen: AttentionMask) -> Int[Tensor, "b h t s"]:
+        """The row of each pair: j − i, clipped, plus `clip`."""
+        back = seen.distance(slice(None), slice(None)).clamp(-self.clip, self.clip)
+        return (self.clip - back).expand(score.shape)
+
+    def read(
+        self, weight: Float[Tensor, "b h t s"], size: int, seen: AttentionMask
+    ) -> Float[Tensor, "b h t e"]:
+        """Σ_j a_ij·R_ij, by the sum of the weights at each clipped distance."""
+        none = weight.new_zeros(*weight.shape[:-1], 2 * self.clip + 1)
+        return none.scatter_add(-1, self.rows(weight, seen), weight) @ self.table(size, weight)
+
+
+@dataclass(frozen=True)
+class NEZHABias:
+    """NEZHA's part of some queries' scores: `table` holds λ·⟨q, R⟩ at each clipped distance."""
+
+    table: Float[Tensor, "b h t r"]
+    waves: RelativeSinusoids
+
+    @property
+    def width(self) -> int:
+        """The bias of each head, and twice that for the row of a pair, of eight bytes."""
+        return 3 * self.table.shape[0] * self.table.shape[1]
+
+    def part(self, rows: slice) -> NEZHABias:
+        """The bias of some of the queries."""
+        return replace(self, table=self.table[:, :, rows])
+
+    def values(
+        self, score: Float[Tensor, "b h t s"], seen: AttentionMask
+    ) -> Float[Tensor, "b h t s"]:
+        """Picked from the table by the distance of each pair."""
+        return self.table.gather(-1, self.waves.rows(score, seen))

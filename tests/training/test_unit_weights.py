@@ -1,0 +1,83 @@
+"""nGPT's unit weights: the authors' lines, a training, its exact resume, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from normattn import CausalLM, CausalLMConfig, InputError
+from normattn.errors import Interrupted
+from normattn.lab.runs import read_metrics
+from normattn.lab.training.tasks.text import train_causal
+from normattn.lab.training.unit_weights import UnitWeights
+
+from .settings import SMALL, small
+
+NGPT: dict[str, Any] = {**SMALL["model"], "score": "NGPT-RotateFirst", "placement": "nGPT"}
+
+
+@pytest.mark.parametrize("block", ["transformer", "gau"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_each_matrix_is_normalised_along_the_width(block: str, tied: bool) -> None:
+    """Rows of what reads the stream and columns of what writes to it, as the authors' function."""
+    torch.manual_seed(0)
+    more: dict[str, Any] = {"block": "gau", "key_size": 8} if block == "gau" else {"heads": 2}
+    sizes: dict[str, Any] = {"vocab_size": 11, "dim": 16, "layers": 2, "train_length": 8, **more}
+    model = CausalLM(CausalLMConfig(**sizes, placement="nGPT", tie_head=tied)).double()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    UnitWeights(model).normalise()
+    matrices = set()
+    for name, weight in model.named_parameters():
+        if not name.endswith(".weight") or weight.ndim < 2:
+            assert torch.equal(weight, before[name]), name
+            continue
+        matrices.add(name.split(".")[-2])
+        axis = 0 if name.split(".")[-2] in ("out", "down") else 1
+        vectors = before[name] if axis else before[name].t()
+        by_hand = torch.stack([vector / sum(vector * vector) ** 0.5 for vector in vectors])
+        torch.testing.assert_close(weight, by_hand if axis else by_hand.t())
+    named = {"embedding", "expand", "out"} if block == "gau" else {"embedding", "qkv", "out"}
+    named |= set() if block == "gau" else {"up", "down"}
+    assert matrices == (named if tied else {*named, "head"})
+
+
+def _train(path: Path, stop_at: int | None = None, **changes: Any) -> list[float]:
+    steps = itertools.count(1)
+    config = small(model=NGPT, steps=6, **changes)
+    train_causal(*(config, path), show_progress=False, should_stop=lambda: next(steps) == stop_at)
+    return [line["loss"] for line in read_metrics(path / "metrics.jsonl")]
+
+
+def _weights(run: Path) -> dict[str, Tensor]:
+    (file,) = (run / "model").glob("*.safetensors")
+    return load_file(file)
+
+
+def test_a_training_keeps_weights_at_length_1_and_resumes_exactly(tmp_path: Path) -> None:
+    losses = _train(tmp_path / "whole", unit_weights=True)
+    with pytest.raises(Interrupted):
+        _train(tmp_path / "broken", 3, unit_weights=True)
+    assert _train(tmp_path / "broken", unit_weights=True) == losses
+    assert losses != _train(tmp_path / "free")
+    whole, broken = (_weights(tmp_path / name) for name in ("whole", "broken"))
+    assert all(torch.equal(weight, broken[name]) for name, weight in whole.items())
+    for name, weight in whole.items():
+        if weight.ndim == 2:
+            axis = 0 if ".out." in name or ".down." in name else 1
+            torch.testing.assert_close(weight.norm(dim=axis), torch.ones(weight.shape[1 - axis]))
+
+
+def test_what_has_no_meaning_is_refused_and_what_is_off_is_not_written(tmp_path: Path) -> None:
+    assert "unit_weights" not in small(model=NGPT).model_dump()
+    with pytest.raises(InputError, match="expected placement nGPT"):
+        train_causal(small(unit_weights=True), tmp_path / "run", show_progress=False)
+    for other in ({"parallel": "fsdp"}, {"qk_clip": 5.0}):
+        model = {**NGPT, "score": "Baseline"}
+        with pytest.raises(InputError, match="unit_weights"):
+            small(unit_weights=True, model=model, **other)
