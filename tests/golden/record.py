@@ -41,6 +41,7 @@ VOCABULARY, LENGTH, TRAIN_LENGTH, SHOWN = 11, 20, 8, 3
 VARIANTS = (
     *("Baseline", "QNA", "KNA", "CosA", "QKNorm2020", "QKLayerNorm", "QLayerNorm", "KLayerNorm"),
     *("QKRMSNorm", "QRMSNorm", "KRMSNorm", "QKLayerNorm(gain=true,across=all)", "NGPT"),
+    *("QKDyT", "QKDerf"),
 )
 GROWTHS = (
     "logn",

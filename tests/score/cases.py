@@ -49,7 +49,7 @@ BIASES = ("ALiBi", "KERPLELog", "KERPLEPower", "FIRE", "CoPE(positions=4)")
 ALONE = (
     *("RotateFirst", "SoftCap", "Sink", "SlidingWindow", "Chunked", "Packed", "Gate", "FoX"),
     *("T5Bias", "ValueResidual", "XSA", "VORoPE", "DifferentialV2", "XLNet", "NGPT"),
-    *("ScaleInvariant", "ASScale", "NEZHA"),
+    *("ScaleInvariant", "ASScale", "NEZHA", "QKDyT", "QKDerf"),
 )
 PAIRED = ("Differential", "Differential(init=0.5,eps=0.01)")
 NORMALISERS = (

@@ -1,4 +1,4 @@
-"""ScaleInvariant and ASScale, pair by pair; nGPT's score against a few lines of its definition."""
+"""ScaleInvariant and ASScale, pair by pair; nGPT's score, DyT and Derf by their equations."""
 
 from __future__ import annotations
 
@@ -82,6 +82,42 @@ def test_the_score_of_ngpt() -> None:
 
     made_k = made(k, learned["key_norm.weight"])
     logits = math.sqrt(D) * made(q, learned["query_norm.weight"]) @ made_k.mT
+    seen = torch.ones(T, T, dtype=torch.bool).tril()
+    expected = logits.masked_fill(~seen, -math.inf).softmax(-1) @ v
+    wanted = [*leaves, *learned.values()]
+    weights = torch.linspace(-1, 1, expected.numel()).double().view_as(expected)
+    by_hand = torch.autograd.grad(expected, wanted, weights)
+    for backend in BACKENDS:
+        out = attention(q, k, v, score, backend=backend)
+        torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-10)
+        for ours, hand in zip(torch.autograd.grad(out, wanted, weights), by_hand, strict=True):
+            torch.testing.assert_close(ours, hand, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["QKDyT", "QKDerf"])
+def test_queries_and_keys_are_bounded_feature_by_feature(name: str) -> None:
+    q, k, v = leaves = tensors((B, H, T, D), (B, 1, T, D), (B, 1, T, D))
+    score = Score(f"{name}-NoPE", H, D, 1).double()
+    learned = dict(score.named_parameters())
+    shapes = {"alpha": (), "weight": (D,), "bias": (D,)} | ({"shift": ()} if "Derf" in name else {})
+    for side in ("query_norm", "key_norm"):
+        own = {key: tuple(learned[f"{side}.{key}"].shape) for key in shapes}
+        assert own == shapes
+    assert len(learned) == 2 * len(shapes)
+    with torch.no_grad():
+        for seed, parameter in enumerate(learned.values()):
+            parameter.copy_(tensors((*parameter.shape, 1), seed=seed)[0][..., 0])
+
+    def made(x: Tensor, side: str) -> Tensor:
+        own = {key: learned[f"{side}.{key}"] for key in shapes}
+        stretched = own["alpha"] * x
+        erf = "shift" in own
+        bounded = (
+            torch.erf(stretched + own["shift"]) if erf else 1 - 2 / (1 + (2 * stretched).exp())
+        )
+        return bounded * own["weight"] + own["bias"]
+
+    logits = made(q, "query_norm") @ made(k, "key_norm").mT / math.sqrt(D)
     seen = torch.ones(T, T, dtype=torch.bool).tril()
     expected = logits.masked_fill(~seen, -math.inf).softmax(-1) @ v
     wanted = [*leaves, *learned.values()]

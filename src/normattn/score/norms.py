@@ -1,4 +1,4 @@
-"""Normalisation of queries and keys: L2, LayerNorm, RMSNorm, BatchNorm, InstanceNorm.
+"""Normalisation of queries and keys: L2, LayerNorm, RMSNorm, BatchNorm, InstanceNorm, DyT, Derf.
 
 A `Normalisation` is a value; `build` makes the module that holds what it learns. Modules take
 x (B, H, T, D) and, where statistics run over the sequence, padding (B, T) with True = padding.
@@ -21,9 +21,10 @@ from torch.nn import functional as F
 from normattn.kernels.numerics import at_least_float32
 from normattn.plain import plain
 
-Kind = Literal["l2", "layer", "rms", "batch", "instance"]
+Kind = Literal["l2", "layer", "rms", "batch", "instance", "dyt", "derf"]
 Across = Literal["head", "all", "each"]
 _EPS = {"l2": 1e-12, "layer": 1e-5, "rms": 1e-6, "batch": 1e-5, "instance": 1e-5}
+_BOUNDED = ("dyt", "derf")
 CHUNK_BYTES = 1 << 19
 """About this much of the rows, in float32, is worked on at a time: it stays in a core's cache."""
 
@@ -50,6 +51,8 @@ class Normalisation:
 
     def build(self, heads: int, head_dim: int) -> nn.Module:
         """The module for `heads` heads of `head_dim`."""
+        if self.kind in _BOUNDED:
+            return BoundedFeatures(self, head_dim)
         eps = _EPS[self.kind] if self.eps is None else self.eps
         kind: type[FeatureNorm | TokenNorm] = TokenNorm if self.leaks_future else FeatureNorm
         return kind(self, heads, head_dim, eps)
@@ -109,6 +112,33 @@ class FeatureNorm(nn.Module):
             y = y if gain is None else y * gain.to(y.dtype)[:, None]
             y = y if bias is None else y + bias.to(y.dtype)[:, None]
         return y.to(x.dtype)
+
+
+class BoundedFeatures(nn.Module):
+    """tanh(α·x), or erf(α·x + s), of each feature, times a gain (D,) plus a bias (D,).
+
+    No statistics are taken. α is one learned number, ½ at first, and so is s, 0 at first; all
+    heads share gain and bias.
+    """
+
+    def __init__(self, norm: Normalisation, head_dim: int) -> None:
+        super().__init__()
+        self.alpha = nn.Parameter(torch.full((), 0.5))
+        self.shift = nn.Parameter(torch.zeros(())) if norm.kind == "derf" else None
+        self.weight = nn.Parameter(torch.ones(head_dim)) if norm.gain else None
+        self.bias = nn.Parameter(torch.zeros(head_dim)) if norm.gain else None
+
+    def forward(
+        self, x: Float[Tensor, "b h t d"], padding: Bool[Tensor, "b t"] | None = None
+    ) -> Float[Tensor, "b h t d"]:
+        """Bound every number by itself."""
+        y = self.alpha * x.to(at_least_float32(x.dtype))
+        y = torch.tanh(y) if self.shift is None else torch.erf(y + self.shift)
+        if self.weight is not None and self.bias is not None:
+            y = y * self.weight + self.bias
+        return y.to(x.dtype)
+
+    apply_directly = forward
 
 
 class TokenNorm(nn.Module):

@@ -238,6 +238,38 @@ class KRMSNorm(FeatureNorm):
 
 
 @dataclass(frozen=True)
+class BoundedNorm(SidedNorm):
+    """A bounded function of each feature in the place of a norm, with a learned α for each side.
+
+    `gain`: a learned factor and summand for each feature follow, shared by the heads.
+    """
+
+    gain: bool = True
+
+    def normalisation(self) -> Normalisation:
+        """DyT or Derf."""
+        return Normalisation(self.kind, self.gain)
+
+
+@register
+class QKDyT(BoundedNorm):
+    """DyT on queries and keys, scale 1/√d."""
+
+    equation = "s = ⟨N(q), N(k)⟩ / √d, N(x) = tanh(α·x)·g + b"
+    source = "arXiv 2503.10622"
+    kind, sides = "dyt", "QK"
+
+
+@register
+class QKDerf(BoundedNorm):
+    """Derf on queries and keys, scale 1/√d."""
+
+    equation = "s = ⟨N(q), N(k)⟩ / √d, N(x) = erf(α·x + s)·g + b"
+    source = "arXiv 2512.10938"
+    kind, sides = "derf", "QK"
+
+
+@dataclass(frozen=True)
 class TokenNorm(SidedNorm):
     """A norm over tokens, not causal. Parameters: `gain` (learned, with a bias), `eps`."""
 
