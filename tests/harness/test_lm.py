@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from pathlib import Path
@@ -89,27 +88,6 @@ def test_answers_are_greedy_and_end(named: dict[str, Any], run: Path) -> None:
     asked = requests((TEXTS[0], {**given, "until": [stop]}))
     [ended] = model(**named).generate_until(asked, disable_tqdm=True)
     assert ended == expected[0][: expected[0].index(stop)]
-
-
-@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_rows_are_read_alone_where_others_would_change_them(
-    llama: Path, tmp_path: Path, kind: str
-) -> None:
-    """Frequencies that follow the longest row, or the longest text that was read before."""
-    folder = tmp_path / kind
-    shutil.copytree(llama, folder)
-    config = json.loads((folder / "config.json").read_text())
-    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0}
-    if kind == "longrope":
-        rope |= {"short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 4.0, 8.0]}
-        rope |= {"original_max_position_embeddings": 8}
-    (folder / "config.json").write_text(json.dumps({**config, "rope_parameters": rope}))
-    named: dict[str, Any] = {"pretrained": str(folder), "train_length": 8}
-    pairs = [(TEXTS[2] * n, " word1") for n in (3, 2, 1)] + [(TEXTS[1], " word1")]
-    alone = [likelihood(pair, **named) for pair in pairs]
-    lm = model(**named, batch_size=4)
-    together = lm.loglikelihood(requests(*pairs), disable_tqdm=True)
-    assert [total for total, _ in together] == pytest.approx(alone, abs=1e-5)
 
 
 def test_methods_change_what_is_past_the_training_length(

@@ -386,7 +386,11 @@ BAD: dict[str, tuple[str, str, str]] = {
     "no flags": ("told", "echo hello", "tells of no positions"),
     "no number": ("told", "x --rope-scaling yarn --rope-scale four", "'four' is no number"),
     "no keys": ("told", "rope.scaling", "is no key=type:value"),
-    "a list of kinds": ("told.json", '{"rope_scaling": {"rope_type": ["yarn"]}}', "must be a name"),
+    "a list of kinds": (
+        "told.json",
+        '{"rope_scaling": {"rope_type": ["yarn"]}}',
+        "a small llama",
+    ),
     "no decoder": ("told.json", '{"text_config": 3}', "the text model of a llama configuration"),
     "an endless length": ("told", "vllm serve m --max-model-len inf", "no finite number above 0"),
     "a scale of 0": ("told", "llama-server --rope-freq-scale 0", "no finite number above 0"),

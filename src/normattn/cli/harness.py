@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from normattn.cli import model_options
 from normattn.cli.export import as_transformers
@@ -23,7 +22,7 @@ from normattn.errors import InputError
 from normattn.hf.extend import extend
 from normattn.hf.gguf import refuse_scaled
 from normattn.hf.load import source_of
-from normattn.hf.model_parts import explained, known_length, length_dependent, model_parts
+from normattn.hf.model_parts import explained, known_length, model_parts
 from normattn.hf.native import ADAPTER_FILE, take_record
 from normattn.hf.saved import is_adapter, read_adapter_record
 from normattn.io import expanded
@@ -89,8 +88,7 @@ class NormattnLM(HFLM):
             own model: dtype, parallelize, peft, autogptq, gguf_file, batch_size, …
 
     Texts without context (`loglikelihood_rolling`) are read in windows of `max_length`, by default
-    of the training length. Models whose own frequencies change with the text (dynamic NTK,
-    LongRoPE) read one row at a time. Raises `InputError`.
+    of the training length. Raises `InputError`.
     """
 
     def __init__(
@@ -125,10 +123,6 @@ class NormattnLM(HFLM):
             refuse_scaled(Path(source) / file)
         with explained(str(pretrained)):
             super().__init__(source, **options)
-        # The longest row would change the frequencies of the others.
-        self._moving = bool(length_dependent(model_parts(self._model)))
-        if self._moving:
-            self.batch_size_per_gpu = 1
 
     def _load_run(self, run: Path, options: dict[str, Any]) -> None:
         """Load a run's model and tokeniser, as transformers has them once they are exported."""
@@ -152,7 +146,6 @@ class NormattnLM(HFLM):
         self._using = model.using(spec.resolve(self._trained, factor))
         tokeniser = as_transformers(run / "tokeniser.json")
         super().__init__(wrap(model.eval()), "causal", tokenizer=tokeniser, **options)
-        self._moving = False
 
     def _get_config(self, *given: Any, **more: Any) -> None:
         """Read the configuration, and in it the method that the model was saved under."""
@@ -182,22 +175,6 @@ class NormattnLM(HFLM):
         else:
             extension = extend(self._model, method, train_length=length, **self._parameters)
             self._trained = extension.resolved.train_length
-
-    def _reset_frequencies(self) -> None:
-        """Make frequencies that grew with a longer text those of a short one again."""
-        if self._moving:
-            with torch.no_grad():
-                self._model(torch.tensor([[self.prefix_token_id]], device=self._model.device))
-
-    def _model_call(self, inps: Tensor, *given: Any, **more: Any) -> Tensor:
-        self._reset_frequencies()
-        logits: Tensor = super()._model_call(inps, *given, **more)
-        return logits
-
-    def _model_generate(self, *given: Any, **more: Any) -> Tensor:
-        self._reset_frequencies()
-        made: Tensor = super()._model_generate(*given, **more)
-        return made
 
     def _loglikelihood_tokens(
         self, requests: Any, *given: Any, **more: Any

@@ -19,9 +19,9 @@ import torch
 from normattn.errors import InputError
 from normattn.hf.engine_input import Told, decoder_of, raw_of, read_told, ropes_of
 from normattn.hf.engines import COUNTED, derived_length
-from normattn.hf.gguf import read_gguf
+from normattn.hf.gguf import Gguf, read_gguf
 from normattn.hf.llama_cpp import converted, serve
-from normattn.hf.model_parts import ROPE_NAMES, ROPE_NUMBERS, kind_of, known_length, model_parts
+from normattn.hf.model_parts import explained, kind_of, known_length, model_parts
 from normattn.hf.native import take_record
 from normattn.hf.plan import Plan, plan, replaces_attention
 from normattn.hf.positions import (
@@ -36,9 +36,12 @@ from normattn.hf.rope_detection import method_frequencies, method_gain
 from normattn.hf.tiny_model import read_configuration, small_model
 from normattn.io import expanded
 
-_PARAMETERS = ROPE_NAMES | ROPE_NUMBERS
-_PARAMETERS |= {"truncate", "finetuned", "mrope_section", "mrope_interleaved"}
-_PARAMETERS |= {"short_factor", "long_factor"}
+_PARAMETERS = {
+    *("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings"),
+    *("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    *("partial_rotary_factor", "low_freq_factor", "high_freq_factor", "alpha", "short_factor"),
+    *("long_factor", "finetuned", "mrope_section", "mrope_interleaved"),
+}
 _ENGINE_PARAMETERS = {"vllm": {"mixed_b"}, "sglang": {"attn_factor"}}
 _ORIGINAL = "original_max_position_embeddings"
 _BASE = 10000.0
@@ -121,12 +124,20 @@ def verify(
     file = expanded(folder)
     own = read_gguf(file) if file.suffix == ".gguf" else None
     told = read_told(against, raw_of(config), own)
+    with explained(told.file, "cannot be compared"):
+        return _compare(config, told, own, method, train_length)
+
+
+def _compare(
+    config: Any, told: Told, own: Gguf | None, method: str | None, train_length: int | None
+) -> Verdict:
+    """Both sides as what is computed, and what differs."""
     meant = _meant(config, method, train_length)
     lengths = _lengths_to_compare(config, meant, told)
     base = read_positions(config, lengths)
     if not rotates(base):
         raise InputError(
-            f"{folder}: no layer of a {config.get_text_config().model_type} model shows rotary "
+            f"no layer of a {config.get_text_config().model_type} model shows rotary "
             "positions to its attention function, so there is nothing to compare"
         )
     wanted = base if meant.plan is None else _extended(base, meant.plan)

@@ -20,7 +20,7 @@ from typing import Any
 from normattn.errors import InputError
 from normattn.hf.gguf import Gguf, read_gguf
 from normattn.hf.llama_cpp import ENVIRONMENT, FLAGS
-from normattn.hf.model_parts import explained, innermost, refuse_odd_values
+from normattn.hf.model_parts import explained, innermost
 from normattn.io import expanded, parse_json, read_bytes, read_object
 
 _OVERRIDES = ("--hf-overrides", "--json-model-override-args")
@@ -130,9 +130,6 @@ def _of_fields(
         longest = named
     ropes: dict[str, Mapping[str, Any]] = {}
     for part in (fields, decoder_of(fields)):  # those beside a text_config too
-        refuse_odd_values(
-            {x: part[x] for x in ("rope_parameters", "rope_scaling") if x in part}, file
-        )
         rope = part.get("rope_parameters") or part.get("rope_scaling") or {}
         nested = {name: value for name, value in rope.items() if isinstance(value, Mapping)}
         ropes |= nested or ({"": rope} if rope else {})

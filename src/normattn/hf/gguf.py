@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
-from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,11 +19,10 @@ _TENSOR_BYTES, _VALUE_BYTES = 24, 13
 
 
 class Gguf(NamedTuple):
-    """A file: its values by key (lists left out), its tensors by name, its count of numbers."""
+    """A file: its values by key (lists left out), and its tensors by name."""
 
     values: dict[str, Any]
     tensors: dict[str, Any]
-    numbers: int
 
     @property
     def architecture(self) -> str:
@@ -72,8 +70,7 @@ def read_gguf(path: Path) -> Gguf:
         reader = GGUFReader(str(path))
         fields = [x for x in reader.fields.values() if GGUFValueType.ARRAY not in x.types]
         named = {str(tensor.name): tensor for tensor in reader.tensors}
-        numbers = sum(prod(int(n) for n in tensor.shape) for tensor in reader.tensors)
-        return Gguf({field.name: field.contents() for field in fields}, named, numbers)
+        return Gguf({field.name: field.contents() for field in fields}, named)
     except Exception as error:  # the reader fails as its arrays do, in many ways
         raise InputError(f"{path} is cut or damaged: {type(error).__name__}: {error}") from error
 
@@ -116,33 +113,22 @@ def write_gguf(source: Path, target: Path, changed: Mapping[str, tuple[str, Any]
 
     Raises `InputError` where `target` exists or cannot be written.
     """
-    import gguf
+    from gguf import GGUFReader, GGUFValueType, GGUFWriter, Keys
+    from gguf.scripts.gguf_new_metadata import MetadataDetails, copy_with_new_metadata
 
-    reader = gguf.GGUFReader(str(source))
-    array, kinds = gguf.GGUFValueType.ARRAY, gguf.GGUFValueType
-    typed = {"u32": kinds.UINT32, "f32": kinds.FLOAT32, "str": kinds.STRING}
-    own = gguf.Keys.General.ARCHITECTURE
+    reader = GGUFReader(str(source))
+    kinds = {"u32": "UINT32", "f32": "FLOAT32", "str": "STRING"}
+    values = {
+        name: MetadataDetails(GGUFValueType[kinds[kind]], value)
+        for name, (kind, value) in changed.items()
+    }
 
     def fill(temporary: Path) -> None:
-        architecture = reader.fields[own].contents()
-        writer = gguf.GGUFWriter(temporary, architecture, endianess=reader.endianess)
-        alignment = reader.fields.get(gguf.Keys.General.ALIGNMENT)
+        architecture = reader.fields[Keys.General.ARCHITECTURE].contents()
+        writer = GGUFWriter(temporary, architecture, endianess=reader.endianess)
+        alignment = reader.fields.get(Keys.General.ALIGNMENT)
         if alignment is not None:
             writer.data_alignment = alignment.contents()
-        for field in reader.fields.values():
-            if field.name not in changed and field.name != own and field.name[:5] != "GGUF.":
-                inner = field.types[-1] if field.types[0] == array else None
-                writer.add_key_value(field.name, field.contents(), field.types[0], sub_type=inner)
-        for name, (kind, value) in changed.items():
-            writer.add_key_value(name, value, typed[kind])
-        for tensor in reader.tensors:
-            data, size = tensor.data, tensor.data.nbytes
-            writer.add_tensor_info(tensor.name, data.shape, data.dtype, size, tensor.tensor_type)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-        for tensor in reader.tensors:
-            writer.write_tensor_data(tensor.data, tensor_endianess=reader.endianess)
-        writer.close()
+        copy_with_new_metadata(reader, writer, values, [])
 
     write_with(target, fill, new=True)

@@ -1,7 +1,7 @@
 """A causal language model and its tokeniser from a folder, a GGUF file or a name on the hub.
 
 Nothing is made, and no memory taken, for a model on this machine whose configuration asks for more
-numbers than its files hold. No code of a model is run, and no pickle is read.
+numbers than its files can hold. No code of a model is run, and no pickle is read.
 """
 
 from __future__ import annotations
@@ -11,20 +11,18 @@ import logging
 import re
 from collections.abc import Mapping
 from importlib.metadata import version as _version
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from normattn.errors import InputError
-from normattn.hf.gguf import read_gguf, refuse_scaled
+from normattn.hf.gguf import refuse_scaled
 from normattn.hf.model_parts import explained
 from normattn.io import expanded, open_file, read_object
 from normattn.models.utils import on_meta
 
-_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_INDEX = "model.safetensors.index.json"
 WHERE = ("revision", "cache_dir", "token", "local_files_only", "subfolder")
 _LAYER = re.compile(r"\.(\d+)\.")
 
@@ -46,7 +44,7 @@ def load_model(model: str | Path, gguf: str | None = None, **options: Any) -> An
     elif hasattr(transformers, "GgufConfig"):
         # Packed weights compute by kernels and attention of their own, and cannot be saved.
         given["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    refuse_sizes(source, gguf)
+    _refuse_sizes(source, gguf)
     if gguf is not None and not Path(source).is_dir():
         where = {name: given[name] for name in WHERE if name in given}
         with explained(gguf):  # the file on the hub, which loading it needs here anyway
@@ -143,11 +141,11 @@ def refuse_kind(file: Path) -> None:
         )
 
 
-def refuse_sizes(source: str, gguf: str | None, config: Any = None) -> None:
-    """Refuse a local model whose configuration asks for more numbers than its files hold.
+def _refuse_sizes(source: str, gguf: str | None) -> None:
+    """Refuse a local model whose configuration asks for more numbers than its files have bits.
 
-    Nothing is made for it, and no weight is read. `config` is its configuration where that has been
-    read already.
+    Nothing is made for it, and no weight is read. Refused too: an index of weights outside of the
+    folder, pickled weights, which can run code, and pipes, whose reading would never end.
     """
     import transformers
 
@@ -156,58 +154,33 @@ def refuse_sizes(source: str, gguf: str | None, config: Any = None) -> None:
         return
     for entry in sorted(folder.iterdir()):
         if not entry.is_dir():
-            with open_file(entry):  # reading a pipe or a device would never end
+            with open_file(entry):
                 pass
-    if gguf is None:
-        numbers = sum(_numbers_in(file) for file in _weight_files(folder))
-    else:
-        numbers = read_gguf(folder / gguf).numbers
+    index = folder / _INDEX
+    with explained(gguf or source):
+        places = read_object(index)["weight_map"].values() if index.exists() else ()
+    if any(Path(str(name)).name != name for name in places):
+        raise InputError(f"{index} points outside its folder")
+    if gguf is not None:
         refuse_scaled(folder / gguf)
-    described = f"the files of {gguf or source} hold {numbers:,} numbers, but its configuration"
+    files = list(folder.glob("*.safetensors")) if gguf is None else [folder / gguf]
+    if not files:
+        raise InputError(f"{folder} holds no safetensors, and pickled weights are never read")
+    bits = 8 * sum(file.stat().st_size for file in files)
     # On torch's meta device nothing takes memory, not even what a configuration checks itself by.
     with explained(gguf or source), on_meta():
-        if config is None:
-            config = transformers.AutoConfig.from_pretrained(source, **options_of(source, gguf))
-        layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
-        if isinstance(layers, int) and layers > numbers:
-            raise InputError(f"{described} describes a model of {layers:,} layers")
-        auto: Any = transformers.AutoModelForCausalLM
-        shell = auto.from_config(config, trust_remote_code=False)
-        shell.tie_weights()
-    wanted = sum(parameter.numel() for parameter in shell.parameters())
-    if wanted > numbers and not hasattr(config, "quantization_config"):
-        raise InputError(f"{described} describes a model of {wanted:,}")
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    """The safetensors of a folder. Raises `InputError` for an index that names other files."""
-    index = folder / _INDEX
-    if (folder / _WEIGHTS).exists() or not index.exists():
-        return [folder / _WEIGHTS]
-    places = read_object(index).get("weight_map")
-    if not isinstance(places, dict) or not places:
-        raise InputError(f"{index} is damaged: it has no weight_map of tensors and their files")
-    for name in places.values():
-        # Following it would read any file of this machine as part of the model.
-        if not isinstance(name, str) or Path(name).name != name or "\\" in name:
-            raise InputError(f"{index} points outside its folder: {str(name)[:200]!r}")
-    return [folder / name for name in sorted(set(places.values()))]
-
-
-def _numbers_in(file: Path) -> int:
-    """How many floating numbers a file of safetensors holds."""
-    if not file.is_file():
+        config = transformers.AutoConfig.from_pretrained(source, **options_of(source, gguf))
+        wanted = getattr(config.get_text_config(), "num_hidden_layers", 0)
+        if not isinstance(wanted, int) or wanted <= bits:
+            auto: Any = transformers.AutoModelForCausalLM
+            shell = auto.from_config(config, trust_remote_code=False)
+            shell.tie_weights()
+            wanted = sum(parameter.numel() for parameter in shell.parameters())
+    if wanted > bits:
         raise InputError(
-            f"{file} is not there: a model is read from safetensors, {_WEIGHTS} or {_INDEX}, and "
-            "never from pickled weights, which can run code"
+            f"{gguf or source} holds {bits // 8:,} bytes, too few for the numbers that its "
+            "configuration describes"
         )
-    try:
-        with safe_open(str(file), framework="pt") as opened:
-            parts = [opened.get_slice(name) for name in opened.keys()]  # noqa: SIM118
-            floating = [x for x in parts if str(x.get_dtype()).startswith(("F", "BF"))]
-            return sum(prod(part.get_shape()) for part in floating)
-    except (SafetensorError, OSError) as error:
-        raise InputError(f"{file} is no whole safetensors file: {error}") from error
 
 
 def missing_weight(info: Mapping[str, Any]) -> str | None:
@@ -216,18 +189,18 @@ def missing_weight(info: Mapping[str, Any]) -> str | None:
     return f"{lacking[0]} is missing or has another shape" if lacking else None
 
 
-def _refuse_differences(model: Any, info: Any, source: str) -> None:
-    """Refuse weights that were drawn at random for want of stored ones, and layers left out.
-
-    And frequencies that are no numbers, which a base of 0 gives without a word.
-    """
+def refuse_endless(model: Any, source: str) -> None:
+    """Refuse frequencies that are no numbers, which a base of 0 gives without a word."""
     for name, buffer in model.named_buffers():
         if name.endswith("inv_freq") and not bool(torch.isfinite(buffer).all()):
-            raise InputError(f"the configuration in {source} gives rotary frequencies without end")
-    why, layers = (
-        missing_weight(info),
-        getattr(model.config.get_text_config(), "num_hidden_layers", 0),
-    )
+            raise InputError(f"the configuration of {source} gives rotary frequencies without end")
+
+
+def _refuse_differences(model: Any, info: Any, source: str) -> None:
+    """Refuse weights that were drawn at random for want of stored ones, and layers left out."""
+    refuse_endless(model, source)
+    why = missing_weight(info)
+    layers = getattr(model.config.get_text_config(), "num_hidden_layers", 0)
     for name in sorted(map(str, info["unexpected_keys"])):
         number = _LAYER.search(name)
         if number is not None and isinstance(layers, int) and 0 < layers <= int(number[1]):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,19 +12,6 @@ from torch import nn
 
 from normattn.errors import InputError, NormattnError
 
-ROPE_NAMES = {"rope_type", "type"}
-ROPE_NUMBERS = {
-    *("rope_theta", "factor", "original_max_position_embeddings", "attention_factor"),
-    *("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "partial_rotary_factor"),
-    *("low_freq_factor", "high_freq_factor", "alpha"),
-}
-_NUMBERS = ROPE_NUMBERS | {
-    *("rotary_emb_base", "rope_local_base_freq", "rotary_pct", "max_position_embeddings"),
-    *("head_dim", "sliding_window", "query_pre_attn_scalar", "attn_logit_softcapping"),
-    *("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "qk_rope_head_dim"),
-}
-_LISTS = {"short_factor", "long_factor", "mrope_section"}
-_ROPES = ("rope_parameters", "rope_scaling")
 _DYNAMIC = {
     "dynamic": "set its rope_type to 'default' and take DynamicNTK",
     "longrope": "its frequencies change with the length of the text, and a cache then holds keys "
@@ -134,13 +120,7 @@ def model_parts(model: Any) -> ModelParts:
     if not isinstance(decoder, PreTrainedModel):  # a head of that name
         decoder = model.base_model
     config = model.config.get_text_config()
-    refuse_odd_values(config.to_dict(), f"the configuration of {name}")
     return ModelParts(model, config, decoder, adapted)
-
-
-def length_dependent(parts: ModelParts) -> list[str]:
-    """The kinds of the model's own frequencies that change with the length of the text."""
-    return [kind for kind in _DYNAMIC if any(rope.get("rope_type") == kind for rope in parts.ropes)]
 
 
 def refuse_length_dependent(parts: ModelParts, layer: nn.Module) -> None:
@@ -170,34 +150,3 @@ def known_length(parts: ModelParts) -> tuple[int, str]:
             "train_length=…"
         )
     return longest, "max_position_embeddings"
-
-
-def refuse_odd_values(fields: Mapping[str, Any], where: str, inside: bool = False) -> None:
-    """Raise `InputError` for a value of positions of another type than transformers computes with.
-
-    Numbers must be finite, names text, and lists hold finite numbers; None is always allowed.
-    transformers checks few of these, and would fail later in whatever computes with them first.
-    `inside`: these are rope parameters, which may stand under the types of layers.
-    """
-    for name, value in fields.items():
-        good, wanted = True, ""
-        if name in _NUMBERS:
-            good, wanted = _is_number(value), "a finite number"
-        elif name in _LISTS:
-            good = isinstance(value, list | tuple) and all(map(_is_number, value))
-            wanted = "a list of finite numbers"
-        elif inside and name in ROPE_NAMES:
-            good, wanted = isinstance(value, str), "a name such as 'yarn'"
-        elif name == "layer_types":
-            good = isinstance(value, list | tuple) and all(type(x) is str for x in value)
-            wanted = "a list of names"
-        elif name in _ROPES or (inside and isinstance(value, Mapping)):
-            good, wanted = isinstance(value, Mapping), "an object"
-            if good:
-                refuse_odd_values(value, f"{where}: {name}", inside=True)
-        if not good and value is not None:
-            raise InputError(f"{where}: {name} must be {wanted}, not {value!r}")
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)

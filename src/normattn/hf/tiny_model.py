@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from normattn.errors import InputError
-from normattn.hf.load import options_of, refuse_kind, refuse_sizes, source_of
-from normattn.hf.model_parts import explained, refuse_odd_values
+from normattn.hf.gguf import refuse_scaled
+from normattn.hf.load import options_of, refuse_endless, refuse_kind, source_of
+from normattn.hf.model_parts import explained
 from normattn.io import expanded
 
 _RANK = 16
@@ -34,8 +35,8 @@ _ABSURD = {"num_hidden_layers": 1000, "head_dim": 4096, "max_position_embeddings
 def read_configuration(model: str | Path) -> Any:
     """The configuration of a folder, a GGUF file, a config.json or a name on the hub.
 
-    Raises `InputError` for what holds none, for a kind that transformers does not know, and for
-    weights beside it that are damaged or not those of the configuration.
+    Raises `InputError` for what holds none, for a kind that transformers does not know, and for a
+    GGUF file whose frequencies are scaled.
     """
     try:
         from transformers import AutoConfig
@@ -47,11 +48,10 @@ def read_configuration(model: str | Path) -> Any:
         with explained(str(path)):
             return AutoConfig.from_pretrained(str(path), trust_remote_code=False)
     source, gguf = source_of(model)
+    if gguf is not None:
+        refuse_scaled(Path(source) / gguf)
     with explained(gguf or source):
-        config = AutoConfig.from_pretrained(source, **options_of(source, gguf))
-    if gguf is not None or any(Path(source).glob("*.safetensors*")):
-        refuse_sizes(source, gguf, config)
-    return config
+        return AutoConfig.from_pretrained(source, **options_of(source, gguf))
 
 
 def small_model(config: Any) -> Any:
@@ -73,13 +73,13 @@ def small_model(config: Any) -> Any:
             "this is normattn's own model in transformers' format, which no method extends there: "
             "use `normattn evaluate RUN --methods …`, or save normattn.hf.to_llama(model)"
         )
-    refuse_odd_values(text.to_dict(), f"the configuration of a {text.model_type} model")
     auto: Any = transformers.AutoModelForCausalLM
     with explained(f"a small {text.model_type} model"):
         _make_small(text)
         text._attn_implementation = "eager"
         torch.manual_seed(0)
         model = auto.from_config(text, attn_implementation="eager").float().eval()
+    refuse_endless(model, f"a {text.model_type} model")
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for weight in model.parameters():
