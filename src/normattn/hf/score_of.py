@@ -20,7 +20,6 @@ from torch import Tensor
 from normattn.errors import InputError
 from normattn.hf.model_parts import model_parts, rope_of
 from normattn.hf.plan import HANDLE
-from normattn.hf.probe import rotary_buffers
 from normattn.hf.score_fit import (
     Norm,
     Raw,
@@ -32,7 +31,7 @@ from normattn.hf.score_fit import (
     norms,
 )
 from normattn.hf.score_parts import Gating, Masking, gating, masking, position_parts, temperature
-from normattn.hf.score_record import HALF, RecordedLayer, record_layers
+from normattn.hf.score_record import RecordedLayer, record_layers
 from normattn.layers.attention import attention
 from normattn.layers.gates import apply_gate
 from normattn.score import Score, ScoreSpec
@@ -110,9 +109,9 @@ def score_of(model: Any, tokens: int = 48) -> ModelScore:
     configuration's. Then `attention` with that score, on the same projections, is compared with
     what the layer's own attention gave: 1e-5 of its largest output. A model in half precision
     computes in float32 for it, which doubles its memory meanwhile; rotary frequencies that
-    `model.to()` has rounded are other ones, and `lacks` says so. Where which keys are seen, or what
-    is added to their scores, depends on the text, `attention` is given the layer's own mask, and
-    `beside` says so.
+    `model.to()` has rounded are none that a part has: load it by `from_pretrained(dtype=…)`. Where
+    which keys are seen, or what is added to their scores, depends on the text, `attention` is given
+    the layer's own mask, and `beside` says so.
 
     Raises `InputError` for a model that cannot be recorded at all; a layer that cannot be read
     says so in its `lacks`.
@@ -126,22 +125,7 @@ def score_of(model: Any, tokens: int = 48) -> ModelScore:
     model, config = parts.model, parts.config
     with torch.no_grad():
         layers = [_read(layer, config) for layer in record_layers(model, tokens)]
-    rounded = _rounded_frequencies(model)
-    if rounded is not None:
-        layers = [x if x.verified else replace(x, lacks=f"{x.lacks}; {rounded}") for x in layers]
     return ModelScore(parts.name, tuple(layers), tokens)
-
-
-def _rounded_frequencies(model: Any) -> str | None:
-    """That rotary frequencies were cast with the model, as a sentence; None where none were."""
-    held = (module._buffers[name] for module in model.modules() for name in rotary_buffers(module))
-    dtype = next((x.dtype for x in held if x.dtype in HALF), None)
-    if dtype is None:
-        return None
-    return (
-        f"the model holds its rotary frequencies in {dtype}, rounded by a cast: load it by "
-        f"from_pretrained(dtype={dtype}), which keeps them in float32"
-    )
 
 
 @dataclass(frozen=True)

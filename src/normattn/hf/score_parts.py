@@ -171,26 +171,25 @@ def temperature(
 
 def _window_part(
     visible: Bool[Tensor, "t t"], named: SlidingWindow | Chunked | None
-) -> tuple[SlidingWindow | Chunked | None, str | None]:
-    """The part that hides what `visible` hides, and what no part says; causal already.
+) -> SlidingWindow | Chunked | None:
+    """The part that hides what the causal `visible` hides; None where no part does.
 
     A window that is longer than the tokens is the one that the configuration names.
     """
-    tokens = visible.shape[0]
-    positions = torch.arange(tokens)
+    positions = torch.arange(len(visible))
     distance = positions[:, None] - positions
     causal = distance >= 0
     if torch.equal(visible, causal):
-        own = named.window if isinstance(named, SlidingWindow) else getattr(named, "size", None)
-        seen = own is not None and own < tokens
-        return (None, f"the window of {own} tokens hides nothing") if seen else (named, None)
+        return named
     width = int(torch.where(visible, distance, 0).max()) + 1
     if torch.equal(visible, causal & (distance < width)):
-        return SlidingWindow(window=width), None
-    for size in range(2, tokens):
-        if torch.equal(visible, causal & (positions[:, None] // size == positions // size)):
-            return Chunked(size=size), None
-    return None, "its mask is neither causal nor a window"
+        return SlidingWindow(window=width)
+    sizes = range(2, len(visible))
+    chunks = (
+        s for s in sizes if torch.equal(visible, causal & (distance <= positions[:, None] % s))
+    )
+    size = next(chunks, None)
+    return None if size is None else Chunked(size=size)
 
 
 @dataclass(frozen=True)
@@ -255,23 +254,28 @@ class Masking:
 
 def masking(layer: RecordedLayer, config: Any) -> Masking:
     """What the mask does, by what was recorded of it in texts that differ."""
+    mask, part, named = layer.mask, None, _named(layer, config)
     causal = not bool(layer.visible[0].triu(1).any())
-    mask = None if layer.mask is None else layer.mask[..., : layer.k.shape[2]]
-    part, unsaid, named = None, None, _named(layer, config)
     if causal and layer.same_mask:
-        part, unsaid = _window_part(layer.visible[0].cpu(), named)
+        part = _window_part(layer.visible[0].cpu(), named)
     elif causal and mask is not None and isinstance(named, SlidingWindow) and named.window:
-        at = torch.arange(layer.k.shape[2], device=mask.device)
+        at = torch.arange(mask.shape[3], device=mask.device)
         beyond = at[-mask.shape[2] :, None] - at >= named.window
         part = None if (~hidden(mask) & beyond).any() else named
-    if mask is None or (layer.same_mask and not layer.added and unsaid is None):
-        return Masking(part, causal, lacks=_too_few(layer) if layer.indexed else unsaid)
+    tokens = layer.q.shape[2]
+    few = f"its indexer leaves out none of {tokens} tokens: it takes more to show it"
+    if mask is None or (layer.same_mask and not layer.added):
+        return Masking(part, causal, lacks=few if layer.indexed else None)
     hides, adds = _by_text(mask)
-    beside = "its mask depends on the text (attn_mask)" if hides or adds else None
-    if layer.indexed and not adds:
-        beside = "an indexer chooses the keys of each query (attn_mask)" if hides else None
-    operand = mask.cpu() if mask.dtype == torch.bool else mask.double().cpu()
-    return Masking(part, causal, operand, beside, _in_every_text(layer, hides, adds) or unsaid)
+    beside, lacks = "its mask depends on the text (attn_mask)", None
+    if not hides and (layer.indexed or not adds):
+        beside = None
+        lacks = few if layer.indexed else "its mask does in every text what no part says"
+    elif layer.indexed and not adds:
+        beside = "an indexer chooses the keys of each query (attn_mask)"
+    if layer.added and not adds:
+        lacks = f"its mask adds up to {layer.added:.2g} to a score, which no part says"
+    return Masking(part, causal, mask.cpu(), beside, lacks)
 
 
 def _by_text(mask: Tensor) -> tuple[bool, bool]:
@@ -283,19 +287,6 @@ def _by_text(mask: Tensor) -> tuple[bool, bool]:
     both = ~hides & ~hides[:1]
     added, apart = (torch.where(both, x, 0.0).abs().max() for x in (mask, mask - mask[:1]))
     return differ, bool(apart > _ROUNDED * added)
-
-
-def _in_every_text(layer: RecordedLayer, hides: bool, adds: bool) -> str | None:
-    """What a mask does in every text alike, which would be a part of the score."""
-    if layer.added and not adds:
-        return f"its mask adds up to {layer.added:.2g} to a score, which no part says"
-    if not layer.same_mask and not hides:
-        return "its mask hides other keys from other heads, which no part says"
-    return _too_few(layer) if layer.indexed and not hides else None
-
-
-def _too_few(layer: RecordedLayer) -> str:
-    return f"its indexer leaves out none of {layer.q.shape[2]} tokens: it takes more to show it"
 
 
 def _named(layer: RecordedLayer, config: Any) -> SlidingWindow | Chunked | None:

@@ -78,11 +78,9 @@ def record_layers(model: Any, tokens: int = 48) -> list[RecordedLayer]:
     vocabulary = model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(2, vocabulary, (_BATCH, tokens), generator=generator).to(model.device)
-    with _in_float32(model):
-        # Once to know the layers, and once more to keep what is made inside of them, not elsewhere.
-        parts = {part for layer in _read(model, ids) for part in layer.module.modules()}
-        with _projections([part for part in parts if isinstance(part, nn.Linear)], tokens) as made:
-            recorded = _read(model, ids)
+    linear = [part for part in model.modules() if isinstance(part, nn.Linear)]
+    with _in_float32(model), _projections(linear, tokens) as made:
+        recorded = _read(model, ids)
     _assign(recorded, made)
     return recorded
 
