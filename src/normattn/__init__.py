@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from normattn.errors import InputError, NormattnError
     from normattn.hf.engine_check import verify
     from normattn.hf.extend import extend
-    from normattn.hf.saved import from_pretrained
+    from normattn.hf.load import from_pretrained
     from normattn.hf.score_of import score_of
     from normattn.layers.attention import Attention, attention
     from normattn.layers.explain import Explanation, explain

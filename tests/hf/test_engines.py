@@ -15,7 +15,7 @@ import torch
 from cli.conftest import Command
 from normattn import InputError
 from normattn.hf.engines import ENGINES, Wanted, emit
-from normattn.hf.gguf import architecture_of, read_gguf
+from normattn.hf.llama_cpp import architecture_of, read_gguf
 from normattn.hf.native import native_fields
 from normattn.hf.plan import Plan, plan
 

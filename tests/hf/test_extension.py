@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 import normattn
 from normattn import InputError
 from normattn.hf import extension_of, from_llama
-from normattn.hf.saved import as_trained as without_method
+from normattn.hf.load import as_trained as without_method
 
 from . import tiny
 from .families import LENGTH, build, configuration, logits, model_of, tokens

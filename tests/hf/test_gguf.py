@@ -13,7 +13,7 @@ import transformers
 import normattn
 from normattn import InputError
 from normattn.hf import load
-from normattn.hf.gguf import write_gguf
+from normattn.hf.llama_cpp import write_gguf
 from normattn.hf.tiny_model import read_configuration
 
 from .families import logits, tokens

@@ -21,8 +21,7 @@ import normattn
 from normattn import InputError
 from normattn.hf import load
 from normattn.hf.engines import Wanted, emit, gguf_values
-from normattn.hf.gguf import write_gguf
-from normattn.hf.llama_cpp import values
+from normattn.hf.llama_cpp import values, write_gguf
 from normattn.hf.plan import plan
 
 pytestmark = pytest.mark.engines

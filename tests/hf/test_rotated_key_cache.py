@@ -14,7 +14,7 @@ import transformers
 from torch import Tensor
 
 import normattn
-from normattn.hf.rotated_key_cache import RotatedKeyCache
+from normattn.hf.attention_fn import RotatedKeyCache
 
 from .families import LENGTH, build, logits, tokens
 

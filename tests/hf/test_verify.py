@@ -15,8 +15,7 @@ import normattn
 from cli.conftest import Command
 from normattn import InputError
 from normattn.hf.engines import ENGINES, Wanted, emit
-from normattn.hf.gguf import write_gguf
-from normattn.hf.llama_cpp import values
+from normattn.hf.llama_cpp import values, write_gguf
 from normattn.hf.plan import plan
 
 from .families import build, configuration

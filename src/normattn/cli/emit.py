@@ -13,7 +13,7 @@ from normattn.cli.extend_settings import (
 )
 from normattn.errors import InputError
 from normattn.hf.engines import ENGINES, Wanted, emit, gguf_values, refuse_engine
-from normattn.hf.gguf import architecture_of, read_gguf, write_gguf
+from normattn.hf.llama_cpp import architecture_of, read_gguf, write_gguf
 from normattn.hf.native import refuse_applied
 from normattn.hf.plan import plan
 from normattn.hf.tiny_model import read_configuration, small_model

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from rich.progress import TextColumn
+from rich.progress import TimeRemainingColumn
 
 from normattn.cli import model_options
 from normattn.cli.emit import emit_method
@@ -26,9 +26,7 @@ from normattn.cli.extend_settings import (
 from normattn.cli.failures import memory_error_in
 from normattn.errors import InputError, NormattnError
 from normattn.hf import extend, load, token_scorer
-from normattn.hf.native import take_record
-from normattn.hf.tiny_model import read_configuration, small_model
-from normattn.io import expanded, write_directory
+from normattn.io import write_directory
 from normattn.lab.evaluation.scorer import weights_digest
 from normattn.lab.report.terminal import Bar, say
 from normattn.lab.report.view import View
@@ -66,7 +64,6 @@ def extend_model(asked: model_options.Extend) -> None:
     refuse_unused(methods, asked)
     if asked.save is not None and asked.save.exists():
         raise InputError(f"--save {asked.save} exists already: name a new folder")
-    _check_configuration(asked)
     model, tokeniser = load(asked.model, asked.gguf, _DTYPES[asked.dtype])
     model = model.to(choose_device(asked.device))
     settings, texts, notes = _resolve(asked, model, tokeniser)
@@ -83,18 +80,6 @@ def extend_model(asked: model_options.Extend) -> None:
             _save(asked.save, only or recommended, model, tokeniser, settings)
     if failed:
         raise NormattnError("; ".join(failed))
-
-
-def _check_configuration(asked: model_options.Extend) -> None:
-    """Raise `InputError` for what a GGUF's header or a config.json rules out, before loading.
-
-    The configuration of a name on the hub comes with its weights and is checked after them.
-    """
-    source = expanded(asked.model) if asked.gguf is None else expanded(asked.model) / asked.gguf
-    if source.exists():
-        config = read_configuration(source)
-        take_record(config, source)  # A model saved under a method is evaluated as it was trained.
-        choose(asked, small_model(config))
 
 
 def _resolve(
@@ -225,25 +210,15 @@ def _read_method(
                 if not isinstance(error, NormattnError):
                     if memory_error_in(error) is None:
                         raise
-                    sentence = _out_of_memory(unit, settings, store)
+                    sentence = (
+                        f"out of memory with {method} at {unit.length:,} tokens: take shorter "
+                        "--lengths or --dtype bf16; what was measured is kept"
+                    )
                 progress.skip(_work(missing[number:]))
                 progress.say(sentence)
                 return sentence
             progress.done(_work([unit]), description)
     return None
-
-
-def _out_of_memory(unit: Unit, settings: ExtensionSettings, store: MeasurementStore) -> str:
-    """What did not fit into memory, and what would."""
-    length = unit.length
-    shorter = [unit._replace(length=tokens, window=0) for tokens in settings.passes]
-    done = [u.length for u in shorter if u.length < length and store.get(u.key) is not None]
-    fits = f"{done[-1]:,} tokens fit" if done else f"try --lengths {max(2, length // 2)}"
-    half = " or --dtype bf16" if settings.dtype == "fp32" else ""
-    return (
-        f"out of memory with {unit.method} at {length:,} tokens: {fits}{half}; what was measured "
-        "is kept"
-    )
 
 
 def _report(out: Path, settings: ExtensionSettings) -> str | None:
@@ -282,12 +257,12 @@ def _work(units: Sequence[Unit]) -> float:
 
 
 class ReadingProgress(Bar):
-    """A bar, or lines where stderr is no terminal, with the time left by the windows so far."""
+    """A bar with the time left; where stderr is no terminal, a line now and then."""
 
     def __init__(self, total: float) -> None:
-        super().__init__(TextColumn(" {task.fields[left]}"))
-        self._task = self.progress.add_task("evaluating", total=total, left="")
-        self._total, self._done, self._measured = total, 0.0, 0.0
+        super().__init__(TimeRemainingColumn())
+        self._task = self.progress.add_task("evaluating", total=total)
+        self._total, self._done = total, 0.0
         self._started = self._due = time.monotonic()
 
     def begin(self, description: str) -> None:
@@ -295,24 +270,21 @@ class ReadingProgress(Bar):
         self.progress.update(self._task, description=description)
 
     def skip(self, amount: float) -> None:
-        """Count work that was done before, or that is left out."""
-        self._done += amount
-        self.progress.update(self._task, completed=self._done)
+        """Leave out work that was done before, or that is not done at all."""
+        self._total -= amount
+        self.progress.update(self._task, total=self._total)
 
     def done(self, amount: float, description: str) -> None:
         """Count work that was measured just now; the first gives the estimate of the whole."""
-        first, self._done = not self._measured, self._done + amount
-        self._measured += amount
-        rate = (time.monotonic() - self._started) / self._measured
-        over = self._done >= self._total
-        left = "" if over else f"about {duration(rate * (self._total - self._done))} left"
-        self.progress.update(self._task, completed=self._done, left=left)
-        if first and not over:
-            rest = rate * (self._total - self._done)
+        first, self._done = not self._done, self._done + amount
+        self.progress.update(self._task, completed=self._done)
+        now = time.monotonic()
+        left = (now - self._started) / self._done * (self._total - self._done)
+        if first and left > 0:
             self.say(
-                f"by the first window, the rest takes about {duration(rest)} to "
-                f"{duration(_SLOWER * rest)}: methods that change attention are slower"
+                f"by the first window, the rest takes about {duration(left)} to "
+                f"{duration(_SLOWER * left)}: methods that change attention are slower"
             )
-        if not self.console.is_terminal and (over or time.monotonic() >= self._due):
-            self._due = time.monotonic() + LINES_SECONDS
-            self.say(f"{description}: {left or 'done'}")
+        if not self.console.is_terminal and (left <= 0 or now >= self._due):
+            self._due = now + LINES_SECONDS
+            self.say(f"{description}: " + (f"about {duration(left)} left" if left > 0 else "done"))

@@ -20,11 +20,10 @@ from normattn.cli.export import as_transformers
 from normattn.cli.generate import open_run
 from normattn.errors import InputError
 from normattn.hf.extend import extend
-from normattn.hf.gguf import refuse_scaled
-from normattn.hf.load import source_of
+from normattn.hf.llama_cpp import refuse_scaled
+from normattn.hf.load import is_adapter, read_adapter_record, source_of
 from normattn.hf.model_parts import explained, known_length, model_parts
 from normattn.hf.native import ADAPTER_FILE, take_record
-from normattn.hf.saved import is_adapter, read_adapter_record
 from normattn.io import expanded
 from normattn.lab.training.distributed import choose_device
 from normattn.models import load_model

@@ -9,8 +9,8 @@ from typing import Any
 from normattn.errors import InputError
 from normattn.hf.extend import Extension, extend, extension_of
 from normattn.hf.llama import from_llama, to_llama
+from normattn.hf.load import from_pretrained, load
 from normattn.hf.plan import Resolved
-from normattn.hf.saved import from_pretrained, load
 from normattn.hf.score_of import score_of
 from normattn.hf.token_scorer import token_scorer
 

@@ -19,21 +19,21 @@ import torch
 from normattn.errors import InputError
 from normattn.hf.engine_input import Told, decoder_of, raw_of, read_told, ropes_of
 from normattn.hf.engines import COUNTED, derived_length
-from normattn.hf.gguf import Gguf, read_gguf
-from normattn.hf.llama_cpp import converted, serve
+from normattn.hf.llama_cpp import Gguf, converted, read_gguf, serve
 from normattn.hf.model_parts import explained, kind_of, known_length, model_parts
 from normattn.hf.native import take_record
 from normattn.hf.plan import Plan, plan, replaces_attention
-from normattn.hf.positions import (
+from normattn.hf.rope_detection import method_frequencies, method_gain
+from normattn.hf.tiny_model import (
     SHORT,
     LayerValues,
     Positions,
     differences,
+    read_configuration,
     read_positions,
     rotates,
+    small_model,
 )
-from normattn.hf.rope_detection import method_frequencies, method_gain
-from normattn.hf.tiny_model import read_configuration, small_model
 from normattn.io import expanded
 
 _PARAMETERS = {

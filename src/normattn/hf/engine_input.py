@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from normattn.errors import InputError
-from normattn.hf.gguf import Gguf, read_gguf
-from normattn.hf.llama_cpp import ENVIRONMENT, FLAGS
+from normattn.hf.llama_cpp import ENVIRONMENT, FLAGS, Gguf, read_gguf
 from normattn.hf.model_parts import explained, innermost
 from normattn.io import expanded, parse_json, read_bytes, read_object
 

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from normattn.errors import InputError
-from normattn.hf.gguf import architecture_of
-from normattn.hf.llama_cpp import flags, values
+from normattn.hf.llama_cpp import architecture_of, flags, values
 from normattn.hf.model_parts import innermost, kind_of
 from normattn.hf.native import native_fields, rope_with
 from normattn.hf.plan import Plan, replaces_attention

@@ -20,18 +20,19 @@ from torch import Tensor
 from normattn.errors import InputError
 from normattn.hf.model_parts import model_parts, rope_of
 from normattn.hf.plan import HANDLE
-from normattn.hf.score_fit import (
+from normattn.hf.score_parts import Gating, Masking, gating, masking, position_parts, temperature
+from normattn.hf.score_record import (
     Norm,
     Raw,
+    RecordedLayer,
     Rotation,
     Shape,
     candidates,
     fit_rotation,
     normalise,
     norms,
+    record_layers,
 )
-from normattn.hf.score_parts import Gating, Masking, gating, masking, position_parts, temperature
-from normattn.hf.score_record import RecordedLayer, record_layers
 from normattn.layers.attention import attention
 from normattn.layers.gates import apply_gate
 from normattn.score import Score, ScoreSpec

@@ -21,8 +21,7 @@ from torch.nn import functional as F
 
 from normattn.hf.model_parts import kind_of, layer_type
 from normattn.hf.probe import hidden
-from normattn.hf.score_fit import CLOSE, Rotation, heads_of, plain_base
-from normattn.hf.score_record import RecordedLayer
+from normattn.hf.score_record import CLOSE, RecordedLayer, Rotation, heads_of, plain_base
 from normattn.score import ScoreSpec
 from normattn.score.parts import Chunked, Gate, Part, RopeScaling, SlidingWindow
 from normattn.score.parts.qk_norm import Baseline
@@ -267,7 +266,8 @@ def masking(layer: RecordedLayer, config: Any) -> Masking:
     if mask is None or (layer.same_mask and not layer.added):
         return Masking(part, causal, lacks=few if layer.indexed else None)
     hides, adds = _by_text(mask)
-    beside, lacks = "its mask depends on the text (attn_mask)", None
+    beside: str | None = "its mask depends on the text (attn_mask)"
+    lacks: str | None = None
     if not hides and (layer.indexed or not adds):
         beside = None
         lacks = few if layer.indexed else "its mask does in every text what no part says"
