@@ -57,7 +57,7 @@ _HOMES = {
     "attention": "layers.attention",
     "explain": "layers.explain",
     "extend": "hf.extend",
-    "from_pretrained": "hf.saved",
+    "from_pretrained": "hf.load",
     "generate": "models.generation",
     "score_of": "hf.score_of",
     "verify": "hf.engine_check",

@@ -23,7 +23,6 @@ from normattn.hf.llama_cpp import Gguf, converted, read_gguf, serve
 from normattn.hf.model_parts import explained, kind_of, known_length, model_parts
 from normattn.hf.native import take_record
 from normattn.hf.plan import Plan, plan, replaces_attention
-from normattn.hf.rope_detection import method_frequencies, method_gain
 from normattn.hf.tiny_model import (
     SHORT,
     LayerValues,
@@ -191,18 +190,13 @@ def _lengths_to_compare(config: Any, meant: _Meant, told: Told) -> list[int]:
 
 
 def _extended(base: Positions, planned: Plan) -> Positions:
-    """The positions under a method: its frequencies, the model's own amplitude times its factor."""
-    rotations = {layer.index: layer.rotation for layer in planned.layers}
+    """The positions under a method."""
+    rotated = [layer for layer in planned.layers if layer.rotation is not None]
+    spectra = {layer.index: layer.spectrum(planned.spec) for layer in rotated}
 
     def extended(index: int, values: LayerValues) -> LayerValues:
-        rotation = rotations.get(index)
-        if rotation is None:
-            return values
-        return replace(
-            values,
-            frequencies=method_frequencies(planned.spec, rotation).abs(),
-            amplitude=method_gain(planned.spec) * base[SHORT][index].amplitude,
-        )
+        theta, amplitude = spectra.get(index, (values.frequencies, values.amplitude))
+        return replace(values, frequencies=theta, amplitude=amplitude)
 
     return {
         length: {index: extended(index, values) for index, values in layers.items()}

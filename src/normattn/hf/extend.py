@@ -41,9 +41,9 @@ from normattn.hf.probe import (
     replay,
     rotary_buffers,
 )
-from normattn.hf.rope_detection import Layer, method_frequencies, method_gain
+from normattn.hf.rope_detection import Layer, method_frequencies
 from normattn.hf.rope_override import (
-    LayerHook,
+    layer_hook,
     override_buffers,
     own_tables,
     refuse_images,
@@ -161,7 +161,7 @@ class Extension:
         for layer in dict.fromkeys([*hooked, *(selecting if ours else [])]):
             spectrum = spectrum_of(layer, spec) if layer in hooked else None
             keep_mask = ours and layer in selecting
-            self._before(layer.module, LayerHook(layer, spectrum, self._memory, keep_mask))
+            self._before(layer.module, layer_hook(layer, spectrum, self._memory, keep_mask))
         for part in (part for layer in selecting if ours for part in layer.module.modules()):
             if part not in {layer.module for layer in selecting}:
                 self._before(part, own_tables(self._memory))
@@ -366,12 +366,9 @@ def _is_meant(
             return False
         meant = still.q, keys.k
         if not rotates_inside(spec):
-            gained = layer.made_of.amplitude * method_gain(spec)
-            how = replace(
-                layer.rotation,
-                frequencies=method_frequencies(spec, layer.rotation),
-                amplitude=1.0 if layer.rotation.normed else gained,
-            )
+            own = layer.rotation
+            gained = 1.0 if own.normed else layer.spectrum(spec)[1]
+            how = replace(own, frequencies=method_frequencies(spec, own), amplitude=gained)
             meant = how.rotated(meant[0], 0), how.rotated(meant[1], 1)
     close = _CLOSE if call.q.dtype in EXACT else _HALF_CLOSE
     return all(

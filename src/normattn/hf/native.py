@@ -25,8 +25,6 @@ from normattn.hf.probe import rotary_buffers
 from normattn.hf.rope_detection import (
     HeadRotation,
     Layer,
-    method_frequencies,
-    method_gain,
     read_tables,
 )
 from normattn.io import write_json
@@ -133,16 +131,13 @@ def scaling_words(scaling: PI | YaRN | Llama3, train_length: int | None) -> dict
 
 def _is_meant(parts: ModelParts, layer: Layer, spec: ScoreSpec, fields: Mapping[str, Any]) -> bool:
     """Whether some rotary module of the model, made by these fields, makes what is meant."""
-    tables, rotation, given = layer.made_of, layer.rotation, layer.tables
+    tables, given, meant = layer.made_of, layer.tables, layer.spectrum(spec)
     assert tables is not None
-    assert rotation is not None
     config = copy.deepcopy(parts.config)
     _put_fields(config, fields)
     first = given if isinstance(given, Tensor) else given[0]
     ids = torch.arange(first.shape[1])[None]
     rows = torch.zeros(1, ids.shape[1], 1, dtype=first.real.dtype)
-    theta = method_frequencies(spec, rotation).abs()
-    meant = theta, tables.amplitude * method_gain(spec)
     for kind in {type(module) for module in parts.decoder.modules() if rotary_buffers(module)}:
         for more in ((), (layer_type(parts.config, layer.index),)):
             try:

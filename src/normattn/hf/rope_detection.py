@@ -185,6 +185,13 @@ class Layer(ProbedLayer):
         """The window outside of which it sees nothing, or None."""
         return self.call.sliding
 
+    def spectrum(self, spec: ScoreSpec) -> Spectrum:
+        """The frequencies that a method gives it, and what cos and sin are multiplied with."""
+        assert self.rotation is not None
+        assert self.made_of is not None
+        theta = method_frequencies(spec, self.rotation)
+        return theta.abs(), self.made_of.amplitude * method_gain(spec)
+
     @property
     def selects(self) -> bool:
         """Whether it selects among the keys that it may see, by an indexer or by its own mask."""

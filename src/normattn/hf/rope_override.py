@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from normattn.errors import InputError
 from normattn.hf.attention_fn import ForwardMemory
 from normattn.hf.probe import find_tables, rotary_buffers, unrotated, with_argument
-from normattn.hf.rope_detection import Layer, Spectrum, method_frequencies, method_gain
+from normattn.hf.rope_detection import Layer, Spectrum
 from normattn.score import ScoreSpec
 
 Undo = Callable[[], object]
@@ -27,14 +27,13 @@ def spectrum_of(layer: Layer, spec: ScoreSpec) -> Spectrum | None:
 
     Where the method rotates inside of attention, one that rotates nothing.
     """
-    if layer.rotation is None or layer.made_of is None:
+    if layer.rotation is None:
         return None
     if spec.remapping is not None or spec.blockwise:
         return torch.zeros_like(layer.rotation.frequencies), 1.0
     if spec.rope_scaling is None:
         return None
-    theta = method_frequencies(spec, layer.rotation).abs()
-    return theta, method_gain(spec) * layer.made_of.amplitude
+    return layer.spectrum(spec)
 
 
 def override_buffers(
@@ -114,7 +113,9 @@ def _override(module: nn.Module, name: str, spectrum: Spectrum) -> Undo:
     return undo
 
 
-class LayerHook:
+def layer_hook(
+    layer: Layer, spectrum: Spectrum | None, memory: ForwardMemory, keep_mask: bool
+) -> Callable[..., Any]:
     """A hook before a layer: it gets other position embeddings, and what it needs itself is kept.
 
     `spectrum` is what its position embeddings are made of; None leaves them as they are. `memory`
@@ -122,48 +123,30 @@ class LayerHook:
     also the mask of every pair, before the layer selects keys.
     """
 
-    def __init__(
-        self, layer: Layer, spectrum: Spectrum | None, memory: ForwardMemory, keep_mask: bool
-    ) -> None:
-        self._layer, self._spectrum, self._memory = layer, spectrum, memory
-        self._keep_mask = keep_mask
-
-    def __call__(
-        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with other position embeddings."""
-        mask = kwargs.get("attention_mask")
-        if self._keep_mask and isinstance(mask, Tensor) and mask.dtype == torch.bool:
-            self._memory.keep("mask", mask)
-        argument, spectrum = self._layer.argument, self._spectrum
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        mask, argument = kwargs.get("attention_mask"), layer.argument
+        if keep_mask and isinstance(mask, Tensor) and mask.dtype == torch.bool:
+            memory.keep("mask", mask)
         if spectrum is None or argument is None:
-            return args, kwargs
+            return None
         given = kwargs.get(argument) if isinstance(argument, str) else args[argument]
         if given is None:
-            raise InputError(
-                f"layer {self._layer.index} was called without its position embeddings"
-            )
-        if spectrum[0].any():
-            made = self._tables(given, kwargs.get("position_ids"), spectrum)
-        else:
-            self._memory.keep("own tables", given)
-            made = unrotated(given)
-        return with_argument(args, kwargs, argument, made)
-
-    def _tables(self, given: Any, ids: Tensor | None, spectrum: Spectrum) -> Any:
-        """The tables of the tokens' positions, made once for all layers of a forward."""
-        tables, dtype = (
-            self._layer.made_of,
-            (given if isinstance(given, Tensor) else given[0]).dtype,
-        )
+            raise InputError(f"layer {layer.index} was called without its position embeddings")
+        if not spectrum[0].any():
+            memory.keep("own tables", given)
+            return with_argument(args, kwargs, argument, unrotated(given))
+        ids, tables = kwargs.get("position_ids"), layer.made_of
         if ids is None or ids.dim() != 2:
             raise InputError(
-                f"layer {self._layer.index} is not told the tokens' position_ids (batch, tokens), "
+                f"layer {layer.index} is not told the tokens' position_ids (batch, tokens), "
                 "so its positions cannot be stretched"
             )
         assert tables is not None
-        name = f"tables {id(tables)} {dtype}"
-        return self._memory.remember(name, (ids,), lambda: tables.make(ids, spectrum, given))
+        name = f"tables {id(tables)} {(given if isinstance(given, Tensor) else given[0]).dtype}"
+        made = memory.remember(name, (ids,), lambda: tables.make(ids, spectrum, given))
+        return with_argument(args, kwargs, argument, made)
+
+    return hook
 
 
 def own_tables(memory: ForwardMemory) -> Callable[..., Any]:
