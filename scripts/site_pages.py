@@ -183,7 +183,7 @@ def _part_page(name: str, part: type[Part], caption: str) -> str:
 
 
 def _when(part: type[Part]) -> str:
-    return {"post-hoc": "inference", "trained-in": "training"}.get(part.when, part.when)
+    return part.when
 
 
 def _sentence(text: str) -> str:

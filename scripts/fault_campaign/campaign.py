@@ -174,10 +174,9 @@ def _page(results: Sequence[Result]) -> str:
     trials = sum(count.trials for _, count in every)
     failures = sum(len(count.failures) for _, count in every)
     lines = [
-        "# Faults",
+        "# Does normattn survive interrupts, damaged files and full disks?",
         "",
-        f"Promises about faults, tried by `scripts/faults`: {trials:,} trials, "
-        f"{failures:,} failures.",
+        f"`scripts/faults` tested each promise below: {trials:,} trials, {failures:,} failures.",
         "",
         "| part | promise | trials | failures |",
         "| --- | --- | ---: | ---: |",

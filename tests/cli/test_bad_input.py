@@ -32,7 +32,7 @@ def assert_refused(command: Command, folder: Path, expected: list[str], *argumen
     [
         ("KNAA", ["KNAA", "did you mean KNA"]),
         ("Baselin-logn", ["Baselin", "did you mean Baseline"]),
-        ("KNA-YaRN-NoPE", ["YaRN on NoPE makes no sense", "rotary"]),
+        ("KNA-YaRN-NoPE", ["YaRN cannot be combined with NoPE", "rotary"]),
         ("KNA-QNA", ["cannot be combined", "variant"]),
         ("KNA(colour=1)", ["KNA", "colour"]),
         ("", ["is empty", "--score"]),

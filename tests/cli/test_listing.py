@@ -45,7 +45,7 @@ def test_some_facts(listed: dict[str, dict[str, Any]]) -> None:
     assert not excluded("KNA")
     assert excluded("Packed") == {"Chunked"}
     why = {each["part"]: each["why"] for each in listed["NoPE"]["excludes"]}
-    assert why["PI"].startswith("PI on NoPE makes no sense: PI changes rotary positions")
+    assert why["PI"].startswith("PI cannot be combined with NoPE: PI changes rotary positions")
 
 
 def test_a_page_names_every_part(command: Command, listed: dict[str, dict[str, Any]]) -> None:
@@ -69,7 +69,7 @@ def test_an_entry_tells_the_same(command: Command, listed: dict[str, dict[str, A
     assert "window (128 at L = 512 and factor 8)" in shown
     assert "causal attention only" in shown
     names = "ALiBi, CoPE, FIRE, FoX, KERPLELog, KERPLEPower, NEZHA, ScaleInvariant, T5Bias, XLNet"
-    assert f"only with RoPE named as well: {names}" in command("list", "YaRN").out
+    assert f"only if RoPE is named as well, with: {names}" in command("list", "YaRN").out
     served = command("list", "Baseline").out.partition("runs on ")[2]
     for place, kernel in listed["Baseline"]["kernels"].items():
         assert place in served
@@ -81,7 +81,7 @@ def test_entries_of_a_score_and_of_a_model(command: Command) -> None:
     assert names == ["KNA", "logn", "YaRN"]
     shown = command("list", "gpt-OSS").out
     assert shown.startswith("gpt-OSS: Baseline-RoPE(base=150000)-YaRN(")
-    assert "Sink  sink, trained-in" in shown
+    assert "Sink  sink, training-time" in shown
     said = command("list", "YaRM")
     assert (said.code, said.out) == (2, "")
     assert "did you mean YaRN" in said.sentence

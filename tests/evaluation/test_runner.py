@@ -117,7 +117,7 @@ def test_every_method_is_evaluated_and_undone(model: CausalLM) -> None:
     _assert_equal(plain, found[:2])
     losses = [table(each, "loss") for each in found]
     assert len({each.tobytes() for each in losses[1::2]}) == 4  # each changes something beyond L
-    np.testing.assert_array_equal(losses[6], losses[0])  # post-hoc log-n: nothing within L
+    np.testing.assert_array_equal(losses[6], losses[0])  # inference-time log-n: nothing within L
 
 
 def test_the_sums_are_those_of_the_model_with_the_spec_built_in(model: CausalLM) -> None:

@@ -85,7 +85,7 @@ def test_every_score_that_a_causal_model_can_have_is_saved_and_loaded(tmp_path: 
     """What a score learns is no parameter that transformers would know."""
     served = 0
     for name, part in registry.parts().items():
-        if part.when != "trained-in":
+        if part.when != "training-time":
             continue
         text = name if part.slot is Slot.VARIANT else f"Baseline-{name}"
         try:

@@ -77,7 +77,7 @@ def recipes(variant: str) -> Iterator[Recipe]:
 
 
 def methods(method: str) -> Iterator[Recipe]:
-    """A post-hoc method on some variants, log-n forms, layouts and kinds of rotary position."""
+    """A method on some variants, log-n forms, layouts and kinds of rotary position."""
     rotary = [Recipe(position="half"), Recipe("KNA", "logn+", "interleaved", shape="XPos")]
     rotary += [Recipe("CosA", "logn", "interleaved"), Recipe("QKNorm2020", "", "half")]
     rotary += [Recipe("KLayerNorm", "", "half", shape="PartialRoPE", fraction=0.6)]

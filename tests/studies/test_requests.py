@@ -147,7 +147,7 @@ def test_all_is_every_part_that_a_row_can_have(tiny: Path) -> None:
         assert {"Baseline", "KNA-logn", "CosA", "KNA-NoPE"} <= rows.keys()
         skipped = " ".join(sweep.skipped)
         for name, part in registry.parts().items():
-            if part.when != "trained-in":
+            if part.when != "training-time":
                 assert any(name in of for of in rows.values()) or f"with {name} is" in skipped
         # Nothing rotary is left to stretch on a model without positions.
         assert rows["Baseline-NoPE"] == ("unmodified",)
@@ -158,7 +158,7 @@ def test_all_is_every_part_that_a_row_can_have(tiny: Path) -> None:
 def test_every_trained_in_part_has_a_row_of_its_own() -> None:
     shown = trained_in_variants(layers=4)
     for name, part in registry.parts().items():
-        if part.when == "trained-in" and part.slot.value != "variant":
+        if part.when == "training-time" and part.slot.value != "variant":
             assert name == "RoPE" or any(row.endswith(f"-{name}") for row in shown)
     # A part of every few layers reaches one of them.
     assert "Baseline-NoPEEvery" in shown
@@ -333,7 +333,7 @@ def test_bad_input(study: str, asked: dict[str, Any], said: str, tiny: Path) -> 
 def test_every_post_hoc_part_stands_alone_and_some_with_logn() -> None:
     spec = ScoreSpec.parse("KNA", train_length=64)
     methods = post_hoc_methods(spec)
-    parts = [name for name, part in registry.parts().items() if part.when != "trained-in"]
+    parts = [name for name, part in registry.parts().items() if part.when != "training-time"]
     refused = re.split(r"[ ,:]+", " ".join(left_out(spec)))
     assert set(parts) <= {*methods, *refused}
     assert {"logn+", "PI", "NTK", "YaRN", "ReRoPE"} <= {*methods}

@@ -21,7 +21,7 @@ def run(campaign: Campaign) -> Iterator[Count]:
     from normattn.errors import InputError
     from normattn.layers.attention import attention
 
-    refused = Count("a call without sense ends in an InputError, within 20 s and with few words")
+    refused = Count("an invalid call raises an InputError with a short message, within 20 s")
     config.update("jaxtyping_disable", True)
     try:
         every = list(calls().items())

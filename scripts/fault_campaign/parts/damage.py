@@ -72,10 +72,13 @@ def run(campaign: Campaign) -> Iterator[Count]:
     """Every reading, every file, every damage, in an order drawn; in the tests a few of them."""
     setting = make_setting(campaign.folder / "setting", foreign=campaign.full)
     kept = Count(
-        "a damaged file is refused by name with exit 2, or the result has the same bits, or a "
-        "warning names the file and only that file differs"
+        "a damaged file raises an error that names it (exit code 2), or the result is "
+        "bit-identical, or a warning names the file and only that file differs"
     )
-    typed = Count("a damaged file that people write is refused by name with exit 2, or is read")
+    typed = Count(
+        "a damaged configuration or text file raises an error that names it (exit code 2), or is "
+        "read"
+    )
     executed = Count("nothing in a damaged file is executed")
     source = campaign.random
     readings = list(READINGS)

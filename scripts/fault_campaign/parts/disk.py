@@ -23,9 +23,9 @@ from fault_campaign.processes import Ended, in_groups, race
 
 SCRIPTS = Path(__file__).parents[2]
 TRIALS_OF_A_SHARE = 12
-_FULL = "a command that finds the disk full ends with 2 and one sentence, or is done"
-_FELT = "where nothing at all can be written, a command does not pretend to be done"
-_HALF = "what a command left behind on a full disk is whole"
+_FULL = "a command on a full disk ends with exit code 2 and one sentence, or is done"
+_FELT = "where nothing can be written, a command ends with exit code 2"
+_HALF = "files left behind on a full disk are complete"
 
 
 def run(campaign: Campaign) -> Iterator[Count]:

@@ -17,7 +17,7 @@ def run(campaign: Campaign) -> Iterator[Count]:
     names = ("train", "tokenise", "extend", "export", "report") if campaign.full else ("train",)
     measured = [measure(setting, each) for each in COMMANDS if each.name in names]
     trials = draw(setting, measured, 220 if campaign.full else 6, [signal.SIGKILL], campaign.random)
-    killed = Count("a killed command leaves nothing half-written, and again gives the same files")
+    killed = Count("a killed command leaves no partial file, and run again gives the same files")
     for trial, end in zip(trials, in_groups([each.work for each in trials]), strict=True):
         if end.code not in (0, -signal.SIGKILL):
             killed.failed(f"{trial.moment}: {end.shown}")

@@ -36,8 +36,8 @@ def run(campaign: Campaign) -> Iterator[Count]:
     """Lines of one to three options, to commands that would answer without much work."""
     setting = make_setting(campaign.folder / "setting", foreign=False)
     ended = Count(
-        "a command line ends with 0 or with 2 and one sentence, within 20 s and 2 GB, and writes "
-        "nothing but what it was told to"
+        "a command line ends with exit code 0, or 2 and one sentence, within 20 s and 2 GB, and "
+        "writes only where it should"
     )
     source = campaign.random
     lines = [_line(source, setting) for _ in range(1_000 if campaign.full else 24)]

@@ -33,12 +33,13 @@ def _corpora(campaign: Campaign, size: int, line: int) -> Iterator[Count]:
     text.unlink()
     unbroken = "".join(campaign.random.choices(LETTERS, k=line))
     text.write_text(unbroken)
-    yield _held(f"so is a line of {line // MB} MB without a space", bounds[1], _tokenising(text))
+    promise = f"a line of {line // MB} MB without a space is tokenised and cached"
+    yield _held(promise, bounds[1], _tokenising(text))
     text.unlink()
     lines = campaign.folder / "text.jsonl"
     lines.write_text(f'{{"text": "{unbroken}"}}\n{{"text": "one more"}}\n')
     del unbroken
-    promise = f"so is one document of {line // MB} MB in a line of JSON"
+    promise = f"one document of {line // MB} MB in a line of JSON is tokenised and cached"
     yield _held(promise, bounds[2], _tokenising(lines))
     lines.unlink()
 

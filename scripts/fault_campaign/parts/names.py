@@ -53,7 +53,9 @@ def run(campaign: Campaign) -> Iterator[Count]:
         lambda text: parsing.integers(text, "--multiples"),
         lambda text: parsing.assignments([text, f"a.b={text}"]),
     )
-    read = Count("a name is read, or refused by an InputError, within 20 s and with few words")
+    read = Count(
+        "a score name is parsed, or raises an InputError with a short message, within 20 s"
+    )
     source = campaign.random
     for _ in range(10_000 if campaign.full else 1_000):
         text, reader = fuzzed(source), source.choice(readers)

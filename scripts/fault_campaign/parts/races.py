@@ -31,9 +31,9 @@ class Config(BaseModel):
 def run(campaign: Campaign) -> Iterator[Count]:
     """Rounds of different and of identical configurations."""
     rounds = 400 if campaign.full else 25
-    holder = Count("the holder's configuration is the one on disk")
-    somebody = Count("of processes racing for an empty directory one runs")
-    loser = Count("a loser ends with one sentence and exit status 2")
+    holder = Count("the configuration on disk is that of the process with the lock")
+    somebody = Count("of processes racing for an empty directory, one runs")
+    loser = Count("the others end with one sentence and exit code 2")
     for identical in (False, True):
         for number in range(rounds):
             if not campaign.has_time:
@@ -52,8 +52,8 @@ def _commands_at_once(campaign: Campaign) -> Iterator[Count]:
     """Whole commands, each given several times at the same moment with the same output."""
     setting = make_setting(campaign.folder / "setting")
     names = ("train", "tokenise", "export", "extend", "report", "inspect")
-    done = Count("of identical commands at once one does the work, and its files are whole")
-    other = Count("of identical commands at once every other is done too or ends with one sentence")
+    done = Count("of identical commands at once, one does the work, and its files are complete")
+    other = Count("of identical commands at once, the others are done too or end with one sentence")
     for command in (each for each in COMMANDS if each.name in names):
         alone = setting.place(f"alone-{command.name}")
         race([work_of(command.line(setting, alone))])

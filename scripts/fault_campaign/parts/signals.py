@@ -48,15 +48,17 @@ def run(campaign: Campaign) -> Iterator[Count]:
     """Imports in processes of their own, all other phases in forked ones."""
     setting = make_setting(campaign.folder / "setting", foreign=campaign.full)
     kinds = [signal.SIGINT, signal.SIGTERM]
-    importing = Count("stopped while it imports, a command ends with 130 and one sentence")
+    importing = Count("a command stopped during imports ends with exit code 130 and one sentence")
     for module in IMPORTS if campaign.full else ("numpy",):
         for kind in kinds:
             line = ["train", "--preset", str(setting.preset), "--out", str(campaign.folder / "no")]
             end = _stopped_at_import(module, kind, line)
             importing.check(end.code == STOPPED and end.orderly, f"{module}, {kind}: {end.shown}")
     yield importing
-    stopped = Count("stopped in any other phase, a command ends with 130 and one sentence, or done")
-    again = Count("a stopped command goes on, and gives the same files")
+    stopped = Count(
+        "a command stopped in any other phase ends with exit code 130 and one sentence, or is done"
+    )
+    again = Count("a stopped command resumes and gives the same files")
     names = [each.name for each in COMMANDS] if campaign.full else ["train", "generate"]
     measured = [measure(setting, each) for each in COMMANDS if each.name in names]
     trials = draw(setting, measured, 150 if campaign.full else 8, kinds, campaign.random)

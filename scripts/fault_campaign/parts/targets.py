@@ -17,7 +17,10 @@ FILL_AT = ("tempfile.mkdtemp", "os.rename")
 def run(campaign: Campaign) -> Iterator[Count]:
     """`export` and `extend --save`, into a new and an empty folder, filled at two moments."""
     setting = make_setting(campaign.folder / "setting", foreign=campaign.full)
-    left = Count("a target filled meanwhile stays as it is, and the command says so with exit 2")
+    left = Count(
+        "an output folder filled meanwhile is not changed, and the command ends with exit code 2 "
+        "and one sentence"
+    )
     commands = (_export, _extend) if campaign.full else (_export,)
     rounds = 5 if campaign.full else 1
     cases = [

@@ -1,4 +1,4 @@
-"""`normattn list`: what a score can be made of."""
+"""`normattn list`: the components of a score."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _lines(entry: dict[str, Any]) -> list[str]:
     for names, why in excluded(entry["excludes"]):
         lines.append(f"not with {', '.join(names)}: {why}")
     if entry["beside_rope"]:
-        lines.append(f"only with RoPE named as well: {', '.join(entry['beside_rope'])}")
+        lines.append(f"only if RoPE is named as well, with: {', '.join(entry['beside_rope'])}")
     by_kernel: dict[str, list[str]] = {}
     for device, kernel in entry["kernels"].items():
         by_kernel.setdefault(kernel, []).append(device)
@@ -124,7 +124,7 @@ def _parameter(field: dict[str, Any]) -> str:
     if field["default"] is not None:
         return f"{field['name']}={field['default']}"
     if field["example"] is None:
-        return f"{field['name']} (open)"
+        return f"{field['name']} (optional)"
     return f"{field['name']} ({field['example']:.6g} at L = 512 and factor 8)"
 
 

@@ -66,7 +66,7 @@ def extend(
     Args:
         model: a causal language model of transformers with rotary positions, also one that PEFT or
             `torch.compile` has wrapped.
-        method: the post-hoc parts of a score by name: PI, ABF, NTK, NTK-mixed, DynamicNTK, YaRN,
+        method: inference-time components by name: PI, ABF, NTK, NTK-mixed, DynamicNTK, YaRN,
             Llama3, ReRoPE, LeakyReRoPE, SelfExtend or DualChunk, with or without `-logn+`; also
             `logn+` alone.
         train_length: how far the model was trained to read; by default what its configuration says.

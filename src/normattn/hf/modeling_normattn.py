@@ -168,8 +168,8 @@ class NormattnModel(_Model):
 
     Made from its configuration (weights are then drawn as ours are), or around a model that is
     there already, which it shares. `save_pretrained` and `from_pretrained` are transformers', with
-    the weights under `model.`; a post-hoc method that is switched on is not saved. Methods after
-    training are ours: `with model.model.using("YaRN", factor=4): …`.
+    the weights under `model.`; a method that is switched on is not saved. Switch one on with
+    `with model.model.using("YaRN", factor=4): …`.
     """
 
     base_model_prefix = "model"

@@ -110,7 +110,7 @@ class Plan(NamedTuple):
         spec, served = self.spec, self.served
         rotated = [layer for layer in served if layer.rotation is not None]
         rotation = rotated[0].rotation if rotated else None
-        parts = [part for part in spec.parts if part.when != "trained-in"]
+        parts = [part for part in spec.parts if part.when != "training-time"]
         assert spec.train_length is not None
         return Resolved(
             method=spec.method_text,

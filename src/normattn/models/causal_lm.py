@@ -204,7 +204,7 @@ class CausalLM(TokenModel):
         return self.config.score.resolve(train_length=self.config.train_length)
 
     def using(self, method: ScoreSpec | str, **parameters: Any) -> MethodHandle:
-        """Switch a post-hoc method on in every layer until the handle is removed.
+        """Switch an inference-time method on in every layer until the handle is removed.
 
         `method` is a method's text with its parameters (`using("YaRN", factor=8)`), added to the
         trained score, or a whole `ScoreSpec` whose trained parts are this model's. "unmodified" is

@@ -36,7 +36,7 @@ WEIGHTS_FILE = "model.safetensors"
 def save_model(model: nn.Module, directory: Path | str) -> None:
     """Write the trained model, of one of `FORMATS`, to `directory`: its settings and its weights.
 
-    A post-hoc method that is switched on is no part of the trained model and is not saved.
+    An inference-time method that is switched on is no part of the trained model and is not saved.
     config.json holds `format`, the settings under `config`, and the SHA-256 of settings and
     weights. A directory that stands there is replaced as a whole if it holds a saved model or
     nothing. Raises `InputError` when it holds anything else, when the disk is full or cannot be

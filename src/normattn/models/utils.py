@@ -1,4 +1,4 @@
-"""What all models share: checked token ids, dropout switched off, post-hoc methods, meta models."""
+"""What all models share: checked token ids, dropout off, inference-time methods, meta models."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def without_dropout(model: Any) -> Iterator[None]:
 
 
 class MethodHandle:
-    """A post-hoc method that is switched on; `.remove()` or leaving `with` switches it off exactly.
+    """An inference-time method that is on; `.remove()` or leaving `with` undoes it exactly.
 
     Only the active spec of each `Score` changes: no weight, no buffer, no train or eval mode.
     `specs` has one for each of `scores`; `.spec` is the whole model's. Removing twice is harmless.

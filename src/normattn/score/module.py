@@ -38,8 +38,8 @@ class Score(nn.Module):
     """The score of a `ScoreSpec` for H query heads and G key heads of dimension D.
 
     Holds gains, running statistics, learned scales, biases, sinks and what pairs of heads learn; a
-    specification that learns nothing has no parameters. `use` switches post-hoc parts on and off;
-    `spec` is the active specification, `built` the one that it was made with.
+    specification that learns nothing has no parameters. `use` switches inference-time components on
+    and off; `spec` is the active specification, `built` the original one.
     """
 
     def __init__(

@@ -215,7 +215,7 @@ class ScoreSpec:
     @property
     def trained(self) -> ScoreSpec:
         """The parts that are trained in: what the model as it is computes."""
-        kept = tuple(part for part in self.parts if part.when == "trained-in")
+        kept = tuple(part for part in self.parts if part.when == "training-time")
         return ScoreSpec(kept, self.train_length)
 
     @property
@@ -231,7 +231,7 @@ class ScoreSpec:
 
     @property
     def method(self) -> str:
-        """The name of the post-hoc parts, e.g. `YaRN`; empty when there are none."""
+        """The name of the inference-time parts, e.g. `YaRN`; empty when there are none."""
         return "-".join(part.name for part in self._added)
 
     @property
@@ -251,11 +251,11 @@ class ScoreSpec:
 
     @property
     def method_text(self) -> str:
-        """The post-hoc parts with every parameter, as `with_method` takes them."""
+        """The inference-time parts with every parameter, as `with_method` takes them."""
         return "-".join(print_part(part) for part in self._added)
 
     def with_method(self, text: str, **parameters: Any) -> ScoreSpec:
-        """This specification with the post-hoc parts that `text` names; "unmodified" adds none.
+        """This specification with the inference-time parts of `text`; "unmodified" adds none.
 
         Raises `InputError` for a part that is trained in: it cannot be added afterwards.
         """
@@ -263,7 +263,7 @@ class ScoreSpec:
             return self
         given, own = read(text)
         for part, _ in given:
-            if part.when == "trained-in":
+            if part.when == "training-time":
                 raise InputError(f"{part.name} is trained in; it cannot be added to {self.name}")
         length = agreed_length(str(self), self.train_length, own)
         return ScoreSpec((*self.parts, *build_parts(given, parameters, text)), length)
@@ -295,12 +295,14 @@ class ScoreSpec:
         default = default_position(part.slot for part in self.parts)
         shown = (part for part in self.parts if part != default)
         late = Slot.LOGN
-        return tuple(sorted(shown, key=lambda part: part.slot is late and part.when == "post-hoc"))
+        return tuple(
+            sorted(shown, key=lambda part: part.slot is late and part.when == "inference-time")
+        )
 
     @property
     def _added(self) -> tuple[Part, ...]:
-        """The post-hoc ones of them."""
-        return tuple(part for part in self._named if part.when != "trained-in")
+        """The inference-time ones of them."""
+        return tuple(part for part in self._named if part.when != "training-time")
 
     @classmethod
     def __get_pydantic_core_schema__(
@@ -320,7 +322,7 @@ def as_spec(value: Any) -> ScoreSpec:
 
 
 def _check_combination(spec: ScoreSpec) -> None:
-    """Raise `InputError` for parts that make no sense together."""
+    """Raise `InputError` for parts that cannot be combined."""
     slots = {part.slot: part for part in spec.parts}
     for part in spec.parts:
         if reason := part.conflict(slots):
@@ -328,13 +330,13 @@ def _check_combination(spec: ScoreSpec) -> None:
         if part.needs_rotary and not spec.position.rotary:
             position = spec.position.name if spec.bias is None else spec.bias.name
             raise InputError(
-                f"{part.name} on {position} makes no sense: {part.name} changes rotary positions, "
-                f"and {spec.name} has none"
+                f"{part.name} cannot be combined with {position}: {part.name} changes rotary "
+                f"positions, and {spec.name} has none"
             )
-        if spec.layout is not None and not spec.layout.stretchable and part.when != "trained-in":
+        if spec.layout is not None and not spec.layout.stretchable and part.when != "training-time":
             raise InputError(
-                f"{part.name} on {spec.layout.name} makes no sense: all but its last layer read "
-                "within a window, and the last has no rotary position and log-n of its own"
+                f"{part.name} cannot be combined with {spec.layout.name}: all its layers but the "
+                "last attend within a window, and the last has no rotary position and its own log-n"
             )
     if spec.needs_causal and spec.leaks_future:
         causal = next(
@@ -343,6 +345,6 @@ def _check_combination(spec: ScoreSpec) -> None:
             if part.needs_causal or (spec.blockwise and part.slot is Slot.ROPE_SCALING)
         )
         raise InputError(
-            f"{spec.name} makes no sense: {spec.variant.name} takes statistics across the sequence "
-            f"and so is not causal, and {causal.name} is defined for causal attention only"
+            f"{spec.name} is not possible: {spec.variant.name} normalises across the sequence, "
+            f"so it is not causal, but {causal.name} is defined for causal attention only"
         )

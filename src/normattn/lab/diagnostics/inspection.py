@@ -50,7 +50,7 @@ def inspect_model(
     stays behind.
 
     Args:
-        model: any model that holds scores; a post-hoc method that is on stays on.
+        model: any model that holds scores; an inference-time method that is on stays on.
         rows: token ids (B, T), or any rows that `read` reads; `tokens_per_batch` at a time.
         bins: equal bins of the query's position, at most as many as there are positions.
         reach: also attention beyond the training length, and at angles never trained.

@@ -1,6 +1,6 @@
 """Language models by text protocol: each set of windows through one scorer, in bounded batches.
 
-`evaluate_run` takes a trained model through every post-hoc method and every set.
+`evaluate_run` takes a trained model through every inference-time method and every set.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Eight scores are trained (Baseline, QNA, KNA and CosA, each with and without log-n scaling), and
 each reads past its training length in four ways: unmodified, and with NTK, YaRN or ReRoPE. "all"
-asks for the extended table: a row for every trained-in part, and every post-hoc method on
+asks for the extended table: a row for every training-time part, and every inference-time method on
 Baseline, KNA and CosA.
 """
 
@@ -42,7 +42,7 @@ def resolve(request: Request) -> Sweep:
     """Every choice made and checked, before anything is written or trained.
 
     Raises `InputError` for an unknown preset, score, method or setting, and for values out of
-    range. A method that makes no sense for one of several scores leaves out that row, and says so;
+    range. A method that one of several scores cannot take leaves out that row, with a sentence;
     so does a part that a row of the extended table cannot have.
     """
     preset = opened(request, "keynorm")
@@ -78,7 +78,7 @@ def _variants(request: Request, setting: TextSetting) -> tuple[tuple[str, ...], 
 def trained_in_variants(
     layers: int, known: Mapping[str, type[Part]] | None = None
 ) -> tuple[str, ...]:
-    """Baseline, KNA and CosA with and without log-n, and a row for every other trained-in part.
+    """Baseline, KNA and CosA with and without log-n, and a row for every other training-time part.
 
     Other norms of the score are not among them: `reproduce mechanism` compares those. Each part
     stands alone with its default parameters, on Baseline (NoPE on KNA too, where the source found
@@ -87,7 +87,7 @@ def trained_in_variants(
     """
     rows = list(BASES)
     for name, part in (parts() if known is None else known).items():
-        if part.when != "trained-in" or name in ("RoPE", "logn"):
+        if part.when != "training-time" or name in ("RoPE", "logn"):
             continue
         if part.slot.value == "order":
             rows.append(f"QKRMSNorm-{name}")
@@ -328,14 +328,14 @@ STUDY = Study(
     variants_help="Trained scores, separated by commas (see `normattn list`), or `all`. "
     "[default: Baseline, QNA, KNA, CosA, each with and without -logn]",
     methods_help="Inference-time methods, separated by commas, or `all`: every one that a score "
-    "supports, and every trained-in component as well. [default: unmodified,NTK,YaRN,ReRoPE]",
+    "supports, and every training-time component as well. [default: unmodified,NTK,YaRN,ReRoPE]",
     headline=("train", "repeated_seen", "non_repeated", "change"),
     examples=(
         ("--preset smoke", "a quick test of the whole study, in about a minute"),
         ("--preset quick", "one head of 128, in minutes: plain RoPE gets worse, KeyNorm does not"),
         ("", "the full table"),
         ("--variants Baseline,QNA,KNA --seeds 3", "more seeds"),
-        ("--methods all", "every method, and every trained-in component"),
+        ("--methods all", "every method, and every training-time component"),
         ("--preset gpu-100m --corpus hf:NAME --plan", "its cost"),
     ),
 )

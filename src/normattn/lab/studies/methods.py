@@ -1,4 +1,4 @@
-"""Which scores can be trained in a setting, and which post-hoc methods a score can take."""
+"""Which scores can be trained in a setting, and which inference-time methods a score can take."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from normattn.score.spec import UNMODIFIED, ScoreSpec, is_unmodified
 
 ALL = "all"
 WITH_LOGN = ("NTK", "YaRN", "ReRoPE")
-"""The methods that are also read together with post-hoc log-n scaling."""
+"""The methods that are also read together with inference-time log-n scaling."""
 
 
 def canonical(variants: Sequence[str], setting: TextSetting) -> tuple[str, ...]:
@@ -63,8 +63,8 @@ def usable(
 
 
 def candidates() -> tuple[str, ...]:
-    """Every registered post-hoc method by itself, then those read with log-n scaling too."""
-    alone = [name for name, part in parts().items() if part.when != "trained-in"]
+    """Every registered inference-time method by itself, then those read with log-n scaling too."""
+    alone = [name for name, part in parts().items() if part.when != "training-time"]
     return (*alone, *(f"{name}-logn+" for name in WITH_LOGN if name in alone))
 
 
@@ -78,7 +78,7 @@ def post_hoc_methods(spec: ScoreSpec, factor: float = 8.0) -> tuple[str, ...]:
 
 
 def left_out(spec: ScoreSpec, factor: float = 8.0) -> tuple[str, ...]:
-    """Which registered post-hoc methods `spec` cannot take: a sentence for each reason."""
+    """Which registered inference-time methods `spec` cannot take: a sentence for each reason."""
     return tuple(_sentences(spec, _refusals(spec, candidates(), factor)))
 
 
@@ -100,7 +100,9 @@ def _sentences(spec: ScoreSpec, refused: Mapping[str, str]) -> list[str]:
         rotary = any(
             part.needs_rotary for part in ScoreSpec.parse("Baseline").with_method(name).parts
         )
-        why = error.split(" makes no sense: ")[-1]
+        what, _, reason = error.partition(": ")
+        known = " cannot be combined with " in what or what.endswith(" is not possible")
+        why = reason if known else error
         if rotary and not spec.position.rotary:
             why = "it has no rotary positions"
         groups.setdefault(why, []).append(name)

@@ -1,7 +1,7 @@
 """How far do methods let a trained model read, and how wide should ReRoPE's window be?
 
 *reading*: models are trained as in `keynorm`, then read by position to 64 training lengths and
-asked for facts, under every post-hoc method that their score can take. The same page is what
+asked for facts, under every inference-time method that their score can take. The same page is what
 `normattn report` makes of runs that were evaluated by hand. *window* (kexue 9708): Baseline and
 Baseline-logn are read past L with ReRoPE at several windows, the first with logn+ (switched on
 after training) too.
@@ -247,7 +247,7 @@ def _windows(view: View) -> dict[tuple[str, int], Where]:
         spec = ScoreSpec.parse(select(view.read, row.where)["score"][0])
         form = PLAIN
         if spec.logn is not None:
-            form = "logn" if spec.logn.when == "trained-in" else POST_HOC
+            form = "logn" if spec.logn.when == "training-time" else POST_HOC
         window = spec.remapping.window if spec.remapping else None
         found[form, window or 0] = row.where
     return dict(sorted(found.items(), key=lambda each: (FORMS.index(each[0][0]), each[0][1])))

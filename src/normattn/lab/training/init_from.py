@@ -68,7 +68,7 @@ class Continuation(Settings):
     """Where training goes on from, and how.
 
     start: the folder of a saved model. weights: the SHA-256 of its weights, which decide the run
-    (the folder may move). method: post-hoc parts that are switched on while it trains, such as
+    (the folder may move). method: inference-time components, switched on while it trains, such as
     "PI(factor=4)"; they are no part of the saved model. length: tokens of a training sequence,
     None for the model's train_length; whatever the score takes from its training length (log-n,
     a window) stays as it was trained. trained: the score that the saved model was trained with,

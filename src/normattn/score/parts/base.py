@@ -28,7 +28,7 @@ from typing import Any, ClassVar, Literal, TypeVar, dataclass_transform
 
 from normattn.errors import InputError
 
-When = Literal["trained-in", "post-hoc", "either"]
+When = Literal["training-time", "inference-time", "either"]
 Fill = Callable[[Any, int | None, float | None], Any]
 """What an open parameter of a part becomes, by the training length and a table's factor."""
 
@@ -48,19 +48,19 @@ class Slot(StrEnum):
         return slot
 
     VARIANT = "variant", "N_q, N_k and the constant part of λ"
-    LOGN = "logn", "how λ grows with n or the position"
+    LOGN = "logn", "how the scale λ grows with n or the position"
     ORDER = "order", "normalise after the rotation, N(P x)"
-    POSITION = "position", "P; RoPE, unnamed, unless it has parameters"
-    ROPE_SCALING = "rope scaling", "other rotary frequencies, after training"
-    REMAPPING = "remapping", "other relative positions far away, after training"
-    RESIDUAL = "residual", "r: what the layers below hand on"
-    BIAS = "bias", "b, by distance or by the tokens between"
-    CAP = "cap", "cap·tanh(s/cap)"
+    POSITION = "position", "P, how positions rotate; RoPE if none is named"
+    ROPE_SCALING = "rope scaling", "other rotary frequencies, at inference time"
+    REMAPPING = "remapping", "other relative positions far away, at inference time"
+    RESIDUAL = "residual", "r, what is added from the layers below"
+    BIAS = "bias", "b, a bias by distance or by the tokens between"
+    CAP = "cap", "a bound on the score: cap·tanh(s/cap)"
     SINK = "sink", "one more logit per head in the denominator"
-    NORMALISER = "normaliser", "how a row of scores becomes weights; softmax where none is named"
-    VALUES = "values", "what is done to values, and to what is read of them"
-    GATE = "gate", "what the layer's input does to the outputs of heads"
-    WINDOW = "window", "keys within a window or chunk only"
+    NORMALISER = "normaliser", "how a row of scores becomes weights; softmax if none is named"
+    VALUES = "values", "how values, or the outputs computed from them, are transformed"
+    GATE = "gate", "how the layer's input gates the outputs of heads"
+    WINDOW = "window", "only keys within a window or chunk are visible"
     DOCUMENTS = "documents", "documents in one row do not see each other"
     LAYOUT = "layout", "different scores in different layers"
 
@@ -125,7 +125,7 @@ class Part:
     equation: ClassVar[str]
     source: ClassVar[str]
     used_by: ClassVar[str] = ""
-    when: ClassVar[When] = "trained-in"
+    when: ClassVar[When] = "training-time"
     needs_rotary: ClassVar[bool] = False
     needs_causal: ClassVar[bool] = False
     needs_length: ClassVar[bool] = False
@@ -178,7 +178,7 @@ class Part:
         return self
 
     def conflict(self, parts: Parts) -> str | None:
-        """Why this part makes no sense beside the others of a score; None where it does."""
+        """Why this part cannot be combined with the others of a score; None if it can."""
         for slot, why in self.excludes.items():
             if slot in parts:
                 return self.refusal(parts[slot], why)

@@ -273,7 +273,7 @@ class FIREBias:
 
 @register
 class CoPE(PairBiasPart):
-    """Positions are sums of gates made of the scores, each with an embedding.
+    """Positions are sums of gates of the scores, each with an embedding.
 
     The contextual position of key j is a sum of gates over the keys that the query sees from key j
     on, at most P − 1; e between two whole positions is interpolated. e has `positions` P vectors
@@ -409,7 +409,7 @@ class XLNetBias:
 
 @register
 class ScaleInvariant(PairBiasPart):
-    """Scores of distant pairs are spread and lowered, by the logarithm of the distance.
+    """Scores of distant pairs are widened and lowered, by the logarithm of the distance.
 
     a grows and m falls, so that the attention to 10, 100 or 1000 tokens back takes about as much of
     the whole, whatever the length; up to `tau` tokens little changes. Nothing is learned. It is a
@@ -455,7 +455,7 @@ class ScaleInvariantBias:
 
 @register
 class FoX(Part):
-    """A penalty by the tokens between, each with a gate of its input.
+    """A penalty summed over the tokens between, each with a gate from its input.
 
     It is a position of its own: NoPE unless RoPE is named. It folds into queries and keys as
     features more: with C_j = Σ_{l≤j} ln σ(…) the score is ⟨(q, C_i, 1), (k, 1, −C_j)⟩. w and c

@@ -34,7 +34,7 @@ class Remapping(Part):
     """What two kinds of remapping share: `PositionRemapping` and `ChunkRemapping`."""
 
     slot = Slot.REMAPPING
-    when = "post-hoc"
+    when = "inference-time"
     needs_rotary = True
     needs_causal = True
     excludes: ClassVar[Mapping[Slot, str]] = {
@@ -147,7 +147,7 @@ def _smallest_group(part: Any, length: int | None, factor: float | None) -> int 
 
 @register
 class SelfExtend(PositionRemapping):
-    """Beyond a window positions are shared by groups of tokens.
+    """Beyond a window, groups of tokens share a position.
 
     `window` w defaults to L // 4, `group` G to the smallest by which the longest text, factor·L
     tokens, meets no position from L on. G = 1 is RoPE.
@@ -166,7 +166,7 @@ class SelfExtend(PositionRemapping):
 
 @register
 class StreamingLLM(PositionRemapping):
-    """Only the first tokens and a window of recent ones are seen.
+    """Only the first tokens and a window of recent ones are visible.
 
     Positions are those within the cache of sinks + w tokens: a sink that has left the window is
     read by a query at min(i, sinks + w − 1). `window` w defaults to L − sinks (at least 1), so
@@ -195,7 +195,7 @@ class StreamingLLM(PositionRemapping):
 
 @register
 class DualChunk(ChunkRemapping):
-    """Relative positions go by chunks: own, the one before, all further ones.
+    """Relative positions depend on the chunk: the same, the one before, or an earlier one.
 
     Keys are at j mod s; the chunks of s tokens decide which of the three positions a query has. In
     the chunk before the distance of keys that are fewer than w tokens away is what it was, so a

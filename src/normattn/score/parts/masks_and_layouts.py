@@ -16,7 +16,7 @@ from normattn.score.parts.scale import LogN, Temperature
 
 @register
 class SlidingWindow(Part):
-    """Only keys within a window are seen.
+    """Only keys within a window are visible.
 
     `window` w defaults to L // 4. n, of which log-n is made, does not count the window. `stretched`
     says that the model was trained with RoPE scaling here too (gpt-oss).
@@ -30,19 +30,17 @@ class SlidingWindow(Part):
     stretched: bool = False
 
     def conflict(self, parts: Parts) -> str | None:
-        """Nothing is to be stretched, and nothing lies beyond."""
+        """A window leaves no position to stretch or to remap."""
         for slot in (Slot.ROPE_SCALING, Slot.REMAPPING):
             if slot in parts and not (self.stretched and slot is Slot.ROPE_SCALING):
-                why = (
-                    "no relative position passes the window, so none is left to be brought into it"
-                )
+                why = "no relative position exceeds the window, so there is none to remap"
                 return self.refusal(parts[slot], why)
         return None
 
 
 @register
 class Chunked(Part):
-    """Only keys of the query's own chunk of tokens are seen.
+    """Only keys in the query's own chunk of tokens are visible.
 
     `size` c defaults to L // 4. i, j and n count from the start of the text all the same. Llama 4
     has it in its layers with positions.
@@ -78,8 +76,8 @@ class Packed(Part):
 class Layout(Part):
     """Different scores in different layers of a model.
 
-    `stretchable`: whether post-hoc methods apply; `uniform`: whether all layers see the same keys
-    (beside a window named as well); `has_nope_layers`: whether some layers have no position.
+    `stretchable`: whether inference-time methods apply; `uniform`: whether all layers see the same
+    keys (apart from a window named as well); `has_nope_layers`: some layers have no position.
     """
 
     slot = Slot.LAYOUT
@@ -114,9 +112,9 @@ def without_position(parts: Parts) -> dict[Slot, Part]:
 class HWFA(Layout):
     """Windowed layers with positions, then one full layer without.
 
-    (w − 1)(layers − 1) + 1 ≤ ¾·L, the training length: what the windowed layers hand upwards
-    reaches no further back, so the last layer cannot lean on it. `window` defaults to the largest
-    that does; another that does not is refused. Nothing can be stretched afterwards.
+    (w − 1)(layers − 1) + 1 ≤ ¾·L, the training length: the windowed layers together reach
+    no further back, so the last layer cannot rely on it. `window` defaults to the largest that
+    satisfies this; a larger one raises an error. No method can be added afterwards.
     """
 
     equation = "layers 1 … n−1: |i−j| < w; layer n: P = 1, λ ← λ·ln n/ln L"
@@ -147,10 +145,10 @@ class HWFA(Layout):
 
 @register
 class NoPEEvery(Layout):
-    """Every so many layers one has no position, the others have RoPE.
+    """One layer in every few has no position, the others have RoPE.
 
-    The layers without position see all keys, also where the others have a window; post-hoc methods
-    that change rotary positions leave them alone. SmolLM3 has every = 4.
+    The layers without position see all keys, also where the others have a window; methods that
+    change rotary positions leave them alone. SmolLM3 has every = 4.
     """
 
     equation = "layers every, 2·every, …: P = 1"
@@ -167,7 +165,7 @@ class NoPEEvery(Layout):
 
 @register
 class IRoPE(Layout):
-    """Every so many layers one has no position and no norm, but a temperature.
+    """One layer in every few has no position and no norm, but a temperature.
 
     The other layers are as named; a chosen `scale` is that of all. `beta` β = 0 leaves the logits
     as they are, `length` is L₀.
@@ -198,12 +196,12 @@ class IRoPE(Layout):
 
 @register
 class FullEvery(Layout):
-    """Windowed layers, and every so many layers one that sees all keys.
+    """Windowed layers, and one layer in every few that sees all keys.
 
     `window` w defaults to L // 4. Full layers may have a rotary `base` of their own, and positions
     divided by `stretch` (Gemma 3: base 10⁶, divided by 8, every sixth layer). RoPE scaling changes
-    the full layers alone, as post-hoc methods should; `stretched` says that the model was trained
-    with it in its windowed layers too (gpt-oss).
+    only the full layers, as inference-time methods should; `stretched` says that the model was
+    trained with it in its windowed layers too (gpt-oss).
     """
 
     equation = "layers every, 2·every, …: all j ≤ i; the others: |i−j| < w"
@@ -226,8 +224,8 @@ class FullEvery(Layout):
         position, chosen = parts[Slot.POSITION], self.base is not None or self.stretch != 1
         if chosen and not isinstance(position, RotaryPosition):
             return (
-                f"FullEvery(base=…, stretch=…) on {position.name} makes no sense: both change "
-                "rotary positions"
+                f"FullEvery(base=…, stretch=…) cannot be combined with {position.name}: both "
+                "change rotary positions"
             )
         return super().conflict(parts)
 

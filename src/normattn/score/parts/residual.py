@@ -22,8 +22,8 @@ class ResidualPart(Part):
     summed: ClassVar[Literal["scores", "features", "values"]]
     values: ClassVar[bool] = False
     excludes: ClassVar[Mapping[Slot, str]] = {
-        Slot.REMAPPING: "one score per pair goes up through the layers, not two regimes or a "
-        "window with a start"
+        Slot.REMAPPING: "residual scores add one score per pair, but it uses two kinds of "
+        "relative positions or hides keys"
     }
 
     @property
@@ -36,18 +36,19 @@ class ResidualPart(Part):
         layout, blocks = parts.get(Slot.LAYOUT), blockwise(parts)
         if Slot.REMAPPING not in parts and blocks is not None:
             return self.refusal(
-                blocks, "rows read in blocks with keys of their own, but those below had others"
+                blocks,
+                "its frequencies change with each block of rows, so scores of layers do not add up",
             )
         if isinstance(layout, Layout) and (not layout.uniform or Slot.WINDOW in parts):
             return self.refusal(
-                layout, "some layers would see keys that those below do not, whose scores then lack"
+                layout, "some layers would see keys for which the layers below have no scores"
             )
         return super().conflict(parts)
 
 
 @register
 class RealFormer(ResidualPart):
-    """Scores are summed up from layer to layer.
+    """Scores are added up over the layers.
 
     What is added up are the products alone: masks, biases, caps and sinks come after, in every
     layer. With `running_mean` softmax reads s_n / n, the mean over the layers so far.
@@ -66,7 +67,7 @@ class RealFormer(ResidualPart):
 
 @register
 class ResidualQK(ResidualPart):
-    """Queries and keys are summed up from layer to layer.
+    """Queries and keys are added up over the layers.
 
     They are normalised, scaled and rotated already. Unlike RealFormer's sum this one has the
     products of a layer's queries with another layer's keys; it is one product of vectors, so any
@@ -80,7 +81,7 @@ class ResidualQK(ResidualPart):
 
 @register
 class ResidualQKV(ResidualPart):
-    """Queries, keys and values are summed up from layer to layer.
+    """Queries, keys and values are added up over the layers.
 
     `ResidualQK` with the values summed up too, as readers of the post ask; they are as the layer
     made them.
@@ -110,4 +111,4 @@ class ValueResidual(ResidualPart):
         blocks = blockwise(parts)
         if blocks is None:
             return None
-        return self.refusal(blocks, "rows read in blocks with keys of their own")
+        return self.refusal(blocks, "its keys are rotated anew for each block of rows")

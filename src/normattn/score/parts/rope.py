@@ -261,12 +261,12 @@ class RotateFirst(Part):
         assert isinstance(variant, Variant)
         if variant.query_norm() is None and variant.key_norm() is None:
             return (
-                f"RotateFirst on {variant.name} makes no sense: {variant.name} normalises nothing, "
-                "so there is no order to choose"
+                f"RotateFirst cannot be combined with {variant.name}: {variant.name} normalises "
+                "nothing, so there is no order to choose"
             )
         if isinstance(position, RotaryPosition) and position.log_growth(2) is not None:
             return (
-                f"RotateFirst on {position.name} makes no sense: what grows with the position "
-                "would be normalised away, and the score would not depend on the distance alone"
+                f"RotateFirst cannot be combined with {position.name}: its growth with the "
+                "position would be normalised away, so the score would not depend on distance alone"
             )
         return None

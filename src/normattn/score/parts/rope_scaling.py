@@ -21,7 +21,7 @@ class RopeScaling(Part):
     """
 
     slot = Slot.ROPE_SCALING
-    when = "post-hoc"
+    when = "inference-time"
     needs_rotary = True
     blockwise: ClassVar[bool] = False
 
@@ -110,7 +110,7 @@ class NTKOld(FactorScaling):
 
 @register
 class NTKMixed(FactorScaling):
-    """NTK-mixed: each frequency has a base of its own.
+    """NTK-mixed: each frequency has its own base.
 
     b = 0.625 in the post, 0.75 in its author's patch of Llama.
     """
@@ -303,7 +303,7 @@ class ClippedRoPE(RopeScaling):
 
 @register
 class DroPE(RopeScaling):
-    """Positions are left out after training, to be trained on for a while.
+    """Positions are dropped after training; the model then needs some more training.
 
     The paper goes on training for a short while without positions, which is what makes it work;
     here the value is what that training runs with. Its softmax temperature for long text is no

@@ -51,7 +51,7 @@ class LengthScaling(Part):
 
 @register
 class LogN(LengthScaling):
-    """Scale grows with the logarithm of the visible keys, trained in.
+    """Scale grows with the logarithm of the number of visible keys, at training time.
 
     For CosA it replaces ln m and multiplies nothing.
     """
@@ -68,12 +68,12 @@ class LogN(LengthScaling):
 
 @register
 class LogNPostHoc(LengthScaling):
-    """Log-n scaling after training, beyond the training length only."""
+    """Log-n scaling at inference time, only beyond the training length."""
 
     name = "logn+"
     equation = "λ ← λ · max(1, ln n / ln L)"
     source = "kexue.fm/archives/9708"
-    when = "post-hoc"
+    when = "inference-time"
 
     def factor(self, n: Float[Tensor, "..."], train_length: int | None) -> Float[Tensor, "..."]:
         """max(1, ln n / ln L)."""
@@ -84,7 +84,7 @@ class LogNPostHoc(LengthScaling):
 
 @register
 class YaRNTemperature(LengthScaling):
-    """YaRN's temperature of the length that is read, beyond the training length only.
+    """YaRN's temperature for the current length, only beyond the training length.
 
     Frequencies stay as they are. With `DualChunk` it is what Qwen2.5-1M is served with: vLLM
     multiplies queries and keys by 1 + `sharpness`·ln(n/L), n being the length of the text. Here n
@@ -94,7 +94,7 @@ class YaRNTemperature(LengthScaling):
     equation = "λ ← λ · (1 + sharpness·ln(max(1, n/L)))²"
     source = "arXiv 2309.00071, 2501.15383; vLLM, dual_chunk_flash_attn.py"
     used_by = "Qwen2.5-1M (with DualChunk)"
-    when = "post-hoc"
+    when = "inference-time"
     sharpness: float = number(default=0.1, least=0)
 
     def factor(self, n: Float[Tensor, "..."], train_length: int | None) -> Float[Tensor, "..."]:
@@ -105,7 +105,7 @@ class YaRNTemperature(LengthScaling):
 
 @register
 class SqrtLogN(LengthScaling):
-    """Scale grows with the square root of the logarithm of the visible keys.
+    """Scale grows with the square root of the logarithm of the number of visible keys.
 
     Logits of independent normal keys reach √(2 ln n) standard deviations, so that this is the
     scale at which the largest of them neither fades nor takes all. As with `logn`, λ is unchanged
@@ -186,7 +186,7 @@ class ASScale(LengthScaling):
 
 @register
 class Temperature(LengthScaling):
-    """Logits are sharpened by the logarithm of the position, in steps.
+    """Logits grow with the logarithm of the position, in steps.
 
     `beta` β, `length` L₀, the training length by default. Ministral 3 has shift = 0, Llama 4
     shift = 1 and has it on its layers without positions alone (`IRoPE(beta=…, length=…)`). i is

@@ -80,7 +80,7 @@ class Sigmoid(NormaliserPart):
 
 @register
 class StickBreaking(NormaliserPart):
-    """Each key takes a share of what nearer keys leave, instead of softmax.
+    """Each key takes a share of what nearer keys leave, in place of softmax.
 
     Each key breaks its share off what the keys between it and the query have left of a stick of
     length 1. The query's own key gets none, so the first token's output is 0; with `current` it
@@ -156,7 +156,7 @@ def _above(x: Scores, tau: Tensor, power: float) -> Scores:
 
 @register
 class Selective(Part):
-    """Tokens that earlier queries selected, by head 0, are seen less.
+    """Tokens that earlier queries selected, by head 0, get less attention.
 
     s₀ is the score of head 0, which thus decides for all heads what later queries see less of;
     nothing is learned. No query selects its own key, and none the first token of a text, position
@@ -175,7 +175,7 @@ class Selective(Part):
         if blocks is None:
             return None
         return self.refusal(
-            blocks, f"{blocks.name} reads rows in blocks, and Selective hands on from row to row"
+            blocks, f"{blocks.name} computes rows in blocks, and Selective sums over earlier rows"
         )
 
 
@@ -186,7 +186,7 @@ def _usual_init(layer: int) -> float:
 
 @register
 class Differential(Part):
-    """Heads in pairs: one softmax less λ times another, then normed.
+    """Heads in pairs: one softmax minus λ times another, then normalised.
 
     λ = exp(⟨λ_q1, λ_k1⟩) − exp(⟨λ_q2, λ_k2⟩) + λ₀, one of each layer; the four vectors start at
     N(0, 0.1²). λ₀, `init`, is 0.8 − 0.6·exp(−0.3·(l − 1)) in layer l = 1, 2, … of a model unless it

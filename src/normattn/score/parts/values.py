@@ -30,7 +30,7 @@ class OwnValues(Part):
         """A head of a pair reads the other's too."""
         pairs = parts.get(Slot.NORMALISER)
         if isinstance(pairs, Differential):
-            return self.refusal(pairs, "the values of two heads stand side by side")
+            return self.refusal(pairs, "the values of two heads are concatenated")
         return super().conflict(parts)
 
 
@@ -43,10 +43,10 @@ class ValuePart(OwnValues):
 
 @register
 class XSA(ValuePart):
-    """Of what a query reads, the direction of its own value is taken out.
+    """The direction of a query's own value is removed from its output.
 
-    That is exclusive self-attention: what a token knows of itself passes by the residual stream,
-    and attention hands on what is orthogonal to v_i. Nothing is learned.
+    That is exclusive self-attention: what a token knows of itself passes through the residual
+    stream, and attention adds only what is orthogonal to v_i. Nothing is learned.
     """
 
     equation = "o_i ← o_i − ⟨o_i, v_i⟩·v_i/‖v_i‖²"
@@ -56,7 +56,7 @@ class XSA(ValuePart):
         """The value that is read must be the layer's own."""
         residual = parts.get(Slot.RESIDUAL)
         if isinstance(residual, ResidualPart) and (residual.values or residual.summed == "values"):
-            return self.refusal(residual, "the values read are mixed with those of layers below")
+            return self.refusal(residual, "the layer's values are mixed with those of layers below")
         return super().conflict(parts)
 
     def without(
@@ -72,7 +72,7 @@ class XSA(ValuePart):
 
 @register
 class VORoPE(ValuePart):
-    """Values are rotated by their position, and what is read of them is rotated back.
+    """Values are rotated by their position, and outputs are rotated back.
 
     The rotary position of the second kind: a value is read as R_{j−i} v_j, by its distance. All
     features of a value rotate, with frequencies of their own `base`. It stands beside a position of
