@@ -12,7 +12,7 @@ from normattn.cli.extend_settings import (
     refuse_unused,
 )
 from normattn.errors import InputError
-from normattn.hf.engines import ENGINES, Wanted, emit, gguf_values, refuse_engine
+from normattn.hf.engines import ENGINES, Wanted, emit, gguf_values
 from normattn.hf.llama_cpp import architecture_of, read_gguf, write_gguf
 from normattn.hf.native import refuse_applied
 from normattn.hf.plan import plan
@@ -29,7 +29,6 @@ def emit_method(asked: model_options.Extend, engine: str) -> None:
     file. Raises `InputError` for an engine without the method, before anything is written, and
     where `out` exists.
     """
-    refuse_engine(engine)
     methods = [method for method in parse_methods(asked.methods) if method != UNMODIFIED]
     if len(methods) != 1:
         raise InputError("--emit needs one method, such as --methods 'YaRN(factor=4)'")

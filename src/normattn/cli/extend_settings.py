@@ -127,7 +127,7 @@ def choose(asked: Extend, model: Any, lengths: tuple[int, ...] | None = None) ->
     """What the options say, and where they are silent the model; `lengths` replace --lengths.
 
     The lengths are L and 2 L, the factor is the longest length over L, the window L / 4. Raises
-    `InputError` for a factor below 1, a window beyond L, and an L that is not known.
+    `InputError` for lengths within L that leave the factor open, and an L that is not known.
     """
     try:
         trained = asked.train_length or known_length(model_parts(model))[0]
@@ -135,17 +135,10 @@ def choose(asked: Extend, model: Any, lengths: tuple[int, ...] | None = None) ->
         raise InputError(str(error).replace("say train_length=…", "say --train-length")) from error
     lengths = lengths or asked.lengths or (trained, 2 * trained)
     window = max(1, trained // 4) if asked.window is None else asked.window
-    if not 1 <= window <= trained:
-        raise InputError(
-            f"--window {window:,} must lie between 1 and the training length of {trained:,}: "
-            "positions beyond it were never trained"
-        )
     if asked.factor is None and lengths[-1] <= trained:
         raise InputError(
             f"the longest of --lengths, {lengths[-1]:,}, is within the training length of "
             f"{trained:,}: a factor below 1 would shorten; name a length beyond it"
         )
     factor = lengths[-1] / trained if asked.factor is None else asked.factor
-    if not 1 <= factor < float("inf"):
-        raise InputError(f"--factor must be a number of at least 1, but it is {factor:g}")
     return Chosen(trained, lengths, factor, window)

@@ -83,7 +83,10 @@ def emit(wanted: Wanted, engine: str) -> str:
     Raises `InputError` for an engine or a version that is not known, a method that the engine does
     not have, and a model whose configuration cannot express the method.
     """
-    refuse_engine(engine)
+    if engine in _REFUSED:
+        raise InputError(f"--emit cannot write it for {engine}: {_REFUSED[engine]}")
+    if engine not in ENGINES:
+        raise InputError(f"--emit knows {', '.join(ENGINES)}, not {engine!r}")
     lacks = _lacks(wanted.plan.spec, engine)
     if lacks is not None:
         raise InputError(
@@ -96,14 +99,6 @@ def emit(wanted: Wanted, engine: str) -> str:
             "older ones have other words and rules that were not"
         )
     return rule.write(wanted)
-
-
-def refuse_engine(engine: str) -> None:
-    """Raise `InputError` for an engine that is not known, by name where it is one."""
-    if engine in _REFUSED:
-        raise InputError(f"--emit cannot write it for {engine}: {_REFUSED[engine]}")
-    if engine not in ENGINES:
-        raise InputError(f"--emit knows {', '.join(ENGINES)}, not {engine!r}")
 
 
 def _release(version: str) -> tuple[int, int]:
