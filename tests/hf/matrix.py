@@ -47,10 +47,10 @@ CLOSE, EFFECT = 1e-3, 1e-4
 STEPS = (9, 6, *([1] * (COUNT - 15)))
 
 
-def tokens(count: int = COUNT) -> Tensor:
-    """Two rows of random tokens."""
+def tokens(count: int = COUNT, rows: int = 2) -> Tensor:
+    """Rows of random tokens."""
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(3, VOCABULARY, (2, count), generator=generator)
+    return torch.randint(3, VOCABULARY, (rows, count), generator=generator)
 
 
 @torch.no_grad()

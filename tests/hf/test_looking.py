@@ -21,8 +21,8 @@ from normattn.cli.inspect import observing
 from normattn.lab.stats import measurements
 
 from . import tiny
+from .matrix import COUNT, logits, tokens
 
-COUNT = 24
 ORACLE: dict[str, list[dict[str, Tensor]]] = {}
 
 
@@ -84,22 +84,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def _tokens(count: int = COUNT, rows: int = 2) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(3, tiny.VOCABULARY, (rows, count), generator=generator)
-
-
-@torch.no_grad()
-def _logits(model: Any, ids: Tensor) -> Tensor:
-    found: Tensor = model(input_ids=ids, use_cache=False).logits
-    return found
-
-
 def _matrices(model: Any, ids: Tensor) -> list[dict[str, Tensor]]:
     ORACLE.clear()
     before = model.config._attn_implementation
     model.set_attn_implementation("brute_force")
-    _logits(model, ids)
+    logits(model, ids)
     model.set_attn_implementation(before)
     (found,) = ORACLE.values()
     return found
@@ -108,13 +97,13 @@ def _matrices(model: Any, ids: Tensor) -> list[dict[str, Tensor]]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_everything_is_what_matrices_say(family: str) -> None:
     attention, more = FAMILIES[family]
-    model, ids = tiny.build(family, **more), _tokens()
+    model, ids = tiny.build(family, **more), tokens()
     model.set_attn_implementation(attention)
-    plain = _logits(model, ids)
+    plain = logits(model, ids)
     with observing(model) as seen:
-        watched = _logits(model, ids)
+        watched = logits(model, ids)
     assert torch.equal(watched, plain)
-    assert torch.equal(_logits(model, ids), plain)
+    assert torch.equal(logits(model, ids), plain)
     expected = _matrices(model, ids)
     lines = seen.lines()
     assert len(lines) == len(expected) == model.config.num_hidden_layers
@@ -127,7 +116,7 @@ def test_everything_is_what_matrices_say(family: str) -> None:
 
 
 def test_padding_is_left_out() -> None:
-    model, ids = tiny.build("llama"), _tokens()
+    model, ids = tiny.build("llama"), tokens()
     with observing(model) as whole, torch.no_grad():
         model(input_ids=ids[:1], use_cache=False)
     padded = torch.cat((torch.zeros(1, 5, dtype=torch.long), ids[:1]), 1)
@@ -142,14 +131,14 @@ def test_padding_is_left_out() -> None:
 
 @pytest.mark.parametrize("method", ["ReRoPE(window=4)", "YaRN(factor=4)-logn+", "PI(factor=4)"])
 def test_an_extended_model(method: str) -> None:
-    model, ids = tiny.build("llama"), _tokens(48)
+    model, ids = tiny.build("llama"), tokens(48)
     with normattn.extend(model, method):
-        plain = _logits(model, ids)
+        plain = logits(model, ids)
         with observing(model) as seen:
-            watched = _logits(model, ids)
+            watched = logits(model, ids)
         torch.testing.assert_close(watched, plain, rtol=1e-4, atol=1e-5)
     with observing(model) as as_trained:
-        _logits(model, ids)
+        logits(model, ids)
     for name, line in as_trained.lines().items():
         assert seen.lines()[name].largest != line.largest
         assert seen.lines()[name].q_norm == pytest.approx(line.q_norm, rel=0.2)
@@ -171,14 +160,14 @@ def test_no_matrix_of_all_pairs_is_made() -> None:
     model, count = tiny.build("llama", max_position_embeddings=4096), 2048
     mode: Any = _Sizes
     with observing(model), mode() as sizes, torch.no_grad():
-        model.model(input_ids=_tokens(count, 1), use_cache=False)
+        model.model(input_ids=tokens(count, 1), use_cache=False)
     assert sizes.most < count * count
 
 
 def test_models_that_cannot_be_looked_into() -> None:
     model = tiny.build("gptj")
     with pytest.raises(InputError, match="attention code of its own"), observing(model):
-        _logits(model, _tokens())
+        logits(model, tokens())
 
 
 def test_a_layer_that_computes_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,7 +184,7 @@ def test_a_layer_that_computes_something_else(monkeypatch: pytest.MonkeyPatch) -
     model.set_attn_implementation("eager")
     why = "LlamaAttention computes something else .* differs by 2.5e-01 of the largest"
     with pytest.raises(InputError, match=why), observing(model):
-        _logits(model, _tokens())
+        logits(model, tokens())
 
 
 def test_configurations_are_put_back_after_an_error() -> None:
