@@ -15,9 +15,9 @@ import numpy as np
 from torch import nn
 
 from normattn.errors import InputError
-from normattn.layers.feed_forward import swiglu_hidden
 from normattn.models.causal_lm import CausalLM
 from normattn.models.config import CausalLMConfig, StackConfig, TranslatorConfig, VisionConfig
+from normattn.models.transformer import Blocks
 from normattn.models.translator import Translator
 from normattn.models.utils import on_meta
 from normattn.score import ScoreSpec
@@ -109,24 +109,19 @@ def stack_flops(config: StackConfig, length: int) -> Flops:
     """
     if length < 1:
         raise InputError(f"FLOPs were asked for at a length of {length}; it must be at least 1")
-    dim, gate = config.dim, config.score.gate
-    width, kv_width = _widths(config)
-    if config.block == "gau":
-        matrices = dim * (2 * width + config.key_size * (1 + config.separate_qk)) + width * dim
-    else:
-        outputs = config.heads if gate is None else gate.outputs(config.heads)
-        matrices = dim * (width + 2 * kv_width + outputs * config.score_head_dim)
-        swiglu = config.feed_forward == "swiglu"
-        hidden = config.hidden or (swiglu_hidden(dim) if swiglu else 4 * dim)
-        matrices += (3 if swiglu else 2) * dim * hidden
-    if gate is not None:
-        matrices += dim * gate.logits(config.heads, width // config.heads)
-    if config.score.forgets:
-        matrices += dim * config.heads
     attention = _attention_flops(
         config, config.score, length, lambda spec: visible_pairs(spec, length, config.causal)
     )
-    return Flops(2.0 * config.layers * matrices, attention / length)
+    return Flops(2.0 * _matrices(config), attention / length)
+
+
+@lru_cache(maxsize=256)
+def _matrices(config: StackConfig) -> int:
+    """The numbers in the matrices that a token meets in the blocks, each as often as it is used."""
+    with on_meta():
+        blocks = Blocks(config)
+    own = sum(x.weight.numel() for x in blocks.modules() if isinstance(x, nn.Linear))
+    return own * config.layers // len(blocks)
 
 
 def visible_pairs(score: ScoreSpec, length: int, causal: bool = True) -> int:
