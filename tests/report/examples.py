@@ -13,7 +13,6 @@ from normattn.lab.report.figures import (
     IntervalColumn,
     Intervals,
     Line,
-    Mark,
     Panel,
     Point,
 )
@@ -41,7 +40,7 @@ def position_curves(rows: tuple[str, ...] = ROWS, panels: int = 2) -> Curves:
         for place, row in enumerate(rows)
     )
     made = [
-        Panel(f"panel {n}", lines, "position", "accuracy (%)", marks=(Mark(64.0, "L"),))
+        Panel(f"panel {n}", lines, "position", "accuracy (%)", train_length=64)
         for n in range(panels)
     ]
     return Curves("by_position", "Accuracy by position", tuple(made))

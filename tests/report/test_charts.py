@@ -18,7 +18,6 @@ from normattn.lab.report.figures import (
     Figure,
     IntervalColumn,
     Line,
-    Mark,
     Panel,
     Point,
 )
@@ -88,9 +87,8 @@ def test_what_is_not_finite_is_left_out(bad: float) -> None:
 
 
 def test_a_plot_by_position_starts_at_a_quarter_of_the_training_length() -> None:
-    marks = (Mark(128.0, "L"),)
-    far = one_panel(Point(1.0, 1.0), Point(1024.0, 2.0), marks=marks)
-    near = one_panel(Point(1.0, 1.0), Point(128.0, 2.0), marks=marks)
+    far = one_panel(Point(1.0, 1.0), Point(1024.0, 2.0), train_length=128)
+    near = one_panel(Point(1.0, 1.0), Point(128.0, 2.0), train_length=128)
     assert channel(vega_lite(far), "x")["scale"]["domainMin"] == 32.0
     assert "domainMin" not in channel(vega_lite(near), "x")["scale"]
 

@@ -130,7 +130,7 @@ def test_copying_by_distance_is_tabulated_and_claimed() -> None:
     }
     (figure,) = (f for f in made.figures if f.name == "accuracy_by_distance")
     assert isinstance(figure, Curves)
-    assert figure.panels[0].marks[0].x == L
+    assert figure.panels[0].train_length == L
     assert [point.x for point in figure.panels[0].lines[0].points] == [3, 7]
 
 

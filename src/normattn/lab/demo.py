@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from normattn.errors import InputError
 from normattn.lab.data.tokeniser import Tokeniser
-from normattn.lab.report.figures import Curves, Line, Mark, Panel, Point
+from normattn.lab.report.figures import Curves, Line, Panel, Point
 from normattn.lab.report.page import PageContext
 from normattn.lab.report.tables import Cell, Column, Filled, Row
 from normattn.lab.stats import Estimate
@@ -176,7 +176,7 @@ def _curves(readings: Sequence[Reading]) -> Curves:
             ),
             "position in the text",
             "next tokens right, %",
-            marks=(Mark(float(TRAINED), "training length"),),
+            train_length=TRAINED,
         )
         for name, label in MODELS.items()
     ]

@@ -95,12 +95,6 @@ def _ranks(values: Tensor) -> Tensor:
     return torch.from_numpy(rankdata(values.double().cpu(), axis=-1)).to(values.device)
 
 
-def key_norms(k: Float[Tensor, "b g s d"]) -> Float[Tensor, "b g s"]:
-    """‖k_j‖ in float64."""
-    norms: Tensor = torch.linalg.vector_norm(k.double(), dim=-1)
-    return norms
-
-
 def mean_direction(k: Float[Tensor, "b g s d"]) -> Float[Tensor, "b g"]:
     """‖mean_j k_j/‖k_j‖‖² in float64: the share of the energy of unit keys in their mean.
 

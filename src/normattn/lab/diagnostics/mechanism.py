@@ -23,7 +23,6 @@ from normattn.lab.diagnostics.keys import (
     Array,
     Seen,
     count_cosines,
-    key_norms,
     mean_direction,
     pairs_by_region,
     position_correlation,
@@ -150,7 +149,7 @@ class _Mechanism:
         heads, kept = received.shape[1:]
         add("mean_direction", values=mean_direction(seen.key))
         for side, key in (("", seen.inputs.k), ("raw_", seen.key)):
-            norms = key_norms(key)
+            norms = torch.linalg.vector_norm(key.double(), dim=-1)
             if not side and self.length >= FIRST + 2:
                 differ = varied(norms[..., FIRST:])
                 position = torch.where(differ, position_correlation(norms), 0.0)

@@ -64,8 +64,7 @@ def vega_lite(figure: Figure) -> dict[str, Any]:
         Grid: _grid,
     }
     with alt.data_transformers.enable("default", max_rows=None, consolidate_datasets=False):
-        whole = draw[type(figure)](figure).configure(**_CONFIG).to_dict()
-    drawn: dict[str, Any] = _renumbered(whole, {})
+        drawn: dict[str, Any] = draw[type(figure)](figure).configure(**_CONFIG).to_dict()
     return drawn
 
 
@@ -110,6 +109,8 @@ def _curves(figure: Curves) -> Any:
         limits = shared if figure.shared_y else _limits(panel.lines, panel.log_y)
         drawn = _panel(panel, channels, chosen, limits)
         charts.append(drawn.properties(width=width, height=height))
+    # The view of the selection has a name: Altair's own would count all views of the process.
+    charts[0].layer[0].name = "first"
     charts[0] = charts[0].add_params(chosen)  # the other panels follow it by its name
     return alt.concat(*charts, columns=columns, title=_above_panels(figure.title))
 
@@ -152,7 +153,7 @@ def _highlighted(panels: Sequence[Panel]) -> list[str]:
 def _panel(
     panel: Panel, channels: Mapping[str, Any], chosen: Any, limits: tuple[float, float]
 ) -> Any:
-    """Bands, lines and dots of one panel, its marks above them."""
+    """Bands, lines and dots of one panel, the training length's rule above them."""
     values = [
         {"line": line.label, "x": _number(point.x), **_ends(point)}
         for line in panel.lines
@@ -183,8 +184,8 @@ def _panel(
             y=alt.Y("value:Q", **y), tooltip=tooltip, opacity=opacity(dots, 0.0)
         ),
     ]
-    if panel.marks:
-        rule = _data([{"x": mark.x, "label": mark.label} for mark in panel.marks]).encode(x="x:Q")
+    if panel.train_length is not None:
+        rule = _data([{"x": panel.train_length, "label": "L"}]).encode(x="x:Q")
         layers.append(rule.mark_rule(color="#606060", strokeDash=[2, 3], clip=True))
         label = rule.mark_text(align="left", dx=4, y=12, color="#606060", clip=True)
         layers.append(label.encode(text="label:N"))
@@ -195,7 +196,8 @@ def _panel(
 def _x_axis(panel: Panel, values: Sequence[Mapping[str, Any]]) -> Any:
     """The x axis; of a plot by position a logarithmic one that starts at a quarter of L."""
     ends = [point.x for line in panel.lines for point in line.points]
-    by_position = panel.marks and ends and max(ends) >= 2 * panel.marks[0].x
+    length = panel.train_length
+    by_position = length is not None and ends and max(ends) >= 2 * length
     whole = all(float(value["x"] or 0).is_integer() for value in values)
     log = panel.log_x or by_position
     return alt.X(
@@ -205,7 +207,7 @@ def _x_axis(panel: Panel, values: Sequence[Mapping[str, Any]]) -> Any:
         scale=alt.Scale(
             type="log" if log else "linear",
             base=2 if log else alt.Undefined,
-            domainMin=panel.marks[0].x / 4 if by_position else alt.Undefined,
+            domainMin=length / 4 if length is not None and by_position else alt.Undefined,
             zero=False,
             nice=False,
         ),
@@ -359,14 +361,3 @@ def _ends(value: Point | Estimate) -> dict[str, float | None]:
 def _number(value: float | None) -> float | None:
     """A finite number of `DIGITS` digits, or None."""
     return None if value is None or not math.isfinite(value) else float(f"{value:.{DIGITS}g}")
-
-
-def _renumbered(value: Any, names: dict[str, str]) -> Any:
-    """The specification with views counted from 0; Altair counts them through the process."""
-    if isinstance(value, dict):
-        return {key: _renumbered(inner, names) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_renumbered(inner, names) for inner in value]
-    if isinstance(value, str) and value.startswith("view_") and value[5:].isdigit():
-        return names.setdefault(value, f"view_{len(names)}")
-    return value

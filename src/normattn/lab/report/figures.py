@@ -38,16 +38,8 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Mark:
-    """A vertical rule, such as the training length."""
-
-    x: float
-    label: str
-
-
-@dataclass(frozen=True)
 class Panel:
-    """Axes with lines, and vertical rules."""
+    """Axes with lines, and a vertical rule at the training length L where x counts tokens."""
 
     title: str
     lines: tuple[Line, ...]
@@ -55,7 +47,7 @@ class Panel:
     y_title: str
     log_x: bool = False
     log_y: bool = False
-    marks: tuple[Mark, ...] = ()
+    train_length: int | None = None
 
 
 @dataclass(frozen=True)

@@ -81,16 +81,12 @@ class Column:
             return NOTHING
         if not math.isfinite(estimate.value):
             return Cell(self.without)
-        return shown_cell(estimate, self.metric, self.interval)
+        digits, signed = self.metric.digits, self.metric.is_difference
+        return Cell(shown(estimate, digits, signed, self.interval), estimate)
 
     def estimates(self, view: View, rows: Sequence[Row]) -> tuple[Estimate | None, ...]:
         """The numbers of these rows."""
         return tuple(self.cell(view, row).estimate for row in rows)
-
-
-def shown_cell(estimate: Estimate, metric: Metric, interval: bool = True) -> Cell:
-    """A metric's value with its digits, and a sign if it is a difference."""
-    return Cell(shown(estimate, metric.digits, metric.is_difference, interval), estimate)
 
 
 def text_column(key: str, title: str, text: Callable[[View, Row], object]) -> Column:

@@ -16,7 +16,7 @@ import numpy as np
 import polars as pl
 
 from normattn.errors import InputError
-from normattn.lab.report.figures import Curves, Figure, Line, Mark, Panel
+from normattn.lab.report.figures import Curves, Figure, Line, Panel
 from normattn.lab.report.tables import (
     NOTHING,
     Cell,
@@ -188,11 +188,10 @@ def figures(view: View) -> list[Figure]:
         f"Nats above the unmodified model after {spoken(home(view))}, for the same last tokens; "
         f"the axis is linear within ±{LINEAR}"
     )
-    mark = Mark(float(train_length(view)), "L")
     panels = tuple(
         Panel(
             *(metric.title, _position_lines(view, metric), "tokens read", unit, True),
-            marks=(mark,),
+            train_length=train_length(view),
         )
         for metric, unit in ((LOSS, "nats"), (ACCURACY, "next tokens (%)"))
     )

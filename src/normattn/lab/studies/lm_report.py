@@ -20,7 +20,6 @@ from normattn.lab.report.figures import (
     IntervalColumn,
     Intervals,
     Line,
-    Mark,
     Panel,
     Point,
 )
@@ -329,9 +328,9 @@ def position_figures(view: View) -> list[Figure]:
         if length is None:
             continue
         where = {"protocol": protocol, "length": length}
-        mark = Mark(float(view.values("train_length", where)[0]), "L")
+        axes = {"train_length": view.values("train_length", where)[0]}
         name, title = f"accuracy_by_position_{protocol}", f"Accuracy by position, {text} text"
-        figures.append(_by_method(view, name, title, where, curve, "position", marks=(mark,)))
+        figures.append(_by_method(view, name, title, where, curve, "position", **axes))
     return figures
 
 
@@ -358,9 +357,8 @@ def copying_figure(view: View) -> Figure:
         known = ((d, view.known(metric.at(at))) for d, metric in metrics.items())
         return tuple(Point.of(float(d), value) for d, value in known if value is not None)
 
-    marks = () if trained is None else (Mark(float(trained), "L"),)
-    axes: dict[str, Any] = {"log_x": True, "marks": marks}
     where, x_title = {"protocol": "repeated"}, "copying distance (tokens)"
+    axes: dict[str, Any] = {"log_x": True, "train_length": trained}
     return _by_method(view, "accuracy_by_distance", title, where, curve, x_title, **axes)
 
 

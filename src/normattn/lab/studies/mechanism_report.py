@@ -19,7 +19,6 @@ from normattn.lab.report.figures import (
     IntervalColumn,
     Intervals,
     Line,
-    Mark,
     Panel,
     Point,
 )
@@ -313,6 +312,6 @@ def figures(view: View) -> Iterator[Figure]:
     panel = Panel(
         *("", tuple(lines), "distance i − j", "mean q · k"),
         log_x=True,
-        marks=(Mark(float(near), "L"),),
+        train_length=near,
     )
     yield Curves("product_by_distance", "Mean of q · k by distance", (panel,))

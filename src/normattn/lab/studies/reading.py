@@ -16,7 +16,7 @@ from pydantic import Field, field_validator
 
 from normattn.errors import InputError
 from normattn.lab.report.claims import Claim
-from normattn.lab.report.figures import Curves, Figure, Grid, Line, Mark, Panel, Point
+from normattn.lab.report.figures import Curves, Figure, Grid, Line, Panel, Point
 from normattn.lab.report.tables import Column, Row, Table
 from normattn.lab.report.view import View, bin_points, octaves, points
 from normattn.lab.stats import Metric, select
@@ -108,15 +108,15 @@ def figures(view: View) -> Iterator[Figure]:
 
 def _by_position(view: View, row: str) -> Figure:
     where = {"row": row, "protocol": POSITION}
-    mark = Mark(float(view.one("train_length", where) or 1), "L")
+    trained = view.one("train_length", where)
     panels = []
     for metric, unit in ((lm.ACCURACY, "accuracy (%)"), (lm.LOSS, "loss (nats)")):
         lines = []
         for method in lm.ranked(view.values("method", where), lm.METHOD_ORDER):
             curve = bin_points(view, metric, {**where, "method": method}, lambda bin_: bin_[3])
             if curve:
-                lines.append(Line(method or UNMODIFIED, curve, method or UNMODIFIED))
-        axes: dict[str, Any] = {"log_x": True, "marks": (mark,)}
+                lines.append(Line(method or UNMODIFIED, curve))
+        axes: dict[str, Any] = {"log_x": True, "train_length": trained}
         panels.append(Panel(metric.title, tuple(lines), "position", unit, **axes))
     name = "reading_by_position_" + row.replace("(", "_").replace(")", "").replace("=", "")
     return Curves(name, f"{row}: by position", tuple(panels), shared_y=False)
