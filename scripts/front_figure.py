@@ -36,8 +36,7 @@ def figure() -> Curves:
         for line in panel.lines
         if line.label in LABELS
     )
-    marks = tuple(replace(mark, label="training length") for mark in panel.marks)
-    shown = replace(panel, title="", lines=lines, marks=marks, x_title="position in the text")
+    shown = replace(panel, title="", lines=lines, x_title="position in the text")
     title = "Accuracy by position: held-out text, six layers, trained at 128 tokens"
     return Curves("keynorm", title, (shown,), first=tuple(LABELS.values()))
 

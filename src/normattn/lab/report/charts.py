@@ -185,7 +185,7 @@ def _panel(
         ),
     ]
     if panel.train_length is not None:
-        rule = _data([{"x": panel.train_length, "label": "L"}]).encode(x="x:Q")
+        rule = _data([{"x": panel.train_length, "label": "training length"}]).encode(x="x:Q")
         layers.append(rule.mark_rule(color="#606060", strokeDash=[2, 3], clip=True))
         label = rule.mark_text(align="left", dx=4, y=12, color="#606060", clip=True)
         layers.append(label.encode(text="label:N"))
