@@ -105,8 +105,8 @@ def test_a_training_is_bounded_and_one_that_needs_no_bound_is_unchanged(tmp_path
         lines = read_metrics(tmp_path / name / "metrics.jsonl")
         losses[name] = [line["loss"] for line in lines]
         largest[name] = [line["largest_logit"] for line in lines if "largest_logit" in line]
-        looked = read_diagnostics(tmp_path / name)
-        shares[name] = [value for line in looked for value in line.values("entropy_share")]
+        layers = [y for x in read_diagnostics(tmp_path / name) for y in x.layers.values()]
+        shares[name] = [share for layer in layers for share in layer.entropy_share]
     assert not largest["free"]
     assert len(largest["high"]) == len(largest["low"]) == 8
     # To rounding: what is observed may go by another kernel.

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from normattn.errors import InputError
 from normattn.io import json_lines, open_file, parse_json
 from normattn.lab.runs import unchanged
-from normattn.settings import Settings
+from normattn.settings import Settings, explain
 
 FILE = "diagnostics.jsonl"
 Heads = tuple[float | None, ...]
@@ -43,14 +43,11 @@ class DiagnosticsLine(Settings):
     step: int
     layers: dict[str, LayerLine]
 
-    def values(self, field: str) -> list[float]:
-        """What is known of a field, over all heads of all layers."""
-        by_layer = [getattr(layer, field) or () for layer in self.layers.values()]
-        return [value for heads in by_layer for value in heads if value is not None]
-
-    def most(self, field: str) -> float | None:
-        """The largest over all heads of all layers."""
-        return max(self.values(field), default=None)
+    @property
+    def largest(self) -> float | None:
+        """The largest logit of all heads of all layers."""
+        known = (value for layer in self.layers.values() for value in layer.largest)
+        return max((value for value in known if value is not None), default=None)
 
 
 def read_diagnostics(run: Path) -> list[DiagnosticsLine]:
@@ -68,8 +65,5 @@ def read_diagnostics(run: Path) -> list[DiagnosticsLine]:
     try:
         return [DiagnosticsLine.model_validate(parse_json(line, str(path))) for line in whole]
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise InputError(
-            f"{path} holds a line that is none of the diagnostics: {where}: {first['msg']}"
-        ) from None
+        wrong = explain(error)
+        raise InputError(f"{path} holds a line that is none of the diagnostics: {wrong}") from None

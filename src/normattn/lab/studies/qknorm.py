@@ -97,7 +97,7 @@ def largest_logits(whose: Identity, run: Path) -> pl.DataFrame:
     """By recorded step of a training the largest logit of any head."""
     measured = []
     for line in read_diagnostics(run):
-        if (largest := line.most("largest")) is not None:
+        if (largest := line.largest) is not None:
             step: dict[str, Any] = {"axis": "step", "edges": [float(line.step)]}
             measured.append(sums("largest_logit", [""], [[largest]], [[1.0]], **step))
     return identified(whose, measured) if measured else empty()
