@@ -67,8 +67,7 @@ def measured_of_runs(places: Sequence[tuple[str | None, Path]]) -> pl.DataFrame:
             "first"
         )
     _refuse_other_trainings(whole)
-    _refuse_other_windows(whole)
-    _refuse_other_scores(whole)
+    _refuse_mixed(whole)
     kept = on_common_sets(whole)
     alone = _evaluated(whole).join(_evaluated(kept), on=RUN, how="anti")
     if alone.height:
@@ -177,35 +176,29 @@ def _settings(run: Path) -> dict[str, Any]:
     return dict(sorted((stored if config is None else config.model_dump(mode="json")).items()))
 
 
-def _refuse_other_windows(measured: pl.DataFrame) -> None:
-    """Raise `InputError` where the last segment after one length is not that after another.
+def _refuse_mixed(measured: pl.DataFrame) -> None:
+    """Raise `InputError` where one row would hold evaluations that do not compare.
 
-    Evaluations with other longest contexts, or other numbers of windows, score other tokens: their
+    They are of another score, as of YaRN by 4 and by 8, or of other tokens: evaluations with other
+    longest contexts, or other numbers of windows, have other last segments at each length, whose
     difference is not what a context adds.
     """
-    rows = measured.filter(protocol="last_segment", statistic="loss")
-    keys = [RUN, "row", "method", "seed"]
-    scored = rows.group_by(*keys, "length", "unit").agg(pl.col("of").sum())
-    mixed = _first_conflict(rows, [*keys, "length"], "data") or _first_conflict(
-        scored, [*keys, "unit"], "of"
-    )
-    if mixed is not None:
-        run, row, *_ = mixed[0]
-        raise InputError(
-            f"{run} was evaluated several times, and the last segments of {row} are not the same "
-            "tokens at each length: remove its records and evaluate it once more, with all lengths"
-        )
-
-
-def _refuse_other_scores(measured: pl.DataFrame) -> None:
-    """Raise `InputError` where one row of a table would hold two scores, as of YaRN by 4 and 8."""
     table = pl.when(pl.col("protocol").is_in(OWN_TABLES)).then("protocol").otherwise(pl.lit(""))
     rows = _evaluated(measured).with_columns(table.alias("table"))
-    several = _first_conflict(rows, ["row", "method", "table"], "score")
-    if several is not None:
-        (row, method, _), (one, other) = several
+    last = measured.filter(protocol="last_segment", statistic="loss")
+    keys = ["row", "method", "seed"]
+    scored = last.group_by(*keys, "length", "unit").agg(pl.col("of").sum())
+    scores = _first_conflict(rows, ["row", "method", "table"], "score")
+    mixed = (
+        scores
+        or _first_conflict(last, [*keys, "length"], "data")
+        or _first_conflict(scored, [*keys, "unit"], "of")
+    )
+    if mixed is not None:
+        (row, method, *_), (one, other) = mixed
+        ways = f"as {one} and as {other}" if scores else "with other last segments"
         raise InputError(
-            f"{f'{row} with {method}' if method else row} was evaluated as {one} and as {other}, "
-            "and a report has one row for it: evaluate all runs with the same longest length, or "
-            "name them, as in LABEL=RUN"
+            f"{f'{row} with {method}' if method else row} was evaluated {ways}, and a report has "
+            "one row for it: evaluate all runs with the same lengths, each once, or name them, as "
+            "in LABEL=RUN"
         )
