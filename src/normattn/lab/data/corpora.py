@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from normattn.errors import InputError
-from normattn.io import expanded, open_file, refuse_irregular, stat_of
+from normattn.io import expanded, open_file, refuse_irregular, sha256_of, stat_of
 from normattn.lab.data.frozen_packages import FROZEN, FrozenPackages
 from normattn.lab.data.sources import (
     PREFIX,
@@ -176,6 +176,13 @@ class PythonSource(FileCorpus):
                 seen.add(digest)
                 yield document
 
+    def fingerprint(self) -> str:
+        """Hash of the Python version and of every file's name and content (12 MB: 30 ms)."""
+        digest = hashlib.sha256(platform.python_version().encode())
+        for name, path in self.files.items():
+            digest.update(f"{name} {sha256_of(path)}".encode())
+        return digest.hexdigest()
+
     def sources(self) -> dict[str, str]:
         """The Python version."""
         return {"python": platform.python_version()}
@@ -186,7 +193,7 @@ def python_source() -> PythonSource:
     root = Path(sysconfig.get_path("stdlib"))
     paths = (path.relative_to(root) for path in root.rglob("*.py"))
     files = {p.as_posix(): root / p for p in paths if not _LEFT_OUT.intersection(p.parts)}
-    return PythonSource(dict(sorted(files.items())), _python, (platform.python_version(),))
+    return PythonSource(dict(sorted(files.items())), _python)
 
 
 def _python(name: str, path: Path) -> Iterator[Document]:
