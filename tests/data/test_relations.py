@@ -65,24 +65,17 @@ def read_relations(path: Path) -> list[Document]:
     ("value", "said"),
     [
         ({"text": "x", "labels": []}, "no field 'triple_list' .its fields: 'text', 'labels'"),
-        ({"sentence": "x", "triple_list": []}, "no field 'text' .its fields: 'sentence', 'trip"),
         ({"text": " ", "triple_list": []}, "'text' is blank"),
-        ({"text": 3, "triple_list": []}, "'text' is not text but a int"),
         ({"text": "x", "triple_list": {}}, "'triple_list' is no list of triples"),
         ({"text": "x", "triple_list": [["a", "b"]]}, "'triple_list' is no list of triples"),
         ({"text": "x", "triple_list": [["a", 1, "b"]]}, "'triple_list' is no list of triples"),
         ({"text": "x", "triple_list": ["abc"]}, "'triple_list' is no list of triples"),
-        ("x", "object"),
     ],
 )
 def test_a_bad_item_or_file_is_named(tmp_path: Path, value: Any, said: str) -> None:
     write_json(tmp_path / "a.json", [item("y", "b"), value])
     with pytest.raises(InputError, match=rf"a\.json:2.*{said}"):
         read_relations(tmp_path / "a.json")
-    for content in (b'{"text": "x"}', b"[", b'["\xff"]', b"[1] 2"):
-        (tmp_path / "a.json").write_bytes(content)
-        with pytest.raises(InputError, match=r"a\.json"):
-            read_relations(tmp_path / "a.json")
 
 
 def test_a_split_without_documents_is_named(tmp_path: Path) -> None:

@@ -312,7 +312,6 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
         "batch_size is 6 here, .* a multiple of 4",
     ),
     ("factors", {"variants": ("preln",)}, "preln changes nothing in the preset tiny"),
-    ("continue", {"changes": {"continued.keep": [10]}}, "keep must end with the last step 200"),
     ("continue", {"changes": {"continued.read": [2, 4]}}, "read must rise from 1"),
     ("continue", {"changes": {"continued.multiple": 3}}, r"give continued\.batch_size"),
     ("retrofit", {"methods": ("YaRN",)}, "chooses its own methods"),

@@ -14,7 +14,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from normattn.errors import InputError
 from normattn.lab.data.tokens import TokenData
@@ -66,9 +66,9 @@ class ContinueSettings(Settings):
     """`reproduce continue` and `retrofit`: how training goes on.
 
     The learning rate rises to `lr` over `warmup_steps` and follows the schedule of the preset to
-    the last of `steps`. The models of the steps in `keep` are read. Of *continue* alone: training
-    is at `multiple` training lengths, `batch_size` None takes as many tokens a step as before, and
-    models are read at the lengths in `read`, in units of L.
+    the last of `steps`. The models of the steps in `keep` are read, and that of the last step. Of
+    *continue* alone: training is at `multiple` training lengths, `batch_size` None takes as many
+    tokens a step as before, and models are read at the lengths in `read`, in units of L.
     """
 
     multiple: int = Field(default=4, ge=2)
@@ -86,13 +86,10 @@ class ContinueSettings(Settings):
             raise ValueError(f"read must rise from 1 (what is forgotten), got {list(value)}")
         return value
 
-    @model_validator(mode="after")
-    def _ends_at_the_last_step(self) -> ContinueSettings:
-        if not self.keep or self.keep[-1] != self.steps:
-            raise ValueError(
-                f"keep must end with the last step {self.steps}, got {list(self.keep)}"
-            )
-        return self
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """The steps whose models are read: those of `keep` before the last one, and the last."""
+        return (*(step for step in self.keep if step < self.steps), self.steps)
 
 
 class ContinuedRun(Run):
@@ -119,7 +116,7 @@ class ContinuedRun(Run):
         going_on = {
             "continued": {"start": str(paths.run / MODEL), "weights": UNKNOWN},
             "steps": self.continued.steps,
-            "keep": self.continued.keep,
+            "keep": self.continued.kept,
             "optimiser.lr": self.continued.lr,
             "schedule.warmup_steps": self.continued.warmup_steps,
         }
@@ -494,6 +491,6 @@ RETROFIT_STUDY = Study(
         ("--preset smoke", "a quick test of the whole study"),
         ("--seeds 3", "the full study, with verdicts"),
         ("--variants KNA,KNA-logn,CosA", "other scores"),
-        ('--set continued.steps=800 --set "continued.keep=[200,800]"', "more further steps"),
+        ("--set continued.steps=800", "more further steps"),
     ),
 )
