@@ -34,7 +34,7 @@ def test_retrieval_and_reading_on(command: Command, run: Path, tmp_path: Path) -
     assert said.code == 0, said.err
     for expected in (
         "KNA-ReRoPE",
-        "by_position, 128 tokens",
+        "by position, 128 tokens",
         "multi_key",
         "In short",
         str(run / "report"),

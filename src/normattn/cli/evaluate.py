@@ -82,7 +82,7 @@ def evaluate_run(asked: options.Evaluate) -> None:
             store=store,
         )
     _print_numbers(measured)
-    _report(run, measured)
+    _report(run)
 
 
 def _protocol(name: str) -> str:
@@ -114,34 +114,14 @@ def _print_numbers(measured: pl.DataFrame) -> None:
     Console(highlight=False).print(table)
 
 
-def _report(run: Path, measured: pl.DataFrame) -> None:
+def _report(run: Path) -> None:
     """Write the page of all that is on record of the run, and print it in short.
 
     Records that do not compare, as of two factors of one method, have no page together.
     """
-    sentences = _in_short(measured)
     try:
         written = find("reading").report(measured_of_runs([(None, run)]), run / PAGE, {})
     except InputError as error:
-        for line in ("In short", *sentences, f"There is no page of all records: {error}."):
-            tell(line if line == "In short" else f"  {line}")
+        tell(f"There is no page of all records: {error}.")
     else:
-        say(run / PAGE, written, sentences)
-
-
-def _in_short(measured: pl.DataFrame) -> list[str]:
-    """The accuracy of every protocol at its longest length, unmodified and by the best method."""
-    right = measured.filter(pl.col("statistic") == "accuracy")
-    longest = right.filter(pl.col("length") == pl.col("length").max().over("protocol"))
-    shares = longest.group_by("protocol", "length", "method", maintain_order=True).agg(
-        (100 * pl.col("sum").sum() / pl.col("of").sum()).alias("share")
-    )
-    sentences = []
-    for (protocol, length), rows in shares.group_by("protocol", "length", maintain_order=True):
-        found = dict(rows.select("method", "share").iter_rows())
-        words = [f"{found.pop(''):.1f} % unmodified"] if "" in found else []
-        if found:
-            best = max(found, key=found.__getitem__)
-            words.append(f"{found[best]:.1f} % with {best}, the best of {len(found)}")
-        sentences.append(f"Accuracy, {protocol}, {length:,} tokens: {'; '.join(words)}.")
-    return sentences
+        say(run / PAGE, written)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,10 +33,9 @@ def print_table(table: Filled, title: str = "") -> None:
     console.print(shown)
 
 
-def say(out: Path, written: Written, more: Sequence[str] = ()) -> None:
-    """Print a report's "In short" and where the report is; `more` are sentences of a command."""
-    sentences = (*written.summary, *more)
-    for line in ("In short", *(f"  {sentence}" for sentence in sentences)) if sentences else ():
+def say(out: Path, written: Written) -> None:
+    """Print a report's "In short" and where the report is."""
+    for line in ("In short", *(f"  {each}" for each in written.summary)) if written.summary else ():
         tell(line)
     tell(f"table: {out / 'table.md'}")
     tell(f"report: {out / 'report.html'}")

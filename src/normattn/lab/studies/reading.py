@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any
 
+import polars as pl
 from pydantic import Field, field_validator
 
 from normattn.errors import InputError
@@ -145,6 +146,27 @@ def _by_depth(view: View, where: dict[str, Any]) -> Iterator[Figure]:
     )
 
 
+def in_short(view: View) -> list[str]:
+    """The accuracy of every protocol at its longest length: the best model, and the best method."""
+    right = view.read.filter(statistic="accuracy")
+    longest = right.filter(pl.col("length") == pl.col("length").max().over("protocol"))
+    shares = longest.group_by("protocol", "length", "row", "method").agg(
+        (100 * pl.col("sum").sum() / pl.col("of").sum()).alias("share")
+    )
+    sentences = []
+    for protocol in view.values("protocol", {"statistic": "accuracy"}):
+        found = shares.filter(protocol=protocol).sort("share", "row", "method", descending=True)
+        words = []
+        for kind in (found.filter(method=""), found.filter(pl.col("method") != "")):
+            for _, _, row, method, share in kind.head(1).rows():
+                best = f", the best of {kind.height}" if kind.height > 1 else ""
+                words.append(f"{share:.1f} % {lm.row_of(row, method).label}{best}")
+        if words:
+            named, length = protocol.replace("_", " "), found["length"][0]
+            sentences.append(f"Accuracy, {named}, {length:,} tokens: {'; '.join(words)}.")
+    return sentences
+
+
 STUDY = Study(
     "reading",
     "How far does each score, and each inference-time method, let a model read past the length "
@@ -183,6 +205,7 @@ STUDY = Study(
         ),
     ),
     figures=figures,
+    summary=in_short,
     variants_help="Trained scores, separated by commas. [default: Baseline, KNA, CosA-logn]",
     methods_help="Inference-time methods, separated by commas, or `all`. [default: all]",
     examples=(
