@@ -110,7 +110,7 @@ def test_saved_with_its_extension(method: str, tmp_path: Path) -> None:
     extension.remove()
     assert torch.equal(logits(again, ids), as_trained)
     again.save_pretrained(tmp_path / "again")
-    with pytest.raises(InputError, match="tells of no extension"):
+    with pytest.raises(InputError, match="names no extension"):
         normattn.from_pretrained(str(tmp_path / "again"))
     with normattn.extend(again, method) as extension:
         assert extension.resolved.train_length == LENGTH

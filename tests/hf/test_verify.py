@@ -76,14 +76,14 @@ MISTAKES: dict[str, tuple[Any, str, str]] = {
     "on a multiplied length": (
         {**RAISED, "rope_parameters": {**YARN_WORDS, "original_max_position_embeddings": 256}},
         "inverse frequencies: ",
-        "YaRN stands on top of a length that was multiplied already: its turns are counted within "
+        "YaRN is applied to a length that was multiplied already: rotations are counted within "
         "256 tokens (original_max_position_embeddings), and the weights were trained to read 64",
     ),
     "no original length": (
         {**RAISED, "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": BASE}},
         "inverse frequencies: ",
-        "YaRN's factor 4 stands without original_max_position_embeddings: transformers, SGLang and "
-        "llama.cpp take the longest length, 256, for it, and vLLM does not start",
+        "YaRN's factor 4 is given without original_max_position_embeddings: transformers, SGLang "
+        "and llama.cpp take the longest length, 256, for it, and vLLM does not start",
     ),
     "no type": (
         {**RAISED, "rope_parameters": {"factor": 4.0, "rope_theta": BASE}},
@@ -105,7 +105,7 @@ MISTAKES: dict[str, tuple[Any, str, str]] = {
     "the factor of the logits switched off": (
         {**RAISED, "rope_parameters": {**YARN_WORDS, "attention_factor": 1.0}},
         "attention factor: cos and sin times 1 instead of 1.1386",
-        "attention_factor=1 stands in place of the factor that YaRN makes of its stretch",
+        "attention_factor=1 replaces the factor that YaRN makes of its stretch",
     ),
     "the length alone": (
         RAISED,
@@ -117,7 +117,7 @@ MISTAKES: dict[str, tuple[Any, str, str]] = {
         "llama-server -m m.gguf --rope-scaling yarn --rope-scale 4 \\\n"
         "  --override-kv llama.context_length=int:256",
         "inverse frequencies: ",
-        "YaRN stands on top of a length that was multiplied already",
+        "YaRN is applied to a length that was multiplied already",
     ),
     "flags without a scale": (
         f"llama-server -m m.gguf --rope-scaling yarn --yarn-orig-ctx {LENGTH} --ctx-size 256",
@@ -382,7 +382,7 @@ def test_commands_as_people_have_them(case: str, tmp_path: Path) -> None:
 BAD: dict[str, tuple[str, str, str]] = {
     "nothing there": ("", "", "gone.json"),
     "no JSON": ("told.json", "{", "is not valid JSON"),
-    "no flags": ("told", "echo hello", "tells of no positions"),
+    "no flags": ("told", "echo hello", "has no settings of positions"),
     "no number": ("told", "x --rope-scaling yarn --rope-scale four", "'four' is no number"),
     "no keys": ("told", "rope.scaling", "is no key=type:value"),
     "a list of kinds": (
@@ -401,12 +401,12 @@ BAD: dict[str, tuple[str, str, str]] = {
         "beta_fast must be a number above 0",
     ),
     "an endless key": ("told", "x --override-kv a.context_length=int:inf", "no finite number"),
-    "nothing in it": ("told", "", "tells of no positions"),
+    "nothing in it": ("told", "", "has no settings of positions"),
     "a YAML in itself": ("told", "a: &a [*a]\nctx-size: 5", "holds itself"),
     "an override of a number": (
         "told",
         "vllm serve m --hf-overrides.rope_parameters 3 --hf-overrides.rope_parameters.factor 2",
-        "stands within rope_parameters, which is 3",
+        "is inside rope_parameters, which is 3",
     ),
     "bytes": ("told", "\udcff", "not JSON, not GGUF, not text"),
 }

@@ -285,7 +285,7 @@ class ExtendedLayer:
         scaling: float,
         more: Mapping[str, Any],
     ) -> Float[Tensor, "b h t e"]:
-        """The same for keys and queries that stand where `placed` says."""
+        """The same for keys and queries at the positions of `placed`."""
         if self.tables is None:  # rotated by the model, or without positions
             factor = scale_column(query_factor(self.spec, scaling, placed.positions.n))
             seen = placed.seen.part(slice(0, q.shape[2]), placed.keys)
@@ -365,7 +365,7 @@ def one_type(inputs: AttentionInputs) -> AttentionInputs:
 
 
 def _evened(rotation: HeadRotation, q: Tensor) -> Tensor:
-    """Rotated queries without the gains that stand in the products of features."""
+    """Rotated queries without the gains in the products of features."""
     if rotation.gains is None:
         return q
     return scaled(q, (rotation.gains[0] * rotation.gains[1]).reciprocal().to(q.device))

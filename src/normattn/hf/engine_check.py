@@ -1,4 +1,4 @@
-"""`verify`: does an engine compute, from what it was told, the positions that were meant?
+"""`verify`: does an engine compute the intended positions from its settings?
 
 Both sides become what is computed (`positions`): frequencies, amplitude, softmax scale, windows and
 rotary width, at a short, the trained and the longest length. A small model of transformers gives
@@ -99,7 +99,7 @@ def verify(
     *,
     train_length: int | None = None,
 ) -> Verdict:
-    """Compare what an engine was told with what is meant.
+    """Compare an engine's settings with the intended ones.
 
         normattn.verify("extended", "served/config.json")
 
@@ -205,7 +205,7 @@ def _extended(base: Positions, planned: Plan) -> Positions:
 
 
 def _by_others(told: Told, config: Any, lengths: list[int]) -> _Computed:
-    """What transformers, vLLM or SGLang compute of what they were told, and what they refuse."""
+    """What transformers, vLLM or SGLang compute from their settings, and what they refuse."""
     own: Any = next(iter(ropes_of(raw_of(config))), {})
     ignored = [
         f"{name} is missing in an override that replaces all: it was {own[name]}"
@@ -352,13 +352,13 @@ def _counted_within(meant: _Meant, told: Told, rope: Mapping[str, Any]) -> Itera
         source = "max_position_embeddings"
         counted = decoder_of(told.raw).get(source) or 0
         yield (
-            f"{name}'s factor {_number(rope.get('factor'))} stands without {_ORIGINAL}: "
+            f"{name}'s factor {_number(rope.get('factor'))} is given without {_ORIGINAL}: "
             f"transformers, SGLang and llama.cpp take the longest length, {int(counted):,}, for "
             "it, and vLLM does not start"
         )
     if meant.trained is not None and counted > meant.trained:
         yield (
-            f"{name} stands on top of a length that was multiplied already: its turns are counted "
+            f"{name} is applied to a length that was multiplied already: rotations are counted "
             f"within {int(counted):,} tokens ({source}), and the weights were trained to read "
             f"{meant.trained:,}"
         )
@@ -379,7 +379,7 @@ def _lost_values(meant: _Meant, told: Told, rope: Mapping[str, Any]) -> Iterator
     factor, own = rope.get("attention_factor"), meant.bases - {_BASE}
     if kind_of(rope) == "yarn" and factor is not None:
         yield (
-            f"attention_factor={_number(factor)} stands in place of the factor that YaRN makes "
+            f"attention_factor={_number(factor)} replaces the factor that YaRN makes "
             "of its stretch, 0.1·ln s + 1: it is the factor itself, not a switch"
         )
     if rope.get("rope_theta") is None and own:

@@ -1,4 +1,4 @@
-"""Read what an engine was told of a model's positions, in the forms that people have.
+"""Read an engine's settings of a model's positions, in the usual forms.
 
 A configuration, an override of some fields, a command line, a compose file, a YAML of options, GGUF
 keys or a GGUF file. All but llama.cpp's become a configuration in transformers' words.
@@ -32,7 +32,7 @@ _MOST_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Told:
-    """A configuration with what was told of positions in it.
+    """A configuration with the engine's settings of positions in it.
 
     Attributes:
         raw: the whole of it, in transformers' words.
@@ -89,7 +89,7 @@ def ropes_of(raw: Mapping[str, Any]) -> list[Any]:
 
 
 def read_told(against: str | Path, base: Mapping[str, Any], own: Gguf | None) -> Told:
-    """What stands in `against`, on top of the model's own configuration where it is no whole one.
+    """The settings in `against`, on top of the model's configuration if they are partial.
 
     `own` is the model's GGUF. Raises `InputError` for what is neither a configuration nor tells of
     positions.
@@ -162,7 +162,7 @@ def _of_command(text: str, base: Mapping[str, Any], own_keys: Mapping[str, Any],
             for part in outer:
                 inner = inner.setdefault(part, {})
                 if not isinstance(inner, dict):
-                    raise InputError(f"{file}: {name} stands within {part}, which is {inner!r}")
+                    raise InputError(f"{file}: {name} is inside {part}, which is {inner!r}")
             inner[last] = _scalar(value)
         elif flag in _OVERRIDES or (name == "--rope-scaling" and value.startswith("{")):
             fields = parse_json(value, f"{name} in {file}")
@@ -179,8 +179,8 @@ def _of_command(text: str, base: Mapping[str, Any], own_keys: Mapping[str, Any],
     if not (overrides or keys or given.keys() & {*FLAGS, *_LENGTHS.values()}):
         known = ", ".join((*_OVERRIDES, *_LENGTHS.values(), "--rope-scaling"))
         raise InputError(
-            f"{file} tells of no positions: expected a JSON of a configuration, a GGUF file, or "
-            f"flags such as {known}"
+            f"{file} has no settings of positions: expected the JSON of a configuration, a GGUF "
+            f"file, or flags such as {known}"
         )
     engine = _engine(words, given, bool(overrides))
     if engine == "llama.cpp":

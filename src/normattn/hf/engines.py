@@ -250,7 +250,7 @@ def _command(*lines: str) -> str:
 
 @dataclass(frozen=True)
 class Engine:
-    """How one engine is told of a method.
+    """How a method is written for one engine.
 
     Attributes:
         write: the text that says it.

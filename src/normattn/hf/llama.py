@@ -43,7 +43,7 @@ _ROPE_FIELDS = {
     *("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor"),
     *("original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
 }
-"""What these kinds are told. Others may do more than rotate, such as Ministral 3's temperature."""
+"""The settings of these kinds. Others may do more than rotate (Ministral 3's temperature)."""
 
 
 def from_llama(model: Any) -> CausalLM:

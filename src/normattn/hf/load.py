@@ -228,7 +228,7 @@ def from_pretrained(path: str, **options: Any) -> Any:
         options: those of `AutoModelForCausalLM.from_pretrained`.
 
     `normattn.hf.extension_of(model).remove()` gives the model as trained. Raises `InputError` where
-    the configuration tells of no extension, and as `normattn.hf.load` does.
+    the configuration names no extension, and as `normattn.hf.load` does.
     """
     record: dict[str, Any] | None
     if is_adapter(path):
@@ -238,7 +238,7 @@ def from_pretrained(path: str, **options: Any) -> Any:
         model, record = as_trained(path, **options)
     if record is None:
         raise InputError(
-            f"the configuration of {path} tells of no extension (no field {FIELD!r} with a method "
+            f"the configuration of {path} names no extension (no field {FIELD!r} with a method "
             "and a train_length): load it by transformers, and extend it"
         )
     extend(model, record["method"], train_length=record["train_length"])
@@ -277,7 +277,7 @@ def load(
 def as_trained(
     path: str | Path, gguf: str | None = None, **options: Any
 ) -> tuple[Any, dict[str, Any] | None]:
-    """A model of transformers without the method that it was saved under, and what tells of that.
+    """A model of transformers without its saved method, and the entry that names it.
 
     See `record_of`. Also where transformers' own words tell of the method, and plain
     `from_pretrained` would apply it. `options` are those of transformers' `from_pretrained`.

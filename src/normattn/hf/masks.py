@@ -1,4 +1,4 @@
-"""Which keys stand where: what transformers' mask function hands to our attention, without N × N.
+"""Positions of keys: transformers' mask function passes them to attention, without N × N.
 
 transformers builds one mask per forward and hands it to every layer, unread if it is a tensor of
 four dimensions. Ours is such a tensor, of 32-bit integers and small:
@@ -28,14 +28,14 @@ from normattn.layers.prepare import regular_positions
 from normattn.score import Positions
 
 _OURS = torch.int32
-"""The type of our masks, by which they are told from those that a caller makes of 0 and 1.
+"""The dtype of normattn's masks, which distinguishes them from a caller's masks of 0 and 1.
 
-One row of a caller's own that is of this type cannot be told from them."""
+A caller's mask of one row with this dtype cannot be distinguished."""
 
 
 @dataclass(frozen=True)
 class Placing:
-    """Where the queries and the first `keys` keys stand, and who sees whom.
+    """Positions of the queries and the first `keys` keys, and the attention mask.
 
     `runs`, where there are any, are batches without padding that say the same, and are quicker.
     """
@@ -133,7 +133,7 @@ def placing(
     counted: bool,
     before: Tensor | None = None,
 ) -> Placing:
-    """What a mask says. `counted`: whether the score depends on where each single key stands.
+    """What a mask says. `counted`: whether the score depends on each key's position.
 
     `before` is the mask before the layer selected keys, from which positions are counted.
     """
@@ -225,7 +225,7 @@ def _of_pairs(
         return _padded(*places, mask[..., :keys] if selected else None)
     if position_ids is None or (counted and queries != keys):
         raise InputError(
-            "a mask of every pair does not say where cached keys stand: give a padding mask "
+            "a mask of every pair does not give positions of cached keys: pass a padding mask "
             "(batch, tokens), or read without a cache"
         )
     at_keys = position_ids
@@ -236,7 +236,7 @@ def _of_pairs(
 
 
 def _places(mask: Tensor, queries: int) -> tuple[Tensor, Tensor] | None:
-    """Where queries and keys stand by a mask of every pair (B, 1, T, S); None if it does not say.
+    """Positions of queries and keys from a mask of every pair (B, 1, T, S); None if unknown.
 
     It says where each query sees the first of those keys that the last one sees, itself included;
     queries of padding on the left see none.

@@ -83,7 +83,7 @@ def layer_type(config: Any, index: int | None) -> str | None:
 
 
 def innermost(given: Any) -> Iterator[Mapping[str, Any]]:
-    """The innermost mappings: rope parameters may stand under the types of layers."""
+    """The innermost mappings: rope parameters may be nested by layer type."""
     if isinstance(given, Mapping):
         inner = [value for value in given.values() if isinstance(value, Mapping)]
         for mapping in inner:

@@ -33,7 +33,7 @@ from normattn.score.parts.rope_scaling import ABF, NTK, PI, Llama3, YaRN
 
 _FIELDS = ("rope_parameters", "max_position_embeddings")
 FIELD, TRAINED = "normattn", "trained"
-"""Where a saved configuration tells of its method, and there of the fields as they were."""
+"""Where a saved configuration stores its method, and the original fields."""
 ADAPTER_FILE = "normattn.json"
 """The record beside an adapter of PEFT, whose folder holds no configuration of the model."""
 
@@ -198,7 +198,7 @@ def check_record(record: Any, where: str) -> None:
 
 
 def take_record(config: Any, path: str | Path) -> dict[str, Any] | None:
-    """Make a configuration that of the model as it was trained; what told of the method, or None.
+    """Restore the configuration of the trained model; return the method's entry, or None.
 
     Raises as `record_of` does.
     """

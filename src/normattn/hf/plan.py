@@ -200,8 +200,8 @@ def _refuse_unserved(made: Plan) -> None:
         refuse_length_dependent(made.parts, module)
         if spec.chunk_remapping is not None and rotation.gains is not None:
             raise InputError(
-                f"{name} gives rotated features gains of their own, so its scores depend on where "
-                "a query and a key stand, not on their distance alone: "
+                f"{name} gives rotated features gains of their own, so its scores depend on the "
+                "positions of query and key, not only on their distance: "
                 f"{spec.chunk_remapping.name} would change short texts too"
             )
         if scaling is not None and not isinstance(scaling, PI) and rotation.base is None:
@@ -214,5 +214,5 @@ def _refuse_unserved(made: Plan) -> None:
             raise InputError(
                 f"layer {layer.index} of {name} ({type(layer.module).__name__}) asks its attention "
                 f"for {', '.join(layer.unserved)}, which ours does not serve: PI, NTK, NTK-mixed, "
-                "ABF and YaRN leave its attention as it is"
+                "ABF and YaRN do not change its attention"
             )

@@ -222,7 +222,7 @@ def run_recorded(
 
 @dataclass(eq=False)
 class ProbedLayer:
-    """What was seen of one layer: its calls as it is, and with other position embeddings.
+    """The record of one layer: its calls unmodified, and with other position embeddings.
 
     Attributes:
         module: the layer.
@@ -371,7 +371,7 @@ def unrotated(like: Any, size: float = 1.0) -> Any:
 
 
 def find_tables(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | int | None:
-    """Where the position embeddings stand among a layer's arguments; None where there are none."""
+    """The place of the position embeddings among a layer's arguments, or None."""
     given: list[tuple[str | int, Any]] = [*kwargs.items(), *enumerate(args)]
     given.sort(key=lambda pair: pair[0] != NAME)
     return next((name for name, value in given if _is_table(value)), None)

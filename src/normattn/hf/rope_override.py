@@ -138,7 +138,7 @@ def layer_hook(
         ids, tables = kwargs.get("position_ids"), layer.made_of
         if ids is None or ids.dim() != 2:
             raise InputError(
-                f"layer {layer.index} is not told the tokens' position_ids (batch, tokens), "
+                f"layer {layer.index} does not receive the tokens' position_ids (batch, tokens), "
                 "so its positions cannot be stretched"
             )
         assert tables is not None

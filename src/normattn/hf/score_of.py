@@ -148,7 +148,9 @@ def _read(layer: RecordedLayer, config: Any) -> LayerScore:
         return LayerScore(layer.index, None, None, f"{name}: {why}")
 
     if keys != count:
-        return unread(f"reads {keys} keys of {count} tokens, so where its keys stand is not known")
+        return unread(
+            f"reads {keys} keys of {count} tokens, so the positions of its keys are not known"
+        )
     fit = next(_fits(layer, config), None)
     if fit is None:
         return unread(

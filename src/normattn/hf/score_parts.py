@@ -201,7 +201,7 @@ class Gating:
 
 
 def gating(layer: RecordedLayer) -> Gating:
-    """What stands between attention's output and the last projection."""
+    """What is between attention's output and the last projection."""
     out = layer.out.flatten(2)
     given = [x for x, _ in layer.projections if x.shape == out.shape]
     if any(torch.equal(candidate, out) for candidate in given):

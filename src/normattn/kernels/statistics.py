@@ -176,7 +176,7 @@ class AttentionStatistics(Observer):
             layer.add_cosines(inputs, valid, bin_of)
 
     def add_norms(self, name: str, side: int, x: Tensor, own_rows: bool = False) -> None:
-        """Add the norms of queries (side 0) or keys (1) that are no padding, where each stands.
+        """Add the norms of queries (side 0) or keys (1) that are not padding, at their positions.
 
         `own_rows`: x are the rows of the present call alone.
         """

@@ -43,7 +43,7 @@ class Reading:
 
     @property
     def label(self) -> str:
-        """The model and the method in words."""
+        """The model and the method as a label."""
         method = METHODS[self.method]
         return f"{MODELS[self.model]}, {method if not self.method else f'with {method}'}"
 

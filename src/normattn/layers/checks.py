@@ -215,7 +215,7 @@ def check_order(spec: ScoreSpec, at: Positions, documents: Tensor | None) -> Non
     if spec.forgets and (apart or goes_back(at.key, documents)):
         raise InputError(
             f"{spec.name} forgets from each key to the next: k_positions must not go back, and the "
-            "queries must stand where the last keys do"
+            "queries must be at the positions of the last keys"
         )
 
 
@@ -235,7 +235,7 @@ def check_restarts(positions: Tensor, padding: Tensor | None) -> None:
     twice = (places.sort(dim=-1).values.diff(dim=-1) == 0).any(-1)
     if bool((back & twice).any()):
         raise InputError(
-            "k_positions begin anew within a row, so that causal queries would see keys of the "
+            "k_positions restart within a row, so that causal queries would see keys of the "
             "texts after their own: name the score with Packed and give documents=…, the number of "
             "each token's text"
         )

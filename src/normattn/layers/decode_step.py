@@ -331,7 +331,7 @@ def _prepare_step(
 
 
 def _steps(score: Score, q: Tensor, v: Tensor) -> bool:
-    """Whether a `FoldedStep` serves a score: biases of the distance, a cap and a sink stand beside.
+    """Whether a `FoldedStep` serves a score: biases by distance, a cap and a sink are allowed.
 
     Not where whole rows of scores are read, nor where queries and keys rotate apart (XPos), nor
     what needs the log-sum-exp of torch's kernel where that has none.

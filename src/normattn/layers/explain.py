@@ -177,5 +177,5 @@ def _folded_and_left(spec: ScoreSpec) -> tuple[tuple[str, ...], tuple[str, ...]]
     )
     if spec.blockwise:
         name, rows = spec.block
-        left.append(f"query rows in blocks of {rows}: {name} turns keys for each anew")
+        left.append(f"query rows in blocks of {rows}: {name} rotates keys for each block")
     return tuple(folded), tuple(left)

@@ -1,4 +1,4 @@
-"""What a layer adds to attention beside q, k and v: gates, pairs of heads, turned and own values.
+"""What a layer adds to attention: gates, pairs of heads, rotated and excluded values.
 
 A forgetting gate's bias b(i, j) = C_i − C_j with C_j = Σ_{l≤j} ln σ(f_l) is a product of two
 features of the query, C_i and 1, with two of the key, 1 and −C_j. In half precision each C is three
@@ -59,7 +59,7 @@ def finish(
     at: Positions | None,
     gate: Float[Tensor, "b t gates"] | None,
 ) -> Float[Tensor, "b outputs t out"]:
-    """What the layer makes of o: pairs joined, turned back, the own value taken off, gated.
+    """The output from o: pairs joined, rotated back, the own value removed, gated.
 
     The queries are the last tokens of v. `at` has their positions, for a score that turns.
     """

@@ -1,4 +1,4 @@
-"""Where the residual and the norm of a sub-layer f stand, as modules that wrap the sub-layer.
+"""Placements of residual and norm around a sub-layer f, as modules that wrap it.
 
 In each, `dropout` acts on f's output in training, and further arguments of `forward` go to f.
 """

@@ -129,7 +129,7 @@ class ModelCache:
             before = held.view(self.length)[:, -1:] if held.used else torch.zeros_like(before)
         if bool((padding & ~torch.cat((before, padding[:, :-1]), -1)).any()):
             raise InputError(
-                "with a cache, padding may stand only before a row's first token: pad on the left"
+                "with a cache, padding is allowed only before a row's first token: pad on the left"
             )
 
 

@@ -214,7 +214,7 @@ class ScoreSpec:
 
     @property
     def trained(self) -> ScoreSpec:
-        """The parts that are trained in: what the model as it is computes."""
+        """The training-time parts: what the unmodified model computes."""
         kept = tuple(part for part in self.parts if part.when == "training-time")
         return ScoreSpec(kept, self.train_length)
 
@@ -288,7 +288,7 @@ class ScoreSpec:
 
     @property
     def _named(self) -> tuple[Part, ...]:
-        """The parts of a name, in its order: all but a position that stands there by default.
+        """The parts of a name, in its order: all but a position that is there by default.
 
         Log-n of a method stands behind what it is added to: `ReRoPE-logn+`.
         """

@@ -191,7 +191,7 @@ class Masking:
 
 
 class MaskedBatches:
-    """Masked training batches: the windows of `batches`, hidden anew at every step."""
+    """Masked training batches: the windows of `batches`, with new masks at every step."""
 
     def __init__(self, batches: TrainingBatches, masking: Masking) -> None:
         self.batches = batches

@@ -159,7 +159,7 @@ PACKAGES = ("mercurial", "gramps")
 """Whose catalogues are read: two packages that need next to nothing else."""
 _MOST_WORDS, _LEAST_WORDS = 60, 3
 _FILLER = "X"
-"""What stands for whatever a program fills in: `cannot open %s` becomes `cannot open X`."""
+"""Replaces placeholders of a program: `cannot open %s` becomes `cannot open X`."""
 _CONTEXT = "\x04"  # gettext writes "context\x04message"
 _TAG = re.compile(r"</?[A-Za-z][^<>]*>")
 _FILLED_IN = re.compile(

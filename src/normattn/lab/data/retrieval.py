@@ -141,7 +141,7 @@ class Writer:
         return (*self._encode("\n"), *name, *self._encode("="))
 
     def breaks(self, filler: Int64[np.ndarray, "f"]) -> np.ndarray:
-        """Say before which tokens of the filler a statement stands well."""
+        """Say before which tokens of the filler a statement may be inserted."""
         return np.asarray(self._line_ends[filler])
 
 
@@ -149,7 +149,7 @@ class Writer:
 
 
 class Facts(NamedTuple):
-    """What stands in a text: the asked statement first, those of a chain in their order.
+    """The statements in a text: the queried one first, those of a chain in their order.
 
     `asked` are the questions at the end, each with its answer; `words` are the names, values and
     questions that may stand nowhere but where they are put.
@@ -161,7 +161,7 @@ class Facts(NamedTuple):
 
     @property
     def end(self) -> Ids:
-        """Questions and answers as they stand at the end of the text."""
+        """Questions and answers at the end of the text."""
         return tuple(token for pair in self.asked for part in pair for token in part)
 
     @property
@@ -282,7 +282,7 @@ def _near(breaks: np.ndarray, share: float, last: int) -> int:
 
 
 def _unmistakable(facts: Facts, window: np.ndarray) -> bool:
-    """Whether every name, value and question stands just where it was put, all of them different.
+    """Whether every name, value and question occurs only where it was inserted, all different.
 
     A statement and the filler around it could make another one between them.
     """

@@ -112,7 +112,7 @@ def column_digests(folder: Path, name: str) -> tuple[str, str]:
 
 
 class FileArray:
-    """A one-dimensional array in a file, read-only: a slice is read from the file as it is asked.
+    """A one-dimensional array in a file, read-only: a slice is read from the file when needed.
 
     It is not mapped into memory, because a file that is cut short under a mapping ends the process
     by a signal. Such a file is an `InputError` here. A read costs about as much as with a mapping:

@@ -50,7 +50,7 @@ class EvaluationSet:
 
     @property
     def seen(self) -> Bool[np.ndarray, "w length"] | None:
-        """Tiled windows: whether the answer to target t stands earlier in its context.
+        """Repeated windows: whether the answer to target t occurs earlier in its context.
 
         Target t is token t + 1 of the window, a copy of token t + 1 − segment, which is in the
         context once t + 1 ≥ segment.

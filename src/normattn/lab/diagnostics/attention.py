@@ -51,7 +51,7 @@ def attention_of(
 
 
 class ResidualSum:
-    """Makes inputs whose scores add up from layer to layer into ones that stand alone.
+    """Make inputs with residual scores into inputs that do not depend on other layers.
 
     It must be shown every layer of a forward pass, bottom first; an encoder's and a decoder's
     residual scores are summed apart.

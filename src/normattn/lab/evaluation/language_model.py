@@ -76,7 +76,7 @@ def evaluate_cell(
 
 
 def _by_distance(texts: EvaluationSet, right: Sums, of: Sums) -> pl.DataFrame:
-    """Of tiled text the tokens whose answer stands earlier, by how far back: segment − 1 tokens."""
+    """Tokens of repeated text whose answer occurs earlier, by its distance: segment − 1."""
     assert texts.segments is not None
     segments = np.unique(texts.segments)
     own = texts.segments[:, None] == segments

@@ -51,7 +51,7 @@ class ModelScorer:
 
 @dataclass(frozen=True)
 class Remembering:
-    """Asks `scorer` once for a batch of windows that stands in several sets.
+    """Call `scorer` once for a batch of windows that is in several sets.
 
     The longest natural text, the last segment behind the longest context and the text that is read
     by position are the same windows where the same number of them is asked for. The scores, 5 bytes

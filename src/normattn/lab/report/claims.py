@@ -81,7 +81,7 @@ class Finding:
 
     @property
     def size(self) -> str:
-        """The difference in words."""
+        """The difference as a sentence."""
         interval = self.claim.test is None or self.difference.low is not None
         return shown(self.difference, self._digits, signed=True, interval=interval)
 
@@ -92,7 +92,7 @@ class Finding:
 
     @property
     def probability(self) -> str:
-        """The p in words: three digits, never a 0 that it is not."""
+        """The p value as text: three digits, never rounded to 0."""
         if self.p is None:
             return "–"
         return f"{self.p:.3f}" if self.p >= LEAST_P else f"<{LEAST_P}"

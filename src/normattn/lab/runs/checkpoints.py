@@ -150,7 +150,7 @@ def _read(folder: Path) -> Checkpoint:
 def _describe(
     folder: Path, step: int, meta: Mapping[str, Any], digest: str | dict[str, str]
 ) -> None:
-    """Leave meta.json, with the digest of what stands beside it."""
+    """Write meta.json, with the digest of the other files."""
     body = {"step": step, "meta": dict(meta), "sha256": digest}
     text = json.dumps({**body, "meta_sha256": _digest(body)}, indent=2)
     (folder / "meta.json").write_text(text + "\n", "utf-8")

@@ -68,7 +68,7 @@ class RunDirectory:
 
     @classmethod
     def existing(cls, path: Path, kind: str | None = None) -> RunDirectory:
-        """Reopen the run in `path` as it is; `InputError` when there is none of that kind."""
+        """Reopen the run in `path` unchanged; `InputError` when there is none of that kind."""
         path = Path(path)
         file = path / "config.json"
         if not file.is_file():

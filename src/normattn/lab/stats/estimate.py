@@ -42,7 +42,7 @@ measured."""
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value, its interval, and what stands behind it.
+    """A value, its interval, and the data behind it.
 
     `low` and `high` are None where no interval can be made (one unit). `p` is the two-sided
     probability of a value this far from 0, None without an interval. `count` is the denominator of

@@ -24,7 +24,7 @@ OF_COMMANDS = ("extend", "gallery", "inspect")
 
 
 class _Place(NamedTuple):
-    """Where a study stands, and what it asks."""
+    """Where a study is, and its question."""
 
     module: str
     variable: str

@@ -33,7 +33,7 @@ NUMBERS, MOST_LINES = 260, 12
 
 @dataclass(frozen=True)
 class Quantity:
-    """A statistic as it is shown: its title, a short one for the terminal, its digits.
+    """A statistic and how it is shown: its title, a short one for the terminal, its digits.
 
     `grid`: drawn by layer and head; `placed`: by position; `trained`: by step of the training.
     """
@@ -58,7 +58,7 @@ QUANTITIES = (
     Quantity("q_norm", "mean ‖q‖", "‖q‖", 1, placed=True, trained=True),
     Quantity("k_norm", "mean ‖k‖", "‖k‖", 1, placed=True, trained=True),
 )
-"""What stands in tables and figures; measurements.parquet holds more."""
+"""The statistics in tables and figures; measurements.parquet has more."""
 
 # What was measured
 

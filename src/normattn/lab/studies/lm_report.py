@@ -36,12 +36,12 @@ COLOUR_ORDER = tuple(f"{family}{logn}" for logn in ("", "-logn") for family in F
 """The source's scores, each of one colour in all figures of these studies."""
 METHOD_ORDER = ("", "NTK", "YaRN", "ReRoPE")
 CONTROL = "StreamingLLM"
-"""The method whose curve stands beside those of the unmodified models."""
+"""The method whose curve is drawn with those of the unmodified models."""
 TRAINED: Where = {"protocol": "train_length", "method": ""}
 """What was measured at the training length, as the row was trained."""
 ACCURACY, LOSS, SEEN = Metric("accuracy"), Metric("loss"), Metric("accuracy_seen")
 COPIED = Metric("accuracy_by_distance").at(protocol="repeated")
-"""The same tokens as *seen*, by how far back the answer stands."""
+"""The same tokens as *seen*, by the distance of the answer."""
 AT_L = ACCURACY.at(TRAINED)
 LAST = ACCURACY.at(protocol="last_segment")
 CHANGE = (LAST.at(LONGEST) - LAST.at(SHORTEST)).titled("change")
@@ -156,7 +156,7 @@ def distances(view: View) -> list[int]:
 
 
 def copied_from(view: View, distance: int) -> Metric:
-    """Accuracy on tokens whose answer stands so many tokens back in the longest repeated texts."""
+    """Accuracy by the distance of the answer, in the longest repeated texts."""
     return past(COPIED, view, "repeated").between((float(distance), distance + 1.0))
 
 
@@ -237,7 +237,7 @@ def _equally_good(view: View, rows: Sequence[str]) -> Iterator[str]:
 
 
 def _copying(view: View, rows: Sequence[str]) -> Iterator[str]:
-    """Tokens of the second half of L whose answer stands in the context, minus held-out text."""
+    """Tokens of the second half of L whose answer is in the context, minus held-out text."""
     gains = {}
     for row in rows:
         where = {"row": row, "method": ""}

@@ -36,7 +36,7 @@ from normattn.settings import Settings
 KIND = "reading"
 POSITION, RETRIEVAL = "by_position", "retrieval"
 OWN_TABLES = (POSITION, RETRIEVAL)
-"""Protocols whose rows stand in tables of their own."""
+"""Protocols whose rows have their own tables."""
 TASK = "factor.task"
 TASKS = {
     "passkey": "passkey",

@@ -140,7 +140,7 @@ def _varied(factor: str, title: str) -> Column:
 
 
 def _notes(view: View) -> tuple[str, ...]:
-    """What stands behind the numbers, and what the suffixes of rows mean."""
+    """The data behind the numbers, and what the suffixes of rows mean."""
     behind = []
     for row in _rows(view)[:1]:
         unigram = view.estimate(UNIGRAM, {**row.where, **MASKED})

@@ -50,7 +50,7 @@ from normattn.settings import Settings
 
 
 class Encoder(Settings):
-    """A row of the table: where norms stand, how scores are summed, and what else differs.
+    """A row of the table: where norms are placed, how scores are summed, and what else differs.
 
     `half`: half the steps, with a schedule that ends there. `start` is the row whose trained
     weights initialise this one.

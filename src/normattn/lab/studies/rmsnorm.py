@@ -59,7 +59,7 @@ from normattn.settings import Settings
 
 LAYER, RMS = "LayerNorm", "RMSNorm"
 NORMS = {LAYER: "layer", RMS: "rms"}
-"""The rows of the table, and the model's setting that each stands for."""
+"""The rows of the table, and the model's setting of each."""
 TIMED = "step time"
 """The variant, and the directory, of the run that times the steps."""
 CLASSIFIED, STEP_TIME = "classification", "step time"

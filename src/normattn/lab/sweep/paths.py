@@ -92,7 +92,7 @@ def is_of_a_study(run: Path) -> bool:
 
 
 def write_if_changed(path: Path, value: dict[str, Any]) -> None:
-    """Write `value` as JSON unless it stands there already, whole."""
+    """Write `value` as JSON unless the file is complete already."""
     if peek(path) != value:
         write_json(path, value)
 

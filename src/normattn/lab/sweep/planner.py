@@ -96,7 +96,7 @@ def _kept(config: Any) -> int:
 
 
 def time_range(flops: float, jobs: int, threads: int) -> str:
-    """From how long to how long so many operations take on CPU cores, in words."""
+    """How long so many operations take on CPU cores, as a range in text."""
     fast, slow = (flops / (speed * jobs * threads) for speed in (FAST, SLOW))
     return f"{duration(fast)} to {duration(slow)} with {jobs} job{'s' * (jobs > 1)}"
 

@@ -179,13 +179,13 @@ def _run_all(study: Experiment, sweep: Sweep, launcher: Launcher, at_once: int) 
 
 
 def is_done(sweep: Sweep, run: Run) -> bool:
-    """Whether the run ended before as it is asked for now, and its records are still there."""
+    """Whether this run has ended with the same request, and its records still exist."""
     same = peek(sweep.paths(run).done) == run.model_dump(mode="json")
     return same and all(stage.is_done() for stage in sweep.stages(run))
 
 
 def _job(study: Experiment, sweep: Sweep, run: Run) -> Job:
-    """The child of one run, told what to do by a file of its own.
+    """The child process of one run, which reads its task from its own file.
 
     The file holds the study's name and never a path: what is read from a file must not choose code.
     A user's study file comes along as an argument.

@@ -111,4 +111,4 @@ class ValueResidual(ResidualPart):
         blocks = blockwise(parts)
         if blocks is None:
             return None
-        return self.refusal(blocks, "its keys are rotated anew for each block of rows")
+        return self.refusal(blocks, "its keys are rotated again for each block of rows")

@@ -87,7 +87,7 @@ class VORoPE(ValuePart):
 
 @register
 class NEZHA(OwnValues, PairBiasPart):
-    """Sinusoids of the distance stand beside keys, and beside the values that are read.
+    """Sinusoids of the distance are added to keys and to values.
 
     R is one fixed table for all heads: sin and cos of r·10000^(−2m/d) side by side, r being j − i
     within ±M, plus M, `clip` M. Nothing is learned. A strip of rows adds up its weights by clipped

@@ -27,7 +27,7 @@ from normattn.models.flops import stack_flops
 
 LABELS, VOCABULARY = "labels.json", "vocab.txt"
 NOMINAL_LENGTH = 75
-"""Tokens of a document by which a training's cost is told before its data is read.
+"""Tokens of a document that a run's cost assumes before its data is read.
 
 As many as a document of the embedded corpus has on average.
 """

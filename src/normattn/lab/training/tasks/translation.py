@@ -32,7 +32,7 @@ from normattn.models.translator import Translator
 from normattn.score import ScoreSpec
 
 NOMINAL_LENGTH = 16
-"""Tokens of a sentence by which a training's cost is told before its data is read."""
+"""Tokens of a sentence that a run's cost assumes before its data is read."""
 
 
 class TranslationConfig(ModelTrainingConfig):
