@@ -1,4 +1,4 @@
-"""Hugging Face models: theirs read past the training length, ours under their names. Needs `[hf]`.
+"""Hugging Face models past their training length, and normattn's as such. Needs `[hf]`.
 
 Importing this registers our models with transformers' Auto classes, where that is installed.
 """

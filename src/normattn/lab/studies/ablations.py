@@ -184,7 +184,7 @@ def _change_figures(view: View) -> list[Figure]:
 
 FACTORS = Study(
     "factors",
-    "Which difference to the source's setting makes a small model with normalised keys "
+    "Which difference from the post's setting makes a small model with normalised keys "
     "lose accuracy past its training length?",
     title="Why KeyNorm decays",
     help="Train Baseline and KNA with one changed setting at a time, and evaluate at L and 8 L.\n\n"
@@ -353,7 +353,7 @@ def _pair_figures(view: View) -> list[Figure]:
 STUDY = Study(
     "questions",
     "Does a gain undo what a norm of queries and keys does past the training length, is a "
-    "learned scale or another constant better, and do residual scores go with it?",
+    "learned scale or another constant better, and do residual scores help?",
     title="Gains, scales, constants and residual scores",
     help="Train scores with and without a gain, a learned scale, other constants and residual "
     "scores; evaluate each, unmodified, at up to 8 training lengths.\n\n--variants "

@@ -5,7 +5,7 @@ A study is a question, variants to train, evaluations, metrics as columns, claim
     acc = Metric("accuracy")
     STUDY = Study(
         "my-study",
-        question="Do normalised keys let a model read twice its training length?",
+        question="Do normalised keys let a model handle twice its training length?",
         variants=["Baseline", "KNA"],
         evals=[Eval(lengths=(1, 2))],
         columns={"L": acc.at(1), "2 L": acc.at(2)},

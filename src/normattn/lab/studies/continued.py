@@ -465,7 +465,7 @@ def _branch_figures(view: View) -> list[Figure]:
 RETROFIT_STUDY = Study(
     "retrofit",
     "A model was trained with Baseline. Does exchanging its score for one with normalised "
-    "keys, and training on for some steps, let it read past L, and what does it cost?",
+    "keys, and some more training, let it handle text past L, and what does it cost?",
     title="Another score for a trained model",
     help="Train Baseline, replace its score by KNA or QKRMSNorm, and continue training at L.\n\n"
     "Each of them, and a Baseline with the same further steps, is evaluated at L and 8 L along the "

@@ -1,4 +1,4 @@
-"""Does normalising the keys let a model trained on short text read long text? (kexue 9859)
+"""Does normalising the keys let a model trained on short text handle long text? (kexue 9859)
 
 Eight scores are trained (Baseline, QNA, KNA and CosA, each with and without log-n scaling), and
 each reads past its training length in four ways: unmodified, and with NTK, YaRN or ReRoPE. "all"
@@ -280,7 +280,7 @@ def _printed(number: int, view: View, row: Row) -> str:
 STUDY = Study(
     "keynorm",
     "Does normalising keys (KNA), queries (QNA) or both (CosA) let a model trained on "
-    "short text read long text, unmodified or with NTK, YaRN and ReRoPE?",
+    "short text handle long text, unmodified or with NTK, YaRN and ReRoPE?",
     title="Accuracy past the training length",
     help="Train each score, evaluate it at up to 8 times the training length with each method.\n\n"
     "A plan is printed first: runs, tokens, FLOPs, time, disk. To add configurations, rerun with "

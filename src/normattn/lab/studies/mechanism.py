@@ -1,4 +1,4 @@
-"""Why does KeyNorm read past L: do key norms decide attention, do cosines leave their range?
+"""Why does KeyNorm handle text past L: do key norms decide attention, do cosines leave their range?
 
 The source says: without a norm, a key's own size decides how much attention it gets, so that
 cos(q, k) is trained badly and leaves its trained range on longer text (kexue.fm/archives/9859).

@@ -169,7 +169,7 @@ def in_short(view: View) -> list[str]:
 
 STUDY = Study(
     "reading",
-    "How far does each score, and each inference-time method, let a model read past the length "
+    "How far does each score, and each inference-time method, let a model go past the length "
     "it was trained at?",
     title="Reading past the training length",
     help="Train Baseline, KNA and CosA-logn; evaluate them at up to 64 times the training length "
