@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from normattn import InputError, Score, ScoreSpec, attention
+from normattn.layers import decode_step
 from normattn.layers.cache import KeyValueCache
 from normattn.models import CausalLM, CausalLMConfig
 from normattn.models.transformer import set_activation_checkpointing
@@ -104,9 +105,9 @@ def test_a_cache_takes_a_key_for_each_query_and_values_of_one_size() -> None:
 def test_layers_share_what_a_step_needs() -> None:
     torch.manual_seed(0)
     model = CausalLM(CausalLMConfig(**{**SIZES, "score": "KNA"})).eval()
-    cache = model.new_cache()
+    cache, tables = model.new_cache(), decode_step._shared_tables
+    tables.cache_clear()
     with torch.no_grad():
         for _ in range(3):
             model(torch.zeros(1, 1, dtype=torch.int64), cache=cache)
-    steps = {id(layer.step[1]) for layer in cache.layers}
-    assert len(steps) == 1
+    assert tables.cache_info().currsize == 1

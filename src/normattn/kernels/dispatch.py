@@ -333,55 +333,41 @@ def run_kernel(
 ) -> AttentionOutput:
     """softmax(score) · v by the chosen kernel, and what is asked for beside it.
 
-    `statistics` are those of each row's softmax, with the means of `functions` of the distance
-    0 … R − 1. On a CPU tiles give them in place of torch's kernel, as they are computed; a kernel
-    that gives none is followed by a pass that only reads scores. Raises `InputError` as `choose`
-    does.
+    Scores are never in less than float32. `statistics` are those of each row's softmax, with the
+    means of `functions` of the distance 0 … R − 1; an `observer` that is on gets its own. On a CPU
+    tiles give them in place of torch's kernel, as they are computed; a kernel that gives none is
+    followed by a pass that only reads scores. Raises `InputError` as `choose` does.
     """
-    device = inputs.q.device.type
+    device, by = inputs.q.device.type, observer()
     if torch.is_autocast_enabled(device):
         # The tensors' own type decides, for every score alike.
         with torch.autocast(device, enabled=False):
             return run_kernel(inputs, backend, lse=lse, statistics=statistics, functions=functions)
-    kernel = choose(inputs, backend, lse)
+    kernel, asked = choose(inputs, backend, lse), inputs
     if kernel.run is None:
         inputs, backend = concatenated(inputs), "auto"
         kernel = choose(inputs, backend, lse)
     given, inputs = inputs, spread_infinities(inputs)
     if device == "cpu" and kernel.name in ("fused", "two-regime"):
         # On a CPU these make 0 of NaN, or show it in earlier rows; and they give no statistics.
-        observed = statistics and backend == "auto"
+        observed = (statistics or by is not None) and backend == "auto"
         diverged = any(x is not y for x, y in zip(inputs.tensors, given.tensors, strict=True))
         if not traced() and (diverged or observed):
             kernel = TABLE["chunked"]
     assert kernel.run is not None
-    if not statistics:
+    if not statistics and by is None:
         return AttentionOutput(*kernel.run(inputs, None, lse))
-    recorder, recorded = Recorder(inputs, functions), "statistics" in kernel.gives
+    wanted = functions if by is None else by.functions(asked)
+    recorder, recorded = Recorder(inputs, wanted), "statistics" in kernel.gives
     out, sums = kernel.run(inputs, recorder if recorded else None, lse)
     if not recorded:
         record_pass(recorder, inputs)
-    return AttentionOutput(out, sums, recorder.observation())
+    found = recorder.observation()
+    if by is not None:
+        by.see(asked, found)
+    return AttentionOutput(out, sums, found)
 
 
 def attend(inputs: AttentionInputs, backend: str = "auto") -> Float[Tensor, "b h t e"]:
-    """softmax(score) · v by the chosen kernel; scores are never in less than float32.
-
-    An `observer` that is on gets the statistics of the call.
-    """
-    return attend_with_lse(inputs, backend, False)[0]
-
-
-def attend_with_lse(
-    inputs: AttentionInputs, backend: str = "auto", lse: bool = True
-) -> tuple[Float[Tensor, "b h t e"], Float[Tensor, "b h t"] | None]:
-    """The same, and the log-sum-exp of each row, which `AttentionOutput` describes."""
-    by = observer()
-    if by is None:
-        output = run_kernel(inputs, backend, lse=lse)
-    else:
-        wanted = by.functions(inputs)
-        output = run_kernel(inputs, backend, lse=lse, statistics=True, functions=wanted)
-        assert output.statistics is not None
-        by.see(inputs, output.statistics)
-    return output.out, output.lse
+    """softmax(score) · v by the chosen kernel."""
+    return run_kernel(inputs, backend).out

@@ -13,8 +13,8 @@ The sum is held in one of three ways, which the lowest layer's kernel decides fo
 - reference: one tensor known to autograd.
 
 In the buffer, layers are chained by an empty tensor, so that backward meets them from the top down.
-A layer above that a backward leaves out (a loss at an early exit) is undone with its remembered
-queries and keys. Undoing happens once: a second backward, and a second derivative, are refused.
+Undoing happens once, and for all layers. A second backward, a second derivative, and a backward
+that leaves layers above out (a loss at an early exit) are refused.
 
 Legend: B batch, H query heads, G key heads, r query heads per key head, T queries, S keys, D score
 size, E value size; n key heads of a group, c token rows of a tile, W its columns.
@@ -35,7 +35,7 @@ from normattn.errors import InputError
 from normattn.kernels.inputs import AttentionInputs, AttentionMask
 from normattn.kernels.numerics import refuse_second_derivative
 from normattn.kernels.stats import Recorder
-from normattn.kernels.tile_scores import TileScores, Workspace, score_groups
+from normattn.kernels.tile_scores import TileScores, Workspace
 from normattn.kernels.tiled import Group, Plan, Tile, hide_edges
 from normattn.kernels.tiled_backward import Gradients, backward_tiles, draw_seed, forward_tiles
 
@@ -47,8 +47,7 @@ class ScoreBuffer:
 
     A number for each pair, in float32 or wider, each tile's (n, c·r, W) by itself: causal rows hold
     the keys up to their tile's last row, about half of T × S, and pieces of that size are what an
-    allocator keeps from step to step. `remembered` has the queries and keys of the layers, from 1,
-    that a backward may have to undo.
+    allocator keeps from step to step.
     """
 
     def __init__(self, seen: AttentionMask) -> None:
@@ -56,7 +55,6 @@ class ScoreBuffer:
         self.seen, self.layers = seen, 0
         self.sums: Tiles = {}
         self.gradients: Tiles = {}
-        self.remembered: dict[int, tuple[Tensor, Tensor]] = {}
 
     def tile(self, of: Tiles, scores: TileScores, tile: Tile) -> Tensor:
         """The numbers (n, c·r, W) of a tile in `sums` or `gradients`, uninitialised at first."""
@@ -81,35 +79,22 @@ class ScoreBuffer:
                 )
         self.layers = number
 
-    def undo_above(self, number: int, inputs: AttentionInputs) -> None:
-        """Take away what layers that this backward has not met added."""
-        plan = Plan.of(inputs.widened())
-        while self.layers > number:
-            q, k = self.remembered[self.layers]
-            above = AttentionInputs(q, k, inputs.v, inputs.visibility).widened()
-            for scores in score_groups(above, plan):
-                for tile in scores.group.tiles:
-                    scores.accumulate(self.tile(self.sums, scores, tile), tile, sign=-1)
-            self.undone(self.layers)
-
     def undone(self, number: int) -> None:
         """Layer `number` is no longer in the buffer."""
         self.layers = number - 1
-        self.remembered.pop(number, None)
         if number == 1:
             self.sums.clear()
             self.gradients.clear()
 
 
 class _Layer(NamedTuple):
-    """A layer of a stack: number, from 1, what multiplies the sum, whether gradients come.
+    """A layer of a stack: its number, from 1, and what multiplies the sum.
 
     `highest`: in this backward no layer above has written to the gradients.
     """
 
     number: int
     share: float
-    learning: bool
     highest: bool = False
 
 
@@ -186,8 +171,6 @@ class _ResidualAttention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         inputs = AttentionInputs.of(settings, tensors)
         buffer.add(layer.number, inputs.visibility)
-        if layer.learning:
-            buffer.remembered[layer.number] = inputs.q.detach(), inputs.k.detach()
         ctx.save_for_backward(*tensors)
         ctx.rest = buffer, layer, settings, seed
         make = partial(ResidualTileScores, buffer, layer)
@@ -197,13 +180,13 @@ class _ResidualAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Gradients:
         refuse_second_derivative("the residual kernel", "backend='reference'")
         buffer, layer, settings, seed = ctx.rest
-        if buffer.layers < layer.number:
+        if buffer.layers != layer.number:
             raise InputError(
-                "residual scores are undone in a backward and serve one only: add the losses and "
-                "call backward once, or use backend='reference' or 'concatenated'"
+                "residual scores are undone in a backward and serve one only, which goes through "
+                "all layers: add the losses and call backward once, or use backend='reference' or "
+                "'concatenated'"
             )
         inputs = AttentionInputs.of(settings, ctx.saved_tensors)
-        buffer.undo_above(layer.number, inputs)
         layer = layer._replace(highest=not buffer.gradients)
         make = partial(ResidualTileScores, buffer, layer)
         found = backward_tiles(inputs, grads[0], seed, make)
@@ -234,8 +217,7 @@ def _attend(inputs: AttentionInputs, recorder: Recorder | None) -> Tensor:
     if state.buffer is None:
         state.buffer = ScoreBuffer(inputs.visibility)
     token = inputs.q.new_empty(0) if state.token is None else state.token
-    wanted = any(x is not None and x.requires_grad for x in (token, *inputs.tensors))
-    layer = _Layer(state.count, state.share, wanted and torch.is_grad_enabled())
+    layer = _Layer(state.count, state.share)
     out: Tensor
     out, state.token = _ResidualAttention.apply(  # type: ignore[no-untyped-call]
         *(state.buffer, layer, inputs.settings, draw_seed(inputs), recorder, token, *inputs.tensors)

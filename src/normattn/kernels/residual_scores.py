@@ -5,13 +5,17 @@ Legend: B batch, H query heads, G key heads, T queries, S keys, D score size, n 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from normattn.errors import InputError
+
+if TYPE_CHECKING:
+    from normattn.kernels.inputs import AttentionInputs
 
 _HOLDING = ("residual", "concatenated", "reference")
 
@@ -60,13 +64,14 @@ class ResidualScores:
         """What the sum is multiplied with: 1, or 1/n for n layers."""
         return 1.0 / self.count if self.mean else 1.0
 
-    def begin(self, layer: int) -> None:
-        """Make `layer`, from 0, the next to enter. Layer 0 begins a forward of its own."""
+    def join(self, inputs: AttentionInputs, layer: int) -> AttentionInputs:
+        """The inputs of `layer`, from 0, which is the next; layer 0 begins a forward of its own."""
         if layer == 0 and self._task == _backward_running():
             self.kernel = self.stack = self.buffer = self.token = None
             self._sums, self._queries, self._keys = [], [], []
             self._learning = torch.is_grad_enabled()
         self._next, self._numbered = layer, True
+        return replace(inputs, residual_scores=self)
 
     def why_not(self, kernel: str) -> str | None:
         """Why a kernel cannot go on from the layers below; None where it can."""

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from normattn.errors import InputError
-from normattn.kernels import AttentionInputs, attend_with_lse
+from normattn.kernels import AttentionInputs, run_kernel
 from normattn.kernels.inputs import check_shapes
 from normattn.kernels.numerics import without_infinities
 from normattn.kernels.stats import announce
@@ -154,9 +154,9 @@ def attention(  # type: ignore[misc]  # the second overload leaves the other arg
     bare = attn_mask is None and key_padding is None and query_padding is None
     bare = bare and q_positions is None and k_positions is None and documents is None
     bare = bare and residual is None and forget is None and dropout_p == 0 and not return_lse
-    folded = find_folded(score, q, k, v, causal, backend, cache) if bare else None
-    if folded is not None and folded.output_is_final and gate is None:
-        return folded.run(score if isinstance(score, Score) else folded.score, q, k, v, cache)
+    found = find_folded(score, q, k, v, causal, backend, cache) if bare else None
+    if found is not None and found.final and gate is None:
+        return found.way.run(score if isinstance(score, Score) else found.module, q, k, v, cache)
     check_shapes(q, k, v)
     module = score if isinstance(score, Score) else without_parameters(score, q, k)
     given = AttentionArguments(
@@ -166,8 +166,8 @@ def attention(  # type: ignore[misc]  # the second overload leaves the other arg
     spec, keys = module.spec, k.shape[2] + (0 if cache is None else cache.length)
     check_arguments(module, q, k, v, keys, given)
     v = pair_values(spec, v, k.shape[-1])
-    if folded is not None:
-        return finish(module, folded.run(module, q, k, v, cache), v, None, gate)
+    if found is not None:
+        return finish(module, found.way.run(module, q, k, v, cache), v, None, gate)
     if cache is not None:
         if q.shape[2] != k.shape[2]:
             raise InputError(
@@ -190,10 +190,10 @@ def attention(  # type: ignore[misc]  # the second overload leaves the other arg
     lse: list[Tensor] = []
 
     def kernel(inputs: AttentionInputs) -> Tensor:
-        out, sums_of_rows = attend_with_lse(inputs, backend)
-        assert sums_of_rows is not None
-        lse.append(sums_of_rows)
-        return out
+        output = run_kernel(inputs, backend, lse=True)
+        assert output.lse is not None
+        lse.append(output.lse)
+        return output.out
 
     return plan.run(module, q, k, v, forget_sums=sums, kernel=kernel), lse[0]
 

@@ -114,8 +114,6 @@ class KeyValueCache:
         self._spec: ScoreSpec | None = None
         # Shapes and type of the last keys and values that were found to fit.
         self._fitting: tuple[object, ...] = ()
-        # What `layers.decode_step` prepared for one more token, and for which score.
-        self.step: tuple[object, object] = (None, None)
 
     def claim(self, spec: ScoreSpec) -> None:
         """Refuse keys of another score than the one that filled this cache."""

@@ -1,8 +1,8 @@
 """One more token beside a cache, under scores that fold into queries and keys.
 
-`find_step` gives what was prepared for a score and a capacity: a rotation is a row of a table, and
-λ one of a list. Scores with a distance bias, a cap, a sink or two regimes have a step as well. What
-is learned is read at every token.
+`prepare_step` makes what serves a score up to a capacity: a rotation is a row of a table, and λ one
+of a list. Scores with a distance bias, a cap, a sink or two regimes have a step as well. What is
+learned is read at every token.
 
 Legend: B batch, H query heads, G key heads, r = H/G, S keys, D head dimension, E value size, C
 capacity.
@@ -12,37 +12,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from weakref import WeakValueDictionary
+from functools import lru_cache
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from normattn.kernels.inputs import check_shapes
-from normattn.kernels.numerics import (
-    at_least_float32,
-    host_can_read,
-    nan_for_infinite,
-)
+from normattn.kernels.numerics import at_least_float32, host_can_read, nan_for_infinite
 from normattn.kernels.sdpa import flash
 from normattn.layers.cache import KeyValueCache
-from normattn.layers.checks import check_heads
-from normattn.layers.folds import (
-    folds,
-    normed,
-    output_is_final,
-    times_learned_length,
-    visible_keys,
-    without_parameters,
-)
+from normattn.layers.folds import folds, learned_operands, visible_keys
 from normattn.layers.prepare import regular_positions
 from normattn.score import Score, ScoreSpec
 from normattn.score.parts import PairBiasPart, RotaryPosition
 from normattn.score.rotary import Rotation, feature_pairs, key_tables, query_scale, query_tables
-
-# Steps live as long as a cache uses them; the layers of a model share one.
-_STEPS: WeakValueDictionary[tuple[object, ...], FoldedStep] = WeakValueDictionary()
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,21 +37,17 @@ class FoldedStep:
     `scale` is λ, of every position where it depends on n. `bias` (1, G, r, C) holds b(C − 1 − c)
     from left to right where it learns nothing, `distance` (C,) these distances where it does. With
     two regimes the cache has far keys, and the last `near_window` of them at their near positions
-    as well, so that a step rotates one key only. `output_is_final` says that no gate and no pairs
-    of heads follow, `host_reads` that the host may look at values.
+    as well, so that a step rotates one key only. `host_reads` says that the host may look at
+    values.
 
     In half precision new queries and keys are rounded after the rotation, the bias is in float32,
     and torch's kernel keeps scores in float32. Query heads that share a key head are rows of one
     query to it: each key is read once.
     """
 
-    score: Score | None
     spec: ScoreSpec
-    shapes: tuple[torch.Size, torch.Size, torch.Size]
-    dtype: torch.dtype
     heads: tuple[int, int]
     capacity: int
-    output_is_final: bool
     scale: list[float] | float
     n: Float[Tensor, "1 c"] | None
     query: RowRotation | None
@@ -77,45 +57,27 @@ class FoldedStep:
     near_window: int | None
     host_reads: bool
 
-    def fits(self, q: Tensor, k: Tensor, v: Tensor, cache: KeyValueCache) -> bool:
-        """Whether it serves this token too, whose tensors then are what was checked before."""
-        return (
-            cache.length < self.capacity
-            and (q.shape, k.shape, v.shape) == self.shapes
-            and q.dtype is k.dtype is v.dtype is self.dtype
-            and q.layout is k.layout is v.layout is torch.strided
-        )
-
     def run(
         self,
-        score: Score | None,
+        score: Score,
         q: Float[Tensor, "b h 1 d"],
         k: Float[Tensor, "b g 1 d"],
         v: Float[Tensor, "b g 1 e"],
         cache: KeyValueCache | None = None,
     ) -> Float[Tensor, "b h 1 e"]:
         """The token's output; its key and value join the cache."""
-        assert score is not None
         assert cache is not None
         cache.claim(self.spec)
-        at = cache.length
-        q, k = normed(score, q, k)
+        at, shape, dtype = cache.length, q.shape, q.dtype
+        q, k = learned_operands(score, q, k, None if self.n is None else self.n[:, at : at + 1])
         both = torch.cat((q, k), 1)
         if self.key is not None:
-            wide = both.float() if both.element_size() == 2 else both
-            both = self._rotated(wide, at)
-            both = both if wide.dtype is self.dtype else both.to(self.dtype)
+            both = self._rotated(both.float() if both.element_size() == 2 else both, at)
+        both = both if both.dtype is dtype else both.to(dtype)
         diverged = self.host_reads and not math.isfinite(both.sum(dtype=torch.float32).item())
         if diverged or not self.host_reads:
             both = nan_for_infinite(both)
         q, k = both.split_with_sizes(self.heads, -3)
-        if self.n is not None:
-            q = times_learned_length(score, q, self.n[:, at : at + 1])
-        learned = score._parameters.get("scale")
-        if learned is None and "scale" not in score._parameters:
-            learned = score.scale  # where a parametrisation or a replica keeps it
-        if learned is not None:
-            q = q * learned
         attend = self._one_regime if self.near_window is None else self._two_regimes
         shared = self.heads[0] != self.heads[1]
         rows = q.reshape(*k.shape[:-2], -1, k.shape[-1]) if shared else q
@@ -124,7 +86,7 @@ class FoldedStep:
             # torch's kernel may give 0 where all is NaN.
             spoilt = (q + k.repeat_interleave(q.shape[-3] // k.shape[-3], -3)).isnan().any(-1)
             out = out.masked_fill(spoilt.view(-1, *out.shape[:3]).any(0)[..., None], math.nan)
-        return out.reshape(*self.shapes[0][:3], -1) if shared else out
+        return out.reshape(*shape[:3], -1) if shared else out
 
     def _rotated(self, both: Float[Tensor, "b hg 1 d"], at: int) -> Float[Tensor, "*n b hg 1 d"]:
         """Queries and keys at their position; of two regimes (2, B, H + G, 1, D), near and far."""
@@ -230,104 +192,79 @@ class RowRotation:
         """x at a position."""
         return torch.addcmul(x * self.cos[at], partners, self.sin[at])
 
-    @staticmethod
-    def of(near: object, far: object, shape: tuple[int, ...]) -> RowRotation | None:
-        """The table of a near rotation and, if there is one, a far one, feature by feature."""
-        tables, size = [], shape[-1]
-        for turn in (near, far):
-            if not isinstance(turn, Rotation):
-                continue
-            first, second = feature_pairs(turn.start, turn.cos.shape[-1], turn.interleaved)
-            cos = turn.rest.expand(-1, size).clone()
-            sin, partner = torch.zeros_like(cos), torch.arange(size, device=cos.device)
-            cos[:, first], cos[:, second] = turn.cos, turn.cos
-            sin[:, first], sin[:, second] = -turn.sin, turn.sin
-            partner[first], partner[second] = partner[second].clone(), partner[first].clone()
-            tables.append((cos, sin))
-        if not tables:
-            return None
-        rows = torch.arange(math.prod(shape[:-1]), device=partner.device)[:, None] * size
-        cos, sin = tables[0]
-        if len(tables) == 2:
-            both = (torch.stack(sides, 1) for sides in zip(*tables, strict=True))
-            cos, sin = (x[:, :, None, None, None] for x in both)
-        return RowRotation(cos, sin, (rows + partner).view(shape))
 
-
-def find_step(
-    score: Score | ScoreSpec | str, q: Tensor, k: Tensor, v: Tensor, cache: KeyValueCache
-) -> FoldedStep | None:
-    """What was prepared for one more token beside this cache, made when it is first needed.
-
-    None for several tokens, where a gradient is wanted, and for a score that asks for more. Raises
-    `InputError` for tensors that do not fit.
-    """
-    if q.shape[2] != 1 or k.shape[2] != 1 or _learning(score, q, k, v):
+def prepare_step(score: Score, q: Tensor, k: Tensor, v: Tensor, capacity: int) -> FoldedStep | None:
+    """For a token beside a cache that holds fewer than `capacity` others; None without a step."""
+    if not _steps(score, q, v):
         return None
-    given = score._spec if isinstance(score, Score) else score
-    held, step = cache.step
-    if held is not given or not isinstance(step, FoldedStep) or not step.fits(q, k, v, cache):
-        step = _shared_step(score, q, k, v, cache)
-        cache.step = given, step
-    return step
-
-
-@torch.no_grad()
-def _shared_step(
-    score: Score | ScoreSpec | str, q: Tensor, k: Tensor, v: Tensor, cache: KeyValueCache
-) -> FoldedStep | None:
-    """The step of a cache of this length, or twice as long, for all caches of equal scores."""
-    check_shapes(q, k, v)
-    module = score if isinstance(score, Score) else without_parameters(score, q, k)
-    check_heads(module, q, k)
-    if not _steps(module, q, v):
-        return None
-    capacity = max(64, 1 << cache.length.bit_length())
-    name = (
-        *(score if isinstance(score, str) else module.spec, isinstance(score, Score)),
-        *(q.shape, k.shape, v.shape, q.dtype, q.device, capacity),
-    )
-    step = _STEPS.get(name)
-    if step is None:
-        built = None if isinstance(score, Score) else module
-        step = _STEPS[name] = _prepare_step(module, built, q, k, v, capacity)
-    return step
-
-
-def _prepare_step(
-    score: Score,
-    built: Score | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    capacity: int,
-) -> FoldedStep:
-    """For a token beside a cache that holds fewer than `capacity` others."""
     spec, size, remapping = score.spec, score.head_dim, score.spec.remapping
-    shape = len(q), q.shape[1] + k.shape[1], 1, size
+    batch, heads, groups = len(q), q.shape[1], k.shape[1]
     with torch.inference_mode(False):
         at = regular_positions(capacity, capacity, q.device)
-        keys, queries = key_tables(spec, size, at.key, q.dtype, 0), None
-        # With two regimes λ is in the rotation of queries.
-        scale = query_scale(spec, size, at.n) if remapping is None else 1.0
-        if remapping is not None:
-            queries = query_tables(spec, size, at, q.dtype)
+        scale, *tables = _shared_tables(spec, size, capacity, q.dtype, q.device)
+        rows = torch.arange(batch * (heads + groups), device=q.device)[:, None] * size
+        query, key = (
+            None if x is None else RowRotation(x[0], x[1], (rows + x[2]).view(batch, -1, 1, size))
+            for x in tables
+        )
         bias = distance = None
         if spec.bias is not None:
             distance = at.key.to(at_least_float32(q.dtype)).flip(-1)
             if score.bias is None:
                 bias, distance = spec.bias.values(distance, score.heads, {}), None
-                bias = bias.view(1, k.shape[1], -1, capacity)
+                bias = bias.view(1, groups, -1, capacity)
         return FoldedStep(
-            *(built, spec, (q.shape, k.shape, v.shape), q.dtype),
-            *((q.shape[1], k.shape[1]), capacity, output_is_final(spec)),
-            scale.tolist() if isinstance(scale, Tensor) else float(scale),
-            visible_keys(score, at.n, q),
-            None if queries is None else RowRotation.of(queries.near, queries.far, shape),
-            RowRotation.of(keys.near, keys.far, shape),
-            *(bias, distance, None if remapping is None else remapping.window),
-            host_can_read(q),
+            *(spec, (heads, groups), capacity, scale),
+            n=visible_keys(score, at.n, q),
+            query=query,
+            key=key,
+            bias=bias,
+            distance=distance,
+            near_window=None if remapping is None else remapping.window,
+            host_reads=host_can_read(q),
         )
+
+
+RowTables = tuple[Tensor, Tensor, Tensor]
+"""cos and sin as in `RowRotation`, and the partner of each of D features."""
+
+
+@lru_cache(maxsize=32)
+def _shared_tables(
+    spec: ScoreSpec, size: int, capacity: int, dtype: torch.dtype, device: torch.device
+) -> tuple[list[float] | float, RowTables | None, RowTables | None]:
+    """λ, and the tables of queries, where they have their own, and of keys; for every layer."""
+    at = regular_positions(capacity, capacity, device)
+    keys = key_tables(spec, size, at.key, dtype, 0)
+    key = _by_feature(keys.near, keys.far, size)
+    if spec.remapping is None:
+        scale = query_scale(spec, size, at.n)
+        return (scale.tolist() if isinstance(scale, Tensor) else float(scale)), None, key
+    # With two regimes λ is in the rotation of queries.
+    queries = query_tables(spec, size, at, dtype)
+    return 1.0, _by_feature(queries.near, queries.far, size), key
+
+
+def _by_feature(near: object, far: object, size: int) -> RowTables | None:
+    """The table of a near rotation and, if there is one, a far one, feature by feature."""
+    tables = []
+    for turn in (near, far):
+        if not isinstance(turn, Rotation):
+            continue
+        first, second = feature_pairs(turn.start, turn.cos.shape[-1], turn.interleaved)
+        cos = turn.rest.expand(-1, size).clone()
+        sin, partner = torch.zeros_like(cos), torch.arange(size, device=cos.device)
+        cos[:, first], cos[:, second] = turn.cos, turn.cos
+        sin[:, first], sin[:, second] = -turn.sin, turn.sin
+        partner[first], partner[second] = partner[second].clone(), partner[first].clone()
+        tables.append((cos, sin, partner))
+    if not tables:
+        return None
+    (cos, sin, partner), *others = tables
+    for far_cos, far_sin, _ in others:
+        cos, sin = torch.stack((cos, far_cos), 1), torch.stack((sin, far_sin), 1)
+        cos, sin = cos[:, :, None, None, None], sin[:, :, None, None, None]
+    return cos, sin, partner
 
 
 def _steps(score: Score, q: Tensor, v: Tensor) -> bool:
@@ -340,17 +277,9 @@ def _steps(score: Score, q: Tensor, v: Tensor) -> bool:
     apart = isinstance(spec.position, RotaryPosition) and spec.position.log_growth(score.head_dim)
     rows = spec.normaliser, spec.selection, apart if apart is not False else None
     plain = folds(score) and all(part is None for part in rows)
-    plain = plain and not isinstance(spec.bias, PairBiasPart) and spec.documents is None
+    plain = plain and not isinstance(spec.bias, PairBiasPart)
     plain = plain and (spec.remapping is None or spec.window[0] is None)
     if score.sink is not None or spec.remapping is not None:
         plain = plain and not elsewhere and spec.cap is None and v.shape[-1] == q.shape[-1]
     # Only a CPU's kernel adds a bias in float32 to half-precision products.
     return plain and not (elsewhere and q.element_size() == 2 and spec.bias is not None)
-
-
-def _learning(score: Score | ScoreSpec | str, *tensors: Tensor) -> bool:
-    """Whether a gradient is wanted, which the general way gives."""
-    if not torch.is_grad_enabled():
-        return False
-    learned = score.parameters() if isinstance(score, Score) else ()
-    return any(x.requires_grad for x in (*tensors, *learned))

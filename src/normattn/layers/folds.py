@@ -25,13 +25,8 @@ def folds(score: Score) -> bool:
     spec = score.spec
     wider = getattr(spec.position, "widens", False) or spec.forgets or spec.residual is not None
     moved = spec.order is not None or spec.blockwise or spec.chunk is not None
-    moved = moved or isinstance(spec.values, VORoPE)
+    moved = moved or spec.documents is not None or isinstance(spec.values, VORoPE)
     return not (score.position is not None or wider or moved or spec.leaks_future)
-
-
-def output_is_final(spec: ScoreSpec) -> bool:
-    """Whether nothing follows what attention gives: no gate, no pairs of heads, no values' part."""
-    return spec.gate is None and spec.difference is None and spec.values is None
 
 
 def visible_keys(score: Score, n: Tensor, q: Tensor) -> Float[Tensor, "1 t"] | None:
@@ -43,23 +38,26 @@ def visible_keys(score: Score, n: Tensor, q: Tensor) -> Float[Tensor, "1 t"] | N
         return n.to(at_least_float32(q.dtype))[None].clone()
 
 
-def normed(score: Score, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries and keys after their norms."""
+def learned_operands(
+    score: Score,
+    q: Float[Tensor, "b h t d"],
+    k: Float[Tensor, "b g s d"],
+    n: Float[Tensor, "1 #t"] | None,
+) -> tuple[Float[Tensor, "b h t d"], Float[Tensor, "b g s d"]]:
+    """Queries and keys after their norms, the queries times what λ learns, of n too if given."""
     # Not by attribute, which is a call of Python each.
     query_norm, key_norm = score._modules.get("query_norm"), score._modules.get("key_norm")
     if query_norm is not None:
         q = query_norm.apply_directly(q)  # type: ignore[operator]
     if key_norm is not None:
         k = key_norm.apply_directly(k)  # type: ignore[operator]
-    return q, k
-
-
-def times_learned_length(score: Score, q: Tensor, n: Float[Tensor, "1 t"]) -> Tensor:
-    """Queries times what λ learns of n, the number of visible keys."""
-    assert score.logn is not None
-    assert score.spec.logn is not None
-    factor = score.spec.logn.learned_factor(n, dict(score.logn.items()))
-    return scaled(q, factor[..., None])
+    if n is not None and score.logn is not None and score.spec.logn is not None:
+        factor = score.spec.logn.learned_factor(n, dict(score.logn.items()))
+        q = scaled(q, factor[..., None])
+    learned = score._parameters.get("scale")
+    if learned is None and "scale" not in score._parameters:
+        learned = score.scale  # where a parametrisation or a replica keeps it
+    return (q if learned is None else q * learned), k
 
 
 def without_parameters(score: ScoreSpec | str, q: Tensor, k: Tensor) -> Score:

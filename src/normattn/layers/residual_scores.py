@@ -12,7 +12,7 @@ from torch import Tensor
 
 from normattn.errors import InputError
 from normattn.kernels import AttentionInputs
-from normattn.kernels.residual_scores import ResidualScores, Stack
+from normattn.kernels.residual_scores import ResidualScores
 from normattn.score import ScoreSpec
 from normattn.score.parts.residual import ValueResidual
 
@@ -29,10 +29,7 @@ class ResidualLayer:
 
     def join(self, inputs: AttentionInputs) -> AttentionInputs:
         """The inputs of this layer together with what the layers below hand on."""
-        if isinstance(self._sums, FeatureSums | FirstValues):
-            return self._sums.join(inputs, self._layer)
-        self._sums.begin(self._layer)
-        return replace(inputs, residual_scores=self._sums)
+        return self._sums.join(inputs, self._layer)
 
 
 class FeatureSums:
@@ -43,39 +40,34 @@ class FeatureSums:
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self._names = names
-        self._sums: dict[int, tuple[Stack, dict[str, Tensor]]] = {}
+        self._sums: dict[int, dict[str, Tensor]] = {}
 
     def join(self, inputs: AttentionInputs, layer: int) -> AttentionInputs:
         """The inputs with the summed queries and keys, for any kernel."""
         sums: dict[str, Tensor] = {name: getattr(inputs, name) for name in self._names}
         if layer:
-            below = self._below(layer, inputs.stack, sums)
+            below = self._below(layer, sums)
             sums = {name: below[name] + x for name, x in sums.items()}
             if not torch.is_grad_enabled():
                 del self._sums[layer - 1]
         elif torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
             # A forward begins: a layer that it leaves out must not be read from the last one.
             self._sums.clear()
-        self._sums[layer] = inputs.stack, sums
+        self._sums[layer] = sums
         return replace(inputs, q=sums["q"], k=sums["k"], v=sums.get("v", inputs.v))
 
-    def _below(self, layer: int, stack: Stack, own: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _below(self, layer: int, own: dict[str, Tensor]) -> dict[str, Tensor]:
         if layer - 1 not in self._sums:
             raise InputError(
                 "the layer below has handed no queries and keys on: run all layers of the stack "
                 "in every forward, bottom first; activation checkpointing needs use_reentrant=False"
             )
-        same, sums = self._sums[layer - 1]
-        if same != stack:
-            raise InputError(
-                f"all layers that share residual queries and keys must have the same shape, but "
-                f"below is {same} and here {stack}"
-            )
+        sums = self._sums[layer - 1]
         for name, x in own.items():
             if sums[name].shape != x.shape:
                 raise InputError(
-                    f"all layers that share a residual {name} must have it in one shape, but below "
-                    f"it is {tuple(sums[name].shape)} and here {tuple(x.shape)}"
+                    f"all layers that share a residual {name} must have it in the same shape, but "
+                    f"below it is {tuple(sums[name].shape)} and here {tuple(x.shape)}"
                 )
         return sums
 
