@@ -14,9 +14,17 @@ import pytest
 import torch
 from torch import Tensor
 
+import normattn.layers.attention as attention_module
 from normattn import InputError, ScoreSpec, attention
-from normattn.kernels import BACKENDS, AttentionInputs, attend, reference, tiled
-from normattn.layers import prepare as attend_module
+from normattn.kernels import (
+    BACKENDS,
+    AttentionInputs,
+    AttentionOutput,
+    attend,
+    reference,
+    run_kernel,
+    tiled,
+)
 from normattn.score.parts import parts
 from score import naive, oracle
 from score.cases import (
@@ -139,12 +147,12 @@ WHOLE = ("auto", "strips", "reference")
 def _noting(posed: list[AttentionInputs]) -> Iterator[None]:
     """Keep the problems that a call of `attention` hands to the kernels."""
 
-    def noting(problem: AttentionInputs, backend: str) -> Tensor:
+    def noting(problem: AttentionInputs, backend: str, lse: bool) -> AttentionOutput:
         posed.append(problem)
-        return attend(problem, backend)
+        return run_kernel(problem, backend, lse=lse)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attend_module, "attend", noting)
+        patch.setattr(attention_module, "run_kernel", noting)
         yield
 
 

@@ -168,6 +168,8 @@ def attention(  # type: ignore[misc]  # the second overload leaves the other arg
     v = pair_values(spec, v, k.shape[-1])
     if found is not None:
         return finish(module, found.way.run(module, q, k, v, cache), v, None, gate)
+    if return_lse:
+        check_lse(spec)
     if cache is not None:
         if q.shape[2] != k.shape[2]:
             raise InputError(
@@ -176,61 +178,56 @@ def attention(  # type: ignore[misc]  # the second overload leaves the other arg
             )
         if return_lse or q_positions is not None or dropout_p:
             raise InputError("return_lse, q_positions and dropout_p have no meaning beside a cache")
-        return _attend_cached(module, q, k, v, given, cache)
-    plan, sums = prepare(spec, q, keys, given), None
+        if not causal:
+            check_both_ways(spec, given)
+        cache.claim(spec)
+    return _attend(module, q, k, v, given, cache, return_lse)
+
+
+def _attend(
+    score: Score,
+    q: Float[Tensor, "b h t d"],
+    k: Float[Tensor, "b g s d"],
+    v: Float[Tensor, "b g s e"],
+    given: AttentionArguments,
+    cache: KeyValueCache | None,
+    return_lse: bool,
+) -> Float[Tensor, "b outputs t out"] | tuple[Tensor, Tensor]:
+    """Attention by any score to keys that, beside a cache, join those that it holds."""
+    spec, first = score.spec, 0 if cache is None else cache.length
+    plan = prepare(spec, q, first + k.shape[2], given, cached=cache is not None)
     at = plan.positions
-    with plain_operations(backend == "reference"):
-        v = turn_values(spec, v, at.key, 0 if at.regular else None)
-    if forget is not None:
-        sums = sum_gates(log_gates(forget, k.shape[1], k.dtype, key_padding), q.shape[1])
-    announce(module, q, k, query_padding, key_padding, at.query, at.key)
-    if not return_lse:
-        return plan.run(module, q, k, v, forget_sums=sums)
-    check_lse(spec)
+    places, start = at.key if cache is None else at.query, first if at.regular else None
+    padding = None if given.key_padding is None else given.key_padding[:, first:]
+    own = given.query_padding if cache is None else padding
+    announce(score, q, k, own, padding, at.query, places)
+    with plain_operations(given.backend == "reference"):
+        v = turn_values(spec, v, places, start)
+    gates = selection = rotated = None
+    if given.forget is not None:
+        gates = log_gates(given.forget, k.shape[1], k.dtype, padding)
+    if cache is not None:
+        k = without_infinities(score.cache_keys(k, places, start))
+        width = k.shape[-1]
+        # Gates are kept apart from token to token: the oldest may be dropped, and rows exchanged.
+        k, v = cache.append(k if gates is None else torch.cat((k, gates), -1), v)
+        k, gates = k[..., :width], None if gates is None else k[..., width:]
+        plan = plan.without_first(cache.dropped)
+        selection = None if spec.selection is None else cache.selection(first, k, padding)
+        rotated = _keys_of_blocks(score, cache, k, plan) if spec.blockwise else None
     lse: list[Tensor] = []
 
     def kernel(inputs: AttentionInputs) -> Tensor:
-        output = run_kernel(inputs, backend, lse=True)
-        assert output.lse is not None
-        lse.append(output.lse)
+        output = run_kernel(inputs, given.backend, lse=return_lse)
+        if output.lse is not None:
+            lse.append(output.lse)
         return output.out
 
-    return plan.run(module, q, k, v, forget_sums=sums, kernel=kernel), lse[0]
-
-
-def _attend_cached(
-    score: Score,
-    q: Float[Tensor, "b h t d"],
-    k: Float[Tensor, "b g t d"],
-    v: Float[Tensor, "b g t e"],
-    given: AttentionArguments,
-    cache: KeyValueCache,
-) -> Float[Tensor, "b outputs t out"]:
-    """The last T rows of attention over all tokens that a cache and these hold."""
-    spec, first, count, forget = score.spec, cache.length, q.shape[2], given.forget
-    if not given.causal:
-        check_both_ways(spec, given)
-    cache.claim(spec)
-    plan = prepare(spec, q, first + count, given, cached=True)
-    at = plan.positions
-    padding = None if given.key_padding is None else given.key_padding[:, first:]
-    announce(score, q, k, padding, padding, at.query, at.query)
-    start = first if at.regular else None
-    new_keys = score.cache_keys(k, at.query, start)
-    new_keys, width, sums = without_infinities(new_keys), new_keys.shape[-1], None
-    if forget is not None:
-        new_keys = torch.cat((new_keys, log_gates(forget, k.shape[1], k.dtype, padding)), -1)
-    keys, values = cache.append(new_keys, turn_values(spec, v, at.query, start))
-    if forget is not None:
-        # Kept apart from token to token, so that the oldest may be dropped and rows exchanged.
-        sums, keys = sum_gates(keys[..., width:], q.shape[1]), keys[..., :width]
-    plan = plan.without_first(cache.dropped)
-    selection = None if spec.selection is None else cache.selection(first, keys, padding)
-    rotated = _keys_of_blocks(score, cache, keys, plan) if spec.blockwise else None
-    run = plan.run(score, q, keys, values, forget_sums=sums, selection=selection, rotated=rotated)
-    if selection is not None:
+    sums = None if gates is None else sum_gates(gates, q.shape[1])
+    out = plan.run(score, q, k, v, kernel, sums, selection, rotated)
+    if cache is not None and selection is not None:
         cache.keep_selection(first, selection)
-    return run
+    return (out, lse[0]) if return_lse else out
 
 
 def _keys_of_blocks(

@@ -7,6 +7,7 @@ heads, D head dimension.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from normattn.errors import InputError
+from normattn.kernels import attend
 from normattn.kernels.stats import announce
 from normattn.layers.checks import (
     BOOLEAN,
@@ -158,7 +160,8 @@ class CrossAttention(nn.Module):
         plan = prepare(spec, q, memory.keys.shape[2], given, cached=True)
         at = plan.positions
         announce(self.score, q, memory.raw, query_padding, memory.padding, at.query, at.key)
-        o = plan.run(self.score, q, memory.keys, memory.values)
+        kernel = partial(attend, backend=backend)
+        o = plan.run(self.score, q, memory.keys, memory.values, kernel)
         y: Tensor = self.out(o.transpose(1, 2).reshape(rows, x.shape[1], -1))
         return y
 

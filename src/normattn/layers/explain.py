@@ -153,7 +153,7 @@ def _inputs(
         causal, documents=documents, residual=None if residual is None else residual[0]
     )
     plan = prepare(spec, q, keys, given)
-    plan.run(score, q, k, pair_values(spec, v, size), forget_sums=sums, kernel=note)
+    plan.run(score, q, k, pair_values(spec, v, size), note, sums)
     inputs = noted[-1]
     tensors = [None if x is None else _StandIn(x, device) for x in inputs.tensors]
     shown = AttentionInputs.of(inputs.settings, tensors)

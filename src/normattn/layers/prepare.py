@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from normattn.errors import InputError
-from normattn.kernels import AttentionInputs, AttentionMask, attend
+from normattn.kernels import AttentionInputs, AttentionMask
 from normattn.kernels.inputs import Selection
 from normattn.kernels.stats import confine
 from normattn.layers.checks import AttentionArguments, check_order, check_restarts
@@ -46,19 +46,17 @@ class AttentionPlan:
         q: Float[Tensor, "b h t d"],
         k: Float[Tensor, "b g s cached"],
         v: Float[Tensor, "b g s e"],
-        *,
+        kernel: Callable[[AttentionInputs], Tensor],
         forget_sums: Float[Tensor, "b h s"] | None = None,
         selection: Selection | None = None,
         rotated: Callable[[int, int], Tensor] | None = None,
-        kernel: Callable[[AttentionInputs], Tensor] | None = None,
     ) -> Float[Tensor, "b outputs t out"]:
         """softmax(score) · v for any score.
 
-        Values of pairs of heads stand side by side, and those of `VORoPE` are turned.
-        `forget_sums` are the summed gates of `FoX`, of all keys; `selection` what queries before
-        have selected, and `rotated` takes (keys, block) to the first keys as the rows of a block
-        read them, both beside a cache. `kernel` computes in place of the one that the backend
-        names.
+        Values of pairs of heads stand side by side, and those of `VORoPE` are turned. `kernel`
+        computes outputs of inputs. `forget_sums` are the summed gates of `FoX`, of all keys;
+        `selection` what queries before have selected, and `rotated` takes (keys, block) to the
+        first keys as the rows of a block read them, both beside a cache.
         """
         given = self.given
 
@@ -78,7 +76,7 @@ class AttentionPlan:
             inputs = add_forgetting(inputs, forget_sums, rows, q.shape[2])
             if given.residual is not None:
                 inputs = given.residual.join(inputs)
-            return attend(inputs, given.backend) if kernel is None else kernel(inputs)
+            return kernel(inputs)
 
         # The definition is made of operations that every derivative goes through.
         with plain_operations(given.backend == "reference"):
