@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from layers.written_out import agree
 from normattn import attention
 from normattn.kernels import BACKENDS
 from score.cases import tensors
@@ -52,17 +53,6 @@ def _looped(
     return torch.stack(out).view(q.shape[0], q.shape[1], rows, -1)
 
 
-def _agree(ours: Tensor, expected: Tensor, leaves: list[Tensor]) -> None:
-    torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-10)
-    weights = torch.linspace(-1, 1, ours.numel(), dtype=ours.dtype).view_as(ours)
-    for one, other in zip(
-        torch.autograd.grad(ours, leaves, weights, retain_graph=True),
-        torch.autograd.grad(expected, leaves, weights),
-        strict=True,
-    ):
-        torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-10)
-
-
 @pytest.mark.parametrize("backend", ["auto", "reference", "chunked"])
 def test_outputs_and_gradients(backend: str) -> None:
     assert backend in BACKENDS
@@ -71,7 +61,7 @@ def test_outputs_and_gradients(backend: str) -> None:
         q, k, v, forget = leaves
         text = "Baseline-FoX" + ("" if window is None else f"-SlidingWindow(window={window})")
         ours = attention(q, k, v, text, forget=forget, backend=backend)
-        _agree(ours, _looped(q, k, v, forget, window), leaves)
+        agree(ours, _looped(q, k, v, forget, window), leaves)
 
 
 def test_documents_and_padding() -> None:
@@ -79,13 +69,13 @@ def test_documents_and_padding() -> None:
     q, k, v, forget = leaves
     documents = torch.tensor([[0] * 4 + [1] * 7, [0] * 9 + [1] * 2])
     ours = attention(q, k, v, "Baseline-FoX-Packed", forget=forget, documents=documents)
-    _agree(ours, _looped(q, k, v, forget, documents=documents), leaves)
+    agree(ours, _looped(q, k, v, forget, documents=documents), leaves)
     padding = torch.arange(T)[None] < torch.tensor([[0], [3]])
     ours = attention(q, k, v, "Baseline-FoX", forget=forget, key_padding=padding)
     expected = _looped(q, k, v, forget, padding=padding)
     # What a padded query reads has no meaning.
     real = ~padding[:, None, :, None]
-    _agree(ours * real, expected * real, leaves)
+    agree(ours * real, expected * real, leaves)
 
 
 def test_half_precision_keeps_the_sum() -> None:
