@@ -15,7 +15,17 @@ from .memory import largest
 
 N, D, V = 11, 6, 17
 TARGETS = torch.tensor([0, 16, 3, 3, 8, 1, 2, 0, 16, 5, 9])
-CHUNKS = [1, 4, 11, 512]
+
+
+@pytest.fixture(params=[1, 4, 11, 512])
+def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of a chunk."""
+    monkeypatch.setattr(cross_entropy, "CHUNK", request.param)
+
+
+@pytest.fixture
+def four(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cross_entropy, "CHUNK", 4)
 
 
 def _close(ours: Tensor, expected: Tensor) -> None:
@@ -23,11 +33,10 @@ def _close(ours: Tensor, expected: Tensor) -> None:
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
-@pytest.mark.parametrize("chunk", CHUNKS)
-def test_loss_hits_and_gradients(chunk: int, smoothing: float) -> None:
+def test_loss_hits_and_gradients(chunk: None, smoothing: float) -> None:
     """With gradients, by a second backward, and without gradients."""
     hidden, weight = tensors((N, D), (V, D))
-    result = linear_cross_entropy(hidden, weight, TARGETS, chunk, label_smoothing=smoothing)
+    result = linear_cross_entropy(hidden, weight, TARGETS, label_smoothing=smoothing)
     logits = hidden @ weight.T
     expected = F.cross_entropy(logits, TARGETS, label_smoothing=smoothing)
     _close(result.loss, expected)
@@ -41,7 +50,7 @@ def test_loss_hits_and_gradients(chunk: int, smoothing: float) -> None:
         _close(mine, other)
         _close(twice, other)
     with torch.no_grad():
-        without = linear_cross_entropy(hidden, weight, TARGETS, chunk, label_smoothing=smoothing)
+        without = linear_cross_entropy(hidden, weight, TARGETS, label_smoothing=smoothing)
     _close(without.loss, expected.detach())
     _close(without.nll, result.nll)
 
@@ -53,10 +62,9 @@ def test_a_label_smoothing_that_is_no_share_is_refused(share: float) -> None:
         linear_cross_entropy(hidden, weight, TARGETS, label_smoothing=share)
 
 
-@pytest.mark.parametrize("chunk", CHUNKS)
-def test_scores_of_each_token(chunk: int) -> None:
+def test_scores_of_each_token(chunk: None) -> None:
     hidden, weight = tensors((N, D), (V, D))
-    scores = token_scores(hidden, weight, TARGETS, chunk=chunk)
+    scores = token_scores(hidden, weight, TARGETS)
     logits = hidden @ weight.T
     _close(scores.loss, F.cross_entropy(logits, TARGETS, reduction="none").detach())
     assert torch.equal(scores.correct, logits.argmax(-1) == TARGETS)
@@ -64,10 +72,10 @@ def test_scores_of_each_token(chunk: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_a_retained_graph_gives_the_same_gradients_again(dtype: torch.dtype) -> None:
+def test_a_retained_graph_gives_the_same_gradients_again(four: None, dtype: torch.dtype) -> None:
     """The first backward scales and hands out what the forward made; later ones make it anew."""
     hidden, weight = (x.detach().to(dtype).requires_grad_() for x in tensors((N, D), (V, D)))
-    loss = linear_cross_entropy(hidden, weight, TARGETS, chunk=4).loss
+    loss = linear_cross_entropy(hidden, weight, TARGETS).loss
     first = torch.autograd.grad(loss * 3, (hidden, weight), retain_graph=True)
     kept = [x.clone() for x in first]
     second = torch.autograd.grad(loss * 3, (hidden, weight), retain_graph=True)
@@ -94,42 +102,42 @@ def test_sums_beyond_float16_have_a_mean_within() -> None:
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_one_of_the_two_may_be_fixed(which: int) -> None:
+def test_one_of_the_two_may_be_fixed(four: None, which: int) -> None:
     both = tensors((N, D), (V, D))
     inputs = [x if n == which else x.detach() for n, x in enumerate(both)]
-    loss = linear_cross_entropy(inputs[0], inputs[1], TARGETS, chunk=4).loss
+    loss = linear_cross_entropy(inputs[0], inputs[1], TARGETS).loss
     (ours,) = torch.autograd.grad(loss, inputs[which])
     expected = F.cross_entropy(inputs[0] @ inputs[1].T, TARGETS)
     _close(ours, torch.autograd.grad(expected, inputs[which])[0])
 
 
-def test_a_tied_head_gathers_both_gradients() -> None:
+def test_a_tied_head_gathers_both_gradients(four: None) -> None:
     """The weight is the embedding as well: its gradient arrives by two ways."""
     (weight,) = tensors((V, D))
-    loss = linear_cross_entropy(weight[TARGETS].tanh(), weight, TARGETS.flip(0), chunk=4).loss
+    loss = linear_cross_entropy(weight[TARGETS].tanh(), weight, TARGETS.flip(0)).loss
     (ours,) = torch.autograd.grad(loss, weight)
     expected = F.cross_entropy(weight[TARGETS].tanh() @ weight.T, TARGETS.flip(0))
     _close(ours, torch.autograd.grad(expected, weight)[0])
 
 
-@pytest.mark.parametrize("chunk", [3, 512])
-def test_of_equal_logits_the_first_is_the_answer(chunk: int) -> None:
+def test_of_equal_logits_the_first_is_the_answer(chunk: None) -> None:
     hidden, weight = torch.ones(6, D), torch.ones(V, D)
     weight[0] = 0
     targets = torch.tensor([0, 1, 2, 16, 1, 5])
     expected = torch.tensor([False, True, False, False, True, False])
-    assert torch.equal(token_scores(hidden, weight, targets, chunk=chunk).correct, expected)
-    assert linear_cross_entropy(hidden, weight.requires_grad_(), targets, chunk).correct == 2
+    assert torch.equal(token_scores(hidden, weight, targets).correct, expected)
+    assert linear_cross_entropy(hidden, weight.requires_grad_(), targets).correct == 2
 
 
 @pytest.mark.parametrize("part", [1, 32 * 10, 2**20])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_autocast_to_bfloat16(part: int, smoothing: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cross_entropy, "PART", part)
+    monkeypatch.setattr(cross_entropy, "CHUNK", 64)
     hidden, weight = tensors((200, 32), (64, 32), dtype=torch.float32)
     targets = torch.arange(200) % 64
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        result = linear_cross_entropy(hidden, weight, targets, 64, smoothing)
+        result = linear_cross_entropy(hidden, weight, targets, smoothing)
     assert result.loss.dtype == torch.float32
     logits = hidden.double() @ weight.double().T
     exact = F.cross_entropy(logits, targets, label_smoothing=smoothing)
@@ -140,34 +148,29 @@ def test_autocast_to_bfloat16(part: int, smoothing: float, monkeypatch: pytest.M
         assert (mine - hand).norm() < 0.02 * hand.norm()
 
 
-def test_logits_beyond_the_range_of_exp() -> None:
+def test_logits_beyond_the_range_of_exp(four: None) -> None:
     hidden, weight = tensors((N, D), (V, D), dtype=torch.float32)
-    result = linear_cross_entropy(hidden * 100, weight, TARGETS, chunk=4)
+    result = linear_cross_entropy(hidden * 100, weight, TARGETS)
     torch.testing.assert_close(result.loss, F.cross_entropy(hidden * 100 @ weight.T, TARGETS))
     assert all(g.isfinite().all() for g in torch.autograd.grad(result.loss, (hidden, weight)))
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("autocast", [False, True])
-def test_the_whole_logits_never_exist(autocast: bool, smoothing: float) -> None:
+def test_the_whole_logits_never_exist(
+    autocast: bool, smoothing: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cross_entropy, "CHUNK", 32)
     hidden, weight = tensors((512, 8), (64, 8), dtype=torch.float32)
     targets = torch.arange(512) % 64
     with (
         largest() as record,
         torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast),
     ):
-        loss = linear_cross_entropy(hidden, weight, targets, 32, smoothing).loss
+        loss = linear_cross_entropy(hidden, weight, targets, smoothing).loss
         torch.autograd.grad(loss, (hidden, weight))
-        token_scores(hidden, weight, targets, chunk=32)
+        token_scores(hidden, weight, targets)
     assert record.numel == 512 * 8  # the gradient of hidden, twice a chunk of 32 × 64
-
-
-@pytest.mark.parametrize("chunk", [0, -1])
-def test_a_chunk_without_rows_is_refused(chunk: int) -> None:
-    hidden, weight = tensors((N, D), (V, D))
-    for score in (linear_cross_entropy, token_scores):
-        with pytest.raises(InputError, match=f"at least 1 row, but chunk is {chunk}"):
-            score(hidden, weight, TARGETS, chunk)
 
 
 def test_no_tokens_have_no_scores() -> None:

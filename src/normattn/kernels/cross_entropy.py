@@ -21,6 +21,7 @@ from normattn.errors import InputError
 from normattn.kernels.numerics import at_least_float32, refuse_second_derivative
 from normattn.plain import plain
 
+# Rows of a chunk.
 CHUNK = 256
 # Numbers of the weight's gradient that are converted from half precision at once on a CPU.
 PART = 2**20
@@ -44,9 +45,9 @@ class TokenScores(NamedTuple):
     correct: Bool[Tensor, "*n"]
 
 
-def _buffers(hidden: Tensor, weight: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+def _buffers(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Room for the products of a chunk, and for its logits: another where products are half."""
-    products = hidden.new_empty(min(chunk, hidden.shape[0]), weight.shape[0])
+    products = hidden.new_empty(min(CHUNK, hidden.shape[0]), weight.shape[0])
     wide = at_least_float32(hidden.dtype)
     return products, products if wide == hidden.dtype else products.to(wide)
 
@@ -115,7 +116,6 @@ def _sums(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
-    chunk: int,
     share: float,
     wanted: tuple[bool, bool],
 ) -> _Sums:
@@ -125,9 +125,9 @@ def _sums(
     by_weight = torch.zeros_like(given, dtype=wide) if wanted[1] else None
     nll = hidden.new_zeros((), dtype=wide)
     correct = torch.zeros((), dtype=torch.int64, device=hidden.device)
-    buffers = _buffers(hidden, weight, chunk)
-    for start in range(0, hidden.shape[0], chunk):
-        rows = slice(start, start + chunk)
+    buffers = _buffers(hidden, weight)
+    for start in range(0, hidden.shape[0], CHUNK):
+        rows = slice(start, start + CHUNK)
         p, row_loss, hit = _softmax(hidden[rows], weight, targets[rows], buffers)
         nll += row_loss.sum()
         correct += hit.sum()
@@ -158,11 +158,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, share: float
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, share: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        sums = _sums(hidden, weight, targets, chunk, share, ctx.needs_input_grad[:2])
+        sums = _sums(hidden, weight, targets, share, ctx.needs_input_grad[:2])
         ctx.save_for_backward(hidden, weight, targets)
-        ctx.settings, ctx.sums = (chunk, share), sums
+        ctx.share, ctx.sums = share, sums
         nll = sums.nll / hidden.shape[0]
         ctx.mark_non_differentiable(sums.correct, nll)
         return sums.loss / hidden.shape[0], sums.correct, nll
@@ -173,14 +173,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden, weight, targets = ctx.saved_tensors
         sums, ctx.sums = ctx.sums, None
         if sums is None:
-            wanted, (chunk, share) = ctx.needs_input_grad[:2], ctx.settings
-            sums = _sums(hidden, weight, targets, chunk, share, wanted)
+            sums = _sums(hidden, weight, targets, ctx.share, ctx.needs_input_grad[:2])
         per_token = grads[0] / hidden.shape[0]
         by_hidden, by_weight = sums.by_hidden, sums.by_weight
         return (
             None if by_hidden is None else by_hidden.mul_(per_token),
             None if by_weight is None else by_weight.mul_(per_token).to(weight.dtype),
-            *(None, None, None),
+            *(None, None),
         )
 
 
@@ -188,16 +187,14 @@ def linear_cross_entropy(
     hidden: Float[Tensor, "n d"],
     weight: Float[Tensor, "v d"],
     targets: Int[Tensor, "n"],
-    chunk: int = CHUNK,
     label_smoothing: float = 0.0,
 ) -> LinearCrossEntropy:
     """Mean cross-entropy of softmax(hidden · weightᵀ) against `targets`, and the hits.
 
     `label_smoothing` is the share ε of the target's weight that all V words get alike. Under
     autocast the products run in its dtype; loss and weight gradient gather in float32. Raises
-    `InputError` for a chunk below 1 and a label smoothing outside 0 … 1.
+    `InputError` for a label smoothing outside 0 … 1.
     """
-    _check_chunk(chunk)
     if not 0 <= label_smoothing <= 1:
         raise InputError(f"label_smoothing is {label_smoothing}; it must be from 0 to 1")
     if torch.is_autocast_enabled(hidden.device.type):
@@ -211,18 +208,13 @@ def linear_cross_entropy(
             return LinearCrossEntropy(loss, (logits.argmax(-1) == targets).sum(), nll)
         if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
             return LinearCrossEntropy(
-                *_LinearCrossEntropy.apply(hidden, weight, targets, chunk, label_smoothing)  # type: ignore[no-untyped-call]
+                *_LinearCrossEntropy.apply(hidden, weight, targets, label_smoothing)  # type: ignore[no-untyped-call]
             )
-        scores = token_scores(hidden, weight, targets, chunk)
+        scores = token_scores(hidden, weight, targets)
         nll = scores.loss.mean()
         smoothing = _smoothing(hidden, weight, targets, label_smoothing)
         loss = nll + smoothing / max(1, len(targets))
         return LinearCrossEntropy(loss, scores.correct.sum(), nll)
-
-
-def _check_chunk(chunk: int) -> None:
-    if chunk < 1:
-        raise InputError(f"cross-entropy goes by chunks of at least 1 row, but chunk is {chunk}")
 
 
 @torch.no_grad()
@@ -230,14 +222,12 @@ def token_scores(
     hidden: Float[Tensor, "n d"],
     weight: Float[Tensor, "v d"],
     targets: Int[Tensor, "n"],
-    chunk: int = CHUNK,
 ) -> TokenScores:
     """Loss and hit of every token, without gradients."""
-    _check_chunk(chunk)
     weight, parts = weight.to(hidden.dtype), []
-    buffers = _buffers(hidden, weight, chunk)
-    for start in range(0, hidden.shape[0], chunk):
-        rows = slice(start, start + chunk)
+    buffers = _buffers(hidden, weight)
+    for start in range(0, hidden.shape[0], CHUNK):
+        rows = slice(start, start + CHUNK)
         parts.append(_softmax(hidden[rows], weight, targets[rows], buffers)[1:])
     if not parts:
         none = hidden.new_zeros(0, dtype=at_least_float32(hidden.dtype))
