@@ -324,8 +324,3 @@ def test_nobody_is_told_afterwards() -> None:
         raise ZeroDivisionError
     attend(inputs_of("plain"))
     assert not notes.seen
-
-
-def test_one_observation_at_a_time() -> None:
-    with observing(Notes()), pytest.raises(InputError, match="observed already"):
-        observing(Notes()).__enter__()

@@ -22,7 +22,6 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from normattn.errors import InputError
 from normattn.kernels.inputs import AttentionInputs, AttentionMask
 from normattn.kernels.numerics import at_least_float32
 from normattn.kernels.tile_scores import TileScores, score_groups
@@ -94,15 +93,37 @@ def observer() -> Observer | None:
     return None if torch.compiler.is_compiling() else _OBSERVER.get()
 
 
+class _Both(Observer):
+    """Two observers of the same calls, of which one at most asks for functions of distance."""
+
+    def __init__(self, first: Observer, second: Observer) -> None:
+        self._members = (first, second)
+
+    def enter(self, *call: Any) -> None:
+        for member in self._members:
+            member.enter(*call)
+
+    def confine(self, *rows: Any) -> None:
+        for member in self._members:
+            member.confine(*rows)
+
+    def functions(self, inputs: AttentionInputs) -> Tensor | None:
+        wanted = [member.functions(inputs) for member in self._members]
+        return next((functions for functions in wanted if functions is not None), None)
+
+    def see(self, *seen: Any) -> None:
+        for member in self._members:
+            member.see(*seen)
+
+
 @contextmanager
 def observing(by: Observer) -> Iterator[None]:
     """Hand `by` the statistics of all that `attend` computes inside, in this thread.
 
-    Raises `InputError` where someone observes already.
+    Who observes already gets them as well.
     """
-    if _OBSERVER.get() is not None:
-        raise InputError("attention is observed already: end that observation first")
-    token = _OBSERVER.set(by)
+    before = _OBSERVER.get()
+    token = _OBSERVER.set(by if before is None else _Both(before, by))
     try:
         yield
     finally:
