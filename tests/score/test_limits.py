@@ -125,19 +125,6 @@ def test_variants_are_each_other_for_normalised_inputs() -> None:
     assert change.abs().max() > 1e-3
 
 
-def test_ssmax_starts_as_ordinary_softmax_on_average_and_log_n_is_one_of_it() -> None:
-    q, k, v = qkv(20)
-    score = Score(f"Baseline-SSMax(bias=true)@{L}", 2, D).double()
-    assert score.logn is not None
-    n = torch.arange(1, L + 1, dtype=torch.float64)
-    _same((score.logn["s"][0] * n.log()).mean(), torch.ones(()).double(), 1e-6)
-    for slope, bias, name in ((1 / math.log(L), 0.0, f"Baseline-logn@{L}"), (0, 1, "Baseline")):
-        with torch.no_grad():
-            score.logn["s"].fill_(slope)
-            score.logn["b"].fill_(bias)
-        _same(attention(q, k, v, score), attention(q, k, v, name))
-
-
 @pytest.mark.parametrize("backend", ["reference", "auto"])
 def test_dynamic_ntk_is_ntk_with_a_factor_of_1_and_a_step_a_block(backend: str) -> None:
     inputs = qkv(3 * L + 2)
@@ -161,17 +148,6 @@ def test_a_sink_that_takes_nothing_and_one_that_takes_all() -> None:
         with torch.no_grad():
             score.sink.fill_(value)
         _same(attention(q, k, v, score), expected)
-
-
-@pytest.mark.parametrize("text", ["KNA-logn", "CosA-logn+-SelfExtend(group=2)", "KNA-DynamicNTK"])
-def test_a_packed_row_is_its_documents_one_by_one(text: str) -> None:
-    inputs = qkv(20)
-    documents = torch.tensor([0] * 3 + [1] * 12 + [2] * 5).expand(2, -1)
-    for causal in (True, False) if text == "KNA-logn" else (True,):
-        packed = out(f"{text}-Packed", inputs, documents=documents, causal=causal)
-        for rows in (slice(0, 3), slice(3, 15), slice(15, 20)):
-            alone = out(text, [x[:, :, rows] for x in inputs], causal=causal)
-            _same(packed[:, :, rows], alone)
 
 
 def test_alibi_slopes_of_the_paper() -> None:
@@ -227,13 +203,6 @@ def test_what_kerple_learns_comes_back_into_its_range(wanted: float, backend: st
     against = torch.autograd.grad(-out.square().sum(), a)[0].sign()
     # Of a gradient and its opposite the one passes whose step leads back.
     assert {float(direction), float(against)} == {0.0, -1.0 if wanted > 0 else 1.0}
-
-
-def test_streaming_reads_as_a_cache_of_the_kept_tokens() -> None:
-    q, k, v = qkv(30)
-    whole = out("Baseline-StreamingLLM", [q, k, v])
-    kept = [0, 1, 2, 3, 26, 27, 28, 29]
-    _same(whole[:, :, -1:], attention(q[:, :, -1:], k[:, :, kept], v[:, :, kept], "Baseline"))
 
 
 def test_what_the_table_fills_in_fits_into_the_training_length() -> None:

@@ -19,7 +19,6 @@ from normattn.score.parts import rope_frequencies
 from normattn.score.rotary import Rotator, query_scale
 
 from .cases import tensors
-from .recipe import Recipe, frequencies
 
 D, T = 8, 11
 every_layout = pytest.mark.parametrize("layout", ["half", "interleaved"])
@@ -125,20 +124,6 @@ def test_every_scaling_of_transformers(d: int, length: int, s: float, base: floa
         theta, _ = theirs("dynamic", d, length, base, length * (block + 1), factor=s)
         mine, _ = ours(f"DynamicNTK(factor={s})@{length}", d, base, block)
         torch.testing.assert_close(mine, theta, rtol=1e-6, atol=0)
-
-
-METHODS = ("PI", "ABF", "NTK", "NTKOld", "NTKMixed", "YaRN", "Llama3", "LongRoPE", "ClippedRoPE")
-
-
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(("d", "length"), [(16, 64), (128, 2048), (64, 32)])
-def test_frequencies_are_those_of_the_oracle(method: str, d: int, length: int) -> None:
-    recipe = Recipe(method=method, train_length=length, factor=5.5, base=20000.0)
-    expected = torch.tensor(frequencies(recipe, d), dtype=torch.float64)
-    spec = ScoreSpec.parse(recipe.text).resolve()
-    assert spec.rope_scaling is not None
-    mine = spec.rope_scaling.inverse_frequencies(d, 20000.0, length)
-    torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-15)
 
 
 def test_what_the_papers_say_of_the_fastest_and_the_slowest() -> None:

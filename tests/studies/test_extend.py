@@ -8,12 +8,10 @@ import numpy as np
 import polars as pl
 import pytest
 
-from normattn.lab.report.figures import Intervals
-from normattn.lab.report.page import context
 from normattn.lab.report.view import View
 from normattn.lab.stats import Identity, identified, joined, sums
 from normattn.lab.studies.advice import LAST, LEAST_GAIN, LOSS, TRAIN, Advice, advise, home
-from normattn.lab.studies.extend import EXACT, KEY, PREFILL, SECONDS, STUDY, complete
+from normattn.lab.studies.extend import complete
 
 L, TOKENS = 8, 8
 NAMES = {"": "unmodified", "PI": "PI", "YaRN": "YaRN(factor=4)"}
@@ -106,49 +104,6 @@ def test_a_length_that_was_not_read_in_all_windows_is_left_out() -> None:
     cut = frame.remove(method="YaRN", length=16, unit="window 2")
     found = complete(cut, 3)
     assert set(found.select("method", "length").rows()) == {("", 8), ("", 16), ("YaRN", 8)}
-
-
-def test_every_column_of_the_page() -> None:
-    frame = _frame(_lines((3.0, 4.0), YaRN=(3.3, 3.5)))
-    units = ["window 0", "window 1", "window 2"]
-    more = [
-        identified(_identity("", 16, PREFILL), [sums(SECONDS, units, [1.0, 2.0, 9.0], [1.0] * 3)]),
-        identified(
-            _identity("", 16, PREFILL), [sums("peak_bytes", units, [2**20, 3 * 2**20, 0], [1] * 3)]
-        ),
-        identified(_identity("", 16, KEY), [sums(EXACT.name, units, [1, 0, 1], [1] * 3)]),
-    ]
-    made = context(STUDY.page, joined([frame, *more]))
-    tables = {
-        table.key: {
-            (line[0].text, column.key): cell.text
-            for line in table.cells
-            for column, cell in zip(table.columns, line, strict=True)
-        }
-        for table in made.tables
-    }
-    assert tables["table"]["unmodified", "loss_8"].startswith("3.100 [")
-    assert tables["table"]["YaRN", "loss_16"].startswith("3.600 [")
-    assert tables["table"]["YaRN", "parameters"] == "YaRN(factor=4)"
-    assert tables["change"]["YaRN", "change_16"].startswith("+0.500 [")
-    assert tables["change"]["YaRN", "change_8"].startswith("+0.300 [")
-    assert tables["change"]["unmodified", "change_16"] == "+1.000"
-    assert tables["change"]["unmodified", "change_8"] == "–"
-    assert tables["accuracy"]["unmodified", "accuracy_16"].startswith("50.0")
-    assert tables["cost"]["YaRN", "change"].startswith("+9.67 [")
-    assert tables["prefill"]["unmodified", "seconds_16"] == "2.0"
-    assert tables["prefill"]["unmodified", "bytes_16"] == "3"
-    assert tables["prefill"]["unmodified", "keys_16"] == "2 of 3"
-    assert tables["prefill"]["YaRN", "keys_16"] == "–"
-    drawn = made.figures[0]
-    assert isinstance(drawn, Intervals)
-    assert drawn.rows == ("unmodified", "YaRN")
-    assert "after 8, for the same last tokens" in drawn.title
-    values = [[None if e is None else e.value for e in column.values] for column in drawn.columns]
-    assert values == [
-        [None, pytest.approx(0.3, abs=1e-3)],
-        [pytest.approx(1.0), pytest.approx(0.5, abs=1e-3)],
-    ]
 
 
 @pytest.mark.parametrize(

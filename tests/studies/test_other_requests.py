@@ -14,10 +14,8 @@ from normattn.lab.studies.qknorm_runs import (
     SCORES,
     SWEPT,
     TranslationRun,
-    VisionRun,
     parts,
     scores_of,
-    vision_score,
 )
 from normattn.lab.studies.realformer_runs import ROWS, EncoderRun, GridRun
 from normattn.lab.studies.rmsnorm import TIMED, NormRun, TimeRun
@@ -138,18 +136,6 @@ def test_rows_are_trained_with_what_stands_after_a_plus(pairs: str, tmp_path: Pa
     assert parts("Baseline-RoPE(base=1e+06)+Muon") == ("Baseline-RoPE(base=1e+06)", ("Muon",))
 
 
-def test_images_may_have_more_seeds_and_no_positions_of_their_own(pairs: str) -> None:
-    def seeds(**asked: Any) -> list[int]:
-        runs = QKNORM.resolve(Request(pairs, changes={"vision.seeds": 3}, **asked)).runs
-        return [r.seed for r in runs if isinstance(r, VisionRun) and r.factors["rate"] == 1]
-
-    assert seeds() == [0, 1, 2]
-    assert seeds(seeds=(4,)) == [4]
-    assert vision_score("KNA-logn") == "KNA-logn-NoPE"
-    for score in ("KNA-NoPE", "KNA-RoPE", "KNA-ALiBi", "KNA-RoPE(base=100)"):
-        assert vision_score(score) == score
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -193,22 +179,6 @@ def test_a_preset_of_realformer_holds_every_row(name: str) -> None:
     )
     assert half.steps == whole.steps // 2
     assert half.model == whole.model
-
-
-def test_the_presets_of_the_source_and_of_rates_chosen_row_by_row() -> None:
-    assert preset.names("realformer") == ["gpu-base", "laptop", "smoke", "workstation"]
-    source = REALFORMER.resolve(Request("gpu-base", ("RealFormer",), seeds=(0,)))
-    models = {run.size: run.training_config.model for run in _encoders(source)}
-    sizes = {size: (m.layers, m.dim, m.train_length) for size, m in models.items()}
-    assert sizes == {"small": (4, 512, 512), "base": (12, 768, 512), "large": (24, 1024, 512)}
-    rates: dict[str, dict[str, float]] = {"four": {}, "twelve": {}}
-    for run in _encoders(REALFORMER.resolve(Request("workstation", seeds=(0,)))):
-        assert run.training["model"]["init_std"] == 0.07
-        rates[run.size][run.row] = run.training["optimiser"]["lr"]
-    assert set(rates["four"]) == set(rates["twelve"])
-    for own in rates.values():
-        assert own["RealFormer-half"] == own["RealFormer-from-PostLN"] == own["RealFormer"]
-        assert own["PostLN-continued"] == own["PostLN"]
 
 
 def test_rows_rates_and_sizes_can_be_chosen(encoders: str) -> None:

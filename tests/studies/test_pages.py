@@ -1,6 +1,7 @@
 """What the pages of qknorm, realformer and rmsnorm conclude, from sums made by hand.
 
-How a page pairs, corrects and words its claims is tested in tests/report.
+How a page pairs and corrects its claims is tested in tests/report, and that the published numbers
+come out again in tests/docs/test_published.py.
 """
 
 from __future__ import annotations
@@ -14,13 +15,11 @@ import numpy as np
 import polars as pl
 import pytest
 
-from normattn.lab.evaluation.classification import Predictions, document_sums
 from normattn.lab.report.claims import Finding
 from normattn.lab.report.output import page_json
 from normattn.lab.report.page import PageContext, context
 from normattn.lab.report.view import View
 from normattn.lab.stats import Bootstrap, Identity, fact, identified, joined, sums
-from normattn.lab.stats.metrics import bleu
 from normattn.lab.studies import qknorm, realformer, rmsnorm
 from normattn.lab.studies.base import Study
 from normattn.lab.studies.realformer import Setting
@@ -66,36 +65,6 @@ def trained(experiment: str, score: str, seed: int, rate: float = 1.0) -> Identi
     )
 
 
-def texts(seed: int, gain: float) -> dict[str, Any]:
-    """Counts of made-up translations that are a little better by `gain`, sentence by sentence."""
-    generator = np.random.default_rng([seed, 7])
-    tokens = generator.integers(5, 20, 30)
-    shares = np.clip(generator.uniform(0.3, 0.7, 30) + gain * generator.uniform(0, 2, 30), 0, 1)
-    matches = [np.floor(np.maximum(tokens - n, 0) * shares**n) for n in (1, 2, 3, 4)]
-    grams = [np.maximum(tokens - n + 1, 0) for n in (1, 2, 3, 4)]
-    characters = np.stack([np.stack([g, g, m]) for g, m in zip(grams, matches, strict=True)])
-    return {
-        "tokens": tokens,
-        "bleu": np.stack([tokens, tokens, *matches, *grams], axis=-1).astype(float),
-        "chrf": np.concatenate([characters, characters[:2]]).reshape(18, 30).T.astype(float),
-        "loss": tokens * (3 - 2 * shares),
-        "correct": matches[0],
-    }
-
-
-def translated(score: str, seed: int, gain: float = 0.0) -> pl.DataFrame:
-    made, ones = texts(seed, gain), np.ones(30)
-    return identified(
-        trained("translation", score, seed),
-        [
-            sums("loss", DOCUMENTS, made["loss"], made["tokens"]),
-            sums("accuracy", DOCUMENTS, made["correct"], made["tokens"]),
-            sums("bleu", DOCUMENTS, made["bleu"], ones, axis="count", edges=range(10)),
-            sums("chrf", DOCUMENTS, made["chrf"], ones, axis="count", edges=range(18)),
-        ],
-    )
-
-
 def swept(score: str, rate: float, nats: float | None, seed: int = 0) -> pl.DataFrame:
     """A training of the sweep: its final loss, or None for one in NaN; what it recorded."""
     who = trained("rates", score, seed, rate)
@@ -104,36 +73,12 @@ def swept(score: str, rate: float, nats: float | None, seed: int = 0) -> pl.Data
     parts = [identified(replace(who, protocol="training"), [logit])]
     if nats is None:
         return joined([*parts, ended(who, 41)])
-    tokens = texts(seed, 0.0)["tokens"]
+    tokens = np.random.default_rng(seed).integers(5, 20, 30)
     losses = [
         sums(name, DOCUMENTS, each * tokens, tokens)
         for name, each in (("loss", nats), ("unigram_loss", 5.5))
     ]
     return joined([*parts, identified(who, losses)])
-
-
-def test_translations_are_paired_over_sentences_and_seeds() -> None:
-    parts = [
-        *(translated("QKRMSNorm", seed, 0.1) for seed in (0, 1, 2)),
-        *(translated("Baseline", seed) for seed in (1, 2, 3)),
-    ]
-    base, ours = tables(page(qknorm.STUDY, parts))["table"]
-    found = ours["change_bleu"]
-    assert found["seeds"] == [1, 2]  # those that both have
-    expected = [
-        np.mean([float(bleu(texts(seed, gain)["bleu"].sum(0))) for seed in (1, 2)])
-        for gain in (0.1, 0.0)
-    ]
-    assert found["value"] == pytest.approx(expected[0] - expected[1], abs=1e-8)
-    assert 0 < found["low"] < found["value"] < found["high"]
-    assert base["change_bleu"] is None
-    seeds = [texts(seed, 0.1) for seed in SEEDS]
-    losses, correct = (
-        np.mean([text[name].sum() / text["tokens"].sum() for text in seeds])
-        for name in ("loss", "correct")
-    )
-    assert ours["loss"]["value"] == pytest.approx(losses, abs=1e-8)
-    assert ours["accuracy"]["value"] == pytest.approx(100 * correct, abs=1e-8)
 
 
 def test_what_the_sweep_of_learning_rates_says() -> None:
@@ -236,21 +181,6 @@ def setting(place: Setting, nats: float | None, seed: int = 0) -> pl.DataFrame:
     return identified(who, scored(TOKENS / 2, nats + noise(place, seed)))
 
 
-def test_rows_pool_their_seeds_and_statistics_are_ratios_of_sums() -> None:
-    parts = [encoder("PostLN", 40, 0), encoder("PostLN", 50, 1), encoder("PreLN", 30, 1)]
-    right = [
-        float(part.filter(protocol="masked", statistic="accuracy")["sum"].sum()) for part in parts
-    ]
-    pre, post = tables(page(realformer.STUDY, parts))["table"]
-    assert (pre["row"], post["row"]) == ("PreLN", "PostLN")
-    accuracy = post["accuracy"]
-    assert accuracy["value"] == pytest.approx(100 * (right[0] + right[1]) / (2 * 3000))
-    assert accuracy["low"] < accuracy["value"] < accuracy["high"]
-    assert (accuracy["units"], accuracy["count"], accuracy["seeds"]) == (30, 3000, [0, 1])
-    assert pre["gain"]["value"] == pytest.approx((right[2] - right[1]) / 30)
-    assert (pre["gain"]["seeds"], post["gain"]) == ([1], None)
-
-
 def test_claims_about_encoders_of_two_sizes() -> None:
     """RealFormer loses 16 points by growing where PostLN loses 10 and PreLN 16."""
     hits = {"PostLN": 40, "RealFormer": 46, "PreLN": 46}
@@ -312,39 +242,6 @@ def test_the_grid_tells_learned_stuck_and_diverged() -> None:
 
 def normed(row: str, seed: int = 0, protocol: str = "classification", data: str = "d") -> Identity:
     return Identity("rmsnorm", row, row, seed, protocol, 0, 0, data=data)
-
-
-def classified(row: str, seed: int, wrong: int) -> pl.DataFrame:
-    """Sixty documents of one of three labels; `wrong` of them are predicted to be the next."""
-    true = np.eye(3)[np.arange(60) % 3] > 0
-    missed = np.arange(60) < wrong
-    said = np.where(missed[:, None], np.roll(true, 1, axis=1), true).astype(np.float32)
-    found = Predictions(said, true, (0.1 + 0.01 * missed).astype(np.float32))
-    counts = document_sums(found, 0.5, [f"x{n:02}" for n in range(60)])
-    known = [fact("parameters", 1000.0), fact("threshold", 0.5)]
-    return joined(
-        [
-            identified(normed(row, seed), counts),
-            identified(normed(row, seed, "training"), known),
-        ]
-    )
-
-
-def test_errors_of_classifiers_are_paired_and_decided() -> None:
-    def made(wrong: int) -> PageContext:
-        rows = (("LayerNorm", 15), ("RMSNorm", wrong))
-        return page(
-            rmsnorm.STUDY, [classified(row, s, count + s) for s in SEEDS for row, count in rows]
-        )
-
-    worse = made(40)
-    for measured in ("micro F1", "macro F1", "test loss"):
-        assert finding(worse, measured).verdict == "confirmed"
-    assert finding(worse, "micro F1").difference.value == pytest.approx(-100 * 25 / 60)
-    assert finding(worse, "test loss").difference.value == pytest.approx(250 / 60, rel=1e-5)
-    assert finding(made(0), "micro F1").verdict == "contradicted"
-    # An interval wider than what the source found decides nothing.
-    assert finding(made(17), "micro F1").verdict == "inconclusive"
 
 
 def test_a_ratio_of_times_is_paired_by_round() -> None:

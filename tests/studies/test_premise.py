@@ -14,7 +14,7 @@ from normattn.lab.report.page import context
 from normattn.lab.report.view import View
 from normattn.lab.stats import Bootstrap, Identity, fact, identified, joined, sums
 from normattn.lab.studies import find
-from normattn.lab.studies.lm_report import position_figures, premise
+from normattn.lab.studies.lm_report import premise
 
 L, LONGEST, DOCUMENTS = 4, 16, 40
 EDGES = [*range(0, LONGEST + 1, 2)]
@@ -73,26 +73,6 @@ def test_equally_good_at_the_training_length(points: dict[str, float], verdict: 
     assert verdict in text
     for row, value in list(points.items())[1:]:
         assert f"{row} {value - 30:+.1f} [" in text
-
-
-def test_a_control_is_drawn_beside_the_models_as_they_are() -> None:
-    plain = frame({"Baseline": 30.0, "KNA": 30.4})
-    read = plain.filter(row="Baseline").with_columns(method=pl.lit("StreamingLLM"))
-    yarn = plain.with_columns(method=pl.lit("YaRN"))
-    for measurements, panels in (
-        (
-            joined([plain, read, yarn]),
-            {
-                "unmodified": ["Baseline", "KNA", "Baseline-StreamingLLM"],
-                "YaRN": ["Baseline", "KNA"],
-            },
-        ),
-        (joined([read, yarn]), {"YaRN": ["Baseline", "KNA"], "StreamingLLM": ["Baseline"]}),
-    ):
-        for figure in position_figures(view(measurements)):
-            assert isinstance(figure, Curves)
-            shown = {p.title: [line.label for line in p.lines] for p in figure.panels}
-            assert shown == panels
 
 
 def test_copying_is_tokens_within_the_training_length_alone() -> None:
