@@ -62,11 +62,11 @@ def node(cluster: Any, **settings: Any) -> Any:
     raise AssertionError
 
 
-@pytest.fixture(params=["local", "slurm", "ray"])
+@pytest.fixture(params=["local", "ray"])
 def launcher(request: pytest.FixtureRequest) -> Launcher:
-    """Each launcher."""
-    if request.param != "ray":
-        return Local() if request.param == "local" else Slurm(cluster="local")
+    """Each launcher but Slurm's: its outcomes and signals are tested in test_slurm.py."""
+    if request.param == "local":
+        return Local()
     return Ray(address=request.getfixturevalue("cluster").address)
 
 
@@ -120,8 +120,6 @@ def test_outcomes_tell_finished_diverged_and_failed_apart(
     assert max(seen) <= 2
 
 
-# That a signal cancels jobs of Slurm is tested in test_slurm.py.
-@pytest.mark.parametrize("launcher", ["local", "ray"], indirect=True)
 def test_a_signal_lets_jobs_save(launcher: Launcher, tmp_path: Path) -> None:
     saved = tmp_path / "state"
     # As a cell does: a busy cluster may end a task's process before its interruption is heard.
