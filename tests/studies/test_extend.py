@@ -96,7 +96,7 @@ def test_a_method_that_costs_is_for_longer_texts_alone() -> None:
 def test_one_window_is_one_reading() -> None:
     advice = _advice(_lines((3.0, 4.0), YaRN=(3.0, 3.0)), windows=1)
     assert advice.method is None
-    assert advice.sentences[-1].startswith("One window")
+    assert "one window" in advice.sentences[-1]
 
 
 def test_a_length_that_was_not_read_in_all_windows_is_left_out() -> None:

@@ -53,6 +53,7 @@ def test_a_study_of_ones_own_is_run_and_reported_again(
     assert [row["row"] for row in table["tables"]["table"]] == ["Baseline", "KNA"]
     assert table["tables"]["table"][1]["gap"]["seeds"] == [0, 1, 2]
     assert table["claims"][0]["verdict"] in ("confirmed", "contradicted", "not confirmed")
+    assert (out / "table.md").read_text().startswith("# Twice as long\n")
     made_by = "reproduce ./my_study.py --preset ./tiny.toml --set training.steps=5 --seeds 3`"
     assert made_by in (out / "table.md").read_text()
     assert (out / "report.html").is_file()

@@ -61,7 +61,7 @@ class Explanation:
 
 
 def explain(
-    spec: ScoreSpec | str,
+    spec: ScoreSpec | Score | str,
     q_shape: Sequence[int],
     k_shape: Sequence[int] | None = None,
     v_shape: Sequence[int] | None = None,
@@ -73,7 +73,7 @@ def explain(
     """What `attention` would do with a score on tensors of these shapes; nothing is allocated.
 
     Args:
-        spec: a specification or its name.
+        spec: a specification, its name, or a `Score`.
         q_shape: (B, H, T, D).
         k_shape: (B, G, S, D); that of q by default.
         v_shape: (B, G, S, E); that of k by default.
@@ -85,7 +85,8 @@ def explain(
     Raises `InputError` where `attention` would: shapes that do not fit, an incomplete score, a
     kernel that cannot serve it; and for a layout, which is a score per layer.
     """
-    spec, target = as_spec(spec).resolve(), torch.device(device)
+    spec = spec.spec if isinstance(spec, Score) else as_spec(spec)
+    spec, target = spec.resolve(), torch.device(device)
     if target.type not in ("cpu", "cuda"):
         raise InputError(f"kernels run on a CPU or a CUDA device, not on {device}")
     k_shape = q_shape if k_shape is None else k_shape

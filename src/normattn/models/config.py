@@ -15,6 +15,7 @@ from normattn.layers.cross_attention import refuse_across
 from normattn.layers.residual import deepnorm_factors
 from normattn.score import Score, ScoreSpec
 from normattn.score.parts import RotaryPosition, Slot, find
+from normattn.score.spec import as_spec
 from normattn.settings import Settings, explain
 
 
@@ -115,6 +116,16 @@ class StackConfig(Settings):
                 super().__init__(**values)
             except ValidationError as error:
                 raise InputError(f"{error.title}: {explain(error)}") from error
+
+    @model_validator(mode="before")
+    @classmethod
+    def _length_of_score(cls, values: Any) -> Any:
+        """Take `train_length` from a score that names it, as `CosA@512`, where it is not given."""
+        if not isinstance(values, Mapping) or "train_length" in values:
+            return values
+        score = values.get("score")
+        length = as_spec(score).train_length if isinstance(score, str | ScoreSpec) else None
+        return values if length is None else {**values, "train_length": length}
 
     @model_validator(mode="after")
     def _check(self) -> StackConfig:

@@ -281,8 +281,9 @@ class ScoreSpec:
         spec = ScoreSpec(tuple(part.filled(length, factor) for part in self.parts), length)
         for part in spec.parts:
             if lack := part.missing(length):
+                where = f": {spec!s}@512, say" if lack == "train_length" else ""
                 raise InputError(
-                    f"{part.name} in {str(spec)!r} needs {lack}=…, and nothing gives it"
+                    f"{part.name} in {str(spec)!r} needs {lack}=…, and nothing gives it{where}"
                 )
         return spec
 

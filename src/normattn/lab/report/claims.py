@@ -133,7 +133,9 @@ def verdicts_in_short(findings: Sequence[Finding]) -> tuple[str, ...]:
     parts = [f"{counts[verdict]} {verdict}" for verdict in get_args(Verdict) if counts[verdict]]
     untested = len(findings) - counts.total()
     rest = f"; {untested} could not be tested with these seeds" if untested else ""
-    return (f"Of {counts.total()} tested claims: {', '.join(parts)}{rest}.",)
+    total = counts.total()
+    tested = "The tested claim is" if total == 1 else f"Of {total} tested claims:"
+    return (f"{tested} {', '.join(parts).removeprefix('1 ' * (total == 1))}{rest}.",)
 
 
 def decide(claims: Sequence[Claim], view: View) -> list[Finding]:

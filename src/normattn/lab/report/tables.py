@@ -222,8 +222,8 @@ def _without_intervals(columns: Iterable[tuple[Column, Sequence[Cell]]]) -> str:
     if all(known):
         return ""
     if not any(known):
-        return "There are no intervals: one document, window or seed was measured."
-    return "A value without brackets was measured once, or is the same everywhere: no interval."
+        return "There are no intervals: too few documents, windows or seeds were measured."
+    return "A value without brackets was measured too few times, or is the same everywhere."
 
 
 def shown(

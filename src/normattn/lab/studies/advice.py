@@ -9,6 +9,7 @@ from normattn.lab.report.tables import shown
 from normattn.lab.report.view import View
 from normattn.lab.stats import Estimate, Metric
 from normattn.lab.stats.arrays import Where
+from normattn.lab.stats.estimate import LEAST_UNITS
 from normattn.lab.studies.lm_report import ranked
 from normattn.score.spec import UNMODIFIED
 
@@ -54,9 +55,10 @@ def advise(view: View) -> Advice:
         )
     last, trained = winners[-1], spoken(train_length(view))
     cost = cost_at_train_length(view, {"method": last.method})
-    sentences = [_headline(view, winners, cost), *map(_sentence, winners)]
-    if last.loss.units == 1:
-        sentences.append("One window shows nothing reliably: take more.")
+    sentences = [_headline(view, winners, cost), *map(_sentence, reversed(winners))]
+    if last.loss.units < LEAST_UNITS:
+        few = _windows(last.loss.units)
+        sentences.append(f"Nothing is reliable with {few}: take more.")
     if last.better and cost is not None and cost.above_zero:
         sentences.append(f"Up to {trained} tokens the loss is lower without the method.")
     return Advice(tuple(sentences), last.method if last.better else None)
@@ -97,11 +99,15 @@ def _sentence(best: _Best) -> str:
     lowest = f"{name_of(best.method)}, {shown(best.loss, digits=3)} nats"
     if best.gain is not None:
         lowest += f", {shown(best.gain, signed=True, digits=3)} to the unmodified model"
-    if best.loss.units == 1:
-        lowest += "; one window, so no interval"
+    if best.loss.units < LEAST_UNITS:
+        lowest += f"; {_windows(best.loss.units)}, so no interval"
     elif best.gain is not None and not best.better:
         lowest += ", too small or uncertain a gain"
     return f"Lowest loss at {spoken(best.length)} tokens: {lowest}."
+
+
+def _windows(count: int) -> str:
+    return "one window" if count == 1 else f"{count} windows"
 
 
 # What was read

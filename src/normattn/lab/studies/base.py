@@ -132,8 +132,8 @@ class Study:
             tested = {claim.sentence: claim.metric for claim in claims if claim.metric is not None}
             shown = {**(columns or {}), **tested}
             lengths = evals[0].lengths if evals else ()
-            for title, metric in shown.items():
-                _check_metric(f"{name}: {title!r}", metric, [v.name for v in named], lengths)
+            for label, metric in shown.items():
+                _check_metric(f"{name}: {label!r}", metric, [v.name for v in named], lengths)
         order = [variant.name for variant in named]
         drawn_columns = tuple(
             Column(_key(title), title, metric) for title, metric in (columns or {}).items()

@@ -14,7 +14,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from normattn.errors import InputError
 from normattn.lab.data.tokens import TokenData
@@ -86,10 +86,16 @@ class ContinueSettings(Settings):
             raise ValueError(f"read must rise from 1 (what is forgotten), got {list(value)}")
         return value
 
+    @model_validator(mode="after")
+    def _within_the_steps(self) -> ContinueSettings:
+        if self.keep and self.keep[-1] > self.steps:
+            raise ValueError(f"keep must end by the last step {self.steps}, got {list(self.keep)}")
+        return self
+
     @property
     def kept(self) -> tuple[int, ...]:
-        """The steps whose models are read: those of `keep` before the last one, and the last."""
-        return (*(step for step in self.keep if step < self.steps), self.steps)
+        """The steps whose models are read: those of `keep`, and the last one."""
+        return tuple(sorted({*self.keep, self.steps}))
 
 
 class ContinuedRun(Run):
