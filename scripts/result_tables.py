@@ -62,8 +62,8 @@ def rows(folder: str, table: str = "table") -> dict[str, Row]:
 
 
 def number(value: float, digits: int = 1, sign: bool = False) -> str:
-    """A number with a true minus."""
-    return f"{value:{'+' if sign else ''}.{digits}f}".replace("-", "−")
+    """A number with a true minus; 0 has none."""
+    return f"{value:{'+' if sign else ''}z.{digits}f}".replace("-", "−")
 
 
 def plain(key: str, digits: int = 1, sign: bool = False) -> Cell:
@@ -302,14 +302,14 @@ TABLES: dict[str, Callable[[], str]] = {
     "block": partial(table, "factors-workstation", CHANGE, BLOCKS, "architecture"),
     "bridge": partial(table, "bridge", ARM, BRIDGE, "unit"),
     "bridge-inside": inside,
-    "mechanism": partial(table, "mechanism-workstation", CLAMPED, KEYNORM[:2], source="clamped"),
+    "mechanism": partial(table, "mechanism-base", CLAMPED, KEYNORM[:2], source="clamped"),
     "logn": partial(
         table,
         "keynorm-workstation",
         {"unmodified": interval("change", sign=True)},
         [f"{name}{logn}" for name in ("Baseline", "KNA", "CosA") for logn in ("", "-logn")],
     ),
-    "cosines": partial(table, "mechanism-workstation", OUTSIDE, KEYNORM[:2], source="distances"),
+    "cosines": partial(table, "mechanism-base", OUTSIDE, KEYNORM[:2], source="distances"),
     "multi30k": partial(table, "qknorm-multi30k", BLEU, head="score"),
     "translation": partial(table, "qknorm-laptop", BLEU, head="score"),
     "sweep": sweep,
@@ -322,6 +322,16 @@ TABLES: dict[str, Callable[[], str]] = {
         "vision",
     ),
     "depths": depths,
+    "residuals": partial(
+        table,
+        "realformer-residuals",
+        {
+            "accuracy, %": interval("accuracy"),
+            "against `PostLN`, points": interval("gain", sign=True),
+            "learning rate": plain("learning_rate", 3),
+        },
+        head="row",
+    ),
     "norms": partial(table, "rmsnorm-laptop", NORMS, head="norm"),
     "smollm2": partial(table, "extend-smollm2", LOSSES, METHODS, "method"),
     "gallery": partial(

@@ -53,7 +53,7 @@ def test_a_study_page_tells_what_the_study_says(site: dict[str, Any]) -> None:
             assert line in page
     assert "[kexue.fm/archives/9859](https://kexue.fm/archives/9859)" in pages["study/mechanism.md"]
     assert (
-        "![last accuracy](../results/mechanism-workstation/figures/last_accuracy.png)"
+        "![last accuracy](../results/mechanism-base/figures/last_accuracy.png)"
         in (pages["study/mechanism.md"])
     )
     assert (
