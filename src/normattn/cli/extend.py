@@ -37,7 +37,7 @@ from normattn.lab.studies.extend import KIND, MEASUREMENTS, STUDY
 from normattn.lab.sweep.planner import duration
 from normattn.lab.training.distributed import choose_device
 from normattn.score.spec import UNMODIFIED
-from normattn.terminal import show
+from normattn.terminal import Console, show
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 LINES_SECONDS = 10.0
@@ -64,7 +64,8 @@ def extend_model(asked: model_options.Extend) -> None:
     refuse_unused(methods, asked)
     if asked.save is not None and asked.save.exists():
         raise InputError(f"--save {asked.save} exists already: name a new folder")
-    model, tokeniser = load(asked.model, asked.gguf, _DTYPES[asked.dtype])
+    with Console(stderr=True).status(f"loading {asked.model}"):
+        model, tokeniser = load(asked.model, asked.gguf, _DTYPES[asked.dtype])
     model = model.to(choose_device(asked.device))
     settings, texts, notes = _resolve(asked, model, tokeniser)
     methods, refused = _supported(model, methods, settings, everything=ALL in asked.methods)

@@ -46,12 +46,15 @@ def show_components(asked: options.List) -> None:
 def _show_all(console: Console, known: Mapping[str, type[Part]]) -> None:
     """A line a component, by slot, and the models whose scores have a name."""
     width, slot = max(map(len, known)), None
+    console.print("A score is s = λ ⟨P N_q(q), P N_k(k)⟩ + b + r, and a name lists its components:")
+    console.print("KNA-logn-YaRN is a variant, a logn and a rope scaling.")
     for name, part in known.items():
         if part.slot is not slot:
             slot = part.slot
             console.print(f"[bold underline]{slot}[/]  [dim]{escape(slot.meaning)}[/]")
         line = f"  [bold cyan]{name:<{width}}[/]  {escape(part.summary)}"
-        console.print(line, no_wrap=True, overflow="ellipsis")
+        whole = not console.is_terminal
+        console.print(line, no_wrap=True, soft_wrap=whole, overflow=None if whole else "ellipsis")
     console.print(f"[bold underline]models[/]  {', '.join(RECIPES)}")
     console.print("normattn list NAME shows the entry of a component, a score or a model.")
 

@@ -125,8 +125,9 @@ def in_short(readings: Sequence[Reading]) -> tuple[str, ...]:
         f"{TRAINED} tokens right, and {far[plain, '']:.0f} % of the last {TRAINED} of {LENGTH:,}.",
         f"With YaRN it predicts {far[plain, yarn]:.0f} % of the last tokens right, with ReRoPE "
         f"{far[plain, rerope]:.0f} %.",
-        f"KeyNorm needs no method: {near[keys]:.0f} % at the start, "
-        f"{far[keys, '']:.0f} % at the end.",
+        f"KeyNorm does not collapse without a method: {near[keys]:.0f} % at the start, "
+        f"{far[keys, '']:.0f} % at the end. With YaRN it has {far[keys, yarn]:.0f} %: later tokens "
+        "are easier where a model can use the text before them.",
     )
 
 

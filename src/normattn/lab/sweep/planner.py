@@ -22,6 +22,8 @@ BYTES = 4
 CHECKPOINTS = 2
 SLOW, FAST = 1e10, 8e10
 """Operations a second of one CPU core, from a busy one with tiny models to a fast one."""
+START_SECONDS = 5.0
+"""A process imports torch and reads its data before it trains."""
 
 
 @dataclass(frozen=True)
@@ -95,9 +97,10 @@ def _kept(config: Any) -> int:
     return int(1 + len(config.keep) + CHECKPOINTS * (1 + config.optimiser.moments))
 
 
-def time_range(flops: float, jobs: int, threads: int) -> str:
-    """How long so many operations take on CPU cores, as a range in text."""
-    fast, slow = (flops / (speed * jobs * threads) for speed in (FAST, SLOW))
+def time_range(plan: Plan, jobs: int, threads: int) -> str:
+    """How long a plan takes on CPU cores, as a range in text; each run is a process to start."""
+    start = plan.runs * START_SECONDS / jobs
+    fast, slow = (start + plan.flops / (speed * jobs * threads) for speed in (FAST, SLOW))
     return f"{duration(fast)} to {duration(slow)} with {jobs} job{'s' * (jobs > 1)}"
 
 

@@ -120,7 +120,7 @@ def _print_plan(
         table.add_row(name, value)
     config = sweep.runs[0].training_config
     if isinstance(launcher, Local) and choose_device(config.device).type == "cpu":
-        table.add_row("time on CPU cores", time_range(plan.flops, at_once, config.threads))
+        table.add_row("time on CPU cores", time_range(plan, at_once, config.threads))
     for name, value in sweep.facts:
         table.add_row(name, value)
     table.add_row("runs under", launcher.describe())

@@ -256,7 +256,9 @@ def arrange(chosen: Iterable[Part]) -> tuple[Part, ...]:
             )
         slots[part.slot] = part
     if Slot.VARIANT not in slots:
-        raise InputError("a score needs a variant first, e.g. Baseline, KNA or CosA")
+        named = "-".join(part.name for part in slots.values())
+        hint = f": write Baseline-{named}, say" if named else ", e.g. Baseline, KNA or CosA"
+        raise InputError(f"a score needs a variant first{hint}")
     slots.setdefault(Slot.POSITION, default_position(slots))
     return tuple(slots[slot] for slot in Slot if slot in slots)
 
