@@ -136,7 +136,7 @@ def test_every_feature_is_in_the_grid_or_tested_elsewhere() -> None:
     met = set().union(*(_features_of(_inputs(*case)) for case in GRID))
     assert set(FEATURES) - met == {
         *("more queries than keys", "zero queries", "float64", "CUDA", "residual scores"),
-        "torch.func",
+        *("torch.func", "values of both positions"),
     }
 
 

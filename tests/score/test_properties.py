@@ -83,7 +83,14 @@ def specs(draw: st.DrawFn, resolved: bool = False, layer: bool = False) -> Score
         # Parts that exclude each other, bounds of each other, and a window as long as L, which
         # leaves nothing for the factor to decide.
         known = (
-            *("sense", "combined", "at least beta_slow", "above low", "needs s=", "needs group="),
+            *(
+                "combined",
+                "is not possible",
+                "at least beta_slow",
+                "above low",
+                "needs s=",
+                "needs group=",
+            ),
             "half of the buckets",
         )
         assert any(word in str(error) for word in known), text  # noqa: PT017

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ import polars as pl
 
 from normattn.cli import options
 from normattn.cli.report_runs import measured_of_runs, runs_below, split_label
-from normattn.errors import InputError
+from normattn.errors import InputError, NormattnError
 from normattn.io import read_object, write_json
 from normattn.lab.report.terminal import say
 from normattn.lab.runs.directory import FORMAT
@@ -52,7 +53,7 @@ def report_folders(asked: options.Report) -> None:
         content = _of_a_study(places, out, asked.study)
     if content is None:
         content = Content(find_typed(asked.study or READING), {}, measured_of_runs(labelled))
-    with errors_in(content.study):
+    with errors_in(content.study), _unusable(places, content.study):
         written = content.study.report(content.measured, out, dict(content.config))
     for folder in places:
         _warn_of_unfinished(folder)
@@ -75,6 +76,26 @@ def _of_a_study(places: Sequence[Path], out: Path, named: str | None) -> Content
                 "of what extend measured"
             )
     return None
+
+
+@contextmanager
+def _unusable(places: Sequence[Path], study: Study) -> Iterator[None]:
+    """Raise `InputError` for measurements that no report of the library can be made of.
+
+    Files whose digests are right can hold labels and numbers that no study wrote, which then are
+    not found, or no numbers. What else fails is a bug, and stays one.
+    """
+    try:
+        yield
+    except NormattnError:
+        raise
+    except (LookupError, ValueError, ArithmeticError, pl.exceptions.PolarsError) as error:
+        if study.source is not None:
+            raise
+        raise InputError(
+            f"{', '.join(map(str, places))} does not hold the measurements that a report of "
+            f"{study.name} is made of: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _content(folder: Path, named: str | None) -> Content | None:

@@ -6,7 +6,7 @@ Legend: B batch, H query heads, G key heads, T queries, S keys, D score size, n 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from normattn.errors import InputError
 
-if TYPE_CHECKING:
-    from normattn.kernels.inputs import AttentionInputs
+Inputs = TypeVar("Inputs", bound=Any)
+"""`AttentionInputs`, which name this file: it cannot name them."""
 
 _HOLDING = ("residual", "concatenated", "reference")
 
@@ -64,7 +64,7 @@ class ResidualScores:
         """What the sum is multiplied with: 1, or 1/n for n layers."""
         return 1.0 / self.count if self.mean else 1.0
 
-    def join(self, inputs: AttentionInputs, layer: int) -> AttentionInputs:
+    def join(self, inputs: Inputs, layer: int) -> Inputs:
         """The inputs of `layer`, from 0, which is the next; layer 0 begins a forward of its own."""
         if layer == 0 and self._task == _backward_running():
             self.kernel = self.stack = self.buffer = self.token = None

@@ -218,7 +218,8 @@ class Table:
 def _without_intervals(columns: Iterable[tuple[Column, Sequence[Cell]]]) -> str:
     """Why measured values of a table have no interval; nothing where all have one."""
     metrics = [cells for column, cells in columns if column.metric and column.interval]
-    known = [cell.estimate.low is not None for cells in metrics for cell in cells if cell.estimate]
+    found = [cell.estimate for cells in metrics for cell in cells if cell.estimate]
+    known = [value.low is not None and not value.of_few_units for value in found]
     if all(known):
         return ""
     if not any(known):
@@ -231,13 +232,13 @@ def shown(
 ) -> str:
     """ "36.7 [35.9, 37.5]", or a dash where nothing was measured; `digits` after the point.
 
-    A value that was measured once, or is the same in every unit, has no interval to show.
+    A value that was measured once or twice, or is the same in every unit, has no interval to show.
     """
     if value is None:
         return "–"
     # "z": a negative number that rounds to 0 is shown as 0, never as "-0.0".
     form = f"{'+' if signed else ''}z,.{digits}f"
-    if not interval or value.low is None or value.low == value.high:
+    if not interval or value.low is None or value.low == value.high or value.of_few_units:
         return f"{value.value:{form}}"
     return f"{value.value:{form}} [{value.low:{form}}, {value.high:{form}}]"
 

@@ -34,8 +34,8 @@ from normattn.lab.stats.metrics import Metric, Value
 Term = tuple[float, Sums]
 
 LEAST_UNITS = 3
-"""Documents or windows below which one seed has no interval: of two,
-it would be six times their distance either way."""
+"""Documents or windows from which on one seed's interval is shown: of two, it would reach six
+times their distance either way."""
 DIGITS = 9
 """After the point, of every value: above what the order of a sum can change."""
 ROUNDING = 1e-12
@@ -47,7 +47,7 @@ measured."""
 class Estimate:
     """A value, its interval, and the data behind it.
 
-    `low` and `high` are None where no interval can be made (too few units). `p` is the two-sided
+    `low` and `high` are None where no interval can be made (one unit). `p` is the two-sided
     probability of a value this far from 0, None without an interval. `count` is the denominator of
     one seed; `per_seed` are the values of the seeds alone. `stderr` is √V, the standard error, and
     `df` its degrees of freedom; both are None where the interval is not Student's.
@@ -71,6 +71,11 @@ class Estimate:
         if self.stderr is None or self.df is None:
             return None
         return float(_student(self.df, self.value - bound, self.stderr, Bootstrap.level)["p"])
+
+    @property
+    def of_few_units(self) -> bool:
+        """Whether an interval would say nothing: one seed, and fewer than three units."""
+        return len(self.seeds) == 1 and self.units < LEAST_UNITS
 
     @property
     def above_zero(self) -> bool:
@@ -137,7 +142,7 @@ def _estimated(
         "seeds": sums.seeds,
         "per_seed": tuple(map(_clean, theta[1:])),
     }
-    if units < (LEAST_UNITS if len(sums.seeds) == 1 else 2) or not np.isfinite(theta[0]):
+    if units < 2 or not np.isfinite(theta[0]):
         return Estimate(**known)
     spread = np.nanvar(resampled, axis=0, ddof=1)
     error, freedom = _spread(theta[1:], float(spread[0]), float(spread[1:].mean()), units)
