@@ -297,6 +297,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "copying": copying,
     "onehead": partial(changes, "keynorm-workstation-onehead", KEYNORM),
     "base": partial(changes, "keynorm-base", ("Baseline", "KNA", "CosA-logn", KEYNORM[3])),
+    "newer": partial(
+        changes, "keynorm-base", ("Baseline", "KNA", "Baseline-HoPE", "Baseline-VORoPE")
+    ),
     "mha": partial(changes, "keynorm-workstation-mha", KEYNORM),
     "gau": partial(changes, "keynorm-workstation", (*EIGHT, *CONTROLS)),
     "block": partial(table, "factors-workstation", CHANGE, BLOCKS, "architecture"),
