@@ -82,7 +82,7 @@ def outputs_and_gradients(
     return [out, *(torch.zeros_like(x) if g is None else g for x, g in pairs)]
 
 
-def all_close(
+def assert_all_close(
     ours: list[Tensor], expected: list[Tensor], error: float = 1e-11, where: str = ""
 ) -> None:
     """Equal in shape, and in value up to `error`, absolute and relative."""

@@ -18,7 +18,7 @@ from normattn.kernels.dispatch import TABLE
 from normattn.kernels.reference import reference
 
 from .memory import largest
-from .problems import all_close, make_inputs, outputs_and_gradients
+from .problems import assert_all_close, make_inputs, outputs_and_gradients
 
 few = settings(max_examples=25, deadline=None)
 pytestmark = pytest.mark.usefixtures("small_tiles")
@@ -30,7 +30,7 @@ def assert_agrees(backend: str, inputs: AttentionInputs, error: float = 1e-11) -
 
     along = torch.randn(*inputs.q.shape[:3], inputs.v.shape[3], dtype=inputs.v.dtype)
     ours = outputs_and_gradients(run, inputs, along)
-    all_close(ours, outputs_and_gradients(reference, inputs, along), error)
+    assert_all_close(ours, outputs_and_gradients(reference, inputs, along), error)
 
 
 def _mask(draw: random.Random, shape: tuple[int, int, int, int], seed: Any) -> Tensor:

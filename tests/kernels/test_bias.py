@@ -15,7 +15,7 @@ from normattn.kernels import AttentionInputs, AttentionMask, attend, tiled
 from normattn.kernels.reference import reference
 
 from .memory import largest
-from .problems import all_close, in_float64, leaves_of, make_inputs, outputs_and_gradients
+from .problems import assert_all_close, in_float64, leaves_of, make_inputs, outputs_and_gradients
 
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-5}
 pytestmark = pytest.mark.usefixtures("small_tiles")
@@ -111,7 +111,7 @@ def test_a_fixed_bias_has_no_gradient_and_fixed_inputs_neither() -> None:
     assert inputs.bias is not None
     fixed = replace(inputs, bias=inputs.bias.detach())
     chunked = outputs_and_gradients(lambda p: attend(p, "chunked"), fixed)
-    all_close(chunked, outputs_and_gradients(reference, fixed))
+    assert_all_close(chunked, outputs_and_gradients(reference, fixed))
     every = torch.autograd.grad(attend(inputs, "chunked").square().sum(), leaves_of(inputs))
     q, k, v = (x.detach() for x in (inputs.q, inputs.k, inputs.v))
     alone = attend(replace(inputs, q=q, k=k, v=v), "chunked").square().sum()

@@ -28,7 +28,7 @@ def four(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cross_entropy, "CHUNK", 4)
 
 
-def _close(ours: Tensor, expected: Tensor) -> None:
+def _assert_close(ours: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(ours, expected, rtol=1e-11, atol=1e-12)
 
 
@@ -39,20 +39,20 @@ def test_loss_hits_and_gradients(chunk: None, smoothing: float) -> None:
     result = linear_cross_entropy(hidden, weight, TARGETS, label_smoothing=smoothing)
     logits = hidden @ weight.T
     expected = F.cross_entropy(logits, TARGETS, label_smoothing=smoothing)
-    _close(result.loss, expected)
-    _close(result.nll, F.cross_entropy(logits, TARGETS).detach())
+    _assert_close(result.loss, expected)
+    _assert_close(result.nll, F.cross_entropy(logits, TARGETS).detach())
     assert not result.nll.requires_grad
     assert result.correct.item() == (logits.argmax(-1) == TARGETS).sum().item()
     ours = torch.autograd.grad(result.loss * 3, (hidden, weight), retain_graph=True)
     again = torch.autograd.grad(result.loss * 3, (hidden, weight))
     hand = torch.autograd.grad(expected * 3, (hidden, weight))
     for mine, twice, other in zip(ours, again, hand, strict=True):
-        _close(mine, other)
-        _close(twice, other)
+        _assert_close(mine, other)
+        _assert_close(twice, other)
     with torch.no_grad():
         without = linear_cross_entropy(hidden, weight, TARGETS, label_smoothing=smoothing)
-    _close(without.loss, expected.detach())
-    _close(without.nll, result.nll)
+    _assert_close(without.loss, expected.detach())
+    _assert_close(without.nll, result.nll)
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.5, float("nan")])
@@ -66,7 +66,7 @@ def test_scores_of_each_token(chunk: None) -> None:
     hidden, weight = tensors((N, D), (V, D))
     scores = token_scores(hidden, weight, TARGETS)
     logits = hidden @ weight.T
-    _close(scores.loss, F.cross_entropy(logits, TARGETS, reduction="none").detach())
+    _assert_close(scores.loss, F.cross_entropy(logits, TARGETS, reduction="none").detach())
     assert torch.equal(scores.correct, logits.argmax(-1) == TARGETS)
     assert not scores.loss.requires_grad
 
@@ -108,7 +108,7 @@ def test_one_of_the_two_may_be_fixed(four: None, which: int) -> None:
     loss = linear_cross_entropy(inputs[0], inputs[1], TARGETS).loss
     (ours,) = torch.autograd.grad(loss, inputs[which])
     expected = F.cross_entropy(inputs[0] @ inputs[1].T, TARGETS)
-    _close(ours, torch.autograd.grad(expected, inputs[which])[0])
+    _assert_close(ours, torch.autograd.grad(expected, inputs[which])[0])
 
 
 def test_a_tied_head_gathers_both_gradients(four: None) -> None:
@@ -117,7 +117,7 @@ def test_a_tied_head_gathers_both_gradients(four: None) -> None:
     loss = linear_cross_entropy(weight[TARGETS].tanh(), weight, TARGETS.flip(0)).loss
     (ours,) = torch.autograd.grad(loss, weight)
     expected = F.cross_entropy(weight[TARGETS].tanh() @ weight.T, TARGETS.flip(0))
-    _close(ours, torch.autograd.grad(expected, weight)[0])
+    _assert_close(ours, torch.autograd.grad(expected, weight)[0])
 
 
 def test_of_equal_logits_the_first_is_the_answer(chunk: None) -> None:

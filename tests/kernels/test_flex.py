@@ -15,7 +15,7 @@ from normattn.kernels.flex import mask_function, score_function
 from normattn.kernels.reference import reference
 from thorough import few
 
-from .problems import CHANGES, all_close, make_inputs, outputs_and_gradients
+from .problems import CHANGES, assert_all_close, make_inputs, outputs_and_gradients
 
 B, H, T, S = 2, 4, 21, 34
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -86,7 +86,7 @@ def test_gradients_through_the_functions(name: str, change: str) -> None:
     """Of queries, keys, values and the bias; flex_attention itself has no backward on a CPU."""
     inputs = _inputs(name, change, learned=True)
     expected = outputs_and_gradients(reference, inputs)
-    all_close(outputs_and_gradients(_by_functions, inputs), expected, 1e-4)
+    assert_all_close(outputs_and_gradients(_by_functions, inputs), expected, 1e-4)
 
 
 def test_a_gradient_on_a_cpu_is_refused() -> None:

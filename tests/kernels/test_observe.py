@@ -94,7 +94,7 @@ def entropy_of(weight: Tensor) -> Tensor:
     return -total
 
 
-def check(
+def assert_observed(
     recipe: Recipe, causal: bool, keys: int = T, d: int = 8, kv: int = G, **options: Any
 ) -> None:
     if (causal and recipe.leaks) or (not causal and recipe.needs_causal):
@@ -191,20 +191,20 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_variants(variant: str, causal: bool) -> None:
     for recipe in list(recipes(variant))[3::17]:
-        check(recipe, causal)
+        assert_observed(recipe, causal)
 
 
 @both
 @pytest.mark.parametrize("method", METHODS)
 def test_methods(method: str, causal: bool) -> None:
     for recipe in list(methods(method))[1::5]:
-        check(recipe, causal, keys=T + 3)
+        assert_observed(recipe, causal, keys=T + 3)
 
 
 @both
 def test_additions(causal: bool) -> None:
     for turn, recipe in list(enumerate(additions()))[1::8]:
-        check(recipe, causal, kv=3 - 2 * (turn % 2), keys=T + 2 * (turn % 3))
+        assert_observed(recipe, causal, kv=3 - 2 * (turn % 2), keys=T + 2 * (turn % 3))
 
 
 @both
@@ -217,9 +217,9 @@ def test_documents_and_padding(causal: bool, padded: bool) -> None:
             number, padding = documents(B, T, padded)
             options: dict[str, Any] = {"documents": number}
             options |= {} if padding is None else {"key_padding": padding}
-            check(replace(recipe, packed=True), causal, **options)
+            assert_observed(replace(recipe, packed=True), causal, **options)
             if padding is not None and recipe.method != "DynamicNTK":
-                check(recipe, causal, key_padding=padding)
+                assert_observed(recipe, causal, key_padding=padding)
 
 
 ADDED = torch.randn(B, 4, 7, 9, generator=torch.Generator().manual_seed(2))
