@@ -270,7 +270,7 @@ def test_a_copy_of_a_gguf_file(tmp_path: Path, command: Command) -> None:
             assert after.fields[name].contents() == field.contents(), name
     for words, why in (
         ((source, *asked, "--out", place), f"{place} exists already"),
-        ((place, *asked), "says a yarn scaling already"),
+        ((place, *asked), "holds a yarn scaling"),
     ):
         said = command("extend", *words)
         assert said.code == 2

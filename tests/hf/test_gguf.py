@@ -129,7 +129,7 @@ def test_scaled_frequencies_are_refused(tmp_path: Path, monkeypatch: pytest.Monk
     write(tmp_path / "plain.gguf", letters)
     cases = []
     for number, keys in enumerate(SCALED):
-        cases.append((tmp_path / f"keys{number}.gguf", "says a (yarn|linear) scaling already"))
+        cases.append((tmp_path / f"keys{number}.gguf", "holds a (yarn|linear) scaling"))
         changed = {f"llama.rope.{name}": value for name, value in keys.items()}
         write_gguf(tmp_path / "plain.gguf", cases[-1][0], changed)
     cases.append((tmp_path / "tensor.gguf", "holds rope_freqs.weight, which scales"))

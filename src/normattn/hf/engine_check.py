@@ -1,25 +1,31 @@
 """`verify`: does an engine compute the intended positions from its settings?
 
-Both sides become what is computed (`positions`): frequencies, amplitude, softmax scale, windows and
-rotary width, at a short, the trained and the longest length. A small model of transformers gives
-them for transformers, vLLM and SGLang, with what those two read otherwise; `llama_cpp` its own.
+Both sides become configurations in transformers' words, llama.cpp's flags and GGUF keys included,
+with what engines read otherwise (`_READ`, `llama_cpp.read_settings`). A small model of each then
+says what is computed (`tiny_model`): frequencies, amplitude, softmax scale, windows and rotary
+width, at a short, the trained and the longest length.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from normattn.errors import InputError
-from normattn.hf.engine_input import Told, decoder_of, raw_of, read_told, ropes_of
+from normattn.hf.engine_input import (
+    SCALING,
+    Told,
+    decoder_of,
+    of_gguf,
+    raw_of,
+    read_told,
+    ropes_of,
+)
 from normattn.hf.engines import COUNTED, derived_length
-from normattn.hf.llama_cpp import Gguf, converted, read_gguf, serve
 from normattn.hf.model_parts import explained, kind_of, known_length, model_parts
 from normattn.hf.native import take_record
 from normattn.hf.plan import Plan, plan, replaces_attention
@@ -35,12 +41,7 @@ from normattn.hf.tiny_model import (
 )
 from normattn.io import expanded
 
-_PARAMETERS = {
-    *("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings"),
-    *("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
-    *("partial_rotary_factor", "low_freq_factor", "high_freq_factor", "alpha", "short_factor"),
-    *("long_factor", "finetuned", "mrope_section", "mrope_interleaved"),
-}
+_PARAMETERS = {"partial_rotary_factor", "finetuned", "mrope_section", "mrope_interleaved", *SCALING}
 _ENGINE_PARAMETERS = {"vllm": {"mixed_b"}, "sglang": {"attn_factor"}}
 _ORIGINAL = "original_max_position_embeddings"
 _BASE = 10000.0
@@ -80,18 +81,6 @@ class _Meant(NamedTuple):
     bases: set[float]
 
 
-class _Computed(NamedTuple):
-    """What an engine computes: `ropes` in transformers' words, `ignored` settings a sentence each.
-
-    Settings with which the engine does not start are among the latter.
-    """
-
-    positions: Positions
-    longest: int | None
-    ropes: tuple[Mapping[str, Any], ...]
-    ignored: list[str]
-
-
 def verify(
     folder: str | Path,
     against: str | Path,
@@ -121,15 +110,14 @@ def verify(
         method = method or record["method"]
         train_length = train_length or record["train_length"]
     file = expanded(folder)
-    own = read_gguf(file) if file.suffix == ".gguf" else None
-    told = read_told(against, raw_of(config), own)
+    if file.suffix == ".gguf":
+        config = of_gguf(file, raw_of(config)).config
+    told = read_told(against, raw_of(config))
     with explained(told.file, "cannot be compared"):
-        return _compare(config, told, own, method, train_length)
+        return _compare(config, told, method, train_length)
 
 
-def _compare(
-    config: Any, told: Told, own: Gguf | None, method: str | None, train_length: int | None
-) -> Verdict:
+def _compare(config: Any, told: Told, method: str | None, train_length: int | None) -> Verdict:
     """Both sides as what is computed, and what differs."""
     meant = _meant(config, method, train_length)
     lengths = _lengths_to_compare(config, meant, told)
@@ -139,21 +127,21 @@ def _compare(
             f"no layer of a {config.get_text_config().model_type} model shows rotary "
             "positions to its attention function, so there is nothing to compare"
         )
-    wanted = base if meant.plan is None else _extended(base, meant.plan)
-    if own is not None and method is None:
-        as_is = replace(told, keys=own.own, flags={}, divisors=own.divisors)
-        wanted = _by_llama_cpp(as_is, base, config).positions
-    llama_cpp = told.engine == "llama.cpp"
-    served = _by_llama_cpp(told, base, config) if llama_cpp else _by_others(told, config, lengths)
+    told, served = _computed(told, config, lengths)
+    rotated = (x.frequencies for x in base[SHORT].values() if x.frequencies is not None)
+    width = 2 * next(rotated).numel()
+    if told.width not in (None, width):
+        wrong = f"rotary width: {told.width} features rotate instead of {width}"
+        told = replace(told, ignored=(*told.ignored, wrong))
     found = (
-        *differences(wanted, served.positions),
-        *served.ignored,
-        *_length_differences(meant, served, told.engine),
+        *differences(base if meant.plan is None else _extended(base, meant.plan), served),
+        *told.ignored,
+        *_length_differences(meant, told),
     )
     if not found and meant.plan is None:
         return Verdict(meant.name, (), ())
-    plain = not any(differences(base, served.positions))
-    mistakes = _mistakes(meant, told, served, plain, not found, config)
+    plain = not any(differences(base, served))
+    mistakes = _mistakes(meant, told, plain, not found, config)
     return Verdict(meant.name, found, tuple(mistakes))
 
 
@@ -204,17 +192,19 @@ def _extended(base: Positions, planned: Plan) -> Positions:
     }
 
 
-def _by_others(told: Told, config: Any, lengths: list[int]) -> _Computed:
-    """What transformers, vLLM or SGLang compute from their settings, and what they refuse."""
+def _computed(told: Told, config: Any, lengths: list[int]) -> tuple[Told, Positions]:
+    """What an engine computes, and what it was told with the length and what it ignores."""
     own: Any = next(iter(ropes_of(raw_of(config))), {})
-    ignored = [
-        f"{name} is missing in an override that replaces all: it was {own[name]}"
-        for rope in told.ropes
-        for name in ("partial_rotary_factor", "mrope_section")
-        if not told.whole and name not in rope and own.get(name) not in (None, 1, 1.0)
-    ]
+    ignored = list(told.ignored)
+    if told.engine != "llama.cpp" and not told.whole:
+        ignored += [
+            f"{name} is missing in an override that replaces all: it was {own[name]}"
+            for rope in told.ropes
+            for name in ("partial_rotary_factor", "mrope_section")
+            if name not in rope and own.get(name) not in (None, 1, 1.0)
+        ]
     raw, longest = copy.deepcopy(told.raw), told.longest
-    if told.engine != "hf":
+    if told.engine in _READ:
         derived = derived_length(decoder_of(raw), told.engine)
         if longest is not None and derived is not None and longest > derived:
             ignored.append(
@@ -223,12 +213,9 @@ def _by_others(told: Told, config: Any, lengths: list[int]) -> _Computed:
             )
         longest = longest or derived
         for rope in ropes_of(raw):
-            if told.engine == "vllm":
-                ignored += _read_as_vllm(rope, raw, longest)
-            else:
-                ignored += _read_as_sglang(rope)
-    positions = read_positions(replace(told, raw=raw).config, lengths)
-    return _Computed(positions, longest, told.ropes, ignored)
+            ignored += _READ[told.engine](rope, raw, longest)
+    read = read_positions(replace(told, raw=raw).config, lengths)
+    return replace(told, longest=longest, ignored=tuple(ignored)), read
 
 
 def _read_as_vllm(
@@ -251,7 +238,9 @@ def _read_as_vllm(
         )
 
 
-def _read_as_sglang(rope: dict[str, Any]) -> Iterator[str]:
+def _read_as_sglang(
+    rope: dict[str, Any], raw: Mapping[str, Any], longest: int | None
+) -> Iterator[str]:
     """The same for SGLang's `get_rope`."""
     if kind_of(rope) != "yarn":
         return
@@ -263,64 +252,31 @@ def _read_as_sglang(rope: dict[str, Any]) -> Iterator[str]:
         rope["attention_factor"] = float(times) * usual
 
 
-def _by_llama_cpp(told: Told, base: Positions, config: Any) -> _Computed:
-    """What llama.cpp computes in the layers of this model."""
-    text = config.get_text_config()
-    rotated = [layer for layer in base[SHORT].values() if layer.frequencies is not None]
-    theta = next((x for x in rotated if x.window is None), rotated[0]).frequencies
-    assert theta is not None
-    keys, divisors = dict(told.keys), told.divisors
-    if "context_length" not in keys:
-        length = int(getattr(text, "max_position_embeddings", 0) or 0)
-        rope: Any = next(iter(ropes_of(raw_of(config))), {})
-        fields = {"rope_parameters": rope, "max_position_embeddings": length}
-        written, divisors = converted(fields, theta)
-        keys = {**written, **keys}
-    if "gemma3" in str(text.model_type):
-        keys.setdefault("_swa_base", _BASE)
-    loaded = None if divisors is None else torch.as_tensor(divisors).flatten()
-    served = serve(keys, told.flags, told.file, 2 * theta.numel(), loaded)
-    window = keys.get("attention.sliding_window")
-
-    def computed(layer: LayerValues) -> LayerValues:
-        frequencies, amplitude = served.full if layer.window is None else served.within
-        if layer.frequencies is not None:
-            layer = replace(layer, frequencies=frequencies, amplitude=amplitude)
-        if keys.get("general.architecture") == "deepseek2":
-            layer = replace(layer, scale=float(text.qk_head_dim) ** -0.5 * served.score_gain)
-        if layer.window is None or window is None:
-            return layer
-        return replace(layer, window=int(window))
-
-    positions = {
-        length: {index: computed(layer) for index, layer in layers.items()}
-        for length, layers in base.items()
-    }
-    return _Computed(positions, served.longest, (served.rope,), list(served.ignored))
+_READ: dict[str, Callable[[dict[str, Any], Mapping[str, Any], int | None], Iterator[str]]] = {
+    "vllm": _read_as_vllm,
+    "sglang": _read_as_sglang,
+}
+"""How engines read rope parameters otherwise than transformers."""
 
 
-def _length_differences(meant: _Meant, served: _Computed, engine: str) -> Iterator[str]:
-    for rope in served.ropes:
+def _length_differences(meant: _Meant, told: Told) -> Iterator[str]:
+    for rope in told.ropes:
         length = rope.get(_ORIGINAL)
         if isinstance(length, int | float) and meant.trained not in (None, length):
             yield f"trained length: {int(length):,} instead of {meant.trained:,} tokens"
-    if served.longest is None or meant.longest is None:
+    if told.longest is None or meant.longest is None:
         return
-    if served.longest < meant.longest and (meant.plan is not None or engine == "hf"):
-        yield f"longest text: {served.longest:,} instead of {meant.longest:,} tokens"
-    if served.longest > meant.longest:
-        yield (
-            f"longest text: {served.longest:,} tokens, and what is meant reaches {meant.longest:,}"
-        )
+    if told.longest < meant.longest and (meant.plan is not None or told.engine == "hf"):
+        yield f"longest text: {told.longest:,} instead of {meant.longest:,} tokens"
+    if told.longest > meant.longest:
+        yield f"longest text: {told.longest:,} tokens, and what is meant reaches {meant.longest:,}"
 
 
-def _mistakes(
-    meant: _Meant, told: Told, served: _Computed, plain: bool, as_meant: bool, config: Any
-) -> Iterator[str]:
+def _mistakes(meant: _Meant, told: Told, plain: bool, as_meant: bool, config: Any) -> Iterator[str]:
     """Every usual mistake that was made, a sentence each; `plain`: positions are as trained."""
     known = {name for rope in ropes_of(raw_of(config)) for name in rope} | _PARAMETERS
     known |= _ENGINE_PARAMETERS.get(told.engine, set())
-    for rope in served.ropes:
+    for rope in told.ropes:
         kind = kind_of(rope)
         if kind in COUNTED:
             yield from _counted_within(meant, told, rope)
@@ -336,10 +292,10 @@ def _mistakes(
                 f"YaRN is static: it changes short prompts too, those{within} that the model was "
                 "trained for; serve them without it where they matter"
             )
-    longer = meant.trained is not None and (served.longest or 0) > meant.trained
-    if plain and longer and all(kind_of(rope) == "default" for rope in served.ropes):
+    longer = meant.trained is not None and (told.longest or 0) > meant.trained
+    if plain and longer and all(kind_of(rope) == "default" for rope in told.ropes):
         yield (
-            f"the length alone was raised, to {served.longest:,} tokens: the frequencies are those "
+            f"the length alone was raised, to {told.longest:,} tokens: the frequencies are those "
             f"of training, which read {meant.trained:,}"
         )
 

@@ -13,12 +13,17 @@ import math
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from normattn.errors import InputError
-from normattn.hf.llama_cpp import ENVIRONMENT, FLAGS, Gguf, read_gguf
+from normattn.hf.llama_cpp import (
+    ENVIRONMENT,
+    FLAGS,
+    read_gguf,
+    read_settings,
+)
 from normattn.hf.model_parts import explained, innermost
 from normattn.io import expanded, parse_json, read_bytes, read_object
 
@@ -28,6 +33,12 @@ _SHORT = {"-c": "--ctx-size", "-m": "--model"}
 _PROGRAMS = {"llama-": "llama.cpp", "vllm": "vllm", "sglang": "sglang"}
 _UNITS = {"k": 1000, "K": 1024, "m": 10**6, "M": 1 << 20, "g": 10**9, "G": 1 << 30}
 _MOST_BYTES = 1 << 20
+SCALING = {
+    *("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings"),
+    *("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    *("low_freq_factor", "high_freq_factor", "alpha", "short_factor", "long_factor"),
+}
+"""Rope parameters that are a scaling's or the base."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +52,8 @@ class Told:
         longest: the tokens that the engine was told to read; None where it was not told.
         engine: vllm, sglang, llama.cpp, or hf where the text does not tell.
         whole: whether it is a whole configuration, and no override of another.
-        keys, flags: llama.cpp's GGUF keys, without their architecture, and flags.
-        divisors: those of a GGUF's `rope_freqs.weight`.
+        ignored: settings that the engine ignores, a sentence each.
+        width: how many features rotate where a GGUF says it.
     """
 
     raw: dict[str, Any]
@@ -51,9 +62,8 @@ class Told:
     longest: int | None = None
     engine: str = "hf"
     whole: bool = False
-    keys: dict[str, Any] = field(default_factory=dict)
-    flags: dict[str, str] = field(default_factory=dict)
-    divisors: Any = None
+    ignored: tuple[str, ...] = ()
+    width: int | None = None
 
     @property
     def config(self) -> Any:
@@ -88,18 +98,16 @@ def ropes_of(raw: Mapping[str, Any]) -> list[Any]:
     return list(innermost(decoder.get("rope_parameters") or decoder.get("rope_scaling")))
 
 
-def read_told(against: str | Path, base: Mapping[str, Any], own: Gguf | None) -> Told:
+def read_told(against: str | Path, base: Mapping[str, Any]) -> Told:
     """The settings in `against`, on top of the model's configuration if they are partial.
 
-    `own` is the model's GGUF. Raises `InputError` for what is neither a configuration nor tells of
-    positions.
+    Raises `InputError` for what is neither a configuration nor tells of positions.
     """
     path = expanded(against)
     path = path / "config.json" if path.is_dir() else path
-    file, raw = str(path), dict(base)
+    file = str(path)
     if path.suffix == ".gguf":
-        held = read_gguf(path)
-        return Told(raw, file, engine="llama.cpp", keys=held.own, divisors=held.divisors)
+        return of_gguf(path, base)
     if path.suffix == ".json":
         return _of_fields(read_object(path), base, file)
     try:
@@ -110,8 +118,56 @@ def read_told(against: str | Path, base: Mapping[str, Any], own: Gguf | None) ->
         return _of_fields(parse_json(text, file), base, file)
     if "rope.scaling" in text and "--" not in text:  # as `--emit gguf` prints them
         keys = dict(_typed_key(line, f"{file}: {line!r}") for line in text.split())
-        return Told(raw, file, engine="llama.cpp", keys=keys)
-    return _of_command(text, base, {} if own is None else own.own, file)
+        return _of_flags(keys, {}, base, file)
+    return _of_command(text, base, file)
+
+
+def of_gguf(path: Path, base: Mapping[str, Any]) -> Told:
+    """What llama.cpp computes of a GGUF file of the model."""
+    held = read_gguf(path)
+    return _of_llama_cpp(held.own, {}, base, str(path), {}, held.divisors)
+
+
+def _of_flags(
+    keys: Mapping[str, Any], flags: Mapping[str, str], base: Mapping[str, Any], file: str
+) -> Told:
+    """What llama.cpp computes of flags and single keys over the GGUF that its converter makes."""
+    decoder = decoder_of(base)
+    rope: Any = decoder.get("rope_parameters") or {}
+    keys = {"context_length": decoder.get("max_position_embeddings") or 0, **keys}
+    return _of_llama_cpp(keys, flags, base, file, rope.get("full_attention", rope))
+
+
+def _of_llama_cpp(
+    keys: Mapping[str, Any],
+    flags: Mapping[str, str],
+    base: Mapping[str, Any],
+    file: str,
+    converted: Mapping[str, Any],
+    divisors: list[float] | None = None,
+) -> Told:
+    """The configuration of a model whose positions llama.cpp computes so."""
+    rope, longest, ignored = read_settings(converted, keys, flags, file, divisors)
+    raw = copy.deepcopy(dict(base))
+    decoder, own = decoder_of(raw), dict(next(iter(ropes_of(raw)), {}))
+    whole: dict[str, Any] = {name: own[name] for name in own.keys() - SCALING} | rope
+    types = decoder.get("layer_types") or ["sliding_attention"]
+    windowed = decoder.get("sliding_window") and "sliding_attention" in types
+    if "sliding_attention" in (decoder.get("rope_parameters") or {}):
+        usual = 10000.0 if "gemma3" in str(decoder.get("model_type")) else rope["rope_theta"]
+        within = {"rope_type": "default", "rope_theta": keys.get("rope.freq_base_swa", usual)}
+        whole = {"full_attention": whole, "sliding_attention": within}
+    elif windowed and rope["rope_type"] != "default":
+        raise InputError(
+            f"{file}: what llama.cpp scales in the layers of a {decoder.get('model_type')} model "
+            "within a window is not known here"
+        )
+    decoder["rope_parameters"] = whole
+    if windowed and "attention.sliding_window" in keys:
+        decoder["sliding_window"] = int(keys["attention.sliding_window"])
+    width = keys.get("rope.dimension_count")
+    told = () if divisors is not None else (rope,)
+    return Told(raw, file, told, longest, "llama.cpp", False, tuple(ignored), width)
 
 
 def _of_fields(
@@ -147,7 +203,7 @@ def _replaced(base: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, A
     return raw
 
 
-def _of_command(text: str, base: Mapping[str, Any], own_keys: Mapping[str, Any], file: str) -> Told:
+def _of_command(text: str, base: Mapping[str, Any], file: str) -> Told:
     """A command line, or a YAML that holds one or an engine's options."""
     words = list(_words(text, file))
     settings = (word.partition("=") for word in words)
@@ -185,7 +241,7 @@ def _of_command(text: str, base: Mapping[str, Any], own_keys: Mapping[str, Any],
     engine = _engine(words, given, bool(overrides))
     if engine == "llama.cpp":
         flags = {name: given[name] for name in FLAGS & given.keys()}
-        return Told(dict(base), file, engine=engine, keys={**own_keys, **keys}, flags=flags)
+        return _of_flags(keys, flags, base, file)
     length = given.get(_LENGTHS[engine], "auto")
     longest = None if length in ("-1", "auto") else _length(length, file)
     return _of_fields(overrides, base, file, engine, longest)

@@ -9,20 +9,18 @@ environment variables, gguf-py/gguf/constants.py keys. Its YaRN is the paper's, 
 from __future__ import annotations
 
 import math
+import os
 import re
 import struct
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from normattn.errors import InputError
-from normattn.hf.model_parts import innermost, kind_of
-from normattn.hf.rope_detection import Spectrum
+from normattn.hf.model_parts import kind_of
+from normattn.hf.native import scaling_words
 from normattn.io import open_file, write_with
-from normattn.score.parts import rope_frequencies
 from normattn.score.parts.rope_scaling import YaRN
 
 _SAME = {"mistral": "llama", "mixtral": "llama"}
@@ -34,10 +32,10 @@ _TENSOR_BYTES, _VALUE_BYTES = 24, 13
 
 
 class Gguf(NamedTuple):
-    """A file: its values by key (lists left out), and its tensors by name."""
+    """A file: its values by key (lists left out), and the tensors that scale its frequencies."""
 
     values: dict[str, Any]
-    tensors: dict[str, Any]
+    scaling: dict[str, list[float]]
 
     @property
     def architecture(self) -> str:
@@ -51,28 +49,32 @@ class Gguf(NamedTuple):
         return {name.removeprefix(prefix): value for name, value in self.values.items()}
 
     @property
-    def divisors(self) -> Any:
+    def divisors(self) -> list[float] | None:
         """The numbers that divide the frequencies (`rope_freqs.weight`), or None.
 
         Raises `InputError` for a file whose numbers are LongRoPE's, which differ with the length.
         """
-        for name in self.tensors:
+        for name in self.scaling:
             if name.startswith(_LONGROPE):
                 raise InputError(f"the file holds {name}: LongRoPE of a GGUF is not compared here")
-        held = (tensor for name, tensor in self.tensors.items() if name.startswith(_DIVISORS))
-        return next((tensor.data for tensor in held), None)
+        return next(iter(self.scaling.values()), None)
 
 
 def read_gguf(path: Path) -> Gguf:
     """The head of a GGUF file, no weight. Raises `InputError` for a damaged one.
 
-    Its counts are compared with its size before they are believed.
+    A file that has not changed is read once: its lists of tokens take seconds.
     """
+    with open_file(path) as file:
+        state = os.fstat(file.fileno())
+        return _read_gguf(path, file.read(24), state.st_size, state.st_mtime_ns)
+
+
+@lru_cache(maxsize=4)
+def _read_gguf(path: Path, start: bytes, size: int, _: int) -> Gguf:
+    """The same; its counts are compared with its size before they are believed."""
     from gguf import GGUFReader, GGUFValueType
 
-    with open_file(path) as file:
-        start = file.read(24)
-        size = file.seek(0, 2)
     if start[:4] != b"GGUF" or len(start) < 24:
         raise InputError(f"{path} is not a GGUF file, or cut within its header")
     _, tensors, values = struct.unpack("<IQQ", start[4:])
@@ -84,8 +86,9 @@ def read_gguf(path: Path) -> Gguf:
     try:
         reader = GGUFReader(str(path))
         fields = [x for x in reader.fields.values() if GGUFValueType.ARRAY not in x.types]
-        named = {str(tensor.name): tensor for tensor in reader.tensors}
-        return Gguf({field.name: field.contents() for field in fields}, named)
+        scaling = [x for x in reader.tensors if x.name.startswith((_DIVISORS, _LONGROPE))]
+        held = {str(tensor.name): tensor.data.flatten().tolist() for tensor in scaling}
+        return Gguf({field.name: field.contents() for field in fields}, held)
     except Exception as error:  # the reader fails as its arrays do, in many ways
         raise InputError(f"{path} is cut or damaged: {type(error).__name__}: {error}") from error
 
@@ -110,16 +113,10 @@ def refuse_scaled(path: Path) -> None:
     factor = keys.get("rope.scaling.factor") or keys.get("rope.scale_linear") or 1.0
     # As llama.cpp reads a factor without a type.
     kind = keys.get("rope.scaling.type", "none" if factor == 1.0 else "linear")
-    if kind != "none":
+    for says in (*held.scaling, *([] if kind == "none" else [f"a {kind} scaling"])):
         raise InputError(
-            f"{path} says a {kind} scaling already, which transformers does not read: give the "
-            "file as it was before, or the model as a folder"
-        )
-    scaled = next((name for name in held.tensors if name.startswith((_DIVISORS, _LONGROPE))), None)
-    if scaled is not None:
-        raise InputError(
-            f"{path} holds {scaled}, which scales its frequencies and which transformers does not "
-            "read: give the model as a folder"
+            f"{path} holds {says}, which scales its frequencies and which transformers does not "
+            "read: give the file as it was before, or the model as a folder"
         )
 
 
@@ -149,18 +146,23 @@ def write_gguf(source: Path, target: Path, changed: Mapping[str, tuple[str, Any]
     write_with(target, fill, new=True)
 
 
-_FLAG_OF = {
-    "rope.freq_base": "--rope-freq-base",
-    "rope.scaling.type": "--rope-scaling",
-    "rope.scaling.factor": "--rope-scale",
-    "rope.scaling.original_context_length": "--yarn-orig-ctx",
-    "rope.scaling.yarn_beta_fast": "--yarn-beta-fast",
-    "rope.scaling.yarn_beta_slow": "--yarn-beta-slow",
+_ORIGINAL = "original_max_position_embeddings"
+_WORDS = {
+    "rope_theta": ("rope.freq_base", "f32", "--rope-freq-base"),
+    "rope_type": ("rope.scaling.type", "str", "--rope-scaling"),
+    "factor": ("rope.scaling.factor", "f32", "--rope-scale"),
+    _ORIGINAL: ("rope.scaling.original_context_length", "u32", "--yarn-orig-ctx"),
+    "beta_fast": ("rope.scaling.yarn_beta_fast", "f32", "--yarn-beta-fast"),
+    "beta_slow": ("rope.scaling.yarn_beta_slow", "f32", "--yarn-beta-slow"),
 }
-"""The flags that say what GGUF keys say."""
+"""transformers' words, and the keys and flags of llama.cpp that say the same."""
+_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
+_SCALES = ("--rope-scale", "--rope-freq-scale")
+_OF_YARN = {"ext_factor": -1.0, "attn_factor": 1.0, **_BETAS}
+"""Its usual values."""
 FLAGS = frozenset(
     {"--ctx-size", "--rope-freq-scale", "--yarn-ext-factor", "--yarn-attn-factor"}
-    | set(_FLAG_OF.values())
+    | {flag for _, _, flag in _WORDS.values()}
 )
 ENVIRONMENT = {f"LLAMA_ARG_{name[2:].replace('-', '_').upper()}": name for name in FLAGS} | {
     "LLAMA_ARG_ROPE_SCALING_TYPE": "--rope-scaling"
@@ -173,26 +175,19 @@ def values(architecture: str, fields: Mapping[str, Any]) -> dict[str, tuple[str,
 
     Raises `InputError` for a scaling that llama.cpp does not have.
     """
-    rope = _one_scaling(fields["rope_parameters"])
-    kind = kind_of(rope)
+    rope = dict(_one_scaling(fields["rope_parameters"]))
+    rope["rope_type"] = kind_of(rope).replace("default", "none")
+    casts: dict[str, Callable[[Any], Any]] = {"f32": float, "u32": int, "str": str}
     keys: dict[str, tuple[str, Any]] = {
         "context_length": ("u32", int(fields["max_position_embeddings"]))
     }
-    if rope.get("rope_theta") is not None:
-        keys["rope.freq_base"] = ("f32", float(rope["rope_theta"]))
-    keys["rope.scaling.type"] = ("str", kind.replace("default", "none"))
-    if kind != "default":
-        keys["rope.scaling.factor"] = ("f32", float(rope["factor"]))
-    if kind == "yarn":
-        length = int(rope["original_max_position_embeddings"])
-        keys["rope.scaling.original_context_length"] = ("u32", length)
-        for name in ("beta_fast", "beta_slow"):
-            if name in rope:
-                keys[f"rope.scaling.yarn_{name}"] = ("f32", float(rope[name]))
-        if "attention_factor" in rope:
-            # Beside the 1 + 0.1·ln s that llama.cpp multiplies with by itself.
-            own = float(rope["attention_factor"]) / _mscale(float(rope["factor"]))
-            keys["rope.scaling.attn_factor"] = ("f32", own)
+    for word, (key, kind, _) in _WORDS.items():
+        if rope.get(word) is not None:
+            keys[key] = (kind, casts[kind](rope[word]))
+    if "attention_factor" in rope:
+        # Beside the 1 + 0.1·ln s that llama.cpp multiplies with by itself.
+        own = float(rope["attention_factor"]) / _mscale(float(rope["factor"]))
+        keys["rope.scaling.attn_factor"] = ("f32", own)
     return {f"{architecture}.{name}": value for name, value in keys.items()}
 
 
@@ -221,119 +216,124 @@ def flags(fields: Mapping[str, Any], architecture: str) -> list[str]:
     The server caps a slot at the context_length of the file whatever --ctx-size asks for, and
     overwrites --yarn-attn-factor where YaRN is on (ggml-org/llama.cpp#17945), hence --override-kv.
     """
+    flag_of = {f"{architecture}.{key}": flag for key, _, flag in _WORDS.values()}
     options, overrides = [], []
     for key, (kind, value) in values(architecture, fields).items():
         text = value if kind == "str" else re.sub(r"\.0$", "", f"{float(value):.10g}")
-        flag = _FLAG_OF.get(key.removeprefix(f"{architecture}."))
-        if flag is None:
+        if key not in flag_of:
             overrides.append(f"--override-kv {key}={'int' if kind == 'u32' else 'float'}:{text}")
         elif text != "none":
-            options.append(f"{flag} {text}")
+            options.append(f"{flag_of[key]} {text}")
     return [*options, *overrides]
 
 
-def converted(fields: Mapping[str, Any], theta: Tensor) -> tuple[dict[str, Any], Tensor | None]:
-    """The keys, without architecture, that llama.cpp's converter writes, and the divisors.
-
-    `fields` are those of a configuration that give `theta`.
-    """
-    rope = dict(next(innermost(fields["rope_parameters"]), {}))
-    divisors = None
-    if kind_of(rope) == "llama3":
-        divisors = rope_frequencies(2 * theta.numel(), float(rope["rope_theta"])) / theta
-        rope = {"rope_theta": rope["rope_theta"]}
-    keys = values("", {**fields, "rope_parameters": rope})
-    return {name.removeprefix("."): value for name, (_, value) in keys.items()}, divisors
-
-
-@dataclass(frozen=True)
-class Served:
-    """What llama.cpp computes.
-
-    Attributes:
-        full, within: frequencies and amplitude of layers that see everything, and within a window.
-        score_gain: what DeepSeek's YaRN multiplies the softmax scale with.
-        longest: the tokens of a slot, which the server caps at the file's context_length.
-        ignored: flags without effect, a sentence each.
-        rope: the scaling in transformers' words.
-    """
-
-    full: Spectrum
-    within: Spectrum
-    score_gain: float
-    longest: int | None
-    ignored: tuple[str, ...]
-    rope: dict[str, Any]
-
-
-def serve(
+def read_settings(
+    own: Mapping[str, Any],
     keys: Mapping[str, Any],
     given: Mapping[str, str],
     file: str,
-    width: int,
-    divisors: Tensor | None = None,
-) -> Served:
-    """What llama.cpp makes of GGUF keys (without their architecture) and of flags.
+    divisors: list[float] | None = None,
+) -> tuple[dict[str, Any], int | None, list[str]]:
+    """Rope parameters of what llama.cpp makes of GGUF keys and flags, the longest text, and more.
 
-    `width` is the number of rotated features where no key says it; `divisors` are those of
-    `rope_freqs.weight`. Raises `InputError` for a value that it would not read.
+    What is last are flags without effect, a sentence each. `keys` lack their architecture, `own`
+    are rope parameters that the converter has read before, `divisors` the numbers of
+    `rope_freqs.weight`. The server caps a slot at the file's context_length. Raises `InputError`
+    for a value that it would not read, and for what transformers has no words for.
     """
-    kind = given.get("--rope-scaling") or str(keys.get("rope.scaling.type", "linear"))
+    numbers = _numbers(given, file)
+    _refuse_keys_of_yarn(keys, numbers, file)
+    rope = {**own, **{word: keys[key] for word, (key, _, _) in _WORDS.items() if key in keys}}
+    for word, (_, kind, flag) in _WORDS.items():
+        value = given.get(flag) if kind == "str" else numbers.get(flag)
+        unset = isinstance(value, float) and (value < 0 if "beta" in word else value == 0)
+        rope |= {} if value is None or unset else {word: value}
+    if "--rope-freq-scale" in numbers:
+        rope["factor"] = 1 / numbers["--rope-freq-scale"]
+    if kind_of(own) != "llama3":
+        rope = _resolved(rope, keys, numbers, file)
+    elif {**rope, "rope_theta": 0} != {**own, "rope_theta": 0}:  # which is a tensor of the file
+        raise InputError(f"{file}: a scaling on top of llama3 has no words in transformers")
+    mix, context = rope["rope_type"] == "yarn", int(keys.get("context_length", 0))
+    if divisors is not None:
+        rope = _divided(rope, divisors, context, file)
+    asked = int(numbers.get("--ctx-size", 0))
+    times = float(keys.get("rope.scaling.attn_factor", 1.0))
+    times *= 1.0 if mix else max(numbers.get("--yarn-attn-factor", 1.0), 0.0)
+    ignored = list(_ignored(given, mix, asked, context))
+    if times != 1 and "attention_factor" not in rope:
+        ignored.append(f"attention factor: cos and sin times {times:.5g} instead of 1")
+    longest = min(asked or context, context) if context else asked or None
+    return rope, longest, ignored
+
+
+def _refuse_keys_of_yarn(keys: Mapping[str, Any], numbers: Mapping[str, float], file: str) -> None:
+    """Raise `InputError` for keys of a file that only some architectures read.
+
+    The loaders of some (grok, laguna) read them, that of llama does not: a file of llama with 16
+    and 2 as its betas gave other probabilities than the flags.
+    """
+    for name, usual in _OF_YARN.items():
+        flag, key = f"--yarn-{name.replace('_', '-')}", f"rope.scaling.yarn_{name}"
+        if numbers.get(flag, -1.0) < 0 and float(keys.get(key, usual)) not in (usual, -1.0):
+            raise InputError(
+                f"{file}: llama.cpp reads {key} in some architectures and ignores it in most, so "
+                f"what it computes is not known here: say {flag} instead"
+            )
+
+
+def _resolved(
+    rope: dict[str, Any], keys: Mapping[str, Any], numbers: Mapping[str, float], file: str
+) -> dict[str, Any]:
+    """The rope parameters with which transformers computes what llama.cpp computes of these."""
+    kind = str(rope.get("rope_type", "linear")).replace("default", "none")
     if kind not in _KINDS:
         raise InputError(f"{file}: llama.cpp has no rope scaling {kind!r}: {', '.join(_KINDS)}")
-    numbers = _numbers(given, file)
-
-    def yarn(name: str, usual: float) -> float:
-        """A flag of YaRN, which leaves the usual value where it is below 0.
-
-        The loaders of some architectures (grok, laguna) read a key in its place, that of llama does
-        not: a file of llama with 16 and 2 as its betas gave other probabilities than the flags.
-        """
-        value, key = numbers.get(f"--yarn-{name}", -1.0), f"yarn_{name.replace('-', '_')}"
-        if value < 0 and float(keys.get(f"rope.scaling.{key}", usual)) not in (usual, -1.0):
-            raise InputError(
-                f"{file}: llama.cpp reads rope.scaling.{key} in some architectures and ignores it "
-                f"in most, so what it computes is not known here: say --yarn-{name} instead"
-            )
-        return usual if value < 0 else value
-
-    base = numbers.get("--rope-freq-base") or float(keys.get("rope.freq_base", 10000.0))
-    swa_base = float(keys.get("rope.freq_base_swa", keys.get("_swa_base", base)))
-    factor = float(keys.get("rope.scaling.factor") or keys.get("rope.scale_linear") or 1.0)
-    factor = numbers.get("--rope-scale", factor)
-    if "--rope-freq-scale" in numbers:
-        factor = 1 / numbers["--rope-freq-scale"]
-    factor = 1.0 if kind == "none" else factor
-    context, asked = int(keys.get("context_length", 0)), int(numbers.get("--ctx-size", 0))
-    original = float(keys.get("rope.scaling.original_context_length") or context)
-    trained = numbers.get("--yarn-orig-ctx") or original
-    fast, slow = yarn("beta-fast", 32.0), yarn("beta-slow", 1.0)
-    mix = yarn("ext-factor", 1.0 if kind == "yarn" else 0.0)
-    amplitude, gain = _amplitude(keys, factor, mix, yarn("attn-factor", 1.0))
-    width = int(keys.get("rope.dimension_count", width))
+    base, width = float(rope.get("rope_theta") or 10000.0), keys.get("rope.dimension_count", 2)
     if base <= 1 or width < 2 or width % 2:
         raise InputError(
             f"{file}: llama.cpp would compute no frequencies of a base of {base:g} (above 1) and "
-            f"{width} features (even)"
+            f"{width:g} features (even)"
         )
-    theta = rope_frequencies(width, base) / factor
-    if mix and trained > 1:
-        scaling = YaRN(factor=factor, beta_fast=fast, beta_slow=slow)
-        theta = theta.lerp(scaling.inverse_frequencies(width, base, int(trained)), mix)
-    theta = theta if divisors is None else theta / divisors.double()
-    rope: dict[str, Any] = {"rope_type": kind, "rope_theta": base, "factor": factor}
+    factor = float(rope.get("factor") or keys.get("rope.scale_linear") or 1.0)
+    plain = {"rope_type": "default", "rope_theta": base}
+    mix = numbers.get("--yarn-ext-factor", -1.0)
+    mix = float(kind == "yarn") if mix < 0 else mix
+    if mix not in (0, 1):
+        raise InputError(f"{file}: transformers has no words for --yarn-ext-factor {mix:g}")
+    if mix:  # which checks its values
+        betas = {
+            name: float(rope[name])
+            for name in ("beta_fast", "beta_slow")
+            if rope.get(name) is not None
+        }
+        yarn = YaRN(factor=factor, **betas)
     if kind == "none" or factor == 1:
-        rope = {"rope_type": "default", "rope_theta": base}
-    elif kind == "yarn":
-        rope["original_max_position_embeddings"] = int(trained)
-    return Served(
-        full=(theta, amplitude),
-        within=(rope_frequencies(width, swa_base), 1.0),
-        score_gain=gain,
-        longest=min(asked or context, context) if context else asked or None,
-        ignored=tuple(_ignored(given, kind, mix, asked, context)),
-        rope=rope,
-    )
+        return plain
+    if not mix:
+        return {**plain, "rope_type": "linear", "factor": factor}
+    original = int(rope.get(_ORIGINAL) or keys.get("context_length", 0))
+    stored = float(keys.get("rope.scaling.attn_factor", 1.0))
+    weight = float(keys.get("rope.scaling.yarn_log_multiplier", 0.0)) / 0.1
+    more: dict[str, Any] = {
+        name: rope[name] for name in ("mscale", "mscale_all_dim") if name in rope
+    }
+    if weight:  # DeepSeek's, whose softmax scale grows instead
+        more = {"mscale": weight, "mscale_all_dim": weight}
+    elif stored != 1:
+        more = {"attention_factor": _mscale(factor) * stored}
+    return {**plain, **scaling_words(yarn, original), **more}
+
+
+def _divided(
+    rope: dict[str, Any], divisors: list[float], context: int, file: str
+) -> dict[str, Any]:
+    """Plain rope parameters whose frequencies are divided: LongRoPE with two equal lists."""
+    if rope["rope_type"] != "default":
+        raise InputError(f"{file}: rope_freqs.weight under another scaling has no words here")
+    lists = dict.fromkeys(("short_factor", "long_factor"), divisors)
+    own = {"rope_type": "longrope", "factor": 1.0, "attention_factor": 1.0, _ORIGINAL: context}
+    return {**rope, **own, **lists}
 
 
 def _numbers(given: Mapping[str, str], file: str) -> dict[str, float]:
@@ -344,37 +344,18 @@ def _numbers(given: Mapping[str, str], file: str) -> dict[str, float]:
             value = float(given[name])
         except ValueError as error:
             raise InputError(f"{file}: {name} {given[name]!r} is no number") from error
-        scale = name in ("--rope-scale", "--rope-freq-scale")
-        if not math.isfinite(value) or (scale and value <= 0):
+        if not math.isfinite(value) or (name in _SCALES and value <= 0):
             raise InputError(f"{file}: {name} {given[name]!r} is no finite number above 0")
         numbers[name] = value
     return numbers
 
 
-def _amplitude(
-    keys: Mapping[str, Any], factor: float, mix: float, attention: float
-) -> tuple[float, float]:
-    """What cos and sin, and what DeepSeek's scores, are multiplied with."""
-    stored = float(keys.get("rope.scaling.attn_factor", 1.0))
-    if mix == 0:
-        return attention * stored, 1.0
-    deepseek = keys.get("general.architecture") == "deepseek2"
-    weight = float(keys.get("rope.scaling.yarn_log_multiplier", 0.0)) / 0.1
-    amplitude = _mscale(factor) * stored
-    if weight != 0:
-        top = weight if deepseek and weight != 1 else 1.0
-        amplitude = _mscale(factor, top) / _mscale(factor, weight) * stored
-    return amplitude, (amplitude * _mscale(factor, weight)) ** 2 if deepseek else 1.0
+def _mscale(factor: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * math.log(factor) + 1
 
 
-def _mscale(factor: float, weight: float = 1.0) -> float:
-    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1
-
-
-def _ignored(
-    given: Mapping[str, str], kind: str, mix: float, asked: int, context: int
-) -> Iterator[str]:
-    if kind == "none" and given.keys() & {"--rope-scale", "--rope-freq-scale"}:
+def _ignored(given: Mapping[str, str], mix: bool, asked: int, context: int) -> Iterator[str]:
+    if given.get("--rope-scaling") == "none" and given.keys() & {*_SCALES}:
         yield "--rope-scale is ignored: with --rope-scaling none llama.cpp sets it to 1"
     if mix and "--yarn-attn-factor" in given:
         yield (
