@@ -302,12 +302,8 @@ def _resolved(
     if mix not in (0, 1):
         raise InputError(f"{file}: transformers has no words for --yarn-ext-factor {mix:g}")
     if mix:  # which checks its values
-        betas = {
-            name: float(rope[name])
-            for name in ("beta_fast", "beta_slow")
-            if rope.get(name) is not None
-        }
-        yarn = YaRN(factor=factor, **betas)
+        fast, slow = (float(rope.get(name, usual)) for name, usual in _BETAS.items())
+        yarn = YaRN(factor=factor, beta_fast=fast, beta_slow=slow)
     if kind == "none" or factor == 1:
         return plain
     if not mix:
