@@ -17,7 +17,6 @@ from normattn.lab.data.batches import (
     Masking,
     TrainingBatches,
     below,
-    padded,
     uniforms,
 )
 from normattn.lab.data.images import ImageBatches, ImageSplit
@@ -25,7 +24,6 @@ from normattn.lab.data.pairs import PairBatches, PairSplit
 from normattn.lab.data.relations import RelationBatches, RelationSplit
 from normattn.lab.data.store import Ragged
 from normattn.lab.data.tokens import Tiling, TokenSplit
-from normattn.lab.data.windows import masked_set
 
 from .helpers import make_split
 
@@ -34,41 +32,6 @@ MASKING = Masking(vocab_size=3000)
 
 
 # Text.
-
-
-def test_rows_are_windows_of_the_packed_tokens_from_everywhere() -> None:
-    batches = TrainingBatches(SPLIT, 16, 64, 0)
-    packed = np.asarray(SPLIT.tokens).astype(np.int64)
-    windows = {tuple(window) for window in np.lib.stride_tricks.sliding_window_view(packed, 17)}
-    starts = set()
-    crossed = False
-    for step in range(200):
-        for row in batches.batch(step).tolist():
-            assert tuple(row) in windows
-            starts.add(tuple(row))
-            crossed |= 0 in row[1:-1]
-    assert crossed
-    assert len(starts) > 0.95 * len(windows)
-    assert {tuple(packed[:17]), tuple(packed[-17:])} <= windows
-
-
-def test_the_share_and_periods_of_tiled_rows() -> None:
-    # Values count up, so a row's period is where its first token comes again.
-    split = make_split([60_000])
-    batches = TrainingBatches(split, 64, 256, 1, Tiling(0.3, 8, 32))
-    rows = np.concatenate([batches.batch(step) for step in range(40)])
-    periods = []
-    for row in rows:
-        again = np.flatnonzero(row[1:] == row[0])
-        if len(again):
-            period = int(again[0]) + 1
-            np.testing.assert_array_equal(row, np.resize(row[:period], 65))
-            np.testing.assert_array_equal(np.diff(row[:period]), 1)
-            periods.append(period)
-    assert abs(len(periods) / len(rows) - 0.3) < 0.015
-    assert set(periods) == set(range(8, 33))
-    counts = np.bincount(periods)[8:]
-    assert counts.max() < 1.7 * counts.min()
 
 
 def test_the_drawn_numbers_are_those_of_every_numpy() -> None:
@@ -143,20 +106,6 @@ def test_the_shares_are_those_of_the_source() -> None:
     assert (shown > 0).all()
     # Every position is chosen equally often: the standard error is 0.0056.
     assert abs(np.bincount(rows.places.ravel(), minlength=100) / 4000 - 0.15).max() < 0.03
-
-
-def test_held_out_texts_are_hidden_once() -> None:
-    texts = masked_set(SPLIT, 20, MASKING, max_windows=12, seed=4)
-    assert len(texts) == 12
-    assert texts.rows.ids.shape == (12, 20)
-    assert texts.rows.places.shape == (12, 3)
-    again = texts.rows.ids.copy()
-    np.put_along_axis(again, texts.rows.places, texts.rows.targets, 1)
-    # Token values count up inside a document.
-    np.testing.assert_array_equal(np.diff(again, axis=1), 1)
-    assert texts.fingerprint == masked_set(SPLIT, 20, MASKING, 12, 4).fingerprint
-    others = {masked_set(SPLIT, 20, MASKING, 12, seed).fingerprint for seed in range(5)}
-    assert len(others) == 5
 
 
 # Sentence pairs.
@@ -241,12 +190,6 @@ def test_an_epoch_holds_every_document_at_most_once(
         assert (batch.labels.sum(1) == 1).all()
     assert max(seen.values()) == 1
     assert len(seen) == len(lengths) // batch_size * batch_size
-
-
-def test_rows_are_filled_up_on_the_right() -> None:
-    ids, padding = padded([[5], [6, 7]], 9, length=3)
-    assert ids.tolist() == [[5, 9, 9], [6, 7, 9]]
-    assert padding.tolist() == [[False, True, True], [False, False, True]]
 
 
 # Every kind.

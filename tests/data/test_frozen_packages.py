@@ -20,7 +20,6 @@ from normattn.lab.data.corpora import parse_corpus
 from normattn.lab.data.frozen_packages import (
     FrozenPackages,
     is_generated,
-    is_wanted,
 )
 
 SAMPLE = ("h2", "sqlparse", "toolz")
@@ -119,7 +118,7 @@ def test_without_pip_or_index_it_is_one_sentence(
 def test_the_list_is_pinned_and_says_its_size() -> None:
     corpus = parse_corpus("python-packages-2026")
     assert isinstance(corpus, FrozenPackages)
-    facts, lines = corpus.pinned.facts, frozen.LIST.read_text("utf-8").splitlines()
+    facts, lines = corpus.facts, frozen.LIST.read_text("utf-8").splitlines()
     pinned = [line for line in lines if not line.startswith("#")]
     assert len(corpus.sources()) == len(pinned) == 127
     for line in pinned:
@@ -131,21 +130,6 @@ def test_the_list_is_pinned_and_says_its_size() -> None:
     assert f"{int(facts['download-bytes']) / 1e6:.0f} MB" in note
     with pytest.raises(InputError, match="has no option 'split'"):
         parse_corpus("python-packages-2026?split=train")
-
-
-def test_tests_vendored_copies_and_generated_files_are_not_wanted() -> None:
-    for wanted in ("module.py", "testing.py", "README.md", "fast.pyx"):
-        assert is_wanted(Path("foo", wanted))
-    for unwanted in (
-        "Tests/a.py",
-        "a_test.py",
-        "conftest.py",
-        "_vendor/b/c.py",
-        "a_pb2.py",
-        "a.txt",
-    ):
-        assert not is_wanted(Path("foo", unwanted))
-    assert not is_wanted(Path("foo-1.0.dist-info/LICENSE.md"))
 
 
 PLAIN = "".join(f"def plain_{word}(): return {word!r}\n" for word in "abcdefghijklmnopqrstuvwxyz")

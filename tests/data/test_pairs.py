@@ -34,7 +34,7 @@ def test_two_aligned_files_plain_and_packed(tmp_path: Path) -> None:
     packed.write_bytes(gzip.compress(there.read_bytes()))
     assert read(f"{here},{packed}") == PAIRS
     here.write_text(here.read_text() + "one more\nand another\n")
-    with pytest.raises(InputError, match=r"train\.en has 42 lines and .*train\.de\.gz has 40"):
+    with pytest.raises(InputError, match=r"train\.en has a line 41 and .*train\.de\.gz has not"):
         read(f"{here},{packed}")
 
 
@@ -46,20 +46,8 @@ def test_json_lines_flat_nested_and_with_splits(tmp_path: Path) -> None:
     assert read(path) == PAIRS
     splits = [pair.split for pair in parse_pairs(str(path), *EN_DE).documents()]
     assert splits == [None] * 20 + ["test"] * 20
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ('{"en": "a"}', "'de'"),
-        ('{"en": "a", "de": 1}', "'de'"),
-        ('{"en": "a", "de": "b", "split": "dev"}', "split is 'dev'"),
-    ],
-)
-def test_bad_json_lines_name_the_line(tmp_path: Path, line: str, said: str) -> None:
-    path = tmp_path / "pairs.jsonl"
-    path.write_text('{"en": "a", "de": "b"}\n' + line + "\n")
-    with pytest.raises(InputError, match=rf"pairs\.jsonl:2.*{said}"):
+    path.write_text('{"en": "a", "de": "b"}\n{"en": "a", "de": "b", "split": "dev"}\n')
+    with pytest.raises(InputError, match=r"pairs\.jsonl:2.*split is 'dev'"):
         read(path)
 
 
@@ -89,18 +77,18 @@ def test_a_folder_by_split_and_language(tmp_path: Path) -> None:
     assert [pair.split for pair in found] == [None] * 60 + ["validation"] * 8 + ["test"] * 8
     assert set(source.given()) == {"validation", "test"}
     write_lines(tmp_path, PAIRS, "test_other")
-    with pytest.raises(InputError, match=r"one test set, .* has test_other\.en, test_small"):
+    with pytest.raises(InputError, match=r"one test set, but has test_other\.en, test_small"):
         read(tmp_path)
     assert read(f"{tmp_path}?test=test_other")[-40:] == PAIRS
     with pytest.raises(InputError, match=r"test_none\.en and test_none\.de .* but has none"):
         read(f"{tmp_path}?test=test_none")
     (tmp_path / "val.de").unlink()
-    with pytest.raises(InputError, match=r"one validation set, .* but has val\.en;"):
+    with pytest.raises(InputError, match=r"validation\.en and .* but has val\.en$"):
         read(f"{tmp_path}?test=test_other")
     (tmp_path / "train.en").unlink()
     (tmp_path / "train.de").unlink()
     with pytest.raises(InputError, match=r"train\.en and train\.de .* but has none"):
-        read(tmp_path)
+        read(f"{tmp_path}?test=test_other")
 
 
 def test_catalogues_of_an_installed_package(

@@ -132,13 +132,6 @@ def test_the_same_texts_give_the_same_vocabulary_in_every_process(tmp_path: Path
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
-def test_a_saved_vocabulary_comes_back(tmp_path: Path) -> None:
-    pieces = train_word_pieces(WORD_TEXTS, 300, lower_case=False)
-    pieces.save(tmp_path / "vocab.txt")
-    again = WordPieces.load(tmp_path / "vocab.txt", lower_case=False)
-    assert again.encode(WORD_TEXTS) == pieces.encode(WORD_TEXTS)
-
-
 @pytest.mark.parametrize(
     ("content", "said"),
     [

@@ -14,7 +14,7 @@ from normattn import io
 from normattn.errors import InputError
 from normattn.lab.data.corpora import parse_corpus, rows_of
 from normattn.lab.data.pair_sources import parse_pairs
-from normattn.lab.data.relation_sources import RelationFolder, relation_row
+from normattn.lab.data.relation_sources import numbered_labels, relation_row
 from normattn.lab.diagnostics.lines import read_diagnostics
 from normattn.lab.runs import RunDirectory, read_metrics, read_status
 from normattn.lab.stats import measurements
@@ -50,10 +50,6 @@ def _relations(path: Path) -> Any:
     return list(rows_of(relation_row, path.name, path))
 
 
-def _labels(path: Path) -> Any:
-    return RelationFolder({path.name: path}, lambda *_: iter(())).labels()
-
-
 READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "object": ("meta.json", io.read_object),
     "run": ("config.json", lambda path: RunDirectory.existing(path.parent)),
@@ -68,7 +64,7 @@ READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "pairs": ("pairs.jsonl", _pairs),
     "relation lines": ("train.jsonl", _relations),
     "relation array": ("train.json", _relations),
-    "labels": ("rel2id.json", _labels),
+    "labels": ("rel2id.json", numbered_labels),
 }
 
 

@@ -51,10 +51,3 @@ def test_many_sums_at_once_as_one_by_one() -> None:
                 [translations[i] for i in drawn], [[references[i] for i in drawn]]
             ).score
             assert together[row] == pytest.approx(score, rel=1e-12)
-
-
-def test_nothing_and_everything_right() -> None:
-    assert float(bleu(np.zeros(10))) == 0.0
-    assert float(chrf(np.zeros(18))) == 0.0
-    assert float(bleu(np.array([8, 8, 8, 6, 5, 4, 8, 6, 5, 4.0]))) == pytest.approx(100)
-    assert float(chrf(np.full(18, 7.0))) == pytest.approx(100)

@@ -8,13 +8,11 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from measure.make import counted, identity
+from measure.make import counted
 from normattn.errors import InputError
 from normattn.lab.stats import (
     MeasurementStore,
     digest,
-    fact,
-    identified,
     joined,
     measurements,
     sums,
@@ -46,8 +44,6 @@ def test_a_bin_is_half_open_and_has_both_ends() -> None:
         (lambda f: f.with_columns(pl.lit([1]).alias("factor.x")), "factor.x is of type"),
         (lambda f: f.with_columns(pl.col("seed").cast(pl.Int32)), "seed is Int32"),
         (lambda f: f.with_columns(pl.lit(None, pl.String).alias("row")), "no row"),
-        (lambda f: f.with_columns(pl.lit(float("nan")).alias("sum")), "not finite"),
-        (lambda f: f.with_columns(-pl.col("of")), "negative"),
         (lambda f: pl.concat([f, f]), "twice"),
     ],
 )
@@ -115,11 +111,6 @@ def test_the_store_does_a_damaged_evaluation_again(
     assert "done again" in capsys.readouterr().err
     with pytest.raises(InputError, match="no frame"):
         store.frame()
-
-
-def test_a_fact_is_a_number_of_a_training() -> None:
-    whole = identified(identity(), [fact("parameters", 7.0)])
-    assert whole.select("statistic", "sum", "of").rows() == [("parameters", 7.0, 1.0)]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import math
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from normattn.lab.report.charts import png, vega_lite
 from normattn.lab.report.figures import (
     Curves,
     Figure,
-    IntervalColumn,
     Line,
     Panel,
     Point,
@@ -56,13 +54,6 @@ def test_every_figure_is_drawn_and_repeats(figure: Figure) -> None:
     image = png(figure)
     assert image.startswith(b"\x89PNG")
     assert len(image) > 4_000
-
-
-def test_a_quantity_that_no_row_has_is_left_out() -> None:
-    """Rows are named beside the first quantity, which must not be an empty one."""
-    figure = examples.intervals()
-    nothing = IntervalColumn("nothing", (None,) * len(figure.rows))
-    assert vega_lite(replace(figure, columns=(nothing, *figure.columns))) == vega_lite(figure)
 
 
 def test_lines_hold_their_values_and_colours() -> None:

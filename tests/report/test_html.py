@@ -6,12 +6,8 @@ import json
 from dataclasses import replace
 from html.parser import HTMLParser
 
-import pytest
-
-from normattn.lab.report.charts import vega_lite
-from normattn.lab.report.output import embedded, page_html
+from normattn.lab.report.output import page_html
 from normattn.lab.report.page import PageContext
-from normattn.lab.report.tables import Cell
 
 from . import examples
 
@@ -94,12 +90,6 @@ def test_names_cannot_become_elements() -> None:
     assert hostile.scripts[1:] == plain.scripts[1:]
 
 
-def test_the_embedded_charts_are_those_of_the_figures() -> None:
-    page = examples.page()
-    values = json.loads(Parsed(page_html(page)).scripts[0])
-    assert values["charts"] == json.loads(json.dumps([*map(vega_lite, page.figures)]))
-
-
 def test_claims_are_grouped_by_verdict_and_hidden_where_none_was_tested() -> None:
     page = examples.page()
     keys = [attrs.get("id") for attrs in Parsed(page_html(page)).all("div") if attrs.get("id")]
@@ -108,25 +98,3 @@ def test_claims_are_grouped_by_verdict_and_hidden_where_none_was_tested() -> Non
     assert untested
     text = page_html(replace(page, findings=untested))
     assert 'id="claims"' not in text
-
-
-def test_json_cannot_end_its_element() -> None:
-    values = {"a": HOSTILE + "\u2028<!--"}
-    text = str(embedded(values))
-    assert not set(text) & set("<>&\u2028")
-    assert json.loads(text) == values
-
-
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [
-        *(("0.003", True), ("1,024", True), ("-3", True), ("1e-05", True)),
-        *(("2 of 2", False), ("–", False), ("0, 1", False), ("×32", False), ("nan", False)),
-    ],
-)
-def test_columns_of_words_are_aligned_to_the_left(text: str, number: bool) -> None:
-    filled = examples.table()
-    lone = replace(filled, columns=filled.columns[:2], cells=((Cell("a"), Cell(text)),))
-    parsed = Parsed(page_html(PageContext("t", tables=(lone,))))
-    (cell,) = parsed.all("td")
-    assert ("words" in (cell.get("class") or "")) != number

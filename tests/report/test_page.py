@@ -170,8 +170,8 @@ def test_the_page_in_three_forms(tmp_path: Path) -> None:
     assert page.tables[0].csv().splitlines()[0] == (
         "row,accuracy,accuracy_low,accuracy_high,gap,gap_low,gap_high"
     )
-    write_page(page, measured, tmp_path / "a")
-    write_page(page, measurements.read(tmp_path / "a" / measurements.FILE), tmp_path / "b")
+    write_page(page, tmp_path / "a", measured)
+    write_page(page, tmp_path / "b", measurements.read(tmp_path / "a" / measurements.FILE))
     first, second = (
         {path.name: path.read_bytes() for path in sorted((tmp_path / name).rglob("*.*"))}
         for name in "ab"
@@ -199,9 +199,9 @@ def test_what_an_earlier_report_left_is_removed(tmp_path: Path) -> None:
     page = context(PAGE, measured, bootstrap=SMALL)
     other = replace(page.tables[0], key="other")
     figure = replace(page.figures[0], name="another")
-    write_page(replace(page, tables=(*page.tables, other), figures=(figure,)), measured, tmp_path)
+    write_page(replace(page, tables=(*page.tables, other), figures=(figure,)), tmp_path)
     (tmp_path / "mine.csv").write_text("1")
-    write_page(page, measured, tmp_path)
+    write_page(page, tmp_path)
     assert sorted(path.name for path in tmp_path.glob("*.csv")) == ["mine.csv", "table.csv"]
     assert [path.name for path in (tmp_path / "figures").iterdir()] == ["one.png"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from normattn.cli import options
 from normattn.lab import demo
 from normattn.lab.data.text_files import read_text
-from normattn.lab.report.output import write_files
+from normattn.lab.report.output import write_page
 from normattn.lab.report.terminal import print_table, say, tell
 
 
@@ -23,4 +23,4 @@ def run_demo(asked: options.Demo) -> None:
     named = "Python source of normattn" if asked.text is None else asked.text.name
     made = demo.page(readings, named, "normattn demo")
     print_table(made.tables[0])
-    say(asked.out, write_files(made, asked.out))
+    say(asked.out, write_page(made, asked.out))

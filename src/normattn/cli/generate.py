@@ -32,7 +32,7 @@ def generate_text(asked: options.Generate) -> None:
         raise InputError("there is nothing to continue: give --prompt TEXT or --file PATH")
     if not all(texts):
         raise InputError("a prompt is empty; the model continues at least one character")
-    tokens = tokeniser.encode_batch(texts)
+    tokens = [tokeniser.encode(text) for text in texts]
     longest = max(map(len, tokens)) + asked.max_new_tokens
     length = config.model.train_length
     spec = config.model.score.with_method(asked.method)

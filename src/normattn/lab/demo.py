@@ -72,7 +72,7 @@ def demo_windows(text: str | None = None, windows: int = 24) -> Int64[np.ndarray
     than one window.
     """
     tokeniser = Tokeniser.load(FOLDER / "tokeniser.json")
-    ids = tokeniser.encode_batch([demo_text() if text is None else text])[0]
+    ids = tokeniser.encode(demo_text() if text is None else text)
     count = min(windows, len(ids) // (LENGTH + 1))
     if count < 1:
         raise InputError(

@@ -14,17 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from normattn.errors import InputError
-from normattn.io import expanded, open_file, refuse_irregular, sha256_of, stat_of
+from normattn.io import expanded, open_file, refuse_irregular, stat_of
+from normattn.lab.data import hub
 from normattn.lab.data.frozen_packages import FROZEN, FrozenPackages
 from normattn.lab.data.sources import (
-    PREFIX,
     Address,
     Corpus,
     Document,
     FileCorpus,
-    HubCorpus,
+    Part,
     Reader,
-    SplitName,
+    without_repeats,
 )
 from normattn.lab.data.text_files import (
     ROWS,
@@ -60,11 +60,11 @@ def parse_corpus(text: str) -> Corpus:
     if address.body in (PYTHON_SOURCE, FROZEN):
         address.take()
         return python_source() if address.body == PYTHON_SOURCE else FrozenPackages()
-    if address.body.startswith(PREFIX):
-        field = address.options.get("field", "text")
-        return HubCorpus(address, partial(_text_row, field), options=("field",))
+    if address.body.startswith(hub.PREFIX):
+        field = address.take(*hub.OPTIONS, "field")["field"] or "text"
+        return hub.HubCorpus(address, partial(_text_row, field))
     if expanded(address.body).exists():
-        return _text_files(address.body, address.take("field")["field"])
+        return text_files(address.body, address.take("field")["field"])
     names = (PYTHON_SOURCE, FROZEN)
     near = difflib.get_close_matches(address.body, names, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
@@ -79,19 +79,17 @@ def _text_row(field: str, name: str, row: Mapping[str, Any], where: str) -> Docu
 
 
 def rows_of(
-    read: Reader,
-    name: str,
-    path: Path,
-    split: SplitName | None = None,
-    fields: Sequence[str] | None = None,
+    read: Reader, name: str, path: Path, fields: Sequence[str] | None = None
 ) -> Iterator[Document]:
-    """The document in each row of a file, called NAME:NUMBER, all of one `split` if it is given."""
+    """The document in each row of a file, called NAME:NUMBER."""
     for number, row in read_rows(path, fields):
-        document = read(f"{name}:{number}", row, f"{path}:{number}")
-        yield document if split is None else replace(document, split=split)
+        yield read(f"{name}:{number}", row, f"{path}:{number}")
 
 
-class TextFiles(FileCorpus):
+# Text.
+
+
+def text_files(place: str, field: str | None) -> FileCorpus:
     """The text under a path. Documents of equal text stand in one split, that of the first.
 
     A single text file is cut at line ends into documents of about 32 kB. In a folder (read
@@ -99,16 +97,8 @@ class TextFiles(FileCorpus):
     text file is one document unless it is larger than 1 MB or packed. Every line of a JSON-lines
     file and every row of a Parquet, CSV or TSV file is a document; `field` (default `text`) is
     where its text stands. Names are relative to the path, so that the split does not depend on
-    where the folder lies.
+    where the folder lies. Raises `InputError` where there are none.
     """
-
-    def documents(self, limit: int | None = None) -> Iterator[Document]:
-        """Stream the documents."""
-        return _with_repeats_together(super().documents(limit))
-
-
-def _text_files(place: str, field: str | None) -> TextFiles:
-    """Find the files of text under a path; `InputError` where there are none."""
     root = expanded(place)
     files = {root.name: root}
     if root.is_dir():
@@ -121,8 +111,12 @@ def _text_files(place: str, field: str | None) -> TextFiles:
         raise InputError(f"corpus {place!r}: plain text has no fields; leave out ?field=")
     for path in files.values():  # A pipe is named, not passed over.
         refuse_irregular(path, stat_of(path).st_mode)
-    read = partial(_texts, field or "text", root.is_dir())
-    return TextFiles(dict(sorted(files.items())), read, (field, WHOLE_BYTES, PIECE_CHARACTERS))
+    return FileCorpus(
+        [Part(name, (path,)) for name, path in sorted(files.items())],
+        partial(_texts, field or "text", root.is_dir()),
+        rules=(field, WHOLE_BYTES, PIECE_CHARACTERS),
+        sift=_with_repeats_together,
+    )
 
 
 def _texts(field: str, in_folder: bool, name: str, path: Path) -> Iterator[Document]:
@@ -160,40 +154,27 @@ def _walk(root: Path) -> Iterator[Path]:
         yield from (Path(folder, name) for name in names if not name.startswith("."))
 
 
-class PythonSource(FileCorpus):
+# The standard library.
+
+
+def python_source() -> FileCorpus:
     """Every `*.py` of the standard library without tests, `encodings` and installed packages.
 
     Sorted by name; of files with the same content only the first is kept. A document is a file,
     its name the path relative to the library. The text depends on the Python version.
     """
-
-    def documents(self, limit: int | None = None) -> Iterator[Document]:
-        """Stream the files; a limit takes evenly from the whole library."""
-        seen = set()
-        for document in super().documents(limit):
-            digest = hashlib.sha256(document.text.encode()).digest()
-            if digest not in seen:
-                seen.add(digest)
-                yield document
-
-    def fingerprint(self) -> str:
-        """Hash of the Python version and of every file's name and content (12 MB: 30 ms)."""
-        digest = hashlib.sha256(platform.python_version().encode())
-        for name, path in self.files.items():
-            digest.update(f"{name} {sha256_of(path)}".encode())
-        return digest.hexdigest()
-
-    def sources(self) -> dict[str, str]:
-        """The Python version."""
-        return {"python": platform.python_version()}
-
-
-def python_source() -> PythonSource:
-    """Find the files of the standard library."""
     root = Path(sysconfig.get_path("stdlib"))
-    paths = (path.relative_to(root) for path in root.rglob("*.py"))
-    files = {p.as_posix(): root / p for p in paths if not _LEFT_OUT.intersection(p.parts)}
-    return PythonSource(dict(sorted(files.items())), _python)
+    names = {path.relative_to(root).as_posix(): path for path in root.rglob("*.py")}
+    return FileCorpus(
+        [
+            Part(name, (path,))
+            for name, path in sorted(names.items())
+            if not _LEFT_OUT.intersection(path.relative_to(root).parts)
+        ],
+        _python,
+        sift=without_repeats,
+        versions={"python": platform.python_version()},
+    )
 
 
 def _python(name: str, path: Path) -> Iterator[Document]:

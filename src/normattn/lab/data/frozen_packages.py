@@ -11,15 +11,15 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
 from normattn.errors import InputError
 from normattn.io import open_file, sha256_of
-from normattn.lab.data.sources import Corpus, Document, evenly
+from normattn.lab.data.sources import Corpus, Document, capped, evenly
 from normattn.lab.data.store import prepared
 from normattn.lab.data.text_files import decode_python, read_text
 
@@ -33,43 +33,23 @@ _TEXT = "documents.jsonl"
 
 
 @dataclass(frozen=True)
-class PackageList:
-    """The pinned packages of a corpus, in a file of requirements with hashes, as pip reads it.
-
-    `versions` are those of the packages by name, `facts` what the comments say of the whole:
-    "text-sha256" and "text-bytes" of the documents, "download-bytes" of the wheels.
-    `near_duplicates` are the files that are left out, as nearly the same as another one.
-    """
-
-    versions: Mapping[str, str]
-    facts: Mapping[str, str]
-    near_duplicates: frozenset[str]
-
-    @classmethod
-    def read(cls, path: Path) -> PackageList:
-        """The list in a file."""
-        text = read_text(path)
-        versions = dict(re.findall(r"^(\S+)==(\S+) --hash=sha256:", text, re.MULTILINE))
-        said = re.findall(r"^# ([a-z0-9-]+) (\S+)$", text, re.MULTILINE)
-        repeated = frozenset(value for name, value in said if name == "near-duplicate")
-        return cls(versions, dict(said), repeated)
-
-
-@dataclass(frozen=True)
 class FrozenPackages(Corpus):
     """The source and documentation of pinned distributions, split by distribution.
 
-    `listed` names them with their hashes. pip fetches their wheels from the index that it is set up
-    for, once, into the cache; they are read there, neither installed nor imported. Left out are
-    tests, vendored copies, what a program wrote, and the near-duplicates that the list names.
-    Documents come in the order of a hash of their names, so that any part is a mixture of all
-    packages. A text that is not the listed one is refused.
+    `listed` names them with their hashes, in a file of requirements as pip reads it. pip fetches
+    their wheels from the index that it is set up for, once, into the cache; they are read there,
+    neither installed nor imported. Left out are tests, vendored copies, what a program wrote, and
+    the near-duplicates that the list names. Documents come in the order of a hash of their names,
+    so that any part is a mixture of all packages. A text that is not the listed one is refused.
     """
 
     listed: Path = LIST
 
-    def rows(self) -> Iterator[Document]:
+    def documents(self, limit: int | None = None) -> Iterator[Document]:
         """Stream the documents, fetched before where they are not in the cache."""
+        return capped(self._rows(), limit)
+
+    def _rows(self) -> Iterator[Document]:
         with open_file(self.text()) as file:
             for line in file:
                 name, group, text = json.loads(line)
@@ -77,52 +57,52 @@ class FrozenPackages(Corpus):
 
     def text(self) -> Path:
         """The file of all documents in the cache, one JSON array a line."""
-        return _prepared(self.listed)
+        return prepared("packages", self.facts["text-sha256"], self._build) / _TEXT
+
+    def _build(self, folder: Path) -> None:
+        """Write the text of all wheels into one file, and check that it is the listed one.
+
+        What pip fetched before a lost connection is in its own cache.
+        """
+        with tempfile.TemporaryDirectory() as temporary:
+            wheels = Path(temporary)
+            download(self.listed, wheels)
+            repeated = re.findall(r"^# near-duplicate (\S+)$", self._list, re.MULTILINE)
+            write_documents(wheels, frozenset(repeated), folder / _TEXT)
+        found, expected = sha256_of(folder / _TEXT), self.facts["text-sha256"]
+        if found != expected:
+            raise InputError(
+                f"the text of the pinned packages has the sha256 {found} here instead of "
+                f"{expected}: a corpus that differs is not used"
+            )
 
     def fingerprint(self) -> str:
         """Hash of the text, which the list holds: nothing is fetched for it."""
-        return hashlib.sha256(f"{FROZEN} {self.pinned.facts['text-sha256']}".encode()).hexdigest()
+        return hashlib.sha256(f"{FROZEN} {self.facts['text-sha256']}".encode()).hexdigest()
 
     def sources(self) -> dict[str, str]:
         """The version of every package."""
-        return dict(self.pinned.versions)
+        return dict(re.findall(r"^(\S+)==(\S+) --hash=sha256:", self._list, re.MULTILINE))
 
     def notes(self) -> tuple[str, ...]:
         """What is fetched, from where and how much."""
-        megabytes = int(self.pinned.facts["download-bytes"]) / 1e6
+        megabytes = int(self.facts["download-bytes"]) / 1e6
         return (
-            f"the corpus {FROZEN} is {len(self.pinned.versions)} pinned packages, which pip "
+            f"the corpus {FROZEN} is {len(self.sources())} pinned packages, which pip "
             f"fetches once from its index ({megabytes:.0f} MB) into the cache",
         )
 
     @cached_property
-    def pinned(self) -> PackageList:
-        """What the list says."""
-        return PackageList.read(self.listed)
+    def facts(self) -> dict[str, str]:
+        """The size and digest of the documents and of the wheels, which comments of the list say.
 
+        "text-sha256" and "text-bytes" are of the documents, "download-bytes" of the wheels.
+        """
+        return dict(re.findall(r"^# ([a-z0-9-]+) (\S+)$", self._list, re.MULTILINE))
 
-@cache
-def _prepared(listed: Path) -> Path:
-    expected = PackageList.read(listed).facts["text-sha256"]
-    return prepared("packages", expected, lambda folder: _build(folder, listed)) / _TEXT
-
-
-def _build(folder: Path, listed: Path) -> None:
-    """Write the text of all wheels into one file, and check that it is the listed one.
-
-    What pip fetched before a lost connection is in its own cache.
-    """
-    pinned = PackageList.read(listed)
-    with tempfile.TemporaryDirectory() as temporary:
-        wheels = Path(temporary)
-        download(listed, wheels)
-        write_documents(wheels, pinned.near_duplicates, folder / _TEXT)
-    found, expected = sha256_of(folder / _TEXT), pinned.facts["text-sha256"]
-    if found != expected:
-        raise InputError(
-            f"the text of the pinned packages has the sha256 {found} here instead of {expected}: "
-            "a corpus that differs is not used"
-        )
+    @cached_property
+    def _list(self) -> str:
+        return read_text(self.listed)
 
 
 def download(listed: Path, folder: Path) -> None:

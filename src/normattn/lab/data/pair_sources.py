@@ -14,24 +14,20 @@ from typing import Any
 
 from normattn.errors import InputError
 from normattn.io import expanded, open_file
+from normattn.lab.data import hub
 from normattn.lab.data.corpora import rows_of
 from normattn.lab.data.sources import (
-    PREFIX,
     SPLITS,
     Address,
     Corpus,
     Document,
     FileCorpus,
-    HubCorpus,
+    Part,
     SplitName,
+    split_files,
+    without_repeats,
 )
 from normattn.lab.data.text_files import ROWS, suffix_of, text_lines, text_of
-
-_STARTS: Mapping[SplitName, tuple[str, ...]] = {
-    "train": ("train",),
-    "validation": ("val", "dev"),
-    "test": ("test",),
-}
 
 
 def parse_pairs(text: str, source: str, target: str) -> Corpus:
@@ -51,19 +47,19 @@ def parse_pairs(text: str, source: str, target: str) -> Corpus:
     address = Address.parse(text, "corpus of sentence pairs")
     body, path = address.body, expanded(address.body)
     read = partial(_pair_row, source, target)
-    if body == "catalogues":
-        address.take()
-        return _catalogues(source, target)
-    if body.startswith(PREFIX):
-        return HubCorpus(address, read, held_out=True)
-    if path.is_dir():
+    if body.startswith(hub.PREFIX):
+        address.take(*hub.OPTIONS)
+        return hub.HubCorpus(address, read, held_out=True)
+    if body != "catalogues" and path.is_dir():
         return _folder(path, source, target, address.take("test")["test"])
     address.take()
     first, _, second = body.partition(",")
+    if body == "catalogues":
+        return _catalogues(source, target)
     if second and expanded(first).is_file():
-        return _aligned((expanded(first), expanded(second), None))
+        return FileCorpus([Part(body, (expanded(first), expanded(second)))], _line_pairs)
     if suffix_of(path) in ROWS and path.is_file():
-        return FileCorpus({path.name: path}, partial(rows_of, read))
+        return FileCorpus([Part(path.name, (path,))], partial(rows_of, read))
     raise InputError(
         f"corpus {body!r} holds no sentence pairs: expected catalogues, a folder of train/val/test "
         "files by language, two aligned files as FILE,FILE, a .jsonl, .parquet, .csv or .tsv file, "
@@ -83,37 +79,18 @@ def _pair_row(source: str, target: str, name: str, row: Mapping[str, Any], where
     return Document(name, here, split=split, target=there)
 
 
-Part = tuple[Path, Path, SplitName | None]
-"""Two aligned files, and the split that they are (None: of the training part)."""
-
-
-def _aligned(*parts: Part) -> FileCorpus:
+def _line_pairs(_: str, source: Path, target: Path) -> Iterator[Document]:
     """Line n of one file with line n of the other (plain or `.gz`), without their line ends."""
-    paths = [path for source, target, _ in parts for path in (source, target)]
-    files = {f"{number} {path.name}": path for number, path in enumerate(paths)}
-    by_source = {source: (target, split) for source, target, split in parts}
-    held_out = tuple(split for *_, split in parts if split is not None)
-    return FileCorpus(files, partial(_line_pairs, by_source), held_out=held_out)
-
-
-def _line_pairs(
-    by_source: Mapping[Path, tuple[Path, SplitName | None]], _: str, source: Path
-) -> Iterator[Document]:
-    """The pairs of lines of a source file; `InputError` where one file has more than the other."""
-    if source not in by_source:
-        return
-    target, split = by_source[source]
-    here = there = 0
-    for a, b in zip_longest(text_lines(source), text_lines(target)):
-        here, there = here + (a is not None), there + (b is not None)
-        if a is not None and b is not None:
-            line, translation = a[1].rstrip("\r\n"), b[1].rstrip("\r\n")
-            yield Document(f"{source.name}:{here}", line, split=split, target=translation)
-    if here != there:
-        raise InputError(
-            f"{source} has {here:,} lines and {target} has {there:,}: line n of one must be the "
-            "translation of line n of the other"
-        )
+    lines = zip_longest(text_lines(source), text_lines(target))
+    for number, (here, there) in enumerate(lines, start=1):
+        if here is None or there is None:
+            long, short = (target, source) if here is None else (source, target)
+            raise InputError(
+                f"{long} has a line {number:,} and {short} has not: line n of one must be the "
+                "translation of line n of the other"
+            )
+        texts = (text.rstrip("\r\n") for _, text in (here, there))
+        yield Document(f"{source.name}:{number}", next(texts), target=next(texts))
 
 
 def _folder(folder: Path, source: str, target: str, test: str | None) -> FileCorpus:
@@ -121,36 +98,27 @@ def _folder(folder: Path, source: str, target: str, test: str | None) -> FileCor
 
     A file is `NAME.LANGUAGE` or `NAME.LANGUAGE.gz`. A split that is held out may be missing.
     """
-    parts: list[Part] = []
-    for split, starts in _STARTS.items():
-        chosen = test if split == "test" else None
-        found = [
-            [
-                path
-                for path in sorted(folder.iterdir())
-                if (name := _name(path, language)) is not None
-                and (name.startswith(starts) if chosen is None else name == chosen)
-            ]
-            for language in (source, target)
-        ]
-        if split != "train" and chosen is None and not any(found):
-            continue
-        if [len(paths) for paths in found] != [1, 1]:
-            holds = ", ".join(path.name for paths in found for path in paths) or "none"
-            raise InputError(
-                f"{folder} needs one {split} set, {chosen or starts[0]}.{source} and "
-                f"{chosen or starts[0]}.{target} (or .gz), but has {holds}; ?test=NAME chooses one "
-                "of several test sets"
-            )
-        # A training pair stays open, so that splits without files can be cut from them.
-        parts.append((found[0][0], found[1][0], None if split == "train" else split))
-    return _aligned(*parts)
-
-
-def _name(path: Path, language: str) -> str | None:
-    """What a file of this language is called without its suffixes; None for any other file."""
-    name, dot, end = re.sub(r"\.gz$", "", path.name, flags=re.I).rpartition(".")
-    return name if dot and end == language and path.is_file() else None
+    names: dict[SplitName, str] = {"train": "train.*", "validation": "(?:val|dev).*"}
+    names["test"] = re.escape(test) if test else "test.*"
+    hint = "; ?test=NAME chooses one of several test sets"
+    here, there = (
+        split_files(folder, names, rf"\.{re.escape(side)}(?:\.(?:gz|GZ))?", hint)
+        for side in (source, target)
+    )
+    needed = {"train", *here, *there, *(["test"] if test else [])}
+    for split in sorted(needed - (here.keys() & there.keys())):
+        name = test if test and split == "test" else split
+        has = ", ".join(side[split].name for side in (here, there) if split in side) or "none"
+        raise InputError(
+            f"{folder} needs {name}.{source} and {name}.{target} (or .gz), but has {has}"
+        )
+    # A training pair stays open, so that splits without files can be cut from them.
+    parts = [
+        Part(here[split].name, (here[split], there[split]), None if split == "train" else split)
+        for split in SPLITS
+        if split in here
+    ]
+    return FileCorpus(parts, _line_pairs)
 
 
 # Translation catalogues.
@@ -172,7 +140,7 @@ _WORD = re.compile(r"[^\W\d_]{2,}|\b[aAIX]\b")
 _KEY = re.compile(r"_(?=\w)")
 
 
-class Catalogues(FileCorpus):
+def _catalogues(source: str, target: str) -> FileCorpus:
     """The messages of installed packages and their translations, from GNU gettext's `.mo` files.
 
     Read from the package's files, nothing of it is imported. Placeholders, tags and access keys
@@ -180,21 +148,11 @@ class Catalogues(FileCorpus):
     untranslated message) is left out, and so is a message seen before, letter case aside. The
     messages belong to their packages and stay under their licences.
     """
-
-    def documents(self, limit: int | None = None) -> Iterator[Document]:
-        """Stream the messages."""
-        seen: set[str] = set()
-        for document in super().documents(limit):
-            if document.text.casefold() not in seen:
-                seen.add(document.text.casefold())
-                yield document
-
-
-def _catalogues(source: str, target: str) -> Catalogues:
     if source != "en":
         raise InputError(f"catalogues translate from 'en'; for {source!r} give pairs of your own")
     files = [file for package in PACKAGES for file in _catalogue_files(package, target)]
-    return Catalogues({str(path): path for path in files}, _catalogue_pairs)
+    parts = [Part(str(path), (path,)) for path in files]
+    return FileCorpus(parts, _catalogue_pairs, sift=partial(without_repeats, key=str.casefold))
 
 
 def _catalogue_files(package: str, language: str) -> Sequence[Path]:

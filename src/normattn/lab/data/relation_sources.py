@@ -15,31 +15,33 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from normattn.errors import InputError
 from normattn.io import expanded, parse_json
+from normattn.lab.data import hub
 from normattn.lab.data.corpora import python_source, rows_of
 from normattn.lab.data.sources import (
-    PREFIX,
     SPLITS,
     Address,
     Corpus,
     Document,
     FileCorpus,
-    HubCorpus,
+    Part,
     SplitName,
+    capped,
+    split_files,
 )
 from normattn.lab.data.text_files import field_of, read_text, text_of
 
-STEMS: Mapping[SplitName, tuple[str, ...]] = {
-    "train": ("train",),
-    "validation": ("dev", "validation"),
-    "test": ("test",),
+STARTS: Mapping[SplitName, str] = {
+    "train": "train",
+    "validation": "dev|validation",
+    "test": "test",
 }
 """What a split's file may be called, with `_triples` behind it or not."""
-_SUFFIXES = (".json", ".jsonl", ".parquet")
 LABELS_FILE = "rel2id.json"
 _HINT = 'expected {"text": "…", "triple_list": [["subject", "relation", "object"], …]}'
 
@@ -48,24 +50,35 @@ def parse_relations(text: str) -> Corpus:
     """The labelled documents in a folder, or of a data set of the hub (`hf:NAME`), by split.
 
     The files of a folder are `train_triples.json`, `dev_triples.json` (or validation)
-    and `test_triples.json`, with or without `_triples`, `.json`, `.jsonl` or `.parquet`. Raises
-    `InputError` for a file that is missing or ambiguous.
+    and `test_triples.json`, with or without `_triples`, `.json`, `.jsonl` or `.parquet`, and the
+    names of all labels in `rel2id.json`, which may be absent. Raises `InputError` for a file that
+    is missing or ambiguous.
     """
     address = Address.parse(text, "relation corpus")
-    if address.body.startswith(PREFIX):
-        return HubCorpus(address, relation_row, held_out=True)
+    if address.body.startswith(hub.PREFIX):
+        address.take(*hub.OPTIONS)
+        return hub.HubCorpus(address, relation_row, held_out=True)
     address.take()
     folder = expanded(address.body)
-    splits = _split_files(folder)
-    files = {path.name: path for path in splits}
-    if (folder / LABELS_FILE).exists():
-        files[LABELS_FILE] = folder / LABELS_FILE
-    return RelationFolder(files, partial(_labelled, splits))
-
-
-def _labelled(splits: Mapping[Path, SplitName], name: str, path: Path) -> Iterator[Document]:
-    """The documents in the file of a split; none in that of the labels."""
-    return rows_of(relation_row, name, path, splits[path]) if path in splits else iter(())
+    if not folder.is_dir():
+        state = "is a file" if folder.exists() else "does not exist"
+        raise InputError(
+            f"the relation corpus {folder} {state}; expected python-imports, hf:NAME or a folder "
+            "with train, dev and test files"
+        )
+    files = split_files(folder, STARTS, r"(?:_triples)?\.(?:json|jsonl|parquet)")
+    for split, start in STARTS.items():
+        if split not in files:
+            raise InputError(
+                f"{folder} has no {split} set: expected {start.partition('|')[0]}_triples.json "
+                f"(or {start.replace('|', ', ')}; .jsonl, .parquet)"
+            )
+    labels = folder / LABELS_FILE
+    return FileCorpus(
+        [Part(path.name, (path,), split) for split, path in files.items()],
+        partial(rows_of, relation_row),
+        labels=numbered_labels(labels) if labels.exists() else (),
+    )
 
 
 def relation_row(name: str, row: Mapping[str, Any], where: str) -> Document:
@@ -77,62 +90,29 @@ def relation_row(name: str, row: Mapping[str, Any], where: str) -> Document:
     triples = field_of(row, "triple_list", where, _HINT)
     if not text.strip():
         raise InputError(f"{where}: field 'text' is blank; {_HINT}")
-    if not isinstance(triples, list) or not all(map(_is_triple, triples)):
+    try:
+        relations = {relation for _, relation, _ in triples}
+    except (TypeError, ValueError):
+        relations = {None}
+    if not isinstance(triples, list) or not all(r and isinstance(r, str) for r in relations):
         raise InputError(f"{where}: field 'triple_list' is no list of triples; {_HINT}")
-    return Document(name, text, labels=tuple(sorted({relation for _, relation, _ in triples})))
+    return Document(name, text, labels=tuple(sorted(relations)))
 
 
-def _is_triple(value: Any) -> bool:
-    return (
-        isinstance(value, list | tuple)
-        and len(value) == 3
-        and isinstance(value[1], str)
-        and value[1] != ""
-    )
+def numbered_labels(path: Path) -> tuple[str, ...]:
+    """The labels of rel2id.json in the order of their numbers.
 
-
-class RelationFolder(FileCorpus):
-    """A file for each split, and the file of all labels, which may be absent."""
-
-    def labels(self) -> tuple[str, ...]:
-        """The labels of rel2id.json in the order of their numbers; () without that file.
-
-        It holds [{number: name}, {name: number}], or the second object alone.
-        """
-        path = self.files.get(LABELS_FILE)
-        if path is None:
-            return ()
-        value = parse_json(read_text(path), str(path))
-        ids = value[-1] if isinstance(value, list) and value else value
-        numbers = list(ids.values()) if isinstance(ids, dict) else []
-        if not numbers or any(numbers.count(n) != 1 for n in range(len(numbers))):
-            raise InputError(
-                f"{path}: expected relations numbered from 0, as "
-                '[{"0": "country", …}, {"country": 0, …}]'
-            )
-        return tuple(sorted(ids, key=ids.__getitem__))
-
-
-def _split_files(folder: Path) -> dict[Path, SplitName]:
-    """Find the one file of each split; `InputError` where there is none or more than one."""
-    if not folder.is_dir():
-        state = "is a file" if folder.exists() else "does not exist"
+    It holds [{number: name}, {name: number}], or the second object alone.
+    """
+    value = parse_json(read_text(path), str(path))
+    ids = value[-1] if isinstance(value, list) and value else value
+    numbers = list(ids.values()) if isinstance(ids, dict) else []
+    if not numbers or any(numbers.count(n) != 1 for n in range(len(numbers))):
         raise InputError(
-            f"the relation corpus {folder} {state}; expected python-imports, hf:NAME or a folder "
-            "with train, dev and test files"
+            f"{path}: expected relations numbered from 0, as "
+            '[{"0": "country", …}, {"country": 0, …}]'
         )
-    files: dict[Path, SplitName] = {}
-    for split, stems in STEMS.items():
-        names = [f"{s}{e}{x}" for s in stems for e in ("_triples", "") for x in _SUFFIXES]
-        paths = [folder / name for name in names if (folder / name).is_file()]
-        if len(paths) != 1:
-            holds = " and ".join(path.name for path in paths) or "none"
-            raise InputError(
-                f"{folder} needs one file of the {split} split, called {names[0]} or another of "
-                f"{', '.join(names[1:])}; it has {holds}"
-            )
-        files[paths[0]] = split
-    return files
+    return tuple(sorted(ids, key=ids.__getitem__))
 
 
 # The standard library's own code.
@@ -165,9 +145,9 @@ class PythonImports(Corpus):
     split_of: Callable[[str], SplitName]
     max_bytes: int | None = None
 
-    def rows(self) -> Iterator[Document]:
+    def documents(self, limit: int | None = None) -> Iterator[Document]:
         """The pieces, split by split."""
-        return iter(self._pieces)
+        return capped(self._pieces, limit)
 
     def fingerprint(self) -> str:
         """Hash of the library and of the rules."""
@@ -219,7 +199,8 @@ def pieces_of(name: str, source: str) -> Iterator[Document]:
             continue
         nodes = list(ast.walk(function))
         imports = [node for node in nodes if isinstance(node, _Import)]
-        skipped = {line for node in imports for line in range(node.lineno, _end(node) + 1)}
+        spans = [range(node.lineno, (node.end_lineno or 0) + 1) for node in imports]
+        skipped = set(chain.from_iterable(spans))
         # A name that the function sets itself hides what the file imports under it.
         hidden = {node.arg for node in nodes if isinstance(node, ast.arg)}
         names = [node for node in nodes if isinstance(node, ast.Name)]
@@ -268,16 +249,12 @@ def _bound(nodes: Iterable[ast.AST]) -> dict[str, str]:
 def _ranges(lines: list[str], function: _Function, skipped: set[int]) -> Iterator[tuple[int, int]]:
     """First and last line of each piece of a function; a single line may be longer."""
     start = min([function.lineno, *(decorator.lineno for decorator in function.decorator_list)])
-    end = _end(function)
     size, first = 0, start
-    for number in range(start, end + 1):
+    last = function.end_lineno or start
+    for number in range(start, last + 1):
         length = 0 if number in skipped else len(lines[number - 1])
         if size and size + length > PIECE_CHARACTERS:
             yield first, number - 1
             size, first = 0, number
         size += length
-    yield first, end
-
-
-def _end(node: ast.stmt) -> int:
-    return node.end_lineno or node.lineno
+    yield first, last

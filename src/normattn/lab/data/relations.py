@@ -79,26 +79,13 @@ class RelationConfig(SplitSettings):
     @property
     def parsed(self) -> Corpus:
         """Where the documents are read from; `InputError` where they are plainly not there."""
+        if self.vocabulary is not None and not expanded(self.vocabulary).is_file():
+            raise InputError(
+                f"the vocabulary {self.vocabulary} does not exist; expected a WordPiece vocab.txt"
+            )
         if self.embedded:
             return PythonImports(self.modules, self.split_of, self.max_bytes)
         return parse_relations(self.corpus)
-
-    def look(self) -> tuple[str, ...]:
-        """As of any data; `InputError` where the vocabulary is not there as well."""
-        _ = self.vocabulary_file
-        return super().look()
-
-    @property
-    def vocabulary_file(self) -> Path | None:
-        """The file of a given vocabulary; `InputError` where it is not there."""
-        if self.vocabulary is None:
-            return None
-        path = expanded(self.vocabulary)
-        if not path.is_file():
-            raise InputError(
-                f"the vocabulary {path} does not exist; expected a WordPiece vocab.txt"
-            )
-        return path
 
 
 @dataclass(frozen=True)
@@ -141,8 +128,8 @@ def prepare_relations(config: RelationConfig, cache_dir: Path | None = None) -> 
     `store.prepared`. Raises `InputError` for a corpus or vocabulary that is missing or damaged, a
     vocabulary larger than `vocab_size`, and a split without documents.
     """
-    corpus, given = config.parsed, config.vocabulary_file
-    vocabulary = None if given is None else sha256_of(given)
+    corpus = config.parsed
+    vocabulary = config.vocabulary and sha256_of(expanded(config.vocabulary))
     settings = config.model_dump(mode="json", exclude={"corpus", "vocabulary"})
     decides = [FORMAT, tokenizers.__version__, corpus.fingerprint(), vocabulary, settings]
     folder = prepared(
@@ -205,7 +192,7 @@ def _labels(corpus: Corpus) -> tuple[str, ...]:
         trained |= document.split in (None, "train") and bool(document.labels)
     if not trained:
         raise InputError("no document of the train split has a relation")
-    listed = corpus.labels() or tuple(sorted(occurring))
+    listed = corpus.labels or tuple(sorted(occurring))
     if missing := sorted(occurring.difference(listed)):
         raise InputError(f"the list of labels lacks the relation {missing[0]!r}, which occurs")
     return listed
@@ -213,11 +200,10 @@ def _labels(corpus: Corpus) -> tuple[str, ...]:
 
 def _word_pieces(config: RelationConfig, corpus: Corpus) -> WordPieces:
     """The vocabulary that is given, or one that is learned."""
-    given = config.vocabulary_file
-    if given is None:
+    if config.vocabulary is None:
         texts = [d.text for d in corpus.documents() if d.split in (None, "train")]
         return train_word_pieces(texts, config.vocab_size, config.lower_case)
-    pieces = WordPieces.load(given, config.lower_case)
+    pieces = WordPieces.load(expanded(config.vocabulary), config.lower_case)
     if pieces.vocab_size > config.vocab_size:
         raise InputError(
             f"{config.vocabulary} has {pieces.vocab_size:,} entries, but data.vocab_size is "

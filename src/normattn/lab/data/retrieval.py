@@ -17,7 +17,6 @@ RULER (arXiv 2404.06654), whose sentences are here lines of code.
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, NamedTuple
@@ -28,7 +27,7 @@ from jaxtyping import Bool, Int32, Int64
 from normattn.errors import InputError, unknown
 from normattn.lab.data.tokeniser import Tokeniser
 from normattn.lab.data.tokens import TokenData
-from normattn.lab.data.windows import choose_places, window_length
+from normattn.lab.data.windows import choose_places, digest_of, window_length
 
 TASKS = ("passkey", "multi_key", "variable_tracking", "key_value", "copy")
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -69,12 +68,9 @@ class RetrievalSet:
     @cached_property
     def fingerprint(self) -> str:
         """sha256 of the windows and of what is scored in them."""
-        digest = hashlib.sha256()
         described = (self.protocol, self.task, self.length, self.train_length)
-        digest.update(repr((*described, self.depths, self.documents)).encode())
-        digest.update(np.ascontiguousarray(self.windows, dtype="<i4").tobytes())
-        digest.update(np.packbits(self.scored, axis=1).tobytes())
-        return digest.hexdigest()
+        scored = np.packbits(self.scored, axis=1)
+        return digest_of((*described, self.depths, self.documents), self.windows, scored)
 
 
 def retrieval_set(

@@ -1,4 +1,4 @@
-"""What data is read from: documents, splits, corpora as values, addresses, the hub, limits."""
+"""What data is read from: documents, corpora as values, their addresses, limits and splits."""
 
 from __future__ import annotations
 
@@ -6,17 +6,15 @@ import hashlib
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import cache
-from itertools import chain, starmap
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, get_args
 from urllib.parse import parse_qsl
 
 from pydantic import Field, model_validator
 
-from normattn.errors import InputError, library, need
+from normattn.errors import InputError
 from normattn.io import expanded, identity, stat_of
 from normattn.settings import Settings
 
@@ -48,18 +46,19 @@ class Document:
 
 
 class Corpus(ABC):
-    """Documents, as a value. They are always streamed: all may be larger than the memory."""
+    """Documents, as a value. They are always streamed: all may be larger than the memory.
+
+    `labels` are those of a classifier in the order of its outputs, () where the corpus lists none.
+    """
+
+    labels: tuple[str, ...] = ()
 
     @abstractmethod
-    def rows(self) -> Iterator[Document]:
-        """Yield every document in a fixed order.
+    def documents(self, limit: int | None = None) -> Iterator[Document]:
+        """Yield the documents in a fixed order, at most `limit` bytes of text in all.
 
         Raises `InputError` where they are missing, unreadable or not UTF-8.
         """
-
-    def documents(self, limit: int | None = None) -> Iterator[Document]:
-        """Yield the documents, at most `limit` bytes of text in all."""
-        return capped(self.rows(), limit)
 
     @abstractmethod
     def fingerprint(self) -> str:
@@ -67,10 +66,6 @@ class Corpus(ABC):
 
     def given(self) -> tuple[SplitName, ...]:
         """The held-out splits that the corpus itself has; others are cut from its training part."""
-        return ()
-
-    def labels(self) -> tuple[str, ...]:
-        """Every label in the order of a classifier's outputs; () where the corpus lists none."""
         return ()
 
     def sources(self) -> dict[str, str]:
@@ -85,32 +80,46 @@ class Corpus(ABC):
         return ()
 
 
+# Files.
+
+
+@dataclass(frozen=True)
+class Part:
+    """Files that are read together: what they are called, and the split that they are, if any."""
+
+    name: str
+    paths: tuple[Path, ...]
+    split: SplitName | None = None
+
+
 @dataclass(frozen=True)
 class FileCorpus(Corpus):
-    """The documents that `read` finds in each of some files, in the order of `files`.
+    """The documents that `read` finds in each part, in order; a limit takes parts evenly from all.
 
-    `files` are paths by name, `rules` what decides how they are read, `held_out` the splits that
-    the files themselves have. A limit takes whole files, evenly from all.
+    `read` gets a part's name and files. `rules` decide how they are read, `versions` say of what
+    the text is, and `sift` may leave documents out or group them.
     """
 
-    files: Mapping[str, Path]
-    read: Callable[[str, Path], Iterator[Document]]
+    parts: Sequence[Part]
+    read: Callable[..., Iterator[Document]]
     rules: tuple[object, ...] = ()
-    held_out: tuple[SplitName, ...] = ()
-
-    def rows(self) -> Iterator[Document]:
-        """Stream the documents, file by file."""
-        return self.documents()
+    sift: Callable[[Iterator[Document]], Iterator[Document]] = iter
+    versions: Mapping[str, str] = field(default_factory=dict)
+    labels: tuple[str, ...] = ()
 
     def documents(self, limit: int | None = None) -> Iterator[Document]:
-        """Stream the documents of the files that the limit leaves."""
-        files = list(self.files.items())
-        chosen = evenly(files, [stat_of(path).st_size for _, path in files], limit)
-        return capped(chain.from_iterable(starmap(self.read, chosen)), limit)
+        """Stream the documents, part by part."""
+        sizes = [sum(stat_of(path).st_size for path in part.paths) for part in self.parts]
+        chosen = evenly(self.parts, sizes, limit)
+        return self.sift(capped(chain.from_iterable(map(self._documents_of, chosen)), limit))
+
+    def _documents_of(self, part: Part) -> Iterator[Document]:
+        for document in self.read(part.name, *part.paths):
+            yield document if part.split is None else replace(document, split=part.split)
 
     def given(self) -> tuple[SplitName, ...]:
         """The held-out splits that have files."""
-        return self.held_out
+        return tuple(part.split for part in self.parts if part.split not in (None, "train"))
 
     def fingerprint(self) -> str:
         """Hash of the names, of what shows that a file was written to, and of how they are read.
@@ -118,10 +127,48 @@ class FileCorpus(Corpus):
         A copy of a file has another; moving the folder that the names are relative to changes
         nothing.
         """
-        digest = hashlib.sha256(repr(self.rules).encode())
-        for name, path in self.files.items():
-            digest.update(repr((name, *identity(stat_of(path)))).encode())
+        digest = hashlib.sha256(repr((self.rules, self.labels, dict(self.versions))).encode())
+        for part in self.parts:
+            states = [identity(stat_of(path)) for path in part.paths]
+            digest.update(repr((part.name, part.split, states)).encode())
         return digest.hexdigest()
+
+    def sources(self) -> dict[str, str]:
+        """The versions."""
+        return dict(self.versions)
+
+
+def without_repeats(
+    documents: Iterable[Document], key: Callable[[str], str] = str
+) -> Iterator[Document]:
+    """Leave out documents whose text came before, as `key` sees it; a hash of each is held."""
+    seen = set()
+    for document in documents:
+        digest = hashlib.sha256(key(document.text).encode("utf-8", "replace")).digest()
+        if digest not in seen:
+            seen.add(digest)
+            yield document
+
+
+def split_files(
+    folder: Path, names: Mapping[SplitName, str], end: str, hint: str = ""
+) -> dict[SplitName, Path]:
+    """The file of each split in a folder, by patterns of its name and of its end.
+
+    A split may have none. Raises `InputError`, which ends in `hint`, where a split has several.
+    """
+    found: dict[SplitName, Path] = {}
+    for split, name in names.items():
+        known = re.compile(f"(?:{name}){end}")
+        files = [path for path in sorted(folder.iterdir()) if known.fullmatch(path.name)]
+        if len(files) > 1:
+            several = ", ".join(path.name for path in files)
+            raise InputError(f"{folder} needs one {split} set, but has {several}{hint}")
+        found.update((split, path) for path in files)
+    return found
+
+
+# Addresses.
 
 
 Reader = Callable[[str, Mapping[str, Any], str], Document]
@@ -145,14 +192,13 @@ class Address:
             return cls(text, {})
         try:
             pairs = parse_qsl(query, strict_parsing=True)
-        except ValueError as error:
+        except ValueError:
+            pairs = []
+        if not pairs or len(dict(pairs)) < len(pairs):
             raise InputError(
-                f"{kind} {text!r}: expected ?option=value&… behind the name"
-            ) from error
-        options = dict(pairs)
-        if len(options) < len(pairs):
-            raise InputError(f"{kind} {text!r}: an option is given more than once")
-        return cls(body, options)
+                f"{kind} {text!r}: expected ?option=value&… behind the name, each option once"
+            )
+        return cls(body, dict(pairs))
 
     def take(self, *known: str) -> dict[str, str | None]:
         """The values of the `known` options, None where absent; `InputError` for any other one."""
@@ -165,108 +211,6 @@ class Address:
     def __str__(self) -> str:
         options = "&".join(f"{name}={value}" for name, value in self.options.items())
         return f"{self.body}?{options}" if options else self.body
-
-
-# Data sets of the Hugging Face hub.
-
-PREFIX = "hf:"
-_COMMIT = re.compile(r"[0-9a-f]{40}")
-
-
-@dataclass(frozen=True)
-class HubCorpus(Corpus):
-    """`hf:NAME[?config=…&split=…&revision=…]`: the rows of a data set, a document each.
-
-    It is of one commit: that of `revision`, else the newest of that branch or of main. The commit
-    is part of the fingerprint and of the sources, so a data set that changed on the hub is never
-    an old one from the cache. Rows are those of `split` (default train), and with `held_out` also
-    those of its own validation and test splits where the address names no split. `options` are
-    further ones that the address may have. Needs the `datasets` library (extra `data`).
-    """
-
-    address: Address
-    read: Reader
-    held_out: bool = False
-    options: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        self.address.take("config", "split", *self.options, "revision")
-        if not self._name:
-            raise InputError("corpus 'hf:' names no dataset: expected hf:NAME, such as hf:me/data")
-
-    def rows(self) -> Iterator[Document]:
-        """Stream the rows."""
-        load, given = library("datasets", self._lacking).load_dataset, self.given()
-        for split in (self.address.options.get("split", "train"), *given):
-            start = f"{split}:" if split in given else ""
-            held_out = next((name for name in given if name == split), None)
-            options = {"split": split, "revision": self.commit(), "streaming": True}
-            with self._reading():
-                rows = load(self._name, self.address.options.get("config"), **options)
-                for number, row in enumerate(rows):
-                    where = f"corpus '{self.address}', {split} row {number}"
-                    document = self.read(f"{start}{number:09}", row, where)
-                    yield replace(document, split=held_out) if held_out else document
-
-    def given(self) -> tuple[SplitName, ...]:
-        """The held-out splits that the data set has, where the address names none itself."""
-        if not self.held_out or "split" in self.address.options:
-            return ()
-        names = library("datasets", self._lacking).get_dataset_split_names
-        config = self.address.options.get("config")
-        with self._reading():
-            there = names(self._name, config, revision=self.commit())
-        return tuple(name for name in SPLITS[1:] if name in there)
-
-    def commit(self) -> str:
-        """The commit, which is looked up on the hub where `revision` is none."""
-        revision = self.address.options.get("revision")
-        if revision is not None and _COMMIT.fullmatch(revision):
-            return revision
-        hub = library("huggingface_hub", self._lacking)
-        with self._reading("; ?revision=COMMIT needs no look at the hub"):
-            return _newest_commit(hub, self._name, revision)
-
-    def fingerprint(self) -> str:
-        """Hash of the address and of the commit."""
-        return hashlib.sha256(f"{self.address} {self.commit()}".encode()).hexdigest()
-
-    def sources(self) -> dict[str, str]:
-        """The commit of the data set."""
-        return {self.address.body: self.commit()}
-
-    def notes(self) -> tuple[str, ...]:
-        """The rows come over the network; `InputError` where datasets is not installed."""
-        need("datasets", self._lacking)
-        return (f"the corpus {self.address} is read from the hub, over the network",)
-
-    @property
-    def _name(self) -> str:
-        return self.address.body.removeprefix(PREFIX)
-
-    @property
-    def _lacking(self) -> str:
-        return f"corpus '{self.address}' needs the datasets library: pip install 'normattn[data]'"
-
-    @contextmanager
-    def _reading(self, advice: str = "") -> Iterator[None]:
-        """Turn whatever the hub's client raises into one sentence."""
-        try:
-            yield
-        except InputError:
-            raise
-        except Exception as error:
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise InputError(
-                f"corpus '{self.address}' cannot be read from the hub: {reason}; check its name, "
-                f"config and split and the network, or give a local file{advice}"
-            ) from error
-
-
-@cache
-def _newest_commit(hub: Any, name: str, revision: str | None) -> str:
-    """The commit of a branch or tag; asked for once, so that one process reads one text."""
-    return str(hub.HfApi().dataset_info(name, revision=revision).sha)
 
 
 # Limits.

@@ -58,20 +58,21 @@ class Tokeniser:
 
     def encode(self, text: str) -> list[int]:
         """The token ids of `text`, without a separator."""
-        return self.encode_batch([text])[0]
+        ids: list[int] = self.encode_batch([text])[0].tolist()
+        return ids
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The token ids of several texts."""
-        return [ids.tolist() for ids in self.encode_arrays(texts)]
-
-    def encode_arrays(self, texts: Sequence[str]) -> list[UInt32[np.ndarray, "_"]]:
+    def encode_batch(self, texts: Sequence[str]) -> list[UInt32[np.ndarray, "_"]]:
         """The token ids of several texts of any length; one piece is in the library at a time."""
-
-        def encoded(piece: str) -> UInt32[np.ndarray, "_"]:
-            (encoding,) = self._bpe.encode_batch_fast([piece], add_special_tokens=False)
-            return np.array(encoding.ids, np.uint32)
-
-        return [np.concatenate([encoded(p) for p in cut_pieces(text)]) for text in texts]
+        return [
+            np.concatenate(
+                [
+                    np.array(encoding.ids, np.uint32)
+                    for piece in cut_pieces(text)
+                    for encoding in self._bpe.encode_batch_fast([piece], add_special_tokens=False)
+                ]
+            )
+            for text in texts
+        ]
 
     def decode(self, ids: Iterable[SupportsInt]) -> str:
         """The text of token ids; separators are shown, a half character becomes U+FFFD."""

@@ -5,15 +5,15 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import tokenizers
 from jaxtyping import Int64, UInt16, UInt32
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from normattn import io
 from normattn.errors import InputError
@@ -32,12 +32,13 @@ from normattn.lab.data.store import (
     utf8,
 )
 from normattn.lab.data.tokeniser import SAMPLE_BYTES, SEPARATOR_ID, Tokeniser, train_tokeniser
+from normattn.settings import Settings, explain
 
 FORMAT = 4
 """Raised whenever the same settings would give other files: old caches are then left alone."""
 _TOKENISER = "tokeniser.json"
 COPY = "synthetic:copy"
-
+Count = Annotated[int, Field(ge=1, lt=10**9)]
 
 Tokens = UInt16[np.ndarray, "tokens"] | UInt32[np.ndarray, "tokens"]
 _COUNTED_AT_ONCE = 1 << 21
@@ -188,8 +189,8 @@ def prepare_tokens(config: DataConfig, cache_dir: Path | None = None) -> TokenDa
         return CopyTask.parse(config.corpus).token_data(config.vocab_size, config.seed)
     corpus = parse_corpus(config.corpus)
     decides = [
-        *(FORMAT, tokenizers.__version__, SAMPLE_BYTES, type(corpus).__name__),
-        *(corpus.fingerprint(), config.max_bytes, config.vocab_size),
+        *(FORMAT, tokenizers.__version__, SAMPLE_BYTES, corpus.fingerprint()),
+        *(config.max_bytes, config.vocab_size),
         *(config.seed, config.test_fraction, config.validation_fraction),
     ]
     folder = prepared("tokens", decides, lambda folder: _build(folder, config, corpus), cache_dir)
@@ -221,7 +222,7 @@ def _build(folder: Path, config: DataConfig, corpus: Corpus) -> None:
         return (document for document in corpus.documents(config.max_bytes) if document.text)
 
     def encode(batch: list[Document], counts: Counter[str]) -> Iterator[Row]:
-        encoded = tokeniser.encode_arrays([document.text for document in batch])
+        encoded = tokeniser.encode_batch([document.text for document in batch])
         for document, ids in zip(batch, encoded, strict=True):
             ended = np.append(ids, np.uint32(SEPARATOR_ID))
             row = {"tokens": ended, "names": utf8(document.name)}
@@ -244,8 +245,7 @@ def _build(folder: Path, config: DataConfig, corpus: Corpus) -> None:
 # Generated tokens.
 
 
-@dataclass(frozen=True)
-class CopyTask:
+class CopyTask(Settings):
     """A random segment repeated, the purest test of copying from the context.
 
     `synthetic:copy[?low=8&high=32&tokens=1048576&documents=256&document_tokens=4097]`.
@@ -256,11 +256,11 @@ class CopyTask:
     tokens in each. Token 0, the separator, is never drawn.
     """
 
-    low: int = 8
-    high: int = 32
-    tokens: int = 1 << 20
-    documents: int = 256
-    document_tokens: int = 4097
+    low: Count = 8
+    high: Count = 32
+    tokens: Count = 1 << 20
+    documents: Count = 256
+    document_tokens: Count = 4097
 
     @classmethod
     def parse(cls, text: str) -> CopyTask:
@@ -268,13 +268,10 @@ class CopyTask:
         address = Address.parse(text)
         if address.body != COPY:
             raise InputError(f"corpus {text!r} is unknown: the generated corpus is {COPY!r}")
-        address.take(*(field.name for field in fields(cls)))
-        for name, value in address.options.items():
-            if not (value.isascii() and value.isdigit() and 0 < len(value) < 10 and int(value)):
-                raise InputError(
-                    f"corpus {text!r}: {name} is {value!r}; expected a whole number from 1 on"
-                )
-        task = cls(**{name: int(value) for name, value in address.options.items()})
+        try:
+            task = cls.model_validate(address.options)
+        except ValidationError as error:
+            raise InputError(f"corpus {text!r}: {explain(error)}") from error
         if task.low > task.high:
             raise InputError(f"corpus {text!r}: expected low ≤ high")
         return task

@@ -62,13 +62,17 @@ class EvaluationSet:
     @cached_property
     def fingerprint(self) -> str:
         """sha256 of the windows and of what is scored in them."""
-        digest = hashlib.sha256()
         described = (self.protocol, self.length, self.train_length, self.start, self.documents)
-        digest.update(repr(described).encode())
-        digest.update(np.ascontiguousarray(self.windows, dtype="<i8").tobytes())
-        if self.segments is not None:
-            digest.update(np.ascontiguousarray(self.segments, dtype="<i8").tobytes())
-        return digest.hexdigest()
+        segments = () if self.segments is None else (self.segments,)
+        return digest_of(described, self.windows, *segments)
+
+
+def digest_of(described: object, *arrays: np.ndarray) -> str:
+    """sha256 of a value's text and of the numbers of some arrays, in their own types."""
+    digest = hashlib.sha256(repr(described).encode())
+    for array in arrays:
+        digest.update(array.astype(array.dtype.newbyteorder("<")).tobytes())
+    return digest.hexdigest()
 
 
 def natural_set(
@@ -226,10 +230,7 @@ class MaskedSet:
     @cached_property
     def fingerprint(self) -> str:
         """sha256 of what the model reads and is asked for."""
-        digest = hashlib.sha256(repr((self.length, self.documents)).encode())
-        for array in self.rows:
-            digest.update(np.ascontiguousarray(array, dtype="<i8").tobytes())
-        return digest.hexdigest()
+        return digest_of((self.length, self.documents), *self.rows)
 
 
 def masked_set(

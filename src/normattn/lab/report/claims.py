@@ -98,6 +98,11 @@ class Finding:
         return f"{self.p:.3f}" if self.p >= LEAST_P else f"<{LEAST_P}"
 
     @property
+    def decided(self) -> str:
+        """The verdict in Markdown, with what limits it."""
+        return f"**{self.verdict}**" + (f" ({self.remark})" if self.remark else "")
+
+    @property
     def remark(self) -> str:
         """What limits the verdict."""
         few, least = len(self.difference.seeds), self.difference.half_width

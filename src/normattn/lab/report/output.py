@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -40,22 +40,16 @@ class Written:
     figures: tuple[Path, ...]
 
 
-def write_page(made: PageContext, measured: pl.DataFrame, out: Path) -> Written:
-    """Write the report's files and its measurements.
+def write_page(made: PageContext, out: Path, measured: pl.DataFrame | None = None) -> Written:
+    """Write table.md, table.json, a CSV of each table, report.html, figures/ and measurements.
 
-    The same measurements give the same numbers: no date, time or path.
-    """
-    measurements.write(out / measurements.FILE, measured)
-    return write_files(made, out)
-
-
-def write_files(made: PageContext, out: Path) -> Written:
-    """Write table.md, table.json, a CSV of each table, report.html and figures/.
-
-    Tables and figures of an earlier report in `out` that this one lacks are removed.
+    The same measurements give the same numbers: no date, time or path. Tables and figures of an
+    earlier report in `out` that this one lacks are removed.
     """
     from normattn.lab.report import charts  # Altair is slow to import.
 
+    if measured is not None:
+        measurements.write(out / measurements.FILE, measured)
     texts = {out / f"{table.key}.csv": table.csv() for table in made.tables}
     texts[out / "table.md"], texts[out / "table.json"] = page_markdown(made), page_json(made)
     texts[out / "report.html"] = page_html(made)
@@ -101,23 +95,21 @@ def templates(escape: bool) -> Environment:
 
 def _claims(findings: Sequence[Finding], key: str, title: str = "") -> Filled:
     """A table of claims with their verdicts; under a verdict as its title, what limits each."""
-
-    def decided(finding: Finding) -> str:
-        if title:
-            return finding.remark
-        return f"**{finding.verdict}**" + (f" ({finding.remark})" if finding.remark else "")
-
-    shown: dict[str, Callable[[Finding], Cell]] = {
-        "claim": lambda finding: Cell(finding.claim.sentence),
-        "difference": lambda finding: Cell(finding.size, finding.difference),
-        "p": lambda finding: Cell(finding.probability),
-        "seeds": lambda finding: Cell(str(len(finding.difference.seeds) or "–")),
-        "remark" if title else "verdict": lambda finding: Cell(decided(finding)),
-        "measured": lambda finding: Cell(finding.claim.measured),
-        "source": lambda finding: Cell(finding.claim.source),
-    }
-    cells = tuple(tuple(cell(finding) for cell in shown.values()) for finding in findings)
-    return Filled(key, title, "", (), tuple(Column(name, name) for name in shown), (), cells)
+    names = ("claim", "difference", "p", "seeds", "remark" if title else "verdict")
+    names += ("measured", "source")
+    cells = tuple(
+        (
+            Cell(finding.claim.sentence),
+            Cell(finding.size, finding.difference),
+            Cell(finding.probability),
+            Cell(str(len(finding.difference.seeds) or "–")),
+            Cell(finding.remark if title else finding.decided),
+            Cell(finding.claim.measured),
+            Cell(finding.claim.source),
+        )
+        for finding in findings
+    )
+    return Filled(key, title, "", (), tuple(Column(name, name) for name in names), (), cells)
 
 
 def page_json(page: PageContext) -> str:

@@ -209,7 +209,7 @@ class Study:
         """
         settings = flat({k: v for k, v in config.items() if k not in ("changed", "asked")})
         made = context(self.page, measured, settings=settings, command=self.command(config))
-        return write_page(made, measured, out)
+        return write_page(made, out, measured)
 
 
 def _check_metric(
