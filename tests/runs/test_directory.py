@@ -112,7 +112,6 @@ def test_status_goes_to_the_disk_and_back(tmp_path: Path) -> None:
     "content",
     [
         "{",
-        "{}",
         '{"state": "x", "step": 1, "steps": 2}',
         '{"state": "running", "step": "1", "steps": 2}',
         '{"state": "diverged", "step": 1, "steps": 2, "checkpoint": 3}',

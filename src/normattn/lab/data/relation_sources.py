@@ -90,13 +90,14 @@ def relation_row(name: str, row: Mapping[str, Any], where: str) -> Document:
     triples = field_of(row, "triple_list", where, _HINT)
     if not text.strip():
         raise InputError(f"{where}: field 'text' is blank; {_HINT}")
-    try:
-        relations = {relation for _, relation, _ in triples}
-    except (TypeError, ValueError):
-        relations = {None}
-    if not isinstance(triples, list) or not all(r and isinstance(r, str) for r in relations):
+    if not isinstance(triples, list) or not all(map(_is_triple, triples)):
         raise InputError(f"{where}: field 'triple_list' is no list of triples; {_HINT}")
-    return Document(name, text, labels=tuple(sorted(relations)))
+    return Document(name, text, labels=tuple(sorted({relation for _, relation, _ in triples})))
+
+
+def _is_triple(value: Any) -> bool:
+    three = isinstance(value, list | tuple) and len(value) == 3
+    return three and isinstance(value[1], str) and value[1] != ""
 
 
 def numbered_labels(path: Path) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -75,28 +75,26 @@ def _of_earlier_report(out: Path) -> set[Path]:
 
 def page_markdown(page: PageContext) -> str:
     """table.md: equal contexts give equal bytes."""
-    template = templates(escape=False).get_template("table.md.jinja")
-    claims = _claims(page.findings, "claims")
-    text = template.render(page=page, claims=claims, explained=explained)
-    text = re.sub(r"[ \t]+$", "", text, flags=re.MULTILINE)
-    return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
-
-
-def templates(escape: bool) -> Environment:
-    """The templates of reports; `escape` for HTML."""
-    return Environment(
-        loader=PackageLoader("normattn.lab.report"),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        autoescape=escape,
-    )
+    sources = f"Sources: {', '.join(page.sources)}." if page.sources else ""
+    parts = [f"# {page.title}", page.question, sources]
+    for table in page.tables:
+        more = f"All columns: [{table.key}.csv]({table.key}.csv)." if table.hidden else ""
+        title = f"## {table.title}" if table.title else ""
+        notes = "\n".join(f"- {note}" for note in table.notes)
+        parts += [title, table.intro, table.markdown(), more, notes]
+    if page.findings:
+        parts += ["## What the sources say, and what was found", explained(page.findings)]
+        parts.append(_claims(page.findings, "claims").markdown())
+    made = [f"- {name}: {value}" for name, value in page.provenance.items()]
+    made += [f"- command: `{page.command}`"] if page.command else []
+    parts += [*page.notes, "## How this was made", "\n".join(made)]
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def _claims(findings: Sequence[Finding], key: str, title: str = "") -> Filled:
     """A table of claims with their verdicts; under a verdict as its title, what limits each."""
-    names = ("claim", "difference", "p", "seeds", "remark" if title else "verdict")
-    names += ("measured", "source")
+    names = ["claim", "difference", "p", "seeds", "remark" if title else "verdict"]
+    names += ["measured", "source"]
     cells = tuple(
         (
             Cell(finding.claim.sentence),
@@ -133,21 +131,22 @@ def page_html(page: PageContext) -> str:
     """The report as one file of HTML, with its styles, its scripts and its charts."""
     from normattn.lab.report import charts  # Altair is slow to import.
 
-    environment = templates(escape=True)
-    assert environment.loader is not None
-    style, script = (
-        Markup(environment.loader.get_source(environment, name)[0].strip())
-        for name in ("report.css", "charts.js")
+    environment = Environment(
+        loader=PackageLoader("normattn.lab.report"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        autoescape=True,
     )
+    compact = {"ensure_ascii": False, "allow_nan": False, "separators": (",", ":")}
+    environment.policies["json.dumps_kwargs"] = compact
     text = environment.get_template("report.html.jinja").render(
         page=page,
         findings=_by_verdict(page.findings),
         explained=explained(page.findings) if page.findings else "",
         figures=[figure.title for figure in page.figures],
-        embedded=embedded({"charts": [*map(charts.vega_lite, page.figures)]}),
-        style=style,
+        values={"charts": [*map(charts.vega_lite, page.figures)]},
         vega=_vega() if page.figures else "",
-        script=script,
     )
     return text.rstrip() + "\n"
 
@@ -158,14 +157,6 @@ def _vega() -> Markup:
     import vl_convert
 
     return Markup(vl_convert.javascript_bundle(VEGA_SNIPPET))
-
-
-def embedded(values: Mapping[str, Any]) -> Markup:
-    """The values as JSON that cannot end the element that holds it."""
-    text = json.dumps(values, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    for letter in "<>&\u2028\u2029":
-        text = text.replace(letter, f"\\u{ord(letter):04x}")
-    return Markup(text)
 
 
 def _by_verdict(findings: Sequence[Finding]) -> list[Filled]:
