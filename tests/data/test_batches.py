@@ -23,7 +23,7 @@ from normattn.lab.data.images import ImageBatches, ImageSplit
 from normattn.lab.data.pairs import PairBatches, PairSplit
 from normattn.lab.data.relations import RelationBatches, RelationSplit
 from normattn.lab.data.store import Ragged
-from normattn.lab.data.tokens import Tiling, TokenSplit
+from normattn.lab.data.tokens import Tiling
 
 from .helpers import make_split
 
@@ -43,24 +43,6 @@ def test_the_drawn_numbers_are_those_of_every_numpy() -> None:
     edge = np.array([0.0, np.nextafter(1.0, 0.0)])
     np.testing.assert_array_equal(below(edge, 2**53), [0, 2**53 - 1])
     np.testing.assert_array_equal(below(edge, np.array([1, 5])), [0, 4])
-
-
-@pytest.mark.parametrize(
-    ("split", "length", "batch", "tiling", "message"),
-    [
-        (make_split([5, 5]), 12, 2, None, "test split is too small .* it has 12 tokens and 13 are"),
-        (SPLIT, 16, 2, (0.5, 8, 32), "tiled_high must be at most the length"),
-    ],
-)
-def test_impossible_batches_are_refused(
-    split: TokenSplit,
-    length: int,
-    batch: int,
-    tiling: tuple[float, int, int] | None,
-    message: str,
-) -> None:
-    with pytest.raises(InputError, match=message):
-        TrainingBatches(split, length, batch, 0, tiling and Tiling(*tiling))
 
 
 # Masked text.
@@ -158,11 +140,6 @@ def test_every_epoch_holds_every_sentence_once(
         assert seen == Counter(range(len(lengths)))
 
 
-def test_pairs_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(InputError, match=r"make 512 tokens, more than batch_tokens \(500\)"):
-        PairBatches(pair_split([(30, 30)]), 500, 0)
-
-
 # Documents with labels.
 
 
@@ -193,6 +170,15 @@ def test_an_epoch_holds_every_document_at_most_once(
 
 
 # Every kind.
+
+
+def test_impossible_batches_are_refused() -> None:
+    with pytest.raises(InputError, match=r"test split is too small .* has 12 tokens and 13 are"):
+        TrainingBatches(make_split([5, 5]), 12, 2, 0)
+    with pytest.raises(InputError, match="tiled_high must be at most the length"):
+        TrainingBatches(SPLIT, 16, 2, 0, Tiling(0.5, 8, 32))
+    with pytest.raises(InputError, match=r"make 512 tokens, more than batch_tokens \(500\)"):
+        PairBatches(pair_split([(30, 30)]), 500, 0)
 
 
 def images(count: int = 30) -> ImageSplit:

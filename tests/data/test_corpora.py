@@ -71,7 +71,7 @@ def test_a_single_file_is_cut_at_line_ends_and_loses_nothing(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("form", ["parquet", "csv", "tsv"])
 def test_a_column_of_a_table_is_streamed(tmp_path: Path, form: str) -> None:
-    file = tmp_path / f"rows.{form}"
+    file = tmp_path / f"rows?.{form}"
     rows = [f'row {i}, of\nü "{i}"' for i in range(700)]
     table = pl.DataFrame({"body": rows, "n": list(range(700))})
     if form == "parquet":
@@ -80,7 +80,7 @@ def test_a_column_of_a_table_is_streamed(tmp_path: Path, form: str) -> None:
         table.write_csv(file, separator="," if form == "csv" else "\t")
     found = names_and_texts(f"{file}?field=body")
     assert [text for _, text in found] == rows
-    assert found[699][0] == f"rows.{form}:699"
+    assert found[699][0] == f"rows?.{form}:699"
     assert len(names_and_texts(f"{file}?field=body", limit=1000)) < 100
     with pytest.raises(InputError, match=r"no field 'text' .*'body', 'n'"):
         names_and_texts(file)

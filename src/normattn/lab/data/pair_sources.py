@@ -106,7 +106,9 @@ def _folder(folder: Path, source: str, target: str, test: str | None) -> FileCor
         for side in (source, target)
     )
     needed = {"train", *here, *there, *(["test"] if test else [])}
-    for split in sorted(needed - (here.keys() & there.keys())):
+    for split in SPLITS:
+        if split not in needed or (split in here and split in there):
+            continue
         name = test if test and split == "test" else split
         has = ", ".join(side[split].name for side in (here, there) if split in side) or "none"
         raise InputError(

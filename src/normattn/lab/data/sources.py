@@ -187,7 +187,7 @@ class Address:
         """Take an address apart; `InputError` where it is empty or its options cannot be read."""
         if not text.strip():
             raise InputError(f"the {kind} has no name")
-        body, mark, query = text.partition("?")
+        body, mark, query = text.rpartition("?")
         if not mark or expanded(text).exists():
             return cls(text, {})
         try:

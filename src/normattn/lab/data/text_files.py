@@ -84,9 +84,7 @@ def _table_rows(path: Path, suffix: str, fields: Sequence[str] | None) -> Iterat
             separator = "\t" if suffix == ".tsv" else ","
             frame = pl.scan_csv(path, separator=separator, infer_schema=False, glob=False)
         columns = frame.collect_schema().names()
-        chosen = [name for name in columns if fields is None or name in fields]
-        if not chosen:  # A table without rows lacks the field as well.
-            text_of(dict.fromkeys(columns), (fields or [""])[0], str(path))
+        chosen = [name for name in columns if fields is None or name in fields] or columns
         chunks = frame.select(chosen).collect_batches(chunk_size=_ROWS_AT_ONCE, maintain_order=True)
         for chunk in chunks:
             for values in chunk.iter_rows(named=True):
