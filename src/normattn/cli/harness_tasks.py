@@ -263,7 +263,7 @@ def _tokens(
     for start in range(0, len(documents), _BATCH):
         batch = [document.text for document in documents[start : start + _BATCH]]
         for encoded in tokeniser.encode_batch(batch):
-            ids += [*encoded, SEPARATOR_ID]
+            ids += [*encoded.tolist(), SEPARATOR_ID]
             ends.append(len(ids))
     names = [document.name for document in documents]
     split = TokenSplit("test", np.array(ids, np.uint32), np.array(ends, np.int64), names)
