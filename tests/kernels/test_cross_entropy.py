@@ -173,6 +173,14 @@ def test_the_whole_logits_never_exist(
     assert record.numel == 512 * 8  # the gradient of hidden, twice a chunk of 32 × 64
 
 
+def test_a_second_derivative_is_refused() -> None:
+    hidden, weight = tensors((N, D), (V, D))
+    with pytest.raises(InputError, match="second derivatives"):
+        torch.autograd.grad(
+            linear_cross_entropy(hidden, weight, TARGETS).loss, hidden, create_graph=True
+        )
+
+
 def test_no_tokens_have_no_scores() -> None:
     scores = token_scores(torch.zeros(0, D), torch.zeros(V, D), torch.zeros(0, dtype=torch.int64))
     assert scores.loss.shape == scores.correct.shape == (0,)

@@ -11,10 +11,9 @@ from torch import Tensor
 from kernels.memory import largest
 from normattn import InputError, Score, ScoreSpec, attention, explain
 from normattn.kernels import reference, tiled
-from normattn.kernels.stats import Observation, Observer, observing
 from normattn.layers.cache import KeyValueCache
 
-from .cases import NORMALISERS, built, normalised, tensors
+from .cases import built, normalised, tensors
 
 B, H, T, D, P = 2, 2, 11, 8, 6
 SHAPES = (B, H, T, D), (B, 1, T, D), (B, 1, T, D)
@@ -153,30 +152,6 @@ def test_no_tensor_holds_every_pair(monkeypatch: pytest.MonkeyPatch) -> None:
                 out = attention(q, k, v, made, backend=backend)
                 torch.autograd.grad(out.sum(), [q, k, v, *learned])
             assert (seen.numel < B * H * pairs // 4) == (backend == "auto"), backend
-
-
-class _Notes(Observer):
-    def __init__(self) -> None:
-        self.seen: list[Observation] = []
-
-    def see(self, problem: Any, observation: Observation) -> None:
-        self.seen.append(observation)
-
-
-@pytest.mark.parametrize("name", [name for name in NORMALISERS if name != "Selective"])
-@pytest.mark.parametrize("backend", ["auto", "reference"])
-def test_an_observer_gets_the_largest_logit_and_the_entropy(name: str, backend: str) -> None:
-    q, k, v = tensors(*SHAPES)
-    notes = _Notes()
-    score = Score(f"Baseline-NoPE-{name}@8", H, D, 1).double()
-    with observing(notes):
-        attention(q, k, v, score, backend=backend)
-    (told,) = notes.seen
-    logits = (q @ k.mT / D**0.5).tril() + torch.full((T, T), -torch.inf).triu(1)
-    torch.testing.assert_close(told.largest, logits.amax(-1))
-    weight = _weights(q, k, score)
-    share = weight / weight.sum(-1, keepdim=True).clamp(min=1e-300)
-    torch.testing.assert_close(told.entropy, torch.special.entr(share).sum(-1))
 
 
 @pytest.mark.parametrize(

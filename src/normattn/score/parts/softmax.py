@@ -125,6 +125,8 @@ class Entmax(NormaliserPart):
 
     def weights(self, score: Scores, seen: AttentionMask) -> Scores:
         """Solve Σ_j a_j = 1 for τ, a row at a time; a row without keys gets none."""
+        if score.shape[-1] == 0:
+            return score
         power = 1 / (self.alpha - 1)
         wide = torch.promote_types(score.dtype, torch.float32)
         x = (self.alpha - 1) * score.to(wide)
