@@ -1,7 +1,7 @@
 """The attention function of an extended layer: from q and k to the inputs of a kernel.
 
-Queries and keys arrive un-rotated (or, where only log-n is added, rotated by the model). The
-rotation is that of the model's own frequencies, scaled where the method says so.
+Queries and keys arrive un-rotated (or, where only log-n is added, rotated by the model), and a
+`Score` rotates them by the model's own frequencies, scaled where the method says so.
 
 transformers' cache holds keys as a layer projects them, and a decode step would rotate them all
 again: keys that were rotated are kept beside it. Its `DynamicLayer` makes a new tensor of those it
@@ -16,8 +16,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
@@ -26,13 +25,15 @@ from torch import Tensor, nn
 from normattn.errors import InputError
 from normattn.hf.masks import Placing, placing
 from normattn.hf.probe import KNOWN, hide_unselected
-from normattn.hf.rope_detection import HeadRotation, method_frequencies, method_gain
-from normattn.kernels import AttentionInputs, attend
+from normattn.hf.rope_detection import HeadRotation, Layer
+from normattn.kernels import AttentionInputs, AttentionMask, attend
 from normattn.layers.cache import Room
 from normattn.layers.prepare import in_blocks
-from normattn.plain import keepable
-from normattn.score import Positions, ScoreSpec
-from normattn.score.rotary import RotaryTables, Rotation, scale_column, scaled
+from normattn.score import Positions, Score, ScoreSpec
+from normattn.score.parts import Part, rope_frequencies
+from normattn.score.parts.qk_norm import Baseline
+from normattn.score.parts.rope import NoPE, RotaryPosition
+from normattn.score.rotary import scaled
 
 
 class RotatedKeyCache:
@@ -148,99 +149,76 @@ class ForwardMemory:
         return value
 
 
-def query_factor(spec: ScoreSpec, scaling: float, n: Tensor) -> Tensor | float:
-    """λ at n visible keys: the model's own scale, and log-n."""
-    if spec.logn is None:
-        return scaling
-    assert spec.train_length is not None
-    return spec.logn.factor(n.double(), spec.train_length) * scaling
-
-
-class MethodTables:
-    """A method's rotary tables over the rotation that a model brings with it, cached."""
-
-    def __init__(self, spec: ScoreSpec, rotation: HeadRotation) -> None:
-        self.spec, self.rotation = spec, rotation
-        amplitude = rotation.amplitude * method_gain(spec)
-        # Far keys that all stand at 0 need no rotation (ReRoPE).
-        self._far_still = False
-        if spec.remapping is not None and amplitude == 1:
-            some = torch.tensor([1.0, 2.0**20])
-            self._far_still = not bool(spec.remapping.far_positions(some, some)[1].any())
-
-    def queries(
-        self, at: Positions, block: int, scaling: float, dtype: torch.dtype
-    ) -> RotaryTables:
-        """The tables of queries, as the rows of `block` read them, with the model's own λ."""
-        if self.spec.blockwise:
-            # The rows of one block of DynamicNTK are few: only its keys are worth keeping.
-            return self.make(at.query, block, scaling, dtype).select_block(block)
-        first = at.key.shape[-1] - at.query.shape[-1]
-        return self._cached(at, at.query, first, block, scaling, dtype)
-
-    def keys(self, at: Positions, start: int, block: int, dtype: torch.dtype) -> RotaryTables:
-        """The tables of keys from column `start` on, as the rows of `block` read them."""
-        # Rules by chunks rotate keys alike for every block, and lay them out for each.
-        own = 0 if self.spec.chunk_remapping is not None else block
-        return self._cached(at, at.key[..., start:], start, own, None, dtype).select_block(block)
-
-    def make(
-        self, positions: Tensor, block: int, scaling: float | None, dtype: torch.dtype
-    ) -> RotaryTables:
-        """The tables of queries, with the model's own λ; those of keys where `scaling` is None."""
-        spec = self.spec.for_block(block)
-        theta = method_frequencies(spec, self.rotation)
-        amplitude = self.rotation.amplitude * method_gain(spec)
-        rotator = self.rotation.rotator(theta, amplitude)
-        if scaling is not None:
-            scale = query_factor(spec, scaling, positions.clamp(min=0) + 1)
-            return rotator.queries(spec, positions, scale, dtype)
-        made = rotator.keys(spec, positions, dtype)
-        return replace(made, far=None) if self._far_still else made
-
-    def _cached(
-        self,
-        at: Positions,
-        positions: Tensor,
-        first: int,
-        block: int,
-        scaling: float | None,
-        dtype: torch.dtype,
-    ) -> RotaryTables:
-        if not at.regular or not keepable():
-            return self.make(positions, block, scaling, dtype)
-        last = first + positions.shape[-1]
-        capacity = max(64, 1 << (last - 1).bit_length())
-        whole = _counted_tables(self, capacity, positions.device, block, scaling, dtype)
-        return whole.rows(slice(first, last))
-
-
-@lru_cache(maxsize=32)
-@torch.inference_mode(False)
-def _counted_tables(
-    tables: MethodTables,
-    capacity: int,
-    device: torch.device,
-    block: int,
-    scaling: float | None,
-    dtype: torch.dtype,
-) -> RotaryTables:
-    """The tables of positions 0 … capacity − 1."""
-    return tables.make(torch.arange(capacity, device=device), block, scaling, dtype)
-
-
 @dataclass(frozen=True)
-class ExtendedLayer:
-    """How one layer attends while its model is extended.
+class ModelRoPE(RotaryPosition):
+    """The rotation that a model brings with it, as the position of a score.
 
-    `tables` rotates queries and keys; None where they come as they shall be multiplied: rotated by
-    the model, or never (a NoPE layer). `kept` are the keys that it has rotated, where it keeps any.
+    A method's θ'_m/θ_m of plain frequencies times the model's own, which may be scaled already.
     """
 
-    spec: ScoreSpec
-    tables: MethodTables | None
-    memory: ForwardMemory
-    kept: RotatedKeyCache | None = None
+    name: ClassVar[str] = "ModelRoPE"
+    equation: ClassVar[str] = "R^i k_j by the model's own θ_m"
+    source: ClassVar[str] = "the model's configuration"
+    theta: tuple[float, ...] = ()
+    start: int = 0
+
+    def rotary_dim(self, head_dim: int) -> int:
+        """Two features a frequency."""
+        return 2 * len(self.theta)
+
+    def rotary_start(self, head_dim: int) -> int:
+        """The first feature that rotates."""
+        return self.start
+
+    def adjusted(self, theta: Float[Tensor, " p"]) -> Float[Tensor, " p"]:
+        """The model's frequencies, as much changed as plain ones were."""
+        own = torch.tensor(self.theta, dtype=torch.float64)
+        return own * (theta / rope_frequencies(2 * own.numel(), self.base))
+
+
+class ExtendedLayer:
+    """How one layer attends while its model is extended: by the score of the method.
+
+    Where the method does not rotate inside, queries and keys come as they shall be multiplied:
+    rotated by the model, or never (a NoPE layer). `kept` are the keys that the layer has rotated,
+    where it keeps any.
+    """
+
+    def __init__(
+        self,
+        spec: ScoreSpec,
+        layer: Layer,
+        memory: ForwardMemory,
+        kept: RotatedKeyCache | None = None,
+    ) -> None:
+        q, k = layer.call.q, layer.call.k
+        self.memory, self.kept = memory, kept
+        self.rotation = layer.rotation if kept is not None else None
+        self.scaling = float(layer.call.more.get("scaling") or q.shape[-1] ** -0.5)
+        parts: list[Part] = [Baseline(scale=self.scaling)]
+        own, gain = self.rotation, 1.0
+        if own is None:
+            parts += [NoPE(), *(part for part in spec.parts if part is spec.logn)]
+        else:
+            place = ModelRoPE(
+                base=own.base or 10000.0,
+                layout="interleaved" if own.interleaved else "half",
+                theta=tuple(own.frequencies.tolist()),
+                start=own.start,
+            )
+            parts += [place, *(part for part in spec.parts if part.when != "training-time")]
+            gain = 1.0 if spec.rope_scaling is None else spec.rope_scaling.gain(spec.train_length)
+        self.score = Score(
+            ScoreSpec(tuple(parts), spec.train_length), q.shape[1], q.shape[-1], k.shape[1]
+        )
+        self._before, self._after = None if own is None else _factors(own, gain), None
+        if own is not None and own.gains is not None:
+            self._after = (own.gains[0] * own.gains[1]).reciprocal()
+
+    @property
+    def blockwise(self) -> bool:
+        """Whether rows are read in blocks."""
+        return self.score.spec.blockwise
 
     def __call__(
         self,
@@ -257,98 +235,78 @@ class ExtendedLayer:
         `more` are settings of `AttentionInputs`: dropout, cap and sink.
         """
         before: Tensor | None = self.memory.get("mask")
-        counted, sizes = self.tables is not None, (q.shape[2], k.shape[2], q.shape[0])
+        counted, sizes = self.rotation is not None, (q.shape[2], k.shape[2], q.shape[0])
         placed: Placing = self.memory.remember(
-            "placing",
-            (mask, before, position_ids, self.tables),
+            f"placing {counted}",
+            (mask, before, position_ids),
             lambda: placing(mask, *sizes, position_ids, counted, before),
         )
         if self.kept is not None:
             self.kept.begin(k, q.shape[2], whole=placed.runs is None)
+        if self._before is not None:
+            q, k = (scaled(x, by.to(x.device)) for x, by in zip((q, k), self._before, strict=True))
+        if scaling != self.scaling:
+            q = q * (scaling / self.scaling)
         if placed.runs is None:
-            k, v = k[:, :, : placed.keys], v[:, :, : placed.keys]
-            return self._attend(q, k, v, placed, scaling, more)
+            return self._attend(q, k[:, :, : placed.keys], v[:, :, : placed.keys], placed, more)
         out = v.new_zeros(*q.shape[:3], v.shape[-1])
         for run in placed.runs:
             if run.inner.keys:
                 own, columns = q[run.batch, :, run.queries], (run.batch, slice(None), run.keys)
-                made = self._attend(own, k[columns], v[columns], run.inner, scaling, more)
+                made = self._attend(own, k[columns], v[columns], run.inner, more)
                 out[run.batch, :, run.queries] = made
         return out
 
     def _attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        placed: Placing,
-        scaling: float,
-        more: Mapping[str, Any],
+        self, q: Tensor, k: Tensor, v: Tensor, placed: Placing, more: Mapping[str, Any]
     ) -> Float[Tensor, "b h t e"]:
         """The same for keys and queries at the positions of `placed`."""
-        if self.tables is None:  # rotated by the model, or without positions
-            factor = scale_column(query_factor(self.spec, scaling, placed.positions.n))
-            seen = placed.seen.part(slice(0, q.shape[2]), placed.keys)
-            return attend(one_type(AttentionInputs(scaled(q, factor), k, v, seen, **more)))
-        gains = self.tables.rotation.gains
-        if gains is not None:  # features that rotate evenly
-            q, k = (x * gain.to(x.device, x.dtype) for x, gain in zip((q, k), gains, strict=True))
 
         def part(rows: slice, keys: int, block: int) -> Tensor:
             given = q[:, :, rows], k[:, :, :keys], v[:, :, :keys]
-            inputs = self._rotated(*given, placed, rows, block, scaling)
-            seen = placed.seen.part(rows, keys)
-            return attend(one_type(replace(inputs, visibility=seen, **more)))
+            at, seen = placed.positions.part(rows, keys), placed.seen.part(rows, keys)
+            inputs = self._inputs(*given, at, seen, block)
+            if self._after is not None:
+                after = self._after.to(q.device)
+                far_q = None if inputs.far_q is None else scaled(inputs.far_q, after)
+                inputs = replace(inputs, q=scaled(inputs.q, after), far_q=far_q)
+            return attend(one_type(replace(inputs, **more)))
 
-        return in_blocks(self.spec, placed.positions, part)
+        return in_blocks(self.score.spec, placed.positions, part)
 
-    def _rotated(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        placed: Placing,
-        rows: slice,
-        block: int,
-        scaling: float,
+    def _inputs(
+        self, q: Tensor, k: Tensor, v: Tensor, at: Positions, seen: AttentionMask, block: int
     ) -> AttentionInputs:
-        """The inputs of some rows: queries and keys at their near and far positions."""
-        tables = self.tables
-        assert tables is not None
-        at = placed.positions.part(rows, k.shape[2])
-        remapping, start = self.spec.remapping, 0
-        if remapping is not None and at.regular and remapping.window is not None:
-            start = max(0, k.shape[2] - q.shape[2] - remapping.window + 1)
+        """The inputs of a kernel; keys of the calls before are not rotated again."""
+        score, kept, rest = self.score, self.kept, (v, at, seen, None, block)
+        if kept is None or not kept.open or not at.regular:
+            return score.forward(q, k, *rest)
+        if score.spec.blockwise:
 
-        def make() -> tuple[RotaryTables, RotaryTables, RotaryTables]:
-            far = tables.keys(at, 0, block, q.dtype)
-            near = far if start == 0 else tables.keys(at, start, block, q.dtype)
-            return tables.queries(at, block, scaling, q.dtype), near, far
+            def by_block(first: int) -> Tensor:
+                return score.rotate_cached_keys(k[:, :, first:], at.key[first:], block, first)
 
-        name = f"{rows} {k.shape[2]} {block} {scaling} {q.dtype}"
-        queries, near, far = self.memory.remember(name, (placed, tables), make)
-        near_q = _evened(tables.rotation, queries.near(q))
-        if remapping is None or queries.far is None:
-            near_k = self._keys(k, near.near, at, block, "near")
-            return AttentionInputs(near_q, near_k, v, placed.seen)
-        near_k = near.near(k[:, :, start:])
-        far_q = _evened(tables.rotation, queries.far(q))
-        far_k = k if far.far is None else self._keys(k, far.far, at, block, "far")
-        inputs = AttentionInputs(near_q, near_k, v, placed.seen, far_q, far_k, remapping.window)
-        return replace(inputs, near_start=start)
+            return score.with_cached_keys(q, k, *rest, rotated=kept.rotated(block, k, by_block))
 
-    def _keys(self, k: Tensor, whole: Any, at: Positions, block: int, side: str) -> Tensor:
-        """All keys at their near or far positions: those of the calls before as they were kept."""
-        tables, kept = self.tables, self.kept
-        kept_apart = kept is not None and kept.open and at.regular and isinstance(whole, Rotation)
-        if tables is None or kept is None or not kept_apart:
-            return whole(k)  # type: ignore[no-any-return]
+        def far(first: int) -> Tensor:
+            return score.cache_keys(k[:, :, first:], at.key[first:], first)
 
-        def rotate(first: int) -> Tensor:
-            made: Tensor = getattr(tables.keys(at, first, block, k.dtype), side)(k[:, :, first:])
-            return made
+        return score.with_cached_keys(q, kept.rotated("far", k, far), *rest)
 
-        return kept.rotated((side, block), k, rotate)
+
+def _factors(rotation: HeadRotation, gain: float) -> tuple[Tensor, Tensor] | None:
+    """What to multiply queries and keys with before they rotate; None for nothing.
+
+    Features that rotate are multiplied by the model's amplitude on either side, and those that do
+    not by no gain of the method.
+    """
+    d, size = rotation.head_dim, 2 * rotation.frequencies.numel()
+    q = torch.full((d,), 1 / gain, dtype=torch.float64)
+    q[rotation.start : rotation.start + size] = rotation.amplitude**2
+    k = torch.ones(d, dtype=torch.float64)
+    if rotation.gains is not None:
+        q, k = (x * own.cpu() for x, own in zip((q, k), rotation.gains, strict=True))
+    return None if bool((q == 1).all() and (k == 1).all()) else (q, k)
 
 
 def one_type(inputs: AttentionInputs) -> AttentionInputs:
@@ -362,13 +320,6 @@ def one_type(inputs: AttentionInputs) -> AttentionInputs:
     dtype = torch.get_autocast_dtype(device)
     given = {name: getattr(inputs, name) for name in ("q", "k", "v", "far_q", "far_k", "sink")}
     return replace(inputs, **{name: x.to(dtype) for name, x in given.items() if x is not None})
-
-
-def _evened(rotation: HeadRotation, q: Tensor) -> Tensor:
-    """Rotated queries without the gains in the products of features."""
-    if rotation.gains is None:
-        return q
-    return scaled(q, (rotation.gains[0] * rotation.gains[1]).reciprocal().to(q.device))
 
 
 def attention_function(
@@ -412,7 +363,7 @@ def attention_function(
         attention_mask = hide_unselected(attention_mask, indices)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     settings = {"dropout": float(dropout), "cap": softcap, "sink": s_aux}
-    run = _uncompiled if layer.spec.blockwise else type(layer).__call__
+    run = _uncompiled if layer.blockwise else type(layer).__call__
     out = run(layer, query, key, value, attention_mask, position_ids, scale, settings)
     return out.transpose(1, 2).contiguous(), None
 

@@ -23,7 +23,6 @@ from normattn.hf.attention_fn import (
     ATTRIBUTE,
     ExtendedLayer,
     ForwardMemory,
-    MethodTables,
     RotatedKeyCache,
     attention_function,
 )
@@ -175,19 +174,14 @@ class Extension:
     def _serve(self, planned: Plan) -> None:
         """Tell each layer's module how our attention serves it; refuse what it cannot.
 
-        Layers that rotate alike share their tables. Pages of keys, and the places of images, are
-        refused when they come.
+        Pages of keys, and the places of images, are refused when they come.
         """
-        made: list[MethodTables] = []
         for layer in planned.served:
-            tables, kept = None, None
+            kept = None
             if layer.rotation is not None and rotates_inside(self.spec):
-                alike = [one for one in made if one.rotation.alike(layer.rotation)]
-                tables = alike[0] if alike else MethodTables(self.spec, layer.rotation)
-                made += [] if alike else [tables]
                 kept = RotatedKeyCache()
                 self._before(layer.module, kept)
-            how = ExtendedLayer(self.spec, tables, self._memory, kept)
+            how = ExtendedLayer(self.spec, layer, self._memory, kept)
             self._set(layer.module, ATTRIBUTE, how)
         for start in _CONTINUOUS:
             self._set(planned.parts.model, start, _refuse_continuous_batching)

@@ -252,7 +252,7 @@ def read_settings(
         rope["factor"] = 1 / numbers["--rope-freq-scale"]
     if kind_of(own) != "llama3":
         rope = _resolved(rope, keys, numbers, file)
-    elif {**rope, "rope_theta": 0} != {**own, "rope_theta": 0}:  # which is a tensor of the file
+    elif given.keys() & {"--rope-scaling", *_SCALES}:  # llama3's is a tensor of the file
         raise InputError(f"{file}: a scaling on top of llama3 has no words in transformers")
     mix, context = rope["rope_type"] == "yarn", int(keys.get("context_length", 0))
     if divisors is not None:

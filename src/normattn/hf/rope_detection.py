@@ -120,14 +120,6 @@ class HeadRotation:
     normed: bool = False
     gains: tuple[Float[Tensor, " d"], Float[Tensor, " d"]] | None = None
 
-    def alike(self, other: HeadRotation) -> bool:
-        """Whether both rotate in the same way."""
-        names = ("base", "interleaved", "amplitude", "head_dim", "start", "scaled", "normed")
-        same = all(getattr(self, name) == getattr(other, name) for name in names)
-        return (
-            same and self.gains is other.gains and torch.equal(self.frequencies, other.frequencies)
-        )
-
     def rotated(self, x: Float[Tensor, "b h t d"], side: int) -> Float[Tensor, "b h t d"]:
         """Queries (side 0) or keys (1) at positions 0 … T − 1, in float64."""
         places = torch.arange(x.shape[2], device=x.device)
