@@ -157,6 +157,7 @@ _WORDS = {
 }
 """transformers' words, and the keys and flags of llama.cpp that say the same."""
 _BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
+_SCALING_KEYS = ("rope.scaling.type", "rope.scaling.factor", "rope.scale_linear")
 _SCALES = ("--rope-scale", "--rope-freq-scale")
 _OF_YARN = {"ext_factor": -1.0, "attn_factor": 1.0, **_BETAS}
 """Its usual values."""
@@ -252,7 +253,7 @@ def read_settings(
         rope["factor"] = 1 / numbers["--rope-freq-scale"]
     if kind_of(own) != "llama3":
         rope = _resolved(rope, keys, numbers, file)
-    elif given.keys() & {"--rope-scaling", *_SCALES}:  # llama3's is a tensor of the file
+    elif given.keys() & {"--rope-scaling", *_SCALES} or keys.keys() & {*_SCALING_KEYS}:
         raise InputError(f"{file}: a scaling on top of llama3 has no words in transformers")
     mix, context = rope["rope_type"] == "yarn", int(keys.get("context_length", 0))
     if divisors is not None:
