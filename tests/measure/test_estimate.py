@@ -193,6 +193,10 @@ def test_intervals_hold_the_truth_as_often_as_they_say(
     assert 0.93 <= coverage(seeds, of_seeds, of_units, of_both, 800) <= 0.97
 
 
+def test_where_seeds_differ_most_three_of_them_cover_a_little_less() -> None:
+    assert 0.91 <= coverage(3, 1.5, 3.0, 2.0, 800) <= 0.97
+
+
 def test_holm_is_the_step_down_bonferroni() -> None:
     assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
     assert holm([0.5, 0.9]) == [1.0, 1.0]

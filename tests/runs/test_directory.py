@@ -57,6 +57,11 @@ def test_another_configuration_is_refused_by_its_fields(tmp_path: Path) -> None:
     assert (tmp_path / "config.json").read_bytes() == before
 
 
+def test_a_changeable_field_may_differ(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    assert open_run(tmp_path, Config(threads=2)).config["threads"] == 1
+
+
 @pytest.mark.parametrize("content", ['{"kind": "toy", "conf', "[1]", '{"kind": "toy"}', "\xff\x00"])
 def test_a_damaged_configuration_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_text(content, encoding="latin-1")
