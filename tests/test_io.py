@@ -61,7 +61,7 @@ def test_a_new_file_takes_no_other_file_s_place(tmp_path: Path, when: str) -> No
         temporary.write_text("ours")
         place.write_text("mine")
 
-    with pytest.raises(InputError, match="place exists already: name a new file"):
+    with pytest.raises(InputError, match="place exists already"):
         write_with(place, write_late, new=True)
     assert place.read_text() == "mine"
     assert names(tmp_path) == ["place"]

@@ -45,7 +45,7 @@ def expanded(path: str | Path) -> Path:
         resolved = Path(text).expanduser()
         resolved.lstat()  # The system itself says which names are too long.
     except UnicodeEncodeError as error:
-        raise InputError(f"{text!r} cannot be the name of a file: it is no text") from error
+        raise InputError(f"{text!r} cannot be the name of a file: it is not text") from error
     except ValueError as error:
         raise InputError(f"{text!r} cannot be the name of a file: {error}") from error
     except RuntimeError as error:
@@ -122,7 +122,7 @@ def read_bytes(path: Path, most: int) -> bytes:
     with open_file(path) as file:
         content = file.read(most + 1)
     if len(content) > most:
-        raise InputError(f"{path} is larger than {most:,} bytes, which none of its kind is")
+        raise InputError(f"{path} is larger than {most:,} bytes, too large for a file of its kind")
     return content
 
 
@@ -212,7 +212,7 @@ def parse_toml(text: str, where: str) -> dict[str, Any]:
         table = tomllib.loads(text)
         _check_bounds(table, finite=False)
     except RecursionError as error:
-        raise InputError(f"{where} is not valid TOML: it is nested too deep") from error
+        raise InputError(f"{where} is not valid TOML: it is nested too deeply") from error
     except ValueError as error:
         raise InputError(f"{where} is damaged: it is not valid TOML ({error})") from error
     return table
@@ -268,7 +268,7 @@ def write_with(path: Path, write: Callable[[Path], object], new: bool = False) -
     is then untouched. With `new` it also does where a file is there, before or meanwhile.
     """
     if new and os.path.lexists(path):
-        raise InputError(f"{path} exists already: name a new file")
+        raise InputError(f"{path} exists already: choose a new file")
     with explain_os_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
@@ -285,7 +285,7 @@ def write_with(path: Path, write: Callable[[Path], object], new: bool = False) -
                 temporary.replace(path)
             _flush(path.parent)
         except FileExistsError as error:
-            raise InputError(f"{path} exists already: name a new file") from error
+            raise InputError(f"{path} exists already: choose a new file") from error
         finally:
             temporary.unlink(missing_ok=True)
 
@@ -323,8 +323,8 @@ def write_directory(path: Path, fill: Callable[[Path], None], replace: bool = Fa
             if replace or error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                 raise
             raise InputError(
-                f"{path} was filled by another process meanwhile; nothing in it was changed: "
-                "choose a new or empty folder"
+                f"{path} was filled by another process in the meantime; nothing in it was "
+                "changed: choose a new or empty folder"
             ) from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)

@@ -67,7 +67,7 @@ def test_a_record_that_is_a_folder_is_refused_before_the_work(command: Command, 
     record = min((run / "evaluations").glob("*.parquet"))
     record.unlink()
     record.mkdir()
-    assert f"{record} is no file" in command(*line).sentence
+    assert f"{record} is not a file" in command(*line).sentence
 
 
 def test_a_finished_run_whose_model_is_damaged_says_how_to_go_on(
@@ -119,7 +119,7 @@ def _study(folder: Path, cell: object = None) -> Path:
 @pytest.mark.parametrize(
     ("cell", "words"),
     [
-        (None, "is gone"),
+        (None, "is missing"),
         *(
             ({"study": "keynorm", **fields}, "is damaged")
             for fields in (
@@ -150,4 +150,4 @@ def test_a_study_without_its_settings(command: Command, tmp_path: Path) -> None:
     _study(tmp_path / "study")
     (tmp_path / "study" / "config.json").unlink()
     found = command("report", tmp_path / "study", "--out", tmp_path / "page")
-    assert f"{tmp_path / 'study' / 'config.json'} is gone" in found.sentence
+    assert f"{tmp_path / 'study' / 'config.json'} is missing" in found.sentence

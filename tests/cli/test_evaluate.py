@@ -95,7 +95,7 @@ def test_every_method(command: Command, run: Path) -> None:
     ("options", "expected"),
     [
         (["--methods", "YARN2"], ["YARN2", "did you mean YaRN"]),
-        (["--methods", "KNA"], ["KNA", "trained in"]),
+        (["--methods", "KNA"], ["KNA", "training-time"]),
         (["--methods", "YaRN,,NTK"], ["--methods", "empty"]),
         (["--methods", "YaRN,YaRN"], ["twice"]),
         (["--methods", "NTK-ReRoPE"], ["cannot be combined"]),

@@ -95,7 +95,7 @@ def test_another_text_is_refused(
     monkeypatch.setattr(frozen, "download", copy)
     repeated = "# near-duplicate toolz/toolz/dicttoolz.py"
     listed = write_list(tmp_path / "list.txt", SAMPLE, repeated)
-    with pytest.raises(InputError, match=rf"instead of {SAMPLE_TEXT}: a corpus that differs"):
+    with pytest.raises(InputError, match=rf"instead of {SAMPLE_TEXT}: a different corpus"):
         FrozenPackages(listed).text()
 
 

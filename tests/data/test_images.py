@@ -82,5 +82,5 @@ def test_shifts_move_and_repeat_the_border() -> None:
         for move in itertools.product((-1, 0, 1), repeat=2)
     }
     assert seen == every
-    with pytest.raises(InputError, match="leaves nothing of images of 4 × 4"):
+    with pytest.raises(InputError, match="leaves no pixels of images of 4 × 4"):
         ImageBatches(split(1), 1, 0, shift=4)

@@ -156,11 +156,11 @@ def test_nothing_stays_behind() -> None:
 
 
 def test_bad_input() -> None:
-    with pytest.raises(InputError, match="holds no Score"):
+    with pytest.raises(InputError, match="no Score"):
         inspect_model(nn.Linear(2, 2), ids_of(1, 3))
     with pytest.raises(InputError, match="must be token ids"):
         inspect_model(model_of(), torch.zeros(0, 3, dtype=torch.int64))
-    with pytest.raises(InputError, match="nothing was read"):
+    with pytest.raises(InputError, match="no layer of the model ran"):
         inspect_model(model_of(), ids_of(1, 3), read=lambda ids: None)
     with pytest.raises(InputError, match="1 to 512 tokens"):
         attention_weights(model_of(), torch.zeros(600, dtype=torch.int64))
@@ -257,7 +257,7 @@ def test_a_probe_leaves_lines_and_changes_nothing(tmp_path: Path) -> None:
     path.write_text(found.model_dump_json() + '\n{"step": 2, "lay')
     assert read_diagnostics(tmp_path) == [found]
     path.write_text('{"step": 2}\n')
-    with pytest.raises(InputError, match="none of the diagnostics"):
+    with pytest.raises(InputError, match="not a line of diagnostics"):
         read_diagnostics(tmp_path)
 
 

@@ -178,10 +178,10 @@ def test_watching_leaves_nothing_behind() -> None:
 
 
 def test_what_cannot_be_looked_at_is_refused() -> None:
-    with pytest.raises(InputError, match="holds no Score"), watching(torch.nn.Linear(2, 2), print):
+    with pytest.raises(InputError, match="no Score"), watching(torch.nn.Linear(2, 2), print):
         pass
     model = model_of("Baseline")
-    with model.using("ReRoPE"), pytest.raises(InputError, match="switch the method off"):
+    with model.using("ReRoPE"), pytest.raises(InputError, match="switch off the method"):
         look(model, ids_of(1, 20))
     with pytest.raises(InputError, match="has a forgetting gate"):
         look(model_of("KNA-FoX"), ids_of(1, 8))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -90,8 +91,28 @@ def _try(family: str, model: Any, name: str, ids: Tensor, as_trained: Tensor) ->
         wrong = _faults(family, model, name, ids, as_trained)
     except InputError as refusal:
         wrong = [] if torch.equal(logits(model, ids), as_trained) else ["is not undone"]
-        return "WRONG: " + "; ".join(wrong) if wrong else str(refusal)
+        return "WRONG: " + "; ".join(wrong) if wrong else general(str(refusal))
     return "WRONG: " + "; ".join(wrong) if wrong else SERVED
+
+
+_GENERAL = (
+    (r"^\w+ cannot be extended: ", ""),
+    (r"^\w+For\w+ ", "the model "),
+    (r"^layer \d+ of this model \(\w+\)", "a layer"),
+    (
+        r"^a layer reads \d+ keys of \d+ tokens: they",
+        "a layer has other keys than its tokens: they",
+    ),
+    (r"and \S+ needs unscaled ones", "and the method needs unscaled ones"),
+)
+
+
+def general(refusal: str) -> str:
+    """The reason without the names of the model and the method, which the table has."""
+    reason = " ".join(refusal.split())
+    for pattern, words in _GENERAL:
+        reason = re.sub(pattern, words, reason)
+    return reason
 
 
 def _faults(family: str, model: Any, name: str, ids: Tensor, as_trained: Tensor) -> list[str]:
@@ -170,16 +191,16 @@ def _scaled(given: Mapping[str, Any], kind: str) -> dict[str, Any]:
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 HEAD = """# Which model works with which method, and which score does it have?
 
-The first table answers the first question for every causal family of transformers with rotary
-positions; [the second](#scores) names the score of each layer. Both come from tiny models with
+The first table shows which methods work with each causal family of transformers that has rotary
+positions. [The second](#scores) names the score of each layer. Both come from tiny models with
 random weights, made from a family's default configuration ({version}). A real model may have
 another configuration: `normattn extend MODEL` and `normattn score MODEL` check the model itself.
 
 ## Methods
 
-● works: the method has an effect, gives the same logits with a cache, agrees with transformers' own
-`yarn` and `linear` where the family has them, and is undone exactly. A number is a reason
-[below](#reasons).
+● works: the method has an effect, gives the same logits with a cache, and is undone exactly. Where
+the family has transformers' own `yarn` and `linear`, the logits agree with those. A number is a
+reason [below](#reasons).
 
 """
 SCORES = "## Scores"

@@ -13,13 +13,14 @@ from .tiny import build
 
 HEAD = """{mark}
 
-A family's projections and what reaches its attention determine normalisation, rotation and scale.
-`attention` with the named score is within 1e-5 of the layer's own. Of {families} families, {read}
-are identified in every layer; the others say what is missing. Sizes (windows, training lengths) are
-the tiny model's. In parentheses: keys that the layer's own mask selects by the text. That mask is
-then the `attn_mask` of `attention`.
+Normalisation, rotation and scale were determined from a family's projections and the inputs of its
+attention. `attention` with the named score is within 1e-5 of the layer's own. Of {families}
+families, {read} are identified in every layer; for the others the table says what is missing.
+Windows and training lengths are those of the tiny model. A note in parentheses says which keys the
+layer's own mask selects by the text: pass that mask to `attention` as `attn_mask`.
 
-`python scripts/family_scores.py` makes this table, `python scripts/family_matrix.py` the other.
+`python scripts/family_scores.py` makes this table, and
+`python scripts/family_matrix.py` the other.
 
 """
 
@@ -32,7 +33,7 @@ def row(family: str) -> tuple[str, ...]:
     try:
         read = score_of(build(family, **_SMALLER.get(family, {})))
     except InputError as error:
-        return (f"all layers: not read: {' '.join(str(error).split())}",)
+        return (f"all layers: not identified: {' '.join(str(error).split())}",)
     return tuple(f"layer {layer.layer}: {_said(layer)}" for layer in read.layers)
 
 
@@ -43,13 +44,13 @@ def _said(layer: LayerScore) -> str:
         return f"`{layer.spec}`{beside}"
     lacks = str(layer.lacks).partition("): ")[2]
     agrees = layer.difference is not None and layer.difference < AGREES
-    but = f"; but for that `{layer.spec}`{beside}" if agrees else ""
-    return "not read: " + re.sub(r" by \S+ of its largest output", "", lacks) + but
+    but = f"; otherwise `{layer.spec}`{beside}" if agrees else ""
+    return "not identified: " + re.sub(r" by \S+ of its largest output", "", lacks) + but
 
 
 def is_read(said: Sequence[str]) -> bool:
     """Whether the score of every layer is known."""
-    return not any("not read: " in line for line in said)
+    return not any("not identified: " in line for line in said)
 
 
 def page(rows: Mapping[str, Sequence[str]]) -> str:

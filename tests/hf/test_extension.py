@@ -100,7 +100,7 @@ def test_saved_with_its_extension(method: str, tmp_path: Path) -> None:
         torch.testing.assert_close(logits(plain, ids), extended, rtol=0, atol=1e-5)
         assert plain.config.max_position_embeddings == 4 * LENGTH
         for use in (lambda: normattn.extend(plain, "NTK", factor=2), lambda: from_llama(plain)):
-            with pytest.raises(InputError, match=r"saved under (PI|YaRN)\(.* has applied that"):
+            with pytest.raises(InputError, match=r"saved under (PI|YaRN)\(.* has applied it"):
                 use()
     else:
         assert torch.equal(logits(plain, ids), as_trained)
@@ -149,7 +149,7 @@ def test_native_words_where_they_mean_the_same(
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("RoPEX", {}, "unknown score part 'RoPEX'"),
+    ("RoPEX", {}, "'RoPEX'"),
     ("KNA", {}, "KNA is trained in"),
     ("", {}, "needs a method by name"),
     ("StreamingLLM", {}, "hides keys"),
@@ -160,7 +160,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("LeakyReRoPE", {}, "needs s=…"),
     ("LeakyReRoPE", {"factor": 0.5}, "factor must be a number of at least 1, but it is 0.5"),
     ("ReRoPE", {"factor": 2}, "ReRoPE takes no factor"),
-    ("SelfExtend", {"group": 2, "factor": 2}, "has what it would give already"),
+    ("SelfExtend", {"group": 2, "factor": 2}, "takes no factor"),
     ("ReRoPE", {"size": 3}, "takes the parameter 'size'"),
     ("ReRoPE", {"train_length": 1}, "a training length must be a whole number of at least 2"),
     ("YaRN-ReRoPE", {"factor": 2}, "cannot be combined"),
@@ -184,7 +184,7 @@ def test_refused_models() -> None:
             build(
                 "Llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
             ),
-            "dynamic rotary spectrum of its own",
+            "dynamic rotary spectrum",
         ),
         (build("SmolLM3", no_rope_layers=[0, 0]), "none of its layers with full attention"),
     ):
@@ -195,7 +195,7 @@ def test_refused_models() -> None:
 def test_a_training_length_that_is_not_known_is_asked_for() -> None:
     model = build("Llama")
     model.config.__dict__["max_position_embeddings"] = None
-    with pytest.raises(InputError, match="say train_length=…"):
+    with pytest.raises(InputError, match="train_length=…"):
         normattn.extend(model, "ReRoPE")
     two = {
         "rope_type": "yarn",
@@ -203,7 +203,7 @@ def test_a_training_length_that_is_not_known_is_asked_for() -> None:
         "factor": 2.0,
         "original_max_position_embeddings": 4,
     }
-    with pytest.raises(InputError, match="names two lengths"):
+    with pytest.raises(InputError, match="max_position_embeddings="):
         normattn.extend(build("Llama", rope_parameters=two), "ReRoPE")
     with pytest.raises(InputError, match="already scaled, and NTK is"):
         normattn.extend(build("Llama", rope_parameters=two), "NTK", factor=2, train_length=8)
@@ -219,11 +219,11 @@ def test_extended_twice_copied_or_changed() -> None:
             copy.deepcopy(model)
         with pytest.raises(InputError, match="takes no output_attentions"):
             model(ids, output_attentions=True)
-        with pytest.raises(InputError, match="position_ids do not count"):
+        with pytest.raises(InputError, match="position_ids do not number"):
             logits(model, ids, position_ids=2 * torch.arange(ids.shape[1])[None])
         whole = torch.ones(ids.shape[1], ids.shape[1]).tril()[None, None]
         for own in (whole.long(), whole[:, :, :1].long(), whole.int()):
-            with pytest.raises(InputError, match="every pair must be boolean"):
+            with pytest.raises(InputError, match="must be boolean"):
                 logits(model, ids[:, : own.shape[2]], attention_mask=own)
         model.set_attn_implementation("eager")
         with pytest.raises(InputError, match="was changed to eager while the model is extended"):

@@ -166,7 +166,7 @@ def test_an_image_among_the_tokens_is_refused() -> None:
         as_text = model(input_ids=ids, position_ids=counted).logits
         torch.testing.assert_close(as_text, logits(model, ids))
         counted[2, :, 5:9] += 7
-        with pytest.raises(InputError, match="an extended model reads text alone"):
+        with pytest.raises(InputError, match="it takes only text"):
             model(input_ids=ids, position_ids=counted)
 
 

@@ -220,5 +220,5 @@ def test_layers_that_see_what_comes_are_refused_what_counts_from_the_past() -> N
 
 def test_chunks_are_refused_where_scores_know_more_than_distances() -> None:
     """A gain after the rotation: queries and keys moved together would score otherwise."""
-    with pytest.raises(InputError, match="gains of their own"):
+    with pytest.raises(InputError, match="learned gains"):
         normattn.extend(tiny("hunyuan_v1_dense"), "DualChunk", train_length=LENGTH)

@@ -129,7 +129,7 @@ def test_keys_that_an_indexer_chooses_are_an_operand(family: str) -> None:
 def test_an_indexer_that_leaves_no_key_out_is_not_shown() -> None:
     seen = score_of(build("glm_moe_dsa", index_topk=48))
     assert not seen.verified
-    assert "its indexer leaves out none of 48 tokens: it takes more to show it" in str(seen)
+    assert "its indexer leaves out none of 48 tokens: use more tokens" in str(seen)
     assert {layer.beside for layer in seen.layers} == {None}
 
 
@@ -167,9 +167,9 @@ def _holed(mask: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("change", "lacks"),
     [
-        (_tilted, "its mask adds up to 23 to a score, which no part says"),
-        (_rounded, "its mask adds up to 23 to a score, which no part says"),
-        (_by_head, "its mask does in every text what no part says"),
+        (_tilted, "its mask adds up to 23 to a score, which no component describes"),
+        (_rounded, "its mask adds up to 23 to a score, which no component describes"),
+        (_by_head, "its mask does the same in every text, which no component describes"),
         (_holed, "its attention differs from that of Baseline"),
     ],
 )

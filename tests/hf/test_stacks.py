@@ -464,7 +464,7 @@ def test_the_text_decoder_of_a_vision_language_model(kind: str, method: str) -> 
         if method == "YaRN":
             assert float((logits(model, ids, position_ids=places) - as_trained).abs().max()) > 1e-3
             return
-        with pytest.raises(InputError, match="reads text alone"):
+        with pytest.raises(InputError, match="takes only text"):
             logits(model, ids, position_ids=places)
 
 

@@ -199,7 +199,7 @@ def test_a_saved_model(tmp_path: Path) -> None:
     assert kinds == ["inverse frequencies", "attention factor"]
     with normattn.extend(model, "ReRoPE", window=16):
         model.save_pretrained(tmp_path / "rerope")
-    with pytest.raises(InputError, match="no configuration of rotary positions says ReRoPE"):
+    with pytest.raises(InputError, match="no configuration of rotary positions expresses ReRoPE"):
         normattn.verify(tmp_path / "rerope", tmp_path / "rerope")
 
 
@@ -263,7 +263,7 @@ def test_other_scalings_of_a_gguf_file(tmp_path: Path) -> None:
 def test_a_model_without_rotary_positions_is_refused(tmp_path: Path) -> None:
     config = transformers.GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=32)
     config.save_pretrained(tmp_path)
-    with pytest.raises(InputError, match="no layer of a gpt2 model shows rotary positions"):
+    with pytest.raises(InputError, match="no layer of a gpt2 model passes rotary positions"):
         normattn.verify(tmp_path, tmp_path / "config.json")
 
 
@@ -412,7 +412,7 @@ def test_commands_as_people_have_them(case: str, tmp_path: Path) -> None:
 BAD: dict[str, tuple[str, str, str]] = {
     "nothing there": ("", "", "gone.json"),
     "no JSON": ("told.json", "{", "is not valid JSON"),
-    "no flags": ("told", "echo hello", "has no settings of positions"),
+    "no flags": ("told", "echo hello", "has no position settings"),
     "no number": ("told", "x --rope-scaling yarn --rope-scale four", "'four' is no number"),
     "a list of kinds": (
         "told.json",
@@ -428,13 +428,13 @@ BAD: dict[str, tuple[str, str, str]] = {
         "x --rope-scaling yarn --yarn-beta-fast 0",
         "beta_fast must be a number above 0",
     ),
-    "a YAML in itself": ("told", "a: &a [*a]\nctx-size: 5", "holds itself"),
+    "a YAML in itself": ("told", "a: &a [*a]\nctx-size: 5", "contains itself"),
     "an override of a number": (
         "told",
         "vllm serve m --hf-overrides.rope_parameters 3 --hf-overrides.rope_parameters.factor 2",
         "is inside rope_parameters, which is 3",
     ),
-    "bytes": ("told", "\udcff", "not JSON, not GGUF, not text"),
+    "bytes": ("told", "\udcff", "neither JSON nor GGUF nor text"),
 }
 
 

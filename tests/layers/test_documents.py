@@ -19,5 +19,5 @@ def test_both_give_the_documents_of_a_row() -> None:
 
 @pytest.mark.parametrize("wrong", [[1, 3], [0], [0, 3, 3]])
 def test_lengths_that_are_none_are_refused(wrong: list[int]) -> None:
-    with pytest.raises(InputError, match="cu_seqlens must begin with 0"):
+    with pytest.raises(InputError, match="cu_seqlens must start with 0"):
         documents_from_lengths(torch.tensor(wrong))

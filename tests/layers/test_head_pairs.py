@@ -169,7 +169,7 @@ def test_each_layer_of_a_model_starts_at_its_own_share() -> None:
 
 
 def test_key_heads_of_a_model_come_in_pairs_and_what_explain_says() -> None:
-    with pytest.raises(InputError, match="an even number"):
+    with pytest.raises(InputError, match="must be even"):
         _model("KNA-Differential", kv_heads=1)
     told = explain("KNA-Differential", (1, 4, 64, 8))
     assert told.kernel == "chunked"

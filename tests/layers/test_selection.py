@@ -53,7 +53,7 @@ def test_a_cache_takes_back_its_last_call_and_no_more() -> None:
     cache.truncate(4)
     again = _step(score, cache, q, k, slice(4, 9))
     torch.testing.assert_close(again, whole[:, :, 4:9])
-    with pytest.raises(InputError, match="after token 3 have selected cannot be taken back"):
+    with pytest.raises(InputError, match="after token 3 have selected"):
         cache.truncate(3)
     assert not cache.croppable
     with pytest.raises(InputError, match="unknown backend"):

@@ -94,7 +94,7 @@ def test_cut_empty_and_foreign_files_are_refused_by_name(tmp_path: Path) -> None
     good = path.read_bytes()
     for content in (b"", good[:-20], good[: len(good) // 2], b"PAR1" + b"x" * 50):
         path.write_bytes(content)
-        with pytest.raises(InputError, match=r"m\.parquet is (no frame|damaged)"):
+        with pytest.raises(InputError, match=r"m\.parquet is (not a measurements table|damaged)"):
             measurements.read(path)
 
 
@@ -118,5 +118,5 @@ def test_the_store_does_a_damaged_evaluation_again(
     store.path(key).write_bytes(b"nothing")
     assert store.get(key) is None
     assert "done again" in capsys.readouterr().err
-    with pytest.raises(InputError, match="no frame"):
+    with pytest.raises(InputError, match="not a measurements table"):
         store.frame()

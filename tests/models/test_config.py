@@ -44,7 +44,7 @@ def test_the_score_is_resolved_with_the_training_length_and_the_dump_comes_back(
         ({"score": "KBatchNorm"}, "see the future"),
         (
             {"shared_layers": True, "score": "KNA-NoPEEvery(every=2)"},
-            "differs from layer to layer, but with shared_layers all are one",
+            "differs from layer to layer, but with shared_layers",
         ),
         ({"heads": 3}, "width of 16 does not divide into 3 heads"),
         ({"kv_heads": 4}, "2 query heads cannot share 4"),

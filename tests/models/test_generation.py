@@ -161,9 +161,9 @@ def test_bad_input(settings: dict[str, Any], words: str) -> None:
 @pytest.mark.parametrize(
     ("prompts", "words"),
     [
-        ([[1.5]], "prompt 0 is no list of token ids"),
-        ("words", "prompt 0 is no list of token ids"),
-        ([[1], [[2]]], "prompt 1 is no list of token ids"),
+        ([[1.5]], "prompt 0 is not a list of token ids"),
+        ("words", "prompt 0 is not a list of token ids"),
+        ([[1], [[2]]], "prompt 1 is not a list of token ids"),
         (3, "prompts must be lists"),
     ],
 )

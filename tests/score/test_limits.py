@@ -229,7 +229,7 @@ def test_xpos_decays_by_distance_alone_and_says_where_it_ends() -> None:
     moved = attention(q, k, v, "KNA-XPos", q_positions=at + 900, k_positions=at + 900)
     _same(moved, attention(q, k, v, "KNA-XPos"))
     q, k, v = (x.half() for x in qkv(64))
-    with pytest.raises(InputError, match=r"XPos in torch.float16 reads up to position \d+"):
+    with pytest.raises(InputError, match=r"XPos in torch.float16 works up to position \d+"):
         attention(q, k, v, "KNA-XPos(scale=8)")
 
 

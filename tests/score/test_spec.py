@@ -95,7 +95,7 @@ def test_a_part_is_named_by_its_class_and_described_by_its_docstring(
     ],
 )
 def test_an_unknown_name_gets_its_nearest(text: str, near: str) -> None:
-    with pytest.raises(InputError, match=f"unknown score part .*did you mean .*{near}"):
+    with pytest.raises(InputError, match=f"unknown component .*did you mean .*{near}"):
         parse(text)
 
 
@@ -275,7 +275,10 @@ def test_adding_a_method_with_parameters() -> None:
 @pytest.mark.parametrize(
     ("spec", "method", "named"),
     [
-        *(("KNA@512", name, f"{name} is trained in") for name in ("logn", "CosA", "NoPE")),
+        *(
+            ("KNA@512", name, f"{name} is a training-time component")
+            for name in ("logn", "CosA", "NoPE")
+        ),
         ("KNA-NoPE@512", "YaRN", "YaRN cannot be combined with NoPE"),
         ("KNA-logn@512", "logn+", "logn"),
         ("KNA-YaRN(factor=2)@512", "NTK", "NTK"),

@@ -170,7 +170,7 @@ FAILING = {
     "raises": ("x = 1\n\n\ndef ask():\n    return {}['lengths']\n\n\nask()\n", 5, "KeyError"),
     "lacks a module": ("import os\nimport no_such_module_here\n", 2, "no_such_module_here"),
     "ends the process": ("import sys\nsys.exit(7)\n", 2, "sys.exit"),
-    "is no Python": ("x = 1\nSTUDY = Study(\n", 2, "never closed"),
+    "is not valid Python": ("x = 1\nSTUDY = Study(\n", 2, "never closed"),
     "fails below": ("import json\njson.loads('{')\n", 2, "JSONDecodeError"),
     "fails when it is asked": (
         "from copy import copy\n"
@@ -197,6 +197,6 @@ def test_a_study_file_that_fails_is_named_with_its_line(
     sentence = said.strip().splitlines()[-1]
     for word in (str(path), f"line {line}", reason):
         assert word in sentence
-    if case != "is no Python":
+    if case != "is not valid Python":
         assert "Traceback" in said
         assert "normattn/" not in said.replace(str(tmp_path), "")

@@ -88,13 +88,13 @@ def test_the_command_and_its_frame(
     with pytest.raises(SystemExit) as ended:
         main(["report", *places])
     assert ended.value.code == 2
-    assert "its own --out" in capsys.readouterr().err
+    assert "another --out" in capsys.readouterr().err
     assert Path(places[0], measurements.FILE).read_bytes() == before
     (tmp_path / "all" / "config.json").write_text('{"format": 1, "kind": "keynorm", "config": {}}')
     with pytest.raises(SystemExit) as ended:
         main(["report", *places, "--out", str(tmp_path / "all")])
     assert ended.value.code == 2
-    assert "is that of keynorm: give another --out" in capsys.readouterr().err
+    assert "belongs to keynorm: give another --out" in capsys.readouterr().err
 
 
 def test_one_text_twice_is_refused(tmp_path: Path) -> None:

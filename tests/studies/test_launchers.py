@@ -177,7 +177,7 @@ def command_line(process: psutil.Process) -> list[str]:
 
 def test_a_host_that_sees_other_folders_is_named(tmp_path: Path) -> None:
     remote = RemoteJob(Job("one", ("-c", "pass"), tmp_path / "gone" / "log.txt"))
-    with pytest.raises(InputError, match=f"has no folder {tmp_path / 'gone'}: the hosts"):
+    with pytest.raises(InputError, match=f"has no folder {tmp_path / 'gone'}: all hosts"):
         remote()
 
 
@@ -302,7 +302,7 @@ def test_a_cluster_that_does_not_answer_is_named(tmp_path: Path) -> None:
 
 def test_without_slurm_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(InputError, match="no Slurm is here"):
+    with pytest.raises(InputError, match="Slurm is not available here"):
         run_jobs([job(tmp_path, "one", "pass")], Slurm(), 1)
 
 

@@ -244,7 +244,7 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("window", {"changes": {"window.shares": [0.1, 0.12]}}, "same window twice"),
     ("reading", {"changes": {"evaluation.multiples": [1]}}, r"reads reading\.multiples instead"),
     ("factors", {"variants": ("gaus",)}, "did you mean gau"),
-    ("factors", {"variants": ("english",)}, "no corpus of English text was named"),
+    ("factors", {"variants": ("english",)}, "no corpus of English text is given"),
     ("factors", {"variants": ("heads-4x",)}, r"heads is \d here, .* a multiple of 4"),
     (
         "factors",

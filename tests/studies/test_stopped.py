@@ -190,7 +190,7 @@ def _of_other_data(study: str, out: Path, pattern: str) -> None:
     measurements.write(place, other)
     assert "0" not in find(study).collect(out)["data"]  # Of two data sets one counts.
     place.write_text("nothing")
-    with pytest.raises(InputError, match=rf"{place.name} is no frame"):
+    with pytest.raises(InputError, match=rf"{place.name} is not a measurements table"):
         find(study).collect(out)
 
 

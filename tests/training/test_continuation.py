@@ -85,13 +85,13 @@ def test_stopped_and_resumed_it_is_the_same(trained: Path, tmp_path: Path) -> No
 def test_bad_input(trained: Path, tmp_path: Path) -> None:
     config = longer(trained).model_dump()
     config["continued"]["start"] = str(run(small(steps=4), tmp_path / "other" / "run") / "model")
-    with pytest.raises(InputError, match="holds other weights than this run began with"):
+    with pytest.raises(InputError, match="holds other weights than"):
         run(TrainingConfig.parse(config), tmp_path / "a")
     config = longer(trained).model_dump()
     config["model"]["layers"] = 1
     with pytest.raises(InputError, match="has other settings than `model` says"):
         run(TrainingConfig.parse(config), tmp_path / "b")
-    with pytest.raises(InputError, match="trained in"):
+    with pytest.raises(InputError, match="training-time"):
         longer(trained, method="NoPE")
     with pytest.raises(InputError, match=re.escape("keep names steps from 1 to 3")):
         longer(trained, steps=3)

@@ -34,7 +34,7 @@ def emit_method(asked: model_options.Extend, engine: str) -> None:
         raise InputError("--emit needs one method, such as --methods 'YaRN(factor=4)'")
     out = asked.out
     if out is not None and out.exists():
-        raise InputError(f"{out} exists already: name a new file")
+        raise InputError(f"{out} exists already: choose a new file")
     refuse_unused(methods, asked)
     source = expanded(asked.model) if asked.gguf is None else expanded(asked.model) / asked.gguf
     wanted = _wanted(asked, source, methods[0])

@@ -96,8 +96,8 @@ def export_run(asked: options.Export) -> None:
     stored = RunDirectory.existing(run)
     if stored.kind not in _KINDS:
         raise InputError(
-            f"{run} holds a run of kind {stored.kind!r}, whose model transformers has no class "
-            f"for; export takes one of kind {', '.join(map(repr, _KINDS))}"
+            f"{run} holds a run of kind {stored.kind!r}, for whose model transformers has no "
+            f"class; export takes a run of kind {', '.join(map(repr, _KINDS))}"
         )
     require_finished(run, "be exported")
     if out.exists() and not out.is_dir():

@@ -63,7 +63,7 @@ def extend_model(asked: model_options.Extend) -> None:
     methods = parse_methods(asked.methods)
     refuse_unused(methods, asked)
     if asked.save is not None and asked.save.exists():
-        raise InputError(f"--save {asked.save} exists already: name a new folder")
+        raise InputError(f"--save {asked.save} exists already: choose a new folder")
     with Console(stderr=True).status(f"loading {asked.model}"):
         model, tokeniser = load(asked.model, asked.gguf, _DTYPES[asked.dtype])
     model = model.to(choose_device(asked.device))
@@ -239,8 +239,8 @@ def _save(
     """Write the model under a method, for `normattn.from_pretrained`."""
     if method is None:
         raise InputError(
-            f"nothing is saved to {place}: no method was better than the unmodified model; name "
-            "one alone, as --methods YaRN, to save it all the same"
+            f"nothing is saved to {place}: no method was better than the unmodified model; to "
+            "save one anyway, name it alone, as in --methods YaRN"
         )
 
     def fill(folder: Path) -> None:

@@ -77,7 +77,7 @@ def parse_methods(text: str) -> tuple[str, ...]:
     """
     named = [part.strip() for part in re.split(r",(?![^(]*\))", text)]
     if not all(named):
-        raise InputError(f"--methods holds an empty name in {text!r}; divide names by commas")
+        raise InputError(f"--methods holds an empty name in {text!r}; separate names by commas")
     doubled = [name for name in named if named.count(name) > 1]
     if doubled:
         raise InputError(f"--methods names {doubled[0]!r} twice")
@@ -132,13 +132,15 @@ def choose(asked: Extend, model: Any, lengths: tuple[int, ...] | None = None) ->
     try:
         trained = asked.train_length or known_length(model_parts(model))[0]
     except InputError as error:
-        raise InputError(str(error).replace("say train_length=…", "say --train-length")) from error
+        raise InputError(
+            str(error).replace("pass train_length=…", "pass --train-length")
+        ) from error
     lengths = lengths or asked.lengths or (trained, 2 * trained)
     window = max(1, trained // 4) if asked.window is None else asked.window
     if asked.factor is None and lengths[-1] <= trained:
         raise InputError(
             f"the longest of --lengths, {lengths[-1]:,}, is within the training length of "
-            f"{trained:,}: a factor below 1 would shorten; name a length beyond it"
+            f"{trained:,}: a factor below 1 would shorten the context; name a longer length"
         )
     factor = lengths[-1] / trained if asked.factor is None else asked.factor
     return Chosen(trained, lengths, factor, window)

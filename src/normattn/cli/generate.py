@@ -31,7 +31,7 @@ def generate_text(asked: options.Generate) -> None:
     if not texts:
         raise InputError("there is nothing to continue: give --prompt TEXT or --file PATH")
     if not all(texts):
-        raise InputError("a prompt is empty; the model continues at least one character")
+        raise InputError("a prompt is empty; give at least one character")
     tokens = [tokeniser.encode(text) for text in texts]
     longest = max(map(len, tokens)) + asked.max_new_tokens
     length = config.model.train_length
@@ -65,7 +65,7 @@ def open_run(run: Path) -> tuple[TrainingConfig, Tokeniser]:
     require_finished(run, "generate")
     if config.data.synthetic:
         raise InputError(
-            f"the run in {run} was trained on the generated tokens of {config.data.corpus}: it has "
-            "no tokeniser, and so no text to continue"
+            f"the run in {run} was trained on the generated tokens of {config.data.corpus}: it "
+            "has no tokeniser, so it cannot continue text"
         )
     return config, Tokeniser.load(unchanged(run / "tokeniser.json"))

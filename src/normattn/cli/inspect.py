@@ -130,7 +130,7 @@ def _finished(asked: options.Inspect, using: ExitStack) -> Subject:
     config: Any = settings.parse(stored.config, str(run / CONFIG))
     shape: StackConfig = config.model
     if not is_unmodified(method) and not isinstance(config, TrainingConfig):
-        raise InputError(f"--method {method} is for causal language models, which read on with it")
+        raise InputError(f"--method {method} is for causal language models only")
     device = choose_device(asked.device or config.device)
     model: Any = load_any(run / "model", shape).to(device)
     inputs = inputs_of(config, asked, model)
@@ -225,7 +225,7 @@ def observing(
     with observable(model), observing_attention(collector):
         yield collector
     if not collector.sums:
-        raise InputError("this model has attention code of its own, which cannot be observed")
+        raise InputError("this model uses its own attention code, which cannot be observed")
 
 
 # What is measured and drawn.

@@ -102,7 +102,7 @@ def _windows(
         if tokeniser is None:
             raise InputError(
                 f"the run in {asked.run} was trained on the generated tokens of "
-                f"{config.data.corpus}: it has no tokeniser, and so cannot read {asked.text}"
+                f"{config.data.corpus}: it has no tokeniser, so it cannot read {asked.text}"
             )
         tokens = tokeniser.encode(read_text(asked.text))
         if len(tokens) < 2:
@@ -186,7 +186,7 @@ def _images(config: VisionTrainingConfig, asked: options.Inspect, model: Any) ->
 def _refuse(asked: options.Inspect, *names: str) -> None:
     for name in names:
         if getattr(asked, name) is not None:
-            raise InputError(f"--{name} is for language models, which read any text")
+            raise InputError(f"--{name} is for language models only")
 
 
 def _as_trained(data: Any, asked: options.Inspect) -> Any:

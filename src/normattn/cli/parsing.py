@@ -160,7 +160,7 @@ def names(text: str, option: str) -> tuple[str, ...]:
     """`"KNA, QNA"` as two names; an empty or doubled name is refused."""
     parts = tuple(part.strip() for part in text.split(","))
     if not all(parts):
-        raise InputError(f"{option} holds an empty name in {text!r}; write names divided by commas")
+        raise InputError(f"{option} holds an empty name in {text!r}; separate names by commas")
     if len(set(parts)) != len(parts):
         raise InputError(f"{option} names something twice: {text}")
     return parts
@@ -186,8 +186,8 @@ def token_counts(text: str, option: str) -> tuple[int, ...]:
         count = int(match[1]) * (1024 if match[2] else 1) if match else 0
         if count < 2:
             raise InputError(
-                f"{option} takes numbers of tokens divided by commas, such as 8k,16k,32000 (8k is "
-                f"8192), but it has {part!r} in {text!r}"
+                f"{option} takes numbers of tokens separated by commas, such as 8k,16k,32000 (8k "
+                f"is 8192), but it has {part!r} in {text!r}"
             )
         counts.append(count)
     if len(set(counts)) < len(counts):

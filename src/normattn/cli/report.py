@@ -72,8 +72,8 @@ def _of_a_study(places: Sequence[Path], out: Path, named: str | None) -> Content
     for folder in places:
         if not runs_below(folder) and (folder / measurements.FILE).is_file():
             raise InputError(
-                f"{folder} holds results without runs: a report of several folders is of runs, or "
-                "of what extend measured"
+                f"{folder} holds results without runs: a report of several folders needs runs, "
+                "or measurements of extend"
             )
     return None
 
@@ -112,8 +112,8 @@ def _content(folder: Path, named: str | None) -> Content | None:
             measured = study.measurements(folder)
     elif kind in OF_COMMANDS and not file.is_file():
         raise InputError(
-            f"{folder} holds measurements of {kind} without a page: run its command again, which "
-            "measures nothing twice"
+            f"{folder} holds measurements of {kind} without a report: run its command again, "
+            "which measures nothing twice"
         )
     # A report of runs lies among them by default: they may have been measured again since.
     elif file.is_file() and (kind in OF_COMMANDS or not runs_below(folder)):
@@ -133,7 +133,8 @@ def _configuration(folder: Path) -> tuple[Mapping[str, Any], str | None]:
     if not file.is_file():
         if (folder / "jobs").is_dir():
             raise InputError(
-                f"{file} is gone, and with it the settings of the study in that folder: restore it"
+                f"{file} is missing, and it held the settings of the study in that folder: "
+                "restore it"
             )
         return {}, None
     stored = read_object(file)
@@ -179,11 +180,13 @@ def _warn_of_unfinished(folder: Path) -> None:
 def _gallery(places: Sequence[Path], out: Path) -> Content:
     """Models and texts that `extend` measured; their settings are kept in `out` too."""
     if out.resolve() in {folder.resolve() for folder in places}:
-        raise InputError(f"{out} holds one model on one text: give the report of all its own --out")
+        raise InputError(
+            f"{out} holds the report of one model on one text: give the joint report another --out"
+        )
     measured, config = extend.gathered(places), extend.settings(places)
     kind, name = _configuration(out)[1], extend.GALLERY.name
     if kind not in (None, name):
-        raise InputError(f"{out / 'config.json'} is that of {kind}: give another --out")
+        raise InputError(f"{out / 'config.json'} belongs to {kind}: give another --out")
     write_json(out / "config.json", {"format": FORMAT, "kind": name, "config": config})
     return Content(extend.GALLERY, config, measured)
 

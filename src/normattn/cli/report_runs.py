@@ -148,13 +148,13 @@ def _refuse_other_trainings(measured: pl.DataFrame) -> None:
                 name, here, there = different
                 raise InputError(
                     f"{first} and {run} would both be the row {row}, but {name} is {here} in the "
-                    f"first and {there} in the second: name them, as in LABEL=RUN"
+                    f"first and {there} in the second: label them, as in LABEL=RUN"
                 )
     same = _first_conflict(_evaluated(measured), ["row", "seed"], RUN)
     if same is not None:
         (row, seed), (one, other) = same
         raise InputError(
-            f"{one} and {other} both hold {row} seed {seed}: give each training once, or name "
+            f"{one} and {other} both hold {row} seed {seed}: give each training once, or label "
             "them, as in LABEL=RUN"
         )
 
@@ -199,6 +199,6 @@ def _refuse_mixed(measured: pl.DataFrame) -> None:
         ways = f"as {one} and as {other}" if scores else "with other last segments"
         raise InputError(
             f"{f'{row} with {method}' if method else row} was evaluated {ways}, and a report has "
-            "one row for it: evaluate all runs with the same lengths, each once, or name them, as "
-            "in LABEL=RUN"
+            "one row for it: evaluate all runs once with the same lengths, or label them, as in "
+            "LABEL=RUN"
         )

@@ -345,8 +345,8 @@ def attention_function(
     layer = module.__dict__.get(ATTRIBUTE)
     if layer is None:
         raise InputError(
-            f"{type(module).__name__} runs with the attention of an extended model, but it is not "
-            "part of one: extend its own model"
+            f"{type(module).__name__} uses the attention of an extended model, but is not part "
+            "of one: extend the model that it belongs to"
         )
     for name, given in more.items():
         ignored = name not in KNOWN or name == "output_attentions"
@@ -356,10 +356,12 @@ def attention_function(
                 instead = "give position_ids that begin at 0 with every document"
             raise InputError(f"an extended model takes no {name}: {instead}")
     if more.get("is_causal") is False:
-        raise InputError("an extended model is causal, but is_causal=False was asked for")
+        raise InputError("an extended model is causal, but is_causal is False")
     if indices is not None:
         if attention_mask is None or attention_mask.dtype != torch.bool:
-            raise InputError("an indexer selects keys, but its layer got no mask of every pair")
+            raise InputError(
+                "an indexer selects keys, but its layer got no mask of query-key pairs"
+            )
         attention_mask = hide_unselected(attention_mask, indices)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     settings = {"dropout": float(dropout), "cap": softcap, "sink": s_aux}

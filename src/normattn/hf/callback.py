@@ -55,8 +55,9 @@ class AttentionCallback(TrainerCallback):
         """Refuse to be silent towards those that the training reports to."""
         if self.trainer is None and args.report_to:
             raise InputError(
-                f"the training reports to {', '.join(args.report_to)}, which would not see the "
-                "largest logits: trainer.add_callback(AttentionCallback(trainer=trainer))"
+                f"the training reports to {', '.join(args.report_to)}, which would not get the "
+                "largest logits: pass the trainer, as in "
+                "trainer.add_callback(AttentionCallback(trainer=trainer))"
             )
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:

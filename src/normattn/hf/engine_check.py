@@ -124,8 +124,8 @@ def _compare(config: Any, told: Told, method: str | None, train_length: int | No
     base = read_positions(config, lengths)
     if not rotates(base):
         raise InputError(
-            f"no layer of a {config.get_text_config().model_type} model shows rotary "
-            "positions to its attention function, so there is nothing to compare"
+            f"no layer of a {config.get_text_config().model_type} model passes rotary positions "
+            "to its attention function, so there is nothing to compare"
         )
     told, served = _computed(told, config, lengths)
     rotated = (x.frequencies for x in base[SHORT].values() if x.frequencies is not None)
@@ -159,8 +159,8 @@ def _meant(config: Any, method: str | None, length: int | None) -> _Meant:
     spec = planned.spec
     if replaces_attention(spec):
         raise InputError(
-            f"no configuration of rotary positions says {spec.method}: an engine without normattn "
-            "reads the model as it was trained"
+            f"no configuration of rotary positions expresses {spec.method}: an engine without "
+            "normattn runs the unmodified model"
         )
     assert spec.train_length is not None
     stretch = getattr(spec.rope_scaling, "stretch", None)

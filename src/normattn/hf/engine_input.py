@@ -113,7 +113,9 @@ def read_told(against: str | Path, base: Mapping[str, Any]) -> Told:
     try:
         text = read_bytes(path, _MOST_BYTES).decode()
     except UnicodeDecodeError as error:
-        raise InputError(f"{path} is no configuration: not JSON, not GGUF, not text") from error
+        raise InputError(
+            f"{path} is no configuration: it is neither JSON nor GGUF nor text"
+        ) from error
     if text.lstrip().startswith("{"):
         return _of_fields(parse_json(text, file), base, file)
     if "rope.scaling" in text and "--" not in text:  # as `--emit gguf` prints them
@@ -235,7 +237,7 @@ def _of_command(text: str, base: Mapping[str, Any], file: str) -> Told:
     if not (overrides or keys or given.keys() & {*FLAGS, *_LENGTHS.values()}):
         known = ", ".join((*_OVERRIDES, *_LENGTHS.values(), "--rope-scaling"))
         raise InputError(
-            f"{file} has no settings of positions: expected the JSON of a configuration, a GGUF "
+            f"{file} has no position settings: expected the JSON of a configuration, a GGUF "
             f"file, or flags such as {known}"
         )
     engine = _engine(words, given, bool(overrides))
@@ -260,7 +262,7 @@ def _words(text: str, file: str) -> Iterator[str]:
             try:
                 yield from list(_of_yaml(held))
             except RecursionError:
-                raise InputError(f"{file} is a YAML that holds itself") from None
+                raise InputError(f"{file} is YAML that contains itself") from None
             return
     try:
         yield from shlex.split(text.replace("\\\n", " "), comments=True)

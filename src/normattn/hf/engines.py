@@ -95,8 +95,8 @@ def emit(wanted: Wanted, engine: str) -> str:
     rule = ENGINES[engine]
     if wanted.version is not None and _release(wanted.version) < rule.oldest:
         raise InputError(
-            f"--engine-version {wanted.version}: {engine} was checked with {rule.checked}, and "
-            "older ones have other words and rules that were not"
+            f"--engine-version {wanted.version}: {engine} was checked with {rule.checked}; older "
+            "versions use other names and rules, which were not checked"
         )
     return rule.write(wanted)
 
@@ -106,7 +106,7 @@ def _release(version: str) -> tuple[int, int]:
     major, _, rest = version.removeprefix("v").partition(".")
     minor = rest.partition(".")[0] or "0"
     if not (major.isdigit() and minor.isdigit()):
-        raise InputError(f"--engine-version {version!r} is no version such as 0.33.0")
+        raise InputError(f"--engine-version {version!r} is not a version such as 0.33.0")
     return int(major), int(minor)
 
 
@@ -139,8 +139,8 @@ def _as_version_4(fields: Mapping[str, Any]) -> dict[str, Any]:
     rope = dict(fields["rope_parameters"])
     if any(isinstance(value, Mapping) for value in rope.values()):
         raise InputError(
-            "one rope_scaling, as transformers had it before version 5, cannot say frequencies of "
-            "two kinds"
+            "one rope_scaling, as in transformers before version 5, cannot hold two kinds of "
+            "frequencies"
         )
     beside = {
         name: rope.pop(name) for name in ("rope_theta", "partial_rotary_factor") & rope.keys()
@@ -238,8 +238,8 @@ def gguf_values(wanted: Wanted) -> dict[str, tuple[str, Any]]:
     keys = values(wanted.gguf, wanted.fields)
     if any(".yarn_beta_" in name for name in keys):
         raise InputError(
-            "llama.cpp reads a file's beta_fast and beta_slow in some architectures and ignores "
-            "them in most: take --emit llama.cpp, whose flags it reads in all"
+            "llama.cpp reads a file's beta_fast and beta_slow only in some architectures: use "
+            "--emit llama.cpp, whose flags work in all"
         )
     return keys
 

@@ -294,8 +294,8 @@ def _attend_as(name: str, module: nn.Module, *given: Any, **more: Any) -> tuple[
 
 def _refuse_continuous_batching(*_: Any, **__: Any) -> Any:
     raise InputError(
-        "continuous batching keeps keys in pages, which a method that changes attention cannot "
-        "read: use generate(), or a method that changes frequencies alone (PI, ABF, NTK, YaRN)"
+        "continuous batching keeps keys in pages, which methods that change attention do not "
+        "support: use generate(), or a method that changes only frequencies (PI, ABF, NTK, YaRN)"
     )
 
 
@@ -321,20 +321,18 @@ def check_extension(plan: Plan) -> None:
         if made is None or not _is_meant(made[0], layer, spec, by_module):
             raise InputError(
                 f"layer {layer.index} of {name} ({type(layer.module).__name__}) does not get the "
-                f"positions that {spec.method} means it to have, so it cannot be extended by it"
+                f"positions that {spec.method} defines, so it cannot be extended by it"
             )
         if layer.sliding is not None:
             continue
         if replaces_attention(spec) and not _is_cached(made[0], cache):
             raise InputError(
-                f"{cannot}: a cache does not keep the keys that layer {layer.index} hands to its "
-                "attention"
+                f"{cannot}: a cache does not keep the keys that layer {layer.index} passes to "
+                "its attention"
             )
         pairs = zip(made, layer.calls, strict=True)
         if not all(_alike(one.out[:, :rows], own.out[:, :rows]) for one, own in pairs):
-            raise InputError(
-                f"{cannot}: a short text, to which it promises no change, is read otherwise"
-            )
+            raise InputError(f"{cannot}: it changes the results of a short text, which it must not")
 
 
 def unchanged_rows(spec: ScoreSpec) -> int:

@@ -128,8 +128,7 @@ def _our_config(model: Any) -> CausalLMConfig:
     kind, extension = type(model).__name__, extension_of(model)
     if extension is not None:
         raise InputError(
-            f"this {kind} is extended, by {extension.spec.method}, and would become a CausalLM "
-            "that was trained so: remove() the extension first"
+            f"this {kind} is extended, by {extension.spec.method}: remove() the extension first"
         )
     theirs = model.config
     refuse_applied(theirs)

@@ -76,7 +76,7 @@ def _read_gguf(path: Path, start: bytes, size: int, _: int) -> Gguf:
     from gguf import GGUFReader, GGUFValueType
 
     if start[:4] != b"GGUF" or len(start) < 24:
-        raise InputError(f"{path} is not a GGUF file, or cut within its header")
+        raise InputError(f"{path} is not a GGUF file, or its header is incomplete")
     _, tensors, values = struct.unpack("<IQQ", start[4:])
     if tensors * _TENSOR_BYTES + values * _VALUE_BYTES > size:
         raise InputError(
@@ -116,7 +116,7 @@ def refuse_scaled(path: Path) -> None:
     for says in (*held.scaling, *([] if kind == "none" else [f"a {kind} scaling"])):
         raise InputError(
             f"{path} holds {says}, which scales its frequencies and which transformers does not "
-            "read: give the file as it was before, or the model as a folder"
+            "read: give the original file, or the model as a folder"
         )
 
 
@@ -198,15 +198,15 @@ def _one_scaling(rope: Mapping[str, Any]) -> Mapping[str, Any]:
     own = nested.pop("full_attention", None) if nested else rope
     if own is None or any(kind_of(other) != "default" for other in nested.values()):
         raise InputError(
-            "llama.cpp and GGUF hold one kind of scaling, for the layers that see everything; this "
-            "model scales others too"
+            "llama.cpp and GGUF hold one kind of scaling, for layers with full attention; this "
+            "model scales other layers too"
         )
     if own.get("truncate") is False:
         raise InputError("llama.cpp has YaRN with ⌊ ⌋ and ⌈ ⌉ only, not truncate=false")
     if kind_of(own) not in ("default", "linear", "yarn"):
         raise InputError(
             f"llama.cpp reads {kind_of(own)} frequencies from a tensor of the GGUF file that the "
-            "converter writes; flags and keys cannot say them"
+            "converter writes; flags and keys cannot express them"
         )
     return own
 

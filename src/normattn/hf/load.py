@@ -110,7 +110,7 @@ def source_of(model: str | Path, gguf: str | None = None) -> tuple[str, str | No
     elif path.is_dir():
         refuse_kind(path / "config.json")
     elif path.is_absolute() or str(model).count("/") > 1 or str(model).startswith("."):
-        raise InputError(f"{model} does not exist, and is no name on the hub (OWNER/NAME)")
+        raise InputError(f"{model} does not exist, and is not a name on the hub (OWNER/NAME)")
     return (str(path) if path.is_dir() else str(model)), gguf
 
 
@@ -239,7 +239,7 @@ def from_pretrained(path: str, **options: Any) -> Any:
     if record is None:
         raise InputError(
             f"the configuration of {path} names no extension (no field {FIELD!r} with a method "
-            "and a train_length): load it by transformers, and extend it"
+            "and a train_length): load it with transformers and extend it"
         )
     extend(model, record["method"], train_length=record["train_length"])
     return model
@@ -306,8 +306,8 @@ def read_adapter_record(path: str | Path) -> dict[str, Any]:
     file = Path(path).expanduser() / ADAPTER_FILE
     if not file.is_file():
         raise InputError(
-            f"{file.parent} holds an adapter without a method (no {ADAPTER_FILE}): load it by "
-            "PEFT, and extend it"
+            f"{file.parent} holds an adapter without a method (no {ADAPTER_FILE}): load it with "
+            "PEFT and extend it"
         )
     record = read_object(file)
     check_record(record, str(file))

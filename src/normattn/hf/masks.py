@@ -72,8 +72,8 @@ def compact_mask(
     """
     if kv_offset:
         raise InputError(
-            f"the cache begins at token {kv_offset}: a layer that is extended needs all keys, so a "
-            "cache that drops some cannot serve it"
+            f"the cache begins at token {kv_offset}: an extended layer needs all keys, so it "
+            "cannot use a cache that drops some"
         )
     fixed = isinstance(q_offset, Tensor) and q_length == 1
     used = kv_length if fixed else int(q_offset) + q_length
@@ -138,9 +138,7 @@ def placing(
     `before` is the mask before the layer selected keys, from which positions are counted.
     """
     if mask is None or mask.dim() != 4:
-        raise InputError(
-            "an extended layer got no mask of its own: it cannot be called outside of its model"
-        )
+        raise InputError("an extended layer got no mask: it cannot be called outside its model")
     if mask.dtype != _OURS or mask.shape[2] > 1:
         return _of_pairs(mask, queries, keys, position_ids, counted, before)
     if mask.shape[2] == 0:
@@ -214,8 +212,8 @@ def _of_pairs(
     """
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise InputError(
-            f"a mask of every pair must be boolean (True = seen) or floating (added), but it is "
-            f"{mask.dtype} of {tuple(mask.shape)}"
+            "a mask of query-key pairs must be boolean (True = seen) or floating (added), but "
+            f"it is {mask.dtype} of {tuple(mask.shape)}"
         )
     selected = before is not None and before is not mask
     places = None
@@ -225,8 +223,8 @@ def _of_pairs(
         return _padded(*places, mask[..., :keys] if selected else None)
     if position_ids is None or (counted and queries != keys):
         raise InputError(
-            "a mask of every pair does not give positions of cached keys: pass a padding mask "
-            "(batch, tokens), or read without a cache"
+            "a mask of query-key pairs does not give positions of cached keys: pass a padding "
+            "mask (batch, tokens), or use no cache"
         )
     at_keys = position_ids
     if queries != keys:
@@ -263,6 +261,7 @@ def _check_ids(position_ids: Tensor | None, places: Tensor) -> None:
     high = torch.where(real, shift, shift.min()).amax(-1)
     if bool((low != high)[real.any(-1)].any()):
         raise InputError(
-            "position_ids do not count the tokens of the attention mask one by one: an extended "
-            "model counts them itself, since a cache keeps no positions; leave position_ids out"
+            "position_ids do not number the tokens of the attention mask one by one: an "
+            "extended model numbers them itself, because a cache keeps no positions; leave "
+            "position_ids out"
         )

@@ -127,7 +127,7 @@ def refuse_length_dependent(parts: ModelParts, layer: nn.Module) -> None:
     """Raise `InputError` for a layer whose own frequencies change with the length of the text."""
     kind = parts.rope(layer).get("rope_type")
     if kind in _DYNAMIC:
-        raise InputError(f"{parts.name} has a {kind} rotary spectrum of its own: {_DYNAMIC[kind]}")
+        raise InputError(f"{parts.name} has a {kind} rotary spectrum already: {_DYNAMIC[kind]}")
 
 
 def known_length(parts: ModelParts) -> tuple[int, str]:
@@ -140,13 +140,10 @@ def known_length(parts: ModelParts) -> tuple[int, str]:
     originals -= {None, longest}
     if originals:
         raise InputError(
-            f"the configuration names two lengths, max_position_embeddings={longest} and "
-            f"original_max_position_embeddings={originals.pop()}: say train_length=…, the length "
-            "that these weights were trained to read"
+            f"the configuration gives two lengths, max_position_embeddings={longest} and "
+            f"original_max_position_embeddings={originals.pop()}: pass train_length=…, the "
+            "length on which these weights were trained"
         )
     if not isinstance(longest, int):
-        raise InputError(
-            "the configuration does not say how long the texts of the training were: say "
-            "train_length=…"
-        )
+        raise InputError("the configuration does not give the training length: pass train_length=…")
     return longest, "max_position_embeddings"

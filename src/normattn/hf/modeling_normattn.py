@@ -287,8 +287,8 @@ class NormattnForCausalLM(NormattnModel, _GenerationMixin):
     def _cache(self, given: Any, wanted: bool | None) -> NormattnCache | None:
         if given is not None and not isinstance(given, NormattnCache):
             raise InputError(
-                f"past_key_values is a {type(given).__name__}, but these models keep keys as "
-                "their score reads them: leave it out, or give model.new_cache()"
+                f"past_key_values is a {type(given).__name__}, but these models keep keys in "
+                "their own format: leave it out, or give model.new_cache()"
             )
         wanted = not torch.is_grad_enabled() if wanted is None else wanted
         return self.new_cache() if given is None and wanted else given
@@ -299,8 +299,8 @@ class NormattnForCausalLM(NormattnModel, _GenerationMixin):
         """Called by `generate` before the prompt is read."""
         if generation_config.cache_implementation is not None:
             raise InputError(
-                f"cache_implementation={generation_config.cache_implementation!r} cannot serve: "
-                "these models have a cache of their own; leave it out, or give "
+                f"cache_implementation={generation_config.cache_implementation!r} cannot be "
+                "used: these models have their own cache; leave it out, or give "
                 "past_key_values=model.new_cache(max_length)"
             )
         if generation_config.use_cache and model_kwargs.get("past_key_values") is None:

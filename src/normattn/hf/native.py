@@ -58,8 +58,8 @@ def native_fields(
     kinds = {(id(x.made_of), layer_type(parts.config, x.index)): x for x in rotated}
     if not all(_is_meant(parts, layer, spec, fields) for layer in kinds.values()):
         raise InputError(
-            f"the rotary module of {parts.name} makes something else of rope_parameters than "
-            f"{spec.method} means"
+            f"the rotary module of {parts.name} computes something else from rope_parameters "
+            f"than {spec.method} defines"
         )
     return fields
 
@@ -75,19 +75,19 @@ def rope_with(
     rotated = [layer for layer in layers if layer.rotation is not None]
     given = getattr(parts.config, "rope_parameters", None)
     if not rotated or not isinstance(given, Mapping):
-        raise InputError(f"{parts.name} keeps no rope_parameters that could say {spec.method}")
+        raise InputError(f"{parts.name} has no rope_parameters that could express {spec.method}")
     scaled = next((x.rotation.scaled for x in rotated if x.rotation and x.rotation.scaled), None)
     if scaled is not None:
         raise InputError(
-            f"{parts.name} has {scaled} frequencies already, and rope_parameters hold one "
-            f"kind of scaling: they cannot say {spec.method} on top"
+            f"{parts.name} has {scaled} frequencies already, and rope_parameters hold one kind "
+            f"of scaling: they cannot express {spec.method} on top"
         )
     own = [parts.rope(layer.module) for layer in rotated]
     within = [parts.rope(layer.module) for layer in layers if layer.sliding is not None]
     if within and (given in own or any(rope in own for rope in within)):
         raise InputError(
-            f"the layers of {parts.name} within a window share their rope_parameters with those "
-            f"that see everything: {spec.method} for the latter alone cannot be said there"
+            f"the layers of {parts.name} within a window share their rope_parameters with the "
+            f"layers of full attention: they cannot express {spec.method} for the latter alone"
         )
     if given in own:
         return copy.deepcopy({**given, **more})
@@ -108,8 +108,8 @@ def words(spec: ScoreSpec, rotation: HeadRotation | None) -> dict[str, Any]:
             size = 2 * rotation.frequencies.numel()
             return {"rope_theta": rotation.base * scaling.stretch ** (size / (size - 2))}
     raise InputError(
-        f"transformers' rope_parameters have no words for {spec.method}: they say PI (linear), "
-        "YaRN (yarn), Llama3 (llama3), NTK and ABF (rope_theta)"
+        f"transformers' rope_parameters cannot express {spec.method}, only PI (linear), YaRN "
+        "(yarn), Llama3 (llama3), NTK and ABF (rope_theta)"
     )
 
 
@@ -217,8 +217,8 @@ def refuse_applied(config: Any) -> None:
     record = record_of(config, getattr(config, "name_or_path", "") or "this model")
     if record is not None and TRAINED in record:
         raise InputError(
-            f"this model was saved under {record['method']}, and transformers has applied that: "
-            "load it by normattn.from_pretrained, and remove() the extension first"
+            f"this model was saved under {record['method']}, and transformers has applied it: "
+            "load the model with normattn.from_pretrained and remove() the extension first"
         )
 
 

@@ -112,8 +112,8 @@ def _confirm(
     share = float(off / ours.abs().amax().clamp(min=1e-30)) if rows.any() else 0.0
     if share > (_TOLERANCE if ours.dtype in EXACT else _HALF_TOLERANCE):
         raise InputError(
-            f"{type(module).__name__} computes something else than the attention that can be "
-            f"observed: its output differs by {share:.1e} of the largest"
+            f"{type(module).__name__} does not compute the attention that can be observed: its "
+            f"output differs by {share:.1e} of the largest"
         )
     _CONFIRMED.add(module)
 

@@ -140,7 +140,8 @@ def plan(model: Any, method: str, train_length: int | None = None, **parameters:
     active = parts.decoder.__dict__.get(HANDLE)
     if active is not None:
         raise InputError(
-            f"this model is already extended, by {active.spec.method}: remove() that first"
+            f"this model is already extended, by {active.spec.method}: remove() that extension "
+            "first"
         )
     refuse_applied(parts.model.config)
     spec, source = _specify(parts, method, train_length, parameters)
@@ -172,7 +173,7 @@ def _specify(
     length, source = (length, "given") if length is not None else known_length(parts)
     spec = asked.resolve(length, factor)
     if factor is not None and ScoreSpec(asked.parts, length) == spec:
-        raise InputError(f"{spec.method} takes no factor, or has what it would give already")
+        raise InputError(f"{spec.method} takes no factor, or its parameter is given already")
     if spec.window[0] is not None:
         raise InputError(
             f"{spec.method} hides keys, and a cache of transformers keeps them all: use a cache "
@@ -200,19 +201,19 @@ def _refuse_unserved(made: Plan) -> None:
         refuse_length_dependent(made.parts, module)
         if spec.chunk_remapping is not None and rotation.gains is not None:
             raise InputError(
-                f"{name} gives rotated features gains of their own, so its scores depend on the "
-                "positions of query and key, not only on their distance: "
+                f"{name} multiplies rotated features by learned gains, so its scores depend on "
+                "the positions of query and key, not only on their distance: "
                 f"{spec.chunk_remapping.name} would change short texts too"
             )
         if scaling is not None and not isinstance(scaling, PI) and rotation.base is None:
             raise InputError(
-                f"{name} has rotary frequencies that are already scaled, and {scaling.name} is "
-                "defined on plain ones: PI, ReRoPE, LeakyReRoPE and SelfExtend take any"
+                f"{name} has rotary frequencies that are already scaled, and {scaling.name} "
+                "needs unscaled ones: use PI, ReRoPE, LeakyReRoPE or SelfExtend"
             )
     for layer in made.served:
         if replaces_attention(spec) and layer.unserved:
             raise InputError(
-                f"layer {layer.index} of {name} ({type(layer.module).__name__}) asks its attention "
-                f"for {', '.join(layer.unserved)}, which ours does not serve: PI, NTK, NTK-mixed, "
-                "ABF and YaRN do not change its attention"
+                f"layer {layer.index} of {name} ({type(layer.module).__name__}) asks its "
+                f"attention for {', '.join(layer.unserved)}, which normattn does not support: "
+                "use PI, NTK, NTK-mixed, ABF or YaRN, which keep the model's attention"
             )

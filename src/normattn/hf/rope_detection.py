@@ -205,8 +205,8 @@ def detect_layers(parts: ModelParts, probed: Mapping[nn.Module, ProbedLayer]) ->
     """What each layer does. Raises `InputError` for what is not understood."""
     if not probed:
         raise InputError(
-            f"{parts.name} has attention code of its own: no layer takes its attention function "
-            "from transformers' AttentionInterface, so its rotary positions cannot be reached"
+            f"{parts.name} uses its own attention code: no layer takes its attention function "
+            "from transformers' AttentionInterface, so its rotary positions cannot be changed"
         )
     spectra, read = spectra_of(parts.model), dict[int, EmbeddingTables | None]()
 
@@ -241,11 +241,13 @@ def _layer(
     call, still = one.call, one.unrotated
     if call.k.shape[2] != call.q.shape[2]:
         raise InputError(
-            f"{who} reads {call.k.shape[2]} keys of {call.q.shape[2]} tokens: its keys are "
-            "compressed or not its own, so their positions are not known"
+            f"{who} reads {call.k.shape[2]} keys of {call.q.shape[2]} tokens: they are "
+            "compressed or come from another layer, so their positions are not known"
         )
     if still is None and call.sliding is None and has_rotary(one.module):
-        raise InputError(f"{who} makes its rotary positions itself, where they cannot be replaced")
+        raise InputError(
+            f"{who} computes its rotary positions internally, where they cannot be replaced"
+        )
     plain = Layer(**vars(one), index=index)
     if call.sliding is not None or still is None:
         return plain
@@ -254,8 +256,8 @@ def _layer(
     tables = made_of(one.tables)
     if tables is None:
         raise InputError(
-            f"{who} is given position embeddings that are not made of rotary frequencies which the "
-            "model holds, so they cannot be replaced"
+            f"{who} gets position embeddings that are not computed from rotary frequencies of "
+            "the model, so they cannot be replaced"
         )
     keys = _maker_of_keys(one, all_probed)
     rotation = None if keys is None else _rotation(parts, one, keys, tables)

@@ -139,7 +139,7 @@ def layer_hook(
         if ids is None or ids.dim() != 2:
             raise InputError(
                 f"layer {layer.index} does not receive the tokens' position_ids (batch, tokens), "
-                "so its positions cannot be stretched"
+                "so its positions cannot be changed"
             )
         assert tables is not None
         name = f"tables {id(tables)} {(given if isinstance(given, Tensor) else given[0]).dtype}"
@@ -170,6 +170,6 @@ def refuse_images(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             continue
         if not torch.compiler.is_compiling() and bool((value != value[:1]).any()):
             raise InputError(
-                "an image's tokens have positions of several dimensions in this model: with this "
-                "method an extended model reads text alone"
+                "an image's tokens have positions of several dimensions in this model: with "
+                "this method it takes only text"
             )

@@ -120,8 +120,8 @@ def score_of(model: Any, tokens: int = 48) -> ModelScore:
     parts = model_parts(model)
     if (extension := parts.decoder.__dict__.get(HANDLE)) is not None:
         raise InputError(
-            f"this model is extended by {extension.spec.method}, and its layers are read as they "
-            "were trained: remove() the extension first"
+            f"this model is extended by {extension.spec.method}, and only an unmodified model "
+            "has a score to find: remove() the extension first"
         )
     model, config = parts.model, parts.config
     with torch.no_grad():
@@ -154,7 +154,8 @@ def _read(layer: RecordedLayer, config: Any) -> LayerScore:
     fit = next(_fits(layer, config), None)
     if fit is None:
         return unread(
-            "its queries and keys are made, normalised or rotated in a way that no part says"
+            "its queries and keys are computed, normalised or rotated in a way that no "
+            "component describes"
         )
     gate, mask = gating(layer), masking(layer, config)
     spec = _named(layer, config, fit, gate, mask)
@@ -233,11 +234,11 @@ def _named(
     rope = rope_of(config, layer.index)
     placed = position_parts(fit.rotation, rope, config, layer.q.shape[-1], _gains(layer, fit))
     if placed is None:
-        return "its rotary frequencies are none that the vocabulary has"
+        return "no component describes its rotary frequencies"
     position, length = placed
     warm = temperature(config, rope, fit.rotation.size, not isinstance(position[0], NoPE))
     if warm is None:
-        return "its scale changes with the position in a way that no part says"
+        return "its scale changes with the position in a way that no component describes"
     window = mask.part
     if isinstance(window, SlidingWindow) and len(position) > 1:
         window = replace(window, stretched=True)

@@ -207,7 +207,7 @@ def gating(layer: RecordedLayer) -> Gating:
     if any(torch.equal(candidate, out) for candidate in given):
         return Gating()
     gates = (_gate(layer.out, x, logits) for x in given for logits in _logits(layer))
-    lacks = "its output is changed before the last projection in a way that no part says"
+    lacks = "its output is changed before the last projection in a way that no component describes"
     return next((gate for gate in gates if gate is not None), Gating(lacks=lacks))
 
 
@@ -262,7 +262,7 @@ def masking(layer: RecordedLayer, config: Any) -> Masking:
         beyond = at[-mask.shape[2] :, None] - at >= named.window
         part = None if (~hidden(mask) & beyond).any() else named
     tokens = layer.q.shape[2]
-    few = f"its indexer leaves out none of {tokens} tokens: it takes more to show it"
+    few = f"its indexer leaves out none of {tokens} tokens: use more tokens"
     if mask is None or (layer.same_mask and not layer.added):
         return Masking(part, causal, lacks=few if layer.indexed else None)
     hides, adds = _by_text(mask)
@@ -270,11 +270,12 @@ def masking(layer: RecordedLayer, config: Any) -> Masking:
     lacks: str | None = None
     if not hides and (layer.indexed or not adds):
         beside = None
-        lacks = few if layer.indexed else "its mask does in every text what no part says"
+        constant = "its mask does the same in every text, which no component describes"
+        lacks = few if layer.indexed else constant
     elif layer.indexed and not adds:
         beside = "an indexer chooses the keys of each query (attn_mask)"
     if layer.added and not adds:
-        lacks = f"its mask adds up to {layer.added:.2g} to a score, which no part says"
+        lacks = f"its mask adds up to {layer.added:.2g} to a score, which no component describes"
     return Masking(part, causal, mask.cpu(), beside, lacks)
 
 

@@ -81,8 +81,9 @@ def small_model(config: Any) -> Any:
         raise InputError(f"the text model of a {config.model_type} configuration is {text!r}")
     if text.model_type.startswith("normattn"):
         raise InputError(
-            "this is normattn's own model in transformers' format, which no method extends there: "
-            "use `normattn evaluate RUN --methods …`, or save normattn.hf.to_llama(model)"
+            "this is normattn's own model in transformers' format, which extend does not "
+            "support: use `normattn evaluate RUN --methods …`, or save "
+            "normattn.hf.to_llama(model)"
         )
     auto: Any = transformers.AutoModelForCausalLM
     with explained(f"a small {text.model_type} model"):

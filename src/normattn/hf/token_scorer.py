@@ -78,7 +78,7 @@ def _head_of(model: Any) -> Callable[[Float[Tensor, "r d"]], Float[Tensor, "r v"
         mine = head(model_parts(model).decoder(ids, use_cache=False).last_hidden_state)
     if whole.shape != mine.shape or not torch.allclose(whole, mine, rtol=1e-3, atol=1e-3):
         raise InputError(
-            f"{type(model).__name__} makes its logits in a way of its own, so they cannot be scored"
-            " a few rows at a time"
+            f"{type(model).__name__} computes its logits in its own way, so they cannot be "
+            "scored a few rows at a time"
         )
     return head

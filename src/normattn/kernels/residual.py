@@ -68,8 +68,8 @@ class ScoreBuffer:
         """Layer `number`, from 1, joins. Raises `InputError` where it does not fit."""
         if self.layers != number - 1:
             raise InputError(
-                "a layer was to add to residual scores that a backward has undone already: each "
-                "forward needs new `ResidualScores`"
+                "these residual scores were already used in a backward pass: each forward pass "
+                "needs new `ResidualScores`"
             )
         for name in ("causal", "window", "kept", "aligned"):
             if getattr(self.seen, name) != getattr(seen, name):
@@ -182,9 +182,8 @@ class _ResidualAttention(torch.autograd.Function):
         buffer, layer, settings, seed = ctx.rest
         if buffer.layers != layer.number:
             raise InputError(
-                "residual scores are undone in a backward and serve one only, which goes through "
-                "all layers: add the losses and call backward once, or use backend='reference' or "
-                "'concatenated'"
+                "residual scores allow only one backward pass, through all layers: add the "
+                "losses and call backward once, or use backend='reference' or 'concatenated'"
             )
         inputs = AttentionInputs.of(settings, ctx.saved_tensors)
         layer = layer._replace(highest=not buffer.gradients)

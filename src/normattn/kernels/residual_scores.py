@@ -89,14 +89,14 @@ class ResidualScores:
         if self._task != _backward_running():
             if kernel == "residual" or not self._numbered:
                 raise InputError(
-                    "the buffer of residual scores cannot be filled once more in a backward, as "
-                    "activation checkpointing of single layers does: checkpoint the whole stack, "
-                    "or take backend='concatenated'"
+                    "activation checkpointing of single layers cannot fill the buffer of "
+                    "residual scores again in the backward pass: checkpoint the whole stack, or "
+                    "use backend='concatenated'"
                 )
             if not self._learning and torch.is_grad_enabled():
                 raise InputError(
-                    "residual scores have no gradient where the forward ran without: activation "
-                    "checkpointing needs use_reentrant=False"
+                    "residual scores have no gradient if the forward pass ran without one: "
+                    "activation checkpointing needs use_reentrant=False"
                 )
         if self.stack is not None and self.stack != stack:
             raise InputError(

@@ -173,11 +173,11 @@ def attention(  # type: ignore[misc]  # the second overload leaves the other arg
     if cache is not None:
         if q.shape[2] != k.shape[2]:
             raise InputError(
-                f"beside a cache each new token has a query and a key, but there are {q.shape[2]} "
+                f"with a cache each new token has a query and a key, but there are {q.shape[2]} "
                 f"queries and {k.shape[2]} keys"
             )
         if return_lse or q_positions is not None or dropout_p:
-            raise InputError("return_lse, q_positions and dropout_p have no meaning beside a cache")
+            raise InputError("return_lse, q_positions and dropout_p cannot be used with a cache")
         if not causal:
             check_both_ways(spec, given)
         cache.claim(spec)

@@ -102,7 +102,7 @@ class KeyValueCache:
 
     def __init__(self, max_length: int | None = None, *, window: int | None = None) -> None:
         if max_length is not None and max_length < 1:
-            raise InputError(f"a cache of {max_length} tokens was asked for; give at least 1")
+            raise InputError(f"max_length is {max_length}; it must be at least 1")
         self.max_length, self.window = max_length, window
         self.length = 0
         self.dropped = 0
@@ -121,7 +121,7 @@ class KeyValueCache:
             return
         if self._spec is not None and self.length and self._spec != spec:
             raise InputError(
-                f"this cache holds keys of {self._spec}, and {spec} cannot read them: make a new "
+                f"this cache holds keys of {self._spec}, which {spec} cannot use: make a new "
                 "cache after switching methods"
             )
         self._spec = spec
@@ -133,8 +133,7 @@ class KeyValueCache:
         # A view of a leaf says that it wants a gradient even where gradients are off.
         if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
             raise InputError(
-                "a cache keeps no gradients: read with it under torch.no_grad() or "
-                "torch.inference_mode()"
+                "a cache keeps no gradients: use it under torch.no_grad() or torch.inference_mode()"
             )
         kind = k.shape, v.shape, k.dtype
         if kind != self._fitting:
@@ -190,8 +189,8 @@ class KeyValueCache:
         if first:
             if first not in self._selected:
                 raise InputError(
-                    f"this cache lacks what its first {first} tokens have selected, for a call "
-                    "before this one failed: make a new cache"
+                    f"this cache lacks what its first {first} tokens have selected, because an "
+                    "earlier call failed: make a new cache"
                 )
             before = self._selected[first]
             taken[:, : before.shape[1]] = before
@@ -231,13 +230,13 @@ class KeyValueCache:
         """Raise `InputError` where what rows after `length` must see is forgotten."""
         if self._selected and length and length not in self._selected:
             raise InputError(
-                f"what the tokens after token {length} have selected cannot be taken back: read "
-                "the text again"
+                f"what the tokens after token {length} have selected cannot be undone: run the "
+                "text again"
             )
         if self.window is not None and self.dropped and length - self.window + 1 < self.dropped:
             raise InputError(
                 f"a layer with a window of {self.window} has forgotten the keys before token "
-                f"{self.dropped}, which rows after token {length} see: read the text again"
+                f"{self.dropped}, which rows after token {length} need: run the text again"
             )
 
     @property

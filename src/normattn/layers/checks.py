@@ -62,7 +62,9 @@ def check_arguments(
         if missing and used is not None:
             raise InputError(f"{spec.name} needs {name}=…, {meaning}")
         if not missing and used is None:
-            raise InputError(f"{name} is given, but {spec.name} does not use it: name {part} in it")
+            raise InputError(
+                f"{name} is given, but {spec.name} does not use it: add {part} to the score"
+            )
     if queries > keys and (spec.documents is not None or spec.forgets or own_values(spec)):
         raise InputError(
             f"with {spec.name} the queries are the last of the keys, but there are {queries} "
@@ -144,12 +146,10 @@ def check_mask(mask: Tensor | None, full: tuple[int, ...]) -> None:
 def check_residual(spec: ScoreSpec, residual: object) -> None:
     """Refuse a residual that the score does not take, and a score that lacks its own."""
     if spec.residual is None and residual is not None:
-        raise InputError(
-            f"a residual is given, but {spec.name} takes nothing from the layers below"
-        )
+        raise InputError(f"residual is given, but {spec.name} uses nothing from the layers below")
     if spec.residual is not None and not isinstance(residual, ResidualLayer):
         raise InputError(
-            f"{spec.name} adds to what the layers below hand on: pass residual=residual[n] to "
+            f"{spec.name} adds to what the layers below pass on: pass residual=residual[n] to "
             "layer n, with residual = layers.residual_layers(spec, layers=…)"
         )
 
@@ -158,15 +158,15 @@ def check_both_ways(spec: ScoreSpec, given: AttentionArguments) -> None:
     """Refuse `causal=False` beside a cache where nothing says which later tokens are seen."""
     if given.attn_mask is None or given.documents is not None:
         raise InputError(
-            "a cache is for causal attention: beside it causal=False needs attn_mask=…, what the "
-            "new tokens see of all tokens, and takes no documents"
+            "a cache is for causal attention: with causal=False it needs attn_mask=…, from the "
+            "new tokens to all tokens, and takes no documents"
         )
     if spec.needs_causal:
         raise InputError(f"{spec.name} is defined for causal attention only")
     if spec.leaks_future:
         raise InputError(
-            f"{spec.name} takes statistics across the sequence, which tokens that come later would "
-            "change: it cannot be read with a cache"
+            f"{spec.name} uses statistics across the sequence, which later tokens would change: "
+            "it cannot be used with a cache"
         )
 
 
@@ -205,17 +205,17 @@ def check_order(spec: ScoreSpec, at: Positions, documents: Tensor | None) -> Non
     apart = (own or spec.forgets) and bool((at.query != at.key[..., -rows:]).any())
     if own and apart:
         raise InputError(
-            f"{spec.name} takes the value of each query's own token off: q_positions must be those "
-            "of the last keys"
+            f"{spec.name} subtracts the value of each query's own token: q_positions must be "
+            "those of the last keys"
         )
     if handed_on and goes_back(at.query, None if documents is None else documents[:, -rows:]):
         raise InputError(
-            f"{spec.name} hands on from each row to the next: q_positions must not go back"
+            f"{spec.name} passes state from each row to the next: q_positions must not decrease"
         )
     if spec.forgets and (apart or goes_back(at.key, documents)):
         raise InputError(
-            f"{spec.name} forgets from each key to the next: k_positions must not go back, and the "
-            "queries must be at the positions of the last keys"
+            f"{spec.name} forgets from each key to the next: k_positions must not decrease, and "
+            "the queries must be at the positions of the last keys"
         )
 
 
@@ -235,9 +235,8 @@ def check_restarts(positions: Tensor, padding: Tensor | None) -> None:
     twice = (places.sort(dim=-1).values.diff(dim=-1) == 0).any(-1)
     if bool((back & twice).any()):
         raise InputError(
-            "k_positions restart within a row, so that causal queries would see keys of the "
-            "texts after their own: name the score with Packed and give documents=…, the number of "
-            "each token's text"
+            "k_positions restart within a row, so causal queries would see keys of later texts: "
+            "add Packed to the score and give documents=…, the number of each token's text"
         )
 
 

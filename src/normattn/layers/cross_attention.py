@@ -140,8 +140,8 @@ class CrossAttention(nn.Module):
             raise InputError(f"{rows} rows cannot be shared evenly by {sources} sources")
         if memory.spec != spec:
             raise InputError(
-                f"this memory holds keys of {memory.spec}, and {spec} cannot read them: remember "
-                "the source again after switching methods"
+                f"this memory holds keys of {memory.spec}, which {spec} cannot use: encode the "
+                "source again after switching methods"
             )
         check_tensor("query_padding", query_padding, BOOLEAN, tuple(x.shape[:2]))
         if query_padding is not None:
@@ -203,8 +203,8 @@ def _checked_positions(
         return None
     if positions is None:
         raise InputError(
-            f"{spec.name} has positions, and two sequences share no count of them: give "
-            "positions=…, or name the score with NoPE"
+            f"{spec.name} has positions, which two sequences do not share: give positions=…, or "
+            "add NoPE to the score"
         )
     check_positions("positions", positions, rows, tokens)
     return positions[0] if positions.dim() == 2 and len(positions) == 1 else positions

@@ -42,8 +42,8 @@ def documents_from_lengths(cu_seqlens: Int[Tensor, " n_1"]) -> Int[Tensor, "1 t"
     lengths = cu_seqlens.diff()
     if len(cu_seqlens) < 2 or int(cu_seqlens[0]) != 0 or bool((lengths < 1).any()):
         raise InputError(
-            "cu_seqlens must begin with 0 and grow, one number more than there are documents, got "
-            f"{cu_seqlens.tolist()[:8]}"
+            "cu_seqlens must start with 0 and increase, with one number more than there are "
+            f"documents, got {cu_seqlens.tolist()[:8]}"
         )
     numbers = torch.arange(len(lengths), device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     return numbers.repeat_interleave(lengths)[None]

@@ -210,8 +210,8 @@ def pair_values(
         return v
     if v.shape[-1] != head_dim:
         raise InputError(
-            f"{spec.name} norms the values of two heads side by side, whose size must be that of "
-            f"the keys, {head_dim}, but it is {v.shape[-1]}"
+            f"{spec.name} normalises the values of two heads together, so their size must be "
+            f"that of the keys, {head_dim}, but it is {v.shape[-1]}"
         )
     batch, heads, keys, size = v.shape
     both = v.reshape(batch, heads // 2, 2, keys, size).transpose(2, 3).flatten(3)

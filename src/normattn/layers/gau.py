@@ -50,7 +50,7 @@ class GatedAttentionUnit(SelfAttention):
                 f"{expansion} was asked for; each must be at least 1"
             )
         if offset and separate_qk:
-            raise InputError("offset adds β to a shared z; with separate_qk there is none")
+            raise InputError("offset adds β to a shared z, which does not exist with separate_qk")
         self.dim = dim
         self.key_size = key_size
         self.separate_qk = separate_qk

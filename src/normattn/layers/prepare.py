@@ -180,8 +180,8 @@ def in_blocks(
         return part(slice(0, queries), keys, 0)
     if torch.compiler.is_compiling():
         raise InputError(
-            f"{spec.block[0]} reads rows in blocks that depend on their positions, which a "
-            "compiler does not know: run it uncompiled, or take a rope scaling that does not move"
+            f"{spec.block[0]} computes blocks of rows that depend on positions, which a compiler "
+            "does not know: run it uncompiled, or use a rope scaling with fixed frequencies"
         )
     pieces: list[Tensor] = []
     mixed: Tensor | None = None

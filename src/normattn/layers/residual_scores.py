@@ -59,8 +59,9 @@ class FeatureSums:
     def _below(self, layer: int, own: dict[str, Tensor]) -> dict[str, Tensor]:
         if layer - 1 not in self._sums:
             raise InputError(
-                "the layer below has handed no queries and keys on: run all layers of the stack "
-                "in every forward, bottom first; activation checkpointing needs use_reentrant=False"
+                "the layer below has passed on no queries and keys: run all layers of the stack "
+                "in every forward, bottom first; activation checkpointing needs "
+                "use_reentrant=False"
             )
         sums = self._sums[layer - 1]
         for name, x in own.items():
@@ -87,7 +88,7 @@ class FirstValues:
         if self._first is None or self._first.shape != inputs.v.shape:
             found = "none" if self._first is None else f"values of {tuple(self._first.shape)}"
             raise InputError(
-                f"the lowest layer has handed on {found}, and this one has values of "
+                f"the lowest layer has passed on {found}, and this one has values of "
                 f"{tuple(inputs.v.shape)}: run all layers of the stack in every forward, bottom "
                 "first, with one shape"
             )

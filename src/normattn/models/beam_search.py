@@ -76,8 +76,8 @@ def beam_search(
             raise InputError(f"source {number} is empty; give it at least the end token")
         if model.config.pad_id in source:
             raise InputError(
-                f"source {number} holds the padding token {model.config.pad_id}; give the bare "
-                "sources, they are padded here"
+                f"source {number} holds the padding token {model.config.pad_id}; give sources "
+                "without padding, they are padded here"
             )
     order = sorted(range(len(sources)), key=lambda number: len(sources[number]), reverse=True)
     translations: list[list[Hypothesis]] = [[] for _ in sources]

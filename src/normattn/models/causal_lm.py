@@ -176,7 +176,7 @@ class CausalLM(TokenModel):
             for hidden in self._in_chunks(ids, key_padding, cache, chunk):
                 last = hidden[:, -1]
         if last is None:
-            raise InputError("no token was given to read; a prompt needs at least one")
+            raise InputError("no token was given; a prompt needs at least one")
         return F.linear(last, self.head_weight), cache
 
     def _in_chunks(
@@ -222,7 +222,7 @@ class CausalLM(TokenModel):
             raise InputError(f"a method is a name or a ScoreSpec, not {type(method).__name__}")
         elif parameters:
             names = ", ".join(parameters)
-            raise InputError(f"a whole ScoreSpec carries its parameters; {names} cannot join")
+            raise InputError(f"a ScoreSpec holds its own parameters; {names} cannot be added")
         spec = method.resolve(train_length=self.config.train_length)
         scores = [module for module in self.modules() if isinstance(module, Score)]
         specs = [spec.layer(layer, self.config.layers) for layer in range(len(scores))]
@@ -233,5 +233,5 @@ class CausalLM(TokenModel):
 def _check_two(ids: Tensor) -> int:
     """How many tokens a row predicts; `InputError` where it is none."""
     if checked_ids(ids).shape[1] < 2:
-        raise InputError(f"rows of {ids.shape[1]} tokens predict nothing; give at least 2")
+        raise InputError(f"rows of {ids.shape[1]} tokens have nothing to predict; give at least 2")
     return ids.shape[1] - 1

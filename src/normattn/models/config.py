@@ -150,7 +150,7 @@ class StackConfig(Settings):
             checked_head_dim(self.dim, self.heads, self.kv_heads or self.heads, self.head_dim)
         if self.causal and self.score.leaks_future:
             raise InputError(
-                f"{self.score.name} reads statistics across the sequence, so a causal language "
+                f"{self.score.name} uses statistics across the sequence, so a causal language "
                 "model with it would see the future"
             )
         if not self.causal and self.score.needs_causal:
@@ -174,7 +174,7 @@ class StackConfig(Settings):
         specs = {score.layer(layer, layers) for layer in range(layers)}
         if self.shared_layers and len(specs) > 1:
             raise InputError(
-                f"{score.name} differs from layer to layer, but with shared_layers all are one"
+                f"{score.name} differs from layer to layer, but with shared_layers all are the same"
             )
         for spec in specs:
             _check_heads(spec, self.heads, self.score_head_dim, self.kv_heads)

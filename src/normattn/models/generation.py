@@ -131,7 +131,7 @@ class Sampling:
         if self.temperature == 0 and not (self.top_k is None and self.top_p is None):
             raise InputError(
                 "top_k and top_p choose among random tokens, and temperature 0 always takes the "
-                "likeliest: give a temperature above 0, or neither of them"
+                "most likely one: give a temperature above 0, or neither of them"
             )
 
     def probabilities(
@@ -187,7 +187,7 @@ def left_padded(prompts: Any, device: torch.device) -> tuple[Tensor, Tensor | No
         raise InputError(f"prompts must be lists of token ids, but they are a {kind}")
     rows = [_token_ids(prompt, number) for number, prompt in enumerate(prompts)]
     if not rows:
-        raise InputError("there is no prompt: a model continues at least one token")
+        raise InputError("there is no prompt: give at least one token")
     longest = max(map(len, rows))
     ids = torch.stack([torch.nn.functional.pad(row, (longest - len(row), 0)) for row in rows])
     lengths = torch.tensor([len(row) for row in rows])
@@ -201,9 +201,9 @@ def _token_ids(prompt: Any, number: int) -> Tensor:
     except (TypeError, ValueError, RuntimeError):
         ids = torch.tensor(0.0)
     if ids.ndim == 1 and len(ids) == 0:
-        raise InputError(f"prompt {number} is empty: a model continues at least one token")
+        raise InputError(f"prompt {number} is empty: give at least one token")
     if ids.ndim != 1 or ids.dtype not in (torch.int64, torch.int32):
-        raise InputError(f"prompt {number} is no list of token ids, which are whole numbers")
+        raise InputError(f"prompt {number} is not a list of token ids, which are whole numbers")
     return ids.long()
 
 
@@ -227,7 +227,7 @@ class _Stops:
         self.tokens = {_stop_token(each, vocabulary) for each in stop if not isinstance(each, str)}
         self.decode = decode
         if not all(self.strings):
-            raise InputError("a stop string is empty; every text holds it")
+            raise InputError("a stop string is empty; every text contains it")
         if self.strings and decode is None:
             raise InputError("stop strings need decode=…, a function from tokens to text")
 

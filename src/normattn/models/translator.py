@@ -107,7 +107,7 @@ class Translator(nn.Module):
         """Read sources once, for any number of targets."""
         padding = checked_ids(source, "source") == self.config.pad_id
         if bool(padding.all(-1).any()):
-            raise InputError("a source has no token: give each at least one, for example eos_id")
+            raise InputError("a source has no tokens: give each at least one, for example eos_id")
         positions = torch.arange(source.shape[1], device=source.device)
         known = None
         if bool(padding.any()):
@@ -197,11 +197,13 @@ class Translator(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Hidden vectors (B, T, D), the tokens that they should predict, and which are real."""
         if target.shape[1] < 2:
-            raise InputError(f"targets of {target.shape[1]} tokens predict nothing; give bos … eos")
+            raise InputError(
+                f"targets of {target.shape[1]} tokens have nothing to predict; give bos … eos"
+            )
         wanted = target[:, 1:]
         kept = wanted != self.config.pad_id
         if not bool(kept.any()):
-            raise InputError("there is no target but padding")
+            raise InputError("the targets contain only padding")
         encoded = self.encode(source, backend)
         return self.decode(target[:, :-1], encoded, backend=backend), wanted, kept
 

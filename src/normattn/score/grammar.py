@@ -40,7 +40,7 @@ def read(text: str) -> tuple[list[Given], int | None]:
     if match := _LENGTH.search(body):
         body, length = body[: match.start()], _whole(match["length"])
         if length is None:
-            raise InputError(f"{text!r} says a training length that no text has")
+            raise InputError(f"{text!r} gives a training length that is too large")
     if (model := recipe(body)) is not None:
         given, own = read(model)
         return given, agreed_length(body, own, length)
@@ -68,11 +68,11 @@ def build_parts(
         ]
         if not takers:
             raise InputError(
-                f"no part of {text!r} takes the parameter {key!r}, or it has it already"
+                f"no component of {text!r} takes the parameter {key!r}, or it is given already"
             )
         if len(takers) > 1:
             raise InputError(
-                f"two parts of {text!r} take {key!r}: write it behind the one you mean"
+                f"two components of {text!r} take {key!r}: write it after the one that you mean"
             )
         takers[0][key] = value
     return tuple(_build(part, fields, text) for part, fields in given)

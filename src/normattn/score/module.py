@@ -76,8 +76,8 @@ class Score(nn.Module):
         spec = spec.resolve(self._spec.train_length)
         if spec.trained != self._spec.trained:
             raise InputError(
-                f"a model trained as {self._spec.trained} cannot be used as {spec}: the trained "
-                f"parts differ ({spec.trained})"
+                f"a model trained as {self._spec.trained} cannot be used as {spec}: the "
+                f"training-time components differ ({spec.trained})"
             )
         self._spec = spec
 
@@ -105,8 +105,8 @@ class Score(nn.Module):
         spec = self._spec_for(positions, block)
         if spec.selection is not None and q.shape[2] != k.shape[2]:
             raise InputError(
-                f"{spec.name} adds up what all queries before have selected: give as many queries "
-                f"as keys, or a cache, not {q.shape[2]} and {k.shape[2]}"
+                f"{spec.name} adds up what all earlier queries have selected: give as many "
+                f"queries as keys, or a cache, not {q.shape[2]} and {k.shape[2]}"
             )
         near_q, far_q, pairs = self._queries(spec, q, positions, query_padding, block)
         first = 0 if positions.regular else None
@@ -198,8 +198,8 @@ class Score(nn.Module):
         spec = self._spec
         if positions.causal and spec.leaks_future:
             raise InputError(
-                f"{spec.name} takes statistics across the sequence and so leaks the future: "
-                "it cannot be used with causal attention"
+                f"{spec.name} uses statistics across the sequence and so leaks the future: it "
+                "cannot be used with causal attention"
             )
         if spec.needs_causal and not positions.causal:
             raise InputError(f"{spec.name} is defined for causal attention only")
@@ -349,8 +349,8 @@ def _check_sizes(spec: ScoreSpec, heads: int, kv_heads: int, head_dim: int) -> N
         raise InputError(f"{heads} query heads cannot share {kv_heads} key heads evenly")
     if spec.difference is not None and kv_heads % 2:
         raise InputError(
-            f"{spec.name} takes heads in pairs, each with two keys and values of its own, so the "
-            f"key heads must be an even number, but there are {kv_heads}"
+            f"{spec.name} takes heads in pairs, each with its own two keys and values, so the "
+            f"number of key heads must be even, but it is {kv_heads}"
         )
     if isinstance(spec.gate, DifferentialV2) and heads // kv_heads % 2:
         raise InputError(
@@ -364,5 +364,5 @@ def _check_sizes(spec: ScoreSpec, heads: int, kv_heads: int, head_dim: int) -> N
             raise InputError(f"{spec.name} needs an even head dimension, but it is {head_dim}")
     if spec.layout is not None:
         raise InputError(
-            f"{spec.name} differs from layer to layer: take spec.layer(layer, layers) for one"
+            f"{spec.name} differs from layer to layer: use spec.layer(layer, layers) for one layer"
         )

@@ -384,7 +384,7 @@ def _refuse_overflow(exponent: Tensor, log_growth: Tensor, dtype: torch.dtype) -
     last = _last_position(log_growth, dtype)
     if float(exponent.abs().max()) > (last + 0.5) * float(log_growth.abs().max()):
         raise InputError(
-            f"XPos in {dtype} reads up to position {last}: beyond it a query shrinks and a key "
+            f"XPos in {dtype} works up to position {last}: beyond it a query shrinks and a key "
             "grows out of the dtype's range; use a larger scale or a wider dtype"
         )
 

@@ -264,7 +264,9 @@ class ScoreSpec:
         given, own = read(text)
         for part, _ in given:
             if part.when == "training-time":
-                raise InputError(f"{part.name} is trained in; it cannot be added to {self.name}")
+                raise InputError(
+                    f"{part.name} is a training-time component; it cannot be added to {self.name}"
+                )
         length = agreed_length(str(self), self.train_length, own)
         return ScoreSpec((*self.parts, *build_parts(given, parameters, text)), length)
 
@@ -282,9 +284,7 @@ class ScoreSpec:
         for part in spec.parts:
             if lack := part.missing(length):
                 where = f": {spec!s}@512, say" if lack == "train_length" else ""
-                raise InputError(
-                    f"{part.name} in {str(spec)!r} needs {lack}=…, and nothing gives it{where}"
-                )
+                raise InputError(f"{part.name} in {str(spec)!r} needs {lack}=…{where}")
         return spec
 
     @property

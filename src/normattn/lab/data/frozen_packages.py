@@ -126,7 +126,7 @@ def download(listed: Path, folder: Path) -> None:
         problem = errors[-1].removeprefix("ERROR: ") if errors else f"status {done.returncode}"
         raise InputError(
             f"pip could not fetch the packages pinned in {listed.name}: {problem}; rerun the "
-            "command where pip reaches its index, and it goes on from its cache"
+            "command where pip can reach its index; it continues from its cache"
         )
 
 

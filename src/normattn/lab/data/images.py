@@ -151,7 +151,7 @@ class ImageBatches:
     def __init__(self, split: ImageSplit, batch_size: int, seed: int, shift: int = 0) -> None:
         height, width = split.pixels.shape[1:3]
         if shift >= min(height, width):
-            raise InputError(f"a shift of {shift} leaves nothing of images of {height} × {width}")
+            raise InputError(f"a shift of {shift} leaves no pixels of images of {height} × {width}")
         self.split = split
         self.batch_size = batch_size
         self.seed = seed

@@ -42,7 +42,7 @@ def parse_pairs(text: str, source: str, target: str) -> Corpus:
     """
     if source == target:
         raise InputError(
-            f"the pairs are to be translated from {source!r} into {target!r}: name two languages"
+            f"pairs cannot be translated from {source!r} into {target!r}: name two languages"
         )
     address = Address.parse(text, "corpus of sentence pairs")
     body, path = address.body, expanded(address.body)
@@ -151,7 +151,7 @@ def _catalogues(source: str, target: str) -> FileCorpus:
     messages belong to their packages and stay under their licences.
     """
     if source != "en":
-        raise InputError(f"catalogues translate from 'en'; for {source!r} give pairs of your own")
+        raise InputError(f"catalogues translate from 'en'; for {source!r} give your own pairs")
     files = [file for package in PACKAGES for file in _catalogue_files(package, target)]
     parts = [Part(str(path), (path,)) for path in files]
     return FileCorpus(parts, _catalogue_pairs, sift=partial(without_repeats, key=str.casefold))
@@ -163,7 +163,7 @@ def _catalogue_files(package: str, language: str) -> Sequence[Path]:
     except metadata.PackageNotFoundError as error:
         raise InputError(
             f"the corpus 'catalogues' reads the messages of {package}, and {package} is not "
-            "installed: pip install 'normattn[translation]', or give sentence pairs of your own"
+            "installed: pip install 'normattn[translation]', or give your own sentence pairs"
         ) from error
     folder = f"/{language}/LC_MESSAGES/"
     found = [file for file in files if folder in f"/{file.as_posix()}" and file.suffix == ".mo"]

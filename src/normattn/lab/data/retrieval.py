@@ -233,7 +233,7 @@ def _sample(
         if all(_unmistakable(facts, window) for window in made):
             return np.stack(made), facts.answers
     raise InputError(
-        f"{_TRIES} times the names and values drawn for {shown} already stood in the text of "
+        f"{_TRIES} times the names and values drawn for {shown} already occurred in the text of "
         f"{document}; use a larger vocabulary or a shorter length"
     )
 

@@ -149,7 +149,7 @@ class FileArray:
             if not part:
                 raise InputError(
                     f"{self._path} was cut short while it was in use: {size:,} bytes are missing "
-                    f"at {offset:,}; run the command again, and the data is prepared again"
+                    f"at {offset:,}; run the command again to prepare the data again"
                 )
             parts.append(part)
             offset, size = offset + len(part), size - len(part)

@@ -90,7 +90,7 @@ def attention_weights(
     tokens = text.shape[0] if length is None else length
     if not 0 < tokens <= MOST_TOKENS:
         raise InputError(
-            f"attention is drawn for 1 to {MOST_TOKENS} tokens, but the text has {tokens}"
+            f"attention can be shown for 1 to {MOST_TOKENS} tokens, but the text has {tokens}"
         )
     keep = _Keep(layer_names(model) if names is None else names)
     reader: Callable[[Tensor], Any] = getattr(model, "hidden", model) if read is None else read

@@ -112,7 +112,9 @@ class Collector(AttentionStatistics):
         """Every layer that ran, in that order, as rows by position; the factor `layer` names it."""
         assert self.edges is not None
         if not self.sums:
-            raise InputError("nothing was read: no layer of the model ran while it was looked at")
+            raise InputError(
+                "nothing was recorded: no layer of the model ran while it was inspected"
+            )
         return pl.concat(
             [
                 part.with_columns(pl.lit(name).alias("factor.layer"))
@@ -141,7 +143,7 @@ def layer_names(model: nn.Module) -> dict[Score, tuple[str, ...]]:
                     rest = path.removeprefix(f"{own}0.")
                     names[module] = tuple(f"{own}{layer}.{rest}" for layer in range(layers))
     if not names:
-        raise InputError("this model holds no Score to look at")
+        raise InputError("this model has no Score to inspect")
     return names
 
 

@@ -64,11 +64,13 @@ def watching(model: nn.Module, see: Callable[[Seen], None]) -> Iterator[None]:
         spec = score.spec
         if inputs.two_regimes or spec.blockwise or spec.documents is not None:
             raise InputError(
-                f"{spec.name} scores a pair by more than one prepared query and key; switch the "
-                "method off to look at the score"
+                f"{spec.name} scores a pair by more than one prepared query and key; switch off "
+                "the method to inspect the score"
             )
         if spec.forgets:
-            raise InputError(f"{spec.name} has a forgetting gate, which joins the score later")
+            raise InputError(
+                f"{spec.name} has a forgetting gate, which is added to the score later"
+            )
         see(Seen(number[score], given[1], inputs))
 
     with ExitStack() as stack:

@@ -66,4 +66,6 @@ def read_diagnostics(run: Path) -> list[DiagnosticsLine]:
         return [DiagnosticsLine.model_validate(parse_json(line, str(path))) for line in whole]
     except ValidationError as error:
         wrong = explain(error)
-        raise InputError(f"{path} holds a line that is none of the diagnostics: {wrong}") from None
+        raise InputError(
+            f"{path} holds a line that is not a line of diagnostics: {wrong}"
+        ) from None

@@ -58,8 +58,8 @@ class Claim:
         terms = self.metric.terms if self.metric is not None else ()
         if len(terms) > 1 and len({term.place for term in terms}) == 1:
             raise InputError(
-                f"the claim {self.sentence!r} compares a row with itself; name another variant, "
-                "length or method on one side"
+                f"the claim {self.sentence!r} compares a configuration with itself; name another "
+                "variant, length or method on one side"
             )
 
     def difference(self, view: View) -> Estimate | None:

@@ -75,10 +75,10 @@ def unchanged(file: Path) -> Path:
     if wanted is None:
         return file
     if not file.is_file():
-        raise InputError(f"{file} is gone: restore it, or train the run again")
+        raise InputError(f"{file} is missing: restore it, or train the run again")
     if sha256_of(file) != wanted:
         raise InputError(
-            f"{file} is damaged: it is not as the run left it, by its digest in "
+            f"{file} is damaged: it does not match its digest in "
             f"{file.with_name('status.json')}; restore it, or train the run again"
         )
     return file

@@ -208,7 +208,7 @@ def checked(frame: pl.DataFrame, source: str) -> pl.DataFrame:
     ordered = frame.select(*SCHEMA, *sorted(factors))
     keys = [name for name in ordered.columns if name not in ("sum", "of")]
     if ordered.select(keys).is_duplicated().any():
-        raise InputError(f"{source} holds a sum twice")
+        raise InputError(f"{source} holds the same sum twice")
     return ordered
 
 
@@ -250,13 +250,13 @@ def write(path: Path, frame: pl.DataFrame, key: str | None = None) -> None:
 def read(path: Path, key: str | None = None) -> pl.DataFrame:
     """Read and check a frame; `InputError` names a file that is none, or not that of `key`."""
     if not path.exists():
-        raise InputError(f"{path} is not there; it would hold the measurements")
+        raise InputError(f"{path} does not exist; it should hold the measurements")
     with open_file(path) as file:
         content = file.read()
     # Looked at before it is parsed: the parser may not survive a damaged file.
     signed = _SIGNED.findall(content)
     if len(signed) != 1:
-        raise InputError(f"{path} is no frame of measurements: it holds no digest of its own")
+        raise InputError(f"{path} is not a measurements table: it holds no digest")
     if _signature(content.replace(signed[0], _UNSIGNED)) != signed[0]:
         raise InputError(f"{path} is damaged: its content does not match its digest")
     if key is not None:

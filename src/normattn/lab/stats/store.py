@@ -48,7 +48,7 @@ class MeasurementStore:
         if not path.exists():
             return None
         if not path.is_file():
-            raise InputError(f"{path} is no file, and no record can be kept there: remove it")
+            raise InputError(f"{path} is not a file, so no record can be kept there: remove it")
         try:
             return measurements.read(path, key)
         except InputError as error:

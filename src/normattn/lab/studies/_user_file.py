@@ -57,7 +57,9 @@ def errors_of(path: Path) -> Iterator[None]:
         frames = traceback.extract_tb(error.__traceback__)
         own = [n for n, f in enumerate(frames) if Path(f.filename).resolve() == path.resolve()]
         if isinstance(error, SyntaxError) and not own:
-            raise InputError(f"{path} is no Python: line {error.lineno}: {error.msg}") from error
+            raise InputError(
+                f"{path} is not valid Python: line {error.lineno}: {error.msg}"
+            ) from error
         if not own:
             raise
         reason = f"{type(error).__name__}: {error}".removesuffix(": ")

@@ -63,7 +63,7 @@ def _change_runs(setting: TextSetting, english: str, change: str, seed: int) -> 
         training = part.applied(training)
     if ENGLISH in change.split("+"):
         if not english:
-            raise InputError("no corpus of English text was named (--set factors.english=FOLDER)")
+            raise InputError("no corpus of English text is given (--set factors.english=FOLDER)")
         training = merged(training, {"data.corpus": english})
     positions = dict.fromkeys(part.position for part in _parts(change) if part.position)
     rotary = "".join(f"-{position}" for position in positions)

@@ -157,7 +157,9 @@ class Study:
     def resolve(self, request: Request) -> Sweep:
         """The sweep of a request; `InputError` for one that cannot be, before anything runs."""
         if self.made_by:
-            raise InputError(f"{self.made_by} measures this; reproduce is for studies that train")
+            raise InputError(
+                f"{self.made_by} measures this; reproduce is only for studies that train"
+            )
         for option in ("variants", "methods"):
             if getattr(request, option) is not None and not getattr(self, option):
                 raise InputError(
@@ -170,7 +172,7 @@ class Study:
         for kind in self.runs:
             if fields.get("kind") == kind.model_fields["kind"].default:
                 return validated(kind, fields, where)
-        raise InputError(f"{where} describes no run of the study {self.name}")
+        raise InputError(f"{where} is not a run of the study {self.name}")
 
     def measurements(self, out: Path) -> pl.DataFrame:
         """Everything that was measured below `out`, under this study's name."""

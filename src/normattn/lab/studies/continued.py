@@ -257,8 +257,8 @@ def resolve(request: Request) -> Sweep:
     before, multiple = setting.training["batch_size"], continued.multiple
     if continued.batch_size is None and before % multiple:
         raise InputError(
-            f"a batch of {before} sequences holds no whole number of sequences "
-            f"{multiple} times as long; give continued.batch_size"
+            f"a batch of {before} sequences is not a whole number of sequences {multiple} times "
+            "as long; give continued.batch_size"
         )
     batch = continued.batch_size or before // multiple
     continued = continued.model_copy(update={"batch_size": batch})

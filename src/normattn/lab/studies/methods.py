@@ -44,7 +44,9 @@ def checked_methods(methods: Sequence[str], setting: TextSetting) -> tuple[str, 
                 f"{setting.train_length}"
             )
         if not spec.method_text:
-            raise InputError(f"{method} changes nothing after training; it is no --methods entry")
+            raise InputError(
+                f"{method} changes nothing after training, so it is not an entry of --methods"
+            )
         names.append(spec.method_text)
     return tuple(dict.fromkeys(names))
 

@@ -393,7 +393,7 @@ def resolve(request: Request) -> Sweep:
     # The longest come first, so that no core waits for them at the end.
     for name in grid.rows if request.variants is None else ():
         if (start := ROWS[name].start) is not None:
-            raise InputError(f"{name} starts from a trained {start}, which the grid does not")
+            raise InputError(f"{name} starts from a trained {start}, which the grid does not train")
         add(GridRun, grid.size, name, range(grid.seeds), {}, grid=grid)
     for size, settings in reversed(preset.sizes.items()):
         for name in ROWS if settings.rows is None else settings.rows:
@@ -402,7 +402,7 @@ def resolve(request: Request) -> Sweep:
                 before = row_training(training[size], start, settings.rates) if start else None
                 add(EncoderRun, size, name, seeds, settings.rates, start=before)
     if not runs:
-        raise InputError("none of the rows that were asked for is trained at any size")
+        raise InputError("none of the selected configurations is trained at any size")
     shared = {"sizes": preset.sizes, "grid": grid, "evaluation": preset.evaluation}
     config = SweepConfig.of(preset.name, training=training, **shared)
     return Sweep.of(request, "realformer", config, runs, describe=_describe)

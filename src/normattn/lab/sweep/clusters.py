@@ -66,8 +66,8 @@ class RemoteJob:
         for folder in (self.folder, self.job.log.parent):
             if not folder.is_dir():
                 raise InputError(
-                    f"{platform.node()} has no folder {folder}: the hosts of a sweep see the same "
-                    "folders"
+                    f"{platform.node()} has no folder {folder}: all hosts of a sweep need the "
+                    "same folders"
                 )
         with _noted_interrupts() as interrupts:
             self.child = Child(self.job, self.environment, self.folder)
@@ -248,7 +248,7 @@ class Slurm(Remote):
                 folder=folder, cluster=self.cluster, slurm_max_num_timeout=self.requeues
             )
         except RuntimeError as error:
-            raise InputError(f"no Slurm is here: {error}") from error
+            raise InputError(f"Slurm is not available here: {error}") from error
         executor.update_parameters(**self.parameters(needs), name="normattn")
 
         def start(jobs: Sequence[Job]) -> list[Task]:

@@ -67,7 +67,9 @@ def _training_of(paths: RunPaths) -> Identity:
         isinstance(value, str | int | float) for value in factors.values()
     )
     if not isinstance(row, str) or not plain:
-        raise InputError(f"{paths.settings} is damaged: its row or its factors are no plain values")
+        raise InputError(
+            f"{paths.settings} is damaged: its row or its factors are not plain values"
+        )
     return trained(row, stored["seed"], factors)
 
 
@@ -128,8 +130,8 @@ class Corpora:
             for name, version in part.sources.items():
                 if sources.setdefault(name, version) != version:
                     raise InputError(
-                        f"models of one page were trained on {name} {sources[name]} and {version}: "
-                        "prepare the same corpus for all of them"
+                        f"models of one report were trained on {name} {sources[name]} and "
+                        f"{version}: prepare the same corpus for all of them"
                     )
         return cls(frozenset(prints), dict(sorted(sources.items())))
 
@@ -169,8 +171,8 @@ def refuse_changed_text(runs: Iterable[Path], now: Mapping[str, str] | None = No
         first, known = seen.setdefault(canonical_json(data), (run, fingerprint))
         if fingerprint != known:
             raise InputError(
-                f"{first} and what {run} was trained on differ, though by the same settings: the "
-                "corpus changed in between; give each text a directory of its own"
+                f"{first} and what {run} was trained on differ, although the settings are the "
+                "same: the corpus changed in between; give each text its own directory"
             )
 
 

@@ -49,7 +49,7 @@ class RunPaths:
             job = out / "jobs" / run.relative_to(out / "cells")
             if job not in jobs:
                 raise InputError(
-                    f"{job / 'cell.json'} is gone, and with it what {run} is: restore it, or "
+                    f"{job / 'cell.json'} is missing, and it described {run}: restore it, or "
                     "remove that directory to train it again"
                 )
         return [cls.of_job(job) for job in sorted(jobs)]

@@ -257,7 +257,7 @@ def read_run(settings: Path, study: Experiment) -> Run:
     """The run that a cell.json describes; `InputError` where it names another study."""
     named = study_named(settings)
     if named != study.name:
-        raise InputError(f"{settings} is of the study {named!r:.100}, not of {study.name}")
+        raise InputError(f"{settings} belongs to the study {named!r:.100}, not of {study.name}")
     fields = {name: value for name, value in read_object(settings).items() if name != "study"}
     return study.run(fields, str(settings))
 

@@ -263,7 +263,7 @@ def refuse_score(spec: ScoreSpec) -> None:
 def read_settings(path: Path) -> dict[str, Any]:
     """The object in a .json or .toml file; the configuration inside a run's config.json."""
     if path.suffix not in (".json", ".toml"):
-        raise InputError(f"{path} is no configuration: expected a .json or .toml file")
+        raise InputError(f"{path} is not a configuration: expected a .json or .toml file")
     values = read_json(path) if path.suffix == ".json" else read_toml(path)
     if not isinstance(values, dict):
         raise InputError(f"{path}: expected an object with settings, got {type(values).__name__}")

@@ -53,8 +53,8 @@ def refuse_other_data(data: HasFingerprint, run: Path, was: str = "trained") -> 
     record = run / CORPUS_FILE
     if record.is_file() and read_object(record).get("fingerprint") != data.fingerprint:
         raise InputError(
-            f"{run} was {was} on other data: {record} has another fingerprint than the corpus as "
-            "it is now; restore the corpus, or train in a new directory"
+            f"{run} was {was} on other data: {record} has another fingerprint than the current "
+            "corpus; restore the corpus, or train in a new directory"
         )
 
 
@@ -124,8 +124,8 @@ def refuse_other_tokeniser(continued: Continuation | None, data: TokenData) -> N
     if Tokeniser.load(left).fingerprint != now:
         raise InputError(
             f"the model in {start} was trained with the tokeniser {left}, and this corpus has "
-            "another: its weights would read ids of other tokens; continue on the corpus that it "
-            "was trained on"
+            "another: token ids would mean other tokens; continue on the corpus that it was "
+            "trained on"
         )
 
 
@@ -141,22 +141,22 @@ def new_model(kind: type[AnyModel], config: Any, continued: Continuation | None)
     weights = Continuation.of(start).weights
     if weights != continued.weights:
         raise InputError(
-            f"the model in {start} holds other weights than this run began with "
+            f"the model in {start} holds other weights than those that this run started with "
             f"({weights[:12]}… there, {continued.weights[:12]}… in its configuration)"
         )
     model = load_as(kind, start)
     if model.config != continued.saved(config):
         raise InputError(
-            f"the model in {start} has other settings than `model` says; training that goes on "
-            "takes them as they were saved"
+            f"the model in {start} has other settings than `model` says; continued training uses "
+            "them as they were saved"
         )
     if continued.trained is not None:
         saved, model = model, kind(config)
         _, without_place = model.load_state_dict(saved.state_dict(), strict=False)
         if without_place:
             raise InputError(
-                f"a model trained with {saved.config.score} cannot continue with "
-                f"{config.score}, which has no place for {', '.join(without_place)}"
+                f"a model trained with {saved.config.score} cannot continue with {config.score}, "
+                f"which does not have {', '.join(without_place)}"
             )
     if isinstance(model, CausalLM):
         model.using(continued.method)

@@ -124,7 +124,9 @@ class _Loop:
         self.callbacks, self.on_step, self.export_kept = callbacks, on_step, export_kept
         names = [probe.name for probe in probes]
         if taken := {"metrics", "timing"} & set(names):
-            raise InputError(f"a probe is called {min(taken)!r}, whose file is the training's own")
+            raise InputError(
+                f"a probe is called {min(taken)!r}, whose file belongs to the training"
+            )
         if len(set(names)) != len(names):
             raise InputError(f"two probes would write one file: they are called {sorted(names)}")
         self.probes = [(probe, MetricsLog(run.path / f"{probe.name}.jsonl")) for probe in probes]

@@ -146,8 +146,8 @@ def _muon(
     rows = {} if config.split is None else projection_rows(model, config.split)
     if config.split is not None and matrices.keys().isdisjoint(rows):
         raise InputError(
-            f"optimiser.split is {config.split!r}, but the model has no projections of attention "
-            "to take apart; leave it out"
+            f"optimiser.split is {config.split!r}, but the model has no attention projections to "
+            "split; leave it out"
         )
     members: list[tuple[torch.optim.Optimizer, list[str]]] = []
     if matrices:
@@ -269,7 +269,9 @@ class Tiger(torch.optim.Optimizer):
     def __init__(self, groups: ParameterGroups, config: TigerConfig) -> None:
         for name, parameter in groups.matrices.items():
             if not parameter.any():
-                raise InputError(f"Tiger cannot train {name}: it is all zero, and so is its step")
+                raise InputError(
+                    f"Tiger cannot train {name}: it is all zero, so its step would be zero"
+                )
         params = [
             {"params": list(members.values()), "kind": kind, "weight_decay": decay}
             for kind, members, decay in (

@@ -106,10 +106,10 @@ def check_memory(cost: Cost, config: LoopConfig, world: World) -> None:
     plan, has = make_plan(config, cost, world.size), float(memory_of(world.device))
     if here * plan.memory > has:
         raise InputError(
-            f"this training takes at least {_gb(here * plan.memory)} of memory "
+            f"this training run takes at least {_gb(here * plan.memory)} of memory "
             f"({plan.parameters:,} parameters with their gradients and moments, {plan.tokens:,} "
-            f"tokens in a micro-batch), and {world.device} has {_gb(has)}: choose a smaller model "
-            "or vocabulary, or a smaller batch_size"
+            f"tokens in a micro-batch), and {world.device} has {_gb(has)}: choose a smaller "
+            "model or vocabulary, or a smaller batch_size"
         )
 
 

@@ -39,7 +39,7 @@ class QKClip:
         layers = [module for module in model.modules() if isinstance(module, _LAYERS)]
         if not layers:
             raise InputError(
-                "qk_clip is set, but the model has no attention whose weights it knows"
+                "qk_clip is set, but the model has no attention whose weights it can clip"
             )
         for layer in layers:
             refuse_score(layer.score.spec)

@@ -40,11 +40,11 @@ def unpack(tensors: Mapping[str, Tensor], model: nn.Module, optimiser: Optimiser
     if weights.keys() != own.keys():
         name = sorted(weights.keys() ^ own.keys())[0]
         where = "checkpoint" if name in own else "model"
-        raise InputError(f"the checkpoint is of another model: the {where} lacks {name}")
+        raise InputError(f"the checkpoint belongs to another model: the {where} lacks {name}")
     for name, tensor in own.items():
         if tensor.shape != weights[name].shape:
             raise InputError(
-                f"the checkpoint is of another model: {name} has shape "
+                f"the checkpoint belongs to another model: {name} has shape "
                 f"{tuple(weights[name].shape)} there and {tuple(tensor.shape)} here"
             )
         tensor.copy_(weights[name])

@@ -105,7 +105,7 @@ class Tracking:
         except ImportError as error:
             raise InputError(
                 f"the tracker {tracker} cannot be loaded ({error}): `pip install "
-                "'normattn[track]'` brings it, or train without --track"
+                "'normattn[track]'`, or train without --track"
             ) from error
 
     def start(self, done: int, steps: int) -> None:

@@ -24,8 +24,7 @@ class UnitWeights:
         modules = list(model.modules())
         if not any(isinstance(module, NGPT) for module in modules):
             raise InputError(
-                "unit_weights is true, but the lengths of weights matter under every placement but "
-                "nGPT: expected placement nGPT"
+                "unit_weights is true, but weight norms may only be fixed with placement nGPT"
             )
         writing = {m.out for m in modules if isinstance(m, SelfAttention | CrossAttention)}
         writing |= {m.down for m in modules if isinstance(m, SwiGLU | GELU)}

@@ -164,7 +164,7 @@ class Part:
         """The value of a field that must be filled by now; `InputError` where it is not."""
         value = getattr(self, name)
         if value is None:
-            raise InputError(f"{self.name} needs {name}=…, and nothing gives it")
+            raise InputError(f"{self.name} needs {name}=…")
         return value
 
     def known_length(self, train_length: int | None) -> int:
@@ -239,7 +239,7 @@ def find(name: str) -> type[Part]:
     lowered = {key.lower(): key for key in parts()}
     near = difflib.get_close_matches(name.lower(), lowered, n=3, cutoff=0.5)
     hint = f"; did you mean {' or '.join(lowered[key] for key in near)}?" if near else ";"
-    raise InputError(f"unknown score part {name!r}{hint} `normattn list` shows all of them")
+    raise InputError(f"unknown component {name!r}{hint} `normattn list` shows all of them")
 
 
 def arrange(chosen: Iterable[Part]) -> tuple[Part, ...]:

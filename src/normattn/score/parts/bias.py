@@ -296,7 +296,7 @@ class CoPE(PairBiasPart):
     def pairs(self, learned: Learned, dtype: torch.dtype, query: Queries | None) -> CoPEBias:
         """⟨q, e⟩ of each query and whole position, before any key is looked at."""
         if query is None:
-            raise InputError("CoPE needs the queries, of which positions are counted")
+            raise InputError("CoPE needs the queries, from which positions are counted")
         return CoPEBias(query.to(dtype) @ learned["e"].to(dtype).t())
 
 
@@ -369,7 +369,7 @@ class XLNet(PairBiasPart):
     def pairs(self, learned: Learned, dtype: torch.dtype, query: Queries | None) -> XLNetBias:
         """What each query reads of sines and cosines, before any distance is looked at."""
         if query is None:
-            raise InputError("XLNet needs the queries, which read the distance")
+            raise InputError("XLNet needs the queries, which are multiplied by the distance")
         of_heads = learned["w"].to(dtype).reshape(query.shape[1], query.shape[-1], -1)
         return XLNetBias(query.to(dtype) @ of_heads)
 

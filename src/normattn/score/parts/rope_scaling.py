@@ -150,7 +150,7 @@ class DynamicNTK(RopeScaling):
 
     def inverse_frequencies(self, head_dim: int, base: float, train_length: int | None) -> Theta:
         """Refused: there are frequencies for each block, those of `for_block`."""
-        raise InputError("DynamicNTK has frequencies for each block of rows: take for_block(…)")
+        raise InputError("DynamicNTK has frequencies for each block of rows: use for_block(…)")
 
 
 @register

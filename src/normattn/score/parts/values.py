@@ -108,7 +108,7 @@ class NEZHA(OwnValues, PairBiasPart):
     def pairs(self, learned: Learned, dtype: torch.dtype, query: Queries | None) -> NEZHABias:
         """⟨q, R⟩ of each query and clipped distance, before any key is looked at."""
         if query is None:
-            raise InputError("NEZHA needs the queries, which read the distance")
+            raise InputError("NEZHA needs the queries, which are multiplied by the distance")
         waves, query = self.pair_values(), query.to(dtype)
         return NEZHABias(query @ waves.table(query.shape[-1], query).t(), waves)
 

@@ -83,7 +83,7 @@ class TranslationWorkload(Workload[TranslationConfig, PairData]):
     def batches(self, config: TranslationConfig, data: PairData, seed: int) -> PairBatches:
         """Sentence pairs of like length together."""
         if not len(data.train):
-            raise InputError(f"corpus {config.data.corpus!r} leaves no pair to train on")
+            raise InputError(f"corpus {config.data.corpus!r} has no pair left to train on")
         return PairBatches(data.train, config.batch_tokens, seed)
 
     def loss(self, config: TranslationConfig, model: Any, batch: Any, shards: int) -> Loss:
