@@ -21,8 +21,8 @@ _LONGEST_WORD, _LONGEST_SENTENCE = 320, 2000
 class InputError(NormattnError, ValueError):
     """A value from outside cannot be used; the message says what, where, what was expected.
 
-    What it quotes may be of any length: a word of more than 320 characters, and a message of more
-    than 2,000, is shown by its beginning and its end.
+    Quoted input may have any length: of a word of more than 320 characters, and of a message of
+    more than 2,000, only the beginning and the end are shown.
     """
 
     def __str__(self) -> str:

@@ -181,7 +181,7 @@ def test_scores_without_one_log_sum_exp_say_why() -> None:
         ("Baseline-Sigmoid@8", "not those of softmax"),
         ("Baseline-StickBreaking", "not those of softmax"),
         ("KNA-Differential@8", "two softmaxes"),
-        ("KNA-DynamicNTK@8", "blocks of rows"),
+        ("KNA-DynamicNTK@8", "rows in blocks"),
     ):
         with pytest.raises(InputError, match=why):
             attention(q, k, v, Score(text, 2, D).double(), return_lse=True)

@@ -88,7 +88,7 @@ def test_every_flipped_byte_is_refused_or_changes_nothing(tmp_path: Path) -> Non
 
 def test_cut_empty_and_foreign_files_are_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "m.parquet"
-    with pytest.raises(InputError, match=r"m\.parquet is not there"):
+    with pytest.raises(InputError, match=r"m\.parquet does not exist"):
         measurements.read(path)
     measurements.write(path, counted("A", 0, [1, 2]))
     good = path.read_bytes()

@@ -34,8 +34,9 @@ class AttentionCallback(TrainerCallback):
     Args:
         every: how many steps lie between two observations.
         trainer: logs the largest logits by its own `log`, so that Weights & Biases, TensorBoard and
-            every other callback see them. transformers tells callbacks of no trainer; without one
-            (`Trainer(callbacks=[AttentionCallback()])`) they stand in `state.log_history` alone.
+            every other callback see them. transformers does not pass the trainer to callbacks.
+            Without it (`Trainer(callbacks=[AttentionCallback()])`) they are only in
+            `state.log_history`.
 
     Only the first process observes, its own share of the batch. Raises `InputError` for an `every`
     below 1, for a `trainer` that cannot log, and when a training begins that reports to Weights &

@@ -93,16 +93,16 @@ def verify(
         normattn.verify("extended", "served/config.json")
 
     Args:
-        folder: the model: a folder, a GGUF file, a config.json or a name on the hub. What is meant
-            is the method that it was saved under, or the model as its configuration says.
-        against: what the engine was told: a folder, a config.json, a JSON of some of its fields
+        folder: the model: a folder, a GGUF file, a config.json or a name on the hub. The intended
+            method is the one that it was saved with, or that of its configuration.
+        against: the engine's settings: a folder, a config.json, a JSON of some of its fields
             (as for vLLM and SGLang), a GGUF file, or a text: a command line, a compose file, a
             YAML of options, or `--emit gguf`'s keys.
-        method: the method that is meant instead, e.g. "YaRN(factor=4)".
-        train_length: how far the model was trained to read; by default what its configuration says.
+        method: the intended method instead, e.g. "YaRN(factor=4)".
+        train_length: the training length of the model; by default that of its configuration.
 
-    Raises `InputError` for what is no configuration, and for a method that no rotary configuration
-    says (ReRoPE, log-n).
+    Raises `InputError` for input that is not a configuration, and for a method that no rotary
+    configuration can express (ReRoPE, log-n).
     """
     config = read_configuration(folder)
     record = take_record(config, folder)

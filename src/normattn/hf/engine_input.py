@@ -47,9 +47,9 @@ class Told:
 
     Attributes:
         raw: the whole of it, in transformers' words.
-        file: where it stands.
-        ropes: the rope parameters as they were told, one for each type of layer.
-        longest: the tokens that the engine was told to read; None where it was not told.
+        file: the file that holds it.
+        ropes: the given rope parameters, one for each type of layer.
+        longest: the engine's longest context in tokens; None if it is not given.
         engine: vllm, sglang, llama.cpp, or hf where the text does not tell.
         whole: whether it is a whole configuration, and no override of another.
         ignored: settings that the engine ignores, a sentence each.

@@ -57,7 +57,7 @@ _CONTINUOUS = ("generate_batch", "init_continuous_batching", "continuous_batchin
 def extend(
     model: Any, method: str, *, train_length: int | None = None, **parameters: Any
 ) -> Extension:
-    """Let a trained rotary model read longer texts, without training, until removed.
+    """Run a trained rotary model on longer texts, without training, until removed.
 
         with normattn.extend(model, "ReRoPE-logn+", window=2048):
             model.generate(...)
@@ -68,14 +68,14 @@ def extend(
         method: inference-time components by name: PI, ABF, NTK, NTK-mixed, DynamicNTK, YaRN,
             Llama3, ReRoPE, LeakyReRoPE, SelfExtend or DualChunk, with or without `-logn+`; also
             `logn+` alone.
-        train_length: how far the model was trained to read; by default what its configuration says.
+        train_length: the training length of the model; by default that of its configuration.
         parameters: those of the method, e.g. window=, factor=, s=, group=, base=.
 
     Returns the extension, switched on: `.remove()` or leaving its `with` block undoes it exactly.
-    `.resolved` says every value. What `torch.compile` has made of the model is compiled again at
-    the next call, after `remove()` too. YaRN's factor reaches the features that rotate, on
-    queries and on keys, as in transformers. Raises `InputError` where the model or a value cannot
-    serve.
+    `.resolved` holds every value. A model that `torch.compile` has compiled is compiled again at
+    the next call, also after `remove()`. YaRN's factor multiplies the features that rotate, of
+    queries and of keys, as in transformers. Raises `InputError` if the model does not support the
+    method or a value is not valid.
     """
     planned = plan(model, method, train_length, **parameters)
     try:
@@ -172,7 +172,7 @@ class Extension:
         self._set(parts.decoder, HANDLE, self)
 
     def _serve(self, planned: Plan) -> None:
-        """Tell each layer's module how our attention serves it; refuse what it cannot.
+        """Record in each layer's module how normattn computes its attention; refuse what it cannot.
 
         Pages of keys, and the places of images, are refused when they come.
         """
@@ -266,7 +266,7 @@ class Extension:
 
 
 def _view(config: Any, name: str, views: dict[int, Any]) -> Any:
-    """A configuration that shares every field with another, and names an attention of its own.
+    """A configuration that shares every field with another, but names its own attention.
 
     transformers builds all modules of a model on one configuration object, which a caller may share
     between models: what is edited through the view is edited there, but the name is not.
@@ -348,7 +348,7 @@ def unchanged_rows(spec: ScoreSpec) -> int:
 def _is_meant(
     call: AttentionCall, layer: Layer, spec: ScoreSpec, layers: Mapping[nn.Module, Layer]
 ) -> bool:
-    """Whether a layer hands to its attention the queries and keys that it should."""
+    """Whether a layer passes to its attention the queries and keys that it should."""
     meant = layer.call.q, layer.call.k
     source = layer if layer.keys_of is None else layers[layer.keys_of]
     still, keys = layer.unrotated, source.unrotated

@@ -1,4 +1,4 @@
-"""Weights of Llama-shaped models into ours, and of ours into theirs."""
+"""Conversion of weights between Llama-shaped models and normattn's."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def to_llama(model: CausalLM) -> Any:
 
 
 def _weights(config: CausalLMConfig) -> Iterator[tuple[str, list[str]]]:
-    """Our names, and with each theirs, several of which ours holds as one matrix."""
+    """normattn's names, each with transformers' names; several of theirs may be one matrix here."""
     for mine, names in _WHOLE.items():
         yield mine, [names]
     for layer in range(config.layers):
@@ -124,7 +124,7 @@ def _shape(weights: dict[str, Tensor], name: str) -> torch.Size | None:
 
 
 def _our_config(model: Any) -> CausalLMConfig:
-    """Our configuration of their model; `InputError` for what ours cannot say."""
+    """normattn's configuration for their model; `InputError` for what it cannot express."""
     kind, extension = type(model).__name__, extension_of(model)
     if extension is not None:
         raise InputError(

@@ -1,6 +1,6 @@
 """A causal language model and its tokeniser from a folder, a GGUF file or a name on the hub.
 
-It comes as it was trained, or with the extension that its configuration tells of. Nothing is made,
+It is loaded as it was trained, or with the extension that its configuration names. Nothing is made,
 and no memory taken, for a model on this machine whose configuration asks for more numbers than its
 files can hold. No code of a model is run, and no pickle is read.
 """
@@ -219,9 +219,10 @@ def from_pretrained(path: str, **options: Any) -> Any:
     """A causal language model of transformers, extended as it was when it was saved.
 
     `model.save_pretrained(path)` of an extended model writes the method into config.json (the field
-    `normattn`). A method that transformers has words for (PI, YaRN; NTK and ABF as another base)
-    it writes in those too, so that plain `from_pretrained` and other engines apply it; any other
-    they ignore, and load the model as trained. A PEFT model's method stands beside the adapter.
+    `normattn`). If transformers has the method (PI, YaRN; NTK and ABF as another base), it is also
+    written in transformers' format, so that plain `from_pretrained` and other engines apply it.
+    They ignore any other method and load the unmodified model. A PEFT model's method is saved next
+    to the adapter.
 
     Args:
         path: a folder, or a name on the hub.
@@ -302,7 +303,7 @@ def is_adapter(path: str | Path) -> bool:
 
 
 def read_adapter_record(path: str | Path) -> dict[str, Any]:
-    """The method and train_length that were saved beside an adapter; `InputError` where none is."""
+    """The method and train_length saved next to an adapter; `InputError` if there are none."""
     file = Path(path).expanduser() / ADAPTER_FILE
     if not file.is_file():
         raise InputError(

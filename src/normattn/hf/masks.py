@@ -92,7 +92,7 @@ def compact_mask(
 
 
 def mask_function(over: Callable[..., Any], pairs: bool = False) -> Callable[..., Tensor | None]:
-    """What is registered beside our attention; `over` makes the masks of layers left alone.
+    """What is registered with normattn's attention; `over` makes the masks of unchanged layers.
 
     `pairs`: masks of every pair, for layers that select among the keys themselves.
     """

@@ -42,7 +42,7 @@ class ModelParts:
     Attributes:
         model: the model of transformers.
         config: the configuration of its text decoder.
-        decoder: the module that reads tokens: the model itself, or what its head stands on.
+        decoder: the module that takes tokens: the model itself, or the module below its head.
         adapted: the PEFT model around it, where that was given.
     """
 
@@ -76,7 +76,7 @@ def rope_of(config: Any, index: int | None) -> Mapping[str, Any]:
 
 
 def layer_type(config: Any, index: int | None) -> str | None:
-    """The type of a layer, where the configuration tells layers apart."""
+    """The type of a layer, if the configuration distinguishes layers."""
     types: Any = getattr(config, "layer_types", None)
     known = types and isinstance(index, int) and index < len(types)
     return str(types[index]) if known else None

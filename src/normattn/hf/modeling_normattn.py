@@ -1,6 +1,6 @@
 """Our models as models of transformers: causal, masked and classifying, under the Auto classes.
 
-Their configurations hold ours as plain JSON, and the cache of `generate` is a `ModelCache`.
+Their configurations hold normattn's as plain JSON, and the cache of `generate` is a `ModelCache`.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class NormattnCache(_Cache):
 
 
 class NormattnModel(_Model):
-    """A model of ours, `.model`, inside a `PreTrainedModel`.
+    """A normattn model, `.model`, inside a `PreTrainedModel`.
 
     Made from its configuration (weights are then drawn as ours are), or around a model that is
     there already, which it shares. `save_pretrained` and `from_pretrained` are transformers', with

@@ -157,7 +157,7 @@ def _put_fields(config: Any, fields: Mapping[str, Any]) -> None:
 def record_method(config: Any, parts: ModelParts, layers: Sequence[Layer], spec: ScoreSpec) -> None:
     """Write a method into a configuration that is about to be saved.
 
-    In transformers' own words as well, where it has them; what they replace is kept beside.
+    Also in transformers' own format, where it has one; what it replaces is kept as well.
     """
     record: dict[str, Any] = {"method": spec.method_text, "train_length": spec.train_length}
     try:
@@ -225,7 +225,7 @@ def refuse_applied(config: Any) -> None:
 def save_with_method(
     parts: ModelParts, layers: Sequence[Layer], spec: ScoreSpec
 ) -> Callable[[], object]:
-    """Let `save_pretrained` write a method, a PEFT model's beside the adapter; what undoes it.
+    """Let `save_pretrained` write a method, for PEFT next to the adapter; returns what undoes it.
 
     Of an adapter that was put on an extended model PEFT would save the weights alone: that raises
     `InputError`.

@@ -65,7 +65,7 @@ def _attend(
     attention_mask: Tensor | None = None,
     **more: Any,
 ) -> tuple[Tensor, Any]:
-    """The layer's own attention; beside it the same by our kernel, for the observer that is set."""
+    """The layer's own attention, and the same with normattn's kernel for the active observer."""
     ours: Tensor | None = None
     if ATTRIBUTE in module.__dict__:  # an extended layer attends by our kernel anyway
         at = regular_positions(query.shape[2], key.shape[2], query.device)

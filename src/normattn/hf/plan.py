@@ -41,7 +41,7 @@ class Resolved:
     Attributes:
         method: the method with all its parameters, e.g. `ReRoPE(window=2048)-logn+`.
         train_length: how far the model was trained to read.
-        train_length_from: `given`, or the field of the configuration that said so.
+        train_length_from: `given`, or the field of the configuration that has it.
         parameters: the method's parameters by name.
         base: the rotary base, or None where the frequencies are not powers of one.
         scaled: the kind of scaling that the model's own frequencies were trained with, if any; a

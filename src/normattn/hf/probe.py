@@ -227,7 +227,7 @@ class ProbedLayer:
     Attributes:
         module: the layer.
         calls: its calls in one forward.
-        argument: where its position embeddings stand among its arguments; None where it takes none.
+        argument: the place of its position embeddings among its arguments; None if it takes none.
         tables: these embeddings.
         has_ids: whether it is given the tokens' position_ids.
         rotary: the module that made the embeddings, and the type of layer it made them for.

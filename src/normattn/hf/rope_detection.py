@@ -35,7 +35,7 @@ class EmbeddingTables:
     """How position embeddings are made of frequencies.
 
     Attributes:
-        layout: how the P angles of a token stand in a row.
+        layout: the order of the P angles of a token.
         frequencies: θ_m, as trained (P,), in float64.
         amplitude: what cos and sin are multiplied with.
     """
@@ -191,7 +191,7 @@ class Layer(ProbedLayer):
 
     @property
     def unserved(self) -> list[str]:
-        """What the layer passes to its attention that ours does not serve."""
+        """What the layer passes to its attention that normattn does not support."""
         more = self.call.more
         given = {name: x for name, x in more.items() if x is not None and x is not False}
         names = [name for name in given if name not in KNOWN and name != "indices"]

@@ -96,26 +96,26 @@ class ModelScore:
 
 
 def _without_numbers(layer: LayerScore) -> tuple[ScoreSpec | None, str, str | None]:
-    """What is said of a layer, without its number and without how much it differs."""
+    """The description of a layer, without its number and its difference."""
     lacks = re.sub(r"^layer \d+|\d\.\de[+-]\d+", "", layer.lacks or "")
     return layer.spec, lacks, layer.beside
 
 
 def score_of(model: Any, tokens: int = 48) -> ModelScore:
-    """The score of each attention layer of a transformers model, read off a recording of it.
+    """The score of each attention layer of a transformers model, determined from a recording of it.
 
-    The model reads `tokens` random tokens. What a layer's projections give and what reaches its
-    attention function tell the normalisation, the rotation and the scale; the mask tells the
-    window; numbers that so few tokens cannot show (a long window, a step of temperature) are the
-    configuration's. Then `attention` with that score, on the same projections, is compared with
-    what the layer's own attention gave: 1e-5 of its largest output. A model in half precision
-    computes in float32 for it, which doubles its memory meanwhile; rotary frequencies that
-    `model.to()` has rounded are none that a part has: load it by `from_pretrained(dtype=…)`. Where
-    which keys are seen, or what is added to their scores, depends on the text, `attention` is given
-    the layer's own mask, and `beside` says so.
+    The model runs on `tokens` random tokens. A layer's projections and the inputs of its attention
+    function determine normalisation, rotation and scale; the mask determines the window. Numbers
+    that so few tokens cannot show (a long window, a step of temperature) are taken from the
+    configuration. Then `attention` with that score, on the same projections, is compared with the
+    layer's own attention, to 1e-5 of its largest output. A model in half precision runs in float32,
+    which doubles its memory for the time. Rotary frequencies that `model.to()` has rounded cannot
+    be identified: load the model with `from_pretrained(dtype=…)`. If visible keys, or what is added
+    to their scores, depend on the text, `attention` gets the layer's own mask, and `beside` says
+    so.
 
-    Raises `InputError` for a model that cannot be recorded at all; a layer that cannot be read
-    says so in its `lacks`.
+    Raises `InputError` for a model that cannot be recorded at all; for a layer that cannot be
+    identified, `lacks` says why.
     """
     parts = model_parts(model)
     if (extension := parts.decoder.__dict__.get(HANDLE)) is not None:

@@ -1,4 +1,4 @@
-"""Which kernel serves some inputs: one table of capabilities, and a fixed rule of choice.
+"""Which kernel computes some inputs: one table of capabilities, and a fixed rule of choice.
 
 Inputs have some features; a kernel serves them when all are in its row of `TABLE`. Among the
 kernels that can, the choice depends on the device, the number type, the shapes and the processor's
@@ -126,12 +126,12 @@ class Kernel(NamedTuple):
 
 
 def _output_only(compute: Callable[[AttentionInputs], Tensor]) -> Run:
-    """A kernel that gives nothing beside the output."""
+    """A kernel that gives only the output."""
     return lambda inputs, recorder, lse: (compute(inputs), None)
 
 
 def _with_statistics(compute: Callable[[AttentionInputs, Recorder | None], Tensor]) -> Run:
-    """A kernel that gives statistics beside the output."""
+    """A kernel that gives the output and statistics."""
     return lambda inputs, recorder, lse: (compute(inputs, recorder), None)
 
 
@@ -282,7 +282,7 @@ def reasons(inputs: AttentionInputs, backend: str = "auto") -> Decision:
 
 
 def working_bytes(kernel: str, inputs: AttentionInputs) -> int:
-    """Bytes of a forward beside q, k, v and the output: an estimate.
+    """Bytes of a forward pass in addition to q, k, v and the output: an estimate.
 
     The reference holds scores and weights, T × S each, strips those of some rows; torch's kernels a
     log-sum-exp, and of two parts their outputs; tiles one tile of scores; the buffer of residual
@@ -311,7 +311,7 @@ def working_bytes(kernel: str, inputs: AttentionInputs) -> int:
 
 
 class AttentionOutput(NamedTuple):
-    """What a kernel gives: the output, and what else was asked for (None where it was not).
+    """What a kernel gives: the output, and what else was requested (else None).
 
     `lse` (B, H, T) is ln Σ_j exp s(i, j) over all that softmax chooses among: the visible keys and
     a learned sink. It is in float32 or wider, −∞ where there is nothing to choose, and known to
@@ -331,7 +331,7 @@ def run_kernel(
     statistics: bool = False,
     functions: Float[Tensor, "f r"] | None = None,
 ) -> AttentionOutput:
-    """softmax(score) · v by the chosen kernel, and what is asked for beside it.
+    """softmax(score) · v by the chosen kernel, and what else is requested.
 
     Scores are never in less than float32. `statistics` are those of each row's softmax, with the
     means of `functions` of the distance 0 … R − 1; an `observer` that is on gets its own. On a CPU

@@ -74,7 +74,7 @@ class ResidualScores:
         return replace(inputs, residual_scores=self)
 
     def why_not(self, kernel: str) -> str | None:
-        """Why a kernel cannot go on from the layers below; None where it can."""
+        """Why a kernel cannot continue from the layers below; None if it can."""
         if self.kernel in (None, kernel) or kernel not in _HOLDING:
             return None
         return f"the layers below were summed by the {self.kernel} kernel, which serves all layers"

@@ -1,4 +1,4 @@
-"""Two regimes, causal, all by the stock flash kernel: near keys in sliding chunks, far ones beside.
+"""Near and far attention, causal, with the stock flash kernel: near keys in sliding chunks.
 
 With as many queries as keys and a window w, query i has the near keys i − w < j ≤ i and the far
 keys j ≤ i − w, and three kinds of calls give the outputs o and log-sum-exps ℓ of its parts:

@@ -113,7 +113,7 @@ def attention(  # type: ignore[misc]  # the second overload leaves the other arg
         k: keys (B, G, S, D); G divides H.
         v: values (B, G, S, E).
         score: a `Score` (which holds what is learned), or a specification that learns nothing;
-            of these, a graph compiled with fullgraph=True takes a `Score` alone.
+            a graph compiled with fullgraph=True takes only a `Score`.
         causal: a query sees keys at its own position or before; the queries are the last T of
             the keys unless positions say otherwise.
         attn_mask: broadcastable to (B, H, T, S); boolean (True = seen) or floating (added, −∞ or
@@ -122,33 +122,32 @@ def attention(  # type: ignore[misc]  # the second overload leaves the other arg
         query_padding: True where a query is padding. Only statistics over the queries (BatchNorm,
             InstanceNorm) leave it out; without it all queries are real, whatever the keys are.
         q_positions: 0-based positions (T,) or (B, T).
-        k_positions: 0-based positions (S,) or (B, S), in any order. Causal positions that begin
-            anew, as of texts packed into one row, are refused without `documents`: a query would
-            see keys of the texts after its own. A compiler cannot look, and does not ask.
+        k_positions: 0-based positions (S,) or (B, S), in any order. Causal positions that restart,
+            as for texts packed into one row, raise an error without `documents`, because a query
+            would see keys of later texts. Compiled code does not check this.
         documents: the number of each key's document, for a score with `Packed`, which hides keys
-            of other documents and counts positions within each. A document is a run of one number:
-            where the number comes back later it is another one. Padding ends none.
+            of other documents and counts positions within each. A document is a run of one number;
+            the same number later in the row is another document. Padding does not end a document.
         dropout_p: probability of dropping an attention weight.
-        backend: auto, or one kernel's name; `reference` is float64-capable, the definition, and of
-            plain operations: any derivative, torch.func too.
-        residual: what the layers below hand on, for a score with `RealFormer`, `ResidualQK`,
+        backend: auto, or the name of a kernel. `reference` is the definition in plain operations:
+            float64, any derivative, torch.func.
+        residual: what the layers below pass on, for a score with `RealFormer`, `ResidualQK`,
             `ResidualQKV` or `ValueResidual`: `residual_layers(spec, layers)[n]` for layer n.
         gate: for a score with `Gate`, by whose `act` o is multiplied, (B, T, H·E), or
             (B, T, H) per head; with `DifferentialV2` λ of each output, (B, T, H/2).
         forget: for a score with `FoX`, the logits of the forgetting gate of each key (B, S, H).
-            A compiler cannot look whether given positions go forward, as `FoX` and `Selective`
-            need; uncompiled, this is checked.
+            `FoX` and `Selective` need increasing positions; only uncompiled code checks this.
         return_lse: give o and ℓ (B, H, T), where ℓ_i = ln Σ_j exp s(i, j) over the keys that
             query i sees and a learned sink. ℓ is in float32 or wider, known to autograd, and −∞
             where nothing is seen. `normattn.kernels.merge_by_lse` merges two shards of keys.
-        cache: keys and values of tokens read before, which k and v join; the result is the last
+        cache: keys and values of earlier tokens, to which k and v are added; the result is the last
             rows of attention over all of them. `key_padding` (left only), `k_positions` and
             `documents` are then those of all S tokens, `attn_mask` what the new ones see of all;
-            with `causal=False` it lets them see each other both ways, as a prefix or an image does.
+            with `causal=False` the mask may let new tokens see each other both ways, as in a prefix
+            or an image.
 
-    A query that sees no key gets 0. Raises `InputError` for shapes that do not fit, scores that
-    cannot be used so, backends that cannot serve the request, a full cache, and one that another
-    score filled.
+    A query that sees no key gets 0. Raises `InputError` for shapes that do not fit, scores and
+    backends that do not support the call, a full cache, and a cache that another score filled.
     """
     # Written out: a generator would cost as many calls as all the rest.
     bare = attn_mask is None and key_padding is None and query_padding is None
@@ -193,7 +192,7 @@ def _attend(
     cache: KeyValueCache | None,
     return_lse: bool,
 ) -> Float[Tensor, "b outputs t out"] | tuple[Tensor, Tensor]:
-    """Attention by any score to keys that, beside a cache, join those that it holds."""
+    """Attention with any score to the keys, which are added to those of a cache if there is one."""
     spec, first = score.spec, 0 if cache is None else cache.length
     plan = prepare(spec, q, first + k.shape[2], given, cached=cache is not None)
     at = plan.positions
@@ -277,7 +276,7 @@ class SelfAttention(nn.Module, ABC):
     def output(
         self, o: Float[Tensor, "b h t e"], beside: Tensor | None
     ) -> Float[Tensor, "b t dim"]:
-        """What the layer makes of o = softmax(s(q, k)) v and of what stood beside q, k and v."""
+        """The layer's output from o = softmax(s(q, k)) v and from what came with q, k and v."""
 
     def forward(
         self,
@@ -360,7 +359,7 @@ class Attention(SelfAttention):
         self.out = nn.Linear(outputs * self.head_dim, dim, bias=bias)
 
     def operands(self, x: Float[Tensor, "b t dim"]) -> Operands:
-        """q, k and v; nothing beside them."""
+        """q, k and v; nothing else."""
         heads = self.qkv(x).view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
         keys = self.heads + self.kv_heads
         return heads[:, : self.heads], heads[:, self.heads : keys], heads[:, keys:], None

@@ -33,7 +33,7 @@ class Room:
         self.data: Tensor | None = None
 
     def append(self, x: Tensor) -> Tensor:
-        """Put `x` behind what is there and return a view of all of it."""
+        """Append `x` to the stored tokens and return a view of all of them."""
         count = x.shape[self.axis]
         end = self.used + count
         data = self.data

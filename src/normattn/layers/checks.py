@@ -30,7 +30,7 @@ _NAMES = {BOOLEAN: "boolean", INTEGER: "int64 or int32", DTYPES: "floating"}
 
 @dataclass(frozen=True, eq=False)
 class AttentionArguments:
-    """What a call of `attention` has beside q, k, v and the score; `attention` describes each."""
+    """What a call of `attention` has besides q, k, v and the score; `attention` describes each."""
 
     causal: bool = True
     backend: str = "auto"
@@ -155,7 +155,7 @@ def check_residual(spec: ScoreSpec, residual: object) -> None:
 
 
 def check_both_ways(spec: ScoreSpec, given: AttentionArguments) -> None:
-    """Refuse `causal=False` beside a cache where nothing says which later tokens are seen."""
+    """Refuse `causal=False` with a cache if nothing says which later tokens are visible."""
     if given.attn_mask is None or given.documents is not None:
         raise InputError(
             "a cache is for causal attention: with causal=False it needs attn_mask=…, from the "
@@ -191,7 +191,7 @@ def own_values(spec: ScoreSpec) -> bool:
 
 
 def check_order(spec: ScoreSpec, at: Positions, documents: Tensor | None) -> None:
-    """Refuse tokens out of order for a score that hands on from each to the next."""
+    """Refuse tokens out of order for a score that passes state from each to the next."""
     own = own_values(spec)
     handed_on = spec.selection is not None or spec.forgets
     if traced() or not (handed_on or own):

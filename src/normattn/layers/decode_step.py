@@ -1,4 +1,4 @@
-"""One more token beside a cache, under scores that fold into queries and keys.
+"""One more token with a cache, for scores that can be absorbed into queries and keys.
 
 `prepare_step` makes what serves a score up to a capacity: a rotation is a row of a table, and λ one
 of a list. Scores with a distance bias, a cap, a sink or two regimes have a step as well. What is
@@ -31,7 +31,7 @@ from normattn.score.rotary import Rotation, feature_pairs, key_tables, query_sca
 
 @dataclass(frozen=True, eq=False)
 class FoldedStep:
-    """What one more token needs beside a cache, at any of the positions 0 … C − 1.
+    """What one more token needs besides a cache, at any of the positions 0 … C − 1.
 
     `key` rotates keys and `query` queries; with one regime `key` rotates both in one go, and
     `scale` is λ, of every position where it depends on n. `bias` (1, G, r, C) holds b(C − 1 − c)
@@ -194,7 +194,7 @@ class RowRotation:
 
 
 def prepare_step(score: Score, q: Tensor, k: Tensor, v: Tensor, capacity: int) -> FoldedStep | None:
-    """For a token beside a cache that holds fewer than `capacity` others; None without a step."""
+    """For a token with a cache that holds fewer than `capacity` others; None without a step."""
     if not _steps(score, q, v):
         return None
     spec, size, remapping = score.spec, score.head_dim, score.spec.remapping
@@ -268,7 +268,7 @@ def _by_feature(near: object, far: object, size: int) -> RowTables | None:
 
 
 def _steps(score: Score, q: Tensor, v: Tensor) -> bool:
-    """Whether a `FoldedStep` serves a score: biases by distance, a cap and a sink are allowed.
+    """Whether a `FoldedStep` supports a score: biases by distance, a cap and a sink are allowed.
 
     Not where whole rows of scores are read, nor where queries and keys rotate apart (XPos), nor
     what needs the log-sum-exp of torch's kernel where that has none.

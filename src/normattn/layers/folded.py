@@ -89,7 +89,7 @@ class FoldedAttention:
 
 
 class Prepared(NamedTuple):
-    """What serves a score and tensors of some shapes.
+    """The prepared computation for a score and tensors of some shapes.
 
     `module` is the score of a specification, which learns nothing; None where callers have their
     own. `final` says that no gate, no pairs of heads and no part of the values follow.

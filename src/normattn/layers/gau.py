@@ -24,9 +24,9 @@ class GatedAttentionUnit(SelfAttention):
     The defaults are GAU-α. `offset=True` adds β_q and β_k (zeros at the start), `bias=True` the
     biases of the two matmuls. γ starts at ones, where q = k makes every token attend to itself at
     first (a model's `gamma_std` draws it; the paper's deviation is 0.02). `separate_qk=True` gives
-    q and k linear projections of their own, without swish, γ and β. The weight of `expand` holds
-    the rows of u, v, z, or of u, v, q, k. `dropout` is the probability with which an attention
-    weight is dropped in training.
+    q and k their own linear projections, without swish, γ and β. The weight of `expand` holds the
+    rows of u, v, z, or of u, v, q, k. `dropout` is the probability with which an attention weight
+    is dropped in training.
 
     Raises `InputError` for a size below 1. Source: arXiv 2202.10447; kexue 8934, 9052.
     """
@@ -72,7 +72,7 @@ class GatedAttentionUnit(SelfAttention):
         return [self.value_size, self.value_size, *[self.key_size] * (1 + self.separate_qk)]
 
     def operands(self, x: Float[Tensor, "b t dim"]) -> Operands:
-        """q, k and v; beside them u."""
+        """q, k and v, and u."""
         if self.separate_qk:
             u, v, q, k = torch.split(self.expand(x), self.widths, dim=-1)
             return q.unsqueeze(1), k.unsqueeze(1), F.silu(v).unsqueeze(1), F.silu(u)

@@ -142,7 +142,7 @@ class FixedScale(Placed):
 
 
 class LayerOutputs(NamedTuple):
-    """What `AttnRes` hands from sub-layer to sub-layer in place of one residual stream.
+    """What `AttnRes` passes from sub-layer to sub-layer instead of one residual stream.
 
     `sums` holds the embedding v_0 and then, for each block of sub-layers, the sum of their outputs;
     the last block may be unfinished. `sublayers` counts the sub-layers that have run.
@@ -176,7 +176,7 @@ class AttnRes(Placed):
 
     v_0 is the embedding and v_i the output of sub-layer i, or the sum of the outputs of a `block`
     of sub-layers. α = softmax_i ⟨w, v_i/rms(v_i)⟩ with one learned vector w for each sub-layer, 0
-    at the start: the mean of all. The stack ends in such a mixture, with a w of its own. Source:
+    at the start: the mean of all. The stack ends with such a mixture, with its own w. Source:
     Attention Residuals, arXiv 2603.15031; kexue 11664.
     """
 

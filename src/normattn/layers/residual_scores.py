@@ -33,7 +33,7 @@ class ResidualLayer:
 
 
 class FeatureSums:
-    """ResidualQK: Q̃_n = Q_n + Q̃_{n−1} and K̃_n = K_n + K̃_{n−1}, of all keys also beside a cache.
+    """ResidualQK: Q̃_n = Q_n + Q̃_{n−1} and K̃_n = K_n + K̃_{n−1}, for all keys, also with a cache.
 
     `names` has "v" as well for ResidualQKV. Without gradients only the newest sums are held.
     """
@@ -74,7 +74,7 @@ class FeatureSums:
 
 
 class FirstValues:
-    """ValueResidual: V′_n = μ·V_1 + (1 − μ)·V_n, of all keys also beside a cache."""
+    """ValueResidual: V′_n = μ·V_1 + (1 − μ)·V_n, for all keys, also with a cache."""
 
     def __init__(self, share: float) -> None:
         self._share = share

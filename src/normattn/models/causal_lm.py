@@ -41,9 +41,9 @@ class CausalLM(TokenModel):
     `model(ids (B, T)) → logits (B, T, V)`. Blocks are an attention and a feed-forward sub-layer
     ("mha") or one gated attention unit ("gau"), each in the configured placement (`TokenModel`).
     The head is the embedding unless `tie_head` is off. `backend` is the kernel of every layer, as
-    in `attention`: with "reference" the whole model is plain operations, which any derivative and
-    torch.func go through. Weights are drawn from torch's global generator (`initialise`). Raises
-    `InputError` for token ids outside the vocabulary (on CPU) and for settings that cannot be.
+    in `attention`: with "reference" the whole model is plain operations, for any derivative and
+    torch.func. Weights are drawn from torch's global generator (`initialise`). Raises `InputError`
+    for token ids outside the vocabulary (on CPU) and for settings that cannot be.
     """
 
     config_class = CausalLMConfig
@@ -80,9 +80,9 @@ class CausalLM(TokenModel):
     ) -> Float[Tensor, "b t d"]:
         """The last block's output after the final norm, which the head reads.
 
-        `key_padding` is True where a token is padding; positions then count from each row's
-        first real token, so left padding changes nothing. With a `cache` (`new_cache`) the ids
-        go on from those that it holds, and join them; it is for inference, without gradients.
+        `key_padding` is True where a token is padding; positions then count from each row's first
+        real token, so left padding changes nothing. With a `cache` (`new_cache`) the ids continue
+        those that it holds, and are added to it; it is for inference, without gradients.
         """
         checked_ids(ids)
         if cache is None:
@@ -99,7 +99,7 @@ class CausalLM(TokenModel):
     def loss(self, ids: Int[Tensor, "b t1"], backend: str = "auto") -> LinearCrossEntropy:
         """Mean cross-entropy, in nats, of ids[:, 1:] given ids[:, :-1], in chunks; and hits.
 
-        The (B, T, V) logits are never held whole, but with `backend` "reference". Raises
+        The (B, T, V) logits are never stored at once, except with `backend` "reference". Raises
         `InputError` below two tokens.
         """
         _check_two(ids)
@@ -111,10 +111,10 @@ class CausalLM(TokenModel):
     def token_scores(self, ids: Int[Tensor, "b t1"], first: int = 0) -> TokenScores:
         """Loss and correctness of the tokens ids[:, first + 1:], (B, T − first), no gradients.
 
-        Dropout is off while it runs. Rows go through in groups, and a row of more than 8192 tokens
-        in chunks, so that memory follows neither the batch nor, beside keys and values, the
-        length. Of what stands before `first` (default 0: every token) as much as possible goes
-        through no head. Raises `InputError` below two tokens and where no token follows `first`.
+        Dropout is off while it runs. Rows are processed in groups, and rows of more than 8192
+        tokens in chunks. So memory grows neither with the batch nor, except for keys and values,
+        with the length. The head skips tokens before `first` (default 0: every token) where
+        possible. Raises `InputError` below two tokens and where no token follows `first`.
         """
         tokens = _check_two(ids)
         if not 0 <= first < tokens:
@@ -153,7 +153,7 @@ class CausalLM(TokenModel):
     def new_cache(self, max_length: int | None = None) -> ModelCache:
         """An empty cache for the scores that are active now.
 
-        It grows, or, with `max_length`, takes room for so many tokens at once and refuses more.
+        It grows. With `max_length` it allocates room for that many tokens at once and refuses more.
         """
         return ModelCache(self.blocks.specs, max_length)
 
@@ -165,10 +165,10 @@ class CausalLM(TokenModel):
         cache: ModelCache | None = None,
         chunk: int = CHUNK,
     ) -> tuple[Float[Tensor, "b v"], ModelCache]:
-        """Read `ids`, `chunk` tokens at a time: the logits after the last one, and the cache.
+        """Process `ids`, `chunk` tokens at a time: the logits after the last one, and the cache.
 
-        Beside the cache memory follows `chunk`, not the length. Dropout is off while it runs.
-        `cache` is a new one unless given; padding must stand on the left.
+        Except for the cache, memory grows with `chunk`, not with the length. Dropout is off while
+        it runs. `cache` is a new one unless given; padding must be on the left.
         """
         cache = self.new_cache() if cache is None else cache
         last = None
@@ -207,9 +207,9 @@ class CausalLM(TokenModel):
         """Switch an inference-time method on in every layer until the handle is removed.
 
         `method` is a method's text with its parameters (`using("YaRN", factor=8)`), added to the
-        trained score, or a whole `ScoreSpec` whose trained parts are this model's. "unmodified" is
-        the trained score itself. Raises `InputError` while another method is on, for trained parts
-        that differ and for parameters beside a whole spec.
+        trained score, or a whole `ScoreSpec` with the training-time components of this model.
+        "unmodified" is the trained score itself. Raises `InputError` while another method is on,
+        for training-time components that differ, and for parameters next to a `ScoreSpec`.
         """
         if self._method is not None and self._method.active:
             raise InputError(

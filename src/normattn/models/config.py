@@ -62,7 +62,7 @@ class StackConfig(Settings):
         train_length: number of tokens that the model is trained to read.
         score: a `ScoreSpec` or its text, resolved with `train_length`; `score.layer` gives
             each layer's.
-        placement: where norm and residual stand. A norm that is not there has no settings.
+        placement: where norm and residual are. A norm that is not there has no settings.
         residual_block: sub-layers whose outputs are one sum that AttnRes attends to.
         eps_placement: whether an RMSNorm adds `norm_eps` inside or outside the square root.
         hidden: feed-forward width (None: 8/3 of `dim` for SwiGLU, 4 `dim` for GELU).
@@ -182,7 +182,7 @@ class StackConfig(Settings):
 
     @property
     def sublayers(self) -> int:
-        """The number of sub-layers, each with a residual of its own, in the whole stack."""
+        """The number of sub-layers, each with its own residual, in the whole stack."""
         return self.layers if self.block == "gau" else 2 * self.layers
 
     @property

@@ -55,17 +55,17 @@ def generate(
     """Up to `max_new_tokens` tokens after each prompt, with the scores that are active now.
 
     Args:
-        model: a `CausalLM`; its dropout is off meanwhile.
+        model: a `CausalLM`; its dropout is off during the call.
         prompts: the token ids of each prompt, of any lengths, at least one token each.
         max_new_tokens: a row ends after so many tokens.
-        temperature: 0 takes the likeliest token; above, tokens are drawn (`Sampling`).
-        top_k: draw among so many likeliest tokens.
-        top_p: draw among the likeliest tokens that have this probability together.
+        temperature: 0 takes the most likely token; above 0, tokens are sampled (`Sampling`).
+        top_k: sample from this many most likely tokens.
+        top_p: sample from the most likely tokens of this total probability.
         stop: token ids and strings at which a row ends.
         decode: tokens to text; for stop strings and the answers' text.
-        seed: prompt r draws with a generator of its own, of seed + r or of seed[r].
-        on_token: called with the prompt's number and each token of its answer at once.
-        chunk: the prompts are read so many tokens at a time.
+        seed: prompt r has its own generator, with seed + r or seed[r].
+        on_token: called with the prompt's number and each token as it is generated.
+        chunk: prompts are processed this many tokens at a time.
 
     A row's answer does not depend on the other rows, nor on earlier calls. Raises `InputError` for
     an empty prompt, ids outside the vocabulary and settings out of range.
@@ -167,7 +167,7 @@ class Sampling:
 
 
 def row_generators(seed: int | Sequence[int], rows: int) -> list[torch.Generator]:
-    """A generator for each row, of seed + row or of its own seed, so that rows are independent."""
+    """A generator for each row, with seed + row or its own seed, so that rows are independent."""
     seeds = [seed + row for row in range(rows)] if isinstance(seed, int) else list(seed)
     if len(seeds) != rows:
         raise InputError(f"{len(seeds)} seeds were given for {rows} prompts")

@@ -1,4 +1,4 @@
-"""The masked language model: a bidirectional encoder that is asked for hidden tokens.
+"""The masked language model: a bidirectional encoder that predicts hidden tokens.
 
 Legend: B batch, T tokens, D width, V vocabulary, M chosen tokens of a row, N layers.
 """

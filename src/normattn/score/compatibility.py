@@ -19,7 +19,7 @@ _COMPANY = (("Baseline",), ("QKRMSNorm",), ("Baseline", "RoPE"), ("QKRMSNorm", "
 
 @dataclass(frozen=True)
 class Combinations:
-    """The parts that a part excludes, each with the reason, and those that it takes beside RoPE."""
+    """What a component excludes, each with the reason, and what it allows next to RoPE."""
 
     excludes: Mapping[str, str]
     beside_rope: tuple[str, ...]

@@ -32,7 +32,7 @@ Given = tuple[type[Part], dict[str, Any]]
 def read(text: str) -> tuple[list[Given], int | None]:
     """The parts that `text` names with the fields that it gives them, and its training length.
 
-    The name of a model (`normattn.score.recipes`) stands for the parts of its score.
+    The name of a model (`normattn.score.recipes`) means the components of its score.
     """
     if not isinstance(text, str):
         raise InputError(f"a score is a ScoreSpec or its name, but {text!r} was given")
@@ -50,7 +50,7 @@ def read(text: str) -> tuple[list[Given], int | None]:
 
 
 def agreed_length(text: str, own: int | None, other: int | None) -> int | None:
-    """The training length of a score, or the one beside it; `InputError` where they differ."""
+    """The training length of a score, or the one given with it; `InputError` if they differ."""
     if None not in (own, other) and own != other:
         raise InputError(f"{text!r} has a training length of {own}, but {other} was given")
     return other if own is None else own

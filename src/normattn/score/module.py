@@ -72,7 +72,7 @@ class Score(nn.Module):
         return self._spec
 
     def use(self, spec: ScoreSpec) -> None:
-        """Make `spec` active; its trained parts must be the ones that this score was built with."""
+        """Make `spec` active; its training-time components must be those of this score."""
         spec = spec.resolve(self._spec.train_length)
         if spec.trained != self._spec.trained:
             raise InputError(
@@ -96,11 +96,11 @@ class Score(nn.Module):
         block: int = 0,
         dropout: float = 0.0,
     ) -> AttentionInputs:
-        """Prepare queries, keys and values for a kernel: everything that folds is put into q and k.
+        """Prepare queries, keys and values for a kernel; all that can be is absorbed into q and k.
 
-        `seen` is who sees whom but for the score's own window. Statistics over tokens leave out
-        the padded ones; without `query_padding` every query is real, also where the keys are padded
-        (cross attention). Where the score is blockwise, the rows are those of `block`.
+        `seen` says which keys are visible, before the score's own window. Statistics over tokens
+        leave out padding; without `query_padding` every query is real, also if keys are padded
+        (cross attention). If the score is blockwise, the rows are those of `block`.
         """
         spec = self._spec_for(positions, block)
         if spec.selection is not None and q.shape[2] != k.shape[2]:
@@ -267,7 +267,7 @@ class Score(nn.Module):
         dropout: float,
         pairs: PairBias | None,
     ) -> AttentionInputs:
-        """Put what a kernel does besides the product beside it."""
+        """Add what a kernel computes besides the product."""
         window, kept = self._spec.window
         selection, part = None, self._spec.bias
         if self._spec.selection is not None:

@@ -72,12 +72,12 @@ class InSlot(typing.Generic[P]):
 
 @dataclass(frozen=True)
 class ScoreSpec:
-    """The parts of a score, one per slot, and the training length that they were meant for.
+    """The components of a score, one per type, and the training length.
 
-    What a parameter takes from the training length or from the table's factor may still be open
-    (None); `resolve` fills it and refuses what stays open. `leaks_future`: a normalisation reads
-    across the sequence (refused when causal). `blockwise`: how keys are rotated depends on the row
-    that reads, by blocks of rows. An attribute for each kind of part holds that part, or None.
+    A parameter that depends on the training length or on the table's factor may still be open
+    (None); `resolve` fills it and refuses what stays open. `leaks_future`: a normalisation uses the
+    whole sequence (refused when causal). `blockwise`: the rotation of keys depends on the block of
+    the query's row. An attribute for each component type holds that component, or None.
     """
 
     parts: tuple[Part, ...]
@@ -124,9 +124,9 @@ class ScoreSpec:
     def parse(cls, text: str, train_length: int | None = None, **parameters: Any) -> ScoreSpec:
         """The specification that `text` names.
 
-        `parameters` (factor=, window=, base=, …) go to the part that has such a field and was not
-        given it in the text. Raises `InputError` for unknown parts (with the nearest names),
-        unknown or unused parameters, values out of range and combinations without a sense.
+        `parameters` (factor=, window=, base=, …) go to the component that has such a field, if the
+        text does not give it. Raises `InputError` for unknown components (with the nearest names),
+        unknown or unused parameters, values out of range, and components that cannot be combined.
         """
         given, own = read(text)
         length = agreed_length(text, own, train_length)
@@ -169,7 +169,7 @@ class ScoreSpec:
 
     @property
     def forgets(self) -> bool:
-        """Whether a gate of the layer's input makes the bias."""
+        """Whether a gate on the layer's input determines the bias."""
         return self._forgetting is not None
 
     @property
@@ -192,7 +192,8 @@ class ScoreSpec:
     def layer(self, layer: int, layers: int) -> ScoreSpec:
         """The score of layer `layer` (0-based) of a model of `layers`.
 
-        Itself without a layout and without a part that takes something from the layer's number.
+        The specification itself, unless a layout or another component depends on the layer's
+        number.
         """
         parts: dict[Slot, Part] = {part.slot: part for part in self.parts}
         chosen: Iterable[Part] = self.parts
@@ -214,13 +215,13 @@ class ScoreSpec:
 
     @property
     def trained(self) -> ScoreSpec:
-        """The training-time parts: what the unmodified model computes."""
+        """The training-time components: what the unmodified model computes."""
         kept = tuple(part for part in self.parts if part.when == "training-time")
         return ScoreSpec(kept, self.train_length)
 
     @property
     def variant_name(self) -> str:
-        """The name of the trained parts with what was chosen in them, e.g. `CosA(c=3.5)-logn`.
+        """The name of the training-time components with chosen values, e.g. `CosA(c=3.5)-logn`.
 
         A value that the training length gives anyway is left out.
         """
@@ -231,12 +232,12 @@ class ScoreSpec:
 
     @property
     def method(self) -> str:
-        """The name of the inference-time parts, e.g. `YaRN`; empty when there are none."""
+        """The name of the inference-time components, e.g. `YaRN`; empty if there are none."""
         return "-".join(part.name for part in self._added)
 
     @property
     def method_name(self) -> str:
-        """The same with what was chosen in each part, e.g. `ReRoPE(window=16)-logn+`.
+        """The same with chosen values, e.g. `ReRoPE(window=16)-logn+`.
 
         A value that the training length or the factor gives anyway is left out.
         """
@@ -251,13 +252,13 @@ class ScoreSpec:
 
     @property
     def method_text(self) -> str:
-        """The inference-time parts with every parameter, as `with_method` takes them."""
+        """The inference-time components with every parameter, as `with_method` takes them."""
         return "-".join(print_part(part) for part in self._added)
 
     def with_method(self, text: str, **parameters: Any) -> ScoreSpec:
-        """This specification with the inference-time parts of `text`; "unmodified" adds none.
+        """This specification with the inference-time components of `text`; "unmodified" adds none.
 
-        Raises `InputError` for a part that is trained in: it cannot be added afterwards.
+        Raises `InputError` for a training-time component, which cannot be added afterwards.
         """
         if isinstance(text, str) and is_unmodified(text):
             return self
@@ -275,8 +276,8 @@ class ScoreSpec:
     ) -> ScoreSpec:
         """Fill what is open from the training length and the factor.
 
-        Raises `InputError` when the training length contradicts the one it has, or when a part
-        still misses something.
+        Raises `InputError` if the training length contradicts the one it has, or if a component
+        still lacks a value.
         """
         length = agreed_length(str(self), self.train_length, train_length)
         factor = None if factor is None else float(factor)
@@ -291,7 +292,7 @@ class ScoreSpec:
     def _named(self) -> tuple[Part, ...]:
         """The parts of a name, in its order: all but a position that is there by default.
 
-        Log-n of a method stands behind what it is added to: `ReRoPE-logn+`.
+        Log-n of a method is written after what it is added to: `ReRoPE-logn+`.
         """
         default = default_position(part.slot for part in self.parts)
         shown = (part for part in self.parts if part != default)

@@ -7,9 +7,9 @@ The score of query i and key j (0-based) is
 with r the residual scores of the layers below, and softmax, or another normaliser, runs over the
 keys that i may see, and over a sink where there is one. Every part fills one slot of it.
 
-A new method is one class with `@register`, in a file of its own in `score/parts` or anywhere that
-is imported. Its parameters are fields; `number` and `one_of` declare their ranges and what fills
-them where nobody gave them.
+A new method is one class with `@register`, in its own file in `score/parts` or anywhere that is
+imported. Its parameters are fields; `number` and `one_of` declare their ranges and what fills them
+where nobody gave them.
 """
 
 from __future__ import annotations
@@ -264,5 +264,5 @@ def arrange(chosen: Iterable[Part]) -> tuple[Part, ...]:
 
 
 def default_position(slots: Iterable[Slot]) -> Part:
-    """RoPE where no position is named, NoPE beside a bias, which is a position of its own."""
+    """RoPE if no position is named; NoPE with a bias, which encodes position itself."""
     return find("NoPE" if Slot.BIAS in slots else "RoPE")()

@@ -72,8 +72,8 @@ class PairBiasPart(BiasPart):
 class ALiBi(BiasPart):
     """A penalty that grows linearly with distance.
 
-    Where H is no power of two, the slopes of the next lower one come first, then every second one
-    of twice that many heads, as in the paper's code.
+    If H is not a power of two, the slopes of the next lower power come first, then every second
+    slope of twice that many heads, as in the paper's code.
     """
 
     equation = "b = −m_h·|i−j|, m_h = 2^(−8h/H), h = 1 … H"
@@ -151,7 +151,7 @@ class KERPLELog(KERPLE):
 
 @register
 class KERPLEPower(KERPLE):
-    """A learned penalty that grows with a power of distance, at most the second."""
+    """A learned penalty that grows with a power of distance, at most the square."""
 
     equation = "b = −p_h·|i−j|^(a_h)"
     drawn: ClassVar[Mapping[str, float]] = {"p": 1.0, "a": 2.0}
@@ -206,10 +206,10 @@ class T5Bias(BiasPart):
 class FIRE(PairBiasPart):
     """A learned function of the distance as a share of the position.
 
-    f is a network of one hidden layer, `width` ReLUs and an output for each head; c, at first 0.1,
-    and μ, at first 1, are learned, in their size. Up to position μ·T the share is one of μ·T, past
-    it one of i: no share is ever larger than in training. `threshold` T defaults to L // 4, as the
-    paper trains 2048 tokens with 512.
+    f is a network of one hidden layer, with `width` ReLUs and an output for each head. |c| and |μ|
+    are learned and start at 0.1 and 1. Up to position μ·T the distance is divided by μ·T, past it
+    by i, so no share is larger than in training. `threshold` T defaults to L // 4; the paper has T
+    = 512 for 2,048 tokens.
     """
 
     equation = "b = f_h(ψ(i−j) / ψ(max(μT, i))), ψ(x) = ln(1 + c·x)"
@@ -276,9 +276,9 @@ class CoPE(PairBiasPart):
     """Positions are sums of gates of the scores, each with an embedding.
 
     The contextual position of key j is a sum of gates over the keys that the query sees from key j
-    on, at most P − 1; e between two whole positions is interpolated. e has `positions` P vectors
-    (0 … P − 1), shared by the heads, which start at 0. With λ in front as for keys the score is
-    λ·⟨q_i, k_j + e⟩, as the authors' code has it by default.
+    on, at most P − 1; e between two whole positions is interpolated. e has `positions` P vectors (0
+    … P − 1), shared by the heads, which start at 0. With the same λ as for keys, the score is
+    λ·⟨q_i, k_j + e⟩, the default of the authors' code.
     """
 
     equation = "b = λ·⟨q_i, e[p]⟩, p = Σ_{j≤l≤i} σ(s_il)"
@@ -294,7 +294,7 @@ class CoPE(PairBiasPart):
         return {"e": torch.zeros(self.positions, head_dim)}
 
     def pairs(self, learned: Learned, dtype: torch.dtype, query: Queries | None) -> CoPEBias:
-        """⟨q, e⟩ of each query and whole position, before any key is looked at."""
+        """⟨q, e⟩ of each query and whole position, independent of the keys."""
         if query is None:
             raise InputError("CoPE needs the queries, from which positions are counted")
         return CoPEBias(query.to(dtype) @ learned["e"].to(dtype).t())
@@ -339,8 +339,8 @@ class XLNet(PairBiasPart):
 
     That is Transformer-XL's score, λ·⟨q_i + u_h, k_j⟩ + λ·⟨q_i + v_h, W_h·e(i−j)⟩, with the sines
     and cosines of r·10000^(−2m/E), E = H·D, as e(r). u, v and W are drawn with the deviation 0.02,
-    as in XLNet. It is read as a product of features of i with features of j, so that a cache and
-    any positions serve.
+    as in XLNet. It is computed as a product of features of i with features of j, so that it works
+    with a cache and any positions.
     """
 
     equation = "s = λ·⟨q_i + u_h, k_j⟩ + b, b = λ·⟨q_i + v_h, W_h·e(i−j)⟩"
@@ -367,7 +367,7 @@ class XLNet(PairBiasPart):
         return q + learned["v"].to(q.dtype)[:, None]
 
     def pairs(self, learned: Learned, dtype: torch.dtype, query: Queries | None) -> XLNetBias:
-        """What each query reads of sines and cosines, before any distance is looked at."""
+        """The product of each query with sines and cosines, for all distances."""
         if query is None:
             raise InputError("XLNet needs the queries, which are multiplied by the distance")
         of_heads = learned["w"].to(dtype).reshape(query.shape[1], query.shape[-1], -1)
@@ -411,9 +411,9 @@ class XLNetBias:
 class ScaleInvariant(PairBiasPart):
     """Scores of distant pairs are widened and lowered, by the logarithm of the distance.
 
-    a grows and m falls, so that the attention to 10, 100 or 1000 tokens back takes about as much of
-    the whole, whatever the length; up to `tau` tokens little changes. Nothing is learned. It is a
-    position of its own unless one is named: the paper's is `PRoPE`.
+    a grows and m falls, so that keys about 10, 100 or 1,000 tokens back get about the same share of
+    attention. Up to `tau` tokens little changes. Nothing is learned. It encodes position unless
+    another one is named: the paper's is `PRoPE`.
     """
 
     equation = "s ← a·s + m, a² = 1 + 2·ln(1 + (i−j)/τ), m = 1 − a²"
@@ -455,12 +455,12 @@ class ScaleInvariantBias:
 
 @register
 class FoX(Part):
-    """A penalty summed over the tokens between, each with a gate from its input.
+    """A penalty summed over the tokens between, each with a gate computed from its input.
 
-    It is a position of its own: NoPE unless RoPE is named. It folds into queries and keys as
-    features more: with C_j = Σ_{l≤j} ln σ(…) the score is ⟨(q, C_i, 1), (k, 1, −C_j)⟩. w and c
-    belong to the layers `Attention` and `GatedAttentionUnit`; `attention` takes w_h·x_l + c_h as
-    its argument `forget`, x being the layer's input.
+    It encodes position, so there is no RoPE unless it is named. It can be absorbed into queries and
+    keys as additional features: with C_j = Σ_{l≤j} ln σ(…) the score is ⟨(q, C_i, 1), (k, 1,
+    −C_j)⟩. w and c belong to the layers `Attention` and `GatedAttentionUnit`; `attention` takes
+    w_h·x_l + c_h as its argument `forget`, x being the layer's input.
     """
 
     slot = Slot.BIAS

@@ -86,7 +86,7 @@ class ChunkRemapping(Remapping):
 
 
 def blockwise(parts: Parts) -> Part | None:
-    """The part by which rows read in blocks with keys of their own, or None."""
+    """The component that gives each block of rows its own keys, or None."""
     scaling, remapping = parts.get(Slot.ROPE_SCALING), parts.get(Slot.REMAPPING)
     if isinstance(scaling, RopeScaling) and scaling.blockwise:
         return scaling
@@ -149,8 +149,8 @@ def _smallest_group(part: Any, length: int | None, factor: float | None) -> int 
 class SelfExtend(PositionRemapping):
     """Beyond a window, groups of tokens share a position.
 
-    `window` w defaults to L // 4, `group` G to the smallest by which the longest text, factor·L
-    tokens, meets no position from L on. G = 1 is RoPE.
+    `window` w defaults to L // 4, `group` G to the smallest with which the longest text, factor·L
+    tokens, reaches no position from L on. G = 1 is RoPE.
     """
 
     equation = "s = ⟨R^ρ q, k⟩, ρ = i−j for i−j < w, else ⌊i/G⌋ − ⌊j/G⌋ + w − ⌊w/G⌋"
@@ -168,9 +168,9 @@ class SelfExtend(PositionRemapping):
 class StreamingLLM(PositionRemapping):
     """Only the first tokens and a window of recent ones are visible.
 
-    Positions are those within the cache of sinks + w tokens: a sink that has left the window is
-    read by a query at min(i, sinks + w − 1). `window` w defaults to L − sinks (at least 1), so
-    that no position passes the trained ones. Nothing changes up to sinks + w tokens.
+    Positions are those within the cache of sinks + w tokens: for a sink that has left the window,
+    the query is at min(i, sinks + w − 1). `window` w defaults to L − sinks (at least 1), so that no
+    position exceeds the trained ones. Nothing changes up to sinks + w tokens.
     """
 
     equation = (
@@ -198,11 +198,11 @@ class DualChunk(ChunkRemapping):
     """Relative positions depend on the chunk: the same, the one before, or an earlier one.
 
     Keys are at j mod s; the chunks of s tokens decide which of the three positions a query has. In
-    the chunk before the distance of keys that are fewer than w tokens away is what it was, so a
-    text of c = s + w tokens is read as it was. `size` s defaults to 3·L // 4 and `local` w to
-    L − s, so that c is the training length L. The authors' code and vLLM hold far queries one
-    position further, at c: `beyond=1`. (Where a gain follows the rotation, scores know more than
-    distances, and short texts change past their first chunk.)
+    the previous chunk, keys fewer than w tokens away keep their distance, so a text of c = s + w
+    tokens does not change. `size` s defaults to 3·L // 4 and `local` w to L − s, so that c is the
+    training length L. The authors' code and vLLM place far queries one position further, at c:
+    `beyond=1`. (If a gain follows the rotation, scores depend on more than distances, and short
+    texts change after their first chunk.)
     """
 
     equation = (

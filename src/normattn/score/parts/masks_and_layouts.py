@@ -18,8 +18,8 @@ from normattn.score.parts.scale import LogN, Temperature
 class SlidingWindow(Part):
     """Only keys within a window are visible.
 
-    `window` w defaults to L // 4. n, of which log-n is made, does not count the window. `stretched`
-    says that the model was trained with RoPE scaling here too (gpt-oss).
+    `window` w defaults to L // 4. The n of log-n ignores the window. `stretched` says that the
+    model was trained with RoPE scaling in these layers too (gpt-oss).
     """
 
     slot = Slot.WINDOW
@@ -42,8 +42,8 @@ class SlidingWindow(Part):
 class Chunked(Part):
     """Only keys in the query's own chunk of tokens are visible.
 
-    `size` c defaults to L // 4. i, j and n count from the start of the text all the same. Llama 4
-    has it in its layers with positions.
+    `size` c defaults to L // 4. i, j and n still count from the start of the text. Llama 4 has it
+    in its layers with positions.
     """
 
     slot = Slot.WINDOW
@@ -62,8 +62,7 @@ class Packed(Part):
     """Documents packed into one row do not see each other.
 
     i, j and n count from the document's first token. `attention` takes the number of each key's
-    document, a document being a run of one number; a model finds documents by the token
-    `separator`.
+    document; a document is a run of one number. A model finds documents by the token `separator`.
     """
 
     slot = Slot.DOCUMENTS
@@ -112,8 +111,8 @@ def without_position(parts: Parts) -> dict[Slot, Part]:
 class HWFA(Layout):
     """Windowed layers with positions, then one full layer without.
 
-    (w − 1)(layers − 1) + 1 ≤ ¾·L, the training length: the windowed layers together reach
-    no further back, so the last layer cannot rely on it. `window` defaults to the largest that
+    The windowed layers together reach back at most ¾ of the training length, (w − 1)(layers − 1) +
+    1 ≤ ¾·L, so the last layer cannot rely on their reach. `window` defaults to the largest that
     satisfies this; a larger one raises an error. No method can be added afterwards.
     """
 
@@ -147,8 +146,8 @@ class HWFA(Layout):
 class NoPEEvery(Layout):
     """One layer in every few has no position, the others have RoPE.
 
-    The layers without position see all keys, also where the others have a window; methods that
-    change rotary positions leave them alone. SmolLM3 has every = 4.
+    The layers without position see all keys, even if the others have a window. Methods that change
+    rotary positions do not change them. SmolLM3 has every = 4.
     """
 
     equation = "layers every, 2·every, …: P = 1"
@@ -167,8 +166,8 @@ class NoPEEvery(Layout):
 class IRoPE(Layout):
     """One layer in every few has no position and no norm, but a temperature.
 
-    The other layers are as named; a chosen `scale` is that of all. `beta` β = 0 leaves the logits
-    as they are, `length` is L₀.
+    The other layers have the named components; a chosen `scale` applies to all layers. `beta` β = 0
+    does not change the logits; `length` is L₀.
     """
 
     equation = "layers every, 2·every, …: P = N = 1, λ · (1 + β·ln(1 + ⌊(i+1)/L₀⌋))"
@@ -198,7 +197,7 @@ class IRoPE(Layout):
 class FullEvery(Layout):
     """Windowed layers, and one layer in every few that sees all keys.
 
-    `window` w defaults to L // 4. Full layers may have a rotary `base` of their own, and positions
+    `window` w defaults to L // 4. Full layers may have their own rotary `base`, and positions
     divided by `stretch` (Gemma 3: base 10⁶, divided by 8, every sixth layer). RoPE scaling changes
     only the full layers, as inference-time methods should; `stretched` says that the model was
     trained with it in its windowed layers too (gpt-oss).

@@ -104,8 +104,8 @@ class KNA(UnitNorm):
 class CosA(Variant):
     """Cosine of query and key, scale c·ln m.
 
-    m = L/2 with training length L; with `-logn`, m = n, the number of visible keys, which there
-    replaces m and multiplies nothing. c is 4, as in the post; 3.5 in the older one.
+    m = L/2 with training length L. With `-logn`, m = n, the number of visible keys, and λ is not
+    multiplied again. c is 4, as in the post; an older post has 3.5.
     """
 
     equation = "s = c·ln m · ⟨q/‖q‖, k/‖k‖⟩, m = L/2 (−logn: m = n)"
@@ -129,7 +129,7 @@ class QKNorm2020(UnitNorm):
     """Cosine of query and key, learned scale.
 
     `length` is l, the 97.5th-percentile length of the training sequences; None takes the training
-    length. g is one number per attention layer, which `Score` multiplies in.
+    length. g is one number per attention layer, by which `Score` multiplies.
     """
 
     equation = "s = g · ⟨q/‖q‖, k/‖k‖⟩, g₀ = log₂(l² − l)"
@@ -145,10 +145,10 @@ class QKNorm2020(UnitNorm):
 
 @register
 class NGPT(Variant):
-    """Cosine of query and key with a gain of each head's features, scale √d.
+    """Cosine of query and key with a gain for each feature of a head, scale √d.
 
-    The gains of queries and of keys start at 1; nGPT has one for both, and rotates before it
-    normalises (`NGPT-RotateFirst`). The placement that goes with it is `nGPT`.
+    The gains of queries and of keys start at 1. nGPT has one gain for both, and rotates before it
+    normalises (`NGPT-RotateFirst`). Its placement is `nGPT`.
     """
 
     equation = "s = √d·⟨N(q), N(k)⟩, N(x) = x/‖x‖·g"

@@ -50,8 +50,8 @@ class ResidualPart(Part):
 class RealFormer(ResidualPart):
     """Scores are added up over the layers.
 
-    What is added up are the products alone: masks, biases, caps and sinks come after, in every
-    layer. With `running_mean` softmax reads s_n / n, the mean over the layers so far.
+    Only the products are added up; masks, biases, caps and sinks are applied afterwards in every
+    layer. With `running_mean` softmax gets s_n / n, the mean over the layers so far.
     """
 
     equation = "s_n = λ·⟨q_n, k_n⟩ + s_{n−1} (running_mean: s_n/n)"
@@ -69,9 +69,9 @@ class RealFormer(ResidualPart):
 class ResidualQK(ResidualPart):
     """Queries and keys are added up over the layers.
 
-    They are normalised, scaled and rotated already. Unlike RealFormer's sum this one has the
-    products of a layer's queries with another layer's keys; it is one product of vectors, so any
-    kernel serves it.
+    They are already normalised, scaled and rotated. Unlike RealFormer's sum, this one includes
+    products of one layer's queries with another layer's keys. It is one product of vectors, so any
+    kernel can compute it.
     """
 
     equation = "s_n = ⟨Σ_m λ q_m, Σ_m k_m⟩, m ≤ n"
@@ -83,8 +83,7 @@ class ResidualQK(ResidualPart):
 class ResidualQKV(ResidualPart):
     """Queries, keys and values are added up over the layers.
 
-    `ResidualQK` with the values summed up too, as readers of the post ask; they are as the layer
-    made them.
+    `ResidualQK` with the layers' values added up as well, as readers of the post suggest.
     """
 
     equation = "s_n = ⟨Σ_m λ q_m, Σ_m k_m⟩, read from Σ_m v_m, m ≤ n"
@@ -97,8 +96,8 @@ class ResidualQKV(ResidualPart):
 class ValueResidual(ResidualPart):
     """Values are mixed with those of the lowest layer.
 
-    They hold the tokens themselves and reach every layer; scores are left alone. `share` is μ, ½ in
-    the authors' code.
+    So values of the lowest layer, which are closest to the tokens, reach every layer. Scores do not
+    change. `share` is μ, ½ in the authors' code.
     """
 
     equation = "v_n = μ·v_1 + (1 − μ)·v_n, n > 1"

@@ -65,7 +65,7 @@ class RotaryPosition(Position):
     layout: Literal["half", "interleaved"] = one_of("half", "interleaved", default="half")
 
     def rotary_dim(self, head_dim: int) -> int:
-        """How many features rotate, one behind the other; the others carry no position."""
+        """How many consecutive features rotate; the others hold no position."""
         return head_dim
 
     def rotary_start(self, head_dim: int) -> int:
@@ -99,8 +99,8 @@ class RotaryPosition(Position):
 class RoPE(RotaryPosition):
     """Rotary position (the default).
 
-    `direction="backward"` rotates by the negative angle, as nanochat does: the same as RoPE of
-    features whose pairs are swapped, so a model trained with one is not read with the other.
+    `direction="backward"` rotates by the negative angle, as nanochat does. It equals RoPE with the
+    features of each pair swapped, so a model trained with one does not work with the other.
     """
 
     equation = "P_i: pair m rotated by i·base^(−2m/d), or by −i·base^(−2m/d)"
@@ -117,10 +117,9 @@ class RoPE(RotaryPosition):
 class PartialRoPE(RotaryPosition):
     """Rotary position on some of the features.
 
-    The number r of features that rotate is rounded down to an even one, and is at least 2;
-    frequencies are those of a head of that size. `side` says whether the first or the last ones do:
-    the last in multi-head latent attention, whose keys are of all heads' own features and behind
-    them the ones that rotate, which all heads share.
+    The number r of features that rotate is rounded down to an even number, and is at least 2;
+    frequencies are those of a head of that size. `side` says whether the first or the last features
+    rotate. In multi-head latent attention the last ones do, which all heads share.
     """
 
     equation = "P_i: RoPE on the first, or last, r = max(2, 2⌊fraction·d/2⌋) features"
@@ -142,9 +141,9 @@ class PartialRoPE(RotaryPosition):
 class PRoPE(RotaryPosition):
     """Rotary position whose lowest frequencies are 0.
 
-    `fraction` p of the pairs rotate, the fastest ones, with the frequencies of the whole head. That
-    is not `PartialRoPE`, where p·d features rotate with those of a head of that size. p = 1 is
-    RoPE, its limit at 0 NoPE.
+    The fastest pairs rotate, a `fraction` p of all, with the frequencies of the whole head. In
+    `PartialRoPE`, by contrast, p·d features rotate with the frequencies of a head of that size. p =
+    1 is RoPE, and the limit p → 0 is NoPE.
     """
 
     equation = "θ_m = base^(−2m/d) for m < ⌊p·d/2⌋, else 0"
@@ -160,11 +159,11 @@ class PRoPE(RotaryPosition):
 
 @register
 class HoPE(RotaryPosition):
-    """Rotary position without the frequencies that make no whole turn in training.
+    """Rotary position without the frequencies that complete no turn in training.
 
-    Pairs whose turn is longer than `length`, by default the training length, stay where they are
-    and hold content alone, so that no angle is new in a longer text. Unlike `PRoPE` the length
-    decides how many rotate, and unlike `ClippedRoPE` the model is trained so.
+    Pairs whose turn is longer than `length`, by default the training length, do not rotate and hold
+    only content. So no angle is new in a longer text. Unlike in `PRoPE`, the length decides how
+    many pairs rotate; unlike with `ClippedRoPE`, the model is trained with it.
     """
 
     equation = "θ_m = base^(−2m/d) where θ_m ≥ 2π/L, else 0"
@@ -184,9 +183,8 @@ class XPos(RotaryPosition):
     """Rotary position with a decay by distance.
 
     Pair m decays by ζ_m^((i−j)/B), ζ_m = (2m/d + γ)/(1 + γ), `gamma` γ and `scale` B. The factors
-    go by the absolute position, so that a cache may grow; a dtype ends the readable length: at
-    about 18 000 tokens in float32 with B = 512. RoPE scaling changes the frequencies and leaves the
-    decay.
+    depend on the absolute position, so that a cache can grow. The dtype limits the length: to about
+    18,000 tokens in float32 with B = 512. RoPE scaling changes the frequencies but not the decay.
     """
 
     equation = "P_i: RoPE, pair m of q × ζ_m^(i/B), of k × ζ_m^(−j/B)"
@@ -204,9 +202,9 @@ class XPos(RotaryPosition):
 class PoPE(RotaryPosition):
     """A feature's size is content, its angle is position.
 
-    Every feature is a complex number of size softplus(x), whose angle is its position's alone, so d
-    frequencies θ_c = base^(−c/d) rotate, and what reaches a kernel has 2·d features. δ, the bias of
-    the angles, is learned per key head and feature, and starts at 0.
+    Every feature is a complex number of size softplus(x), whose angle depends only on its position.
+    So d frequencies θ_c = base^(−c/d) rotate, and a kernel gets 2·d features. δ, the bias of the
+    angles, is learned per key head and feature, and starts at 0.
     """
 
     equation = "⟨q, k⟩ = Σ_c softplus(q_c)·softplus(k_c)·cos((i−j)·θ_c − δ_c)"

@@ -80,7 +80,8 @@ class ABF(RopeScaling):
 class NTK(FactorScaling):
     """NTK-aware scaling: a larger base divides the lowest frequency by the factor.
 
-    The highest frequency stays. Typed NTK-fixed, too (`fixed` in kexue.fm/archives/9708).
+    The highest frequency does not change. NTK-fixed is another name (`fixed` in
+    kexue.fm/archives/9708).
     """
 
     equation = "θ'_m = (base·s^(d/(d−2)))^(−2m/d)"
@@ -95,7 +96,7 @@ class NTK(FactorScaling):
 
 @register
 class NTKOld(FactorScaling):
-    """NTK-aware scaling as first proposed: the base times the factor, typed NTK-old.
+    """NTK-aware scaling as first proposed: the base times the factor; written NTK-old.
 
     The lowest frequency is divided by s^((d−2)/d), a little less than s.
     """
@@ -112,7 +113,7 @@ class NTKOld(FactorScaling):
 class NTKMixed(FactorScaling):
     """NTK-mixed: each frequency has its own base.
 
-    b = 0.625 in the post, 0.75 in its author's patch of Llama.
+    b is 0.625 in the post, and 0.75 in its author's patch of Llama.
     """
 
     equation = "θ'_m = θ_m·exp(−a(m+1)^b), a = ln s/(d/2)^b"
@@ -131,10 +132,11 @@ class NTKMixed(FactorScaling):
 class DynamicNTK(RopeScaling):
     """NTK-aware scaling that grows by blocks of the training length.
 
-    Rows of a block of L share their frequencies, so prefill, decode and one full forward agree; a
-    cache keeps keys un-rotated. In the first block they are the trained ones, in block b (0-based)
-    those of NTK with the factor 1 + s·b. s is `factor`, by default 1: stretched by exactly n / L.
-    The factor of a table is not taken: it is for scalings that need the longest text ahead.
+    Rows of a block of L share their frequencies, so prefill, decoding and one full forward pass
+    agree; a cache keeps unrotated keys. The first block has the trained frequencies, block b
+    (0-based) those of NTK with the factor 1 + s·b. s is `factor`, by default 1, which stretches by
+    exactly n / L. The factor of a table is not used: it is for scalings that need to know the
+    longest text.
     """
 
     equation = "θ'_m = (base·(s·n/L − (s − 1))^(d/(d−2)))^(−2m/d), n = L·⌈(i + 1)/L⌉"
@@ -157,11 +159,11 @@ class DynamicNTK(RopeScaling):
 class YaRN(FactorScaling):
     """Slow frequencies are interpolated, fast ones kept, and logits are sharper.
 
-    dim(r) = d·ln(L/(2πr))/(2·ln base) is the feature pair that rotates r times within L;
-    low = ⌊dim(beta_fast)⌋, high = ⌈dim(beta_slow)⌉, both clamped to [0, d − 1] (equal: high +
-    0.001); ramp = clamp((m − low)/(high − low), 0, 1). The rotation stays a pure rotation: the
-    factor enters λ once. `truncate=false` leaves low and high as they are, without ⌊ ⌋ and ⌈ ⌉
-    (gpt-oss); `sharpness` stands in place of 0.1 (0 in Ministral 3).
+    dim(r) = d·ln(L/(2πr))/(2·ln base) is the feature pair that rotates r times within L; low =
+    ⌊dim(beta_fast)⌋, high = ⌈dim(beta_slow)⌉, both clamped to [0, d − 1] (equal: high + 0.001);
+    ramp = clamp((m − low)/(high − low), 0, 1). The rotation does not change lengths: the factor
+    enters λ once. `truncate=false` uses low and high without ⌊ ⌋ and ⌈ ⌉ (gpt-oss); `sharpness`
+    replaces 0.1 (0 in Ministral 3).
     """
 
     equation = "θ' = ramp·θ/s + (1 − ramp)·θ; λ ← λ·(0.1·ln s + 1)²"
@@ -204,8 +206,8 @@ class YaRN(FactorScaling):
 class Llama3(FactorScaling):
     """The frequencies of Llama 3.1: interpolated by the rotations within L.
 
-    L·θ_m/2π is how often pair m rotates within the training length: pairs that rotate less than
-    `low` times are interpolated, those above `high` kept.
+    L·θ_m/2π is how often pair m rotates within the training length. Pairs that rotate less than
+    `low` times are interpolated; those that rotate more than `high` times are kept.
     """
 
     equation = "θ'_m = (1 − t)·θ_m/s + t·θ_m, t = clamp((L·θ_m/2π − low)/(high − low), 0, 1)"
@@ -231,10 +233,10 @@ class Llama3(FactorScaling):
 class LongRoPE(FactorScaling):
     """A searched divisor for each frequency, and sharper logits.
 
-    `factors` are λ_0 … λ_{d/2−1}, found by a search of the paper and shipped with a model, written
-    1:1.2:4. Without them λ_m = s^(2m/(d−2)), those of NTK, one of the points where that search
-    starts. The paper multiplies cos and sin by √(1 + ln s/ln L), so the logit by its square. Its
-    first n̂ tokens, which stay unstretched, are not modelled.
+    `factors` are λ_0 … λ_{d/2−1}, found by the paper's search and shipped with a model, written as
+    1:1.2:4. Without them λ_m = s^(2m/(d−2)), as in NTK, one of the starting points of that search.
+    The paper multiplies cos and sin by √(1 + ln s/ln L), which multiplies the logit by the square.
+    The first n̂ tokens, which the paper leaves unstretched, are not treated separately.
     """
 
     equation = "θ'_m = θ_m/λ_m; λ ← λ·(1 + ln s/ln L)"
@@ -277,9 +279,9 @@ class ClippedRoPE(RopeScaling):
     """Frequencies that do not rotate once within L taper off to 0.
 
     "CoPE: Clipped RoPE" (the authors' modeling_cope.py). `clip` c defaults to the pairs that do not
-    rotate once within the training length, 2π/θ_m > L, which is how the paper names them; the
-    authors' Llama 3 file writes c = 20 where this rule gives 29. The first of the c keeps its
-    frequency, the last stands still; c = 1 changes nothing.
+    rotate once within the training length, 2π/θ_m > L, as the paper defines them; the authors'
+    Llama 3 file has c = 20 where this rule gives 29. The first of the c pairs keeps its frequency,
+    the last does not rotate; c = 1 changes nothing.
     """
 
     equation = "θ'_{d/2−c+t} = θ·½(1 + cos(π·t/(c−1))), t = 0 … c−1"
@@ -305,9 +307,9 @@ class ClippedRoPE(RopeScaling):
 class DroPE(RopeScaling):
     """Positions are dropped after training; the model then needs some more training.
 
-    The paper goes on training for a short while without positions, which is what makes it work;
-    here the value is what that training runs with. Its softmax temperature for long text is no
-    part of it: add logn+.
+    The paper continues training without positions for a short time, which is what makes it work;
+    this component is what that training uses. It does not include the paper's softmax temperature
+    for long text: add logn+.
     """
 
     equation = "θ'_m = 0, so P = 1"

@@ -20,7 +20,7 @@ class LengthScaling(Part):
     """The factor of λ that grows with the number of visible keys, n.
 
     n is the position + 1 when causal, the number of unpadded keys otherwise. `replaces_base`: it
-    stands in place of a base that depends on n itself (CosA's).
+    replaces a base that itself depends on n (CosA's).
     """
 
     slot = Slot.LOGN
@@ -53,7 +53,7 @@ class LengthScaling(Part):
 class LogN(LengthScaling):
     """Scale grows with the logarithm of the number of visible keys, at training time.
 
-    For CosA it replaces ln m and multiplies nothing.
+    In CosA, ln n replaces ln m and nothing else changes.
     """
 
     name = "logn"
@@ -86,9 +86,9 @@ class LogNPostHoc(LengthScaling):
 class YaRNTemperature(LengthScaling):
     """YaRN's temperature for the current length, only beyond the training length.
 
-    Frequencies stay as they are. With `DualChunk` it is what Qwen2.5-1M is served with: vLLM
-    multiplies queries and keys by 1 + `sharpness`·ln(n/L), n being the length of the text. Here n
-    is that of each row, so that what is read in one go and token by token is the same.
+    Frequencies do not change. Qwen2.5-1M is served with `DualChunk` and this: vLLM multiplies
+    queries and keys by 1 + `sharpness`·ln(n/L), where n is the length of the text. Here n is that
+    of each row, so that prefill and token-by-token decoding agree.
     """
 
     equation = "λ ← λ · (1 + sharpness·ln(max(1, n/L)))²"
@@ -107,9 +107,9 @@ class YaRNTemperature(LengthScaling):
 class SqrtLogN(LengthScaling):
     """Scale grows with the square root of the logarithm of the number of visible keys.
 
-    Logits of independent normal keys reach √(2 ln n) standard deviations, so that this is the
-    scale at which the largest of them neither fades nor takes all. As with `logn`, λ is unchanged
-    at n = L; CosA keeps its own base.
+    Logits of independent normal keys reach √(2 ln n) standard deviations. At this scale the largest
+    of them neither fades nor takes all the attention. As with `logn`, λ is unchanged at n = L; CosA
+    keeps its own base.
     """
 
     equation = "λ ← λ · √(ln n / ln L)"
@@ -124,8 +124,8 @@ class SqrtLogN(LengthScaling):
 class SSMax(LengthScaling):
     """Scale grows with a learned multiple of ln n, per head.
 
-    That is n^(s_h·z_j) / Σ n^(s_h·z) in place of softmax(z); with `bias` λ · (s_h·ln n + b_h), as
-    in the paper's comparison. s_h starts where the mean of s·ln n over n = 1 … L is 1, ordinary
+    This is n^(s_h·z_j) / Σ n^(s_h·z) instead of softmax(z); with `bias` λ · (s_h·ln n + b_h), as in
+    the paper's comparison. s_h starts where the mean of s·ln n over n = 1 … L is 1, ordinary
     softmax on average, and b_h at 0.
     """
 
@@ -155,9 +155,9 @@ class SSMax(LengthScaling):
 class ASScale(LengthScaling):
     """Scale grows with a learned power of the logarithm of the visible keys, per head.
 
-    With `Entmax` that is ASEntmax, in the form whose β_h and γ_h are numbers of a head; in the
-    authors' other form both are projections of the layer's input. β starts at U(0.1, 1), γ at
-    N(0, 0.1²).
+    With `Entmax` this is ASEntmax, in the form where β_h and γ_h are numbers for each head. In the
+    authors' other form both are projections of the layer's input. β starts at U(0.1, 1), γ at N(0,
+    0.1²).
     """
 
     equation = "λ ← λ · (delta + β_h·(ln(n+1))^(γ_h)), β_h, γ_h learned"
@@ -188,10 +188,10 @@ class ASScale(LengthScaling):
 class Temperature(LengthScaling):
     """Logits grow with the logarithm of the position, in steps.
 
-    `beta` β, `length` L₀, the training length by default. Ministral 3 has shift = 0, Llama 4
-    shift = 1 and has it on its layers without positions alone (`IRoPE(beta=…, length=…)`). i is
-    n − 1, the keys that a causal query sees before its own; not causal, all queries see n keys and
-    have the scale of the last.
+    `beta` β, `length` L₀, the training length by default. Ministral 3 has shift = 0. Llama 4 has
+    shift = 1, and only on its layers without positions (`IRoPE(beta=…, length=…)`). i is n − 1, the
+    number of keys before a causal query's own. Without causality all queries see n keys and have
+    the scale of the last.
     """
 
     equation = "λ ← λ · (1 + β·ln(1 + ⌊(i + shift)/L₀⌋))"

@@ -62,11 +62,11 @@ class NormaliserPart(Part):
 
 @register
 class Sigmoid(NormaliserPart):
-    """A sigmoid of each score in place of softmax of the row.
+    """A sigmoid of each score instead of a softmax over the row.
 
-    −ln n, n = `tokens`, by default L, makes the weights of a row add up to about 1 at first, as
-    softmax's do; without it large outputs make training unstable. n is the length of the training
-    sequences, the same in every row, so that a cache and a longer text change nothing.
+    With −ln n, where n = `tokens` is L by default, the weights of a row add up to about 1 at first,
+    as those of softmax do. Without it, large outputs make training unstable. n is the same in every
+    row, so that a cache or a longer text changes nothing.
     """
 
     equation = "o = Σ_j σ(s_j − ln n) v_j, n = L"
@@ -80,12 +80,12 @@ class Sigmoid(NormaliserPart):
 
 @register
 class StickBreaking(NormaliserPart):
-    """Each key takes a share of what nearer keys leave, in place of softmax.
+    """Each key takes a share of what nearer keys leave, instead of softmax.
 
-    Each key breaks its share off what the keys between it and the query have left of a stick of
-    length 1. The query's own key gets none, so the first token's output is 0; with `current` it
-    breaks off first. What is left of the stick goes nowhere. Order is a position of its own: name
-    NoPE for the paper's score.
+    Each key takes a share of what the keys between it and the query have left of a stick of length
+    1. The query's own key gets none, so the first token's output is 0; with `current` it takes the
+    first share. The rest of the stick is unused. The order of keys encodes position: the paper's
+    score has NoPE.
     """
 
     equation = "A(i,j) = σ(s_ij) · Π_{j<l<i} (1 − σ(s_il)), j < i"
@@ -114,9 +114,8 @@ class Entmax(NormaliserPart):
     """Weights that are exactly 0 for keys far below the best ones.
 
     τ makes the weights of a row add up to 1. α = 2 is sparsemax, α → 1 softmax. τ is found by
-    Newton's steps from the left, which grow towards it, and gradients go through the last one: they
-    are those of the equation, first derivatives alone. Whole rows are read, a strip of queries at a
-    time.
+    Newton's method from the left. Gradients go through the last step, which gives those of the
+    equation (first derivatives only). It needs whole rows, a strip of queries at a time.
     """
 
     equation = "a_j = max(0, (α − 1)·s_j − τ)^(1/(α−1)), Σ_j a_j = 1"
@@ -160,10 +159,10 @@ def _above(x: Scores, tau: Tensor, power: float) -> Scores:
 class Selective(Part):
     """Tokens that earlier queries selected, by head 0, get less attention.
 
-    s₀ is the score of head 0, which thus decides for all heads what later queries see less of;
-    nothing is learned. No query selects its own key, and none the first token of a text, position
-    0; what a query selects counts from the next query on. Every earlier query has its say, so
-    there are as many queries as keys, or a cache, which keeps F of each key (`kernels.Selection`).
+    s₀ is the score of head 0, which decides for all heads which keys later queries attend to less;
+    nothing is learned. No query selects its own key or the first token of a text (position 0). A
+    selection has effect from the next query on. F depends on every earlier query, so there must be
+    as many queries as keys, or a cache, which keeps F of each key (`kernels.Selection`).
     """
 
     slot = Slot.NORMALISER
@@ -190,11 +189,11 @@ def _usual_init(layer: int) -> float:
 class Differential(Part):
     """Heads in pairs: one softmax minus λ times another, then normalised.
 
-    λ = exp(⟨λ_q1, λ_k1⟩) − exp(⟨λ_q2, λ_k2⟩) + λ₀, one of each layer; the four vectors start at
-    N(0, 0.1²). λ₀, `init`, is 0.8 − 0.6·exp(−0.3·(l − 1)) in layer l = 1, 2, … of a model unless it
-    is given, and that of the first layer, 0.2, elsewhere. A pair has two queries and two keys, and
-    both heads' values side by side, whose RMS norm has a gain and `eps`. Where H query heads share
-    G keys, heads (2·g)·H/G + r and (2·g + 1)·H/G + r are a pair.
+    λ = exp(⟨λ_q1, λ_k1⟩) − exp(⟨λ_q2, λ_k2⟩) + λ₀, one for each layer; the four vectors start at
+    N(0, 0.1²). λ₀, `init`, defaults to 0.8 − 0.6·exp(−0.3·(l − 1)) in layer l = 1, 2, … of a model,
+    and to 0.2, that of the first layer, elsewhere. A pair has two queries, two keys, and the
+    concatenated values of both heads, whose RMS norm has a gain and `eps`. Where H query heads
+    share G keys, heads (2·g)·H/G + r and (2·g + 1)·H/G + r are a pair.
     """
 
     slot = Slot.NORMALISER

@@ -45,8 +45,8 @@ class ValuePart(OwnValues):
 class XSA(ValuePart):
     """The direction of a query's own value is removed from its output.
 
-    That is exclusive self-attention: what a token knows of itself passes through the residual
-    stream, and attention adds only what is orthogonal to v_i. Nothing is learned.
+    This is exclusive self-attention: a token's own information passes through the residual stream,
+    and attention adds only what is orthogonal to v_i. Nothing is learned.
     """
 
     equation = "o_i ← o_i − ⟨o_i, v_i⟩·v_i/‖v_i‖²"
@@ -74,9 +74,9 @@ class XSA(ValuePart):
 class VORoPE(ValuePart):
     """Values are rotated by their position, and outputs are rotated back.
 
-    The rotary position of the second kind: a value is read as R_{j−i} v_j, by its distance. All
-    features of a value rotate, with frequencies of their own `base`. It stands beside a position of
-    queries and keys; alone it is `NoPE-VORoPE`.
+    Rotary position of the second kind: a value enters as R_{j−i} v_j, by its distance. All features
+    of a value rotate, with their own `base`. It is added to the position of queries and keys; alone
+    it is `NoPE-VORoPE`.
     """
 
     equation = "o_i = R_iᵀ·Σ_j a_ij·R_j v_j"
@@ -106,7 +106,7 @@ class NEZHA(OwnValues, PairBiasPart):
     clip: int = number(default=64, least=1)
 
     def pairs(self, learned: Learned, dtype: torch.dtype, query: Queries | None) -> NEZHABias:
-        """⟨q, R⟩ of each query and clipped distance, before any key is looked at."""
+        """⟨q, R⟩ of each query and clipped distance, independent of the keys."""
         if query is None:
             raise InputError("NEZHA needs the queries, which are multiplied by the distance")
         waves, query = self.pair_values(), query.to(dtype)
