@@ -98,7 +98,7 @@ Another model, text or length needs another directory. Time grows with the squar
 
 @dataclass(frozen=True, kw_only=True)
 class Verify:
-    """Check that a serving engine applies the method you meant."""
+    """Check that a serving engine applies the intended method."""
 
     epilog: ClassVar[str] = """
 **Examples**
@@ -113,7 +113,7 @@ for vLLM's `--hf-overrides`
 flags of vLLM, SGLang or llama.cpp; a GGUF file works as well
 
 **Exit code**: 0 if inverse frequencies, attention factor and lengths match, 1 if they do not, 2 for
-bad input. The usual mistakes are named, a sentence each.
+bad input. It names usual mistakes, one sentence each.
 """
 
     model: str = argument(
@@ -124,7 +124,7 @@ bad input. The usual mistakes are named, a sentence each.
         "GGUF file, or a text file with the engine's flags."
     )
     method: str | None = option(
-        None, help="The method you meant. [default: the one that MODEL was saved with]"
+        None, help="The intended method. [default: the one that MODEL was saved with]"
     )
     train_length: int | None = option(
         None, min=1, help="Training length of the model. [default: from its configuration]"
@@ -164,7 +164,7 @@ class LmEval:
 
     It needs the extra `lm-eval`. The model `normattn` is a run (`run=RUN`) or a model of
     transformers (`pretrained=FOLDER`), extended by `method=`. The tasks `normattn` need no
-    download; an `--include_path` of your own replaces them.
+    download; your own `--include_path` replaces them.
     """
 
     epilog: ClassVar[str] = """

@@ -35,7 +35,7 @@ class Demo:
 class List:
     """List the components of a score, or describe one in detail.
 
-    Names are joined by hyphens into a score: `KNA-logn` is trained, `KNA-logn-YaRN` is that model
+    Hyphens join names into a score: `KNA-logn` is trained, `KNA-logn-YaRN` is that model
     extended after training. The kernels shown are those for 2,048 tokens.
     """
 
@@ -327,7 +327,7 @@ class Report:
 
 `normattn report runs/kna runs/baseline --out runs/report`
 
-`normattn report wide=runs/a narrow=runs/b --out runs/widths` – two trainings of one score
+`normattn report wide=runs/a narrow=runs/b --out runs/widths` – two training runs of one score
 
 `normattn report runs/keynorm-laptop` – make the report of a study again
 

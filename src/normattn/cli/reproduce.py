@@ -35,7 +35,7 @@ class ReproduceOptions:
     """The options of every study; the help of two options is the study's own."""
 
     preset: str = option(
-        "laptop", help="The settings of the trainings: smoke, laptop, …, or your own TOML file."
+        "laptop", help="Settings of the training runs: smoke, laptop, …, or your own TOML file."
     )
     variants: tuple[str, ...] | None = option(None, read=names)
     methods: tuple[str, ...] | None = option(None, read=names)
