@@ -30,7 +30,7 @@ def test_a_part_page_tells_all_that_the_part_says(site: dict[str, Any]) -> None:
         "θ' = ramp·θ/s + (1 − ramp)·θ",
         "[2309.00071](https://arxiv.org/abs/2309.00071)",
         "**Used by:** DeepSeek-V3",
-        "low = ⌊dim(beta_fast)⌋",
+        "dim(beta_fast)",
         "| `beta_fast` | `32.0` |",
         "[NoPE](NoPE.md): YaRN cannot be combined with NoPE",
         "| cpu float32 | fused |",

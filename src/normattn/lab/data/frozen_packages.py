@@ -73,7 +73,7 @@ class FrozenPackages(Corpus):
         if found != expected:
             raise InputError(
                 f"the text of the pinned packages has the sha256 {found} here instead of "
-                f"{expected}: a corpus that differs is not used"
+                f"{expected}: a different corpus is not used"
             )
 
     def fingerprint(self) -> str:

@@ -196,7 +196,7 @@ class Address:
             pairs = []
         if not pairs or len(dict(pairs)) < len(pairs):
             raise InputError(
-                f"{kind} {text!r}: expected ?option=value&… behind the name, each option once"
+                f"{kind} {text!r}: expected ?option=value&… after the name, each option once"
             )
         return cls(body, dict(pairs))
 
