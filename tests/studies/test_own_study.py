@@ -115,6 +115,12 @@ def test_the_command_of_a_page_can_be_typed() -> None:
     # No settings are known: nobody typed that.
     assert find("keynorm").command({}) == ""
     assert find("extend").command({}) == "normattn extend MODEL"
+    read = {"model": "my model", "text": ["a.txt", "b.txt"], "lengths": [64, 128], "windows": 3}
+    assert find("extend").command(read) == (
+        "normattn extend 'my model' --text a.txt --text b.txt --lengths 64,128 --windows 3"
+    )
+    looked = {"run": "runs/kna", "text": None, "windows": 8}
+    assert find("inspect").command(looked) == "normattn inspect runs/kna --windows 8"
 
 
 def test_what_is_no_study_is_refused(tmp_path: Path) -> None:

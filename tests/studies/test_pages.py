@@ -129,13 +129,6 @@ def test_failing_less_is_an_exact_test_of_three_seeds(
     assert finding(made, "fewer trainings fail with KNA than with Baseline").verdict == verdict
 
 
-def test_a_row_is_compared_with_baseline_by_its_own_optimiser() -> None:
-    for row in ("KNA", "Baseline+QK-Clip", "Baseline"):
-        assert qknorm.base_of(row) == "Baseline"
-    for row in ("QKRMSNorm+Muon", "Baseline+Muon+QK-Clip", "Baseline+Muon"):
-        assert qknorm.base_of(row) == "Baseline+Muon"
-
-
 # RealFormer
 
 

@@ -47,6 +47,13 @@ from normattn.settings import typed
 
 __all__ = ["Claim", "Eval", "Method", "Metric", "Preset", "Run", "Study", "Variant"]
 
+EXAMPLES = (
+    ("--preset smoke", "a quick test of the whole study"),
+    ("", "the full study"),
+    ("--seeds 3", "three models of each kind, for verdicts"),
+    ("--plan", "its cost on this machine"),
+)
+"""Command lines of every study that trains, after `normattn reproduce NAME`."""
 Method = str
 """An inference-time method by name, as "ReRoPE(window=64)"; "unmodified" is the trained model."""
 Run = TextRun
@@ -84,9 +91,9 @@ class Study:
 
     `help` is what `reproduce NAME --help` says; `variants_help` and `methods_help` explain these
     options, "" where the study has no such choice. `headline` are the columns of the first table
-    that `reproduce` says of each run when it ends. `examples` are command lines (after `normattn
-    reproduce NAME`) and what they do. `collect` gathers what was measured. `made_by` is the command
-    line that measures where `reproduce` does not. `source` is the file of a user's own study.
+    that `reproduce` says of each run when it ends. `examples` are command lines beside `EXAMPLES`,
+    and what they do. `collect` gathers what was measured. `made_by` is the command line that
+    measures where `reproduce` does not. `source` is the file of a user's own study.
     """
 
     source: Path | None = None
@@ -121,7 +128,8 @@ class Study:
             raise InputError(f"the study {name} has {len(evals)} evals; give one with all lengths")
         self.name, self.help, self.made_by = name, help or question, made_by
         self.collect, self.runs = collect, tuple(runs)
-        self.headline, self.examples = tuple(headline), tuple(examples)
+        self.headline = tuple(headline)
+        self.examples = () if made_by else (*EXAMPLES, *examples)
         self.variants = variants_help or ("Scores, by commas." if variants else "")
         self.methods = methods_help or ("Ways of reading, by commas." if variants else "")
         named = [v if isinstance(v, Variant) else Variant(v) for v in variants]
@@ -185,7 +193,7 @@ class Study:
         that were gathered.
         """
         if self.made_by or not config:
-            return self.made_by
+            return _typed_command(self.made_by, config)
         # Of one's own, without its folder: a page is the same wherever it is made.
         name = f"./{self.source.name}" if self.source else self.name
         preset = preset_typed(str(config.get("preset", "laptop")), self.name)
@@ -212,6 +220,21 @@ class Study:
         settings = flat({k: v for k, v in config.items() if k not in ("changed", "asked")})
         made = context(self.page, measured, settings=settings, command=self.command(config))
         return write_page(made, out, measured)
+
+
+def _typed_command(made_by: str, config: Mapping[str, Any]) -> str:
+    """The command `made_by` with the model or run that its settings name, and what was read."""
+    if not {"model", "run"} & {*config}:
+        return made_by
+    named = (config.get(word.lower(), word) if word.isupper() else word for word in made_by.split())
+    words = [*map(str, named)]
+    for option in ("text", "lengths", "windows"):
+        given = config.get(option)
+        if option == "lengths" and given:
+            given = ",".join(map(str, given))
+        for value in given if isinstance(given, list | tuple) else [given]:
+            words += [f"--{option}", str(value)] if value is not None else []
+    return shlex.join(words)
 
 
 def _check_metric(
@@ -250,7 +273,7 @@ def _sweep(
     read: Eval | None,
 ) -> Sweep:
     """A run of each variant and seed, read with each method that its score can take."""
-    preset = opened(request, name)
+    preset = opened(request, name, Preset)
     own = {"multiples": read.lengths, "protocols": read.protocols} if read else None
     setting = TextSetting.of(preset, own)
     named = [Variant(v) for v in request.variants] if request.variants else variants

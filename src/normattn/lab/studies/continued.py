@@ -29,7 +29,7 @@ from normattn.lab.studies import language as language
 from normattn.lab.studies import lm_report as lm
 from normattn.lab.studies.base import Study
 from normattn.lab.studies.methods import canonical
-from normattn.lab.studies.preset import EvaluationSettings, opened, own_group
+from normattn.lab.studies.preset import EvaluationSettings, Preset, opened
 from normattn.lab.sweep.config import merged
 from normattn.lab.sweep.paths import RunPaths
 from normattn.lab.sweep.run import (
@@ -96,6 +96,12 @@ class ContinueSettings(Settings):
     def kept(self) -> tuple[int, ...]:
         """The steps whose models are read: those of `keep`, and the last one."""
         return tuple(sorted({*self.keep, self.steps}))
+
+
+class ContinuedPreset(Preset):
+    """A shared preset as these studies read it."""
+
+    continued: ContinueSettings = ContinueSettings()
 
 
 class ContinuedRun(Run):
@@ -250,8 +256,8 @@ def _by_step(
 def resolve(request: Request) -> Sweep:
     """The study that a request asks for; raises `InputError` as `keynorm.resolve` does."""
     instead = {"multiples": "continued.read", "protocols": "the protocols of its question"}
-    preset = opened(request, "continue", "continued", instead)
-    continued = own_group(request, "continued", ContinueSettings)
+    preset = opened(request, "continue", ContinuedPreset, instead)
+    continued = preset.continued
     read = {"multiples": continued.read, "protocols": ("train_length", "non_repeated")}
     setting = language.TextSetting.of(preset, read)
     before, multiple = setting.training["batch_size"], continued.multiple
@@ -378,12 +384,6 @@ STUDY = Study(
     ),
     claims=_claims,
     figures=_figures,
-    examples=(
-        ("--preset smoke", "a quick test of the whole study"),
-        ("", "the full study; `--plan` estimates its time"),
-        ("--seeds 3", "three models of each kind, for verdicts"),
-        ("--set continued.multiple=8 --plan", "the cost of continuing at 8 training lengths"),
-    ),
 )
 
 # With another score
@@ -402,15 +402,15 @@ def resolve_retrofit(request: Request) -> Sweep:
         "continued.batch_size": "training.batch_size",
         "continued.read": "evaluation.multiples",
     }
-    preset = opened(request, "retrofit", "continued", instead)
-    continued = own_group(request, "continued", ContinueSettings)
+    preset = opened(request, "retrofit", ContinuedPreset, instead)
     read = {"multiples": preset.evaluation.ends, "protocols": ("train_length", "last_segment")}
     branches: dict[str, dict[str, Any]] = {
         score: {"model.score": score, "continued.trained": None if score == BASE else BASE}
         for score in (BASE, *(request.variants or ("KNA", "QKRMSNorm")))
     }
     setting = language.TextSetting.of(preset, read)
-    return _sweep(request, "retrofit", setting, continued, {BASE: branches}, every_length=False)
+    own = {BASE: branches}
+    return _sweep(request, "retrofit", setting, preset.continued, own, every_length=False)
 
 
 def _branch_rows(view: View) -> list[Row]:
@@ -494,8 +494,6 @@ RETROFIT_STUDY = Study(
     figures=_branch_figures,
     variants_help="Scores that replace Baseline's, separated by commas. [default: KNA,QKRMSNorm]",
     examples=(
-        ("--preset smoke", "a quick test of the whole study"),
-        ("--seeds 3", "the full study, with verdicts"),
         ("--variants KNA,KNA-logn,CosA", "other scores"),
         ("--set continued.steps=800", "more further steps"),
     ),

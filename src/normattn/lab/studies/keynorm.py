@@ -22,7 +22,7 @@ from normattn.lab.studies import lm_report as lm
 from normattn.lab.studies.base import Study
 from normattn.lab.studies.language import TextSetting, text_runs
 from normattn.lab.studies.methods import ALL, candidates, canonical, checked_methods, usable
-from normattn.lab.studies.preset import opened
+from normattn.lab.studies.preset import Preset, opened
 from normattn.lab.sweep.run import Request, Sweep
 from normattn.score.parts import Part, parts
 from normattn.score.spec import UNMODIFIED
@@ -45,7 +45,7 @@ def resolve(request: Request) -> Sweep:
     range. A method that one of several scores cannot take leaves out that row, with a sentence;
     so does a part that a row of the extended table cannot have.
     """
-    preset = opened(request, "keynorm")
+    preset = opened(request, "keynorm", Preset)
     setting = TextSetting.of(preset)
     variants, untrained = _variants(request, setting)
     if request.methods == (ALL,):
@@ -289,16 +289,7 @@ STUDY = Study(
     sources=("kexue.fm/archives/9859",),
     resolve=resolve,
     tables=(
-        Table(
-            "table",
-            "",
-            lm.reading_rows,
-            lm.reading_columns,
-            intro="Token accuracy in % (losses in nats), with 95 % intervals over documents and "
-            "seeds.",
-            notes=lambda view: (*lm.premise(view), *lm.LEGEND),
-            main=lm.MAIN_COLUMNS,
-        ),
+        lm.reading_table(notes=lambda view: (*lm.premise(view), *lm.LEGEND), main=lm.MAIN_COLUMNS),
         Table(
             "copying",
             "How far back can each score copy from?",
@@ -331,10 +322,7 @@ STUDY = Study(
     "supports, and every training-time component as well. [default: unmodified,NTK,YaRN,ReRoPE]",
     headline=("train", "repeated_seen", "non_repeated", "change"),
     examples=(
-        ("--preset smoke", "a quick test of the whole study, in about a minute"),
         ("--preset quick", "one head of 128, in minutes: plain RoPE gets worse, KeyNorm does not"),
-        ("", "the full table"),
-        ("--variants Baseline,QNA,KNA --seeds 3", "more seeds"),
         ("--methods all", "every method, and every training-time component"),
         ("--preset gpu-100m --corpus hf:NAME --plan", "its cost"),
     ),

@@ -9,7 +9,7 @@ method changes at the training length when it is switched on there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import polars as pl
@@ -23,9 +23,9 @@ from normattn.lab.report.figures import (
     Panel,
     Point,
 )
-from normattn.lab.report.tables import NOTHING, Cell, Column, Row, shown
+from normattn.lab.report.tables import NOTHING, Cell, Column, Row, Table, shown
 from normattn.lab.report.view import View, bin_points, points, step_points
-from normattn.lab.stats import LONGEST, SHORTEST, Metric
+from normattn.lab.stats import LONGEST, SHORTEST, Estimate, Metric
 from normattn.lab.stats.arrays import Where
 from normattn.lab.studies.preset import PROTOCOLS
 from normattn.score.spec import UNMODIFIED
@@ -134,6 +134,15 @@ def reading_columns(view: View) -> list[Column]:
     return columns
 
 
+def reading_table(key: str = "table", title: str = "", **more: Any) -> Table:
+    """The table of everything that was read by the standard protocols."""
+    intro = "Token accuracy in % (losses in nats) on held-out text."
+    return Table(
+        *(key, title, more.pop("rows", reading_rows), reading_columns),
+        **{"intro": intro, "notes": LEGEND, **more},
+    )
+
+
 def _longest(view: View, key: str, title: str, metric: Metric, protocol: str) -> list[Column]:
     length = view.longest(protocol)
     if length is None:
@@ -208,59 +217,53 @@ be above held-out text for copying to count as learned. Set before the trainings
 
 
 def premise(view: View, rows: Sequence[str] | None = None) -> list[str]:
-    """Sentences on whether the scores are equally good at L, and whether they copy at all.
+    """Whether the scores are equally good at L, and which of them copy at all.
 
     A difference past L speaks of extrapolation only between models that are equally good at L, and
     a model that uses no far context has little to lose. Of `rows`, by default the source's scores:
     others are controls, which differ from Baseline by design.
     """
     trained = ranked(view.values("row", TRAINED), VARIANT_ORDER)
-    compared = [row for row in trained if row in VARIANT_ORDER]
-    named = compared if len(compared) > 1 else trained
-    return [*_equally_good(view, named), *_copying(view, rows or named)]
+    source = [row for row in trained if row in VARIANT_ORDER]
+    compared = source if len(source) > 1 else trained
+    gaps = {row: view.estimate(AT_L.at(row=row) - AT_L.at(row="Baseline")) for row in compared}
+    known = {row: gap for row, gap in gaps.items() if gap is not None}
+    gains = {row: _copied(view, row) for row in rows or compared}
+    learned = {row: gain >= COPIES for row, gain in gains.items() if gain is not None}
+    sentences = []
+    if known:
+        values = ", ".join(f"{row} {shown(gap, 1, signed=True)}" for row, gap in known.items())
+        sentences.append(
+            f"{_equally_good([*known.values()])}. Accuracy at L minus Baseline's, in points: "
+            f"{values}."
+        )
+    if learned:
+        by = [row for row, does in learned.items() if does]
+        whom = "every score" if all(learned.values()) else ", ".join(by) or "no score"
+        sentences.append(
+            f"Copying is learned by {whom}: in the second half of L, tokens whose answer occurs "
+            f"earlier are predicted {COPIES:.0f} points better than held-out text, or more."
+        )
+    return sentences
 
 
-def _equally_good(view: View, rows: Sequence[str]) -> Iterator[str]:
-    metrics = {row: AT_L.at(variant=row) - AT_L.at(variant="Baseline") for row in rows}
-    known = {row: view.estimate(metric) for row, metric in metrics.items()}
-    apart = {row: estimate for row, estimate in known.items() if estimate is not None}
-    ends = [(estimate.low, estimate.high) for estimate in apart.values()]
-    if not apart:
-        return
-    verdict = "Whether the premise is met is open: some may differ from Baseline by over a point"
+def _equally_good(gaps: Sequence[Estimate]) -> str:
+    ends = [(gap.low, gap.high) for gap in gaps]
     if all(low is not None and high is not None and max(-low, high) <= EQUAL for low, high in ends):
-        verdict = "The premise is met: at L every other score is within a point of Baseline"
-    elif any((low or 0.0) > EQUAL or (high or 0.0) < -EQUAL for low, high in ends):
-        verdict = "The premise is not met: the scores are not equally good at L"
-    values = (f"{row} {shown(estimate, 1, signed=True)}" for row, estimate in apart.items())
-    yield f"{verdict}. Accuracy at L minus Baseline's, in points: {', '.join(values)}."
+        return "The premise is met: at L every other score is within a point of Baseline"
+    if any((low or 0.0) > EQUAL or (high or 0.0) < -EQUAL for low, high in ends):
+        return "The premise is not met: the scores are not equally good at L"
+    return "Whether the premise is met is open: some may differ from Baseline by over a point"
 
 
-def _copying(view: View, rows: Sequence[str]) -> Iterator[str]:
+def _copied(view: View, row: str) -> float | None:
     """Tokens of the second half of L whose answer is in the context, minus held-out text."""
-    gains = {}
-    for row in rows:
-        where = {"row": row, "method": ""}
-        length = view.one("train_length", {**TRAINED, "row": row}) or 0
-        within = (float(length // 2), float(length))  # the shortest segment has half as many
-        tiled = view.known(past(SEEN, view, "repeated", **where).between(within))
-        natural = view.known(past(ACCURACY, view, "non_repeated", **where).between(within))
-        if tiled is not None and natural is not None:
-            gains[row] = tiled.value - natural.value
-    if not gains:
-        return
-    learned = [row for row, gain in gains.items() if gain >= COPIES]
-    verdict = f"is learned by {', '.join(learned)} and not by the other {len(gains) - len(learned)}"
-    if len(learned) == len(gains):
-        verdict = "is learned by every score"
-    elif not learned:
-        verdict = "is not learned by any score, so nothing about far context follows"
-    values = ", ".join(f"{row} {gain:+.1f}" for row, gain in gains.items())
-    yield (
-        f"Copying {verdict}. Repeated text, tokens whose answer occurs earlier, minus held-out "
-        "text, in the second half of L, in points "
-        f"(from {COPIES:.0f} on counted as learned): {values}."
-    )
+    where = {"row": row, "method": ""}
+    length = view.one("train_length", {**TRAINED, "row": row}) or 0
+    within = (float(length // 2), float(length))  # the shortest segment has half as many
+    tiled = view.known(past(SEEN, view, "repeated", **where).between(within))
+    natural = view.known(past(ACCURACY, view, "non_repeated", **where).between(within))
+    return None if tiled is None or natural is None else tiled.value - natural.value
 
 
 # Figures

@@ -23,7 +23,7 @@ from normattn.lab.studies.base import Study
 from normattn.lab.studies.language import TextSetting, reading_cost
 from normattn.lab.studies.mechanism_report import KIND, TABLES, claims, figures
 from normattn.lab.studies.methods import canonical
-from normattn.lab.studies.preset import EvaluationSettings, opened, own_group
+from normattn.lab.studies.preset import EvaluationSettings, Preset, opened
 from normattn.lab.studies.trained import ModelRun
 from normattn.lab.sweep.run import Note, Request, Sweep
 from normattn.lab.training import TrainingConfig
@@ -46,6 +46,12 @@ class MechanismSettings(Settings):
     multiple: int = Field(default=8, ge=2)
     max_windows: int = Field(default=64, ge=1)
     max_tokens: int = Field(default=4096, ge=1)
+
+
+class MechanismPreset(Preset):
+    """A shared preset as this study reads it."""
+
+    mechanism: MechanismSettings = MechanismSettings()
 
 
 class MechanismRun(ModelRun):
@@ -98,8 +104,8 @@ def resolve(request: Request) -> Sweep:
         "max_tokens": "mechanism.max_tokens",
         "precision": "fp32",
     }
-    preset = opened(request, KIND, "mechanism", instead)
-    settings = own_group(request, "mechanism", MechanismSettings)
+    preset = opened(request, KIND, MechanismPreset, instead)
+    settings = preset.mechanism
     setting = TextSetting.of(preset, {"multiples": (1, settings.multiple)})
     variants = canonical(request.variants or VARIANTS, setting)
     runs = [
@@ -139,10 +145,5 @@ STUDY = Study(
     figures=figures,
     variants_help="Trained scores, separated by commas. [default: Baseline, KNA, KNA-NoPE, and "
     "QKLayerNorm and QKRMSNorm with and without gain]",
-    examples=(
-        ("--preset smoke", "a quick test of the whole study"),
-        ("", "the full study; `--plan` estimates its time"),
-        ("--variants Baseline,KNA --seeds 3", "two scores, three seeds"),
-        ("--set mechanism.multiple=16 --plan", "the cost of evaluating at 16 L"),
-    ),
+    examples=(("--set mechanism.multiple=16 --plan", "the cost of evaluating at 16 L"),),
 )

@@ -39,7 +39,6 @@ PROTOCOLS: tuple[Protocol, ...] = ("train_length", "non_repeated", "repeated", "
 GROUPS = ("window", "continued", "mechanism", "reading", "factors")
 """Groups of settings that one study of language models alone reads."""
 OwnPreset = TypeVar("OwnPreset", bound="StudyPreset")
-Group = TypeVar("Group", bound=Settings)
 
 
 class EvaluationSettings(Settings):
@@ -206,48 +205,34 @@ def _written(name: str, study: str | None, folder: Path) -> tuple[str, dict[str,
 
 def load(name: str) -> Preset:
     """The preset of the studies of language models called `name`, as `fields` finds it."""
-    return opened(Request(preset=name), "keynorm")
+    return opened(Request(preset=name), "keynorm", Preset)
 
 
 def opened(
     request: Request,
     study: str,
-    group: str = "",
+    kind: type[OwnPreset],
     instead: Mapping[str, str] | None = None,
-) -> Preset:
-    """The shared preset with the request's changes, without the `group` that `own_group` reads.
+) -> OwnPreset:
+    """The preset that a request names with its changes, as the `kind` that the study reads.
 
-    `instead` are settings of `evaluation` and of the group that the study does not read, and what
-    decides in their place. Raises `InputError` for a change of a setting that this study does not
-    read.
+    Groups of a shared file that other studies read are passed over. `instead` are settings that the
+    study does not read, without their `evaluation.`, and what decides in their place. Raises
+    `InputError` for a change of a setting that this study does not read.
     """
-    for name in request.changes:
-        top = name.partition(".")[0]
-        if top in {"name", *GROUPS} - {group}:
-            raise InputError(f"--set {name}: reproduce {study} reads no {top} settings")
-        own = (instead or {}).get(name.removeprefix("evaluation."))
-        if own:
-            raise InputError(f"--set {name}: reproduce {study} reads {own} instead")
-    name, stored = fields(request.preset)
-    changed = _changed(stored, request, {*Preset.model_fields, *GROUPS})
-    shared = {key: value for key, value in changed.items() if key not in GROUPS}
-    return validated(Preset, {"name": name, **shared}, f"preset {name}")
-
-
-def own_group(request: Request, group: str, kind: type[Group]) -> Group:
-    """The group of settings that one study alone reads, with the request's changes."""
-    name, stored = fields(request.preset)
-    changed = merged(stored, request.changes).get(group, {})
-    if not isinstance(changed, Mapping):
-        raise InputError(f"{group} is a group of settings, got {changed!r}")
-    return validated(kind, changed, f"preset {name}, {group}")
-
-
-def opened_as(request: Request, study: str, kind: type[OwnPreset]) -> OwnPreset:
-    """A study's own preset of that name with the request's changes, checked as a `kind`."""
-    name, stored = fields(request.preset, study)
-    changed = _changed(stored, request, kind.model_fields)
-    return validated(kind, {"name": name, **changed}, f"preset {name} of {study}")
+    own = study if _folder(study).is_dir() else None
+    others = {*GROUPS} - {*kind.model_fields}
+    for setting in request.changes:
+        if (top := setting.partition(".")[0]) in {"name", *others}:
+            raise InputError(f"--set {setting}: reproduce {study} reads no {top} settings")
+        elsewhere = (instead or {}).get(setting.removeprefix("evaluation."))
+        if elsewhere:
+            raise InputError(f"--set {setting}: reproduce {study} reads {elsewhere} instead")
+    name, stored = fields(request.preset, own)
+    changed = _changed(stored, request, {*kind.model_fields, *others})
+    read = {group: value for group, value in changed.items() if own or group not in others}
+    subject = f"preset {name} of {study}" if own else f"preset {name}"
+    return validated(kind, {"name": name, **read}, subject)
 
 
 def _changed(stored: Mapping[str, Any], request: Request, known: Collection[str]) -> dict[str, Any]:

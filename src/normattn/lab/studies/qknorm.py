@@ -378,11 +378,5 @@ STUDY = Study(
     collect=partial(measured_below, factors=("experiment",), also=largest_logits),
     variants_help="Scores, separated by commas; the sweep and the images use those of them that "
     "the preset names. [default: the preset's]",
-    examples=(
-        ("--preset smoke", "a quick test of the whole study, in about a minute"),
-        ("", "the full study on two cores"),
-        ("--seeds 3", "three models of each kind, for verdicts"),
-        ("--variants Baseline,KNA --plan", "its cost"),
-        ("--preset multi30k --corpus FOLDER", "three scores on multi30k, three seeds"),
-    ),
+    examples=(("--preset multi30k --corpus FOLDER", "three scores on multi30k, three seeds"),),
 )

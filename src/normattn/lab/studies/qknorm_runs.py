@@ -28,7 +28,7 @@ from normattn.lab.evaluation.translation import (
     unigram_loss,
 )
 from normattn.lab.stats import identified, sums
-from normattn.lab.studies.preset import StudyPreset, opened_as
+from normattn.lab.studies.preset import StudyPreset, opened
 from normattn.lab.studies.trained import ModelRun
 from normattn.lab.sweep.config import SweepConfig, merged
 from normattn.lab.sweep.run import EVALUATIONS, Note, Request, Run, Sweep
@@ -357,7 +357,7 @@ def resolve(request: Request) -> Sweep:
     own scores that are among them. Raises `InputError` for unknown settings and for scores that
     cannot be trained.
     """
-    preset = opened_as(request, "qknorm", QKNormPreset)
+    preset = opened(request, "qknorm", QKNormPreset)
     known, tested, vision, rates = (
         *(preset.trained_with, preset.evaluation, preset.vision, preset.rates),
     )

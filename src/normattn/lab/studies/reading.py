@@ -27,7 +27,7 @@ from normattn.lab.studies import lm_report as lm
 from normattn.lab.studies.base import Study
 from normattn.lab.studies.language import TextSetting, text_runs
 from normattn.lab.studies.methods import ALL, candidates, canonical, checked_methods, usable
-from normattn.lab.studies.preset import opened, own_group
+from normattn.lab.studies.preset import Preset, opened
 from normattn.lab.sweep.run import Request, Sweep
 from normattn.score import ScoreSpec
 from normattn.score.spec import UNMODIFIED
@@ -54,12 +54,18 @@ class ReadingSettings(Settings):
     multiples: tuple[int, ...] = (1, 4, 16, 64)
 
 
+class ReadingPreset(Preset):
+    """A shared preset as this study reads it."""
+
+    reading: ReadingSettings = ReadingSettings()
+
+
 def resolve(request: Request) -> Sweep:
     """Every choice made and checked, as `keynorm.resolve` does."""
     instead = {"multiples": "reading.multiples", "protocols": "the protocols of its question"}
-    preset = opened(request, KIND, "reading", instead)
-    multiples = own_group(request, "reading", ReadingSettings).multiples
-    setting = TextSetting.of(preset, {"multiples": multiples, "protocols": OWN_TABLES})
+    preset = opened(request, KIND, ReadingPreset, instead)
+    read = {"multiples": preset.reading.multiples, "protocols": OWN_TABLES}
+    setting = TextSetting.of(preset, read)
     asked = request.methods or (ALL,)
     methods = (UNMODIFIED, *candidates()) if asked == (ALL,) else checked_methods(asked, setting)
     variants = canonical(request.variants or ("Baseline", "KNA", "CosA-logn"), setting)
@@ -177,14 +183,7 @@ STUDY = Study(
     sources=("kexue.fm/archives/9708", "kexue.fm/archives/9859"),
     resolve=resolve,
     tables=(
-        Table(
-            "table",
-            "",
-            lm.reading_rows,
-            lm.reading_columns,
-            notes=lm.LEGEND,
-            intro="Token accuracy in % (losses in nats) on held-out text.",
-        ),
+        lm.reading_table(),
         Table(
             "accuracy_by_position",
             "Accuracy by position, %",
@@ -208,13 +207,6 @@ STUDY = Study(
     summary=in_short,
     variants_help="Trained scores, separated by commas. [default: Baseline, KNA, CosA-logn]",
     methods_help="Inference-time methods, separated by commas, or `all`. [default: all]",
-    examples=(
-        (
-            "--preset smoke --variants KNA --methods unmodified,ReRoPE",
-            "a quick test of the whole study",
-        ),
-        ("--plan", "its cost on this machine"),
-    ),
 )
 
 # The window of ReRoPE
@@ -237,13 +229,19 @@ class WindowSettings(Settings):
         return value
 
 
+class WindowPreset(Preset):
+    """A shared preset as this study reads it."""
+
+    window: WindowSettings = WindowSettings()
+
+
 def resolve_window(request: Request) -> Sweep:
     """Unmodified, then every window; for the model without log-n also with logn+.
 
     Only the longest of the tested lengths is read. Raises `InputError` as `keynorm.resolve` does.
     """
-    preset = opened(request, "window", "window")
-    window = own_group(request, "window", WindowSettings)
+    preset = opened(request, "window", WindowPreset)
+    window = preset.window
     setting = TextSetting.of(preset, {"multiples": preset.evaluation.multiples[-1:]})
     sizes = [max(1, round(share * setting.train_length)) for share in window.shares]
     if len(set(sizes)) < len(sizes):
@@ -326,24 +324,8 @@ WINDOW_STUDY = Study(
     "length, and plots accuracy against the window, a line for each form of log-n.",
     sources=("kexue.fm/archives/9708",),
     resolve=resolve_window,
-    tables=(
-        Table(
-            "table",
-            "",
-            _window_rows,
-            lm.reading_columns,
-            head="log-n",
-            notes=lm.LEGEND,
-            intro="Token accuracy in % (losses in nats). Rows without w are the models without "
-            "ReRoPE.",
-        ),
-    ),
+    tables=(lm.reading_table(rows=_window_rows, head="log-n"),),
     claims=_window_claims,
     figures=_window_figures,
-    examples=(
-        ("--preset smoke", "a quick test of the whole study"),
-        ("", "the full study"),
-        ("--seeds 3", "three seeds, for verdicts"),
-        ('--set "window.shares=[0.25,0.5,1,2]"', "other windows"),
-    ),
+    examples=(('--set "window.shares=[0.25,0.5,1,2]"', "other windows"),),
 )

@@ -401,8 +401,9 @@ def figures(view: View) -> Iterator[Figure]:
             for number, (title, group) in enumerate(BESIDE.items()):
                 if number and not {*group} & {*own}:
                     continue
+                at = {SIZE: size, **DEPTH}
                 curves = {
-                    row: bin_points(view, metric, {SIZE: size, **DEPTH, "row": row}, _layer)
+                    row: bin_points(view, metric, {**at, "row": row}, lambda bin_: bin_[0])
                     for row in (POSTLN, REALFORMER, PRELN, *group)
                     if row in own
                 }
@@ -410,10 +411,6 @@ def figures(view: View) -> Iterator[Figure]:
                 axes: Any = {"log_y": metric.name in LOGARITHMIC}
                 panels.append(Panel(f"{size}: {title}", lines, "layer", metric.title, **axes))
         yield Curves(name, f"{metric.title}, by layer", tuple(panels))
-
-
-def _layer(bin_: tuple[Any, ...]) -> float:
-    return float(bin_[0])
 
 
 STUDY = Study(
@@ -497,8 +494,6 @@ STUDY = Study(
     collect=partial(measured_below, factors=("size",)),
     variants_help="Configurations, separated by commas; skips the robustness grid. [default: all]",
     examples=(
-        ("--preset smoke", "a quick test of the whole study"),
-        ("", "the full study; `--plan` estimates its time"),
         ("--variants PostLN,RealFormer --seeds 5", "two configurations, five seeds"),
         ("--preset gpu-base --corpus my-text/ --plan", "the cost of BERT-Base"),
     ),

@@ -21,7 +21,7 @@ from normattn.lab.diagnostics.depth import layer_gradients, measure_depth
 from normattn.lab.evaluation.masked import documents_of, score_masked, unigram_loss
 from normattn.lab.stats import identified, joined, sums
 from normattn.lab.stats.measurements import Factor
-from normattn.lab.studies.preset import StudyPreset, opened_as
+from normattn.lab.studies.preset import StudyPreset, opened
 from normattn.lab.studies.trained import ModelRun, training_facts
 from normattn.lab.sweep.config import SweepConfig, merged
 from normattn.lab.sweep.paths import RunPaths
@@ -358,7 +358,7 @@ def resolve(request: Request) -> Sweep:
 
     Raises `InputError` for settings that cannot be and for unknown rows.
     """
-    preset = opened_as(request, "realformer", RealFormerPreset)
+    preset = opened(request, "realformer", RealFormerPreset)
     training = {
         name: preset.whole_training(MaskedConfig, size.training, subject=f"size {name}")
         for name, size in preset.sizes.items()

@@ -41,7 +41,7 @@ from normattn.lab.stats import (
 from normattn.lab.stats.metrics import MACRO_F1, MICRO_F1, mean, median, ratio
 from normattn.lab.studies.base import Study
 from normattn.lab.studies.lm_report import ranked
-from normattn.lab.studies.preset import StudyPreset, opened_as
+from normattn.lab.studies.preset import StudyPreset, opened
 from normattn.lab.studies.trained import ModelRun
 from normattn.lab.sweep.config import SweepConfig, merged, validated
 from normattn.lab.sweep.paths import RunPaths
@@ -202,7 +202,7 @@ def resolve(request: Request) -> Sweep:
     Raises `InputError` for settings that cannot be, an unknown norm, and data that is missing or
     damaged.
     """
-    preset = opened_as(request, "rmsnorm", RMSNormPreset)
+    preset = opened(request, "rmsnorm", RMSNormPreset)
     norms, seeds = _chosen(request.variants or tuple(NORMS)), request.seeds_or(preset.seeds)
     training = _shared(preset)
     own = {norm: merged(training, {"model.norm": NORMS[norm]}) for norm in norms}
@@ -421,10 +421,5 @@ STUDY = Study(
     claims=claims,
     figures=figures,
     variants_help="LayerNorm, RMSNorm, or both, separated by a comma. [default: both]",
-    examples=(
-        ("--preset smoke", "a quick test of the whole study, in about a minute"),
-        ("", "the full study: six trainings of 7.93M parameters"),
-        ("--corpus FOLDER", "your own documents, in the form of NYT24"),
-        ("--plan", "its cost"),
-    ),
+    examples=(("--corpus FOLDER", "your own documents, in the form of NYT24"),),
 )
