@@ -29,13 +29,6 @@ def run_jobs(
     return launchers.run_jobs(jobs, launcher or Local(), at_once, Needs(1, device), observe)
 
 
-def test_as_many_workers_as_asked_run_at_once(tmp_path: Path) -> None:
-    seen: list[int] = []
-    jobs = [job(tmp_path, str(n), "import time; time.sleep(0.15)") for n in range(5)]
-    run_jobs(jobs, 2, lambda running, ended: seen.append(len(running)))
-    assert max(seen) == 2
-
-
 def test_children_compute_on_one_thread(tmp_path: Path) -> None:
     script = "import os, sys; sys.exit(0 if os.environ['OMP_NUM_THREADS'] == '1' else 2)"
     assert run_jobs([job(tmp_path, "one", script)], 1)[0].code == 0

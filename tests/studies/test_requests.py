@@ -15,9 +15,8 @@ from normattn.lab.studies import find
 from normattn.lab.studies import preset as presets
 from normattn.lab.studies.ablations import QUESTIONS
 from normattn.lab.studies.keynorm import METHODS, VARIANTS, trained_in_variants
-from normattn.lab.studies.language import TextRun, read_lengths, set_lengths
+from normattn.lab.studies.language import TextRun
 from normattn.lab.studies.methods import left_out, post_hoc_methods
-from normattn.lab.studies.preset import PROTOCOLS, EvaluationSettings
 from normattn.lab.sweep.config import merged
 from normattn.lab.sweep.run import Request, Sweep
 from normattn.lab.sweep.runner import reproduce
@@ -47,17 +46,6 @@ def test_every_preset_gives_the_whole_table(name: str) -> None:
     assert len(VARIANTS) * len(METHODS) == 32
     assert not sweep.skipped
     assert sweep.out == Path("runs") / f"keynorm-{name}"
-
-
-def test_rows_can_be_added_without_another_configuration(tiny: Path) -> None:
-    narrow = resolve("keynorm", tiny, ("KNA",), ("unmodified",), (0,))
-    wide = resolve("keynorm", tiny, ("Baseline", "KNA-logn"), ("YaRN", "NTK"), (0, 1, 2))
-    assert narrow.config == wide.config
-    assert [run.name for run in wide.runs] == [
-        f"{variant} seed {seed}" for seed in range(3) for variant in ("Baseline", "KNA-logn")
-    ]
-    changed = resolve("keynorm", tiny, changes={"training.model.dim": 32})
-    assert changed.config != narrow.config
 
 
 def test_parameters_of_scores_and_methods_are_kept(tiny: Path) -> None:
@@ -260,19 +248,3 @@ def test_every_post_hoc_part_stands_alone_and_some_with_logn() -> None:
     assert "YaRN" not in post_hoc_methods(nope)
     # An unknown length leaves out what needs it.
     assert "ReRoPE" not in post_hoc_methods(ScoreSpec.parse("KNA"))
-
-
-@pytest.mark.parametrize(
-    ("changes", "lengths"),
-    [
-        ({}, [1, 1, 2, 4, 8, 8]),
-        ({"protocols": (*PROTOCOLS, "by_position")}, [1, 1, 2, 4, 8, 8]),
-        ({"protocols": ("last_segment",)}, [1, 2, 4, 8]),
-        ({"protocols": ("non_repeated", "repeated")}, [8, 8]),
-        ({"multiples": (1,)}, [1, 1]),
-    ],
-)
-def test_windows_in_common_are_counted_once(changes: dict[str, Any], lengths: list[int]) -> None:
-    settings = EvaluationSettings(**changes)
-    assert sorted(read_lengths(settings)) == lengths
-    assert set(read_lengths(settings)) == set(set_lengths(settings))

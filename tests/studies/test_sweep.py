@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import pytest
 
 import apart
 from studies.conftest import Start
@@ -196,20 +195,3 @@ def test_a_failed_cell_is_named_and_the_others_are_done(
     assert "notes.txt" in said
     assert "Traceback" not in said
     assert [row["row"] for row in rows(out)] == ["Baseline", "KNA"]
-
-
-@pytest.mark.thorough
-def test_smoke_gives_all_32_rows(tmp_path: Path, start: Start) -> None:
-    words = ("reproduce", "keynorm", "--preset", "smoke", "--out", tmp_path / "smoke")
-    ended = start(*words, cells_here=True).end()
-    assert ended.code == 0, ended.out + ended.err
-    assert "32" in ended.out
-    found = rows(tmp_path / "smoke")
-    assert len(found) == 32
-    assert len({row["row"] for row in found}) == 32
-    read = [row["non_repeated"] for row in found]
-    assert all(number["units"] == 2 for number in read)
-    # Two documents that are read equally well have no interval.
-    told = [number for number in read if number["low"] is not None]
-    assert len(told) > 24
-    assert all(number["low"] <= number["value"] <= number["high"] for number in told)
