@@ -206,6 +206,7 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("keynorm", {"preset": "smoek"}, "did you mean smoke"),
     ("keynorm", {"variants": ("KNA-YaRN",)}, "is applied after training"),
     ("window", {"changes": {"window.shares": [0.1, 0.12]}}, "same window twice"),
+    ("window", {"changes": {"window": 3}}, "window is a group of settings, got 3"),
     ("reading", {"changes": {"evaluation.multiples": [1]}}, r"reads reading\.multiples instead"),
     ("factors", {"variants": ("gaus",)}, "did you mean gau"),
     ("factors", {"variants": ("english",)}, "no corpus of English text is given"),

@@ -231,6 +231,9 @@ def opened(
     name, stored = fields(request.preset, own)
     changed = _changed(stored, request, {*kind.model_fields, *others})
     read = {group: value for group, value in changed.items() if own or group not in others}
+    for group in kind.model_fields.keys() & {*GROUPS, "evaluation", "training"}:
+        if not isinstance(read.get(group, {}), Mapping):
+            raise InputError(f"{group} is a group of settings, got {read[group]!r}")
     subject = f"preset {name} of {study}" if own else f"preset {name}"
     return validated(kind, {"name": name, **read}, subject)
 
