@@ -83,7 +83,7 @@ def page_markdown(page: PageContext) -> str:
         notes = "\n".join(f"- {note}" for note in table.notes)
         parts += [title, table.intro, table.markdown(), more, notes]
     if page.findings:
-        parts += ["## What the sources say, and what was found", explained(page.findings)]
+        parts += ["## Claims, and what was found", explained(page.findings)]
         parts.append(_claims(page.findings, "claims").markdown())
     made = [f"- {name}: {value}" for name, value in page.provenance.items()]
     made += [f"- command: `{page.command}`"] if page.command else []
