@@ -150,7 +150,7 @@ def test_native_words_where_they_mean_the_same(
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("RoPEX", {}, "'RoPEX'"),
-    ("KNA", {}, "KNA is trained in"),
+    ("KNA", {}, "KNA is a training-time component"),
     ("", {}, "needs a method by name"),
     ("StreamingLLM", {}, "hides keys"),
     ("ReRoPE", {"window": LENGTH + 1}, "window=9 is larger than the training length of 8"),
