@@ -12,7 +12,7 @@ from kernels.residual_layers import CASES, WAYS, make_layers, run_layers
 from normattn import Score, attention
 from normattn.kernels import AttentionInputs, attend, numerics, tiled
 from normattn.kernels.dispatch import KERNELS
-from normattn.layers import decode_step, folded
+from normattn.layers import folded, plan
 from normattn.layers.cache import KeyValueCache
 
 from .problems import make_inputs
@@ -96,8 +96,8 @@ def test_no_infinite_key_is_kept_where_the_host_cannot_look(
     score: str, value: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on CUDA: every new key goes through x + 0·x, and later tokens read a NaN."""
-    folded._PREPARED.clear()
-    for module in (numerics, decode_step):
+    plan._KEPT.clear()
+    for module in (numerics, folded):
         monkeypatch.setattr(module, "host_can_read", lambda x: False)
     layer, cache = Score(score, 2, D, 1).eval(), KeyValueCache()
     for step in range(3):
@@ -105,7 +105,7 @@ def test_no_infinite_key_is_kept_where_the_host_cannot_look(
         if step == 1:
             k[:, :, 0, :2] = value
         attention(q, k, v, layer, cache=cache)
-    folded._PREPARED.clear()
+    plan._KEPT.clear()
     kept, _ = cache.append(k[:, :, :0], v[:, :, :0])
     assert kept[:, :, 1, 0].isnan().all()
     assert not kept.isinf().any()

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import normattn.layers.attention as attention_module
+import normattn.layers.plan as plan_module
 from normattn import InputError, ScoreSpec, attention
 from normattn.kernels import (
     BACKENDS,
@@ -152,7 +152,7 @@ def _noting(posed: list[AttentionInputs]) -> Iterator[None]:
         return run_kernel(problem, backend, lse=lse)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention_module, "run_kernel", noting)
+        patch.setattr(plan_module, "run_kernel", noting)
         yield
 
 

@@ -9,8 +9,9 @@ from torch import Tensor
 from normattn import attention
 from normattn.errors import InputError
 from normattn.layers.cache import KeyValueCache
-from normattn.layers.decode_step import FoldedStep
-from normattn.layers.folded import find_folded
+from normattn.layers.checks import AttentionArguments
+from normattn.layers.folded import FoldedStep
+from normattn.layers.plan import prepare
 from normattn.score import Score
 
 H, G, D = 4, 2, 8
@@ -147,9 +148,7 @@ def test_half_precision(name: str, dtype: torch.dtype) -> None:
     spans = [slice(0, 20), *(slice(at, at + 1) for at in range(20, 40))]
     steps = [attention(q[:, :, at], k[:, :, at], v[:, :, at], score, cache=cache) for at in spans]
     last = q[:, :, -1:], k[:, :, -1:], v[:, :, -1:]
-    prepared = find_folded(score, *last, True, "auto", cache)
-    assert prepared is not None
-    assert isinstance(prepared.way, FoldedStep)
+    assert isinstance(prepare(score, *last, AttentionArguments(), cache), FoldedStep)
     wide = score.double()
     exact = attention(q.double(), k.double(), v.double(), wide, backend="reference")
     parts = torch.cat(steps, 2)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from normattn import InputError, Score, ScoreSpec, attention
-from normattn.layers import decode_step
+from normattn.layers import folded
 from normattn.layers.cache import KeyValueCache
 from normattn.models import CausalLM, CausalLMConfig
 from normattn.models.transformer import set_activation_checkpointing
@@ -105,7 +105,7 @@ def test_a_cache_takes_a_key_for_each_query_and_values_of_one_size() -> None:
 def test_layers_share_what_a_step_needs() -> None:
     torch.manual_seed(0)
     model = CausalLM(CausalLMConfig(**{**SIZES, "score": "KNA"})).eval()
-    cache, tables = model.new_cache(), decode_step._shared_tables
+    cache, tables = model.new_cache(), folded._shared_tables
     tables.cache_clear()
     with torch.no_grad():
         for _ in range(3):

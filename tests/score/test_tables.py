@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from normattn import Score, attention
-from normattn.layers import folded, folds, prepare
+from normattn.layers import attention as attention_module
+from normattn.layers import blocks, plan
 from normattn.score import rotary
 
 from .cases import tensors
@@ -28,9 +29,10 @@ TEXTS = (
 
 
 def _forget() -> None:
-    for cached in (rotary._counted_queries, rotary._counted_keys, prepare._counted, folds._built):
+    for cached in (rotary._counted_queries, rotary._counted_keys, blocks._counted):
         cached.cache_clear()
-    folded._PREPARED.clear()
+    plan._KEPT.clear()
+    attention_module._BUILT.clear()
 
 
 @dataclass(frozen=True)

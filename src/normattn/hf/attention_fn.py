@@ -27,8 +27,8 @@ from normattn.hf.masks import Placing, placing
 from normattn.hf.probe import KNOWN, hide_unselected
 from normattn.hf.rope_detection import HeadRotation, Layer
 from normattn.kernels import AttentionInputs, AttentionMask, attend
+from normattn.layers.blocks import in_blocks
 from normattn.layers.cache import Room
-from normattn.layers.prepare import in_blocks
 from normattn.score import Positions, Score, ScoreSpec
 from normattn.score.parts import Part, rope_frequencies
 from normattn.score.parts.qk_norm import Baseline

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from normattn.errors import InputError
 from normattn.kernels import AttentionMask
-from normattn.layers.prepare import regular_positions
+from normattn.layers.blocks import regular_positions
 from normattn.score import Positions
 
 _OURS = torch.int32

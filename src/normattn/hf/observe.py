@@ -25,7 +25,7 @@ from normattn.hf.probe import EXACT, AttentionFunction, hidden, recording
 from normattn.kernels import AttentionInputs, AttentionMask, attend
 from normattn.kernels.statistics import AttentionStatistics
 from normattn.kernels.stats import announce, observer, observing
-from normattn.layers.prepare import regular_positions
+from normattn.layers.blocks import regular_positions
 
 _TOLERANCE, _HALF_TOLERANCE = 1e-3, 5e-2
 _CONFIRMED: WeakSet[nn.Module] = WeakSet()

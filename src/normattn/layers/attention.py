@@ -1,6 +1,6 @@
 """Multi-head and grouped-query attention whose score is a value: a function and layers.
 
-What a call needs is in `layers.folded`, `layers.decode_step` and `layers.prepare`; here it is run.
+`layers.plan` prepares what a call needs beside its tensors, and runs it.
 
 Legend: B batch, H query heads, G key heads, T queries, S keys, D head dimension, E value size.
 """
@@ -16,36 +16,17 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from normattn.errors import InputError
-from normattn.kernels import AttentionInputs, run_kernel
 from normattn.kernels.inputs import check_shapes
-from normattn.kernels.numerics import without_infinities
-from normattn.kernels.stats import announce
 from normattn.layers.cache import KeyValueCache
 from normattn.layers.checks import (
     AttentionArguments,
-    check_arguments,
-    check_both_ways,
     check_input,
-    check_lse,
     checked_head_dim,
     checked_probability,
 )
-from normattn.layers.folded import find_folded
-from normattn.layers.folds import without_parameters
-from normattn.layers.gates import (
-    finish,
-    forget_projection,
-    gate_projection,
-    log_gates,
-    pair_values,
-    scale_heads,
-    share_factor,
-    sum_gates,
-    turn_values,
-)
-from normattn.layers.prepare import AttentionPlan, prepare
+from normattn.layers.gates import forget_projection, gate_projection, scale_heads, share_factor
+from normattn.layers.plan import prepare
 from normattn.layers.residual_scores import ResidualLayer
-from normattn.plain import plain_operations
 from normattn.score import Score, ScoreSpec
 from normattn.score.spec import as_spec
 
@@ -149,105 +130,46 @@ def attention(  # type: ignore[misc]  # the second overload leaves the other arg
     A query that sees no key gets 0. Raises `InputError` for shapes that do not fit, scores and
     backends that do not support the call, a full cache, and a cache that another score filled.
     """
-    # Written out: a generator would cost as many calls as all the rest.
-    bare = attn_mask is None and key_padding is None and query_padding is None
-    bare = bare and q_positions is None and k_positions is None and documents is None
-    bare = bare and residual is None and forget is None and dropout_p == 0 and not return_lse
-    found = find_folded(score, q, k, v, causal, backend, cache) if bare else None
-    if found is not None and found.final and gate is None:
-        return found.way.run(score if isinstance(score, Score) else found.module, q, k, v, cache)
-    check_shapes(q, k, v)
-    module = score if isinstance(score, Score) else without_parameters(score, q, k)
+    module = score if isinstance(score, Score) else without_parameters(score, q, k, v)
     given = AttentionArguments(
         *(causal, backend, attn_mask, key_padding, query_padding, q_positions, k_positions),
-        *(documents, dropout_p, residual, gate, forget),
+        *(documents, dropout_p, residual, gate, forget, return_lse),
     )
-    spec, keys = module.spec, k.shape[2] + (0 if cache is None else cache.length)
-    check_arguments(module, q, k, v, keys, given)
-    v = pair_values(spec, v, k.shape[-1])
-    if found is not None:
-        return finish(module, found.way.run(module, q, k, v, cache), v, None, gate)
-    if return_lse:
-        check_lse(spec)
-    if cache is not None:
-        if q.shape[2] != k.shape[2]:
-            raise InputError(
-                f"with a cache each new token has a query and a key, but there are {q.shape[2]} "
-                f"queries and {k.shape[2]} keys"
-            )
-        if return_lse or q_positions is not None or dropout_p:
-            raise InputError("return_lse, q_positions and dropout_p cannot be used with a cache")
-        if not causal:
-            check_both_ways(spec, given)
-        cache.claim(spec)
-    return _attend(module, q, k, v, given, cache, return_lse)
+    return prepare(module, q, k, v, given, cache).run(module, q, k, v, given, cache)
 
 
-def _attend(
-    score: Score,
-    q: Float[Tensor, "b h t d"],
-    k: Float[Tensor, "b g s d"],
-    v: Float[Tensor, "b g s e"],
-    given: AttentionArguments,
-    cache: KeyValueCache | None,
-    return_lse: bool,
-) -> Float[Tensor, "b outputs t out"] | tuple[Tensor, Tensor]:
-    """Attention with any score to the keys, which are added to those of a cache if there is one."""
-    spec, first = score.spec, 0 if cache is None else cache.length
-    plan = prepare(spec, q, first + k.shape[2], given, cached=cache is not None)
-    at = plan.positions
-    places, start = at.key if cache is None else at.query, first if at.regular else None
-    padding = None if given.key_padding is None else given.key_padding[:, first:]
-    own = given.query_padding if cache is None else padding
-    announce(score, q, k, own, padding, at.query, places)
-    with plain_operations(given.backend == "reference"):
-        v = turn_values(spec, v, places, start)
-    gates = selection = rotated = None
-    if given.forget is not None:
-        gates = log_gates(given.forget, k.shape[1], k.dtype, padding)
-    if cache is not None:
-        k = without_infinities(score.cache_keys(k, places, start))
-        width = k.shape[-1]
-        # Gates are kept apart from token to token: the oldest may be dropped, and rows exchanged.
-        k, v = cache.append(k if gates is None else torch.cat((k, gates), -1), v)
-        k, gates = k[..., :width], None if gates is None else k[..., width:]
-        plan = plan.without_first(cache.dropped)
-        selection = None if spec.selection is None else cache.selection(first, k, padding)
-        rotated = _keys_of_blocks(score, cache, k, plan) if spec.blockwise else None
-    lse: list[Tensor] = []
-
-    def kernel(inputs: AttentionInputs) -> Tensor:
-        output = run_kernel(inputs, given.backend, lse=return_lse)
-        if output.lse is not None:
-            lse.append(output.lse)
-        return output.out
-
-    sums = None if gates is None else sum_gates(gates, q.shape[1])
-    out = plan.run(score, q, k, v, kernel, sums, selection, rotated)
-    if cache is not None and selection is not None:
-        cache.keep_selection(first, selection)
-    return (out, lse[0]) if return_lse else out
+_BUILT: dict[tuple[object, ...], tuple[object, Score]] = {}
 
 
-def _keys_of_blocks(
-    score: Score, cache: KeyValueCache, keys: Tensor, plan: AttentionPlan
-) -> Callable[[int, int], Tensor]:
-    """Cached keys as the rows of each block read them.
+def without_parameters(score: ScoreSpec | str, q: Tensor, k: Tensor, v: Tensor) -> Score:
+    """The score of a specification that learns nothing, for tensors of these shapes."""
+    build: Callable[..., Score] = _build
+    if torch.compiler.is_compiling():
+        # Modules are made outside of the graph; `disable` loads the compiler, so only where one
+        # runs. What fullgraph=True cannot do, torch says with the line, its hint included.
+        build = torch.compiler.disable(_build)  # type: ignore[no-untyped-call] # pass a Score
+    return build(score, q, k, v)
 
-    Those of the blocks that the last rows are in stay with the cache: the next tokens want them.
-    """
-    at = plan.positions
-    live = set((at.query[..., -1] // score.spec.block[1]).reshape(-1).tolist())
-    cache.forget_rotated(live)
 
-    def rotated(upto: int, block: int) -> Float[Tensor, "b g s wide"]:
-        def rotate(first: int, last: int) -> Tensor:
-            places, count = at.key[..., first:last], first if at.regular else None
-            return score.rotate_cached_keys(keys[:, :, first:last], places, block, count)
-
-        return cache.rotated(block, 0, upto, rotate) if block in live else rotate(0, upto)
-
-    return rotated
+def _build(score: ScoreSpec | str, q: Tensor, k: Tensor, v: Tensor) -> Score:
+    shapes = (getattr(x, "shape", ()) for x in (q, k))
+    # A specification by identity: its hash would take as long as all the rest.
+    name = (score if isinstance(score, str) else id(score), *(x[1::2] for x in shapes))
+    if name in _BUILT:
+        return _BUILT[name][1]
+    check_shapes(q, k, v)
+    module = Score(as_spec(score), q.shape[1], q.shape[-1], k.shape[1])
+    learned = [name for name, _ in module.named_parameters()]
+    if learned or any(True for _ in module.buffers()):
+        raise InputError(
+            f"{module.spec.name} learns {', '.join(learned) or 'running statistics'}: make a "
+            "Score(spec, heads=…, head_dim=…) and pass that"
+        )
+    if len(_BUILT) >= 64:
+        _BUILT.clear()
+    # The specification is kept, too: another one may not get its number.
+    _BUILT[name] = score, module
+    return module
 
 
 Operands = tuple[

@@ -5,8 +5,7 @@ Legend: B batch, H query heads, T queries, S keys, E value size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -28,8 +27,7 @@ INTEGER = (torch.int64, torch.int32)
 _NAMES = {BOOLEAN: "boolean", INTEGER: "int64 or int32", DTYPES: "floating"}
 
 
-@dataclass(frozen=True, eq=False)
-class AttentionArguments:
+class AttentionArguments(NamedTuple):
     """What a call of `attention` has besides q, k, v and the score; `attention` describes each."""
 
     causal: bool = True
@@ -44,6 +42,7 @@ class AttentionArguments:
     residual: ResidualLayer | None = None
     gate: Float[Tensor, "b t gates"] | None = None
     forget: Float[Tensor, "b new logits"] | None = None
+    return_lse: bool = False
 
 
 def check_arguments(
@@ -154,8 +153,17 @@ def check_residual(spec: ScoreSpec, residual: object) -> None:
         )
 
 
-def check_both_ways(spec: ScoreSpec, given: AttentionArguments) -> None:
-    """Refuse `causal=False` with a cache if nothing says which later tokens are visible."""
+def check_cached(spec: ScoreSpec, q: Tensor, k: Tensor, given: AttentionArguments) -> None:
+    """Refuse what cannot be used with a cache."""
+    if q.shape[2] != k.shape[2]:
+        raise InputError(
+            f"with a cache each new token has a query and a key, but there are {q.shape[2]} "
+            f"queries and {k.shape[2]} keys"
+        )
+    if given.return_lse or given.q_positions is not None or given.dropout_p:
+        raise InputError("return_lse, q_positions and dropout_p cannot be used with a cache")
+    if given.causal:
+        return
     if given.attn_mask is None or given.documents is not None:
         raise InputError(
             "a cache is for causal attention: with causal=False it needs attn_mask=…, from the "

@@ -28,7 +28,7 @@ from normattn.layers.checks import (
     checked_probability,
 )
 from normattn.layers.gates import scale_heads, share_factor
-from normattn.layers.prepare import prepare
+from normattn.layers.plan import place
 from normattn.layers.residual_scores import ResidualLayer
 from normattn.score import Score, ScoreSpec
 from normattn.score.spec import as_spec
@@ -157,11 +157,11 @@ class CrossAttention(nn.Module):
             dropout_p=self.dropout if self.training else 0.0,
             residual=residual,
         )
-        plan = prepare(spec, q, memory.keys.shape[2], given, cached=True)
+        plan = place(spec, q, memory.keys.shape[2], given, cached=True)
         at = plan.positions
         announce(self.score, q, memory.raw, query_padding, memory.padding, at.query, at.key)
         kernel = partial(attend, backend=backend)
-        o = plan.run(self.score, q, memory.keys, memory.values, kernel)
+        o = plan.attend(self.score, q, memory.keys, memory.values, given, kernel)
         y: Tensor = self.out(o.transpose(1, 2).reshape(rows, x.shape[1], -1))
         return y
 

@@ -19,7 +19,7 @@ from normattn.kernels.dispatch import working_bytes
 from normattn.kernels.inputs import check_shapes
 from normattn.layers.checks import AttentionArguments
 from normattn.layers.gates import log_gates, pair_values, sum_gates
-from normattn.layers.prepare import prepare
+from normattn.layers.plan import place
 from normattn.layers.residual_scores import residual_layers
 from normattn.score import Score, ScoreSpec
 from normattn.score.spec import as_spec
@@ -151,10 +151,10 @@ def _inputs(
 
     # Without the gate, which no kernel sees.
     given = AttentionArguments(
-        causal, documents=documents, residual=None if residual is None else residual[0]
+        causal=causal, documents=documents, residual=None if residual is None else residual[0]
     )
-    plan = prepare(spec, q, keys, given)
-    plan.run(score, q, k, pair_values(spec, v, size), note, sums)
+    plan = place(spec, q, keys, given)
+    plan.attend(score, q, k, pair_values(spec, v, size), given, note, sums)
     inputs = noted[-1]
     tensors = [None if x is None else _StandIn(x, device) for x in inputs.tensors]
     shown = AttentionInputs.of(inputs.settings, tensors)
