@@ -75,19 +75,19 @@ def prepare(
         return _checked(score, q, k, v, given, cache)
     watched = torch._C._functorch.maybe_current_level() is not None or _OBSERVER.get() is not None
     watched = watched or forward_ad._current_level >= 0 or type(score) is not Score
-    watched = watched or not type(q) is type(k) is type(v) is Tensor
+    watched = watched or not type(q) is type(k) is type(v) is Tensor or q.is_meta
     # Whoever hangs a hook on the score wants to see its tensors.
-    watched = watched or score._forward_hooks or score._forward_pre_hooks
-    watched = watched or score._backward_pre_hooks or q.is_meta
-    if watched or torch.is_autocast_enabled(q.device.type):
+    hooked = score._forward_hooks or score._forward_pre_hooks or score._backward_pre_hooks
+    if watched or hooked or torch.is_autocast_enabled(q.device.type):
+        return _checked(score, q, k, v, given, cache)
+    if not (q.dtype is k.dtype is v.dtype and q.layout is k.layout is v.layout):
         return _checked(score, q, k, v, given, cache)
     # A step serves any number of tokens up to the next power of two.
     spec, capacity = score._spec, 0 if cache is None else max(64, 1 << cache.length.bit_length())
     name = (
         # A specification by identity: its hash would take as long as all the rest.
         *(id(spec), score.heads, score.kv_heads, score.head_dim, given.causal, given.backend),
-        *(capacity, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype),
-        *(q.layout, k.layout, v.layout, q.device, k.device, v.device),
+        *(capacity, q.shape, k.shape, v.shape, q.dtype, q.layout, q.device),
     )
     if (kept := _KEPT.get(name)) is None:
         # The specification is kept, too: another one may not get its number.
@@ -162,7 +162,7 @@ class AttentionPlan:
         given: AttentionArguments,
         cache: KeyValueCache | None,
     ) -> Float[Tensor, "b outputs t out"] | tuple[Tensor, Tensor]:
-        """softmax(score) · v, with ℓ if asked for; with a cache, keys and values are added to it."""
+        """softmax(score) · v, with ℓ if asked for; keys and values are added to a cache."""
         spec, at, first = score.spec, self.positions, 0 if cache is None else cache.length
         places, start = at.key if cache is None else at.query, first if at.regular else None
         padding = None if given.key_padding is None else given.key_padding[:, first:]
