@@ -50,7 +50,7 @@ def test_methods_read_on(command: Command, trained: Path) -> None:
         (["--prompt", ""], ["argument 3 is empty", "--prompt"]),
         (["--file", "gone.txt"], ["gone.txt", "does not exist"]),
         (["--prompt", "a", "--method", "YARN"], ["YARN", "did you mean YaRN"]),
-        (["--prompt", "a", "--method", "logn"], ["logn is trained in"]),
+        (["--prompt", "a", "--method", "logn"], ["logn is a training-time component"]),
         (["--prompt", "a", "--method", "YaRN-ReRoPE"], ["cannot be combined"]),
         (["--prompt", "a", "--method", "YaRN(factor=0)"], ["factor", "at least 1"]),
         (["--prompt", "a", "--temperature", "-1"], ["temperature is -1"]),
