@@ -142,7 +142,7 @@ def test_what_a_method_cannot_be_is_refused_and_changes_nothing() -> None:
         model.using("YaRN", factor=8)
     with pytest.raises(InputError, match="trained"):
         model.using(ScoreSpec.parse("QNA-YaRN(factor=8)"))
-    with pytest.raises(InputError, match="factor cannot join"):
+    with pytest.raises(InputError, match="factor cannot be added"):
         model.using(ScoreSpec.parse("KNA-YaRN(factor=8)"), factor=4)
     with pytest.raises(InputError, match="factor"):
         model.using("YaRN")
