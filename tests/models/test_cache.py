@@ -195,7 +195,9 @@ def test_64_times_the_length_is_read_in_bounded_memory(
         monkeypatch.setattr("normattn.models.causal_lm.CHUNK", 64)
         with largest() as memory:
             read = model.token_scores(ids)
-    torch.testing.assert_close(read.loss, whole.loss, rtol=0, atol=2e-5)  # float32, summed in other orders
+    torch.testing.assert_close(
+        read.loss, whole.loss, rtol=0, atol=2e-5
+    )  # float32, summed in other orders
     assert (read.correct == whole.correct).float().mean() > 0.999
     # A tile of scores is the largest: an eighth of what the length squared would be.
     assert memory.numel <= TILE_BYTES // 4 == 2 * (64 * 16) ** 2 // 8
