@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import tomllib
 from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
@@ -14,12 +15,34 @@ from normattn.errors import InputError
 from normattn.io import parse_toml
 
 _ABSENT = object()
+Group = TypeVar("Group", bound="Settings")
 
 
 class Settings(BaseModel):
     """Base of every group of settings: frozen; refuses an unknown field, and true for a number."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @classmethod
+    def parse(
+        cls: type[Group], values: Mapping[str, Any], source: str = "the configuration"
+    ) -> Group:
+        """The group with these values; `InputError` names the field in `source` and what is wrong.
+
+        Of an unknown field it names the nearest.
+        """
+        values = cls.of_this_version(values)
+        _refuse_unknown(values, cls, source)
+        _refuse_beyond(values, source)
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            raise InputError(f"{source}: {explain(error)}") from error
+
+    @classmethod
+    def of_this_version(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The values of an earlier version in the words of this one."""
+        return dict(values)
 
     @model_validator(mode="before")
     @classmethod
@@ -103,14 +126,48 @@ def _as_toml(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def refuse_beyond(values: Any, where: str, name: str = "") -> None:
+def _refuse_unknown(values: Mapping[str, Any], model: type[BaseModel], source: str) -> None:
+    """Raise `InputError` for the first field that `model` does not have, naming the nearest."""
+    known = list(dict.fromkeys(_fields(model)))
+    for name in _given(values, known):
+        if name in known:
+            continue
+        group, _, last = name.rpartition(".")
+        siblings = [field for field in known if field.rpartition(".")[0] == group]
+        elsewhere = [field for field in known if field.rpartition(".")[2] == last]
+        near = difflib.get_close_matches(name, siblings, n=1, cutoff=0.6) or elsewhere[:1]
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(siblings)}"
+        raise InputError(f"{source}: unknown field {name}; {hint}")
+
+
+def _fields(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Every dotted field of a group of settings, through unions of groups."""
+    for name, field in model.model_fields.items():
+        yield f"{prefix}{name}"
+        # The keys of a dictionary are no fields.
+        parts = () if get_origin(field.annotation) is dict else _types(field.annotation)
+        for part in parts:
+            if isinstance(part, type) and issubclass(part, BaseModel):
+                yield from _fields(part, f"{prefix}{name}.")
+
+
+def _given(values: Mapping[str, Any], known: list[str], prefix: str = "") -> Iterator[str]:
+    """The dotted names of values, within groups that are known."""
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        yield name
+        if isinstance(value, Mapping) and any(field.startswith(f"{name}.") for field in known):
+            yield from _given(value, known, f"{name}.")
+
+
+def _refuse_beyond(values: Any, where: str, name: str = "") -> None:
     """Raise `InputError`, naming the setting, for an integer of more than 63 bits."""
     if isinstance(values, Mapping):
         for key, value in values.items():
-            refuse_beyond(value, where, f"{name}.{key}" if name else str(key))
+            _refuse_beyond(value, where, f"{name}.{key}" if name else str(key))
     elif isinstance(values, list | tuple):
         for value in values:
-            refuse_beyond(value, where, name)
+            _refuse_beyond(value, where, name)
     elif isinstance(values, int) and values.bit_length() > 63:
         digits = f"about 10^{round(values.bit_length() * 0.30103)}"
         raise InputError(f"{where}: {name} must be a number of at most 63 bits, got {digits}")

@@ -126,10 +126,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         result = app(args=arguments, standalone_mode=False)
         code = result if isinstance(result, int) else 0
+        sys.stdout.flush()
     except BrokenPipeError:
-        # The reader of our output (head, less) has gone: that is not an error of ours.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 1
+        code = 1  # The reader of our output (head, less) has gone: that is not an error of ours.
     except (Exception, KeyboardInterrupt) as error:
         if asked_to_stop():
             raise  # `normattn.stopping` answers whatever error a stop ended in.
@@ -137,4 +136,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if known is None:
             raise
         code = known
+    finally:
+        _let_go_of_stdout()
     sys.exit(code)
+
+
+def _let_go_of_stdout() -> None:
+    """Drop what stdout does not take: Python would write it once more at its end, and complain."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

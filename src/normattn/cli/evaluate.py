@@ -22,7 +22,6 @@ from normattn.lab.studies import find
 from normattn.lab.studies.language import asked_alone, evaluate_trained, set_lengths
 from normattn.lab.studies.methods import ALL, left_out, post_hoc_methods
 from normattn.lab.studies.preset import PROTOCOLS, EvaluationSettings, Protocol
-from normattn.lab.sweep.config import validated
 from normattn.lab.sweep.paths import is_of_a_study
 from normattn.lab.sweep.run import EVALUATIONS
 from normattn.lab.training import TrainingConfig
@@ -53,7 +52,7 @@ def evaluate_run(asked: options.Evaluate) -> None:
         "max_tokens": asked.max_tokens,
         "seed": asked.seed,
     }
-    settings = validated(EvaluationSettings, fields, "evaluation settings")
+    settings = EvaluationSettings.parse(fields, "evaluation settings")
     score = config.model.score.resolve(train_length=train_length)
     methods = list(asked.methods)
     if ALL in methods:
@@ -100,7 +99,13 @@ def _print_numbers(measured: pl.DataFrame) -> None:
     values = named.group_by(*keys, "statistic", maintain_order=True).agg(
         (pl.col("sum").sum() / pl.col("of").sum()).alias("value")
     )
-    table = Table(Column("score", no_wrap=True), "protocol", "length", "accuracy, %", "loss, nats")
+    table = Table(
+        Column("score", no_wrap=True),
+        Column("protocol", overflow="fold"),
+        "length",
+        "accuracy, %",
+        "loss, nats",
+    )
     for (row, method, protocol, length), lines in values.group_by(*keys, maintain_order=True):
         found = dict(lines.select("statistic", "value").iter_rows())
         right, loss = found.get("accuracy"), found.get("loss")

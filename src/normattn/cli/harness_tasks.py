@@ -30,7 +30,6 @@ from normattn.lab.data.sources import split_of
 from normattn.lab.data.tokeniser import SEPARATOR_ID, Tokeniser
 from normattn.lab.data.tokens import DataConfig, TokenData, TokenSplit
 from normattn.lab.data.windows import last_segment_sets
-from normattn.lab.sweep.config import validated
 from normattn.settings import Settings
 
 _BATCH = 64
@@ -78,7 +77,7 @@ class TaskSettings(Settings):
             if near and key not in names:
                 raise InputError(f"metadata has no {key!r}: did you mean {near[0]!r}?")
         given = {name: metadata[name] for name in names if metadata.get(name) is not None}
-        return validated(TaskSettings, given, "metadata")
+        return TaskSettings.parse(given, "metadata")
 
 
 class _Pieces(ConfigurableTask):

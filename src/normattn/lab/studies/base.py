@@ -39,7 +39,7 @@ from normattn.lab.studies.methods import canonical, checked_methods, usable
 from normattn.lab.studies.preset import PROTOCOLS, Preset, Protocol, opened
 from normattn.lab.studies.preset import typed as preset_typed
 from normattn.lab.sweep.collect import measured_below
-from normattn.lab.sweep.config import flat, validated
+from normattn.lab.sweep.config import flat
 from normattn.lab.sweep.run import CORPUS, Request, Sweep
 from normattn.lab.sweep.run import Run as AnyRun
 from normattn.score.spec import UNMODIFIED
@@ -179,7 +179,7 @@ class Study:
         """The run that these fields describe; `InputError` for one of another study."""
         for kind in self.runs:
             if fields.get("kind") == kind.model_fields["kind"].default:
-                return validated(kind, fields, where)
+                return kind.parse(fields, where)
         raise InputError(f"{where} is not a run of the study {self.name}")
 
     def measurements(self, out: Path) -> pl.DataFrame:

@@ -21,7 +21,7 @@ from normattn.lab.stats import MeasurementStore, digest, joined
 from normattn.lab.stats.measurements import Factor
 from normattn.lab.stats.store import BESIDE
 from normattn.lab.studies.preset import EvaluationSettings, Preset
-from normattn.lab.sweep.config import SweepConfig, merged, validated
+from normattn.lab.sweep.config import SweepConfig, merged
 from normattn.lab.sweep.paths import RunPaths
 from normattn.lab.sweep.run import EVALUATIONS, Note, Request, Run, Stage, Sweep, training_stage
 from normattn.lab.training import TrainingConfig
@@ -53,7 +53,7 @@ class TextSetting:
         whole = preset.whole_training(TrainingConfig)
         fields = {**preset.evaluation.model_dump(), **(read or {})}
         subject = f"preset {preset.name}, what the study reads"
-        return cls(preset, whole, validated(EvaluationSettings, fields, subject))
+        return cls(preset, whole, EvaluationSettings.parse(fields, subject))
 
     @property
     def train_length(self) -> int:

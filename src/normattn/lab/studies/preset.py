@@ -19,7 +19,7 @@ from pydantic import Field, field_validator, model_validator
 
 from normattn.errors import InputError, unknown
 from normattn.io import read_toml
-from normattn.lab.sweep.config import flat, merged, validated, value_at
+from normattn.lab.sweep.config import flat, merged, value_at
 from normattn.lab.sweep.run import Request
 from normattn.lab.training.config import LoopConfig
 from normattn.models.config import without_foreign
@@ -235,7 +235,7 @@ def opened(
         if not isinstance(read.get(group, {}), Mapping):
             raise InputError(f"{group} is a group of settings, got {read[group]!r}")
     subject = f"preset {name} of {study}" if own else f"preset {name}"
-    return validated(kind, {"name": name, **read}, subject)
+    return kind.parse({"name": name, **read}, subject)
 
 
 def _changed(stored: Mapping[str, Any], request: Request, known: Collection[str]) -> dict[str, Any]:

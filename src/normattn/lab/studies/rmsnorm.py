@@ -43,7 +43,7 @@ from normattn.lab.studies.base import Study
 from normattn.lab.studies.lm_report import ranked
 from normattn.lab.studies.preset import StudyPreset, opened
 from normattn.lab.studies.trained import ModelRun
-from normattn.lab.sweep.config import SweepConfig, merged, validated
+from normattn.lab.sweep.config import SweepConfig, merged
 from normattn.lab.sweep.paths import RunPaths
 from normattn.lab.sweep.run import Note, Request, Run, Stage, Sweep, measuring_stage
 from normattn.lab.training.distributed import World, world
@@ -235,7 +235,7 @@ def _shared(preset: RMSNormPreset) -> dict[str, Any]:
     labels, fields = {}, preset.training
     if "labels" not in fields.get("model", {}):
         subject = f"preset {preset.name}, training.data"
-        data = validated(RelationConfig, fields.get("data", {}), subject)
+        data = RelationConfig.parse(fields.get("data", {}), subject)
         count = data.modules if data.embedded else len(prepare_relations(data).labels)
         labels = {"model.labels": count}
     return preset.whole_training(ClassificationConfig, labels)

@@ -25,7 +25,6 @@ from typing import Any, ClassVar, Literal, NoReturn
 from pydantic import Field
 
 from normattn.errors import InputError, library, unknown
-from normattn.lab.sweep.config import validated
 from normattn.lab.sweep.launchers import (
     Child,
     Job,
@@ -353,4 +352,4 @@ def launcher(name: str, settings: Mapping[str, Any]) -> Launcher:
     known: dict[str, type[Launcher]] = {kind.name: kind for kind in (Local, Slurm, Ray)}
     if name not in known:
         raise unknown("launcher", name, known)
-    return validated(known[name], settings, f"the {name} launcher")
+    return known[name].parse(settings, f"the {name} launcher")

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field
 
 from normattn.errors import InputError
-from normattn.lab.training.config import refuse_unknown
-from normattn.settings import Settings, explain, refuse_beyond
-
-Model = TypeVar("Model", bound=BaseModel)
+from normattn.settings import Settings
 
 # Settings that no digit of a table depends on.
 CHANGEABLE = (
@@ -44,16 +41,6 @@ class SweepConfig(Settings):
     def of(cls, preset: str, **shared: Any) -> SweepConfig:
         """The settings of a preset that all runs share."""
         return cls.model_validate({"preset": preset, **shared})
-
-
-def validated(model: type[Model], fields: Mapping[str, Any], subject: str) -> Model:
-    """`model` filled with `fields`; what is wrong with them comes as one `InputError` sentence."""
-    refuse_unknown(fields, model, subject)
-    refuse_beyond(fields, subject)
-    try:
-        return model.model_validate(dict(fields))
-    except ValidationError as error:
-        raise InputError(f"{subject}: {explain(error)}") from error
 
 
 def merged(base: Mapping[str, Any], *layers: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from normattn.errors import InputError
 from normattn.io import expanded, read_json, read_toml
 from normattn.lab.training.trackers import TrackerName
 from normattn.score import ScoreSpec
-from normattn.settings import Settings, explain, refuse_beyond
+from normattn.settings import Settings
 
 # Settings that leave the loss curve as it is (threads and parallel: up to rounding), so that a run
 # may be resumed with others. `tensorboard` stands in the settings of runs from before `track`.
 CHANGEABLE = frozenset({"threads", "checkpoint_seconds", "track", "tensorboard", "parallel"})
 
 
-Config = TypeVar("Config", bound=BaseModel)
+Config = TypeVar("Config", bound="LoopConfig")
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 Rate = Annotated[float, Field(gt=0.0, le=10.0)]
 Decay = Annotated[float, Field(ge=0.0, le=10.0)]
@@ -154,8 +153,10 @@ class LoopConfig(Settings):
     @classmethod
     def _name_optimiser(cls, values: Any) -> Any:
         """An optimiser that is not named is AdamW."""
-        values = _of_this_version(values)
-        if isinstance(values, Mapping) and isinstance(values.get("optimiser"), Mapping):
+        if not isinstance(values, Mapping):
+            return values
+        values = cls.of_this_version(values)
+        if isinstance(values.get("optimiser"), Mapping):
             return {**values, "optimiser": {"name": "adamw", **values["optimiser"]}}
         return values
 
@@ -211,22 +212,27 @@ class LoopConfig(Settings):
         return self
 
     @classmethod
-    def parse(
-        cls: type[Config], values: Mapping[str, Any], source: str = "the configuration"
-    ) -> Config:
-        """Check `values`; `InputError` names the field in `source` and what was expected."""
-        values = _of_this_version(values)
-        refuse_unknown(values, cls, source)
-        refuse_beyond(values, source)
-        try:
-            return cls.model_validate(values)
-        except ValidationError as error:
-            raise InputError(f"{source}: {explain(error)}") from error
+    def of_this_version(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Settings of version 0.x: `tensorboard` was on or off before there was `track`.
+
+        `kernels` was a choice, whose "portable" is now the only rule; `InputError` for another.
+        """
+        values, former = dict(values), values.get("tensorboard")
+        if isinstance(former, bool) and not (former and "track" in values):
+            del values["tensorboard"]
+            values |= {"track": "tensorboard"} if former else {}
+        if values.get("kernels", "portable") != "portable":
+            raise InputError(
+                f"kernels is {values['kernels']!r}, but kernels are no longer chosen by timing; "
+                "leave the field out"
+            )
+        values.pop("kernels", None)
+        return values
 
     @classmethod
     def load(cls: type[Config], path: Path | str) -> Config:
         """Read a .json or .toml file, or the config.json of a run."""
-        return cls.parse(read_settings(expanded(path)), str(path))  # type: ignore[attr-defined,no-any-return]
+        return cls.parse(read_settings(expanded(path)), str(path))
 
 
 def multiplier(schedule: ScheduleConfig, step: int, steps: int) -> float:
@@ -271,72 +277,3 @@ def read_settings(path: Path) -> dict[str, Any]:
     if values.keys() == {"format", "kind", "config"} and isinstance(stored, dict):
         return stored
     return values
-
-
-def _of_this_version(values: Any) -> Any:
-    """Settings of earlier versions in the words of this one.
-
-    `tensorboard` was on or off before there was `track`. `kernels` was a choice in version 0.x,
-    whose "portable" is now the only rule; `InputError` for another value.
-    """
-    if not isinstance(values, Mapping):
-        return values
-    values, former = dict(values), values.get("tensorboard")
-    if isinstance(former, bool) and not (former and "track" in values):
-        del values["tensorboard"]
-        values |= {"track": "tensorboard"} if former else {}
-    if values.get("kernels", "portable") != "portable":
-        raise InputError(
-            f"kernels is {values['kernels']!r}, but kernels are no longer chosen by timing; "
-            "leave the field out"
-        )
-    values.pop("kernels", None)
-    return values
-
-
-def refuse_unknown(
-    values: Mapping[str, Any],
-    model: type[BaseModel],
-    source: str,
-    prefix: str = "",
-    known: list[str] | None = None,
-) -> None:
-    """Raise `InputError` for the first field that `model` does not have, naming the nearest.
-
-    `prefix` is where `values` stand in the whole, `known` every dotted field of it.
-    """
-    known = list(_paths(model)) if known is None else known
-    for key, value in values.items():
-        name, field = f"{prefix}{key}", model.model_fields.get(key)
-        if field is None:
-            siblings = [f"{prefix}{sibling}" for sibling in model.model_fields]
-            elsewhere = [path for path in known if path.rpartition(".")[2] == key]
-            near = difflib.get_close_matches(name, siblings, n=1, cutoff=0.6) or elsewhere[:1]
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(siblings)}"
-            raise InputError(f"{source}: unknown field {name}; {hint}")
-        candidates = _models(field.annotation)
-        if isinstance(value, Mapping) and candidates:
-            # Of several classes the one of this name, or the first.
-            inner = candidates[0]
-            for candidate in candidates if len(candidates) > 1 else ():
-                own = candidate.model_fields.get("name")
-                if own is not None and own.default == value.get("name"):
-                    inner = candidate
-            refuse_unknown(value, inner, source, f"{name}.", known)
-
-
-def _models(annotation: Any) -> list[type[BaseModel]]:
-    """The settings classes that a field may hold, through unions."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    if get_origin(annotation) is dict:  # Its keys are no fields.
-        return []
-    return [model for part in get_args(annotation) for model in _models(part)]
-
-
-def _paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Every dotted field of a settings class."""
-    for key, field in model.model_fields.items():
-        yield f"{prefix}{key}"
-        for inner in _models(field.annotation):
-            yield from _paths(inner, f"{prefix}{key}.")
