@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
-import shutil
 from pathlib import Path
 
 import pytest
@@ -28,33 +26,13 @@ def assert_refused(command: Command, folder: Path, expected: list[str], *argumen
 
 
 @pytest.mark.parametrize(
-    ("score", "expected"),
-    [
-        ("KNAA", ["KNAA", "did you mean KNA"]),
-        ("Baselin-logn", ["Baselin", "did you mean Baseline"]),
-        ("KNA-YaRN-NoPE", ["YaRN cannot be combined with NoPE", "rotary"]),
-        ("KNA-QNA", ["cannot be combined", "variant"]),
-        ("KNA(colour=1)", ["KNA", "colour"]),
-        ("", ["is empty", "--score"]),
-        ("BatchNormedEverything", ["BatchNormedEverything", "normattn list"]),
-    ],
-)
-def test_scores(
-    command: Command, tiny: Path, tmp_path: Path, score: str, expected: list[str]
-) -> None:
-    train = ("train", "--preset", tiny, "--out", tmp_path / "run")
-    assert_refused(command, tmp_path, expected, *train, "--score", score)
-
-
-@pytest.mark.parametrize(
     ("options", "expected"),
     [
+        (["--score", "KNAA"], ["KNAA", "did you mean KNA"]),
+        (["--score", ""], ["is empty", "--score"]),
         (["--steps", "0"], ["--steps", "1"]),
-        (["--dim", "15"], ["dim", "15", "heads"]),
         (["--heads", "3"], ["16", "3 heads"]),
-        (["--lr", "-1"], ["optimiser", "lr", "greater than 0"]),
         (["--vocab-size", "12"], ["vocab_size", "at least 257", "12"]),
-        (["--precision", "fp8"], ["precision", "fp32"]),
         (["--optimiser", "sgd"], ["optimiser", "adamw", "tiger"]),
         (["--colour", "red"], ["--colour"]),
         (["--set", "model.dims=8"], ["model.dims", "did you mean model.dim"]),
@@ -65,8 +43,6 @@ def test_scores(
         (["--set", "steps=1", "--set", "steps=2"], ["steps", "twice"]),
         (["--set", "steps=2", "--steps", "3"], ["steps", "--set"]),
         (["--set", "steps.more=1"], ["steps.more", "group"]),
-        (["--set", "data.tiled_fraction=1.5"], ["tiled_fraction", "less than or equal to 1"]),
-        (["--set", "accumulate=3"], ["accumulate", "batch_size 4"]),
         (["--preset", "smokey"], ["smokey", "did you mean smoke"]),
         (["--preset", "gone.toml"], ["gone.toml", "does not exist"]),
     ],
@@ -78,28 +54,11 @@ def test_options(
     assert_refused(command, tmp_path, expected, *train, *options)
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "expected"),
-    [
-        ("empty.txt", b"", ["empty"]),
-        ("small.txt", b"ab", ["too small", "sequence"]),
-        ("broken.parquet", b"PAR1 and no more", ["broken.parquet"]),
-        ("image.png", b"\x89PNG", ["image.png"]),
-    ],
-)
-def test_corpora(
-    command: Command, tiny: Path, tmp_path: Path, name: str, content: bytes, expected: list[str]
-) -> None:
-    corpus = tmp_path / name
-    corpus.write_bytes(content)
-    train = ("train", "--preset", tiny, "--out", tmp_path / "run")
-    assert_refused(command, tmp_path, expected, *train, "--corpus", corpus)
-
-
 def test_corpora_that_are_not_there(command: Command, tiny: Path, tmp_path: Path) -> None:
     train = ("train", "--preset", tiny, "--out", tmp_path / "run")
     (tmp_path / "texts").mkdir()
-    for name in ("gone", "texts"):
+    (tmp_path / "small.txt").write_text("ab")
+    for name in ("gone", "texts", "small.txt"):
         assert_refused(command, tmp_path, [name], *train, "--corpus", tmp_path / name)
     if os.geteuid():  # root reads everything
         (tmp_path / "secret.txt").write_text("text " * 1000)
@@ -112,18 +71,18 @@ def test_corpora_that_are_not_there(command: Command, tiny: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("name", "content", "expected"),
     [
-        ("bad.toml", "steps = = 3", ["bad.toml", "TOML"]),
-        ("bad.json", "{", ["bad.json", "JSON"]),
-        ("list.json", "[1]", ["list.json", "object"]),
-        ("unknown.toml", "stepz = 3", ["stepz", "did you mean steps"]),
-        ("type.toml", "steps = 'three'", ["steps", "three"]),
-        ("notes.md", "steps = 3", ["notes.md", ".toml"]),
+        ("bad.toml", b"steps = = 3", ["bad.toml", "TOML"]),
+        ("latin.toml", b'a = "\xff"', ["latin.toml", "not UTF-8"]),
+        ("bad.json", b"{", ["bad.json", "JSON"]),
+        ("list.json", b"[1]", ["list.json", "object"]),
+        ("unknown.toml", b"stepz = 3", ["stepz", "did you mean steps"]),
+        ("notes.md", b"steps = 3", ["notes.md", ".toml"]),
     ],
 )
 def test_configurations(
-    command: Command, tiny: Path, tmp_path: Path, name: str, content: str, expected: list[str]
+    command: Command, tiny: Path, tmp_path: Path, name: str, content: bytes, expected: list[str]
 ) -> None:
-    (tmp_path / name).write_text(content)
+    (tmp_path / name).write_bytes(content)
     train = ("train", tmp_path / name, "--preset", tiny, "--out", tmp_path / "run")
     assert_refused(command, tmp_path, expected, *train)
 
@@ -158,26 +117,6 @@ def test_places_that_are_taken(command: Command, tiny: Path, trained: Path, tmp_
     assert_refused(command, trained, other, *train, trained, "--score", "QNA")
 
 
-def test_damaged_runs(command: Command, tiny: Path, trained: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    train = ("train", "--preset", tiny, "--score", "KNA", "--out", run)
-    shutil.copytree(trained, run)
-    for file in run.glob("checkpoints/*/tensors.safetensors"):
-        file.write_bytes(b"nothing")
-    status = (run / "status.json").read_text()
-    (run / "status.json").unlink()
-    said = command(*train)
-    assert said.code == 2
-    assert "is damaged" in said.err
-    assert "every checkpoint" in said.err.splitlines()[-1]
-    stopped = {**json.loads(status), "state": "interrupted", "step": 2}
-    (run / "status.json").write_text(json.dumps(stopped))
-    assert_refused(command, run, ["interrupted at step 2"], "evaluate", run)
-    (run / "status.json").write_text(status)
-    (run / "config.json").write_text('{"format": 1')
-    assert_refused(command, run, ["config.json is damaged"], *train)
-
-
 def test_folders_without_runs(command: Command, tmp_path: Path) -> None:
     assert_refused(command, tmp_path, ["no config.json"], "evaluate", tmp_path)
     assert_refused(command, tmp_path, ["normattn evaluate"], "report", tmp_path)
@@ -190,16 +129,12 @@ def test_folders_without_runs(command: Command, tmp_path: Path) -> None:
         (["--preset", "labtop"], ["labtop", "did you mean laptop"]),
         (["--variants", "Baseline,KNX"], ["KNX", "did you mean KNA"]),
         (["--variants", "KNA-YaRN"], ["YaRN", "--methods"]),
-        (["--variants", "KNA,KNA"], ["twice"]),
-        (["--variants", "QKBatchNorm"], ["see the future"]),
         (["--methods", "ReRope2"], ["did you mean ReRoPE"]),
         (["--seeds", "0"], ["--seeds", "at least 1"]),
         (["--seeds", "107"], ["--seeds", "at most 100", "of one: 7,"]),
         (["--set", "training.stepz=1"], ["stepz", "did you mean steps"]),
         (["--set", "steps=10"], ["did you mean training.steps?"]),
-        (["--set", "evaluation.multiples=[]"], ["multiples"]),
         (["--set", "training.seed=1"], ["seed", "varied by the study"]),
-        (["--corpus", "/nowhere/at/all"], ["/nowhere/at/all"]),
         (
             ["--corpus", "python-source", "--set", 'training.data={corpus="hf:a"}'],
             ["training.data.corpus is given both as an option and by --set"],
@@ -235,24 +170,4 @@ def test_no_space_left_for_a_run(
     assert "no space left on the disk" in said.sentence
     # A lock stays where it is: another process may be waiting for it.
     assert leftovers(tmp_path) == ["run/.lock"]
-    assert command(*arguments).code == 0
-
-
-def test_no_space_left_at_a_checkpoint(
-    command: Command, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from normattn.lab.runs import Checkpoints
-
-    run = tmp_path / "run"
-    arguments = ("train", "--preset", tiny, "--score", "QNA", "--out", run)
-    with monkeypatch.context() as patch:
-        save = Checkpoints.save
-        patch.setattr(
-            Checkpoints, "save", lambda *given: (patch.setattr(os, "fsync", full), save(*given))[1]
-        )
-        said = command(*arguments)
-    assert said.code == 2
-    assert "no space left on the disk" in said.sentence
-    assert not list(run.glob("checkpoints/*"))
-    # With room again, the same command resumes.
     assert command(*arguments).code == 0

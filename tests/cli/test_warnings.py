@@ -12,17 +12,8 @@ import pytest
 from normattn import __main__
 
 
-def test_a_warning_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
-    monkeypatch.setattr(sys, "argv", ["normattn", "--version"])
-    with pytest.raises(SystemExit):
-        __main__._command()
-    said = warnings.formatwarning("the cache is damaged", UserWarning, __file__, 1)
-    assert said == "warning: the cache is damaged\n"
-
-
 @pytest.mark.parametrize("terminal", [False, True])
-def test_bars_of_libraries_are_for_terminals(
+def test_a_warning_is_a_sentence_and_bars_of_libraries_are_for_terminals(
     terminal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Carriage returns of tqdm in a log are many copies of one bar."""
@@ -39,3 +30,5 @@ def test_bars_of_libraries_are_for_terminals(
     with pytest.raises(SystemExit):
         __main__._command()
     assert ("TQDM_DISABLE" in os.environ) is not terminal
+    said = warnings.formatwarning("the cache is damaged", UserWarning, __file__, 1)
+    assert said == "warning: the cache is damaged\n"

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import random
 import signal
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 
 from normattn.errors import InputError, Interrupted
 from normattn.lab.runs import read_metrics, read_status
-from normattn.lab.training.distributed import World
 from normattn.lab.training.loop import train
 from normattn.lab.training.task import TrainingResult
 
 from .processes import start
-from .toy import ToyModel, ToyTask, config, open_run
+from .toy import ToyTask, config, open_run
 
 DROPOUT = 0.2
 STEPS = 60
@@ -59,37 +56,6 @@ def test_a_training_leaves_the_callers_random_numbers_alone(tmp_path: Path, unbr
     assert torch.equal(torch.rand(3), wanted)
     # And its own depend on its seed.
     assert read_metrics(tmp_path / "run/metrics.jsonl") != read_metrics(unbroken / "metrics.jsonl")
-
-
-def test_a_resumed_run_reads_its_checkpoint_once(tmp_path: Path) -> None:
-    width = 512  # Some megabytes of weights and moments.
-    settings = config(steps=6)
-
-    def resume(stop_at: int | None) -> None:
-        steps = itertools.count(1)
-
-        def make(world: World) -> ToyTask:
-            task = ToyTask(world)
-            task.model = ToyModel(dim=width)
-            return task
-
-        train(
-            make,
-            settings,
-            open_run(tmp_path / "run", settings),
-            should_stop=lambda: next(steps) == stop_at,
-            show_progress=False,
-        )
-
-    with pytest.raises(Interrupted):
-        resume(3)
-    (stored,) = (tmp_path / "run/checkpoints/step-00000003").glob("*.safetensors")
-    before = psutil.Process().io_counters().read_chars
-    resume(None)
-    read = psutil.Process().io_counters().read_chars - before
-    size = stored.stat().st_size
-    assert size > 4e6
-    assert size <= read < 1.5 * size
 
 
 def test_fp16_goes_on_with_its_loss_scale(tmp_path: Path) -> None:
@@ -158,22 +124,6 @@ def test_lines_past_the_checkpoint_and_a_torn_one_are_cut(tmp_path: Path, unbrok
     for name in ("none", "some"):
         run(tmp_path / name)
         assert_same(tmp_path / name, unbroken)
-
-
-def test_a_damaged_checkpoint_is_named_and_the_one_before_goes_on(
-    tmp_path: Path, unbroken: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for stop in (10, 10):
-        with pytest.raises(Interrupted, match="rerun the command to resume from there"):
-            run(tmp_path / "run", stop_at=stop)
-    damaged = tmp_path / "run/checkpoints/step-00000020/tensors.safetensors"
-    damaged.write_bytes(damaged.read_bytes()[:-3])
-    capsys.readouterr()
-    run(tmp_path / "run")
-    said = capsys.readouterr().err
-    assert "step-00000020 is damaged" in said
-    assert len(said.splitlines()) == 1
-    assert_same(tmp_path / "run", unbroken)
 
 
 def test_another_environment_is_said_in_one_line_and_kept(

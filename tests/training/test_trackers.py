@@ -74,6 +74,7 @@ def test_every_step_is_given_once_under_one_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     fake = installed(monkeypatch, name)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
     with pytest.raises(Interrupted):
         trained(tmp_path / "run", name, until=5)
     if name == "trackio":
@@ -87,21 +88,10 @@ def test_every_step_is_given_once_under_one_name(
     assert fake.finished == 2
     assert fake.asked[0]["config"]["steps"] == STEPS
     assert [each["resume"] for each in fake.asked] == ["allow", "allow"]
+    assert next(iter(fake.rows)).startswith(f"{tmp_path.name}-run-")
+    # wandb sends nothing unless told.
+    assert [each.get("mode") for each in fake.asked] == [{"wandb": "offline"}.get(name)] * 2
     assert capsys.readouterr().out == ""
-
-
-def test_two_runs_have_two_names_and_wandb_sends_nothing_unless_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fake = installed(monkeypatch, "wandb")
-    monkeypatch.delenv("WANDB_MODE", raising=False)
-    trained(tmp_path / "a" / "KNA(x=1)", "wandb")
-    monkeypatch.setenv("WANDB_MODE", "online")
-    trained(tmp_path / "b" / "KNA(x=1)", "wandb")
-    assert [each["mode"] for each in fake.asked] == ["offline", "online"]
-    assert len(fake.rows) == 2
-    assert all(each["id"] == each["name"] for each in fake.asked)
-    assert fake.asked[0]["name"].startswith("a-KNA-x-1-")
 
 
 @pytest.mark.parametrize(
