@@ -54,12 +54,12 @@ def test_options(
     assert_refused(command, tmp_path, expected, *train, *options)
 
 
-def test_corpora_that_are_not_there(command: Command, tiny: Path, tmp_path: Path) -> None:
+def test_corpora_that_cannot_be_used(command: Command, tiny: Path, tmp_path: Path) -> None:
     train = ("train", "--preset", tiny, "--out", tmp_path / "run")
     (tmp_path / "texts").mkdir()
     (tmp_path / "small.txt").write_text("ab")
-    for name in ("gone", "texts", "small.txt"):
-        assert_refused(command, tmp_path, [name], *train, "--corpus", tmp_path / name)
+    for name, word in (("gone", "gone"), ("texts", "texts"), ("small.txt", "too small")):
+        assert_refused(command, tmp_path, [word], *train, "--corpus", tmp_path / name)
     if os.geteuid():  # root reads everything
         (tmp_path / "secret.txt").write_text("text " * 1000)
         (tmp_path / "secret.txt").chmod(0)
