@@ -12,11 +12,17 @@ import pytest
 
 from .conftest import Command
 
+
+def _folder(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "another number": lambda file: file.write_bytes(file.read_bytes().replace(b"1", b"2", 1)),
     "a line less": lambda file: file.write_bytes(b"".join(file.read_bytes().splitlines(True)[:-1])),
     "gone": lambda file: file.unlink(),
-    "a folder": lambda file: (file.unlink(), file.mkdir()),
+    "a folder": _folder,
 }
 
 

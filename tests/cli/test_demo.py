@@ -44,21 +44,18 @@ def test_the_models_differ_in_their_keys_alone() -> None:
     assert changed == keys.config
 
 
-def test_the_command_writes_a_report(command: Command, tmp_path: Path) -> None:
-    said = command("demo", "--windows", 1, "--out", tmp_path / "out")
+def test_the_command_writes_a_report_of_a_text_of_ones_own(
+    command: Command, tmp_path: Path
+) -> None:
+    text = tmp_path / "book.txt"
+    text.write_text("def add(a, b):\n    return a + b\n" * 130)
+    said = command("demo", "--text", text, "--windows", 1, "--out", tmp_path / "out")
     assert said.code == 0, said.err
     assert "In short" in said.out
     assert str(tmp_path / "out" / "report.html") in said.out
     tables = json.loads((tmp_path / "out" / "table.json").read_text("utf-8"))
     assert len(tables["tables"]["demo"]) == 6
     assert "<html" in (tmp_path / "out" / "report.html").read_text("utf-8")
-
-
-def test_a_text_of_ones_own(command: Command, tmp_path: Path) -> None:
-    text = tmp_path / "book.txt"
-    text.write_text("def add(a, b):\n    return a + b\n" * 130)
-    said = command("demo", "--text", text, "--out", tmp_path / "out")
-    assert said.code == 0, said.err
     text.write_text("too short")
     short = command("demo", "--text", text, "--out", tmp_path / "none")
     assert short.code == 2

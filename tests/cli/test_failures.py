@@ -74,7 +74,8 @@ def test_a_user_without_a_home_gets_a_sentence(monkeypatch: pytest.MonkeyPatch) 
     assert default_cache_dir() == Path("/caches/normattn")
 
 
-_REPORT = [sys.executable, "-m", "normattn", "report", "/nowhere/model"]
+# A mistake that is found before a library is imported.
+_MISTAKE = shlex.join([sys.executable, "-m", "normattn", "train", "--steps", "zero"])
 _VERSION = shlex.join([sys.executable, "-m", "normattn", "--version"])
 
 
@@ -85,7 +86,7 @@ _VERSION = shlex.join([sys.executable, "-m", "normattn", "--version"])
         ("exec {} >&-", 2, 1, "standard output"),
         ("exec {} 2>&-", 2, 0, ""),
         ("exec {} >&- 2>&-", 2, 0, ""),
-        ("exec {} <&-", 2, 1, "/nowhere/model"),
+        ("exec {} <&-", 2, 1, "--steps"),
         ("exec {} 2>/dev/full", 2, 0, ""),
         (f"{_VERSION} >/dev/full", 2, 1, "no space left"),
         (f"{_VERSION} | true; exit ${{{{PIPESTATUS[0]}}}}", 1, 0, ""),
@@ -93,7 +94,7 @@ _VERSION = shlex.join([sys.executable, "-m", "normattn", "--version"])
     ],
 )
 def test_a_lost_place_is_one_sentence(shell: str, code: int, lines: int, word: str) -> None:
-    command = shell.format(shlex.join(_REPORT))
+    command = shell.format(_MISTAKE)
     # Python itself complains at its end of what is left in a buffer.
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=buffered)

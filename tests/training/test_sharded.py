@@ -101,7 +101,7 @@ def test_half_precision_is_that_of_one_process(tmp_path: Path) -> None:
     assert all(weight.dtype == torch.float32 for weight in weights(tmp_path / "two").values())
 
 
-@pytest.mark.parametrize("split", [None, "heads"])
+@pytest.mark.parametrize("split", [pytest.param(None, marks=pytest.mark.thorough), "heads"])
 def test_muon_and_qk_clip_are_those_of_one_process(split: str | None, tmp_path: Path) -> None:
     """Four processes: of the 60 rows of q, k and v each holds 15, and a head has 10."""
     model = {**MODEL, "score": "Baseline", "placement": "PreLN"}

@@ -164,49 +164,32 @@ class LoopConfig(Settings):
     def _check_together(self) -> LoopConfig:
         """Raise where one setting leaves no room for another."""
         warmup, keep = self.schedule.warmup_steps, list(self.keep)
-        fsdp, clip = self.parallel == "fsdp", self.qk_clip is not None
-        for excluded, why in (
-            (
-                warmup > self.steps,
-                f"schedule.warmup_steps is {warmup}, more than the {self.steps} "
-                "steps of the whole training",
+        if warmup > self.steps:
+            raise ValueError(
+                f"schedule.warmup_steps is {warmup}, more than the {self.steps} steps of the whole "
+                "training"
+            )
+        if keep != sorted({step for step in keep if 1 <= step <= self.steps}):
+            raise ValueError(
+                f"keep names steps from 1 to {self.steps}, each once and rising, got {keep}"
+            )
+        undivided = {
+            "a step of the optimiser tiger needs the size of whole matrices": (
+                self.optimiser.name == "tiger"
             ),
-            (
-                keep != sorted({step for step in keep if 1 <= step <= self.steps}),
-                f"keep names steps from 1 to {self.steps}, each once and rising, got {keep}",
-            ),
-            (
-                fsdp and self.optimiser.name == "tiger",
-                "parallel is fsdp, and a step of the optimiser tiger needs the size of whole "
-                "matrices: expected ddp",
-            ),
-            (
-                fsdp and self.precision == "fp16",
-                "parallel is fsdp, and the loss scale of fp16 needs whole gradients: expected ddp",
-            ),
-            (
-                fsdp and self.compile,
-                "parallel is fsdp, under which nothing is compiled: expected ddp",
-            ),
-            (
-                fsdp and bool(self.inspect_every),
-                "parallel is fsdp, under which no layer is inspected: expected ddp",
-            ),
-            (
-                fsdp and self.unit_weights,
-                "parallel is fsdp, and unit_weights needs whole columns: expected ddp",
-            ),
-            (
-                clip and self.unit_weights,
-                "qk_clip makes weights smaller, which unit_weights undoes",
-            ),
-            (
-                clip and self.compile,
-                "qk_clip looks at logits, which a compiled model does not show",
-            ),
-        ):
-            if excluded:
-                raise ValueError(why)
+            "the loss scale of fp16 needs whole gradients": self.precision == "fp16",
+            "nothing is compiled under it": self.compile,
+            "no layer is inspected under it": self.inspect_every > 0,
+            "unit_weights needs whole columns": self.unit_weights,
+        }
+        for why, asked in undivided.items():
+            if asked and self.parallel == "fsdp":
+                raise ValueError(f"parallel is fsdp, and {why}: expected ddp")
+        clip = self.qk_clip is not None
+        if clip and self.unit_weights:
+            raise ValueError("qk_clip makes weights smaller, which unit_weights undoes")
+        if clip and self.compile:
+            raise ValueError("qk_clip looks at logits, which a compiled model does not show")
         for score in self.scores if clip else ():
             refuse_score(score)
         return self
