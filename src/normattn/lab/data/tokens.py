@@ -162,7 +162,7 @@ class DataConfig(SplitSettings):
     def parsed(self) -> Corpus | None:
         """Where the text is read from; None for generated tokens."""
         if self.synthetic:
-            CopyTask.parse(self.corpus)
+            CopyTask.of_address(self.corpus)
             return None
         return parse_corpus(self.corpus)
 
@@ -170,7 +170,7 @@ class DataConfig(SplitSettings):
     def tiling(self) -> Tiling | None:
         """What `TrainingBatches` takes; a synthetic corpus is tiled throughout, by its periods."""
         if self.synthetic:
-            task = CopyTask.parse(self.corpus)
+            task = CopyTask.of_address(self.corpus)
             return Tiling(1.0, task.low, task.high)
         if self.tiled_fraction == 0:
             return None
@@ -186,7 +186,7 @@ def prepare_tokens(config: DataConfig, cache_dir: Path | None = None) -> TokenDa
     UTF-8, and for a cache that cannot be written.
     """
     if config.synthetic:
-        return CopyTask.parse(config.corpus).token_data(config.vocab_size, config.seed)
+        return CopyTask.of_address(config.corpus).token_data(config.vocab_size, config.seed)
     corpus = parse_corpus(config.corpus)
     decides = [
         *(FORMAT, tokenizers.__version__, SAMPLE_BYTES, corpus.fingerprint()),
@@ -263,7 +263,7 @@ class CopyTask(Settings):
     document_tokens: Count = 4097
 
     @classmethod
-    def parse(cls, text: str) -> CopyTask:
+    def of_address(cls, text: str) -> CopyTask:
         """Read the address; `InputError` for another task, an unknown option or no number."""
         address = Address.parse(text)
         if address.body != COPY:
