@@ -6,6 +6,7 @@ import errno
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 
 from normattn.errors import InputError
 from normattn.io import explain_os_errors, write_directory, write_text, write_with
@@ -70,6 +71,17 @@ def test_a_new_file_takes_no_other_file_s_place(tmp_path: Path, when: str) -> No
     assert names(tmp_path) == ["place"]
 
 
+def test_a_file_that_came_meanwhile_is_left_alone(tmp_path: Path) -> None:
+    place = tmp_path / "place"
+
+    def fill_late(folder: Path) -> None:
+        place.write_text("mine")
+
+    with pytest.raises(InputError, match="filled by another process"):
+        write_directory(place, fill_late)
+    assert place.read_text() == "mine"
+
+
 def test_our_own_folder_is_replaced_as_a_whole(tmp_path: Path) -> None:
     place = tmp_path / "place"
     place.mkdir()
@@ -83,8 +95,13 @@ def test_our_own_folder_is_replaced_as_a_whole(tmp_path: Path) -> None:
     ("error", "message"),
     [
         (OSError(errno.ENOSPC, "No space left on device"), "no space left on the disk that holds"),
+        (OSError(errno.EFBIG, "File too large"), "no space left on the disk that holds"),
         (OSError(errno.EIO, "Input/output error"), "cannot be written: Input/output error"),
         (OSError(errno.EROFS, "Read-only file system"), "Read-only file system; choose a writable"),
+        (
+            SafetensorError("I/O error: No space left on device (os error 28)"),
+            "no space left on the disk that holds",
+        ),
         (Exception("No space left on device (os error 28)"), "no space left on the disk"),
     ],
 )

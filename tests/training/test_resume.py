@@ -126,6 +126,22 @@ def test_lines_past_the_checkpoint_and_a_torn_one_are_cut(tmp_path: Path, unbrok
         assert_same(tmp_path / name, unbroken)
 
 
+def test_a_damaged_checkpoint_is_named_and_the_one_before_goes_on(
+    tmp_path: Path, unbroken: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for stop in (10, 10):
+        with pytest.raises(Interrupted, match="rerun the command to resume from there"):
+            run(tmp_path / "run", stop_at=stop)
+    damaged = tmp_path / "run/checkpoints/step-00000020/tensors.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-3])
+    capsys.readouterr()
+    run(tmp_path / "run")
+    said = capsys.readouterr().err
+    assert "step-00000020 is damaged" in said
+    assert len(said.splitlines()) == 1
+    assert_same(tmp_path / "run", unbroken)
+
+
 def test_another_environment_is_said_in_one_line_and_kept(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
