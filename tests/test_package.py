@@ -30,7 +30,7 @@ def test_the_page_of_stable_names_is_the_interface() -> None:
 
 
 def test_the_page_names_every_command() -> None:
-    line = PAGE.split("The commands ")[1].split("with the options")[0]
+    line = " ".join(PAGE.split()).split("The commands ")[1].split("with the options")[0]
     named = set(re.findall(r"`([\w-]+)`", line))
     known = {each.name for each in app.registered_commands if not each.hidden}
     known |= {each.name for each in app.registered_groups}

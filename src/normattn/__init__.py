@@ -72,7 +72,9 @@ if not TYPE_CHECKING:  # a type checker that saw it would let every name pass
             return importlib.import_module("normattn.hf")
         if name not in _HOMES:
             raise AttributeError(f"module 'normattn' has no attribute {name!r}")
-        return getattr(importlib.import_module(f"normattn.{_HOMES[name]}"), name)
+        value = getattr(importlib.import_module(f"normattn.{_HOMES[name]}"), name)
+        globals()[name] = value  # the next time it is an ordinary attribute
+        return value
 
 
 def __dir__() -> list[str]:

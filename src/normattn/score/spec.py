@@ -70,6 +70,12 @@ class InSlot(typing.Generic[P]):
         return part if isinstance(part, self.kind) else None
 
 
+@functools.cache
+def _slots() -> tuple[str, ...]:
+    """The attributes of a `ScoreSpec` that hold a component or None."""
+    return tuple(name for name, slot in vars(ScoreSpec).items() if isinstance(slot, InSlot))
+
+
 @dataclass(frozen=True)
 class ScoreSpec:
     """The components of a score, one per type, and the training length.
@@ -112,6 +118,8 @@ class ScoreSpec:
             object.__setattr__(self, "train_length", check_train_length(self.train_length))
         filled = (part.filled(self.train_length, None) for part in arrange(self.parts))
         object.__setattr__(self, "parts", tuple(filled))
+        # Searched for once: a call of attention asks for many of them.
+        self.__dict__.update({name: getattr(self, name) for name in _slots()})
         norms = (self.variant.query_norm(), self.variant.key_norm())
         leaks = any(norm is not None and norm.leaks_future for norm in norms)
         object.__setattr__(self, "leaks_future", leaks)
