@@ -79,4 +79,6 @@ def unknown(kind: str, name: str, known: Iterable[str], more: str = "") -> Input
     names = list(known)
     near = get_close_matches(name, names, n=1, cutoff=0.4)
     hint = f"did you mean {near[0]}? " if near else ""
-    return InputError(f"no {kind} is called {name!r}: {hint}there are {', '.join(names)}{more}")
+    return InputError(
+        f"no {kind} is called {name!r}: {hint}there are {', '.join(names) or 'none'}{more}"
+    )

@@ -39,7 +39,8 @@ def emit_method(asked: model_options.Extend, engine: str) -> None:
     source = expanded(asked.model) if asked.gguf is None else expanded(asked.model) / asked.gguf
     wanted = _wanted(asked, source, methods[0])
     text = emit(wanted, engine)
-    warn(f"checked with {ENGINES[engine].checked}")
+    older = "" if asked.engine_version is None else f"written for {engine} {asked.engine_version}, "
+    warn(f"{older}checked with {ENGINES[engine].checked}")
     if out is None:
         print(text, end="")
         return

@@ -56,7 +56,7 @@ def extend_model(asked: model_options.Extend) -> None:
     was measured stays.
     """
     if asked.emit is not None:
-        emit_method(asked, asked.emit)
+        emit_method(asked, asked.emit.lower())
         return
     if asked.threads is not None:
         torch.set_num_threads(asked.threads)

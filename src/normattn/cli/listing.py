@@ -128,6 +128,8 @@ def _parameter(field: dict[str, Any]) -> str:
         return f"{field['name']}={field['default']}"
     if field["example"] is None:
         return f"{field['name']} (optional)"
+    if field["name"] == "factor":
+        return "factor"
     return f"{field['name']} ({field['example']:.6g} at L = 512 and factor 8)"
 
 

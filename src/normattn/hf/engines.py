@@ -263,13 +263,13 @@ class Engine:
     oldest: tuple[int, int] = (9999, 0)
 
 
-_XLLAMACPP = "llama.cpp of xllamacpp 2026.10.11549, YaRN run, the rest read"
+_XLLAMACPP = "llama.cpp in xllamacpp 2026.10.11549 (YaRN by running it, the rest in its source)"
 ENGINES = {
-    "hf": Engine(_config_json, "transformers 5.23.0, run", (4, 0)),
-    "vllm": Engine(_vllm, "vLLM 0.33.0, get_rope and _get_and_verify_max_len run", (0, 33)),
-    "sglang": Engine(_sglang, "SGLang at commit 108c36c (get_rope), read"),
+    "hf": Engine(_config_json, "transformers 5.23.0 (by running it)", (4, 0)),
+    "vllm": Engine(_vllm, "vLLM 0.33.0 (by running its get_rope and length rule)", (0, 33)),
+    "sglang": Engine(_sglang, "SGLang at commit 108c36c (get_rope, in its source)"),
     "llama.cpp": Engine(_llama_cpp, _XLLAMACPP),
     "gguf": Engine(_gguf, _XLLAMACPP),
-    "mlx": Engine(_mlx, "mlx-lm at commit 060aa43 (rope_utils.py), read"),
+    "mlx": Engine(_mlx, "mlx-lm at commit 060aa43 (rope_utils.py, in its source)"),
 }
 """By the names that `--emit` takes."""

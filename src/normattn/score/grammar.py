@@ -13,7 +13,7 @@ import types
 import typing
 from typing import Any, Literal
 
-from normattn.errors import InputError
+from normattn.errors import InputError, unknown
 from normattn.score.parts.base import Part, find
 from normattn.score.recipes import recipe
 
@@ -61,15 +61,16 @@ def build_parts(
 ) -> tuple[Part, ...]:
     """The parts with their values; each parameter goes to the one that has its field open."""
     for key, value in parameters.items():
+        known = {field.name for part, _ in given for field in dataclasses.fields(part)}
+        if key not in known:
+            raise unknown(f"parameter of {text!r}", key, sorted(known))
         takers = [
             fields
             for part, fields in given
             if key in {field.name for field in dataclasses.fields(part)} and key not in fields
         ]
         if not takers:
-            raise InputError(
-                f"no component of {text!r} takes the parameter {key!r}, or it is given already"
-            )
+            raise InputError(f"{key} is already given in {text!r}")
         if len(takers) > 1:
             raise InputError(
                 f"two components of {text!r} take {key!r}: write it after the one that you mean"
