@@ -45,7 +45,7 @@ def test_a_place_filled_while_it_was_written_is_left_alone(tmp_path: Path, there
         place.mkdir(exist_ok=True)
         (place / "thesis.tex").write_text("mine")
 
-    with pytest.raises(InputError, match="place was filled by another process meanwhile"):
+    with pytest.raises(InputError, match="place was filled by another process"):
         write_directory(place, fill_late)
     assert names(place) == ["thesis.tex"]
     assert names(tmp_path) == ["place"]

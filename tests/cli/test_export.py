@@ -175,8 +175,8 @@ def test_a_classifier_reads_texts_as_in_training(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "status", "sentence"),
     [
-        ("translation", "finished", "a run of kind 'translation', whose model"),
-        ("vision", "finished", "a run of kind 'vision', whose model"),
+        ("translation", "finished", "kind 'translation'"),
+        ("vision", "finished", "kind 'vision'"),
         ("causal-lm", "running", "is running at step 1; only a finished run can be exported"),
     ],
 )

@@ -37,6 +37,8 @@ TRAINED = ("keynorm/quick", "keynorm/workstation", "realformer/gpu-base", "rmsno
 """The presets that are trained each time, one of each task but translation."""
 LOGITS = 1e-4
 """Logits of transformers' models in float32."""
+RECURRENT = {"hrm_text": 1e-3}
+"""Of models that apply their layers again and again, which adds up what processors round apart."""
 
 
 def recorded(name: str) -> Any:
@@ -75,12 +77,13 @@ def test_the_record_holds_every_score() -> None:
 
 @pytest.mark.parametrize("family", few(FAMILIES, [*FAMILIES][::3].__contains__))
 def test_an_extended_family_gives_the_recorded_logits(family: str) -> None:
+    tolerance = RECURRENT.get(family, LOGITS)
     for method, expected in FAMILIES[family].items():
         logits = record.family_logits(family, method)
         assert (logits is None) == (expected is None), method
         if expected is not None:
             torch.testing.assert_close(
-                torch.tensor(logits), torch.tensor(expected), rtol=LOGITS, atol=LOGITS
+                torch.tensor(logits), torch.tensor(expected), rtol=tolerance, atol=tolerance
             )
 
 

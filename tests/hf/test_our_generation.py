@@ -110,7 +110,7 @@ def test_a_method_is_used_by_generate() -> None:
 
 def test_what_is_refused() -> None:
     wrapped = wrapped_of(SCORES[0])
-    with pytest.raises(InputError, match="cache_implementation='static' cannot serve"):
+    with pytest.raises(InputError, match="cache_implementation='static' cannot"):
         wrapped.generate(PROMPTS, cache_implementation="static", **HOW)
     with pytest.raises(InputError, match="room for 10 tokens"):
         wrapped.generate(PROMPTS, past_key_values=wrapped.new_cache(10), **HOW)
