@@ -18,7 +18,7 @@ import normattn
 from .families import LENGTH, build, logits, model_of, tokens
 
 CLOSE: dict[str, Any] = {"rtol": 0, "atol": 1e-4}
-# One for each way in: attention of our own with keys un-rotated, rotated, and by blocks of rows.
+# One for each way in: attention of our own with keys unrotated, rotated, and by blocks of rows.
 METHODS: list[tuple[str, dict[str, Any]]] = [
     ("ReRoPE-logn+", {"window": 3}),
     ("YaRN-logn+", {"factor": 4}),

@@ -15,7 +15,7 @@ from normattn.hf.modeling_normattn import NormattnCache
 from normattn.models import CausalLM, CausalLMConfig
 from normattn.score import ScoreSpec
 
-# A plain score, un-rotated keys, a window, packing, residual scores, a gated unit.
+# A plain score, unrotated keys, a window, packing, residual scores, a gated unit.
 SCORES = ["KNA-logn", "Baseline-SlidingWindow(window=5)", "Baseline-Packed", "Baseline-RealFormer"]
 PROMPTS = torch.randint(1, 40, (2, 7), generator=torch.Generator().manual_seed(1))
 HOW: dict[str, Any] = {"max_new_tokens": 9, "pad_token_id": 0, "do_sample": False}

@@ -1,6 +1,6 @@
 """The attention function of an extended layer: from q and k to the inputs of a kernel.
 
-Queries and keys arrive un-rotated (or, where only log-n is added, rotated by the model), and a
+Queries and keys arrive unrotated (or, where only log-n is added, rotated by the model), and a
 `Score` rotates them by the model's own frequencies, scaled where the method says so.
 
 transformers' cache holds keys as a layer projects them, and a decode step would rotate them all

@@ -52,7 +52,7 @@ class Resolved:
         without_positions: layers among the model's that have no rotary position.
         left: layers that attend within a window, and stay as trained.
         attention: `stock`, or `normattn` where the layers attend by our kernels.
-        cached_keys: `rotated`, or `un-rotated` where a cache must hold them so.
+        cached_keys: `rotated`, or `unrotated` where a cache must hold them so.
     """
 
     method: str
@@ -130,7 +130,7 @@ class Plan(NamedTuple):
             without_positions=tuple(layer.index for layer in served if layer.rotation is None),
             left=tuple(layer.index for layer in self.layers if layer.sliding is not None),
             attention="normattn" if replaces_attention(spec) else "stock",
-            cached_keys="un-rotated" if rotates_inside(spec) else "rotated",
+            cached_keys="unrotated" if rotates_inside(spec) else "rotated",
         )
 
 

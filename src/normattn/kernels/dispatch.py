@@ -95,7 +95,7 @@ _PLAIN = _TILED - {
 }
 
 Run = Callable[[AttentionInputs, Recorder | None, bool], tuple[Tensor, Tensor | None]]
-"""(inputs, recorder of statistics, whether the log-sum-exp is wanted) to the output and it."""
+"""Computes (output, log-sum-exp) of (inputs, recorder of statistics, whether it is wanted)."""
 
 
 class Kernel(NamedTuple):

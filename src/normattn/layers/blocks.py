@@ -38,7 +38,7 @@ def in_blocks(
     """All query rows at once, or, where the score works by blocks, those of each block.
 
     `part(rows, keys, block)` attends from some rows to the first `keys` keys as `block` reads
-    them. Rows of a batch may reach a block at different times: a row keeps what is its own.
+    them. Rows of a batch may reach a block at different times: each keeps its own block's output.
     """
     queries, keys = positions.query.shape[-1], positions.key.shape[-1]
     if not spec.blockwise or queries == 0:

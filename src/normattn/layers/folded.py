@@ -120,8 +120,8 @@ class FoldedSequence(FoldedPlan):
     ) -> Float[Tensor, "b outputs t out"]:
         """Norm, rotation and torch's kernel.
 
-        What is not finite shows. On a CPU a number is read, and other kernels take over. On another
-        device the rows of the batch that hold it become NaN, without waiting for the device.
+        Non-finite numbers stay visible. On a CPU a sum is read, and other kernels take over. On
+        another device rows of the batch that hold such a number become NaN, without a wait.
         """
         v = v if self.ends_here else pair_values(score.spec, v, k.shape[-1])
         q, k = self.operands(score, q, k)
@@ -135,7 +135,7 @@ class FoldedSequence(FoldedPlan):
         if not q.is_cpu:
             out = sdpa(q, k, v, self.mask.causal, 1.0) + zero_or_nan(q, k).to(v.dtype)
         else:
-            # In float32: a sum of half-precision numbers is beyond their range soon.
+            # In float32: a sum of half-precision numbers soon exceeds their range.
             total = q.detach().sum(dtype=torch.float32) + k.detach().sum(dtype=torch.float32)
             if math.isfinite(total.item()):
                 out = sdpa(q, k, v, self.mask.causal, 1.0)

@@ -59,7 +59,7 @@ class StackConfig(Settings):
             (None: dim / heads).
         block: "mha" is attention and a feed-forward layer, "gau" one gated attention unit with one
             head. A setting of the other kind of block is refused.
-        train_length: number of tokens that the model is trained to read.
+        train_length: number of tokens that the model is trained on at once.
         score: a `ScoreSpec` or its text, resolved with `train_length`; `score.layer` gives
             each layer's.
         placement: where norm and residual are. A norm that is not there has no settings.

@@ -159,7 +159,7 @@ def decide(claims: Sequence[Claim], view: View) -> list[Finding]:
 
 
 def _hypotheses(claim: Claim, estimate: Estimate) -> list[tuple[Verdict, float]]:
-    """The verdicts that are possible, and the p of each's denial; none where seeds are too few."""
+    """The possible verdicts, and the p value of each one's opposite; none with too few seeds."""
     if estimate.p is None or (claim.test is None and len(estimate.seeds) < SEEDS):
         return []
     signed = estimate.value * claim.sign

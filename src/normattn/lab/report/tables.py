@@ -18,7 +18,7 @@ from normattn.lab.stats.arrays import Where
 from normattn.lab.stats.measurements import FACTOR
 
 FEW_SEEDS = 3
-"""Trainings below which a row speaks of those models alone."""
+"""A row with fewer trainings describes those models, not the score."""
 _NUMBER = re.compile(r"[-+]?\d[\d,]*(\.\d+)?(e[-+]?\d+)?")
 
 
