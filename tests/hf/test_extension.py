@@ -161,7 +161,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("LeakyReRoPE", {"factor": 0.5}, "factor must be a number of at least 1, but it is 0.5"),
     ("ReRoPE", {"factor": 2}, "ReRoPE takes no factor"),
     ("SelfExtend", {"group": 2, "factor": 2}, "takes no factor"),
-    ("ReRoPE", {"size": 3}, "takes the parameter 'size'"),
+    ("ReRoPE", {"size": 3}, "'size'"),
     ("ReRoPE", {"train_length": 1}, "a training length must be a whole number of at least 2"),
     ("YaRN-ReRoPE", {"factor": 2}, "cannot be combined"),
 ]
