@@ -188,8 +188,10 @@ def in_short(view: View) -> list[str]:
     if not unmodified:
         return []
     lengths = view.lengths("last_segment")
-    named = dict.fromkeys(("Baseline", max(unmodified, key=unmodified.__getitem__)))
-    values = ", ".join(f"{row} {unmodified[row]:+.1f}" for row in named if row in unmodified)
+    others = {row: value for row, value in unmodified.items() if row != "Baseline"}
+    named = ["Baseline"] if "Baseline" in unmodified else []
+    named += [max(others, key=others.__getitem__)] if others else []
+    values = ", ".join(f"{row} {unmodified[row]:+.1f}" for row in named)
     sentences = [
         f"Change of accuracy when the context grows from {lengths[0]:,} to {lengths[-1]:,} tokens, "
         f"same final tokens, unmodified models, in points: {values}."
