@@ -24,8 +24,8 @@ COMMANDS = {
         export SLURM_JOB_ID=$number SLURM_JOB_NUM_NODES=1 SLURM_NTASKS=1 SLURM_PROCID=0
         export SLURM_LOCALID=0 SLURM_NODEID=0 SLURM_JOB_NODELIST=here
         begin() {
-          echo $2 >> $SLURM/jobs
           PLACE=$2 setsid bash "$1" >/dev/null 2>&1 & echo "$name $!" > $SLURM/queue/$2
+          echo $2 >> $SLURM/jobs
         }
         if [ -z "$tasks" ]; then begin "$1" $number; else
           export SLURM_ARRAY_JOB_ID=$number
@@ -105,7 +105,7 @@ def test_results_that_lie_in_the_folder_are_not_read(cluster: Path, tmp_path: Pa
     one = _job(tmp_path / "out", "pass")
     two = Job("two", ("-c", "raise SystemExit(3)"), one.log.parents[2] / "two" / "seed0" / "log")
     ended = run_jobs([one, two], Slurm(), 2, Needs())
-    assert {outcome.job.name: outcome.code for outcome in ended} == {"one": 0, "two": 3}
+    assert {outcome.job.name: outcome.code for outcome in ended} == {"one": 0, "two": 3}, ended
 
 
 def test_a_signal_cancels_the_jobs(cluster: Path, tmp_path: Path) -> None:
