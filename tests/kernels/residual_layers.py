@@ -173,7 +173,9 @@ def weighted(outs: list[Tensor]) -> Tensor:
     return total
 
 
-def agree(layers: list[AttentionInputs], way: str, mean: bool, tolerance: float = 1e-10) -> None:
+def assert_agree(
+    layers: list[AttentionInputs], way: str, mean: bool, tolerance: float = 1e-10
+) -> None:
     ours, expected = run_layers(layers, way, mean), by_hand(layers, mean)
     for one, two in zip(ours, expected, strict=True):
         torch.testing.assert_close(one, two, atol=tolerance, rtol=tolerance)
@@ -189,6 +191,6 @@ def causal_layers(count: int = 3) -> list[AttentionInputs]:
     return make_layers(shape, seen_by(shape), {}, {}, count)
 
 
-def same(found: Iterable[Tensor], expected: Iterable[Tensor]) -> None:
+def assert_same(found: Iterable[Tensor], expected: Iterable[Tensor]) -> None:
     for one, two in zip(found, expected, strict=True):
         torch.testing.assert_close(one, two)

@@ -112,24 +112,24 @@ def test_statistics_are_those_of_the_weights(text: str, given: str) -> None:
             with observing(notes):
                 out = attention(q, k, v, score, causal, backend=backend, **options)
             where = f"{text} by {backend}, causal {causal}"
-            close(out, attention(q, k, v, score, causal, backend=backend, **options), where)
+            assert_close(out, attention(q, k, v, score, causal, backend=backend, **options), where)
             assert notes.owners == [score]
-            close(notes.whole("entropy"), entropy_of(share), where)
-            close(notes.whole("first"), (share * (places == 0)).sum(-1), where)
+            assert_close(notes.whole("entropy"), entropy_of(share), where)
+            assert_close(notes.whole("first"), (share * (places == 0)).sum(-1), where)
             for number, function in enumerate(asked):
                 mean = (share * function[distance]).sum(-1)
-                close(notes.whole("mean")[number], mean, where)
+                assert_close(notes.whole("mean")[number], mean, where)
             if spec.normaliser is None:
                 assert torch.equal(notes.whole("visible").expand(B, H, T), seen.sum(-1)), where
                 for number, function in enumerate(asked):
                     even = (seen * function[distance]).sum(-1) / seen.sum(-1).clamp(min=1)
-                    close(notes.whole("even")[number].expand(B, H, T), even, where)
+                    assert_close(notes.whole("even")[number].expand(B, H, T), even, where)
             elif given == "whole" and causal:
                 logits = (q @ k.mT / 8**0.5) + torch.full((T, T), -torch.inf).triu(1)
-                close(notes.whole("largest"), logits.amax(-1), where)
+                assert_close(notes.whole("largest"), logits.amax(-1), where)
             if spec.sink is not None:
                 left = torch.where(seen.any(-1), 1 - rows.sum(-1), 0.0)
-                close(notes.whole("sink"), left, where)
+                assert_close(notes.whole("sink"), left, where)
 
 
 def _drawn(score: Score) -> Score:
@@ -164,7 +164,7 @@ def entropy_of(weight: Tensor) -> Tensor:
     return -total
 
 
-def close(ours: Tensor, expected: Tensor, where: str) -> None:
+def assert_close(ours: Tensor, expected: Tensor, where: str) -> None:
     torch.testing.assert_close(
         ours, expected, rtol=1e-9, atol=1e-10, msg=lambda text: f"{where}: {text}"
     )
@@ -246,14 +246,14 @@ def test_residual_scores(backend: str, mean: bool, causal: bool) -> None:
         plain = torch.softmax(score, -1)
         with observing(notes):
             out = attend(replace(inputs, residual_scores=residual), backend)
-        close(out, plain @ v.repeat_interleave(2, 1), backend)
+        assert_close(out, plain @ v.repeat_interleave(2, 1), backend)
         found = notes.seen[-1][1]
         for name, expected in (
             ("entropy", entropy_of(plain)),
             ("first", plain[..., 0]),
             ("largest", score.amax(-1)),
         ):
-            close(getattr(found, name), expected, f"{backend}, {name}")
+            assert_close(getattr(found, name), expected, f"{backend}, {name}")
 
 
 @pytest.mark.parametrize("keys", [0, 1])

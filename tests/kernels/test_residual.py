@@ -12,7 +12,7 @@ from kernels.residual_layers import (
     CASES,
     WAYS,
     Shape,
-    agree,
+    assert_agree,
     by_hand,
     causal_layers,
     inputs_of,
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("case", CASES)
 def test_outputs_and_gradients_of_four_layers(case: str, mean: bool, way: str) -> None:
     shape, seen, fields, learned = CASES[case]
-    agree(make_layers(shape, seen(shape), fields, learned), way, mean)
+    assert_agree(make_layers(shape, seen(shape), fields, learned), way, mean)
 
 
 def test_no_layer_of_depth_three_forgets_the_lowest() -> None:

@@ -15,12 +15,12 @@ from torch.utils.checkpoint import checkpoint
 from kernels.residual_layers import (
     WAYS,
     Shape,
+    assert_same,
     by_hand,
     causal_layers,
     inputs_of,
     make_layers,
     run_layers,
-    same,
     seen_by,
     weighted,
 )
@@ -39,8 +39,8 @@ def test_two_forwards_before_a_backward(way: str) -> None:
     layers = causal_layers()
     expected = torch.autograd.grad(weighted(by_hand(layers)), inputs_of(layers))
     first, second = weighted(run_layers(layers, way)), weighted(run_layers(layers, way))
-    same(torch.autograd.grad(first, inputs_of(layers)), expected)
-    same(torch.autograd.grad(second, inputs_of(layers)), expected)
+    assert_same(torch.autograd.grad(first, inputs_of(layers)), expected)
+    assert_same(torch.autograd.grad(second, inputs_of(layers)), expected)
 
 
 @every_way
@@ -55,7 +55,7 @@ def test_a_loss_at_an_early_exit(exit_after: int, way: str) -> None:
             torch.autograd.grad(ours, inputs)
         return
     expected = torch.autograd.grad(weighted(by_hand(layers)[:exit_after]), inputs)
-    same(torch.autograd.grad(ours, inputs), expected)
+    assert_same(torch.autograd.grad(ours, inputs), expected)
 
 
 @every_way
@@ -64,12 +64,12 @@ def test_a_gradient_through_the_sum_alone(way: str) -> None:
     layers = causal_layers()
     wanted = [layers[0].q, layers[0].k, layers[1].q, layers[2].v]
     expected = torch.autograd.grad(weighted(by_hand(layers)[2:]), wanted)
-    same(torch.autograd.grad(weighted(run_layers(layers, way)[2:]), wanted), expected)
+    assert_same(torch.autograd.grad(weighted(run_layers(layers, way)[2:]), wanted), expected)
     frozen = replace(layers[0], **{n: getattr(layers[0], n).detach() for n in "qkv"})
     layers = [frozen, *layers[1:]]
     wanted = [x for x in inputs_of(layers) if x.requires_grad]
     expected = torch.autograd.grad(weighted(by_hand(layers)), wanted)
-    same(torch.autograd.grad(weighted(run_layers(layers, way)), wanted), expected)
+    assert_same(torch.autograd.grad(weighted(run_layers(layers, way)), wanted), expected)
 
 
 def test_a_second_backward_is_refused_by_name() -> None:
@@ -85,7 +85,7 @@ def test_the_other_ways_serve_a_second_backward(way: str) -> None:
     layers = causal_layers()
     loss = weighted(run_layers(layers, way))
     first = torch.autograd.grad(loss, inputs_of(layers), retain_graph=True)
-    same(torch.autograd.grad(loss, inputs_of(layers)), first)
+    assert_same(torch.autograd.grad(loss, inputs_of(layers)), first)
 
 
 def test_a_second_derivative_is_refused_or_given() -> None:
@@ -124,7 +124,9 @@ def test_a_whole_stack_can_be_checkpointed(way: str) -> None:
         return weighted(run_layers(fresh, way))
 
     expected = torch.autograd.grad(weighted(by_hand(layers)), inputs)
-    same(torch.autograd.grad(checkpoint(stack, *inputs, use_reentrant=False), inputs), expected)
+    assert_same(
+        torch.autograd.grad(checkpoint(stack, *inputs, use_reentrant=False), inputs), expected
+    )
 
 
 def _above(first: AttentionInputs, second: AttentionInputs, way: str) -> Tensor:

@@ -34,7 +34,7 @@ def backends(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     return ("reference", "chunked", "auto")
 
 
-def _agree(
+def _assert_agree(
     recipe: Recipe, backends: tuple[str, ...], q: Tensor, k: Tensor, v: Tensor, **options: Any
 ) -> None:
     """All backends give the oracle's output and the naive formula's gradients."""
@@ -65,7 +65,7 @@ def test_grouped_heads_and_values_of_another_size(
     recipe: Recipe, heads: int, groups: int, backends: tuple[str, ...]
 ) -> None:
     q, k, v = tensors((2, heads, 7, 4), (2, groups, 7, 4), (2, groups, 7, 6))
-    _agree(recipe, backends, q, k, v)
+    _assert_agree(recipe, backends, q, k, v)
 
 
 @every_recipe
@@ -74,7 +74,7 @@ def test_fewer_queries_than_keys_are_the_last_ones(
     recipe: Recipe, queries: int, keys: int, backends: tuple[str, ...]
 ) -> None:
     q, k, v = tensors((2, 2, queries, 4), (2, 2, keys, 4), (2, 2, keys, 4))
-    _agree(recipe, backends, q, k, v)
+    _assert_agree(recipe, backends, q, k, v)
 
 
 @pytest.mark.parametrize("recipe", [r for r in RECIPES if r.method != "ReRoPE"])
@@ -83,7 +83,7 @@ def test_bidirectional_over_any_lengths(
     recipe: Recipe, queries: int, keys: int, backends: tuple[str, ...]
 ) -> None:
     q, k, v = tensors((2, 2, queries, 4), (2, 2, keys, 4), (2, 2, keys, 4))
-    _agree(recipe, (*backends, "fused"), q, k, v, causal=False)
+    _assert_agree(recipe, (*backends, "fused"), q, k, v, causal=False)
 
 
 @pytest.mark.parametrize("window", [1, 3, 5])
@@ -96,7 +96,7 @@ def test_two_regimes_at_every_ragged_length(
     recipe = Recipe("KNA", "", method="ReRoPE", window=window)
     for length in sorted(length for length in lengths if 0 < length < 12):
         q, k, v = tensors((1, 1, length, 4), (1, 1, length, 4), (1, 1, length, 4), seed=length)
-        _agree(recipe, ("chunked", "reference"), q, k, v)
+        _assert_agree(recipe, ("chunked", "reference"), q, k, v)
 
 
 @every_recipe
@@ -104,9 +104,9 @@ def test_padding_anywhere(recipe: Recipe, backends: tuple[str, ...]) -> None:
     q, k, v = tensors((3, 2, 7, 4), (3, 1, 7, 4), (3, 1, 7, 4))
     padding = torch.zeros(3, 7, dtype=torch.bool)
     padding[0, :3], padding[1, 5:], padding[2, ::2] = True, True, True
-    _agree(recipe, backends, q, k, v, key_padding=padding)
+    _assert_agree(recipe, backends, q, k, v, key_padding=padding)
     if recipe.method != "ReRoPE":
-        _agree(recipe, backends, q, k, v, key_padding=padding, causal=False)
+        _assert_agree(recipe, backends, q, k, v, key_padding=padding, causal=False)
 
 
 @every_recipe
@@ -138,9 +138,9 @@ def _masks() -> Iterator[tuple[str, Tensor]]:
 @pytest.mark.parametrize(("name", "mask"), list(_masks()), ids=[name for name, _ in _masks()])
 def test_masks(recipe: Recipe, name: str, mask: Tensor, backends: tuple[str, ...]) -> None:
     q, k, v = tensors((2, 2, 7, 4), (2, 2, 7, 4), (2, 2, 7, 4))
-    _agree(recipe, backends, q, k, v, attn_mask=mask)
+    _assert_agree(recipe, backends, q, k, v, attn_mask=mask)
     padding = torch.arange(7)[None] < torch.tensor([[1], [3]])
-    _agree(recipe, backends, q, k, v, attn_mask=mask, key_padding=padding)
+    _assert_agree(recipe, backends, q, k, v, attn_mask=mask, key_padding=padding)
 
 
 @pytest.mark.parametrize("backend", ["reference", "chunked"])
@@ -164,12 +164,14 @@ def test_explicit_positions(recipe: Recipe, backends: tuple[str, ...]) -> None:
     q, k, v = tensors((2, 2, 5, 4), (2, 2, 6, 4), (2, 2, 6, 4))
     rows = torch.tensor([[0, 1, 5, 9, 30], [3, 2, 1, 0, 4]])
     columns = torch.tensor([5, 0, 1, 2, 9, 3])
-    _agree(recipe, backends, q, k, v, q_positions=rows, k_positions=columns)
-    _agree(recipe, backends, q, k, v, q_positions=rows[0], k_positions=columns)
-    _agree(recipe, backends, q, k, v, q_positions=rows)
-    _agree(recipe, backends, q, k, v, k_positions=torch.stack((columns, columns.flip(0))))
+    _assert_agree(recipe, backends, q, k, v, q_positions=rows, k_positions=columns)
+    _assert_agree(recipe, backends, q, k, v, q_positions=rows[0], k_positions=columns)
+    _assert_agree(recipe, backends, q, k, v, q_positions=rows)
+    _assert_agree(recipe, backends, q, k, v, k_positions=torch.stack((columns, columns.flip(0))))
     padding = torch.arange(6)[None] < torch.tensor([[2], [0]])
-    _agree(recipe, backends, q, k, v, q_positions=rows, k_positions=columns, key_padding=padding)
+    _assert_agree(
+        recipe, backends, q, k, v, q_positions=rows, k_positions=columns, key_padding=padding
+    )
 
 
 @every_recipe

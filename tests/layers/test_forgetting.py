@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from layers.written_out import agree
+from layers.written_out import assert_agree
 from normattn import attention
 from normattn.kernels import BACKENDS
 from score.cases import tensors
@@ -61,7 +61,7 @@ def test_outputs_and_gradients(backend: str) -> None:
         q, k, v, forget = leaves
         text = "Baseline-FoX" + ("" if window is None else f"-SlidingWindow(window={window})")
         ours = attention(q, k, v, text, forget=forget, backend=backend)
-        agree(ours, _looped(q, k, v, forget, window), leaves)
+        assert_agree(ours, _looped(q, k, v, forget, window), leaves)
 
 
 def test_documents_and_padding() -> None:
@@ -69,13 +69,13 @@ def test_documents_and_padding() -> None:
     q, k, v, forget = leaves
     documents = torch.tensor([[0] * 4 + [1] * 7, [0] * 9 + [1] * 2])
     ours = attention(q, k, v, "Baseline-FoX-Packed", forget=forget, documents=documents)
-    agree(ours, _looped(q, k, v, forget, documents=documents), leaves)
+    assert_agree(ours, _looped(q, k, v, forget, documents=documents), leaves)
     padding = torch.arange(T)[None] < torch.tensor([[0], [3]])
     ours = attention(q, k, v, "Baseline-FoX", forget=forget, key_padding=padding)
     expected = _looped(q, k, v, forget, padding=padding)
     # What a padded query reads has no meaning.
     real = ~padding[:, None, :, None]
-    agree(ours * real, expected * real, leaves)
+    assert_agree(ours * real, expected * real, leaves)
 
 
 def test_half_precision_keeps_the_sum() -> None:

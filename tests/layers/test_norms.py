@@ -56,7 +56,7 @@ def everything(norm: nn.Module, x: Tensor, weight: Tensor) -> list[Tensor]:
     return [y.detach(), *torch.autograd.grad((y * weight).sum(), [x, *norm.parameters()])]
 
 
-def close(found: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
+def assert_close(found: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
     for mine, theirs in zip(found, expected, strict=True):
         scale = max(1.0, float(theirs.abs().max()))
         assert float((mine.double() - theirs.double()).abs().max()) <= tolerance * scale
@@ -78,7 +78,7 @@ def test_equal_to_torch_in_every_precision(kind: str, dtype: torch.dtype, learne
     ours, oracle = ours.to(dtype), oracle.to(dtype)
     # The truth for rounded inputs and parameters, in float64.
     exact = everything(oracle.double(), x.double(), weight.double())
-    close(everything(ours, x, weight), exact, TOLERANCE[dtype])
+    assert_close(everything(ours, x, weight), exact, TOLERANCE[dtype])
 
 
 @pytest.mark.usefixtures("_by_chunks")
@@ -88,7 +88,7 @@ def test_full_precision_parameters_serve_a_half_precision_stream(kind: str) -> N
     x, weight = drawn(4, 9, 24).bfloat16(), drawn(4, 9, 24, seed=1).bfloat16()
     found = everything(ours.float(), x, weight)
     assert all(gradient.dtype == torch.float32 for gradient in found[2:])
-    close(found, everything(oracle, x.double(), weight.double()), TOLERANCE[torch.bfloat16])
+    assert_close(found, everything(oracle, x.double(), weight.double()), TOLERANCE[torch.bfloat16])
 
 
 @pytest.mark.parametrize("kind", ["layer", "rms"])
@@ -97,7 +97,7 @@ def test_gradients_of_parameters_are_added_up_in_float32(kind: str) -> None:
     ours, oracle = pair(kind, 40, True)
     x, weight = drawn(4000, 40).bfloat16(), drawn(4000, 40, seed=1).bfloat16()
     found = everything(ours.float(), x, weight)
-    close(found[2:], everything(oracle, x.double(), weight.double())[2:], 1e-5)
+    assert_close(found[2:], everything(oracle, x.double(), weight.double())[2:], 1e-5)
 
 
 @pytest.mark.usefixtures("_by_chunks")
@@ -106,7 +106,7 @@ def test_strided_rows_and_gradients_give_what_contiguous_ones_do(kind: str) -> N
     ours, oracle = pair(kind, 8, True)
     x, weight = drawn(2, 8, 5).transpose(1, 2), drawn(5, 2, 8, seed=1).transpose(0, 1)
     assert not x.is_contiguous()
-    close(everything(ours, x, weight), everything(oracle, x, weight), 1e-12)
+    assert_close(everything(ours, x, weight), everything(oracle, x, weight), 1e-12)
 
 
 @pytest.mark.usefixtures("_by_chunks")

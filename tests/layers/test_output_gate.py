@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from layers.written_out import agree
+from layers.written_out import assert_agree
 from normattn import Attention, InputError, Score, attention
 from score.cases import tensors
 
@@ -35,7 +35,7 @@ def test_outputs_and_gradients(per: str, wide: int, causal: bool, act: str) -> N
     q, k, v, gate = leaves
     ours = attention(q, k, v, f"KNA-Gate(per={per},act={act})", causal=causal, gate=gate)
     plain = attention(q, k, v, "KNA", causal=causal, backend="reference")
-    agree(ours, _by_hand(plain, gate, act), leaves)
+    assert_agree(ours, _by_hand(plain, gate, act), leaves)
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference", "chunked"])
@@ -55,7 +55,7 @@ def test_two_heads_of_a_key_head_make_one_output(backend: str) -> None:
             for head in (2 * p, 2 * p + 1)
         )
         outputs.append(one - other / (1 + (-shares[:, :, p, None]).exp()))
-    agree(ours, torch.stack(outputs, 1), leaves)
+    assert_agree(ours, torch.stack(outputs, 1), leaves)
 
 
 def test_a_layer_of_twice_the_query_heads_has_the_projections_of_the_authors() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from layers.written_out import agree
+from layers.written_out import assert_agree
 from normattn import InputError, Score, attention
 from normattn.layers.cache import KeyValueCache
 from score.cases import tensors
@@ -35,7 +35,7 @@ def test_what_xsa_reads_is_orthogonal_to_the_own_value(
     for b, h, t in torch.cartesian_prod(*map(torch.arange, (B, H, queries))).tolist():
         o, own = read[b, h, t], v[b, h // (H // G), S - queries + t]
         rows.append(o - sum(o * own) / sum(own * own) * own)
-    agree(ours, torch.stack(rows).view_as(ours), list(leaves))
+    assert_agree(ours, torch.stack(rows).view_as(ours), list(leaves))
 
 
 def test_an_own_value_of_zero_leaves_what_is_read_as_it_is() -> None:
@@ -71,7 +71,7 @@ def test_vo_rope_reads_a_value_by_its_distance(layout: str, backend: str, causal
     read = torch.einsum("bhts,tsm,bhsm->bhtm", weights.to(turns.dtype), turns, pairs)
     parts = (read.real, read.imag)
     expected = torch.cat(parts, -1) if layout == "half" else torch.stack(parts, -1).flatten(-2)
-    agree(ours, expected, list(leaves))
+    assert_agree(ours, expected, list(leaves))
 
 
 @pytest.mark.parametrize("part", ["XSA", "VORoPE"])

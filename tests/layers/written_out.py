@@ -30,7 +30,7 @@ def of_program(program: str, cases: object) -> dict[str, Any]:
     return found
 
 
-def agree(ours: Tensor, expected: Tensor, leaves: list[Tensor]) -> None:
+def assert_agree(ours: Tensor, expected: Tensor, leaves: list[Tensor]) -> None:
     """Equal outputs, and equal gradients of the leaves, to about nine digits."""
     torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-10)
     weights = torch.linspace(-1, 1, ours.numel(), dtype=ours.dtype).view_as(ours)

@@ -53,7 +53,7 @@ def products(q: Tensor, k: Tensor) -> Tensor:
 
 
 def drawn(score: Score) -> dict[str, Tensor]:
-    """The score's parameters by name, all drawn anew."""
+    """The score's parameters by name, all drawn at random."""
     learned: dict[str, Tensor] = dict(score.named_parameters())
     with torch.no_grad():
         for seed, parameter in enumerate(learned.values()):

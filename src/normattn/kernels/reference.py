@@ -120,7 +120,7 @@ def strips(inputs: AttentionInputs, recorder: Recorder | None = None) -> Float[T
 
     A strip's scores take about 4 MiB on a CPU. Its backward computes it once more, so that between
     forward and backward nothing per pair is kept; what one strip holds on a CPU is kept, which
-    makes a training step of short sequences a quarter faster. `recorder` takes statistics.
+    saves computing it again. `recorder` takes statistics.
     """
     if inputs.q.device.type == "cpu" and strip_rows(inputs) == inputs.q.shape[2]:
         return reference(inputs, recorder)

@@ -10,7 +10,6 @@ size, C capacity.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -50,7 +49,8 @@ def folds(score: Score) -> bool:
     return not (score.position is not None or wider or moved or spec.leaks_future)
 
 
-class FoldedPlan(ABC):
+@dataclass(frozen=True, eq=False)
+class FoldedPlan:
     """What turns queries and keys of some shapes into operands of torch's kernel.
 
     `ends_here` says that no gate, no pairs of heads and no part of the values follow. `n` (1, C)
@@ -59,18 +59,6 @@ class FoldedPlan(ABC):
 
     ends_here: bool
     n: Float[Tensor, "1 c"] | None
-
-    @abstractmethod
-    def run(
-        self,
-        score: Score,
-        q: Float[Tensor, "b h t d"],
-        k: Float[Tensor, "b g s d"],
-        v: Float[Tensor, "b g s e"],
-        given: AttentionArguments,
-        cache: KeyValueCache | None,
-    ) -> Float[Tensor, "b outputs t out"]:
-        """softmax(score) · v."""
 
     def operands(
         self, score: Score, q: Tensor, k: Tensor, rows: slice | None = None
@@ -101,8 +89,6 @@ class FoldedSequence(FoldedPlan):
     `mask` and `backend` are for numbers that torch's kernel does not serve.
     """
 
-    ends_here: bool
-    n: Float[Tensor, "1 t"] | None
     query: RotationArguments | None
     key: RotationArguments | None
     scale: Tensor | float | None
@@ -217,8 +203,6 @@ class FoldedStep(FoldedPlan):
     query to it: each key is read once.
     """
 
-    ends_here: bool
-    n: Float[Tensor, "1 c"] | None
     spec: ScoreSpec
     heads: tuple[int, int]
     capacity: int

@@ -32,7 +32,7 @@ from normattn.layers.checks import (
     check_order,
     check_restarts,
 )
-from normattn.layers.folded import FoldedPlan, fold_sequence, fold_step
+from normattn.layers.folded import FoldedSequence, FoldedStep, fold_sequence, fold_step
 from normattn.layers.gates import (
     add_forgetting,
     finish,
@@ -50,7 +50,7 @@ Kernel = Callable[[AttentionInputs], Tensor]
 
 # All are forgotten at once when there are so many: lengths vary without end.
 _MOST = 512
-_KEPT: dict[tuple[object, ...], tuple[ScoreSpec, FoldedPlan | None]] = {}
+_KEPT: dict[tuple[object, ...], tuple[ScoreSpec, FoldedSequence | FoldedStep | None]] = {}
 
 
 def prepare(
@@ -60,7 +60,7 @@ def prepare(
     v: Float[Tensor, "b g s e"],
     given: AttentionArguments,
     cache: KeyValueCache | None,
-) -> FoldedPlan | AttentionPlan:
+) -> FoldedSequence | FoldedStep | AttentionPlan:
     """What a call needs besides its tensors; `InputError` for what does not fit together.
 
     One that folds is looked up before all checks, for it passed them when it was made.
@@ -131,7 +131,7 @@ def _learning(score: Score, *tensors: Tensor) -> bool:
 @torch.no_grad()
 def _fold(
     score: Score, q: Tensor, k: Tensor, v: Tensor, given: AttentionArguments, capacity: int
-) -> FoldedPlan | None:
+) -> FoldedSequence | FoldedStep | None:
     """The plan of a score that folds, for tensors like these; None without."""
     check_shapes(q, k, v)
     check_heads(score, q, k)

@@ -64,7 +64,7 @@ def generate(
         stop: token ids and strings at which a row ends.
         decode: tokens to text; for stop strings and the answers' text.
         seed: prompt r has its own generator, with seed + r or seed[r].
-        on_token: called with the prompt's number and each token as it is generated.
+        on_token: called with the prompt's index and each generated token.
         chunk: prompts are processed this many tokens at a time.
 
     A row's answer does not depend on the other rows, nor on earlier calls. Raises `InputError` for

@@ -143,7 +143,7 @@ def _packaged_file(name: str) -> Path:
 class ImageBatches:
     """Batches of `batch_size` images in an order that is new every epoch.
 
-    With `shift` each image is moved by −shift … shift pixels down and to the right (drawn anew each
+    With `shift` each image is moved by −shift … shift pixels down and to the right (new each
     time it is seen); what comes in from outside repeats the border's pixels. Raises `InputError`
     for a shift as large as the image.
     """

@@ -241,7 +241,7 @@ class PairBatches:
     """Batches of at most `batch_tokens` padded source and target tokens together.
 
     Sentences are sorted by their padded lengths (a multiple of 8 each) and cut into batches;
-    within equal lengths their order is drawn anew for every epoch, and so is the order of the
+    within equal lengths they are shuffled again in every epoch, and so is the order of the
     batches. The cuts are the same in every epoch, so there are `len(self)` batches in each, and
     every sentence is in exactly one of them. Rows come in multiples of 8: the last batch of the
     sorting may hold rows that are not scored.
