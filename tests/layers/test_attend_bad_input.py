@@ -25,6 +25,11 @@ CASES = [
     ("groups", "attention(q[:, :3], k, v, 'KNA')", "must be a multiple of the key heads"),
     ("dtypes", "attention(q, k.half(), v, 'KNA')", "must share a dtype"),
     (
+        "devices, after a call of these shapes",
+        "attention(q, k, v, 'KNA'), attention(q, k.to('meta'), v, 'KNA')",
+        "k is on the meta device",
+    ),
+    (
         "float8 in a cache",
         "attention(*(x.to(e4m3) for x in (q[:, :2], k, v)), Score('KNA', 2, 4), "
         "cache=KeyValueCache())",

@@ -152,11 +152,14 @@ def without_parameters(score: ScoreSpec | str, q: Tensor, k: Tensor, v: Tensor) 
 
 
 def _build(score: ScoreSpec | str, q: Tensor, k: Tensor, v: Tensor) -> Score:
-    shapes = (getattr(x, "shape", ()) for x in (q, k))
-    # A specification by identity: its hash would take as long as all the rest.
-    name = (score if isinstance(score, str) else id(score), *(x[1::2] for x in shapes))
-    if name in _BUILT:
-        return _BUILT[name][1]
+    try:
+        # A specification by identity: its hash would take as long as all the rest.
+        given = score if isinstance(score, str) else id(score)
+        name = given, q.shape[1], q.shape[-1], k.shape[1]
+        if (built := _BUILT.get(name)) is not None:
+            return built[1]
+    except (AttributeError, IndexError):
+        pass  # no tensors with heads, which the next line refuses in words
     check_shapes(q, k, v)
     module = Score(as_spec(score), q.shape[1], q.shape[-1], k.shape[1])
     learned = [name for name, _ in module.named_parameters()]

@@ -87,7 +87,8 @@ def prepare(
     name = (
         # A specification by identity: its hash would take as long as all the rest.
         *(id(spec), score.heads, score.kv_heads, score.head_dim, given.causal, given.backend),
-        *(capacity, q.shape, k.shape, v.shape, q.dtype, q.layout, q.device),
+        *(capacity, q.shape, k.shape, v.shape, q.dtype, q.layout),
+        *(q.device, k.device, v.device),
     )
     if (kept := _KEPT.get(name)) is None:
         # The specification is kept, too: another one may not get its number.
