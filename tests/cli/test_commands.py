@@ -19,7 +19,6 @@ import normattn
 from cli.conftest import Command
 from normattn.cli import parsing
 from normattn.lab import studies
-from normattn.lab.sweep.config import merged
 from normattn.settings import typed
 
 
@@ -193,14 +192,6 @@ def test_another_block_alone_is_enough(
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
-    [("3", (0, 1, 2)), ("1", (0,)), ("7,9", (7, 9)), ("7,", (7,))],
-)
-def test_seeds(text: str, expected: tuple[int, ...]) -> None:
-    assert parsing.seeds(text) == expected
-
-
-@pytest.mark.parametrize(
     ("text", "value"),
     [
         ("1", 1),
@@ -225,23 +216,3 @@ WITHOUT_NONE = st.booleans() | WHOLE | REAL | st.text()
 @given(st.none() | WITHOUT_NONE | st.lists(WITHOUT_NONE | st.lists(WITHOUT_NONE), max_size=4))
 def test_a_setting_is_typed_as_it_is_read(value: Any) -> None:
     assert parsing.assignments(typed("a.b", value)) == {"a.b": value}
-
-
-def test_a_group_is_typed_setting_by_setting() -> None:
-    group = {"layers": 2, "score": {"name": "KNA"}, "betas": [0.9, 0.95], "rows": [{"n": "5"}]}
-    said = typed("model", group)
-    assert said == [
-        "model.layers=2",
-        "model.score.name=KNA",
-        "model.betas=[0.9, 0.95]",
-        'model.rows=[{"n" = "5"}]',
-    ]
-    assert merged({"model": {}}, parsing.assignments(said)) == {"model": group}
-
-
-def test_layers_of_settings() -> None:
-    base = {"a": 1, "b": {"c": 2, "d": 3}}
-    result = merged(base, {"b": {"c": 4}}, {"b.d": 5, "e.f": 6})
-    assert result == {"a": 1, "b": {"c": 4, "d": 5}, "e": {"f": 6}}
-    assert base == {"a": 1, "b": {"c": 2, "d": 3}}
-    assert merged({"continued": None}, {"continued.start": "x"}) == {"continued": {"start": "x"}}

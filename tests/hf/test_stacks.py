@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 
 import apart
 import normattn
@@ -355,34 +355,6 @@ def test_a_reference_copy_is_made_before_it_assert_extended(method: str) -> None
         with normattn.extend(reference, method, **METHODS[method]):
             assert torch.equal(logits(model, ids), logits(reference, ids))
     assert torch.equal(logits(copy.deepcopy(model), ids), logits(model, ids))
-
-
-class _Int8Linear(nn.Module):
-    """A linear map with weights of 8 bits and a scale for each row, as quantisers make."""
-
-    scale: Tensor
-    packed: Tensor
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        scale = linear.weight.detach().abs().amax(1, keepdim=True) / 127
-        self.register_buffer("scale", scale)
-        self.register_buffer("packed", (linear.weight.detach() / scale).round().to(torch.int8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x times the widened weights."""
-        return nn.functional.linear(x, self.packed.to(x.dtype) * self.scale)
-
-
-@pytest.mark.parametrize("method", BOTH)
-def test_layers_of_quantised_weights_are_extended(method: str) -> None:
-    model, ids = build("Llama"), tokens()
-    for layer in model.model.layers:
-        for part in (layer.self_attn, layer.mlp):
-            for name, child in list(part.named_children()):
-                if isinstance(child, nn.Linear):
-                    setattr(part, name, _Int8Linear(child))
-    _assert_extended(model, ids, method)
 
 
 def _assert_extended(model: Any, ids: Tensor, method: str) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from normattn.kernels import AttentionInputs, AttentionMask
+from normattn.kernels import AttentionInputs, AttentionMask, attend
+from normattn.kernels.residual_scores import ResidualScores
 
 CHANGES = ("plain", "bias", "sink", "cap", "two regimes", "all")
 
@@ -28,18 +29,20 @@ def make_inputs(
     scale: float = 1.0,
     dtype: torch.dtype = torch.float64,
     learned: bool = True,
+    seed: int | None = None,
     layout: Callable[[str, Tensor], Tensor] = lambda name, x: x,
     **mask: Any,
 ) -> AttentionInputs:
-    """Normal q (times `scale`), k and v, always the same; `mask` are fields of the mask.
+    """Normal q (times `scale`), k and v, the same for a seed; `mask` are fields of the mask.
 
-    `change` adds a bias by distance, a sink, a cap of 2, far queries and keys from distance
-    `far_from` on, or all of them. `layout` lays an operand out in memory.
+    `change` adds a bias by distance, a sink, a cap of 2, these three ("one regime"), far queries
+    and keys from distance `far_from` on, or all of them. `layout` lays an operand out in memory.
     """
-    seed, at = torch.Generator().manual_seed(rows), torch.arange(keys)
+    generator = torch.Generator().manual_seed(rows if seed is None else seed)
+    at = torch.arange(keys)
 
     def leaf(name: str, *shape: int) -> Tensor:
-        drawn = torch.randn(shape, generator=seed, dtype=torch.float64)
+        drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
         drawn = drawn * (scale if name in ("q", "far_q") else 1)
         return layout(name, drawn.to(dtype)).requires_grad_(learned)
 
@@ -52,11 +55,11 @@ def make_inputs(
         far_q = leaf("far_q", batch, heads, rows, size)
         far_k = leaf("far_k", batch, groups, keys, size)
         inputs = replace(inputs, far_q=far_q, far_k=far_k, window=far_from)
-    if change in ("bias", "all"):
+    if change in ("bias", "one regime", "all"):
         inputs = replace(inputs, bias=leaf("bias", heads, keys))
-    if change in ("sink", "all"):
+    if change in ("sink", "one regime", "all"):
         inputs = replace(inputs, sink=leaf("sink", heads))
-    return replace(inputs, cap=2.0) if change in ("cap", "all") else inputs
+    return replace(inputs, cap=2.0) if change in ("cap", "one regime", "all") else inputs
 
 
 def leaves_of(inputs: AttentionInputs) -> list[Tensor]:
@@ -88,3 +91,65 @@ def assert_all_close(
     """Equal in shape, and in value up to `error`, absolute and relative."""
     for one, two in zip(ours, expected, strict=True):
         torch.testing.assert_close(one, two, atol=error, rtol=error, msg=lambda m: f"{where}: {m}")
+
+
+def logits_of(p: AttentionInputs, product: Tensor) -> Tensor:
+    """Cap, bias and mask on a product, by formula, and the sink's logit behind; −∞ where hidden."""
+    logits = product if p.cap is None else p.cap * torch.tanh(product / p.cap)
+    seen, distance = p.visibility, p.visibility.query[:, None] - p.visibility.key
+    if p.bias is not None:
+        logits = logits + p.bias[:, distance.abs()]
+    hidden = torch.zeros(p.q.shape[0], 1, *distance.shape, dtype=torch.bool)
+    if seen.causal:
+        hidden = hidden | (distance < 0)
+    if seen.window is not None:
+        hidden = hidden | ((distance.abs() >= seen.window) & (seen.key >= seen.kept))
+    if seen.padding is not None:
+        hidden = hidden | seen.padding[:, None, None]
+    if seen.key_documents is not None and seen.query_documents is not None:
+        other = seen.query_documents[:, :, None] != seen.key_documents[:, None]
+        hidden = hidden | other[:, None]
+    if seen.mask is not None and seen.mask.dtype == torch.bool:
+        hidden = hidden | ~seen.mask
+    elif seen.mask is not None:
+        logits = logits + seen.mask
+    logits = logits.masked_fill(hidden, -torch.inf)
+    if p.sink is None:
+        return logits
+    sink = p.sink[None, :, None, None].expand(*logits.shape[:3], 1)
+    return torch.cat((logits, sink), -1)
+
+
+R = 21
+_PADDING = torch.arange(R) < torch.tensor([[0], [3]])
+_NUMBERS = (torch.arange(R) >= R // 2).long().expand(2, -1)
+# Layers of residual scores: what each is beside R queries and keys.
+RESIDUAL: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "bidirectional": {"causal": False},
+    "last rows": {"rows": 9},
+    "cross": {"rows": 9, "keys": 14, "causal": False},
+    "one row": {"rows": 1},
+    "window": {"keys": 33, "window": 5},
+    "kept": {"window": 5, "kept": 2},
+    "padding": {"padding": _PADDING},
+    "padded encoder": {"padding": _PADDING, "causal": False},
+    "documents": {"query_documents": _NUMBERS, "key_documents": _NUMBERS},
+    "mask": {"mask": torch.ones(R, R).tril(3) > 0},
+    "floating": {"mask": torch.eye(R, dtype=torch.float64)},
+    "irregular": {"aligned": False},
+    **{change: {"change": change} for change in ("cap", "bias", "sink", "one regime")},
+}
+WAYS = ("residual", "concatenated", "reference")
+
+
+def make_layers(case: str = "causal", count: int = 3, **more: Any) -> list[AttentionInputs]:
+    """Inputs of `count` layers, each with numbers of its own."""
+    given = {"rows": R, "keys": R, "size": 4, "values": 6, **RESIDUAL[case], **more}
+    return [make_inputs(**given, seed=layer) for layer in range(count)]
+
+
+def run_layers(layers: list[AttentionInputs], way: str, mean: bool = False) -> list[Tensor]:
+    """Each layer's output, its softmax over the sum (or the mean) of the scores so far."""
+    residual = ResidualScores(mean)
+    return [attend(replace(layer, residual_scores=residual), way) for layer in layers]

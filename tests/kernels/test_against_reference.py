@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from normattn.kernels import AttentionInputs, AttentionMask, attend, two_regime
+from normattn.kernels import AttentionInputs, AttentionMask, attend, tiled, two_regime
 from normattn.kernels.dispatch import TABLE
 from normattn.kernels.reference import reference
 
@@ -96,9 +96,11 @@ def _drawn(draw: random.Random, plain: bool, whole: bool = False) -> AttentionIn
 
 
 @few
-@given(st.randoms(use_true_random=False))
-def test_chunked_serves_everything_together(draw: random.Random) -> None:
-    assert_agrees("chunked", _drawn(draw, plain=False))
+@given(st.randoms(use_true_random=False), st.sampled_from([1, 700, 5000, 10**6]))
+def test_chunked_serves_everything_together(draw: random.Random, budget: int) -> None:
+    """In tiles of one head, of some heads and batch rows, and of all."""
+    with mock.patch.object(tiled, "TILE_BYTES", budget):
+        assert_agrees("chunked", _drawn(draw, plain=False))
 
 
 @few

@@ -53,24 +53,6 @@ def assert_agrees(inputs: AttentionInputs) -> None:
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize(
-    ("queries", "keys"),
-    [*((n, n) for n in (1, 7, 8, 9, 17, 35)), (1, 20), (5, 6), (9, 31), (16, 32)],
-)
-def test_ragged_lengths(queries: int, keys: int, causal: bool) -> None:
-    assert_agrees(biased(queries, keys, causal, batch=2))
-
-
-@pytest.mark.parametrize("budget", [1, 8 * 20 * 8, 2 * 8 * 20 * 8, 5 * 8 * 20 * 8, 10**6])
-@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2), (3, 1)])
-def test_heads_and_batch_rows_in_any_tiles(
-    budget: int, heads: int, groups: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tiled, "TILE_BYTES", budget)
-    assert_agrees(biased(20, batch=3, heads=heads, groups=groups))
-
-
-@pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_keys_beyond_a_heads_reach_are_left_out(
     dtype: torch.dtype, causal: bool, monkeypatch: pytest.MonkeyPatch

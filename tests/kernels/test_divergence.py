@@ -8,14 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.residual_layers import CASES, WAYS, make_layers, run_layers
 from normattn import Score, attention
 from normattn.kernels import AttentionInputs, attend, numerics, tiled
 from normattn.kernels.dispatch import KERNELS
 from normattn.layers import folded, plan
 from normattn.layers.cache import KeyValueCache
 
-from .problems import make_inputs
+from .problems import WAYS, make_inputs, make_layers, run_layers
 
 # In bf16 only the rows that must be NaN are asked about: of 16 n + 1 rows of odd length oneDNN's
 # AMX product, and so torch's own linear layer, shows a NaN of the last row in the one before too.
@@ -120,14 +119,14 @@ def test_residual_scores_keep_it_from_earlier_rows(
 ) -> None:
     """A key that is spoilt in one layer is seen, there and above, by the rows that see it."""
     monkeypatch.setattr(tiled, "ROWS", 8)
-    shape, seen, fields, drawn = CASES[case]
     place = 11
     for spoilt in range(3):
-        layers = make_layers(shape, seen(shape), fields, drawn, 3, dtype)
+        layers = make_layers(case, dtype=dtype)
         layers[spoilt].k[:, :, place, 0] = value
-        hidden = layers[0].visibility.hidden(slice(0, shape.rows), slice(0, shape.keys))
+        q = layers[0].q
+        hidden = layers[0].visibility.hidden(slice(0, q.shape[2]), slice(0, layers[0].k.shape[2]))
         assert hidden is not None
-        reads = ~hidden[..., place].expand(shape.batch, shape.heads, shape.rows)
+        reads = ~hidden[..., place].expand(q.shape[:3])
         for way in WAYS:
             for number, out in enumerate(run_layers(layers, way)):
                 expected = reads if number >= spoilt else torch.zeros_like(reads)

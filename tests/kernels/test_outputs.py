@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.residual_layers import logits_of
 from normattn import InputError, Score, attention
 from normattn.kernels import (
     AttentionInputs,
@@ -20,7 +19,7 @@ from normattn.kernels import (
 )
 from score.cases import tensors
 
-from .problems import CHANGES, in_float64, leaves_of, make_inputs
+from .problems import CHANGES, in_float64, leaves_of, logits_of, make_inputs
 
 B, H, G, T, S, D = 2, 4, 2, 11, 17, 8
 KINDS: dict[str, dict[str, Any]] = {

@@ -1,67 +1,81 @@
-"""Residual scores: every way of holding them against the sum written out."""
+"""Residual scores: every way of holding the sum against the sum written out, and in autograd."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from kernels.residual_layers import (
-    CASES,
+from normattn import InputError
+from normattn.kernels import AttentionInputs, attend, reasons, tiled
+from normattn.kernels.residual_scores import ResidualScores
+
+from .problems import (
+    RESIDUAL,
     WAYS,
-    Shape,
-    assert_agree,
-    by_hand,
-    causal_layers,
-    inputs_of,
+    assert_all_close,
+    in_float64,
+    leaves_of,
+    logits_of,
     make_layers,
     run_layers,
-    seen_by,
-    weighted,
 )
-from normattn.kernels import attend
 
 every_way = pytest.mark.parametrize("way", WAYS)
-
-
 pytestmark = pytest.mark.usefixtures("small_tiles")
+
+
+def by_hand(layers: list[AttentionInputs], mean: bool = False) -> list[Tensor]:
+    """The sum of whole matrices, then cap, bias, masks, sink and softmax."""
+    outs, total = [], torch.zeros((), dtype=torch.float64)
+    for number, p in enumerate(layers, 1):
+        repeat = p.q.shape[1] // p.k.shape[1]
+        k, v = (x.repeat_interleave(repeat, 1) for x in (p.k, p.v))
+        total = total + torch.einsum("bhtd,bhsd->bhts", p.q, k)
+        exps = torch.exp(logits_of(p, total / number if mean else total))
+        most = exps.sum(-1, keepdim=True)
+        outs.append(exps[..., : v.shape[2]] / torch.where(most == 0, 1.0, most) @ v)
+    return outs
+
+
+def inputs_of(layers: list[AttentionInputs]) -> list[Tensor]:
+    return [x for layer in layers for x in leaves_of(layer)]
+
+
+def weighted(outs: list[Tensor]) -> Tensor:
+    """A loss that every output of every layer matters to."""
+    total = outs[0].new_zeros(())
+    for turn, out in enumerate(outs):
+        total = total + (out * torch.linspace(-1, 1 + turn, out.numel()).view(out.shape)).sum()
+    return total
+
+
+def gradients(loss: Tensor, layers: list[AttentionInputs], **more: Any) -> list[Tensor]:
+    return list(torch.autograd.grad(loss, inputs_of(layers), **more))
 
 
 @every_way
 @pytest.mark.parametrize("mean", [False, True], ids=["sum", "mean"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", RESIDUAL)
 def test_outputs_and_gradients_of_four_layers(case: str, mean: bool, way: str) -> None:
-    shape, seen, fields, learned = CASES[case]
-    assert_agree(make_layers(shape, seen(shape), fields, learned), way, mean)
-
-
-def test_no_layer_of_depth_three_forgets_the_lowest() -> None:
-    """The trap: a residual of two layers, because what is handed on lacks what came from below."""
-    layers = causal_layers(3)
-    whole = run_layers(layers, "residual")[2]
-    pair = run_layers(layers[1:], "residual")[1]
-    assert (whole - pair).abs().max() > 0.1
-    torch.testing.assert_close(whole, by_hand(layers)[2])
-
-
-def test_a_bias_does_not_compound() -> None:
-    """The trap: a bias within the sum would count n times in layer n."""
-    shape = Shape(repeat=1)
-    slopes = -torch.arange(21.0, dtype=torch.float64).expand(2, -1)
-    layers = make_layers(shape, seen_by(shape), {"bias": slopes}, {})
-    silent = [replace(p, q=torch.zeros_like(p.q)) for p in layers]
-    outs = run_layers(silent, "residual")
-    alone = [attend(p, "reference") for p in silent]
-    for one, two in zip(outs, alone, strict=True):
-        torch.testing.assert_close(one, two)
+    layers = make_layers(case, 4)
+    ours, expected = run_layers(layers, way, mean), by_hand(layers, mean)
+    assert_all_close(ours, expected, 1e-10)
+    assert_all_close(
+        gradients(weighted(ours), layers), gradients(weighted(expected), layers), 1e-10
+    )
 
 
 @pytest.mark.parametrize("way", ["residual", "concatenated"])
 def test_dropout_is_the_same_in_the_backward(way: str) -> None:
-    shape = Shape(batch=1, repeat=1, rows=9, keys=9)
-    layers = make_layers(shape, seen_by(shape), {"dropout": 0.4}, {}, count=3)
+    made = make_layers(rows=9, keys=9, batch=1, heads=2)
+    layers = [replace(layer, dropout=0.4) for layer in made]
     inputs = inputs_of(layers)
 
     def loss(step: float) -> Tensor:
@@ -79,12 +93,154 @@ def test_dropout_is_the_same_in_the_backward(way: str) -> None:
     assert not torch.equal(run_layers(layers, way)[0], run_layers(layers, way)[0])
 
 
-def test_gradients_in_float32_are_within_1e_5_of_float64() -> None:
-    shape = Shape(1, 2, 1, 300, 300, 16, 16)
-    for causal in (True, False):
-        exact = make_layers(shape, seen_by(shape, causal), {}, {}, 6)
-        single = make_layers(shape, seen_by(shape, causal), {}, {}, 6, torch.float32)
-        expected = torch.autograd.grad(weighted(by_hand(exact)), inputs_of(exact))
-        found = torch.autograd.grad(weighted(run_layers(single, "residual")), inputs_of(single))
-        for one, two in zip(found, expected, strict=True):
-            assert (one - two).norm() <= 1e-5 * two.norm()
+@pytest.mark.parametrize("causal", [True, False])
+def test_gradients_in_float32_are_within_1e_5_of_float64(causal: bool) -> None:
+    shape: dict[str, Any] = {"rows": 300, "keys": 300, "batch": 1, "heads": 2, "groups": 2}
+    single = make_layers(count=6, size=16, dtype=torch.float32, causal=causal, **shape)
+    exact = [in_float64(layer) for layer in single]
+    found = gradients(weighted(run_layers(single, "residual")), single)
+    for one, two in zip(found, gradients(weighted(by_hand(exact)), exact), strict=True):
+        assert (one - two).norm() <= 1e-5 * two.norm()
+
+
+@every_way
+def test_two_forwards_before_a_backward_and_one_checkpoint_around_all(way: str) -> None:
+    layers = make_layers()
+    inputs = inputs_of(layers)
+
+    def stack(*tensors: Tensor) -> Tensor:
+        again = iter(tensors)
+        fresh = [replace(p, q=next(again), k=next(again), v=next(again)) for p in layers]
+        return weighted(run_layers(fresh, way))
+
+    expected = gradients(weighted(by_hand(layers)), layers)
+    losses = stack(*inputs), stack(*inputs), checkpoint(stack, *inputs, use_reentrant=False)
+    for loss in losses:
+        assert_all_close(gradients(loss, layers), expected, 1e-10)
+
+
+@every_way
+@pytest.mark.parametrize("exit_after", [1, 3])
+def test_a_loss_at_an_early_exit(exit_after: int, way: str) -> None:
+    """Without a gradient from the layers above, whose scores a buffer holds: that is refused."""
+    layers = make_layers(count=4)
+    read = layers[:exit_after]
+    ours = weighted(run_layers(layers, way)[:exit_after])
+    if way == "residual":
+        with pytest.raises(InputError, match="through all layers"):
+            gradients(ours, read)
+        return
+    assert_all_close(gradients(ours, read), gradients(weighted(by_hand(read)), read), 1e-10)
+
+
+@every_way
+def test_a_gradient_through_the_sum_alone(way: str) -> None:
+    """Only the top layer's output counts: the others are reached by their scores."""
+    layers = make_layers()
+    wanted = [layers[0].q, layers[0].k, layers[1].q, layers[2].v]
+    losses = (weighted(outs[2:]) for outs in (run_layers(layers, way), by_hand(layers)))
+    assert_all_close(*(list(torch.autograd.grad(loss, wanted)) for loss in losses), 1e-10)
+    frozen = replace(layers[0], **{n: getattr(layers[0], n).detach() for n in "qkv"})
+    layers = [frozen, *layers[1:]]
+    losses = (weighted(outs) for outs in (run_layers(layers, way), by_hand(layers)))
+    assert_all_close(*(gradients(loss, layers) for loss in losses), 1e-10)
+
+
+@every_way
+def test_a_second_backward_and_a_second_derivative(way: str) -> None:
+    """The buffer is emptied by a backward; the other ways keep what they made."""
+    layers = make_layers()
+    loss = weighted(run_layers(layers, way))
+    first = gradients(loss, layers, retain_graph=True)
+    if way == "residual":
+        with pytest.raises(InputError, match="add the losses and call backward once"):
+            gradients(loss, layers)
+    else:
+        assert_all_close(gradients(loss, layers), first, 1e-10)
+    loss = weighted(run_layers(layers, way))
+    if way == "reference":
+        (once,) = torch.autograd.grad(loss, layers[0].q, create_graph=True)
+        assert torch.autograd.grad(once.square().sum(), layers[1].k)[0].abs().max() > 0
+    else:
+        with pytest.raises(InputError, match="second derivatives"):
+            torch.autograd.grad(loss, layers[0].q, create_graph=True)
+
+
+@every_way
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpointed_layer_is_refused_by_name(reentrant: bool, way: str) -> None:
+    residual = ResidualScores()
+    outs = []
+    for p in make_layers():
+
+        def layer(q: Tensor, k: Tensor, v: Tensor, p: AttentionInputs = p) -> Tensor:
+            return attend(replace(p, q=q, k=k, v=v, residual_scores=residual), way)
+
+        outs.append(checkpoint(layer, p.q, p.k, p.v, use_reentrant=reentrant))
+    with pytest.raises(InputError, match="activation checkpointing of single layers"):
+        torch.autograd.backward([weighted(outs)])
+
+
+def _above(second: AttentionInputs, way: str, below: str = "residual") -> Tensor:
+    """The output of a layer above a causal one that was computed `below`."""
+    residual = ResidualScores()
+    attend(replace(make_layers()[0], residual_scores=residual), below)
+    decision = reasons(replace(second, residual_scores=residual))
+    assert decision.kernel == below
+    assert "layers below were summed by it" in decision.why
+    return attend(replace(second, residual_scores=residual), way)
+
+
+@pytest.mark.parametrize(
+    ("case", "more", "said"),
+    [
+        ("causal", {"rows": 9, "keys": 9}, r"must have the same shape.*21 queries.*9 queries"),
+        ("causal", {"window": 3}, "must see the same pairs"),
+        ("bidirectional", {}, "must see the same pairs"),
+        ("irregular", {}, "must see the same pairs"),
+    ],
+)
+def test_layers_have_one_shape_and_see_the_same_pairs(
+    case: str, more: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(InputError, match=said):
+        _above(make_layers(case, **more)[1], "residual")
+
+
+def test_one_kernel_serves_all_layers() -> None:
+    second = make_layers()[1]
+    for way in WAYS:
+        for other in set(WAYS) - {way}:
+            with pytest.raises(InputError, match=f"summed by the {way} kernel"):
+                _above(second, other, way)
+    learned = torch.zeros(21, 21, dtype=torch.float64, requires_grad=True)
+    masked = replace(second, visibility=replace(second.visibility, mask=learned))
+    with pytest.raises(InputError, match="summed by the residual kernel"):
+        _above(masked, "auto")
+    with pytest.raises(InputError, match=r"cannot serve this: .*residual scores"):
+        attend(replace(second, residual_scores=ResidualScores()), "chunked")
+    with pytest.raises(InputError, match="without residual scores"):
+        attend(second, "residual")
+
+
+def test_a_causal_buffer_holds_half_of_the_pairs_and_goes_with_the_backward() -> None:
+    residual = ResidualScores()
+    layers = make_layers(count=5, rows=64, keys=64, batch=1)
+    outs = [attend(replace(p, residual_scores=residual), "residual") for p in layers]
+    buffer = residual.buffer
+    assert buffer is not None
+    held = sum(x.numel() for x in buffer.sums.values())
+    assert held == 4 * 64 * (64 + tiled.ROWS // 2) / 2
+    gone = weakref.ref(next(iter(buffer.sums.values())))
+    torch.autograd.backward([weighted(outs)])
+    assert not {**buffer.sums, **buffer.gradients}
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_graph_that_is_dropped_drops_its_buffer() -> None:
+    residual = ResidualScores()
+    outs = [attend(replace(p, residual_scores=residual), "residual") for p in make_layers()]
+    gone = weakref.ref(residual.buffer)
+    del residual, outs
+    assert gone() is None

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, func
 from torch.autograd import forward_ad
 
-from normattn import InputError, Score, attention
-from normattn.models import CausalLM, CausalLMConfig
+from normattn import InputError, attention
 from score.cases import built, tensors
 from score.recipe import Recipe
 
@@ -92,55 +91,6 @@ def test_a_kernel_by_name_says_that_torch_func_cannot_see_into_it() -> None:
         func.vmap(lambda q, k, v: run(q[None], k[None], v[None]))(q, k, v)
 
 
-CONFIGS: dict[str, dict[str, Any]] = {
-    "layer": {"score": "QKRMSNorm-logn", "norm": "layer"},
-    "gau": {
-        "score": "KNA-logn",
-        "block": "gau",
-        "key_size": 8,
-        "heads": 1,
-        "placement": "DeepNorm",
-    },
-    "residual": {"score": "Baseline-RealFormer", "feed_forward": "gelu"},
-}
-
-
-@pytest.mark.parametrize("case", CONFIGS)
-def test_gradients_of_each_sample_of_a_model(case: str) -> None:
-    """`vmap(grad(loss))` over the rows of a batch is each row's own backward pass."""
-    torch.manual_seed(0)
-    settings: dict[str, Any] = {
-        "dim": 16,
-        "heads": 2,
-        "layers": 2,
-        "vocab_size": 11,
-        "train_length": 6,
-    }
-    settings.update(CONFIGS[case])
-    model = CausalLM(CausalLMConfig(**settings)).double()
-    ids = torch.randint(0, 11, (3, 7))
-    parameters = dict(model.named_parameters())
-
-    def loss(values: dict[str, Tensor], row: Tensor) -> Tensor:
-        logits = func.functional_call(model, values, (row[None, :-1],), {"backend": "reference"})
-        return torch.nn.functional.cross_entropy(logits[0], row[1:])
-
-    detached = {name: value.detach() for name, value in parameters.items()}
-    each = func.vmap(func.grad(loss), (None, 0))(detached, ids)
-    for row in range(3):
-        own = torch.autograd.grad(model.loss(ids[row : row + 1]).loss, list(parameters.values()))
-        plain = torch.autograd.grad(
-            model.loss(ids[row : row + 1], backend="reference").loss, list(parameters.values())
-        )
-        for name, mine, other in zip(parameters, own, plain, strict=True):
-            torch.testing.assert_close(each[name][row], mine)
-            torch.testing.assert_close(other, mine)
-    tangents = {name: torch.randn_like(value) for name, value in detached.items()}
-    jvp: Any = func.jvp
-    _, slope = jvp(lambda values: loss(values, ids[0]), (detached,), (tangents,))
-    assert torch.isclose(slope, sum((each[n][0] * t).sum() for n, t in tangents.items()))
-
-
 def test_the_stock_kernel_refuses_a_second_derivative() -> None:
     q, k, v = tensors((1, 2, 5, 4), (1, 2, 5, 4), (1, 2, 5, 4))
     out = attention(q, k, v, "Baseline", backend="fused")
@@ -148,15 +98,3 @@ def test_the_stock_kernel_refuses_a_second_derivative() -> None:
     assert first.isfinite().all()
     with pytest.raises(InputError, match=r"stock flash kernel gives no second derivatives"):
         torch.autograd.grad(out.sum(), q, create_graph=True)
-
-
-def test_kerple_starts_as_the_authors_code_does() -> None:
-    """Power: coefficient p ~ U(0, 1), exponent a ~ U(0, 2); log: p ~ U(0, 2), a ~ U(0, 1)."""
-    torch.manual_seed(0)
-    for name, most in (("KERPLEPower", (1.0, 2.0)), ("KERPLELog", (2.0, 1.0))):
-        values = dict(Score(f"Baseline-{name}", 4000, 4).named_parameters())
-        for key, limit in zip(("bias.p", "bias.a"), most, strict=True):
-            drawn = values[key].detach()
-            assert 0.99 * limit < float(drawn.max()) <= limit
-            assert float(drawn.min()) < 0.02
-            assert abs(float(drawn.mean()) - limit / 2) < 0.02 * limit

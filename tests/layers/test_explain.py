@@ -27,6 +27,10 @@ SPECS = [
     "KNA-PoPE",
     "KNA-FoX",
     "KNA-Chunked(size=4)",
+    "Baseline-Sigmoid@16",
+    "Baseline-CoPE",
+    "KNA-DualChunk@16",
+    "Baseline-FIRE@16",
 ]
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,7 +15,7 @@ from normattn import Attention, InputError, Score, ScoreSpec, attention
 from normattn.kernels import tiled
 from normattn.layers.residual_scores import ResidualLayer, residual_layers
 from score import oracle
-from score.cases import array, built, learned, tensors
+from score.cases import built, learned, tensors
 from score.recipe import Recipe
 
 LAYERS, T, D = 4, 9, 8
@@ -30,22 +29,6 @@ RECIPES = [
     Recipe("QNA", "", "half", bias="KERPLELog"),
 ]
 both = pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
-
-
-def _with_residual(recipe: Recipe, mean: bool = False) -> ScoreSpec:
-    part = "RealFormer(running_mean=true)" if mean else "RealFormer"
-    text, length = recipe.text.split("@")
-    return ScoreSpec.parse(f"{text}-{part}@{length}")
-
-
-def _scores(recipe: Recipe, spec: ScoreSpec, heads: int, groups: int) -> list[Score]:
-    """One per layer, with what a plain score of the recipe has learned."""
-    made = []
-    for _ in range(LAYERS):
-        score = Score(spec, heads, D, groups).double()
-        score.load_state_dict(built(recipe, heads, D, groups).state_dict())
-        made.append(score)
-    return made
 
 
 def _residual(name: str, layers: int = LAYERS) -> tuple[ResidualLayer, ...]:
@@ -64,48 +47,39 @@ def _drawn(heads: int, groups: int, layer: int) -> tuple[Tensor, Tensor, Tensor]
 def test_every_layer_reads_the_running_sum(
     recipe: Recipe, causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Against a double loop in numpy, by every kernel; their gradients agree."""
+    """Outputs and gradients of every kernel against the oracle."""
     monkeypatch.setattr(tiled, "ROWS", 4)
     turn = RECIPES.index(recipe)
     heads, groups, mean = 2, 1 + turn % 2, turn % 3 == 1
     padding = torch.arange(T) < torch.tensor([[0], [2]]) if turn % 2 else None
-    spec = _with_residual(recipe, mean)
-    scores = _scores(recipe, spec, heads, groups)
+    text, length = recipe.text.split("@")
+    part = "RealFormer(running_mean=true)" if mean else "RealFormer"
+    spec = ScoreSpec.parse(f"{text}-{part}@{length}")
+    score = Score(spec, heads, D, groups).double()
+    score.load_state_dict(built(recipe, heads, D, groups).state_dict())
     layers = [_drawn(heads, groups, layer) for layer in range(LAYERS)]
-    gradients: dict[str, tuple[Tensor, ...]] = {}
+    leaves = [*(x for qkv in layers for x in qkv), *score.parameters()]
+    below: list[Tensor] = []
+    expected = [
+        oracle.attend(
+            *(recipe, q, k, v),
+            causal=causal,
+            padding=padding,
+            learned=learned(score),
+            below=below,
+            layers=number if mean else 1,
+        )
+        for number, (q, k, v) in enumerate(layers, 1)
+    ]
+    weights = [torch.linspace(-1, n, out.numel()).view(out.shape) for n, out in enumerate(expected)]
+    by_hand = torch.autograd.grad(expected, leaves, weights)
     for backend in ("auto", "reference", "concatenated"):
-        residual, total = residual_layers(spec, LAYERS), torch.zeros(())
-        assert residual is not None
-        below = np.zeros((2, heads, T, T))
-        for number, ((q, k, v), score) in enumerate(zip(layers, scores, strict=True), 1):
-            out = attention(
-                q,
-                k,
-                v,
-                score,
-                causal,
-                key_padding=padding,
-                backend=backend,
-                residual=residual[number - 1],
-            )
-            total = total + (out * torch.linspace(-1, number, out.numel()).view(out.shape)).sum()
-            if backend != "auto":
-                continue
-            expected = oracle.attend(
-                recipe,
-                *(array(x) for x in (q, k, v)),
-                causal=causal,
-                padding=None if padding is None else padding.numpy(),
-                learned={name: array(x) for name, x in learned(score).items()},
-                below=below,
-                layers=number if mean else 1,
-            )
-            torch.testing.assert_close(
-                out.detach(), torch.from_numpy(expected), rtol=1e-10, atol=1e-10
-            )
-        gradients[backend] = torch.autograd.grad(total, [x for qkv in layers for x in qkv])
-    for backend in ("auto", "concatenated"):
-        for one, two in zip(gradients[backend], gradients["reference"], strict=True):
+        outs = [
+            attention(q, k, v, score, causal, key_padding=padding, backend=backend, residual=one)
+            for (q, k, v), one in zip(layers, _residual(str(spec)), strict=True)
+        ]
+        ours = [*outs, *torch.autograd.grad(outs, leaves, weights)]
+        for one, two in zip(ours, [*expected, *by_hand], strict=True):
             torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-10)
 
 

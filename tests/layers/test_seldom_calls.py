@@ -10,7 +10,6 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from normattn import InputError, Score, ScoreSpec, attention
-from normattn.layers import folded
 from normattn.layers.cache import KeyValueCache
 from normattn.models import CausalLM, CausalLMConfig
 from normattn.models.transformer import set_activation_checkpointing
@@ -100,14 +99,3 @@ def test_a_cache_takes_a_key_for_each_query_and_values_of_one_size() -> None:
         assert cache.length == 3
         attention(x, x, x, score, cache=cache)
     assert cache.length == 6
-
-
-def test_layers_share_what_a_step_needs() -> None:
-    torch.manual_seed(0)
-    model = CausalLM(CausalLMConfig(**{**SIZES, "score": "KNA"})).eval()
-    cache, tables = model.new_cache(), folded._shared_tables
-    tables.cache_clear()
-    with torch.no_grad():
-        for _ in range(3):
-            model(torch.zeros(1, 1, dtype=torch.int64), cache=cache)
-    assert tables.cache_info().currsize == 1

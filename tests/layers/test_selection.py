@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from normattn import InputError, Score, attention, explain
+from normattn import InputError, Score, attention
 from normattn.kernels import reference
 from normattn.layers.cache import KeyValueCache
 from score.cases import tensors
@@ -84,9 +84,3 @@ def test_rows_of_a_cache_are_exchanged_and_old_keys_dropped(kind: str) -> None:
         q, k, v, whole = q[order], k[order], v[order], whole[order]
         first += size
     assert (cache.dropped > 0) == (kind == "window")
-
-
-def test_what_explain_says() -> None:
-    told = explain(NAME, (1, 2, 64, 8))
-    assert told.kernel == "strips"
-    assert any("Selective" in line for line in told.left)

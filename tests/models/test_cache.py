@@ -201,16 +201,3 @@ def test_64_times_the_length_is_read_in_bounded_memory(
     assert (read.correct == whole.correct).float().mean() > 0.999
     # A tile of scores is the largest: an eighth of what the length squared would be.
     assert memory.numel <= TILE_BYTES // 4 == 2 * (64 * 16) ** 2 // 8
-
-
-@torch.no_grad()
-def test_an_emptied_cache_knows_nothing_of_older_parameters() -> None:
-    model = _model("Baseline-KERPLELog")
-    ids, cache = _ids(1, 8), model.new_cache()
-    for _ in range(2):
-        read = [model(part, cache=cache) for part in torch.split(ids, 1, 1)]
-        _close(torch.cat(read, 1), model(ids))
-        for name, value in model.named_parameters():
-            if "bias" in name:
-                value.add_(1.0)
-        cache.truncate(0)

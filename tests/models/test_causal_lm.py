@@ -234,21 +234,6 @@ def test_last_tokens_have_the_same_scores_to_the_last_bit(
             model.token_scores(ids, outside)
 
 
-@pytest.mark.parametrize(("first", "through"), [(0, [8, 8, 4]), (7, [8, 8, 4]), (17, [4])])
-def test_chunks_before_the_last_tokens_go_through_no_head(
-    first: int, through: list[int], headed: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("normattn.models.causal_lm._SCORED_TOKENS", 16)
-    monkeypatch.setattr("normattn.models.causal_lm.CHUNK", 8)
-    model, ids = MODELS["mha", "PreLN"], _ids(2, 21)
-    whole = model.token_scores(ids)
-    headed.clear()
-    last = model.token_scores(ids, first)
-    assert headed == 2 * through
-    assert torch.equal(last.loss, whole.loss[:, first:])
-    assert torch.equal(last.correct, whole.correct[:, first:])
-
-
 # A process of its own, because the checker of shapes in the tests is not made to be traced.
 COMPILED = """
 import torch

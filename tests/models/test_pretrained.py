@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -139,17 +137,3 @@ def test_changed_settings_are_refused_where_no_size_tells(
     own = getattr(model.config, field) if field != "score" else str(model.config.score)
     _edit(lambda d: d["config"].update({field: own}))(tmp_path / "model")
     assert load_model(tmp_path / "model", model.config).config == model.config
-
-
-def test_loading_and_counting_do_not_load_the_compiler(tmp_path: Path) -> None:
-    """A model on torch's meta device costs next to nothing."""
-    save_model(_model(), tmp_path / "model")
-    program = f"""
-import sys
-from normattn.models import load_model, parameter_count
-
-parameter_count(load_model({str(tmp_path / "model")!r}).config)
-sys.exit("torch._dynamo" in sys.modules)
-"""
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr

@@ -6,13 +6,11 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from normattn import Score, ScoreSpec
 
-from . import oracle
 from .recipe import REGIMES, Recipe
 
 VARIANTS = (
@@ -174,11 +172,6 @@ def tensors(
     generator = torch.Generator().manual_seed(seed)
     made = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
     return [x.to(dtype).requires_grad_() for x in made]
-
-
-def array(x: Tensor) -> oracle.Array:
-    """A float64 numpy copy."""
-    return np.array(x.detach().double().numpy())
 
 
 def built(recipe: Recipe, heads: int, d: int, kv_heads: int | None = None) -> Score:

@@ -1,89 +1,25 @@
-"""The definition of truth: attention scores pair by pair, in float64, straight from the formulas.
+"""The definition of truth: attention over a `Recipe`, in float64 and plain torch operations.
 
-Two loops over queries and keys, a 2 × 2 rotation written out, `math` for every scalar. It shares
+Each of the T·S pairs is rotated by itself, as complex numbers. Gradients are autograd's. It shares
 no code with the library, and takes a `Recipe`, not a specification.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from . import recipe as scalars
 from .recipe import Recipe as Recipe
 
-Array = npt.NDArray[np.float64]
 Places = npt.NDArray[np.int64]
 
 
-def normalised(
-    recipe: Recipe,
-    side: str,
-    x: Array,
-    learned: Mapping[str, Array],
-    real: npt.NDArray[np.bool_] | None,
-) -> Array:
-    """N(x) for x (B, H, T, D), one number at a time; `real` (B, T) marks tokens that count."""
-    kind, y = recipe.kind(side), np.array(x)
-    if not kind:
-        return y
-    batch, heads, tokens, d = x.shape
-    real = np.ones((batch, tokens), bool) if real is None else real
-    eps = 1e-12 if kind == "l2" else recipe.eps
-    for b in range(batch):
-        for h in range(heads):
-            for t in range(tokens):
-                for f in range(d):
-                    over = x[b, h, t]
-                    if kind in ("layer", "rms") and recipe.across == "all":
-                        over = x[b, :, t].ravel()
-                    elif kind == "batch":
-                        over = x[:, h, :, f][real]
-                    elif kind == "instance":
-                        over = x[b, h, :, f][real[b]]
-                    y[b, h, t, f] = _one(kind, x[b, h, t, f], over, eps)
-    gain, bias = learned.get(f"{side}.gain"), learned.get(f"{side}.bias")
-    if gain is not None:
-        y = y * _per_feature(gain, heads, d)
-    return y if bias is None else y + _per_feature(bias, heads, d)
-
-
-def _one(kind: str, value: float, over: Array, eps: float) -> float:
-    if kind == "l2":
-        return value / max(math.sqrt(sum(float(u) ** 2 for u in over)), eps)
-    if kind == "rms":
-        return value / math.sqrt(sum(float(u) ** 2 for u in over) / len(over) + eps)
-    mean = sum(float(u) for u in over) / len(over)
-    variance = sum((float(u) - mean) ** 2 for u in over) / len(over)
-    return (value - mean) / math.sqrt(variance + eps)
-
-
-def _per_feature(value: Array, heads: int, d: int) -> Array:
-    """A gain of D, (H, D) or (1, H, 1, D) as (1, H, 1, D)."""
-    return np.broadcast_to(value.reshape(-1, d), (heads, d))[None, :, None, :]
-
-
-def rotated(x: Array, recipe: Recipe, by: float, block: int, growing: float = 0.0) -> Array:
-    """x (D,) rotated by the position `by`, its pairs multiplied as for the distance `growing`."""
-    theta = scalars.frequencies(recipe, scalars.rotary_dim(recipe, len(x)), block)
-    decay, half, y = scalars.decays(recipe, len(x)), len(theta), np.array(x)
-    start = scalars.start(recipe, len(x))
-    for m, frequency in enumerate(theta):
-        a, b = (m, m + half) if recipe.position == "half" else (2 * m, 2 * m + 1)
-        a, b = start + a, start + b
-        cos, sin = math.cos(by * frequency), math.sin(by * frequency)
-        size = math.exp(growing * decay[m])
-        y[a] = size * (cos * x[a] - sin * x[b])
-        y[b] = size * (sin * x[a] + cos * x[b])
-    return y
-
-
-def runs(
-    documents: npt.NDArray[np.int64], padding: npt.NDArray[np.bool_] | None
-) -> npt.NDArray[np.int64]:
+def runs(documents: Places, padding: npt.NDArray[np.bool_] | None) -> Places:
     """The number (B, S) of the run of equal numbers that each token is in, padding overlooked."""
     found = np.zeros_like(documents)
     for b in range(documents.shape[0]):
@@ -101,10 +37,10 @@ def places(
     keys: int,
     batch: int,
     padding: npt.NDArray[np.bool_] | None,
-    q_positions: npt.NDArray[np.int64] | None,
-    k_positions: npt.NDArray[np.int64] | None,
-    documents: npt.NDArray[np.int64] | None = None,
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    q_positions: Places | None,
+    k_positions: Places | None,
+    documents: Places | None = None,
+) -> tuple[Places, Places]:
     """Positions (B, T) and (B, S): counted from the first real token, queries at the end."""
     key = np.zeros((batch, keys), np.int64)
     for b in range(batch):
@@ -130,198 +66,305 @@ def counts(
     where: tuple[Places, Places],
     causal: bool,
     padding: npt.NDArray[np.bool_] | None,
-    documents: npt.NDArray[np.int64] | None,
+    documents: Places | None,
     mask: npt.NDArray[np.generic],
-) -> npt.NDArray[np.int64]:
+) -> Places:
     """n of every head's query (B, H, T): the keys that it may see, windows and chunks aside.
 
     Causal, keys before the first one given are seen as well: n is the position + 1, less the keys
     that the mask (B, H, T, S) hides.
     """
-    n = np.zeros(mask.shape[:3], np.int64)
-    for b, h, i in np.ndindex(*n.shape):
-        n[b, h, i] = where[0][b, i] + 1 if causal else 0
-        for j in range(mask.shape[3]):
-            own = documents is None or documents[b, i - mask.shape[2]] == documents[b, j]
-            there = own and not (padding is not None and padding[b, j])
-            allowed = mask[b, h, i, j]
-            hidden = not allowed if mask.dtype == np.bool_ else allowed == -math.inf
-            if causal:
-                n[b, h, i] -= there and where[1][b, j] <= where[0][b, i] and hidden
-            else:
-                n[b, h, i] += there and not hidden
+    query, key = where[0][:, :, None], where[1][:, None]
+    there = np.ones(np.broadcast_shapes(query.shape, key.shape), bool)
+    if documents is not None:
+        there &= documents[:, documents.shape[1] - query.shape[1] :, None] == documents[:, None]
+    if padding is not None:
+        there &= ~padding[:, None]
+    hidden = ~mask if mask.dtype == np.bool_ else np.isneginf(mask)
+    if causal:
+        n = query[:, None, :, 0] + 1 - ((there & (key <= query))[:, None] & hidden).sum(-1)
+    else:
+        n = (there[:, None] & ~hidden).sum(-1)
     return np.maximum(n, 1)
 
 
-class _Products:
-    """⟨P_i N(q_i), P_j N(k_j)⟩ of a pair, or ⟨N(P_i q_i), N(P_j k_j)⟩."""
-
-    def __init__(
-        self,
-        recipe: Recipe,
-        q: Array,
-        k: Array,
-        where: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]],
-        learned: Mapping[str, Array],
-        real: npt.NDArray[np.bool_] | None,
-        own: npt.NDArray[np.bool_] | None,
-    ) -> None:
-        self.recipe, self.q, self.k, self.where = recipe, q, k, where
-        self.learned, self.real, self.own = learned, real, own
-        self.known: dict[tuple[int, int], tuple[Array, Array]] = {}
-        if not recipe.rotate_first:
-            self.q, self.k = self._normalised(q, k)
-
-    def _normalised(self, q: Array, k: Array) -> tuple[Array, Array]:
-        return (
-            normalised(self.recipe, "Q", q, self.learned, self.own),
-            normalised(self.recipe, "K", k, self.learned, self.real),
-        )
-
-    def _rotated(self, block: int, rule: int) -> tuple[Array, Array]:
-        """All queries and keys rotated by their own position under a rule and then normalised."""
-        if (block, rule) not in self.known:
-            q, k, recipe = np.array(self.q), np.array(self.k), self.recipe
-            for b, h, i in np.ndindex(*q.shape[:3]):
-                at = int(self.where[0][b, i])
-                by = scalars.rotated_at(recipe, at, scalars.example_of(recipe, rule, i=at))[0]
-                q[b, h, i] = rotated(q[b, h, i], recipe, by, block)
-            for b, h, j in np.ndindex(*k.shape[:3]):
-                at = int(self.where[1][b, j])
-                by = scalars.rotated_at(recipe, scalars.example_of(recipe, rule, j=at), at)[1]
-                k[b, h, j] = rotated(k[b, h, j], recipe, by, block)
-            self.known[block, rule] = self._normalised(q, k)
-        return self.known[block, rule]
-
-    def __call__(self, b: int, h: int, i: int, j: int) -> float:
-        g = h // (self.q.shape[1] // self.k.shape[1])
-        at_q, at_k = int(self.where[0][b, i]), int(self.where[1][b, j])
-        block = at_q // self.recipe.train_length
-        if self.recipe.rotate_first:
-            q, k = self._rotated(block, scalars.rule(self.recipe, at_q, at_k))
-            return float(q[b, h, i] @ k[b, g, j])
-        query = self.q[b, h, i]
-        if self.recipe.shape == "PoPE" and self.recipe.position != "none":
-            return self._polar(query, self.k[b, g, j], g, at_q, at_k)
-        if self.recipe.position != "none":
-            left, right = scalars.rotated_at(self.recipe, at_q, at_k)
-            query = rotated(query, self.recipe, left - right, block, left - right)
-        return float(query @ self.k[b, g, j])
-
-    def _polar(self, q: Array, k: Array, g: int, at_q: int, at_k: int) -> float:
-        """Sizes by softplus, angles by position, one feature at a time."""
-        block = at_q // self.recipe.train_length
-        theta = scalars.frequencies(self.recipe, 2 * len(q), block)
-        left, right = scalars.rotated_at(self.recipe, at_q, at_k)
-        delta = self.learned["position.delta"]
-        return sum(
-            math.log1p(math.exp(q[c]))
-            * math.log1p(math.exp(k[c]))
-            * math.cos((left - right) * theta[c] - float(delta[g, c]))
-            for c in range(len(q))
-        )
+def normalised(
+    recipe: Recipe, side: str, x: Tensor, learned: Mapping[str, Tensor], real: Tensor | None
+) -> Tensor:
+    """N(x), x (B, H, T, D)."""
+    kind = recipe.kind(side)
+    if not kind:
+        return x
+    if kind == "l2":
+        return x / x.square().sum(-1, keepdim=True).sqrt().clamp(min=1e-12)
+    if kind in ("layer", "rms"):
+        dims = (1, 3) if recipe.across == "all" else (3,)
+        centre = x.mean(dims, keepdim=True) if kind == "layer" else torch.zeros_like(x)
+        y = (x - centre) / ((x - centre).square().mean(dims, keepdim=True) + recipe.eps).sqrt()
+    else:
+        dims = (0, 2) if kind == "batch" else (2,)
+        keep = torch.ones_like(x[:, :1, :, :1]) if real is None else real[:, None, :, None]
+        keep = keep.to(x).expand(x.shape[0], 1, x.shape[2], 1)
+        count = keep.sum(dims, keepdim=True)
+        centre = (x * keep).sum(dims, keepdim=True) / count
+        variance = ((x - centre).square() * keep).sum(dims, keepdim=True) / count
+        y = (x - centre) / (variance + recipe.eps).sqrt()
+    for word, apply in (("gain", torch.mul), ("bias", torch.add)):
+        if f"{side}.{word}" in learned:
+            value = learned[f"{side}.{word}"].reshape(-1, x.shape[-1])
+            y = apply(y, value.expand(x.shape[1], -1)[None, :, None])
+    return y
 
 
-def _weights(recipe: Recipe, scores: Mapping[int, float], i: int) -> dict[int, float]:
-    """The weights of a row's visible keys, by their positions, where they are not softmax's."""
-    if recipe.normaliser.startswith("StickBreaking"):
-        return scalars.broken(recipe, scores, i)
+def _rotated_pairs(
+    recipe: Recipe, x: Tensor, at: Tensor, theta: Tensor, growing: float = 0.0
+) -> Tensor:
+    """x (B, H, N, D) rotated at the positions (B, N) by frequencies (B, N, P), as complex numbers.
+
+    `growing` is +1 where pairs grow with the position, -1 where they shrink.
+    """
+    first = scalars.start(recipe, x.shape[-1])
+    end = first + 2 * theta.shape[-1]
+    if recipe.position == "half":
+        a, b = x[..., first:end].chunk(2, -1)
+    else:
+        a, b = x[..., first:end].reshape(*x.shape[:-1], -1, 2).unbind(-1)
+    decay = torch.tensor(scalars.decays(recipe, x.shape[-1]), dtype=torch.float64)
+    phase = torch.exp((1j * theta + growing * decay) * at[..., None])[:, None]
+    y = torch.complex(a, b) * phase
+    parts = (y.real, y.imag)
+    left = torch.cat(parts, -1) if recipe.position == "half" else torch.stack(parts, -1).flatten(-2)
+    return torch.cat((x[..., :first], left, x[..., end:]), -1)
+
+
+def _side_by_side(recipe: Recipe, a: Tensor, b: Tensor) -> Tensor:
+    return (
+        torch.cat((a, b), -1) if recipe.position == "half" else torch.stack((a, b), -1).flatten(-2)
+    )
+
+
+def _products(
+    recipe: Recipe,
+    q: Tensor,
+    k: Tensor,
+    where: tuple[Places, Places],
+    learned: Mapping[str, Tensor],
+    real: Tensor | None,
+    own: Tensor | None,
+) -> Tensor:
+    """⟨P N(q), P N(k)⟩ or ⟨N(P q), N(P k)⟩ of all pairs, (B, H, T, S).
+
+    A pair may be rotated at positions of its own, so each is: as T·S tokens.
+    """
+    batch, heads, queries, d = q.shape
+    keys, groups = k.shape[2], heads // k.shape[1]
+
+    def norm(side: str, x: Tensor) -> Tensor:
+        return normalised(recipe, side, x, learned, own if side == "Q" else real)
+
+    if not recipe.rotate_first:
+        q, k = norm("Q", q), norm("K", k)
+    if recipe.shape == "PoPE" and recipe.position != "none":
+        delta = learned["position.delta"][:, None]
+        size_q, size_k = ((1 + x.exp()).log() for x in (q, k))
+        q = _side_by_side(recipe, size_q, 0 * size_q)
+        k = _side_by_side(recipe, size_k * delta.cos(), size_k * delta.sin())
+    if recipe.position == "none":
+        return torch.einsum("bhid,bhjd->bhij", q, k.repeat_interleave(groups, 1))
+    size = scalars.rotary_dim(recipe, d)
+    blocks = where[0] // recipe.train_length
+    theta = torch.tensor(
+        [[scalars.frequencies(recipe, size, int(n)) for n in row] for row in blocks],
+        dtype=torch.float64,
+    )
+    if recipe.leaks and recipe.rotate_first:
+        # Statistics over tokens: each stands at one position only.
+        q = norm("Q", _rotated_pairs(recipe, q, torch.from_numpy(where[0]), theta))
+        k = norm("K", _rotated_pairs(recipe, k, torch.from_numpy(where[1]), theta[:, :1]))
+        return torch.einsum("bhid,bhjd->bhij", q, k.repeat_interleave(groups, 1))
+    at = torch.tensor(
+        [
+            [[scalars.rotated_at(recipe, int(i), int(j)) for j in columns] for i in rows]
+            for rows, columns in zip(*where, strict=True)
+        ],
+        dtype=torch.float64,
+    )
+    wide = theta[:, :, None].expand(-1, -1, keys, -1).flatten(1, 2)
+    left = q[:, :, :, None].expand(-1, -1, -1, keys, -1).flatten(2, 3)
+    right = k[:, :, None].expand(-1, -1, queries, -1, -1).flatten(2, 3)
+    left = _rotated_pairs(recipe, left, at[..., 0].flatten(1), wide, 1.0)
+    right = _rotated_pairs(recipe, right, at[..., 1].flatten(1), wide, -1.0)
+    if recipe.rotate_first:
+        left, right = norm("Q", left), norm("K", right)
+    product = (left * right.repeat_interleave(groups, 1)).sum(-1)
+    return product.reshape(batch, heads, queries, keys)
+
+
+def _penalty(recipe: Recipe, distance: Tensor, heads: int, learned: Mapping[str, Tensor]) -> Tensor:
+    """b(h, r), without its sign, (B, H, T, S)."""
+    r = distance[:, None].double()
+    if recipe.bias == "ALiBi":
+        slopes = torch.tensor([scalars.alibi(h, heads) for h in range(heads)], dtype=torch.float64)
+        return slopes[:, None, None] * r
+    p, a = (learned[f"bias.{name}"][:, None, None] for name in "pa")
+    if recipe.bias == "KERPLELog":
+        return p * (1 + a * r).log()
+    return p * torch.where(r > 0, (a * r.clamp(min=1).log()).exp(), 0.0)
+
+
+def _fire(recipe: Recipe, relative: Tensor, at: Tensor, learned: Mapping[str, Tensor]) -> Tensor:
+    """f(ln(1 + c·r)/ln(1 + c·max(μ·T, i))), (B, H, T, S), T a quarter of the training length."""
+    c, mu, w_in, b_in, w_out, b_out = (
+        learned[f"bias.{name}"] for name in ("c", "mu", "w_in", "b_in", "w_out", "b_out")
+    )
+    threshold = mu * max(1, recipe.train_length // 4)
+    whole = torch.where(at > threshold, at.double(), threshold)
+    share = (1 + c * relative.clamp(min=0)).log() / ((1 + c * whole).log() + 1e-6)[:, :, None]
+    units = torch.einsum("bts,w->bwts", share, w_in) + b_in[:, None, None]
+    units = torch.where(units > 0, units, 0.0)
+    return torch.einsum("hw,bwts->bhts", w_out, units) + b_out[:, None, None]
+
+
+def _counted(score: Tensor, visible: Tensor, at: Tensor, query: Tensor, e: Tensor) -> Tensor:
+    """⟨q, e[p]⟩ with p the sum of the gates of the keys from each on, pair by pair of keys."""
+    gate = torch.where(visible, 1 / (1 + (-score).exp()), 0.0)
+    # (…, j, l): whether key l stands at key j or after it.
+    since = at[..., None, :] >= at[..., :, None]
+    place = torch.where(since, gate[..., None, :], 0.0).sum(-1).clamp(max=len(e) - 1)
+    low, high = place.floor().long(), place.ceil().long()
+    vector = (place - low)[..., None] * e[high] + (1 - place + low)[..., None] * e[low]
+    return torch.einsum("bhtd,bhtsd->bhts", query, vector)
+
+
+def _weights(
+    recipe: Recipe, score: Tensor, visible: Tensor, relative: Tensor, at: Tensor
+) -> Tensor:
+    """The weights of rows where they are not softmax's; `at` are the positions of the keys."""
+    if recipe.normaliser.startswith("Sigmoid"):
+        tokens = 5 if "tokens=5" in recipe.normaliser else recipe.train_length
+        return torch.where(visible, 1 / (1 + tokens * (-score).exp()), 0.0)
     if recipe.normaliser.startswith("Entmax"):
-        return scalars.entmax(recipe, scores)
-    tokens = 5 if "tokens=5" in recipe.normaliser else recipe.train_length
-    return {j: 1 / (1 + tokens * math.exp(-s)) for j, s in scores.items()}
+        return _entmax(recipe, score, visible)
+    visible = visible if "current=true" in recipe.normaliser else visible & (relative > 0)
+    share = torch.where(visible, 1 / (1 + (-score).exp()), 0.0)
+    # (…, j, l): whether key l stands between key j and the query, and is seen.
+    between = (at[..., None, :] > at[..., :, None]) & visible[..., None, :]
+    return share * torch.where(between, 1 - share[..., None, :], 1.0).prod(-1)
+
+
+def _entmax(recipe: Recipe, score: Tensor, visible: Tensor) -> Tensor:
+    """Weights by halving, and dp = s·(dz − Σ s dz / Σ s), s = p^(2 − α), as in arXiv 1905.05702."""
+    alpha = 1.25 if "1.25" in recipe.normaliser else 1.5
+    x = ((alpha - 1) * score.detach()).masked_fill(~visible, -torch.inf)
+    low = x.amax(-1, keepdim=True).clamp(min=-1e300) - 1
+    high = low + 1
+    for _ in range(70):
+        tau = (low + high) / 2
+        weight = (x - tau).clamp(min=0) ** (1 / (alpha - 1))
+        large = weight.sum(-1, keepdim=True) > 1
+        low, high = torch.where(large, tau, low), torch.where(large, high, tau)
+    slope = torch.where(weight > 0, weight.clamp(min=1e-300) ** (2 - alpha), 0.0)
+    moved = torch.where(visible, score, 0.0)
+    moved = moved - moved.detach()
+    mean = (slope * moved).sum(-1, keepdim=True) / slope.sum(-1, keepdim=True).clamp(min=1e-300)
+    return weight + slope.detach() * (moved - mean)
+
+
+def _taken(
+    score: Tensor, visible: Tensor, relative: Tensor, at: Places, padding: Tensor | None
+) -> Tensor:
+    """What earlier rows of head 0 took from each key, (B, T, S)."""
+    counts = visible & (relative != 0) & torch.from_numpy(at != 0)[:, None]
+    if padding is not None:
+        counts = counts & ~padding[:, -score.shape[1] :, None]
+    chosen = torch.where(counts & (score > 0), score, 0.0)
+    return torch.ones(score.shape[1], score.shape[1], dtype=score.dtype).tril(-1) @ chosen
 
 
 def attend(
     recipe: Recipe,
-    q: Array,
-    k: Array,
-    v: Array,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     *,
     causal: bool = True,
-    mask: npt.NDArray[np.generic] | None = None,
-    padding: npt.NDArray[np.bool_] | None = None,
-    query_padding: npt.NDArray[np.bool_] | None = None,
-    q_positions: npt.NDArray[np.int64] | None = None,
-    k_positions: npt.NDArray[np.int64] | None = None,
-    documents: npt.NDArray[np.int64] | None = None,
-    learned: Mapping[str, Array] | None = None,
-    below: Array | None = None,
+    mask: Tensor | None = None,
+    padding: Tensor | None = None,
+    query_padding: Tensor | None = None,
+    q_positions: Tensor | None = None,
+    k_positions: Tensor | None = None,
+    documents: Tensor | None = None,
+    learned: Mapping[str, Tensor] | None = None,
+    drop: Tensor | None = None,
+    below: list[Tensor] | None = None,
     layers: int = 1,
-) -> Array:
+) -> Tensor:
     """o_i = Σ_j softmax_j(s(i, j)) v_j, (B, H, T, E); 0 for a query that sees no key.
 
-    `below` (B, H, T, S) holds the scores of the layers below, which this layer joins; softmax reads
-    the sum over `layers`.
+    `drop` (B, H, T, S) multiplies the weights. `below` holds the scores of the layers below, which
+    this layer joins; softmax reads their sum over `layers`.
     """
     learned = {} if learned is None else learned
     batch, heads, queries, d = q.shape
-    groups, keys = heads // k.shape[1], k.shape[2]
-    real = None if padding is None else ~padding
+    keys, real = k.shape[2], None if padding is None else ~padding
     own = None if query_padding is None else ~query_padding
-    documents = None if documents is None else runs(documents, padding)
-    where_q, where_k = places(queries, keys, batch, padding, q_positions, k_positions, documents)
-    product = _Products(recipe, q, k, (where_q, where_k), learned, real, own)
-    full = np.broadcast_to(True if mask is None else mask, (batch, heads, queries, keys))
-    n = counts((where_q, where_k), causal, padding, documents, full)
-    out = np.zeros((batch, heads, queries, v.shape[-1]))
-    g = float(learned.get("scale", np.array(1.0)))
-    taken = np.zeros((batch, queries + 1, keys))
-    for b, h, i in np.ndindex(batch, heads, queries):
-        seen, scores = [], []
-        factor = scalars.scale(recipe, d, int(n[b, h, i]), g)
-        if "logn.s" in learned:
-            slope, shift = (float(learned.get(f"logn.{x}", np.zeros(heads))[h]) for x in "sb")
-            factor *= scalars.growth(recipe, int(n[b, h, i]), slope, shift)
-        p, a = (float(learned.get(f"bias.{x}", np.ones(heads))[h]) for x in "pa")
-        for j in range(keys):
-            at_q, at_k = int(where_q[b, i]), int(where_k[b, j])
-            if (causal and at_q < at_k) or (padding is not None and padding[b, j]):
-                continue
-            other = documents is not None and documents[b, keys - queries + i] != documents[b, j]
-            if other or not scalars.sees(recipe, at_q, at_k):
-                continue
-            added = 0.0
-            if full.dtype != np.bool_:
-                added = float(full[b, h, i, j])
-            elif not full[b, h, i, j]:
-                continue
-            if added == -math.inf:
-                continue
-            score = factor * product(b, h, i, j)
-            if below is not None:
-                below[b, h, i, j] += score
-                score = float(below[b, h, i, j]) / layers
-            if recipe.cap is not None:
-                score = recipe.cap * math.tanh(score / recipe.cap)
-            if recipe.bias == "FIRE":
-                score += scalars.fire(recipe, h, at_q, at_k, learned)
-            elif not recipe.whole_rows:
-                score -= scalars.penalty(recipe, h, heads, abs(at_q - at_k), p, a)
-            seen.append(j)
-            scores.append(score + added)
-        at = [int(where_k[b, j]) for j in seen]
-        if recipe.bias.startswith("CoPE"):
-            row = dict(zip(at, scores, strict=True))
-            more = scalars.counted(recipe, row, factor * product.q[b, h, i], learned["bias.e"])
-            scores = [score + more[place] for score, place in zip(scores, at, strict=True)]
-        if recipe.normaliser == "Selective":
-            if h == 0:
-                # What queries up to this one took from each key, for the next.
-                taken[b, i + 1] = taken[b, i]
-                padded = padding is not None and padding[b, keys - queries + i]
-                for j, s, place in zip(seen, scores, at, strict=True):
-                    if place not in (0, int(where_q[b, i])) and not padded:
-                        taken[b, i + 1, j] += max(s, 0.0)
-            scores = [s - taken[b, i, j] for s, j in zip(scores, seen, strict=True)]
-        elif recipe.normaliser:
-            weights = _weights(recipe, dict(zip(at, scores, strict=True)), int(where_q[b, i]))
-            for j, place in zip(seen, at, strict=True):
-                out[b, h, i] += weights[place] * v[b, h // groups, j]
-            continue
-        extra = [float(learned["sink"][h])] if "sink" in learned else []
-        top = max(scores + extra, default=0.0)
-        total = sum(math.exp(s - top) for s in scores + extra)
-        for j, s in zip(seen, scores, strict=True):
-            out[b, h, i] += math.exp(s - top) / total * v[b, h // groups, j]
-    return out
+    padded = None if padding is None else padding.numpy()
+    at = (None if x is None else x.numpy() for x in (q_positions, k_positions))
+    apart = None if documents is None else runs(documents.numpy(), padded)
+    documents = None if apart is None else torch.from_numpy(apart)
+    where = places(queries, keys, batch, padded, *at, apart)
+    relative = torch.from_numpy(where[0][:, :, None] - where[1][:, None, :])
+    visible = torch.tensor(
+        [
+            [[scalars.sees(recipe, int(i), int(j)) for j in columns] for i in rows]
+            for rows, columns in zip(*where, strict=True)
+        ]
+    )
+    visible = visible & (relative >= 0) if causal else visible
+    if documents is not None:
+        visible = visible & (documents[:, keys - queries :, None] == documents[:, None])
+    visible = visible[:, None].expand(batch, heads, -1, -1)
+    if real is not None:
+        visible = visible & real[:, None, None]
+    given = np.array(True) if mask is None else mask.detach().numpy()
+    allowed = np.broadcast_to(given, (batch, heads, queries, keys))
+    n = counts(where, causal, padded, apart, allowed)
+    factors = np.vectorize(lambda each: scalars.scale(recipe, d, int(each)), otypes=[float])(n)
+    factor = torch.from_numpy(factors)[..., None]
+    factor = factor * learned["scale"] if "scale" in learned else factor
+    if "logn.s" in learned:
+        grown = torch.from_numpy(n).double().log() * learned["logn.s"][:, None]
+        grown = grown + learned["logn.b"][:, None] if "logn.b" in learned else grown
+        factor = factor * grown[..., None]
+    score = factor * _products(recipe, q, k, where, learned, real, own)
+    if below is not None:
+        below.append(score)
+        score = sum(below, torch.zeros(())) / layers
+    if recipe.cap is not None:
+        score = recipe.cap * (score / recipe.cap).tanh()
+    if recipe.bias == "FIRE":
+        score = score + _fire(recipe, relative, torch.from_numpy(where[0]), learned)
+    elif recipe.bias and not recipe.whole_rows:
+        score = score - _penalty(recipe, relative.abs(), heads, learned)
+    if mask is not None and mask.dtype == torch.bool:
+        visible = visible & mask
+    elif mask is not None:
+        score = score + mask
+    key_at = torch.from_numpy(where[1])[:, None, None]
+    if recipe.bias.startswith("CoPE"):
+        query = factor * normalised(recipe, "Q", q, learned, own)
+        score = score + _counted(score, visible, key_at, query, learned["bias.e"])
+    if recipe.normaliser == "Selective":
+        score = score - _taken(score[:, 0], visible[:, 0], relative, where[1], padding)[:, None]
+    elif recipe.normaliser:
+        weight = _weights(recipe, score, visible, relative[:, None], key_at)
+        v = v.repeat_interleave(heads // v.shape[1], 1)
+        return (weight if drop is None else weight * drop) @ v
+    top = score.detach().amax(-1, keepdim=True).clamp(min=-1e300)
+    weight = torch.where(visible, (score - top).exp(), 0.0)
+    total = weight.sum(-1, keepdim=True)
+    if "sink" in learned:
+        total = total + (learned["sink"][:, None, None] - top).exp()
+    weight = weight / torch.where(total > 0, total, 1.0)
+    v = v.repeat_interleave(heads // v.shape[1], 1)
+    return (weight if drop is None else weight * drop) @ v

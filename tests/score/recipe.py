@@ -7,9 +7,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-import numpy as np
-import numpy.typing as npt
-
 FEATURE = {"LayerNorm": "layer", "RMSNorm": "rms", "BatchNorm": "batch", "InstanceNorm": "instance"}
 L2_SIDES = {"QNA": "Q", "KNA": "K", "CosA": "QK", "QKNorm2020": "QK"}
 _TEMPERATURES = {
@@ -273,11 +270,9 @@ def decays(recipe: Recipe, d: int) -> list[float]:
     return [math.log(each) / recipe.decay for each in zeta]
 
 
-def growth(recipe: Recipe, n: int, s: float = 1.0, b: float = 0.0) -> float:
-    """What the slot of log-n makes of λ for n visible keys; s and b are learned per head."""
+def growth(recipe: Recipe, n: int) -> float:
+    """What the slot of log-n makes of λ for n visible keys, SSMax aside, which learns per head."""
     length = recipe.train_length
-    if recipe.logn.startswith("SSMax"):
-        return s * math.log(n) + b
     if recipe.logn == "YaRNTemperature":
         return (1 + 0.1 * math.log(max(1.0, n / length))) ** 2
     if recipe.logn == "SqrtLogN":
@@ -288,45 +283,25 @@ def growth(recipe: Recipe, n: int, s: float = 1.0, b: float = 0.0) -> float:
     return 1.0
 
 
-def scale(recipe: Recipe, d: int, n: int, learned: float = 1.0) -> float:
-    """λ for n visible keys, but for what is learned per head."""
+def scale(recipe: Recipe, d: int, n: int) -> float:
+    """λ for n visible keys, but for what is learned."""
     length = recipe.train_length
-    if recipe.variant in ("QNA", "KNA"):
+    if recipe.variant in ("QNA", "KNA", "QKNorm2020"):
         value = 1.0
     elif recipe.variant == "CosA":
         value = recipe.c * math.log(n if recipe.logn == "logn" else length / 2)
-    elif recipe.variant == "QKNorm2020":
-        value = learned
     else:
         value = 1 / math.sqrt(d)
     if recipe.logn == "logn" and recipe.variant != "CosA":
         value *= math.log(n) / math.log(length)
     if recipe.logn == "logn+":
         value *= max(1.0, math.log(n) / math.log(length))
-    if not recipe.logn.startswith("SSMax"):
-        value *= growth(recipe, n)
+    value *= growth(recipe, n)
     if recipe.method == "YaRN":
         value *= (0.1 * math.log(recipe.factor) + 1) ** 2
     if recipe.method == "LongRoPE":
         value *= 1 + math.log(recipe.factor) / math.log(length)
     return value
-
-
-def rule(recipe: Recipe, i: int, j: int) -> int:
-    """Which rule of positions the pair follows: 0 the nearest, then those further away."""
-    if recipe.method not in REGIMES:
-        return 0
-    if recipe.method == "DualChunk":
-        return min(i // recipe.window - j // recipe.window, 2)
-    return int(i - j >= recipe.window)
-
-
-def example_of(recipe: Recipe, rule: int, i: int | None = None, j: int | None = None) -> int:
-    """A key that query i reads by that rule, or a query that reads key j by it."""
-    if i is not None:
-        return i - rule * recipe.window
-    assert j is not None
-    return j + rule * recipe.window
 
 
 def rotated_at(recipe: Recipe, i: int, j: int) -> tuple[float, float]:
@@ -372,62 +347,3 @@ def alibi(head: int, heads: int) -> float:
         return slopes(lower) + slopes(2 * lower)[0::2][: count - lower]
 
     return slopes(heads)[head]
-
-
-def fire(recipe: Recipe, head: int, i: int, j: int, learned: Mapping[str, npt.ArrayLike]) -> float:
-    """FIRE's b(h, i, j), its network unit by unit; T is a quarter of the training length."""
-    c, mu, w_in, b_in, w_out, b_out = (
-        np.asarray(learned[f"bias.{name}"])
-        for name in ("c", "mu", "w_in", "b_in", "w_out", "b_out")
-    )
-    whole = max(float(mu) * max(1, recipe.train_length // 4), i)
-    share = math.log(1 + float(c) * (i - j)) / (math.log(1 + float(c) * whole) + 1e-6)
-    units = [max(0.0, share * float(w) + float(b)) for w, b in zip(w_in, b_in, strict=True)]
-    return float(b_out[head]) + sum(x * float(w) for x, w in zip(units, w_out[head], strict=True))
-
-
-def counted(
-    recipe: Recipe, scores: Mapping[int, float], query: npt.ArrayLike, e: npt.ArrayLike
-) -> dict[int, float]:
-    """CoPE's b of a row's keys by their positions: gates added up from the query down to each."""
-    q, e = np.asarray(query), np.asarray(e)
-    place, found = 0.0, {}
-    for j in sorted(scores, reverse=True):
-        place += 1 / (1 + math.exp(-scores[j]))
-        at = min(place, len(e) - 1)
-        low, high = math.floor(at), math.ceil(at)
-        vector = (at - low) * e[high] + (1 - at + low) * e[low]
-        found[j] = sum(float(a) * float(b) for a, b in zip(q, vector, strict=True))
-    return found
-
-
-def broken(recipe: Recipe, scores: Mapping[int, float], i: int) -> dict[int, float]:
-    """What each key breaks off the stick, by its position; the nearest first."""
-    left, found = 1.0, {}
-    for j in sorted(scores, reverse=True):
-        own = j == i and "current=true" not in recipe.normaliser
-        share = 0.0 if own else 1 / (1 + math.exp(-scores[j]))
-        found[j], left = left * share, left * (1 - share)
-    return found
-
-
-def entmax(recipe: Recipe, scores: Mapping[int, float]) -> dict[int, float]:
-    """Weights max(0, (α − 1)·s − τ)^(1/(α−1)) of sum 1, τ by halving an interval."""
-    alpha = 1.25 if "1.25" in recipe.normaliser else 1.5
-    x = {j: (alpha - 1) * s for j, s in scores.items()}
-    low = max(x.values(), default=0.0) - 1
-    high = low + 1
-    for _ in range(200):
-        tau = (low + high) / 2
-        found = {j: max(0.0, each - tau) ** (1 / (alpha - 1)) for j, each in x.items()}
-        low, high = (tau, high) if sum(found.values()) > 1 else (low, tau)
-    return found
-
-
-def penalty(recipe: Recipe, head: int, heads: int, r: int, p: float, a: float) -> float:
-    """b(h, r), without its sign."""
-    if recipe.bias == "ALiBi":
-        return alibi(head, heads) * r
-    if recipe.bias == "KERPLELog":
-        return p * math.log(1 + a * r)
-    return p * r**a if recipe.bias else 0.0

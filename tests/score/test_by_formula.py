@@ -279,12 +279,6 @@ def test_half_precision_rows_without_keys_and_the_log_sum_exp() -> None:
     torch.testing.assert_close(low.double(), exact, rtol=0.05, atol=0.05)
 
 
-@pytest.mark.parametrize("beside", ["Differential", "XSA", "VORoPE"])
-def test_what_nezha_refuses_beside_it(beside: str) -> None:
-    with pytest.raises(InputError, match="cannot be combined"):
-        ScoreSpec.parse(f"Baseline-NEZHA-{beside}")
-
-
 @pytest.mark.parametrize("alpha", [1.05, 1.5, 2.0])
 @pytest.mark.parametrize("keys", [0, 1, 3, 5000])
 def test_weights_of_entmax_add_up_and_leave_keys_out(alpha: float, keys: int) -> None:

@@ -150,19 +150,6 @@ def test_a_sink_that_takes_nothing_and_one_that_takes_all() -> None:
         _same(attention(q, k, v, score), expected)
 
 
-def test_alibi_slopes_of_the_paper() -> None:
-    def slopes(heads: int) -> list[float]:
-        bias = ScoreSpec.parse("Baseline-ALiBi").bias
-        assert bias is not None
-        values = bias.values(torch.arange(3, dtype=torch.float64), heads, {})
-        _same(values[:, 2], 2 * values[:, 1])
-        return (-values[:, 1]).tolist()
-
-    assert slopes(8) == [2.0**-h for h in range(1, 9)]
-    assert slopes(3) == [2.0**-4, 2.0**-8, 2.0**-2]
-    assert slopes(12) == slopes(8) + [2.0 ** -(h + 0.5) for h in range(4)]
-
-
 @pytest.mark.parametrize("name", ["KERPLELog", "KERPLEPower"])
 def test_what_kerple_learns_counts_as_within_its_range(name: str) -> None:
     torch.manual_seed(0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +27,6 @@ def norm(kind: Any, heads: int = H, head_dim: int = D, **options: Any) -> nn.Mod
     return Normalisation(kind, **options).build(heads, head_dim)
 
 
-def prepared(text: str, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """q and k as a kernel gets them, at position 0 (so not rotated)."""
-    score = Score(text, q.shape[1], q.shape[-1], k.shape[1]).to(q.dtype)
-    where = torch.zeros(q.shape[2], dtype=torch.int64)
-    positions = Positions.of(q.shape[2], k.shape[2], True, q.device, None, where, where)
-    ready = score(q, k, k, positions, AttentionMask(True, where, where, aligned=False))
-    return ready.q, ready.k
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_l2_gives_a_length_of_1_and_of_zero_zero(dtype: torch.dtype) -> None:
     (x,) = tensors((B, H, T, D), dtype=dtype)
@@ -47,42 +37,6 @@ def test_l2_gives_a_length_of_1_and_of_zero_zero(dtype: torch.dtype) -> None:
     y = norm("l2")(zero)
     assert (y == 0).all()
     assert torch.autograd.grad(y.sum(), zero)[0].isfinite().all()
-
-
-def test_each_variant_normalises_the_sides_of_its_name() -> None:
-    q, k = (x.detach() for x in tensors((B, H, T, D), (B, 1, T, D)))
-    unit, root = [F.normalize(x, dim=-1) for x in (q, k)], math.sqrt(D)
-    expected = {
-        "Baseline": (q / root, k),
-        "QNA": (unit[0], k),
-        "KNA": (q, unit[1]),
-        "CosA@6": (4 * math.log(3) * unit[0], unit[1]),
-    }
-    for title, function in (("LayerNorm", F.layer_norm), ("RMSNorm", F.rms_norm)):
-        normal = [function(x, (D,), eps=0.01) for x in (q, k)]
-        for gain in ("true", "false"):
-            options = f"(gain={gain},eps=0.01)"
-            expected[f"QK{title}{options}"] = (normal[0] / root, normal[1])
-            expected[f"Q{title}{options}"] = (normal[0] / root, k)
-            expected[f"K{title}{options}"] = (q / root, normal[1])
-    for text, (mine_q, mine_k) in expected.items():
-        for ours, other in zip(prepared(text, q, k), (mine_q, mine_k), strict=True):
-            torch.testing.assert_close(ours, other)
-
-
-@pytest.mark.parametrize("kind", ["layer", "rms"])
-def test_feature_norms_over_all_heads_and_with_a_gain_of_each(kind: str) -> None:
-    (x,) = tensors((B, H, T, D))
-    flat = x.transpose(1, 2).flatten(2)
-    function: Any = F.layer_norm if kind == "layer" else F.rms_norm
-    whole = function(flat, (H * D,), eps=1e-5).unflatten(2, (H, D)).transpose(1, 2)
-    torch.testing.assert_close(norm(kind, across="all", eps=1e-5)(x), whole)
-    each = norm(kind, gain=True, across="each", eps=1e-5).double()
-    with torch.no_grad():
-        for n, parameter in enumerate(each.parameters()):
-            parameter.copy_(torch.arange(H * D).view(H, D) / 7 + n)
-    gain, *bias = (parameter[:, None] for parameter in each.parameters())
-    torch.testing.assert_close(each(x), function(x, (D,), eps=1e-5) * gain + sum(bias))
 
 
 @pytest.mark.parametrize("kind", ["layer", "rms", "batch", "instance"])
@@ -154,17 +108,6 @@ def test_batch_norm_and_its_running_statistics_are_torchs(padding: Tensor | None
     alone = norm("batch")
     assert (alone(torch.ones(1, H, 1, D)) == 0).all()
     assert alone.running_var.isfinite().all()  # type: ignore[operator]
-
-
-def test_instance_norm_is_torchs_and_each_row_stands_alone() -> None:
-    ours, theirs = norm("instance"), nn.InstanceNorm1d(H * D, eps=1e-5)
-    (x,) = tensors((B, H, T, D))
-    expected = theirs(x.transpose(2, 3).flatten(1, 2)).reshape(B, H, D, T).transpose(2, 3)
-    torch.testing.assert_close(ours(x), expected)
-    padded = ours(x, PADDING)
-    for b in range(B):
-        kept = (slice(b, b + 1), slice(None), ~PADDING[b])
-        torch.testing.assert_close(padded[kept], ours(x[kept]))
 
 
 @pytest.mark.parametrize("text", ["QKBatchNorm", "QKInstanceNorm", "KBatchNorm"])

@@ -44,21 +44,6 @@ def test_the_rotation_of_transformers(layout: str) -> None:
         torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-6)
 
 
-@every_layout
-def test_rows_of_their_own_scales_and_memory_layouts(layout: str) -> None:
-    """Heads come out of a projection as a transposed view; one head as an expanded one."""
-    (base,) = tensors((2, T, 3, D))
-    rows = torch.stack((torch.arange(T), torch.arange(T) * 7 + 3))
-    scale = torch.linspace(0.5, 2, T, dtype=torch.float64)
-    for x in (base.transpose(1, 2), base[:, :, :1].transpose(1, 2).expand(-1, 3, -1, -1)):
-        together = rotated(x, rows, layout, scale)
-        for b in (0, 1):
-            alone = rotated(x[b : b + 1].contiguous(), rows[b], layout) * scale[:, None]
-            torch.testing.assert_close(together[b : b + 1], alone)
-        pulls = [rotated(each, rows, layout).sin().sum() for each in (x, x.contiguous())]
-        torch.testing.assert_close(*(torch.autograd.grad(pull, base)[0] for pull in pulls))
-
-
 def test_far_positions_keep_their_precision_in_float32() -> None:
     """Angles are made in float64: at position 2^20 a float32 angle would be off by 0.06."""
     (x,) = tensors((1, 1, 1, D))
@@ -135,16 +120,6 @@ def test_what_the_papers_say_of_the_fastest_and_the_slowest() -> None:
         assert (plain / ours(f"{name}(factor=8)", 64)[0])[-1] == pytest.approx(8, rel=1e-12)
     assert ours("NTK(factor=8)", 64)[0][0] == 1
     torch.testing.assert_close(ours("ABF(base=1e6)", 64)[0], rope_frequencies(64, 1e6))
-
-
-def test_the_gain_of_yarn_enters_the_logit_once_as_a_square() -> None:
-    """Two keys of which one scores 0: the logit can be read off the weights."""
-    q = torch.tensor([1.0, 2.0, 0.5, -1.0], dtype=torch.float64).expand(1, 1, 1, 4)
-    k = torch.stack((torch.zeros(4, dtype=torch.float64), q[0, 0, 0]))[None, None]
-    v = torch.tensor([[0.0] * 4, [1.0] * 4], dtype=torch.float64)[None, None]
-    weight = attention(q, k, v, "Baseline-YaRN(factor=8)@16", causal=False)[0, 0, 0, 0]
-    logit = torch.log(weight / (1 - weight)).item()
-    assert logit == pytest.approx(q.square().sum().item() / 2 * (0.1 * math.log(8) + 1) ** 2)
 
 
 LAMBDAS = {

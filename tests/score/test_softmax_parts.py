@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
-from kernels.memory import largest
-from normattn import InputError, Score, ScoreSpec, attention, explain
-from normattn.kernels import reference, tiled
-from normattn.layers.cache import KeyValueCache
+from normattn import Score, attention
 
-from .cases import built, normalised, tensors
+from .cases import tensors
 
 B, H, T, D, P = 2, 2, 11, 8, 6
 SHAPES = (B, H, T, D), (B, 1, T, D), (B, 1, T, D)
@@ -93,18 +88,6 @@ def test_keys_in_any_order_are_counted_by_position(text: str) -> None:
     torch.testing.assert_close(mixed, attention(q, k, v, score)[:, :, order])
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("recipe", list(normalised()), ids=lambda recipe: recipe.text)
-def test_a_cache_reads_as_the_whole(recipe: Any) -> None:
-    q, k, v = tensors(*SHAPES)
-    score, cache, pieces, first = built(recipe, H, D, 1), KeyValueCache(), [], 0
-    for size in (1, 3, 1, 5, 1):
-        new = slice(first, first + size)
-        pieces.append(attention(q[:, :, new], k[:, :, new], v[:, :, new], score, cache=cache))
-        first += size
-    torch.testing.assert_close(torch.cat(pieces, 2), attention(q, k, v, score))
-
-
 def test_half_precision_counts_many_keys() -> None:
     """Hundreds of gates, or shares of a stick: summed in bfloat16 they would stand still."""
     q, k, v = (x.detach() for x in tensors((1, 1, 1000, 8), (1, 1, 1000, 8), (1, 1, 1000, 8)))
@@ -135,47 +118,3 @@ def test_a_key_that_is_no_number_spoils_the_rows_that_see_it() -> None:
         out = attention(q, k, v, _cope()[0], backend=backend)
         assert out[:, :, :5].isfinite().all()
         assert out[:, :, 5:].isnan().all()
-
-
-def test_no_tensor_holds_every_pair(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither a forward nor a backward; the reference shows that one would be noticed."""
-    monkeypatch.setattr(reference, "STRIP_BYTES", 8 * 96 * B * H * 9 * 4)
-    monkeypatch.setattr(tiled, "ROWS", 16)
-    for made, tokens, pairs in (
-        (_cope()[0], 96, 96**2),
-        ("KNA-DualChunk(size=192,local=8)", 512, 192 * 512),
-    ):
-        q, k, v = tensors((B, H, tokens, D), (B, 1, tokens, D), (B, 1, tokens, D))
-        learned = made.parameters() if isinstance(made, Score) else ()
-        for backend in ("auto", "reference"):
-            with largest() as seen:
-                out = attention(q, k, v, made, backend=backend)
-                torch.autograd.grad(out.sum(), [q, k, v, *learned])
-            assert (seen.numel < B * H * pairs // 4) == (backend == "auto"), backend
-
-
-@pytest.mark.parametrize(
-    ("text", "needs", "kernel", "left"),
-    [
-        ("Baseline-Sigmoid", "tokens", "strips", "Sigmoid"),
-        ("Baseline-CoPE", None, "strips", "CoPE"),
-        ("KNA-DualChunk", "size", "chunked", "query rows in blocks of 384: DualChunk"),
-    ],
-)
-def test_what_is_refused_and_what_explain_says(
-    text: str, needs: str | None, kernel: str, left: str
-) -> None:
-    q, k, v = tensors(*SHAPES)
-    if needs is not None:
-        with pytest.raises(InputError, match=f"needs {needs}="):
-            attention(q, k, v, text)
-    spec = ScoreSpec.parse(text, train_length=512)
-    if spec.needs_causal:
-        with pytest.raises(InputError, match="causal"):
-            attention(q, k, v, Score(spec, H, D, 1).double(), causal=False)
-    if kernel == "strips":
-        with pytest.raises(InputError, match="fused"):
-            attention(q, k, v, Score(spec, H, D, 1).double(), backend="fused")
-    told = explain(spec, (1, 8, 2048, 64))
-    assert told.kernel == kernel
-    assert any(left in line for line in told.left)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -92,15 +91,6 @@ def _alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
         return False
-
-
-def test_runs_outside_the_main_thread(tmp_path: Path) -> None:
-    found: list[Outcome] = []
-    work = [job(tmp_path, "one", "pass")]
-    thread = threading.Thread(target=lambda: found.extend(run_jobs(work, 1)))
-    thread.start()
-    thread.join()
-    assert [outcome.code for outcome in found] == [0]
 
 
 SEES = """

@@ -1,0 +1,146 @@
+"""Every registered score, by every kernel: outputs and gradients against the oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from normattn import InputError, ScoreSpec, attention
+from normattn.kernels import BACKENDS, reference, tiled
+from normattn.score.parts import parts
+from score import cases, oracle
+from score.cases import METHODS, VARIANTS, built, documents, learned, tensors
+from score.layouts import laid
+from score.recipe import REGIMES, Recipe
+from thorough import few
+
+B, H, G, T, D = 2, 2, 1, 9, 4
+WHOLE = ("auto", "strips", "reference")
+both = pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+
+
+@pytest.fixture(autouse=True)
+def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiled, "ROWS", 4)
+    monkeypatch.setattr(reference, "STRIP_BYTES", 2048)
+
+
+def test_the_cases_name_every_registered_part() -> None:
+    several = (*cases.GROWTHS, *cases.NORMALISERS, *cases.BIASES, *cases.PAIRED)
+    named = {name.partition("(")[0] for name in several}
+    named |= {*VARIANTS, *cases.LOGN, *METHODS, *cases.SHAPES, *cases.ALONE, *cases.LAYOUTS}
+    assert (named | {*cases.RESIDUALS}) - {""} | {"RoPE", "NoPE"} == set(parts())
+    assert {method for _, method in cases.PLACES} <= {*METHODS, ""}
+
+
+def assert_every_kernel_agrees(
+    recipe: Recipe, causal: bool, kv: int = G, keys: int = T, d: int = D, **options: Any
+) -> None:
+    """Outputs and gradients of every kernel that can compute it are the oracle's."""
+    heads = 3 if kv == 1 else H
+    # Rows of a batch differ by padding and documents, and where statistics are taken over them.
+    batch = B if options or recipe.leaks else 1
+    leaves = tensors((batch, heads, T, d), (batch, kv, keys, d), (batch, kv, keys, d))
+    q, k, v = laid(leaves, f"{recipe.text} {causal}")
+    score = built(recipe, heads, d, kv)
+    refusal = "leaks the future" if causal and recipe.leaks else ""
+    refusal = "causal attention only" if not causal and recipe.needs_causal else refusal
+    if refusal:
+        with pytest.raises(InputError, match=refusal):
+            attention(q, k, v, score, causal, **options)
+        return
+    names = learned(score)
+    wanted = [*leaves, *names.values()]
+    words = {{"key_padding": "padding"}.get(word, word): each for word, each in options.items()}
+    expected = oracle.attend(recipe, q, k, v, causal=causal, learned=names, **words)
+    # A gradient need not be contiguous either.
+    weights = torch.linspace(-1.0, 1.0, expected.numel(), dtype=expected.dtype)
+    weights = weights.reshape(expected.shape).mT.contiguous().mT
+    by_hand = torch.autograd.grad(expected, wanted, weights)
+    plain = recipe.folds and not options and keys == T and recipe.method != "DynamicNTK"
+    must = [*WHOLE, *(["fused"] if plain else [])]
+    must += [] if recipe.whole_rows or recipe.normaliser else ["chunked"]
+    for backend in BACKENDS:
+        try:
+            out = attention(q, k, v, score, causal, backend=backend, **options)
+        except InputError as error:
+            if backend in must or "kernel cannot serve this" not in str(error):
+                raise
+            continue
+        ours = [out, *torch.autograd.grad(out, wanted, weights)]
+        for mine, hand in zip(ours, [expected, *by_hand], strict=True):
+            assert_close(mine, hand, f"{recipe.text} by {backend}")
+
+
+def assert_close(ours: Tensor, expected: Tensor, where: str) -> None:
+    same = ours.shape == expected.shape and ours.dtype == expected.dtype
+    if not (same and torch.allclose(ours, expected, rtol=1e-9, atol=1e-10)):
+        torch.testing.assert_close(
+            ours, expected, rtol=1e-9, atol=1e-10, msg=lambda text: f"{where}: {text}"
+        )
+
+
+@both
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants(variant: str, causal: bool) -> None:
+    every = list(cases.recipes(variant))
+    if "Norm" in variant and variant != "QKNorm2020":
+        # What these share is shared out among them: each third product of log-n and position.
+        every = every[VARIANTS.index(variant) % 3 :: 3]
+    for recipe in every:
+        assert_every_kernel_agrees(recipe, causal)
+
+
+@both
+@pytest.mark.parametrize("method", METHODS)
+def test_methods(method: str, causal: bool) -> None:
+    for recipe in cases.methods(method):
+        assert_every_kernel_agrees(recipe, causal, d=8)
+
+
+@both
+def test_additions(causal: bool) -> None:
+    for turn, recipe in enumerate(cases.additions()):
+        assert_every_kernel_agrees(recipe, causal, kv=1 + turn % 2, d=8)
+
+
+def _apart(recipe: Recipe, causal: bool, keys: int, padded: bool, kv: int = 1) -> None:
+    """The recipe over documents, padded on the left or not, by the last T of the keys."""
+    number, padding = documents(B, keys, padded)
+    options = {"documents": number}
+    if padding is not None:
+        options |= {"key_padding": padding, "query_padding": padding[:, keys - T :]}
+    assert_every_kernel_agrees(replace(recipe, packed=True), causal, kv, keys, 8, **options)
+
+
+@both
+def test_normalisers(causal: bool) -> None:
+    for turn, recipe in enumerate(cases.normalised()):
+        kv, keys = 1 + turn % 2, T if recipe.normaliser == "Selective" else T + 3
+        assert_every_kernel_agrees(recipe, causal, kv, d=8)
+        _apart(recipe, causal, keys, padded=True, kv=kv)
+
+
+@both
+@pytest.mark.parametrize("padded", few([False, True], bool))
+def test_documents(causal: bool, padded: bool) -> None:
+    """Documents apart, with every method and addition, left padding and fewer queries as well."""
+    every: Iterable[Recipe] = [x for method in METHODS for x in cases.methods(method)][::3]
+    for turn, recipe in enumerate([*cases.recipes("KNA"), *every, *cases.additions()]):
+        # Chunks are refused by name (test_layouts.py): both cut a row into pieces.
+        if recipe.chunk is None and (turn % 4 == 0 or recipe.method in REGIMES):
+            _apart(recipe, causal, T + 3 * (turn % 2), padded)
+
+
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if "Norm" not in name])
+def test_a_bare_specification_is_enough_where_nothing_is_learned(variant: str) -> None:
+    q, k, v = tensors((B, H, T, D), (B, G, T, D), (B, G, T, D))
+    for recipe in cases.recipes(variant):
+        bare = attention(q, k, v, ScoreSpec.parse(recipe.text))
+        assert torch.equal(bare, attention(q, k, v, recipe.text))
+        assert torch.equal(bare, attention(q, k, v, built(recipe, H, D, G)))
