@@ -172,7 +172,8 @@ SENSELESS = (
     "KNA-RealFormer-FullEvery KNA-Sigmoid-Sink KNA-Selective-DualChunk "
     "KNA-RealFormer-DualChunk KNA-SlidingWindow-DualChunk KNA-Chunked-DualChunk "
     "KBatchNorm-CoPE Baseline-CoPE-YaRN KNA-NoPE-DualChunk KBatchNorm-DualChunk "
-    "CoPE-QKRMSNorm-RotateFirst Baseline-NEZHA-Differential Baseline-NEZHA-XSA Baseline-NEZHA-VORoPE"
+    "CoPE-QKRMSNorm-RotateFirst Baseline-NEZHA-Differential Baseline-NEZHA-XSA "
+    "Baseline-NEZHA-VORoPE"
 )
 
 
