@@ -13,34 +13,14 @@ from typing import Any
 import pytest
 
 from normattn.cli.app import main
+from studies import conftest as studies
 from undrawn import undraw
 
-TINY = """
-summary = "for tests"
-
-[training]
-steps = 4
-batch_size = 4
-checkpoint_seconds = 1000
-
-[training.model]
-dim = 16
-layers = 1
-heads = 2
-train_length = 8
-
-[training.data]
-corpus = "{corpus}"
-vocab_size = 260
-test_fraction = 0.3
-
-[training.schedule]
-warmup_steps = 1
-
-[evaluation]
-multiples = [1, 2, 4]
-max_windows = 4
-"""
+TINY = (
+    studies.TINY.replace("steps = 400", "steps = 4")
+    .replace("checkpoint_seconds = 0.1\nthreads = 1", "checkpoint_seconds = 1000")
+    .replace("max_windows = 8", "max_windows = 4")
+)
 
 
 @dataclass(frozen=True)
@@ -88,11 +68,7 @@ def _undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of a few texts."""
-    folder = tmp_path_factory.mktemp("corpus")
-    for n in range(12):
-        words = " ".join(f"word{(n * 7 + i * i) % 50}" for i in range(200))
-        (folder / f"text{n:02}.txt").write_text(words)
-    return folder
+    return studies.write_texts(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -148,6 +149,64 @@ def test_reproductions(
     preset = [] if "--preset" in options else ["--preset", str(tiny)]
     keynorm = ("reproduce", "keynorm", *preset, "--out", tmp_path / "out")
     assert_refused(command, tmp_path, expected, *keynorm, *options)
+
+
+RUN: dict[str, list[tuple[list[str], list[str]]]] = {
+    "evaluate": [
+        (["--methods", "YARN2"], ["YARN2", "did you mean YaRN"]),
+        (["--methods", "KNA"], ["KNA", "training-time"]),
+        (["--methods", "YaRN,,NTK"], ["--methods", "empty"]),
+        (["--methods", "YaRN,YaRN"], ["twice"]),
+        (["--methods", "NTK-ReRoPE"], ["cannot be combined"]),
+        (["--methods", "al"], ["unknown", "al"]),
+        (["--protocols", "retreival"], ["retreival", "did you mean retrieval"]),
+        (["--protocols", "retrieval", "--multiples", "1,8"], ["8 tokens is too short for passkey"]),
+        (["--protocols", "by-position", "--multiples", "9000"], ["long enough", "longest"]),
+        (["--multiples", "0"], ["--multiples", "at least 1"]),
+        (["--multiples", "4,2"], ["multiples", "rise"]),
+        (["--max-windows", "0"], ["--max-windows"]),
+        (["--max-tokens", "0"], ["--max-tokens"]),
+        (["--seed", "-1"], ["--seed"]),
+    ],
+    "generate": [
+        ([], ["--prompt", "--file"]),
+        (["--prompt", ""], ["argument 3 is empty", "--prompt"]),
+        (["--file", "gone.txt"], ["gone.txt", "does not exist"]),
+        (["--prompt", "a", "--method", "logn"], ["logn is a training-time component"]),
+        (["--prompt", "a", "--method", "YaRN(factor=0)"], ["factor", "at least 1"]),
+        (["--prompt", "a", "--temperature", "-1"], ["temperature is -1"]),
+        (["--prompt", "a", "--top-p", "2", "--temperature", "1"], ["top_p is 2"]),
+        (["--prompt", "a", "--top-k", "5"], ["temperature 0", "top_k"]),
+        (["--prompt", "a", "--max-new-tokens", "0"], ["--max-new-tokens"]),
+        (["--prompt", "a", "--stop", ""], ["argument 5 is empty", "--stop"]),
+    ],
+    "inspect": [
+        (["--attention", "9,0"], ["layers 0 to 0", "heads 0 to 1"]),
+        (["--attention", "one"], ["LAYER,HEAD", "'one'"]),
+        (["--text", "gone.txt"], ["gone.txt", "does not exist"]),
+        (["--length", "100000"], ["is long enough", "100,000"]),
+        (["--method", "YARN"], ["YARN", "did you mean YaRN"]),
+        (["--windows", "0"], ["--windows"]),
+        (["--out", "/dev/null"], ["/dev/null is a file"]),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "expected"),
+    [(name, *case) for name, cases in RUN.items() for case in cases],
+)
+def test_commands_of_a_run(
+    command: Command,
+    trained: Path,
+    tmp_path: Path,
+    name: str,
+    options: list[str],
+    expected: list[str],
+) -> None:
+    ignored = shutil.ignore_patterns("evaluations", "inspection")
+    run = shutil.copytree(trained, tmp_path / "run", ignore=ignored)
+    assert_refused(command, tmp_path, expected, name, run, *options)
 
 
 def full(handle: int) -> None:

@@ -89,32 +89,3 @@ def test_every_method(command: Command, run: Path) -> None:
     assert len(records(run)) == 1 + len(methods) + 1
     for sentence in left_out(spec, 4.0):
         assert sentence in said.out
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        (["--methods", "YARN2"], ["YARN2", "did you mean YaRN"]),
-        (["--methods", "KNA"], ["KNA", "training-time"]),
-        (["--methods", "YaRN,,NTK"], ["--methods", "empty"]),
-        (["--methods", "YaRN,YaRN"], ["twice"]),
-        (["--methods", "NTK-ReRoPE"], ["cannot be combined"]),
-        (["--methods", "al"], ["unknown", "al"]),
-        (["--protocols", "retreival"], ["retreival", "did you mean retrieval"]),
-        (["--protocols", "retrieval", "--multiples", "1,8"], ["8 tokens is too short for passkey"]),
-        (["--protocols", "by-position", "--multiples", "9000"], ["long enough", "longest"]),
-        (["--multiples", "0"], ["--multiples", "at least 1"]),
-        (["--multiples", "4,2"], ["multiples", "rise"]),
-        (["--max-windows", "0"], ["--max-windows"]),
-        (["--max-tokens", "0"], ["--max-tokens"]),
-        (["--seed", "-1"], ["--seed"]),
-    ],
-)
-def test_what_cannot_be_asked(
-    command: Command, run: Path, options: list[str], expected: list[str]
-) -> None:
-    said = command("evaluate", run, *options)
-    assert said.code == 2
-    for part in expected:
-        assert part in said.sentence
-    assert not records(run)

@@ -6,8 +6,6 @@ import json
 import shutil
 from pathlib import Path
 
-import pytest
-
 from cli.conftest import TINY, Command
 
 
@@ -41,31 +39,6 @@ def test_methods_read_on(command: Command, trained: Path) -> None:
             *("--max-new-tokens", 4, "--top-k", 5, "--temperature", 1),
         )
         assert said.code == 0, said.err
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ([], ["--prompt", "--file"]),
-        (["--prompt", ""], ["argument 3 is empty", "--prompt"]),
-        (["--file", "gone.txt"], ["gone.txt", "does not exist"]),
-        (["--prompt", "a", "--method", "logn"], ["logn is a training-time component"]),
-        (["--prompt", "a", "--method", "YaRN(factor=0)"], ["factor", "at least 1"]),
-        (["--prompt", "a", "--temperature", "-1"], ["temperature is -1"]),
-        (["--prompt", "a", "--top-p", "2", "--temperature", "1"], ["top_p is 2"]),
-        (["--prompt", "a", "--top-k", "5"], ["temperature 0", "top_k"]),
-        (["--prompt", "a", "--max-new-tokens", "0"], ["--max-new-tokens"]),
-        (["--prompt", "a", "--stop", ""], ["argument 5 is empty", "--stop"]),
-    ],
-)
-def test_what_is_refused(
-    command: Command, trained: Path, options: list[str], expected: list[str]
-) -> None:
-    said = command("generate", trained, *options)
-    assert said.code == 2
-    for part in expected:
-        assert part in said.sentence
-    assert said.out == ""
 
 
 def test_runs_that_cannot_answer(command: Command, trained: Path, tmp_path: Path) -> None:

@@ -120,25 +120,6 @@ def test_angles_that_are_new(command: Command, trained: Path, tmp_path: Path) ->
     assert not {"angle_share", "beyond_share"} & {*found["statistic"]}
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        (["--attention", "9,0"], ["layers 0 to 0", "heads 0 to 1"]),
-        (["--attention", "one"], ["LAYER,HEAD", "'one'"]),
-        (["--text", "gone.txt"], ["gone.txt", "does not exist"]),
-        (["--length", "100000"], ["is long enough", "100,000"]),
-        (["--method", "YARN"], ["YARN", "did you mean YaRN"]),
-        (["--windows", "0"], ["--windows"]),
-        (["--out", "/dev/null"], ["/dev/null is a file"]),
-    ],
-)
-def test_mistakes(command: Command, trained: Path, options: list[str], expected: list[str]) -> None:
-    said = command("inspect", trained, *options)
-    assert said.code == 2
-    for words in expected:
-        assert words in said.sentence
-
-
 def test_runs_that_cannot_be_looked_into(command: Command, trained: Path, tmp_path: Path) -> None:
     assert "not a run directory" in command("inspect", tmp_path).sentence
     other = tmp_path / "run"

@@ -43,17 +43,20 @@ max_windows = 8
 """
 
 
+def write_texts(folder: Path) -> Path:
+    """A folder of a few texts."""
+    folder.mkdir(exist_ok=True)
+    for n in range(12):
+        words = " ".join(f"word{(n * 7 + i * i) % 50}" for i in range(200))
+        (folder / f"text{n:02}.txt").write_text(words)
+    return folder
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A preset file whose cells train in about a second."""
-    folder = tmp_path_factory.mktemp("tiny")
-    texts = folder / "texts"
-    texts.mkdir()
-    for n in range(12):
-        words = " ".join(f"word{(n * 7 + i * i) % 50}" for i in range(200))
-        (texts / f"text{n:02}.txt").write_text(words)
-    path = folder / "tiny.toml"
-    path.write_text(TINY.format(corpus=texts))
+    path = tmp_path_factory.mktemp("tiny") / "tiny.toml"
+    path.write_text(TINY.format(corpus=write_texts(path.with_name("texts"))))
     return path
 
 
