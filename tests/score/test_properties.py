@@ -14,9 +14,7 @@ from torch import Tensor
 
 from normattn import InputError, Score, ScoreSpec, attention
 from normattn.layers.residual_scores import residual_layers
-from normattn.score import Positions
-from normattn.score.parts import PairBiasPart, Part, Slot, parts, rope_frequencies
-from normattn.score.rotary import Rotator
+from normattn.score.parts import PairBiasPart, Part, Slot, parts
 
 from .cases import tensors
 
@@ -198,34 +196,7 @@ def _is_relative(spec: ScoreSpec) -> bool:
     return spec.logn is None and spec.order is None and not spec.blockwise and not counted
 
 
-@st.composite
-def rotators(draw: st.DrawFn) -> Rotator:
-    """The rotation of some specification, its amplitude and growth left out."""
-    spec = draw(specs(resolved=True, layer=True).filter(lambda spec: spec.position.rotary))
-    base, layout = spec.position.base, spec.position.layout  # type: ignore[attr-defined]
-    theta, scaling = rope_frequencies(8, base), spec.for_block(draw(st.integers(0, 9))).rope_scaling
-    if scaling is not None:
-        theta = scaling.inverse_frequencies(8, base, spec.train_length)
-    return Rotator(theta, layout == "interleaved")
-
-
 where = st.integers(0, 10**5)
-
-
-@quick
-@given(rotators(), where, where, st.integers(-(10**5), 10**5))
-def test_rotations_keep_norms_and_scores_depend_on_the_distance_only(
-    rotator: Rotator, i: int, j: int, shift: int
-) -> None:
-    q, k = tensors((1, 1, 1, 8), (1, 1, 1, 8))
-
-    def rotated(x: Tensor, position: int) -> Tensor:
-        return rotator.at(torch.tensor([position]), torch.float64)(x)
-
-    score, moved = ((rotated(q, i + n) * rotated(k, j + n)).sum() for n in (0, shift))
-    torch.testing.assert_close(score, moved, rtol=0, atol=1e-8)
-    torch.testing.assert_close(rotated(q, i).norm(), q.norm())
-    torch.testing.assert_close(rotated(rotated(q, i), -i), q)
 
 
 @quick
@@ -240,14 +211,3 @@ def test_moving_all_positions_changes_nothing_without_log_n(
     moved = _attend(score, q, k, v, backend, q_positions=at, k_positions=at)
     expected = _attend(score, q, k, v, backend)
     torch.testing.assert_close(moved, expected, rtol=1e-6, atol=1e-6)
-
-
-@quick
-@given(st.integers(1, 12), st.integers(0, 12), st.booleans())
-def test_queries_are_the_last_of_the_keys(queries: int, more: int, padded: bool) -> None:
-    keys = queries + more
-    padding = (torch.arange(keys)[None] < keys // 3) if padded else None
-    places = Positions.of(queries, keys, True, torch.device("cpu"), padding)
-    assert torch.equal(places.query, places.key[..., more:])
-    assert torch.equal(places.n, places.query + 1)
-    assert places.key.max() == keys - 1 - (keys // 3 if padded else 0)
