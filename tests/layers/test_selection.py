@@ -16,18 +16,6 @@ SHAPES = (B, H, T, D), (B, 1, T, D), (B, 1, T, D)
 NAME = "Baseline-NoPE-Selective"
 
 
-def test_it_is_shift_sum_and_subtract() -> None:
-    """A whole matrix of what head 0 selects: shifted by a row, summed, subtracted."""
-    q, k, v = tensors((B, H, T, D), (B, H, T, D), (B, H, T, D))
-    logits = q @ k.transpose(-1, -2) / D**0.5
-    logits = logits.masked_fill(torch.ones(T, T).triu(1).bool(), -torch.inf)
-    chosen = logits[:, 0].relu() * (1 - torch.eye(T))
-    chosen = torch.cat((torch.zeros(B, T, 1), chosen[:, :, 1:]), 2)
-    taken = torch.cat((torch.zeros(B, 1, T), chosen[:, :-1]), 1).cumsum(1)
-    expected = (logits - taken[:, None]).softmax(-1) @ v
-    torch.testing.assert_close(attention(q, k, v, NAME), expected)
-
-
 def test_strips_hand_on_what_was_taken_with_its_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = tensors((1, H, 70, D), (1, 1, 70, D), (1, 1, 70, D))
     found = []

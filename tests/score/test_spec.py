@@ -173,7 +173,8 @@ SENSELESS = (
     "KNA-RealFormer-DualChunk KNA-SlidingWindow-DualChunk KNA-Chunked-DualChunk "
     "KBatchNorm-CoPE Baseline-CoPE-YaRN KNA-NoPE-DualChunk KBatchNorm-DualChunk "
     "CoPE-QKRMSNorm-RotateFirst Baseline-NEZHA-Differential Baseline-NEZHA-XSA "
-    "Baseline-NEZHA-VORoPE"
+    "Baseline-NEZHA-VORoPE KNA-XSA-Differential KNA-VORoPE-Differential KNA-XSA-ValueResidual "
+    "Baseline-Differential-DifferentialV2"
 )
 
 

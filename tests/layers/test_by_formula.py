@@ -1,4 +1,4 @@
-"""Scores beyond the recipes of the oracle: by formula, outputs and gradients, every kernel."""
+"""Scores beyond the recipes of the oracle, by their equations: outputs, gradients, every kernel."""
 
 from __future__ import annotations
 
@@ -9,35 +9,45 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from normattn import InputError, Score, ScoreSpec, attention
+from normattn import Attention, InputError, Score, ScoreSpec, attention
 from normattn.kernels import AttentionMask
+from normattn.layers.cache import KeyValueCache
 from normattn.score.parts import rope_frequencies
 from normattn.score.parts.bias import T5Bias
+from score.cases import tensors
 
-from .cases import tensors
-
-B, H, G, T, D = 2, 4, 2, 9, 4
+B, H, G, T, D, E = 2, 4, 2, 9, 4, 6
 SHAPES = (B, H, T, D), (B, G, T, D), (B, G, T, D)
+BACKENDS = ("auto", "reference", "chunked")
 either = pytest.mark.parametrize("causal", [True, False])
 
 
 def assert_agrees(
     expected: Tensor,
     leaves: Sequence[Tensor],
-    score: Score,
+    score: Score | str,
     causal: bool = True,
     backends: Sequence[str] = ("auto", "reference", "strips"),
+    rows: Tensor | None = None,
+    **given: Any,
 ) -> None:
-    """Attention over q, k, v, the first leaves, gives `expected` and its gradients."""
+    """Attention over q, k, v, the first leaves, gives `expected` and its gradients.
+
+    `rows` is 0 where a query's output has no meaning.
+    """
     q, k, v = leaves[:3]
     weights = torch.linspace(-1, 1, expected.numel()).double().view_as(expected)
+    weights = weights if rows is None else weights * rows
     by_hand = torch.autograd.grad(expected, leaves, weights)
     for backend in backends:
-        out = attention(q, k, v, score, causal, backend=backend)
-        torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-10)
+        out = attention(q, k, v, score, causal, backend=backend, **given)
+        torch.testing.assert_close(
+            *(x if rows is None else x * rows for x in (out, expected)), rtol=1e-9, atol=1e-10
+        )
         for ours, hand in zip(torch.autograd.grad(out, leaves, weights), by_hand, strict=True):
-            torch.testing.assert_close(ours, hand, rtol=1e-9, atol=1e-10)
+            torch.testing.assert_close(ours, hand, rtol=1e-8, atol=1e-10)
 
 
 def attended(logits: Tensor, v: Tensor, causal: bool = True) -> Tensor:
@@ -250,10 +260,167 @@ def test_nezha_pair_by_pair(variant: str, causal: bool) -> None:
             attention(q, k, v, score, causal, backend=backend)
 
 
+@either
+@pytest.mark.parametrize("queries", [5, T])
+def test_what_xsa_reads_is_orthogonal_to_the_own_value(causal: bool, queries: int) -> None:
+    leaves = q, k, v = tensors((B, H, queries, D), (B, G, T, D), (B, G, T, E))
+    read = attention(q, k, v, "KNA", causal, backend="reference")
+    own = v.repeat_interleave(H // G, 1)[:, :, T - queries :]
+    along = (read * own).sum(-1, keepdim=True) / (own * own).sum(-1, keepdim=True)
+    assert_agrees(read - along * own, leaves, "KNA-XSA", causal, BACKENDS)
+
+
+def test_an_own_value_of_zero_leaves_what_is_read_as_it_is() -> None:
+    q, k, v = tensors((1, 2, 3, D), (1, 2, 3, D), (1, 2, 3, E))
+    with torch.no_grad():
+        v[:, :, 1] = 0
+    ours = attention(q, k, v, "KNA-XSA")
+    torch.testing.assert_close(ours[:, :, 1], attention(q, k, v, "KNA")[:, :, 1])
+    assert all(grad.isfinite().all() for grad in torch.autograd.grad(ours.sum(), (q, k, v)))
+
+
+@either
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+def test_vo_rope_reads_a_value_by_its_distance(layout: str, causal: bool) -> None:
+    """Complex numbers in place of pairs: feature pair m of v_j comes times e^(i·(j−i)·θ_m)."""
+    queries = 5
+    leaves = q, k, v = tensors((B, H, queries, D), (B, G, T, D), (B, G, T, E))
+    unit = torch.eye(T, dtype=v.dtype).expand(B, G, T, T)
+    weights = attention(q, k, unit, "KNA", causal, backend="reference")
+    first, second = v.chunk(2, -1) if layout == "half" else (v[..., 0::2], v[..., 1::2])
+    pairs = torch.complex(first, second).repeat_interleave(H // G, 1)
+    distance = torch.arange(T)[None] - torch.arange(T - queries, T)[:, None]
+    theta = 50 ** (-2 * torch.arange(E // 2, dtype=torch.float64) / E)
+    turns = torch.exp(1j * distance[..., None] * theta)
+    read = torch.einsum("bhts,tsm,bhsm->bhtm", weights.to(turns.dtype), turns, pairs)
+    parts = (read.real, read.imag)
+    expected = torch.cat(parts, -1) if layout == "half" else torch.stack(parts, -1).flatten(-2)
+    score = f"KNA-VORoPE(base=50,layout={layout})"
+    assert_agrees(expected, leaves, score, causal, BACKENDS)
+
+
+@torch.no_grad()
+def test_vo_rope_turns_values_of_a_cache_and_of_more_queries_than_keys_alike() -> None:
+    """By tables that are kept, whichever positions a call starts from, and by those made for it."""
+    q, k, v = (x.detach() for x in tensors((B, H, T, D), (B, G, T, D), (B, G, T, E)))
+    score, cache = Score("KNA-VORoPE(base=50)", H, D, G).double(), KeyValueCache()
+    spans = (slice(0, 3), slice(3, 4), slice(4, T))
+    parts = [attention(q[:, :, at], k[:, :, at], v[:, :, at], score, cache=cache) for at in spans]
+    places = torch.arange(T)
+    given = attention(q, k, v, score, q_positions=places, k_positions=places)
+    torch.testing.assert_close(torch.cat(parts, 2), given)
+    torch.testing.assert_close(attention(q, k, v, score), given)
+    few = k[:, :, :4], v[:, :, :4]
+    kept = attention(q, *few, score, False)
+    made = attention(q, *few, score, False, q_positions=places, k_positions=places[:4])
+    torch.testing.assert_close(kept, made)
+
+
+NUMBERS = torch.tensor([[0] * 4 + [1] * (T - 4), [0] * 7 + [1] * (T - 7)])
+PADDED = torch.arange(T)[None] < torch.tensor([[0], [3]])
+
+
+@pytest.mark.parametrize(
+    ("groups", "queries", "part", "given"),
+    [
+        (1, T, "", {}),
+        (2, T, "", {}),
+        (4, 4, "", {}),
+        (2, T, "-SlidingWindow(window=4)", {}),
+        (2, T, "-Packed", {"documents": NUMBERS}),
+        (2, T, "", {"key_padding": PADDED}),
+    ],
+)
+def test_the_forgetting_gate(groups: int, queries: int, part: str, given: dict[str, Any]) -> None:
+    """Softmax of ⟨q, k⟩/√d + Σ_{j<l≤i} ln σ(f_l)."""
+    shapes = (B, H, queries, D), (B, groups, T, D), (B, groups, T, E), (B, T, H)
+    leaves = q, k, v, forget = tensors(*shapes)
+    total = F.logsigmoid(forget).cumsum(1).mT
+    passed = total[..., T - queries :, None] - total[..., None, :]
+    keys = k.repeat_interleave(H // groups, 1)
+    query, key = torch.arange(T - queries, T)[:, None], torch.arange(T)
+    hidden = (key > query)[None] | (query - key >= (4 if "Window" in part else T))
+    if "Packed" in part:
+        hidden = hidden | (NUMBERS[:, T - queries :, None] != NUMBERS[:, None])
+    real = torch.ones(B, 1, T, 1)
+    if "key_padding" in given:
+        hidden, real = hidden | PADDED[:, None], ~PADDED[:, None, :, None]
+    logits = (q @ keys.mT / D**0.5 + passed).masked_fill(hidden[:, None], -torch.inf)
+    weights = logits.masked_fill((logits == -torch.inf).all(-1, keepdim=True), 0.0).softmax(-1)
+    expected = weights @ v.repeat_interleave(H // groups, 1)
+    text = f"Baseline-FoX{part}"
+    assert_agrees(
+        expected, leaves, text, True, BACKENDS, real[:, :, T - queries :], forget=forget, **given
+    )
+
+
+def test_the_forgetting_gate_by_position_and_in_half_precision() -> None:
+    q, k, v, forget = tensors((B, H, T, D), (B, G, T, D), (B, G, T, E), (B, T, H))
+    gaps = 3 * torch.arange(T)
+    plain = attention(q, k, v, "Baseline-NoPE-FoX", forget=forget)
+    same = attention(
+        q, k, v, "Baseline-NoPE-FoX", forget=forget, q_positions=gaps, k_positions=gaps
+    )
+    torch.testing.assert_close(same, plain)
+    packed: dict[str, Any] = {"forget": forget, "documents": NUMBERS[:1].expand(B, -1)}
+    restart = torch.cat((torch.arange(4), torch.arange(T - 4)))
+    again = attention(q, k, v, "Baseline-FoX-Packed", k_positions=restart, **packed)
+    torch.testing.assert_close(again, attention(q, k, v, "Baseline-FoX-Packed", **packed))
+    # After 2000 tokens the sum is in the thousands: a rounded one is off by whole numbers.
+    q, k, v = (x.detach().bfloat16() for x in tensors(*[(1, 2, 2000, 8)] * 3))
+    forget = torch.linspace(-2, 1, 2000)[None, :, None].expand(1, -1, 2)
+    exact = attention(q.double(), k.double(), v.double(), "KNA-FoX", forget=forget.double())
+    half = attention(q, k, v, "KNA-FoX", forget=forget)
+    assert (half.double() - exact).abs().max() < 0.03
+
+
+@either
+@pytest.mark.parametrize("per", ["head", "feature"])
+@pytest.mark.parametrize("act", ["sigmoid", "softplus"])
+def test_the_output_gate(per: str, causal: bool, act: str) -> None:
+    """σ(g) o or ln(1 + eᵍ) o."""
+    wide = 1 if per == "head" else E
+    shapes = (B, H, T, D), (B, G, T, D), (B, G, T, E), (B, T, H * wide)
+    leaves = q, k, v, gate = tensors(*shapes)
+    mine = gate.unflatten(-1, (H, wide)).transpose(1, 2)
+    size = 1 / (1 + (-mine).exp()) if act == "sigmoid" else (1 + mine.exp()).log()
+    expected = attention(q, k, v, "KNA", causal, backend="reference") * size
+    assert_agrees(expected, leaves, f"KNA-Gate(per={per},act={act})", causal, BACKENDS, gate=gate)
+
+
+def test_two_heads_of_a_key_head_make_one_output() -> None:
+    """o_p = softmax(s_2p)·v − σ(λ_p)·softmax(s_2p+1)·v, where both read one key head's values."""
+    leaves = q, k, v, shares = tensors((B, H, T, D), (B, 1, T, D), (B, 1, T, E), (B, T, H // 2))
+    read = attended(q @ _unit(k).mT, v)
+    share = 1 / (1 + (-shares).exp()).mT[..., None]
+    score = Score("KNA-NoPE-DifferentialV2", H, D, 1)
+    expected = read[:, 0::2] - share * read[:, 1::2]
+    assert_agrees(expected, leaves, score, True, BACKENDS, gate=shares)
+    torch.manual_seed(0)
+    layer = Attention(12, 4, 2, score="Baseline-DifferentialV2", head_dim=6)
+    assert layer.out.weight.shape == (12, 2 * 6)
+    assert layer.gate is not None
+    assert layer.gate.weight.shape == (2, 12)
+    out = layer(torch.randn(1, 5, 12))
+    grads = torch.autograd.grad(out.square().sum(), list(layer.parameters()))
+    assert all(grad.abs().sum() > 0 for grad in grads)
+
+
+def test_selective_attention_is_shift_sum_and_subtract() -> None:
+    """A whole matrix of what head 0 selects: shifted by a row, summed, subtracted."""
+    leaves = q, k, v = tensors(*[(B, H, T, D)] * 3)
+    logits = (q @ k.mT / D**0.5).masked_fill(torch.ones(T, T).triu(1).bool(), -torch.inf)
+    chosen = logits[:, 0].relu() * (1 - torch.eye(T))
+    chosen = torch.cat((torch.zeros(B, T, 1), chosen[:, :, 1:]), 2)
+    taken = torch.cat((torch.zeros(B, 1, T), chosen[:, :-1]), 1).cumsum(1)
+    expected = attended(logits - taken[:, None], v)
+    assert_agrees(expected, leaves, "Baseline-NoPE-Selective")
+
+
 @pytest.mark.parametrize("name", ["XLNet", f"NEZHA(clip={CLIP})", "ScaleInvariant"])
-def test_positions_may_stand_anywhere_and_documents_apart(name: str) -> None:
+def test_positions_may_be_anywhere(name: str) -> None:
     q, k, v = (x.detach() for x in tensors(*[(1, H, T, D)] * 3))
-    score, packed = (_xlnet(f"Baseline-{text}") for text in (name, f"{name}-Packed"))
+    score = _xlnet(f"Baseline-{name}")
     whole, far = attention(q, k, v, score), torch.arange(T) + 100_000
     moved = attention(q, k, v, score, q_positions=far, k_positions=far)
     torch.testing.assert_close(moved, whole, rtol=1e-8, atol=1e-8)
@@ -261,22 +428,53 @@ def test_positions_may_stand_anywhere_and_documents_apart(name: str) -> None:
     keys, values = k[:, :, order], v[:, :, order]
     mixed = attention(q, keys, values, score, q_positions=rows, k_positions=order)
     torch.testing.assert_close(mixed, whole)
-    numbers = torch.tensor([[0] * 3 + [1] * (T - 3)])
-    second = attention(q[:, :, 3:], k[:, :, 3:], v[:, :, 3:], score)
-    out = attention(q, k, v, packed, documents=numbers)
-    torch.testing.assert_close(out[:, :, 3:], second)
 
 
-def test_half_precision_rows_without_keys_and_the_log_sum_exp() -> None:
+@pytest.mark.parametrize(
+    "part", ["XLNet", f"NEZHA(clip={CLIP})", "ScaleInvariant", "XSA", "VORoPE"]
+)
+@pytest.mark.parametrize("beside", ["", "-Gate", "-ReRoPE(window=2)", "-DualChunk(size=2,local=1)"])
+def test_packed_documents_are_read_as_each_alone(part: str, beside: str) -> None:
+    if part not in ("XSA", "VORoPE") and beside:
+        return
+    q, k, v = tensors(*[(1, H, T, D)] * 3)
+    score, packed = (_xlnet(f"KNA-{part}{beside}{more}") for more in ("", "-Packed"))
+    gate = tensors((1, T, H * D), seed=1)[0]
+    given: dict[str, Any] = {"gate": gate} if beside == "-Gate" else {}
+    whole = attention(q, k, v, packed, documents=NUMBERS[:1], **given)
+    last: dict[str, Any] = {"gate": gate[:, 4:]} if given else {}
+    alone = attention(q[:, :, 4:], k[:, :, 4:], v[:, :, 4:], score, **last)
+    torch.testing.assert_close(whole[:, :, 4:], alone)
+
+
+@pytest.mark.parametrize("name", ["Baseline-NEZHA(clip=2)", "KNA-XSA", "KNA-VORoPE"])
+def test_half_precision_and_rows_without_keys(name: str) -> None:
     q, k, v = (x.detach() for x in tensors(*SHAPES))
     hidden = torch.ones(1, 1, T, T, dtype=torch.bool)
     hidden[:, :, 3] = False
-    score = Score(f"Baseline-NEZHA(clip={CLIP})", H, D, G)
-    exact, lse = attention(q, k, v, score, attn_mask=hidden, return_lse=True)
+    score, lse = Score(name, H, D, G), "NEZHA" in name
+    exact = attention(q, k, v, score, attn_mask=hidden)
+    if lse:
+        exact, sums = attention(q, k, v, score, attn_mask=hidden, return_lse=True)
+        assert (sums[:, :, 3] == -math.inf).all()
     assert not exact[:, :, 3].any()
-    assert (lse[:, :, 3] == -math.inf).all()
     low = attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), score, attn_mask=hidden)
+    assert low.dtype == torch.bfloat16
     torch.testing.assert_close(low.double(), exact, rtol=0.05, atol=0.05)
+
+
+def test_what_has_no_meaning_is_refused() -> None:
+    q, k, v = tensors((1, 2, 4, D), (1, 2, 4, D), (1, 2, 4, 3))
+    with pytest.raises(InputError, match="even head dimension"):
+        attention(q, k, v, "KNA-VORoPE")
+    with pytest.raises(InputError, match="q_positions must be those of the last keys"):
+        attention(q[:, :, :2], k, v, "KNA-XSA", q_positions=torch.tensor([0, 1]))
+    with pytest.raises(InputError, match="4 queries and 3 keys"):
+        attention(q, k[:, :, :3], v[:, :, :3], "KNA-XSA", False)
+    with pytest.raises(InputError, match="own value"):
+        attention(q, k, v, "KNA-XSA", return_lse=True)
+    with pytest.raises(InputError, match="even number of them, but it has 1"):
+        Attention(12, 4, score="Baseline-DifferentialV2")
 
 
 @pytest.mark.parametrize("alpha", [1.05, 1.5, 2.0])
