@@ -430,17 +430,16 @@ def test_positions_may_be_anywhere(name: str) -> None:
     torch.testing.assert_close(mixed, whole)
 
 
-@pytest.mark.parametrize(
-    "part", ["XLNet", f"NEZHA(clip={CLIP})", "ScaleInvariant", "XSA", "VORoPE"]
-)
-@pytest.mark.parametrize("beside", ["", "-Gate", "-ReRoPE(window=2)", "-DualChunk(size=2,local=1)"])
-def test_packed_documents_are_read_as_each_alone(part: str, beside: str) -> None:
-    if part not in ("XSA", "VORoPE") and beside:
-        return
+WINDOWS = ("", "-Gate", "-ReRoPE(window=2)", "-DualChunk(size=2,local=1)")
+APART = [f"{part}{beside}" for part in ("XSA", "VORoPE") for beside in WINDOWS]
+
+
+@pytest.mark.parametrize("parts", [*APART, "XLNet", f"NEZHA(clip={CLIP})", "ScaleInvariant"])
+def test_packed_documents_are_read_as_each_alone(parts: str) -> None:
     q, k, v = tensors(*[(1, H, T, D)] * 3)
-    score, packed = (_xlnet(f"KNA-{part}{beside}{more}") for more in ("", "-Packed"))
+    score, packed = (_xlnet(f"KNA-{parts}{more}") for more in ("", "-Packed"))
     gate = tensors((1, T, H * D), seed=1)[0]
-    given: dict[str, Any] = {"gate": gate} if beside == "-Gate" else {}
+    given: dict[str, Any] = {"gate": gate} if "Gate" in parts else {}
     whole = attention(q, k, v, packed, documents=NUMBERS[:1], **given)
     last: dict[str, Any] = {"gate": gate[:, 4:]} if given else {}
     alone = attention(q[:, :, 4:], k[:, :, 4:], v[:, :, 4:], score, **last)
