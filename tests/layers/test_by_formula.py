@@ -382,7 +382,7 @@ def test_the_output_gate(per: str, causal: bool, act: str) -> None:
     wide = 1 if per == "head" else E
     shapes = (B, H, T, D), (B, G, T, D), (B, G, T, E), (B, T, H * wide)
     leaves = q, k, v, gate = tensors(*shapes)
-    mine = gate.unflatten(-1, (H, wide)).transpose(1, 2)
+    mine = gate.reshape(B, T, H, wide).transpose(1, 2)
     size = 1 / (1 + (-mine).exp()) if act == "sigmoid" else (1 + mine.exp()).log()
     expected = attention(q, k, v, "KNA", causal, backend="reference") * size
     assert_agrees(expected, leaves, f"KNA-Gate(per={per},act={act})", causal, BACKENDS, gate=gate)

@@ -87,7 +87,8 @@ def check(text, how):
         return worst(Layer(text), [inputs(7, getattr(torch, how))])
     layer = Named(text) if "named" in how else Layer(text)
     given = [inputs(n) for n in (LENGTHS[:1] if how == "once" else LENGTHS)]
-    return worst(layer, given, how != "named", True if "dynamic" in how else None)
+    whole = "named" not in how or "whole" in how
+    return worst(layer, given, whole, True if "dynamic" in how else None)
 
 def decoded(text, tokens=16):
     torch._dynamo.reset()

@@ -67,7 +67,7 @@ def counts(
     causal: bool,
     padding: npt.NDArray[np.bool_] | None,
     documents: Places | None,
-    mask: npt.NDArray[np.generic],
+    mask: npt.NDArray[np.bool_] | npt.NDArray[np.float64],
 ) -> Places:
     """n of every head's query (B, H, T): the keys that it may see, windows and chunks aside.
 
@@ -80,12 +80,13 @@ def counts(
         there &= documents[:, documents.shape[1] - query.shape[1] :, None] == documents[:, None]
     if padding is not None:
         there &= ~padding[:, None]
-    hidden = ~mask if mask.dtype == np.bool_ else np.isneginf(mask)
+    hidden = np.logical_not(mask) if mask.dtype == np.bool_ else np.isneginf(mask)
     if causal:
         n = query[:, None, :, 0] + 1 - ((there & (key <= query))[:, None] & hidden).sum(-1)
     else:
         n = (there[:, None] & ~hidden).sum(-1)
-    return np.maximum(n, 1)
+    least: Places = np.maximum(n, 1).astype(np.int64)
+    return least
 
 
 def normalised(
@@ -309,10 +310,11 @@ def attend(
     keys, real = k.shape[2], None if padding is None else ~padding
     own = None if query_padding is None else ~query_padding
     padded = None if padding is None else padding.numpy()
-    at = (None if x is None else x.numpy() for x in (q_positions, k_positions))
+    at = None if q_positions is None else q_positions.numpy()
+    k_at = None if k_positions is None else k_positions.numpy()
     apart = None if documents is None else runs(documents.numpy(), padded)
     documents = None if apart is None else torch.from_numpy(apart)
-    where = places(queries, keys, batch, padded, *at, apart)
+    where = places(queries, keys, batch, padded, at, k_at, apart)
     relative = torch.from_numpy(where[0][:, :, None] - where[1][:, None, :])
     visible = torch.tensor(
         [
