@@ -40,6 +40,8 @@ def test_the_page_names_every_command() -> None:
 def test_a_version_is_one_everywhere() -> None:
     citation = (ROOT / "CITATION.cff").read_text("utf-8")
     assert f"\nversion: {normattn.__version__}\n" in citation
+    roadmap = (ROOT / "docs" / "roadmap.md").read_text("utf-8")
+    assert f"{{Version {normattn.__version__}}}" in roadmap
     date = re.findall(r'^date-released: "(.*)"$', citation, re.MULTILINE)
     changes = (ROOT / "CHANGELOG.md").read_text("utf-8")
     heading = re.findall(rf"^## {re.escape(normattn.__version__)} - (.*)$", changes, re.MULTILINE)

@@ -7,7 +7,6 @@ import json
 import multiprocessing
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -25,7 +24,6 @@ import pytest
 from pydantic import ValidationError
 
 from normattn.errors import InputError
-from normattn.io import sha256_of
 from normattn.lab.data import store, tokens
 from normattn.lab.data.sources import Corpus, Document
 from normattn.lab.data.tokeniser import Tokeniser
@@ -180,25 +178,6 @@ def test_a_file_that_is_cut_short_under_a_training_ends_it_with_one_sentence(
     last = error.decode().strip().splitlines()[-1]
     assert training.returncode == 2
     assert re.search(r"train\.tokens was cut short while it was in use", last)
-
-
-def test_files_that_were_not_written_to_are_not_read_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, read = write_folder(tmp_path / "text", 10), list[str]()
-    prepare_tokens(config(folder), tmp_path / "cache")
-    made = cached(tmp_path / "cache")
-
-    def noting(path: Path) -> str:
-        read.append(path.name)
-        return sha256_of(path)
-
-    monkeypatch.setattr(store, "sha256_of", noting)
-    prepare_tokens(config(folder), tmp_path / "cache")
-    assert read == []
-    shutil.copytree(made, tmp_path / "copy" / made.name)
-    prepare_tokens(config(folder), tmp_path / "copy")
-    assert set(read) == {path.name for path in made.iterdir()} - {"manifest.json"}
 
 
 @pytest.mark.parametrize("failing", ["connection", "disk"])

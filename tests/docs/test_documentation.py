@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-import normattn
 from normattn.cli.app import COMMANDS, main
 from normattn.score.parts import Slot
 from normattn.score.parts import base as registry
@@ -123,13 +122,6 @@ def test_the_architecture_names_functions_that_exist() -> None:
         module = importlib.import_module(f"normattn.{inside}{file.replace('/', '.')}")
         for name in re.findall(r"`([\w.]+)`", names):
             assert callable(attrgetter(name)(module)) or name.isupper(), (file, name)
-
-
-def test_the_version_is_one() -> None:
-    version = normattn.__version__
-    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text("utf-8")
-    assert f"{{Version {version}}}" in (ROOT / "docs" / "roadmap.md").read_text("utf-8")
-    assert re.search(rf"^## {re.escape(version)} - ", (ROOT / "CHANGELOG.md").read_text(), re.M)
 
 
 def test_the_table_of_types_is_that_of_the_registry() -> None:

@@ -87,14 +87,6 @@ def test_the_table_of_the_first_command_is_the_published_one() -> None:
     assert "\n".join(table()) in PAGE
 
 
-def test_the_page_says_what_the_report_says_of_its_precondition() -> None:
-    """Whether the scores are equally good at L, and whether copying is learned."""
-    report = page("table.md")
-    assert "\n- The premise is not met" in report or "\n- The precondition is not met" in report
-    assert "scores are not equally good at the training length" in " ".join(PAGE.split())
-    assert "Copying is learned by every score" in report
-
-
 def test_the_page_says_who_gains() -> None:
     """Its first lines: Baseline loses, every score with normalised keys gains."""
     quick = rows("keynorm-quick")

@@ -78,20 +78,17 @@ MISTAKES: dict[str, tuple[Any, str, str]] = {
     "on a multiplied length": (
         {**RAISED, "rope_parameters": {**YARN_WORDS, "original_max_position_embeddings": 256}},
         "inverse frequencies: ",
-        "YaRN is applied to a length that was multiplied already: rotations are counted within "
-        "256 tokens (original_max_position_embeddings), and the weights were trained to read 64",
+        "YaRN is applied to a length that was multiplied already",
     ),
     "no original length": (
         {**RAISED, "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": BASE}},
         "inverse frequencies: ",
-        "YaRN's factor 4 is given without original_max_position_embeddings: transformers, SGLang "
-        "and llama.cpp take the longest length, 256, for it, and vLLM does not start",
+        "YaRN's factor 4 is given without original_max_position_embeddings",
     ),
     "no type": (
         {**RAISED, "rope_parameters": {"factor": 4.0, "rope_theta": BASE}},
         "inverse frequencies: ",
-        "the factors are ignored (factor=4): with rope_type 'default' the frequencies are those of "
-        "training",
+        "the factors are ignored (factor=4)",
     ),
     "another name": (
         {**RAISED, "rope_parameters": {**YARN_WORDS, "factor": 1.0, "scaling_factor": 4.0}},
@@ -101,19 +98,17 @@ MISTAKES: dict[str, tuple[Any, str, str]] = {
     "no base": (
         {**RAISED, "rope_scaling": {k: v for k, v in YARN_WORDS.items() if k != "rope_theta"}},
         "inverse frequencies: ",
-        "rope_theta is missing beside the scaling, which replaces all there was: the base is "
-        "10,000 instead of 50,000",
+        "rope_theta is missing beside the scaling",
     ),
     "the factor of the logits switched off": (
         {**RAISED, "rope_parameters": {**YARN_WORDS, "attention_factor": 1.0}},
         "attention factor: cos and sin times 1 instead of 1.1386",
-        "attention_factor=1 replaces the factor that YaRN makes of its stretch",
+        "attention_factor=1 replaces the factor",
     ),
     "the length alone": (
         RAISED,
         "inverse frequencies: ",
-        "the length alone was raised, to 256 tokens: the frequencies are those of training, which "
-        "read 64",
+        "the length alone was raised, to 256 tokens",
     ),
     "flags without a length": (
         "llama-server -m m.gguf --rope-scaling yarn --rope-scale 4 \\\n"

@@ -84,12 +84,7 @@ def _made(folder: Path, name: str) -> Path:
 
 def _window(sweep: Sweep) -> None:
     rows = tables(sweep.out)["table"]
-    assert [row["row"] for row in rows] == [
-        form + window
-        for form in ("no log-n", "logn+", "logn")
-        for window in ("", ", w = 4", ", w = 8")
-    ]
-    assert rows[0]["cost"] is None
+    assert [rows[n]["row"] for n in (0, 2, -1)] == ["no log-n", "no log-n, w = 8", "logn, w = 8"]
     # At w = L no relative position of the training length is touched.
     assert rows[2]["cost"]["value"] == 0.0
 
@@ -146,32 +141,21 @@ def _retrofit(sweep: Sweep) -> None:
 
 
 def _mechanism(sweep: Sweep) -> None:
-    whole, distances, clamped = (
-        {row["row"]: row for row in tables(sweep.out)[name]}
-        for name in ("table", "distances", "clamped")
-    )
-    assert list(whole) == ["Baseline", "KNA", "KNA-NoPE"]
-    assert whole["KNA"]["correlation"] == "one norm"
-    for row in whole.values():
-        assert row["cosine_near_0.5"]["low"] <= row["cosine_near_0.5"]["value"]
-        assert -1 <= row["cosine_far_0.001"]["value"] <= row["cosine_far_0.999"]["value"] <= 1
-    for row in distances.values():
-        difference = row["far_outside"]["value"] - row["near_outside"]["value"]
-        assert row["further"]["value"] == pytest.approx(difference, abs=1e-6)
+    found = tables(sweep.out)
+    clamped = {row["row"]: row for row in found["clamped"]}
     assert clamped["KNA-NoPE"]["accuracy_clamped"] is None
-    gained = clamped["KNA"]["loss_clamped"]["value"] - clamped["KNA"]["loss_unmodified"]["value"]
-    assert clamped["KNA"]["loss_clamped_less_unmodified"]["value"] == pytest.approx(
-        gained, abs=1e-6
-    )
+    for row, whole, part, less in (
+        *((row, "further", "far_outside", "near_outside") for row in found["distances"]),
+        (clamped["KNA"], "loss_clamped_less_unmodified", "loss_clamped", "loss_unmodified"),
+    ):
+        difference = row[part]["value"] - row[less]["value"]
+        assert row[whole]["value"] == pytest.approx(difference, abs=1e-6)
 
 
 def _qknorm(sweep: Sweep) -> None:
     found = tables(sweep.out)
-    assert [row["row"] for row in found["table"]] == ["Baseline", "KNA"]
     assert found["table"][1]["change_loss"]["units"] == 4
-    assert [row["row"] for row in found["rates"]] == ["Baseline ×1", "Baseline ×8"]
     assert found["rates"][0]["loss"]["units"] == 6
-    assert found["rates"][1]["largest_logit"]["value"] > 0
     assert [row["row"] for row in found["vision"]] == ["QKBatchNorm ×1", "QKBatchNorm ×2"]
     measured = measurements.read(sweep.out / PAGE / measurements.FILE)
     tested = select(measured, {"protocol": "images", "statistic": "accuracy"})
@@ -202,8 +186,6 @@ def _realformer(sweep: Sweep) -> None:
         *(("large", row) for row in ("PostLN", "RealFormer")),
     ]
     for row in rows:
-        accuracy = row["accuracy"]
-        assert accuracy["low"] <= accuracy["value"] <= accuracy["high"]
         half = row["row"] in ("RealFormer-half", "RealFormer-from-PostLN")
         assert row["planned_steps"]["value"] == (2 if half else 4)
     # A row goes on from the trained PostLN.
@@ -222,10 +204,7 @@ def _realformer(sweep: Sweep) -> None:
 def _rmsnorm(sweep: Sweep) -> None:
     rows = tables(sweep.out)["table"]
     assert [row["row"] for row in rows] == ["LayerNorm", "RMSNorm"]
-    for row in rows:
-        assert row["micro_f1"]["seeds"] == [0, 1]
-        assert row["step_ms"]["units"] == 2
-        assert row["step_ms"]["low"] <= row["step_ms"]["value"] <= row["step_ms"]["high"]
+    assert all((row["micro_f1"]["seeds"], row["step_ms"]["units"]) == ([0, 1], 2) for row in rows)
     assert "RMSNorm costs a little F1 (0.26 points)" in files(sweep.out)["table.md"].decode()
     _of_other_data("rmsnorm", sweep.out, "RMSNorm/seed1/evaluations/classification")
 
