@@ -26,19 +26,21 @@ class Kind:
 
 
 def _translate(corpus: Path, out: Path) -> None:
-    from normattn.lab.training.tasks.translation import TranslationConfig, train_translation
+    from normattn.lab.training import train_model
+    from normattn.lab.training.tasks.translation import TranslationConfig
 
     data = {"corpus": str(corpus), "vocab_size": 280}
     fields = {**LOOP, "batch_tokens": 1300, "model": MODEL, "data": data}
-    train_translation(TranslationConfig.parse(fields, "a fault"), out, show_progress=False)
+    train_model(TranslationConfig.parse(fields, "a fault"), out, show_progress=False)
 
 
 def _classify(corpus: Path, out: Path) -> None:
-    from normattn.lab.training.tasks.classification import ClassificationConfig, train_classifier
+    from normattn.lab.training import train_model
+    from normattn.lab.training.tasks.classification import ClassificationConfig
 
     data = {"corpus": str(corpus), "vocab_size": 120, "max_tokens": 16}
     fields = {**LOOP, "batch_size": 4, "model": {**MODEL, "labels": 3}, "data": data}
-    train_classifier(ClassificationConfig.parse(fields, "a fault"), out, show_progress=False)
+    train_model(ClassificationConfig.parse(fields, "a fault"), out, show_progress=False)
 
 
 def _pairs_in_lines(folder: Path) -> Path:

@@ -25,7 +25,8 @@ from normattn.cli.options import Export
 from normattn.errors import InputError
 from normattn.lab.data.relations import prepare_relations
 from normattn.lab.data.tokeniser import SEPARATOR, Tokeniser
-from normattn.lab.training.tasks.classification import ClassificationConfig, train_classifier
+from normattn.lab.training import train_model
+from normattn.lab.training.tasks.classification import ClassificationConfig
 from normattn.lab.training.tasks.text import MaskedConfig
 from normattn.models import MaskedLM, MaskedLMConfig, load_model, save_model
 from normattn.models.pretrained import load_any
@@ -151,7 +152,7 @@ def test_a_classifier_reads_texts_as_in_training(tmp_path: Path) -> None:
             "threads": 1,
         }
     )
-    train_classifier(config, tmp_path / "run", show_progress=False)
+    train_model(config, tmp_path / "run", show_progress=False)
     export_run(Export(run=tmp_path / "run", out=tmp_path / "out"))
     data = prepare_relations(config.data)
     tokeniser: Any = AutoTokenizer.from_pretrained(tmp_path / "out")

@@ -13,7 +13,7 @@ from cli.conftest import Command
 from normattn.lab.diagnostics.inspection import by_position
 from normattn.lab.diagnostics.lines import read_diagnostics
 from normattn.lab.stats import measurements
-from normattn.lab.training import TrainingConfig, train_causal
+from normattn.lab.training import TrainingConfig, train_model
 from normattn.lab.training.init_from import Continuation
 
 SHARES = ("beyond_share", "angle_share")
@@ -113,7 +113,7 @@ def test_angles_that_are_new(command: Command, trained: Path, tmp_path: Path) ->
     settings = json.loads((trained / "config.json").read_text())["config"]
     went_on = Continuation.of(trained / "model", "PI(factor=4)", 32)
     parsed = TrainingConfig.parse({**settings, "continued": went_on.model_dump()})
-    train_causal(parsed, tmp_path / "run", show_progress=False)
+    train_model(parsed, tmp_path / "run", show_progress=False)
     assert command("inspect", tmp_path / "run", *options).code == 0
     found = measurements.read(tmp_path / "run" / "inspection" / measurements.FILE)
     assert found.filter(statistic="entropy").height

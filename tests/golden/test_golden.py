@@ -115,7 +115,7 @@ def read_by(preset: str, folder: Path) -> list[str]:
         if run.training["steps"] == 100
     )
     config = run.training_config
-    data = run.workload.prepare(config)
+    data = config.prepare()
     if isinstance(run, TextRun):
         sets = evaluation_sets(data, config.model.train_length, run.evaluation)
         return sorted(each.fingerprint for each in sets)

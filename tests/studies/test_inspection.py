@@ -21,9 +21,12 @@ from normattn.lab.diagnostics.attention import attention_weights
 from normattn.lab.diagnostics.inspection import by_head, totals
 from normattn.lab.runs import RunDirectory
 from normattn.lab.stats import measurements
-from normattn.lab.training.tasks.classification import ClassificationConfig, train_classifier
-from normattn.lab.training.tasks.translation import TranslationConfig, train_translation
-from normattn.lab.training.tasks.vision import VisionTrainingConfig, train_vision
+from normattn.lab.training import train_model
+from normattn.lab.training.tasks.classification import (
+    ClassificationConfig,
+    VisionTrainingConfig,
+)
+from normattn.lab.training.tasks.translation import TranslationConfig
 from normattn.models.pretrained import load_any
 
 LOOP: dict[str, Any] = {"steps": 2, "device": "cpu", "schedule": {"warmup_steps": 1}}
@@ -41,7 +44,7 @@ def translation(place: Path) -> TranslationConfig:
     data = {"corpus": str(multi_layout(place / "pairs")), "vocab_size": 280}
     fields = {**LOOP, "batch_tokens": 1300, "model": MODEL, "data": data}
     config = TranslationConfig.parse(fields, "a test")
-    train_translation(config, place / "translation", show_progress=False)
+    train_model(config, place / "translation", show_progress=False)
     return config
 
 
@@ -53,7 +56,7 @@ def classification(place: Path) -> ClassificationConfig:
     first = ClassificationConfig.parse(fields, "a test")
     labels = len(prepare_relations(first.data).labels)
     config = ClassificationConfig.parse({**fields, "model": {**MODEL, "labels": labels}}, "a test")
-    train_classifier(config, place / "classification", show_progress=False)
+    train_model(config, place / "classification", show_progress=False)
     return config
 
 
@@ -128,7 +131,7 @@ def test_a_vision_transformer(place: Path, tmp_path: Path) -> None:
     model = {**MODEL, "score": "KNA-NoPE", "patch": 4}
     fields = {**LOOP, "batch_size": 4, "model": model, "data": data}
     config = VisionTrainingConfig.parse(fields, "a test")
-    train_vision(config, place / "vision", show_progress=False)
+    train_model(config, place / "vision", show_progress=False)
     measured = look(place / "vision", tmp_path / "out", attention="0,1")
     assert measured["factor.texts"][0] == "3 validation images of digits"
     assert totals(measured, "entropy", 0)[1][0].tolist() == [3, 3, 6, 3]

@@ -15,11 +15,10 @@ from torch import Tensor
 
 import apart
 from normattn.errors import NormattnError
-from normattn.lab.training import StepReport, TrainingResult, train_causal
+from normattn.lab.training import StepReport, TrainingResult, train_model
 from normattn.lab.training.distributed import World
 from normattn.lab.training.loop import train
 from normattn.lab.training.step import TrainStep
-from normattn.lab.training.tasks.text import CausalWorkload
 
 from .settings import small
 from .toy import ToyTask, config, open_run
@@ -78,7 +77,7 @@ def _join(
 def go(rank: int, out: Path, changes: Mapping[str, Any], stop: int | None = None) -> TrainingResult:
     """Train on this process of the group; asked to stop after `stop` steps, it says Interrupted."""
     asked = itertools.count(1)
-    return train_causal(
+    return train_model(
         small(**changes),
         out,
         show_progress=False,
@@ -90,8 +89,7 @@ def hold(rank: int, parallel: str) -> tuple[int, list[float]]:
     """Bytes of weights, gradients and moments here after two steps, and the losses of those."""
     size = torch.distributed.get_world_size()
     settings = small(**CURVE, parallel=parallel)
-    workload = CausalWorkload()
-    task = workload.task(settings, workload.prepare(settings), torch.device("cpu"), size)
+    task = settings.task(settings.prepare(), torch.device("cpu"), size)
     place = World(rank, size, torch.device("cpu"))
     stepper = TrainStep(task, settings, place, lambda: False)
     curve = [stepper.step(step).loss for step in (1, 2)]
@@ -161,7 +159,7 @@ class FailsOnMain:
 def fail_while_others_train(rank: int, out: Path, parallel: str) -> tuple[str, str]:
     """The error that each process gets where the first one fails alone between two steps."""
     try:
-        train_causal(
+        train_model(
             small(**CURVE, parallel=parallel),
             out,
             show_progress=False,

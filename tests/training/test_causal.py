@@ -9,8 +9,8 @@ from normattn.errors import InputError, Interrupted
 from normattn.lab.data.tokeniser import Tokeniser
 from normattn.lab.data.tokens import prepare_tokens
 from normattn.lab.runs import read_metrics
-from normattn.lab.training import train_causal
-from normattn.lab.training.tasks.text import CausalWorkload
+from normattn.lab.training import train_model
+from normattn.lab.training.tasks.text import TrainingConfig
 from normattn.models import CausalLM
 from normattn.models.pretrained import load_model
 
@@ -25,7 +25,7 @@ def test_a_finished_run_is_returned_without_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = small(log_every=5)
-    first = train_causal(config, tmp_path / "run", show_progress=False)
+    first = train_model(config, tmp_path / "run", show_progress=False)
     records = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [record["step"] for record in records] == [1, 5, 10, 12]
     assert set(records[0]) == {
@@ -36,8 +36,8 @@ def test_a_finished_run_is_returned_without_work(
     def refuse(*_: object) -> None:
         raise AssertionError("data was prepared for a run that is done")
 
-    monkeypatch.setattr(CausalWorkload, "prepare", refuse)
-    assert train_causal(config, tmp_path / "run", show_progress=False) == first
+    monkeypatch.setattr(TrainingConfig, "prepare", refuse)
+    assert train_model(config, tmp_path / "run", show_progress=False) == first
     assert files(tmp_path / "run") == before
 
 
@@ -55,12 +55,12 @@ def test_text_leaves_its_tokeniser_and_a_run_goes_on_with_no_other(
     config = small(data={"corpus": str(corpus), "vocab_size": 300})
     write("says that")
     with pytest.raises(Interrupted):
-        train_causal(config, tmp_path / "run", should_stop=lambda: True, show_progress=False)
+        train_model(config, tmp_path / "run", should_stop=lambda: True, show_progress=False)
     write("holds another text, namely that")
     with pytest.raises(InputError, match=r"was begun on other data: .*corpus\.json"):
-        train_causal(config, tmp_path / "run", show_progress=False)
+        train_model(config, tmp_path / "run", show_progress=False)
     write("says that")
-    train_causal(config, tmp_path / "run", show_progress=False)
+    train_model(config, tmp_path / "run", show_progress=False)
     tokeniser = Tokeniser.load(tmp_path / "run" / "tokeniser.json")
     assert tokeniser.decode(tokeniser.encode("document 3 says")) == "document 3 says"
     assert isinstance(load_model(tmp_path / "run" / "model"), CausalLM)

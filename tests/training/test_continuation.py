@@ -13,10 +13,10 @@ from normattn.errors import InputError, Interrupted
 from normattn.lab.data.batches import TrainingBatches
 from normattn.lab.data.tokens import prepare_tokens
 from normattn.lab.runs import read_metrics
-from normattn.lab.training import TrainingConfig, train_causal
+from normattn.lab.training import TrainingConfig, train_model
 from normattn.lab.training.init_from import Continuation
 from normattn.lab.training.task import derive_seed
-from normattn.lab.training.tasks.workload import kept_model
+from normattn.lab.training.tasks.base import kept_model
 from normattn.models.pretrained import load_model
 
 from .settings import small
@@ -26,7 +26,7 @@ METHOD = "PI(factor=4)"
 
 def run(config: TrainingConfig, out: Path, stop: int | None = None) -> Path:
     left = iter(range(stop - 1 if stop else config.steps))
-    train_causal(config, out, show_progress=False, should_stop=lambda: next(left, None) is None)
+    train_model(config, out, show_progress=False, should_stop=lambda: next(left, None) is None)
     return out
 
 

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from normattn.errors import InputError
-from normattn.lab.training import TrainingConfig, train_causal
+from normattn.lab.training import TrainingConfig, train_model
 from normattn.lab.training.planning import GPU_MEMORY, describe_plan, make_plan, memory_of
-from normattn.lab.training.tasks.text import CausalWorkload
 from normattn.models import CausalLM
 
 from .group import CURVE, hold, together
@@ -37,7 +36,7 @@ def _config(**changes: Any) -> TrainingConfig:
 def test_the_estimate_is_what_weights_gradients_moments_and_inputs_of_blocks_take() -> None:
     config = _config()
     numbers = sum(each.numel() for each in CausalLM(config.model).parameters())
-    cost = CausalWorkload().cost(config)
+    cost = config.cost()
     assert make_plan(config, cost).memory == numbers * 4 * 4 + 4 * 8 * 16 * 2 * 4
     tiger = _config(optimiser={"name": "tiger"}, precision="bf16", accumulate=2)
     assert make_plan(tiger, cost).memory == numbers * 4 * 3 + 2 * 8 * 16 * 2 * 2
@@ -48,7 +47,7 @@ def test_the_estimate_is_what_weights_gradients_moments_and_inputs_of_blocks_tak
 @pytest.mark.parametrize(("parallel", "size"), [("ddp", 2), ("fsdp", 4)])
 def test_the_state_is_what_processes_hold(parallel: str, size: int) -> None:
     settings = small(**CURVE, parallel=parallel)
-    plan = make_plan(settings, CausalWorkload().cost(settings), size)
+    plan = make_plan(settings, settings.cost(), size)
     whole, curve = together(1, hold, "ddp")[0]
     each = together(size, hold, parallel)
     assert all(ours == pytest.approx(curve, rel=1e-6) for _, ours in each)
@@ -62,11 +61,11 @@ def test_the_state_is_what_processes_hold(parallel: str, size: int) -> None:
 
 def test_a_plan_says_where_the_memory_is_too_small() -> None:
     large = _config(model={"dim": 8192, "layers": 80})
-    cost = CausalWorkload().cost(large)
+    cost = large.cost()
     gpu = make_plan(large, cost, 8).memory
     assert gpu > GPU_MEMORY["h100"]
     assert "more than it has" in describe_plan(large, cost, "h100", 1, 8)
-    small_cost = CausalWorkload().cost(_config())
+    small_cost = _config().cost()
     assert "more than it has" not in describe_plan(_config(), small_cost, "here")
     with pytest.raises(InputError, match="h100"):
         describe_plan(large, cost, "abacus")
@@ -85,7 +84,7 @@ def test_a_training_beyond_the_machine_is_refused_before_its_data_is_looked_at(
 ) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(InputError, match=r"at least [\d,.]+ GB .* cpu has [\d,.]+ GB"):
-        train_causal(_config(**changes), tmp_path / "run")
+        train_model(_config(**changes), tmp_path / "run")
     assert not (tmp_path / "run").exists()
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 18  # kB
 

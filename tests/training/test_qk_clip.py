@@ -13,9 +13,9 @@ from normattn.errors import InputError
 from normattn.lab.diagnostics import DiagnosticsProbe
 from normattn.lab.diagnostics.lines import read_diagnostics
 from normattn.lab.runs import read_metrics
+from normattn.lab.training import train_model
 from normattn.lab.training.distributed import World
 from normattn.lab.training.qk_clip import QKClip
-from normattn.lab.training.tasks.text import train_causal
 from normattn.layers import Attention, CrossAttention, GatedAttentionUnit
 
 from .settings import SMALL, small
@@ -101,7 +101,7 @@ def test_a_training_is_bounded_and_one_that_needs_no_bound_is_unchanged(tmp_path
     for name, more in {"free": {}, "high": {"qk_clip": 1e6}, "low": {"qk_clip": 0.5}}.items():
         probes = (DiagnosticsProbe(1, warn=lambda said: None),)
         config = small(**settings, **more)
-        train_causal(config, tmp_path / name, show_progress=False, probes=probes)
+        train_model(config, tmp_path / name, show_progress=False, probes=probes)
         lines = read_metrics(tmp_path / name / "metrics.jsonl")
         losses[name] = [line["loss"] for line in lines]
         largest[name] = [line["largest_logit"] for line in lines if "largest_logit" in line]

@@ -21,11 +21,10 @@ from normattn.lab.evaluation.classification import predict, tune_threshold
 from normattn.lab.runs import read_metrics
 from normattn.lab.training import StepReport
 from normattn.lab.training.task import derive_seed
-from normattn.lab.training.tasks.classification import ClassificationConfig, ClassificationWorkload
-from normattn.lab.training.tasks.text import CausalWorkload, MaskedConfig, MaskedWorkload
-from normattn.lab.training.tasks.translation import TranslationConfig, TranslationWorkload
-from normattn.lab.training.tasks.vision import VisionTrainingConfig, VisionWorkload
-from normattn.lab.training.tasks.workload import Workload, train_workload
+from normattn.lab.training.tasks.base import train_model
+from normattn.lab.training.tasks.classification import ClassificationConfig, VisionTrainingConfig
+from normattn.lab.training.tasks.text import MaskedConfig
+from normattn.lab.training.tasks.translation import TranslationConfig
 from normattn.models import CausalLM
 from normattn.models.classifier import Classifier
 from normattn.models.flops import flops_per_image
@@ -95,17 +94,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Setting
         yield {"causal": small, **{kind: settings(kind) for kind in whole}}
 
 
-WORKLOADS: dict[str, Workload[Any, Any]] = {
-    "causal": CausalWorkload(),
-    "masked": MaskedWorkload(),
-    "vision": VisionWorkload(),
-    "classification": ClassificationWorkload(),
-    "translation": TranslationWorkload(),
-}
-
-
-def train(kind: str, config: Any, out: Path, **choices: Any) -> Any:
-    return train_workload(WORKLOADS[kind], config, out, show_progress=False, **choices)
+def train(config: Any, out: Path, **choices: Any) -> Any:
+    return train_model(config, out, show_progress=False, **choices)
 
 
 def stop_after(steps: int) -> Callable[[], bool]:
@@ -136,11 +126,11 @@ def test_interrupted_and_resumed_is_the_same_run(
     tmp_path: Path, made: dict[str, Settings], kind: str, changes: dict[str, Any]
 ) -> None:
     config = made[kind](**changes)
-    whole = train(kind, config, tmp_path / "whole")
+    whole = train(config, tmp_path / "whole")
     for _ in range(2):
         with pytest.raises(Interrupted):
-            train(kind, config, tmp_path / "cut", should_stop=stop_after(5))
-    cut = train(kind, config, tmp_path / "cut")
+            train(config, tmp_path / "cut", should_stop=stop_after(5))
+    cut = train(config, tmp_path / "cut")
     assert (cut.loss, cut.metrics) == (whole.loss, whole.metrics)
     for name in ("metrics.jsonl", "model/model.safetensors", "model/config.json"):
         assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
@@ -195,7 +185,7 @@ def test_a_run_learns_and_leaves_its_model(
 ) -> None:
     reports: list[StepReport] = []
     config = made[kind](optimiser={"lr": 1e-2}, **changes)
-    result = train(kind, config, tmp_path / "run", on_step=reports.append)
+    result = train(config, tmp_path / "run", on_step=reports.append)
     assert [report.step for report in reports] == list(range(1, config.steps + 1))
     assert reports[0].loss == pytest.approx(first_loss(kind, config), rel=1e-5)
     assert result.loss < reports[0].loss - 0.2
@@ -209,7 +199,7 @@ def test_a_classifier_learns_what_the_words_say(tmp_path: Path, made: dict[str, 
     pytest.importorskip("torchmetrics")
     settings = made["classification"](steps=40, optimiser={"lr": 1e-2})
     assert (settings.model.vocab_size, settings.model.train_length) == (120, 16)
-    assert train("classification", settings, tmp_path).loss < 0.2
+    assert train(settings, tmp_path).loss < 0.2
     model, data = load_as(Classifier, tmp_path / "model"), prepare_relations(settings.data)
     assert tune_threshold(predict(model, data.split("validation"), data.pad))[1] == 1.0
     assert model.config == settings.model
@@ -218,7 +208,7 @@ def test_a_classifier_learns_what_the_words_say(tmp_path: Path, made: dict[str, 
 
 def test_a_translator_learns(tmp_path: Path, made: dict[str, Settings]) -> None:
     config = made["translation"](steps=25, optimiser={"lr": 1e-2})
-    train("translation", config, tmp_path)
+    train(config, tmp_path)
     lines = read_metrics(tmp_path / "metrics.jsonl")
     assert lines[-1]["nll"] < 0.8 * lines[0]["nll"]
     assert lines[-1]["accuracy"] > lines[0]["accuracy"]
@@ -230,17 +220,17 @@ def test_the_cost_of_each_kind(made: dict[str, Settings]) -> None:
     # 2 layers of 16 × (3 · 16 + 16) and SwiGLU's 3 · 16 · hidden; 2 of 16 tokens see the head.
     config = made["masked"](model={"exits": False, "hidden": 40}, steps=4, batch_size=4)
     per_row = 16 * (2 * 2 * (16 * 64 + 3 * 16 * 40) + 2 * 2 * 2 * 16 * 16) + 2 * 2 * 32 * 16
-    cost = WORKLOADS["masked"].cost(config)
+    cost = config.cost()
     assert (cost.trained, cost.flops) == (4 * 4 * 16, 4 * 4 * 3 * per_row)
     config = made["vision"]()
-    cost = WORKLOADS["vision"].cost(config)
+    cost = config.cost()
     assert cost.trained == 12 * 16 * 5
     assert cost.flops == 12 * 16 * 3 * flops_per_image(config.model).forward
     assert cost.parameters == sum(p.numel() for p in VisionTransformer(config.model).parameters())
-    cost = WORKLOADS["classification"].cost(made["classification"](data={"corpus": "nowhere"}))
+    cost = made["classification"](data={"corpus": "nowhere"}).cost()
     assert cost.trained > 0
     config = made["translation"]()
-    cost = WORKLOADS["translation"].cost(config)
+    cost = config.cost()
     assert cost.parameters == sum(p.numel() for p in Translator(config.model).parameters())
 
 
@@ -285,5 +275,5 @@ def test_trainings_that_cannot_be_leave_nothing_behind(
     tmp_path: Path, made: dict[str, Settings], kind: str, changes: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(InputError, match=said):
-        train(kind, made[kind](**changes), tmp_path / "run")
+        train(made[kind](**changes), tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -12,7 +12,6 @@ from data.pairs_helpers import multi_layout
 from normattn.lab.data.pairs import PairData, prepare_pairs
 from normattn.lab.training.tasks.translation import (
     TranslationConfig,
-    TranslationWorkload,
 )
 
 
@@ -36,7 +35,7 @@ def made(settings: dict[str, Any], **changes: Any) -> tuple[TranslationConfig, P
 
 
 def task_of(config: TranslationConfig, data: PairData, shards: int) -> Any:
-    task = TranslationWorkload().task(config, data, torch.device("cpu"), shards)
+    task = config.task(data, torch.device("cpu"), shards)
     task.model.double()
     return task
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from normattn import CausalLM, CausalLMConfig, InputError
 from normattn.errors import Interrupted
 from normattn.lab.runs import read_metrics
-from normattn.lab.training.tasks.text import train_causal
+from normattn.lab.training import train_model
 from normattn.lab.training.unit_weights import UnitWeights
 
 from .settings import SMALL, small
@@ -50,7 +50,7 @@ def test_each_matrix_is_normalised_along_the_width(block: str, tied: bool) -> No
 def _train(path: Path, stop_at: int | None = None, **changes: Any) -> list[float]:
     steps = itertools.count(1)
     config = small(model=NGPT, steps=6, **changes)
-    train_causal(*(config, path), show_progress=False, should_stop=lambda: next(steps) == stop_at)
+    train_model(*(config, path), show_progress=False, should_stop=lambda: next(steps) == stop_at)
     return [line["loss"] for line in read_metrics(path / "metrics.jsonl")]
 
 
@@ -76,7 +76,7 @@ def test_a_training_keeps_weights_at_length_1_and_resumes_exactly(tmp_path: Path
 def test_what_has_no_meaning_is_refused_and_what_is_off_is_not_written(tmp_path: Path) -> None:
     assert "unit_weights" not in small(model=NGPT).model_dump()
     with pytest.raises(InputError, match="placement nGPT"):
-        train_causal(small(unit_weights=True), tmp_path / "run", show_progress=False)
+        train_model(small(unit_weights=True), tmp_path / "run", show_progress=False)
     for other in ({"parallel": "fsdp"}, {"qk_clip": 5.0}):
         model = {**NGPT, "score": "Baseline"}
         with pytest.raises(InputError, match="unit_weights"):

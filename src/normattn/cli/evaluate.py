@@ -25,7 +25,6 @@ from normattn.lab.studies.preset import PROTOCOLS, EvaluationSettings, Protocol
 from normattn.lab.sweep.paths import is_of_a_study
 from normattn.lab.sweep.run import EVALUATIONS
 from normattn.lab.training import TrainingConfig
-from normattn.lab.training.tasks.text import CausalWorkload
 from normattn.score.spec import UNMODIFIED, is_unmodified
 from normattn.terminal import Console
 
@@ -42,7 +41,7 @@ def evaluate_run(asked: options.Evaluate) -> None:
     training length or too short for a protocol.
     """
     run = asked.run
-    stored = RunDirectory.existing(run, CausalWorkload.kind)
+    stored = RunDirectory.existing(run, TrainingConfig.kind)
     config = TrainingConfig.parse(stored.config, str(run / "config.json"))
     train_length = config.model.train_length
     fields = {

@@ -27,23 +27,22 @@ from normattn.lab.sweep.collect import history, trained
 from normattn.lab.sweep.run import EVALUATIONS
 from normattn.lab.training import TrainingConfig
 from normattn.lab.training.config import LoopConfig
+from normattn.lab.training.tasks.base import MODEL
 from normattn.lab.training.tasks.classification import (
     LABELS,
     VOCABULARY,
     ClassificationConfig,
-    ClassificationWorkload,
 )
-from normattn.lab.training.tasks.text import CausalWorkload, MaskedConfig, MaskedWorkload
-from normattn.lab.training.tasks.workload import MODEL
+from normattn.lab.training.tasks.text import MaskedConfig
 from normattn.models.flops import parameter_count
 from normattn.models.pretrained import load_any
 from normattn.terminal import warn
 
 MASK = "<|mask|>"
 _KINDS: dict[str, tuple[type[LoopConfig], str, str]] = {
-    CausalWorkload.kind: (TrainingConfig, "text-generation", "AutoModelForCausalLM"),
-    MaskedWorkload.kind: (MaskedConfig, "fill-mask", "AutoModelForMaskedLM"),
-    ClassificationWorkload.kind: (
+    TrainingConfig.kind: (TrainingConfig, "text-generation", "AutoModelForCausalLM"),
+    MaskedConfig.kind: (MaskedConfig, "fill-mask", "AutoModelForMaskedLM"),
+    ClassificationConfig.kind: (
         *(ClassificationConfig, "text-classification"),
         "AutoModelForSequenceClassification",
     ),

@@ -14,7 +14,6 @@ from normattn.lab.data.tokeniser import SEPARATOR_ID, Tokeniser
 from normattn.lab.runs import RunDirectory, require_finished, unchanged
 from normattn.lab.training import TrainingConfig
 from normattn.lab.training.distributed import choose_device
-from normattn.lab.training.tasks.text import CausalWorkload
 from normattn.models import Sampling, generate, load_model
 from normattn.terminal import visible
 
@@ -60,7 +59,7 @@ def generate_text(asked: options.Generate) -> None:
 
 def open_run(run: Path) -> tuple[TrainingConfig, Tokeniser]:
     """The settings and the tokeniser of a finished run; `InputError` where it has none."""
-    stored = RunDirectory.existing(run, CausalWorkload.kind)
+    stored = RunDirectory.existing(run, TrainingConfig.kind)
     config = TrainingConfig.parse(stored.config, str(run / "config.json"))
     require_finished(run, "generate")
     if config.data.synthetic:

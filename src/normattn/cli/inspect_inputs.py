@@ -27,11 +27,10 @@ from normattn.lab.runs import unchanged
 from normattn.lab.training import TrainingConfig
 from normattn.lab.training.config import LoopConfig
 from normattn.lab.training.init_from import refuse_other_data
-from normattn.lab.training.tasks import classification, text, translation, vision
-from normattn.lab.training.tasks.classification import ClassificationConfig
+from normattn.lab.training.tasks import classification, text, translation
+from normattn.lab.training.tasks.classification import ClassificationConfig, VisionTrainingConfig
 from normattn.lab.training.tasks.text import MaskedConfig
 from normattn.lab.training.tasks.translation import TranslationConfig
-from normattn.lab.training.tasks.vision import VisionTrainingConfig
 from normattn.terminal import warn
 
 DRAWN_TOKENS, WINDOWS = 64, 16
@@ -202,13 +201,13 @@ def _chosen(count: int, asked: options.Inspect) -> list[int]:
 
 
 KINDS: dict[str, tuple[type[LoopConfig], Callable[[Any, options.Inspect, Any], Inputs]]] = {
-    workload.kind: (workload.config_class, inputs)
-    for workload, inputs in (
-        (text.CausalWorkload, _windows),
-        (text.MaskedWorkload, _windows),
-        (classification.ClassificationWorkload, _documents),
-        (translation.TranslationWorkload, _sentences),
-        (vision.VisionWorkload, _images),
+    settings.kind: (settings, inputs)
+    for settings, inputs in (
+        (text.TrainingConfig, _windows),
+        (text.MaskedConfig, _windows),
+        (classification.ClassificationConfig, _documents),
+        (translation.TranslationConfig, _sentences),
+        (classification.VisionTrainingConfig, _images),
     )
 }
 """Of each kind of run its settings, and what its model reads: the given text, or held-out data.

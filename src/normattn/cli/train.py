@@ -13,10 +13,9 @@ from normattn.lab.runs.environment import keep_pages
 from normattn.lab.studies import preset as presets
 from normattn.lab.sweep.config import merged, value_at
 from normattn.lab.sweep.run import diagnostics_probes
-from normattn.lab.training import TrainingConfig, train_causal
+from normattn.lab.training import TrainingConfig, train_model
 from normattn.lab.training.config import read_settings
 from normattn.lab.training.planning import describe_plan
-from normattn.lab.training.tasks.text import CausalWorkload
 from normattn.models.config import without_foreign
 from normattn.models.flops import flops_per_token, parameter_count
 from normattn.terminal import Console
@@ -31,10 +30,9 @@ def train_or_plan(asked: options.Train) -> None:
     machines = (asked.nodes, asked.gpus_per_node)
     if (asked.gpu is None and machines != (1, 1)) or (asked.gpu and not asked.plan):
         raise InputError("--nodes, --gpus-per-node and --gpu need --plan, the first two --gpu")
-    workload = CausalWorkload()
-    lines = [*workload.look(config), *_described(config)]
+    lines = [*config.data.look(), *_described(config)]
     if asked.plan and asked.gpu is not None:
-        lines.append(describe_plan(config, workload.cost(config), asked.gpu, *machines))
+        lines.append(describe_plan(config, config.cost(), asked.gpu, *machines))
     # Under torchrun every process comes here; the first one speaks.
     console = Console(highlight=False, quiet=os.environ.get("RANK", "0") != "0")
     for line in lines:
@@ -42,7 +40,7 @@ def train_or_plan(asked: options.Train) -> None:
     if asked.plan:
         return
     with keep_pages():
-        result = train_causal(config, asked.out, probes=diagnostics_probes(config))
+        result = train_model(config, asked.out, probes=diagnostics_probes(config))
     ended = f"loss {result.loss:.4f} after {result.steps:,} steps"
     tell(f"{ended}; the model is in {asked.out / 'model'}", console)
 

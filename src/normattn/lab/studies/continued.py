@@ -44,8 +44,7 @@ from normattn.lab.sweep.run import (
 )
 from normattn.lab.training import TrainingConfig
 from normattn.lab.training.distributed import choose_device
-from normattn.lab.training.tasks.text import CausalWorkload
-from normattn.lab.training.tasks.workload import MODEL, kept_model
+from normattn.lab.training.tasks.base import MODEL, kept_model
 from normattn.models.pretrained import CONFIG_FILE, load_model
 from normattn.score import ScoreSpec
 from normattn.settings import Settings
@@ -111,7 +110,7 @@ class ContinuedRun(Run):
     are read on natural text of each length, else by the protocols of `evaluation`.
     """
 
-    workload: ClassVar[CausalWorkload] = CausalWorkload()
+    training_class: ClassVar[type[TrainingConfig]] = TrainingConfig
     kind: Literal["continued"] = "continued"
     evaluation: EvaluationSettings
     continued: ContinueSettings
@@ -133,12 +132,12 @@ class ContinuedRun(Run):
             "schedule.warmup_steps": self.continued.warmup_steps,
         }
         before = self.training_config.model_dump(mode="json")
-        stages = [training_stage(self.workload, self.training_config, paths.run)]
+        stages = [training_stage(self.training_config, paths.run)]
         for name, changes in self.branches.items():
             fields = merged(before, going_on, changes)
             config = TrainingConfig.parse(fields, f"the settings of {self.name}")
             folder = paths.continued / name
-            stages.append(training_stage(self.workload, config, folder, essential=False))
+            stages.append(training_stage(config, folder, essential=False))
             stages.append(self._reading_stage(config, folder, name))
         return stages
 

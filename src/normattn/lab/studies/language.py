@@ -28,8 +28,7 @@ from normattn.lab.training import TrainingConfig
 from normattn.lab.training.distributed import choose_device
 from normattn.lab.training.init_from import refuse_other_data
 from normattn.lab.training.planning import Cost
-from normattn.lab.training.tasks.text import CausalWorkload
-from normattn.lab.training.tasks.workload import MODEL
+from normattn.lab.training.tasks.base import MODEL
 from normattn.models import CausalLM
 from normattn.models.flops import flops_per_token
 from normattn.models.pretrained import load_model
@@ -87,7 +86,7 @@ class TextSetting:
                 f"corpus {config.data.corpus}: {data.train.total:,} training tokens in "
                 f"{len(data.train):,} documents; {len(documents):,} held-out documents are scored"
             ]
-            passes = run.workload.cost(config).trained / max(1, data.train.total)
+            passes = config.cost().trained / max(1, data.train.total)
             more = f"each run sees the training text about {passes:.1f} times"
             return [*lines, more] if passes > 1 else lines
 
@@ -109,7 +108,7 @@ class TextSetting:
 class TextRun(Run):
     """A causal language model, trained and read in the ways that `methods` name."""
 
-    workload: ClassVar[CausalWorkload] = CausalWorkload()
+    training_class: ClassVar[type[TrainingConfig]] = TrainingConfig
     kind: Literal["read"] = "read"
     evaluation: EvaluationSettings
     methods: tuple[str, ...] = (UNMODIFIED,)
@@ -147,7 +146,7 @@ class TextRun(Run):
             lambda: all(store.has_finished(key) for key in work.values()),
             read,
         )
-        return [training_stage(self.workload, config, folder), reading]
+        return [training_stage(config, folder), reading]
 
 
 def text_runs(

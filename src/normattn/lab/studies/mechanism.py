@@ -28,7 +28,6 @@ from normattn.lab.studies.trained import ModelRun
 from normattn.lab.sweep.run import Note, Request, Sweep
 from normattn.lab.training import TrainingConfig
 from normattn.lab.training.planning import Cost
-from normattn.lab.training.tasks.text import CausalWorkload
 from normattn.settings import Settings
 
 VARIANTS = (
@@ -57,7 +56,7 @@ class MechanismPreset(Preset):
 class MechanismRun(ModelRun):
     """One trained score, and what its layers do on held-out texts."""
 
-    workload: ClassVar[CausalWorkload] = CausalWorkload()
+    training_class: ClassVar[type[TrainingConfig]] = TrainingConfig
     record, phase = KIND, "diagnostics"
     kind: Literal["mechanism"] = "mechanism"
     evaluation: EvaluationSettings

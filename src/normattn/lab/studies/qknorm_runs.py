@@ -33,8 +33,8 @@ from normattn.lab.studies.trained import ModelRun
 from normattn.lab.sweep.config import SweepConfig, merged
 from normattn.lab.sweep.run import EVALUATIONS, Note, Request, Run, Sweep
 from normattn.lab.training.planning import Cost
-from normattn.lab.training.tasks.translation import TranslationConfig, TranslationWorkload
-from normattn.lab.training.tasks.vision import VisionTrainingConfig, VisionWorkload
+from normattn.lab.training.tasks.classification import VisionTrainingConfig
+from normattn.lab.training.tasks.translation import TranslationConfig
 from normattn.models.config import without_position
 from normattn.models.flops import flops_per_image
 from normattn.models.translator import Translator
@@ -245,7 +245,7 @@ class QKNormPreset(StudyPreset):
 class TranslationRun(ModelRun):
     """A translation model, whose test set is scored and, where `translated`, translated."""
 
-    workload: ClassVar[TranslationWorkload] = TranslationWorkload()
+    training_class: ClassVar[type[TranslationConfig]] = TranslationConfig
     record = TRANSLATION
     kind: Literal["translation"] = "translation"
     evaluation: TranslationSettings
@@ -323,7 +323,7 @@ class VisionRun(ModelRun):
     "test".
     """
 
-    workload: ClassVar[VisionWorkload] = VisionWorkload()
+    training_class: ClassVar[type[VisionTrainingConfig]] = VisionTrainingConfig
     record = IMAGES
     kind: Literal["vision"] = "vision"
     split: Literal["test", "validation"] = "test"
@@ -423,7 +423,7 @@ def run_of(
         scores = {"model.score": score}
     settings = merged(training, *layers, scores)
     subject = f"the settings of {name}"
-    config: Any = kind.workload.config_class.parse({**settings, "seed": 0}, subject)
+    config: Any = kind.training_class.parse({**settings, "seed": 0}, subject)
     factors = {
         "experiment": experiment,
         "rate": rate,

@@ -39,8 +39,8 @@ from normattn.lab.training.distributed import choose_device
 from normattn.lab.training.init_from import Continuation, new_model
 from normattn.lab.training.planning import Cost
 from normattn.lab.training.task import derive_seed
-from normattn.lab.training.tasks.text import MaskedConfig, MaskedWorkload
-from normattn.lab.training.tasks.workload import MODEL
+from normattn.lab.training.tasks.base import MODEL
+from normattn.lab.training.tasks.text import MaskedConfig
 from normattn.models.config import NORMLESS, Placement
 from normattn.models.flops import planned_parameters, stack_flops
 from normattn.models.masked_lm import MaskedLM
@@ -172,7 +172,7 @@ class EncoderRun(ModelRun):
     while attention is observed, a loss with its gradients, and scoring.
     """
 
-    workload: ClassVar[MaskedWorkload] = MaskedWorkload()
+    training_class: ClassVar[type[MaskedConfig]] = MaskedConfig
     record, phase = "scores", "diagnostics"
     passes: ClassVar[int] = 6
     kind: Literal["realformer"] = "realformer"
@@ -206,8 +206,8 @@ class EncoderRun(ModelRun):
         )
         config = own.model_copy(update={"continued": going_on})
         return [
-            training_stage(self.workload, first, paths.run),
-            training_stage(self.workload, config, folder),
+            training_stage(first, paths.run),
+            training_stage(config, folder),
             self.measuring(folder, config),
         ]
 
@@ -276,7 +276,7 @@ class GridRun(EncoderRun):
             name = "rate{learning_rate:g}-dropout{dropout:g}-warmup{warmup}".format_map(factors)
             folder = paths.continued / name
             own = self.model_copy(update={"factors": {**self.factors, **factors}})
-            stages.append(training_stage(self.workload, config, folder, essential=False))
+            stages.append(training_stage(config, folder, essential=False))
             stages.append(own.measuring(folder, config))
         return stages
 

@@ -52,7 +52,6 @@ from normattn.lab.training.step import TrainStep
 from normattn.lab.training.tasks.classification import (
     NOMINAL_LENGTH,
     ClassificationConfig,
-    ClassificationWorkload,
 )
 from normattn.models.flops import stack_flops
 from normattn.settings import Settings
@@ -100,7 +99,7 @@ class RMSNormPreset(StudyPreset):
 class NormRun(ModelRun):
     """A classifier with one of `NORMS`, trained with one seed."""
 
-    workload: ClassVar[ClassificationWorkload] = ClassificationWorkload()
+    training_class: ClassVar[type[ClassificationConfig]] = ClassificationConfig
     record = CLASSIFIED
     kind: Literal["rmsnorm"] = "rmsnorm"
     evaluation: ClassifySettings
@@ -131,7 +130,7 @@ class TimeRun(Run):
     norms are paired over the rounds.
     """
 
-    workload: ClassVar[ClassificationWorkload] = ClassificationWorkload()
+    training_class: ClassVar[type[ClassificationConfig]] = ClassificationConfig
     kind: Literal["rmsnorm-time"] = "rmsnorm-time"
     norms: tuple[str, ...]
     timing: TimingSettings
@@ -152,7 +151,7 @@ class TimeRun(Run):
         }
 
         def cost() -> Cost:
-            costs = [self.workload.cost(config) for config in configs.values()]
+            costs = [config.cost() for config in configs.values()]
             share = (rounds + WARM) / first.steps
             return Cost(
                 scored=round(3 * share * sum(cost.trained for cost in costs)),
@@ -191,7 +190,7 @@ def _stepper(
     config: ClassificationConfig, data: RelationData, process: World
 ) -> Callable[[], object]:
     """One more optimiser step at each call; no number of steps ends them."""
-    task = ClassificationWorkload().task(config, data, process.device, config.accumulate)
+    task = config.task(data, process.device, config.accumulate)
     stepper, numbers = TrainStep(task, config, process, lambda: False), cycle(range(config.steps))
     return lambda: stepper.step(next(numbers) + 1)
 
@@ -246,7 +245,7 @@ def _describe(run: Run, data: RelationData) -> list[str]:
     if not isinstance(run, NormRun):
         return []
     config = run.training_config
-    run.workload.check(config, data, config.accumulate)
+    config.check(data, config.accumulate)
     counts = " / ".join(f"{len(split):,}" for split in data)
     return [
         f"corpus {config.data.corpus}: {counts} documents to train, tune and test on, "

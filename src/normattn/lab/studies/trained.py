@@ -24,7 +24,7 @@ from normattn.lab.sweep.paths import RunPaths
 from normattn.lab.sweep.run import Note, Run, Stage, measuring_stage, training_stage
 from normattn.lab.training.distributed import choose_device
 from normattn.lab.training.planning import Cost
-from normattn.lab.training.tasks.workload import MODEL
+from normattn.lab.training.tasks.base import MODEL
 from normattn.models.pretrained import load_as
 
 End = Literal["diverged", "stuck", "learned"]
@@ -41,7 +41,7 @@ class ModelRun(Run):
         """Train, then measure the model."""
         config = self.training_config
         return [
-            training_stage(self.workload, config, paths.run),
+            training_stage(config, paths.run),
             self.measuring(paths.run, config),
         ]
 
@@ -65,7 +65,7 @@ class ModelRun(Run):
 
     def model_in(self, folder: Path, config: Any) -> Any:
         """The model that was trained with `config` in `folder`, on its device."""
-        kind = self.workload.model_class
+        kind = self.training_class.model_class
         return load_as(kind, folder / MODEL, config.model).to(choose_device(config.device))
 
     def whose(

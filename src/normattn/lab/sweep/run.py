@@ -30,8 +30,8 @@ from normattn.lab.training import LoopConfig, StepReport, TrainingConfig
 from normattn.lab.training.init_from import Continuation
 from normattn.lab.training.planning import Cost
 from normattn.lab.training.task import Probe
+from normattn.lab.training.tasks.base import ModelTrainingConfig, train_model
 from normattn.lab.training.tasks.text import MaskedConfig
-from normattn.lab.training.tasks.workload import Workload, train_workload
 from normattn.settings import Settings, first_difference
 
 CORPUS = "training.data.corpus"
@@ -61,8 +61,7 @@ class Stage:
 
 
 def training_stage(
-    workload: Workload[Any, Any],
-    config: LoopConfig,
+    config: ModelTrainingConfig,
     folder: Path,
     essential: bool = True,
 ) -> Stage:
@@ -80,8 +79,7 @@ def training_stage(
         if before is not None:
             return
         try:
-            train_workload(
-                workload,
+            train_model(
                 with_weights(config),
                 folder,
                 on_step=_noting(note),
@@ -93,9 +91,9 @@ def training_stage(
                 raise
 
     def is_done() -> bool:
-        return has_ended(folder) and _holds(folder, config, workload.changeable)
+        return has_ended(folder) and _holds(folder, config, config.changeable)
 
-    return Stage("training", lambda: workload.cost(config), is_done, train, config)
+    return Stage("training", config.cost, is_done, train, config)
 
 
 def measuring_stage(
@@ -176,7 +174,7 @@ class Run(Settings, ABC):
     of a study differ in (variant, seed), which also name their directories.
     """
 
-    workload: ClassVar[Workload[Any, Any]]
+    training_class: ClassVar[type[ModelTrainingConfig]]
 
     kind: str
     variant: str
@@ -190,7 +188,7 @@ class Run(Settings, ABC):
     def training_config(self) -> Any:
         """The settings of this training, checked."""
         fields = {**self.training, "seed": self.seed}
-        return self.workload.config_class.parse(fields, f"the settings of {self.name}")
+        return self.training_class.parse(fields, f"the settings of {self.name}")
 
     @abstractmethod
     def stages(self, paths: RunPaths) -> list[Stage]:

@@ -64,7 +64,7 @@ def reproduce(study: Experiment, request: Request, only_plan: bool = False) -> l
     launcher, count = request.launcher, len(sweep.runs)
     at_once = min(request.jobs or launcher.slots(_needs_of(sweep)) or count, count)
     for run in _one_of_each_data(sweep):
-        for line in run.workload.look(run.training_config):
+        for line in run.training_config.data.look():
             tell(line, console)
     _print_plan(console, sweep, launcher, at_once, every=only_plan)
     if only_plan:
@@ -145,7 +145,7 @@ def _prepare(console: Console, sweep: Sweep) -> None:
     now: dict[str, str] = {}
     for run in _one_of_each_data(sweep):
         with console.status("preparing the data"):
-            data = run.workload.prepare(run.training_config)
+            data = run.training_config.prepare()
             lines = sweep.describe(run, data)
         if isinstance(data, HasFingerprint):
             now[run.reads[1]] = data.fingerprint
@@ -241,7 +241,7 @@ def run_child(job: Path, study: Experiment, parent: int = 0) -> int:
                 f"process {error.holder} has worked on {paths.job} for {LOCK_SECONDS:.0f} s; stop "
                 "it first"
             ) from error
-        data = run.workload.prepare(run.training_config)
+        data = run.training_config.prepare()
         for number, stage in enumerate(run.stages(paths)):
             try:
                 stage.run(data, _noting(paths.progress, number, stage.phase))

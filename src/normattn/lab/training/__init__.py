@@ -3,22 +3,14 @@
 from normattn.lab.training.config import AdamWConfig, LoopConfig, ScheduleConfig, TigerConfig
 from normattn.lab.training.loop import train
 from normattn.lab.training.task import Callback, StepReport, Task, TrainingResult
-from normattn.lab.training.tasks.text import (
-    CausalWorkload,
-    MaskedConfig,
-    MaskedWorkload,
-    TrainingConfig,
-    train_causal,
-    train_masked,
-)
+from normattn.lab.training.tasks.base import train_model
+from normattn.lab.training.tasks.text import MaskedConfig, TrainingConfig
 
 __all__ = [
     "AdamWConfig",
     "Callback",
-    "CausalWorkload",
     "LoopConfig",
     "MaskedConfig",
-    "MaskedWorkload",
     "ScheduleConfig",
     "StepReport",
     "Task",
@@ -26,6 +18,5 @@ __all__ = [
     "TrainingConfig",
     "TrainingResult",
     "train",
-    "train_causal",
-    "train_masked",
+    "train_model",
 ]

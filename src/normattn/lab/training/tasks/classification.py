@@ -1,29 +1,33 @@
-"""Training multi-label classifiers of documents."""
+"""Training classifiers: of documents with several labels, and of images (Vision Transformers)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+
+from pydantic import Field
 
 from normattn.errors import InputError
 from normattn.io import write_json
+from normattn.lab.data.images import (
+    ImageBatches,
+    ImageData,
+    ImageDataConfig,
+    image_shape,
+    prepare_images,
+)
 from normattn.lab.data.relations import (
     RelationBatches,
     RelationConfig,
     RelationData,
     prepare_relations,
 )
-from normattn.lab.training.tasks.workload import (
-    BatchTrainingConfig,
-    Loss,
-    Workload,
-    train_workload,
-)
+from normattn.lab.training.tasks.base import BatchTrainingConfig, Loss
 from normattn.models.classifier import Classifier
-from normattn.models.config import ClassifierConfig
-from normattn.models.flops import stack_flops
+from normattn.models.config import ClassifierConfig, VisionConfig
+from normattn.models.flops import flops_per_image, stack_flops
+from normattn.models.vision_transformer import VisionTransformer
 
 LABELS, VOCABULARY = "labels.json", "vocab.txt"
 NOMINAL_LENGTH = 75
@@ -37,8 +41,13 @@ class ClassificationConfig(BatchTrainingConfig):
     """A classifier, its documents, and how it is trained.
 
     model: as `ClassifierConfig`; its vocab_size is that of `data` and may be left out, so may its
-    train_length, which is then `data.max_tokens`. Its labels are as many as the data has.
+    train_length, which is then `data.max_tokens`. Its labels are as many as the data has. Their
+    names and the word pieces are left in the run's directory.
     """
+
+    kind: ClassVar[str] = "classification"
+    model_class: ClassVar[Any] = Classifier
+    prepare_data: ClassVar[Any] = staticmethod(prepare_relations)
 
     model: ClassifierConfig
     data: RelationConfig = RelationConfig()
@@ -53,45 +62,32 @@ class ClassificationConfig(BatchTrainingConfig):
         """Documents are cut at `max_tokens`."""
         return {"train_length": max(2, data.max_tokens)}
 
-
-class ClassificationWorkload(Workload[ClassificationConfig, RelationData]):
-    """A classifier of relations; the names of its labels are left beside it."""
-
-    kind = "classification"
-    config_class = ClassificationConfig
-
-    model_class = Classifier
-    prepare_data = staticmethod(prepare_relations)
-
-    def check(self, config: ClassificationConfig, data: RelationData, shards: int) -> None:
+    def check(self, data: RelationData, shards: int) -> None:
         """As many labels as the model has, and at least one batch of documents."""
-        if len(data.labels) != config.model.labels:
+        if len(data.labels) != self.model.labels:
             raise InputError(
-                f"model.labels is {config.model.labels}, but {config.data.corpus} has "
+                f"model.labels is {self.model.labels}, but {self.data.corpus} has "
                 f"{len(data.labels)} labels"
             )
-        super().check(config, data, shards)
+        super().check(data, shards)
 
-    def batches(
-        self, config: ClassificationConfig, data: RelationData, seed: int
-    ) -> RelationBatches:
+    def batches(self, data: RelationData, seed: int) -> RelationBatches:
         """Documents with their padding and labels."""
-        return RelationBatches(data.train, len(data.labels), data.pad, config.batch_size, seed)
+        return RelationBatches(data.train, len(data.labels), data.pad, self.batch_size, seed)
 
-    def loss(self, config: ClassificationConfig, model: Any, batch: Any, shards: int) -> Loss:
+    def loss(self, model: Any, batch: Any, shards: int) -> Loss:
         """Binary cross-entropy in nats, the mean over documents and labels."""
         return model.loss(*batch), {}
 
-    def tokens_per_step(self, config: ClassificationConfig, batches: Any) -> int:
+    def tokens_per_step(self, batches: Any) -> int:
         """Word pieces of the global batch, on average."""
-        mean: float = batches.mean_tokens
-        return round(config.batch_size * mean)
+        return round(self.batch_size * float(batches.mean_tokens))
 
-    def work(self, config: ClassificationConfig) -> tuple[int, float]:
+    def work(self) -> tuple[int, float]:
         """Every token, for documents of a nominal length."""
-        length = min(NOMINAL_LENGTH, config.data.max_tokens)
-        tokens = config.batch_size * length
-        return tokens, tokens * stack_flops(config.model, length).training
+        length = min(NOMINAL_LENGTH, self.data.max_tokens)
+        tokens = self.batch_size * length
+        return tokens, tokens * stack_flops(self.model, length).training
 
     def leave(self, data: RelationData, out: Path) -> None:
         """The names of the labels, and the word pieces."""
@@ -99,5 +95,51 @@ class ClassificationWorkload(Workload[ClassificationConfig, RelationData]):
         data.pieces.save(out / VOCABULARY)
 
 
-train_classifier = partial(train_workload, ClassificationWorkload())
-"""Train a classifier as `train_workload` does, from `config` and `out`."""
+class VisionTrainingConfig(BatchTrainingConfig):
+    """A Vision Transformer, its images, and how it is trained.
+
+    model: as `VisionConfig`; height, width, channels and classes are those of `data` and may be
+    left out. shift: every image is moved by up to so many pixels each time it is seen, 0 for not at
+    all.
+    """
+
+    kind: ClassVar[str] = "vision"
+    model_class: ClassVar[Any] = VisionTransformer
+    prepare_data: ClassVar[Any] = staticmethod(prepare_images)
+
+    model: VisionConfig
+    data: ImageDataConfig = ImageDataConfig()
+    batch_size: int = Field(default=64, ge=1, le=10**7)
+    shift: int = Field(default=0, ge=0)
+
+    @classmethod
+    def suggested(cls, data: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The model's shape is that of the images, which are looked at only where it is missing."""
+        if {"height", "width", "channels", "classes"} <= given.keys():
+            return {}
+        return {**image_shape(data)}
+
+    def check(self, data: ImageData, shards: int) -> None:
+        """The images must be of the model's shape, and every micro-batch have as many."""
+        for name, value in data.shape.items():
+            if getattr(self.model, name) != value:
+                raise InputError(
+                    f"model.{name} is {getattr(self.model, name)}, but the images of "
+                    f"{self.data.source} have {value}; leave it out"
+                )
+        super().check(data, shards)
+
+    def batches(self, data: ImageData, seed: int) -> ImageBatches:
+        """Images in −1 … 1 and the class of each."""
+        return ImageBatches(data.train, self.batch_size, seed, self.shift)
+
+    def loss(self, model: Any, batch: Any, shards: int) -> Loss:
+        """Mean cross-entropy in nats, and the share of images named right."""
+        images, labels = batch
+        result = model.loss(images, labels)
+        return result.loss, {"accuracy": result.correct / len(labels)}
+
+    def work(self) -> tuple[int, float]:
+        """Every token of every image."""
+        images = self.batch_size
+        return images * self.model.tokens, images * flops_per_image(self.model).training

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, model_validator
 from torch import Tensor, nn
@@ -17,14 +17,7 @@ from normattn.lab.training.init_from import (
     new_model,
     refuse_other_tokeniser,
 )
-from normattn.lab.training.task import TrainingResult
-from normattn.lab.training.tasks.workload import (
-    BatchTrainingConfig,
-    Config,
-    Loss,
-    Workload,
-    train_workload,
-)
+from normattn.lab.training.tasks.base import BatchTrainingConfig, Loss
 from normattn.models import CausalLM, CausalLMConfig
 from normattn.models.config import MaskedLMConfig
 from normattn.models.flops import flops_per_token, stack_flops
@@ -33,26 +26,51 @@ from normattn.settings import Settings
 
 
 class TextTrainingConfig(BatchTrainingConfig):
-    """A language model on a corpus: its vocab_size is that of `data` and may be left out."""
+    """A language model on a corpus: its vocab_size is that of `data` and may be left out.
+
+    The tokeniser, if there is one, is left in the run's directory.
+    """
+
+    prepare_data: ClassVar[Any] = staticmethod(prepare_tokens)
+    # The weights decide where a continued run starts; their folder may move.
+    changeable: ClassVar[frozenset[str]] = CHANGEABLE | {"continued.start"}
 
     data: DataConfig = DataConfig()
+    continued: Continuation | None = None
 
     @classmethod
     def decided(cls, data: Any) -> dict[str, Any]:
         """The model's vocabulary is the tokeniser's."""
         return {"vocab_size": data.vocab_size}
 
+    def make_model(self) -> nn.Module:
+        """A fresh model, or the one that training continues from."""
+        model: nn.Module = new_model(self.model_class, self.model, self.continued)
+        return model
+
+    def check(self, data: TokenData, shards: int) -> None:
+        """A continued model must have been trained with the same tokeniser."""
+        refuse_other_tokeniser(self.continued, data)
+        super().check(data, shards)
+
+    def leave(self, data: TokenData, out: Path) -> None:
+        """The tokeniser, if there is one."""
+        if data.tokeniser is not None:
+            data.tokeniser.save(out / TOKENISER_FILE)
+
 
 class TrainingConfig(TextTrainingConfig):
-    """A causal language model, its data, and how it is trained.
+    """A causal language model, its data, and how it is trained on random windows of a corpus.
 
     model: as `CausalLMConfig`; its train_length is the length of every training sequence.
     continued: the saved model whose weights training starts from, under which method and at which
     length it goes on; `model` is then that model's settings.
     """
 
+    kind: ClassVar[str] = "causal-lm"
+    model_class: ClassVar[Any] = CausalLM
+
     model: CausalLMConfig
-    continued: Continuation | None = None
 
     @model_validator(mode="after")
     def _check_continued(self) -> TrainingConfig:
@@ -65,6 +83,21 @@ class TrainingConfig(TextTrainingConfig):
         """Tokens of a training sequence: the model's train_length, or what `continued` says."""
         longer = None if self.continued is None else self.continued.length
         return self.model.train_length if longer is None else longer
+
+    def batches(self, data: TokenData, seed: int) -> TrainingBatches:
+        """Windows of length + 1 tokens."""
+        length, tiling = self.sequence_length, self.data.tiling
+        return TrainingBatches(data.train, length, self.batch_size, seed, tiling)
+
+    def loss(self, model: Any, batch: Tensor, shards: int) -> Loss:
+        """Mean cross-entropy in nats, and the share of tokens predicted right."""
+        result = model.loss(batch)
+        return result.loss, {"accuracy": result.correct / batch[:, 1:].numel()}
+
+    def work(self) -> tuple[int, float]:
+        """Every target."""
+        tokens = self.batch_size * self.sequence_length
+        return tokens, tokens * flops_per_token(self.model, self.sequence_length).training
 
 
 class MaskingConfig(Settings):
@@ -88,12 +121,15 @@ class MaskingConfig(Settings):
 
 
 class MaskedConfig(TextTrainingConfig):
-    """A masked language model, its data, and how it is trained.
+    """A masked language model, its data, and how it is trained to predict hidden tokens.
 
     model: as `MaskedLMConfig`; its train_length is the length of every training sequence.
     continued: the saved model whose weights training starts from, of this score or another; without
     method and length.
     """
+
+    kind: ClassVar[str] = "masked-lm"
+    model_class: ClassVar[Any] = MaskedLM
 
     model: MaskedLMConfig
     masking: MaskingConfig = MaskingConfig()
@@ -106,88 +142,24 @@ class MaskedConfig(TextTrainingConfig):
             raise ValueError("continued: a masked language model goes on without method and length")
         return self
 
-
-class TextWorkload(Workload[Config, TokenData]):
-    """A language model on a corpus of tokens; its tokeniser is left beside it."""
-
-    # The weights decide where a continued run starts; their folder may move.
-    changeable = CHANGEABLE | {"continued.start"}
-    prepare_data = staticmethod(prepare_tokens)
-
-    def make_model(self, config: Any) -> nn.Module:
-        """A fresh model, or the one that training continues from."""
-        model: nn.Module = new_model(self.model_class, config.model, config.continued)
-        return model
-
-    def check(self, config: Any, data: TokenData, shards: int) -> None:
-        """A continued model must have been trained with the same tokeniser."""
-        refuse_other_tokeniser(config.continued, data)
-        super().check(config, data, shards)
-
-    def leave(self, data: TokenData, out: Path) -> None:
-        """The tokeniser, if there is one."""
-        if data.tokeniser is not None:
-            data.tokeniser.save(out / TOKENISER_FILE)
-
-
-class CausalWorkload(TextWorkload[TrainingConfig]):
-    """Next-token prediction on random windows of a corpus."""
-
-    kind = "causal-lm"
-    config_class = TrainingConfig
-    model_class = CausalLM
-
-    def batches(self, config: TrainingConfig, data: TokenData, seed: int) -> TrainingBatches:
-        """Windows of length + 1 tokens."""
-        length, tiling = config.sequence_length, config.data.tiling
-        return TrainingBatches(data.train, length, config.batch_size, seed, tiling)
-
-    def loss(self, config: TrainingConfig, model: Any, batch: Tensor, shards: int) -> Loss:
-        """Mean cross-entropy in nats, and the share of tokens predicted right."""
-        result = model.loss(batch)
-        return result.loss, {"accuracy": result.correct / batch[:, 1:].numel()}
-
-    def work(self, config: TrainingConfig) -> tuple[int, float]:
-        """Every target."""
-        tokens = config.batch_size * config.sequence_length
-        return tokens, tokens * flops_per_token(config.model, config.sequence_length).training
-
-
-class MaskedWorkload(TextWorkload[MaskedConfig]):
-    """Prediction of the hidden tokens of random windows of a corpus."""
-
-    kind = "masked-lm"
-    config_class = MaskedConfig
-    model_class = MaskedLM
-
-    def batches(self, config: MaskedConfig, data: TokenData, seed: int) -> MaskedBatches:
+    def batches(self, data: TokenData, seed: int) -> MaskedBatches:
         """What the model reads, the positions that it is asked for, and what stood there."""
         # A training window holds one token more than its length, for next-token targets.
-        length, tiling = config.model.train_length - 1, config.data.tiling
-        windows = TrainingBatches(data.train, length, config.batch_size, seed, tiling)
-        return MaskedBatches(windows, config.masking.of(config.model.vocab_size))
+        length, tiling = self.model.train_length - 1, self.data.tiling
+        windows = TrainingBatches(data.train, length, self.batch_size, seed, tiling)
+        return MaskedBatches(windows, self.masking.of(self.model.vocab_size))
 
-    def loss(self, config: MaskedConfig, model: Any, batch: Any, shards: int) -> Loss:
+    def loss(self, model: Any, batch: Any, shards: int) -> Loss:
         """Mean cross-entropy in nats over the chosen tokens, and the share of them that are hit."""
         result = model.loss(*batch)
         exits = result.exit_correct / result.tokens
         named = {f"accuracy_exit_{layer}": hits for layer, hits in enumerate(exits, start=1)}
         return result.loss, {"accuracy": result.correct / result.tokens, **named}
 
-    def work(self, config: MaskedConfig) -> tuple[int, float]:
+    def work(self) -> tuple[int, float]:
         """Every token that is read; the head, and those of the exits, see the chosen ones."""
-        model, length, rows = config.model, config.model.train_length, config.batch_size
-        chosen = config.masking.of(model.vocab_size).chosen(length)
+        model, length, rows = self.model, self.model.train_length, self.batch_size
+        chosen = self.masking.of(model.vocab_size).chosen(length)
         heads = model.layers if model.exits else 1
         head = 3 * 2.0 * model.vocab_size * model.dim * heads
         return rows * length, rows * (length * stack_flops(model, length).training + chosen * head)
-
-
-def train_causal(config: TrainingConfig, out: Path | str, **choices: Any) -> TrainingResult:
-    """Train a causal language model in the run directory `out`; `choices` as `train_workload`."""
-    return train_workload(CausalWorkload(), config, out, **choices)
-
-
-def train_masked(config: MaskedConfig, out: Path | str, **choices: Any) -> TrainingResult:
-    """Train a masked language model in the run directory `out`; `choices` as `train_workload`."""
-    return train_workload(MaskedWorkload(), config, out, **choices)

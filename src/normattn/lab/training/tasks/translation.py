@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from pydantic import Field
@@ -20,12 +19,7 @@ from normattn.lab.data.pairs import (
     PairsConfig,
     prepare_pairs,
 )
-from normattn.lab.training.tasks.workload import (
-    Loss,
-    ModelTrainingConfig,
-    Workload,
-    train_workload,
-)
+from normattn.lab.training.tasks.base import Loss, ModelTrainingConfig
 from normattn.models.config import TranslatorConfig
 from normattn.models.flops import translator_flops
 from normattn.models.translator import Translator
@@ -41,8 +35,13 @@ class TranslationConfig(ModelTrainingConfig):
     model: as `TranslatorConfig`; its vocabularies are those of `data` and may be left out, and so
     may its train_length, which is then `data.max_length`. batch_tokens: padded source and target
     tokens of an optimiser step, over all processes and micro-batches (of which there may be 1, 2, 4
-    or 8 together). label_smoothing: as in arXiv 1512.00567, in training only.
+    or 8 together). label_smoothing: as in arXiv 1512.00567, in training only. The tokeniser is left
+    in the run's directory.
     """
+
+    kind: ClassVar[str] = "translation"
+    model_class: ClassVar[Any] = Translator
+    prepare_data: ClassVar[Any] = staticmethod(prepare_pairs)
 
     model: TranslatorConfig
     data: PairsConfig = PairsConfig()
@@ -66,27 +65,17 @@ class TranslationConfig(ModelTrainingConfig):
         """Sentences are no longer than `max_length`."""
         return {"train_length": data.max_length}
 
-
-class TranslationWorkload(Workload[TranslationConfig, PairData]):
-    """A translation model on sentence pairs; its tokeniser is left beside it."""
-
-    kind = "translation"
-    config_class = TranslationConfig
-
-    model_class = Translator
-    prepare_data = staticmethod(prepare_pairs)
-
-    def check(self, config: TranslationConfig, data: PairData, shards: int) -> None:
+    def check(self, data: PairData, shards: int) -> None:
         """The longest pairs must fit into a batch, and the batch must divide."""
-        self._batches(config, data).batch(1, 0, shards)
+        self.batches(data, 0).batch(1, 0, shards)
 
-    def batches(self, config: TranslationConfig, data: PairData, seed: int) -> PairBatches:
+    def batches(self, data: PairData, seed: int) -> PairBatches:
         """Sentence pairs of like length together."""
         if not len(data.train):
-            raise InputError(f"corpus {config.data.corpus!r} has no pair left to train on")
-        return PairBatches(data.train, config.batch_tokens, seed)
+            raise InputError(f"corpus {self.data.corpus!r} has no pair left to train on")
+        return PairBatches(data.train, self.batch_tokens, seed)
 
-    def loss(self, config: TranslationConfig, model: Any, batch: Any, shards: int) -> Loss:
+    def loss(self, model: Any, batch: Any, shards: int) -> Loss:
         """Smoothed loss, plain loss (nats) and accuracy, each a mean over the whole batch's tokens.
 
         A shard is weighted by its tokens, so that the mean over shards is that of the batch.
@@ -94,7 +83,7 @@ class TranslationWorkload(Workload[TranslationConfig, PairData]):
         real, target = (batch.target[:, 1:] != PAD_ID).sum(), batch.target
         if not real:  # A shard that only fills up: some loss that counts nothing.
             target = torch.full_like(target, EOS_ID)
-        result = model.loss(batch.source, target, config.label_smoothing)
+        result = model.loss(batch.source, target, self.label_smoothing)
         parts = shards / batch.targets.double()
         weight = (real * parts).to(result.loss.dtype)
         return result.loss * weight, {
@@ -102,21 +91,17 @@ class TranslationWorkload(Workload[TranslationConfig, PairData]):
             "accuracy": torch.minimum(result.correct, real) * parts,
         }
 
-    def tokens_per_step(self, config: TranslationConfig, batches: Any) -> int:
+    def tokens_per_step(self, batches: Any) -> int:
         """Tokens to predict in a step, on average: batches differ a little."""
         tokens: int = batches.split.target_total
         return round(tokens / len(batches))
 
-    def work(self, config: TranslationConfig) -> tuple[int, float]:
+    def work(self) -> tuple[int, float]:
         """As of full batches of sentences of `NOMINAL_LENGTH`: the data is not looked at."""
-        pairs = config.batch_tokens / (2 * NOMINAL_LENGTH)
-        flops = translator_flops(config.model, NOMINAL_LENGTH, NOMINAL_LENGTH).training
+        pairs = self.batch_tokens / (2 * NOMINAL_LENGTH)
+        flops = translator_flops(self.model, NOMINAL_LENGTH, NOMINAL_LENGTH).training
         return round(pairs * NOMINAL_LENGTH), pairs * flops
 
     def leave(self, data: PairData, out: Path) -> None:
         """The tokeniser."""
         data.tokeniser.save(out / TOKENISER)
-
-
-train_translation = partial(train_workload, TranslationWorkload())
-"""Train a translation model as `train_workload` does, from `config` and `out`."""

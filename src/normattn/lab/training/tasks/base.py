@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from pydantic import Field, ValidationError, model_validator
@@ -31,15 +30,21 @@ from normattn.terminal import warn
 
 MODEL = "model"
 Loss = tuple[Tensor, Mapping[str, Tensor]]
-Config = TypeVar("Config", bound="ModelTrainingConfig")
-Data = TypeVar("Data")
 
 
 class ModelTrainingConfig(LoopConfig):
-    """A model, its data, and how it is trained.
+    """A model, its data, and how it is trained: the settings, and what follows from them.
 
     Settings of `model` that its data decides (`decided`) or suggests (`suggested`) may be left out.
+    A kind of training names its run directories (`kind`), the class of its model, the function that
+    prepares its data, and the settings that may differ when a run resumes (`changeable`). It
+    defines `batches`, `loss` and `work`.
     """
+
+    kind: ClassVar[str]
+    model_class: ClassVar[Any]
+    prepare_data: ClassVar[Any]
+    changeable: ClassVar[frozenset[str]] = CHANGEABLE
 
     model: StackConfig
     data: SplitSettings
@@ -85,6 +90,55 @@ class ModelTrainingConfig(LoopConfig):
                 )
         return self
 
+    def batches(self, data: Any, seed: int) -> Any:
+        """Batches with `batch(step, shard, shards)`, a pure function of the step, as arrays.
+
+        Raises `InputError` for data that gives none.
+        """
+        raise NotImplementedError
+
+    def loss(self, model: Any, batch: Any, shards: int) -> Loss:
+        """The mean loss () in nats of a batch, one of `shards`, and other () means to log."""
+        raise NotImplementedError
+
+    def work(self) -> tuple[int, float]:
+        """The tokens of a step, and its floating-point operations, before data is prepared."""
+        raise NotImplementedError
+
+    def tokens_per_step(self, batches: Any) -> int:
+        """Targets in the global batch, on average."""
+        return self.work()[0]
+
+    def leave(self, data: Any, out: Path) -> None:
+        """Write into the run's directory what a reader of the model needs besides it."""
+
+    def make_model(self) -> nn.Module:
+        """The model that training begins with."""
+        model: nn.Module = self.model_class(self.model)
+        return model
+
+    def prepare(self) -> Any:
+        """The data, from its cache where there is one; `InputError` for data that cannot be."""
+        return self.prepare_data(self.data)
+
+    def cost(self) -> Cost:
+        """What the whole training takes."""
+        tokens, flops = self.work()
+        return Cost(
+            trained=self.steps * tokens,
+            flops=self.steps * flops,
+            parameters=planned_parameters(self.model_class, self.model),
+            kept=self.model.dim * self.model.layers,
+        )
+
+    def check(self, data: Any, shards: int) -> None:
+        """Raise `InputError` for what cannot be trained, before the run directory is made."""
+        self.batches(data, derive_seed(self.seed, "batches"))
+
+    def task(self, data: Any, device: torch.device, shards: int) -> ModelTask:
+        """The task on `device`, whose batches come in `shards` shards a step."""
+        return ModelTask(self, data, device, shards)
+
 
 class BatchTrainingConfig(ModelTrainingConfig):
     """A training by batches of as many rows.
@@ -104,146 +158,64 @@ class BatchTrainingConfig(ModelTrainingConfig):
             )
         return self
 
-
-class Workload(ABC, Generic[Config, Data]):
-    """One kind of training: its data, its model and loss, and what is left at the end.
-
-    `kind` names the run directories, `changeable` the settings that may differ when a run resumes.
-    `prepare_data` takes the settings of the data, `model_class` the model's.
-    """
-
-    kind: ClassVar[str]
-    config_class: ClassVar[type[ModelTrainingConfig]]
-    model_class: ClassVar[Any]
-    prepare_data: ClassVar[Any]
-    changeable: ClassVar[frozenset[str]] = CHANGEABLE
-
-    @abstractmethod
-    def batches(self, config: Config, data: Data, seed: int) -> Any:
-        """Batches with `batch(step, shard, shards)`, which gives arrays by a step alone.
-
-        Raises `InputError` for data that gives none.
-        """
-
-    @abstractmethod
-    def loss(self, config: Config, model: Any, batch: Any, shards: int) -> Loss:
-        """The mean loss () in nats of a batch, one of `shards`, and other () means to log."""
-
-    @abstractmethod
-    def work(self, config: Config) -> tuple[int, float]:
-        """The tokens of a step, and its floating-point operations, before data is prepared."""
-
-    def tokens_per_step(self, config: Config, batches: Any) -> int:
-        """Targets in the global batch, on average."""
-        return self.work(config)[0]
-
-    def leave(self, data: Data, out: Path) -> None:
-        """Leave in the run's directory what a reader of the model needs beside it."""
-
-    def make_model(self, config: Config) -> nn.Module:
-        """The model that training begins with."""
-        model: nn.Module = self.model_class(config.model)
-        return model
-
-    def prepare(self, config: Config) -> Data:
-        """The data, from its cache where there is one; `InputError` for data that cannot be."""
-        data: Data = self.prepare_data(config.data)
-        return data
-
-    def look(self, config: Config) -> tuple[str, ...]:
-        """What a plan says of the data before anything is done; quick, no data is prepared.
-
-        Raises `InputError` where the data, or a library that reads it, is plainly not there.
-        """
-        notes: tuple[str, ...] = config.data.look()
-        return notes
-
-    def cost(self, config: Config) -> Cost:
-        """What the whole training takes."""
-        tokens, flops = self.work(config)
-        parameters = planned_parameters(self.model_class, config.model)
-        kept = config.model.dim * config.model.layers
-        return Cost(
-            trained=config.steps * tokens,
-            flops=config.steps * flops,
-            parameters=parameters,
-            kept=kept,
-        )
-
-    def check(self, config: Config, data: Data, shards: int) -> None:
-        """Raise `InputError` for what cannot be trained, before the run directory is made."""
-        if isinstance(config, BatchTrainingConfig) and config.batch_size % shards:
+    def check(self, data: Any, shards: int) -> None:
+        """Besides, the batch must divide into the micro-batches of all processes."""
+        if self.batch_size % shards:
             raise InputError(
-                f"batch_size {config.batch_size} does not divide into {shards} micro-batches "
+                f"batch_size {self.batch_size} does not divide into {shards} micro-batches "
                 "(processes × accumulate)"
             )
-        self._batches(config, data)
-
-    def task(
-        self, config: Config, data: Data, device: torch.device, shards: int
-    ) -> ModelTask[Config]:
-        """The task on `device`, whose batches come in `shards` shards a step."""
-        model = self.make_model(config).to(device)
-        return ModelTask(self, config, model, self._batches(config, data), shards)
-
-    def _batches(self, config: Config, data: Data) -> Any:
-        return self.batches(config, data, derive_seed(config.seed, "batches"))
+        super().check(data, shards)
 
 
-class ModelTask(Generic[Config]):
+class ModelTask:
     """A model with its batches and loss, as the loop trains it (`task.Task`)."""
 
     def __init__(
-        self,
-        workload: Workload[Config, Any],
-        config: Config,
-        model: nn.Module,
-        batches: Any,
-        shards: int,
+        self, config: ModelTrainingConfig, data: Any, device: torch.device, shards: int
     ) -> None:
-        self.config, self.model = config, model
-        self._batches = batches
-        self.tokens_per_step = workload.tokens_per_step(config, batches)
-        self.loss = partial(workload.loss, config, model, shards=shards)
+        self.config, self.model = config, config.make_model().to(device)
+        self._batches = config.batches(data, derive_seed(config.seed, "batches"))
+        self.tokens_per_step = config.tokens_per_step(self._batches)
+        self.loss = partial(config.loss, self.model, shards=shards)
 
     def batch(self, step: int, shard: int, shards: int) -> Any:
         """Shard `shard` of `shards` of the global batch of `step`, as tensors on the CPU."""
         return tree_map(torch.as_tensor, self._batches.batch(step, shard, shards))
 
 
-def train_workload(
-    workload: Workload[Any, Any], config: LoopConfig, out: Path | str, **choices: Any
-) -> TrainingResult:
+def train_model(config: ModelTrainingConfig, out: Path | str, **choices: Any) -> TrainingResult:
     """Train what `config` says in the run directory `out`, or resume it where it was stopped.
 
     `choices` are those of `train`: `on_step`, `should_stop`, `show_progress`, `callbacks`,
     `probes`. At the end `out/model/` holds the trained model (config.json, model.safetensors),
-    beside it what the workload leaves; `out/kept/step-N/` the models of `config.keep`. A finished
-    run is returned at once. Raises as `train` does, and `InputError` for unusable data, a directory
-    of another run and a training that cannot fit into memory.
+    `out` what the kind of training leaves (such as the tokeniser), and `out/kept/step-N/` the
+    models of `config.keep`. A finished run is returned at once. Raises as `train` does, and
+    `InputError` for unusable data, a directory of another run and a training that cannot fit into
+    memory.
     """
     out = Path(out)
 
     def opened() -> RunDirectory:
-        return RunDirectory.open(out, config, workload.kind, changeable=workload.changeable)
+        return RunDirectory.open(out, config, config.kind, changeable=config.changeable)
 
     with world(config.device) as process:
         # A directory that cannot hold this run is refused here, before data is prepared for it.
         done = process.on_main(lambda: _finished(opened()))
         if done is not None:
             return done
-        check_memory(workload.cost(config), config, process)
-        data = workload.prepare(config)
+        check_memory(config.cost(), config, process)
+        data = config.prepare()
         shards = process.size * config.accumulate
-        workload.check(config, data, shards)
+        config.check(data, shards)
 
-        def make_task(this_process: World) -> ModelTask[Any]:
+        def make_task(this_process: World) -> ModelTask:
             # Now that the directory is this run's and locked.
             this_process.on_main(lambda: begin_corpus(data, out))
-            return workload.task(config, data, this_process.device, shards)
+            return config.task(data, this_process.device, shards)
 
         def export(task: Any) -> None:
-            workload.leave(data, out)
+            config.leave(data, out)
             save_model(task.model, out / MODEL)
 
         def export_kept(task: Any, step: int) -> None:
