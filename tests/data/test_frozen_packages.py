@@ -18,7 +18,6 @@ from normattn.errors import InputError
 from normattn.lab.data import frozen_packages as frozen
 from normattn.lab.data.corpora import parse_corpus
 from normattn.lab.data.frozen_packages import (
-    FrozenPackages,
     is_generated,
 )
 
@@ -51,13 +50,14 @@ import sys
 from pathlib import Path
 from normattn.lab.data import tokens
 from normattn.lab.data.tokens import DataConfig, prepare_tokens
-from normattn.lab.data.frozen_packages import FrozenPackages
+from normattn.lab.data.frozen_packages import frozen_packages, package_text
 
-corpus = FrozenPackages(Path(sys.argv[1]))
+listed = Path(sys.argv[1])
+corpus = frozen_packages(listed)
 tokens.parse_corpus = lambda address: corpus
 shares = {"test_fraction": 0.3, "validation_fraction": 0.3, "seed": 2}
 config = DataConfig(corpus="python-packages-2026", vocab_size=400, **shares)
-print(corpus.text(), prepare_tokens(config).fingerprint)
+print(package_text(listed), prepare_tokens(config).fingerprint)
 assert not {"h2", "sqlparse", "toolz"} & set(sys.modules)
 """
 
@@ -96,7 +96,7 @@ def test_another_text_is_refused(
     repeated = "# near-duplicate toolz/toolz/dicttoolz.py"
     listed = write_list(tmp_path / "list.txt", SAMPLE, repeated)
     with pytest.raises(InputError, match=rf"instead of {SAMPLE_TEXT}: a different corpus"):
-        FrozenPackages(listed).text()
+        frozen.package_text(listed)
 
 
 def test_without_pip_or_index_it_is_one_sentence(
@@ -107,7 +107,7 @@ def test_without_pip_or_index_it_is_one_sentence(
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    corpus = FrozenPackages(write_list(tmp_path / "list.txt", ("h2",)))
+    corpus = frozen.frozen_packages(write_list(tmp_path / "list.txt", ("h2",)))
     with pytest.raises(
         InputError, match=r"pip could not fetch the packages pinned in list\.txt: .*h2"
     ) as said:
@@ -117,8 +117,7 @@ def test_without_pip_or_index_it_is_one_sentence(
 
 def test_the_list_is_pinned_and_says_its_size() -> None:
     corpus = parse_corpus("python-packages-2026")
-    assert isinstance(corpus, FrozenPackages)
-    facts, lines = corpus.facts, frozen.LIST.read_text("utf-8").splitlines()
+    facts, lines = frozen.read_facts(frozen.LIST), frozen.LIST.read_text("utf-8").splitlines()
     pinned = [line for line in lines if not line.startswith("#")]
     assert len(corpus.sources()) == len(pinned) == 127
     for line in pinned:

@@ -14,7 +14,6 @@ import time
 import tracemalloc
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -216,28 +215,22 @@ def test_a_build_that_fails_keeps_what_it_did(
     assert {path.name for path in cache.iterdir()} == {name, f"{name}.lock"}
 
 
-@dataclass(frozen=True)
-class Generated(Corpus):
+def generated(count: int, fatal: int | None = None, fails: Path | None = None) -> Corpus:
     """Documents that are made as they are read; at `fatal` the process ends."""
 
-    count: int
-    fatal: int | None = None
-    fails: Path | None = None
-
-    def documents(self, limit: int | None = None) -> Iterator[Document]:
-        second = self.fails is not None and self.fails.exists()
-        if self.fails is not None:
-            self.fails.touch()  # the first reading is the tokeniser's
-        for i in range(self.count):
-            if second and i == self.fatal:
+    def documents(limit: int | None = None) -> Iterator[Document]:
+        second = fails is not None and fails.exists()
+        if fails is not None:
+            fails.touch()  # the first reading is the tokeniser's
+        for i in range(count):
+            if second and i == fatal:
                 os.kill(os.getpid(), signal.SIGKILL)
             yield Document(f"d{i}", "" if i % 50 == 7 else f"{i} lorem ipsum " * 30)
 
-    def fingerprint(self) -> str:
-        return str(self.count)
+    return Corpus(documents, lambda: str(count))
 
 
-def _prepare(corpus: Generated, cache: Path, log: Path) -> None:
+def _prepare(corpus: Corpus, cache: Path, log: Path) -> None:
     store.CHECKPOINT_BYTES = 4000
     setattr(tokens, "parse_corpus", lambda text: corpus)  # noqa: B010 — in a process of its own
     encode = Tokeniser.encode_batch
@@ -253,7 +246,7 @@ def _prepare(corpus: Generated, cache: Path, log: Path) -> None:
     log.with_suffix(".warnings").write_text("\n".join(str(one.message) for one in raised))
 
 
-def apart(corpus: Generated, cache: Path, log: Path) -> int | None:
+def apart(corpus: Corpus, cache: Path, log: Path) -> int | None:
     """How a process of its own ends that prepares the corpus."""
     process = multiprocessing.get_context("fork").Process(
         target=_prepare, args=(corpus, cache, log)
@@ -270,16 +263,16 @@ def files(folder: Path) -> dict[str, bytes]:
 
 def test_a_killed_preparation_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    assert apart(Generated(300), tmp_path / "one", log) == 0
+    assert apart(generated(300), tmp_path / "one", log) == 0
     one = cached(tmp_path / "one")
     for fatal in (0, 150, 290):
-        killed = Generated(300, fatal, tmp_path / "fails")
+        killed = generated(300, fatal, tmp_path / "fails")
         assert apart(killed, tmp_path / "two", log) == -signal.SIGKILL
     begun = cached(tmp_path / "two")
     kept = progress(begun)
     assert 100 < kept["items"] < 290
     log.write_text("")
-    assert apart(Generated(300), tmp_path / "two", log) == 0
+    assert apart(generated(300), tmp_path / "two", log) == 0
     assert log.read_text() == "t" * (294 - kept["items"])
     assert files(tmp_path / "two" / one.name) == files(one)
     assert {path.name for path in (tmp_path / "two").iterdir()} == {one.name, f"{one.name}.lock"}
@@ -294,21 +287,21 @@ def test_a_killed_preparation_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
 )
 def test_what_does_not_fit_together_is_made_again(tmp_path: Path, harm: str, message: str) -> None:
     cache, log = tmp_path / "cache", tmp_path / "log"
-    assert apart(Generated(300), tmp_path / "one", log) == 0
-    assert apart(Generated(300, 250, tmp_path / "fails"), cache, log) == -signal.SIGKILL
+    assert apart(generated(300), tmp_path / "one", log) == 0
+    assert apart(generated(300, 250, tmp_path / "fails"), cache, log) == -signal.SIGKILL
     begun = cached(cache)
     if harm == "progress":
         (begun / "progress.json").write_text('{"sizes": 3}')
     else:
         os.truncate(begun / "train.tokens", 0)
-    assert apart(Generated(300), cache, log) == 0
+    assert apart(generated(300), cache, log) == 0
     assert re.search(message, log.with_suffix(".warnings").read_text())
     assert files(cached(cache)) == files(cached(tmp_path / "one"))
 
 
 def test_processes_at_once_build_once(tmp_path: Path) -> None:
     context, log = multiprocessing.get_context("fork"), tmp_path / "log"
-    arguments = (Generated(100), tmp_path / "cache", log)
+    arguments = (generated(100), tmp_path / "cache", log)
     processes = [context.Process(target=_prepare, args=arguments) for _ in range(3)]
     for process in processes:
         process.start()
@@ -319,7 +312,7 @@ def test_processes_at_once_build_once(tmp_path: Path) -> None:
 
 
 def test_text_streams_in_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokens, "parse_corpus", lambda text: Generated(int(text)))
+    monkeypatch.setattr(tokens, "parse_corpus", lambda text: generated(int(text)))
     monkeypatch.setattr("normattn.lab.data.tokeniser._sample", lambda texts, _: ["lorem ipsum "])
     peaks = []
     for count in (400, 1600):

@@ -144,16 +144,10 @@ def fail_on_main(rank: int, kind: type[BaseException]) -> tuple[str, str]:
     return "nothing", ""
 
 
-class FailsOnMain:
-    """Follows a training on the first process, which it ends at step 3."""
-
-    def start(self, done: int, steps: int) -> None: ...
-
-    def step(self, report: StepReport) -> None:
-        if report.step == 3:
-            raise KeyError("the disk is gone")
-
-    def stop(self) -> None: ...
+def fail_at_three(report: StepReport) -> None:
+    """Follow a training on the first process, and end it at step 3."""
+    if report.step == 3:
+        raise KeyError("the disk is gone")
 
 
 def fail_while_others_train(rank: int, out: Path, parallel: str) -> tuple[str, str]:
@@ -163,7 +157,7 @@ def fail_while_others_train(rank: int, out: Path, parallel: str) -> tuple[str, s
             small(**CURVE, parallel=parallel),
             out,
             show_progress=False,
-            callbacks=[FailsOnMain()],
+            on_step=fail_at_three,
         )
     except Exception as error:
         return type(error).__name__, str(error)

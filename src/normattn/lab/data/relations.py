@@ -21,7 +21,7 @@ from normattn import io
 from normattn.errors import InputError
 from normattn.io import expanded, read_object, sha256_of
 from normattn.lab.data.batches import epoch_order, padded, refuse_uneven_shares
-from normattn.lab.data.relation_sources import PythonImports, parse_relations
+from normattn.lab.data.relation_sources import parse_relations, python_imports
 from normattn.lab.data.sources import SPLITS, Corpus, Document, SplitName, Splits, SplitSettings
 from normattn.lab.data.store import ABOUT, Names, Ragged, Row, fill, prepared, utf8
 from normattn.lab.data.tokeniser import WordPieces, train_word_pieces
@@ -84,7 +84,7 @@ class RelationConfig(SplitSettings):
                 f"the vocabulary {self.vocabulary} does not exist; expected a WordPiece vocab.txt"
             )
         if self.embedded:
-            return PythonImports(self.modules, self.split_of, self.max_bytes)
+            return python_imports(self.modules, self.split_of, self.max_bytes)
         return parse_relations(self.corpus)
 
 

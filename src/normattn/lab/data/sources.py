@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import chain
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar, get_args
+from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args
 from urllib.parse import parse_qsl
 
 from pydantic import Field, model_validator
@@ -45,46 +43,32 @@ class Document:
         return self.name if self.group is None else self.group
 
 
-class Corpus(ABC):
-    """Documents, as a value. They are always streamed: all may be larger than the memory.
+@dataclass(frozen=True)
+class Corpus:
+    """Documents and where they come from. They are streamed: all may be larger than the memory.
 
-    `labels` are those of a classifier in the order of its outputs, () where the corpus lists none.
+    - `documents(limit=None)`: in a fixed order, at most `limit` bytes of text in all; `InputError`
+      where they are missing, unreadable or not UTF-8.
+    - `fingerprint()`: a short hash that changes when the text (or what finds it) does; quick.
+    - `given()`: the held-out splits of the corpus itself; others are cut from its training part.
+    - `sources()`: what the text was taken from, each with its version, where there are versions.
+    - `notes()`: what a plan says before anything is done, such as what is downloaded; `InputError`
+      where a library that it needs is not installed.
+    - `labels`: those of a classifier in the order of its outputs, () where none are listed.
     """
 
+    documents: Callable[..., Iterable[Document]]
+    fingerprint: Callable[[], str]
+    given: Callable[[], tuple[SplitName, ...]] = tuple
+    sources: Callable[[], dict[str, str]] = dict
+    notes: Callable[[], tuple[str, ...]] = tuple
     labels: tuple[str, ...] = ()
-
-    @abstractmethod
-    def documents(self, limit: int | None = None) -> Iterator[Document]:
-        """Yield the documents in a fixed order, at most `limit` bytes of text in all.
-
-        Raises `InputError` where they are missing, unreadable or not UTF-8.
-        """
-
-    @abstractmethod
-    def fingerprint(self) -> str:
-        """A short hash that changes when the text (or what finds it) changes; cheap to make."""
-
-    def given(self) -> tuple[SplitName, ...]:
-        """The held-out splits that the corpus itself has; others are cut from its training part."""
-        return ()
-
-    def sources(self) -> dict[str, str]:
-        """What the text was taken from, each with its version; empty where nothing is versioned."""
-        return {}
-
-    def notes(self) -> tuple[str, ...]:
-        """What a plan says of the corpus before anything is done: what is fetched, what it needs.
-
-        Raises `InputError` where a library that it needs is not installed.
-        """
-        return ()
 
 
 # Files.
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """Files that are read together: what they are called, and the split that they are, if any."""
 
     name: str
@@ -92,50 +76,41 @@ class Part:
     split: SplitName | None = None
 
 
-@dataclass(frozen=True)
-class FileCorpus(Corpus):
+def file_corpus(
+    parts: Sequence[Part],
+    read: Callable[..., Iterable[Document]],
+    rules: tuple[object, ...] = (),
+    sift: Callable[[Iterable[Document]], Iterable[Document]] = iter,
+    versions: Mapping[str, str] | None = None,
+    labels: tuple[str, ...] = (),
+) -> Corpus:
     """The documents that `read` finds in each part, in order; a limit takes parts evenly from all.
 
     `read` gets a part's name and files. `rules` decide how they are read, `versions` say of what
-    the text is, and `sift` may leave documents out or group them.
+    the text is, and `sift` may leave documents out or group them. The fingerprint is a hash of
+    names, of how they are read, and of what shows that a file was written to: a copy of a file has
+    another; moving the folder that the names are relative to changes nothing.
     """
+    versions = dict(versions or {})
 
-    parts: Sequence[Part]
-    read: Callable[..., Iterator[Document]]
-    rules: tuple[object, ...] = ()
-    sift: Callable[[Iterator[Document]], Iterator[Document]] = iter
-    versions: Mapping[str, str] = field(default_factory=dict)
-    labels: tuple[str, ...] = ()
+    def documents(limit: int | None = None) -> Iterable[Document]:
+        sizes = [sum(stat_of(path).st_size for path in part.paths) for part in parts]
+        found = (
+            document if part.split is None else replace(document, split=part.split)
+            for part in evenly(parts, sizes, limit)
+            for document in read(part.name, *part.paths)
+        )
+        return sift(capped(found, limit))
 
-    def documents(self, limit: int | None = None) -> Iterator[Document]:
-        """Stream the documents, part by part."""
-        sizes = [sum(stat_of(path).st_size for path in part.paths) for part in self.parts]
-        chosen = evenly(self.parts, sizes, limit)
-        return self.sift(capped(chain.from_iterable(map(self._documents_of, chosen)), limit))
-
-    def _documents_of(self, part: Part) -> Iterator[Document]:
-        for document in self.read(part.name, *part.paths):
-            yield document if part.split is None else replace(document, split=part.split)
-
-    def given(self) -> tuple[SplitName, ...]:
-        """The held-out splits that have files."""
-        return tuple(part.split for part in self.parts if part.split not in (None, "train"))
-
-    def fingerprint(self) -> str:
-        """Hash of the names, of what shows that a file was written to, and of how they are read.
-
-        A copy of a file has another; moving the folder that the names are relative to changes
-        nothing.
-        """
-        digest = hashlib.sha256(repr((self.rules, self.labels, dict(self.versions))).encode())
-        for part in self.parts:
+    def fingerprint() -> str:
+        digest = hashlib.sha256(repr((rules, labels, versions)).encode())
+        for part in parts:
             states = [identity(stat_of(path)) for path in part.paths]
             digest.update(repr((part.name, part.split, states)).encode())
         return digest.hexdigest()
 
-    def sources(self) -> dict[str, str]:
-        """The versions."""
-        return dict(self.versions)
+    given = tuple(part.split for part in parts if part.split not in (None, "train"))
+    return Corpus(documents, fingerprint, lambda: given, lambda: versions, labels=labels)
 
 
 def without_repeats(

@@ -1,7 +1,7 @@
 """A run directory: one configuration, one writer, and a status that other processes may read.
 
 Layout: `config.json` (kind and the whole resolved configuration), `status.json`, `metrics.jsonl`,
-`timing.jsonl`, `environment.json`, `checkpoints/`, `.lock`, and whatever the kind of run adds.
+`environment.json`, `checkpoints/`, `.lock`, and whatever the kind of run adds.
 """
 
 from __future__ import annotations

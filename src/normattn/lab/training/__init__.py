@@ -2,13 +2,12 @@
 
 from normattn.lab.training.config import AdamWConfig, LoopConfig, ScheduleConfig, TigerConfig
 from normattn.lab.training.loop import train
-from normattn.lab.training.task import Callback, StepReport, Task, TrainingResult
+from normattn.lab.training.task import StepReport, Task, TrainingResult
 from normattn.lab.training.tasks.base import train_model
 from normattn.lab.training.tasks.text import MaskedConfig, TrainingConfig
 
 __all__ = [
     "AdamWConfig",
-    "Callback",
     "LoopConfig",
     "MaskedConfig",
     "ScheduleConfig",

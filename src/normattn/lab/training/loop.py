@@ -27,7 +27,6 @@ from normattn.lab.training.progress import ProgressBar
 from normattn.lab.training.state import pack, unpack
 from normattn.lab.training.step import StepValues, TrainStep
 from normattn.lab.training.task import (
-    Callback,
     Probe,
     StepReport,
     Task,
@@ -50,7 +49,6 @@ def train(
     *,
     on_step: Callable[[StepReport], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
-    callbacks: Sequence[Callback] = (),
     probes: Sequence[Probe] = (),
     show_progress: bool = True,
     export: Callable[[Task], None] | None = None,
@@ -60,9 +58,10 @@ def train(
 
     `make_task` builds the task for a process's place in the world, after torch's generators are
     seeded. `export` runs once at the end, on the writing process, before the run counts as
-    finished; `export_kept` after each step of `config.keep`, on the same process.
-    `probes` look into chosen steps and leave lines beside the metrics. `should_stop` is asked once
-    a step. Under torchrun every process calls this.
+    finished; `export_kept` after each step of `config.keep`, on the same process. `on_step` gets a
+    report of each step, and `probes` look into chosen steps and write lines to files of their own,
+    both on the first process. `should_stop` is asked once a step. Under torchrun every process
+    calls this.
 
     On CPU in fp32, with the same versions and thread count, a run that was stopped anywhere and
     resumed gives the same metrics, bit for bit, as one that never was.
@@ -77,7 +76,7 @@ def train(
         # The caller's own draws go on as if nothing had been trained.
         cuda = [process.device] if process.device.type == "cuda" else []
         stack.enter_context(torch.random.fork_rng(devices=cuda))
-        followers = list(callbacks)
+        followers: list[ProgressBar | Tracking] = []
         if config.track is not None:
             # Before anything is written: a tracker that is not installed leaves no run behind.
             track, every = config.track, config.log_every
@@ -86,21 +85,20 @@ def train(
         request = stack.enter_context(StopRequest())
         torch.manual_seed(derive_seed(config.seed, "initialisation"))
         task = make_task(process)
-        stop = _Stop(process, request, should_stop)
-        stepper = TrainStep(task, config, process, stop)
-        stack.callback(stepper.close)
         if process.main and show_progress:
             followers.append(ProgressBar())
         if not process.main:
             on_step, probes = None, ()
-        result = _Loop(stepper, run, stop, followers, probes, on_step, export_kept).run_to_end()
+        loop = _Loop(task, config, run, process, request, should_stop)
+        stack.callback(loop.stepper.close)
+        result = loop.run_to_end(followers, probes, on_step, export_kept)
 
         def finish() -> None:
             if export is not None:
                 export(task)
             run.set_status("finished", config.steps, config.steps)
 
-        with stepper.parallel.gathered(task.model):
+        with loop.parallel.gathered(task.model):
             process.on_main(finish)
         return result
 
@@ -110,58 +108,92 @@ class _Loop:
 
     def __init__(
         self,
-        stepper: TrainStep,
+        task: Task,
+        config: LoopConfig,
         run: RunDirectory,
-        stop: _Stop,
-        callbacks: Sequence[Callback],
+        process: World,
+        request: StopRequest,
+        should_stop: Callable[[], bool] | None,
+    ) -> None:
+        self.task, self.config, self.run, self.world = task, config, run, process
+        self.steps, self.request, self.should_stop = config.steps, request, should_stop
+        self.failure: Exception | None = None
+        self.stepper = TrainStep(task, config, process, self._asked_to_stop)
+        self.parallel = self.stepper.parallel
+        self.last: StepReport | None = None
+
+    def _asked_to_stop(self) -> bool:
+        """After a signal, by `should_stop`, or after a failure of this process."""
+        if self.failure is not None:
+            return True
+        if self.request.by is None and self.should_stop is not None and self.should_stop():
+            self.request.by = "the caller's request"
+        return self.request.by is not None
+
+    def _attempt(self, work: Callable[..., object], *arguments: Any) -> None:
+        """Do what this process does while others go on.
+
+        Where there are others, an error stops all of them after the next step: they would wait.
+        """
+        try:
+            work(*arguments)
+        except Exception as error:
+            if self.world.size == 1:
+                raise
+            self.failure = self.failure or error
+
+    def _raise_failure(self) -> None:
+        """Raise on every process what went wrong on the first one, if anything did."""
+
+        def failed() -> None:
+            if self.failure is not None:
+                raise self.failure
+
+        self.world.on_main(failed)
+
+    def run_to_end(
+        self,
+        followers: Sequence[ProgressBar | Tracking],
         probes: Sequence[Probe],
         on_step: Callable[[StepReport], None] | None,
         export_kept: Callable[[Task, int], None] | None,
-    ) -> None:
-        self.stepper, self.run, self.stop = stepper, run, stop
-        self.config, self.world, self.task = stepper.config, stepper.world, stepper.task
-        self.parallel, self.steps = stepper.parallel, stepper.config.steps
-        self.callbacks, self.on_step, self.export_kept = callbacks, on_step, export_kept
+    ) -> TrainingResult:
+        """Take the remaining steps."""
         names = [probe.name for probe in probes]
-        if taken := {"metrics", "timing"} & set(names):
-            raise InputError(
-                f"a probe is called {min(taken)!r}, whose file belongs to the training"
-            )
+        if "metrics" in names:
+            raise InputError("a probe is called 'metrics', whose file belongs to the training")
         if len(set(names)) != len(names):
             raise InputError(f"two probes would write one file: they are called {sorted(names)}")
-        self.probes = [(probe, MetricsLog(run.path / f"{probe.name}.jsonl")) for probe in probes]
-        self.timing = MetricsLog(run.path / "timing.jsonl")
-        self.logs = [run.metrics, *(log for _, log in self.probes)]
-        self.last: StepReport | None = None
-
-    def run_to_end(self) -> TrainingResult:
-        """Take the remaining steps."""
+        self.probes = [(p, MetricsLog(self.run.path / f"{p.name}.jsonl")) for p in probes]
+        self.logs = [self.run.metrics, *(log for _, log in self.probes)]
+        self.listeners = [follower.step for follower in followers]
+        if on_step is not None:
+            self.listeners.append(on_step)
         start = self.saved_step = self._resume()
         self.started, self.started_step = time.monotonic(), start
         self.status_due = self.started + STATUS_SECONDS
         self.save_due = self.started + self.config.checkpoint_seconds
-        attempt = self.stop.attempt
         try:
-            for callback in self.callbacks:
-                attempt(callback.start, start, self.steps)
+            for follower in followers:
+                self._attempt(follower.start, start, self.steps)
             for step in range(start + 1, self.steps + 1):
                 values = self._take(step)
                 if not values.finite:
                     self._diverge(step, values)
-                attempt(self._report, step, values)
+                self._attempt(self._report, step, values)
                 # Before any checkpoint of this step: a resumed run finds every kept model there.
-                if step in self.config.keep and self.export_kept is not None:
+                if step in self.config.keep and export_kept is not None:
                     with self.parallel.gathered(self.task.model):
-                        self.world.on_main(partial(self.export_kept, self.task, step))
+                        self.world.on_main(partial(export_kept, self.task, step))
                 if values.stop and step < self.steps:
                     self._interrupt(step)
-                attempt(self._save_when_due, step)
+                self._attempt(self._save_when_due, step)
             self._save_for_all(self.steps)
         finally:
-            for callback in self.callbacks:
-                callback.stop()
+            for follower in followers:
+                follower.stop()
             if self.world.main:
-                for log in (*self.logs, self.timing):
+                for log in self.logs:
                     log.close()
         assert self.last is not None
         last = self.last
@@ -224,10 +256,10 @@ class _Loop:
                 for log, line in due:
                     log.append({"step": step, **line()})
 
-            self.stop.attempt(enter)
+            self._attempt(enter)
             values = self.stepper.step(step)
             if values.finite:
-                self.stop.attempt(read)
+                self._attempt(read)
         return values
 
     def _report(self, step: int, values: StepValues) -> None:
@@ -257,10 +289,8 @@ class _Loop:
                     "tokens": report.tokens,
                 }
             )
-        for callback in self.callbacks:
-            callback.step(report)
-        if self.on_step is not None:
-            self.on_step(report)
+        for listen in self.listeners:
+            listen(report)
 
     def _save_when_due(self, step: int) -> None:
         if self.parallel.due(lambda: time.monotonic() >= self.save_due):
@@ -278,8 +308,8 @@ class _Loop:
         if not self.parallel.finite(self.task.model):
             return
         before = time.monotonic()
-        self.stop.attempt(self._flush_logs)
-        if not self.parallel.due(lambda: self.stop.failure is None):
+        self._attempt(self._flush_logs)
+        if not self.parallel.due(lambda: self.failure is None):
             return
         assert self.last is not None
         # Without its clock times: checkpoints of equal runs are equal.
@@ -297,9 +327,9 @@ class _Loop:
 
     def _save_for_all(self, step: int) -> None:
         """Save, and raise on every process what the first one could not do."""
-        self.stop.attempt(self._save, step)
+        self._attempt(self._save, step)
         self.parallel.settle()
-        self.stop.raise_failure()
+        self._raise_failure()
 
     def _flush_logs(self) -> None:
         for log in self.logs:
@@ -307,15 +337,13 @@ class _Loop:
 
     def _write_status(self, step: int) -> None:
         self.run.set_status("running", step, self.steps)
-        if self.last is not None:
-            seconds, pace = round(self.last.seconds, 3), round(self.last.tokens_per_second, 3)
-            self.timing.append({"step": step, "seconds": seconds, "tokens_per_second": pace})
         self.status_due = time.monotonic() + STATUS_SECONDS
 
     def _interrupt(self, step: int) -> None:
         """Save, say why and stop."""
-        self.stop.raise_failure()
-        message = f"stopped by {self.stop.by} after step {step} of {self.steps}"
+        self._raise_failure()
+        by = self.request.by or "another process of the group"
+        message = f"stopped by {by} after step {step} of {self.steps}"
         self._save_for_all(step)
         self.world.on_main(lambda: self.run.set_status("interrupted", step, self.steps, message))
         raise Interrupted(f"{message}; rerun the command to resume from there")
@@ -339,46 +367,3 @@ class _Loop:
             more = {"where": where, "checkpoint": error.checkpoint}
             self.run.set_status("diverged", step, self.steps, str(error), **more)
         raise error
-
-
-class _Stop:
-    """Whether to stop: after a signal, by `should_stop`, or after a failure of this process."""
-
-    def __init__(
-        self, world: World, request: StopRequest, should_stop: Callable[[], bool] | None
-    ) -> None:
-        self._world, self._request, self._should_stop = world, request, should_stop
-        self.failure: Exception | None = None
-
-    def __call__(self) -> bool:
-        if self.failure is not None:
-            return True
-        if self._request.by is None and self._should_stop is not None and self._should_stop():
-            self._request.by = "the caller's request"
-        return self._request.by is not None
-
-    @property
-    def by(self) -> str:
-        """Who asked."""
-        return self._request.by or "another process of the group"
-
-    def attempt(self, work: Callable[..., object], *arguments: Any) -> None:
-        """Do what this process does while others go on.
-
-        Where there are others, an error stops all of them after the next step: they would wait.
-        """
-        try:
-            work(*arguments)
-        except Exception as error:
-            if self._world.size == 1:
-                raise
-            self.failure = self.failure or error
-
-    def raise_failure(self) -> None:
-        """Raise on every process what went wrong on the first one, if anything did."""
-
-        def failed() -> None:
-            if self.failure is not None:
-                raise self.failure
-
-        self._world.on_main(failed)

@@ -67,20 +67,6 @@ class TrainingResult:
 
 
 @runtime_checkable
-class Callback(Protocol):
-    """Something that follows a training: a progress bar, a tracker."""
-
-    def start(self, done: int, steps: int) -> None:
-        """Training begins after `done` of `steps` steps."""
-
-    def step(self, report: StepReport) -> None:
-        """A step is done."""
-
-    def stop(self) -> None:
-        """Training ended, for whatever reason."""
-
-
-@runtime_checkable
 class Probe(Protocol):
     """Something that looks into a training at chosen steps and leaves a line in RUN/`name`.jsonl.
 

@@ -187,12 +187,11 @@ class ModelTask:
 def train_model(config: ModelTrainingConfig, out: Path | str, **choices: Any) -> TrainingResult:
     """Train what `config` says in the run directory `out`, or resume it where it was stopped.
 
-    `choices` are those of `train`: `on_step`, `should_stop`, `show_progress`, `callbacks`,
-    `probes`. At the end `out/model/` holds the trained model (config.json, model.safetensors),
-    `out` what the kind of training leaves (such as the tokeniser), and `out/kept/step-N/` the
-    models of `config.keep`. A finished run is returned at once. Raises as `train` does, and
-    `InputError` for unusable data, a directory of another run and a training that cannot fit into
-    memory.
+    `choices` are those of `train`: `on_step`, `should_stop`, `show_progress`, `probes`. At the end
+    `out/model/` holds the trained model (config.json, model.safetensors), `out` what the kind of
+    training leaves (such as the tokeniser), and `out/kept/step-N/` the models of `config.keep`. A
+    finished run is returned at once. Raises as `train` does, and `InputError` for unusable data, a
+    directory of another run and a training that cannot fit into memory.
     """
     out = Path(out)
 
