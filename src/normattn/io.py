@@ -262,7 +262,7 @@ def os_error_in(error: BaseException) -> OSError | None:
 
 
 def write_with(path: Path, write: Callable[[Path], object], new: bool = False) -> None:
-    """Let `write` fill a temporary file beside `path`, flush it, then rename it into place.
+    """Let `write` fill a temporary file next to `path`, flush it, then rename it into place.
 
     Raises `InputError` when the disk is full or the place cannot be written; the old file, if any,
     is then untouched. With `new` it also does where a file is there, before or meanwhile.
@@ -306,7 +306,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_directory(path: Path, fill: Callable[[Path], None], replace: bool = False) -> None:
-    """Let `fill` populate a temporary folder beside `path`, then rename it into place.
+    """Let `fill` populate a temporary folder next to `path`, then rename it into place.
 
     `path` must be absent or an empty folder, at the end as well as at the beginning: `InputError`
     says when it was filled meanwhile, and nothing there changes. With `replace`, a folder of our
@@ -331,7 +331,7 @@ def write_directory(path: Path, fill: Callable[[Path], None], replace: bool = Fa
 
 
 def put_in_place(temporary: Path, path: Path) -> None:
-    """Rename `temporary`, a filled folder beside `path`, to it; an older one is replaced."""
+    """Rename `temporary`, a filled folder next to `path`, to it; an older one is replaced."""
     with explain_os_errors(path):
         _move_folder(temporary, path, replace=True)
 

@@ -166,7 +166,7 @@ class _Guard:
                 sys.exit(2)
 
     def leave(self) -> None:
-        """The outcome stands; what the interpreter does at its end is not to be disturbed."""
+        """The outcome is decided; what the interpreter does at its end is not to be disturbed."""
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         self._left.set()

@@ -86,116 +86,105 @@ def beam_search(
             numbers = order[start : start + batch]
             own = [sources[number] for number in numbers]
             limits = [max_length or 2 * len(source) + 10 for source in own]
-            search = _Search(model, own, beam, length_penalty, limits)
-            while search.numbers:
-                search.step()
-            for number, hypotheses in zip(numbers, search.finished, strict=True):
+            found = _search(model, own, beam, length_penalty, limits)
+            for number, hypotheses in zip(numbers, found, strict=True):
                 translations[number] = sorted(hypotheses, key=lambda one: -one.score)
     return translations
 
 
-class _Search:
-    """One batch under way: a grid of R sources by K places, of which some may be empty.
+def _search(
+    model: Any,
+    sources: Sequence[Sequence[int]],
+    beam: int,
+    penalty: float,
+    limits: Sequence[int],
+) -> list[list[Hypothesis]]:
+    """The finished translations of one batch of sources, in the order in which they ended.
 
-    `total` (R, K) holds log-probabilities, −∞ for an empty place, `tokens` (R, K, t) what is
-    written. `numbers` and `limits` are those of the sources that are not done.
+    The search keeps a grid of R open sources by K places, some of which may be empty: `total`
+    (R, K) holds log-probabilities, −∞ for an empty place, `tokens` (R, K, t) what is written.
     """
+    config, device, rows = model.config, model.head_weight.device, len(sources)
+    longest = max(len(source) for source in sources)
+    padded = [[*source, *[config.pad_id] * (longest - len(source))] for source in sources]
+    encoded, cache = model.encode(torch.tensor(padded, device=device)), model.new_cache()
+    finished: list[list[Hypothesis]] = [[] for _ in sources]
+    open_sources = list(range(rows))
+    total = torch.full((rows, beam), -math.inf, dtype=torch.float64, device=device)
+    total[:, 0] = 0.0
+    tokens = torch.full((rows, beam, 1), config.bos_id, device=device)
 
-    def __init__(
-        self,
-        model: Any,
-        sources: Sequence[Sequence[int]],
-        beam: int,
-        penalty: float,
-        limits: list[int],
-    ) -> None:
-        self.model, self.config = model, model.config
-        self.beam, self.penalty = beam, penalty
-        rows, device = len(sources), model.head_weight.device
-        longest = max(len(source) for source in sources)
-        padded = [[*source, *[self.config.pad_id] * (longest - len(source))] for source in sources]
-        self.encoded = model.encode(torch.tensor(padded, device=device))
-        self.cache = model.new_cache()
-        self.finished: list[list[Hypothesis]] = [[] for _ in sources]
-        self.numbers, self.limits = list(range(rows)), limits
-        self.total = torch.full((rows, beam), -math.inf, dtype=torch.float64, device=device)
-        self.total[:, 0] = 0.0
-        self.tokens = torch.full((rows, beam, 1), self.config.bos_id, device=device)
+    def score(log_probability: float, length: int) -> float:
+        """log p / lp of so many tokens, the end token among them."""
+        return log_probability / math.pow((5 + length) / 6, penalty)
 
-    def step(self) -> None:
-        """Write one token more in every place, and leave the sources that are done."""
-        values, parents, words = self._continuations()
-        ended = (words == self.config.eos_id) & (values > -math.inf)
-        self._finish(values, parents, ended)
+    while open_sources:
+        rows, _, length = tokens.shape
+        full = [row for row, n in enumerate(open_sources) if limits[n] < length]
+        log_p = _log_probabilities(model, tokens, encoded, cache, full)
+        # The K best continuations of each source, best first; no more than it has places left.
+        chance, words = best(log_p, min(beam, log_p.shape[1]))
+        whole = (total.reshape(-1, 1) + chance.double()).view(rows, -1)
+        values, at = torch.sort(whole, stable=True, dim=-1, descending=True)
+        values, at = values[:, :beam], at[:, :beam]
+        left = torch.tensor([beam - len(finished[n]) for n in open_sources])
+        taken = torch.arange(beam)[None] >= left[:, None]
+        values = values.masked_fill(taken.to(device), -math.inf)
+        parents, words = at // chance.shape[1], words.view(rows, -1).gather(1, at)
+
+        ended = (words == config.eos_id) & (values > -math.inf)
+        for row, place in ended.nonzero().tolist():
+            number, value = open_sources[row], float(values[row, place])
+            written = tuple(tokens[row, parents[row, place], 1:].tolist())
+            why: Literal["stop", "length"] = "length" if length > limits[number] else "stop"
+            finished[number].append(Hypothesis(written, score(value, length), value, why))
         # Empty places last: the others keep their order.
         values = values.masked_fill(ended, -math.inf)
         values, order = torch.sort(values, stable=True, dim=-1, descending=True)
         parents, words = parents.gather(1, order), words.gather(1, order)
-        highest = values[:, 0].tolist()
-        going = [row for row in range(len(self.numbers)) if self._is_open(row, highest[row])]
-        rows = torch.tensor(going, dtype=torch.long, device=values.device)
-        if len(going) < len(self.numbers):
-            self.encoded = self.encoded.choose(rows)
-            self.numbers = [self.numbers[row] for row in going]
-            self.limits = [self.limits[row] for row in going]
-        if not going:
-            return
-        parents, self.total = parents[rows], values[rows]
-        before = self.tokens[rows[:, None], parents]
-        self.tokens = torch.cat((before, words[rows][:, :, None]), -1)
-        flat = (rows[:, None] * self.beam + parents).flatten()
-        if not torch.equal(flat, torch.arange(values.numel(), device=flat.device)):
-            self.cache.reorder(flat)
 
-    def _continuations(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The K best of each source, best first: log-probability, the place it comes from, token.
+        going = []
+        for row, (number, highest) in enumerate(
+            zip(open_sources, values[:, 0].tolist(), strict=True)
+        ):
+            # Probabilities only fall, and no length penalty is larger than that of the last length.
+            reach = score(highest, limits[number] + 1)
+            best_ended = max((one.score for one in finished[number]), default=-math.inf)
+            if highest > -math.inf and reach > best_ended:
+                going.append(row)
+        kept = torch.tensor(going, dtype=torch.long, device=device)
+        if len(going) < len(open_sources):
+            encoded = encoded.choose(kept)
+            open_sources = [open_sources[row] for row in going]
+        parents, total = parents[kept], values[kept]
+        tokens = torch.cat((tokens[kept[:, None], parents], words[kept][:, :, None]), -1)
+        flat = (kept[:, None] * beam + parents).flatten()
+        if going and not torch.equal(flat, torch.arange(values.numel(), device=device)):
+            cache.reorder(flat)
+    return finished
 
-        −∞ where a source has no place left.
-        """
-        rows, beam, length = self.tokens.shape
-        hidden = self.model.decode(self.tokens[:, :, -1].reshape(-1, 1), self.encoded, self.cache)
-        logits = F.linear(hidden[:, -1], self.model.head_weight)
-        # In half precision many words would share a probability.
-        log_p = torch.log_softmax(logits if logits.element_size() > 2 else logits.float(), -1)
-        if not bool(torch.isfinite(log_p.amax(-1)).all()):
-            raise InputError("the model's logits are not finite: its weights cannot be used")
-        log_p[:, [self.config.pad_id, self.config.bos_id]] = -math.inf
-        over = [row for row, limit in enumerate(self.limits) if limit < length]
-        if over:
-            grid = log_p.view(rows, beam, -1)
-            end = grid[over, :, self.config.eos_id]
-            grid[over] = -math.inf
-            grid[over, :, self.config.eos_id] = end
-        chance, words = best(log_p, min(beam, log_p.shape[1]))
-        total = (self.total.reshape(-1, 1) + chance.double()).view(rows, -1)
-        values, at = torch.sort(total, stable=True, dim=-1, descending=True)
-        values, at = values[:, :beam], at[:, :beam]
-        left = torch.tensor([beam - len(self.finished[n]) for n in self.numbers])
-        taken = torch.arange(beam)[None] >= left[:, None]
-        values = values.masked_fill(taken.to(values.device), -math.inf)
-        return values, at // chance.shape[1], words.view(rows, -1).gather(1, at)
 
-    def _finish(self, values: Tensor, parents: Tensor, ended: Tensor) -> None:
-        """Put those aside that ended."""
-        length = self.tokens.shape[2]
-        for row, candidate in ended.nonzero().tolist():
-            tokens = tuple(self.tokens[row, parents[row, candidate], 1:].tolist())
-            value = float(values[row, candidate])
-            why: Literal["stop", "length"] = "length" if length > self.limits[row] else "stop"
-            one = Hypothesis(tokens, self._score(value, length), value, why)
-            self.finished[self.numbers[row]].append(one)
+def _log_probabilities(
+    model: Any, tokens: Tensor, encoded: Any, cache: Any, full: Sequence[int]
+) -> Float[Tensor, "rk v"]:
+    """log p of the next token in every place; of sources that are `full` only the end may follow.
 
-    def _is_open(self, row: int, highest: float) -> bool:
-        """Whether one that is under way could still score above the best that ended."""
-        ended = self.finished[self.numbers[row]]
-        if highest == -math.inf or not ended:
-            return highest > -math.inf
-        # Probabilities only fall, and no length penalty is larger than that of the last length.
-        return self._score(highest, self.limits[row] + 1) > max(one.score for one in ended)
-
-    def _score(self, log_probability: float, tokens: int) -> float:
-        """log p / lp of so many tokens, the end token among them."""
-        return log_probability / math.pow((5 + tokens) / 6, self.penalty)
+    Padding and begin tokens are never written.
+    """
+    config = model.config
+    hidden = model.decode(tokens[:, :, -1].reshape(-1, 1), encoded, cache)
+    logits = F.linear(hidden[:, -1], model.head_weight)
+    # In half precision many words would share a probability.
+    log_p = torch.log_softmax(logits if logits.element_size() > 2 else logits.float(), -1)
+    if not bool(torch.isfinite(log_p.amax(-1)).all()):
+        raise InputError("the model's logits are not finite: its weights cannot be used")
+    log_p[:, [config.pad_id, config.bos_id]] = -math.inf
+    if full:
+        grid = log_p.view(*tokens.shape[:2], -1)
+        end = grid[full, :, config.eos_id]
+        grid[full] = -math.inf
+        grid[full, :, config.eos_id] = end
+    return log_p
 
 
 def best(

@@ -51,7 +51,7 @@ class ModelCache:
     ) -> AttentionContext:
         """Take note of T new tokens, which the layers read next; `done` ends their reading.
 
-        `key_padding` is that of the new tokens; padding may stand before a row's first token only.
+        `key_padding` is that of the new tokens; padding may come before a row's first token only.
         """
         self.truncate(self.length)
         if self.max_length is not None:

@@ -43,7 +43,7 @@ class Classifier(TokenModel):
         if key_padding is None:
             mean = x.mean(1)
         else:
-            # Not a product: what stands at padding may be anything, and 0 · inf is no number.
+            # Not a product: values at padding may be anything, and 0 · inf is no number.
             total = torch.where(key_padding[..., None], 0.0, x).sum(1)
             mean = total / (~key_padding).to(x.dtype).sum(1, keepdim=True).clamp(min=1)
         logits: Tensor = self.head(mean)

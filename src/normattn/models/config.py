@@ -235,7 +235,7 @@ class MaskedLMConfig(StackConfig):
     @model_validator(mode="after")
     def _check_exits(self) -> MaskedLMConfig:
         if self.exits and self.layers < 2:
-            raise ValueError("exits stand below the last layer, and there is only one layer")
+            raise ValueError("exits are below the last layer, and there is only one layer")
         return self
 
     @property

@@ -170,7 +170,7 @@ def _attention_flops(
             # A network of one hidden layer looks at every pair, with an output for each head.
             flops += 2.0 * pairs * bias.width * (1 + heads)
         elif bias is not None and bias.name == "XLNet":
-            # Sinusoids of the model's width stand for the distance of every pair.
+            # Sinusoids of the model's width encode the distance of every pair.
             flops += 2.0 * heads * heads * size * (pairs + queries * size)
         elif bias is not None and bias.name == "CoPE":
             flops += 2.0 * queries * heads * bias.positions * size

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, SupportsIndex
 
 import numpy as np
@@ -71,39 +71,56 @@ def generate(
     an empty prompt, ids outside the vocabulary and settings out of range.
     """
     sampling = Sampling(temperature, top_k, top_p)
-    stops = _Stops(stop, decode, model.head_weight.shape[0])
+    stop_tokens = {
+        _stop_token(t, model.head_weight.shape[0]) for t in stop if not isinstance(t, str)
+    }
+    stop_strings = [each for each in stop if isinstance(each, str)]
+    if not all(stop_strings):
+        raise InputError("a stop string is empty; every text contains it")
+    if stop_strings and decode is None:
+        raise InputError("stop strings need decode=…, a function from tokens to text")
+    # A token is at least a byte; a character cut off at the front is of no account.
+    tail = max((len(string.encode()) for string in stop_strings), default=0) + 4
     if type(max_new_tokens) is not int or max_new_tokens < 1:
         raise InputError(
             f"max_new_tokens is {max_new_tokens!r}; it must be a whole number of at least 1"
         )
     ids, padding = left_padded(prompts, model.head_weight.device)
-    rows = [_Row(number, own) for number, own in enumerate(row_generators(seed, len(prompts)))]
+    generators = row_generators(seed, len(prompts))
+    written: list[list[int]] = [[] for _ in prompts]
+    ended: list[Ending | None] = [None] * len(prompts)
     with without_dropout(model):
         logits, cache = model.prefill(ids, padding, chunk=chunk)
-        alive = rows
+        alive = list(range(len(prompts)))
         while alive:
-            drawn = sampling.next_tokens(logits, [row.generator for row in alive])
+            drawn = sampling.next_tokens(logits, [generators[row] for row in alive])
             for row, token in zip(alive, drawn, strict=True):
-                if token in stops.tokens:
-                    row.ended = "stop"
+                if token in stop_tokens:
+                    ended[row] = "stop"
                     continue
-                row.tokens.append(token)
+                written[row].append(token)
                 if on_token is not None:
-                    on_token(row.number, token)
-                if stops.reached(row.tokens):
-                    row.ended = "stop"
-                elif len(row.tokens) >= max_new_tokens:
-                    row.ended = "length"
-            going = [index for index, row in enumerate(alive) if row.ended is None]
+                    on_token(row, token)
+                if stop_strings and decode is not None:
+                    end = decode(written[row][-tail:])
+                    if any(string in end for string in stop_strings):
+                        ended[row] = "stop"
+                if ended[row] is None and len(written[row]) >= max_new_tokens:
+                    ended[row] = "length"
+            going = [index for index, row in enumerate(alive) if ended[row] is None]
             if 0 < len(going) < len(alive):
                 cache.reorder(going)
             alive = [alive[index] for index in going]
             if alive:
-                last = torch.tensor([row.tokens[-1:] for row in alive], device=ids.device)
+                last = torch.tensor([written[row][-1:] for row in alive], device=ids.device)
                 logits = model(last, cache=cache)[:, -1]
-    return [
-        Answer(tuple(row.tokens), row.ended or "length", stops.text(row.tokens)) for row in rows
-    ]
+    answers = []
+    for tokens, why in zip(written, ended, strict=True):
+        text = None if decode is None else decode(tokens)
+        if text is not None:
+            text = text[: min((text.find(s) for s in stop_strings if s in text), default=len(text))]
+        answers.append(Answer(tuple(tokens), why or "length", text))
+    return answers
 
 
 @dataclass(frozen=True)
@@ -113,7 +130,7 @@ class Sampling:
     temperature: 0 (default) always takes the likeliest token. top_k: so many tokens stay. top_p:
     of these, sorted, the fewest whose probabilities add up to at least top_p stay. Tokens of equal
     probability are ordered by their id. Raises `InputError` for values out of range, and for top_k
-    and top_p beside temperature 0, where they would change nothing. Source of top_p: arXiv
+    and top_p with temperature 0, where they would change nothing. Source of top_p: arXiv
     1904.09751.
     """
 
@@ -205,46 +222,6 @@ def _token_ids(prompt: Any, number: int) -> Tensor:
     if ids.ndim != 1 or ids.dtype not in (torch.int64, torch.int32):
         raise InputError(f"prompt {number} is not a list of token ids, which are whole numbers")
     return ids.long()
-
-
-@dataclass
-class _Row:
-    """A row under way."""
-
-    number: int
-    generator: torch.Generator
-    tokens: list[int] = field(default_factory=list)
-    ended: Ending | None = None
-
-
-class _Stops:
-    """When a row ends: at one of `tokens`, or once its text holds one of `strings`."""
-
-    def __init__(
-        self, stop: Collection[SupportsIndex | str], decode: Decode | None, vocabulary: int
-    ) -> None:
-        self.strings = [each for each in stop if isinstance(each, str)]
-        self.tokens = {_stop_token(each, vocabulary) for each in stop if not isinstance(each, str)}
-        self.decode = decode
-        if not all(self.strings):
-            raise InputError("a stop string is empty; every text contains it")
-        if self.strings and decode is None:
-            raise InputError("stop strings need decode=…, a function from tokens to text")
-
-    def reached(self, tokens: Sequence[int]) -> bool:
-        """Whether the last token completes a stop string."""
-        if not self.strings or self.decode is None:
-            return False
-        # A token is at least a byte; a character cut off at the front is of no account.
-        tail = self.decode(tokens[-max(len(string.encode()) for string in self.strings) - 4 :])
-        return any(string in tail for string in self.strings)
-
-    def text(self, tokens: Sequence[int]) -> str | None:
-        """The text before the first stop string."""
-        if self.decode is None:
-            return None
-        text = self.decode(tokens)
-        return text[: min((text.find(s) for s in self.strings if s in text), default=len(text))]
 
 
 def _stop_token(token: Any, vocabulary: int) -> int:

@@ -137,7 +137,7 @@ class MaskedLM(TokenModel):
         *,
         backend: str = "auto",
     ) -> MaskedLoss:
-        """Mean cross-entropy of the `targets` that stood at `places`, in chunks; and hits.
+        """Mean cross-entropy of the `targets` at `places`, in chunks; and hits.
 
         With `key_padding` a negative target is not counted, so that rows may have fewer than M.
         The value is the last layer's alone; the gradient also teaches the exits.

@@ -38,7 +38,7 @@ def save_model(model: nn.Module, directory: Path | str) -> None:
 
     An inference-time method that is switched on is no part of the trained model and is not saved.
     config.json holds `format`, the settings under `config`, and the SHA-256 of settings and
-    weights. A directory that stands there is replaced as a whole if it holds a saved model or
+    weights. A directory that exists is replaced as a whole if it holds a saved model or
     nothing. Raises `InputError` when it holds anything else, when the disk is full or cannot be
     written.
     """
@@ -140,7 +140,7 @@ def load_any(directory: Path | str, expected: BaseModel | None = None) -> nn.Mod
 def check_weights(directory: Path | str) -> None:
     """`InputError` where a saved model is missing or its weights are not as `save_model` left them.
 
-    Quick beside `load_any`: no model is made.
+    Quicker than `load_any`: no model is made.
     """
     path = Path(directory)
     check_digest(path / WEIGHTS_FILE, _read_description(path / CONFIG_FILE)["weights_sha256"])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -16,7 +16,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from normattn.errors import InputError
-from normattn.kernels.cross_entropy import TokenScores, linear_cross_entropy, token_scores
+from normattn.kernels.cross_entropy import (
+    LinearCrossEntropy,
+    TokenScores,
+    linear_cross_entropy,
+    token_scores,
+)
 from normattn.layers.cross_attention import Memory
 from normattn.models.beam_search import Hypothesis, beam_search
 from normattn.models.cache import ModelCache
@@ -46,25 +51,13 @@ class Encoded:
         return Encoded(self.hidden[rows], padding, memories)
 
 
-class TranslationLoss(NamedTuple):
-    """Mean loss in nats over the real target tokens, with label smoothing, differentiable.
-
-    `nll` is the mean without smoothing and without a gradient, `correct` the hits among `tokens`.
-    """
-
-    loss: Float[Tensor, ""]
-    nll: Float[Tensor, ""]
-    correct: Int[Tensor, ""]
-    tokens: Int[Tensor, ""]
-
-
 class Translator(nn.Module):
     """An encoder that reads the source both ways, a decoder that predicts the target in turn.
 
     `model(source (B, S), target (B, T)) → logits (B, T, V)` for the token after each of `target`,
     which begins with `bos_id`. Rows are filled up with `pad_id`: sources anywhere but within,
     targets on the right. A source usually ends in `eos_id`; it is read as it is given. Norms
-    before and after each stack stand as in `CausalLM`; dropout also acts on the embeddings. Words
+    before and after each stack are as in `CausalLM`; dropout also acts on the embeddings. Words
     have no position but those of the scores. The head is the target's embedding unless `tie_head`
     is off. `backend` is the kernel of every layer, as in `attention`; with "reference" the whole
     model is plain operations. Weights are drawn from torch's global generator (`initialise`).
@@ -158,7 +151,7 @@ class Translator(nn.Module):
         label_smoothing: float = 0.0,
         *,
         backend: str = "auto",
-    ) -> TranslationLoss:
+    ) -> LinearCrossEntropy:
         """Mean cross-entropy of target[:, 1:] given target[:, :-1] and the source; and hits.
 
         Padding is no target. The (tokens, V) logits are never held whole, but with `backend`
@@ -166,10 +159,9 @@ class Translator(nn.Module):
         """
         hidden, wanted, kept = self._predictions(source, target, backend)
         with plain_operations(backend == "reference"):
-            scored = linear_cross_entropy(
+            return linear_cross_entropy(
                 hidden[kept], self.head_weight, wanted[kept], label_smoothing=label_smoothing
             )
-        return TranslationLoss(scored.loss, scored.nll, scored.correct, kept.sum())
 
     @torch.no_grad()
     def token_scores(self, source: Int[Tensor, "b s"], target: Int[Tensor, "b t1"]) -> TokenScores:

@@ -5,14 +5,13 @@ Legend: B batch, C channels, T tokens, D width, K classes.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from normattn.errors import InputError
+from normattn.kernels.cross_entropy import LinearCrossEntropy, TokenScores
 from normattn.models.config import VisionConfig
 from normattn.models.initialisation import initialise
 from normattn.models.transformer import (
@@ -29,25 +28,11 @@ from normattn.plain import plain_operations
 POSITION_STD = 0.02
 
 
-class ImageLoss(NamedTuple):
-    """Mean cross-entropy in nats (differentiable) of a batch, and how many classes were right."""
-
-    loss: Float[Tensor, ""]
-    correct: Int[Tensor, ""]
-
-
-class ImageScores(NamedTuple):
-    """Loss in nats and correctness of every image."""
-
-    loss: Float[Tensor, "b"]
-    correct: Bool[Tensor, "b"]
-
-
 class VisionTransformer(nn.Module):
     """An encoder that names the class of an image (ViT).
 
     `model(images (B, C, H, W)) → logits (B, K)`; pixels are numbers in −1 … 1. An image is cut into
-    patches, row by row, each of which one matrix (with bias) turns into a token; before them stands
+    patches, row by row, each of which one matrix (with bias) turns into a token; before them comes
     a learned class token where `pool` is "class"; learned positions are added where `positions`
     says so. Every token sees every other. The head, with bias, reads the class token, or the mean
     of all tokens, after the final norm.
@@ -99,19 +84,19 @@ class VisionTransformer(nn.Module):
 
     def loss(
         self, images: Float[Tensor, "b c h w"], labels: Int[Tensor, "b"], *, backend: str = "auto"
-    ) -> ImageLoss:
+    ) -> LinearCrossEntropy:
         """Mean cross-entropy of the `labels`, and hits."""
         logits = self(images, backend)
         loss = F.cross_entropy(logits.float() if logits.element_size() == 2 else logits, labels)
-        return ImageLoss(loss, (logits.argmax(-1) == labels).sum())
+        return LinearCrossEntropy(loss, (logits.argmax(-1) == labels).sum(), loss.detach())
 
     @torch.no_grad()
-    def scores(self, images: Float[Tensor, "b c h w"], labels: Int[Tensor, "b"]) -> ImageScores:
+    def scores(self, images: Float[Tensor, "b c h w"], labels: Int[Tensor, "b"]) -> TokenScores:
         """Loss and correctness of every image, in evaluation mode, without gradients."""
         with without_dropout(self):
             logits = self(images).float()
         loss = F.cross_entropy(logits, labels, reduction="none")
-        return ImageScores(loss, logits.argmax(-1) == labels)
+        return TokenScores(loss, logits.argmax(-1) == labels)
 
     def _embed(self, images: Tensor) -> Tensor:
         config = self.config

@@ -134,7 +134,7 @@ class MaskedRows(NamedTuple):
     """Rows with hidden tokens.
 
     `ids` (rows, length): what the model reads. `places` (rows, chosen): the positions whose tokens
-    it is asked for, ascending. `targets` (rows, chosen): what stood there.
+    it is asked for, ascending. `targets` (rows, chosen): the tokens there before.
     """
 
     ids: Int64[np.ndarray, "rows length"]

@@ -45,7 +45,7 @@ WHOLE_BYTES = 1 << 20
 """A text file in a folder is one document up to this size, and cut like a single file beyond."""
 PIECE_CHARACTERS = 1 << 15
 """A large text file is cut at line ends into documents of at most this much."""
-# `encodings` is a hundred tables from one template: they would stand on both sides of a split.
+# `encodings` is a hundred tables from one template: they would be on both sides of a split.
 _LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings"})
 
 
@@ -90,13 +90,13 @@ def rows_of(
 
 
 def text_files(place: str, field: str | None) -> Corpus:
-    """The text under a path. Documents of equal text stand in one split, that of the first.
+    """The text under a path. Documents of equal text are in one split, that of the first.
 
     A single text file is cut at line ends into documents of about 32 kB. In a folder (read
     recursively, in the order of the relative names, hidden files and unknown suffixes left out) a
     text file is one document unless it is larger than 1 MB or packed. Every line of a JSON-lines
     file and every row of a Parquet, CSV or TSV file is a document; `field` (default `text`) is
-    where its text stands. Names are relative to the path, so that the split does not depend on
+    where its text is. Names are relative to the path, so that the split does not depend on
     where the folder lies. Raises `InputError` where there are none.
     """
     root = expanded(place)

@@ -226,7 +226,7 @@ def _fingerprint(folder: Path, pairs: Mapping[str, int], left_out: Mapping[str, 
 class PairBatch(NamedTuple):
     """Sentence pairs as rows, padded with 0 on the right.
 
-    `source` (rows, S) ends each sentence with its end; `target` (rows, T + 1) stands between
+    `source` (rows, S) ends each sentence with its end; `target` (rows, T + 1) is between
     beginning and end: what the decoder reads is `target[:, :-1]`, what it predicts `target[:, 1:]`.
     A row whose target is the beginning alone fills the batch up and is scored nowhere. `targets`
     () counts the tokens to predict in the whole batch, of which this may be a share.

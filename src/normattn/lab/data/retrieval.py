@@ -10,13 +10,14 @@
 
 A statement is a name, a link and a source (a value, or another name). Asking repeats the statement
 up to its source, so a model answers by continuing as the text did before: by copying. Around the
-statements stands held-out text, one document's. The last answer is the end of the window, so a
+statements is held-out text of one document's. The last answer is the end of the window, so a
 window of `length` targets reads `length` tokens to give its last one. Source: needle tests as in
 RULER (arXiv 2404.06654), whose sentences are here lines of code.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, NamedTuple
@@ -38,7 +39,7 @@ Random = np.random.Generator
 _TRIES = 100
 # So often in a row a pair is drawn that was drawn before: the names are used up.
 _MISSES = 50
-# A statement may be moved by this share of the text, so that it stands at the end of a line.
+# A statement may be moved by this share of the text, so that it is at the end of a line.
 _SLACK = 1 / 16
 _CONSONANTS = "bcdfghjkmnpqrstvwxz"
 
@@ -148,12 +149,12 @@ class Facts(NamedTuple):
     """The statements in a text: the queried one first, those of a chain in their order.
 
     `asked` are the questions at the end, each with its answer; `words` are the names, values and
-    questions that may stand nowhere but where they are put.
+    questions that may occur nowhere but where they are put.
     """
 
-    statements: tuple[Ids, ...]
-    asked: tuple[tuple[Ids, Ids], ...]
-    words: tuple[Ids, ...]
+    statements: Sequence[Ids]
+    asked: Sequence[tuple[Ids, Ids]]
+    words: Sequence[Ids]
 
     @property
     def end(self) -> Ids:
@@ -161,55 +162,60 @@ class Facts(NamedTuple):
         return tuple(token for pair in self.asked for part in pair for token in part)
 
     @property
-    def answers(self) -> list[bool]:
-        """Which tokens of the end are an answer's."""
-        return [part == 1 for pair in self.asked for part in (0, 1) for _ in pair[part]]
-
-    @property
     def size(self) -> int:
         """The tokens of all statements, questions and answers."""
         return sum(map(len, self.statements)) + len(self.end)
+
+    def are_unmistakable(self, window: np.ndarray) -> bool:
+        """Whether every name, value and question occurs only where it was inserted, all different.
+
+        A statement and the filler around it could make another one between them.
+        """
+        pieces = [np.array(piece, dtype=np.int64) for piece in (*self.statements, self.end)]
+        return len(set(self.words)) == len(self.words) and all(
+            _occurrences(window, word) == sum(_occurrences(piece, word) for piece in pieces)
+            for word in self.words
+        )
 
 
 def _facts(task: str, write: Writer, random: Random, room: int) -> Facts:
     """Draw the names and values of one sample, and state them as the task says."""
     if task == "key_value":
         return _key_value(write, random, room)
+    chain = task == "variable_tracking"
     count = {"multi_key": KEYS, "variable_tracking": LINKS}.get(task, 1)
     names = [write.name(random) for _ in range(count)]
-    if task == "variable_tracking":
+    if chain:
         sources = [write.value(random), *names[:-1]]
-        words = [*names, sources[0]]
     else:  # The value of a copied statement is a passage.
         pieces = PASSAGE if task == "copy" else 1
         sources = [sum((write.value(random) for _ in range(pieces)), ()) for _ in names]
-        words = [*names, *sources]
     questions = [write.question(name) for name in names]
-    pairs = tuple(zip(questions, sources, strict=True))
-    asked = pairs[::-1] if task == "variable_tracking" else pairs[:1]
-    stated = tuple(question + source for question, source in pairs)
-    return Facts(stated, asked, (*words, *questions))
+    pairs = list(zip(questions, sources, strict=True))
+    words = [*names, *(sources[:1] if chain else sources), *questions]
+    stated = [question + source for question, source in pairs]
+    return Facts(stated, pairs[::-1] if chain else pairs[:1], words)
 
 
 def _key_value(write: Writer, random: Random, room: int) -> Facts:
     """Pairs until the text is full, or until there are no more names."""
     name, value = write.name(random), write.value(random)
-    asked = write.question(name), value
-    words, stated = (name, value, asked[0]), [asked[0] + value]
-    names, values, left, misses = {name}, {value}, room - 2 * len(stated[0]), 0
+    question = write.question(name)
+    stated, names, values = [question + value], {name}, {value}
+    left, misses = room - 2 * len(stated[0]), 0
     while misses < _MISSES:
-        name, value = write.name(random), write.value(random)
-        if name in names or value in values:
+        other, source = write.name(random), write.value(random)
+        if other in names or source in values:
             misses += 1
             continue
-        misses, statement = 0, write.question(name) + value
+        misses, statement = 0, write.question(other) + source
         left -= len(statement)
         if left < 1:
             break
-        names.add(name)
-        values.add(value)
+        names.add(other)
+        values.add(source)
         stated.append(statement)
-    return Facts(tuple(stated), (asked,), words)
+    return Facts(stated, [(question, value)], (name, value, question))
 
 
 # Where it is written.
@@ -230,8 +236,9 @@ def _sample(
         filler = text[: len(text) - facts.size]
         elsewhere = random.random(len(facts.statements) - 1)
         made = [_written(task, facts, filler, write, depth, elsewhere) for depth in DEPTHS]
-        if all(_unmistakable(facts, window) for window in made):
-            return np.stack(made), facts.answers
+        if all(map(facts.are_unmistakable, made)):
+            answers = [part == 1 for pair in facts.asked for part in (0, 1) for _ in pair[part]]
+            return np.stack(made), answers
     raise InputError(
         f"{_TRIES} times the names and values drawn for {shown} already occurred in the text of "
         f"{document}; use a larger vocabulary or a shorter length"
@@ -248,18 +255,23 @@ def _written(
 ) -> Int64[np.ndarray, "length_1"]:
     """Filler with the statements in their places, and the questions behind.
 
-    The first statement stands at the depth, those of a chain behind it in turn, others anywhere.
-    Statements that are themselves the text follow each other, the first at its share of them.
+    The first statement is at the depth, those of a chain behind it in turn, others anywhere: each
+    at the nearest break between lines, or at that very place where no break is near. Statements
+    that are themselves the text follow each other, the first at its share of them.
     """
+    size = len(filler)
     if task == "key_value":
         others = np.arange(1, len(facts.statements))
         order = np.insert(others, round(depth * len(others)), 0)
-        offsets = np.full(len(order), len(filler))
+        offsets = np.full(len(order), size)
     else:
         chain = task == "variable_tracking"
         breaks = np.flatnonzero(np.append(write.breaks(filler), True))
         shares = depth + np.sort(elsewhere) * (1 - depth) if chain else elsewhere
-        offsets = np.array([_near(breaks, share, len(filler)) for share in (depth, *shares)])
+        wanted = [round(share * size) for share in (depth, *shares)]
+        nearest = [int(breaks[np.abs(breaks - place).argmin()]) for place in wanted]
+        near = [abs(n - w) <= size * _SLACK for n, w in zip(nearest, wanted, strict=True)]
+        offsets = np.where(near, nearest, wanted)
         if chain:
             offsets = np.maximum(offsets, offsets[0])
         order = np.argsort(offsets, kind="stable")
@@ -268,27 +280,6 @@ def _written(
     for index, part in zip(order, before, strict=True):
         pieces += [part, np.array(facts.statements[index], dtype=np.int64)]
     return np.concatenate([*pieces, rest, np.array(facts.end, dtype=np.int64)])
-
-
-def _near(breaks: np.ndarray, share: float, last: int) -> int:
-    """The break nearest to a share of the filler; that very place where none is near."""
-    wanted = round(share * last)
-    nearest = int(breaks[np.abs(breaks - wanted).argmin()])
-    return nearest if abs(nearest - wanted) <= last * _SLACK else wanted
-
-
-def _unmistakable(facts: Facts, window: np.ndarray) -> bool:
-    """Whether every name, value and question occurs only where it was inserted, all different.
-
-    A statement and the filler around it could make another one between them.
-    """
-    if len(set(facts.words)) < len(facts.words):
-        return False
-    pieces = [np.array(piece, dtype=np.int64) for piece in (*facts.statements, facts.end)]
-    return all(
-        _occurrences(window, word) == sum(_occurrences(piece, word) for piece in pieces)
-        for word in facts.words
-    )
 
 
 def _occurrences(text: np.ndarray, word: Ids) -> int:

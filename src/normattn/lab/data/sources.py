@@ -25,7 +25,7 @@ T = TypeVar("T")
 class Document:
     """One piece of text, its name (unique inside its corpus), and what places it in a split.
 
-    `split` is where the corpus itself puts it. Otherwise documents of one `group` stand in one
+    `split` is where the corpus itself puts it. Otherwise documents of one `group` are in one
     split; without a group a document is its own. `target` is its translation, `labels` are what it
     is labelled with, sorted.
     """
@@ -57,7 +57,7 @@ class Corpus:
     - `labels`: those of a classifier in the order of its outputs, () where none are listed.
     """
 
-    documents: Callable[..., Iterable[Document]]
+    documents: Callable[..., Iterator[Document]]
     fingerprint: Callable[[], str]
     given: Callable[[], tuple[SplitName, ...]] = tuple
     sources: Callable[[], dict[str, str]] = dict
@@ -80,7 +80,7 @@ def file_corpus(
     parts: Sequence[Part],
     read: Callable[..., Iterable[Document]],
     rules: tuple[object, ...] = (),
-    sift: Callable[[Iterable[Document]], Iterable[Document]] = iter,
+    sift: Callable[[Iterator[Document]], Iterator[Document]] = iter,
     versions: Mapping[str, str] | None = None,
     labels: tuple[str, ...] = (),
 ) -> Corpus:
@@ -93,7 +93,7 @@ def file_corpus(
     """
     versions = dict(versions or {})
 
-    def documents(limit: int | None = None) -> Iterable[Document]:
+    def documents(limit: int | None = None) -> Iterator[Document]:
         sizes = [sum(stat_of(path).st_size for path in part.paths) for part in parts]
         found = (
             document if part.split is None else replace(document, split=part.split)

@@ -41,7 +41,7 @@ def prepared(
 ) -> Path:
     """Return the folder of what `decides` (JSON values) names; `build` fills it where it is absent.
 
-    The folder is whole or absent: `build` fills one beside it, which is renamed at the end.
+    The folder is whole or absent: `build` fills a temporary one, which is renamed at the end.
     Processes that ask at the same time wait on a file lock and build once. A damaged folder is
     named in a warning and built again. What a killed or failed build has left is given to the next
     one: a lost connection or a full disk costs nothing that was done before. `cache_dir` defaults
@@ -267,7 +267,7 @@ def fill(
 def _begun(folder: Path) -> dict[str, Any]:
     """What an interrupted call has left: documents read, bytes of each file, what was counted."""
     nothing: dict[str, Any] = {"items": 0, "sizes": {}, "counts": {}}
-    for leftover in folder.glob(".*"):  # A process that is killed leaves what it wrote beside.
+    for leftover in folder.glob(".*"):  # A process that is killed leaves its temporary files.
         leftover.unlink()
     if not (folder / PROGRESS).exists():
         return nothing

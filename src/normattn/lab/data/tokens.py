@@ -48,7 +48,7 @@ _COUNTED_AT_ONCE = 1 << 21
 class TokenSplit:
     """The tokens of one split: documents one behind the other, a separator (id 0) ending each.
 
-    `tokens` (total,) is uint16 or uint32, in memory or in a file; document i stands
+    `tokens` (total,) is uint16 or uint32, in memory or in a file; document i is
     at `offsets[i]` … `offsets[i + 1]`, its separator included, and is called `names[i]`.
     """
 

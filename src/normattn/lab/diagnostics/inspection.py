@@ -57,7 +57,7 @@ def inspect_model(
         cosines: also a histogram of cos(q, k), which costs one more product.
         read: how the model reads some rows; by default `model.hidden`, or the model itself.
         length: how many positions a row has, by default T.
-        progress: told rows done, of how many.
+        progress: called with the rows done, and of how many.
         collect: who collects; `cli.inspect.observing` does for models of transformers.
 
     Raises `InputError` for a model without any score and for texts without a token.

@@ -1,4 +1,4 @@
-"""Checkpoints: tensors and a description, written beside and renamed, with their checksums.
+"""Checkpoints: tensors and a description, written whole or not at all, with their checksums.
 
 `step-00000120/` holds `meta.json` and `tensors.safetensors`, or the parts of several processes
 (`shard-….safetensors`). The last two are kept, so that one whole checkpoint exists at every moment,

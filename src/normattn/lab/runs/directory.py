@@ -157,7 +157,7 @@ class RunDirectory:
         return True
 
     def _remove_leftovers(self) -> None:
-        """Drop what a killed writer left beside its target; it was never part of the run."""
+        """Drop the temporary files of a killed writer: it was never part of the run."""
         for folder in (self.path, self.path / "checkpoints"):
             entries = list(folder.iterdir()) if folder.is_dir() else []
             for entry in (entry for entry in entries if _LEFTOVER.fullmatch(entry.name)):

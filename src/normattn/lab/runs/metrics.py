@@ -90,7 +90,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _records(file: BinaryIO, path: Path) -> Iterator[tuple[dict[str, Any], bytes]]:
-    """Every whole line, read and as it stands; of a damaged one only the last may be left out."""
+    """Every whole line, parsed and as bytes; of a damaged one only the last may be left out."""
     for number, line in json_lines(file.readline, lambda n: f"{path}, line {n},"):
         if not line.endswith(b"\n"):
             return

@@ -19,7 +19,7 @@ def interleave(
     """The seconds of each entry in every round, after `warm` (at least 1) untimed calls of each.
 
     Every round has an order of its own, the same in every run, so that no entry always follows the
-    same one; `on_round` is told how many rounds are done. One thread on a CPU is measured by its
+    same one; `on_round` gets the number of rounds done. One thread on a CPU is measured by its
     own CPU time: load from other processes does not count. On a GPU a call ends when the device
     has finished.
     """

@@ -16,7 +16,7 @@ from normattn.score import ScoreSpec
 from normattn.settings import Settings
 
 # Settings that leave the loss curve as it is (threads and parallel: up to rounding), so that a run
-# may be resumed with others. `tensorboard` stands in the settings of runs from before `track`.
+# may be resumed with others. `tensorboard` is in the settings of runs from before `track`.
 CHANGEABLE = frozenset({"threads", "checkpoint_seconds", "track", "tensorboard", "parallel"})
 
 
@@ -111,7 +111,7 @@ class LoopConfig(Settings):
         checkpoint_seconds: time between checkpoints; more where one takes long, so that they cost
             5 % at most.
         log_every: steps between metrics lines.
-        keep: steps after which the trained model is kept, beside the last one.
+        keep: steps after which the trained model is kept, in addition to the last one.
         inspect_every: steps between lines of attention statistics (diagnostics.jsonl), 0 for none.
         track: where the curves go as well: tensorboard, trackio or wandb.
         parallel: what each process of torchrun holds: the whole model (ddp), or 1/N of every

@@ -3,7 +3,7 @@
 Weights, gradients and moments are divided by axis 0, 1/N each. The weights of a block are gathered
 when its turn comes, forward and backward, and let go afterwards; embedding, head and norms stay
 gathered through a step. Checkpoints are torch.distributed.checkpoint's with safetensors parts (each
-file's header says where its rows stand in the whole): torch's own format keeps its index as a
+file's header says where its rows are in the whole): torch's own format keeps its index as a
 pickle, and to read a pickle is to run what it says."""
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class Sharded(Parallel):
                 try:
                     writing.result()
                 except CheckpointException as error:
-                    # Of the refusals of all processes the first one is told.
+                    # Of the errors of all processes the first one is raised.
                     raise next(iter(error.failures.values()))[0] from error
             checkpoints.finish(folder, step, described)
 

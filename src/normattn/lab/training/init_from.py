@@ -111,7 +111,7 @@ class Continuation(Settings):
 def refuse_other_tokeniser(continued: Continuation | None, data: TokenData) -> None:
     """`InputError` where the run that the saved model is of left another tokeniser than `data` has.
 
-    Its weights know tokens by their ids. A folder without a tokeniser beside it says nothing.
+    Its weights know tokens by their ids. Nothing is compared where no tokeniser was saved.
     """
     if continued is None:
         return

@@ -166,9 +166,8 @@ class _Loop:
             raise InputError(f"two probes would write one file: they are called {sorted(names)}")
         self.probes = [(p, MetricsLog(self.run.path / f"{p.name}.jsonl")) for p in probes]
         self.logs = [self.run.metrics, *(log for _, log in self.probes)]
-        self.listeners = [follower.step for follower in followers]
-        if on_step is not None:
-            self.listeners.append(on_step)
+        own = () if on_step is None else (on_step,)
+        self.listeners = [*(follower.step for follower in followers), *own]
         start = self.saved_step = self._resume()
         self.started, self.started_step = time.monotonic(), start
         self.status_due = self.started + STATUS_SECONDS

@@ -56,7 +56,7 @@ class QKClip:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Look at the forward passes inside, beside whoever observes them already."""
+        """Look at the forward passes inside, in addition to other observers."""
         with observing(_Largest(self._largest)):
             yield
 

@@ -80,7 +80,7 @@ def read_shards(checkpoint: Checkpoint, model: nn.Module) -> dict[str, Tensor]:
         stored = reader.read_metadata().state_dict_metadata
         target = {key: _room(key, entry, own) for key, entry in stored.items()}
         with warnings.catch_warnings():
-            # One process alone is told that it is alone.
+            # A single process gets a warning that it is alone.
             warnings.simplefilter("ignore", UserWarning)
             load(target, storage_reader=reader, no_dist=not dist.is_initialized())
     except (CheckpointException, KeyError, ValueError, SafetensorError) as error:

@@ -28,7 +28,7 @@ class UnitWeights:
             )
         writing = {m.out for m in modules if isinstance(m, SelfAttention | CrossAttention)}
         writing |= {m.down for m in modules if isinstance(m, SwiGLU | GELU)}
-        # A tied head shares the embedding's parameter, which stands here once.
+        # A tied head shares the embedding's parameter, which is here once.
         self._axes = {
             module.weight: 0 if module in writing else 1
             for module in modules

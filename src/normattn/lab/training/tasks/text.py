@@ -143,7 +143,7 @@ class MaskedConfig(TextTrainingConfig):
         return self
 
     def batches(self, data: TokenData, seed: int) -> MaskedBatches:
-        """What the model reads, the positions that it is asked for, and what stood there."""
+        """What the model reads, the positions that it is asked for, and their tokens."""
         # A training window holds one token more than its length, for next-token targets.
         length, tiling = self.model.train_length - 1, self.data.tiling
         windows = TrainingBatches(data.train, length, self.batch_size, seed, tiling)
