@@ -93,7 +93,7 @@ def resident(device: torch.device) -> int:
 
 @contextmanager
 def peak(device: torch.device, held: int) -> Iterator[list[int]]:
-    """A list that holds, afterwards, the most bytes beyond `held`; empty where the system does not say."""
+    """A list that holds, afterwards, the most bytes beyond `held`; empty where unknown."""
     growth: list[int] = []
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

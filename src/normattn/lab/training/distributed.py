@@ -133,7 +133,7 @@ def _meet(backend: str) -> None:
 
     torchrun's store outlives a restart of the processes and still tells where those before it
     listened (pytorch#135712), so each attempt takes a part of its own. Agents of several machines
-    count attempts apart; there TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 makes torchrun start a new store.
+    count attempts apart; there TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 gives each a new store.
     """
     if os.environ.get("GROUP_WORLD_SIZE") != "1":
         dist.init_process_group(backend)
