@@ -17,7 +17,6 @@ RULER (arXiv 2404.06654), whose sentences are here lines of code.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, NamedTuple
@@ -152,9 +151,9 @@ class Facts(NamedTuple):
     questions that may occur nowhere but where they are put.
     """
 
-    statements: Sequence[Ids]
-    asked: Sequence[tuple[Ids, Ids]]
-    words: Sequence[Ids]
+    statements: list[Ids]
+    asked: list[tuple[Ids, Ids]]
+    words: list[Ids]
 
     @property
     def end(self) -> Ids:
@@ -215,7 +214,7 @@ def _key_value(write: Writer, random: Random, room: int) -> Facts:
         names.add(other)
         values.add(source)
         stated.append(statement)
-    return Facts(stated, [(question, value)], (name, value, question))
+    return Facts(stated, [(question, value)], [name, value, question])
 
 
 # Where it is written.
