@@ -90,10 +90,10 @@ def describe_plan(
     has = GPU_MEMORY.get(device) or float(memory_of(torch.device("cpu")))
     room = "" if plan.memory <= has else ": more than it has"
     return (
-        f"{nodes} × {per_node} {device}: at least {_gb(plan.memory)} of {_gb(has)} each (weights, "
-        f"gradients and moments {_gb(plan.state)}, inputs of the blocks "
-        f"{_gb(plan.activations)}){room}\n"
-        f"a step: {plan.flops:.3g} FLOPs on each; a checkpoint: {_gb(plan.checkpoint)}"
+        f"{nodes} × {per_node} {device}: at least {_size(plan.memory)} of {_size(has)} each "
+        f"(weights, gradients and moments {_size(plan.state)}, inputs of the blocks "
+        f"{_size(plan.activations)}){room}\n"
+        f"a step: {plan.flops:.3g} FLOPs on each; a checkpoint: {_size(plan.checkpoint)}"
     )
 
 
@@ -106,9 +106,9 @@ def check_memory(cost: Cost, config: LoopConfig, world: World) -> None:
     plan, has = make_plan(config, cost, world.size), float(memory_of(world.device))
     if here * plan.memory > has:
         raise InputError(
-            f"this training run takes at least {_gb(here * plan.memory)} of memory "
+            f"this training run takes at least {_size(here * plan.memory)} of memory "
             f"({plan.parameters:,} parameters with their gradients and moments, {plan.tokens:,} "
-            f"tokens in a micro-batch), and {world.device} has {_gb(has)}: choose a smaller "
+            f"tokens in a micro-batch), and {world.device} has {_size(has)}: choose a smaller "
             "model or vocabulary, or a smaller batch_size"
         )
 
@@ -128,5 +128,5 @@ def memory_of(device: torch.device) -> int:
     return min(limits)
 
 
-def _gb(count: float) -> str:
-    return f"{count / 1e9:,.1f} GB"
+def _size(count: float) -> str:
+    return f"{count / 1e9:,.1f} GB" if count >= 1e8 else f"{count / 1e6:,.1f} MB"
