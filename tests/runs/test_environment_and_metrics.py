@@ -9,7 +9,7 @@ import pytest
 
 from normattn.errors import InputError
 from normattn.lab.runs import MetricsLog, read_metrics, record_environment
-from normattn.lab.runs.timing import interleave
+from normattn.lab.runs.timing import Timing, interleave
 
 
 def test_only_a_change_is_reported_and_each_is_kept(tmp_path: Path) -> None:
@@ -62,10 +62,16 @@ def test_no_file_is_no_lines_and_a_damaged_line_is_named(tmp_path: Path) -> None
 def test_every_entry_is_timed_once_a_round_in_changing_order() -> None:
     said: list[str] = []
     entries = {name: (lambda name=name: said.append(name)) for name in "abc"}
-    timings = interleave(entries, 5, warm=2)
+    timings = interleave(entries, 5, warm=2, least_seconds=0.0)
     assert said[:6] == ["a", "a", "b", "b", "c", "c"]
     turns = [tuple(said[i : i + 3]) for i in range(6, len(said), 3)]
     assert len(turns) == 5
     assert all(sorted(turn) == ["a", "b", "c"] for turn in turns)
     assert len(set(turns)) > 1
-    assert all(len(seconds) == 5 and min(seconds) >= 0 for seconds in timings.values())
+    assert all(len(timing.rounds) == 5 and timing.calls == 1 for timing in timings.values())
+    assert Timing((3.0, 1.0, 2.0)).median == 2.0
+    # A quick one is called many times a sample.
+    calls: list[int] = []
+    timing = interleave({"a": lambda: calls.append(1)}, 2, warm=1, least_seconds=1e-3)["a"]
+    assert timing.calls > 1
+    assert len(calls) == 1 + 2 * timing.calls

@@ -165,14 +165,15 @@ class TimeRun(Run):
                     rounds,
                     warm=WARM,
                     device=process.device.type,
+                    least_seconds=0.0,
                     on_round=lambda done: note(done, rounds, "rounds"),
                 )
             count = f"{first.threads} thread{'s' * (first.threads > 1)}"
             made = f"{first.batch_size} documents, {first.precision}, {process.device.type}"
             whose = replace(self.identity(STEP_TIME), settings=f"{made}, {count}")
             return joined(
-                timed(replace(whose, row=norm, score=norm), seconds)
-                for norm, seconds in timings.items()
+                timed(replace(whose, row=norm, score=norm), timing.rounds)
+                for norm, timing in timings.items()
             )
 
         return [measuring_stage(paths.run, STEP_TIME, measure, cost, phase="timing")]
