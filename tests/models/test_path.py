@@ -45,7 +45,7 @@ def test_a_query_passes_the_files_that_the_architecture_names(
     monkeypatch.setattr(rotary.Rotation, "__call__", spied)
     sizes: dict[str, Any] = {"vocab_size": 7, "dim": 8, "layers": 1, "heads": 2, "train_length": 8}
     passed = set()
-    beside = {"layers/blocks.py", "layers/residual.py", "layers/plan.py", "score/rotary.py"}
+    beside = {"layers/residual.py", "layers/plan.py", "score/rotary.py"}
     for score in ("KNA", "QKRMSNorm-RotateFirst"):  # what is absorbed, and what is not
         sizes["score"] = score
         for _ in range(2):  # a plan that is kept is made at the first call

@@ -26,10 +26,11 @@ from normattn.errors import InputError
 from normattn.hf.masks import Placing, placing
 from normattn.hf.probe import KNOWN, hide_unselected
 from normattn.hf.rope_detection import HeadRotation, Layer
-from normattn.kernels import AttentionInputs, AttentionMask, attend
-from normattn.layers.blocks import in_blocks
+from normattn.kernels import AttentionInputs, attend
 from normattn.layers.cache import Room
-from normattn.score import Positions, Score, ScoreSpec
+from normattn.layers.checks import AttentionArguments
+from normattn.layers.plan import AttentionPlan
+from normattn.score import Score, ScoreSpec
 from normattn.score.parts import Part, rope_frequencies
 from normattn.score.parts.qk_norm import Baseline
 from normattn.score.parts.rope import NoPE, RotaryPosition
@@ -260,38 +261,36 @@ class ExtendedLayer:
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, placed: Placing, more: Mapping[str, Any]
     ) -> Float[Tensor, "b h t e"]:
-        """The same for keys and queries at the positions of `placed`."""
+        """The same for keys and queries at the positions of `placed`.
 
-        def part(rows: slice, keys: int, block: int) -> Tensor:
-            given = q[:, :, rows], k[:, :, :keys], v[:, :, :keys]
-            at, seen = placed.positions.part(rows, keys), placed.seen.part(rows, keys)
-            inputs = self._inputs(*given, at, seen, block)
+        Keys of the calls before are not rotated again.
+        """
+        score, kept, at, rotated = self.score, self.kept, placed.positions, None
+        cached = kept is not None and kept.open and at.regular
+        if kept is not None and cached and self.blockwise:
+
+            def rotated(keys: int, block: int) -> Tensor:
+                def rotate(first: int) -> Tensor:
+                    own, places = k[:, :, first:keys], at.key[first:keys]
+                    return score.rotate_cached_keys(own, places, block, first)
+
+                return kept.rotated(block, k[:, :, :keys], rotate)
+
+        elif kept is not None and cached:
+            given = k
+            k = kept.rotated(
+                "far", k, lambda first: score.cache_keys(given[:, :, first:], at.key[first:], first)
+            )
+
+        def kernel(inputs: AttentionInputs) -> Tensor:
             if self._after is not None:
                 after = self._after.to(q.device)
                 far_q = None if inputs.far_q is None else scaled(inputs.far_q, after)
                 inputs = replace(inputs, q=scaled(inputs.q, after), far_q=far_q)
             return attend(one_type(replace(inputs, **more)))
 
-        return in_blocks(self.score.spec, placed.positions, part)
-
-    def _inputs(
-        self, q: Tensor, k: Tensor, v: Tensor, at: Positions, seen: AttentionMask, block: int
-    ) -> AttentionInputs:
-        """The inputs of a kernel; keys of the calls before are not rotated again."""
-        score, kept, rest = self.score, self.kept, (v, at, seen, None, block)
-        if kept is None or not kept.open or not at.regular:
-            return score.forward(q, k, *rest)
-        if score.spec.blockwise:
-
-            def by_block(first: int) -> Tensor:
-                return score.rotate_cached_keys(k[:, :, first:], at.key[first:], block, first)
-
-            return score.with_cached_keys(q, k, *rest, rotated=kept.rotated(block, k, by_block))
-
-        def far(first: int) -> Tensor:
-            return score.cache_keys(k[:, :, first:], at.key[first:], first)
-
-        return score.with_cached_keys(q, kept.rotated("far", k, far), *rest)
+        plan = AttentionPlan(at, placed.seen, cached)
+        return plan.attend(score, q, k, v, AttentionArguments(), kernel, rotated=rotated)
 
 
 def _factors(rotation: HeadRotation, gain: float) -> tuple[Tensor, Tensor] | None:

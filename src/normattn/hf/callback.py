@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 
 from normattn.errors import InputError
 from normattn.hf.observe import collect_statistics
-from normattn.kernels.statistics import AttentionStatistics
+from normattn.kernels.stats import AttentionStatistics
 
 FILE = "diagnostics.jsonl"
 STATISTICS = ("entropy", "entropy_share", "largest", "first_mass", "sink_mass", "q_norm", "k_norm")

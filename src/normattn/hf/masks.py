@@ -24,7 +24,6 @@ from torch import Tensor
 
 from normattn.errors import InputError
 from normattn.kernels import AttentionMask
-from normattn.layers.blocks import regular_positions
 from normattn.score import Positions
 
 _OURS = torch.int32
@@ -155,7 +154,7 @@ def placing(
 
 def _regular(queries: int, keys: int, device: torch.device) -> Placing:
     """The queries are the last of keys that are simply counted."""
-    at = regular_positions(queries, keys, device)
+    at = Positions.of(queries, keys, True, device)
     return Placing(keys, at, AttentionMask(True, at.query, at.key, at.regular))
 
 

@@ -23,9 +23,8 @@ from normattn.errors import InputError
 from normattn.hf.attention_fn import ATTRIBUTE, one_type
 from normattn.hf.probe import EXACT, AttentionFunction, hidden, recording
 from normattn.kernels import AttentionInputs, AttentionMask, attend
-from normattn.kernels.statistics import AttentionStatistics
-from normattn.kernels.stats import announce, observer, observing
-from normattn.layers.blocks import regular_positions
+from normattn.kernels.stats import AttentionStatistics, announce, observers, observing
+from normattn.score import Positions
 
 _TOLERANCE, _HALF_TOLERANCE = 1e-3, 5e-2
 _CONFIRMED: WeakSet[nn.Module] = WeakSet()
@@ -68,9 +67,9 @@ def _attend(
     """The layer's own attention, and the same with normattn's kernel for the active observer."""
     ours: Tensor | None = None
     if ATTRIBUTE in module.__dict__:  # an extended layer attends by our kernel anyway
-        at = regular_positions(query.shape[2], key.shape[2], query.device)
+        at = Positions.of(query.shape[2], key.shape[2], True, query.device)
         announce(module, query, key, None, None, at.query, at.key)
-    elif observer() is not None:
+    elif observers():
         with torch.no_grad():
             ours = _observed(module, query, key, value, attention_mask, more)
     out = own(module, query, key, value, attention_mask, **more)
@@ -140,6 +139,6 @@ def _visibility(
     padding = None if mask is None else ~mask[:, -keys:].bool()
     if not causal or queries < 2:
         return AttentionMask(False, where[keys - queries :], where, False, padding), padding
-    at = regular_positions(queries, keys, q.device)
+    at = Positions.of(queries, keys, True, q.device)
     regular, window = at.regular and padding is None, given.get("sliding_window")
     return AttentionMask(True, at.query, at.key, regular, padding, window=window), padding

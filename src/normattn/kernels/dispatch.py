@@ -22,7 +22,7 @@ from normattn.kernels.numerics import spread_infinities
 from normattn.kernels.reference import reference_with_lse, strip_rows, strips
 from normattn.kernels.residual import concatenated, residual_attention
 from normattn.kernels.sdpa import PROCESSOR_FEATURES, fused
-from normattn.kernels.stats import Observation, Recorder, observer, record_pass
+from normattn.kernels.stats import Observation, Recorder, observers, record_pass
 from normattn.kernels.tiled import Plan
 from normattn.kernels.tiled_backward import tiled
 from normattn.kernels.two_regime import two_regime
@@ -338,7 +338,7 @@ def run_kernel(
     tiles give them in place of torch's kernel, as they are computed; a kernel that gives none is
     followed by a pass that only reads scores. Raises `InputError` as `choose` does.
     """
-    device, by = inputs.q.device.type, observer()
+    device, by = inputs.q.device.type, observers()
     if torch.is_autocast_enabled(device):
         # The tensors' own type decides, for every score alike.
         with torch.autocast(device, enabled=False):
@@ -350,21 +350,22 @@ def run_kernel(
     given, inputs = inputs, spread_infinities(inputs)
     if device == "cpu" and kernel.name in ("fused", "two-regime"):
         # On a CPU these make 0 of NaN, or show it in earlier rows; and they give no statistics.
-        observed = (statistics or by is not None) and backend == "auto"
+        observed = (statistics or bool(by)) and backend == "auto"
         diverged = any(x is not y for x, y in zip(inputs.tensors, given.tensors, strict=True))
         if not traced() and (diverged or observed):
             kernel = TABLE["chunked"]
     assert kernel.run is not None
-    if not statistics and by is None:
+    if not statistics and not by:
         return AttentionOutput(*kernel.run(inputs, None, lse))
-    wanted = functions if by is None else by.functions(asked)
+    asked_for = [each.functions(asked) for each in by] or [functions]
+    wanted = next((each for each in asked_for if each is not None), None)
     recorder, recorded = Recorder(inputs, wanted), "statistics" in kernel.gives
     out, sums = kernel.run(inputs, recorder if recorded else None, lse)
     if not recorded:
         record_pass(recorder, inputs)
     found = recorder.observation()
-    if by is not None:
-        by.see(asked, found)
+    for each in by:
+        each.see(asked, found)
     return AttentionOutput(out, sums, found)
 
 

@@ -6,7 +6,7 @@ R distances.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import reduce
 from typing import Any, Protocol, runtime_checkable
@@ -179,24 +179,29 @@ class Selection:
         return Selection(torch.cat((part.after, rest), 1), self.padding)
 
 
-@runtime_checkable
-class PairBias(Protocol):
-    """A bias of each pair that is no function of its distance alone."""
+@dataclass(frozen=True)
+class PairBias:
+    """A bias of each pair that is no function of its distance alone.
 
-    @property
-    def width(self) -> int:
-        """How many numbers a pair takes on the way, beside its score of each head."""
-        ...
+    `compute(score, seen, table)` gives b(h, i, j), (..., H, T, S), beside scores that are −∞ where
+    a key is hidden; it must be finite there, too. `table` holds what the bias reads of each query.
+    A pair takes `width` numbers on the way, beside its score of each head.
+    """
+
+    compute: Callable[[Tensor, AttentionMask, Any], Tensor]
+    width: int
+    table: Float[Tensor, "b h t n"] | None = None
 
     def part(self, rows: slice) -> PairBias:
-        """The bias of some of the rows."""
-        ...
+        """The bias of some of the queries."""
+        table = self.table
+        return self if table is None else replace(self, table=table[:, :, rows])
 
     def values(
         self, score: Float[Tensor, "b h t s"], seen: AttentionMask
     ) -> Float[Tensor, "*b h t s"]:
-        """b(h, i, j) beside these scores, −∞ where a key is hidden; finite there, too."""
-        ...
+        """b(h, i, j) of every pair."""
+        return self.compute(score, seen, self.table)
 
 
 @runtime_checkable

@@ -5,14 +5,14 @@ Legend: B batch, H query heads, T queries, S keys, E value size.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from normattn.errors import InputError
-from normattn.kernels.inputs import DTYPES, check_dense
+from normattn.kernels.inputs import DTYPES, check_dense, check_shapes
 from normattn.layers.residual_scores import ResidualLayer
 from normattn.plain import traced
 from normattn.score import Score, ScoreSpec
@@ -21,10 +21,13 @@ from normattn.score.parts import XSA
 if TYPE_CHECKING:
     from normattn.score import Positions
 
-BOOLEAN = (torch.bool,)
-# Differences are taken: an unsigned type would wrap around and show the future.
-INTEGER = (torch.int64, torch.int32)
-_NAMES = {BOOLEAN: "boolean", INTEGER: "int64 or int32", DTYPES: "floating"}
+Kind = Literal["boolean", "int64 or int32", "floating"]
+# Differences of integers are taken: an unsigned type would wrap around and show the future.
+_TYPES: dict[Kind, tuple[torch.dtype, ...]] = {
+    "boolean": (torch.bool,),
+    "int64 or int32": (torch.int64, torch.int32),
+    "floating": DTYPES,
+}
 
 
 class AttentionArguments(NamedTuple):
@@ -45,12 +48,24 @@ class AttentionArguments(NamedTuple):
     return_lse: bool = False
 
 
-def check_arguments(
-    score: Score, q: Tensor, k: Tensor, v: Tensor, keys: int, given: AttentionArguments
+def check_call(
+    score: Score,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    given: AttentionArguments,
+    cached: int | None = None,
 ) -> None:
-    """Refuse what does not fit the score, q, k and v; `keys` counts those of a cache as well."""
-    check_heads(score, q, k)
-    spec, (batch, heads, queries, _) = score.spec, q.shape
+    """Refuse what does not fit together of a call; `cached` counts the tokens of its cache."""
+    check_shapes(q, k, v)
+    spec, (batch, heads, queries, size) = score.spec, q.shape
+    keys = k.shape[2] + (cached or 0)
+    expected = score.heads, score.kv_heads, score.head_dim
+    if (heads, k.shape[1], size) != expected:
+        raise InputError(
+            f"the score was built for {expected[0]} query heads, {expected[1]} key heads and "
+            f"dimension {expected[2]}, but q is {tuple(q.shape)} and k is {tuple(k.shape)}"
+        )
     check_residual(spec, given.residual)
     for name, part, used, meaning in (
         ("documents", "Packed", spec.documents, "the number of each key's document (B, S)"),
@@ -64,35 +79,44 @@ def check_arguments(
             raise InputError(
                 f"{name} is given, but {spec.name} does not use it: add {part} to the score"
             )
-    if queries > keys and (spec.documents is not None or spec.forgets or own_values(spec)):
+    own_values = isinstance(spec.values, XSA)
+    if queries > keys and (spec.documents is not None or spec.forgets or own_values):
         raise InputError(
             f"with {spec.name} the queries are the last of the keys, but there are {queries} "
             f"queries and {keys} keys"
         )
-    wide = 0 if spec.gate is None else spec.gate.logits(heads, v.shape[-1])
-    check_mask(given.attn_mask, (batch, heads, queries, keys))
-    check_tensor("key_padding", given.key_padding, BOOLEAN, (batch, keys))
-    check_tensor("query_padding", given.query_padding, BOOLEAN, (batch, queries))
+    gates = 0 if spec.gate is None else spec.gate.logits(heads, v.shape[-1])
+    _check_mask(given.attn_mask, (batch, heads, queries, keys))
+    check_tensor("key_padding", given.key_padding, "boolean", (batch, keys))
+    check_tensor("query_padding", given.query_padding, "boolean", (batch, queries))
     check_positions("q_positions", given.q_positions, batch, queries)
     check_positions("k_positions", given.k_positions, batch, keys)
-    check_tensor("documents", given.documents, INTEGER, (batch, keys))
-    check_tensor("forget", given.forget, DTYPES, (batch, k.shape[2], heads))
-    check_tensor("gate", given.gate, DTYPES, (batch, queries, wide))
+    check_tensor("documents", given.documents, "int64 or int32", (batch, keys))
+    check_tensor("forget", given.forget, "floating", (batch, k.shape[2], heads))
+    check_tensor("gate", given.gate, "floating", (batch, queries, gates))
     checked_probability(given.dropout_p, "dropout_p")
+    if given.return_lse:
+        _check_lse(spec)
+    if cached is not None:
+        _check_cached(spec, q, k, given)
 
 
-def check_tensor(
-    name: str, x: Tensor | None, types: tuple[torch.dtype, ...], *shapes: tuple[int, ...]
-) -> None:
-    """Refuse a tensor of a shape or type that is not among these; None passes."""
+def check_tensor(name: str, x: Tensor | None, kind: Kind, *shapes: tuple[int, ...]) -> None:
+    """Refuse a tensor of another type or of a shape that is not among these; None passes."""
     if x is None:
         return
     check_dense(name, x)
-    if tuple(x.shape) not in shapes or x.dtype not in types:
+    if tuple(x.shape) not in shapes or x.dtype not in _TYPES[kind]:
         raise InputError(
-            f"{name} must be {_NAMES[types]} of shape {' or '.join(map(str, shapes))}, but "
+            f"{name} must be {kind} of shape {' or '.join(map(str, shapes))}, but "
             f"it is {x.dtype} of {tuple(x.shape)}"
         )
+
+
+def check_positions(name: str, positions: Tensor | None, batch: int, tokens: int) -> None:
+    """Refuse positions that are not integers of shape (T,), (1, T) or (B, T)."""
+    one = isinstance(positions, Tensor) and tuple(positions.shape) == (1, tokens)
+    check_tensor(name, positions, "int64 or int32", (tokens,), (1 if one else batch, tokens))
 
 
 def check_input(name: str, x: Tensor, width: int) -> None:
@@ -108,25 +132,18 @@ def check_input(name: str, x: Tensor, width: int) -> None:
         )
 
 
-def check_positions(name: str, positions: Tensor | None, batch: int, tokens: int) -> None:
-    """Refuse positions that are not integers of shape (T,), (1, T) or (B, T)."""
-    shapes: tuple[tuple[int, ...], ...] = ((tokens,), (batch, tokens))
-    if batch != 1 and positions is not None and tuple(positions.shape) == (1, tokens):
-        shapes = (*shapes, (1, tokens))
-    check_tensor(name, positions, INTEGER, *shapes)
-
-
-def check_heads(score: Score, q: Tensor, k: Tensor) -> None:
-    """Refuse tensors of other heads than those that the score was built for."""
-    expected = (score.heads, score.kv_heads, score.head_dim)
-    if (q.shape[1], k.shape[1], q.shape[-1]) != expected:
+def check_residual(spec: ScoreSpec, residual: object) -> None:
+    """Refuse a residual that the score does not take, and a score that lacks its own."""
+    if spec.residual is None and residual is not None:
+        raise InputError(f"residual is given, but {spec.name} uses nothing from the layers below")
+    if spec.residual is not None and not isinstance(residual, ResidualLayer):
         raise InputError(
-            f"the score was built for {expected[0]} query heads, {expected[1]} key heads and "
-            f"dimension {expected[2]}, but q is {tuple(q.shape)} and k is {tuple(k.shape)}"
+            f"{spec.name} adds to what the layers below pass on: pass residual=residual[n] to "
+            "layer n, with residual = layers.residual_layers(spec, layers=…)"
         )
 
 
-def check_mask(mask: Tensor | None, full: tuple[int, ...]) -> None:
+def _check_mask(mask: Tensor | None, full: tuple[int, ...]) -> None:
     """Refuse an `attn_mask` of another type, or one that does not broadcast to (B, H, T, S)."""
     if mask is None:
         return
@@ -142,18 +159,22 @@ def check_mask(mask: Tensor | None, full: tuple[int, ...]) -> None:
         )
 
 
-def check_residual(spec: ScoreSpec, residual: object) -> None:
-    """Refuse a residual that the score does not take, and a score that lacks its own."""
-    if spec.residual is None and residual is not None:
-        raise InputError(f"residual is given, but {spec.name} uses nothing from the layers below")
-    if spec.residual is not None and not isinstance(residual, ResidualLayer):
+def _check_lse(spec: ScoreSpec) -> None:
+    """Refuse a score whose rows have no log-sum-exp, or not one."""
+    why = None
+    if spec.difference is not None:
+        why = f"{spec.difference.name} makes one output of two softmaxes"
+    elif isinstance(spec.values, XSA):
+        why = "each query's own value is taken off, which one shard of keys has alone"
+    elif spec.blockwise:
+        why = f"{spec.block[0]} reads rows in blocks"
+    if why is not None:
         raise InputError(
-            f"{spec.name} adds to what the layers below pass on: pass residual=residual[n] to "
-            "layer n, with residual = layers.residual_layers(spec, layers=…)"
+            f"{spec.name} gives no log-sum-exp: {why}; call attention without return_lse"
         )
 
 
-def check_cached(spec: ScoreSpec, q: Tensor, k: Tensor, given: AttentionArguments) -> None:
+def _check_cached(spec: ScoreSpec, q: Tensor, k: Tensor, given: AttentionArguments) -> None:
     """Refuse what cannot be used with a cache."""
     if q.shape[2] != k.shape[2]:
         raise InputError(
@@ -178,30 +199,9 @@ def check_cached(spec: ScoreSpec, q: Tensor, k: Tensor, given: AttentionArgument
         )
 
 
-def check_lse(spec: ScoreSpec) -> None:
-    """Refuse a score whose rows have no log-sum-exp, or not one."""
-    why = None
-    if spec.difference is not None:
-        why = f"{spec.difference.name} makes one output of two softmaxes"
-    elif own_values(spec):
-        why = "each query's own value is taken off, which one shard of keys has alone"
-    elif spec.blockwise:
-        why = f"{spec.block[0]} reads rows in blocks"
-    if why is not None:
-        raise InputError(
-            f"{spec.name} gives no log-sum-exp: {why}; call attention without return_lse"
-        )
-
-
-def own_values(spec: ScoreSpec) -> bool:
-    """Whether the value of each query's own token is read apart."""
-    return isinstance(spec.values, XSA)
-
-
 def check_order(spec: ScoreSpec, at: Positions, documents: Tensor | None) -> None:
     """Refuse tokens out of order for a score that passes state from each to the next."""
-    own = own_values(spec)
-    handed_on = spec.selection is not None or spec.forgets
+    own, handed_on = isinstance(spec.values, XSA), spec.selection is not None or spec.forgets
     if traced() or not (handed_on or own):
         return
 

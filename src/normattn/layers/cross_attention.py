@@ -18,7 +18,6 @@ from normattn.errors import InputError
 from normattn.kernels import attend
 from normattn.kernels.stats import announce
 from normattn.layers.checks import (
-    BOOLEAN,
     AttentionArguments,
     check_input,
     check_positions,
@@ -108,7 +107,7 @@ class CrossAttention(nn.Module):
         has none.
         """
         check_input("source", source, self.kv.in_features)
-        check_tensor("padding", padding, BOOLEAN, tuple(source.shape[:2]))
+        check_tensor("padding", padding, "boolean", tuple(source.shape[:2]))
         kv = self.kv(source).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         k, v = kv[:, : self.kv_heads], kv[:, self.kv_heads :]
         spec, places = self.score.spec, torch.arange(k.shape[2], device=k.device)
@@ -143,7 +142,7 @@ class CrossAttention(nn.Module):
                 f"this memory holds keys of {memory.spec}, which {spec} cannot use: encode the "
                 "source again after switching methods"
             )
-        check_tensor("query_padding", query_padding, BOOLEAN, tuple(x.shape[:2]))
+        check_tensor("query_padding", query_padding, "boolean", tuple(x.shape[:2]))
         if query_padding is not None:
             query_padding = query_padding.reshape(sources, -1)
         q = self.q(x).reshape(sources, -1, self.heads, self.head_dim).transpose(1, 2)

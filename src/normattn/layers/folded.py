@@ -21,7 +21,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from normattn.kernels import AttentionInputs, AttentionMask, attend, choose
 from normattn.kernels.numerics import at_least_float32, host_can_read, nan_for_infinite
 from normattn.kernels.sdpa import flash, sdpa
-from normattn.layers.blocks import regular_positions
 from normattn.layers.cache import KeyValueCache
 from normattn.layers.checks import AttentionArguments
 from normattn.layers.gates import finish, pair_values
@@ -361,7 +360,7 @@ def fold_step(score: Score, q: Tensor, k: Tensor, v: Tensor, capacity: int) -> F
     batch, heads, groups = *q.shape[:2], k.shape[1]
     remapping, distance, bias = spec.remapping, None, None
     with torch.inference_mode(False):
-        at = regular_positions(capacity, capacity, q.device)
+        at = Positions.of(capacity, capacity, True, q.device)
         scale, *tables = _shared_tables(spec, size, capacity, q.dtype, q.device)
         rows = torch.arange(batch * (heads + groups), device=q.device)[:, None] * size
         query, key = (
@@ -396,7 +395,7 @@ def _shared_tables(
     spec: ScoreSpec, size: int, capacity: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[list[float] | float, RowTables | None, RowTables | None]:
     """λ, and the tables of queries, where they have their own, and of keys; for every layer."""
-    at = regular_positions(capacity, capacity, device)
+    at = Positions.of(capacity, capacity, True, device)
     keys = key_tables(spec, size, at.key, dtype, 0)
     key = _by_feature(keys.near, keys.far, size)
     if spec.remapping is None:

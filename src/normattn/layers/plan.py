@@ -2,14 +2,15 @@
 
 Where all that a score does folds into queries and keys (`layers.folded`), a plan is kept by what
 it depends on: the specification, shapes and types. `AttentionPlan` holds positions and mask of
-every other call: training, a prefill, tokens with a cache, cross attention, `explain`.
+every other call: training, a prefill, tokens with a cache, cross attention, `explain`, and layers
+of extended models of transformers.
 
 Legend: B batch, H query heads, G key heads, T queries, S keys, E value size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,21 +18,13 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from normattn.errors import InputError
 from normattn.kernels import AttentionInputs, AttentionMask, run_kernel
-from normattn.kernels.inputs import Selection, check_shapes
+from normattn.kernels.inputs import Selection
 from normattn.kernels.numerics import without_infinities
-from normattn.kernels.stats import _OBSERVER, announce
-from normattn.layers.blocks import in_blocks, regular_positions
+from normattn.kernels.stats import _OBSERVERS, announce, observers
 from normattn.layers.cache import KeyValueCache
-from normattn.layers.checks import (
-    AttentionArguments,
-    check_arguments,
-    check_cached,
-    check_heads,
-    check_lse,
-    check_order,
-    check_restarts,
-)
+from normattn.layers.checks import AttentionArguments, check_call, check_order, check_restarts
 from normattn.layers.folded import FoldedSequence, FoldedStep, fold_sequence, fold_step
 from normattn.layers.gates import (
     add_forgetting,
@@ -44,9 +37,6 @@ from normattn.layers.gates import (
 from normattn.plain import FAKE, plain_operations
 from normattn.score import Positions, Score, ScoreSpec
 from normattn.score.positions import number_documents
-
-Kernel = Callable[[AttentionInputs], Tensor]
-
 
 # All are forgotten at once when there are so many: lengths vary without end.
 _MOST = 512
@@ -69,19 +59,36 @@ def prepare(
     bare = given.attn_mask is None and given.key_padding is None and given.query_padding is None
     bare = bare and given.q_positions is None and given.k_positions is None
     bare = bare and given.documents is None and given.residual is None and given.forget is None
-    bare = bare and given.dropout_p == 0 and not given.return_lse
+    bare = bare and given.dropout_p == 0 and not given.return_lse and type(score) is Score
     # Nor does it serve what looks into the computation or changes it.
-    if not bare or torch.compiler.is_dynamo_compiling() or torch._C._get_dispatch_mode(FAKE):
-        return _checked(score, q, k, v, given, cache)
-    watched = torch._C._functorch.maybe_current_level() is not None or _OBSERVER.get() is not None
-    watched = watched or forward_ad._current_level >= 0 or type(score) is not Score
-    watched = watched or not type(q) is type(k) is type(v) is Tensor or q.is_meta
-    # Whoever hangs a hook on the score wants to see its tensors.
-    hooked = score._forward_hooks or score._forward_pre_hooks or score._backward_pre_hooks
-    if watched or hooked or torch.is_autocast_enabled(q.device.type):
-        return _checked(score, q, k, v, given, cache)
-    if not (q.dtype is k.dtype is v.dtype and q.layout is k.layout is v.layout):
-        return _checked(score, q, k, v, given, cache)
+    if bare and not torch.compiler.is_dynamo_compiling() and not torch._C._get_dispatch_mode(FAKE):
+        watched = torch._C._functorch.maybe_current_level() is not None
+        watched = watched or bool(_OBSERVERS.get()) or forward_ad._current_level >= 0
+        watched = watched or not type(q) is type(k) is type(v) is Tensor or q.is_meta
+        # Whoever hangs a hook on the score wants to see its tensors.
+        watched = watched or bool(score._forward_hooks or score._forward_pre_hooks)
+        watched = watched or bool(score._backward_pre_hooks)
+        alike = q.dtype is k.dtype is v.dtype and q.layout is k.layout is v.layout
+        if alike and not watched and not torch.is_autocast_enabled(q.device.type):
+            folded = _kept(score, q, k, v, given, cache)
+            if folded is not None:
+                return folded
+    read = None if cache is None else cache.length
+    check_call(score, q, k, v, given, read)
+    if cache is not None:
+        cache.claim(score.spec)
+    return place(score.spec, q, k.shape[2] + (read or 0), given, cached=cache is not None)
+
+
+def _kept(
+    score: Score,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    given: AttentionArguments,
+    cache: KeyValueCache | None,
+) -> FoldedSequence | FoldedStep | None:
+    """The plan of a call that folds, made at the first one; None for other calls."""
     # A step serves any number of tokens up to the next power of two.
     spec, capacity = score._spec, 0 if cache is None else max(64, 1 << cache.length.bit_length())
     name = (
@@ -91,56 +98,28 @@ def prepare(
         *(q.device, k.device, v.device),
     )
     if (kept := _KEPT.get(name)) is None:
-        # The specification is kept, too: another one may not get its number.
-        kept = spec, _fold(score, q, k, v, given, capacity)
+        check_call(score, q, k, v, given, None if cache is None else cache.length)
+        one = given.causal and given.backend == "auto" and q.shape[2] == 1
+        with torch.no_grad():
+            if not capacity:
+                plan = place(spec, q, k.shape[2], given)
+                kept = spec, fold_sequence(score, q, k, v, plan.positions, plan.mask, given.backend)
+            else:
+                kept = spec, fold_step(score, q, k, v, capacity) if one else None
         if len(_KEPT) >= _MOST:
             _KEPT.clear()
+        # The specification is kept, too: another one may not get its number.
         _KEPT[name] = kept
     folded = kept[1]
-    if folded is None or (capacity and torch.is_grad_enabled() and _learning(score, q, k, v)):
-        return _checked(score, q, k, v, given, cache)
+    if folded is None:
+        return None
+    # A cache keeps no gradients, which it says itself.
+    learning = capacity and torch.is_grad_enabled()
+    if learning and any(x.requires_grad for x in (q, k, v, *score.parameters())):
+        return None
     if not folded.ends_here or given.gate is not None:
-        check_shapes(q, k, v)
-        check_arguments(score, q, k, v, k.shape[2], given)
+        check_call(score, q, k, v, given)
     return folded
-
-
-def _checked(
-    score: Score,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    given: AttentionArguments,
-    cache: KeyValueCache | None,
-) -> AttentionPlan:
-    """The plan of any call, after all checks."""
-    check_shapes(q, k, v)
-    keys = k.shape[2] + (0 if cache is None else cache.length)
-    check_arguments(score, q, k, v, keys, given)
-    if given.return_lse:
-        check_lse(score.spec)
-    if cache is not None:
-        check_cached(score.spec, q, k, given)
-        cache.claim(score.spec)
-    return place(score.spec, q, keys, given, cached=cache is not None)
-
-
-def _learning(score: Score, *tensors: Tensor) -> bool:
-    return any(x.requires_grad for x in (*tensors, *score.parameters()))
-
-
-@torch.no_grad()
-def _fold(
-    score: Score, q: Tensor, k: Tensor, v: Tensor, given: AttentionArguments, capacity: int
-) -> FoldedSequence | FoldedStep | None:
-    """The plan of a score that folds, for tensors like these; None without."""
-    check_shapes(q, k, v)
-    check_heads(score, q, k)
-    if not capacity:
-        whole = place(score.spec, q, k.shape[2], given)
-        return fold_sequence(score, q, k, v, whole.positions, whole.mask, given.backend)
-    one = given.causal and given.backend == "auto" and q.shape[2] == k.shape[2] == 1
-    return fold_step(score, q, k, v, capacity) if one else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,7 +183,7 @@ class AttentionPlan:
         k: Float[Tensor, "b g s cached"],
         v: Float[Tensor, "b g s e"],
         given: AttentionArguments,
-        kernel: Kernel,
+        kernel: Callable[[AttentionInputs], Tensor],
         forget_sums: Float[Tensor, "b h s"] | None = None,
         selection: Selection | None = None,
         rotated: Callable[[int, int], Tensor] | None = None,
@@ -212,32 +191,47 @@ class AttentionPlan:
         """softmax(score) · v for all keys, with a kernel that computes outputs of inputs.
 
         Values of pairs of heads stand side by side, and those of `VORoPE` are turned. `forget_sums`
-        are the summed gates of `FoX`, of all keys; `selection` what queries before have selected,
-        and `rotated` takes (keys, block) to the first keys as the rows of a block read them, both
-        with a cache.
+        are the summed gates of `FoX`, of all keys; `selection` what queries before have selected.
+        `rotated` takes (keys, block) to the first keys as the rows of a block read them, for cached
+        keys of a blockwise score.
+
+        Rows of a batch may reach a block at different times: each keeps its own block's output.
         """
+        spec, at, queries = score.spec, self.positions, q.shape[2]
 
         def part(rows: slice, keys: int, block: int) -> Tensor:
             padding = None if given.query_padding is None else given.query_padding[:, rows]
-            tensors = q[:, :, rows], k[:, :, :keys], v[:, :, :keys]
-            at, seen = self.positions.part(rows, keys), self.mask.part(rows, keys)
-            rest = *tensors, at, seen, padding, block, given.dropout_p
-            if self.cached:
-                turned = None if rotated is None else rotated(keys, block)
-                inputs = score.with_cached_keys(*rest, turned)
-            else:
-                inputs = score(*rest)
+            own = k[:, :, :keys] if rotated is None else rotated(keys, block)
+            places, seen = at.part(rows, keys), self.mask.part(rows, keys)
+            rest = places, seen, padding, block, given.dropout_p, self.cached
+            inputs = score(q[:, :, rows], own, v[:, :, :keys], *rest)
             if selection is not None:
                 inputs = replace(inputs, selection=selection)
-            inputs = add_forgetting(inputs, forget_sums, rows, q.shape[2])
+            inputs = add_forgetting(inputs, forget_sums, rows, queries)
             if given.residual is not None:
                 inputs = given.residual.join(inputs)
             return kernel(inputs)
 
         # The definition is made of operations that every derivative goes through.
         with plain_operations(given.backend == "reference"):
-            out = in_blocks(score.spec, self.positions, part)
-            return finish(score, out, v, self.positions, given.gate)
+            if not spec.blockwise or not at.query.numel():
+                out = part(slice(0, queries), at.key.shape[-1], 0)
+            else:
+                pieces: list[Tensor] = []
+                mixed: Tensor | None = None
+                for block, rows, keys, members in _blocks(spec, at):
+                    for by in observers():
+                        by.confine(rows, members)
+                    piece = part(rows, keys, block)
+                    if members is None:
+                        pieces.append(piece)
+                        continue
+                    whole = piece.new_zeros(*piece.shape[:2], queries, piece.shape[3])
+                    chosen = members.reshape(-1, 1, piece.shape[2], 1)
+                    whole[:, :, rows] = torch.where(chosen, piece, 0.0)
+                    mixed = whole if mixed is None else mixed + whole
+                out = torch.cat(pieces, 2) if mixed is None else mixed
+            return finish(score, out, v, at, given.gate)
 
     def _without_first(self, keys: int) -> AttentionPlan:
         """The plan for keys of which the first are forgotten; distances stay what they are."""
@@ -280,10 +274,7 @@ def place(
     if documents is not None:
         documents = number_documents(documents, padding)
     places = (padding, query_positions, key_positions, documents)
-    if given.causal and all(x is None for x in places):
-        at = regular_positions(queries, keys, q.device)
-    else:
-        at = Positions.of(queries, keys, given.causal, q.device, *places)
+    at = Positions.of(queries, keys, given.causal, q.device, *places)
     if of_cache and not at.ordered:
         at = replace(at, ordered=True)
     elif not cached and (query_positions is not None or key_positions is not None):
@@ -304,6 +295,37 @@ def place(
         query, key = query.expand(batch, -1), key.expand(batch, -1)
         mask = replace(mask, query_documents=query, key_documents=key)
     return AttentionPlan(at, mask, cached)
+
+
+def _blocks(spec: ScoreSpec, at: Positions) -> Iterator[tuple[int, slice, int, Tensor | None]]:
+    """Each block, the rows among which its own are, the keys that they see, and which rows are its.
+
+    The last is None where all are. Positions that are counted are known without a look at them.
+    """
+    if torch.compiler.is_compiling():
+        raise InputError(
+            f"{spec.block[0]} computes blocks of rows that depend on positions, which a compiler "
+            "does not know: run it uncompiled, or use a rope scaling with fixed frequencies"
+        )
+    length, queries, keys = spec.block[1], at.query.shape[-1], at.key.shape[-1]
+    first, last = keys - queries, keys - 1
+    if not at.regular:
+        first, last = int(at.query.min()), int(at.query.max())
+    lowest, highest = first // length, last // length
+    for block in range(lowest, highest + 1):
+        members, rows = None, slice(0, queries)
+        if at.regular:
+            start = block * length - first
+            rows = slice(max(0, start), min(queries, start + length))
+        elif lowest != highest:
+            members = at.query // length == block
+            own = members.reshape(-1, queries).any(0).nonzero()[:, 0]
+            if not own.numel():
+                continue
+            rows = slice(int(own[0]), int(own[-1]) + 1)
+            every = members.dim() == 1 and at.ordered
+            members = None if every else members[..., rows]
+        yield block, rows, keys - queries + rows.stop if at.ordered else keys, members
 
 
 def _keys_of_blocks(

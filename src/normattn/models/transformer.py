@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from normattn.errors import InputError
-from normattn.kernels.stats import observer, unseen
+from normattn.kernels.stats import observers, unseen
 from normattn.layers.attention import Attention
 from normattn.layers.cache import KeyValueCache
 from normattn.layers.cross_attention import CrossAttention, Memory
@@ -333,7 +333,7 @@ def _as_in_forward() -> dict[str, Any]:
     """
     if torch.compiler.is_compiling():
         return {}
-    plainly, observed = plain(), observer() is not None
+    plainly, observed = plain(), bool(observers())
 
     @contextmanager
     def recomputed() -> Iterator[None]:

@@ -88,36 +88,57 @@ class Score(nn.Module):
     def forward(
         self,
         q: Float[Tensor, "b h t d"],
-        k: Float[Tensor, "b g s d"],
+        k: Float[Tensor, "b g s _"],
         v: Float[Tensor, "b g s e"],
         positions: Positions,
         seen: AttentionMask,
         query_padding: Bool[Tensor, "b t"] | None = None,
         block: int = 0,
         dropout: float = 0.0,
+        cached: bool = False,
     ) -> AttentionInputs:
         """Prepare queries, keys and values for a kernel; all that can be is absorbed into q and k.
 
         `seen` says which keys are visible, before the score's own window. Statistics over tokens
         leave out padding; without `query_padding` every query is real, also if keys are padded
-        (cross attention). If the score is blockwise, the rows are those of `block`.
+        (cross attention). If the score is blockwise, the rows are those of `block`. Keys that are
+        `cached` come from `cache_keys`, or, if the score is blockwise, from `rotate_cached_keys`;
+        if causal, the queries are the last of them.
         """
-        spec = self._spec_for(positions, block)
-        if spec.selection is not None and q.shape[2] != k.shape[2]:
+        if positions.causal and self._spec.leaks_future:
+            raise InputError(
+                f"{self._spec.name} uses statistics across the sequence and so leaks the future: "
+                "it cannot be used with causal attention"
+            )
+        if self._spec.needs_causal and not positions.causal:
+            raise InputError(f"{self._spec.name} is defined for causal attention only")
+        spec = self._spec.for_block(block) if self._spec.blockwise else self._spec
+        if spec.selection is not None and not cached and q.shape[2] != k.shape[2]:
             raise InputError(
                 f"{spec.name} adds up what all earlier queries have selected: give as many "
                 f"queries as keys, or a cache, not {q.shape[2]} and {k.shape[2]}"
             )
         near_q, far_q, pairs = self._queries(spec, q, positions, query_padding, block)
-        first = 0 if positions.regular else None
-        tables = key_tables(spec, self.head_dim, positions.key, k.dtype, first).select_block(block)
-        k, after = self._normalise_first(spec, k, seen.padding)
-        near_k = _rotate(k, tables.near, after)
+        first, near_k, far_k, start = 0 if positions.regular else None, k, None, 0
+        remapping = None if far_q is None else spec.remapping
+        if not cached:
+            tables = key_tables(spec, self.head_dim, positions.key, k.dtype, first)
+            k, after = self._normalise_first(spec, k, seen.padding)
+            near_k = _rotate(k, tables.select_block(block).near, after)
+            far_k = None if remapping is None else _rotate(k, tables.far, after)
+        elif remapping is not None and remapping.window is not None:
+            after = None if spec.order is None else self._key_features
+            # The first column that the first of these rows reads in the near regime.
+            start = max(0, k.shape[2] - q.shape[2] - remapping.window + 1)
+            near, first = positions.key[..., start:], start if positions.regular else None
+            back = key_tables(spec, self.head_dim, near, k.dtype, first, far_to_near=True).near
+            near_k = _rotate(k[:, :, start:], back, after)
+            far_k = k if after is None else after(k)
         inputs = self._inputs(near_q, near_k, v, positions, seen, dropout, pairs)
-        if far_q is None or spec.remapping is None:
+        if remapping is None:
             return inputs
-        far_k = _rotate(k, tables.far, after)
-        return replace(inputs, far_q=far_q, far_k=far_k, window=spec.remapping.window)
+        window = remapping.window
+        return replace(inputs, far_q=far_q, far_k=far_k, window=window, near_start=start)
 
     def cache_keys(
         self,
@@ -130,7 +151,7 @@ class Score(nn.Module):
 
         Normalised and rotated keys; rotated at their far position where there are two regimes, not
         at all where the score is blockwise. A normalisation that follows the rotation is left to
-        `with_cached_keys` then. Statistics over tokens leave out the padded ones.
+        `forward` then. Statistics over tokens leave out the padded ones.
         """
         spec = self._spec
         k, after = self._normalise_first(spec, k, padding)
@@ -140,46 +161,6 @@ class Score(nn.Module):
         if spec.remapping is not None:
             return _rotate(k, tables.far)
         return _rotate(k, tables.near, after)
-
-    def with_cached_keys(
-        self,
-        q: Float[Tensor, "b h t d"],
-        cached: Float[Tensor, "b g s cached"],
-        v: Float[Tensor, "b g s e"],
-        positions: Positions,
-        seen: AttentionMask,
-        query_padding: Bool[Tensor, "b t"] | None = None,
-        block: int = 0,
-        dropout: float = 0.0,
-        rotated: Float[Tensor, "b g s wide"] | None = None,
-    ) -> AttentionInputs:
-        """`forward` for keys of `cache_keys`; if causal, the queries are the last of them.
-
-        `rotated` is what `rotate_cached_keys` makes of the keys where the score is blockwise, if
-        that is at hand.
-        """
-        spec = self._spec_for(positions, block)
-        near_q, far_q, pairs = self._queries(spec, q, positions, query_padding, block)
-        rest = v, positions, seen, dropout, pairs
-        if self._spec.blockwise:
-            if rotated is None:
-                first = 0 if positions.regular else None
-                rotated = self.rotate_cached_keys(cached, positions.key, block, first)
-            return self._inputs(near_q, rotated, *rest)
-        if far_q is None or spec.remapping is None or spec.remapping.window is None:
-            return self._inputs(near_q, cached, *rest)
-        after = None if spec.order is None else self._key_features
-        # The first column that the first of these rows reads in the near regime.
-        start = max(0, cached.shape[2] - q.shape[2] - spec.remapping.window + 1)
-        near, first = positions.key[..., start:], start if positions.regular else None
-        back = key_tables(spec, self.head_dim, near, cached.dtype, first, far_to_near=True).near
-        return replace(
-            self._inputs(near_q, _rotate(cached[:, :, start:], back, after), *rest),
-            far_q=far_q,
-            far_k=cached if after is None else after(cached),
-            window=spec.remapping.window,
-            near_start=start,
-        )
 
     def rotate_cached_keys(
         self,
@@ -192,18 +173,6 @@ class Score(nn.Module):
         spec = self._spec.for_block(block)
         tables = key_tables(spec, self.head_dim, positions, cached.dtype, first).select_block(block)
         return _rotate(cached, tables.near, None if spec.order is None else self._key_features)
-
-    def _spec_for(self, positions: Positions, block: int) -> ScoreSpec:
-        """The specification of the rows of a block; `InputError` where causality does not fit."""
-        spec = self._spec
-        if positions.causal and spec.leaks_future:
-            raise InputError(
-                f"{spec.name} uses statistics across the sequence and so leaks the future: it "
-                "cannot be used with causal attention"
-            )
-        if spec.needs_causal and not positions.causal:
-            raise InputError(f"{spec.name} is defined for causal attention only")
-        return spec.for_block(block) if spec.blockwise else spec
 
     def _queries(
         self,

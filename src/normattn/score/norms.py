@@ -77,16 +77,16 @@ class FeatureNorm(nn.Module):
         self, x: Float[Tensor, "b h t d"], padding: Bool[Tensor, "b t"] | None = None
     ) -> Float[Tensor, "b h t d"]:
         """Normalise over the last axis (or over heads and the last axis)."""
-        return self._normalise(x, _divide_rows if self.kind == "l2" else _scale_rows)
+        return self._normalise(x, _scale_rows)
 
     def apply_directly(self, x: Float[Tensor, "b h t d"]) -> Float[Tensor, "b h t d"]:
         """`forward` in few calls, where neither a compiler nor torch.func looks on."""
         if self._forward_hooks or self._forward_pre_hooks or self._backward_hooks:
             return self(x)  # type: ignore[no-any-return]
-        direct = x.is_cpu and torch.is_grad_enabled()
-        if self.kind == "l2":
-            return self._normalise(x, _divide_directly if direct else _divide_rows_plainly)
-        return self._normalise(x, _scale_directly if direct else _scale_rows_without_gradient)
+        if not x.is_cpu:
+            return self._normalise(x, _scale_rows_plainly)
+        learning = torch.is_grad_enabled()
+        return self._normalise(x, _scale_with_gradient if learning else _scale_rows_in_place)
 
     def _normalise(self, x: Tensor, by_row: Callable[..., Tensor]) -> Tensor:
         # Not by attribute, which is a call of Python each.
@@ -104,8 +104,11 @@ class FeatureNorm(nn.Module):
             rows, of_row = x if x.element_size() > 2 else x.float(), (None, None)
         if self.kind == "layer":
             y = _layer_norm(rows, *of_row, self.eps)
+        elif self.kind == "l2":
+            y = by_row(rows, None, self.eps, True)
+            y = y if of_row[0] is None else y * of_row[0].to(y.dtype)
         else:
-            y = by_row(rows, of_row[0], self.eps)
+            y = by_row(rows, of_row[0], self.eps, False)
         if self.across == "all":
             return y.view(*rows.shape[:2], x.shape[1], x.shape[3]).transpose(1, 2)
         if self.across == "each":
@@ -218,58 +221,6 @@ def _layer_norm(x: Tensor, gain: Tensor | None, bias: Tensor | None, eps: float)
     return torch.layer_norm(x.to(dtype), x.shape[-1:], gain, bias, eps).to(x.dtype)
 
 
-def _divide_rows(x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
-    """x/max(‖x‖, eps)·gain of each row, in the dtype of x."""
-    if not x.is_cpu or plain():
-        return _divide_rows_plainly(x, gain, eps)
-    y: Tensor = _DivideRows.apply(x, eps)  # type: ignore[no-untyped-call]
-    return y if gain is None else y * gain.to(y.dtype)
-
-
-def _divide_directly(x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
-    """The same on a CPU, past what `apply` does for torch.func, which takes as long."""
-    y: Tensor = _apply_division(x, eps)
-    return y if gain is None else y * gain.to(y.dtype)
-
-
-def _divide_rows_plainly(x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
-    """The same by torch's own operations."""
-    rows = x if x.element_size() > 2 else x.float()
-    norm: Tensor = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
-    y = rows / norm.clamp_min(eps)
-    return (y if gain is None else y * gain.to(y.dtype)).to(x.dtype)
-
-
-class _DivideRows(torch.autograd.Function):
-    """x/max(‖x‖, eps), which keeps x and the norm of each row for its backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, eps: float) -> Tensor:
-        rows = x if x.element_size() > 2 else x.float()
-        norm = torch.linalg.vector_norm(rows, dim=-1, keepdim=True).clamp_min_(eps)
-        ctx.save_for_backward(x, norm)
-        ctx.eps = eps
-        y: Tensor = rows / norm
-        return y.to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """(dy − x·⟨dy, x⟩/‖x‖²)/‖x‖; dy/eps where the floor is reached."""
-        x, norm = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            # A derivative of this derivative is wanted: the same by torch's own operations.
-            y = _divide_rows_plainly(x, None, ctx.eps)
-            return torch.autograd.grad(y, x, grad, create_graph=True)[0], None
-        grad = grad.to(norm.dtype)
-        along = (grad * x).sum(-1, keepdim=True).div_(norm).div_(norm)
-        along = torch.ops.aten.threshold_backward(along, norm, ctx.eps)
-        by_x: Tensor = torch.addcmul(grad, x, along, value=-1.0).div_(norm)
-        return by_x.to(x.dtype), None
-
-
-_apply_division: Any = super(torch.autograd.Function, _DivideRows).apply
-
-
 def rms_norm(
     x: Float[Tensor, "*rows d"], gain: Float[Tensor, " d"] | None, eps: float
 ) -> Float[Tensor, "*rows d"]:
@@ -277,44 +228,51 @@ def rms_norm(
 
     On a CPU torch runs `F.rms_norm` as separate small operations, several times slower than this.
     """
-    return _scale_rows(x, gain, eps)
+    return _scale_rows(x, gain, eps, unit=False)
 
 
-def _scale_rows(x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
-    """x·r·gain with r = (mean(x²) + eps)^−½ of each row."""
+def _scale_rows(x: Tensor, gain: Tensor | None, eps: float, unit: bool) -> Tensor:
+    """x·r·gain with r = (mean(x²) + eps)^−½ of each row; for `unit` length x/max(‖x‖, eps)."""
     if not x.is_cpu or plain():
-        return _scale_rows_plainly(x, gain, eps)
+        return _scale_rows_plainly(x, gain, eps, unit)
     if not torch.is_grad_enabled():
-        return _scale_rows_without_gradient(x, gain, eps)
-    y: Tensor = _ScaleRows.apply(x, gain, eps)  # type: ignore[no-untyped-call]
+        return _scale_rows_in_place(x, gain, eps, unit)
+    y: Tensor = _ScaleRows.apply(x, gain, eps, unit)  # type: ignore[no-untyped-call]
     return y
 
 
-def _scale_rows_without_gradient(x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
-    return _scaled(x, gain, eps)[0] if x.is_cpu else _scale_rows_plainly(x, gain, eps)
-
-
-def _scale_rows_plainly(x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
+def _scale_rows_plainly(x: Tensor, gain: Tensor | None, eps: float, unit: bool) -> Tensor:
     """The same by torch's own operations."""
-    rows = x.to(at_least_float32(x.dtype))
+    rows = x if x.element_size() > 2 else x.float()
+    if unit:
+        norm: Tensor = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
+        return (rows / norm.clamp_min(eps)).to(x.dtype)
     gain = gain if gain is None else gain.to(rows.dtype)
     return F.rms_norm(rows, x.shape[-1:], gain, eps).to(x.dtype)
 
 
-def _scaled(x: Tensor, gain: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    """x·r·gain, in the dtype of x, and r of every row."""
+def _scale_rows_in_place(x: Tensor, gain: Tensor | None, eps: float, unit: bool) -> Tensor:
+    """The same on a CPU without a gradient, in few passes."""
+    return _scaled(x, gain, eps, unit)[0]
+
+
+def _scaled(x: Tensor, gain: Tensor | None, eps: float, unit: bool) -> tuple[Tensor, Tensor]:
+    """x·r·gain, in the dtype of x, and r of every row, or 1/r for rows of unit length."""
     # One multiplication of wide rows runs as fast at once.
-    chunked = gain is not None or x.element_size() == 2
+    chunked = gain is not None or (x.element_size() == 2 and not unit)
     if chunked and x.numel() > max(CHUNK_BYTES // 4, x.shape[-1]) and x.is_contiguous():
         y = torch.empty_like(x)
         inverse = x.new_empty(*x.shape[:-1], 1, dtype=at_least_float32(x.dtype))
         for part, out, r in _chunks(x, y, inverse):
-            own, own_r = _scaled(part, gain, eps)
+            own, own_r = _scaled(part, gain, eps, unit)
             out.copy_(own)
             r.copy_(own_r)
         return y, inverse
     rows = x if x.element_size() > 2 else x.float()
     norm: Tensor = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
+    if unit:
+        norm = norm.clamp_min_(eps)
+        return (rows / norm).to(x.dtype), norm
     inverse = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
     normal = rows * inverse
     return (normal if gain is None else normal.mul_(gain)).to(x.dtype), inverse
@@ -330,28 +288,39 @@ class _ScaleRows(torch.autograd.Function):
     """`_scale_rows` with two temporaries backward instead of seven."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
-        y, inverse = _scaled(x, gain, eps)
-        ctx.save_for_backward(x, gain, inverse)
-        ctx.eps = eps
+    def forward(ctx: Any, x: Tensor, gain: Tensor | None, eps: float, unit: bool) -> Tensor:
+        y, scale = _scaled(x, gain, eps, unit)
+        ctx.save_for_backward(x, gain, scale)
+        ctx.settings = eps, unit
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        x, gain, inverse = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        x, gain, scale = ctx.saved_tensors
         if not torch.is_grad_enabled():
-            return *_gradients(x, gain, grad, inverse), None
+            eps, unit = ctx.settings
+            if unit:
+                return _unit_gradient(x, grad, scale, eps), None, None, None
+            return *_gradients(x, gain, grad, scale), None, None
         # A derivative of this derivative is wanted: the same gradients by torch's own operations.
         inputs = [part for part in (x, gain) if part is not None and part.requires_grad]
-        y = _scale_rows_plainly(x, gain, ctx.eps)
+        y = _scale_rows_plainly(x, gain, *ctx.settings)
         gradients = iter(torch.autograd.grad(y, inputs, grad, create_graph=True))
         by_x = next(gradients) if x.requires_grad else None
         by_gain = next(gradients) if gain is not None and gain.requires_grad else None
-        return by_x, by_gain, None
+        return by_x, by_gain, None, None
 
 
 # Past what `apply` does for torch.func, which takes as long as a small norm.
-_scale_directly: Any = super(torch.autograd.Function, _ScaleRows).apply
+_scale_with_gradient: Any = super(torch.autograd.Function, _ScaleRows).apply
+
+
+def _unit_gradient(x: Tensor, grad: Tensor, norm: Tensor, eps: float) -> Tensor:
+    """dx = (dy − x·⟨dy, x⟩/‖x‖²)/‖x‖; dy/eps where the floor is reached."""
+    grad = grad.to(norm.dtype)
+    along = (grad * x).sum(-1, keepdim=True).div_(norm).div_(norm)
+    along = torch.ops.aten.threshold_backward(along, norm, eps)
+    return torch.addcmul(grad, x, along, value=-1.0).div_(norm).to(x.dtype)
 
 
 def _gradients(

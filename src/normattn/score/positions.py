@@ -6,6 +6,7 @@ Legend: B batch, T queries, S keys.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from jaxtyping import Bool, Int
@@ -14,6 +15,7 @@ from torch.nn.functional import pad
 
 from normattn.errors import InputError
 from normattn.kernels import AttentionMask
+from normattn.plain import keepable
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,11 @@ class Positions:
         are the last T of the keys. n is position + 1 when causal, else the number of unpadded keys,
         those of the document where there are documents.
         """
+        given = (key_padding, q_positions, k_positions, documents)
+        if causal and queries <= keys and keepable() and all(x is None for x in given):
+            # Rows of a longer sequence, which is made once.
+            whole = _counted(max(64, 1 << (keys - 1).bit_length()), device)
+            return whole.part(slice(keys - queries, keys), keys)
         if causal and q_positions is None and queries > keys:
             raise InputError(
                 f"causal attention of {queries} queries over {keys} keys needs q_positions: "
@@ -109,6 +116,14 @@ class Positions:
         ordered = q_positions is None and k_positions is None
         regular = ordered and key_padding is None and documents is None
         return Positions(query, key, n, causal, regular, ordered)
+
+
+@lru_cache(maxsize=64)
+def _counted(tokens: int, device: torch.device) -> Positions:
+    """Positions of so many tokens that see those before them."""
+    with torch.inference_mode(False):
+        at = torch.arange(tokens, device=device)
+        return Positions(at, at, at + 1, causal=True, regular=True)
 
 
 def number_documents(

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from normattn.errors import InputError
 from normattn.kernels import AttentionInputs
 from normattn.kernels.cosines import BINS
-from normattn.kernels.statistics import AttentionStatistics, LayerSums
-from normattn.kernels.stats import observing
+from normattn.kernels.stats import AttentionStatistics, LayerSums, observing
 from normattn.lab.diagnostics.angles import unseen_angles
 from normattn.lab.diagnostics.lines import LayerLine
 from normattn.lab.stats import sums

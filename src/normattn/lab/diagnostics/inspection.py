@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from normattn.errors import InputError
 from normattn.kernels.cosines import BINS
-from normattn.kernels.statistics import EXTREMES
+from normattn.kernels.stats import EXTREMES
 from normattn.lab.diagnostics.collector import Collector, collecting
 from normattn.models.utils import without_dropout
 

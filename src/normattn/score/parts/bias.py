@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -24,6 +24,7 @@ Learned = Mapping[str, Tensor]
 Distances = Float[Tensor, " r"]
 Biases = Float[Tensor, "h r"]
 Queries = Float[Tensor, "b h t d"]
+_EVERY = slice(None)
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,13 @@ class PairBiasPart(BiasPart):
     def pair_values(self) -> PairValues | None:
         """What each pair's value is read with; None where it is read alone."""
         return None
+
+
+def of_queries(part: PairBiasPart, query: Queries | None) -> Queries:
+    """The queries that a bias reads, which must be there."""
+    if query is None:
+        raise InputError(f"{part.name} needs the queries, of which its bias is made")
+    return query
 
 
 @register
@@ -229,46 +237,27 @@ class FIRE(PairBiasPart):
             "b_out": torch.empty(heads).uniform_(-bound, bound),
         }
 
-    def pairs(self, learned: Learned, dtype: torch.dtype, query: Queries | None) -> FIREBias:
+    def pairs(self, learned: Learned, dtype: torch.dtype, query: Queries | None) -> PairBias:
         """f of the share of each pair."""
-        return FIREBias(self.known("threshold"), {name: x.to(dtype) for name, x in learned.items()})
+        order = ("c", "mu", "w_in", "b_in", "w_out", "b_out")
+        c, mu, w_in, b_in, w_out, b_out = (learned[name].to(dtype) for name in order)
 
+        def compute(score: Tensor, seen: AttentionMask, _: Any) -> Tensor:
+            # 0 distance for keys after the query, which are hidden.
+            distance = seen.distance(_EVERY, _EVERY).clamp(min=0).to(c)
+            position = seen.query.to(c)[..., None]
+            if distance.dim() == 4 and position.dim() == 3:
+                position = position[:, None]
+            whole = torch.maximum(position, (mu * self.known("threshold")).abs())
+            # 1e-6 keeps the share finite where c reaches 0.
+            share = torch.log1p(c.abs() * distance) / (torch.log1p(c.abs() * whole) + 1e-6)
+            hidden = torch.relu(share[..., None] * w_in + b_in)
+            bias = (hidden @ w_out.t() + b_out).movedim(-1, -3)
+            # Where batch rows have positions of their own: (B, 1, H, T, S).
+            return bias.squeeze(1) if distance.dim() == 4 else bias
 
-@dataclass(frozen=True)
-class FIREBias:
-    """FIRE's bias with what it has learned."""
-
-    threshold: int
-    learned: Mapping[str, Tensor]
-
-    @property
-    def width(self) -> int:
-        """The hidden layer and the outputs of a pair."""
-        return sum(self.learned["w_out"].shape)
-
-    def part(self, rows: slice) -> FIREBias:
-        """All of it: positions decide."""
-        return self
-
-    def values(
-        self, score: Float[Tensor, "b h t s"], seen: AttentionMask
-    ) -> Float[Tensor, "*b h t s"]:
-        """b(h, i, j); 0 distance for keys after the query, which are hidden."""
-        c, mu, w_in, b_in, w_out, b_out = (
-            self.learned[name] for name in ("c", "mu", "w_in", "b_in", "w_out", "b_out")
-        )
-        every = slice(None)
-        distance = seen.distance(every, every).clamp(min=0).to(c)
-        position = seen.query.to(c)[..., None]
-        if distance.dim() == 4 and position.dim() == 3:
-            position = position[:, None]
-        whole = torch.maximum(position, (mu * self.threshold).abs())
-        # 1e-6 keeps the share finite where c reaches 0.
-        share = torch.log1p(c.abs() * distance) / (torch.log1p(c.abs() * whole) + 1e-6)
-        hidden = torch.relu(share[..., None] * w_in + b_in)
-        bias = (hidden @ w_out.t() + b_out).movedim(-1, -3)
-        # Where batch rows have positions of their own: (B, 1, H, T, S).
-        return bias.squeeze(1) if distance.dim() == 4 else bias
+        # The hidden layer and the outputs of a pair.
+        return PairBias(compute, sum(w_out.shape))
 
 
 @register
@@ -293,44 +282,27 @@ class CoPE(PairBiasPart):
         """e = 0."""
         return {"e": torch.zeros(self.positions, head_dim)}
 
-    def pairs(self, learned: Learned, dtype: torch.dtype, query: Queries | None) -> CoPEBias:
-        """⟨q, e⟩ of each query and whole position, independent of the keys."""
-        if query is None:
-            raise InputError("CoPE needs the queries, from which positions are counted")
-        return CoPEBias(query.to(dtype) @ learned["e"].to(dtype).t())
+    def pairs(self, learned: Learned, dtype: torch.dtype, query: Queries | None) -> PairBias:
+        """λ·⟨q, e⟩ of each query and whole position, read at sums of gates."""
+        table = of_queries(self, query).to(dtype) @ learned["e"].to(dtype).t()
 
+        def compute(score: Tensor, seen: AttentionMask, table: Tensor) -> Tensor:
+            # Gates are summed from the last key that is seen down to each; hidden ones are 0.
+            order = seen.by_position(score)
+            gate = torch.sigmoid(score.to(table.dtype))
+            gate = gate if order is None else gate.gather(-1, order)
+            position = gate.flip(-1).cumsum(-1).flip(-1)
+            position = position if order is None else position.gather(-1, order.argsort(-1))
+            last = table.shape[-1] - 1
+            position = position.clamp(max=last)
+            whole = position.detach().floor()
+            # A position that is no number stays one by its fraction; as an index it would be none.
+            low = whole.nan_to_num(0.0).long()
+            below, above = (table.gather(-1, at) for at in (low, (low + 1).clamp(max=last)))
+            return torch.lerp(below, above, position - whole)
 
-@dataclass(frozen=True)
-class CoPEBias:
-    """CoPE's bias of some queries: `table` holds λ·⟨q, e⟩ of each at the whole positions."""
-
-    table: Float[Tensor, "b h t p"]
-
-    @property
-    def width(self) -> int:
-        """Gates, positions, two indices of eight bytes and what they pick, for each head."""
-        return 8 * self.table.shape[0] * self.table.shape[1]
-
-    def part(self, rows: slice) -> CoPEBias:
-        """The bias of some of the queries."""
-        return replace(self, table=self.table[:, :, rows])
-
-    def values(
-        self, score: Float[Tensor, "b h t s"], seen: AttentionMask
-    ) -> Float[Tensor, "b h t s"]:
-        """Gates are summed from the last key that is seen down to each; hidden ones are 0."""
-        order = seen.by_position(score)
-        gate = torch.sigmoid(score.to(self.table.dtype))
-        gate = gate if order is None else gate.gather(-1, order)
-        position = gate.flip(-1).cumsum(-1).flip(-1)
-        position = position if order is None else position.gather(-1, order.argsort(-1))
-        last = self.table.shape[-1] - 1
-        position = position.clamp(max=last)
-        whole = position.detach().floor()
-        # A position that is no number stays one by its fraction; as an index it would be none.
-        low = whole.nan_to_num(0.0).long()
-        below, above = (self.table.gather(-1, at) for at in (low, (low + 1).clamp(max=last)))
-        return torch.lerp(below, above, position - whole)
+        # Gates, positions, two indices of eight bytes and what they pick, for each head.
+        return PairBias(compute, 8 * table.shape[0] * table.shape[1], table)
 
 
 @register
@@ -366,45 +338,26 @@ class XLNet(PairBiasPart):
         """q + v."""
         return q + learned["v"].to(q.dtype)[:, None]
 
-    def pairs(self, learned: Learned, dtype: torch.dtype, query: Queries | None) -> XLNetBias:
-        """The product of each query with sines and cosines, for all distances."""
-        if query is None:
-            raise InputError("XLNet needs the queries, which are multiplied by the distance")
-        of_heads = learned["w"].to(dtype).reshape(query.shape[1], query.shape[-1], -1)
-        return XLNetBias(query.to(dtype) @ of_heads)
+    def pairs(self, learned: Learned, dtype: torch.dtype, query: Queries | None) -> PairBias:
+        """λ·W_hᵀ(q + v) times sines and cosines of i − j, by features of i and features of j."""
+        q = of_queries(self, query).to(dtype)
+        table = q @ learned["w"].to(dtype).reshape(q.shape[1], q.shape[-1], -1)
 
+        def waves(positions: Tensor) -> tuple[Tensor, Tensor]:
+            half = table.shape[-1] // 2
+            exponent = torch.arange(half, dtype=torch.float64, device=positions.device) / half
+            angle = positions.double()[..., None] * 10000.0**-exponent
+            angle = angle[:, None] if positions.dim() == 2 else angle
+            return angle.sin().to(dtype), angle.cos().to(dtype)
 
-@dataclass(frozen=True)
-class XLNetBias:
-    """XLNet's bias of some queries: `table` holds λ·W_hᵀ(q + v), sines before cosines."""
+        def compute(score: Tensor, seen: AttentionMask, table: Tensor) -> Tensor:
+            sines, cosines = table.chunk(2, -1)
+            (sin_i, cos_i), (sin_j, cos_j) = waves(seen.query), waves(seen.key)
+            of_query = (cosines * sin_i - sines * cos_i, sines * sin_i + cosines * cos_i)
+            return torch.cat(of_query, -1) @ torch.cat((sin_j, cos_j), -1).mT
 
-    table: Float[Tensor, "b h t e"]
-
-    @property
-    def width(self) -> int:
-        """The bias of each head."""
-        return self.table.shape[0] * self.table.shape[1]
-
-    def part(self, rows: slice) -> XLNetBias:
-        """The bias of some of the queries."""
-        return replace(self, table=self.table[:, :, rows])
-
-    def values(
-        self, score: Float[Tensor, "b h t s"], seen: AttentionMask
-    ) -> Float[Tensor, "b h t s"]:
-        """⟨table, e(i − j)⟩, by the sums of angles as ⟨features of i, features of j⟩."""
-        sines, cosines = self.table.chunk(2, -1)
-        (sin_i, cos_i), (sin_j, cos_j) = map(self._waves, (seen.query, seen.key))
-        of_query = (cosines * sin_i - sines * cos_i, sines * sin_i + cosines * cos_i)
-        return torch.cat(of_query, -1) @ torch.cat((sin_j, cos_j), -1).mT
-
-    def _waves(self, positions: Int[Tensor, "*b s"]) -> tuple[Tensor, Tensor]:
-        """Sines and cosines at positions, (S, E/2) or (B, 1, S, E/2)."""
-        half = self.table.shape[-1] // 2
-        exponent = torch.arange(half, dtype=torch.float64, device=positions.device) / half
-        angle = positions.double()[..., None] * 10000.0**-exponent
-        angle = angle[:, None] if positions.dim() == 2 else angle
-        return angle.sin().to(self.table.dtype), angle.cos().to(self.table.dtype)
+        # The bias of each head.
+        return PairBias(compute, table.shape[0] * table.shape[1], table)
 
 
 @register
@@ -420,37 +373,18 @@ class ScaleInvariant(PairBiasPart):
     source = "arXiv 2505.17083"
     tau: float = number(default=10.0, above=0)
 
-    def pairs(
-        self, learned: Learned, dtype: torch.dtype, query: Queries | None
-    ) -> ScaleInvariantBias:
-        """What is added to each score."""
-        return ScaleInvariantBias(self.tau)
+    def pairs(self, learned: Learned, dtype: torch.dtype, query: Queries | None) -> PairBias:
+        """(a − 1)·s + m: the change of each score."""
 
+        def compute(score: Tensor, seen: AttentionMask, _: Any) -> Tensor:
+            distance = seen.distance(_EVERY, _EVERY).clamp(min=0).to(score.dtype)
+            growth = 2 * torch.log1p(distance / self.tau)
+            # 0 for keys that are hidden, whose score is −∞.
+            shown = score.masked_fill(score == -math.inf, 0.0)
+            return ((growth + 1).sqrt() - 1) * shown - growth
 
-@dataclass(frozen=True)
-class ScaleInvariantBias:
-    """(a − 1)·s + m: the change of each score."""
-
-    tau: float
-
-    @property
-    def width(self) -> int:
-        """The distance, its logarithm, a."""
-        return 3
-
-    def part(self, rows: slice) -> ScaleInvariantBias:
-        """All of it: positions decide."""
-        return self
-
-    def values(
-        self, score: Float[Tensor, "b h t s"], seen: AttentionMask
-    ) -> Float[Tensor, "b h t s"]:
-        """The change; 0 of the score for keys that are hidden, whose score is −∞."""
-        every = slice(None)
-        distance = seen.distance(every, every).clamp(min=0).to(score.dtype)
-        growth = 2 * torch.log1p(distance / self.tau)
-        shown = score.masked_fill(score == -math.inf, 0.0)
-        return ((growth + 1).sqrt() - 1) * shown - growth
+        # The distance, its logarithm, a.
+        return PairBias(compute, 3)
 
 
 @register

@@ -6,18 +6,18 @@ Legend: B batch, H heads, T queries, S keys, D head dimension, E value size, R c
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from normattn.errors import InputError
 from normattn.kernels import AttentionMask
+from normattn.kernels.inputs import PairBias
 from normattn.kernels.numerics import at_least_float32
 from normattn.score.parts.base import Part, Parts, Slot, number, one_of, register
-from normattn.score.parts.bias import Learned, PairBiasPart, Queries
+from normattn.score.parts.bias import Learned, PairBiasPart, Queries, of_queries
 from normattn.score.parts.residual import ResidualPart
 from normattn.score.parts.softmax import Differential
 
@@ -105,12 +105,16 @@ class NEZHA(OwnValues, PairBiasPart):
     }
     clip: int = number(default=64, least=1)
 
-    def pairs(self, learned: Learned, dtype: torch.dtype, query: Queries | None) -> NEZHABias:
-        """⟨q, R⟩ of each query and clipped distance, independent of the keys."""
-        if query is None:
-            raise InputError("NEZHA needs the queries, which are multiplied by the distance")
-        waves, query = self.pair_values(), query.to(dtype)
-        return NEZHABias(query @ waves.table(query.shape[-1], query).t(), waves)
+    def pairs(self, learned: Learned, dtype: torch.dtype, query: Queries | None) -> PairBias:
+        """λ·⟨q, R⟩ of each query and clipped distance, picked by the distance of each pair."""
+        waves, q = self.pair_values(), of_queries(self, query).to(dtype)
+        table = q @ waves.table(q.shape[-1], q).t()
+
+        def compute(score: Tensor, seen: AttentionMask, table: Tensor) -> Tensor:
+            return table.gather(-1, waves.rows(score, seen))
+
+        # The bias of each head, and twice that for the row of a pair, of eight bytes.
+        return PairBias(compute, 3 * table.shape[0] * table.shape[1], table)
 
     def pair_values(self) -> RelativeSinusoids:
         """R, of the size of the values."""
@@ -142,26 +146,3 @@ class RelativeSinusoids:
         """Σ_j a_ij·R_ij, by the sum of the weights at each clipped distance."""
         none = weight.new_zeros(*weight.shape[:-1], 2 * self.clip + 1)
         return none.scatter_add(-1, self.rows(weight, seen), weight) @ self.table(size, weight)
-
-
-@dataclass(frozen=True)
-class NEZHABias:
-    """NEZHA's part of some queries' scores: `table` holds λ·⟨q, R⟩ at each clipped distance."""
-
-    table: Float[Tensor, "b h t r"]
-    waves: RelativeSinusoids
-
-    @property
-    def width(self) -> int:
-        """The bias of each head, and twice that for the row of a pair, of eight bytes."""
-        return 3 * self.table.shape[0] * self.table.shape[1]
-
-    def part(self, rows: slice) -> NEZHABias:
-        """The bias of some of the queries."""
-        return replace(self, table=self.table[:, :, rows])
-
-    def values(
-        self, score: Float[Tensor, "b h t s"], seen: AttentionMask
-    ) -> Float[Tensor, "b h t s"]:
-        """Picked from the table by the distance of each pair."""
-        return self.table.gather(-1, self.waves.rows(score, seen))
