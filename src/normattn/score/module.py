@@ -20,8 +20,7 @@ from normattn.kernels.numerics import at_least_float32
 from normattn.score.parts import DifferentialV2, PairBiasPart, RotaryPosition
 from normattn.score.positions import Positions
 from normattn.score.rotary import (
-    ChunkedKeys,
-    ChunkedQueries,
+    ChunkedRotation,
     NormAfter,
     Rotation,
     by_head,
@@ -303,7 +302,7 @@ def _values(learned: nn.ParameterDict | None) -> dict[str, Tensor]:
 
 
 def _rotate(
-    x: Tensor, rotation: Rotation | ChunkedQueries | ChunkedKeys | None, norm: NormAfter = None
+    x: Tensor, rotation: Rotation | ChunkedRotation | None, norm: NormAfter = None
 ) -> Tensor:
     """Rotate x and apply the normalisation that follows, if any."""
     if rotation is not None:

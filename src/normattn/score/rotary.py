@@ -61,54 +61,31 @@ class Rotation:
 
 
 @dataclass(frozen=True)
-class ChunkedQueries:
-    """Queries rotated to the positions of several rules, side by side, as `ChunkedKeys` has them.
+class ChunkedRotation:
+    """Features of three rules of position side by side, as the rows of chunk `block` read them.
 
-    Rows of the first chunks have no keys of the last rules, and no features for them.
+    The rules are those of keys in the rows' own chunk, in the one before, and further away. Queries
+    have a rotation for each rule. Keys have one: with `chunk`, (S, 1) or (B, 1, S, 1), that of each
+    key, they are placed by their rule and 0 elsewhere, so that the product with queries is that of
+    the rule. Rows of the first chunks have no keys of the last rules, and no features for them.
     """
 
     rotations: tuple[Rotation, ...]
-
-    def __call__(self, x: Float[Tensor, "b h t d"], norm: NormAfter = None) -> Tensor:
-        """All of them (B, H, T, rules·D)."""
-        return torch.cat([rotation(x, norm) for rotation in self.rotations], -1)
-
-    def rows(self, rows: slice) -> ChunkedQueries:
-        """The rotations of some of the positions."""
-        return ChunkedQueries(tuple(rotation.rows(rows) for rotation in self.rotations))
-
-    def select_block(self, block: int) -> ChunkedQueries:
-        """The rotations for the rows of a chunk."""
-        return ChunkedQueries(self.rotations[: max(block, 0) + 1])
-
-
-@dataclass(frozen=True)
-class ChunkedKeys:
-    """Keys as the rows of chunk `block` read them: rotated behind one of three rules, 0 elsewhere.
-
-    `chunk` (S, 1) or (B, 1, S, 1) is that of each key. The rules are those of the rows' own chunk,
-    of the one before and of those further away; the product with `ChunkedQueries` is that of the
-    rule.
-    """
-
-    rotation: Rotation
-    chunk: Int[Tensor, "*b s 1"]
+    chunk: Int[Tensor, "*b s 1"] | None = None
     block: int = 0
 
-    def __call__(self, x: Float[Tensor, "b g s d"], norm: NormAfter = None) -> Tensor:
-        """Keys rotated and laid out by rule (B, G, S, rules·D)."""
-        y = self.rotation(x, norm)
+    def __call__(self, x: Float[Tensor, "b h t d"], norm: NormAfter = None) -> Tensor:
+        """Queries or keys, rotated and laid out by rule (B, H, T, rules·D)."""
         rules = min(max(self.block, 0) + 1, 3)
-        rule = (self.block - self.chunk).clamp(0, rules - 1)
+        if self.chunk is None:
+            return torch.cat([rotation(x, norm) for rotation in self.rotations[:rules]], -1)
+        y, rule = self.rotations[0](x, norm), (self.block - self.chunk).clamp(0, rules - 1)
         return torch.cat([torch.where(rule == n, y, 0.0) for n in range(rules)], -1)
 
-    def rows(self, rows: slice) -> ChunkedKeys:
-        """The tables of some of the positions."""
-        return ChunkedKeys(self.rotation.rows(rows), self.chunk[..., rows, :], self.block)
-
-    def select_block(self, block: int) -> ChunkedKeys:
-        """The tables for the rows of a chunk."""
-        return replace(self, block=block)
+    def rows(self, rows: slice) -> ChunkedRotation:
+        """The rotations of some of the positions."""
+        chunk = None if self.chunk is None else self.chunk[..., rows, :]
+        return ChunkedRotation(tuple(r.rows(rows) for r in self.rotations), chunk, self.block)
 
 
 @dataclass(frozen=True)
@@ -121,7 +98,7 @@ class RotaryTables:
     rules go by chunks `near` has all of them.
     """
 
-    near: Rotation | ChunkedQueries | ChunkedKeys | None = None
+    near: Rotation | ChunkedRotation | None = None
     far: Rotation | None = None
     scale: Tensor | float | None = None
 
@@ -136,9 +113,9 @@ class RotaryTables:
 
     def select_block(self, block: int) -> RotaryTables:
         """The tables as the rows of a block read them."""
-        if self.near is None or isinstance(self.near, Rotation):
+        if not isinstance(self.near, ChunkedRotation):
             return self
-        return replace(self, near=self.near.select_block(block))
+        return replace(self, near=replace(self.near, block=block))
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,7 +165,7 @@ class Rotator:
         at, rules = positions.double(), spec.chunk_remapping
         if rules is not None:
             rotations = (self.at(own, dtype, scale) for own in rules.query_positions(at))
-            return RotaryTables(ChunkedQueries(tuple(rotations)))
+            return RotaryTables(ChunkedRotation(tuple(rotations)))
         near, remapping = self.at(at, dtype, scale), spec.remapping
         if remapping is None:
             return RotaryTables(near)
@@ -200,7 +177,7 @@ class Rotator:
         if rules is not None:
             chunk = positions.div(rules.known("size"), rounding_mode="floor").long()
             rotation = self.at(rules.key_positions(at), dtype, sign=-1)
-            return RotaryTables(ChunkedKeys(rotation, by_head(chunk[..., None], 3)))
+            return RotaryTables(ChunkedRotation((rotation,), by_head(chunk[..., None], 3)))
         near, remapping = self.at(at, dtype, sign=-1), spec.remapping
         if remapping is None:
             return RotaryTables(near)

@@ -19,6 +19,7 @@ import difflib
 import importlib
 import math
 import pkgutil
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -237,8 +238,12 @@ def find(name: str) -> type[Part]:
     if name in _PARTS:
         return _PARTS[name]
     lowered = {key.lower(): key for key in parts()}
-    near = difflib.get_close_matches(name.lower(), lowered, n=3, cutoff=0.5)
-    hint = f"; did you mean {' or '.join(lowered[key] for key in near)}?" if near else ";"
+    near = [lowered[key] for key in difflib.get_close_matches(name.lower(), lowered, 3, 0.5)]
+    # A name that the literature has for another one is in its summary: KeyNorm for KNA.
+    word = re.compile(rf"\b{re.escape(name)}\b", re.IGNORECASE)
+    also = [key for key, part in parts().items() if word.search(part.summary) and key not in near]
+    near = [*also[:1], *near]
+    hint = f"; did you mean {' or '.join(near)}?" if near else ";"
     raise InputError(f"unknown component {name!r}{hint} `normattn list` shows all of them")
 
 

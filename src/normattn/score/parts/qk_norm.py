@@ -179,7 +179,7 @@ class FeatureNorm(SidedNorm):
     gain of its own (Command R+), `across=all` takes the heads together (OLMo 2).
     """
 
-    source = "arXiv 2010.04245, 2302.05442"
+    source = "arXiv 2302.05442 (ViT-22B)"
     gain: bool = True
     across: Across = one_of("head", "all", "each", default="head")  # noqa: RUF009
     eps: float = number(default=1e-6, least=0)
@@ -213,11 +213,15 @@ class KLayerNorm(FeatureNorm):
     kind, sides = "layer", "K"
 
 
+RMS_NORM = "arXiv 1910.07467; on queries and keys: arXiv 2501.00656 (OLMo 2)"
+
+
 @register
 class QKRMSNorm(FeatureNorm):
     """RMSNorm on queries and keys, scale 1/√d."""
 
     equation = "s = ⟨N(q), N(k)⟩ / √d, N(x) = x/√(mean x² + eps)·g"
+    source = RMS_NORM
     kind, sides = "rms", "QK"
 
 
@@ -226,6 +230,7 @@ class QRMSNorm(FeatureNorm):
     """RMSNorm on queries, scale 1/√d."""
 
     equation = "s = ⟨N(q), k⟩ / √d, N(x) = x/√(mean x² + eps)·g"
+    source = RMS_NORM
     kind, sides = "rms", "Q"
 
 
@@ -234,6 +239,7 @@ class KRMSNorm(FeatureNorm):
     """RMSNorm on keys, scale 1/√d."""
 
     equation = "s = ⟨q, N(k)⟩ / √d, N(x) = x/√(mean x² + eps)·g"
+    source = RMS_NORM
     kind, sides = "rms", "K"
 
 

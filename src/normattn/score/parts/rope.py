@@ -182,12 +182,16 @@ class HoPE(RotaryPosition):
 class XPos(RotaryPosition):
     """Rotary position with a decay by distance.
 
-    Pair m decays by ζ_m^((i−j)/B), ζ_m = (2m/d + γ)/(1 + γ), `gamma` γ and `scale` B. The factors
-    depend on the absolute position, so that a cache can grow. The dtype limits the length: to about
-    18,000 tokens in float32 with B = 512. RoPE scaling changes the frequencies but not the decay.
+    Feature pair m of the d/2 of a head decays by ζ_m^((i−j)/B), with `gamma` γ and `scale` B. The
+    factors depend on the absolute position, so that a cache can grow. The dtype limits the length:
+    to about 18,000 tokens in float32 with B = 512. RoPE scaling changes the frequencies but not the
+    decay.
     """
 
-    equation = "P_i: RoPE, pair m of q × ζ_m^(i/B), of k × ζ_m^(−j/B)"
+    equation = (
+        "RoPE, then pair m of q_i × ζ_m^(i/B), of k_j × ζ_m^(−j/B), ζ_m = (2m/d + γ)/(1 + γ), "
+        "γ = gamma, B = scale"
+    )
     source = "arXiv 2212.10554"
     gamma: float = number(default=0.4, above=0)
     scale: float = number(default=512.0, above=0)

@@ -159,14 +159,18 @@ class DynamicNTK(RopeScaling):
 class YaRN(FactorScaling):
     """Slow frequencies are interpolated, fast ones kept, and logits are sharper.
 
-    dim(r) = d·ln(L/(2πr))/(2·ln base) is the feature pair that rotates r times within L; low =
-    ⌊dim(beta_fast)⌋, high = ⌈dim(beta_slow)⌉, both clamped to [0, d − 1] (equal: high + 0.001);
-    ramp = clamp((m − low)/(high − low), 0, 1). The rotation does not change lengths: the factor
-    enters λ once. `truncate=false` uses low and high without ⌊ ⌋ and ⌈ ⌉ (gpt-oss); `sharpness`
-    replaces 0.1 (0 in Ministral 3).
+    θ_m is the frequency of feature pair m of d/2, s the `factor`, L the training length, λ the
+    scale of the score. dim(r) = d·ln(L/(2πr))/(2·ln base) is the feature pair that rotates r times
+    within L; low = ⌊dim(beta_fast)⌋, high = ⌈dim(beta_slow)⌉, both clamped to [0, d − 1] (equal:
+    high + 0.001); t = clamp((m − low)/(high − low), 0, 1). The rotation does not change
+    lengths: the factor enters λ once. `truncate=false` uses low and high without ⌊ ⌋ and ⌈ ⌉
+    (gpt-oss); `sharpness` replaces 0.1 (0 in Ministral 3).
     """
 
-    equation = "θ' = ramp·θ/s + (1 − ramp)·θ; λ ← λ·(0.1·ln s + 1)²"
+    equation = (
+        "θ'_m = t·θ_m/s + (1 − t)·θ_m, t from 0 (pairs that rotate beta_fast times within L) to 1 "
+        "(beta_slow times), s = factor; λ ← λ·(sharpness·ln s + 1)²"
+    )
     source = "arXiv 2309.00071"
     used_by = "DeepSeek-V3, gpt-oss; an option of Qwen2.5 and Qwen3"
     needs_length = True

@@ -39,12 +39,13 @@ class SoftCap(Part):
 class Sink(Part):
     """One more learned logit per head in the denominator of softmax.
 
-    z_h starts at 0, which is "softmax off by one" (arXiv 2309.17453, appendix).
+    z_h starts at 0, which is "softmax off by one". What first tokens do in models without it, as
+    attention sinks, is described in arXiv 2309.17453.
     """
 
     slot = Slot.SINK
     equation = "o = Σ_j e^{s_j} v_j / (e^{z_h} + Σ_j e^{s_j})"
-    source = "arXiv 2309.17453, 2508.10925 (gpt-oss)"
+    source = "arXiv 2508.10925 (gpt-oss); evanmiller.org/attention-is-off-by-one.html"
     used_by = "gpt-oss"
 
 
