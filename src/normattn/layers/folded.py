@@ -266,28 +266,33 @@ class FoldedStep(FoldedPlan):
     ) -> Float[Tensor, "b g r e"]:
         """The rows' outputs over all keys that the cache then holds, or those of the window."""
         scale = self.scale if isinstance(self.scale, float) else self.scale[cache.length]
-        far_q = near_k = None
+        far_q = near_k = bias = None
         if self.two_regimes:
             (q, far_q), (near_k, k) = q.unbind(), k.unbind()
-        whole, whole_values = keys, values = cache.append(k, v)
+        keys, values = cache.append(k, v)
         count = keys.shape[2]
         first = 0 if self.window is None else max(0, count - self.window)
+        if self.distance is not None:
+            columns = slice(self.capacity - count + (0 if self.two_regimes else first), None)
+            bias = None if self.bias is None else self.bias[..., columns]
+            if bias is None:
+                bias = _bias_values(score, self.distance[columns], self.heads[1])
+        near, near_values = keys, values
         if first:
-            values = values.narrow(2, first, count - first)
-        if near_k is not None:
-            keys = self._near_keys(cache, keys, near_k, first)
-        elif first:
-            keys = keys.narrow(2, first, count - first)
-        bias = self._biases(score, first, count)
+            near, near_values = (x.narrow(2, first, count - first) for x in (keys, values))
         if near_k is None and score.sink is None:
-            if self.spec.cap is None and values.shape[-1] == q.shape[-1]:
-                return scaled_dot_product_attention(q, keys, values, attn_mask=bias, scale=scale)
-            return self._written_out(q, keys, values, bias, scale)
-        out, lse = flash(q, keys, values, False, bias, scale)
+            if self.spec.cap is not None or values.shape[-1] != q.shape[-1]:
+                return self._written_out(q, near, near_values, bias, scale)
+            return scaled_dot_product_attention(q, near, near_values, attn_mask=bias, scale=scale)
+        if near_k is not None:
+            near = self._near_keys(cache, keys, near_k, first)
+        own = bias if bias is None or not self.two_regimes else bias[..., first:]
+        out, lse = flash(q, near, near_values, False, own, scale)
         if far_q is not None and first:
             # Far scores are ⟨q, k⟩ of the far positions, whatever the distance is.
-            far = whole.narrow(2, 0, first), whole_values.narrow(2, 0, first)
-            rest = flash(far_q, *far, False, self._biases(score, 0, first, count))
+            other = None if bias is None else bias[..., :first]
+            far = keys.narrow(2, 0, first), values.narrow(2, 0, first)
+            rest = flash(far_q, *far, False, other)
             share = torch.sigmoid(rest[1] - lse)[..., None]
             out = torch.lerp(out, rest[0], share.to(out.dtype))
             lse = lse if score.sink is None else torch.logaddexp(lse, rest[1])
@@ -315,18 +320,6 @@ class FoldedStep(FoldedPlan):
             return turned
 
         return cache.rotated("near", first, count, rotated)
-
-    def _biases(
-        self, score: Score, first: int, end: int, keys: int | None = None
-    ) -> Float[Tensor, "1 g r s"] | None:
-        """b(h, r) of the keys from `first` to `end`, the last of `keys` (None: `end`)."""
-        if self.distance is None:
-            return None
-        shift = self.capacity - (end if keys is None else keys)
-        columns = slice(first + shift, end + shift)
-        if self.bias is not None:
-            return self.bias[..., columns]
-        return _bias_values(score, self.distance[columns], self.heads[1])
 
     def _written_out(
         self, q: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, scale: float

@@ -23,10 +23,9 @@ from torch.nn import functional as F
 from normattn.errors import InputError
 from normattn.kernels import AttentionInputs
 from normattn.kernels.numerics import at_least_float32
-from normattn.plain import keepable
 from normattn.score import Positions, Score, ScoreSpec
-from normattn.score.parts import XSA, VORoPE, rope_frequencies
-from normattn.score.rotary import Rotation, Rotator
+from normattn.score.parts import XSA, VORoPE
+from normattn.score.rotary import Rotation, key_tables
 
 
 def share_factor(
@@ -89,29 +88,16 @@ def turn_values(
     part = spec.values
     if not isinstance(part, VORoPE):
         return v
-    if first is None or not keepable():
-        turn = _rotation(part, v.shape[-1], positions, v.dtype)
-    else:
-        last = first + positions.shape[-1]
-        capacity = max(64, 1 << (last - 1).bit_length())
-        whole = _counted(part, v.shape[-1], capacity, v.dtype, v.device)
-        turn = whole.rows(slice(first, last))
+    turn = key_tables(_rope(part), v.shape[-1], positions, v.dtype, first).near
+    assert isinstance(turn, Rotation)
     turned: Tensor = (replace(turn, sin=-turn.sin) if back else turn)(v)
     return turned
 
 
-def _rotation(part: VORoPE, size: int, positions: Tensor, dtype: torch.dtype) -> Rotation:
-    theta = rope_frequencies(size, part.base)
-    return Rotator(theta, part.layout == "interleaved").at(positions, dtype)
-
-
 @lru_cache(maxsize=32)
-@torch.inference_mode(False)
-def _counted(
-    part: VORoPE, size: int, capacity: int, dtype: torch.dtype, device: torch.device
-) -> Rotation:
-    """The rotation to 0 … capacity − 1, kept as the tables of queries and keys are."""
-    return _rotation(part, size, torch.arange(capacity, device=device), dtype)
+def _rope(part: VORoPE) -> ScoreSpec:
+    """A score whose keys rotate as values do: its tables are kept as those of any score."""
+    return ScoreSpec.parse("Baseline-RoPE", base=part.base, layout=part.layout)
 
 
 def apply_gate(

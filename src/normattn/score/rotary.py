@@ -158,31 +158,6 @@ class Rotator:
         cos, sin, rest = (by_head(x, 3).to(table) for x in tables)
         return Rotation(cos, sin, rest, self.interleaved, self.start)
 
-    def queries(
-        self, spec: ScoreSpec, positions: Tensor, scale: Tensor | float, dtype: torch.dtype
-    ) -> RotaryTables:
-        """Make the tables of queries: near and far positions, or those of all rules by chunks."""
-        at, rules = positions.double(), spec.chunk_remapping
-        if rules is not None:
-            rotations = (self.at(own, dtype, scale) for own in rules.query_positions(at))
-            return RotaryTables(ChunkedRotation(tuple(rotations)))
-        near, remapping = self.at(at, dtype, scale), spec.remapping
-        if remapping is None:
-            return RotaryTables(near)
-        return RotaryTables(near, self.at(remapping.far_positions(at, at)[0], dtype, scale))
-
-    def keys(self, spec: ScoreSpec, positions: Tensor, dtype: torch.dtype) -> RotaryTables:
-        """Make the tables of keys: near and far positions, or those in their chunks."""
-        at, rules = positions.double(), spec.chunk_remapping
-        if rules is not None:
-            chunk = positions.div(rules.known("size"), rounding_mode="floor").long()
-            rotation = self.at(rules.key_positions(at), dtype, sign=-1)
-            return RotaryTables(ChunkedRotation((rotation,), by_head(chunk[..., None], 3)))
-        near, remapping = self.at(at, dtype, sign=-1), spec.remapping
-        if remapping is None:
-            return RotaryTables(near)
-        return RotaryTables(near, self.at(remapping.far_positions(at, at)[1], dtype, sign=-1))
-
 
 def by_head(x: Tensor, batched: int = 2) -> Tensor:
     """x with an axis for heads behind that of the batch, which it has where it has `batched` axes.
@@ -283,22 +258,36 @@ def _queries(
     if rotator is None:
         return RotaryTables(scale=scale_column(scale))
     # Rotations have no axis of heads, which n has where each head has a mask of its own.
-    if spec.order is None and n.dim() < 3:
-        return rotator.queries(spec, positions, scale, dtype)
-    return replace(rotator.queries(spec, positions, 1.0, dtype), scale=scale_column(scale))
+    inside = spec.order is None and n.dim() < 3
+    at, factor = positions.double(), scale if inside else 1.0
+    outside = None if inside else scale_column(scale)
+    if spec.chunk_remapping is not None:
+        rules = spec.chunk_remapping.query_positions(at)
+        near = ChunkedRotation(tuple(rotator.at(own, dtype, factor) for own in rules))
+        return RotaryTables(near, scale=outside)
+    far = None
+    if spec.remapping is not None:
+        far = rotator.at(spec.remapping.far_positions(at, at)[0], dtype, factor)
+    return RotaryTables(rotator.at(at, dtype, factor), far, outside)
 
 
 def _keys(
     spec: ScoreSpec, head_dim: int, positions: Tensor, dtype: torch.dtype, far_to_near: bool
 ) -> RotaryTables:
-    rotator, at = _rotator(spec, head_dim), positions.double()
+    rotator, at, rules = _rotator(spec, head_dim), positions.double(), spec.chunk_remapping
     if rotator is None:
         return RotaryTables()
-    if not far_to_near:
-        return rotator.keys(spec, positions, dtype)
-    assert spec.remapping is not None
-    way = at - spec.remapping.far_positions(at, at)[1]
-    return RotaryTables(rotator.at(way, dtype, sign=-1))
+    if rules is not None:
+        chunk = positions.div(rules.known("size"), rounding_mode="floor").long()
+        rotation = rotator.at(rules.key_positions(at), dtype, sign=-1)
+        return RotaryTables(ChunkedRotation((rotation,), by_head(chunk[..., None], 3)))
+    if spec.remapping is None:
+        return RotaryTables(rotator.at(at, dtype, sign=-1))
+    far = spec.remapping.far_positions(at, at)[1]
+    if far_to_near:
+        return RotaryTables(rotator.at(at - far, dtype, sign=-1))
+    near = rotator.at(at, dtype, sign=-1)
+    return RotaryTables(near, rotator.at(far, dtype, sign=-1))
 
 
 # Tables of positions 0 … capacity − 1, of which calls take rows: a sequence that grows token by
