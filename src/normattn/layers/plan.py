@@ -70,8 +70,27 @@ def prepare(
         watched = watched or bool(score._backward_pre_hooks)
         alike = q.dtype is k.dtype is v.dtype and q.layout is k.layout is v.layout
         if alike and not watched and not torch.is_autocast_enabled(q.device.type):
-            folded = _kept(score, q, k, v, given, cache)
+            # A step serves any number of tokens up to the next power of two.
+            capacity = 0 if cache is None else max(64, 1 << cache.length.bit_length())
+            name = (
+                # A specification by identity: its hash would take as long as all the rest.
+                *(id(score._spec), score.heads, score.kv_heads, score.head_dim),
+                *(given.causal, given.backend, capacity, q.shape, k.shape, v.shape),
+                *(q.dtype, q.layout, q.device, k.device, v.device),
+            )
+            if (kept := _KEPT.get(name)) is None:
+                check_call(score, q, k, v, given, None if cache is None else cache.length)
+                if len(_KEPT) >= _MOST:
+                    _KEPT.clear()
+                # The specification is kept, too: another one may not get its number.
+                kept = _KEPT[name] = score._spec, _fold(score, q, k, v, given, capacity)
+            # A cache keeps no gradients, which it says itself.
+            folded, learning = kept[1], capacity and torch.is_grad_enabled()
+            if learning and any(x.requires_grad for x in (q, k, v, *score.parameters())):
+                folded = None
             if folded is not None:
+                if not folded.ends_here or given.gate is not None:
+                    check_call(score, q, k, v, given)
                 return folded
     read = None if cache is None else cache.length
     check_call(score, q, k, v, given, read)
@@ -80,46 +99,16 @@ def prepare(
     return place(score.spec, q, k.shape[2] + (read or 0), given, cached=cache is not None)
 
 
-def _kept(
-    score: Score,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    given: AttentionArguments,
-    cache: KeyValueCache | None,
+@torch.no_grad()
+def _fold(
+    score: Score, q: Tensor, k: Tensor, v: Tensor, given: AttentionArguments, capacity: int
 ) -> FoldedSequence | FoldedStep | None:
-    """The plan of a call that folds, made at the first one; None for other calls."""
-    # A step serves any number of tokens up to the next power of two.
-    spec, capacity = score._spec, 0 if cache is None else max(64, 1 << cache.length.bit_length())
-    name = (
-        # A specification by identity: its hash would take as long as all the rest.
-        *(id(spec), score.heads, score.kv_heads, score.head_dim, given.causal, given.backend),
-        *(capacity, q.shape, k.shape, v.shape, q.dtype, q.layout),
-        *(q.device, k.device, v.device),
-    )
-    if (kept := _KEPT.get(name)) is None:
-        check_call(score, q, k, v, given, None if cache is None else cache.length)
-        one = given.causal and given.backend == "auto" and q.shape[2] == 1
-        with torch.no_grad():
-            if not capacity:
-                plan = place(spec, q, k.shape[2], given)
-                kept = spec, fold_sequence(score, q, k, v, plan.positions, plan.mask, given.backend)
-            else:
-                kept = spec, fold_step(score, q, k, v, capacity) if one else None
-        if len(_KEPT) >= _MOST:
-            _KEPT.clear()
-        # The specification is kept, too: another one may not get its number.
-        _KEPT[name] = kept
-    folded = kept[1]
-    if folded is None:
-        return None
-    # A cache keeps no gradients, which it says itself.
-    learning = capacity and torch.is_grad_enabled()
-    if learning and any(x.requires_grad for x in (q, k, v, *score.parameters())):
-        return None
-    if not folded.ends_here or given.gate is not None:
-        check_call(score, q, k, v, given)
-    return folded
+    """The plan of a score that folds, for tensors like these; None without."""
+    if not capacity:
+        plan = place(score.spec, q, k.shape[2], given)
+        return fold_sequence(score, q, k, v, plan.positions, plan.mask, given.backend)
+    one = given.causal and given.backend == "auto" and q.shape[2] == 1
+    return fold_step(score, q, k, v, capacity) if one else None
 
 
 @dataclass(frozen=True, eq=False)
