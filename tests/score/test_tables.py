@@ -15,8 +15,8 @@ from torch import Tensor
 
 from normattn import Score, attention
 from normattn.layers import attention as attention_module
-from normattn.layers import blocks, plan
-from normattn.score import rotary
+from normattn.layers import plan
+from normattn.score import positions, rotary
 
 from .cases import tensors
 
@@ -29,7 +29,7 @@ TEXTS = (
 
 
 def _forget() -> None:
-    for cached in (rotary._counted_queries, rotary._counted_keys, blocks._counted):
+    for cached in (rotary._counted_queries, rotary._counted_keys, positions._counted):
         cached.cache_clear()
     plan._KEPT.clear()
     attention_module._BUILT.clear()
