@@ -18,7 +18,8 @@ from hostile.foreign import write_model
 from normattn.cli import extend_reading
 from normattn.cli.app import main
 from normattn.cli.extend_reading import passkey_set, prepare_texts
-from normattn.cli.extend_settings import parse_methods
+from normattn.cli.extend_settings import expand_methods
+from normattn.cli.model_options import method_names
 from normattn.cli.parsing import token_counts
 from undrawn import undraw
 
@@ -276,11 +277,12 @@ def test_a_saved_model_is_read_as_it_was_trained(
 
 def test_lengths_and_methods_as_typed() -> None:
     assert token_counts("16k, 8k,12000", "--lengths") == (8192, 12000, 16384)
-    assert parse_methods("LeakyReRoPE(s=4,window=8),YaRN-logn+") == (
+    named = method_names("LeakyReRoPE(s=4,window=8),YaRN-logn+", "--methods")
+    assert expand_methods(named) == (
         *("unmodified", "LeakyReRoPE(s=4,window=8)"),
         "YaRN-logn+",
     )
-    assert {"PI", "SelfExtend", "ReRoPE-logn+"} < set(parse_methods("all"))
+    assert {"PI", "SelfExtend", "ReRoPE-logn+"} < set(expand_methods(["all"]))
 
 
 @pytest.mark.parametrize(

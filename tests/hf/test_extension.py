@@ -156,7 +156,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("ReRoPE", {"window": LENGTH + 1}, "window=9 is larger than the training length of 8"),
     ("ReRoPE", {"window": 0}, "window must be a number of at least 1"),
     ("YaRN", {"factor": 0.5}, "factor must be a number of at least 1"),
-    ("YaRN", {}, "needs factor=…"),
+    ("YaRN", {}, "YaRN needs a factor"),
     ("LeakyReRoPE", {}, "needs s=…"),
     ("LeakyReRoPE", {"factor": 0.5}, "factor must be a number of at least 1, but it is 0.5"),
     ("ReRoPE", {"factor": 2}, "ReRoPE takes no factor"),

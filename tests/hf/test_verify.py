@@ -156,7 +156,7 @@ def test_factors_beside_the_part_that_is_read(tmp_path: Path) -> None:
     wide = {"full_attention": {**YARN_WORDS, "original_max_position_embeddings": 8}}
     verdict = _verify(tmp_path / "parts", {"rope_parameters": wide}, tmp_path, YARN)
     assert not verdict.equal
-    why = "they stand beside text_config, whose own rope parameters are the decoder's"
+    why = "they are outside of text_config, whose own rope parameters are the decoder's"
     assert any(each.endswith(why) for each in verdict.mistakes), verdict
 
 

@@ -31,7 +31,7 @@ def fuzzed(source: random.Random) -> str:
 def run(campaign: Campaign) -> Iterator[Count]:
     """Each name to one reader of names; a score that is one must survive its own text."""
     from normattn.cli import parsing
-    from normattn.cli.extend_settings import parse_methods
+    from normattn.cli.model_options import method_names
     from normattn.errors import InputError
     from normattn.lab.data.corpora import parse_corpus
     from normattn.score import ScoreSpec
@@ -47,7 +47,7 @@ def run(campaign: Campaign) -> Iterator[Count]:
         ScoreSpec.parse("KNA").with_method,
         parse_corpus,
         lambda text: parsing.token_counts(text, "--lengths"),
-        parse_methods,
+        lambda text: method_names(text, "--methods"),
         parsing.seeds,
         lambda text: parsing.names(text, "--variants"),
         lambda text: parsing.integers(text, "--multiples"),

@@ -8,7 +8,7 @@ from normattn.cli import model_options
 from normattn.cli.extend_settings import (
     choose,
     open_parameters,
-    parse_methods,
+    expand_methods,
     refuse_unused,
 )
 from normattn.errors import InputError
@@ -29,7 +29,7 @@ def emit_method(asked: model_options.Extend, engine: str) -> None:
     file. Raises `InputError` for an engine without the method, before anything is written, and
     where `out` exists.
     """
-    methods = [method for method in parse_methods(asked.methods) if method != UNMODIFIED]
+    methods = [method for method in expand_methods(asked.methods) if method != UNMODIFIED]
     if len(methods) != 1:
         raise InputError("--emit needs one method, such as --methods 'YaRN(factor=4)'")
     out = asked.out
@@ -41,6 +41,11 @@ def emit_method(asked: model_options.Extend, engine: str) -> None:
     text = emit(wanted, engine)
     older = "" if asked.engine_version is None else f"written for {engine} {asked.engine_version}, "
     warn(f"{older}checked with {ENGINES[engine].checked}")
+    if asked.lengths is None and asked.factor is None and "factor" in open_parameters(methods[0]):
+        warn(
+            f"for {wanted.longest:,} tokens, twice the training length: choose another reach by "
+            "--lengths or --factor"
+        )
     if out is None:
         print(text, end="")
         return
@@ -48,7 +53,7 @@ def emit_method(asked: model_options.Extend, engine: str) -> None:
         write_gguf(source, out, gguf_values(wanted))
     else:
         write_text(out, text, new=True)
-    show(f"{out}: {wanted.plan.spec.method} for {engine}, up to {wanted.longest:,} tokens")
+    show(f"{out}: {wanted.plan.spec.method_text} for {engine}, up to {wanted.longest:,} tokens")
 
 
 def _wanted(asked: model_options.Extend, source: Path, method: str) -> Wanted:

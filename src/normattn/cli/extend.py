@@ -17,10 +17,9 @@ from normattn.cli import model_options
 from normattn.cli.emit import emit_method
 from normattn.cli.extend_reading import DEFAULT_TEXT, Reader, Texts, Unit, prepare_texts
 from normattn.cli.extend_settings import (
-    ALL,
     ExtensionSettings,
     choose,
-    parse_methods,
+    expand_methods,
     refuse_unused,
 )
 from normattn.cli.failures import memory_error_in
@@ -60,7 +59,7 @@ def extend_model(asked: model_options.Extend) -> None:
         return
     if asked.threads is not None:
         torch.set_num_threads(asked.threads)
-    methods = parse_methods(asked.methods)
+    methods = expand_methods(asked.methods)
     refuse_unused(methods, asked)
     if asked.save is not None and asked.save.exists():
         raise InputError(f"--save {asked.save} exists already: choose a new folder")
@@ -68,7 +67,9 @@ def extend_model(asked: model_options.Extend) -> None:
         model, tokeniser = load(asked.model, asked.gguf, _DTYPES[asked.dtype])
     model = model.to(choose_device(asked.device))
     settings, texts, notes = _resolve(asked, model, tokeniser)
-    methods, refused = _supported(model, methods, settings, everything=ALL in asked.methods)
+    methods, refused = _supported(
+        model, methods, settings, everything=model_options.ALL in asked.methods
+    )
     reader = Reader(model, tokeniser, token_scorer(model), texts, settings)
     plan = _plan(reader, methods, asked.passkey)
     out = asked.out or Path("runs") / f"extend-{settings.name}"

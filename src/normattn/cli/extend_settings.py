@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
 
-from normattn.cli.model_options import Extend
+from normattn.cli.model_options import ALL, Extend
 from normattn.errors import InputError
 from normattn.hf.model_parts import known_length, model_parts
 from normattn.score.grammar import read
@@ -18,7 +17,6 @@ from normattn.score.parts import RopeScaling
 from normattn.score.spec import UNMODIFIED, is_unmodified
 from normattn.settings import Settings
 
-ALL = "all"
 WITH_LOGN = ("NTK", "YaRN", "ReRoPE", "LeakyReRoPE", "SelfExtend")
 """Log-n sharpens attention where more keys are near an angle that training had, so not with PI."""
 EVERY = (
@@ -70,24 +68,11 @@ def model_name(address: str | Path) -> str:
     return Path(address).name.removesuffix(".gguf")
 
 
-def parse_methods(text: str) -> tuple[str, ...]:
-    """`"YaRN,ReRoPE(window=512)-logn+"` as two methods, the unmodified model first; or `all`.
-
-    `InputError` for an empty, a doubled or an unknown name.
-    """
-    named = [part.strip() for part in re.split(r",(?![^(]*\))", text)]
-    if not all(named):
-        raise InputError(f"--methods holds an empty name in {text!r}; separate names by commas")
-    doubled = [name for name in named if named.count(name) > 1]
-    if doubled:
-        raise InputError(f"--methods names {doubled[0]!r} twice")
+def expand_methods(names: Sequence[str]) -> tuple[str, ...]:
+    """The methods that are named, each once, the unmodified model first; `all` is every one."""
     methods = [UNMODIFIED]
-    for name in named:
-        if name == ALL:
-            methods += EVERY
-        elif not is_unmodified(name):
-            read(name)
-            methods.append(name)
+    for name in names:
+        methods += EVERY if name == ALL else () if is_unmodified(name) else (name,)
     return tuple(dict.fromkeys(methods))
 
 

@@ -2,11 +2,35 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
 from normattn.cli.parsing import argument, flag, option, token_counts
+from normattn.errors import InputError
+
+ALL = "all"
+
+
+def method_names(text: str, name: str) -> tuple[str, ...]:
+    """`"YaRN,ReRoPE(window=512)-logn+"` as two names.
+
+    `InputError` for an empty, a doubled or an unknown one; checked before transformers is imported.
+    """
+    names = tuple(part.strip() for part in re.split(r",(?![^(]*\))", text))
+    if not all(names):
+        raise InputError(f"{name} holds an empty name in {text!r}; separate names by commas")
+    doubled = [each for each in names if names.count(each) > 1]
+    if doubled:
+        raise InputError(f"{name} names {doubled[0]!r} twice")
+    for method in set(names) - {ALL}:
+        from normattn.score.grammar import read
+        from normattn.score.spec import is_unmodified
+
+        if not is_unmodified(method):
+            read(method)
+    return names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +78,9 @@ Another model, text or length needs another directory. Time grows with the squar
         metavar="FILE",
         help="File or folder of text; may be repeated. [default: the standard library's source]",
     )
-    methods: str = option(
-        "all",
+    methods: tuple[str, ...] = option(
+        ALL,
+        read=method_names,
         help="Methods, separated by commas: PI, ABF, NTK, NTK-mixed, DynamicNTK, YaRN, ReRoPE, "
         "LeakyReRoPE, SelfExtend, DualChunk, logn+, or one with logn+ (YaRN-logn+). all: every one "
         "but DualChunk, and five with logn+.",

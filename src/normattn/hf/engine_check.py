@@ -1,8 +1,8 @@
 """`verify`: does an engine compute the intended positions from its settings?
 
 Both sides become configurations in transformers' words, llama.cpp's flags and GGUF keys included,
-with what engines read otherwise (`_READ`, `llama_cpp.read_settings`). A small model of each then
-says what is computed (`tiny_model`): frequencies, amplitude, softmax scale, windows and rotary
+with what engines read otherwise (`_read_as_engine`, `llama_cpp.computed`). A small model of each
+then says what is computed (`tiny_model`): frequencies, amplitude, softmax scale, windows and rotary
 width, at a short, the trained and the longest length.
 """
 
@@ -10,19 +10,20 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from normattn.errors import InputError
 from normattn.hf.engine_input import (
+    NAMES,
     SCALING,
-    Told,
+    EngineSettings,
     decoder_of,
-    of_gguf,
+    gguf_settings,
     raw_of,
-    read_told,
+    read_engine_settings,
     ropes_of,
 )
 from normattn.hf.engines import COUNTED, derived_length
@@ -31,7 +32,6 @@ from normattn.hf.native import take_record
 from normattn.hf.plan import Plan, plan, replaces_attention
 from normattn.hf.tiny_model import (
     SHORT,
-    LayerValues,
     Positions,
     differences,
     read_configuration,
@@ -71,16 +71,6 @@ class Verdict:
         return "\n".join([f"{head}: {self.meant}", *self.differences, *self.mistakes])
 
 
-class _Meant(NamedTuple):
-    """What is meant; `plan` is None for the model as its configuration says."""
-
-    name: str
-    plan: Plan | None
-    trained: int | None
-    longest: int | None
-    bases: set[float]
-
-
 def verify(
     folder: str | Path,
     against: str | Path,
@@ -111,38 +101,50 @@ def verify(
         train_length = train_length or record["train_length"]
     file = expanded(folder)
     if file.suffix == ".gguf":
-        config = of_gguf(file, raw_of(config)).config
-    told = read_told(against, raw_of(config))
-    with explained(told.file, "cannot be compared"):
-        return _compare(config, told, method, train_length)
-
-
-def _compare(config: Any, told: Told, method: str | None, train_length: int | None) -> Verdict:
-    """Both sides as what is computed, and what differs."""
-    meant = _meant(config, method, train_length)
-    lengths = _lengths_to_compare(config, meant, told)
-    base = read_positions(config, lengths)
-    if not rotates(base):
-        raise InputError(
-            f"no layer of a {config.get_text_config().model_type} model passes rotary positions "
-            "to its attention function, so there is nothing to compare"
+        config = gguf_settings(file, raw_of(config)).config
+    given = read_engine_settings(against, raw_of(config))
+    with explained(given.file, "cannot be compared"):
+        meant = _meant(config, method, train_length)
+        lengths = {meant.trained, meant.longest, given.longest}
+        for rope in (*ropes_of(raw_of(config)), *given.ropes):
+            # Where dynamic NTK has changed the frequencies.
+            if kind_of(rope) == "dynamic" and meant.longest is not None:
+                lengths.add(int(meant.longest * max(2.0, float(rope.get("factor") or 1.0))))
+        compared = [length for length in lengths if length and SHORT < length < 1 << 31]
+        base = read_positions(config, compared)
+        if not rotates(base):
+            raise InputError(
+                f"no layer of a {config.get_text_config().model_type} model passes rotary "
+                "positions to its attention function, so there is nothing to compare"
+            )
+        given = _read_as_engine(given, config, base)
+        computed = read_positions(given.config, compared)
+        wanted = base if meant.plan is None else _extended(base, meant.plan)
+        found = (
+            *differences(wanted, computed),
+            *given.ignored,
+            *_length_differences(meant, given),
         )
-    told, served = _computed(told, config, lengths)
-    rotated = (x.frequencies for x in base[SHORT].values() if x.frequencies is not None)
-    width = 2 * next(rotated).numel()
-    if told.width not in (None, width):
-        wrong = f"rotary width: {told.width} features rotate instead of {width}"
-        told = replace(told, ignored=(*told.ignored, wrong))
-    found = (
-        *differences(base if meant.plan is None else _extended(base, meant.plan), served),
-        *told.ignored,
-        *_length_differences(meant, told),
-    )
-    if not found and meant.plan is None:
-        return Verdict(meant.name, (), ())
-    plain = not any(differences(base, served))
-    mistakes = _mistakes(meant, told, plain, not found, config)
-    return Verdict(meant.name, found, tuple(mistakes))
+        if not found and meant.plan is None:
+            return Verdict(str(meant), (), ())
+        plain = not any(differences(base, computed))
+        mistakes = _mistakes(meant, given, config, plain, as_meant=not found)
+        return Verdict(str(meant), found, tuple(mistakes))
+
+
+class _Meant(NamedTuple):
+    """What is meant; `plan` is None for the model as its configuration says."""
+
+    name: str
+    plan: Plan | None
+    trained: int | None
+    longest: int | None
+    bases: set[float]
+
+    def __str__(self) -> str:
+        trained = "" if self.trained is None else f", trained to read {self.trained:,} tokens"
+        same = self.longest in (None, self.trained)
+        return self.name + trained + ("" if same else f", up to {self.longest:,} tokens")
 
 
 def _meant(config: Any, method: str | None, length: int | None) -> _Meant:
@@ -165,66 +167,60 @@ def _meant(config: Any, method: str | None, length: int | None) -> _Meant:
     assert spec.train_length is not None
     stretch = getattr(spec.rope_scaling, "stretch", None)
     reach = None if stretch is None else int(spec.train_length * stretch)
-    return _Meant(spec.method, planned, spec.train_length, reach, bases)
-
-
-def _lengths_to_compare(config: Any, meant: _Meant, told: Told) -> list[int]:
-    """The trained and the longest length, and where dynamic NTK has changed the frequencies."""
-    known = {meant.trained, meant.longest, told.longest}
-    for rope in (*ropes_of(raw_of(config)), *told.ropes):
-        if kind_of(rope) == "dynamic" and meant.longest is not None:
-            known.add(int(meant.longest * max(2.0, float(rope.get("factor") or 1.0))))
-    return [length for length in known if length is not None and SHORT < length < 1 << 31]
+    return _Meant(spec.method_text, planned, spec.train_length, reach, bases)
 
 
 def _extended(base: Positions, planned: Plan) -> Positions:
     """The positions under a method."""
     rotated = [layer for layer in planned.layers if layer.rotation is not None]
     spectra = {layer.index: layer.spectrum(planned.spec) for layer in rotated}
+    extended: Positions = {}
+    for length, layers in base.items():
+        extended[length] = dict(layers)
+        for index in spectra.keys() & layers.keys():
+            theta, amplitude = spectra[index]
+            values = replace(layers[index], frequencies=theta, amplitude=amplitude)
+            extended[length][index] = values
+    return extended
 
-    def extended(index: int, values: LayerValues) -> LayerValues:
-        theta, amplitude = spectra.get(index, (values.frequencies, values.amplitude))
-        return replace(values, frequencies=theta, amplitude=amplitude)
 
-    return {
-        length: {index: extended(index, values) for index, values in layers.items()}
-        for length, layers in base.items()
-    }
+def _read_as_engine(given: EngineSettings, config: Any, base: Positions) -> EngineSettings:
+    """The settings with which transformers computes what the engine does of them.
 
-
-def _computed(told: Told, config: Any, lengths: list[int]) -> tuple[Told, Positions]:
-    """What an engine computes, and what it was told with the length and what it ignores."""
+    With the engine's longest text, and what it ignores or refuses, a sentence each: vLLM by its
+    `get_rope` and `_get_and_verify_max_len`, SGLang by its own of these.
+    """
     own: Any = next(iter(ropes_of(raw_of(config))), {})
-    ignored = list(told.ignored)
-    if told.engine != "llama.cpp" and not told.whole:
+    ignored, raw, longest = list(given.ignored), copy.deepcopy(given.raw), given.longest
+    width = (
+        2 * next(x.frequencies for x in base[SHORT].values() if x.frequencies is not None).numel()
+    )
+    if given.width not in (None, width):
+        ignored.append(f"rotary width: {given.width} features rotate instead of {width}")
+    if given.engine != "llama.cpp" and not given.whole:
         ignored += [
             f"{name} is missing in an override that replaces all: it was {own[name]}"
-            for rope in told.ropes
+            for rope in given.ropes
             for name in ("partial_rotary_factor", "mrope_section")
             if name not in rope and own.get(name) not in (None, 1, 1.0)
         ]
-    raw, longest = copy.deepcopy(told.raw), told.longest
-    if told.engine in _READ:
-        derived = derived_length(decoder_of(raw), told.engine)
+    if given.engine in ("vllm", "sglang"):
+        derived = derived_length(decoder_of(raw), given.engine)
         if longest is not None and derived is not None and longest > derived:
             ignored.append(
-                f"{told.engine} refuses a length of {longest:,}: it derives {derived:,} "
+                f"{NAMES[given.engine]} refuses a length of {longest:,}: it derives {derived:,} "
                 "tokens from max_position_embeddings, which must be raised"
             )
         longest = longest or derived
         for rope in ropes_of(raw):
-            ignored += _READ[told.engine](rope, raw, longest)
-    read = read_positions(replace(told, raw=raw).config, lengths)
-    return replace(told, longest=longest, ignored=tuple(ignored)), read
+            read = _read_by_vllm if given.engine == "vllm" else _read_by_sglang
+            ignored += read(rope, raw, longest)
+    return replace(given, raw=raw, longest=longest, ignored=tuple(ignored))
 
 
-def _read_as_vllm(
+def _read_by_vllm(
     rope: dict[str, Any], raw: Mapping[str, Any], longest: int | None
 ) -> Iterator[str]:
-    """Change rope parameters so that transformers computes what vLLM's `get_rope` does.
-
-    Yields what vLLM ignores or refuses.
-    """
     kind, original = kind_of(rope), rope.get(_ORIGINAL)
     if kind in COUNTED and original is None:
         if raw.get(_ORIGINAL) is None:
@@ -238,10 +234,7 @@ def _read_as_vllm(
         )
 
 
-def _read_as_sglang(
-    rope: dict[str, Any], raw: Mapping[str, Any], longest: int | None
-) -> Iterator[str]:
-    """The same for SGLang's `get_rope`."""
+def _read_by_sglang(rope: dict[str, Any], *_: object) -> Iterator[str]:
     if kind_of(rope) != "yarn":
         return
     usual = 0.1 * math.log(max(float(rope.get("factor") or 1.0), 1.0)) + 1
@@ -252,99 +245,89 @@ def _read_as_sglang(
         rope["attention_factor"] = float(times) * usual
 
 
-_READ: dict[str, Callable[[dict[str, Any], Mapping[str, Any], int | None], Iterator[str]]] = {
-    "vllm": _read_as_vllm,
-    "sglang": _read_as_sglang,
-}
-"""How engines read rope parameters otherwise than transformers."""
-
-
-def _length_differences(meant: _Meant, told: Told) -> Iterator[str]:
-    for rope in told.ropes:
+def _length_differences(meant: _Meant, given: EngineSettings) -> Iterator[str]:
+    for rope in given.ropes:
         length = rope.get(_ORIGINAL)
         if isinstance(length, int | float) and meant.trained not in (None, length):
             yield f"trained length: {int(length):,} instead of {meant.trained:,} tokens"
-    if told.longest is None or meant.longest is None:
+    if given.longest is None or meant.longest is None:
         return
-    if told.longest < meant.longest and (meant.plan is not None or told.engine == "hf"):
-        yield f"longest text: {told.longest:,} instead of {meant.longest:,} tokens"
-    if told.longest > meant.longest:
-        yield f"longest text: {told.longest:,} tokens, and what is meant reaches {meant.longest:,}"
+    if given.longest < meant.longest and (meant.plan is not None or given.engine == "hf"):
+        yield f"longest text: {given.longest:,} instead of {meant.longest:,} tokens"
+    if given.longest > meant.longest:
+        yield f"longest text: {given.longest:,} tokens, and what is meant reaches {meant.longest:,}"
 
 
-def _mistakes(meant: _Meant, told: Told, plain: bool, as_meant: bool, config: Any) -> Iterator[str]:
+def _mistakes(
+    meant: _Meant, given: EngineSettings, config: Any, plain: bool, as_meant: bool
+) -> Iterator[str]:
     """Every usual mistake that was made, a sentence each; `plain`: positions are as trained."""
     known = {name for rope in ropes_of(raw_of(config)) for name in rope} | _PARAMETERS
-    known |= _ENGINE_PARAMETERS.get(told.engine, set())
-    for rope in told.ropes:
-        kind = kind_of(rope)
+    known |= _ENGINE_PARAMETERS.get(given.engine, set())
+    for rope in given.ropes:
+        kind, factor = kind_of(rope), rope.get("factor")
         if kind in COUNTED:
-            yield from _counted_within(meant, told, rope)
+            yield from _counted_within(meant, given, rope)
         for name in sorted(rope.keys() - known):
             yield f"{name} is no rope parameter: it is ignored"
-        if plain and (meant.plan is not None or kind == "default"):
-            yield from _ignored_factors(told, rope)
-        if not as_meant:
-            yield from _lost_values(meant, told, rope)
-        if kind == "yarn" and float(rope.get("factor") or 1) > 1:
+        named = {x: _number(rope[x]) for x in sorted(rope) if "factor" in x and "partial" not in x}
+        factors = ", ".join(f"{x}={n}" for x, n in named.items() if n not in ("1", "None"))
+        if factors and plain and (meant.plan is not None or kind == "default"):
+            why = f"with rope_type {kind!r} the frequencies are those of training"
+            if decoder_of(given.raw) is not given.raw and ropes_of(
+                {**given.raw, "text_config": None}
+            ):
+                why = "they are outside of text_config, whose own rope parameters are the decoder's"
+            yield f"the factors are ignored ({factors}): {why}"
+        own, held = rope.get("attention_factor"), meant.bases - {_BASE}
+        if not as_meant and kind == "yarn" and own is not None:
+            yield (
+                f"attention_factor={_number(own)} replaces the factor that YaRN makes of its "
+                "stretch, 0.1·ln s + 1: it is the factor itself, not a switch"
+            )
+        if not as_meant and rope.get("rope_theta") is None and held:
+            read = getattr(given.config.get_text_config(), "rope_parameters", None) or {}
+            if float(read.get("rope_theta") or _BASE) == _BASE:
+                yield (
+                    "rope_theta is missing beside the scaling, which replaces all there was: the "
+                    f"base is {_BASE:,.0f} instead of {max(held):,.0f}"
+                )
+        if kind == "yarn" and float(factor or 1) > 1:
             within = "" if meant.trained is None else f" within {meant.trained:,} tokens"
             yield (
                 f"YaRN is static: it changes short prompts too, those{within} that the model was "
                 "trained for; serve them without it where they matter"
             )
-    longer = meant.trained is not None and (told.longest or 0) > meant.trained
-    if plain and longer and all(kind_of(rope) == "default" for rope in told.ropes):
+    longer = meant.trained is not None and (given.longest or 0) > meant.trained
+    if plain and longer and all(kind_of(rope) == "default" for rope in given.ropes):
         yield (
-            f"the length alone was raised, to {told.longest:,} tokens: the frequencies are those "
+            f"the length alone was raised, to {given.longest:,} tokens: the frequencies are those "
             f"of training, which read {meant.trained:,}"
         )
 
 
-def _counted_within(meant: _Meant, told: Told, rope: Mapping[str, Any]) -> Iterator[str]:
+def _counted_within(meant: _Meant, given: EngineSettings, rope: Mapping[str, Any]) -> Iterator[str]:
     """A trained length that is missing, or that was multiplied already."""
     name, source = {"yarn": "YaRN"}.get(kind_of(rope), kind_of(rope)), _ORIGINAL
     counted = rope.get(source)
     if counted is None:
         source = "max_position_embeddings"
-        counted = decoder_of(told.raw).get(source) or 0
-        yield (
-            f"{name}'s factor {_number(rope.get('factor'))} is given without {_ORIGINAL}: "
-            f"transformers, SGLang and llama.cpp take the longest length, {int(counted):,}, for "
-            "it, and vLLM does not start"
+        counted = decoder_of(given.raw).get(source) or 0
+        takes = (
+            "transformers, SGLang and llama.cpp take"
+            if given.engine == "hf"
+            else (f"{NAMES[given.engine]} takes")
         )
+        then = f"{takes} the longest length, {int(counted):,}, for it"
+        then += ", and vLLM does not start" if given.engine == "hf" else ""
+        then = "vLLM does not start" if given.engine == "vllm" else then
+        yield f"{name}'s factor {_number(rope.get('factor'))} is given without {_ORIGINAL}: {then}"
     if meant.trained is not None and counted > meant.trained:
         yield (
             f"{name} is applied to a length that was multiplied already: rotations are counted "
             f"within {int(counted):,} tokens ({source}), and the weights were trained to read "
             f"{meant.trained:,}"
         )
-
-
-def _ignored_factors(told: Told, rope: Mapping[str, Any]) -> Iterator[str]:
-    given = {x: _number(rope[x]) for x in sorted(rope) if "factor" in x and "partial" not in x}
-    factors = ", ".join(f"{x}={value}" for x, value in given.items() if value not in ("1", "None"))
-    why = f"with rope_type {kind_of(rope)!r} the frequencies are those of training"
-    if decoder_of(told.raw) is not told.raw and ropes_of({**told.raw, "text_config": None}):
-        why = "they stand beside text_config, whose own rope parameters are the decoder's"
-    if factors:
-        yield f"the factors are ignored ({factors}): {why}"
-
-
-def _lost_values(meant: _Meant, told: Told, rope: Mapping[str, Any]) -> Iterator[str]:
-    """A factor used as a switch, and a base that an override dropped."""
-    factor, own = rope.get("attention_factor"), meant.bases - {_BASE}
-    if kind_of(rope) == "yarn" and factor is not None:
-        yield (
-            f"attention_factor={_number(factor)} replaces the factor that YaRN makes "
-            "of its stretch, 0.1·ln s + 1: it is the factor itself, not a switch"
-        )
-    if rope.get("rope_theta") is None and own:
-        read = getattr(told.config.get_text_config(), "rope_parameters", None) or {}
-        if float(read.get("rope_theta") or _BASE) == _BASE:
-            yield (
-                "rope_theta is missing beside the scaling, which replaces all there was: the base "
-                f"is {_BASE:,.0f} instead of {max(own):,.0f}"
-            )
 
 
 def _number(value: Any) -> str:

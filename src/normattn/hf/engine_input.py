@@ -1,7 +1,7 @@
 """Read an engine's settings of a model's positions, in the usual forms.
 
 A configuration, an override of some fields, a command line, a compose file, a YAML of options, GGUF
-keys or a GGUF file. All but llama.cpp's become a configuration in transformers' words.
+keys or a GGUF file. All of them become a configuration in transformers' words.
 """
 
 from __future__ import annotations
@@ -18,31 +18,27 @@ from pathlib import Path
 from typing import Any
 
 from normattn.errors import InputError
-from normattn.hf.llama_cpp import (
-    ENVIRONMENT,
-    FLAGS,
-    read_gguf,
-    read_settings,
-)
+from normattn.hf.llama_cpp import ENVIRONMENT, FLAGS, computed, read_gguf
 from normattn.hf.model_parts import explained, innermost
 from normattn.io import expanded, parse_json, read_bytes, read_object
 
-_OVERRIDES = ("--hf-overrides", "--json-model-override-args")
-_LENGTHS = {"vllm": "--max-model-len", "sglang": "--context-length", "llama.cpp": "--ctx-size"}
-_SHORT = {"-c": "--ctx-size", "-m": "--model"}
-_PROGRAMS = {"llama-": "llama.cpp", "vllm": "vllm", "sglang": "sglang"}
-_UNITS = {"k": 1000, "K": 1024, "m": 10**6, "M": 1 << 20, "g": 10**9, "G": 1 << 30}
-_MOST_BYTES = 1 << 20
+NAMES = {"hf": "transformers", "vllm": "vLLM", "sglang": "SGLang", "llama.cpp": "llama.cpp"}
+"""How engines are called; `hf` where the settings do not say which one they are for."""
 SCALING = {
     *("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings"),
     *("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
     *("low_freq_factor", "high_freq_factor", "alpha", "short_factor", "long_factor"),
 }
 """Rope parameters that are a scaling's or the base."""
+_OVERRIDES = ("--hf-overrides", "--json-model-override-args")
+_LENGTHS = {"vllm": "--max-model-len", "sglang": "--context-length", "llama.cpp": "--ctx-size"}
+_PROGRAMS = {"llama-": "llama.cpp", "vllm": "vllm", "sglang": "sglang"}
+_UNITS = {"k": 1000, "K": 1024, "m": 10**6, "M": 1 << 20, "g": 10**9, "G": 1 << 30}
+_MOST_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class Told:
+class EngineSettings:
     """A configuration with the engine's settings of positions in it.
 
     Attributes:
@@ -50,7 +46,7 @@ class Told:
         file: the file that holds it.
         ropes: the given rope parameters, one for each type of layer.
         longest: the engine's longest context in tokens; None if it is not given.
-        engine: vllm, sglang, llama.cpp, or hf where the text does not tell.
+        engine: one of `NAMES`.
         whole: whether it is a whole configuration, and no override of another.
         ignored: settings that the engine ignores, a sentence each.
         width: how many features rotate where a GGUF says it.
@@ -98,16 +94,16 @@ def ropes_of(raw: Mapping[str, Any]) -> list[Any]:
     return list(innermost(decoder.get("rope_parameters") or decoder.get("rope_scaling")))
 
 
-def read_told(against: str | Path, base: Mapping[str, Any]) -> Told:
+def read_engine_settings(against: str | Path, base: Mapping[str, Any]) -> EngineSettings:
     """The settings in `against`, on top of the model's configuration if they are partial.
 
-    Raises `InputError` for what is neither a configuration nor tells of positions.
+    Raises `InputError` for what is no configuration and holds no settings of positions.
     """
     path = expanded(against)
     path = path / "config.json" if path.is_dir() else path
     file = str(path)
     if path.suffix == ".gguf":
-        return of_gguf(path, base)
+        return gguf_settings(path, base)
     if path.suffix == ".json":
         return _of_fields(read_object(path), base, file)
     try:
@@ -120,24 +116,14 @@ def read_told(against: str | Path, base: Mapping[str, Any]) -> Told:
         return _of_fields(parse_json(text, file), base, file)
     if "rope.scaling" in text and "--" not in text:  # as `--emit gguf` prints them
         keys = dict(_typed_key(line, f"{file}: {line!r}") for line in text.split())
-        return _of_flags(keys, {}, base, file)
+        return _of_llama_cpp(keys, {}, base, file)
     return _of_command(text, base, file)
 
 
-def of_gguf(path: Path, base: Mapping[str, Any]) -> Told:
+def gguf_settings(path: Path, base: Mapping[str, Any]) -> EngineSettings:
     """What llama.cpp computes of a GGUF file of the model."""
-    held = read_gguf(path)
-    return _of_llama_cpp(held.own, {}, base, str(path), {}, held.divisors)
-
-
-def _of_flags(
-    keys: Mapping[str, Any], flags: Mapping[str, str], base: Mapping[str, Any], file: str
-) -> Told:
-    """What llama.cpp computes of flags and single keys over the GGUF that its converter makes."""
-    decoder = decoder_of(base)
-    rope: Any = decoder.get("rope_parameters") or {}
-    keys = {"context_length": decoder.get("max_position_embeddings") or 0, **keys}
-    return _of_llama_cpp(keys, flags, base, file, rope.get("full_attention", rope))
+    _, keys, divisors = read_gguf(path)
+    return _of_llama_cpp(keys, {}, base, str(path), divisors)
 
 
 def _of_llama_cpp(
@@ -145,17 +131,26 @@ def _of_llama_cpp(
     flags: Mapping[str, str],
     base: Mapping[str, Any],
     file: str,
-    converted: Mapping[str, Any],
-    divisors: list[float] | None = None,
-) -> Told:
-    """The configuration of a model whose positions llama.cpp computes so."""
-    rope, longest, ignored = read_settings(converted, keys, flags, file, divisors)
+    divisors: Mapping[str, list[float]] | None = None,
+) -> EngineSettings:
+    """The configuration of a model whose positions llama.cpp computes so.
+
+    `divisors` are those of a GGUF file; without one, keys and flags change what the converter of
+    llama.cpp writes for the model.
+    """
     raw = copy.deepcopy(dict(base))
-    decoder, own = decoder_of(raw), dict(next(iter(ropes_of(raw)), {}))
+    decoder: Any = decoder_of(raw)
+    given: Any = decoder.get("rope_parameters") or {}
+    converted: Any = {}
+    if divisors is None:
+        converted = given.get("full_attention", given)
+        keys = {"context_length": decoder.get("max_position_embeddings") or 0, **keys}
+    rope, longest, ignored = computed(converted, keys, flags, file, divisors)
+    own = next(iter(ropes_of(raw)), {})
     whole: dict[str, Any] = {name: own[name] for name in own.keys() - SCALING} | rope
     types = decoder.get("layer_types") or ["sliding_attention"]
     windowed = decoder.get("sliding_window") and "sliding_attention" in types
-    if "sliding_attention" in (decoder.get("rope_parameters") or {}):
+    if "sliding_attention" in given:
         usual = 10000.0 if "gemma3" in str(decoder.get("model_type")) else rope["rope_theta"]
         within = {"rope_type": "default", "rope_theta": keys.get("rope.freq_base_swa", usual)}
         whole = {"full_attention": whole, "sliding_attention": within}
@@ -167,9 +162,10 @@ def _of_llama_cpp(
     decoder["rope_parameters"] = whole
     if windowed and "attention.sliding_window" in keys:
         decoder["sliding_window"] = int(keys["attention.sliding_window"])
-    width = keys.get("rope.dimension_count")
-    told = () if divisors is not None else (rope,)
-    return Told(raw, file, told, longest, "llama.cpp", False, tuple(ignored), width)
+    ropes, width = (rope,) if divisors is None else (), keys.get("rope.dimension_count")
+    return EngineSettings(
+        raw, file, ropes, longest, "llama.cpp", ignored=tuple(ignored), width=width
+    )
 
 
 def _of_fields(
@@ -178,7 +174,7 @@ def _of_fields(
     file: str,
     engine: str = "hf",
     longest: int | None = None,
-) -> Told:
+) -> EngineSettings:
     """A whole configuration, or fields that replace those of the model's."""
     whole = "model_type" in fields
     raw = copy.deepcopy(dict(fields)) if whole else _replaced(base, fields)
@@ -186,11 +182,11 @@ def _of_fields(
     if longest is None and engine == "hf" and type(named) is int:
         longest = named
     ropes: dict[str, Mapping[str, Any]] = {}
-    for part in (fields, decoder_of(fields)):  # those beside a text_config too
+    for part in (fields, decoder_of(fields)):  # those outside of a text_config too
         rope = part.get("rope_parameters") or part.get("rope_scaling") or {}
         nested = {name: value for name, value in rope.items() if isinstance(value, Mapping)}
         ropes |= nested or ({"": rope} if rope else {})
-    return Told(raw, file, tuple(ropes.values()), longest, engine, whole)
+    return EngineSettings(raw, file, tuple(ropes.values()), longest, engine, whole)
 
 
 def _replaced(base: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -205,15 +201,21 @@ def _replaced(base: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, A
     return raw
 
 
-def _of_command(text: str, base: Mapping[str, Any], file: str) -> Told:
+def _of_command(text: str, base: Mapping[str, Any], file: str) -> EngineSettings:
     """A command line, or a YAML that holds one or an engine's options."""
     words = list(_words(text, file))
-    settings = (word.partition("=") for word in words)
-    given = {ENVIRONMENT[name]: value for name, _, value in settings if name in ENVIRONMENT}
     overrides: dict[str, Any] = {}
     keys: dict[str, Any] = {}
-    for name, value in _options(words):
+    given: dict[str, str] = {}
+    for word, following in itertools.zip_longest(words, words[1:]):
+        name, equals, value = word.partition("=")
+        if name in ENVIRONMENT:
+            given.setdefault(ENVIRONMENT[name], value)  # a flag comes before it
+        if not re.match(r"--?[A-Za-z]", name) or not (equals or following is not None):
+            continue
+        value = value if equals else str(following)
         flag, _, path = name.partition(".")
+        flag = flag.replace("_", "-")  # as vLLM and llama.cpp take it
         if flag in _OVERRIDES and path:
             *outer, last = path.split(".")
             inner: Any = overrides
@@ -222,18 +224,18 @@ def _of_command(text: str, base: Mapping[str, Any], file: str) -> Told:
                 if not isinstance(inner, dict):
                     raise InputError(f"{file}: {name} is inside {part}, which is {inner!r}")
             inner[last] = _scalar(value)
-        elif flag in _OVERRIDES or (name == "--rope-scaling" and value.startswith("{")):
-            fields = parse_json(value, f"{name} in {file}")
+        elif flag in _OVERRIDES or (flag == "--rope-scaling" and value.startswith("{")):
+            fields = parse_json(value, f"{flag} in {file}")
             if not isinstance(fields, Mapping):
-                raise InputError(f"{name} in {file} must be a JSON object")
-            overrides |= {"rope_scaling": fields} if name == "--rope-scaling" else fields
-        elif name == "--rope-theta":
+                raise InputError(f"{flag} in {file} must be a JSON object")
+            overrides |= {"rope_scaling": fields} if flag == "--rope-scaling" else fields
+        elif flag == "--rope-theta":
             overrides["rope_theta"] = _scalar(value)
-        elif name == "--override-kv":
+        elif flag == "--override-kv":
             where = f"{file}: --override-kv"
             keys |= dict(_typed_key(part, f"{where} {part!r}") for part in value.split(","))
         else:
-            given[name] = value
+            given["--ctx-size" if flag == "-c" else flag] = value
     if not (overrides or keys or given.keys() & {*FLAGS, *_LENGTHS.values()}):
         known = ", ".join((*_OVERRIDES, *_LENGTHS.values(), "--rope-scaling"))
         raise InputError(
@@ -242,8 +244,7 @@ def _of_command(text: str, base: Mapping[str, Any], file: str) -> Told:
         )
     engine = _engine(words, given, bool(overrides))
     if engine == "llama.cpp":
-        flags = {name: given[name] for name in FLAGS & given.keys()}
-        return _of_flags(keys, flags, base, file)
+        return _of_llama_cpp(keys, {name: given[name] for name in FLAGS & given.keys()}, base, file)
     length = given.get(_LENGTHS[engine], "auto")
     longest = None if length in ("-1", "auto") else _length(length, file)
     return _of_fields(overrides, base, file, engine, longest)
@@ -287,18 +288,6 @@ def _of_yaml(held: Any) -> Iterator[str]:
             yield from _of_yaml(value)
         elif not isinstance(value, bool) and value is not None:
             yield from (f"--{str(name).lstrip('-')}", str(value))
-
-
-def _options(words: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Options with their values; `_` in a name is `-`, as vLLM and llama.cpp take it."""
-    for word, following in itertools.zip_longest(words, words[1:]):
-        name, equals, value = word.partition("=")
-        if not re.match(r"--?[A-Za-z]", name):
-            continue
-        flag, dot, path = name.partition(".")
-        name = flag.replace("_", "-") + dot + path
-        if equals or following is not None:
-            yield _SHORT.get(name, name), value if equals else str(following)
 
 
 def _scalar(text: str) -> Any:

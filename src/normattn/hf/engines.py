@@ -1,7 +1,7 @@
 """What an engine needs to serve a model under a method: a JSON to paste, flags, or GGUF keys.
 
-Engines apply a method by its frequencies and its factor alone. What they are told is checked
-against the model's own rotary module before it is printed (`native`), and a method that an engine
+Engines apply a method by its frequencies and its factor alone. What is printed is checked
+against the model's own rotary module first (`native`), and a method that an engine
 does not have is refused. `ENGINES` names the version of each engine whose code gave the rule.
 """
 
@@ -19,7 +19,6 @@ from normattn.hf.llama_cpp import architecture_of, flags, values
 from normattn.hf.model_parts import innermost, kind_of
 from normattn.hf.native import native_fields, rope_with
 from normattn.hf.plan import Plan, replaces_attention
-from normattn.score import ScoreSpec
 from normattn.score.parts.rope_scaling import NTKMixed
 
 COUNTED = ("yarn", "llama3", "longrope")
@@ -83,19 +82,22 @@ def emit(wanted: Wanted, engine: str) -> str:
     Raises `InputError` for an engine or a version that is not known, a method that the engine does
     not have, and a model whose configuration cannot express the method.
     """
+    spec, version = wanted.plan.spec, wanted.version
     if engine in _REFUSED:
         raise InputError(f"--emit cannot write it for {engine}: {_REFUSED[engine]}")
     if engine not in ENGINES:
         raise InputError(f"--emit knows {', '.join(ENGINES)}, not {engine!r}")
-    lacks = _lacks(wanted.plan.spec, engine)
+    lacks = None
+    if replaces_attention(spec):
+        lacks = "engines apply a method by its frequencies and a factor, and this changes attention"
+    elif isinstance(spec.rope_scaling, NTKMixed) and engine != "vllm":
+        lacks = "only vLLM has a base for each frequency"
     if lacks is not None:
-        raise InputError(
-            f"{engine} has no {wanted.plan.spec.method_text}: {lacks}; normattn.extend applies it"
-        )
+        raise InputError(f"{engine} has no {spec.method_text}: {lacks}; normattn.extend applies it")
     rule = ENGINES[engine]
-    if wanted.version is not None and _release(wanted.version) < rule.oldest:
+    if version is not None and _release(version) < rule.oldest:
         raise InputError(
-            f"--engine-version {wanted.version}: {engine} was checked with {rule.checked}; older "
+            f"--engine-version {version}: {engine} was checked with {rule.checked}; older "
             "versions use other names and rules, which were not checked"
         )
     return rule.write(wanted)
@@ -108,15 +110,6 @@ def _release(version: str) -> tuple[int, int]:
     if not (major.isdigit() and minor.isdigit()):
         raise InputError(f"--engine-version {version!r} is not a version such as 0.33.0")
     return int(major), int(minor)
-
-
-def _lacks(spec: ScoreSpec, engine: str) -> str | None:
-    """Why an engine has no such method; None where it has one."""
-    if replaces_attention(spec):
-        return "engines apply a method by its frequencies and a factor, and this changes attention"
-    if isinstance(spec.rope_scaling, NTKMixed) and engine != "vllm":
-        return "only vLLM has a base for each frequency"
-    return None
 
 
 def _config_json(wanted: Wanted) -> str:
@@ -157,10 +150,10 @@ def _vllm(wanted: Wanted) -> str:
     NTK-mixed (ntk_scaling_rope.py).
     """
     parts, layers, spec = wanted.plan.parts, wanted.plan.layers, wanted.plan.spec
-    fields: dict[str, Any] = {"max_position_embeddings": wanted.longest}
     if isinstance(spec.rope_scaling, NTKMixed):
         mixed = {"mixed_b": spec.rope_scaling.b, "factor": spec.rope_scaling.stretch}
-        fields["rope_parameters"] = rope_with(parts, layers, spec, {"rope_type": "ntk", **mixed})
+        rope = rope_with(parts, layers, spec, {"rope_type": "ntk", **mixed})
+        fields = {"max_position_embeddings": wanted.longest, "rope_parameters": rope}
     else:
         fields = wanted.fields
     fields = _without_multiplied_length(wanted, fields, "vllm")
@@ -227,12 +220,6 @@ def _llama_cpp(wanted: Wanted) -> str:
     )
 
 
-def _gguf(wanted: Wanted) -> str:
-    """Keys of a GGUF file, as key=type:value."""
-    keys = gguf_values(wanted)
-    return "".join(f"{name}={kind}:{value}\n" for name, (kind, value) in keys.items())
-
-
 def gguf_values(wanted: Wanted) -> dict[str, tuple[str, Any]]:
     """The keys of a GGUF file that say the method, with the kind of each value."""
     keys = values(wanted.gguf, wanted.fields)
@@ -242,6 +229,12 @@ def gguf_values(wanted: Wanted) -> dict[str, tuple[str, Any]]:
             "--emit llama.cpp, whose flags work in all"
         )
     return keys
+
+
+def _gguf(wanted: Wanted) -> str:
+    """Keys of a GGUF file, as key=type:value."""
+    keys = gguf_values(wanted)
+    return "".join(f"{name}={kind}:{value}\n" for name, (kind, value) in keys.items())
 
 
 def _command(*lines: str) -> str:

@@ -12,7 +12,7 @@ import math
 import os
 import re
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,41 +23,20 @@ from normattn.hf.native import scaling_words
 from normattn.io import open_file, write_with
 from normattn.score.parts.rope_scaling import YaRN
 
-_SAME = {"mistral": "llama", "mixtral": "llama"}
-"""What the converter of llama.cpp writes as another architecture."""
-_DIVISORS, _LONGROPE = "rope_freqs.", "rope_factors_"
-"""How tensors begin that divide frequencies: those of Llama 3.1 and of LongRoPE."""
 _TENSOR_BYTES, _VALUE_BYTES = 24, 13
 """The least that the description of a tensor and of a value take in a file."""
 
 
 class Gguf(NamedTuple):
-    """A file: its values by key (lists left out), and the tensors that scale its frequencies."""
+    """The head of a file.
 
+    `values` by key, without the architecture before it, and without lists. `divisors` are the
+    tensors that scale its frequencies: those of Llama 3.1 (`rope_freqs`) and of LongRoPE.
+    """
+
+    architecture: str
     values: dict[str, Any]
-    scaling: dict[str, list[float]]
-
-    @property
-    def architecture(self) -> str:
-        """What its keys begin with."""
-        return str(self.values.get("general.architecture"))
-
-    @property
-    def own(self) -> dict[str, Any]:
-        """The values by key, without the architecture."""
-        prefix = f"{self.architecture}."
-        return {name.removeprefix(prefix): value for name, value in self.values.items()}
-
-    @property
-    def divisors(self) -> list[float] | None:
-        """The numbers that divide the frequencies (`rope_freqs.weight`), or None.
-
-        Raises `InputError` for a file whose numbers are LongRoPE's, which differ with the length.
-        """
-        for name in self.scaling:
-            if name.startswith(_LONGROPE):
-                raise InputError(f"the file holds {name}: LongRoPE of a GGUF is not compared here")
-        return next(iter(self.scaling.values()), None)
+    divisors: dict[str, list[float]]
 
 
 def read_gguf(path: Path) -> Gguf:
@@ -66,31 +45,36 @@ def read_gguf(path: Path) -> Gguf:
     A file that has not changed is read once: its lists of tokens take seconds.
     """
     with open_file(path) as file:
-        state = os.fstat(file.fileno())
-        return _read_gguf(path, file.read(24), state.st_size, state.st_mtime_ns)
-
-
-@lru_cache(maxsize=4)
-def _read_gguf(path: Path, start: bytes, size: int, _: int) -> Gguf:
-    """The same; its counts are compared with its size before they are believed."""
-    from gguf import GGUFReader, GGUFValueType
-
+        start, state = file.read(24), os.fstat(file.fileno())
     if start[:4] != b"GGUF" or len(start) < 24:
         raise InputError(f"{path} is not a GGUF file, or its header is incomplete")
     _, tensors, values = struct.unpack("<IQQ", start[4:])
-    if tensors * _TENSOR_BYTES + values * _VALUE_BYTES > size:
+    if tensors * _TENSOR_BYTES + values * _VALUE_BYTES > state.st_size:
         raise InputError(
             f"{path} is damaged: its header counts {tensors:,} tensors and {values:,} values, more "
-            f"than its {size:,} bytes can hold"
+            f"than its {state.st_size:,} bytes can hold"
         )
+    return _read_head(path, state.st_size, state.st_mtime_ns)
+
+
+@lru_cache(maxsize=4)
+def _read_head(path: Path, size: int, modified: int) -> Gguf:
+    from gguf import GGUFReader, GGUFValueType
+
     try:
         reader = GGUFReader(str(path))
         fields = [x for x in reader.fields.values() if GGUFValueType.ARRAY not in x.types]
-        scaling = [x for x in reader.tensors if x.name.startswith((_DIVISORS, _LONGROPE))]
-        held = {str(tensor.name): tensor.data.flatten().tolist() for tensor in scaling}
-        return Gguf({field.name: field.contents() for field in fields}, held)
+        values = {field.name: field.contents() for field in fields}
+        divisors = {
+            str(tensor.name): tensor.data.flatten().tolist()
+            for tensor in reader.tensors
+            if tensor.name.startswith(("rope_freqs.", "rope_factors_"))
+        }
     except Exception as error:  # the reader fails as its arrays do, in many ways
         raise InputError(f"{path} is cut or damaged: {type(error).__name__}: {error}") from error
+    architecture = str(values.get("general.architecture"))
+    own = {name.removeprefix(f"{architecture}."): value for name, value in values.items()}
+    return Gguf(architecture, own, divisors)
 
 
 def architecture_of(model_type: str) -> str | None:
@@ -98,8 +82,9 @@ def architecture_of(model_type: str) -> str | None:
     from gguf.constants import MODEL_ARCH_NAMES
 
     name = model_type.removesuffix("_text")
-    names = (_SAME.get(name, name), name.replace("_", "-"), name.replace("_", ""))
+    converted = {"mistral": "llama", "mixtral": "llama"}.get(name, name)
     known = set(MODEL_ARCH_NAMES.values())
+    names = (converted, name.replace("_", "-"), name.replace("_", ""))
     return next((candidate for candidate in names if candidate in known), None)
 
 
@@ -108,14 +93,13 @@ def refuse_scaled(path: Path) -> None:
 
     transformers (5.23) reads neither, and would compute with plain frequencies.
     """
-    held = read_gguf(path)
-    keys = held.own
+    _, keys, divisors = read_gguf(path)
     factor = keys.get("rope.scaling.factor") or keys.get("rope.scale_linear") or 1.0
-    # As llama.cpp reads a factor without a type.
+    # llama.cpp reads a factor without a type as linear.
     kind = keys.get("rope.scaling.type", "none" if factor == 1.0 else "linear")
-    for says in (*held.scaling, *([] if kind == "none" else [f"a {kind} scaling"])):
+    for scaling in (*divisors, *([] if kind == "none" else [f"a {kind} scaling"])):
         raise InputError(
-            f"{path} holds {says}, which scales its frequencies and which transformers does not "
+            f"{path} holds {scaling}, which scales its frequencies and which transformers does not "
             "read: give the original file, or the model as a folder"
         )
 
@@ -157,10 +141,7 @@ _WORDS = {
 }
 """transformers' words, and the keys and flags of llama.cpp that say the same."""
 _BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
-_SCALING_KEYS = ("rope.scaling.type", "rope.scaling.factor", "rope.scale_linear")
 _SCALES = ("--rope-scale", "--rope-freq-scale")
-_OF_YARN = {"ext_factor": -1.0, "attn_factor": 1.0, **_BETAS}
-"""Its usual values."""
 FLAGS = frozenset(
     {"--ctx-size", "--rope-freq-scale", "--yarn-ext-factor", "--yarn-attn-factor"}
     | {flag for _, _, flag in _WORDS.values()}
@@ -168,7 +149,6 @@ FLAGS = frozenset(
 ENVIRONMENT = {f"LLAMA_ARG_{name[2:].replace('-', '_').upper()}": name for name in FLAGS} | {
     "LLAMA_ARG_ROPE_SCALING_TYPE": "--rope-scaling"
 }
-_KINDS = ("none", "linear", "yarn", "longrope")
 
 
 def values(architecture: str, fields: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
@@ -176,39 +156,32 @@ def values(architecture: str, fields: Mapping[str, Any]) -> dict[str, tuple[str,
 
     Raises `InputError` for a scaling that llama.cpp does not have.
     """
-    rope = dict(_one_scaling(fields["rope_parameters"]))
-    rope["rope_type"] = kind_of(rope).replace("default", "none")
-    casts: dict[str, Callable[[Any], Any]] = {"f32": float, "u32": int, "str": str}
-    keys: dict[str, tuple[str, Any]] = {
-        "context_length": ("u32", int(fields["max_position_embeddings"]))
-    }
-    for word, (key, kind, _) in _WORDS.items():
-        if rope.get(word) is not None:
-            keys[key] = (kind, casts[kind](rope[word]))
-    if "attention_factor" in rope:
-        # Beside the 1 + 0.1·ln s that llama.cpp multiplies with by itself.
-        own = float(rope["attention_factor"]) / _mscale(float(rope["factor"]))
-        keys["rope.scaling.attn_factor"] = ("f32", own)
-    return {f"{architecture}.{name}": value for name, value in keys.items()}
-
-
-def _one_scaling(rope: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The parameters of the layers that see everything: llama.cpp scales no others."""
-    nested = {name: value for name, value in rope.items() if isinstance(value, Mapping)}
-    own = nested.pop("full_attention", None) if nested else rope
-    if own is None or any(kind_of(other) != "default" for other in nested.values()):
+    given = fields["rope_parameters"]
+    nested = {name: rope for name, rope in given.items() if isinstance(rope, Mapping)}
+    rope: Any = nested.pop("full_attention", None) if nested else given
+    if rope is None or any(kind_of(other) != "default" for other in nested.values()):
         raise InputError(
             "llama.cpp and GGUF hold one kind of scaling, for layers with full attention; this "
             "model scales other layers too"
         )
-    if own.get("truncate") is False:
+    if rope.get("truncate") is False:
         raise InputError("llama.cpp has YaRN with ⌊ ⌋ and ⌈ ⌉ only, not truncate=false")
-    if kind_of(own) not in ("default", "linear", "yarn"):
+    if kind_of(rope) not in ("default", "linear", "yarn"):
         raise InputError(
-            f"llama.cpp reads {kind_of(own)} frequencies from a tensor of the GGUF file that the "
+            f"llama.cpp reads {kind_of(rope)} frequencies from a tensor of the GGUF file that the "
             "converter writes; flags and keys cannot express them"
         )
-    return own
+    rope = {**rope, "rope_type": kind_of(rope).replace("default", "none")}
+    casts: Any = {"f32": float, "u32": int, "str": str}
+    keys = {"context_length": ("u32", int(fields["max_position_embeddings"]))}
+    for word, (key, kind, _) in _WORDS.items():
+        if rope.get(word) is not None:
+            keys[key] = (kind, casts[kind](rope[word]))
+    if "attention_factor" in rope:
+        # llama.cpp multiplies with 1 + 0.1·ln s by itself.
+        own = float(rope["attention_factor"]) / _mscale(float(rope["factor"]))
+        keys["rope.scaling.attn_factor"] = ("f32", own)
+    return {f"{architecture}.{name}": value for name, value in keys.items()}
 
 
 def flags(fields: Mapping[str, Any], architecture: str) -> list[str]:
@@ -228,109 +201,86 @@ def flags(fields: Mapping[str, Any], architecture: str) -> list[str]:
     return [*options, *overrides]
 
 
-def read_settings(
-    own: Mapping[str, Any],
+def _mscale(factor: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * math.log(factor) + 1
+
+
+class Computed(NamedTuple):
+    """What llama.cpp computes.
+
+    `rope` are the rope parameters with which transformers computes the same, `longest` the longest
+    text, `ignored` the settings without effect, a sentence each.
+    """
+
+    rope: dict[str, Any]
+    longest: int | None
+    ignored: list[str]
+
+
+def computed(
+    converted: Mapping[str, Any],
     keys: Mapping[str, Any],
     given: Mapping[str, str],
     file: str,
-    divisors: list[float] | None = None,
-) -> tuple[dict[str, Any], int | None, list[str]]:
-    """Rope parameters of what llama.cpp makes of GGUF keys and flags, the longest text, and more.
+    divisors: Mapping[str, Sequence[float]] | None = None,
+) -> Computed:
+    """What llama.cpp makes of GGUF keys, without their architecture, and of flags.
 
-    What is last are flags without effect, a sentence each. `keys` lack their architecture, `own`
-    are rope parameters that the converter has read before, `divisors` the numbers of
-    `rope_freqs.weight`. The server caps a slot at the file's context_length. Raises `InputError`
-    for a value that it would not read, and for what transformers has no words for.
+    `converted` are rope parameters that the converter has written into the file, `divisors` its
+    tensors that divide frequencies. Raises `InputError` for a value that llama.cpp would not read,
+    and for what transformers has no words for.
     """
     numbers = _numbers(given, file)
-    _refuse_keys_of_yarn(keys, numbers, file)
-    rope = {**own, **{word: keys[key] for word, (key, _, _) in _WORDS.items() if key in keys}}
-    for word, (_, kind, flag) in _WORDS.items():
-        value = given.get(flag) if kind == "str" else numbers.get(flag)
-        unset = isinstance(value, float) and (value < 0 if "beta" in word else value == 0)
-        rope |= {} if value is None or unset else {word: value}
-    if "--rope-freq-scale" in numbers:
-        rope["factor"] = 1 / numbers["--rope-freq-scale"]
-    if kind_of(own) != "llama3":
-        rope = _resolved(rope, keys, numbers, file)
-    elif given.keys() & {"--rope-scaling", *_SCALES} or keys.keys() & {*_SCALING_KEYS}:
-        raise InputError(f"{file}: a scaling on top of llama3 has no words in transformers")
-    mix, context = rope["rope_type"] == "yarn", int(keys.get("context_length", 0))
-    if divisors is not None:
-        rope = _divided(rope, divisors, context, file)
-    asked = int(numbers.get("--ctx-size", 0))
-    times = float(keys.get("rope.scaling.attn_factor", 1.0))
-    times *= 1.0 if mix else max(numbers.get("--yarn-attn-factor", 1.0), 0.0)
-    ignored = list(_ignored(given, mix, asked, context))
-    if times != 1 and "attention_factor" not in rope:
-        ignored.append(f"attention factor: cos and sin times {times:.5g} instead of 1")
-    longest = min(asked or context, context) if context else asked or None
-    return rope, longest, ignored
-
-
-def _refuse_keys_of_yarn(keys: Mapping[str, Any], numbers: Mapping[str, float], file: str) -> None:
-    """Raise `InputError` for keys of a file that only some architectures read.
-
-    The loaders of some (grok, laguna) read them, that of llama does not: a file of llama with 16
-    and 2 as its betas gave other probabilities than the flags.
-    """
-    for name, usual in _OF_YARN.items():
+    # The loaders of some architectures (grok, laguna) read these keys, that of llama does not: a
+    # file of llama with 16 and 2 as its betas gave other probabilities than the flags.
+    for name, usual in {"ext_factor": -1.0, "attn_factor": 1.0, **_BETAS}.items():
         flag, key = f"--yarn-{name.replace('_', '-')}", f"rope.scaling.yarn_{name}"
         if numbers.get(flag, -1.0) < 0 and float(keys.get(key, usual)) not in (usual, -1.0):
             raise InputError(
                 f"{file}: llama.cpp reads {key} in some architectures and ignores it in most, so "
                 f"what it computes is not known here: say {flag} instead"
             )
-
-
-def _resolved(
-    rope: dict[str, Any], keys: Mapping[str, Any], numbers: Mapping[str, float], file: str
-) -> dict[str, Any]:
-    """The rope parameters with which transformers computes what llama.cpp computes of these."""
-    kind = str(rope.get("rope_type", "linear")).replace("default", "none")
-    if kind not in _KINDS:
-        raise InputError(f"{file}: llama.cpp has no rope scaling {kind!r}: {', '.join(_KINDS)}")
-    base, width = float(rope.get("rope_theta") or 10000.0), keys.get("rope.dimension_count", 2)
-    if base <= 1 or width < 2 or width % 2:
-        raise InputError(
-            f"{file}: llama.cpp would compute no frequencies of a base of {base:g} (above 1) and "
-            f"{width:g} features (even)"
+    rope = {**converted, **{word: keys[key] for word, (key, _, _) in _WORDS.items() if key in keys}}
+    for word, (_, kind, flag) in _WORDS.items():
+        value: Any = given.get(flag) if kind == "str" else numbers.get(flag)
+        if value is not None and (value >= 0 if word in _BETAS else value != 0):
+            rope[word] = value
+    if "--rope-freq-scale" in numbers:
+        rope["factor"] = 1 / numbers["--rope-freq-scale"]
+    scaled = {"rope.scaling.type", "rope.scaling.factor", "rope.scale_linear", "--rope-scaling"}
+    if kind_of(converted) != "llama3":
+        rope = _resolved(rope, keys, numbers, file)
+    elif {*keys, *given} & {*scaled, *_SCALES}:
+        raise InputError(f"{file}: a scaling on top of llama3 has no words in transformers")
+    yarn, context = rope["rope_type"] == "yarn", int(keys.get("context_length", 0))
+    for name, factors in (divisors or {}).items():
+        if name.startswith("rope_factors_"):
+            raise InputError(f"the file holds {name}: LongRoPE of a GGUF is not compared here")
+        if rope["rope_type"] != "default":
+            raise InputError(f"{file}: rope_freqs.weight under another scaling has no words here")
+        # In transformers' words: LongRoPE with two equal lists.
+        rope |= {"rope_type": "longrope", "factor": 1.0, "attention_factor": 1.0}
+        rope |= {_ORIGINAL: context, "short_factor": factors, "long_factor": factors}
+    asked, ignored = int(numbers.get("--ctx-size", 0)), []
+    if given.get("--rope-scaling") == "none" and given.keys() & {*_SCALES}:
+        ignored.append("--rope-scale is ignored: with --rope-scaling none llama.cpp sets it to 1")
+    if yarn and "--yarn-attn-factor" in given:
+        ignored.append(
+            "--yarn-attn-factor is ignored: llama.cpp overwrites it where YaRN is on; say "
+            "--override-kv ARCH.rope.scaling.attn_factor=float:…"
         )
-    factor = float(rope.get("factor") or keys.get("rope.scale_linear") or 1.0)
-    plain = {"rope_type": "default", "rope_theta": base}
-    mix = numbers.get("--yarn-ext-factor", -1.0)
-    mix = float(kind == "yarn") if mix < 0 else mix
-    if mix not in (0, 1):
-        raise InputError(f"{file}: transformers has no words for --yarn-ext-factor {mix:g}")
-    if mix:  # which checks its values
-        fast, slow = (float(rope.get(name, usual)) for name, usual in _BETAS.items())
-        yarn = YaRN(factor=factor, beta_fast=fast, beta_slow=slow)
-    if kind == "none" or factor == 1:
-        return plain
-    if not mix:
-        return {**plain, "rope_type": "linear", "factor": factor}
-    original = int(rope.get(_ORIGINAL) or keys.get("context_length", 0))
-    stored = float(keys.get("rope.scaling.attn_factor", 1.0))
-    weight = float(keys.get("rope.scaling.yarn_log_multiplier", 0.0)) / 0.1
-    more: dict[str, Any] = {
-        name: rope[name] for name in ("mscale", "mscale_all_dim") if name in rope
-    }
-    if weight:  # DeepSeek's, whose softmax scale grows instead
-        more = {"mscale": weight, "mscale_all_dim": weight}
-    elif stored != 1:
-        more = {"attention_factor": _mscale(factor) * stored}
-    return {**plain, **scaling_words(yarn, original), **more}
-
-
-def _divided(
-    rope: dict[str, Any], divisors: list[float], context: int, file: str
-) -> dict[str, Any]:
-    """Plain rope parameters whose frequencies are divided: LongRoPE with two equal lists."""
-    if rope["rope_type"] != "default":
-        raise InputError(f"{file}: rope_freqs.weight under another scaling has no words here")
-    lists = dict.fromkeys(("short_factor", "long_factor"), divisors)
-    own = {"rope_type": "longrope", "factor": 1.0, "attention_factor": 1.0, _ORIGINAL: context}
-    return {**rope, **own, **lists}
+    if context and asked > context:
+        ignored.append(
+            f"--ctx-size {asked:,} is cut to the file's context_length, {context:,}: say "
+            "--override-kv ARCH.context_length=int:…"
+        )
+    times = float(keys.get("rope.scaling.attn_factor", 1.0))
+    times *= 1.0 if yarn else max(numbers.get("--yarn-attn-factor", 1.0), 0.0)
+    if times != 1 and "attention_factor" not in rope:
+        ignored.append(f"attention factor: cos and sin times {times:.5g} instead of 1")
+    # The server caps a slot at the file's context_length.
+    longest = min(asked or context, context) if context else asked or None
+    return Computed(rope, longest, ignored)
 
 
 def _numbers(given: Mapping[str, str], file: str) -> dict[str, float]:
@@ -347,20 +297,38 @@ def _numbers(given: Mapping[str, str], file: str) -> dict[str, float]:
     return numbers
 
 
-def _mscale(factor: float) -> float:
-    return 1.0 if factor <= 1 else 0.1 * math.log(factor) + 1
-
-
-def _ignored(given: Mapping[str, str], mix: bool, asked: int, context: int) -> Iterator[str]:
-    if given.get("--rope-scaling") == "none" and given.keys() & {*_SCALES}:
-        yield "--rope-scale is ignored: with --rope-scaling none llama.cpp sets it to 1"
-    if mix and "--yarn-attn-factor" in given:
-        yield (
-            "--yarn-attn-factor is ignored: llama.cpp overwrites it where YaRN is on; say "
-            "--override-kv ARCH.rope.scaling.attn_factor=float:…"
+def _resolved(
+    rope: Mapping[str, Any], keys: Mapping[str, Any], numbers: Mapping[str, float], file: str
+) -> dict[str, Any]:
+    """The rope parameters with which transformers computes what llama.cpp computes of these."""
+    kind = str(rope.get("rope_type", "linear")).replace("default", "none")
+    known = ("none", "linear", "yarn", "longrope")
+    if kind not in known:
+        raise InputError(f"{file}: llama.cpp has no rope scaling {kind!r}: {', '.join(known)}")
+    base, width = float(rope.get("rope_theta") or 10000.0), keys.get("rope.dimension_count", 2)
+    if base <= 1 or width < 2 or width % 2:
+        raise InputError(
+            f"{file}: llama.cpp would compute no frequencies of a base of {base:g} (above 1) and "
+            f"{width:g} features (even)"
         )
-    if context and asked > context:
-        yield (
-            f"--ctx-size {asked:,} is cut to the file's context_length, {context:,}: say "
-            "--override-kv ARCH.context_length=int:…"
-        )
+    factor = float(rope.get("factor") or keys.get("rope.scale_linear") or 1.0)
+    mix = numbers.get("--yarn-ext-factor", -1.0)
+    mix = float(kind == "yarn") if mix < 0 else mix
+    if mix not in (0, 1):
+        raise InputError(f"{file}: transformers has no words for --yarn-ext-factor {mix:g}")
+    if mix:  # which checks its values
+        yarn = YaRN(factor=factor, **{x: float(rope.get(x, usual)) for x, usual in _BETAS.items()})
+    plain = {"rope_type": "default", "rope_theta": base}
+    if kind == "none" or factor == 1:
+        return plain
+    if not mix:
+        return {**plain, "rope_type": "linear", "factor": factor}
+    original = int(rope.get(_ORIGINAL) or keys.get("context_length", 0))
+    stored = float(keys.get("rope.scaling.attn_factor", 1.0))
+    weight = float(keys.get("rope.scaling.yarn_log_multiplier", 0.0)) / 0.1
+    more = {name: rope[name] for name in ("mscale", "mscale_all_dim") if name in rope}
+    if weight:  # DeepSeek's, whose softmax scale grows instead
+        more = {"mscale": weight, "mscale_all_dim": weight}
+    elif stored != 1:
+        more = {"attention_factor": _mscale(factor) * stored}
+    return {**plain, **scaling_words(yarn, original), **more}

@@ -171,7 +171,17 @@ def _specify(
     asked = ScoreSpec.parse("Baseline").with_method(method, **own)
     length = asked.train_length if train_length is None else train_length
     length, source = (length, "given") if length is not None else known_length(parts)
-    spec = asked.resolve(length, factor)
+    try:
+        spec = asked.resolve(length, factor)
+    except InputError:
+        if factor is not None or all(
+            getattr(part, "factor", 1) is not None for part in asked.parts
+        ):
+            raise
+        raise InputError(
+            f"{method} needs a factor, the longest text divided by the training length of {length:,} "
+            f'tokens: extend(model, "{method}", factor=4)'
+        ) from None
     if factor is not None and ScoreSpec(asked.parts, length) == spec:
         raise InputError(f"{spec.method} takes no factor, or its parameter is given already")
     if spec.window[0] is not None:
