@@ -14,7 +14,7 @@ import normattn
 from normattn import InputError
 from normattn.hf import load
 from normattn.hf.llama_cpp import write_gguf
-from normattn.hf.tiny_model import read_configuration
+from normattn.hf.load import read_configuration
 
 from .families import logits, tokens
 

@@ -7,16 +7,17 @@ from pathlib import Path
 from normattn.cli import model_options
 from normattn.cli.extend_settings import (
     choose,
-    open_parameters,
     expand_methods,
+    open_parameters,
     refuse_unused,
 )
 from normattn.errors import InputError
 from normattn.hf.engines import ENGINES, Wanted, emit, gguf_values
 from normattn.hf.llama_cpp import architecture_of, read_gguf, write_gguf
+from normattn.hf.load import read_configuration
 from normattn.hf.native import refuse_applied
 from normattn.hf.plan import plan
-from normattn.hf.tiny_model import read_configuration, small_model
+from normattn.hf.tiny_model import small_model
 from normattn.io import expanded, write_text
 from normattn.score.spec import UNMODIFIED
 from normattn.terminal import show, warn

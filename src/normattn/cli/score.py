@@ -8,8 +8,9 @@ from typing import Any
 
 from normattn.cli import model_options
 from normattn.hf.engine_check import verify
+from normattn.hf.load import read_configuration
 from normattn.hf.score_of import score_of
-from normattn.hf.tiny_model import in_float64, read_configuration, small_model
+from normattn.hf.tiny_model import in_float64, small_model
 from normattn.terminal import show
 
 

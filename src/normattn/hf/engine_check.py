@@ -27,6 +27,7 @@ from normattn.hf.engine_input import (
     ropes_of,
 )
 from normattn.hf.engines import COUNTED, derived_length
+from normattn.hf.load import read_configuration
 from normattn.hf.model_parts import explained, kind_of, known_length, model_parts
 from normattn.hf.native import take_record
 from normattn.hf.plan import Plan, plan, replaces_attention
@@ -34,7 +35,6 @@ from normattn.hf.tiny_model import (
     SHORT,
     Positions,
     differences,
-    read_configuration,
     read_positions,
     rotates,
     small_model,

@@ -7,6 +7,7 @@ files can hold. No code of a model is run, and no pickle is read.
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import logging
 import re
@@ -25,225 +26,8 @@ from normattn.hf.native import ADAPTER_FILE, FIELD, check_record, take_record
 from normattn.io import expanded, open_file, read_object
 from normattn.models.utils import on_meta
 
-_INDEX = "model.safetensors.index.json"
-WHERE = ("revision", "cache_dir", "token", "local_files_only", "subfolder")
-_LAYER = re.compile(r"\.(\d+)\.")
-
-
-def load_model(model: str | Path, gguf: str | None = None, **options: Any) -> Any:
-    """The model alone; `options` are those of transformers' `from_pretrained`."""
-    try:
-        import transformers
-    except ImportError:
-        raise InputError("loading a model needs transformers: pip install normattn[hf]") from None
-    auto: Any = transformers.AutoModelForCausalLM
-    source, gguf = source_of(model, gguf)
-    given = {**options_of(source, gguf), **options}
-    if given["local_files_only"] and not Path(source).is_dir():
-        # transformers looks for an adapter beside the weights, which it would ask the hub for.
-        given.setdefault("adapter_kwargs", {"local_files_only": True})
-    if gguf is None:
-        given["use_safetensors"] = True
-    elif hasattr(transformers, "GgufConfig"):
-        # Packed weights compute by kernels and attention of their own, and cannot be saved.
-        given["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    _refuse_sizes(source, gguf)
-    if gguf is not None and not Path(source).is_dir():
-        where = {name: given[name] for name in WHERE if name in given}
-        with explained(gguf):  # the file on the hub, which loading it needs here anyway
-            file = transformers.utils.hub.cached_file(source, gguf, **where)
-        refuse_scaled(Path(str(file)))
-    before = transformers.logging.get_verbosity()
-    # Its report of names in a file prints escapes in them too; `_refuse_differences` reports.
-    transformers.logging.set_verbosity(logging.ERROR)
-    try:
-        with explained(gguf or source):
-            made, info = auto.from_pretrained(source, output_loading_info=True, **given)
-    finally:
-        transformers.logging.set_verbosity(before)
-    _refuse_differences(made, info, gguf or source)
-    return made.eval()
-
-
-def read_tokeniser(model: str | Path, gguf: str | None = None) -> Any:
-    """The tokeniser alone, of what `load_model` takes or of a folder that has nothing else.
-
-    Raises `InputError` as `load_model` does.
-    """
-    folder = expanded(model)
-    alone = gguf is None and (folder / "tokenizer.json").is_file()
-    source, gguf = (str(folder), None) if alone else source_of(model, gguf)
-    with explained(gguf or source):
-        from transformers import AutoTokenizer
-
-        tokeniser = AutoTokenizer.from_pretrained(source, **options_of(source, gguf))
-    longest = tokeniser.model_max_length
-    if not isinstance(longest, int | float) or isinstance(longest, bool):
-        raise InputError(
-            f"the tokeniser of {gguf or source}: model_max_length must be a number, not {longest!r}"
-        )
-    return tokeniser
-
-
-def source_of(model: str | Path, gguf: str | None = None) -> tuple[str, str | None]:
-    """The folder or name on the hub, and the GGUF file in it, if any."""
-    path = expanded(model)
-    if path.is_file():
-        if gguf is not None:
-            raise InputError(f"{path} is a file already, so gguf={gguf!r} has no meaning")
-        path, gguf = path.parent, path.name
-    elif path.suffix == ".gguf":
-        raise InputError(f"there is no file {path}")
-    elif path.exists() and not path.is_dir():
-        raise InputError(f"{path} is neither a file nor a folder")
-    if gguf is not None:
-        for package in ("gguf", "accelerate"):
-            if importlib.util.find_spec(package) is None:
-                raise InputError(
-                    f"a GGUF file needs the package {package}: pip install normattn[hf]"
-                )
-        if path.is_dir() and not (path / gguf).is_file():
-            raise InputError(f"there is no file {path / gguf}")
-    elif path.is_dir() and not (path / "config.json").exists():
-        held = ", ".join(sorted(file.name for file in path.glob("*.gguf"))) or "no GGUF file either"
-        raise InputError(f"{path} holds no config.json of transformers, and {held}")
-    elif path.is_dir():
-        refuse_kind(path / "config.json")
-    elif path.is_absolute() or str(model).count("/") > 1 or str(model).startswith("."):
-        raise InputError(f"{model} does not exist, and is not a name on the hub (OWNER/NAME)")
-    return (str(path) if path.is_dir() else str(model)), gguf
-
-
-def options_of(source: str, gguf: str | None) -> dict[str, Any]:
-    """No code of the model's own is run, nobody is asked, and a folder needs no network."""
-    local = Path(source).is_dir() or not _hub_answers()
-    options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": local}
-    return options if gguf is None else {**options, "gguf_file": gguf}
-
-
-def _hub_answers() -> bool:
-    """Whether the hub can be reached; each file of one that cannot is tried for many seconds."""
-    from huggingface_hub import constants, get_session
-
-    try:
-        get_session().head(constants.ENDPOINT, timeout=5)
-    except Exception:  # The kinds of errors are those of the hub's HTTP library, by its version.
-        return False
-    return True
-
-
-def refuse_kind(file: Path) -> None:
-    """Refuse a configuration of a kind that transformers does not know."""
-    from transformers import CONFIG_MAPPING
-
-    kind = read_object(file).get("model_type")
-    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
-        raise InputError(
-            f"{file}: model_type is {kind!r}, which is not known to transformers "
-            f"{_version('transformers')}"
-        )
-
-
-def _refuse_sizes(source: str, gguf: str | None) -> None:
-    """Refuse a local model whose configuration asks for more numbers than its files have bits.
-
-    Nothing is made for it, and no weight is read. Refused too: an index of weights outside of the
-    folder, pickled weights, which can run code, and pipes, whose reading would never end.
-    """
-    import transformers
-
-    folder = Path(source)
-    if not folder.is_dir():
-        return
-    for entry in sorted(folder.iterdir()):
-        if not entry.is_dir():
-            with open_file(entry):
-                pass
-    index = folder / _INDEX
-    with explained(gguf or source):
-        places = read_object(index)["weight_map"].values() if index.exists() else ()
-    if any(Path(str(name)).name != name for name in places):
-        raise InputError(f"{index} points outside its folder")
-    if gguf is not None:
-        refuse_scaled(folder / gguf)
-    files = list(folder.glob("*.safetensors")) if gguf is None else [folder / gguf]
-    if not files:
-        raise InputError(f"{folder} holds no safetensors, and pickled weights are never read")
-    bits = 8 * sum(file.stat().st_size for file in files)
-    # On torch's meta device nothing takes memory, not even what a configuration checks itself by.
-    with explained(gguf or source), on_meta():
-        config = transformers.AutoConfig.from_pretrained(source, **options_of(source, gguf))
-        wanted = getattr(config.get_text_config(), "num_hidden_layers", 0)
-        if not isinstance(wanted, int) or wanted <= bits:
-            auto: Any = transformers.AutoModelForCausalLM
-            shell = auto.from_config(config, trust_remote_code=False)
-            shell.tie_weights()
-            wanted = sum(parameter.numel() for parameter in shell.parameters())
-    if wanted > bits:
-        raise InputError(
-            f"{gguf or source} holds {bits // 8:,} bytes, too few for the numbers that its "
-            "configuration describes"
-        )
-
-
-def missing_weight(info: Mapping[str, Any]) -> str | None:
-    """The first weight that files lack, by transformers' loading info, as a clause; or None."""
-    lacking = sorted(str(key) for key in (*info["missing_keys"], *info["mismatched_keys"]))
-    return f"{lacking[0]} is missing or has another shape" if lacking else None
-
-
-def refuse_endless(model: Any, source: str) -> None:
-    """Refuse frequencies that are no numbers, which a base of 0 gives without a word."""
-    for name, buffer in model.named_buffers():
-        if name.endswith("inv_freq") and not bool(torch.isfinite(buffer).all()):
-            raise InputError(f"the configuration of {source} gives rotary frequencies without end")
-
-
-def _refuse_differences(model: Any, info: Any, source: str) -> None:
-    """Refuse weights that were drawn at random for want of stored ones, and layers left out."""
-    refuse_endless(model, source)
-    why = missing_weight(info)
-    layers = getattr(model.config.get_text_config(), "num_hidden_layers", 0)
-    for name in sorted(map(str, info["unexpected_keys"])):
-        number = _LAYER.search(name)
-        if number is not None and isinstance(layers, int) and 0 < layers <= int(number[1]):
-            why = why or f"they hold {name}, but num_hidden_layers is {layers}"
-    if why is not None:
-        raise InputError(f"the weights in {source} are not those of its configuration: {why}")
-
-
+_WHERE = ("revision", "cache_dir", "token", "local_files_only", "subfolder")
 _ADAPTER = "adapter_config.json"
-
-
-def from_pretrained(path: str, **options: Any) -> Any:
-    """A causal language model of transformers, extended as it was when it was saved.
-
-    `model.save_pretrained(path)` of an extended model writes the method into config.json (the field
-    `normattn`). If transformers has the method (PI, YaRN; NTK and ABF as another base), it is also
-    written in transformers' format, so that plain `from_pretrained` and other engines apply it.
-    They ignore any other method and load the unmodified model. A PEFT model's method is saved next
-    to the adapter.
-
-    Args:
-        path: a folder, or a name on the hub.
-        options: those of `AutoModelForCausalLM.from_pretrained`.
-
-    `normattn.hf.extension_of(model).remove()` gives the model as trained. Raises `InputError` where
-    the configuration names no extension, and as `normattn.hf.load` does.
-    """
-    record: dict[str, Any] | None
-    if is_adapter(path):
-        record = read_adapter_record(path)
-        model = _with_adapter(path, options)
-    else:
-        model, record = as_trained(path, **options)
-    if record is None:
-        raise InputError(
-            f"the configuration of {path} names no extension (no field {FIELD!r} with a method "
-            "and a train_length): load it with transformers and extend it"
-        )
-    extend(model, record["method"], train_length=record["train_length"])
-    return model
 
 
 def load(
@@ -275,26 +59,262 @@ def load(
     return made, read_tokeniser(model, gguf)
 
 
+def from_pretrained(path: str, **options: Any) -> Any:
+    """A causal language model of transformers, extended as it was when it was saved.
+
+    `model.save_pretrained(path)` of an extended model writes the method into config.json (the field
+    `normattn`). If transformers has the method (PI, YaRN; NTK and ABF as another base), it is also
+    written in transformers' format, so that plain `from_pretrained` and other engines apply it.
+    They ignore any other method and load the unmodified model. A PEFT model's method is saved next
+    to the adapter.
+
+    Args:
+        path: a folder, or a name on the hub.
+        options: those of `AutoModelForCausalLM.from_pretrained`.
+
+    `normattn.hf.extension_of(model).remove()` gives the model as trained. Raises `InputError` where
+    the configuration names no extension, and as `normattn.hf.load` does.
+    """
+    record: dict[str, Any] | None
+    if is_adapter(path):
+        record = read_adapter_record(path)
+        if importlib.util.find_spec("peft") is None:
+            raise InputError(f"{path} holds an adapter, which needs PEFT: pip install peft")
+        from peft import PeftModel
+
+        folder = Path(path).expanduser()
+        name = read_object(folder / _ADAPTER).get("base_model_name_or_path")
+        if not isinstance(name, str) or not name:
+            raise InputError(f"{folder / _ADAPTER} names no base_model_name_or_path")
+        model = PeftModel.from_pretrained(as_trained(name, **options)[0], str(folder)).eval()
+    else:
+        model, record = as_trained(path, **options)
+    if record is None:
+        raise InputError(
+            f"the configuration of {path} names no extension (no field {FIELD!r} with a method "
+            "and a train_length): load it with transformers and extend it"
+        )
+    extend(model, record["method"], train_length=record["train_length"])
+    return model
+
+
 def as_trained(
     path: str | Path, gguf: str | None = None, **options: Any
 ) -> tuple[Any, dict[str, Any] | None]:
-    """A model of transformers without its saved method, and the entry that names it.
+    """A model of transformers without its saved method, and the record that names it, if any.
 
-    See `record_of`. Also where transformers' own words tell of the method, and plain
-    `from_pretrained` would apply it. `options` are those of transformers' `from_pretrained`.
+    Also where transformers' own words express the method, and plain `from_pretrained` would apply
+    it. `options` are those of transformers' `from_pretrained`.
     """
-    from transformers import AutoConfig
+    try:
+        import transformers
+    except ImportError:
+        raise InputError("loading a model needs transformers: pip install normattn[hf]") from None
+    source, gguf = source_of(path, gguf)
+    given = {**_options_of(source, gguf), **options}
+    where = {name: given[name] for name in _WHERE if name in given}
+    folder = Path(source) if Path(source).is_dir() else None
+    record = None
+    if gguf is None:
+        given["use_safetensors"] = True
+        with explained(source):
+            config = transformers.AutoConfig.from_pretrained(
+                source, trust_remote_code=False, **where
+            )
+        record = take_record(config, path)
+        if record is not None:
+            given["config"] = config
+        if folder is not None:
+            _refuse_files(folder, None, config)
+    else:
+        if hasattr(transformers, "GgufConfig"):
+            # Packed weights compute by kernels and attention of their own, and cannot be saved.
+            given["quantization_config"] = transformers.GgufConfig(dequantize=True)
+        with explained(gguf):
+            file = transformers.utils.hub.cached_file(source, gguf, **where)
+        refuse_scaled(Path(str(file)))
+        if folder is not None:
+            # On torch's meta device nothing takes memory, not even what a configuration checks.
+            with explained(gguf), on_meta():
+                config = transformers.AutoConfig.from_pretrained(
+                    source, **_options_of(source, gguf)
+                )
+            _refuse_files(folder, gguf, config)
+    if folder is None and given["local_files_only"]:
+        # transformers looks for an adapter next to the weights, which it would ask the hub for.
+        given.setdefault("adapter_kwargs", {"local_files_only": True})
+    auto: Any = transformers.AutoModelForCausalLM
+    before = transformers.logging.get_verbosity()
+    # Its report of names in a file prints escapes in them too; `_refuse_differences` reports.
+    transformers.logging.set_verbosity(logging.ERROR)
+    try:
+        with explained(gguf or source):
+            made, info = auto.from_pretrained(source, output_loading_info=True, **given)
+    finally:
+        transformers.logging.set_verbosity(before)
+    _refuse_differences(made, info, gguf or source)
+    return made.eval(), record
 
-    source, file = source_of(path, gguf)
-    if file is not None:  # whose keys hold no such record
-        return load_model(path, gguf, **options), None
-    where = {name: options[name] for name in WHERE if name in options}
+
+def read_tokeniser(model: str | Path, gguf: str | None = None) -> Any:
+    """The tokeniser alone, of what `load` takes or of a folder that has nothing else.
+
+    Raises `InputError` as `load` does.
+    """
+    folder = expanded(model)
+    alone = gguf is None and (folder / "tokenizer.json").is_file()
+    source, gguf = (str(folder), None) if alone else source_of(model, gguf)
+    with explained(gguf or source):
+        from transformers import AutoTokenizer
+
+        tokeniser = AutoTokenizer.from_pretrained(source, **_options_of(source, gguf))
+    longest = tokeniser.model_max_length
+    if not isinstance(longest, int | float) or isinstance(longest, bool):
+        raise InputError(
+            f"the tokeniser of {gguf or source}: model_max_length must be a number, not {longest!r}"
+        )
+    return tokeniser
+
+
+def read_configuration(model: str | Path) -> Any:
+    """The configuration of a folder, a GGUF file, a config.json or a name on the hub.
+
+    Raises `InputError` for what holds none, for a kind that transformers does not know, and for a
+    GGUF file whose frequencies are scaled.
+    """
+    try:
+        from transformers import AutoConfig
+    except ImportError:
+        raise InputError("reading a model needs transformers: pip install normattn[hf]") from None
+    path = expanded(model)
+    if path.is_file() and path.suffix == ".json":
+        _refuse_kind(path)
+        with explained(str(path)):
+            return AutoConfig.from_pretrained(str(path), trust_remote_code=False)
+    source, gguf = source_of(model)
+    if gguf is not None:
+        refuse_scaled(Path(source) / gguf)
+    with explained(gguf or source):
+        return AutoConfig.from_pretrained(source, **_options_of(source, gguf))
+
+
+def source_of(model: str | Path, gguf: str | None = None) -> tuple[str, str | None]:
+    """The folder or name on the hub, and the GGUF file in it, if any."""
+    path = expanded(model)
+    if path.is_file():
+        if gguf is not None:
+            raise InputError(f"{path} is a file already, so gguf={gguf!r} has no meaning")
+        path, gguf = path.parent, path.name
+    elif path.suffix == ".gguf":
+        raise InputError(f"there is no file {path}")
+    elif path.exists() and not path.is_dir():
+        raise InputError(f"{path} is neither a file nor a folder")
+    if gguf is not None:
+        for package in ("gguf", "accelerate"):
+            if importlib.util.find_spec(package) is None:
+                raise InputError(
+                    f"a GGUF file needs the package {package}: pip install normattn[hf]"
+                )
+        if path.is_dir() and not (path / gguf).is_file():
+            raise InputError(f"there is no file {path / gguf}")
+    elif path.is_dir() and not (path / "config.json").exists():
+        held = ", ".join(sorted(file.name for file in path.glob("*.gguf"))) or "no GGUF file either"
+        raise InputError(f"{path} holds no config.json of transformers, and {held}")
+    elif path.is_dir():
+        _refuse_kind(path / "config.json")
+    elif path.is_absolute() or str(model).count("/") > 1 or str(model).startswith("."):
+        raise InputError(f"{model} does not exist, and is not a name on the hub (OWNER/NAME)")
+    return (str(path) if path.is_dir() else str(model)), gguf
+
+
+def _options_of(source: str, gguf: str | None) -> dict[str, Any]:
+    """No code of the model's own is run, nobody is asked, and a folder needs no network."""
+    local = Path(source).is_dir()
+    if not local:
+        from huggingface_hub import constants, get_session
+
+        try:  # each file of a hub that cannot be reached is tried for many seconds
+            get_session().head(constants.ENDPOINT, timeout=5)
+        except (
+            Exception
+        ):  # The kinds of errors are those of the hub's HTTP library, by its version.
+            local = True
+    options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": local}
+    return options if gguf is None else {**options, "gguf_file": gguf}
+
+
+def _refuse_kind(file: Path) -> None:
+    """Refuse a configuration of a kind that transformers does not know."""
+    from transformers import CONFIG_MAPPING
+
+    kind = read_object(file).get("model_type")
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        raise InputError(
+            f"{file}: model_type is {kind!r}, which is not known to transformers "
+            f"{_version('transformers')}"
+        )
+
+
+def _refuse_files(folder: Path, gguf: str | None, config: Any) -> None:
+    """Refuse a local model whose configuration asks for more numbers than its files have bits.
+
+    Nothing is made for it, and no weight is read. Refused too: an index of weights outside of the
+    folder, pickled weights, which can run code, and pipes, whose reading would never end.
+    """
+    import transformers
+
+    source = gguf or str(folder)
+    for entry in sorted(folder.iterdir()):
+        if not entry.is_dir():
+            with open_file(entry):
+                pass
+    index = folder / "model.safetensors.index.json"
     with explained(source):
-        config = AutoConfig.from_pretrained(source, **{**options_of(source, None), **where})
-    record = take_record(config, path)
-    if record is not None:
-        options["config"] = config
-    return load_model(path, gguf, **options), record
+        places = read_object(index)["weight_map"].values() if index.exists() else ()
+    if any(Path(str(name)).name != name for name in places):
+        raise InputError(f"{index} points outside its folder")
+    files = list(folder.glob("*.safetensors")) if gguf is None else [folder / gguf]
+    if not files:
+        raise InputError(f"{folder} holds no safetensors, and pickled weights are never read")
+    bits = 8 * sum(file.stat().st_size for file in files)
+    with explained(source), on_meta():
+        wanted = getattr(config.get_text_config(), "num_hidden_layers", 0)
+        if not isinstance(wanted, int) or wanted <= bits:
+            auto: Any = transformers.AutoModelForCausalLM
+            shell = auto.from_config(copy.deepcopy(config), trust_remote_code=False)
+            shell.tie_weights()
+            wanted = sum(parameter.numel() for parameter in shell.parameters())
+    if wanted > bits:
+        raise InputError(
+            f"{source} holds {bits // 8:,} bytes, too few for the numbers that its configuration "
+            "describes"
+        )
+
+
+def missing_weight(info: Mapping[str, Any]) -> str | None:
+    """The first weight that files lack, by transformers' loading info, as a clause; or None."""
+    lacking = sorted(str(key) for key in (*info["missing_keys"], *info["mismatched_keys"]))
+    return f"{lacking[0]} is missing or has another shape" if lacking else None
+
+
+def refuse_endless(model: Any, source: str) -> None:
+    """Refuse frequencies that are no numbers, which a base of 0 gives without a word."""
+    for name, buffer in model.named_buffers():
+        if name.endswith("inv_freq") and not bool(torch.isfinite(buffer).all()):
+            raise InputError(f"the configuration of {source} gives rotary frequencies without end")
+
+
+def _refuse_differences(model: Any, info: Any, source: str) -> None:
+    """Refuse weights that were drawn at random for want of stored ones, and layers left out."""
+    refuse_endless(model, source)
+    why = missing_weight(info)
+    layers = getattr(model.config.get_text_config(), "num_hidden_layers", 0)
+    for name in sorted(map(str, info["unexpected_keys"])):
+        number = re.search(r"\.(\d+)\.", name)
+        if number is not None and isinstance(layers, int) and 0 < layers <= int(number[1]):
+            why = why or f"they hold {name}, but num_hidden_layers is {layers}"
+    if why is not None:
+        raise InputError(f"the weights in {source} are not those of its configuration: {why}")
 
 
 def is_adapter(path: str | Path) -> bool:
@@ -313,16 +333,3 @@ def read_adapter_record(path: str | Path) -> dict[str, Any]:
     record = read_object(file)
     check_record(record, str(file))
     return record
-
-
-def _with_adapter(path: str, options: dict[str, Any]) -> Any:
-    """The model that an adapter was trained on, with the adapter."""
-    if importlib.util.find_spec("peft") is None:
-        raise InputError(f"{path} holds an adapter, which needs PEFT: pip install peft")
-    from peft import PeftModel
-
-    folder = Path(path).expanduser()
-    name = read_object(folder / _ADAPTER).get("base_model_name_or_path")
-    if not isinstance(name, str) or not name:
-        raise InputError(f"{folder / _ADAPTER} names no base_model_name_or_path")
-    return PeftModel.from_pretrained(as_trained(name, **options)[0], str(folder)).eval()

@@ -179,8 +179,8 @@ def _specify(
         ):
             raise
         raise InputError(
-            f"{method} needs a factor, the longest text divided by the training length of {length:,} "
-            f'tokens: extend(model, "{method}", factor=4)'
+            f"{method} needs a factor, the longest text divided by the training length of "
+            f'{length:,} tokens: extend(model, "{method}", factor=4)'
         ) from None
     if factor is not None and ScoreSpec(asked.parts, length) == spec:
         raise InputError(f"{spec.method} takes no factor, or its parameter is given already")

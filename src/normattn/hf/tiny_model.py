@@ -12,19 +12,16 @@ import copy
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from normattn.errors import InputError
-from normattn.hf.llama_cpp import refuse_scaled
-from normattn.hf.load import options_of, refuse_endless, refuse_kind, source_of
+from normattn.hf.load import refuse_endless
 from normattn.hf.model_parts import ModelParts, explained, model_parts
 from normattn.hf.probe import COUNT, AttentionCall, ProbedLayer, probe, replay
 from normattn.hf.rope_detection import Spectrum, read_tables, spectra_of
-from normattn.io import expanded
 
 _RANK = 16
 """What the smallest rank of latent vectors becomes, or a multiple of it."""
@@ -41,28 +38,6 @@ _AT_MOST = {
 _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
 _ABSURD = {"num_hidden_layers": 1000, "head_dim": 4096, "max_position_embeddings": 1 << 31}
 """What no model exceeds: beyond it a configuration would take memory without end."""
-
-
-def read_configuration(model: str | Path) -> Any:
-    """The configuration of a folder, a GGUF file, a config.json or a name on the hub.
-
-    Raises `InputError` for what holds none, for a kind that transformers does not know, and for a
-    GGUF file whose frequencies are scaled.
-    """
-    try:
-        from transformers import AutoConfig
-    except ImportError:
-        raise InputError("reading a model needs transformers: pip install normattn[hf]") from None
-    path = expanded(model)
-    if path.is_file() and path.suffix == ".json":
-        refuse_kind(path)
-        with explained(str(path)):
-            return AutoConfig.from_pretrained(str(path), trust_remote_code=False)
-    source, gguf = source_of(model)
-    if gguf is not None:
-        refuse_scaled(Path(source) / gguf)
-    with explained(gguf or source):
-        return AutoConfig.from_pretrained(source, **options_of(source, gguf))
 
 
 def small_model(config: Any) -> Any:
