@@ -116,19 +116,19 @@ def export_run(asked: options.Export) -> None:
         name = out.resolve().name
         loaded = f'tokenizer = AutoTokenizer.from_pretrained("{name}")\n' if tokeniser else ""
         card = _CARD.format(
-            data=_card_data(asked.licence, task),
+            **_run_in_words(run, config),
+            data=ModelCardData(
+                license=asked.licence,
+                library_name="transformers",
+                pipeline_tag=task,
+                tags=["normattn"],
+            ).to_yaml(),
             name=name,
             kind=type(model).__name__,
-            score=config.model.score.name,
             parameters=parameter_count(model),
-            length=config.model.train_length,
-            corpus=_corpus(config),
             imports=f"{auto}, AutoTokenizer" if tokeniser else auto,
             auto=auto,
             tokeniser=loaded,
-            settings=_settings(config),
-            steps=config.steps,
-            final=_final(run),
             version=__version__,
             evaluation=_write_evaluation(run, config, folder),
             licence=f"{asked.licence}, as stated by who made the model."
@@ -137,9 +137,34 @@ def export_run(asked: options.Export) -> None:
         )
         (folder / "README.md").write_text(card, encoding="utf-8")
 
+    from huggingface_hub import ModelCardData  # It comes with transformers.
+
     io.write_directory(out, fill)
     tell(f"model, tokeniser and card: {out}")
     tell(f"load it: import normattn.hf; transformers.{auto}.from_pretrained({str(out)!r})")
+
+
+def _run_in_words(run: Path, config: Any) -> dict[str, Any]:
+    """What the card says of the training: score, corpus, a table of settings, the last loss."""
+    corpus, fields = str(config.data.corpus), config.model_dump(mode="json")
+    rows = [(name, fields["model"].get(name)) for name in _MODEL_FIELDS]
+    rows += [(name, fields.get(name)) for name in _TRAINING_FIELDS]
+    for group in ("optimiser", "schedule"):
+        rows.append((group, ", ".join(f"{k} {v}" for k, v in fields[group].items() if v)))
+    known = [(name, str(value)) for name, value in rows if value is not None]
+    final, lines = "", read_metrics(run / "metrics.jsonl")
+    if lines:
+        last = lines[-1]
+        final = f"Loss {last['loss']:.4f} at step {last['step']:,}, on its own batch. "
+    return {
+        "score": config.model.score.name,
+        "length": config.model.train_length,
+        # Without its folder, whose path on one machine tells nobody anything.
+        "corpus": Path(corpus).name if "/" in corpus and ":" not in corpus else corpus,
+        "settings": aligned(("setting", "value"), known),
+        "steps": config.steps,
+        "final": final,
+    }
 
 
 def _write_model(model: nn.Module, config: Any, run: Path, folder: Path) -> bool:
@@ -243,38 +268,3 @@ def _write_evaluation(run: Path, config: Any, folder: Path) -> str:
     shown = [f"![{p.stem.replace('_', ' ')}](evaluation/figures/{p.name})" for p in drawn]
     end = "The numbers and figures are in [evaluation](evaluation)."
     return "\n\n".join(["## Evaluation", table, *shown, end, ""])
-
-
-def _card_data(licence: str | None, task: str) -> str:
-    """The card's head, which the hub reads."""
-    from huggingface_hub import ModelCardData  # It comes with transformers.
-
-    tags = ["normattn"]
-    return ModelCardData(
-        license=licence, library_name="transformers", pipeline_tag=task, tags=tags
-    ).to_yaml()
-
-
-def _corpus(config: Any) -> str:
-    """The corpus without its folder, whose path on one machine tells nobody anything."""
-    corpus = str(config.data.corpus)
-    return Path(corpus).name if "/" in corpus and ":" not in corpus else corpus
-
-
-def _settings(config: Any) -> str:
-    """The settings of model and training that a reader asks for first, as a table."""
-    fields = config.model_dump(mode="json")
-    rows = [(name, fields["model"].get(name)) for name in _MODEL_FIELDS]
-    rows += [(name, fields.get(name)) for name in _TRAINING_FIELDS]
-    for group in ("optimiser", "schedule"):
-        rows.append((group, ", ".join(f"{k} {v}" for k, v in fields[group].items() if v)))
-    known = [(name, str(value)) for name, value in rows if value is not None]
-    return aligned(("setting", "value"), known)
-
-
-def _final(run: Path) -> str:
-    """The last loss that was logged, as a sentence; "" where none was."""
-    lines = read_metrics(run / "metrics.jsonl")
-    if not lines:
-        return ""
-    return f"Loss {lines[-1]['loss']:.4f} at step {lines[-1]['step']:,}, on its own batch. "

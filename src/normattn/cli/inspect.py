@@ -12,7 +12,7 @@ from typing import Any
 
 import polars as pl
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from normattn.cli import options
 from normattn.cli.extend_settings import model_name
@@ -71,17 +71,38 @@ def inspect_model(asked: options.Inspect) -> None:
     Raises `InputError` for what holds no such model, a method that its score cannot take, a head
     that is not there, data that is gone or too short, and attention that cannot be observed.
     """
-    wanted = _parsed_head(asked.attention)
+    wanted = None
+    if asked.attention != "sharpest":
+        numbers = [part.strip() for part in asked.attention.split(",")]
+        if len(numbers) != 2 or not all(number.isdecimal() for number in numbers):
+            raise InputError(
+                f"--attention takes LAYER,HEAD (each from 0) or sharpest, got {asked.attention!r}"
+            )
+        wanted = int(numbers[0]), int(numbers[1])
     torch.set_num_threads(asked.threads)
+    foreign = asked.run.suffix == ".gguf"
+    if asked.run.is_dir() and (asked.run / CONFIG).is_file():
+        foreign = "model_type" in read_object(asked.run / CONFIG)
     with ExitStack() as using:
-        subject = (_foreign if _is_foreign(asked.run) else _finished)(asked, using)
-        out = subject.out
+        subject = (_foreign if foreign else _finished)(asked, using)
+        out, model, inputs = subject.out, subject.model, subject.inputs
         if out.exists() and not out.is_dir():
             raise InputError(f"{out} is a file; --out names a directory")
         out.mkdir(parents=True, exist_ok=True)  # before any work
-        measured = _measured(subject, asked)
+        with Console(file=sys.stderr).status("inspecting") as status:
+            measured = measure_attention(
+                model,
+                inputs.rows.to(next(model.parameters()).device),
+                bins=asked.bins,
+                reach=subject.reach,
+                cosines=asked.cosines,
+                tokens_per_batch=asked.max_tokens,
+                read=inputs.read,
+                length=inputs.length,
+                progress=lambda done, total: status.update(f"inspecting: text {done} of {total}"),
+                collect=subject.collect,
+            )
         drawn = _drawn(subject, wanted, measured)
-    inputs = subject.inputs
     whose = replace(
         subject.whose,
         study=KIND,
@@ -89,11 +110,11 @@ def inspect_model(asked: options.Inspect) -> None:
         method="" if is_unmodified(asked.method) else asked.method,
         length=inputs.length,
         data=hashlib.sha256(inputs.rows.contiguous().numpy().tobytes()).hexdigest(),
-        weights=weights_digest(subject.model),
+        weights=weights_digest(model),
     )
     trained = replace(whose, protocol=TRAINING, method="", split="train", data="")
     parts = [(whose, measured.with_columns(pl.lit(inputs.source).alias("factor.texts")))]
-    parts += [(replace(whose, protocol=DRAWN), head) for head in drawn]
+    parts += [] if drawn is None else [(replace(whose, protocol=DRAWN), drawn)]
     parts += [] if subject.training is None else [(trained, subject.training)]
     frame = joined(identified(each, [rows]) for each, rows in parts)
     kept = vars(replace(asked, length=inputs.length, windows=len(inputs.rows)))
@@ -104,16 +125,6 @@ def inspect_model(asked: options.Inspect) -> None:
     view = View(frame)
     print_table(STUDY.page.tables[0].fill(view), title=STUDY.page.notes(view)[0])
     say(out, written)
-
-
-def _is_foreign(path: Path) -> bool:
-    """Whether a place holds a model of transformers: a GGUF file, or a folder of its own."""
-    if path.is_dir() and (path / CONFIG).is_file():
-        return "model_type" in read_object(path / CONFIG)
-    return path.suffix == ".gguf"
-
-
-# A finished run.
 
 
 def _finished(asked: options.Inspect, using: ExitStack) -> Subject:
@@ -180,9 +191,6 @@ def _training(run: Path) -> pl.DataFrame:
     )
 
 
-# A model of transformers.
-
-
 def _foreign(asked: options.Inspect, using: ExitStack) -> Subject:
     """A model of transformers, under the method that is wanted."""
     name = model_name(asked.run)
@@ -228,49 +236,20 @@ def observing(
         raise InputError("this model uses its own attention code, which cannot be observed")
 
 
-# What is measured and drawn.
-
-
-def _measured(subject: Subject, asked: options.Inspect) -> pl.DataFrame:
-    inputs, model = subject.inputs, subject.model
-    with Console(file=sys.stderr).status("inspecting") as status:
-        return measure_attention(
-            model,
-            inputs.rows.to(next(model.parameters()).device),
-            bins=asked.bins,
-            reach=subject.reach,
-            cosines=asked.cosines,
-            tokens_per_batch=asked.max_tokens,
-            read=inputs.read,
-            length=inputs.length,
-            progress=lambda done, total: status.update(f"inspecting: text {done} of {total}"),
-            collect=subject.collect,
-        )
-
-
-def _parsed_head(attention: str) -> tuple[int, int] | None:
-    """`--attention`: a layer and a head, None for the sharpest one."""
-    if attention == "sharpest":
-        return None
-    parts = attention.split(",")
-    if len(parts) != 2 or not all(part.strip().isdecimal() for part in parts):
-        raise InputError(
-            f"--attention takes LAYER,HEAD (each from 0) or sharpest, got {attention!r}"
-        )
-    return int(parts[0]), int(parts[1])
-
-
 def _drawn(
     subject: Subject, wanted: tuple[int, int] | None, measured: pl.DataFrame
-) -> list[pl.DataFrame]:
-    """The attention of a head to the drawn text, as measurements; none of too long a text."""
+) -> pl.DataFrame | None:
+    """The attention of a head to the drawn text, as measurements; None of too long a text.
+
+    α (T, S) has a unit for each query and a bin for each key, with the tokens as factors.
+    """
     inputs, model = subject.inputs, subject.model
     if inputs.drawn_length > MOST_TOKENS:
         warn(
             f"normattn: no attention is drawn, for {inputs.drawn_length} tokens make too large a "
             f"matrix (the most is {MOST_TOKENS})"
         )
-        return []
+        return None
     row = inputs.drawn.to(next(model.parameters()).device)
     with nullcontext() if subject.paths is None else observable(model):
         weights = attention_weights(model, row, inputs.read, inputs.drawn_length, subject.paths)
@@ -282,15 +261,11 @@ def _drawn(
             f"--attention {layer},{head}: this model has layers 0 to {len(names) - 1} and heads 0 "
             f"to {most - 1}"
         )
-    return [_head(inputs, weights[names[layer]][head], names[layer], layer, head)]
-
-
-def _head(inputs: Inputs, weights: Tensor, name: str, layer: int, head: int) -> pl.DataFrame:
-    """α (T, S) of a head: a unit for each query, a bin for each key, the tokens as factors."""
-    queries, keys = inputs.words(name)
+    queries, keys = inputs.words(names[layer])
+    alpha = weights[names[layer]][head].double().numpy()
     units = [f"{n:04d}" for n in range(len(queries))]
     rows = sums(
-        *("attention", units, weights.double().numpy(), [1.0] * len(units)),
+        *("attention", units, alpha, [1.0] * len(units)),
         axis="key",
         edges=range(len(keys)),
         layer=layer,

@@ -92,7 +92,9 @@ def _windows(
     if not config.data.synthetic:
         tokeniser = Tokeniser.load(unchanged(asked.run / "tokeniser.json"))
     if asked.text is None:
-        split = _as_trained(prepare_tokens(config.data), asked).split("test")
+        data = prepare_tokens(config.data)
+        refuse_other_data(data, asked.run)
+        split = data.split("test")
         places = choose_places(split, length, asked.windows or WINDOWS, asked.seed).tolist()
         rows = [split.document(number)[first : first + length] for number, first in places]
         ids = torch.from_numpy(np.stack(rows).astype(np.int64))
@@ -120,7 +122,8 @@ def _windows(
 def _documents(config: ClassificationConfig, asked: options.Inspect, model: nn.Module) -> Inputs:
     """Validation documents; longer ones are cut as in training."""
     _refuse(asked, "text")
-    data = _as_trained(prepare_relations(config.data), asked)
+    data = prepare_relations(config.data)
+    refuse_other_data(data, asked.run)
     pieces, split = data.pieces, data.validation
     documents = [
         np.asarray(split.tokens[i])[: asked.length].tolist() for i in _chosen(len(split), asked)
@@ -139,7 +142,8 @@ def _documents(config: ClassificationConfig, asked: options.Inspect, model: nn.M
 def _sentences(config: TranslationConfig, asked: options.Inspect, model: Any) -> Inputs:
     """Validation pairs."""
     _refuse(asked, "text", "length")
-    data = _as_trained(prepare_pairs(config.data), asked)
+    data = prepare_pairs(config.data)
+    refuse_other_data(data, asked.run)
     split, chosen = data.validation, _chosen(len(data.validation), asked)
     sources = [split.source_ids(i) for i in chosen]
     targets = [split.target_ids(i)[:-1] for i in chosen]
@@ -165,7 +169,9 @@ def _sentences(config: TranslationConfig, asked: options.Inspect, model: Any) ->
 def _images(config: VisionTrainingConfig, asked: options.Inspect, model: Any) -> Inputs:
     """Validation images; words are the patches' rows and columns."""
     _refuse(asked, "text", "length")
-    split = _as_trained(prepare_images(config.data), asked).validation
+    data = prepare_images(config.data)
+    refuse_other_data(data, asked.run)
+    split = data.validation
     images = torch.from_numpy(split.images(np.array(_chosen(len(split), asked))))
     shape = config.model
     across = shape.width // shape.patch
@@ -186,11 +192,6 @@ def _refuse(asked: options.Inspect, *names: str) -> None:
     for name in names:
         if getattr(asked, name) is not None:
             raise InputError(f"--{name} is for language models only")
-
-
-def _as_trained(data: Any, asked: options.Inspect) -> Any:
-    refuse_other_data(data, asked.run)
-    return data
 
 
 def _chosen(count: int, asked: options.Inspect) -> list[int]:

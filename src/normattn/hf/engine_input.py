@@ -146,7 +146,7 @@ def _of_llama_cpp(
         converted = given.get("full_attention", given)
         keys = {"context_length": decoder.get("max_position_embeddings") or 0, **keys}
     rope, longest, ignored = computed(converted, keys, flags, file, divisors)
-    own = next(iter(ropes_of(raw)), {})
+    own: Any = next(iter(ropes_of(raw)), {})
     whole: dict[str, Any] = {name: own[name] for name in own.keys() - SCALING} | rope
     types = decoder.get("layer_types") or ["sliding_attention"]
     windowed = decoder.get("sliding_window") and "sliding_attention" in types

@@ -16,7 +16,6 @@ from normattn.models.causal_lm import CausalLM
 from normattn.models.config import CausalLMConfig
 from normattn.models.utils import on_meta, without_dropout
 from normattn.score import ScoreSpec
-from normattn.score.parts import RopeScaling
 from normattn.score.parts.rope_scaling import PI, Llama3
 
 _LAYER = {
@@ -36,7 +35,18 @@ _WHOLE = {
     "final_norm.gain": "model.norm.weight",
     "head.weight": "lm_head.weight",
 }
-_NORMED, _BIASED = "self_attn.q_norm.weight", "self_attn.q_proj.bias"
+_FIELDS = {
+    "vocab_size": "vocab_size",
+    "dim": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "hidden": "intermediate_size",
+    "norm_eps": "rms_norm_eps",
+    "train_length": "max_position_embeddings",
+    "tie_head": "tie_word_embeddings",
+}
+"""Our settings and theirs of the same meaning."""
 _ROPE_TYPES = ("default", "linear", "llama3")
 """Those of transformers that some rope scaling here equals at every length."""
 _ROPE_FIELDS = {
@@ -68,7 +78,8 @@ def from_llama(model: Any) -> CausalLM:
     with on_meta():
         made = CausalLM(config)
     wanted = {name: value.shape for name, value in made.state_dict().items()}
-    odd = {*theirs, *(name for name in wanted | ours if _shape(ours, name) != wanted.get(name))}
+    found = {name: value.shape for name, value in ours.items()}
+    odd = {*theirs, *(name for name in wanted | found if found.get(name) != wanted.get(name))}
     if odd:
         raise InputError(
             f"a {type(model).__name__} cannot become a CausalLM: its weights are not those of "
@@ -119,10 +130,6 @@ def _weights(config: CausalLMConfig) -> Iterator[tuple[str, list[str]]]:
             yield f"blocks.{layer}.{mine}", [f"model.layers.{layer}.{name}" for name in parts]
 
 
-def _shape(weights: dict[str, Tensor], name: str) -> torch.Size | None:
-    return weights[name].shape if name in weights else None
-
-
 def _our_config(model: Any) -> CausalLMConfig:
     """normattn's configuration for their model; `InputError` for what it cannot express."""
     kind, extension = type(model).__name__, extension_of(model)
@@ -133,26 +140,26 @@ def _our_config(model: Any) -> CausalLMConfig:
     theirs = model.config
     refuse_applied(theirs)
     weights = model.state_dict()
-    normed = f"model.layers.0.{_NORMED}" in weights
+    normed = "model.layers.0.self_attn.q_norm.weight" in weights
     try:
         rope = theirs.rope_parameters or {}
         _refuse_settings(theirs, rope, kind)
         eps = {"eps": theirs.rms_norm_eps} if normed else {}
         name = "QKRMSNorm-RoPE" if normed else "Baseline-RoPE"
         score = ScoreSpec.parse(name, base=float(rope["rope_theta"]), **eps)
-        scaling = _scaling_of(rope, theirs.max_position_embeddings)
+        scaling, length = None, theirs.max_position_embeddings
+        if rope.get("rope_type") == "linear":
+            scaling = PI(factor=float(rope["factor"]))
+        elif rope.get("rope_type") == "llama3":
+            # Ours counts turns within the training length: the ends are scaled by the ratio.
+            longer = length / rope["original_max_position_embeddings"]
+            low, high = (longer * rope[f"{end}_freq_factor"] for end in ("low", "high"))
+            scaling = Llama3(factor=float(rope["factor"]), low=low, high=high)
+        fields: dict[str, Any] = {ours: getattr(theirs, name) for ours, name in _FIELDS.items()}
         return CausalLMConfig(
-            vocab_size=theirs.vocab_size,
-            dim=theirs.hidden_size,
-            layers=theirs.num_hidden_layers,
-            heads=theirs.num_attention_heads,
-            kv_heads=theirs.num_key_value_heads,
+            **fields,
             head_dim=getattr(theirs, "head_dim", None),
-            hidden=theirs.intermediate_size,
-            norm_eps=theirs.rms_norm_eps,
-            train_length=theirs.max_position_embeddings,
-            tie_head=bool(theirs.tie_word_embeddings),
-            qkv_bias=f"model.layers.0.{_BIASED}" in weights,
+            qkv_bias="model.layers.0.self_attn.q_proj.bias" in weights,
             score=score if scaling is None else ScoreSpec((*score.parts, scaling)),
         )
     except (AttributeError, KeyError) as error:
@@ -225,34 +232,11 @@ def _their_config(config: CausalLMConfig) -> tuple[str, Any]:
     elif scaling is not None:
         raise InputError(f"the spectrum {scaling.name} has no counterpart in Llama, Qwen2 or Qwen3")
     name = "Qwen3" if normed else "Qwen2" if config.qkv_bias else "Llama"
-    return name, getattr(transformers, f"{name}Config")(
-        vocab_size=config.vocab_size,
-        hidden_size=config.dim,
-        intermediate_size=config.hidden or swiglu_hidden(config.dim),
-        num_hidden_layers=config.layers,
-        num_attention_heads=config.heads,
-        num_key_value_heads=config.kv_heads or config.heads,
-        head_dim=config.score_head_dim,
-        max_position_embeddings=length,
-        rms_norm_eps=config.norm_eps,
-        tie_word_embeddings=config.tie_head,
-        rope_parameters=rope,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-
-
-def _scaling_of(rope: dict[str, Any], train_length: int) -> RopeScaling | None:
-    """What `rope_parameters` say, for a score whose training length is `train_length`.
-
-    Llama3 counts turns within the training length, `llama3` within
-    `original_max_position_embeddings`: the ends of its blend are scaled by their ratio.
-    """
-    kind = rope.get("rope_type", "default")
-    if kind == "default":
-        return None
-    if kind == "linear":
-        return PI(factor=float(rope["factor"]))
-    longer = train_length / rope["original_max_position_embeddings"]
-    low, high = (longer * rope[f"{end}_freq_factor"] for end in ("low", "high"))
-    return Llama3(factor=float(rope["factor"]), low=low, high=high)
+    fields = {theirs: getattr(config, ours) for ours, theirs in _FIELDS.items()}
+    fields |= {
+        "head_dim": config.score_head_dim,
+        "num_key_value_heads": config.kv_heads or config.heads,
+        "intermediate_size": config.hidden or swiglu_hidden(config.dim),
+    }
+    ends = {"bos_token_id": None, "eos_token_id": None}
+    return name, getattr(transformers, f"{name}Config")(**fields, **ends, rope_parameters=rope)

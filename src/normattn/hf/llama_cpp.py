@@ -173,7 +173,9 @@ def values(architecture: str, fields: Mapping[str, Any]) -> dict[str, tuple[str,
         )
     rope = {**rope, "rope_type": kind_of(rope).replace("default", "none")}
     casts: Any = {"f32": float, "u32": int, "str": str}
-    keys = {"context_length": ("u32", int(fields["max_position_embeddings"]))}
+    keys: dict[str, tuple[str, Any]] = {
+        "context_length": ("u32", int(fields["max_position_embeddings"]))
+    }
     for word, (key, kind, _) in _WORDS.items():
         if rope.get(word) is not None:
             keys[key] = (kind, casts[kind](rope[word]))
@@ -317,7 +319,8 @@ def _resolved(
     if mix not in (0, 1):
         raise InputError(f"{file}: transformers has no words for --yarn-ext-factor {mix:g}")
     if mix:  # which checks its values
-        yarn = YaRN(factor=factor, **{x: float(rope.get(x, usual)) for x, usual in _BETAS.items()})
+        fast, slow = (float(rope.get(name, usual)) for name, usual in _BETAS.items())
+        yarn = YaRN(factor=factor, beta_fast=fast, beta_slow=slow)
     plain = {"rope_type": "default", "rope_theta": base}
     if kind == "none" or factor == 1:
         return plain

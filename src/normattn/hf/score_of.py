@@ -29,7 +29,6 @@ from normattn.hf.score_record import (
     Shape,
     candidates,
     fit_rotation,
-    normalise,
     norms,
     record_layers,
 )
@@ -83,7 +82,12 @@ class ModelScore:
 
     def lines(self) -> Iterator[str]:
         """A line for each run of layers of which the same is to be said."""
-        for _, group in itertools.groupby(self.layers, _without_numbers):
+
+        def described(layer: LayerScore) -> tuple[ScoreSpec | None, str, str | None]:
+            lacks = re.sub(r"^layer \d+|\d\.\de[+-]\d+", "", layer.lacks or "")
+            return layer.spec, lacks, layer.beside
+
+        for _, group in itertools.groupby(self.layers, described):
             run = list(group)
             first = run[0]
             where = f"layer {first.layer}" + (f"-{run[-1].layer}" if len(run) > 1 else "")
@@ -93,12 +97,6 @@ class ModelScore:
                 how += f"; so in {len(run)} layers"
             how += "" if first.beside is None else f"; {first.beside}"
             yield f"{where}: {first.spec or 'not read'} ({how})"
-
-
-def _without_numbers(layer: LayerScore) -> tuple[ScoreSpec | None, str, str | None]:
-    """The description of a layer, without its number and its difference."""
-    lacks = re.sub(r"^layer \d+|\d\.\de[+-]\d+", "", layer.lacks or "")
-    return layer.spec, lacks, layer.beside
 
 
 def score_of(model: Any, tokens: int = 48) -> ModelScore:
@@ -171,16 +169,33 @@ def _read(layer: RecordedLayer, config: Any) -> LayerScore:
 
 def _fits(layer: RecordedLayer, config: Any) -> Iterator[_Fit]:
     """Ways that agree with all that was recorded, the plainest first."""
-    eps = _eps(layer, config)
+    names = ("eps", "variance_epsilon", "norm_eps", "rms_norm_eps", "layer_norm_eps")
+    places = [*layer.module.modules(), config]
+    values = [getattr(holder, name, None) for holder in places for name in names]
+    eps = list(dict.fromkeys(float(x) for x in values if isinstance(x, float))) or [1e-6]
+
+    def rotation(
+        norm: Norm, raw: Tensor, given: Tensor, shape: Shape, first: bool
+    ) -> Rotation | None:
+        raw, given = raw.double(), given.double()
+        if not first:
+            return fit_rotation(norm(raw), given, shape)
+        if not norm.kind:
+            return None
+        given = (given - norm.bias[:, None]) / norm.gain[:, None]
+        return fit_rotation(norm.plain(raw), given, shape)
+
     for raw in candidates(layer):
         for shapes in _shapes(layer, config, raw):
             q, k = shapes[0].restored(layer.q), shapes[0].restored(layer.k)
             sides = (list(norms(raw.q, q, eps)), list(norms(raw.k, k, eps)))
             for left, right, first, shape in itertools.product(*sides, (False, True), shapes):
-                if not _one_part(left, right):
-                    continue
-                one = _rotation(left, raw.q, q, shape, first)
-                other = None if one is None else _rotation(right, raw.k, k, shape, first)
+                if left.kind and right.kind:  # one part must express both
+                    over = {left.across == "all", right.across == "all"}
+                    if (left.kind, left.eps) != (right.kind, right.eps) or len(over) > 1:
+                        continue
+                one = rotation(left, raw.q, q, shape, first)
+                other = None if one is None else rotation(right, raw.k, k, shape, first)
                 if one is None or other is None:
                     continue
                 if float((one.theta - other.theta).abs().max()) < 1e-4:
@@ -201,38 +216,18 @@ def _shapes(layer: RecordedLayer, config: Any, raw: Raw) -> Iterator[list[Shape]
         yield from ([Shape(*block, apart=False, reordered=True)] for block in blocks)
 
 
-def _rotation(norm: Norm, raw: Tensor, given: Tensor, shape: Shape, first: bool) -> Rotation | None:
-    raw, given = raw.double(), given.double()
-    if not first:
-        return fit_rotation(norm(raw), given, shape)
-    if not norm.kind:
-        return None
-    still = normalise(raw, norm.kind, norm.across, norm.eps)
-    return fit_rotation(still, (given - norm.bias[:, None]) / norm.gain[:, None], shape)
-
-
-def _one_part(one: Norm, other: Norm) -> bool:
-    """Whether one part says both normalisations."""
-    if not (one.kind and other.kind):
-        return True
-    over = {one.across == "all", other.across == "all"}
-    return (one.kind, one.eps) == (other.kind, other.eps) and len(over) == 1
-
-
-def _eps(layer: RecordedLayer, config: Any) -> list[float]:
-    """What norms may have, those of the layer itself first."""
-    names = ("eps", "variance_epsilon", "norm_eps", "rms_norm_eps", "layer_norm_eps")
-    places = [*layer.module.modules(), config]
-    values = [getattr(holder, name, None) for holder in places for name in names]
-    return list(dict.fromkeys(float(eps) for eps in values if isinstance(eps, float))) or [1e-6]
-
-
 def _named(
     layer: RecordedLayer, config: Any, fit: _Fit, gate: Gating, mask: Masking
 ) -> ScoreSpec | str:
     """The score, or why there is none."""
-    rope = rope_of(config, layer.index)
-    placed = position_parts(fit.rotation, rope, config, layer.q.shape[-1], _gains(layer, fit))
+    rope, d = rope_of(config, layer.index), layer.q.shape[-1]
+    # What the rotation may multiply queries and keys with; nothing where norms hide it: the square
+    # root of all that multiplies the product, beyond 1/√d, or what was seen of keys.
+    gains: tuple[float, ...] = () if fit.k.kind else (float(fit.k.gain[0, 0]),)
+    if gains and not fit.q.kind:
+        whole = layer.scaling * d**0.5 * float(fit.q.gain[0, 0]) * gains[0]
+        gains = (whole**0.5, *gains) if whole > 0 else gains
+    placed = position_parts(fit.rotation, rope, config, d, gains)
     if placed is None:
         return "no component describes its rotary frequencies"
     position, length = placed
@@ -280,18 +275,6 @@ def _variant(layer: RecordedLayer, fit: _Fit, amplitude: float) -> Variant:
     across = "each" if any(norm.across == "each" for norm in normed) else normed[0].across
     fields |= {"gain": not all(plain), "across": across, "eps": normed[0].eps}
     return ScoreSpec.parse(name, **fields).variant
-
-
-def _gains(layer: RecordedLayer, fit: _Fit) -> tuple[float, ...]:
-    """What the rotation may multiply queries and keys with; nothing where norms hide it.
-
-    The square root of all that multiplies the product, beyond 1/√d, or what was seen of keys.
-    """
-    if fit.k.kind or fit.q.kind:
-        return () if fit.k.kind else (float(fit.k.gain[0, 0]),)
-    q, k = float(fit.q.gain[0, 0]), float(fit.k.gain[0, 0])
-    whole = layer.scaling * layer.q.shape[-1] ** 0.5 * q * k
-    return (*((whole**0.5,) if whole > 0 else ()), k)
 
 
 def _difference(

@@ -9,6 +9,7 @@ Legend: B batch, H query heads, T tokens, S keys, E value size, W width.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -78,7 +79,7 @@ def _proposals(
         own["layout"] = "interleaved" if rotation.interleaved else "half"
         position: RotaryPosition
         if kind_of(rope) == "proportional" and share:
-            yield PRoPE(**own, fraction=share), _linear(rope), None
+            yield PRoPE(**own, fraction=share), *_scaling(rope, config, gains)
             continue
         if size == head_dim:
             position = RoPE(**own, direction="backward" if backward else "forward")
@@ -89,53 +90,41 @@ def _proposals(
         yield position, None, None
 
 
-def _linear(rope: Mapping[str, Any]) -> PI | None:
-    factor = _nice(float(rope.get("factor") or 1.0))
-    return PI(factor=factor) if factor != 1 else None
-
-
 def _scaling(
     rope: Mapping[str, Any], config: Any, gains: tuple[float, ...]
 ) -> tuple[RopeScaling | None, int | None]:
-    """The rope scaling that rope parameters name, with the length it counts within."""
+    """The rope scaling that rope parameters name, with the length it counts within.
+
+    YaRN's sharpness is a usual one where what multiplies q and k says so, else what that says.
+    """
     length = rope.get("original_max_position_embeddings")
     length = length or getattr(config, "max_position_embeddings", None)
-    kind = kind_of(rope)
+    kind, factor = kind_of(rope), float(rope.get("factor") or 1.0)
+    if kind in ("linear", "proportional"):
+        return (PI(factor=_nice(factor)) if _nice(factor) != 1 else None), None
     if kind == "llama3":
-        names = ("factor", "low_freq_factor", "high_freq_factor")
-        factor, low, high = (_nice(float(rope[name])) for name in names)
-        return Llama3(factor=factor, low=low, high=high), length
+        low, high = (_nice(float(rope[f"{end}_freq_factor"])) for end in ("low", "high"))
+        return Llama3(factor=_nice(float(rope["factor"])), low=low, high=high), length
     if kind != "yarn":
-        return (_linear(rope) if kind == "linear" else None), None
-    factor = float(rope.get("factor") or 1.0)
-    turns = {
-        name: _nice(float(rope[name])) for name in ("beta_fast", "beta_slow") if rope.get(name)
-    }
+        return None, None
+    sharpness, weights = 0.1, (rope.get("mscale"), rope.get("mscale_all_dim"))
+    if factor > 1:
+        if not gains:  # what transformers multiplies cos and sin with
+            above, below = (0.1 * float(weight or 0) * math.log(factor) + 1 for weight in weights)
+            amplitude = above / below if all(weights) else 0.1 * math.log(factor) + 1
+            given = rope.get("attention_factor")
+            gains = (amplitude if given is None else float(given),)
+        measured = [round((gain - 1) / math.log(factor), 4) for gain in gains]
+        usual = (0.1, 0.1 * float(weights[1] or 1.0))
+        sharpness = next((one for one in usual if round(one, 4) in measured), measured[-1])
+    ends = ("beta_fast", "beta_slow")
     yarn = YaRN(
         factor=_nice(factor),
         truncate=rope.get("truncate") is not False,
-        sharpness=_nice(_sharpness(gains or (_amplitude(rope, factor),), factor, rope)),
-        **turns,
+        sharpness=_nice(sharpness),
+        **{name: _nice(float(rope[name])) for name in ends if rope.get(name)},
     )
     return yarn, length
-
-
-def _sharpness(gains: tuple[float, ...], factor: float, rope: Mapping[str, Any]) -> float:
-    """YaRN's by what multiplies q and k: a usual one if one of them says so, else the last."""
-    if factor <= 1:
-        return 0.1
-    measured = [round((gain - 1) / math.log(factor), 4) for gain in gains]
-    usual = (0.1, 0.1 * float(rope.get("mscale_all_dim") or 1.0))
-    return next((one for one in usual if round(one, 4) in measured), measured[-1])
-
-
-def _amplitude(rope: Mapping[str, Any], factor: float) -> float:
-    """What transformers multiplies cos and sin with under YaRN."""
-    if (given := rope.get("attention_factor")) is not None:
-        return float(given)
-    weights = rope.get("mscale"), rope.get("mscale_all_dim")
-    above, below = (0.1 * float(weight or 0) * math.log(factor) + 1 for weight in weights)
-    return above / below if all(weights) else 0.1 * math.log(factor) + 1
 
 
 def _fraction(size: int, head_dim: int) -> float:
@@ -206,34 +195,23 @@ def gating(layer: RecordedLayer) -> Gating:
     given = [x for x, _ in layer.projections if x.shape == out.shape]
     if any(torch.equal(candidate, out) for candidate in given):
         return Gating()
-    gates = (_gate(layer.out, x, logits) for x in given for logits in _logits(layer))
+    (heads, size), d = layer.out.shape[2:], layer.q.shape[-1]
+    for x, (_, made) in itertools.product(given, layer.projections):
+        if made.shape[-1] == heads * (d + size):  # behind the queries of each head
+            made = heads_of(made, d + size)[..., d:].transpose(1, 2).flatten(2)
+        if made.shape[-1] not in (heads * size, heads):
+            continue
+        wide, wanted = made.shape[-1] // heads, x.double().view_as(layer.out)
+        logits = made.double().reshape(*made.shape[:2], heads, wide)
+        part = Gate(per="feature" if wide > 1 or size == 1 else "head")
+        for act in (part, replace(part, act="softplus")):
+            opened = logits.sigmoid() if act is part else F.softplus(logits)
+            if float((opened * layer.out - wanted).abs().max()) <= CLOSE * float(
+                wanted.abs().max()
+            ):
+                return Gating(act, logits.flatten(2))
     lacks = "its output is changed before the last projection in a way that no component describes"
-    return next((gate for gate in gates if gate is not None), Gating(lacks=lacks))
-
-
-def _logits(layer: RecordedLayer) -> Iterator[Tensor]:
-    """What may gate the output: a projection of its own, or behind the queries of each head."""
-    heads, size = layer.out.shape[2:]
-    d = layer.q.shape[-1]
-    for _, made in layer.projections:
-        if made.shape[-1] in (heads * size, heads):
-            yield made
-        elif made.shape[-1] == heads * (d + size):
-            yield heads_of(made, d + size)[..., d:].transpose(1, 2).flatten(2)
-
-
-def _gate(out: Tensor, given: Tensor, logits: Tensor) -> Gating | None:
-    """The gate that makes `given` (B, T, H·E) of the output (B, T, H, E) by these logits."""
-    heads, size = out.shape[2:]
-    wide = logits.shape[-1] // heads
-    gate = logits.double().reshape(*logits.shape[:2], heads, wide)
-    wanted = given.double().view_as(out)
-    part = Gate(per="feature" if wide > 1 or size == 1 else "head")
-    for act in (part, replace(part, act="softplus")):
-        opened = gate.sigmoid() if act is part else F.softplus(gate)
-        if float((opened * out - wanted).abs().max()) <= CLOSE * float(wanted.abs().max()):
-            return Gating(act, gate.flatten(2))
-    return None
+    return Gating(lacks=lacks)
 
 
 @dataclass(frozen=True)
@@ -253,41 +231,43 @@ class Masking:
 
 def masking(layer: RecordedLayer, config: Any) -> Masking:
     """What the mask does, by what was recorded of it in texts that differ."""
-    mask, part, named = layer.mask, None, _named(layer, config)
-    causal = not bool(layer.visible[0].triu(1).any())
-    if causal and layer.same_mask:
-        part = _window_part(layer.visible[0].cpu(), named)
-    elif causal and mask is not None and isinstance(named, SlidingWindow) and named.window:
+    tokens, mask = layer.q.shape[2], layer.mask
+    indexed = layer.more.get("indices") is not None
+    few = f"its indexer leaves out none of {tokens} tokens: use more tokens" if indexed else None
+    named = _named(layer, config)
+    if mask is None:
+        return Masking(causal=False, lacks=few)
+    hides, part = hidden(mask), None
+    same = bool((hides == hides[:1, :1]).all())  # in every text, from every head
+    visible = ~hides[0, 0].cpu()
+    causal = not bool(visible.triu(1).any())
+    added = 0.0
+    if mask.dtype != torch.bool:
+        added = float(mask.masked_fill(hides, 0.0).abs().max())
+    if causal and same:
+        part = _window_part(visible, named)
+    elif causal and isinstance(named, SlidingWindow) and named.window:
         at = torch.arange(mask.shape[3], device=mask.device)
         beyond = at[-mask.shape[2] :, None] - at >= named.window
-        part = None if (~hidden(mask) & beyond).any() else named
-    tokens = layer.q.shape[2]
-    few = f"its indexer leaves out none of {tokens} tokens: use more tokens"
-    if mask is None or (layer.same_mask and not layer.added):
-        return Masking(part, causal, lacks=few if layer.indexed else None)
-    hides, adds = _by_text(mask)
+        part = None if (~hides & beyond).any() else named
+    if same and not added:
+        return Masking(part, causal, lacks=few)
+    # Whether what it hides, and what it adds, differs from text to text.
+    hiding, adding = bool((hides != hides[:1]).any()), False
+    if mask.dtype != torch.bool:
+        both = ~hides & ~hides[:1]
+        most, apart = (torch.where(both, x, 0.0).abs().max() for x in (mask, mask - mask[:1]))
+        adding = bool(apart > _ROUNDED * most)
     beside: str | None = "its mask depends on the text (attn_mask)"
     lacks: str | None = None
-    if not hides and (layer.indexed or not adds):
+    if not hiding and (indexed or not adding):
         beside = None
-        constant = "its mask does the same in every text, which no component describes"
-        lacks = few if layer.indexed else constant
-    elif layer.indexed and not adds:
+        lacks = few or "its mask does the same in every text, which no component describes"
+    elif indexed and not adding:
         beside = "an indexer chooses the keys of each query (attn_mask)"
-    if layer.added and not adds:
-        lacks = f"its mask adds up to {layer.added:.2g} to a score, which no component describes"
+    if added and not adding:
+        lacks = f"its mask adds up to {added:.2g} to a score, which no component describes"
     return Masking(part, causal, mask.cpu(), beside, lacks)
-
-
-def _by_text(mask: Tensor) -> tuple[bool, bool]:
-    """Whether the keys that it hides, and the numbers that it adds, differ from text to text."""
-    hides = hidden(mask)
-    differ = bool((hides != hides[:1]).any())
-    if mask.dtype == torch.bool:
-        return differ, False
-    both = ~hides & ~hides[:1]
-    added, apart = (torch.where(both, x, 0.0).abs().max() for x in (mask, mask - mask[:1]))
-    return differ, bool(apart > _ROUNDED * added)
 
 
 def _named(layer: RecordedLayer, config: Any) -> SlidingWindow | Chunked | None:

@@ -2,8 +2,8 @@
 
 Nothing is asked of a layer alone: the model's own forward brings it its input, mask and positions,
 so that any family whose layers take their attention function from transformers can be read. The
-first token stands at position 0, where nothing rotates: there the normalisation and its gain are
-read off. Each later token then tells by which angle its pairs of features were rotated.
+first token has position 0, where nothing rotates: there the normalisation and its gain are read
+off. Each later token then tells by which angle its pairs of features were rotated.
 
 Legend: B batch, H query heads, G key heads, T tokens, D head dimension, E value size, W width,
 P rotated pairs.
@@ -14,17 +14,17 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from normattn.errors import InputError
 from normattn.hf.model_parts import explained
-from normattn.hf.probe import AttentionCall, hidden, hide_unselected, run_recorded
+from normattn.hf.probe import AttentionCall, hide_unselected, run_recorded
 
 _BATCH = 4
 HALF = (torch.bfloat16, torch.float16)
@@ -49,30 +49,6 @@ class RecordedLayer(AttentionCall):
         """λ as the attention function was given it."""
         return float(self.more.get("scaling") or self.q.shape[-1] ** -0.5)
 
-    @property
-    def indexed(self) -> bool:
-        """Whether an indexer selects the keys of each query."""
-        return self.more.get("indices") is not None
-
-    @property
-    def visible(self) -> Bool[Tensor, "b t s"]:
-        """Who sees whom in the first head."""
-        if self.mask is None:
-            return self.q.new_ones(len(self.q), self.q.shape[2], self.k.shape[2], dtype=torch.bool)
-        return ~hidden(self.mask)[:, 0]
-
-    @property
-    def added(self) -> float:
-        """The largest number that the mask adds to a visible score."""
-        if self.mask is None or self.mask.dtype == torch.bool:
-            return 0.0
-        return float(self.mask.masked_fill(hidden(self.mask), 0.0).abs().max())
-
-    @property
-    def same_mask(self) -> bool:
-        """Whether the mask hides the same keys in every text and from every head."""
-        return self.mask is None or bool((hidden(self.mask) == ~self.visible[0]).all())
-
 
 def record_layers(model: Any, tokens: int = 48) -> list[RecordedLayer]:
     """What every attention layer of the model does with `tokens` random tokens.
@@ -80,14 +56,41 @@ def record_layers(model: Any, tokens: int = 48) -> list[RecordedLayer]:
     Raises `InputError` for a model that cannot read them, or whose layers do not take their
     attention function from transformers' AttentionInterface.
     """
-    vocabulary = model.config.get_text_config().vocab_size
+    vocabulary, name = model.config.get_text_config().vocab_size, type(model).__name__
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(2, vocabulary, (_BATCH, tokens), generator=generator).to(model.device)
-    linear = [part for part in model.modules() if isinstance(part, nn.Linear)]
-    with _in_float32(model), _projections(linear, tokens) as made:
-        recorded = _read(model, ids)
-    _assign(recorded, made)
-    return recorded
+    layers: list[RecordedLayer] = []
+    parts = frozenset(model.modules())
+
+    def see(call: AttentionCall) -> None:
+        if call.module not in parts:
+            return
+        mask, indices = call.mask, call.more.get("indices")
+        if mask is not None:
+            mask = mask if indices is None else hide_unselected(mask, indices)
+            mask = mask[..., : call.k.shape[2]].expand(len(call.q), -1, call.q.shape[2], -1)
+        index = int(getattr(call.module, "layer_idx", len(layers)))
+        layers.append(RecordedLayer(**{**vars(call), "mask": mask}, index=index))
+
+    unable = "cannot read tokens alone, so its layers cannot be recorded"
+    with _in_float32(model), _projections(model, tokens) as made, explained(name, unable):
+        run_recorded(model, see, input_ids=ids, use_cache=False)
+    if not layers:
+        raise InputError(
+            f"the layers of {name} do not take their attention function from transformers' "
+            "AttentionInterface, so they cannot be recorded"
+        )
+    # A layer may run several times, and call its attention several times a run.
+    for number, call in enumerate(layers):
+        calls = [other for other in layers if other.module is call.module]
+        turn = next(at for at, other in enumerate(calls) if other is call)
+        for part in call.module.modules():
+            if runs := made.get(part):
+                call.projections.append(runs[turn * len(runs) // len(calls)])
+        for earlier in layers[:number]:
+            if earlier.k.data_ptr() == call.k.data_ptr():
+                call.shared = earlier.projections
+    return layers
 
 
 @contextmanager
@@ -106,37 +109,9 @@ def _in_float32(model: nn.Module) -> Iterator[None]:
             x.data = x.data.to(dtype)
 
 
-def _read(model: Any, ids: Tensor) -> list[RecordedLayer]:
-    """The calls of eager attention while the model reads these tokens."""
-    layers: list[RecordedLayer] = []
-    parts = frozenset(model.modules())
-
-    def see(call: AttentionCall) -> None:
-        if call.module not in parts:
-            return
-        mask, indices = call.mask, call.more.get("indices")
-        if mask is not None:
-            mask = mask if indices is None else hide_unselected(mask, indices)
-            mask = mask[..., : call.k.shape[2]].expand(len(call.q), -1, call.q.shape[2], -1)
-        index = int(getattr(call.module, "layer_idx", len(layers)))
-        layers.append(RecordedLayer(**{**vars(call), "mask": mask}, index=index))
-
-    name = type(model).__name__
-    with explained(name, "cannot read tokens alone, so its layers cannot be recorded"):
-        run_recorded(model, see, input_ids=ids, use_cache=False)
-    if not layers:
-        raise InputError(
-            f"the layers of {name} do not take their attention function from transformers' "
-            "AttentionInterface, so they cannot be recorded"
-        )
-    return layers
-
-
 @contextmanager
-def _projections(
-    linear: list[nn.Linear], tokens: int
-) -> Iterator[dict[nn.Module, list[Projection]]]:
-    """What goes into linear maps and comes out, call by call."""
+def _projections(model: nn.Module, tokens: int) -> Iterator[dict[nn.Module, list[Projection]]]:
+    """What goes into the model's linear maps and comes out, call by call."""
     made: dict[nn.Module, list[Projection]] = {}
 
     def row(x: Any) -> Tensor | None:
@@ -152,28 +127,11 @@ def _projections(
         if before is not None and after is not None:
             made.setdefault(module, []).append((before, after))
 
-    handles = [part.register_forward_hook(keep) for part in linear]
-    try:
+    with ExitStack() as hooks:
+        for part in model.modules():
+            if isinstance(part, nn.Linear):
+                hooks.callback(part.register_forward_hook(keep).remove)
         yield made
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _assign(recorded: list[RecordedLayer], made: dict[nn.Module, list[Projection]]) -> None:
-    """To each call of a layer what its linear maps made in the same run, and the maker of its keys.
-
-    A layer may run several times, and call its attention several times a run.
-    """
-    for number, call in enumerate(recorded):
-        calls = [other for other in recorded if other.module is call.module]
-        turn = next(at for at, other in enumerate(calls) if other is call)
-        for part in call.module.modules():
-            if runs := made.get(part):
-                call.projections.append(runs[turn * len(runs) // len(calls)])
-        for earlier in recorded[:number]:
-            if earlier.k.data_ptr() == call.k.data_ptr():
-                call.shared = earlier.projections
 
 
 CLOSE = 2e-4
@@ -190,47 +148,46 @@ class Norm:
     gain: Float[Tensor, "h d"]
     bias: Float[Tensor, "h d"]
 
+    def plain(self, x: Float[Tensor, "b h t d"]) -> Float[Tensor, "b h t d"]:
+        """x normalised without a gain."""
+        if not self.kind:
+            return x
+        dims = (1, 3) if self.across == "all" else (3,)
+        if self.kind == "layer":
+            x = x - x.mean(dims, keepdim=True)
+        return x / (x.square().mean(dims, keepdim=True) + self.eps).sqrt()
+
     def __call__(self, x: Float[Tensor, "b h t d"]) -> Float[Tensor, "b h t d"]:
         """The normalised x."""
-        y = normalise(x, self.kind, self.across, self.eps)
-        return y * self.gain[:, None] + self.bias[:, None]
-
-
-def normalise(x: Float[Tensor, "b h t d"], kind: str, across: str, eps: float) -> Tensor:
-    """x normalised without a gain."""
-    if not kind:
-        return x
-    dims = (1, 3) if across == "all" else (3,)
-    if kind == "layer":
-        x = x - x.mean(dims, keepdim=True)
-    return x / (x.square().mean(dims, keepdim=True) + eps).sqrt()
+        return self.plain(x) * self.gain[:, None] + self.bias[:, None]
 
 
 def norms(
     raw: Float[Tensor, "b h t d"], given: Float[Tensor, "b h t d"], eps: list[float]
 ) -> Iterator[Norm]:
-    """The normalisations that make `given` of `raw` at position 0, the plainest first."""
+    """The normalisations that make `given` of `raw` at position 0, the plainest first.
+
+    Gain and bias are those of least squares over the batch; across a head, all heads have one.
+    """
     raw, first = raw.double(), given[:, :, 0].double()
+    one, none = torch.ones_like(first[0]), torch.zeros_like(first[0])
     kinds = itertools.product(("rms", "layer"), ("head", "all", "each"), eps)
     for kind, across, epsilon in (("", "head", 0.0), *kinds):
-        y = normalise(raw, kind, across, epsilon)[:, :, 0]
-        gain, bias = _line(y, first, shift=kind == "layer", shared=across == "head")
+        x = Norm(kind, across, epsilon, one, none).plain(raw)[:, :, 0]
+        dims = (0, 1) if across == "head" else (0,)
+        shift = kind == "layer"
+        mean_x, mean_y = (
+            side.mean(dims, keepdim=True) if shift else 0.0 * side for side in (x, first)
+        )
+        dx, dy = x - mean_x, first - mean_y
+        gain = (dx * dy).sum(dims, keepdim=True)
+        gain = gain / dx.square().sum(dims, keepdim=True).clamp(min=1e-30)
+        bias = (mean_y - gain * mean_x).mean(0).expand(one.shape)
+        gain = gain.mean(0).expand(one.shape)
         if not kind and float(gain.amax() - gain.amin()) > CLOSE * float(gain.abs().amax()):
             continue
-        if float((y * gain + bias - first).abs().max()) <= CLOSE * float(first.abs().max()):
+        if float((x * gain + bias - first).abs().max()) <= CLOSE * float(first.abs().max()):
             yield Norm(kind, across, epsilon, gain, bias)
-
-
-def _line(
-    x: Float[Tensor, "b h d"], y: Float[Tensor, "b h d"], shift: bool, shared: bool
-) -> tuple[Tensor, Tensor]:
-    """gain and bias (H, D) of the least squares y = gain·x + bias; of all heads one if shared."""
-    dims = (0, 1) if shared else (0,)
-    mean_x, mean_y = (side.mean(dims, keepdim=True) if shift else 0.0 * side for side in (x, y))
-    dx, dy = x - mean_x, y - mean_y
-    gain = (dx * dy).sum(dims, keepdim=True) / dx.square().sum(dims, keepdim=True).clamp(min=1e-30)
-    bias = mean_y - gain * mean_x
-    return gain.mean(0).expand(x.shape[1:]), bias.mean(0).expand(x.shape[1:])
 
 
 @dataclass(frozen=True)
@@ -247,7 +204,7 @@ class Shape:
     reordered: bool = False
 
     def restored(self, x: Float[Tensor, "b h t d"]) -> Float[Tensor, "b h t d"]:
-        """x with the rotated features where they stood before the rotation."""
+        """x with the rotated features where they were before the rotation."""
         if not self.reordered:
             return x
         end = self.start + self.size
@@ -278,7 +235,10 @@ class Rotation:
 def fit_rotation(
     still: Float[Tensor, "b h t d"], given: Float[Tensor, "b h t d"], shape: Shape
 ) -> Rotation | None:
-    """The rotation of this shape that makes `given` of `still`; None where none does."""
+    """The rotation of this shape that makes `given` of `still`; None where none does.
+
+    θ with ratio_p ∝ e^{iθp} is sharpened from position to position.
+    """
     z, w = shape.pairs(still), shape.pairs(given)
     ratio = (w * z.conj()).sum((0, 1)) / z.abs().square().sum((0, 1)).clamp(min=1e-30)  # (T, P)
     size = ratio.abs().mean(-1)
@@ -288,19 +248,13 @@ def fit_rotation(
     uneven = (ratio.abs() - size[:, None]).abs().max()
     if float(max(off)) > CLOSE * float(given.abs().max()) or uneven > 2 * CLOSE * size.max():
         return None
-    theta = _angles(ratio)
-    return None if theta is None else Rotation(theta, size, not shape.apart, shape.start)
-
-
-def _angles(ratio: Tensor) -> Tensor | None:
-    """θ with ratio_p ∝ e^{iθp}, sharpened from position to position; None where there is none."""
     theta = ratio[1].angle()
     for position in range(2, ratio.shape[0]):
-        off = (ratio[position] * torch.exp(-1j * theta * position)).angle()
-        theta = theta + off / position
+        theta = theta + (ratio[position] * torch.exp(-1j * theta * position)).angle() / position
     places = torch.arange(ratio.shape[0], dtype=torch.float64)[:, None]
-    off = (ratio * torch.exp(-1j * theta * places)).angle().abs().max()
-    return theta if float(off) < 10 * CLOSE else None
+    if not float((ratio * torch.exp(-1j * theta * places)).angle().abs().max()) < 10 * CLOSE:
+        return None
+    return Rotation(theta, size, not shape.apart, shape.start)
 
 
 def plain_base(theta: Float[Tensor, " p"]) -> float | None:
