@@ -98,7 +98,7 @@ MISTAKES: dict[str, tuple[Any, str, str]] = {
     "no base": (
         {**RAISED, "rope_scaling": {k: v for k, v in YARN_WORDS.items() if k != "rope_theta"}},
         "inverse frequencies: ",
-        "rope_theta is missing beside the scaling",
+        "rope_theta is missing next to the scaling",
     ),
     "the factor of the logits switched off": (
         {**RAISED, "rope_parameters": {**YARN_WORDS, "attention_factor": 1.0}},

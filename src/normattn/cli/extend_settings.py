@@ -59,7 +59,7 @@ class ExtensionSettings(Settings):
         return model_name(self.gguf or self.model)
 
     def parameters(self, method: str) -> dict[str, Any]:
-        """The parameters that `normattn.extend` takes beside the method's name."""
+        """The parameters that `normattn.extend` takes in addition to the method's name."""
         return {name: getattr(self, name) for name in sorted(open_parameters(method))}
 
 

@@ -289,7 +289,7 @@ def _mistakes(
             read = getattr(given.config.get_text_config(), "rope_parameters", None) or {}
             if float(read.get("rope_theta") or _BASE) == _BASE:
                 yield (
-                    "rope_theta is missing beside the scaling, which replaces all there was: the "
+                    "rope_theta is missing next to the scaling, which replaces all there was: the "
                     f"base is {_BASE:,.0f} instead of {max(held):,.0f}"
                 )
         if kind == "yarn" and float(factor or 1) > 1:

@@ -128,7 +128,7 @@ def _mlx(wanted: Wanted) -> str:
 
 
 def _as_version_4(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """rope_theta beside rope_scaling, as transformers had them before version 5."""
+    """rope_theta next to rope_scaling, as transformers had them before version 5."""
     rope = dict(fields["rope_parameters"])
     if any(isinstance(value, Mapping) for value in rope.values()):
         raise InputError(

@@ -82,7 +82,7 @@ def extend(
         return _checked(planned, by_hooks=False)
     except InputError:
         # Some families make their tables of more than the frequencies that their modules hold.
-        with_ids = all(x.has_ids for x in planned.served if x.rotation is not None)
+        with_ids = all(x.has_ids for x in planned.full_layers if x.rotation is not None)
         if not with_ids and not rotates_inside(planned.spec):
             raise
     return _checked(planned, by_hooks=True)
@@ -146,14 +146,14 @@ class Extension:
         )
 
     def _switch_on(self, planned: Plan, by_hooks: bool) -> None:
-        parts, spec, served = planned.parts, planned.spec, planned.served
+        parts, spec, full = planned.parts, planned.spec, planned.full_layers
         ours = replaces_attention(spec)
-        selecting = [layer for layer in served if layer.selects]
+        selecting = [layer for layer in full if layer.selects]
         own = str(parts.config._attn_implementation or "eager")
         self._undo.append(save_with_method(parts, planned.layers, spec))
         if ours:
-            self._serve(planned)
-        apart = served if by_hooks else selecting if rotates_inside(spec) else []
+            self._replace_attention(planned)
+        apart = full if by_hooks else selecting if rotates_inside(spec) else []
         undo, hooked = override_buffers(planned.layers, spec, apart)
         self._undo += undo
         hooked += [layer for layer in apart if layer.rotation is not None]
@@ -171,12 +171,12 @@ class Extension:
         self._hook(parts.decoder.register_forward_hook(self._memory.clear, always_call=True))
         self._set(parts.decoder, HANDLE, self)
 
-    def _serve(self, planned: Plan) -> None:
+    def _replace_attention(self, planned: Plan) -> None:
         """Record in each layer's module how normattn computes its attention; refuse what it cannot.
 
         Pages of keys, and the places of images, are refused when they come.
         """
-        for layer in planned.served:
+        for layer in planned.full_layers:
             kept = None
             if layer.rotation is not None and rotates_inside(self.spec):
                 kept = RotatedKeyCache()

@@ -222,9 +222,7 @@ def _their_config(config: CausalLMConfig) -> tuple[str, Any]:
             f"{rms} with the norms' own eps"
         )
     if config.qkv_bias and normed:
-        raise InputError(
-            "qkv_bias beside QKRMSNorm has no counterpart: Qwen3 biases the output too"
-        )
+        raise InputError("qkv_bias with QKRMSNorm has no counterpart: Qwen3 biases the output too")
     scaling = spec.rope_scaling
     rope = {"rope_type": "default", "rope_theta": base}
     if isinstance(scaling, PI | Llama3):

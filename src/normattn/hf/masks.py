@@ -162,7 +162,7 @@ def _padded(
     query: Int[Tensor, "b t"], key: Int[Tensor, "b s"], mask: Tensor | None = None
 ) -> Placing:
     """Causal attention over keys at these places, −1 where one is hidden."""
-    # What a padded query reads is nobody's; it stands where a real one could.
+    # What a padded query reads is not used; its position is one that a real query could have.
     query = query.clamp(min=0)
     at = Positions(query, key, query + 1, True, False, ordered=False)
     seen = AttentionMask(True, query, key, False, padding=key < 0, mask=mask)

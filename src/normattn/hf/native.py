@@ -35,7 +35,7 @@ _FIELDS = ("rope_parameters", "max_position_embeddings")
 FIELD, TRAINED = "normattn", "trained"
 """Where a saved configuration stores its method, and the original fields."""
 ADAPTER_FILE = "normattn.json"
-"""The record beside an adapter of PEFT, whose folder holds no configuration of the model."""
+"""The record next to an adapter of PEFT, whose folder holds no configuration of the model."""
 
 
 def native_fields(
@@ -193,7 +193,7 @@ def check_record(record: Any, where: str) -> None:
     ):
         raise InputError(
             f"{where} must hold a method, a name, and a train_length, a whole number; {TRAINED!r} "
-            "beside them holds fields"
+            "next to them holds fields"
         )
 
 

@@ -100,15 +100,15 @@ class Plan(NamedTuple):
     source: str
 
     @property
-    def served(self) -> list[Layer]:
+    def full_layers(self) -> list[Layer]:
         """The layers that are not confined to a window."""
         return [layer for layer in self.layers if layer.sliding is None]
 
     @property
     def resolved(self) -> Resolved:
         """Every value."""
-        spec, served = self.spec, self.served
-        rotated = [layer for layer in served if layer.rotation is not None]
+        spec, full = self.spec, self.full_layers
+        rotated = [layer for layer in full if layer.rotation is not None]
         rotation = rotated[0].rotation if rotated else None
         parts = [part for part in spec.parts if part.when != "training-time"]
         assert spec.train_length is not None
@@ -123,11 +123,11 @@ class Plan(NamedTuple):
             },
             base=None if rotation is None else rotation.base,
             scaled=None if rotation is None else rotation.scaled,
-            head_dim=served[0].call.q.shape[-1],
+            head_dim=full[0].call.q.shape[-1],
             rotated=0 if rotation is None else 2 * int((rotation.frequencies != 0).sum()),
             layout="interleaved" if rotation is not None and rotation.interleaved else "half",
             extended=tuple(layer.index for layer in rotated),
-            without_positions=tuple(layer.index for layer in served if layer.rotation is None),
+            without_positions=tuple(layer.index for layer in full if layer.rotation is None),
             left=tuple(layer.index for layer in self.layers if layer.sliding is not None),
             attention="normattn" if replaces_attention(spec) else "stock",
             cached_keys="unrotated" if rotates_inside(spec) else "rotated",
@@ -148,7 +148,7 @@ def plan(model: Any, method: str, train_length: int | None = None, **parameters:
     if not has_rotary(parts.model):
         raise InputError(f"{parts.name} is not a rotary model")
     made = Plan(parts, detect_layers(parts, probe(parts)), spec, source)
-    _refuse_unserved(made)
+    _refuse_unsupported(made)
     return made
 
 
@@ -198,13 +198,13 @@ def _specify(
     return spec, source
 
 
-def _refuse_unserved(made: Plan) -> None:
+def _refuse_unsupported(made: Plan) -> None:
     """Raise `InputError` where a method cannot serve what the layers do."""
     name, spec, scaling = made.parts.name, made.spec, made.spec.rope_scaling
-    rotated = [(x.module, x.rotation) for x in made.served if x.rotation is not None]
-    if not made.served or ((scaling is not None or rotates_inside(spec)) and not rotated):
+    rotated = [(x.module, x.rotation) for x in made.full_layers if x.rotation is not None]
+    if not made.full_layers or ((scaling is not None or rotates_inside(spec)) and not rotated):
         why = "none of its layers with full attention has rotary positions"
-        if not made.served:
+        if not made.full_layers:
             why = f"all its layers attend within a window of {made.layers[0].sliding} tokens"
         raise InputError(f"{name} cannot be extended: {why}, so there is no position to extend")
     for module, rotation in rotated:
@@ -220,10 +220,10 @@ def _refuse_unserved(made: Plan) -> None:
                 f"{name} has rotary frequencies that are already scaled, and {scaling.name} "
                 "needs unscaled ones: use PI, ReRoPE, LeakyReRoPE or SelfExtend"
             )
-    for layer in made.served:
-        if replaces_attention(spec) and layer.unserved:
+    for layer in made.full_layers:
+        if replaces_attention(spec) and layer.unsupported:
             raise InputError(
                 f"layer {layer.index} of {name} ({type(layer.module).__name__}) asks its "
-                f"attention for {', '.join(layer.unserved)}, which normattn does not support: "
+                f"attention for {', '.join(layer.unsupported)}, which normattn does not support: "
                 "use PI, NTK, NTK-mixed, ABF or YaRN, which keep the model's attention"
             )

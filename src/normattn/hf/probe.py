@@ -322,7 +322,7 @@ class _Probe:
 def probe(parts: ModelParts) -> dict[nn.Module, ProbedLayer]:
     """What each attention layer of the decoder is given and does, from one forward.
 
-    The layers stand in the order of their calls. Raises `InputError` where the forward fails.
+    The layers are in the order of their calls. Raises `InputError` where the forward fails.
     """
     recorder = _Probe()
     hooks = []

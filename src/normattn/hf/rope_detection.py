@@ -190,7 +190,7 @@ class Layer(ProbedLayer):
         return self.call.more.get("indices") is not None or self.call.window is None
 
     @property
-    def unserved(self) -> list[str]:
+    def unsupported(self) -> list[str]:
         """What the layer passes to its attention that normattn does not support."""
         more = self.call.more
         given = {name: x for name, x in more.items() if x is not None and x is not False}

@@ -47,8 +47,8 @@ def override_buffers(
     hooked: list[Layer] = []
     for layer in layers:
         place = _buffer_of(layer)
-        served = layer.sliding is None and layer not in apart
-        wanted = spectrum_of(layer, spec) if served else None
+        changed = layer.sliding is None and layer not in apart
+        wanted = spectrum_of(layer, spec) if changed else None
         if place is not None:
             users.setdefault(place, []).append((layer, wanted))
         elif wanted is not None:

@@ -284,12 +284,12 @@ def candidates(layer: RecordedLayer) -> Iterator[Raw]:
     """Queries and keys apart, joined, side by side, with a gate, or of latent vectors.
 
     Latent keys are those of multi-head latent attention (arXiv 2405.04434): each head's first
-    features stand before its values in one projection; the last ones, the same for all heads, are
+    features come before its values in one projection; the last ones, the same for all heads, are
     the last of another.
     """
     own = [made for _, made in layer.projections]
     (_, heads, _, d), groups, e = layer.q.shape, layer.k.shape[1], layer.v.shape[-1]
-    # Queries stand alone, or each before the gate of its head.
+    # Queries are alone, or each before the gate of its head.
     queries = [(x, heads_of(x, d)) for x in own if x.shape[-1] == heads * d]
     gated = [x for x in own if e and x.shape[-1] == heads * (d + e)]
     queries += [(x, heads_of(x, d + e)[..., :d]) for x in gated]

@@ -111,7 +111,7 @@ def _make_small(text: Any) -> None:
     }
     sizes |= {name: value for name, value in _TOKENS.items() if hasattr(text, name)}
     sizes |= {"num_attention_heads": 2, "hidden_size": 2 * int(head_dim)} | _narrowed(text)
-    # Mamba layers beside attention, whose heads make up a multiple of the width.
+    # Mamba layers next to attention, whose heads make up a multiple of the width.
     expand, own_width = getattr(text, "mamba_expand", None), hasattr(text, "mamba_d_ssm")
     if isinstance(expand, int) and hasattr(text, "mamba_n_heads") and not own_width:
         wide = expand * sizes["hidden_size"]
