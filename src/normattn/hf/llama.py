@@ -147,7 +147,8 @@ def _our_config(model: Any) -> CausalLMConfig:
         eps = {"eps": theirs.rms_norm_eps} if normed else {}
         name = "QKRMSNorm-RoPE" if normed else "Baseline-RoPE"
         score = ScoreSpec.parse(name, base=float(rope["rope_theta"]), **eps)
-        scaling, length = None, theirs.max_position_embeddings
+        scaling: PI | Llama3 | None = None
+        length = theirs.max_position_embeddings
         if rope.get("rope_type") == "linear":
             scaling = PI(factor=float(rope["factor"]))
         elif rope.get("rope_type") == "llama3":
