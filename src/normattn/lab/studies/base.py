@@ -281,16 +281,14 @@ def _sweep(
     ways = checked_methods(request.methods or methods, setting)
     applicable, skipped = usable(dict.fromkeys(scores.values(), ways), setting)
     runs = [
-        TextRun(
+        setting.run(
+            scores[variant.name],
+            applicable[scores[variant.name]],
             variant=variant.name if variant.score else scores[variant.name],
             row=variant.name if variant.score else "",
             score=scores[variant.name],
-            seed=seed,
             training=setting.trains(scores[variant.name], variant.settings),
-            evaluation=setting.evaluation,
-            methods=applicable[scores[variant.name]],
         )
-        for seed in request.seeds_or(preset.seeds)
         for variant in named
     ]
     return setting.sweep(request, name, runs, skipped)

@@ -20,7 +20,7 @@ from normattn.lab.report.tables import Column, Row, Table, text_column
 from normattn.lab.report.view import View
 from normattn.lab.studies import lm_report as lm
 from normattn.lab.studies.base import Study
-from normattn.lab.studies.language import TextSetting, text_runs
+from normattn.lab.studies.language import TextSetting
 from normattn.lab.studies.methods import ALL, candidates, canonical, checked_methods, usable
 from normattn.lab.studies.preset import Preset, opened
 from normattn.lab.sweep.run import Request, Sweep
@@ -45,8 +45,7 @@ def resolve(request: Request) -> Sweep:
     range. A method that one of several scores cannot take leaves out that row, with a sentence;
     so does a part that a row of the extended table cannot have.
     """
-    preset = opened(request, "keynorm", Preset)
-    setting = TextSetting.of(preset)
+    setting = TextSetting.of(opened(request, "keynorm", Preset))
     variants, untrained = _variants(request, setting)
     if request.methods == (ALL,):
         wanted = {
@@ -57,7 +56,7 @@ def resolve(request: Request) -> Sweep:
         asked = checked_methods(_listed(request.methods, "--methods") or METHODS, setting)
         wanted = dict.fromkeys(variants, asked)
     methods, unread = usable(wanted, setting)
-    runs = text_runs(setting, request.seeds_or(preset.seeds), methods)
+    runs = [setting.run(*each) for each in methods.items()]
     return setting.sweep(request, "keynorm", runs, [*untrained, *unread])
 
 

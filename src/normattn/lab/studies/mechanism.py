@@ -24,8 +24,7 @@ from normattn.lab.studies.language import TextSetting, reading_cost
 from normattn.lab.studies.mechanism_report import KIND, TABLES, claims, figures
 from normattn.lab.studies.methods import canonical
 from normattn.lab.studies.preset import EvaluationSettings, Preset, opened
-from normattn.lab.studies.trained import ModelRun
-from normattn.lab.sweep.run import Note, Request, Sweep
+from normattn.lab.sweep.run import Note, Request, Run, Sweep
 from normattn.lab.training import TrainingConfig
 from normattn.lab.training.planning import Cost
 from normattn.lab.training.tasks.text import CausalWorkload
@@ -54,7 +53,7 @@ class MechanismPreset(Preset):
     mechanism: MechanismSettings = MechanismSettings()
 
 
-class MechanismRun(ModelRun):
+class MechanismRun(Run):
     """One trained score, and what its layers do on held-out texts."""
 
     workload: ClassVar[CausalWorkload] = CausalWorkload()
@@ -111,12 +110,10 @@ def resolve(request: Request) -> Sweep:
     runs = [
         MechanismRun(
             variant=variant,
-            seed=seed,
             training=setting.trains(variant),
             evaluation=setting.evaluation,
             mechanism=settings,
         )
-        for seed in request.seeds_or(preset.seeds)
         for variant in variants
     ]
     return setting.sweep(

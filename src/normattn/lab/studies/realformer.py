@@ -32,7 +32,7 @@ from normattn.lab.stats.measurements import FACTOR
 from normattn.lab.stats.metrics import mean, mean_of_bins, ratio
 from normattn.lab.studies.base import Study
 from normattn.lab.studies.lm_report import ranked
-from normattn.lab.studies.realformer_runs import ROWS, EncoderRun, GridRun, resolve
+from normattn.lab.studies.realformer_runs import ROWS, EncoderRun, resolve
 from normattn.lab.studies.trained import End, ends
 from normattn.lab.sweep.collect import measured_below
 
@@ -424,7 +424,7 @@ STUDY = Study(
     "layer by layer.",
     sources=("arXiv 2012.11747", "kexue.fm/archives/8027", "arXiv 2002.04745"),
     resolve=resolve,
-    runs=(EncoderRun, GridRun),
+    runs=(EncoderRun,),
     tables=(
         Table(
             "table",

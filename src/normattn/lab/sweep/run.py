@@ -7,7 +7,6 @@ by stage. Each stage is done once, in a directory of its own.
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,17 +20,19 @@ from normattn.lab.diagnostics import DiagnosticsProbe
 from normattn.lab.report.output import Written
 from normattn.lab.report.page import Page
 from normattn.lab.runs import read_status
-from normattn.lab.stats import Identity, MeasurementStore, diverged
+from normattn.lab.stats import Identity, MeasurementStore
 from normattn.lab.stats.measurements import Factor
 from normattn.lab.sweep.config import SweepConfig
 from normattn.lab.sweep.launchers import Launcher, Local
 from normattn.lab.sweep.paths import RunPaths, peek
 from normattn.lab.training import LoopConfig, StepReport, TrainingConfig
+from normattn.lab.training.distributed import choose_device
 from normattn.lab.training.init_from import Continuation
 from normattn.lab.training.planning import Cost
 from normattn.lab.training.task import Probe
 from normattn.lab.training.tasks.text import MaskedConfig
-from normattn.lab.training.tasks.workload import Workload, train_workload
+from normattn.lab.training.tasks.workload import MODEL, Workload, train_workload
+from normattn.models.pretrained import load_as
 from normattn.settings import Settings, first_difference
 
 CORPUS = "training.data.corpus"
@@ -98,22 +99,6 @@ def training_stage(
     return Stage("training", lambda: workload.cost(config), is_done, train, config)
 
 
-def measuring_stage(
-    folder: Path,
-    name: str,
-    measure: Callable[[Any, Note], pl.DataFrame],
-    cost: Callable[[], Cost],
-    phase: str = "evaluation",
-) -> Stage:
-    """Measure the training in `folder` once, as the record `name` among its evaluations."""
-    store = MeasurementStore(folder / EVALUATIONS)
-
-    def run(data: Any, note: Note) -> None:
-        store.once(name, lambda: measure(data, note))
-
-    return Stage(phase, cost, store.path(name).is_file, run)
-
-
 def diagnostics_probes(config: LoopConfig) -> tuple[Probe, ...]:
     """A probe of every layer, where `inspect_every` asks for one."""
     if not config.inspect_every:
@@ -168,19 +153,23 @@ def _noting(note: Note) -> Callable[[StepReport], None]:
     return step
 
 
-class Run(Settings, ABC):
-    """One training of a variant with one seed, and what is measured of it.
+class Run(Settings):
+    """One training of a variant with one seed, and what is measured of its model.
 
     `training` are the whole settings but for the seed. `row` is what tables call it (default: the
     variant), `score` what it trains (default: the row), `factors` what else the study varies. Runs
-    of a study differ in (variant, seed), which also name their directories.
+    of a study differ in (variant, seed), which also name their directories. A kind of run gives
+    `measure` and `cost`; one that trains or measures several times gives `stages` or `measuring`.
     """
 
     workload: ClassVar[Workload[Any, Any]]
+    record: ClassVar[str] = ""
+    """The name of what `measure` returns, among the evaluations of the training."""
+    phase: ClassVar[str] = "evaluation"
 
     kind: str
     variant: str
-    seed: int
+    seed: int = 0
     row: str = ""
     score: str = ""
     factors: dict[str, Factor] = Field(default_factory=dict)
@@ -192,9 +181,32 @@ class Run(Settings, ABC):
         fields = {**self.training, "seed": self.seed}
         return self.workload.config_class.parse(fields, f"the settings of {self.name}")
 
-    @abstractmethod
     def stages(self, paths: RunPaths) -> list[Stage]:
-        """What the run does, in order."""
+        """What the run does, in order: train, then measure the model."""
+        config = self.training_config
+        return [training_stage(self.workload, config, paths.run), self.measuring(paths.run, config)]
+
+    def measuring(self, folder: Path, config: Any) -> Stage:
+        """Measure the model that was trained with `config` in `folder`, once."""
+        store = MeasurementStore(folder / EVALUATIONS)
+
+        def run(data: Any, note: Note) -> None:
+            store.once(self.record, lambda: self.measure(folder, config, data, note))
+
+        return Stage(self.phase, lambda: self.cost(config), store.path(self.record).is_file, run)
+
+    def measure(self, folder: Path, config: Any, data: Any, note: Note) -> pl.DataFrame:
+        """What is measured of the model in `folder`."""
+        raise NotImplementedError
+
+    def cost(self, config: Any) -> Cost:
+        """What measuring takes."""
+        raise NotImplementedError
+
+    def model_in(self, folder: Path, config: Any) -> Any:
+        """The model that was trained with `config` in `folder`, on its device."""
+        kind = self.workload.model_class
+        return load_as(kind, folder / MODEL, config.model).to(choose_device(config.device))
 
     @property
     def name(self) -> str:
@@ -212,21 +224,11 @@ class Run(Settings, ABC):
         """How many rows of the table the run gives."""
         return 1
 
-    def identity(self, protocol: str, **factors: Factor) -> Identity:
-        """Whose measurement it is: the row and the seed, and what else the study varies."""
+    def identity(self, protocol: str, **known: Any) -> Identity:
+        """Whose measurement it is: the row, the seed, the factors, and further fields `known`."""
         row = self.row or self.variant
-        return Identity(
-            study="",
-            row=row,
-            score=self.score or row,
-            seed=self.seed,
-            protocol=protocol,
-            factors={**self.factors, **factors},
-        )
-
-    def diverged(self, step: int, where: str, **factors: Factor) -> pl.DataFrame:
-        """The measurement: this training ended in NaN, first seen in the module `where`."""
-        return diverged(self.identity("training", **factors), step, where)
+        whose = {"row": row, "score": self.score or row, "seed": self.seed, "protocol": protocol}
+        return Identity(**{"study": "", "factors": self.factors, **whose, **known})
 
 
 def canonical_json(settings: object) -> str:

@@ -246,7 +246,8 @@ def run_child(job: Path, study: Experiment, parent: int = 0) -> int:
             try:
                 stage.run(data, _noting(paths.progress, number, stage.phase))
             except DivergedError as error:
-                measurements.write(paths.diverged, run.diverged(error.step, error.where))
+                lost = measurements.diverged(run.identity("training"), error.step, error.where)
+                measurements.write(paths.diverged, lost)
                 warn(f"normattn: {error}")
                 return DIVERGED
         write_if_changed(paths.done, run.model_dump(mode="json"))
