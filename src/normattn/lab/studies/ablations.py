@@ -455,7 +455,7 @@ STUDY = Study(
         ),
         lm.reading_table(
             *("scores", "Every score"),
-            notes=lambda view: (*lm.premise(view, view.values("row", lm.TRAINED)), *lm.LEGEND),
+            notes=lambda view: (*lm.precondition(view, view.values("row", lm.TRAINED)), *lm.LEGEND),
         ),
     ),
     claims=_pair_claims,

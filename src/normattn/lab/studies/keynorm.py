@@ -288,7 +288,9 @@ STUDY = Study(
     sources=("kexue.fm/archives/9859",),
     resolve=resolve,
     tables=(
-        lm.reading_table(notes=lambda view: (*lm.premise(view), *lm.LEGEND), main=lm.MAIN_COLUMNS),
+        lm.reading_table(
+            notes=lambda view: (*lm.precondition(view), *lm.LEGEND), main=lm.MAIN_COLUMNS
+        ),
         Table(
             "copying",
             "How far back can each score copy from?",

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import polars as pl
 from pydantic import Field
@@ -41,7 +41,7 @@ UNKNOWN = "0" * 64
 """The digest of weights that are not trained yet."""
 Config = TypeVar("Config", bound=LoopConfig)
 Note = Callable[[int, int, str], None]
-"""Told how much of a stage is done, of how much, and a few words."""
+"""Receives how much of a stage is done, of how much, and a few words."""
 
 
 @dataclass(frozen=True)
@@ -69,23 +69,25 @@ def training_stage(
 ) -> Stage:
     """Train `config` in `folder`. Where an `essential` training diverges, the run ends.
 
-    A configuration that goes on from a model which an earlier stage trains says `UNKNOWN` weights:
+    A configuration that goes on from a model which an earlier stage trains has `UNKNOWN` weights:
     they are looked up when the stage runs.
     """
 
     def train(data: Any, note: Note) -> None:
-        # NaN once is NaN again, so it is not tried twice.
-        before = divergence(folder)
-        if before is not None and essential:
-            raise before
-        if before is not None:
-            return
+        def on_step(report: StepReport) -> None:
+            rate = f"{report.tokens_per_second:,.0f} tokens/s"
+            note(report.step, report.steps, f"loss {report.loss:.3f}, {rate}")
+
+        status = read_status(folder)
         try:
+            # NaN once is NaN again, so it is not tried twice.
+            if status is not None and status.state == "diverged":
+                raise DivergedError(status.step, status.where, status.checkpoint)
             train_workload(
                 workload,
                 with_weights(config),
                 folder,
-                on_step=_noting(note),
+                on_step=on_step,
                 probes=diagnostics_probes(config),
                 show_progress=False,
             )
@@ -94,22 +96,16 @@ def training_stage(
                 raise
 
     def is_done() -> bool:
-        return has_ended(folder) and _holds(folder, config, workload.changeable)
+        status = read_status(folder)
+        ended = status is not None and status.state in ("finished", "diverged")
+        return ended and _holds(folder, config, workload.changeable)
 
     return Stage("training", lambda: workload.cost(config), is_done, train, config)
 
 
 def diagnostics_probes(config: LoopConfig) -> tuple[Probe, ...]:
     """A probe of every layer, where `inspect_every` asks for one."""
-    if not config.inspect_every:
-        return ()
-    return (DiagnosticsProbe(config.inspect_every),)
-
-
-def has_ended(run: Path) -> bool:
-    """Whether the training in `run` has ended, in a model or in NaN."""
-    status = read_status(run)
-    return status is not None and status.state in ("finished", "diverged")
+    return (DiagnosticsProbe(config.inspect_every),) if config.inspect_every else ()
 
 
 def _holds(run: Path, config: LoopConfig, changeable: frozenset[str]) -> bool:
@@ -128,14 +124,6 @@ def _holds(run: Path, config: LoopConfig, changeable: frozenset[str]) -> bool:
     return first_difference(whole, config.model_dump(mode="json"), free) is None
 
 
-def divergence(run: Path) -> DivergedError | None:
-    """How the training in `run` diverged; None when it did not."""
-    status = read_status(run)
-    if status is None or status.state != "diverged":
-        return None
-    return DivergedError(status.step, status.where, status.checkpoint)
-
-
 def with_weights(config: Config) -> Config:
     """The configuration with the weights that its start holds by now."""
     planned = config.continued if isinstance(config, TrainingConfig | MaskedConfig) else None
@@ -143,14 +131,6 @@ def with_weights(config: Config) -> Config:
         return config
     weights = Continuation.of(Path(planned.start)).weights
     return config.model_copy(update={"continued": planned.model_copy(update={"weights": weights})})
-
-
-def _noting(note: Note) -> Callable[[StepReport], None]:
-    def step(report: StepReport) -> None:
-        rate = f"{report.tokens_per_second:,.0f} tokens/s"
-        note(report.step, report.steps, f"loss {report.loss:.3f}, {rate}")
-
-    return step
 
 
 class Run(Settings):
@@ -275,9 +255,9 @@ class Request:
 class Sweep:
     """A resolved request: the shared settings, the runs, and why rows were left out (`skipped`).
 
-    `study` is the study's name. `facts` are further lines of the plan; `describe` is told a run's
-    data, once for each kind of run, and says in lines what it is (`InputError` where it does not
-    suffice).
+    `study` is the study's name. `facts` are further lines of the plan; `describe` receives a run
+    and its data, once for each kind of data, and returns lines that describe it (`InputError` where
+    it does not suffice).
     """
 
     study: str
@@ -311,7 +291,6 @@ class Sweep:
         return RunPaths.of(self.out, run.variant, run.seed)
 
 
-@runtime_checkable
 class Experiment(Protocol):
     """What running a study needs of it: `normattn.lab.studies.base.Study` is one."""
 
