@@ -1,4 +1,4 @@
-"""What beside the norm of keys decides: changes of the setting, and of the score.
+"""What decides besides the norm of keys: changes of the setting, and of the score.
 
 One number is watched, over held-out text of the same last tokens:
 
@@ -8,7 +8,7 @@ One number is watched, over held-out text of the same last tokens:
 model of the preset `laptop` does not. Baseline and KNA are trained in the preset's setting and with
 one change each (joined by "+": `gau+no-tiling`). *questions*: four that the source leaves open.
 Each score is compared with one other, at L and by its change. KRMSNorm without a gain is KNA, as
-√d·k/‖k‖ at scale 1/√d is k/‖k‖ at scale 1, so KNA stands for it.
+√d·k/‖k‖ at scale 1/√d is k/‖k‖ at scale 1, so KNA represents it.
 """
 
 from __future__ import annotations

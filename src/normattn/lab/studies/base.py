@@ -91,7 +91,7 @@ class Study:
 
     `help` is what `reproduce NAME --help` says; `variants_help` and `methods_help` explain these
     options, "" where the study has no such choice. `headline` are the columns of the first table
-    that `reproduce` says of each run when it ends. `examples` are command lines beside `EXAMPLES`,
+    that `reproduce` prints of each run when it ends. `examples` are command lines after `EXAMPLES`,
     and what they do. `collect` gathers what was measured. `made_by` is the command line that
     measures where `reproduce` does not. `source` is the file of a user's own study.
     """

@@ -159,7 +159,7 @@ def _cost(view: View, row: Row) -> Cell:
 
 
 def distances(view: View) -> list[int]:
-    """How far back the answers stood in the longest repeated texts: one less than the segment."""
+    """How far back the answers are in the longest repeated texts: one less than the segment."""
     where = {"protocol": "repeated", "length": view.longest("repeated")}
     return sorted(int(d) for d in view.values("bin", {**where, "statistic": COPIED.name}))
 
@@ -223,7 +223,7 @@ LEAST_STEPS = 100
 def precondition(view: View, rows: Sequence[str] | None = None) -> list[str]:
     """Whether the scores are equally good at L, and which of them copy at all.
 
-    A difference past L speaks of extrapolation only between models that are equally good at L, and
+    A difference past L is one of extrapolation only between models that are equally good at L, and
     a model that uses no far context has little to lose. Of `rows`, by default the source's scores:
     others are controls, which differ from Baseline by design. Nothing is said of models of fewer
     than `LEAST_STEPS` steps.
@@ -307,7 +307,7 @@ def _by_method(
 ) -> Figure:
     """A curve of every row, a panel for each method.
 
-    The control's curves, dashed, stand beside those of the unmodified models.
+    The control's curves, dashed, are drawn with those of the unmodified models.
     """
     methods = ranked(view.values("method", where), METHOD_ORDER)
     beside = (CONTROL,) if {"", CONTROL} <= set(methods) else ()

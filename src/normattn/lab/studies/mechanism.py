@@ -57,7 +57,7 @@ VARIANTS = (
     *("Baseline", "KNA", "KNA-NoPE"),
     *("QKLayerNorm", "QKLayerNorm(gain=false)", "QKRMSNorm", "QKRMSNorm(gain=false)"),
 )
-# Scores are computed twice more, in blocks and in float64, beside the model's own, and texts read
+# Scores are computed twice more, in blocks and in float64, besides the model's own, and texts read
 # thrice: 7 to 12 times what reading takes.
 WEIGHT = 11
 

@@ -1,6 +1,6 @@
 """What the QK-Norm study trains and measures: translation models and Vision Transformers.
 
-A row of its tables is a score, and what its models are trained with beside it, as `Baseline+Muon`.
+A row of its tables is a score, and what else its models are trained with, as `Baseline+Muon`.
 Each name after a + is that of settings, which are laid over the training's: another optimiser,
 QK-Clip. A preset's `trained_with` changes what they are, and may add others.
 """
@@ -185,7 +185,7 @@ class TranslationRates(Rates):
 
 
 class ImageRates(Rates):
-    """The sweep of the Vision Transformers, beside the table's trainings at ×1."""
+    """The sweep of the Vision Transformers, besides the table's trainings at ×1."""
 
     scores: tuple[str, ...] = ()
     multiples: tuple[Annotated[float, Field(gt=1)], ...] = MULTIPLES[1:]

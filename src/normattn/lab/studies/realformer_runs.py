@@ -101,7 +101,7 @@ Positive = Annotated[float, Field(gt=0)]
 class SizeSettings(Settings):
     """One size of model: what differs in `training`, its rows, and its seeds (None: the preset's).
 
-    `rows` None stands for every row, `[]` for none of this size. `rates`: the learning rate of a
+    `rows` None means every row, `[]` for none of this size. `rates`: the learning rate of a
     row, where it is another than that of `training`.
     """
 

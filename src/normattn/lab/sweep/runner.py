@@ -205,7 +205,7 @@ def run_child(job: Path, study: Experiment, parent: int = 0) -> int:
     """Do what `job`/cell.json says and is not yet done; return the exit code (0, or 3: diverged).
 
     The file must be of `study`. `parent` is the process without which this one is to stop (0:
-    none). Stopped, training leaves a checkpoint, and evaluations are whole or absent.
+    none). Stopped, training saves a checkpoint, and evaluations are whole or absent.
     """
     if parent:
         stop_with_parent(parent)
