@@ -327,12 +327,9 @@ def resolve(request: Request) -> Sweep:
         raise InputError(f"grid.size is {grid.size}; there are {', '.join(training)}")
     runs: list[EncoderRun] = []
 
-    def add(
-        variant: str, row: str, whole: Mapping[str, Any], seeds: Iterable[int], **own: Any
-    ) -> None:
+    def add(seeds: Iterable[int], **fields: Any) -> None:
         """A run with each seed; its score is that of the trained model."""
-        known = {"variant": variant, "row": row, "training": whole, "evaluation": preset.evaluation}
-        run = EncoderRun(**{**known, **own})
+        run = EncoderRun(evaluation=preset.evaluation, **fields)
         score = str(run.own_config.model.score)
         runs.extend(run.model_copy(update={"score": score, "seed": seed}) for seed in seeds)
 
