@@ -22,6 +22,8 @@ BYTES = 4
 CHECKPOINTS = 2
 SLOW, FAST = 1e10, 8e10
 """Operations a second of one CPU core, from a busy one with tiny models to a fast one."""
+ALIKE = 1.25
+"""Times of a smaller ratio are given as one."""
 START_SECONDS = 5.0
 """A process imports torch and reads its data before it trains."""
 
@@ -98,8 +100,9 @@ def _costs(sweep: Sweep) -> Iterator[list[tuple[Stage, Cost, bool]]]:
 def time_range(plan: Plan, jobs: int, threads: int) -> str:
     """How long a plan takes on CPU cores, in words; each run is a process to start."""
     start = plan.runs * START_SECONDS / jobs
-    fast, slow = (duration(start + plan.flops / (speed * jobs * threads)) for speed in (FAST, SLOW))
-    span = f"about {fast}" if fast == slow else f"{fast} to {slow}"
+    fast, slow = (start + plan.flops / (speed * jobs * threads) for speed in (FAST, SLOW))
+    alike = slow < ALIKE * fast
+    span = f"about {duration(slow)}" if alike else f"{duration(fast)} to {duration(slow)}"
     return f"{span} with {jobs} job{'s' * (jobs > 1)}"
 
 
