@@ -141,7 +141,7 @@ class TextRun(Run):
 class Reading:
     """A saved model, the methods that it is read with, and the store of what is measured.
 
-    `work` has the done-marker of each method. `row` is what tables call the model (default: its
+    `work` has the done-marker of each method ("": none is written). `row` is what tables call the model (default: its
     score), `factors` what else is varied.
     """
 
@@ -160,6 +160,11 @@ class Reading:
         on_measured: Callable[[pl.DataFrame], None],
     ) -> pl.DataFrame:
         """Read the texts with each method; what the store holds is not measured again."""
+
+        def finish(method: str) -> None:
+            if key := self.work[method]:
+                self.store.finish(key)
+
         measured = evaluate_run(
             load_model(self.model, self.config).to(choose_device(config.device)),
             sets,
@@ -173,7 +178,7 @@ class Reading:
             factors=self.factors,
             tokens_per_batch=settings.max_tokens,
             on_measured=on_measured,
-            on_method=lambda method: self.store.finish(self.work[method]),
+            on_method=finish,
         )
         return joined(measured)
 
@@ -236,9 +241,8 @@ def evaluate_trained(
     """
     refuse_other_data(data, run)
     require_finished(run, "be evaluated")
-    work = {method: work_key("asked", method, settings, {}) for method in methods}
     sets, done = evaluation_sets(data, config.model.train_length, settings), count(1)
-    reading = Reading(run / MODEL, config.model, store, work, {})
+    reading = Reading(run / MODEL, config.model, store, dict.fromkeys(methods, ""), {})
     return reading.run(sets, config, settings, lambda measured: on_done(next(done)))
 
 
