@@ -141,8 +141,8 @@ class TextRun(Run):
 class Reading:
     """A saved model, the methods that it is read with, and the store of what is measured.
 
-    `work` has the done-marker of each method ("": none is written). `row` is what tables call the model (default: its
-    score), `factors` what else is varied.
+    `work` has the done-marker of each method ("": none is written). `row` is what tables call the
+    model (default: its score), `factors` what else is varied.
     """
 
     model: Path
