@@ -35,7 +35,7 @@ from normattn.lab.diagnostics.keys import (
 from normattn.lab.diagnostics.mechanism import READINGS, distance_octaves, measure_mechanism
 from normattn.lab.report.view import View
 from normattn.lab.stats import Bootstrap, measurements
-from normattn.lab.studies.mechanism_report import columns, product_between, rows
+from normattn.lab.studies.mechanism import columns, product_between, rows
 from normattn.models import CausalLM, CausalLMConfig
 
 Array = NDArray[np.float64]

@@ -17,7 +17,7 @@ from normattn.lab.studies.qknorm_runs import (
     parts,
     scores_of,
 )
-from normattn.lab.studies.realformer_runs import ROWS, EncoderRun, GridRun
+from normattn.lab.studies.realformer_runs import ROWS, EncoderRun
 from normattn.lab.studies.rmsnorm import TIMED, NormRun, TimeRun
 from normattn.lab.sweep.run import Request, Sweep
 from normattn.models.config import TranslatorConfig
@@ -159,11 +159,8 @@ def test_bad_input_of_qknorm(pairs: str, changes: dict[str, Any], said: str) -> 
 
 
 def _encoders(sweep: Sweep, grid: bool = False) -> list[EncoderRun]:
-    return [
-        run
-        for run in sweep.runs
-        if isinstance(run, EncoderRun) and isinstance(run, GridRun) == grid
-    ]
+    protocol = "grid" if grid else "masked"
+    return [r for r in sweep.runs if isinstance(r, EncoderRun) and r.protocol == protocol]
 
 
 @pytest.mark.parametrize("name", ["smoke", "laptop"])

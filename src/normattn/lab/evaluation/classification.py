@@ -34,7 +34,7 @@ THRESHOLDS = np.linspace(0.01, 0.99, 99)
 
 @dataclass(frozen=True)
 class Predictions:
-    """What a classifier says of N documents and K labels, and what is true.
+    """What a classifier predicts for N documents and K labels, and what is true.
 
     `loss` (N,) is each document's binary cross-entropy in nats, the mean over labels.
     """
@@ -57,7 +57,7 @@ def predict(
     """The probabilities of every label of every document, in their order.
 
     Documents go through by length, as many at a time as `max_tokens` padded tokens hold; that
-    changes no result but for rounding. Dropout is off. `progress` is told how many are done.
+    changes no result but for rounding. Dropout is off. `progress` receives how many are done.
     """
     device, labels = next(model.parameters()).device, model.config.labels
     probabilities = np.empty((len(split), labels), dtype=np.float32)
@@ -151,7 +151,7 @@ def measure_images(
 ) -> list[pl.DataFrame]:
     """Correctness and loss in nats of every image, `rows` at a time; the mode does not matter.
 
-    `progress` is told how many images are done, of how many.
+    `progress` receives how many images are done, of how many.
     """
     device = next(model.parameters()).device
     found: dict[str, list[float]] = {"accuracy": [], "loss": []}

@@ -48,8 +48,8 @@ def evaluate_cell(
     """Measure one model by document and position, or return what `store` already has of it.
 
     Statistics: `accuracy` and `loss` (nats) of every scored token; of tiled text also
-    `accuracy_seen`, of the tokens whose answer stands earlier in the context, and the same by how
-    far back it stands (`accuracy_by_distance`). Bins are those of
+    `accuracy_seen`, of the tokens whose answer occurs earlier in the context, and the same by how
+    far back it occurs (`accuracy_by_distance`). Bins are those of
     `bin_edges` (`rising_edges` of the protocol `by_position`), by the 0-based position t of the
     query whose next token is scored.
     `tokens_per_batch` bounds the input tokens scored at once (one window is the least) and changes

@@ -64,7 +64,7 @@ def score_masked(
 ) -> MaskedSums:
     """Score every chosen token of `texts`; dropout is off meanwhile.
 
-    `tokens_per_batch` bounds memory; `progress` is told texts done, of how many.
+    `tokens_per_batch` bounds memory; `progress` receives texts done, of how many.
     """
     device = next(model.parameters()).device
     names, document_of = documents_of(texts)

@@ -22,7 +22,7 @@ from normattn.models.utils import without_dropout
 HOPELESS = 1e6
 Array = NDArray[np.float64]
 Progress = Callable[[int, int], None]
-"""Told how many sentences are done, of how many."""
+"""Receives how many sentences are done, of how many."""
 
 
 class Counted(NamedTuple):

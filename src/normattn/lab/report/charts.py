@@ -29,7 +29,7 @@ COLOURS = (
     *("#000000", "#E69F00", "#0072B2", "#009E73", "#D55E00", "#CC79A7"),
     *("#56B4E9", "#8C6D31", "#7F7F7F", "#332288", "#44AA99", "#AA4466", "#999933"),
 )
-"""Okabe and Ito's palette, which colour-blind readers tell apart, without its pale yellow."""
+"""Okabe and Ito's palette, which colour-blind readers can distinguish, without its pale yellow."""
 PIXELS_PER_POINT = 2.0
 """Resolution of PNG files."""
 PANEL_SIZES = {1: (620, 330), 2: (440, 280), 3: (300, 240)}
@@ -80,7 +80,7 @@ def png(figure: Figure) -> bytes:
 
 
 def _curves(figure: Curves) -> Any:
-    """Panels of lines with bands, up to three beside each other; the legend highlights lines."""
+    """Panels of lines with bands, up to three side by side; the legend highlights lines."""
     panels = [panel for panel in figure.panels if any(line.points for line in panel.lines)]
     lines: dict[str, Line] = {}
     for line in (line for panel in panels for line in panel.lines if line.points):

@@ -118,7 +118,7 @@ class Finding:
 
 
 def explained(findings: Sequence[Finding]) -> str:
-    """What a report says of its claims: how their intervals, p and verdicts are meant."""
+    """What a report says about its claims: how their intervals, p and verdicts are meant."""
     many, tested = len(findings), sum(finding.p is not None for finding in findings)
     return (
         f"{many} claim{'s' * (many > 1)}, {tested} of them tested. p is corrected for their number "

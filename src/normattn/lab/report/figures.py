@@ -29,7 +29,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a panel; lines of one `family` share a colour, and `dashed` tells them apart."""
+    """A line of a panel; lines of one `family` share a colour, and `dashed` distinguishes them."""
 
     label: str
     points: tuple[Point, ...]

@@ -29,12 +29,12 @@ from normattn.lab.stats import measurements
 FIGURES = "figures"
 UNTESTED = "not tested"
 VEGA_SNIPPET = "window.vegaEmbed = vegaEmbed;"
-"""What the bundle of Vega code leaves for the scripts of the report."""
+"""The name that the bundle of Vega code gives to the scripts of the report."""
 
 
 @dataclass(frozen=True)
 class Written:
-    """What the terminal says of a report: its "In short" sentences and its figures' files."""
+    """What the terminal prints of a report: its "In short" sentences and its figures' files."""
 
     summary: tuple[str, ...]
     figures: tuple[Path, ...]

@@ -58,8 +58,8 @@ class Row:
 class Column:
     """One quantity of every row: a metric, read where the row is.
 
-    `acc.at(8) - acc.at(8, variant="Baseline")` is a difference to Baseline: what a metric says of
-    its place goes before what the row says. `interval` False shows the value alone, as for a
+    `acc.at(8) - acc.at(8, variant="Baseline")` is a difference to Baseline: where a metric
+    names a place, it goes before the row's. `interval` False shows the value alone, as for a
     number of parameters. `plain` makes the cell from the view instead, for what is no metric;
     `without` is the text where nothing was counted.
     """

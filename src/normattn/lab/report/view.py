@@ -182,7 +182,7 @@ def step_points(view: View, statistic: str, where: Where) -> tuple[Point, ...]:
 def octaves(view: View, metric: Metric, where: Where) -> list[tuple[int, str, tuple[float, float]]]:
     """The bins of a position between 0, L, 2 L, 4 L …: where each begins, its title, its span.
 
-    Rows that were evaluated at other lengths have other bins: these are told by where they are.
+    Rows that were evaluated at other lengths have other bins: these are found by their positions.
     """
     chosen = select(view.frame, {**where, "statistic": metric.name})
     if not chosen.height:

@@ -11,7 +11,7 @@ them, drawn again by the bootstrap, crossed with the seeds) and which seeds were
     df      = V² / (V_seeds²/(S − 1) + V_units²/(U − 1))            (Satterthwaite)
 
 θ ± t_df · √V: V_seeds and V_units both hold what seeds and units do together, so it is taken off
-once. With one seed V = V_units: the interval then speaks of this trained model only. On synthetic
+once. With one seed V = V_units: the interval is then of this trained model only. On synthetic
 data with the shares of variance that the published tables have, 95 % intervals hold the truth in 94
 to 96 of 100 cases with three and with five seeds; where three seeds differ more than the documents
 let the mean vary, in about 93.

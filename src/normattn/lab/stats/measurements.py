@@ -187,8 +187,8 @@ def checked(frame: pl.DataFrame, source: str) -> pl.DataFrame:
     """The frame with its columns in order, or `InputError` naming `source` and what is wrong.
 
     Refused: a missing or unknown column, a column of another type, a null or a number that is not
-    finite where there must be one, one beyond what can be reckoned with, a negative `of`, and a sum
-    that stands there twice.
+    finite where there must be one, one that is too large or too small, a negative `of`, and a sum
+    that occurs twice.
     """
     missing = [name for name in SCHEMA if name not in frame.columns]
     if missing:

@@ -110,13 +110,13 @@ class Term:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What tells it from other terms."""
+        """What distinguishes it from other terms."""
         return (self.factor, self.name, self.value, *self.place)
 
     @property
     def place(self) -> tuple[Any, ...]:
         """Which sums it reads."""
-        # A function is told by itself: another one may stand at its address once it is gone.
+        # A function is its own key: another one may have its address once it is gone.
         bins = self.bins if callable(self.bins) else repr(self.bins)
         return (self.name, bins, *sorted(self.where.items()))
 

@@ -1,8 +1,8 @@
 """The experiments; a new study is one new file that says `STUDY = Study("name", "question", …)`.
 
-A study is found by that line, in whatever file of this folder it stands: nothing else has to be
-edited. A study of your own is named by the path of its file, on the command line alone (`normattn
-reproduce ./my_study.py`): a name that was read from a file never runs code.
+A study is found by that line, in any file of this folder: nothing else has to be edited. Your own
+study is named by the path of its file, on the command line alone (`normattn reproduce
+./my_study.py`): a name that was read from a file never runs code.
 """
 
 from __future__ import annotations

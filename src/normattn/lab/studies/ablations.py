@@ -1,4 +1,4 @@
-"""What beside the norm of keys decides: changes of the setting, and of the score.
+"""What decides besides the norm of keys: changes of the setting, and of the score.
 
 One number is watched, over held-out text of the same last tokens:
 
@@ -8,7 +8,7 @@ One number is watched, over held-out text of the same last tokens:
 model of the preset `laptop` does not. Baseline and KNA are trained in the preset's setting and with
 one change each (joined by "+": `gau+no-tiling`). *questions*: four that the source leaves open.
 Each score is compared with one other, at L and by its change. KRMSNorm without a gain is KNA, as
-√d·k/‖k‖ at scale 1/√d is k/‖k‖ at scale 1, so KNA stands for it.
+√d·k/‖k‖ at scale 1/√d is k/‖k‖ at scale 1, so KNA represents it.
 """
 
 from __future__ import annotations
@@ -27,14 +27,13 @@ from normattn.lab.stats import Metric, Sums
 from normattn.lab.studies import lm_report as lm
 from normattn.lab.studies.base import Study
 from normattn.lab.studies.keynorm import MATTERS
-from normattn.lab.studies.language import TextRun, TextSetting, text_runs
+from normattn.lab.studies.language import TextRun, TextSetting
 from normattn.lab.studies.methods import canonical
 from normattn.lab.studies.preset import Preset, opened
 from normattn.lab.sweep.collect import measured_below
 from normattn.lab.sweep.config import merged, value_at
 from normattn.lab.sweep.run import Request, Sweep
 from normattn.models.config import without_foreign
-from normattn.score.spec import UNMODIFIED
 from normattn.settings import Settings
 
 # factors: changes of the setting
@@ -143,7 +142,7 @@ def _parts(change: str) -> list[Change]:
     return [CHANGES[name] for name in change.split("+")]
 
 
-def _change_runs(setting: TextSetting, english: str, change: str, seed: int) -> list[TextRun]:
+def _change_runs(setting: TextSetting, english: str, change: str) -> list[TextRun]:
     """Both scores under a change; `InputError` for English text without a corpus."""
     training = dict(setting.training)
     for part in _parts(change):
@@ -155,13 +154,12 @@ def _change_runs(setting: TextSetting, english: str, change: str, seed: int) -> 
     positions = dict.fromkeys(part.position for part in _parts(change) if part.position)
     rotary = "".join(f"-{position}" for position in positions)
     return [
-        TextRun(
+        setting.run(
+            score,
             variant=f"{change}-{score}",
             row=score,
             factors={"change": change, "row": score},
-            seed=seed,
             training=merged(training, {"model.score": score + rotary}),
-            evaluation=setting.evaluation,
         )
         for score in SCORES
     ]
@@ -177,19 +175,18 @@ def resolve_factors(request: Request) -> Sweep:
     english = preset.factors.english
     setting = TextSetting.of(preset, {"multiples": preset.evaluation.ends})
     made = partial(_change_runs, setting, english)
-    plain = [run.training_config for run in made(AS_PRESET, 0)]
+    plain = [run.training_config for run in made(AS_PRESET)]
     changes, skipped = [], []
     for change in dict.fromkeys(request.variants or CHANGES):
         try:
-            if [run.training_config for run in made(change, 0)] == plain and change != AS_PRESET:
+            if [run.training_config for run in made(change)] == plain and change != AS_PRESET:
                 raise InputError(f"{change} changes nothing in the preset {preset.name}")
             changes.append(change)
         except InputError as error:
             if request.variants:
                 raise
             skipped.append(f"{change} is left out: {error}")
-    seeds = request.seeds_or(preset.seeds)
-    runs = [run for seed in seeds for change in changes for run in made(change, seed)]
+    runs = [run for change in changes for run in made(change)]
     return setting.sweep(request, "factors", runs, skipped, english=english)
 
 
@@ -365,16 +362,13 @@ QUESTIONS: Mapping[str, Question] = {
 
 def resolve_questions(request: Request) -> Sweep:
     """The rows of the questions that `--variants` names; raises `InputError` as keynorm's does."""
-    preset = opened(request, "questions", Preset)
-    setting = TextSetting.of(preset)
+    setting = TextSetting.of(opened(request, "questions", Preset))
     asked = request.variants or tuple(QUESTIONS)
     for name in asked:
         if name not in QUESTIONS:
             raise unknown("question", name, QUESTIONS)
     rows = tuple(dict.fromkeys(row for name in asked for row in QUESTIONS[name].rows))
-    methods = dict.fromkeys(canonical(rows, setting), (UNMODIFIED,))
-    runs = text_runs(setting, request.seeds_or(preset.seeds), methods)
-    return setting.sweep(request, "questions", runs)
+    return setting.sweep(request, "questions", [*map(setting.run, canonical(rows, setting))])
 
 
 def _pair_rows(view: View) -> list[Row]:
@@ -461,7 +455,7 @@ STUDY = Study(
         ),
         lm.reading_table(
             *("scores", "Every score"),
-            notes=lambda view: (*lm.premise(view, view.values("row", lm.TRAINED)), *lm.LEGEND),
+            notes=lambda view: (*lm.precondition(view, view.values("row", lm.TRAINED)), *lm.LEGEND),
         ),
     ),
     claims=_pair_claims,

@@ -91,7 +91,7 @@ class Study:
 
     `help` is what `reproduce NAME --help` says; `variants_help` and `methods_help` explain these
     options, "" where the study has no such choice. `headline` are the columns of the first table
-    that `reproduce` says of each run when it ends. `examples` are command lines beside `EXAMPLES`,
+    that `reproduce` prints of each run when it ends. `examples` are command lines after `EXAMPLES`,
     and what they do. `collect` gathers what was measured. `made_by` is the command line that
     measures where `reproduce` does not. `source` is the file of a user's own study.
     """
@@ -281,16 +281,14 @@ def _sweep(
     ways = checked_methods(request.methods or methods, setting)
     applicable, skipped = usable(dict.fromkeys(scores.values(), ways), setting)
     runs = [
-        TextRun(
+        setting.run(
+            scores[variant.name],
+            applicable[scores[variant.name]],
             variant=variant.name if variant.score else scores[variant.name],
             row=variant.name if variant.score else "",
             score=scores[variant.name],
-            seed=seed,
             training=setting.trains(scores[variant.name], variant.settings),
-            evaluation=setting.evaluation,
-            methods=applicable[scores[variant.name]],
         )
-        for seed in request.seeds_or(preset.seeds)
         for variant in named
     ]
     return setting.sweep(request, name, runs, skipped)

@@ -10,7 +10,7 @@ control that gets the same steps; each branch is read at L (what it costs) and a
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from itertools import count
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -25,6 +25,7 @@ from normattn.lab.report.tables import Column, Row, Table, text_column
 from normattn.lab.report.view import View, points
 from normattn.lab.stats import MeasurementStore, Metric
 from normattn.lab.stats.arrays import Where
+from normattn.lab.stats.measurements import Factor
 from normattn.lab.studies import language as language
 from normattn.lab.studies import lm_report as lm
 from normattn.lab.studies.base import Study
@@ -35,7 +36,6 @@ from normattn.lab.sweep.paths import RunPaths
 from normattn.lab.sweep.run import (
     EVALUATIONS,
     UNKNOWN,
-    Note,
     Request,
     Run,
     Stage,
@@ -43,9 +43,8 @@ from normattn.lab.sweep.run import (
     training_stage,
 )
 from normattn.lab.training import TrainingConfig
-from normattn.lab.training.distributed import choose_device
 from normattn.lab.training.tasks.base import MODEL, kept_model
-from normattn.models.pretrained import CONFIG_FILE, load_model
+from normattn.models.pretrained import CONFIG_FILE
 from normattn.score import ScoreSpec
 from normattn.settings import Settings
 
@@ -138,7 +137,7 @@ class ContinuedRun(Run):
             config = TrainingConfig.parse(fields, f"the settings of {self.name}")
             folder = paths.continued / name
             stages.append(training_stage(config, folder, essential=False))
-            stages.append(self._reading_stage(config, folder, name))
+            stages.append(self.measuring(folder, config))
         return stages
 
     def sets(self, data: TokenData, train_length: int, settings: EvaluationSettings) -> list[Any]:
@@ -146,49 +145,33 @@ class ContinuedRun(Run):
         make = natural_sets if self.every_length else language.evaluation_sets
         return [*make(data, train_length, settings)]
 
-    def _reading_stage(self, config: TrainingConfig, folder: Path, branch: str) -> Stage:
+    def measuring(self, folder: Path, config: TrainingConfig) -> Stage:
         """Read the models that the branch in `folder` kept, and the one it began with (step 0).
 
         Each is read under the method that the branch trains with; what was measured is in a folder
         of its step, the factor `step`. A branch that diverged kept fewer models.
         """
-        continued, settings = config.continued, self.evaluation
+        continued, settings, branch = config.continued, self.evaluation, folder.name
         assert continued is not None
         steps = (0, *config.keep)
         lengths = settings.multiples if self.every_length else language.set_lengths(settings)
         asked = {"continued": branch, "multiples": str(lengths)}
-        work = language.work_key("kept", continued.method, settings, asked)
+        work = {continued.method: language.work_key("kept", continued.method, settings, asked)}
 
-        def model(step: int) -> Path:
-            return kept_model(folder, step) if step else Path(continued.start)
+        def reached() -> list[language.Reading]:
+            readings = []
+            for step in steps:
+                model = kept_model(folder, step) if step else Path(continued.start)
+                if (model / CONFIG_FILE).is_file():
+                    expected = config.model if step else continued.saved(config.model)
+                    store = MeasurementStore(folder / EVALUATIONS / f"step-{step:08d}")
+                    factors: dict[str, Factor] = {"step": step, "continued": branch}
+                    readings.append(language.Reading(model, expected, store, work, factors))
+            return readings
 
-        def store(step: int) -> MeasurementStore:
-            return MeasurementStore(folder / EVALUATIONS / f"step-{step:08d}")
-
-        def reached() -> list[int]:
-            return [step for step in steps if (model(step) / CONFIG_FILE).is_file()]
-
-        def read(data: TokenData, note: Note) -> None:
-            texts, kept = self.sets(data, config.model.train_length, settings), reached()
-            done = count(1)
-            for step in kept:
-                expected = config.model if step else continued.saved(config.model)
-                records = store(step)
-                language.evaluate_model(
-                    load_model(model(step), expected).to(choose_device(config.device)),
-                    *(texts, settings, config.seed, records),
-                    methods=[continued.method],
-                    factors={"step": step, "continued": branch},
-                    on_measured=lambda measured: note(next(done), len(kept) * len(texts), ""),
-                )
-                records.finish(work)
-
-        return Stage(
-            "evaluation",
-            lambda: language.reading_cost(config, lengths, settings.max_windows * len(steps)),
-            lambda: bool(reached()) and all(store(step).has_finished(work) for step in reached()),
-            read,
-        )
+        rows = settings.max_windows * len(steps)
+        cost = partial(language.reading_cost, config, lengths, rows)
+        return language.reading_stage(config, settings, self.sets, cost, reached)
 
 
 def natural_sets(
@@ -197,11 +180,8 @@ def natural_sets(
     """Natural text of each of the lengths, every token scored."""
     split, drawn = data.split(settings.split), (settings.max_windows, settings.seed)
     return [
-        natural_set("train_length", split, train_length, 1, *drawn),
-        *(
-            natural_set("non_repeated", split, train_length, n, *drawn)
-            for n in settings.multiples[1:]
-        ),
+        natural_set("non_repeated" if n > 1 else "train_length", split, train_length, n, *drawn)
+        for n in settings.multiples
     ]
 
 
@@ -214,21 +194,16 @@ def _sweep(
     *,
     every_length: bool,
 ) -> Sweep:
-    """A run of each score and seed with the score's `branches`.
-
-    Branches that cannot be are refused now, not after a training.
-    """
+    """A run of each score with its `branches`; those that cannot be trained are refused now."""
     runs = [
         ContinuedRun(
             variant=variant,
-            seed=seed,
             training=setting.trains(variant),
             evaluation=setting.evaluation,
             continued=continued,
             branches=own,
             every_length=every_length,
         )
-        for seed in request.seeds_or(setting.preset.seeds)
         for variant, own in branches.items()
     ]
     sweep = setting.sweep(request, study, runs, sets=runs[0].sets, continued=continued)

@@ -1,6 +1,6 @@
 """How far do existing models read, by which inference-time method, at what cost?
 
-*extend*: `normattn extend MODEL` has every method read the same windows of a text of one's own. A
+*extend*: `normattn extend MODEL` has every method read the same windows of the user's text. A
 shorter length is a window's end, so that the same last tokens are scored after contexts of every
 length. *gallery*: `normattn report` of several such folders puts models and texts side by side;
 lengths are compared as multiples of each model's training length L.
@@ -106,7 +106,7 @@ def _by_length(metric: Metric) -> Columns:
 
 
 def _changes(view: View) -> list[Column]:
-    """By how much the loss lies above that of the unmodified model after its training length."""
+    """By how much the loss exceeds that of the unmodified model after its training length."""
     last = LOSS.at(protocol=LAST)
     known = last.at(length=home(view), method="")
     return [

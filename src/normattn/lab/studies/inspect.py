@@ -71,7 +71,7 @@ def inspected(view: View) -> pl.DataFrame:
 def layers(rows: pl.DataFrame) -> dict[int, str]:
     """The layers of some rows, bottom first, and their names for people.
 
-    "layer 3" where numbers tell them apart, else the parts of their paths that do, as
+    "layer 3" where numbers distinguish them, else the parts of their paths that do, as
     "decoder 0 cross".
     """
     found = rows.select("layer", "factor.layer").unique().sort("layer").rows()
@@ -102,7 +102,7 @@ def sharpest(rows: pl.DataFrame) -> tuple[int, int]:
 
 
 def counted(rows: pl.DataFrame, quantities: Sequence[Quantity]) -> list[Quantity]:
-    """Those that say something: within the training length nothing lies beyond it."""
+    """Those that are not 0 everywhere: within the training length nothing is beyond it."""
     sums = rows.filter(pl.col("of") > 0).group_by("statistic")
     found = sums.agg((pl.col("sum") != 0).any().alias("any")).rows()
     known = {name for name, some in found if some or not name.endswith("mass")}

@@ -20,7 +20,7 @@ from normattn.lab.report.tables import Column, Row, Table, text_column
 from normattn.lab.report.view import View
 from normattn.lab.studies import lm_report as lm
 from normattn.lab.studies.base import Study
-from normattn.lab.studies.language import TextSetting, text_runs
+from normattn.lab.studies.language import TextSetting
 from normattn.lab.studies.methods import ALL, candidates, canonical, checked_methods, usable
 from normattn.lab.studies.preset import Preset, opened
 from normattn.lab.sweep.run import Request, Sweep
@@ -45,8 +45,7 @@ def resolve(request: Request) -> Sweep:
     range. A method that one of several scores cannot take leaves out that row, with a sentence;
     so does a part that a row of the extended table cannot have.
     """
-    preset = opened(request, "keynorm", Preset)
-    setting = TextSetting.of(preset)
+    setting = TextSetting.of(opened(request, "keynorm", Preset))
     variants, untrained = _variants(request, setting)
     if request.methods == (ALL,):
         wanted = {
@@ -57,7 +56,7 @@ def resolve(request: Request) -> Sweep:
         asked = checked_methods(_listed(request.methods, "--methods") or METHODS, setting)
         wanted = dict.fromkeys(variants, asked)
     methods, unread = usable(wanted, setting)
-    runs = text_runs(setting, request.seeds_or(preset.seeds), methods)
+    runs = [setting.run(*each) for each in methods.items()]
     return setting.sweep(request, "keynorm", runs, [*untrained, *unread])
 
 
@@ -81,7 +80,7 @@ def trained_in_variants(
     """Baseline, KNA and CosA with and without log-n, and a row for every other training-time part.
 
     Other norms of the score are not among them: `reproduce mechanism` compares those. Each part
-    stands alone with its default parameters, on Baseline (NoPE on KNA too, where the source found
+    is added alone with its default parameters, on Baseline (NoPE on KNA too, where the source found
     no extrapolation; a part of the slot `order` on QKRMSNorm, as it needs a norm); one that would
     change none of so few `layers` changes the last one.
     """
@@ -112,8 +111,8 @@ PAST = {
     "last_segment": "the last segment after the longest context",
 }
 MATTERS = 5.0
-"""Points past L below which a difference is small beside the source's, of 23 and more: where the
-data could have shown none but larger ones, an undecided sentence is inconclusive; and a
+"""Points past L below which a difference is small compared with the source's, of 23 and more: where
+the data could have shown none but larger ones, an undecided sentence is inconclusive; and a
 sentence that promises no loss, or nothing to gain, holds where less than these are lost, or won."""
 WITHIN = f"less than {MATTERS:.0f} points"
 CONTROLS = {"NoPE", "ALiBi", "SlidingWindow", "HWFA", "KERPLELog", "KERPLEPower", "XPos"}
@@ -122,7 +121,7 @@ said = partial(Claim, source="kexue 9859", matters=MATTERS)
 
 
 def claims(view: View) -> Iterator[Claim]:
-    """What the source says of normalised keys, sentence by sentence; two controls come last."""
+    """What the source says about normalised keys, sentence by sentence; two controls come last."""
 
     def differ(sentence: str, text: str, ours: str, theirs: str, **more: Any) -> Claim:
         """A claim on the difference of two rows, each "score" or "score method", past L."""
@@ -234,7 +233,7 @@ def _by_distance(view: View) -> Iterator[Claim]:
     )
 
 
-# The source's table, to stand beside ours: another setting, never a target.
+# The source's table, next to ours: another setting, never a target.
 
 SETTING = (
     "100M-parameter GAU (24 layers, width 768, key size 128, DeepNorm, Tiger), trained at 512 "
@@ -289,7 +288,9 @@ STUDY = Study(
     sources=("kexue.fm/archives/9859",),
     resolve=resolve,
     tables=(
-        lm.reading_table(notes=lambda view: (*lm.premise(view), *lm.LEGEND), main=lm.MAIN_COLUMNS),
+        lm.reading_table(
+            notes=lambda view: (*lm.precondition(view), *lm.LEGEND), main=lm.MAIN_COLUMNS
+        ),
         Table(
             "copying",
             "How far back can each score copy from?",

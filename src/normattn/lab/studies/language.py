@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -22,14 +23,13 @@ from normattn.lab.stats.measurements import Factor
 from normattn.lab.stats.store import BESIDE
 from normattn.lab.studies.preset import EvaluationSettings, Preset
 from normattn.lab.sweep.config import SweepConfig, merged
-from normattn.lab.sweep.paths import RunPaths
-from normattn.lab.sweep.run import EVALUATIONS, Note, Request, Run, Stage, Sweep, training_stage
+from normattn.lab.sweep.run import EVALUATIONS, Note, Request, Run, Stage, Sweep
 from normattn.lab.training import TrainingConfig
 from normattn.lab.training.distributed import choose_device
 from normattn.lab.training.init_from import refuse_other_data
 from normattn.lab.training.planning import Cost
 from normattn.lab.training.tasks.base import MODEL
-from normattn.models import CausalLM
+from normattn.models.config import CausalLMConfig
 from normattn.models.flops import flops_per_token
 from normattn.models.pretrained import load_model
 from normattn.score.spec import UNMODIFIED, is_unmodified
@@ -63,6 +63,11 @@ class TextSetting:
         """The settings of a training with this score, all but its seed."""
         return merged(self.training, changes or {}, {"model.score": score})
 
+    def run(self, trained: str, methods: Sequence[str] = (UNMODIFIED,), **own: Any) -> TextRun:
+        """A training of a score, read with each method; `own` are further fields of the run."""
+        known = {"variant": trained, "training": self.trains(trained), "methods": tuple(methods)}
+        return TextRun(**{**known, "evaluation": self.evaluation, **own})
+
     def sweep(
         self,
         request: Request,
@@ -72,7 +77,7 @@ class TextSetting:
         sets: Sets | None = None,
         **own: Any,
     ) -> Sweep:
-        """The sweep of these runs; `own` are settings that this study alone has.
+        """The sweep of these runs with every seed; `own` are settings that this study alone has.
 
         `sets` makes the texts that each run reads, to count the documents they are from.
         """
@@ -90,12 +95,13 @@ class TextSetting:
             more = f"each run sees the training text about {passes:.1f} times"
             return [*lines, more] if passes > 1 else lines
 
+        seeds = request.seeds_or(self.preset.seeds)
         longest = self.train_length * max(evaluation.multiples)
         return Sweep.of(
             request,
             study,
             SweepConfig.of(self.preset.name, training=self.training, evaluation=evaluation, **own),
-            runs,
+            [run.model_copy(update={"seed": seed}) for seed in seeds for run in runs],
             describe=describe,
             facts=(("trained at, tested up to", f"{self.train_length}, {longest}"),),
             skipped=tuple(dict.fromkeys(skipped)),
@@ -118,53 +124,88 @@ class TextRun(Run):
         """A row for every way of reading."""
         return len(self.methods)
 
-    def stages(self, paths: RunPaths) -> list[Stage]:
-        """Train, then read under each method, by the protocols of `evaluation`."""
-        config, settings, folder = self.training_config, self.evaluation, paths.run
-        store = MeasurementStore(folder / EVALUATIONS)
+    def measuring(self, folder: Path, config: TrainingConfig) -> Stage:
+        """Read the model under each method, by the protocols of `evaluation`."""
+        settings, factors = self.evaluation, self.factors
         named = ["" if is_unmodified(method) else method for method in self.methods]
-        work = {method: work_key("read", method, settings, self.factors) for method in named}
-        wanted = len(set_lengths(settings)) * len(named)
+        work = {method: work_key("read", method, settings, factors) for method in named}
+        store = MeasurementStore(folder / EVALUATIONS)
+        reading = Reading(folder / MODEL, config.model, store, work, factors, self.row)
+        rows = settings.max_windows * len(named)
+        cost = partial(reading_cost, config, read_lengths(settings), rows)
+        return reading_stage(config, settings, evaluation_sets, cost, lambda: [reading])
 
-        def read(data: TokenData, note: Note) -> None:
-            evaluate_trained(
-                folder,
-                config,
-                data,
-                methods=named,
-                settings=settings,
-                on_done=lambda done: note(done, wanted, ""),
-                store=store,
-                row=self.row,
-                factors=self.factors,
-                on_method=lambda method: store.finish(work[method]),
-            )
 
-        reading = Stage(
-            "evaluation",
-            lambda: reading_cost(config, read_lengths(settings), settings.max_windows * len(named)),
-            lambda: all(store.has_finished(key) for key in work.values()),
-            read,
+@dataclass(frozen=True)
+class Reading:
+    """A saved model, the methods that it is read with, and the store of what is measured.
+
+    `work` has the done-marker of each method ("": none is written). `row` is what tables call the
+    model (default: its score), `factors` what else is varied.
+    """
+
+    model: Path
+    config: CausalLMConfig
+    store: MeasurementStore
+    work: Mapping[str, str]
+    factors: Mapping[str, Factor]
+    row: str = ""
+
+    def run(
+        self,
+        sets: Sequence[AnySet],
+        config: TrainingConfig,
+        settings: EvaluationSettings,
+        on_measured: Callable[[pl.DataFrame], None],
+    ) -> pl.DataFrame:
+        """Read the texts with each method; what the store holds is not measured again."""
+
+        def finish(method: str) -> None:
+            if key := self.work[method]:
+                self.store.finish(key)
+
+        measured = evaluate_run(
+            load_model(self.model, self.config).to(choose_device(config.device)),
+            sets,
+            seed=config.seed,
+            methods=[*self.work],
+            factor=settings.factor,
+            store=self.store,
+            precision=settings.precision,
+            split=settings.split,
+            row=self.row,
+            factors=self.factors,
+            tokens_per_batch=settings.max_tokens,
+            on_measured=on_measured,
+            on_method=finish,
         )
-        return [training_stage(config, folder), reading]
+        return joined(measured)
 
 
-def text_runs(
-    setting: TextSetting, seeds: Sequence[int], methods: Mapping[str, Sequence[str]]
-) -> list[TextRun]:
-    """A training of each score and seed, read in the ways that `methods` name for the score."""
-    trained = {score: setting.trains(score) for score in methods}
-    return [
-        TextRun(
-            variant=score,
-            seed=seed,
-            training=trained[score],
-            evaluation=setting.evaluation,
-            methods=tuple(own),
-        )
-        for seed in seeds
-        for score, own in methods.items()
-    ]
+def reading_stage(
+    config: TrainingConfig,
+    settings: EvaluationSettings,
+    sets: Sets,
+    cost: Callable[[], Cost],
+    readings: Callable[[], Sequence[Reading]],
+) -> Stage:
+    """Read models of a training on the texts that `sets` makes.
+
+    `readings` are those of the models that exist by the time it is asked.
+    """
+
+    def run(data: TokenData, note: Note) -> None:
+        texts, found, done = sets(data, config.model.train_length, settings), readings(), count(1)
+        wanted = len(texts) * sum(len(reading.work) for reading in found)
+        for reading in found:
+            refuse_other_data(data, reading.model.parent)
+            reading.run(texts, config, settings, lambda measured: note(next(done), wanted, ""))
+
+    def is_done() -> bool:
+        every = [(reading.store, key) for reading in readings() for key in reading.work.values()]
+        return bool(every) and all(store.has_finished(key) for store, key in every)
+
+    return Stage("evaluation", cost, is_done, run)
 
 
 def work_key(
@@ -180,6 +221,33 @@ def reading_cost(config: TrainingConfig, multiples: Iterable[int], rows: int) ->
     lengths = [config.model.train_length * multiple for multiple in multiples]
     forward = (flops_per_token(config.model, length).forward * length for length in lengths)
     return Cost(scored=sum(lengths) * rows, flops=sum(forward) * rows)
+
+
+def evaluate_trained(
+    run: Path,
+    config: TrainingConfig,
+    data: TokenData,
+    *,
+    methods: Sequence[str],
+    settings: EvaluationSettings,
+    store: MeasurementStore,
+    on_done: Callable[[int], None],
+) -> pl.DataFrame:
+    """Evaluate the finished run in `run` under each method; what `store` holds is not done again.
+
+    `on_done` receives how many evaluations are done. Raises `InputError` for a run that has not
+    finished or was trained on other data than `data`, and for a method that cannot be applied.
+    """
+    refuse_other_data(data, run)
+    require_finished(run, "be evaluated")
+    sets, done = evaluation_sets(data, config.model.train_length, settings), count(1)
+    reading = Reading(run / MODEL, config.model, store, dict.fromkeys(methods, ""), {})
+    return reading.run(sets, config, settings, lambda measured: on_done(next(done)))
+
+
+def asked_alone(run: Path) -> MeasurementStore:
+    """What `normattn evaluate` measured of a run in a study's directory, apart from the study's."""
+    return MeasurementStore(run / EVALUATIONS / BESIDE)
 
 
 # Texts
@@ -246,64 +314,3 @@ def read_lengths(settings: EvaluationSettings) -> list[int]:
     for _ in range(len(alike) - 1 if longest > 1 else 0):
         lengths.remove(longest)
     return lengths
-
-
-# Evaluation
-
-
-def evaluate_trained(
-    run: Path,
-    config: TrainingConfig,
-    data: TokenData,
-    *,
-    methods: Sequence[str],
-    settings: EvaluationSettings,
-    store: MeasurementStore,
-    on_done: Callable[[int], None] = lambda done: None,
-    **more: Any,
-) -> pl.DataFrame:
-    """Evaluate the finished run in `run` under each method; what `store` holds is not done again.
-
-    `on_done` is told how many evaluations are done; `more` goes to `evaluate_model`. Raises
-    `InputError` for a run that has not finished or was trained on other data than `data`, and for
-    a method that cannot be applied.
-    """
-    refuse_other_data(data, run)
-    require_finished(run, "be evaluated")
-    model = load_model(run / MODEL, config.model).to(choose_device(config.device))
-    sets = evaluation_sets(data, config.model.train_length, settings)
-    done = count(1)
-    return evaluate_model(
-        *(model, sets, settings, config.seed, store),
-        methods=methods,
-        factor=settings.factor,
-        on_measured=lambda measured: on_done(next(done)),
-        **more,
-    )
-
-
-def evaluate_model(
-    model: CausalLM,
-    sets: Sequence[AnySet],
-    settings: EvaluationSettings,
-    seed: int,
-    store: MeasurementStore,
-    **more: Any,
-) -> pl.DataFrame:
-    """Read these texts as `settings` say; `more` are further arguments of `evaluate_run`."""
-    measured = evaluate_run(
-        model,
-        sets,
-        seed=seed,
-        store=store,
-        precision=settings.precision,
-        split=settings.split,
-        tokens_per_batch=settings.max_tokens,
-        **more,
-    )
-    return joined(measured)
-
-
-def asked_alone(run: Path) -> MeasurementStore:
-    """What `normattn evaluate` measured of a run in a study's directory, beside the study's own."""
-    return MeasurementStore(run / EVALUATIONS / BESIDE)

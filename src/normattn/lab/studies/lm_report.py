@@ -159,7 +159,7 @@ def _cost(view: View, row: Row) -> Cell:
 
 
 def distances(view: View) -> list[int]:
-    """How far back the answers stood in the longest repeated texts: one less than the segment."""
+    """How far back the answers are in the longest repeated texts: one less than the segment."""
     where = {"protocol": "repeated", "length": view.longest("repeated")}
     return sorted(int(d) for d in view.values("bin", {**where, "statistic": COPIED.name}))
 
@@ -216,15 +216,20 @@ EQUAL, COPIES = 1.0, 10.0
 """Points at L within which two scores count as equally good; points that repeated text must
 be above held-out text for copying to count as learned. Set before the trainings of the preset
 `workstation`, in development/log.md."""
+LEAST_STEPS = 100
+"""Models of fewer optimiser steps have learned nothing that could be lost past L."""
 
 
-def premise(view: View, rows: Sequence[str] | None = None) -> list[str]:
+def precondition(view: View, rows: Sequence[str] | None = None) -> list[str]:
     """Whether the scores are equally good at L, and which of them copy at all.
 
-    A difference past L speaks of extrapolation only between models that are equally good at L, and
+    A difference past L is one of extrapolation only between models that are equally good at L, and
     a model that uses no far context has little to lose. Of `rows`, by default the source's scores:
-    others are controls, which differ from Baseline by design.
+    others are controls, which differ from Baseline by design. Nothing is said of models of fewer
+    than `LEAST_STEPS` steps.
     """
+    if max(view.values("sum", {"statistic": "steps"}), default=LEAST_STEPS) < LEAST_STEPS:
+        return []
     trained = ranked(view.values("row", TRAINED), VARIANT_ORDER)
     source = [row for row in trained if row in VARIANT_ORDER]
     compared = source if len(source) > 1 else trained
@@ -252,10 +257,10 @@ def premise(view: View, rows: Sequence[str] | None = None) -> list[str]:
 def _equally_good(gaps: Sequence[Estimate]) -> str:
     ends = [(gap.low, gap.high) for gap in gaps]
     if all(low is not None and high is not None and max(-low, high) <= EQUAL for low, high in ends):
-        return "The premise is met: at L every other score is within a point of Baseline"
+        return "The precondition is met: at L every other score is within a point of Baseline"
     if any((low or 0.0) > EQUAL or (high or 0.0) < -EQUAL for low, high in ends):
-        return "The premise is not met: the scores are not equally good at L"
-    return "Whether the premise is met is open: some may differ from Baseline by over a point"
+        return "The precondition is not met: the scores are not equally good at L"
+    return "Whether the precondition is met is open: some may differ by over a point from Baseline"
 
 
 def _copied(view: View, row: str) -> float | None:
@@ -302,7 +307,7 @@ def _by_method(
 ) -> Figure:
     """A curve of every row, a panel for each method.
 
-    The control's curves, dashed, stand beside those of the unmodified models.
+    The control's curves, dashed, are drawn with those of the unmodified models.
     """
     methods = ranked(view.values("method", where), METHOD_ORDER)
     beside = (CONTROL,) if {"", CONTROL} <= set(methods) else ()

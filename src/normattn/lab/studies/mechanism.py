@@ -9,32 +9,54 @@ whether positions that were never trained cost more than cosines out of range.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import ClassVar, Literal
 
+import numpy as np
 import polars as pl
 from pydantic import Field
 
+from normattn.errors import InputError
+from normattn.kernels.cosines import BINS
 from normattn.lab.data.tokens import TokenData
 from normattn.lab.data.windows import EvaluationSet, natural_set
-from normattn.lab.diagnostics.mechanism import measure_mechanism
+from normattn.lab.diagnostics.keys import TAIL
+from normattn.lab.diagnostics.mechanism import READINGS, measure_mechanism
 from normattn.lab.evaluation.scorer import weights_digest
+from normattn.lab.report.claims import Claim
+from normattn.lab.report.figures import (
+    Curves,
+    Figure,
+    IntervalColumn,
+    Intervals,
+    Line,
+    Panel,
+    Point,
+)
+from normattn.lab.report.tables import Column, Row, Table
+from normattn.lab.report.view import View
+from normattn.lab.stats import LONGEST, SHORTEST, Metric
+from normattn.lab.stats.arrays import Array
+from normattn.lab.stats.metrics import crossing, mean
 from normattn.lab.studies.base import Study
 from normattn.lab.studies.language import TextSetting, reading_cost
-from normattn.lab.studies.mechanism_report import KIND, TABLES, claims, figures
+from normattn.lab.studies.lm_report import VARIANT_ORDER, ranked
 from normattn.lab.studies.methods import canonical
 from normattn.lab.studies.preset import EvaluationSettings, Preset, opened
-from normattn.lab.studies.trained import ModelRun
-from normattn.lab.sweep.run import Note, Request, Sweep
+from normattn.lab.sweep.run import Note, Request, Run, Sweep
 from normattn.lab.training import TrainingConfig
 from normattn.lab.training.planning import Cost
 from normattn.settings import Settings
 
+KIND = "mechanism"
 VARIANTS = (
     *("Baseline", "KNA", "KNA-NoPE"),
     *("QKLayerNorm", "QKLayerNorm(gain=false)", "QKRMSNorm", "QKRMSNorm(gain=false)"),
 )
-# Scores are computed twice more, in blocks and in float64, beside the model's own, and texts read
+# Scores are computed twice more, in blocks and in float64, besides the model's own, and texts read
 # thrice: 7 to 12 times what reading takes.
 WEIGHT = 11
 
@@ -53,7 +75,7 @@ class MechanismPreset(Preset):
     mechanism: MechanismSettings = MechanismSettings()
 
 
-class MechanismRun(ModelRun):
+class MechanismRun(Run):
     """One trained score, and what its layers do on held-out texts."""
 
     training_class: ClassVar[type[TrainingConfig]] = TrainingConfig
@@ -110,12 +132,10 @@ def resolve(request: Request) -> Sweep:
     runs = [
         MechanismRun(
             variant=variant,
-            seed=seed,
             training=setting.trains(variant),
             evaluation=setting.evaluation,
             mechanism=settings,
         )
-        for seed in request.seeds_or(preset.seeds)
         for variant in variants
     ]
     return setting.sweep(
@@ -125,6 +145,293 @@ def resolve(request: Request) -> Sweep:
         sets=lambda data, length, _: [runs[0].texts(data, length)],
         mechanism=settings,
     )
+
+
+# What was measured
+
+SOURCE, SOURCE_OPEN = "kexue 9859", "kexue 9859, left open"
+QUANTILES = (TAIL, 0.25, 0.5, 0.75, 1 - TAIL)
+AT_L, LONGER = ({"protocol": KIND, "length": length} for length in (SHORTEST, LONGEST))
+
+
+@cache
+def cosine_quantile(share: float) -> Metric:
+    """A quantile of the cosines, the mean over heads."""
+
+    def value(above: Array, below: Array, *whole: Array) -> Array:
+        by_head = above.reshape(*above.shape[:-1], -1, BINS)
+        return np.asarray(crossing(by_head, share, (-1.0, 1.0)).mean(-1))
+
+    return Metric("cosine", "cosine", value, "", 2)
+
+
+def _share(part: Array, whole: Array) -> Array:
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.where(whole > 0, part / whole, np.nan)
+
+
+def _outside(pairs: Array, below: Array, *whole: Array) -> Array:
+    """The share (%) of pairs outside the trained range; bins are inside and outside in turn."""
+    outside = pairs[..., 1::2].sum(-1)
+    return 100 * _share(outside, pairs.sum(-1))
+
+
+def _recovered(right: Array, tokens: Array, *whole: Array) -> Array:
+    """Of the accuracy that a longer context costs, the share that clamped positions recover."""
+    alone, unmodified, clamped = np.moveaxis(_share(right, tokens), -1, 0)
+    return _share(clamped - unmodified, alone - unmodified)
+
+
+CORRELATION = mean("correlation", "rank correlation").at(AT_L)
+# Regions: near inside, near outside, far inside, far outside.
+NEAR, FAR = (
+    Metric("pairs", "", _outside, "%").at(LONGER).between((first, first + 2.0))
+    for first in (0.0, 2.0)
+)
+FURTHER = FAR - NEAR
+NEAR_OUTSIDE, FAR_INSIDE, FAR_OUTSIDE = (
+    mean("attention", "", scale=100.0).at(LONGER).between((region, region + 1.0))
+    for region in (1.0, 2.0, 3.0)
+)
+BEYOND = Column("beyond", "attention beyond L, %", FAR_INSIDE + FAR_OUTSIDE)
+RECOVERED = Metric("last_accuracy", "share recovered", _recovered).at(LONGER)
+
+
+def last_tokens(name: str, reading: str) -> Metric:
+    """The accuracy (%) or the loss of the last L tokens in one reading."""
+    scale, digits = (100.0, 2) if name == "accuracy" else (1.0, 3)
+    place = float(READINGS.index(reading))
+    return mean(f"last_{name}", "", digits, scale).at(LONGER).between((place, place + 1))
+
+
+def product_between(low: int, high: int) -> Metric:
+    """q_i · k_j before biases, the mean over pairs at these distances, layers and heads."""
+    return mean("product", "mean q · k").between((float(low), float(high)))
+
+
+# Tables
+
+
+def lengths(view: View) -> tuple[int, int]:
+    """The training length, and the longer one; `InputError` where no model was measured."""
+    measured = view.values("length", {"protocol": KIND})
+    if not measured:
+        raise InputError("there is nothing to report yet: no trained model was measured")
+    return min(measured), max(measured)
+
+
+def rows(view: View, statistic: str = "cosine") -> list[Row]:
+    """The scores of which a statistic was measured."""
+    names = view.values("row", {"protocol": KIND, "statistic": statistic})
+    return [Row(name, {"row": name}) for name in ranked(names, VARIANT_ORDER)]
+
+
+def columns(view: View) -> list[Column]:
+    """Correlations, the spread of norms, the range of cosines at both lengths."""
+    at_l = {
+        "raw_correlation": mean("raw_correlation", "before the norm"),
+        "spread": mean("spread", "spread of ‖k‖"),
+        "mean_direction": mean("mean_direction", "energy in the mean key, %", scale=100.0),
+    }
+    near, far = lengths(view)
+    return [
+        Column("correlation", CORRELATION.title, CORRELATION, without="one norm"),
+        *(Column(key, metric.title, metric.at(AT_L)) for key, metric in at_l.items()),
+        *(
+            Column(f"cosine_{key}_{share:g}", f"cosine, {share:.1%} at {length:,}", metric)
+            for key, length, where in (("near", near, AT_L), ("far", far, LONGER))
+            for share in QUANTILES
+            for metric in [cosine_quantile(share).at(where)]
+        ),
+    ]
+
+
+def _distances(view: View) -> list[tuple[int, int]]:
+    """The octaves of distance over which products were measured."""
+    chosen = {"protocol": KIND, "statistic": "product"}
+    edges = {*view.values("bin", chosen), *view.values("bin_end", chosen)}
+    return list(pairwise(sorted(map(int, edges))))
+
+
+def _profile_columns(view: View) -> list[Column]:
+    """The mean product by octave of distance, and how far it comes back beyond L."""
+    near, far = lengths(view)
+    beyond = product_between(near, far) - product_between(near // 2, near)
+    return [
+        *(
+            Column(
+                f"product_{low}",
+                f"{low:,} … {high - 1:,}" if high - low > 1 else str(low),
+                product_between(low, high).at(LONGER),
+            )
+            for low, high in _distances(view)
+        ),
+        Column("rebound", "beyond L − the octave before", beyond.at(LONGER)),
+    ]
+
+
+def _layer_rows(view: View) -> list[Row]:
+    """Every layer of every score."""
+    return [
+        Row(f"{row.label}, layer {layer + 1}", {**row.where, "layer": layer})
+        for row in rows(view, "attention")
+        for layer in view.values("layer", {"protocol": KIND, **row.where, "statistic": "attention"})
+    ]
+
+
+def _clamped_columns() -> Iterator[Column]:
+    """The last tokens alone, behind the whole text, and with clamped positions."""
+    for name in ("accuracy", "loss"):
+        read = {reading: last_tokens(name, reading) for reading in READINGS}
+        for reading, metric in read.items():
+            yield Column(f"{name}_{reading}", f"{name}, {reading}", metric)
+        for ours, theirs in (("unmodified", "alone"), ("clamped", "unmodified")):
+            title = f"{name}, {ours} − {theirs}"
+            yield Column(f"{name}_{ours}_less_{theirs}", title, read[ours] - read[theirs])
+    yield Column("recovered", RECOVERED.title, RECOVERED)
+
+
+TABLES = (
+    Table(
+        "table",
+        "",
+        rows,
+        columns,
+        main=("correlation", "spread", f"cosine_near_{1 - TAIL:g}", f"cosine_far_{1 - TAIL:g}"),
+        notes=(
+            "rank correlation: Spearman's, of ‖k_j‖ with the attention that key j receives from "
+            "the next L/2 queries, relative to uniform attention, within a text; before the norm: "
+            "of the key as it enters the score.",
+            "spread: standard deviation of ‖k_j‖ over its mean, within a text. Energy in the mean "
+            "key: of the keys divided by their lengths, before positions.",
+            "cosine: cos(q_i, k_j), quantiles, mean over heads.",
+        ),
+    ),
+    Table(
+        "distances",
+        "Where do cosines leave their trained range?",
+        lambda view: rows(view, "pairs"),
+        (
+            Column("near_outside", "pairs nearer than L, outside, %", NEAR),
+            Column("far_outside", "pairs further, outside, %", FAR),
+            Column("further", "difference", FURTHER),
+            Column("near_attention", "attention nearer, outside, %", NEAR_OUTSIDE),
+            Column("far_attention", "attention further, outside, %", FAR_OUTSIDE),
+            Column("far_inside", "attention further, inside, %", FAR_INSIDE),
+            BEYOND,
+        ),
+        notes=(
+            f"outside: the cosine lies outside the range that its head has at L ({TAIL:.1%} left "
+            "out at either end). Nearer than L: at a trained distance i − j < L.",
+            "attention: of all attention of the queries at i ≥ L, mean over heads.",
+        ),
+    ),
+    Table(
+        "profile",
+        "How large are logits by distance?",
+        lambda view: rows(view, "product"),
+        _profile_columns,
+        notes=(
+            "The mean of q_i · k_j, the logit before biases, over the pairs at these distances in "
+            "the longer texts, all layers and heads.",
+        ),
+    ),
+    Table(
+        "layers",
+        "Which layers look beyond L?",
+        _layer_rows,
+        (BEYOND,),
+        notes=("Of all attention of the queries at i ≥ L, mean over heads.",),
+    ),
+    Table(
+        "clamped",
+        "What do unseen positions cost?",
+        lambda view: rows(view, "last_accuracy"),
+        tuple(_clamped_columns()),
+        notes=(
+            "Accuracy in % and loss in nats of the last L tokens of each text. Alone: with nothing "
+            "before them; unmodified: after the whole text; clamped: the same with every relative "
+            "position from L − 1 on read as L − 1, so that no pair is at an unseen one.",
+            "share recovered: of the accuracy lost after the whole text, what clamping recovers. "
+            "What still lacks then was not taken by unseen positions.",
+        ),
+    ),
+)
+
+# Claims and figures
+
+WIDENED = " (KeyNorm widens what is trained, so they should not)"
+
+
+def claims(view: View) -> Iterator[Claim]:
+    """The source's explanation, sentence by sentence, then what it leaves open."""
+    near, far = lengths(view)
+    highest = cosine_quantile(1 - TAIL)
+    yield Claim(
+        "without a norm a key's size decides how much attention it receives",
+        CORRELATION.at(variant="Baseline"),
+        *(SOURCE, "Baseline: rank correlation of ‖k‖ and attention received"),
+    )
+    for row, remark in (("Baseline", ""), ("KNA", WIDENED), ("KNA-NoPE", WIDENED)):
+        yield Claim(
+            f"on longer text {row}'s cosines reach further{remark}",
+            highest.at(LONGER, variant=row) - highest.at(AT_L, variant=row),
+            *(SOURCE, f"{row}: {1 - TAIL:.1%} quantile of cos(q, k), at {far:,} − at {near:,}"),
+        )
+    yield Claim(
+        "KeyNorm widens the range of cosines that training reaches",
+        highest.at(AT_L, variant="KNA") - highest.at(AT_L, variant="Baseline"),
+        *(SOURCE, f"{1 - TAIL:.1%} quantile at {near:,}: KNA − Baseline"),
+    )
+    yield Claim(
+        "a key's norm carries its position, whichever way",
+        mean("position_size", "size").at(AT_L, variant="Baseline"),
+        *(SOURCE_OPEN, "Baseline: rank correlation of ‖k‖ and its position, its size"),
+    )
+    unseen = "'s cosines leave their trained range at unseen distances rather than at trained ones"
+    for row in ("Baseline", "KNA"):
+        yield Claim(
+            f"{row}{unseen}",
+            FURTHER.at(variant=row),
+            *(SOURCE_OPEN, f"{row}: share of pairs outside, at i − j ≥ {near:,} − nearer"),
+        )
+    lost = f"share of the accuracy lost at {far:,} tokens that clamped positions recover"
+    for row in ("Baseline", "KNA"):
+        yield Claim(
+            f"unseen positions cost {row} accuracy on longer text",
+            RECOVERED.at(variant=row),
+            *(SOURCE_OPEN, f"{row}: {lost}"),
+        )
+
+
+def figures(view: View) -> Iterator[Figure]:
+    """The accuracy of the last tokens in every reading, and the mean product by distance."""
+    near, far = lengths(view)
+    read = {
+        f"{row.label}, {reading}": view.known(last_tokens("accuracy", reading), row.where)
+        for row in rows(view, "last_accuracy")
+        for reading in READINGS
+    }
+    known = {label: estimate for label, estimate in read.items() if estimate is not None}
+    title = f"The last {near:,} of {far:,} tokens"
+    accuracy = IntervalColumn("accuracy, %", tuple(known.values()))
+    yield Intervals("last_accuracy", title, tuple(known), (accuracy,))
+    lines = []
+    for row in rows(view, "product"):
+        # The axis begins at a quarter of L.
+        products = {
+            low: view.known(product_between(low, high).at(LONGER), row.where)
+            for low, high in _distances(view)
+            if low >= near // 4
+        }
+        points = (Point.of(float(low), value) for low, value in products.items() if value)
+        lines.append(Line(row.label, tuple(points)))
+    panel = Panel(
+        *("", tuple(lines), "distance i − j", "mean q · k"),
+        log_x=True,
+        train_length=near,
+    )
+    yield Curves("product_by_distance", "Mean of q · k by distance", (panel,))
 
 
 STUDY = Study(

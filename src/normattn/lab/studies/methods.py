@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from normattn.errors import InputError
-from normattn.lab.studies.language import TextSetting, text_runs
+from normattn.lab.studies.language import TextSetting
 from normattn.score.parts import parts
 from normattn.score.spec import UNMODIFIED, ScoreSpec, is_unmodified
 
@@ -24,9 +24,8 @@ def canonical(variants: Sequence[str], setting: TextSetting) -> tuple[str, ...]:
                 f"{variant} holds {spec.method}, which is applied after training; "
                 f"name {spec.variant_name} among --variants and {spec.method} among --methods"
             )
+        _ = setting.run(spec.text).training_config  # raises where it cannot be trained
         names.append(spec.text)
-    for run in text_runs(setting, (0,), dict.fromkeys(names, ())):
-        _ = run.training_config  # raises where it cannot be trained
     return tuple(dict.fromkeys(names))
 
 

@@ -1,4 +1,4 @@
-"""Presets: whole settings that a study can be run in, one TOML file each, or one of your own.
+"""Presets: whole settings that a study can be run in, one TOML file each, or the user's file.
 
 The studies of language models share their presets; the others have a folder of their own. Groups
 of a shared file that one study alone reads (`[window]` …) are passed over by the others.
@@ -91,8 +91,8 @@ class EvaluationSettings(Settings):
 class StudyPreset(Settings):
     """What every preset says: its name, one line about it, how many seeds, and the training.
 
-    `varied` are the settings that the study varies itself, beside the seed, with values that stand
-    in for them where whole settings are checked. No preset sets one of them.
+    `varied` are the settings that the study varies itself, besides the seed, with values that
+    replace them where whole settings are checked. No preset sets one of them.
     """
 
     varied: ClassVar[Mapping[str, Any]] = {}
@@ -241,7 +241,7 @@ def opened(
 def _changed(stored: Mapping[str, Any], request: Request, known: Collection[str]) -> dict[str, Any]:
     """The stored settings with the request's changes.
 
-    Raises `InputError` for a setting that stands in a group which was not named, and names it.
+    Raises `InputError` for a setting of a group that was not named, and names the group.
     """
     for name in request.changes:
         if name.partition(".")[0] in known:

@@ -193,7 +193,7 @@ def _rate_notes(view: View) -> Sequence[str]:
 # Claims
 
 CLAIMED = ("QKLayerNorm", "QKRMSNorm", "QKNorm2020")
-"""The norms of both sides that the source's sentence speaks of; QKNorm2020 is its own form."""
+"""The norms of both sides that the source's sentence is about; QKNorm2020 is its own form."""
 TRANSLATES, STABLE, BOUNDED = "arXiv 2010.04245", "arXiv 2302.05442", "arXiv 2507.20534"
 CLIPPED = (("Baseline+QK-Clip", "QKRMSNorm"), ("Baseline+Muon+QK-Clip", "QKRMSNorm+Muon"))
 """Does clipping do what normalising does? The rows that say it, by AdamW and by Muon."""

@@ -1,6 +1,6 @@
 """What the QK-Norm study trains and measures: translation models and Vision Transformers.
 
-A row of its tables is a score, and what its models are trained with beside it, as `Baseline+Muon`.
+A row of its tables is a score, and what else its models are trained with, as `Baseline+Muon`.
 Each name after a + is that of settings, which are laid over the training's: another optimiser,
 QK-Clip. A preset's `trained_with` changes what they are, and may add others.
 """
@@ -21,6 +21,7 @@ from normattn.io import write_json
 from normattn.lab.data.images import ImageData
 from normattn.lab.data.pairs import PairData, PairSplit
 from normattn.lab.evaluation.classification import measure_images
+from normattn.lab.evaluation.scorer import weights_digest
 from normattn.lab.evaluation.translation import (
     corpus_counts,
     score_references,
@@ -29,7 +30,6 @@ from normattn.lab.evaluation.translation import (
 )
 from normattn.lab.stats import identified, sums
 from normattn.lab.studies.preset import StudyPreset, opened
-from normattn.lab.studies.trained import ModelRun
 from normattn.lab.sweep.config import SweepConfig, merged
 from normattn.lab.sweep.run import EVALUATIONS, Note, Request, Run, Sweep
 from normattn.lab.training.planning import Cost
@@ -185,7 +185,7 @@ class TranslationRates(Rates):
 
 
 class ImageRates(Rates):
-    """The sweep of the Vision Transformers, beside the table's trainings at ×1."""
+    """The sweep of the Vision Transformers, besides the table's trainings at ×1."""
 
     scores: tuple[str, ...] = ()
     multiples: tuple[Annotated[float, Field(gt=1)], ...] = MULTIPLES[1:]
@@ -242,7 +242,7 @@ class QKNormPreset(StudyPreset):
 # Runs
 
 
-class TranslationRun(ModelRun):
+class TranslationRun(Run):
     """A translation model, whose test set is scored and, where `translated`, translated."""
 
     training_class: ClassVar[type[TranslationConfig]] = TranslationConfig
@@ -269,9 +269,9 @@ class TranslationRun(ModelRun):
             texts, made, counts = self._translations(model, data, split, units, note)
             write_json(folder / EVALUATIONS / "translations.json", {"translations": texts})
             measured += counts
-        whose = self.whose(
+        whose = self.identity(
             str(self.factors["experiment"]),
-            model,
+            weights=weights_digest(model),
             data=split.fingerprint(data.fingerprint),
             split=settings.split,
             settings=made,
@@ -316,7 +316,7 @@ def _references(
     yield sums("unigram_loss", units, unigram, tokens)
 
 
-class VisionRun(ModelRun):
+class VisionRun(Run):
     """A Vision Transformer, tested image by image.
 
     `split` are the images that are tested: settings are chosen on "validation", tables made on
@@ -342,8 +342,14 @@ class VisionRun(ModelRun):
         measured = measure_images(
             model, split, progress=lambda done, total: note(done, total, "images")
         )
-        length = config.model.tokens
-        whose = self.whose(IMAGES, model, data=data.fingerprint, split=self.split, length=length)
+        whose = self.identity(
+            IMAGES,
+            weights=weights_digest(model),
+            data=data.fingerprint,
+            split=self.split,
+            length=config.model.tokens,
+            train_length=config.model.tokens,
+        )
         return identified(whose, measured)
 
 
@@ -365,7 +371,7 @@ def resolve(request: Request) -> Sweep:
     seeds, made = request.seeds_or(preset.seeds), list[Run]()
 
     def add(
-        kind: type[ModelRun],
+        kind: type[Run],
         experiment: str,
         names: Sequence[str],
         training: Layer,
@@ -407,14 +413,14 @@ def resolve(request: Request) -> Sweep:
 
 
 def run_of(
-    kind: type[ModelRun],
+    kind: type[Run],
     experiment: str,
     row: str,
     layers: Sequence[Layer],
     training: Layer,
     rate: float,
     **own: Any,
-) -> ModelRun:
+) -> Run:
     """The run of a row in an experiment, for seed 0, at a multiple of its own learning rate."""
     score, name = parts(row)[0], row
     scores = scores_of(score)

@@ -25,7 +25,7 @@ from normattn.lab.stats.arrays import Where
 from normattn.lab.stats.metrics import ratio
 from normattn.lab.studies import lm_report as lm
 from normattn.lab.studies.base import Study
-from normattn.lab.studies.language import TextSetting, text_runs
+from normattn.lab.studies.language import TextSetting
 from normattn.lab.studies.methods import ALL, candidates, canonical, checked_methods, usable
 from normattn.lab.studies.preset import Preset, opened
 from normattn.lab.sweep.run import Request, Sweep
@@ -70,8 +70,7 @@ def resolve(request: Request) -> Sweep:
     methods = (UNMODIFIED, *candidates()) if asked == (ALL,) else checked_methods(asked, setting)
     variants = canonical(request.variants or ("Baseline", "KNA", "CosA-logn"), setting)
     ways, skipped = usable(dict.fromkeys(variants, methods), setting)
-    runs = text_runs(setting, request.seeds_or(preset.seeds), ways)
-    return setting.sweep(request, KIND, runs, skipped)
+    return setting.sweep(request, KIND, [setting.run(*way) for way in ways.items()], skipped)
 
 
 def _rows_by(protocol: str) -> Callable[[View], list[Row]]:
@@ -254,10 +253,10 @@ def resolve_window(request: Request) -> Sweep:
         "Baseline": [*methods, "logn+", *(f"{method}-logn+" for method in methods[1:])],
         "Baseline-logn": methods,
     }
-    read = {
-        variant: checked_methods(ways[variant], setting) for variant in canonical([*ways], setting)
-    }
-    runs = text_runs(setting, request.seeds_or(preset.seeds), read)
+    runs = [
+        setting.run(variant, checked_methods(ways[variant], setting))
+        for variant in canonical([*ways], setting)
+    ]
     return setting.sweep(request, "window", runs, window=window)
 
 

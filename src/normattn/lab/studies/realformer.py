@@ -1,8 +1,8 @@
 """Do residual attention scores make a better encoder? (RealFormer, arXiv 2012.11747, kexue 8027)
 
-Masked language models that differ in where norms stand and in whether scores are summed from layer
-to layer are trained alike. They are compared in what they predict, in what happens layer by layer,
-and in the learning rates and dropouts that they tolerate, with and without warm-up.
+Masked language models that differ in the placement of norms and in whether scores are summed from
+layer to layer are trained alike. They are compared in what they predict, in what happens layer by
+layer, and in the learning rates and dropouts that they tolerate, with and without warm-up.
 
 Protocols: *masked* (hidden tokens of held-out text), *depth* (layer by layer), *grid* (as masked,
 for each setting of the robustness grid), *training*. Sources of claims: the paper (arXiv
@@ -32,7 +32,7 @@ from normattn.lab.stats.measurements import FACTOR
 from normattn.lab.stats.metrics import mean, mean_of_bins, ratio
 from normattn.lab.studies.base import Study
 from normattn.lab.studies.lm_report import ranked
-from normattn.lab.studies.realformer_runs import ROWS, EncoderRun, GridRun, resolve
+from normattn.lab.studies.realformer_runs import ROWS, EncoderRun, resolve
 from normattn.lab.studies.trained import End, ends
 from normattn.lab.sweep.collect import measured_below
 
@@ -159,7 +159,7 @@ def _notes(view: View) -> tuple[str, ...]:
 
 
 def in_short(view: View) -> list[str]:
-    """What RealFormer is worth beside PostLN and PreLN, at every size."""
+    """What RealFormer is worth compared with PostLN and PreLN, at every size."""
     sentences = []
     for size in sizes(view):
         at = ACCURACY.at({SIZE: size, **MASKED})
@@ -424,7 +424,7 @@ STUDY = Study(
     "layer by layer.",
     sources=("arXiv 2012.11747", "kexue.fm/archives/8027", "arXiv 2002.04745"),
     resolve=resolve,
-    runs=(EncoderRun, GridRun),
+    runs=(EncoderRun,),
     tables=(
         Table(
             "table",

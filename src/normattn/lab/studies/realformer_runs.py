@@ -1,8 +1,8 @@
-"""What the RealFormer study trains and measures: encoders, and a grid of their settings."""
+"""What the RealFormer study trains and measures: encoders, some in a grid of settings."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -19,19 +19,18 @@ from normattn.lab.data.tokens import TokenData
 from normattn.lab.data.windows import MaskedSet, masked_set
 from normattn.lab.diagnostics.depth import layer_gradients, measure_depth
 from normattn.lab.evaluation.masked import documents_of, score_masked, unigram_loss
-from normattn.lab.stats import identified, joined, sums
-from normattn.lab.stats.measurements import Factor
+from normattn.lab.evaluation.scorer import weights_digest
+from normattn.lab.stats import fact, identified, joined, sums
 from normattn.lab.studies.preset import StudyPreset, opened
-from normattn.lab.studies.trained import ModelRun, training_facts
 from normattn.lab.sweep.config import SweepConfig, merged
 from normattn.lab.sweep.paths import RunPaths
 from normattn.lab.sweep.run import (
     UNKNOWN,
     Note,
     Request,
+    Run,
     Stage,
     Sweep,
-    divergence,
     training_stage,
     with_weights,
 )
@@ -102,7 +101,7 @@ Positive = Annotated[float, Field(gt=0)]
 class SizeSettings(Settings):
     """One size of model: what differs in `training`, its rows, and its seeds (None: the preset's).
 
-    `rows` None stands for every row, `[]` for none of this size. `rates`: the learning rate of a
+    `rows` None means every row, `[]` for none of this size. `rates`: the learning rate of a
     row, where it is another than that of `training`.
     """
 
@@ -165,20 +164,25 @@ class RealFormerPreset(StudyPreset):
 # Runs
 
 
-class EncoderRun(ModelRun):
-    """One row of the table at one size, scored on hidden tokens and measured layer by layer.
+class EncoderRun(Run):
+    """One row of the table at one size, or one setting of the grid, scored on hidden tokens.
 
-    `start` are the settings of the row whose trained weights initialise it. `passes`: reading
-    while attention is observed, a loss with its gradients, and scoring.
+    `protocol` says which. Rows of the table are also measured layer by layer. `start` are the
+    settings of the row whose trained weights initialise this one.
     """
 
     training_class: ClassVar[type[MaskedConfig]] = MaskedConfig
     record, phase = "scores", "diagnostics"
-    passes: ClassVar[int] = 6
     kind: Literal["realformer"] = "realformer"
+    protocol: Literal["masked", "grid"] = "masked"
     size: str
     evaluation: ScoringSettings
     start: dict[str, Any] | None = None
+
+    @property
+    def readings(self) -> int:
+        """A row of the table, or none."""
+        return int(self.protocol == "masked")
 
     @property
     def training_config(self) -> MaskedConfig:
@@ -212,100 +216,55 @@ class EncoderRun(ModelRun):
         ]
 
     def cost(self, config: MaskedConfig) -> Cost:
-        """Every token that is read, counted as often as a pass costs more than reading."""
-        length = config.model.train_length
-        tokens = self.evaluation.max_windows * length * self.passes
+        """Every token that is read, counted as often as a pass costs more than reading.
+
+        Of the table these are scoring, reading while attention is observed, a loss with gradients.
+        """
+        length, passes = config.model.train_length, 6 if self.protocol == "masked" else 1
+        tokens = self.evaluation.max_windows * length * passes
         return Cost(scored=tokens, flops=tokens * stack_flops(config.model, length).forward)
 
     def measure(
         self, folder: Path, config: MaskedConfig, data: TokenData, note: Note
     ) -> pl.DataFrame:
-        """Scores and numbers of the training; by layer hits, the stream, attention, gradients."""
+        """The scores; of the table also numbers of the training and what happens in each layer."""
         model, texts = self.model_in(folder, config), held_out(data, config, self.evaluation)
-        scored, by_exit = self.scores(model, texts, data, note)
-        depth = by_exit + _by_depth(model, config, texts, self.evaluation.max_tokens, note)
-        who = self._who("masked", model, texts)
-        parts = [identified(who, scored), identified(replace(who, protocol="depth"), depth)]
+        most = self.evaluation.max_tokens
+        found = score_masked(model, texts, most, lambda done, total: note(done, total, "scoring"))
+        unigram = unigram_loss(data.train, texts, model.config.vocab_size)
+        who = self.identity(
+            self.protocol,
+            data=texts.fingerprint,
+            split=self.evaluation.split,
+            length=texts.length,
+            train_length=texts.length,
+            weights=weights_digest(model),
+        )
+        scored = identified(
+            who,
+            [
+                sums("accuracy", found.documents, found.correct[:, -1], found.tokens),
+                sums("loss", found.documents, found.loss, found.tokens),
+                sums("unigram_loss", found.documents, unigram, found.tokens),
+            ],
+        )
+        if self.protocol == "grid":
+            return scored
+        depth = by_layer("exit_accuracy", found.documents, found.correct, found.tokens)
+        depth += _by_depth(model, config, texts, most, note)
         facts = {
             "parameters": planned_parameters(MaskedLM, config.model),
             "planned_steps": config.steps,
             "learning_rate": config.optimiser.lr,
         }
-        return joined([*parts, training_facts(who, facts)])
-
-    def scores(
-        self, model: MaskedLM, texts: MaskedSet, data: TokenData, note: Note
-    ) -> tuple[list[pl.DataFrame], list[pl.DataFrame]]:
-        """The scores of hidden tokens, and the hits after each layer."""
-        most = self.evaluation.max_tokens
-        found = score_masked(model, texts, most, lambda done, total: note(done, total, "scoring"))
-        unigram = unigram_loss(data.train, texts, model.config.vocab_size)
-        scored = [
-            sums("accuracy", found.documents, found.correct[:, -1], found.tokens),
-            sums("loss", found.documents, found.loss, found.tokens),
-            sums("unigram_loss", found.documents, unigram, found.tokens),
-        ]
-        return scored, by_layer("exit_accuracy", found.documents, found.correct, found.tokens)
-
-    def _who(self, protocol: str, model: MaskedLM, texts: MaskedSet) -> Any:
-        split, length = self.evaluation.split, texts.length
-        return self.whose(protocol, model, data=texts.fingerprint, split=split, length=length)
-
-
-class GridRun(EncoderRun):
-    """One row in the robustness grid: every setting of it, one after another."""
-
-    passes = 1
-    kind: Literal["realformer-grid"] = "realformer-grid"  # type: ignore[assignment]
-    grid: GridSettings
-
-    @property
-    def readings(self) -> int:
-        """No row of the table."""
-        return 0
-
-    @property
-    def training_config(self) -> MaskedConfig:
-        """The settings of the first training."""
-        return next(config for _, config in self._configs())
-
-    def stages(self, paths: RunPaths) -> list[Stage]:
-        """Train and score each setting; one that diverges is a result as the others are."""
-        stages = []
-        for factors, config in self._configs():
-            name = "rate{learning_rate:g}-dropout{dropout:g}-warmup{warmup}".format_map(factors)
-            folder = paths.continued / name
-            own = self.model_copy(update={"factors": {**self.factors, **factors}})
-            stages.append(training_stage(config, folder, essential=False))
-            stages.append(own.measuring(folder, config))
-        return stages
-
-    def measure(
-        self, folder: Path, config: MaskedConfig, data: TokenData, note: Note
-    ) -> pl.DataFrame:
-        """The scores of hidden tokens, or that the training diverged."""
-        lost = divergence(folder)
-        if lost is not None:
-            return self.diverged(lost.step, lost.where)
-        model, texts = self.model_in(folder, config), held_out(data, config, self.evaluation)
-        scored, _ = self.scores(model, texts, data, note)
-        return identified(self._who("grid", model, texts), scored)
-
-    def _configs(self) -> Iterator[tuple[dict[str, Factor], MaskedConfig]]:
-        """What each training is varied in, and its settings."""
-        grid = self.grid
-        for warmup, dropout, rate in product((grid.warmup_steps, 0), grid.dropouts, grid.rates):
-            changes = {
-                "steps": grid.steps,
-                "schedule.warmup_steps": warmup,
-                "model.dropout": dropout,
-                "model.exits": False,
-                "optimiser.lr": rate,
-                "seed": self.seed,
-            }
-            subject = f"the settings of {self.name} at {rate:g}, {dropout:g}, {warmup}"
-            config = MaskedConfig.parse(merged(self.training, changes), subject)
-            yield {"learning_rate": rate, "dropout": dropout, "warmup": warmup}, config
+        of_training = [fact(name, float(value)) for name, value in facts.items()]
+        return joined(
+            [
+                scored,
+                identified(replace(who, protocol="depth"), depth),
+                identified(replace(who, protocol="training"), of_training),
+            ]
+        )
 
 
 # What is measured
@@ -368,39 +327,49 @@ def resolve(request: Request) -> Sweep:
         raise InputError(f"grid.size is {grid.size}; there are {', '.join(training)}")
     runs: list[EncoderRun] = []
 
-    def add(
-        kind: type[EncoderRun],
-        size: str,
-        row: str,
-        seeds: Iterable[int],
-        rates: Mapping[str, float],
-        **own: Any,
-    ) -> None:
-        """A run of a row at a size with each seed; its score is that of the trained model."""
-        run = kind(
-            variant=f"{'grid' if kind is GridRun else size}-{row}",
-            row=row,
-            factors={"size": size},
-            seed=0,
-            size=size,
-            training=row_training(training[size], row, rates),
-            evaluation=preset.evaluation,
-            **own,
-        )
+    def add(seeds: Iterable[int], **fields: Any) -> None:
+        """A run with each seed; its score is that of the trained model."""
+        run = EncoderRun(evaluation=preset.evaluation, **fields)
         score = str(run.own_config.model.score)
         runs.extend(run.model_copy(update={"score": score, "seed": seed}) for seed in seeds)
 
-    # The longest come first, so that no core waits for them at the end.
-    for name in grid.rows if request.variants is None else ():
-        if (start := ROWS[name].start) is not None:
-            raise InputError(f"{name} starts from a trained {start}, which the grid does not train")
-        add(GridRun, grid.size, name, range(grid.seeds), {}, grid=grid)
     for size, settings in reversed(preset.sizes.items()):
         for name in ROWS if settings.rows is None else settings.rows:
             if name in wanted:
                 start, seeds = ROWS[name].start, request.seeds_or(settings.seeds or preset.seeds)
                 before = row_training(training[size], start, settings.rates) if start else None
-                add(EncoderRun, size, name, seeds, settings.rates, start=before)
+                whole = row_training(training[size], name, settings.rates)
+                add(
+                    seeds,
+                    variant=f"{size}-{name}",
+                    row=name,
+                    size=size,
+                    factors={"size": size},
+                    training=whole,
+                    start=before,
+                )
+    for name in grid.rows if request.variants is None else ():
+        if (start := ROWS[name].start) is not None:
+            raise InputError(f"{name} starts from a trained {start}, which the grid does not train")
+        row = row_training(training[grid.size], name, {})
+        for warmup, dropout, rate in product((grid.warmup_steps, 0), grid.dropouts, grid.rates):
+            changes = {
+                "steps": grid.steps,
+                "schedule.warmup_steps": warmup,
+                "model.dropout": dropout,
+                "model.exits": False,
+                "optimiser.lr": rate,
+            }
+            varied = {"learning_rate": rate, "dropout": dropout, "warmup": warmup}
+            add(
+                range(grid.seeds),
+                variant=f"grid-{name}@rate{rate:g}-dropout{dropout:g}-warmup{warmup}",
+                row=name,
+                size=grid.size,
+                factors={"size": grid.size, **varied},
+                training=merged(row, changes),
+                protocol="grid",
+            )
     if not runs:
         raise InputError("none of the selected configurations is trained at any size")
     shared = {"sizes": preset.sizes, "grid": grid, "evaluation": preset.evaluation}
@@ -440,8 +409,6 @@ def row_training(
 
 def _describe(run: EncoderRun, data: TokenData) -> list[str]:
     texts = held_out(data, run.training_config, run.evaluation)
-    if isinstance(run, GridRun):
-        return []
     corpus = run.training_config.data.corpus
     return [
         f"corpus {corpus}: {data.train.total:,} training tokens in {len(data.train):,} documents; "

@@ -42,10 +42,9 @@ from normattn.lab.stats.metrics import MACRO_F1, MICRO_F1, mean, median, ratio
 from normattn.lab.studies.base import Study
 from normattn.lab.studies.lm_report import ranked
 from normattn.lab.studies.preset import StudyPreset, opened
-from normattn.lab.studies.trained import ModelRun
 from normattn.lab.sweep.config import SweepConfig, merged
 from normattn.lab.sweep.paths import RunPaths
-from normattn.lab.sweep.run import Note, Request, Run, Stage, Sweep, measuring_stage
+from normattn.lab.sweep.run import Note, Request, Run, Stage, Sweep
 from normattn.lab.training.distributed import World, world
 from normattn.lab.training.planning import Cost
 from normattn.lab.training.step import TrainStep
@@ -96,7 +95,7 @@ class RMSNormPreset(StudyPreset):
     seeds: int = Field(default=3, ge=1)
 
 
-class NormRun(ModelRun):
+class NormRun(Run):
     """A classifier with one of `NORMS`, trained with one seed."""
 
     training_class: ClassVar[type[ClassificationConfig]] = ClassificationConfig
@@ -131,6 +130,7 @@ class TimeRun(Run):
     """
 
     training_class: ClassVar[type[ClassificationConfig]] = ClassificationConfig
+    record, phase = STEP_TIME, "timing"
     kind: Literal["rmsnorm-time"] = "rmsnorm-time"
     norms: tuple[str, ...]
     timing: TimingSettings
@@ -141,42 +141,44 @@ class TimeRun(Run):
         return 0
 
     def stages(self, paths: RunPaths) -> list[Stage]:
-        """Time the steps; each of their tokens counts as scored, three times the work."""
-        first, rounds = self.training_config, self.timing.rounds
-        configs = {
-            norm: first.model_copy(
-                update={"model": first.model.model_copy(update={"norm": NORMS[norm]})}
-            )
-            for norm in self.norms
-        }
+        """Measure; nothing is trained."""
+        return [self.measuring(paths.run, self.training_config)]
 
-        def cost() -> Cost:
-            costs = [config.cost() for config in configs.values()]
-            share = (rounds + WARM) / first.steps
-            return Cost(
-                scored=round(3 * share * sum(cost.trained for cost in costs)),
-                flops=share * sum(cost.flops for cost in costs),
-            )
+    def _configs(self, first: ClassificationConfig) -> dict[str, ClassificationConfig]:
+        model = {norm: first.model.model_copy(update={"norm": NORMS[norm]}) for norm in self.norms}
+        return {norm: first.model_copy(update={"model": own}) for norm, own in model.items()}
 
-        def measure(data: RelationData, note: Note) -> pl.DataFrame:
-            with world(first.device) as process, threads(first.threads):
-                timings = interleave(
-                    {norm: _stepper(config, data, process) for norm, config in configs.items()},
-                    rounds,
-                    warm=WARM,
-                    device=process.device.type,
-                    least_seconds=0.0,
-                    on_round=lambda done: note(done, rounds, "rounds"),
-                )
-            count = f"{first.threads} thread{'s' * (first.threads > 1)}"
-            made = f"{first.batch_size} documents, {first.precision}, {process.device.type}"
-            whose = replace(self.identity(STEP_TIME), settings=f"{made}, {count}")
-            return joined(
-                timed(replace(whose, row=norm, score=norm), timing.rounds)
-                for norm, timing in timings.items()
-            )
+    def cost(self, config: ClassificationConfig) -> Cost:
+        """Each token of the steps counts as scored, three times the work."""
+        costs = [own.cost() for own in self._configs(config).values()]
+        share = (self.timing.rounds + WARM) / config.steps
+        return Cost(
+            scored=round(3 * share * sum(cost.trained for cost in costs)),
+            flops=share * sum(cost.flops for cost in costs),
+        )
 
-        return [measuring_stage(paths.run, STEP_TIME, measure, cost, phase="timing")]
+    def measure(
+        self, folder: Path, config: ClassificationConfig, data: RelationData, note: Note
+    ) -> pl.DataFrame:
+        """Time the steps of all norms in turn."""
+        rounds = self.timing.rounds
+        with world(config.device) as process, threads(config.threads):
+            steps = {norm: _stepper(c, data, process) for norm, c in self._configs(config).items()}
+            timings = interleave(
+                steps,
+                rounds,
+                warm=WARM,
+                device=process.device.type,
+                least_seconds=0.0,
+                on_round=lambda done: note(done, rounds, "rounds"),
+            )
+        count = f"{config.threads} thread{'s' * (config.threads > 1)}"
+        made = f"{config.batch_size} documents, {config.precision}, {process.device.type}, {count}"
+        whose = self.identity(STEP_TIME, settings=made)
+        return joined(
+            timed(replace(whose, row=norm, score=norm), timing.rounds)
+            for norm, timing in timings.items()
+        )
 
 
 def timed(whose: Identity, rounds: Sequence[float]) -> pl.DataFrame:

@@ -155,10 +155,34 @@ class Ray(Remote):
                 num_gpus=self.gpus_for(needs),
                 max_retries=self.retries,
             )
-            yield lambda jobs: [RayTask(job, ray, remote.remote(RemoteJob(job))) for job in jobs]
+            yield lambda jobs: [self._task(job, ray, remote.remote(RemoteJob(job))) for job in jobs]
         finally:
             if not joined:
                 ray.shutdown()
+
+    def _task(self, job: Job, ray: Any, handle: Any) -> Task:
+        """The reference `handle` to the result of one of Ray's tasks."""
+
+        def done() -> bool:
+            return bool(ray.wait([handle], timeout=0)[0])
+
+        def result() -> tuple[int, str]:
+            try:
+                code, message = ray.get(handle)
+                return code, message
+            except ray.exceptions.RayError as error:
+                cause = getattr(error, "cause", None) or error
+                return 1, f"Ray gave it up: {_lines(cause)[0]}"
+
+        def stop() -> None:
+            ray.cancel(handle)  # Ray raises KeyboardInterrupt in the task: its child saves.
+
+        def kill() -> None:
+            if not done():
+                ray.cancel(handle, force=True)  # The worker ends; its child notices.
+
+        # Ray loses an interruption that it raises where Python ignores exceptions: ask again.
+        return Task(job, done, result, stop, kill, ask_again_seconds=3.0)
 
     def _join(self, ray: Any) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -177,39 +201,6 @@ class Ray(Remote):
         finally:
             if threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGTERM, before)  # Ray installs a handler of its own.
-
-
-class RayTask(Task):
-    """A reference to the result of one of Ray's tasks."""
-
-    # Ray loses an interruption that it raises where Python ignores exceptions.
-    ask_again_seconds: ClassVar[float] = 3.0
-
-    def __init__(self, job: Job, ray: Any, handle: Any) -> None:
-        super().__init__(job)
-        self._ray, self._handle = ray, handle
-
-    def done(self) -> bool:
-        """Whether Ray has its result."""
-        return bool(self._ray.wait([self._handle], timeout=0)[0])
-
-    def result(self) -> tuple[int, str]:
-        """What the job returned, or why Ray gave it up."""
-        try:
-            code, message = self._ray.get(self._handle)
-            return code, message
-        except self._ray.exceptions.RayError as error:
-            cause = getattr(error, "cause", None) or error
-            return 1, f"Ray gave it up: {_lines(cause)[0]}"
-
-    def stop(self) -> None:
-        """Have Ray raise KeyboardInterrupt in the task: its child saves."""
-        self._ray.cancel(self._handle)
-
-    def kill(self) -> None:
-        """End the worker; its child notices."""
-        if not self.done():
-            self._ray.cancel(self._handle, force=True)
 
 
 class Slurm(Remote):
@@ -255,7 +246,7 @@ class Slurm(Remote):
                 handles = executor.submit_array(list(map(SlurmJob, jobs)))
             except (OSError, RuntimeError, subprocess.SubprocessError) as error:
                 raise InputError(f"the jobs cannot be submitted: {_lines(error)[-1]}") from error
-            return [SlurmTask(*pair) for pair in zip(jobs, handles, strict=True)]
+            return [_slurm_task(*pair) for pair in zip(jobs, handles, strict=True)]
 
         yield start
 
@@ -296,49 +287,44 @@ def _leave(number: int, frame: FrameType | None) -> NoReturn:
     raise SystemExit(128 + number)
 
 
-class SlurmTask(Task):
+def _slurm_task(job: Job, handle: Any) -> Task:
     """A job of submitit, by Slurm or by its own executor."""
+    ask_at = float("inf")
 
-    def __init__(self, job: Job, handle: Any) -> None:
-        super().__init__(job)
-        self._handle = handle
-        self._ask_at = float("inf")
-
-    def done(self) -> bool:
+    def done() -> bool:
         """Whether it left a result, or its scheduler says that it is over.
 
         A job that was stopped leaves none, so its scheduler is asked every other second.
         """
-        due = time.monotonic() >= self._ask_at
+        nonlocal ask_at
+        due = time.monotonic() >= ask_at
         if due:
-            self._ask_at = time.monotonic() + ASKED_SECONDS
-        return bool(self._handle.done(force_check=due))
+            ask_at = time.monotonic() + ASKED_SECONDS
+        return bool(handle.done(force_check=due))
 
-    def result(self) -> tuple[int, str]:
-        """What the job returned."""
-        if not self._handle.paths.result_pickle.exists():
-            ended = f"job {self._handle.job_id} ended without a result"
+    def result() -> tuple[int, str]:
+        if not handle.paths.result_pickle.exists():
+            ended = f"job {handle.job_id} ended without a result"
             return 1, f"{ended}; rerun the command to resume"
-        failure = self._handle.exception()
+        failure = handle.exception()
         if failure is not None:
             return 1, _lines(failure)[-1]
-        code, message = self._handle.result()
+        code, message = handle.result()
         return code, message
 
-    def stop(self) -> None:
-        """Ask its controller, or have Slurm cancel it: its child saves."""
-        if self._handle.done():
+    def stop() -> None:
+        """Ask its controller, or have Slurm cancel it: its child saves, and then it is ended."""
+        nonlocal ask_at
+        if handle.done():
             return
-        self._ask_at = time.monotonic() + ASKED_SECONDS
-        if hasattr(self._handle, "_process"):
+        ask_at = time.monotonic() + ASKED_SECONDS
+        if hasattr(handle, "_process"):
             # What submitit itself sends to a job of its own executor is followed by force.
-            os.kill(int(self._handle.job_id), signal.SIGTERM)
+            os.kill(int(handle.job_id), signal.SIGTERM)
         else:
-            self._handle.cancel(check=False)
+            handle.cancel(check=False)
 
-    def kill(self) -> None:
-        """The same: a job elsewhere has a while to save, and then its scheduler ends it."""
-        self.stop()
+    return Task(job, done, result, stop, kill=stop)
 
 
 def _lines(error: BaseException) -> list[str]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import polars as pl
@@ -20,6 +18,7 @@ from normattn.lab.stats.measurements import FACTOR, Factor, empty
 from normattn.lab.sweep.paths import RunPaths
 from normattn.lab.sweep.run import canonical_json
 from normattn.lab.training.init_from import CORPUS_FILE
+from normattn.terminal import warn
 
 BINS = 100
 """Points of a training's loss curve, at most."""
@@ -32,9 +31,9 @@ def measured_below(
 ) -> pl.DataFrame:
     """The stored measurements of a sweep, and the loss curve of each of its trainings.
 
-    `factors` are those of the runs that tell trainings of one row apart. Rows that agree in them
+    `factors` are those of the runs that distinguish trainings of one row. Rows that agree in them
     can be compared only on one set of documents: where a protocol was measured on several of one
-    length, the one with the most rows counts. `also` gives what else a training left in its
+    length, the one with the most rows counts. `also` returns what else a training wrote into its
     directory.
     """
     runs = RunPaths.below(out)
@@ -42,7 +41,7 @@ def measured_below(
     whole = collected(out)
     parts = [on_common_sets(whole, [f"{FACTOR}{name}" for name in factors])]
     for sentence in left_out(whole, parts[0]):
-        print(f"normattn: {sentence}", file=sys.stderr)
+        warn(f"normattn: {sentence}")
     for paths in runs:
         whose = _training_of(paths)
         parts += [history(paths.run, whose), also(whose, paths.run)]
@@ -54,22 +53,18 @@ def _training_of(paths: RunPaths) -> Identity:
 
     Raises `InputError` where they are not those of the run in its place.
     """
-    stored = read_object(paths.settings)
+    stored, damaged = read_object(paths.settings), f"{paths.settings} is damaged"
     wanted = {"variant": paths.run.parent.name, "seed": int(paths.run.name.removeprefix("seed"))}
     for name, value in wanted.items():
         if stored.get(name) != value or type(stored[name]) is not type(value):
             raise InputError(
-                f"{paths.settings} is damaged: {name} is {stored.get(name)!r:.40} there, and its "
-                f"place is that of {value!r}"
+                f"{damaged}: {name} is {stored.get(name)!r:.40} there, and its place is that of "
+                f"{value!r}"
             )
     row, factors = stored.get("row") or stored["variant"], stored.get("factors") or {}
-    plain = isinstance(factors, dict) and all(
-        isinstance(value, str | int | float) for value in factors.values()
-    )
-    if not isinstance(row, str) or not plain:
-        raise InputError(
-            f"{paths.settings} is damaged: its row or its factors are not plain values"
-        )
+    values = factors.values() if isinstance(factors, dict) else [None]
+    if not isinstance(row, str) or not all(isinstance(v, str | int | float) for v in values):
+        raise InputError(f"{damaged}: its row or its factors are not plain values")
     return trained(row, stored["seed"], factors)
 
 
@@ -83,8 +78,10 @@ def history(run: Path, whose: Identity) -> pl.DataFrame:
     lines = read_metrics(run / "metrics.jsonl")
     if not lines:
         return empty()
-    steps = np.array([line["step"] for line in lines], float)
-    losses = np.array([_loss(line, run) for line in lines])
+    for line in lines:
+        if not isinstance(line.get("loss"), int | float):
+            raise InputError(f"{run / 'metrics.jsonl'} is damaged: step {line['step']} has no loss")
+    steps, losses = (np.array([line[name] for line in lines], float) for name in ("step", "loss"))
     width = max(1.0, float(steps[-1]) / BINS)
     used, where = np.unique(((steps - 1) // width).astype(int), return_inverse=True)
     finite = np.isfinite(losses)
@@ -97,13 +94,6 @@ def history(run: Path, whose: Identity) -> pl.DataFrame:
         ]
     )
     return identified(whose, [rows, fact("steps", float(steps[-1]))])
-
-
-def _loss(line: Mapping[str, Any], run: Path) -> float:
-    loss = line.get("loss")
-    if not isinstance(loss, int | float):
-        raise InputError(f"{run / 'metrics.jsonl'} is damaged: step {line['step']} has no loss")
-    return float(loss)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ CHANGEABLE = (
 class SweepConfig(Settings):
     """What every run of one study shares; runs may be added, but this may not change.
 
-    `changed` is what was asked for beside the preset, by dotted name; `asked` are the options that
+    `changed` is what was asked for besides the preset, by dotted name; `asked` are the options that
     chose the runs, of every command that added some (`Request.choices`). Each study adds its own
     settings, as `training` and `evaluation`.
     """
@@ -79,7 +79,7 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 def _put(target: dict[str, Any], path: list[str], value: Any, key: str) -> None:
     *parents, last = path
     for name in parents:
-        # None stands where a group is switched off, as a run's `continued`.
+        # None where a group is switched off, as a run's `continued`.
         inner = target[name] = {} if target.get(name) is None else target[name]
         if not isinstance(inner, dict):
             raise InputError(f"{key} cannot be set: {name} is a value, not a group of settings")

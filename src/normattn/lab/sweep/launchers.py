@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -68,34 +68,26 @@ class Needs:
     device: str = "cpu"
 
 
-class Task(ABC):
-    """A job that was started. `stop` is repeated after `ask_again_seconds` while it goes on."""
+@dataclass(frozen=True, eq=False)
+class Task:
+    """A job that was started, and how it is asked.
 
-    ask_again_seconds: ClassVar[float] = float("inf")
+    `done`: whether it has ended; `result`: its exit code, and why it failed ("" on success);
+    `stop` has it save its state and end, and is repeated after `ask_again_seconds` while it goes
+    on; `kill` ends it, saved or not.
+    """
 
-    def __init__(self, job: Job) -> None:
-        self.job = job
-        self.started = time.monotonic()
-
-    @abstractmethod
-    def done(self) -> bool:
-        """Whether it has ended."""
-
-    @abstractmethod
-    def result(self) -> tuple[int, str]:
-        """The exit code, and why it failed ("" on success), of a task that has ended."""
-
-    @abstractmethod
-    def stop(self) -> None:
-        """Ask it to save its state and end."""
-
-    @abstractmethod
-    def kill(self) -> None:
-        """End it, saved or not; nothing where it has ended."""
+    job: Job
+    done: Callable[[], bool]
+    result: Callable[[], tuple[int, str]]
+    stop: Callable[[], object]
+    kill: Callable[[], object]
+    ask_again_seconds: float = float("inf")
+    started: float = field(default_factory=time.monotonic)
 
 
 Start = Callable[[Sequence[Job]], Sequence[Task]]
-"""Starts jobs, or hands them to a scheduler."""
+"""Starts jobs, or submits them to a scheduler."""
 
 
 class Launcher(Settings, ABC):
@@ -192,7 +184,7 @@ def _stop_all(running: Sequence[Task], stop: StopRequest) -> None:
         time.sleep(0.05)
 
 
-class Child(Task):
+class Child:
     """A job as a child process, in a process group of its own: Ctrl-C reaches the parent alone.
 
     `environment` is added to this process's; `folder` is the child's working directory.
@@ -201,7 +193,7 @@ class Child(Task):
     def __init__(
         self, job: Job, environment: Mapping[str, str] | None = None, folder: Path | None = None
     ) -> None:
-        super().__init__(job)
+        self.job = job
         job.log.parent.mkdir(parents=True, exist_ok=True)
         # One thread each, so that results do not depend on how many jobs run.
         threads = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
@@ -228,7 +220,7 @@ class Child(Task):
             self.process.terminate()
 
     def kill(self) -> None:
-        """End it now."""
+        """End it, saved or not."""
         if not self.done():
             self.process.kill()
             self.process.wait()
@@ -273,18 +265,15 @@ class Local(Launcher):
         """Start child processes, each on the GPU with the fewest others."""
         gpus, children = self._gpus(needs), list[tuple[str, Child]]()
 
-        def start(jobs: Sequence[Job]) -> list[Task]:
-            return [begin(job) for job in jobs]
-
-        def begin(job: Job) -> Child:
-            if not gpus:
-                return Child(job)
+        def start(job: Job) -> Task:
             busy = Counter(gpu for gpu, child in children if not child.done())
-            gpu = min(gpus, key=lambda name: busy[name])
-            children.append((gpu, Child(job, {VISIBLE: gpu})))
-            return children[-1][1]
+            gpu = min(gpus, key=lambda name: busy[name], default="")
+            child = Child(job, {VISIBLE: gpu} if gpu else {})
+            if gpu:
+                children.append((gpu, child))
+            return Task(job, child.done, child.result, child.stop, child.kill)
 
-        yield start
+        yield lambda jobs: [start(job) for job in jobs]
 
     def _gpus(self, needs: Needs) -> tuple[str, ...]:
         """The GPUs that jobs are spread over; none where jobs choose by themselves."""

@@ -1,4 +1,4 @@
-"""Where a sweep keeps what: one place that knows every path below its output directory."""
+"""Every path below the output directory of a sweep."""
 
 from __future__ import annotations
 
@@ -18,19 +18,28 @@ class RunPaths:
 
     They are apart because a run directory refuses files that are no part of a training.
     `continued` holds the trainings that go on from `run`. In `job`: `settings` (what the child is
-    to do), `done` (a copy of them, left when all was done), `diverged` (the measurement that the
-    training ended in NaN), `log`, `progress`, and the `lock` that the child at work holds.
+    to do), `done` (a copy of them, written when all was done), `diverged` (the measurement that the
+    training ended in NaN), `log` (what the child said), `progress`, and the `lock` that the child
+    at work holds.
     """
 
     run: Path
-    job: Path
     continued: Path
+    job: Path
+    settings: Path
+    done: Path
+    diverged: Path
+    log: Path
+    progress: Path
+    lock: Path
 
     @classmethod
     def of(cls, out: Path, variant: str, seed: int) -> RunPaths:
         """The places of the run (variant, seed) below `out`."""
         own = Path(variant) / f"seed{seed}"
-        return cls(out / "cells" / own, out / "jobs" / own, out / "continued" / own)
+        job = out / "jobs" / own
+        files = ("cell.json", "done.json", "diverged.parquet", "log.txt", "progress.json", ".lock")
+        return cls(out / "cells" / own, out / "continued" / own, job, *(job / n for n in files))
 
     @classmethod
     def of_job(cls, job: Path) -> RunPaths:
@@ -54,36 +63,6 @@ class RunPaths:
                 )
         return [cls.of_job(job) for job in sorted(jobs)]
 
-    @property
-    def settings(self) -> Path:
-        """What the child is to do."""
-        return self.job / "cell.json"
-
-    @property
-    def done(self) -> Path:
-        """A copy of `settings`, left when all of it was done."""
-        return self.job / "done.json"
-
-    @property
-    def diverged(self) -> Path:
-        """The measurement that the training ended in NaN."""
-        return self.job / "diverged.parquet"
-
-    @property
-    def log(self) -> Path:
-        """What the child last said."""
-        return self.job / "log.txt"
-
-    @property
-    def progress(self) -> Path:
-        """How far the child is."""
-        return self.job / "progress.json"
-
-    @property
-    def lock(self) -> Path:
-        """Held by the child at work."""
-        return self.job / ".lock"
-
 
 def is_of_a_study(run: Path) -> bool:
     """Whether a run lies in a study's directory, so that its records are on the study's page."""
@@ -98,10 +77,10 @@ def write_if_changed(path: Path, value: dict[str, Any]) -> None:
 
 
 def note_progress(path: Path, value: dict[str, Any]) -> None:
-    """Leave `value` for whoever looks: renamed into place, but not worth waiting for the disk."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(json.dumps(value), "utf-8")
-    beside.replace(path)
+    """Write `value` for a reader that polls: renamed into place, without waiting for the disk."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(value), "utf-8")
+    temporary.replace(path)
 
 
 def peek(path: Path) -> dict[str, Any]:

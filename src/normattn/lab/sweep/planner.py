@@ -22,6 +22,8 @@ BYTES = 4
 CHECKPOINTS = 2
 SLOW, FAST = 1e10, 8e10
 """Operations a second of one CPU core, from a busy one with tiny models to a fast one."""
+ALIKE = 1.25
+"""Times of a smaller ratio are given as one."""
 START_SECONDS = 5.0
 """A process imports torch and reads its data before it trains."""
 
@@ -55,6 +57,11 @@ class Plan:
 
 def make_plan(sweep: Sweep) -> Plan:
     """Count runs, tokens, FLOPs and bytes of a sweep; needs no data and no measurement."""
+
+    def copies(config: Any) -> int:
+        """How many numbers a training leaves for each parameter: models, checkpoints, moments."""
+        return int(1 + len(config.keep) + CHECKPOINTS * (1 + config.optimiser.moments))
+
     stages = [stage for run in _costs(sweep) for stage in run]
     trainings = [(stage, cost, done) for stage, cost, done in stages if stage.trains is not None]
     return Plan(
@@ -65,14 +72,12 @@ def make_plan(sweep: Sweep) -> Plan:
         trained_tokens=sum(cost.trained for _, cost, _ in stages),
         scored_tokens=sum(cost.scored for _, cost, _ in stages),
         flops=sum(cost.flops for _, cost, done in stages if not done),
-        disk_bytes=sum(
-            _kept(stage.trains) * BYTES * cost.parameters for stage, cost, _ in trainings
-        ),
+        disk_bytes=sum(BYTES * cost.parameters * copies(s.trains) for s, cost, _ in trainings),
     )
 
 
 def _costs(sweep: Sweep) -> Iterator[list[tuple[Stage, Cost, bool]]]:
-    """The stages of each run: what the whole of it costs, and whether it is a training that ended.
+    """The stages of each run: what each costs, and whether it is a training that ended.
 
     The seeds of a variant cost the same, and a run without results has trained nothing: its
     settings are those of another seed, which need not be checked a thousand times.
@@ -92,16 +97,13 @@ def _costs(sweep: Sweep) -> Iterator[list[tuple[Stage, Cost, bool]]]:
             yield like
 
 
-def _kept(config: Any) -> int:
-    """How many copies of its numbers a training leaves: models, checkpoints with moments."""
-    return int(1 + len(config.keep) + CHECKPOINTS * (1 + config.optimiser.moments))
-
-
 def time_range(plan: Plan, jobs: int, threads: int) -> str:
-    """How long a plan takes on CPU cores, as a range in text; each run is a process to start."""
+    """How long a plan takes on CPU cores, in words; each run is a process to start."""
     start = plan.runs * START_SECONDS / jobs
     fast, slow = (start + plan.flops / (speed * jobs * threads) for speed in (FAST, SLOW))
-    return f"{duration(fast)} to {duration(slow)} with {jobs} job{'s' * (jobs > 1)}"
+    alike = slow < ALIKE * fast
+    span = f"about {duration(slow)}" if alike else f"{duration(fast)} to {duration(slow)}"
+    return f"{span} with {jobs} job{'s' * (jobs > 1)}"
 
 
 def stage_shares(sweep: Sweep, run: Run) -> list[float]:
@@ -120,10 +122,10 @@ def duration(seconds: float) -> str:
 
 
 class SweepProgress(Bar):
-    """Shows the whole sweep and each active run; made for `run_jobs`' `observe`.
+    """Shows the whole sweep and each active run; it is the `observe` of `run_jobs`.
 
-    `shares` says of each job what part of its time each of its stages takes; `rows` is asked for
-    the lines of the table that an ended job gave.
+    `shares` has the part of each job's time that each of its stages takes; `rows` returns the lines
+    of the table that an ended job gave.
     """
 
     def __init__(
@@ -144,7 +146,7 @@ class SweepProgress(Bar):
         self._began = time.monotonic()
 
     def __call__(self, running: Sequence[Job], ended: Sequence[Outcome]) -> None:
-        """Look at the notes of the active children, and tell of those that have ended."""
+        """Read the notes of the active children, and report those that have ended."""
         parts = [self._look(job) for job in running]
         self.progress.update(self._whole, completed=len(ended) + sum(parts))
         for outcome in ended[self._ended :]:

@@ -7,11 +7,10 @@ by stage. Each stage is done once, in a directory of its own.
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import polars as pl
 from pydantic import Field
@@ -21,17 +20,19 @@ from normattn.lab.diagnostics import DiagnosticsProbe
 from normattn.lab.report.output import Written
 from normattn.lab.report.page import Page
 from normattn.lab.runs import read_status
-from normattn.lab.stats import Identity, MeasurementStore, diverged
+from normattn.lab.stats import Identity, MeasurementStore
 from normattn.lab.stats.measurements import Factor
 from normattn.lab.sweep.config import SweepConfig
 from normattn.lab.sweep.launchers import Launcher, Local
 from normattn.lab.sweep.paths import RunPaths, peek
 from normattn.lab.training import LoopConfig, StepReport, TrainingConfig
+from normattn.lab.training.distributed import choose_device
 from normattn.lab.training.init_from import Continuation
 from normattn.lab.training.planning import Cost
 from normattn.lab.training.task import Probe
-from normattn.lab.training.tasks.base import ModelTrainingConfig, train_model
+from normattn.lab.training.tasks.base import MODEL, ModelTrainingConfig, train_model
 from normattn.lab.training.tasks.text import MaskedConfig
+from normattn.models.pretrained import load_as
 from normattn.settings import Settings, first_difference
 
 CORPUS = "training.data.corpus"
@@ -40,7 +41,7 @@ UNKNOWN = "0" * 64
 """The digest of weights that are not trained yet."""
 Config = TypeVar("Config", bound=LoopConfig)
 Note = Callable[[int, int, str], None]
-"""Told how much of a stage is done, of how much, and a few words."""
+"""Receives how much of a stage is done, of how much, and a few words."""
 
 
 @dataclass(frozen=True)
@@ -67,22 +68,24 @@ def training_stage(
 ) -> Stage:
     """Train `config` in `folder`. Where an `essential` training diverges, the run ends.
 
-    A configuration that goes on from a model which an earlier stage trains says `UNKNOWN` weights:
+    A configuration that goes on from a model which an earlier stage trains has `UNKNOWN` weights:
     they are looked up when the stage runs.
     """
 
     def train(data: Any, note: Note) -> None:
-        # NaN once is NaN again, so it is not tried twice.
-        before = divergence(folder)
-        if before is not None and essential:
-            raise before
-        if before is not None:
-            return
+        def on_step(report: StepReport) -> None:
+            rate = f"{report.tokens_per_second:,.0f} tokens/s"
+            note(report.step, report.steps, f"loss {report.loss:.3f}, {rate}")
+
+        status = read_status(folder)
         try:
+            # NaN once is NaN again, so it is not tried twice.
+            if status is not None and status.state == "diverged":
+                raise DivergedError(status.step, status.where, status.checkpoint)
             train_model(
                 with_weights(config),
                 folder,
-                on_step=_noting(note),
+                on_step=on_step,
                 probes=diagnostics_probes(config),
                 show_progress=False,
             )
@@ -91,38 +94,16 @@ def training_stage(
                 raise
 
     def is_done() -> bool:
-        return has_ended(folder) and _holds(folder, config, config.changeable)
+        status = read_status(folder)
+        ended = status is not None and status.state in ("finished", "diverged")
+        return ended and _holds(folder, config, config.changeable)
 
     return Stage("training", config.cost, is_done, train, config)
 
 
-def measuring_stage(
-    folder: Path,
-    name: str,
-    measure: Callable[[Any, Note], pl.DataFrame],
-    cost: Callable[[], Cost],
-    phase: str = "evaluation",
-) -> Stage:
-    """Measure the training in `folder` once, as the record `name` among its evaluations."""
-    store = MeasurementStore(folder / EVALUATIONS)
-
-    def run(data: Any, note: Note) -> None:
-        store.once(name, lambda: measure(data, note))
-
-    return Stage(phase, cost, store.path(name).is_file, run)
-
-
 def diagnostics_probes(config: LoopConfig) -> tuple[Probe, ...]:
     """A probe of every layer, where `inspect_every` asks for one."""
-    if not config.inspect_every:
-        return ()
-    return (DiagnosticsProbe(config.inspect_every),)
-
-
-def has_ended(run: Path) -> bool:
-    """Whether the training in `run` has ended, in a model or in NaN."""
-    status = read_status(run)
-    return status is not None and status.state in ("finished", "diverged")
+    return (DiagnosticsProbe(config.inspect_every),) if config.inspect_every else ()
 
 
 def _holds(run: Path, config: LoopConfig, changeable: frozenset[str]) -> bool:
@@ -141,14 +122,6 @@ def _holds(run: Path, config: LoopConfig, changeable: frozenset[str]) -> bool:
     return first_difference(whole, config.model_dump(mode="json"), free) is None
 
 
-def divergence(run: Path) -> DivergedError | None:
-    """How the training in `run` diverged; None when it did not."""
-    status = read_status(run)
-    if status is None or status.state != "diverged":
-        return None
-    return DivergedError(status.step, status.where, status.checkpoint)
-
-
 def with_weights(config: Config) -> Config:
     """The configuration with the weights that its start holds by now."""
     planned = config.continued if isinstance(config, TrainingConfig | MaskedConfig) else None
@@ -158,27 +131,23 @@ def with_weights(config: Config) -> Config:
     return config.model_copy(update={"continued": planned.model_copy(update={"weights": weights})})
 
 
-def _noting(note: Note) -> Callable[[StepReport], None]:
-    def step(report: StepReport) -> None:
-        rate = f"{report.tokens_per_second:,.0f} tokens/s"
-        note(report.step, report.steps, f"loss {report.loss:.3f}, {rate}")
-
-    return step
-
-
-class Run(Settings, ABC):
-    """One training of a variant with one seed, and what is measured of it.
+class Run(Settings):
+    """One training of a variant with one seed, and what is measured of its model.
 
     `training` are the whole settings but for the seed. `row` is what tables call it (default: the
     variant), `score` what it trains (default: the row), `factors` what else the study varies. Runs
-    of a study differ in (variant, seed), which also name their directories.
+    of a study differ in (variant, seed), which also name their directories. A kind of run gives
+    `measure` and `cost`; one that trains or measures several times gives `stages` or `measuring`.
     """
 
     training_class: ClassVar[type[ModelTrainingConfig]]
+    record: ClassVar[str] = ""
+    """The name of what `measure` returns, among the evaluations of the training."""
+    phase: ClassVar[str] = "evaluation"
 
     kind: str
     variant: str
-    seed: int
+    seed: int = 0
     row: str = ""
     score: str = ""
     factors: dict[str, Factor] = Field(default_factory=dict)
@@ -190,9 +159,32 @@ class Run(Settings, ABC):
         fields = {**self.training, "seed": self.seed}
         return self.training_class.parse(fields, f"the settings of {self.name}")
 
-    @abstractmethod
     def stages(self, paths: RunPaths) -> list[Stage]:
-        """What the run does, in order."""
+        """What the run does, in order: train, then measure the model."""
+        config = self.training_config
+        return [training_stage(config, paths.run), self.measuring(paths.run, config)]
+
+    def measuring(self, folder: Path, config: Any) -> Stage:
+        """Measure the model that was trained with `config` in `folder`, once."""
+        store = MeasurementStore(folder / EVALUATIONS)
+
+        def run(data: Any, note: Note) -> None:
+            store.once(self.record, lambda: self.measure(folder, config, data, note))
+
+        return Stage(self.phase, lambda: self.cost(config), store.path(self.record).is_file, run)
+
+    def measure(self, folder: Path, config: Any, data: Any, note: Note) -> pl.DataFrame:
+        """What is measured of the model in `folder`."""
+        raise NotImplementedError
+
+    def cost(self, config: Any) -> Cost:
+        """What measuring takes."""
+        raise NotImplementedError
+
+    def model_in(self, folder: Path, config: Any) -> Any:
+        """The model that was trained with `config` in `folder`, on its device."""
+        kind = self.training_class.model_class
+        return load_as(kind, folder / MODEL, config.model).to(choose_device(config.device))
 
     @property
     def name(self) -> str:
@@ -210,21 +202,11 @@ class Run(Settings, ABC):
         """How many rows of the table the run gives."""
         return 1
 
-    def identity(self, protocol: str, **factors: Factor) -> Identity:
-        """Whose measurement it is: the row and the seed, and what else the study varies."""
+    def identity(self, protocol: str, **known: Any) -> Identity:
+        """Whose measurement it is: the row, the seed, the factors, and further fields `known`."""
         row = self.row or self.variant
-        return Identity(
-            study="",
-            row=row,
-            score=self.score or row,
-            seed=self.seed,
-            protocol=protocol,
-            factors={**self.factors, **factors},
-        )
-
-    def diverged(self, step: int, where: str, **factors: Factor) -> pl.DataFrame:
-        """The measurement: this training ended in NaN, first seen in the module `where`."""
-        return diverged(self.identity("training", **factors), step, where)
+        whose = {"row": row, "score": self.score or row, "seed": self.seed, "protocol": protocol}
+        return Identity(**{"study": "", "factors": self.factors, **whose, **known})
 
 
 def canonical_json(settings: object) -> str:
@@ -271,9 +253,9 @@ class Request:
 class Sweep:
     """A resolved request: the shared settings, the runs, and why rows were left out (`skipped`).
 
-    `study` is the study's name. `facts` are further lines of the plan; `describe` is told a run's
-    data, once for each kind of run, and says in lines what it is (`InputError` where it does not
-    suffice).
+    `study` is the study's name. `facts` are further lines of the plan; `describe` receives a run
+    and its data, once for each kind of data, and returns lines that describe it (`InputError` where
+    it does not suffice).
     """
 
     study: str
@@ -307,7 +289,6 @@ class Sweep:
         return RunPaths.of(self.out, run.variant, run.seed)
 
 
-@runtime_checkable
 class Experiment(Protocol):
     """What running a study needs of it: `normattn.lab.studies.base.Study` is one."""
 

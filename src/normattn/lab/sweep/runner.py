@@ -31,7 +31,6 @@ from normattn.lab.sweep.launchers import (
     Launcher,
     Local,
     Needs,
-    Outcome,
     run_jobs,
 )
 from normattn.lab.sweep.paths import RunPaths, note_progress, peek, write_if_changed
@@ -58,11 +57,12 @@ def reproduce(study: Experiment, request: Request, only_plan: bool = False) -> l
     otherwise is named in the answer, after all others are done.
     """
     sweep = study.resolve(request)
-    said = {"changed": dict(request.changes), "asked": (request.choices,)}
-    sweep = replace(sweep, config=sweep.config.model_copy(update=said))
+    asked = {"changed": dict(request.changes), "asked": (request.choices,)}
+    sweep = replace(sweep, config=sweep.config.model_copy(update=asked))
     console = Console(highlight=False)
-    launcher, count = request.launcher, len(sweep.runs)
-    at_once = min(request.jobs or launcher.slots(_needs_of(sweep)) or count, count)
+    launcher, count, first = request.launcher, len(sweep.runs), sweep.runs[0].training_config
+    needs = Needs(first.threads, first.device)
+    at_once = min(request.jobs or launcher.slots(needs) or count, count)
     for run in _one_of_each_data(sweep):
         for line in run.training_config.data.look():
             tell(line, console)
@@ -78,13 +78,31 @@ def reproduce(study: Experiment, request: Request, only_plan: bool = False) -> l
         _prepare(console, sweep)
         if not occupied:
             stack.enter_context(_open(sweep).lock())
-        _note_choices(sweep, request.choices)
-        _wait_for_orphans(sweep)
+        directory = RunDirectory.existing(sweep.out)
+        # What chose further runs is added to the settings: the page says how to make all.
+        choices = directory.config.get("asked") or [{}]
+        if request.choices not in choices:
+            directory.put("asked", [*choices, request.choices])
+        for lock in (sweep.paths(run).lock for run in sweep.runs):
+            # A worker that a killed command left behind saves its state first; stderr says so. One
+            # that still has its command keeps its lock: a new worker waits, and its log says so.
+            if lock.exists():
+                with suppress(InUseError), locked(lock, 0.0):
+                    pass
         if sweep.skipped:
             write_text(sweep.out / LEFT_OUT, "\n".join(sweep.skipped) + "\n")
-        outcomes = _run_all(study, sweep, launcher, at_once)
-        failed = [_failure(outcome) for outcome in outcomes if outcome.failed]
-        # Said first: where too few are left, there may be nothing to report.
+        runs = {run.name: run for run in sweep.runs}
+        jobs = [_job(study, sweep, run) for run in sweep.runs if not is_done(sweep, run)]
+        shares = {job.name: stage_shares(sweep, runs[job.name]) for job in jobs}
+        with SweepProgress(jobs, shares, lambda name: _rows(study, sweep, runs[name])) as progress:
+            outcomes = run_jobs(jobs, launcher, at_once, needs, progress)
+        failed = [
+            f"{outcome.job.name} failed: {outcome.message.removeprefix('normattn: ')} (its output "
+            f"is in {outcome.job.log})"
+            for outcome in outcomes
+            if outcome.failed
+        ]
+        # Printed first: where too few are left, there may be nothing to report.
         for sentence in failed:
             warn(f"normattn: {sentence}")
         if len(failed) < len(sweep.runs):
@@ -93,21 +111,8 @@ def reproduce(study: Experiment, request: Request, only_plan: bool = False) -> l
     return failed
 
 
-def _needs_of(sweep: Sweep) -> Needs:
-    config = sweep.runs[0].training_config
-    return Needs(config.threads, config.device)
-
-
 def _open(sweep: Sweep) -> RunDirectory:
     return RunDirectory.open(sweep.out, sweep.config, sweep.study, CHANGEABLE)
-
-
-def _note_choices(sweep: Sweep, choices: dict[str, str]) -> None:
-    """Add to the directory's settings what chose further runs: its page says how to make all."""
-    directory = RunDirectory.existing(sweep.out)
-    asked = directory.config.get("asked") or [{}]
-    if choices not in asked:
-        directory.put("asked", [*asked, choices])
 
 
 def _print_plan(
@@ -141,7 +146,7 @@ def _one_of_each_data(sweep: Sweep) -> list[Run]:
 
 def _prepare(console: Console, sweep: Sweep) -> None:
     """Prepare the data before the children start; see that it is enough, and as it was before."""
-    told: dict[str, None] = {}
+    printed: dict[str, None] = {}
     now: dict[str, str] = {}
     for run in _one_of_each_data(sweep):
         with console.status("preparing the data"):
@@ -150,32 +155,11 @@ def _prepare(console: Console, sweep: Sweep) -> None:
         if isinstance(data, HasFingerprint):
             now[run.reads[1]] = data.fingerprint
         for line in lines:
-            if line not in told:
+            if line not in printed:
                 tell(line, console)
-        told |= dict.fromkeys(lines)
+        printed |= dict.fromkeys(lines)
     # Not by the children's settings: a run that has none fails alone, the others do not.
     refuse_changed_text(sorted(sweep.out.glob("cells/*/seed*")), now)
-
-
-def _wait_for_orphans(sweep: Sweep) -> None:
-    """Wait for workers that a killed command left behind to save their state; stderr says so.
-
-    A worker that has not lost its command keeps its lock: a new one waits, and its log says so.
-    """
-    for run in sweep.runs:
-        lock = sweep.paths(run).lock
-        if lock.exists():
-            with suppress(InUseError), locked(lock, 0.0):
-                pass
-
-
-def _run_all(study: Experiment, sweep: Sweep, launcher: Launcher, at_once: int) -> list[Outcome]:
-    """Run the children of what is not done, and return how each ended."""
-    runs = {run.name: run for run in sweep.runs}
-    jobs = [_job(study, sweep, run) for run in sweep.runs if not is_done(sweep, run)]
-    shares = {job.name: stage_shares(sweep, runs[job.name]) for job in jobs}
-    with SweepProgress(jobs, shares, lambda name: _rows(study, sweep, runs[name])) as progress:
-        return run_jobs(jobs, launcher, at_once, _needs_of(sweep), progress)
 
 
 def is_done(sweep: Sweep, run: Run) -> bool:
@@ -195,11 +179,6 @@ def _job(study: Experiment, sweep: Sweep, run: Run) -> Job:
     paths.progress.unlink(missing_ok=True)
     named = str(study.source.resolve()) if study.source else study.name
     return Job(run.name, ("-m", "normattn", "_cell", "--study", named, str(paths.job)), paths.log)
-
-
-def _failure(outcome: Outcome) -> str:
-    said = outcome.message.removeprefix("normattn: ")
-    return f"{outcome.job.name} failed: {said} (its output is in {outcome.job.log})"
 
 
 def _rows(study: Experiment, sweep: Sweep, run: Run) -> list[str]:
@@ -226,7 +205,7 @@ def run_child(job: Path, study: Experiment, parent: int = 0) -> int:
     """Do what `job`/cell.json says and is not yet done; return the exit code (0, or 3: diverged).
 
     The file must be of `study`. `parent` is the process without which this one is to stop (0:
-    none). Stopped, training leaves a checkpoint, and evaluations are whole or absent.
+    none). Stopped, training saves a checkpoint, and evaluations are whole or absent.
     """
     if parent:
         stop_with_parent(parent)
@@ -246,7 +225,8 @@ def run_child(job: Path, study: Experiment, parent: int = 0) -> int:
             try:
                 stage.run(data, _noting(paths.progress, number, stage.phase))
             except DivergedError as error:
-                measurements.write(paths.diverged, run.diverged(error.step, error.where))
+                lost = measurements.diverged(run.identity("training"), error.step, error.where)
+                measurements.write(paths.diverged, lost)
                 warn(f"normattn: {error}")
                 return DIVERGED
         write_if_changed(paths.done, run.model_dump(mode="json"))
@@ -271,7 +251,7 @@ def study_named(settings: Path) -> str:
 
 
 def _noting(path: Path, stage: int, phase: str) -> Note:
-    """Leaves a note of how far a stage is, twice a second at most."""
+    """Write a note of how far a stage is, twice a second at most."""
     due = 0.0
 
     def note(done: int, total: int, text: str) -> None:

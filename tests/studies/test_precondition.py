@@ -1,4 +1,4 @@
-"""The premise below a table, from small frames whose accuracies are known."""
+"""The precondition below a table, from small frames whose accuracies are known."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from normattn.lab.report.page import context
 from normattn.lab.report.view import View
 from normattn.lab.stats import Bootstrap, Identity, fact, identified, joined, sums
 from normattn.lab.studies import find
-from normattn.lab.studies.lm_report import premise
+from normattn.lab.studies.lm_report import precondition
 
 L, LONGEST, DOCUMENTS = 4, 16, 40
 EDGES = [*range(0, LONGEST + 1, 2)]
@@ -53,7 +53,7 @@ def measured(
 
 
 def said(measurements: pl.DataFrame) -> str:
-    return "\n".join(premise(view(measurements)))
+    return "\n".join(precondition(view(measurements)))
 
 
 def view(measurements: pl.DataFrame) -> View:
@@ -63,9 +63,9 @@ def view(measurements: pl.DataFrame) -> View:
 @pytest.mark.parametrize(
     ("points", "verdict"),
     [
-        ({"Baseline": 30.0, "KNA": 30.4, "CosA": 29.7}, "The premise is met: "),
-        ({"Baseline": 30.0, "KNA": 30.4, "CosA": 33.0}, "The premise is not met: "),
-        ({"Baseline": 30.0, "KNA": 31.0}, "Whether the premise is met is open: "),
+        ({"Baseline": 30.0, "KNA": 30.4, "CosA": 29.7}, "The precondition is met: "),
+        ({"Baseline": 30.0, "KNA": 30.4, "CosA": 33.0}, "The precondition is not met: "),
+        ({"Baseline": 30.0, "KNA": 31.0}, "Whether the precondition is met is open: "),
     ],
 )
 def test_equally_good_at_the_training_length(points: dict[str, float], verdict: str) -> None:
@@ -73,6 +73,12 @@ def test_equally_good_at_the_training_length(points: dict[str, float], verdict: 
     assert verdict in text
     for row, value in list(points.items())[1:]:
         assert f"{row} {value - 30:+.1f} [" in text
+
+
+def test_nothing_is_said_of_models_that_were_trained_for_a_few_steps() -> None:
+    points = {"Baseline": 30.0, "KNA": 30.4}
+    assert said(frame(points))
+    assert not said(frame(points, steps=30))
 
 
 def test_copying_is_tokens_within_the_training_length_alone() -> None:
