@@ -27,7 +27,7 @@ def site() -> dict[str, Any]:
 def test_a_part_page_tells_all_that_the_part_says(site: dict[str, Any]) -> None:
     page = site["_part_page"]("YaRN", site["parts"]()["YaRN"], "a caption")
     for said in (
-        "θ' = ramp·θ/s + (1 − ramp)·θ",
+        "θ'_m = t·θ_m/s + (1 − t)·θ_m",
         "[2309.00071](https://arxiv.org/abs/2309.00071)",
         "**Used by:** DeepSeek-V3",
         "dim(beta_fast)",

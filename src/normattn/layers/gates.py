@@ -13,7 +13,6 @@ size, F features more.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -24,7 +23,7 @@ from normattn.errors import InputError
 from normattn.kernels import AttentionInputs
 from normattn.kernels.numerics import at_least_float32
 from normattn.score import Positions, Score, ScoreSpec
-from normattn.score.parts import XSA, VORoPE
+from normattn.score.parts import XSA
 from normattn.score.rotary import Rotation, key_tables
 
 
@@ -85,19 +84,12 @@ def turn_values(
 
     Positions count from `first` on where it is given.
     """
-    part = spec.values
-    if not isinstance(part, VORoPE):
+    if spec.value_rope is None:
         return v
-    turn = key_tables(_rope(part), v.shape[-1], positions, v.dtype, first).near
+    turn = key_tables(spec.value_rope, v.shape[-1], positions, v.dtype, first).near
     assert isinstance(turn, Rotation)
     turned: Tensor = (replace(turn, sin=-turn.sin) if back else turn)(v)
     return turned
-
-
-@lru_cache(maxsize=32)
-def _rope(part: VORoPE) -> ScoreSpec:
-    """A score whose keys rotate as values do: its tables are kept as those of any score."""
-    return ScoreSpec.parse("Baseline-RoPE", base=part.base, layout=part.layout)
 
 
 def apply_gate(

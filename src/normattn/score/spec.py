@@ -44,6 +44,7 @@ from normattn.score.parts import (
     SoftCap,
     ValuePart,
     Variant,
+    VORoPE,
 )
 from normattn.score.parts.base import arrange, default_position
 
@@ -83,13 +84,15 @@ class ScoreSpec:
     A parameter that depends on the training length or on the table's factor may still be open
     (None); `resolve` fills it and refuses what stays open. `leaks_future`: a normalisation uses the
     whole sequence (refused when causal). `blockwise`: the rotation of keys depends on the block of
-    the query's row. An attribute for each component type holds that component, or None.
+    the query's row. `value_rope`: the score whose keys rotate as the values of `VORoPE` do. An
+    attribute for each component type holds that component, or None.
     """
 
     parts: tuple[Part, ...]
     train_length: int | None = None
     leaks_future: bool = field(init=False, compare=False, repr=False, default=False)
     blockwise: bool = field(init=False, compare=False, repr=False, default=False)
+    value_rope: ScoreSpec | None = field(init=False, compare=False, repr=False, default=None)
 
     logn = InSlot(Slot.LOGN, LengthScaling)
     rope_scaling = InSlot(Slot.ROPE_SCALING, RopeScaling)
@@ -127,6 +130,10 @@ class ScoreSpec:
         blockwise = self.chunk_remapping is not None or (scaling is not None and scaling.blockwise)
         object.__setattr__(self, "blockwise", blockwise)
         _check_combination(self)
+        if isinstance(self.values, VORoPE):
+            values = self.values
+            rope = ScoreSpec.parse("Baseline-RoPE", base=values.base, layout=values.layout)
+            object.__setattr__(self, "value_rope", rope)
 
     @classmethod
     def parse(cls, text: str, train_length: int | None = None, **parameters: Any) -> ScoreSpec:
