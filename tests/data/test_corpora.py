@@ -221,7 +221,11 @@ def test_a_wrong_address_is_refused(address: str, message: str) -> None:
         ("rows.jsonl", b"\n[1]", ":2 is not a JSON object but a list"),
         ("rows.jsonl", b'\n{"text": "x"', ":2 is damaged: it is not valid JSON"),
         ("latin.csv", b"text\ncaf\xe9\n", " cannot be read as csv"),
-        ("x.txt.gz", gzip.compress(b"some text" * 1000, mtime=0)[:-12], " is not a whole gzip file"),
+        (
+            "x.txt.gz",
+            gzip.compress(b"some text" * 1000, mtime=0)[:-12],
+            " is not a whole gzip file",
+        ),
         ("empty/nothing.png", b"", "empty' holds no file of a known kind"),
         ("plain.txt?field=body", b"x", "plain text has no fields"),
     ],

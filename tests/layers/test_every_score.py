@@ -109,7 +109,9 @@ def test_additions(causal: bool) -> None:
         assert_every_kernel_agrees(recipe, causal, kv=1 + turn % 2, d=8)
 
 
-def _apart(recipe: Recipe, causal: bool, keys: int, padded: bool, kv: int = 1) -> None:
+def assert_documents_apart(
+    recipe: Recipe, causal: bool, keys: int, padded: bool, kv: int = 1
+) -> None:
     """The recipe over documents, padded on the left or not, by the last T of the keys."""
     number, padding = documents(B, keys, padded)
     options = {"documents": number}
@@ -123,7 +125,7 @@ def test_normalisers(causal: bool) -> None:
     for turn, recipe in enumerate(cases.normalised()):
         kv, keys = 1 + turn % 2, T if recipe.normaliser == "Selective" else T + 3
         assert_every_kernel_agrees(recipe, causal, kv, d=8)
-        _apart(recipe, causal, keys, padded=True, kv=kv)
+        assert_documents_apart(recipe, causal, keys, padded=True, kv=kv)
 
 
 @both
@@ -134,7 +136,7 @@ def test_documents(causal: bool, padded: bool) -> None:
     for turn, recipe in enumerate([*cases.recipes("KNA"), *every, *cases.additions()]):
         # Chunks are refused by name (test_layouts.py): both cut a row into pieces.
         if recipe.chunk is None and (turn % 4 == 0 or recipe.method in REGIMES):
-            _apart(recipe, causal, T + 3 * (turn % 2), padded)
+            assert_documents_apart(recipe, causal, T + 3 * (turn % 2), padded)
 
 
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if "Norm" not in name])

@@ -47,7 +47,7 @@ def gradients(model: nn.Module, loss: Callable[[], Tensor]) -> dict[str, Tensor]
     return {name: grad.clone() for name, grad in found.items()}
 
 
-def check_the_same(model: nn.Module, loss: Callable[[], Tensor]) -> None:
+def assert_same_without_checkpointing(model: nn.Module, loss: Callable[[], Tensor]) -> None:
     """Gradients and running statistics of a step are those without recomputation."""
     buffers = {name: value.clone() for name, value in model.named_buffers()}
     wanted = gradients(model, loss)
@@ -79,7 +79,7 @@ def test_every_part_of_a_score_can_be_computed_again(part: str) -> None:
     torch.manual_seed(0)
     spec = score_with(part)
     make = masked if spec.leaks_future else causal
-    check_the_same(*make(score=spec, layers=2, kv_heads=2))
+    assert_same_without_checkpointing(*make(score=spec, layers=2, kv_heads=2))
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_models_and_settings_that_share_or_draw(
     make: Callable[..., Case], changes: dict[str, Any]
 ) -> None:
     torch.manual_seed(0)
-    check_the_same(*make(**changes))
+    assert_same_without_checkpointing(*make(**changes))
 
 
 def test_less_is_kept_for_the_backward_pass() -> None:

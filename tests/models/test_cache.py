@@ -41,7 +41,7 @@ MODELS = {
 METHODS = ("", "DynamicNTK", "StreamingLLM(window=4)")
 
 
-def _close(got: Tensor, wanted: Tensor) -> None:
+def assert_close(got: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(got, wanted, rtol=0, atol=1e-10)
 
 
@@ -60,7 +60,7 @@ def test_beams_go_on_from_any_row(name: str, padded: bool) -> None:
     for row, beam in enumerate(beams):
         start = 4 if padded and beam == 1 else 0
         whole = torch.cat((ids[beam : beam + 1, start:], more[row : row + 1]), 1)
-        _close(read[row : row + 1], model(whole)[:, -7:])
+        assert_close(read[row : row + 1], model(whole)[:, -7:])
 
 
 @torch.no_grad()
@@ -76,9 +76,9 @@ def test_going_back_forgets(method: str) -> None:
         sizes = [11, 1, 1, 1]
         more = torch.cat((other, ids[:, :6]), 1)
         read = torch.cat([model(part, cache=cache) for part in torch.split(more, sizes, 1)], 1)
-        _close(read, model(torch.cat((ids[:, :6], more), 1))[:, 6:])
+        assert_close(read, model(torch.cat((ids[:, :6], more), 1))[:, 6:])
         cache.truncate(0)
-        _close(model(ids, cache=cache), model(ids))
+        assert_close(model(ids, cache=cache), model(ids))
     with pytest.raises(InputError, match="cannot be cut to 99"):
         cache.truncate(99)
 
@@ -88,11 +88,11 @@ def test_a_window_bounds_the_memory_and_how_far_one_can_go_back() -> None:
     model, ids = MODELS["Baseline-SlidingWindow(window=3)"], _ids(1, 90)
     cache = model.new_cache()
     read = torch.cat([model(part, cache=cache) for part in torch.split(ids, 1, 1)], 1)
-    _close(read, model(ids))
+    assert_close(read, model(ids))
     per_token = 2 * 2 * 8 * 8  # two layers, keys and values, width 8, float64
     assert cache.nbytes <= 64 * per_token
     cache.truncate(89)
-    _close(model(ids[:, 89:], cache=cache), read[:, 89:])
+    assert_close(model(ids[:, 89:], cache=cache), read[:, 89:])
     with pytest.raises(InputError, match="has forgotten the keys before token"):
         cache.truncate(30)
     assert cache.length == 90
@@ -123,7 +123,7 @@ def test_what_a_window_forgets_is_missed_by_no_row(
     read = torch.cat([model(part, pad, cache) for part, pad in parts], 1)
     assert any(layer.dropped > L for layer in cache.layers)
     for row, count in enumerate(padding.sum(1).tolist()):
-        _close(read[row : row + 1, count:], model(ids[row : row + 1, count:]))
+        assert_close(read[row : row + 1, count:], model(ids[row : row + 1, count:]))
 
 
 @torch.no_grad()
@@ -136,7 +136,7 @@ def test_a_static_cache_takes_its_room_at_once_and_never_more() -> None:
     with pytest.raises(InputError, match="room for 12 tokens, and 11 of it are taken: 2 more"):
         model(ids[:, 10:], cache=cache)
     last = model(ids[:, 11:], cache=cache)[:, -1]
-    _close(last, model(ids)[:, -1])
+    assert_close(last, model(ids)[:, -1])
     assert cache.nbytes == taken == 2 * 2 * 2 * (12 + 1) * 8 * 8  # one place is never used
     with pytest.raises(InputError, match="at least 1"):
         model.new_cache(max_length=0)
@@ -152,7 +152,7 @@ def test_a_call_that_failed_changes_nothing() -> None:
     with pytest.raises(RuntimeError, match="half-way"):
         model(ids[:, 6:], cache=cache)
     handle.remove()
-    _close(model(ids[:, 5:], cache=cache), model(ids)[:, 5:])
+    assert_close(model(ids[:, 5:], cache=cache), model(ids)[:, 5:])
 
 
 def _fail(module: torch.nn.Module, args: Any) -> None:

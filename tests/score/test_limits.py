@@ -29,7 +29,7 @@ def out(text: str, inputs: list[Tensor], **options: Any) -> Tensor:
     return made
 
 
-def _same(one: Tensor, two: Tensor, tolerance: float = 1e-9) -> None:
+def assert_same(one: Tensor, two: Tensor, tolerance: float = 1e-9) -> None:
     torch.testing.assert_close(one, two, rtol=tolerance, atol=tolerance)
 
 
@@ -63,7 +63,7 @@ def test_nothing_is_changed(nothing: str, something: str, backend: str) -> None:
     inputs = qkv(20)
     for variant in ("Baseline", "CosA-logn"):
         expected = out(variant, inputs, backend=backend)
-        _same(out(f"{variant}-{nothing}", inputs, backend=backend), expected)
+        assert_same(out(f"{variant}-{nothing}", inputs, backend=backend), expected)
         changed = out(f"{variant}-{something}", inputs, backend=backend)
         assert (changed - expected).abs().max() > 1e-6
 
@@ -86,7 +86,7 @@ TO_ANOTHER = [
 @pytest.mark.parametrize(("one", "other"), TO_ANOTHER)
 def test_one_part_is_another(one: str, other: str) -> None:
     inputs = qkv(20)
-    _same(out(f"KNA-{one}", inputs), out(f"KNA-{other}", inputs))
+    assert_same(out(f"KNA-{one}", inputs), out(f"KNA-{other}", inputs))
 
 
 @pytest.mark.parametrize("variant", ["Baseline", "KNA", "CosA"])
@@ -108,16 +108,18 @@ def test_variants_are_each_other_for_normalised_inputs() -> None:
     q, k, v = (x.detach() for x in qkv(12))
     unit_q, unit_k = q / q.norm(dim=-1, keepdim=True), k / k.norm(dim=-1, keepdim=True)
     base = 4 * math.log(L / 2)
-    _same(out("CosA", [q, k, v]), out("KNA", [unit_q * base, k, v]))
-    _same(out("CosA", [q, k, v]), out("QNA", [q, unit_k * base, v]))
+    assert_same(out("CosA", [q, k, v]), out("KNA", [unit_q * base, k, v]))
+    assert_same(out("CosA", [q, k, v]), out("QNA", [q, unit_k * base, v]))
     # ⟨q√d/‖q‖, k√d/‖k‖⟩/√d = √d·cos: what tells the two families of names apart.
     c = math.sqrt(D) / math.log(L / 2)
-    _same(attention(q, k, v, "QKRMSNorm(gain=false,eps=0)"), out(f"CosA(c={c!r})", [q, k, v]))
-    _same(attention(q, k, v, "Baseline(scale=0.3)"), out("Baseline", [q * 0.3 * D**0.5, k, v]))
+    assert_same(attention(q, k, v, "QKRMSNorm(gain=false,eps=0)"), out(f"CosA(c={c!r})", [q, k, v]))
+    assert_same(
+        attention(q, k, v, "Baseline(scale=0.3)"), out("Baseline", [q * 0.3 * D**0.5, k, v])
+    )
     score = Score("QKRMSNorm", 2, D).double()
     assert torch.equal(attention(q, k, v, score), attention(q, k, v, "QKRMSNorm(gain=false)"))
     rotated_first = Score("QKRMSNorm-RotateFirst", 2, D).double()
-    _same(attention(q, k, v, score), attention(q, k, v, rotated_first))
+    assert_same(attention(q, k, v, score), attention(q, k, v, rotated_first))
     with torch.no_grad():
         for gain in (*score.parameters(), *rotated_first.parameters()):
             gain.copy_(torch.linspace(0.5, 2, D))
@@ -133,7 +135,7 @@ def test_dynamic_ntk_is_ntk_with_a_factor_of_1_and_a_step_a_block(backend: str) 
         for block in range(4):
             rows = slice(block * L, (block + 1) * L)
             fixed = out(f"KNA-NTK(factor={1 + s * block})", inputs, backend="reference")
-            _same(moving[:, :, rows], fixed[:, :, rows])
+            assert_same(moving[:, :, rows], fixed[:, :, rows])
 
 
 def test_a_sink_that_takes_nothing_and_one_that_takes_all() -> None:
@@ -143,11 +145,11 @@ def test_a_sink_that_takes_nothing_and_one_that_takes_all() -> None:
     assert (score.sink == 0).all()
     ones = attention(torch.zeros_like(q), k, torch.ones_like(v), score)
     rows = torch.arange(1, 10, dtype=torch.float64)[:, None]
-    _same(ones, (rows / (rows + 1)).expand_as(ones))
+    assert_same(ones, (rows / (rows + 1)).expand_as(ones))
     for value, expected in ((-1e4, attention(q, k, v, "Baseline")), (1e4, torch.zeros_like(q))):
         with torch.no_grad():
             score.sink.fill_(value)
-        _same(attention(q, k, v, score), expected)
+        assert_same(attention(q, k, v, score), expected)
 
 
 @pytest.mark.parametrize("name", ["KERPLELog", "KERPLEPower"])
@@ -214,7 +216,7 @@ def test_xpos_decays_by_distance_alone_and_says_where_it_ends() -> None:
     q, k, v = qkv(6)
     at = torch.arange(6)
     moved = attention(q, k, v, "KNA-XPos", q_positions=at + 900, k_positions=at + 900)
-    _same(moved, attention(q, k, v, "KNA-XPos"))
+    assert_same(moved, attention(q, k, v, "KNA-XPos"))
     q, k, v = (x.half() for x in qkv(64))
     with pytest.raises(InputError, match=r"XPos in torch.float16 works up to position \d+"):
         attention(q, k, v, "KNA-XPos(scale=8)")
@@ -231,8 +233,8 @@ def test_dual_chunk_is_the_example_of_its_paper_and_meets_no_new_angle() -> None
     q, k, v = qkv(40)
     whole, longer = (attention(q, k, v, f"KNA-DualChunk@{length}") for length in (40, 39))
     plain = attention(q, k, v, "KNA")
-    _same(whole, plain)
-    _same(longer[:, :, :39], plain[:, :, :39])
+    assert_same(whole, plain)
+    assert_same(longer[:, :, :39], plain[:, :, :39])
     assert not torch.allclose(longer[:, :, 39:], plain[:, :, 39:])
     for name, new in (("-DualChunk", False), ("", True)):
         found = unseen_angles(ScoreSpec.parse(f"Baseline{name}@64"), D, 512, 3)

@@ -30,7 +30,7 @@ def _copy(place: Path, folder: Path) -> pl.DataFrame:
     return measurements.read(folder / measurements.FILE)
 
 
-def _report(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def assert_reported_or_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = run("report", folder, "--out", folder / "again")
     said = capsys.readouterr().err
     assert "Traceback" not in said
@@ -63,7 +63,7 @@ def test_changed_measurements(
     measurements.write(
         folder / measurements.FILE, measured.unique(names, keep="first", maintain_order=True)
     )
-    _report(folder, capsys)
+    assert_reported_or_refused(folder, capsys)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_changed_settings(
     stored = json.loads((folder / "config.json").read_text())
     stored["config"][setting] = value
     (folder / "config.json").write_text(json.dumps(stored))
-    _report(folder, capsys)
+    assert_reported_or_refused(folder, capsys)
 
 
 def test_a_bug_of_the_library_is_no_fault_of_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
