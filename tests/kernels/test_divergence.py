@@ -95,7 +95,7 @@ def test_no_infinite_key_is_kept_where_the_host_cannot_look(
     score: str, value: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on CUDA: every new key goes through x + 0·x, and later tokens read a NaN."""
-    plan._KEPT.clear()
+    plan._PLANS.clear()
     for module in (numerics, folded):
         monkeypatch.setattr(module, "host_can_read", lambda x: False)
     layer, cache = Score(score, 2, D, 1).eval(), KeyValueCache()
@@ -104,7 +104,7 @@ def test_no_infinite_key_is_kept_where_the_host_cannot_look(
         if step == 1:
             k[:, :, 0, :2] = value
         attention(q, k, v, layer, cache=cache)
-    plan._KEPT.clear()
+    plan._PLANS.clear()
     kept, _ = cache.append(k[:, :, :0], v[:, :, :0])
     assert kept[:, :, 1, 0].isnan().all()
     assert not kept.isinf().any()

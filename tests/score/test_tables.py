@@ -31,7 +31,7 @@ TEXTS = (
 def _forget() -> None:
     for cached in (rotary._counted_queries, rotary._counted_keys, positions._counted):
         cached.cache_clear()
-    plan._KEPT.clear()
+    plan._PLANS.clear()
     attention_module._BUILT.clear()
 
 

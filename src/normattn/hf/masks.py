@@ -27,9 +27,9 @@ from normattn.kernels import AttentionMask
 from normattn.score import Positions
 
 _OURS = torch.int32
-"""The dtype of normattn's masks, which distinguishes them from a caller's masks of 0 and 1.
+"""The dtype of normattn's masks; a caller's masks of 0 and 1 have another one.
 
-A caller's mask of one row with this dtype cannot be distinguished."""
+A caller's int32 mask with one query row would be taken for normattn's."""
 
 
 @dataclass(frozen=True)

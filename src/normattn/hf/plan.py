@@ -30,7 +30,7 @@ def rotates_inside(spec: ScoreSpec) -> bool:
 
 
 def replaces_attention(spec: ScoreSpec) -> bool:
-    """Whether layers attend by our attention under a method."""
+    """Whether the method replaces the model's attention function."""
     return rotates_inside(spec) or spec.logn is not None
 
 

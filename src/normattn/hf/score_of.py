@@ -48,8 +48,8 @@ class LayerScore:
     """One attention layer: its score, or what is missing to name it.
 
     `difference` is how far `attention` with this score was from the layer's own, as a share of the
-    largest output; `lacks` says what the vocabulary has no word for, None where it has all;
-    `beside` what its mask does that is no part of a score, which `attention` takes as `attn_mask`.
+    largest output; `lacks` names what no component describes, None if all is described;
+    `beside` what its mask does outside the score: pass that to `attention` as `attn_mask`.
     """
 
     layer: int

@@ -1,7 +1,8 @@
 """Plans of scores that fold into queries and keys: whole sequences, and one more token.
 
-Nothing but a norm, a rotation and λ is done to queries and keys. Tables are made once for a score
-and shapes, so that a small call costs its operations alone; what is learned is read in each call.
+Nothing but a norm, a rotation and λ is done to queries and keys of a sequence. One more token may
+have a distance bias, a window, a cap and a sink as well. Tables are made once for a score and
+shapes, so that a small call costs its operations alone; what is learned is read in each call.
 
 Legend: B batch, H query heads, G key heads, r = H/G, T queries, S keys, D head dimension, E value
 size, C capacity.
@@ -52,11 +53,11 @@ def folds(score: Score) -> bool:
 class FoldedPlan:
     """What turns queries and keys of some shapes into operands of torch's kernel.
 
-    `ends_here` says that no gate, no pairs of heads and no part of the values follow. `n` (1, C)
+    `complete` says that no gate, no pairs of heads and no part of the values follow. `n` (1, C)
     is the number of visible keys, where a learned part of λ depends on it.
     """
 
-    ends_here: bool
+    complete: bool
     n: Float[Tensor, "1 c"] | None
 
     def operands(
@@ -108,7 +109,7 @@ class FoldedSequence(FoldedPlan):
         Non-finite numbers stay visible. On a CPU a sum is read, and other kernels take over. On
         another device rows of the batch that hold such a number become NaN, without a wait.
         """
-        v = v if self.ends_here else pair_values(score.spec, v, k.shape[-1])
+        v = v if self.complete else pair_values(score.spec, v, k.shape[-1])
         q, k = self.operands(score, q, k)
         if self.query is not None and self.key is not None:
             rotate = rotate_with_gradient if torch.is_grad_enabled() else rotate_rows
@@ -126,7 +127,7 @@ class FoldedSequence(FoldedPlan):
                 out = sdpa(q, k, v, self.mask.causal, 1.0)
             else:
                 out = attend(AttentionInputs(q, k, v, self.mask), self.backend)
-        return out if self.ends_here else finish(score, out, v, None, given.gate)
+        return out if self.complete else finish(score, out, v, None, given.gate)
 
 
 def fold_sequence(
@@ -144,7 +145,7 @@ def fold_sequence(
     assert isinstance(key.near, Rotation | None)
     turn_q, turn_k = (None if turn is None else turn.arguments for turn in (query.near, key.near))
     n = _learned_n(score, at.n, q)
-    return FoldedSequence(_ends_here(spec), n, turn_q, turn_k, query.scale, mask, backend)
+    return FoldedSequence(_complete(spec), n, turn_q, turn_k, query.scale, mask, backend)
 
 
 def zero_or_nan(q: Tensor, k: Tensor) -> Float[Tensor, "b 1 1 1"]:
@@ -156,7 +157,7 @@ def zero_or_nan(q: Tensor, k: Tensor) -> Float[Tensor, "b 1 1 1"]:
     return zero[:, None, None, None]
 
 
-def _ends_here(spec: ScoreSpec) -> bool:
+def _complete(spec: ScoreSpec) -> bool:
     return spec.gate is None and spec.difference is None and spec.values is None
 
 
@@ -226,7 +227,7 @@ class FoldedStep(FoldedPlan):
         """The token's output; its key and value join the cache."""
         assert cache is not None
         cache.claim(self.spec)
-        v = v if self.ends_here else pair_values(score.spec, v, k.shape[-1])
+        v = v if self.complete else pair_values(score.spec, v, k.shape[-1])
         at, shape, dtype = cache.length, q.shape, q.dtype
         q, k = self.operands(score, q, k, slice(at, at + 1))
         both = torch.cat((q, k), 1)
@@ -245,7 +246,7 @@ class FoldedStep(FoldedPlan):
             spoilt = (q + k.repeat_interleave(q.shape[-3] // k.shape[-3], -3)).isnan().any(-1)
             out = out.masked_fill(spoilt.view(-1, *out.shape[:3]).any(0)[..., None], math.nan)
         out = out.reshape(*shape[:3], -1) if shared else out
-        return out if self.ends_here else finish(score, out, v, None, given.gate)
+        return out if self.complete else finish(score, out, v, None, given.gate)
 
     def _rotated(self, both: Float[Tensor, "b hg 1 d"], at: int) -> Float[Tensor, "*n b hg 1 d"]:
         """Queries and keys at their position; of two regimes (2, B, H + G, 1, D), near and far."""
@@ -364,7 +365,7 @@ def fold_step(score: Score, q: Tensor, k: Tensor, v: Tensor, capacity: int) -> F
             distance = at.key.to(at_least_float32(q.dtype)).flip(-1)
             bias = _bias_values(score, distance, groups) if score.bias is None else None
     return FoldedStep(
-        *(_ends_here(spec), _learned_n(score, at.n, q), spec, (heads, groups), capacity, scale),
+        *(_complete(spec), _learned_n(score, at.n, q), spec, (heads, groups), capacity, scale),
         *(query, key, distance, bias),
         window=spec.window[0] if remapping is None else remapping.window,
         two_regimes=remapping is not None,

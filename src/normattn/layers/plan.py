@@ -1,9 +1,9 @@
 """A call of attention in two steps: `prepare` gives a plan, whose `run` computes with tensors.
 
-Where all that a score does folds into queries and keys (`layers.folded`), a plan is kept by what
-it depends on: the specification, shapes and types. `AttentionPlan` holds positions and mask of
-every other call: training, a prefill, tokens with a cache, cross attention, `explain`, and layers
-of extended models of transformers.
+Where all that a score does folds into queries and keys (`layers.folded`), for a whole sequence or
+for one more token, a plan is kept by what it depends on: the specification, shapes and types.
+`AttentionPlan` holds positions and mask of every other call: other scores, masks, dropout, a
+prefill with a cache, cross attention, `explain`, and layers of extended models of transformers.
 
 Legend: B batch, H query heads, G key heads, T queries, S keys, E value size.
 """
@@ -39,8 +39,8 @@ from normattn.score import Positions, Score, ScoreSpec
 from normattn.score.positions import number_documents
 
 # All are forgotten at once when there are so many: lengths vary without end.
-_MOST = 512
-_KEPT: dict[tuple[object, ...], tuple[ScoreSpec, FoldedSequence | FoldedStep | None]] = {}
+_MOST_PLANS = 512
+_PLANS: dict[tuple[object, ...], tuple[ScoreSpec, FoldedSequence | FoldedStep | None]] = {}
 
 
 def prepare(
@@ -56,40 +56,40 @@ def prepare(
     One that folds is looked up before all checks, for it passed them when it was made.
     """
     # Written out: each call of Python costs as much as a small operation.
-    bare = given.attn_mask is None and given.key_padding is None and given.query_padding is None
-    bare = bare and given.q_positions is None and given.k_positions is None
-    bare = bare and given.documents is None and given.residual is None and given.forget is None
-    bare = bare and given.dropout_p == 0 and not given.return_lse and type(score) is Score
+    plain = given.attn_mask is None and given.key_padding is None and given.query_padding is None
+    plain = plain and given.q_positions is None and given.k_positions is None
+    plain = plain and given.documents is None and given.residual is None and given.forget is None
+    plain = plain and given.dropout_p == 0 and not given.return_lse and type(score) is Score
     # Nor does it serve what looks into the computation or changes it.
-    if bare and not torch.compiler.is_dynamo_compiling() and not torch._C._get_dispatch_mode(FAKE):
-        watched = torch._C._functorch.maybe_current_level() is not None
-        watched = watched or bool(_OBSERVERS.get()) or forward_ad._current_level >= 0
-        watched = watched or not type(q) is type(k) is type(v) is Tensor or q.is_meta
-        # Whoever hangs a hook on the score wants to see its tensors.
-        watched = watched or bool(score._forward_hooks or score._forward_pre_hooks)
-        watched = watched or bool(score._backward_pre_hooks)
-        alike = q.dtype is k.dtype is v.dtype and q.layout is k.layout is v.layout
-        if alike and not watched and not torch.is_autocast_enabled(q.device.type):
+    if plain and not torch.compiler.is_dynamo_compiling() and not torch._C._get_dispatch_mode(FAKE):
+        intercepted = torch._C._functorch.maybe_current_level() is not None
+        intercepted = intercepted or bool(_OBSERVERS.get()) or forward_ad._current_level >= 0
+        intercepted = intercepted or not type(q) is type(k) is type(v) is Tensor or q.is_meta
+        # A hook on the score needs its tensors.
+        intercepted = intercepted or bool(score._forward_hooks or score._forward_pre_hooks)
+        intercepted = intercepted or bool(score._backward_pre_hooks)
+        same_kind = q.dtype is k.dtype is v.dtype and q.layout is k.layout is v.layout
+        if same_kind and not intercepted and not torch.is_autocast_enabled(q.device.type):
             # A step serves any number of tokens up to the next power of two.
             capacity = 0 if cache is None else max(64, 1 << cache.length.bit_length())
-            name = (
+            key = (
                 # A specification by identity: its hash would take as long as all the rest.
                 *(id(score._spec), score.heads, score.kv_heads, score.head_dim),
                 *(given.causal, given.backend, capacity, q.shape, k.shape, v.shape),
                 *(q.dtype, q.layout, q.device, k.device, v.device),
             )
-            if (kept := _KEPT.get(name)) is None:
+            if (kept := _PLANS.get(key)) is None:
                 check_call(score, q, k, v, given, None if cache is None else cache.length)
-                if len(_KEPT) >= _MOST:
-                    _KEPT.clear()
+                if len(_PLANS) >= _MOST_PLANS:
+                    _PLANS.clear()
                 # The specification is kept, too: another one may not get its number.
-                kept = _KEPT[name] = score._spec, _fold(score, q, k, v, given, capacity)
+                kept = _PLANS[key] = score._spec, _fold(score, q, k, v, given, capacity)
             # A cache keeps no gradients, which it says itself.
             folded, learning = kept[1], capacity and torch.is_grad_enabled()
             if learning and any(x.requires_grad for x in (q, k, v, *score.parameters())):
                 folded = None
             if folded is not None:
-                if not folded.ends_here or given.gate is not None:
+                if not folded.complete or given.gate is not None:
                     check_call(score, q, k, v, given)
                 return folded
     read = None if cache is None else cache.length

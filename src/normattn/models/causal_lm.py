@@ -30,8 +30,8 @@ from normattn.score import Score, ScoreSpec
 
 # Tokens scored at a time without gradient: the activations of about this many are held.
 _SCORED_TOKENS = 8192
-# Scores that nobody asks for are left out by so many tokens of each row: products of as many rows,
-# or of a multiple, round each of them alike among any others.
+# Unwanted tokens are skipped in multiples of this many rows, so that a matrix product rounds each
+# remaining row as it would among all of them.
 _LEFT_OUT = 64
 
 

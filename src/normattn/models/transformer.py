@@ -48,7 +48,7 @@ AfterLayer = Callable[[int, Tensor], None]
 
 @dataclass(frozen=True)
 class AttentionContext:
-    """What every layer must know of all S tokens, as its `forward` names it; None: simply counted.
+    """What every layer must know of all S tokens; without `positions` they are 0 … S − 1.
 
     `causal`: a token sees those before it and itself only. `query_padding` says which tokens no
     statistics should count, `key_padding` where it is not given. `residual` holds the residual

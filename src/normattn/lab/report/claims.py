@@ -1,7 +1,8 @@
 """Claims: a sentence of a source, the contrast that tests it, and a verdict.
 
 A verdict is one of five. *confirmed*: the difference has the claimed sign and its p, corrected for
-all claims of the report (Holm), is at most 1 − level. *contradicted*: the same with the other sign.
+all claims of the report (Holm), is at most α = 1 − the confidence level. *contradicted*: the same
+with the other sign.
 *inconclusive*: fewer than three seeds on a side, no interval, or an interval so wide that the
 smallest effect which it would have shown exceeds `matters`; the smallest detectable effect is
 given. *not confirmed*: none of these. *differs (size unclear)*: see margins below.
@@ -150,11 +151,11 @@ def decide(claims: Sequence[Claim], view: View) -> list[Finding]:
     hypotheses = [_hypotheses(claim, estimate) for claim, estimate in known]
     families = [number for number, sides in enumerate(hypotheses) for _ in sides]
     adjusted = iter(holm([p for sides in hypotheses for _, p in sides], families))
-    level = 1 - view.bootstrap.level
+    alpha = 1 - view.bootstrap.level
     findings = []
     for (claim, estimate), sides in zip(known, hypotheses, strict=True):
         corrected = [(verdict, next(adjusted)) for verdict, _ in sides]
-        findings.append(Finding(claim, estimate, *_verdict(claim, estimate, corrected, level)))
+        findings.append(Finding(claim, estimate, *_verdict(claim, estimate, corrected, alpha)))
     return findings
 
 
@@ -174,13 +175,13 @@ def _hypotheses(claim: Claim, estimate: Estimate) -> list[tuple[Verdict, float]]
 
 
 def _verdict(
-    claim: Claim, estimate: Estimate, sides: Sequence[tuple[Verdict, float]], level: float
+    claim: Claim, estimate: Estimate, sides: Sequence[tuple[Verdict, float]], alpha: float
 ) -> tuple[float | None, Verdict]:
     """(its corrected p, the first verdict whose denial is rejected)."""
     if not sides:
         return None, "inconclusive"
     for verdict, p in sides:
-        if p <= level and (estimate.value or claim.margin):
+        if p <= alpha and (estimate.value or claim.margin):
             return p, verdict
     least, width = min(p for _, p in sides), estimate.half_width
     wide = claim.matters is not None and width is not None and width > claim.matters

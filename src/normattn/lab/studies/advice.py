@@ -53,7 +53,7 @@ def advise(view: View) -> Advice:
         return Advice(
             ("The unmodified model was not evaluated at any length: nothing can be advised.",), None
         )
-    last, trained = winners[-1], spoken(train_length(view))
+    last, trained = winners[-1], format_length(train_length(view))
     cost = cost_at_train_length(view, {"method": last.method})
     sentences = [_headline(view, winners, cost), *map(_sentence, reversed(winners))]
     if last.loss.units < LEAST_UNITS:
@@ -79,19 +79,19 @@ def _headline(view: View, winners: Sequence[_Best], cost: Estimate | None) -> st
     """The method to take, from which length on, and what it costs at the training length."""
     last, trained = winners[-1], train_length(view)
     if not last.better:
-        length = spoken(last.length)
+        length = format_length(last.length)
         return f"No method is clearly better than the unmodified model at {length} tokens."
     name, whole = name_of(last.method), resolved(view, {"method": last.method})
     name += f" ({whole})" if whole != name else ""
     others = [b.length for b in winners if b.method != last.method or not b.better]
     since = min(b.length for b in winners if b.length > max(others, default=0))
     # Within the training length nobody needs a method: "up to" is said of what lies beyond it.
-    span = "at" if since == last.length else f"from {spoken(since)} to"
+    span = "at" if since == last.length else f"from {format_length(since)} to"
     span = "up to" if max(others, default=0) <= trained else span
     costs = "its cost at L was not measured"
     if cost is not None:
-        costs = f"loss at {spoken(trained)} {shown(cost, signed=True)} %"
-    return f"{name}: best {span} {spoken(last.length)} tokens; {costs}."
+        costs = f"loss at {format_length(trained)} {shown(cost, signed=True)} %"
+    return f"{name}: best {span} {format_length(last.length)} tokens; {costs}."
 
 
 def _sentence(best: _Best) -> str:
@@ -103,7 +103,7 @@ def _sentence(best: _Best) -> str:
         lowest += f"; {_windows(best.loss.units)}, so no interval"
     elif best.gain is not None and not best.better:
         lowest += ", too small or uncertain a gain"
-    return f"Lowest loss at {spoken(best.length)} tokens: {lowest}."
+    return f"Lowest loss at {format_length(best.length)} tokens: {lowest}."
 
 
 def _windows(count: int) -> str:
@@ -144,7 +144,7 @@ def resolved(view: View, where: Where) -> str:
     return str(view.one("score", where) or where["method"])
 
 
-def spoken(length: int) -> str:
+def format_length(length: int) -> str:
     """8192 as `8k`, 12000 as `12,000`."""
     return f"{length // 1024}k" if length % 1024 == 0 else f"{length:,}"
 

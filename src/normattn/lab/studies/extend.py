@@ -38,12 +38,12 @@ from normattn.lab.studies.advice import (
     TRAIN,
     advise,
     cost_at_train_length,
+    format_length,
     home,
     lengths_of,
     methods_of,
     name_of,
     resolved,
-    spoken,
     train_length,
 )
 from normattn.lab.studies.base import Study
@@ -98,7 +98,7 @@ def _by_length(metric: Metric) -> Columns:
     """A column for every length, of the last tokens."""
     return lambda view: [
         *(
-            Column(f"{metric.name}_{n}", spoken(n), metric.at(protocol=LAST, length=n))
+            Column(f"{metric.name}_{n}", format_length(n), metric.at(protocol=LAST, length=n))
             for n in lengths_of(view)
         ),
         *((PARAMETERS,) if metric is LOSS else ()),
@@ -110,7 +110,7 @@ def _changes(view: View) -> list[Column]:
     last = LOSS.at(protocol=LAST)
     known = last.at(length=home(view), method="")
     return [
-        Column(f"change_{n}", f"after {spoken(n)}", last.at(length=n) - known)
+        Column(f"change_{n}", f"after {format_length(n)}", last.at(length=n) - known)
         for n in lengths_of(view)
     ]
 
@@ -119,7 +119,7 @@ def _prefill(view: View) -> list[Column]:
     """Seconds, memory and pass keys at every length."""
     columns = []
     for n in lengths_of(view):
-        at, name = {"protocol": PREFILL, "length": n}, spoken(n)
+        at, name = {"protocol": PREFILL, "length": n}, format_length(n)
         columns += [
             _of_windows(f"seconds_{n}", f"{name}: s", SECONDS, at, np.median),
             _of_windows(f"bytes_{n}", f"{name}: MiB", PEAK, at, np.max),
@@ -185,8 +185,8 @@ def _advice(view: View) -> list[str]:
 def figures(view: View) -> list[Figure]:
     """What longer contexts do to the same last tokens, and the longest length by position."""
     title = (
-        f"Nats above the unmodified model after {spoken(home(view))}, for the same last tokens; "
-        f"the axis is linear within ±{LINEAR}"
+        f"Nats above the unmodified model after {format_length(home(view))}, for the same last "
+        f"tokens; the axis is linear within ±{LINEAR}"
     )
     panels = tuple(
         Panel(

@@ -242,7 +242,8 @@ def find(name: str) -> type[Part]:
     # A name that the literature has for another one is in its summary: KeyNorm for KNA.
     word = re.compile(rf"\b{re.escape(name)}\b", re.IGNORECASE)
     also = [key for key, part in parts().items() if word.search(part.summary) and key not in near]
-    near = [*also[:1], *near]
+    exact = [lowered[name.lower()]] if name.lower() in lowered else []
+    near = exact or [*also[:1], *near]
     hint = f"; did you mean {' or '.join(near)}?" if near else ";"
     raise InputError(f"unknown component {name!r}{hint} `normattn list` shows all of them")
 

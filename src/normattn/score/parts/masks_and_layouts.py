@@ -33,7 +33,7 @@ class SlidingWindow(Part):
         """A window leaves no position to stretch or to remap."""
         for slot in (Slot.ROPE_SCALING, Slot.REMAPPING):
             if slot in parts and not (self.stretched and slot is Slot.ROPE_SCALING):
-                why = "no relative position exceeds the window, so there is none to remap"
+                why = "no relative position exceeds the window, so there is nothing to extend"
                 return self.refusal(parts[slot], why)
         return None
 
