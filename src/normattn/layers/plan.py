@@ -53,7 +53,7 @@ def prepare(
 ) -> FoldedSequence | FoldedStep | AttentionPlan:
     """What a call needs besides its tensors; `InputError` for what does not fit together.
 
-    One that folds is looked up before all checks, for it passed them when it was made.
+    A kept plan is looked up before all checks: its first call passed them.
     """
     # Written out: each call of Python costs as much as a small operation.
     plain = given.attn_mask is None and given.key_padding is None and given.query_padding is None
