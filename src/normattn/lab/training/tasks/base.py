@@ -61,7 +61,7 @@ class ModelTrainingConfig(LoopConfig):
 
     @property
     def scores(self) -> tuple[ScoreSpec, ...]:
-        """The model's."""
+        """The scores that the model computes."""
         return (self.model.score,)
 
     @model_validator(mode="before")
