@@ -159,7 +159,7 @@ def _build(score: ScoreSpec | str, q: Tensor, k: Tensor, v: Tensor) -> Score:
         if (built := _BUILT.get(name)) is not None:
             return built[1]
     except (AttributeError, IndexError):
-        pass  # no tensors with heads, which the next line refuses in words
+        pass  # not tensors with heads: the next line raises the error
     check_shapes(q, k, v)
     module = Score(as_spec(score), q.shape[1], q.shape[-1], k.shape[1])
     learned = [name for name, _ in module.named_parameters()]

@@ -46,7 +46,7 @@ from normattn.lab.studies.language import TextSetting, reading_cost
 from normattn.lab.studies.lm_report import VARIANT_ORDER, ranked
 from normattn.lab.studies.methods import canonical
 from normattn.lab.studies.preset import EvaluationSettings, Preset, opened
-from normattn.lab.sweep.run import Note, Request, Run, Sweep
+from normattn.lab.sweep.run import MeasuredRun, Note, Request, Sweep
 from normattn.lab.training import TrainingConfig
 from normattn.lab.training.planning import Cost
 from normattn.settings import Settings
@@ -75,7 +75,7 @@ class MechanismPreset(Preset):
     mechanism: MechanismSettings = MechanismSettings()
 
 
-class MechanismRun(Run):
+class MechanismRun(MeasuredRun):
     """One trained score, and what its layers do on held-out texts."""
 
     training_class: ClassVar[type[TrainingConfig]] = TrainingConfig

@@ -31,7 +31,7 @@ from normattn.lab.evaluation.translation import (
 from normattn.lab.stats import identified, sums
 from normattn.lab.studies.preset import StudyPreset, opened
 from normattn.lab.sweep.config import SweepConfig, merged
-from normattn.lab.sweep.run import EVALUATIONS, Note, Request, Run, Sweep
+from normattn.lab.sweep.run import EVALUATIONS, MeasuredRun, Note, Request, Run, Sweep
 from normattn.lab.training.planning import Cost
 from normattn.lab.training.tasks.classification import VisionTrainingConfig
 from normattn.lab.training.tasks.translation import TranslationConfig
@@ -242,7 +242,7 @@ class QKNormPreset(StudyPreset):
 # Runs
 
 
-class TranslationRun(Run):
+class TranslationRun(MeasuredRun):
     """A translation model, whose test set is scored and, where `translated`, translated."""
 
     training_class: ClassVar[type[TranslationConfig]] = TranslationConfig
@@ -316,7 +316,7 @@ def _references(
     yield sums("unigram_loss", units, unigram, tokens)
 
 
-class VisionRun(Run):
+class VisionRun(MeasuredRun):
     """A Vision Transformer, tested image by image.
 
     `split` are the images that are tested: settings are chosen on "validation", tables made on

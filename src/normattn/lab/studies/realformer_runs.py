@@ -26,9 +26,9 @@ from normattn.lab.sweep.config import SweepConfig, merged
 from normattn.lab.sweep.paths import RunPaths
 from normattn.lab.sweep.run import (
     UNKNOWN,
+    MeasuredRun,
     Note,
     Request,
-    Run,
     Stage,
     Sweep,
     training_stage,
@@ -164,7 +164,7 @@ class RealFormerPreset(StudyPreset):
 # Runs
 
 
-class EncoderRun(Run):
+class EncoderRun(MeasuredRun):
     """One row of the table at one size, or one setting of the grid, scored on hidden tokens.
 
     `protocol` says which. Rows of the table are also measured layer by layer. `start` are the

@@ -44,7 +44,7 @@ from normattn.lab.studies.lm_report import ranked
 from normattn.lab.studies.preset import StudyPreset, opened
 from normattn.lab.sweep.config import SweepConfig, merged
 from normattn.lab.sweep.paths import RunPaths
-from normattn.lab.sweep.run import Note, Request, Run, Stage, Sweep
+from normattn.lab.sweep.run import MeasuredRun, Note, Request, Run, Stage, Sweep
 from normattn.lab.training.distributed import World, world
 from normattn.lab.training.planning import Cost
 from normattn.lab.training.step import TrainStep
@@ -95,7 +95,7 @@ class RMSNormPreset(StudyPreset):
     seeds: int = Field(default=3, ge=1)
 
 
-class NormRun(Run):
+class NormRun(MeasuredRun):
     """A classifier with one of `NORMS`, trained with one seed."""
 
     training_class: ClassVar[type[ClassificationConfig]] = ClassificationConfig
@@ -122,7 +122,7 @@ class NormRun(Run):
         )
 
 
-class TimeRun(Run):
+class TimeRun(MeasuredRun):
     """Optimiser steps of models with each of `norms` in turn, on the same batches.
 
     A round is a unit: its steps are of one batch, one after the other in one process, so that

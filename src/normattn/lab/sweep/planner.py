@@ -98,7 +98,7 @@ def _costs(sweep: Sweep) -> Iterator[list[tuple[Stage, Cost, bool]]]:
 
 
 def time_range(plan: Plan, jobs: int, threads: int) -> str:
-    """How long a plan takes on CPU cores, in words; each run is a process to start."""
+    """The time of a plan on CPU cores as text; each run is a process to start."""
     start = plan.runs * START_SECONDS / jobs
     fast, slow = (start + plan.flops / (speed * jobs * threads) for speed in (FAST, SLOW))
     alike = slow < ALIKE * fast

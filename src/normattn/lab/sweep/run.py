@@ -7,6 +7,7 @@ by stage. Each stage is done once, in a directory of its own.
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -68,7 +69,7 @@ def training_stage(
 ) -> Stage:
     """Train `config` in `folder`. Where an `essential` training diverges, the run ends.
 
-    A configuration that goes on from a model which an earlier stage trains has `UNKNOWN` weights:
+    A configuration that continues a model which an earlier stage trains has `UNKNOWN` weights:
     they are looked up when the stage runs.
     """
 
@@ -131,19 +132,16 @@ def with_weights(config: Config) -> Config:
     return config.model_copy(update={"continued": planned.model_copy(update={"weights": weights})})
 
 
-class Run(Settings):
+class Run(Settings, ABC):
     """One training of a variant with one seed, and what is measured of its model.
 
     `training` are the whole settings but for the seed. `row` is what tables call it (default: the
     variant), `score` what it trains (default: the row), `factors` what else the study varies. Runs
-    of a study differ in (variant, seed), which also name their directories. A kind of run gives
-    `measure` and `cost`; one that trains or measures several times gives `stages` or `measuring`.
+    of a study differ in (variant, seed), which also name their directories. A run that trains
+    several models has its own `stages`.
     """
 
     training_class: ClassVar[type[ModelTrainingConfig]]
-    record: ClassVar[str] = ""
-    """The name of what `measure` returns, among the evaluations of the training."""
-    phase: ClassVar[str] = "evaluation"
 
     kind: str
     variant: str
@@ -164,22 +162,9 @@ class Run(Settings):
         config = self.training_config
         return [training_stage(config, paths.run), self.measuring(paths.run, config)]
 
+    @abstractmethod
     def measuring(self, folder: Path, config: Any) -> Stage:
-        """Measure the model that was trained with `config` in `folder`, once."""
-        store = MeasurementStore(folder / EVALUATIONS)
-
-        def run(data: Any, note: Note) -> None:
-            store.once(self.record, lambda: self.measure(folder, config, data, note))
-
-        return Stage(self.phase, lambda: self.cost(config), store.path(self.record).is_file, run)
-
-    def measure(self, folder: Path, config: Any, data: Any, note: Note) -> pl.DataFrame:
-        """What is measured of the model in `folder`."""
-        raise NotImplementedError
-
-    def cost(self, config: Any) -> Cost:
-        """What measuring takes."""
-        raise NotImplementedError
+        """The stage that measures what was trained with `config` in `folder`."""
 
     def model_in(self, folder: Path, config: Any) -> Any:
         """The model that was trained with `config` in `folder`, on its device."""
@@ -207,6 +192,31 @@ class Run(Settings):
         row = self.row or self.variant
         whose = {"row": row, "score": self.score or row, "seed": self.seed, "protocol": protocol}
         return Identity(**{"study": "", "factors": self.factors, **whose, **known})
+
+
+class MeasuredRun(Run):
+    """A run whose model is measured once, by `measure`."""
+
+    record: ClassVar[str]
+    """The name of what `measure` returns, among the evaluations of the training."""
+    phase: ClassVar[str] = "evaluation"
+
+    def measuring(self, folder: Path, config: Any) -> Stage:
+        """Measure the model that was trained with `config` in `folder`, once."""
+        store = MeasurementStore(folder / EVALUATIONS)
+
+        def run(data: Any, note: Note) -> None:
+            store.once(self.record, lambda: self.measure(folder, config, data, note))
+
+        return Stage(self.phase, lambda: self.cost(config), store.path(self.record).is_file, run)
+
+    @abstractmethod
+    def measure(self, folder: Path, config: Any, data: Any, note: Note) -> pl.DataFrame:
+        """What is measured of the model in `folder`."""
+
+    @abstractmethod
+    def cost(self, config: Any) -> Cost:
+        """What measuring takes."""
 
 
 def canonical_json(settings: object) -> str:

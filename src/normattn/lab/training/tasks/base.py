@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -32,7 +33,7 @@ MODEL = "model"
 Loss = tuple[Tensor, Mapping[str, Tensor]]
 
 
-class ModelTrainingConfig(LoopConfig):
+class ModelTrainingConfig(LoopConfig, ABC):
     """A model, its data, and how it is trained: the settings, and what follows from them.
 
     Settings of `model` that its data decides (`decided`) or suggests (`suggested`) may be left out.
@@ -90,20 +91,20 @@ class ModelTrainingConfig(LoopConfig):
                 )
         return self
 
+    @abstractmethod
     def batches(self, data: Any, seed: int) -> Any:
         """Batches with `batch(step, shard, shards)`, a pure function of the step, as arrays.
 
         Raises `InputError` for data that gives none.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def loss(self, model: Any, batch: Any, shards: int) -> Loss:
         """The mean loss () in nats of a batch, one of `shards`, and other () means to log."""
-        raise NotImplementedError
 
+    @abstractmethod
     def work(self) -> tuple[int, float]:
         """The tokens of a step, and its floating-point operations, before data is prepared."""
-        raise NotImplementedError
 
     def tokens_per_step(self, batches: Any) -> int:
         """Targets in the global batch, on average."""
