@@ -19,7 +19,7 @@ from thorough import few
 
 pytestmark = pytest.mark.usefixtures("runs_here")
 RESULTS = Path(__file__).parents[2] / "results"
-WINDOW, NORMS = RESULTS / "window-laptop", RESULTS / "rmsnorm-laptop"
+TEXT, NORMS = RESULTS / "retrofit-base", RESULTS / "rmsnorm-laptop"
 
 
 def _copy(place: Path, folder: Path) -> pl.DataFrame:
@@ -58,7 +58,7 @@ def test_changed_measurements(
     change: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "changed"
-    measured = _copy(WINDOW, folder).with_columns(CHANGES[change])
+    measured = _copy(TEXT, folder).with_columns(CHANGES[change])
     names = [column for column in measured.columns if column not in ("sum", "of")]
     measurements.write(
         folder / measurements.FILE, measured.unique(names, keep="first", maintain_order=True)
@@ -73,7 +73,7 @@ def test_changed_settings(
     setting: str, value: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "changed"
-    _copy(WINDOW, folder)
+    _copy(TEXT, folder)
     stored = json.loads((folder / "config.json").read_text())
     stored["config"][setting] = value
     (folder / "config.json").write_text(json.dumps(stored))
@@ -86,7 +86,7 @@ def test_a_bug_of_the_library_is_no_fault_of_the_folder(monkeypatch: pytest.Monk
 
     monkeypatch.setattr("normattn.lab.studies.base.context", broken)
     with pytest.raises(NameError, match="nobody"):
-        run("report", WINDOW)
+        run("report", TEXT)
 
 
 def _trained() -> list[Path]:
@@ -98,7 +98,7 @@ def _trained() -> list[Path]:
 
 @pytest.mark.parametrize(
     "folder",
-    few(_trained(), (WINDOW, NORMS).__contains__),
+    few(_trained(), (TEXT, NORMS).__contains__),
     ids=lambda folder: folder.name,
 )
 def test_what_is_training_still_stands_in_no_way(folder: Path, tmp_path: Path) -> None:
