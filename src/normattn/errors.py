@@ -1,4 +1,4 @@
-"""What can go wrong, as types: one clear sentence each, printed without a traceback."""
+"""Exceptions of the library. The command line prints their message without a traceback."""
 
 from __future__ import annotations
 
@@ -12,30 +12,28 @@ from typing import Any
 
 
 class NormattnError(Exception):
-    """Base of every error that this library raises on purpose."""
+    """Base class of the library's errors."""
 
 
-_LONGEST_WORD, _LONGEST_SENTENCE = 320, 2000
+_MAX_WORD, _MAX_MESSAGE = 320, 2000
 
 
 class InputError(NormattnError, ValueError):
-    """A value from outside cannot be used; the message says what, where, what was expected.
+    """Bad input. The message says what was wrong, where, and what was expected.
 
-    Quoted input may have any length: of a word of more than 320 characters, and of a message of
-    more than 2,000, only the beginning and the end are shown.
+    Words of more than 320 characters and messages of more than 2,000 are shortened in the middle.
     """
 
     def __str__(self) -> str:
-        # Not in `__init__`: torch.compile, which reports what is raised, can look into none.
+        # Not in `__init__`, which torch.compile cannot trace.
         text = super().__str__()
-        if len(text) > _LONGEST_WORD:
-            text = re.sub(rf"\S{{{_LONGEST_WORD + 1},}}", lambda word: _shown(word[0], 100), text)
-        return _shown(text, 900) if len(text) > _LONGEST_SENTENCE else text
+        if len(text) > _MAX_WORD:
+            text = re.sub(rf"\S{{{_MAX_WORD + 1},}}", lambda word: _shorten(word[0], 100), text)
+        return _shorten(text, 900) if len(text) > _MAX_MESSAGE else text
 
 
-def _shown(text: str, kept: int) -> str:
-    """The first and last characters, and how many there are."""
-    return f"{text[:kept]}… ({len(text):,} characters) …{text[-kept:]}"
+def _shorten(text: str, ends: int) -> str:
+    return f"{text[:ends]}… ({len(text):,} characters) …{text[-ends:]}"
 
 
 class DivergedError(NormattnError):
@@ -49,33 +47,30 @@ class DivergedError(NormattnError):
         self.step = step
         self.where = where
         self.checkpoint = checkpoint
-        kept = f"the last good checkpoint is {checkpoint}" if checkpoint else "no checkpoint exists"
-        super().__init__(f"the loss is not finite at step {step}; it began in {where}; {kept}")
+        last = f"the last good checkpoint is {checkpoint}" if checkpoint else "no checkpoint exists"
+        super().__init__(f"the loss is not finite at step {step}; it began in {where}; {last}")
 
 
 class Interrupted(NormattnError):
     """Work was stopped by a signal after its state was saved; rerun the command to resume."""
 
 
-def need(name: str, lacking: str) -> None:
-    """Raise `InputError`, saying `lacking`, where the module `name` of an extra is not there.
-
-    Quick: nothing is imported.
-    """
+def require_module(name: str, message: str) -> None:
+    """Raise `InputError(message)` unless the module `name` is installed. Does not import it."""
     if sys.modules.get(name, False) is None or importlib.util.find_spec(name) is None:
-        raise InputError(lacking)
+        raise InputError(message)
 
 
-def library(name: str, lacking: str) -> Any:
-    """The module `name` of an extra; where it is not installed, an `InputError` that says so."""
+def import_library(name: str, message: str) -> Any:
+    """Import the optional dependency `name`; `InputError(message)` if it is not installed."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise InputError(lacking) from error
+        raise InputError(message) from error
 
 
-def unknown(kind: str, name: str, known: Iterable[str], more: str = "") -> InputError:
-    """The error for a name that is none of `known`, with the nearest; `more` ends the sentence."""
+def unknown_name(kind: str, name: str, known: Iterable[str], more: str = "") -> InputError:
+    """Build the error for a name not in `known`. It suggests the nearest; `more` is appended."""
     names = list(known)
     near = get_close_matches(name, names, n=1, cutoff=0.4)
     hint = f"did you mean {near[0]}? " if near else ""

@@ -37,7 +37,7 @@ _KINDS = (
 )
 
 
-def expanded(path: str | Path) -> Path:
+def expand_path(path: str | Path) -> Path:
     """Resolve `~` and `~user`; `InputError` for what cannot be the name of a file."""
     text = str(path)
     try:
@@ -62,9 +62,9 @@ def default_cache_dir() -> Path:
     """Return $NORMATTN_CACHE, else $XDG_CACHE_HOME/normattn, else ~/.cache/normattn."""
     own = os.environ.get("NORMATTN_CACHE")
     if own:
-        return expanded(own)
+        return expand_path(own)
     try:
-        return expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "normattn"
+        return expand_path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "normattn"
     except InputError as error:
         raise InputError(f"no place for the cache: {error}, in NORMATTN_CACHE") from error
 
@@ -82,7 +82,7 @@ def refuse_irregular(path: Path, mode: int) -> None:
         raise InputError(f"{path} cannot be read: it is {kind}, and a file was expected")
 
 
-def stat_of(path: Path) -> os.stat_result:
+def file_status(path: Path) -> os.stat_result:
     """Return `path.stat()`; `InputError` where the system refuses."""
     try:
         return path.stat()
@@ -90,7 +90,7 @@ def stat_of(path: Path) -> os.stat_result:
         raise InputError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def identity(status: os.stat_result) -> tuple[int, int, int, int]:
+def file_identity(status: os.stat_result) -> tuple[int, int, int, int]:
     """Return what differs after a file was written to.
 
     Size and modification time can be set back; inode and change time are the system's own.

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 
 from normattn.cli.failures import exit_code_of
 from normattn.errors import InputError
-from normattn.io import default_cache_dir, expanded
+from normattn.io import default_cache_dir, expand_path
 
 
 def _chained(cause: BaseException) -> Exception:
@@ -69,7 +69,7 @@ def test_a_user_without_a_home_gets_a_sentence(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(InputError, match="NORMATTN_CACHE"):
         default_cache_dir()
     with pytest.raises(InputError, match="home directory"):
-        expanded("~/runs")
+        expand_path("~/runs")
     monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
     assert default_cache_dir() == Path("/caches/normattn")
 

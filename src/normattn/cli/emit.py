@@ -18,7 +18,7 @@ from normattn.hf.load import read_configuration
 from normattn.hf.native import refuse_applied
 from normattn.hf.plan import plan
 from normattn.hf.tiny_model import small_model
-from normattn.io import expanded, write_text
+from normattn.io import expand_path, write_text
 from normattn.score.spec import UNMODIFIED
 from normattn.terminal import show, warn
 
@@ -37,7 +37,8 @@ def emit_method(asked: model_options.Extend, engine: str) -> None:
     if out is not None and out.exists():
         raise InputError(f"{out} exists already: choose a new file")
     refuse_unused(methods, asked)
-    source = expanded(asked.model) if asked.gguf is None else expanded(asked.model) / asked.gguf
+    model = expand_path(asked.model)
+    source = model if asked.gguf is None else model / asked.gguf
     wanted = _wanted(asked, source, methods[0])
     text = emit(wanted, engine)
     older = "" if asked.engine_version is None else f"written for {engine} {asked.engine_version}, "
@@ -58,7 +59,7 @@ def emit_method(asked: model_options.Extend, engine: str) -> None:
 
 
 def _wanted(asked: model_options.Extend, source: Path, method: str) -> Wanted:
-    config = read_configuration(asked.model if source == expanded(asked.model) else source)
+    config = read_configuration(source if asked.gguf else asked.model)
     refuse_applied(config)
     small = small_model(config)
     chosen = choose(asked, small)

@@ -13,7 +13,7 @@ from rich.table import Column, Table
 
 from normattn.cli import options
 from normattn.cli.report_runs import measured_of_runs
-from normattn.errors import InputError, unknown
+from normattn.errors import InputError, unknown_name
 from normattn.lab.data.tokens import prepare_tokens
 from normattn.lab.report.terminal import say, tell
 from normattn.lab.runs import RunDirectory, require_finished
@@ -86,7 +86,7 @@ def evaluate_run(asked: options.Evaluate) -> None:
 def _protocol(name: str) -> str:
     plain, protocols = name.replace("-", "_"), get_args(Protocol)
     if plain not in protocols:
-        raise unknown("protocol", name, (protocol.replace("_", "-") for protocol in protocols))
+        raise unknown_name("protocol", name, (protocol.replace("_", "-") for protocol in protocols))
     return plain
 
 

@@ -24,7 +24,7 @@ from normattn.hf.llama_cpp import refuse_scaled
 from normattn.hf.load import is_adapter, read_adapter_record, source_of
 from normattn.hf.model_parts import explained, known_length, model_parts
 from normattn.hf.native import ADAPTER_FILE, take_record
-from normattn.io import expanded
+from normattn.io import expand_path
 from normattn.lab.training.distributed import choose_device
 from normattn.models import load_model
 from normattn.score.grammar import read
@@ -114,7 +114,7 @@ class NormattnLM(HFLM):
         no_gpu = str(device).startswith("cuda") and not torch.cuda.is_available()
         options["device"] = "cpu" if no_gpu else device
         if run is not None:
-            self._load_run(expanded(run), options)
+            self._load_run(expand_path(run), options)
             return
         source, file = source_of(str(pretrained), options.pop("gguf_file", None))
         if file is not None:

@@ -23,7 +23,7 @@ from pydantic import Field, field_validator
 from normattn.cli.generate import open_run
 from normattn.errors import InputError
 from normattn.hf.load import read_tokeniser
-from normattn.io import expanded
+from normattn.io import expand_path
 from normattn.lab.data.corpora import Document, parse_corpus
 from normattn.lab.data.retrieval import DEPTHS, retrieval_set
 from normattn.lab.data.sources import split_of
@@ -275,7 +275,7 @@ def _tokens(
 
 @lru_cache(maxsize=2)
 def _of_run(run: str) -> tuple[DataConfig, Tokeniser]:
-    config, tokeniser = open_run(expanded(run))
+    config, tokeniser = open_run(expand_path(run))
     return config.data, tokeniser
 
 

@@ -17,7 +17,7 @@ import typer
 from typer.core import TyperCommand
 
 from normattn.errors import InputError
-from normattn.io import expanded
+from normattn.io import expand_path
 from normattn.settings import read_typed
 
 MOST_SEEDS = 100
@@ -120,8 +120,8 @@ def _value(field: dataclasses.Field[Any], typed: Any) -> Any:
     if read is not None and typed is not None:
         return read(typed, flags[0] if flags else f"--{field.name.replace('_', '-')}")
     if isinstance(typed, list):
-        return [expanded(item) if isinstance(item, Path) else item for item in typed]
-    return expanded(typed) if isinstance(typed, Path) else typed
+        return [expand_path(item) if isinstance(item, Path) else item for item in typed]
+    return expand_path(typed) if isinstance(typed, Path) else typed
 
 
 class CheckedCommand(TyperCommand):

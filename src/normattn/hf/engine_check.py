@@ -39,7 +39,7 @@ from normattn.hf.tiny_model import (
     rotates,
     small_model,
 )
-from normattn.io import expanded
+from normattn.io import expand_path
 
 _PARAMETERS = {"partial_rotary_factor", "finetuned", "mrope_section", "mrope_interleaved", *SCALING}
 _ENGINE_PARAMETERS = {"vllm": {"mixed_b"}, "sglang": {"attn_factor"}}
@@ -99,7 +99,7 @@ def verify(
     if record is not None:
         method = method or record["method"]
         train_length = train_length or record["train_length"]
-    file = expanded(folder)
+    file = expand_path(folder)
     if file.suffix == ".gguf":
         config = gguf_settings(file, raw_of(config)).config
     given = read_engine_settings(against, raw_of(config))

@@ -20,7 +20,7 @@ from typing import Any
 from normattn.errors import InputError
 from normattn.hf.llama_cpp import ENVIRONMENT, FLAGS, computed, read_gguf
 from normattn.hf.model_parts import explained, innermost
-from normattn.io import expanded, parse_json, read_bytes, read_object
+from normattn.io import expand_path, parse_json, read_bytes, read_object
 
 NAMES = {"hf": "transformers", "vllm": "vLLM", "sglang": "SGLang", "llama.cpp": "llama.cpp"}
 """How engines are called; `hf` where the settings do not say which one they are for."""
@@ -99,7 +99,7 @@ def read_engine_settings(against: str | Path, base: Mapping[str, Any]) -> Engine
 
     Raises `InputError` for what is no configuration and holds no settings of positions.
     """
-    path = expanded(against)
+    path = expand_path(against)
     path = path / "config.json" if path.is_dir() else path
     file = str(path)
     if path.suffix == ".gguf":

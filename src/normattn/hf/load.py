@@ -23,7 +23,7 @@ from normattn.hf.extend import extend
 from normattn.hf.llama_cpp import refuse_scaled
 from normattn.hf.model_parts import explained
 from normattn.hf.native import ADAPTER_FILE, FIELD, check_record, take_record
-from normattn.io import expanded, open_file, read_object
+from normattn.io import expand_path, open_file, read_object
 from normattn.models.utils import on_meta
 
 _WHERE = ("revision", "cache_dir", "token", "local_files_only", "subfolder")
@@ -161,7 +161,7 @@ def read_tokeniser(model: str | Path, gguf: str | None = None) -> Any:
 
     Raises `InputError` as `load` does.
     """
-    folder = expanded(model)
+    folder = expand_path(model)
     alone = gguf is None and (folder / "tokenizer.json").is_file()
     source, gguf = (str(folder), None) if alone else source_of(model, gguf)
     with explained(gguf or source):
@@ -186,7 +186,7 @@ def read_configuration(model: str | Path) -> Any:
         from transformers import AutoConfig
     except ImportError:
         raise InputError("reading a model needs transformers: pip install normattn[hf]") from None
-    path = expanded(model)
+    path = expand_path(model)
     if path.is_file() and path.suffix == ".json":
         _refuse_kind(path)
         with explained(str(path)):
@@ -200,7 +200,7 @@ def read_configuration(model: str | Path) -> Any:
 
 def source_of(model: str | Path, gguf: str | None = None) -> tuple[str, str | None]:
     """The folder or name on the hub, and the GGUF file in it, if any."""
-    path = expanded(model)
+    path = expand_path(model)
     if path.is_file():
         if gguf is not None:
             raise InputError(f"{path} is a file already, so gguf={gguf!r} has no meaning")

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from normattn.errors import InputError
 from normattn.kernels.numerics import at_least_float32, refuse_second_derivative
-from normattn.plain import plain
+from normattn.plain import use_plain_ops
 
 # Rows of a chunk.
 CHUNK = 256
@@ -200,7 +200,7 @@ def linear_cross_entropy(
     if torch.is_autocast_enabled(hidden.device.type):
         hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
     with torch.autocast(hidden.device.type, enabled=False):
-        if plain() and not torch.compiler.is_compiling():
+        if use_plain_ops() and not torch.compiler.is_compiling():
             # torch's own operations: every derivative, and the (N, V) logits whole.
             logits = F.linear(hidden, weight.to(hidden.dtype)).to(at_least_float32(hidden.dtype))
             loss = F.cross_entropy(logits, targets, label_smoothing=label_smoothing)

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from normattn.kernels.inputs import AttentionInputs, AttentionMask
 from normattn.kernels.numerics import host_can_read
-from normattn.plain import keepable
+from normattn.plain import cacheable
 
 # Scores of one tile, in bytes: about the second-level cache of a core; and rows of its products.
 TILE_BYTES, ROWS = 2**20, 128
@@ -259,7 +259,7 @@ def hide_edges(score: Tensor, tile: Tile, plan: Plan, future: bool = True) -> No
             if start < stop:
                 begin = where.start + start - span.start
                 shape = tile.count, stop - start
-                make = _kept_corner if keepable() else _corner
+                make = _kept_corner if cacheable() else _corner
                 corner = make(shape, diagonal, upper, plan.backwards, score.device)
                 score[..., begin : begin + stop - start].masked_fill_(corner, -torch.inf)
 

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from normattn.errors import InputError
-from normattn.plain import plain
+from normattn.plain import use_plain_ops
 
 # Rows that a gated layer maps at a time without gradient: what lies between its products then stays
 # in a core's cache. A multiple of what a product computes side by side, so that no digit changes.
@@ -42,7 +42,7 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Float[Tensor, "... dim"]) -> Float[Tensor, "... dim"]:
         """Map each position by itself."""
-        if torch.is_grad_enabled() or plain() or x.device.type != "cpu":
+        if torch.is_grad_enabled() or use_plain_ops() or x.device.type != "cpu":
             return self._map(x)
         rows = x.reshape(-1, x.shape[-1])
         # The last part takes the rest, as products of few rows round otherwise.
@@ -53,7 +53,7 @@ class SwiGLU(nn.Module):
 
     def _map(self, x: Tensor) -> Tensor:
         both = self.up(x)
-        if plain():
+        if use_plain_ops():
             gate, up = both.chunk(2, dim=-1)
             y: Tensor = self.down(F.silu(gate) * up)
         else:

@@ -37,7 +37,7 @@ from normattn.layers.residual import (
 from normattn.layers.residual_scores import ResidualLayer, residual_layers
 from normattn.models.config import StackConfig
 from normattn.models.utils import checked_ids, embed
-from normattn.plain import plain, plain_operations
+from normattn.plain import plain_operations, use_plain_ops
 from normattn.score import ScoreSpec
 
 Stream = Float[Tensor, "b t d"] | LayerOutputs
@@ -333,7 +333,7 @@ def _as_in_forward() -> dict[str, Any]:
     """
     if torch.compiler.is_compiling():
         return {}
-    plainly, observed = plain(), bool(observers())
+    plainly, observed = use_plain_ops(), bool(observers())
 
     @contextmanager
     def recomputed() -> Iterator[None]:

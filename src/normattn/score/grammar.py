@@ -13,7 +13,7 @@ import types
 import typing
 from typing import Any, Literal
 
-from normattn.errors import InputError, unknown
+from normattn.errors import InputError, unknown_name
 from normattn.score.parts.base import Part, find
 from normattn.score.recipes import recipe
 
@@ -63,7 +63,7 @@ def build_parts(
     for key, value in parameters.items():
         known = {field.name for part, _ in given for field in dataclasses.fields(part)}
         if key not in known:
-            raise unknown(f"parameter of {text!r}", key, sorted(known))
+            raise unknown_name(f"parameter of {text!r}", key, sorted(known))
         takers = [
             fields
             for part, fields in given

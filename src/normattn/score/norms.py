@@ -19,7 +19,7 @@ from torch.distributed.nn.functional import all_reduce
 from torch.nn import functional as F
 
 from normattn.kernels.numerics import at_least_float32
-from normattn.plain import plain
+from normattn.plain import use_plain_ops
 
 Kind = Literal["l2", "layer", "rms", "batch", "instance", "dyt", "derf"]
 Across = Literal["head", "all", "each"]
@@ -233,7 +233,7 @@ def rms_norm(
 
 def _scale_rows(x: Tensor, gain: Tensor | None, eps: float, unit: bool) -> Tensor:
     """x·r·gain with r = (mean(x²) + eps)^−½ of each row; for `unit` length x/max(‖x‖, eps)."""
-    if not x.is_cpu or plain():
+    if not x.is_cpu or use_plain_ops():
         return _scale_rows_plainly(x, gain, eps, unit)
     if not torch.is_grad_enabled():
         return _scale_rows_in_place(x, gain, eps, unit)

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from normattn.errors import InputError
 from normattn.kernels import AttentionMask
-from normattn.plain import keepable
+from normattn.plain import cacheable
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Positions:
         those of the document where there are documents.
         """
         given = (key_padding, q_positions, k_positions, documents)
-        if causal and queries <= keys and keepable() and all(x is None for x in given):
+        if causal and queries <= keys and cacheable() and all(x is None for x in given):
             # Rows of a longer sequence, which is made once.
             whole = _counted(max(64, 1 << (keys - 1).bit_length()), device)
             return whole.part(slice(keys - queries, keys), keys)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from normattn.errors import InputError
 from normattn.kernels.numerics import at_least_float32
-from normattn.plain import keepable, plain, traced
+from normattn.plain import cacheable, traced, use_plain_ops
 from normattn.score.parts import RotaryPosition, rope_frequencies
 from normattn.score.positions import Positions
 from normattn.score.spec import ScoreSpec
@@ -45,7 +45,7 @@ class Rotation:
 
     def __call__(self, x: Float[Tensor, "b h t d"], norm: NormAfter = None) -> Tensor:
         """Rotate pair (a, b) to (a·cos − b·sin, b·cos + a·sin)."""
-        rotate = _rotate_plainly if plain() else _Rotate.apply
+        rotate = _rotate_plainly if use_plain_ops() else _Rotate.apply
         y: Tensor = rotate(x, *self.arguments)
         return y if norm is None else norm(y)
 
@@ -220,7 +220,7 @@ def query_tables(
     spec: ScoreSpec, head_dim: int, positions: Positions, dtype: torch.dtype
 ) -> RotaryTables:
     """Rotary tables of queries at these positions, λ included."""
-    if not positions.regular or positions.masked or not keepable():
+    if not positions.regular or positions.masked or not cacheable():
         return _queries(spec, head_dim, positions.query, positions.n, dtype)
     queries, keys = positions.query.shape[-1], positions.key.shape[-1]
     # The number of visible keys counts where λ grows with it: other tables serve every length.
@@ -243,7 +243,7 @@ def key_tables(
 
     With `far_to_near` `near` rotates keys from their far to their near positions.
     """
-    if first is None or not keepable():
+    if first is None or not cacheable():
         return _keys(spec, head_dim, positions, dtype, far_to_near)
     last = first + positions.shape[-1]
     capacity = _capacity(spec, head_dim, dtype, last)
@@ -418,7 +418,7 @@ class _Rotate(torch.autograd.Function):
         cos, sin, *settings = ctx.tables
         # With gradients on, a derivative of this derivative is wanted: it is a rotation as well.
         rotate = _Rotate.apply if torch.is_grad_enabled() else rotate_rows
-        rotate = _rotate_plainly if plain() else rotate
+        rotate = _rotate_plainly if use_plain_ops() else rotate
         return rotate(grad, cos, -sin, *settings), None, None, None, None, None
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from normattn.errors import InputError
-from normattn.io import expanded, open_file, refuse_irregular, stat_of
+from normattn.io import expand_path, file_status, open_file, refuse_irregular
 from normattn.lab.data import hub
 from normattn.lab.data.frozen_packages import FROZEN, frozen_packages
 from normattn.lab.data.sources import (
@@ -63,7 +63,7 @@ def parse_corpus(text: str) -> Corpus:
     if address.body.startswith(hub.PREFIX):
         field = address.take(*hub.OPTIONS, "field")["field"] or "text"
         return hub.hub_corpus(address, partial(_text_row, field))
-    if expanded(address.body).exists():
+    if expand_path(address.body).exists():
         return text_files(address.body, address.take("field")["field"])
     names = (PYTHON_SOURCE, FROZEN)
     near = difflib.get_close_matches(address.body, names, n=1)
@@ -99,7 +99,7 @@ def text_files(place: str, field: str | None) -> Corpus:
     where its text is. Names are relative to the path, so that the split does not depend on
     where the folder lies. Raises `InputError` where there are none.
     """
-    root = expanded(place)
+    root = expand_path(place)
     files = {root.name: root}
     if root.is_dir():
         known = (path for path in _walk(root) if suffix_of(path) in TEXT | ROWS)
@@ -110,7 +110,7 @@ def text_files(place: str, field: str | None) -> Corpus:
     if field is not None and not any(suffix_of(path) in ROWS for path in files.values()):
         raise InputError(f"corpus {place!r}: plain text has no fields; leave out ?field=")
     for path in files.values():  # A pipe is named, not passed over.
-        refuse_irregular(path, stat_of(path).st_mode)
+        refuse_irregular(path, file_status(path).st_mode)
     return file_corpus(
         [Part(name, (path,)) for name, path in sorted(files.items())],
         partial(_texts, field or "text", root.is_dir()),
@@ -123,7 +123,7 @@ def _texts(field: str, in_folder: bool, name: str, path: Path) -> Iterator[Docum
     """The documents of one file."""
     if suffix_of(path) in ROWS:
         yield from rows_of(partial(_text_row, field), name, path, fields=[field])
-    elif in_folder and not is_packed(path) and stat_of(path).st_size <= WHOLE_BYTES:
+    elif in_folder and not is_packed(path) and file_status(path).st_size <= WHOLE_BYTES:
         yield Document(name, read_text(path))
     else:
         for index, text in enumerate(text_pieces(path, PIECE_CHARACTERS)):

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from normattn.errors import InputError, library, need
+from normattn.errors import InputError, import_library, require_module
 from normattn.lab.data.sources import SPLITS, Address, Corpus, Document, Reader, SplitName, capped
 
 PREFIX = "hf:"
@@ -50,20 +50,20 @@ def hub_corpus(address: Address, read: Reader, held_out: bool = False) -> Corpus
         revision = options.get("revision")
         if revision is not None and _COMMIT.fullmatch(revision):
             return revision
-        hub = library("huggingface_hub", lacking)
+        hub = import_library("huggingface_hub", lacking)
         with reading("; ?revision=COMMIT needs no look at the hub"):
             return _newest_commit(hub, name, revision)
 
     def given() -> tuple[SplitName, ...]:
         if not held_out or "split" in options:
             return ()
-        names = library("datasets", lacking).get_dataset_split_names
+        names = import_library("datasets", lacking).get_dataset_split_names
         with reading():
             there = names(name, options.get("config"), revision=commit())
         return tuple(split for split in SPLITS[1:] if split in there)
 
     def rows() -> Iterator[Document]:
-        load = library("datasets", lacking).load_dataset
+        load = import_library("datasets", lacking).load_dataset
         own: dict[str, SplitName] = {split: split for split in given()}
         for split in (options.get("split", "train"), *own):
             start, place = f"{split}:" if split in own else "", own.get(split)
@@ -75,7 +75,7 @@ def hub_corpus(address: Address, read: Reader, held_out: bool = False) -> Corpus
                     yield replace(document, split=place) if place else document
 
     def notes() -> tuple[str, ...]:
-        need("datasets", lacking)
+        require_module("datasets", lacking)
         return (f"the corpus {address} is read from the hub, over the network",)
 
     return Corpus(

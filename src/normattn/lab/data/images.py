@@ -14,7 +14,7 @@ import polars as pl
 from jaxtyping import Float32, Int64, UInt8
 from pydantic import Field
 
-from normattn.errors import InputError, unknown
+from normattn.errors import InputError, unknown_name
 from normattn.lab.data.batches import below, epoch_order, refuse_uneven_shares, uniforms
 from normattn.lab.data.sources import SPLITS, SplitName, Splits, SplitSettings
 
@@ -123,7 +123,7 @@ def scaled(pixels: UInt8[np.ndarray, "m h w c"]) -> Float32[np.ndarray, "m c h w
 
 def _packaged(name: str) -> tuple[str, str, str, int, int]:
     if name not in PACKAGED:
-        raise unknown("set of images", name, PACKAGED)
+        raise unknown_name("set of images", name, PACKAGED)
     return PACKAGED[name]
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from normattn.errors import InputError
-from normattn.io import expanded, open_file
+from normattn.io import expand_path, open_file
 from normattn.lab.data import hub
 from normattn.lab.data.corpora import rows_of
 from normattn.lab.data.sources import (
@@ -45,7 +45,7 @@ def parse_pairs(text: str, source: str, target: str) -> Corpus:
             f"pairs cannot be translated from {source!r} into {target!r}: name two languages"
         )
     address = Address.parse(text, "corpus of sentence pairs")
-    body, path = address.body, expanded(address.body)
+    body, path = address.body, expand_path(address.body)
     read = partial(_pair_row, source, target)
     if body.startswith(hub.PREFIX):
         address.take(*hub.OPTIONS)
@@ -56,8 +56,8 @@ def parse_pairs(text: str, source: str, target: str) -> Corpus:
     first, _, second = body.partition(",")
     if body == "catalogues":
         return _catalogues(source, target)
-    if second and expanded(first).is_file():
-        return file_corpus([Part(body, (expanded(first), expanded(second)))], _line_pairs)
+    if second and expand_path(first).is_file():
+        return file_corpus([Part(body, (expand_path(first), expand_path(second)))], _line_pairs)
     if suffix_of(path) in ROWS and path.is_file():
         return file_corpus([Part(path.name, (path,))], partial(rows_of, read))
     raise InputError(

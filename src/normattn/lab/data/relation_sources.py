@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from normattn.errors import InputError
-from normattn.io import expanded, parse_json
+from normattn.io import expand_path, parse_json
 from normattn.lab.data import hub
 from normattn.lab.data.corpora import python_source, rows_of
 from normattn.lab.data.sources import (
@@ -59,7 +59,7 @@ def parse_relations(text: str) -> Corpus:
         address.take(*hub.OPTIONS)
         return hub.hub_corpus(address, relation_row, held_out=True)
     address.take()
-    folder = expanded(address.body)
+    folder = expand_path(address.body)
     if not folder.is_dir():
         state = "is a file" if folder.exists() else "does not exist"
         raise InputError(

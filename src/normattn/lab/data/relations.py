@@ -19,7 +19,7 @@ from pydantic import Field, model_validator
 
 from normattn import io
 from normattn.errors import InputError
-from normattn.io import expanded, read_object, sha256_of
+from normattn.io import expand_path, read_object, sha256_of
 from normattn.lab.data.batches import epoch_order, padded, refuse_uneven_shares
 from normattn.lab.data.relation_sources import parse_relations, python_imports
 from normattn.lab.data.sources import SPLITS, Corpus, Document, SplitName, Splits, SplitSettings
@@ -79,7 +79,7 @@ class RelationConfig(SplitSettings):
     @property
     def parsed(self) -> Corpus:
         """Where the documents are read from; `InputError` where they are plainly not there."""
-        if self.vocabulary is not None and not expanded(self.vocabulary).is_file():
+        if self.vocabulary is not None and not expand_path(self.vocabulary).is_file():
             raise InputError(
                 f"the vocabulary {self.vocabulary} does not exist; expected a WordPiece vocab.txt"
             )
@@ -129,7 +129,7 @@ def prepare_relations(config: RelationConfig, cache_dir: Path | None = None) -> 
     vocabulary larger than `vocab_size`, and a split without documents.
     """
     corpus = config.parsed
-    vocabulary = config.vocabulary and sha256_of(expanded(config.vocabulary))
+    vocabulary = config.vocabulary and sha256_of(expand_path(config.vocabulary))
     settings = config.model_dump(mode="json", exclude={"corpus", "vocabulary"})
     decides = [FORMAT, tokenizers.__version__, corpus.fingerprint(), vocabulary, settings]
     folder = prepared(
@@ -203,7 +203,7 @@ def _word_pieces(config: RelationConfig, corpus: Corpus) -> WordPieces:
     if config.vocabulary is None:
         texts = [d.text for d in corpus.documents() if d.split in (None, "train")]
         return train_word_pieces(texts, config.vocab_size, config.lower_case)
-    pieces = WordPieces.load(expanded(config.vocabulary), config.lower_case)
+    pieces = WordPieces.load(expand_path(config.vocabulary), config.lower_case)
     if pieces.vocab_size > config.vocab_size:
         raise InputError(
             f"{config.vocabulary} has {pieces.vocab_size:,} entries, but data.vocab_size is "

@@ -24,7 +24,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Int32, Int64
 
-from normattn.errors import InputError, unknown
+from normattn.errors import InputError, unknown_name
 from normattn.lab.data.tokeniser import Tokeniser
 from normattn.lab.data.tokens import TokenData
 from normattn.lab.data.windows import choose_places, digest_of, window_length
@@ -89,7 +89,7 @@ def retrieval_set(
     statements.
     """
     if task not in TASKS:
-        raise unknown("retrieval task", task, TASKS)
+        raise unknown_name("retrieval task", task, TASKS)
     if data.tokeniser is None:
         raise InputError("retrieval writes lines of text, and generated tokens have none")
     length = window_length(train_length, multiple)

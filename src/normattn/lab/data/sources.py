@@ -13,7 +13,7 @@ from urllib.parse import parse_qsl
 from pydantic import Field, model_validator
 
 from normattn.errors import InputError
-from normattn.io import expanded, identity, stat_of
+from normattn.io import expand_path, file_identity, file_status
 from normattn.settings import Settings
 
 SplitName = Literal["train", "validation", "test"]
@@ -94,7 +94,7 @@ def file_corpus(
     versions = dict(versions or {})
 
     def documents(limit: int | None = None) -> Iterator[Document]:
-        sizes = [sum(stat_of(path).st_size for path in part.paths) for part in parts]
+        sizes = [sum(file_status(path).st_size for path in part.paths) for part in parts]
         found = (
             document if part.split is None else replace(document, split=part.split)
             for part in evenly(parts, sizes, limit)
@@ -105,7 +105,7 @@ def file_corpus(
     def fingerprint() -> str:
         digest = hashlib.sha256(repr((rules, labels, versions)).encode())
         for part in parts:
-            states = [identity(stat_of(path)) for path in part.paths]
+            states = [file_identity(file_status(path)) for path in part.paths]
             digest.update(repr((part.name, part.split, states)).encode())
         return digest.hexdigest()
 
@@ -163,7 +163,7 @@ class Address:
         if not text.strip():
             raise InputError(f"the {kind} has no name")
         body, mark, query = text.rpartition("?")
-        if not mark or expanded(text).exists():
+        if not mark or expand_path(text).exists():
             return cls(text, {})
         try:
             pairs = parse_qsl(query, strict_parsing=True)

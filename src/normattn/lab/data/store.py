@@ -23,7 +23,7 @@ from numpy.typing import ArrayLike
 
 from normattn import io
 from normattn.errors import InputError
-from normattn.io import default_cache_dir, identity, read_object, sha256_of
+from normattn.io import default_cache_dir, file_identity, read_object, sha256_of
 from normattn.lab.data.sources import SPLITS, Document, SplitName
 from normattn.locks import locked
 
@@ -66,7 +66,7 @@ def prepared(
             build(begun)
             files = sorted(file for file in begun.iterdir() if file.is_file())
             entries = {
-                file.name: [file.stat().st_size, sha256_of(file), identity(file.stat())]
+                file.name: [file.stat().st_size, sha256_of(file), file_identity(file.stat())]
                 for file in files
             }
             io.write_json(begun / MANIFEST, entries)
@@ -91,7 +91,7 @@ def damage(path: Path) -> str | None:
             return f"is damaged ({MANIFEST} and the folder differ in {odd})"
         for name, (size, digest, state) in expected.items():
             status = (path / name).stat()
-            same = status.st_size == size and list(identity(status)) == state
+            same = status.st_size == size and list(file_identity(status)) == state
             if not same and (status.st_size != size or sha256_of(path / name) != digest):
                 return f"is damaged (the content of {name} has changed)"
     except (OSError, InputError) as error:

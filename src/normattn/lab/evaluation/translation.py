@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from normattn.errors import InputError, library
+from normattn.errors import InputError, import_library
 from normattn.lab.data.batches import padded
 from normattn.lab.data.pairs import EOS_ID, PAD_ID, PairSplit
 from normattn.lab.data.tokeniser import Tokeniser
@@ -123,7 +123,7 @@ def corpus_counts(translations: Sequence[str], references: Sequence[str]) -> dic
         raise InputError(
             f"there are {len(translations):,} translations of {len(references):,} sentences"
         )
-    metrics = library(
+    metrics = import_library(
         "sacrebleu.metrics",
         "BLEU and chrF need sacrebleu, which is not installed: pip install 'normattn[translation]'",
     )

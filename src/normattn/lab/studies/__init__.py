@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
 
-from normattn.errors import unknown
+from normattn.errors import unknown_name
 
 if TYPE_CHECKING:
     from normattn.lab.studies.base import Study
@@ -51,7 +51,7 @@ def find(name: str) -> Study:
         own = (
             "; a study of your own is given by its file: reproduce FILE.py, report --study FILE.py"
         )
-        raise unknown("study", name, names(), own)
+        raise unknown_name("study", name, names(), own)
     module = importlib.import_module(f"{__name__}.{place.module}")
     return cast("Study", getattr(module, place.variable))
 

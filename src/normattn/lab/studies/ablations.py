@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from normattn.errors import InputError, unknown
+from normattn.errors import InputError, unknown_name
 from normattn.lab.report.claims import Claim
 from normattn.lab.report.figures import Figure
 from normattn.lab.report.tables import NOTHING, Cell, Column, Row, Table, text_column
@@ -138,7 +138,7 @@ def _parts(change: str) -> list[Change]:
     """The single changes that a name joins; `InputError` names the nearest known one."""
     for name in change.split("+"):
         if name not in CHANGES:
-            raise unknown("change", name, CHANGES, ", and several of them joined by +")
+            raise unknown_name("change", name, CHANGES, ", and several of them joined by +")
     return [CHANGES[name] for name in change.split("+")]
 
 
@@ -366,7 +366,7 @@ def resolve_questions(request: Request) -> Sweep:
     asked = request.variants or tuple(QUESTIONS)
     for name in asked:
         if name not in QUESTIONS:
-            raise unknown("question", name, QUESTIONS)
+            raise unknown_name("question", name, QUESTIONS)
     rows = tuple(dict.fromkeys(row for name in asked for row in QUESTIONS[name].rows))
     return setting.sweep(request, "questions", [*map(setting.run, canonical(rows, setting))])
 

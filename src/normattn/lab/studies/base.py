@@ -24,7 +24,7 @@ from typing import Any
 
 import polars as pl
 
-from normattn.errors import InputError, unknown
+from normattn.errors import InputError, unknown_name
 from normattn.lab.report.claims import Claim
 from normattn.lab.report.figures import Figure
 from normattn.lab.report.output import Written, write_page
@@ -246,9 +246,9 @@ def _check_metric(
         multiple = length.multiple if isinstance(length, Length) else 0
         wrong = None
         if term.name not in KNOWN:
-            wrong = unknown("metric", term.name, KNOWN)
+            wrong = unknown_name("metric", term.name, KNOWN)
         elif row is not None and row not in variants:
-            wrong = unknown("variant", str(row), variants)
+            wrong = unknown_name("variant", str(row), variants)
         elif multiple and lengths and multiple not in lengths:
             wrong = InputError(
                 f"{multiple:g} is no length of its Eval, which has {', '.join(map(str, lengths))}"

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field, field_validator, model_validator
 
-from normattn.errors import InputError, unknown
+from normattn.errors import InputError, unknown_name
 from normattn.io import read_toml
 from normattn.lab.sweep.config import flat, merged, value_at
 from normattn.lab.sweep.run import Request
@@ -194,7 +194,7 @@ def _written(name: str, study: str | None, folder: Path) -> tuple[str, dict[str,
         packaged = _folder(study) / f"{name.replace('-', '_')}.toml"
         return name, tomllib.loads(packaged.read_text("utf-8"))
     if not name.endswith(".toml"):
-        raise unknown(
+        raise unknown_name(
             "preset", name, known, ", and a file of your own by its path, ending in .toml"
         )
     try:

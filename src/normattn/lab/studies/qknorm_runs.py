@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import polars as pl
 from pydantic import Field, field_validator
 
-from normattn.errors import InputError, unknown
+from normattn.errors import InputError, unknown_name
 from normattn.io import write_json
 from normattn.lab.data.images import ImageData
 from normattn.lab.data.pairs import PairData, PairSplit
@@ -96,7 +96,7 @@ def rows_of(names: Sequence[str], known: Mapping[str, Layer]) -> dict[str, tuple
             raise InputError(f"{score} holds {spec.method}, which is applied after training")
         for other in others:
             if other not in known:
-                raise unknown("training of a row", other, known, f" (in {name})")
+                raise unknown_name("training of a row", other, known, f" (in {name})")
         # In the order of `known`: one row has one name, and the same settings come last.
         ordered = [other for other in known if other in others]
         rows["+".join((spec.text, *ordered))] = tuple(known[other] for other in ordered)

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import ArrayLike
 from pydantic import AfterValidator, Field
 
-from normattn.errors import InputError, unknown
+from normattn.errors import InputError, unknown_name
 from normattn.lab.data.tokens import TokenData
 from normattn.lab.data.windows import MaskedSet, masked_set
 from normattn.lab.diagnostics.depth import layer_gradients, measure_depth
@@ -88,7 +88,7 @@ ROWS: Mapping[str, Encoder] = {
 
 def _known(name: str) -> str:
     if name not in ROWS:
-        raise unknown("row", name, ROWS)
+        raise unknown_name("row", name, ROWS)
     return name
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import polars as pl
 from pydantic import Field
 
-from normattn.errors import unknown
+from normattn.errors import unknown_name
 from normattn.lab.data.relations import RelationConfig, RelationData, prepare_relations
 from normattn.lab.evaluation.classification import evaluate_classifier
 from normattn.lab.report.claims import SEEDS, Claim
@@ -227,7 +227,7 @@ def _chosen(asked: Sequence[str]) -> tuple[str, ...]:
     known = {name.lower(): name for name in NORMS}
     for name in asked:
         if name.lower() not in known:
-            raise unknown("norm", name, NORMS)
+            raise unknown_name("norm", name, NORMS)
     return tuple(dict.fromkeys(known[name.lower()] for name in asked))
 
 

@@ -24,7 +24,7 @@ from typing import Any, ClassVar, Literal, NoReturn
 
 from pydantic import Field
 
-from normattn.errors import InputError, library, unknown
+from normattn.errors import InputError, import_library, unknown_name
 from normattn.lab.sweep.launchers import (
     Child,
     Job,
@@ -145,7 +145,7 @@ class Ray(Remote):
     @contextmanager
     def session(self, jobs: Sequence[Job], needs: Needs) -> Iterator[Start]:
         """Join the cluster, and leave it at the end."""
-        ray = library("ray", _lacking("ray", "ray"))
+        ray = import_library("ray", _lacking("ray", "ray"))
         joined = ray.is_initialized()
         if not joined:
             self._join(ray)
@@ -227,7 +227,7 @@ class Slurm(Remote):
     @contextmanager
     def session(self, jobs: Sequence[Job], needs: Needs) -> Iterator[Start]:
         """Submit an array of jobs each time."""
-        submitit = library("submitit", _lacking("submitit", "slurm"))
+        submitit = import_library("submitit", _lacking("submitit", "slurm"))
         logging.getLogger("submitit").setLevel(logging.ERROR)
         # A new folder each time: submitit unpickles what it finds there, so it must be our own.
         place = jobs[0].log.parents[2].resolve() / ".submitit"
@@ -278,7 +278,9 @@ class SlurmJob(RemoteJob):
     def checkpoint(self) -> Any:
         """Save the state; what to call when the job starts again."""
         self.save()
-        submission = library("submitit", _lacking("submitit", "slurm")).helpers.DelayedSubmission
+        submission = import_library(
+            "submitit", _lacking("submitit", "slurm")
+        ).helpers.DelayedSubmission
         return submission(replace(self, child=None))
 
 
@@ -337,5 +339,5 @@ def launcher(name: str, settings: Mapping[str, Any]) -> Launcher:
     """The launcher called `name` with these settings; `InputError` for unknown ones."""
     known: dict[str, type[Launcher]] = {kind.name: kind for kind in (Local, Slurm, Ray)}
     if name not in known:
-        raise unknown("launcher", name, known)
+        raise unknown_name("launcher", name, known)
     return known[name].parse(settings, f"the {name} launcher")

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import Field, model_validator
 
 from normattn.errors import InputError
-from normattn.io import expanded, read_json, read_toml
+from normattn.io import expand_path, read_json, read_toml
 from normattn.lab.training.trackers import TrackerName
 from normattn.score import ScoreSpec
 from normattn.settings import Settings
@@ -215,7 +215,7 @@ class LoopConfig(Settings):
     @classmethod
     def load(cls: type[Config], path: Path | str) -> Config:
         """Read a .json or .toml file, or the config.json of a run."""
-        return cls.parse(read_settings(expanded(path)), str(path))
+        return cls.parse(read_settings(expand_path(path)), str(path))
 
 
 def multiplier(schedule: ScheduleConfig, step: int, steps: int) -> float:

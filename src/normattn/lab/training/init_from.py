@@ -8,7 +8,7 @@ from typing import Annotated, Any, Protocol, TypeVar, runtime_checkable
 from pydantic import Field
 
 from normattn.errors import InputError
-from normattn.io import expanded, read_object, write_json
+from normattn.io import expand_path, read_object, write_json
 from normattn.lab.data.tokeniser import Tokeniser
 from normattn.lab.data.tokens import TokenData
 from normattn.models import CausalLM, CausalLMConfig
@@ -115,7 +115,7 @@ def refuse_other_tokeniser(continued: Continuation | None, data: TokenData) -> N
     """
     if continued is None:
         return
-    start = expanded(continued.start)
+    start = expand_path(continued.start)
     run = start.parent.parent if start.parent.name == KEPT else start.parent
     left = run / TOKENISER_FILE
     if not left.is_file():
@@ -137,7 +137,7 @@ def new_model(kind: type[AnyModel], config: Any, continued: Continuation | None)
     """
     if continued is None:
         return kind(config)
-    start = expanded(continued.start)
+    start = expand_path(continued.start)
     weights = Continuation.of(start).weights
     if weights != continued.weights:
         raise InputError(
