@@ -94,11 +94,9 @@ def brute_weights(seen: Seen, batch: int, head: int) -> list[list[float]]:
             s = p.cap * math.tanh(s / p.cap) if p.cap is not None else s
             s += p.bias[head, i - j].item() if p.bias is not None else 0.0
             hidden = (
-                p.visibility.window is not None
-                and i - j >= p.visibility.window
-                and j >= p.visibility.kept
+                p.mask.window is not None and i - j >= p.mask.window and j >= p.mask.sink_tokens
             )
-            own, others = p.visibility.query_documents, p.visibility.key_documents
+            own, others = p.mask.query_documents, p.mask.key_documents
             if own is not None and others is not None:  # chunks
                 hidden = hidden or bool(own[batch, i] != others[batch, j])
             scores.append(-math.inf if hidden else s)
@@ -134,8 +132,8 @@ def test_a_layer_pair_by_pair(score: str, length: int) -> None:
             cosines = torch.cosine_similarity(q[:, None], k[None], dim=-1).numpy()
             query, key = np.indices((length, length))
             visible = query >= key
-            if p.visibility.window is not None:
-                visible &= query - key < p.visibility.window
+            if p.mask.window is not None:
+                visible &= query - key < p.mask.window
             if "Chunked" in score:
                 visible &= query // 6 == key // 6
             dots = (q @ k.T).numpy()

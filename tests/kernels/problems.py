@@ -46,11 +46,11 @@ def make_inputs(
         drawn = drawn * (scale if name in ("q", "far_q") else 1)
         return layout(name, drawn.to(dtype)).requires_grad_(learned)
 
-    seen = AttentionMask(
+    attention_mask = AttentionMask(
         **{"causal": True, "aligned": True, **mask}, query=at[keys - rows :], key=at
     )
     q, k = leaf("q", batch, heads, rows, size), leaf("k", batch, groups, keys, size)
-    inputs = AttentionInputs(q, k, leaf("v", batch, groups, keys, values or size), seen)
+    inputs = AttentionInputs(q, k, leaf("v", batch, groups, keys, values or size), attention_mask)
     if change in ("two regimes", "all"):
         far_q = leaf("far_q", batch, heads, rows, size)
         far_k = leaf("far_k", batch, groups, keys, size)
@@ -96,23 +96,23 @@ def assert_all_close(
 def logits_of(p: AttentionInputs, product: Tensor) -> Tensor:
     """Cap, bias and mask on a product, by formula, and the sink's logit behind; −∞ where hidden."""
     logits = product if p.cap is None else p.cap * torch.tanh(product / p.cap)
-    seen, distance = p.visibility, p.visibility.query[:, None] - p.visibility.key
+    mask, distance = p.mask, p.mask.query[:, None] - p.mask.key
     if p.bias is not None:
         logits = logits + p.bias[:, distance.abs()]
     hidden = torch.zeros(p.q.shape[0], 1, *distance.shape, dtype=torch.bool)
-    if seen.causal:
+    if mask.causal:
         hidden = hidden | (distance < 0)
-    if seen.window is not None:
-        hidden = hidden | ((distance.abs() >= seen.window) & (seen.key >= seen.kept))
-    if seen.padding is not None:
-        hidden = hidden | seen.padding[:, None, None]
-    if seen.key_documents is not None and seen.query_documents is not None:
-        other = seen.query_documents[:, :, None] != seen.key_documents[:, None]
+    if mask.window is not None:
+        hidden = hidden | ((distance.abs() >= mask.window) & (mask.key >= mask.sink_tokens))
+    if mask.padding is not None:
+        hidden = hidden | mask.padding[:, None, None]
+    if mask.key_documents is not None and mask.query_documents is not None:
+        other = mask.query_documents[:, :, None] != mask.key_documents[:, None]
         hidden = hidden | other[:, None]
-    if seen.mask is not None and seen.mask.dtype == torch.bool:
-        hidden = hidden | ~seen.mask
-    elif seen.mask is not None:
-        logits = logits + seen.mask
+    if mask.attn_mask is not None and mask.attn_mask.dtype == torch.bool:
+        hidden = hidden | ~mask.attn_mask
+    elif mask.attn_mask is not None:
+        logits = logits + mask.attn_mask
     logits = logits.masked_fill(hidden, -torch.inf)
     if p.sink is None:
         return logits
@@ -131,12 +131,12 @@ RESIDUAL: dict[str, dict[str, Any]] = {
     "cross": {"rows": 9, "keys": 14, "causal": False},
     "one row": {"rows": 1},
     "window": {"keys": 33, "window": 5},
-    "kept": {"window": 5, "kept": 2},
+    "kept": {"window": 5, "sink_tokens": 2},
     "padding": {"padding": _PADDING},
     "padded encoder": {"padding": _PADDING, "causal": False},
     "documents": {"query_documents": _NUMBERS, "key_documents": _NUMBERS},
-    "mask": {"mask": torch.ones(R, R).tril(3) > 0},
-    "floating": {"mask": torch.eye(R, dtype=torch.float64)},
+    "mask": {"attn_mask": torch.ones(R, R).tril(3) > 0},
+    "floating": {"attn_mask": torch.eye(R, dtype=torch.float64)},
     "irregular": {"aligned": False},
     **{change: {"change": change} for change in ("cap", "bias", "sink", "one regime")},
 }

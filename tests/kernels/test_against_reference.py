@@ -68,12 +68,12 @@ def _drawn(draw: random.Random, plain: bool, whole: bool = False) -> AttentionIn
         key = key[0] if draw.random() < 0.3 else key
     documents = sometimes(torch.randint(0, 3, (batch, keys), generator=seed).sort(-1).values)
     sliding = sometimes(draw.choice([1, 3, 5, 30]), 0.5)
-    seen = AttentionMask(
+    mask = AttentionMask(
         *(causal, key[..., keys - rows :], key, aligned),
         padding=sometimes(torch.rand((batch, keys), generator=seed) < 0.3),
-        mask=sometimes(_mask(draw, (batch, heads, rows, keys), seed)),
+        attn_mask=sometimes(_mask(draw, (batch, heads, rows, keys), seed)),
         window=sliding,
-        kept=draw.choice([0, 1, 4]) if sliding else 0,
+        sink_tokens=draw.choice([0, 1, 4]) if sliding else 0,
         query_documents=None if documents is None else documents[:, keys - rows :],
         key_documents=documents,
     )
@@ -84,7 +84,7 @@ def _drawn(draw: random.Random, plain: bool, whole: bool = False) -> AttentionIn
         leaf(batch, heads, rows, 4),
         leaf(batch, groups, keys - skipped, 4),
         leaf(batch, groups, keys, 4 if plain else draw.choice([4, 6])),
-        seen,
+        mask,
         far_q=None if window is None else leaf(batch, heads, rows, 4),
         far_k=None if window is None else leaf(batch, groups, keys, 4),
         window=window,
@@ -157,11 +157,11 @@ def test_a_decoding_step_over_keys_cut_from_a_cache(dtype: torch.dtype) -> None:
     made = [torch.randn(2, 2, count, 8).to(dtype) for count in (1, 1, 50, 50, 6)]
     q, far_q, values, far_k, near = made
     key = torch.arange(40)
-    seen = AttentionMask(True, key[-1:], key, True)
+    mask = AttentionMask(True, key[-1:], key, True)
     v, cut = values[:, :, :40], far_k[:, :, :40]
-    two = AttentionInputs(q, near, v, seen, far_q, cut, 6, near_start=34)
+    two = AttentionInputs(q, near, v, mask, far_q, cut, 6, near_start=34)
     error = 1e-5 if dtype == torch.float32 else 3e-2
-    for inputs in (two, AttentionInputs(q, cut, v, seen)):
+    for inputs in (two, AttentionInputs(q, cut, v, mask)):
         wide = [None if x is None else x.double() for x in inputs.tensors]
         expected = reference(AttentionInputs.of(inputs.settings, wide))
         out = attend(inputs, "chunked").double()
@@ -174,7 +174,7 @@ def test_nothing_to_attend_to(backend: str, queries: int, keys: int) -> None:
     inputs = make_inputs(queries, max(queries, keys), causal=False)
     inputs = replace(inputs, k=inputs.k[:, :, :keys], v=inputs.v[:, :, :keys])
     at = torch.arange(keys)
-    inputs = replace(inputs, visibility=AttentionMask(False, torch.arange(queries), at, True))
+    inputs = replace(inputs, mask=AttentionMask(False, torch.arange(queries), at, True))
     out, *grads = outputs_and_gradients(lambda p: attend(p, backend), inputs)
     assert out.shape == (2, 4, queries, 8)
     assert all((x == 0).all() for x in (out, *grads))

@@ -63,9 +63,7 @@ def test_keys_beyond_a_heads_reach_are_left_out(
     groups = 1 if dtype == torch.float64 else 3
     inputs = biased(120, causal=causal, heads=3, groups=groups, dtype=dtype, slope=20.0)
     assert_agrees(inputs)
-    assert_agrees(
-        replace(inputs, q=inputs.q[:, :, -50:], visibility=biased(50, 120, causal).visibility)
-    )
+    assert_agrees(replace(inputs, q=inputs.q[:, :, -50:], mask=biased(50, 120, causal).mask))
     few = _flops(inputs)
     monkeypatch.setattr(tiled, "REACH_FROM", 121)
     assert few < 0.7 * _flops(inputs)

@@ -26,14 +26,14 @@ class _Places:
     def part(self, rows: slice) -> _Places:
         return self
 
-    def values(self, score: torch.Tensor, seen: AttentionMask) -> torch.Tensor:
-        return (seen.query[:, None] + 1) * seen.key.float().sin()
+    def values(self, score: torch.Tensor, mask: AttentionMask) -> torch.Tensor:
+        return (mask.query[:, None] + 1) * mask.key.float().sin()
 
 
 class _Share:
     """Each score by itself."""
 
-    def weights(self, score: torch.Tensor, seen: AttentionMask) -> torch.Tensor:
+    def weights(self, score: torch.Tensor, mask: AttentionMask) -> torch.Tensor:
         return score.sigmoid()
 
 
@@ -48,13 +48,13 @@ CHANGES: dict[str, dict[str, Any]] = {
     "sink": {"sink": torch.randn(4)},
     "cap": {"cap": 2.0},
     "dropout": {"dropout": 0.5},
-    "sliding": {"seen": {"window": 2}},
-    "kept": {"seen": {"window": 2, "kept": 1}},
-    "padding": {"seen": {"padding": torch.tensor([[True] + [False] * 6] * 2)}},
-    "mask": {"seen": {"mask": torch.ones(7, 7, dtype=torch.bool)}},
-    "learned mask": {"seen": {"mask": torch.zeros(7, 7, requires_grad=True)}},
-    "documents": {"seen": {"query_documents": NUMBERS, "key_documents": NUMBERS}},
-    "irregular": {"seen": {"aligned": False}},
+    "sliding": {"mask": {"window": 2}},
+    "kept": {"mask": {"window": 2, "sink_tokens": 1}},
+    "padding": {"mask": {"padding": torch.tensor([[True] + [False] * 6] * 2)}},
+    "mask": {"mask": {"attn_mask": torch.ones(7, 7, dtype=torch.bool)}},
+    "learned mask": {"mask": {"attn_mask": torch.zeros(7, 7, requires_grad=True)}},
+    "documents": {"mask": {"query_documents": NUMBERS, "key_documents": NUMBERS}},
+    "irregular": {"mask": {"aligned": False}},
 }
 SHAPES = {"": (7, 4), "values": (7, 6), "last rows": (3, 4), "one row": (1, 4)}
 GRID = list(itertools.product(CHANGES, SHAPES, (False, True), (False, True)))
@@ -65,12 +65,12 @@ def _inputs(
 ) -> AttentionInputs:
     rows, values = SHAPES[shape]
     changes = dict(CHANGES[change])
-    seen = dict(changes.pop("seen", {}))
-    if "query_documents" in seen:
-        seen["query_documents"] = seen["query_documents"][:, 7 - rows :]
-    if "mask" in seen:
-        seen["mask"] = seen["mask"][:rows]
-    kind, options = "two regimes" if two else "plain", {"causal": causal, "dtype": dtype, **seen}
+    mask = dict(changes.pop("mask", {}))
+    if "query_documents" in mask:
+        mask["query_documents"] = mask["query_documents"][:, 7 - rows :]
+    if "attn_mask" in mask:
+        mask["attn_mask"] = mask["attn_mask"][:rows]
+    kind, options = "two regimes" if two else "plain", {"causal": causal, "dtype": dtype, **mask}
     inputs = make_inputs(rows, 7, kind, size=4, values=values, far_from=3, **options)
     return replace(inputs, **changes)
 

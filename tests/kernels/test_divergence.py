@@ -34,8 +34,8 @@ def _spoilt(inputs: AttentionInputs, side: str, place: int, value: float) -> Ten
     rows = torch.arange(inputs.q.shape[2])
     if side == "q":
         return rows == place
-    seen = inputs.visibility
-    return seen.query >= seen.key[place] if seen.causal else torch.ones_like(rows) > 0
+    mask = inputs.mask
+    return mask.query >= mask.key[place] if mask.causal else torch.ones_like(rows) > 0
 
 
 @values_and_types
@@ -50,9 +50,9 @@ def test_the_same_rows_by_every_kernel(change: str, value: float, dtype: torch.d
             if rows == 1 and side == "k" and place < S - 1 and math.isinf(value):
                 # Older keys were looked at when they were new.
                 continue
-            seen = {"padding": torch.zeros(1, S, dtype=torch.bool)} if change == "padding" else {}
+            mask = {"padding": torch.zeros(1, S, dtype=torch.bool)} if change == "padding" else {}
             kind = change.replace("padding", "plain")
-            options = {"batch": 1, "dtype": dtype, "learned": False, "causal": causal, **seen}
+            options = {"batch": 1, "dtype": dtype, "learned": False, "causal": causal, **mask}
             inputs = make_inputs(rows, S, kind, far_from=12, **options)  # type: ignore[arg-type]
             expected = _spoilt(inputs, side, place, value)
             for kernel in KERNELS:
@@ -117,14 +117,14 @@ def test_no_infinite_key_is_kept_where_the_host_cannot_look(
 def test_residual_scores_keep_it_from_earlier_rows(
     case: str, value: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A key that is spoilt in one layer is seen, there and above, by the rows that see it."""
+    """A key that is spoilt in one layer is mask, there and above, by the rows that see it."""
     monkeypatch.setattr(tiled, "ROWS", 8)
     place = 11
     for spoilt in range(3):
         layers = make_layers(case, dtype=dtype)
         layers[spoilt].k[:, :, place, 0] = value
         q = layers[0].q
-        hidden = layers[0].visibility.hidden(slice(0, q.shape[2]), slice(0, layers[0].k.shape[2]))
+        hidden = layers[0].mask.hidden(slice(0, q.shape[2]), slice(0, layers[0].k.shape[2]))
         assert hidden is not None
         reads = ~hidden[..., place].expand(q.shape[:3])
         for way in WAYS:

@@ -31,13 +31,13 @@ MASKS: dict[str, dict[str, Any]] = {
     "not causal": {"causal": False},
     "window": {"window": 5},
     "window both ways": {"window": 5, "causal": False},
-    "window and first keys": {"window": 5, "kept": 3},
+    "window and first keys": {"window": 5, "sink_tokens": 3},
     "padding": {"padding": torch.arange(S).expand(B, -1) < torch.tensor([[2], [20]])},
     "documents": {"query_documents": _of_documents(T), "key_documents": _of_documents(S)},
-    "mask of every pair": {"mask": torch.arange(B * T * S).view(B, 1, T, S) % 3 > 0},
-    "mask of every head": {"mask": torch.arange(H * S).view(1, H, 1, S) % 5 > 1},
-    "added": {"mask": LINE},
-    "added minus infinity": {"mask": LINE.masked_fill(torch.arange(S) > 3, -torch.inf)},
+    "mask of every pair": {"attn_mask": torch.arange(B * T * S).view(B, 1, T, S) % 3 > 0},
+    "mask of every head": {"attn_mask": torch.arange(H * S).view(1, H, 1, S) % 5 > 1},
+    "added": {"attn_mask": LINE},
+    "added minus infinity": {"attn_mask": LINE.masked_fill(torch.arange(S) > 3, -torch.inf)},
 }
 
 
@@ -63,8 +63,8 @@ def test_forward_is_the_reference(name: str, change: str) -> None:
 def test_positions_of_each_text() -> None:
     at = torch.stack((torch.arange(S), torch.arange(S).flip(0)))
     inputs = make_inputs(T, S, "all", far_from=7, dtype=torch.float32, learned=False)
-    seen = AttentionMask(True, at[:, S - T :], at, aligned=False, window=9)
-    inputs = replace(inputs, visibility=seen)
+    mask = AttentionMask(True, at[:, S - T :], at, aligned=False, window=9)
+    inputs = replace(inputs, mask=mask)
     torch.testing.assert_close(attend(inputs, "flex"), reference(inputs))
 
 

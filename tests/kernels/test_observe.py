@@ -30,16 +30,16 @@ class Notes(Observer):
     rows: list[tuple[slice, Tensor | None]] = field(default_factory=list)
     owners: list[object] = field(default_factory=list)
 
-    def enter(self, owner: Any, q: Tensor, k: Tensor, padding: Any, at: Any) -> None:
+    def enter_layer(self, owner: Any, q: Tensor, k: Tensor, padding: Any, positions: Any) -> None:
         self.owners.append(owner)
 
-    def confine(self, rows: slice, members: Tensor | None) -> None:
+    def select_rows(self, rows: slice, members: Tensor | None) -> None:
         self.rows.append((rows, members))
 
-    def functions(self, inputs: AttentionInputs) -> Tensor | None:
+    def distance_functions(self, inputs: AttentionInputs) -> Tensor | None:
         return self.asked
 
-    def see(self, inputs: AttentionInputs, observation: Observation) -> None:
+    def record(self, inputs: AttentionInputs, observation: Observation) -> None:
         self.seen.append((inputs, observation))
 
     def whole(self, name: str) -> Tensor:
@@ -176,13 +176,13 @@ ADDED[1, 1, :, ::2] = -torch.inf
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     **{change: (change, {}) for change in ("plain", "two regimes", "bias", "cap", "sink")},
     "sliding": ("plain", {"window": 3}),
-    "mask": ("plain", {"mask": ADDED}),
+    "mask": ("plain", {"attn_mask": ADDED}),
 }
 
 
 def inputs_of(kind: str, dtype: torch.dtype = torch.float64) -> AttentionInputs:
     change, seen = KINDS[kind]
-    seen = {name: x.to(dtype) if name == "mask" else x for name, x in seen.items()}
+    seen = {name: x.to(dtype) if name == "attn_mask" else x for name, x in seen.items()}
     return make_inputs(7, 9, change, size=4, far_from=3, scale=3, dtype=dtype, **seen)
 
 
@@ -191,9 +191,9 @@ def inputs_of(kind: str, dtype: torch.dtype = torch.float64) -> AttentionInputs:
 def test_narrow_types(kind: str, dtype: torch.dtype) -> None:
     """Entropy as good as the scores are: of logits up to ±10, to 2 % of ln n in half precision."""
     inputs = inputs_of(kind, dtype)
-    exact, seen = in_float64(inputs), inputs.visibility
-    if seen.mask is not None:
-        exact = replace(exact, visibility=replace(seen, mask=seen.mask.double()))
+    exact, mask = in_float64(inputs), inputs.mask
+    if mask.attn_mask is not None:
+        exact = replace(exact, mask=replace(mask, attn_mask=mask.attn_mask.double()))
     found = run_kernel(inputs, statistics=True).statistics
     expected = run_kernel(exact, statistics=True).statistics
     error = 1e-5 if dtype == torch.float32 else 0.05
@@ -259,8 +259,8 @@ def test_residual_scores(backend: str, mean: bool, causal: bool) -> None:
 @pytest.mark.parametrize("keys", [0, 1])
 def test_a_single_key_and_no_keys_at_all(keys: int) -> None:
     inputs = make_inputs(1, 1, batch=1, heads=1, groups=1, learned=False)
-    seen = AttentionMask(False, torch.arange(1), torch.arange(keys), aligned=True)
-    inputs = replace(inputs, k=inputs.k[:, :, :keys], v=inputs.v[:, :, :keys], visibility=seen)
+    mask = AttentionMask(False, torch.arange(1), torch.arange(keys), aligned=True)
+    inputs = replace(inputs, k=inputs.k[:, :, :keys], v=inputs.v[:, :, :keys], mask=mask)
     found = run_kernel(inputs, statistics=True).statistics
     assert found is not None
     assert (int(found.visible), float(found.entropy), float(found.first)) == (keys, 0, keys)

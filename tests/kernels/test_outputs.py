@@ -25,9 +25,9 @@ B, H, G, T, S, D = 2, 4, 2, 11, 17, 8
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "not causal": {"causal": False},
-    "window": {"window": 4, "kept": 1},
+    "window": {"window": 4, "sink_tokens": 1},
     "padding": {"padding": torch.arange(S).expand(B, -1) < torch.tensor([[2], [13]])},
-    "added": {"mask": torch.linspace(-2, 2, T * S, dtype=torch.float64).view(T, S)},
+    "added": {"attn_mask": torch.linspace(-2, 2, T * S, dtype=torch.float64).view(T, S)},
     "irregular": {"aligned": False},
 }
 
@@ -40,7 +40,7 @@ def _score(p: AttentionInputs) -> Tensor:
     """The logits of every pair and the sink, by formula; −∞ where a key is hidden."""
     k = p.k.repeat_interleave(H // G, 1)
     score = p.q @ k.mT
-    distance = p.visibility.query[:, None] - p.visibility.key
+    distance = p.mask.query[:, None] - p.mask.key
     if p.far_q is not None and p.far_k is not None and p.window is not None:
         far = p.far_q @ p.far_k.repeat_interleave(H // G, 1).mT
         score = torch.where(distance >= p.window, far, score)
@@ -86,8 +86,8 @@ def test_two_shards_of_keys_merged(split: int, backend: str) -> None:
     whole = _inputs("plain", "cap")
     parts = []
     for keys in (slice(0, split), slice(split, S)):
-        seen = replace(whole.visibility, key=whole.visibility.key[keys], aligned=False)
-        shard = replace(whole, k=whole.k[:, :, keys], v=whole.v[:, :, keys], visibility=seen)
+        mask = replace(whole.mask, key=whole.mask.key[keys], aligned=False)
+        shard = replace(whole, k=whole.k[:, :, keys], v=whole.v[:, :, keys], mask=mask)
         output = run_kernel(shard, backend, lse=True)
         assert output.lse is not None
         parts += [output.out, output.lse]
@@ -138,7 +138,7 @@ def test_statistics_are_an_output(kind: str, change: str, backend: str) -> None:
     torch.testing.assert_close(output.out, attend(inputs, backend), rtol=1e-11, atol=1e-12)
     keys, seen = score[..., :S], score[..., :S] > -torch.inf
     weight = torch.where(seen.any(-1, keepdim=True), score.softmax(-1), 0.0)
-    apart = (inputs.visibility.query[:, None] - inputs.visibility.key).abs()
+    apart = (inputs.mask.query[:, None] - inputs.mask.key).abs()
     assert found.mean is not None
     expected = {
         "lse": torch.where(seen.any(-1), _lse(score), -torch.inf),

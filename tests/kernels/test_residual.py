@@ -216,7 +216,7 @@ def test_one_kernel_serves_all_layers() -> None:
             with pytest.raises(InputError, match=f"summed by the {way} kernel"):
                 _above(second, other, way)
     learned = torch.zeros(21, 21, dtype=torch.float64, requires_grad=True)
-    masked = replace(second, visibility=replace(second.visibility, mask=learned))
+    masked = replace(second, mask=replace(second.mask, attn_mask=learned))
     with pytest.raises(InputError, match="summed by the residual kernel"):
         _above(masked, "auto")
     with pytest.raises(InputError, match=r"cannot serve this: .*residual scores"):

@@ -16,7 +16,7 @@ from .problems import make_inputs
 
 
 def test_a_sliding_window_costs_its_width() -> None:
-    plan = Plan.of(make_inputs(4096, 4096, window=100, kept=4))
+    plan = Plan.of(make_inputs(4096, 4096, window=100, sink_tokens=4))
     assert all(tile.width <= 4 + 100 + tiled.ROWS for tile in plan.tiles)
 
 

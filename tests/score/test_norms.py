@@ -76,8 +76,8 @@ def test_a_scale_is_not_rounded_to_half_precision(text: str) -> None:
         with torch.no_grad():
             score.scale.fill_(1.7069)
     where = Positions.of(30, 30, True, q.device)
-    seen = AttentionMask(True, where.query, where.key, aligned=True)
-    low, wide = (score(x, x, x, where, seen).q for x in (q, q.double()))
+    mask = AttentionMask(True, where.query, where.key, aligned=True)
+    low, wide = (score(x, x, x, where, mask).q for x in (q, q.double()))
     ratio = (low.double() * wide).sum(-1) / wide.square().sum(-1)
     assert (ratio[:, :, 1:] - 1).abs().mean() < 5e-4
 

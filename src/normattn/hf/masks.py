@@ -165,7 +165,7 @@ def _padded(
     # What a padded query reads is not used; its position is one that a real query could have.
     query = query.clamp(min=0)
     at = Positions(query, key, query + 1, True, False, ordered=False)
-    seen = AttentionMask(True, query, key, False, padding=key < 0, mask=mask)
+    seen = AttentionMask(True, query, key, False, padding=key < 0, attn_mask=mask)
     return Placing(key.shape[-1], at, seen)
 
 
@@ -229,7 +229,7 @@ def _of_pairs(
     if queries != keys:
         at_keys = torch.zeros(1, keys, dtype=torch.int64, device=mask.device)
     at = Positions(position_ids, at_keys, position_ids + 1, True, False, ordered=False)
-    return Placing(keys, at, AttentionMask(False, at.query, at.key, False, mask=mask))
+    return Placing(keys, at, AttentionMask(False, at.query, at.key, False, attn_mask=mask))
 
 
 def _places(mask: Tensor, queries: int) -> tuple[Tensor, Tensor] | None:

@@ -23,7 +23,7 @@ from normattn.errors import InputError
 from normattn.hf.attention_fn import ATTRIBUTE, one_type
 from normattn.hf.probe import EXACT, AttentionFunction, hidden, recording
 from normattn.kernels import AttentionInputs, AttentionMask, attend
-from normattn.kernels.stats import AttentionStatistics, announce, observers, observing
+from normattn.kernels.stats import AttentionStatistics, announce_layer, observers, observing
 from normattn.score import Positions
 
 _TOLERANCE, _HALF_TOLERANCE = 1e-3, 5e-2
@@ -68,7 +68,7 @@ def _attend(
     ours: Tensor | None = None
     if ATTRIBUTE in module.__dict__:  # an extended layer attends by our kernel anyway
         at = Positions.of(query.shape[2], key.shape[2], True, query.device)
-        announce(module, query, key, None, None, at.query, at.key)
+        announce_layer(module, query, key, None, None, at.query, at.key)
     elif observers():
         with torch.no_grad():
             ours = _observed(module, query, key, value, attention_mask, more)
@@ -91,7 +91,7 @@ def _observed(
     scale = given.get("scaling")
     seen, padding = _visibility(module, q, k.shape[2], mask, given)
     own = padding if padding is not None and q.shape[2] == k.shape[2] else None
-    announce(module, q, k, own, padding, seen.query, seen.key)
+    announce_layer(module, q, k, own, padding, seen.query, seen.key)
     cap, sink = given.get("softcap"), given.get("s_aux")
     sink = None if sink is None else sink.detach()
     scaled = q * (q.shape[-1] ** -0.5 if scale is None else scale)
@@ -132,7 +132,7 @@ def _visibility(
         seen = mask if mask.dtype == torch.bool else mask > -torch.inf
         unseen = ~seen.any(1).any(1)  # these keys are padding
         known = bool(unseen.any()) and queries == keys
-        every_pair = AttentionMask(False, where[keys - queries :], where, False, mask=mask)
+        every_pair = AttentionMask(False, where[keys - queries :], where, False, attn_mask=mask)
         return every_pair, unseen if known else None
     causal = given.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal

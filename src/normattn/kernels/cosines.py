@@ -81,11 +81,11 @@ def _directions(inputs: AttentionInputs) -> AttentionInputs:
     )
     assert q is not None
     assert k is not None
-    seen = inputs.visibility
-    if seen.mask is not None and seen.mask.dtype != torch.bool:
-        seen = replace(seen, mask=seen.mask > -torch.inf)
+    mask = inputs.mask
+    if mask.attn_mask is not None and mask.attn_mask.dtype != torch.bool:
+        mask = replace(mask, attn_mask=mask.attn_mask > -torch.inf)
     return AttentionInputs(
-        *(q, k, inputs.v.detach().to(wide), seen, far_q, far_k, inputs.window),
+        *(q, k, inputs.v.detach().to(wide), mask, far_q, far_k, inputs.window),
         near_start=inputs.near_start,
     )
 

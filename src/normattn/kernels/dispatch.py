@@ -36,13 +36,13 @@ def _given(name: str) -> Test:
 
 
 def _hides(name: str) -> Test:
-    return lambda p: getattr(p.visibility, name) is not None
+    return lambda p: getattr(p.mask, name) is not None
 
 
 def _irregular(p: AttentionInputs) -> bool:
-    seen = p.visibility
-    matter = seen.causal or seen.window is not None or p.two_regimes or p.bias is not None
-    return matter and not seen.aligned
+    mask = p.mask
+    matter = mask.causal or mask.window is not None or p.two_regimes or p.bias is not None
+    return matter and not mask.aligned
 
 
 def _learns_on_cpu(p: AttentionInputs) -> bool:
@@ -66,14 +66,12 @@ FEATURES: Mapping[str, Test] = {
     "a cap": _given("cap"),
     "a sliding window": _hides("window"),
     "documents": _hides("query_documents"),
-    "a mask": _hides("mask"),
-    "a learned mask": lambda p: p.visibility.mask is not None and p.visibility.mask.requires_grad,
+    "a mask": _hides("attn_mask"),
+    "a learned mask": lambda p: p.mask.attn_mask is not None and p.mask.attn_mask.requires_grad,
     "padding": _hides("padding"),
     "irregular positions": _irregular,
-    "attention without causality": lambda p: not p.visibility.causal,
-    "a causal mask with T ≠ S": lambda p: (
-        p.visibility.causal and p.q.shape[2] not in (1, p.v.shape[2])
-    ),
+    "attention without causality": lambda p: not p.mask.causal,
+    "a causal mask with T ≠ S": lambda p: p.mask.causal and p.q.shape[2] not in (1, p.v.shape[2]),
     "more queries than keys": lambda p: p.q.shape[2] > p.v.shape[2],
     "fewer queries than keys": lambda p: p.q.shape[2] < p.v.shape[2],
     "zero queries": lambda p: p.q.shape[2] == 0,
@@ -338,7 +336,7 @@ def run_kernel(
     tiles give them in place of torch's kernel, as they are computed; a kernel that gives none is
     followed by a pass that only reads scores. Raises `InputError` as `choose` does.
     """
-    device, by = inputs.q.device.type, observers()
+    device, watching = inputs.q.device.type, observers()
     if torch.is_autocast_enabled(device):
         # The tensors' own type decides, for every score alike.
         with torch.autocast(device, enabled=False):
@@ -350,22 +348,22 @@ def run_kernel(
     given, inputs = inputs, spread_infinities(inputs)
     if device == "cpu" and kernel.name in ("fused", "two-regime"):
         # On a CPU these make 0 of NaN, or show it in earlier rows; and they give no statistics.
-        observed = (statistics or bool(by)) and backend == "auto"
+        observed = (statistics or bool(watching)) and backend == "auto"
         diverged = any(x is not y for x, y in zip(inputs.tensors, given.tensors, strict=True))
         if not traced() and (diverged or observed):
             kernel = TABLE["chunked"]
     assert kernel.run is not None
-    if not statistics and not by:
+    if not statistics and not watching:
         return AttentionOutput(*kernel.run(inputs, None, lse))
-    asked_for = [each.functions(asked) for each in by] or [functions]
+    asked_for = [each.distance_functions(asked) for each in watching] or [functions]
     wanted = next((each for each in asked_for if each is not None), None)
     recorder, recorded = Recorder(inputs, wanted), "statistics" in kernel.gives
     out, sums = kernel.run(inputs, recorder if recorded else None, lse)
     if not recorded:
         record_pass(recorder, inputs)
     found = recorder.observation()
-    for each in by:
-        each.see(asked, found)
+    for each in watching:
+        each.record(asked, found)
     return AttentionOutput(out, sums, found)
 
 

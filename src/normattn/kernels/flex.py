@@ -52,26 +52,26 @@ def mask_function(inputs: AttentionInputs, start: int, far: bool | None) -> Mask
 
     `far` confines it to distant pairs or to near ones; None to neither.
     """
-    seen, window = inputs.visibility, inputs.window
+    mask, window = inputs.mask, inputs.window
     positions = _positions(inputs, start)
 
     def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         column = key + start
         i, j = positions(batch, query, key)
         sees = column >= 0
-        if seen.causal:
+        if mask.causal:
             sees = sees & (j <= i)
-        if seen.window is not None:
-            near = (i - j).abs() < seen.window
-            sees = sees & (near | (j < seen.kept) if seen.kept else near)
-        if seen.padding is not None:
-            sees = sees & ~seen.padding[batch, column]
-        if seen.query_documents is not None and seen.key_documents is not None:
-            own, other = seen.query_documents[batch, query], seen.key_documents[batch, column]
+        if mask.window is not None:
+            near = (i - j).abs() < mask.window
+            sees = sees & (near | (j < mask.sink_tokens) if mask.sink_tokens else near)
+        if mask.padding is not None:
+            sees = sees & ~mask.padding[batch, column]
+        if mask.query_documents is not None and mask.key_documents is not None:
+            own, other = mask.query_documents[batch, query], mask.key_documents[batch, column]
             sees = sees & (own == other)
-        if seen.mask is not None:
-            value = _mask_value(seen.mask, batch, head, query, column)
-            sees = sees & (value if seen.mask.dtype == torch.bool else value > -torch.inf)
+        if mask.attn_mask is not None:
+            value = _mask_value(mask.attn_mask, batch, head, query, column)
+            sees = sees & (value if mask.attn_mask.dtype == torch.bool else value > -torch.inf)
         if far is not None and window is not None:
             sees = sees & ((i - j >= window) if far else (i - j < window))
         return sees
@@ -81,8 +81,8 @@ def mask_function(inputs: AttentionInputs, start: int, far: bool | None) -> Mask
 
 def score_function(inputs: AttentionInputs, start: int) -> ScoreFunction | None:
     """Cap, bias and floating mask of a score; None where there are none."""
-    seen, cap, bias = inputs.visibility, inputs.cap, inputs.bias
-    added = None if seen.mask is None or seen.mask.dtype == torch.bool else seen.mask
+    mask, cap, bias = inputs.mask, inputs.cap, inputs.bias
+    added = None if mask.attn_mask is None or mask.attn_mask.dtype == torch.bool else mask.attn_mask
     if cap is None and bias is None and added is None:
         return None
     positions = _positions(inputs, start)
@@ -105,15 +105,15 @@ def _positions(
     inputs: AttentionInputs, start: int
 ) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
     """(batch, query, key) to the positions of both; aligned ones are counted, not looked up."""
-    seen, shift = inputs.visibility, inputs.v.shape[2] - inputs.q.shape[2]
+    mask, shift = inputs.mask, inputs.v.shape[2] - inputs.q.shape[2]
 
     def pick(positions: Tensor, batch: Tensor, index: Tensor) -> Tensor:
         return positions[index] if positions.dim() == 1 else positions[batch, index]
 
     def both(batch: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        if seen.aligned:
+        if mask.aligned:
             return query + shift, key + start
-        return pick(seen.query, batch, query), pick(seen.key, batch, key + start)
+        return pick(mask.query, batch, query), pick(mask.key, batch, key + start)
 
     return both
 
@@ -158,15 +158,15 @@ def _block_mask(inputs: AttentionInputs, start: int, far: bool | None) -> Any:
     The layers of a model share their mask's tensors, so that one mask serves a forward and its
     backward. A tensor that was written to since is another one.
     """
-    seen, q = inputs.visibility, inputs.q
-    parts = [seen.padding, seen.mask, seen.query_documents, seen.key_documents]
-    parts += [] if seen.aligned else [seen.query, seen.key]
+    mask, q = inputs.mask, inputs.q
+    parts = [mask.padding, mask.attn_mask, mask.query_documents, mask.key_documents]
+    parts += [] if mask.aligned else [mask.query, mask.key]
     tensors = [x for x in parts if x is not None]
     if torch.compiler.is_compiling() or any(x.is_inference() for x in tensors):
         return _make_block_mask(inputs, start, far)
     name = (
         *(q.device, q.shape[:3], inputs.v.shape[2], start, far, inputs.window),
-        *(seen.causal, seen.window, seen.kept, seen.aligned),
+        *(mask.causal, mask.window, mask.sink_tokens, mask.aligned),
         *((None if x is None else (id(x), x._version)) for x in parts),
     )
     if name not in _BLOCK_MASKS:
@@ -178,14 +178,16 @@ def _block_mask(inputs: AttentionInputs, start: int, far: bool | None) -> Any:
 
 
 def _make_block_mask(inputs: AttentionInputs, start: int, far: bool | None) -> Any:
-    seen, q = inputs.visibility, inputs.q
+    mask, q = inputs.mask, inputs.q
     # The mask may be kept: it must hold no queries, keys and values.
     q, k, v = (x.detach().new_empty(()).expand(x.shape) for x in (q, inputs.k, inputs.v))
-    visible = mask_function(AttentionInputs(q, k, v, seen, window=inputs.window), start, far)
-    alike = seen.mask is None or seen.mask.dim() < 4 or seen.mask.shape[0] == 1
-    positions = seen.query.dim() == seen.key.dim() == 1
-    one = seen.padding is None and seen.query_documents is None and alike and positions
-    by_head = seen.mask is not None and seen.mask.dim() > 2 and seen.mask.shape[-3] > 1
+    visible = mask_function(AttentionInputs(q, k, v, mask, window=inputs.window), start, far)
+    alike = mask.attn_mask is None or mask.attn_mask.dim() < 4 or mask.attn_mask.shape[0] == 1
+    positions = mask.query.dim() == mask.key.dim() == 1
+    one = mask.padding is None and mask.query_documents is None and alike and positions
+    by_head = (
+        mask.attn_mask is not None and mask.attn_mask.dim() > 2 and mask.attn_mask.shape[-3] > 1
+    )
     return _functions(q.device.type == "cuda")[1](
         lambda batch, head, query, key: visible(batch, head, query, key),
         *(None if one else q.shape[0], q.shape[1] if by_head else None),

@@ -25,11 +25,10 @@ _EVERY = slice(None)
 class AttentionMask:
     """Which keys each query sees, and what is added to a score.
 
-    A query sees a key that is no padding, that `mask` allows (boolean, True = seen), that belongs
-    to the query's document, whose position is not after the query's if `causal`, and, with a
-    `window`, for which |i − j| < window or whose position is below `kept`. A floating `mask` is
-    added to the score. `query` and `key` are positions; `aligned` says that those of the keys are
-    0 … S − 1 and those of the queries the last T of them.
+    Query i sees key j if all of these hold: j is no padding; a boolean `attn_mask` is True; both
+    are in the same document; j ≤ i if `causal`; |i − j| < `window` or j < `sink_tokens`. A floating
+    `attn_mask` is added to the score. `query` and `key` are positions. `aligned`: the keys are at
+    0 … S − 1 and the queries are the last T of them.
     """
 
     causal: bool
@@ -37,31 +36,31 @@ class AttentionMask:
     key: Int[Tensor, "*bk s"]
     aligned: bool
     padding: Bool[Tensor, "b s"] | None = None
-    mask: Tensor | None = None
+    attn_mask: Tensor | None = None
     window: int | None = None
-    kept: int = 0
+    sink_tokens: int = 0
     query_documents: Int[Tensor, "b t"] | None = None
     key_documents: Int[Tensor, "b s"] | None = None
 
     @property
-    def plain(self) -> bool:
-        """Whether nothing but aligned causality (or nothing at all) hides a key."""
-        return self.window is None and self.regular
+    def only_causal(self) -> bool:
+        """Whether aligned causality alone hides keys, or nothing does."""
+        return self.window is None and self.only_causal_or_window
 
     @property
-    def regular(self) -> bool:
-        """Whether a key is hidden by aligned causality and the window only, alike in every row."""
-        bare = self.padding is None and self.mask is None and self.query_documents is None
-        return bare and (self.aligned or not (self.causal or self.window is not None))
+    def only_causal_or_window(self) -> bool:
+        """Whether aligned causality and the window alone hide keys: the same in every batch row."""
+        unmasked = self.padding is None and self.attn_mask is None and self.query_documents is None
+        return unmasked and (self.aligned or not (self.causal or self.window is not None))
 
-    def part(self, rows: slice, keys: int) -> AttentionMask:
-        """What `rows` see of the first `keys` keys; rows are then the last of them if aligned."""
+    def select(self, rows: slice, keys: int) -> AttentionMask:
+        """Select query rows and the first `keys` keys: if aligned, the rows are the last."""
         if rows == slice(0, self.query.shape[-1]) and keys == self.key.shape[-1]:
             return self
         return self._cut(rows=rows, columns=slice(0, keys))
 
-    def of_heads(self, batch: slice, heads: slice) -> AttentionMask:
-        """The same for a part of the batch and of the query heads."""
+    def select_heads(self, batch: slice, heads: slice) -> AttentionMask:
+        """Select batch rows and query heads."""
         return self._cut(batch, heads)
 
     def _cut(
@@ -78,7 +77,7 @@ class AttentionMask:
             x = x if along == _EVERY else x[..., along]
             return x[batch] if x.dim() == 2 and x.shape[0] > 1 else x
 
-        mask = self.mask
+        mask = self.attn_mask
         if mask is not None:
             mask = _block(mask, rows, columns)
             if mask.dim() >= 3 and mask.shape[-3] > 1:
@@ -90,7 +89,7 @@ class AttentionMask:
             query=cut(self.query, rows),
             key=cut(self.key, columns),
             padding=cut(self.padding, columns),
-            mask=mask,
+            attn_mask=mask,
             query_documents=cut(self.query_documents, rows),
             key_documents=cut(self.key_documents, columns),
         )
@@ -101,7 +100,7 @@ class AttentionMask:
         block = query[..., :, None] - key[..., None, :]
         return block[:, None] if block.dim() == 3 else block
 
-    def by_position(self, score: Float[Tensor, "b h t s"]) -> Int[Tensor, "b h t s"] | None:
+    def position_order(self, score: Float[Tensor, "b h t s"]) -> Int[Tensor, "b h t s"] | None:
         """The columns of `score` in the order of positions; None where they are in it already."""
         if self.aligned:
             return None
@@ -109,7 +108,7 @@ class AttentionMask:
         return (order if order.dim() == 1 else order[:, None, None]).expand(score.shape)
 
     def hidden(self, rows: slice, columns: slice) -> Bool[Tensor, "..."] | None:
-        """True where a key is not seen, broadcastable to (B, H, t, s); None where all are."""
+        """True where a key is hidden, broadcastable to (B, H, t, s); None where all are."""
         parts = []
         if self.causal:
             parts.append(self.distance(rows, columns) < 0)
@@ -117,22 +116,22 @@ class AttentionMask:
             parts.append(self.padding[:, None, None, columns])
         if self.window is not None:
             beyond = self.distance(rows, columns).abs() >= self.window
-            if self.kept:
-                key = self.key[..., columns] >= self.kept
+            if self.sink_tokens:
+                key = self.key[..., columns] >= self.sink_tokens
                 beyond = beyond & (key[:, None, None] if key.dim() == 2 else key)
             parts.append(beyond)
         if self.query_documents is not None and self.key_documents is not None:
             query, key = self.query_documents[:, rows], self.key_documents[:, columns]
             parts.append((query[:, :, None] != key[:, None, :])[:, None])
-        if self.mask is not None and self.mask.dtype == torch.bool:
-            parts.append(~_block(self.mask, rows, columns))
+        if self.attn_mask is not None and self.attn_mask.dtype == torch.bool:
+            parts.append(~_block(self.attn_mask, rows, columns))
         return reduce(torch.logical_or, parts) if parts else None
 
-    def added(self, rows: slice, columns: slice) -> Float[Tensor, "..."] | None:
+    def additive(self, rows: slice, columns: slice) -> Float[Tensor, "..."] | None:
         """What the floating mask adds to a block of scores."""
-        if self.mask is None or self.mask.dtype == torch.bool:
+        if self.attn_mask is None or self.attn_mask.dtype == torch.bool:
             return None
-        return _block(self.mask, rows, columns)
+        return _block(self.attn_mask, rows, columns)
 
 
 def _block(mask: Tensor, rows: slice, columns: slice) -> Tensor:
@@ -156,9 +155,9 @@ class Selection:
     padding: Bool[Tensor, "b t"] | None = None
     after: Float[Tensor, "b s"] | None = None
 
-    def taken(self, score: Float[Tensor, "b t s"], seen: AttentionMask) -> Float[Tensor, "b t s"]:
+    def taken(self, score: Float[Tensor, "b t s"], mask: AttentionMask) -> Float[Tensor, "b t s"]:
         """F of every query, of head 0's scores, which are −∞ where a key is hidden."""
-        spared = (seen.distance(_EVERY, _EVERY) == 0) | (seen.key == 0)[..., None, None, :]
+        spared = (mask.distance(_EVERY, _EVERY) == 0) | (mask.key == 0)[..., None, None, :]
         spared = spared.squeeze(-3)
         if self.padding is not None:
             spared = spared | self.padding[..., None]
@@ -183,7 +182,7 @@ class Selection:
 class PairBias:
     """A bias of each pair that is no function of its distance alone.
 
-    `compute(score, seen, table)` gives b(h, i, j), (..., H, T, S), beside scores that are −∞ where
+    `compute(score, mask, table)` gives b(h, i, j), (..., H, T, S), beside scores that are −∞ where
     a key is hidden; it must be finite there, too. `table` holds what the bias reads of each query.
     A pair takes `width` numbers on the way, beside its score of each head.
     """
@@ -198,10 +197,10 @@ class PairBias:
         return self if table is None else replace(self, table=table[:, :, rows])
 
     def values(
-        self, score: Float[Tensor, "b h t s"], seen: AttentionMask
+        self, score: Float[Tensor, "b h t s"], mask: AttentionMask
     ) -> Float[Tensor, "*b h t s"]:
         """b(h, i, j) of every pair."""
-        return self.compute(score, seen, self.table)
+        return self.compute(score, mask, self.table)
 
 
 @runtime_checkable
@@ -209,7 +208,7 @@ class PairValues(Protocol):
     """What is read beside the value of each pair, by the positions of both."""
 
     def read(
-        self, weight: Float[Tensor, "b h t s"], size: int, seen: AttentionMask
+        self, weight: Float[Tensor, "b h t s"], size: int, mask: AttentionMask
     ) -> Float[Tensor, "b h t e"]:
         """Σ_j a(i, j)·R(i, j) for weights a and R of `size` features."""
         ...
@@ -220,7 +219,7 @@ class Normaliser(Protocol):
     """What makes weights of whole rows of scores in place of softmax."""
 
     def weights(
-        self, score: Float[Tensor, "b h t s"], seen: AttentionMask
+        self, score: Float[Tensor, "b h t s"], mask: AttentionMask
     ) -> Float[Tensor, "b h t s"]:
         """The weights of rows; a score is −∞, and its weight 0, where a key is hidden."""
         ...
@@ -244,7 +243,7 @@ class AttentionInputs:
     q: Float[Tensor, "b h t d"]
     k: Float[Tensor, "b g near d"]
     v: Float[Tensor, "b g s e"]
-    visibility: AttentionMask
+    mask: AttentionMask
     far_q: Float[Tensor, "b h t d"] | None = None
     far_k: Float[Tensor, "b g s d"] | None = None
     window: int | None = None

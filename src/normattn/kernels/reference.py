@@ -43,9 +43,9 @@ def reference_with_lse(
     p = inputs.widened().expanded()
     score, unseen = _masked(p, _products(p))
     if p.pairs is not None:
-        score = score + p.pairs.values(score, p.visibility).to(score.dtype)
+        score = score + p.pairs.values(score, p.mask).to(score.dtype)
     if p.selection is not None:
-        score = score - p.selection.taken(score[:, 0], p.visibility)[:, None].to(score.dtype)
+        score = score - p.selection.taken(score[:, 0], p.mask)[:, None].to(score.dtype)
     # Not seen in the scores: a NaN among them has to come out.
     nothing = None if unseen is None else unseen.all(-1, keepdim=True)
     bare, score = score, score if nothing is None else score.masked_fill(nothing, 0.0)
@@ -54,7 +54,7 @@ def reference_with_lse(
         logits = torch.cat((score, sink.expand(*score.shape[:3], 1)), -1)
         weight = torch.softmax(logits, -1)[..., :-1]
     elif p.normaliser is not None:
-        weight = p.normaliser.weights(score, p.visibility)
+        weight = p.normaliser.weights(score, p.mask)
     else:
         weight = torch.softmax(score, -1)
     weight = weight if nothing is None else weight.masked_fill(nothing, 0.0)
@@ -63,7 +63,7 @@ def reference_with_lse(
     dropped = torch.nn.functional.dropout(weight, p.dropout)
     out = dropped.to(p.v.dtype) @ p.v
     if p.pair_values is not None:
-        out = out + p.pair_values.read(dropped, p.v.shape[-1], p.visibility).to(out.dtype)
+        out = out + p.pair_values.read(dropped, p.v.shape[-1], p.mask).to(out.dtype)
     out = out.to(inputs.v.dtype)
     if not with_lse:
         return out, None
@@ -79,7 +79,7 @@ def _products(p: AttentionInputs) -> Float[Tensor, "b h t s"]:
     near_k = torch.nn.functional.pad(p.k, (0, 0, p.near_start, 0))
     score, distance = p.q @ near_k.mT, None
     if p.window is not None or p.bias is not None:
-        distance = p.visibility.distance(_EVERY, _EVERY)
+        distance = p.mask.distance(_EVERY, _EVERY)
     if p.far_q is not None and p.far_k is not None:
         assert distance is not None
         assert p.window is not None
@@ -98,7 +98,7 @@ def _products(p: AttentionInputs) -> Float[Tensor, "b h t s"]:
 
 def _masked(p: AttentionInputs, score: Tensor) -> tuple[Tensor, Tensor | None]:
     """The scores, −∞ where a key is hidden, and where that is (None: nowhere)."""
-    added, hidden = p.visibility.added(_EVERY, _EVERY), p.visibility.hidden(_EVERY, _EVERY)
+    added, hidden = p.mask.additive(_EVERY, _EVERY), p.mask.hidden(_EVERY, _EVERY)
     unseen = hidden
     if added is not None:
         score, out = score + added, added == -torch.inf
@@ -149,9 +149,9 @@ def strips(inputs: AttentionInputs, recorder: Recorder | None = None) -> Float[T
 
 def _strips(inputs: AttentionInputs) -> Iterator[tuple[slice, AttentionInputs]]:
     """Rows and their inputs, without the keys that none of them sees."""
-    p, seen, step = inputs, inputs.visibility, strip_rows(inputs)
+    p, mask, step = inputs, inputs.mask, strip_rows(inputs)
     queries, keys = p.q.shape[2], p.v.shape[2]
-    last = seen.causal and seen.aligned and queries <= keys
+    last = mask.causal and mask.aligned and queries <= keys
     for start in range(0, max(1, queries), step):
         rows = slice(start, min(start + step, queries))
         count = keys - queries + rows.stop if last else keys
@@ -164,7 +164,7 @@ def _strips(inputs: AttentionInputs) -> Iterator[tuple[slice, AttentionInputs]]:
                 v=p.v[:, :, :count],
                 far_q=None if p.far_q is None else p.far_q[:, :, rows],
                 far_k=None if p.far_k is None else p.far_k[:, :, :count],
-                visibility=seen.part(rows, count),
+                mask=mask.select(rows, count),
                 pairs=None if p.pairs is None else p.pairs.part(rows),
             ),
         )

@@ -50,9 +50,9 @@ class ScoreBuffer:
     allocator keeps from step to step.
     """
 
-    def __init__(self, seen: AttentionMask) -> None:
-        """`seen` says which pairs all layers see."""
-        self.seen, self.layers = seen, 0
+    def __init__(self, mask: AttentionMask) -> None:
+        """`mask` says which pairs all layers see."""
+        self.mask, self.layers = mask, 0
         self.sums: Tiles = {}
         self.gradients: Tiles = {}
 
@@ -64,15 +64,15 @@ class ScoreBuffer:
             of[name] = scores.q.new_empty(scores.q.shape[0], lines, tile.width)
         return of[name]
 
-    def add(self, number: int, seen: AttentionMask) -> None:
+    def add(self, number: int, mask: AttentionMask) -> None:
         """Layer `number`, from 1, joins. Raises `InputError` where it does not fit."""
         if self.layers != number - 1:
             raise InputError(
                 "these residual scores were already used in a backward pass: each forward pass "
                 "needs new `ResidualScores`"
             )
-        for name in ("causal", "window", "kept", "aligned"):
-            if getattr(self.seen, name) != getattr(seen, name):
+        for name in ("causal", "window", "sink_tokens", "aligned"):
+            if getattr(self.mask, name) != getattr(mask, name):
                 raise InputError(
                     "all layers that share residual scores must see the same pairs, but "
                     "causality, the sliding window or positions differ between them"
@@ -138,7 +138,7 @@ class ResidualTileScores(TileScores):
         """As for any scores."""
         sums, score, share = self._sums(tile), self.buffer("score", tile), self.layer.share
         bare = self.inputs.cap is None and self.inputs.bias is None and self.sink is None
-        alike = self.plan.shape.aligned and self.group.seen.regular and not keep
+        alike = self.plan.shape.aligned and self.group.mask.only_causal_or_window and not keep
         if bare and share == 1 and alike:
             # What causality and the window hide is −∞ in the sums.
             return torch.softmax(sums, -1, out=score)
@@ -170,7 +170,7 @@ class _ResidualAttention(torch.autograd.Function):
         *tensors: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         inputs = AttentionInputs.of(settings, tensors)
-        buffer.add(layer.number, inputs.visibility)
+        buffer.add(layer.number, inputs.mask)
         ctx.save_for_backward(*tensors)
         ctx.rest = buffer, layer, settings, seed
         make = partial(ResidualTileScores, buffer, layer)
@@ -214,7 +214,7 @@ def _attend(inputs: AttentionInputs, recorder: Recorder | None) -> Tensor:
     assert state is not None
     state.enter("residual", inputs.stack)
     if state.buffer is None:
-        state.buffer = ScoreBuffer(inputs.visibility)
+        state.buffer = ScoreBuffer(inputs.mask)
     token = inputs.q.new_empty(0) if state.token is None else state.token
     layer = _Layer(state.count, state.share)
     out: Tensor

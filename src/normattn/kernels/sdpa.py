@@ -34,7 +34,7 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 def fused(inputs: AttentionInputs) -> Float[Tensor, "b h t e"]:
     """`scaled_dot_product_attention` with scale 1."""
     q, k = inputs.q, inputs.k
-    out = sdpa(q, k, inputs.v, inputs.visibility.causal, 1.0, inputs.dropout)
+    out = sdpa(q, k, inputs.v, inputs.mask.causal, 1.0, inputs.dropout)
     if not traced() or out.device.type != "cpu":
         return out
     # A CPU's kernel may give 0 for a query whose first score is NaN: add 0, or NaN. Outside of
@@ -53,7 +53,7 @@ def sdpa(
 ) -> Float[Tensor, "b h t e"]:
     """softmax(scale · q kᵀ) · v by torch's kernel, which has no second derivative.
 
-    Causal with one query, the last, means that every key is seen.
+    Causal with one query, the last, means that every key is visible.
     """
     shape, dtype, shared = q.shape, v.dtype, q.shape[1] != k.shape[1]
     if q.element_size() == 2 and slow_type(q):

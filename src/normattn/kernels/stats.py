@@ -45,7 +45,7 @@ class Observation:
     `lse` is the log-sum-exp and `entropy` the entropy in nats of all that softmax chooses among:
     the visible keys and, where there is one, the learned sink. `largest` is the largest logit of a
     visible key, `first` the weight on the key at position 0, `sink` that on the learned sink
-    (None without one), `visible` how many keys are seen. `mean` holds Σ_j α_ij f(|i − j|) and
+    (None without one), `visible` how many keys it sees. `mean` holds Σ_j α_ij f(|i − j|) and
     `even` the mean of f(|i − j|) over the visible keys for each function f of distance that was
     asked for (None without any). A query that sees no key has −∞, 0, −∞, 0, 0 and 0.
     """
@@ -68,27 +68,27 @@ class Observation:
 class Observer:
     """Who gets the statistics of every call while `observing`; this one keeps nothing."""
 
-    def enter(
+    def enter_layer(
         self,
         owner: Any,
         q: Float[Tensor, "b h t d"],
         k: Float[Tensor, "b g s d"],
         padding: tuple[Bool[Tensor, "b t"] | None, Bool[Tensor, "b s"] | None],
-        at: tuple[Int[Tensor, "*bq t"], Int[Tensor, "*bk s"]],
+        positions: tuple[Int[Tensor, "*bq t"], Int[Tensor, "*bk s"]],
     ) -> None:
         """The calls that follow are those of `owner`'s queries and keys, as they came in.
 
-        `padding` is True where a query, and where a key, is padding; `at` are their positions.
+        `padding` is True where a query, and where a key, is padding.
         """
 
-    def confine(self, rows: slice, members: Bool[Tensor, "*b t"] | None) -> None:
+    def select_rows(self, rows: slice, members: Bool[Tensor, "*b t"] | None) -> None:
         """The next call is that of some rows, of which only the `members` (None: all) count."""
 
-    def functions(self, inputs: AttentionInputs) -> Float[Tensor, "f r"] | None:
+    def distance_functions(self, inputs: AttentionInputs) -> Float[Tensor, "f r"] | None:
         """Functions of distance 0 … R − 1 whose means are wanted, R beyond any that occurs."""
         return None
 
-    def see(self, inputs: AttentionInputs, observation: Observation) -> None:
+    def record(self, inputs: AttentionInputs, observation: Observation) -> None:
         """A call has been computed."""
 
 
@@ -101,17 +101,17 @@ def observers() -> tuple[Observer, ...]:
 
 
 @contextmanager
-def observing(by: Observer) -> Iterator[None]:
-    """Hand `by` the statistics of all that `attend` computes inside, in this thread.
+def observing(observer: Observer) -> Iterator[None]:
+    """Hand `observer` the statistics of all that `attend` computes inside, in this thread.
 
     Who observes already gets them as well.
     """
-    with _observed_by((*_OBSERVERS.get(), by)):
+    with _observed_by((*_OBSERVERS.get(), observer)):
         yield
 
 
 @contextmanager
-def unseen(observed: bool) -> Iterator[None]:
+def unobserved(observed: bool) -> Iterator[None]:
     """Nobody gets statistics inside; kernels are those of `observed` calls all the same."""
     with _observed_by((Observer(),) if observed else ()):
         yield
@@ -126,18 +126,19 @@ def _observed_by(members: tuple[Observer, ...]) -> Iterator[None]:
         _OBSERVERS.reset(token)
 
 
-def announce(
+def announce_layer(
     owner: object,
     q: Float[Tensor, "b h t d"],
     k: Float[Tensor, "b g s d"],
     query_padding: Bool[Tensor, "b t"] | None,
     key_padding: Bool[Tensor, "b s"] | None,
-    query_at: Int[Tensor, "*bq t"],
-    key_at: Int[Tensor, "*bk s"],
+    query_positions: Int[Tensor, "*bq t"],
+    key_positions: Int[Tensor, "*bk s"],
 ) -> None:
     """Say whose queries and keys come next, and at which positions, to all who observe."""
-    for by in observers():
-        by.enter(owner, q, k, (query_padding, key_padding), (query_at, key_at))
+    padding, positions = (query_padding, key_padding), (query_positions, key_positions)
+    for observer in observers():
+        observer.enter_layer(owner, q, k, padding, positions)
 
 
 class Recorder:
@@ -193,14 +194,14 @@ class Recorder:
     def observation(self) -> Observation:
         """What has been shown."""
         largest, most, expected, first, *rest = self.rows
-        seen, sink = self.inputs.visibility, self.inputs.sink
+        mask, sink = self.inputs.mask, self.inputs.sink
         visible, even = _visible(self.inputs, self.functions)
         none, spread = visible == 0, -most.log()
         top = largest if sink is None else torch.maximum(largest, sink.to(largest)[:, None])
-        if seen.aligned and seen.key.numel():
+        if mask.aligned and mask.key.numel():
             # Tiles gave the weight on their first column: whether it is the first token is
             # decided here.
-            first = first * (seen.key[..., 0] == 0)
+            first = first * (mask.key[..., 0] == 0)
         return Observation(
             lse=(top + spread).masked_fill_(none, -torch.inf),
             entropy=(spread - expected).clamp_(min=0.0).masked_fill_(none, 0.0),
@@ -222,7 +223,7 @@ def record_rows(
     rows: slice,
 ) -> None:
     """Record the scores and weights of some inputs, which are `rows` of the recorder's."""
-    seen, sink, every, width = inputs.visibility, inputs.sink, slice(None), score.shape[-1]
+    mask, sink, every, width = inputs.mask, inputs.sink, slice(None), score.shape[-1]
     if not width:
         return
     logits = score
@@ -230,9 +231,9 @@ def record_rows(
         # Shares of a row's weight are the softmax of its logarithm.
         weight = weight / weight.sum(-1, keepdim=True).clamp(min=torch.finfo(weight.dtype).tiny)
         score = weight.log().clamp(min=torch.finfo(weight.dtype).min)
-    is_first = seen.key == 0
+    is_first = mask.key == 0
     first = (weight * (is_first if is_first.dim() == 1 else is_first[:, None, None])).sum(-1)
-    means = recorder.means(weight, seen.distance(every, every).abs())
+    means = recorder.means(weight, mask.distance(every, every).abs())
     if sink is not None:
         rest = sink.to(score)[None, :, None, None].expand(*score.shape[:3], 1)
         score = torch.cat((score, rest), -1)
@@ -253,15 +254,15 @@ def record_tile(recorder: Recorder, scores: TileScores, tile: Tile) -> None:
     (score, weight), group, repeat = scores.kept, scores.group, scores.plan.repeat
     first, means = [], []
     for span, where in tile.placed:
-        if not group.seen.aligned:
+        if not group.mask.aligned:
             # A query sees one key at position 0 at most.
-            key = (group.seen.key[..., span.columns] == 0)[..., None, :]
+            key = (group.mask.key[..., span.columns] == 0)[..., None, :]
             on_first = scores.spread(key[:, None] if key.dim() == 3 else key)
             first.append((scores.by_head(weight)[..., where] * on_first).sum(-1).flatten(2))
         elif span.start == 0:
             first.append(weight[..., where.start])
         if recorder.functions is not None:
-            distance = scores.spread(group.seen.distance(tile.rows, span.columns).abs())
+            distance = scores.spread(group.mask.distance(tile.rows, span.columns).abs())
             means.append(recorder.means(scores.by_head(weight)[..., where], distance))
     on_first_key = (
         torch.stack([x.reshape(score.shape[:2]) for x in first]).sum(0) if first else None
@@ -286,18 +287,18 @@ def record_pass(recorder: Recorder, inputs: AttentionInputs) -> None:
 
 def _visible(inputs: AttentionInputs, functions: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """How many keys each query sees, (1|B, 1|H, T), and the means of functions over them."""
-    seen, keys, queries = inputs.visibility, inputs.v.shape[2], inputs.q.shape[2]
-    device = seen.key.device
+    mask, keys, queries = inputs.mask, inputs.v.shape[2], inputs.q.shape[2]
+    device = mask.key.device
     counts, evens, every = [], [], slice(0, keys)
     for start in range(0, max(1, queries), _ROWS):
         rows = slice(start, min(start + _ROWS, queries))
-        hidden, added = seen.hidden(rows, every), seen.added(rows, every)
+        hidden, added = mask.hidden(rows, every), mask.additive(rows, every)
         visible = torch.ones((1, 1, rows.stop - start, keys), dtype=torch.bool, device=device)
         visible = visible if hidden is None else visible & ~hidden
         visible = visible if added is None else visible & (added > -torch.inf)
         counts.append(visible.sum(-1))
         if functions is not None:
-            table = functions[:, seen.distance(rows, every).abs()]
+            table = functions[:, mask.distance(rows, every).abs()]
             table = table if table.dim() == 5 else table[:, None, None]
             evens.append((table * visible).sum(-1) / counts[-1].clamp(min=1))
     return torch.cat(counts, -1), torch.cat(evens, -1) if evens else None
@@ -363,8 +364,8 @@ class LayerSums:
         totals = {name: (both[0].cpu(), both[1].cpu()) for name, both in self._sums.items()}
         for name, largest in self._extremes.items():
             values = EXTREMES[name] * largest.cpu()
-            seen = values.isfinite()
-            totals[name] = values.where(seen, 0.0), seen.double()
+            known = values.isfinite()
+            totals[name] = values.where(known, 0.0), known.double()
         return totals
 
     def means(self, names: Iterable[str]) -> dict[str, list[float | None]]:
@@ -404,7 +405,7 @@ class AttentionStatistics(Observer):
         self.owner: object = None
         self.layer: LayerSums | None = None
         self._padding: Padding = (None, None)
-        self._at: tuple[Tensor, Tensor]
+        self._positions: tuple[Tensor, Tensor]
         self._part: tuple[slice, Tensor | None] = (slice(None), None)
         self.restart()
 
@@ -412,11 +413,11 @@ class AttentionStatistics(Observer):
         """A shared block's next use is that of the lowest layer."""
         self._turns = {owner: itertools.cycle(names) for owner, names in self.names.items()}
 
-    def enter(
-        self, owner: Any, q: Tensor, k: Tensor, padding: Padding, at: tuple[Tensor, Tensor]
+    def enter_layer(
+        self, owner: Any, q: Tensor, k: Tensor, padding: Padding, positions: tuple[Tensor, Tensor]
     ) -> None:
         """A layer begins; those of other models are left alone."""
-        self._part, self._padding, self._at = (slice(None), None), padding, at
+        self._part, self._padding, self._positions = (slice(None), None), padding, positions
         self.owner, self.layer = owner, None
         if owner in self.names:
             bins = 1 if self.edges is None else len(self.edges) - 1
@@ -424,11 +425,11 @@ class AttentionStatistics(Observer):
             self.add_norms("q_norm", 0, q)
             self.add_norms("k_norm", 1, k)
 
-    def confine(self, rows: slice, members: Tensor | None) -> None:
+    def select_rows(self, rows: slice, members: Tensor | None) -> None:
         """The next call is that of some rows."""
         self._part = rows, members
 
-    def see(self, inputs: AttentionInputs, observation: Observation) -> None:
+    def record(self, inputs: AttentionInputs, observation: Observation) -> None:
         """A call of the current layer has been computed."""
         (rows, members), self._part = self._part, (slice(None), None)
         layer, seen = self.layer, observation
@@ -445,7 +446,7 @@ class AttentionStatistics(Observer):
         if seen.mean is not None and seen.even is not None:
             for name, mass, share in zip(self.wanted, seen.mean, seen.even, strict=True):
                 values[f"{name}_mass"], values[f"{name}_share"] = mass, share.expand(valid.shape)
-        bin_of = self._bins(inputs.visibility.query, valid)
+        bin_of = self._bins(inputs.mask.query, valid)
         layer.add(values, valid, bin_of)
         layer.add_largest("largest", seen.largest, valid, bin_of)
         choices = seen.choices.expand(valid.shape)
@@ -468,7 +469,7 @@ class AttentionStatistics(Observer):
         real, padding = torch.ones_like(norms, dtype=torch.bool), self._padding[side]
         if padding is not None and padding[:, rows].shape == (x.shape[0], x.shape[2]):
             real = ~padding[:, None, rows].expand(norms.shape)
-        self.layer.add({name: norms}, real, self._bins(self._at[side][..., rows], norms))
+        self.layer.add({name: norms}, real, self._bins(self._positions[side][..., rows], norms))
 
     def _bins(self, at: Tensor, like: Tensor) -> Tensor | None:
         """The bin of each position, (B, H, T) as `like` is; None where there is but one bin."""

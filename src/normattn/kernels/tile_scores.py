@@ -92,8 +92,10 @@ class TileScores:
             self.bias = by_head[group.heads].flatten(0, 1).to(self.q.dtype)
             self.line = self._line(self.bias) if plan.shape.aligned else None
         # The line hides later keys too, but NaN plus −∞ is NaN.
-        self._hides_future = self.line is None or not group.seen.causal or not self.finite
-        self._all_hidden = not self._hides_future and group.seen.plain and plan.shape.window is None
+        self._hides_future = self.line is None or not group.mask.causal or not self.finite
+        self._all_hidden = (
+            not self._hides_future and group.mask.only_causal and plan.shape.window is None
+        )
 
     @cached_property
     def finite(self) -> bool:
@@ -121,7 +123,7 @@ class TileScores:
             strides = 0, repeat * length, 1, length, 1
             values = self.line.as_strided(shape, strides, self.line_offset(tile, span))
             return values if self.plan.backwards else values.flip(2)
-        distance = self.group.seen.distance(tile.rows, span.columns).abs()
+        distance = self.group.mask.distance(tile.rows, span.columns).abs()
         values = self.bias[:, distance.clamp(max=self.bias.shape[1] - 1)]
         # (H, b, 1, c, s) where every batch row has its own positions, else (H, c, s).
         return self.spread(values.squeeze(2).transpose(0, 1) if distance.dim() == 4 else values)
@@ -246,10 +248,10 @@ class TileScores:
         """
         width = tile.width
         if self.inputs.cap is not None:
-            seen = score[..., :width].div_(self.inputs.cap).tanh_()
+            tanh = score[..., :width].div_(self.inputs.cap).tanh_()
             if capped:
-                self.buffer("tanh", tile)[..., :width].copy_(seen)
-            seen.mul_(self.inputs.cap)
+                self.buffer("tanh", tile)[..., :width].copy_(tanh)
+            tanh.mul_(self.inputs.cap)
         if self.bias is not None and not biased:
             for span, where in tile.placed:
                 self.by_head(score)[..., where] += self._bias_of(tile, span)
@@ -271,23 +273,23 @@ class TileScores:
 
     def _hide(self, by_head: Tensor, tile: Tile) -> bool:
         """−∞ where no key is seen; whether every row is certain to see one."""
-        shape, seen = self.plan.shape, self.group.seen
+        shape, mask = self.plan.shape, self.group.mask
         if shape.aligned:
             hide_edges(by_head, tile, self.plan, self._hides_future)
-            if seen.regular:
+            if mask.only_causal_or_window:
                 return True
             # Causality and the sliding window are in the edges already.
-            seen = replace(seen, causal=False, window=None)
+            mask = replace(mask, causal=False, window=None)
         for span, where in tile.placed:
             score = by_head[..., where]
             added, hidden = (
-                seen.added(tile.rows, span.columns),
-                seen.hidden(tile.rows, span.columns),
+                mask.additive(tile.rows, span.columns),
+                mask.hidden(tile.rows, span.columns),
             )
             if added is not None:
                 score += self.spread(added)
             if shape.window is not None and not shape.aligned:
-                far = seen.distance(tile.rows, span.columns) >= shape.window
+                far = mask.distance(tile.rows, span.columns) >= shape.window
                 other = ~far if span.far else far
                 hidden = other if hidden is None else hidden | other
             if hidden is not None:

@@ -113,7 +113,7 @@ def make_tiles(shape: Shape, reach: int) -> tuple[Tile, ...]:
         if shape.aligned:
             spans = list(_aligned_spans(shape, rows, reach))
         else:
-            # Masks say what is seen, and which regime a pair is of.
+            # Masks say which keys are visible, and which regime a pair is of.
             spans = [] if shape.window is None else [Span(True, 0, shape.keys)]
             spans.append(Span(False, shape.near_start, shape.keys))
         tiles.append(Tile(rows, tuple(span for span in spans if span.start < span.stop)))
@@ -159,7 +159,7 @@ class Group:
 
     batch: slice
     heads: slice
-    seen: AttentionMask
+    mask: AttentionMask
     tiles: tuple[Tile, ...]
 
 
@@ -174,22 +174,22 @@ class Plan:
 
     shape: Shape
     repeat: int
-    seen: AttentionMask
+    mask: AttentionMask
     reach: tuple[int, ...] | None
     backwards: bool
 
     @staticmethod
     def of(inputs: AttentionInputs, narrow: bool = False) -> Plan:
         """The plan of some inputs; `narrow` leaves out the keys beyond the reach of a bias."""
-        p, seen, repeat = inputs, inputs.visibility, inputs.q.shape[1] // inputs.k.shape[1]
+        p, mask, repeat = inputs, inputs.mask, inputs.q.shape[1] // inputs.k.shape[1]
         queries, keys = p.q.shape[2], p.v.shape[2]
-        aligned = seen.aligned and queries <= keys
+        aligned = mask.aligned and queries <= keys
         shape = Shape(
             *(queries, keys, max(1, ROWS // repeat), p.window, p.near_start),
-            *(aligned, seen.causal, seen.window, seen.kept),
+            *(aligned, mask.causal, mask.window, mask.sink_tokens),
         )
         backwards = aligned and p.bias is not None and queries > 1
-        return Plan(shape, repeat, seen, _reach(p) if narrow else None, backwards)
+        return Plan(shape, repeat, mask, _reach(p) if narrow else None, backwards)
 
     @property
     def tiles(self) -> tuple[Tile, ...]:
@@ -211,21 +211,21 @@ class Plan:
     def _group(self, batch: slice, heads: slice) -> Group:
         queries = slice(heads.start * self.repeat, heads.stop * self.repeat)
         reach = self.shape.keys if self.reach is None else max(self.reach[queries])
-        seen = self.seen.of_heads(batch, queries)
-        return Group(batch, heads, seen, make_tiles(self.shape, reach))
+        mask = self.mask.select_heads(batch, queries)
+        return Group(batch, heads, mask, make_tiles(self.shape, reach))
 
 
 def _reach(inputs: AttentionInputs) -> tuple[int, ...] | None:
     """For each head a distance from which on every weight is below the normal numbers of q.
 
     By Cauchy and Schwarz the weight of a key at distance d is at most
-    exp(2 max|q| max|k| + b(d) − b(0)), if the key at distance 0 is seen. None where nothing is
+    exp(2 max|q| max|k| + b(d) − b(0)), if the key at distance 0 is visible. None where nothing is
     left out, or where to look would cost more than it saves: of few keys, and on another device,
     where the host would have to wait.
     """
     q, k, bias, keys = inputs.q, inputs.k, inputs.bias, inputs.v.shape[2]
-    seen = inputs.visibility
-    sees_itself = seen.plain and seen.aligned and q.shape[2] <= keys and inputs.window is None
+    mask = inputs.mask
+    sees_itself = mask.only_causal and mask.aligned and q.shape[2] <= keys and inputs.window is None
     if bias is None or not sees_itself or bias.shape[1] < keys:
         return None
     if keys < REACH_FROM or not host_can_read(q):

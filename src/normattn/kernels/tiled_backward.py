@@ -216,7 +216,7 @@ class _GroupGradients:
                 self.line[:, start : start + by_line.shape[1]] += by_line
                 continue
             block, bias = ungrouped(block), self._bias()
-            index = scores.group.seen.distance(tile.rows, span.columns)
+            index = scores.group.mask.distance(tile.rows, span.columns)
             index = index.reshape(-1, *block.shape[2:]).expand(len(block), -1, -1).flatten()
             index = index.abs().clamp(max=bias.shape[1] - 1)
             bias.index_add_(1, index, block.transpose(0, 1).flatten(1))
@@ -311,8 +311,8 @@ def tiled(
 # What a node takes, in order: `LEARNED`, the fields of a mask, settings, whether to give the LSE.
 _SCHEMA = (
     "Tensor q, Tensor k, Tensor v, Tensor? far_q, Tensor? far_k, Tensor? bias, Tensor? sink, "
-    "bool causal, Tensor query, Tensor key, bool aligned, Tensor? padding, Tensor? mask, "
-    "SymInt? sliding_window, SymInt kept, Tensor? query_documents, Tensor? key_documents, "
+    "bool causal, Tensor query, Tensor key, bool aligned, Tensor? padding, Tensor? attn_mask, "
+    "SymInt? sliding_window, SymInt sink_tokens, Tensor? query_documents, Tensor? key_documents, "
     "SymInt? window, float dropout, float? cap, SymInt near_start, bool with_lse"
 )
 _MASK = tuple(field.name for field in fields(AttentionMask))
@@ -321,15 +321,15 @@ _SETTINGS = ("window", "dropout", "cap", "near_start")
 
 def _arguments(inputs: AttentionInputs) -> tuple[Any, ...]:
     """The inputs as the arguments of a node."""
-    seen = (getattr(inputs.visibility, name) for name in _MASK)
-    return (*inputs.tensors, *seen, *(getattr(inputs, name) for name in _SETTINGS))
+    mask = (getattr(inputs.mask, name) for name in _MASK)
+    return (*inputs.tensors, *mask, *(getattr(inputs, name) for name in _SETTINGS))
 
 
 def _inputs_of(arguments: Sequence[Any]) -> AttentionInputs:
     """The inputs of the arguments of a node."""
     count, end = len(LEARNED), len(LEARNED) + len(_MASK)
     settings: dict[str, Any] = dict(zip(_SETTINGS, arguments[end:-1], strict=True))
-    settings["visibility"] = AttentionMask(*arguments[count:end])
+    settings["mask"] = AttentionMask(*arguments[count:end])
     return AttentionInputs.of(settings, arguments[:count])
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from normattn.errors import InputError
 from normattn.kernels import attend
-from normattn.kernels.stats import announce
+from normattn.kernels.stats import announce_layer
 from normattn.layers.checks import (
     AttentionArguments,
     check_input,
@@ -158,7 +158,7 @@ class CrossAttention(nn.Module):
         )
         plan = place(spec, q, memory.keys.shape[2], given, cached=True)
         at = plan.positions
-        announce(self.score, q, memory.raw, query_padding, memory.padding, at.query, at.key)
+        announce_layer(self.score, q, memory.raw, query_padding, memory.padding, at.query, at.key)
         kernel = partial(attend, backend=backend)
         o = plan.attend(self.score, q, memory.keys, memory.values, given, kernel)
         y: Tensor = self.out(o.transpose(1, 2).reshape(rows, x.shape[1], -1))

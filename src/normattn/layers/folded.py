@@ -138,7 +138,7 @@ def fold_sequence(
     if backend not in ("auto", "fused") or spec.remapping is not None or not folds(score):
         return None
     inputs = score(q, k, pair_values(spec, v, size), at, mask)
-    if choose(inputs, backend).name != "fused" or not inputs.visibility.plain:
+    if choose(inputs, backend).name != "fused" or not inputs.mask.only_causal:
         return None
     query, key = query_tables(spec, size, at, q.dtype), key_tables(spec, size, at.key, k.dtype, 0)
     assert isinstance(query.near, Rotation | None)

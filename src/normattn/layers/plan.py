@@ -22,7 +22,7 @@ from normattn.errors import InputError
 from normattn.kernels import AttentionInputs, AttentionMask, run_kernel
 from normattn.kernels.inputs import Selection
 from normattn.kernels.numerics import without_infinities
-from normattn.kernels.stats import _OBSERVERS, announce, observers
+from normattn.kernels.stats import _OBSERVERS, announce_layer, observers
 from normattn.layers.cache import KeyValueCache
 from normattn.layers.checks import AttentionArguments, check_call, check_order, check_restarts
 from normattn.layers.folded import FoldedSequence, FoldedStep, fold_sequence, fold_step
@@ -136,7 +136,7 @@ class AttentionPlan:
         places, start = at.key if cache is None else at.query, first if at.regular else None
         padding = None if given.key_padding is None else given.key_padding[:, first:]
         own = given.query_padding if cache is None else padding
-        announce(score, q, k, own, padding, at.query, places)
+        announce_layer(score, q, k, own, padding, at.query, places)
         with plain_operations(given.backend == "reference"):
             v = turn_values(spec, pair_values(spec, v, k.shape[-1]), places, start)
         plan, gates, selection, rotated = self, None, None, None
@@ -191,7 +191,7 @@ class AttentionPlan:
         def part(rows: slice, keys: int, block: int) -> Tensor:
             padding = None if given.query_padding is None else given.query_padding[:, rows]
             own = k[:, :, :keys] if rotated is None else rotated(keys, block)
-            places, seen = at.part(rows, keys), self.mask.part(rows, keys)
+            places, seen = at.select(rows, keys), self.mask.select(rows, keys)
             rest = places, seen, padding, block, given.dropout_p, self.cached
             inputs = score(q[:, :, rows], own, v[:, :, :keys], *rest)
             if selection is not None:
@@ -209,8 +209,8 @@ class AttentionPlan:
                 pieces: list[Tensor] = []
                 mixed: Tensor | None = None
                 for block, rows, keys, members in _blocks(spec, at):
-                    for by in observers():
-                        by.confine(rows, members)
+                    for observer in observers():
+                        observer.select_rows(rows, members)
                     piece = part(rows, keys, block)
                     if members is None:
                         pieces.append(piece)
@@ -227,12 +227,12 @@ class AttentionPlan:
         if not keys:
             return self
         at, seen = self.positions, self.mask
-        mask, documents = seen.mask, seen.key_documents
+        mask, documents = seen.attn_mask, seen.key_documents
         seen = replace(
             seen,
             key=seen.key[..., keys:],
             padding=None if seen.padding is None else seen.padding[:, keys:],
-            mask=mask if mask is None or mask.shape[-1] == 1 else mask[..., keys:],
+            attn_mask=mask if mask is None or mask.shape[-1] == 1 else mask[..., keys:],
             key_documents=None if documents is None else documents[:, keys:],
         )
         at = replace(at, key=at.key[..., keys:], regular=False)
@@ -274,7 +274,7 @@ def place(
         of_queries = documents[:, keys - queries :]
         mask = replace(mask, query_documents=of_queries, key_documents=documents)
     if given.attn_mask is not None and spec.logn is not None:
-        at = at.without_masked(mask)
+        at = at.exclude_masked(mask)
     if spec.chunk is not None:
         # Other chunks are hidden as other documents are.
         query, key = (

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from normattn.errors import InputError
-from normattn.kernels.stats import observers, unseen
+from normattn.kernels.stats import observers, unobserved
 from normattn.layers.attention import Attention
 from normattn.layers.cache import KeyValueCache
 from normattn.layers.cross_attention import CrossAttention, Memory
@@ -337,7 +337,7 @@ def _as_in_forward() -> dict[str, Any]:
 
     @contextmanager
     def recomputed() -> Iterator[None]:
-        with plain_operations(plainly), unseen(observed):
+        with plain_operations(plainly), unobserved(observed):
             yield
 
     return {"context_fn": lambda: (nullcontext(), recomputed())}

@@ -90,7 +90,7 @@ class Score(nn.Module):
         k: Float[Tensor, "b g s _"],
         v: Float[Tensor, "b g s e"],
         positions: Positions,
-        seen: AttentionMask,
+        mask: AttentionMask,
         query_padding: Bool[Tensor, "b t"] | None = None,
         block: int = 0,
         dropout: float = 0.0,
@@ -98,7 +98,7 @@ class Score(nn.Module):
     ) -> AttentionInputs:
         """Prepare queries, keys and values for a kernel; all that can be is absorbed into q and k.
 
-        `seen` says which keys are visible, before the score's own window. Statistics over tokens
+        `mask` says which keys are visible, before the score's own window. Statistics over tokens
         leave out padding; without `query_padding` every query is real, also if keys are padded
         (cross attention). If the score is blockwise, the rows are those of `block`. Keys that are
         `cached` come from `cache_keys`, or, if the score is blockwise, from `rotate_cached_keys`;
@@ -122,7 +122,7 @@ class Score(nn.Module):
         remapping = None if far_q is None else spec.remapping
         if not cached:
             tables = key_tables(spec, self.head_dim, positions.key, k.dtype, first)
-            k, after = self._normalise_first(spec, k, seen.padding)
+            k, after = self._normalise_first(spec, k, mask.padding)
             near_k = _rotate(k, tables.select_block(block).near, after)
             far_k = None if remapping is None else _rotate(k, tables.far, after)
         elif remapping is not None and remapping.window is not None:
@@ -133,7 +133,7 @@ class Score(nn.Module):
             back = key_tables(spec, self.head_dim, near, k.dtype, first, far_to_near=True).near
             near_k = _rotate(k[:, :, start:], back, after)
             far_k = k if after is None else after(k)
-        inputs = self._inputs(near_q, near_k, v, positions, seen, dropout, pairs)
+        inputs = self._inputs(near_q, near_k, v, positions, mask, dropout, pairs)
         if remapping is None:
             return inputs
         window = remapping.window
@@ -231,7 +231,7 @@ class Score(nn.Module):
         k: Tensor,
         v: Tensor,
         positions: Positions,
-        seen: AttentionMask,
+        mask: AttentionMask,
         dropout: float,
         pairs: PairBias | None,
     ) -> AttentionInputs:
@@ -239,14 +239,14 @@ class Score(nn.Module):
         window, kept = self._spec.window
         selection, part = None, self._spec.bias
         if self._spec.selection is not None:
-            own = None if seen.padding is None else seen.padding[:, v.shape[2] - q.shape[2] :]
+            own = None if mask.padding is None else mask.padding[:, v.shape[2] - q.shape[2] :]
             taken = k.new_zeros(v.shape[0], v.shape[2], dtype=at_least_float32(k.dtype))
             selection = Selection(taken, own)
         return AttentionInputs(
             q,
             k,
             v,
-            seen if window is None else replace(seen, window=window, kept=kept),
+            mask if window is None else replace(mask, window=window, sink_tokens=kept),
             dropout=dropout,
             bias=self._distance_bias(q, positions),
             sink=self.sink,

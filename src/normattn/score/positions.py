@@ -25,7 +25,7 @@ class Positions:
     `n` has the shape of the queries, or (B, 1) where all queries of a row see the same keys, or,
     counted from a mask of each head, (B, H, T). `regular` says that nothing but T, S and causal
     decided the positions, so that tables can be kept; `ordered` that the queries are the last T of
-    keys whose positions grow; `masked` that a mask took part in n (`without_masked`).
+    keys whose positions grow; `masked` that a mask took part in n (`exclude_masked`).
     """
 
     query: Int[Tensor, "*bq t"]
@@ -36,29 +36,29 @@ class Positions:
     ordered: bool = True
     masked: bool = False
 
-    def part(self, rows: slice, keys: int) -> Positions:
-        """Take some query rows and the first `keys` keys, of which the rows are the last."""
+    def select(self, rows: slice, keys: int) -> Positions:
+        """Select query rows and the first `keys` keys, of which the rows are the last."""
         if rows == slice(0, self.query.shape[-1]) and keys == self.key.shape[-1]:
             return self
         n = self.n[..., rows] if self.n.shape[-1] == self.query.shape[-1] else self.n
         return replace(self, query=self.query[..., rows], key=self.key[..., :keys], n=n)
 
-    def without_masked(self, seen: AttentionMask) -> Positions:
-        """Take the keys that the mask of `seen` hides off n.
+    def exclude_masked(self, mask: AttentionMask) -> Positions:
+        """Subtract from n the keys that `attn_mask` hides.
 
         A boolean mask hides where it is False; a floating one where it adds −∞ or the lowest number
         of its type. Only keys are taken off that are visible without it: of the query's document,
         no padding, and, if causal, not after the query. Windows do not change n, nor do chunks, so
-        `seen` must not hold those yet.
+        `mask` must not hold those yet.
         """
-        mask = seen.mask
-        if mask is None:
+        x = mask.attn_mask
+        if x is None:
             return self
-        hidden = ~mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min
+        hidden = ~x if x.dtype == torch.bool else x <= torch.finfo(x.dtype).min
         # A mask of three axes is (H, T, S).
         hidden = hidden[None] if hidden.dim() == 3 else hidden
         every = slice(None)
-        others = replace(seen, mask=None, window=None).hidden(every, every)
+        others = replace(mask, attn_mask=None, window=None).hidden(every, every)
         if others is not None:
             hidden = hidden & ~others
         shape = (*hidden.shape[:-2], self.query.shape[-1], self.key.shape[-1])
@@ -90,7 +90,7 @@ class Positions:
         if causal and queries <= keys and cacheable() and all(x is None for x in given):
             # Rows of a longer sequence, which is made once.
             whole = _counted(max(64, 1 << (keys - 1).bit_length()), device)
-            return whole.part(slice(keys - queries, keys), keys)
+            return whole.select(slice(keys - queries, keys), keys)
         if causal and q_positions is None and queries > keys:
             raise InputError(
                 f"causal attention of {queries} queries over {keys} keys needs q_positions: "

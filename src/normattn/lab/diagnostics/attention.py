@@ -44,10 +44,10 @@ def attention_of(
     if inputs.selection is not None:
         # A row reads what all those before it have selected.
         return strips(whole)[:, :, rows]
-    mask = inputs.visibility
+    mask = inputs.mask
     documents = None if mask.query_documents is None else mask.query_documents[:, rows]
     mask = replace(mask, query=mask.query[..., rows], aligned=False, query_documents=documents)
-    return reference(replace(whole, q=inputs.q[:, :, rows], visibility=mask))
+    return reference(replace(whole, q=inputs.q[:, :, rows], mask=mask))
 
 
 class ResidualSum:
@@ -114,12 +114,12 @@ class _Keep(Observer):
         self._name = ""
         self._residual = ResidualSum()
 
-    def enter(self, owner: Any, q: Tensor, k: Tensor, padding: Any, at: Any) -> None:
+    def enter_layer(self, owner: Any, q: Tensor, k: Tensor, padding: Any, positions: Any) -> None:
         """A layer begins."""
         self._name = next(self._turns[owner])
         self.parts[self._name] = []
 
-    def see(self, inputs: AttentionInputs, observation: Observation) -> None:
+    def record(self, inputs: AttentionInputs, observation: Observation) -> None:
         """Compute a layer's weights once more."""
         weights = attention_of(self._residual.alone(inputs))[0]
         self.parts[self._name].append(weights.float().cpu())

@@ -74,13 +74,13 @@ class Collector(AttentionStatistics):
         super().__init__(names, edges, cosines)
         self.reach = reach
 
-    def functions(self, inputs: AttentionInputs) -> Tensor | None:
+    def distance_functions(self, inputs: AttentionInputs) -> Tensor | None:
         """Distances beyond the training length, and at unseen angles, where any can be."""
         self.wanted = []
         score = self.owner
         if self.layer is None or not isinstance(score, Score) or not self.reach:
             return None
-        spec, length, mask = score.spec, score.spec.train_length, inputs.visibility
+        spec, length, mask = score.spec, score.spec.train_length, inputs.mask
         if length is None:
             return None
         most = max(int(mask.query.max()), int(mask.key.max())) + 1

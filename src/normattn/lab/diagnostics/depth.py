@@ -101,7 +101,7 @@ class _ByLayer(Observer):
         """Of the residual stream after a layer."""
         self.found["variance"].append(x.double().var(-1, correction=0).mean(-1))
 
-    def see(self, inputs: AttentionInputs, observation: Observation) -> None:
+    def record(self, inputs: AttentionInputs, observation: Observation) -> None:
         """A layer's attention is done: the entropy of all queries, the agreement of some."""
         self.found["entropy"].append(observation.entropy.double().mean((1, 2)))
         queries, device = inputs.q.shape[2], inputs.q.device

@@ -189,7 +189,7 @@ def pairs_by_region(
         outside = (~inside).double()[head, bin_of.clamp_(max=BINS - 1)]
         far = _aligned(distance >= length)
         pairs += _by_region(visible, outside, far)
-        late = _aligned((seen.inputs.visibility.query[..., rows] >= length)[..., None])
+        late = _aligned((seen.inputs.mask.query[..., rows] >= length)[..., None])
         weights = attention_of(seen.inputs, torch.arange(rows.start, rows.stop, device=q.device))
         attention += _by_region(weights.double() * late, outside, far)
     return pairs, attention
@@ -222,7 +222,7 @@ def _pairs(
 
     No (T, S) matrix is kept.
     """
-    mask, every = seen.inputs.visibility, slice(None)
+    mask, every = seen.inputs.mask, slice(None)
     k = k.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(-1, -2)
     for first in range(0, q.shape[2], _ROWS):
         rows = slice(first, min(first + _ROWS, q.shape[2]))

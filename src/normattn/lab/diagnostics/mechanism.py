@@ -174,7 +174,7 @@ class _Mechanism:
         octaves = torch.tensor(self.octaves)
         products, count = products_by_distance(seen, octaves.to(seen.inputs.q.device))
         add("product", values=products, of=count)
-        late = (seen.inputs.visibility.query >= self.length).sum(-1)
+        late = (seen.inputs.mask.query >= self.length).sum(-1)
         add("attention", values=attention, of=late.expand(len(pairs))[:, None, None].double())
 
     def add_last(self, part: slice) -> None:

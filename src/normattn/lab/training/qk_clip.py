@@ -96,16 +96,16 @@ class _Largest(Observer):
         self._padding: Tensor | None = None
         self._rows = slice(None)
 
-    def enter(self, owner: Any, q: Tensor, k: Tensor, padding: Any, at: Any) -> None:
+    def enter_layer(self, owner: Any, q: Tensor, k: Tensor, padding: Any, positions: Any) -> None:
         """A layer's calls follow."""
         self._owner = owner if isinstance(owner, Score) and owner in self._largest else None
         self._padding, self._rows = padding[0], slice(None)
 
-    def confine(self, rows: slice, members: Tensor | None) -> None:
+    def select_rows(self, rows: slice, members: Tensor | None) -> None:
         """The next call is that of some rows."""
         self._rows = rows
 
-    def see(self, inputs: AttentionInputs, observation: Observation) -> None:
+    def record(self, inputs: AttentionInputs, observation: Observation) -> None:
         """Take the largest logits of rows that are no padding."""
         if self._owner is not None:
             largest = observation.largest.detach().float()

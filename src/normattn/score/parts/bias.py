@@ -242,10 +242,10 @@ class FIRE(PairBiasPart):
         order = ("c", "mu", "w_in", "b_in", "w_out", "b_out")
         c, mu, w_in, b_in, w_out, b_out = (learned[name].to(dtype) for name in order)
 
-        def compute(score: Tensor, seen: AttentionMask, _: Any) -> Tensor:
+        def compute(score: Tensor, mask: AttentionMask, _: Any) -> Tensor:
             # 0 distance for keys after the query, which are hidden.
-            distance = seen.distance(_EVERY, _EVERY).clamp(min=0).to(c)
-            position = seen.query.to(c)[..., None]
+            distance = mask.distance(_EVERY, _EVERY).clamp(min=0).to(c)
+            position = mask.query.to(c)[..., None]
             if distance.dim() == 4 and position.dim() == 3:
                 position = position[:, None]
             whole = torch.maximum(position, (mu * self.known("threshold")).abs())
@@ -286,9 +286,9 @@ class CoPE(PairBiasPart):
         """λ·⟨q, e⟩ of each query and whole position, read at sums of gates."""
         table = of_queries(self, query).to(dtype) @ learned["e"].to(dtype).t()
 
-        def compute(score: Tensor, seen: AttentionMask, table: Tensor) -> Tensor:
+        def compute(score: Tensor, mask: AttentionMask, table: Tensor) -> Tensor:
             # Gates are summed from the last key that is seen down to each; hidden ones are 0.
-            order = seen.by_position(score)
+            order = mask.position_order(score)
             gate = torch.sigmoid(score.to(table.dtype))
             gate = gate if order is None else gate.gather(-1, order)
             position = gate.flip(-1).cumsum(-1).flip(-1)
@@ -350,9 +350,9 @@ class XLNet(PairBiasPart):
             angle = angle[:, None] if positions.dim() == 2 else angle
             return angle.sin().to(dtype), angle.cos().to(dtype)
 
-        def compute(score: Tensor, seen: AttentionMask, table: Tensor) -> Tensor:
+        def compute(score: Tensor, mask: AttentionMask, table: Tensor) -> Tensor:
             sines, cosines = table.chunk(2, -1)
-            (sin_i, cos_i), (sin_j, cos_j) = waves(seen.query), waves(seen.key)
+            (sin_i, cos_i), (sin_j, cos_j) = waves(mask.query), waves(mask.key)
             of_query = (cosines * sin_i - sines * cos_i, sines * sin_i + cosines * cos_i)
             return torch.cat(of_query, -1) @ torch.cat((sin_j, cos_j), -1).mT
 
@@ -376,8 +376,8 @@ class ScaleInvariant(PairBiasPart):
     def pairs(self, learned: Learned, dtype: torch.dtype, query: Queries | None) -> PairBias:
         """(a − 1)·s + m: the change of each score."""
 
-        def compute(score: Tensor, seen: AttentionMask, _: Any) -> Tensor:
-            distance = seen.distance(_EVERY, _EVERY).clamp(min=0).to(score.dtype)
+        def compute(score: Tensor, mask: AttentionMask, _: Any) -> Tensor:
+            distance = mask.distance(_EVERY, _EVERY).clamp(min=0).to(score.dtype)
             growth = 2 * torch.log1p(distance / self.tau)
             # 0 for keys that are hidden, whose score is −∞.
             shown = score.masked_fill(score == -math.inf, 0.0)

@@ -1,4 +1,4 @@
-"""Which keys are seen, and scores that differ from layer to layer of a model."""
+"""Which keys are visible, and scores that differ from layer to layer of a model."""
 
 from __future__ import annotations
 

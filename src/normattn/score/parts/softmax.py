@@ -56,7 +56,7 @@ class NormaliserPart(Part):
     slot = Slot.NORMALISER
     excludes: ClassVar[Mapping[Slot, str]] = {Slot.SINK: "a sink is a logit of softmax"}
 
-    def weights(self, score: Scores, seen: AttentionMask) -> Scores:
+    def weights(self, score: Scores, mask: AttentionMask) -> Scores:
         """The weights of whole rows; a score is −∞, and its weight 0, where a key is hidden."""
         raise InputError(f"{self.name} defines no weights")
 
@@ -74,7 +74,7 @@ class Sigmoid(NormaliserPart):
     source = "arXiv 2409.04431"
     tokens: int | None = number(default=None, least=1, fill=THE_LENGTH)
 
-    def weights(self, score: Scores, seen: AttentionMask) -> Scores:
+    def weights(self, score: Scores, mask: AttentionMask) -> Scores:
         """σ(s − ln n)."""
         return torch.sigmoid(score - math.log(self.known("tokens")))
 
@@ -94,13 +94,13 @@ class StickBreaking(NormaliserPart):
     needs_causal = True
     current: bool = False
 
-    def weights(self, score: Scores, seen: AttentionMask) -> Scores:
+    def weights(self, score: Scores, mask: AttentionMask) -> Scores:
         """In logarithms, summed from each key up to the query."""
         every = slice(None)
         if not self.current:
-            score = score.masked_fill(seen.distance(every, every) == 0, -float("inf"))
+            score = score.masked_fill(mask.distance(every, every) == 0, -float("inf"))
         # Only tokens of one text stand between two of them.
-        order = seen.by_position(score)
+        order = mask.position_order(score)
         ranked = score if order is None else score.gather(-1, order)
         wide = ranked.float() if ranked.element_size() == 2 else ranked
         left = F.logsigmoid(-wide).flip(-1).cumsum(-1).flip(-1)
@@ -123,7 +123,7 @@ class Entmax(NormaliserPart):
     source = "arXiv 1905.05702, 2506.16640"
     alpha: float = number(default=1.5, above=1, most=2)
 
-    def weights(self, score: Scores, seen: AttentionMask) -> Scores:
+    def weights(self, score: Scores, mask: AttentionMask) -> Scores:
         """Solve Σ_j a_j = 1 for τ, a row at a time; a row without keys gets none."""
         if score.shape[-1] == 0:
             return score

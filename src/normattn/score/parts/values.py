@@ -110,8 +110,8 @@ class NEZHA(OwnValues, PairBiasPart):
         waves, q = self.pair_values(), of_queries(self, query).to(dtype)
         table = q @ waves.table(q.shape[-1], q).t()
 
-        def compute(score: Tensor, seen: AttentionMask, table: Tensor) -> Tensor:
-            return table.gather(-1, waves.rows(score, seen))
+        def compute(score: Tensor, mask: AttentionMask, table: Tensor) -> Tensor:
+            return table.gather(-1, waves.rows(score, mask))
 
         # The bias of each head, and twice that for the row of a pair, of eight bytes.
         return PairBias(compute, 3 * table.shape[0] * table.shape[1], table)
@@ -135,14 +135,14 @@ class RelativeSinusoids:
         waves = torch.stack((angle.sin(), angle.cos()), -1).flatten(1)
         return torch.nn.functional.pad(waves, (0, size % 2)).to(like.dtype)
 
-    def rows(self, score: Float[Tensor, "b h t s"], seen: AttentionMask) -> Int[Tensor, "b h t s"]:
+    def rows(self, score: Float[Tensor, "b h t s"], mask: AttentionMask) -> Int[Tensor, "b h t s"]:
         """The row of each pair: j − i, clipped, plus `clip`."""
-        back = seen.distance(slice(None), slice(None)).clamp(-self.clip, self.clip)
+        back = mask.distance(slice(None), slice(None)).clamp(-self.clip, self.clip)
         return (self.clip - back).expand(score.shape)
 
     def read(
-        self, weight: Float[Tensor, "b h t s"], size: int, seen: AttentionMask
+        self, weight: Float[Tensor, "b h t s"], size: int, mask: AttentionMask
     ) -> Float[Tensor, "b h t e"]:
         """Σ_j a_ij·R_ij, by the sum of the weights at each clipped distance."""
         none = weight.new_zeros(*weight.shape[:-1], 2 * self.clip + 1)
-        return none.scatter_add(-1, self.rows(weight, seen), weight) @ self.table(size, weight)
+        return none.scatter_add(-1, self.rows(weight, mask), weight) @ self.table(size, weight)
