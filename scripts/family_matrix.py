@@ -11,18 +11,19 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import torch
 import transformers
-from tests.hf.matrix import PAGE, SCORES, page, read_page, row
-from tests.hf.tiny import rotary_families
+
+from hf.matrix import PAGE, SCORES, page, read_page, row
+from hf.tiny import rotary_families
 
 
 def main(asked: list[str]) -> int:
     """Make the page."""
     torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     rows = read_page() if asked and PAGE.exists() else {}
     scores = SCORES + PAGE.read_text("utf-8").split(SCORES)[1]
     for family in asked or rotary_families():

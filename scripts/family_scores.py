@@ -8,19 +8,20 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import torch
 import transformers
-from tests.hf.matrix import PAGE, SCORES
-from tests.hf.score_page import page, row
-from tests.hf.tiny import rotary_families
+
+from hf.matrix import PAGE, SCORES
+from hf.score_page import page, row
+from hf.tiny import rotary_families
 
 
 def main() -> int:
     """Make the page."""
     torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     before = PAGE.read_text("utf-8").split(SCORES)[0]
     scores = page({family: row(family) for family in rotary_families()})
     PAGE.write_text(before + scores, encoding="utf-8")

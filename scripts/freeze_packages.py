@@ -104,4 +104,6 @@ def check() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(check() if sys.argv[1:] == ["--check"] else freeze(sys.argv[1:]))
+    if sys.argv[1:] == ["--check"]:
+        sys.exit(check())
+    freeze(sys.argv[1:])

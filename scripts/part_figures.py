@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from matplotlib.axes import Axes
@@ -94,11 +95,15 @@ def _weights(spec: ScoreSpec, noise: float) -> dict[str, Tensor]:
     for layer in range(layers):
         score = Score(spec.layer(layer, layers), HEADS, HEAD_DIM, kv_heads)
         out = attention(
-            *(q, k, values, score),
+            q,
+            k,
+            values,
+            score,
             causal=not spec.leaks_future,
             documents=documents,
             residual=None if residual is None else residual[layer],
             backend="auto" if residual is not None else "reference",
+            return_lse=False,
             **made,
         )
         if layer in (0, layers - 1):
@@ -106,7 +111,7 @@ def _weights(spec: ScoreSpec, noise: float) -> dict[str, Tensor]:
     return {"first of a pair": out[0, 0], "second": out[0, 1]} if pairs else drawn
 
 
-def _of_input(spec: ScoreSpec) -> dict[str, Tensor]:
+def _of_input(spec: ScoreSpec) -> dict[str, Any]:
     """What a layer makes of its input, for a score that asks for it: every eighth token forgets."""
     made = {}
     if spec.gate is not None:

@@ -1,12 +1,12 @@
-"""Hold what `--emit vllm` says against vLLM's own code, out of its wheel, for ten families.
+"""Compare what `--emit vllm` prints with vLLM's own code, from its wheel, for ten families.
 
     pip download vllm --no-deps -d WHEELS
     python scripts/vllm_rope.py WHEELS/vllm-*.whl
 
-`get_rope` makes the table of cos and sin, and `_get_and_verify_max_len` the longest text; nothing
-else of vLLM is run, and what these files import beside is replaced by stubs. Prints a table of the
-largest difference from the spectrum that the method means, and ends with 1 where one is above 1e-4
-or a length is not what was asked for.
+`get_rope` makes the table of cos and sin, and `_get_and_verify_max_len` decides the longest text.
+Nothing else of vLLM runs; stubs replace the other modules that these files import. The script
+prints the largest difference from the method's own cos and sin, and exits with 1 where it exceeds
+1e-4 or where the longest text is not the requested one.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import torch
-from tests.hf import tiny
 
+from hf import tiny
 from normattn.errors import InputError
 from normattn.hf.engines import Wanted, emit
-from normattn.hf.model_parts import innermost
+from normattn.hf.model_parts import innermost, layer_type
 from normattn.hf.plan import plan
 from normattn.hf.rope_detection import method_frequencies, method_gain
 
@@ -142,7 +142,7 @@ def off(get_rope: Any, longest: Any, family: str, method: str) -> str:
         if layer.rotation is None:
             continue
         rope = dict(config.rope_parameters)
-        rope = rope.get(planned.parts.layer_type(layer.module), rope)
+        rope = rope.get(layer_type(config, layer.index), rope)
         size = layer.rotation.head_dim
         table = get_rope(size, config.max_position_embeddings, True, rope, torch.float32)
         cos, sin = table.cos_sin_cache[:length].double().chunk(2, -1)

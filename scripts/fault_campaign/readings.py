@@ -127,11 +127,11 @@ def _documents(name: str) -> Callable[[Setting, Path], object]:
 def _gguf(setting: Setting, place: Path) -> None:
     from tokenizers.pre_tokenizers import ByteLevel
 
-    from hf.test_gguf import _write
+    from hf.test_gguf import write
 
     place.mkdir(parents=True)
     letters = sorted(ByteLevel.alphabet())
-    _write(place / "tiny.gguf", [*letters, letters[0] + letters[1]])
+    write(place / "tiny.gguf", [*letters, letters[0] + letters[1]])
 
 
 def _cached(work: Work, cache: Path) -> Work:
