@@ -210,8 +210,7 @@ def test_recomputed_activations_give_the_same_gradients(family: str, method: str
             model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
             grads = (weight.grad for weight in model.parameters())
             found.append([grad.clone() for grad in grads if grad is not None])
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
 
 
 def test_edits_of_the_configuration_outlive_the_extension() -> None:

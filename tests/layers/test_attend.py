@@ -12,7 +12,7 @@ from torch import Tensor
 from normattn import InputError, Score, attention
 from normattn.kernels import tiled
 from score import oracle
-from score.cases import tensors
+from score.cases import built, learned, tensors
 from score.oracle import Recipe
 
 PLAIN = Recipe("KNA", "logn", train_length=4)
@@ -40,14 +40,16 @@ def _assert_agree(
     """All backends give the oracle's output and gradients."""
     names = {"attn_mask": "mask", "key_padding": "padding"}
     words = {names.get(word, word): value for word, value in options.items()}
-    expected = oracle.attend(recipe, q, k, v, **words)
-    by_hand = torch.autograd.grad(expected.square().sum(), (q, k, v))
+    score = built(recipe, q.shape[1], q.shape[3], k.shape[1])
+    parameters = learned(score)
+    leaves = (q, k, v, *parameters.values())
+    expected = oracle.attend(recipe, q, k, v, learned=parameters, **words)
+    by_hand = torch.autograd.grad(expected.sin().sum(), leaves)
     for backend in backends:
-        out = attention(q, k, v, recipe.text, backend=backend, **options)
+        out = attention(q, k, v, score, backend=backend, **options)
         torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-10)
-        ours = torch.autograd.grad(out.square().sum(), (q, k, v))
-        for mine, hand in zip(ours, by_hand, strict=True):
-            torch.testing.assert_close(mine, hand, rtol=1e-8, atol=1e-10)
+        ours = torch.autograd.grad(out.sin().sum(), leaves)
+        torch.testing.assert_close(ours, by_hand, rtol=1e-9, atol=1e-10)
 
 
 @every_recipe
@@ -85,6 +87,27 @@ def test_padding_anywhere(recipe: Recipe, backends: tuple[str, ...]) -> None:
     _assert_agree(recipe, backends, q, k, v, key_padding=padding)
     if recipe.method != "ReRoPE":
         _assert_agree(recipe, backends, q, k, v, key_padding=padding, causal=False)
+
+
+STATISTICS = [
+    *(Recipe(variant, "", "none") for variant in ("QKBatchNorm", "QInstanceNorm", "KBatchNorm")),
+    *(Recipe(variant, "logn", "half") for variant in ("QBatchNorm", "QKInstanceNorm")),
+    Recipe("QKInstanceNorm", "", "interleaved", rotate_first=True),
+    Recipe("QKBatchNorm", "logn", "half", rotate_first=True),
+]
+
+
+@pytest.mark.parametrize("padded", [True, False])
+@pytest.mark.parametrize("recipe", STATISTICS, ids=[recipe.text for recipe in STATISTICS])
+def test_statistics_leave_out_the_padding_of_queries_and_of_keys(
+    recipe: Recipe, padded: bool
+) -> None:
+    """As in cross attention, where the two differ."""
+    q, k, v = tensors(*[(3, 2, 6, 4)] * 3)
+    at = torch.arange(6)[None]
+    keys, queries = at < torch.tensor([[2], [0], [4]]), at >= torch.tensor([[6], [3], [5]])
+    options = {"key_padding": keys, "query_padding": queries if padded else None}
+    _assert_agree(recipe, ("reference", "auto"), q, k, v, causal=False, **options)
 
 
 def _masks() -> Iterator[tuple[str, Tensor]]:

@@ -86,8 +86,9 @@ def test_outputs_and_gradients_of_every_kernel(
             continue
         served.append(backend)
         torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-10)
-        for ours, hand in zip(torch.autograd.grad(out, wanted, weights), by_hand, strict=True):
-            torch.testing.assert_close(ours, hand, rtol=1e-9, atol=1e-10)
+        torch.testing.assert_close(
+            torch.autograd.grad(out, wanted, weights), by_hand, rtol=1e-9, atol=1e-10
+        )
     assert {"auto", "strips", "reference"} <= set(served)
 
 
@@ -130,8 +131,3 @@ def test_each_layer_of_a_model_starts_at_its_own_share() -> None:
     out = layer(torch.randn(1, 5, 16))
     grads = torch.autograd.grad(out.square().sum(), list(layer.parameters()))
     assert all(grad.abs().sum() > 0 for grad in grads)
-
-
-def test_key_heads_of_a_model_come_in_pairs() -> None:
-    with pytest.raises(InputError, match="must be even"):
-        _model("KNA-Differential", kv_heads=1)

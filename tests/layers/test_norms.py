@@ -153,15 +153,29 @@ def test_against_the_equation(kind: type[DyT]) -> None:
     assert torch.autograd.gradcheck(norm, x)
 
 
-@pytest.mark.parametrize("norm", ["dyt", "derf"])
-def test_a_model_without_statistics_learns(norm: str) -> None:
+@pytest.mark.parametrize(
+    ("changes", "senseless"),
+    [
+        ({"norm": "dyt"}, {"norm_eps": 1e-5}),
+        ({"norm": "derf"}, {"norm_eps": 1e-5}),
+        ({"placement": "nGPT", "score": "NGPT-RotateFirst"}, {"norm_gain": False}),
+    ],
+)
+def test_a_model_of_other_norms_learns_and_reads_on(
+    changes: dict[str, Any], senseless: dict[str, Any]
+) -> None:
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {"dim": 16, "layers": 2, "heads": 2, "train_length": 8, "norm": norm}
-    sizes["vocab_size"] = 11
-    model = CausalLM(CausalLMConfig(**sizes))
+    sizes: dict[str, Any] = {"vocab_size": 11, "dim": 16, "layers": 2, "heads": 2, **changes}
+    model = CausalLM(CausalLMConfig(**sizes, train_length=8))
     ids = torch.randint(0, 11, (4, 8))
     model.loss(ids).loss.backward()  # type: ignore[no-untyped-call]
     still = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum()]
     assert still == []
-    with pytest.raises(InputError, match="norm_eps has no meaning"):
-        CausalLMConfig(**sizes, norm_eps=1e-5)
+    model.eval()
+    cache = model.new_cache()
+    with torch.no_grad():
+        parts = [model(part, cache=cache) for part in torch.split(ids, [3, 1, 4], 1)]
+        torch.testing.assert_close(torch.cat(parts, 1), model(ids), rtol=1e-4, atol=1e-4)
+    (setting,) = senseless
+    with pytest.raises(InputError, match=f"{setting} has no meaning"):
+        CausalLMConfig(**sizes, train_length=8, **senseless)

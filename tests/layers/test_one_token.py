@@ -123,8 +123,7 @@ def test_what_is_learned_is_read_at_every_token(name: str) -> None:
     torch.testing.assert_close(step, whole, rtol=1e-9, atol=1e-9)
     wanted = list(score.parameters())
     grads = [torch.autograd.grad(out.sin().sum(), wanted) for out in (step, whole)]
-    for ours, theirs in zip(*grads, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-9)
+    torch.testing.assert_close(*grads, rtol=1e-8, atol=1e-9)
 
 
 HALF = (

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from normattn import InputError, attention
 from normattn.kernels import BACKENDS
+from normattn.layers import documents_from_lengths, documents_from_positions
 from score.cases import tensors
 
 D = 8
@@ -107,3 +108,17 @@ def test_positions_that_begin_anew_are_documents_by_name_only() -> None:
     whole = attention(q, k, v, "KNA")
     torch.testing.assert_close(mixed, whole[:, :, order], rtol=1e-9, atol=1e-9)
     attention(q, k, v, "KNA", k_positions=torch.tensor([0, 1, 1, 1, 2, 3]))
+
+
+def test_both_give_the_documents_of_a_row() -> None:
+    expected = torch.tensor([[0, 0, 0, 1, 2, 2]])
+    assert torch.equal(documents_from_positions(torch.tensor([[0, 1, 2, 0, 0, 1]])), expected)
+    assert torch.equal(documents_from_lengths(torch.tensor([0, 3, 4, 6])), expected)
+    rows = torch.tensor([[0, 1, 2, 3], [5, 6, 0, 1]])
+    assert documents_from_positions(rows).tolist() == [[0, 0, 0, 0], [0, 0, 1, 1]]
+
+
+@pytest.mark.parametrize("wrong", [[1, 3], [0], [0, 3, 3]])
+def test_lengths_that_are_none_are_refused(wrong: list[int]) -> None:
+    with pytest.raises(InputError, match="cu_seqlens must start with 0"):
+        documents_from_lengths(torch.tensor(wrong))

@@ -51,8 +51,7 @@ def test_what_is_prepared_is_the_definition(text: str, causal: bool) -> None:
         outs = [attention(q, k, v, score, causal, backend=way) for way in ("auto", "reference")]
         torch.testing.assert_close(*outs, rtol=1e-9, atol=1e-9)
         grads = [torch.autograd.grad(out.sin().sum(), inputs, allow_unused=True) for out in outs]
-        for one, other in zip(*grads, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-9)
+        torch.testing.assert_close(*grads, rtol=1e-8, atol=1e-9)
         with torch.no_grad():
             again = attention(q, k, v, score, causal)
         torch.testing.assert_close(again, outs[1], rtol=1e-9, atol=1e-9)

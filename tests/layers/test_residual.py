@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from normattn.layers.norms import RMSNorm
+from normattn.layers import NGPT, RMSNorm
 from normattn.layers.residual import (
     AttnRes,
     DeepNorm,
@@ -80,20 +80,37 @@ def test_attention_residuals_against_their_equation(block: int) -> None:
         h = sum((w / weights.sum(0))[..., None] * v for w, v in zip(weights, seen, strict=True))
         outputs.append(_norm(h).square())
     expected = [sum(outputs[n : n + block], torch.zeros(())) for n in range(0, 5, block)]
-    for one, other in zip(stream.sums[1:], expected, strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(stream.sums[1:], expected)
     leaves = [layer.query for layer in layers]
     mine = torch.autograd.grad(torch.stack(stream.sums).sum(), [ours, *leaves])
     theirs = torch.autograd.grad(torch.stack([x, *expected]).sum(), [x, *leaves])
-    for one, other in zip(mine, theirs, strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(mine, theirs)
 
 
-def test_attention_residuals_begin_as_a_mean() -> None:
-    sums = tuple(torch.randn(3, 1, 4, 8).unbind())
-    torch.testing.assert_close(
-        LayerOutputs(sums).mixed(torch.zeros(8), 1e-6), torch.stack(sums).mean(0)
-    )
+def test_a_step_towards_the_output_of_the_sub_layer() -> None:
+    """h ← justnorm(h + |α|·(justnorm(f) − h)) of the authors, whose h is ours over √d."""
+    torch.manual_seed(0)
+    inner, dim = nn.Linear(6, 6).double(), 6
+    placed = NGPT(inner, RMSNorm(dim, 0.0, gain=False), dim, start=0.05).double()
+    x = torch.randn(2, 3, dim, dtype=torch.float64)
+    h = x / x.norm(dim=-1, keepdim=True)
+    with torch.no_grad():
+        placed.alpha.copy_(torch.randn(dim))
+    f = inner(h * dim**0.5)
+    step = (placed.alpha * (0.05 / dim**-0.5)).abs()
+    expected = h + step * (f / f.norm(dim=-1, keepdim=True) - h)
+    expected = expected / expected.norm(dim=-1, keepdim=True)
+    out = placed(h * dim**0.5)
+    torch.testing.assert_close(out, expected * dim**0.5)
+    leaves = [placed.alpha, *inner.parameters()]
+    weight = torch.linspace(-1, 1, out.numel()).double().view_as(out)
+    ours, hand = (torch.autograd.grad(x, leaves, weight) for x in (out, expected * dim**0.5))
+    torch.testing.assert_close(ours, hand)
+
+
+def test_the_first_step_is_a_twentieth() -> None:
+    placed = NGPT(nn.Identity(), RMSNorm(4, gain=False), 4)
+    torch.testing.assert_close(placed.alpha * 0.05 * 2, torch.full((4,), 0.05))
 
 
 @pytest.mark.parametrize(

@@ -79,8 +79,7 @@ def test_every_layer_reads_the_running_sum(
             for (q, k, v), one in zip(layers, _residual(str(spec)), strict=True)
         ]
         ours = [*outs, *torch.autograd.grad(outs, leaves, weights)]
-        for one, two in zip(ours, [*expected, *by_hand], strict=True):
-            torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-10)
+        torch.testing.assert_close(ours, [*expected, *by_hand], rtol=1e-9, atol=1e-10)
 
 
 @both
@@ -110,8 +109,7 @@ def test_residual_features_by_hand(name: str, causal: bool) -> None:
         ]
     leaves = [x for qkv in layers for x in qkv]
     both_gradients = [torch.autograd.grad(total, leaves) for total in totals]
-    for one, two in zip(*both_gradients, strict=True):
-        torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(*both_gradients, rtol=1e-9, atol=1e-10)
 
 
 def test_what_is_hidden_in_a_layer_is_not_lost_to_the_sum() -> None:
@@ -194,8 +192,7 @@ def test_activation_checkpointing_leaves_gradients_as_they_are(score: str, backe
     stack = Stack(score, backend)
     plain = _gradients(stack, stack)
     for read in (partial(stack, every=True), stack.whole):
-        for one, other in zip(_gradients(stack, read), plain, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-12)
+        torch.testing.assert_close(_gradients(stack, read), plain, rtol=1e-11, atol=1e-12)
 
 
 def test_a_buffer_is_not_filled_once_more() -> None:

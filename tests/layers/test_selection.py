@@ -23,8 +23,7 @@ def test_strips_hand_on_what_was_taken_with_its_gradient(monkeypatch: pytest.Mon
         monkeypatch.setattr(reference, "STRIP_BYTES", size)
         out = attention(q, k, v, "KNA-Selective", backend="strips")
         found.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(*found)
 
 
 def _step(score: Score, cache: KeyValueCache, q: Tensor, k: Tensor, new: slice) -> Tensor:

@@ -120,8 +120,7 @@ def test_padding_changes_nothing_and_causal_attention_is_refused(text: str) -> N
         given = inputs[0], inputs[1], inputs[2], score, False
         out = attention(*given, key_padding=PADDING, query_padding=PADDING)
         results.append((out.masked_fill(hidden, 0.0), *score.buffers()))
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(*results)
     with pytest.raises(InputError, match=text):
         attention(q, k, v, Score(text, H, D).double().eval())
 
