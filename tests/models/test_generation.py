@@ -17,7 +17,6 @@ from normattn.models.generation import (
     Answer,
     Sampling,
     generate,
-    left_padded,
     row_generators,
 )
 
@@ -135,6 +134,10 @@ def test_tokens_come_as_often_as_they_should_by_the_row_s_own_numbers() -> None:
         ({"prompts": [[1], []]}, "prompt 1 is empty"),
         ({"prompts": []}, "there is no prompt"),
         ({"prompts": [[1, 29]]}, "vocabulary is 0 to 28"),
+        ({"prompts": [[1.5]]}, "prompt 0 is not a list of token ids"),
+        ({"prompts": "words"}, "prompt 0 is not a list of token ids"),
+        ({"prompts": [[1], [[2]]]}, "prompt 1 is not a list of token ids"),
+        ({"prompts": 3}, "prompts must be lists"),
         ({"max_new_tokens": 0}, "max_new_tokens is 0"),
         ({"stop": [29]}, "stop token 29"),
         ({"stop": [""]}, "stop string is empty"),
@@ -156,20 +159,6 @@ def test_tokens_come_as_often_as_they_should_by_the_row_s_own_numbers() -> None:
 def test_bad_input(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(InputError, match=words):
         generate(MODEL, **{"prompts": [[1]], "max_new_tokens": 2, **settings})
-
-
-@pytest.mark.parametrize(
-    ("prompts", "words"),
-    [
-        ([[1.5]], "prompt 0 is not a list of token ids"),
-        ("words", "prompt 0 is not a list of token ids"),
-        ([[1], [[2]]], "prompt 1 is not a list of token ids"),
-        (3, "prompts must be lists"),
-    ],
-)
-def test_prompts_that_are_no_token_ids(prompts: Any, words: str) -> None:
-    with pytest.raises(InputError, match=words):
-        left_padded(prompts, torch.device("cpu"))
 
 
 def test_logits_that_are_not_finite_are_refused() -> None:

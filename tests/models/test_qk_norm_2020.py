@@ -115,10 +115,8 @@ def test_an_encoder_decoder_is_the_papers() -> None:
     loss = made.loss(SOURCE, TARGET).loss
     expected = F.cross_entropy(hand[:, :-1][real], TARGET[:, 1:][real])
     torch.testing.assert_close(loss, expected, rtol=0, atol=1e-12)
-    for mine, other in zip(
-        torch.autograd.grad(loss, wanted), torch.autograd.grad(expected, wanted), strict=True
-    ):
-        torch.testing.assert_close(mine, other, rtol=0, atol=1e-10)
+    gradients = (torch.autograd.grad(x, wanted) for x in (loss, expected))
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize(
