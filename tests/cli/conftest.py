@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,6 +88,13 @@ def trained(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         main(["train", "--preset", str(tiny), "--score", "KNA", "--out", str(out)])
     assert ended.value.code == 0
     return out
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Path:
+    """A copy of the finished run as its training left it."""
+    ignored = shutil.ignore_patterns("evaluations", "inspection", "report")
+    return Path(shutil.copytree(trained, tmp_path / "runs" / "kna", ignore=ignored))
 
 
 @pytest.fixture(scope="session")

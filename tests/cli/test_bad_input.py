@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 from pathlib import Path
 
 import pytest
@@ -197,15 +196,8 @@ RUN: dict[str, list[tuple[list[str], list[str]]]] = {
     [(name, *case) for name, cases in RUN.items() for case in cases],
 )
 def test_commands_of_a_run(
-    command: Command,
-    trained: Path,
-    tmp_path: Path,
-    name: str,
-    options: list[str],
-    expected: list[str],
+    command: Command, run: Path, tmp_path: Path, name: str, options: list[str], expected: list[str]
 ) -> None:
-    ignored = shutil.ignore_patterns("evaluations", "inspection")
-    run = shutil.copytree(trained, tmp_path / "run", ignore=ignored)
     assert_refused(command, tmp_path, expected, name, run, *options)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import re
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -89,13 +88,10 @@ def test_a_short_run_warms_up_for_its_share(command: Command, tmp_path: Path) ->
     assert "warmup_steps is 50" in refused.err
 
 
-def test_train_evaluate_report(command: Command, trained: Path, tmp_path: Path) -> None:
+def test_train_evaluate_report(command: Command, trained: Path, run: Path, tmp_path: Path) -> None:
     assert {"config.json", "metrics.jsonl", "model", "status.json", "tokeniser.json"} <= {
         path.name for path in trained.iterdir()
     }
-    # Other tests measure the run that all of them share.
-    run = tmp_path / "run"
-    shutil.copytree(trained, run, ignore=shutil.ignore_patterns("evaluations"))
     said = command("evaluate", run, "--methods", "unmodified,YaRN", "--multiples", "1,4")
     assert said.code == 0, said.err
     assert "KNA-YaRN" in said.out
@@ -124,12 +120,8 @@ def test_train_evaluate_report(command: Command, trained: Path, tmp_path: Path) 
     }
 
 
-def test_a_page_among_its_runs_does_not_stand_for_them(
-    command: Command, trained: Path, tmp_path: Path
-) -> None:
+def test_a_page_among_its_runs_does_not_stand_for_them(command: Command, run: Path) -> None:
     """What was measured since is on the next page, and no page is measured itself."""
-    run = tmp_path / "runs" / "kna"
-    shutil.copytree(trained, run, ignore=shutil.ignore_patterns("evaluations"))
     evaluate = ("evaluate", run, "--protocols", "train-length", "--multiples", "1,2")
     assert command(*evaluate).code == 0
 

@@ -26,12 +26,6 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.fixture
-def run(trained: Path, tmp_path: Path) -> Path:
-    """A copy of a finished run."""
-    return Path(shutil.copytree(trained, tmp_path / "run"))
-
-
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize(
     ("name", "lines"),
@@ -47,7 +41,7 @@ def test_a_file_that_is_not_as_the_run_left_it(
     places = {"RUN": run, "PLACE": tmp_path / "place"}
     for line in lines:
         assert str(run / name) in command(*(places.get(word, word) for word in line)).sentence
-    assert [each.name for each in tmp_path.iterdir()] == ["run"]
+    assert [each.name for each in tmp_path.iterdir()] == ["runs"]
 
 
 def test_a_run_without_digests_is_read(command: Command, run: Path, tmp_path: Path) -> None:
@@ -58,7 +52,6 @@ def test_a_run_without_digests_is_read(command: Command, run: Path, tmp_path: Pa
 
 
 def test_a_record_that_is_a_folder_is_refused_before_the_work(command: Command, run: Path) -> None:
-    shutil.rmtree(run / "evaluations", ignore_errors=True)
     line = ["evaluate", run, "--multiples", "1", "--max-windows", "1"]
     assert command(*line).code == 0
     record = min((run / "evaluations").glob("*.parquet"))

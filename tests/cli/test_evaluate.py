@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 import csv
-import shutil
 from pathlib import Path
 
 import polars as pl
-import pytest
 
 from cli.conftest import Command
 from normattn.lab.data.retrieval import TASKS
 from normattn.lab.studies.methods import left_out, post_hoc_methods
 from normattn.score import ScoreSpec
-
-
-@pytest.fixture
-def run(trained: Path, tmp_path: Path) -> Path:
-    """A copy of the finished run, to be measured from nothing."""
-    copy = tmp_path / "kna"
-    shutil.copytree(trained, copy, ignore=shutil.ignore_patterns("evaluations"))
-    return copy
 
 
 def records(run: Path) -> dict[str, int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -34,20 +33,12 @@ from normattn.models.pretrained import load_any
 TEXTS = ["word1 word2", f"  {SEPARATOR} it's\t\r\n ! é 😀 中文", ""]
 
 
-@pytest.fixture
-def unread(trained: Path, tmp_path: Path) -> Path:
-    """The run of KNA as its training left it."""
-    run = tmp_path / "runs" / "kna"
-    shutil.copytree(trained, run, ignore=shutil.ignore_patterns("evaluations", "inspection"))
-    return run
-
-
 def test_evaluations_of_other_lengths_stay_out_of_the_card(
-    command: Command, unread: Path, tmp_path: Path
+    command: Command, run: Path, tmp_path: Path
 ) -> None:
     for multiples in ("1,2", "1,4"):
-        assert command("evaluate", unread, "--multiples", multiples, "--max-windows", 2).code == 0
-    said = command("export", unread, tmp_path / "out")
+        assert command("evaluate", run, "--multiples", multiples, "--max-windows", 2).code == 0
+    said = command("export", run, tmp_path / "out")
     assert said.code == 0
     assert "the model card has no evaluation" in said.err
     assert "evaluated with other last segments" in said.err
@@ -55,17 +46,17 @@ def test_evaluations_of_other_lengths_stay_out_of_the_card(
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 
 
-def test_model_tokeniser_and_card(command: Command, unread: Path, tmp_path: Path) -> None:
-    out, trained = tmp_path / "kna", unread
-    assert command("evaluate", trained, "--multiples", "1,2", "--max-windows", 2).code == 0
-    said = command("export", trained, out, "--license", "apache-2.0")
+def test_model_tokeniser_and_card(command: Command, run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "kna"
+    assert command("evaluate", run, "--multiples", "1,2", "--max-windows", 2).code == 0
+    said = command("export", run, out, "--license", "apache-2.0")
     assert said.code == 0, said.err
     assert "AutoModelForCausalLM" in said.out
-    ours, loaded = load_model(trained / "model").eval(), AutoModelForCausalLM.from_pretrained(out)
+    ours, loaded = load_model(run / "model").eval(), AutoModelForCausalLM.from_pretrained(out)
     ids = torch.randint(0, 260, (2, 11))
     with torch.no_grad():
         assert torch.equal(loaded(ids).logits, ours(ids))
-    tokeniser, mine = AutoTokenizer.from_pretrained(out), Tokeniser.load(trained / "tokeniser.json")
+    tokeniser, mine = AutoTokenizer.from_pretrained(out), Tokeniser.load(run / "tokeniser.json")
     for text in TEXTS:
         assert tokeniser(text)["input_ids"] == mine.encode(text)
         assert tokeniser.decode(mine.encode(text)) == text
@@ -191,14 +182,14 @@ def test_kinds_and_states_that_cannot_be_exported(
     assert not (tmp_path / "out").exists()
 
 
-def test_places_that_are_refused(command: Command, trained: Path, tmp_path: Path) -> None:
+def test_places_that_are_refused(
+    command: Command, trained: Path, run: Path, tmp_path: Path
+) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").touch()
     assert "is not empty" in command("export", trained, tmp_path / "full").sentence
     assert "is a file" in command("export", trained, tmp_path / "full" / "mine").sentence
     assert "not a run directory" in command("export", tmp_path / "full", tmp_path / "x").sentence
-    damaged = tmp_path / "damaged"
-    shutil.copytree(trained, damaged)
-    (damaged / "model" / "model.safetensors").write_bytes(b"x")
-    assert "is damaged" in command("export", damaged, tmp_path / "x").sentence
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["damaged", "full"]
+    (run / "model" / "model.safetensors").write_bytes(b"x")
+    assert "is damaged" in command("export", run, tmp_path / "x").sentence
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["full", "runs"]

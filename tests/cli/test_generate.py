@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 from cli.conftest import TINY, Command
@@ -41,16 +40,16 @@ def test_methods_read_on(command: Command, trained: Path) -> None:
         assert said.code == 0, said.err
 
 
-def test_runs_that_cannot_answer(command: Command, trained: Path, tmp_path: Path) -> None:
+def test_runs_that_cannot_answer(
+    command: Command, trained: Path, run: Path, tmp_path: Path
+) -> None:
     assert "no config.json" in command("generate", tmp_path, "--prompt", "a").sentence
-    broken = tmp_path / "broken"
-    shutil.copytree(trained, broken)
-    status = json.loads((broken / "status.json").read_text())
-    (broken / "status.json").write_text(json.dumps({**status, "state": "running"}))
-    assert "only a finished run" in command("generate", broken, "--prompt", "a").sentence
-    (broken / "status.json").write_text(json.dumps(status))
-    (broken / "tokeniser.json").unlink()
-    assert "tokeniser.json is missing" in command("generate", broken, "--prompt", "a").sentence
+    status = json.loads((run / "status.json").read_text())
+    (run / "status.json").write_text(json.dumps({**status, "state": "running"}))
+    assert "only a finished run" in command("generate", run, "--prompt", "a").sentence
+    (run / "status.json").write_text(json.dumps(status))
+    (run / "tokeniser.json").unlink()
+    assert "tokeniser.json is missing" in command("generate", run, "--prompt", "a").sentence
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     said = command("generate", trained, "--file", tmp_path / "latin.txt")
     assert "not UTF-8" in said.sentence

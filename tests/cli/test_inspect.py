@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -120,17 +119,15 @@ def test_angles_that_are_new(command: Command, trained: Path, tmp_path: Path) ->
     assert not {"angle_share", "beyond_share"} & {*found["statistic"]}
 
 
-def test_runs_that_cannot_be_looked_into(command: Command, trained: Path, tmp_path: Path) -> None:
+def test_runs_that_cannot_be_looked_into(command: Command, run: Path, tmp_path: Path) -> None:
     assert "not a run directory" in command("inspect", tmp_path).sentence
-    other = tmp_path / "run"
-    shutil.copytree(trained, other)
-    stored = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps({**stored, "kind": "poem"}))
-    assert "a run of kind 'poem'" in command("inspect", other).sentence
-    (other / "config.json").write_text(json.dumps(stored))
-    status = json.loads((other / "status.json").read_text())
-    (other / "status.json").write_text(json.dumps({**status, "state": "running"}))
-    assert "only a finished run can be looked into" in command("inspect", other).sentence
+    stored = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps({**stored, "kind": "poem"}))
+    assert "a run of kind 'poem'" in command("inspect", run).sentence
+    (run / "config.json").write_text(json.dumps(stored))
+    status = json.loads((run / "status.json").read_text())
+    (run / "status.json").write_text(json.dumps({**status, "state": "running"}))
+    assert "only a finished run can be looked into" in command("inspect", run).sentence
 
 
 def test_half_precision_on_a_named_device(command: Command, trained: Path, tmp_path: Path) -> None:

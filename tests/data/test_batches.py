@@ -19,13 +19,13 @@ from normattn.lab.data.batches import (
     below,
     uniforms,
 )
-from normattn.lab.data.images import ImageBatches, ImageSplit
+from normattn.lab.data.images import ImageBatches
 from normattn.lab.data.pairs import PairBatches, PairSplit
 from normattn.lab.data.relations import RelationBatches, RelationSplit
 from normattn.lab.data.store import Ragged
 from normattn.lab.data.tokens import Tiling
 
-from .helpers import make_split
+from .helpers import make_images, make_split
 
 SPLIT = make_split([700, 3, 1200, 900])
 MASKING = Masking(vocab_size=3000)
@@ -181,13 +181,6 @@ def test_impossible_batches_are_refused() -> None:
         PairBatches(pair_split([(30, 30)]), 500, 0)
 
 
-def images(count: int = 30) -> ImageSplit:
-    """Image i has the label i."""
-    pixels = np.random.default_rng(1).integers(0, 256, (count, 4, 4, 1), dtype=np.uint8)
-    names = tuple(map(str, range(count)))
-    return ImageSplit("train", pixels, np.arange(count, dtype=np.int64), names)
-
-
 def text(seed: int) -> TrainingBatches:
     return TrainingBatches(SPLIT, 16, 8, seed, Tiling(0.4, 3, 9))
 
@@ -199,7 +192,7 @@ KINDS: dict[str, Callable[[int], Any]] = {
     "masked text": lambda seed: MaskedBatches(text(seed), MASKING),
     "pairs": lambda seed: PairBatches(PAIRS, 600, seed),
     "documents": lambda seed: RelationBatches(RELATIONS, 3, 0, 8, seed),
-    "images": lambda seed: ImageBatches(images(), 8, seed, shift=1),
+    "images": lambda seed: ImageBatches(make_images(30), 8, seed, shift=1),
 }
 
 

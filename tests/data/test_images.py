@@ -13,22 +13,17 @@ from normattn import InputError
 from normattn.lab.data.images import (
     ImageBatches,
     ImageDataConfig,
-    ImageSplit,
     image_shape,
     prepare_images,
     scaled,
     shifted,
 )
 
+from .helpers import make_images
+
 
 def shape(height: int, width: int, channels: int, classes: int) -> dict[str, int]:
     return {"height": height, "width": width, "channels": channels, "classes": classes}
-
-
-def split(count: int = 10, side: int = 4) -> ImageSplit:
-    pixels = np.random.default_rng(1).integers(0, 256, (count, side, side, 1), dtype=np.uint8)
-    names = tuple(map(str, range(count)))
-    return ImageSplit("train", pixels, np.arange(count, dtype=np.int64), names)
 
 
 @pytest.mark.parametrize(("source", "count", "side"), [("digits", 1797, 8), ("mnist5k", 5000, 28)])
@@ -62,7 +57,7 @@ def test_sets_that_are_not_there() -> None:
 @settings(max_examples=25, deadline=None)
 def test_every_image_once_an_epoch(batch: int, steps: int, seed: int) -> None:
     """The stream of steps is one permutation after another, whatever the batch size."""
-    batches = ImageBatches(split(10), batch, seed)
+    batches = ImageBatches(make_images(10), batch, seed)
     seen = np.concatenate([batches.batch(step)[1] for step in range(1, steps + 1)])
     for first in range(0, len(seen) - 9, 10):
         assert sorted(seen[first : first + 10]) == list(range(10))
@@ -74,7 +69,7 @@ def test_shifts_move_and_repeat_the_border() -> None:
     np.testing.assert_array_equal(moved, [[1, 2, 2], [1, 2, 2], [4, 5, 5]])
     assert (shifted(pixels, np.array([[0, 0]])) == pixels).all()
     seen = set()
-    batches = ImageBatches(split(1), 1, 0, shift=1)
+    batches = ImageBatches(make_images(1), 1, 0, shift=1)
     for step in range(1, 60):
         seen.add(batches.batch(step)[0].tobytes())
     every = {
@@ -83,4 +78,4 @@ def test_shifts_move_and_repeat_the_border() -> None:
     }
     assert seen == every
     with pytest.raises(InputError, match="leaves no pixels of images of 4 × 4"):
-        ImageBatches(split(1), 1, 0, shift=4)
+        ImageBatches(make_images(1), 1, 0, shift=4)

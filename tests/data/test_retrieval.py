@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 import numpy as np
 import pytest
 
 from normattn.errors import InputError
 from normattn.lab.data.retrieval import DEPTHS, TASKS, RetrievalSet, retrieval_set
-from normattn.lab.data.sources import SPLITS
 from normattn.lab.data.tokeniser import train_tokeniser
-from normattn.lab.data.tokens import CopyTask, TokenData, TokenSplit
+from normattn.lab.data.tokens import CopyTask, TokenData
+
+from .helpers import token_data
 
 L = 64
 
@@ -24,13 +24,7 @@ def code_data(lines: int = 400) -> TokenData:
         "".join(f"    {'ab'[i % 2]}{n} = call_{(i * i + n) % 17}(x, {i})\n" for i in range(lines))
         for n in range(3)
     ]
-    tokeniser = train_tokeniser(texts, 300)
-    rows = [[*tokeniser.encode(text), 0] for text in texts]
-    offsets = np.cumsum([0, *map(len, rows)]).astype(np.int64)
-    tokens = np.concatenate([np.array(row, dtype=np.uint16) for row in rows])
-    names = ["one", "two", "three"]
-    splits: Any = {name: TokenSplit(name, tokens, offsets, names) for name in SPLITS}
-    return TokenData(**splits, tokeniser=tokeniser, vocab_size=300, fingerprint="made")
+    return token_data(texts, train_tokeniser(texts, 300))
 
 
 def make(task: str, multiple: int = 4, windows: int = 15, seed: int = 0) -> RetrievalSet:

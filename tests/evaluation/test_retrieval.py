@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from data.helpers import token_data
 from normattn.errors import NormattnError
 from normattn.kernels.cross_entropy import TokenScores
 from normattn.lab.data.retrieval import DEPTHS, PASSAGE, TASKS, RetrievalSet, retrieval_set
-from normattn.lab.data.sources import SPLITS
 from normattn.lab.data.tokeniser import train_tokeniser
-from normattn.lab.data.tokens import TokenData, TokenSplit
+from normattn.lab.data.tokens import TokenData
 from normattn.lab.evaluation.retrieval import evaluate_retrieval
 from normattn.lab.stats import MeasurementStore
 
@@ -28,13 +27,8 @@ L = 64
 @cache
 def data() -> TokenData:
     """Eight documents of lines, a token a byte: a name has 3 tokens, a value 4."""
-    tokeniser = train_tokeniser(["line"], 257)
-    rows = [[*tokeniser.encode(f"{'some words ' * (2 + n)}\n" * 20), 0] for n in range(8)]
-    offsets = np.cumsum([0, *map(len, rows)]).astype(np.int64)
-    tokens = np.concatenate([np.array(row, dtype=np.uint16) for row in rows])
-    names = [f"document {n}" for n in range(8)]
-    splits: Any = {name: TokenSplit(name, tokens, offsets, names) for name in SPLITS}
-    return TokenData(**splits, tokeniser=tokeniser, vocab_size=257, fingerprint="made")
+    texts = [f"{'some words ' * (2 + n)}\n" * 20 for n in range(8)]
+    return token_data(texts, train_tokeniser(["line"], 257))
 
 
 def make(

@@ -9,13 +9,13 @@ import polars as pl
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
 import normattn
 from cli.conftest import Command
 from hostile.foreign import write_model
+from kernels.memory import largest
 from normattn import InputError
 from normattn.cli.inspect import observing
 from normattn.lab.stats import measurements
@@ -144,24 +144,11 @@ def test_an_extended_model(method: str) -> None:
         assert seen.lines()[name].q_norm == pytest.approx(line.q_norm, rel=0.2)
 
 
-class _Sizes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The most numbers of any tensor that is made."""
-
-    most = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if isinstance(out, Tensor):
-            self.most = max(self.most, out.numel())
-        return out
-
-
 def test_no_matrix_of_all_pairs_is_made() -> None:
     model, count = tiny.build("llama", max_position_embeddings=4096), 2048
-    mode: Any = _Sizes
-    with observing(model), mode() as sizes, torch.no_grad():
+    with observing(model), largest() as record, torch.no_grad():
         model.model(input_ids=tokens(count, 1), use_cache=False)
-    assert sizes.most < count * count
+    assert record.numel < count * count
 
 
 def test_models_that_cannot_be_looked_into() -> None:

@@ -40,16 +40,20 @@ def test_a_killed_child_is_a_failure_that_names_the_signal(tmp_path: Path) -> No
     assert "SIGKILL" in outcome.message
 
 
+# A job that saves when it is stopped, and ends at once where it has saved before.
 SAVES = """
-import signal, sys, time, pathlib
+import pathlib, signal, sys, time
+state = pathlib.Path({path!r})
+if state.exists():
+    sys.exit(0)
 def save(*_):
-    pathlib.Path({path!r}).write_text("saved"); sys.exit(130)
+    time.sleep(0.5)
+    state.write_text("saved")
+    sys.exit(130)
 signal.signal(signal.SIGTERM, save)
 print("ready", flush=True)
 time.sleep(120)
 """
-
-
 WATCHES = """
 import sys, time
 sys.path[:0] = {path!r}

@@ -141,17 +141,7 @@ def test_a_signal_lets_jobs_save(launcher: Launcher, tmp_path: Path) -> None:
 
 def test_at_the_end_of_its_time_a_job_saves_and_is_requeued(tmp_path: Path) -> None:
     """By submitit's own signal: the job resumes from what it saved, under the same handle."""
-    script = (
-        "import pathlib, signal, sys, time\n"
-        f"state = pathlib.Path({str(tmp_path / 'state')!r})\n"
-        "if state.exists(): sys.exit(0)\n"
-        "def save(*_): state.write_text('saved'); sys.exit(130)\n"
-        "signal.signal(signal.SIGTERM, save)\n"
-        "print('ready', flush=True)\n"
-        "time.sleep(60)\n"
-    )
-    one = job(tmp_path, "long", script)
-
+    one = job(tmp_path, "long", SAVES.format(path=str(tmp_path / "state")))
     warned: list[int] = []
 
     def when_ready(running: Any, ended: Any) -> None:

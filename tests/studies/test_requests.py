@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from importlib import resources
@@ -18,6 +19,7 @@ from normattn.lab.studies.keynorm import METHODS, VARIANTS, trained_in_variants
 from normattn.lab.studies.language import TextRun
 from normattn.lab.studies.methods import left_out, post_hoc_methods
 from normattn.lab.sweep.config import merged
+from normattn.lab.sweep.planner import make_plan
 from normattn.lab.sweep.run import Request, Sweep
 from normattn.lab.sweep.runner import reproduce
 from normattn.score import ScoreSpec
@@ -125,6 +127,22 @@ def test_all_is_every_part_that_a_row_can_have(tiny: Path) -> None:
         assert rows["Baseline-NoPE"] == ("unmodified",)
         assert rows["Baseline-Sink"] == ("unmodified", "YaRN", "ReRoPE")
     assert list(methods_of(resolve("keynorm", tiny, ("KNA",), ("all",)))) == ["KNA"]
+
+
+def test_what_was_trained_counts_as_such_by_its_own_settings_alone(tmp_path: Path) -> None:
+    asked = Request(preset="smoke", seeds=(0, 1, 2), variants=("KNA",), out=tmp_path)
+    sweep = find("keynorm").resolve(asked)
+    whole = make_plan(sweep)
+    place = tmp_path / "cells" / "KNA" / "seed1"
+    place.mkdir(parents=True)
+    (place / "status.json").write_text('{"state": "finished", "step": 1, "steps": 1}')
+    settings = sweep.runs[1].training_config.model_dump(mode="json")
+    for changes, finished in (({}, 1), ({"threads": 2}, 1), ({"steps": 1}, 0)):
+        stored = {"format": 1, "kind": "causal-lm", "config": {**settings, **changes}}
+        (place / "config.json").write_text(json.dumps(stored))
+        plan = make_plan(sweep)
+        assert (plan.runs, plan.finished) == (3, finished)
+        assert (plan.flops < whole.flops) == bool(finished)
 
 
 # The others

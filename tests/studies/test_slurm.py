@@ -12,6 +12,7 @@ import pytest
 from normattn.errors import Interrupted
 from normattn.lab.sweep.clusters import Slurm
 from normattn.lab.sweep.launchers import Job, Needs, run_jobs
+from studies.test_jobs import SAVES
 
 pytest.importorskip("submitit")
 
@@ -62,19 +63,6 @@ COMMANDS = {
         done
     """,
 }
-SAVES = """
-import pathlib, signal, sys, time
-state = pathlib.Path({path!r})
-if state.exists():
-    sys.exit(0)
-def save(*_):
-    time.sleep(0.5)
-    state.write_text("saved")
-    sys.exit(130)
-signal.signal(signal.SIGTERM, save)
-print("ready", flush=True)
-time.sleep(100)
-"""
 
 
 @pytest.fixture
