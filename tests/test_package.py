@@ -6,10 +6,12 @@ import re
 import runpy
 import sys
 import tomllib
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import grimp
 import pytest
 
 import normattn
@@ -110,3 +112,14 @@ def test_the_workflow_uses_pinned_actions_and_no_token() -> None:
     assert "secrets." not in flow
     assert flow.count("id-token: write") == 1
     assert "run: scripts/package dist" in flow
+
+
+def test_no_two_files_import_each_other() -> None:
+    """Imports for type checking and those inside of functions count too."""
+    graph = grimp.build_graph("normattn", cache_dir=None)
+    imports = {each: graph.find_modules_directly_imported_by(each) for each in graph.modules}
+    assert len(imports) > 150
+    try:
+        TopologicalSorter(imports).prepare()
+    except CycleError as error:
+        pytest.fail(" → ".join(error.args[1]))

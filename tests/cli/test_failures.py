@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import shlex
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import SafetensorError
 
+from normattn import __main__
 from normattn.cli.failures import exit_code_of
 from normattn.errors import InputError
 from normattn.io import default_cache_dir, expand_path
@@ -101,3 +104,25 @@ def test_a_lost_place_is_one_sentence(shell: str, code: int, lines: int, word: s
     said = ended.stderr.strip().splitlines()
     assert (ended.returncode, len(said)) == (code, lines), ended.stderr
     assert all(line.startswith("normattn: ") and word in line for line in said)
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_warning_is_a_sentence_and_bars_of_libraries_are_for_terminals(
+    terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Carriage returns of tqdm in a log are many copies of one bar."""
+
+    class Stderr(io.StringIO):
+        def isatty(self) -> bool:
+            return terminal
+
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
+    monkeypatch.setattr(sys, "argv", ["normattn", "--version"])
+    monkeypatch.setattr(sys, "stderr", Stderr())
+    monkeypatch.setenv("TQDM_DISABLE", "so that it is restored")
+    monkeypatch.delenv("TQDM_DISABLE")
+    with pytest.raises(SystemExit):
+        __main__._command()
+    assert ("TQDM_DISABLE" in os.environ) is not terminal
+    said = warnings.formatwarning("the cache is damaged", UserWarning, __file__, 1)
+    assert said == "warning: the cache is damaged\n"

@@ -85,6 +85,21 @@ def test_f1_by_hand() -> None:
     assert value(MACRO_F1, found, 0.5) == pytest.approx(100 * (2 / 4 + 1) / 2)
 
 
+def test_f1_of_counts_by_hand() -> None:
+    above, below = np.array([[6.0, 0, 0]]), np.array([[9.0, 2, 0]])
+    assert MICRO_F1.value(above, below, above, below) == pytest.approx(100 * 6 / 11)
+    # The third label is nowhere: it does not count.
+    assert MACRO_F1.value(above, below, above, below) == pytest.approx(100 * (6 / 9 + 0) / 2)
+    nothing = np.zeros((1, 3))
+    assert MACRO_F1.value(nothing, nothing, nothing, nothing) == 0
+    # Of this resample the second label was drawn, and the third, which was not, keeps its F1.
+    whole_above, whole_below = np.array([[6.0, 0, 2]]), np.array([[8.0, 2, 2]])
+    above, below = np.array([[8.0, 0, 0]]), np.array([[8.0, 1, 0]])
+    assert MACRO_F1.value(above, below, whole_above, whole_below) == pytest.approx(
+        100 * (1 + 0 + 1) / 3
+    )
+
+
 @settings(max_examples=8, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 9), st.integers(2, 6))
 def test_summed_counts_give_what_torchmetrics_gives(seed: int, rows: int, labels: int) -> None:

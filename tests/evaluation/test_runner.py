@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from polars.testing import assert_frame_equal
 from torch import nn
 
 from normattn.errors import InputError
+from normattn.kernels.cross_entropy import TokenScores
 from normattn.lab.data.windows import EvaluationSet
 from normattn.lab.evaluation.language_model import evaluate_run
 from normattn.lab.evaluation.scorer import ModelScorer, weights_digest
@@ -164,3 +166,45 @@ def test_digests_tell_names_shapes_types_and_values_apart() -> None:
     assert linear() == linear()
     digests = {linear(), linear(lambda m: m.bias.data.add_(1e-7)), linear(lambda m: m.bfloat16())}
     assert len(digests | {weights_digest(nn.Sequential(nn.Linear(2, 3)))}) == 4
+
+
+def texts() -> list[EvaluationSet]:
+    """A short text, a long one, the last segment of the long one, and that by position."""
+    random = np.random.default_rng(0)
+    short, long = (list(random.integers(0, 16, (5, n + 1))) for n in (L, 4 * L))
+    natural = make_set(long)
+    return [
+        make_set(short, protocol="train_length"),
+        natural,
+        replace(natural, protocol="last_segment", start=3 * L),
+        replace(natural, protocol="by_position"),
+    ]
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many windows the model was given at a time."""
+    rows: list[int] = []
+    scores = CausalLM.token_scores
+
+    def counted(self: CausalLM, ids: torch.Tensor, first: int = 0) -> TokenScores:
+        rows.append(len(ids))
+        return scores(self, ids, first)
+
+    monkeypatch.setattr(CausalLM, "token_scores", counted)
+    return rows
+
+
+def test_windows_in_common_are_read_once_under_each_method(
+    model: CausalLM, asked: list[int]
+) -> None:
+    chosen = texts()
+    measured = evaluate_run(model, chosen, seed=0, methods=("", "NTK"), tokens_per_batch=8 * L)
+    # Five short windows together; of the long ones two, two and one.
+    assert asked == 2 * [5, 2, 2, 1]
+    singly = [
+        evaluate_run(model, [one], seed=0, methods=(method,), factor=4.0, tokens_per_batch=8 * L)
+        for method in ("", "NTK")
+        for one in chosen
+    ]
+    _assert_equal(measured, [alone for (alone,) in singly])

@@ -7,6 +7,8 @@ import math
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from data.pairs_helpers import multi_layout
 from normattn.lab.data.pairs import PairData, PairsConfig, prepare_pairs
@@ -94,3 +96,24 @@ def test_the_unigram_model_guesses_by_frequency(data: PairData) -> None:
     assert found.tolist() == pytest.approx(expected, rel=1e-12)
     few = unigram_loss(data.train, data.test.first(2), vocab_size)
     assert few.tolist() == found.tolist()[:2]
+
+
+WORDS = "der die ein Hund Katze läuft sitzt auf dem grünen Gras , . und".split()  # noqa: SIM905
+SENTENCE = st.lists(st.sampled_from(WORDS), min_size=0, max_size=9).map(" ".join)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(SENTENCE, SENTENCE.filter(bool)), min_size=1, max_size=6))
+def test_any_corpus_and_its_resamples_have_sacrebleus_scores(pairs: list[tuple[str, str]]) -> None:
+    metrics = pytest.importorskip("sacrebleu.metrics", reason="needs sacrebleu")
+    count, (translations, references) = len(pairs), zip(*pairs, strict=True)
+    drawn = np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), size=2)
+    weights = np.vstack([np.ones(count, int), drawn])
+    for metric, ours in ((metrics.BLEU(), bleu), (metrics.CHRF(), chrf)):
+        counts = np.array(metric._extract_corpus_statistics(translations, [references]), float)
+        for found, weight in zip(ours(weights @ counts), weights, strict=True):
+            chosen = np.repeat(np.arange(count), weight)  # the resample written out
+            theirs = metric.corpus_score(
+                [translations[i] for i in chosen], [[references[i] for i in chosen]]
+            )
+            assert found == pytest.approx(theirs.score, rel=1e-12, abs=1e-12)

@@ -6,12 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 import transformers
 
 from normattn import InputError, ScoreSpec, score_of
 from normattn.score.parts import Slot
 from normattn.score.recipes import RECIPES
+
+from .tiny import build_of
 
 HEADS, GROUPS, D, TOKENS, VOCABULARY = 4, 2, 16, 40, 64
 SIZES = {
@@ -134,21 +135,6 @@ def _small(name: str) -> str:
     return text
 
 
-def _model(family: str, config: Any) -> Any:
-    torch.manual_seed(7)
-    name = family.removesuffix("Text") if family == "Gemma3Text" else family
-    cls = "Llama4ForCausalLM" if family == "Llama4Text" else f"{name}ForCausalLM"
-    model = getattr(transformers, cls)(config).eval()
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.dim() >= 2:
-                weight.normal_(0, 0.3, generator=generator)
-            else:
-                weight.add_(torch.randn(weight.shape, generator=generator) * 0.2)
-    return model
-
-
 @pytest.mark.parametrize("size", ["small", "as released"])
 @pytest.mark.parametrize("name", sorted(RECIPES))
 def test_the_recipe_is_what_is_read_off_the_layers(name: str, size: str) -> None:
@@ -159,7 +145,7 @@ def test_the_recipe_is_what_is_read_off_the_layers(name: str, size: str) -> None
     config = getattr(transformers, f"{family}Config")(
         **{**kept, "num_hidden_layers": layers, **more}
     )
-    read = score_of(_model(family, config), TOKENS)
+    read = score_of(build_of(config), TOKENS)
     assert read.verified, str(read)
     assert len(read.layers) == (1 if name == "Qwen3-Next" else layers)
     for layer in read.layers:

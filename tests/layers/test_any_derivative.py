@@ -1,4 +1,4 @@
-"""backend="reference" is plain operations: torch.func and forward mode go through every score."""
+"""Derivatives of every kind: torch.func, forward mode, finite differences to the second order."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, func
-from torch.autograd import forward_ad
+from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
 from normattn import InputError, attention
-from score.cases import built, tensors
+from score.cases import built, learned, tensors
 from score.recipe import Recipe
 
 RECIPES = [
@@ -97,3 +97,44 @@ def test_the_stock_kernel_refuses_a_second_derivative() -> None:
     assert first.isfinite().all()
     with pytest.raises(InputError, match=r"stock flash kernel gives no second derivatives"):
         torch.autograd.grad(out.sum(), q, create_graph=True)
+
+
+BY_DIFFERENCES = [
+    Recipe("KNA", "logn", train_length=4),
+    Recipe("CosA", "", "interleaved", "YaRN"),
+    Recipe("Baseline", "", method="ReRoPE", window=2),
+    Recipe("QKNorm2020", "logn", method="ReRoPE", window=2),
+    Recipe("QKRMSNorm", "", across="all"),
+    Recipe("QKRMSNorm", gain=False),
+    Recipe("KRMSNorm"),
+    Recipe("QKLayerNorm", "", "none"),
+    Recipe("QKInstanceNorm"),
+]
+
+
+def _problem(recipe: Recipe, backend: str) -> tuple[Callable[..., Tensor], list[Tensor]]:
+    """Attention over 5 tokens, one padded, as a function of q, k, v and what is learned."""
+    score = built(recipe, 2, 4, 1)
+    padding = torch.tensor([[True, False, False, False, False]])
+
+    def run(q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> Tensor:
+        causal = not recipe.leaks
+        return attention(q, k, v, score, causal, key_padding=padding, backend=backend)
+
+    q, k, v = tensors((1, 2, 5, 4), (1, 1, 5, 4), (1, 1, 5, 3))
+    return run, [q, k, v, *learned(score).values()]
+
+
+@pytest.mark.parametrize("recipe", BY_DIFFERENCES, ids=[r.text for r in BY_DIFFERENCES])
+def test_the_reference_to_the_second_order(recipe: Recipe) -> None:
+    assert gradcheck(*_problem(recipe, "reference"), fast_mode=True)
+    assert gradgradcheck(*_problem(recipe, "reference"), fast_mode=True)
+
+
+def test_a_retained_graph_gives_the_same_gradient_twice() -> None:
+    run, inputs = _problem(BY_DIFFERENCES[2], "chunked")
+    out = run(*inputs).square().sum()
+    first = torch.autograd.grad(out, inputs, retain_graph=True)
+    second = torch.autograd.grad(out, inputs)
+    for one, two in zip(first, second, strict=True):
+        assert torch.equal(one, two)

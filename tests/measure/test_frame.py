@@ -11,8 +11,6 @@ import pytest
 from measure.make import counted
 from normattn.errors import InputError
 from normattn.lab.stats import (
-    MeasurementStore,
-    digest,
     joined,
     measurements,
     sums,
@@ -104,19 +102,3 @@ def test_factors_are_null_where_they_do_not_apply() -> None:
     whole = joined([plain, varied])
     assert whole.filter(row="A")["factor.rate"].to_list() == [None]
     assert whole.filter(row="B")["factor.step"].to_list() == [3]
-
-
-def test_the_store_does_a_damaged_evaluation_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    store = MeasurementStore(tmp_path)
-    key = digest("weights", {"a": 1})
-    assert store.get(key) is None
-    store.put(key, counted("A", 0, [1]))
-    assert store.get(key) is not None
-    assert len(store) == 1
-    store.path(key).write_bytes(b"nothing")
-    assert store.get(key) is None
-    assert "done again" in capsys.readouterr().err
-    with pytest.raises(InputError, match="not a measurements table"):
-        store.frame()
