@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -196,14 +197,21 @@ def rounded(values: Tensor, digits: int) -> list[list[float]]:
 FAMILY_METHODS = {"YaRN": {"factor": 4}, "ReRoPE-logn+": {"window": 4}}
 
 
+@lru_cache(1)
+def family_model(family: str) -> Any:
+    """The family's tiny model, for all its methods: an extension is undone to the last bit."""
+    from hf.tiny import build
+
+    return build(family)
+
+
 def family_logits(family: str, method: str) -> list[list[float]] | None:
     """(8, SHOWN) last logits of the family's tiny model under a method; None where refused."""
     import normattn
     from hf.matrix import logits, tokens
     from hf.tiny import LENGTH as trained
-    from hf.tiny import build
 
-    model = build(family)
+    model = family_model(family)
     length: dict[str, Any] = {"train_length": trained}
     try:
         with normattn.extend(model, method, **length, **FAMILY_METHODS[method]):

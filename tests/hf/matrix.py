@@ -83,12 +83,13 @@ def row(family: str, methods: Iterable[str] = METHODS) -> dict[str, str]:
         warnings.simplefilter("ignore")
         model, ids = build(family), tokens()
         as_trained = logits(model, ids)
-        return {name: _try(family, model, name, ids, as_trained) for name in methods}
+        cached = _has_cache(model, ids, as_trained)
+        return {name: _try(family, model, name, ids, as_trained, cached) for name in methods}
 
 
-def _try(family: str, model: Any, name: str, ids: Tensor, as_trained: Tensor) -> str:
+def _try(family: str, model: Any, name: str, ids: Tensor, as_trained: Tensor, cached: bool) -> str:
     try:
-        wrong = _faults(family, model, name, ids, as_trained)
+        wrong = _faults(family, model, name, ids, as_trained, cached)
     except InputError as refusal:
         wrong = [] if torch.equal(logits(model, ids), as_trained) else ["is not undone"]
         return "WRONG: " + "; ".join(wrong) if wrong else general(str(refusal))
@@ -115,14 +116,16 @@ def general(refusal: str) -> str:
     return reason
 
 
-def _faults(family: str, model: Any, name: str, ids: Tensor, as_trained: Tensor) -> list[str]:
+def _faults(
+    family: str, model: Any, name: str, ids: Tensor, as_trained: Tensor, cached: bool
+) -> list[str]:
     wrong: list[str] = []
     length = {"train_length": LENGTH}
     with normattn.extend(model, name, **length, **METHODS[name]) as extension:
         found = logits(model, ids)
         if not float((found - as_trained).abs().max()) > EFFECT:
             wrong.append("no effect")
-        decoded = stepwise(model, ids) if _has_cache(model, ids) else found
+        decoded = stepwise(model, ids) if cached else found
         if not _close(decoded, found):
             wrong.append("a cache gives other logits")
     if not torch.equal(logits(model, ids), as_trained):
@@ -143,10 +146,10 @@ def _close(one: Tensor, other: Tensor) -> bool:
     return bool((one - other).abs().max() <= CLOSE * max(1.0, float(other.abs().max())))
 
 
-def _has_cache(model: Any, ids: Tensor) -> bool:
+def _has_cache(model: Any, ids: Tensor, as_trained: Tensor) -> bool:
     """Whether the model's own cache gives what it gives without."""
     try:
-        return _close(stepwise(model, ids), logits(model, ids))
+        return _close(stepwise(model, ids), as_trained)
     except Exception:  # some take no cache, or cannot go on with several tokens
         return False
 
