@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,12 @@ def few(values: Iterable[Any], always: Callable[[Any], bool]) -> list[Any]:
     A tuple holds the values of several arguments.
     """
     return [value if always(value) else _marked(value) for value in values]
+
+
+def half_of(one: Sequence[Any], other: Sequence[Any]) -> list[Any]:
+    """Every pair; each value of the one is tested always with every second value of the other."""
+    pairs = [(n + m, (a, b)) for n, a in enumerate(one) for m, b in enumerate(other)]
+    return [_marked(pair) if number % 2 else pair for number, pair in pairs]
 
 
 def _marked(value: Any) -> Any:

@@ -45,7 +45,7 @@ NOTHING: dict[str, dict[str, Any]] = {
 }
 SERVED = "served"
 CLOSE, EFFECT = 1e-3, 1e-4
-STEPS = (9, 6, *([1] * (COUNT - 15)))
+STEPS = (9, 6, 6, 1, 1, 1)
 
 
 def tokens(count: int = COUNT, rows: int = 2) -> Tensor:

@@ -6,8 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -25,7 +24,7 @@ from normattn.lab.sweep.run import Request
 from normattn.lab.sweep.runner import reproduce
 from studies.conftest import Start
 from studies.test_jobs import SAVES
-from studies.test_sweep import SECONDS, result, wait_for_training
+from studies.test_sweep import SECONDS, result, wait_for_training, wait_until
 from undrawn import undraw
 
 # Ray puts its workers behind everything else on a machine; the tests wait for them.
@@ -249,15 +248,6 @@ def cell_on(lost: Any, out: Path, before: dict[Path, str]) -> tuple[Path, str] |
             if raylet.process.pid in above and path.with_name("progress.json").exists():
                 return path, said
     return None
-
-
-def wait_until(found: Callable[[], Any]) -> Any:
-    """What `found` returns once it is true."""
-    deadline = time.monotonic() + SECONDS
-    while not (value := found()):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    return value
 
 
 @pytest.mark.parametrize(

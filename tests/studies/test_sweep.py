@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,24 +24,23 @@ def finish(process: apart.Program) -> tuple[int, str]:
     return ended.code, ended.out + ended.err
 
 
+def wait_until(found: Callable[[], Any]) -> Any:
+    """What `found` returns once it is true."""
+    deadline = time.monotonic() + SECONDS
+    while not (value := found()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return value
+
+
 def wait_for_training(out: Path, steps: int) -> None:
     """Until a cell in `out` has trained for `steps` steps in all."""
-    deadline = time.monotonic() + SECONDS
-    while time.monotonic() < deadline:
-        for path in out.glob("jobs/*/*/progress.json"):
-            note = json.loads(path.read_text())
-            if note["phase"] == "training" and note["done"] >= steps:
-                return
-        time.sleep(0.01)
-    raise AssertionError("no cell trained")
 
+    def trained() -> bool:
+        notes = [json.loads(path.read_text()) for path in out.glob("jobs/*/*/progress.json")]
+        return any(note["phase"] == "training" and note["done"] >= steps for note in notes)
 
-def wait_for_sentence(process: apart.Program, sentence: str) -> None:
-    """Until a process says so on stderr."""
-    deadline = time.monotonic() + SECONDS
-    while sentence not in process.complained():
-        assert time.monotonic() < deadline, process.complained()
-        time.sleep(0.02)
+    wait_until(trained)
 
 
 def forget_progress(out: Path) -> None:
@@ -65,8 +65,7 @@ def rows(out: Path) -> list[dict[str, Any]]:
 
 def written(out: Path) -> dict[Path, int]:
     """When each file of a run or of an evaluation was written."""
-    kept = [path for kind in ("json*", "parquet") for path in out.glob(f"cells/**/*.{kind}")]
-    return {path: path.stat().st_mtime_ns for path in kept}
+    return {path: path.stat().st_mtime_ns for path in out.glob("cells/**/*.*") if path.is_file()}
 
 
 def test_killed_in_the_middle_the_table_is_the_same(
@@ -90,7 +89,7 @@ def test_killed_in_the_middle_the_table_is_the_same(
     process.send(signal.SIGKILL)
     forget_progress(broken)
     process = start(*sweep, "--out", broken, "--jobs", 1)
-    wait_for_sentence(process, "normattn: waiting for process ")
+    wait_until(lambda: "normattn: waiting for process " in process.complained())
     for orphan in orphans:
         orphan.resume()
     _, alive = psutil.wait_procs(orphans, SECONDS)
@@ -112,14 +111,10 @@ def test_killed_in_the_middle_the_table_is_the_same(
         assert (broken / metrics).read_bytes() == (whole / metrics).read_bytes()
 
     # Done is done: nothing is trained or evaluated again, and the table stays.
-    before = {
-        path: path.stat().st_mtime_ns for path in broken.glob("cells/**/*.*") if path.is_file()
-    }
+    before = written(broken)
     code, said = finish(start(*sweep, "--out", broken, cells_here=True))
     assert code == 0, said
-    assert {
-        path: path.stat().st_mtime_ns for path in broken.glob("cells/**/*.*") if path.is_file()
-    } == before
+    assert written(broken) == before
     assert result(broken) == result(whole)
 
 
@@ -127,7 +122,7 @@ def test_refused_and_widened(tiny: Path, tmp_path: Path, start: Start) -> None:
     out = tmp_path / "out"
     sweep = ("reproduce", "keynorm", "--preset", tiny, "--set", "training.steps=5", "--out", out)
     process = start(*sweep, "--variants", "KNA", "--methods", "unmodified", cells_here=True)
-    wait_for_lock(out)
+    wait_until((out / "jobs").exists)
     process.send(signal.SIGSTOP)  # So that it cannot be done before the other one looks.
     code, said = finish(start(*sweep, "--variants", "KNA"))
     process.send(signal.SIGCONT)
@@ -152,12 +147,6 @@ def test_refused_and_widened(tiny: Path, tmp_path: Path, start: Start) -> None:
         "--variants KNA,QNA --methods NTK --seeds 2",
     )
     assert f"`{command} {first} && {command} {second}`" in (out / "table.md").read_text()
-
-
-def wait_for_lock(out: Path) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not (out / "jobs").exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
 
 
 def test_a_diverged_cell_is_a_result(tiny: Path, tmp_path: Path, start: Start) -> None:
