@@ -11,7 +11,7 @@ from typing import Any
 
 import polars as pl
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import normattn
@@ -46,14 +46,13 @@ def test_help_teaches_by_examples(command: Command, arguments: tuple[str, ...]) 
 
 
 def test_home_is_meant_by_a_tilde_behind_an_equals_sign(
-    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: Command, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A shell expands `--out ~/run`, but not `--out=~/run`."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "settings.toml").write_text("steps = 1\nbatch_size = 2\n")
-    settings = ("--set", "data.max_bytes=200_000", "--set", "data.vocab_size=300")
-    said = command("train", "~/settings.toml", "--out=~/run", *settings, "--set", "log_every=1")
+    (tmp_path / "settings.toml").write_text("steps = 2\n")
+    said = command("train", "~/settings.toml", "--preset", tiny, "--out=~/run")
     assert said.code == 0, said.err
     assert sorted(path.name for path in tmp_path.glob("*run*")) == ["run"]
     assert not (tmp_path / "~").exists()
@@ -205,6 +204,7 @@ REAL = st.floats(allow_nan=False, allow_infinity=False)
 WITHOUT_NONE = st.booleans() | WHOLE | REAL | st.text()
 
 
+@settings(max_examples=40, deadline=None)
 @given(st.none() | WITHOUT_NONE | st.lists(WITHOUT_NONE | st.lists(WITHOUT_NONE), max_size=4))
 def test_a_setting_is_typed_as_it_is_read(value: Any) -> None:
     assert parsing.assignments(typed("a.b", value)) == {"a.b": value}

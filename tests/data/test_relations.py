@@ -152,7 +152,7 @@ def test_a_piece_is_labelled_by_the_imports_that_its_code_uses() -> None:
 
 def test_the_embedded_corpus_splits_by_file_and_leaks_no_import() -> None:
     config = RelationConfig(
-        modules=8, test_fraction=0.2, validation_fraction=0.2, max_bytes=1_000_000
+        modules=8, test_fraction=0.2, validation_fraction=0.2, max_bytes=500_000
     )
     corpus = config.parsed
     documents = list(corpus.documents())

@@ -1,5 +1,5 @@
-"""The command line of the tests of commands."""
+"""The command line of the tests of commands, whose reports are not drawn."""
 
-from cli.conftest import command
+from cli.conftest import _undrawn, command
 
-__all__ = ["command"]
+__all__ = ["_undrawn", "command"]
