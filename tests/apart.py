@@ -20,6 +20,9 @@ from pathlib import Path
 SECONDS = 1800  # far beyond what any takes: speed is not tested here
 PRELOADED = (
     *("torch._dynamo", "normattn.lab.training.fsdp", "training.group"),
+    # What the first compiled graph imports.
+    *("torch._functorch.aot_autograd", "torch._inductor.codecache", "torch._inductor.lowering"),
+    "torch.export._trace",
     *("normattn.cli.app", "normattn.cli.reproduce", "normattn.lab.sweep.runner"),
 )
 

@@ -21,14 +21,17 @@ for words in (["--help"], ["train", "--help"], ["list"]):
     if words[0] != "--help": held()
 import normattn.lab.evaluation.language_model, normattn.lab.training, normattn.lab.sweep.runner
 held()
+import normattn.cli.export, normattn.lab.report.output
+held()
 """
 
 
 def test_a_command_waits_for_no_library_that_it_does_not_need() -> None:
-    """A fresh interpreter: after help, after a listing, and with protocols and training."""
+    """A fresh interpreter: after help, a listing, and with protocols, training and reports."""
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    help_, listing, protocols = (set(json.loads(line)) for line in done.stderr.splitlines()[-3:])
+    held = [set(json.loads(line)) for line in done.stderr.splitlines()[-4:]]
+    help_, listing, protocols, reports = held
     assert "normattn.cli.options" in help_
     assert not help_ & {"torch", "numpy", *SLOW}
     assert "normattn.score.parts" in listing
@@ -37,3 +40,5 @@ def test_a_command_waits_for_no_library_that_it_does_not_need() -> None:
     # What is trained and measured draws nothing and compiles nothing.
     assert {"normattn.lab.evaluation.language_model", "normattn.lab.training.step"} <= protocols
     assert not protocols & {*SLOW, "scipy"}
+    assert "normattn.lab.report.output" in reports
+    assert not reports & {"altair", "vl_convert"}

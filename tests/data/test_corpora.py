@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import os
-import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from typing import Any
 import polars as pl
 import pytest
 
+import apart
 from normattn.errors import InputError
 from normattn.lab.data import corpora
 from normattn.lab.data.corpora import PIECE_CHARACTERS, parse_corpus
@@ -114,9 +114,9 @@ before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 assert sum(len(document.text) for document in documents) > 100 << 20
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
-    command = [sys.executable, "-c", code, str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    assert int(done.stdout) < 64 << 10
+    done = apart.run(code, file)
+    assert done.code == 0, done.err
+    assert int(done.out) < 64 << 10
 
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

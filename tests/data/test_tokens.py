@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 import tracemalloc
@@ -22,6 +21,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
+import apart
 from normattn.errors import InputError
 from normattn.lab.data import store, tokens
 from normattn.lab.data.sources import Corpus, Document
@@ -30,6 +30,13 @@ from normattn.lab.data.tokens import DataConfig, TokenData, prepare_tokens
 
 from .helpers import write_folder
 from .windows import recorded, windows
+
+AS_COMMAND = """
+import os, sys
+os.environ["NORMATTN_CACHE"] = sys.argv.pop(1)
+from normattn.__main__ import main
+main()
+"""
 
 
 def config(corpus: object, **changes: Any) -> DataConfig:
@@ -158,24 +165,21 @@ def test_a_file_that_is_cut_short_under_a_training_ends_it_with_one_sentence(
     tmp_path: Path,
 ) -> None:
     folder, run, cache = write_folder(tmp_path / "text"), tmp_path / "run", tmp_path / "cache"
-    command = [sys.executable, "-m", "normattn", "train", "--preset=smoke", f"--corpus={folder}"]
-    settings = [f"--out={run}", "--steps=1000000", "--set", "log_every=1"]
-    environment = {**os.environ, "NORMATTN_CACHE": str(cache)}
-    training = subprocess.Popen(
-        [*command, *settings], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-    )
+    arguments = ["train", "--preset=smoke", f"--corpus={folder}", f"--out={run}"]
+    settings = ["--steps=1000000", "--set", "log_every=1"]
+    training = apart.Program(AS_COMMAND, cache, *arguments, *settings)
     try:
         deadline = time.monotonic() + 120
         while not (run / "metrics.jsonl").exists() or not (run / "metrics.jsonl").stat().st_size:
-            assert training.poll() is None
+            assert not training.ended, training.complained()
             assert time.monotonic() < deadline
             time.sleep(0.1)
         os.truncate(cached(cache) / "train.tokens", 100)
-        _, error = training.communicate(timeout=60)
+        done = training.end()
     finally:
-        training.kill()
-    last = error.decode().strip().splitlines()[-1]
-    assert training.returncode == 2
+        training.clear()
+    last = done.err.strip().splitlines()[-1]
+    assert done.code == 2
     assert re.search(r"train\.tokens was cut short while it was in use", last)
 
 
@@ -246,7 +250,7 @@ def _prepare(corpus: Corpus, cache: Path, log: Path) -> None:
     log.with_suffix(".warnings").write_text("\n".join(str(one.message) for one in raised))
 
 
-def apart(corpus: Corpus, cache: Path, log: Path) -> int | None:
+def code_of_builder(corpus: Corpus, cache: Path, log: Path) -> int | None:
     """How a process of its own ends that prepares the corpus."""
     process = multiprocessing.get_context("fork").Process(
         target=_prepare, args=(corpus, cache, log)
@@ -263,16 +267,16 @@ def files(folder: Path) -> dict[str, bytes]:
 
 def test_a_killed_preparation_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    assert apart(generated(300), tmp_path / "one", log) == 0
+    assert code_of_builder(generated(300), tmp_path / "one", log) == 0
     one = cached(tmp_path / "one")
     for fatal in (0, 150, 290):
         killed = generated(300, fatal, tmp_path / "fails")
-        assert apart(killed, tmp_path / "two", log) == -signal.SIGKILL
+        assert code_of_builder(killed, tmp_path / "two", log) == -signal.SIGKILL
     begun = cached(tmp_path / "two")
     kept = progress(begun)
     assert 100 < kept["items"] < 290
     log.write_text("")
-    assert apart(generated(300), tmp_path / "two", log) == 0
+    assert code_of_builder(generated(300), tmp_path / "two", log) == 0
     assert log.read_text() == "t" * (294 - kept["items"])
     assert files(tmp_path / "two" / one.name) == files(one)
     assert {path.name for path in (tmp_path / "two").iterdir()} == {one.name, f"{one.name}.lock"}
@@ -287,14 +291,14 @@ def test_a_killed_preparation_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
 )
 def test_what_does_not_fit_together_is_made_again(tmp_path: Path, harm: str, message: str) -> None:
     cache, log = tmp_path / "cache", tmp_path / "log"
-    assert apart(generated(300), tmp_path / "one", log) == 0
-    assert apart(generated(300, 250, tmp_path / "fails"), cache, log) == -signal.SIGKILL
+    assert code_of_builder(generated(300), tmp_path / "one", log) == 0
+    assert code_of_builder(generated(300, 250, tmp_path / "fails"), cache, log) == -signal.SIGKILL
     begun = cached(cache)
     if harm == "progress":
         (begun / "progress.json").write_text('{"sizes": 3}')
     else:
         os.truncate(begun / "train.tokens", 0)
-    assert apart(generated(300), cache, log) == 0
+    assert code_of_builder(generated(300), cache, log) == 0
     assert re.search(message, log.with_suffix(".warnings").read_text())
     assert files(cached(cache)) == files(cached(tmp_path / "one"))
 

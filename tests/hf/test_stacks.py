@@ -351,7 +351,7 @@ def test_continuous_batching_is_left_alone_or_refused(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", BOTH)
-def test_a_reference_copy_is_made_before_it_assert_extended(method: str) -> None:
+def test_a_reference_copy_is_made_before_it_is_extended(method: str) -> None:
     """TRL copies the model that it trains: a copy of an extended one is refused."""
     model, ids = build("Llama"), tokens()
     reference = copy.deepcopy(model)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import gzip
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+import apart
 from normattn.errors import InputError
 from normattn.lab.data.corpora import parse_corpus
 from normattn.lab.data.pairs import PairsConfig, prepare_pairs
@@ -79,11 +78,6 @@ def test_a_line_without_a_space_takes_bounded_memory(form: str, tmp_path: Path) 
         place = tmp_path / "line.jsonl"
         rows = [json.dumps({"text": f"some other text {n}"}) for n in range(200)]
         place.write_text("\n".join([*rows, json.dumps({"text": line})]))
-    ran = subprocess.run(
-        [sys.executable, "-c", _MEMORY, str(place), str(tmp_path / "cache")],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=True,
-    )
-    assert int(ran.stdout) < 200 * 1024, f"{int(ran.stdout) / 1024:.0f} MB"
+    ran = apart.run(_MEMORY, place, tmp_path / "cache")
+    assert ran.code == 0, ran.err
+    assert int(ran.out) < 200 * 1024, f"{int(ran.out) / 1024:.0f} MB"

@@ -126,7 +126,10 @@ ONCE = (
 )
 MORE = ("log-sum-exp", "residual", "cross-entropy", "bfloat16", "float16")
 CASES: dict[str, list[tuple[str, str]]] = {
-    "several lengths": [(text, "auto") for text in (*EACH_WAY, *FOLDED)],
+    "several lengths": [
+        *((text, "auto") for text in EACH_WAY),
+        *((text, "dynamic") for text in FOLDED),
+    ],
     "export": [(text, "export") for text in EACH_WAY],
     "one length": [*((text, "once") for text in ONCE), *(("Baseline", how) for how in MORE)],
     "a specification": [("KNA-logn@8", "named"), ("Baseline-ALiBi", "named dynamic")],

@@ -243,7 +243,7 @@ torch.set_num_threads(1)
 for block in ({"heads": 2}, {"block": "gau", "key_size": 8}):
     torch.manual_seed(0)
     config = CausalLMConfig(
-        vocab_size=16, dim=16, layers=2, train_length=8, score="KNA-logn", **block
+        vocab_size=16, dim=16, layers=1, train_length=8, score="KNA-logn", **block
     )
     model = CausalLM(config)
     ids = torch.randint(0, 16, (2, 9))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -105,12 +103,3 @@ def test_four_lines_that_end_far_apart_are_highlighted() -> None:
     ends = {line["line"] for line in chosen["value"]}
     assert len(ends) == 4
     assert {"Baseline", "CosA-logn"} <= ends
-
-
-def test_the_report_is_imported_without_altair() -> None:
-    code = (
-        "import sys, normattn.cli.export, normattn.lab.report.output;"
-        "print({'altair', 'vl_convert'} & set(sys.modules))"
-    )
-    found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert found.stdout == "set()\n"

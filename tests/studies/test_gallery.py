@@ -15,6 +15,7 @@ from normattn.lab.runs.directory import FORMAT
 from normattn.lab.stats import measurements
 from normattn.lab.studies import extend
 from studies.test_extend import _frame, _lines
+from undrawn import undraw
 
 LOSSES = {"a": _lines((3.0, 4.0), YaRN=(3.1, 3.2)), "b": _lines((2.0, 2.5), PI=(2.6, 2.7))}
 
@@ -71,7 +72,7 @@ def test_every_row_is_that_of_its_own_page(tmp_path: Path) -> None:
 def test_the_command_and_its_frame(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("normattn.lab.report.charts.png", lambda figure: b"drawn elsewhere")
+    undraw(monkeypatch)
     places = [str(_folder(tmp_path / text, text)) for text in "ab"]
     pages = []
     for arguments in ([*places, "--out", str(tmp_path / "all")], [str(tmp_path / "all")]):
