@@ -28,7 +28,7 @@ def losses(model: CausalLM, ids: Tensor) -> tuple[float, float]:
 def main() -> None:
     """Evaluate the same windows unmodified and with three methods."""
     model = demo_model("Baseline")
-    ids = torch.from_numpy(demo_windows(windows=4))
+    ids = torch.from_numpy(demo_windows(windows=2))
     before = losses(model, ids)
     print(f"unmodified:  {before[0]:.2f} nats at the start, {before[1]:.2f} at the end")
 

@@ -28,7 +28,7 @@ def loss(model: Any, ids: Tensor, last: int = 128) -> float:
 def main() -> None:
     """Evaluate 128 tokens, then 1,024, then 1,024 with YaRN."""
     llama = to_llama(demo_model("Baseline")).eval()
-    ids = torch.from_numpy(demo_windows(windows=4))
+    ids = torch.from_numpy(demo_windows(windows=2))
     print(f"{type(llama).__name__}, trained on {llama.config.max_position_embeddings} tokens")
     print(f"  the last 128 tokens alone:     {loss(llama, ids[:, -129:]):.2f} nats")
     collapsed = loss(llama, ids)
