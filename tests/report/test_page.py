@@ -19,6 +19,7 @@ from normattn.lab.report.page import Page, context
 from normattn.lab.report.tables import NOTHING, Column, Row, Table, aligned, shown
 from normattn.lab.report.view import View
 from normattn.lab.stats import Bootstrap, Estimate, Metric, joined, measurements
+from undrawn import undraw
 
 ACCURACY = Metric("accuracy")
 SMALL = Bootstrap(200)
@@ -183,7 +184,10 @@ def test_a_model_that_was_not_read_is_no_seed_but_one_that_diverged_is(
     assert context(PAGE, joined([whole, trained.cast(last.schema)])).provenance["seeds"] == seeds
 
 
-def test_what_an_earlier_report_left_is_removed(tmp_path: Path) -> None:
+def test_what_an_earlier_report_left_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    undraw(monkeypatch)
     measured = made(5.0)
     page = context(PAGE, measured, bootstrap=SMALL)
     other = replace(page.tables[0], key="other")

@@ -28,10 +28,16 @@ from normattn.lab.training.tasks.classification import (
 )
 from normattn.lab.training.tasks.translation import TranslationConfig
 from normattn.models.pretrained import load_any
+from undrawn import undraw
 
 LOOP: dict[str, Any] = {"steps": 2, "device": "cpu", "schedule": {"warmup_steps": 1}}
 MODEL: dict[str, Any] = {"dim": 8, "layers": 2, "heads": 2, "score": "KNA-RealFormer"}
 CHOICES: dict[str, Any] = {"windows": 3, "bins": 4, "max_tokens": 64}
+
+
+@pytest.fixture(autouse=True)
+def _undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    undraw(monkeypatch)
 
 
 @pytest.fixture(scope="module")
