@@ -14,7 +14,7 @@ import torch
 
 from cli.conftest import Command
 from normattn import InputError
-from normattn.hf.engines import ENGINES, Wanted, emit
+from normattn.hf.engines import ENGINES, Deployment, emit
 from normattn.hf.llama_cpp import architecture_of, read_gguf
 from normattn.hf.native import native_fields
 from normattn.hf.plan import Plan, plan
@@ -42,9 +42,9 @@ def _model(family: str, **more: Any) -> Any:
     return _MODELS[name]
 
 
-def _wanted(method: str, family: str = "llama") -> Wanted:
+def _deployment(method: str, family: str = "llama") -> Deployment:
     planned = plan(_model(family), method)
-    return Wanted("my model", planned, LONGEST, "llama")
+    return Deployment("my model", planned, LONGEST, "llama")
 
 
 def _meant(planned: Plan) -> tuple[torch.Tensor, float]:
@@ -115,19 +115,19 @@ def _assert_same(one: tuple[torch.Tensor, float], other: tuple[torch.Tensor, flo
 
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 def test_every_engine_computes_what_the_method_means(method: str) -> None:
-    wanted = _wanted(method)
-    meant = _meant(wanted.plan)
-    hf = json.loads(emit(wanted, "hf"))
+    deployment = _deployment(method)
+    meant = _meant(deployment.plan)
+    hf = json.loads(emit(deployment, "hf"))
     assert hf["max_position_embeddings"] == LONGEST
     _assert_same(_vllm(hf["rope_parameters"]), meant)
-    served = _options(emit(wanted, "vllm"))
+    served = _options(emit(deployment, "vllm"))
     given = json.loads(served["--hf-overrides"])
     _assert_same(_vllm(given["rope_parameters"]), meant)
     assert served["--max-model-len"] == str(LONGEST)
     # vLLM multiplies the length by linear's factor, but not by yarn's.
     multiplied = given["rope_parameters"]["rope_type"] == "linear"
     assert given.get("max_position_embeddings") == (None if multiplied else LONGEST)
-    served = _options(emit(wanted, "sglang"))
+    served = _options(emit(deployment, "sglang"))
     given = json.loads(served["--json-model-override-args"])
     rope = given["rope_parameters"]
     if "attn_factor" in rope:  # SGLang's multiple of 0.1·ln s + 1
@@ -136,7 +136,7 @@ def test_every_engine_computes_what_the_method_means(method: str) -> None:
     linear = given["rope_parameters"]["rope_type"] == "linear"
     assert given.get("max_position_embeddings") == (None if linear else LONGEST)
     assert served["--context-length"] == str(LONGEST)
-    served = _options(emit(wanted, "llama.cpp"))
+    served = _options(emit(deployment, "llama.cpp"))
     _assert_same(_llama_cpp(served), meant)
     assert served["-m"] == "my model.gguf"
     assert served["--ctx-size"] == str(LONGEST)
@@ -145,26 +145,26 @@ def test_every_engine_computes_what_the_method_means(method: str) -> None:
 
 
 def test_ntk_mixed_is_vllms_alone() -> None:
-    wanted = _wanted("NTK-mixed(factor=4)")
-    given = json.loads(_options(emit(wanted, "vllm"))["--hf-overrides"])
-    _assert_same(_vllm(given["rope_parameters"]), _meant(wanted.plan))
+    deployment = _deployment("NTK-mixed(factor=4)")
+    given = json.loads(_options(emit(deployment, "vllm"))["--hf-overrides"])
+    _assert_same(_vllm(given["rope_parameters"]), _meant(deployment.plan))
     for engine in ENGINES.keys() - {"vllm"}:
         with pytest.raises(InputError, match=f"^{engine} has no NTKMixed.*: only vLLM has"):
-            emit(wanted, engine)
+            emit(deployment, engine)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("method", ["ReRoPE", "DualChunk", "YaRN(factor=4)-logn+", "DynamicNTK"])
 def test_methods_that_an_engine_has_not(engine: str, method: str) -> None:
     with pytest.raises(InputError, match=f"^{engine} has no .*changes attention; normattn.extend"):
-        emit(_wanted(method), engine)
+        emit(_deployment(method), engine)
 
 
 def test_models_whose_configuration_cannot_say_it() -> None:
     def refused(why: str, family: str, engine: str = "hf", **more: Any) -> None:
         planned = plan(_model(family, **more), "YaRN(factor=4)", LENGTH)
         with pytest.raises(InputError, match=why):
-            emit(Wanted("m", planned, LONGEST, "a"), engine)
+            emit(Deployment("m", planned, LONGEST, "a"), engine)
 
     refused("within a window share their rope_parameters", "gemma2")
     refused("rotary module of Phimoe.* rope_parameters", "phimoe")
@@ -173,19 +173,19 @@ def test_models_whose_configuration_cannot_say_it() -> None:
     refused("has linear frequencies already", "llama", rope_parameters=linear)
     for engine in ("ollama", "tgi", "exllama", "lmdeploy"):
         with pytest.raises(InputError, match=f"cannot write it for {engine}: "):
-            emit(_wanted("PI(factor=4)"), engine)
+            emit(_deployment("PI(factor=4)"), engine)
     with pytest.raises(InputError, match=r"knows hf, vllm.*not 'nothing'"):
-        emit(_wanted("PI(factor=4)"), "nothing")
+        emit(_deployment("PI(factor=4)"), "nothing")
     with pytest.raises(InputError, match="truncate=false"):
-        emit(_wanted("YaRN(factor=4,truncate=false)"), "gguf")
-    nameless = Wanted("m", plan(_model("llama"), "PI(factor=4)"), LONGEST)
+        emit(_deployment("YaRN(factor=4,truncate=false)"), "gguf")
+    nameless = Deployment("m", plan(_model("llama"), "PI(factor=4)"), LONGEST)
     assert "llama.context_length" in emit(nameless, "llama.cpp")
 
 
 def test_versions() -> None:
     def emitted(engine: str, version: str, method: str = "YaRN(factor=4)") -> str:
         planned = plan(_model("llama"), method)
-        return emit(Wanted("m", planned, LONGEST, "llama", version=version), engine)
+        return emit(Deployment("m", planned, LONGEST, "llama", version=version), engine)
 
     old = json.loads(emitted("hf", "4.57.1"))
     assert old["rope_theta"] == 10000.0
@@ -206,11 +206,11 @@ def test_versions() -> None:
 def test_gemma_3_scales_the_layers_that_see_everything() -> None:
     """llama.cpp leaves layers within a window as they are; vLLM skips the factor."""
     planned = plan(_model("gemma3_text"), "YaRN(factor=4)")
-    wanted = Wanted("m", planned, LONGEST, "gemma3")
-    served = _options(emit(wanted, "llama.cpp"))
-    rope = wanted.fields["rope_parameters"]["full_attention"]
+    deployment = Deployment("m", planned, LONGEST, "gemma3")
+    served = _options(emit(deployment, "llama.cpp"))
+    rope = deployment.fields["rope_parameters"]["full_attention"]
     _assert_same(_llama_cpp(served), _vllm(rope))
-    linear = Wanted("m", plan(_model("gemma3_text"), "PI(factor=4)"), LONGEST)
+    linear = Deployment("m", plan(_model("gemma3_text"), "PI(factor=4)"), LONGEST)
     given = json.loads(_options(emit(linear, "vllm"))["--hf-overrides"])
     assert given["max_position_embeddings"] == LONGEST
 
@@ -218,7 +218,9 @@ def test_gemma_3_scales_the_layers_that_see_everything() -> None:
 def test_layers_within_a_window_keep_theirs_and_parts_are_nested() -> None:
     planned = plan(_model("gemma3_text"), "YaRN(factor=4)")
     given = json.loads(
-        emit(Wanted("m", planned, LONGEST, inside="text_config"), "vllm").split("'")[1]
+        emit(Deployment("m", planned, LONGEST, text_config_name="text_config"), "vllm").split("'")[
+            1
+        ]
     )
     rope = given["text_config"]["rope_parameters"]
     assert rope["full_attention"]["rope_type"] == "yarn"

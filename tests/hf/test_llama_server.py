@@ -20,8 +20,8 @@ import torch
 import normattn
 from normattn import InputError
 from normattn.hf import load
-from normattn.hf.engines import Wanted, emit, gguf_values
-from normattn.hf.llama_cpp import values, write_gguf
+from normattn.hf.engines import Deployment, checked_gguf_keys, emit
+from normattn.hf.llama_cpp import gguf_keys, write_gguf
 from normattn.hf.plan import plan
 
 pytestmark = pytest.mark.engines
@@ -143,9 +143,9 @@ def _off(found: dict[int, float], model: Any, text: list[int]) -> float:
 def test_emitted_commands_give_the_extended_models_probabilities(
     method: str, smollm: Path, model: Any, tmp_path: Path
 ) -> None:
-    wanted = Wanted(str(smollm), plan(model, method, TRAINED), LONGEST, "llama")
+    deployment = Deployment(str(smollm), plan(model, method, TRAINED), LONGEST, "llama")
     texts = _tokens(64), _tokens(LONGEST - 32)
-    found = list(_served(emit(wanted, "llama.cpp"), smollm, tmp_path / "a.gguf", *texts))
+    found = list(_served(emit(deployment, "llama.cpp"), smollm, tmp_path / "a.gguf", *texts))
     plain = [_off(one, model, text) for one, text in zip(found, texts, strict=True)]
     with normattn.extend(model, method, train_length=TRAINED):
         off = [_off(one, model, text) for one, text in zip(found, texts, strict=True)]
@@ -154,7 +154,7 @@ def test_emitted_commands_give_the_extended_models_probabilities(
     if "beta" in method:
         return  # only flags say those: see the next test
     keys = tmp_path / "keys.gguf"
-    write_gguf(smollm, keys, gguf_values(wanted))
+    write_gguf(smollm, keys, checked_gguf_keys(deployment))
     command = f"llama-server -m {keys} --ctx-size {LONGEST}"
     [again] = _served(command, keys, tmp_path / "b.gguf", texts[1])
     assert again == pytest.approx(found[1], abs=1e-3)
@@ -164,16 +164,16 @@ def test_a_file_of_llama_with_betas_computes_the_usual_ones(
     smollm: Path, model: Any, tmp_path: Path
 ) -> None:
     """Why `--emit gguf` and `verify` refuse such keys: only some architectures read them."""
-    wanted = Wanted(str(smollm), plan(model, METHODS[2], TRAINED), LONGEST, "llama")
+    deployment = Deployment(str(smollm), plan(model, METHODS[2], TRAINED), LONGEST, "llama")
     keys, text = tmp_path / "keys.gguf", _tokens(LONGEST - 32)
-    write_gguf(smollm, keys, values("llama", wanted.fields))
+    write_gguf(smollm, keys, gguf_keys("llama", deployment.fields))
     command = f"llama-server -m {keys} --ctx-size {LONGEST}"
     [found] = _served(command, keys, tmp_path / "b.gguf", text)
     for method, equal in ((METHODS[0], True), (METHODS[2], False)):
         with normattn.extend(model, method, train_length=TRAINED):
             assert (_off(found, model, text) < TOLERANCE) == equal, method
     with pytest.raises(InputError, match="beta_fast and beta_slow"):
-        gguf_values(wanted)
+        checked_gguf_keys(deployment)
 
 
 def test_a_file_as_it_is(smollm: Path, model: Any, tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ import transformers
 import normattn
 from cli.conftest import Command
 from normattn import InputError
-from normattn.hf.engines import ENGINES, Wanted, emit
-from normattn.hf.llama_cpp import values, write_gguf
+from normattn.hf.engines import ENGINES, Deployment, emit
+from normattn.hf.llama_cpp import gguf_keys, write_gguf
 from normattn.hf.plan import plan
 
 from .families import build, configuration
@@ -65,7 +65,7 @@ def test_what_is_emitted_is_as_meant(
     engine: str, method: str, folder: Path, tmp_path: Path
 ) -> None:
     model = transformers.LlamaForCausalLM(_config())
-    text = emit(Wanted("m", plan(model, method), 4 * LENGTH, "llama"), engine)
+    text = emit(Deployment("m", plan(model, method), 4 * LENGTH, "llama"), engine)
     verdict = _verify(folder, text, tmp_path, method)
     assert verdict.differences == ()
     assert str(verdict).startswith(f"as meant: {method.split('(')[0]}")
@@ -211,12 +211,12 @@ def test_a_gguf_file_is_read_as_llama_cpp_reads_it(tmp_path: Path) -> None:
     rope = {**YARN_WORDS, "rope_theta": 10000.0, "original_max_position_embeddings": 16}
     for more in ({}, {"beta_fast": 32.0, "beta_slow": 1.0}):  # the usual ones
         fields = {"rope_parameters": rope | more, "max_position_embeddings": 64}
-        longer = copy_with(f"longer{len(more)}.gguf", values("llama", fields))
+        longer = copy_with(f"longer{len(more)}.gguf", gguf_keys("llama", fields))
         assert normattn.verify(source, longer, YARN).equal
     verdict = normattn.verify(source, longer, "YaRN(factor=8)")
     assert "longest text: 64 instead of 128 tokens" in verdict.differences
     fields["rope_parameters"] = rope | {"beta_slow": 2.0}
-    other = copy_with("betas.gguf", values("llama", fields))
+    other = copy_with("betas.gguf", gguf_keys("llama", fields))
     with pytest.raises(InputError, match=r"yarn_beta_slow in some .*: say --yarn-beta-slow"):
         normattn.verify(source, other, YARN)
     keys = {"llama.rope.scaling.factor": ("f32", 4.0), "llama.context_length": ("u32", 64)}
@@ -382,6 +382,26 @@ COMMANDS: dict[str, tuple[str, bool]] = {
         f"vllm serve m --rope-scaling '{ROPE}' --max-model-len 128K",
         False,
     ),
+    "vLLM, length allowed": (
+        f"VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 vllm serve m --rope-scaling '{ROPE}' "
+        "--max-model-len 128K",
+        True,
+    ),
+    "vLLM, allowed in a compose file": (
+        "services:\n  a:\n    environment:\n      - VLLM_ALLOW_LONG_MAX_MODEL_LEN=TRUE\n"
+        f"    command: --hf-overrides.rope_parameters '{ROPE}' --max-model-len 128K\n",
+        True,
+    ),
+    "vLLM, allowed in Kubernetes": (
+        "spec:\n  env: [{name: VLLM_ALLOW_LONG_MAX_MODEL_LEN, value: '1'}]\n"
+        f"  args: [--hf-overrides.rope_parameters, '{ROPE}', --max-model-len, 128K]\n",
+        True,
+    ),
+    "vLLM, not allowed": (
+        f"VLLM_ALLOW_LONG_MAX_MODEL_LEN=0 vllm serve m --rope-scaling '{ROPE}' "
+        "--max-model-len 128K",
+        False,
+    ),
     "compose": (f"services:\n  a:\n    command: >\n      -c 131072 {FLAGS} {CONTEXT}\n", True),
     "environment": (
         f"services:\n  a:\n    command: -c 131072 --yarn-orig-ctx {TRAINED} {CONTEXT}\n"
@@ -402,6 +422,27 @@ def test_commands_as_people_have_them(case: str, tmp_path: Path) -> None:
     command, equal = COMMANDS[case]
     verdict = _verify(tmp_path, command, tmp_path, YARN)
     assert verdict.equal == equal, verdict
+
+
+def test_an_allowed_length_is_not_refused(tmp_path: Path) -> None:
+    """vLLM then serves more than it derives, but its table of cos and sin keeps its length."""
+    config = _config(num_hidden_layers=1, max_position_embeddings=TRAINED, **_rope())
+    config.save_pretrained(tmp_path)
+    serve = "vllm serve m --rope-theta 300000 --max-model-len 128K"
+    method = "ABF(base=300000)"
+    verdict = _verify(tmp_path, serve, tmp_path, method)
+    assert [x for x in verdict.differences if x.startswith("vLLM refuses a length of 131,072")]
+    allowed = f"docker run -e VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 vllm/vllm-openai:latest {serve}"
+    verdict = _verify(tmp_path, allowed, tmp_path, method)
+    assert not [x for x in verdict.differences if "refuses" in x]
+    assert [x for x in verdict.differences if x.startswith("vLLM has cos and sin of 32,768")]
+    sglang = "sglang serve m --context-length 131072"
+    for variable, refused in (("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1 ", False), ("", True)):
+        verdict = _verify(tmp_path, variable + sglang, tmp_path)
+        assert any("refuses" in x for x in verdict.differences) == refused, verdict
+    # model_max_length in config.json allows it too
+    serve = f"vllm serve m --hf-overrides.model_max_length 131072 --rope-scaling '{ROPE}'"
+    assert _verify(tmp_path, f"{serve} --max-model-len 131072", tmp_path, YARN).equal
 
 
 BAD: dict[str, tuple[str, str, str]] = {

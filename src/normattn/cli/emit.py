@@ -1,4 +1,4 @@
-"""`normattn extend MODEL --emit ENGINE`: what an engine needs, printed or written."""
+"""`normattn extend MODEL --emit ENGINE`: print or write an engine's settings for a method."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from normattn.cli.extend_settings import (
     refuse_unused,
 )
 from normattn.errors import InputError
-from normattn.hf.engines import ENGINES, Wanted, emit, gguf_values
+from normattn.hf.engines import ENGINES, Deployment, checked_gguf_keys, emit
 from normattn.hf.llama_cpp import architecture_of, read_gguf, write_gguf
 from normattn.hf.load import read_configuration
 from normattn.hf.native import refuse_applied
@@ -23,57 +23,62 @@ from normattn.score.spec import UNMODIFIED
 from normattn.terminal import show, warn
 
 
-def emit_method(asked: model_options.Extend, engine: str) -> None:
-    """Print, or write to `asked.out`, what an engine needs to serve a model under one method.
+def emit_method(args: model_options.Extend, engine: str) -> None:
+    """Print the settings with which an engine serves a model, or write them to `args.out`.
 
-    A small random model of the configuration is used; no weight is read, but for a copy of a GGUF
+    They come from a small random model of the configuration; weights are read only to copy a GGUF
     file. Raises `InputError` for an engine without the method, before anything is written, and
     where `out` exists.
     """
-    methods = [method for method in expand_methods(asked.methods) if method != UNMODIFIED]
+    methods = [method for method in expand_methods(args.methods) if method != UNMODIFIED]
     if len(methods) != 1:
         raise InputError("--emit needs one method, such as --methods 'YaRN(factor=4)'")
-    out = asked.out
+    out = args.out
     if out is not None and out.exists():
         raise InputError(f"{out} exists already: choose a new file")
-    refuse_unused(methods, asked)
-    model = expand_path(asked.model)
-    source = model if asked.gguf is None else model / asked.gguf
-    wanted = _wanted(asked, source, methods[0])
-    text = emit(wanted, engine)
-    older = "" if asked.engine_version is None else f"written for {engine} {asked.engine_version}, "
-    warn(f"{older}checked with {ENGINES[engine].checked}")
-    if asked.lengths is None and asked.factor is None and "factor" in open_parameters(methods[0]):
+    refuse_unused(methods, args)
+    source = expanded(args.model) if args.gguf is None else expanded(args.model) / args.gguf
+    deployment = _plan_deployment(args, source, methods[0])
+    text = emit(deployment, engine)
+    older = "" if args.engine_version is None else f"written for {engine} {args.engine_version}, "
+    warn(f"{older}checked with {ENGINES[engine].version}")
+    if args.lengths is None and args.factor is None and "factor" in open_parameters(methods[0]):
         warn(
-            f"for {wanted.longest:,} tokens, twice the training length: choose another reach by "
+            f"for {deployment.max_length:,} tokens, twice the training length: choose another reach by "
             "--lengths or --factor"
         )
     if out is None:
         print(text, end="")
         return
     if engine == "gguf" and source.suffix == ".gguf":
-        write_gguf(source, out, gguf_values(wanted))
+        write_gguf(source, out, checked_gguf_keys(deployment))
     else:
         write_text(out, text, new=True)
-    show(f"{out}: {wanted.plan.spec.method_text} for {engine}, up to {wanted.longest:,} tokens")
+    show(
+        f"{out}: {deployment.plan.spec.method_text} for {engine}, up to {deployment.max_length:,} tokens"
+    )
 
 
-def _wanted(asked: model_options.Extend, source: Path, method: str) -> Wanted:
-    config = read_configuration(source if asked.gguf else asked.model)
+def _plan_deployment(args: model_options.Extend, source: Path, method: str) -> Deployment:
+    config = read_configuration(args.model if source == expanded(args.model) else source)
     refuse_applied(config)
-    small = small_model(config)
-    chosen = choose(asked, small)
-    length, longest = chosen.train_length, chosen.lengths[-1]
-    given = {name: getattr(chosen, name) for name in open_parameters(method)}
-    planned = plan(small, method, length, **given)
-    if asked.lengths is None:
-        longest = int(length * getattr(planned.spec.rope_scaling, "stretch", longest / length))
+    model = small_model(config)
+    settings = choose(args, model)
+    length, max_length = settings.train_length, settings.lengths[-1]
+    parameters = {name: getattr(settings, name) for name in open_parameters(method)}
+    planned = plan(model, method, length, **parameters)
+    if args.lengths is None:
+        max_length = int(
+            length * getattr(planned.spec.rope_scaling, "stretch", max_length / length)
+        )
     text = config.get_text_config()
     architecture = architecture_of(text.model_type)
     if source.suffix == ".gguf":
         architecture = read_gguf(source).architecture
-    # The name of the text configuration in a configuration of several parts.
+    # The field of a text configuration that is nested in another configuration.
     parts = getattr(config, "sub_configs", {})
-    inside = next((name for name in parts if getattr(config, name, None) is text), None)
-    model = str(source if source.exists() else asked.model)
-    return Wanted(model, planned, longest, architecture, inside, asked.engine_version)
+    text_config_name = next((name for name in parts if getattr(config, name, None) is text), None)
+    name = str(source if source.exists() else args.model)
+    return Deployment(
+        name, planned, max_length, architecture, text_config_name, args.engine_version
+    )

@@ -1,9 +1,10 @@
 """`verify`: does an engine compute the intended positions from its settings?
 
-Both sides become configurations in transformers' words, llama.cpp's flags and GGUF keys included,
-with what engines read otherwise (`_read_as_engine`, `llama_cpp.computed`). A small model of each
-then says what is computed (`tiny_model`): frequencies, amplitude, softmax scale, windows and rotary
-width, at a short, the trained and the longest length.
+Both sides become configurations in transformers' format, also llama.cpp's flags and GGUF keys.
+Where an engine reads a setting differently, the configuration is rewritten to what it computes
+(`_apply_engine_rules`, `llama_cpp.resolve_settings`). A small model of each configuration then
+gives frequencies, amplitude, softmax scale, windows and rotary width (`tiny_model`), at a short,
+the trained and the longest length.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from typing import Any, NamedTuple
 
 from normattn.errors import InputError
 from normattn.hf.engine_input import (
-    NAMES,
-    SCALING,
+    ENGINE_NAMES,
+    SCALING_FIELDS,
     EngineSettings,
-    decoder_of,
-    gguf_settings,
-    raw_of,
+    config_dict,
+    decoder_fields,
     read_engine_settings,
-    ropes_of,
+    read_gguf_settings,
+    rope_parameter_sets,
 )
-from normattn.hf.engines import COUNTED, derived_length
+from normattn.hf.engines import NEEDS_ORIGINAL_LENGTH, derived_length
 from normattn.hf.load import read_configuration
-from normattn.hf.model_parts import explained, kind_of, known_length, model_parts
+from normattn.hf.model_parts import explained, known_length, model_parts, rope_type_of
 from normattn.hf.native import take_record
 from normattn.hf.plan import Plan, plan, replaces_attention
 from normattn.hf.tiny_model import (
@@ -41,10 +42,11 @@ from normattn.hf.tiny_model import (
 )
 from normattn.io import expand_path
 
-_PARAMETERS = {"partial_rotary_factor", "finetuned", "mrope_section", "mrope_interleaved", *SCALING}
-_ENGINE_PARAMETERS = {"vllm": {"mixed_b"}, "sglang": {"attn_factor"}}
+_ROPE_FIELDS = {"partial_rotary_factor", "finetuned", "mrope_section", "mrope_interleaved"}
+_ENGINE_ROPE_FIELDS = {"vllm": {"mixed_b"}, "sglang": {"attn_factor"}}
 _ORIGINAL = "original_max_position_embeddings"
-_BASE = 10000.0
+_DEFAULT_BASE = 10000.0
+_MAX_LENGTH = 1 << 31
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,8 @@ class Verdict:
     """What `verify` found.
 
     Attributes:
-        meant: the method in words.
-        differences: what is not as meant, a sentence each; none where all is equal.
+        meant: the intended method in words.
+        differences: what is not as intended, a sentence each; empty where all is equal.
         mistakes: the usual mistakes that were made, a sentence each.
     """
 
@@ -63,7 +65,7 @@ class Verdict:
 
     @property
     def equal(self) -> bool:
-        """Whether all that is computed of positions is as meant, and the lengths are."""
+        """Whether the engine computes the intended positions, up to the intended length."""
         return not self.differences
 
     def __str__(self) -> str:
@@ -99,65 +101,63 @@ def verify(
     if record is not None:
         method = method or record["method"]
         train_length = train_length or record["train_length"]
-    file = expand_path(folder)
-    if file.suffix == ".gguf":
-        config = gguf_settings(file, raw_of(config)).config
-    given = read_engine_settings(against, raw_of(config))
-    with explained(given.file, "cannot be compared"):
-        meant = _meant(config, method, train_length)
-        lengths = {meant.trained, meant.longest, given.longest}
-        for rope in (*ropes_of(raw_of(config)), *given.ropes):
-            # Where dynamic NTK has changed the frequencies.
-            if kind_of(rope) == "dynamic" and meant.longest is not None:
-                lengths.add(int(meant.longest * max(2.0, float(rope.get("factor") or 1.0))))
-        compared = [length for length in lengths if length and SHORT < length < 1 << 31]
-        base = read_positions(config, compared)
-        if not rotates(base):
+    model_file = expanded(folder)
+    if model_file.suffix == ".gguf":
+        config = read_gguf_settings(model_file, config_dict(config)).config
+    settings = read_engine_settings(against, config_dict(config))
+    with explained(settings.file, "cannot be compared"):
+        intended = _resolve_intention(config, method, train_length)
+        lengths = _lengths_to_compare(intended, config, settings)
+        unmodified = read_positions(config, lengths)
+        if not rotates(unmodified):
             raise InputError(
                 f"no layer of a {config.get_text_config().model_type} model passes rotary "
                 "positions to its attention function, so there is nothing to compare"
             )
-        given = _read_as_engine(given, config, base)
-        computed = read_positions(given.config, compared)
-        wanted = base if meant.plan is None else _extended(base, meant.plan)
+        settings = _apply_engine_rules(settings, config, unmodified)
+        computed = read_positions(settings.config, lengths)
+        expected = unmodified if intended.plan is None else _extend(unmodified, intended.plan)
         found = (
-            *differences(wanted, computed),
-            *given.ignored,
-            *_length_differences(meant, given),
+            *differences(expected, computed),
+            *settings.ignored,
+            *_length_differences(intended, settings),
         )
-        if not found and meant.plan is None:
-            return Verdict(str(meant), (), ())
-        plain = not any(differences(base, computed))
-        mistakes = _mistakes(meant, given, config, plain, as_meant=not found)
-        return Verdict(str(meant), found, tuple(mistakes))
+        if not found and intended.plan is None:
+            return Verdict(str(intended), (), ())
+        unscaled = not any(differences(unmodified, computed))
+        mistakes = _mistakes(intended, settings, config, unscaled, correct=not found)
+        return Verdict(str(intended), found, tuple(mistakes))
 
 
-class _Meant(NamedTuple):
-    """What is meant; `plan` is None for the model as its configuration says."""
+class _Intention(NamedTuple):
+    """The intended method; `plan` is None for the model as its configuration says."""
 
     name: str
     plan: Plan | None
-    trained: int | None
-    longest: int | None
+    train_length: int | None
+    max_length: int | None
     bases: set[float]
 
     def __str__(self) -> str:
-        trained = "" if self.trained is None else f", trained to read {self.trained:,} tokens"
-        same = self.longest in (None, self.trained)
-        return self.name + trained + ("" if same else f", up to {self.longest:,} tokens")
+        text = self.name
+        if self.train_length is not None:
+            text += f", trained to read {self.train_length:,} tokens"
+        if self.max_length not in (None, self.train_length):
+            text += f", up to {self.max_length:,} tokens"
+        return text
 
 
-def _meant(config: Any, method: str | None, length: int | None) -> _Meant:
-    small = small_model(config)
-    parts = model_parts(small)
+def _resolve_intention(config: Any, method: str | None, length: int | None) -> _Intention:
+    model = small_model(config)
+    parts = model_parts(model)
     bases = {float(rope["rope_theta"]) for rope in parts.ropes if rope.get("rope_theta")}
     if method is None:
-        longest = getattr(parts.config, "max_position_embeddings", None)
+        configured = getattr(parts.config, "max_position_embeddings", None)
         originals = (rope.get(_ORIGINAL) for rope in (*parts.ropes, parts.config.to_dict()))
-        trained = next((one for one in originals if isinstance(one, int) and one), longest)
+        trained = next((one for one in originals if isinstance(one, int) and one), configured)
         name = f"{parts.name} as its configuration says"
-        return _Meant(name, None, length or trained, longest, bases)
-    planned = plan(small, method, length if length is not None else known_length(parts)[0])
+        return _Intention(name, None, length or trained, configured, bases)
+    planned = plan(model, method, length if length is not None else known_length(parts)[0])
     spec = planned.spec
     if replaces_attention(spec):
         raise InputError(
@@ -165,17 +165,26 @@ def _meant(config: Any, method: str | None, length: int | None) -> _Meant:
             "normattn runs the unmodified model"
         )
     assert spec.train_length is not None
-    stretch = getattr(spec.rope_scaling, "stretch", None)
-    reach = None if stretch is None else int(spec.train_length * stretch)
-    return _Meant(spec.method_text, planned, spec.train_length, reach, bases)
+    factor = getattr(spec.rope_scaling, "stretch", None)
+    max_length = None if factor is None else int(spec.train_length * factor)
+    return _Intention(spec.method_text, planned, spec.train_length, max_length, bases)
 
 
-def _extended(base: Positions, planned: Plan) -> Positions:
+def _lengths_to_compare(intended: _Intention, config: Any, settings: EngineSettings) -> list[int]:
+    """The trained and the longest lengths, and those at which dynamic NTK has changed angles."""
+    lengths = {intended.train_length, intended.max_length, settings.max_length}
+    for rope in (*rope_parameter_sets(config_dict(config)), *settings.ropes):
+        if rope_type_of(rope) == "dynamic" and intended.max_length is not None:
+            lengths.add(int(intended.max_length * max(2.0, float(rope.get("factor") or 1.0))))
+    return [length for length in lengths if length and SHORT < length < _MAX_LENGTH]
+
+
+def _extend(unmodified: Positions, planned: Plan) -> Positions:
     """The positions under a method."""
     rotated = [layer for layer in planned.layers if layer.rotation is not None]
     spectra = {layer.index: layer.spectrum(planned.spec) for layer in rotated}
     extended: Positions = {}
-    for length, layers in base.items():
+    for length, layers in unmodified.items():
         extended[length] = dict(layers)
         for index in spectra.keys() & layers.keys():
             theta, amplitude = spectra[index]
@@ -184,151 +193,210 @@ def _extended(base: Positions, planned: Plan) -> Positions:
     return extended
 
 
-def _read_as_engine(given: EngineSettings, config: Any, base: Positions) -> EngineSettings:
-    """The settings with which transformers computes what the engine does of them.
+def _apply_engine_rules(
+    settings: EngineSettings, config: Any, unmodified: Positions
+) -> EngineSettings:
+    """The settings with which transformers computes what the engine computes.
 
-    With the engine's longest text, and what it ignores or refuses, a sentence each: vLLM by its
-    `get_rope` and `_get_and_verify_max_len`, SGLang by its own of these.
+    They also get the engine's longest text, and a sentence for each setting that it ignores or
+    refuses: vLLM by its `get_rope` and `_get_and_verify_max_len`, SGLang by its counterparts.
     """
-    own: Any = next(iter(ropes_of(raw_of(config))), {})
-    ignored, raw, longest = list(given.ignored), copy.deepcopy(given.raw), given.longest
-    width = (
-        2 * next(x.frequencies for x in base[SHORT].values() if x.frequencies is not None).numel()
-    )
-    if given.width not in (None, width):
-        ignored.append(f"rotary width: {given.width} features rotate instead of {width}")
-    if given.engine != "llama.cpp" and not given.whole:
+    own: Any = next(iter(rope_parameter_sets(config_dict(config))), {})
+    ignored, raw = list(settings.ignored), copy.deepcopy(settings.raw)
+    spectra = (values.frequencies for values in unmodified[SHORT].values())
+    rotary_dim = 2 * next(theta.numel() for theta in spectra if theta is not None)
+    if settings.rotary_dim not in (None, rotary_dim):
+        ignored.append(
+            f"rotary width: {settings.rotary_dim} features rotate instead of {rotary_dim}"
+        )
+    if settings.engine != "llama.cpp" and not settings.complete:
         ignored += [
             f"{name} is missing in an override that replaces all: it was {own[name]}"
-            for rope in given.ropes
+            for rope in settings.ropes
             for name in ("partial_rotary_factor", "mrope_section")
             if name not in rope and own.get(name) not in (None, 1, 1.0)
         ]
-    if given.engine in ("vllm", "sglang"):
-        derived = derived_length(decoder_of(raw), given.engine)
-        if longest is not None and derived is not None and longest > derived:
-            ignored.append(
-                f"{NAMES[given.engine]} refuses a length of {longest:,}: it derives {derived:,} "
-                "tokens from max_position_embeddings, which must be raised"
-            )
-        longest = longest or derived
-        for rope in ropes_of(raw):
-            read = _read_by_vllm if given.engine == "vllm" else _read_by_sglang
-            ignored += read(rope, raw, longest)
-    return replace(given, raw=raw, longest=longest, ignored=tuple(ignored))
+    max_length = settings.max_length
+    if settings.engine in ("vllm", "sglang"):
+        derived = derived_length(decoder_fields(raw), settings.engine)
+        if max_length is not None and derived is not None and max_length > derived:
+            ignored += _beyond_derived_length(settings, max_length, derived)
+        max_length = max_length or derived
+        for rope in rope_parameter_sets(raw):
+            apply = _apply_vllm_rules if settings.engine == "vllm" else _apply_sglang_rules
+            ignored += apply(rope, raw, max_length)
+    return replace(settings, raw=raw, max_length=max_length, ignored=tuple(ignored))
 
 
-def _read_by_vllm(
-    rope: dict[str, Any], raw: Mapping[str, Any], longest: int | None
+def _beyond_derived_length(
+    settings: EngineSettings, max_length: int, derived: int
 ) -> Iterator[str]:
-    kind, original = kind_of(rope), rope.get(_ORIGINAL)
-    if kind in COUNTED and original is None:
+    """Sentences on a text longer than the one that an engine derives from the configuration.
+
+    Both engines refuse it, unless an environment variable allows it; vLLM also accepts up to the
+    configuration's model_max_length. vLLM's table of cos and sin (`get_rope`) does not grow with
+    an allowed length: it has a row for each derived position, under YaRN `original · factor`.
+    """
+    decoder = decoder_fields(settings.raw)
+    allowed = settings.allows_long
+    if settings.engine == "vllm":
+        allowed = allowed or (decoder.get("model_max_length") or 0) >= max_length
+    if not allowed:
+        yield (
+            f"{ENGINE_NAMES[settings.engine]} refuses a length of {max_length:,}: it derives "
+            f"{derived:,} tokens from max_position_embeddings, which must be raised"
+        )
+    elif settings.engine == "vllm":
+        for rope in rope_parameter_sets(settings.raw) or [{}]:
+            rows = float(derived)
+            if "yarn" in rope_type_of(rope):
+                rows = float(rope.get(_ORIGINAL) or derived) * float(rope.get("factor") or 1.0)
+            rows *= 4 if "mrope_section" in rope else 1
+            if max_length > rows:
+                yield (
+                    f"vLLM has cos and sin of {int(rows):,} positions only: further ones, up to "
+                    f"{max_length:,}, give nan or an error"
+                )
+
+
+def _apply_vllm_rules(
+    rope: dict[str, Any], raw: Mapping[str, Any], max_length: int | None
+) -> Iterator[str]:
+    rope_type, original = rope_type_of(rope), rope.get(_ORIGINAL)
+    if rope_type in NEEDS_ORIGINAL_LENGTH and original is None:
         if raw.get(_ORIGINAL) is None:
-            yield f"vLLM does not start: {kind} needs {_ORIGINAL}"
-    elif kind == "longrope" and longest and longest > int(original or 0):
+            yield f"vLLM does not start: {rope_type} needs {_ORIGINAL}"
+    elif rope_type == "longrope" and max_length and max_length > int(original or 0):
         rope["short_factor"] = rope["long_factor"]
-    if kind == "dynamic" and "factor" in rope and "alpha" not in rope:
+    if rope_type == "dynamic" and "factor" in rope and "alpha" not in rope:
         yield (
             "vLLM makes one base of dynamic NTK for all lengths: it does not follow the length of "
             "each text"
         )
 
 
-def _read_by_sglang(rope: dict[str, Any], *_: object) -> Iterator[str]:
-    if kind_of(rope) != "yarn":
+def _apply_sglang_rules(rope: dict[str, Any], *_: object) -> Iterator[str]:
+    if rope_type_of(rope) != "yarn":
         return
-    usual = 0.1 * math.log(max(float(rope.get("factor") or 1.0), 1.0)) + 1
-    own, times = rope.pop("attention_factor", None), rope.pop("attn_factor", None)
-    if own is not None and abs(float(own) - usual) > 1e-4:
+    default = 0.1 * math.log(max(float(rope.get("factor") or 1.0), 1.0)) + 1
+    ignored, multiple = rope.pop("attention_factor", None), rope.pop("attn_factor", None)
+    if ignored is not None and abs(float(ignored) - default) > 1e-4:
         yield "attention_factor is ignored: SGLang reads attn_factor, a multiple of 0.1·ln s + 1"
-    if times is not None:
-        rope["attention_factor"] = float(times) * usual
+    if multiple is not None:
+        rope["attention_factor"] = float(multiple) * default
 
 
-def _length_differences(meant: _Meant, given: EngineSettings) -> Iterator[str]:
-    for rope in given.ropes:
-        length = rope.get(_ORIGINAL)
-        if isinstance(length, int | float) and meant.trained not in (None, length):
-            yield f"trained length: {int(length):,} instead of {meant.trained:,} tokens"
-    if given.longest is None or meant.longest is None:
+def _length_differences(intended: _Intention, settings: EngineSettings) -> Iterator[str]:
+    for rope in settings.ropes:
+        original = rope.get(_ORIGINAL)
+        if isinstance(original, int | float) and intended.train_length not in (None, original):
+            yield (f"trained length: {int(original):,} instead of {intended.train_length:,} tokens")
+    if settings.max_length is None or intended.max_length is None:
         return
-    if given.longest < meant.longest and (meant.plan is not None or given.engine == "hf"):
-        yield f"longest text: {given.longest:,} instead of {meant.longest:,} tokens"
-    if given.longest > meant.longest:
-        yield f"longest text: {given.longest:,} tokens, and what is meant reaches {meant.longest:,}"
+    given, wanted = settings.max_length, intended.max_length
+    if given < wanted and (intended.plan is not None or settings.engine == "hf"):
+        yield f"longest text: {given:,} instead of {wanted:,} tokens"
+    if given > wanted:
+        yield f"longest text: {given:,} tokens, and what is meant reaches {wanted:,}"
 
 
 def _mistakes(
-    meant: _Meant, given: EngineSettings, config: Any, plain: bool, as_meant: bool
+    intended: _Intention, settings: EngineSettings, config: Any, unscaled: bool, correct: bool
 ) -> Iterator[str]:
-    """Every usual mistake that was made, a sentence each; `plain`: positions are as trained."""
-    known = {name for rope in ropes_of(raw_of(config)) for name in rope} | _PARAMETERS
-    known |= _ENGINE_PARAMETERS.get(given.engine, set())
-    for rope in given.ropes:
-        kind, factor = kind_of(rope), rope.get("factor")
-        if kind in COUNTED:
-            yield from _counted_within(meant, given, rope)
+    """Every usual mistake that was made, a sentence each.
+
+    `unscaled`: the engine computes the unmodified model's positions. `correct`: it computes the
+    intended ones.
+    """
+    known = {name for rope in rope_parameter_sets(config_dict(config)) for name in rope}
+    known |= SCALING_FIELDS | _ROPE_FIELDS | _ENGINE_ROPE_FIELDS.get(settings.engine, set())
+    for rope in settings.ropes:
+        rope_type = rope_type_of(rope)
+        if rope_type in NEEDS_ORIGINAL_LENGTH:
+            yield from _original_length_mistakes(intended, settings, rope)
         for name in sorted(rope.keys() - known):
             yield f"{name} is no rope parameter: it is ignored"
-        named = {x: _number(rope[x]) for x in sorted(rope) if "factor" in x and "partial" not in x}
-        factors = ", ".join(f"{x}={n}" for x, n in named.items() if n not in ("1", "None"))
-        if factors and plain and (meant.plan is not None or kind == "default"):
-            why = f"with rope_type {kind!r} the frequencies are those of training"
-            if decoder_of(given.raw) is not given.raw and ropes_of(
-                {**given.raw, "text_config": None}
-            ):
-                why = "they are outside of text_config, whose own rope parameters are the decoder's"
-            yield f"the factors are ignored ({factors}): {why}"
-        own, held = rope.get("attention_factor"), meant.bases - {_BASE}
-        if not as_meant and kind == "yarn" and own is not None:
-            yield (
-                f"attention_factor={_number(own)} replaces the factor that YaRN makes of its "
-                "stretch, 0.1·ln s + 1: it is the factor itself, not a switch"
-            )
-        if not as_meant and rope.get("rope_theta") is None and held:
-            read = getattr(given.config.get_text_config(), "rope_parameters", None) or {}
-            if float(read.get("rope_theta") or _BASE) == _BASE:
-                yield (
-                    "rope_theta is missing next to the scaling, which replaces all there was: the "
-                    f"base is {_BASE:,.0f} instead of {max(held):,.0f}"
-                )
-        if kind == "yarn" and float(factor or 1) > 1:
-            within = "" if meant.trained is None else f" within {meant.trained:,} tokens"
+        if unscaled and (intended.plan is not None or rope_type == "default"):
+            yield from _ignored_factors(settings, rope)
+        if not correct:
+            yield from _lost_defaults(intended, settings, rope)
+        if rope_type == "yarn" and float(rope.get("factor") or 1) > 1:
+            trained = intended.train_length
+            within = "" if trained is None else f" within {trained:,} tokens"
             yield (
                 f"YaRN is static: it changes short prompts too, those{within} that the model was "
                 "trained for; serve them without it where they matter"
             )
-    longer = meant.trained is not None and (given.longest or 0) > meant.trained
-    if plain and longer and all(kind_of(rope) == "default" for rope in given.ropes):
+    longer = (
+        intended.train_length is not None and (settings.max_length or 0) > intended.train_length
+    )
+    if unscaled and longer and all(rope_type_of(rope) == "default" for rope in settings.ropes):
         yield (
-            f"the length alone was raised, to {given.longest:,} tokens: the frequencies are those "
-            f"of training, which read {meant.trained:,}"
+            f"the length alone was raised, to {settings.max_length:,} tokens: the frequencies are "
+            f"those of training, which read {intended.train_length:,}"
         )
 
 
-def _counted_within(meant: _Meant, given: EngineSettings, rope: Mapping[str, Any]) -> Iterator[str]:
+def _ignored_factors(settings: EngineSettings, rope: Mapping[str, Any]) -> Iterator[str]:
+    """Scaling factors that change nothing, and why."""
+    factors = {
+        name: _format_number(rope[name])
+        for name in sorted(rope)
+        if "factor" in name and "partial" not in name
+    }
+    named = ", ".join(f"{name}={n}" for name, n in factors.items() if n not in ("1", "None"))
+    if not named:
+        return
+    why = f"with rope_type {rope_type_of(rope)!r} the frequencies are those of training"
+    has_text_config = decoder_fields(settings.raw) is not settings.raw
+    if has_text_config and rope_parameter_sets({**settings.raw, "text_config": None}):
+        why = "they are outside of text_config, whose own rope parameters are the decoder's"
+    yield f"the factors are ignored ({named}): {why}"
+
+
+def _lost_defaults(
+    intended: _Intention, settings: EngineSettings, rope: Mapping[str, Any]
+) -> Iterator[str]:
+    """An attention_factor used as a switch, and a base that an override dropped."""
+    factor, bases = rope.get("attention_factor"), intended.bases - {_DEFAULT_BASE}
+    if rope_type_of(rope) == "yarn" and factor is not None:
+        yield (
+            f"attention_factor={_format_number(factor)} replaces the factor that YaRN makes of its "
+            "stretch, 0.1·ln s + 1: it is the factor itself, not a switch"
+        )
+    if rope.get("rope_theta") is None and bases:
+        computed = getattr(settings.config.get_text_config(), "rope_parameters", None) or {}
+        if float(computed.get("rope_theta") or _DEFAULT_BASE) == _DEFAULT_BASE:
+            yield (
+                "rope_theta is missing next to the scaling, which replaces all there was: the "
+                f"base is {_DEFAULT_BASE:,.0f} instead of {max(bases):,.0f}"
+            )
+
+
+def _original_length_mistakes(
+    intended: _Intention, settings: EngineSettings, rope: Mapping[str, Any]
+) -> Iterator[str]:
     """A trained length that is missing, or that was multiplied already."""
-    name, source = {"yarn": "YaRN"}.get(kind_of(rope), kind_of(rope)), _ORIGINAL
-    counted = rope.get(source)
-    if counted is None:
+    rope_type, engine, source = rope_type_of(rope), settings.engine, _ORIGINAL
+    name = {"yarn": "YaRN"}.get(rope_type, rope_type)
+    length = rope.get(source)
+    if length is None:
         source = "max_position_embeddings"
-        counted = decoder_of(given.raw).get(source) or 0
-        takes = (
-            "transformers, SGLang and llama.cpp take"
-            if given.engine == "hf"
-            else (f"{NAMES[given.engine]} takes")
-        )
-        then = f"{takes} the longest length, {int(counted):,}, for it"
-        then += ", and vLLM does not start" if given.engine == "hf" else ""
-        then = "vLLM does not start" if given.engine == "vllm" else then
-        yield f"{name}'s factor {_number(rope.get('factor'))} is given without {_ORIGINAL}: {then}"
-    if meant.trained is not None and counted > meant.trained:
+        length = decoder_fields(settings.raw).get(source) or 0
+        unknown = "transformers, SGLang and llama.cpp take"
+        takes = unknown if engine == "hf" else f"{ENGINE_NAMES[engine]} takes"
+        then = f"{takes} the longest length, {int(length):,}, for it"
+        then += ", and vLLM does not start" if engine == "hf" else ""
+        then = "vLLM does not start" if engine == "vllm" else then
+        factor = _format_number(rope.get("factor"))
+        yield f"{name}'s factor {factor} is given without {_ORIGINAL}: {then}"
+    if intended.train_length is not None and length > intended.train_length:
         yield (
             f"{name} is applied to a length that was multiplied already: rotations are counted "
-            f"within {int(counted):,} tokens ({source}), and the weights were trained to read "
-            f"{meant.trained:,}"
+            f"within {int(length):,} tokens ({source}), and the weights were trained to read "
+            f"{intended.train_length:,}"
         )
 
 
-def _number(value: Any) -> str:
+def _format_number(value: Any) -> str:
     return f"{value:g}" if isinstance(value, int | float) else str(value)

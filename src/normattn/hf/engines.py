@@ -1,8 +1,8 @@
-"""What an engine needs to serve a model under a method: a JSON to paste, flags, or GGUF keys.
+"""`--emit`: a method in an engine's format: JSON fields, a command with flags, or GGUF keys.
 
-Engines apply a method by its frequencies and its factor alone. What is printed is checked
-against the model's own rotary module first (`native`), and a method that an engine
-does not have is refused. `ENGINES` names the version of each engine whose code gave the rule.
+An engine applies a method by its frequencies and its attention factor. The fields are first
+checked against the model's own rotary module (`native`). A method that the engine does not have
+raises an error. `ENGINES` names the version of each engine that was checked.
 """
 
 from __future__ import annotations
@@ -15,16 +15,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from normattn.errors import InputError
-from normattn.hf.llama_cpp import architecture_of, flags, values
-from normattn.hf.model_parts import innermost, kind_of
-from normattn.hf.native import native_fields, rope_with
+from normattn.hf.llama_cpp import architecture_of, command_flags, gguf_keys
+from normattn.hf.model_parts import leaf_mappings, rope_type_of
+from normattn.hf.native import merged_rope_parameters, native_fields
 from normattn.hf.plan import Plan, replaces_attention
 from normattn.score.parts.rope_scaling import NTKMixed
 
-COUNTED = ("yarn", "llama3", "longrope")
-"""Kinds whose frequencies depend on the trained length."""
-_UNMULTIPLIED = {"default", "su", *COUNTED, "deepseek_yarn", "deepseek_llama_scaling"}
-"""Kinds whose factor vLLM does not multiply max_position_embeddings with."""
+NEEDS_ORIGINAL_LENGTH = ("yarn", "llama3", "longrope")
+"""Rope types whose frequencies depend on the trained length."""
+_LENGTH_NOT_SCALED = {
+    "default",
+    "su",
+    *NEEDS_ORIGINAL_LENGTH,
+    "deepseek_yarn",
+    "deepseek_llama_scaling",
+}
+"""Rope types whose factor does not multiply max_position_embeddings in vLLM."""
 _REFUSED = {
     "ollama": "its Modelfile has no parameter for rotary scaling: make a GGUF by --emit gguf",
     "tgi": "text-generation-inference takes a factor alone and computes the rest by its version",
@@ -35,76 +41,82 @@ _REFUSED = {
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """A method with all its values for one model, to be written in an engine's words.
+class Deployment:
+    """A model to be served under a method.
 
     Attributes:
-        model: how the engine names the model: a folder, a file, a name on the hub.
-        plan: the method for this model.
-        longest: tokens that the engine shall read.
-        architecture: what a GGUF of the model calls its architecture; None where that is not known.
-        inside: the name of the text configuration in a configuration of several, if it is one.
+        model: the model's name for the engine: a folder, a file, a name on the hub.
+        plan: the method for this model, with all its values.
+        max_length: the longest text in tokens.
+        architecture: the architecture's name in a GGUF of the model; None if unknown.
+        text_config_name: the field that holds the text configuration, where it is nested.
         version: the engine's version; None for the one that was checked.
     """
 
     model: str
     plan: Plan
-    longest: int
+    max_length: int
     architecture: str | None = None
-    inside: str | None = None
+    text_config_name: str | None = None
     version: str | None = None
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The fields of the text configuration in transformers' words."""
-        return native_fields(self.plan.parts, self.plan.layers, self.plan.spec, self.longest)
+        """The fields of the text configuration, in transformers' format."""
+        return native_fields(self.plan.parts, self.plan.layers, self.plan.spec, self.max_length)
 
     def as_json(self, fields: dict[str, Any], indent: int | None = None) -> str:
-        """The fields where the whole configuration has them."""
-        return json.dumps(fields if self.inside is None else {self.inside: fields}, indent=indent)
+        """The fields as JSON, nested where the configuration nests its text configuration."""
+        if self.text_config_name is not None:
+            fields = {self.text_config_name: fields}
+        return json.dumps(fields, indent=indent)
 
     @property
-    def gguf(self) -> str:
-        """The architecture; `InputError` where it is not known."""
-        kind = self.plan.parts.config.model_type
-        name = self.architecture or architecture_of(kind)
+    def gguf_architecture(self) -> str:
+        """The architecture's name in a GGUF; `InputError` if unknown."""
+        model_type = self.plan.parts.config.model_type
+        name = self.architecture or architecture_of(model_type)
         if name is None:
             raise InputError(
-                f"what a GGUF of {kind} calls its architecture is not known here: give the GGUF "
-                "file itself"
+                f"what a GGUF of {model_type} calls its architecture is not known here: give the "
+                "GGUF file itself"
             )
         return name
 
 
-def emit(wanted: Wanted, engine: str) -> str:
-    """What `engine` needs, as text: one of `ENGINES`.
+def emit(deployment: Deployment, engine: str) -> str:
+    """The method as text in the format of `engine`, one of `ENGINES`.
 
-    Raises `InputError` for an engine or a version that is not known, a method that the engine does
-    not have, and a model whose configuration cannot express the method.
+    Raises `InputError` for an unknown engine or version, a method that the engine does not have,
+    and a model whose configuration cannot express the method.
     """
-    spec, version = wanted.plan.spec, wanted.version
+    spec, version = deployment.plan.spec, deployment.version
     if engine in _REFUSED:
         raise InputError(f"--emit cannot write it for {engine}: {_REFUSED[engine]}")
     if engine not in ENGINES:
         raise InputError(f"--emit knows {', '.join(ENGINES)}, not {engine!r}")
-    lacks = None
+    reason = None
     if replaces_attention(spec):
-        lacks = "engines apply a method by its frequencies and a factor, and this changes attention"
+        reason = (
+            "engines apply a method by its frequencies and a factor, and this changes attention"
+        )
     elif isinstance(spec.rope_scaling, NTKMixed) and engine != "vllm":
-        lacks = "only vLLM has a base for each frequency"
-    if lacks is not None:
-        raise InputError(f"{engine} has no {spec.method_text}: {lacks}; normattn.extend applies it")
-    rule = ENGINES[engine]
-    if version is not None and _release(version) < rule.oldest:
+        reason = "only vLLM has a base for each frequency"
+    if reason is not None:
         raise InputError(
-            f"--engine-version {version}: {engine} was checked with {rule.checked}; older "
+            f"{engine} has no {spec.method_text}: {reason}; normattn.extend applies it"
+        )
+    checked = ENGINES[engine]
+    if version is not None and _parse_version(version) < checked.oldest:
+        raise InputError(
+            f"--engine-version {version}: {engine} was checked with {checked.version}; older "
             "versions use other names and rules, which were not checked"
         )
-    return rule.write(wanted)
+    return checked.write(deployment)
 
 
-def _release(version: str) -> tuple[int, int]:
-    """Major and minor of `"0.33.0"`: (0, 33). `InputError` for what is no version."""
+def _parse_version(version: str) -> tuple[int, int]:
+    """Major and minor of `"0.33.0"`, (0, 33); `InputError` for another format."""
     major, _, rest = version.removeprefix("v").partition(".")
     minor = rest.partition(".")[0] or "0"
     if not (major.isdigit() and minor.isdigit()):
@@ -112,22 +124,22 @@ def _release(version: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def _config_json(wanted: Wanted) -> str:
-    """Fields for config.json (`modeling_rope_utils.py`); version 4 has other names for them."""
-    old = wanted.version is not None and _release(wanted.version) < (5, 0)
-    fields = _as_version_4(wanted.fields) if old else wanted.fields
-    return wanted.as_json(fields, indent=2) + "\n"
+def _config_json(deployment: Deployment) -> str:
+    """Fields for config.json (`modeling_rope_utils.py`); transformers 4 has other names."""
+    old = deployment.version is not None and _parse_version(deployment.version) < (5, 0)
+    fields = _to_version_4(deployment.fields) if old else deployment.fields
+    return deployment.as_json(fields, indent=2) + "\n"
 
 
-def _mlx(wanted: Wanted) -> str:
-    """Fields for config.json in the words that mlx-lm reads (`initialize_rope`, rope_utils.py)."""
-    fields = _as_version_4(wanted.fields)
+def _mlx(deployment: Deployment) -> str:
+    """Fields for config.json as mlx-lm reads them (`initialize_rope`, rope_utils.py)."""
+    fields = _to_version_4(deployment.fields)
     if "truncate" in (fields.get("rope_scaling") or {}):
         raise InputError("mlx-lm has YaRN with ⌊ ⌋ and ⌈ ⌉ only, not truncate=false")
-    return wanted.as_json(fields, indent=2) + "\n"
+    return deployment.as_json(fields, indent=2) + "\n"
 
 
-def _as_version_4(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _to_version_4(fields: Mapping[str, Any]) -> dict[str, Any]:
     """rope_theta next to rope_scaling, as transformers had them before version 5."""
     rope = dict(fields["rope_parameters"])
     if any(isinstance(value, Mapping) for value in rope.values()):
@@ -135,94 +147,94 @@ def _as_version_4(fields: Mapping[str, Any]) -> dict[str, Any]:
             "one rope_scaling, as in transformers before version 5, cannot hold two kinds of "
             "frequencies"
         )
-    beside = {
+    outside = {
         name: rope.pop(name) for name in ("rope_theta", "partial_rotary_factor") & rope.keys()
     }
-    scaling = None if kind_of(rope) == "default" else rope
+    scaling = None if rope_type_of(rope) == "default" else rope
     length = {"max_position_embeddings": fields["max_position_embeddings"]}
-    return {**length, **beside, "rope_scaling": scaling}
+    return {**length, **outside, "rope_scaling": scaling}
 
 
-def _vllm(wanted: Wanted) -> str:
+def _vllm(deployment: Deployment) -> str:
     """`--hf-overrides` and `--max-model-len`.
 
-    rope_parameters replace the whole, so that rope_theta is given again; `ntk` with mixed_b is
-    NTK-mixed (ntk_scaling_rope.py).
+    An override of rope_parameters replaces all of them, so rope_theta is repeated. NTK-mixed is
+    `ntk` with mixed_b (ntk_scaling_rope.py).
     """
-    parts, layers, spec = wanted.plan.parts, wanted.plan.layers, wanted.plan.spec
+    parts, layers, spec = deployment.plan.parts, deployment.plan.layers, deployment.plan.spec
     if isinstance(spec.rope_scaling, NTKMixed):
         mixed = {"mixed_b": spec.rope_scaling.b, "factor": spec.rope_scaling.stretch}
-        rope = rope_with(parts, layers, spec, {"rope_type": "ntk", **mixed})
-        fields = {"max_position_embeddings": wanted.longest, "rope_parameters": rope}
+        rope = merged_rope_parameters(parts, layers, spec, {"rope_type": "ntk", **mixed})
+        fields = {"max_position_embeddings": deployment.max_length, "rope_parameters": rope}
     else:
-        fields = wanted.fields
-    fields = _without_multiplied_length(wanted, fields, "vllm")
+        fields = deployment.fields
+    fields = _drop_scaled_length(deployment, fields, "vllm")
     return _command(
-        f"vllm serve {shlex.quote(wanted.model)}",
-        f"--hf-overrides {shlex.quote(wanted.as_json(fields))}",
-        f"--max-model-len {wanted.longest}",
+        f"vllm serve {shlex.quote(deployment.model)}",
+        f"--hf-overrides {shlex.quote(deployment.as_json(fields))}",
+        f"--max-model-len {deployment.max_length}",
     )
 
 
-def _sglang(wanted: Wanted) -> str:
+def _sglang(deployment: Deployment) -> str:
     """`--json-model-override-args` and `--context-length`.
 
     get_rope in sglang/srt/layers/rotary_embedding/factory.py reads attn_factor, a multiple of
-    0.1·ln s + 1, and no attention_factor; rope_parameters whole, for an override of rope_scaling
-    alone has dropped the rotary base (sgl-project/sglang issue 41227).
+    0.1·ln s + 1, and no attention_factor. All rope_parameters are given, because an override of
+    rope_scaling alone has dropped the rotary base (sgl-project/sglang issue 41227).
     """
-    fields = _without_multiplied_length(wanted, wanted.fields, "sglang")
-    ropes: Any = innermost(fields["rope_parameters"])
+    fields = _drop_scaled_length(deployment, deployment.fields, "sglang")
+    ropes: Any = leaf_mappings(fields["rope_parameters"])
     for rope in ropes:
         if "attention_factor" in rope:
-            usual = 0.1 * math.log(rope["factor"]) + 1
-            rope["attn_factor"] = rope.pop("attention_factor") / usual
+            default = 0.1 * math.log(rope["factor"]) + 1
+            rope["attn_factor"] = rope.pop("attention_factor") / default
     return _command(
-        f"python -m sglang.launch_server --model-path {shlex.quote(wanted.model)}",
-        f"--json-model-override-args {shlex.quote(wanted.as_json(fields))}",
-        f"--context-length {wanted.longest}",
+        f"python -m sglang.launch_server --model-path {shlex.quote(deployment.model)}",
+        f"--json-model-override-args {shlex.quote(deployment.as_json(fields))}",
+        f"--context-length {deployment.max_length}",
     )
 
 
-def _without_multiplied_length(
-    wanted: Wanted, fields: dict[str, Any], engine: str
+def _drop_scaled_length(
+    deployment: Deployment, fields: dict[str, Any], engine: str
 ) -> dict[str, Any]:
-    """The fields without the length, where the engine multiplies the trained one by itself."""
-    whole = {"model_type": wanted.plan.parts.config.model_type, **fields}
-    if derived_length(whole, engine) == fields["max_position_embeddings"]:
+    """The fields without the length, where the engine multiplies the trained length itself."""
+    decoder = {"model_type": deployment.plan.parts.config.model_type, **fields}
+    if derived_length(decoder, engine) == fields["max_position_embeddings"]:
         return fields
     return {"rope_parameters": fields["rope_parameters"]}
 
 
 def derived_length(decoder: Mapping[str, Any], engine: str) -> int | None:
-    """The longest text that vLLM or SGLang finds in a decoder's configuration by its own rule.
+    """The longest text that vLLM or SGLang derives from a decoder's configuration.
 
-    `_get_and_verify_max_len` of vLLM, `get_context_length` of SGLang.
+    The rules are `_get_and_verify_max_len` of vLLM and `get_context_length` of SGLang.
     """
     length, factor = decoder.get("max_position_embeddings"), 1.0
-    for rope in innermost(decoder.get("rope_parameters") or decoder.get("rope_scaling")):
+    for rope in leaf_mappings(decoder.get("rope_parameters") or decoder.get("rope_scaling")):
         if engine == "vllm":
             gemma = "gemma3" in str(decoder.get("model_type"))
-            multiplied = not gemma and kind_of(rope) not in _UNMULTIPLIED
+            multiplied = not gemma and rope_type_of(rope) not in _LENGTH_NOT_SCALED
         else:
             original = "original_max_position_embeddings" in rope
-            multiplied = not original and kind_of(rope) != "llama3"
+            multiplied = not original and rope_type_of(rope) != "llama3"
         factor = float(rope.get("factor") or factor) if multiplied else factor
     return int(length * factor) if isinstance(length, int) else None
 
 
-def _llama_cpp(wanted: Wanted) -> str:
-    """Flags of llama-server and its like (tools/server/README.md of ggml-org/llama.cpp)."""
-    file = wanted.model if wanted.model.endswith(".gguf") else f"{wanted.model}.gguf"
-    options = flags(wanted.fields, wanted.gguf)
+def _llama_cpp(deployment: Deployment) -> str:
+    """Flags of llama-server (tools/server/README.md of ggml-org/llama.cpp)."""
+    file = deployment.model if deployment.model.endswith(".gguf") else f"{deployment.model}.gguf"
+    options = command_flags(deployment.fields, deployment.gguf_architecture)
     return _command(
-        f"llama-server -m {shlex.quote(file)}", f"--ctx-size {wanted.longest}", *options
+        f"llama-server -m {shlex.quote(file)}", f"--ctx-size {deployment.max_length}", *options
     )
 
 
-def gguf_values(wanted: Wanted) -> dict[str, tuple[str, Any]]:
-    """The keys of a GGUF file that say the method, with the kind of each value."""
-    keys = values(wanted.gguf, wanted.fields)
+def checked_gguf_keys(deployment: Deployment) -> dict[str, tuple[str, Any]]:
+    """The keys of a GGUF file that set the method, with the type of each value."""
+    keys = gguf_keys(deployment.gguf_architecture, deployment.fields)
     if any(".yarn_beta_" in name for name in keys):
         raise InputError(
             "llama.cpp reads a file's beta_fast and beta_slow only in some architectures: use "
@@ -231,9 +243,9 @@ def gguf_values(wanted: Wanted) -> dict[str, tuple[str, Any]]:
     return keys
 
 
-def _gguf(wanted: Wanted) -> str:
+def _gguf(deployment: Deployment) -> str:
     """Keys of a GGUF file, as key=type:value."""
-    keys = gguf_values(wanted)
+    keys = checked_gguf_keys(deployment)
     return "".join(f"{name}={kind}:{value}\n" for name, (kind, value) in keys.items())
 
 
@@ -246,13 +258,13 @@ class Engine:
     """How a method is written for one engine.
 
     Attributes:
-        write: the text that says it.
-        checked: the version that its settings were checked with, and how.
-        oldest: the oldest version, major and minor, that is written for.
+        write: writes the settings.
+        version: the version that they were checked with, and how.
+        oldest: the oldest version, major and minor, that they are valid for.
     """
 
-    write: Callable[[Wanted], str]
-    checked: str
+    write: Callable[[Deployment], str]
+    version: str
     oldest: tuple[int, int] = (9999, 0)
 
 

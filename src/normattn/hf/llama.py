@@ -10,7 +10,7 @@ from torch import Tensor
 
 from normattn.errors import InputError
 from normattn.hf.extend import extension_of
-from normattn.hf.native import refuse_applied, scaling_words
+from normattn.hf.native import refuse_applied, scaling_fields
 from normattn.layers.feed_forward import swiglu_hidden
 from normattn.models.causal_lm import CausalLM
 from normattn.models.config import CausalLMConfig
@@ -227,7 +227,7 @@ def _their_config(config: CausalLMConfig) -> tuple[str, Any]:
     scaling = spec.rope_scaling
     rope = {"rope_type": "default", "rope_theta": base}
     if isinstance(scaling, PI | Llama3):
-        rope |= scaling_words(scaling, length)
+        rope |= scaling_fields(scaling, length)
     elif scaling is not None:
         raise InputError(f"the spectrum {scaling.name} has no counterpart in Llama, Qwen2 or Qwen3")
     name = "Qwen3" if normed else "Qwen2" if config.qkv_bias else "Llama"

@@ -59,7 +59,7 @@ class ModelParts:
     @property
     def ropes(self) -> tuple[Mapping[str, Any], ...]:
         """Every set of rope parameters in the configuration."""
-        return tuple(innermost(getattr(self.config, "rope_parameters", None)))
+        return tuple(leaf_mappings(getattr(self.config, "rope_parameters", None)))
 
     def rope(self, layer: nn.Module) -> Mapping[str, Any]:
         """The rope parameters of a layer; none where the configuration does not say."""
@@ -82,17 +82,17 @@ def layer_type(config: Any, index: int | None) -> str | None:
     return str(types[index]) if known else None
 
 
-def innermost(given: Any) -> Iterator[Mapping[str, Any]]:
-    """The innermost mappings: rope parameters may be nested by layer type."""
+def leaf_mappings(given: Any) -> Iterator[Mapping[str, Any]]:
+    """The mappings that hold no mapping: rope parameters may be nested by layer type."""
     if isinstance(given, Mapping):
         inner = [value for value in given.values() if isinstance(value, Mapping)]
         for mapping in inner:
-            yield from innermost(mapping)
+            yield from leaf_mappings(mapping)
         if not inner and given:
             yield given
 
 
-def kind_of(rope: Mapping[str, Any]) -> str:
+def rope_type_of(rope: Mapping[str, Any]) -> str:
     """The type of rope parameters."""
     return str(rope.get("rope_type", rope.get("type", "default")))
 

@@ -43,7 +43,7 @@ def native_fields(
 ) -> dict[str, Any]:
     """The fields of the decoder's configuration that mean the method, for texts of `longest`.
 
-    Raises `InputError` as `rope_with` and `words` do, and for families whose own rotary module
+    Raises `InputError` as `merged_rope_parameters` and `words` do, and for families whose own rotary module
     makes something else of the fields.
     """
     rotated = [layer for layer in layers if layer.rotation is not None]
@@ -52,7 +52,7 @@ def native_fields(
     stretch = getattr(spec.rope_scaling, "stretch", 1.0)
     longer = int(spec.train_length * stretch) if longest is None else longest
     fields = {
-        "rope_parameters": rope_with(parts, layers, spec, more),
+        "rope_parameters": merged_rope_parameters(parts, layers, spec, more),
         "max_position_embeddings": longer,
     }
     kinds = {(id(x.made_of), layer_type(parts.config, x.index)): x for x in rotated}
@@ -64,7 +64,7 @@ def native_fields(
     return fields
 
 
-def rope_with(
+def merged_rope_parameters(
     parts: ModelParts, layers: Sequence[Layer], spec: ScoreSpec, more: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The model's rope parameters with `more` in those of its layers that see everything.
@@ -101,7 +101,7 @@ def words(spec: ScoreSpec, rotation: HeadRotation | None) -> dict[str, Any]:
     frequencies_alone = spec.remapping is None and not spec.blockwise and spec.logn is None
     if frequencies_alone and rotation is not None:
         if isinstance(scaling, PI | YaRN | Llama3):
-            return scaling_words(scaling, spec.train_length)
+            return scaling_fields(scaling, spec.train_length)
         if isinstance(scaling, ABF):
             return {"rope_theta": scaling.base}
         if isinstance(scaling, NTK) and rotation.base is not None:
@@ -113,7 +113,7 @@ def words(spec: ScoreSpec, rotation: HeadRotation | None) -> dict[str, Any]:
     )
 
 
-def scaling_words(scaling: PI | YaRN | Llama3, train_length: int | None) -> dict[str, Any]:
+def scaling_fields(scaling: PI | YaRN | Llama3, train_length: int | None) -> dict[str, Any]:
     """The rope parameters of a scaling that has a rope_type: what differs from the usual values."""
     length = {"original_max_position_embeddings": train_length}
     if isinstance(scaling, PI):

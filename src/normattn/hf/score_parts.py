@@ -20,7 +20,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from normattn.hf.model_parts import kind_of, layer_type
+from normattn.hf.model_parts import layer_type, rope_type_of
 from normattn.hf.probe import hidden
 from normattn.hf.score_record import CLOSE, RecordedLayer, Rotation, heads_of, plain_base
 from normattn.score import ScoreSpec
@@ -78,7 +78,7 @@ def _proposals(
         own: dict[str, Any] = {"base": _nice(float(base))}
         own["layout"] = "interleaved" if rotation.interleaved else "half"
         position: RotaryPosition
-        if kind_of(rope) == "proportional" and share:
+        if rope_type_of(rope) == "proportional" and share:
             yield PRoPE(**own, fraction=share), *_scaling(rope, config, gains)
             continue
         if size == head_dim:
@@ -99,7 +99,7 @@ def _scaling(
     """
     length = rope.get("original_max_position_embeddings")
     length = length or getattr(config, "max_position_embeddings", None)
-    kind, factor = kind_of(rope), float(rope.get("factor") or 1.0)
+    kind, factor = rope_type_of(rope), float(rope.get("factor") or 1.0)
     if kind in ("linear", "proportional"):
         return (PI(factor=_nice(factor)) if _nice(factor) != 1 else None), None
     if kind == "llama3":
