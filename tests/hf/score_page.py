@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from normattn import InputError, score_of
-from normattn.hf.score_of import AGREES, LayerScore
+from normattn.hf.score_of import TOLERANCE, LayerScore
 
 from .matrix import SCORES
 from .tiny import build
@@ -43,7 +43,7 @@ def _said(layer: LayerScore) -> str:
     if layer.verified:
         return f"`{layer.spec}`{beside}"
     lacks = str(layer.lacks).partition("): ")[2]
-    agrees = layer.difference is not None and layer.difference < AGREES
+    agrees = layer.difference is not None and layer.difference < TOLERANCE
     but = f"; otherwise `{layer.spec}`{beside}" if agrees else ""
     return "not identified: " + re.sub(r" by \S+ of its largest output", "", lacks) + but
 

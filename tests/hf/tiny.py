@@ -14,7 +14,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from normattn.hf.rope_detection import has_rotary
+from normattn.hf.rope_detection import has_rotary_module
 
 # Half typed by transformers: taken as Any.
 _AUTO: Any = AutoModelForCausalLM
@@ -145,7 +145,7 @@ def rotary_families() -> list[str]:
             continue
         with torch.device("meta"):
             model = _AUTO.from_config(configuration(family))
-        if not model.config.is_encoder_decoder and has_rotary(model):
+        if not model.config.is_encoder_decoder and has_rotary_module(model):
             found.append(family)
     return found
 

@@ -44,8 +44,8 @@ def emit_method(args: model_options.Extend, engine: str) -> None:
     warn(f"{older}checked with {ENGINES[engine].version}")
     if args.lengths is None and args.factor is None and "factor" in open_parameters(methods[0]):
         warn(
-            f"for {deployment.max_length:,} tokens, twice the training length: choose another reach by "
-            "--lengths or --factor"
+            f"for {deployment.max_length:,} tokens, twice the training length: choose another "
+            "reach by --lengths or --factor"
         )
     if out is None:
         print(text, end="")
@@ -54,9 +54,8 @@ def emit_method(args: model_options.Extend, engine: str) -> None:
         write_gguf(source, out, checked_gguf_keys(deployment))
     else:
         write_text(out, text, new=True)
-    show(
-        f"{out}: {deployment.plan.spec.method_text} for {engine}, up to {deployment.max_length:,} tokens"
-    )
+    method = deployment.plan.spec.method_text
+    show(f"{out}: {method} for {engine}, up to {deployment.max_length:,} tokens")
 
 
 def _plan_deployment(args: model_options.Extend, source: Path, method: str) -> Deployment:

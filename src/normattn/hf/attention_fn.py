@@ -1,12 +1,12 @@
 """The attention function of an extended layer: from q and k to the inputs of a kernel.
 
-Queries and keys arrive unrotated (or, where only log-n is added, rotated by the model), and a
-`Score` rotates them by the model's own frequencies, scaled where the method says so.
+Queries and keys arrive unrotated (where only log-n is added, rotated by the model). A `Score`
+rotates them by the model's frequencies, scaled by the method.
 
-transformers' cache holds keys as a layer projects them, and a decode step would rotate them all
-again: keys that were rotated are kept beside it. Its `DynamicLayer` makes a new tensor of those it
-held and the new ones. So where it held the very tensor that the call before was given, or an
-untouched front part, only what is new is rotated.
+transformers' cache holds the unrotated keys, and each decoding step would rotate all of them again.
+So rotated keys are cached too. transformers' `DynamicLayer` concatenates its keys and the new ones
+in a new tensor. If it held the tensor of the call before, or an unmodified beginning of it, only
+the new keys are rotated.
 
 Legend: B batch, H query heads, G key heads, T queries, S keys, D head dimension, E value size.
 """
@@ -23,8 +23,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from normattn.errors import InputError
-from normattn.hf.masks import Placing, placing
-from normattn.hf.probe import KNOWN, hide_unselected
+from normattn.hf.masks import MaskedPositions, masked_positions
+from normattn.hf.probe import KNOWN_ARGUMENTS, hide_unselected
 from normattn.hf.rope_detection import HeadRotation, Layer
 from normattn.kernels import AttentionInputs, attend
 from normattn.layers.cache import Room
@@ -38,77 +38,76 @@ from normattn.score.rotary import scaled
 
 
 class RotatedKeyCache:
-    """The rotated keys of one layer; a hook before that layer, which sees its cache.
+    """A cache of one layer's rotated keys; also a hook before that layer, which reads its cache.
 
-    They take as much memory as the keys themselves, and are let go with the cache's last tensor.
-    Nothing is kept of other caches than transformers' `DynamicCache`, in inference mode, where
-    torch does not say whether a tensor was written to, where gradients are wanted, or while a
-    compiler traces.
+    It takes as much memory as the keys themselves, and is emptied when the keys are freed. It is
+    used with transformers' `DynamicCache` only. It is not used in inference mode, where torch does
+    not count writes to a tensor, nor with gradients or while a compiler traces.
     """
 
     def __init__(self) -> None:
         self._cache: Any = None
-        self._before: Tensor | None = None
+        self._keys_before: Tensor | None = None
         self._source: weakref.ref[Tensor] | None = None
         self._version = 0
-        self._rooms: dict[Hashable, Room] = {}
-        self.open = False
+        self._rotated: dict[Hashable, Room] = {}
+        self.active = False
 
     def __call__(self, module: nn.Module, _: Any, kwargs: dict[str, Any]) -> None:
-        """See what the cache of the layer holds before its forward."""
+        """Read the cache of the layer before its forward."""
         cache = None if torch.compiler.is_compiling() else kwargs.get("past_key_values")
-        self._cache = _dynamic(cache, module)
-        self._before = None if self._cache is None else self._cache.keys
+        self._cache = _find_cache_layer(cache, module)
+        self._keys_before = None if self._cache is None else self._cache.keys
 
     def begin(self, k: Float[Tensor, "b g s d"], new: int, whole: bool) -> None:
-        """Attention is given these keys, the last `new` of which were not there before.
+        """Start a call of attention with the keys `k`, the last `new` of which are new.
 
-        `whole` is whether all rows of the batch are rotated at once. `open` says afterwards whether
-        rotated keys are kept in this call.
+        `whole`: all rows of the batch are rotated at once. Sets `active`: whether this call uses
+        the cache.
         """
-        cache, before = self._cache, self._before
-        self._cache = self._before = None
+        cache, before = self._cache, self._keys_before
+        self._cache = self._keys_before = None
         first = k.shape[2] - new
-        held = before is not None and cache is not None and cache.keys is k
-        self.open = whole and first > 0 and held and not (k.is_inference() or k.requires_grad)
-        if not self.open or before is None:
-            self._forget()
+        cached = before is not None and cache is not None and cache.keys is k
+        self.active = whole and first > 0 and cached and not (k.is_inference() or k.requires_grad)
+        if not self.active or before is None:
+            self._clear()
             return
         if before.shape[2] == first and self._continues(before):
-            for room in self._rooms.values():
-                room.used = min(room.used, first)
+            for rotated in self._rotated.values():
+                rotated.used = min(rotated.used, first)
         else:
-            self._rooms.clear()
-        self._source, self._version = weakref.ref(k, self._forget), k._version
+            self._rotated.clear()
+        self._source, self._version = weakref.ref(k, self._clear), k._version
 
     def rotated(
         self, name: Hashable, k: Float[Tensor, "b g s d"], rotate: Callable[[int], Tensor]
     ) -> Float[Tensor, "b g s d"]:
-        """All keys, rotated in the way of that name; `rotate(first)` does those from `first` on."""
-        room = self._rooms.get(name)
-        if room is None:
-            # Another block of DynamicNTK rotates all keys otherwise.
-            self._rooms = {name: (room := Room(2))}
-        if room.used < k.shape[2]:
-            room.append(rotate(room.used))
-        return room.view(k.shape[2])
+        """All keys under the rotation `name`; `rotate(first)` rotates those from `first` on."""
+        rotated = self._rotated.get(name)
+        if rotated is None:
+            # Each block of DynamicNTK rotates all keys by other angles.
+            self._rotated = {name: (rotated := Room(2))}
+        if rotated.used < k.shape[2]:
+            rotated.append(rotate(rotated.used))
+        return rotated.view(k.shape[2])
 
     def _continues(self, before: Tensor) -> bool:
-        """Whether the cache held what the last call was given, or the front of it."""
+        """Whether the cache held the keys of the last call, or a beginning of them, unmodified."""
         source = None if self._source is None else self._source()
         if source is None or source._version != self._version:
             return False
-        same_place = before._base is source and before.data_ptr() == source.data_ptr()
+        same_memory = before._base is source and before.data_ptr() == source.data_ptr()
         same_shape = before.stride() == source.stride() and before.shape[:2] == source.shape[:2]
-        return before is source or (same_place and same_shape)
+        return before is source or (same_memory and same_shape)
 
-    def _forget(self, _: object = None) -> None:
+    def _clear(self, _: object = None) -> None:
         self._source = None
-        self._rooms.clear()
+        self._rotated.clear()
 
 
-def _dynamic(cache: Any, module: nn.Module) -> Any:
-    """The layer's part of a `DynamicCache` whose `update` is transformers' own; else None."""
+def _find_cache_layer(cache: Any, module: nn.Module) -> Any:
+    """The module's layer of a plain `DynamicCache`; None for other caches."""
     from transformers.cache_utils import DynamicCache, DynamicLayer
 
     index = getattr(module, "layer_idx", None)
@@ -118,43 +117,43 @@ def _dynamic(cache: Any, module: nn.Module) -> Any:
     return layer if type(layer) is DynamicLayer and layer.is_initialized else None
 
 
-ATTRIBUTE = "normattn_layer"
+LAYER_ATTRIBUTE = "normattn_layer"
 
 
 class ForwardMemory:
-    """What the layers of one forward share; the model's forward begins with an empty one."""
+    """Values that the layers share in one forward; nothing is stored while a compiler traces."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, tuple[tuple[object, ...], Any]] = {}
+        self._values: dict[str, tuple[tuple[object, ...], Any]] = {}
 
     def clear(self, *_: object) -> None:
-        """Forget everything; takes what a hook is given."""
-        self._kept = {}
+        """Empty the memory; takes the arguments of any hook."""
+        self._values = {}
 
     def get(self, name: str) -> Any:
-        """What was kept under a name, or None."""
-        return self._kept.get(name, ((), None))[1]
+        """The value of this name, or None."""
+        return self._values.get(name, ((), None))[1]
 
     def keep(self, name: str, value: Any) -> None:
-        """Keep a value; a compiler keeps nothing."""
+        """Store a value."""
         if not torch.compiler.is_compiling():
-            self._kept[name] = (), value
+            self._values[name] = (), value
 
-    def remember(self, name: str, given: tuple[object, ...], make: Callable[[], Any]) -> Any:
-        """What was made under a name of these very objects, made where there is none."""
-        before, value = self._kept.get(name, (None, None))
-        if before is None or not all(a is b for a, b in zip(before, given, strict=True)):
+    def remember(self, name: str, inputs: tuple[object, ...], make: Callable[[], Any]) -> Any:
+        """The value that `make` computed from these same objects, computed if there is none."""
+        before, value = self._values.get(name, (None, None))
+        if before is None or not all(a is b for a, b in zip(before, inputs, strict=True)):
             value = make()
             if not torch.compiler.is_compiling():
-                self._kept[name] = given, value
+                self._values[name] = inputs, value
         return value
 
 
 @dataclass(frozen=True)
 class ModelRoPE(RotaryPosition):
-    """The rotation that a model brings with it, as the position of a score.
+    """The model's own rotation as the position of a score.
 
-    A method's θ'_m/θ_m of plain frequencies times the model's own, which may be scaled already.
+    A method's θ'_m/θ_m of unscaled frequencies multiplies the model's θ_m, which may be scaled.
     """
 
     name: ClassVar[str] = "ModelRoPE"
@@ -164,7 +163,7 @@ class ModelRoPE(RotaryPosition):
     start: int = 0
 
     def rotary_dim(self, head_dim: int) -> int:
-        """Two features a frequency."""
+        """Two features for each frequency."""
         return 2 * len(self.theta)
 
     def rotary_start(self, head_dim: int) -> int:
@@ -172,17 +171,16 @@ class ModelRoPE(RotaryPosition):
         return self.start
 
     def adjusted(self, theta: Float[Tensor, " p"]) -> Float[Tensor, " p"]:
-        """The model's frequencies, as much changed as plain ones were."""
+        """The model's frequencies, times θ'/θ of unscaled ones."""
         own = torch.tensor(self.theta, dtype=torch.float64)
         return own * (theta / rope_frequencies(2 * own.numel(), self.base))
 
 
 class ExtendedLayer:
-    """How one layer attends while its model is extended: by the score of the method.
+    """The attention of one layer of an extended model: the score of the method.
 
-    Where the method does not rotate inside, queries and keys come as they shall be multiplied:
-    rotated by the model, or never (a NoPE layer). `kept` are the keys that the layer has rotated,
-    where it keeps any.
+    Unless the method rotates inside attention, queries and keys arrive as the model rotates them.
+    `key_cache` holds rotated keys, for methods that rotate inside.
     """
 
     def __init__(
@@ -190,35 +188,37 @@ class ExtendedLayer:
         spec: ScoreSpec,
         layer: Layer,
         memory: ForwardMemory,
-        kept: RotatedKeyCache | None = None,
+        key_cache: RotatedKeyCache | None = None,
     ) -> None:
         q, k = layer.call.q, layer.call.k
-        self.memory, self.kept = memory, kept
-        self.rotation = layer.rotation if kept is not None else None
-        self.scaling = float(layer.call.more.get("scaling") or q.shape[-1] ** -0.5)
+        self.memory, self.key_cache = memory, key_cache
+        self.rotation = rotation = layer.rotation if key_cache is not None else None
+        self.scaling = float(layer.call.kwargs.get("scaling") or q.shape[-1] ** -0.5)
+        self._before_rotation: tuple[Tensor, Tensor] | None = None
+        self._after_rotation: Tensor | None = None
         parts: list[Part] = [Baseline(scale=self.scaling)]
-        own, gain = self.rotation, 1.0
-        if own is None:
+        if rotation is None:
             parts += [NoPE(), *(part for part in spec.parts if part is spec.logn)]
         else:
-            place = ModelRoPE(
-                base=own.base or 10000.0,
-                layout="interleaved" if own.interleaved else "half",
-                theta=tuple(own.frequencies.tolist()),
-                start=own.start,
+            position = ModelRoPE(
+                base=rotation.base or 10000.0,
+                layout="interleaved" if rotation.interleaved else "half",
+                theta=tuple(rotation.frequencies.tolist()),
+                start=rotation.start,
             )
-            parts += [place, *(part for part in spec.parts if part.when != "training-time")]
-            gain = 1.0 if spec.rope_scaling is None else spec.rope_scaling.gain(spec.train_length)
+            parts += [position, *(part for part in spec.parts if part.when != "training-time")]
+            scaling = spec.rope_scaling
+            gain = 1.0 if scaling is None else scaling.gain(spec.train_length)
+            self._before_rotation = _feature_factors(rotation, gain)
+            if rotation.gains is not None:
+                self._after_rotation = (rotation.gains[0] * rotation.gains[1]).reciprocal()
         self.score = Score(
             ScoreSpec(tuple(parts), spec.train_length), q.shape[1], q.shape[-1], k.shape[1]
         )
-        self._before, self._after = None if own is None else _factors(own, gain), None
-        if own is not None and own.gains is not None:
-            self._after = (own.gains[0] * own.gains[1]).reciprocal()
 
     @property
     def blockwise(self) -> bool:
-        """Whether rows are read in blocks."""
+        """Whether blocks of rows have different rotations."""
         return self.score.spec.blockwise
 
     def __call__(
@@ -229,96 +229,99 @@ class ExtendedLayer:
         mask: Tensor | None,
         position_ids: Tensor | None,
         scaling: float,
-        more: Mapping[str, Any],
+        settings: Mapping[str, Any],
     ) -> Float[Tensor, "b h t e"]:
-        """softmax(score) · v for the queries, the last of the keys that the mask names.
+        """softmax(score) · v; the queries are the last of the keys that the mask names.
 
-        `more` are settings of `AttentionInputs`: dropout, cap and sink.
+        `settings` are those of `AttentionInputs`: dropout, cap and sink.
         """
-        before: Tensor | None = self.memory.get("mask")
-        counted, sizes = self.rotation is not None, (q.shape[2], k.shape[2], q.shape[0])
-        placed: Placing = self.memory.remember(
-            f"placing {counted}",
-            (mask, before, position_ids),
-            lambda: placing(mask, *sizes, position_ids, counted, before),
+        unselected_mask: Tensor | None = self.memory.get("mask")
+        needs_key_positions = self.rotation is not None
+        sizes = q.shape[2], k.shape[2], q.shape[0]
+        masked: MaskedPositions = self.memory.remember(
+            f"masked positions {needs_key_positions}",
+            (mask, unselected_mask, position_ids),
+            lambda: masked_positions(
+                mask, *sizes, position_ids, needs_key_positions, unselected_mask
+            ),
         )
-        if self.kept is not None:
-            self.kept.begin(k, q.shape[2], whole=placed.runs is None)
-        if self._before is not None:
-            q, k = (scaled(x, by.to(x.device)) for x, by in zip((q, k), self._before, strict=True))
+        if self.key_cache is not None:
+            self.key_cache.begin(k, q.shape[2], whole=masked.groups is None)
+        if self._before_rotation is not None:
+            factors = (factor.to(q.device) for factor in self._before_rotation)
+            q, k = (scaled(x, factor) for x, factor in zip((q, k), factors, strict=True))
         if scaling != self.scaling:
             q = q * (scaling / self.scaling)
-        if placed.runs is None:
-            return self._attend(q, k[:, :, : placed.keys], v[:, :, : placed.keys], placed, more)
+        if masked.groups is None:
+            return self._attend(q, k[:, :, : masked.keys], v[:, :, : masked.keys], masked, settings)
         out = v.new_zeros(*q.shape[:3], v.shape[-1])
-        for run in placed.runs:
-            if run.inner.keys:
-                own, columns = q[run.batch, :, run.queries], (run.batch, slice(None), run.keys)
-                made = self._attend(own, k[columns], v[columns], run.inner, more)
-                out[run.batch, :, run.queries] = made
+        for group in masked.groups:
+            if group.masked.keys:
+                queries = group.rows, slice(None), group.queries
+                keys = group.rows, slice(None), group.keys
+                out[queries] = self._attend(q[queries], k[keys], v[keys], group.masked, settings)
         return out
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, placed: Placing, more: Mapping[str, Any]
+        self, q: Tensor, k: Tensor, v: Tensor, masked: MaskedPositions, settings: Mapping[str, Any]
     ) -> Float[Tensor, "b h t e"]:
-        """The same for keys and queries at the positions of `placed`.
+        """Attention at the positions of `masked`; only keys that are not cached are rotated."""
+        score, cache, positions, rotated = self.score, self.key_cache, masked.positions, None
+        cached = cache is not None and cache.active and positions.regular
+        if cache is not None and cached and self.blockwise:
 
-        Keys of the calls before are not rotated again.
-        """
-        score, kept, at, rotated = self.score, self.kept, placed.positions, None
-        cached = kept is not None and kept.open and at.regular
-        if kept is not None and cached and self.blockwise:
-
-            def rotated(keys: int, block: int) -> Tensor:
+            def rotated(num_keys: int, block: int) -> Tensor:
                 def rotate(first: int) -> Tensor:
-                    own, places = k[:, :, first:keys], at.key[first:keys]
-                    return score.rotate_cached_keys(own, places, block, first)
+                    new = slice(first, num_keys)
+                    return score.rotate_cached_keys(k[:, :, new], positions.key[new], block, first)
 
-                return kept.rotated(block, k[:, :, :keys], rotate)
+                return cache.rotated(block, k[:, :, :num_keys], rotate)
 
-        elif kept is not None and cached:
-            given = k
-            k = kept.rotated(
-                "far", k, lambda first: score.cache_keys(given[:, :, first:], at.key[first:], first)
-            )
+        elif cache is not None and cached:
+            unrotated = k
+
+            def rotate_new(first: int) -> Tensor:
+                return score.cache_keys(unrotated[:, :, first:], positions.key[first:], first)
+
+            k = cache.rotated("far", k, rotate_new)
 
         def kernel(inputs: AttentionInputs) -> Tensor:
-            if self._after is not None:
-                after = self._after.to(q.device)
-                far_q = None if inputs.far_q is None else scaled(inputs.far_q, after)
-                inputs = replace(inputs, q=scaled(inputs.q, after), far_q=far_q)
-            return attend(one_type(replace(inputs, **more)))
+            if self._after_rotation is not None:
+                factor = self._after_rotation.to(q.device)
+                far_q = None if inputs.far_q is None else scaled(inputs.far_q, factor)
+                inputs = replace(inputs, q=scaled(inputs.q, factor), far_q=far_q)
+            return attend(match_autocast(replace(inputs, **settings)))
 
-        plan = AttentionPlan(at, placed.seen, cached)
+        plan = AttentionPlan(positions, masked.mask, cached)
         return plan.attend(score, q, k, v, AttentionArguments(), kernel, rotated=rotated)
 
 
-def _factors(rotation: HeadRotation, gain: float) -> tuple[Tensor, Tensor] | None:
-    """What to multiply queries and keys with before they rotate; None for nothing.
+def _feature_factors(rotation: HeadRotation, gain: float) -> tuple[Tensor, Tensor] | None:
+    """Factors of the features of queries and keys before the rotation; None where all are 1.
 
-    Features that rotate are multiplied by the model's amplitude on either side, and those that do
-    not by no gain of the method.
+    Features that rotate get the model's amplitude of either side; those that do not lose the gain
+    of the method.
     """
     d, size = rotation.head_dim, 2 * rotation.frequencies.numel()
     q = torch.full((d,), 1 / gain, dtype=torch.float64)
     q[rotation.start : rotation.start + size] = rotation.amplitude**2
     k = torch.ones(d, dtype=torch.float64)
     if rotation.gains is not None:
-        q, k = (x * own.cpu() for x, own in zip((q, k), rotation.gains, strict=True))
+        q, k = (x * gains.cpu() for x, gains in zip((q, k), rotation.gains, strict=True))
     return None if bool((q == 1).all() and (k == 1).all()) else (q, k)
 
 
-def one_type(inputs: AttentionInputs) -> AttentionInputs:
-    """The inputs in autocast's type where that is on, as the stock attention computes them.
+def match_autocast(inputs: AttentionInputs) -> AttentionInputs:
+    """The inputs in autocast's dtype where autocast is on, as for the stock attention.
 
-    A model's rotation makes float32 of queries and keys there, while values stay as they are.
+    Under autocast a model's rotation turns queries and keys into float32, but not values.
     """
     device = inputs.q.device.type
     if not torch.is_autocast_enabled(device):
         return inputs
     dtype = torch.get_autocast_dtype(device)
-    given = {name: getattr(inputs, name) for name in ("q", "k", "v", "far_q", "far_k", "sink")}
-    return replace(inputs, **{name: x.to(dtype) for name, x in given.items() if x is not None})
+    tensors = {name: getattr(inputs, name) for name in ("q", "k", "v", "far_q", "far_k", "sink")}
+    return replace(inputs, **{name: x.to(dtype) for name, x in tensors.items() if x is not None})
 
 
 def attention_function(
@@ -333,28 +336,28 @@ def attention_function(
     s_aux: Float[Tensor, " h"] | None = None,
     position_ids: Tensor | None = None,
     indices: Tensor | None = None,
-    **more: Any,
+    **kwargs: Any,
 ) -> tuple[Float[Tensor, "b t h e"], None]:
-    """Attention as transformers calls it, for the layers of an extended model.
+    """The attention function of extended layers, with transformers' signature.
 
-    `indices` (B, T, n) are the keys that an indexer has selected for each query. Raises
-    `InputError` for every argument that it would otherwise ignore: attention weights, a paged
-    cache, `cu_seq_lens`, bidirectional attention.
+    `indices` (B, T, n) are the keys that an indexer selected for each query. Raises `InputError`
+    for each argument that it would otherwise ignore: attention weights, a paged cache,
+    `cu_seq_lens`, bidirectional attention.
     """
-    layer = module.__dict__.get(ATTRIBUTE)
+    layer = module.__dict__.get(LAYER_ATTRIBUTE)
     if layer is None:
         raise InputError(
             f"{type(module).__name__} uses the attention of an extended model, but is not part "
             "of one: extend the model that it belongs to"
         )
-    for name, given in more.items():
-        ignored = name not in KNOWN or name == "output_attentions"
-        if ignored and given is not None and given is not False:
+    for name, value in kwargs.items():
+        ignored = name not in KNOWN_ARGUMENTS or name == "output_attentions"
+        if ignored and value is not None and value is not False:
             instead = "leave it out, or remove the extension for that"
             if name.startswith(("cu_seq_lens", "max_length")):
                 instead = "give position_ids that begin at 0 with every document"
             raise InputError(f"an extended model takes no {name}: {instead}")
-    if more.get("is_causal") is False:
+    if kwargs.get("is_causal") is False:
         raise InputError("an extended model is causal, but is_causal is False")
     if indices is not None:
         if attention_mask is None or attention_mask.dtype != torch.bool:
@@ -364,7 +367,7 @@ def attention_function(
         attention_mask = hide_unselected(attention_mask, indices)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     settings = {"dropout": float(dropout), "cap": softcap, "sink": s_aux}
-    run = _uncompiled if layer.blockwise else type(layer).__call__
+    run = _run_uncompiled if layer.blockwise else type(layer).__call__
     out = run(layer, query, key, value, attention_mask, position_ids, scale, settings)
     return out.transpose(1, 2).contiguous(), None
 
@@ -372,7 +375,7 @@ def attention_function(
 @torch.compiler.disable(  # type: ignore[untyped-decorator, no-untyped-call]
     reason="DynamicNTK and DualChunk read rows in blocks that depend on the length of the text"
 )
-def _uncompiled(layer: ExtendedLayer, *given: Any) -> Tensor:
-    """What a compiled model runs between its graphs."""
-    out: Tensor = layer(*given)
+def _run_uncompiled(layer: ExtendedLayer, *args: Any) -> Tensor:
+    """Run a layer outside of the graphs of a compiled model."""
+    out: Tensor = layer(*args)
     return out

@@ -1,4 +1,4 @@
-"""A callback for transformers' Trainer: what every layer's attention does while a model trains."""
+"""A callback for transformers' Trainer that records attention statistics of every layer."""
 
 from __future__ import annotations
 
@@ -24,23 +24,22 @@ class AttentionCallback(TrainerCallback):
         trainer = Trainer(...)
         trainer.add_callback(normattn.hf.AttentionCallback(every=100, trainer=trainer))
 
-    It observes while the step runs. There is no second forward, and the step's own numbers stay
-    what they are; attention is computed once more, tile by tile, on the steps that are observed.
+    It observes the training step itself: there is no second forward, and the step's results do not
+    change. On observed steps attention is computed twice, the second time tile by tile.
 
-    A line of `diagnostics.jsonl` in the output directory is `{"step": …, "layers": {path: …}}`,
-    in the form of `normattn train` (`lab.diagnostics.lines` reads it). The largest logit of every
-    layer is logged as `attention_largest/PATH`: what one watches for exploding attention.
+    Each line of `diagnostics.jsonl` in the output directory is `{"step": …, "layers": {path: …}}`,
+    the format of `normattn train` (read by `lab.diagnostics.lines`). The largest logit of each
+    layer, which shows exploding attention, is logged as `attention_largest/PATH`.
 
     Args:
-        every: how many steps lie between two observations.
-        trainer: logs the largest logits by its own `log`, so that Weights & Biases, TensorBoard and
-            every other callback see them. transformers does not pass the trainer to callbacks.
-            Without it (`Trainer(callbacks=[AttentionCallback()])`) they are only in
-            `state.log_history`.
+        every: the number of steps between two observations.
+        trainer: its `log` passes the largest logits to Weights & Biases, TensorBoard and all other
+            callbacks. transformers does not pass the trainer to callbacks. Without it
+            (`Trainer(callbacks=[AttentionCallback()])`) they are only in `state.log_history`.
 
     Only the first process observes, its own share of the batch. Raises `InputError` for an `every`
-    below 1, for a `trainer` that cannot log, and when a training begins that reports to Weights &
-    Biases, TensorBoard or the like without one, since those would not see the largest logits.
+    below 1, for a `trainer` that cannot log, and at the start of a training that reports to Weights
+    & Biases, TensorBoard or others without a `trainer`.
     """
 
     def __init__(self, every: int = 100, trainer: Any = None) -> None:
@@ -53,7 +52,7 @@ class AttentionCallback(TrainerCallback):
         self._statistics: AttentionStatistics | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """Refuse to be silent towards those that the training reports to."""
+        """Raise `InputError` where the training's reports would lack the largest logits."""
         if self.trainer is None and args.report_to:
             raise InputError(
                 f"the training reports to {', '.join(args.report_to)}, which would not get the "
@@ -62,7 +61,7 @@ class AttentionCallback(TrainerCallback):
             )
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """Begin to observe, where the step is due: the first, and every so many."""
+        """Start observing the first step, and each whose number is a multiple of `every`."""
         self.on_train_end(args, state, control)
         step = state.global_step + 1
         if state.is_world_process_zero and (step == 1 or step % self.every == 0):

@@ -1,13 +1,13 @@
-"""Positions of keys: transformers' mask function passes them to attention, without N × N.
+"""Compact masks that hold positions instead of T × S pairs.
 
-transformers builds one mask per forward and hands it to every layer, unread if it is a tensor of
-four dimensions. Ours is such a tensor, of 32-bit integers and small:
+transformers makes one mask for each forward and passes any tensor of four dimensions to every layer
+unchanged. A compact mask is such a tensor of 32-bit integers:
 
-- (1, 1, 0, S): the first S keys are real and simply counted, the queries are the last of them;
-- (B, 1, 1, S + T): the places of S keys, −1 where one is hidden, then those of the T queries.
+- (1, 1, 0, S): no padding; keys have positions 0 … S − 1, and queries are the last of them;
+- (B, 1, 1, S + T): positions of the S keys, −1 where one is hidden, then those of the T queries.
 
-Places count the real tokens of a row from 0, so left padding changes nothing. A mask of another
-kind (packed sequences, a mask function of the caller's own) stays a boolean (B, 1, T, S).
+Positions count the real tokens of a row from 0, so left padding changes nothing. Other masks
+(packed sequences, a custom mask function) stay boolean pair masks (B, 1, T, S).
 
 Legend: B batch, T queries, S keys.
 """
@@ -26,33 +26,33 @@ from normattn.errors import InputError
 from normattn.kernels import AttentionMask
 from normattn.score import Positions
 
-_OURS = torch.int32
-"""The dtype of normattn's masks; a caller's masks of 0 and 1 have another one.
+_COMPACT_DTYPE = torch.int32
+"""The dtype that marks a compact mask.
 
-A caller's int32 mask with one query row would be taken for normattn's."""
+A caller's int32 mask with one query row would be taken for a compact one."""
 
 
 @dataclass(frozen=True)
-class Placing:
+class MaskedPositions:
     """Positions of the queries and the first `keys` keys, and the attention mask.
 
-    `runs`, where there are any, are batches without padding that say the same, and are quicker.
+    `groups`, where given, are equivalent batches without padding, which are faster.
     """
 
     keys: int
     positions: Positions
-    seen: AttentionMask
-    runs: tuple[Run, ...] | None = None
+    mask: AttentionMask
+    groups: tuple[RowGroup, ...] | None = None
 
 
 @dataclass(frozen=True)
-class Run:
-    """Rows of a batch whose real tokens lie side by side in the same columns."""
+class RowGroup:
+    """Rows of a batch whose real tokens are contiguous and in the same columns."""
 
-    batch: slice
+    rows: slice
     queries: slice
     keys: slice
-    inner: Placing
+    masked: MaskedPositions
 
 
 def compact_mask(
@@ -64,10 +64,10 @@ def compact_mask(
     attention_mask: Bool[Tensor, "b s"] | None = None,
     device: torch.device | str = "cpu",
 ) -> Int[Tensor, "b 1 x y"]:
-    """The mask of causal attention of T queries from column `q_offset` on over `kv_length` keys.
+    """The compact mask of causal attention of T queries, the first in column `q_offset`.
 
-    A static cache's keys end with the last query's column; its single steps keep one shape, so that
-    a compiled step is compiled once, and read nothing from the device.
+    With a static cache, single steps have one shape, so that they are compiled once, and read
+    nothing from the device.
     """
     if kv_offset:
         raise InputError(
@@ -77,23 +77,25 @@ def compact_mask(
     fixed = isinstance(q_offset, Tensor) and q_length == 1
     used = kv_length if fixed else int(q_offset) + q_length
     real = None
-    if attention_mask is not None:  # what it does not name is hidden
+    if attention_mask is not None:  # keys beyond its end are hidden
         missing = max(0, used - attention_mask.shape[-1])
         real = torch.nn.functional.pad(attention_mask.bool(), (0, missing))[:, :used]
     if not fixed and (real is None or bool(real.all())):
-        return torch.empty((1, 1, 0, used), dtype=_OURS, device=device)
+        return torch.empty((1, 1, 0, used), dtype=_COMPACT_DTYPE, device=device)
     if real is None:
-        places = torch.arange(used, device=device)[None]
+        positions = torch.arange(used, device=device)[None]
     else:
-        places = (real.cumsum(-1) - 1).masked_fill(~real, -1)
+        positions = (real.cumsum(-1) - 1).masked_fill(~real, -1)
     columns = torch.arange(q_length, device=device) + q_offset
-    return torch.cat((places, places[:, columns]), -1)[:, None, None].to(_OURS)
+    return torch.cat((positions, positions[:, columns]), -1)[:, None, None].to(_COMPACT_DTYPE)
 
 
-def mask_function(over: Callable[..., Any], pairs: bool = False) -> Callable[..., Tensor | None]:
-    """What is registered with normattn's attention; `over` makes the masks of unchanged layers.
+def mask_function(
+    stock_mask: Callable[..., Any], pairs: bool = False
+) -> Callable[..., Tensor | None]:
+    """The mask function of normattn's attention; `stock_mask` makes masks of windowed layers.
 
-    `pairs`: masks of every pair, for layers that select among the keys themselves.
+    `pairs` makes pair masks, for layers that select keys themselves.
     """
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
@@ -106,121 +108,128 @@ def mask_function(over: Callable[..., Any], pairs: bool = False) -> Callable[...
         mask_function: Callable[..., Any] = causal_mask_function,
         attention_mask: Tensor | None = None,
         local_size: int | None = None,
-        **more: Any,
+        **kwargs: Any,
     ) -> Tensor | None:
         sizes = (batch_size, q_length, kv_length, q_offset, kv_offset)
-        whole = (mask_function, attention_mask)
+        args = (*sizes, mask_function, attention_mask)
         mask: Tensor | None
         if local_size is not None:
-            mask = over(*sizes, *whole, local_size=local_size, **more)
+            mask = stock_mask(*args, local_size=local_size, **kwargs)
         elif mask_function is causal_mask_function and not pairs:
-            mask = compact_mask(*sizes, attention_mask, more["device"])
+            mask = compact_mask(*sizes, attention_mask, kwargs["device"])
         else:
-            every_pair: Callable[..., Tensor | None] = sdpa_mask
-            mask = every_pair(*sizes, *whole, **{**more, "allow_is_causal_skip": False})
+            pair_mask: Callable[..., Tensor | None] = sdpa_mask
+            mask = pair_mask(*args, **{**kwargs, "allow_is_causal_skip": False})
         return mask
 
     return make
 
 
-def placing(
+def masked_positions(
     mask: Tensor | None,
     queries: int,
     keys: int,
     batch: int,
     position_ids: Int[Tensor, "_ t"] | None,
-    counted: bool,
-    before: Tensor | None = None,
-) -> Placing:
-    """What a mask says. `counted`: whether the score depends on each key's position.
+    needs_key_positions: bool,
+    unselected_mask: Tensor | None = None,
+) -> MaskedPositions:
+    """The positions and the attention mask that transformers' `mask` stands for.
 
-    `before` is the mask before the layer selected keys, from which positions are counted.
+    `needs_key_positions`: whether the score depends on each key's position. `unselected_mask` is
+    the mask before the layer selected keys; positions are counted in it.
     """
     if mask is None or mask.dim() != 4:
         raise InputError("an extended layer got no mask: it cannot be called outside its model")
-    if mask.dtype != _OURS or mask.shape[2] > 1:
-        return _of_pairs(mask, queries, keys, position_ids, counted, before)
+    if mask.dtype != _COMPACT_DTYPE or mask.shape[2] > 1:
+        return _from_pair_mask(
+            mask, queries, keys, position_ids, needs_key_positions, unselected_mask
+        )
     if mask.shape[2] == 0:
-        placed = _regular(queries, mask.shape[3], mask.device)
-        _check_ids(position_ids, placed.positions.query.expand(batch, -1))
-        return placed
-    places = mask[:, 0, 0].long().expand(batch, -1)
-    used = places.shape[-1] - queries
-    query, key = places[:, used:], places[:, :used]
-    _check_ids(position_ids, query)
-    placed = _padded(query, key)
-    return placed if torch.compiler.is_compiling() else replace(placed, runs=_runs(query, key))
+        masked = _without_padding(queries, mask.shape[3], mask.device)
+        _check_position_ids(position_ids, masked.positions.query.expand(batch, -1))
+        return masked
+    positions = mask[:, 0, 0].long().expand(batch, -1)
+    num_keys = positions.shape[-1] - queries
+    query, key = positions[:, num_keys:], positions[:, :num_keys]
+    _check_position_ids(position_ids, query)
+    masked = _with_padding(query, key)
+    if torch.compiler.is_compiling():
+        return masked
+    return replace(masked, groups=_group_rows(query, key))
 
 
-def _regular(queries: int, keys: int, device: torch.device) -> Placing:
-    """The queries are the last of keys that are simply counted."""
+def _without_padding(queries: int, keys: int, device: torch.device) -> MaskedPositions:
+    """Causal attention without padding; the queries are the last of the keys."""
     at = Positions.of(queries, keys, True, device)
-    return Placing(keys, at, AttentionMask(True, at.query, at.key, at.regular))
+    return MaskedPositions(keys, at, AttentionMask(True, at.query, at.key, at.regular))
 
 
-def _padded(
+def _with_padding(
     query: Int[Tensor, "b t"], key: Int[Tensor, "b s"], mask: Tensor | None = None
-) -> Placing:
-    """Causal attention over keys at these places, −1 where one is hidden."""
-    # What a padded query reads is not used; its position is one that a real query could have.
+) -> MaskedPositions:
+    """Causal attention over keys at these positions, −1 where one is hidden."""
+    # The output of a padded query is not used, so it may have any valid position.
     query = query.clamp(min=0)
     at = Positions(query, key, query + 1, True, False, ordered=False)
-    seen = AttentionMask(True, query, key, False, padding=key < 0, attn_mask=mask)
-    return Placing(key.shape[-1], at, seen)
+    attention_mask = AttentionMask(True, query, key, False, padding=key < 0, mask=mask)
+    return MaskedPositions(key.shape[-1], at, attention_mask)
 
 
-def _runs(query: Int[Tensor, "b t"], key: Int[Tensor, "b s"]) -> tuple[Run, ...] | None:
-    """Neighbouring rows that are alike, as batches without padding; None where that cannot be.
+def _group_rows(query: Int[Tensor, "b t"], key: Int[Tensor, "b s"]) -> tuple[RowGroup, ...] | None:
+    """Adjacent rows with equal padding as batches without padding; None where that is impossible.
 
-    It can where the real tokens of each row lie side by side, and its real queries are the last of
-    them up to their own column: padding on the left or on the right, a cache that is not yet full.
+    It needs contiguous real tokens in each row, whose real queries are the last of them: padding on
+    the left or on the right, or a cache that is not yet full.
     """
     real = query >= 0
-    count, last = real.sum(-1), query.amax(-1) + 1
-    first, start = real.int().argmax(-1), (key >= 0).int().argmax(-1)
-    rows = torch.arange(query.shape[1], device=query.device) - first[:, None]
-    columns = torch.arange(key.shape[1], device=key.device) - start[:, None]
-    in_row = (rows >= 0) & (rows < count[:, None])
-    held = (columns >= 0) & (columns < last[:, None])
-    good = (in_row == real) & (~in_row | (query == rows + (last - count)[:, None]))
-    if not bool(good.all()) or not bool((~held | (key == columns)).all()):
+    num_queries, num_keys = real.sum(-1), query.amax(-1) + 1
+    first_query, first_key = real.int().argmax(-1), (key >= 0).int().argmax(-1)
+    rows = torch.arange(query.shape[1], device=query.device) - first_query[:, None]
+    columns = torch.arange(key.shape[1], device=key.device) - first_key[:, None]
+    in_row = (rows >= 0) & (rows < num_queries[:, None])
+    in_keys = (columns >= 0) & (columns < num_keys[:, None])
+    contiguous = in_row == real
+    last = ~in_row | (query == rows + (num_keys - num_queries)[:, None])
+    if not bool((contiguous & last).all()) or not bool((~in_keys | (key == columns)).all()):
         return None
-    runs: list[Run] = []
-    kinds = torch.stack((first, count, start, last), 1).tolist()
-    for row, kind in enumerate(kinds):
-        begin, many, left, keys = kind
-        if row and kinds[row - 1] == kind:
-            runs[-1] = replace(runs[-1], batch=slice(runs[-1].batch.start, row + 1))
+    groups: list[RowGroup] = []
+    layouts = torch.stack((first_query, num_queries, first_key, num_keys), 1).tolist()
+    for row, layout in enumerate(layouts):
+        if row and layouts[row - 1] == layout:
+            groups[-1] = replace(groups[-1], rows=slice(groups[-1].rows.start, row + 1))
             continue
-        places = slice(begin, begin + many), slice(left, left + keys)
-        runs.append(Run(slice(row, row + 1), *places, _regular(many, keys, query.device)))
-    return tuple(runs)
+        query_start, queries, key_start, keys = layout
+        columns = slice(query_start, query_start + queries), slice(key_start, key_start + keys)
+        masked = _without_padding(queries, keys, query.device)
+        groups.append(RowGroup(slice(row, row + 1), *columns, masked))
+    return tuple(groups)
 
 
-def _of_pairs(
+def _from_pair_mask(
     mask: Tensor,
     queries: int,
     keys: int,
     position_ids: Tensor | None,
-    counted: bool,
-    before: Tensor | None,
-) -> Placing:
-    """A mask of every pair: positions are those that the caller gave the tokens.
+    needs_key_positions: bool,
+    unselected_mask: Tensor | None,
+) -> MaskedPositions:
+    """Positions for a pair mask: the caller's position_ids.
 
-    Those of cached keys are counted, where the mask is one of keys that are real or not.
+    Positions of cached keys are counted where the mask is causal with padding.
     """
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise InputError(
             "a mask of query-key pairs must be boolean (True = seen) or floating (added), but "
             f"it is {mask.dtype} of {tuple(mask.shape)}"
         )
-    selected = before is not None and before is not mask
-    places = None
-    if selected or (counted and queries != keys):
-        places = _places(mask if before is None else before[..., :keys], queries)
-    if places is not None:
-        return _padded(*places, mask[..., :keys] if selected else None)
-    if position_ids is None or (counted and queries != keys):
+    selected = unselected_mask is not None and unselected_mask is not mask
+    if selected or (needs_key_positions and queries != keys):
+        causal = mask if unselected_mask is None else unselected_mask[..., :keys]
+        positions = _count_positions(causal, queries)
+        if positions is not None:
+            return _with_padding(*positions, mask[..., :keys] if selected else None)
+    if position_ids is None or (needs_key_positions and queries != keys):
         raise InputError(
             "a mask of query-key pairs does not give positions of cached keys: pass a padding "
             "mask (batch, tokens), or use no cache"
@@ -229,14 +238,14 @@ def _of_pairs(
     if queries != keys:
         at_keys = torch.zeros(1, keys, dtype=torch.int64, device=mask.device)
     at = Positions(position_ids, at_keys, position_ids + 1, True, False, ordered=False)
-    return Placing(keys, at, AttentionMask(False, at.query, at.key, False, attn_mask=mask))
+    return MaskedPositions(keys, at, AttentionMask(False, at.query, at.key, False, mask=mask))
 
 
-def _places(mask: Tensor, queries: int) -> tuple[Tensor, Tensor] | None:
-    """Positions of queries and keys from a mask of every pair (B, 1, T, S); None if unknown.
+def _count_positions(mask: Tensor, queries: int) -> tuple[Tensor, Tensor] | None:
+    """Positions of queries and keys from a pair mask (B, 1, T, S); None if it is no causal mask.
 
-    It says where each query sees the first of those keys that the last one sees, itself included;
-    queries of padding on the left see none.
+    In a causal mask each query sees the first of the last query's keys, up to its own; queries of
+    padding on the left see none.
     """
     if mask.dtype != torch.bool or mask.shape[1] != 1 or torch.compiler.is_compiling():
         return None
@@ -245,13 +254,13 @@ def _places(mask: Tensor, queries: int) -> tuple[Tensor, Tensor] | None:
     key = (real.cumsum(-1) - 1).masked_fill(~real, -1)
     query = rows.sum(-1) - 1
     expected = (key[:, None] >= 0) & (key[:, None] <= query[..., None])
-    last = torch.arange(1 - queries, 1, device=mask.device)
-    counted = (query[:, -1:] + last).clamp(min=-1)
-    good = (rows == expected).all() & (query == counted).all() & (query[:, -1] >= 0).all()
-    return (query, key) if bool(good) else None
+    offsets = torch.arange(1 - queries, 1, device=mask.device)
+    consecutive = query == (query[:, -1:] + offsets).clamp(min=-1)
+    causal = (rows == expected).all() & consecutive.all() & (query[:, -1] >= 0).all()
+    return (query, key) if bool(causal) else None
 
 
-def _check_ids(position_ids: Tensor | None, places: Tensor) -> None:
+def _check_position_ids(position_ids: Tensor | None, places: Tensor) -> None:
     """Position ids may start anywhere, but must count the real tokens one by one."""
     if position_ids is None or places.shape[-1] == 1 or torch.compiler.is_compiling():
         return

@@ -1,4 +1,4 @@
-"""What a transformers model is made of: its text decoder, and what its configuration says."""
+"""The text decoder of a transformers model, and the fields of its configuration."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -21,18 +21,18 @@ _DYNAMIC = {
 
 @contextmanager
 def explained(subject: str, why: str = "cannot be loaded by transformers") -> Iterator[None]:
-    """Whatever transformers raises, the user gets a sentence: what cannot be, and its own words."""
+    """Turn any error of transformers into an `InputError`: `subject`, `why` and its message."""
     try:
         yield
     except NormattnError:
         raise
     except Exception as error:
-        whole = " ".join(str(error).split())
-        sentence = re.split(r"(?<=[^.][.])\s+(?=[A-Z])", whole)[0][:300]
+        message = " ".join(str(error).split())
+        sentence = re.split(r"(?<=[^.][.])\s+(?=[A-Z])", message)[0][:300]
         if isinstance(error, KeyError) and " " not in sentence:
             sentence = f"it names {sentence}, which is not known there"
-        kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
-        raise InputError(f"{subject} {why}: {kind}{sentence}") from error
+        prefix = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
+        raise InputError(f"{subject} {why}: {prefix}{sentence}") from error
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class ModelParts:
     Attributes:
         model: the model of transformers.
         config: the configuration of its text decoder.
-        decoder: the module that takes tokens: the model itself, or the module below its head.
-        adapted: the PEFT model around it, where that was given.
+        decoder: the module below the model's head.
+        adapted: the PEFT model that wraps it, if any.
     """
 
     model: Any
@@ -62,17 +62,17 @@ class ModelParts:
         return tuple(leaf_mappings(getattr(self.config, "rope_parameters", None)))
 
     def rope(self, layer: nn.Module) -> Mapping[str, Any]:
-        """The rope parameters of a layer; none where the configuration does not say."""
+        """The rope parameters of a layer; empty where the configuration has none."""
         return rope_of(self.config, getattr(layer, "layer_idx", None))
 
 
 def rope_of(config: Any, index: int | None) -> Mapping[str, Any]:
-    """The rope parameters that a configuration has for a layer; empty where it has none."""
-    given: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
-    own = given.get(str(layer_type(config, index)))
+    """The rope parameters of a layer in a configuration; empty where it has none."""
+    ropes: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
+    own = ropes.get(str(layer_type(config, index)))
     if isinstance(own, Mapping):
         return own
-    return {} if any(isinstance(value, Mapping) for value in given.values()) else given
+    return {} if any(isinstance(value, Mapping) for value in ropes.values()) else ropes
 
 
 def layer_type(config: Any, index: int | None) -> str | None:
@@ -82,25 +82,25 @@ def layer_type(config: Any, index: int | None) -> str | None:
     return str(types[index]) if known else None
 
 
-def leaf_mappings(given: Any) -> Iterator[Mapping[str, Any]]:
-    """The mappings that hold no mapping: rope parameters may be nested by layer type."""
-    if isinstance(given, Mapping):
-        inner = [value for value in given.values() if isinstance(value, Mapping)]
+def leaf_mappings(value: Any) -> Iterator[Mapping[str, Any]]:
+    """The innermost mappings: rope parameters may be nested by layer type."""
+    if isinstance(value, Mapping):
+        inner = [item for item in value.values() if isinstance(item, Mapping)]
         for mapping in inner:
             yield from leaf_mappings(mapping)
-        if not inner and given:
-            yield given
+        if not inner and value:
+            yield value
 
 
 def rope_type_of(rope: Mapping[str, Any]) -> str:
-    """The type of rope parameters."""
+    """The rope_type of rope parameters, under its new or old name."""
     return str(rope.get("rope_type", rope.get("type", "default")))
 
 
 def model_parts(model: Any) -> ModelParts:
-    """The parts of a model, also of one that is compiled or wrapped by PEFT.
+    """The parts of a model, also if it is compiled or wrapped by PEFT.
 
-    Raises `InputError` with the reason where it cannot be extended.
+    Raises `InputError` for what is not a decoder-only model of transformers.
     """
     try:
         from transformers import PreTrainedModel
@@ -115,25 +115,26 @@ def model_parts(model: Any) -> ModelParts:
         raise InputError(f"this takes a model of transformers, but it is a {name}")
     if getattr(model.config, "is_encoder_decoder", False):
         raise InputError(f"{name} is an encoder-decoder: only causal language models are extended")
-    whole: Any = model
-    decoder = whole.get_decoder()
-    if not isinstance(decoder, PreTrainedModel):  # a head of that name
+    decoder: Any = cast(Any, model).get_decoder()
+    if not isinstance(decoder, PreTrainedModel):  # another module of that name
         decoder = model.base_model
     config = model.config.get_text_config()
     return ModelParts(model, config, decoder, adapted)
 
 
 def refuse_length_dependent(parts: ModelParts, layer: nn.Module) -> None:
-    """Raise `InputError` for a layer whose own frequencies change with the length of the text."""
-    kind = parts.rope(layer).get("rope_type")
-    if kind in _DYNAMIC:
-        raise InputError(f"{parts.name} has a {kind} rotary spectrum already: {_DYNAMIC[kind]}")
+    """Raise `InputError` for a layer whose frequencies change with the length of the text."""
+    rope_type = parts.rope(layer).get("rope_type")
+    if rope_type in _DYNAMIC:
+        raise InputError(
+            f"{parts.name} has a {rope_type} rotary spectrum already: {_DYNAMIC[rope_type]}"
+        )
 
 
 def known_length(parts: ModelParts) -> tuple[int, str]:
-    """The training length that the configuration names, and where it says so.
+    """The training length of the configuration, and the field that has it.
 
-    Raises `InputError` that asks for `train_length` where it names none, or two.
+    Raises `InputError` where it has no such field or two different ones.
     """
     longest = getattr(parts.config, "max_position_embeddings", None)
     originals = {rope.get("original_max_position_embeddings") for rope in parts.ropes}

@@ -1,14 +1,15 @@
-"""What a saved model says of a method: a record, and transformers' own words where it has them.
+"""Save a method in a model's configuration: as a record, and as `rope_parameters` where possible.
 
 Every engine that reads `rope_parameters` (transformers itself, vLLM, SGLang, the converter of
-llama.cpp) then applies it without normattn. The words are kept only where the model's own rotary
-module, made of them, gives the angles that the method means.
+llama.cpp) then applies it without normattn. They are written only where the model's own rotary
+module computes the method's angles from them.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -22,41 +23,37 @@ from torch import Tensor, nn
 from normattn.errors import InputError
 from normattn.hf.model_parts import ModelParts, layer_type
 from normattn.hf.probe import rotary_buffers
-from normattn.hf.rope_detection import (
-    HeadRotation,
-    Layer,
-    read_tables,
-)
+from normattn.hf.rope_detection import HeadRotation, Layer, read_tables
 from normattn.io import write_json
 from normattn.score import ScoreSpec
 from normattn.score.parts.rope_scaling import ABF, NTK, PI, Llama3, YaRN
 
 _FIELDS = ("rope_parameters", "max_position_embeddings")
 FIELD, TRAINED = "normattn", "trained"
-"""Where a saved configuration stores its method, and the original fields."""
+"""The field of a saved configuration for its method, and the record's key for the old fields."""
 ADAPTER_FILE = "normattn.json"
-"""The record next to an adapter of PEFT, whose folder holds no configuration of the model."""
+"""The file of the record next to a PEFT adapter, whose folder has no model configuration."""
 
 
 def native_fields(
-    parts: ModelParts, layers: Sequence[Layer], spec: ScoreSpec, longest: int | None = None
+    parts: ModelParts, layers: Sequence[Layer], spec: ScoreSpec, max_length: int | None = None
 ) -> dict[str, Any]:
-    """The fields of the decoder's configuration that mean the method, for texts of `longest`.
+    """The fields of the decoder's configuration that express a method, for texts of `max_length`.
 
-    Raises `InputError` as `merged_rope_parameters` and `words` do, and for families whose own rotary module
-    makes something else of the fields.
+    Raises `InputError` as `merged_rope_parameters` and `rope_fields` do, and for families whose
+    rotary module computes something else from the fields.
     """
     rotated = [layer for layer in layers if layer.rotation is not None]
-    more = words(spec, rotated[0].rotation if rotated else None)
+    changes = rope_fields(spec, rotated[0].rotation if rotated else None)
     assert spec.train_length is not None
-    stretch = getattr(spec.rope_scaling, "stretch", 1.0)
-    longer = int(spec.train_length * stretch) if longest is None else longest
+    if max_length is None:
+        max_length = int(spec.train_length * getattr(spec.rope_scaling, "stretch", 1.0))
     fields = {
-        "rope_parameters": merged_rope_parameters(parts, layers, spec, more),
-        "max_position_embeddings": longer,
+        "rope_parameters": merged_rope_parameters(parts, layers, spec, changes),
+        "max_position_embeddings": max_length,
     }
-    kinds = {(id(x.made_of), layer_type(parts.config, x.index)): x for x in rotated}
-    if not all(_is_meant(parts, layer, spec, fields) for layer in kinds.values()):
+    distinct = {(id(x.table_format), layer_type(parts.config, x.index)): x for x in rotated}
+    if not all(_computes_method(parts, layer, spec, fields) for layer in distinct.values()):
         raise InputError(
             f"the rotary module of {parts.name} computes something else from rope_parameters "
             f"than {spec.method} defines"
@@ -65,16 +62,16 @@ def native_fields(
 
 
 def merged_rope_parameters(
-    parts: ModelParts, layers: Sequence[Layer], spec: ScoreSpec, more: Mapping[str, Any]
+    parts: ModelParts, layers: Sequence[Layer], spec: ScoreSpec, changes: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The model's rope parameters with `more` in those of its layers that see everything.
+    """The model's rope parameters with `changes` for its layers with full attention.
 
-    Raises `InputError` where there are none, where they say a scaling already, and where layers
+    Raises `InputError` where there are none, where they have a scaling already, and where layers
     within a window share them.
     """
     rotated = [layer for layer in layers if layer.rotation is not None]
-    given = getattr(parts.config, "rope_parameters", None)
-    if not rotated or not isinstance(given, Mapping):
+    ropes = getattr(parts.config, "rope_parameters", None)
+    if not rotated or not isinstance(ropes, Mapping):
         raise InputError(f"{parts.name} has no rope_parameters that could express {spec.method}")
     scaled = next((x.rotation.scaled for x in rotated if x.rotation and x.rotation.scaled), None)
     if scaled is not None:
@@ -82,21 +79,21 @@ def merged_rope_parameters(
             f"{parts.name} has {scaled} frequencies already, and rope_parameters hold one kind "
             f"of scaling: they cannot express {spec.method} on top"
         )
-    own = [parts.rope(layer.module) for layer in rotated]
-    within = [parts.rope(layer.module) for layer in layers if layer.sliding is not None]
-    if within and (given in own or any(rope in own for rope in within)):
+    full = [parts.rope(layer.module) for layer in rotated]
+    windowed = [parts.rope(layer.module) for layer in layers if layer.sliding_window is not None]
+    if windowed and (ropes in full or any(rope in full for rope in windowed)):
         raise InputError(
             f"the layers of {parts.name} within a window share their rope_parameters with the "
             f"layers of full attention: they cannot express {spec.method} for the latter alone"
         )
-    if given in own:
-        return copy.deepcopy({**given, **more})
-    nested = {name: {**rope, **more} if rope in own else rope for name, rope in given.items()}
-    return copy.deepcopy(nested)
+    if ropes in full:
+        return copy.deepcopy({**ropes, **changes})
+    by_type = {name: {**rope, **changes} if rope in full else rope for name, rope in ropes.items()}
+    return copy.deepcopy(by_type)
 
 
-def words(spec: ScoreSpec, rotation: HeadRotation | None) -> dict[str, Any]:
-    """The rope parameters that say a method; `InputError` where transformers has none."""
+def rope_fields(spec: ScoreSpec, rotation: HeadRotation | None) -> dict[str, Any]:
+    """The rope parameters that express a method; `InputError` where transformers has none."""
     scaling = spec.rope_scaling
     frequencies_alone = spec.remapping is None and not spec.blockwise and spec.logn is None
     if frequencies_alone and rotation is not None:
@@ -114,50 +111,54 @@ def words(spec: ScoreSpec, rotation: HeadRotation | None) -> dict[str, Any]:
 
 
 def scaling_fields(scaling: PI | YaRN | Llama3, train_length: int | None) -> dict[str, Any]:
-    """The rope parameters of a scaling that has a rope_type: what differs from the usual values."""
+    """The rope parameters of a scaling that has a rope_type, without default values."""
     length = {"original_max_position_embeddings": train_length}
     if isinstance(scaling, PI):
         return {"rope_type": "linear", "factor": scaling.stretch}
     if isinstance(scaling, Llama3):
         ends = {"low_freq_factor": scaling.low, "high_freq_factor": scaling.high}
         return {"rope_type": "llama3", "factor": scaling.stretch, **ends, **length}
-    usual = {field.name: field.default for field in dataclasses.fields(YaRN)}
-    names = ("beta_fast", "beta_slow", "truncate")
-    own = {name: getattr(scaling, name) for name in names if getattr(scaling, name) != usual[name]}
-    if scaling.sharpness != usual["sharpness"]:
-        own["attention_factor"] = scaling.sharpness * math.log(scaling.stretch) + 1
-    return {"rope_type": "yarn", "factor": scaling.stretch, **length, **own}
+    defaults = {field.name: field.default for field in dataclasses.fields(YaRN)}
+    values = {name: getattr(scaling, name) for name in ("beta_fast", "beta_slow", "truncate")}
+    changed = {name: value for name, value in values.items() if value != defaults[name]}
+    if scaling.sharpness != defaults["sharpness"]:
+        changed["attention_factor"] = scaling.sharpness * math.log(scaling.stretch) + 1
+    return {"rope_type": "yarn", "factor": scaling.stretch, **length, **changed}
 
 
-def _is_meant(parts: ModelParts, layer: Layer, spec: ScoreSpec, fields: Mapping[str, Any]) -> bool:
-    """Whether some rotary module of the model, made by these fields, makes what is meant."""
-    tables, given, meant = layer.made_of, layer.tables, layer.spectrum(spec)
-    assert tables is not None
+def _computes_method(
+    parts: ModelParts, layer: Layer, spec: ScoreSpec, fields: Mapping[str, Any]
+) -> bool:
+    """Whether one of the model's rotary modules computes the method from these fields."""
+    expected, spectrum = layer.table_format, layer.spectrum(spec)
+    assert expected is not None
     config = copy.deepcopy(parts.config)
-    _put_fields(config, fields)
-    first = given if isinstance(given, Tensor) else given[0]
+    _set_fields(config, fields)
+    first = layer.tables if isinstance(layer.tables, Tensor) else layer.tables[0]
     ids = torch.arange(first.shape[1])[None]
-    rows = torch.zeros(1, ids.shape[1], 1, dtype=first.real.dtype)
-    for kind in {type(module) for module in parts.decoder.modules() if rotary_buffers(module)}:
-        for more in ((), (layer_type(parts.config, layer.index),)):
-            try:
-                made = read_tables(kind(config)(rows, ids, *more), [meant])
-            except Exception:  # another signature, or a type of layer that it does not know
-                continue
-            if made is not None and made.layout == tables.layout and made.amplitude == meant[1]:
-                return True
+    x = torch.zeros(1, ids.shape[1], 1, dtype=first.real.dtype)
+    rotary = {type(module) for module in parts.decoder.modules() if rotary_buffers(module)}
+    for rotary_class, args in itertools.product(rotary, ((), (layer_type(config, layer.index),))):
+        try:
+            tables = read_tables(rotary_class(config)(x, ids, *args), [spectrum])
+        except Exception:  # another signature, or an unknown layer type
+            continue
+        if tables is None or tables.layout != expected.layout:
+            continue
+        if tables.amplitude == spectrum[1]:
+            return True
     return False
 
 
-def _put_fields(config: Any, fields: Mapping[str, Any]) -> None:
+def _set_fields(config: Any, fields: Mapping[str, Any]) -> None:
     for name, value in fields.items():
         setattr(config, name, copy.deepcopy(value))
 
 
 def record_method(config: Any, parts: ModelParts, layers: Sequence[Layer], spec: ScoreSpec) -> None:
-    """Write a method into a configuration that is about to be saved.
+    """Write a method into a configuration before it is saved.
 
-    Also in transformers' own format, where it has one; what it replaces is kept as well.
+    Where possible it is also written in transformers' format, with a copy of the original fields.
     """
     record: dict[str, Any] = {"method": spec.method_text, "train_length": spec.train_length}
     try:
@@ -167,15 +168,15 @@ def record_method(config: Any, parts: ModelParts, layers: Sequence[Layer], spec:
     text = config.get_text_config()
     if fields:
         record[TRAINED] = {name: copy.deepcopy(getattr(text, name, None)) for name in _FIELDS}
-    _put_fields(text, fields)
+    _set_fields(text, fields)
     setattr(config, FIELD, record)
 
 
 def record_of(config: Any, path: str | Path) -> dict[str, Any] | None:
-    """The method that a configuration says its model was saved under; None where it says none.
+    """The record of the method that a model was saved with, or None.
 
-    Keys: method, train_length, and `trained`, the fields as they were, where the configuration
-    holds others. Raises `InputError` for a record that lacks something or has other types.
+    Its keys are method, train_length and, where fields were replaced, `trained`: the original ones.
+    Raises `InputError` for an invalid record.
     """
     record = getattr(config, FIELD, None)
     if record is not None:
@@ -184,7 +185,7 @@ def record_of(config: Any, path: str | Path) -> dict[str, Any] | None:
 
 
 def check_record(record: Any, where: str) -> None:
-    """Raise `InputError` for what is no record of a method."""
+    """Raise `InputError` for an invalid record of a method."""
     types = {"method": str, "train_length": int, TRAINED: dict}
     if (
         not isinstance(record, dict)
@@ -198,21 +199,21 @@ def check_record(record: Any, where: str) -> None:
 
 
 def take_record(config: Any, path: str | Path) -> dict[str, Any] | None:
-    """Restore the configuration of the trained model; return the method's entry, or None.
+    """Restore the original configuration; return the record of the method, or None.
 
     Raises as `record_of` does.
     """
     record = record_of(config, path)
     if record is not None:
-        _put_fields(config.get_text_config(), record.get(TRAINED, {}))
+        _set_fields(config.get_text_config(), record.get(TRAINED, {}))
         delattr(config, FIELD)
     return record
 
 
 def refuse_applied(config: Any) -> None:
-    """Raise `InputError` where transformers has applied the method that a model was saved under.
+    """Raise `InputError` where transformers has applied the method that a model was saved with.
 
-    Its configuration then says longer texts and other frequencies than those of the training.
+    Its configuration then has another length and other frequencies than those of the training.
     """
     record = record_of(config, getattr(config, "name_or_path", "") or "this model")
     if record is not None and TRAINED in record:
@@ -225,20 +226,20 @@ def refuse_applied(config: Any) -> None:
 def save_with_method(
     parts: ModelParts, layers: Sequence[Layer], spec: ScoreSpec
 ) -> Callable[[], object]:
-    """Let `save_pretrained` write a method, for PEFT next to the adapter; returns what undoes it.
+    """Let `save_pretrained` write a method, with PEFT next to the adapter; returns the undo.
 
-    Of an adapter that was put on an extended model PEFT would save the weights alone: that raises
-    `InputError`.
+    An adapter that was added to an extended model raises `InputError` when it is saved, because
+    PEFT would save its weights without the method.
     """
     model, adapted = parts.model, parts.adapted
-    own, save = model.__dict__["config"], model.save_pretrained
+    config, save = model.__dict__["config"], model.save_pretrained
 
-    def save_pretrained(*given: Any, **more: Any) -> Any:
+    def save_pretrained(*args: Any, **kwargs: Any) -> Any:
         before = model.__dict__["config"]
-        model.__dict__["config"] = copy.deepcopy(own)
+        model.__dict__["config"] = copy.deepcopy(config)
         record_method(model.config, parts, layers, spec)
         try:
-            return save(*given, **more)
+            return save(*args, **kwargs)
         finally:
             model.__dict__["config"] = before
 
@@ -251,11 +252,11 @@ def save_with_method(
         return undo.close
     save_adapter = adapted.save_pretrained
 
-    def save_adapter_with_method(save_directory: Any, *given: Any, **more: Any) -> Any:
-        made = save_adapter(save_directory, *given, **more)
+    def save_adapter_with_method(save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        result = save_adapter(save_directory, *args, **kwargs)
         record = {"method": spec.method_text, "train_length": spec.train_length}
         write_json(Path(save_directory) / ADAPTER_FILE, record)
-        return made
+        return result
 
     adapted.__dict__["save_pretrained"] = save_adapter_with_method
     undo.callback(adapted.__dict__.pop, "save_pretrained", None)

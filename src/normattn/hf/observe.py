@@ -1,9 +1,9 @@
-"""Observe the attention layers of a transformers model while it reads or trains.
+"""Collect attention statistics of a transformers model while it runs or trains.
 
-Each layer's own attention computes as ever. Beside it the same queries and keys go through our
-kernel, without gradients and tile by tile, for an observer (`kernels.stats`). The model's outputs
-stay what they are unobserved, and no N × N matrix is made. An extended model attends by our kernel
-anyway and is observed there.
+Each layer computes its output as before. In addition, its queries and keys go through normattn's
+kernel, without gradients and tile by tile, which reports to an observer (`kernels.stats`). So the
+model's outputs do not change, and no N × N matrix is made. An extended model uses normattn's kernel
+itself and is observed there.
 
 Legend: B batch, H query heads, G key heads, T queries, S keys.
 """
@@ -20,25 +20,25 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from normattn.errors import InputError
-from normattn.hf.attention_fn import ATTRIBUTE, one_type
-from normattn.hf.probe import EXACT, AttentionFunction, hidden, recording
+from normattn.hf.attention_fn import LAYER_ATTRIBUTE, match_autocast
+from normattn.hf.probe import FULL_PRECISION, AttentionFunction, hidden_keys, recording
 from normattn.kernels import AttentionInputs, AttentionMask, attend
 from normattn.kernels.stats import AttentionStatistics, announce_layer, observers, observing
 from normattn.score import Positions
 
 _TOLERANCE, _HALF_TOLERANCE = 1e-3, 5e-2
-_CONFIRMED: WeakSet[nn.Module] = WeakSet()
+_CHECKED: WeakSet[nn.Module] = WeakSet()
 
 
 @contextmanager
 def observable(model: nn.Module) -> Iterator[None]:
-    """Let the layers of a model show their queries and keys while inside, if someone observes.
+    """Let the layers of a model report to the active observers while inside.
 
-    Norms are those of queries and keys as attention is given them: normalised and rotated, before
-    the scale. A layer whose output differs from what was observed raises `InputError`.
-    Configurations are put back afterwards, whatever happened; a compiled model runs uncompiled.
+    Queries and keys are those that attention gets: normalised and rotated, before the scale. Raises
+    `InputError` for a layer whose output differs from the observed attention. Configurations are
+    restored afterwards. A compiled model runs uncompiled.
     """
-    with recording(model, _attend, own=True):
+    with recording(model, _attend, keep_implementation=True):
         yield
 
 
@@ -51,94 +51,95 @@ def collect_statistics(model: nn.Module) -> Iterator[AttentionStatistics]:
 
 
 def paths(model: nn.Module) -> Mapping[nn.Module, tuple[str, ...]]:
-    """Every module of a model, and the path by which it is called."""
+    """The path of every module of a model."""
     return {module: (path,) for path, module in model.named_modules()}
 
 
 def _attend(
-    own: AttentionFunction,
+    attention: AttentionFunction,
     module: nn.Module,
     query: Float[Tensor, "b h t d"],
     key: Float[Tensor, "b g s d"],
     value: Float[Tensor, "b g s e"],
     attention_mask: Tensor | None = None,
-    **more: Any,
+    **kwargs: Any,
 ) -> tuple[Tensor, Any]:
-    """The layer's own attention, and the same with normattn's kernel for the active observer."""
-    ours: Tensor | None = None
-    if ATTRIBUTE in module.__dict__:  # an extended layer attends by our kernel anyway
-        at = Positions.of(query.shape[2], key.shape[2], True, query.device)
-        announce_layer(module, query, key, None, None, at.query, at.key)
+    """The layer's own attention, and the same with normattn's kernel for the observers."""
+    observed: Tensor | None = None
+    if LAYER_ATTRIBUTE in module.__dict__:  # an extended layer runs normattn's kernel itself
+        positions = Positions.of(query.shape[2], key.shape[2], True, query.device)
+        announce(module, query, key, None, None, positions.query, positions.key)
     elif observers():
         with torch.no_grad():
-            ours = _observed(module, query, key, value, attention_mask, more)
-    out = own(module, query, key, value, attention_mask, **more)
-    if ours is not None and module not in _CONFIRMED and not more.get("dropout"):
-        _confirm(module, ours.transpose(1, 2), out[0].detach())
+            observed = _attend_observed(module, query, key, value, attention_mask, kwargs)
+    out = attention(module, query, key, value, attention_mask, **kwargs)
+    if observed is not None and module not in _CHECKED and not kwargs.get("dropout"):
+        _check_output(module, observed.transpose(1, 2), out[0].detach())
     return out
 
 
-def _observed(
+def _attend_observed(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    given: Mapping[str, Any],
+    kwargs: Mapping[str, Any],
 ) -> Float[Tensor, "b h t e"]:
-    """The same attention, computed where it is observed."""
     q, k, v = (tensor.detach() for tensor in (query, key, value))
-    scale = given.get("scaling")
-    seen, padding = _visibility(module, q, k.shape[2], mask, given)
-    own = padding if padding is not None and q.shape[2] == k.shape[2] else None
-    announce_layer(module, q, k, own, padding, seen.query, seen.key)
-    cap, sink = given.get("softcap"), given.get("s_aux")
+    scale = kwargs.get("scaling")
+    attention_mask, padding = _convert_mask(module, q, k.shape[2], mask, kwargs)
+    query_padding = padding if padding is not None and q.shape[2] == k.shape[2] else None
+    announce(module, q, k, query_padding, padding, attention_mask.query, attention_mask.key)
+    cap, sink = kwargs.get("softcap"), kwargs.get("s_aux")
     sink = None if sink is None else sink.detach()
     scaled = q * (q.shape[-1] ** -0.5 if scale is None else scale)
-    output: Tensor = attend(one_type(AttentionInputs(scaled, k, v, seen, cap=cap, sink=sink)))
+    inputs = AttentionInputs(scaled, k, v, attention_mask, cap=cap, sink=sink)
+    output: Tensor = attend(match_autocast(inputs))
     return output
 
 
-def _confirm(
-    module: nn.Module, ours: Float[Tensor, "b t h e"], own: Float[Tensor, "b t h e"]
+def _check_output(
+    module: nn.Module, observed: Float[Tensor, "b t h e"], output: Float[Tensor, "b t h e"]
 ) -> None:
-    """Raise `InputError` unless what was observed is what the layer computed; once a layer.
+    """Raise `InputError` unless the layer's output is the observed one; checked once a layer.
 
     Rows that see no key are left out.
     """
-    rows = (ours != 0).any(-1, keepdim=True)
-    off = ((own - ours) * rows).abs().nan_to_num(posinf=torch.inf).amax()
-    share = float(off / ours.abs().amax().clamp(min=1e-30)) if rows.any() else 0.0
-    if share > (_TOLERANCE if ours.dtype in EXACT else _HALF_TOLERANCE):
+    rows = (observed != 0).any(-1, keepdim=True)
+    error = ((output - observed) * rows).abs().nan_to_num(posinf=torch.inf).amax()
+    share = float(error / observed.abs().amax().clamp(min=1e-30)) if rows.any() else 0.0
+    if share > (_TOLERANCE if observed.dtype in FULL_PRECISION else _HALF_TOLERANCE):
         raise InputError(
             f"{type(module).__name__} does not compute the attention that can be observed: its "
             f"output differs by {share:.1e} of the largest"
         )
-    _CONFIRMED.add(module)
+    _CHECKED.add(module)
 
 
-def _visibility(
-    module: nn.Module, q: Tensor, keys: int, mask: Tensor | None, given: Mapping[str, Any]
+def _convert_mask(
+    module: nn.Module, q: Tensor, num_keys: int, mask: Tensor | None, kwargs: Mapping[str, Any]
 ) -> tuple[AttentionMask, Bool[Tensor, "b s"] | None]:
-    """Who sees whom by a mask of transformers (None, of tokens, of pairs), and which keys pad."""
-    queries = q.shape[2]
-    where = torch.arange(keys, device=q.device)
+    """transformers' mask (None, a token mask or a pair mask) as normattn's, and padding keys."""
+    num_queries = q.shape[2]
+    positions = torch.arange(num_keys, device=q.device)
+    queries = positions[num_keys - num_queries :]
     if mask is not None and mask.dim() == 4:
-        mask = mask[..., :keys]
+        mask = mask[..., :num_keys]
         if mask.dtype != torch.bool:
-            hides = hidden(mask)
-            adds = bool((mask != 0)[~hides].any())
-            mask = torch.where(hides, -torch.inf, mask) if adds else ~hides
-        seen = mask if mask.dtype == torch.bool else mask > -torch.inf
-        unseen = ~seen.any(1).any(1)  # these keys are padding
-        known = bool(unseen.any()) and queries == keys
-        every_pair = AttentionMask(False, where[keys - queries :], where, False, attn_mask=mask)
-        return every_pair, unseen if known else None
-    causal = given.get("is_causal")
+            hidden = hidden_keys(mask)
+            adds = bool((mask != 0)[~hidden].any())
+            mask = torch.where(hidden, -torch.inf, mask) if adds else ~hidden
+        visible = mask if mask.dtype == torch.bool else mask > -torch.inf
+        padding = ~visible.any(1).any(1)
+        known = bool(padding.any()) and num_queries == num_keys
+        pair_mask = AttentionMask(False, queries, positions, False, mask=mask)
+        return pair_mask, padding if known else None
+    causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
-    padding = None if mask is None else ~mask[:, -keys:].bool()
-    if not causal or queries < 2:
-        return AttentionMask(False, where[keys - queries :], where, False, padding), padding
-    at = Positions.of(queries, keys, True, q.device)
-    regular, window = at.regular and padding is None, given.get("sliding_window")
+    padding = None if mask is None else ~mask[:, -num_keys:].bool()
+    if not causal or num_queries < 2:
+        return AttentionMask(False, queries, positions, False, padding), padding
+    at = Positions.of(num_queries, num_keys, True, q.device)
+    regular, window = at.regular and padding is None, kwargs.get("sliding_window")
     return AttentionMask(True, at.query, at.key, regular, padding, window=window), padding

@@ -1,4 +1,4 @@
-"""Plan an extension: a method with all its values, for a model that was probed, not changed."""
+"""Plan an extension: resolve a method's values for a model that is probed but not changed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from normattn.hf.model_parts import (
 )
 from normattn.hf.native import refuse_applied
 from normattn.hf.probe import probe
-from normattn.hf.rope_detection import Layer, detect_layers, has_rotary
+from normattn.hf.rope_detection import Layer, detect_layers, has_rotary_module
 from normattn.score import ScoreSpec
 from normattn.score.grammar import read as read_method
 from normattn.score.parts.rope_scaling import PI
@@ -25,7 +25,7 @@ HANDLE = "normattn_extension"
 
 
 def rotates_inside(spec: ScoreSpec) -> bool:
-    """Whether a method rotates inside of our attention, by positions that it finds itself."""
+    """Whether a method rotates queries and keys inside normattn's attention."""
     return spec.remapping is not None or spec.blockwise
 
 
@@ -40,19 +40,19 @@ class Resolved:
 
     Attributes:
         method: the method with all its parameters, e.g. `ReRoPE(window=2048)-logn+`.
-        train_length: how far the model was trained to read.
+        train_length: the training length of the model.
         train_length_from: `given`, or the field of the configuration that has it.
         parameters: the method's parameters by name.
         base: the rotary base, or None where the frequencies are not powers of one.
-        scaled: the kind of scaling that the model's own frequencies were trained with, if any; a
-            method scales what is there.
+        scaled: the rope type that the model's frequencies were trained with, if any; a method
+            scales them once more.
         head_dim, rotated: features of a head, and how many of them rotate.
         layout: `half` or `interleaved`.
         extended: the numbers of the layers that the method changes.
-        without_positions: layers among the model's that have no rotary position.
-        left: layers that attend within a window, and stay as trained.
-        attention: `stock`, or `normattn` where the layers attend by our kernels.
-        cached_keys: `rotated`, or `unrotated` where a cache must hold them so.
+        without_positions: layers without rotary positions.
+        left: layers with a sliding window, which stay as trained.
+        attention: `stock`, or `normattn` where normattn's kernels compute it.
+        cached_keys: `rotated`, or `unrotated` where the method rotates inside attention.
     """
 
     method: str
@@ -89,7 +89,7 @@ class Resolved:
 
 
 class Plan(NamedTuple):
-    """A method with all its values for a model that was probed, before anything is switched on.
+    """A method with all its values for a probed model.
 
     `source` says where the training length comes from.
     """
@@ -101,8 +101,8 @@ class Plan(NamedTuple):
 
     @property
     def full_layers(self) -> list[Layer]:
-        """The layers that are not confined to a window."""
-        return [layer for layer in self.layers if layer.sliding is None]
+        """The layers without a sliding window."""
+        return [layer for layer in self.layers if layer.sliding_window is None]
 
     @property
     def resolved(self) -> Resolved:
@@ -128,14 +128,14 @@ class Plan(NamedTuple):
             layout="interleaved" if rotation is not None and rotation.interleaved else "half",
             extended=tuple(layer.index for layer in rotated),
             without_positions=tuple(layer.index for layer in full if layer.rotation is None),
-            left=tuple(layer.index for layer in self.layers if layer.sliding is not None),
+            left=tuple(layer.index for layer in self.layers if layer.sliding_window is not None),
             attention="normattn" if replaces_attention(spec) else "stock",
             cached_keys="unrotated" if rotates_inside(spec) else "rotated",
         )
 
 
 def plan(model: Any, method: str, train_length: int | None = None, **parameters: Any) -> Plan:
-    """What `extend` would do; the model is probed and not changed. Raises as `extend` does."""
+    """Plan an extension; the model is probed and not changed. Raises as `extend` does."""
     parts = model_parts(model)
     active = parts.decoder.__dict__.get(HANDLE)
     if active is not None:
@@ -144,45 +144,45 @@ def plan(model: Any, method: str, train_length: int | None = None, **parameters:
             "first"
         )
     refuse_applied(parts.model.config)
-    spec, source = _specify(parts, method, train_length, parameters)
-    if not has_rotary(parts.model):
+    spec, source = _resolve_method(parts, method, train_length, parameters)
+    if not has_rotary_module(parts.model):
         raise InputError(f"{parts.name} is not a rotary model")
-    made = Plan(parts, detect_layers(parts, probe(parts)), spec, source)
-    _refuse_unsupported(made)
-    return made
+    planned = Plan(parts, detect_layers(parts, probe(parts)), spec, source)
+    _refuse_unsupported(planned)
+    return planned
 
 
-def _specify(
+def _resolve_method(
     parts: ModelParts, method: str, train_length: int | None, parameters: dict[str, Any]
 ) -> tuple[ScoreSpec, str]:
-    """The method with its values filled in, and where the training length comes from.
+    """The method with its values filled in, and the source of the training length.
 
-    LeakyReRoPE and SelfExtend hold no `factor`, and find their values from one.
+    LeakyReRoPE and SelfExtend have no `factor` themselves, but derive their values from one.
     """
     if is_unmodified(method):
         raise InputError("extend() needs a method by name, e.g. 'ReRoPE' or 'YaRN'")
-    factor, own = None, dict(parameters)
-    given, _ = read_method(method)
-    if not any(field.name == "factor" for part, _ in given for field in dataclasses.fields(part)):
-        factor = own.pop("factor", None)
+    factor, parameters = None, dict(parameters)
+    parts_read, _ = read_method(method)
+    fields = (field.name for part, _ in parts_read for field in dataclasses.fields(part))
+    if "factor" not in fields:
+        factor = parameters.pop("factor", None)
     wrong = isinstance(factor, bool) or not isinstance(factor, int | float | None)
     if factor is not None and (wrong or factor < 1):
         raise InputError(f"factor must be a number of at least 1, but it is {factor!r}")
-    asked = ScoreSpec.parse("Baseline").with_method(method, **own)
-    length = asked.train_length if train_length is None else train_length
+    unresolved = ScoreSpec.parse("Baseline").with_method(method, **parameters)
+    length = unresolved.train_length if train_length is None else train_length
     length, source = (length, "given") if length is not None else known_length(parts)
     try:
-        spec = asked.resolve(length, factor)
+        spec = unresolved.resolve(length, factor)
     except InputError:
-        if factor is not None or all(
-            getattr(part, "factor", 1) is not None for part in asked.parts
-        ):
+        needs_factor = any(getattr(part, "factor", 1) is None for part in unresolved.parts)
+        if factor is not None or not needs_factor:
             raise
         raise InputError(
             f"{method} needs a factor, the longest text divided by the training length of "
             f'{length:,} tokens: extend(model, "{method}", factor=4)'
         ) from None
-    if factor is not None and ScoreSpec(asked.parts, length) == spec:
+    if factor is not None and ScoreSpec(unresolved.parts, length) == spec:
         raise InputError(f"{spec.method} takes no factor, or its parameter is given already")
     if spec.window[0] is not None:
         raise InputError(
@@ -198,17 +198,19 @@ def _specify(
     return spec, source
 
 
-def _refuse_unsupported(made: Plan) -> None:
-    """Raise `InputError` where a method cannot serve what the layers do."""
-    name, spec, scaling = made.parts.name, made.spec, made.spec.rope_scaling
-    rotated = [(x.module, x.rotation) for x in made.full_layers if x.rotation is not None]
-    if not made.full_layers or ((scaling is not None or rotates_inside(spec)) and not rotated):
+def _refuse_unsupported(planned: Plan) -> None:
+    """Raise `InputError` where the layers do not support the method."""
+    name, spec, scaling = planned.parts.name, planned.spec, planned.spec.rope_scaling
+    full = planned.full_layers
+    rotated = [(x.module, x.rotation) for x in full if x.rotation is not None]
+    if not full or ((scaling is not None or rotates_inside(spec)) and not rotated):
         why = "none of its layers with full attention has rotary positions"
-        if not made.full_layers:
-            why = f"all its layers attend within a window of {made.layers[0].sliding} tokens"
+        if not full:
+            window = planned.layers[0].sliding_window
+            why = f"all its layers attend within a window of {window} tokens"
         raise InputError(f"{name} cannot be extended: {why}, so there is no position to extend")
     for module, rotation in rotated:
-        refuse_length_dependent(made.parts, module)
+        refuse_length_dependent(planned.parts, module)
         if spec.chunk_remapping is not None and rotation.gains is not None:
             raise InputError(
                 f"{name} multiplies rotated features by learned gains, so its scores depend on "
@@ -220,7 +222,7 @@ def _refuse_unsupported(made: Plan) -> None:
                 f"{name} has rotary frequencies that are already scaled, and {scaling.name} "
                 "needs unscaled ones: use PI, ReRoPE, LeakyReRoPE or SelfExtend"
             )
-    for layer in made.full_layers:
+    for layer in full:
         if replaces_attention(spec) and layer.unsupported:
             raise InputError(
                 f"layer {layer.index} of {name} ({type(layer.module).__name__}) asks its "

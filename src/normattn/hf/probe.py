@@ -1,8 +1,8 @@
-"""Record what reaches the attention of a model's layers, and probe each layer with other tables.
+"""Record the attention calls of a model, and probe each layer with other position embeddings.
 
-The configurations of the model's modules name, while it runs, an attention that computes as their
-own does and shows each call to a recorder. So the queries, keys and masks that reach the attention
-function tell what a layer does, whatever a family's file writes.
+While the model runs, its configurations name an attention function that computes the same as their
+own and passes each call to a recorder. The recorded queries, keys and masks show what a layer
+does, however its family's file is written.
 
 Legend: B batch, H query heads, G key heads, T queries, S keys, D head dimension, E value size.
 """
@@ -25,99 +25,103 @@ from normattn.errors import InputError
 from normattn.hf.model_parts import ModelParts, explained
 from normattn.models.utils import without_dropout
 
-COUNT = 9
-"""How many tokens a model is probed with."""
-KNOWN = frozenset(
+PROBE_TOKENS = 9
+"""The number of tokens in a probe."""
+KNOWN_ARGUMENTS = frozenset(
     {
         *("dropout", "scaling", "sliding_window", "softcap", "s_aux", "position_ids", "use_cache"),
         *("cache_position", "is_causal", "output_attentions", "output_hidden_states"),
         *("logits_to_keep", "return_dict", "num_items_in_batch", "output_router_logits"),
     }
 )
-"""What may reach an attention function beside q, k, v and the mask.
+"""Arguments of attention functions in addition to q, k, v and the mask.
 
-What a model's caller adds (`num_items_in_batch` by the Trainer) passes through the layers too."""
-NAME = "position_embeddings"
-INTERNAL = "_attn_implementation_internal"
-OURS = "normattn"
-EXACT = (torch.float32, torch.float64, torch.complex64)
-"""Types in which values are compared closely."""
+Layers also pass on arguments of the model's caller (`num_items_in_batch` of the Trainer)."""
+POSITION_EMBEDDINGS = "position_embeddings"
+ATTENTION_FIELD = "_attn_implementation_internal"
+PREFIX = "normattn"
+FULL_PRECISION = (torch.float32, torch.float64, torch.complex64)
+"""Types whose values are compared with a tight tolerance."""
 AttentionFunction = Callable[..., tuple[Tensor, Any]]
 Recorder = Callable[..., tuple[Tensor, Any]]
-"""Called in place of an attention function, with that function before its arguments."""
+"""Called instead of an attention function, with that function as the first argument."""
 MaskRecorder = Callable[[Tensor, int], None]
-"""Called with each mask that is made, and how many keys it lets a query see, 0 for all."""
+"""Called with each new mask and its window in tokens, 0 for none."""
 
 _RECORDER: ContextVar[tuple[Recorder, MaskRecorder | None] | None] = ContextVar(
     "recorder", default=None
 )
-_RECORDED: dict[str, str] = {}
-"""The attention that each recorded one computes as."""
+_IMPLEMENTATIONS: dict[str, str] = {}
+"""The implementation that each recording one computes with."""
 
 
 @contextmanager
 def recording(
-    model: nn.Module, recorder: Recorder, masks: MaskRecorder | None = None, own: bool = False
+    model: nn.Module,
+    recorder: Recorder,
+    mask_recorder: MaskRecorder | None = None,
+    keep_implementation: bool = False,
 ) -> Iterator[None]:
-    """Show every call of attention in `model` to `recorder` while inside.
+    """Pass every attention call in `model` to `recorder` while inside.
 
-    Attention is that of each family's `eager_attention_forward`, and every layer gets its mask; an
-    extended layer, and with `own` every layer, computes as ever. A compiled model runs uncompiled.
+    Layers compute by their family's `eager_attention_forward`, and each gets a mask. Extended
+    layers keep their own implementation, and so do all with `keep_implementation`. A compiled model
+    runs uncompiled.
     """
-    given: list[Any] = [module.__dict__.get("config") for module in model.modules()]
-    known = [config for config in given if hasattr(config, INTERNAL)]
-    parts = {id(part): part for config in known for part in (config, config.get_text_config())}
-    before = [(config, getattr(config, INTERNAL)) for config in parts.values()]
-    token = _RECORDER.set((recorder, masks))
+    configs: list[Any] = [module.__dict__.get("config") for module in model.modules()]
+    configs = [config for config in configs if hasattr(config, ATTENTION_FIELD)]
+    distinct = {id(x): x for config in configs for x in (config, config.get_text_config())}
+    before = [(config, getattr(config, ATTENTION_FIELD)) for config in distinct.values()]
+    token = _RECORDER.set((recorder, mask_recorder))
     try:
         for config, name in before:
-            setattr(config, INTERNAL, _register(str(name or "eager"), own))
+            setattr(config, ATTENTION_FIELD, _register(str(name or "eager"), keep_implementation))
         compiled = "torch._dynamo" in sys.modules
         with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
             yield
     finally:
         for config, name in before:
-            setattr(config, INTERNAL, name)
+            setattr(config, ATTENTION_FIELD, name)
         _RECORDER.reset(token)
 
 
-def recorded_as(name: str) -> str:
-    """The attention of that name, or the one that it records."""
-    return _RECORDED.get(name, name)
+def recorded_implementation(name: str) -> str:
+    """The implementation that `name` records; `name` itself where it records none."""
+    return _IMPLEMENTATIONS.get(name, name)
 
 
 @lru_cache
-def _register(name: str, own: bool) -> str:
-    """The name of an attention that is recorded and computes as another; registered once."""
+def _register(name: str, keep: bool) -> str:
+    """The name of an implementation that records and computes as `name`; registered once."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 
-    own = own or name.startswith(OURS)
-    attention = name if own else "eager"
-    masks = ALL_MASK_ATTENTION_FUNCTIONS.get(name, sdpa_mask) if own else _shown_mask
+    keep = keep or name.startswith(PREFIX)
+    implementation = name if keep else "eager"
+    masks = ALL_MASK_ATTENTION_FUNCTIONS.get(name, sdpa_mask) if keep else _recorded_mask
     # A name with "flash" makes transformers choose flash attention's masks.
     safe = name.replace("/", "_").replace("|", "_")
-    made = f"{OURS}_seen_{safe}" if own else f"{OURS}_eager_{safe.replace('flash', 'fl')}"
-    AttentionInterface.register(made, partial(_attend, attention, own))
-    AttentionMaskInterface.register(made, masks)
-    _RECORDED[made] = name
-    return made
+    recorded = f"{PREFIX}_seen_{safe}" if keep else f"{PREFIX}_eager_{safe.replace('flash', 'fl')}"
+    AttentionInterface.register(recorded, partial(_recorded_attention, implementation, keep))
+    AttentionMaskInterface.register(recorded, masks)
+    _IMPLEMENTATIONS[recorded] = name
+    return recorded
 
 
-def _attend(
-    name: str, own: bool, module: nn.Module, *given: Any, **more: Any
+def _recorded_attention(
+    name: str, keep: bool, module: nn.Module, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Any]:
-    function = attention_named(name, module)
-    if not own and more.get("indices") is not None:
+    function = attention_implementation(name, module)
+    if not keep and kwargs.get("indices") is not None:
         function = partial(_attend_selected, function)
     recorder = _RECORDER.get()
-    if recorder is None:  # activations that another thread computes once more
-        return function(module, *given, **more)
-    return recorder[0](function, module, *given, **more)
+    if recorder is None:  # another thread recomputes activations
+        return function(module, *args, **kwargs)
+    return recorder[0](function, module, *args, **kwargs)
 
 
-def attention_named(name: str, module: nn.Module) -> AttentionFunction:
-    """The attention of that name; eager attention is that of the model's own file."""
+def attention_implementation(name: str, module: nn.Module) -> AttentionFunction:
+    """The attention function of that name; for eager, the one in the model's own file."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
@@ -134,46 +138,46 @@ def _attend_selected(
     k: Tensor,
     v: Tensor,
     attention_mask: Tensor,
-    **more: Any,
+    **kwargs: Any,
 ) -> tuple[Tensor, Any]:
-    """Attention to the keys that an indexer has selected: plain kinds of attention know no other.
+    """Attention to the keys that an indexer selected; eager attention takes no indices.
 
-    A layer hides the rest itself only where it sees the name of a plain attention.
+    A layer hides the other keys itself only where it sees the name of a stock implementation.
     """
-    mask = hide_unselected(attention_mask, more.pop("indices"))
-    return attend(module, q, k, v, mask, **more)
+    mask = hide_unselected(attention_mask, kwargs.pop("indices"))
+    return attend(module, q, k, v, mask, **kwargs)
 
 
 def hide_unselected(mask: Tensor, indices: Tensor) -> Tensor:
-    """The mask of every pair (B, 1, T, S) that also hides keys not among `indices` (B, T, n)."""
+    """The pair mask (B, 1, T, S) with all keys hidden that are not in `indices` (B, T, n)."""
     selected = torch.zeros_like(mask[:, 0], dtype=torch.bool).scatter(-1, indices.long(), True)
     if mask.dtype == torch.bool:
         return mask & selected[:, None]
     return mask.masked_fill(~selected[:, None], torch.finfo(mask.dtype).min)
 
 
-def hidden(mask: Tensor) -> Tensor:
-    """Where a mask, boolean or added to scores, hides a key."""
+def hidden_keys(mask: Tensor) -> Tensor:
+    """True where a boolean or additive mask hides a key."""
     return ~mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min / 2
 
 
-def _shown_mask(*sizes: Any, **more: Any) -> Any:
-    """The mask of eager attention, never left out, shown to the recorder."""
+def _recorded_mask(*args: Any, **kwargs: Any) -> Any:
+    """Eager attention's mask, made in every case, and passed to the recorder."""
     from transformers.masking_utils import eager_mask
 
-    mask = eager_mask(*sizes, **{**more, "allow_is_causal_skip": False})
+    mask = eager_mask(*args, **{**kwargs, "allow_is_causal_skip": False})
     recorder = _RECORDER.get()
     if isinstance(mask, Tensor) and recorder is not None and recorder[1] is not None:
-        recorder[1](mask, int(more.get("local_size") or 0))
+        recorder[1](mask, int(kwargs.get("local_size") or 0))
     return mask
 
 
 @dataclass
 class AttentionCall:
-    """One call of the attention function of `module`: its arguments, and what it made.
+    """One call of the attention function of `module`: its arguments and its output.
 
-    `window` is how far back the mask lets a query see, 0 for all; None where transformers made no
-    mask. `more` are the other arguments (scaling, softcap, s_aux, …).
+    `kwargs` are further arguments (scaling, softcap, s_aux, …). `mask_window` is the window of the
+    mask in tokens, 0 for none; None where transformers made no mask.
     """
 
     module: nn.Module
@@ -181,64 +185,64 @@ class AttentionCall:
     k: Float[Tensor, "b g s d"]
     v: Float[Tensor, "b g s e"]
     mask: Tensor | None
-    more: dict[str, Any]
+    kwargs: dict[str, Any]
     out: Float[Tensor, "b t h e"]
-    window: int | None = None
+    mask_window: int | None = None
 
     @property
-    def sliding(self) -> int | None:
-        """The window outside of which the layer sees nothing, or None."""
-        given = self.more.get("sliding_window")
-        return int(given) if given is not None else self.window or None
+    def sliding_window(self) -> int | None:
+        """The layer's sliding window in tokens, or None."""
+        size = self.kwargs.get("sliding_window")
+        return int(size) if size is not None else self.mask_window or None
 
 
 def run_recorded(
     model: Any,
-    see: Callable[[AttentionCall], Tensor | None],
-    masks: MaskRecorder | None = None,
+    on_call: Callable[[AttentionCall], Tensor | None],
+    on_mask: MaskRecorder | None = None,
     **inputs: Any,
 ) -> Any:
-    """What the model gives in evaluation, every call of attention shown to `see`.
+    """Run the model in evaluation mode, and pass every attention call to `on_call`.
 
-    `see` may answer with an output to go on with in place of the call's own.
+    `on_call` may return an output that replaces the call's.
     """
 
     def attend(
-        own: AttentionFunction,
+        function: AttentionFunction,
         module: nn.Module,
         q: Tensor,
         k: Tensor,
         v: Tensor,
         attention_mask: Tensor | None = None,
-        **more: Any,
+        **kwargs: Any,
     ) -> tuple[Tensor, Any]:
-        out, weights = own(module, q, k, v, attention_mask, **more)
-        other = see(AttentionCall(module, q, k, v, attention_mask, more, out))
-        return (out if other is None else other), weights
+        out, weights = function(module, q, k, v, attention_mask, **kwargs)
+        replacement = on_call(AttentionCall(module, q, k, v, attention_mask, kwargs, out))
+        return (out if replacement is None else replacement), weights
 
-    with torch.no_grad(), without_dropout(model), recording(model, attend, masks):
+    with torch.no_grad(), without_dropout(model), recording(model, attend, on_mask):
         return model(**inputs)
 
 
 @dataclass(eq=False)
 class ProbedLayer:
-    """The record of one layer: its calls unmodified, and with other position embeddings.
+    """The record of one layer: its attention calls, also with other position embeddings.
 
     Attributes:
         module: the layer.
         calls: its calls in one forward.
-        argument: the place of its position embeddings among its arguments; None if it takes none.
+        argument: the name or index of its argument for position embeddings; None if it has none.
         tables: these embeddings.
-        has_ids: whether it is given the tokens' position_ids.
-        rotary: the module that made the embeddings, and the type of layer it made them for.
-        unrotated, doubled: its call with embeddings that rotate nothing, and that only double.
+        has_position_ids: whether it receives position_ids.
+        rotary: the module that computed the embeddings, and the layer type it computed them for.
+        unrotated, doubled: its call with embeddings that rotate nothing, and with those times 2.
     """
 
     module: nn.Module
     calls: list[AttentionCall]
     argument: str | int | None = None
     tables: Any = None
-    has_ids: bool = False
+    has_position_ids: bool = False
     rotary: tuple[nn.Module, str] | None = None
     unrotated: AttentionCall | None = None
     doubled: AttentionCall | None = None
@@ -250,131 +254,134 @@ class ProbedLayer:
 
 
 class _Probe:
-    """Records a forward, and calls each layer again when it has run."""
+    """Records a forward, and runs each layer again with other position embeddings.
+
+    Masks and tables are recognised by their address in memory, so they are kept alive.
+    """
 
     def __init__(self) -> None:
         self.layers: dict[nn.Module, ProbedLayer] = {}
-        self._done: set[nn.Module] = set()
+        self._rerun: set[nn.Module] = set()
         self._windows: dict[int, int] = {}
-        self._made: dict[int, tuple[nn.Module, str]] = {}
-        self._kept: list[Tensor] = []  # so that no other tensor takes their place in memory
-        self._again: list[AttentionCall] | None = None
+        self._rotary: dict[int, tuple[nn.Module, str]] = {}
+        self._alive: list[Tensor] = []
+        self._rerun_calls: list[AttentionCall] | None = None
 
-    def keep_mask(self, mask: Tensor, window: int) -> None:
-        """How far back this mask lets a layer see."""
-        self._kept.append(mask)
+    def record_mask(self, mask: Tensor, window: int) -> None:
+        """Record the window of a mask."""
+        self._alive.append(mask)
         self._windows[mask.data_ptr()] = window
 
-    def see(self, call: AttentionCall) -> None:
-        """Keep a call, apart where a layer is called again."""
+    def record_call(self, call: AttentionCall) -> None:
+        """Record a call, separately while a layer runs again."""
         if call.mask is not None:
-            call.window = self._windows.get(call.mask.data_ptr())
-        if self._again is not None:
-            self._again.append(call)
+            call.mask_window = self._windows.get(call.mask.data_ptr())
+        if self._rerun_calls is not None:
+            self._rerun_calls.append(call)
         else:
             self.layers.setdefault(call.module, ProbedLayer(call.module, [])).calls.append(call)
 
-    def keep_tables(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any
+    def record_tables(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], tables: Any
     ) -> None:
-        """A hook of a rotary module: which tables it has made."""
-        first = made[0] if isinstance(made, tuple | list) and made else made
-        kinds = [value for value in (*args, *kwargs.values()) if isinstance(value, str)]
+        """Forward hook of a rotary module: record which tables it computed."""
+        first = tables[0] if isinstance(tables, tuple | list) and tables else tables
+        layer_types = [value for value in (*args, *kwargs.values()) if isinstance(value, str)]
         if isinstance(first, Tensor):
-            self._made[first.data_ptr()] = module, kinds[0] if kinds else ""
-            self._kept.append(first)
+            self._rotary[first.data_ptr()] = module, layer_types[0] if layer_types else ""
+            self._alive.append(first)
 
-    def call_again(
+    def rerun_layer(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any
     ) -> None:
-        """A hook of any module: a layer is called once more with other position embeddings.
+        """Forward hook of any module: run a layer again with other position embeddings.
 
-        And then as it was, so that what it hands to later layers is its own again.
+        Its last run uses its own, so that later layers get the same values from it.
         """
         layer = self.layers.get(module)
-        if layer is None or module in self._done or self._again is not None:
+        if layer is None or module in self._rerun or self._rerun_calls is not None:
             return
-        self._done.add(module)
+        self._rerun.add(module)
         argument = find_tables(args, kwargs)
         if argument is None:
             return
-        given = kwargs[argument] if isinstance(argument, str) else args[argument]
-        layer.argument, layer.tables = argument, given
-        layer.has_ids = kwargs.get("position_ids") is not None
-        first = given if isinstance(given, Tensor) else given[0]
-        layer.rotary = self._made.get(first.data_ptr())
+        own_tables = kwargs[argument] if isinstance(argument, str) else args[argument]
+        layer.argument, layer.tables = argument, own_tables
+        layer.has_position_ids = kwargs.get("position_ids") is not None
+        first = own_tables if isinstance(own_tables, Tensor) else own_tables[0]
+        layer.rotary = self._rotary.get(first.data_ptr())
 
-        def called_with(tables: Any) -> AttentionCall:
-            other_args, other = with_argument(args, kwargs, argument, tables)
+        def call_with(tables: Any) -> AttentionCall:
+            new_args, new_kwargs = replace_argument(args, kwargs, argument, tables)
             calls: list[AttentionCall] = []
-            self._again = calls
+            self._rerun_calls = calls
             try:
-                module.forward(*other_args, **other)
+                module.forward(*new_args, **new_kwargs)
             finally:
-                self._again = None
+                self._rerun_calls = None
             return calls[0]
 
-        layer.doubled = called_with(unrotated(given, 2.0))
-        layer.unrotated = called_with(unrotated(given))
-        called_with(given)
+        layer.doubled = call_with(identity_tables(own_tables, 2.0))
+        layer.unrotated = call_with(identity_tables(own_tables))
+        call_with(own_tables)
 
 
 def probe(parts: ModelParts) -> dict[nn.Module, ProbedLayer]:
-    """What each attention layer of the decoder is given and does, from one forward.
+    """Record each attention layer of the decoder in one forward, in the order of their calls.
 
-    The layers are in the order of their calls. Raises `InputError` where the forward fails.
+    Raises `InputError` where the forward fails.
     """
     recorder = _Probe()
     hooks = []
     for module in parts.decoder.modules():
-        hook = recorder.keep_tables if rotary_buffers(module) else recorder.call_again
+        hook = recorder.record_tables if rotary_buffers(module) else recorder.rerun_layer
         hooks.append(module.register_forward_hook(hook, with_kwargs=True))
     try:
-        given = {"input_ids": probe_tokens(parts), "use_cache": False}
+        inputs = {"input_ids": probe_tokens(parts), "use_cache": False}
         with explained(parts.name, "cannot be probed: its forward fails while it is recorded"):
-            run_recorded(parts.model, recorder.see, recorder.keep_mask, **given)
+            run_recorded(parts.model, recorder.record_call, recorder.record_mask, **inputs)
     finally:
         for handle in hooks:
             handle.remove()
-    inside = set(parts.decoder.modules())
-    return {module: layer for module, layer in recorder.layers.items() if module in inside}
+    modules = set(parts.decoder.modules())
+    return {module: layer for module, layer in recorder.layers.items() if module in modules}
 
 
 def replay(
     parts: ModelParts, probed: Mapping[nn.Module, ProbedLayer], start: int | None = None
 ) -> tuple[dict[nn.Module, list[AttentionCall]], Any]:
-    """The calls of a forward in which every layer reads what it read in the probe, and its cache.
+    """Run the probe's tokens again, each layer on the same input; its calls by layer, its cache.
 
-    Each layer's input is then the same as before, whatever the layers below have become. `start`
-    is the position of the first token; None gives the model no position ids.
+    Each call returns the output of the probe, so a changed layer does not change the input of
+    those above. `start` is the position of the first token; None passes no position_ids.
     """
     calls: dict[nn.Module, list[AttentionCall]] = {}
-    ids, more = probe_tokens(parts), dict[str, Any]()
+    ids, kwargs = probe_tokens(parts), dict[str, Any]()
     if start is not None:
-        more["position_ids"] = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
+        kwargs["position_ids"] = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
 
-    def see(call: AttentionCall) -> Tensor | None:
-        made = calls.setdefault(call.module, [])
-        made.append(call)
+    def record(call: AttentionCall) -> Tensor | None:
+        recorded = calls.setdefault(call.module, [])
+        recorded.append(call)
         before = probed[call.module].calls if call.module in probed else []
-        return before[len(made) - 1].out if len(made) <= len(before) else None
+        return before[len(recorded) - 1].out if len(recorded) <= len(before) else None
 
-    made = run_recorded(parts.model, see, input_ids=ids, use_cache=start is None, **more)
-    return calls, getattr(made, "past_key_values", None)
+    output = run_recorded(parts.model, record, input_ids=ids, use_cache=start is None, **kwargs)
+    return calls, getattr(output, "past_key_values", None)
 
 
-def unrotated(like: Any, size: float = 1.0) -> Any:
-    """Position embeddings that rotate nothing and multiply by `size`, of the kind of `like`."""
+def identity_tables(like: Any, amplitude: float = 1.0) -> Any:
+    """Position embeddings in the format of `like` that rotate nothing: cos is the amplitude."""
     if isinstance(like, Tensor):
-        return torch.full_like(like, size)
-    return torch.full_like(like[0], size), torch.zeros_like(like[1])
+        return torch.full_like(like, amplitude)
+    return torch.full_like(like[0], amplitude), torch.zeros_like(like[1])
 
 
 def find_tables(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | int | None:
-    """The place of the position embeddings among a layer's arguments, or None."""
-    given: list[tuple[str | int, Any]] = [*kwargs.items(), *enumerate(args)]
-    given.sort(key=lambda pair: pair[0] != NAME)
-    return next((name for name, value in given if _is_table(value)), None)
+    """The name or index of a layer's argument that holds position embeddings, or None."""
+    arguments: list[tuple[str | int, Any]] = [*kwargs.items(), *enumerate(args)]
+    arguments.sort(key=lambda pair: pair[0] != POSITION_EMBEDDINGS)
+    return next((name for name, value in arguments if _is_table(value)), None)
 
 
 def _is_table(value: Any) -> bool:
@@ -386,33 +393,33 @@ def _is_table(value: Any) -> bool:
     return bool(value[0].dim() == 3 and value[0].shape == value[1].shape)
 
 
-def with_argument(
+def replace_argument(
     args: tuple[Any, ...], kwargs: dict[str, Any], argument: str | int, value: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with this value at that place."""
+    """The arguments with another value for one of them."""
     if isinstance(argument, str):
         return args, {**kwargs, argument: value}
     return (*args[:argument], value, *args[argument + 1 :]), kwargs
 
 
 def rotary_buffers(module: nn.Module) -> list[str]:
-    """The names of the frequencies that a module holds; those it started from are no part."""
+    """The names of a module's frequency buffers, without copies of the original ones."""
     names = [name for name, buffer in module._buffers.items() if buffer is not None]
     return [name for name in names if name.endswith("inv_freq") and "original" not in name]
 
 
-def probe_tokens(parts: ModelParts, count: int = COUNT) -> Tensor:
-    """A few tokens from all over the vocabulary.
+def probe_tokens(parts: ModelParts, count: int = PROBE_TOKENS) -> Tensor:
+    """Tokens spread over the vocabulary.
 
-    Its first tokens are often reserved and hardly trained, and what a model makes of those is much
-    a matter of rounding (SmolLM2 in bf16: logits 3 to 12 % off, of other tokens 1 %).
+    Its first tokens are often reserved and hardly trained, so rounding changes their logits more
+    (SmolLM2 in bf16: by 3 to 12 %, other tokens' by 1 %).
     """
     size = int(getattr(parts.config, "vocab_size", count + 3))
     return ((torch.arange(count, device=_device(parts)) + 1) * size // (count + 1))[None]
 
 
 def _device(parts: ModelParts) -> torch.device:
-    """Where the model takes its tokens; accelerate moves what lies elsewhere."""
+    """The device of the model's input ids; with accelerate, its hook's execution device."""
     for module in parts.model.get_input_embeddings().modules():
         device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
         if device is not None:

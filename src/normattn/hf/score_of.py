@@ -1,7 +1,7 @@
-"""`score_of`: the score of every layer of a transformers model, read off and held against it.
+"""`score_of`: identify the score of every layer of a transformers model, and verify it.
 
-A layer is recorded while the model reads, its normalisation and rotation are fitted to what was
-recorded, and `attention` with the score so found must give what the layer's own attention gave.
+Layers are recorded while the model runs, and normalisation and rotation are fitted to the record.
+`attention` with the score must then give the output of the layer's own attention.
 
 Legend: B batch, H query heads, G key heads, T tokens, D head dimension.
 """
@@ -20,17 +20,24 @@ from torch import Tensor
 from normattn.errors import InputError
 from normattn.hf.model_parts import model_parts, rope_of
 from normattn.hf.plan import HANDLE
-from normattn.hf.score_parts import Gating, Masking, gating, masking, position_parts, temperature
+from normattn.hf.score_parts import (
+    Gating,
+    Masking,
+    fit_position,
+    fit_temperature,
+    read_gate,
+    read_mask,
+)
 from normattn.hf.score_record import (
     Norm,
-    Raw,
     RecordedLayer,
+    RotaryLayout,
     Rotation,
-    Shape,
-    candidates,
+    Unrotated,
+    fit_norms,
     fit_rotation,
-    norms,
     record_layers,
+    unrotated_candidates,
 )
 from normattn.layers.attention import attention
 from normattn.layers.gates import apply_gate
@@ -39,17 +46,17 @@ from normattn.score.parts import RotateFirst, Sink, SlidingWindow, SoftCap, Vari
 from normattn.score.parts.qk_norm import Baseline
 from normattn.score.parts.rope import NoPE
 
-AGREES = 1e-5
-"""How far our attention may be from the layer's, as a share of its largest output, in float32."""
+TOLERANCE = 1e-5
+"""The tolerance of `attention`'s output, as a share of the layer's largest output, in float32."""
 
 
 @dataclass(frozen=True)
 class LayerScore:
-    """One attention layer: its score, or what is missing to name it.
+    """One attention layer: its score, or what is missing to identify it.
 
-    `difference` is how far `attention` with this score was from the layer's own, as a share of the
-    largest output; `lacks` names what no component describes, None if all is described;
-    `beside` what its mask does outside the score: pass that to `attention` as `attn_mask`.
+    `difference` is the error of `attention` with this score, as a share of the largest output.
+    `lacks` says what no component describes, None if nothing. `beside` says what its mask does in
+    addition to the score; pass that mask to `attention` as `attn_mask`.
     """
 
     layer: int
@@ -60,13 +67,13 @@ class LayerScore:
 
     @property
     def verified(self) -> bool:
-        """Whether the score is what the layer computes."""
+        """Whether the layer computes this score."""
         return self.spec is not None and self.lacks is None
 
 
 @dataclass(frozen=True)
 class ModelScore:
-    """The scores of a model's attention layers, in order, and by how many tokens they were read."""
+    """The scores of a model's attention layers, in order, and the number of recorded tokens."""
 
     model: str
     layers: tuple[LayerScore, ...]
@@ -74,43 +81,43 @@ class ModelScore:
 
     @property
     def verified(self) -> bool:
-        """Whether every layer's score is what it computes."""
+        """Whether the score of every layer is verified."""
         return all(layer.verified for layer in self.layers)
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
 
     def lines(self) -> Iterator[str]:
-        """A line for each run of layers of which the same is to be said."""
+        """A line for each range of layers with the same score."""
 
-        def described(layer: LayerScore) -> tuple[ScoreSpec | None, str, str | None]:
+        def without_numbers(layer: LayerScore) -> tuple[ScoreSpec | None, str, str | None]:
             lacks = re.sub(r"^layer \d+|\d\.\de[+-]\d+", "", layer.lacks or "")
             return layer.spec, lacks, layer.beside
 
-        for _, group in itertools.groupby(self.layers, described):
-            run = list(group)
-            first = run[0]
-            where = f"layer {first.layer}" + (f"-{run[-1].layer}" if len(run) > 1 else "")
-            off = max((layer.difference or 0.0 for layer in run), default=0.0)
-            how = first.lacks or f"verified on {self.tokens} tokens, off by {off:.0e}"
-            if first.lacks is not None and len(run) > 1:
-                how += f"; so in {len(run)} layers"
-            how += "" if first.beside is None else f"; {first.beside}"
-            yield f"{where}: {first.spec or 'not read'} ({how})"
+        for _, group in itertools.groupby(self.layers, without_numbers):
+            layers = list(group)
+            first = layers[0]
+            name = f"layer {first.layer}" + (f"-{layers[-1].layer}" if len(layers) > 1 else "")
+            difference = max(layer.difference or 0.0 for layer in layers)
+            note = first.lacks or f"verified on {self.tokens} tokens, off by {difference:.0e}"
+            if first.lacks is not None and len(layers) > 1:
+                note += f"; so in {len(layers)} layers"
+            note += "" if first.beside is None else f"; {first.beside}"
+            yield f"{name}: {first.spec or 'not read'} ({note})"
 
 
 def score_of(model: Any, tokens: int = 48) -> ModelScore:
     """The score of each attention layer of a transformers model, determined from a recording of it.
 
     The model runs on `tokens` random tokens. A layer's projections and the inputs of its attention
-    function determine normalisation, rotation and scale; the mask determines the window. Numbers
-    that so few tokens cannot show (a long window, a step of temperature) are taken from the
-    configuration. Then `attention` with that score, on the same projections, is compared with the
-    layer's own attention, to 1e-5 of its largest output. A model in half precision runs in float32,
-    which doubles its memory for the time. Rotary frequencies that `model.to()` has rounded cannot
-    be identified: load the model with `from_pretrained(dtype=…)`. If visible keys, or what is added
-    to their scores, depend on the text, `attention` gets the layer's own mask, and `beside` says
-    so.
+    function determine normalisation, rotation and scale; the mask determines the window. Values
+    that so few tokens cannot show (a long window, a temperature) come from the configuration. Then
+    `attention` with that score, on the same projections, is compared with the layer's own, to 1e-5
+    of its largest output.
+
+    A model in half precision runs in float32, which doubles its memory meanwhile. Frequencies that
+    `model.to()` has rounded cannot be identified: load the model with `from_pretrained(dtype=…)`.
+    If the mask depends on the text, `attention` gets the layer's own mask, and `beside` says so.
 
     Raises `InputError` for a model that cannot be recorded at all; for a layer that cannot be
     identified, `lacks` says why.
@@ -123,22 +130,22 @@ def score_of(model: Any, tokens: int = 48) -> ModelScore:
         )
     model, config = parts.model, parts.config
     with torch.no_grad():
-        layers = [_read(layer, config) for layer in record_layers(model, tokens)]
+        layers = [_read_layer(layer, config) for layer in record_layers(model, tokens)]
     return ModelScore(parts.name, tuple(layers), tokens)
 
 
 @dataclass(frozen=True)
 class _Fit:
-    """One way from projections to what attention was given; `first`: the rotation comes first."""
+    """Norms and rotation that map projections to attention's q and k."""
 
-    raw: Raw
+    unrotated: Unrotated
     q: Norm
     k: Norm
     rotation: Rotation
-    first: bool
+    rotates_first: bool
 
 
-def _read(layer: RecordedLayer, config: Any) -> LayerScore:
+def _read_layer(layer: RecordedLayer, config: Any) -> LayerScore:
     keys, count = layer.k.shape[2], layer.q.shape[2]
     name = f"layer {layer.index} ({type(layer.module).__name__})"
 
@@ -149,101 +156,105 @@ def _read(layer: RecordedLayer, config: Any) -> LayerScore:
         return unread(
             f"reads {keys} keys of {count} tokens, so the positions of its keys are not known"
         )
-    fit = next(_fits(layer, config), None)
+    fit = next(_find_fits(layer, config), None)
     if fit is None:
         return unread(
             "its queries and keys are computed, normalised or rotated in a way that no "
             "component describes"
         )
-    gate, mask = gating(layer), masking(layer, config)
-    spec = _named(layer, config, fit, gate, mask)
+    gate, mask = read_gate(layer), read_mask(layer, config)
+    spec = _build_spec(layer, config, fit, gate, mask)
     if isinstance(spec, str):
         return unread(spec)
     lacks = "; ".join(filter(None, (mask.lacks, gate.lacks))) or None
-    off = _difference(spec, layer, fit, gate, mask)
-    if off > AGREES:
-        lacks = f"its attention differs from that of {spec} by {off:.1e} of its largest output"
+    error = _difference(spec, layer, fit, gate, mask)
+    if error > TOLERANCE:
+        lacks = f"its attention differs from that of {spec} by {error:.1e} of its largest output"
     lacks = None if lacks is None else f"{name}: {lacks}"
-    return LayerScore(layer.index, spec, off, lacks, mask.beside)
+    return LayerScore(layer.index, spec, error, lacks, mask.beside)
 
 
-def _fits(layer: RecordedLayer, config: Any) -> Iterator[_Fit]:
-    """Ways that agree with all that was recorded, the plainest first."""
+def _find_fits(layer: RecordedLayer, config: Any) -> Iterator[_Fit]:
+    """Fits of the whole record, the simplest first."""
     names = ("eps", "variance_epsilon", "norm_eps", "rms_norm_eps", "layer_norm_eps")
-    places = [*layer.module.modules(), config]
-    values = [getattr(holder, name, None) for holder in places for name in names]
+    owners = [*layer.module.modules(), config]
+    values = [getattr(owner, name, None) for owner in owners for name in names]
     eps = list(dict.fromkeys(float(x) for x in values if isinstance(x, float))) or [1e-6]
-
-    def rotation(
-        norm: Norm, raw: Tensor, given: Tensor, shape: Shape, first: bool
-    ) -> Rotation | None:
-        raw, given = raw.double(), given.double()
-        if not first:
-            return fit_rotation(norm(raw), given, shape)
-        if not norm.kind:
-            return None
-        given = (given - norm.bias[:, None]) / norm.gain[:, None]
-        return fit_rotation(norm.plain(raw), given, shape)
-
-    for raw in candidates(layer):
-        for shapes in _shapes(layer, config, raw):
-            q, k = shapes[0].restored(layer.q), shapes[0].restored(layer.k)
-            sides = (list(norms(raw.q, q, eps)), list(norms(raw.k, k, eps)))
-            for left, right, first, shape in itertools.product(*sides, (False, True), shapes):
-                if left.kind and right.kind:  # one part must express both
-                    over = {left.across == "all", right.across == "all"}
-                    if (left.kind, left.eps) != (right.kind, right.eps) or len(over) > 1:
+    for unrotated in unrotated_candidates(layer):
+        for layouts in _rotary_layouts(layer, config, unrotated):
+            q, k = layouts[0].restored(layer.q), layouts[0].restored(layer.k)
+            norms = (list(fit_norms(unrotated.q, q, eps)), list(fit_norms(unrotated.k, k, eps)))
+            for q_norm, k_norm, first, layout in itertools.product(*norms, (False, True), layouts):
+                if q_norm.kind and k_norm.kind:  # one part must express both
+                    across = {q_norm.across == "all", k_norm.across == "all"}
+                    same = (q_norm.kind, q_norm.eps) == (k_norm.kind, k_norm.eps)
+                    if not same or len(across) > 1:
                         continue
-                one = rotation(left, raw.q, q, shape, first)
-                other = None if one is None else rotation(right, raw.k, k, shape, first)
-                if one is None or other is None:
+                of_q = _fit_normed_rotation(q_norm, unrotated.q, q, layout, first)
+                if of_q is None:
                     continue
-                if float((one.theta - other.theta).abs().max()) < 1e-4:
-                    yield _Fit(raw, left, right, one, first)
+                of_k = _fit_normed_rotation(k_norm, unrotated.k, k, layout, first)
+                if of_k is not None and float((of_q.theta - of_k.theta).abs().max()) < 1e-4:
+                    yield _Fit(unrotated, q_norm, k_norm, of_q, first)
 
 
-def _shapes(layer: RecordedLayer, config: Any, raw: Raw) -> Iterator[list[Shape]]:
-    """What may rotate: lists of those that leave features where they are, then of others alone."""
+def _fit_normed_rotation(
+    norm: Norm, x: Tensor, rotated: Tensor, layout: RotaryLayout, rotates_first: bool
+) -> Rotation | None:
+    """The rotation after a norm or, with `rotates_first`, before it."""
+    x, rotated = x.double(), rotated.double()
+    if not rotates_first:
+        return fit_rotation(norm(x), rotated, layout)
+    if not norm.kind:
+        return None
+    return fit_rotation(norm.plain(x), (rotated - norm.bias[:, None]) / norm.gain[:, None], layout)
+
+
+def _rotary_layouts(
+    layer: RecordedLayer, config: Any, unrotated: Unrotated
+) -> Iterator[list[RotaryLayout]]:
+    """Possible layouts, in lists with one order of features: first not reordered ones."""
     d, rope = layer.q.shape[-1], rope_of(config, layer.index)
     factors = (rope.get("partial_rotary_factor"), getattr(config, "partial_rotary_factor", None))
-    parts = [max(2, int(d * share) // 2 * 2) for share in factors if share]
-    first = [(size, 0) for size in dict.fromkeys((*parts, d))]
-    last = [(size, d - size) for size in parts if size < d]
-    if raw.last is not None:
-        first, last = [(raw.last, d - raw.last)], first
+    sizes = [max(2, int(d * factor) // 2 * 2) for factor in factors if factor]
+    first = [(size, 0) for size in dict.fromkeys((*sizes, d))]
+    last = [(size, d - size) for size in sizes if size < d]
+    if unrotated.shared_size is not None:
+        first, last = [(unrotated.shared_size, d - unrotated.shared_size)], first
     for blocks in filter(None, (first, last)):
-        yield [Shape(*block, apart) for block in blocks for apart in (True, False)]
-        yield from ([Shape(*block, apart=False, reordered=True)] for block in blocks)
+        yield [RotaryLayout(*block, half) for block in blocks for half in (True, False)]
+        yield from ([RotaryLayout(*block, half=False, reordered=True)] for block in blocks)
 
 
-def _named(
+def _build_spec(
     layer: RecordedLayer, config: Any, fit: _Fit, gate: Gating, mask: Masking
 ) -> ScoreSpec | str:
-    """The score, or why there is none."""
+    """The score, or a sentence that says why there is none."""
     rope, d = rope_of(config, layer.index), layer.q.shape[-1]
-    # What the rotation may multiply queries and keys with; nothing where norms hide it: the square
-    # root of all that multiplies the product, beyond 1/√d, or what was seen of keys.
+    # Possible factors of q and k in the rotation, which norms hide: the square root of all factors
+    # of q · k beyond 1/√d, or the factor of k.
     gains: tuple[float, ...] = () if fit.k.kind else (float(fit.k.gain[0, 0]),)
     if gains and not fit.q.kind:
-        whole = layer.scaling * d**0.5 * float(fit.q.gain[0, 0]) * gains[0]
-        gains = (whole**0.5, *gains) if whole > 0 else gains
-    placed = position_parts(fit.rotation, rope, config, d, gains)
-    if placed is None:
+        product = layer.scaling * d**0.5 * float(fit.q.gain[0, 0]) * gains[0]
+        gains = (product**0.5, *gains) if product > 0 else gains
+    positioned = fit_position(fit.rotation, rope, config, d, gains)
+    if positioned is None:
         return "no component describes its rotary frequencies"
-    position, length = placed
-    warm = temperature(config, rope, fit.rotation.size, not isinstance(position[0], NoPE))
-    if warm is None:
+    position, length = positioned
+    rotates = not isinstance(position[0], NoPE)
+    temperature = fit_temperature(config, rope, fit.rotation.amplitude, rotates)
+    if temperature is None:
         return "its scale changes with the position in a way that no component describes"
     window = mask.part
     if isinstance(window, SlidingWindow) and len(position) > 1:
         window = replace(window, stretched=True)
-    cap, sink = layer.more.get("softcap"), layer.more.get("s_aux")
-    placed_alone = ScoreSpec((Baseline(), *position), length)
+    cap, sink = layer.kwargs.get("softcap"), layer.kwargs.get("s_aux")
+    amplitude = _amplitude(ScoreSpec((Baseline(), *position), length))
     parts = (
-        _variant(layer, fit, _amplitude(placed_alone)),
-        *warm,
+        _fit_variant(layer, fit, amplitude),
+        *temperature,
         *position,
-        RotateFirst() if fit.first else None,
+        RotateFirst() if fit.rotates_first else None,
         SoftCap(cap=cap) if cap else None,
         None if sink is None else Sink(),
         gate.part,
@@ -253,46 +264,48 @@ def _named(
 
 
 def _amplitude(spec: ScoreSpec) -> float:
-    """What the rotation multiplies queries and keys with."""
+    """The factor of queries and keys in the rotation."""
     scaling = spec.rope_scaling
     return 1.0 if scaling is None else float(scaling.gain(spec.train_length) ** 0.5)
 
 
-def _variant(layer: RecordedLayer, fit: _Fit, amplitude: float) -> Variant:
-    """The normalisation and the scale as a part."""
+def _fit_variant(layer: RecordedLayer, fit: _Fit, amplitude: float) -> Variant:
+    """The norm and the scale as a part."""
     fields: dict[str, Any] = {}
-    scaling, normed = layer.scaling, [norm for norm in (fit.q, fit.k) if norm.kind]
+    scale, norms = layer.scaling, [norm for norm in (fit.q, fit.k) if norm.kind]
     for norm in (fit.q, fit.k):
-        share = 1.0 if norm.kind else float(norm.gain[0, 0]) / amplitude
-        scaling *= 1.0 if abs(share - 1) < 1e-5 else share
-    if abs(scaling * layer.q.shape[-1] ** 0.5 - 1) > 1e-5:
-        fields["scale"] = scaling if scaling == layer.scaling else float(f"{scaling:.7g}")
-    if not normed:
+        factor = 1.0 if norm.kind else float(norm.gain[0, 0]) / amplitude
+        scale *= 1.0 if abs(factor - 1) < 1e-5 else factor
+    if abs(scale * layer.q.shape[-1] ** 0.5 - 1) > 1e-5:
+        fields["scale"] = scale if scale == layer.scaling else float(f"{scale:.7g}")
+    if not norms:
         return Baseline(**fields)
-    kind = {"rms": "RMSNorm", "layer": "LayerNorm"}[normed[0].kind]
+    kind = {"rms": "RMSNorm", "layer": "LayerNorm"}[norms[0].kind]
     name = ("Q" if fit.q.kind else "") + ("K" if fit.k.kind else "") + kind
-    plain = (float((x.gain - amplitude).abs().max()) < 1e-3 and not x.bias.any() for x in normed)
-    across = "each" if any(norm.across == "each" for norm in normed) else normed[0].across
-    fields |= {"gain": not all(plain), "across": across, "eps": normed[0].eps}
+    gains = (float((x.gain - amplitude).abs().max()) >= 1e-3 or x.bias.any() for x in norms)
+    across = "each" if any(norm.across == "each" for norm in norms) else norms[0].across
+    fields |= {"gain": any(gains), "across": across, "eps": norms[0].eps}
     return ScoreSpec.parse(name, **fields).variant
 
 
 def _difference(
     spec: ScoreSpec, layer: RecordedLayer, fit: _Fit, gate: Gating, mask: Masking
 ) -> float:
-    """How far `attention` is from the layer's own, as a share of its largest output."""
+    """The error of `attention` with this score, as a share of the layer's largest output."""
     score = Score(spec, layer.q.shape[1], layer.q.shape[-1], layer.k.shape[1]).double()
     for module, norm in ((score.query_norm, fit.q), (score.key_norm, fit.k)):
         for name, value in (("weight", norm.gain), ("bias", norm.bias)):
-            own = getattr(module, name, None)
-            if own is not None:
-                own.copy_((value if own.dim() == 2 else value[0]) / _amplitude(spec))
+            parameter = getattr(module, name, None)
+            if parameter is not None:
+                value = value if parameter.dim() == 2 else value[0]
+                parameter.copy_(value / _amplitude(spec))
     if score.sink is not None:
-        score.sink.copy_(layer.more["s_aux"])
-    q, k, v = (tensor.detach().double().cpu() for tensor in (fit.raw.q, fit.raw.k, layer.v))
-    theirs, logits = layer.out.double().cpu(), gate.logits
+        score.sink.copy_(layer.kwargs["s_aux"])
+    tensors = (fit.unrotated.q, fit.unrotated.k, layer.v)
+    q, k, v = (tensor.detach().double().cpu() for tensor in tensors)
+    expected, logits = layer.out.double().cpu(), gate.logits
     if logits is not None:
         logits = logits.double().cpu()
-        theirs = apply_gate(spec, theirs.transpose(1, 2), logits).transpose(1, 2)
-    ours = attention(q, k, v, score.cpu(), mask.causal, mask.operand, gate=logits)
-    return float((ours.transpose(1, 2) - theirs).abs().max() / theirs.abs().max())
+        expected = apply_gate(spec, expected.transpose(1, 2), logits).transpose(1, 2)
+    out = attention(q, k, v, score.cpu(), mask.causal, mask.operand, gate=logits)
+    return float((out.transpose(1, 2) - expected).abs().max() / expected.abs().max())

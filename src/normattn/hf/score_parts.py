@@ -1,8 +1,7 @@
-"""From what a layer was recorded to do, and what its configuration says, to the parts of its score.
+"""Identify the parts of a layer's score: position, temperature, gate and mask.
 
-The configuration proposes (bases, rope scaling, lengths that few tokens cannot show); what was
-measured decides: a proposal that does not give the measured frequencies is none. A mask and an
-output gate are parts too, where they are those of some part.
+The configuration proposes values (base, rope scaling, lengths beyond the recorded tokens). A
+proposal is accepted only if it gives the measured frequencies.
 
 Legend: B batch, H query heads, T tokens, S keys, E value size, W width.
 """
@@ -12,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,8 +20,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from normattn.hf.model_parts import layer_type, rope_type_of
-from normattn.hf.probe import hidden
-from normattn.hf.score_record import CLOSE, RecordedLayer, Rotation, heads_of, plain_base
+from normattn.hf.probe import hidden_keys
+from normattn.hf.score_record import TOLERANCE, RecordedLayer, Rotation, find_base, split_heads
 from normattn.score import ScoreSpec
 from normattn.score.parts import Chunked, Gate, Part, RopeScaling, SlidingWindow
 from normattn.score.parts.qk_norm import Baseline
@@ -31,33 +30,32 @@ from normattn.score.parts.rope_scaling import PI, Llama3, YaRN
 from normattn.score.parts.scale import Temperature
 from normattn.score.rotary import frequencies
 
-_STILL = 1e-7
-_ROUNDED = 1e-4
-"""How far numbers of two texts may be apart by rounding alone, as a share of the largest."""
+_NO_ROTATION = 1e-7
+_ROUNDING = 1e-4
+"""How far rounding may move a number between two texts, as a share of the largest."""
 
 
-def position_parts(
+def fit_position(
     rotation: Rotation,
     rope: Mapping[str, Any],
     config: Any,
     head_dim: int,
     gains: tuple[float, ...],
 ) -> tuple[tuple[Part, ...], int | None] | None:
-    """Position and rope scaling, with the length that they need; None where none fits.
+    """Position and rope scaling that give the measured rotation, and their length; None if none do.
 
-    `gains` are what the rotation may multiply q and k with by what was measured; none where that
-    cannot be told.
+    `gains` are possible factors of q and k in the rotation; empty where they cannot be measured.
     """
-    if float(rotation.theta.abs().max()) < _STILL:
+    if float(rotation.theta.abs().max()) < _NO_ROTATION:
         return (NoPE(),), None
     pairs = head_dim // 2
     measured = torch.nn.functional.pad(rotation.theta, (0, pairs - rotation.theta.numel()))
     for position, scaling, length in _proposals(rotation, rope, config, head_dim, gains):
         parts: tuple[Part, ...] = (position,) if scaling is None else (position, scaling)
-        named = frequencies(ScoreSpec((Baseline(), *parts), length), head_dim)
-        named = torch.nn.functional.pad(named, (0, pairs - named.numel()))
-        off = float((measured - named).abs().max()) * (rotation.size.numel() - 1)
-        if off < 10 * CLOSE:
+        proposed = frequencies(ScoreSpec((Baseline(), *parts), length), head_dim)
+        proposed = torch.nn.functional.pad(proposed, (0, pairs - proposed.numel()))
+        error = float((measured - proposed).abs().max()) * (rotation.amplitude.numel() - 1)
+        if error < 10 * TOLERANCE:
             return parts, length
     return None
 
@@ -69,23 +67,23 @@ def _proposals(
     head_dim: int,
     gains: tuple[float, ...],
 ) -> Iterator[tuple[RotaryPosition, RopeScaling | None, int | None]]:
-    """What the configuration says, then a plain row of frequencies that fits."""
+    """Proposals from the configuration's base, then from the base of the measured frequencies."""
     size = 2 * rotation.theta.numel()
     share = rope.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None)
     backward = float(rotation.theta[0]) < 0
-    bases = (rope.get("rope_theta"), plain_base(-rotation.theta if backward else rotation.theta))
+    bases = (rope.get("rope_theta"), find_base(-rotation.theta if backward else rotation.theta))
     for base in filter(None, bases):
-        own: dict[str, Any] = {"base": _nice(float(base))}
-        own["layout"] = "interleaved" if rotation.interleaved else "half"
+        fields: dict[str, Any] = {"base": _round_number(float(base))}
+        fields["layout"] = "interleaved" if rotation.interleaved else "half"
         position: RotaryPosition
         if rope_type_of(rope) == "proportional" and share:
-            yield PRoPE(**own, fraction=share), *_scaling(rope, config, gains)
+            yield PRoPE(**fields, fraction=share), *_scaling(rope, config, gains)
             continue
         if size == head_dim:
-            position = RoPE(**own, direction="backward" if backward else "forward")
+            position = RoPE(**fields, direction="backward" if backward else "forward")
         else:
-            own |= {"fraction": _fraction(size, head_dim)}
-            position = PartialRoPE(**own, side="last" if rotation.start else "first")
+            fields["fraction"] = _fraction(size, head_dim)
+            position = PartialRoPE(**fields, side="last" if rotation.start else "first")
         yield position, *_scaling(rope, config, gains)
         yield position, None, None
 
@@ -93,133 +91,134 @@ def _proposals(
 def _scaling(
     rope: Mapping[str, Any], config: Any, gains: tuple[float, ...]
 ) -> tuple[RopeScaling | None, int | None]:
-    """The rope scaling that rope parameters name, with the length it counts within.
+    """The rope scaling of rope parameters, and its training length.
 
-    YaRN's sharpness is a usual one where what multiplies q and k says so, else what that says.
+    YaRN's sharpness is measured, and rounded to a common value where one is close.
     """
     length = rope.get("original_max_position_embeddings")
     length = length or getattr(config, "max_position_embeddings", None)
-    kind, factor = rope_type_of(rope), float(rope.get("factor") or 1.0)
-    if kind in ("linear", "proportional"):
-        return (PI(factor=_nice(factor)) if _nice(factor) != 1 else None), None
-    if kind == "llama3":
-        low, high = (_nice(float(rope[f"{end}_freq_factor"])) for end in ("low", "high"))
-        return Llama3(factor=_nice(float(rope["factor"])), low=low, high=high), length
-    if kind != "yarn":
+    rope_type, factor = rope_type_of(rope), _round_number(float(rope.get("factor") or 1.0))
+    if rope_type in ("linear", "proportional"):
+        return (PI(factor=factor) if factor != 1 else None), None
+    if rope_type == "llama3":
+        low, high = (_round_number(float(rope[f"{end}_freq_factor"])) for end in ("low", "high"))
+        return Llama3(factor=factor, low=low, high=high), length
+    if rope_type != "yarn":
         return None, None
-    sharpness, weights = 0.1, (rope.get("mscale"), rope.get("mscale_all_dim"))
+    sharpness, mscales = 0.1, (rope.get("mscale"), rope.get("mscale_all_dim"))
     if factor > 1:
-        if not gains:  # what transformers multiplies cos and sin with
-            above, below = (0.1 * float(weight or 0) * math.log(factor) + 1 for weight in weights)
-            amplitude = above / below if all(weights) else 0.1 * math.log(factor) + 1
-            given = rope.get("attention_factor")
-            gains = (amplitude if given is None else float(given),)
+        if not gains:  # transformers' factor of cos and sin
+            above, below = (0.1 * float(mscale or 0) * math.log(factor) + 1 for mscale in mscales)
+            amplitude = above / below if all(mscales) else 0.1 * math.log(factor) + 1
+            configured = rope.get("attention_factor")
+            gains = (amplitude if configured is None else float(configured),)
         measured = [round((gain - 1) / math.log(factor), 4) for gain in gains]
-        usual = (0.1, 0.1 * float(weights[1] or 1.0))
-        sharpness = next((one for one in usual if round(one, 4) in measured), measured[-1])
+        common = (0.1, 0.1 * float(mscales[1] or 1.0))
+        sharpness = next((value for value in common if round(value, 4) in measured), measured[-1])
     ends = ("beta_fast", "beta_slow")
     yarn = YaRN(
-        factor=_nice(factor),
+        factor=factor,
         truncate=rope.get("truncate") is not False,
-        sharpness=_nice(sharpness),
-        **{name: _nice(float(rope[name])) for name in ends if rope.get(name)},
+        sharpness=_round_number(sharpness),
+        **{name: _round_number(float(rope[name])) for name in ends if rope.get(name)},
     )
     return yarn, length
 
 
 def _fraction(size: int, head_dim: int) -> float:
-    """A share of the head that `size` of its features are, as `PartialRoPE` rounds it."""
+    """The shortest fraction with which `PartialRoPE` rotates `size` features of a head."""
     exact = size / head_dim
-    shares = (round(exact, 10), math.ceil(exact * 1e4) / 1e4, math.ceil(exact * 1e8) / 1e8)
-    fits = (share for share in shares if PartialRoPE(fraction=share).rotary_dim(head_dim) == size)
+    rounded = (round(exact, 10), math.ceil(exact * 1e4) / 1e4, math.ceil(exact * 1e8) / 1e8)
+    fits = (x for x in rounded if PartialRoPE(fraction=x).rotary_dim(head_dim) == size)
     return next(fits, exact)
 
 
-def _nice(value: float) -> float:
-    """A number as a person would write it, where that is as close as was measured."""
+def _round_number(value: float) -> float:
+    """A value above 100 with three digits where that is within 0.1 %; else with ten decimals."""
     rounded = float(f"{value:.3g}")
     close = abs(rounded - value) <= 1e-3 * abs(value) and value > 100
     return rounded if close else round(value, 10)
 
 
-def temperature(
-    config: Any, rope: Mapping[str, Any], size: Float[Tensor, " t"], rotates: bool
+def fit_temperature(
+    config: Any, rope: Mapping[str, Any], amplitude: Float[Tensor, " t"], rotates: bool
 ) -> tuple[Temperature, ...] | None:
-    """The position temperature of a layer, if it has one; None where its scale grows otherwise."""
-    part, expected = None, torch.ones_like(size)
+    """The position temperature of a layer, if any; None where none gives its measured amplitude."""
+    part, expected = None, torch.ones_like(amplitude)
     if (beta := rope.get("llama_4_scaling_beta")) is not None:
         part = Temperature(beta=beta, length=rope.get("original_max_position_embeddings"))
     elif getattr(config, "attn_temperature_tuning", False) and not rotates:
         part = Temperature(beta=config.attn_scale, length=int(config.floor_scale), shift=1)
     if part is not None:
-        expected = part.factor(torch.arange(1, size.numel() + 1, dtype=torch.float64), None)
-    off = (size / size[0] - expected / expected[0]).abs().max()
-    return None if float(off) >= 10 * CLOSE else () if part is None else (part,)
+        expected = part.factor(torch.arange(1, amplitude.numel() + 1, dtype=torch.float64), None)
+    error = (amplitude / amplitude[0] - expected / expected[0]).abs().max()
+    if float(error) >= 10 * TOLERANCE:
+        return None
+    return () if part is None else (part,)
 
 
 def _window_part(
-    visible: Bool[Tensor, "t t"], named: SlidingWindow | Chunked | None
+    visible: Bool[Tensor, "t t"], configured: SlidingWindow | Chunked | None
 ) -> SlidingWindow | Chunked | None:
-    """The part that hides what the causal `visible` hides; None where no part does.
+    """The part that hides the same keys as a causal mask; None where no part does.
 
-    A window that is longer than the tokens is the one that the configuration names.
+    The tokens cannot show a window that is longer; that one is taken from the configuration.
     """
     positions = torch.arange(len(visible))
     distance = positions[:, None] - positions
     causal = distance >= 0
     if torch.equal(visible, causal):
-        return named
-    width = int(torch.where(visible, distance, 0).max()) + 1
-    if torch.equal(visible, causal & (distance < width)):
-        return SlidingWindow(window=width)
-    sizes = range(2, len(visible))
-    chunks = (
-        s for s in sizes if torch.equal(visible, causal & (distance <= positions[:, None] % s))
-    )
-    size = next(chunks, None)
-    return None if size is None else Chunked(size=size)
+        return configured
+    window = int(torch.where(visible, distance, 0).max()) + 1
+    if torch.equal(visible, causal & (distance < window)):
+        return SlidingWindow(window=window)
+    for size in range(2, len(visible)):
+        if torch.equal(visible, causal & (distance <= positions[:, None] % size)):
+            return Chunked(size=size)
+    return None
 
 
 @dataclass(frozen=True)
 class Gating:
-    """The output gate's part and its logits (B, T, …); `lacks` is what is not understood."""
+    """The output gate's part and its logits (B, T, …); `lacks` says what is not identified."""
 
     part: Gate | None = None
     logits: Tensor | None = None
     lacks: str | None = None
 
 
-def gating(layer: RecordedLayer) -> Gating:
-    """What is between attention's output and the last projection."""
+def read_gate(layer: RecordedLayer) -> Gating:
+    """Identify the gate between attention's output and the last projection."""
     out = layer.out.flatten(2)
-    given = [x for x, _ in layer.projections if x.shape == out.shape]
-    if any(torch.equal(candidate, out) for candidate in given):
+    gated_outputs = [x for x, _ in layer.projections if x.shape == out.shape]
+    if any(torch.equal(x, out) for x in gated_outputs):
         return Gating()
     (heads, size), d = layer.out.shape[2:], layer.q.shape[-1]
-    for x, (_, made) in itertools.product(given, layer.projections):
-        if made.shape[-1] == heads * (d + size):  # behind the queries of each head
-            made = heads_of(made, d + size)[..., d:].transpose(1, 2).flatten(2)
-        if made.shape[-1] not in (heads * size, heads):
+    for gated, (_, projected) in itertools.product(gated_outputs, layer.projections):
+        if projected.shape[-1] == heads * (d + size):  # after the queries of each head
+            projected = split_heads(projected, d + size)[..., d:].transpose(1, 2).flatten(2)
+        if projected.shape[-1] not in (heads * size, heads):
             continue
-        wide, wanted = made.shape[-1] // heads, x.double().view_as(layer.out)
-        logits = made.double().reshape(*made.shape[:2], heads, wide)
-        part = Gate(per="feature" if wide > 1 or size == 1 else "head")
-        for act in (part, replace(part, act="softplus")):
-            opened = logits.sigmoid() if act is part else F.softplus(logits)
-            if float((opened * layer.out - wanted).abs().max()) <= CLOSE * float(
-                wanted.abs().max()
-            ):
-                return Gating(act, logits.flatten(2))
+        width, expected = projected.shape[-1] // heads, gated.double().view_as(layer.out)
+        logits = projected.double().reshape(*projected.shape[:2], heads, width)
+        per: Any = "feature" if width > 1 or size == 1 else "head"
+        for part, factor in (
+            (Gate(per=per), logits.sigmoid()),
+            (Gate(per=per, act="softplus"), F.softplus(logits)),
+        ):
+            error = (factor * layer.out - expected).abs().max()
+            if float(error) <= TOLERANCE * float(expected.abs().max()):
+                return Gating(part, logits.flatten(2))
     lacks = "its output is changed before the last projection in a way that no component describes"
     return Gating(lacks=lacks)
 
 
 @dataclass(frozen=True)
 class Masking:
-    """The part that says which keys are hidden, None for none, and the mask that does the rest.
+    """The part that hides keys, None for none, and the layer's own mask where it does more.
 
-    `causal`: no query sees a later key. `operand` (B, H or 1, T, S) is the layer's own mask where
-    it does more than `part` says, `beside` what that is, `lacks` what cannot be said of it.
+    `causal`: no query sees a later key. `operand` (B, H or 1, T, S) is the layer's own mask,
+    `beside` describes it, and `lacks` says what is not identified.
     """
 
     part: SlidingWindow | Chunked | None = None
@@ -229,53 +228,59 @@ class Masking:
     lacks: str | None = None
 
 
-def masking(layer: RecordedLayer, config: Any) -> Masking:
-    """What the mask does, by what was recorded of it in texts that differ."""
+def read_mask(layer: RecordedLayer, config: Any) -> Masking:
+    """Identify what the mask hides and adds, by comparing different texts."""
     tokens, mask = layer.q.shape[2], layer.mask
-    indexed = layer.more.get("indices") is not None
+    indexed = layer.kwargs.get("indices") is not None
     few = f"its indexer leaves out none of {tokens} tokens: use more tokens" if indexed else None
-    named = _named(layer, config)
     if mask is None:
         return Masking(causal=False, lacks=few)
-    hides, part = hidden(mask), None
-    same = bool((hides == hides[:1, :1]).all())  # in every text, from every head
-    visible = ~hides[0, 0].cpu()
-    causal = not bool(visible.triu(1).any())
+    hidden = hidden_keys(mask)
+    same = bool((hidden == hidden[:1, :1]).all())  # in every text and head
+    causal = not bool((~hidden[0, 0]).triu(1).any())
     added = 0.0
     if mask.dtype != torch.bool:
-        added = float(mask.masked_fill(hides, 0.0).abs().max())
-    if causal and same:
-        part = _window_part(visible, named)
-    elif causal and isinstance(named, SlidingWindow) and named.window:
-        at = torch.arange(mask.shape[3], device=mask.device)
-        beyond = at[-mask.shape[2] :, None] - at >= named.window
-        part = None if (~hides & beyond).any() else named
+        added = float(mask.masked_fill(hidden, 0.0).abs().max())
+    part = _hiding_part(layer, config, hidden, same) if causal else None
     if same and not added:
         return Masking(part, causal, lacks=few)
-    # Whether what it hides, and what it adds, differs from text to text.
-    hiding, adding = bool((hides != hides[:1]).any()), False
+    hiding_varies, adding_varies = bool((hidden != hidden[:1]).any()), False
     if mask.dtype != torch.bool:
-        both = ~hides & ~hides[:1]
-        most, apart = (torch.where(both, x, 0.0).abs().max() for x in (mask, mask - mask[:1]))
-        adding = bool(apart > _ROUNDED * most)
+        both = ~hidden & ~hidden[:1]
+        largest, change = (torch.where(both, x, 0.0).abs().max() for x in (mask, mask - mask[:1]))
+        adding_varies = bool(change > _ROUNDING * largest)
     beside: str | None = "its mask depends on the text (attn_mask)"
     lacks: str | None = None
-    if not hiding and (indexed or not adding):
+    if not hiding_varies and (indexed or not adding_varies):
         beside = None
         lacks = few or "its mask does the same in every text, which no component describes"
-    elif indexed and not adding:
+    elif indexed and not adding_varies:
         beside = "an indexer chooses the keys of each query (attn_mask)"
-    if added and not adding:
+    if added and not adding_varies:
         lacks = f"its mask adds up to {added:.2g} to a score, which no component describes"
     return Masking(part, causal, mask.cpu(), beside, lacks)
 
 
-def _named(layer: RecordedLayer, config: Any) -> SlidingWindow | Chunked | None:
-    """What hides keys by the layer's own words or the configuration's."""
+def _hiding_part(
+    layer: RecordedLayer, config: Any, hidden: Bool[Tensor, "b h t s"], same: bool
+) -> SlidingWindow | Chunked | None:
+    """The part for a causal mask; `same`: it hides the same keys in every text and head."""
+    configured = _configured_window(layer, config)
+    if same:
+        return _window_part(~hidden[0, 0].cpu(), configured)
+    if not isinstance(configured, SlidingWindow) or not configured.window:
+        return None
+    keys = torch.arange(hidden.shape[3], device=hidden.device)
+    beyond = keys[-hidden.shape[2] :, None] - keys >= configured.window
+    return None if (~hidden & beyond).any() else configured
+
+
+def _configured_window(layer: RecordedLayer, config: Any) -> SlidingWindow | Chunked | None:
+    """The window of the layer's arguments or of its configuration."""
     kind = layer_type(config, layer.index)
     if kind == "chunked_attention":
         return Chunked(size=config.attention_chunk_size)
-    width = layer.more.get("sliding_window")
-    if width is None and kind == "sliding_attention":
-        width = config.sliding_window
-    return None if width is None else SlidingWindow(window=int(width))
+    window = layer.kwargs.get("sliding_window")
+    if window is None and kind == "sliding_attention":
+        window = config.sliding_window
+    return None if window is None else SlidingWindow(window=int(window))

@@ -1,7 +1,7 @@
-"""Losses of every next token of a transformers model, the logits a few rows at a time.
+"""Losses of every next token of a transformers model, with the logits computed in chunks.
 
-A long text's logits are tokens × vocabulary, gigabytes; what comes before the head is not. So the
-decoder reads the text, and the head scores its rows in chunks.
+The logits of a long text, tokens × vocabulary, take gigabytes. The decoder's output does not, so
+the decoder runs once and the head runs on a few rows at a time.
 
 Legend: B batch, T tokens, V vocabulary.
 """
@@ -25,9 +25,9 @@ _ROWS = 256
 def token_scorer(model: Any) -> Callable[[Tensor], TokenScores]:
     """Maps ids (B, T + 1) to the loss in nats and the correctness of tokens 1 … T.
 
-    For `normattn.lab.evaluation`; as the model is when it is called, extended or not.
-    Raises `InputError` for a model whose logits are not made of its decoder's output row by row,
-    and when it is called for tokens beyond the model's vocabulary.
+    It is a scorer of `normattn.lab.evaluation`, for the model as it is when called, extended or
+    not. Raises `InputError` for a model whose logits are not a function of each row of its
+    decoder's output, and when called with tokens beyond the model's vocabulary.
     """
     decoder, head = model_parts(model).decoder, _head_of(model)
 
@@ -37,11 +37,11 @@ def token_scorer(model: Any) -> Callable[[Tensor], TokenScores]:
         loss, correct = [], []
         with torch.no_grad():
             rows = decoder(ids[:, :-1], use_cache=False).last_hidden_state.flatten(0, 1)
-            wanted = torch.split(ids[:, 1:].flatten(), _ROWS)
-            for part, tokens in zip(torch.split(rows, _ROWS), wanted, strict=True):
-                logits = head(part).float()
-                loss.append(torch.nn.functional.cross_entropy(logits, tokens, reduction="none"))
-                correct.append(logits.argmax(-1) == tokens)
+            targets = torch.split(ids[:, 1:].flatten(), _ROWS)
+            for chunk, target in zip(torch.split(rows, _ROWS), targets, strict=True):
+                logits = head(chunk).float()
+                loss.append(torch.nn.functional.cross_entropy(logits, target, reduction="none"))
+                correct.append(logits.argmax(-1) == target)
         shape = (ids.shape[0], ids.shape[1] - 1)
         return TokenScores(loss=torch.cat(loss).view(shape), correct=torch.cat(correct).view(shape))
 
@@ -49,7 +49,7 @@ def token_scorer(model: Any) -> Callable[[Tensor], TokenScores]:
 
 
 def refuse_foreign_tokens(ids: Int[Tensor, "..."], model: Any) -> None:
-    """Raise `InputError` for tokens that the model has no embedding of."""
+    """Raise `InputError` for tokens beyond the model's embeddings."""
     rows, largest = model.get_input_embeddings().weight.shape[0], int(ids.max())
     if largest >= rows:
         raise InputError(
@@ -59,7 +59,7 @@ def refuse_foreign_tokens(ids: Int[Tensor, "..."], model: Any) -> None:
 
 
 def _head_of(model: Any) -> Callable[[Float[Tensor, "r d"]], Float[Tensor, "r v"]]:
-    """From rows of the decoder's output to logits, checked against the model on a few tokens."""
+    """The map from rows of the decoder's output to logits, checked on a few tokens."""
     linear, config = model.get_output_embeddings(), model.config.get_text_config()
     cap = getattr(config, "final_logit_softcapping", None)
     scale = getattr(config, "logit_scale", None) or 1.0
@@ -74,9 +74,9 @@ def _head_of(model: Any) -> Callable[[Float[Tensor, "r d"]], Float[Tensor, "r v"
 
     ids = torch.arange(3, device=model.device)[None] % config.vocab_size
     with torch.no_grad():
-        whole = model(ids, use_cache=False).logits
-        mine = head(model_parts(model).decoder(ids, use_cache=False).last_hidden_state)
-    if whole.shape != mine.shape or not torch.allclose(whole, mine, rtol=1e-3, atol=1e-3):
+        expected = model(ids, use_cache=False).logits
+        logits = head(model_parts(model).decoder(ids, use_cache=False).last_hidden_state)
+    if expected.shape != logits.shape or not torch.allclose(expected, logits, rtol=1e-3, atol=1e-3):
         raise InputError(
             f"{type(model).__name__} computes its logits in its own way, so they cannot be "
             "scored a few rows at a time"
