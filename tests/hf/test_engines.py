@@ -217,6 +217,7 @@ def test_gemma_3_scales_the_layers_that_see_everything() -> None:
 
 def test_layers_within_a_window_keep_theirs_and_parts_are_nested() -> None:
     planned = plan(_model("gemma3_text"), "YaRN(factor=4)")
+    deployment = Deployment("m", planned, LONGEST, text_config_name="text_config")
     given = json.loads(emit(deployment, "vllm").split("'")[1])
     rope = given["text_config"]["rope_parameters"]
     assert rope["full_attention"]["rope_type"] == "yarn"

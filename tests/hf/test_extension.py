@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 import normattn
 from normattn import InputError
 from normattn.hf import extension_of, from_llama
-from normattn.hf.load import as_trained as without_method
+from normattn.hf.load import load_unmodified
 
 from . import tiny
 from .families import LENGTH, build, configuration, logits, model_of, tokens
@@ -116,7 +116,7 @@ def test_saved_with_its_extension(method: str, tmp_path: Path) -> None:
         assert extension.resolved.train_length == LENGTH
         assert torch.equal(logits(again, ids), extended)
         again.save_pretrained(tmp_path / "longer")
-    found, told = without_method(tmp_path / "longer")
+    found, told = load_unmodified(tmp_path / "longer")
     assert torch.equal(logits(found, ids), as_trained)
     assert told == record
 

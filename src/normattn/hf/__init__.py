@@ -1,6 +1,6 @@
-"""Hugging Face models past their training length, and normattn's as such. Needs `[hf]`.
+"""Extend transformers models, and use normattn's models in transformers. Needs `[hf]`.
 
-Importing this registers our models with transformers' Auto classes, where that is installed.
+Importing this registers normattn's models with transformers' Auto classes, if it is installed.
 """
 
 from importlib.util import find_spec
@@ -38,7 +38,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "AttentionCallback" and find_spec("transformers") is not None:
-        # Made of a class of transformers that takes a while to import.
+        # Its base class in transformers is slow to import.
         from normattn.hf.callback import AttentionCallback
 
         return AttentionCallback

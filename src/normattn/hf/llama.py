@@ -18,7 +18,7 @@ from normattn.models.utils import on_meta, without_dropout
 from normattn.score import ScoreSpec
 from normattn.score.parts.rope_scaling import PI, Llama3
 
-_LAYER = {
+_LAYER_WEIGHTS = {
     "mixer.norm.gain": ["input_layernorm.weight"],
     "mixer.sublayer.out.weight": ["self_attn.o_proj.weight"],
     "mixer.sublayer.qkv.weight": [f"self_attn.{letter}_proj.weight" for letter in "qkv"],
@@ -29,13 +29,13 @@ _LAYER = {
     "feed_forward.sublayer.up.weight": [f"mlp.{name}_proj.weight" for name in ("gate", "up")],
     "feed_forward.sublayer.down.weight": ["mlp.down_proj.weight"],
 }
-"""Our parts of a layer, and theirs, several of which ours holds as one matrix in this order."""
-_WHOLE = {
+"""normattn's weights of a layer, each with transformers' weights, concatenated in this order."""
+_MODEL_WEIGHTS = {
     "embedding.weight": "model.embed_tokens.weight",
     "final_norm.gain": "model.norm.weight",
     "head.weight": "lm_head.weight",
 }
-_FIELDS = {
+_SETTINGS = {
     "vocab_size": "vocab_size",
     "dim": "hidden_size",
     "layers": "num_hidden_layers",
@@ -46,120 +46,121 @@ _FIELDS = {
     "train_length": "max_position_embeddings",
     "tie_head": "tie_word_embeddings",
 }
-"""Our settings and theirs of the same meaning."""
+"""normattn's settings and transformers' names for them."""
 _ROPE_TYPES = ("default", "linear", "llama3")
-"""Those of transformers that some rope scaling here equals at every length."""
+"""The rope types of transformers that normattn has at every length."""
 _ROPE_FIELDS = {
     *("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor"),
     *("original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
 }
-"""The settings of these kinds. Others may do more than rotate (Ministral 3's temperature)."""
+"""The fields of these rope types. Others may do more than rotate (Ministral 3's temperature)."""
 
 
 def from_llama(model: Any) -> CausalLM:
-    """A `CausalLM` that computes what a model of Llama's shape computes: Llama, Qwen2, Qwen3, ….
+    """Convert a model of Llama's architecture (Llama, Qwen2, Qwen3, …) to an equal `CausalLM`.
 
-    What counts is the shape, not the name: its weights are those of Llama's layers, with biases of
-    q, k and v or with norms of q and k for each head, and its logits of a few tokens are ours. The
-    weights are copies, of the same dtype and on the same device; logits agree up to rounding.
-    `max_position_embeddings` becomes the training length; rope scaling of the kinds `linear` and
-    `llama3` becomes PI or Llama3, trained in. Dropout, which only training sees, is not carried
-    over. Raises `InputError` for another shape or other logits, rotary positions scaled in another
-    way, sliding windows, biases beyond those of q, k and v, and another activation than SiLU.
+    The weights decide, not the name: those of Llama's layers, with or without biases of q, k and v
+    and norms of q and k for each head. The logits of a few tokens must agree. The weights are
+    copies, with the same dtype and device. `max_position_embeddings` becomes the training length;
+    rope scaling of type `linear` or `llama3` becomes PI or Llama3. Dropout is not converted.
+
+    Raises `InputError` for another architecture or other logits, other rope scaling, sliding
+    windows, biases beyond those of q, k and v, and another activation than SiLU.
     """
-    config, theirs = _our_config(model), model.state_dict()
-    ours = {}
-    for mine, names in _weights(config):
-        parts = [theirs.pop(name) for name in names if name in theirs]
+    config, weights = _to_causal_lm_config(model), model.state_dict()
+    converted = {}
+    for name, sources in _weight_names(config):
+        parts = [weights.pop(source) for source in sources if source in weights]
         if parts:
-            ours[mine] = torch.cat(parts)
+            converted[name] = torch.cat(parts)
     if config.tie_head:
-        ours.pop("head.weight", None)
+        converted.pop("head.weight", None)
     with on_meta():
-        made = CausalLM(config)
-    wanted = {name: value.shape for name, value in made.state_dict().items()}
-    found = {name: value.shape for name, value in ours.items()}
-    odd = {*theirs, *(name for name in wanted | found if found.get(name) != wanted.get(name))}
+        causal_lm = CausalLM(config)
+    expected = {name: value.shape for name, value in causal_lm.state_dict().items()}
+    found = {name: value.shape for name, value in converted.items()}
+    names = expected | found
+    odd = {*weights, *(name for name in names if found.get(name) != expected.get(name))}
     if odd:
         raise InputError(
             f"a {type(model).__name__} cannot become a CausalLM: its weights are not those of "
             f"Llama's layers, which differ by {min(odd)}"
         )
-    made.load_state_dict(ours, assign=True)
-    _refuse_other_logits(model, made.eval())
-    return made.train(model.training)
+    causal_lm.load_state_dict(converted, assign=True)
+    _check_logits(model, causal_lm.eval())
+    return causal_lm.train(model.training)
 
 
 def to_llama(model: CausalLM) -> Any:
-    """The transformers model that computes what `model` computes as it was trained.
+    """Convert a `CausalLM` to an equal transformers model.
 
-    A `LlamaForCausalLM`; a `Qwen2ForCausalLM` where q, k and v have biases, a `Qwen3ForCausalLM`
-    where the score is QKRMSNorm. The weights are copies; PI and Llama3 are carried over where they
-    were trained in, dropout and a method that is switched on are not. Raises `InputError` where
-    neither can say what the model's settings say.
+    It is a `LlamaForCausalLM`, a `Qwen2ForCausalLM` if q, k and v have biases, or a
+    `Qwen3ForCausalLM` if the score is QKRMSNorm. The weights are copies. PI and Llama3 that the
+    model was trained with are converted, dropout and an active method are not. Raises `InputError`
+    for settings that none of these has.
     """
     import transformers
 
     config = model.config
-    name, theirs_config = _their_config(config)
+    family, llama_config = _to_llama_config(config)
     with on_meta():
-        made = getattr(transformers, f"{name}ForCausalLM")(theirs_config)
-    ours, theirs = model.state_dict(), dict[str, Tensor]()
+        llama = getattr(transformers, f"{family}ForCausalLM")(llama_config)
+    weights, converted = model.state_dict(), dict[str, Tensor]()
     kv_heads = config.kv_heads or config.heads
     rows = [count * config.score_head_dim for count in (config.heads, kv_heads, kv_heads)]
-    for mine, names in _weights(config):
-        if (whole := ours.get(mine)) is not None:
-            sizes = rows if len(names) == 3 else [whole.shape[0] // len(names)] * len(names)
-            parts = zip(names, torch.split(whole, sizes), strict=True)
-            theirs |= {their_name: part.clone() for their_name, part in parts}
+    for name, targets in _weight_names(config):
+        if (weight := weights.get(name)) is not None:
+            sizes = rows if len(targets) == 3 else [weight.shape[0] // len(targets)] * len(targets)
+            parts = zip(targets, torch.split(weight, sizes), strict=True)
+            converted |= {target: part.clone() for target, part in parts}
     if config.tie_head:
-        theirs["lm_head.weight"] = theirs["model.embed_tokens.weight"]
-    made.load_state_dict(theirs, assign=True)
-    made.tie_weights()
-    with model.head_weight.device:  # the frequencies are no weights, and still on the meta device
-        made.model.rotary_emb = type(made.model.rotary_emb)(theirs_config)
-    return made.train(model.training)
+        converted["lm_head.weight"] = converted["model.embed_tokens.weight"]
+    llama.load_state_dict(converted, assign=True)
+    llama.tie_weights()
+    with model.head_weight.device:  # frequencies are not in the state dict, and still on meta
+        llama.model.rotary_emb = type(llama.model.rotary_emb)(llama_config)
+    return llama.train(model.training)
 
 
-def _weights(config: CausalLMConfig) -> Iterator[tuple[str, list[str]]]:
-    """normattn's names, each with transformers' names; several of theirs may be one matrix here."""
-    for mine, names in _WHOLE.items():
-        yield mine, [names]
+def _weight_names(config: CausalLMConfig) -> Iterator[tuple[str, list[str]]]:
+    """normattn's names, each with the names of the same weights in transformers."""
+    for name, target in _MODEL_WEIGHTS.items():
+        yield name, [target]
     for layer in range(config.layers):
-        for mine, parts in _LAYER.items():
-            yield f"blocks.{layer}.{mine}", [f"model.layers.{layer}.{name}" for name in parts]
+        for name, targets in _LAYER_WEIGHTS.items():
+            yield f"blocks.{layer}.{name}", [f"model.layers.{layer}.{x}" for x in targets]
 
 
-def _our_config(model: Any) -> CausalLMConfig:
-    """normattn's configuration for their model; `InputError` for what it cannot express."""
+def _to_causal_lm_config(model: Any) -> CausalLMConfig:
+    """normattn's configuration of a model; `InputError` for settings that it does not have."""
     kind, extension = type(model).__name__, extension_of(model)
     if extension is not None:
         raise InputError(
             f"this {kind} is extended, by {extension.spec.method}: remove() the extension first"
         )
-    theirs = model.config
-    refuse_applied(theirs)
+    config = model.config
+    refuse_applied(config)
     weights = model.state_dict()
     normed = "model.layers.0.self_attn.q_norm.weight" in weights
     try:
-        rope = theirs.rope_parameters or {}
-        _refuse_settings(theirs, rope, kind)
-        eps = {"eps": theirs.rms_norm_eps} if normed else {}
+        rope = config.rope_parameters or {}
+        _refuse_settings(config, rope, kind)
+        eps = {"eps": config.rms_norm_eps} if normed else {}
         name = "QKRMSNorm-RoPE" if normed else "Baseline-RoPE"
         score = ScoreSpec.parse(name, base=float(rope["rope_theta"]), **eps)
         scaling: PI | Llama3 | None = None
-        length = theirs.max_position_embeddings
+        length = config.max_position_embeddings
         if rope.get("rope_type") == "linear":
             scaling = PI(factor=float(rope["factor"]))
         elif rope.get("rope_type") == "llama3":
-            # Ours counts turns within the training length: the ends are scaled by the ratio.
-            longer = length / rope["original_max_position_embeddings"]
-            low, high = (longer * rope[f"{end}_freq_factor"] for end in ("low", "high"))
+            # normattn counts rotations within the training length, so the ends are scaled.
+            ratio = length / rope["original_max_position_embeddings"]
+            low, high = (ratio * rope[f"{end}_freq_factor"] for end in ("low", "high"))
             scaling = Llama3(factor=float(rope["factor"]), low=low, high=high)
-        fields: dict[str, Any] = {ours: getattr(theirs, name) for ours, name in _FIELDS.items()}
+        fields: dict[str, Any] = {x: getattr(config, source) for x, source in _SETTINGS.items()}
         return CausalLMConfig(
             **fields,
-            head_dim=getattr(theirs, "head_dim", None),
+            head_dim=getattr(config, "head_dim", None),
             qkv_bias="model.layers.0.self_attn.q_proj.bias" in weights,
             score=score if scaling is None else ScoreSpec((*score.parts, scaling)),
         )
@@ -170,10 +171,10 @@ def _our_config(model: Any) -> CausalLMConfig:
         ) from error
 
 
-def _refuse_settings(theirs: Any, rope: dict[str, Any], kind: str) -> None:
-    """Raise `InputError` for settings that a few tokens need not show in the logits."""
-    layers = set(getattr(theirs, "layer_types", None) or ())
-    windowed = getattr(theirs, "sliding_window", None) is not None
+def _refuse_settings(config: Any, rope: dict[str, Any], kind: str) -> None:
+    """Raise `InputError` for unsupported settings that the logits of a few tokens may not show."""
+    layers = set(getattr(config, "layer_types", None) or ())
+    windowed = getattr(config, "sliding_window", None) is not None
     unknown = [key for key, value in rope.items() if value is not None and key not in _ROPE_FIELDS]
     scaled = rope.get("rope_type", "default")
     reasons = {
@@ -186,41 +187,41 @@ def _refuse_settings(theirs: Any, rope: dict[str, Any], kind: str) -> None:
             raise InputError(f"this {kind} cannot become a CausalLM, because it has {reason}")
 
 
-def _refuse_other_logits(model: Any, made: CausalLM) -> None:
-    """Raise `InputError` where a few tokens show that the same weights compute something else."""
+def _check_logits(model: Any, converted: CausalLM) -> None:
+    """Raise `InputError` where the converted model gives other logits for a few tokens."""
     weight = model.lm_head.weight
-    ids = torch.arange(9, device=weight.device)[None] % made.config.vocab_size
+    ids = torch.arange(9, device=weight.device)[None] % converted.config.vocab_size
     with torch.no_grad(), without_dropout(model):
-        theirs = model(input_ids=ids, use_cache=False).logits.double()
-        ours = made(ids).double()
-    close = 1e-3 if weight.dtype in (torch.float32, torch.float64) else 0.2
-    if not float((ours - theirs).norm()) <= close * float(theirs.norm()):
+        expected = model(input_ids=ids, use_cache=False).logits.double()
+        logits = converted(ids).double()
+    tolerance = 1e-3 if weight.dtype in (torch.float32, torch.float64) else 0.2
+    if not float((logits - expected).norm()) <= tolerance * float(expected.norm()):
         raise InputError(
             f"a {type(model).__name__} cannot become a CausalLM: it has the weights of Llama's "
             "shape, but computes other logits with them"
         )
 
 
-def _their_config(config: CausalLMConfig) -> tuple[str, Any]:
-    """The family and the configuration that say our settings; `InputError` where none does."""
+def _to_llama_config(config: CausalLMConfig) -> tuple[str, Any]:
+    """The family and transformers' configuration of a model; `InputError` where none matches."""
     import transformers
 
     spec, normed = config.score, config.score.variant.name == "QKRMSNorm"
-    wanted = {"block": "mha", "placement": "PreLN", "norm": "rms", "norm_gain": True}
-    for field, value in (wanted | {"feed_forward": "swiglu", "shared_layers": False}).items():
+    required = {"block": "mha", "placement": "PreLN", "norm": "rms", "norm_gain": True}
+    for field, value in (required | {"feed_forward": "swiglu", "shared_layers": False}).items():
         if getattr(config, field) != value:
             raise InputError(
                 f"{field} {getattr(config, field)!r} has no counterpart in Llama, Qwen2 or Qwen3, "
                 f"whose models have {value!r}"
             )
     base, length = float(getattr(spec.position, "base", 10000.0)), config.train_length
-    plain = ScoreSpec.parse("Baseline-RoPE", length, base=base)
+    baseline = ScoreSpec.parse("Baseline-RoPE", length, base=base)
     rms = ScoreSpec.parse("QKRMSNorm-RoPE", length, base=base, eps=config.norm_eps)
-    bare = tuple(part for part in spec.parts if part is not spec.rope_scaling)
-    if ScoreSpec(bare, spec.train_length) not in (plain, rms):
+    unscaled = tuple(part for part in spec.parts if part is not spec.rope_scaling)
+    if ScoreSpec(unscaled, spec.train_length) not in (baseline, rms):
         raise InputError(
-            f"the score {spec} has no counterpart in Llama, Qwen2 or Qwen3: those have {plain}, or "
-            f"{rms} with the norms' own eps"
+            f"the score {spec} has no counterpart in Llama, Qwen2 or Qwen3: those have {baseline}, "
+            f"or {rms} with the norms' own eps"
         )
     if config.qkv_bias and normed:
         raise InputError("qkv_bias with QKRMSNorm has no counterpart: Qwen3 biases the output too")
@@ -230,12 +231,12 @@ def _their_config(config: CausalLMConfig) -> tuple[str, Any]:
         rope |= scaling_fields(scaling, length)
     elif scaling is not None:
         raise InputError(f"the spectrum {scaling.name} has no counterpart in Llama, Qwen2 or Qwen3")
-    name = "Qwen3" if normed else "Qwen2" if config.qkv_bias else "Llama"
-    fields = {theirs: getattr(config, ours) for ours, theirs in _FIELDS.items()}
+    family = "Qwen3" if normed else "Qwen2" if config.qkv_bias else "Llama"
+    fields = {target: getattr(config, name) for name, target in _SETTINGS.items()}
     fields |= {
         "head_dim": config.score_head_dim,
         "num_key_value_heads": config.kv_heads or config.heads,
         "intermediate_size": config.hidden or swiglu_hidden(config.dim),
     }
-    ends = {"bos_token_id": None, "eos_token_id": None}
-    return name, getattr(transformers, f"{name}Config")(**fields, **ends, rope_parameters=rope)
+    fields |= {"bos_token_id": None, "eos_token_id": None, "rope_parameters": rope}
+    return family, getattr(transformers, f"{family}Config")(**fields)

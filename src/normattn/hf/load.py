@@ -1,8 +1,8 @@
-"""A causal language model and its tokeniser from a folder, a GGUF file or a name on the hub.
+"""Load a causal language model and its tokeniser from a folder, a GGUF file or a name on the hub.
 
-It is loaded as it was trained, or with the extension that its configuration names. Nothing is made,
-and no memory taken, for a model on this machine whose configuration asks for more numbers than its
-files can hold. No code of a model is run, and no pickle is read.
+A model is loaded unmodified, or with the extension that its configuration names. A local model
+whose configuration describes more weights than its files can hold raises an error before memory is
+allocated. A model's own code is never run, and no pickle is read.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from normattn.hf.native import ADAPTER_FILE, FIELD, check_record, take_record
 from normattn.io import expand_path, open_file, read_object
 from normattn.models.utils import on_meta
 
-_WHERE = ("revision", "cache_dir", "token", "local_files_only", "subfolder")
-_ADAPTER = "adapter_config.json"
+_HUB_OPTIONS = ("revision", "cache_dir", "token", "local_files_only", "subfolder")
+_ADAPTER_CONFIG = "adapter_config.json"
 
 
 def load(
@@ -36,31 +36,31 @@ def load(
     dtype: torch.dtype | Literal["auto"] = torch.float32,
     device_map: Any = None,
 ) -> tuple[Any, Any]:
-    """(model, tokeniser) of transformers, the model as it was trained and in evaluation mode.
+    """(model, tokeniser) of transformers, the model unmodified and in evaluation mode.
 
-    Also where the model was saved under a method, which `from_pretrained` switches on.
+    A method that the model was saved with is not applied; `from_pretrained` applies it.
 
     Args:
         model: a folder, a GGUF file, or a name on the hub.
-        gguf: the GGUF file of a folder or of a name on the hub.
-        dtype: the type of the weights; "auto" is the one in which they were saved.
-        device_map: where the weights lie, as transformers takes it, e.g. "auto".
+        gguf: the GGUF file in a folder or in a repository of the hub.
+        dtype: the dtype of the weights; "auto" is the saved one.
+        device_map: the device of each weight, as in transformers, e.g. "auto".
 
     Raises `InputError` for a folder without a model, a file that is no GGUF, a GGUF of an
-    architecture that transformers cannot read, files that are damaged or hold something else than
-    the configuration says, and packages that are missing.
+    architecture that transformers cannot read, files that are damaged or do not match the
+    configuration, and missing packages.
     """
     options: dict[str, Any] = {"dtype": dtype}
     if device_map is not None:
         if importlib.util.find_spec("accelerate") is None:
             raise InputError("device_map needs the package accelerate: pip install normattn[hf]")
         options["device_map"] = device_map
-    made, _ = as_trained(model, gguf, **options)
-    return made, read_tokeniser(model, gguf)
+    loaded, _ = load_unmodified(model, gguf, **options)
+    return loaded, read_tokeniser(model, gguf)
 
 
 def from_pretrained(path: str, **options: Any) -> Any:
-    """A causal language model of transformers, extended as it was when it was saved.
+    """A causal language model of transformers, extended by the method that it was saved with.
 
     `model.save_pretrained(path)` of an extended model writes the method into config.json (the field
     `normattn`). If transformers has the method (PI, YaRN; NTK and ABF as another base), it is also
@@ -83,12 +83,12 @@ def from_pretrained(path: str, **options: Any) -> Any:
         from peft import PeftModel
 
         folder = Path(path).expanduser()
-        name = read_object(folder / _ADAPTER).get("base_model_name_or_path")
+        name = read_object(folder / _ADAPTER_CONFIG).get("base_model_name_or_path")
         if not isinstance(name, str) or not name:
-            raise InputError(f"{folder / _ADAPTER} names no base_model_name_or_path")
-        model = PeftModel.from_pretrained(as_trained(name, **options)[0], str(folder)).eval()
+            raise InputError(f"{folder / _ADAPTER_CONFIG} names no base_model_name_or_path")
+        model = PeftModel.from_pretrained(load_unmodified(name, **options)[0], str(folder)).eval()
     else:
-        model, record = as_trained(path, **options)
+        model, record = load_unmodified(path, **options)
     if record is None:
         raise InputError(
             f"the configuration of {path} names no extension (no field {FIELD!r} with a method "
@@ -98,76 +98,76 @@ def from_pretrained(path: str, **options: Any) -> Any:
     return model
 
 
-def as_trained(
+def load_unmodified(
     path: str | Path, gguf: str | None = None, **options: Any
 ) -> tuple[Any, dict[str, Any] | None]:
-    """A model of transformers without its saved method, and the record that names it, if any.
+    """A model of transformers without its saved method, and the record of that method, if any.
 
-    Also where transformers' own words express the method, and plain `from_pretrained` would apply
-    it. `options` are those of transformers' `from_pretrained`.
+    Fields of the configuration that would apply the method in plain `from_pretrained` are restored.
+    `options` are those of transformers' `from_pretrained`.
     """
     try:
         import transformers
     except ImportError:
         raise InputError("loading a model needs transformers: pip install normattn[hf]") from None
     source, gguf = source_of(path, gguf)
-    given = {**_options_of(source, gguf), **options}
-    where = {name: given[name] for name in _WHERE if name in given}
+    options = {**_loading_options(source, gguf), **options}
+    hub_options = {name: options[name] for name in _HUB_OPTIONS if name in options}
     folder = Path(source) if Path(source).is_dir() else None
     record = None
     if gguf is None:
-        given["use_safetensors"] = True
+        options["use_safetensors"] = True
         with explained(source):
             config = transformers.AutoConfig.from_pretrained(
-                source, trust_remote_code=False, **where
+                source, trust_remote_code=False, **hub_options
             )
         record = take_record(config, path)
         if record is not None:
-            given["config"] = config
+            options["config"] = config
         if folder is not None:
-            _refuse_files(folder, None, config)
+            _check_files(folder, None, config)
     else:
         if hasattr(transformers, "GgufConfig"):
-            # Packed weights compute by kernels and attention of their own, and cannot be saved.
-            given["quantization_config"] = transformers.GgufConfig(dequantize=True)
+            # Packed weights need special kernels and attention, and cannot be saved.
+            options["quantization_config"] = transformers.GgufConfig(dequantize=True)
         with explained(gguf):
-            file = transformers.utils.hub.cached_file(source, gguf, **where)
+            file = transformers.utils.hub.cached_file(source, gguf, **hub_options)
         refuse_scaled(Path(str(file)))
         if folder is not None:
-            # On torch's meta device nothing takes memory, not even what a configuration checks.
+            # On the meta device not even the checks of a configuration take memory.
             with explained(gguf), on_meta():
                 config = transformers.AutoConfig.from_pretrained(
-                    source, **_options_of(source, gguf)
+                    source, **_loading_options(source, gguf)
                 )
-            _refuse_files(folder, gguf, config)
-    if folder is None and given["local_files_only"]:
-        # transformers looks for an adapter next to the weights, which it would ask the hub for.
-        given.setdefault("adapter_kwargs", {"local_files_only": True})
+            _check_files(folder, gguf, config)
+    if folder is None and options["local_files_only"]:
+        # transformers would ask the hub for an adapter next to the weights.
+        options.setdefault("adapter_kwargs", {"local_files_only": True})
     auto: Any = transformers.AutoModelForCausalLM
     before = transformers.logging.get_verbosity()
-    # Its report of names in a file prints escapes in them too; `_refuse_differences` reports.
+    # transformers' report would print escape sequences in a file's names; `_check_loaded` reports.
     transformers.logging.set_verbosity(logging.ERROR)
     try:
         with explained(gguf or source):
-            made, info = auto.from_pretrained(source, output_loading_info=True, **given)
+            loaded, info = auto.from_pretrained(source, output_loading_info=True, **options)
     finally:
         transformers.logging.set_verbosity(before)
-    _refuse_differences(made, info, gguf or source)
-    return made.eval(), record
+    _check_loaded(loaded, info, gguf or source)
+    return loaded.eval(), record
 
 
 def read_tokeniser(model: str | Path, gguf: str | None = None) -> Any:
-    """The tokeniser alone, of what `load` takes or of a folder that has nothing else.
+    """The tokeniser of a model that `load` takes, or of a folder with only a tokeniser.
 
     Raises `InputError` as `load` does.
     """
-    folder = expand_path(model)
-    alone = gguf is None and (folder / "tokenizer.json").is_file()
-    source, gguf = (str(folder), None) if alone else source_of(model, gguf)
+    folder = expanded(model)
+    has_file = gguf is None and (folder / "tokenizer.json").is_file()
+    source, gguf = (str(folder), None) if has_file else source_of(model, gguf)
     with explained(gguf or source):
         from transformers import AutoTokenizer
 
-        tokeniser = AutoTokenizer.from_pretrained(source, **_options_of(source, gguf))
+        tokeniser = AutoTokenizer.from_pretrained(source, **_loading_options(source, gguf))
     longest = tokeniser.model_max_length
     if not isinstance(longest, int | float) or isinstance(longest, bool):
         raise InputError(
@@ -179,8 +179,8 @@ def read_tokeniser(model: str | Path, gguf: str | None = None) -> Any:
 def read_configuration(model: str | Path) -> Any:
     """The configuration of a folder, a GGUF file, a config.json or a name on the hub.
 
-    Raises `InputError` for what holds none, for a kind that transformers does not know, and for a
-    GGUF file whose frequencies are scaled.
+    Raises `InputError` where there is none, for a model_type that transformers does not know, and
+    for a GGUF file whose frequencies are scaled.
     """
     try:
         from transformers import AutoConfig
@@ -188,19 +188,19 @@ def read_configuration(model: str | Path) -> Any:
         raise InputError("reading a model needs transformers: pip install normattn[hf]") from None
     path = expand_path(model)
     if path.is_file() and path.suffix == ".json":
-        _refuse_kind(path)
+        _refuse_unknown_type(path)
         with explained(str(path)):
             return AutoConfig.from_pretrained(str(path), trust_remote_code=False)
     source, gguf = source_of(model)
     if gguf is not None:
         refuse_scaled(Path(source) / gguf)
     with explained(gguf or source):
-        return AutoConfig.from_pretrained(source, **_options_of(source, gguf))
+        return AutoConfig.from_pretrained(source, **_loading_options(source, gguf))
 
 
 def source_of(model: str | Path, gguf: str | None = None) -> tuple[str, str | None]:
-    """The folder or name on the hub, and the GGUF file in it, if any."""
-    path = expand_path(model)
+    """A model's folder or name on the hub, and the GGUF file in it, if any."""
+    path = expanded(model)
     if path.is_file():
         if gguf is not None:
             raise InputError(f"{path} is a file already, so gguf={gguf!r} has no meaning")
@@ -218,48 +218,47 @@ def source_of(model: str | Path, gguf: str | None = None) -> tuple[str, str | No
         if path.is_dir() and not (path / gguf).is_file():
             raise InputError(f"there is no file {path / gguf}")
     elif path.is_dir() and not (path / "config.json").exists():
-        held = ", ".join(sorted(file.name for file in path.glob("*.gguf"))) or "no GGUF file either"
-        raise InputError(f"{path} holds no config.json of transformers, and {held}")
+        files = ", ".join(sorted(file.name for file in path.glob("*.gguf")))
+        files = files or "no GGUF file either"
+        raise InputError(f"{path} holds no config.json of transformers, and {files}")
     elif path.is_dir():
-        _refuse_kind(path / "config.json")
+        _refuse_unknown_type(path / "config.json")
     elif path.is_absolute() or str(model).count("/") > 1 or str(model).startswith("."):
         raise InputError(f"{model} does not exist, and is not a name on the hub (OWNER/NAME)")
     return (str(path) if path.is_dir() else str(model)), gguf
 
 
-def _options_of(source: str, gguf: str | None) -> dict[str, Any]:
-    """No code of the model's own is run, nobody is asked, and a folder needs no network."""
+def _loading_options(source: str, gguf: str | None) -> dict[str, Any]:
+    """Options that run no code of the model, and use the network only if the hub is reachable."""
     local = Path(source).is_dir()
     if not local:
         from huggingface_hub import constants, get_session
 
-        try:  # each file of a hub that cannot be reached is tried for many seconds
+        try:  # transformers tries each file of an unreachable hub for many seconds
             get_session().head(constants.ENDPOINT, timeout=5)
-        except (
-            Exception
-        ):  # The kinds of errors are those of the hub's HTTP library, by its version.
+        except Exception:  # errors of the HTTP library differ between versions
             local = True
     options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": local}
     return options if gguf is None else {**options, "gguf_file": gguf}
 
 
-def _refuse_kind(file: Path) -> None:
-    """Refuse a configuration of a kind that transformers does not know."""
+def _refuse_unknown_type(file: Path) -> None:
+    """Raise `InputError` for a configuration whose model_type transformers does not know."""
     from transformers import CONFIG_MAPPING
 
-    kind = read_object(file).get("model_type")
-    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+    model_type = read_object(file).get("model_type")
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise InputError(
-            f"{file}: model_type is {kind!r}, which is not known to transformers "
+            f"{file}: model_type is {model_type!r}, which is not known to transformers "
             f"{_version('transformers')}"
         )
 
 
-def _refuse_files(folder: Path, gguf: str | None, config: Any) -> None:
-    """Refuse a local model whose configuration asks for more numbers than its files have bits.
+def _check_files(folder: Path, gguf: str | None, config: Any) -> None:
+    """Raise `InputError` for a local model with more weights than its files have bits.
 
-    Nothing is made for it, and no weight is read. Refused too: an index of weights outside of the
-    folder, pickled weights, which can run code, and pipes, whose reading would never end.
+    No memory is allocated and no weight is read. Also refused are an index that points outside of
+    the folder, pickled weights, which can run code, and pipes, whose reading would never end.
     """
     import transformers
 
@@ -270,21 +269,21 @@ def _refuse_files(folder: Path, gguf: str | None, config: Any) -> None:
                 pass
     index = folder / "model.safetensors.index.json"
     with explained(source):
-        places = read_object(index)["weight_map"].values() if index.exists() else ()
-    if any(Path(str(name)).name != name for name in places):
+        shards = read_object(index)["weight_map"].values() if index.exists() else ()
+    if any(Path(str(name)).name != name for name in shards):
         raise InputError(f"{index} points outside its folder")
     files = list(folder.glob("*.safetensors")) if gguf is None else [folder / gguf]
     if not files:
         raise InputError(f"{folder} holds no safetensors, and pickled weights are never read")
     bits = 8 * sum(file.stat().st_size for file in files)
     with explained(source), on_meta():
-        wanted = getattr(config.get_text_config(), "num_hidden_layers", 0)
-        if not isinstance(wanted, int) or wanted <= bits:
+        needed = getattr(config.get_text_config(), "num_hidden_layers", 0)
+        if not isinstance(needed, int) or needed <= bits:
             auto: Any = transformers.AutoModelForCausalLM
-            shell = auto.from_config(copy.deepcopy(config), trust_remote_code=False)
-            shell.tie_weights()
-            wanted = sum(parameter.numel() for parameter in shell.parameters())
-    if wanted > bits:
+            model = auto.from_config(copy.deepcopy(config), trust_remote_code=False)
+            model.tie_weights()
+            needed = sum(parameter.numel() for parameter in model.parameters())
+    if needed > bits:
         raise InputError(
             f"{source} holds {bits // 8:,} bytes, too few for the numbers that its configuration "
             "describes"
@@ -292,34 +291,34 @@ def _refuse_files(folder: Path, gguf: str | None, config: Any) -> None:
 
 
 def missing_weight(info: Mapping[str, Any]) -> str | None:
-    """The first weight that files lack, by transformers' loading info, as a clause; or None."""
-    lacking = sorted(str(key) for key in (*info["missing_keys"], *info["mismatched_keys"]))
-    return f"{lacking[0]} is missing or has another shape" if lacking else None
+    """A clause on the first weight that transformers' loading info reports as missing, or None."""
+    missing = sorted(str(key) for key in (*info["missing_keys"], *info["mismatched_keys"]))
+    return f"{missing[0]} is missing or has another shape" if missing else None
 
 
-def refuse_endless(model: Any, source: str) -> None:
-    """Refuse frequencies that are no numbers, which a base of 0 gives without a word."""
+def refuse_infinite_frequencies(model: Any, source: str) -> None:
+    """Raise `InputError` for infinite frequencies, which a base of 0 gives."""
     for name, buffer in model.named_buffers():
         if name.endswith("inv_freq") and not bool(torch.isfinite(buffer).all()):
             raise InputError(f"the configuration of {source} gives rotary frequencies without end")
 
 
-def _refuse_differences(model: Any, info: Any, source: str) -> None:
-    """Refuse weights that were drawn at random for want of stored ones, and layers left out."""
-    refuse_endless(model, source)
-    why = missing_weight(info)
+def _check_loaded(model: Any, info: Any, source: str) -> None:
+    """Raise `InputError` for missing weights, which are random, and for layers left out."""
+    refuse_infinite_frequencies(model, source)
+    problem = missing_weight(info)
     layers = getattr(model.config.get_text_config(), "num_hidden_layers", 0)
     for name in sorted(map(str, info["unexpected_keys"])):
         number = re.search(r"\.(\d+)\.", name)
         if number is not None and isinstance(layers, int) and 0 < layers <= int(number[1]):
-            why = why or f"they hold {name}, but num_hidden_layers is {layers}"
-    if why is not None:
-        raise InputError(f"the weights in {source} are not those of its configuration: {why}")
+            problem = problem or f"they hold {name}, but num_hidden_layers is {layers}"
+    if problem is not None:
+        raise InputError(f"the weights in {source} are not those of its configuration: {problem}")
 
 
 def is_adapter(path: str | Path) -> bool:
-    """Whether a folder holds an adapter of PEFT."""
-    return (Path(path).expanduser() / _ADAPTER).is_file()
+    """Whether a folder holds a PEFT adapter."""
+    return (Path(path).expanduser() / _ADAPTER_CONFIG).is_file()
 
 
 def read_adapter_record(path: str | Path) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""Our models as models of transformers: causal, masked and classifying, under the Auto classes.
+"""normattn's models as transformers models, for the Auto classes: causal, masked, classifying.
 
-Their configurations hold normattn's as plain JSON, and the cache of `generate` is a `ModelCache`.
+Their configurations hold normattn's as JSON, and the cache of `generate` wraps a `ModelCache`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from normattn.models.config import CausalLMConfig, ClassifierConfig, MaskedLMCon
 from normattn.models.masked_lm import MaskedLM
 from normattn.models.utils import checked_ids
 
-# Half typed by transformers: taken as Any.
+# transformers' types are incomplete, so these are Any.
 _Config: Any = transformers.PretrainedConfig
 _Model: Any = transformers.PreTrainedModel
 _Cache: Any = transformers.Cache
@@ -36,11 +36,11 @@ _GenerationMixin: Any = transformers.GenerationMixin
 
 
 class NormattnBaseConfig(_Config):
-    """What the configurations of our three models have in common.
+    """Base class of the three models' configurations.
 
-    `settings` is `model_dump(mode="json")` of our configuration, complete and checked again when
-    it is read; `of` makes one from ours, and `ours` gives it back. Sizes have the names that
-    transformers uses as well, read-only. Raises `InputError` as our configuration does.
+    `settings` is `model_dump(mode="json")` of normattn's configuration, validated when it is read.
+    `of` converts from that configuration and `ours` back to it. transformers' names of sizes are
+    read-only properties. Raises `InputError` as normattn's configuration does.
     """
 
     has_no_defaults_at_init = True
@@ -57,12 +57,12 @@ class NormattnBaseConfig(_Config):
 
     @classmethod
     def of(cls, config: StackConfig, **more: Any) -> Any:
-        """The configuration that holds `config`; `more` are transformers' own fields."""
+        """The configuration with normattn's `config`; `more` are fields of transformers."""
         return cls(settings=config.model_dump(mode="json"), **more)
 
     @property
     def ours(self) -> Any:
-        """Our configuration."""
+        """normattn's configuration."""
         return self.settings_class(**self.settings)
 
     vocab_size = property(lambda self: int(self.settings["vocab_size"]))
@@ -75,9 +75,9 @@ class NormattnBaseConfig(_Config):
     max_position_embeddings = property(lambda self: int(self.settings["train_length"]))
 
 
-# Each has a constructor: transformers would write one of its own where there is none.
+# Each class defines __init__, because transformers generates one otherwise.
 class NormattnConfig(NormattnBaseConfig):
-    """A `CausalLM`'s."""
+    """The configuration of a `CausalLM`."""
 
     model_type = "normattn"
     settings_class = CausalLMConfig
@@ -87,7 +87,7 @@ class NormattnConfig(NormattnBaseConfig):
 
 
 class NormattnMaskedLMConfig(NormattnBaseConfig):
-    """A `MaskedLM`'s; the mask's id is `vocab_size`."""
+    """The configuration of a `MaskedLM`; the mask's id is `vocab_size`."""
 
     model_type = "normattn-masked-lm"
     settings_class = MaskedLMConfig
@@ -97,7 +97,7 @@ class NormattnMaskedLMConfig(NormattnBaseConfig):
 
 
 class NormattnClassifierConfig(NormattnBaseConfig):
-    """A `Classifier`'s; `num_labels` is its number of labels, each of them by itself by default."""
+    """The configuration of a `Classifier` with `num_labels` labels, by default independent ones."""
 
     model_type = "normattn-classifier"
     settings_class = ClassifierConfig
@@ -115,10 +115,10 @@ class NormattnClassifierConfig(NormattnBaseConfig):
 
 
 class NormattnCache(_Cache):
-    """A `ModelCache`, `.held`, with the names of transformers' `Cache`.
+    """A `ModelCache`, `.held`, with the interface of transformers' `Cache`.
 
-    Attention layers write to it by themselves, so `update` is refused; and so is a `crop` where a
-    sliding window has forgotten what is needed.
+    Attention layers write to it themselves, so `update` raises an error. So does `crop` where a
+    sliding window has dropped the keys that it needs.
     """
 
     def __init__(self, held: ModelCache) -> None:
@@ -129,15 +129,15 @@ class NormattnCache(_Cache):
         return len(self.held.layers)
 
     def update(self, *_: Any, **__: Any) -> Any:
-        """Refused."""
+        """Raises `InputError`."""
         raise InputError("the layers of a normattn model write to their cache by themselves")
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """The tokens read."""
+        """The number of cached tokens."""
         return self.held.length
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """The tokens there is room for; −1 without a bound."""
+        """The maximum number of tokens; −1 without a bound."""
         return -1 if self.held.max_length is None else self.held.max_length
 
     def reorder_cache(self, beam_idx: Int[Tensor, " r"]) -> None:
@@ -145,7 +145,7 @@ class NormattnCache(_Cache):
         self.held.reorder(beam_idx)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last −tokens_to_remove tokens; a positive number is refused, as there."""
+        """Remove the last −tokens_to_remove tokens; raises `InputError` for a positive number."""
         if tokens_to_remove > 0:
             raise InputError(
                 f"crop({tokens_to_remove}): give a negative number, that of the tokens to forget"
@@ -153,23 +153,22 @@ class NormattnCache(_Cache):
         self.held.truncate(self.held.length + tokens_to_remove)
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Remove all tokens."""
         self.held.truncate(0)
 
     is_compileable = property(lambda self: False)  # it grows
     is_initialized = property(lambda self: self.held.length > 0)
     is_sliding = property(lambda self: [layer.window is not None for layer in self.held.layers])
-    # Whether the last tokens can always be taken back: where no layer forgets.
+    # Whether the last tokens can always be removed: no layer has dropped keys.
     is_croppable = property(lambda self: all(layer.croppable for layer in self.held.layers))
 
 
 class NormattnModel(_Model):
     """A normattn model, `.model`, inside a `PreTrainedModel`.
 
-    Made from its configuration (weights are then drawn as ours are), or around a model that is
-    there already, which it shares. `save_pretrained` and `from_pretrained` are transformers', with
-    the weights under `model.`; a method that is switched on is not saved. Switch one on with
-    `with model.model.using("YaRN", factor=4): …`.
+    It is built from its configuration, with normattn's initialisation, or shares an existing model.
+    `save_pretrained` and `from_pretrained` are transformers', with the weights under `model.`; an
+    active method is not saved. To apply one: `with model.model.using("YaRN", factor=4): …`.
     """
 
     base_model_prefix = "model"
@@ -184,47 +183,47 @@ class NormattnModel(_Model):
 
     @classmethod
     def from_pretrained(cls, *source: Any, **options: Any) -> Any:
-        """As transformers', but a folder that lacks a weight is refused, not drawn at random."""
+        """As in transformers, but raises `InputError` for a missing weight."""
         with_info = options.pop("output_loading_info", False)
         model, info = super().from_pretrained(*source, output_loading_info=True, **options)
-        lacking = missing_weight(info)
-        if lacking is not None:
+        problem = missing_weight(info)
+        if problem is not None:
             raise InputError(
-                f"the weights in {source[0]} are not those of its configuration: {lacking}"
+                f"the weights in {source[0]} are not those of its configuration: {problem}"
             )
         return (model, info) if with_info else model
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Nothing: our models draw their weights when they are built."""
+        """Nothing: normattn's models initialise their weights when they are built."""
 
     def _loss(self, logits: Tensor, labels: Tensor | None) -> Tensor | None:
-        """transformers' loss for a model of this kind; each takes what it needs of these."""
+        """transformers' loss for this class of model; each one uses some of the arguments."""
         if labels is None:
             return None
-        made: Tensor = self.loss_function(
+        loss: Tensor = self.loss_function(
             logits=logits,
             labels=labels,
             pooled_logits=logits,
             vocab_size=logits.shape[-1],
             config=self.config,
         )
-        return made
+        return loss
 
     def get_input_embeddings(self) -> Any:
         """The embedding of the tokens."""
         return self.model.embedding
 
     def set_input_embeddings(self, value: Any) -> None:
-        """Put another embedding in its place."""
+        """Replace the embedding."""
         self.model.embedding = value
 
     def get_output_embeddings(self) -> Any:
-        """The head; None where it is the embedding, or makes no tokens."""
+        """The head; None where it is tied to the embedding, or gives no tokens."""
         return getattr(self.model, "head", None)
 
 
-def _padding(ids: Tensor, mask: Tensor | None, before: int = 0) -> Bool[Tensor, "b s"] | None:
-    """True where an attention mask over all tokens read so far is 0; None without padding.
+def _padding_mask(ids: Tensor, mask: Tensor | None, before: int = 0) -> Bool[Tensor, "b s"] | None:
+    """True where an attention mask over all tokens so far is 0; None without padding.
 
     Raises `InputError` for a mask of another shape or with other values than 0 and 1.
     """
@@ -258,19 +257,19 @@ class NormattnForCausalLM(NormattnModel, _GenerationMixin):
     ) -> Any:
         """Logits (B, T, V), the loss of `labels`, and the cache.
 
-        `attention_mask` (B, S) covers all S tokens read so far; padding may stand on the left only
-        where a cache is used, and positions count from each row's first real token. The loss is the
-        mean cross-entropy in nats of labels[:, 1:] that are not −100. A cache is handed out where
-        no gradient is recorded. `logits_to_keep` is the number of last positions; 0 keeps all.
+        `attention_mask` (B, S) covers all S tokens so far. With a cache, padding must be on the
+        left; positions count from each row's first real token. The loss is the mean cross-entropy
+        in nats of labels[:, 1:] that are not −100. By default a cache is returned where no gradient
+        is recorded. `logits_to_keep` is the number of last positions; 0 keeps all.
 
-        Raises `InputError` for ids outside the vocabulary (on CPU), other shapes, foreign caches.
+        Raises `InputError` for ids outside the vocabulary (on CPU), other shapes, other caches.
         """
         if labels is not None and logits_to_keep:
             raise InputError("labels need all logits: leave logits_to_keep out")
         cache = self._cache(past_key_values, use_cache)
         before = 0 if cache is None else cache.get_seq_length()
         ids = checked_ids(input_ids, "input_ids")
-        padding = _padding(ids, attention_mask, before)
+        padding = _padding_mask(ids, attention_mask, before)
         if cache is None:
             hidden = self.model.hidden(ids, padding)
         else:
@@ -281,22 +280,22 @@ class NormattnForCausalLM(NormattnModel, _GenerationMixin):
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
 
     def new_cache(self, max_length: int | None = None) -> NormattnCache:
-        """An empty cache for the scores that are active now, as `CausalLM.new_cache`."""
+        """An empty cache for the active scores, as `CausalLM.new_cache`."""
         return NormattnCache(self.model.new_cache(max_length))
 
-    def _cache(self, given: Any, wanted: bool | None) -> NormattnCache | None:
-        if given is not None and not isinstance(given, NormattnCache):
+    def _cache(self, cache: Any, use_cache: bool | None) -> NormattnCache | None:
+        if cache is not None and not isinstance(cache, NormattnCache):
             raise InputError(
-                f"past_key_values is a {type(given).__name__}, but these models keep keys in "
+                f"past_key_values is a {type(cache).__name__}, but these models keep keys in "
                 "their own format: leave it out, or give model.new_cache()"
             )
-        wanted = not torch.is_grad_enabled() if wanted is None else wanted
-        return self.new_cache() if given is None and wanted else given
+        use_cache = not torch.is_grad_enabled() if use_cache is None else use_cache
+        return self.new_cache() if cache is None and use_cache else cache
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *_: Any, **__: Any
     ) -> None:
-        """Called by `generate` before the prompt is read."""
+        """Called by `generate` before the prefill."""
         if generation_config.cache_implementation is not None:
             raise InputError(
                 f"cache_implementation={generation_config.cache_implementation!r} cannot be "
@@ -308,7 +307,7 @@ class NormattnForCausalLM(NormattnModel, _GenerationMixin):
 
 
 class NormattnEncoder(NormattnModel):
-    """What reads a whole text at once: logits, and the loss that transformers has for them."""
+    """A model without a cache: logits, and transformers' loss for them."""
 
     output_class: ClassVar[Any]
 
@@ -324,14 +323,14 @@ class NormattnEncoder(NormattnModel):
         `attention_mask` (B, T) is 0 for padding, on either side. Raises as the causal model does.
         """
         ids = checked_ids(input_ids, "input_ids")
-        logits = self.model(ids, _padding(ids, attention_mask))
+        logits = self.model(ids, _padding_mask(ids, attention_mask))
         return self.output_class(loss=self._loss(logits, labels), logits=logits)
 
 
 class NormattnForMaskedLM(NormattnEncoder):
-    """The hidden tokens of a text; exits, where there are any, are kept and not read.
+    """The hidden tokens of a text; early exits are loaded and not used.
 
-    Logits are (B, T, V), the loss the mean cross-entropy of `labels` that are not −100.
+    Logits are (B, T, V); the loss is the mean cross-entropy of `labels` that are not −100.
     """
 
     config_class = NormattnMaskedLMConfig
@@ -340,11 +339,11 @@ class NormattnForMaskedLM(NormattnEncoder):
 
 
 class NormattnForSequenceClassification(NormattnEncoder):
-    """The labels of a text, each by itself, or one of them: `config.problem_type`.
+    """The labels of a text, several or one, by `config.problem_type`.
 
     Logits are (B, K). With "multi_label_classification" (the default) `labels` are 0 or 1 as floats
-    (B, K), and the loss is binary cross-entropy; with "single_label_classification" they are
-    numbers (B,), and it is cross-entropy.
+    (B, K), and the loss is binary cross-entropy. With "single_label_classification" they are class
+    numbers (B,), and the loss is cross-entropy.
     """
 
     config_class = NormattnClassifierConfig
@@ -352,7 +351,7 @@ class NormattnForSequenceClassification(NormattnEncoder):
     output_class = SequenceClassifierOutput
 
 
-_HOMES: tuple[tuple[Any, Any], ...] = (
+_AUTO_CLASSES: tuple[tuple[Any, Any], ...] = (
     (transformers.AutoModelForCausalLM, NormattnForCausalLM),
     (transformers.AutoModelForMaskedLM, NormattnForMaskedLM),
     (transformers.AutoModelForSequenceClassification, NormattnForSequenceClassification),
@@ -360,11 +359,11 @@ _HOMES: tuple[tuple[Any, Any], ...] = (
 
 
 def register() -> None:
-    """Make our three models known to `AutoConfig` and the `AutoModelFor…` classes.
+    """Register the three models with `AutoConfig` and the `AutoModelFor…` classes.
 
-    `import normattn.hf` does this where transformers is installed; doing it again changes nothing.
+    `import normattn.hf` calls this if transformers is installed. Calling it again changes nothing.
     """
-    for auto, model in _HOMES:
+    for auto, model in _AUTO_CLASSES:
         config = model.config_class
         transformers.AutoConfig.register(config.model_type, config, exist_ok=True)
         auto.register(config, model, exist_ok=True)
@@ -373,15 +372,15 @@ def register() -> None:
 def wrap(model: nn.Module, **fields: Any) -> Any:
     """The `PreTrainedModel` around a `CausalLM`, `MaskedLM` or `Classifier`, sharing its weights.
 
-    `fields` are transformers' own fields of the configuration (id2label=, …). `.model` of the
-    result is `model` itself. Raises `InputError` for any other model.
+    `fields` are transformers' fields of the configuration (id2label=, …). The result's `.model` is
+    `model` itself. Raises `InputError` for any other model.
     """
-    for _, kind in _HOMES:
-        if type(model) is kind.model_class:
-            mode = model.training
-            wrapped = kind(kind.config_class.of(model.config, **fields), model)
-            return wrapped.train(mode)
+    for _, wrapper in _AUTO_CLASSES:
+        if type(model) is wrapper.model_class:
+            training = model.training
+            wrapped = wrapper(wrapper.config_class.of(model.config, **fields), model)
+            return wrapped.train(training)
     raise InputError(
         f"a {type(model).__name__} has no counterpart in transformers: there are "
-        f"{', '.join(kind.model_class.__name__ for _, kind in _HOMES)}"
+        f"{', '.join(kind.model_class.__name__ for _, kind in _AUTO_CLASSES)}"
     )

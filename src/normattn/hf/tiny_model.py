@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from normattn.errors import InputError
-from normattn.hf.load import refuse_endless
+from normattn.hf.load import refuse_infinite_frequencies
 from normattn.hf.model_parts import ModelParts, explained, model_parts
 from normattn.hf.probe import PROBE_TOKENS, AttentionCall, ProbedLayer, probe, replay
 from normattn.hf.rope_detection import Spectrum, read_tables, spectra_of
@@ -65,7 +65,7 @@ def small_model(config: Any) -> Any:
         text._attn_implementation = "eager"
         torch.manual_seed(0)
         model = auto.from_config(text, attn_implementation="eager").float().eval()
-    refuse_endless(model, f"a {text.model_type} model")
+    refuse_infinite_frequencies(model, f"a {text.model_type} model")
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for weight in model.parameters():
@@ -99,13 +99,13 @@ def _shrink(text: Any) -> None:
     except RuntimeError:  # raised where layers have different sizes
         head_dim = text.__dict__.get("head_dim")
     head_dim = head_dim or text.hidden_size // heads
-    for name, most in _MAX_PLAUSIBLE.items():
+    for name, limit in _MAX_PLAUSIBLE.items():
         size = head_dim if name == "head_dim" else getattr(text, name, None)
-        if isinstance(size, int | float) and not 0 < size <= most:
+        if isinstance(size, int | float) and not 0 < size <= limit:
             raise InputError(f"{name}={size:,} is no size of a {text.model_type} model")
     sizes = {
-        name: _cap(getattr(text, name), most)
-        for name, most in _MAX_SIZES.items()
+        name: _cap(getattr(text, name), limit)
+        for name, limit in _MAX_SIZES.items()
         if hasattr(text, name)
     }
     sizes |= {name: value for name, value in _TOKEN_IDS.items() if hasattr(text, name)}
