@@ -350,9 +350,9 @@ def attention_function(
             f"{type(module).__name__} uses the attention of an extended model, but is not part "
             "of one: extend the model that it belongs to"
         )
-    for name, value in kwargs.items():
+    for name, argument in kwargs.items():
         ignored = name not in KNOWN_ARGUMENTS or name == "output_attentions"
-        if ignored and value is not None and value is not False:
+        if ignored and argument is not None and argument is not False:
             instead = "leave it out, or remove the extension for that"
             if name.startswith(("cu_seq_lens", "max_length")):
                 instead = "give position_ids that begin at 0 with every document"
