@@ -37,7 +37,8 @@ def emit_method(args: model_options.Extend, engine: str) -> None:
     if out is not None and out.exists():
         raise InputError(f"{out} exists already: choose a new file")
     refuse_unused(methods, args)
-    source = expanded(args.model) if args.gguf is None else expanded(args.model) / args.gguf
+    model = expand_path(args.model)
+    source = model if args.gguf is None else model / args.gguf
     deployment = _plan_deployment(args, source, methods[0])
     text = emit(deployment, engine)
     older = "" if args.engine_version is None else f"written for {engine} {args.engine_version}, "
@@ -59,7 +60,7 @@ def emit_method(args: model_options.Extend, engine: str) -> None:
 
 
 def _plan_deployment(args: model_options.Extend, source: Path, method: str) -> Deployment:
-    config = read_configuration(args.model if source == expanded(args.model) else source)
+    config = read_configuration(source if args.gguf else args.model)
     refuse_applied(config)
     model = small_model(config)
     settings = choose(args, model)

@@ -101,7 +101,7 @@ def verify(
     if record is not None:
         method = method or record["method"]
         train_length = train_length or record["train_length"]
-    model_file = expanded(folder)
+    model_file = expand_path(folder)
     if model_file.suffix == ".gguf":
         config = read_gguf_settings(model_file, config_dict(config)).config
     settings = read_engine_settings(against, config_dict(config))

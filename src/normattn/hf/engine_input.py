@@ -20,7 +20,7 @@ from typing import Any
 from normattn.errors import InputError
 from normattn.hf.llama_cpp import ENVIRONMENT, FLAGS, read_gguf, resolve_settings
 from normattn.hf.model_parts import explained, leaf_mappings
-from normattn.io import expanded, parse_json, read_bytes, read_object
+from normattn.io import expand_path, parse_json, read_bytes, read_object
 
 ENGINE_NAMES = {"hf": "transformers", "vllm": "vLLM", "sglang": "SGLang", "llama.cpp": "llama.cpp"}
 """Engines by name; `hf` where the settings do not say which engine they are for."""

@@ -161,7 +161,7 @@ def read_tokeniser(model: str | Path, gguf: str | None = None) -> Any:
 
     Raises `InputError` as `load` does.
     """
-    folder = expanded(model)
+    folder = expand_path(model)
     has_file = gguf is None and (folder / "tokenizer.json").is_file()
     source, gguf = (str(folder), None) if has_file else source_of(model, gguf)
     with explained(gguf or source):
@@ -200,7 +200,7 @@ def read_configuration(model: str | Path) -> Any:
 
 def source_of(model: str | Path, gguf: str | None = None) -> tuple[str, str | None]:
     """A model's folder or name on the hub, and the GGUF file in it, if any."""
-    path = expanded(model)
+    path = expand_path(model)
     if path.is_file():
         if gguf is not None:
             raise InputError(f"{path} is a file already, so gguf={gguf!r} has no meaning")

@@ -172,7 +172,7 @@ def _with_padding(
     # The output of a padded query is not used, so it may have any valid position.
     query = query.clamp(min=0)
     at = Positions(query, key, query + 1, True, False, ordered=False)
-    attention_mask = AttentionMask(True, query, key, False, padding=key < 0, mask=mask)
+    attention_mask = AttentionMask(True, query, key, False, padding=key < 0, attn_mask=mask)
     return MaskedPositions(key.shape[-1], at, attention_mask)
 
 
@@ -238,7 +238,7 @@ def _from_pair_mask(
     if queries != keys:
         at_keys = torch.zeros(1, keys, dtype=torch.int64, device=mask.device)
     at = Positions(position_ids, at_keys, position_ids + 1, True, False, ordered=False)
-    return MaskedPositions(keys, at, AttentionMask(False, at.query, at.key, False, mask=mask))
+    return MaskedPositions(keys, at, AttentionMask(False, at.query, at.key, False, attn_mask=mask))
 
 
 def _count_positions(mask: Tensor, queries: int) -> tuple[Tensor, Tensor] | None:

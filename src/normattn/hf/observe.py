@@ -68,7 +68,7 @@ def _attend(
     observed: Tensor | None = None
     if LAYER_ATTRIBUTE in module.__dict__:  # an extended layer runs normattn's kernel itself
         positions = Positions.of(query.shape[2], key.shape[2], True, query.device)
-        announce(module, query, key, None, None, positions.query, positions.key)
+        announce_layer(module, query, key, None, None, positions.query, positions.key)
     elif observers():
         with torch.no_grad():
             observed = _attend_observed(module, query, key, value, attention_mask, kwargs)
@@ -90,7 +90,7 @@ def _attend_observed(
     scale = kwargs.get("scaling")
     attention_mask, padding = _convert_mask(module, q, k.shape[2], mask, kwargs)
     query_padding = padding if padding is not None and q.shape[2] == k.shape[2] else None
-    announce(module, q, k, query_padding, padding, attention_mask.query, attention_mask.key)
+    announce_layer(module, q, k, query_padding, padding, attention_mask.query, attention_mask.key)
     cap, sink = kwargs.get("softcap"), kwargs.get("s_aux")
     sink = None if sink is None else sink.detach()
     scaled = q * (q.shape[-1] ** -0.5 if scale is None else scale)
@@ -133,7 +133,7 @@ def _convert_mask(
         visible = mask if mask.dtype == torch.bool else mask > -torch.inf
         padding = ~visible.any(1).any(1)
         known = bool(padding.any()) and num_queries == num_keys
-        pair_mask = AttentionMask(False, queries, positions, False, mask=mask)
+        pair_mask = AttentionMask(False, queries, positions, False, attn_mask=mask)
         return pair_mask, padding if known else None
     causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
