@@ -30,9 +30,9 @@ LENGTH = 128
 _DYING = """
 import os, signal
 from normattn.cli.app import main
-from normattn.cli.extend_reading import Reader
+from normattn.cli.extend_reading import Evaluator
 
-read, reads = Reader.read, []
+read, reads = Evaluator.evaluate, []
 
 def dying(*arguments):
     if len(reads) == 5:
@@ -40,7 +40,7 @@ def dying(*arguments):
     reads.append(1)
     return read(*arguments)
 
-Reader.read = dying
+Evaluator.evaluate = dying
 main({arguments})
 """
 # Short: a training length of 32 instead of the configuration's, and no pass key.
@@ -183,13 +183,13 @@ def test_a_killed_run_goes_on_where_it_was(
     assert ended.code == -signal.SIGKILL, ended.err
     kept = {path: path.read_bytes() for path in out.glob("measurements/*.parquet")}
     assert len(kept) == 5
-    read, reads = extend_reading.Reader.read, []
+    read, reads = extend_reading.Evaluator.evaluate, []
 
-    def noting(self: extend_reading.Reader, place: Any, cell: Any) -> object:
+    def noting(self: extend_reading.Evaluator, place: Any, cell: Any) -> object:
         reads.append(place)
         return read(self, place, cell)
 
-    monkeypatch.setattr(extend_reading.Reader, "read", noting)
+    monkeypatch.setattr(extend_reading.Evaluator, "evaluate", noting)
     said = command(*arguments)
     assert said.code == 0, said.err
     assert "by the first window, the rest takes about" in said.err

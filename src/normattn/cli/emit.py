@@ -6,7 +6,7 @@ from pathlib import Path
 
 from normattn.cli import model_options
 from normattn.cli.extend_settings import (
-    choose,
+    choose_values,
     expand_methods,
     open_parameters,
     refuse_unused,
@@ -63,7 +63,7 @@ def _plan_deployment(args: model_options.Extend, source: Path, method: str) -> D
     config = read_configuration(source if args.gguf else args.model)
     refuse_applied(config)
     model = small_model(config)
-    settings = choose(args, model)
+    settings = choose_values(args, model)
     length, max_length = settings.train_length, settings.lengths[-1]
     parameters = {name: getattr(settings, name) for name in open_parameters(method)}
     planned = plan(model, method, length, **parameters)

@@ -39,7 +39,7 @@ from normattn.models.pretrained import load_any
 from normattn.terminal import warn
 
 MASK = "<|mask|>"
-_KINDS: dict[str, tuple[type[LoopConfig], str, str]] = {
+_RUN_KINDS: dict[str, tuple[type[LoopConfig], str, str]] = {
     TrainingConfig.kind: (TrainingConfig, "text-generation", "AutoModelForCausalLM"),
     MaskedConfig.kind: (MaskedConfig, "fill-mask", "AutoModelForMaskedLM"),
     ClassificationConfig.kind: (
@@ -47,7 +47,7 @@ _KINDS: dict[str, tuple[type[LoopConfig], str, str]] = {
         "AutoModelForSequenceClassification",
     ),
 }
-"""Of each kind of run its settings, and transformers' names of its task and its Auto class."""
+"""The settings class, transformers' task and Auto class of each kind of run."""
 _MODEL_FIELDS = ("score", "layers", "dim", "heads", "kv_heads", "block", "placement", "norm")
 _TRAINING_FIELDS = ("steps", "batch_size", "precision", "seed")
 _CARD = """---
@@ -82,28 +82,28 @@ model = {auto}.from_pretrained("{name}")
 """
 
 
-def export_run(asked: options.Export) -> None:
-    """Write the model of the finished run in `asked.run`, with its tokeniser and model card.
+def export_run(args: options.Export) -> None:
+    """Write the model of the finished run in `args.run`, with its tokeniser and model card.
 
-    What was evaluated is tabulated into OUT/evaluation. The same run gives the same files. Raises
-    `InputError` for a directory that is no run, a run that has not finished or is of a kind that
-    transformers cannot hold, and an `out` that holds anything.
+    Tables of its evaluations go to OUT/evaluation. The same run gives the same files. Raises
+    `InputError` for a directory without a run, a run that is unfinished or of a kind without a
+    class in transformers, and an `out` that is not empty.
     """
-    run, out = asked.run, asked.out
+    run, out = args.run, args.out
     if importlib.util.find_spec("transformers") is None:
         raise InputError("exporting a run needs transformers: pip install normattn[hf]")
     stored = RunDirectory.existing(run)
-    if stored.kind not in _KINDS:
+    if stored.kind not in _RUN_KINDS:
         raise InputError(
             f"{run} holds a run of kind {stored.kind!r}, for whose model transformers has no "
-            f"class; export takes a run of kind {', '.join(map(repr, _KINDS))}"
+            f"class; export takes a run of kind {', '.join(map(repr, _RUN_KINDS))}"
         )
     require_finished(run, "be exported")
     if out.exists() and not out.is_dir():
         raise InputError(f"{out} is a file; the export is written to a directory")
     if out.exists() and any(out.iterdir()):
         raise InputError(f"{out} is not empty; choose a new or empty directory for the export")
-    kind, task, auto = _KINDS[stored.kind]
+    kind, task, auto = _RUN_KINDS[stored.kind]
     config: Any = kind.parse(stored.config, str(run / "config.json"))
     model = load_any(run / MODEL, config.model).eval()
     losses = View(history(run, trained(config.model.score.variant_name, config.seed)))
@@ -116,9 +116,9 @@ def export_run(asked: options.Export) -> None:
         name = out.resolve().name
         loaded = f'tokenizer = AutoTokenizer.from_pretrained("{name}")\n' if tokeniser else ""
         card = _CARD.format(
-            **_run_in_words(run, config),
+            **_card_fields(run, config),
             data=ModelCardData(
-                license=asked.licence,
+                license=args.licence,
                 library_name="transformers",
                 pipeline_tag=task,
                 tags=["normattn"],
@@ -131,8 +131,8 @@ def export_run(asked: options.Export) -> None:
             tokeniser=loaded,
             version=__version__,
             evaluation=_write_evaluation(run, config, folder),
-            licence=f"{asked.licence}, as stated by who made the model."
-            if asked.licence
+            licence=f"{args.licence}, as stated by who made the model."
+            if args.licence
             else "Not stated.",
         )
         (folder / "README.md").write_text(card, encoding="utf-8")
@@ -144,8 +144,8 @@ def export_run(asked: options.Export) -> None:
     tell(f"load it: import normattn.hf; transformers.{auto}.from_pretrained({str(out)!r})")
 
 
-def _run_in_words(run: Path, config: Any) -> dict[str, Any]:
-    """What the card says of the training: score, corpus, a table of settings, the last loss."""
+def _card_fields(run: Path, config: Any) -> dict[str, Any]:
+    """The fields of the model card: score, corpus, a table of settings, the last loss."""
     corpus, fields = str(config.data.corpus), config.model_dump(mode="json")
     rows = [(name, fields["model"].get(name)) for name in _MODEL_FIELDS]
     rows += [(name, fields.get(name)) for name in _TRAINING_FIELDS]
@@ -159,7 +159,7 @@ def _run_in_words(run: Path, config: Any) -> dict[str, Any]:
     return {
         "score": config.model.score.name,
         "length": config.model.train_length,
-        # Without its folder, whose path on one machine tells nobody anything.
+        # Without the path of its folder.
         "corpus": Path(corpus).name if "/" in corpus and ":" not in corpus else corpus,
         "settings": aligned(("setting", "value"), known),
         "steps": config.steps,
@@ -169,7 +169,7 @@ def _run_in_words(run: Path, config: Any) -> dict[str, Any]:
 
 def _write_model(model: nn.Module, config: Any, run: Path, folder: Path) -> bool:
     """Write the model and its tokeniser; return whether there is a tokeniser."""
-    # Only here: transformers is slow to import, and not everyone has it.
+    # transformers is optional and slow to import.
     from normattn.hf import wrap
 
     labels: dict[str, Any] = {}
@@ -189,7 +189,7 @@ def _write_model(model: nn.Module, config: Any, run: Path, folder: Path) -> bool
 
 
 def _tokeniser(config: Any, run: Path) -> Any:
-    """The tokeniser of a run, as one of transformers; None where its tokens are numbers."""
+    """The tokeniser of a run in transformers' format; None for generated tokens."""
     if isinstance(config, ClassificationConfig):
         data, vocabulary = config.data, unchanged(run / VOCABULARY)
         return _fast(
@@ -209,12 +209,11 @@ def _tokeniser(config: Any, run: Path) -> Any:
 def as_transformers(file: Path, mask_id: int | None = None) -> Any:
     """The `PreTrainedTokenizerFast` of a tokeniser that `Tokeniser.save` wrote.
 
-    Its ids are ours for every text; `<|doc|>` in a text stays the letters it is written with. The
-    separator is the end-of-text and the padding token, and padding is on the left. With `mask_id`,
-    that of a masked model, `<|mask|>` in a text is the mask, and `<|doc|>` then the separator:
-    transformers splits either both into letters or neither (`split_special_tokens`). Raises
-    `InputError` for a file that is missing or damaged, and a mask that is not the next id after
-    the tokens.
+    It gives the same ids for every text; `<|doc|>` in a text is encoded as plain letters. The
+    separator is the end-of-text and padding token; padding is on the left. With `mask_id`, that of
+    a masked model, `<|mask|>` in a text is the mask and `<|doc|>` the separator, because
+    transformers splits both into letters or neither (`split_special_tokens`). Raises `InputError`
+    for a missing or damaged file, and for a mask that is not the next id after the tokens.
     """
     from tokenizers import Tokenizer
 
@@ -247,10 +246,10 @@ def _fast(tokeniser: Any, **options: Any) -> Any:
 
 
 def _write_evaluation(run: Path, config: Any, folder: Path) -> str:
-    """Write the table and figures of what was measured, and return the card's section of them.
+    """Write the table and figures of the evaluations, and return their section of the card.
 
-    "" where nothing was. Evaluations that cannot be compared in one table are left out, with a
-    warning on stderr.
+    It is "" without evaluations. Evaluations that cannot be compared in one table are left out with
+    a warning on stderr.
     """
     stores = (MeasurementStore(run / EVALUATIONS), asked_alone(run))
     if not isinstance(config, TrainingConfig) or not any(map(len, stores)):

@@ -1,4 +1,4 @@
-"""`normattn extend`: a trained model evaluated beyond its training length, by every method."""
+"""`normattn extend`: evaluate a pretrained model past its training length, with every method."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.progress import TimeRemainingColumn
 
 from normattn.cli import model_options
 from normattn.cli.emit import emit_method
-from normattn.cli.extend_reading import DEFAULT_TEXT, Reader, Texts, Unit, prepare_texts
+from normattn.cli.extend_reading import DEFAULT_TEXT, Cell, Evaluator, Texts, prepare_texts
 from normattn.cli.extend_settings import (
     ExtensionSettings,
     choose,
@@ -40,79 +40,76 @@ from normattn.terminal import Console, show
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 LINES_SECONDS = 10.0
-"""Between two lines of progress where stderr is no terminal."""
+"""Seconds between two lines of progress where stderr is not a terminal."""
 _QUADRATIC_FROM = 16_384
-"""Tokens at which attention takes about as long as all else, in small models."""
-_SLOWER = 4
-"""About how many times as long as the unmodified model the slowest methods take."""
+"""The tokens at which attention takes about half of the time, in small models."""
+_MAX_SLOWDOWN = 4
+"""The slowdown of the slowest methods, roughly."""
 
 
-def extend_model(asked: model_options.Extend) -> None:
-    """Evaluate what is not yet on record in `asked.out`, report it, and save the model if wanted.
+def extend_model(args: model_options.Extend) -> None:
+    """Evaluate what `args.out` does not hold yet, write the report, and save the model on request.
 
-    Raises `InputError` for input that cannot serve, before anything is evaluated, and
-    `NormattnError` at the end where a method did not fit into memory or gave no finite loss; what
-    was measured stays.
+    Raises `InputError` for invalid input before anything is evaluated. Raises `NormattnError` at
+    the end where a method ran out of memory or gave no finite loss; other measurements are kept.
     """
-    if asked.emit is not None:
-        emit_method(asked, asked.emit.lower())
+    if args.emit is not None:
+        emit_method(args, args.emit.lower())
         return
-    if asked.threads is not None:
-        torch.set_num_threads(asked.threads)
-    methods = expand_methods(asked.methods)
-    refuse_unused(methods, asked)
-    if asked.save is not None and asked.save.exists():
-        raise InputError(f"--save {asked.save} exists already: choose a new folder")
-    with Console(stderr=True).status(f"loading {asked.model}"):
-        model, tokeniser = load(asked.model, asked.gguf, _DTYPES[asked.dtype])
-    model = model.to(choose_device(asked.device))
-    settings, texts, notes = _resolve(asked, model, tokeniser)
-    methods, refused = _supported(
-        model, methods, settings, everything=model_options.ALL in asked.methods
-    )
-    reader = Reader(model, tokeniser, token_scorer(model), texts, settings)
-    plan = _plan(reader, methods, asked.passkey)
-    out = asked.out or Path("runs") / f"extend-{settings.name}"
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    methods = expand_methods(args.methods)
+    refuse_unused(methods, args)
+    if args.save is not None and args.save.exists():
+        raise InputError(f"--save {args.save} exists already: choose a new folder")
+    with Console(stderr=True).status(f"loading {args.model}"):
+        model, tokeniser = load(args.model, args.gguf, _DTYPES[args.dtype])
+    model = model.to(choose_device(args.device))
+    settings, texts, notes = _resolve(args, model, tokeniser)
+    methods, skipped = _supported(model, methods, settings, model_options.ALL in args.methods)
+    evaluator = Evaluator(model, tokeniser, token_scorer(model), texts, settings)
+    plan = _plan_cells(evaluator, methods, args.passkey)
+    out = args.out or Path("runs") / f"extend-{settings.name}"
     run = RunDirectory.open(out, settings, KIND)
     with run.lock():
-        failed = _read_all(run, reader, plan, (*notes, *refused))
+        failed = _evaluate_all(run, evaluator, plan, (*notes, *skipped))
         recommended = _report(out, settings)
-        if asked.save is not None:
+        if args.save is not None:
             only = methods[1] if len(methods) == 2 else None
-            _save(asked.save, only or recommended, model, tokeniser, settings)
+            _save(args.save, only or recommended, model, tokeniser, settings)
     if failed:
         raise NormattnError("; ".join(failed))
 
 
 def _resolve(
-    asked: model_options.Extend, model: Any, tokeniser: Any
+    args: model_options.Extend, model: Any, tokeniser: Any
 ) -> tuple[ExtensionSettings, Texts, tuple[str, ...]]:
-    """The settings with every value, the windows, and sentences on what had no room in the text."""
-    train_length, lengths, *_ = choose(asked, model)
-    text = tuple(asked.text or DEFAULT_TEXT)
-    texts, lengths, notes = prepare_texts(tokeniser, text, lengths, asked.windows, asked.seed)
+    """The settings with every value, the windows, and notes on what the text is too short for."""
+    train_length, lengths, *_ = choose(args, model)
+    text = tuple(args.text or DEFAULT_TEXT)
+    texts, lengths, notes = prepare_texts(tokeniser, text, lengths, args.windows, args.seed)
     if lengths[-1] < train_length:
         raise InputError(
             f"the text ({', '.join(text)}) has room for {lengths[-1]:,} tokens in one window, less "
             f"than the training length of {train_length:,}: give more with --text"
         )
     settings = ExtensionSettings(
-        **choose(asked, model, lengths)._asdict(),
-        model=asked.model,
-        gguf=asked.gguf,
+        **choose(args, model, lengths)._asdict(),
+        model=args.model,
+        gguf=args.gguf,
         text=text,
         tokens=texts.digest,
         windows=len(texts),
         segment=max(1, min(lengths[0], train_length) // 8),
-        dtype=asked.dtype,
-        seed=asked.seed,
+        dtype=args.dtype,
+        seed=args.seed,
         weights=weights_digest(model),
     )
     return settings, texts, notes
 
 
-def _using(model: Any, method: str, settings: ExtensionSettings) -> AbstractContextManager[Any]:
-    """The model under a method, as a context."""
+def _extended(model: Any, method: str, settings: ExtensionSettings) -> AbstractContextManager[Any]:
+    """A context in which the model is extended by a method."""
     if method == UNMODIFIED:
         return nullcontext()
     parameters = settings.parameters(method)
@@ -120,30 +117,30 @@ def _using(model: Any, method: str, settings: ExtensionSettings) -> AbstractCont
 
 
 def _supported(
-    model: Any, methods: Sequence[str], settings: ExtensionSettings, everything: bool
+    model: Any, methods: Sequence[str], settings: ExtensionSettings, skip: bool
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The methods that the model takes; of `all` the others are left out with a sentence."""
-    kept, sentences = [], []
+    """The supported methods, and a note on each other method, which `skip` leaves out."""
+    supported, notes = [], []
     for method in methods:
         try:
-            with _using(model, method, settings):
-                kept.append(method)
+            with _extended(model, method, settings):
+                supported.append(method)
         except InputError as error:
-            if not everything:
+            if not skip:
                 raise
-            sentences.append(f"{method} is left out: {error}")
-    if len(kept) < 2 and sentences:
-        raise InputError(sentences[0])
-    return tuple(kept), tuple(sentences)
+            notes.append(f"{method} is left out: {error}")
+    if len(supported) < 2 and notes:
+        raise InputError(notes[0])
+    return tuple(supported), tuple(notes)
 
 
-def _plan(reader: Reader, methods: Sequence[str], passkey: bool) -> list[Unit]:
-    """Every unit that is wanted, texts before pass keys, which take as long again."""
-    settings = reader.settings
+def _plan_cells(evaluator: Evaluator, methods: Sequence[str], passkey: bool) -> list[Cell]:
+    """Every cell, text before pass keys, which take as long again."""
+    settings = evaluator.settings
     if passkey:
-        reader.hidden(settings.passes[0], 0)  # Refuses a length without room before anything.
+        evaluator.passkey_window(settings.passes[0], 0)  # raises an error for too short a length
     return [
-        Unit(kind, method, length, window)
+        Cell(kind, method, length, window)
         for kind in (("text", "key") if passkey else ("text",))
         for method in methods
         for length in settings.passes
@@ -151,30 +148,30 @@ def _plan(reader: Reader, methods: Sequence[str], passkey: bool) -> list[Unit]:
     ]
 
 
-def _read_all(
-    run: RunDirectory, reader: Reader, plan: Sequence[Unit], notes: Sequence[str]
+def _evaluate_all(
+    run: RunDirectory, evaluator: Evaluator, plan: Sequence[Cell], notes: Sequence[str]
 ) -> list[str]:
-    """Evaluate every unit that is not on record; return sentences on methods that failed."""
+    """Evaluate every cell that is not stored yet; return a sentence for each failed method."""
     store = MeasurementStore(run.path / MEASUREMENTS)
     failed: dict[str, str] = {}
 
     def status(state: Literal["running", "interrupted", "finished"]) -> None:
-        done = sum(store.path(unit.key).exists() for unit in plan)
+        done = sum(store.path(cell.key).exists() for cell in plan)
         run.set_status(state, done, len(plan), "; ".join(failed.values()))
 
     status("running")
     finished = False
     try:
-        with ReadingProgress(_work(plan)) as progress:
+        with EvaluationProgress(_cost(plan)) as progress:
             for sentence in notes:
                 progress.say(sentence)
-            for (_, method), group in groupby(plan, lambda unit: unit[:2]):
-                units = list(group)
-                # A damaged record is made again.
-                missing = [unit for unit in units if store.get(unit.key) is None]
-                progress.skip(_work(units) - _work(missing))
+            for (_, method), group in groupby(plan, lambda cell: cell[:2]):
+                cells = list(group)
+                # A damaged record counts as missing.
+                missing = [cell for cell in cells if store.get(cell.key) is None]
+                progress.skip(_cost(cells) - _cost(missing))
                 if missing and method not in failed:
-                    failure = _read_method(reader, store, missing, progress)
+                    failure = _evaluate_method(evaluator, store, missing, progress)
                     failed |= {method: failure} if failure else {}
         finished = not failed
     finally:
@@ -182,13 +179,16 @@ def _read_all(
     return list(failed.values())
 
 
-def _read_method(
-    reader: Reader, store: MeasurementStore, missing: Sequence[Unit], progress: ReadingProgress
+def _evaluate_method(
+    evaluator: Evaluator,
+    store: MeasurementStore,
+    missing: Sequence[Cell],
+    progress: EvaluationProgress,
 ) -> str | None:
-    """Evaluate units of one method; a sentence where it failed, whose rest is left out."""
-    settings, method = reader.settings, missing[0].method
-    with _using(reader.model, method, settings) as extension:
-        whose = Identity(
+    """Evaluate cells of one method; a sentence where one failed, which skips the rest."""
+    settings, method = evaluator.settings, missing[0].method
+    with _extended(evaluator.model, method, settings) as extension:
+        identity = Identity(
             study="",
             row=settings.name,
             score=UNMODIFIED if extension is None else extension.resolved.method,
@@ -198,13 +198,13 @@ def _read_method(
             settings=settings.dtype,
             split="given",
         )
-        for number, unit in enumerate(missing):
-            thing = "pass key" if unit.kind == "key" else "window"
-            place = f"{thing} {unit.window + 1} of {settings.windows}"
-            description = f"{method}, {unit.length:,} tokens, {place}"
+        for number, cell in enumerate(missing):
+            kind = "pass key" if cell.kind == "key" else "window"
+            number_of = f"{kind} {cell.window + 1} of {settings.windows}"
+            description = f"{method}, {cell.length:,} tokens, {number_of}"
             progress.begin(description)
             try:
-                store.put(unit.key, reader.read(unit, whose))
+                store.put(cell.key, evaluator.evaluate(cell, identity))
             except InputError:
                 raise
             except (NormattnError, MemoryError, RuntimeError) as error:
@@ -213,18 +213,18 @@ def _read_method(
                     if memory_error_in(error) is None:
                         raise
                     sentence = (
-                        f"out of memory with {method} at {unit.length:,} tokens: take shorter "
+                        f"out of memory with {method} at {cell.length:,} tokens: take shorter "
                         "--lengths or --dtype bf16; what was measured is kept"
                     )
-                progress.skip(_work(missing[number:]))
+                progress.skip(_cost(missing[number:]))
                 progress.say(sentence)
                 return sentence
-            progress.done(_work([unit]), description)
+            progress.done(_cost([cell]), description)
     return None
 
 
 def _report(out: Path, settings: ExtensionSettings) -> str | None:
-    """Write the page of what was measured, print it in short; return the recommended method."""
+    """Write the report, print its summary and return the recommended method."""
     measured = STUDY.measurements(out)
     if not measured.height:
         show("No length was evaluated in all its windows: nothing can be recommended.")
@@ -235,12 +235,12 @@ def _report(out: Path, settings: ExtensionSettings) -> str | None:
 
 
 def _save(
-    place: Path, method: str | None, model: Any, tokeniser: Any, settings: ExtensionSettings
+    path: Path, method: str | None, model: Any, tokeniser: Any, settings: ExtensionSettings
 ) -> None:
-    """Write the model under a method, for `normattn.from_pretrained`."""
+    """Save the model with a method, for `normattn.from_pretrained`."""
     if method is None:
         raise InputError(
-            f"nothing is saved to {place}: no method was better than the unmodified model; to "
+            f"nothing is saved to {path}: no method was better than the unmodified model; to "
             "save one anyway, name it alone, as in --methods YaRN"
         )
 
@@ -248,18 +248,18 @@ def _save(
         model.save_pretrained(folder)
         tokeniser.save_pretrained(folder)
 
-    with _using(model, method, settings):
-        write_directory(place, fill)
-    show(f'{place}: {method}, to be loaded by normattn.from_pretrained("{place}")')
+    with _extended(model, method, settings):
+        write_directory(path, fill)
+    show(f'{path}: {method}, to be loaded by normattn.from_pretrained("{path}")')
 
 
-def _work(units: Sequence[Unit]) -> float:
-    """About how much these units cost, in tokens of a short window."""
-    return math.fsum(unit.length * (1 + unit.length / _QUADRATIC_FROM) for unit in units)
+def _cost(cells: Sequence[Cell]) -> float:
+    """The approximate cost of these cells, in tokens of a short window."""
+    return math.fsum(cell.length * (1 + cell.length / _QUADRATIC_FROM) for cell in cells)
 
 
-class ReadingProgress(Bar):
-    """A bar with the time left; where stderr is no terminal, a line now and then."""
+class EvaluationProgress(Bar):
+    """A bar with the time left; a line every few seconds where stderr is not a terminal."""
 
     def __init__(self, total: float) -> None:
         super().__init__(TimeRemainingColumn())
@@ -268,16 +268,16 @@ class ReadingProgress(Bar):
         self._started = self._due = time.monotonic()
 
     def begin(self, description: str) -> None:
-        """Name the present unit."""
+        """Show the current cell."""
         self.progress.update(self._task, description=description)
 
     def skip(self, amount: float) -> None:
-        """Leave out work that was done before, or that is not done at all."""
+        """Subtract work that is not done in this run."""
         self._total -= amount
         self.progress.update(self._task, total=self._total)
 
     def done(self, amount: float, description: str) -> None:
-        """Count work that was measured just now; the first gives the estimate of the whole."""
+        """Add finished work; the first gives an estimate of the rest."""
         first, self._done = not self._done, self._done + amount
         self.progress.update(self._task, completed=self._done)
         now = time.monotonic()
@@ -285,7 +285,7 @@ class ReadingProgress(Bar):
         if first and left > 0:
             self.say(
                 f"by the first window, the rest takes about {duration(left)} to "
-                f"{duration(_SLOWER * left)}: methods that change attention are slower"
+                f"{duration(_MAX_SLOWDOWN * left)}: methods that change attention are slower"
             )
         if not self.console.is_terminal and (left <= 0 or now >= self._due):
             self._due = now + LINES_SECONDS

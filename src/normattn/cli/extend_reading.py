@@ -1,6 +1,6 @@
-"""Windows of a text in a model's own tokens, and what one window at one length gives.
+"""Windows of text in a model's tokens, and the evaluation of one window at one length.
 
-Measured are losses, the pass key, seconds and memory.
+It measures losses, the pass key, seconds and memory.
 """
 
 from __future__ import annotations
@@ -27,22 +27,23 @@ from normattn.lab.data.tokeniser import cut_runs
 from normattn.lab.data.windows import EvaluationSet
 from normattn.lab.evaluation.language_model import evaluate_cell
 from normattn.lab.evaluation.retrieval import evaluate_retrieval
-from normattn.lab.evaluation.scorer import Remembering, TokenScorer, identity
+from normattn.lab.evaluation.scorer import Remembering, TokenScorer
+from normattn.lab.evaluation.scorer import identity as cell_identity
 from normattn.lab.runs.environment import peak, resident
 from normattn.lab.stats import Identity, digest, fact, identified, joined
 from normattn.lab.studies.extend import KIND, PEAK, PREFILL, SECONDS
 
 DEFAULT_TEXT = ("python-source",)
-_BYTES_PER_TOKEN = 16  # More than any text of a language has; the whole is read where it is not.
+_BYTES_PER_TOKEN = 16  # more than natural text has; where it is too few, the whole text is read
 _QUESTION = "\nWhat is the pass key? The pass key is"
 
 
 @dataclass(frozen=True)
 class Texts:
-    """Windows of text, W of them, and what the tokeniser puts before every text.
+    """W windows of text, and the tokens that the tokeniser puts before every text.
 
-    ids (W, longest + 1): window by window; a shorter length is a window's end, so that the last
-    tokens are the same at every length.
+    `ids` are (W, longest + 1). A shorter length uses the end of a window, so that the last tokens
+    are the same at every length.
     """
 
     ids: Int64[np.ndarray, "w t"]
@@ -58,9 +59,9 @@ class Texts:
         return hashlib.sha256(start + np.ascontiguousarray(self.ids, "<i8").tobytes()).hexdigest()
 
     def window(self, index: int, length: int) -> Int64[np.ndarray, "length_1"]:
-        """`length` + 1 tokens, the tokeniser's own first."""
-        kept = length + 1 - len(self.prefix)
-        return np.concatenate([np.array(self.prefix, np.int64), self.ids[index, -kept:]])
+        """`length` + 1 tokens, beginning with the prefix."""
+        count = length + 1 - len(self.prefix)
+        return np.concatenate([np.array(self.prefix, np.int64), self.ids[index, -count:]])
 
     def sets(self, index: int, length: int, train_length: int, segment: int) -> list[EvaluationSet]:
         """One window by each protocol of its length: last segment, all tokens, by position."""
@@ -79,10 +80,10 @@ class Texts:
 def prepare_texts(
     tokeniser: Any, text: Sequence[str], lengths: Sequence[int], windows: int, seed: int
 ) -> tuple[Texts, tuple[int, ...], tuple[str, ...]]:
-    """(windows, the lengths that they can have, sentences on what there was no room for).
+    """(windows, the lengths that fit, notes on lengths and windows that do not fit).
 
-    The texts are joined and cut into windows of the longest length that they hold, chosen by the
-    seed, none overlapping. Raises `InputError` where they are shorter than the shortest length.
+    The texts are joined, and windows of the longest fitting length are drawn by the seed, without
+    overlap. Raises `InputError` where the text is shorter than the shortest length.
     """
     ids = _tokens(tokeniser, text, windows * (lengths[-1] + 1))
     fitting = tuple(length for length in lengths if length < len(ids))
@@ -110,44 +111,44 @@ def prepare_texts(
 
 
 def _tokens(tokeniser: Any, text: Sequence[str], wanted: int) -> Int64[np.ndarray, "n"]:
-    """The tokens of all texts joined, at least as many as wanted where there are so many."""
+    """The tokens of all texts joined, at least `wanted` if there are as many."""
     corpora = [parse_corpus(address) for address in text]
     for limit in (wanted * _BYTES_PER_TOKEN, None):
         documents = (document for corpus in corpora for document in corpus.documents(limit))
         pieces = (piece for document in documents for piece in cut_runs(document.text))
-        ids = [token for piece in pieces for token in _plain(tokeniser, piece)]
+        ids = [token for piece in pieces for token in _encode(tokeniser, piece)]
         if len(ids) >= wanted:
             break
     return np.array(ids, np.int64)
 
 
-def _plain(tokeniser: Any, text: str) -> list[int]:
+def _encode(tokeniser: Any, text: str) -> list[int]:
     # verbose=False: transformers would warn that a long text is longer than the model reads.
     ids: list[int] = tokeniser(text, add_special_tokens=False, verbose=False)["input_ids"]
     return ids
 
 
 def _prefix(tokeniser: Any) -> tuple[int, ...]:
-    """What the tokeniser puts before a text: the beginning-of-text token of many models."""
-    plain, whole = _plain(tokeniser, "a"), tokeniser("a")["input_ids"]
-    places = [k for k in range(len(whole)) if whole[k : k + len(plain)] == plain]
-    return tuple(whole[: places[0]]) if plain and places else ()
+    """The tokens that the tokeniser puts before a text, such as a beginning-of-text token."""
+    text, full = _encode(tokeniser, "a"), tokeniser("a")["input_ids"]
+    starts = [k for k in range(len(full)) if full[k : k + len(text)] == text]
+    return tuple(full[: starts[0]]) if text and starts else ()
 
 
 def passkey_set(
     tokeniser: Any, texts: Texts, index: int, length: int, train_length: int, seed: int
 ) -> RetrievalSet:
-    """One window with a pass key of five digits in it, asked for at its end.
+    """One window with a pass key of five digits and a question for it at the end.
 
-    Of W windows, window k has the key in the middle of the k-th of W equal parts. Raises
-    `InputError` where the length has no room for it.
+    Window k of W has the key in the middle of the k-th of W equal parts. Raises `InputError` where
+    the length is too short.
     """
     key = str(np.random.default_rng([seed, length, index]).integers(10000, 100000))
-    stated = _plain(tokeniser, f"\nThe pass key is {key}. Remember it: the pass key is {key}.\n")
-    question, end = (_plain(tokeniser, text) for text in (_QUESTION, f"{_QUESTION} {key}"))
-    # The answer is what follows the tokens that the question has with and without it.
+    stated = _encode(tokeniser, f"\nThe pass key is {key}. Remember it: the pass key is {key}.\n")
+    question, end = (_encode(tokeniser, text) for text in (_QUESTION, f"{_QUESTION} {key}"))
+    # The answer begins where the tokens with and without it differ.
     pairs = enumerate(zip(question, end, strict=False))
-    asked = next((k for k, (a, b) in pairs if a != b), min(len(question), len(end)))
+    answer = next((k for k, (a, b) in pairs if a != b), min(len(question), len(end)))
     room = length + 1 - len(texts.prefix) - len(stated) - len(end)
     if room < 1:
         raise InputError(
@@ -158,7 +159,7 @@ def passkey_set(
     depth = (index + 0.5) / len(texts)
     position = round(depth * room)
     ids = [*texts.prefix, *filler[:position], *stated, *filler[position:], *end]
-    scored = np.arange(length) >= length - (len(end) - asked)
+    scored = np.arange(length) >= length - (len(end) - answer)
     return RetrievalSet(
         task="passkey",
         length=length,
@@ -170,8 +171,8 @@ def passkey_set(
     )
 
 
-class Unit(NamedTuple):
-    """One piece of work: a window's text or its pass key ("key"), at a length, under a method."""
+class Cell(NamedTuple):
+    """One evaluation: a window's text ("text") or pass key ("key"), at a length, with a method."""
 
     kind: str
     method: str
@@ -180,15 +181,15 @@ class Unit(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The name of its record."""
+        """The key of its stored measurements."""
         return digest(*self)
 
 
 @dataclass
-class Reader:
-    """Evaluates windows with a model in its present state, extended or not.
+class Evaluator:
+    """Evaluates windows with a model as it is when called, extended or not.
 
-    `scorer` maps ids (1, T + 1) to losses; `tokeniser` writes the pass key.
+    `scorer` maps ids (1, T + 1) to losses; `tokeniser` encodes the pass key.
     """
 
     model: Any
@@ -202,51 +203,51 @@ class Reader:
         gc.collect()
         self._resident = resident(self.model.device)
 
-    def read(self, unit: Unit, whose: Identity) -> pl.DataFrame:
-        """The measurements of a unit, whose data are all windows of the text.
-
-        Raises `NormattnError` where a loss is not finite.
-        """
-        rows = self._key(unit, whose) if unit.kind == "key" else self._text(unit, whose)
-        return rows.with_columns(
+    def evaluate(self, cell: Cell, identity: Identity) -> pl.DataFrame:
+        """The measurements of a cell; raises `NormattnError` where a loss is not finite."""
+        evaluate = self._evaluate_passkey if cell.kind == "key" else self._evaluate_text
+        return evaluate(cell, identity).with_columns(
             pl.lit(KIND).alias("study"), pl.lit(self.settings.tokens).alias("data")
         )
 
-    def _text(self, unit: Unit, whose: Identity) -> pl.DataFrame:
+    def _evaluate_text(self, cell: Cell, identity: Identity) -> pl.DataFrame:
         settings, device = self.settings, self.model.device
-        sets = self.texts.sets(unit.window, unit.length, settings.train_length, settings.segment)
+        sets = self.texts.sets(cell.window, cell.length, settings.train_length, settings.segment)
         scorer, seconds = Remembering(self.scorer), list[float]()
-        with peak(device, self._resident) as grown, _timed(self.model, seconds):
-            frames = [evaluate_cell(scorer, each, whose) for each in sets]
+        with peak(device, self._resident) as peaks, _timed(self.model, seconds):
+            frames = [evaluate_cell(scorer, each, identity) for each in sets]
         window = sets[0].documents[0]
         costs = [fact(SECONDS, seconds[0], unit=window)]
-        costs += [fact(PEAK, most, unit=window) for most in grown]
-        on: dict[str, str | int] = {"device": str(device), "threads": torch.get_num_threads()}
-        prefill = replace(identity(whose, sets[0], **on), protocol=PREFILL)
+        costs += [fact(PEAK, size, unit=window) for size in peaks]
+        device_fields: dict[str, str | int] = {
+            "device": str(device),
+            "threads": torch.get_num_threads(),
+        }
+        prefill = replace(cell_identity(identity, sets[0], **device_fields), protocol=PREFILL)
         return joined([*frames, identified(prefill, costs)])
 
-    def _key(self, unit: Unit, whose: Identity) -> pl.DataFrame:
-        hidden = self.hidden(unit.length, unit.window)
-        rows = evaluate_retrieval(self.scorer, hidden, whose)
-        # Each window has a depth of its own: no axis that windows share, but a fact of the window.
+    def _evaluate_passkey(self, cell: Cell, identity: Identity) -> pl.DataFrame:
+        window = self.passkey_window(cell.length, cell.window)
+        rows = evaluate_retrieval(self.scorer, window, identity)
+        # Each window has another depth, so depth is a factor and not an axis that windows share.
         return rows.with_columns(
             pl.lit("").alias("axis"),
             pl.lit(None, pl.Float64).alias("bin"),
             pl.lit(None, pl.Float64).alias("bin_end"),
-            pl.lit(hidden.documents[0]).alias("unit"),
-            pl.lit(hidden.depths[0]).alias("factor.depth"),
+            pl.lit(window.documents[0]).alias("unit"),
+            pl.lit(window.depths[0]).alias("factor.depth"),
         )
 
-    def hidden(self, length: int, index: int) -> RetrievalSet:
-        """A window with its pass key; `InputError` where the length has no room for it."""
+    def passkey_window(self, length: int, index: int) -> RetrievalSet:
+        """A window with its pass key; `InputError` where the length is too short."""
         train_length, seed = self.settings.train_length, self.settings.seed
         return passkey_set(self.tokeniser, self.texts, index, length, train_length, seed)
 
 
 @contextmanager
 def _timed(model: Any, seconds: list[float]) -> Iterator[None]:
-    """Append the seconds of every pass of the decoder."""
-    decoder, begun = model_parts(model).decoder, [0.0]
+    """Append the seconds of every forward of the decoder."""
+    decoder, start = model_parts(model).decoder, [0.0]
 
     def now() -> float:
         if model.device.type == "cuda":
@@ -254,10 +255,10 @@ def _timed(model: Any, seconds: list[float]) -> Iterator[None]:
         return time.perf_counter()
 
     def before(*_: object) -> None:
-        begun[0] = now()
+        start[0] = now()
 
     def after(*_: object) -> None:
-        seconds.append(now() - begun[0])
+        seconds.append(now() - start[0])
 
     hooks = (decoder.register_forward_pre_hook(before), decoder.register_forward_hook(after))
     try:

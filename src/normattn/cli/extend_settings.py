@@ -1,4 +1,4 @@
-"""What `normattn extend` is given: lengths, methods with their parameters, and the whole of it."""
+"""The settings of `normattn extend`: lengths, methods and their parameters."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ from normattn.score.parts import RopeScaling
 from normattn.score.spec import UNMODIFIED, is_unmodified
 from normattn.settings import Settings
 
-WITH_LOGN = ("NTK", "YaRN", "ReRoPE", "LeakyReRoPE", "SelfExtend")
-"""Log-n sharpens attention where more keys are near an angle that training had, so not with PI."""
-EVERY = (
+LOGN_METHODS = ("NTK", "YaRN", "ReRoPE", "LeakyReRoPE", "SelfExtend")
+"""The methods that are also tried with logn+. PI is not: it brings no more keys near an angle."""
+ALL_METHODS = (
     *("PI", "ABF", "NTK", "NTK-mixed", "DynamicNTK", "YaRN", "ReRoPE", "LeakyReRoPE"),
-    *("SelfExtend", "logn+", *(f"{name}-logn+" for name in WITH_LOGN)),
+    *("SelfExtend", "logn+", *(f"{name}-logn+" for name in LOGN_METHODS)),
 )
 _FACTORS = {"factor", "s", "group"}
 
 
 class ExtensionSettings(Settings):
-    """The resolved settings of one directory; what is measured by any method depends on all.
+    """The resolved settings of one directory; every measurement in it depends on all of them.
 
-    lengths: tokens of the tested contexts, ascending. windows: stretches of text. segment: how many
-    last tokens are scored after every context. factor, window: parameters of the methods that leave
-    them open. text: where the windows are from, tokens: their digest. weights: the model's digest.
+    `lengths` are the tested contexts in tokens, ascending. `windows` is the number of text windows
+    from `text`, whose digest is `tokens`. The last `segment` tokens are scored after every context.
+    `factor` and `window` are parameters of methods that do not set them. `weights` is the digest of
+    the model.
     """
 
     model: str
@@ -64,43 +65,43 @@ class ExtensionSettings(Settings):
 
 
 def model_name(address: str | Path) -> str:
-    """How a model is called: the last part of its address, without ".gguf"."""
+    """A model's name: the last part of its address, without ".gguf"."""
     return Path(address).name.removesuffix(".gguf")
 
 
 def expand_methods(names: Sequence[str]) -> tuple[str, ...]:
-    """The methods that are named, each once, the unmodified model first; `all` is every one."""
+    """The named methods, each once, after the unmodified model; `all` names every one."""
     methods = [UNMODIFIED]
     for name in names:
-        methods += EVERY if name == ALL else () if is_unmodified(name) else (name,)
+        methods += ALL_METHODS if name == ALL else () if is_unmodified(name) else (name,)
     return tuple(dict.fromkeys(methods))
 
 
 def open_parameters(method: str) -> set[str]:
-    """Which of `factor` and `window` a method takes and is not given in its own name."""
+    """The parameters among `factor` and `window` that a method has and its name does not set."""
     parameters = set()
-    for part, given in read(method)[0]:
+    for part, values in read(method)[0]:
         names = {field.name for field in dataclasses.fields(part)}
-        if "window" in names - given.keys():
+        if "window" in names - values.keys():
             parameters.add("window")
         # DynamicNTK follows the length and takes no factor.
         dynamic = issubclass(part, RopeScaling) and part.blockwise
-        if not dynamic and names & _FACTORS and not given.keys() & _FACTORS:
+        if not dynamic and names & _FACTORS and not values.keys() & _FACTORS:
             parameters.add("factor")
     return parameters
 
 
-def refuse_unused(methods: Sequence[str], asked: Extend) -> None:
+def refuse_unused(methods: Sequence[str], args: Extend) -> None:
     """Raise `InputError` for a parameter that no method takes."""
     methods = [method for method in methods if method != UNMODIFIED]
-    taken = {name for method in methods for name in open_parameters(method)}
+    used = {name for method in methods for name in open_parameters(method)}
     for name in ("factor", "window"):
-        if getattr(asked, name) is not None and name not in taken:
+        if getattr(args, name) is not None and name not in used:
             raise InputError(f"--{name} is given, but none of --methods takes a {name}")
 
 
-class Chosen(NamedTuple):
-    """What is evaluated, and the parameters of methods that leave them open."""
+class ChosenValues(NamedTuple):
+    """The lengths to evaluate, and the parameters of methods that do not set them."""
 
     train_length: int
     lengths: tuple[int, ...]
@@ -108,24 +109,25 @@ class Chosen(NamedTuple):
     window: int
 
 
-def choose(asked: Extend, model: Any, lengths: tuple[int, ...] | None = None) -> Chosen:
-    """What the options say, and where they are silent the model; `lengths` replace --lengths.
+def choose_values(args: Extend, model: Any, lengths: tuple[int, ...] | None = None) -> ChosenValues:
+    """The values of the options, or defaults for the model; `lengths` replace --lengths.
 
-    The lengths are L and 2 L, the factor is the longest length over L, the window L / 4. Raises
-    `InputError` for lengths within L that leave the factor open, and an L that is not known.
+    With the training length L, the lengths are L and 2 L, the factor is the longest length / L and
+    the window is L / 4. Raises `InputError` for lengths within L without a factor, and for an
+    unknown L.
     """
     try:
-        trained = asked.train_length or known_length(model_parts(model))[0]
+        trained = args.train_length or known_length(model_parts(model))[0]
     except InputError as error:
         raise InputError(
             str(error).replace("pass train_length=…", "pass --train-length")
         ) from error
-    lengths = lengths or asked.lengths or (trained, 2 * trained)
-    window = max(1, trained // 4) if asked.window is None else asked.window
-    if asked.factor is None and lengths[-1] <= trained:
+    lengths = lengths or args.lengths or (trained, 2 * trained)
+    window = max(1, trained // 4) if args.window is None else args.window
+    if args.factor is None and lengths[-1] <= trained:
         raise InputError(
             f"the longest of --lengths, {lengths[-1]:,}, is within the training length of "
             f"{trained:,}: a factor below 1 would shorten the context; name a longer length"
         )
-    factor = lengths[-1] / trained if asked.factor is None else asked.factor
-    return Chosen(trained, lengths, factor, window)
+    factor = lengths[-1] / trained if args.factor is None else args.factor
+    return ChosenValues(trained, lengths, factor, window)

@@ -1,6 +1,6 @@
 """`normattn lm-eval`: lm-evaluation-harness with the model `normattn` and tasks from local text.
 
-Importing this module registers the model.
+Importing this module registers the model with the harness.
 """
 
 from __future__ import annotations
@@ -39,19 +39,24 @@ from lm_eval.models.huggingface import HFLM
 
 TASKS = Path(__file__).parent / "tasks"
 _UNLIMITED = (1 << 31) - 1
-_OF_RUNS = frozenset({"max_length", "batch_size", "max_batch_size", "device", "dtype"})
-_MISTYPED = ("Tasks not found", "Attempted to load model", "No tasks specified", "Need to specify")
+_RUN_OPTIONS = frozenset({"max_length", "batch_size", "max_batch_size", "device", "dtype"})
+_USER_ERRORS = (
+    "Tasks not found",
+    "Attempted to load model",
+    "No tasks specified",
+    "Need to specify",
+)
 
 
-def run_harness(asked: model_options.LmEval) -> None:
-    """`lm_eval ARGUMENTS…` with `--model normattn` and the tasks `normattn…`.
+def run_harness(args: model_options.LmEval) -> None:
+    """Run `lm_eval ARGUMENTS…` with the model and the tasks of normattn.
 
-    Raises `InputError` where the harness finds no such task or model.
+    Raises `InputError` for an unknown task or model.
     """
-    if asked.tasks_path:
+    if args.tasks_path:
         sys.stdout.write(f"{TASKS}\n")
         return
-    arguments = list(asked.arguments or ())
+    arguments = list(args.arguments or ())
     if not arguments:
         raise InputError(
             "there is nothing to evaluate: give --model normattn --model_args run=RUN --tasks TASKS"
@@ -64,8 +69,8 @@ def run_harness(asked: model_options.LmEval) -> None:
     try:
         cli_evaluate()
     except ValueError as error:
-        # The harness has no errors of its own for what a user mistyped.
-        if isinstance(error, InputError) or not str(error).startswith(_MISTYPED):
+        # The harness raises a plain ValueError for a user's mistakes.
+        if isinstance(error, InputError) or not str(error).startswith(_USER_ERRORS):
             raise
         raise InputError(str(error).splitlines()[0]) from error
     finally:
@@ -74,20 +79,20 @@ def run_harness(asked: model_options.LmEval) -> None:
 
 @register_model("normattn")
 class NormattnLM(HFLM):
-    """The harness's model of transformers (`--model hf`), under a method, or a run trained here.
+    """The harness's `--model hf` with a method, or a run of normattn.
 
     Args:
         pretrained: a folder, a GGUF file or a name on the hub.
         run: instead of it, the directory of a finished run of `normattn train`.
-        method: e.g. YaRN or ReRoPE-logn+. Without one, a model that was saved under a method is
-            evaluated under that. "unmodified" is the model as trained.
+        method: e.g. YaRN or ReRoPE-logn+; by default the one that the model was saved with, if any.
+            "unmodified" is the model as trained.
         train_length: the training length of `pretrained`, where its configuration has none.
-        max_length: longer requests are refused, and never cut. There is no limit by default.
+        max_length: longer requests raise an error and are never cut. By default there is no limit.
         options: parameters of the method (factor=2, window=2048), and every option of the harness's
             own model: dtype, parallelize, peft, autogptq, gguf_file, batch_size, …
 
-    Texts without context (`loglikelihood_rolling`) are read in windows of `max_length`, by default
-    of the training length. Raises `InputError`.
+    Texts without context (`loglikelihood_rolling`) are split into windows of `max_length`, by
+    default of the training length. Raises `InputError` for invalid options.
     """
 
     def __init__(
@@ -106,11 +111,11 @@ class NormattnLM(HFLM):
                 raise InputError(f"{name} is {value!r}; expected a number of at least 1")
         self._method = None if method is None else method.strip()
         self._parameters = _take_parameters(self._method, options)
-        self._given_length, self._limit = train_length, max_length
+        self._train_length_option, self._max_given = train_length, max_length
         self._record: dict[str, Any] | None = None
         options["max_length"] = self._max_length = max_length or _UNLIMITED
         device = options.get("device") or "cuda"
-        # The harness says cuda:0 unasked.
+        # The harness's default is cuda:0.
         no_gpu = str(device).startswith("cuda") and not torch.cuda.is_available()
         options["device"] = "cpu" if no_gpu else device
         if run is not None:
@@ -124,12 +129,12 @@ class NormattnLM(HFLM):
             super().__init__(source, **options)
 
     def _load_run(self, run: Path, options: dict[str, Any]) -> None:
-        """Load a run's model and tokeniser, as transformers has them once they are exported."""
+        """Load a run's model and tokeniser in transformers' format, as if exported."""
         from normattn.hf import wrap
 
-        foreign = sorted(options.keys() - _OF_RUNS)
-        if foreign or self._given_length is not None:
-            names = ", ".join(foreign or ["train_length"])
+        unsupported = sorted(options.keys() - _RUN_OPTIONS)
+        if unsupported or self._train_length_option is not None:
+            names = ", ".join(unsupported or ["train_length"])
             raise InputError(f"model_args: {names} belongs to pretrained=…, not to run=…")
         config, _ = open_run(run)
         self._trained, parameters = config.model.train_length, dict(self._parameters)
@@ -142,25 +147,25 @@ class NormattnLM(HFLM):
             raise InputError(f"dtype is {dtype!r}; expected float32, float64, float16 or bfloat16")
         if dtype != "auto":
             model = model.to(getattr(torch, dtype))
-        self._using = model.using(spec.resolve(self._trained, factor))
+        self._extension = model.using(spec.resolve(self._trained, factor))
         tokeniser = as_transformers(run / "tokeniser.json")
         super().__init__(wrap(model.eval()), "causal", tokenizer=tokeniser, **options)
 
-    def _get_config(self, *given: Any, **more: Any) -> None:
-        """Read the configuration, and in it the method that the model was saved under."""
-        super()._get_config(*given, **more)
-        self._record = take_record(self._config, given[0] if given else more["pretrained"])
+    def _get_config(self, *args: Any, **kwargs: Any) -> None:
+        """Read the configuration, and the record of the method that the model was saved with."""
+        super()._get_config(*args, **kwargs)
+        self._record = take_record(self._config, args[0] if args else kwargs["pretrained"])
 
-    def _create_model(self, *given: Any, **more: Any) -> None:
-        """Load as the harness does, adapters included, then switch the method on."""
+    def _create_model(self, *args: Any, **kwargs: Any) -> None:
+        """Load the model as the harness does, with adapters, then extend it."""
         if self._record is not None:
-            more["config"] = self._config  # as trained: transformers' own words would apply it
-        super()._create_model(*given, **more)
-        adapter = str(more.get("peft") or "")
+            kwargs["config"] = self._config  # restored: the saved one may apply the method
+        super()._create_model(*args, **kwargs)
+        adapter = str(kwargs.get("peft") or "")
         record = Path(adapter).expanduser() / ADAPTER_FILE
         if adapter and is_adapter(adapter) and record.is_file():
             self._record = read_adapter_record(adapter)
-        method, length = self._method, self._given_length
+        method, length = self._method, self._train_length_option
         if method is None and self._record is not None:
             method, saved = self._record["method"], self._record["train_length"]
             if length not in (None, saved):
@@ -176,18 +181,18 @@ class NormattnLM(HFLM):
             self._trained = extension.resolved.train_length
 
     def _loglikelihood_tokens(
-        self, requests: Any, *given: Any, **more: Any
+        self, requests: Any, *args: Any, **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        """Refuse what the harness would cut: a text without its beginning is another question."""
-        for _, context, goal in requests:
-            self._refuse_cut("a text with its continuation", len(context) + len(goal) - 1)
-        scored: list[tuple[float, bool]] = super()._loglikelihood_tokens(requests, *given, **more)
+        """Raise `InputError` for requests that the harness would cut at the beginning."""
+        for _, context, continuation in requests:
+            self._refuse_cut("a text with its continuation", len(context) + len(continuation) - 1)
+        scored: list[tuple[float, bool]] = super()._loglikelihood_tokens(requests, *args, **kwargs)
         return scored
 
-    def loglikelihood_rolling(self, *given: Any, **more: Any) -> list[float]:
+    def loglikelihood_rolling(self, *args: Any, **kwargs: Any) -> list[float]:
         """The log-likelihood of whole texts, in windows of `max_length` or the training length."""
         with self._windows():
-            return list(super().loglikelihood_rolling(*given, **more))
+            return list(super().loglikelihood_rolling(*args, **kwargs))
 
     def _detect_batch_size(self, requests: Sequence[Any] | None = None, pos: int = 0) -> int:
         with self._windows() if requests is None else nullcontext():
@@ -195,32 +200,34 @@ class NormattnLM(HFLM):
 
     @contextmanager
     def _windows(self) -> Iterator[None]:
-        """Let `max_length` be a length to fill where none was given."""
-        before, self._max_length = self._max_length, self._limit or self._trained
+        """Set `max_length` to the training length where none was given."""
+        before, self._max_length = self._max_length, self._max_given or self._trained
         try:
             yield
         finally:
             self._max_length = before
 
-    def tok_batch_encode(self, strings: Sequence[str], *given: Any, **more: Any) -> tuple[Any, Any]:
-        """The tokens of prompts; refused where the harness would cut them."""
-        most = more.pop("left_truncate_len", None)
-        ids, mask = super().tok_batch_encode(list(strings), *given, **more)
-        if most is not None and ids.shape[1] > most:
-            room = self.max_length - most
-            self._refuse_cut(f"a prompt with an answer of {room} tokens", ids.shape[1] + room)
+    def tok_batch_encode(
+        self, strings: Sequence[str], *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
+        """The tokens of prompts; raises `InputError` where the harness would cut them."""
+        limit = kwargs.pop("left_truncate_len", None)
+        ids, mask = super().tok_batch_encode(list(strings), *args, **kwargs)
+        if limit is not None and ids.shape[1] > limit:
+            answer = self.max_length - limit
+            self._refuse_cut(f"a prompt with an answer of {answer} tokens", ids.shape[1] + answer)
         return ids, mask
 
     def _refuse_cut(self, subject: str, tokens: int) -> None:
-        if self._limit is not None and tokens > self._limit:
+        if self._max_given is not None and tokens > self._max_given:
             raise InputError(
-                f"{subject} has {tokens} tokens and would be cut to max_length={self._limit}; "
+                f"{subject} has {tokens} tokens and would be cut to max_length={self._max_given}; "
                 "raise max_length, or leave it out to cut nothing"
             )
 
 
 def _take_parameters(method: str | None, options: dict[str, Any]) -> dict[str, Any]:
-    """Take the method's parameters out of the model arguments."""
+    """Remove the method's parameters from the model arguments, and return them."""
     names = {"factor"}
     if method is not None and not is_unmodified(method):
         names |= {field.name for part, _ in read(method)[0] for field in dataclasses.fields(part)}

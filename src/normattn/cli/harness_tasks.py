@@ -1,7 +1,7 @@
-"""The tasks of lm-evaluation-harness in `tasks/*.yaml`: made from local text, without downloads.
+"""The tasks of lm-evaluation-harness in `tasks/*.yaml`, from local text, without downloads.
 
-Windows are made as `normattn evaluate` makes them, in the tokens of the model that is evaluated,
-and handed on as text, because that is what the harness takes.
+Windows are those of `normattn evaluate`, in the tokens of the evaluated model. They are decoded to
+text, because the harness takes text.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ _BITS = "bits_per_byte"
 
 
 class TaskSettings(Settings):
-    """What `--metadata` can say.
+    """The fields of `--metadata`.
 
-    - `lengths`: tokens of the texts.
-    - `samples`: texts of each length, of retrieval at each of five depths.
+    - `lengths`: lengths of the texts in tokens.
+    - `samples`: texts of each length, in retrieval for each of five depths.
     - `segment`: tokens that `last-segment` scores (default: half the shortest length).
-    - `text`: python-source (default), a file or a folder; a run's own corpus where there is a run.
-    - `join`: put the documents together, for texts longer than any of them.
-    - `seed`: decides what is drawn.
-    - `tokenizer`: whose tokens are counted (default: those of `run` or `pretrained`).
+    - `text`: python-source (default), a file or a folder; of a run, its own corpus.
+    - `join`: join all documents, for texts longer than any of them.
+    - `seed`: of the random draws.
+    - `tokenizer`: the tokeniser that counts tokens (default: that of `run` or `pretrained`).
     """
 
     lengths: tuple[int, ...] = Field((512, 1024, 2048), min_length=1)
@@ -70,18 +70,18 @@ class TaskSettings(Settings):
 
     @staticmethod
     def of(metadata: Mapping[str, Any]) -> TaskSettings:
-        """Ours among what the harness gives to a task: model arguments are there too."""
+        """Parse the task's fields of the harness's metadata, which has model arguments too."""
         names = TaskSettings.model_fields
         for key in metadata:
             near = difflib.get_close_matches(key, names, n=1, cutoff=0.8)
             if near and key not in names:
                 raise InputError(f"metadata has no {key!r}: did you mean {near[0]!r}?")
-        given = {name: metadata[name] for name in names if metadata.get(name) is not None}
-        return TaskSettings.parse(given, "metadata")
+        fields = {name: metadata[name] for name in names if metadata.get(name) is not None}
+        return TaskSettings.parse(fields, "metadata")
 
 
-class _Pieces(ConfigurableTask):
-    """A text whose end is scored piece by piece, each after the true text before it."""
+class _ScoredPieces(ConfigurableTask):
+    """A task whose documents are scored in pieces, each after the true text before it."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config={key: value for key, value in config.items() if key != "class"})
@@ -91,20 +91,20 @@ class _Pieces(ConfigurableTask):
         """The task's documents."""
 
     def download(self, dataset_kwargs: Any = None, **kwargs: Any) -> None:
-        """Make the documents; nothing is downloaded."""
-        made = self.documents(self.config.metadata or {})
-        self.dataset = {"test": datasets.Dataset.from_list(made)}
+        """Create the documents; nothing is downloaded."""
+        documents = self.documents(self.config.metadata or {})
+        self.dataset = {"test": datasets.Dataset.from_list(documents)}
 
     def doc_to_text(self, doc: Mapping[str, Any], doc_to_text: Any = None) -> str:
-        """The text up to the first piece that is scored."""
+        """The text before the first scored piece."""
         return str(doc["context"])
 
     def doc_to_target(self, doc: Mapping[str, Any], doc_to_target: Any = None) -> str:
-        """The first piece that is scored."""
+        """The first scored piece."""
         return str(doc["pieces"][0])
 
     def construct_requests(self, doc: dict[str, Any], ctx: str, **kwargs: Any) -> list[Instance]:
-        """One request for every scored piece: those at even places."""
+        """One request for each scored piece, those with an even index."""
         for unused in ("apply_chat_template", "chat_template"):
             kwargs.pop(unused, None)
         pieces = doc["pieces"]
@@ -121,12 +121,12 @@ class _Pieces(ConfigurableTask):
 
     @property
     def _metrics(self) -> set[str]:
-        """Their names follow the lengths."""
-        unknown = (0.0, False)
+        """The names of all metrics, which contain the lengths."""
+        placeholder = (0.0, False)
         return {
             name
             for doc in self.task_docs
-            for name in self.process_results(doc, [unknown] * len(doc["pieces"]))
+            for name in self.process_results(doc, [placeholder] * len(doc["pieces"]))
         }
 
     def aggregation(self) -> dict[str, Callable[[Sequence[Any]], float]]:
@@ -134,15 +134,15 @@ class _Pieces(ConfigurableTask):
         return {metric: bits_per_byte if _BITS in metric else mean for metric in self._metrics}
 
     def higher_is_better(self) -> dict[str, bool]:
-        """True for shares of right answers."""
+        """True for accuracies."""
         return {metric: metric.startswith("acc") for metric in self._metrics}
 
 
-class Retrieval(_Pieces):
-    """`acc_LENGTH` and `acc_LENGTH_depth_PERCENT`: the share of samples answered as a whole.
+class Retrieval(_ScoredPieces):
+    """`acc_LENGTH` and `acc_LENGTH_depth_PERCENT`: the share of samples with all answers right.
 
-    An answer is right when each of its tokens is the model's first choice. The task's name says
-    which of `lab.data.retrieval` it is.
+    An answer is right if each of its tokens is the model's first choice. The task's name selects
+    one of `lab.data.retrieval`.
     """
 
     def documents(self, metadata: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -158,7 +158,7 @@ class Retrieval(_Pieces):
         return {"acc": right, f"acc_{length}": right, f"acc_{length}_depth_{depth}": right}
 
 
-class LastSegment(_Pieces):
+class LastSegment(_ScoredPieces):
     """`loss_LENGTH`, in nats per token, and `bits_per_byte_LENGTH` of the same last segment."""
 
     def documents(self, metadata: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -175,24 +175,24 @@ class LastSegment(_Pieces):
 
 
 def retrieval_documents(task: str, metadata: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Texts with facts in them: `context`, then answers and further questions in `pieces`.
+    """Texts with facts: a `context`, then `pieces`, in which answers and questions alternate.
 
-    `pieces` begins with an answer; answers and questions alternate.
+    The first piece is an answer.
     """
     settings = TaskSettings.of(metadata)
-    data, documents = _data(metadata, settings), []
+    data, documents = _token_data(metadata, settings), []
     for length in settings.lengths:
         windows = settings.samples * len(DEPTHS)
-        made = retrieval_set(data, task, length, 1, windows, settings.seed)
-        for scored, sample in zip(made.scored, made.windows, strict=True):
+        samples = retrieval_set(data, task, length, 1, windows, settings.seed)
+        for scored, sample in zip(samples.scored, samples.windows, strict=True):
             cuts = np.flatnonzero(np.diff(np.concatenate([[False], scored]))) + 1
-            for depth, window in zip(made.depths, sample, strict=True):
+            for depth, window in zip(samples.depths, sample, strict=True):
                 documents.append(_document(data, window, cuts.tolist(), length, round(100 * depth)))
     return documents
 
 
 def segment_documents(metadata: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The same last segment after ever longer contexts; `pieces` is the segment."""
+    """The same last segments after contexts of every length; `pieces` is the segment."""
     settings = TaskSettings.of(metadata)
     segment = settings.segment or settings.lengths[0] // 2
     uneven = [length for length in settings.lengths if length % segment or length < 2 * segment]
@@ -201,57 +201,57 @@ def segment_documents(metadata: Mapping[str, Any]) -> list[dict[str, Any]]:
             f"last-segment needs lengths of at least two segments, in whole segments of {segment} "
             f"tokens, got {uneven[0]}: say segment=…"
         )
-    data = _data(metadata, settings)
+    data = _token_data(metadata, settings)
     multiples = [length // segment for length in settings.lengths]
     sets = last_segment_sets(data.test, segment, multiples, settings.samples, settings.seed)
     return [
-        {**_document(data, window, [made.start + 1], made.length, -1), "tokens": segment}
-        for made in sets
-        for window in made.windows
+        {**_document(data, window, [x.start + 1], x.length, -1), "tokens": segment}
+        for x in sets
+        for window in x.windows
     ]
 
 
 def _document(
     data: TokenData, window: np.ndarray, cuts: Sequence[int], length: int, depth: int
 ) -> dict[str, Any]:
-    """The window's text, cut before the tokens `cuts`; joined it is the text of the whole."""
+    """The window's text, split before the tokens `cuts`; its pieces join to the whole text."""
     assert data.tokeniser is not None
     texts = [data.tokeniser.decode(window[:end]) for end in (*cuts, len(window))]
     pieces = [text[len(before) :] for before, text in itertools.pairwise(texts)]
     return {"context": texts[0], "pieces": pieces, "length": length, "depth": depth}
 
 
-def _data(metadata: Mapping[str, Any], settings: TaskSettings) -> TokenData:
-    """The text's tokens, all in the test split: of a run what was held out from its model."""
+def _token_data(metadata: Mapping[str, Any], settings: TaskSettings) -> TokenData:
+    """The text's tokens, all in the test split; of a run's corpus, only its test documents."""
     run, name = metadata.get("run"), settings.tokenizer or metadata.get("pretrained")
     config = DataConfig()
     if run is not None and settings.tokenizer is None:
-        config, tokeniser = _of_run(str(run))
+        config, tokeniser = _run_tokeniser(str(run))
     elif name is not None:
         gguf = None if settings.tokenizer else metadata.get("gguf_file")
-        tokeniser = _of_transformers(str(name), gguf)
+        tokeniser = _transformers_tokeniser(str(name), gguf)
     else:
         raise InputError(
             "the tasks count tokens: give run=… or pretrained=… to the model, or tokenizer=FOLDER "
             "in the metadata"
         )
     if settings.text is not None:
-        return _tokens(tokeniser, settings.text, None, None, settings.join)
+        return _encode_corpus(tokeniser, settings.text, None, None, settings.join)
     share = (config.seed, config.test_fraction, config.validation_fraction)
-    return _tokens(tokeniser, config.corpus, config.max_bytes, share, settings.join)
+    return _encode_corpus(tokeniser, config.corpus, config.max_bytes, share, settings.join)
 
 
 @lru_cache(maxsize=2)
-def _tokens(
+def _encode_corpus(
     tokeniser: Tokeniser,
     address: str,
-    most: int | None,
+    max_bytes: int | None,
     share: tuple[int, float, float] | None,
     join: bool,
 ) -> TokenData:
     documents = [
         document
-        for document in parse_corpus(address).documents(most)
+        for document in parse_corpus(address).documents(max_bytes)
         if document.text and (share is None or split_of(document.split_name, *share) == "test")
     ]
     if not documents:
@@ -274,13 +274,13 @@ def _tokens(
 
 
 @lru_cache(maxsize=2)
-def _of_run(run: str) -> tuple[DataConfig, Tokeniser]:
+def _run_tokeniser(run: str) -> tuple[DataConfig, Tokeniser]:
     config, tokeniser = open_run(expand_path(run))
     return config.data, tokeniser
 
 
 @lru_cache(maxsize=2)
-def _of_transformers(name: str, gguf: str | None) -> Tokeniser:
+def _transformers_tokeniser(name: str, gguf: str | None) -> Tokeniser:
     tokeniser = read_tokeniser(name, gguf)
     if not tokeniser.is_fast:
         raise InputError(f"the tokeniser of {name} is not one of the tokenizers library")

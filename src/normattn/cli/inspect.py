@@ -1,4 +1,4 @@
-"""`normattn inspect`: what every attention layer of a trained model does, measured and reported."""
+"""`normattn inspect`: measure every attention layer of a trained model, and write a report."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import nn
 
 from normattn.cli import options
 from normattn.cli.extend_settings import model_name
-from normattn.cli.inspect_inputs import KINDS, Inputs, foreign_inputs
+from normattn.cli.inspect_inputs import KINDS, Inputs, transformers_inputs
 from normattn.errors import InputError
 from normattn.hf import extend, load
 from normattn.hf.model_parts import known_length, model_parts
@@ -42,22 +42,22 @@ from normattn.score.spec import is_unmodified
 from normattn.terminal import Console, warn
 
 CONFIG = "config.json"
-_NOT_KEPT = ("out", "threads", "device")
-"""Options that no measurement depends on."""
+_UNRECORDED_OPTIONS = ("out", "threads", "device")
+"""Options that do not affect measurements."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model with what it reads, whose it is, and where the page goes.
+    """A model with its inputs, the identity of its measurements, and the folder of the report.
 
-    `paths` names the attention modules of a model of transformers, which `collect` observes.
-    `training` are measurements made while it trained. `reach`: whether attention beyond the
-    training length is measured.
+    `paths` names the attention modules of a transformers model, which `collect` observes.
+    `training` are measurements from its training. `reach`: whether attention beyond the training
+    length is measured.
     """
 
     model: nn.Module
     inputs: Inputs
-    whose: Identity
+    identity: Identity
     out: Path
     collect: Collecting
     paths: Mapping[Any, Any] | None = None
@@ -65,26 +65,19 @@ class Subject:
     reach: bool = True
 
 
-def inspect_model(asked: options.Inspect) -> None:
-    """Inspect a finished run or a model of transformers; print and draw what was measured.
+def inspect_model(args: options.Inspect) -> None:
+    """Inspect a finished run or a transformers model, print a summary and write the report.
 
-    Raises `InputError` for what holds no such model, a method that its score cannot take, a head
-    that is not there, data that is gone or too short, and attention that cannot be observed.
+    Raises `InputError` where there is no such model, for a method that its score does not support,
+    a head that does not exist, missing or too short data, and attention that cannot be observed.
     """
-    wanted = None
-    if asked.attention != "sharpest":
-        numbers = [part.strip() for part in asked.attention.split(",")]
-        if len(numbers) != 2 or not all(number.isdecimal() for number in numbers):
-            raise InputError(
-                f"--attention takes LAYER,HEAD (each from 0) or sharpest, got {asked.attention!r}"
-            )
-        wanted = int(numbers[0]), int(numbers[1])
-    torch.set_num_threads(asked.threads)
-    foreign = asked.run.suffix == ".gguf"
-    if asked.run.is_dir() and (asked.run / CONFIG).is_file():
-        foreign = "model_type" in read_object(asked.run / CONFIG)
-    with ExitStack() as using:
-        subject = (_foreign if foreign else _finished)(asked, using)
+    head = _parse_head(args.attention)
+    torch.set_num_threads(args.threads)
+    of_transformers = args.run.suffix == ".gguf"
+    if args.run.is_dir() and (args.run / CONFIG).is_file():
+        of_transformers = "model_type" in read_object(args.run / CONFIG)
+    with ExitStack() as contexts:
+        subject = (_open_transformers_model if of_transformers else _open_run)(args, contexts)
         out, model, inputs = subject.out, subject.model, subject.inputs
         if out.exists() and not out.is_dir():
             raise InputError(f"{out} is a file; --out names a directory")
@@ -93,33 +86,33 @@ def inspect_model(asked: options.Inspect) -> None:
             measured = measure_attention(
                 model,
                 inputs.rows.to(next(model.parameters()).device),
-                bins=asked.bins,
+                bins=args.bins,
                 reach=subject.reach,
-                cosines=asked.cosines,
-                tokens_per_batch=asked.max_tokens,
+                cosines=args.cosines,
+                tokens_per_batch=args.max_tokens,
                 read=inputs.read,
                 length=inputs.length,
                 progress=lambda done, total: status.update(f"inspecting: text {done} of {total}"),
                 collect=subject.collect,
             )
-        drawn = _drawn(subject, wanted, measured)
-    whose = replace(
-        subject.whose,
+        drawn = _attention_of_head(subject, head, measured)
+    identity = replace(
+        subject.identity,
         study=KIND,
         protocol=KIND,
-        method="" if is_unmodified(asked.method) else asked.method,
+        method="" if is_unmodified(args.method) else args.method,
         length=inputs.length,
         data=hashlib.sha256(inputs.rows.contiguous().numpy().tobytes()).hexdigest(),
         weights=weights_digest(model),
     )
-    trained = replace(whose, protocol=TRAINING, method="", split="train", data="")
-    parts = [(whose, measured.with_columns(pl.lit(inputs.source).alias("factor.texts")))]
-    parts += [] if drawn is None else [(replace(whose, protocol=DRAWN), drawn)]
+    trained = replace(identity, protocol=TRAINING, method="", split="train", data="")
+    parts = [(identity, measured.with_columns(pl.lit(inputs.source).alias("factor.texts")))]
+    parts += [] if drawn is None else [(replace(identity, protocol=DRAWN), drawn)]
     parts += [] if subject.training is None else [(trained, subject.training)]
     frame = joined(identified(each, [rows]) for each, rows in parts)
-    kept = vars(replace(asked, length=inputs.length, windows=len(inputs.rows)))
-    resolved = {name: value for name, value in kept.items() if name not in _NOT_KEPT}
-    resolved |= {"run": str(asked.run), "text": None if asked.text is None else str(asked.text)}
+    options_used = vars(replace(args, length=inputs.length, windows=len(inputs.rows)))
+    resolved = {x: value for x, value in options_used.items() if x not in _UNRECORDED_OPTIONS}
+    resolved |= {"run": str(args.run), "text": None if args.text is None else str(args.text)}
     write_json(out / CONFIG, {"kind": KIND, "config": resolved})
     written = STUDY.report(frame, out, resolved)
     view = View(frame)
@@ -127,9 +120,19 @@ def inspect_model(asked: options.Inspect) -> None:
     say(out, written)
 
 
-def _finished(asked: options.Inspect, using: ExitStack) -> Subject:
-    """The model of a finished run, under the method and at the precision that are wanted."""
-    run, method = asked.run, asked.method
+def _parse_head(text: str) -> tuple[int, int] | None:
+    """The layer and head of `--attention`; None for the sharpest."""
+    if text == "sharpest":
+        return None
+    numbers = [part.strip() for part in text.split(",")]
+    if len(numbers) != 2 or not all(number.isdecimal() for number in numbers):
+        raise InputError(f"--attention takes LAYER,HEAD (each from 0) or sharpest, got {text!r}")
+    return int(numbers[0]), int(numbers[1])
+
+
+def _open_run(args: options.Inspect, contexts: ExitStack) -> Subject:
+    """The model of a finished run, with the method and precision of the options."""
+    run, method = args.run, args.method
     stored = RunDirectory.existing(run)
     if stored.kind not in KINDS:
         raise InputError(
@@ -142,37 +145,37 @@ def _finished(asked: options.Inspect, using: ExitStack) -> Subject:
     shape: StackConfig = config.model
     if not is_unmodified(method) and not isinstance(config, TrainingConfig):
         raise InputError(f"--method {method} is for causal language models only")
-    device = choose_device(asked.device or config.device)
+    device = choose_device(args.device or config.device)
     model: Any = load_any(run / "model", shape).to(device)
-    inputs = inputs_of(config, asked, model)
+    inputs = inputs_of(config, args, model)
     trained = shape.train_length
     if not is_unmodified(method):
         factor = max(1.0, inputs.length / trained)
         spec = shape.score.with_method(method).resolve(train_length=trained, factor=factor)
-        using.enter_context(model.using(spec))
-    half = torch.autocast(device.type, torch.bfloat16, enabled=asked.dtype == "bf16")
-    using.enter_context(half)
+        contexts.enter_context(model.using(spec))
+    half = torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bf16")
+    contexts.enter_context(half)
     scores = [shape.score]
     if isinstance(shape, TranslatorConfig) and shape.decoder_score is not None:
         scores += [shape.decoder_score, shape.across]
     names = dict.fromkeys(score.name for score in scores)
-    split = "held-out" if asked.text is None else "given"
-    whose = Identity("", " + ".join(names), str(shape.score), config.seed, split=split)
+    split = "held-out" if args.text is None else "given"
+    identity = Identity("", " + ".join(names), str(shape.score), config.seed, split=split)
     return Subject(
         model,
         inputs,
-        replace(whose, train_length=trained),
-        asked.out or run / "inspection",
+        replace(identity, train_length=trained),
+        args.out or run / "inspection",
         collecting,
         training=_training(run),
-        # A continued run has met further distances and angles than its model's training length.
+        # A continued run has seen longer distances than its model's training length.
         reach=not (isinstance(config, TrainingConfig) and config.continued),
     )
 
 
 def _training(run: Path) -> pl.DataFrame:
-    """What was recorded while the model trained, a number for each step and head."""
-    seen = [
+    """The statistics recorded during the training, for each step and head."""
+    recorded = [
         (name, layer, head, score, float(line.step), value)
         for line in read_diagnostics(run)
         for layer, (score, fields) in enumerate(line.layers.items())
@@ -181,8 +184,8 @@ def _training(run: Path) -> pl.DataFrame:
         if value is not None
     ]
     names = ("statistic", "layer", "head", "factor.layer", "bin", "sum")
-    kinds = (pl.String, pl.Int64, pl.Int64, pl.String, pl.Float64, pl.Float64)
-    rows = pl.DataFrame(seen, dict(zip(names, kinds, strict=True)), orient="row")
+    dtypes = (pl.String, pl.Int64, pl.Int64, pl.String, pl.Float64, pl.Float64)
+    rows = pl.DataFrame(recorded, dict(zip(names, dtypes, strict=True)), orient="row")
     return rows.unique(names[:-1], keep="last", maintain_order=True).with_columns(
         pl.lit("").alias("unit"),
         pl.lit("step").alias("axis"),
@@ -191,25 +194,25 @@ def _training(run: Path) -> pl.DataFrame:
     )
 
 
-def _foreign(asked: options.Inspect, using: ExitStack) -> Subject:
-    """A model of transformers, under the method that is wanted."""
-    name = model_name(asked.run)
-    half = torch.bfloat16 if asked.dtype == "bf16" else torch.float32
-    model, tokeniser = load(asked.run, dtype=half)
-    model = model.to(choose_device(asked.device or "auto"))
-    inputs = foreign_inputs(model, tokeniser, asked)
+def _open_transformers_model(args: options.Inspect, contexts: ExitStack) -> Subject:
+    """A transformers model, with the method of the options."""
+    name = model_name(args.run)
+    half = torch.bfloat16 if args.dtype == "bf16" else torch.float32
+    model, tokeniser = load(args.run, dtype=half)
+    model = model.to(choose_device(args.device or "auto"))
+    inputs = transformers_inputs(model, tokeniser, args)
     try:
         trained = known_length(model_parts(model))[0]
     except InputError:
         trained = inputs.length
-    if not is_unmodified(asked.method):
-        using.enter_context(extend(model, asked.method))
-    whose = Identity("", name, type(model).__name__, asked.seed, split="given")
+    if not is_unmodified(args.method):
+        contexts.enter_context(extend(model, args.method))
+    identity = Identity("", name, type(model).__name__, args.seed, split="given")
     return Subject(
         model,
         inputs,
-        replace(whose, train_length=trained),
-        asked.out or Path("runs") / f"inspect-{name}",
+        replace(identity, train_length=trained),
+        args.out or Path("runs") / f"inspect-{name}",
         observing,
         paths(model),
     )
@@ -223,11 +226,11 @@ def observing(
     reach: bool = False,
     cosines: bool = False,
 ) -> Iterator[Collector]:
-    """Collect what every attention layer does while inside, each named by its path in the model.
+    """Collect statistics of every attention layer while inside, by its path in the model.
 
-    Takes the place of `collecting` in `lab.diagnostics.inspect_model`; attention beyond the
-    training length (`reach`) is not measured. Raises `InputError` at the end for a model none of
-    whose layers takes its attention from transformers' AttentionInterface.
+    This is `collecting` of `lab.diagnostics.inspect_model` for transformers models; attention
+    beyond the training length (`reach`) is not measured. Raises `InputError` at the end if no layer
+    takes its attention function from transformers' AttentionInterface.
     """
     collector = Collector(paths(model), edges, cosines=cosines)
     with observable(model), observing_attention(collector):
@@ -236,10 +239,10 @@ def observing(
         raise InputError("this model uses its own attention code, which cannot be observed")
 
 
-def _drawn(
+def _attention_of_head(
     subject: Subject, wanted: tuple[int, int] | None, measured: pl.DataFrame
 ) -> pl.DataFrame | None:
-    """The attention of a head to the drawn text, as measurements; None of too long a text.
+    """The attention weights of a head on the drawn text, as measurements; None if it is too long.
 
     α (T, S) has a unit for each query and a bin for each key, with the tokens as factors.
     """

@@ -1,4 +1,4 @@
-"""What `normattn inspect` gives each kind of model: windows, documents, sentences, images."""
+"""The inputs of `normattn inspect` for each kind of model: windows, documents, pairs, images."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ from normattn.lab.training.tasks.translation import TranslationConfig
 from normattn.terminal import warn
 
 DRAWN_TOKENS, WINDOWS = 64, 16
-"""Windows, texts, pairs or images, at most, where nothing else is asked for."""
-FOREIGN_LENGTH, FOREIGN_WINDOWS = 512, 4
-"""Of a model of transformers: inspection takes about as long as reading the text."""
+"""The tokens of the drawn text, and the default number of windows, texts, pairs or images."""
+TRANSFORMERS_LENGTH, TRANSFORMERS_WINDOWS = 512, 4
+"""Defaults for a transformers model, whose inspection takes about as long as its forward."""
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Rows that a model reads, `length` positions each at most, and where they are from.
+    """Rows of input with at most `length` positions each, and a sentence on their source.
 
-    `read` is how the model reads some of them (None: as token ids). `drawn` is the row whose
-    attention is drawn, `drawn_length` its positions, and `words` the tokens of queries and of keys
-    there, by the layer's name.
+    `read` runs the model on some rows (None: the rows are token ids). `drawn` is the row whose
+    attention is drawn, with `drawn_length` positions; `words` are its query and key tokens, by the
+    layer's name.
     """
 
     rows: Tensor
@@ -57,11 +57,11 @@ class Inputs:
     words: Callable[[str], tuple[Sequence[str], Sequence[str]]]
 
 
-def foreign_inputs(model: Any, tokeniser: Any, asked: options.Inspect) -> Inputs:
-    """Windows of the given text, or of the standard library's source, for a transformers model."""
-    files = (str(asked.text),) if asked.text is not None else DEFAULT_TEXT
-    length, windows = asked.length or FOREIGN_LENGTH, asked.windows or FOREIGN_WINDOWS
-    texts, _, notes = prepare_texts(tokeniser, files, (length - 1,), windows, asked.seed)
+def transformers_inputs(model: Any, tokeniser: Any, args: options.Inspect) -> Inputs:
+    """Windows of a text for a transformers model, by default of the standard library's source."""
+    files = (str(args.text),) if args.text is not None else DEFAULT_TEXT
+    length, windows = args.length or TRANSFORMERS_LENGTH, args.windows or TRANSFORMERS_WINDOWS
+    texts, _, notes = prepare_texts(tokeniser, files, (length - 1,), windows, args.seed)
     for sentence in notes:
         warn(f"normattn: {sentence}")
     rows = torch.from_numpy(np.stack([texts.window(n, length - 1) for n in range(len(texts))]))
@@ -72,61 +72,61 @@ def foreign_inputs(model: Any, tokeniser: Any, asked: options.Inspect) -> Inputs
         f"{len(rows)} windows of {length:,} tokens of {', '.join(files)}",
         length,
         lambda ids: decoder(input_ids=ids, use_cache=False),
-        *_first(rows[0], lambda token: tokeniser.decode([token])),
+        *_drawn_row(rows[0], lambda token: tokeniser.decode([token])),
     )
 
 
-def _first(row: Tensor, word: Callable[[int], str]) -> tuple[Tensor, int, Any]:
-    """The last three fields of `Inputs` for self-attention to the beginning of a row."""
+def _drawn_row(row: Tensor, word: Callable[[int], str]) -> tuple[Tensor, int, Any]:
+    """The last three fields of `Inputs` for self-attention to the start of a row."""
     drawn = row[:DRAWN_TOKENS]
     words = [word(token) for token in drawn.tolist()]
     return drawn, len(drawn), lambda name: (words, words)
 
 
 def _windows(
-    config: TrainingConfig | MaskedConfig, asked: options.Inspect, model: nn.Module
+    config: TrainingConfig | MaskedConfig, args: options.Inspect, model: nn.Module
 ) -> Inputs:
-    """Windows of the given file, or of documents that the run did not train on."""
-    length = config.model.train_length if asked.length is None else asked.length
+    """Windows of a file, by default of documents that the run did not train on."""
+    length = config.model.train_length if args.length is None else args.length
     tokeniser = None
     if not config.data.synthetic:
-        tokeniser = Tokeniser.load(unchanged(asked.run / "tokeniser.json"))
-    if asked.text is None:
+        tokeniser = Tokeniser.load(unchanged(args.run / "tokeniser.json"))
+    if args.text is None:
         data = prepare_tokens(config.data)
-        refuse_other_data(data, asked.run)
+        refuse_other_data(data, args.run)
         split = data.split("test")
-        places = choose_places(split, length, asked.windows or WINDOWS, asked.seed).tolist()
+        places = choose_places(split, length, args.windows or WINDOWS, args.seed).tolist()
         rows = [split.document(number)[first : first + length] for number, first in places]
         ids = torch.from_numpy(np.stack(rows).astype(np.int64))
         source = f"{len(rows)} windows of {length:,} held-out tokens of {config.data.corpus}"
     else:
         if tokeniser is None:
             raise InputError(
-                f"the run in {asked.run} was trained on the generated tokens of "
-                f"{config.data.corpus}: it has no tokeniser, so it cannot read {asked.text}"
+                f"the run in {args.run} was trained on the generated tokens of "
+                f"{config.data.corpus}: it has no tokeniser, so it cannot read {args.text}"
             )
-        tokens = tokeniser.encode(read_text(asked.text))
+        tokens = tokeniser.encode(read_text(args.text))
         if len(tokens) < 2:
-            raise InputError(f"{asked.text} has {len(tokens)} tokens; at least 2 are needed")
+            raise InputError(f"{args.text} has {len(tokens)} tokens; at least 2 are needed")
         length = min(length, len(tokens))
-        count = min(asked.windows or WINDOWS, len(tokens) // length)
+        count = min(args.windows or WINDOWS, len(tokens) // length)
         ids = torch.tensor(tokens[: count * length]).view(count, length)
-        source = f"{count} windows of {length:,} tokens of {asked.text.name}"
+        source = f"{count} windows of {length:,} tokens of {args.text.name}"
 
     def word(token: int) -> str:
         return str(token) if tokeniser is None else tokeniser.decode([token])
 
-    return Inputs(ids, source, length, None, *_first(ids[0], word))
+    return Inputs(ids, source, length, None, *_drawn_row(ids[0], word))
 
 
-def _documents(config: ClassificationConfig, asked: options.Inspect, model: nn.Module) -> Inputs:
+def _documents(config: ClassificationConfig, args: options.Inspect, model: nn.Module) -> Inputs:
     """Validation documents; longer ones are cut as in training."""
-    _refuse(asked, "text")
+    _refuse_options(args, "text")
     data = prepare_relations(config.data)
-    refuse_other_data(data, asked.run)
+    refuse_other_data(data, args.run)
     pieces, split = data.pieces, data.validation
     documents = [
-        np.asarray(split.tokens[i])[: asked.length].tolist() for i in _chosen(len(split), asked)
+        np.asarray(split.tokens[i])[: args.length].tolist() for i in _draw_indices(len(split), args)
     ]
     ids, _ = padded(documents, pieces.pad)
 
@@ -135,16 +135,16 @@ def _documents(config: ClassificationConfig, asked: options.Inspect, model: nn.M
         return model(rows, padding if bool(padding.any()) else None)
 
     source = f"{len(documents)} validation documents of {config.data.corpus}"
-    drawn = _first(torch.tensor(documents[0]), lambda token: pieces.entries[token])
+    drawn = _drawn_row(torch.tensor(documents[0]), lambda token: pieces.entries[token])
     return Inputs(torch.from_numpy(ids), source, ids.shape[1], read, *drawn)
 
 
-def _sentences(config: TranslationConfig, asked: options.Inspect, model: Any) -> Inputs:
+def _sentences(config: TranslationConfig, args: options.Inspect, model: Any) -> Inputs:
     """Validation pairs."""
-    _refuse(asked, "text", "length")
+    _refuse_options(args, "text", "length")
     data = prepare_pairs(config.data)
-    refuse_other_data(data, asked.run)
-    split, chosen = data.validation, _chosen(len(data.validation), asked)
+    refuse_other_data(data, args.run)
+    split, chosen = data.validation, _draw_indices(len(data.validation), args)
     sources = [split.source_ids(i) for i in chosen]
     targets = [split.target_ids(i)[:-1] for i in chosen]
     sides = [torch.from_numpy(padded(side, PAD_ID)[0]) for side in (sources, targets)]
@@ -152,7 +152,7 @@ def _sentences(config: TranslationConfig, asked: options.Inspect, model: Any) ->
     words = [[data.tokeniser.decode([i]) for i in side[0]] for side in (sources, targets)]
 
     def read(rows: Tensor) -> Any:
-        # One pair at a time: nothing is padded, so that every position is a word's.
+        # One pair at a time, so that no position is padding.
         for row in rows:
             first, second = (side[side != PAD_ID][None] for side in (row[:width], row[width:]))
             model.decode(second, model.encode(first))
@@ -166,13 +166,13 @@ def _sentences(config: TranslationConfig, asked: options.Inspect, model: Any) ->
     return Inputs(rows, source, length, read, rows[0], max(map(len, words)), sides_of)
 
 
-def _images(config: VisionTrainingConfig, asked: options.Inspect, model: Any) -> Inputs:
+def _images(config: VisionTrainingConfig, args: options.Inspect, model: Any) -> Inputs:
     """Validation images; words are the patches' rows and columns."""
-    _refuse(asked, "text", "length")
+    _refuse_options(args, "text", "length")
     data = prepare_images(config.data)
-    refuse_other_data(data, asked.run)
+    refuse_other_data(data, args.run)
     split = data.validation
-    images = torch.from_numpy(split.images(np.array(_chosen(len(split), asked))))
+    images = torch.from_numpy(split.images(np.array(_draw_indices(len(split), args))))
     shape = config.model
     across = shape.width // shape.patch
     words = ["class"] if shape.pool == "class" else []
@@ -188,16 +188,16 @@ def _images(config: VisionTrainingConfig, asked: options.Inspect, model: Any) ->
     )
 
 
-def _refuse(asked: options.Inspect, *names: str) -> None:
+def _refuse_options(args: options.Inspect, *names: str) -> None:
     for name in names:
-        if getattr(asked, name) is not None:
+        if getattr(args, name) is not None:
             raise InputError(f"--{name} is for language models only")
 
 
-def _chosen(count: int, asked: options.Inspect) -> list[int]:
-    """Which of so many, drawn without repetition, in their order."""
-    drawn = uniforms(asked.seed, 0, max(count, 2), 1)[:count, 0]
-    order: list[int] = np.argsort(drawn, kind="stable")[: asked.windows or WINDOWS].tolist()
+def _draw_indices(count: int, args: options.Inspect) -> list[int]:
+    """Indices below `count`, drawn without replacement and sorted."""
+    drawn = uniforms(args.seed, 0, max(count, 2), 1)[:count, 0]
+    order: list[int] = np.argsort(drawn, kind="stable")[: args.windows or WINDOWS].tolist()
     return sorted(order)
 
 
@@ -211,8 +211,8 @@ KINDS: dict[str, tuple[type[LoopConfig], Callable[[Any, options.Inspect, Any], I
         (classification.VisionTrainingConfig, _images),
     )
 }
-"""Of each kind of run its settings, and what its model reads: the given text, or held-out data.
+"""The settings class and the input function of each kind of run.
 
-Raises `InputError` for a corpus that is no longer there or no longer what the run was trained on,
-a text that cannot be read, and what the kind of model does not take.
+An input function raises `InputError` for a corpus that is missing or has changed since the
+training, for an unreadable text, and for options that the kind of model does not support.
 """

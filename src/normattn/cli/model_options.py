@@ -1,4 +1,4 @@
-"""The options of commands on models of transformers, with their help; quick to import."""
+"""The options of commands on transformers models, with their help; quick to import."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ ALL = "all"
 def method_names(text: str, name: str) -> tuple[str, ...]:
     """`"YaRN,ReRoPE(window=512)-logn+"` as two names.
 
-    `InputError` for an empty, a doubled or an unknown one; checked before transformers is imported.
+    Raises `InputError` for an empty, repeated or unknown name, before transformers is imported.
     """
     names = tuple(part.strip() for part in re.split(r",(?![^(]*\))", text))
     if not all(names):
         raise InputError(f"{name} holds an empty name in {text!r}; separate names by commas")
-    doubled = [each for each in names if names.count(each) > 1]
-    if doubled:
-        raise InputError(f"{name} names {doubled[0]!r} twice")
+    repeated = [each for each in names if names.count(each) > 1]
+    if repeated:
+        raise InputError(f"{name} names {repeated[0]!r} twice")
     for method in set(names) - {ALL}:
         from normattn.score.grammar import read
         from normattn.score.spec import is_unmodified

@@ -1,4 +1,4 @@
-"""`normattn score` and `normattn verify`: what a model of transformers, and its engine, compute."""
+"""`normattn score` and `normattn verify`: the score of a model, and the settings of its engine."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from normattn.hf.tiny_model import in_float64, small_model
 from normattn.terminal import show
 
 
-def name_scores(asked: model_options.Score) -> int:
-    """Print the score of every layer; 0 where each is verified, 1 where one is not.
+def name_scores(args: model_options.Score) -> int:
+    """Print the score of every layer, of a small model; return 0 if all are verified, else 1.
 
-    A small model of the configuration is used. Raises `InputError` for what holds no configuration,
-    a kind that transformers does not know, and layers that cannot be recorded.
+    Raises `InputError` where there is no configuration, for a model_type that transformers does not
+    know, and for layers that cannot be recorded.
     """
-    config = read_configuration(asked.model)
-    found = score_of(in_float64(small_model(config)), asked.tokens)
+    config = read_configuration(args.model)
+    score = score_of(in_float64(small_model(config)), args.tokens)
     model_type = config.get_text_config().model_type
-    if asked.as_json:
+    if args.as_json:
         layers = [
             {
                 "layer": layer.layer,
@@ -33,21 +33,21 @@ def name_scores(asked: model_options.Score) -> int:
                 "lacks": layer.lacks,
                 "beside": layer.beside,
             }
-            for layer in found.layers
+            for layer in score.layers
         ]
-        record = {"model": asked.model, "model_type": model_type, "tokens": found.tokens}
-        _print_json({**record, "verified": found.verified, "layers": layers})
+        record = {"model": args.model, "model_type": model_type, "tokens": score.tokens}
+        _print_json({**record, "verified": score.verified, "layers": layers})
     else:
-        show(f"{asked.model}: {model_type}, {len(found.layers)} attention layers")
-        for line in found.lines():
+        show(f"{args.model}: {model_type}, {len(score.layers)} attention layers")
+        for line in score.lines():
             show(f"  {line}")
-    return 0 if found.verified else 1
+    return 0 if score.verified else 1
 
 
-def verify_engine(asked: model_options.Verify) -> int:
-    """Print the verdict; 0 where the engine's settings give what is meant, 1 where not."""
-    verdict = verify(asked.model, asked.against, asked.method, train_length=asked.train_length)
-    if asked.as_json:
+def verify_engine(args: model_options.Verify) -> int:
+    """Print the verdict; return 0 if the engine computes what is intended, else 1."""
+    verdict = verify(args.model, args.against, args.method, train_length=args.train_length)
+    if args.as_json:
         _print_json({"equal": verdict.equal, **dataclasses.asdict(verdict)})
     else:
         show(verdict)
