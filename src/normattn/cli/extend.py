@@ -18,7 +18,7 @@ from normattn.cli.emit import emit_method
 from normattn.cli.extend_reading import DEFAULT_TEXT, Cell, Evaluator, Texts, prepare_texts
 from normattn.cli.extend_settings import (
     ExtensionSettings,
-    choose,
+    choose_values,
     expand_methods,
     refuse_unused,
 )
@@ -85,7 +85,7 @@ def _resolve(
     args: model_options.Extend, model: Any, tokeniser: Any
 ) -> tuple[ExtensionSettings, Texts, tuple[str, ...]]:
     """The settings with every value, the windows, and notes on what the text is too short for."""
-    train_length, lengths, *_ = choose(args, model)
+    train_length, lengths, *_ = choose_values(args, model)
     text = tuple(args.text or DEFAULT_TEXT)
     texts, lengths, notes = prepare_texts(tokeniser, text, lengths, args.windows, args.seed)
     if lengths[-1] < train_length:
@@ -94,7 +94,7 @@ def _resolve(
             f"than the training length of {train_length:,}: give more with --text"
         )
     settings = ExtensionSettings(
-        **choose(args, model, lengths)._asdict(),
+        **choose_values(args, model, lengths)._asdict(),
         model=args.model,
         gguf=args.gguf,
         text=text,
