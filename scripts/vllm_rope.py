@@ -34,8 +34,8 @@ import torch
 
 from hf import tiny
 from normattn.errors import InputError
-from normattn.hf.engines import Wanted, emit
-from normattn.hf.model_parts import innermost, layer_type
+from normattn.hf.engines import Deployment, emit
+from normattn.hf.model_parts import layer_type, leaf_mappings
 from normattn.hf.plan import plan
 from normattn.hf.rope_detection import method_frequencies, method_gain
 
@@ -126,7 +126,7 @@ def off(get_rope: Any, longest: Any, family: str, method: str) -> str:
     """
     model = tiny.build(family, max_position_embeddings=64)
     planned = plan(model, method, 64)
-    told = _options(emit(Wanted("m", planned, 64 * FACTOR, "a"), "vllm"))
+    told = _options(emit(Deployment("m", planned, 64 * FACTOR, "a"), "vllm"))
     fields = json.loads(told["--hf-overrides"])
     config = copy.deepcopy(planned.parts.config)
     for name, value in fields.items():
@@ -164,7 +164,7 @@ def main(wheel: str) -> int:
         source = held.read("vllm/config/model.py").decode()
     sys.meta_path.insert(0, _Stubs(root))
     get_rope = importlib.import_module(ROPE).get_rope
-    longest = longest_rule(source, lambda config: list(innermost(config.rope_parameters)))
+    longest = longest_rule(source, lambda config: list(leaf_mappings(config.rope_parameters)))
     version = re.search(r"vllm-([0-9.]+)", Path(wheel).name)
     print(f"vLLM {version[1] if version else '?'}: the largest difference of cos and sin\n")
     print(f"| family | {' | '.join(METHODS)} |\n{'| --- ' * (len(METHODS) + 1)}|")
