@@ -200,9 +200,9 @@ def _group_rows(query: Int[Tensor, "b t"], key: Int[Tensor, "b s"]) -> tuple[Row
             groups[-1] = replace(groups[-1], rows=slice(groups[-1].rows.start, row + 1))
             continue
         query_start, queries, key_start, keys = layout
-        columns = slice(query_start, query_start + queries), slice(key_start, key_start + keys)
+        slices = slice(query_start, query_start + queries), slice(key_start, key_start + keys)
         masked = _without_padding(queries, keys, query.device)
-        groups.append(RowGroup(slice(row, row + 1), *columns, masked))
+        groups.append(RowGroup(slice(row, row + 1), *slices, masked))
     return tuple(groups)
 
 
@@ -260,11 +260,11 @@ def _count_positions(mask: Tensor, queries: int) -> tuple[Tensor, Tensor] | None
     return (query, key) if bool(causal) else None
 
 
-def _check_position_ids(position_ids: Tensor | None, places: Tensor) -> None:
-    """Position ids may start anywhere, but must count the real tokens one by one."""
-    if position_ids is None or places.shape[-1] == 1 or torch.compiler.is_compiling():
+def _check_position_ids(position_ids: Tensor | None, positions: Tensor) -> None:
+    """Position ids may start anywhere, but must number the real tokens one by one."""
+    if position_ids is None or positions.shape[-1] == 1 or torch.compiler.is_compiling():
         return
-    shift, real = position_ids - places, places >= 0
+    shift, real = position_ids - positions, positions >= 0
     low = torch.where(real, shift, shift.max()).amin(-1)
     high = torch.where(real, shift, shift.min()).amax(-1)
     if bool((low != high)[real.any(-1)].any()):
