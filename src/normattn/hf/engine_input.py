@@ -13,7 +13,7 @@ import math
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -216,26 +216,11 @@ def _override(base: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, A
     return raw
 
 
-@dataclass
-class _Command:
-    """The position settings of a command line.
-
-    `overrides` are fields of the configuration, `keys` those of a GGUF file, `flags` all other
-    options by name, and `allows_long` the engines whose variable allows a longer text.
-    """
-
-    overrides: dict[str, Any] = field(default_factory=dict)
-    keys: dict[str, Any] = field(default_factory=dict)
-    flags: dict[str, str] = field(default_factory=dict)
-    allows_long: set[str] = field(default_factory=set)
-
-
 def _from_command(text: str, base: Mapping[str, Any], file: str) -> EngineSettings:
     """Settings from a command line, or from a YAML file that holds one or an engine's options."""
     words = list(_words(text, file))
-    command = _parse_command(words, file)
-    flags, overrides = command.flags, command.overrides
-    if not (overrides or command.keys or flags.keys() & {*FLAGS, *_LENGTHS.values()}):
+    overrides, keys, flags, allows_long = _parse_command(words, file)
+    if not (overrides or keys or flags.keys() & {*FLAGS, *_LENGTHS.values()}):
         known = ", ".join((*_OVERRIDES, *_LENGTHS.values(), "--rope-scaling"))
         raise InputError(
             f"{file} has no position settings: expected the JSON of a configuration, a GGUF "
@@ -244,20 +229,24 @@ def _from_command(text: str, base: Mapping[str, Any], file: str) -> EngineSettin
     engine = _detect_engine(words, flags, bool(overrides))
     if engine == "llama.cpp":
         flags = {name: flags[name] for name in FLAGS & flags.keys()}
-        return _from_llama_cpp(command.keys, flags, base, file)
+        return _from_llama_cpp(keys, flags, base, file)
     length = flags.get(_LENGTHS[engine], "auto")
     max_length = None if length in ("-1", "auto") else _parse_length(length, file)
-    return _from_fields(overrides, base, file, engine, max_length, engine in command.allows_long)
+    return _from_fields(overrides, base, file, engine, max_length, engine in allows_long)
 
 
-def _parse_command(words: Sequence[str], file: str) -> _Command:
-    command = _Command()
+def _parse_command(
+    words: Sequence[str], file: str
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, str], set[str]]:
+    """(configuration overrides, GGUF keys, other flags, engines that may exceed their length)."""
+    overrides, keys = dict[str, Any](), dict[str, Any]()
+    flags, allows_long = dict[str, str](), set[str]()
     for word, following in itertools.zip_longest(words, words[1:]):
         name, equals, value = word.partition("=")
         if name in ENVIRONMENT:
-            command.flags.setdefault(ENVIRONMENT[name], value)  # a flag takes precedence
+            flags.setdefault(ENVIRONMENT[name], value)  # a flag takes precedence
         if name in _ALLOW_LONG and value.strip().lower() in ("1", "true"):
-            command.allows_long.add(_ALLOW_LONG[name])
+            allows_long.add(_ALLOW_LONG[name])
         if not re.match(r"--?[A-Za-z]", name) or not (equals or following is not None):
             continue
         value = value if equals else str(following)
@@ -265,7 +254,7 @@ def _parse_command(words: Sequence[str], file: str) -> _Command:
         flag = flag.replace("_", "-")  # vLLM and llama.cpp accept both
         if flag in _OVERRIDES and path:
             *outer, last = path.split(".")
-            inner: Any = command.overrides
+            inner: Any = overrides
             for key in outer:
                 inner = inner.setdefault(key, {})
                 if not isinstance(inner, dict):
@@ -275,16 +264,15 @@ def _parse_command(words: Sequence[str], file: str) -> _Command:
             fields = parse_json(value, f"{flag} in {file}")
             if not isinstance(fields, Mapping):
                 raise InputError(f"{flag} in {file} must be a JSON object")
-            command.overrides |= {"rope_scaling": fields} if flag == "--rope-scaling" else fields
+            overrides |= {"rope_scaling": fields} if flag == "--rope-scaling" else fields
         elif flag == "--rope-theta":
-            command.overrides["rope_theta"] = _parse_scalar(value)
+            overrides["rope_theta"] = _parse_scalar(value)
         elif flag == "--override-kv":
             where = f"{file}: --override-kv"
-            typed = (_parse_gguf_key(part, f"{where} {part!r}") for part in value.split(","))
-            command.keys |= dict(typed)
+            keys |= dict(_parse_gguf_key(key, f"{where} {key!r}") for key in value.split(","))
         else:
-            command.flags["--ctx-size" if flag == "-c" else flag] = value
-    return command
+            flags["--ctx-size" if flag == "-c" else flag] = value
+    return overrides, keys, flags, allows_long
 
 
 def _words(text: str, file: str) -> Iterator[str]:
