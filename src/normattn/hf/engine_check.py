@@ -310,6 +310,7 @@ def _mistakes(
     """
     known = {name for rope in rope_parameter_sets(config_dict(config)) for name in rope}
     known |= SCALING_FIELDS | _ROPE_FIELDS | _ENGINE_ROPE_FIELDS.get(settings.engine, set())
+    trained, max_length = intended.train_length, settings.max_length or 0
     for rope in settings.ropes:
         rope_type = rope_type_of(rope)
         if rope_type in NEEDS_ORIGINAL_LENGTH:
@@ -318,59 +319,44 @@ def _mistakes(
             yield f"{name} is no rope parameter: it is ignored"
         if unscaled and (intended.plan is not None or rope_type == "default"):
             yield from _ignored_factors(settings, rope)
-        if not correct:
-            yield from _lost_defaults(intended, settings, rope)
+        factor, bases = rope.get("attention_factor"), intended.bases - {_DEFAULT_BASE}
+        if not correct and rope_type == "yarn" and factor is not None:
+            yield (
+                f"attention_factor={_format_number(factor)} replaces the factor that YaRN makes "
+                "of its stretch, 0.1·ln s + 1: it is the factor itself, not a switch"
+            )
+        if not correct and rope.get("rope_theta") is None and bases:
+            computed = getattr(settings.config.get_text_config(), "rope_parameters", None) or {}
+            if float(computed.get("rope_theta") or _DEFAULT_BASE) == _DEFAULT_BASE:
+                yield (
+                    "rope_theta is missing next to the scaling, which replaces all there was: the "
+                    f"base is {_DEFAULT_BASE:,.0f} instead of {max(bases):,.0f}"
+                )
         if rope_type == "yarn" and float(rope.get("factor") or 1) > 1:
-            trained = intended.train_length
             within = "" if trained is None else f" within {trained:,} tokens"
             yield (
                 f"YaRN is static: it changes short prompts too, those{within} that the model was "
                 "trained for; serve them without it where they matter"
             )
-    longer = (
-        intended.train_length is not None and (settings.max_length or 0) > intended.train_length
-    )
+    longer = trained is not None and max_length > trained
     if unscaled and longer and all(rope_type_of(rope) == "default" for rope in settings.ropes):
         yield (
-            f"the length alone was raised, to {settings.max_length:,} tokens: the frequencies are "
-            f"those of training, which read {intended.train_length:,}"
+            f"the length alone was raised, to {max_length:,} tokens: the frequencies are those of "
+            f"training, which read {trained:,}"
         )
 
 
 def _ignored_factors(settings: EngineSettings, rope: Mapping[str, Any]) -> Iterator[str]:
     """Scaling factors that change nothing, and why."""
-    factors = {
-        name: _format_number(rope[name])
-        for name in sorted(rope)
-        if "factor" in name and "partial" not in name
-    }
-    named = ", ".join(f"{name}={n}" for name, n in factors.items() if n not in ("1", "None"))
-    if not named:
-        return
+    names = [name for name in sorted(rope) if "factor" in name and "partial" not in name]
+    factors = {name: _format_number(rope[name]) for name in names}
+    changed = ", ".join(f"{name}={n}" for name, n in factors.items() if n not in ("1", "None"))
     why = f"with rope_type {rope_type_of(rope)!r} the frequencies are those of training"
-    has_text_config = decoder_fields(settings.raw) is not settings.raw
-    if has_text_config and rope_parameter_sets({**settings.raw, "text_config": None}):
+    nested = decoder_fields(settings.raw) is not settings.raw
+    if nested and rope_parameter_sets({**settings.raw, "text_config": None}):
         why = "they are outside of text_config, whose own rope parameters are the decoder's"
-    yield f"the factors are ignored ({named}): {why}"
-
-
-def _lost_defaults(
-    intended: _Intention, settings: EngineSettings, rope: Mapping[str, Any]
-) -> Iterator[str]:
-    """An attention_factor used as a switch, and a base that an override dropped."""
-    factor, bases = rope.get("attention_factor"), intended.bases - {_DEFAULT_BASE}
-    if rope_type_of(rope) == "yarn" and factor is not None:
-        yield (
-            f"attention_factor={_format_number(factor)} replaces the factor that YaRN makes of its "
-            "stretch, 0.1·ln s + 1: it is the factor itself, not a switch"
-        )
-    if rope.get("rope_theta") is None and bases:
-        computed = getattr(settings.config.get_text_config(), "rope_parameters", None) or {}
-        if float(computed.get("rope_theta") or _DEFAULT_BASE) == _DEFAULT_BASE:
-            yield (
-                "rope_theta is missing next to the scaling, which replaces all there was: the "
-                f"base is {_DEFAULT_BASE:,.0f} instead of {max(bases):,.0f}"
-            )
+    if changed:
+        yield f"the factors are ignored ({changed}): {why}"
 
 
 def _original_length_mistakes(
