@@ -131,10 +131,10 @@ def _convert_mask(
             adds = bool((mask != 0)[~hidden].any())
             mask = torch.where(hidden, -torch.inf, mask) if adds else ~hidden
         visible = mask if mask.dtype == torch.bool else mask > -torch.inf
-        padding = ~visible.any(1).any(1)
-        known = bool(padding.any()) and num_queries == num_keys
+        unseen = ~visible.any(1).any(1)
+        padded = bool(unseen.any()) and num_queries == num_keys
         pair_mask = AttentionMask(False, queries, positions, False, attn_mask=mask)
-        return pair_mask, padding if known else None
+        return pair_mask, unseen if padded else None
     causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
     padding = None if mask is None else ~mask[:, -num_keys:].bool()

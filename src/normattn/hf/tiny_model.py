@@ -124,7 +124,7 @@ def _shrink(text: Any) -> None:
 def _scale_ranks(text: Any) -> dict[str, int]:
     """The width and latent ranks with their ratios kept, because some families scale by them."""
     names = ("hidden_size", "q_lora_rank", "kv_lora_rank")
-    ranks = {name: getattr(text, name, None) for name in names}
+    ranks: dict[str, Any] = {name: getattr(text, name, None) for name in names}
     ranks = {name: size for name, size in ranks.items() if isinstance(size, int) and size > 0}
     common = math.gcd(*ranks.values())
     if len(ranks) < 2 or common < 2 * _RANK or common % _RANK:
