@@ -32,7 +32,7 @@ def _forget() -> None:
     for cached in (rotary._counted_queries, rotary._counted_keys, positions._counted):
         cached.cache_clear()
     plan._PLANS.clear()
-    attention_module._BUILT.clear()
+    attention_module._SCORES.clear()
 
 
 @dataclass(frozen=True)

@@ -293,7 +293,7 @@ class ExtendedLayer:
             return attend(match_autocast(replace(inputs, **settings)))
 
         plan = AttentionPlan(positions, masked.mask, cached)
-        return plan.attend(score, q, k, v, AttentionArguments(), kernel, rotated=rotated)
+        return plan.attend(score, q, k, v, AttentionArguments(), kernel, rotated_keys=rotated)
 
 
 def _feature_factors(rotation: HeadRotation, gain: float) -> tuple[Tensor, Tensor] | None:

@@ -1,4 +1,4 @@
-"""Building blocks: attention within and across, gated attention unit, norms, placement."""
+"""Layers: attention, gated attention unit, feed-forward, norms, residual connections."""
 
 from normattn.layers.attention import Attention
 from normattn.layers.cross_attention import CrossAttention

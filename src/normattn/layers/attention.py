@@ -1,6 +1,6 @@
-"""Multi-head and grouped-query attention whose score is a value: a function and layers.
+"""Multi-head and grouped-query attention with any score: `attention` and the layers that call it.
 
-`layers.plan` prepares what a call needs beside its tensors, and runs it.
+`layers.plan` decides how a call runs.
 
 Legend: B batch, H query heads, G key heads, T queries, S keys, D head dimension, E value size.
 """
@@ -112,10 +112,10 @@ def attention(  # type: ignore[misc]  # the second overload leaves the other arg
         dropout_p: probability of dropping an attention weight.
         backend: auto, or the name of a kernel. `reference` is the definition in plain operations:
             float64, any derivative, torch.func.
-        residual: what the layers below pass on, for a score with `RealFormer`, `ResidualQK`,
-            `ResidualQKV` or `ValueResidual`: `residual_layers(spec, layers)[n]` for layer n.
-        gate: for a score with `Gate`, by whose `act` o is multiplied, (B, T, H·E), or
-            (B, T, H) per head; with `DifferentialV2` λ of each output, (B, T, H/2).
+        residual: what layer n shares with the layers below, for a score with `RealFormer`,
+            `ResidualQK`, `ResidualQKV` or `ValueResidual`: `residual_layers(spec, layers)[n]`.
+        gate: for a score with `Gate`, the logits whose `act` multiplies o, (B, T, H·E), or
+            (B, T, H) per head; with `DifferentialV2` those of λ of each output, (B, T, H/2).
         forget: for a score with `FoX`, the logits of the forgetting gate of each key (B, S, H).
             `FoX` and `Selective` need increasing positions; only uncompiled code checks this.
         return_lse: give o and ℓ (B, H, T), where ℓ_i = ln Σ_j exp s(i, j) over the keys that
@@ -130,34 +130,33 @@ def attention(  # type: ignore[misc]  # the second overload leaves the other arg
     A query that sees no key gets 0. Raises `InputError` for shapes that do not fit, scores and
     backends that do not support the call, a full cache, and a cache that another score filled.
     """
-    module = score if isinstance(score, Score) else without_parameters(score, q, k, v)
-    given = AttentionArguments(
+    module = score if isinstance(score, Score) else _parameterless_score(score, q, k, v)
+    args = AttentionArguments(
         *(causal, backend, attn_mask, key_padding, query_padding, q_positions, k_positions),
         *(documents, dropout_p, residual, gate, forget, return_lse),
     )
-    return prepare(module, q, k, v, given, cache).run(module, q, k, v, given, cache)
+    return prepare(module, q, k, v, args, cache).run(module, q, k, v, args, cache)
 
 
-_BUILT: dict[tuple[object, ...], tuple[object, Score]] = {}
+_SCORES: dict[tuple[object, ...], tuple[object, Score]] = {}
 
 
-def without_parameters(score: ScoreSpec | str, q: Tensor, k: Tensor, v: Tensor) -> Score:
-    """The score of a specification that learns nothing, for tensors of these shapes."""
-    build: Callable[..., Score] = _build
+def _parameterless_score(score: ScoreSpec | str, q: Tensor, k: Tensor, v: Tensor) -> Score:
+    build: Callable[..., Score] = _cached_score
     if torch.compiler.is_compiling():
-        # Modules are made outside of the graph; `disable` loads the compiler, so only where one
-        # runs. What fullgraph=True cannot do, torch says with the line, its hint included.
-        build = torch.compiler.disable(_build)  # type: ignore[no-untyped-call] # pass a Score
+        # A graph cannot make modules. Only here, as `disable` loads the compiler. With
+        # fullgraph=True torch's error shows this line and its hint.
+        build = torch.compiler.disable(_cached_score)  # type: ignore[no-untyped-call] # pass a Score
     return build(score, q, k, v)
 
 
-def _build(score: ScoreSpec | str, q: Tensor, k: Tensor, v: Tensor) -> Score:
+def _cached_score(score: ScoreSpec | str, q: Tensor, k: Tensor, v: Tensor) -> Score:
     try:
-        # A specification by identity: its hash would take as long as all the rest.
-        given = score if isinstance(score, str) else id(score)
-        name = given, q.shape[1], q.shape[-1], k.shape[1]
-        if (built := _BUILT.get(name)) is not None:
-            return built[1]
+        # The identity of a specification: hashing it would take as long as all the rest.
+        name = score if isinstance(score, str) else id(score)
+        key = name, q.shape[1], q.shape[-1], k.shape[1]
+        if (entry := _SCORES.get(key)) is not None:
+            return entry[1]
     except (AttributeError, IndexError):
         pass  # not tensors with heads: the next line raises the error
     check_shapes(q, k, v)
@@ -168,23 +167,23 @@ def _build(score: ScoreSpec | str, q: Tensor, k: Tensor, v: Tensor) -> Score:
             f"{module.spec.name} learns {', '.join(learned) or 'running statistics'}: make a "
             "Score(spec, heads=…, head_dim=…) and pass that"
         )
-    if len(_BUILT) >= 64:
-        _BUILT.clear()
-    # The specification is kept, too: another one may not get its number.
-    _BUILT[name] = score, module
+    if len(_SCORES) >= 64:
+        _SCORES.clear()
+    # The entry keeps the specification alive, so that no other one gets its id.
+    _SCORES[key] = score, module
     return module
 
 
 Operands = tuple[
     Float[Tensor, "b h t d"], Float[Tensor, "b g t d"], Float[Tensor, "b g t e"], Tensor | None
 ]
-"""q, k, v, and what else of x a layer's output needs."""
+"""q, k, v, and u of a gated attention unit."""
 
 
 class SelfAttention(nn.Module, ABC):
-    """A layer whose tokens attend to each other by a score: all at once, or new ones with a cache.
+    """A self-attention layer: projections of x to q, k and v, `attention`, output projection.
 
-    `gate` and `forget` are the projections of a score with a gate and with `FoX`.
+    `gate` and `forget` are the projections for a score with a gate and with `FoX`.
     """
 
     dim: int
@@ -195,13 +194,11 @@ class SelfAttention(nn.Module, ABC):
 
     @abstractmethod
     def operands(self, x: Float[Tensor, "b t dim"]) -> Operands:
-        """What attention takes, made of x, and what else of it the output needs."""
+        """Project x to q, k, v, and u of a gated attention unit."""
 
     @abstractmethod
-    def output(
-        self, o: Float[Tensor, "b h t e"], beside: Tensor | None
-    ) -> Float[Tensor, "b t dim"]:
-        """The layer's output from o = softmax(s(q, k)) v and from what came with q, k and v."""
+    def output(self, o: Float[Tensor, "b h t e"], u: Tensor | None) -> Float[Tensor, "b t dim"]:
+        """The layer's output from o = softmax(s(q, k)) v and u."""
 
     def forward(
         self,
@@ -217,15 +214,14 @@ class SelfAttention(nn.Module, ABC):
         query_padding: Bool[Tensor, "b t"] | None = None,
         backend: str = "auto",
     ) -> Float[Tensor, "b t dim"]:
-        """Let every position of `x` attend; `key_padding` is True where a position is padding.
+        """Return the layer's output; masks, positions and documents are those of `attention`.
 
-        With a `cache`, which this call extends, `x` are new tokens that see those read before as
-        well, and what says which are seen is as in `attention`. `query_padding`, `key_padding`
-        where it is not given, says which rows no statistics should count; a causal layer whose
-        padding stands on the right needs nothing else of it.
+        With a `cache`, which this call extends, `x` are new tokens that also see the cached ones.
+        `query_padding`, by default `key_padding`, leaves rows out of statistics (BatchNorm). A
+        causal layer whose padding is on the right needs no `key_padding`.
         """
         check_input("x", x, self.dim)
-        q, k, v, beside = self.operands(x)
+        q, k, v, u = self.operands(x)
         if cache is None:
             query_padding = key_padding if query_padding is None else query_padding
         elif self.training and self.dropout > 0:
@@ -242,7 +238,7 @@ class SelfAttention(nn.Module, ABC):
             forget=None if self.forget is None else self.forget(x),
             cache=cache,
         )
-        return self.output(o, beside)
+        return self.output(o, u)
 
 
 class Attention(SelfAttention):
@@ -250,10 +246,10 @@ class Attention(SelfAttention):
 
     x W_qkv → q, k, v in one matmul; o = softmax(s(q, k)) v with the score s of `score`; o W_out.
     Shapes: (B, T, dim) → (B, T, dim). `head_dim` defaults to dim / heads. `score` is a
-    `ScoreSpec` or its name; what it learns lives in `.score`. The weight of `qkv` holds the rows
-    of q, then k, then v, each head by head. `bias`: both projections have one; `qkv_bias`: that of
-    q, k and v alone (Qwen2). `dropout` is the probability with which an attention weight is dropped
-    in training. Raises `InputError` for sizes that do not divide.
+    `ScoreSpec` or its name; `.score` holds what it learns. The weight of `qkv` holds the rows of q,
+    then k, then v, each head by head. `bias` is for both projections, `qkv_bias` for q, k and v
+    only (Qwen2). `dropout` is the probability of dropping an attention weight in training. Raises
+    `InputError` for sizes that do not divide.
     Source: arXiv 1706.03762; grouped queries: arXiv 2305.13245.
     """
 
@@ -284,23 +280,21 @@ class Attention(SelfAttention):
         self.out = nn.Linear(outputs * self.head_dim, dim, bias=bias)
 
     def operands(self, x: Float[Tensor, "b t dim"]) -> Operands:
-        """q, k and v; nothing else."""
+        """Split x W_qkv into heads."""
         heads = self.qkv(x).view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
         keys = self.heads + self.kv_heads
         return heads[:, : self.heads], heads[:, self.heads : keys], heads[:, keys:], None
 
-    def output(
-        self, o: Float[Tensor, "b out t d"], beside: Tensor | None
-    ) -> Float[Tensor, "b t dim"]:
-        """o W_out, heads side by side."""
+    def output(self, o: Float[Tensor, "b out t d"], u: Tensor | None) -> Float[Tensor, "b t dim"]:
+        """Concatenate the heads of o and multiply by W_out."""
         y: Tensor = self.out(o.transpose(1, 2).flatten(2))
         return y
 
     @torch.no_grad()
     def shrink(self, factor: Float[Tensor, " h"]) -> None:
-        """Multiply the logits q·k of each query head by its factor, by the weights of q and k."""
-        query, key = share_factor(factor, self.kv_heads)
-        scale_heads(self.qkv, torch.cat((query, key, torch.ones_like(key))))
+        """Multiply the logits of each query head by its factor, through the weights of q and k."""
+        q_factor, k_factor = share_factor(factor, self.kv_heads)
+        scale_heads(self.qkv, torch.cat((q_factor, k_factor, torch.ones_like(k_factor))))
 
     def extra_repr(self) -> str:
         """Name the settings in the printed module."""

@@ -1,4 +1,4 @@
-"""What one attention layer keeps of the tokens that it has read: their keys and values.
+"""The key-value cache of one attention layer.
 
 Legend: B batch, G key heads, T new tokens, S tokens in all, D key size, E value size.
 """
@@ -20,10 +20,10 @@ _SMALLEST = 64
 
 
 class Room:
-    """A tensor that is filled along one axis; where it is full, its size is doubled.
+    """A tensor buffer that grows along one axis; a full one is doubled.
 
-    So appending one by one copies each element a constant number of times. With a `limit` all
-    room is taken at once and never more.
+    Appending token by token so copies each element a constant number of times. With a `limit` the
+    whole size is allocated at once.
     """
 
     def __init__(self, axis: int, limit: int | None = None) -> None:
@@ -33,7 +33,7 @@ class Room:
         self.data: Tensor | None = None
 
     def append(self, x: Tensor) -> Tensor:
-        """Append `x` to the stored tokens and return a view of all of them."""
+        """Append `x` and return a view of all stored tokens."""
         count = x.shape[self.axis]
         end = self.used + count
         data = self.data
@@ -44,7 +44,7 @@ class Room:
         return data.narrow(self.axis, 0, end)
 
     def view(self, end: int) -> Tensor:
-        """The first `end` places."""
+        """A view of the first `end` tokens."""
         assert self.data is not None
         return self.data.narrow(self.axis, 0, end)
 
@@ -52,52 +52,52 @@ class Room:
         """Batch row i becomes the old row rows[i]."""
         if self.data is None:
             return
-        # Only what is used is moved, and in place: a beam search does this at every step, where
-        # fresh memory costs more than the copy.
+        # Only used tokens are copied, in place: beam search does this at every step, where
+        # allocating costs more than copying.
         chosen = self.view(self.used).index_select(0, rows.to(self.data.device))
         if len(rows) > self.data.shape[0]:
-            self.data = self._fresh(self.data, self.data.shape[self.axis], len(rows))
+            self.data = self._allocate(self.data, self.data.shape[self.axis], len(rows))
         self.data = self.data[: len(rows)]
         self.view(self.used).copy_(chosen)
 
     def drop(self, count: int, capacity: int) -> None:
-        """Forget the first `count` places, and hold room for `capacity`."""
+        """Drop the first `count` tokens, and allocate `capacity` for the others."""
         kept = self.view(self.used).narrow(self.axis, count, self.used - count)
-        self.data, self.used = self._fresh(kept, capacity, kept.shape[0]), 0
+        self.data, self.used = self._allocate(kept, capacity, kept.shape[0]), 0
         self.append(kept)
 
     @property
     def nbytes(self) -> int:
-        """Bytes taken, used or not."""
-        # Of the whole storage: rows that are left behind stay in it.
+        """Allocated bytes, used or not."""
+        # Of the whole storage, which still holds rows that `choose` left out.
         return 0 if self.data is None else self.data.untyped_storage().nbytes()
 
-    def _enlarge(self, x: Tensor, wanted: int) -> Tensor:
-        # One place is never used: a view of all of them would be a graph of its own to a compiler.
-        room = self.limit + 1 if self.limit else max(_SMALLEST, 1 << (wanted - 1).bit_length())
-        fresh = self._fresh(x, room, x.shape[0])
+    def _enlarge(self, x: Tensor, needed: int) -> Tensor:
+        # One token more than the limit: a view of the whole buffer would compile another graph.
+        size = self.limit + 1 if self.limit else max(_SMALLEST, 1 << (needed - 1).bit_length())
+        data = self._allocate(x, size, x.shape[0])
         if self.data is not None:
-            fresh.narrow(self.axis, 0, self.used).copy_(self.view(self.used))
-        self.data = fresh
-        return fresh
+            data.narrow(self.axis, 0, self.used).copy_(self.view(self.used))
+        self.data = data
+        return data
 
-    def _fresh(self, like: Tensor, size: int, rows: int) -> Tensor:
+    def _allocate(self, like: Tensor, size: int, rows: int) -> Tensor:
         shape = list(like.shape)
         shape[0], shape[self.axis] = rows, size
-        # An ordinary tensor even when first filled in inference mode: later calls write to it.
+        # An ordinary tensor even when allocated in inference mode, as later calls write to it.
         with torch.inference_mode(False):
             return torch.empty(shape, dtype=like.dtype, device=like.device)
 
 
 class KeyValueCache:
-    """Keys, as `Score.cache_keys` makes them, and values of the tokens that one layer has read.
+    """Keys (of `Score.cache_keys`) and values of the tokens that one layer has processed.
 
-    Memory grows by doubling. With `max_length` it is taken at the first token, and more tokens are
-    refused; with a sliding `window`, keys that no later row can see are forgotten: it holds at most
-    about 2·window tokens beside those of the last call. A cache belongs to the score that filled it
-    and to inference: tensors that want a gradient are refused.
+    Memory grows by doubling. `max_length` allocates it at the first token and refuses more tokens.
+    With a sliding `window`, keys that no later token can see are dropped: at most about 2·window
+    tokens, and those of the last call, are held. A cache works with the score that filled it, and
+    for inference only: tensors that require a gradient raise an error.
 
-    `length` counts the tokens read, of which the first `dropped` are forgotten.
+    `length` counts the tokens processed, of which the first `dropped` are dropped.
     """
 
     def __init__(self, max_length: int | None = None, *, window: int | None = None) -> None:
@@ -106,17 +106,17 @@ class KeyValueCache:
         self.max_length, self.window = max_length, window
         self.length = 0
         self.dropped = 0
-        # Kept keys as some rows read them, from a first one on.
+        # Rotated copies of the keys from a first one on, by the name of the rotation.
         self._rotated: dict[int | str, tuple[int, Room]] = {}
-        # What queries took from each key (B, S), by the tokens read then: now, and a call before.
+        # Sums of `Selective` (B, S), by the length of the cache: now, and one call before.
         self._selected: dict[int, Tensor] = {}
         self._keys, self._values = Room(2, max_length), Room(2, max_length)
         self._spec: ScoreSpec | None = None
-        # Shapes and type of the last keys and values that were found to fit.
-        self._fitting: tuple[object, ...] = ()
+        # Shapes and dtype of the last keys and values that passed the checks.
+        self._checked: tuple[object, ...] = ()
 
     def claim(self, spec: ScoreSpec) -> None:
-        """Refuse keys of another score than the one that filled this cache."""
+        """Raise `InputError` if another score has filled this cache."""
         if self._spec is spec:
             return
         if self._spec is not None and self.length and self._spec != spec:
@@ -129,23 +129,23 @@ class KeyValueCache:
     def append(
         self, k: Float[Tensor, "b g t d"], v: Float[Tensor, "b g t e"]
     ) -> tuple[Float[Tensor, "b g s d"], Float[Tensor, "b g s e"]]:
-        """Add the keys and values of T tokens and return those of all that are kept."""
-        # A view of a leaf says that it wants a gradient even where gradients are off.
+        """Append the keys and values of T tokens and return those of all held tokens."""
+        # A view of a leaf requires a gradient even where gradients are off.
         if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
             raise InputError(
                 "a cache keeps no gradients: use it under torch.no_grad() or torch.inference_mode()"
             )
-        kind = k.shape, v.shape, k.dtype
-        if kind != self._fitting:
-            self._check_kind(k, v)
-            self._fitting = kind
-        self._make_room(k.shape[2])
+        shapes = k.shape, v.shape, k.dtype
+        if shapes != self._checked:
+            self._check_shapes(k, v)
+            self._checked = shapes
+        self._drop_unseen(k.shape[2])
         keys, values = self._keys.append(k), self._values.append(v)
         self.length += k.shape[2]
         return keys, values
 
-    def _check_kind(self, k: Tensor, v: Tensor) -> None:
-        """Refuse keys and values of other rows, heads, sizes or types than those that are held."""
+    def _check_shapes(self, k: Tensor, v: Tensor) -> None:
+        """Check that keys and values have the rows, heads, sizes and dtype of the held ones."""
         held = self._keys.data
         if held is not None and (held.shape[:2] != k.shape[:2] or held.dtype != k.dtype):
             raise InputError(
@@ -163,9 +163,9 @@ class KeyValueCache:
     def rotated(
         self, name: int | str, start: int, end: int, rotate: Callable[[int, int], Tensor]
     ) -> Float[Tensor, "b g s wide"]:
-        """Kept keys from `start` to `end` as the rows of that name read them.
+        """Held keys from `start` to `end` in the rotation of this name, which is cached.
 
-        `rotate(first, last)` makes those that no call before has made.
+        `rotate(first, last)` rotates those that are not cached yet.
         """
         first, room = self._rotated.get(name, (start, Room(2)))
         if not first <= start <= first + room.used:
@@ -179,13 +179,13 @@ class KeyValueCache:
         return room.view(end - first)[:, :, start - first :]
 
     def forget_rotated(self, kept: set[int]) -> None:
-        """Forget the rotated keys of all other names."""
-        self._rotated = {name: held for name, held in self._rotated.items() if name in kept}
+        """Drop the rotated keys of all names but the `kept` ones."""
+        self._rotated = {name: keys for name, keys in self._rotated.items() if name in kept}
 
     def selection(self, first: int, keys: Tensor, padding: Tensor | None) -> Selection:
-        """What the first tokens took from all of the kept keys; of those after them, nothing."""
-        wide = at_least_float32(keys.dtype)
-        taken = keys.new_zeros(keys.shape[0], keys.shape[2], dtype=wide)
+        """The `Selection` of the first tokens from all held keys: 0 for keys after them."""
+        dtype = at_least_float32(keys.dtype)
+        sums = keys.new_zeros(keys.shape[0], keys.shape[2], dtype=dtype)
         if first:
             if first not in self._selected:
                 raise InputError(
@@ -193,25 +193,25 @@ class KeyValueCache:
                     "earlier call failed: make a new cache"
                 )
             before = self._selected[first]
-            taken[:, : before.shape[1]] = before
-        return Selection(taken, padding)
+            sums[:, : before.shape[1]] = before
+        return Selection(sums, padding)
 
     def keep_selection(self, first: int, selection: Selection) -> None:
-        """Keep what all tokens have selected, and, to take them back, what the first had."""
+        """Keep the selection of all tokens and, so that they can be cut off, that of the first."""
         assert selection.after is not None
         before = selection.before[:, : self._keys.used - (self.length - first)]
         self._selected = {first: before, self.length: selection.after.detach()}
 
     def reorder(self, rows: Int[Tensor, " r"]) -> None:
-        """Row i becomes the old row rows[i], as beam search asks; rows may repeat or lack."""
-        self._fitting = ()
+        """Row i becomes the old row rows[i]; rows may repeat or be left out (beam search)."""
+        self._checked = ()
         for room in self._rooms():
             room.choose(rows)
-        for length, taken in self._selected.items():
-            self._selected[length] = taken.index_select(0, rows.to(taken.device))
+        for length, sums in self._selected.items():
+            self._selected[length] = sums.index_select(0, rows.to(sums.device))
 
     def truncate(self, length: int) -> None:
-        """Forget all tokens after the first `length`."""
+        """Drop all tokens after the first `length`."""
         if length == self.length:
             return
         if not 0 <= length <= self.length:
@@ -223,11 +223,11 @@ class KeyValueCache:
             room.used = max(0, length - self.dropped)
         for first, room in self._rotated.values():
             room.used = max(0, min(room.used, self._keys.used - first))
-        self._selected = {at: taken for at, taken in self._selected.items() if at <= length}
+        self._selected = {n: sums for n, sums in self._selected.items() if n <= length}
         self.length = length
 
     def check_cut(self, length: int) -> None:
-        """Raise `InputError` where what rows after `length` must see is forgotten."""
+        """Raise `InputError` if tokens after `length` need keys that are dropped."""
         if self._selected and length and length not in self._selected:
             raise InputError(
                 f"what the tokens after token {length} have selected cannot be undone: run the "
@@ -241,42 +241,42 @@ class KeyValueCache:
 
     @property
     def croppable(self) -> bool:
-        """Whether any number of the last tokens can be taken back."""
+        """Whether any number of the last tokens can be cut off."""
         return self.window is None and (self._spec is None or self._spec.selection is None)
 
     @property
     def rows(self) -> int:
-        """Rows of the batch; 0 before anything was read."""
+        """Rows of the batch; 0 before the first token."""
         return 0 if self._keys.data is None else self._keys.data.shape[0]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory held, used or not."""
-        taken = sum(tensor.nbytes for tensor in self._selected.values())
-        return taken + sum(room.nbytes for room in self._rooms())
+        """Allocated bytes, used or not."""
+        selected = sum(sums.nbytes for sums in self._selected.values())
+        return selected + sum(room.nbytes for room in self._rooms())
 
     def _rooms(self) -> tuple[Room, ...]:
         return self._keys, self._values, *(room for _, room in self._rotated.values())
 
-    def _make_room(self, tokens: int) -> None:
-        """Refuse more than `max_length` tokens; forget all but the last window − 1 when full."""
+    def _drop_unseen(self, tokens: int) -> None:
+        """Before `tokens` more: check `max_length`, and drop keys outside the window when full."""
         if self.max_length is not None:
             refuse_overflow(self.length, tokens, self.max_length)
         data, used = self._keys.data, self._keys.used
         if self.window is None or data is None or used + tokens <= data.shape[2]:
             return
-        gone = max(0, used - self.window + 1)
-        if gone:
-            capacity = max(2 * self.window, used - gone + tokens)
+        count = max(0, used - self.window + 1)
+        if count:
+            capacity = max(2 * self.window, used - count + tokens)
             for room in (self._keys, self._values):
-                room.drop(gone, capacity)
-            self._selected = {at: taken[:, gone:] for at, taken in self._selected.items()}
-            self._rotated.clear()  # Their columns were those of the keys before.
-            self.dropped += gone
+                room.drop(count, capacity)
+            self._selected = {n: sums[:, count:] for n, sums in self._selected.items()}
+            self._rotated.clear()  # They are indexed as the keys were before.
+            self.dropped += count
 
 
 def refuse_overflow(length: int, tokens: int, max_length: int) -> None:
-    """Raise `InputError` where `tokens` more do not fit."""
+    """Raise `InputError` if `tokens` more do not fit."""
     if length + tokens > max_length:
         raise InputError(
             f"the cache has room for {max_length} tokens, and {length} of it are taken: {tokens} "

@@ -1,4 +1,4 @@
-"""What attention refuses of what it is given, in one place: shapes, types, and parts of a score.
+"""Checks of the arguments of attention; each raises `InputError`.
 
 Legend: B batch, H query heads, T queries, S keys, E value size.
 """
@@ -31,7 +31,7 @@ _TYPES: dict[Kind, tuple[torch.dtype, ...]] = {
 
 
 class AttentionArguments(NamedTuple):
-    """What a call of `attention` has besides q, k, v and the score; `attention` describes each."""
+    """The arguments of `attention` other than q, k, v, the score and the cache."""
 
     causal: bool = True
     backend: str = "auto"
@@ -53,56 +53,56 @@ def check_call(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    given: AttentionArguments,
-    cached: int | None = None,
+    args: AttentionArguments,
+    num_cached: int | None = None,
 ) -> None:
-    """Refuse what does not fit together of a call; `cached` counts the tokens of its cache."""
+    """Check all arguments of a call; `num_cached` is the length of its cache, None without one."""
     check_shapes(q, k, v)
-    spec, (batch, heads, queries, size) = score.spec, q.shape
-    keys = k.shape[2] + (cached or 0)
+    spec, (batch, heads, num_queries, size) = score.spec, q.shape
+    num_keys = k.shape[2] + (num_cached or 0)
     expected = score.heads, score.kv_heads, score.head_dim
     if (heads, k.shape[1], size) != expected:
         raise InputError(
             f"the score was built for {expected[0]} query heads, {expected[1]} key heads and "
             f"dimension {expected[2]}, but q is {tuple(q.shape)} and k is {tuple(k.shape)}"
         )
-    check_residual(spec, given.residual)
-    for name, part, used, meaning in (
+    check_residual(spec, args.residual)
+    for name, component, used, meaning in (
         ("documents", "Packed", spec.documents, "the number of each key's document (B, S)"),
         ("gate", "Gate", spec.gate, "the gate's logits W_g x of each new token"),
         ("forget", "FoX", spec.forgets or None, "a gate's logit for each key, (B, S, H)"),
     ):
-        missing = getattr(given, name) is None
+        missing = getattr(args, name) is None
         if missing and used is not None:
             raise InputError(f"{spec.name} needs {name}=…, {meaning}")
         if not missing and used is None:
             raise InputError(
-                f"{name} is given, but {spec.name} does not use it: add {part} to the score"
+                f"{name} is given, but {spec.name} does not use it: add {component} to the score"
             )
-    own_values = isinstance(spec.values, XSA)
-    if queries > keys and (spec.documents is not None or spec.forgets or own_values):
+    aligned = spec.documents is not None or spec.forgets or isinstance(spec.values, XSA)
+    if num_queries > num_keys and aligned:
         raise InputError(
-            f"with {spec.name} the queries are the last of the keys, but there are {queries} "
-            f"queries and {keys} keys"
+            f"with {spec.name} the queries are the last of the keys, but there are {num_queries} "
+            f"queries and {num_keys} keys"
         )
     gates = 0 if spec.gate is None else spec.gate.logits(heads, v.shape[-1])
-    _check_mask(given.attn_mask, (batch, heads, queries, keys))
-    check_tensor("key_padding", given.key_padding, "boolean", (batch, keys))
-    check_tensor("query_padding", given.query_padding, "boolean", (batch, queries))
-    check_positions("q_positions", given.q_positions, batch, queries)
-    check_positions("k_positions", given.k_positions, batch, keys)
-    check_tensor("documents", given.documents, "int64 or int32", (batch, keys))
-    check_tensor("forget", given.forget, "floating", (batch, k.shape[2], heads))
-    check_tensor("gate", given.gate, "floating", (batch, queries, gates))
-    checked_probability(given.dropout_p, "dropout_p")
-    if given.return_lse:
+    _check_mask(args.attn_mask, (batch, heads, num_queries, num_keys))
+    check_tensor("key_padding", args.key_padding, "boolean", (batch, num_keys))
+    check_tensor("query_padding", args.query_padding, "boolean", (batch, num_queries))
+    check_positions("q_positions", args.q_positions, batch, num_queries)
+    check_positions("k_positions", args.k_positions, batch, num_keys)
+    check_tensor("documents", args.documents, "int64 or int32", (batch, num_keys))
+    check_tensor("forget", args.forget, "floating", (batch, k.shape[2], heads))
+    check_tensor("gate", args.gate, "floating", (batch, num_queries, gates))
+    checked_probability(args.dropout_p, "dropout_p")
+    if args.return_lse:
         _check_lse(spec)
-    if cached is not None:
-        _check_cached(spec, q, k, given)
+    if num_cached is not None:
+        _check_cached(spec, q, k, args)
 
 
 def check_tensor(name: str, x: Tensor | None, kind: Kind, *shapes: tuple[int, ...]) -> None:
-    """Refuse a tensor of another type or of a shape that is not among these; None passes."""
+    """Check the type of a tensor, and that its shape is one of `shapes`; None passes."""
     if x is None:
         return
     check_dense(name, x)
@@ -114,13 +114,13 @@ def check_tensor(name: str, x: Tensor | None, kind: Kind, *shapes: tuple[int, ..
 
 
 def check_positions(name: str, positions: Tensor | None, batch: int, tokens: int) -> None:
-    """Refuse positions that are not integers of shape (T,), (1, T) or (B, T)."""
-    one = isinstance(positions, Tensor) and tuple(positions.shape) == (1, tokens)
-    check_tensor(name, positions, "int64 or int32", (tokens,), (1 if one else batch, tokens))
+    """Check that positions are integers of shape (T,), (1, T) or (B, T)."""
+    shared = isinstance(positions, Tensor) and tuple(positions.shape) == (1, tokens)
+    check_tensor(name, positions, "int64 or int32", (tokens,), (1 if shared else batch, tokens))
 
 
 def check_input(name: str, x: Tensor, width: int) -> None:
-    """Refuse what is no (B, T, width), and types that no kernel computes with."""
+    """Check that x is (B, T, width), in a type that kernels support."""
     if x.dim() != 3 or x.shape[-1] != width:
         raise InputError(
             f"{name} must be (batch, tokens, width) with a width of {width}, but it is "
@@ -133,7 +133,7 @@ def check_input(name: str, x: Tensor, width: int) -> None:
 
 
 def check_residual(spec: ScoreSpec, residual: object) -> None:
-    """Refuse a residual that the score does not take, and a score that lacks its own."""
+    """Check that a residual is given if, and only if, the score uses one."""
     if spec.residual is None and residual is not None:
         raise InputError(f"residual is given, but {spec.name} uses nothing from the layers below")
     if spec.residual is not None and not isinstance(residual, ResidualLayer):
@@ -144,7 +144,7 @@ def check_residual(spec: ScoreSpec, residual: object) -> None:
 
 
 def _check_mask(mask: Tensor | None, full: tuple[int, ...]) -> None:
-    """Refuse an `attn_mask` of another type, or one that does not broadcast to (B, H, T, S)."""
+    """Check the type of `attn_mask`, and that it broadcasts to (B, H, T, S)."""
     if mask is None:
         return
     check_dense("attn_mask", mask)
@@ -160,7 +160,7 @@ def _check_mask(mask: Tensor | None, full: tuple[int, ...]) -> None:
 
 
 def _check_lse(spec: ScoreSpec) -> None:
-    """Refuse a score whose rows have no log-sum-exp, or not one."""
+    """Check that the rows of a score have one log-sum-exp."""
     why = None
     if spec.difference is not None:
         why = f"{spec.difference.name} makes one output of two softmaxes"
@@ -174,18 +174,18 @@ def _check_lse(spec: ScoreSpec) -> None:
         )
 
 
-def _check_cached(spec: ScoreSpec, q: Tensor, k: Tensor, given: AttentionArguments) -> None:
-    """Refuse what cannot be used with a cache."""
+def _check_cached(spec: ScoreSpec, q: Tensor, k: Tensor, args: AttentionArguments) -> None:
+    """Check what a call with a cache supports."""
     if q.shape[2] != k.shape[2]:
         raise InputError(
             f"with a cache each new token has a query and a key, but there are {q.shape[2]} "
             f"queries and {k.shape[2]} keys"
         )
-    if given.return_lse or given.q_positions is not None or given.dropout_p:
+    if args.return_lse or args.q_positions is not None or args.dropout_p:
         raise InputError("return_lse, q_positions and dropout_p cannot be used with a cache")
-    if given.causal:
+    if args.causal:
         return
-    if given.attn_mask is None or given.documents is not None:
+    if args.attn_mask is None or args.documents is not None:
         raise InputError(
             "a cache is for causal attention: with causal=False it needs attn_mask=…, from the "
             "new tokens to all tokens, and takes no documents"
@@ -199,28 +199,33 @@ def _check_cached(spec: ScoreSpec, q: Tensor, k: Tensor, given: AttentionArgumen
         )
 
 
-def check_order(spec: ScoreSpec, at: Positions, documents: Tensor | None) -> None:
-    """Refuse tokens out of order for a score that passes state from each to the next."""
-    own, handed_on = isinstance(spec.values, XSA), spec.selection is not None or spec.forgets
-    if traced() or not (handed_on or own):
+def check_order(spec: ScoreSpec, positions: Positions, documents: Tensor | None) -> None:
+    """Check that positions increase for a score that passes state from token to token."""
+    own_value, recurrent = isinstance(spec.values, XSA), spec.selection is not None or spec.forgets
+    if traced() or not (recurrent or own_value):
         return
 
-    def goes_back(positions: Tensor, numbers: Tensor | None) -> bool:
-        back = positions.diff(dim=-1) < 0
-        return bool((back if numbers is None else back & (numbers.diff(dim=-1) == 0)).any())
+    def decreases(x: Tensor, documents: Tensor | None) -> bool:
+        steps_back = x.diff(dim=-1) < 0
+        if documents is not None:
+            steps_back = steps_back & (documents.diff(dim=-1) == 0)
+        return bool(steps_back.any())
 
-    rows = at.query.shape[-1]
-    apart = (own or spec.forgets) and bool((at.query != at.key[..., -rows:]).any())
-    if own and apart:
+    query, key = positions.query, positions.key
+    num_queries = query.shape[-1]
+    needs_alignment = own_value or spec.forgets
+    aligned = not needs_alignment or bool((query == key[..., -num_queries:]).all())
+    if own_value and not aligned:
         raise InputError(
             f"{spec.name} subtracts the value of each query's own token: q_positions must be "
             "those of the last keys"
         )
-    if handed_on and goes_back(at.query, None if documents is None else documents[:, -rows:]):
+    query_documents = None if documents is None else documents[:, -num_queries:]
+    if recurrent and decreases(query, query_documents):
         raise InputError(
             f"{spec.name} passes state from each row to the next: q_positions must not decrease"
         )
-    if spec.forgets and (apart or goes_back(at.key, documents)):
+    if spec.forgets and (not aligned or decreases(key, documents)):
         raise InputError(
             f"{spec.name} forgets from each key to the next: k_positions must not decrease, and "
             "the queries must be at the positions of the last keys"
@@ -228,20 +233,22 @@ def check_order(spec: ScoreSpec, at: Positions, documents: Tensor | None) -> Non
 
 
 def check_restarts(positions: Tensor, padding: Tensor | None) -> None:
-    """Refuse positions that go back to one that was there before: of several texts in one row.
+    """Check that causal positions do not restart within a row, as those of packed texts do.
 
-    Padded tokens do not count. Where no number can be read, nothing is refused.
+    A restart goes back to a position that occurs before it; padded tokens do not count. Positions
+    that cannot be read (traced, meta, torch.func) pass.
     """
     if traced() or positions.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(positions):
         return
     if not bool((positions.diff(dim=-1) < 0).any()):
         return
-    # Each padded token at another place.
-    apart = torch.arange(-positions.shape[-1], 0, device=positions.device)
-    places = positions if padding is None else torch.where(padding, apart, positions)
-    back = (places.diff(dim=-1) < 0).any(-1)
-    twice = (places.sort(dim=-1).values.diff(dim=-1) == 0).any(-1)
-    if bool((back & twice).any()):
+    if padding is not None:
+        # Each padded token gets a position of its own, below all others.
+        unique = torch.arange(-positions.shape[-1], 0, device=positions.device)
+        positions = torch.where(padding, unique, positions)
+    decreases = (positions.diff(dim=-1) < 0).any(-1)
+    repeats = (positions.sort(dim=-1).values.diff(dim=-1) == 0).any(-1)
+    if bool((decreases & repeats).any()):
         raise InputError(
             "k_positions restart within a row, so causal queries would see keys of later texts: "
             "add Packed to the score and give documents=…, the number of each token's text"
@@ -249,7 +256,7 @@ def check_restarts(positions: Tensor, padding: Tensor | None) -> None:
 
 
 def checked_head_dim(dim: int, heads: int, kv_heads: int, head_dim: int | None) -> int:
-    """The width of one head, after checking that all sizes fit."""
+    """Check the sizes of an attention layer and return the dimension of one head."""
     if min(dim, heads, kv_heads) < 1 or (head_dim is not None and head_dim < 1):
         raise InputError(
             f"attention of width {dim} with {heads} heads, {kv_heads} key heads and a head_dim of "
@@ -266,7 +273,7 @@ def checked_head_dim(dim: int, heads: int, kv_heads: int, head_dim: int | None) 
 
 
 def checked_probability(dropout: float, name: str = "dropout") -> float:
-    """The probability itself, after checking that it is one."""
+    """Return `dropout` if it is a probability below 1."""
     if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
         raise InputError(f"{name} is {dropout}; it must be at least 0 and below 1")
     return dropout

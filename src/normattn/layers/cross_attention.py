@@ -1,4 +1,4 @@
-"""Cross attention: queries of one sequence, keys and values of another, and any score.
+"""Cross-attention: queries of one sequence, keys and values of another, with any score.
 
 Legend: B sources, r rows of queries for each, T queries, S source tokens, H query heads, G key
 heads, D head dimension.
@@ -27,7 +27,7 @@ from normattn.layers.checks import (
     checked_probability,
 )
 from normattn.layers.gates import scale_heads, share_factor
-from normattn.layers.plan import place
+from normattn.layers.plan import build_plan
 from normattn.layers.residual_scores import ResidualLayer
 from normattn.score import Score, ScoreSpec
 from normattn.score.spec import as_spec
@@ -35,10 +35,10 @@ from normattn.score.spec import as_spec
 
 @dataclass(frozen=True)
 class Memory:
-    """A source as one layer's queries read it: its keys normalised and rotated, and its values.
+    """Keys and values of a source, for the queries of one layer.
 
-    `raw` are the keys as projected, `spec` the score that made `keys` of them. `positions` are None
-    where the score has none.
+    `keys` are normalised and rotated by the score `spec`, `raw` are as projected. `positions` are
+    None where the score has none.
     """
 
     keys: Float[Tensor, "b g s d"]
@@ -49,8 +49,8 @@ class Memory:
     spec: ScoreSpec
 
     def choose(self, rows: Int[Tensor, " r"]) -> Memory:
-        """Source i becomes the old source rows[i]; sources may repeat or lack."""
-        # What has one axis is of all sources.
+        """Source i becomes the old source rows[i]; sources may repeat or be left out."""
+        # A tensor with one axis belongs to all sources.
         tensors: dict[str, Any] = {
             name: x[rows] for name, x in vars(self).items() if isinstance(x, Tensor) and x.dim() > 1
         }
@@ -58,16 +58,16 @@ class Memory:
 
 
 class CrossAttention(nn.Module):
-    """softmax(s(q, k)) v with q = x W_q of the reader and k, v = m W_kv of the source m.
+    """softmax(s(q, k)) v with q = x W_q and k, v = m W_kv of a source m.
 
-    Every query sees every real source token: n, which log-n scaling reads, is the unpadded length
-    of the source. `remember` makes keys and values of a source once, `forward` reads them as often
-    as wanted: x (B, T, dim), m (B, S, source_dim) → (B, T, dim). `score` is a `ScoreSpec` or its
-    name; one with rotary positions, a bias or a window needs the positions of both sides.
-    `source_dim` defaults to `dim`, `head_dim` to dim / heads; `dropout` is the probability with
-    which an attention weight is dropped in training. The weight of `kv` holds the rows of k, then
-    v, each head by head. Raises `InputError` for sizes that do not divide and for scores that are
-    for causal attention or packed documents only. Source: arXiv 1706.03762.
+    Shapes: x (B, T, dim), m (B, S, source_dim) → (B, T, dim). `remember` computes keys and values
+    of a source once, for any number of calls of `forward`. Every query sees every source token but
+    padding, so n of log-n scaling is the unpadded length of the source. `score` is a `ScoreSpec` or
+    its name; with rotary positions, a bias or a window it needs the positions of both sequences.
+    `source_dim` defaults to `dim`, `head_dim` to dim / heads. `dropout` is the probability of
+    dropping an attention weight in training. The weight of `kv` holds the rows of k, then v, each
+    head by head. Raises `InputError` for sizes that do not divide and for scores that are defined
+    within one sequence only. Source: arXiv 1706.03762.
     """
 
     def __init__(
@@ -101,18 +101,18 @@ class CrossAttention(nn.Module):
         padding: Bool[Tensor, "b s"] | None = None,
         positions: Int[Tensor, "*bk s"] | None = None,
     ) -> Memory:
-        """Keys and values of a source; `padding` is True where a token is padding.
+        """Compute keys and values of a source; `padding` is True where a token is padding.
 
-        `positions` (S,) or (B, S) are needed where the score has positions, and ignored where it
-        has none.
+        `positions` (S,) or (B, S) are required where the score has positions, else ignored.
         """
         check_input("source", source, self.kv.in_features)
         check_tensor("padding", padding, "boolean", tuple(source.shape[:2]))
         kv = self.kv(source).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         k, v = kv[:, : self.kv_heads], kv[:, self.kv_heads :]
-        spec, places = self.score.spec, torch.arange(k.shape[2], device=k.device)
+        spec = self.score.spec
         positions = _checked_positions(positions, spec, *source.shape[:2])
-        keys = self.score.cache_keys(k, places if positions is None else positions, padding=padding)
+        counted = torch.arange(k.shape[2], device=k.device) if positions is None else positions
+        keys = self.score.cache_keys(k, counted, padding=padding)
         return Memory(keys, k, v, padding, positions, spec)
 
     def forward(
@@ -125,12 +125,12 @@ class CrossAttention(nn.Module):
         residual: ResidualLayer | None = None,
         backend: str = "auto",
     ) -> Float[Tensor, "br t dim"]:
-        """Every position of `x` attends to a source.
+        """Attend from every position of `x` to its source.
 
-        There may be r rows of `x` for each source, one after another (the beams of a search): they
-        read the same keys. `positions` (T,) or (B·r, T) are those of `x`, for a score that has
-        any. `query_padding` matters to statistics over the queries only (BatchNorm, InstanceNorm),
-        which the r rows of a source then share. `residual` and `backend` are as in `attention`.
+        Each source serves r consecutive rows of `x` (the beams of a search). `positions` (T,) or
+        (B·r, T) are those of `x`, for a score that has any. `query_padding` only matters to
+        statistics over queries (BatchNorm, InstanceNorm), which the r rows of a source share.
+        `residual` and `backend` are as in `attention`.
         """
         spec, rows, sources = self.score.spec, x.shape[0], memory.keys.shape[0]
         check_input("x", x, self.dim)
@@ -148,28 +148,28 @@ class CrossAttention(nn.Module):
         q = self.q(x).reshape(sources, -1, self.heads, self.head_dim).transpose(1, 2)
         positions = _checked_positions(positions, spec, *x.shape[:2])
         if positions is not None:
+            shared = positions.dim() == 1
             repeats = rows // sources
-            one = positions.dim() == 1
-            positions = positions.repeat(repeats) if one else positions.reshape(sources, -1)
-        given = AttentionArguments(
+            positions = positions.repeat(repeats) if shared else positions.reshape(sources, -1)
+        args = AttentionArguments(
             *(False, backend, None, memory.padding, query_padding, positions, memory.positions),
             dropout_p=self.dropout if self.training else 0.0,
             residual=residual,
         )
-        plan = place(spec, q, memory.keys.shape[2], given, cached=True)
-        at = plan.positions
-        announce_layer(self.score, q, memory.raw, query_padding, memory.padding, at.query, at.key)
+        plan = build_plan(spec, q, memory.keys.shape[2], args, cached=True)
+        padding, at = (query_padding, memory.padding), plan.positions
+        announce_layer(self.score, q, memory.raw, *padding, at.query, at.key)
         kernel = partial(attend, backend=backend)
-        o = plan.attend(self.score, q, memory.keys, memory.values, given, kernel)
+        o = plan.attend(self.score, q, memory.keys, memory.values, args, kernel)
         y: Tensor = self.out(o.transpose(1, 2).reshape(rows, x.shape[1], -1))
         return y
 
     @torch.no_grad()
     def shrink(self, factor: Float[Tensor, " h"]) -> None:
-        """Multiply the logits q·k of each query head by its factor, by the weights of q and k."""
-        query, key = share_factor(factor, self.kv_heads)
-        scale_heads(self.q, query)
-        scale_heads(self.kv, torch.cat((key, torch.ones_like(key))))
+        """Multiply the logits of each query head by its factor, through the weights of q and k."""
+        q_factor, k_factor = share_factor(factor, self.kv_heads)
+        scale_heads(self.q, q_factor)
+        scale_heads(self.kv, torch.cat((k_factor, torch.ones_like(k_factor))))
 
     def extra_repr(self) -> str:
         """Name the settings in the printed module."""
@@ -177,28 +177,25 @@ class CrossAttention(nn.Module):
 
 
 def refuse_across(spec: ScoreSpec) -> None:
-    """Raise `InputError` for a score that has no meaning between two sequences."""
-    reasons = (
+    """Raise `InputError` for a score that is defined within one sequence only."""
+    values_of_queries = "takes a query's own value or position, which another sequence lacks"
+    for unsupported, why in (
         (spec.needs_causal, "is defined for causal attention only, not between sequences"),
-        (
-            spec.values is not None,
-            "takes a query's own value or position, which another sequence lacks",
-        ),
+        (spec.values is not None, values_of_queries),
         (spec.gate is not None, "gates its output, which cross attention does not"),
         (spec.difference is not None, "joins pairs of heads, which cross attention does not"),
         (spec.documents is not None, "keeps documents of one sequence apart, and here are two"),
-    )
-    for refused, why in reasons:
-        if refused:
+    ):
+        if unsupported:
             raise InputError(f"{spec.name} {why}")
 
 
 def _checked_positions(
     positions: Tensor | None, spec: ScoreSpec, rows: int, tokens: int
 ) -> Int[Tensor, "*br t"] | None:
-    """The positions, those of one row for all as (T,); None for a score without positions."""
-    visible = spec.window[0] is not None or spec.chunk is not None
-    if not (spec.position.rotary or spec.bias is not None or visible):
+    """Checked positions, (1, T) as (T,); None for a score without positions."""
+    limited = spec.window[0] is not None or spec.chunk is not None
+    if not (spec.position.rotary or spec.bias is not None or limited):
         return None
     if positions is None:
         raise InputError(

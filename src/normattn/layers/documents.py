@@ -1,6 +1,6 @@
-"""Which document each token of a packed row is part of, from what data loaders hand over.
+"""Number the documents of packed rows, from the formats of data loaders.
 
-A score with `Packed` takes the result as `documents=`: no token sees another document.
+The result is the argument `documents` of a score with `Packed`: no token sees another document.
 Legend: B batch, T tokens, N documents.
 """
 
@@ -14,7 +14,7 @@ from normattn.errors import InputError
 
 
 def documents_from_positions(positions: Int[Tensor, "b t"]) -> Int[Tensor, "b t"]:
-    """The document of each token, from 0 in each row, where position ids start again with each.
+    """Number documents by position ids that restart with each document, from 0 in each row.
 
     A document begins where a position is not larger than the one before it, as in the rows of
     transformers' `DataCollatorWithFlattening`.
@@ -25,19 +25,19 @@ def documents_from_positions(positions: Int[Tensor, "b t"]) -> Int[Tensor, "b t"
 
 
 def documents_from_ends(ends: Bool[Tensor, "b t"]) -> Int[Tensor, "b t"]:
-    """The document of each token, from 0 in each row, where `ends` is True at its last token.
+    """Number documents by `ends`, True at the last token of each, from 0 in each row.
 
-    A separator between documents so belongs to the one that it ends.
+    A separator belongs to the document that it ends.
     """
-    ended = ends.long()
-    return ended.cumsum(-1) - ended
+    ends = ends.long()
+    return ends.cumsum(-1) - ends
 
 
 def documents_from_lengths(cu_seqlens: Int[Tensor, " n_1"]) -> Int[Tensor, "1 t"]:
-    """The document of each token of one row, from the cumulative lengths 0, n_1, n_1 + n_2, …
+    """Number the documents of one row by the cumulative lengths 0, n_1, n_1 + n_2, …
 
-    Those are the `cu_seqlens` of flash-attention. Raises `InputError` where they do not begin at 0
-    or do not grow.
+    Those are the `cu_seqlens` of flash-attention. Raises `InputError` if they do not begin at 0 or
+    do not increase.
     """
     lengths = cu_seqlens.diff()
     if len(cu_seqlens) < 2 or int(cu_seqlens[0]) != 0 or bool((lengths < 1).any()):

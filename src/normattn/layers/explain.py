@@ -1,4 +1,4 @@
-"""`explain`: what happens to a score on tensors of given shapes, without computing it.
+"""`explain`: which kernel computes a score for tensors of given shapes, and why.
 
 Legend: B batch, H query heads, G key heads, T queries, S keys, D head dimension, E value size.
 """
@@ -19,7 +19,7 @@ from normattn.kernels.dispatch import working_bytes
 from normattn.kernels.inputs import check_shapes
 from normattn.layers.checks import AttentionArguments
 from normattn.layers.gates import log_gates, pair_values, sum_gates
-from normattn.layers.plan import place
+from normattn.layers.plan import build_plan
 from normattn.layers.residual_scores import residual_layers
 from normattn.score import Score, ScoreSpec
 from normattn.score.spec import as_spec
@@ -27,10 +27,10 @@ from normattn.score.spec import as_spec
 
 @dataclass(frozen=True)
 class Explanation:
-    """What is absorbed into q and k, what is left to a kernel, which one runs, and why.
+    """How a score is computed: absorbed and remaining components, and the kernel with its reason.
 
-    `refused` says of every other kernel why not. `output_bytes` and `working_bytes` are the memory
-    of one forward beside q, k and v, estimated.
+    `refused` maps each other kernel to the reason against it. `output_bytes` and `working_bytes`
+    estimate the memory of one forward in addition to q, k and v.
     """
 
     spec: str
@@ -44,20 +44,21 @@ class Explanation:
     working_bytes: int
 
     def __str__(self) -> str:
-        refused = [f"{name}: {reason}" for name, reason in self.refused.items()]
-        lines = [f"{self.spec} on {self.shapes}"]
-        for title, listed in (
-            ("absorbed into q and k:", self.folded),
-            ("left to the kernel:", self.left),
-            (f"kernel: {self.kernel} ({self.why})", None),
-            ("other kernels:", refused),
-        ):
-            lines.append(title)
-            if listed is not None:
-                lines += [f"  - {line}" for line in listed or ["nothing"]]
+        def bullets(items: Sequence[str]) -> list[str]:
+            return [f"  - {item}" for item in items or ("nothing",)]
+
         output, working = self.output_bytes / 2**20, self.working_bytes / 2**20
-        lines.append(f"memory: {output:.1f} MiB of output, about {working:.1f} MiB while computing")
-        return "\n".join(lines)
+        return "\n".join(
+            (
+                f"{self.spec} on {self.shapes}",
+                *("absorbed into q and k:", *bullets(self.folded)),
+                *("left to the kernel:", *bullets(self.left)),
+                f"kernel: {self.kernel} ({self.why})",
+                "other kernels:",
+                *bullets([f"{name}: {reason}" for name, reason in self.refused.items()]),
+                f"memory: {output:.1f} MiB of output, about {working:.1f} MiB while computing",
+            )
+        )
 
 
 def explain(
@@ -70,7 +71,7 @@ def explain(
     causal: bool = True,
     backend: str = "auto",
 ) -> Explanation:
-    """What `attention` would do with a score on tensors of these shapes; nothing is allocated.
+    """Explain how `attention` would compute a score on tensors of these shapes; allocate nothing.
 
     Args:
         spec: a specification, its name, or a `Score`.
@@ -82,8 +83,8 @@ def explain(
         causal: as for `attention`.
         backend: as for `attention`.
 
-    Raises `InputError` where `attention` would: shapes that do not fit, an incomplete score, a
-    kernel that cannot serve it; and for a layout, which is a score per layer.
+    Raises `InputError` where `attention` would: shapes that do not fit, an incomplete score, an
+    unsupported backend; and for a layout, which is a score per layer.
     """
     spec = spec.spec if isinstance(spec, Score) else as_spec(spec)
     spec, target = spec.resolve(), torch.device(device)
@@ -91,25 +92,25 @@ def explain(
         raise InputError(f"kernels run on a CPU or a CUDA device, not on {device}")
     k_shape = q_shape if k_shape is None else k_shape
     shapes = (q_shape, k_shape, k_shape if v_shape is None else v_shape)
-    inputs = _inputs(spec, shapes, dtype, target, causal)
+    inputs = _kernel_inputs(spec, shapes, dtype, target, causal)
     decision = reasons(inputs, backend)
     folded, left = _folded_and_left(spec)
-    named = ", ".join(f"{name} {tuple(x)}" for name, x in zip("qkv", shapes, strict=True))
+    sizes = ", ".join(f"{name} {tuple(x)}" for name, x in zip("qkv", shapes, strict=True))
     return Explanation(
-        str(spec),
-        f"{named}, {dtype} on {target.type}, {'causal' if causal else 'not causal'}",
-        folded,
-        left,
-        decision.kernel,
-        decision.why,
-        decision.refused,
-        math.prod(q_shape[:3]) * shapes[2][3] * dtype.itemsize,
-        working_bytes(decision.kernel, inputs),
+        spec=str(spec),
+        shapes=f"{sizes}, {dtype} on {target.type}, {'causal' if causal else 'not causal'}",
+        folded=folded,
+        left=left,
+        kernel=decision.kernel,
+        why=decision.why,
+        refused=decision.refused,
+        output_bytes=math.prod(q_shape[:3]) * shapes[2][3] * dtype.itemsize,
+        working_bytes=working_bytes(decision.kernel, inputs),
     )
 
 
-class _StandIn(Tensor):
-    """A tensor without numbers that says that it is on a device, which need not be there."""
+class _FakeTensor(Tensor):
+    """A tensor without data that reports a device, which this machine may lack."""
 
     @staticmethod
     def __new__(cls, like: Tensor, device: torch.device) -> Any:
@@ -121,60 +122,60 @@ class _StandIn(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        raise TypeError(f"{func} needs numbers, and a stand-in has none")
+        raise TypeError(f"{func} needs data, and a fake tensor has none")
 
 
-def _inputs(
+def _kernel_inputs(
     spec: ScoreSpec,
     shapes: Sequence[Sequence[int]],
     dtype: torch.dtype,
     device: torch.device,
     causal: bool,
 ) -> AttentionInputs:
-    """The inputs that a kernel would get, the last one where there is one for each block."""
-    # One number each, however large the shape.
+    """The inputs of the kernel; those of the last block for a blockwise score."""
+    # Expanded tensors hold one number, however large the shape.
     check_shapes(*(torch.zeros((), dtype=dtype).expand(tuple(shape)) for shape in shapes))
     with torch.device("meta"):
         q, k, v = (torch.empty(tuple(shape), dtype=dtype) for shape in shapes)
         (batch, heads, _, _), (keys, size) = q.shape, k.shape[2:]
-        score, sums = Score(spec, heads, size, k.shape[1]), None
+        score, forget_sums = Score(spec, heads, size, k.shape[1]), None
         packed = spec.documents is not None
         documents = torch.empty(batch, keys, dtype=torch.int64) if packed else None
         if spec.forgets:
             logits = torch.empty(batch, keys, heads)
-            sums = sum_gates(log_gates(logits, k.shape[1], dtype), heads)
-    residual, noted = residual_layers(spec, 1), []
+            forget_sums = sum_gates(log_gates(logits, k.shape[1], dtype), heads)
+    residual, recorded = residual_layers(spec, 1), []
 
-    def note(inputs: AttentionInputs) -> Tensor:
-        noted.append(inputs)
+    def record(inputs: AttentionInputs) -> Tensor:
+        recorded.append(inputs)
         return inputs.v.new_empty(*inputs.q.shape[:3], inputs.v.shape[3])
 
     # Without the gate, which no kernel sees.
-    given = AttentionArguments(
+    args = AttentionArguments(
         causal=causal, documents=documents, residual=None if residual is None else residual[0]
     )
-    plan = place(spec, q, keys, given)
-    plan.attend(score, q, k, pair_values(spec, v, size), given, note, sums)
-    inputs = noted[-1]
-    tensors = [None if x is None else _StandIn(x, device) for x in inputs.tensors]
-    shown = AttentionInputs.of(inputs.settings, tensors)
-    return replace(shown, residual_scores=inputs.residual_scores)
+    plan = build_plan(spec, q, keys, args)
+    plan.attend(score, q, k, pair_values(spec, v, size), args, record, forget_sums)
+    inputs = recorded[-1]
+    tensors = [None if x is None else _FakeTensor(x, device) for x in inputs.tensors]
+    fakes = AttentionInputs.of(inputs.settings, tensors)
+    return replace(fakes, residual_scores=inputs.residual_scores)
 
 
 def _folded_and_left(spec: ScoreSpec) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What is folded into q and k, and what a kernel has to do."""
+    """Describe what is absorbed into q and k, and what a kernel computes."""
     summed = spec.residual is not None and spec.residual.summed == "scores"
     features, scores = (None, spec.residual) if summed else (spec.residual, None)
     windows = [part for part in spec.parts if part.slot.value == "window"]
-    inside = (spec.variant, spec.logn, spec.order, spec.position, spec.rope_scaling, features)
-    beside = (
+    absorbed = (spec.variant, spec.logn, spec.order, spec.position, spec.rope_scaling, features)
+    remaining = (
         *(spec.remapping, spec.chunk_remapping, scores, spec.bias, spec.cap, spec.sink),
         *(spec.normaliser, spec.difference, spec.selection, *windows, spec.documents, spec.values),
         spec.gate,
     )
     folded, left = (
         [f"{part.name}: {part.summary}" for part in parts if part is not None]
-        for parts in (inside, beside)
+        for parts in (absorbed, remaining)
     )
     if spec.blockwise:
         name, rows = spec.block

@@ -1,4 +1,4 @@
-"""Feed-forward sub-layers: SwiGLU and GELU, both without biases by default."""
+"""Feed-forward layers: SwiGLU and GELU, without biases by default."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torch.nn import functional as F
 from normattn.errors import InputError
 from normattn.plain import use_plain_ops
 
-# Rows that a gated layer maps at a time without gradient: what lies between its products then stays
-# in a core's cache. A multiple of what a product computes side by side, so that no digit changes.
-_ROWS = 512
+# Rows per chunk without gradients, so that the hidden features stay in a core's cache. A multiple
+# of the tile height of a matmul, so that results are bit-identical to those of all rows at once.
+_CHUNK_ROWS = 512
 
 
 def swiglu_hidden(dim: int, multiple: int = 16) -> int:
-    """8/3 · `dim`, which gives SwiGLU the parameters of a 4 · `dim` layer, to the nearest multiple.
+    """8/3 · `dim`, rounded to a multiple: SwiGLU then has as many parameters as a 4 · `dim` GELU.
 
-    At least one multiple. 256 → 688, 768 → 2048.
+    256 → 688, 768 → 2048.
     """
     return max(multiple, round(8 * dim / (3 * multiple)) * multiple)
 
@@ -41,23 +41,23 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(self.hidden, dim, bias=bias)
 
     def forward(self, x: Float[Tensor, "... dim"]) -> Float[Tensor, "... dim"]:
-        """Map each position by itself."""
+        """Apply the layer to each position."""
         if torch.is_grad_enabled() or use_plain_ops() or x.device.type != "cpu":
-            return self._map(x)
+            return self._apply_rows(x)
         rows = x.reshape(-1, x.shape[-1])
-        # The last part takes the rest, as products of few rows round otherwise.
-        whole = max(0, len(rows) // _ROWS - 1)
-        parts = torch.split(rows, [*[_ROWS] * whole, len(rows) - _ROWS * whole])
-        mapped = [self._map(part) for part in parts]
-        return (mapped[0] if len(mapped) == 1 else torch.cat(mapped)).view(x.shape)
+        # The last chunk takes the remainder, as matmuls of few rows round differently.
+        full = max(0, len(rows) // _CHUNK_ROWS - 1)
+        chunks = torch.split(rows, [*[_CHUNK_ROWS] * full, len(rows) - _CHUNK_ROWS * full])
+        outputs = [self._apply_rows(chunk) for chunk in chunks]
+        return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).view(x.shape)
 
-    def _map(self, x: Tensor) -> Tensor:
-        both = self.up(x)
+    def _apply_rows(self, x: Tensor) -> Tensor:
+        gate_up = self.up(x)
         if use_plain_ops():
-            gate, up = both.chunk(2, dim=-1)
+            gate, up = gate_up.chunk(2, dim=-1)
             y: Tensor = self.down(F.silu(gate) * up)
         else:
-            y = self.down(_GatedSiLU.apply(both))  # type: ignore[no-untyped-call]
+            y = self.down(_GatedSiLU.apply(gate_up))  # type: ignore[no-untyped-call]
         return y
 
 
@@ -75,33 +75,33 @@ class GELU(nn.Module):
         self.down = nn.Linear(self.hidden, dim, bias=bias)
 
     def forward(self, x: Float[Tensor, "... dim"]) -> Float[Tensor, "... dim"]:
-        """Map each position by itself."""
+        """Apply the layer to each position."""
         y: Tensor = self.down(F.gelu(self.up(x)))
         return y
 
 
 class _GatedSiLU(torch.autograd.Function):
-    """silu(gate) ⊙ up of one packed tensor; keeps only that and writes one packed gradient.
+    """silu(gate) ⊙ up of one packed tensor, with one packed gradient.
 
-    Plain autograd keeps silu(gate) as well and joins the two halves of the gradient by a copy.
+    Saves memory: autograd would also keep silu(gate), and copy the two halves of the gradient.
     """
 
     @staticmethod
-    def forward(ctx: Any, both: Tensor) -> Tensor:
-        ctx.save_for_backward(both)
-        gate, up = both.chunk(2, dim=-1)
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (both,) = ctx.saved_tensors
-        gate, up = both.chunk(2, dim=-1)
-        grad_both = torch.empty_like(both)
-        grad_gate, grad_up = grad_both.chunk(2, dim=-1)
+        (gate_up,) = ctx.saved_tensors
+        gate, up = gate_up.chunk(2, dim=-1)
+        grad_gate_up = torch.empty_like(gate_up)
+        grad_gate, grad_up = grad_gate_up.chunk(2, dim=-1)
         torch.mul(F.silu(gate), grad, out=grad_up)
         torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
-        return grad_both
+        return grad_gate_up
 
 
 def _checked(dim: int, hidden: int) -> int:

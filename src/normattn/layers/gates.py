@@ -1,13 +1,14 @@
-"""What a layer adds to attention: gates, pairs of heads, rotated and excluded values.
+"""What attention layers do around a kernel: gates, pairs of heads, changes to values.
 
-A forgetting gate's bias b(i, j) = C_i − C_j with C_j = Σ_{l≤j} ln σ(f_l) is a product of two
-features of the query, C_i and 1, with two of the key, 1 and −C_j. In half precision each C is three
-features, the rest of each rounding in the next: products add up in float32.
+FoX: the bias of a forgetting gate, b(i, j) = C_i − C_j with C_j = Σ_{l≤j} ln σ(f_l), is a product
+of two features of the query, C_i and 1, with two of the key, 1 and −C_j. In half precision three
+features represent each C, the second and third what rounding lost: products add up in float32.
 
-Key heads 2·g and 2·g + 1 are a pair, and so are the query heads that read them, in their order.
+Differential attention: key heads 2·g and 2·g + 1 are a pair, and so are, in order, the query heads
+that read them.
 
 Legend: B batch, H query heads, G key heads, r = H/G, T queries, S keys, D head dimension, E value
-size, F features more.
+size, F additional features.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ from normattn.score.rotary import Rotation, key_tables
 def share_factor(
     factor: Float[Tensor, " h"], kv_heads: int
 ) -> tuple[Float[Tensor, " h"], Float[Tensor, " g"]]:
-    """Factors of q and k whose products are `factor`: a key head takes the root of its smallest."""
+    """Split `factor` of logits into factors of q and k; a key head takes √ of its smallest one."""
     key = factor.reshape(kv_heads, -1).amin(1).sqrt()
     return factor / key.repeat_interleave(len(factor) // kv_heads), key
 
 
 def scale_heads(projection: nn.Linear, factor: Float[Tensor, " n"]) -> None:
-    """Multiply the output of each of n heads, one after another, by its factor, in place."""
+    """Multiply the output of each of a projection's n heads by its factor, in place."""
     rows = factor.repeat_interleave(projection.out_features // len(factor))
     projection.weight.mul_(rows[:, None])
     if projection.bias is not None:
@@ -44,58 +45,58 @@ def scale_heads(projection: nn.Linear, factor: Float[Tensor, " n"]) -> None:
 
 
 def gate_projection(spec: ScoreSpec, dim: int, heads: int, size: int) -> nn.Linear | None:
-    """W_g of a score with a gate, from the layer's width to its logits; None for other scores."""
-    if spec.gate is None:
-        return None
-    return nn.Linear(dim, spec.gate.logits(heads, size), bias=False)
+    """W_g of a score with a gate; None for other scores."""
+    return None if spec.gate is None else nn.Linear(dim, spec.gate.logits(heads, size), bias=False)
 
 
-def finish(
+def finish_output(
     score: Score,
     o: Float[Tensor, "b h t e"],
     v: Float[Tensor, "b g s e"],
-    at: Positions | None,
+    positions: Positions | None,
     gate: Float[Tensor, "b t gates"] | None,
 ) -> Float[Tensor, "b outputs t out"]:
-    """The output from o: pairs joined, rotated back, the own value removed, gated.
+    """Join pairs of heads, rotate o back (VORoPE), remove each token's own value (XSA), and gate.
 
-    The queries are the last tokens of v. `at` has their positions, for a score that turns.
+    The queries are the last tokens of v. `positions` are needed for VORoPE only.
     """
     spec = score.spec
     o = join_pairs(score, o)
-    if at is not None:
-        # Of regular positions the queries are the last ones.
-        first = max(0, at.key.shape[-1] - at.query.shape[-1]) if at.regular else None
-        o = turn_values(spec, o, at.query, first, back=True)
+    if positions is not None:
+        num_queries, num_keys = positions.query.shape[-1], positions.key.shape[-1]
+        start = max(0, num_keys - num_queries) if positions.regular else None
+        o = rotate_values(spec, o, positions.query, start, inverse=True)
     if isinstance(spec.values, XSA):
-        own = v[:, :, v.shape[2] - o.shape[2] :]
-        o = spec.values.without(o, own.repeat_interleave(o.shape[1] // own.shape[1], 1))
+        query_values = v[:, :, v.shape[2] - o.shape[2] :]
+        repeats = o.shape[1] // v.shape[1]
+        o = spec.values.without(o, query_values.repeat_interleave(repeats, 1))
     return apply_gate(spec, o, gate)
 
 
-def turn_values(
+def rotate_values(
     spec: ScoreSpec,
     v: Float[Tensor, "b g s e"],
     positions: Int[Tensor, "*bp s"],
-    first: int | None = None,
-    back: bool = False,
+    start: int | None = None,
+    inverse: bool = False,
 ) -> Float[Tensor, "b g s e"]:
-    """R_p v at these positions for a score with `VORoPE`, or R_pᵀ v; v itself for others.
+    """R_p v for a score with `VORoPE`, or R_pᵀ v (`inverse`); v itself for other scores.
 
-    Positions count from `first` on where it is given.
+    `start`: positions are start, start + 1, …
     """
     if spec.value_rope is None:
         return v
-    turn = key_tables(spec.value_rope, v.shape[-1], positions, v.dtype, first).near
-    assert isinstance(turn, Rotation)
-    turned: Tensor = (replace(turn, sin=-turn.sin) if back else turn)(v)
-    return turned
+    rotation = key_tables(spec.value_rope, v.shape[-1], positions, v.dtype, start).near
+    assert isinstance(rotation, Rotation)
+    rotation = replace(rotation, sin=-rotation.sin) if inverse else rotation
+    rotated: Tensor = rotation(v)
+    return rotated
 
 
 def apply_gate(
     spec: ScoreSpec, o: Float[Tensor, "b h t e"], gate: Float[Tensor, "b t gates"] | None
 ) -> Float[Tensor, "b outputs t e"]:
-    """What a gate makes of o by the logits of its outputs, one after another; o itself without."""
+    """Apply a gate to o by the logits of its outputs; o itself without a gate."""
     if spec.gate is None or gate is None:
         return o
     outputs = spec.gate.outputs(o.shape[1])
@@ -104,7 +105,7 @@ def apply_gate(
 
 
 def forget_projection(spec: ScoreSpec, dim: int, heads: int) -> nn.Linear | None:
-    """w and c of a score with `FoX`, from the layer's width to H; None for other scores."""
+    """The weight and bias of the forgetting gates of `FoX`; None for other scores."""
     return nn.Linear(dim, heads) if spec.forgets else None
 
 
@@ -114,47 +115,44 @@ def log_gates(
     dtype: torch.dtype,
     padding: Bool[Tensor, "b s"] | None = None,
 ) -> Float[Tensor, "b g s f"]:
-    """ln σ(f) of the heads that share a key head, in parts that `dtype` holds without loss.
-
-    Padding forgets nothing.
-    """
-    wide = at_least_float32(dtype)
-    gates = F.logsigmoid(forget.to(wide))
+    """ln σ(f) of the heads that share a key head, as lossless features of `dtype`; 0 at padding."""
+    gates = F.logsigmoid(forget.to(at_least_float32(dtype)))
     gates = gates if padding is None else gates.masked_fill(padding[..., None], 0.0)
     gates = gates.reshape(*forget.shape[:2], groups, -1).transpose(1, 2)
-    return _parts(gates, dtype)
+    return _split_precision(gates, dtype)
 
 
 def sum_gates(gates: Float[Tensor, "b g s f"], heads: int) -> Float[Tensor, "b h s"]:
-    """C of every head, of the `log_gates` of all tokens from the first on."""
-    wide = at_least_float32(gates.dtype)
-    whole = gates.to(wide).reshape(*gates.shape[:3], heads // gates.shape[1], -1).sum(-1)
-    sums: Tensor = whole.cumsum(2).transpose(2, 3).flatten(1, 2)
+    """C of every head, from the `log_gates` of all tokens."""
+    gates = gates.to(at_least_float32(gates.dtype))
+    by_head = gates.reshape(*gates.shape[:3], heads // gates.shape[1], -1).sum(-1)
+    sums: Tensor = by_head.cumsum(2).transpose(2, 3).flatten(1, 2)
     return sums
 
 
 def add_forgetting(
-    inputs: AttentionInputs, sums: Float[Tensor, "b h s"] | None, rows: slice, queries: int
+    inputs: AttentionInputs, sums: Float[Tensor, "b h s"] | None, rows: slice, num_queries: int
 ) -> AttentionInputs:
-    """The inputs of some of the last `queries` tokens with C among their features, near and far.
+    """Append the features of C to the queries and keys, near and far; `sums` None changes nothing.
 
-    `sums` holds C of all tokens; without it the inputs are as they were.
+    `sums` holds C of all tokens, and `rows` are some of the last `num_queries`.
     """
     if sums is None:
         return inputs
-    query = sums[:, :, sums.shape[2] - queries :][:, :, rows]
-    key = sums[:, :, : inputs.v.shape[2]]
-    q_more, k_more = _features(inputs.q, inputs.k.shape[1], query, key)
-    near = k_more[:, :, inputs.near_start :]
-    q, k = torch.cat((inputs.q, q_more), -1), torch.cat((inputs.k, near), -1)
+    query_sums = sums[:, :, sums.shape[2] - num_queries :][:, :, rows]
+    key_sums = sums[:, :, : inputs.v.shape[2]]
+    q_features, k_features = _forget_features(inputs.q, inputs.k.shape[1], query_sums, key_sums)
+    q = torch.cat((inputs.q, q_features), -1)
+    k = torch.cat((inputs.k, k_features[:, :, inputs.near_start :]), -1)
     if inputs.far_q is None or inputs.far_k is None:
         return replace(inputs, q=q, k=k)
-    far_q, far_k = torch.cat((inputs.far_q, q_more), -1), torch.cat((inputs.far_k, k_more), -1)
+    far_q = torch.cat((inputs.far_q, q_features), -1)
+    far_k = torch.cat((inputs.far_k, k_features), -1)
     return replace(inputs, q=q, k=k, far_q=far_q, far_k=far_k)
 
 
-def _parts(x: Float[Tensor, "b g s r"], dtype: torch.dtype) -> Float[Tensor, "b g s f"]:
-    """x as features of `dtype`: itself, or three whose sum it is."""
+def _split_precision(x: Float[Tensor, "b g s r"], dtype: torch.dtype) -> Float[Tensor, "b g s f"]:
+    """x as features of `dtype`: itself, or three that add up to it."""
     if x.dtype == dtype:
         return x
     first = x.to(dtype)
@@ -163,27 +161,28 @@ def _parts(x: Float[Tensor, "b g s r"], dtype: torch.dtype) -> Float[Tensor, "b 
     return torch.stack((first, second, third), -1).flatten(-2)
 
 
-def _features(
+def _forget_features(
     q: Float[Tensor, "b h t d"],
     groups: int,
-    query: Float[Tensor, "b h t"],
-    key: Float[Tensor, "b h s"],
+    query_sums: Float[Tensor, "b h t"],
+    key_sums: Float[Tensor, "b h s"],
 ) -> tuple[Float[Tensor, "b h t f"], Float[Tensor, "b g s f"]]:
-    """(C_i, 1 at the head's own) and (1, −C_j of each head that shares the key)."""
+    """(C_i, one-hot of the head in its group) and (1, −C_j of each head of the group)."""
     shared = q.shape[1] // groups
-    own = _parts(query[..., None], q.dtype)
-    count = own.shape[-1]
+    query_sums = _split_precision(query_sums[..., None], q.dtype)
+    count = query_sums.shape[-1]
     eye = torch.eye(shared, dtype=q.dtype, device=q.device).repeat_interleave(count, 1)
-    chosen = eye.repeat(groups, 1)[None, :, None].expand(*q.shape[:3], -1)
-    sums = _parts(-key.reshape(-1, groups, shared, key.shape[-1]).transpose(2, 3), q.dtype)
-    ones = sums.new_ones(*sums.shape[:3], count)
-    return torch.cat((own, chosen), -1), torch.cat((ones, sums), -1)
+    one_hot = eye.repeat(groups, 1)[None, :, None].expand(*q.shape[:3], -1)
+    key_sums = key_sums.reshape(-1, groups, shared, key_sums.shape[-1]).transpose(2, 3)
+    key_sums = _split_precision(-key_sums, q.dtype)
+    ones = key_sums.new_ones(*key_sums.shape[:3], count)
+    return torch.cat((query_sums, one_hot), -1), torch.cat((ones, key_sums), -1)
 
 
 def pair_values(
     spec: ScoreSpec, v: Float[Tensor, "b g s d"], head_dim: int
 ) -> Float[Tensor, "b g s e"]:
-    """The values of each head and its partner side by side, E = 2·D; v itself without pairs."""
+    """Concatenate the values of the two heads of each pair, E = 2·D; v itself without pairs."""
     if spec.difference is None:
         return v
     if v.shape[-1] != head_dim:
@@ -197,7 +196,7 @@ def pair_values(
 
 
 def join_pairs(score: Score, o: Float[Tensor, "b h t e"]) -> Float[Tensor, "b h t d"]:
-    """What each pair makes of the outputs of its heads, in two halves, as heads; else o itself."""
+    """Combine the outputs of the two heads of each pair; o itself without pairs."""
     part = score.spec.difference
     if part is None or score.difference is None:
         return o

@@ -22,11 +22,11 @@ class GatedAttentionUnit(SelfAttention):
     q = γ_q ⊙ z (+ β_q), k = γ_k ⊙ z (+ β_k); one head. Shapes: (B, T, dim) → (B, T, dim).
 
     The defaults are GAU-α. `offset=True` adds β_q and β_k (zeros at the start), `bias=True` the
-    biases of the two matmuls. γ starts at ones, where q = k makes every token attend to itself at
-    first (a model's `gamma_std` draws it; the paper's deviation is 0.02). `separate_qk=True` gives
-    q and k their own linear projections, without swish, γ and β. The weight of `expand` holds the
-    rows of u, v, z, or of u, v, q, k. `dropout` is the probability with which an attention weight
-    is dropped in training.
+    biases of the two matmuls. γ starts at ones: q = k, so every token first attends to itself. (A
+    model's `gamma_std` draws γ; the paper's deviation is 0.02.) `separate_qk=True` gives q and k
+    their own linear projections, without swish, γ and β. The weight of `expand` holds the rows of
+    u, v, z, or of u, v, q, k. `dropout` is the probability of dropping an attention weight in
+    training.
 
     Raises `InputError` for a size below 1. Source: arXiv 2202.10447; kexue 8934, 9052.
     """
@@ -68,11 +68,11 @@ class GatedAttentionUnit(SelfAttention):
 
     @property
     def widths(self) -> list[int]:
-        """The rows of `expand`: u, v, and z or q and k."""
+        """The sizes of the outputs of `expand`: u, v, and z or q and k."""
         return [self.value_size, self.value_size, *[self.key_size] * (1 + self.separate_qk)]
 
     def operands(self, x: Float[Tensor, "b t dim"]) -> Operands:
-        """q, k and v, and u."""
+        """Project x to q, k, v and u."""
         if self.separate_qk:
             u, v, q, k = torch.split(self.expand(x), self.widths, dim=-1)
             return q.unsqueeze(1), k.unsqueeze(1), F.silu(v).unsqueeze(1), F.silu(u)
@@ -85,25 +85,22 @@ class GatedAttentionUnit(SelfAttention):
             q, k = q + beta[0], k + beta[1]
         return q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), u
 
-    def output(
-        self, o: Float[Tensor, "b 1 t e"], beside: Tensor | None
-    ) -> Float[Tensor, "b t dim"]:
+    def output(self, o: Float[Tensor, "b 1 t e"], u: Tensor | None) -> Float[Tensor, "b t dim"]:
         """(u ⊙ o) W_out."""
-        assert beside is not None
-        y: Tensor = self.out(beside * o.squeeze(1))
+        assert u is not None
+        y: Tensor = self.out(u * o.squeeze(1))
         return y
 
     @torch.no_grad()
     def shrink(self, factor: Float[Tensor, " 1"]) -> None:
-        """Multiply the logits q·k by a factor, by what makes q and k of their shared features."""
+        """Multiply the logits q·k by a factor, through γ and β or the projections of q and k."""
         if self.gamma is None:
-            whole = (self.expand.weight, self.expand.bias)
-            parts = [torch.split(x, self.widths) for x in whole if x is not None]
-            rows = [row for _, _, *both in parts for row in both]
+            weights = [x for x in (self.expand.weight, self.expand.bias) if x is not None]
+            scaled = [rows for x in weights for rows in torch.split(x, self.widths)[2:]]
         else:
-            rows = [row for row in (self.gamma, self.beta) if row is not None]
-        for row in rows:
-            row.mul_(factor.sqrt())
+            scaled = [x for x in (self.gamma, self.beta) if x is not None]
+        for weight in scaled:
+            weight.mul_(factor.sqrt())
 
     def extra_repr(self) -> str:
         """Name the settings in the printed module."""

@@ -1,4 +1,4 @@
-"""LayerNorm, RMSNorm and what takes their place, over the last axis."""
+"""LayerNorm and RMSNorm over the last axis, and their replacements DyT and Derf."""
 
 from __future__ import annotations
 
@@ -85,10 +85,10 @@ class RMSNorm(nn.Module):
 
 
 class DyT(nn.Module):
-    """y = gain ⊙ tanh(α·x) + bias, with one learned α, in the place of a norm.
+    """y = gain ⊙ tanh(α·x) + bias with one learned α: a norm without statistics.
 
-    No statistics are taken: each number is bounded by itself. Shapes: (..., dim) → (..., dim). α
-    starts at ½, the gain at ones, the bias at zeros. Source: arXiv 2503.10622.
+    Shapes: (..., dim) → (..., dim). α starts at ½, the gain at ones, the bias at zeros. Source:
+    arXiv 2503.10622.
     """
 
     def __init__(self, dim: int, *, gain: bool = True) -> None:
@@ -104,7 +104,7 @@ class DyT(nn.Module):
         return torch.tanh(self.alpha * x)
 
     def forward(self, x: Float[Tensor, "... dim"]) -> Float[Tensor, "... dim"]:
-        """Bound every number of `x`, then stretch and shift each feature."""
+        """Bound each number of `x`, then apply gain and bias."""
         y = self.bounded(x.to(at_least_float32(x.dtype)))
         if self.gain is not None and self.bias is not None:
             y = y * self.gain + self.bias

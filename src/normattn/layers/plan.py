@@ -1,9 +1,12 @@
-"""A call of attention in two steps: `prepare` gives a plan, whose `run` computes with tensors.
+"""How a call of `attention` runs: `prepare` returns its plan, and the plan's `run` computes.
 
-Where all that a score does folds into queries and keys (`layers.folded`), for a whole sequence or
-for one more token, a plan is kept by what it depends on: the specification, shapes and types.
-`AttentionPlan` holds positions and mask of every other call: other scores, masks, dropout, a
-prefill with a cache, cross attention, `explain`, and layers of extended models of transformers.
+There are two kinds of plans:
+
+- A `FoldedPlan` (`layers.folded`) runs norms, a rotation and λ, then torch's kernel. It depends on
+  the specification, shapes and types only, so it is cached under these. It serves calls without
+  masks and other optional arguments (`_is_cacheable`) whose score is of this kind.
+- An `AttentionPlan` holds the positions and the mask of one call. It serves every score and kernel:
+  masks, dropout, a prefill with a cache, cross-attention, extended layers and `explain`.
 
 Legend: B batch, H query heads, G key heads, T queries, S keys, E value size.
 """
@@ -14,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.autograd import forward_ad
 
@@ -25,22 +28,22 @@ from normattn.kernels.numerics import without_infinities
 from normattn.kernels.stats import _OBSERVERS, announce_layer, observers
 from normattn.layers.cache import KeyValueCache
 from normattn.layers.checks import AttentionArguments, check_call, check_order, check_restarts
-from normattn.layers.folded import FoldedSequence, FoldedStep, fold_sequence, fold_step
+from normattn.layers.folded import FoldedPlan, fold_sequence, fold_step
 from normattn.layers.gates import (
     add_forgetting,
-    finish,
+    finish_output,
     log_gates,
     pair_values,
+    rotate_values,
     sum_gates,
-    turn_values,
 )
 from normattn.plain import FAKE, plain_operations
 from normattn.score import Positions, Score, ScoreSpec
 from normattn.score.positions import number_documents
 
-# All are forgotten at once when there are so many: lengths vary without end.
-_MOST_PLANS = 512
-_PLANS: dict[tuple[object, ...], tuple[ScoreSpec, FoldedSequence | FoldedStep | None]] = {}
+# The cache is emptied at this size, since the lengths of texts vary without end.
+_MAX_PLANS = 512
+_PLANS: dict[tuple[object, ...], tuple[ScoreSpec, FoldedPlan | None]] = {}
 
 
 def prepare(
@@ -48,74 +51,103 @@ def prepare(
     q: Float[Tensor, "b h t d"],
     k: Float[Tensor, "b g s d"],
     v: Float[Tensor, "b g s e"],
-    given: AttentionArguments,
+    args: AttentionArguments,
     cache: KeyValueCache | None,
-) -> FoldedSequence | FoldedStep | AttentionPlan:
-    """What a call needs besides its tensors; `InputError` for what does not fit together.
+) -> FoldedPlan | AttentionPlan:
+    """Return the plan of a call: the folded one where it applies, else a general one.
 
-    A kept plan is looked up before all checks: its first call passed them.
+    Raises `InputError` for arguments that do not fit together. A cached plan skips these checks:
+    the first call with its shapes passed them.
     """
-    # Written out: each call of Python costs as much as a small operation.
-    plain = given.attn_mask is None and given.key_padding is None and given.query_padding is None
-    plain = plain and given.q_positions is None and given.k_positions is None
-    plain = plain and given.documents is None and given.residual is None and given.forget is None
-    plain = plain and given.dropout_p == 0 and not given.return_lse and type(score) is Score
-    # Nor does it serve what looks into the computation or changes it.
-    if plain and not torch.compiler.is_dynamo_compiling() and not torch._C._get_dispatch_mode(FAKE):
-        intercepted = torch._C._functorch.maybe_current_level() is not None
-        intercepted = intercepted or bool(_OBSERVERS.get()) or forward_ad._current_level >= 0
-        intercepted = intercepted or not type(q) is type(k) is type(v) is Tensor or q.is_meta
-        # A hook on the score needs its tensors.
-        intercepted = intercepted or bool(score._forward_hooks or score._forward_pre_hooks)
-        intercepted = intercepted or bool(score._backward_pre_hooks)
-        same_kind = q.dtype is k.dtype is v.dtype and q.layout is k.layout is v.layout
-        if same_kind and not intercepted and not torch.is_autocast_enabled(q.device.type):
-            # A step serves any number of tokens up to the next power of two.
-            capacity = 0 if cache is None else max(64, 1 << cache.length.bit_length())
-            key = (
-                # A specification by identity: its hash would take as long as all the rest.
-                *(id(score._spec), score.heads, score.kv_heads, score.head_dim),
-                *(given.causal, given.backend, capacity, q.shape, k.shape, v.shape),
-                *(q.dtype, q.layout, q.device, k.device, v.device),
-            )
-            if (kept := _PLANS.get(key)) is None:
-                check_call(score, q, k, v, given, None if cache is None else cache.length)
-                if len(_PLANS) >= _MOST_PLANS:
-                    _PLANS.clear()
-                # The specification is kept, too: another one may not get its number.
-                kept = _PLANS[key] = score._spec, _fold(score, q, k, v, given, capacity)
-            # A cache keeps no gradients, which it says itself.
-            folded, learning = kept[1], capacity and torch.is_grad_enabled()
-            if learning and any(x.requires_grad for x in (q, k, v, *score.parameters())):
-                folded = None
-            if folded is not None:
-                if not folded.complete or given.gate is not None:
-                    check_call(score, q, k, v, given)
-                return folded
-    read = None if cache is None else cache.length
-    check_call(score, q, k, v, given, read)
+    if _is_cacheable(score, q, k, v, args):
+        folded = _folded_plan(score, q, k, v, args, cache)
+        if folded is not None:
+            return folded
+    num_cached = None if cache is None else cache.length
+    check_call(score, q, k, v, args, num_cached)
     if cache is not None:
         cache.claim(score.spec)
-    return place(score.spec, q, k.shape[2] + (read or 0), given, cached=cache is not None)
+    return build_plan(score.spec, q, k.shape[2] + (num_cached or 0), args, cache is not None)
+
+
+def _is_cacheable(score: Score, q: Tensor, k: Tensor, v: Tensor, args: AttentionArguments) -> bool:
+    """Whether the key of `_folded_plan` holds all that the plan of a call depends on.
+
+    Conditions are written out here: a Python call costs as much as a small tensor operation.
+    """
+    no_mask = args.attn_mask is None and args.key_padding is None and args.query_padding is None
+    no_positions = args.q_positions is None and args.k_positions is None and args.documents is None
+    no_features = args.residual is None and args.forget is None
+    no_options = args.dropout_p == 0 and not args.return_lse
+    if not (no_mask and no_positions and no_features and no_options):
+        return False
+    if torch.compiler.is_dynamo_compiling() or torch._C._get_dispatch_mode(FAKE):
+        return False
+    if torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0:
+        return False
+    # An observer or a hook needs the score's tensors; a subclass may compute something else.
+    hooked = score._forward_hooks or score._forward_pre_hooks or score._backward_pre_hooks
+    if _OBSERVERS.get() or hooked or type(score) is not Score:
+        return False
+    if not type(q) is type(k) is type(v) is Tensor or q.is_meta:
+        return False
+    same_type = q.dtype is k.dtype is v.dtype and q.layout is k.layout is v.layout
+    return same_type and not torch.is_autocast_enabled(q.device.type)
+
+
+def _folded_plan(
+    score: Score,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    args: AttentionArguments,
+    cache: KeyValueCache | None,
+) -> FoldedPlan | None:
+    """Look up or make the folded plan of a cacheable call; None where there is none."""
+    # A decoding step's plan serves any number of cached tokens up to the next power of two.
+    capacity = 0 if cache is None else max(64, 1 << cache.length.bit_length())
+    key = (
+        # The identity of the specification: hashing it would take as long as all the rest.
+        *(id(score._spec), score.heads, score.kv_heads, score.head_dim),
+        *(args.causal, args.backend, capacity, q.shape, k.shape, v.shape),
+        *(q.dtype, q.layout, q.device, k.device, v.device),
+    )
+    entry = _PLANS.get(key)
+    if entry is None:
+        check_call(score, q, k, v, args, None if cache is None else cache.length)
+        if len(_PLANS) >= _MAX_PLANS:
+            _PLANS.clear()
+        # The entry keeps the specification alive, so that no other one gets its id.
+        entry = _PLANS[key] = score._spec, _fold(score, q, k, v, args, capacity)
+    plan = entry[1]
+    if plan is None:
+        return None
+    # A cache refuses gradients; the general path raises its error.
+    learns = cache is not None and torch.is_grad_enabled()
+    if learns and any(x.requires_grad for x in (q, k, v, *score.parameters())):
+        return None
+    if plan.post_processes or args.gate is not None:
+        check_call(score, q, k, v, args)
+    return plan
 
 
 @torch.no_grad()
 def _fold(
-    score: Score, q: Tensor, k: Tensor, v: Tensor, given: AttentionArguments, capacity: int
-) -> FoldedSequence | FoldedStep | None:
-    """The plan of a score that folds, for tensors like these; None without."""
+    score: Score, q: Tensor, k: Tensor, v: Tensor, args: AttentionArguments, capacity: int
+) -> FoldedPlan | None:
+    """Make the folded plan for tensors of these shapes; None where the score does not fold."""
     if not capacity:
-        plan = place(score.spec, q, k.shape[2], given)
-        return fold_sequence(score, q, k, v, plan.positions, plan.mask, given.backend)
-    one = given.causal and given.backend == "auto" and q.shape[2] == 1
-    return fold_step(score, q, k, v, capacity) if one else None
+        plan = build_plan(score.spec, q, k.shape[2], args)
+        return fold_sequence(score, q, k, v, plan.positions, plan.mask, args.backend)
+    is_step = args.causal and args.backend == "auto" and q.shape[2] == 1
+    return fold_step(score, q, k, v, capacity) if is_step else None
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionPlan:
-    """Which keys the queries of a call see, from which positions; for any score and kernel.
+    """Positions and mask of one call, for any score and kernel.
 
-    `cached` says that keys come from `Score.cache_keys`, normalised and rotated.
+    `cached`: keys come from `Score.cache_keys`, already normalised and rotated.
     """
 
     positions: Positions
@@ -128,42 +160,48 @@ class AttentionPlan:
         q: Float[Tensor, "b h t d"],
         k: Float[Tensor, "b g s d"],
         v: Float[Tensor, "b g s e"],
-        given: AttentionArguments,
+        args: AttentionArguments,
         cache: KeyValueCache | None,
     ) -> Float[Tensor, "b outputs t out"] | tuple[Tensor, Tensor]:
-        """softmax(score) · v, with ℓ if asked for; keys and values are added to a cache."""
-        spec, at, first = score.spec, self.positions, 0 if cache is None else cache.length
-        places, start = at.key if cache is None else at.query, first if at.regular else None
-        padding = None if given.key_padding is None else given.key_padding[:, first:]
-        own = given.query_padding if cache is None else padding
-        announce_layer(score, q, k, own, padding, at.query, places)
-        with plain_operations(given.backend == "reference"):
-            v = turn_values(spec, pair_values(spec, v, k.shape[-1]), places, start)
-        plan, gates, selection, rotated = self, None, None, None
-        if given.forget is not None:
-            gates = log_gates(given.forget, k.shape[1], k.dtype, padding)
+        """Return softmax(score) · v, and ℓ with `return_lse`; append keys and values to a cache."""
+        spec, positions = score.spec, self.positions
+        num_cached = 0 if cache is None else cache.length
+        # Positions and padding of this call's keys; with a cache they are those of its queries.
+        key_positions = positions.key if cache is None else positions.query
+        start = num_cached if positions.regular else None
+        key_padding = None if args.key_padding is None else args.key_padding[:, num_cached:]
+        query_padding = args.query_padding if cache is None else key_padding
+        announce_layer(score, q, k, query_padding, key_padding, positions.query, key_positions)
+        with plain_operations(args.backend == "reference"):
+            v = rotate_values(spec, pair_values(spec, v, k.shape[-1]), key_positions, start)
+        gates = None
+        if args.forget is not None:
+            gates = log_gates(args.forget, k.shape[1], k.dtype, key_padding)
+        plan, selection, rotated_keys = self, None, None
         if cache is not None:
-            k = without_infinities(score.cache_keys(k, places, start))
-            width = k.shape[-1]
-            # Gates are kept apart from token to token: the oldest may be dropped, and rows moved.
+            k = without_infinities(score.cache_keys(k, key_positions, start))
+            size = k.shape[-1]
+            # Gates are cached as features of their keys, so that both are dropped and reordered.
             k, v = cache.append(k if gates is None else torch.cat((k, gates), -1), v)
-            k, gates = k[..., :width], None if gates is None else k[..., width:]
-            plan = self._without_first(cache.dropped)
-            selection = None if spec.selection is None else cache.selection(first, k, padding)
-            rotated = _keys_of_blocks(score, cache, k, plan.positions) if spec.blockwise else None
+            k, gates = k[..., :size], None if gates is None else k[..., size:]
+            plan = self._without_oldest(cache.dropped)
+            if spec.selection is not None:
+                selection = cache.selection(num_cached, k, key_padding)
+            if spec.blockwise:
+                rotated_keys = _rotated_keys(score, cache, k, plan.positions)
         lse: list[Tensor] = []
 
         def kernel(inputs: AttentionInputs) -> Tensor:
-            output = run_kernel(inputs, given.backend, lse=given.return_lse)
+            output = run_kernel(inputs, args.backend, lse=args.return_lse)
             if output.lse is not None:
                 lse.append(output.lse)
             return output.out
 
-        sums = None if gates is None else sum_gates(gates, q.shape[1])
-        out = plan.attend(score, q, k, v, given, kernel, sums, selection, rotated)
+        forget_sums = None if gates is None else sum_gates(gates, q.shape[1])
+        out = plan.attend(score, q, k, v, args, kernel, forget_sums, selection, rotated_keys)
         if cache is not None and selection is not None:
-            cache.keep_selection(first, selection)
-        return (out, lse[0]) if given.return_lse else out
+            cache.keep_selection(num_cached, selection)
+        return (out, lse[0]) if args.return_lse else out
 
     def attend(
         self,
@@ -171,167 +209,187 @@ class AttentionPlan:
         q: Float[Tensor, "b h t d"],
         k: Float[Tensor, "b g s cached"],
         v: Float[Tensor, "b g s e"],
-        given: AttentionArguments,
+        args: AttentionArguments,
         kernel: Callable[[AttentionInputs], Tensor],
         forget_sums: Float[Tensor, "b h s"] | None = None,
         selection: Selection | None = None,
-        rotated: Callable[[int, int], Tensor] | None = None,
+        rotated_keys: Callable[[int, int], Tensor] | None = None,
     ) -> Float[Tensor, "b outputs t out"]:
-        """softmax(score) · v for all keys, with a kernel that computes outputs of inputs.
+        """Return softmax(score) · v over all keys; `kernel` computes the output of its inputs.
 
-        Values of pairs of heads stand side by side, and those of `VORoPE` are turned. `forget_sums`
-        are the summed gates of `FoX`, of all keys; `selection` what queries before have selected.
-        `rotated` takes (keys, block) to the first keys as the rows of a block read them, for cached
-        keys of a blockwise score.
-
-        Rows of a batch may reach a block at different times: each keeps its own block's output.
+        Values are already paired (`pair_values`) and rotated (`rotate_values`). `forget_sums` are
+        the summed gates of `FoX`, `selection` what earlier queries have selected.
+        `rotated_keys(num_keys, block)` returns the first cached keys as the rows of a block read
+        them, for a blockwise score.
         """
-        spec, at, queries = score.spec, self.positions, q.shape[2]
+        spec, positions, num_queries = score.spec, self.positions, q.shape[2]
 
-        def part(rows: slice, keys: int, block: int) -> Tensor:
-            padding = None if given.query_padding is None else given.query_padding[:, rows]
-            own = k[:, :, :keys] if rotated is None else rotated(keys, block)
-            places, seen = at.select(rows, keys), self.mask.select(rows, keys)
-            rest = places, seen, padding, block, given.dropout_p, self.cached
-            inputs = score(q[:, :, rows], own, v[:, :, :keys], *rest)
+        def attend_rows(rows: slice, num_keys: int, block: int) -> Tensor:
+            keys = k[:, :, :num_keys] if rotated_keys is None else rotated_keys(num_keys, block)
+            inputs = score(
+                *(q[:, :, rows], keys, v[:, :, :num_keys]),
+                *(positions.select(rows, num_keys), self.mask.select(rows, num_keys)),
+                query_padding=None if args.query_padding is None else args.query_padding[:, rows],
+                block=block,
+                dropout=args.dropout_p,
+                cached=self.cached,
+            )
             if selection is not None:
                 inputs = replace(inputs, selection=selection)
-            inputs = add_forgetting(inputs, forget_sums, rows, queries)
-            if given.residual is not None:
-                inputs = given.residual.join(inputs)
+            inputs = add_forgetting(inputs, forget_sums, rows, num_queries)
+            if args.residual is not None:
+                inputs = args.residual.join(inputs)
             return kernel(inputs)
 
-        # The definition is made of operations that every derivative goes through.
-        with plain_operations(given.backend == "reference"):
-            if not spec.blockwise or not at.query.numel():
-                out = part(slice(0, queries), at.key.shape[-1], 0)
+        with plain_operations(args.backend == "reference"):
+            if spec.blockwise and num_queries:
+                out = _attend_blocks(spec, positions, attend_rows)
             else:
-                pieces: list[Tensor] = []
-                mixed: Tensor | None = None
-                for block, rows, keys, members in _blocks(spec, at):
-                    for observer in observers():
-                        observer.select_rows(rows, members)
-                    piece = part(rows, keys, block)
-                    if members is None:
-                        pieces.append(piece)
-                        continue
-                    whole = piece.new_zeros(*piece.shape[:2], queries, piece.shape[3])
-                    chosen = members.reshape(-1, 1, piece.shape[2], 1)
-                    whole[:, :, rows] = torch.where(chosen, piece, 0.0)
-                    mixed = whole if mixed is None else mixed + whole
-                out = torch.cat(pieces, 2) if mixed is None else mixed
-            return finish(score, out, v, at, given.gate)
+                out = attend_rows(slice(0, num_queries), positions.key.shape[-1], 0)
+            return finish_output(score, out, v, positions, args.gate)
 
-    def _without_first(self, keys: int) -> AttentionPlan:
-        """The plan for keys of which the first are forgotten; distances stay what they are."""
-        if not keys:
+    def _without_oldest(self, dropped: int) -> AttentionPlan:
+        """The plan without the first keys, which the cache has dropped; positions are unchanged."""
+        if not dropped:
             return self
-        at, seen = self.positions, self.mask
-        mask, documents = seen.attn_mask, seen.key_documents
-        seen = replace(
-            seen,
-            key=seen.key[..., keys:],
-            padding=None if seen.padding is None else seen.padding[:, keys:],
-            attn_mask=mask if mask is None or mask.shape[-1] == 1 else mask[..., keys:],
-            key_documents=None if documents is None else documents[:, keys:],
+        positions, mask = self.positions, self.mask
+        attn_mask, documents = mask.attn_mask, mask.key_documents
+        if attn_mask is not None and attn_mask.shape[-1] > 1:
+            attn_mask = attn_mask[..., dropped:]
+        mask = replace(
+            mask,
+            key=mask.key[..., dropped:],
+            padding=None if mask.padding is None else mask.padding[:, dropped:],
+            attn_mask=attn_mask,
+            key_documents=None if documents is None else documents[:, dropped:],
         )
-        at = replace(at, key=at.key[..., keys:], regular=False)
-        return replace(self, positions=at, mask=seen)
+        positions = replace(positions, key=positions.key[..., dropped:], regular=False)
+        return replace(self, positions=positions, mask=mask)
 
 
-def place(
+def build_plan(
     spec: ScoreSpec,
     q: Float[Tensor, "b h t d"],
-    keys: int,
-    given: AttentionArguments,
+    num_keys: int,
+    args: AttentionArguments,
     cached: bool = False,
 ) -> AttentionPlan:
-    """Build positions and mask of a call whose arguments are checked.
+    """Build the positions and the mask of a call whose arguments are checked.
 
-    Of q only the shape and the device count. Keys that are `cached` are those of a cache, whose
-    positions grow and whose last are the queries', or, with `q_positions`, of another sequence.
-    Raises `InputError` for positions that a score cannot have.
+    Only the shape and the device of q count. `cached` keys are a cache's, whose last positions are
+    the queries', or with `q_positions` another sequence's. Raises `InputError` for positions that
+    the score does not support.
     """
-    batch, _, queries, _ = q.shape
-    padding, documents, key_positions = given.key_padding, given.documents, given.k_positions
-    query_positions = given.q_positions
-    of_cache = cached and query_positions is None
-    if (given.causal or of_cache) and key_positions is not None and documents is None:
+    batch, _, num_queries, _ = q.shape
+    query_positions, key_positions = args.q_positions, args.k_positions
+    padding, documents = args.key_padding, args.documents
+    own_cache = cached and query_positions is None
+    if (args.causal or own_cache) and key_positions is not None and documents is None:
         check_restarts(key_positions, padding)
-    if of_cache and key_positions is not None:
-        query_positions = key_positions[..., keys - queries :]
+    if own_cache and key_positions is not None:
+        query_positions = key_positions[..., num_keys - num_queries :]
     if documents is not None:
         documents = number_documents(documents, padding)
-    places = (padding, query_positions, key_positions, documents)
-    at = Positions.of(queries, keys, given.causal, q.device, *places)
-    if of_cache and not at.ordered:
-        at = replace(at, ordered=True)
+    positions = Positions.of(
+        *(num_queries, num_keys, args.causal, q.device),
+        *(padding, query_positions, key_positions, documents),
+    )
+    if own_cache and not positions.ordered:
+        positions = replace(positions, ordered=True)
     elif not cached and (query_positions is not None or key_positions is not None):
-        # Those of a cache count padding apart, and so may go back where it ends.
-        check_order(spec, at, documents)
-    mask = AttentionMask(given.causal, at.query, at.key, at.regular, padding, given.attn_mask)
+        # Not with a cache: left padding is counted apart there, so positions may go back after it.
+        check_order(spec, positions, documents)
+    mask = AttentionMask(
+        *(args.causal, positions.query, positions.key, positions.regular),
+        *(padding, args.attn_mask),
+    )
     if documents is not None:
-        of_queries = documents[:, keys - queries :]
+        of_queries = documents[:, num_keys - num_queries :]
         mask = replace(mask, query_documents=of_queries, key_documents=documents)
-    if given.attn_mask is not None and spec.logn is not None:
-        at = at.exclude_masked(mask)
+    if args.attn_mask is not None and spec.logn is not None:
+        positions = positions.exclude_masked(mask)
     if spec.chunk is not None:
-        # Other chunks are hidden as other documents are.
-        query, key = (
-            places.div(spec.chunk, rounding_mode="floor").reshape(-1, places.shape[-1])
-            for places in (mask.query, mask.key)
+        # Keys of other chunks are hidden in the same way as keys of other documents.
+        query_chunks, key_chunks = (
+            x.div(spec.chunk, rounding_mode="floor").reshape(-1, x.shape[-1]).expand(batch, -1)
+            for x in (mask.query, mask.key)
         )
-        query, key = query.expand(batch, -1), key.expand(batch, -1)
-        mask = replace(mask, query_documents=query, key_documents=key)
-    return AttentionPlan(at, mask, cached)
+        mask = replace(mask, query_documents=query_chunks, key_documents=key_chunks)
+    return AttentionPlan(positions, mask, cached)
 
 
-def _blocks(spec: ScoreSpec, at: Positions) -> Iterator[tuple[int, slice, int, Tensor | None]]:
-    """Each block, the rows among which its own are, the keys that they see, and which rows are its.
+def _row_blocks(
+    spec: ScoreSpec, positions: Positions
+) -> Iterator[tuple[int, slice, int, Bool[Tensor, "*b t"] | None]]:
+    """Each block of a blockwise score, its rows, how many keys they see, and which are in it.
 
-    The last is None where all are. Positions that are counted are known without a look at them.
+    The last is None where all of the rows are. Regular positions are known without reading them.
     """
     if torch.compiler.is_compiling():
         raise InputError(
             f"{spec.block[0]} computes blocks of rows that depend on positions, which a compiler "
             "does not know: run it uncompiled, or use a rope scaling with fixed frequencies"
         )
-    length, queries, keys = spec.block[1], at.query.shape[-1], at.key.shape[-1]
-    first, last = keys - queries, keys - 1
-    if not at.regular:
-        first, last = int(at.query.min()), int(at.query.max())
+    length = spec.block[1]
+    num_queries, num_keys = positions.query.shape[-1], positions.key.shape[-1]
+    first, last = num_keys - num_queries, num_keys - 1
+    if not positions.regular:
+        first, last = int(positions.query.min()), int(positions.query.max())
     lowest, highest = first // length, last // length
     for block in range(lowest, highest + 1):
-        members, rows = None, slice(0, queries)
-        if at.regular:
+        rows, in_block = slice(0, num_queries), None
+        if positions.regular:
             start = block * length - first
-            rows = slice(max(0, start), min(queries, start + length))
+            rows = slice(max(0, start), min(num_queries, start + length))
         elif lowest != highest:
-            members = at.query // length == block
-            own = members.reshape(-1, queries).any(0).nonzero()[:, 0]
-            if not own.numel():
+            in_block = positions.query // length == block
+            indices = in_block.reshape(-1, num_queries).any(0).nonzero()[:, 0]
+            if not indices.numel():
                 continue
-            rows = slice(int(own[0]), int(own[-1]) + 1)
-            every = members.dim() == 1 and at.ordered
-            members = None if every else members[..., rows]
-        yield block, rows, keys - queries + rows.stop if at.ordered else keys, members
+            rows = slice(int(indices[0]), int(indices[-1]) + 1)
+            contiguous = in_block.dim() == 1 and positions.ordered
+            in_block = None if contiguous else in_block[..., rows]
+        seen = num_keys - num_queries + rows.stop if positions.ordered else num_keys
+        yield block, rows, seen, in_block
 
 
-def _keys_of_blocks(
-    score: Score, cache: KeyValueCache, keys: Tensor, at: Positions
+def _attend_blocks(
+    spec: ScoreSpec, positions: Positions, attend_rows: Callable[[slice, int, int], Tensor]
+) -> Float[Tensor, "b h t e"]:
+    """The outputs of all blocks; rows of the batch may reach a block at different times."""
+    outputs: list[Tensor] = []
+    mixed: Tensor | None = None
+    for block, rows, num_keys, in_block in _row_blocks(spec, positions):
+        for observer in observers():
+            observer.select_rows(rows, in_block)
+        out = attend_rows(rows, num_keys, block)
+        if in_block is None:
+            outputs.append(out)
+            continue
+        padded = out.new_zeros(*out.shape[:2], positions.query.shape[-1], out.shape[3])
+        padded[:, :, rows] = torch.where(in_block.reshape(-1, 1, out.shape[2], 1), out, 0.0)
+        mixed = padded if mixed is None else mixed + padded
+    return torch.cat(outputs, 2) if mixed is None else mixed
+
+
+def _rotated_keys(
+    score: Score, cache: KeyValueCache, keys: Tensor, positions: Positions
 ) -> Callable[[int, int], Tensor]:
-    """Cached keys as the rows of each block read them.
+    """A function of (num_keys, block) that rotates cached keys as the rows of a block read them.
 
-    Those of the blocks that the last rows are in stay with the cache: the next tokens want them.
+    The cache keeps the rotated keys of the last rows' blocks, which the next tokens read again.
     """
-    live = set((at.query[..., -1] // score.spec.block[1]).reshape(-1).tolist())
-    cache.forget_rotated(live)
+    kept_blocks = set((positions.query[..., -1] // score.spec.block[1]).reshape(-1).tolist())
+    cache.forget_rotated(kept_blocks)
 
-    def rotated(upto: int, block: int) -> Float[Tensor, "b g s wide"]:
+    def rotated(num_keys: int, block: int) -> Float[Tensor, "b g s rotated"]:
         def rotate(first: int, last: int) -> Tensor:
-            places, count = at.key[..., first:last], first if at.regular else None
-            return score.rotate_cached_keys(keys[:, :, first:last], places, block, count)
+            start = first if positions.regular else None
+            key_positions = positions.key[..., first:last]
+            return score.rotate_cached_keys(keys[:, :, first:last], key_positions, block, start)
 
-        return cache.rotated(block, 0, upto, rotate) if block in live else rotate(0, upto)
+        if block in kept_blocks:
+            return cache.rotated(block, 0, num_keys, rotate)
+        return rotate(0, num_keys)
 
     return rotated

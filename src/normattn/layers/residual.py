@@ -1,6 +1,6 @@
-"""Placements of residual and norm around a sub-layer f, as modules that wrap it.
+"""Residual connections and norms around a sub-layer f, as modules that wrap it.
 
-In each, `dropout` acts on f's output in training, and further arguments of `forward` go to f.
+In each, `dropout` acts on f's output in training, and `forward` passes further arguments to f.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from normattn.kernels.numerics import at_least_float32
 
 
 class Placed(nn.Module):
-    """A sub-layer f with its norm N, if any, and dropout."""
+    """Base class: a sub-layer f with an optional norm N and dropout."""
 
     def __init__(
         self, sublayer: nn.Module, norm: nn.Module | None = None, dropout: float = 0.0
@@ -70,9 +70,10 @@ class DeepNorm(Placed):
 
 
 class ReZero(Placed):
-    """x + α·f(N(x)) with one learned number α, which starts at `start`: a block begins as x → x.
+    """x + α·f(N(x)) with one learned number α, which begins at `start`.
 
-    `norm=None` leaves the inner norm out. Source: arXiv 2003.04887; kexue 8027.
+    With start 0 a block begins as the identity. `norm=None` leaves N out. Source: arXiv
+    2003.04887; kexue 8027.
     """
 
     def __init__(
@@ -92,14 +93,13 @@ class ReZero(Placed):
 
 
 class NGPT(Placed):
-    """N(x + |α|⊙(N(f(x)) − x)): a step on the sphere, x and the sub-layer's output both normed.
+    """N(x + |α|⊙(N(f(x)) − x)): a step on the sphere from x towards the sub-layer's output.
 
-    N has no gain. α is learned for each feature and starts at `start`; its parameter is α in units
-    of start·√dim, as in the authors' code. The embedding is normed as well, and the stack's output
-    is not once more. The authors also norm the weights after each step of the optimiser, which a
-    training does with `unit_weights`, and learn scales of the hidden features and of the logits,
-    which is not done here. Source: arXiv
-    2410.01131; github.com/NVIDIA/ngpt.
+    N has no gain. α is learned for each feature and begins at `start`; its parameter is α in units
+    of start·√dim, as in the authors' code. The embedding is normalised too, the stack's output not
+    once more. The authors also normalise the weights after each optimiser step, which training does
+    with `unit_weights`. Their learned scales of hidden features and logits are left out. Source:
+    arXiv 2410.01131; github.com/NVIDIA/ngpt.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class NGPT(Placed):
         self.alpha = nn.Parameter(torch.full((dim,), dim**-0.5))
 
     def forward(self, x: Float[Tensor, "b t d"], **context: Any) -> Float[Tensor, "b t d"]:
-        """Move `x` towards the sub-layer's output, and norm it."""
+        """Move `x` towards the sub-layer's output and normalise it."""
         step = (self.alpha * (self.start * self.alpha.numel() ** 0.5)).abs().to(x.dtype)
         return self.normed(torch.lerp(x, self.normed(self.branch(x, context)), step))
 
@@ -126,7 +126,7 @@ class NGPT(Placed):
 
 
 class FixedScale(Placed):
-    """x + ε·f(x) with a fixed ε and no norm at all; the source's ε is 0.1. Source: kexue 8027."""
+    """x + ε·f(x) with a fixed ε and no norm. Source: kexue 8027, with ε = 0.1."""
 
     def __init__(self, sublayer: nn.Module, scale: float = 0.1, dropout: float = 0.0) -> None:
         super().__init__(sublayer, None, dropout)
@@ -142,22 +142,22 @@ class FixedScale(Placed):
 
 
 class LayerOutputs(NamedTuple):
-    """What `AttnRes` passes from sub-layer to sub-layer instead of one residual stream.
+    """The outputs of the sub-layers so far, which `AttnRes` has instead of a residual stream.
 
     `sums` holds the embedding v_0 and then, for each block of sub-layers, the sum of their outputs;
-    the last block may be unfinished. `sublayers` counts the sub-layers that have run.
+    the last block may be incomplete. `sublayers` counts the sub-layers that have run.
     """
 
     sums: tuple[Float[Tensor, "b t d"], ...]
     sublayers: int = 0
 
     def mixed(self, query: Float[Tensor, "d"], eps: float) -> Float[Tensor, "b t d"]:
-        """Σ_i α_i·v_i over all that is held, α = softmax_i ⟨w, v_i/rms(v_i)⟩ for each token."""
+        """Σ_i α_i·v_i over all sums, with α = softmax_i ⟨w, v_i/rms(v_i)⟩ for each token."""
         logits = []
         for v in self.sums:
-            wide = v.to(at_least_float32(v.dtype))
-            inverse = torch.rsqrt(wide.square().mean(-1) + eps)
-            logits.append((wide * query.to(wide.dtype)).sum(-1) * inverse)
+            x = v.to(at_least_float32(v.dtype))
+            inverse_rms = torch.rsqrt(x.square().mean(-1) + eps)
+            logits.append((x * query.to(x.dtype)).sum(-1) * inverse_rms)
         weights = torch.stack(logits).softmax(0)[..., None]
         mixture = weights[0] * self.sums[0]
         for weight, v in zip(weights[1:], self.sums[1:], strict=True):
@@ -165,18 +165,18 @@ class LayerOutputs(NamedTuple):
         return mixture
 
     def followed_by(self, output: Float[Tensor, "b t d"], block: int) -> LayerOutputs:
-        """With the output of one sub-layer more, added to its block of `block` sub-layers."""
+        """Add the output of the next sub-layer to the sum of its block of `block` sub-layers."""
         if self.sublayers % block == 0:
             return LayerOutputs((*self.sums, output), self.sublayers + 1)
         return LayerOutputs((*self.sums[:-1], self.sums[-1] + output), self.sublayers + 1)
 
 
 class AttnRes(Placed):
-    """f(N(h)), h = Σ_i α_i·v_i: a softmax over the outputs below takes the place of their sum.
+    """f(N(h)), h = Σ_i α_i·v_i: attention over the outputs of the sub-layers below, not their sum.
 
     v_0 is the embedding and v_i the output of sub-layer i, or the sum of the outputs of a `block`
-    of sub-layers. α = softmax_i ⟨w, v_i/rms(v_i)⟩ with one learned vector w for each sub-layer, 0
-    at the start: the mean of all. The stack ends with such a mixture, with its own w. Source:
+    of sub-layers. α = softmax_i ⟨w, v_i/rms(v_i)⟩ with a learned vector w for each sub-layer. w
+    begins at 0, the mean of all. The stack's output is such a mixture with a w of its own. Source:
     Attention Residuals, arXiv 2603.15031; kexue 11664.
     """
 
@@ -197,7 +197,7 @@ class AttnRes(Placed):
         self.block, self.eps = block, eps
 
     def forward(self, x: LayerOutputs, **context: Any) -> LayerOutputs:
-        """Add the sub-layer's output to those that later sub-layers attend to."""
+        """Append the sub-layer's output to those that later sub-layers attend to."""
         h = x.mixed(self.query, self.eps)
         return x.followed_by(self.branch(self.normed(h), context), self.block)
 

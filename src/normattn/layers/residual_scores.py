@@ -1,4 +1,4 @@
-"""What a layer's score takes from the layers below: scores, or queries, keys and values.
+"""Residual attention: a layer's scores, or q, k and v, are combined with those of layers below.
 
 Legend: B batch, H query heads, T queries, E value size.
 """
@@ -18,24 +18,24 @@ from normattn.score.parts.residual import ValueResidual
 
 
 class ResidualLayer:
-    """The residual of one layer of a stack, which `residual_layers` makes.
+    """The residual of one layer of a stack, made by `residual_layers`.
 
-    A layer that runs again, in another forward or in the recomputation of activation checkpointing,
-    gets from below what it got before.
+    A layer that runs again, in another forward or for activation checkpointing, gets the same
+    residual again.
     """
 
     def __init__(self, sums: ResidualScores | FeatureSums | FirstValues, layer: int) -> None:
         self._sums, self._layer = sums, layer
 
     def join(self, inputs: AttentionInputs) -> AttentionInputs:
-        """The inputs of this layer together with what the layers below hand on."""
+        """Combine the inputs of this layer with those of the layers below."""
         return self._sums.join(inputs, self._layer)
 
 
 class FeatureSums:
-    """ResidualQK: Q̃_n = Q_n + Q̃_{n−1} and K̃_n = K_n + K̃_{n−1}, for all keys, also with a cache.
+    """ResidualQK: Q̃_n = Q_n + Q̃_{n−1} and K̃_n = K_n + K̃_{n−1}.
 
-    `names` has "v" as well for ResidualQKV. Without gradients only the newest sums are held.
+    `names` includes "v" for ResidualQKV. Without gradients only the newest sums are kept.
     """
 
     def __init__(self, names: tuple[str, ...]) -> None:
@@ -43,20 +43,20 @@ class FeatureSums:
         self._sums: dict[int, dict[str, Tensor]] = {}
 
     def join(self, inputs: AttentionInputs, layer: int) -> AttentionInputs:
-        """The inputs with the summed queries and keys, for any kernel."""
+        """Replace queries and keys by their sums over the layers so far."""
         sums: dict[str, Tensor] = {name: getattr(inputs, name) for name in self._names}
         if layer:
-            below = self._below(layer, sums)
+            below = self._sums_below(layer, sums)
             sums = {name: below[name] + x for name, x in sums.items()}
             if not torch.is_grad_enabled():
                 del self._sums[layer - 1]
         elif torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
-            # A forward begins: a layer that it leaves out must not be read from the last one.
+            # A new forward (no backward runs): sums of the previous one must not be used.
             self._sums.clear()
         self._sums[layer] = sums
         return replace(inputs, q=sums["q"], k=sums["k"], v=sums.get("v", inputs.v))
 
-    def _below(self, layer: int, own: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _sums_below(self, layer: int, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         if layer - 1 not in self._sums:
             raise InputError(
                 "the layer below has passed on no queries and keys: run all layers of the stack "
@@ -64,7 +64,7 @@ class FeatureSums:
                 "use_reentrant=False"
             )
         sums = self._sums[layer - 1]
-        for name, x in own.items():
+        for name, x in inputs.items():
             if sums[name].shape != x.shape:
                 raise InputError(
                     f"all layers that share a residual {name} must have it in the same shape, but "
@@ -74,14 +74,14 @@ class FeatureSums:
 
 
 class FirstValues:
-    """ValueResidual: V′_n = μ·V_1 + (1 − μ)·V_n, for all keys, also with a cache."""
+    """ValueResidual: V′_n = μ·V_1 + (1 − μ)·V_n."""
 
     def __init__(self, share: float) -> None:
         self._share = share
         self._first: Tensor | None = None
 
     def join(self, inputs: AttentionInputs, layer: int) -> AttentionInputs:
-        """The inputs with mixed values, for any kernel; those of the lowest layer are kept."""
+        """Mix the values with those of the lowest layer, which are kept."""
         if layer == 0:
             self._first = inputs.v
             return inputs
@@ -98,8 +98,8 @@ class FirstValues:
 def residual_layers(spec: ScoreSpec, layers: int) -> tuple[ResidualLayer, ...] | None:
     """The residual of each of `layers` layers, bottom first; None for a score without one.
 
-    How RealFormer's scores s_n = Σ_m q_m k_mᵀ, m ≤ n, or their mean over the layers, are held is
-    decided by the kernel of the lowest layer (`kernels.residual`).
+    For RealFormer's scores s_n = Σ_m q_m k_mᵀ, m ≤ n, or their mean over the layers, the kernel of
+    the lowest layer decides how they are kept (`kernels.residual`).
     """
     if spec.residual is None:
         return None

@@ -77,18 +77,17 @@ class FeatureNorm(nn.Module):
         self, x: Float[Tensor, "b h t d"], padding: Bool[Tensor, "b t"] | None = None
     ) -> Float[Tensor, "b h t d"]:
         """Normalise over the last axis (or over heads and the last axis)."""
-        return self._normalise(x, _scale_rows)
+        return self.apply_directly(x, _scale_rows)
 
-    def apply_directly(self, x: Float[Tensor, "b h t d"]) -> Float[Tensor, "b h t d"]:
+    def apply_directly(
+        self, x: Float[Tensor, "b h t d"], by_row: Callable[..., Tensor] | None = None
+    ) -> Float[Tensor, "b h t d"]:
         """`forward` in few calls, where neither a compiler nor torch.func looks on."""
-        if self._forward_hooks or self._forward_pre_hooks or self._backward_hooks:
-            return self(x)  # type: ignore[no-any-return]
-        if not x.is_cpu:
-            return self._normalise(x, _scale_rows_plainly)
-        learning = torch.is_grad_enabled()
-        return self._normalise(x, _scale_with_gradient if learning else _scale_rows_in_place)
-
-    def _normalise(self, x: Tensor, by_row: Callable[..., Tensor]) -> Tensor:
+        if by_row is None:
+            if self._forward_hooks or self._forward_pre_hooks or self._backward_hooks:
+                return self(x)  # type: ignore[no-any-return]
+            by_row = _scale_with_gradient if torch.is_grad_enabled() else _scale_rows_in_place
+            by_row = by_row if x.is_cpu else _scale_rows_plainly
         # Not by attribute, which is a call of Python each.
         gain, bias, rows = self._parameters.get("weight"), self._parameters.get("bias"), x
         # A parametrisation, pruning or a replica keeps them elsewhere; None is a plain attribute.

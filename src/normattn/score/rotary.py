@@ -372,9 +372,11 @@ def rotate_rows(
     y = torch.empty_like(wide, memory_format=torch.contiguous_format)
     first, second = feature_pairs(start, cos.shape[-1], interleaved)
     a, b, left, right = wide[..., first], wide[..., second], y[..., first], y[..., second]
-    for still in (slice(start), slice(start + 2 * cos.shape[-1], None)):
-        if y[..., still].shape[-1]:
-            torch.mul(wide[..., still], rest, out=y[..., still])
+    end = start + 2 * cos.shape[-1]
+    if start > 0:
+        torch.mul(wide[..., :start], rest, out=y[..., :start])
+    if end < x.shape[-1]:
+        torch.mul(wide[..., end:], rest, out=y[..., end:])
     torch.mul(a, cos, out=left)
     left.addcmul_(b, sin, value=-1)
     torch.mul(b, cos, out=right)
