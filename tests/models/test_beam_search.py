@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from normattn.errors import InputError
-from normattn.models.beam_search import beam_search, best
+from normattn.models.beam_search import beam_search, stable_topk
 from normattn.models.config import TranslatorConfig
 from normattn.models.translator import Translator
 
@@ -143,7 +143,7 @@ def test_translate_takes_the_best_and_leaves_the_mode() -> None:
     st.integers(1, 6),
 )
 def test_best_orders_equal_values_by_place(rows: list[list[int]], count: int) -> None:
-    values, places = best(torch.tensor(rows, dtype=torch.float64), count)
+    values, places = stable_topk(torch.tensor(rows, dtype=torch.float64), count)
     for row, value, place in zip(rows, values.tolist(), places.tolist(), strict=True):
         expected = sorted(range(6), key=lambda at: (-row[at], at))[:count]
         assert place == expected

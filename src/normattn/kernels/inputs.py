@@ -59,6 +59,10 @@ class AttentionMask:
             return self
         return self._cut(rows=rows, columns=slice(0, keys))
 
+    def drop_first(self, keys: int) -> AttentionMask:
+        """Drop the first keys; positions stay as they are."""
+        return self._cut(columns=slice(keys, None))
+
     def select_heads(self, batch: slice, heads: slice) -> AttentionMask:
         """Select batch rows and query heads."""
         return self._cut(batch, heads)

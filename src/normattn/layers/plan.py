@@ -1,23 +1,21 @@
 """How a call of `attention` runs: `prepare` returns its plan, and the plan's `run` computes.
 
-There are two kinds of plans:
-
 - A `FoldedPlan` (`layers.folded`) runs norms, a rotation and λ, then torch's kernel. It depends on
-  the specification, shapes and types only, so it is cached under these. It serves calls without
-  masks and other optional arguments (`_is_cacheable`) whose score is of this kind.
-- An `AttentionPlan` holds the positions and the mask of one call. It serves every score and kernel:
-  masks, dropout, a prefill with a cache, cross-attention, extended layers and `explain`.
+  the specification, shapes and types only, and is cached by them (`_folded_plan`). It serves calls
+  without masks and most other options (`_is_cacheable`).
+- An `AttentionPlan` holds the positions and the mask of one call. It serves all other calls: other
+  scores, masks, dropout, a prefill with a cache, cross-attention, extended layers and `explain`.
 
 Legend: B batch, H query heads, G key heads, T queries, S keys, E value size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 from torch.autograd import forward_ad
 
@@ -184,7 +182,9 @@ class AttentionPlan:
             # Gates are cached as features of their keys, so that both are dropped and reordered.
             k, v = cache.append(k if gates is None else torch.cat((k, gates), -1), v)
             k, gates = k[..., :size], None if gates is None else k[..., size:]
-            plan = self._without_oldest(cache.dropped)
+            if cache.dropped:
+                held = replace(positions, key=positions.key[..., cache.dropped :], regular=False)
+                plan = replace(self, positions=held, mask=self.mask.drop_first(cache.dropped))
             if spec.selection is not None:
                 selection = cache.selection(num_cached, k, key_padding)
             if spec.blockwise:
@@ -248,24 +248,6 @@ class AttentionPlan:
                 out = attend_rows(slice(0, num_queries), positions.key.shape[-1], 0)
             return finish_output(score, out, v, positions, args.gate)
 
-    def _without_oldest(self, dropped: int) -> AttentionPlan:
-        """The plan without the first keys, which the cache has dropped; positions are unchanged."""
-        if not dropped:
-            return self
-        positions, mask = self.positions, self.mask
-        attn_mask, documents = mask.attn_mask, mask.key_documents
-        if attn_mask is not None and attn_mask.shape[-1] > 1:
-            attn_mask = attn_mask[..., dropped:]
-        mask = replace(
-            mask,
-            key=mask.key[..., dropped:],
-            padding=None if mask.padding is None else mask.padding[:, dropped:],
-            attn_mask=attn_mask,
-            key_documents=None if documents is None else documents[:, dropped:],
-        )
-        positions = replace(positions, key=positions.key[..., dropped:], regular=False)
-        return replace(self, positions=positions, mask=mask)
-
 
 def build_plan(
     spec: ScoreSpec,
@@ -318,12 +300,12 @@ def build_plan(
     return AttentionPlan(positions, mask, cached)
 
 
-def _row_blocks(
-    spec: ScoreSpec, positions: Positions
-) -> Iterator[tuple[int, slice, int, Bool[Tensor, "*b t"] | None]]:
-    """Each block of a blockwise score, its rows, how many keys they see, and which are in it.
+def _attend_blocks(
+    spec: ScoreSpec, positions: Positions, attend_rows: Callable[[slice, int, int], Tensor]
+) -> Float[Tensor, "b h t e"]:
+    """Attend with the rows of each block in turn: `attend_rows(rows, num_keys, block)`.
 
-    The last is None where all of the rows are. Regular positions are known without reading them.
+    Rows of the batch may be in different blocks at the same query: each keeps its block's output.
     """
     if torch.compiler.is_compiling():
         raise InputError(
@@ -335,13 +317,14 @@ def _row_blocks(
     first, last = num_keys - num_queries, num_keys - 1
     if not positions.regular:
         first, last = int(positions.query.min()), int(positions.query.max())
-    lowest, highest = first // length, last // length
-    for block in range(lowest, highest + 1):
+    outputs: list[Tensor] = []
+    mixed: Tensor | None = None
+    for block in range(first // length, last // length + 1):
         rows, in_block = slice(0, num_queries), None
         if positions.regular:
             start = block * length - first
             rows = slice(max(0, start), min(num_queries, start + length))
-        elif lowest != highest:
+        elif first // length != last // length:
             in_block = positions.query // length == block
             indices = in_block.reshape(-1, num_queries).any(0).nonzero()[:, 0]
             if not indices.numel():
@@ -349,24 +332,14 @@ def _row_blocks(
             rows = slice(int(indices[0]), int(indices[-1]) + 1)
             contiguous = in_block.dim() == 1 and positions.ordered
             in_block = None if contiguous else in_block[..., rows]
-        seen = num_keys - num_queries + rows.stop if positions.ordered else num_keys
-        yield block, rows, seen, in_block
-
-
-def _attend_blocks(
-    spec: ScoreSpec, positions: Positions, attend_rows: Callable[[slice, int, int], Tensor]
-) -> Float[Tensor, "b h t e"]:
-    """The outputs of all blocks; rows of the batch may reach a block at different times."""
-    outputs: list[Tensor] = []
-    mixed: Tensor | None = None
-    for block, rows, num_keys, in_block in _row_blocks(spec, positions):
         for observer in observers():
             observer.select_rows(rows, in_block)
-        out = attend_rows(rows, num_keys, block)
+        seen = num_keys - num_queries + rows.stop if positions.ordered else num_keys
+        out = attend_rows(rows, seen, block)
         if in_block is None:
             outputs.append(out)
             continue
-        padded = out.new_zeros(*out.shape[:2], positions.query.shape[-1], out.shape[3])
+        padded = out.new_zeros(*out.shape[:2], num_queries, out.shape[3])
         padded[:, :, rows] = torch.where(in_block.reshape(-1, 1, out.shape[2], 1), out, 0.0)
         mixed = padded if mixed is None else mixed + padded
     return torch.cat(outputs, 2) if mixed is None else mixed

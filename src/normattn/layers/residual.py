@@ -34,6 +34,11 @@ class Placed(nn.Module):
         y: Tensor = self.sublayer(x, **context)
         return F.dropout(y, self.dropout) if self.training and self.dropout > 0 else y
 
+    def extra_repr(self) -> str:
+        """Name the settings in the printed module."""
+        settings = {name: vars(self).get(name) for name in ("alpha", "start", "scale", "block")}
+        return ", ".join(f"{name}={x:.6g}" for name, x in settings.items() if x is not None)
+
 
 class PreLN(Placed):
     """x + f(N(x)). The stack needs one more norm after its last block. Source: arXiv 2002.04745."""
@@ -63,10 +68,6 @@ class DeepNorm(Placed):
     def forward(self, x: Float[Tensor, "b t d"], **context: Any) -> Float[Tensor, "b t d"]:
         """Add the sub-layer's output to α·x and normalise the sum."""
         return self.normed(torch.add(self.branch(x, context), x, alpha=self.alpha))
-
-    def extra_repr(self) -> str:
-        """Name the settings in the printed module."""
-        return f"alpha={self.alpha:.6g}"
 
 
 class ReZero(Placed):
@@ -120,10 +121,6 @@ class NGPT(Placed):
         step = (self.alpha * (self.start * self.alpha.numel() ** 0.5)).abs().to(x.dtype)
         return self.normed(torch.lerp(x, self.normed(self.branch(x, context)), step))
 
-    def extra_repr(self) -> str:
-        """Name the settings in the printed module."""
-        return f"start={self.start:.6g}"
-
 
 class FixedScale(Placed):
     """x + ε·f(x) with a fixed ε and no norm. Source: kexue 8027, with ε = 0.1."""
@@ -135,10 +132,6 @@ class FixedScale(Placed):
     def forward(self, x: Float[Tensor, "b t d"], **context: Any) -> Float[Tensor, "b t d"]:
         """Add ε times the sub-layer's output to `x`."""
         return torch.add(x, self.branch(x, context), alpha=self.scale)
-
-    def extra_repr(self) -> str:
-        """Name the settings in the printed module."""
-        return f"scale={self.scale:.6g}"
 
 
 class LayerOutputs(NamedTuple):
@@ -200,10 +193,6 @@ class AttnRes(Placed):
         """Append the sub-layer's output to those that later sub-layers attend to."""
         h = x.mixed(self.query, self.eps)
         return x.followed_by(self.branch(self.normed(h), context), self.block)
-
-    def extra_repr(self) -> str:
-        """Name the settings in the printed module."""
-        return f"block={self.block}"
 
 
 def deepnorm_factors(blocks: int, sublayers: int = 2) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""Whole models built from the layers, their costs and their files."""
+"""Models, text generation, FLOPs, and saved models."""
 
 from normattn.models.beam_search import Hypothesis, beam_search
 from normattn.models.cache import ModelCache

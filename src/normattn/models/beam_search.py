@@ -1,10 +1,10 @@
-"""Beam search: the likeliest translations of many sources at once, each as if it were alone.
+"""Beam search: the most probable translations of many sources, independent of each other.
 
 score(Y) = log p(Y | X) / lp(Y),   lp(Y) = ((5 + |Y|) / 6)^α
 
 |Y| counts the end token (α and lp: GNMT, arXiv 1609.08144, equation 14).
 
-Legend: R sources, K beams, V vocabulary, t tokens written.
+Legend: R sources, K beams, V vocabulary, t tokens so far.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Hypothesis:
     """A finished translation: its `tokens` without begin and end token.
 
     `log_probability` is that of the tokens and the end token, `score` the same over the length
-    penalty. `ended` is "stop" where the end token was chosen, "length" where the longest allowed
-    length left nothing else; its probability counts in both.
+    penalty. `ended` is "stop" where the model chose the end token, "length" where the longest
+    allowed length forced it.
     """
 
     tokens: tuple[int, ...]
@@ -51,20 +51,19 @@ def beam_search(
     """The finished translations of each source, best first.
 
     Args:
-        model: a `Translator`; its dropout is off meanwhile.
+        model: a `Translator`; its dropout is off during the call.
         sources: the token ids of each source, of any lengths, at least one token each.
-        beam: K, the hypotheses of a source that are followed at a time; 1 takes the likeliest token
-            each time.
-        length_penalty: α; 0 compares bare probabilities and so favours the short.
+        beam: K, the number of open hypotheses of a source; 1 is greedy decoding.
+        length_penalty: α; 0 compares probabilities, which favours short translations.
         max_length: the most tokens of a translation; None: 2·(source tokens) + 10.
-        batch: so many sources at a time, those of like length together.
+        batch: sources per batch, sorted by length.
 
-    Each step goes on with the K likeliest continuations of all; one that ends is put aside and
-    leaves its place empty, so that K hypotheses end at most. A source is done when no place is left
-    or when nothing that is still open could score above its best. Padding and begin tokens are
-    never written. Of equal scores the hypothesis that ranked higher before comes first, then the
-    smaller token id. A source's result does not depend on the others. Raises `InputError` for an
-    empty source, ids outside the vocabulary and settings out of range.
+    Each step keeps the K most probable continuations. A hypothesis that ends leaves its beam empty,
+    so at most K end. A source is done when no beam is left, or when no open hypothesis could exceed
+    its best score. Padding and begin tokens are never generated. Ties go to the hypothesis that
+    ranked higher before, then to the smaller token id. A source's result does not depend on the
+    others. Raises `InputError` for an empty source, ids outside the vocabulary and settings out of
+    range.
     """
     for name, value in (("beam", beam), ("batch", batch), ("max_length", max_length)):
         if value is not None and value < 1:
@@ -84,11 +83,11 @@ def beam_search(
     with without_dropout(model):
         for start in range(0, len(order), batch):
             numbers = order[start : start + batch]
-            own = [sources[number] for number in numbers]
-            limits = [max_length or 2 * len(source) + 10 for source in own]
-            found = _search(model, own, beam, length_penalty, limits)
-            for number, hypotheses in zip(numbers, found, strict=True):
-                translations[number] = sorted(hypotheses, key=lambda one: -one.score)
+            group = [sources[number] for number in numbers]
+            limits = [max_length or 2 * len(source) + 10 for source in group]
+            finished = _search(model, group, beam, length_penalty, limits)
+            for number, hypotheses in zip(numbers, finished, strict=True):
+                translations[number] = sorted(hypotheses, key=lambda hypothesis: -hypothesis.score)
     return translations
 
 
@@ -101,8 +100,8 @@ def _search(
 ) -> list[list[Hypothesis]]:
     """The finished translations of one batch of sources, in the order in which they ended.
 
-    The search keeps a grid of R open sources by K places, some of which may be empty: `total`
-    (R, K) holds log-probabilities, −∞ for an empty place, `tokens` (R, K, t) what is written.
+    Of R open sources with K beams each, `total` (R, K) holds log-probabilities, −∞ for an empty
+    beam, and `tokens` (R, K, t) the tokens so far.
     """
     config, device, rows = model.config, model.head_weight.device, len(sources)
     longest = max(len(source) for source in sources)
@@ -115,66 +114,67 @@ def _search(
     tokens = torch.full((rows, beam, 1), config.bos_id, device=device)
 
     def score(log_probability: float, length: int) -> float:
-        """log p / lp of so many tokens, the end token among them."""
+        """log p / lp of `length` tokens, including the end token."""
         return log_probability / math.pow((5 + length) / 6, penalty)
 
     while open_sources:
         rows, _, length = tokens.shape
         full = [row for row, n in enumerate(open_sources) if limits[n] < length]
         log_p = _log_probabilities(model, tokens, encoded, cache, full)
-        # The K best continuations of each source, best first; no more than it has places left.
-        chance, words = best(log_p, min(beam, log_p.shape[1]))
-        whole = (total.reshape(-1, 1) + chance.double()).view(rows, -1)
-        values, at = torch.sort(whole, stable=True, dim=-1, descending=True)
-        values, at = values[:, :beam], at[:, :beam]
-        left = torch.tensor([beam - len(finished[n]) for n in open_sources])
-        taken = torch.arange(beam)[None] >= left[:, None]
-        values = values.masked_fill(taken.to(device), -math.inf)
-        parents, words = at // chance.shape[1], words.view(rows, -1).gather(1, at)
+        # The K best continuations of each source, best first; no more than it has beams left.
+        top_log_p, top_tokens = stable_topk(log_p, min(beam, log_p.shape[1]))
+        candidates = (total.reshape(-1, 1) + top_log_p.double()).view(rows, -1)
+        values, indices = torch.sort(candidates, stable=True, dim=-1, descending=True)
+        values, indices = values[:, :beam], indices[:, :beam]
+        beams_left = torch.tensor([beam - len(finished[n]) for n in open_sources])
+        closed = torch.arange(beam)[None] >= beams_left[:, None]
+        values = values.masked_fill(closed.to(device), -math.inf)
+        parents = indices // top_log_p.shape[1]
+        new_tokens = top_tokens.view(rows, -1).gather(1, indices)
 
-        ended = (words == config.eos_id) & (values > -math.inf)
-        for row, place in ended.nonzero().tolist():
-            number, value = open_sources[row], float(values[row, place])
-            written = tuple(tokens[row, parents[row, place], 1:].tolist())
+        ended = (new_tokens == config.eos_id) & (values > -math.inf)
+        for row, column in ended.nonzero().tolist():
+            number, value = open_sources[row], float(values[row, column])
+            written = tuple(tokens[row, parents[row, column], 1:].tolist())
             why: Literal["stop", "length"] = "length" if length > limits[number] else "stop"
             finished[number].append(Hypothesis(written, score(value, length), value, why))
-        # Empty places last: the others keep their order.
+        # Move empty beams to the end; the others keep their order.
         values = values.masked_fill(ended, -math.inf)
         values, order = torch.sort(values, stable=True, dim=-1, descending=True)
-        parents, words = parents.gather(1, order), words.gather(1, order)
+        parents, new_tokens = parents.gather(1, order), new_tokens.gather(1, order)
 
-        going = []
+        active = []
         for row, (number, highest) in enumerate(
             zip(open_sources, values[:, 0].tolist(), strict=True)
         ):
-            # Probabilities only fall, and no length penalty is larger than that of the last length.
-            reach = score(highest, limits[number] + 1)
-            best_ended = max((one.score for one in finished[number]), default=-math.inf)
-            if highest > -math.inf and reach > best_ended:
-                going.append(row)
-        kept = torch.tensor(going, dtype=torch.long, device=device)
-        if len(going) < len(open_sources):
+            # An upper bound: log p only falls, and lp is largest at the longest length.
+            bound = score(highest, limits[number] + 1)
+            best_score = max((each.score for each in finished[number]), default=-math.inf)
+            if highest > -math.inf and bound > best_score:
+                active.append(row)
+        kept = torch.tensor(active, dtype=torch.long, device=device)
+        if len(active) < len(open_sources):
             encoded = encoded.choose(kept)
-            open_sources = [open_sources[row] for row in going]
+            open_sources = [open_sources[row] for row in active]
         parents, total = parents[kept], values[kept]
-        tokens = torch.cat((tokens[kept[:, None], parents], words[kept][:, :, None]), -1)
-        flat = (kept[:, None] * beam + parents).flatten()
-        if going and not torch.equal(flat, torch.arange(values.numel(), device=device)):
-            cache.reorder(flat)
+        tokens = torch.cat((tokens[kept[:, None], parents], new_tokens[kept][:, :, None]), -1)
+        cache_rows = (kept[:, None] * beam + parents).flatten()
+        if active and not torch.equal(cache_rows, torch.arange(values.numel(), device=device)):
+            cache.reorder(cache_rows)
     return finished
 
 
 def _log_probabilities(
     model: Any, tokens: Tensor, encoded: Any, cache: Any, full: Sequence[int]
 ) -> Float[Tensor, "rk v"]:
-    """log p of the next token in every place; of sources that are `full` only the end may follow.
+    """log p of the next token of every beam; `full` sources may only end.
 
-    Padding and begin tokens are never written.
+    Padding and begin tokens have log p = −∞.
     """
     config = model.config
     hidden = model.decode(tokens[:, :, -1].reshape(-1, 1), encoded, cache)
     logits = F.linear(hidden[:, -1], model.head_weight)
-    # In half precision many words would share a probability.
+    # In half precision many tokens would have the same probability.
     log_p = torch.log_softmax(logits if logits.element_size() > 2 else logits.float(), -1)
     if not bool(torch.isfinite(log_p.amax(-1)).all()):
         raise InputError("the model's logits are not finite: its weights cannot be used")
@@ -187,17 +187,17 @@ def _log_probabilities(
     return log_p
 
 
-def best(
+def stable_topk(
     values: Float[Tensor, "n v"], count: int
 ) -> tuple[Float[Tensor, "n c"], Int[Tensor, "n c"]]:
-    """The `count` largest of each row, falling, and their indices; of equal ones the first."""
+    """The `count` largest of each row in descending order, and their indices; first of equals."""
     top = values.topk(count, dim=-1)
-    places = top.indices
-    # topk picks any of those that equal the last one taken.
-    unsure = (values >= top.values[:, -1:]).sum(-1) > count
-    if bool(unsure.any()):
-        whole = torch.sort(values[unsure], stable=True, dim=-1, descending=True)
-        places = places.index_put((unsure.nonzero()[:, 0],), whole.indices[:, :count])
-    places = places.sort(-1).values
-    chosen, order = torch.sort(values.gather(-1, places), stable=True, dim=-1, descending=True)
-    return chosen, places.gather(-1, order)
+    indices = top.indices
+    # Of values equal to the last one, topk takes any: such rows are sorted instead.
+    ties = (values >= top.values[:, -1:]).sum(-1) > count
+    if bool(ties.any()):
+        sorted_rows = torch.sort(values[ties], stable=True, dim=-1, descending=True)
+        indices = indices.index_put((ties.nonzero()[:, 0],), sorted_rows.indices[:, :count])
+    indices = indices.sort(-1).values
+    largest, order = torch.sort(values.gather(-1, indices), stable=True, dim=-1, descending=True)
+    return largest, indices.gather(-1, order)

@@ -1,4 +1,4 @@
-"""What a whole model remembers of the tokens that it has read.
+"""The key-value cache of a whole model.
 
 Legend: B batch, T new tokens, S tokens in all.
 """
@@ -17,17 +17,16 @@ from normattn.layers.documents import documents_from_ends
 from normattn.models.transformer import AttentionContext
 from normattn.score import ScoreSpec
 
-# Longer rows, and prompts, are read this many tokens at a time, which a cache remembers.
+# Prompts and long rows are processed in chunks of this many tokens, with a cache.
 CHUNK = 512
 
 
 class ModelCache:
-    """One `KeyValueCache` per layer, and which tokens are padding or of another document.
+    """One `KeyValueCache` per layer, and the padding and documents of the cached tokens.
 
-    Made by `CausalLM.new_cache` for the scores that are active then: after a method is switched
-    on or off, a new one is needed. Layers with a sliding window forget what no later row sees.
-    With `max_length` all memory of the other layers is taken at the first token, and more tokens
-    are refused.
+    `CausalLM.new_cache` makes it for the scores that are active then; switching a method on or off
+    requires a new one. Layers with a sliding window drop keys that no later token sees. With
+    `max_length` the other layers allocate all memory at the first token, and refuse more tokens.
     """
 
     def __init__(self, specs: Sequence[ScoreSpec], max_length: int | None = None) -> None:
@@ -35,30 +34,30 @@ class ModelCache:
         self.length = 0
         self.layers: list[KeyValueCache] = []
         for spec in specs:
-            window, kept = spec.window
-            forgets = window is not None and not kept
-            cache = KeyValueCache(window=window) if forgets else KeyValueCache(max_length)
+            window, sink_tokens = spec.window
+            drops = window is not None and not sink_tokens
+            cache = KeyValueCache(window=window) if drops else KeyValueCache(max_length)
             cache.claim(spec)
             self.layers.append(cache)
         separators = {spec.documents.separator for spec in specs if spec.documents is not None}
         self._separator = separators.pop() if separators else None
-        # Of all tokens, where they are more than simply counted; `ends` marks separators.
+        # For all tokens, only if there is padding or a separator; `ends` marks separators.
         self._padding, self._positions, self._documents, self._ends = (Room(1) for _ in range(4))
         self._rooms = (self._padding, self._positions, self._documents, self._ends)
 
-    def read(
+    def extend(
         self, ids: Int[Tensor, "b t"], key_padding: Bool[Tensor, "b t"] | None = None
     ) -> AttentionContext:
-        """Take note of T new tokens, which the layers read next; `done` ends their reading.
+        """Begin a forward of T new tokens and return its context; `commit` ends it.
 
-        `key_padding` is that of the new tokens; padding may come before a row's first token only.
+        `key_padding` is that of the new tokens; only left padding is allowed.
         """
         self.truncate(self.length)
         if self.max_length is not None:
             refuse_overflow(self.length, ids.shape[1], self.max_length)
         padded = self._padding.used > 0
         if key_padding is not None:
-            self._refuse_padding(ids, key_padding)
+            self._check_padding(ids, key_padding)
             padded = padded or bool(key_padding.any())
         if not padded and self._separator is None:
             return AttentionContext()
@@ -73,12 +72,12 @@ class ModelCache:
         positions = self._positions.append(_count_from(numbers, self._positions, self.length))
         return AttentionContext(padding, positions, documents)
 
-    def done(self, tokens: int) -> None:
-        """All layers have read the new tokens."""
+    def commit(self, tokens: int) -> None:
+        """End a forward: all layers have processed the new tokens."""
         self.length += tokens
 
     def reorder(self, rows: Int[Tensor, " r"] | Sequence[int]) -> None:
-        """Row i becomes the old row rows[i], as beam search asks; rows may repeat or lack."""
+        """Row i becomes the old row rows[i]; rows may repeat or be left out (beam search)."""
         self.truncate(self.length)
         chosen = torch.as_tensor(rows, dtype=torch.long)
         for layer in self.layers:
@@ -87,9 +86,9 @@ class ModelCache:
             room.choose(chosen)
 
     def truncate(self, length: int) -> None:
-        """Forget all tokens after the first `length` of every row.
+        """Drop all tokens after the first `length` of every row.
 
-        Layers that a call which failed half-way left ahead of the others are cut as well.
+        Layers that a failed call left ahead of the others are cut as well.
         """
         for layer in self.layers:
             layer.truncate(self.length)
@@ -104,7 +103,7 @@ class ModelCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory held, used or not."""
+        """Allocated bytes, used or not."""
         layers = sum(layer.nbytes for layer in self.layers)
         return layers + sum(room.nbytes for room in self._rooms)
 
@@ -117,7 +116,7 @@ class ModelCache:
         self._ends.append(ends)
         return self._documents.append(numbers)
 
-    def _refuse_padding(self, ids: Tensor, padding: Tensor) -> None:
+    def _check_padding(self, ids: Tensor, padding: Tensor) -> None:
         if padding.shape != ids.shape or padding.dtype != torch.bool:
             raise InputError(
                 f"key_padding must be boolean {tuple(ids.shape)}, that of the new tokens, but it "
@@ -134,19 +133,17 @@ class ModelCache:
 
 
 def _count_from(numbers: Tensor, positions: Room, first: int) -> Tensor:
-    """Positions of the tokens from `first` on, each counted from its document's first token.
-
-    `numbers` (B, S) are those of every token's document.
-    """
-    at = torch.arange(numbers.shape[1] - first, device=numbers.device).expand(numbers.shape[0], -1)
-    begins = torch.ones_like(at, dtype=torch.bool)
+    """Positions of the tokens from `first` on in their documents; `numbers` (B, S) are of all."""
+    index = torch.arange(numbers.shape[1] - first, device=numbers.device)
+    index = index.expand(numbers.shape[0], -1)
+    begins = torch.ones_like(index, dtype=torch.bool)
     if first:
         begins = numbers[:, first:] != numbers[:, first - 1 : -1]
     else:
         begins[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
-    # −1 where the document is that of the last token read before.
-    start = torch.where(begins, at, -1).cummax(-1).values
+    # −1 where the document began in an earlier call.
+    start = torch.where(begins, index, -1).cummax(-1).values
     if not first:
-        return at - start
-    before = positions.view(first)[:, -1:]
-    return torch.where(start < 0, before + 1 + at, at - start)
+        return index - start
+    last = positions.view(first)[:, -1:]
+    return torch.where(start < 0, last + 1 + index, index - start)

@@ -28,11 +28,11 @@ from normattn.models.utils import MethodHandle, checked_ids, without_dropout
 from normattn.plain import plain_operations
 from normattn.score import Score, ScoreSpec
 
-# Tokens scored at a time without gradient: the activations of about this many are held.
+# Tokens scored at a time without gradients, which bounds the memory of activations.
 _SCORED_TOKENS = 8192
-# Unwanted tokens are skipped in multiples of this many rows, so that a matrix product rounds each
-# remaining row as it would among all of them.
-_LEFT_OUT = 64
+# Leading tokens are skipped in multiples of this many, so that matmuls of the other rows are
+# bit-identical to those of all rows.
+_SKIP_MULTIPLE = 64
 
 
 class CausalLM(TokenModel):
@@ -43,7 +43,7 @@ class CausalLM(TokenModel):
     The head is the embedding unless `tie_head` is off. `backend` is the kernel of every layer, as
     in `attention`: with "reference" the whole model is plain operations, for any derivative and
     torch.func. Weights are drawn from torch's global generator (`initialise`). Raises `InputError`
-    for token ids outside the vocabulary (on CPU) and for settings that cannot be.
+    for token ids outside the vocabulary (on CPU) and for invalid settings.
     """
 
     config_class = CausalLMConfig
@@ -68,7 +68,7 @@ class CausalLM(TokenModel):
         cache: ModelCache | None = None,
         backend: str = "auto",
     ) -> Float[Tensor, "b t v"]:
-        """Logits for the token after each position; arguments as of `hidden`."""
+        """Logits for the token after each position; the arguments are those of `hidden`."""
         return F.linear(self.hidden(ids, key_padding, cache, backend), self.head_weight)
 
     def hidden(
@@ -82,7 +82,7 @@ class CausalLM(TokenModel):
 
         `key_padding` is True where a token is padding; positions then count from each row's first
         real token, so left padding changes nothing. With a `cache` (`new_cache`) the ids continue
-        those that it holds, and are added to it; it is for inference, without gradients.
+        the cached ones and are added to the cache; it works without gradients only.
         """
         checked_ids(ids)
         if cache is None:
@@ -90,19 +90,19 @@ class CausalLM(TokenModel):
             if (packed := self.config.score.documents) is not None:
                 documents = documents_from_ends(ids == packed.separator)
             context = AttentionContext(key_padding, None, documents, backend=backend)
-            return self.read(ids, context)
-        context = replace(cache.read(ids, key_padding), backend=backend)
-        hidden = self.read(ids, context, cache.layers)
-        cache.done(ids.shape[1])
+            return self.hidden_states(ids, context)
+        context = replace(cache.extend(ids, key_padding), backend=backend)
+        hidden = self.hidden_states(ids, context, cache.layers)
+        cache.commit(ids.shape[1])
         return hidden
 
     def loss(self, ids: Int[Tensor, "b t1"], backend: str = "auto") -> LinearCrossEntropy:
-        """Mean cross-entropy, in nats, of ids[:, 1:] given ids[:, :-1], in chunks; and hits.
+        """Mean cross-entropy, in nats, of ids[:, 1:] given ids[:, :-1], and correct predictions.
 
-        The (B, T, V) logits are never stored at once, except with `backend` "reference". Raises
-        `InputError` below two tokens.
+        Computed in chunks: the (B, T, V) logits are never stored at once, except with `backend`
+        "reference". Raises `InputError` below two tokens.
         """
-        _check_two(ids)
+        _num_targets(ids)
         hidden = self.hidden(ids[:, :-1], backend=backend).flatten(0, 1)
         with plain_operations(backend == "reference"):
             return linear_cross_entropy(hidden, self.head_weight, ids[:, 1:].flatten())
@@ -111,49 +111,51 @@ class CausalLM(TokenModel):
     def token_scores(self, ids: Int[Tensor, "b t1"], first: int = 0) -> TokenScores:
         """Loss and correctness of the tokens ids[:, first + 1:], (B, T − first), no gradients.
 
-        Dropout is off while it runs. Rows are processed in groups, and rows of more than 8192
-        tokens in chunks. So memory grows neither with the batch nor, except for keys and values,
-        with the length. The head skips tokens before `first` (default 0: every token) where
-        possible. Raises `InputError` below two tokens and where no token follows `first`.
+        Dropout is off. Rows are processed in groups, and rows of more than 8192 tokens in chunks.
+        So memory grows neither with the batch nor, except for keys and values, with the length. The
+        head skips tokens before `first` (default 0: none) where possible. Raises `InputError` below
+        two tokens and where no token follows `first`.
         """
-        tokens = _check_two(ids)
-        if not 0 <= first < tokens:
-            raise InputError(f"tokens from {first} on were asked for, but a row predicts {tokens}")
+        num_targets = _num_targets(ids)
+        if not 0 <= first < num_targets:
+            raise InputError(
+                f"tokens from {first} on were asked for, but a row predicts {num_targets}"
+            )
         rows = max(1, _SCORED_TOKENS // ids.shape[1])
         with without_dropout(self):
-            scores = [self._scores(group, first) for group in torch.split(ids, rows)]
+            scores = [self._score_rows(group, first) for group in torch.split(ids, rows)]
         loss, correct = (torch.cat(parts) for parts in zip(*scores, strict=True))
         return TokenScores(loss, correct)
 
-    def _scores(self, ids: Tensor, first: int) -> TokenScores:
-        """The scores of some rows, or of one long row read with a cache."""
-        read, targets = ids[:, :-1], ids[:, 1:]
-        tokens = targets.shape[1]
-        if tokens > _SCORED_TOKENS:
-            chunks, step = self._in_chunks(read, None, self.new_cache(), CHUNK), CHUNK
+    def _score_rows(self, ids: Tensor, first: int) -> TokenScores:
+        """`token_scores` of some rows, or of one long row in chunks with a cache."""
+        inputs, targets = ids[:, :-1], ids[:, 1:]
+        num_targets = targets.shape[1]
+        if num_targets > _SCORED_TOKENS:
+            chunks, multiple = self._in_chunks(inputs, None, self.new_cache(), CHUNK), CHUNK
         else:
-            even = ids.device.type == "cpu" and tokens % _LEFT_OUT == 0
-            chunks, step = iter([self.hidden(read)]), _LEFT_OUT if even else tokens
-        start, done = first // step * step, 0
-        losses, hits = [], []
+            skips = ids.device.type == "cpu" and num_targets % _SKIP_MULTIPLE == 0
+            multiple = _SKIP_MULTIPLE if skips else num_targets
+            chunks = iter([self.hidden(inputs)])
+        start, offset = first // multiple * multiple, 0
+        losses, correct = [], []
         for hidden in chunks:
-            end, skipped = done + hidden.shape[1], max(0, start - done)
-            if done + skipped < end:
-                wanted = targets[:, done + skipped : end]
-                scored = token_scores(
-                    hidden[:, skipped:].flatten(0, 1), self.head_weight, wanted.flatten()
+            end, skipped = offset + hidden.shape[1], max(0, start - offset)
+            if offset + skipped < end:
+                chunk_targets = targets[:, offset + skipped : end]
+                scores = token_scores(
+                    hidden[:, skipped:].flatten(0, 1), self.head_weight, chunk_targets.flatten()
                 )
-                losses.append(scored.loss.view(wanted.shape))
-                hits.append(scored.correct.view(wanted.shape))
-            done = end
-        return TokenScores(
-            torch.cat(losses, 1)[:, first - start :], torch.cat(hits, 1)[:, first - start :]
-        )
+                losses.append(scores.loss.view(chunk_targets.shape))
+                correct.append(scores.correct.view(chunk_targets.shape))
+            offset = end
+        loss, hits = torch.cat(losses, 1), torch.cat(correct, 1)
+        return TokenScores(loss[:, first - start :], hits[:, first - start :])
 
     def new_cache(self, max_length: int | None = None) -> ModelCache:
         """An empty cache for the scores that are active now.
 
-        It grows. With `max_length` it allocates room for that many tokens at once and refuses more.
+        It grows, or with `max_length` allocates memory for that many tokens and refuses more.
         """
         return ModelCache(self.blocks.specs, max_length)
 
@@ -165,10 +167,10 @@ class CausalLM(TokenModel):
         cache: ModelCache | None = None,
         chunk: int = CHUNK,
     ) -> tuple[Float[Tensor, "b v"], ModelCache]:
-        """Process `ids`, `chunk` tokens at a time: the logits after the last one, and the cache.
+        """Process `ids` in chunks of `chunk` tokens; return the last token's logits and the cache.
 
-        Except for the cache, memory grows with `chunk`, not with the length. Dropout is off while
-        it runs. `cache` is a new one unless given; padding must be on the left.
+        Except for the cache, memory grows with `chunk`, not with the length. Dropout is off.
+        `cache` is a new one unless given; padding must be on the left.
         """
         cache = self.new_cache() if cache is None else cache
         last = None
@@ -182,23 +184,23 @@ class CausalLM(TokenModel):
     def _in_chunks(
         self, ids: Tensor, key_padding: Tensor | None, cache: ModelCache, chunk: int
     ) -> Iterator[Tensor]:
-        """The hidden vectors of `chunk` tokens after another."""
+        """The hidden vectors of consecutive chunks."""
         if not isinstance(chunk, int) or chunk < 1:
             raise InputError(f"chunk is {chunk}; it must be a whole number of at least 1")
         for start in range(0, checked_ids(ids).shape[1], chunk):
-            part = slice(start, start + chunk)
-            padding = None if key_padding is None else key_padding[:, part]
-            yield self.hidden(ids[:, part], padding, cache)
+            columns = slice(start, start + chunk)
+            padding = None if key_padding is None else key_padding[:, columns]
+            yield self.hidden(ids[:, columns], padding, cache)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, **settings: Any
     ) -> list[Answer]:
-        """The `Answer` to each prompt; settings are those of `normattn.models.generate`."""
+        """Continue each prompt; the settings are those of `normattn.models.generate`."""
         return generate(self, prompts, max_new_tokens, **settings)
 
     @property
     def spec(self) -> ScoreSpec:
-        """The score that is active now: the trained one, or that with a method switched on."""
+        """The active score: the trained one, with a method if one is switched on."""
         if self._method is not None and self._method.active:
             return self._method.spec
         return self.config.score.resolve(train_length=self.config.train_length)
@@ -206,9 +208,9 @@ class CausalLM(TokenModel):
     def using(self, method: ScoreSpec | str, **parameters: Any) -> MethodHandle:
         """Switch an inference-time method on in every layer until the handle is removed.
 
-        `method` is a method's text with its parameters (`using("YaRN", factor=8)`), added to the
-        trained score, or a whole `ScoreSpec` with the training-time components of this model.
-        "unmodified" is the trained score itself. Raises `InputError` while another method is on,
+        `method` is the name of a method, with parameters (`using("YaRN", factor=8)`), which is
+        added to the trained score; or a `ScoreSpec` with the training-time components of this
+        model. "unmodified" is the trained score. Raises `InputError` while another method is on,
         for training-time components that differ, and for parameters next to a `ScoreSpec`.
         """
         if self._method is not None and self._method.active:
@@ -230,8 +232,8 @@ class CausalLM(TokenModel):
         return self._method
 
 
-def _check_two(ids: Tensor) -> int:
-    """How many tokens a row predicts; `InputError` where it is none."""
+def _num_targets(ids: Tensor) -> int:
+    """The number of tokens that a row predicts; `InputError` if none."""
     if checked_ids(ids).shape[1] < 2:
         raise InputError(f"rows of {ids.shape[1]} tokens have nothing to predict; give at least 2")
     return ids.shape[1] - 1

@@ -1,4 +1,4 @@
-"""The multi-label classifier: an encoder whose mean vector says which labels a text has.
+"""The multi-label classifier: an encoder and a linear head on its mean vector.
 
 Legend: B batch, T tokens, D width, K labels.
 """
@@ -16,12 +16,12 @@ from normattn.models.transformer import AttentionContext, TokenModel
 
 
 class Classifier(TokenModel):
-    """p(k | text) = σ(w_k · mean_t h_t + b_k), each label by itself.
+    """p(k | text) = σ(w_k · mean_t h_t + b_k) for each label k.
 
-    `model(ids (B, T), key_padding (B, T)) → logits (B, K)`. h is the encoder's output after its
-    last norm; the mean is over the tokens that are no padding, so that neither padding nor
-    neighbours in a batch change a text's logits. Weights are drawn from torch's global generator
-    (`initialise`). Raises `InputError` for ids outside the vocabulary (on CPU).
+    `model(ids (B, T), key_padding (B, T)) → logits (B, K)`. h is the encoder's output after the
+    final norm, and its mean leaves padding out: logits do not depend on the batch. Weights are
+    drawn from torch's global generator (`initialise`). Raises `InputError` for ids outside the
+    vocabulary (on CPU).
     """
 
     config_class = ClassifierConfig
@@ -38,12 +38,12 @@ class Classifier(TokenModel):
         key_padding: Bool[Tensor, "b t"] | None = None,
         backend: str = "auto",
     ) -> Float[Tensor, "b k"]:
-        """The logits of every label; `key_padding` is True where a token is padding."""
-        x = self.read(ids, AttentionContext(key_padding, causal=False, backend=backend))
+        """The logits of all labels; `key_padding` is True where a token is padding."""
+        x = self.hidden_states(ids, AttentionContext(key_padding, causal=False, backend=backend))
         if key_padding is None:
             mean = x.mean(1)
         else:
-            # Not a product: values at padding may be anything, and 0 · inf is no number.
+            # Not a product with the mask: values at padding may be infinite, and 0 · ∞ is NaN.
             total = torch.where(key_padding[..., None], 0.0, x).sum(1)
             mean = total / (~key_padding).to(x.dtype).sum(1, keepdim=True).clamp(min=1)
         logits: Tensor = self.head(mean)

@@ -1,4 +1,4 @@
-"""The settings of every model, as checked values."""
+"""The configurations of all models, as validated values."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from normattn.score.spec import as_spec
 from normattn.settings import Settings, explain
 
 
-def _whole(least: int, most: int | None = None) -> Any:
+def _integer(least: int, most: int | None = None) -> Any:
     return Field(ge=least, le=most, strict=True)
 
 
-# Bounds below which no product of two sizes exceeds what a tensor can have.
-Size = Annotated[int, _whole(1, 1 << 24)]
-Heads = Annotated[int, _whole(1, 1 << 16)]
-Layers = Annotated[int, _whole(1, 2_000)]
-Small = Annotated[int, _whole(1, 1 << 10)]
-Id = Annotated[int, _whole(0)]
+# With these bounds a product of two sizes is within the limits of a tensor.
+Size = Annotated[int, _integer(1, 1 << 24)]
+Heads = Annotated[int, _integer(1, 1 << 16)]
+Layers = Annotated[int, _integer(1, 2_000)]
+Small = Annotated[int, _integer(1, 1 << 10)]
+Id = Annotated[int, _integer(0)]
 MOST_TOKENS = 1 << 31
 Deviation = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 ScoreField = Annotated[ScoreSpec, Field(validate_default=True)]
@@ -37,7 +37,7 @@ Placement = Literal[
 ]
 NORMLESS: tuple[Placement, ...] = ("ReZeroNoNorm", "FixedScale")
 
-# Settings that came later are left out of a dump while they are off: older runs stay the same.
+# Fields added later are left out of a dump while they are off, so that older digests stay valid.
 LaterSwitch = Annotated[bool, Field(exclude_if=lambda on: not on)]
 LaterDeviation = Annotated[Deviation | None, Field(exclude_if=lambda deviation: deviation is None)]
 
@@ -45,12 +45,12 @@ BLOCK_SETTINGS: Mapping[str, tuple[str, ...]] = {
     "mha": ("heads", "kv_heads", "head_dim", "feed_forward", "hidden", "qkv_bias"),
     "gau": ("key_size", "expansion", "gamma_std", "separate_qk"),
 }
-"""The settings that only this kind of block has."""
+"""The fields that apply to one kind of block only."""
 NORM_SETTINGS = ("norm", "norm_gain", "norm_eps", "eps_placement")
 
 
 class StackConfig(Settings):
-    """The shape of a stack of blocks, as a frozen value; unknown fields are refused.
+    """The architecture of a stack of blocks, as a frozen value; unknown fields are refused.
 
     Args:
         dim: width of the residual stream.
@@ -58,23 +58,23 @@ class StackConfig(Settings):
         heads: query heads; kv_heads: key and value heads (None: as many); head_dim: their size
             (None: dim / heads).
         block: "mha" is attention and a feed-forward layer, "gau" one gated attention unit with one
-            head. A setting of the other kind of block is refused.
-        train_length: number of tokens that the model is trained on at once.
+            head. Fields of the other kind are refused.
+        train_length: number of tokens of a training sequence.
         score: a `ScoreSpec` or its text, resolved with `train_length`; `score.layer` gives
             each layer's.
-        placement: where norm and residual are. A norm that is not there has no settings.
-        residual_block: sub-layers whose outputs are one sum that AttnRes attends to.
+        placement: where norm and residual are. Fields of a norm that is not used are refused.
+        residual_block: the number of sub-layers whose outputs AttnRes sums before attending.
         eps_placement: whether an RMSNorm adds `norm_eps` inside or outside the square root.
         hidden: feed-forward width (None: 8/3 of `dim` for SwiGLU, 4 `dim` for GELU).
-        shared_layers: all layers are one block with one set of weights (ALBERT, arXiv 1909.11942).
-        qkv_bias: queries, keys and values of self-attention have a bias (Qwen2), 0 at the start.
-        separate_qk: a gated attention unit projects q and k apart.
+        shared_layers: all layers share the weights of one block (ALBERT, arXiv 1909.11942).
+        qkv_bias: queries, keys and values of self-attention have a bias (Qwen2), initially 0.
+        separate_qk: a gated attention unit has separate projections of q and k.
         init_std: deviation of the weights (None: 1/√fan-in, see `initialise`).
-        embedding_std: deviation of the embedding (None: as the weights'). Where the embedding is
-            normalised and is the head too, an untrained model gives its own input token a logit of
-            embedding_std · dim: the first loss is near ln V while that is well below ln V.
-        gamma_std: deviation of a gated attention unit's γ_q and γ_k (None: ones, so that a token
-            at first attends to itself most of all).
+        embedding_std: deviation of the embedding (None: that of the weights). With a normalised
+            embedding that is also the head, an untrained model gives its input token a logit of
+            embedding_std · dim; the first loss is near ln V if that is well below ln V.
+        gamma_std: deviation of a gated attention unit's γ_q and γ_k (None: ones; a token then
+            first attends mostly to itself).
 
     Raises `InputError` with one sentence for each value out of range.
     """
@@ -87,7 +87,7 @@ class StackConfig(Settings):
     kv_heads: Heads | None = None
     head_dim: Heads | None = None
     block: Literal["mha", "gau"] = "mha"
-    train_length: Annotated[int, _whole(2, MOST_TOKENS)]
+    train_length: Annotated[int, _integer(2, MOST_TOKENS)]
     score: ScoreField = "Baseline"  # type: ignore[assignment]
     placement: Placement = "PreLN"
     residual_block: Annotated[Heads, Field(exclude_if=lambda block: block == 1)] = 1
@@ -109,7 +109,7 @@ class StackConfig(Settings):
     gamma_std: LaterDeviation = None
     separate_qk: LaterSwitch = False
 
-    if not TYPE_CHECKING:  # The type checker keeps the fields' own signature.
+    if not TYPE_CHECKING:  # Type checkers see the signature of the fields.
 
         def __init__(self, **values: Any) -> None:
             try:
@@ -119,8 +119,8 @@ class StackConfig(Settings):
 
     @model_validator(mode="before")
     @classmethod
-    def _length_of_score(cls, values: Any) -> Any:
-        """Take `train_length` from a score that names it, as `CosA@512`, where it is not given."""
+    def _fill_train_length(cls, values: Any) -> Any:
+        """Take a missing `train_length` from a score that states it, as `CosA@512`."""
         if not isinstance(values, Mapping) or "train_length" in values:
             return values
         score = values.get("score")
@@ -132,7 +132,7 @@ class StackConfig(Settings):
         gau = self.block == "gau"
         if gau and self.heads != 1:
             raise InputError(f"a gated attention unit has one head; heads is {self.heads}")
-        for unused, choice, names in (
+        for unused, reason, names in (
             (True, "block", BLOCK_SETTINGS["mha" if gau else "gau"]),
             (not self.has_norms, "placement", NORM_SETTINGS),
             (self.placement == "nGPT", "placement", ("norm", "norm_gain", "eps_placement")),
@@ -142,8 +142,8 @@ class StackConfig(Settings):
         ):
             for name in names if unused else ():
                 if getattr(self, name) != type(self).model_fields[name].default:
-                    value = getattr(self, choice)
-                    raise InputError(f"{name} has no meaning for {choice} {value!r}; leave it out")
+                    value = getattr(self, reason)
+                    raise InputError(f"{name} has no meaning for {reason} {value!r}; leave it out")
         if self.separate_qk and self.gamma_std is not None:
             raise InputError("gamma_std draws γ; with separate_qk there is no γ: leave it out")
         if not gau:
@@ -155,16 +155,16 @@ class StackConfig(Settings):
             )
         if not self.causal and self.score.needs_causal:
             raise InputError(f"{self.score.name} is defined for causal attention only")
-        self._complete(score=self._checked_in_layers(self.score, self.layers))
+        self._set(score=self._resolved_score(self.score, self.layers))
         return self
 
-    def _complete(self, **values: Any) -> None:
-        """Fill in derived values: validation is the one moment when a frozen value may change."""
+    def _set(self, **values: Any) -> None:
+        """Set derived fields of the frozen value; for validators only."""
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
-    def _checked_in_layers(self, score: ScoreSpec, layers: int) -> ScoreSpec:
-        """The resolved score; `InputError` where some layer cannot have it."""
+    def _resolved_score(self, score: ScoreSpec, layers: int) -> ScoreSpec:
+        """The resolved score; `InputError` if a layer does not support it."""
         if score.train_length not in (None, self.train_length):
             raise InputError(
                 f"the score {score} is for a train_length of {score.train_length}, "
@@ -182,7 +182,7 @@ class StackConfig(Settings):
 
     @property
     def sublayers(self) -> int:
-        """The number of sub-layers, each with its own residual, in the whole stack."""
+        """The number of sub-layers of the whole stack, each with a residual connection."""
         return self.layers if self.block == "gau" else 2 * self.layers
 
     @property
@@ -192,12 +192,12 @@ class StackConfig(Settings):
 
     @property
     def ends_in_norm(self) -> bool:
-        """Whether a block's output is normalised; the embedding then is too, the stack's not."""
+        """Whether blocks end in a norm; the embedding is then normalised too."""
         return self.placement in ("PostLN", "DeepNorm", "nGPT")
 
     @property
     def has_norms(self) -> bool:
-        """Whether there is any norm at all."""
+        """Whether there are norms."""
         return self.placement not in NORMLESS
 
     @property
@@ -209,9 +209,9 @@ class StackConfig(Settings):
 
 
 class CausalLMConfig(StackConfig):
-    """The shape of a `CausalLM`: a `StackConfig` and a vocabulary.
+    """The architecture of a `CausalLM`: a `StackConfig` and a vocabulary.
 
-    `vocab_size` tokens; the head is the embedding unless `tie_head` is off.
+    The head is the embedding unless `tie_head` is off.
     """
 
     vocab_size: Size
@@ -219,11 +219,10 @@ class CausalLMConfig(StackConfig):
 
 
 class MaskedLMConfig(StackConfig):
-    """The shape of a `MaskedLM`: a `StackConfig` whose attention is not causal, and a vocabulary.
+    """The architecture of a `MaskedLM`: a bidirectional `StackConfig` and a vocabulary.
 
-    `vocab_size` counts the tokens that can be predicted, without the mask, whose id is `vocab_size`
-    itself. `tie_head`: the head is the embedding (without the mask's row). `exits`: every layer
-    below the last has an exit of its own.
+    `vocab_size` counts tokens without the mask, whose id is `vocab_size`. `tie_head`: the head is
+    the embedding (without the mask's row). `exits`: each layer below the last has an `Exit`.
     """
 
     causal: ClassVar[bool] = False
@@ -245,7 +244,7 @@ class MaskedLMConfig(StackConfig):
 
 
 class ClassifierConfig(StackConfig):
-    """The shape of a `Classifier`: an encoder of `vocab_size` tokens with `labels` outputs."""
+    """The architecture of a `Classifier`: an encoder of `vocab_size` tokens, `labels` outputs."""
 
     causal: ClassVar[bool] = False
 
@@ -254,15 +253,13 @@ class ClassifierConfig(StackConfig):
 
 
 class VisionConfig(StackConfig):
-    """The shape of a `VisionTransformer`.
+    """The architecture of a `VisionTransformer`, by default as in ViT.
 
-    A `StackConfig` where norms are LayerNorms, feed-forward layers GELUs and the score
-    `Baseline-NoPE` unless said, as in ViT. Images are `height` × `width` with `channels` and cut
-    into squares of `patch`, which must divide both; there are `classes` of them. `pool`: the head
-    reads a "class" token put before the patches, or the "mean" of all patches. `positions`:
-    "learned" vectors are added to the embedding, or "none"; unless said they are learned where the
-    score has no position of its own (NoPE and no bias). `train_length` is the number of tokens,
-    and follows from the rest.
+    Images of `height` × `width` with `channels` are cut into squares of `patch`, which must divide
+    both; there are `classes` of them. `pool`: the head reads a "class" token before the patches, or
+    the "mean" of all patches. `positions`: "learned" vectors, added to the embedding, or "none";
+    the default is learned if the score has no positions (NoPE and no bias). `train_length` is the
+    number of tokens, and derived.
     """
 
     causal: ClassVar[bool] = False
@@ -271,10 +268,10 @@ class VisionConfig(StackConfig):
     width: Heads
     channels: Small = 1
     patch: Small = 4
-    classes: Annotated[int, _whole(2)]
+    classes: Annotated[int, _integer(2)]
     pool: Literal["class", "mean"] = "class"
     positions: Literal["learned", "none"] | None = None
-    train_length: Annotated[int, _whole(1, MOST_TOKENS)]
+    train_length: Annotated[int, _integer(1, MOST_TOKENS)]
     score: ScoreField = "Baseline-NoPE"  # type: ignore[assignment]
     norm: Literal["rms", "layer"] = "layer"
     feed_forward: Literal["swiglu", "gelu"] = "gelu"
@@ -282,7 +279,7 @@ class VisionConfig(StackConfig):
     @model_validator(mode="before")
     @classmethod
     def _count_tokens(cls, values: Any) -> Any:
-        """Fill in `train_length`; the other fields' own checks refuse sizes that are wrong."""
+        """Derive `train_length`; the checks of the fields refuse wrong sizes."""
         if not isinstance(values, Mapping) or "train_length" in values:
             return values
         height, width, patch = values.get("height"), values.get("width"), values.get("patch", 4)
@@ -305,28 +302,28 @@ class VisionConfig(StackConfig):
                 "leave it out"
             )
         if self.positions is None:
-            placed = isinstance(self.score.position, RotaryPosition) or self.score.bias is not None
-            self._complete(positions="none" if placed else "learned")
+            rotary = isinstance(self.score.position, RotaryPosition)
+            self._set(positions="none" if rotary or self.score.bias is not None else "learned")
         return self
 
     @property
     def patches(self) -> int:
-        """How many patches an image has."""
+        """The number of patches of an image."""
         return (self.height // self.patch) * (self.width // self.patch)
 
     @property
     def tokens(self) -> int:
-        """How many tokens the blocks read: patches, and the class token where there is one."""
+        """The number of tokens: patches, and with `pool` "class" the class token."""
         return self.patches + (self.pool == "class")
 
     @property
     def patch_size(self) -> int:
-        """How many numbers a patch has."""
+        """The number of values of a patch."""
         return self.channels * self.patch * self.patch
 
 
 class DecoderConfig(StackConfig):
-    """A translator's decoder: blocks of self-attention, cross attention and feed-forward."""
+    """A translator's decoder: blocks of self-attention, cross-attention and feed-forward."""
 
     @property
     def sublayers(self) -> int:
@@ -340,15 +337,15 @@ class DecoderConfig(StackConfig):
 
 
 class TranslatorConfig(StackConfig):
-    """The shape of a `Translator`: a `StackConfig` for both stacks, whose blocks are "mha".
+    """The architecture of a `Translator`: a `StackConfig` for both stacks, whose blocks are "mha".
 
-    `layers` counts the encoder's blocks, `decoder_layers` the decoder's (None: as many). `score` is
-    the encoder's self-attention, `decoder_score` the decoder's (None: the same), `cross_score` the
-    cross attention's (None: what of `score` needs no position: variant, log-n, residual, cap and
-    sink, with NoPE). A score that reads statistics across the queries is refused where these are
-    the decoder's, which would see the future; such a `cross_score` may still take statistics over
-    the source's keys. `shared_vocabulary`: one embedding for both languages; `target_vocab`, None
-    for `source_vocab`, must then equal it. `pad_id`, `bos_id` and `eos_id` hold in both.
+    `layers` are the encoder's, `decoder_layers` the decoder's (None: as many). `score` is that of
+    the encoder's self-attention, `decoder_score` the decoder's (None: the same), `cross_score` that
+    of cross-attention (None: the components of `score` that need no position: variant, log-n,
+    residual, cap and sink, with NoPE). Statistics across the decoder's queries are refused, as they
+    would see the future; `cross_score` may use statistics over the source's keys.
+    `shared_vocabulary`: one embedding for both languages; `target_vocab` (None: `source_vocab`)
+    must then equal it. `pad_id`, `bos_id` and `eos_id` are the same in both.
     """
 
     causal: ClassVar[bool] = False
@@ -366,25 +363,24 @@ class TranslatorConfig(StackConfig):
 
     @model_validator(mode="after")
     def _check_translator(self) -> TranslatorConfig:
-        own = self.decoder_score or self.score
-        across = self.cross_score or without_position(self.score)
-        self._complete(
+        decoder_score = self.decoder_score or self.score
+        cross_score = self.cross_score or without_position(self.score)
+        self._set(
             target_vocab=self.target_vocab or self.source_vocab,
             decoder_layers=self.decoder_layers or self.layers,
         )
         smallest = min(self.source_vocab, self.target_size)
         ids = {"pad_id": self.pad_id, "bos_id": self.bos_id, "eos_id": self.eos_id}
         outside = [f"{name} {value}" for name, value in ids.items() if value >= smallest]
-        other = self.shared_vocabulary and self.target_vocab != self.source_vocab
-        norm = across.variant.query_norm()
-        queries = norm is not None and norm.leaks_future
+        vocabularies_differ = self.shared_vocabulary and self.target_vocab != self.source_vocab
+        query_norm = cross_score.variant.query_norm()
         future = "which would see the future; name another"
         packs = "packs documents; a row is one sentence here"
         for wrong, why in (
             (self.block != "mha", f"block {self.block!r} has no cross attention"),
             (self.score.documents is not None, f"{self.score.name} {packs}"),
             (
-                other,
+                vocabularies_differ,
                 f"target_vocab is {self.target_vocab}, but with shared_vocabulary it is that "
                 f"of source_vocab, {self.source_vocab}: leave it out, or shared_vocabulary=False",
             ),
@@ -394,37 +390,40 @@ class TranslatorConfig(StackConfig):
             ),
             (len(set(ids.values())) < len(ids), f"pad_id, bos_id and eos_id must differ: {ids}"),
             (
-                own.leaks_future,
-                f"decoder_score: {own.name} reads statistics across the sequence, "
+                decoder_score.leaks_future,
+                f"decoder_score: {decoder_score.name} reads statistics across the sequence, "
                 f"{future} decoder_score",
             ),
-            (own.documents is not None, f"decoder_score: {own.name} {packs}"),
             (
-                queries,
-                f"cross_score: {across.name} reads statistics across the decoder's queries, "
+                decoder_score.documents is not None,
+                f"decoder_score: {decoder_score.name} {packs}",
+            ),
+            (
+                query_norm is not None and query_norm.leaks_future,
+                f"cross_score: {cross_score.name} reads statistics across the decoder's queries, "
                 f"{future} cross_score (statistics over keys may stay)",
             ),
         ):
             if wrong:
                 raise InputError(why)
-        refuse_across(across)
-        self._complete(decoder_score=own)
-        self._complete(
+        refuse_across(cross_score)
+        self._set(decoder_score=decoder_score)
+        self._set(
             decoder_score=self.decoder.score,
-            cross_score=self._checked_in_layers(across, self.decoder.layers),
+            cross_score=self._resolved_score(cross_score, self.decoder.layers),
         )
         return self
 
     @property
     def decoder(self) -> DecoderConfig:
         """The decoder's stack."""
-        shared = {name: getattr(self, name) for name in StackConfig.model_fields}
-        own = {"layers": self.decoder_layers, "score": self.decoder_score}
-        return DecoderConfig(**{**shared, **own})
+        fields = {name: getattr(self, name) for name in StackConfig.model_fields}
+        decoder = {"layers": self.decoder_layers, "score": self.decoder_score}
+        return DecoderConfig(**{**fields, **decoder})
 
     @property
     def across(self) -> ScoreSpec:
-        """The cross attention's score."""
+        """The score of cross-attention."""
         assert self.cross_score is not None
         return self.cross_score
 
@@ -446,30 +445,30 @@ class TranslatorConfig(StackConfig):
 
 
 def without_position(score: ScoreSpec) -> ScoreSpec:
-    """The parts of a score that need no position, with NoPE: a cross attention's default score."""
-    free = (Slot.VARIANT, Slot.LOGN, Slot.RESIDUAL, Slot.CAP, Slot.SINK)
+    """The components of a score that need no position, and NoPE: the default of cross-attention."""
+    slots = (Slot.VARIANT, Slot.LOGN, Slot.RESIDUAL, Slot.CAP, Slot.SINK)
     nope: Any = find("NoPE")()
-    kept = [part for part in score.parts if part.slot in free]
+    kept = [part for part in score.parts if part.slot in slots]
     return ScoreSpec((*kept, nope), score.train_length)
 
 
 def without_foreign(base: Mapping[str, Any], block: str | None) -> dict[str, Any]:
-    """The model's settings `base` without those of its kind of block, if `block` is another.
+    """The fields `base` of a model without those of its kind of block, if `block` is another kind.
 
-    A preset's heads say nothing of a gated attention unit that is asked for instead: what that
-    needs comes from its defaults. None leaves `base` unchanged.
+    Heads of a preset do not apply to a gated attention unit, which then has its defaults. None
+    leaves `base` unchanged.
     """
-    own = str(base.get("block", "mha"))
-    foreign = BLOCK_SETTINGS.get(own, ()) if block not in (None, own) else ()
+    kind = str(base.get("block", "mha"))
+    foreign = BLOCK_SETTINGS.get(kind, ()) if block not in (None, kind) else ()
     return {name: value for name, value in base.items() if name not in foreign}
 
 
 @lru_cache(maxsize=1024)
 def _check_heads(score: ScoreSpec, heads: int, head_dim: int, kv_heads: int | None) -> None:
-    """Raise `InputError` where the score cannot have heads of this shape.
+    """Raise `InputError` if the score does not support heads of this shape.
 
-    A sweep checks the same few shapes for thousands of runs: what passed is remembered.
+    Cached, as a sweep checks the same few shapes for thousands of runs.
     """
-    # What the score draws at random is thrown away with it.
+    # Do not advance the global generator.
     with torch.random.fork_rng(devices=[]):
         Score(score, heads, head_dim, kv_heads)

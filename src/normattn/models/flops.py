@@ -1,7 +1,7 @@
-"""What models cost: parameters, and floating-point operations.
+"""Parameters and floating-point operations of models.
 
-A multiplication and an addition count as two operations. Elementwise work (norms, rotations,
-softmax, gates) is left out: it is linear in the width.
+A multiplication and an addition count as two operations. Elementwise operations (norms, rotations,
+softmax, gates) are not counted.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ from normattn.score import ScoreSpec
 
 @dataclass(frozen=True)
 class Flops:
-    """Floating-point operations: of the matmuls with weights, and of attention.
+    """Floating-point operations of the matmuls with weights, and of attention.
 
-    `weights` include the head. `attention` counts the scores and the weighted values of the pairs
-    of a query and a key that the score lets see each other: causality, windows and chunks count,
-    packed documents and padding, which are the data's, do not.
+    `weights` include the head. `attention` counts scores and weighted values of visible pairs of a
+    query and a key: within causality, windows and chunks, regardless of documents and padding.
     """
 
     weights: float
@@ -42,14 +41,14 @@ class Flops:
 
     @property
     def training(self) -> float:
-        """Forward and backward: the gradients of both factors of each matmul, so three times."""
+        """Forward and backward: three times the forward, as each matmul has two gradients."""
         return 3 * self.forward
 
 
 def parameter_count(model: nn.Module | CausalLMConfig | TranslatorConfig) -> int:
-    """The number of learned numbers of a model, one that is used twice counted once.
+    """The number of parameters of a model or a configuration, shared ones counted once.
 
-    Of a configuration, its model's; `planned_parameters` counts models of other classes.
+    `planned_parameters` counts those of configurations of other models.
     """
     if isinstance(model, CausalLMConfig):
         return planned_parameters(CausalLM, model)
@@ -60,9 +59,9 @@ def parameter_count(model: nn.Module | CausalLMConfig | TranslatorConfig) -> int
 
 @lru_cache(maxsize=256)
 def planned_parameters(model: Callable[[Any], nn.Module], config: Hashable) -> int:
-    """`parameter_count` of `model(config)`, built without memory (on torch's meta device).
+    """`parameter_count` of `model(config)`, built on torch's meta device, without memory.
 
-    A sweep asks for the same few configurations again and again: answers are remembered.
+    Cached, as a sweep counts the same few configurations again and again.
     """
     with on_meta():
         return parameter_count(model(config))
@@ -82,18 +81,18 @@ def flops_per_image(config: VisionConfig) -> Flops:
 
 
 def translator_flops(config: TranslatorConfig, source_length: int, target_length: int) -> Flops:
-    """FLOPs of one pair of sentences (`Flops` per pair, not per token), head and all.
+    """FLOPs of one pair of sentences, with the head (not per token).
 
-    The source's keys and values of the cross attention count once per source token, its queries
-    and outputs once per target token, its scores once per pair of tokens.
+    Cross-attention computes keys and values per source token, queries and outputs per target token,
+    and scores per pair of tokens.
     """
-    below = config.decoder
-    encoder, decoder = stack_flops(config, source_length), stack_flops(below, target_length)
+    stack = config.decoder
+    encoder, decoder = stack_flops(config, source_length), stack_flops(stack, target_length)
     width, kv_width = _widths(config)
-    keys_and_values = 4 * below.layers * config.dim * kv_width
-    queries_and_head = 4 * below.layers * config.dim * width + 2 * config.target_size * config.dim
+    keys_and_values = 4 * stack.layers * config.dim * kv_width
+    queries_and_head = 4 * stack.layers * config.dim * width + 2 * config.target_size * config.dim
     pairs = target_length * source_length
-    cross = _attention_flops(below, config.across, target_length, lambda spec: pairs)
+    cross = _attention_flops(stack, config.across, target_length, lambda spec: pairs)
     return Flops(
         source_length * (encoder.weights + keys_and_values)
         + target_length * (decoder.weights + queries_and_head),
@@ -104,8 +103,7 @@ def translator_flops(config: TranslatorConfig, source_length: int, target_length
 def stack_flops(config: StackConfig, length: int) -> Flops:
     """FLOPs per token of a stack of blocks, without embedding and head.
 
-    Where the stack is not causal every token sees those after it too. Raises `InputError` for a
-    length below 1.
+    Raises `InputError` for a length below 1.
     """
     if length < 1:
         raise InputError(f"FLOPs were asked for at a length of {length}; it must be at least 1")
@@ -117,19 +115,19 @@ def stack_flops(config: StackConfig, length: int) -> Flops:
 
 @lru_cache(maxsize=256)
 def _matrices(config: StackConfig) -> int:
-    """The numbers in the matrices that a token meets in the blocks, each as often as it is used."""
+    """The number of weights in the matrices of all layers; shared ones count for each layer."""
     with on_meta():
         blocks = Blocks(config)
-    own = sum(x.weight.numel() for x in blocks.modules() if isinstance(x, nn.Linear))
-    return own * config.layers // len(blocks)
+    weights = sum(x.weight.numel() for x in blocks.modules() if isinstance(x, nn.Linear))
+    return weights * config.layers // len(blocks)
 
 
 def visible_pairs(score: ScoreSpec, length: int, causal: bool = True) -> int:
-    """How many pairs of a query and a key of `length` tokens see each other.
+    """The number of visible pairs of a query and a key among `length` tokens.
 
-    Key j is seen by query i where j ≤ i (causal), |i − j| < window or j < kept, ⌊i/c⌋ = ⌊j/c⌋.
+    Query i sees key j where j ≤ i (causal), |i − j| < window or j < sinks, and ⌊i/c⌋ = ⌊j/c⌋.
     """
-    window, kept = score.window
+    window, sinks = score.window
     chunk = length if score.chunk is None else score.chunk
     query = np.arange(length)
     begin = query // chunk * chunk
@@ -137,13 +135,13 @@ def visible_pairs(score: ScoreSpec, length: int, causal: bool = True) -> int:
     low, high = begin, end
     if window is not None:
         low, high = np.maximum(begin, query - window + 1), np.minimum(end, query + window - 1)
-    # The first tokens, of those queries whose window has left them.
-    first = (np.minimum(low, kept) - begin).clip(min=0)
-    return int((high - low + 1 + first).sum())
+    # Sink tokens outside the window.
+    outside = (np.minimum(low, sinks) - begin).clip(min=0)
+    return int((high - low + 1 + outside).sum())
 
 
 def _widths(config: StackConfig) -> tuple[int, int]:
-    """The width of all heads' values, and of all key heads'."""
+    """The width of the values of all query heads, and of all key heads."""
     if config.block == "gau":
         return config.expansion * config.dim, config.key_size
     size = config.score_head_dim
@@ -153,7 +151,7 @@ def _widths(config: StackConfig) -> tuple[int, int]:
 def _attention_flops(
     config: StackConfig, score: ScoreSpec, queries: int, pairs_of: Callable[[ScoreSpec], int]
 ) -> float:
-    """Scores and weighted values of `queries` in all layers, each with its own pairs."""
+    """FLOPs of scores and weighted values of `queries` in all layers."""
     heads, size = config.heads, config.score_head_dim
     flops = 0.0
     for layer in range(config.layers):
@@ -161,20 +159,20 @@ def _attention_flops(
         pairs = pairs_of(spec)
         position: Any = spec.position
         bias: Any = spec.bias
-        # Each head of a pair reads the values of both.
+        # Each head of a differential pair reads the values of both.
         value = _widths(config)[0] // heads * (1 if spec.difference is None else 2)
-        # A position may turn more features than come in.
-        scored = max(size, position.rotary_dim(size)) if position.rotary else size
-        flops += 2.0 * pairs * heads * (scored + value)
+        # A position may widen queries and keys.
+        score_size = max(size, position.rotary_dim(size)) if position.rotary else size
+        flops += 2.0 * pairs * heads * (score_size + value)
         if bias is not None and bias.name == "FIRE":
-            # A network of one hidden layer looks at every pair, with an output for each head.
+            # An MLP with one hidden layer for each pair, with an output for each head.
             flops += 2.0 * pairs * bias.width * (1 + heads)
         elif bias is not None and bias.name == "XLNet":
-            # Sinusoids of the model's width encode the distance of every pair.
+            # Projected sinusoids of each distance, multiplied with queries.
             flops += 2.0 * heads * heads * size * (pairs + queries * size)
         elif bias is not None and bias.name == "CoPE":
             flops += 2.0 * queries * heads * bias.positions * size
         elif bias is not None and bias.name == "NEZHA":
-            # Queries meet each clipped distance, and so do the weights summed by it.
+            # Queries, and the weights summed by distance, times each clipped distance's vector.
             flops += 2.0 * queries * heads * (2 * bias.clip + 1) * (size + value)
     return flops

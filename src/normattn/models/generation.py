@@ -1,4 +1,4 @@
-"""`generate`: a causal language model continues prompts, each row by itself.
+"""`generate`: a causal language model continues prompts, independent of each other.
 
 Legend: B rows, V vocabulary.
 """
@@ -26,10 +26,10 @@ Ending = Literal["stop", "length"]
 
 @dataclass(frozen=True)
 class Answer:
-    """What followed one prompt: `tokens` without the stop token, and their text if asked for.
+    """The continuation of one prompt: `tokens` without the stop token, and with `decode` `text`.
 
-    `ended` is "stop" where a stop token or string came, else "length". `text`, which needs a
-    `decode`, ends before the stop string.
+    `ended` is "stop" after a stop token or string, else "length". `text` ends before the stop
+    string.
     """
 
     tokens: tuple[int, ...]
@@ -52,12 +52,12 @@ def generate(
     on_token: Callable[[int, int], None] | None = None,
     chunk: int = CHUNK,
 ) -> list[Answer]:
-    """Up to `max_new_tokens` tokens after each prompt, with the scores that are active now.
+    """Generate up to `max_new_tokens` tokens after each prompt, with the active scores.
 
     Args:
         model: a `CausalLM`; its dropout is off during the call.
         prompts: the token ids of each prompt, of any lengths, at least one token each.
-        max_new_tokens: a row ends after so many tokens.
+        max_new_tokens: a row ends after this many tokens.
         temperature: 0 takes the most likely token; above 0, tokens are sampled (`Sampling`).
         top_k: sample from this many most likely tokens.
         top_p: sample from the most likely tokens of this total probability.
@@ -79,7 +79,8 @@ def generate(
         raise InputError("a stop string is empty; every text contains it")
     if stop_strings and decode is None:
         raise InputError("stop strings need decode=…, a function from tokens to text")
-    # A token is at least a byte; a character cut off at the front is of no account.
+    # So many tokens contain any stop string, as a token has at least one byte; 4 more, as the first
+    # character may be cut.
     tail = max((len(string.encode()) for string in stop_strings), default=0) + 4
     if type(max_new_tokens) is not int or max_new_tokens < 1:
         raise InputError(
@@ -93,8 +94,8 @@ def generate(
         logits, cache = model.prefill(ids, padding, chunk=chunk)
         alive = list(range(len(prompts)))
         while alive:
-            drawn = sampling.next_tokens(logits, [generators[row] for row in alive])
-            for row, token in zip(alive, drawn, strict=True):
+            tokens = sampling.next_tokens(logits, [generators[row] for row in alive])
+            for row, token in zip(alive, tokens, strict=True):
                 if token in stop_tokens:
                     ended[row] = "stop"
                     continue
@@ -107,31 +108,30 @@ def generate(
                         ended[row] = "stop"
                 if ended[row] is None and len(written[row]) >= max_new_tokens:
                     ended[row] = "length"
-            going = [index for index, row in enumerate(alive) if ended[row] is None]
-            if 0 < len(going) < len(alive):
-                cache.reorder(going)
-            alive = [alive[index] for index in going]
+            kept = [index for index, row in enumerate(alive) if ended[row] is None]
+            if 0 < len(kept) < len(alive):
+                cache.reorder(kept)
+            alive = [alive[index] for index in kept]
             if alive:
                 last = torch.tensor([written[row][-1:] for row in alive], device=ids.device)
                 logits = model(last, cache=cache)[:, -1]
     answers = []
-    for tokens, why in zip(written, ended, strict=True):
-        text = None if decode is None else decode(tokens)
+    for row_tokens, why in zip(written, ended, strict=True):
+        text = None if decode is None else decode(row_tokens)
         if text is not None:
             text = text[: min((text.find(s) for s in stop_strings if s in text), default=len(text))]
-        answers.append(Answer(tuple(tokens), why or "length", text))
+        answers.append(Answer(tuple(row_tokens), why or "length", text))
     return answers
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """p ∝ exp(logit / temperature), over the `top_k` likeliest tokens, over the `top_p` nucleus.
+    """p ∝ exp(logit / temperature), limited to the `top_k` most likely tokens and `top_p` nucleus.
 
-    temperature: 0 (default) always takes the likeliest token. top_k: so many tokens stay. top_p:
-    of these, sorted, the fewest whose probabilities add up to at least top_p stay. Tokens of equal
-    probability are ordered by their id. Raises `InputError` for values out of range, and for top_k
-    and top_p with temperature 0, where they would change nothing. Source of top_p: arXiv
-    1904.09751.
+    temperature: 0 (default) always takes the most likely token. top_k: how many tokens remain.
+    top_p: of these, the fewest most likely ones whose probabilities add up to at least top_p
+    remain. Ties are ordered by id. Raises `InputError` for values out of range, and for top_k and
+    top_p with temperature 0, where they have no effect. Source of top_p: arXiv 1904.09751.
     """
 
     temperature: float = 0.0
@@ -154,37 +154,37 @@ class Sampling:
     def probabilities(
         self, logits: Float[Tensor, "b v"]
     ) -> tuple[Float[Tensor, "b k"], Int[Tensor, "b k"]]:
-        """Probabilities in float64, falling, and their tokens; 0 for those left out."""
-        wide, tokens = torch.sort(logits.double(), stable=True, dim=-1, descending=True)
+        """Probabilities in float64 in descending order, and their tokens; 0 for excluded ones."""
+        logits, tokens = torch.sort(logits.double(), stable=True, dim=-1, descending=True)
         if self.top_k is not None:
-            wide, tokens = wide[:, : self.top_k], tokens[:, : self.top_k]
-        chance = torch.softmax(wide / self.temperature, -1)
+            logits, tokens = logits[:, : self.top_k], tokens[:, : self.top_k]
+        probs = torch.softmax(logits / self.temperature, -1)
         if self.top_p is not None and self.top_p < 1:
-            before = chance.cumsum(-1) - chance
-            chance = chance.masked_fill(before >= self.top_p, 0.0)
-            chance = chance / chance.sum(-1, keepdim=True)
-        return chance, tokens
+            before = probs.cumsum(-1) - probs
+            probs = probs.masked_fill(before >= self.top_p, 0.0)
+            probs = probs / probs.sum(-1, keepdim=True)
+        return probs, tokens
 
     def next_tokens(
         self, logits: Float[Tensor, "b v"], generators: Sequence[torch.Generator]
     ) -> list[int]:
-        """A token for each row, drawn with the row's own generator, one number each."""
+        """Choose a token for each row, with one random number of the row's generator."""
         if not bool(torch.isfinite(logits.amax(-1)).all()):
             raise InputError("the model's logits are not finite: its weights cannot be used")
         if self.temperature == 0:
-            chosen: list[int] = logits.argmax(-1).tolist()
-            return chosen
-        chance, tokens = self.probabilities(logits)
-        drawn = [torch.rand((), generator=own, dtype=torch.float64) for own in generators]
-        total = chance.cumsum(-1)
-        mark = torch.stack(drawn)[:, None].to(total.device) * total[:, -1:]
-        index = (total <= mark).sum(-1, keepdim=True).clamp(max=total.shape[-1] - 1)
-        picked: list[int] = tokens.gather(-1, index)[:, 0].tolist()
-        return picked
+            greedy: list[int] = logits.argmax(-1).tolist()
+            return greedy
+        probs, tokens = self.probabilities(logits)
+        uniform = [torch.rand((), generator=each, dtype=torch.float64) for each in generators]
+        cumulative = probs.cumsum(-1)
+        threshold = torch.stack(uniform)[:, None].to(probs.device) * cumulative[:, -1:]
+        index = (cumulative <= threshold).sum(-1, keepdim=True).clamp(max=probs.shape[-1] - 1)
+        sampled: list[int] = tokens.gather(-1, index)[:, 0].tolist()
+        return sampled
 
 
 def row_generators(seed: int | Sequence[int], rows: int) -> list[torch.Generator]:
-    """A generator for each row, with seed + row or its own seed, so that rows are independent."""
+    """A generator for each row, seeded with seed + row or seed[row]."""
     seeds = [seed + row for row in range(rows)] if isinstance(seed, int) else list(seed)
     if len(seeds) != rows:
         raise InputError(f"{len(seeds)} seeds were given for {rows} prompts")
@@ -194,10 +194,10 @@ def row_generators(seed: int | Sequence[int], rows: int) -> list[torch.Generator
 
 
 def left_padded(prompts: Any, device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """Prompts as one matrix of ids, padded on the left, and where the padding is.
+    """Stack prompts into one matrix of ids, padded on the left; return it and its padding mask.
 
-    Raises `InputError` for what is no list of lists of whole numbers (a fraction would be cut off
-    in silence) and for an empty one.
+    Raises `InputError` for anything but lists of whole numbers (torch would truncate fractions)
+    and for an empty prompt.
     """
     if not isinstance(prompts, Sequence | Tensor | np.ndarray):
         kind = type(prompts).__name__

@@ -1,4 +1,4 @@
-"""The starting values of every weight matrix, by the placement of norms and residuals."""
+"""Initial values of weight matrices, by the placement of norms and residuals."""
 
 from __future__ import annotations
 
@@ -14,29 +14,27 @@ from normattn.layers.feed_forward import GELU, SwiGLU
 from normattn.layers.gau import GatedAttentionUnit
 from normattn.models.config import StackConfig
 
-# The standard deviation of a unit normal cut off at two, so that the result has the wanted one.
+# The standard deviation of a unit normal truncated at ±2; dividing by it restores the wanted one.
 _TRUNCATED_STD = 0.8796256610342398
 
 
 @torch.no_grad()
 def initialise(model: nn.Module, config: StackConfig) -> None:
-    """Draw every weight matrix of `model` from a normal cut off at two deviations.
+    """Draw every weight matrix of `model` from a normal truncated at two deviations.
 
-    The deviation is `init_std`, or 1/√fan-in where it is None (embedding: `embedding_std` where
-    given; else 1/√dim, so that tied logits of a normalised stream have unit variance), times a
-    gain that keeps a deep stack calm:
+    The deviation is `init_std` (None: 1/√fan-in). That of the embedding is `embedding_std`, then
+    `init_std`, then 1/√dim: tied logits of a normalised stream have unit variance. A gain that
+    depends on the depth multiplies it:
 
-    - PreLN: the output weights of the M sub-layers by M^−½ (GPT-2);
-    - DeepNorm: β of the stack on the value, output and feed-forward weights; with `init_std`
-      None their deviation, and that of q and k, is Xavier's √(2/(fan-in + fan-out));
-    - a gated attention unit under any placement but DeepNorm: every weight by N^−⅓, because three
-      factors (u, v, W_out) multiply (GAU-α, kexue 9052); under DeepNorm β on v and W_out
-      replaces it;
-    - ReZero, AttnRes, nGPT and PostLN with attention, and placements without norms: none.
+    - PreLN: M^−½ on the output weights of the M sub-layers (GPT-2).
+    - DeepNorm: the stack's β on the value, output and feed-forward weights; with `init_std` None
+      their deviation, and that of q and k, is Xavier's √(2/(fan-in + fan-out)).
+    - A gated attention unit: N^−⅓ on every weight, since three factors (u, v, W_out) multiply
+      (GAU-α, kexue 9052); under DeepNorm instead β on v and W_out.
+    - ReZero, AttnRes, nGPT and PostLN with attention, and placements without norms: 1.
 
-    γ of a gated attention unit is drawn with the deviation `gamma_std` where there is one. Biases
-    start at 0; gains of norms, other γ, β and what a score learns keep the values that their
-    modules gave them.
+    `gamma_std` is the deviation of γ of a gated attention unit, where given. Biases are 0. Gains of
+    norms, other γ and β, and parameters of scores keep the initial values of their modules.
     """
     for module in model.modules():
         for weight, deviation in _deviations(module, config):
@@ -54,40 +52,42 @@ def initialise(model: nn.Module, config: StackConfig) -> None:
 
 def _deviations(layer: nn.Module, config: StackConfig) -> Iterator[tuple[Tensor, float]]:
     """The weights of a layer, without its sub-modules', and the deviation of each."""
-    beta, given, deep = config.deepnorm[1], config.init_std, config.placement == "DeepNorm"
-    into = beta if deep else 1.0
-    out = beta if deep else config.sublayers**-0.5 if config.placement == "PreLN" else 1.0
+    beta, init_std, deepnorm = config.deepnorm[1], config.init_std, config.placement == "DeepNorm"
+    value_gain = beta if deepnorm else 1.0
+    out_gain = config.sublayers**-0.5 if config.placement == "PreLN" else value_gain
 
-    def usual(weight: Tensor, gain: float) -> tuple[Tensor, float]:
+    def standard(weight: Tensor, gain: float = 1.0) -> tuple[Tensor, float]:
         fan_out, fan_in = weight.shape
-        own = math.sqrt(2 / (fan_in + fan_out)) if deep else 1 / math.sqrt(fan_in)
-        return weight, gain * (given or own)
+        std = math.sqrt(2 / (fan_in + fan_out)) if deepnorm else 1 / math.sqrt(fan_in)
+        return weight, gain * (init_std or std)
 
     def by_fan_in(weight: Tensor, gain: float = 1.0) -> tuple[Tensor, float]:
-        return weight, gain * (given or weight.shape[1] ** -0.5)
+        return weight, gain * (init_std or weight.shape[1] ** -0.5)
 
     if isinstance(layer, nn.Embedding):
-        yield layer.weight, config.embedding_std or given or config.dim**-0.5
+        yield layer.weight, config.embedding_std or init_std or config.dim**-0.5
     elif isinstance(layer, Attention):
         kv = layer.kv_heads * layer.head_dim
         q, k, v = torch.split(layer.qkv.weight, [layer.heads * layer.head_dim, kv, kv])
-        yield from (usual(q, 1.0), usual(k, 1.0), usual(v, into), usual(layer.out.weight, out))
+        yield from (standard(q), standard(k), standard(v, value_gain))
+        yield standard(layer.out.weight, out_gain)
     elif isinstance(layer, CrossAttention):
         k, v = layer.kv.weight.chunk(2)
-        yield from (usual(layer.q.weight, 1.0), usual(k, 1.0), usual(v, into))
-        yield usual(layer.out.weight, out)
+        yield from (standard(layer.q.weight), standard(k), standard(v, value_gain))
+        yield standard(layer.out.weight, out_gain)
     elif isinstance(layer, GatedAttentionUnit):
-        # Fan-in also under DeepNorm: swish and the gate already shrink what Xavier would shrink.
-        calm = 1.0 if deep else config.layers ** (-1 / 3)
-        u, v, *keys = torch.split(layer.expand.weight, layer.widths)
-        scaled = beta if deep else calm
-        yield from (by_fan_in(u, calm), by_fan_in(v, scaled), *(by_fan_in(z, calm) for z in keys))
-        yield by_fan_in(layer.out.weight, scaled)
+        # By fan-in also under DeepNorm: swish and the gate shrink outputs already.
+        gain = 1.0 if deepnorm else config.layers ** (-1 / 3)
+        u, v, *qk = torch.split(layer.expand.weight, layer.widths)
+        v_gain = beta if deepnorm else gain
+        yield from (by_fan_in(u, gain), by_fan_in(v, v_gain), *(by_fan_in(z, gain) for z in qk))
+        yield by_fan_in(layer.out.weight, v_gain)
         if config.gamma_std is not None and layer.gamma is not None:
             yield layer.gamma, config.gamma_std
     elif isinstance(layer, SwiGLU | GELU):
-        yield from (usual(weight, into) for weight in torch.split(layer.up.weight, layer.hidden))
-        yield usual(layer.down.weight, out)
+        for weight in torch.split(layer.up.weight, layer.hidden):
+            yield standard(weight, value_gain)
+        yield standard(layer.down.weight, out_gain)
     if isinstance(layer, Attention | GatedAttentionUnit):
         yield from (by_fan_in(x.weight) for x in (layer.gate, layer.forget) if x is not None)
 

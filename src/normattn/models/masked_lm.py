@@ -1,6 +1,6 @@
-"""The masked language model: a bidirectional encoder that predicts hidden tokens.
+"""The masked language model: a bidirectional encoder that predicts masked tokens.
 
-Legend: B batch, T tokens, D width, V vocabulary, M chosen tokens of a row, N layers.
+Legend: B batch, T tokens, D width, V vocabulary, M targets of a row, N layers.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from normattn.models.transformer import AfterLayer, AttentionContext, TokenModel
 from normattn.models.utils import without_dropout
 from normattn.plain import plain_operations
 
-# Adam and Tiger do not see the scale of a loss; the norm that gradients are clipped by does, and
-# this keeps what the exits add to it out of the stack's own clipping.
+# Small, so that the gradients of exits hardly change the norm that gradients are clipped by. Adam
+# and Tiger do not depend on the scale of a loss.
 EXIT_WEIGHT = 1e-2
 
 
 class MaskedLoss(NamedTuple):
-    """Mean loss in nats over the chosen tokens (differentiable), hits, and tokens counted.
+    """Mean loss in nats over the targets (differentiable), correct predictions, and targets.
 
-    `exit_correct` (N − 1,) counts the hits of the exits, bottom first; it is empty without exits.
+    `exit_correct` (N − 1,) counts those of the exits, bottom first; it is empty without exits.
     """
 
     loss: Float[Tensor, ""]
@@ -39,7 +39,7 @@ class MaskedLoss(NamedTuple):
 
 
 class MaskedScores(NamedTuple):
-    """Loss in nats and hit of every chosen token, and the hits of the exits below, bottom first."""
+    """Loss in nats and correctness of each target; correctness at the exits, bottom first."""
 
     loss: Float[Tensor, "b m"]
     correct: Bool[Tensor, "b m"]
@@ -47,9 +47,9 @@ class MaskedScores(NamedTuple):
 
 
 class Exit(nn.Module):
-    """What the shared head reads of a layer below the last: W · LayerNorm(x), W = 1 at the start.
+    """The input of the shared head from a layer below the last: W · LayerNorm(x), initially W = 1.
 
-    Shapes: (…, D) → (…, D). W (D, D) and the norm's gain and bias are the exit's own.
+    Shapes: (…, D) → (…, D). W (D, D) and the norm's gain and bias are learned for each exit.
     """
 
     def __init__(self, dim: int) -> None:
@@ -59,23 +59,22 @@ class Exit(nn.Module):
         nn.init.eye_(self.linear.weight)
 
     def forward(self, x: Float[Tensor, "... d"]) -> Float[Tensor, "... d"]:
-        """The vector for the head."""
+        """Return W · LayerNorm(x)."""
         y: Tensor = self.linear(self.norm(x))
         return y
 
 
 class MaskedLM(TokenModel):
-    """An encoder that predicts the chosen tokens of a text in which some are hidden (BERT).
+    """A bidirectional encoder that predicts masked tokens (BERT).
 
-    `model(ids (B, T)) → logits (B, T, V)`; ids run to `vocab_size`, which is the mask. Every token
-    sees every other. The head is the embedding, without the mask's row, unless `tie_head` is off.
-    `key_padding` is True where a token is padding; `backend` is the kernel of every layer, as in
-    `attention`, and with "reference" the whole model is plain operations.
+    `model(ids (B, T)) → logits (B, T, V)`; the id `vocab_size` is the mask. The head is the
+    embedding, without the mask's row, unless `tie_head` is off. `key_padding` is True where a token
+    is padding. `backend` is the kernel of every layer, as in `attention`; with "reference" the
+    whole model is plain operations.
 
-    With `exits` the hidden vectors of each layer below the last are read by an `Exit` and the
-    shared head, so that reading may stop there (FastBERT, arXiv 2004.02178). An exit learns
-    from a detached copy of them and of the head: the stack is trained exactly as without exits, and
-    no gradient enters it from the middle, where summed scores could not be undone.
+    With `exits` each layer below the last has an `Exit` to the shared head, where inference may
+    stop (FastBERT, arXiv 2004.02178). Exits learn from detached hidden vectors and a detached head,
+    so the stack is trained exactly as without them.
 
     Weights are drawn from torch's global generator, the same with and without exits. Raises
     `InputError` for ids outside the vocabulary (on CPU). Source: arXiv 1810.04805.
@@ -105,7 +104,7 @@ class MaskedLM(TokenModel):
         key_padding: Bool[Tensor, "b t"] | None = None,
         backend: str = "auto",
     ) -> Float[Tensor, "b t v"]:
-        """Logits for the token at each position."""
+        """Logits of the token at each position."""
         hidden = self.hidden(ids, key_padding, backend=backend)
         return F.linear(hidden, self.head_weight)
 
@@ -118,15 +117,15 @@ class MaskedLM(TokenModel):
     ) -> Float[Tensor, "b t d"]:
         """The last layer's output after the final norm, which the head reads.
 
-        `after(layer, x)` is called with the output of every layer, and as layer −1 what the first
-        one reads.
+        `after(layer, x)` is called with the output of each layer, and with layer −1 for the input
+        of the first one.
         """
         vocabulary = (
             f"this model's vocabulary is 0 to {self.config.vocab_size - 1}, and "
             f"{self.config.mask_id} is the mask"
         )
         context = AttentionContext(key_padding, causal=False, backend=backend)
-        return self.read(ids, context, after=after, vocabulary=vocabulary)
+        return self.hidden_states(ids, context, after=after, vocabulary=vocabulary)
 
     def loss(
         self,
@@ -137,25 +136,26 @@ class MaskedLM(TokenModel):
         *,
         backend: str = "auto",
     ) -> MaskedLoss:
-        """Mean cross-entropy of the `targets` at `places`, in chunks; and hits.
+        """Mean cross-entropy of the `targets` at the positions `places`, and correct predictions.
 
-        With `key_padding` a negative target is not counted, so that rows may have fewer than M.
-        The value is the last layer's alone; the gradient also teaches the exits.
+        With `key_padding` a negative target is ignored: rows may have fewer than M. The value is
+        the last layer's, but the gradient also trains the exits.
         """
-        # Without padding every target counts, which needs no look at them.
+        # Without padding every target counts: no need to read them.
         kept = slice(None) if key_padding is None else targets.flatten() >= 0
-        wanted = targets.flatten()[kept]
-        hidden, *below = self._ends(ids, places, key_padding, backend)
+        kept_targets = targets.flatten()[kept]
+        hidden, *exit_hidden = self._hidden_at(ids, places, key_padding, backend)
         with plain_operations(backend == "reference"):
-            own = linear_cross_entropy(hidden.flatten(0, 1)[kept], self.head_weight, wanted)
+            last = linear_cross_entropy(hidden.flatten(0, 1)[kept], self.head_weight, kept_targets)
             head = self.head_weight.detach()
-            loss, hits = own.loss, [own.correct]
-            for leave, x in zip(self.exits, below, strict=True):
-                scored = linear_cross_entropy(leave(x.flatten(0, 1)[kept]), head, wanted)
-                hits.append(scored.correct)
-                loss = loss + EXIT_WEIGHT * (scored.loss - scored.loss.detach())
-        counted = torch.full_like(own.correct, wanted.numel())
-        return MaskedLoss(loss, own.correct, counted, torch.stack(hits)[1:])
+            loss, correct = last.loss, [last.correct]
+            for exit_, x in zip(self.exits, exit_hidden, strict=True):
+                scores = linear_cross_entropy(exit_(x.flatten(0, 1)[kept]), head, kept_targets)
+                correct.append(scores.correct)
+                # Adds a gradient but no value.
+                loss = loss + EXIT_WEIGHT * (scores.loss - scores.loss.detach())
+        num_targets = torch.full_like(last.correct, kept_targets.numel())
+        return MaskedLoss(loss, last.correct, num_targets, torch.stack(correct)[1:])
 
     @torch.no_grad()
     def token_scores(
@@ -165,31 +165,31 @@ class MaskedLM(TokenModel):
         targets: Int[Tensor, "b m"],
         key_padding: Bool[Tensor, "b t"] | None = None,
     ) -> MaskedScores:
-        """Loss and hits of every chosen token, at the end and at every exit, without gradients.
+        """Loss and correctness of each target, at the last layer and the exits; no gradients.
 
-        Dropout is off while it runs. A negative target is not looked up: its loss is 0 and it is
-        no hit.
+        Dropout is off. A negative target has loss 0 and is not correct.
         """
         with without_dropout(self):
-            hidden, *below = self._ends(ids, places, key_padding)
-        ends = [hidden, *(leave(x) for leave, x in zip(self.exits, below, strict=True))]
-        known, kept = targets.clamp_min(0).flatten(), targets >= 0
-        scores = [token_scores(x.flatten(0, 1), self.head_weight, known) for x in ends]
-        hits = torch.stack([score.correct.view(targets.shape) & kept for score in scores])
-        return MaskedScores(scores[0].loss.view(targets.shape) * kept, hits[0], hits[1:])
+            hidden, *exit_hidden = self._hidden_at(ids, places, key_padding)
+        exits = (exit_(x) for exit_, x in zip(self.exits, exit_hidden, strict=True))
+        valid_targets, valid = targets.clamp_min(0).flatten(), targets >= 0
+        scores = [
+            token_scores(x.flatten(0, 1), self.head_weight, valid_targets) for x in (hidden, *exits)
+        ]
+        correct = torch.stack([score.correct.view(targets.shape) & valid for score in scores])
+        return MaskedScores(scores[0].loss.view(targets.shape) * valid, correct[0], correct[1:])
 
-    def _ends(
+    def _hidden_at(
         self, ids: Tensor, places: Tensor, key_padding: Tensor | None, backend: str = "auto"
     ) -> list[Tensor]:
-        """The hidden vectors (B, M, D) at `places`: the last layer's, then those of the exits."""
+        """The hidden vectors (B, M, D) at `places`: of the last layer, then of those with exits."""
         if places.shape[0] != ids.shape[0]:
             raise InputError(f"{ids.shape[0]} rows were given with places in {places.shape[0]}")
-        below: list[Tensor] = []
+        exit_hidden: list[Tensor] = []
 
-        def keep(layer: int, x: Tensor) -> None:
+        def collect(layer: int, x: Tensor) -> None:
             if 0 <= layer < len(self.exits):
-                # Only what is read of it goes on being held.
-                below.append(torch.take_along_dim(x.detach(), places[..., None], 1))
+                exit_hidden.append(torch.take_along_dim(x.detach(), places[..., None], 1))
 
-        hidden = self.hidden(ids, key_padding, keep if self.exits else None, backend)
-        return [torch.take_along_dim(hidden, places[..., None], 1), *below]
+        hidden = self.hidden(ids, key_padding, collect if self.exits else None, backend)
+        return [torch.take_along_dim(hidden, places[..., None], 1), *exit_hidden]

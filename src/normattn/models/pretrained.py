@@ -1,4 +1,4 @@
-"""A model as two files: config.json and model.safetensors, written whole or not at all."""
+"""Saved models: config.json and model.safetensors, written completely or not at all."""
 
 from __future__ import annotations
 
@@ -27,20 +27,19 @@ FORMATS: dict[str, Any] = {
     "normattn.translator/1": Translator,
     "normattn.vision_transformer/1": VisionTransformer,
 }
-"""The class of each kind of saved model, which is made from a value of its `config_class`."""
+"""The model class of each format; its configuration is a `config_class`."""
 Model = TypeVar("Model", bound=nn.Module)
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 
 
 def save_model(model: nn.Module, directory: Path | str) -> None:
-    """Write the trained model, of one of `FORMATS`, to `directory`: its settings and its weights.
+    """Write the configuration and weights of a model of one of `FORMATS` to `directory`.
 
-    An inference-time method that is switched on is no part of the trained model and is not saved.
-    config.json holds `format`, the settings under `config`, and the SHA-256 of settings and
-    weights. A directory that exists is replaced as a whole if it holds a saved model or
-    nothing. Raises `InputError` when it holds anything else, when the disk is full or cannot be
-    written.
+    An inference-time method that is switched on is not saved. config.json holds `format`, the
+    fields of the configuration under `config`, and the SHA-256 of configuration and weights. An
+    existing directory is replaced as a whole if it is empty or holds a saved model. Raises
+    `InputError` if it holds anything else, or cannot be written.
     """
     path = Path(directory)
     name = next((name for name, kind in FORMATS.items() if type(model) is kind), None)
@@ -73,12 +72,12 @@ def save_model(model: nn.Module, directory: Path | str) -> None:
 
 
 def load_model(directory: Path | str, expected: BaseModel | None = None) -> CausalLM:
-    """Read a causal language model that `save_model` wrote; as `load_any`, of that one class."""
+    """Load a causal language model; otherwise as `load_any`."""
     return load_as(CausalLM, directory, expected)
 
 
 def load_as(kind: type[Model], directory: Path | str, expected: BaseModel | None = None) -> Model:
-    """Read a model of one class as `load_any` does; `InputError` when another is saved there."""
+    """Load a model as `load_any` does; `InputError` if it is not of this class."""
     model = load_any(directory, expected)
     if not isinstance(model, kind):
         raise InputError(
@@ -88,49 +87,48 @@ def load_as(kind: type[Model], directory: Path | str, expected: BaseModel | None
 
 
 def load_any(directory: Path | str, expected: BaseModel | None = None) -> nn.Module:
-    """Read a model that `save_model` wrote; the result is in training mode, on the CPU.
+    """Load a model that `save_model` wrote, in training mode, on the CPU.
 
-    `expected` are the settings that the run says it was trained with. Nothing is drawn: the model
-    is made without memory and given the tensors of the file, in their types. Raises `InputError`
-    for a missing or damaged file, an unknown format or setting, settings that are not the expected
-    ones or were changed since they were saved, and weights that are not those of the configuration.
+    `expected` is the configuration that the run was trained with. The model is built on the meta
+    device and given the tensors of the file, in their dtypes; no random numbers are drawn. Raises
+    `InputError` for a missing or damaged file, an unknown format or field, a configuration that is
+    not the expected one or was changed since it was saved, and weights that do not fit it.
 
-    Models saved before the settings had a digest are read without that check; where `expected` is
-    given, as it is for every run, they are compared with it all the same.
+    Models saved before configurations had a digest are loaded without that check.
     """
-    described, stored = Path(directory) / CONFIG_FILE, Path(directory) / WEIGHTS_FILE
-    description = _read_description(described)
+    config_path, weights_path = Path(directory) / CONFIG_FILE, Path(directory) / WEIGHTS_FILE
+    description = _read_description(config_path)
     name, settings = description["format"], description["config"]
-    tensors = read_tensors(stored, description["weights_sha256"])
+    tensors = read_tensors(weights_path, description["weights_sha256"])
     if not isinstance(settings, dict):
-        raise InputError(f"{described}: the field 'config' is not an object")
+        raise InputError(f"{config_path}: the field 'config' is not an object")
     for field in ("layers", "decoder_layers"):
         count = settings.get(field)
-        # Even without memory each layer is an object.
+        # Building many layers takes long, even on the meta device.
         if type(count) is int and count > len(tensors) and not settings.get("shared_layers"):
             raise InputError(
-                f"{described}: {field} is {count:,}, but the weights are {len(tensors)} tensors"
+                f"{config_path}: {field} is {count:,}, but the weights are {len(tensors)} tensors"
             )
     try:
         with on_meta():
             config = FORMATS[name].config_class(**settings)
             model: nn.Module = FORMATS[name](config)
     except InputError as error:
-        raise InputError(f"{described}: {error}") from error
+        raise InputError(f"{config_path}: {error}") from error
     except (RuntimeError, TypeError) as error:  # a size that no tensor can have
-        raise InputError(f"{described} has sizes that no model can have") from error
-    _check_tensors(model, tensors, stored)
+        raise InputError(f"{config_path} has sizes that no model can have") from error
+    _check_tensors(model, tensors, weights_path)
     if expected is not None:
-        wanted, found = (each.model_dump(mode="json") for each in (expected, config))
-        if difference := first_difference(wanted, found):
-            field, one, other = difference
+        dumps = (each.model_dump(mode="json") for each in (expected, config))
+        if difference := first_difference(*dumps):
+            field, in_run, in_file = difference
             raise InputError(
-                f"{described} is not of the model that the run describes: {field} is {other} there "
-                f"and {one} in the run's configuration"
+                f"{config_path} is not of the model that the run describes: {field} is {in_file} "
+                f"there and {in_run} in the run's configuration"
             )
     if description.get("config_sha256") not in (None, _digest(name, settings)):
         raise InputError(
-            f"{described} was changed after the model was saved: its settings do not match their "
+            f"{config_path} was changed after the model was saved: its settings do not match their "
             "SHA-256"
         )
     model.load_state_dict(tensors, assign=True)
@@ -138,9 +136,9 @@ def load_any(directory: Path | str, expected: BaseModel | None = None) -> nn.Mod
 
 
 def check_weights(directory: Path | str) -> None:
-    """`InputError` where a saved model is missing or its weights are not as `save_model` left them.
+    """Raise `InputError` if a saved model is missing or its weights were changed.
 
-    Quicker than `load_any`: no model is made.
+    Faster than `load_any`, as no model is built.
     """
     path = Path(directory)
     check_digest(path / WEIGHTS_FILE, _read_description(path / CONFIG_FILE)["weights_sha256"])
@@ -161,7 +159,7 @@ def _read_description(path: Path) -> dict[str, Any]:
 
 
 def _check_tensors(model: nn.Module, tensors: dict[str, Tensor], path: Path) -> None:
-    """Raise `InputError` for a tensor that is missing, unknown, or of another shape or kind."""
+    """Raise `InputError` for a missing or unknown tensor, or one of another shape or kind."""
     expected = model.state_dict()
     for problem, names in (
         ("lacks", expected.keys() - tensors),
@@ -173,15 +171,15 @@ def _check_tensors(model: nn.Module, tensors: dict[str, Tensor], path: Path) -> 
                 "describes"
             )
     for name, value in expected.items():
-        found = tensors[name]
-        if found.shape != value.shape or found.is_floating_point() != value.is_floating_point():
+        saved = tensors[name]
+        if saved.shape != value.shape or saved.is_floating_point() != value.is_floating_point():
             raise InputError(
-                f"{path}: {name} is {found.dtype} of {tuple(found.shape)}, but {CONFIG_FILE} asks "
+                f"{path}: {name} is {saved.dtype} of {tuple(saved.shape)}, but {CONFIG_FILE} asks "
                 f"for {value.dtype} of {tuple(value.shape)}"
             )
 
 
 def _digest(name: str, config: dict[str, Any]) -> str:
-    """The SHA-256 of a model's format and settings, however the file is laid out."""
+    """The SHA-256 of a model's format and configuration, independent of the file's layout."""
     text = json.dumps([name, config], sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""The stack of Transformer blocks that every model is made of.
+"""The stack of Transformer blocks that all models share.
 
 Legend: B batch, T tokens, S tokens in all, D width.
 """
@@ -41,18 +41,17 @@ from normattn.plain import plain_operations, use_plain_ops
 from normattn.score import ScoreSpec
 
 Stream = Float[Tensor, "b t d"] | LayerOutputs
-"""What runs through the blocks: the residual stream, or all outputs so far (`AttnRes`)."""
+"""The residual stream, or with `AttnRes` the outputs of all sub-layers so far."""
 AfterLayer = Callable[[int, Tensor], None]
-"""Called with each layer's number, from 0, and its output (B, T, D)."""
+"""Called with the index of each layer, from 0, and its output (B, T, D)."""
 
 
 @dataclass(frozen=True)
 class AttentionContext:
-    """What every layer must know of all S tokens; without `positions` they are 0 … S − 1.
+    """The arguments of self-attention that all layers share, for all S tokens.
 
-    `causal`: a token sees those before it and itself only. `query_padding` says which tokens no
-    statistics should count, `key_padding` where it is not given. `residual` holds the residual
-    scores of the layers below. `backend` names the kernel, as in `attention`.
+    `positions` are 0 … S − 1 by default. `query_padding`, by default `key_padding`, leaves tokens
+    out of statistics. `residual` is a layer's (`residual_layers`); `backend` is as in `attention`.
     """
 
     key_padding: Bool[Tensor, "b s"] | None = None
@@ -65,7 +64,7 @@ class AttentionContext:
 
 
 class CrossContext(NamedTuple):
-    """What a decoder's cross attention must know of its queries: the arguments of its `forward`."""
+    """The arguments of a decoder's cross-attention, for all T target tokens."""
 
     positions: Int[Tensor, " t"] | None
     query_padding: Bool[Tensor, "b t"] | None
@@ -74,21 +73,21 @@ class CrossContext(NamedTuple):
 
 
 class TokenModel(nn.Module):
-    """Embedding, blocks, and the norms around them: the body of every model of one text.
+    """Base class of models of one text: embedding, blocks, and the norms around them.
 
-    PreLN and ReZero end in a norm; PostLN and DeepNorm, whose blocks end in one, normalise the
-    embedding instead, so that every sub-layer reads a normalised stream; ReZeroNoNorm and
-    FixedScale have no norm at all.
+    PreLN and ReZero end in a norm. With PostLN and DeepNorm, whose blocks end in one, the embedding
+    is normalised instead, so that every sub-layer reads a normalised stream. ReZeroNoNorm and
+    FixedScale have no norms.
     """
 
-    def __init__(self, config: StackConfig, tokens: int) -> None:
+    def __init__(self, config: StackConfig, num_embeddings: int) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(tokens, config.dim)
-        self.embedding_norm = first_norm(config)
+        self.embedding = nn.Embedding(num_embeddings, config.dim)
+        self.embedding_norm = make_embedding_norm(config)
         self.blocks = Blocks(config)
-        self.final_norm = last_norm(config)
+        self.final_norm = make_final_norm(config)
 
-    def read(
+    def hidden_states(
         self,
         ids: Int[Tensor, "b t"],
         context: AttentionContext,
@@ -98,33 +97,32 @@ class TokenModel(nn.Module):
     ) -> Float[Tensor, "b t d"]:
         """The last block's output after the final norm.
 
-        `after(layer, x)` is called with the output of every layer, and as layer −1 with what the
-        first one reads; `vocabulary` is for the error about an id outside it.
+        `after(layer, x)` is called with the output of each layer, and with layer −1 for the input
+        of the first one. `vocabulary` describes the valid ids in the error about others.
         """
         with plain_operations(context.backend == "reference"):
             x = embed(self.embedding, self.embedding_norm, checked_ids(ids), vocabulary)
             if after is not None:
                 after(-1, x)
             x = self.blocks(x, context, caches, after)
-            last: Tensor = x if self.final_norm is None else self.final_norm(x)
-            return last
+            hidden: Tensor = x if self.final_norm is None else self.final_norm(x)
+            return hidden
 
 
 class Blocks(nn.ModuleList):
-    """The blocks of a `StackConfig`, bottom first; with `shared_layers` one block, used again.
+    """The blocks of a `StackConfig`, bottom first; with `shared_layers` one block for all layers.
 
-    `blocks(x, context)` runs them all; x and the result are (B, T, D). With `across`, the score of
-    a cross attention, they are a decoder's. Residual scores live for one call.
-    `activation_checkpointing`: with gradients a block keeps its input alone and computes the rest
-    again in the backward pass (see `set_activation_checkpointing`).
+    `blocks(x, context)` runs all of them: (B, T, D) → (B, T, D). A decoder has a `cross_score`,
+    that of its cross-attention. With `activation_checkpointing` a block keeps only its input and
+    recomputes the rest in the backward pass (see `set_activation_checkpointing`).
     """
 
-    def __init__(self, config: StackConfig, across: ScoreSpec | None = None) -> None:
-        own = 1 if config.shared_layers else config.layers
-        super().__init__(Block(config, layer, across) for layer in range(own))
+    def __init__(self, config: StackConfig, cross_score: ScoreSpec | None = None) -> None:
+        num_blocks = 1 if config.shared_layers else config.layers
+        super().__init__(Block(config, layer, cross_score) for layer in range(num_blocks))
         self.layers = config.layers
         self.activation_checkpointing = False
-        self._score, self._across = config.score, across
+        self._score, self._cross_score = config.score, cross_score
         self._eps = config.norm_eps
         self.query = (
             nn.Parameter(torch.zeros(config.dim)) if config.placement == "AttnRes" else None
@@ -139,37 +137,37 @@ class Blocks(nn.ModuleList):
         memories: Sequence[Memory] | None = None,
         positions: Int[Tensor, " t"] | None = None,
     ) -> Float[Tensor, "b t d"]:
-        """Every layer in turn; `after` is called with every output.
+        """Run all layers; `after` is called with the output of each.
 
-        `caches` has one for each layer. A decoder needs `memories`, one for each block, and reads
-        them from `positions`, if its cross attention has any. Raises `InputError` for memories
-        without cross attention, and for cross attention without memories.
+        `caches` has one for each layer. A decoder needs `memories`, one for each block, and the
+        `positions` of its queries if its cross-attention uses positions. Raises `InputError` for
+        memories without cross-attention, and for cross-attention without memories.
         """
         context = AttentionContext() if context is None else context
         contexts = self._layer_contexts(self._score, context)
-        crossing: Sequence[CrossContext | None] = [None] * self.layers
-        if memories is not None and self._across is None:
+        cross_contexts: Sequence[CrossContext | None] = [None] * self.layers
+        if memories is not None and self._cross_score is None:
             raise InputError("memories are for cross attention, which these blocks do not have")
-        if memories is None and self._across is not None:
+        if memories is None and self._cross_score is not None:
             raise InputError("blocks with cross attention need memories, one for each of them")
-        if self._across is not None:
-            crossing = self._cross_contexts(self._across, context, positions, x.shape[1])
+        if self._cross_score is not None:
+            cross_contexts = self._cross_contexts(self._cross_score, context, positions, x.shape[1])
         stream: Stream = x if self.query is None else LayerOutputs((x,))
         for layer in range(self.layers):
             block: Any = self[layer % len(self)]
             cache = None if caches is None else caches[layer]
             memory = None if memories is None else memories[layer % len(self)]
-            arguments = stream, contexts[layer], cache, memory, crossing[layer]
-            if self._recomputes:
-                stream = checkpoint(block, *arguments, use_reentrant=False, **_as_in_forward())
+            args = stream, contexts[layer], cache, memory, cross_contexts[layer]
+            if self._checkpoints:
+                stream = checkpoint(block, *args, use_reentrant=False, **_recompute_options())
             else:
-                stream = block(*arguments)
+                stream = block(*args)
             if after is not None:
                 after(layer, self._output(stream))
         return self._output(stream)
 
     def _output(self, stream: Stream) -> Float[Tensor, "b t d"]:
-        """What is read of the stream: itself, or a mixture of all layers' outputs (AttnRes)."""
+        """The stream itself, or with AttnRes the mixture of all outputs."""
         if isinstance(stream, LayerOutputs):
             assert self.query is not None
             return stream.mixed(self.query, self._eps)
@@ -178,9 +176,9 @@ class Blocks(nn.ModuleList):
     def remember(
         self, source: Float[Tensor, "b s d"], padding: Tensor | None, positions: Tensor
     ) -> tuple[Memory, ...]:
-        """The keys and values that each block of a decoder reads of a source."""
-        crosses: list[Any] = [block.cross for block in self if isinstance(block, Block)]
-        return tuple(cross.sublayer.remember(source, padding, positions) for cross in crosses)
+        """Compute keys and values of a source for the cross-attention of each block."""
+        blocks: list[Any] = list(self)
+        return tuple(block.cross.sublayer.remember(source, padding, positions) for block in blocks)
 
     @property
     def specs(self) -> list[ScoreSpec]:
@@ -189,13 +187,13 @@ class Blocks(nn.ModuleList):
         return [blocks[n % len(self)].mixer.sublayer.score.spec for n in range(self.layers)]
 
     @property
-    def _recomputes(self) -> bool:
+    def _checkpoints(self) -> bool:
         return self.activation_checkpointing and torch.is_grad_enabled()
 
     def _layer_contexts(
         self, score: ScoreSpec, context: AttentionContext
     ) -> list[AttentionContext]:
-        """The context of every layer of one forward pass, with its residual scores."""
+        """The context of each layer, with its residual."""
         residual = residual_layers(score, self.layers)
         if residual is None:
             return [context] * self.layers
@@ -205,7 +203,7 @@ class Blocks(nn.ModuleList):
     def _cross_contexts(
         self, score: ScoreSpec, context: AttentionContext, positions: Tensor | None, tokens: int
     ) -> list[CrossContext]:
-        """What the cross attention of every layer must know, with its residual scores."""
+        """The cross-attention context of each layer, with its residual."""
         padding = context.query_padding
         if padding is None and context.key_padding is not None:
             padding = context.key_padding[:, -tokens:]
@@ -214,22 +212,23 @@ class Blocks(nn.ModuleList):
         return [CrossContext(positions, padding, layer, backend) for layer in residual]
 
     def _backend(self, score: ScoreSpec, backend: str) -> str:
-        """The kernel to ask for: recomputed layers cannot fill a buffer of summed scores again.
+        """The kernel to use: recomputed layers cannot fill a buffer of summed scores again.
 
-        The queries and keys of all layers, side by side, can be made once more.
+        Concatenated queries and keys of all layers can be recomputed.
         """
         summed = score.residual is not None and score.residual.summed == "scores"
-        return "concatenated" if self._recomputes and summed and backend == "auto" else backend
+        return "concatenated" if self._checkpoints and summed and backend == "auto" else backend
 
 
 class Block(nn.Module):
-    """Attention, in a decoder cross attention, and a feed-forward layer; or one gated unit.
+    """Attention, a decoder's cross-attention, and feed-forward; or one gated attention unit.
 
-    Each is a sub-layer in the configured placement of norm and residual. `layer` counts from 0;
-    `across` is the score of a decoder's cross attention.
+    Each is wrapped in the configured placement of norm and residual. `layer` counts from 0.
     """
 
-    def __init__(self, config: StackConfig, layer: int, across: ScoreSpec | None = None) -> None:
+    def __init__(
+        self, config: StackConfig, layer: int, cross_score: ScoreSpec | None = None
+    ) -> None:
         super().__init__()
         score = config.score.layer(layer, config.layers)
         self.cross: nn.Module | None = None
@@ -243,16 +242,17 @@ class Block(nn.Module):
                 separate_qk=config.separate_qk,
                 dropout=config.dropout,
             )
-            self.mixer: nn.Module = place(config, unit)
+            self.mixer: nn.Module = wrap_sublayer(config, unit)
             return
-        heads = config.dim, config.heads, config.kv_heads
-        more: dict[str, Any] = {"head_dim": config.head_dim, "dropout": config.dropout}
-        self.mixer = place(config, Attention(*heads, score, qkv_bias=config.qkv_bias, **more))
-        if across is not None:
-            spec = across.layer(layer, config.layers)
-            self.cross = place(config, CrossAttention(*heads, spec, **more))
+        sizes = config.dim, config.heads, config.kv_heads
+        options: dict[str, Any] = {"head_dim": config.head_dim, "dropout": config.dropout}
+        attention = Attention(*sizes, score, qkv_bias=config.qkv_bias, **options)
+        self.mixer = wrap_sublayer(config, attention)
+        if cross_score is not None:
+            spec = cross_score.layer(layer, config.layers)
+            self.cross = wrap_sublayer(config, CrossAttention(*sizes, spec, **options))
         kind = SwiGLU if config.feed_forward == "swiglu" else GELU
-        self.feed_forward = place(config, kind(config.dim, config.hidden))
+        self.feed_forward = wrap_sublayer(config, kind(config.dim, config.hidden))
 
     def forward(
         self,
@@ -260,17 +260,17 @@ class Block(nn.Module):
         context: AttentionContext,
         cache: KeyValueCache | None = None,
         memory: Memory | None = None,
-        crossing: CrossContext | None = None,
+        cross_context: CrossContext | None = None,
     ) -> Stream:
-        """The block's output; `cache` is its layer's, `memory` what its cross attention reads."""
+        """The block's output; cross-attention reads `memory`."""
         x = self.mixer(x, cache=cache, **vars(context))
-        if self.cross is not None and crossing is not None:
-            x = self.cross(x, memory=memory, **crossing._asdict())
+        if self.cross is not None and cross_context is not None:
+            x = self.cross(x, memory=memory, **cross_context._asdict())
         return x if self.feed_forward is None else self.feed_forward(x)
 
 
-def place(config: StackConfig, sublayer: nn.Module) -> Placed:
-    """A sub-layer in the configured placement of norm and residual."""
+def wrap_sublayer(config: StackConfig, sublayer: nn.Module) -> Placed:
+    """Wrap a sub-layer in the configured placement of norm and residual."""
     dropout = config.dropout
     if config.placement == "FixedScale":
         return FixedScale(sublayer, dropout=dropout)
@@ -282,14 +282,14 @@ def place(config: StackConfig, sublayer: nn.Module) -> Placed:
     if config.placement == "nGPT":
         return NGPT(sublayer, norm, config.dim, dropout)
     if config.placement == "AttnRes":
-        size = config.residual_block
-        return AttnRes(sublayer, norm, config.dim, dropout, block=size, eps=config.norm_eps)
-    kinds: dict[str, type[Placed]] = {"PreLN": PreLN, "PostLN": PostLN, "ReZero": ReZero}
-    return kinds[config.placement](sublayer, norm, dropout)
+        block, eps = config.residual_block, config.norm_eps
+        return AttnRes(sublayer, norm, config.dim, dropout, block=block, eps=eps)
+    others: dict[str, type[Placed]] = {"PreLN": PreLN, "PostLN": PostLN, "ReZero": ReZero}
+    return others[config.placement](sublayer, norm, dropout)
 
 
 def make_norm(config: StackConfig) -> nn.Module:
-    """One norm over the width, or what takes its place, of the configured kind."""
+    """A norm over the width, or its replacement, of the configured kind."""
     dim, eps, gain = config.dim, config.norm_eps, config.norm_gain
     if config.norm in ("dyt", "derf"):
         return (DyT if config.norm == "dyt" else Derf)(dim, gain=gain)
@@ -300,21 +300,22 @@ def make_norm(config: StackConfig) -> nn.Module:
     return RMSNorm(dim, eps, gain=gain, eps_placement=config.eps_placement)
 
 
-def first_norm(config: StackConfig) -> nn.Module | None:
+def make_embedding_norm(config: StackConfig) -> nn.Module | None:
     """The norm of the embedding, where the blocks end in a norm."""
     return make_norm(config) if config.ends_in_norm else None
 
 
-def last_norm(config: StackConfig) -> nn.Module | None:
-    """The norm after the last block, where blocks do not end in one and there are norms at all."""
+def make_final_norm(config: StackConfig) -> nn.Module | None:
+    """The norm after the last block, where blocks have norms but do not end in one."""
     return make_norm(config) if config.has_norms and not config.ends_in_norm else None
 
 
 def set_activation_checkpointing(model: nn.Module, on: bool = True) -> None:
-    """Let the blocks of a model compute their activations again in the backward pass, or not.
+    """Switch activation checkpointing of a model on or off.
 
-    Memory for activations falls to the blocks' inputs, for about a third more computation; the
-    gradients are the same, for every score. Raises `InputError` for a model without blocks of ours.
+    The backward pass then recomputes the activations within each block: only the blocks' inputs are
+    kept, for about a third more computation. Gradients are the same for every score. Raises
+    `InputError` for a model without `Blocks`.
     """
     stacks = [module for module in model.modules() if isinstance(module, Blocks)]
     if not stacks:
@@ -326,18 +327,18 @@ def set_activation_checkpointing(model: nn.Module, on: bool = True) -> None:
         stack.activation_checkpointing = on
 
 
-def _as_in_forward() -> dict[str, Any]:
-    """How to recompute a block: by the same operations and kernels, seen by nobody a second time.
+def _recompute_options() -> dict[str, Any]:
+    """Options of `checkpoint` that recompute a block with the same kernels, without observers.
 
-    A backward pass runs outside of what was switched on for the forward one.
+    The backward pass runs outside the context managers of the forward pass.
     """
     if torch.compiler.is_compiling():
         return {}
-    plainly, observed = use_plain_ops(), bool(observers())
+    plain_ops, observed = use_plain_ops(), bool(observers())
 
     @contextmanager
     def recomputed() -> Iterator[None]:
-        with plain_operations(plainly), unobserved(observed):
+        with plain_operations(plain_ops), unobserved(observed):
             yield
 
     return {"context_fn": lambda: (nullcontext(), recomputed())}

@@ -1,4 +1,4 @@
-"""What all models share: checked token ids, dropout off, inference-time methods, meta models."""
+"""Helpers of all models: token ids, dropout off, inference-time methods, meta models."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from normattn.score import Score, ScoreSpec
 
 
 def checked_ids(ids: Any, name: str = "ids") -> Tensor:
-    """`ids` themselves; `InputError` unless they are a dense matrix (B, T) of int64 or int32."""
+    """Return `ids`; `InputError` unless they are a dense (B, T) tensor of int64 or int32."""
     if not isinstance(ids, Tensor):
         found = f"a {type(ids).__name__}"
     elif ids.layout is not torch.strided:
@@ -34,21 +34,21 @@ def embed(
 ) -> Tensor:
     """The normalised embeddings (B, T, D) of `ids` (B, T).
 
-    Raises `InputError` for an id outside the table (on a CPU); `vocabulary` says what is in it.
+    Raises `InputError` for an id outside the table (on a CPU); `vocabulary` describes valid ids.
     """
     try:
         x: Tensor = table(ids)
     except IndexError as error:
-        known = vocabulary or f"this model's vocabulary is 0 to {table.num_embeddings - 1}"
+        valid = vocabulary or f"this model's vocabulary is 0 to {table.num_embeddings - 1}"
         raise InputError(
-            f"token ids run from {int(ids.min())} to {int(ids.max())}; {known}"
+            f"token ids run from {int(ids.min())} to {int(ids.max())}; {valid}"
         ) from error
     return x if norm is None else norm(x)
 
 
 @contextmanager
 def without_dropout(model: Any) -> Iterator[None]:
-    """Evaluation mode inside; each of the `model.modules()` then has its own mode again."""
+    """Switch to evaluation mode inside; afterwards each module has its previous mode."""
     training = [module for module in model.modules() if module.training]
     for module in training:
         module.training = False
@@ -62,8 +62,8 @@ def without_dropout(model: Any) -> Iterator[None]:
 class MethodHandle:
     """An inference-time method that is on; `.remove()` or leaving `with` undoes it exactly.
 
-    Only the active spec of each `Score` changes: no weight, no buffer, no train or eval mode.
-    `specs` has one for each of `scores`; `.spec` is the whole model's. Removing twice is harmless.
+    Only the active specification of each `Score` changes, no weight or buffer. `specs` has one for
+    each of `scores`; `.spec` is the whole model's. Removing twice is harmless.
     """
 
     def __init__(
@@ -72,9 +72,9 @@ class MethodHandle:
         self.spec = spec
         self._before: list[tuple[Score, ScoreSpec]] = []
         try:
-            for score, own in zip(scores, specs, strict=True):
+            for score, layer_spec in zip(scores, specs, strict=True):
                 before = score.spec
-                score.use(own)
+                score.use(layer_spec)
                 self._before.append((score, before))
         except BaseException:
             self.remove()
@@ -86,7 +86,7 @@ class MethodHandle:
         return bool(self._before)
 
     def remove(self) -> None:
-        """Give every `Score` the spec that it had before."""
+        """Restore the previous specification of every `Score`."""
         while self._before:
             score, spec = self._before.pop()
             score.use(spec)
@@ -98,20 +98,20 @@ class MethodHandle:
         self.remove()
 
 
-class _WithoutDraws(TorchFunctionMode):
-    """Normal numbers are not drawn: torch would load its compiler for them, which takes seconds."""
+class _SkipNormal(TorchFunctionMode):
+    """Skip drawing normal numbers: on the meta device torch would load its compiler for it."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        given = kwargs or {}
+        kwargs = kwargs or {}
         if func in (Tensor.normal_, nn.init.normal_):
-            return args[0] if args else given["tensor"]
-        return func(*args, **given)
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **kwargs)
 
 
 @contextmanager
 def on_meta() -> Iterator[None]:
-    """Modules made inside have parameters with shapes and dtypes, but take no memory."""
-    with torch.device("meta"), _WithoutDraws():
+    """Parameters of modules made inside have shapes and dtypes, but take no memory."""
+    with torch.device("meta"), _SkipNormal():
         yield

@@ -1,4 +1,4 @@
-"""The Vision Transformer: an image as a sequence of patches, and one class for it.
+"""The Vision Transformer: an image classifier on a sequence of patches.
 
 Legend: B batch, C channels, T tokens, D width, K classes.
 """
@@ -18,28 +18,27 @@ from normattn.models.transformer import (
     AfterLayer,
     AttentionContext,
     Blocks,
-    first_norm,
-    last_norm,
+    make_embedding_norm,
+    make_final_norm,
 )
 from normattn.models.utils import without_dropout
 from normattn.plain import plain_operations
 
-# ViT's own (arXiv 2010.11929); the class token starts at zero.
+# As in ViT (arXiv 2010.11929); the class token starts at zero.
 POSITION_STD = 0.02
 
 
 class VisionTransformer(nn.Module):
-    """An encoder that names the class of an image (ViT).
+    """An encoder that predicts the class of an image (ViT).
 
-    `model(images (B, C, H, W)) → logits (B, K)`; pixels are numbers in −1 … 1. An image is cut into
-    patches, row by row, each of which one matrix (with bias) turns into a token; before them comes
-    a learned class token where `pool` is "class"; learned positions are added where `positions`
-    says so. Every token sees every other. The head, with bias, reads the class token, or the mean
-    of all tokens, after the final norm.
+    `model(images (B, C, H, W)) → logits (B, K)`; pixels are numbers in −1 … 1. A linear layer turns
+    each patch, row by row, into a token. With `pool` "class" a learned class token precedes them;
+    with `positions` "learned" position vectors are added. The head reads the class token, or the
+    mean of all tokens, after the final norm.
 
-    Weights are drawn from torch's global generator: blocks and head as `initialise` says, the
-    patches' matrix with deviation 1/√fan-in, positions with 0.02. Raises `InputError` for images of
-    another shape. Source: arXiv 2010.11929; QK-Norm in it: arXiv 2302.05442.
+    Weights are drawn from torch's global generator: blocks and head as in `initialise`, the patch
+    projection with deviation 1/√fan-in, positions with 0.02. Raises `InputError` for images of
+    another shape. Source: arXiv 2010.11929; with QK-Norm: arXiv 2302.05442.
     """
 
     config_class = VisionConfig
@@ -51,9 +50,9 @@ class VisionTransformer(nn.Module):
         learned = config.positions == "learned"
         self.position = nn.Embedding(config.tokens, config.dim) if learned else None
         self.class_token = nn.Parameter(torch.zeros(config.dim)) if config.pool == "class" else None
-        self.embedding_norm = first_norm(config)
+        self.embedding_norm = make_embedding_norm(config)
         self.blocks = Blocks(config)
-        self.final_norm = last_norm(config)
+        self.final_norm = make_final_norm(config)
         self.head = nn.Linear(config.dim, config.classes)
         initialise(self, config)
         with torch.no_grad():
@@ -75,7 +74,7 @@ class VisionTransformer(nn.Module):
         after: AfterLayer | None = None,
         backend: str = "auto",
     ) -> Float[Tensor, "b d"]:
-        """What the head reads; `after(layer, x)` is called with every layer's output (B, T, D)."""
+        """The head's input; `after(layer, x)` is called with each layer's output (B, T, D)."""
         with plain_operations(backend == "reference"):
             context = AttentionContext(causal=False, backend=backend)
             x: Tensor = self.blocks(self._embed(images), context, after=after)
@@ -85,7 +84,7 @@ class VisionTransformer(nn.Module):
     def loss(
         self, images: Float[Tensor, "b c h w"], labels: Int[Tensor, "b"], *, backend: str = "auto"
     ) -> LinearCrossEntropy:
-        """Mean cross-entropy of the `labels`, and hits."""
+        """Mean cross-entropy of the `labels`, and correct predictions."""
         logits = self(images, backend)
         loss = F.cross_entropy(logits.float() if logits.element_size() == 2 else logits, labels)
         return LinearCrossEntropy(loss, (logits.argmax(-1) == labels).sum(), loss.detach())
