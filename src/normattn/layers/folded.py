@@ -237,7 +237,6 @@ class FoldedStep(FoldedPlan):
     distances: Float[Tensor, " c"] | None
     bias: Float[Tensor, "1 g r c"] | None
     window: int | None
-    two_regimes: bool
     host_reads: bool
 
     def attend(
@@ -287,12 +286,12 @@ class FoldedStep(FoldedPlan):
         """Append k and v to the cache and attend to all keys that it then holds, or the window."""
         scale = self.scale if isinstance(self.scale, float) else self.scale[cache.length]
         far_q = near_k = None
-        if self.two_regimes:
+        if self.query_rotation is not None:
             (q, far_q), (near_k, k) = q.unbind(), k.unbind()
         keys, values = cache.append(k, v)
         num_keys = keys.shape[2]
         start = 0 if self.window is None else max(0, num_keys - self.window)
-        bias = self._bias_of_newest(score, num_keys if self.two_regimes else num_keys - start)
+        bias = self._bias_of_newest(score, num_keys - start if near_k is None else num_keys)
         near, near_values = keys, values
         if start:
             near, near_values = (x.narrow(2, start, num_keys - start) for x in (keys, values))
@@ -380,6 +379,7 @@ def fold_step(score: Score, q: Tensor, k: Tensor, v: Tensor, capacity: int) -> F
     distances = bias = None
     with torch.inference_mode(False):
         positions = Positions.of(capacity, capacity, True, q.device)
+        num_visible = _num_visible(score, positions.n, q)
         scale, *tables = _shared_tables(spec, size, capacity, q.dtype, q.device)
         rows = torch.arange(batch * (heads + groups), device=q.device)[:, None] * size
         query_rotation, key_rotation = (
@@ -390,11 +390,9 @@ def fold_step(score: Score, q: Tensor, k: Tensor, v: Tensor, capacity: int) -> F
             distances = positions.key.to(at_least_float32(q.dtype)).flip(-1)
             bias = _bias_values(score, distances, groups) if score.bias is None else None
     return FoldedStep(
-        *(_post_processes(spec), _num_visible(score, positions.n, q), spec, (heads, groups)),
-        *(capacity, scale),
+        *(_post_processes(spec), num_visible, spec, (heads, groups), capacity, scale),
         *(query_rotation, key_rotation, distances, bias),
         window=spec.window[0] if remapping is None else remapping.window,
-        two_regimes=remapping is not None,
         host_reads=host_can_read(q),
     )
 

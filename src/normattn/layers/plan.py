@@ -57,11 +57,11 @@ def prepare(
     Raises `InputError` for arguments that do not fit together. A cached plan skips these checks:
     the first call with its shapes passed them.
     """
+    num_cached = None if cache is None else cache.length
     if _is_cacheable(score, q, k, v, args):
-        folded = _folded_plan(score, q, k, v, args, cache)
+        folded = _folded_plan(score, q, k, v, args, num_cached)
         if folded is not None:
             return folded
-    num_cached = None if cache is None else cache.length
     check_call(score, q, k, v, args, num_cached)
     if cache is not None:
         cache.claim(score.spec)
@@ -94,16 +94,11 @@ def _is_cacheable(score: Score, q: Tensor, k: Tensor, v: Tensor, args: Attention
 
 
 def _folded_plan(
-    score: Score,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    args: AttentionArguments,
-    cache: KeyValueCache | None,
+    score: Score, q: Tensor, k: Tensor, v: Tensor, args: AttentionArguments, num_cached: int | None
 ) -> FoldedPlan | None:
     """Look up or make the folded plan of a cacheable call; None where there is none."""
     # A decoding step's plan serves any number of cached tokens up to the next power of two.
-    capacity = 0 if cache is None else max(64, 1 << cache.length.bit_length())
+    capacity = 0 if num_cached is None else max(64, 1 << num_cached.bit_length())
     key = (
         # The identity of the specification: hashing it would take as long as all the rest.
         *(id(score._spec), score.heads, score.kv_heads, score.head_dim),
@@ -112,7 +107,7 @@ def _folded_plan(
     )
     entry = _PLANS.get(key)
     if entry is None:
-        check_call(score, q, k, v, args, None if cache is None else cache.length)
+        check_call(score, q, k, v, args, num_cached)
         if len(_PLANS) >= _MAX_PLANS:
             _PLANS.clear()
         # The entry keeps the specification alive, so that no other one gets its id.
@@ -121,7 +116,7 @@ def _folded_plan(
     if plan is None:
         return None
     # A cache refuses gradients; the general path raises its error.
-    learns = cache is not None and torch.is_grad_enabled()
+    learns = num_cached is not None and torch.is_grad_enabled()
     if learns and any(x.requires_grad for x in (q, k, v, *score.parameters())):
         return None
     if plan.post_processes or args.gate is not None:

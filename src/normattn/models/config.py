@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -369,43 +369,8 @@ class TranslatorConfig(StackConfig):
             target_vocab=self.target_vocab or self.source_vocab,
             decoder_layers=self.decoder_layers or self.layers,
         )
-        smallest = min(self.source_vocab, self.target_size)
-        ids = {"pad_id": self.pad_id, "bos_id": self.bos_id, "eos_id": self.eos_id}
-        outside = [f"{name} {value}" for name, value in ids.items() if value >= smallest]
-        vocabularies_differ = self.shared_vocabulary and self.target_vocab != self.source_vocab
-        query_norm = cross_score.variant.query_norm()
-        future = "which would see the future; name another"
-        packs = "packs documents; a row is one sentence here"
-        for wrong, why in (
-            (self.block != "mha", f"block {self.block!r} has no cross attention"),
-            (self.score.documents is not None, f"{self.score.name} {packs}"),
-            (
-                vocabularies_differ,
-                f"target_vocab is {self.target_vocab}, but with shared_vocabulary it is that "
-                f"of source_vocab, {self.source_vocab}: leave it out, or shared_vocabulary=False",
-            ),
-            (
-                bool(outside),
-                f"{outside[0] if outside else ''} is outside a vocabulary of {smallest} words",
-            ),
-            (len(set(ids.values())) < len(ids), f"pad_id, bos_id and eos_id must differ: {ids}"),
-            (
-                decoder_score.leaks_future,
-                f"decoder_score: {decoder_score.name} reads statistics across the sequence, "
-                f"{future} decoder_score",
-            ),
-            (
-                decoder_score.documents is not None,
-                f"decoder_score: {decoder_score.name} {packs}",
-            ),
-            (
-                query_norm is not None and query_norm.leaks_future,
-                f"cross_score: {cross_score.name} reads statistics across the decoder's queries, "
-                f"{future} cross_score (statistics over keys may stay)",
-            ),
-        ):
-            if wrong:
-                raise InputError(why)
+        if problem := next(self._problems(decoder_score, cross_score), None):
+            raise InputError(problem)
         refuse_across(cross_score)
         self._set(decoder_score=decoder_score)
         self._set(
@@ -413,6 +378,38 @@ class TranslatorConfig(StackConfig):
             cross_score=self._resolved_score(cross_score, self.decoder.layers),
         )
         return self
+
+    def _problems(self, decoder_score: ScoreSpec, cross_score: ScoreSpec) -> Iterator[str]:
+        """Yield a sentence for each combination of fields that a translator does not support."""
+        if self.block != "mha":
+            yield f"block {self.block!r} has no cross attention"
+        for name, score in (("", self.score), ("decoder_score: ", decoder_score)):
+            if score.documents is not None:
+                yield f"{name}{score.name} packs documents; a row is one sentence here"
+        if self.shared_vocabulary and self.target_vocab != self.source_vocab:
+            yield (
+                f"target_vocab is {self.target_vocab}, but with shared_vocabulary it is that "
+                f"of source_vocab, {self.source_vocab}: leave it out, or shared_vocabulary=False"
+            )
+        smallest = min(self.source_vocab, self.target_size)
+        ids = {"pad_id": self.pad_id, "bos_id": self.bos_id, "eos_id": self.eos_id}
+        for name, value in ids.items():
+            if value >= smallest:
+                yield f"{name} {value} is outside a vocabulary of {smallest} words"
+        if len(set(ids.values())) < len(ids):
+            yield f"pad_id, bos_id and eos_id must differ: {ids}"
+        future = "which would see the future; name another"
+        if decoder_score.leaks_future:
+            yield (
+                f"decoder_score: {decoder_score.name} reads statistics across the sequence, "
+                f"{future} decoder_score"
+            )
+        query_norm = cross_score.variant.query_norm()
+        if query_norm is not None and query_norm.leaks_future:
+            yield (
+                f"cross_score: {cross_score.name} reads statistics across the decoder's queries, "
+                f"{future} cross_score (statistics over keys may stay)"
+            )
 
     @property
     def decoder(self) -> DecoderConfig:
