@@ -237,7 +237,7 @@ class AttentionPlan:
             return kernel(inputs)
 
         with plain_operations(args.backend == "reference"):
-            if spec.blockwise and num_queries:
+            if spec.blockwise and positions.query.numel():
                 out = _attend_blocks(spec, positions, attend_rows)
             else:
                 out = attend_rows(slice(0, num_queries), positions.key.shape[-1], 0)

@@ -42,8 +42,8 @@ class ModelCache:
         separators = {spec.documents.separator for spec in specs if spec.documents is not None}
         self._separator = separators.pop() if separators else None
         # For all tokens, only if there is padding or a separator; `ends` marks separators.
-        self._padding, self._positions, self._documents, self._ends = (Room(1) for _ in range(4))
-        self._rooms = (self._padding, self._positions, self._documents, self._ends)
+        self._padding, self._documents, self._ends = Room(1), Room(1), Room(1)
+        self._rooms = (self._padding, self._documents, self._ends)
 
     def extend(
         self, ids: Int[Tensor, "b t"], key_padding: Bool[Tensor, "b t"] | None = None
@@ -61,16 +61,13 @@ class ModelCache:
             padded = padded or bool(key_padding.any())
         if not padded and self._separator is None:
             return AttentionContext()
-        padding, documents = None, None
-        numbers = ids.new_zeros(ids.shape[0], self.length + ids.shape[1])
+        padding = documents = None
         if self._separator is not None:
-            numbers = documents = self._number_documents(ids == self._separator)
+            documents = self._number_documents(ids == self._separator)
         if padded:
             new = torch.zeros_like(ids, dtype=torch.bool) if key_padding is None else key_padding
             padding = self._padding.append(new)
-            numbers = numbers.masked_fill(padding, -1)
-        positions = self._positions.append(_count_from(numbers, self._positions, self.length))
-        return AttentionContext(padding, positions, documents)
+        return AttentionContext(padding, documents=documents)
 
     def commit(self, tokens: int) -> None:
         """End a forward: all layers have processed the new tokens."""
@@ -130,20 +127,3 @@ class ModelCache:
             raise InputError(
                 "with a cache, padding is allowed only before a row's first token: pad on the left"
             )
-
-
-def _count_from(numbers: Tensor, positions: Room, first: int) -> Tensor:
-    """Positions of the tokens from `first` on in their documents; `numbers` (B, S) are of all."""
-    index = torch.arange(numbers.shape[1] - first, device=numbers.device)
-    index = index.expand(numbers.shape[0], -1)
-    begins = torch.ones_like(index, dtype=torch.bool)
-    if first:
-        begins = numbers[:, first:] != numbers[:, first - 1 : -1]
-    else:
-        begins[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
-    # −1 where the document began in an earlier call.
-    start = torch.where(begins, index, -1).cummax(-1).values
-    if not first:
-        return index - start
-    last = positions.view(first)[:, -1:]
-    return torch.where(start < 0, last + 1 + index, index - start)

@@ -271,21 +271,21 @@ class Block(nn.Module):
 
 def wrap_sublayer(config: StackConfig, sublayer: nn.Module) -> Placed:
     """Wrap a sub-layer in the configured placement of norm and residual."""
-    dropout = config.dropout
-    if config.placement == "FixedScale":
-        return FixedScale(sublayer, dropout=dropout)
-    if config.placement == "ReZeroNoNorm":
-        return ReZero(sublayer, None, dropout)
-    norm = make_norm(config)
-    if config.placement == "DeepNorm":
-        return DeepNorm(sublayer, norm, config.deepnorm[0], dropout)
-    if config.placement == "nGPT":
-        return NGPT(sublayer, norm, config.dim, dropout)
-    if config.placement == "AttnRes":
-        block, eps = config.residual_block, config.norm_eps
-        return AttnRes(sublayer, norm, config.dim, dropout, block=block, eps=eps)
-    others: dict[str, type[Placed]] = {"PreLN": PreLN, "PostLN": PostLN, "ReZero": ReZero}
-    return others[config.placement](sublayer, norm, dropout)
+    dim, dropout = config.dim, config.dropout
+    match config.placement:
+        case "FixedScale":
+            return FixedScale(sublayer, dropout=dropout)
+        case "ReZeroNoNorm":
+            return ReZero(sublayer, None, dropout)
+        case "DeepNorm":
+            return DeepNorm(sublayer, make_norm(config), config.deepnorm[0], dropout)
+        case "nGPT":
+            return NGPT(sublayer, make_norm(config), dim, dropout)
+        case "AttnRes":
+            block, eps = config.residual_block, config.norm_eps
+            return AttnRes(sublayer, make_norm(config), dim, dropout, block=block, eps=eps)
+    kinds = {"PreLN": PreLN, "PostLN": PostLN, "ReZero": ReZero}
+    return kinds[config.placement](sublayer, make_norm(config), dropout)
 
 
 def make_norm(config: StackConfig) -> nn.Module:
