@@ -142,12 +142,11 @@ _SCORES: dict[tuple[object, ...], tuple[object, Score]] = {}
 
 
 def _parameterless_score(score: ScoreSpec | str, q: Tensor, k: Tensor, v: Tensor) -> Score:
-    build: Callable[..., Score] = _cached_score
+    make: Callable[..., Score] = _cached_score
     if torch.compiler.is_compiling():
-        # A graph cannot make modules. Only here, as `disable` loads the compiler. With
-        # fullgraph=True torch's error shows this line and its hint.
-        build = torch.compiler.disable(_cached_score)  # type: ignore[no-untyped-call] # pass a Score
-    return build(score, q, k, v)
+        # A graph cannot make modules. With fullgraph=True torch's error shows the next line.
+        make = torch.compiler.disable(_cached_score)  # type: ignore[no-untyped-call] # pass a Score
+    return make(score, q, k, v)
 
 
 def _cached_score(score: ScoreSpec | str, q: Tensor, k: Tensor, v: Tensor) -> Score:

@@ -206,22 +206,17 @@ def check_order(spec: ScoreSpec, positions: Positions, documents: Tensor | None)
         return
 
     def decreases(x: Tensor, documents: Tensor | None) -> bool:
-        steps_back = x.diff(dim=-1) < 0
-        if documents is not None:
-            steps_back = steps_back & (documents.diff(dim=-1) == 0)
-        return bool(steps_back.any())
+        back = x.diff(dim=-1) < 0
+        return bool((back if documents is None else back & (documents.diff(dim=-1) == 0)).any())
 
-    query, key = positions.query, positions.key
-    num_queries = query.shape[-1]
-    needs_alignment = own_value or spec.forgets
-    aligned = not needs_alignment or bool((query == key[..., -num_queries:]).all())
+    query, key, num_queries = positions.query, positions.key, positions.query.shape[-1]
+    aligned = not (own_value or spec.forgets) or bool((query == key[..., -num_queries:]).all())
     if own_value and not aligned:
         raise InputError(
             f"{spec.name} subtracts the value of each query's own token: q_positions must be "
             "those of the last keys"
         )
-    query_documents = None if documents is None else documents[:, -num_queries:]
-    if recurrent and decreases(query, query_documents):
+    if recurrent and decreases(query, None if documents is None else documents[:, -num_queries:]):
         raise InputError(
             f"{spec.name} passes state from each row to the next: q_positions must not decrease"
         )

@@ -269,9 +269,8 @@ class FoldedStep(FoldedPlan):
         partners = qk.take(self.key_rotation.partner)
         if self.query_rotation is None:
             return self.key_rotation(qk, partners, position)
-        (q, k), (q_partners, k_partners) = (
-            x.split_with_sizes(self.heads, 1) for x in (qk, partners)
-        )
+        q, k = qk.split_with_sizes(self.heads, 1)
+        q_partners, k_partners = partners.split_with_sizes(self.heads, 1)
         q = self.query_rotation(q, q_partners, position)
         return torch.cat((q, self.key_rotation(k, k_partners, position)), 2)
 
@@ -336,11 +335,10 @@ class FoldedStep(FoldedPlan):
                 return new
             # Another call filled or cut the cache: the window is rotated once.
             positions = torch.arange(first, last, device=keys.device)
-            tables = key_tables(
-                *(self.spec, keys.shape[-1], positions, keys.dtype, first), far_to_near=True
-            )
-            assert isinstance(tables.near, Rotation)
-            return tables.near(keys[:, :, first:last])
+            args = self.spec, keys.shape[-1], positions, keys.dtype, first
+            rotation = key_tables(*args, far_to_near=True).near
+            assert isinstance(rotation, Rotation)
+            return rotation(keys[:, :, first:last])
 
         return cache.rotated("near", start, num_keys, rotate)
 

@@ -129,11 +129,11 @@ def _fold(
     score: Score, q: Tensor, k: Tensor, v: Tensor, args: AttentionArguments, capacity: int
 ) -> FoldedPlan | None:
     """Make the folded plan for tensors of these shapes; None where the score does not fold."""
-    if not capacity:
-        plan = build_plan(score.spec, q, k.shape[2], args)
-        return fold_sequence(score, q, k, v, plan.positions, plan.mask, args.backend)
-    is_step = args.causal and args.backend == "auto" and q.shape[2] == 1
-    return fold_step(score, q, k, v, capacity) if is_step else None
+    if capacity:
+        is_step = args.causal and args.backend == "auto" and q.shape[2] == 1
+        return fold_step(score, q, k, v, capacity) if is_step else None
+    plan = build_plan(score.spec, q, k.shape[2], args)
+    return fold_sequence(score, q, k, v, plan.positions, plan.mask, args.backend)
 
 
 @dataclass(frozen=True, eq=False)
@@ -267,19 +267,15 @@ def build_plan(
         query_positions = key_positions[..., num_keys - num_queries :]
     if documents is not None:
         documents = number_documents(documents, padding)
-    positions = Positions.of(
-        *(num_queries, num_keys, args.causal, q.device),
-        *(padding, query_positions, key_positions, documents),
-    )
+    optional = padding, query_positions, key_positions, documents
+    positions = Positions.of(num_queries, num_keys, args.causal, q.device, *optional)
     if own_cache and not positions.ordered:
         positions = replace(positions, ordered=True)
     elif not cached and (query_positions is not None or key_positions is not None):
         # Not with a cache: left padding is counted apart there, so positions may go back after it.
         check_order(spec, positions, documents)
-    mask = AttentionMask(
-        *(args.causal, positions.query, positions.key, positions.regular),
-        *(padding, args.attn_mask),
-    )
+    index = positions.query, positions.key, positions.regular
+    mask = AttentionMask(args.causal, *index, padding, args.attn_mask)
     if documents is not None:
         of_queries = documents[:, num_keys - num_queries :]
         mask = replace(mask, query_documents=of_queries, key_documents=documents)
