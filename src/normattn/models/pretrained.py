@@ -119,8 +119,8 @@ def load_any(directory: Path | str, expected: BaseModel | None = None) -> nn.Mod
         raise InputError(f"{config_path} has sizes that no model can have") from error
     _check_tensors(model, tensors, weights_path)
     if expected is not None:
-        dumps = (each.model_dump(mode="json") for each in (expected, config))
-        if difference := first_difference(*dumps):
+        run_fields, file_fields = (x.model_dump(mode="json") for x in (expected, config))
+        if difference := first_difference(run_fields, file_fields):
             field, in_run, in_file = difference
             raise InputError(
                 f"{config_path} is not of the model that the run describes: {field} is {in_file} "
