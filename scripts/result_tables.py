@@ -43,11 +43,6 @@ ARMS = {
     "KNA, separate-qk": "linear W_q and W_k",
     "KNA, third-rope": "rotating a third of the pairs",
 }
-WORDS = {
-    "the last segment after the longest context": "the same final tokens after the longest context",
-    "from L to the longest context": "from the training length to the longest context",
-    "L/4": "a quarter of the training length",
-}
 
 
 @cache
@@ -135,16 +130,13 @@ def changes(folder: str, names: Sequence[str]) -> str:
 
 
 def verdicts() -> str:
-    """Every claim about KNA in the three architectures, its words those of the documentation."""
+    """Every claim about KNA in the three architectures."""
     folders = ("keynorm-workstation-onehead", "keynorm-workstation-mha", "keynorm-workstation")
     claims = [{claim["claim"]: claim for claim in published(each)["claims"]} for each in folders]
     body = []
     for sentence in claims[0]:
-        told = sentence
-        for old, new in WORDS.items():
-            told = told.replace(old, new)
-        told = told.replace("KNA", "`KNA`").replace("Baseline", "`Baseline`")
-        body.append([told, *(_verdict(own.get(sentence)) for own in claims)])
+        text = sentence.replace("KNA", "`KNA`").replace("Baseline", "`Baseline`")
+        body.append([text, *(_verdict(own.get(sentence)) for own in claims)])
     return lines(["claim", "one head of 128", "four heads of 32", "gated unit"], body)
 
 
@@ -189,7 +181,7 @@ def inside() -> str:
     """What the layers of each gated unit do: three tables of `mechanism` side by side."""
     shown = {
         "energy in the mean key, %": ("table", interval("mean_direction")),
-        "attention beyond L, %": ("distances", interval("beyond")),
+        "attention beyond the training length, %": ("distances", interval("beyond")),
         "rebound of the mean logit": ("profile", interval("rebound", 2, sign=True)),
     }
     sources = {source: rows("bridge-mechanism", source) for source, _ in shown.values()}

@@ -10,7 +10,7 @@ from rich.table import Table
 from normattn.__main__ import _sentence
 from normattn.cli.failures import exit_code_of
 from normattn.errors import InputError
-from normattn.lab.report.terminal import Bar, tell
+from normattn.lab.report.terminal import ProgressBar, tell
 from normattn.terminal import Console, show, visible, warn
 
 HOSTILE = "a\x1b]0;owned\x07b\x9bc\x7f\u202ed\re"
@@ -27,7 +27,7 @@ def test_every_way_to_the_terminal_escapes(capsys: pytest.CaptureFixture[str]) -
     show(HOSTILE)
     warn(HOSTILE)
     tell(HOSTILE)
-    with Bar() as bar:
+    with ProgressBar() as bar:
         bar.say(HOSTILE)
     exit_code_of(InputError(HOSTILE))
     said = capsys.readouterr()

@@ -108,7 +108,7 @@ def test_train_evaluate_report(command: Command, trained: Path, run: Path, tmp_p
     assert {"value", "low", "high", "units", "seeds"} <= rows[1]["non_repeated"].keys()
     measured = pl.read_parquet(out / "measurements.parquet")
     assert measured.filter(protocol="non_repeated")["length"].unique().to_list() == [32]
-    assert "non-repeated (32)" in (out / "table.md").read_text()
+    assert "held-out text (32)" in (out / "table.md").read_text()
     with (out / "table.csv").open() as file:
         found = list(csv.DictReader(file))
     assert [row["row"] for row in found] == ["KNA", "KNA-YaRN"]

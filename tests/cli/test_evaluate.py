@@ -9,7 +9,7 @@ import polars as pl
 
 from cli.conftest import Command
 from normattn.lab.data.retrieval import TASKS
-from normattn.lab.studies.methods import left_out, post_hoc_methods
+from normattn.lab.studies.methods import explain_unsupported, inference_time_methods
 from normattn.score import ScoreSpec
 
 
@@ -74,8 +74,8 @@ def test_every_method(command: Command, run: Path) -> None:
     said = command("evaluate", run, *arguments, "--methods", "all,YaRN(factor=2)")
     assert said.code == 0, said.err
     spec = ScoreSpec.parse("KNA", train_length=8)
-    methods = post_hoc_methods(spec, 4.0)
+    methods = inference_time_methods(spec, 4.0)
     assert "ReRoPE-logn+" in methods
     assert len(records(run)) == 1 + len(methods) + 1
-    for sentence in left_out(spec, 4.0):
+    for sentence in explain_unsupported(spec, 4.0):
         assert sentence in said.out

@@ -299,7 +299,7 @@ def test_octaves_of_distance_begin_at_the_training_length(length: int, edges: li
     )
     for low, high in pairwise(edges):
         part = record.filter(statistic="product", bin=float(low))
-        found = view.known(product_between(low, high), at)
+        found = view.finite_estimate(product_between(low, high), at)
         assert found is not None
         total, count = part["sum"].to_numpy().sum(), part["of"].to_numpy().sum()
         assert found.value == pytest.approx(total / count, abs=1e-8)

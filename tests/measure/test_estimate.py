@@ -18,15 +18,15 @@ from normattn.lab.stats import (
     Sums,
     contrast,
     estimate,
+    estimate_over_seeds,
     gathered,
     holm,
     identified,
     joined,
-    of_seeds,
     sign_test,
     sums,
 )
-from normattn.lab.stats.arrays import left_out, on_common_sets
+from normattn.lab.stats.arrays import describe_left_out, keep_common_data
 from normattn.lab.stats.metrics import Metric, crossing, median
 
 ACCURACY = Metric("accuracy")
@@ -66,7 +66,7 @@ def test_rounding_is_no_spread() -> None:
     sums = {row: gathered(frame, "loss", {"row": row}) for row in rows}
     gap = contrast([(1.0, sums["B"]), (-1.0, sums["A"])], Metric("loss").value)  # type: ignore[list-item]
     assert (gap.value, gap.low, gap.high, gap.p) == (0.7, None, None, None)
-    trained = of_seeds({0: 0.1 + 0.2, 1: 0.3})
+    trained = estimate_over_seeds({0: 0.1 + 0.2, 1: 0.3})
     assert (trained.value, trained.low, trained.p) == (0.3, None, None)
 
 
@@ -107,9 +107,9 @@ def test_no_row_vanishes_without_a_word(methods: tuple[str, str]) -> None:
         for row, method in zip("BC", methods, strict=True)
     ]
     whole = joined([*most, *other])
-    kept = on_common_sets(whole)
+    kept = keep_common_data(whole)
     assert kept["data"].unique().to_list() == ["d"]
-    said = left_out(whole, kept)
+    said = describe_left_out(whole, kept)
     assert len(said) == 2
     for sentence, row, method in zip(said, "BC", methods, strict=True):
         assert sentence.startswith(f"{row} with {method}, seed 2: " if method else f"{row}, seed 2")
@@ -185,14 +185,14 @@ def coverage(seeds: int, of_seeds: float, of_units: float, of_both: float, round
 
 @pytest.mark.parametrize("seeds", [3, 5])
 @pytest.mark.parametrize(
-    ("of_seeds", "of_units", "of_both"),
+    ("estimate_over_seeds", "of_units", "of_both"),
     # Shares as the published tables have them: documents differ by 10 points, seeds by 0.3 to 1.5.
     [(0.3, 10.0, 2.0), (1.5, 10.0, 3.0)],
 )
 def test_intervals_hold_the_truth_as_often_as_they_say(
     seeds: int, of_seeds: float, of_units: float, of_both: float
 ) -> None:
-    assert 0.93 <= coverage(seeds, of_seeds, of_units, of_both, 800) <= 0.97
+    assert 0.93 <= coverage(seeds, estimate_over_seeds, of_units, of_both, 800) <= 0.97
 
 
 def test_where_seeds_differ_most_three_of_them_cover_a_little_less() -> None:
@@ -255,10 +255,10 @@ def test_the_median_of_units_is_that_of_those_drawn() -> None:
 
 
 def test_the_mean_of_seeds_has_students_interval() -> None:
-    found = of_seeds({0: 1.0, 4: 2.0, 7: 3.0})
+    found = estimate_over_seeds({0: 1.0, 4: 2.0, 7: 3.0})
     half = 4.302652730 / 3**0.5
     assert (found.value, found.seeds, found.per_seed) == (2.0, (0, 4, 7), (1.0, 2.0, 3.0))
     assert (found.low, found.high) == pytest.approx((2 - half, 2 + half))
     # t = 2 √3 with two degrees of freedom: p = 1 − t/√(2 + t²).
     assert found.p == pytest.approx(1 - 12**0.5 / 14**0.5)
-    assert of_seeds({3: 1.0}).low is None
+    assert estimate_over_seeds({3: 1.0}).low is None

@@ -17,7 +17,7 @@ from normattn.lab.report.figures import (
     Point,
 )
 from normattn.lab.report.page import PageContext
-from normattn.lab.report.tables import NOTHING, Cell, Column, Filled, Row, shown
+from normattn.lab.report.tables import NOTHING, Cell, Column, FilledTable, Row, format_estimate
 from normattn.lab.stats import Estimate
 
 ROWS = tuple(name + end for name in ("Baseline", "QNA", "KNA", "CosA") for end in ("", "-logn"))
@@ -77,17 +77,21 @@ def figures() -> tuple[Figure, ...]:
     return (position_curves(), length_curves(), intervals(), bent, grid())
 
 
-def table(first: str = "Baseline") -> Filled:
+def table(first: str = "Baseline") -> FilledTable:
     """Five rows whose order by text, by value and as written differ."""
     names = (first, "QNA", "KNA", "CosA", "Other")
     values = (9.0, 10.0, None, -2.0, 100.0)
     cells = tuple(
-        (Cell(name), NOTHING if v is None else Cell(shown(estimate(v)), estimate(v)), Cell("1"))
+        (
+            Cell(name),
+            NOTHING if v is None else Cell(format_estimate(estimate(v)), estimate(v)),
+            Cell("1"),
+        )
         for name, v in zip(names, values, strict=True)
     )
     columns = (Column("row", "score"), Column("accuracy", "accuracy"), Column("seeds", "seeds"))
     rows = tuple(Row(name, {}) for name in names)
-    return Filled("table", "Accuracy", "", ("a note",), columns, rows, cells, ("accuracy",))
+    return FilledTable("table", "Accuracy", "", ("a note",), columns, rows, cells, ("accuracy",))
 
 
 def finding(verdict: Verdict, value: float, p: float | None) -> Finding:

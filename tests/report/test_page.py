@@ -16,7 +16,7 @@ from normattn.lab.report.claims import Claim, Finding, decide
 from normattn.lab.report.figures import Curves, Figure, Line, Panel, Point
 from normattn.lab.report.output import page_json, page_markdown, write_page
 from normattn.lab.report.page import Page, context
-from normattn.lab.report.tables import NOTHING, Column, Row, Table, aligned, shown
+from normattn.lab.report.tables import NOTHING, Column, Row, Table, format_estimate, markdown_table
 from normattn.lab.report.view import View
 from normattn.lab.stats import Bootstrap, Estimate, Metric, joined, measurements
 from undrawn import undraw
@@ -206,22 +206,22 @@ def test_nothing_measured_is_nothing_to_report() -> None:
 
 def test_numbers_in_tables() -> None:
     found = Estimate(1234.5678, 1.0, 2.0)
-    assert shown(found) == "1,234.6 [1.0, 2.0]"
-    assert shown(found, 2, signed=True) == "+1,234.57 [+1.00, +2.00]"
-    assert shown(found, interval=False) == "1,234.6"
-    assert shown(Estimate(1.0)) == "1.0"
-    assert shown(Estimate(0.0, 0.0, 0.0), signed=True) == "+0.0"
-    assert shown(None) == "–"
+    assert format_estimate(found) == "1,234.6 [1.0, 2.0]"
+    assert format_estimate(found, 2, signed=True) == "+1,234.57 [+1.00, +2.00]"
+    assert format_estimate(found, interval=False) == "1,234.6"
+    assert format_estimate(Estimate(1.0)) == "1.0"
+    assert format_estimate(Estimate(0.0, 0.0, 0.0), signed=True) == "+0.0"
+    assert format_estimate(None) == "–"
     words = [Finding(claim(), found, p, "confirmed").probability for p in (None, 0.0, 4e-4, 0.0214)]
     assert words == ["–", "<0.001", "<0.001", "0.021"]
-    assert aligned(["a", "b"], [["x|y", "1"]]).splitlines()[2] == "| x\\|y | 1 |"
+    assert markdown_table(["a", "b"], [["x|y", "1"]]).splitlines()[2] == "| x\\|y | 1 |"
 
 
 @pytest.mark.parametrize("value", [-0.0, -0.04, 0.04, -1e-12])
 @pytest.mark.parametrize(("digits", "signed"), [(1, False), (1, True), (0, True)])
 def test_what_rounds_to_zero_has_no_minus(value: float, digits: int, signed: bool) -> None:
-    text = shown(Estimate(value, -0.04, 0.04), digits, signed)
+    text = format_estimate(Estimate(value, -0.04, 0.04), digits, signed)
     assert "-" not in text
     zero = f"{'+' if signed else ''}{0:.{digits}f}"
     assert text == f"{zero} [{zero}, {zero}]"
-    assert shown(Estimate(-0.06), 1, interval=False) == "-0.1"
+    assert format_estimate(Estimate(-0.06), 1, interval=False) == "-0.1"

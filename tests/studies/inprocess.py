@@ -61,13 +61,13 @@ def run_killed(study: Study, sweep: Sweep, every: int, monkeypatch: pytest.Monke
 
     def note(path: Path, value: dict[str, Any]) -> None:
         nonlocal notes
-        sweep_paths.note_progress(path, value)
+        sweep_paths.write_progress(path, value)
         notes += 1
         if notes == (kills + 1) * every:
             raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(runner, "note_progress", note)
+        patch.setattr(runner, "write_progress", note)
         patch.setattr(runner, "PROGRESS_SECONDS", 0.0)
         while True:
             notes = 0

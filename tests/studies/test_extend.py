@@ -10,7 +10,7 @@ import pytest
 
 from normattn.lab.report.view import View
 from normattn.lab.stats import Identity, identified, joined, sums
-from normattn.lab.studies.advice import LAST, LEAST_GAIN, LOSS, TRAIN, Advice, advise, home
+from normattn.lab.studies.advice import LAST, LEAST_GAIN, LOSS, TRAIN, Advice, advise, home_length
 from normattn.lab.studies.extend import complete
 
 L, TOKENS = 8, 8
@@ -115,4 +115,4 @@ def test_what_changes_are_measured_from(lengths: tuple[int, ...], known: int) ->
         identified(_identity("", length, LAST), [sums(LOSS.name, ["window 0"], [1.0], [1.0])])
         for length in lengths
     ]
-    assert home(View(joined(rows))) == known
+    assert home_length(View(joined(rows))) == known

@@ -142,11 +142,11 @@ def test_slots_are_the_gpus_that_are_visible(monkeypatch: pytest.MonkeyPatch) ->
     assert Local().slots(Needs(4, "auto")) == 3
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5, 7,2")
     assert launchers.visible_gpus() == ("5", "7", "2")
-    assert Local().slots(Needs(1, "cpu")) == launchers.cores()
+    assert Local().slots(Needs(1, "cpu")) == launchers.available_cores()
 
 
 def test_slots_are_shares_of_the_cores_that_this_process_may_use(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(launchers, "cores", lambda: 7)
+    monkeypatch.setattr(launchers, "available_cores", lambda: 7)
     assert [Local().slots(Needs(n)) for n in (1, 2, 3, 8)] == [7, 3, 2, 1]

@@ -14,8 +14,8 @@ from normattn.lab.studies.qknorm_runs import (
     SCORES,
     SWEPT,
     TranslationRun,
-    parts,
     scores_of,
+    split_row,
 )
 from normattn.lab.studies.realformer_runs import ROWS, EncoderRun
 from normattn.lab.studies.rmsnorm import TIMED, NormRun, TimeRun
@@ -132,8 +132,8 @@ def test_rows_are_trained_with_what_stands_after_a_plus(pairs: str, tmp_path: Pa
     identity = found[f"{CLIPPED}@x8"].identity("training")
     assert (identity.row, identity.score) == (CLIPPED, "Baseline")
     assert identity.factors["qk_clip"] == 5.0
-    assert parts("KNA-logn+") == ("KNA-logn+", ())
-    assert parts("Baseline-RoPE(base=1e+06)+Muon") == ("Baseline-RoPE(base=1e+06)", ("Muon",))
+    assert split_row("KNA-logn+") == ("KNA-logn+", ())
+    assert split_row("Baseline-RoPE(base=1e+06)+Muon") == ("Baseline-RoPE(base=1e+06)", ("Muon",))
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def view(measurements: pl.DataFrame) -> View:
     [
         ({"Baseline": 30.0, "KNA": 30.4, "CosA": 29.7}, "The precondition is met: "),
         ({"Baseline": 30.0, "KNA": 30.4, "CosA": 33.0}, "The precondition is not met: "),
-        ({"Baseline": 30.0, "KNA": 31.0}, "Whether the precondition is met is open: "),
+        ({"Baseline": 30.0, "KNA": 31.0}, "The precondition is undecided: "),
     ],
 )
 def test_equally_good_at_the_training_length(points: dict[str, float], verdict: str) -> None:

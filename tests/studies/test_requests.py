@@ -15,9 +15,9 @@ from normattn.errors import InputError
 from normattn.lab.studies import find
 from normattn.lab.studies import preset as presets
 from normattn.lab.studies.ablations import QUESTIONS
-from normattn.lab.studies.keynorm import METHODS, VARIANTS, trained_in_variants
+from normattn.lab.studies.keynorm import METHODS, VARIANTS, extended_variants
 from normattn.lab.studies.language import TextRun
-from normattn.lab.studies.methods import left_out, post_hoc_methods
+from normattn.lab.studies.methods import explain_unsupported, inference_time_methods
 from normattn.lab.sweep.config import merged
 from normattn.lab.sweep.planner import make_plan
 from normattn.lab.sweep.run import Request, Sweep
@@ -117,7 +117,7 @@ def test_all_is_every_part_that_a_row_can_have(tiny: Path) -> None:
     for asked in ({}, {"variants": ("all",)}):
         sweep = resolve("keynorm", tiny, methods=("all",), **asked)
         rows = methods_of(sweep)
-        assert list(rows) == [name for name in trained_in_variants(1) if name in rows]
+        assert list(rows) == [name for name in extended_variants(1) if name in rows]
         assert {"Baseline", "KNA-logn", "CosA", "KNA-NoPE"} <= rows.keys()
         skipped = " ".join(sweep.skipped)
         for name, part in registry.parts().items():
@@ -210,7 +210,7 @@ def test_every_text_is_looked_at_before_any_work(tiny: Path, tmp_path: Path) -> 
         variants=("preset", "tiger", "english"),
         changes={**FEW, "factors.english": str(nowhere)},
     )
-    assert len({run.reads for run in find("factors").resolve(asked).runs}) == 2
+    assert len({run.data_key for run in find("factors").resolve(asked).runs}) == 2
     with pytest.raises(InputError, match=f"{nowhere}' does not exist"):
         reproduce(find("factors"), asked)
     assert not (tmp_path / "out").exists()
@@ -219,7 +219,7 @@ def test_every_text_is_looked_at_before_any_work(tiny: Path, tmp_path: Path) -> 
 REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("keynorm", {"changes": {"training.model": 5}}, r"model cannot be 5: it is a group .*dim"),
     ("keynorm", {"changes": {"nowhere.steps": 1}}, "nowhere"),
-    ("keynorm", {"changes": {"reading.multiples": [1]}}, "reads no reading settings"),
+    ("keynorm", {"changes": {"reading.multiples": [1]}}, "uses no reading settings"),
     ("keynorm", {"variants": ("all", "KNA")}, "--variants all cannot be combined"),
     ("keynorm", {"preset": "smoek"}, "did you mean smoke"),
     ("keynorm", {"variants": ("KNA-YaRN",)}, "is applied after training"),
@@ -254,16 +254,16 @@ def test_bad_input(study: str, asked: dict[str, Any], said: str, tiny: Path) -> 
 
 def test_every_post_hoc_part_stands_alone_and_some_with_logn() -> None:
     spec = ScoreSpec.parse("KNA", train_length=64)
-    methods = post_hoc_methods(spec)
+    methods = inference_time_methods(spec)
     parts = [name for name, part in registry.parts().items() if part.when != "training-time"]
-    refused = re.split(r"[ ,:]+", " ".join(left_out(spec)))
+    refused = re.split(r"[ ,:]+", " ".join(explain_unsupported(spec)))
     assert set(parts) <= {*methods, *refused}
     assert {"logn+", "PI", "NTK", "YaRN", "ReRoPE"} <= {*methods}
     assert methods[-3:] == ("NTK-logn+", "YaRN-logn+", "ReRoPE-logn+")
     for method in methods:
         assert spec.with_method(method).resolve(factor=8).variant_name == "KNA"
     nope = ScoreSpec.parse("KNA-NoPE", train_length=64)
-    assert "logn+" in post_hoc_methods(nope)
-    assert "YaRN" not in post_hoc_methods(nope)
+    assert "logn+" in inference_time_methods(nope)
+    assert "YaRN" not in inference_time_methods(nope)
     # An unknown length leaves out what needs it.
-    assert "ReRoPE" not in post_hoc_methods(ScoreSpec.parse("KNA"))
+    assert "ReRoPE" not in inference_time_methods(ScoreSpec.parse("KNA"))

@@ -17,7 +17,7 @@ from normattn.io import read_object
 from normattn.lab.data.tokens import prepare_tokens
 from normattn.lab.stats import measurements, select
 from normattn.lab.studies import find
-from normattn.lab.studies.continued import natural_sets
+from normattn.lab.studies.continued import held_out_sets
 from normattn.lab.studies.language import evaluation_sets
 from normattn.lab.studies.preset import EvaluationSettings
 from normattn.lab.sweep.run import Request, Sweep
@@ -104,7 +104,7 @@ def _continue(sweep: Sweep) -> None:
         data = prepare_tokens(_config(place).data)
         settings = EvaluationSettings(multiples=(1, 4, 8), max_windows=3)
         with model.using(method):
-            windows = natural_sets(data, 8, settings)[-1].windows
+            windows = held_out_sets(data, 8, settings)[-1].windows
             scores = model.token_scores(torch.from_numpy(windows))
         found = next(f for f in facts if (f["row"], f["step"]) == (name, "4"))
         assert found["loss_64"]["value"] == pytest.approx(float(scores.loss.mean()), rel=1e-5)

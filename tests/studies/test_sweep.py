@@ -77,7 +77,7 @@ def test_killed_in_the_middle_the_table_is_the_same(
     assert code == 0, said
     for row in rows(whole):
         # Said as soon as its cell ended, and of one seed the same as the table says.
-        assert f"  {row['row']}: train length {row['train']['value']:.1f}, " in said
+        assert f"  {row['row']}: at the training length {row['train']['value']:.1f}, " in said
 
     # First the parent alone is killed. Its children save and stop; held still for a while, they are
     # there when the same command comes again, which waits for them and says so.

@@ -19,10 +19,10 @@ from normattn.lab.report.terminal import say, tell
 from normattn.lab.runs import RunDirectory, require_finished
 from normattn.lab.stats import MeasurementStore
 from normattn.lab.studies import find
-from normattn.lab.studies.language import asked_alone, evaluate_trained, set_lengths
-from normattn.lab.studies.methods import ALL, left_out, post_hoc_methods
+from normattn.lab.studies.language import evaluate_finished_run, set_lengths, standalone_store
+from normattn.lab.studies.methods import ALL, explain_unsupported, inference_time_methods
 from normattn.lab.studies.preset import PROTOCOLS, EvaluationSettings, Protocol
-from normattn.lab.sweep.paths import is_of_a_study
+from normattn.lab.sweep.paths import belongs_to_study
 from normattn.lab.sweep.run import EVALUATIONS
 from normattn.lab.training import TrainingConfig
 from normattn.score.spec import UNMODIFIED, is_unmodified
@@ -55,9 +55,9 @@ def evaluate_run(asked: options.Evaluate) -> None:
     score = config.model.score.resolve(train_length=train_length)
     methods = list(asked.methods)
     if ALL in methods:
-        every = (UNMODIFIED, *post_hoc_methods(score, settings.factor))
+        every = (UNMODIFIED, *inference_time_methods(score, settings.factor))
         methods[methods.index(ALL) : methods.index(ALL) + 1] = every
-        for sentence in left_out(score, settings.factor):
+        for sentence in explain_unsupported(score, settings.factor):
             tell(sentence)
     methods = list(dict.fromkeys("" if is_unmodified(name) else name for name in methods))
     for method in methods:
@@ -68,9 +68,9 @@ def evaluate_run(asked: options.Evaluate) -> None:
     torch.set_num_threads(asked.threads)
     total = len(set_lengths(settings)) * len(methods)
     # What the command measures of a study's run is kept apart: the study's page is its own.
-    store = asked_alone(run) if is_of_a_study(run) else MeasurementStore(run / EVALUATIONS)
+    store = standalone_store(run) if belongs_to_study(run) else MeasurementStore(run / EVALUATIONS)
     with Console(file=sys.stderr).status("evaluating") as status:
-        measured = evaluate_trained(
+        measured = evaluate_finished_run(
             run,
             config,
             prepare_tokens(config.data),

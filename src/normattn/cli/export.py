@@ -15,15 +15,15 @@ from normattn.cli.report_runs import measured_of_runs
 from normattn.errors import InputError
 from normattn.io import read_object, write_bytes
 from normattn.lab.data.tokeniser import PAD, SEPARATOR, UNKNOWN, Tokeniser, WordPieces
-from normattn.lab.report.tables import aligned
+from normattn.lab.report.tables import markdown_table
 from normattn.lab.report.terminal import tell
 from normattn.lab.report.view import View
 from normattn.lab.runs import RunDirectory, read_metrics, require_finished, unchanged
 from normattn.lab.stats import MeasurementStore
 from normattn.lab.studies import find
-from normattn.lab.studies.language import asked_alone
+from normattn.lab.studies.language import standalone_store
 from normattn.lab.studies.lm_report import history_figure
-from normattn.lab.sweep.collect import history, trained
+from normattn.lab.sweep.collect import history, training_identity
 from normattn.lab.sweep.run import EVALUATIONS
 from normattn.lab.training import TrainingConfig
 from normattn.lab.training.config import LoopConfig
@@ -106,7 +106,7 @@ def export_run(args: options.Export) -> None:
     kind, task, auto = _RUN_KINDS[stored.kind]
     config: Any = kind.parse(stored.config, str(run / "config.json"))
     model = load_any(run / MODEL, config.model).eval()
-    losses = View(history(run, trained(config.model.score.variant_name, config.seed)))
+    losses = View(history(run, training_identity(config.model.score.variant_name, config.seed)))
 
     def fill(folder: Path) -> None:
         from normattn.lab.report import charts  # Altair is slow to import.
@@ -161,7 +161,7 @@ def _card_fields(run: Path, config: Any) -> dict[str, Any]:
         "length": config.model.train_length,
         # Without the path of its folder.
         "corpus": Path(corpus).name if "/" in corpus and ":" not in corpus else corpus,
-        "settings": aligned(("setting", "value"), known),
+        "settings": markdown_table(("setting", "value"), known),
         "steps": config.steps,
         "final": final,
     }
@@ -251,7 +251,7 @@ def _write_evaluation(run: Path, config: Any, folder: Path) -> str:
     It is "" without evaluations. Evaluations that cannot be compared in one table are left out with
     a warning on stderr.
     """
-    stores = (MeasurementStore(run / EVALUATIONS), asked_alone(run))
+    stores = (MeasurementStore(run / EVALUATIONS), standalone_store(run))
     if not isinstance(config, TrainingConfig) or not any(map(len, stores)):
         return ""
     try:

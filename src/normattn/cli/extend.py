@@ -27,7 +27,7 @@ from normattn.errors import InputError, NormattnError
 from normattn.hf import extend, load, token_scorer
 from normattn.io import write_directory
 from normattn.lab.evaluation.scorer import weights_digest
-from normattn.lab.report.terminal import Bar, say
+from normattn.lab.report.terminal import ProgressBar, say
 from normattn.lab.report.view import View
 from normattn.lab.runs import RunDirectory
 from normattn.lab.stats import Identity, MeasurementStore
@@ -258,7 +258,7 @@ def _cost(cells: Sequence[Cell]) -> float:
     return math.fsum(cell.length * (1 + cell.length / _QUADRATIC_FROM) for cell in cells)
 
 
-class EvaluationProgress(Bar):
+class EvaluationProgress(ProgressBar):
     """A bar with the time left; a line every few seconds where stderr is not a terminal."""
 
     def __init__(self, total: float) -> None:

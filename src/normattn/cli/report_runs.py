@@ -15,11 +15,11 @@ import polars as pl
 from normattn.errors import InputError
 from normattn.lab.runs import RunDirectory, read_status
 from normattn.lab.stats import collected, joined
-from normattn.lab.stats.arrays import left_out, on_common_sets
+from normattn.lab.stats.arrays import describe_left_out, keep_common_data
 from normattn.lab.stats.measurements import FACTOR, Factor, Identity, diverged
-from normattn.lab.studies.language import asked_alone
+from normattn.lab.studies.language import standalone_store
 from normattn.lab.studies.reading import KIND, OWN_TABLES
-from normattn.lab.sweep.collect import Corpora, history, trained
+from normattn.lab.sweep.collect import Corpora, history, training_identity
 from normattn.lab.training import TrainingConfig
 from normattn.lab.training.config import CHANGEABLE
 from normattn.lab.training.init_from import CORPUS_FILE
@@ -68,14 +68,14 @@ def measured_of_runs(places: Sequence[tuple[str | None, Path]]) -> pl.DataFrame:
         )
     _refuse_other_trainings(whole)
     _refuse_mixed(whole)
-    kept = on_common_sets(whole)
+    kept = keep_common_data(whole)
     alone = _evaluated(whole).join(_evaluated(kept), on=RUN, how="anti")
     if alone.height:
         raise InputError(
             f"{alone[RUN][0]} was evaluated on other text windows than most of the runs: evaluate "
             "it with the same corpus, lengths and windows, or make a report of it alone"
         )
-    for sentence in left_out(whole, kept):
+    for sentence in describe_left_out(whole, kept):
         warn(f"normattn: {sentence}")
     return kept.drop(RUN).with_columns(pl.lit(KIND).alias("study"))
 
@@ -87,7 +87,7 @@ def _evaluated(measured: pl.DataFrame) -> pl.DataFrame:
 def _labelled(run: Path, label: str | None) -> pl.DataFrame:
     """What was measured of a run, under its label where it has one."""
     # Of a study's run what was evaluated by itself; the study's own records have other rows.
-    alone = asked_alone(run)
+    alone = standalone_store(run)
     measured = alone.frame() if len(alone) else collected(run)
     step = f"{FACTOR}step"
     if step in measured:  # of a run that was measured at several steps the last: its model
@@ -107,7 +107,7 @@ def _training(run: Path, factors: Mapping[str, Factor]) -> list[pl.DataFrame]:
     if config is None:
         return []
     name = config.model.score.variant_name
-    frames = [history(run, trained(name, config.seed, factors))]
+    frames = [history(run, training_identity(name, config.seed, factors))]
     status = read_status(run)
     if status is not None and status.state == "diverged":
         score = str(config.model.score)

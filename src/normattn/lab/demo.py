@@ -21,7 +21,7 @@ from normattn.errors import InputError
 from normattn.lab.data.tokeniser import Tokeniser
 from normattn.lab.report.figures import Curves, Line, Panel, Point
 from normattn.lab.report.page import PageContext
-from normattn.lab.report.tables import Cell, Column, Filled, Row
+from normattn.lab.report.tables import Cell, Column, FilledTable, Row
 from normattn.lab.stats import Estimate
 from normattn.models import CausalLM, load_model
 
@@ -150,7 +150,7 @@ def page(readings: Sequence[Reading], text: str, command: str) -> PageContext:
     )
 
 
-def _table(readings: Sequence[Reading]) -> Filled:
+def _table(readings: Sequence[Reading]) -> FilledTable:
     columns = (
         Column("model", "model"),
         Column("near", f"tokens 1 to {TRAINED}, % right"),
@@ -158,7 +158,7 @@ def _table(readings: Sequence[Reading]) -> Filled:
     )
     rows = tuple(Row(each.label, {"row": each.model}) for each in readings)
     cells = tuple((Cell(each.label), _percent(each.near), _percent(each.far)) for each in readings)
-    return Filled("demo", "Next tokens predicted right", "", (), columns, rows, cells)
+    return FilledTable("demo", "Next tokens predicted right", "", (), columns, rows, cells)
 
 
 def _percent(value: float) -> Cell:

@@ -1,1 +1,1 @@
-"""Reports: claims, tables, figures and pages made from measurements; names no study."""
+"""Reports: claims, tables, figures and pages made from measurements. It knows no study."""

@@ -1,6 +1,6 @@
 """Draw figures with Altair: each is one Vega-Lite chart, for report.html and for PNG files.
 
-Importing this imports Altair, which takes a second: import it where something is drawn.
+Import this only where something is drawn, as importing Altair takes a second.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ COLOURS = (
 PIXELS_PER_POINT = 2.0
 """Resolution of PNG files."""
 PANEL_SIZES = {1: (620, 330), 2: (440, 280), 3: (300, 240)}
-"""Width and height of a panel, by how many are side by side."""
+"""Width and height of a panel, by the number of panels side by side."""
 ROW_HEIGHT, CELL_WIDTH, LETTER_WIDTH = 20, 64, 6
 TITLE_WIDTH = 46
-"""Letters of a line of a title, which fits the screen of a phone."""
+"""Letters in a line of a title, for the width of a phone."""
 DIGITS = 6
-"""Significant digits of a number in a chart: more than a picture or a tooltip shows."""
+"""Significant digits of a number in a chart, more than a picture or a tooltip shows."""
 MANY_LINES, HIGHLIGHTED = 6, 4
-"""A chart of more lines than the first draws all but the second faintly, until one is chosen."""
-DOTTED = 40
-"""Lines of more points are drawn without dots; a pointer finds their values all the same."""
+"""With more than `MANY_LINES` lines, all but `HIGHLIGHTED` are faint until one is selected."""
+MOST_DOTS = 40
+"""Lines with more points are drawn without dots; tooltips still show their values."""
 WIDE = 5
-"""Intervals wider than so many times the median do not stretch the y axis."""
+"""Intervals wider than this many times the median do not extend the y axis."""
 _CONFIG: dict[str, Any] = {
     "background": "white",
     "font": "DejaVu Sans, Segoe UI, Roboto, sans-serif",
@@ -57,15 +57,15 @@ _TOOLTIPS = [alt.Tooltip(f"{name}:Q", format=",.4~g") for name in ("value", "low
 
 
 def vega_lite(figure: Figure) -> dict[str, Any]:
-    """The figure as a Vega-Lite specification with its data inside; equal figures, equal values."""
+    """The figure as a Vega-Lite specification that contains its data."""
     draw: dict[type, Callable[[Any], Any]] = {
         Curves: _curves,
         Intervals: _intervals,
         Grid: _grid,
     }
     with alt.data_transformers.enable("default", max_rows=None, consolidate_datasets=False):
-        drawn: dict[str, Any] = draw[type(figure)](figure).configure(**_CONFIG).to_dict()
-    return drawn
+        spec: dict[str, Any] = draw[type(figure)](figure).configure(**_CONFIG).to_dict()
+    return spec
 
 
 def png(figure: Figure) -> bytes:
@@ -94,7 +94,7 @@ def _curves(figure: Curves) -> Any:
         ),
     }
     many = max(len(panel.lines) for panel in panels) > MANY_LINES
-    chosen = alt.selection_point(
+    selection = alt.selection_point(
         name="chosen",
         fields=["line"],
         bind="legend",
@@ -107,53 +107,56 @@ def _curves(figure: Curves) -> Any:
     charts = []
     for panel in panels:
         limits = shared if figure.shared_y else _limits(panel.lines, panel.log_y)
-        drawn = _panel(panel, channels, chosen, limits)
-        charts.append(drawn.properties(width=width, height=height))
-    # The view of the selection has a name: Altair's own would count all views of the process.
+        chart = _panel(panel, channels, selection, limits)
+        charts.append(chart.properties(width=width, height=height))
+    # Name the view of the selection, as Altair's default names count all views of the process.
     charts[0].layer[0].name = "first"
-    charts[0] = charts[0].add_params(chosen)  # the other panels follow it by its name
+    charts[0] = charts[0].add_params(selection)  # the other panels refer to it by its name
     return alt.concat(*charts, columns=columns, title=_above_panels(figure.title))
 
 
 def _legend(channel: Any, lines: Mapping[str, Line], values: Sequence[Any]) -> Any:
-    """Colours or dashes of lines, in one legend below the panels."""
-    legend = alt.Legend(symbolType="stroke", symbolOpacity=1, orient="bottom", columns=4)
+    """The colours or dashes of the lines, with one legend above the panels."""
+    legend = alt.Legend(symbolType="stroke", symbolOpacity=1, orient="top", columns=4)
     names = list(lines)
     scale = alt.Scale(domain=names, range=list(values))
     return channel("line:N", sort=names, scale=scale, legend=legend)
 
 
 def _colour(position: int) -> str:
-    """The colour of a family at this place; when colours begin again, the first is left out.
+    """The colour of the family at this position.
 
-    The first is what all others are compared with, such as the unmodified model.
+    Colours repeat without the first, which is that of the reference, such as the unmodified model.
     """
     count = len(COLOURS)
     return COLOURS[position if position < count else 1 + (position - count) % (count - 1)]
 
 
 def _highlighted(panels: Sequence[Panel]) -> list[str]:
-    """Of each panel four lines at most: the first, and those that end farthest from each other."""
-    shown: list[str] = []
-    seen: set[str] = set()
+    """The lines to highlight: in each panel the first, and those that end farthest apart."""
+    highlighted: list[str] = []
+    considered: set[str] = set()
     for panel in panels:
         ends = {line.label: line.points[-1].value for line in panel.lines if line.points}
         ends = {name: value for name, value in ends.items() if math.isfinite(value)}
-        kept = [name for name in ends if name in shown]
-        fresh = [name for name in ends if name not in seen]
-        while fresh and len(kept) < HIGHLIGHTED:
-            apart = {n: min((abs(ends[n] - ends[k]) for k in kept), default=0.0) for n in fresh}
-            kept.append(max(fresh, key=apart.__getitem__))
-            fresh.remove(kept[-1])
-        shown += [name for name in kept if name not in shown]
-        seen |= ends.keys()
-    return shown
+        chosen = [name for name in ends if name in highlighted]
+        candidates = [name for name in ends if name not in considered]
+        while candidates and len(chosen) < HIGHLIGHTED:
+            distance = {
+                name: min((abs(ends[name] - ends[other]) for other in chosen), default=0.0)
+                for name in candidates
+            }
+            chosen.append(max(candidates, key=distance.__getitem__))
+            candidates.remove(chosen[-1])
+        highlighted += [name for name in chosen if name not in highlighted]
+        considered |= ends.keys()
+    return highlighted
 
 
 def _panel(
-    panel: Panel, channels: Mapping[str, Any], chosen: Any, limits: tuple[float, float]
+    panel: Panel, channels: Mapping[str, Any], selection: Any, limits: tuple[float, float]
 ) -> Any:
-    """Bands, lines and dots of one panel, the training length's rule above them."""
+    """The bands, lines and dots of a panel, and a rule at the training length."""
     values = [
         {"line": line.label, "x": _number(point.x), **_ends(point)}
         for line in panel.lines
@@ -167,10 +170,10 @@ def _panel(
     y: dict[str, Any] = {"title": panel.y_title, "scale": scale}
     position = alt.Tooltip("x:Q", title=panel.x_title, format=",~g")
     tooltip = [alt.Tooltip("line:N", title="line"), position, *_TOOLTIPS]
-    dots = 0.9 if max(len(line.points) for line in panel.lines) <= DOTTED else 0.0
+    dots = 0.9 if max(len(line.points) for line in panel.lines) <= MOST_DOTS else 0.0
 
     def opacity(highlighted: float, other: float) -> Any:
-        return alt.condition(chosen, alt.value(highlighted), alt.value(other))
+        return alt.condition(selection, alt.value(highlighted), alt.value(other))
 
     base = _data(values).encode(x=x, color=channels["color"])
     layers: list[Any] = [
@@ -189,21 +192,21 @@ def _panel(
         layers.append(rule.mark_rule(color="#606060", strokeDash=[2, 3], clip=True))
         label = rule.mark_text(align="left", dx=4, y=12, color="#606060", clip=True)
         layers.append(label.encode(text="label:N"))
-    drawing = alt.layer(*layers)
-    return drawing.properties(title=panel.title) if panel.title else drawing
+    chart = alt.layer(*layers)
+    return chart.properties(title=panel.title) if panel.title else chart
 
 
 def _x_axis(panel: Panel, values: Sequence[Mapping[str, Any]]) -> Any:
-    """The x axis; of a plot by position a logarithmic one that starts at a quarter of L."""
+    """The x axis; plots by position have a logarithmic one that starts at a quarter of L."""
     ends = [point.x for line in panel.lines for point in line.points]
     length = panel.train_length
     by_position = length is not None and ends and max(ends) >= 2 * length
-    whole = all(float(value["x"] or 0).is_integer() for value in values)
+    integers = all(float(value["x"] or 0).is_integer() for value in values)
     log = panel.log_x or by_position
     return alt.X(
         "x:Q",
         title=panel.x_title,
-        axis=alt.Axis(format=",~f", tickCount=6, tickMinStep=1 if whole else alt.Undefined),
+        axis=alt.Axis(format=",~f", tickCount=6, tickMinStep=1 if integers else alt.Undefined),
         scale=alt.Scale(
             type="log" if log else "linear",
             base=2 if log else alt.Undefined,
@@ -215,9 +218,9 @@ def _x_axis(panel: Panel, values: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def _limits(lines: Sequence[Line], log: bool) -> tuple[float, float]:
-    """The y axis: all values, and the intervals that are not far wider than the others.
+    """The ends of the y axis: all values, and the intervals that are not far wider than others.
 
-    The first points of a long line, where a training or a text begins, may leave the axis.
+    The first points of a long line may leave the axis, as a training or a text starts there.
     """
     points = [
         point
@@ -234,17 +237,17 @@ def _limits(lines: Sequence[Line], log: bool) -> tuple[float, float]:
     values += [end for band in bands if band[1] - band[0] <= widest for end in band]
     low, high = min(values), max(values)
     if log:
-        room = (high / low) ** 0.06 if high > low else 1.5
-        return (low / room, high * room)
-    room = 0.06 * (high - low) or 0.05 * abs(high) or 0.5
-    return (low - room, high + room)
+        margin = (high / low) ** 0.06 if high > low else 1.5
+        return (low / margin, high * margin)
+    margin = 0.06 * (high - low) or 0.05 * abs(high) or 0.5
+    return (low - margin, high + margin)
 
 
 # Values with intervals
 
 
 def _intervals(figure: Intervals) -> Any:
-    """Values with their intervals, the rows sorted by the last quantity; none that has no value."""
+    """Values with their intervals, rows sorted by the last column, without empty columns."""
     columns = [column for column in figure.columns if any(column.values)]
     last = [-math.inf if value is None else value.value for value in columns[-1].values]
     order = [label for _, label in sorted(zip(last, figure.rows, strict=True), key=lambda r: -r[0])]
@@ -289,18 +292,13 @@ def _interval_column(column: IntervalColumn, rows: Sequence[str], y: Any, scale:
     return alt.layer(*layers)
 
 
-# Cells
+# Grids
 
 
 def _grid(figure: Grid) -> Any:
-    """Coloured cells with their texts; a grid without texts is drawn small."""
+    """Coloured cells with their texts; cells without texts are small."""
     values = [
-        {
-            "row": row,
-            "column": column,
-            "value": _number(value),
-            "text": text,
-        }
+        {"row": row, "column": column, "value": _number(value), "text": text}
         for row, line, texts in zip(figure.rows, figure.values, figure.texts, strict=True)
         for column, value, text in zip(figure.columns, line, texts, strict=True)
     ]
@@ -325,12 +323,12 @@ def _grid(figure: Grid) -> Any:
         base.transform_filter(has_value).mark_rect().encode(color=colour),
     ]
     if texts:
-        known = [cell["value"] for cell in values if isinstance(cell["value"], float)]
-        low, high = min(known, default=0.0), max(known, default=0.0)
-        # The value whose colour is of medium lightness.
+        numbers = [cell["value"] for cell in values if isinstance(cell["value"], float)]
+        low, high = min(numbers, default=0.0), max(numbers, default=0.0)
+        # Colours below this value are too dark for black text.
         dark = f"{has_value} && datum.value < {low + 0.55 * (high - low)}"
-        ink = alt.condition(dark, alt.value("white"), alt.value("black"))
-        layers.append(base.mark_text(fontSize=10).encode(text="text:N", color=ink))
+        text_colour = alt.condition(dark, alt.value("white"), alt.value("black"))
+        layers.append(base.mark_text(fontSize=10).encode(text="text:N", color=text_colour))
     height = alt.Step(ROW_HEIGHT if texts else size)
     return alt.layer(*layers).properties(
         width=alt.Step(size), height=height, title=_wrapped(figure.title)
@@ -345,12 +343,12 @@ def _wrapped(text: str, width: int = TITLE_WIDTH) -> list[str] | str:
 
 
 def _above_panels(text: str) -> Any:
-    """The title of several panels, apart from the titles of the panels."""
+    """The title above several panels."""
     return alt.Title(_wrapped(text), offset=14)
 
 
 def _data(values: Sequence[Any]) -> Any:
-    """A chart of these data points."""
+    """A chart with these data points."""
     return alt.Chart(alt.Data(values=values))  # type: ignore[no-untyped-call]
 
 
@@ -359,5 +357,5 @@ def _ends(value: Point | Estimate) -> dict[str, float | None]:
 
 
 def _number(value: float | None) -> float | None:
-    """A finite number of `DIGITS` digits, or None."""
+    """The number rounded to `DIGITS` digits; None where it is not finite."""
     return None if value is None or not math.isfinite(value) else float(f"{value:.{DIGITS}g}")

@@ -1,16 +1,19 @@
-"""Claims: a sentence of a source, the contrast that tests it, and a verdict.
+"""Claims: a source's sentence, the contrast that tests it, and a verdict.
 
-A verdict is one of five. *confirmed*: the difference has the claimed sign and its p, corrected for
-all claims of the report (Holm), is at most α = 1 − the confidence level. *contradicted*: the same
-with the other sign.
-*inconclusive*: fewer than three seeds on a side, no interval, or an interval so wide that the
-smallest effect which it would have shown exceeds `matters`; the smallest detectable effect is
-given. *not confirmed*: none of these. *differs (size unclear)*: see margins below.
+The verdicts:
 
-A sentence that promises no loss ("as good as", "gains nothing") has a margin m, as a test of
-non-inferiority has: *confirmed* where the difference is certainly less than m on the wrong side of
-0, even if certainly on that side; *contradicted* where it is certainly more than m on that side;
-else *differs (size unclear)* where it certainly is on that side.
+- *confirmed*: the difference has the claimed sign, and its p is at most α = 1 − the confidence
+  level, corrected for all claims of the report (Holm).
+- *contradicted*: the same with the other sign.
+- *inconclusive*: fewer than three seeds on a side, no interval, or a smallest detectable effect
+  above `matters`.
+- *differs (size unclear)*: see below.
+- *not confirmed*: none of these.
+
+A claim of no loss ("as good as", "gains nothing") has a margin m, as a test of non-inferiority. It
+is *confirmed* where the difference is certainly less than m on the wrong side of 0, *contradicted*
+where it is certainly more than m there, and else *differs (size unclear)* where it is certainly on
+the wrong side.
 """
 
 from __future__ import annotations
@@ -21,14 +24,14 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from normattn.errors import InputError
-from normattn.lab.report.tables import FEW_SEEDS, shown
+from normattn.lab.report.tables import FEW_SEEDS, format_estimate
 from normattn.lab.report.view import View
 from normattn.lab.stats import Bootstrap, Estimate, Metric, holm
 
 SEEDS = FEW_SEEDS
-"""Trainings on each side below which a claim about a score is not decided."""
+"""The number of trainings on each side that a verdict on a score needs."""
 LEAST_P = 0.001
-"""The smallest p that is written as a number."""
+"""The smallest p that is shown as a number."""
 
 Verdict = Literal[
     "confirmed", "contradicted", "differs (size unclear)", "not confirmed", "inconclusive"
@@ -37,12 +40,13 @@ Verdict = Literal[
 
 @dataclass(frozen=True)
 class Claim:
-    """A sentence, the metric that tests it, who says it, and how the metric is called.
+    """A sentence, the metric that tests it, the source, and a description of the metric.
 
-    `sign` is +1 where the sentence says that the metric is above 0, −1 where below. `margin` is
-    how far on the other side of 0 the sentence still holds. `matters` is the least difference that
-    would matter; None: any. `test` decides in place of a metric where the units are
-    chosen and not drawn (settings of a grid): it gives a difference and its exact p.
+    - `sign`: +1 where the sentence says that the metric is above 0, −1 for below.
+    - `margin`: how far on the other side of 0 the sentence still holds.
+    - `matters`: the smallest difference that would matter (None: any).
+    - `test`: replaces the metric where units are chosen, not random (settings of a grid). It
+      returns a difference and its exact p.
     """
 
     sentence: str
@@ -64,16 +68,16 @@ class Claim:
             )
 
     def difference(self, view: View) -> Estimate | None:
-        """The difference, or None where the measurements do not hold it."""
+        """The difference, or None where it was not measured."""
         if self.test is not None:
             return self.test(view)
         assert self.metric is not None
-        return view.known(self.metric)
+        return view.finite_estimate(self.metric)
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A claim decided; `p` is corrected for all claims of its report, None where not tested."""
+    """A claim and its verdict; `p` is corrected for all claims of the report (None: untested)."""
 
     claim: Claim
     difference: Estimate
@@ -82,57 +86,58 @@ class Finding:
 
     @property
     def size(self) -> str:
-        """The difference as a sentence."""
+        """The difference as text."""
         interval = self.claim.test is None or self.difference.low is not None
-        return shown(self.difference, self._digits, signed=True, interval=interval)
+        return format_estimate(self.difference, self._digits, signed=True, interval=interval)
 
     @property
     def _digits(self) -> int:
-        own = self.claim.metric.digits if self.claim.metric else 2
-        return own if self.claim.digits is None else self.claim.digits
+        if self.claim.digits is not None:
+            return self.claim.digits
+        return self.claim.metric.digits if self.claim.metric else 2
 
     @property
     def probability(self) -> str:
-        """The p value as text: three digits, never rounded to 0."""
+        """The p value as text, with three digits and never rounded to 0."""
         if self.p is None:
             return "–"
         return f"{self.p:.3f}" if self.p >= LEAST_P else f"<{LEAST_P}"
 
     @property
     def decided(self) -> str:
-        """The verdict in Markdown, with what limits it."""
+        """The verdict in Markdown, with the remark."""
         return f"**{self.verdict}**" + (f" ({self.remark})" if self.remark else "")
 
     @property
     def remark(self) -> str:
-        """What limits the verdict."""
-        few, least = len(self.difference.seeds), self.difference.half_width
+        """Why the verdict is inconclusive; "" for other verdicts."""
+        seeds, smallest = len(self.difference.seeds), self.difference.half_width
         if self.verdict != "inconclusive":
             return ""
-        if self.p is None and 0 < few < SEEDS:
-            return f"{few} seed{'s' * (few > 1)} on both sides; {SEEDS} are needed"
-        if least is None:
+        if self.p is None and 0 < seeds < SEEDS:
+            return f"{seeds} seed{'s' * (seeds > 1)} on both sides; {SEEDS} are needed"
+        if smallest is None:
             return "no interval"
         if self.p is None:
             return "no spread: all documents and seeds agree"
-        return f"smallest detectable effect ±{least:.3g}; ±{self.claim.matters:g} would matter"
+        return f"smallest detectable effect ±{smallest:.3g}; ±{self.claim.matters:g} would matter"
 
 
-def explained(findings: Sequence[Finding]) -> str:
-    """What a report says about its claims: how their intervals, p and verdicts are meant."""
-    many, tested = len(findings), sum(finding.p is not None for finding in findings)
+def explain_verdicts(findings: Sequence[Finding]) -> str:
+    """The text of a report on intervals, p values and verdicts of its claims."""
+    count, tested = len(findings), sum(finding.p is not None for finding in findings)
     return (
-        f"{many} claim{'s' * (many > 1)}, {tested} of them tested. p is corrected for their number "
-        "(Holm); brackets hold each difference's own 95 % interval. “Confirmed” and “contradicted” "
-        f"need p ≤ {1 - Bootstrap.level:.2f}, of scores also {SEEDS} seeds on both sides; with "
+        f"{count} claim{'s' * (count > 1)}, {tested} of them tested. p is corrected for their "
+        "number (Holm). Brackets are uncorrected 95 % intervals. “Confirmed” and “contradicted” "
+        f"need p ≤ {1 - Bootstrap.level:.2f}, and for scores {SEEDS} seeds on both sides. With "
         "fewer seeds, or an interval too wide to show what would matter, a claim is "
         "“inconclusive”. A claim of no loss has a margin: “differs (size unclear)” is certainly "
-        "not 0, but neither within the margin nor beyond it."
+        "not 0, but not certainly within or beyond the margin."
     )
 
 
 def verdicts_in_short(findings: Sequence[Finding]) -> tuple[str, ...]:
-    """One sentence that counts the verdicts of the tested claims; none where nothing was tested."""
+    """A sentence with the number of each verdict; empty where no claim was tested."""
     counts = Counter(finding.verdict for finding in findings if finding.p is not None)
     if not counts:
         return ()
@@ -145,31 +150,31 @@ def verdicts_in_short(findings: Sequence[Finding]) -> tuple[str, ...]:
 
 
 def decide(claims: Sequence[Claim], view: View) -> list[Finding]:
-    """Every claim that the measurements can test, corrected as one family (Holm)."""
-    tested = [(claim, claim.difference(view)) for claim in claims]
-    known = [(claim, estimate) for claim, estimate in tested if estimate is not None]
-    hypotheses = [_hypotheses(claim, estimate) for claim, estimate in known]
-    families = [number for number, sides in enumerate(hypotheses) for _ in sides]
-    adjusted = iter(holm([p for sides in hypotheses for _, p in sides], families))
+    """The findings of all measured claims, corrected as one family (Holm)."""
+    differences = [(claim, claim.difference(view)) for claim in claims]
+    measured = [(claim, estimate) for claim, estimate in differences if estimate is not None]
+    hypotheses = [_hypotheses(claim, estimate) for claim, estimate in measured]
+    groups = [number for number, sides in enumerate(hypotheses) for _ in sides]
+    adjusted = iter(holm([p for sides in hypotheses for _, p in sides], groups))
     alpha = 1 - view.bootstrap.level
     findings = []
-    for (claim, estimate), sides in zip(known, hypotheses, strict=True):
+    for (claim, estimate), sides in zip(measured, hypotheses, strict=True):
         corrected = [(verdict, next(adjusted)) for verdict, _ in sides]
         findings.append(Finding(claim, estimate, *_verdict(claim, estimate, corrected, alpha)))
     return findings
 
 
 def _hypotheses(claim: Claim, estimate: Estimate) -> list[tuple[Verdict, float]]:
-    """The possible verdicts, and the p value of each one's opposite; none with too few seeds."""
+    """The possible verdicts, each with the p value of its opposite; empty with too few seeds."""
     if estimate.p is None or (claim.test is None and len(estimate.seeds) < SEEDS):
         return []
     signed = estimate.value * claim.sign
     if not claim.margin:
         return [("confirmed" if signed > 0 else "contradicted", estimate.p)]
-    apart = estimate.p_from(-claim.margin * claim.sign)
-    assert apart is not None, "a claim with a margin is tested by Student's t"
+    p_margin = estimate.p_from(-claim.margin * claim.sign)
+    assert p_margin is not None, "a claim with a margin is tested by Student's t"
     return [
-        ("confirmed" if signed > -claim.margin else "contradicted", apart),
+        ("confirmed" if signed > -claim.margin else "contradicted", p_margin),
         ("differs (size unclear)", estimate.p if signed < 0 else 1.0),
     ]
 
@@ -177,12 +182,12 @@ def _hypotheses(claim: Claim, estimate: Estimate) -> list[tuple[Verdict, float]]
 def _verdict(
     claim: Claim, estimate: Estimate, sides: Sequence[tuple[Verdict, float]], alpha: float
 ) -> tuple[float | None, Verdict]:
-    """(its corrected p, the first verdict whose denial is rejected)."""
+    """(corrected p, verdict): the first verdict whose opposite is rejected."""
     if not sides:
         return None, "inconclusive"
     for verdict, p in sides:
         if p <= alpha and (estimate.value or claim.margin):
             return p, verdict
-    least, width = min(p for _, p in sides), estimate.half_width
-    wide = claim.matters is not None and width is not None and width > claim.matters
-    return least, "inconclusive" if wide else "not confirmed"
+    smallest_p, width = min(p for _, p in sides), estimate.half_width
+    too_wide = claim.matters is not None and width is not None and width > claim.matters
+    return smallest_p, "inconclusive" if too_wide else "not confirmed"

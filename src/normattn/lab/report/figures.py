@@ -1,8 +1,7 @@
-"""Figures as values: the numbers of a picture and their titles, before anything is drawn.
+"""Figures as values: their numbers and titles, before anything is drawn.
 
-Three kinds are enough for every report: `Curves` (lines with bands), `Intervals` (a value and its
-interval for every row) and `Grid` (coloured cells with a number). `charts` draws each, for
-report.html and as an image.
+There are three kinds: `Curves` (lines with bands), `Intervals` (a value with its interval for each
+row) and `Grid` (coloured cells with numbers). `charts` draws them, for report.html and as images.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a panel; lines of one `family` share a colour, and `dashed` distinguishes them."""
+    """A line of a panel. Lines of one `family` share a colour; `dashed` distinguishes them."""
 
     label: str
     points: tuple[Point, ...]
@@ -52,10 +51,10 @@ class Panel:
 
 @dataclass(frozen=True)
 class Curves:
-    """Panels of lines, side by side or below each other; lines of one label toggle together.
+    """Panels of lines; lines with one label are highlighted together.
 
-    `first`: families that have the first colours, shown or not, so that each has its own in every
-    figure that names the same.
+    The families in `first` have the first colours, present or not, so that each has the same colour
+    in all figures with the same `first`.
     """
 
     name: str
@@ -67,7 +66,7 @@ class Curves:
 
 @dataclass(frozen=True)
 class IntervalColumn:
-    """One quantity of every row; None where a row has none."""
+    """The values of one quantity, None where a row has none; `zero`: draw a line at 0."""
 
     title: str
     values: tuple[Estimate | None, ...]
@@ -76,10 +75,10 @@ class IntervalColumn:
 
 @dataclass(frozen=True)
 class Intervals:
-    """Values with their intervals: rows below each other, quantities side by side.
+    """Values with their intervals: rows below each other, columns side by side.
 
-    `symlog`: the columns are of one kind and share an axis, linear within ± this, logarithmic
-    beyond; None: each has a linear axis of its own.
+    With `symlog` all columns share an axis, linear within ± `symlog` and logarithmic beyond. None:
+    each column has a linear axis.
     """
 
     name: str
@@ -91,7 +90,7 @@ class Intervals:
 
 @dataclass(frozen=True)
 class Grid:
-    """Coloured cells: values (rows, columns), None where there is none; `texts` are written in."""
+    """Coloured cells: values (rows, columns), None where missing, and the texts shown in them."""
 
     name: str
     title: str
@@ -108,7 +107,7 @@ Figure = Curves | Intervals | Grid
 
 
 def is_empty(figure: Figure) -> bool:
-    """Whether there is nothing to draw; a cell of a grid may still say why it has no value."""
+    """Whether there is nothing to draw; a text in a grid may explain a missing value."""
     match figure:
         case Curves(panels=panels):
             return not any(line.points for panel in panels for line in panel.lines)

@@ -1,4 +1,4 @@
-"""A study's report as a value, made from measurements; `output` writes it."""
+"""A study's report as a value, made from measurements; `output` writes it to files."""
 
 from __future__ import annotations
 
@@ -11,22 +11,29 @@ import polars as pl
 from normattn.errors import InputError
 from normattn.lab.report.claims import Claim, Finding, decide, verdicts_in_short
 from normattn.lab.report.figures import Figure, is_empty
-from normattn.lab.report.tables import Filled, Table, plain_factor, seeds_line, span
+from normattn.lab.report.tables import (
+    FilledTable,
+    Table,
+    describe_seeds,
+    factor_label,
+    format_range,
+)
 from normattn.lab.report.view import View
 from normattn.lab.stats import Bootstrap
 from normattn.lab.stats.measurements import FACTOR
 
 FEW_UNITS = 20
+"""Intervals of fewer units are not reliable."""
 
 
 def nothing(view: View) -> tuple[()]:
-    """No claim, no figure, no note."""
+    """The default of a page's parts: none."""
     return ()
 
 
 @dataclass(frozen=True)
 class Page:
-    """What a study shows: its tables, claims and figures, each a function of the measurements."""
+    """The content of a study's report, each part a function of the measurements."""
 
     title: str
     question: str
@@ -40,10 +47,10 @@ class Page:
 
 @dataclass(frozen=True)
 class PageContext:
-    """One report before it is written: values and nothing else.
+    """A report before it is written: all its values.
 
-    `settings` and `provenance` are ordered mappings of text to text; equal contexts give equal
-    bytes, so there is no date, and a path only where a study's value names it.
+    It has no date, and a path only where a study's setting names one, so that equal contexts give
+    equal bytes.
     """
 
     title: str
@@ -51,7 +58,7 @@ class PageContext:
     summary: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
     settings: Mapping[str, str] = field(default_factory=dict)
-    tables: tuple[Filled, ...] = ()
+    tables: tuple[FilledTable, ...] = ()
     findings: tuple[Finding, ...] = ()
     figures: tuple[Figure, ...] = ()
     notes: tuple[str, ...] = ()
@@ -66,7 +73,7 @@ def context(
     command: str = "",
     bootstrap: Bootstrap | None = None,
 ) -> PageContext:
-    """Everything that a report holds; raises `InputError` where nothing was measured."""
+    """Make the report of a page; raises `InputError` where nothing was measured."""
     if not measured.height:
         raise InputError("there is nothing to report: nothing was measured")
     view = View(measured, bootstrap or Bootstrap())
@@ -87,7 +94,7 @@ def context(
     )
 
 
-def _provenance(view: View, tables: Sequence[Filled]) -> dict[str, str]:
+def _provenance(view: View, tables: Sequence[FilledTable]) -> dict[str, str]:
     """How the numbers were made: intervals, units, seeds and data."""
     cells = [cell.estimate for table in tables for line in table.cells for cell in line]
     units = sorted({estimate.units for estimate in cells if estimate and estimate.units > 1})
@@ -97,21 +104,21 @@ def _provenance(view: View, tables: Sequence[Filled]) -> dict[str, str]:
         "spread of the seeds (Satterthwaite's t); differences are paired over both",
     }
     if units:
-        few = f"; intervals of fewer than {FEW_UNITS} are not reliable" * (units[0] < FEW_UNITS)
-        facts["units behind a number"] = span(units) + few
+        warning = f"; intervals of fewer than {FEW_UNITS} are not reliable"
+        facts["units per value"] = format_range(units) + warning * (units[0] < FEW_UNITS)
     digests = ", ".join(sorted({digest[:12] for digest in view.values("data") if digest}))
-    facts["seeds"] = seeds_line(view.frame)
+    facts["seeds"] = describe_seeds(view.frame)
     facts["measured on"] = f"{', '.join(sorted(view.values('split')))} data, digests {digests}"
     return facts
 
 
 def _diverged(view: View) -> list[str]:
-    """A sentence for every training that ended in NaN: its row, what was varied, its seed."""
+    """A sentence for each training that ended in NaN, with its row, factors and seed."""
     rows = view.frame.filter(pl.col("statistic") == "diverged").sort("row", "seed", "bin")
     sentences = []
     for row in rows.unique(maintain_order=True).iter_rows(named=True):
         varied = [
-            f"{plain_factor(name)} {value}"
+            f"{factor_label(name)} {value}"
             for name, value in row.items()
             if name.startswith(FACTOR) and value is not None
         ]

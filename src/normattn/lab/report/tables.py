@@ -1,4 +1,4 @@
-"""Tables as values: rows and columns declared as data, filled from the measurements."""
+"""Tables as values: rows and columns are declared as data and filled from measurements."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from normattn.lab.stats.arrays import Where
 from normattn.lab.stats.measurements import FACTOR
 
 FEW_SEEDS = 3
-"""A row with fewer trainings describes those models, not the score."""
+"""With fewer trainings, a row describes those models, not the score."""
 _NUMBER = re.compile(r"[-+]?\d[\d,]*(\.\d+)?(e[-+]?\d+)?")
 
 
 @dataclass(frozen=True)
 class Cell:
-    """What one place of a table holds: the text, and the number it is made of, if any."""
+    """A cell of a table: its text, and the number behind it, if any."""
 
     text: str
     estimate: Estimate | None = None
 
     @property
     def number(self) -> float | None:
-        """The estimate, or a text that is a number; None for words."""
+        """The estimate's value, or the text as a number; None where it is not one."""
         if self.estimate is not None:
             return self.estimate.value
         return float(self.text.replace(",", "")) if _NUMBER.fullmatch(self.text) else None
@@ -48,7 +48,7 @@ NOTHING = Cell("–")
 
 @dataclass(frozen=True)
 class Row:
-    """A row: what it is called, and where its measurements are."""
+    """A row: its label, and the columns' values that select its measurements."""
 
     label: str
     where: Where
@@ -56,11 +56,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Column:
-    """One quantity of every row: a metric, read where the row is.
+    """A column: a metric of each row.
 
-    `acc.at(8) - acc.at(8, variant="Baseline")` is a difference to Baseline: where a metric
-    names a place, it goes before the row's. `interval` False shows the value alone, as for a
-    number of parameters. `plain` makes the cell from the view instead, for what is no metric;
+    A selection in the metric has priority over the row's: `acc.at(8) - acc.at(8,
+    variant="Baseline")` is the difference to Baseline. `interval` False shows the value only, as
+    for a number of parameters. `plain` makes the cell from the view, for what is not a metric.
     `without` is the text where nothing was counted.
     """
 
@@ -72,7 +72,7 @@ class Column:
     without: str = "–"
 
     def cell(self, view: View, row: Row) -> Cell:
-        """This column of a row."""
+        """The cell of a row."""
         if self.plain is not None:
             return self.plain(view, row)
         assert self.metric is not None
@@ -82,19 +82,19 @@ class Column:
         if not math.isfinite(estimate.value):
             return Cell(self.without)
         digits, signed = self.metric.digits, self.metric.is_difference
-        return Cell(shown(estimate, digits, signed, self.interval), estimate)
+        return Cell(format_estimate(estimate, digits, signed, self.interval), estimate)
 
     def estimates(self, view: View, rows: Sequence[Row]) -> tuple[Estimate | None, ...]:
-        """The numbers of these rows."""
+        """The estimates of these rows."""
         return tuple(self.cell(view, row).estimate for row in rows)
 
 
 def text_column(key: str, title: str, text: Callable[[View, Row], object]) -> Column:
-    """A column of words; a dash where there are none."""
+    """A column of texts; None and "" become a dash."""
 
     def cell(view: View, row: Row) -> Cell:
-        words = text(view, row)
-        return NOTHING if words in (None, "") else Cell(str(words))
+        value = text(view, row)
+        return NOTHING if value in (None, "") else Cell(str(value))
 
     return Column(key, title, plain=cell)
 
@@ -105,7 +105,7 @@ def estimate_column(
     estimated: Callable[[View, Row], Estimate | None],
     text: Callable[[Estimate], str],
 ) -> Column:
-    """A column of numbers that are no metric, each with its text."""
+    """A column of numbers that are not metrics, each with its text."""
 
     def cell(view: View, row: Row) -> Cell:
         estimate = estimated(view, row)
@@ -115,11 +115,11 @@ def estimate_column(
 
 
 @dataclass(frozen=True)
-class Filled:
-    """A table with its cells, ready for a report: `cells` are (rows, columns).
+class FilledTable:
+    """A table with its cells (rows, columns), ready for a report.
 
-    `main`: the keys of the columns that are shown first; the others are behind a switch. Empty: all
-    are shown.
+    `main` are the keys of the columns that are always shown; the others are behind a switch. If it
+    is empty, all are shown.
     """
 
     key: str
@@ -132,26 +132,26 @@ class Filled:
     main: tuple[str, ...] = ()
 
     @property
-    def words(self) -> tuple[int, ...]:
-        """The columns that are aligned to the left: the first, and those without numbers."""
+    def left_aligned(self) -> tuple[int, ...]:
+        """The indices of left-aligned columns: the first, and those without numbers."""
         columns = enumerate(zip(*self.cells, strict=True))
         return tuple(n for n, cells in columns if not n or all(c.number is None for c in cells))
 
     @property
     def hidden(self) -> tuple[int, ...]:
-        """The columns behind a switch."""
+        """The indices of the columns behind a switch."""
         columns = enumerate(self.columns)
         return tuple(n for n, c in columns if n and self.main and c.key not in self.main)
 
     def markdown(self) -> str:
-        """The columns that are shown first, in Markdown."""
-        shown = [n for n in range(len(self.columns)) if n not in self.hidden]
-        lines = [[line[n].text for n in shown] for line in self.cells]
-        left = [place for place, n in enumerate(shown) if n in self.words]
-        return aligned([self.columns[n].title for n in shown], lines, left)
+        """The columns that are always shown, in Markdown."""
+        visible = [n for n in range(len(self.columns)) if n not in self.hidden]
+        lines = [[line[n].text for n in visible] for line in self.cells]
+        left = [index for index, n in enumerate(visible) if n in self.left_aligned]
+        return markdown_table([self.columns[n].title for n in visible], lines, left)
 
     def csv(self) -> str:
-        """The table with the ends of every interval; a column without numbers as text."""
+        """The table as CSV, with the ends of every interval."""
         columns = []
         for column, cells in zip(self.columns, zip(*self.cells, strict=True), strict=True):
             if not any(cell.estimate for cell in cells):
@@ -165,7 +165,7 @@ class Filled:
         return text.getvalue()
 
     def records(self) -> list[dict[str, Any]]:
-        """Every row as values by column: numbers with their intervals, else text or None."""
+        """Every row as a dictionary by column key: numbers with intervals, texts, or None."""
 
         def value(column: Column, cell: Cell) -> Any:
             if cell.estimate:
@@ -183,9 +183,10 @@ class Filled:
 
 @dataclass(frozen=True)
 class Table:
-    """A table: `rows` are found in the measurements, `columns` that no row fills are left out.
+    """The declaration of a table.
 
-    `key` names its files (`table`, or `layers`, …), `head` is above its rows.
+    `key` names its files (`table`, `layers`, …). `rows` and `columns` are functions of the
+    measurements, or constant; empty columns are left out. `head` is the title of the row labels.
     """
 
     key: str
@@ -197,16 +198,16 @@ class Table:
     head: str = "score"
     main: tuple[str, ...] = ()
 
-    def fill(self, view: View) -> Filled:
-        """The table made from measurements."""
+    def fill(self, view: View) -> FilledTable:
+        """Fill the table with measurements."""
         rows = tuple(self.rows(view))
-        shown = [Column("row", self.head, plain=lambda view, row: Cell(row.label))]
-        shown += self.columns(view) if callable(self.columns) else self.columns
-        filled = [(column, [column.cell(view, row) for row in rows]) for column in shown]
+        columns = [Column("row", self.head, plain=lambda view, row: Cell(row.label))]
+        columns += self.columns(view) if callable(self.columns) else self.columns
+        filled = [(column, [column.cell(view, row) for row in rows]) for column in columns]
         kept = [(c, cells) for c, cells in filled if any(cell != NOTHING for cell in cells)]
         notes = self.notes(view) if callable(self.notes) else self.notes
-        return Filled(
-            *(self.key, self.title, f"{self.intro} {_without_intervals(kept)}".strip()),
+        return FilledTable(
+            *(self.key, self.title, f"{self.intro} {_explain_missing_intervals(kept)}".strip()),
             notes=tuple(notes),
             columns=tuple(column for column, _ in kept),
             rows=rows,
@@ -215,42 +216,44 @@ class Table:
         )
 
 
-def _without_intervals(columns: Iterable[tuple[Column, Sequence[Cell]]]) -> str:
-    """Why measured values of a table have no interval; nothing where all have one."""
+def _explain_missing_intervals(columns: Iterable[tuple[Column, Sequence[Cell]]]) -> str:
+    """Why values of a table have no interval; "" where all have one."""
     metrics = [cells for column, cells in columns if column.metric and column.interval]
-    found = [cell.estimate for cells in metrics for cell in cells if cell.estimate]
-    known = [value.low is not None and not value.of_few_units for value in found]
-    if all(known):
+    estimates = [cell.estimate for cells in metrics for cell in cells if cell.estimate]
+    with_interval = [each.low is not None and not each.of_few_units for each in estimates]
+    if all(with_interval):
         return ""
-    if not any(known):
+    if not any(with_interval):
         return "There are no intervals: too few documents, windows or seeds were measured."
     return "A value without brackets was measured too few times, or is the same everywhere."
 
 
-def shown(
+def format_estimate(
     value: Estimate | None, digits: int = 1, signed: bool = False, interval: bool = True
 ) -> str:
-    """ "36.7 [35.9, 37.5]", or a dash where nothing was measured; `digits` after the point.
+    """Format an estimate as "36.7 [35.9, 37.5]", or a dash where nothing was measured.
 
-    A value that was measured once or twice, or is the same in every unit, has no interval to show.
+    A value of too few units, or one that is equal in all units, has no interval.
     """
     if value is None:
         return "–"
-    # "z": a negative number that rounds to 0 is shown as 0, never as "-0.0".
+    # "z": a negative number that rounds to 0 is shown without a sign.
     form = f"{'+' if signed else ''}z,.{digits}f"
     if not interval or value.low is None or value.low == value.high or value.of_few_units:
         return f"{value.value:{form}}"
     return f"{value.value:{form}} [{value.low:{form}}, {value.high:{form}}]"
 
 
-def span(counts: Sequence[int]) -> str:
-    """Ascending counts by their ends, "49 to 1,024", or the one that all of them are."""
+def format_range(counts: Sequence[int]) -> str:
+    """Format ascending counts as "49 to 1,024", or as one number if they are equal."""
     first, last = f"{counts[0]:,}", f"{counts[-1]:,}"
     return first if first == last else f"{first} to {last}"
 
 
-def aligned(head: Sequence[str], lines: Iterable[Sequence[str]], left: Sequence[int] = (0,)) -> str:
-    """An aligned Markdown table; the columns of `left` to the left, the others to the right."""
+def markdown_table(
+    head: Sequence[str], lines: Iterable[Sequence[str]], left: Sequence[int] = (0,)
+) -> str:
+    """A padded Markdown table; the columns `left` are left-aligned, the others right-aligned."""
     every = [
         [text.replace("|", "\\|").replace("\n", " ") for text in line] for line in (head, *lines)
     ]
@@ -264,22 +267,24 @@ def aligned(head: Sequence[str], lines: Iterable[Sequence[str]], left: Sequence[
     return "\n".join(f"| {' | '.join(line)} |" for line in (padded[0], rule, *padded[1:]))
 
 
-def seeds_line(frame: pl.DataFrame) -> str:
-    """Which rows have which seeds: "0, 1, 2 of Baseline, KNA; 0 of CosA".
+def describe_seeds(frame: pl.DataFrame) -> str:
+    """The seeds of each row: "0, 1, 2 of Baseline, KNA; 0 of CosA".
 
-    A training that was not evaluated counts where it diverged, or where its row never was.
+    A training that was not evaluated counts where it diverged, or where its row has no evaluation.
     """
-    read = frame.filter((pl.col("protocol") != "training") | (pl.col("statistic") == "diverged"))
+    is_evaluated = (pl.col("protocol") != "training") | (pl.col("statistic") == "diverged")
+    evaluated = frame.filter(is_evaluated)
     groups: dict[tuple[int, ...], list[str]] = {}
     for row in sorted(frame["row"].unique().to_list()):
-        own = read.filter(row=row) if read.filter(row=row).height else frame.filter(row=row)
-        groups.setdefault(tuple(sorted(own["seed"].unique().to_list())), []).append(row)
+        of_row = evaluated.filter(row=row)
+        seeds = (of_row if of_row.height else frame.filter(row=row))["seed"].unique().to_list()
+        groups.setdefault(tuple(sorted(seeds)), []).append(row)
     line = "; ".join(f"{', '.join(map(str, s))} of {', '.join(rows)}" for s, rows in groups.items())
     few = any(len(seeds) < FEW_SEEDS for seeds in groups)
-    warning = f". A row of fewer than {FEW_SEEDS} seeds speaks of those models, not of the score"
+    warning = f". A row of fewer than {FEW_SEEDS} seeds describes those models, not the score"
     return line + warning * few
 
 
-def plain_factor(column: str) -> str:
-    """The words for the column of a factor: "factor.warm_up" as "warm up"."""
+def factor_label(column: str) -> str:
+    """The label of a factor's column: "warm up" for "factor.warm_up"."""
     return column.removeprefix(FACTOR).replace("_", " ")

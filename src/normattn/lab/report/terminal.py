@@ -1,4 +1,4 @@
-"""What the terminal shows: a table, the end of a report, a bar of progress."""
+"""Terminal output: a table, the end of a report, a progress bar."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 from normattn.lab.report.output import Written
-from normattn.lab.report.tables import Filled
+from normattn.lab.report.tables import FilledTable
 from normattn.terminal import Console
 
-_SHORT = 24
-"""Cells up to this width are not broken into lines."""
+_NO_WRAP = 24
+"""Columns up to this width are not wrapped."""
 
 
-def print_table(table: Filled, title: str = "") -> None:
-    """Print the cells of a table, numbers to the right."""
+def print_table(table: FilledTable, title: str = "") -> None:
+    """Print a table, all but its first column right-aligned."""
     console = Console(highlight=False)
     if title:
         console.print(title, markup=False, soft_wrap=True)
     shown = Table(box=None, padding=(0, 0, 0, 2), pad_edge=False)
     texts = [[cell.text for cell in line] for line in table.cells]
     for index, column in enumerate(table.columns):
-        short = max(len(line[index]) for line in texts) <= _SHORT
+        short = max(len(line[index]) for line in texts) <= _NO_WRAP
         shown.add_column(column.title, justify="right" if index else "left", no_wrap=short)
     for line in texts:
         shown.add_row(*map(escape, line))
@@ -44,33 +44,33 @@ def say(out: Path, written: Written) -> None:
 
 
 def tell(sentence: str, console: Console | None = None) -> None:
-    """Print a line unchanged, however long."""
+    """Print a line unchanged, without wrapping."""
     output = console or Console(highlight=False)
     output.print(sentence, markup=False, soft_wrap=True)
 
 
-OwnBar = TypeVar("OwnBar", bound="Bar")
+AnyBar = TypeVar("AnyBar", bound="ProgressBar")
 
 
-class Bar:
-    """A bar of progress on stderr; where that is no terminal, nothing but the lines that stay.
+class ProgressBar:
+    """A progress bar on stderr; if that is not a terminal, only the lines of `say`.
 
-    `more` are further columns after the percentage.
+    `columns` follow the percentage.
     """
 
-    def __init__(self, *more: Any, **options: Any) -> None:
+    def __init__(self, *columns: Any, **options: Any) -> None:
         self.console = Console(file=sys.stderr, highlight=False)
         self.progress = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(),
             TextColumn("{task.percentage:>3.0f} %"),
-            *more,
+            *columns,
             console=self.console,
             disable=not self.console.is_terminal,
             **options,
         )
 
-    def __enter__(self: OwnBar) -> OwnBar:
+    def __enter__(self: AnyBar) -> AnyBar:
         self.progress.start()
         return self
 
@@ -78,5 +78,5 @@ class Bar:
         self.progress.stop()
 
     def say(self, sentence: str) -> None:
-        """A line that stays."""
+        """Print a line above the bar."""
         tell(sentence, self.console)

@@ -1,4 +1,4 @@
-"""Measurements and what they say: the frame, its store, statistics, estimates and contrasts."""
+"""Statistics: the measurements table and its store, metrics, estimates and contrasts."""
 
 from normattn.lab.stats.arrays import Sums, gathered, select
 from normattn.lab.stats.bootstrap import Bootstrap
@@ -6,8 +6,8 @@ from normattn.lab.stats.estimate import (
     Estimate,
     contrast,
     estimate,
+    estimate_over_seeds,
     holm,
-    of_seeds,
     sign_test,
 )
 from normattn.lab.stats.measurements import Identity, diverged, fact, identified, joined, sums
@@ -33,7 +33,7 @@ __all__ = [
     "holm",
     "identified",
     "joined",
-    "of_seeds",
+    "estimate_over_seeds",
     "select",
     "sign_test",
     "sums",

@@ -1,9 +1,9 @@
-"""Resampled units: how a statistic moves when the documents had been others.
+"""The bootstrap: how a statistic varies with the choice of units.
 
-A resample draws U units (documents, sentences, …) with replacement, as multinomial counts w in
-place of copies: Σ_u w_u x_u. The draws depend only on (seed, U), so whatever shares its units also
-shares its draws, and the spread of a difference is paired. Every seed of a training scores the
-same units: the draws are crossed with the seeds, whose own spread `estimate` adds.
+A resample draws U units (documents, sentences, …) with replacement, as multinomial counts w rather
+than copies: Σ_u w_u x_u. The draws depend only on (seed, U), so statistics of the same units have
+the same draws, and differences are paired. All trainings are evaluated on the same units, so the
+draws are crossed with the seeds, whose spread `estimate` adds.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ Array = NDArray[np.float64]
 Counts = NDArray[np.unsignedinteger[Any]]
 
 DRAWN_AT_ONCE = 1 << 23
-"""How many counts (resamples × units) are held as floating-point numbers at a time: 64 MB."""
-KEPT_COUNTS = 1 << 27
-"""How many counts, in bytes, are kept for the next call."""
+"""The number of counts (resamples × units) that are held as floats at a time: 64 MB."""
+CACHED_COUNTS = 1 << 27
+"""The largest number of counts, in bytes, that are cached."""
 
 
 @dataclass(frozen=True)
 class Bootstrap:
-    """The number of resamples, their seed, and the level of intervals (0.95 = 95 %)."""
+    """The number of resamples, their seed, and the confidence level (0.95 = 95 %)."""
 
     resamples: int = 2000
     seed: int = 0
@@ -45,26 +45,24 @@ class Bootstrap:
         """Sums over units under every resample: (seeds, units, bins) → (resamples, seeds, bins)."""
         seeds, units, bins = values.shape
         flat = values.transpose(1, 0, 2).reshape(units, seeds * bins)
-        few = self.resamples * units <= KEPT_COUNTS
-        drawn = _kept if few else _drawn
-        parts = [part.astype(np.float64) @ flat for part in drawn(self.resamples, self.seed, units)]
+        draw = _cached_counts if self.resamples * units <= CACHED_COUNTS else _draw_counts
+        parts = [part.astype(np.float64) @ flat for part in draw(self.resamples, self.seed, units)]
         return np.concatenate(parts).reshape(self.resamples, seeds, bins)
 
 
 @lru_cache(maxsize=4)
-def _kept(resamples: int, seed: int, units: int) -> tuple[Counts, ...]:
-    """The same counts as `_drawn`, ready for the next call."""
-    return tuple(_drawn(resamples, seed, units))
+def _cached_counts(resamples: int, seed: int, units: int) -> tuple[Counts, ...]:
+    return tuple(_draw_counts(resamples, seed, units))
 
 
-def _drawn(resamples: int, seed: int, units: int) -> Iterator[Counts]:
-    """How often each of `units` is drawn, some resamples after the other: (…, units).
+def _draw_counts(resamples: int, seed: int, units: int) -> Iterator[Counts]:
+    """Yield chunks of counts (resamples, units): how often each unit is drawn.
 
-    One generator draws them in order, so how many come at once changes no number.
+    One generator draws all chunks in order, so their size does not change the counts.
     """
     generator = np.random.default_rng([seed, 1, units])
-    even = np.full(units, 1 / units)
-    at_once = max(1, DRAWN_AT_ONCE // units)
-    for first in range(0, resamples, at_once):
-        drawn = generator.multinomial(units, even, size=min(at_once, resamples - first))
-        yield drawn.astype(np.uint8 if drawn.max() < 256 else np.uint32)
+    uniform = np.full(units, 1 / units)
+    chunk = max(1, DRAWN_AT_ONCE // units)
+    for start in range(0, resamples, chunk):
+        counts = generator.multinomial(units, uniform, size=min(chunk, resamples - start))
+        yield counts.astype(np.uint8 if counts.max() < 256 else np.uint32)

@@ -1,20 +1,20 @@
-"""The measurements table: one row per measured sum, the one format under every page.
+"""The measurements table, the one format behind every report: one row per measured sum.
 
-A row says what was measured (its identity), on which unit (document, sentence, image, batch),
-where (layer, head, an axis and a bin of it) and which statistic, with two numbers: `sum` and `of`.
-Sums, never rates: an accuracy of 7 of 10 tokens is sum = 7, of = 10, so that any group of rows can
-be added up and any statistic made of it later, without the model. A loss is nats over tokens, a
-mean a sum over its count, a fact (parameters, steps) itself over 1.
+A row has the identity of the model and data, the unit (document, sentence, image, batch), the place
+(layer, head, a bin of an axis), the statistic, and two numbers, `sum` and `of`. These are sums,
+never rates: 7 correct of 10 tokens are sum = 7, of = 10. So any group of rows can be added up
+later, without the model. A loss is nats over tokens, a mean a sum over its count, and a fact
+(parameters, steps) a number over 1.
 
     identity    study, row, score, method, seed, protocol, length, train_length, split,
                 data, weights, settings (digests), and `factor.*`: what else a study varies
     axes        unit, layer, head, axis, bin, bin_end
     measured    statistic, sum, of
 
-`row` is the trained row of a table, `score` its whole specification, `method` what was switched
-on afterwards ("" for the unmodified model). A bin is half-open, bin ≤ x < bin_end; "" is no axis.
-Columns `factor.NAME` are a study's own (a window, a learning rate, a size): strings or numbers,
-null where they do not apply.
+`row` is the trained row of a table, `score` its complete specification, `method` the inference-time
+method ("" for the unmodified model). A bin is half-open, bin ≤ x < bin_end; without an axis, `axis`
+is "". Columns `factor.NAME` belong to a study (a window, a learning rate, a size): strings or
+numbers, null where they do not apply.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from normattn.errors import InputError
 from normattn.io import open_file, write_with
 
 FILE = "measurements.parquet"
-"""The name of a frame in a folder of results."""
+"""The name of the measurements table in a folder of results."""
 
 DIGEST = "normattn.digest"
-"""The file's metadata that holds the digest of its other bytes."""
+"""The key of the file's metadata with the digest of its other bytes."""
 KEY = "normattn.key"
-"""The file's metadata that names the evaluation it holds, in a `MeasurementStore`."""
+"""The key of the file's metadata with its evaluation's key in a `MeasurementStore`."""
 _UNSIGNED = b"sha256:" + 64 * b"0"
 _SIGNED = re.compile(rb"sha256:[0-9a-f]{64}")
 LARGEST, SMALLEST = 1e60, 1e-60
-"""Bounds of a sum and of what it is over: squares of their ratios are finite."""
+"""Bounds of `sum` and `of`, so that squares of their ratios are finite."""
 FACTOR = "factor."
 IDENTITY: dict[str, type[pl.DataType]] = {
     "study": pl.String,
@@ -81,7 +81,7 @@ Factor = str | int | float | bool
 
 @dataclass(frozen=True)
 class Identity:
-    """Whose measurement it is; `factors` are what else a study varies."""
+    """The identity of a measurement; `factors` are what else a study varies."""
 
     study: str
     row: str
@@ -99,17 +99,17 @@ class Identity:
 
     @property
     def name(self) -> str:
-        """How messages call it: the row and its method."""
+        """The name in messages: the row and its method."""
         return "-".join(filter(None, (self.row, self.method)))
 
     def columns(self) -> dict[str, Factor]:
-        """The identity as columns of the frame."""
-        plain = {name: getattr(self, name) for name in IDENTITY}
-        return {**plain, **{FACTOR + name: value for name, value in self.factors.items()}}
+        """The identity as columns of the table."""
+        columns = {name: getattr(self, name) for name in IDENTITY}
+        return {**columns, **{FACTOR + name: value for name, value in self.factors.items()}}
 
 
 def empty() -> pl.DataFrame:
-    """A frame without rows."""
+    """A measurements table without rows."""
     return pl.DataFrame(schema=SCHEMA)
 
 
@@ -124,26 +124,26 @@ def sums(
     layer: int | None = None,
     head: int | None = None,
 ) -> pl.DataFrame:
-    """Rows of one statistic, without their identity (`identified` adds it).
+    """Rows of one statistic, without their identity, which `identified` adds.
 
-    `sum` and `of` are (units,) without an axis and (units, bins) with one, broadcast against each
-    other; `edges` (bins + 1,) bound the bins, or (bins,) name whole numbers. Units may repeat, as
-    windows of one document do: they are added up.
+    `sum` and `of` are (units,) without an axis and (units, bins) with one; `of` is broadcast to
+    `sum`. `edges` are the ends of the bins (bins + 1,), or whole numbers (bins,). Repeated units
+    are added up, such as windows of one document.
     """
-    above = np.asarray(sum, dtype=np.float64)
-    above = above[:, None] if above.ndim == 1 else above
-    below = np.asarray(of, dtype=np.float64)
-    below = np.broadcast_to(below[:, None] if below.ndim == 1 else below, above.shape)
-    starts, ends = _bins(axis, edges, above.shape[1])
-    names = np.asarray(units, dtype=object)
-    count = above.shape[1]
+    numerator = np.asarray(sum, dtype=np.float64)
+    numerator = numerator[:, None] if numerator.ndim == 1 else numerator
+    denominator = np.asarray(of, dtype=np.float64)
+    denominator = denominator[:, None] if denominator.ndim == 1 else denominator
+    denominator = np.broadcast_to(denominator, numerator.shape)
+    names, count = np.asarray(units, dtype=object), numerator.shape[1]
+    starts, ends = _bins(axis, edges, count)
     raw = pl.DataFrame(
         {
             "unit": np.repeat(names, count),
             "bin": starts * len(names),
             "bin_end": ends * len(names),
-            "sum": above.ravel(),
-            "of": below.ravel(),
+            "sum": numerator.ravel(),
+            "of": denominator.ravel(),
         },
         schema={name: SCHEMA[name] for name in ("unit", "bin", "bin_end", "sum", "of")},
     )
@@ -157,28 +157,28 @@ def sums(
 
 
 def fact(statistic: str, value: float | int, unit: str = "") -> pl.DataFrame:
-    """One number about a training as a row: its parameters, its steps, a time."""
+    """A row with one number of a training, such as its parameters or its steps."""
     return sums(statistic, [unit], [value], [1.0])
 
 
-def diverged(whose: Identity, step: int, where: str) -> pl.DataFrame:
+def diverged(identity: Identity, step: int, where: str) -> pl.DataFrame:
     """The measurement that a training ended in NaN at a step, first seen in the module `where`."""
-    ended = sums("diverged", [where], [[1.0]], [[1.0]], axis="step", edges=[float(step)])
-    return identified(whose, [ended])
+    row = sums("diverged", [where], [[1.0]], [[1.0]], axis="step", edges=[float(step)])
+    return identified(identity, [row])
 
 
 def identified(identity: Identity, parts: Iterable[pl.DataFrame]) -> pl.DataFrame:
-    """The rows of `parts` with their identity: a whole frame, checked."""
+    """The rows of `parts` with their identity, as a checked measurements table."""
     rows = pl.concat(list(parts))
-    known = [
+    columns = [
         pl.lit(value, dtype=IDENTITY.get(name) or _TYPES[type(value)]).alias(name)
         for name, value in identity.columns().items()
     ]
-    return checked(rows.with_columns(known), f"the measurements of {identity.row}")
+    return checked(rows.with_columns(columns), f"the measurements of {identity.row}")
 
 
 def joined(frames: Iterable[pl.DataFrame]) -> pl.DataFrame:
-    """Several frames as one; factors that one lacks are null there."""
+    """Concatenate measurements tables; missing factors are null."""
     nonempty = [frame for frame in frames if frame.height]
     return pl.concat(nonempty, how="diagonal") if nonempty else empty()
 
@@ -186,9 +186,8 @@ def joined(frames: Iterable[pl.DataFrame]) -> pl.DataFrame:
 def checked(frame: pl.DataFrame, source: str) -> pl.DataFrame:
     """The frame with its columns in order, or `InputError` naming `source` and what is wrong.
 
-    Refused: a missing or unknown column, a column of another type, a null or a number that is not
-    finite where there must be one, one that is too large or too small, a negative `of`, and a sum
-    that occurs twice.
+    Raises `InputError` for a missing or unknown column, a wrong type, a null in a required column,
+    a number that is not finite or out of bounds, a negative `of`, and a duplicate row.
     """
     missing = [name for name in SCHEMA if name not in frame.columns]
     if missing:
@@ -204,7 +203,7 @@ def checked(frame: pl.DataFrame, source: str) -> pl.DataFrame:
             raise InputError(f"{source}: {name} is {frame.schema[name]}, expected {kind.__name__}")
         if name not in NULLABLE and frame[name].null_count():
             raise InputError(f"{source}: a row has no {name}")
-    _refuse_sums(frame, source)
+    _check_sums(frame, source)
     ordered = frame.select(*SCHEMA, *sorted(factors))
     keys = [name for name in ordered.columns if name not in ("sum", "of")]
     if ordered.select(keys).is_duplicated().any():
@@ -212,8 +211,8 @@ def checked(frame: pl.DataFrame, source: str) -> pl.DataFrame:
     return ordered
 
 
-def _refuse_sums(frame: pl.DataFrame, source: str) -> None:
-    """Raise `InputError` for numbers whose ratios or squares a float does not hold."""
+def _check_sums(frame: pl.DataFrame, source: str) -> None:
+    """Raise `InputError` for numbers whose ratios or squares are out of a float's range."""
     for name in ("sum", "of"):
         if not frame[name].is_finite().all():
             raise InputError(f"{source}: a {name} is not finite")
@@ -226,21 +225,21 @@ def _refuse_sums(frame: pl.DataFrame, source: str) -> None:
 
 
 def sorted_rows(frame: pl.DataFrame) -> pl.DataFrame:
-    """The frame in an order that depends on its content alone: equal frames, equal bytes."""
+    """The rows in an order that depends on the content only, for equal bytes."""
     keys = [name for name in frame.columns if name not in ("sum", "of")]
     return frame.sort(keys, nulls_last=True)
 
 
 def write(path: Path, frame: pl.DataFrame, key: str | None = None) -> None:
-    """Write the frame as Parquet, whole or not at all; equal frames give equal bytes.
+    """Write a measurements table as Parquet, atomically; equal tables give equal bytes.
 
-    `key` names the evaluation that it is the outcome of.
+    `key` is that of its evaluation.
     """
-    whole = sorted_rows(checked(frame, str(path)))
-    named = {DIGEST: _UNSIGNED.decode()} | ({} if key is None else {KEY: key})
+    table = sorted_rows(checked(frame, str(path)))
+    metadata = {DIGEST: _UNSIGNED.decode()} | ({} if key is None else {KEY: key})
 
     def fill(file: Path) -> None:
-        whole.write_parquet(file, compression="zstd", statistics=False, metadata=named)
+        table.write_parquet(file, compression="zstd", statistics=False, metadata=metadata)
         content = file.read_bytes()
         file.write_bytes(content.replace(_UNSIGNED, _signature(content)))
 
@@ -248,26 +247,29 @@ def write(path: Path, frame: pl.DataFrame, key: str | None = None) -> None:
 
 
 def read(path: Path, key: str | None = None) -> pl.DataFrame:
-    """Read and check a frame; `InputError` names a file that is none, or not that of `key`."""
+    """Read and check a measurements table.
+
+    Raises `InputError` for a missing or damaged file, and for one of another evaluation than `key`.
+    """
     if not path.exists():
         raise InputError(f"{path} does not exist; it should hold the measurements")
     with open_file(path) as file:
         content = file.read()
-    # Looked at before it is parsed: the parser may not survive a damaged file.
-    signed = _SIGNED.findall(content)
-    if len(signed) != 1:
+    # The digest is checked before parsing, as the parser may crash on a damaged file.
+    signatures = _SIGNED.findall(content)
+    if len(signatures) != 1:
         raise InputError(f"{path} is not a measurements table: it holds no digest")
-    if _signature(content.replace(signed[0], _UNSIGNED)) != signed[0]:
+    if _signature(content.replace(signatures[0], _UNSIGNED)) != signatures[0]:
         raise InputError(f"{path} is damaged: its content does not match its digest")
     if key is not None:
-        held = pl.read_parquet_metadata(BytesIO(content)).get(KEY, "of no key")
-        if held != key:
-            raise InputError(f"{path} is damaged: it holds the evaluation {held}")
+        stored_key = pl.read_parquet_metadata(BytesIO(content)).get(KEY, "of no key")
+        if stored_key != key:
+            raise InputError(f"{path} is damaged: it holds the evaluation {stored_key}")
     return checked(pl.read_parquet(content), str(path))
 
 
 def _signature(unsigned: bytes) -> bytes:
-    """SHA-256 of the whole file, its own place zeroed."""
+    """The SHA-256 of a file in which the digest is replaced by zeros."""
     return b"sha256:" + hashlib.sha256(unsigned).hexdigest().encode()
 
 

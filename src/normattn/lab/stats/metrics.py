@@ -1,9 +1,8 @@
-"""Metrics as functions of summed numerators and denominators: what a column shows.
+"""Metrics: functions of summed numerators and denominators.
 
-A metric names the rows of the measurements that it reads and how their sums become a value. What
-the bootstrap draws is added up first and becomes a value then, as the score of a corpus is defined:
-a ratio, BLEU, chrF, F1 and a quantile are all made so. Of several seeds, which are several models,
-it is the mean of their values.
+A metric selects rows of the measurements table and turns their sums into a value. Units are summed
+first, as corpus-level scores are defined (ratios, BLEU, chrF, F1, quantiles); so are resampled
+units. Several seeds are several models, so their values are averaged.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ def bleu(sums: Array) -> Array:
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         smoothing = 2.0 ** np.cumsum(matches == 0, axis=-1)
         precision = np.where(matches > 0, matches / grams, 1 / (smoothing * grams))
-        # Without n-grams of an order the translation has no score of that order: none at all.
+        # Without n-grams of an order, BLEU is 0.
         precision = np.where(grams > 0, precision, 0.0)
         penalty = np.minimum(1.0, np.exp(1 - reference / length))
         score = 100 * penalty * np.exp(np.log(precision).mean(-1))
@@ -48,12 +47,12 @@ def chrf(sums: Array) -> Array:
     in both. Precision and recall are averaged over the orders that both have; F with β = 2.
     """
     counts = sums.reshape(*sums.shape[:-1], CHARACTERS, 3)
-    ours, theirs, both = counts[..., 0], counts[..., 1], counts[..., 2]
-    used = (ours > 0) & (theirs > 0)
+    translation, reference, both = counts[..., 0], counts[..., 1], counts[..., 2]
+    used = (translation > 0) & (reference > 0)
     orders = np.maximum(1, used.sum(-1))
     with np.errstate(divide="ignore", invalid="ignore"):
-        precision = np.where(used, both / ours, 0.0).sum(-1) / orders
-        recall = np.where(used, both / theirs, 0.0).sum(-1) / orders
+        precision = np.where(used, both / translation, 0.0).sum(-1) / orders
+        recall = np.where(used, both / reference, 0.0).sum(-1) / orders
         factor = _BETA**2
         score = 100 * (1 + factor) * precision * recall / (factor * precision + recall)
     return np.where(precision + recall > 0, score, 0.0)
@@ -64,10 +63,10 @@ def macro_f1(
 ) -> Array:
     """The mean F1, in %, of the classes that are true or predicted anywhere.
 
-    A bin is a class, `numerator` 2 · rightly predicted and `denominator` predicted + true. Of a
-    resample, `whole` are the sums of all units: they say which classes count, and a class that no
-    drawn unit has keeps its F1 there. Left out, rare classes, whose F1 is low, would make every
-    resample look better than the whole.
+    A bin is a class, `numerator` is 2 · correctly predicted and `denominator` predicted + true. The
+    `whole` sums are those of all units. They decide which classes count, and a class without a
+    resampled unit keeps its F1 of all units. Without that, resamples would lack rare classes, whose
+    F1 is low, and be biased upwards.
     """
     known = _f1(whole_numerator, whole_denominator)
     counted = whole_denominator > 0
@@ -76,31 +75,31 @@ def macro_f1(
 
 
 def _f1(numerator: Array, denominator: Array) -> Array:
-    """F1 (0 … 1), 0 where there is nothing to divide by."""
+    """F1 (0 … 1), 0 where the denominator is 0."""
     return np.asarray(numerator / np.maximum(denominator, 1e-300) * (denominator > 0))
 
 
 Value = Callable[[Array, Array, Array, Array], Array]
 """(sum, of, whole sum, whole of), each (…, bins) → (…): `whole` are the sums of all units."""
 Bins = slice | tuple[float, float] | Callable[[Sums], Sums]
-"""Some bins of an axis: their places, where they begin and end, or a function that keeps some."""
+"""A selection of bins: by index, by start and end, or by a function."""
 
 
 @dataclass(frozen=True)
 class Length:
-    """A length that depends on what was measured: see `Metric.at`."""
+    """A length that depends on the measurements; see `Metric.at`."""
 
     name: str
     multiple: float = 0.0
 
 
 SHORTEST, LONGEST = Length("shortest"), Length("longest")
-"""The shortest and the longest length that the rows were read at."""
+"""The shortest and the longest evaluated length."""
 
 
 @dataclass(frozen=True)
 class Term:
-    """One part of a metric: factor · value(rows that are `where`, some of their bins)."""
+    """A term of a metric: factor · value(rows `where`, `bins` of them)."""
 
     factor: float
     name: str
@@ -110,26 +109,26 @@ class Term:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What distinguishes it from other terms."""
+        """Identifies the term in caches."""
         return (self.factor, self.name, self.value, *self.place)
 
     @property
     def place(self) -> tuple[Any, ...]:
-        """Which sums it reads."""
-        # A function is its own key: another one may have its address once it is gone.
+        """Identifies the sums that it uses."""
+        # A function is its own key, as its `repr` may be that of a later function.
         bins = self.bins if callable(self.bins) else repr(self.bins)
         return (self.name, bins, *sorted(self.where.items()))
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A number read from the measurements; metrics are selected, added and subtracted.
+    """A number from the measurements table; metrics can be selected, added and subtracted.
 
         acc = Metric("accuracy")
         gain = acc.at(8, variant="KNA") - acc.at(8, variant="Baseline")
 
-    `name` is the measured statistic, `unit` what follows the number ("%", "nats"), `digits` those
-    after the point. Known names bring their title, value and unit with them; any other is a mean.
+    `name` is the statistic, `unit` follows the number ("%", "nats"), `digits` is the number of
+    decimals. Known names have a title, value function and unit; any other is a mean.
     """
 
     name: str
@@ -142,26 +141,31 @@ class Metric:
     def __post_init__(self) -> None:
         if self.value is None:
             title, value, unit, digits = KNOWN.get(self.name, (self.name, ratio(), "", 2))
-            known = {"title": self.title or title, "value": value, "unit": unit, "digits": digits}
-            for name, given in known.items():
-                object.__setattr__(self, name, given)
+            defaults = {
+                "title": self.title or title,
+                "value": value,
+                "unit": unit,
+                "digits": digits,
+            }
+            for field, default in defaults.items():
+                object.__setattr__(self, field, default)
 
     @property
     def terms(self) -> tuple[Term, ...]:
-        """Its parts: the metric is their sum."""
+        """The terms, whose sum the metric is."""
         return self.parts or (Term(1.0, self.name, self.value, {}),)
 
     @property
     def is_difference(self) -> bool:
-        """Whether something is subtracted, so that a sign is shown."""
+        """Whether a term is subtracted, so that the value is shown with a sign."""
         return any(term.factor < 0 for term in self.terms)
 
     def at(self, place: int | float | Length | Where | None = None, /, **columns: Any) -> Metric:
         """The metric at a length, for a variant, a method, a protocol, or any other column.
 
-        A number is a multiple of the training length, of natural text unless `protocol` says
-        otherwise; a mapping has columns by their full names. `variant` is the trained row, and what
-        is no column of every table is a factor of the study: `at(step=0)`.
+        A number is a multiple of the training length, on held-out text unless `protocol` says
+        otherwise. A mapping has columns by their full names. `variant` is the trained row. Other
+        names are factors of the study: `at(step=0)`.
         """
         where = {_column(name): value for name, value in columns.items()}
         if isinstance(place, Mapping):
@@ -169,20 +173,20 @@ class Metric:
         elif isinstance(place, Length):
             where["length"] = place
         elif place is not None:
-            text = "train_length" if place == 1 else "non_repeated"
-            where = {"protocol": text, "length": Length("multiple", float(place)), **where}
+            protocol = "train_length" if place == 1 else "non_repeated"
+            where = {"protocol": protocol, "length": Length("multiple", float(place)), **where}
         return self._with(lambda term: replace(term, where={**term.where, **where}))
 
     def under(self, where: Where) -> Metric:
-        """The metric in these rows, where it does not say otherwise itself."""
+        """The metric in these rows; its own selections have priority."""
         return self._with(lambda term: replace(term, where={**where, **term.where}))
 
     def between(self, bins: Bins) -> Metric:
-        """The metric over some bins of its axis, as positions or layers."""
+        """The metric over some bins of its axis, such as positions or layers."""
         return self._with(lambda term: replace(term, bins=bins))
 
     def titled(self, title: str) -> Metric:
-        """The same under another title."""
+        """The metric with another title."""
         return replace(self, title=title)
 
     def __add__(self, other: Metric) -> Metric:
@@ -224,7 +228,7 @@ def mean_of_bins(numerator: Array, denominator: Array, *whole: Array) -> Array:
 
 
 def crossing(counts: Array, share: float, edges: tuple[float, float]) -> Array:
-    """Where the cumulative counts (…, bins) over `edges` reach `share`, linear within a bin."""
+    """The value at which the cumulative counts (…, bins) reach `share`, linear within a bin."""
     bins = counts.shape[-1]
     shares = _divided(counts.cumsum(-1), counts.sum(-1, keepdims=True))
     index = np.minimum((shares < share).sum(-1), bins - 1)
@@ -238,9 +242,9 @@ def crossing(counts: Array, share: float, edges: tuple[float, float]) -> Array:
 
 
 def median(scale: float = 1.0) -> Value:
-    """scale · the median of the bins' own sum/of, a bin counting as often as it was drawn.
+    """scale · the median of sum/of over bins, each weighted by how often it was drawn.
 
-    For units that are bins too (`Sums.by_unit`): a median is no function of summed counts.
+    For `Sums.by_unit`, whose bins are units, as a median is not a function of sums.
     """
 
     def value(
@@ -270,7 +274,7 @@ KNOWN: dict[str, tuple[str, Value, str, int]] = {
     "accuracy_by_distance": ("copied", ratio(100.0), "%", 1),
     "loss": ("loss", ratio(), "nats", 3),
 }
-"""Title, value, unit and digits of the metrics that every study knows."""
+"""The title, value function, unit and digits of common metrics."""
 
 
 def mean(name: str, title: str, digits: int = 2, scale: float = 1.0) -> Metric:
@@ -281,5 +285,5 @@ def mean(name: str, title: str, digits: int = 2, scale: float = 1.0) -> Metric:
 BLEU = Metric("bleu", "BLEU", lambda numerator, denominator, *whole: bleu(numerator), "", 1)
 CHRF = Metric("chrf", "chrF", lambda numerator, denominator, *whole: chrf(numerator), "", 1)
 MICRO_F1 = Metric("f1", "micro F1", ratio(100.0), "%", 2)
-"""Over bins of classes, sum = 2 · rightly predicted, of = predicted + true."""
+"""Bins are classes, with sum = 2 · correctly predicted and of = predicted + true."""
 MACRO_F1 = Metric("f1", "macro F1", macro_f1, "%", 2)

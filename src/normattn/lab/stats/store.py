@@ -1,4 +1,4 @@
-"""Where the frames of single evaluations are kept, so that none is done twice."""
+"""The store of finished evaluations, so that none is repeated."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from normattn.terminal import warn
 
 
 def digest(*parts: object) -> str:
-    """The name of one evaluation: a hash of all that decides its outcome (JSON values)."""
+    """The key of an evaluation: a hash of all that decides its result (JSON values)."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 
 DONE = "done.json"
-"""The markers of a store: see `MeasurementStore.finish`."""
+"""The file of a store's markers; see `MeasurementStore.finish`."""
 BESIDE = "beside"
-"""The folder, among a run's records, of those that its study did not ask for."""
+"""The folder, in a run's store, of evaluations that its study did not ask for."""
 
 
 class MeasurementStore:
-    """A folder of frames, one file per evaluation, named by its key.
+    """A folder of measurements tables, one file per evaluation, named by its key.
 
-    A damaged file, or one of another evaluation, is named on standard error and its evaluation is
-    done again. The file done.json holds a marker for each piece of work that was finished, with the
-    keys of its evaluations: keys follow from data and weights, so they cannot be known beforehand.
+    A damaged file, or one of another evaluation, causes a warning and its evaluation is repeated.
+    The file done.json has a marker for each finished task, with the keys of its evaluations. Keys
+    depend on data and weights, so a task's keys are known only after it has run.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -43,7 +43,7 @@ class MeasurementStore:
         return self.folder / f"{key}.parquet"
 
     def get(self, key: str) -> pl.DataFrame | None:
-        """The frame of an evaluation already done, or None."""
+        """The measurements of a finished evaluation, or None."""
         path = self.path(key)
         if not path.exists():
             return None
@@ -52,42 +52,42 @@ class MeasurementStore:
         try:
             return measurements.read(path, key)
         except InputError as error:
-            warn(f"normattn: {error}; the evaluation is done again")
+            warn(f"normattn: {error}; the evaluation is repeated")
             return None
 
     def put(self, key: str, measured: pl.DataFrame) -> None:
-        """Keep a frame under its key, whole or not at all."""
+        """Store measurements under a key, atomically."""
         measurements.write(self.path(key), measured, key)
 
     def once(self, key: str, measure: Callable[[], pl.DataFrame]) -> pl.DataFrame:
-        """The frame of an evaluation, made by `measure` and kept unless it was done already."""
+        """The stored measurements of an evaluation, or those of `measure`, which are stored."""
         self._used.append(key)
-        done = self.get(key)
-        if done is not None:
-            return done
+        stored = self.get(key)
+        if stored is not None:
+            return stored
         measured = measure()
         self.put(key, measured)
         return measured
 
-    def finish(self, work: str) -> None:
-        """Leave the marker of `work`, which took every evaluation since the last marker."""
+    def finish(self, marker: str) -> None:
+        """Write the marker of a task, with all evaluations since the last marker."""
         keys, self._used = sorted(set(self._used)), []
-        write_json(self.folder / DONE, {**self._finished(), work: keys})
+        write_json(self.folder / DONE, {**self._markers(), marker: keys})
 
-    def has_finished(self, work: str) -> bool:
-        """Whether `work` has its marker, and every evaluation that it names is still here."""
-        keys = self._finished().get(work)
+    def has_finished(self, marker: str) -> bool:
+        """Whether the marker exists, and all its evaluations are still stored."""
+        keys = self._markers().get(marker)
         return bool(keys) and all(self.path(key).is_file() for key in keys or ())
 
-    def _finished(self) -> dict[str, list[str]]:
-        """The keys of every piece of work; none where the file is damaged."""
+    def _markers(self) -> dict[str, list[str]]:
+        """The keys of each marker; empty where the file is missing or damaged."""
         try:
             stored = read_object(self.folder / DONE)
         except InputError:
             return {}
         return {
-            work: keys
-            for work, keys in stored.items()
+            marker: keys
+            for marker, keys in stored.items()
             if isinstance(keys, list) and all(isinstance(key, str) for key in keys)
         }
 
@@ -95,7 +95,7 @@ class MeasurementStore:
         return len(self._paths())
 
     def frame(self) -> pl.DataFrame:
-        """Every frame of the folder as one; `InputError` names a damaged file."""
+        """All measurements of the folder; raises `InputError` for a damaged file."""
         return measurements.joined(measurements.read(path) for path in self._paths())
 
     def _paths(self) -> list[Path]:
@@ -103,9 +103,9 @@ class MeasurementStore:
 
 
 def collected(out: Path) -> pl.DataFrame:
-    """Every measurement below a study's directory, as one frame; frames of pages are copies.
+    """All measurements below a study's directory, without the copies in reports.
 
-    Records `BESIDE` those of a cell are not the study's.
+    Evaluations in folders `BESIDE` do not belong to the study.
     """
     paths = sorted(
         path

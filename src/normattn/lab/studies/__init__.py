@@ -1,8 +1,8 @@
-"""The experiments; a new study is one new file that says `STUDY = Study("name", "question", …)`.
+"""The studies: each is a `STUDY = Study("name", "question", …)` in a file of this folder.
 
-A study is found by that line, in any file of this folder: nothing else has to be edited. Your own
-study is named by the path of its file, on the command line alone (`normattn reproduce
-./my_study.py`): a name that was read from a file never runs code.
+A study is found by that line; nothing else has to be edited. A user's study is given by the path of
+its file, on the command line only (`normattn reproduce ./my_study.py`): a name that is read from a
+file never runs code.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from normattn.lab.studies.base import Study
 
 OF_COMMANDS = ("extend", "gallery", "inspect")
-"""Measured by commands of these names; here they are pages only, found but not listed."""
+"""Studies that commands of these names measure: only their reports are here, not listed."""
 
 
-class _Place(NamedTuple):
-    """Where a study is, and its question."""
+class _Location(NamedTuple):
+    """Where a study is defined, and its question."""
 
     module: str
     variable: str
@@ -32,12 +32,12 @@ class _Place(NamedTuple):
 
 
 def names() -> list[str]:
-    """The studies of the library, in the order of their names; none of them is imported."""
+    """The names of the package's studies, sorted; none of them is imported."""
     return sorted(name for name in _found() if name not in OF_COMMANDS)
 
 
 def summary(name: str) -> str:
-    """What a study asks; its file is not imported."""
+    """The question of a study; its file is not imported."""
     return _found()[name].question
 
 
@@ -46,21 +46,19 @@ def find(name: str) -> Study:
 
     Raises `InputError`, with the nearest name, for any other text: a path is never followed.
     """
-    place = _found().get(name)
-    if place is None:
-        own = (
-            "; a study of your own is given by its file: reproduce FILE.py, report --study FILE.py"
-        )
-        raise unknown_name("study", name, names(), own)
-    module = importlib.import_module(f"{__name__}.{place.module}")
-    return cast("Study", getattr(module, place.variable))
+    location = _found().get(name)
+    if location is None:
+        hint = "; your own study is given by its file: reproduce FILE.py, report --study FILE.py"
+        raise unknown_name("study", name, names(), hint)
+    module = importlib.import_module(f"{__name__}.{location.module}")
+    return cast("Study", getattr(module, location.variable))
 
 
 def find_typed(name: str) -> Study:
     """Return the study that a command line names: registered, or the file at a path FILE.py.
 
-    A file is imported, which runs it. Pass only what the user typed, never a text from a file.
-    Raises `InputError` for an unknown name and for a file that holds no study.
+    A file is imported, which runs it: pass only what the user typed, never a text from a file.
+    Raises `InputError` for an unknown name and for a file that defines no study.
     """
     if not name.endswith(".py"):
         return find(name)
@@ -70,7 +68,7 @@ def find_typed(name: str) -> Study:
 
 
 def errors_in(study: Study) -> AbstractContextManager[None]:
-    """Raise what fails in a user's study file as an `InputError` that names file and line."""
+    """Turn exceptions from a user's study file into an `InputError` with file and line."""
     if study.source is None:
         return nullcontext()
     from normattn.lab.studies._user_file import errors_of
@@ -79,14 +77,14 @@ def errors_in(study: Study) -> AbstractContextManager[None]:
 
 
 @cache
-def _found() -> dict[str, _Place]:
-    """Every `NAME = Study("name", "question", …)` at the top of a file of this folder."""
+def _found() -> dict[str, _Location]:
+    """All `NAME = Study("name", "question", …)` at the top level of the files of this folder."""
     found = {}
     for file in sorted(Path(__file__).parent.glob("*.py")):
         text = file.read_text("utf-8")
         for line in ast.parse(text).body if " = Study(" in text else ():
             match line:
-                case ast.Assign([ast.Name(variable)], ast.Call(ast.Name("Study"), [*given])):
-                    name, question = map(ast.literal_eval, given[:2])
-                    found[name] = _Place(file.stem, variable, question)
+                case ast.Assign([ast.Name(variable)], ast.Call(ast.Name("Study"), [*args])):
+                    name, question = map(ast.literal_eval, args[:2])
+                    found[name] = _Location(file.stem, variable, question)
     return found

@@ -1,14 +1,15 @@
-"""What decides besides the norm of keys: changes of the setting, and of the score.
+"""Ablations of KeyNorm: changes of the setting (*factors*) and of the score (*questions*).
 
-One number is watched, over held-out text of the same last tokens:
+Both measure one number, on the same final tokens of held-out text:
 
-    change = accuracy(last segment after 8 L) − accuracy(last segment after L)
+    change = accuracy after 8 L − accuracy after L
 
-*factors*: the source's 100M GAU with KNA reads 8 L about as well as L (kexue 9859); the small MHA
-model of the preset `laptop` does not. Baseline and KNA are trained in the preset's setting and with
-one change each (joined by "+": `gau+no-tiling`). *questions*: four that the source leaves open.
-Each score is compared with one other, at L and by its change. KRMSNorm without a gain is KNA, as
-√d·k/‖k‖ at scale 1/√d is k/‖k‖ at scale 1, so KNA represents it.
+*factors*: the source's 100M GAU with KNA is about as accurate at 8 L as at L (kexue 9859); the
+small model of the preset `laptop` is not. Baseline and KNA are trained in the preset's setting and
+with one change each, or several joined by + (`gau+no-tiling`).
+
+*questions*: four that the source leaves open. Each score is compared with one other, at L and by
+its change. KNA stands for KRMSNorm without a gain: √d·k/‖k‖ at scale 1/√d is k/‖k‖ at scale 1.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from normattn.lab.studies import lm_report as lm
 from normattn.lab.studies.base import Study
 from normattn.lab.studies.keynorm import MATTERS
 from normattn.lab.studies.language import TextRun, TextSetting
-from normattn.lab.studies.methods import canonical
-from normattn.lab.studies.preset import Preset, opened
-from normattn.lab.sweep.collect import measured_below
+from normattn.lab.studies.methods import canonical_scores
+from normattn.lab.studies.preset import Preset, load_preset
+from normattn.lab.sweep.collect import collect_measurements
 from normattn.lab.sweep.config import merged, value_at
 from normattn.lab.sweep.run import Request, Sweep
 from normattn.models.config import without_foreign
@@ -40,19 +41,17 @@ from normattn.settings import Settings
 
 SCORES = ("Baseline", "KNA")
 CHANGED = "factor.change"
-
-
 AS_PRESET, ENGLISH = "preset", "english"
-# Half of the pairs of a rotation of base 130 finish a turn within 64 tokens, a quarter of base
-# 10,000, whatever the size of the head; in the source's setting (512 tokens) half do.
+# Within 64 tokens, half of the pairs of a RoPE with base 130 complete a turn, a quarter with base
+# 10,000, whatever the head dimension. In the source's setting (512 tokens) half do.
 TURNING = "RoPE(base=130)"
 
 
 @dataclass(frozen=True)
 class Change:
-    """One change: `settings` by dotted name, `times` as products of the preset's own numbers.
+    """One change: `settings` by dotted name, and `times`, factors for numbers of the preset.
 
-    `position` is written behind the score's name. A setting of None falls back to its default.
+    `position` is appended to the score's name. A setting of None takes its default.
     """
 
     words: str
@@ -61,21 +60,22 @@ class Change:
     position: str = ""
 
     def applied(self, training: Mapping[str, Any]) -> dict[str, Any]:
-        """The preset's training settings with this change; unchanged if it has that block."""
+        """The training settings with this change; unchanged if they have that block already."""
         for name in self.times:
             if value_at(training, name) is None:
                 raise InputError(f"{self.words}: {name} has no value here that could be multiplied")
         scaled = {name: self._scaled(training, name) for name in self.times}
-        changed = {**self.settings, **scaled}
-        if changed.get("model.block") == training["model"].get("block", "mha"):
+        changes = {**self.settings, **scaled}
+        block = changes.get("model.block")
+        if block == training["model"].get("block", "mha"):
             return dict(training)
-        kept = {**training, "model": without_foreign(training["model"], changed.get("model.block"))}
-        if "optimiser" in changed:  # Another one has settings of its own.
-            kept.pop("optimiser", None)
-        return merged(kept, changed)
+        base = {**training, "model": without_foreign(training["model"], block)}
+        if "optimiser" in changes:  # Another optimiser has other settings.
+            base.pop("optimiser", None)
+        return merged(base, changes)
 
     def _scaled(self, training: Mapping[str, Any], name: str) -> Any:
-        """A number of the preset times its factor; of steps the whole number below."""
+        """A number of the preset times its factor; steps are rounded down."""
         value, factor = value_at(training, name), self.times[name]
         product = value * factor
         if isinstance(value, int) and name != "steps" and not float(product).is_integer():
@@ -87,12 +87,12 @@ class Change:
 
 
 def _longer(times: int) -> Mapping[str, float]:
-    """A longer training length with as many tokens in a step."""
+    """A longer training length with as many tokens per step."""
     return {"model.train_length": float(times), "batch_size": 1 / times}
 
 
-# Tiger's rate is relative to the size of each parameter (kexue 9512); not searched for in this
-# setting, so that row says what this rate does, not what Tiger can do.
+# Tiger's learning rate is relative to the size of each parameter (kexue 9512). It was not tuned
+# here, so this row shows what this rate does, not what Tiger can do.
 TIGER = {"optimiser": {"name": "tiger", "lr": 5e-3}}
 HEADS = "model.heads"
 CHANGES: Mapping[str, Change] = {
@@ -123,19 +123,19 @@ CHANGES: Mapping[str, Change] = {
 
 
 class FactorsSettings(Settings):
-    """`reproduce factors`: the corpus of the row of English text; without it no such row."""
+    """Settings of `reproduce factors`: the corpus of English text; without it no such row."""
 
     english: str = ""
 
 
 class FactorsPreset(Preset):
-    """A shared preset as this study reads it."""
+    """A shared preset with the settings of this study."""
 
     factors: FactorsSettings = FactorsSettings()
 
 
-def _parts(change: str) -> list[Change]:
-    """The single changes that a name joins; `InputError` names the nearest known one."""
+def _split(change: str) -> list[Change]:
+    """The single changes that a name joins; raises `InputError` for an unknown one."""
     for name in change.split("+"):
         if name not in CHANGES:
             raise unknown_name("change", name, CHANGES, ", and several of them joined by +")
@@ -143,15 +143,18 @@ def _parts(change: str) -> list[Change]:
 
 
 def _change_runs(setting: TextSetting, english: str, change: str) -> list[TextRun]:
-    """Both scores under a change; `InputError` for English text without a corpus."""
-    training = dict(setting.training)
-    for part in _parts(change):
-        training = part.applied(training)
+    """The runs of both scores under a change.
+
+    Raises `InputError` for English text without a corpus.
+    """
+    changes, training = _split(change), dict(setting.training)
+    for single in changes:
+        training = single.applied(training)
     if ENGLISH in change.split("+"):
         if not english:
             raise InputError("no corpus of English text is given (--set factors.english=FOLDER)")
         training = merged(training, {"data.corpus": english})
-    positions = dict.fromkeys(part.position for part in _parts(change) if part.position)
+    positions = dict.fromkeys(single.position for single in changes if single.position)
     rotary = "".join(f"-{position}" for position in positions)
     return [
         setting.run(
@@ -166,50 +169,50 @@ def _change_runs(setting: TextSetting, english: str, change: str) -> list[TextRu
 
 
 def resolve_factors(request: Request) -> Sweep:
-    """One run for each change, score and seed; `--variants` chooses changes.
+    """The sweep of *factors*: a run for each change, score and seed; `--variants` chooses changes.
 
     Raises `InputError` for an unknown change and for settings that a change makes impossible. The
-    row of English text needs `--set factors.english=CORPUS` and is left out without it.
+    row of English text needs `--set factors.english=CORPUS`.
     """
-    preset = opened(request, "factors", FactorsPreset)
+    preset = load_preset(request, "factors", FactorsPreset)
     english = preset.factors.english
     setting = TextSetting.of(preset, {"multiples": preset.evaluation.ends})
-    made = partial(_change_runs, setting, english)
-    plain = [run.training_config for run in made(AS_PRESET)]
+    runs_of = partial(_change_runs, setting, english)
+    unchanged = [run.training_config for run in runs_of(AS_PRESET)]
     changes, skipped = [], []
     for change in dict.fromkeys(request.variants or CHANGES):
         try:
-            if [run.training_config for run in made(change)] == plain and change != AS_PRESET:
+            configs = [run.training_config for run in runs_of(change)]
+            if configs == unchanged and change != AS_PRESET:
                 raise InputError(f"{change} changes nothing in the preset {preset.name}")
             changes.append(change)
         except InputError as error:
             if request.variants:
                 raise
             skipped.append(f"{change} is left out: {error}")
-    runs = [run for change in changes for run in made(change)]
+    runs = [run for change in changes for run in runs_of(change)]
     return setting.sweep(request, "factors", runs, skipped, english=english)
 
 
 def _change_rows(view: View) -> list[Row]:
-    """The changes whose models were read, the unchanged preset first."""
-    known = view.values(CHANGED, {"protocol": "last_segment", "method": ""})
+    """The changes whose models were evaluated, the unchanged preset first."""
+    evaluated = view.values(CHANGED, {"protocol": "last_segment", "method": ""})
     return [
-        Row(" + ".join(part.words for part in _parts(name)), {CHANGED: name})
-        for name in lm.ranked(known, tuple(CHANGES))
+        Row(" + ".join(single.words for single in _split(name)), {CHANGED: name})
+        for name in lm.ranked(evaluated, tuple(CHANGES))
     ]
 
 
 def _change_of(score: str) -> Metric:
-    """What a longer context does to a score."""
+    """The change of a score's accuracy from L to 8 L."""
     return lm.UNMODIFIED_CHANGE.at({"factor.row": score})
 
 
 def _change_columns(view: View) -> list[Column]:
-    """How good the models are at L, whether they copy, and what a longer context does."""
+    """Accuracy at L, whether the models copy, and what a longer context changes."""
 
-    def within(sums: Sums) -> Sums:
-        """The bins within the training length, of repeated text that ends beyond it."""
-        # Models of other training lengths have other documents, and so another digest.
+    def within_training_length(sums: Sums) -> Sums:
+        # The digest of the data identifies the training length, as each has other documents.
         length = view.values("train_length", {"data": sums.data})[0]
         return sums.at(slice(sum(end <= length for *_, end in sums.bins)))
 
@@ -221,9 +224,11 @@ def _change_columns(view: View) -> list[Column]:
     columns = []
     for score in SCORES:
         at_l = lm.ACCURACY.at({"factor.row": score}, protocol="train_length")
-        copies = lm.SEEN.at({"factor.row": score}, protocol="repeated").between(within)
-        columns.append(Column(f"{score}_at_l", f"{score} at L", at_l))
-        columns.append(Column(f"{score}_copies", f"{score}, copies at L", copies))
+        copies = lm.SEEN.at({"factor.row": score}, protocol="repeated").between(
+            within_training_length
+        )
+        columns.append(Column(f"{score}_at_l", f"{score} at the training length", at_l))
+        columns.append(Column(f"{score}_copies", f"{score}, repeated text, seen", copies))
     columns += [Column(f"{name}_change", f"change of {name}", _change_of(name)) for name in SCORES]
     gap = _change_of("KNA") - _change_of("Baseline")
     columns.append(Column("gap", "change of KNA − of Baseline", gap))
@@ -231,39 +236,39 @@ def _change_columns(view: View) -> list[Column]:
 
 
 def _effect(row: Row) -> Metric:
-    """The change of KNA under a change of the setting, minus that in the unchanged preset."""
-    ours = _change_of("KNA")
-    return ours.at(row.where) - ours.at({CHANGED: AS_PRESET})
+    """KNA's change under a change of the setting, minus its change in the unchanged preset."""
+    change = _change_of("KNA")
+    return change.at(row.where) - change.at({CHANGED: AS_PRESET})
 
 
 def _shares_documents(view: View, row: Row) -> bool:
-    """Whether the unchanged preset was read too, in the same documents."""
-    ours, theirs = (
+    """Whether the unchanged preset was evaluated on the same documents."""
+    changed, unchanged = (
         set(view.values("unit", {CHANGED: name, "protocol": "last_segment"}))
         for name in (row.where[CHANGED], AS_PRESET)
     )
-    return row.where[CHANGED] != AS_PRESET and bool(ours & theirs)
+    return row.where[CHANGED] != AS_PRESET and bool(changed & unchanged)
 
 
 def _change_claims(view: View) -> Iterator[Claim]:
-    """Of every change whether it takes away KNA's loss."""
+    """For each change of the setting: whether KNA loses less with it."""
     for row in _change_rows(view):
         if _shares_documents(view, row):
             yield Claim(
-                f"{row.label}: KNA loses less from L to the longest context",
+                f"{row.label}: KNA loses less from the training length to the longest context",
                 _effect(row),
                 "asked here, as kexue 9859 differs",
-                "change of KNA − its change in the unchanged preset, last segment",
+                "change of KNA − its change in the unchanged preset, same final tokens",
                 matters=MATTERS,
             )
 
 
 def _change_figures(view: View) -> list[Figure]:
-    """The change of either score under every change of the setting."""
+    """The accuracy change of both scores under every change of the setting."""
     keys = ("Baseline_change", "KNA_change", "gap")
     drawn = [column for column in _change_columns(view) if column.key in keys]
-    title = "Accuracy of the last segment after the longest context minus after L, in points"
-    return [lm.intervals(view, "factors", title, _change_rows(view), drawn)]
+    title = "Accuracy on the same final tokens: longest context − training length, in points"
+    return [lm.interval_figure(view, "factors", title, _change_rows(view), drawn)]
 
 
 FACTORS = Study(
@@ -282,20 +287,21 @@ FACTORS = Study(
             "",
             _change_rows,
             _change_columns,
-            head="change",
-            intro="Token accuracy in %; change: the last segment after the longest context minus "
-            "after L, in points, with 95 % intervals over documents and seeds.",
+            head="setting",
+            intro="Token accuracy in %. Change: the same final tokens after the longest context "
+            "minus after the training length, in points, with 95 % intervals over documents and "
+            "seeds.",
             notes=(
-                "copies at L: repeated text within the training length, the tokens whose answer "
-                "stands earlier. A model that copies no better than it reads has little to lose.",
-                "effect: the change of KNA minus that in the unchanged preset, paired over "
-                "documents and seeds; none for a text that shares no document.",
+                "Repeated text, seen: within the training length, only tokens whose answer occurs "
+                "earlier. A model that has not learned to copy has little to lose.",
+                "Effect: the change of KNA minus that in the unchanged preset, paired over "
+                "documents and seeds. None where the two share no document.",
             ),
         ),
     ),
     claims=_change_claims,
     figures=_change_figures,
-    collect=partial(measured_below, factors=("change", "row")),
+    collect=partial(collect_measurements, factors=("change", "row")),
     variants_help="Changes, separated by commas; join several with +. [default: each by itself]",
     examples=(
         ("--seeds 3 --variants preset,gau+no-tiling+deepnorm", "several changes together"),
@@ -308,7 +314,7 @@ FACTORS = Study(
 
 @dataclass(frozen=True)
 class Expected:
-    """What a sentence expects of a difference, in points; see `Claim`."""
+    """What a claim expects of a difference, in points; see `Claim`."""
 
     words: str
     sign: int = 1
@@ -317,18 +323,18 @@ class Expected:
 
 @dataclass(frozen=True)
 class Question:
-    """A question, and pairs of rows that answer it: the second is the reference of the first."""
+    """A question, and pairs of scores that answer it, the second the reference of the first."""
 
     words: str
     pairs: tuple[tuple[str, str], ...]
     at_l: Expected = Expected("is better at the training length than")
-    change: Expected = Expected("loses less from L to the longest context than")
+    change: Expected = Expected("loses less from the training length to the longest context than")
 
     @property
     def rows(self) -> tuple[str, ...]:
-        """The references come first."""
-        others = (against for _, against in self.pairs)
-        return tuple(dict.fromkeys([*others, *(row for row, _ in self.pairs)]))
+        """All scores, references first."""
+        references = (reference for _, reference in self.pairs)
+        return tuple(dict.fromkeys([*references, *(row for row, _ in self.pairs)]))
 
 
 QUESTIONS: Mapping[str, Question] = {
@@ -339,7 +345,7 @@ QUESTIONS: Mapping[str, Question] = {
             ("QKRMSNorm", "QKRMSNorm(gain=false)"),
             ("QKLayerNorm", "QKLayerNorm(gain=false)"),
         ),
-        change=Expected("loses more from L to the longest context than", sign=-1),
+        change=Expected("loses more from the training length to the longest context than", sign=-1),
     ),
     "learned-scale": Question(
         "Is a learned scale better?", (("QKNorm2020", "CosA"), ("Baseline-SSMax", "Baseline-logn"))
@@ -351,9 +357,13 @@ QUESTIONS: Mapping[str, Question] = {
     "residual": Question(
         "Do residual scores go with normalised keys?",
         (("KNA-RealFormer", "KNA"), ("Baseline-RealFormer", "Baseline")),
-        Expected(f"is as good at L (less than {lm.EQUAL:.0f} point worse) as", margin=lm.EQUAL),
         Expected(
-            f"loses no more (by less than {MATTERS:.0f} points) from L to the longest context than",
+            f"is as good at the training length (less than {lm.EQUAL:.0f} point worse) as",
+            margin=lm.EQUAL,
+        ),
+        Expected(
+            f"loses no more (by less than {MATTERS:.0f} points) from the training length to the "
+            "longest context than",
             margin=MATTERS,
         ),
     ),
@@ -361,71 +371,79 @@ QUESTIONS: Mapping[str, Question] = {
 
 
 def resolve_questions(request: Request) -> Sweep:
-    """The rows of the questions that `--variants` names; raises `InputError` as keynorm's does."""
-    setting = TextSetting.of(opened(request, "questions", Preset))
-    asked = request.variants or tuple(QUESTIONS)
-    for name in asked:
+    """The sweep of *questions*; `--variants` chooses questions.
+
+    Raises `InputError` as `keynorm.resolve` does.
+    """
+    setting = TextSetting.of(load_preset(request, "questions", Preset))
+    names = request.variants or tuple(QUESTIONS)
+    for name in names:
         if name not in QUESTIONS:
             raise unknown_name("question", name, QUESTIONS)
-    rows = tuple(dict.fromkeys(row for name in asked for row in QUESTIONS[name].rows))
-    return setting.sweep(request, "questions", [*map(setting.run, canonical(rows, setting))])
+    rows = tuple(dict.fromkeys(row for name in names for row in QUESTIONS[name].rows))
+    return setting.sweep(request, "questions", [*map(setting.run, canonical_scores(rows, setting))])
 
 
 def _pair_rows(view: View) -> list[Row]:
-    """Every pair that was read: its two rows and the question they answer."""
-    known = set(view.values("row", lm.TRAINED))
+    """Every evaluated pair: its two scores and the question that they answer."""
+    evaluated = set(view.values("row", lm.TRAINED))
     return [
         Row(f"{row} − {other}", {"row": row, "other": other, "question": question.words})
         for question in QUESTIONS.values()
         for row, other in question.pairs
-        if {row, other} <= known
+        if {row, other} <= evaluated
     ]
 
 
 def _pair_columns(view: View) -> list[Column]:
-    """The first row of a pair at L and its change; then differences to the second."""
+    """The first score of a pair at L and its change; then the differences to the second."""
 
     def column(key: str, title: str, metric: Metric, difference: bool = True) -> Column:
         def cell(view: View, row: Row) -> Cell:
-            ours, theirs = (metric.at(variant=row.where[name]) for name in ("row", "other"))
-            shown = ours - theirs if difference else ours
-            return Column(key, title, shown).cell(view, Row("", {}))
+            first, second = (metric.at(variant=row.where[name]) for name in ("row", "other"))
+            chosen = first - second if difference else first
+            return Column(key, title, chosen).cell(view, Row("", {}))
 
-        # The metric says in figures that differences have a 0.
+        # The metric only tells figures to draw a line at 0 for differences.
         return Column(key, title, metric - metric if difference else metric, plain=cell)
 
-    natural = lm.past(lm.ACCURACY, view, "non_repeated", method="")
+    held_out = lm.at_longest(lm.ACCURACY, view, "non_repeated", method="")
     return [
         text_column("question", "question", lambda view, row: row.where["question"]),
-        column("at_l", "at L", lm.AT_L, difference=False),
+        column("at_l", "at the training length", lm.AT_L, difference=False),
         column("change", "change", lm.UNMODIFIED_CHANGE, difference=False),
-        column("at_l_difference", "difference at L", lm.AT_L),
-        column("natural_difference", "difference on held-out text past L", natural),
+        column("at_l_difference", "difference at the training length", lm.AT_L),
+        column("natural_difference", "difference on longer held-out text", held_out),
         column("change_difference", "difference in change", lm.UNMODIFIED_CHANGE),
     ]
 
 
 def _pair_claims(view: View) -> Iterator[Claim]:
-    """Of every pair, at L and in what longer contexts change."""
+    """Two claims for each pair: at L, and on the change."""
     for question in QUESTIONS.values():
         for row, other in question.pairs:
-            at_l = (lm.AT_L, question.at_l, lm.EQUAL, f"{row} − {other} at L, accuracy")
-            measured = f"change of {row} − change of {other}, last segment"
+            at_l = (
+                lm.AT_L,
+                question.at_l,
+                lm.EQUAL,
+                f"{row} − {other} at the training length, accuracy",
+            )
+            measured = f"change of {row} − change of {other}, same final tokens"
             change = (lm.UNMODIFIED_CHANGE, question.change, MATTERS, measured)
-            for metric, expected, matters, words in (at_l, change):
+            for metric, expected, matters, description in (at_l, change):
                 yield Claim(
                     f"{row} {expected.words} {other}",
                     metric.at(variant=row) - metric.at(variant=other),
                     "left open in kexue 9859",
-                    *(words, expected.sign, matters, expected.margin),
+                    *(description, expected.sign, matters, expected.margin),
                 )
 
 
 def _pair_figures(view: View) -> list[Figure]:
-    """Every pair's differences; accuracy by position; the trainings."""
+    """The differences of all pairs, accuracy by position, and the training losses."""
     differences = [c for c in _pair_columns(view) if c.key.endswith("_difference")]
     title = "Differences of accuracy, in points"
-    drawn = lm.intervals(view, "questions", title, _pair_rows(view), differences)
+    drawn = lm.interval_figure(view, "questions", title, _pair_rows(view), differences)
     return [drawn, *lm.position_figures(view), lm.history_figure(view)]
 
 
@@ -445,15 +463,16 @@ STUDY = Study(
             "",
             _pair_rows,
             _pair_columns,
-            head="row − reference",
+            head="score − reference",
             intro="Token accuracy in % of the first score, and differences in points, "
             "paired over documents and seeds, with 95 % intervals.",
             notes=(
-                "change: the last segment after the longest context minus after L, in points.",
+                "Change: the same final tokens after the longest context minus after the training "
+                "length, in points.",
                 "KNA is KRMSNorm without a gain.",
             ),
         ),
-        lm.reading_table(
+        lm.protocol_table(
             *("scores", "Every score"),
             notes=lambda view: (*lm.precondition(view, view.values("row", lm.TRAINED)), *lm.LEGEND),
         ),

@@ -1,11 +1,11 @@
-"""What to take for longer texts, in plain words, with the numbers that say so."""
+"""Recommend a method for longer text, in sentences with the numbers behind them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from normattn.lab.report.tables import shown
+from normattn.lab.report.tables import format_estimate
 from normattn.lab.report.view import View
 from normattn.lab.stats import Estimate, Metric
 from normattn.lab.stats.arrays import Where
@@ -21,7 +21,7 @@ LOSS = Metric("loss")
 
 @dataclass(frozen=True)
 class Advice:
-    """`sentences` to be read in turn; `method` as typed, None for the unmodified model."""
+    """The recommendation as sentences; `method` as typed, None for the unmodified model."""
 
     sentences: tuple[str, ...]
     method: str | None
@@ -38,27 +38,29 @@ class _Best:
 
     @property
     def better(self) -> bool:
-        """Surely lower than the unmodified model, and by enough to matter."""
+        """Whether it is certainly better than the unmodified model, by enough to matter."""
         return self.gain is not None and self.gain.below_zero and self.gain.value <= -LEAST_GAIN
 
 
 def advise(view: View) -> Advice:
-    """The method with the lowest loss on the last segment, at the longest length, then at each.
+    """Recommend the method with the lowest loss on the same final tokens at the longest length.
 
-    It is better than the unmodified model where the interval of their paired difference lies below
-    0 and the difference is at least `LEAST_GAIN`.
+    It is better than the unmodified model where the interval of their paired difference is below 0
+    and the difference is at least `LEAST_GAIN`. Further sentences name the best method at each
+    length.
     """
     winners = [best for best in (_best(view, length) for length in lengths_of(view)) if best]
     if not winners or "" not in methods_of(view):
         return Advice(
-            ("The unmodified model was not evaluated at any length: nothing can be advised.",), None
+            ("No method can be recommended: the unmodified model was not evaluated.",), None
         )
     last, trained = winners[-1], format_length(train_length(view))
     cost = cost_at_train_length(view, {"method": last.method})
     sentences = [_headline(view, winners, cost), *map(_sentence, reversed(winners))]
     if last.loss.units < LEAST_UNITS:
-        few = _windows(last.loss.units)
-        sentences.append(f"Nothing is reliable with {few}: take more.")
+        sentences.append(
+            f"{_windows(last.loss.units).capitalize()} cannot give reliable results: take more."
+        )
     if last.better and cost is not None and cost.above_zero:
         sentences.append(f"Up to {trained} tokens the loss is lower without the method.")
     return Advice(tuple(sentences), last.method if last.better else None)
@@ -76,29 +78,29 @@ def _best(view: View, length: int) -> _Best | None:
 
 
 def _headline(view: View, winners: Sequence[_Best], cost: Estimate | None) -> str:
-    """The method to take, from which length on, and what it costs at the training length."""
+    """The recommended method, the lengths where it is best, and its cost on short text."""
     last, trained = winners[-1], train_length(view)
     if not last.better:
         length = format_length(last.length)
         return f"No method is clearly better than the unmodified model at {length} tokens."
-    name, whole = name_of(last.method), resolved(view, {"method": last.method})
-    name += f" ({whole})" if whole != name else ""
+    name, with_parameters = name_of(last.method), resolved(view, {"method": last.method})
+    name += f" ({with_parameters})" if with_parameters != name else ""
     others = [b.length for b in winners if b.method != last.method or not b.better]
     since = min(b.length for b in winners if b.length > max(others, default=0))
-    # Within the training length nobody needs a method: "up to" is said of what lies beyond it.
+    # "up to" refers to lengths beyond the training length, as shorter text needs no method.
     span = "at" if since == last.length else f"from {format_length(since)} to"
     span = "up to" if max(others, default=0) <= trained else span
-    costs = "its cost at L was not measured"
+    costs = "its cost on short text was not measured"
     if cost is not None:
-        costs = f"loss at {format_length(trained)} {shown(cost, signed=True)} %"
+        costs = f"loss at {format_length(trained)} {format_estimate(cost, signed=True)} %"
     return f"{name}: best {span} {format_length(last.length)} tokens; {costs}."
 
 
 def _sentence(best: _Best) -> str:
-    """The lowest loss at a length, and whether it is better than the unmodified model's."""
-    lowest = f"{name_of(best.method)}, {shown(best.loss, digits=3)} nats"
+    """The lowest loss at a length, and whether it is clearly below the unmodified model's."""
+    lowest = f"{name_of(best.method)}, {format_estimate(best.loss, digits=3)} nats"
     if best.gain is not None:
-        lowest += f", {shown(best.gain, signed=True, digits=3)} to the unmodified model"
+        lowest += f", {format_estimate(best.gain, signed=True, digits=3)} to the unmodified model"
     if best.loss.units < LEAST_UNITS:
         lowest += f"; {_windows(best.loss.units)}, so no interval"
     elif best.gain is not None and not best.better:
@@ -110,16 +112,16 @@ def _windows(count: int) -> str:
     return "one window" if count == 1 else f"{count} windows"
 
 
-# What was read
+# Methods and lengths
 
 
 def methods_of(view: View) -> list[str]:
-    """The methods that were read, the unmodified model first."""
+    """The evaluated methods, the unmodified model first."""
     return ranked(view.values("method"), ("",))
 
 
 def lengths_of(view: View) -> list[int]:
-    """The lengths that were read, ascending."""
+    """The evaluated lengths, ascending."""
     return sorted(view.values("length", {"protocol": LAST}))
 
 
@@ -128,8 +130,8 @@ def train_length(view: View) -> int:
     return int(view.frame["train_length"][0])
 
 
-def home(view: View) -> int:
-    """The training length, or what was read that comes nearest from below, or above."""
+def home_length(view: View) -> int:
+    """The longest evaluated length up to the training length, or else the shortest."""
     lengths, trained = lengths_of(view), train_length(view)
     return max((length for length in lengths if length <= trained), default=min(lengths))
 
@@ -140,8 +142,8 @@ def name_of(method: str) -> str:
 
 
 def resolved(view: View, where: Where) -> str:
-    """The method of some rows with all its parameters, which can be typed as well."""
-    return str(view.one("score", where) or where["method"])
+    """The method of some rows with all its parameters, as it can be typed."""
+    return str(view.only_value("score", where) or where["method"])
 
 
 def format_length(length: int) -> str:
@@ -150,10 +152,10 @@ def format_length(length: int) -> str:
 
 
 def cost_at_train_length(view: View, where: Where) -> Estimate | None:
-    """By how many percent the method of some rows raises the loss at the training length.
+    """How much the method of some rows raises the loss at the training length, in percent.
 
-    Paired over windows. The loss of the unmodified model is taken as known. None where one of
-    the two was not read.
+    Paired over windows; the interval does not include the uncertainty of the unmodified model's
+    loss. None where one of the two was not measured.
     """
     at_l = LOSS.at(protocol=TRAIN)
     base = view.estimate(at_l.at(method=""), where)

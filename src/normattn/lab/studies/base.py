@@ -34,12 +34,11 @@ from normattn.lab.report.view import View
 from normattn.lab.stats import Metric
 from normattn.lab.stats.metrics import KNOWN, Length
 from normattn.lab.studies.language import TextRun, TextSetting
-from normattn.lab.studies.lm_report import intervals, rows_of
-from normattn.lab.studies.methods import canonical, checked_methods, usable
-from normattn.lab.studies.preset import PROTOCOLS, Preset, Protocol, opened
-from normattn.lab.studies.preset import typed as preset_typed
-from normattn.lab.sweep.collect import measured_below
-from normattn.lab.sweep.config import flat
+from normattn.lab.studies.lm_report import interval_figure, rows_of
+from normattn.lab.studies.methods import applicable_methods, canonical_methods, canonical_scores
+from normattn.lab.studies.preset import PROTOCOLS, Preset, Protocol, load_preset, preset_argument
+from normattn.lab.sweep.collect import collect_measurements
+from normattn.lab.sweep.config import flatten
 from normattn.lab.sweep.run import CORPUS, Request, Sweep
 from normattn.lab.sweep.run import Run as AnyRun
 from normattn.score.spec import UNMODIFIED
@@ -62,9 +61,9 @@ Run = TextRun
 
 @dataclass(frozen=True)
 class Variant:
-    """What is trained: a score, under a name of its own where further settings differ.
+    """What is trained: a score, with a separate name where further settings differ.
 
-    `settings` are laid over the preset's training settings, by dotted name.
+    `settings` override the preset's training settings, by dotted name.
     """
 
     name: str
@@ -74,26 +73,38 @@ class Variant:
 
 @dataclass(frozen=True)
 class Eval:
-    """How trained models are read: the protocols, and the lengths in units of L."""
+    """How trained models are evaluated: protocols, and lengths in units of the training length."""
 
     lengths: tuple[int, ...] = (1, 2, 4, 8)
     protocols: tuple[Protocol, ...] = PROTOCOLS
 
 
 class Study:
-    """One experiment: what it asks, trains and measures, and the report that it becomes.
+    """One experiment: its question, what it trains and measures, and its report.
 
-    `variants`, `methods` and `evals` (one, or none for the preset's) say what is trained and how it
-    is read; `--variants` and `--methods` choose others. A study that needs more gives `resolve`,
-    which makes the sweep of a request, and `runs`, the kinds of its runs. `columns` are metrics by
-    their titles; a study with several tables gives `tables`. `claims` and `figures` are lists, or
-    functions of what was measured; without figures the columns are drawn with their intervals.
+    What is trained and evaluated:
 
-    `help` is what `reproduce NAME --help` says; `variants_help` and `methods_help` explain these
-    options, "" where the study has no such choice. `headline` are the columns of the first table
-    that `reproduce` prints of each run when it ends. `examples` are command lines after `EXAMPLES`,
-    and what they do. `collect` gathers what was measured. `made_by` is the command line that
-    measures where `reproduce` does not. `source` is the file of a user's own study.
+    - `variants`, `methods`, `evals` (one at most; none: the preset's). The options `--variants` and
+      `--methods` choose others.
+    - `resolve` and `runs`, for a study that needs more: the function from a request to its sweep,
+      and the classes of its runs.
+    - `collect`: reads the measurements from the study's directory.
+    - `made_by`: the command that measures, where `reproduce` does not.
+
+    What the report shows:
+
+    - `columns`: metrics by title, or `tables` for a study with several tables.
+    - `claims` and `figures`: lists, or functions of the measurements. Without figures, the columns
+      are drawn with their intervals.
+
+    What the command line shows:
+
+    - `help`: the text of `reproduce NAME --help`.
+    - `variants_help`, `methods_help`: the texts of these options; "" where the study has none.
+    - `headline`: the columns of the first table that are printed when a run ends.
+    - `examples`: command lines after `EXAMPLES`, and what they do.
+
+    `source` is the file of a user's study.
     """
 
     source: Path | None = None
@@ -117,7 +128,7 @@ class Study:
         notes: Callable[[View], Sequence[str]] = nothing,
         resolve: Callable[[Request], Sweep] | None = None,
         runs: Sequence[type[AnyRun]] = (TextRun,),
-        collect: Callable[[Path], pl.DataFrame] = measured_below,
+        collect: Callable[[Path], pl.DataFrame] = collect_measurements,
         variants_help: str = "",
         methods_help: str = "",
         headline: Sequence[str] = (),
@@ -130,40 +141,41 @@ class Study:
         self.collect, self.runs = collect, tuple(runs)
         self.headline = tuple(headline)
         self.examples = () if made_by else (*EXAMPLES, *examples)
-        self.variants = variants_help or ("Scores, by commas." if variants else "")
-        self.methods = methods_help or ("Ways of reading, by commas." if variants else "")
-        named = [v if isinstance(v, Variant) else Variant(v) for v in variants]
+        self.variants = variants_help or ("Scores, separated by commas." if variants else "")
+        self.methods = methods_help or (
+            "Inference-time methods, separated by commas." if variants else ""
+        )
+        trained = [v if isinstance(v, Variant) else Variant(v) for v in variants]
+        names = [variant.name for variant in trained]
+        evaluation = evals[0] if evals else None
         self._resolve = resolve or (
-            lambda request: _sweep(request, name, named, methods, evals[0] if evals else None)
+            lambda request: _make_sweep(request, name, trained, methods, evaluation)
         )
-        if named and resolve is None and not callable(claims):
+        metrics = dict(columns or {})
+        if names and resolve is None and not callable(claims):
             tested = {claim.sentence: claim.metric for claim in claims if claim.metric is not None}
-            shown = {**(columns or {}), **tested}
-            lengths = evals[0].lengths if evals else ()
-            for label, metric in shown.items():
-                _check_metric(f"{name}: {label!r}", metric, [v.name for v in named], lengths)
-        order = [variant.name for variant in named]
-        drawn_columns = tuple(
-            Column(_key(title), title, metric) for title, metric in (columns or {}).items()
-        )
-        main = Table("table", "", lambda view: rows_of(view.read, order), drawn_columns)
+            for label, metric in {**metrics, **tested}.items():
+                lengths = evaluation.lengths if evaluation else ()
+                _check_metric(f"{name}: {label!r}", metric, names, lengths)
+        table_columns = tuple(Column(_key(title), title, m) for title, m in metrics.items())
+        main = Table("table", "", lambda view: rows_of(view.evaluated, names), table_columns)
 
-        def drawn(view: View) -> list[Figure]:
-            return [intervals(view, "columns", title or name, main.rows(view), drawn_columns)]
+        def column_figure(view: View) -> list[Figure]:
+            return [interval_figure(view, "columns", title or name, main.rows(view), table_columns)]
 
         self.page = Page(
             title=title or name,
             question=question,
             sources=tuple(sources),
             tables=tuple(tables) or (main,),
-            claims=_listed(claims),
-            figures=_listed(drawn if figures is None else figures),
+            claims=_as_function(claims),
+            figures=_as_function(column_figure if figures is None else figures),
             notes=notes,
             summary=summary,
         )
 
     def resolve(self, request: Request) -> Sweep:
-        """The sweep of a request; `InputError` for one that cannot be, before anything runs."""
+        """The sweep of a request; raises `InputError` before anything runs."""
         if self.made_by:
             raise InputError(
                 f"{self.made_by} measures this; reproduce is only for studies that train"
@@ -176,63 +188,66 @@ class Study:
         return self._resolve(request)
 
     def run(self, fields: Mapping[str, Any], where: str) -> AnyRun:
-        """The run that these fields describe; `InputError` for one of another study."""
+        """The run with these fields; raises `InputError` for a run of another study."""
         for kind in self.runs:
             if fields.get("kind") == kind.model_fields["kind"].default:
                 return kind.parse(fields, where)
         raise InputError(f"{where} is not a run of the study {self.name}")
 
     def measurements(self, out: Path) -> pl.DataFrame:
-        """Everything that was measured below `out`, under this study's name."""
+        """All measurements below `out`, under this study's name."""
         return self.collect(out).with_columns(pl.lit(self.name).alias("study"))
 
     def command(self, config: Mapping[str, Any]) -> str:
-        """The command line that makes the study of these settings from nothing.
+        """The command line that repeats the study with these settings.
 
-        Several where runs were added by further ones; "" where no settings are known, as of runs
-        that were gathered.
+        Several commands, joined by &&, where runs were added later. "" where no settings are known,
+        as for a report on several folders.
         """
         if self.made_by or not config:
-            return _typed_command(self.made_by, config)
-        # Of one's own, without its folder: a page is the same wherever it is made.
+            return _fill_in_command(self.made_by, config)
+        # A user's file is named without its folder, so that a report is the same wherever it is.
         name = f"./{self.source.name}" if self.source else self.name
-        preset = preset_typed(str(config.get("preset", "laptop")), self.name)
+        preset = preset_argument(str(config.get("preset", "laptop")), self.name)
         words = ["normattn", "reproduce", name, "--preset", preset]
         # A group and one of its members may both have been given: the later one counts.
-        last: dict[str, tuple[str, str]] = {}
+        options: dict[str, tuple[str, str]] = {}
         for setting, value in config.get("changed", {}).items():
             if setting == CORPUS:
-                last[CORPUS] = ("--corpus", str(value))
+                options[CORPUS] = ("--corpus", str(value))
             else:
-                last |= {line.partition("=")[0]: ("--set", line) for line in typed(setting, value)}
-        words += [word for pair in last.values() for word in pair]
-        asked: Sequence[Mapping[str, str]] = config.get("asked") or [{}]
+                options |= {
+                    line.partition("=")[0]: ("--set", line) for line in typed(setting, value)
+                }
+        words += [word for option in options.values() for word in option]
+        choices: Sequence[Mapping[str, str]] = config.get("asked") or [{}]
         return " && ".join(
-            shlex.join([*words, *(word for name in given for word in (f"--{name}", given[name]))])
-            for given in asked
+            shlex.join([*words, *(w for option in chosen for w in (f"--{option}", chosen[option]))])
+            for chosen in choices
         )
 
     def report(self, measured: pl.DataFrame, out: Path, config: Mapping[str, Any]) -> Written:
         """Write the report of these measurements into `out`.
 
-        `config` are the sweep's settings, as config.json holds them.
+        `config` holds the sweep's settings, as in config.json.
         """
-        settings = flat({k: v for k, v in config.items() if k not in ("changed", "asked")})
-        made = context(self.page, measured, settings=settings, command=self.command(config))
-        return write_page(made, out, measured)
+        settings = flatten({k: v for k, v in config.items() if k not in ("changed", "asked")})
+        page = context(self.page, measured, settings=settings, command=self.command(config))
+        return write_page(page, out, measured)
 
 
-def _typed_command(made_by: str, config: Mapping[str, Any]) -> str:
-    """The command `made_by` with the model or run that its settings name, and what was read."""
+def _fill_in_command(made_by: str, config: Mapping[str, Any]) -> str:
+    """The command `made_by` with its MODEL or RUN and its options taken from the settings."""
     if not {"model", "run"} & {*config}:
         return made_by
-    named = (config.get(word.lower(), word) if word.isupper() else word for word in made_by.split())
-    words = [*map(str, named)]
+    words = [
+        str(config.get(word.lower(), word)) if word.isupper() else word for word in made_by.split()
+    ]
     for option in ("text", "lengths", "windows"):
-        given = config.get(option)
-        if option == "lengths" and given:
-            given = ",".join(map(str, given))
-        for value in given if isinstance(given, list | tuple) else [given]:
+        setting = config.get(option)
+        if option == "lengths" and setting:
+            setting = ",".join(map(str, setting))
+        for value in setting if isinstance(setting, list | tuple) else [setting]:
             words += [f"--{option}", str(value)] if value is not None else []
     return shlex.join(words)
 
@@ -244,51 +259,55 @@ def _check_metric(
     for term in metric.terms:
         row, length = term.where.get("row"), term.where.get("length")
         multiple = length.multiple if isinstance(length, Length) else 0
-        wrong = None
+        error = None
         if term.name not in KNOWN:
-            wrong = unknown_name("metric", term.name, KNOWN)
+            error = unknown_name("metric", term.name, KNOWN)
         elif row is not None and row not in variants:
-            wrong = unknown_name("variant", str(row), variants)
+            error = unknown_name("variant", str(row), variants)
         elif multiple and lengths and multiple not in lengths:
-            wrong = InputError(
+            error = InputError(
                 f"{multiple:g} is no length of its Eval, which has {', '.join(map(str, lengths))}"
             )
-        if wrong is not None:
-            raise InputError(f"{where}: {wrong}")
+        if error is not None:
+            raise InputError(f"{where}: {error}")
 
 
-def _listed(given: Any) -> Callable[[View], list[Any]]:
-    return lambda view: [*(given(view) if callable(given) else given)]
+def _as_function(items: Any) -> Callable[[View], list[Any]]:
+    """A function of the measurements, from one or from a plain list."""
+    return lambda view: [*(items(view) if callable(items) else items)]
 
 
 def _key(title: str) -> str:
     return re.sub(r"\W+", "_", title).strip("_").lower() or "column"
 
 
-def _sweep(
+def _make_sweep(
     request: Request,
-    name: str,
+    study: str,
     variants: list[Variant],
     methods: Sequence[Method],
-    read: Eval | None,
+    evaluation: Eval | None,
 ) -> Sweep:
-    """A run of each variant and seed, read with each method that its score can take."""
-    preset = opened(request, name, Preset)
-    own = {"multiples": read.lengths, "protocols": read.protocols} if read else None
-    setting = TextSetting.of(preset, own)
-    named = [Variant(v) for v in request.variants] if request.variants else variants
-    scores = {v.name: canonical((v.score or v.name,), setting)[0] for v in named}
-    ways = checked_methods(request.methods or methods, setting)
-    applicable, skipped = usable(dict.fromkeys(scores.values(), ways), setting)
+    """A run for each variant and seed, evaluated with each method that its score supports."""
+    preset = load_preset(request, study, Preset)
+    overrides = None
+    if evaluation is not None:
+        overrides = {"multiples": evaluation.lengths, "protocols": evaluation.protocols}
+    setting = TextSetting.of(preset, overrides)
+    if request.variants:
+        variants = [Variant(name) for name in request.variants]
+    methods = canonical_methods(request.methods or methods, setting)
+    scores = [canonical_scores((v.score or v.name,), setting)[0] for v in variants]
+    applicable, skipped = applicable_methods(dict.fromkeys(scores, methods), setting)
     runs = [
         setting.run(
-            scores[variant.name],
-            applicable[scores[variant.name]],
-            variant=variant.name if variant.score else scores[variant.name],
+            score,
+            applicable[score],
+            variant=variant.name if variant.score else score,
             row=variant.name if variant.score else "",
-            score=scores[variant.name],
-            training=setting.trains(scores[variant.name], variant.settings),
+            score=score,
+            training=setting.training_of(score, variant.settings),
         )
-        for variant in named
+        for variant, score in zip(variants, scores, strict=True)
     ]
-    return setting.sweep(request, name, runs, skipped)
+    return setting.sweep(request, study, runs, skipped)

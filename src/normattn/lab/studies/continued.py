@@ -1,10 +1,11 @@
-"""Training that goes on: at a longer length (*continue*), or with another score (*retrofit*).
+"""Continued training: at a longer length (*continue*), or with another score (*retrofit*).
 
-*continue* (kexue.fm/archives/9859): each score is trained at L and goes on at 4 L: KNA, KNA-logn
-and CosA unchanged; Baseline unchanged and with the usual remedies, PI, ABF, NTK and YaRN. Every
-model is read at L, 4 L and 16 L, before and along the way. *retrofit*: Baseline is trained at L,
-its score is exchanged, and training goes on at L: as KNA, as QKRMSNorm, and as Baseline itself, the
-control that gets the same steps; each branch is read at L (what it costs) and after 8 L.
+*continue* (kexue.fm/archives/9859): each score is trained at L, then at 4 L. KNA, KNA-logn and CosA
+continue unchanged; Baseline unchanged and with PI, ABF, NTK and YaRN. Every model is evaluated at
+L, 4 L and 16 L, before and during the continued training.
+
+*retrofit*: Baseline is trained at L, then continues at L as KNA, as QKRMSNorm, or as Baseline, the
+control with the same steps. Each branch is evaluated at L (what it costs) and after 8 L.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from normattn.lab.report.view import View, points
 from normattn.lab.stats import MeasurementStore, Metric
 from normattn.lab.stats.arrays import Where
 from normattn.lab.stats.measurements import Factor
-from normattn.lab.studies import language as language
+from normattn.lab.studies import language
 from normattn.lab.studies import lm_report as lm
 from normattn.lab.studies.base import Study
-from normattn.lab.studies.methods import canonical
-from normattn.lab.studies.preset import EvaluationSettings, Preset, opened
+from normattn.lab.studies.methods import canonical_scores
+from normattn.lab.studies.preset import EvaluationSettings, Preset, load_preset
 from normattn.lab.sweep.config import merged
 from normattn.lab.sweep.paths import RunPaths
 from normattn.lab.sweep.run import (
@@ -54,19 +55,19 @@ BASE = "Baseline"
 UNCHANGED = "as it is"
 STEP, BRANCH = "factor.step", "factor.continued"
 MATTERS = 0.05
-"""Nats: an undecided claim whose interval could have shown none but larger differences has too
-little data."""
+"""Nats: an undecided claim is inconclusive where only larger differences were detectable."""
 
 # What runs
 
 
 class ContinueSettings(Settings):
-    """`reproduce continue` and `retrofit`: how training goes on.
+    """Settings of the continued training, for `reproduce continue` and `reproduce retrofit`.
 
-    The learning rate rises to `lr` over `warmup_steps` and follows the schedule of the preset to
-    the last of `steps`. The models of the steps in `keep` are read, and that of the last step. Of
-    *continue* alone: training is at `multiple` training lengths, `batch_size` None takes as many
-    tokens a step as before, and models are read at the lengths in `read`, in units of L.
+    The learning rate rises to `lr` over `warmup_steps`, then follows the preset's schedule to the
+    last of `steps`. The models after the steps in `keep` and after the last one are evaluated.
+
+    For *continue* only: training is at `multiple` training lengths, and models are evaluated at the
+    lengths in `read`, in units of L. `batch_size` None keeps the number of tokens per step.
     """
 
     multiple: int = Field(default=4, ge=2)
@@ -92,21 +93,21 @@ class ContinueSettings(Settings):
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """The steps whose models are read: those of `keep`, and the last one."""
+        """The steps whose models are evaluated: those of `keep`, and the last one."""
         return tuple(sorted({*self.keep, self.steps}))
 
 
 class ContinuedPreset(Preset):
-    """A shared preset as these studies read it."""
+    """A shared preset with the settings of these studies."""
 
     continued: ContinueSettings = ContinueSettings()
 
 
 class ContinuedRun(Run):
-    """A score trained at L, and branches of further training that are read along the way.
+    """A score trained at L, and branches of continued training, evaluated along the way.
 
-    `branches` are their settings by name, laid over those of `continued`. With `every_length` they
-    are read on natural text of each length, else by the protocols of `evaluation`.
+    `branches` are their settings by name, which override those of `continued`. With `every_length`
+    they are evaluated on held-out text of each length, else by the protocols of `evaluation`.
     """
 
     training_class: ClassVar[type[TrainingConfig]] = TrainingConfig
@@ -117,67 +118,72 @@ class ContinuedRun(Run):
     every_length: bool
 
     @property
-    def readings(self) -> int:
-        """A row for every branch."""
+    def table_rows(self) -> int:
+        """A row for each branch."""
         return len(self.branches)
 
     def stages(self, paths: RunPaths) -> list[Stage]:
-        """Train, then train each branch and read what it kept."""
-        going_on = {
+        """Train the score, then train and evaluate each branch."""
+        continuation = {
             "continued": {"start": str(paths.run / MODEL), "weights": UNKNOWN},
             "steps": self.continued.steps,
             "keep": self.continued.kept,
             "optimiser.lr": self.continued.lr,
             "schedule.warmup_steps": self.continued.warmup_steps,
         }
-        before = self.training_config.model_dump(mode="json")
+        trained = self.training_config.model_dump(mode="json")
         stages = [training_stage(self.training_config, paths.run)]
         for name, changes in self.branches.items():
-            fields = merged(before, going_on, changes)
+            fields = merged(trained, continuation, changes)
             config = TrainingConfig.parse(fields, f"the settings of {self.name}")
             folder = paths.continued / name
             stages.append(training_stage(config, folder, essential=False))
-            stages.append(self.measuring(folder, config))
+            stages.append(self.measurement_stage(folder, config))
         return stages
 
     def sets(self, data: TokenData, train_length: int, settings: EvaluationSettings) -> list[Any]:
-        """The texts that the branches are read on."""
-        make = natural_sets if self.every_length else language.evaluation_sets
+        """The sets that the branches are evaluated on."""
+        make = held_out_sets if self.every_length else language.evaluation_sets
         return [*make(data, train_length, settings)]
 
-    def measuring(self, folder: Path, config: TrainingConfig) -> Stage:
-        """Read the models that the branch in `folder` kept, and the one it began with (step 0).
+    def measurement_stage(self, folder: Path, config: TrainingConfig) -> Stage:
+        """Evaluate the models that a branch kept, and the one that it started from (step 0).
 
-        Each is read under the method that the branch trains with; what was measured is in a folder
-        of its step, the factor `step`. A branch that diverged kept fewer models.
+        Each is evaluated with the branch's method, and its measurements have the factor `step`. A
+        branch that diverged kept fewer models.
         """
         continued, settings, branch = config.continued, self.evaluation, folder.name
         assert continued is not None
         steps = (0, *config.keep)
         lengths = settings.multiples if self.every_length else language.set_lengths(settings)
-        asked = {"continued": branch, "multiples": str(lengths)}
-        work = {continued.method: language.work_key("kept", continued.method, settings, asked)}
+        varied = {"continued": branch, "multiples": str(lengths)}
+        marker = language.marker_key("kept", continued.method, settings, varied)
 
-        def reached() -> list[language.Reading]:
-            readings = []
+        def evaluations() -> list[language.ModelEvaluation]:
+            found = []
             for step in steps:
                 model = kept_model(folder, step) if step else Path(continued.start)
-                if (model / CONFIG_FILE).is_file():
-                    expected = config.model if step else continued.saved(config.model)
-                    store = MeasurementStore(folder / EVALUATIONS / f"step-{step:08d}")
-                    factors: dict[str, Factor] = {"step": step, "continued": branch}
-                    readings.append(language.Reading(model, expected, store, work, factors))
-            return readings
+                if not (model / CONFIG_FILE).is_file():
+                    continue
+                saved = config.model if step else continued.saved(config.model)
+                store = MeasurementStore(folder / EVALUATIONS / f"step-{step:08d}")
+                factors: dict[str, Factor] = {"step": step, "continued": branch}
+                found.append(
+                    language.ModelEvaluation(
+                        model, saved, store, {continued.method: marker}, factors
+                    )
+                )
+            return found
 
-        rows = settings.max_windows * len(steps)
-        cost = partial(language.reading_cost, config, lengths, rows)
-        return language.reading_stage(config, settings, self.sets, cost, reached)
+        windows = settings.max_windows * len(steps)
+        cost = partial(language.evaluation_cost, config, lengths, windows)
+        return language.evaluation_stage(config, settings, self.sets, cost, evaluations)
 
 
-def natural_sets(
+def held_out_sets(
     data: TokenData, train_length: int, settings: EvaluationSettings
 ) -> list[EvaluationSet]:
-    """Natural text of each of the lengths, every token scored."""
+    """Held-out text of each of the lengths, every token scored."""
     split, drawn = data.split(settings.split), (settings.max_windows, settings.seed)
     return [
         natural_set("non_repeated" if n > 1 else "train_length", split, train_length, n, *drawn)
@@ -194,77 +200,77 @@ def _sweep(
     *,
     every_length: bool,
 ) -> Sweep:
-    """A run of each score with its `branches`; those that cannot be trained are refused now."""
+    """A run of each score with its branches; raises `InputError` for one that cannot be trained."""
     runs = [
         ContinuedRun(
             variant=variant,
-            training=setting.trains(variant),
+            training=setting.training_of(variant),
             evaluation=setting.evaluation,
             continued=continued,
-            branches=own,
+            branches=settings,
             every_length=every_length,
         )
-        for variant, own in branches.items()
+        for variant, settings in branches.items()
     ]
     sweep = setting.sweep(request, study, runs, sets=runs[0].sets, continued=continued)
     for stage in sweep.stages(sweep.runs[0]):
-        stage.cost()
+        stage.cost()  # Raises where a branch cannot be trained.
     return sweep
 
 
-def _by_step(
-    view: View, title: str, metric: Metric, unit: str, rows: list[Row], at: Where
+def _panel_by_step(
+    view: View, title: str, metric: Metric, unit: str, rows: list[Row], text: Where
 ) -> Panel:
-    """A panel: the metric of each branch by further steps; rows of a label are its steps."""
+    """A panel with the metric of each branch by continued step; rows of one label are a branch."""
     lines = []
     for last in {row.label: row for row in rows}.values():
-        own = [row.where for row in rows if row.label == last.label]
-        plotted = points(view, metric, ((where[STEP], {**where, **at}) for where in own))
+        branch = [row.where for row in rows if row.label == last.label]
+        plotted = points(view, metric, ((where[STEP], {**where, **text}) for where in branch))
         lines.append(Line(last.label, plotted, last.label, bool(last.where.get("method"))))
-    return Panel(title, tuple(lines), "further steps", unit)
+    return Panel(title, tuple(lines), "continued steps", unit)
 
 
 # At a longer length
 
 
 def resolve(request: Request) -> Sweep:
-    """The study that a request asks for; raises `InputError` as `keynorm.resolve` does."""
+    """The sweep of *continue*; raises `InputError` as `keynorm.resolve` does."""
     instead = {"multiples": "continued.read", "protocols": "the protocols of its question"}
-    preset = opened(request, "continue", ContinuedPreset, instead)
+    preset = load_preset(request, "continue", ContinuedPreset, instead)
     continued = preset.continued
-    read = {"multiples": continued.read, "protocols": ("train_length", "non_repeated")}
-    setting = language.TextSetting.of(preset, read)
-    before, multiple = setting.training["batch_size"], continued.multiple
-    if continued.batch_size is None and before % multiple:
+    overrides = {"multiples": continued.read, "protocols": ("train_length", "non_repeated")}
+    setting = language.TextSetting.of(preset, overrides)
+    trained_batch, multiple = setting.training["batch_size"], continued.multiple
+    if continued.batch_size is None and trained_batch % multiple:
         raise InputError(
-            f"a batch of {before} sequences is not a whole number of sequences {multiple} times "
-            "as long; give continued.batch_size"
+            f"a batch of {trained_batch} sequences is not a whole number of sequences {multiple} "
+            "times as long; give continued.batch_size"
         )
-    batch = continued.batch_size or before // multiple
-    continued = continued.model_copy(update={"batch_size": batch})
-    longer = {"batch_size": batch, "continued.length": setting.train_length * multiple}
-    plain = ScoreSpec.parse(BASE, train_length=setting.train_length)
-    remedies = [plain.with_method(name).resolve(factor=multiple).method_text for name in REMEDIES]
+    batch_size = continued.batch_size or trained_batch // multiple
+    continued = continued.model_copy(update={"batch_size": batch_size})
+    longer = {"batch_size": batch_size, "continued.length": setting.train_length * multiple}
+    base = ScoreSpec.parse(BASE, train_length=setting.train_length)
+    remedies = [base.with_method(name).resolve(factor=multiple).method_text for name in REMEDIES]
     branches = {
         variant: {
             method or UNCHANGED: {**longer, "continued.method": method}
             for method in ("", *(remedies if variant == BASE else ()))
         }
-        for variant in canonical((BASE, *NORMED), setting)
+        for variant in canonical_scores((BASE, *NORMED), setting)
     }
     return _sweep(request, "continue", setting, continued, branches, every_length=True)
 
 
 def _lengths(view: View) -> list[int]:
-    return sorted(view.read["length"].unique().to_list())
+    return sorted(view.evaluated["length"].unique().to_list())
 
 
 def _rows(view: View) -> list[Row]:
-    """Every branch at every step that was kept: scores in the order of tables, then methods."""
-    steps = view.read.select("row", "method", STEP).unique().sort(STEP).rows()
+    """Every branch at every kept step: scores in the order of tables, then methods."""
+    steps = view.evaluated.select("row", "method", STEP).unique().sort(STEP).rows()
     return [
         Row(row.label, {**row.where, STEP: step})
-        for row in lm.rows_of(view.read, methods=("",))
+        for row in lm.rows_of(view.evaluated, methods=("",))
         for *branch, step in steps
         if branch == [*row.where.values()]
     ]
@@ -283,7 +289,7 @@ def _columns(view: View) -> list[Column]:
     return [
         _STEPS,
         *(
-            Column(f"{metric.name}_{n}", f"{metric.name} at {n:,}", metric.at(length=n))
+            Column(f"{metric.name}_{n}", f"{metric.name} at {n:,} tokens", metric.at(length=n))
             for metric in (lm.LOSS, lm.ACCURACY)
             for n in _lengths(view)
         ),
@@ -291,21 +297,24 @@ def _columns(view: View) -> list[Column]:
 
 
 def _changes(view: View) -> list[Column]:
-    """The last step less step 0 of the same trained model without any method."""
-    before = {"method": "", STEP: 0}
+    """The last step minus step 0 of the same trained model, unmodified."""
+    start = {"method": "", STEP: 0}
     losses = {n: lm.LOSS.at(length=n) for n in _lengths(view)}
     return [
         _STEPS,
-        *(Column(f"change_{n}", f"at {n:,}", loss - loss.at(before)) for n, loss in losses.items()),
+        *(
+            Column(f"change_{n}", f"at {n:,} tokens", loss - loss.at(start))
+            for n, loss in losses.items()
+        ),
     ]
 
 
 def _claims(view: View) -> Iterator[Claim]:
-    """The scores with a norm, unchanged, against Baseline and its remedies after the last step."""
+    """After the last step: scores with a norm, unchanged, against Baseline and its remedies."""
     last = _last_rows(view)
-    plain = [row for row in last if row.where["row"].startswith(BASE)]
-    for base in plain:
-        for normed in (row for row in last if row not in plain):
+    bases = [row for row in last if row.where["row"].startswith(BASE)]
+    for base in bases:
+        for normed in (row for row in last if row not in bases):
             for length in _lengths(view)[1:]:
                 yield Claim(
                     f"{normed.where['row']}, unchanged, ends with a lower loss than {base.label}",
@@ -318,7 +327,7 @@ def _figures(view: View) -> list[Figure]:
     """Loss and accuracy by continued steps, a panel for every length."""
     rows = _rows(view)
     panels = [
-        _by_step(view, f"{metric.title}, read at {n:,}", metric, unit, rows, {"length": n})
+        _panel_by_step(view, f"{metric.title} at {n:,} tokens", metric, unit, rows, {"length": n})
         for metric, unit in ((lm.LOSS, "loss (nats per token)"), (lm.ACCURACY, "accuracy (%)"))
         for n in _lengths(view)
     ]
@@ -366,9 +375,9 @@ AT_L: dict[str, Any] = {"protocol": "train_length"}
 
 
 def resolve_retrofit(request: Request) -> Sweep:
-    """One Baseline for each seed, and its branches; `--variants` chooses the scores they become.
+    """The sweep of *retrofit*; `--variants` chooses the scores that Baseline continues as.
 
-    Raises `InputError` for an unknown score and for one whose weights have no place for Baseline's.
+    Raises `InputError` for an unknown score and for one that cannot load Baseline's weights.
     """
     instead = {
         "protocols": "the protocols of its question",
@@ -376,19 +385,20 @@ def resolve_retrofit(request: Request) -> Sweep:
         "continued.batch_size": "training.batch_size",
         "continued.read": "evaluation.multiples",
     }
-    preset = opened(request, "retrofit", ContinuedPreset, instead)
-    read = {"multiples": preset.evaluation.ends, "protocols": ("train_length", "last_segment")}
+    preset = load_preset(request, "retrofit", ContinuedPreset, instead)
+    overrides = {"multiples": preset.evaluation.ends, "protocols": ("train_length", "last_segment")}
     branches: dict[str, dict[str, Any]] = {
         score: {"model.score": score, "continued.trained": None if score == BASE else BASE}
         for score in (BASE, *(request.variants or ("KNA", "QKRMSNorm")))
     }
-    setting = language.TextSetting.of(preset, read)
-    own = {BASE: branches}
-    return _sweep(request, "retrofit", setting, preset.continued, own, every_length=False)
+    setting = language.TextSetting.of(preset, overrides)
+    return _sweep(
+        request, "retrofit", setting, preset.continued, {BASE: branches}, every_length=False
+    )
 
 
 def _branch_rows(view: View) -> list[Row]:
-    """Every branch after every step that was kept; step 0 is Baseline as it was trained."""
+    """Every branch at every kept step; step 0 is the trained Baseline."""
     branches = lm.ranked(view.values(BRANCH, {"protocol": "last_segment"}), (BASE,))
     return [
         Row(f"as {branch}", {BRANCH: branch, STEP: step})
@@ -398,45 +408,46 @@ def _branch_rows(view: View) -> list[Row]:
 
 
 def _branch_columns(view: View) -> list[Column]:
-    """How good a branch is at L, and what a longer context does to the last segment."""
-    read = view.lengths("last_segment")
-    ends = zip(("near", "far"), (read[0], read[-1]) if read else (), strict=False)
+    """Accuracy at the training length, and of the same final tokens after two contexts."""
+    lengths = view.lengths("last_segment")
+    ends = zip(("near", "far"), (lengths[0], lengths[-1]) if lengths else (), strict=False)
     return [
-        text_column("step", "further steps", lambda view, row: row.where[STEP]),
-        Column("at_l", "accuracy at L", lm.ACCURACY.at(AT_L)),
-        Column("loss", "loss at L", lm.LOSS.at(AT_L)),
-        *(Column(key, f"last segment after {n:,}", lm.LAST.at(length=n)) for key, n in ends),
+        text_column("step", "continued steps", lambda view, row: row.where[STEP]),
+        Column("at_l", "accuracy at the training length", lm.ACCURACY.at(AT_L)),
+        Column("loss", "loss at the training length", lm.LOSS.at(AT_L)),
+        *(Column(key, f"same final tokens after {n:,}", lm.LAST.at(length=n)) for key, n in ends),
         Column("change", "change", lm.CHANGE),
     ]
 
 
 def _branch_claims(view: View) -> Iterator[Claim]:
-    """After the last step each branch against the control."""
+    """After the last step: each branch against the control."""
     last = {row.where[BRANCH]: row.where for row in _branch_rows(view)}
     control, at_l = last.pop(BASE, None), lm.ACCURACY.at(AT_L)
-    for branch, ours in last.items() if control else ():
+    for branch, where in last.items() if control else ():
         yield Claim(
-            f"a Baseline that continues as {branch} loses less from L to the longest context",
-            lm.CHANGE.at(ours) - lm.CHANGE.at(control),
-            measured=f"change as {branch} − change as Baseline, last segment",
+            f"a Baseline that continues as {branch} loses less from the training length to the "
+            "longest context",
+            lm.CHANGE.at(where) - lm.CHANGE.at(control),
+            measured=f"change as {branch} − change as Baseline, same final tokens",
         )
         yield Claim(
-            f"it costs accuracy at L to continue as {branch}",
-            at_l.at(ours) - at_l.at(control),
-            measured=f"as {branch} − as Baseline at L, accuracy",
+            f"it costs accuracy at the training length to continue as {branch}",
+            at_l.at(where) - at_l.at(control),
+            measured=f"as {branch} − as Baseline at the training length, accuracy",
             sign=-1,
         )
 
 
 def _branch_figures(view: View) -> list[Figure]:
-    """Accuracy at L and of the last segment by further steps."""
-    read, rows = view.lengths("last_segment"), _branch_rows(view)
-    places: dict[str, Where] = {"at L": AT_L}
-    for n in (*read[:1], *read[-1:]):
-        places[f"last segment after {n:,}"] = {"protocol": "last_segment", "length": n}
+    """Accuracy at the training length and of the same final tokens, by continued step."""
+    lengths, rows = view.lengths("last_segment"), _branch_rows(view)
+    texts: dict[str, Where] = {"at the training length": AT_L}
+    for n in (*lengths[:1], *lengths[-1:]):
+        texts[f"same final tokens after {n:,}"] = {"protocol": "last_segment", "length": n}
     panels = [
-        _by_step(view, title, lm.ACCURACY, "accuracy (%)", rows, where)
-        for title, where in places.items()
+        _panel_by_step(view, title, lm.ACCURACY, "accuracy (%)", rows, text)
+        for title, text in texts.items()
     ]
     title = "A trained Baseline with another score from step 0"
     return [Curves("retrofit", title, tuple(panels))]
@@ -448,8 +459,8 @@ RETROFIT_STUDY = Study(
     "keys, and some more training, let it handle text past L, and what does it cost?",
     title="Another score for a trained model",
     help="Train Baseline, replace its score by KNA or QKRMSNorm, and continue training at L.\n\n"
-    "Each of them, and a Baseline with the same further steps, is evaluated at L and 8 L along the "
-    "way. The preset has the settings, under `continued`.",
+    "Each of them, and a Baseline with as many continued steps, is evaluated at L and 8 L along "
+    "the way. The preset has the settings, under `continued`.",
     sources=("kexue.fm/archives/9859", "arXiv 2010.04245"),
     resolve=resolve_retrofit,
     runs=(ContinuedRun,),
@@ -460,7 +471,7 @@ RETROFIT_STUDY = Study(
             _branch_rows,
             _branch_columns,
             head="continued",
-            intro="Token accuracy in % (loss in nats). Step 0 is Baseline as trained; change: "
+            intro="Token accuracy in % (loss in nats). Step 0 is the trained Baseline. Change: "
             "accuracy on the same final tokens after the longest context minus the shortest.",
         ),
     ),
@@ -469,6 +480,6 @@ RETROFIT_STUDY = Study(
     variants_help="Scores that replace Baseline's, separated by commas. [default: KNA,QKRMSNorm]",
     examples=(
         ("--variants KNA,KNA-logn,CosA", "other scores"),
-        ("--set continued.steps=800", "more further steps"),
+        ("--set continued.steps=800", "more continued steps"),
     ),
 )

@@ -1,9 +1,10 @@
-"""How far do existing models read, by which inference-time method, at what cost?
+"""Which inference-time methods let existing models handle longer text, and at what cost?
 
-*extend*: `normattn extend MODEL` has every method read the same windows of the user's text. A
-shorter length is a window's end, so that the same last tokens are scored after contexts of every
-length. *gallery*: `normattn report` of several such folders puts models and texts side by side;
-lengths are compared as multiples of each model's training length L.
+*extend*: `normattn extend MODEL` evaluates every method on the same windows of the user's text. A
+shorter length is the end of a window, so the same final tokens are scored after every context.
+
+*gallery*: `normattn report` of several such folders compares models and texts. Lengths are
+multiples of each model's training length L.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from normattn.lab.report.tables import (
     Row,
     Table,
     estimate_column,
-    shown,
+    format_estimate,
     text_column,
 )
 from normattn.lab.report.view import View, bin_points
@@ -39,7 +40,7 @@ from normattn.lab.studies.advice import (
     advise,
     cost_at_train_length,
     format_length,
-    home,
+    home_length,
     lengths_of,
     methods_of,
     name_of,
@@ -47,7 +48,7 @@ from normattn.lab.studies.advice import (
     train_length,
 )
 from normattn.lab.studies.base import Study
-from normattn.lab.studies.lm_report import intervals
+from normattn.lab.studies.lm_report import interval_figure
 from normattn.score.spec import UNMODIFIED
 
 KIND, MEASUREMENTS = "extend", "measurements"
@@ -55,22 +56,22 @@ POSITION, KEY, PREFILL = "by_position", "retrieval", "prefill"
 SECONDS, PEAK = "prefill_seconds", "peak_bytes"
 ACCURACY, EXACT = Metric("accuracy"), Metric("exact", "pass keys found", ratio(100.0), "%", 1)
 LINEAR = 0.1
-"""Nats: where the axis of changes turns logarithmic, as an unmodified model loses a hundredfold."""
+"""Nats: the axis of changes is logarithmic beyond, as an unmodified model loses a hundredfold."""
 SOURCES = ("kexue.fm/archives/9708", "arXiv:2309.00071", "arXiv:2401.01325")
 
 Columns = Callable[[View], Sequence[Column]]
 
 
 def complete(measured: pl.DataFrame, windows: int) -> pl.DataFrame:
-    """The rows of every method and length whose text was read in all its windows."""
+    """The rows of the methods and lengths that were evaluated in all `windows`."""
     text = measured.filter(pl.col("protocol") == LAST)
-    counts = text.group_by("method", "length").agg(pl.col("unit").n_unique().alias("read"))
-    whole = counts.filter(pl.col("read") == windows)
+    counts = text.group_by("method", "length").agg(pl.col("unit").n_unique().alias("windows"))
+    whole = counts.filter(pl.col("windows") == windows)
     return measured.join(whole.select("method", "length"), on=["method", "length"], how="semi")
 
 
 def collect(out: Path) -> pl.DataFrame:
-    """What was read in every window, of the run directory `out`."""
+    """The complete measurements of the run directory `out`."""
     windows = int(RunDirectory.existing(out).config["windows"])
     return complete(MeasurementStore(out / MEASUREMENTS).frame(), windows)
 
@@ -83,19 +84,19 @@ def _with_parameters(view: View, row: Row) -> str | None:
     return resolved(view, row.where) if row.where["method"] else None
 
 
-PARAMETERS = text_column("parameters", "with its parameters", _with_parameters)
+PARAMETERS = text_column("parameters", "with all parameters", _with_parameters)
 
 
 def _cost_column(key: str, title: str) -> Column:
-    """By how many percent the loss at the training length rises under a method."""
+    """How much a method raises the loss at the training length, in percent."""
     return estimate_column(
         *(key, title, lambda view, row: cost_at_train_length(view, row.where)),
-        lambda cost: shown(cost, 2, signed=True),
+        lambda cost: format_estimate(cost, 2, signed=True),
     )
 
 
 def _by_length(metric: Metric) -> Columns:
-    """A column for every length, of the last tokens."""
+    """A column for every length, of the same final tokens."""
     return lambda view: [
         *(
             Column(f"{metric.name}_{n}", format_length(n), metric.at(protocol=LAST, length=n))
@@ -106,11 +107,11 @@ def _by_length(metric: Metric) -> Columns:
 
 
 def _changes(view: View) -> list[Column]:
-    """By how much the loss exceeds that of the unmodified model after its training length."""
+    """The loss minus that of the unmodified model at its training length, for every length."""
     last = LOSS.at(protocol=LAST)
-    known = last.at(length=home(view), method="")
+    unmodified = last.at(length=home_length(view), method="")
     return [
-        Column(f"change_{n}", f"after {format_length(n)}", last.at(length=n) - known)
+        Column(f"change_{n}", f"after {format_length(n)}", last.at(length=n) - unmodified)
         for n in lengths_of(view)
     ]
 
@@ -119,34 +120,35 @@ def _prefill(view: View) -> list[Column]:
     """Seconds, memory and pass keys at every length."""
     columns = []
     for n in lengths_of(view):
-        at, name = {"protocol": PREFILL, "length": n}, format_length(n)
+        where, length = {"protocol": PREFILL, "length": n}, format_length(n)
         columns += [
-            _of_windows(f"seconds_{n}", f"{name}: s", SECONDS, at, np.median),
-            _of_windows(f"bytes_{n}", f"{name}: MiB", PEAK, at, np.max),
-            Column(f"keys_{n}", f"{name}: pass keys", plain=_keys(n)),
+            _window_column(f"seconds_{n}", f"{length}: s", SECONDS, where, np.median),
+            _window_column(f"bytes_{n}", f"{length}: MiB", PEAK, where, np.max),
+            Column(f"keys_{n}", f"{length}: pass keys", plain=_keys(n)),
         ]
     return columns
 
 
-def _of_windows(
-    key: str, title: str, statistic: str, at: Where, combined: Callable[[Array], Any]
+def _window_column(
+    key: str, title: str, statistic: str, where: Where, reduce: Callable[[Array], Any]
 ) -> Column:
-    """One number of all windows: seconds, or bytes shown in MiB."""
+    """A column of one number over all windows: seconds, or bytes shown in MiB."""
 
     def estimated(view: View, row: Row) -> Estimate | None:
-        sums = view.sums(statistic, {**row.where, **at})
+        sums = view.sums(statistic, {**row.where, **where})
         if sums is None:
             return None
-        return Estimate(float(combined(sums.numerator)), units=len(sums.units))
+        return Estimate(float(reduce(sums.numerator)), units=len(sums.units))
 
-    def text(known: Estimate) -> str:
-        return f"{known.value:.1f}" if statistic == SECONDS else f"{known.value / 2**20:,.0f}"
+    def text(estimate: Estimate) -> str:
+        value = estimate.value
+        return f"{value:.1f}" if statistic == SECONDS else f"{value / 2**20:,.0f}"
 
     return estimate_column(key, title, estimated, text)
 
 
 def _keys(length: int) -> Callable[[View, Row], Cell]:
-    """In how many windows the pass key was found."""
+    """The cell with the number of windows in which the pass key was found."""
 
     def cell(view: View, row: Row) -> Cell:
         where = {**row.where, "protocol": KEY, "length": length}
@@ -158,55 +160,55 @@ def _keys(length: int) -> Callable[[View, Row], Cell]:
     return cell
 
 
-def _measured_notes(view: View) -> list[str]:
-    said = [
-        "s: the decoder over one whole window without a cache and without the head, the median "
-        "over windows. MiB: the most that the process grew beyond what it held with the model "
-        "loaded, of all windows."
+def _prefill_notes(view: View) -> list[str]:
+    notes = [
+        "s: seconds of the decoder over one whole window, without a cache and without the head, "
+        "median over windows. MiB: peak memory of the process minus its memory with the model "
+        "loaded, maximum over windows."
     ]
     if view.values("unit", {"protocol": KEY}):
-        said.append(
-            "pass keys: one of five digits is stated in each window, at a depth of its own, and "
-            "asked for at the end; it is found where greedy decoding would give every digit."
+        notes.append(
+            "Pass keys: each window states one of five digits at another depth and asks for it at "
+            "the end. It is found where greedy decoding would give every digit."
         )
-    return said
+    return notes
 
 
 def _advice(view: View) -> list[str]:
-    """What to take, and what was scored."""
+    """The recommended method, and what was scored."""
     scored = view.sums(LOSS.name, {"protocol": LAST, "length": lengths_of(view)[-1], "method": ""})
-    start = f"Trained to read {train_length(view):,} tokens, not trained further."
+    setup = f"Trained at {train_length(view):,} tokens, not trained further."
     if scored is not None:
         count = scored.denominator[0, 0].sum()
-        start += f" The last {count:,.0f} tokens of every window are scored."
-    return [*advise(view).sentences, start]
+        setup += f" The last {count:,.0f} tokens of every window are scored."
+    return [*advise(view).sentences, setup]
 
 
 def figures(view: View) -> list[Figure]:
-    """What longer contexts do to the same last tokens, and the longest length by position."""
+    """Loss on the same final tokens by context, and loss and accuracy by position."""
     title = (
-        f"Nats above the unmodified model after {format_length(home(view))}, for the same last "
-        f"tokens; the axis is linear within ±{LINEAR}"
+        f"Nats above the unmodified model after {format_length(home_length(view))}, on the same "
+        f"final tokens; the axis is linear within ±{LINEAR}"
     )
     panels = tuple(
         Panel(
-            *(metric.title, _position_lines(view, metric), "tokens read", unit, True),
+            *(metric.title, _position_lines(view, metric), "position (tokens)", unit, True),
             train_length=train_length(view),
         )
-        for metric, unit in ((LOSS, "nats"), (ACCURACY, "next tokens (%)"))
+        for metric, unit in ((LOSS, "nats"), (ACCURACY, "accuracy (%)"))
     )
     return [
-        intervals(view, "last_segment", title, _rows(view), _changes(view), LINEAR),
+        interval_figure(view, "last_segment", title, _rows(view), _changes(view), LINEAR),
         Curves("reading_by_position", "Your text, by position", panels, shared_y=False),
     ]
 
 
 def _position_lines(view: View, metric: Metric) -> tuple[Line, ...]:
-    """A line for each method; those that differ in log-n alone share a colour."""
+    """A line for each method; methods that differ in log-n only share a colour."""
     lines = []
     for method in methods_of(view):
-        at = {"method": method, "protocol": POSITION}
-        plotted = bin_points(view, metric, at, lambda bin_: bin_[3])
+        where = {"method": method, "protocol": POSITION}
+        plotted = bin_points(view, metric, where, lambda bin_: bin_[3])
         family = method.removesuffix("-logn+") or UNMODIFIED
         if plotted:
             dashed = method not in ("", family)
@@ -221,7 +223,7 @@ def _table(key: str, title: str, columns: Any, notes: Any = ()) -> Table:
 
 STUDY = Study(
     "extend",
-    "How far does this model read this text, by which method, and at what cost?",
+    "Which method lets this model handle longer text, and at what cost?",
     title="A pretrained model past its training length",
     help="How far a model handles longer text, by inference-time method.",
     sources=SOURCES,
@@ -243,13 +245,13 @@ STUDY = Study(
             "Cost at the training length",
             (
                 Column("loss", "loss, nats", LOSS.at(protocol=TRAIN)),
-                _cost_column("change", "more than unmodified, %"),
+                _cost_column("change", "increase over unmodified, %"),
             ),
         ),
         _table(
             "prefill",
             "Prefill time, peak memory, and pass keys found",
-            *(_prefill, _measured_notes),
+            *(_prefill, _prefill_notes),
         ),
     ),
     figures=figures,
@@ -263,45 +265,45 @@ STUDY = Study(
 TEXT, MULTIPLE = "factor.text", "factor.multiple"
 
 
-def gathered(places: Sequence[Path]) -> pl.DataFrame:
-    """What `extend` has read in all these folders, with the text and the multiple of L of each row.
+def gathered(folders: Sequence[Path]) -> pl.DataFrame:
+    """The measurements of several folders of `extend`, with each row's text and multiple of L.
 
-    Raises `InputError` where a folder is not one of `extend`, and where two hold the same model on
+    Raises `InputError` where a folder is not from `extend`, and where two have the same model on
     texts of the same name.
     """
-    folders: dict[tuple[str, str], Path] = {}
+    sources: dict[tuple[str, str], Path] = {}
     parts = []
-    for folder in places:
+    for folder in folders:
         text, measured = _text(folder), measurements.read(folder / measurements.FILE)
         for model in measured["row"].unique(maintain_order=True):
-            if (model, text) in folders:
-                both = f"{folders[model, text]} and {folder}"
+            if (model, text) in sources:
+                both = f"{sources[model, text]} and {folder}"
                 raise InputError(f"{both} both hold {model} on {text}")
-            folders[model, text] = folder
+            sources[model, text] = folder
         multiple = (pl.col("length") / pl.col("train_length")).alias(MULTIPLE)
         parts.append(measured.with_columns(pl.lit(text).alias(TEXT), multiple))
     return measurements.joined(parts).with_columns(pl.lit("gallery").alias("study"))
 
 
-def settings(places: Sequence[Path]) -> dict[str, dict[str, Any]]:
-    """What each of these folders was read by, under the names of its model and text."""
-    stored = [RunDirectory.existing(folder, KIND).config for folder in places]
+def settings(folders: Sequence[Path]) -> dict[str, dict[str, Any]]:
+    """The settings of each of these folders, by the names of its model and text."""
+    stored = [RunDirectory.existing(folder, KIND).config for folder in folders]
     return {
         f"{Path(config['model']).stem}, {_text(folder)}": {
             name: value for name, value in config.items() if name not in ("model", "text")
         }
-        for folder, config in zip(places, stored, strict=True)
+        for folder, config in zip(folders, stored, strict=True)
     }
 
 
 def _text(folder: Path) -> str:
-    """The names of the files that were read."""
-    given = RunDirectory.existing(folder, KIND).config["text"]
-    return " + ".join(Path(file).name for file in ([given] if isinstance(given, str) else given))
+    """The names of the evaluated text files."""
+    text = RunDirectory.existing(folder, KIND).config["text"]
+    return " + ".join(Path(file).name for file in ([text] if isinstance(text, str) else text))
 
 
 def _subjects(view: View) -> list[Where]:
-    """Every model on every text, by name: a table comes back from its file in another order."""
+    """Every model on every text, sorted: rows of a table that was read from a file are not."""
     return [
         {"row": model, TEXT: text}
         for model in sorted(view.values("row"))
@@ -309,8 +311,8 @@ def _subjects(view: View) -> list[Where]:
     ]
 
 
-def _of(view: View, subject: Where) -> View:
-    """What is known of one model on one text."""
+def _subview(view: View, subject: Where) -> View:
+    """The measurements of one model on one text."""
     return View(select(view.frame, subject), view.bootstrap)
 
 
@@ -318,58 +320,57 @@ def _gallery_rows(view: View) -> list[Row]:
     return [
         Row(f"{subject['row']}, {subject[TEXT]}: {name_of(method)}", {**subject, "method": method})
         for subject in _subjects(view)
-        for method in methods_of(_of(view, subject))
+        for method in methods_of(_subview(view, subject))
     ]
 
 
 def _losses(view: View) -> list[Column]:
-    """The loss after contexts of every multiple of L, what the longest one takes, and more."""
+    """The loss after every multiple of L, the change at the longest, cost and pass keys."""
     multiples = sorted(view.values(MULTIPLE, {"protocol": LAST}))
-    titles = {m: "L" if m == 1 else f"{m:g} L" for m in multiples}
+    titles = {m: f"{m:g} ×" for m in multiples}
     longest = multiples[-1]
-    known = max((multiple for multiple in multiples if multiple <= 1), default=multiples[0])
+    home = max((multiple for multiple in multiples if multiple <= 1), default=multiples[0])
     last = LOSS.at(protocol=LAST)
-    change = last.at({MULTIPLE: longest}) - last.at({MULTIPLE: known}, method="")
+    change = last.at({MULTIPLE: longest}) - last.at({MULTIPLE: home}, method="")
     keys = EXACT.at({MULTIPLE: longest}, protocol=KEY)
     return [
         *(Column(f"loss_{m:g}", f"after {titles[m]}", last.at({MULTIPLE: m})) for m in multiples),
-        Column("change", f"{titles[longest]} above unmodified at {titles[known]}", change),
-        _cost_column("cost", "cost at L, %"),
+        Column("change", f"{titles[longest]} above unmodified at {titles[home]}", change),
+        _cost_column("cost", "cost on short text, %"),
         Column("keys", f"pass keys at {titles[longest]}, %", keys),
         PARAMETERS,
     ]
 
 
 def _gallery_advice(view: View) -> list[str]:
-    said = []
+    sentences = []
     for subject in _subjects(view):
-        part = _of(view, subject)
-        windows = part.frame.filter(pl.col("protocol") == LAST)["unit"].n_unique()
-        said.append(
+        own = _subview(view, subject)
+        windows = own.frame.filter(pl.col("protocol") == LAST)["unit"].n_unique()
+        sentences.append(
             f"{subject['row']} on {subject[TEXT]} ({windows} windows, L = "
-            f"{train_length(part):,}): {advise(part).sentences[0]}"
+            f"{train_length(own):,}): {advise(own).sentences[0]}"
         )
-    return said
+    return sentences
 
 
 def _gallery_figures(view: View) -> list[Figure]:
-    """The loss of the same last tokens after every multiple of L, and what the longest takes."""
+    """The loss on the same final tokens after every multiple of L, and the change."""
     losses = [column for column in _losses(view) if column.metric and column.metric.name == "loss"]
-    title = "Loss of the same last tokens as the context before them grows (nats)"
-    return [intervals(view, "gallery", title, _gallery_rows(view), losses)]
+    title = "Loss on the same final tokens (nats), after multiples of the training length"
+    return [interval_figure(view, "gallery", title, _gallery_rows(view), losses)]
 
 
 GALLERY = Study(
     "gallery",
-    "How far do existing models read, on several texts, by which inference-time method, at what "
-    "cost?",
+    "Which inference-time methods let existing models handle longer text, and at what cost?",
     title="Pretrained models past their training length",
     help="How far pretrained models handle longer text, on several texts.",
     sources=SOURCES,
     tables=(
         Table(
             "table",
-            "Loss on the same final tokens after longer contexts (nats); L is the training length",
+            "Loss on the same final tokens (nats), after multiples of the training length",
             _gallery_rows,
             _losses,
             notes=_gallery_advice,

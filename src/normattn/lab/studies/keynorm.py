@@ -1,9 +1,8 @@
 """Does normalising the keys let a model trained on short text handle long text? (kexue 9859)
 
-Eight scores are trained (Baseline, QNA, KNA and CosA, each with and without log-n scaling), and
-each reads past its training length in four ways: unmodified, and with NTK, YaRN or ReRoPE. "all"
-asks for the extended table: a row for every training-time part, and every inference-time method on
-Baseline, KNA and CosA.
+Eight scores are trained (Baseline, QNA, KNA and CosA, each with and without log-n scaling). Each is
+evaluated on longer text unmodified, and with NTK, YaRN or ReRoPE. "all" makes the extended table: a
+row for every training-time component, and every inference-time method on Baseline, KNA and CosA.
 """
 
 from __future__ import annotations
@@ -21,71 +20,79 @@ from normattn.lab.report.view import View
 from normattn.lab.studies import lm_report as lm
 from normattn.lab.studies.base import Study
 from normattn.lab.studies.language import TextSetting
-from normattn.lab.studies.methods import ALL, candidates, canonical, checked_methods, usable
-from normattn.lab.studies.preset import Preset, opened
+from normattn.lab.studies.methods import (
+    ALL,
+    applicable_methods,
+    candidates,
+    canonical_methods,
+    canonical_scores,
+)
+from normattn.lab.studies.preset import Preset, load_preset
 from normattn.lab.sweep.run import Request, Sweep
 from normattn.score.parts import Part, parts
 from normattn.score.spec import UNMODIFIED
 
 BASES = ("Baseline", "Baseline-logn", "KNA", "KNA-logn", "CosA", "CosA-logn")
-"""The scores that the extended table reads with every method."""
+"""The scores that the extended table evaluates with every method."""
 VARIANTS = tuple(
     f"{base}{logn}" for base in ("Baseline", "QNA", "KNA", "CosA") for logn in ("", "-logn")
 )
-STRETCHING = ("NTK", "YaRN", "ReRoPE")
-METHODS = (UNMODIFIED, *STRETCHING)
-READ_WITH = ("YaRN", "ReRoPE")
-"""The methods that other rows of the extended table are read with."""
+POST_METHODS = ("NTK", "YaRN", "ReRoPE")
+METHODS = (UNMODIFIED, *POST_METHODS)
+OTHER_METHODS = (UNMODIFIED, "YaRN", "ReRoPE")
+"""The methods of the other rows of the extended table."""
 
 
 def resolve(request: Request) -> Sweep:
-    """Every choice made and checked, before anything is written or trained.
+    """The sweep of a request, with every choice checked before anything is written or trained.
 
     Raises `InputError` for an unknown preset, score, method or setting, and for values out of
-    range. A method that one of several scores cannot take leaves out that row, with a sentence;
-    so does a part that a row of the extended table cannot have.
+    range. Unsupported combinations of a score and a method are skipped, with a sentence each; so
+    are rows of the extended table that cannot be trained.
     """
-    setting = TextSetting.of(opened(request, "keynorm", Preset))
+    setting = TextSetting.of(load_preset(request, "keynorm", Preset))
     variants, untrained = _variants(request, setting)
     if request.methods == (ALL,):
-        wanted = {
-            name: (UNMODIFIED, *(candidates() if name in (*BASES, *VARIANTS) else READ_WITH))
+        every_method = (UNMODIFIED, *candidates())
+        methods = {
+            name: every_method if name in (*BASES, *VARIANTS) else OTHER_METHODS
             for name in variants
         }
     else:
-        asked = checked_methods(_listed(request.methods, "--methods") or METHODS, setting)
-        wanted = dict.fromkeys(variants, asked)
-    methods, unread = usable(wanted, setting)
-    runs = [setting.run(*each) for each in methods.items()]
-    return setting.sweep(request, "keynorm", runs, [*untrained, *unread])
+        names = _without_all(request.methods, "--methods") or METHODS
+        methods = dict.fromkeys(variants, canonical_methods(names, setting))
+    supported, unsupported = applicable_methods(methods, setting)
+    runs = [setting.run(score, chosen) for score, chosen in supported.items()]
+    return setting.sweep(request, "keynorm", runs, [*untrained, *unsupported])
 
 
 def _variants(request: Request, setting: TextSetting) -> tuple[tuple[str, ...], list[str]]:
     """The scores to train, and why each of the others cannot be trained here."""
-    every = (ALL,) in (request.variants, request.methods) and request.variants in (None, (ALL,))
-    if not every:
-        return canonical(_listed(request.variants, "--variants") or VARIANTS, setting), []
+    extended = (ALL,) in (request.variants, request.methods) and request.variants in (None, (ALL,))
+    if not extended:
+        names = _without_all(request.variants, "--variants") or VARIANTS
+        return canonical_scores(names, setting), []
     trained, untrained = list[str](), list[str]()
-    for variant in trained_in_variants(int(setting.training["model"]["layers"])):
+    for variant in extended_variants(int(setting.training["model"]["layers"])):
         try:
-            trained += canonical([variant], setting)
+            trained += canonical_scores([variant], setting)
         except InputError as error:
             untrained.append(f"{variant} is left out: {error}")
     return tuple(dict.fromkeys(trained)), untrained
 
 
-def trained_in_variants(
-    layers: int, known: Mapping[str, type[Part]] | None = None
+def extended_variants(
+    layers: int, components: Mapping[str, type[Part]] | None = None
 ) -> tuple[str, ...]:
-    """Baseline, KNA and CosA with and without log-n, and a row for every other training-time part.
+    """The rows of the extended table: `BASES`, and one for every other training-time component.
 
-    Other norms of the score are not among them: `reproduce mechanism` compares those. Each part
-    is added alone with its default parameters, on Baseline (NoPE on KNA too, where the source found
-    no extrapolation; a part of the slot `order` on QKRMSNorm, as it needs a norm); one that would
-    change none of so few `layers` changes the last one.
+    Other norms are not among them; `reproduce mechanism` compares those. Each component is added
+    alone, with its default parameters, to Baseline. NoPE is added to KNA too, where the source
+    found no extrapolation. A component of the slot `order` is added to QKRMSNorm, as it needs a
+    norm. One that would change none of so few `layers` changes the last one.
     """
     rows = list(BASES)
-    for name, part in (parts() if known is None else known).items():
+    for name, part in (parts() if components is None else components).items():
         if part.when != "training-time" or name in ("RoPE", "logn"):
             continue
         if part.slot.value == "order":
@@ -97,7 +104,8 @@ def trained_in_variants(
     return tuple(rows)
 
 
-def _listed(names: tuple[str, ...] | None, option: str) -> tuple[str, ...] | None:
+def _without_all(names: tuple[str, ...] | None, option: str) -> tuple[str, ...] | None:
+    """The names; raises `InputError` where "all" is one of several."""
     if names is not None and ALL in names:
         raise InputError(f"{option} {ALL} cannot be combined with other names: {', '.join(names)}")
     return names
@@ -105,135 +113,143 @@ def _listed(names: tuple[str, ...] | None, option: str) -> tuple[str, ...] | Non
 
 # Claims
 
-PAST = {
-    "non_repeated": "held-out text past L",
-    "repeated": "repeated text past L",
-    "last_segment": "the last segment after the longest context",
+LONGER_TEXTS = {
+    "non_repeated": "longer held-out text",
+    "repeated": "longer repeated text",
+    "last_segment": "the same final tokens after the longest context",
 }
 MATTERS = 5.0
-"""Points past L below which a difference is small compared with the source's, of 23 and more: where
-the data could have shown none but larger ones, an undecided sentence is inconclusive; and a
-sentence that promises no loss, or nothing to gain, holds where less than these are lost, or won."""
+"""Points on longer text below which a difference is small; the source's are 23 and more. An
+undecided claim is inconclusive where only larger differences were detectable. A claim of no loss or
+no gain is confirmed where less than this is lost or gained."""
 WITHIN = f"less than {MATTERS:.0f} points"
 CONTROLS = {"NoPE", "ALiBi", "SlidingWindow", "HWFA", "KERPLELog", "KERPLEPower", "XPos"}
-"""Parts of scores that are there to compare others with."""
-said = partial(Claim, source="kexue 9859", matters=MATTERS)
+"""Components that other scores are compared with."""
+post_claim = partial(Claim, source="kexue 9859", matters=MATTERS)
 
 
 def claims(view: View) -> Iterator[Claim]:
     """What the source says about normalised keys, sentence by sentence; two controls come last."""
 
-    def differ(sentence: str, text: str, ours: str, theirs: str, **more: Any) -> Claim:
-        """A claim on the difference of two rows, each "score" or "score method", past L."""
-        read = lm.past(lm.ACCURACY, view, text)
-        pairs = [(row, method) for row, _, method in (ours.partition(" "), theirs.partition(" "))]
-        first, second = (read.at(variant=row, method=method) for row, method in pairs)
-        named = " − ".join("-".join(filter(None, pair)) for pair in pairs)
-        return said(sentence, first - second, measured=f"{named}, accuracy", **more)
+    def difference(sentence: str, protocol: str, first: str, second: str, **fields: Any) -> Claim:
+        """A claim on two rows, each "SCORE" or "SCORE METHOD", on the longest texts."""
+        accuracy = lm.at_longest(lm.ACCURACY, view, protocol)
+        pairs = [(row, method) for row, _, method in (first.partition(" "), second.partition(" "))]
+        metrics = [accuracy.at(variant=row, method=method) for row, method in pairs]
+        names = " − ".join("-".join(filter(None, pair)) for pair in pairs)
+        measured = f"{names}, accuracy"
+        return post_claim(sentence, metrics[0] - metrics[1], measured=measured, **fields)
 
     for row in ("KNA", "CosA", "KNA-logn", "CosA-logn"):
-        for text, words in PAST.items():
-            yield differ(f"{row} reads better than Baseline: {words}", text, row, "Baseline")
-    natural, repeated = "non_repeated", "repeated"
-    yield differ(
-        "normalising the queries alone does not help: KNA is above QNA on held-out text",
-        *(natural, "KNA", "QNA"),
+        for protocol, text in LONGER_TEXTS.items():
+            yield difference(
+                f"{row} is more accurate than Baseline: {text}", protocol, row, "Baseline"
+            )
+    held_out, repeated = "non_repeated", "repeated"
+    yield difference(
+        "normalising the queries alone does not help: KNA is above QNA on longer held-out text",
+        *(held_out, "KNA", "QNA"),
     )
     for row in ("KNA", "CosA", "QNA"):
-        yield said(
+        yield post_claim(
             f"{row} is slightly better at the training length",
             lm.AT_L.at(variant=row) - lm.AT_L.at(variant="Baseline"),
-            measured=f"{row} − Baseline at L, accuracy",
+            measured=f"{row} − Baseline at the training length, accuracy",
             matters=lm.EQUAL,
         )
     for method in ("YaRN", "ReRoPE"):
-        sentence = f"KNA reads held-out text as well as Baseline with {method} ({WITHIN} worse)"
-        yield differ(sentence, natural, "KNA", f"Baseline {method}", margin=MATTERS)
+        sentence = f"KNA is as accurate on longer held-out text as Baseline with {method} "
+        sentence += f"({WITHIN} worse)"
+        yield difference(sentence, held_out, "KNA", f"Baseline {method}", margin=MATTERS)
     for row in ("KNA", "CosA"):
-        for method in STRETCHING:
-            sentence = f"{row} gains nothing from {method} on held-out text ({WITHIN})"
-            yield differ(sentence, natural, f"{row} {method}", row, sign=-1, margin=MATTERS)
-    for method in STRETCHING:
-        sentence = f"KNA gains from {method} on repeated text"
-        yield differ(sentence, repeated, f"KNA {method}", "KNA")
-    yield differ(
-        "KNA does not make out positions past L: below Baseline with YaRN on repeated text",
+        for method in POST_METHODS:
+            sentence = f"{row} gains nothing from {method} on longer held-out text ({WITHIN})"
+            yield difference(sentence, held_out, f"{row} {method}", row, sign=-1, margin=MATTERS)
+    for method in POST_METHODS:
+        sentence = f"KNA gains from {method} on longer repeated text"
+        yield difference(sentence, repeated, f"KNA {method}", "KNA")
+    yield difference(
+        "KNA does not resolve unseen distances: below Baseline with YaRN on longer repeated text",
         *(repeated, "KNA", "Baseline YaRN"),
         sign=-1,
     )
     yield from _as_contexts_grow(view)
     yield from _by_distance(view)
-    for control, words in (
-        ("Baseline-SlidingWindow", "a model with a window of L/4"),
-        ("Baseline StreamingLLM", "Baseline does with StreamingLLM"),
+    for control, name in (
+        ("Baseline-SlidingWindow", "a model with a window of a quarter of the training length"),
+        ("Baseline StreamingLLM", "Baseline with StreamingLLM"),
     ):
-        sentence = f"KNA reads held-out text past L better than {words}"
-        yield differ(sentence, natural, "KNA", control, source="control")
+        sentence = f"KNA is more accurate on longer held-out text than {name}"
+        yield difference(sentence, held_out, "KNA", control, source="control")
 
 
 def _as_contexts_grow(view: View) -> Iterator[Claim]:
-    """The same last segment after L and after the longest context."""
+    """Claims on the same final tokens after L and after the longest context."""
     lengths = view.lengths("last_segment")
     if len(lengths) < 2:
         return
     change, ends = lm.UNMODIFIED_CHANGE, f"after {lengths[-1]:,} − after {lengths[0]:,}"
     rows = view.values("row", {"protocol": "last_segment", "method": ""})
-    others = [row for row in lm.ranked(rows, ()) if _candidate(row)]
+    others = [row for row in lm.ranked(rows, ()) if _is_candidate(row)]
     for row in ("KNA", "CosA", *others):
-        claim = partial(said, source="asked here") if row in others else said
+        claim = partial(post_claim, source="asked here") if row in others else post_claim
         yield claim(
-            f"{row} loses less than Baseline from L to the longest context",
+            f"{row} loses less than Baseline from the training length to the longest context",
             change.at(variant=row) - change.at(variant="Baseline"),
-            measured=f"change of {row} − change of Baseline, last segment",
+            measured=f"change of {row} − change of Baseline, same final tokens",
         )
         yield claim(
             f"{row} needs no change at all: longer contexts do not hurt it (by {WITHIN})",
             change.at(variant=row),
-            measured=f"{row}, last segment: {ends}",
+            measured=f"{row}, same final tokens: {ends}",
             margin=MATTERS,
         )
-    yield said(
+    yield post_claim(
         "KNA does not extrapolate without rotary positions: longer contexts hurt KNA-NoPE",
         change.at(variant="KNA-NoPE"),
-        measured=f"KNA-NoPE, last segment: {ends}",
+        measured=f"KNA-NoPE, same final tokens: {ends}",
         sign=-1,
     )
 
 
-def _candidate(row: str) -> bool:
-    """Whether a score is neither of the source nor a control."""
+def _is_candidate(row: str) -> bool:
+    """Whether a score is neither from the source nor a control."""
     return row not in VARIANTS and not CONTROLS & set(re.split(r"[-(]", row))
 
 
 def _by_distance(view: View) -> Iterator[Claim]:
-    """Copying over a trained and over an unseen distance; the control sees neither's answer."""
-    known, trained = lm.distances(view), max(view.values("train_length"), default=0)
-    near, far = max((d for d in known if d < trained), default=0), max(known, default=0)
+    """Claims on copying over a trained and over an unseen distance.
+
+    The control cannot see the answer at either distance.
+    """
+    distances, trained = lm.distances(view), max(view.values("train_length"), default=0)
+    near = max((distance for distance in distances if distance < trained), default=0)
+    far = max(distances, default=0)
     if not near < trained <= far:
         return
     copied, unseen = (lm.copied_from(view, d).at(variant="KNA", method="") for d in (near, far))
     control = {"variant": "Baseline", "method": lm.CONTROL}
-    against, at = "KNA − Baseline-StreamingLLM", "repeated text, distance"
-    yield said(
+    rows, text = "KNA − Baseline-StreamingLLM", "repeated text, distance"
+    yield post_claim(
         f"KNA copies over a distance that it was trained on ({near:,} tokens)",
         copied - copied.at(**control),
-        measured=f"{against}, {at} {near:,}",
+        measured=f"{rows}, {text} {near:,}",
     )
-    yield said(
+    yield post_claim(
         f"KNA does not copy over a distance that it was not trained on ({far:,} tokens; {WITHIN})",
         unseen - unseen.at(**control),
-        measured=f"{against}, {at} {far:,}",
+        measured=f"{rows}, {text} {far:,}",
         sign=-1,
         margin=MATTERS,
     )
-    yield said(
+    yield post_claim(
         f"YaRN gives KNA that distance ({far:,} tokens)",
         unseen.at(method="YaRN") - unseen,
-        measured=f"KNA-YaRN − KNA, {at} {far:,}",
+        measured=f"KNA-YaRN − KNA, {text} {far:,}",
     )
 
 
-# The source's table, next to ours: another setting, never a target.
+# The source's table, for comparison: another setting, not a target
 
 SETTING = (
     "100M-parameter GAU (24 layers, width 768, key size 128, DeepNorm, Tiger), trained at 512 "
@@ -253,27 +269,26 @@ PUBLISHED: dict[str, tuple[float, tuple[tuple[float, float], ...]]] = {
 
 
 def published(row: Row) -> tuple[float, ...] | None:
-    """What the source prints of a row: at L, on repeated and on other text; None for another."""
+    """The source's accuracies of a row: at L, on repeated and on held-out text; None where none."""
     score, method = row.where["row"], row.where["method"]
-    if score not in PUBLISHED or method not in ("", *STRETCHING):
+    if score not in PUBLISHED or method not in ("", *POST_METHODS):
         return None
     train, pairs = PUBLISHED[score]
-    return (train, *pairs[("", *STRETCHING).index(method)])
+    return (train, *pairs[("", *POST_METHODS).index(method)])
 
 
 def _source_columns(view: View) -> Iterator[Column]:
-    """Ours and theirs, side by side."""
-    ours = {column.key: column for column in lm.reading_columns(view)}
-    for number, key in enumerate(("train", "repeated", "non_repeated")):
-        if key not in ours:
+    """This project's accuracies, each followed by the source's."""
+    measured = {column.key: column for column in lm.protocol_columns(view)}
+    for index, key in enumerate(("train", "repeated", "non_repeated")):
+        if key not in measured:
             continue
-        yield replace(ours[key], interval=False)
-        yield text_column(f"{key}_source", "source", partial(_printed, number))
+        yield replace(measured[key], interval=False)
+        yield text_column(f"{key}_source", "KeyNorm post", partial(_published_text, index))
 
 
-def _printed(number: int, view: View, row: Row) -> str:
-    """One of the numbers that the source prints of a row."""
-    return f"{(published(row) or ())[number]:.2f}"
+def _published_text(index: int, view: View, row: Row) -> str:
+    return f"{(published(row) or ())[index]:.2f}"
 
 
 STUDY = Study(
@@ -288,13 +303,13 @@ STUDY = Study(
     sources=("kexue.fm/archives/9859",),
     resolve=resolve,
     tables=(
-        lm.reading_table(
+        lm.protocol_table(
             notes=lambda view: (*lm.precondition(view), *lm.LEGEND), main=lm.MAIN_COLUMNS
         ),
         Table(
             "copying",
             "How far back can each score copy from?",
-            lambda view: lm.reading_rows(view) if lm.distances(view) else [],
+            lambda view: lm.protocol_rows(view) if lm.distances(view) else [],
             lm.copying_columns,
             intro="Token accuracy in % on repeated text, for tokens whose answer occurs earlier, "
             "by how many tokens back it occurs. A model that cannot see so far back is at the "
@@ -303,7 +318,7 @@ STUDY = Study(
         Table(
             "source",
             "The KeyNorm post's table, for comparison: another setting, not a target",
-            lambda view: [row for row in lm.reading_rows(view) if published(row)],
+            lambda view: [row for row in lm.protocol_rows(view) if published(row)],
             lambda view: [*_source_columns(view)],
             intro=f"The post: {SETTING}. Accuracy in %. For CosA-logn, unmodified, it prints 48.39 "
             "in its large table and 48.95 in its first.",

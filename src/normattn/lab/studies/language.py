@@ -1,4 +1,4 @@
-"""What the studies of causal language models share: settings, runs, texts and evaluation."""
+"""What the studies of causal language models share: settings, runs, evaluation and texts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from normattn.lab.stats.measurements import Factor
 from normattn.lab.stats.store import BESIDE
 from normattn.lab.studies.preset import EvaluationSettings, Preset
 from normattn.lab.sweep.config import SweepConfig, merged
-from normattn.lab.sweep.run import EVALUATIONS, Note, Request, Run, Stage, Sweep
+from normattn.lab.sweep.run import EVALUATIONS, Progress, Request, Run, Stage, Sweep
 from normattn.lab.training import TrainingConfig
 from normattn.lab.training.distributed import choose_device
 from normattn.lab.training.init_from import refuse_other_data
@@ -35,38 +35,43 @@ from normattn.models.pretrained import load_model
 from normattn.score.spec import UNMODIFIED, is_unmodified
 
 Sets = Callable[[TokenData, int, EvaluationSettings], Sequence[AnySet]]
-"""(data, training length, settings) → the texts that a model reads."""
+"""(data, training length, settings) → the evaluation sets of a model."""
 
 
 @dataclass(frozen=True)
 class TextSetting:
-    """What every run of a study shares; `training` is a `TrainingConfig` without score and seed."""
+    """The settings that all runs share; `training` is a `TrainingConfig` without score and seed."""
 
     preset: Preset
     training: Mapping[str, Any]
     evaluation: EvaluationSettings
 
     @classmethod
-    def of(cls, preset: Preset, read: Mapping[str, Any] | None = None) -> TextSetting:
-        """The setting of a preset, with the settings of `evaluation` that the study decides."""
-        whole = preset.whole_training(TrainingConfig)
-        fields = {**preset.evaluation.model_dump(), **(read or {})}
-        subject = f"preset {preset.name}, what the study reads"
-        return cls(preset, whole, EvaluationSettings.parse(fields, subject))
+    def of(cls, preset: Preset, overrides: Mapping[str, Any] | None = None) -> TextSetting:
+        """The settings of a preset; `overrides` replace fields of its `evaluation`."""
+        training = preset.whole_training(TrainingConfig)
+        fields = {**preset.evaluation.model_dump(), **(overrides or {})}
+        subject = f"preset {preset.name}, evaluation of the study"
+        return cls(preset, training, EvaluationSettings.parse(fields, subject))
 
     @property
     def train_length(self) -> int:
         """The training length L."""
         return int(self.training["model"]["train_length"])
 
-    def trains(self, score: str, changes: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """The settings of a training with this score, all but its seed."""
+    def training_of(self, score: str, changes: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """The training settings of a score, without the seed."""
         return merged(self.training, changes or {}, {"model.score": score})
 
-    def run(self, trained: str, methods: Sequence[str] = (UNMODIFIED,), **own: Any) -> TextRun:
-        """A training of a score, read with each method; `own` are further fields of the run."""
-        known = {"variant": trained, "training": self.trains(trained), "methods": tuple(methods)}
-        return TextRun(**{**known, "evaluation": self.evaluation, **own})
+    def run(self, score: str, methods: Sequence[str] = (UNMODIFIED,), **fields: Any) -> TextRun:
+        """A training of a score, evaluated with each method; `fields` are other fields of a run."""
+        defaults = {
+            "variant": score,
+            "training": self.training_of(score),
+            "methods": tuple(methods),
+            "evaluation": self.evaluation,
+        }
+        return TextRun(**{**defaults, **fields})
 
     def sweep(
         self,
@@ -75,32 +80,35 @@ class TextSetting:
         runs: Sequence[Run],
         skipped: Sequence[str] = (),
         sets: Sets | None = None,
-        **own: Any,
+        **settings: Any,
     ) -> Sweep:
-        """The sweep of these runs with every seed; `own` are settings that this study alone has.
+        """The sweep of these runs with every seed; `settings` are further ones of this study.
 
-        `sets` makes the texts that each run reads, to count the documents they are from.
+        `sets` makes the evaluation sets of a run (default: `evaluation_sets`); the plan counts
+        their documents.
         """
-        evaluation = self.evaluation
+        make_sets = sets or evaluation_sets
 
         def describe(run: Any, data: TokenData) -> list[str]:
             config = run.training_config
-            read = (sets or evaluation_sets)(data, config.model.train_length, run.evaluation)
-            documents = {name for chosen in read for name in chosen.documents}
+            made = make_sets(data, config.model.train_length, run.evaluation)
+            documents = {name for evaluation_set in made for name in evaluation_set.documents}
             lines = [
                 f"corpus {config.data.corpus}: {data.train.total:,} training tokens in "
                 f"{len(data.train):,} documents; {len(documents):,} held-out documents are scored"
             ]
-            passes = config.cost().trained / max(1, data.train.total)
-            more = f"each run sees the training text about {passes:.1f} times"
-            return [*lines, more] if passes > 1 else lines
+            epochs = config.cost().trained / max(1, data.train.total)
+            if epochs > 1:
+                lines.append(f"each run sees the training text about {epochs:.1f} times")
+            return lines
 
         seeds = request.seeds_or(self.preset.seeds)
-        longest = self.train_length * max(evaluation.multiples)
+        longest = self.train_length * max(self.evaluation.multiples)
+        shared = {"training": self.training, "evaluation": self.evaluation, **settings}
         return Sweep.of(
             request,
             study,
-            SweepConfig.of(self.preset.name, training=self.training, evaluation=evaluation, **own),
+            SweepConfig.of(self.preset.name, **shared),
             [run.model_copy(update={"seed": seed}) for seed in seeds for run in runs],
             describe=describe,
             facts=(("trained at, tested up to", f"{self.train_length}, {longest}"),),
@@ -112,7 +120,7 @@ class TextSetting:
 
 
 class TextRun(Run):
-    """A causal language model, trained and read in the ways that `methods` name."""
+    """A causal language model, trained and evaluated with each of `methods`."""
 
     training_class: ClassVar[type[TrainingConfig]] = TrainingConfig
     kind: Literal["read"] = "read"
@@ -120,34 +128,34 @@ class TextRun(Run):
     methods: tuple[str, ...] = (UNMODIFIED,)
 
     @property
-    def readings(self) -> int:
-        """A row for every way of reading."""
+    def table_rows(self) -> int:
+        """A row for each method."""
         return len(self.methods)
 
-    def measuring(self, folder: Path, config: TrainingConfig) -> Stage:
-        """Read the model under each method, by the protocols of `evaluation`."""
+    def measurement_stage(self, folder: Path, config: TrainingConfig) -> Stage:
+        """Evaluate the model with each method, by the protocols of `evaluation`."""
         settings, factors = self.evaluation, self.factors
-        named = ["" if is_unmodified(method) else method for method in self.methods]
-        work = {method: work_key("read", method, settings, factors) for method in named}
+        methods = ["" if is_unmodified(method) else method for method in self.methods]
+        markers = {method: marker_key("read", method, settings, factors) for method in methods}
         store = MeasurementStore(folder / EVALUATIONS)
-        reading = Reading(folder / MODEL, config.model, store, work, factors, self.row)
-        rows = settings.max_windows * len(named)
-        cost = partial(reading_cost, config, read_lengths(settings), rows)
-        return reading_stage(config, settings, evaluation_sets, cost, lambda: [reading])
+        task = ModelEvaluation(folder / MODEL, config.model, store, markers, factors, self.row)
+        windows = settings.max_windows * len(methods)
+        cost = partial(evaluation_cost, config, forward_lengths(settings), windows)
+        return evaluation_stage(config, settings, evaluation_sets, cost, lambda: [task])
 
 
 @dataclass(frozen=True)
-class Reading:
-    """A saved model, the methods that it is read with, and the store of what is measured.
+class ModelEvaluation:
+    """A saved model, the methods to evaluate it with, and the store of its measurements.
 
-    `work` has the done-marker of each method ("": none is written). `row` is what tables call the
-    model (default: its score), `factors` what else is varied.
+    `markers` has the done-marker of each method ("": none is written). `row` is the model's name in
+    tables (default: its score), `factors` are what else the study varies.
     """
 
     model: Path
     config: CausalLMConfig
     store: MeasurementStore
-    work: Mapping[str, str]
+    markers: Mapping[str, str]
     factors: Mapping[str, Factor]
     row: str = ""
 
@@ -158,17 +166,17 @@ class Reading:
         settings: EvaluationSettings,
         on_measured: Callable[[pl.DataFrame], None],
     ) -> pl.DataFrame:
-        """Read the texts with each method; what the store holds is not measured again."""
+        """Evaluate with each method; what the store holds is not measured again."""
 
         def finish(method: str) -> None:
-            if key := self.work[method]:
-                self.store.finish(key)
+            if marker := self.markers[method]:
+                self.store.finish(marker)
 
         measured = evaluate_run(
             load_model(self.model, self.config).to(choose_device(config.device)),
             sets,
             seed=config.seed,
-            methods=[*self.work],
+            methods=[*self.markers],
             factor=settings.factor,
             store=self.store,
             precision=settings.precision,
@@ -182,48 +190,50 @@ class Reading:
         return joined(measured)
 
 
-def reading_stage(
+def evaluation_stage(
     config: TrainingConfig,
     settings: EvaluationSettings,
     sets: Sets,
     cost: Callable[[], Cost],
-    readings: Callable[[], Sequence[Reading]],
+    evaluations: Callable[[], Sequence[ModelEvaluation]],
 ) -> Stage:
-    """Read models of a training on the texts that `sets` makes.
+    """Evaluate the models of a training on the sets that `sets` makes.
 
-    `readings` are those of the models that exist by the time it is asked.
+    `evaluations` returns those of the models that exist when it is called.
     """
 
-    def run(data: TokenData, note: Note) -> None:
-        texts, found, done = sets(data, config.model.train_length, settings), readings(), count(1)
-        wanted = len(texts) * sum(len(reading.work) for reading in found)
-        for reading in found:
-            refuse_other_data(data, reading.model.parent)
-            reading.run(texts, config, settings, lambda measured: note(next(done), wanted, ""))
+    def run(data: TokenData, progress: Progress) -> None:
+        texts, tasks = sets(data, config.model.train_length, settings), evaluations()
+        total, done = len(texts) * sum(len(task.markers) for task in tasks), count(1)
+        for task in tasks:
+            refuse_other_data(data, task.model.parent)
+            task.run(texts, config, settings, lambda measured: progress(next(done), total, ""))
 
     def is_done() -> bool:
-        every = [(reading.store, key) for reading in readings() for key in reading.work.values()]
-        return bool(every) and all(store.has_finished(key) for store, key in every)
+        markers = [
+            (task.store, marker) for task in evaluations() for marker in task.markers.values()
+        ]
+        return bool(markers) and all(store.has_finished(marker) for store, marker in markers)
 
     return Stage("evaluation", cost, is_done, run)
 
 
-def work_key(
+def marker_key(
     kind: str, method: str, settings: EvaluationSettings, factors: Mapping[str, Factor]
 ) -> str:
-    """The done-marker of one piece of evaluation: a digest of all it depends on but the data."""
-    asked = settings.model_dump(mode="json", exclude={"max_tokens"})
-    return digest(kind, method, asked, dict(factors))
+    """The done-marker of an evaluation: a digest of all that it depends on, except the data."""
+    fields = settings.model_dump(mode="json", exclude={"max_tokens"})
+    return digest(kind, method, fields, dict(factors))
 
 
-def reading_cost(config: TrainingConfig, multiples: Iterable[int], rows: int) -> Cost:
-    """What it takes, at most, to read so many rows of texts of so many training lengths."""
+def evaluation_cost(config: TrainingConfig, multiples: Iterable[int], windows: int) -> Cost:
+    """The largest cost of evaluating `windows` texts of each of the lengths, in units of L."""
     lengths = [config.model.train_length * multiple for multiple in multiples]
     forward = (flops_per_token(config.model, length).forward * length for length in lengths)
-    return Cost(scored=sum(lengths) * rows, flops=sum(forward) * rows)
+    return Cost(scored=sum(lengths) * windows, flops=sum(forward) * windows)
 
 
-def evaluate_trained(
+def evaluate_finished_run(
     run: Path,
     config: TrainingConfig,
     data: TokenData,
@@ -233,20 +243,20 @@ def evaluate_trained(
     store: MeasurementStore,
     on_done: Callable[[int], None],
 ) -> pl.DataFrame:
-    """Evaluate the finished run in `run` under each method; what `store` holds is not done again.
+    """Evaluate a finished run with each method; what `store` holds is not measured again.
 
-    `on_done` receives how many evaluations are done. Raises `InputError` for a run that has not
-    finished or was trained on other data than `data`, and for a method that cannot be applied.
+    `on_done` receives the number of finished evaluations. Raises `InputError` for a run that has
+    not finished or was trained on other data, and for a method that cannot be applied.
     """
     refuse_other_data(data, run)
     require_finished(run, "be evaluated")
     sets, done = evaluation_sets(data, config.model.train_length, settings), count(1)
-    reading = Reading(run / MODEL, config.model, store, dict.fromkeys(methods, ""), {})
-    return reading.run(sets, config, settings, lambda measured: on_done(next(done)))
+    task = ModelEvaluation(run / MODEL, config.model, store, dict.fromkeys(methods, ""), {})
+    return task.run(sets, config, settings, lambda measured: on_done(next(done)))
 
 
-def asked_alone(run: Path) -> MeasurementStore:
-    """What `normattn evaluate` measured of a run in a study's directory, apart from the study's."""
+def standalone_store(run: Path) -> MeasurementStore:
+    """The store of what `normattn evaluate` measured of a study's run, apart from the study."""
     return MeasurementStore(run / EVALUATIONS / BESIDE)
 
 
@@ -254,39 +264,41 @@ def asked_alone(run: Path) -> MeasurementStore:
 
 
 def _multiples(protocol: str, settings: EvaluationSettings) -> list[int]:
-    """The lengths of a protocol's texts, in units of L.
+    """The length of each of a protocol's sets, in units of L.
 
-    Whole texts are scored at the longest length: their shorter readings are its positions.
+    Whole texts have the longest length only: their positions show the shorter ones.
     """
-    every, longest = list(settings.multiples), settings.multiples[-1]
+    multiples, longest = list(settings.multiples), settings.multiples[-1]
     if protocol == "train_length":
         return [1]
     if protocol in ("non_repeated", "repeated"):
         return [longest] if longest > 1 else []
-    return {"by_position": [longest], "retrieval": len(TASKS) * every}.get(protocol, every)
+    if protocol == "by_position":
+        return [longest]
+    return len(TASKS) * multiples if protocol == "retrieval" else multiples
 
 
 def evaluation_sets(
     data: TokenData, train_length: int, settings: EvaluationSettings
 ) -> list[AnySet]:
-    """The windows of held-out text that `settings` ask for, of documents never trained on.
+    """The sets of held-out windows that `settings` ask for.
 
     Raises `InputError` when no test document is long enough, naming the longest, and when a length
-    is too short for what retrieval states and asks.
+    is too short for retrieval.
     """
-    at, drawn = (data.split(settings.split), train_length), (settings.max_windows, settings.seed)
+    split, drawn = data.split(settings.split), (settings.max_windows, settings.seed)
     sets: list[AnySet] = []
     for protocol in ("train_length", "non_repeated", "repeated", "last_segment", "by_position"):
         if protocol not in settings.protocols:
             continue
         if protocol == "last_segment":
-            sets += texts.last_segment_sets(*at, settings.multiples, *drawn)
+            sets += texts.last_segment_sets(split, train_length, settings.multiples, *drawn)
             continue
         for multiple in _multiples(protocol, settings):
             if protocol == "repeated":
-                sets.append(texts.repeated_set(*at, multiple, *drawn))
+                sets.append(texts.repeated_set(split, train_length, multiple, *drawn))
             else:
-                sets.append(texts.natural_set(protocol, *at, multiple, *drawn))
+                sets.append(texts.natural_set(protocol, split, train_length, multiple, *drawn))
     if "retrieval" in settings.protocols:
         sets += [
             retrieval_set(data, task, train_length, multiple, *drawn, settings.split)
@@ -303,14 +315,14 @@ def set_lengths(settings: EvaluationSettings) -> list[int]:
     return [n for protocol in settings.protocols for n in _multiples(protocol, settings)]
 
 
-def read_lengths(settings: EvaluationSettings) -> list[int]:
-    """The length of what a method reads in units of L, set by set, at most.
+def forward_lengths(settings: EvaluationSettings) -> list[int]:
+    """The lengths of the sets that a method's forward passes read, in units of L, at most.
 
-    The longest natural text, the last segment behind the longest context and the text read by
-    position are the same windows, which go through the model once (`Remembering`).
+    The longest held-out text, the longest text with the same final tokens and the text by position
+    are the same windows, which are computed once (`Remembering`).
     """
     lengths, longest = set_lengths(settings), settings.multiples[-1]
-    alike = {"non_repeated", "last_segment", "by_position"}.intersection(settings.protocols)
-    for _ in range(len(alike) - 1 if longest > 1 else 0):
+    shared = {"non_repeated", "last_segment", "by_position"}.intersection(settings.protocols)
+    for _ in range(len(shared) - 1 if longest > 1 else 0):
         lengths.remove(longest)
     return lengths

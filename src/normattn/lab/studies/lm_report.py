@@ -1,10 +1,13 @@
 """What the reports of language models share: metrics, rows, columns and figures.
 
-The words of the columns: *train length* is the accuracy at L, always of the unmodified model;
-*non-repeated* held-out text of the longest length; *repeated* a segment repeated to that length,
-*seen* only the tokens whose answer occurs earlier; *last segment* the same last L tokens after a
-context of some length, *change* what the longest context adds to the shortest; *cost at L* what a
-method changes at the training length when it is switched on there.
+The columns show token accuracy and loss, L being the training length:
+
+- *at the training length*: on texts of L tokens, always of the unmodified model;
+- *held-out text*: on texts of the longest length;
+- *repeated text*: a segment repeated to that length; *seen*: only answers that occur earlier;
+- *same final tokens*: the last L tokens of a text, after contexts of several lengths;
+- *change*: the same final tokens after the longest context minus after the shortest;
+- *cost on short text*: what a method changes at the training length.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from normattn.lab.report.figures import (
     Panel,
     Point,
 )
-from normattn.lab.report.tables import NOTHING, Cell, Column, Row, Table, shown
+from normattn.lab.report.tables import NOTHING, Cell, Column, Row, Table, format_estimate
 from normattn.lab.report.view import View, bin_points, points, step_points
 from normattn.lab.stats import LONGEST, SHORTEST, Estimate, Metric
 from normattn.lab.stats.arrays import Where
@@ -36,25 +39,33 @@ COLOUR_ORDER = tuple(f"{family}{logn}" for logn in ("", "-logn") for family in F
 """The source's scores, each of one colour in all figures of these studies."""
 METHOD_ORDER = ("", "NTK", "YaRN", "ReRoPE")
 CONTROL = "StreamingLLM"
-"""The method whose curve is drawn with those of the unmodified models."""
+"""The method that is drawn with the unmodified models: it cannot see beyond its window."""
 TRAINED: Where = {"protocol": "train_length", "method": ""}
-"""What was measured at the training length, as the row was trained."""
+"""The measurements at the training length, without a method."""
 ACCURACY, LOSS, SEEN = Metric("accuracy"), Metric("loss"), Metric("accuracy_seen")
 COPIED = Metric("accuracy_by_distance").at(protocol="repeated")
 """The same tokens as *seen*, by the distance of the answer."""
 AT_L = ACCURACY.at(TRAINED)
 LAST = ACCURACY.at(protocol="last_segment")
 CHANGE = (LAST.at(LONGEST) - LAST.at(SHORTEST)).titled("change")
-"""The last segment's accuracy after the longest context minus after the shortest, in points."""
+"""Accuracy on the same final tokens after the longest context minus after the shortest."""
 UNMODIFIED_CHANGE = CHANGE.at(method="")
 
 LEGEND = (
-    "train length: always without a method. repeated: a segment of text, repeated to fill the "
-    "context; seen: only the tokens whose answer occurs earlier.",
-    "last segment: the same final tokens (one training length) after contexts of several lengths; "
-    "change: accuracy after the longest context minus after the shortest, in points.",
-    "cost at L: what a method changes at the training length, in points.",
+    "At the training length: always without a method. Repeated text: a segment, repeated to fill "
+    "the context; seen: only the tokens whose answer occurs earlier.",
+    "Same final tokens: as many as the training length, after contexts of several lengths. "
+    "Change: accuracy after the longest context minus after the shortest, in points.",
+    "Cost on short text: what a method changes at the training length, in points.",
 )
+COST = "cost on short text"
+TEXTS = {
+    "train_length": "at the training length",
+    "non_repeated": "held-out text",
+    "repeated": "repeated text",
+    "last_segment": "same final tokens",
+}
+"""What people read for a protocol."""
 MAIN_COLUMNS = ("train", "non_repeated", "change", "cost")
 """The columns that a report shows first."""
 
@@ -62,7 +73,7 @@ MAIN_COLUMNS = ("train", "non_repeated", "change", "cost")
 
 
 def ranked(names: Iterable[str], order: Sequence[str]) -> list[str]:
-    """Names of `order` first, the others by themselves."""
+    """Names sorted as in `order`, then the others alphabetically."""
     return sorted(names, key=lambda name: _rank(name, order))
 
 
@@ -71,7 +82,7 @@ def _rank(name: str, order: Sequence[str]) -> tuple[int, str]:
 
 
 def row_of(row: str, method: str) -> Row:
-    """The row of a trained score under a method, called as "KNA-logn-YaRN"."""
+    """The row of a trained score under a method, such as "KNA-logn-YaRN"."""
     return Row("-".join(filter(None, (row, method))), {"row": row, "method": method})
 
 
@@ -80,24 +91,24 @@ def rows_of(
     order: Sequence[str] = VARIANT_ORDER,
     methods: Sequence[str] = METHOD_ORDER,
 ) -> list[Row]:
-    """A row for every trained score and method that was evaluated, in the order of tables."""
+    """A row for each trained score and method that was evaluated."""
     pairs = frame.select("row", "method").unique().rows()
     pairs.sort(key=lambda pair: (_rank(pair[0], order), _rank(pair[1], methods)))
     return [row_of(*pair) for pair in pairs]
 
 
-def reading_rows(view: View) -> list[Row]:
-    """The same of the standard protocols, and each method's row of a score that was never read.
+def protocol_rows(view: View) -> list[Row]:
+    """The rows of the standard protocols; a score that was not evaluated has a row per method.
 
-    None where only other protocols were read, which have tables of their own.
+    Empty where only other protocols were evaluated, which have separate tables.
     """
-    standard = view.read.filter(pl.col("protocol").is_in(PROTOCOLS))
-    if view.read.height and not standard.height:
+    standard = view.evaluated.filter(pl.col("protocol").is_in(PROTOCOLS))
+    if view.evaluated.height and not standard.height:
         return []
-    read = [(row.where["row"], row.where["method"]) for row in rows_of(standard)]
-    methods = {method for _, method in read} or {""}
-    unread = set(view.values("row")) - {row for row, _ in read}
-    pairs = [*read, *((row, method) for row in unread for method in methods)]
+    evaluated = [(row.where["row"], row.where["method"]) for row in rows_of(standard)]
+    methods = {method for _, method in evaluated} or {""}
+    unevaluated = set(view.values("row")) - {row for row, _ in evaluated}
+    pairs = [*evaluated, *((row, method) for row in unevaluated for method in methods)]
     pairs.sort(key=lambda pair: (_rank(pair[0], VARIANT_ORDER), _rank(pair[1], METHOD_ORDER)))
     return [row_of(*pair) for pair in pairs]
 
@@ -105,72 +116,76 @@ def reading_rows(view: View) -> list[Row]:
 # Columns
 
 
-def past(metric: Metric, view: View, protocol: str, **place: Any) -> Metric:
-    """A metric over the longest texts of a protocol that anything was read at."""
-    return metric.at(protocol=protocol, length=view.longest(protocol), **place)
+def at_longest(metric: Metric, view: View, protocol: str, **where: Any) -> Metric:
+    """The metric on the longest texts of a protocol."""
+    return metric.at(protocol=protocol, length=view.longest(protocol), **where)
 
 
-def reading_columns(view: View) -> list[Column]:
-    """Every column that the protocols of this frame give, accuracies first, then losses."""
+def protocol_columns(view: View) -> list[Column]:
+    """All columns of the standard protocols, accuracies first, then losses."""
     lengths = view.lengths("last_segment")
-    last = [Column(f"last_{n}", f"last segment after {n:,}", LAST.at(length=n)) for n in lengths]
+    last = [
+        Column(f"last_{n}", f"same final tokens after {n:,}", LAST.at(length=n)) for n in lengths
+    ]
     if len(lengths) > 1:
         change = LAST.at(length=lengths[-1]) - LAST.at(length=lengths[0])
         last.append(Column("change", "change", change))
     columns = [
-        Column("train", "train length", AT_L),
-        *_longest(view, "repeated", "repeated", ACCURACY, "repeated"),
-        *_longest(view, "repeated_seen", "repeated, seen", SEEN, "repeated"),
-        *_longest(view, "non_repeated", "non-repeated", ACCURACY, "non_repeated"),
+        Column("train", "at the training length", AT_L),
+        *_longest(view, "repeated", "repeated text", ACCURACY, "repeated"),
+        *_longest(view, "repeated_seen", "repeated text, seen", SEEN, "repeated"),
+        *_longest(view, "non_repeated", "held-out text", ACCURACY, "non_repeated"),
         *last,
-        Column("cost", "cost at L", plain=_cost),
-        Column("train_loss", "loss at L", LOSS.at(TRAINED)),
-        *_longest(view, "repeated_loss", "loss, repeated", LOSS, "repeated"),
-        *_longest(view, "non_repeated_loss", "loss, non-repeated", LOSS, "non_repeated"),
+        Column("cost", COST, plain=_cost),
+        Column("train_loss", "loss at the training length", LOSS.at(TRAINED)),
+        *_longest(view, "repeated_loss", "loss, repeated text", LOSS, "repeated"),
+        *_longest(view, "non_repeated_loss", "loss, held-out text", LOSS, "non_repeated"),
     ]
     if lengths:
         after = LOSS.at(protocol="last_segment", length=lengths[-1])
-        columns.append(Column("last_loss", "loss, last segment", after))
+        columns.append(Column("last_loss", "loss, same final tokens", after))
     return columns
 
 
-def reading_table(key: str = "table", title: str = "", **more: Any) -> Table:
-    """The table of everything that was read by the standard protocols."""
-    intro = "Token accuracy in % (losses in nats) on held-out text."
-    return Table(
-        *(key, title, more.pop("rows", reading_rows), reading_columns),
-        **{"intro": intro, "notes": LEGEND, **more},
-    )
+def protocol_table(key: str = "table", title: str = "", **options: Any) -> Table:
+    """The table of the standard protocols; `options` are fields of `Table`."""
+    defaults = {
+        "rows": protocol_rows,
+        "columns": protocol_columns,
+        "intro": "Token accuracy in % (losses in nats) on held-out text.",
+        "notes": LEGEND,
+    }
+    return Table(key, title, **{**defaults, **options})
 
 
 def _longest(view: View, key: str, title: str, metric: Metric, protocol: str) -> list[Column]:
     length = view.longest(protocol)
     if length is None:
         return []
-    return [Column(key, f"{title} ({length:,})", past(metric, view, protocol))]
+    return [Column(key, f"{title} ({length:,})", at_longest(metric, view, protocol))]
 
 
 def _cost(view: View, row: Row) -> Cell:
-    """A method at L minus the unmodified model; nothing for the unmodified model."""
+    """A method minus the unmodified model at the training length; empty for the latter."""
     if not row.where.get("method"):
         return NOTHING
     at_l = ACCURACY.at(protocol="train_length")
-    return Column("cost", "cost at L", at_l - at_l.at(method="")).cell(view, row)
+    return Column("cost", COST, at_l - at_l.at(method="")).cell(view, row)
 
 
 def distances(view: View) -> list[int]:
-    """How far back the answers are in the longest repeated texts: one less than the segment."""
+    """The copying distances of the longest repeated texts: the segment's length minus one."""
     where = {"protocol": "repeated", "length": view.longest("repeated")}
     return sorted(int(d) for d in view.values("bin", {**where, "statistic": COPIED.name}))
 
 
 def copied_from(view: View, distance: int) -> Metric:
-    """Accuracy by the distance of the answer, in the longest repeated texts."""
-    return past(COPIED, view, "repeated").between((float(distance), distance + 1.0))
+    """The accuracy of copying over a distance, in the longest repeated texts."""
+    return at_longest(COPIED, view, "repeated").between((float(distance), distance + 1.0))
 
 
 def copying_columns(view: View) -> list[Column]:
-    """Accuracy on repeated text by the distance over which a model has to copy."""
+    """Accuracy on repeated text by copying distance."""
     return [
         Column(f"copied_{d}", f"copied over {d:,} tokens", copied_from(view, d))
         for d in distances(view)
@@ -180,7 +195,7 @@ def copying_columns(view: View) -> list[Column]:
 def in_short(view: View) -> list[str]:
     """How much longer context changes accuracy: Baseline, the best other score, the best method."""
     changes: dict[str, dict[str, float]] = {}
-    for row in rows_of(view.read):
+    for row in rows_of(view.evaluated):
         estimate = view.estimate(CHANGE, row.where)
         if estimate is not None:
             changes.setdefault(row.where["method"], {})[row.where["row"]] = estimate.value
@@ -189,9 +204,9 @@ def in_short(view: View) -> list[str]:
         return []
     lengths = view.lengths("last_segment")
     others = {row: value for row, value in unmodified.items() if row != "Baseline"}
-    named = ["Baseline"] if "Baseline" in unmodified else []
-    named += [max(others, key=others.__getitem__)] if others else []
-    values = ", ".join(f"{row} {unmodified[row]:+.1f}" for row in named)
+    reported = ["Baseline"] if "Baseline" in unmodified else []
+    reported += [max(others, key=others.__getitem__)] if others else []
+    values = ", ".join(f"{row} {unmodified[row]:+.1f}" for row in reported)
     sentences = [
         f"Change of accuracy when the context grows from {lengths[0]:,} to {lengths[-1]:,} tokens, "
         f"same final tokens, unmodified models, in points: {values}."
@@ -210,23 +225,23 @@ def in_short(view: View) -> list[str]:
     return sentences
 
 
-# Whether a comparison past L means something
+# The precondition of comparing scores on longer text
 
 EQUAL, COPIES = 1.0, 10.0
-"""Points at L within which two scores count as equally good; points that repeated text must
-be above held-out text for copying to count as learned. Set before the trainings of the preset
-`workstation`, in development/log.md."""
+"""Points at L within which two scores are equally good, and points by which accuracy on repeated
+text must exceed that on held-out text for copying to be learned. Both were set in
+development/log.md before the preset `workstation` was trained."""
 LEAST_STEPS = 100
-"""Models of fewer optimiser steps have learned nothing that could be lost past L."""
+"""Models of fewer optimiser steps have learned nothing that longer text could take away."""
 
 
 def precondition(view: View, rows: Sequence[str] | None = None) -> list[str]:
-    """Whether the scores are equally good at L, and which of them copy at all.
+    """Sentences on whether the scores are equally good at L, and which of them learned to copy.
 
-    A difference past L is one of extrapolation only between models that are equally good at L, and
-    a model that uses no far context has little to lose. Of `rows`, by default the source's scores:
-    others are controls, which differ from Baseline by design. Nothing is said of models of fewer
-    than `LEAST_STEPS` steps.
+    A difference on longer text is one of extrapolation only between models that are equally good at
+    L, and a model that does not use distant context has little to lose. `rows` are checked for
+    copying (default: the source's scores, as others are controls that differ by design). Models of
+    fewer than `LEAST_STEPS` steps give no sentence.
     """
     if max(view.values("sum", {"statistic": "steps"}), default=LEAST_STEPS) < LEAST_STEPS:
         return []
@@ -234,22 +249,25 @@ def precondition(view: View, rows: Sequence[str] | None = None) -> list[str]:
     source = [row for row in trained if row in VARIANT_ORDER]
     compared = source if len(source) > 1 else trained
     gaps = {row: view.estimate(AT_L.at(row=row) - AT_L.at(row="Baseline")) for row in compared}
-    known = {row: gap for row, gap in gaps.items() if gap is not None}
-    gains = {row: _copied(view, row) for row in rows or compared}
+    measured = {row: gap for row, gap in gaps.items() if gap is not None}
+    gains = {row: _copying_gain(view, row) for row in rows or compared}
     learned = {row: gain >= COPIES for row, gain in gains.items() if gain is not None}
     sentences = []
-    if known:
-        values = ", ".join(f"{row} {shown(gap, 1, signed=True)}" for row, gap in known.items())
+    if measured:
+        values = ", ".join(
+            f"{row} {format_estimate(gap, 1, signed=True)}" for row, gap in measured.items()
+        )
         sentences.append(
-            f"{_equally_good([*known.values()])}. Accuracy at L minus Baseline's, in points: "
-            f"{values}."
+            f"{_equally_good([*measured.values()])}. Accuracy at the training length minus "
+            f"Baseline's, in points: {values}."
         )
     if learned:
-        by = [row for row, does in learned.items() if does]
-        whom = "every score" if all(learned.values()) else ", ".join(by) or "no score"
+        learners = [row for row, copies in learned.items() if copies]
+        whom = "every score" if all(learned.values()) else ", ".join(learners) or "no score"
         sentences.append(
-            f"Copying is learned by {whom}: in the second half of L, tokens whose answer occurs "
-            f"earlier are predicted {COPIES:.0f} points better than held-out text, or more."
+            f"Copying is learned by {whom}: in the second half of the training length, tokens "
+            f"whose answer occurs earlier are predicted at least {COPIES:.0f} points better than "
+            "held-out text."
         )
     return sentences
 
@@ -257,26 +275,28 @@ def precondition(view: View, rows: Sequence[str] | None = None) -> list[str]:
 def _equally_good(gaps: Sequence[Estimate]) -> str:
     ends = [(gap.low, gap.high) for gap in gaps]
     if all(low is not None and high is not None and max(-low, high) <= EQUAL for low, high in ends):
-        return "The precondition is met: at L every other score is within a point of Baseline"
+        return "The precondition is met: all scores are within a point of Baseline"
     if any((low or 0.0) > EQUAL or (high or 0.0) < -EQUAL for low, high in ends):
-        return "The precondition is not met: the scores are not equally good at L"
-    return "Whether the precondition is met is open: some may differ by over a point from Baseline"
+        return "The precondition is not met: some scores differ by over a point from Baseline"
+    return "The precondition is undecided: some scores may differ by over a point from Baseline"
 
 
-def _copied(view: View, row: str) -> float | None:
-    """Tokens of the second half of L whose answer is in the context, minus held-out text."""
+def _copying_gain(view: View, row: str) -> float | None:
+    """Accuracy on repeated minus held-out text, in the second half of the training length."""
     where = {"row": row, "method": ""}
-    length = view.one("train_length", {**TRAINED, "row": row}) or 0
+    length = view.only_value("train_length", {**TRAINED, "row": row}) or 0
     within = (float(length // 2), float(length))  # the shortest segment has half as many
-    tiled = view.known(past(SEEN, view, "repeated", **where).between(within))
-    natural = view.known(past(ACCURACY, view, "non_repeated", **where).between(within))
-    return None if tiled is None or natural is None else tiled.value - natural.value
+    repeated = view.finite_estimate(at_longest(SEEN, view, "repeated", **where).between(within))
+    held_out = view.finite_estimate(
+        at_longest(ACCURACY, view, "non_repeated", **where).between(within)
+    )
+    return None if repeated is None or held_out is None else repeated.value - held_out.value
 
 
 # Figures
 
 
-def intervals(
+def interval_figure(
     view: View,
     name: str,
     title: str,
@@ -284,7 +304,7 @@ def intervals(
     columns: Sequence[Column],
     symlog: float | None = None,
 ) -> Figure:
-    """The columns' numbers with their intervals; differences have a line at 0."""
+    """A figure of the columns' values with their intervals; differences have a line at 0."""
     drawn = tuple(
         IntervalColumn(
             column.title,
@@ -305,52 +325,52 @@ def _by_method(
     x_title: str,
     **axes: Any,
 ) -> Figure:
-    """A curve of every row, a panel for each method.
+    """A panel for each method, with a curve for each row.
 
-    The control's curves, dashed, are drawn with those of the unmodified models.
+    The panel of the unmodified models shows the control too, dashed.
     """
     methods = ranked(view.values("method", where), METHOD_ORDER)
-    beside = (CONTROL,) if {"", CONTROL} <= set(methods) else ()
+    controls = (CONTROL,) if {"", CONTROL} <= set(methods) else ()
     panels = []
     for method in methods:
-        if method in beside:
+        if method in controls:
             continue
         lines = []
-        for read in (method, *(beside if not method else ())):
-            for row in ranked(view.values("row", {**where, "method": read}), VARIANT_ORDER):
-                drawn = curve({**where, "row": row, "method": read})
-                if drawn:
-                    label = row if read == method else row_of(row, read).label
-                    lines.append(Line(label, drawn, row, dashed=read != method))
+        for drawn in (method, *(controls if not method else ())):
+            for row in ranked(view.values("row", {**where, "method": drawn}), VARIANT_ORDER):
+                plotted = curve({**where, "row": row, "method": drawn})
+                if plotted:
+                    label = row if drawn == method else row_of(row, drawn).label
+                    lines.append(Line(label, plotted, row, dashed=drawn != method))
         panels.append(Panel(method or UNMODIFIED, tuple(lines), x_title, "accuracy (%)", **axes))
     return Curves(name, title, tuple(panels), first=COLOUR_ORDER)
 
 
 def position_figures(view: View) -> list[Figure]:
-    """Accuracy by position on held-out and on repeated text, a panel for every method."""
+    """Accuracy by position on held-out and on repeated text, a panel for each method."""
 
-    def curve(at: Where) -> tuple[Point, ...]:
-        return bin_points(view, ACCURACY, at, lambda bin_: (bin_[2] + bin_[3]) / 2)
+    def curve(row: Where) -> tuple[Point, ...]:
+        return bin_points(view, ACCURACY, row, lambda bin_: (bin_[2] + bin_[3]) / 2)
 
     figures = []
-    for protocol, text in (("non_repeated", "non-repeated"), ("repeated", "repeated")):
+    for protocol in ("non_repeated", "repeated"):
         length = view.longest(protocol)
         if length is None:
             continue
         where = {"protocol": protocol, "length": length}
         axes = {"train_length": view.values("train_length", where)[0]}
-        name, title = f"accuracy_by_position_{protocol}", f"Accuracy by position, {text} text"
-        figures.append(_by_method(view, name, title, where, curve, "position", **axes))
+        name, title = f"accuracy_by_position_{protocol}", f"Accuracy by position, {TEXTS[protocol]}"
+        figures.append(_by_method(view, name, title, where, curve, "position (tokens)", **axes))
     return figures
 
 
 def length_figure(view: View) -> Figure:
-    """The last segment's accuracy against the length of the context before and with it."""
+    """Accuracy on the same final tokens against the length of the text that they end."""
     lengths = view.lengths("last_segment")
-    title = "The same last segment after longer contexts"
+    title = "Accuracy on the same final tokens after longer contexts"
 
-    def curve(at: dict[str, Any]) -> tuple[Point, ...]:
-        return points(view, ACCURACY, ((n, {**at, "length": n}) for n in lengths))
+    def curve(row: dict[str, Any]) -> tuple[Point, ...]:
+        return points(view, ACCURACY, ((n, {**row, "length": n}) for n in lengths))
 
     where = {"protocol": "last_segment"}
     name, x_title = "accuracy_by_length", "context (tokens)"
@@ -358,14 +378,16 @@ def length_figure(view: View) -> Figure:
 
 
 def copying_figure(view: View) -> Figure:
-    """Accuracy against the copying distance; those up to L were trained."""
+    """Accuracy against the copying distance."""
     trained = max(view.values("train_length", {"protocol": "repeated"}), default=None)
     metrics = {d: copied_from(view, d) for d in distances(view)}
-    title = "Accuracy on repeated text by copying distance; those up to L were trained"
+    title = (
+        "Accuracy on repeated text by copying distance; up to the training length it was trained"
+    )
 
-    def curve(at: dict[str, Any]) -> tuple[Point, ...]:
-        known = ((d, view.known(metric.at(at))) for d, metric in metrics.items())
-        return tuple(Point.of(float(d), value) for d, value in known if value is not None)
+    def curve(row: dict[str, Any]) -> tuple[Point, ...]:
+        estimates = ((d, view.finite_estimate(metric.at(row))) for d, metric in metrics.items())
+        return tuple(Point.of(float(d), value) for d, value in estimates if value is not None)
 
     where, x_title = {"protocol": "repeated"}, "copying distance (tokens)"
     axes: dict[str, Any] = {"log_x": True, "train_length": trained}

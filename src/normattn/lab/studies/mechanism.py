@@ -1,10 +1,11 @@
-"""Why does KeyNorm handle text past L: do key norms decide attention, do cosines leave their range?
+"""Why does KeyNorm handle longer text: do key norms decide attention, do cosines leave their range?
 
-The source says: without a norm, a key's own size decides how much attention it gets, so that
+The source's explanation: without a norm, a key's length decides how much attention it receives, so
 cos(q, k) is trained badly and leaves its trained range on longer text (kexue.fm/archives/9859).
-Measured here: ‖k_j‖ against the attention that key j receives, and the cosines at L and at 8 L, in
-models with and without norms. Also what the source leaves open: ‖k_j‖ against the position j, and
-whether positions that were never trained cost more than cosines out of range.
+
+Measured here, in models with and without norms: ‖k_j‖ against the attention that key j receives,
+and the cosines at L and at 8 L. Also what the source leaves open: ‖k_j‖ against the position j, and
+whether unseen positions cost more than cosines out of range.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ from normattn.lab.stats import LONGEST, SHORTEST, Metric
 from normattn.lab.stats.arrays import Array
 from normattn.lab.stats.metrics import crossing, mean
 from normattn.lab.studies.base import Study
-from normattn.lab.studies.language import TextSetting, reading_cost
+from normattn.lab.studies.language import TextSetting, evaluation_cost
 from normattn.lab.studies.lm_report import VARIANT_ORDER, ranked
-from normattn.lab.studies.methods import canonical
-from normattn.lab.studies.preset import EvaluationSettings, Preset, opened
-from normattn.lab.sweep.run import MeasuredRun, Note, Request, Sweep
+from normattn.lab.studies.methods import canonical_scores
+from normattn.lab.studies.preset import EvaluationSettings, Preset, load_preset
+from normattn.lab.sweep.run import MeasuredRun, Progress, Request, Sweep
 from normattn.lab.training import TrainingConfig
 from normattn.lab.training.planning import Cost
 from normattn.settings import Settings
@@ -56,13 +57,13 @@ VARIANTS = (
     *("Baseline", "KNA", "KNA-NoPE"),
     *("QKLayerNorm", "QKLayerNorm(gain=false)", "QKRMSNorm", "QKRMSNorm(gain=false)"),
 )
-# Scores are computed twice more, in blocks and in float64, besides the model's own, and texts read
-# thrice: 7 to 12 times what reading takes.
 WEIGHT = 11
+"""Forward passes that measuring a text costs, found to be 7 to 12: texts are read three times, and
+scores are computed twice more, in blocks and in float64."""
 
 
 class MechanismSettings(Settings):
-    """`reproduce mechanism`: at most `max_windows` texts, read at L and at `multiple` times L."""
+    """Settings of `reproduce mechanism`: `max_windows` texts at L and at `multiple` times L."""
 
     multiple: int = Field(default=8, ge=2)
     max_windows: int = Field(default=64, ge=1)
@@ -70,13 +71,13 @@ class MechanismSettings(Settings):
 
 
 class MechanismPreset(Preset):
-    """A shared preset as this study reads it."""
+    """A shared preset with the settings of this study."""
 
     mechanism: MechanismSettings = MechanismSettings()
 
 
 class MechanismRun(MeasuredRun):
-    """One trained score, and what its layers do on held-out texts."""
+    """One trained score, and statistics of its layers on held-out text."""
 
     training_class: ClassVar[type[TrainingConfig]] = TrainingConfig
     record, phase = KIND, "diagnostics"
@@ -85,39 +86,38 @@ class MechanismRun(MeasuredRun):
     mechanism: MechanismSettings
 
     def cost(self, config: TrainingConfig) -> Cost:
-        """Every text is read several times."""
-        rows = WEIGHT * self.mechanism.max_windows
-        return reading_cost(config, (self.mechanism.multiple,), rows)
+        """The cost of measuring all texts."""
+        windows = WEIGHT * self.mechanism.max_windows
+        return evaluation_cost(config, (self.mechanism.multiple,), windows)
 
     def measure(
-        self, folder: Path, config: TrainingConfig, data: TokenData, note: Note
+        self, folder: Path, config: TrainingConfig, data: TokenData, progress: Progress
     ) -> pl.DataFrame:
-        """Count what the scores do on held-out texts."""
-        model = self.model_in(folder, config)
+        """Measure keys, cosines and attention on held-out text."""
+        model = self.load_trained(folder, config)
         return measure_mechanism(
             model,
             self.texts(data, config.model.train_length),
             seed=config.seed,
             weights=weights_digest(model),
             tokens_per_batch=self.mechanism.max_tokens,
-            progress=lambda done, total: note(done, total, ""),
+            progress=lambda done, total: progress(done, total, ""),
         )
 
     def texts(self, data: TokenData, length: int) -> EvaluationSet:
-        """Held-out natural text of `multiple` training lengths."""
-        split, read = data.split(self.evaluation.split), self.mechanism
+        """Held-out text of `multiple` training lengths."""
         return natural_set(
             "non_repeated",
-            split,
+            data.split(self.evaluation.split),
             length,
-            read.multiple,
-            max_windows=read.max_windows,
+            self.mechanism.multiple,
+            max_windows=self.mechanism.max_windows,
             seed=self.evaluation.seed,
         )
 
 
 def resolve(request: Request) -> Sweep:
-    """The study that a request asks for; raises `InputError` as `keynorm.resolve` does."""
+    """The sweep of a request; raises `InputError` as `keynorm.resolve` does."""
     instead = {
         "multiples": "mechanism.multiple",
         "protocols": "the protocols of its question",
@@ -125,29 +125,28 @@ def resolve(request: Request) -> Sweep:
         "max_tokens": "mechanism.max_tokens",
         "precision": "fp32",
     }
-    preset = opened(request, KIND, MechanismPreset, instead)
-    settings = preset.mechanism
-    setting = TextSetting.of(preset, {"multiples": (1, settings.multiple)})
-    variants = canonical(request.variants or VARIANTS, setting)
+    preset = load_preset(request, KIND, MechanismPreset, instead)
+    mechanism = preset.mechanism
+    setting = TextSetting.of(preset, {"multiples": (1, mechanism.multiple)})
     runs = [
         MechanismRun(
             variant=variant,
-            training=setting.trains(variant),
+            training=setting.training_of(variant),
             evaluation=setting.evaluation,
-            mechanism=settings,
+            mechanism=mechanism,
         )
-        for variant in variants
+        for variant in canonical_scores(request.variants or VARIANTS, setting)
     ]
     return setting.sweep(
         request,
         KIND,
         runs,
         sets=lambda data, length, _: [runs[0].texts(data, length)],
-        mechanism=settings,
+        mechanism=mechanism,
     )
 
 
-# What was measured
+# Metrics
 
 SOURCE, SOURCE_OPEN = "kexue 9859", "kexue 9859, left open"
 QUANTILES = (TAIL, 0.25, 0.5, 0.75, 1 - TAIL)
@@ -156,10 +155,10 @@ AT_L, LONGER = ({"protocol": KIND, "length": length} for length in (SHORTEST, LO
 
 @cache
 def cosine_quantile(share: float) -> Metric:
-    """A quantile of the cosines, the mean over heads."""
+    """A quantile of the cosines, averaged over heads."""
 
-    def value(above: Array, below: Array, *whole: Array) -> Array:
-        by_head = above.reshape(*above.shape[:-1], -1, BINS)
+    def value(counts: Array, of: Array, *whole: Array) -> Array:
+        by_head = counts.reshape(*counts.shape[:-1], -1, BINS)
         return np.asarray(crossing(by_head, share, (-1.0, 1.0)).mean(-1))
 
     return Metric("cosine", "cosine", value, "", 2)
@@ -170,20 +169,20 @@ def _share(part: Array, whole: Array) -> Array:
         return np.where(whole > 0, part / whole, np.nan)
 
 
-def _outside(pairs: Array, below: Array, *whole: Array) -> Array:
-    """The share (%) of pairs outside the trained range; bins are inside and outside in turn."""
+def _outside(pairs: Array, of: Array, *whole: Array) -> Array:
+    """The share (%) of pairs outside the trained range; bins alternate inside and outside."""
     outside = pairs[..., 1::2].sum(-1)
     return 100 * _share(outside, pairs.sum(-1))
 
 
-def _recovered(right: Array, tokens: Array, *whole: Array) -> Array:
-    """Of the accuracy that a longer context costs, the share that clamped positions recover."""
-    alone, unmodified, clamped = np.moveaxis(_share(right, tokens), -1, 0)
+def _recovered(correct: Array, tokens: Array, *whole: Array) -> Array:
+    """The share of the accuracy lost on longer text that clamped positions recover."""
+    alone, unmodified, clamped = np.moveaxis(_share(correct, tokens), -1, 0)
     return _share(clamped - unmodified, alone - unmodified)
 
 
 CORRELATION = mean("correlation", "rank correlation").at(AT_L)
-# Regions: near inside, near outside, far inside, far outside.
+# Bins: trained distances inside and outside the range, then longer distances likewise.
 NEAR, FAR = (
     Metric("pairs", "", _outside, "%").at(LONGER).between((first, first + 2.0))
     for first in (0.0, 2.0)
@@ -193,19 +192,19 @@ NEAR_OUTSIDE, FAR_INSIDE, FAR_OUTSIDE = (
     mean("attention", "", scale=100.0).at(LONGER).between((region, region + 1.0))
     for region in (1.0, 2.0, 3.0)
 )
-BEYOND = Column("beyond", "attention beyond L, %", FAR_INSIDE + FAR_OUTSIDE)
+BEYOND = Column("beyond", "attention beyond the training length, %", FAR_INSIDE + FAR_OUTSIDE)
 RECOVERED = Metric("last_accuracy", "share recovered", _recovered).at(LONGER)
 
 
 def last_tokens(name: str, reading: str) -> Metric:
-    """The accuracy (%) or the loss of the last L tokens in one reading."""
+    """The accuracy (%) or the loss of the last L tokens under one of `READINGS`."""
     scale, digits = (100.0, 2) if name == "accuracy" else (1.0, 3)
-    place = float(READINGS.index(reading))
-    return mean(f"last_{name}", "", digits, scale).at(LONGER).between((place, place + 1))
+    start = float(READINGS.index(reading))
+    return mean(f"last_{name}", "", digits, scale).at(LONGER).between((start, start + 1))
 
 
 def product_between(low: int, high: int) -> Metric:
-    """q_i · k_j before biases, the mean over pairs at these distances, layers and heads."""
+    """The mean of q_i · k_j, before biases, over pairs at these distances, layers and heads."""
     return mean("product", "mean q · k").between((float(low), float(high)))
 
 
@@ -213,7 +212,7 @@ def product_between(low: int, high: int) -> Metric:
 
 
 def lengths(view: View) -> tuple[int, int]:
-    """The training length, and the longer one; `InputError` where no model was measured."""
+    """The training length and the longer one; raises `InputError` where no model was measured."""
     measured = view.values("length", {"protocol": KIND})
     if not measured:
         raise InputError("there is nothing to report yet: no trained model was measured")
@@ -221,15 +220,15 @@ def lengths(view: View) -> tuple[int, int]:
 
 
 def rows(view: View, statistic: str = "cosine") -> list[Row]:
-    """The scores of which a statistic was measured."""
+    """A row for each score of which a statistic was measured."""
     names = view.values("row", {"protocol": KIND, "statistic": statistic})
     return [Row(name, {"row": name}) for name in ranked(names, VARIANT_ORDER)]
 
 
 def columns(view: View) -> list[Column]:
-    """Correlations, the spread of norms, the range of cosines at both lengths."""
+    """Correlations, the spread of norms, and quantiles of cosines at both lengths."""
     at_l = {
-        "raw_correlation": mean("raw_correlation", "before the norm"),
+        "raw_correlation": mean("raw_correlation", "correlation before the norm"),
         "spread": mean("spread", "spread of ‖k‖"),
         "mean_direction": mean("mean_direction", "energy in the mean key, %", scale=100.0),
     }
@@ -248,13 +247,13 @@ def columns(view: View) -> list[Column]:
 
 def _distances(view: View) -> list[tuple[int, int]]:
     """The octaves of distance over which products were measured."""
-    chosen = {"protocol": KIND, "statistic": "product"}
-    edges = {*view.values("bin", chosen), *view.values("bin_end", chosen)}
+    where = {"protocol": KIND, "statistic": "product"}
+    edges = {*view.values("bin", where), *view.values("bin_end", where)}
     return list(pairwise(sorted(map(int, edges))))
 
 
 def _profile_columns(view: View) -> list[Column]:
-    """The mean product by octave of distance, and how far it comes back beyond L."""
+    """The mean product by octave of distance, and how much it rises beyond L."""
     near, far = lengths(view)
     beyond = product_between(near, far) - product_between(near // 2, near)
     return [
@@ -266,12 +265,12 @@ def _profile_columns(view: View) -> list[Column]:
             )
             for low, high in _distances(view)
         ),
-        Column("rebound", "beyond L − the octave before", beyond.at(LONGER)),
+        Column("rebound", "beyond the training length − octave before", beyond.at(LONGER)),
     ]
 
 
 def _layer_rows(view: View) -> list[Row]:
-    """Every layer of every score."""
+    """A row for every layer of every score."""
     return [
         Row(f"{row.label}, layer {layer + 1}", {**row.where, "layer": layer})
         for row in rows(view, "attention")
@@ -280,14 +279,15 @@ def _layer_rows(view: View) -> list[Row]:
 
 
 def _clamped_columns() -> Iterator[Column]:
-    """The last tokens alone, behind the whole text, and with clamped positions."""
+    """The last tokens alone, after the whole text, and with clamped positions."""
     for name in ("accuracy", "loss"):
-        read = {reading: last_tokens(name, reading) for reading in READINGS}
-        for reading, metric in read.items():
+        metrics = {reading: last_tokens(name, reading) for reading in READINGS}
+        for reading, metric in metrics.items():
             yield Column(f"{name}_{reading}", f"{name}, {reading}", metric)
-        for ours, theirs in (("unmodified", "alone"), ("clamped", "unmodified")):
-            title = f"{name}, {ours} − {theirs}"
-            yield Column(f"{name}_{ours}_less_{theirs}", title, read[ours] - read[theirs])
+        for first, second in (("unmodified", "alone"), ("clamped", "unmodified")):
+            title = f"{name}, {first} − {second}"
+            difference = metrics[first] - metrics[second]
+            yield Column(f"{name}_{first}_less_{second}", title, difference)
     yield Column("recovered", RECOVERED.title, RECOVERED)
 
 
@@ -299,12 +299,12 @@ TABLES = (
         columns,
         main=("correlation", "spread", f"cosine_near_{1 - TAIL:g}", f"cosine_far_{1 - TAIL:g}"),
         notes=(
-            "rank correlation: Spearman's, of ‖k_j‖ with the attention that key j receives from "
-            "the next L/2 queries, relative to uniform attention, within a text; before the norm: "
+            "Rank correlation: Spearman's, of ‖k_j‖ with the attention that key j receives from "
+            "the next L/2 queries, relative to uniform attention, within a text. Before the norm: "
             "of the key as it enters the score.",
-            "spread: standard deviation of ‖k_j‖ over its mean, within a text. Energy in the mean "
+            "Spread: standard deviation of ‖k_j‖ over its mean, within a text. Energy in the mean "
             "key: of the keys divided by their lengths, before positions.",
-            "cosine: cos(q_i, k_j), quantiles, mean over heads.",
+            "Cosine: quantiles of cos(q_i, k_j), averaged over heads.",
         ),
     ),
     Table(
@@ -312,18 +312,18 @@ TABLES = (
         "Where do cosines leave their trained range?",
         lambda view: rows(view, "pairs"),
         (
-            Column("near_outside", "pairs nearer than L, outside, %", NEAR),
-            Column("far_outside", "pairs further, outside, %", FAR),
+            Column("near_outside", "pairs outside, trained distances, %", NEAR),
+            Column("far_outside", "pairs outside, longer distances, %", FAR),
             Column("further", "difference", FURTHER),
-            Column("near_attention", "attention nearer, outside, %", NEAR_OUTSIDE),
-            Column("far_attention", "attention further, outside, %", FAR_OUTSIDE),
-            Column("far_inside", "attention further, inside, %", FAR_INSIDE),
+            Column("near_attention", "attention outside, trained distances, %", NEAR_OUTSIDE),
+            Column("far_attention", "attention outside, longer distances, %", FAR_OUTSIDE),
+            Column("far_inside", "attention inside, longer distances, %", FAR_INSIDE),
             BEYOND,
         ),
         notes=(
-            f"outside: the cosine lies outside the range that its head has at L ({TAIL:.1%} left "
-            "out at either end). Nearer than L: at a trained distance i − j < L.",
-            "attention: of all attention of the queries at i ≥ L, mean over heads.",
+            "Outside: the cosine is outside the range that its head has at the training length L "
+            f"({TAIL:.1%} left out at either end). Trained distances: i − j < L.",
+            "Attention: of all attention of the queries at i ≥ L, mean over heads.",
         ),
     ),
     Table(
@@ -338,10 +338,10 @@ TABLES = (
     ),
     Table(
         "layers",
-        "Which layers look beyond L?",
+        "Which layers attend beyond the training length?",
         _layer_rows,
         (BEYOND,),
-        notes=("Of all attention of the queries at i ≥ L, mean over heads.",),
+        notes=("Of all attention of the queries at i ≥ L, the training length; mean over heads.",),
     ),
     Table(
         "clamped",
@@ -349,11 +349,11 @@ TABLES = (
         lambda view: rows(view, "last_accuracy"),
         tuple(_clamped_columns()),
         notes=(
-            "Accuracy in % and loss in nats of the last L tokens of each text. Alone: with nothing "
-            "before them; unmodified: after the whole text; clamped: the same with every relative "
-            "position from L − 1 on read as L − 1, so that no pair is at an unseen one.",
-            "share recovered: of the accuracy lost after the whole text, what clamping recovers. "
-            "What still lacks then was not taken by unseen positions.",
+            "Accuracy in % and loss in nats of the last L tokens of each text. Alone: without "
+            "context. Unmodified: after the whole text. Clamped: the same, with relative positions "
+            "of at most L − 1, so that none is unseen.",
+            "Share recovered: of the accuracy lost after the whole text. The rest was not lost to "
+            "unseen positions.",
         ),
     ),
 )
@@ -364,7 +364,7 @@ WIDENED = " (KeyNorm widens what is trained, so they should not)"
 
 
 def claims(view: View) -> Iterator[Claim]:
-    """The source's explanation, sentence by sentence, then what it leaves open."""
+    """The source's explanation, sentence by sentence, then what the source leaves open."""
     near, far = lengths(view)
     highest = cosine_quantile(1 - TAIL)
     yield Claim(
@@ -388,31 +388,33 @@ def claims(view: View) -> Iterator[Claim]:
         mean("position_size", "size").at(AT_L, variant="Baseline"),
         *(SOURCE_OPEN, "Baseline: rank correlation of ‖k‖ and its position, its size"),
     )
-    unseen = "'s cosines leave their trained range at unseen distances rather than at trained ones"
+    sentence = (
+        "'s cosines leave their trained range at unseen distances rather than at trained ones"
+    )
     for row in ("Baseline", "KNA"):
         yield Claim(
-            f"{row}{unseen}",
+            f"{row}{sentence}",
             FURTHER.at(variant=row),
             *(SOURCE_OPEN, f"{row}: share of pairs outside, at i − j ≥ {near:,} − nearer"),
         )
-    lost = f"share of the accuracy lost at {far:,} tokens that clamped positions recover"
+    share = f"share of the accuracy lost at {far:,} tokens that clamped positions recover"
     for row in ("Baseline", "KNA"):
         yield Claim(
             f"unseen positions cost {row} accuracy on longer text",
             RECOVERED.at(variant=row),
-            *(SOURCE_OPEN, f"{row}: {lost}"),
+            *(SOURCE_OPEN, f"{row}: {share}"),
         )
 
 
 def figures(view: View) -> Iterator[Figure]:
-    """The accuracy of the last tokens in every reading, and the mean product by distance."""
+    """The accuracy of the last tokens under every reading, and the mean product by distance."""
     near, far = lengths(view)
-    read = {
-        f"{row.label}, {reading}": view.known(last_tokens("accuracy", reading), row.where)
+    estimates = {
+        f"{row.label}, {reading}": view.finite_estimate(last_tokens("accuracy", reading), row.where)
         for row in rows(view, "last_accuracy")
         for reading in READINGS
     }
-    known = {label: estimate for label, estimate in read.items() if estimate is not None}
+    known = {label: estimate for label, estimate in estimates.items() if estimate is not None}
     title = f"The last {near:,} of {far:,} tokens"
     accuracy = IntervalColumn("accuracy, %", tuple(known.values()))
     yield Intervals("last_accuracy", title, tuple(known), (accuracy,))
@@ -420,7 +422,7 @@ def figures(view: View) -> Iterator[Figure]:
     for row in rows(view, "product"):
         # The axis begins at a quarter of L.
         products = {
-            low: view.known(product_between(low, high).at(LONGER), row.where)
+            low: view.finite_estimate(product_between(low, high).at(LONGER), row.where)
             for low, high in _distances(view)
             if low >= near // 4
         }

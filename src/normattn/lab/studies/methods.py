@@ -1,4 +1,4 @@
-"""Which scores can be trained in a setting, and which inference-time methods a score can take."""
+"""Which scores can be trained in a setting, and which inference-time methods a score supports."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from normattn.score.spec import UNMODIFIED, ScoreSpec, is_unmodified
 
 ALL = "all"
 WITH_LOGN = ("NTK", "YaRN", "ReRoPE")
-"""The methods that are also read together with inference-time log-n scaling."""
+"""The methods that are also evaluated with inference-time log-n scaling."""
 
 
-def canonical(variants: Sequence[str], setting: TextSetting) -> tuple[str, ...]:
-    """The scores to train, by their printed names; each must be whole and trainable here."""
+def canonical_scores(variants: Sequence[str], setting: TextSetting) -> tuple[str, ...]:
+    """The printed names of the scores to train; raises `InputError` for one that cannot be."""
     names = []
     for variant in variants:
         spec = ScoreSpec.parse(variant)
@@ -24,13 +24,13 @@ def canonical(variants: Sequence[str], setting: TextSetting) -> tuple[str, ...]:
                 f"{variant} holds {spec.method}, which is applied after training; "
                 f"name {spec.variant_name} among --variants and {spec.method} among --methods"
             )
-        _ = setting.run(spec.text).training_config  # raises where it cannot be trained
+        _ = setting.run(spec.text).training_config  # raises where the score cannot be trained
         names.append(spec.text)
     return tuple(dict.fromkeys(names))
 
 
-def checked_methods(methods: Sequence[str], setting: TextSetting) -> tuple[str, ...]:
-    """The methods by their printed names; an unknown one is refused with the nearest named."""
+def canonical_methods(methods: Sequence[str], setting: TextSetting) -> tuple[str, ...]:
+    """The printed names of the methods; raises `InputError` for an unknown one."""
     names = []
     for method in methods:
         if is_unmodified(method):
@@ -50,41 +50,41 @@ def checked_methods(methods: Sequence[str], setting: TextSetting) -> tuple[str, 
     return tuple(dict.fromkeys(names))
 
 
-def usable(
+def applicable_methods(
     methods: Mapping[str, Sequence[str]], setting: TextSetting
 ) -> tuple[dict[str, tuple[str, ...]], list[str]]:
-    """Of each score the methods that can be applied to it, and why others cannot."""
+    """The supported methods of each score, and sentences on why the others are not supported."""
     applicable, skipped = {}, []
-    for variant, asked in methods.items():
+    for variant, requested in methods.items():
         spec = ScoreSpec.parse(variant, train_length=setting.train_length)
-        reasons = _refusals(spec, asked, setting.evaluation.factor)
-        applicable[variant] = tuple(method for method in asked if method not in reasons)
+        reasons = _unsupported(spec, requested, setting.evaluation.factor)
+        applicable[variant] = tuple(method for method in requested if method not in reasons)
         skipped += _sentences(spec, reasons)
     return applicable, skipped
 
 
 def candidates() -> tuple[str, ...]:
-    """Every registered inference-time method by itself, then those read with log-n scaling too."""
+    """All registered inference-time methods, then those combined with log-n scaling."""
     alone = [name for name, part in parts().items() if part.when != "training-time"]
     return (*alone, *(f"{name}-logn+" for name in WITH_LOGN if name in alone))
 
 
-def post_hoc_methods(spec: ScoreSpec, factor: float = 8.0) -> tuple[str, ...]:
-    """The `candidates` that `spec` can take, as texts for `with_method`.
+def inference_time_methods(spec: ScoreSpec, factor: float = 8.0) -> tuple[str, ...]:
+    """The `candidates` that `spec` supports, as texts for `with_method`.
 
     `factor` is what stretching methods stretch by: it decides whether parameters are in range.
     """
-    refused = _refusals(spec, candidates(), factor)
-    return tuple(method for method in candidates() if method not in refused)
+    unsupported = _unsupported(spec, candidates(), factor)
+    return tuple(method for method in candidates() if method not in unsupported)
 
 
-def left_out(spec: ScoreSpec, factor: float = 8.0) -> tuple[str, ...]:
-    """Which registered inference-time methods `spec` cannot take: a sentence for each reason."""
-    return tuple(_sentences(spec, _refusals(spec, candidates(), factor)))
+def explain_unsupported(spec: ScoreSpec, factor: float = 8.0) -> tuple[str, ...]:
+    """Sentences on which inference-time methods `spec` does not support, one for each reason."""
+    return tuple(_sentences(spec, _unsupported(spec, candidates(), factor)))
 
 
-def _refusals(spec: ScoreSpec, methods: Sequence[str], factor: float) -> dict[str, str]:
-    """Why `spec` cannot take each of the methods that it cannot take."""
+def _unsupported(spec: ScoreSpec, methods: Sequence[str], factor: float) -> dict[str, str]:
+    """The methods that `spec` does not support, each with its reason."""
     reasons = {}
     for method in methods:
         try:
@@ -94,16 +94,16 @@ def _refusals(spec: ScoreSpec, methods: Sequence[str], factor: float) -> dict[st
     return reasons
 
 
-def _sentences(spec: ScoreSpec, refused: Mapping[str, str]) -> list[str]:
-    """A sentence for each reason, with all the methods that it holds for."""
+def _sentences(spec: ScoreSpec, unsupported: Mapping[str, str]) -> list[str]:
+    """A sentence for each reason, with all methods that it applies to."""
     groups: dict[str, list[str]] = {}
-    for name, error in refused.items():
+    for name, error in unsupported.items():
         rotary = any(
             part.needs_rotary for part in ScoreSpec.parse("Baseline").with_method(name).parts
         )
-        what, _, reason = error.partition(": ")
-        known = " cannot be combined with " in what or what.endswith(" is not possible")
-        why = reason if known else error
+        statement, _, reason = error.partition(": ")
+        generic = " cannot be combined with " in statement
+        why = reason if generic or statement.endswith(" is not possible") else error
         if rotary and not spec.position.rotary:
             why = "it has no rotary positions"
         groups.setdefault(why, []).append(name)

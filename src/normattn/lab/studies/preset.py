@@ -1,7 +1,7 @@
-"""Presets: whole settings that a study can be run in, one TOML file each, or the user's file.
+"""Presets: complete settings of a study, one TOML file each, from the package or the user.
 
-The studies of language models share their presets; the others have a folder of their own. Groups
-of a shared file that one study alone reads (`[window]` …) are passed over by the others.
+The studies of language models share their presets; each other study has its own folder. A study
+ignores the groups of a shared file that belong to other studies (`[window]` …).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pydantic import Field, field_validator, model_validator
 
 from normattn.errors import InputError, unknown_name
 from normattn.io import read_toml
-from normattn.lab.sweep.config import flat, merged, value_at
+from normattn.lab.sweep.config import flatten, merged, value_at
 from normattn.lab.sweep.run import Request
 from normattn.lab.training.config import LoopConfig
 from normattn.models.config import without_foreign
@@ -35,22 +35,22 @@ Protocol = Literal[
 ]
 MOST_MULTIPLES = 1 << 20
 PROTOCOLS: tuple[Protocol, ...] = ("train_length", "non_repeated", "repeated", "last_segment")
-"""What is measured by default: what the columns of the table hold."""
+"""The default protocols, those of the table's columns."""
 GROUPS = ("window", "continued", "mechanism", "reading", "factors")
-"""Groups of settings that one study of language models alone reads."""
-OwnPreset = TypeVar("OwnPreset", bound="StudyPreset")
+"""Groups of settings that only one study of language models uses."""
+AnyPreset = TypeVar("AnyPreset", bound="StudyPreset")
 
 
 class EvaluationSettings(Settings):
-    """How a trained language model is measured.
+    """How a trained language model is evaluated.
 
-    `multiples` are the tested lengths in units of the training length L: the last segment is read
-    after each, retrieval is asked at each, repeated, non-repeated and by-position text read at the
-    longest one (its shorter readings are its positions), which also sets the `factor` of every
-    stretching method, for the whole table.
-    `max_windows` bounds each set of windows, `max_tokens` the tokens a batch of them holds (memory,
-    never a result). `precision` "bf16" scores under autocast. `split` is the documents: settings
-    are chosen on "validation", tables made on "test".
+    - `multiples`: the tested lengths in units of the training length L. Same final tokens and
+      retrieval are evaluated at each of them, the other texts at the longest, whose positions show
+      the shorter ones. The longest also sets the `factor` of every stretching method.
+    - `max_windows`: the largest number of windows in a set.
+    - `max_tokens`: the largest number of tokens in a batch; affects memory, never a result.
+    - `precision`: "bf16" evaluates under autocast.
+    - `split`: settings are chosen on "validation", tables made on "test".
     """
 
     protocols: tuple[Protocol, ...] = PROTOCOLS
@@ -89,10 +89,10 @@ class EvaluationSettings(Settings):
 
 
 class StudyPreset(Settings):
-    """What every preset says: its name, one line about it, how many seeds, and the training.
+    """What every preset has: a name, a one-line summary, the number of seeds, and the training.
 
-    `varied` are the settings that the study varies itself, besides the seed, with values that
-    replace them where whole settings are checked. No preset sets one of them.
+    `varied` are the settings, besides the seed, that the study varies itself, with placeholders for
+    checking complete settings. No preset may set one of them.
     """
 
     varied: ClassVar[Mapping[str, Any]] = {}
@@ -118,18 +118,18 @@ class StudyPreset(Settings):
     def whole_training(
         self, kind: type[LoopConfig], *more: Mapping[str, Any], subject: str = "training"
     ) -> dict[str, Any]:
-        """The training settings with every default and `more` laid over, less what is varied."""
-        stand_in = {"seed": 0, **self.varied}
-        fields = merged(self.training, *more, stand_in)
-        whole = kind.parse(fields, f"preset {self.name}, {subject}").model_dump(mode="json")
-        for name in stand_in:
+        """The training settings with all defaults, overridden by `more`, without what varies."""
+        placeholders = {"seed": 0, **self.varied}
+        fields = merged(self.training, *more, placeholders)
+        complete = kind.parse(fields, f"preset {self.name}, {subject}").model_dump(mode="json")
+        for name in placeholders:
             *groups, last = name.split(".")
-            del reduce(getitem, groups, whole)[last]
-        return whole
+            del reduce(getitem, groups, complete)[last]
+        return complete
 
 
 class Preset(StudyPreset):
-    """One whole setting of a study of language models; `training` holds `TrainingConfig` fields."""
+    """The preset of a study of language models; `training` holds `TrainingConfig` fields."""
 
     varied: ClassVar[Mapping[str, Any]] = {"model.score": "Baseline"}
 
@@ -140,13 +140,13 @@ class Preset(StudyPreset):
     def _has_a_model(cls, value: dict[str, Any]) -> dict[str, Any]:
         model = value.get("model")
         if not isinstance(model, Mapping):
-            given = "it is missing" if model is None else f"got {model!r}"
-            raise ValueError(f"model must be a group of settings, as dim and layers; {given}")
+            found = "it is missing" if model is None else f"got {model!r}"
+            raise ValueError(f"model must be a group of settings, as dim and layers; {found}")
         return value
 
 
 def names(study: str | None = None) -> list[str]:
-    """The presets that come with the package, by name; those of one study where it has its own."""
+    """The names of the package's presets: a study's own, or those that studies share."""
     return sorted(
         item.name.removesuffix(".toml").replace("_", "-")
         for item in _folder(study).iterdir()
@@ -157,38 +157,38 @@ def names(study: str | None = None) -> list[str]:
 def fields(name: str, study: str | None = None) -> tuple[str, dict[str, Any]]:
     """The name and the settings of the preset `name`, or of the TOML file at the path `name`.
 
-    A file that begins with `base = "NAME"` (or a path, from its own folder) says only what differs
-    from that preset. Raises `InputError` for an unknown name (naming the nearest), a file that
-    cannot be read, and a base that leads back to the file.
+    A file that begins with `base = "NAME"` (or a path relative to the file) holds only what differs
+    from that preset. Raises `InputError` for an unknown name (with the nearest), an unreadable
+    file, and a base that leads back to the file.
     """
-    layers, places, folder, base = list[dict[str, Any]](), list[str](), Path(), name
+    layers, visited, folder, base = list[dict[str, Any]](), list[str](), Path(), name
     while base:
         try:
-            place, written = _written(base, study, folder)
+            source, layer = _read_layer(base, study, folder)
         except InputError as error:
-            if not places:
+            if not visited:
                 raise
-            raise InputError(f"the base of {places[-1]}: {error}") from error
-        if place in places:
-            raise InputError(f"a preset cannot be its own base: {' -> '.join([*places, place])}")
-        base, folder = written.pop("base", ""), Path(place).parent
+            raise InputError(f"the base of {visited[-1]}: {error}") from error
+        if source in visited:
+            raise InputError(f"a preset cannot be its own base: {' -> '.join([*visited, source])}")
+        base, folder = layer.pop("base", ""), Path(source).parent
         if not isinstance(base, str):
-            raise InputError(f"base in {place} must be a preset or a path, got {base!r}")
-        layers.append(written)
-        places.append(place)
-    whole: dict[str, Any] = {}
+            raise InputError(f"base in {source} must be a preset or a path, got {base!r}")
+        layers.append(layer)
+        visited.append(source)
+    settings: dict[str, Any] = {}
     for layer in reversed(layers):
-        model, changed = (value_at(each, "training.model") for each in (whole, layer))
-        if isinstance(model, Mapping) and isinstance(changed, Mapping):
+        model, changes = (value_at(each, "training.model") for each in (settings, layer))
+        if isinstance(model, Mapping) and isinstance(changes, Mapping):
             # Settings of one kind of block mean nothing to another.
-            whole["training"]["model"] = without_foreign(model, changed.get("block"))
-        whole.pop("name", None)
-        whole = merged(whole, layer)
-    return name if name in names(study) else Path(name).stem, whole
+            settings["training"]["model"] = without_foreign(model, changes.get("block"))
+        settings.pop("name", None)
+        settings = merged(settings, layer)
+    return name if name in names(study) else Path(name).stem, settings
 
 
-def _written(name: str, study: str | None, folder: Path) -> tuple[str, dict[str, Any]]:
-    """Where a preset is, its name or its whole path, and the settings that are written there."""
+def _read_layer(name: str, study: str | None, folder: Path) -> tuple[str, dict[str, Any]]:
+    """A preset's source (its name, or its absolute path) and the settings written there."""
     known = names(study)
     if name in known:
         packaged = _folder(study) / f"{name.replace('-', '_')}.toml"
@@ -205,58 +205,60 @@ def _written(name: str, study: str | None, folder: Path) -> tuple[str, dict[str,
 
 def load(name: str) -> Preset:
     """The preset of the studies of language models called `name`, as `fields` finds it."""
-    return opened(Request(preset=name), "keynorm", Preset)
+    return load_preset(Request(preset=name), "keynorm", Preset)
 
 
-def opened(
+def load_preset(
     request: Request,
     study: str,
-    kind: type[OwnPreset],
+    kind: type[AnyPreset],
     instead: Mapping[str, str] | None = None,
-) -> OwnPreset:
-    """The preset that a request names with its changes, as the `kind` that the study reads.
+) -> AnyPreset:
+    """Load the preset of a request, with the request's changes, as a `kind`.
 
-    Groups of a shared file that other studies read are passed over. `instead` are settings that the
-    study does not read, without their `evaluation.`, and what decides in their place. Raises
-    `InputError` for a change of a setting that this study does not read.
+    Groups of a shared file that belong to other studies are ignored. `instead` maps settings that
+    this study does not use (without `evaluation.`) to what decides in their place. Raises
+    `InputError` for a change of a setting that this study does not use.
     """
-    own = study if _folder(study).is_dir() else None
-    others = {*GROUPS} - {*kind.model_fields}
+    own_folder = study if _folder(study).is_dir() else None
+    ignored = {*GROUPS} - {*kind.model_fields}
     for setting in request.changes:
-        if (top := setting.partition(".")[0]) in {"name", *others}:
-            raise InputError(f"--set {setting}: reproduce {study} reads no {top} settings")
-        elsewhere = (instead or {}).get(setting.removeprefix("evaluation."))
-        if elsewhere:
-            raise InputError(f"--set {setting}: reproduce {study} reads {elsewhere} instead")
-    name, stored = fields(request.preset, own)
-    changed = _changed(stored, request, {*kind.model_fields, *others})
-    read = {group: value for group, value in changed.items() if own or group not in others}
+        if (group := setting.partition(".")[0]) in {"name", *ignored}:
+            raise InputError(f"--set {setting}: reproduce {study} uses no {group} settings")
+        if replacement := (instead or {}).get(setting.removeprefix("evaluation.")):
+            raise InputError(f"--set {setting}: reproduce {study} uses {replacement} instead")
+    name, stored = fields(request.preset, own_folder)
+    settings = _apply_changes(stored, request, {*kind.model_fields, *ignored})
+    if own_folder is None:
+        settings = {group: value for group, value in settings.items() if group not in ignored}
     for group in kind.model_fields.keys() & {*GROUPS, "evaluation", "training"}:
-        if not isinstance(read.get(group, {}), Mapping):
-            raise InputError(f"{group} is a group of settings, got {read[group]!r}")
-    subject = f"preset {name} of {study}" if own else f"preset {name}"
-    return kind.parse({"name": name, **read}, subject)
+        if not isinstance(settings.get(group, {}), Mapping):
+            raise InputError(f"{group} is a group of settings, got {settings[group]!r}")
+    subject = f"preset {name} of {study}" if own_folder else f"preset {name}"
+    return kind.parse({"name": name, **settings}, subject)
 
 
-def _changed(stored: Mapping[str, Any], request: Request, known: Collection[str]) -> dict[str, Any]:
+def _apply_changes(
+    stored: Mapping[str, Any], request: Request, known: Collection[str]
+) -> dict[str, Any]:
     """The stored settings with the request's changes.
 
-    Raises `InputError` for a setting of a group that was not named, and names the group.
+    Raises `InputError` for a setting whose group was not named, and names the group.
     """
     for name in request.changes:
         if name.partition(".")[0] in known:
             continue
-        inside = [each for each in flat(stored) if each.endswith(f".{name}")]
+        inside = [each for each in flatten(stored) if each.endswith(f".{name}")]
         if name.partition(".")[0] in LoopConfig.model_fields:
             inside = list(dict.fromkeys((f"training.{name}", *inside)))
         if inside:
-            named = " or ".join(inside)
-            raise InputError(f"--set {name}: there is no such setting; did you mean {named}?")
+            nearest = " or ".join(inside)
+            raise InputError(f"--set {name}: there is no such setting; did you mean {nearest}?")
     return merged(stored, request.changes)
 
 
-def typed(name: str, study: str) -> str:
-    """How the preset of that name is typed: one that does not come with the package is a file."""
+def preset_argument(name: str, study: str) -> str:
+    """What to type for a preset: its name, or ./NAME.toml where the package has none of it."""
     known = names(study if _folder(study).is_dir() else None)
     return name if name in known else f"./{name}.toml"
 

@@ -1,9 +1,9 @@
 """Do normalised queries and keys translate better and tolerate high learning rates? (QK-Norm)
 
-The source claims 28.5 → 29.2 BLEU for QK-Norm in translation, and stability. Three experiments: a
-translation model with each score (BLEU, chrF, loss), a learning-rate sweep (some scores at ×1 …
-×32 of the learning rate: final loss, largest logit) and, where the preset has
-them, the same scores in a small Vision Transformer (arXiv 2010.04245, 2302.05442).
+The sources claim 28.5 → 29.2 BLEU in translation (arXiv 2010.04245), and stability (2302.05442).
+Three experiments: translation with each score (BLEU, chrF, loss); a learning-rate sweep of some
+scores at ×1 … ×32 (final loss, largest logit); and, where the preset has them, the same scores in a
+small Vision Transformer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from normattn.lab.stats.arrays import Where
 from normattn.lab.stats.measurements import empty
 from normattn.lab.stats.metrics import BLEU, CHRF
 from normattn.lab.studies.base import Study
-from normattn.lab.studies.lm_report import intervals, ranked
+from normattn.lab.studies.lm_report import interval_figure, ranked
 from normattn.lab.studies.qknorm_runs import (
     CLIP,
     IMAGES,
@@ -36,13 +36,13 @@ from normattn.lab.studies.qknorm_runs import (
     TRANSLATION,
     TranslationRun,
     VisionRun,
-    parts,
     resolve,
+    split_row,
 )
-from normattn.lab.studies.trained import ends
-from normattn.lab.sweep.collect import measured_below
+from normattn.lab.studies.trained import training_outcomes
+from normattn.lab.sweep.collect import collect_measurements
 
-# What was measured
+# Measurements
 
 BASE = "Baseline"
 LOSS, ACCURACY, UNIGRAM = (Metric(name) for name in ("loss", "accuracy", "unigram_loss"))
@@ -50,65 +50,64 @@ IMAGE_ACCURACY = Metric("accuracy", "accuracy", ACCURACY.value, "%", 2)
 IMAGE_LOSS = Metric("loss", "loss", LOSS.value, "nats", 4)
 
 
-def at(experiment: str, score: str, rate: float | None = None) -> dict[str, Any]:
-    """Where the tested models of a score are; `rate` is the multiple of the learning rate."""
-    rated = {} if rate is None else {"factor.rate": rate}
-    return {"row": score, "protocol": experiment, "factor.experiment": experiment, **rated}
+def where_of(experiment: str, score: str, rate: float | None = None) -> dict[str, Any]:
+    """Where a score's measurements are; `rate` is the multiple of the learning rate."""
+    where = {"row": score, "protocol": experiment, "factor.experiment": experiment}
+    return where if rate is None else {**where, "factor.rate": rate}
 
 
 def scores(view: View, experiment: str) -> list[str]:
-    """The scores of an experiment, in the order of the table; diverged ones too."""
+    """The scores of an experiment in the order of the table, including diverged ones."""
     return ranked(view.values("row", {"factor.experiment": experiment}), SCORES)
 
 
 def multiples(view: View, experiment: str, score: str | None = None) -> list[float]:
-    """The multiples of the learning rate of an experiment, or of one score in it, rising."""
+    """The multiples of the learning rate in an experiment, or of one of its scores, ascending."""
     row = {} if score is None else {"row": score}
     return sorted(view.values("factor.rate", {"factor.experiment": experiment, **row}))
 
 
 def base_of(row: str) -> str:
-    """What a row is compared with in the sweep: Baseline by the same optimiser, without QK-Clip."""
-    return "+".join((BASE, *(other for other in parts(row)[1] if other != CLIP)))
+    """The reference of a row in the sweep: Baseline with the same optimiser, without QK-Clip."""
+    return "+".join((BASE, *(name for name in split_row(row)[1] if name != CLIP)))
 
 
 def failures(view: View, where: Where) -> dict[int, bool]:
-    """Of every seed whether its training diverged or learned nothing."""
-    return {seed: end != "learned" for seed, end in ends(view, where).items()}
+    """For each seed, whether its training diverged or learned nothing."""
+    return {seed: end != "learned" for seed, end in training_outcomes(view, where).items()}
 
 
 def unigram(view: View) -> float | None:
-    """The loss of guessing each word of the sweep's test set by its frequency."""
-    rows = [row.where for row in rated_rows(RATES, view)]
-    found = [each for each in (view.estimate(UNIGRAM, where) for where in rows) if each is not None]
-    return min((each.value for each in found), default=None)
+    """The loss of the unigram model on the sweep's test set."""
+    estimates = (view.estimate(UNIGRAM, row.where) for row in rated_rows(RATES, view))
+    return min((estimate.value for estimate in estimates if estimate is not None), default=None)
 
 
 def rated_rows(experiment: str, view: View) -> list[Row]:
     """A row for every score and learning rate of an experiment."""
     return [
-        Row(f"{score} ×{rate:g}", at(experiment, score, rate))
+        Row(f"{score} ×{rate:g}", where_of(experiment, score, rate))
         for score in scores(view, experiment)
         for rate in multiples(view, experiment, score)
     ]
 
 
-def largest_logits(whose: Identity, run: Path) -> pl.DataFrame:
-    """By recorded step of a training the largest logit of any head."""
+def largest_logits(identity: Identity, run: Path) -> pl.DataFrame:
+    """The largest logit of any head at each recorded step of a training."""
     measured = []
     for line in read_diagnostics(run):
         if (largest := line.largest) is not None:
             step: dict[str, Any] = {"axis": "step", "edges": [float(line.step)]}
             measured.append(sums("largest_logit", [""], [[largest]], [[1.0]], **step))
-    return identified(whose, measured) if measured else empty()
+    return identified(identity, measured) if measured else empty()
 
 
 # Columns
 
 
 def _learning_rate(view: View, row: Row) -> str | None:
-    # Of all that was measured: a training that ended in NaN has no tested model.
-    rate = view.one("factor.learning_rate", {**row.where, "protocol": "training"})
+    # From the training: one that ended in NaN has no tested model.
+    rate = view.only_value("factor.learning_rate", {**row.where, "protocol": "training"})
     return None if rate is None else f"{rate:.3g}"
 
 
@@ -118,14 +117,14 @@ def _failed(view: View, row: Row) -> str | None:
 
 
 def _largest_logit(view: View, row: Row) -> Estimate | None:
-    """Of any recorded step, layer, head and seed."""
+    """The largest logit of any recorded step, layer, head and seed."""
     recorded = {**row.where, "protocol": "training", "statistic": "largest_logit"}
     values = view.values("sum", recorded)
     return Estimate(max(values), seeds=tuple(view.values("seed", recorded))) if values else None
 
 
 def _results(*metrics: Metric) -> tuple[Column, ...]:
-    """Each of them, then each one's difference to Baseline."""
+    """A column for each metric, then one for its difference to Baseline."""
     changes = (Column(f"change_{m.name}", f"Δ {m.title}", m - m.at(variant=BASE)) for m in metrics)
     return (*(Column(m.name, m.title, m) for m in metrics), *changes)
 
@@ -143,49 +142,48 @@ FAILED = text_column("failed", "failed", _failed)
 
 
 def _translation_notes(view: View) -> Sequence[str]:
-    made = (each for each in view.values("settings", {"protocol": TRANSLATION}) if each)
+    decoding = (settings for settings in view.values("settings", {"protocol": TRANSLATION}))
     return (
-        "BLEU, chrF: of the translations by beam search, as sacrebleu computes them; of several "
-        "seeds the mean of theirs.",
-        "loss (nats), accuracy (%): per target token of the references, each predicted from those "
-        "before it.",
+        "BLEU, chrF: of the translations by beam search, as sacrebleu computes them, averaged over "
+        "seeds.",
+        "Loss (nats), accuracy (%): per target token of the references, given those before it.",
         "Δ: difference to Baseline, paired over sentences and seeds.",
-        "BatchNorm and InstanceNorm rows: in the encoder, and on the keys of the cross attention; "
-        "elsewhere they would read the future, and those layers are Baseline's.",
-        *_trained_with(view, TRANSLATION),
-        *(f"translated with {each}" for each in sorted(made)),
+        "BatchNorm and InstanceNorm rows: in the encoder, and on the keys of the cross attention. "
+        "Elsewhere they would see future tokens, so those layers are Baseline's.",
+        *_addition_notes(view, TRANSLATION),
+        *(f"translated with {settings}" for settings in sorted(filter(None, decoding))),
     )
 
 
-def _trained_with(view: View, experiment: str) -> Iterator[str]:
-    """What the rows with a + are trained with, as far as there are any."""
+def _addition_notes(view: View, experiment: str) -> Iterator[str]:
+    """What the rows with a + are trained with, where there are any."""
     rows = scores(view, experiment)
     if any(MUON in row for row in rows):
         yield (
-            "+Muon: Muon moves the layers' matrices and AdamW all else; a multiple of the learning "
-            "rate is one of the row's own, which may differ from that of other rows."
+            "+Muon: Muon updates the layers' matrices, AdamW all other parameters. Multiples are "
+            "of the row's own learning rate, which may differ from that of other rows."
         )
     bounds = view.values("factor.qk_clip") if "factor.qk_clip" in view.frame.columns else []
     for bound in bounds:
         if bound is not None and any(CLIP in row for row in rows):
             yield (
-                "+QK-Clip: after each step the query and key weights of a head whose largest logit "
-                f"in it passed τ = {bound:g} are made smaller, so that it would have been τ."
+                "+QK-Clip: after each step, the query and key weights of a head whose largest "
+                f"logit exceeded τ = {bound:g} are scaled down, so that it would have been τ."
             )
 
 
-LOGIT_NOTE = "largest logit: of any recorded step, layer, head and seed."
+LOGIT_NOTE = "Largest logit: of any recorded step, layer, head and seed."
 
 
 def _rate_notes(view: View) -> Sequence[str]:
-    guess = unigram(view)
-    nats = "" if guess is None else f", {guess:.2f} nats"
+    unigram_loss = unigram(view)
+    nats = "" if unigram_loss is None else f" ({unigram_loss:.2f} nats)"
     return (
-        "loss: nats per target token of the references, after training at so many times the "
-        "learning rate; Δ: difference to Baseline at the same rate.",
-        f"failed: seeds that ended in NaN, or less than {MARGIN:g} nats better than the unigram "
-        f"baseline, which guesses each word by its frequency in the training pairs{nats}.",
-        *_trained_with(view, RATES),
+        "Loss: nats per target token of the references, after training at a multiple of the "
+        "learning rate. Δ: difference to Baseline at the same rate.",
+        f"Failed: seeds that ended in NaN, or less than {MARGIN:g} nats better than the unigram "
+        f"baseline{nats}, which predicts each word by its frequency in the training pairs.",
+        *_addition_notes(view, RATES),
         LOGIT_NOTE,
     )
 
@@ -193,28 +191,28 @@ def _rate_notes(view: View) -> Sequence[str]:
 # Claims
 
 CLAIMED = ("QKLayerNorm", "QKRMSNorm", "QKNorm2020")
-"""The norms of both sides that the source's sentence is about; QKNorm2020 is its own form."""
+"""The norms of queries and keys that the source's claim covers; QKNorm2020 is the source's."""
 TRANSLATES, STABLE, BOUNDED = "arXiv 2010.04245", "arXiv 2302.05442", "arXiv 2507.20534"
 CLIPPED = (("Baseline+QK-Clip", "QKRMSNorm"), ("Baseline+Muon+QK-Clip", "QKRMSNorm+Muon"))
-"""Does clipping do what normalising does? The rows that say it, by AdamW and by Muon."""
+"""Rows that compare clipping with normalising, with AdamW and with Muon."""
 
 
 def claims(view: View) -> Iterator[Claim]:
-    """Better translations; tolerance to high learning rates; QK-Clip instead of a norm."""
+    """Claims on translations, on high learning rates, and on QK-Clip instead of a norm."""
     for score in CLAIMED:
         sentence = f"{score} translates better than {BASE}"
-        yield _against(sentence, TRANSLATES, BLEU, score, BASE, TRANSLATION)
+        yield _difference(sentence, TRANSLATES, BLEU, score, BASE, TRANSLATION)
         sentence = f"{score} has a lower loss than {BASE}"
-        yield _against(sentence, TRANSLATES, LOSS, score, BASE, TRANSLATION, sign=-1)
-    for experiment, metric, sign, words in (
+        yield _difference(sentence, TRANSLATES, LOSS, score, BASE, TRANSLATION, sign=-1)
+    for experiment, metric, sign, statement in (
         (RATES, LOSS, -1, "has a lower loss"),
         (IMAGES, IMAGE_ACCURACY, 1, "is more accurate on images"),
     ):
         high = max(multiples(view, experiment), default=1.0)
         for score in scores(view, experiment) if high > 1 else ():
             if score != (base := base_of(score)):
-                sentence = f"{score} at ×{high:g} of the learning rate {words} than {base}"
-                yield _against(
+                sentence = f"{score} at ×{high:g} of the learning rate {statement} than {base}"
+                yield _difference(
                     sentence, _source(score), metric, score, base, experiment, high, sign
                 )
     for score in scores(view, RATES):
@@ -236,14 +234,16 @@ def claims(view: View) -> Iterator[Claim]:
             rated = "" if rate is None else f"at ×{rate:g} of the learning rate "
             sentence = f"{clipped} {rated}ends at as good a loss as {normed} "
             sentence += "(at least no worse: the difference is not above 0)"
-            yield _against(sentence, "asked here", LOSS, clipped, normed, experiment, rate, sign=-1)
+            yield _difference(
+                sentence, "asked here", LOSS, clipped, normed, experiment, rate, sign=-1
+            )
 
 
 def _source(row: str) -> str:
     return BOUNDED if CLIP in row else STABLE
 
 
-def _against(
+def _difference(
     sentence: str,
     source: str,
     metric: Metric,
@@ -253,28 +253,28 @@ def _against(
     rate: float | None = None,
     sign: int = 1,
 ) -> Claim:
-    """A score minus another in the same experiment, at the same learning rate."""
-    rated = "" if rate is None else f" at ×{rate:g}"
-    ours, theirs = (metric.at(at(experiment, row, rate)) for row in (score, base))
-    measured = f"{score} − {base}{rated}, {metric.title}"
-    return Claim(sentence, ours - theirs, source, measured, sign)
+    """A claim on a score minus another, in the same experiment at the same learning rate."""
+    at_rate = "" if rate is None else f" at ×{rate:g}"
+    first, second = (metric.at(where_of(experiment, row, rate)) for row in (score, base))
+    measured = f"{score} − {base}{at_rate}, {metric.title}"
+    return Claim(sentence, first - second, source, measured, sign)
 
 
-def _fails_less(sentence: str, source: str, score: str, than: str) -> Claim:
-    """An exact sign test over the sweep's trainings, which were chosen and not drawn.
+def _fails_less(sentence: str, source: str, score: str, base: str) -> Claim:
+    """A claim tested by an exact sign test over the sweep's trainings, which are not random.
 
-    Trainings of one seed at several rates are alike: with fewer than `SEEDS` there is no p.
+    Trainings of one seed at several rates are similar: with fewer than `SEEDS` there is no p.
     """
 
     def test(view: View) -> Estimate | None:
         only_base = only_score = pairs = 0
         seeds: set[int] = set()
         for rate in multiples(view, RATES, score):
-            ours = failures(view, at(RATES, score, rate))
-            base = failures(view, at(RATES, than, rate))
-            for seed in ours.keys() & base.keys():
-                only_base += base[seed] and not ours[seed]
-                only_score += ours[seed] and not base[seed]
+            of_score = failures(view, where_of(RATES, score, rate))
+            of_base = failures(view, where_of(RATES, base, rate))
+            for seed in of_score.keys() & of_base.keys():
+                only_base += of_base[seed] and not of_score[seed]
+                only_score += of_score[seed] and not of_base[seed]
                 pairs += 1
                 seeds.add(seed)
         if not pairs:
@@ -286,7 +286,7 @@ def _fails_less(sentence: str, source: str, score: str, than: str) -> Claim:
             seeds=tuple(sorted(seeds)),
         )
 
-    measured = f"trainings in which only {than} fails − only {score} (exact sign test)"
+    measured = f"trainings in which only {base} fails − only {score} (exact sign test)"
     return Claim(sentence, None, source, measured, test=test, digits=0)
 
 
@@ -298,25 +298,25 @@ OF_RATE = "learning rate, in units of the preset's"
 def figures(view: View) -> list[Figure]:
     """BLEU and loss by score, results by learning rate."""
     losses = _lines_by_rate(view, RATES, LOSS)
-    guess = unigram(view)
-    if guess is not None:
-        level = tuple(Point(rate, guess) for rate in multiples(view, RATES))
+    unigram_loss = unigram(view)
+    if unigram_loss is not None:
+        level = tuple(Point(rate, unigram_loss) for rate in multiples(view, RATES))
         losses = (*losses, Line("unigram baseline", level, dashed=True))
-    seen = _lines_by_rate(view, IMAGES, IMAGE_ACCURACY)
+    accuracies = _lines_by_rate(view, IMAGES, IMAGE_ACCURACY)
     rows = [
         Row(score, where)
         for score in scores(view, TRANSLATION)
-        if view.sums(LOSS.name, where := at(TRANSLATION, score, 1.0)) is not None
+        if view.sums(LOSS.name, where := where_of(TRANSLATION, score, 1.0)) is not None
     ]
     columns = [Column("bleu", BLEU.title, BLEU), Column("loss", "loss (nats)", LOSS)]
-    shown = columns if len(rows) > 1 else ()  # of one score there is nothing to compare
+    shown = columns if len(rows) > 1 else ()  # one score has nothing to be compared with
     return [
-        intervals(view, "bleu_by_score", "Translation by score", rows, shown),
+        interval_figure(view, "bleu_by_score", "Translation by score", rows, shown),
         *(
             Curves(name, title, (Panel("", lines, OF_RATE, y_title, log_x=True),))
             for name, title, lines, y_title in (
                 ("loss_by_learning_rate", "Test loss", losses, "nats per token"),
-                ("vision_by_learning_rate", "Images: accuracy", seen, "accuracy (%)"),
+                ("vision_by_learning_rate", "Images: accuracy", accuracies, "accuracy (%)"),
             )
         ),
     ]
@@ -327,7 +327,7 @@ def _lines_by_rate(view: View, experiment: str, metric: Metric) -> tuple[Line, .
     lines = []
     for score in scores(view, experiment):
         rates = multiples(view, experiment, score)
-        plotted = points(view, metric, ((x, at(experiment, score, x)) for x in rates))
+        plotted = points(view, metric, ((x, where_of(experiment, score, x)) for x in rates))
         if len(rates) > 1 and plotted:
             lines.append(Line(score, plotted, score))
     return tuple(lines)
@@ -349,7 +349,7 @@ STUDY = Study(
             "table",
             "Translation by score",
             lambda view: [
-                Row(score, at(TRANSLATION, score)) for score in scores(view, TRANSLATION)
+                Row(score, where_of(TRANSLATION, score)) for score in scores(view, TRANSLATION)
             ],
             (*_results(BLEU, CHRF, LOSS, ACCURACY), SEEDS_TESTED),
             notes=_translation_notes,
@@ -367,7 +367,7 @@ STUDY = Study(
             partial(rated_rows, IMAGES),
             (RATE, *_results(IMAGE_ACCURACY, IMAGE_LOSS), LOGIT, SEEDS_TESTED),
             notes=(
-                "accuracy (%), loss (nats): per image; Δ: difference to Baseline at the same "
+                "Accuracy (%), loss (nats): per image. Δ: difference to Baseline at the same "
                 "learning rate, paired over images and seeds.",
                 LOGIT_NOTE,
             ),
@@ -375,7 +375,7 @@ STUDY = Study(
     ),
     claims=claims,
     figures=figures,
-    collect=partial(measured_below, factors=("experiment",), also=largest_logits),
+    collect=partial(collect_measurements, factors=("experiment",), also=largest_logits),
     variants_help="Scores, separated by commas; the sweep and the images use those of them that "
     "the preset names. [default: the preset's]",
     examples=(("--preset multi30k --corpus FOLDER", "three scores on multi30k, three seeds"),),

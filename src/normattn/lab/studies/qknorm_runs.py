@@ -1,8 +1,8 @@
 """What the QK-Norm study trains and measures: translation models and Vision Transformers.
 
-A row of its tables is a score, and what else its models are trained with, as `Baseline+Muon`.
-Each name after a + is that of settings, which are laid over the training's: another optimiser,
-QK-Clip. A preset's `trained_with` changes what they are, and may add others.
+A row of its tables is a score, and what else its models are trained with, such as `Baseline+Muon`.
+Each name after a + stands for settings that override the training's: another optimiser, QK-Clip. A
+preset's `trained_with` changes these settings and may add others.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from normattn.lab.evaluation.translation import (
     unigram_loss,
 )
 from normattn.lab.stats import identified, sums
-from normattn.lab.studies.preset import StudyPreset, opened
+from normattn.lab.studies.preset import StudyPreset, load_preset
 from normattn.lab.sweep.config import SweepConfig, merged
-from normattn.lab.sweep.run import EVALUATIONS, MeasuredRun, Note, Request, Run, Sweep
+from normattn.lab.sweep.run import EVALUATIONS, MeasuredRun, Progress, Request, Run, Sweep
 from normattn.lab.training.planning import Cost
 from normattn.lab.training.tasks.classification import VisionTrainingConfig
 from normattn.lab.training.tasks.translation import TranslationConfig
@@ -58,98 +58,99 @@ IMAGE_SCORES = (
     *("QKBatchNorm", "QKInstanceNorm"),
 )
 MULTIPLES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
-GUESSED = 1000
-"""Sentences or images of data that has not been read yet, for the plan."""
+ASSUMED_SIZE = 1000
+"""Sentences or images that the plan assumes, as the data is not loaded yet."""
 
 # Rows
 
 Layer = Mapping[str, Any]
-"""Settings by name."""
+"""Settings by dotted name."""
 MUON, CLIP = "Muon", "QK-Clip"
 TRAINED_WITH: Mapping[str, Layer] = {
-    # The steps of its matrices have the size of AdamW's (arXiv 2502.16982): the same learning rate.
+    # Its updates have the size of AdamW's (arXiv 2502.16982), so the learning rate stays.
     MUON: {"optimiser": {"name": "muon"}},
-    # 100 at the size of Kimi K2; a bound that is reached in small trainings (arXiv 2507.20534).
+    # Kimi K2 uses 100 (arXiv 2507.20534); small trainings reach 30.
     CLIP: {"qk_clip": 30.0},
 }
-_JOINT = re.compile(r"\+(?=[A-Za-z])")
-"""A + before a name: that of `logn+` and of 1e+06 joins nothing."""
+_SEPARATOR = re.compile(r"\+(?=[A-Za-z])")
+"""A + before a name, unlike those of `logn+` and of 1e+06."""
 
 
-def parts(row: str) -> tuple[str, tuple[str, ...]]:
-    """A row's score and what its models are trained with, as they are called."""
-    score, *others = _JOINT.split(row)
-    return score, tuple(others)
+def split_row(row: str) -> tuple[str, tuple[str, ...]]:
+    """A row's score, and the names of what its models are trained with."""
+    score, *additions = _SEPARATOR.split(row)
+    return score, tuple(additions)
 
 
-def rows_of(names: Sequence[str], known: Mapping[str, Layer]) -> dict[str, tuple[Layer, ...]]:
-    """The settings of each row by its printed name, in this order.
+def rows_of(names: Sequence[str], layers: Mapping[str, Layer]) -> dict[str, tuple[Layer, ...]]:
+    """The settings of each row by its printed name; `layers` are those behind each addition.
 
-    Raises `InputError` for what is not `known`, and for a score with a method: it is applied after
-    training.
+    Raises `InputError` for an unknown addition, and for a score with an inference-time method.
     """
     rows: dict[str, tuple[Layer, ...]] = {}
     for name in names:
-        score, others = parts(name)
+        score, additions = split_row(name)
         spec = ScoreSpec.parse(score)
         if spec.method:
             raise InputError(f"{score} holds {spec.method}, which is applied after training")
-        for other in others:
-            if other not in known:
-                raise unknown_name("training of a row", other, known, f" (in {name})")
-        # In the order of `known`: one row has one name, and the same settings come last.
-        ordered = [other for other in known if other in others]
-        rows["+".join((spec.text, *ordered))] = tuple(known[other] for other in ordered)
+        for addition in additions:
+            if addition not in layers:
+                raise unknown_name("training of a row", addition, layers, f" (in {name})")
+        # In the order of `layers`, so that equal rows have equal names and settings.
+        ordered = [addition for addition in layers if addition in additions]
+        rows["+".join((spec.text, *ordered))] = tuple(layers[addition] for addition in ordered)
     return rows
 
 
 def scores_of(variant: str) -> dict[str, str]:
     """The scores of encoder, decoder and cross attention in the row `variant`, as settings.
 
-    One score everywhere, where that can be. BatchNorm and InstanceNorm read across the sequence:
-    the decoder, which they would show the future, keeps Baseline, and so do the queries of the
-    cross attention, which are the decoder's; its keys are the source's and keep their norm.
+    They are the same, except for BatchNorm and InstanceNorm, which average over the sequence. These
+    would leak future tokens into the decoder, so the decoder and the queries of the cross attention
+    use Baseline. The keys of the cross attention come from the source and keep their norm.
     """
     spec = ScoreSpec.parse(variant)
     if not spec.leaks_future:
         return {"model.score": variant}
-    own = spec.variant
-    assert isinstance(own, SidedNorm)
-    plain: Any = find("Baseline")()
-    keys = plain
-    if "K" in own.sides:
-        parameters = {field.name: getattr(own, field.name) for field in fields(own)}
-        keys = find(own.name if own.sides == "K" else own.name.removeprefix("Q"))(**parameters)
+    norm = spec.variant
+    assert isinstance(norm, SidedNorm)
+    baseline: Any = find("Baseline")()
+    key_norm = baseline
+    if "K" in norm.sides:
+        parameters = {field.name: getattr(norm, field.name) for field in fields(norm)}
+        key_norm = find(norm.name if norm.sides == "K" else norm.name.removeprefix("Q"))(
+            **parameters
+        )
 
-    def with_variant(other: Part) -> ScoreSpec:
-        return ScoreSpec(tuple(other if part is own else part for part in spec.parts))
+    def with_norm(other: Part) -> ScoreSpec:
+        return ScoreSpec(tuple(other if part is norm else part for part in spec.parts))
 
     return {
         "model.score": variant,
-        "model.decoder_score": with_variant(plain).text,
-        "model.cross_score": without_position(with_variant(keys)).text,
+        "model.decoder_score": with_norm(baseline).text,
+        "model.cross_score": without_position(with_norm(key_norm)).text,
     }
 
 
 def vision_score(score: str) -> str:
-    """The score as a Vision Transformer is trained with it.
+    """The score of a Vision Transformer.
 
-    As in ViT the model learns positions (`KNA` is trained as `KNA-NoPE`), unless the score names
-    one.
+    As in ViT, positions are learned: `KNA` is trained as `KNA-NoPE`, unless the score names a
+    position.
     """
-    named = any(part.slot is Slot.POSITION for part, _ in read(score)[0])
+    names_position = any(part.slot is Slot.POSITION for part, _ in read(score)[0])
     rotary = isinstance(ScoreSpec.parse(score).position, RotaryPosition)
-    return f"{score}-NoPE" if rotary and not named else score
+    return f"{score}-NoPE" if rotary and not names_position else score
 
 
 # Presets
 
 
 class TranslationSettings(Settings):
-    """How a trained model is tested: on which pairs, how many of them, by which beam search.
+    """How a trained model is tested: the split, the number of sentences, and the beam search.
 
-    Images are those of the same split. `max_sentences` takes the first so many of the split
-    (default: all). Settings are chosen on "validation", tables made on "test".
+    `max_sentences` are the first of the split (default: all). `split` is that of the images too;
+    settings are chosen on "validation", tables made on "test".
     """
 
     split: Literal["test", "validation"] = "test"
@@ -176,8 +177,8 @@ class Rates(Settings):
 class TranslationRates(Rates):
     """The sweep of the translation models.
 
-    `training` is laid over the preset's: these trainings may be shorter. `max_sentences` of the
-    test set are read at the end.
+    `training` overrides the preset's, as these trainings may be shorter. `max_sentences` of the
+    test set are scored.
     """
 
     training: dict[str, Any] = Field(default_factory=dict)
@@ -185,17 +186,17 @@ class TranslationRates(Rates):
 
 
 class ImageRates(Rates):
-    """The sweep of the Vision Transformers, besides the table's trainings at ×1."""
+    """The sweep of the Vision Transformers, in addition to the table's trainings at ×1."""
 
     scores: tuple[str, ...] = ()
     multiples: tuple[Annotated[float, Field(gt=1)], ...] = MULTIPLES[1:]
 
 
 class VisionSettings(Settings):
-    """The Vision Transformers: `training` is a `VisionTrainingConfig` less score and seed.
+    """The Vision Transformers: `training` is a `VisionTrainingConfig` without score and seed.
 
-    `seeds` says how many are trained of each row, where --seeds does not (None: as many as of the
-    tables); the sweep `rates` has the tables' seeds.
+    `seeds` is the number per row where --seeds is not given (None: the preset's); the sweep `rates`
+    has the preset's seeds.
     """
 
     training: dict[str, Any]
@@ -205,10 +206,10 @@ class VisionSettings(Settings):
 
 
 class QKNormPreset(StudyPreset):
-    """One whole setting of the study; `training` holds fields of `TranslationConfig`.
+    """A preset of the study; `training` holds fields of `TranslationConfig`.
 
-    Without `rates` or `vision` that part is left out. `trained_with`: the settings behind each name
-    that a row may add to its score with a +, laid over `TRAINED_WITH`.
+    Without `rates` or `vision` that experiment is skipped. `trained_with` are the settings behind
+    each name that a row may add with a +; they override `TRAINED_WITH`.
     """
 
     varied: ClassVar[Mapping[str, Any]] = {
@@ -230,7 +231,7 @@ class QKNormPreset(StudyPreset):
 
     @property
     def layers(self) -> dict[str, Mapping[str, Any]]:
-        """Those of every experiment, and those that rows add."""
+        """The training settings of every experiment, and those that rows add."""
         experiments = {"rates": self.rates, "vision": self.vision}
         return {
             **super().layers,
@@ -243,7 +244,7 @@ class QKNormPreset(StudyPreset):
 
 
 class TranslationRun(MeasuredRun):
-    """A translation model, whose test set is scored and, where `translated`, translated."""
+    """A translation model: its references are scored and, where `translated`, translated."""
 
     training_class: ClassVar[type[TranslationConfig]] = TranslationConfig
     record = TRANSLATION
@@ -252,36 +253,41 @@ class TranslationRun(MeasuredRun):
     translated: bool
 
     def cost(self, config: TranslationConfig) -> Cost:
-        """Unknown before the data is read: as of sentences of 16 tokens."""
+        """An assumption, as the data is not loaded yet: sentences of 16 tokens."""
         settings = self.evaluation
-        tokens = 16 * (settings.max_sentences or GUESSED)
+        tokens = 16 * (settings.max_sentences or ASSUMED_SIZE)
         return Cost(scored=tokens * (1 + settings.beam * self.translated))
 
     def measure(
-        self, folder: Path, config: TranslationConfig, data: PairData, note: Note
+        self, folder: Path, config: TranslationConfig, data: PairData, progress: Progress
     ) -> pl.DataFrame:
-        """The scores of the references, and where the table shows them the translations."""
-        settings, model = self.evaluation, self.model_in(folder, config)
+        """Score the references and, where `translated`, translate."""
+        settings, model = self.evaluation, self.load_trained(folder, config)
         split = data.split(settings.split).first(settings.max_sentences)
         units = [f"{number:06}" for number in range(len(split))]
-        measured, made = [*_references(model, data, split, units, note)], ""
+        measured, decoding = [*_score_references(model, data, split, units, progress)], ""
         if self.translated:
-            texts, made, counts = self._translations(model, data, split, units, note)
+            texts, decoding, counts = self._translate(model, data, split, units, progress)
             write_json(folder / EVALUATIONS / "translations.json", {"translations": texts})
             measured += counts
-        whose = self.identity(
+        identity = self.identity(
             str(self.factors["experiment"]),
             weights=weights_digest(model),
             data=split.fingerprint(data.fingerprint),
             split=settings.split,
-            settings=made,
+            settings=decoding,
         )
-        return identified(whose, measured)
+        return identified(identity, measured)
 
-    def _translations(
-        self, model: Translator, data: PairData, split: PairSplit, units: list[str], note: Note
+    def _translate(
+        self,
+        model: Translator,
+        data: PairData,
+        split: PairSplit,
+        units: list[str],
+        progress: Progress,
     ) -> tuple[list[str], str, list[pl.DataFrame]]:
-        """The translations, how they were made and counted, the counts behind BLEU and chrF."""
+        """(the translations, how they were decoded and counted, the counts of BLEU and chrF)."""
         beam, penalty = self.evaluation.beam, self.evaluation.length_penalty
         texts = translate(
             model,
@@ -290,25 +296,25 @@ class TranslationRun(MeasuredRun):
             beam=beam,
             length_penalty=penalty,
             batch=self.evaluation.batch,
-            progress=lambda done, total: note(done, total, "translated"),
+            progress=lambda done, total: progress(done, total, "translated"),
         )
         counted = corpus_counts(texts, [target for _, target in split.texts])
         signatures = (metric.signature for metric in counted.values())
-        made = "; ".join((f"beam {beam}, length penalty {penalty:g}", *signatures))
+        decoding = "; ".join((f"beam {beam}, length penalty {penalty:g}", *signatures))
         # The counts of every sentence are bins of the axis "count".
         measured = [
             sums(name, units, counts, [1.0], axis="count", edges=range(counts.shape[1]))
             for name, (counts, _) in counted.items()
         ]
-        return texts, made, measured
+        return texts, decoding, measured
 
 
-def _references(
-    model: Translator, data: PairData, split: PairSplit, units: list[str], note: Note
+def _score_references(
+    model: Translator, data: PairData, split: PairSplit, units: list[str], progress: Progress
 ) -> Iterator[pl.DataFrame]:
-    """Of every sentence: nats and hits of the model, nats of the unigram model."""
+    """For each sentence: loss and correct tokens of the model, loss of the unigram model."""
     loss, correct, tokens = score_references(
-        model, split, progress=lambda n, of: note(n, of, "references")
+        model, split, progress=lambda n, of: progress(n, of, "references")
     )
     yield sums("loss", units, loss, tokens)
     yield sums("accuracy", units, correct, tokens)
@@ -319,8 +325,7 @@ def _references(
 class VisionRun(MeasuredRun):
     """A Vision Transformer, tested image by image.
 
-    `split` are the images that are tested: settings are chosen on "validation", tables made on
-    "test".
+    Settings are chosen on the `split` "validation", tables made on "test".
     """
 
     training_class: ClassVar[type[VisionTrainingConfig]] = VisionTrainingConfig
@@ -329,20 +334,20 @@ class VisionRun(MeasuredRun):
     split: Literal["test", "validation"] = "test"
 
     def cost(self, config: VisionTrainingConfig) -> Cost:
-        """Unknown before the images are read."""
-        flops = GUESSED * flops_per_image(config.model).forward
-        return Cost(scored=GUESSED * config.model.tokens, flops=flops)
+        """An assumption, as the images are not loaded yet."""
+        flops = ASSUMED_SIZE * flops_per_image(config.model).forward
+        return Cost(scored=ASSUMED_SIZE * config.model.tokens, flops=flops)
 
     def measure(
-        self, folder: Path, config: VisionTrainingConfig, data: ImageData, note: Note
+        self, folder: Path, config: VisionTrainingConfig, data: ImageData, progress: Progress
     ) -> pl.DataFrame:
-        """Loss and correctness of every image."""
-        model = self.model_in(folder, config)
+        """The loss of every image, and whether it is classified correctly."""
+        model = self.load_trained(folder, config)
         split = data.split(self.split)
         measured = measure_images(
-            model, split, progress=lambda done, total: note(done, total, "images")
+            model, split, progress=lambda done, total: progress(done, total, "images")
         )
-        whose = self.identity(
+        identity = self.identity(
             IMAGES,
             weights=weights_digest(model),
             data=data.fingerprint,
@@ -350,25 +355,23 @@ class VisionRun(MeasuredRun):
             length=config.model.tokens,
             train_length=config.model.tokens,
         )
-        return identified(whose, measured)
+        return identified(identity, measured)
 
 
 # From a request to runs
 
 
 def resolve(request: Request) -> Sweep:
-    """The study that a request asks for.
+    """The sweep of a request.
 
-    `variants` are the rows; the learning-rate sweep and the Vision Transformers keep those of their
-    own scores that are among them. Raises `InputError` for unknown settings and for scores that
-    cannot be trained.
+    `variants` are the rows; the learning-rate sweep and the Vision Transformers use those of them
+    that the preset names. Raises `InputError` for unknown settings and for scores that cannot be
+    trained.
     """
-    preset = opened(request, "qknorm", QKNormPreset)
-    known, tested, vision, rates = (
-        *(preset.trained_with, preset.evaluation, preset.vision, preset.rates),
-    )
-    table = rows_of(request.variants or preset.scores, known)
-    seeds, made = request.seeds_or(preset.seeds), list[Run]()
+    preset = load_preset(request, "qknorm", QKNormPreset)
+    evaluation, vision, rates = preset.evaluation, preset.vision, preset.rates
+    table = rows_of(request.variants or preset.scores, preset.trained_with)
+    seeds, runs = request.seeds_or(preset.seeds), list[Run]()
 
     def add(
         kind: type[Run],
@@ -377,39 +380,41 @@ def resolve(request: Request) -> Sweep:
         training: Layer,
         multiples: Sequence[float] = (1.0,),
         seeds: Sequence[int] = seeds,
-        **own: Any,
+        **fields: Any,
     ) -> None:
-        """A run of each of the scores that were chosen, at each multiple, with each seed."""
-        runs = [
-            run_of(kind, experiment, row, layers, training, rate, **own)
-            for row, layers in rows_of(names, known).items()
+        """Add a run for each chosen score, multiple and seed."""
+        chosen = [
+            run_of(kind, experiment, row, layers, training, rate, **fields)
+            for row, layers in rows_of(names, preset.trained_with).items()
             if request.variants is None or row in table
             for rate in multiples
         ]
-        made.extend(run.model_copy(update={"seed": seed}) for seed in seeds for run in runs)
+        runs.extend(run.model_copy(update={"seed": seed}) for seed in seeds for run in chosen)
 
     training = preset.whole_training(TranslationConfig)
-    own: dict[str, Any] = {"evaluation": tested, "translated": True}
-    add(TranslationRun, TRANSLATION, [*table], training, **own)
+    fields: dict[str, Any] = {"evaluation": evaluation, "translated": True}
+    add(TranslationRun, TRANSLATION, [*table], training, **fields)
     if vision is not None:
-        of_images = request.seeds_or(vision.seeds or preset.seeds)
-        own = {"split": tested.split}
-        add(VisionRun, IMAGES, vision.scores, vision.training, seeds=of_images, **own)
-        add(VisionRun, IMAGES, vision.rates.scores, vision.training, vision.rates.multiples, **own)
-    swept = None
+        image_seeds = request.seeds_or(vision.seeds or preset.seeds)
+        fields = {"split": evaluation.split}
+        swept = vision.rates
+        add(VisionRun, IMAGES, vision.scores, vision.training, seeds=image_seeds, **fields)
+        add(VisionRun, IMAGES, swept.scores, vision.training, swept.multiples, **fields)
+    sweep_training = None
     if rates is not None:
-        swept = preset.whole_training(TranslationConfig, rates.training, subject="rates.training")
-        fewer = tested.model_copy(update={"max_sentences": rates.max_sentences})
-        own = {"evaluation": fewer, "translated": False}
-        add(TranslationRun, RATES, rates.scores, swept, rates.multiples, **own)
+        subject = "rates.training"
+        sweep_training = preset.whole_training(TranslationConfig, rates.training, subject=subject)
+        shorter = evaluation.model_copy(update={"max_sentences": rates.max_sentences})
+        fields = {"evaluation": shorter, "translated": False}
+        add(TranslationRun, RATES, rates.scores, sweep_training, rates.multiples, **fields)
     config = SweepConfig.of(
         preset.name,
         training=training,
-        evaluation=tested,
-        rates=swept,
+        evaluation=evaluation,
+        rates=sweep_training,
         vision=vision.training if vision else None,
     )
-    return Sweep.of(request, "qknorm", config, made)
+    return Sweep.of(request, "qknorm", config, runs)
 
 
 def run_of(
@@ -419,10 +424,10 @@ def run_of(
     layers: Sequence[Layer],
     training: Layer,
     rate: float,
-    **own: Any,
+    **fields: Any,
 ) -> Run:
-    """The run of a row in an experiment, for seed 0, at a multiple of its own learning rate."""
-    score, name = parts(row)[0], row
+    """The run of a row in an experiment, with seed 0, at a multiple of its learning rate."""
+    score, name = split_row(row)[0], row
     scores = scores_of(score)
     if kind is VisionRun:
         score, name = vision_score(score), f"vision {row}"
@@ -443,5 +448,5 @@ def run_of(
         seed=0,
         factors=factors,
         training=merged(settings, {"optimiser.lr": factors["learning_rate"]}),
-        **own,
+        **fields,
     )

@@ -1,10 +1,11 @@
-"""How far do methods let a trained model read, and how wide should ReRoPE's window be?
+"""How far does each inference-time method reach, and how wide should ReRoPE's window be?
 
-*reading*: models are trained as in `keynorm`, then read by position to 64 training lengths and
-asked for facts, under every inference-time method that their score can take. The same page is what
-`normattn report` makes of runs that were evaluated by hand. *window* (kexue 9708): Baseline and
-Baseline-logn are read past L with ReRoPE at several windows, the first with logn+ (switched on
-after training) too.
+*reading*: models are trained as in `keynorm`, then evaluated by position up to 64 training lengths
+and by retrieval, with every inference-time method that their score supports. `normattn report`
+makes the same report of runs that were evaluated separately.
+
+*window* (kexue 9708): Baseline and Baseline-logn are evaluated on longer text with ReRoPE at
+several windows, Baseline also with inference-time logn+.
 """
 
 from __future__ import annotations
@@ -26,8 +27,14 @@ from normattn.lab.stats.metrics import ratio
 from normattn.lab.studies import lm_report as lm
 from normattn.lab.studies.base import Study
 from normattn.lab.studies.language import TextSetting
-from normattn.lab.studies.methods import ALL, candidates, canonical, checked_methods, usable
-from normattn.lab.studies.preset import Preset, opened
+from normattn.lab.studies.methods import (
+    ALL,
+    applicable_methods,
+    candidates,
+    canonical_methods,
+    canonical_scores,
+)
+from normattn.lab.studies.preset import Preset, load_preset
 from normattn.lab.sweep.run import Request, Sweep
 from normattn.score import ScoreSpec
 from normattn.score.spec import UNMODIFIED
@@ -36,7 +43,7 @@ from normattn.settings import Settings
 KIND = "reading"
 POSITION, RETRIEVAL = "by_position", "retrieval"
 OWN_TABLES = (POSITION, RETRIEVAL)
-"""Protocols whose rows have their own tables."""
+"""The protocols with separate tables."""
 TASK = "factor.task"
 TASKS = {
     "passkey": "passkey",
@@ -45,41 +52,44 @@ TASKS = {
     "key_value": "key-value",
     "copy": "copy",
 }
-EXACT = Metric("exact", "answers right", ratio(100.0), "%", 1)
+EXACT = Metric("exact", "correct answers", ratio(100.0), "%", 1)
 
 
 class ReadingSettings(Settings):
-    """`reproduce reading`: the lengths in units of L; each must have room for the facts asked."""
+    """Settings of `reproduce reading`: lengths in units of L, long enough for retrieval."""
 
     multiples: tuple[int, ...] = (1, 4, 16, 64)
 
 
 class ReadingPreset(Preset):
-    """A shared preset as this study reads it."""
+    """A shared preset with the settings of this study."""
 
     reading: ReadingSettings = ReadingSettings()
 
 
 def resolve(request: Request) -> Sweep:
-    """Every choice made and checked, as `keynorm.resolve` does."""
+    """The sweep of *reading*; raises `InputError` as `keynorm.resolve` does."""
     instead = {"multiples": "reading.multiples", "protocols": "the protocols of its question"}
-    preset = opened(request, KIND, ReadingPreset, instead)
-    read = {"multiples": preset.reading.multiples, "protocols": OWN_TABLES}
-    setting = TextSetting.of(preset, read)
-    asked = request.methods or (ALL,)
-    methods = (UNMODIFIED, *candidates()) if asked == (ALL,) else checked_methods(asked, setting)
-    variants = canonical(request.variants or ("Baseline", "KNA", "CosA-logn"), setting)
-    ways, skipped = usable(dict.fromkeys(variants, methods), setting)
-    return setting.sweep(request, KIND, [setting.run(*way) for way in ways.items()], skipped)
+    preset = load_preset(request, KIND, ReadingPreset, instead)
+    overrides = {"multiples": preset.reading.multiples, "protocols": OWN_TABLES}
+    setting = TextSetting.of(preset, overrides)
+    if request.methods in (None, (ALL,)):
+        methods: tuple[str, ...] = (UNMODIFIED, *candidates())
+    else:
+        methods = canonical_methods(request.methods, setting)
+    variants = canonical_scores(request.variants or ("Baseline", "KNA", "CosA-logn"), setting)
+    supported, skipped = applicable_methods(dict.fromkeys(variants, methods), setting)
+    runs = [setting.run(score, chosen) for score, chosen in supported.items()]
+    return setting.sweep(request, KIND, runs, skipped)
 
 
 def _rows_by(protocol: str) -> Callable[[View], list[Row]]:
-    """Rows that were read by one protocol."""
+    """The rows that were evaluated by one protocol."""
     return lambda view: lm.rows_of(view.frame.filter(protocol=protocol))
 
 
 def _octaves(metric: Metric) -> Callable[[View], Sequence[Column]]:
-    """The metric at positions up to L, 2 L, 4 L, …"""
+    """Columns of the metric at positions up to L, 2 L, 4 L, …"""
     at = metric.at(protocol=POSITION)
     return lambda view: [
         Column(f"{metric.name}_{number}", title, at.between(span))
@@ -93,17 +103,17 @@ def _retrieval_columns(view: View) -> list[Column]:
     return [
         Column(
             f"{task}_{key}_{length}",
-            f"{title}, {words}, {length:,}",
+            f"{title}, {unit}, {length:,}",
             metric.at({TASK: task}, protocol=RETRIEVAL, length=length),
         )
         for task, title in TASKS.items()
         for length in sorted(view.values("length", {"protocol": RETRIEVAL, TASK: task}))
-        for key, metric, words in (("exact", EXACT, "answers"), ("token", lm.ACCURACY, "tokens"))
+        for key, metric, unit in (("exact", EXACT, "answers"), ("token", lm.ACCURACY, "tokens"))
     ]
 
 
 def figures(view: View) -> Iterator[Figure]:
-    """What the standard protocols give, then accuracy and loss by position, retrieval by depth."""
+    """Figures of the standard protocols, accuracy and loss by position, retrieval by depth."""
     yield from (*lm.position_figures(view), lm.length_figure(view), lm.history_figure(view))
     for row in view.values("row", {"protocol": POSITION}):
         yield _by_position(view, row)
@@ -114,7 +124,7 @@ def figures(view: View) -> Iterator[Figure]:
 
 def _by_position(view: View, row: str) -> Figure:
     where = {"row": row, "protocol": POSITION}
-    trained = view.one("train_length", where)
+    trained = view.only_value("train_length", where)
     panels = []
     for metric, unit in ((lm.ACCURACY, "accuracy (%)"), (lm.LOSS, "loss (nats)")):
         lines = []
@@ -123,27 +133,27 @@ def _by_position(view: View, row: str) -> Figure:
             if curve:
                 lines.append(Line(method or UNMODIFIED, curve))
         axes: dict[str, Any] = {"log_x": True, "train_length": trained}
-        panels.append(Panel(metric.title, tuple(lines), "position", unit, **axes))
+        panels.append(Panel(metric.title, tuple(lines), "position (tokens)", unit, **axes))
     name = "reading_by_position_" + row.replace("(", "_").replace(")", "").replace("=", "")
     return Curves(name, f"{row}: by position", tuple(panels), shared_y=False)
 
 
 def _by_depth(view: View, where: dict[str, Any]) -> Iterator[Figure]:
-    """Tokens of the answers that are right, by depth of the fact, at the longest length."""
+    """The share of correct answer tokens, by depth of the fact, at the longest length."""
     rows = _rows_by(RETRIEVAL)(view)
-    read = {row.label: view.sums("accuracy", {**row.where, **where}) for row in rows}
-    known = {name: sums for name, sums in read.items() if sums is not None}
-    if not known:
+    every = {row.label: view.sums("accuracy", {**row.where, **where}) for row in rows}
+    measured = {label: sums for label, sums in every.items() if sums is not None}
+    if not measured:
         return
     values = tuple(
         tuple((100 * sums.numerator.sum((0, 1)) / sums.denominator.sum((0, 1))).tolist())
-        for sums in known.values()
+        for sums in measured.values()
     )
     yield Grid(
         f"retrieval_{where[TASK]}",
-        f"{TASKS[where[TASK]]} at {where['length']:,} tokens: answer tokens right, %",
-        tuple(known),
-        tuple(f"{depth:.2f}" for _, _, depth, _ in next(iter(known.values())).bins),
+        f"{TASKS[where[TASK]]} at {where['length']:,} tokens: correct answer tokens, %",
+        tuple(measured),
+        tuple(f"{depth:.2f}" for _, _, depth, _ in next(iter(measured.values())).bins),
         values,
         tuple(tuple(f"{value:.0f}" for value in line) for line in values),
         x_title="depth of the fact (0: beginning)",
@@ -152,23 +162,23 @@ def _by_depth(view: View, where: dict[str, Any]) -> Iterator[Figure]:
 
 
 def in_short(view: View) -> list[str]:
-    """The accuracy of every protocol at its longest length: the best model, and the best method."""
-    right = view.read.filter(statistic="accuracy")
-    longest = right.filter(pl.col("length") == pl.col("length").max().over("protocol"))
+    """For each protocol, at its longest length: the most accurate model, and the best method."""
+    accuracy = view.evaluated.filter(statistic="accuracy")
+    longest = accuracy.filter(pl.col("length") == pl.col("length").max().over("protocol"))
     shares = longest.group_by("protocol", "length", "row", "method").agg(
         (100 * pl.col("sum").sum() / pl.col("of").sum()).alias("share")
     )
     sentences = []
     for protocol in view.values("protocol", {"statistic": "accuracy"}):
-        found = shares.filter(protocol=protocol).sort("share", "row", "method", descending=True)
-        words = []
-        for kind in (found.filter(method=""), found.filter(pl.col("method") != "")):
-            for _, _, row, method, share in kind.head(1).rows():
-                best = f", the best of {kind.height}" if kind.height > 1 else ""
-                words.append(f"{share:.1f} % {lm.row_of(row, method).label}{best}")
-        if words:
-            named, length = protocol.replace("_", " "), found["length"][0]
-            sentences.append(f"Accuracy, {named}, {length:,} tokens: {'; '.join(words)}.")
+        rows = shares.filter(protocol=protocol).sort("share", "row", "method", descending=True)
+        best = []
+        for group in (rows.filter(method=""), rows.filter(pl.col("method") != "")):
+            for _, _, row, method, share in group.head(1).rows():
+                remark = f", the best of {group.height}" if group.height > 1 else ""
+                best.append(f"{share:.1f} % {lm.row_of(row, method).label}{remark}")
+        if best:
+            text, length = lm.TEXTS.get(protocol, protocol.replace("_", " ")), rows["length"][0]
+            sentences.append(f"Accuracy, {text}, {length:,} tokens: {'; '.join(best)}.")
     return sentences
 
 
@@ -176,13 +186,13 @@ STUDY = Study(
     "reading",
     "How far does each score, and each inference-time method, let a model go past the length "
     "it was trained at?",
-    title="Reading past the training length",
+    title="Beyond the training length",
     help="Train Baseline, KNA and CosA-logn; evaluate them at up to 64 times the training length "
     "with every inference-time method, by position and by retrieval.",
     sources=("kexue.fm/archives/9708", "kexue.fm/archives/9859"),
     resolve=resolve,
     tables=(
-        lm.reading_table(),
+        lm.protocol_table(),
         Table(
             "accuracy_by_position",
             "Accuracy by position, %",
@@ -197,8 +207,8 @@ STUDY = Study(
             _rows_by(RETRIEVAL),
             _retrieval_columns,
             notes=(
-                "answers: right as a whole, as greedy decoding would give them; tokens: of "
-                "the answers.",
+                "Answers: correct as a whole, as greedy decoding would give them. Tokens: of the "
+                "answers.",
             ),
         ),
     ),
@@ -210,13 +220,13 @@ STUDY = Study(
 
 # The window of ReRoPE
 
-PLAIN, POST_HOC = "no log-n", "logn+"
-FORMS = (PLAIN, POST_HOC, "logn")
+PLAIN, INFERENCE_TIME = "no log-n", "logn+"
+FORMS = (PLAIN, INFERENCE_TIME, "logn")
 DRAWN = ("non_repeated", "repeated", "last_segment")
 
 
 class WindowSettings(Settings):
-    """`reproduce window`: the windows of ReRoPE, as shares of the training length."""
+    """Settings of `reproduce window`: ReRoPE's windows, as shares of the training length."""
 
     shares: tuple[Annotated[float, Field(gt=0)], ...] = (0.125, 0.25, 0.5, 0.75, 1.0)
 
@@ -229,17 +239,18 @@ class WindowSettings(Settings):
 
 
 class WindowPreset(Preset):
-    """A shared preset as this study reads it."""
+    """A shared preset with the settings of this study."""
 
     window: WindowSettings = WindowSettings()
 
 
 def resolve_window(request: Request) -> Sweep:
-    """Unmodified, then every window; for the model without log-n also with logn+.
+    """The sweep of *window*: unmodified and every window, without log-n also with logn+.
 
-    Only the longest of the tested lengths is read. Raises `InputError` as `keynorm.resolve` does.
+    Only the longest of the preset's lengths is evaluated. Raises `InputError` as `keynorm.resolve`
+    does.
     """
-    preset = opened(request, "window", WindowPreset)
+    preset = load_preset(request, "window", WindowPreset)
     window = preset.window
     setting = TextSetting.of(preset, {"multiples": preset.evaluation.multiples[-1:]})
     sizes = [max(1, round(share * setting.train_length)) for share in window.shares]
@@ -249,32 +260,32 @@ def resolve_window(request: Request) -> Sweep:
             f"{setting.train_length}: {sizes}"
         )
     methods = [UNMODIFIED, *(f"ReRoPE(window={size})" for size in sizes)]
-    ways = {
+    by_score = {
         "Baseline": [*methods, "logn+", *(f"{method}-logn+" for method in methods[1:])],
         "Baseline-logn": methods,
     }
     runs = [
-        setting.run(variant, checked_methods(ways[variant], setting))
-        for variant in canonical([*ways], setting)
+        setting.run(variant, canonical_methods(by_score[variant], setting))
+        for variant in canonical_scores([*by_score], setting)
     ]
     return setting.sweep(request, "window", runs, window=window)
 
 
 def _windows(view: View) -> dict[tuple[str, int], Where]:
-    """Where each form of log-n and window was read, windows ascending; 0 without ReRoPE."""
-    found: dict[tuple[str, int], Where] = {}
-    for row in lm.rows_of(view.read):
-        spec = ScoreSpec.parse(select(view.read, row.where)["score"][0])
+    """The rows by form of log-n and window, windows ascending; 0 is without ReRoPE."""
+    rows: dict[tuple[str, int], Where] = {}
+    for row in lm.rows_of(view.evaluated):
+        spec = ScoreSpec.parse(select(view.evaluated, row.where)["score"][0])
         form = PLAIN
         if spec.logn is not None:
-            form = "logn" if spec.logn.when == "training-time" else POST_HOC
+            form = "logn" if spec.logn.when == "training-time" else INFERENCE_TIME
         window = spec.remapping.window if spec.remapping else None
-        found[form, window or 0] = row.where
-    return dict(sorted(found.items(), key=lambda each: (FORMS.index(each[0][0]), each[0][1])))
+        rows[form, window or 0] = row.where
+    return dict(sorted(rows.items(), key=lambda item: (FORMS.index(item[0][0]), item[0][1])))
 
 
 def _window_rows(view: View) -> list[Row]:
-    """Every form of log-n at every window."""
+    """A row for each form of log-n and window."""
     return [
         Row(f"{form}, w = {window}" if window else form, where)
         for (form, window), where in _windows(view).items()
@@ -282,48 +293,48 @@ def _window_rows(view: View) -> list[Row]:
 
 
 def _window_claims(view: View) -> Iterator[Claim]:
-    """logn+ helps ReRoPE at every window: the mean over windows would hide which."""
-    natural, read = lm.past(lm.ACCURACY, view, "non_repeated"), _windows(view)
-    for (form, window), where in read.items():
-        if form == POST_HOC and window:
+    """A claim for each window that logn+ helps: a mean over windows would hide which."""
+    accuracy, rows = lm.at_longest(lm.ACCURACY, view, "non_repeated"), _windows(view)
+    for (form, window), where in rows.items():
+        if form == INFERENCE_TIME and window:
             yield Claim(
                 f"logn+ improves ReRoPE with w = {window}",
-                natural.at(where) - natural.at(read[PLAIN, window]),
-                *("kexue 9708", "logn+ − no log-n, non-repeated accuracy"),
+                accuracy.at(where) - accuracy.at(rows[PLAIN, window]),
+                *("kexue 9708", "logn+ − no log-n, accuracy on held-out text"),
             )
 
 
 def _window_figures(view: View) -> Iterator[Figure]:
-    """Accuracy against w / L, a line for each form of log-n; dotted: without ReRoPE."""
-    read, trained = _windows(view), max(view.values("train_length"))
+    """Accuracy against w / L, a line for each form of log-n; dashed: without ReRoPE."""
+    rows, trained = _windows(view), max(view.values("train_length"))
     panels = []
     for protocol in filter(view.longest, DRAWN):
-        metric, lines = lm.past(lm.ACCURACY, view, protocol), list[Line]()
+        metric, lines = lm.at_longest(lm.ACCURACY, view, protocol), list[Line]()
         for form in FORMS:
-            own = {w / trained: where for (name, w), where in read.items() if name == form}
-            level = view.estimate(metric, own.pop(0.0, None) or {"row": ""})
-            shares = points(view, metric, own.items())
-            lines.append(Line(form, shares, form))
-            if shares and level is not None:
-                flat = tuple(Point.of(x, level) for x in (shares[0].x, shares[-1].x))
-                lines.append(Line(f"{form}, no ReRoPE", flat, form, dashed=True))
-        title = f"{protocol.replace('_', ' ')} ({view.longest(protocol):,})"
-        panels.append(Panel(title, tuple(lines), "w / L", "accuracy (%)"))
+            by_share = {w / trained: where for (name, w), where in rows.items() if name == form}
+            without = view.estimate(metric, by_share.pop(0.0, None) or {"row": ""})
+            curve = points(view, metric, by_share.items())
+            lines.append(Line(form, curve, form))
+            if curve and without is not None:
+                level = tuple(Point.of(x, without) for x in (curve[0].x, curve[-1].x))
+                lines.append(Line(f"{form}, no ReRoPE", level, form, dashed=True))
+        title = f"{lm.TEXTS[protocol]} ({view.longest(protocol):,})"
+        panels.append(Panel(title, tuple(lines), "w / training length", "accuracy (%)"))
     title = "Accuracy past the training length against ReRoPE's window"
     yield Curves("accuracy_by_window", title, tuple(panels), shared_y=False)
 
 
 WINDOW_STUDY = Study(
     "window",
-    "How wide should ReRoPE's window w be, and what does log-n scaling add, trained in or "
-    "switched on afterwards (logn+)?",
+    "How wide should ReRoPE's window w be, and what does log-n scaling add, at training time "
+    "(logn) or at inference time (logn+)?",
     title="ReRoPE's window",
     help="Evaluate ReRoPE with windows of ⅛ to 1 training length, without log-n, with logn and "
     "with logn+.\n\nTrains Baseline and Baseline-logn, evaluates at up to 8 times the training "
     "length, and plots accuracy against the window, a line for each form of log-n.",
     sources=("kexue.fm/archives/9708",),
     resolve=resolve_window,
-    tables=(lm.reading_table(rows=_window_rows, head="log-n"),),
+    tables=(lm.protocol_table(rows=_window_rows, head="log-n"),),
     claims=_window_claims,
     figures=_window_figures,
     examples=(('--set "window.shares=[0.25,0.5,1,2]"', "other windows"),),

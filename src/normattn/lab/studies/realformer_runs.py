@@ -1,4 +1,4 @@
-"""What the RealFormer study trains and measures: encoders, some in a grid of settings."""
+"""What the RealFormer study trains and measures: encoders, some of them in a grid of settings."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from normattn.lab.diagnostics.depth import layer_gradients, measure_depth
 from normattn.lab.evaluation.masked import documents_of, score_masked, unigram_loss
 from normattn.lab.evaluation.scorer import weights_digest
 from normattn.lab.stats import fact, identified, joined, sums
-from normattn.lab.studies.preset import StudyPreset, opened
+from normattn.lab.studies.preset import StudyPreset, load_preset
 from normattn.lab.sweep.config import SweepConfig, merged
 from normattn.lab.sweep.paths import RunPaths
 from normattn.lab.sweep.run import (
     UNKNOWN,
     MeasuredRun,
-    Note,
+    Progress,
     Request,
     Stage,
     Sweep,
@@ -49,10 +49,10 @@ from normattn.settings import Settings
 
 
 class Encoder(Settings):
-    """A row of the table: where norms are placed, how scores are summed, and what else differs.
+    """A row of the table: the placement of norms, the score, and what else differs.
 
-    `half`: half the steps, with a schedule that ends there. `start` is the row whose trained
-    weights initialise this one.
+    `half`: half the steps, with a schedule of that length. `start`: the row whose trained weights
+    initialise this one.
     """
 
     placement: Placement = "PostLN"
@@ -83,10 +83,10 @@ ROWS: Mapping[str, Encoder] = {
     "PostLN-continued": Encoder(half=True, start="PostLN"),
     "RealFormer-from-PostLN": Encoder(score=SUMMED, half=True, start="PostLN"),
 }
-"""Every row in the order of the table."""
+"""All rows in the order of the table."""
 
 
-def _known(name: str) -> str:
+def _checked_row(name: str) -> str:
     if name not in ROWS:
         raise unknown_name("row", name, ROWS)
     return name
@@ -94,29 +94,28 @@ def _known(name: str) -> str:
 
 # Settings
 
-RowName = Annotated[str, AfterValidator(_known)]
+RowName = Annotated[str, AfterValidator(_checked_row)]
 Positive = Annotated[float, Field(gt=0)]
 
 
 class SizeSettings(Settings):
     """One size of model: what differs in `training`, its rows, and its seeds (None: the preset's).
 
-    `rows` None means every row, `[]` for none of this size. `rates`: the learning rate of a
-    row, where it is another than that of `training`.
+    `rows` None means every row, `[]` none. `rates` are learning rates of rows that differ from that
+    of `training`.
     """
 
     training: dict[str, Any]
     rows: tuple[RowName, ...] | None = None
-    # Left out of a dump where it is empty: runs that were made before it stay the same.
+    # Not in a dump where it is empty, so that settings saved before it existed stay equal.
     rates: dict[RowName, Positive] = Field(default_factory=dict, exclude_if=lambda rates: not rates)
     seeds: int | None = Field(default=None, ge=1)
 
 
 class GridSettings(Settings):
-    """The robustness grid: each of `rows`, of the size `size`, at every rate and dropout.
+    """The robustness grid: each of `rows` at every learning rate and dropout, at one `size`.
 
-    `warmup_steps` are those of the runs with warm-up; every setting is trained without one too.
-    No row: no grid.
+    Every setting is trained with `warmup_steps` and without warm-up. Without rows there is no grid.
     """
 
     size: str
@@ -129,9 +128,9 @@ class GridSettings(Settings):
 
 
 class ScoringSettings(Settings):
-    """What a trained encoder is scored and measured on: windows of held-out text.
+    """The windows of held-out text that a trained encoder is evaluated on.
 
-    `max_tokens` bounds what is read at once (memory; gradients are those of batches of so many).
+    `max_tokens` is the batch size in tokens; gradients are measured per batch.
     """
 
     max_windows: int = Field(default=256, ge=2)
@@ -141,7 +140,7 @@ class ScoringSettings(Settings):
 
 
 class RealFormerPreset(StudyPreset):
-    """One whole setting of the study; `training` holds fields of `MaskedConfig`."""
+    """A preset of the study; `training` holds fields of `MaskedConfig`."""
 
     varied: ClassVar[Mapping[str, Any]] = {
         "model.score": "Baseline",
@@ -156,19 +155,19 @@ class RealFormerPreset(StudyPreset):
 
     @property
     def layers(self) -> dict[str, Mapping[str, Any]]:
-        """Those of all sizes, and of each."""
-        of_sizes = {f"sizes.{name}.training": size.training for name, size in self.sizes.items()}
-        return {**super().layers, **of_sizes}
+        """The training settings of all sizes, and of each."""
+        sizes = {f"sizes.{name}.training": size.training for name, size in self.sizes.items()}
+        return {**super().layers, **sizes}
 
 
 # Runs
 
 
 class EncoderRun(MeasuredRun):
-    """One row of the table at one size, or one setting of the grid, scored on hidden tokens.
+    """A row of the table at one size, or a setting of the grid, scored on masked tokens.
 
-    `protocol` says which. Rows of the table are also measured layer by layer. `start` are the
-    settings of the row whose trained weights initialise this one.
+    `protocol` says which of the two. Rows of the table are also measured layer by layer. `start`
+    are the settings of the row whose trained weights initialise this one.
     """
 
     training_class: ClassVar[type[MaskedConfig]] = MaskedConfig
@@ -180,59 +179,61 @@ class EncoderRun(MeasuredRun):
     start: dict[str, Any] | None = None
 
     @property
-    def readings(self) -> int:
-        """A row of the table, or none."""
+    def table_rows(self) -> int:
+        """One row, or none for a setting of the grid."""
         return int(self.protocol == "masked")
 
     @property
     def training_config(self) -> MaskedConfig:
-        """The settings of this run's first training."""
-        return self._whole(self.start or self.training)
+        """The settings of the run's first training."""
+        return self._parse(self.start or self.training)
 
     @property
-    def own_config(self) -> MaskedConfig:
-        """The settings of the row itself, without those of its start."""
-        return self._whole(self.training)
+    def row_config(self) -> MaskedConfig:
+        """The settings of the row itself, rather than of its start."""
+        return self._parse(self.training)
 
-    def _whole(self, training: Mapping[str, Any]) -> MaskedConfig:
+    def _parse(self, training: Mapping[str, Any]) -> MaskedConfig:
         return MaskedConfig.parse({**training, "seed": self.seed}, f"the settings of {self.name}")
 
     def stages(self, paths: RunPaths) -> list[Stage]:
-        """Train, first the start where there is one, then measure."""
+        """Train (first the start, where there is one), then measure."""
         if self.start is None:
             return super().stages(paths)
-        first, own, folder = self.training_config, self.own_config, paths.continued / self.row
-        scores = [str(config.model.score) for config in (first, own)]
-        going_on = Continuation(
+        start, row, folder = self.training_config, self.row_config, paths.continued / self.row
+        start_score = str(start.model.score)
+        continuation = Continuation(
             start=str(paths.run / MODEL),
             weights=UNKNOWN,
-            trained=None if scores[0] == scores[1] else scores[0],
+            trained=None if start_score == str(row.model.score) else start_score,
         )
-        config = own.model_copy(update={"continued": going_on})
+        config = row.model_copy(update={"continued": continuation})
         return [
-            training_stage(first, paths.run),
+            training_stage(start, paths.run),
             training_stage(config, folder),
-            self.measuring(folder, config),
+            self.measurement_stage(folder, config),
         ]
 
     def cost(self, config: MaskedConfig) -> Cost:
-        """Every token that is read, counted as often as a pass costs more than reading.
+        """The cost in forward passes: 1 in the grid, 6 in the table.
 
-        Of the table these are scoring, reading while attention is observed, a loss with gradients.
+        The table also measures attention, and gradients of the loss.
         """
         length, passes = config.model.train_length, 6 if self.protocol == "masked" else 1
         tokens = self.evaluation.max_windows * length * passes
         return Cost(scored=tokens, flops=tokens * stack_flops(config.model, length).forward)
 
     def measure(
-        self, folder: Path, config: MaskedConfig, data: TokenData, note: Note
+        self, folder: Path, config: MaskedConfig, data: TokenData, progress: Progress
     ) -> pl.DataFrame:
-        """The scores; of the table also numbers of the training and what happens in each layer."""
-        model, texts = self.model_in(folder, config), held_out(data, config, self.evaluation)
-        most = self.evaluation.max_tokens
-        found = score_masked(model, texts, most, lambda done, total: note(done, total, "scoring"))
+        """Score masked tokens; for the table also measure each layer and note training facts."""
+        model, texts = self.load_trained(folder, config), held_out(data, config, self.evaluation)
+        max_tokens = self.evaluation.max_tokens
+        scores = score_masked(
+            model, texts, max_tokens, lambda done, total: progress(done, total, "scoring")
+        )
         unigram = unigram_loss(data.train, texts, model.config.vocab_size)
-        who = self.identity(
+        identity = self.identity(
             self.protocol,
             data=texts.fingerprint,
             split=self.evaluation.split,
@@ -241,60 +242,60 @@ class EncoderRun(MeasuredRun):
             weights=weights_digest(model),
         )
         scored = identified(
-            who,
+            identity,
             [
-                sums("accuracy", found.documents, found.correct[:, -1], found.tokens),
-                sums("loss", found.documents, found.loss, found.tokens),
-                sums("unigram_loss", found.documents, unigram, found.tokens),
+                sums("accuracy", scores.documents, scores.correct[:, -1], scores.tokens),
+                sums("loss", scores.documents, scores.loss, scores.tokens),
+                sums("unigram_loss", scores.documents, unigram, scores.tokens),
             ],
         )
         if self.protocol == "grid":
             return scored
-        depth = by_layer("exit_accuracy", found.documents, found.correct, found.tokens)
-        depth += _by_depth(model, config, texts, most, note)
+        depth = by_layer("exit_accuracy", scores.documents, scores.correct, scores.tokens)
+        depth += _measure_layers(model, config, texts, max_tokens, progress)
         facts = {
             "parameters": planned_parameters(MaskedLM, config.model),
             "planned_steps": config.steps,
             "learning_rate": config.optimiser.lr,
         }
-        of_training = [fact(name, float(value)) for name, value in facts.items()]
+        training = [fact(name, float(value)) for name, value in facts.items()]
         return joined(
             [
                 scored,
-                identified(replace(who, protocol="depth"), depth),
-                identified(replace(who, protocol="training"), of_training),
+                identified(replace(identity, protocol="depth"), depth),
+                identified(replace(identity, protocol="training"), training),
             ]
         )
 
 
-# What is measured
+# Measurements
 
 
 def held_out(data: TokenData, config: MaskedConfig, settings: ScoringSettings) -> MaskedSet:
-    """The texts that every model of a study is scored on, hidden once."""
+    """The texts that all models of a study are scored on, with the same masked tokens."""
     masking = config.masking.of(config.model.vocab_size)
     split, length = data.split(settings.split), config.model.train_length
     return masked_set(split, length, masking, settings.max_windows, settings.seed)
 
 
-def _by_depth(
-    model: MaskedLM, config: MaskedConfig, texts: MaskedSet, most: int, note: Note
+def _measure_layers(
+    model: MaskedLM, config: MaskedConfig, texts: MaskedSet, max_tokens: int, progress: Progress
 ) -> list[pl.DataFrame]:
-    """What happens in each layer: documents are the units, of gradients batches of texts."""
+    """Statistics of each layer; units are documents, for gradients batches of texts."""
     documents, indices = documents_of(texts)
     depths = measure_depth(
-        model, texts, indices, most, lambda done, total: note(done, total, "layer by layer")
+        model, texts, indices, max_tokens, lambda n, of: progress(n, of, "layer by layer")
     )
     windows = np.bincount(indices, minlength=len(documents))
     parts = []
     for name, first in (("variance", 0), ("entropy", 1), ("agreement", 2), ("agreement_mean", 2)):
         parts += by_layer(name, documents, depths[name], windows, first)
-    # The gradients are those of the model as its training began.
+    # Gradients are those of the model at the start of its training.
     torch.manual_seed(derive_seed(config.seed, "initialisation"))
-    begun = with_weights(config)
-    start = new_model(MaskedLM, begun.model, begun.continued).to(choose_device(begun.device))
-    norms = np.array(layer_gradients(start, texts, most))
-    # Layers that share their weights have no gradient of their own.
+    initial = with_weights(config)
+    start = new_model(MaskedLM, initial.model, initial.continued).to(choose_device(initial.device))
+    norms = np.array(layer_gradients(start, texts, max_tokens))
+    # Layers that share their weights have no separate gradients.
     if norms.size:
         batches = [f"batch {number:04}" for number in range(len(norms))]
         parts += by_layer("gradients_start", batches, norms, np.ones(len(norms)))
@@ -302,10 +303,10 @@ def _by_depth(
 
 
 def by_layer(
-    statistic: str, units: Sequence[str], above: ArrayLike, of: ArrayLike, first: int = 1
+    statistic: str, units: Sequence[str], values: ArrayLike, of: ArrayLike, first: int = 1
 ) -> list[pl.DataFrame]:
-    """Sums (units, layers) over counts (units,) as rows of the layers `first`, `first` + 1, …"""
-    columns = np.asarray(above, dtype=np.float64).T
+    """Rows of sums (units, layers) over counts (units,), for the layers `first`, `first` + 1, …"""
+    columns = np.asarray(values, dtype=np.float64).T
     return [sums(statistic, units, column, of, layer=n) for n, column in enumerate(columns, first)]
 
 
@@ -313,40 +314,39 @@ def by_layer(
 
 
 def resolve(request: Request) -> Sweep:
-    """The study that a request asks for; `--variants` choose rows, and then there is no grid.
+    """The sweep of a request; `--variants` choose rows, and then there is no grid.
 
-    Raises `InputError` for settings that cannot be and for unknown rows.
+    Raises `InputError` for impossible settings and for unknown rows.
     """
-    preset = opened(request, "realformer", RealFormerPreset)
+    preset = load_preset(request, "realformer", RealFormerPreset)
     training = {
         name: preset.whole_training(MaskedConfig, size.training, subject=f"size {name}")
         for name, size in preset.sizes.items()
     }
-    grid, wanted = preset.grid, [_known(name) for name in request.variants or ROWS]
+    grid, chosen = preset.grid, [_checked_row(name) for name in request.variants or ROWS]
     if grid.size not in training:
         raise InputError(f"grid.size is {grid.size}; there are {', '.join(training)}")
     runs: list[EncoderRun] = []
 
     def add(seeds: Iterable[int], **fields: Any) -> None:
-        """A run with each seed; its score is that of the trained model."""
+        """Add a run for each seed."""
         run = EncoderRun(evaluation=preset.evaluation, **fields)
-        score = str(run.own_config.model.score)
+        score = str(run.row_config.model.score)
         runs.extend(run.model_copy(update={"score": score, "seed": seed}) for seed in seeds)
 
     for size, settings in reversed(preset.sizes.items()):
         for name in ROWS if settings.rows is None else settings.rows:
-            if name in wanted:
+            if name in chosen:
                 start, seeds = ROWS[name].start, request.seeds_or(settings.seeds or preset.seeds)
-                before = row_training(training[size], start, settings.rates) if start else None
-                whole = row_training(training[size], name, settings.rates)
+                rates = settings.rates
                 add(
                     seeds,
                     variant=f"{size}-{name}",
                     row=name,
                     size=size,
                     factors={"size": size},
-                    training=whole,
-                    start=before,
+                    training=row_training(training[size], name, rates),
+                    start=row_training(training[size], start, rates) if start else None,
                 )
     for name in grid.rows if request.variants is None else ():
         if (start := ROWS[name].start) is not None:
@@ -380,11 +380,11 @@ def resolve(request: Request) -> Sweep:
 def row_training(
     training: Mapping[str, Any], name: str, rates: Mapping[str, float]
 ) -> dict[str, Any]:
-    """The training settings of a row of the table, all but its seed and its start.
+    """The training settings of a row of the table, without its seed and its start.
 
-    `rates` are learning rates of rows; one with a start has that of its start, unless it has its
-    own. Where there are no norms, those of the preset are left out. Raises `InputError` for a half
-    of the steps that is shorter than the warm-up.
+    `rates` are learning rates of rows; a row with a start defaults to the rate of its start.
+    Settings of norms are removed where the placement has none. Raises `InputError` where half of
+    the steps is less than the warm-up.
     """
     row = ROWS[name]
     changes: dict[str, Any] = {
@@ -400,11 +400,11 @@ def row_training(
         changes["steps"] = max(1, training["steps"] // 2)
         if training["schedule"]["warmup_steps"] > changes["steps"]:
             raise InputError(f"half of {training['steps']} steps is less than their warm-up")
-    whole = merged(training, changes)
+    settings = merged(training, changes)
     if row.placement in NORMLESS:
         for field in ("norm", "norm_gain", "norm_eps"):
-            del whole["model"][field]
-    return whole
+            del settings["model"][field]
+    return settings
 
 
 def _describe(run: EncoderRun, data: TokenData) -> list[str]:

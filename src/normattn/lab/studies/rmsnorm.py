@@ -1,8 +1,7 @@
 """What does RMSNorm save against LayerNorm, and what does it cost? (relation classification)
 
-The source's claim is that RMSNorm costs a little F1 and saves a little time. Both norms are
-trained with the same seeds, batches and settings; the time of a step is measured with the steps of
-both in turn, in one process.
+The source claims that RMSNorm costs a little F1 and saves a little time. Both norms are trained
+with the same seeds, batches and settings. Steps of both are timed in turn, in one process.
 """
 
 from __future__ import annotations
@@ -32,19 +31,19 @@ from normattn.lab.stats import (
     Identity,
     Metric,
     Sums,
+    estimate_over_seeds,
     identified,
     joined,
-    of_seeds,
     select,
     sums,
 )
 from normattn.lab.stats.metrics import MACRO_F1, MICRO_F1, mean, median, ratio
 from normattn.lab.studies.base import Study
 from normattn.lab.studies.lm_report import ranked
-from normattn.lab.studies.preset import StudyPreset, opened
+from normattn.lab.studies.preset import StudyPreset, load_preset
 from normattn.lab.sweep.config import SweepConfig, merged
 from normattn.lab.sweep.paths import RunPaths
-from normattn.lab.sweep.run import MeasuredRun, Note, Request, Run, Stage, Sweep
+from normattn.lab.sweep.run import MeasuredRun, Progress, Request, Run, Stage, Sweep
 from normattn.lab.training.distributed import World, world
 from normattn.lab.training.planning import Cost
 from normattn.lab.training.step import TrainStep
@@ -59,33 +58,33 @@ LAYER, RMS = "LayerNorm", "RMSNorm"
 NORMS = {LAYER: "layer", RMS: "rms"}
 """The rows of the table, and the model's setting of each."""
 TIMED = "step time"
-"""The variant, and the directory, of the run that times the steps."""
+"""The variant and the directory of the run that times the steps."""
 CLASSIFIED, STEP_TIME = "classification", "step time"
 """The protocols, which are also the names of their records."""
-GUESSED_DOCUMENTS = 1000
-"""Documents of data that has not been read yet, for the plan."""
-WARM = 3
-"""Steps of each norm before its time is taken."""
+ASSUMED_DOCUMENTS = 1000
+"""Documents that the plan assumes, as the data is not loaded yet."""
+WARM_UP = 3
+"""Steps of each norm before its steps are timed."""
 
 # Preset and runs
 
 
 class ClassifySettings(Settings):
-    """`max_tokens` of documents are read at once (memory, never a result)."""
+    """`max_tokens` is the batch size in tokens; it affects memory, never a result."""
 
     max_tokens: int = Field(default=16384, ge=1)
 
 
 class TimingSettings(Settings):
-    """A step of each norm is timed once in each of `rounds`."""
+    """One step of each norm is timed in each of `rounds`."""
 
     rounds: int = Field(default=30, ge=2)
 
 
 class RMSNormPreset(StudyPreset):
-    """One setting of the study; `training` holds fields of `ClassificationConfig`.
+    """A preset of the study; `training` holds fields of `ClassificationConfig`.
 
-    The number of labels is that of the data.
+    The data decides the number of labels.
     """
 
     varied: ClassVar[Mapping[str, Any]] = {"model.norm": "layer"}
@@ -104,29 +103,29 @@ class NormRun(MeasuredRun):
     evaluation: ClassifySettings
 
     def cost(self, config: ClassificationConfig) -> Cost:
-        """Unknown before the data is read: as of documents of a nominal length."""
-        tokens = GUESSED_DOCUMENTS * NOMINAL_LENGTH
+        """An assumption, as the data is not loaded yet: documents of a nominal length."""
+        tokens = ASSUMED_DOCUMENTS * NOMINAL_LENGTH
         return Cost(scored=tokens, flops=tokens * stack_flops(config.model, NOMINAL_LENGTH).forward)
 
     def measure(
-        self, folder: Path, config: ClassificationConfig, data: RelationData, note: Note
+        self, folder: Path, config: ClassificationConfig, data: RelationData, progress: Progress
     ) -> pl.DataFrame:
-        """Tune the threshold on the development set, then classify the test set."""
+        """Tune the threshold on the development set, then evaluate on the test set."""
         return evaluate_classifier(
-            self.model_in(folder, config),
+            self.load_trained(folder, config),
             data,
             self.identity(CLASSIFIED),
             precision=config.precision,
             max_tokens=self.evaluation.max_tokens,
-            progress=lambda done, total: note(done, total, "documents"),
+            progress=lambda done, total: progress(done, total, "documents"),
         )
 
 
 class TimeRun(MeasuredRun):
-    """Optimiser steps of models with each of `norms` in turn, on the same batches.
+    """Times optimiser steps of models with each of `norms` in turn, on the same batches.
 
-    A round is a unit: its steps are of one batch, one after the other in one process, so that
-    norms are paired over the rounds.
+    The units are rounds: a round runs one step of each norm on one batch, so that norms are paired
+    over rounds.
     """
 
     training_class: ClassVar[type[ClassificationConfig]] = ClassificationConfig
@@ -136,29 +135,29 @@ class TimeRun(MeasuredRun):
     timing: TimingSettings
 
     @property
-    def readings(self) -> int:
+    def table_rows(self) -> int:
         """No row of the table."""
         return 0
 
     def stages(self, paths: RunPaths) -> list[Stage]:
         """Measure; nothing is trained."""
-        return [self.measuring(paths.run, self.training_config)]
+        return [self.measurement_stage(paths.run, self.training_config)]
 
     def _configs(self, first: ClassificationConfig) -> dict[str, ClassificationConfig]:
-        model = {norm: first.model.model_copy(update={"norm": NORMS[norm]}) for norm in self.norms}
-        return {norm: first.model_copy(update={"model": own}) for norm, own in model.items()}
+        models = {norm: first.model.model_copy(update={"norm": NORMS[norm]}) for norm in self.norms}
+        return {norm: first.model_copy(update={"model": m}) for norm, m in models.items()}
 
     def cost(self, config: ClassificationConfig) -> Cost:
-        """Each token of the steps counts as scored, three times the work."""
-        costs = [own.cost() for own in self._configs(config).values()]
-        share = (self.timing.rounds + WARM) / config.steps
+        """The cost of the steps, each token counted as three scored ones."""
+        costs = [each.cost() for each in self._configs(config).values()]
+        share = (self.timing.rounds + WARM_UP) / config.steps
         return Cost(
             scored=round(3 * share * sum(cost.trained for cost in costs)),
             flops=share * sum(cost.flops for cost in costs),
         )
 
     def measure(
-        self, folder: Path, config: ClassificationConfig, data: RelationData, note: Note
+        self, folder: Path, config: ClassificationConfig, data: RelationData, progress: Progress
     ) -> pl.DataFrame:
         """Time the steps of all norms in turn."""
         rounds = self.timing.rounds
@@ -167,53 +166,52 @@ class TimeRun(MeasuredRun):
             timings = interleave(
                 steps,
                 rounds,
-                warm=WARM,
+                warm=WARM_UP,
                 device=process.device.type,
                 least_seconds=0.0,
-                on_round=lambda done: note(done, rounds, "rounds"),
+                on_round=lambda done: progress(done, rounds, "rounds"),
             )
         count = f"{config.threads} thread{'s' * (config.threads > 1)}"
-        made = f"{config.batch_size} documents, {config.precision}, {process.device.type}, {count}"
-        whose = self.identity(STEP_TIME, settings=made)
+        setup = f"{config.batch_size} documents, {config.precision}, {process.device.type}, {count}"
+        identity = self.identity(STEP_TIME, settings=setup)
         return joined(
-            timed(replace(whose, row=norm, score=norm), timing.rounds)
+            timed(replace(identity, row=norm, score=norm), timing.rounds)
             for norm, timing in timings.items()
         )
 
 
-def timed(whose: Identity, rounds: Sequence[float]) -> pl.DataFrame:
-    """Seconds of a step in every round."""
-    names = [f"round {number:04}" for number in range(len(rounds))]
+def timed(identity: Identity, rounds: Sequence[float]) -> pl.DataFrame:
+    """The seconds of a step in every round, as measurements."""
+    units = [f"round {number:04}" for number in range(len(rounds))]
     seconds = np.asarray(rounds)
-    return identified(whose, [sums("step_time", names, seconds, np.ones(len(seconds)))])
+    return identified(identity, [sums("step_time", units, seconds, np.ones(len(seconds)))])
 
 
 def _stepper(
     config: ClassificationConfig, data: RelationData, process: World
 ) -> Callable[[], object]:
-    """One more optimiser step at each call; no number of steps ends them."""
+    """A function that runs one more optimiser step at each call, without an end."""
     task = config.task(data, process.device, config.accumulate)
     stepper, numbers = TrainStep(task, config, process, lambda: False), cycle(range(config.steps))
     return lambda: stepper.step(next(numbers) + 1)
 
 
 def resolve(request: Request) -> Sweep:
-    """The study that a request asks for; `--variants` choose among LayerNorm and RMSNorm.
+    """The sweep of a request; `--variants` choose LayerNorm, RMSNorm or both.
 
-    Raises `InputError` for settings that cannot be, an unknown norm, and data that is missing or
-    damaged.
+    Raises `InputError` for impossible settings, an unknown norm, and missing or damaged data.
     """
-    preset = opened(request, "rmsnorm", RMSNormPreset)
-    norms, seeds = _chosen(request.variants or tuple(NORMS)), request.seeds_or(preset.seeds)
-    training = _shared(preset)
-    own = {norm: merged(training, {"model.norm": NORMS[norm]}) for norm in norms}
+    preset = load_preset(request, "rmsnorm", RMSNormPreset)
+    norms = _canonical_norms(request.variants or tuple(NORMS))
+    seeds, training = request.seeds_or(preset.seeds), _shared_training(preset)
+    by_norm = {norm: merged(training, {"model.norm": NORMS[norm]}) for norm in norms}
     runs: list[Run] = [
-        NormRun(variant=norm, seed=seed, training=own[norm], evaluation=preset.evaluation)
+        NormRun(variant=norm, seed=seed, training=by_norm[norm], evaluation=preset.evaluation)
         for seed in seeds
         for norm in norms
     ]
     if len(norms) > 1:
-        first = own[norms[0]]
+        first = by_norm[norms[0]]
         runs.append(
             TimeRun(variant=TIMED, seed=0, training=first, norms=norms, timing=preset.timing)
         )
@@ -223,16 +221,16 @@ def resolve(request: Request) -> Sweep:
     return Sweep.of(request, "rmsnorm", config, runs, describe=_describe)
 
 
-def _chosen(asked: Sequence[str]) -> tuple[str, ...]:
-    known = {name.lower(): name for name in NORMS}
-    for name in asked:
-        if name.lower() not in known:
+def _canonical_norms(names: Sequence[str]) -> tuple[str, ...]:
+    canonical = {name.lower(): name for name in NORMS}
+    for name in names:
+        if name.lower() not in canonical:
             raise unknown_name("norm", name, NORMS)
-    return tuple(dict.fromkeys(known[name.lower()] for name in asked))
+    return tuple(dict.fromkeys(canonical[name.lower()] for name in names))
 
 
-def _shared(preset: RMSNormPreset) -> dict[str, Any]:
-    """The training settings of both norms; the number of labels is that of the data."""
+def _shared_training(preset: RMSNormPreset) -> dict[str, Any]:
+    """The training settings of both norms, with the data's number of labels."""
     labels, fields = {}, preset.training
     if "labels" not in fields.get("model", {}):
         subject = f"preset {preset.name}, training.data"
@@ -243,7 +241,7 @@ def _shared(preset: RMSNormPreset) -> dict[str, Any]:
 
 
 def _describe(run: Run, data: RelationData) -> list[str]:
-    """How many documents there are, and how many are cut."""
+    """The numbers of documents, labels and truncated documents."""
     if not isinstance(run, NormRun):
         return []
     config = run.training_config
@@ -251,8 +249,8 @@ def _describe(run: Run, data: RelationData) -> list[str]:
     counts = " / ".join(f"{len(split):,}" for split in data)
     return [
         f"corpus {config.data.corpus}: {counts} documents to train, tune and test on, "
-        f"{len(data.labels)} labels; {sum(split.cut for split in data):,} are cut behind "
-        f"{config.data.max_tokens} of {data.pieces.vocab_size:,} word pieces"
+        f"{len(data.labels)} labels; {sum(split.cut for split in data):,} are truncated to "
+        f"{config.data.max_tokens} word pieces (vocabulary: {data.pieces.vocab_size:,})"
     ]
 
 
@@ -263,11 +261,11 @@ PUBLISHED = {LAYER: 95.85, RMS: 95.59}
 """The F1 (%) that the source reports for NYT24, with 7.92M parameters."""
 LOST = PUBLISHED[LAYER] - PUBLISHED[RMS]
 SAVED = 100 * (1 - 215.0 / 231.0)
-"""The share of time (%) that RMSNorm saves there: seconds of training."""
+"""The share of training time (%) that RMSNorm saves there."""
 EARLY = 0.1
-"""The share of the steps that counts as early in a training."""
+"""The share of the steps that counts as early in training."""
 LOSS = Metric("loss", "loss, mnats", ratio(1000.0), "mnats", 2)
-# A median is of the rounds themselves: each is a bin of its own.
+# A median needs the single rounds, so each is a bin.
 STEP = Metric("step_time", "step, ms", median(1000.0), "ms", 1).between(Sums.by_unit)
 TESTS, TRAININGS, STEPS = ({"protocol": name} for name in (CLASSIFIED, "training", STEP_TIME))
 
@@ -283,7 +281,9 @@ COLUMNS = (
     Column("loss", LOSS.title, LOSS.at(TESTS)),
     Column("parameters", "parameters", mean("parameters", "", 0).at(TRAININGS), interval=False),
     Column("step_ms", STEP.title, STEP.at(STEPS)),
-    text_column("source_f1", "source: F1, %", lambda view, row: f"{PUBLISHED[row.label]:.2f}"),
+    text_column(
+        "source_f1", "published F1 (NYT24), %", lambda view, row: f"{PUBLISHED[row.label]:.2f}"
+    ),
 )
 
 
@@ -292,15 +292,15 @@ def _notes(view: View) -> Sequence[str]:
     documents, rounds = (len(view.values("unit", where)) for where in (TESTS, STEPS))
     return (
         f"Which of {labels} labels a document has; {documents:,} test documents.",
-        "micro F1: of all labels together; macro F1: the mean over the labels that are true or "
-        "predicted anywhere in the test set. Of several seeds the mean of theirs.",
-        "loss: binary cross-entropy on the test set, the mean over documents and labels, in "
+        "Micro F1: of all labels together. Macro F1: the mean over the labels that are true or "
+        "predicted anywhere in the test set. Both are averaged over seeds.",
+        "Loss: binary cross-entropy on the test set, averaged over documents and labels, in "
         "thousandths of a nat.",
-        "source: what the source reports for NYT24, on another machine: not measured here.",
+        "Published F1: what the source reports for NYT24; not measured here.",
         *(
-            f"step: median of an optimiser step ({made}), both norms in turn in one process, "
+            f"Step: median time of an optimiser step ({setup}), both norms in turn in one process, "
             f"{rounds} rounds on the same batches; intervals over the rounds."
-            for made in view.values("settings", STEPS)[:1]
+            for setup in view.values("settings", STEPS)[:1]
         ),
     )
 
@@ -309,7 +309,7 @@ def _notes(view: View) -> Sequence[str]:
 
 
 def claims(view: View) -> Iterator[Claim]:
-    """A little F1 lost, 7 % of the time saved, a higher loss early in training."""
+    """Claims on F1, test loss, step time, and the loss early in training."""
     for metric, name in ((MICRO_F1, "micro F1"), (MACRO_F1, "macro F1")):
         yield Claim(
             f"RMSNorm costs a little F1 ({LOST:.2f} points)",
@@ -350,14 +350,14 @@ def _change(metric: Metric) -> Metric:
 
 
 def step_change(view: View) -> Estimate | None:
-    """By how many % a step with RMSNorm takes longer: the ratio of medians, rounds as pairs.
+    """The change of the median step time with RMSNorm, in %, paired over rounds.
 
-    The interval is that of the ratio's logarithm. Rounds vary here, not trainings: no number of
-    seeds stands behind it.
+    The interval is that of the logarithm of the ratio. It has no seeds, as rounds vary, not
+    trainings.
     """
-    logarithm = Metric("step_time", value=lambda *sums: np.log(median()(*sums)))
-    of_row = logarithm.between(Sums.by_unit).at(STEPS)
-    value = view.known(of_row.at(row=RMS) - of_row.at(row=LAYER))
+    log_median = Metric("step_time", value=lambda *sums: np.log(median()(*sums)))
+    log_time = log_median.between(Sums.by_unit).at(STEPS)
+    value = view.finite_estimate(log_time.at(row=RMS) - log_time.at(row=LAYER))
     if value is None:
         return None
     low, high = (None if end is None else _percent(end) for end in (value.low, value.high))
@@ -365,21 +365,21 @@ def step_change(view: View) -> Estimate | None:
 
 
 def early_difference(view: View) -> Estimate | None:
-    """Training loss of the first `EARLY` of the steps, in thousandths of a nat.
+    """The difference in training loss over the first `EARLY` steps, in thousandths of a nat.
 
-    Both norms had the same batches, so that seeds are pairs; fewer than `SEEDS` have no p.
+    Both norms have the same batches, so seeds are paired. With fewer than `SEEDS` there is no p.
     """
     means: list[dict[int, float]] = []
     for row in (RMS, LAYER):
         losses = select(view.frame, {**TRAININGS, "row": row, "statistic": "loss", "axis": "step"})
         early = losses.filter(pl.col("bin") <= (EARLY * pl.col("bin").max()).clip(lower_bound=1))
         added = early.group_by("seed").agg(pl.col("sum", "of").sum())
-        means.append({seed: 1000 * above / below for seed, above, below in added.rows() if below})
-    ours, other = means
-    changes = {seed: ours[seed] - other[seed] for seed in sorted(ours.keys() & other.keys())}
+        means.append({seed: 1000 * total / count for seed, total, count in added.rows() if count})
+    rms, layer = means
+    changes = {seed: rms[seed] - layer[seed] for seed in sorted(rms.keys() & layer.keys())}
     if not changes:
         return None
-    change = of_seeds(changes, view.bootstrap.level)
+    change = estimate_over_seeds(changes, view.bootstrap.level)
     return change if len(changes) >= SEEDS else replace(change, p=None)
 
 

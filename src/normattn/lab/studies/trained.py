@@ -1,7 +1,7 @@
 """How trainings ended, for studies that test which settings fail.
 
-A training has *learned*, or is *stuck* (less than `MARGIN` nats better than the unigram model, so
-that it learned nothing of the context), or has *diverged* (its loss stopped being finite).
+A training has *learned*, is *stuck* (less than `MARGIN` nats better than the unigram model: it
+learned nothing from the context), or has *diverged* (its loss is no longer finite).
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from normattn.lab.evaluation.masked import learnt_nothing
 from normattn.lab.report.view import View
 from normattn.lab.stats.arrays import Where
 
-End = Literal["diverged", "stuck", "learned"]
+TrainingOutcome = Literal["diverged", "stuck", "learned"]
 """From the worst to the best."""
 
 
-def ends(view: View, where: Where) -> dict[int, End]:
+def training_outcomes(view: View, where: Where) -> dict[int, TrainingOutcome]:
     """How the training of each seed ended, in the rows `where`; empty where none was measured.
 
-    Seeds are judged one by one: a mean over seeds would hide one that learned nothing.
+    Seeds are judged one by one, as a mean would hide one that learned nothing.
     """
-    found: dict[int, End] = {}
+    outcomes: dict[int, TrainingOutcome] = {}
     losses, unigrams = (view.sums(name, where) for name in ("loss", "unigram_loss"))
     if losses is not None and unigrams is not None:
-        ours, guesses = (
-            (part.numerator.sum((1, 2)) / part.denominator.sum((1, 2))).tolist()
-            for part in (losses, unigrams)
+        by_seed = (
+            (sums.numerator.sum((1, 2)) / sums.denominator.sum((1, 2))).tolist()
+            for sums in (losses, unigrams)
         )
-        for seed, *both in zip(losses.seeds, ours, guesses, strict=True):
-            found[seed] = "stuck" if learnt_nothing(*both) else "learned"
-    lost = view.values("seed", {**where, "protocol": "training", "statistic": "diverged"})
-    return found | dict.fromkeys(sorted(lost), "diverged")
+        for seed, loss, unigram in zip(losses.seeds, *by_seed, strict=True):
+            outcomes[seed] = "stuck" if learnt_nothing(loss, unigram) else "learned"
+    diverged = view.values("seed", {**where, "protocol": "training", "statistic": "diverged"})
+    return outcomes | dict.fromkeys(sorted(diverged), "diverged")

@@ -1,7 +1,7 @@
-"""Run jobs on other hosts: tasks of a Ray cluster, and Slurm jobs by submitit.
+"""Run jobs on other hosts: as tasks of a Ray cluster, or as Slurm jobs by submitit.
 
-Slurm jobs belong to the cluster: where this process is killed, they go on. Cancel them (`scancel`)
-before the command is run again; two jobs never work on one run, as each holds its lock.
+Slurm jobs continue when this process is killed. Cancel them (`scancel`) before the command is run
+again. Two jobs never work on one run, as each holds its lock.
 """
 
 from __future__ import annotations
@@ -37,17 +37,16 @@ from normattn.lab.sweep.launchers import (
 )
 
 INHERITED = ("PYTHONPATH", "NORMATTN_CACHE", "XDG_CACHE_HOME")
-"""Where a job finds code and data; other hosts may have other values."""
+"""Environment variables for code and data, which are passed on to other hosts."""
 CONNECT_SECONDS = 30.0
-ASKED_SECONDS = 2.0
+CHECK_SECONDS = 2.0
 
 
 @dataclass
 class RemoteJob:
-    """A job that is sent to another host: called there, it runs the job as a child process.
+    """A job for another host, which runs it as a child process when called there.
 
-    Whatever ends the call (an exception that the scheduler's library raises in it) has the child
-    save its state first.
+    If the scheduler's library ends the call by an exception, the child saves its state first.
     """
 
     job: Job
@@ -61,14 +60,17 @@ class RemoteJob:
         self.job = replace(self.job, log=self.job.log.absolute())
 
     def __call__(self) -> tuple[int, str]:
-        """The exit code and the last line; `InputError` where this host lacks the folders."""
+        """Run the job; return its exit code and why it failed.
+
+        Raises `InputError` where this host lacks the folders.
+        """
         for folder in (self.folder, self.job.log.parent):
             if not folder.is_dir():
                 raise InputError(
                     f"{platform.node()} has no folder {folder}: all hosts of a sweep need the "
                     "same folders"
                 )
-        with _noted_interrupts() as interrupts:
+        with _record_interrupts() as interrupts:
             self.child = Child(self.job, self.environment, self.folder)
             try:
                 while not self.child.done() and not interrupts:
@@ -78,31 +80,31 @@ class RemoteJob:
             return self.child.result()
 
     def save(self) -> None:
-        """Have the child save its state and end, if there is one."""
+        """Stop the child, if there is one, after it has saved its state."""
         if self.child is not None:
             self.child.stop()
             self.child.process.wait()
 
 
 @contextmanager
-def _noted_interrupts() -> Iterator[list[int]]:
-    """Note SIGINT instead of raising it: a second KeyboardInterrupt could hit the clean-up."""
-    noted: list[int] = []
+def _record_interrupts() -> Iterator[list[int]]:
+    """Record SIGINT instead of raising: a second KeyboardInterrupt could hit the clean-up."""
+    interrupts: list[int] = []
     if threading.current_thread() is not threading.main_thread():
-        yield noted
+        yield interrupts
         return
-    before = signal.signal(signal.SIGINT, lambda number, frame: noted.append(number))
+    previous = signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number))
     try:
-        yield noted
+        yield interrupts
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, previous)
 
 
 class Remote(Launcher):
-    """Jobs on hosts that a scheduler chooses; all of them see the same folders.
+    """Jobs on hosts that a scheduler chooses, all with the same folders.
 
-    `cpus` and `gpus` are what each job asks for (default: its threads; a GPU where `device` is
-    cuda, or where it is auto and this machine has one).
+    `cpus` and `gpus` are per job (default: its threads; one GPU where `device` is cuda, or where it
+    is auto and this machine has one).
     """
 
     poll_seconds: ClassVar[float] = 0.5
@@ -111,30 +113,30 @@ class Remote(Launcher):
     gpus: int | None = Field(default=None, ge=0)
 
     def slots(self, needs: Needs) -> None:
-        """The scheduler decides."""
+        """None: the scheduler decides."""
 
     def cpus_for(self, needs: Needs) -> int:
-        """The CPU cores that a job asks for."""
+        """The CPU cores of a job."""
         return needs.cores if self.cpus is None else self.cpus
 
     def gpus_for(self, needs: Needs) -> int:
-        """The GPUs that a job asks for."""
+        """The GPUs of a job."""
         if self.gpus is not None:
             return self.gpus
-        here = needs.device == "auto" and bool(visible_gpus())
-        return int(here or needs.device.startswith("cuda"))
+        found = needs.device == "auto" and bool(visible_gpus())
+        return int(found or needs.device.startswith("cuda"))
 
 
-def _lacking(name: str, extra: str) -> str:
+def _missing(name: str, extra: str) -> str:
     return f"--launcher {extra} needs {name}: pip install 'normattn[{extra}]'"
 
 
 class Ray(Remote):
     """Tasks of a Ray cluster.
 
-    `address` is the cluster (HOST:PORT, ray://HOST:PORT, auto; default: that of RAY_ADDRESS, else
-    one on this machine, else one started here for this sweep). `retries`: how often a job whose
-    node was lost starts again elsewhere, from its checkpoint.
+    `address` is the cluster: HOST:PORT, ray://HOST:PORT or auto (default: RAY_ADDRESS, else a
+    cluster on this machine, else a new one for this sweep). `retries` is how often a job whose node
+    was lost starts again on another one, from its checkpoint.
     """
 
     name: ClassVar[str] = "ray"
@@ -144,11 +146,11 @@ class Ray(Remote):
 
     @contextmanager
     def session(self, jobs: Sequence[Job], needs: Needs) -> Iterator[Start]:
-        """Join the cluster, and leave it at the end."""
-        ray = import_library("ray", _lacking("ray", "ray"))
-        joined = ray.is_initialized()
-        if not joined:
-            self._join(ray)
+        """Connect to the cluster, and disconnect at the end."""
+        ray = import_library("ray", _missing("ray", "ray"))
+        was_connected = ray.is_initialized()
+        if not was_connected:
+            self._connect(ray)
         try:
             remote = ray.remote(RemoteJob.__call__).options(
                 num_cpus=self.cpus_for(needs),
@@ -157,11 +159,11 @@ class Ray(Remote):
             )
             yield lambda jobs: [self._task(job, ray, remote.remote(RemoteJob(job))) for job in jobs]
         finally:
-            if not joined:
+            if not was_connected:
                 ray.shutdown()
 
     def _task(self, job: Job, ray: Any, handle: Any) -> Task:
-        """The reference `handle` to the result of one of Ray's tasks."""
+        """A task of Ray, whose result `handle` refers to."""
 
         def done() -> bool:
             return bool(ray.wait([handle], timeout=0)[0])
@@ -172,7 +174,7 @@ class Ray(Remote):
                 return code, message
             except ray.exceptions.RayError as error:
                 cause = getattr(error, "cause", None) or error
-                return 1, f"Ray gave it up: {_lines(cause)[0]}"
+                return 1, f"Ray could not finish it: {_lines(cause)[0]}"
 
         def stop() -> None:
             ray.cancel(handle)  # Ray raises KeyboardInterrupt in the task: its child saves.
@@ -181,35 +183,36 @@ class Ray(Remote):
             if not done():
                 ray.cancel(handle, force=True)  # The worker ends; its child notices.
 
-        # Ray loses an interruption that it raises where Python ignores exceptions: ask again.
-        return Task(job, done, result, stop, kill, ask_again_seconds=3.0)
+        # Ray's interruption is lost where Python ignores exceptions, so it is repeated.
+        return Task(job, done, result, stop, kill, stop_again_seconds=3.0)
 
-    def _join(self, ray: Any) -> None:
+    def _connect(self, ray: Any) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         address = self.address or os.environ.get("RAY_ADDRESS")
-        before = signal.getsignal(signal.SIGTERM)
-        started = {} if address else {"include_dashboard": False}
+        previous = signal.getsignal(signal.SIGTERM)
+        options = {} if address else {"include_dashboard": False}
         try:
-            # Where nothing listens at HOST:PORT, Ray itself waits for minutes.
+            # Try to connect first: where nothing listens at HOST:PORT, Ray waits for minutes.
             host, colon, port = (address or "").removeprefix("ray://").rpartition(":")
             if colon and port.isdecimal():
                 socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()
-            ray.init(address=self.address, log_to_driver=False, logging_level="ERROR", **started)
+            ray.init(address=self.address, log_to_driver=False, logging_level="ERROR", **options)
         except (OSError, RuntimeError, ValueError) as error:
             where = address or "this machine"
             raise InputError(f"no Ray cluster answers at {where}: {_lines(error)[0]}") from error
         finally:
             if threading.current_thread() is threading.main_thread():
-                signal.signal(signal.SIGTERM, before)  # Ray installs a handler of its own.
+                signal.signal(signal.SIGTERM, previous)  # Ray replaces the handler.
 
 
 class Slurm(Remote):
     """Jobs of a Slurm cluster, by submitit.
 
-    `partition`, `account`, `qos`, `constraint`: as sbatch takes them. `time`: minutes of a job;
-    one that needs more saves its state `warning` seconds before the end and is requeued, at most
-    `requeues` times. `memory`: GB of a job. `cluster`: slurm, or local for submitit's own
-    executor, which needs no Slurm.
+    - `partition`, `account`, `qos`, `constraint`: as for sbatch.
+    - `time`: minutes of a job. A job that needs more saves its state `warning` seconds before the
+      end and is requeued, at most `requeues` times.
+    - `memory`: GB of a job.
+    - `cluster`: slurm, or local for submitit's local executor, which needs no Slurm.
     """
 
     name: ClassVar[str] = "slurm"
@@ -226,10 +229,10 @@ class Slurm(Remote):
 
     @contextmanager
     def session(self, jobs: Sequence[Job], needs: Needs) -> Iterator[Start]:
-        """Submit an array of jobs each time."""
-        submitit = import_library("submitit", _lacking("submitit", "slurm"))
+        """Submit jobs as arrays."""
+        submitit = import_library("submitit", _missing("submitit", "slurm"))
         logging.getLogger("submitit").setLevel(logging.ERROR)
-        # A new folder each time: submitit unpickles what it finds there, so it must be our own.
+        # A new folder each time, as submitit unpickles the files that it finds there.
         place = jobs[0].log.parents[2].resolve() / ".submitit"
         place.mkdir(parents=True, exist_ok=True)
         folder = tempfile.mkdtemp(prefix="", dir=place)
@@ -251,19 +254,20 @@ class Slurm(Remote):
         yield start
 
     def parameters(self, needs: Needs) -> dict[str, Any]:
-        """What submitit is given for each job, by its names."""
-        own = {name: getattr(self, name) for name in ("account", "qos", "constraint", "partition")}
-        given = {f"slurm_{name}": value for name, value in own.items() if value is not None}
+        """The parameters of submitit for each job."""
+        names = ("account", "qos", "constraint", "partition")
+        settings = {name: getattr(self, name) for name in names}
+        optional = {f"slurm_{name}": value for name, value in settings.items() if value is not None}
         if self.memory is not None:
-            given["mem_gb"] = self.memory
+            optional["mem_gb"] = self.memory
         if self.gpus_for(needs):
-            given["gpus_per_node"] = self.gpus_for(needs)
+            optional["gpus_per_node"] = self.gpus_for(needs)
         return {
             "timeout_min": self.time,
             "cpus_per_task": self.cpus_for(needs),
             "slurm_signal_delay_s": self.warning,
             "slurm_additional_parameters": {"requeue": True},
-            **given,
+            **optional,
         }
 
 
@@ -271,43 +275,43 @@ class SlurmJob(RemoteJob):
     """A job that saves its state before Slurm requeues it; submitit calls `checkpoint`."""
 
     def __call__(self) -> tuple[int, str]:
-        """Run it. SIGTERM (pre-emption, scancel) saves and leaves no result."""
-        signal.signal(signal.SIGTERM, _leave)
+        """Run the job. SIGTERM (pre-emption, scancel) saves the state without a result."""
+        signal.signal(signal.SIGTERM, _exit)
         return super().__call__()
 
     def checkpoint(self) -> Any:
-        """Save the state; what to call when the job starts again."""
+        """Save the state, and return the submission for the job's next start."""
         self.save()
         submission = import_library(
-            "submitit", _lacking("submitit", "slurm")
+            "submitit", _missing("submitit", "slurm")
         ).helpers.DelayedSubmission
         return submission(replace(self, child=None))
 
 
-def _leave(number: int, frame: FrameType | None) -> NoReturn:
+def _exit(number: int, frame: FrameType | None) -> NoReturn:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise SystemExit(128 + number)
 
 
 def _slurm_task(job: Job, handle: Any) -> Task:
-    """A job of submitit, by Slurm or by its own executor."""
-    ask_at = float("inf")
+    """A job of submitit, run by Slurm or by its local executor."""
+    check_at = float("inf")
 
     def done() -> bool:
-        """Whether it left a result, or its scheduler says that it is over.
+        """Whether it left a result, or its scheduler reports its end.
 
-        A job that was stopped leaves none, so its scheduler is asked every other second.
+        A stopped job leaves no result, so its scheduler is asked every `CHECK_SECONDS`.
         """
-        nonlocal ask_at
-        due = time.monotonic() >= ask_at
+        nonlocal check_at
+        due = time.monotonic() >= check_at
         if due:
-            ask_at = time.monotonic() + ASKED_SECONDS
+            check_at = time.monotonic() + CHECK_SECONDS
         return bool(handle.done(force_check=due))
 
     def result() -> tuple[int, str]:
         if not handle.paths.result_pickle.exists():
-            ended = f"job {handle.job_id} ended without a result"
-            return 1, f"{ended}; rerun the command to resume"
+            message = f"job {handle.job_id} ended without a result; rerun the command to resume"
+            return 1, message
         failure = handle.exception()
         if failure is not None:
             return 1, _lines(failure)[-1]
@@ -315,13 +319,13 @@ def _slurm_task(job: Job, handle: Any) -> Task:
         return code, message
 
     def stop() -> None:
-        """Ask its controller, or have Slurm cancel it: its child saves, and then it is ended."""
-        nonlocal ask_at
+        """Send SIGTERM to a local job, or cancel a Slurm job: its child saves its state."""
+        nonlocal check_at
         if handle.done():
             return
-        ask_at = time.monotonic() + ASKED_SECONDS
+        check_at = time.monotonic() + CHECK_SECONDS
         if hasattr(handle, "_process"):
-            # What submitit itself sends to a job of its own executor is followed by force.
+            # `handle.cancel` would kill a local job soon after its signal.
             os.kill(int(handle.job_id), signal.SIGTERM)
         else:
             handle.cancel(check=False)
@@ -330,14 +334,14 @@ def _slurm_task(job: Job, handle: Any) -> Task:
 
 
 def _lines(error: BaseException) -> list[str]:
-    """What an exception says."""
+    """The lines of an exception's message."""
     lines = [line.strip() for line in str(error).split("\n") if line.strip(" -")]
     return lines or [type(error).__name__]
 
 
 def launcher(name: str, settings: Mapping[str, Any]) -> Launcher:
-    """The launcher called `name` with these settings; `InputError` for unknown ones."""
-    known: dict[str, type[Launcher]] = {kind.name: kind for kind in (Local, Slurm, Ray)}
-    if name not in known:
-        raise unknown_name("launcher", name, known)
-    return known[name].parse(settings, f"the {name} launcher")
+    """The launcher of this name with these settings; raises `InputError` for unknown ones."""
+    launchers: dict[str, type[Launcher]] = {kind.name: kind for kind in (Local, Slurm, Ray)}
+    if name not in launchers:
+        raise unknown_name("launcher", name, launchers)
+    return launchers[name].parse(settings, f"the {name} launcher")

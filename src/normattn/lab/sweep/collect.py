@@ -1,4 +1,4 @@
-"""Everything that was measured below a study's directory, and the text that its models read."""
+"""Collect the measurements of a study's directory, and the corpora of its models."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from normattn.errors import InputError
 from normattn.io import read_object, write_json
 from normattn.lab.runs import read_metrics
 from normattn.lab.stats import Identity, collected, fact, identified, joined, sums
-from normattn.lab.stats.arrays import left_out, on_common_sets
+from normattn.lab.stats.arrays import describe_left_out, keep_common_data
 from normattn.lab.stats.measurements import FACTOR, Factor, empty
 from normattn.lab.sweep.paths import RunPaths
 from normattn.lab.sweep.run import canonical_json
@@ -21,60 +21,59 @@ from normattn.lab.training.init_from import CORPUS_FILE
 from normattn.terminal import warn
 
 BINS = 100
-"""Points of a training's loss curve, at most."""
+"""The largest number of points in a training's loss curve."""
 
 
-def measured_below(
+def collect_measurements(
     out: Path,
     factors: Sequence[str] = (),
-    also: Callable[[Identity, Path], pl.DataFrame] = lambda whose, run: empty(),
+    also: Callable[[Identity, Path], pl.DataFrame] = lambda identity, run: empty(),
 ) -> pl.DataFrame:
     """The stored measurements of a sweep, and the loss curve of each of its trainings.
 
-    `factors` are those of the runs that distinguish trainings of one row. Rows that agree in them
-    can be compared only on one set of documents: where a protocol was measured on several of one
-    length, the one with the most rows counts. `also` returns what else a training wrote into its
-    directory.
+    `factors` are those that distinguish trainings of one row. Rows with equal factors are compared
+    on one data set only, the one that most of them share (`keep_common_data`). `also` returns what
+    else a training wrote into its directory.
     """
     runs = RunPaths.below(out)
     refuse_changed_text(paths.run for paths in runs)
-    whole = collected(out)
-    parts = [on_common_sets(whole, [f"{FACTOR}{name}" for name in factors])]
-    for sentence in left_out(whole, parts[0]):
+    stored = collected(out)
+    parts = [keep_common_data(stored, [f"{FACTOR}{name}" for name in factors])]
+    for sentence in describe_left_out(stored, parts[0]):
         warn(f"normattn: {sentence}")
     for paths in runs:
-        whose = _training_of(paths)
-        parts += [history(paths.run, whose), also(whose, paths.run)]
+        identity = _training_identity(paths)
+        parts += [history(paths.run, identity), also(identity, paths.run)]
     return joined(parts)
 
 
-def _training_of(paths: RunPaths) -> Identity:
-    """Whose the training of a run is: its row, seed and factors, as its settings say them.
+def _training_identity(paths: RunPaths) -> Identity:
+    """The identity of a run's training, from its settings.
 
-    Raises `InputError` where they are not those of the run in its place.
+    Raises `InputError` where the settings do not belong to this directory.
     """
     stored, damaged = read_object(paths.settings), f"{paths.settings} is damaged"
-    wanted = {"variant": paths.run.parent.name, "seed": int(paths.run.name.removeprefix("seed"))}
-    for name, value in wanted.items():
+    expected = {"variant": paths.run.parent.name, "seed": int(paths.run.name.removeprefix("seed"))}
+    for name, value in expected.items():
         if stored.get(name) != value or type(stored[name]) is not type(value):
             raise InputError(
-                f"{damaged}: {name} is {stored.get(name)!r:.40} there, and its place is that of "
-                f"{value!r}"
+                f"{damaged}: {name} is {stored.get(name)!r:.40} there, but its directory is that "
+                f"of {value!r}"
             )
     row, factors = stored.get("row") or stored["variant"], stored.get("factors") or {}
     values = factors.values() if isinstance(factors, dict) else [None]
     if not isinstance(row, str) or not all(isinstance(v, str | int | float) for v in values):
         raise InputError(f"{damaged}: its row or its factors are not plain values")
-    return trained(row, stored["seed"], factors)
+    return training_identity(row, stored["seed"], factors)
 
 
-def trained(row: str, seed: int, factors: Mapping[str, Factor] | None = None) -> Identity:
-    """Whose the measurements of a training itself are."""
+def training_identity(row: str, seed: int, factors: Mapping[str, Factor] | None = None) -> Identity:
+    """The identity of measurements of a training itself."""
     return Identity("", row, row, seed, "training", split="train", factors=factors or {})
 
 
-def history(run: Path, whose: Identity) -> pl.DataFrame:
-    """The loss by step of the training in `run`, in at most `BINS` bins; empty before it began."""
+def history(run: Path, identity: Identity) -> pl.DataFrame:
+    """The loss by step of the training in `run`, in at most `BINS` bins; empty before it starts."""
     lines = read_metrics(run / "metrics.jsonl")
     if not lines:
         return empty()
@@ -83,24 +82,24 @@ def history(run: Path, whose: Identity) -> pl.DataFrame:
             raise InputError(f"{run / 'metrics.jsonl'} is damaged: step {line['step']} has no loss")
     steps, losses = (np.array([line[name] for line in lines], float) for name in ("step", "loss"))
     width = max(1.0, float(steps[-1]) / BINS)
-    used, where = np.unique(((steps - 1) // width).astype(int), return_inverse=True)
+    bins, index = np.unique(((steps - 1) // width).astype(int), return_inverse=True)
     finite = np.isfinite(losses)
-    above = np.bincount(where[finite], losses[finite], minlength=len(used))
-    below = np.bincount(where[finite], minlength=len(used))
+    totals = np.bincount(index[finite], losses[finite], minlength=len(bins))
+    counts = np.bincount(index[finite], minlength=len(bins))
     rows = pl.concat(
         [
-            sums("loss", [""], [[a]], [[b]], axis="step", edges=[start, start + width])
-            for start, a, b in zip(used * width + 1, above, below, strict=True)
+            sums("loss", [""], [[total]], [[count]], axis="step", edges=[start, start + width])
+            for start, total, count in zip(bins * width + 1, totals, counts, strict=True)
         ]
     )
-    return identified(whose, [rows, fact("steps", float(steps[-1]))])
+    return identified(identity, [rows, fact("steps", float(steps[-1]))])
 
 
 @dataclass(frozen=True)
 class Corpora:
-    """The text that models were trained on: `fingerprints` of the tokens, `sources` with versions.
+    """The corpora of models: `fingerprints` of the tokens, and `sources` with versions.
 
-    Empty for a study that trains on no text, or whose folder was made before this was kept.
+    Empty for a study without text, and for folders made before this was recorded.
     """
 
     fingerprints: frozenset[str] = frozenset()
@@ -108,22 +107,22 @@ class Corpora:
 
     @classmethod
     def below(cls, folder: Path) -> Corpora:
-        """What the trainings in the directory of a study left, or what a published folder holds.
+        """The corpora of the trainings of a study's directory, or those of a published folder.
 
-        Raises `InputError` where two hold other versions of one source.
+        Raises `InputError` where two have different versions of one source.
         """
         records = sorted(folder.glob(f"cells/*/*/{CORPUS_FILE}"))
-        prints: set[str] = set()
+        fingerprints: set[str] = set()
         sources: dict[str, str] = {}
-        for part in map(cls.read, records or folder.glob(CORPUS_FILE)):
-            prints |= part.fingerprints
-            for name, version in part.sources.items():
+        for record in map(cls.read, records or folder.glob(CORPUS_FILE)):
+            fingerprints |= record.fingerprints
+            for name, version in record.sources.items():
                 if sources.setdefault(name, version) != version:
                     raise InputError(
                         f"models of one report were trained on {name} {sources[name]} and "
                         f"{version}: prepare the same corpus for all of them"
                     )
-        return cls(frozenset(prints), dict(sorted(sources.items())))
+        return cls(frozenset(fingerprints), dict(sorted(sources.items())))
 
     @classmethod
     def read(cls, file: Path) -> Corpora:
@@ -131,23 +130,23 @@ class Corpora:
         stored = read_object(file)
         prints = stored.get("fingerprints", [stored.get("fingerprint")])
         sources = stored.get("sources")
-        if not _texts(prints) or not isinstance(sources, dict) or not _texts(sources.values()):
+        if not (_all_text(prints) and isinstance(sources, dict) and _all_text(sources.values())):
             raise InputError(f"{file} is damaged: expected fingerprints and sources with versions")
         return cls(frozenset(prints), sources)
 
     def write(self, folder: Path) -> None:
-        """Leave the record in a folder that is to be published, where there is one."""
+        """Write the record into a folder that is to be published; nothing where it is empty."""
         if self.fingerprints:
             record = {"fingerprints": sorted(self.fingerprints), "sources": dict(self.sources)}
             write_json(folder / CORPUS_FILE, record)
 
 
 def refuse_changed_text(runs: Iterable[Path], now: Mapping[str, str] | None = None) -> None:
-    """`InputError` where two trainings on the same settings of the data read different data.
+    """Raise `InputError` where two trainings have the same data settings but different data.
 
-    `now` has the fingerprint of what was prepared, by its settings (`canonical_json`). Files behind
-    an address can change from one training to the next; their models have other tokenisers and were
-    tested on other documents.
+    `now` has the fingerprint of the prepared data, by its settings (`canonical_json`). Files behind
+    an address can change between trainings. The models then have different tokenisers and test
+    documents.
     """
     seen: dict[str, tuple[object, object]] = {
         settings: ("the corpus now", fingerprint) for settings, fingerprint in (now or {}).items()
@@ -166,5 +165,5 @@ def refuse_changed_text(runs: Iterable[Path], now: Mapping[str, str] | None = No
             )
 
 
-def _texts(values: object) -> bool:
+def _all_text(values: object) -> bool:
     return isinstance(values, Iterable) and all(isinstance(value, str) for value in values)

@@ -1,4 +1,4 @@
-"""Layers of settings laid over each other, and what all runs of a sweep share."""
+"""Merge layers of settings; the settings that all runs of a sweep share."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from pydantic import ConfigDict, Field
 from normattn.errors import InputError
 from normattn.settings import Settings
 
-# Settings that no digit of a table depends on.
 CHANGEABLE = (
     "training.checkpoint_seconds",
     "training.track",
-    "training.tensorboard",  # what `track` was before
+    "training.tensorboard",  # the former name of `track`
     "training.parallel",
     "evaluation.max_tokens",
     "mechanism.max_tokens",
-    "changed",  # what follows from it is compared
+    "changed",  # the resulting settings are compared
     "asked",  # it chooses runs, which may be added
 )
+"""Settings that do not affect any number of a table, so a rerun may change them."""
 
 
 class SweepConfig(Settings):
-    """What every run of one study shares; runs may be added, but this may not change.
+    """The settings that all runs of a sweep share; runs may be added, but these may not change.
 
-    `changed` is what was asked for besides the preset, by dotted name; `asked` are the options that
-    chose the runs, of every command that added some (`Request.choices`). Each study adds its own
-    settings, as `training` and `evaluation`.
+    `changed` are the user's changes to the preset, by dotted name. `asked` are the options that
+    chose runs, of every command that added some (`Request.choices`). Each study adds further
+    settings, such as `training` and `evaluation`.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -44,10 +44,10 @@ class SweepConfig(Settings):
 
 
 def merged(base: Mapping[str, Any], *layers: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with the nested or dotted settings of each layer laid over it.
+    """A copy of `base`, overridden by the nested or dotted settings of each layer in turn.
 
     A dotted key is a path: `{"model.dim": 64}` changes one field of `model`. Raises `InputError`
-    where a value would replace a group of settings, or a group go below a value.
+    where a value would replace a group of settings, or a group would be put below a value.
     """
     result = _copy(base)
     for layer in layers:
@@ -57,22 +57,22 @@ def merged(base: Mapping[str, Any], *layers: Mapping[str, Any]) -> dict[str, Any
 
 
 def value_at(fields: Mapping[str, Any], name: str) -> Any:
-    """The value at a dotted name of nested settings; None where there is none."""
+    """The value at a dotted name of nested settings, or None."""
     value: Any = fields
     for key in name.split("."):
         value = value.get(key) if isinstance(value, Mapping) else None
     return value
 
 
-def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """Settings as text by dotted name; None and empty groups are left out."""
     texts: dict[str, str] = {}
     for name, value in config.items():
         if isinstance(value, Mapping):
-            texts |= flat(value, f"{prefix}{name}.")
+            texts |= flatten(value, f"{prefix}{name}.")
         elif value not in (None, [], ()):
-            shown = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-            texts[prefix + name] = shown
+            text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+            texts[prefix + name] = text
     return texts
 
 

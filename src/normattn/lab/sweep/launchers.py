@@ -1,7 +1,7 @@
-"""Run jobs in parallel: the interface of a launcher, and child processes of this machine.
+"""Run jobs in parallel: the interface of launchers, and child processes on this machine.
 
-A job reads and writes files only: its settings, its log, its progress. So it can run on any host
-that sees the same folders. `clusters` has the launchers for Ray and Slurm.
+A job communicates through files only (settings, log, progress), so it can run on any host with the
+same folders. The launchers for Ray and Slurm are in `clusters`.
 """
 
 from __future__ import annotations
@@ -34,10 +34,9 @@ PREFIX = "launcher."
 
 @dataclass(frozen=True)
 class Job:
-    """One Python process: its arguments, and the file that takes its output.
+    """One Python process: its arguments, and the file `log` for its output.
 
-    The last line of `log` explains a failure. The id of the parent process is added to the
-    arguments.
+    The last line of `log` explains a failure. The parent's process id is appended to the arguments.
     """
 
     name: str
@@ -47,7 +46,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended: its exit code, and the last line it printed (empty on success)."""
+    """How a job ended: its exit code, and why it failed ("" on success)."""
 
     job: Job
     code: int
@@ -56,13 +55,13 @@ class Outcome:
 
     @property
     def failed(self) -> bool:
-        """Whether it neither finished nor diverged; a diverged job is a result."""
+        """Whether it neither finished nor diverged; a divergence is a result."""
         return self.code not in (FINISHED, DIVERGED)
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What a job computes on: CPU cores, and the setting `device` (auto, cpu, cuda, cuda:N)."""
+    """The resources of a job: CPU cores, and the setting `device` (auto, cpu, cuda, cuda:N)."""
 
     cores: int = 1
     device: str = "cpu"
@@ -70,11 +69,12 @@ class Needs:
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """A job that was started, and how it is asked.
+    """A started job.
 
-    `done`: whether it has ended; `result`: its exit code, and why it failed ("" on success);
-    `stop` has it save its state and end, and is repeated after `ask_again_seconds` while it goes
-    on; `kill` ends it, saved or not.
+    - `done`: whether it has ended.
+    - `result`: its exit code, and why it failed ("" on success).
+    - `stop`: asks it to save its state and end. Repeated every `stop_again_seconds` until it does.
+    - `kill`: ends it at once.
     """
 
     job: Job
@@ -82,19 +82,19 @@ class Task:
     result: Callable[[], tuple[int, str]]
     stop: Callable[[], object]
     kill: Callable[[], object]
-    ask_again_seconds: float = float("inf")
+    stop_again_seconds: float = float("inf")
     started: float = field(default_factory=time.monotonic)
 
 
 Start = Callable[[Sequence[Job]], Sequence[Task]]
-"""Starts jobs, or submits them to a scheduler."""
+"""Starts jobs, or submits them to a scheduler, and returns their tasks."""
 
 
 class Launcher(Settings, ABC):
     """Where the runs of a sweep execute; its fields are the settings `launcher.NAME`.
 
-    No result depends on it: directories and settings are the same under each launcher, and a sweep
-    that began under one continues under another.
+    Results, directories and settings are the same under every launcher, so a sweep that started
+    under one can continue under another.
     """
 
     name: ClassVar[str]
@@ -106,22 +106,23 @@ class Launcher(Settings, ABC):
 
     @abstractmethod
     def session(self, jobs: Sequence[Job], needs: Needs) -> AbstractContextManager[Start]:
-        """What starts these jobs, closed when the context ends."""
+        """A context that yields the function to start these jobs."""
 
     def describe(self) -> str:
         """The name, and the settings that differ from their defaults."""
         changed = self.model_dump(exclude_defaults=True)
-        words = ", ".join(f"{name} {value}" for name, value in changed.items())
-        return f"{self.name}: {words}" if words else self.name
+        settings = ", ".join(f"{name} {value}" for name, value in changed.items())
+        return f"{self.name}: {settings}" if settings else self.name
 
 
 def split_changes(changes: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The launcher's settings (`launcher.NAME`, by NAME), and the study's."""
-    own = {k.removeprefix(PREFIX): v for k, v in changes.items() if k.startswith(PREFIX)}
-    return own, {k: v for k, v in changes.items() if not k.startswith(PREFIX)}
+    """The launcher's settings (those of `launcher.NAME`, by NAME), and the study's."""
+    launcher = {k.removeprefix(PREFIX): v for k, v in changes.items() if k.startswith(PREFIX)}
+    return launcher, {k: v for k, v in changes.items() if not k.startswith(PREFIX)}
 
 
 Observe = Callable[[Sequence[Job], Sequence[Outcome]], None]
+"""Receives (running jobs, ended jobs)."""
 
 
 def run_jobs(
@@ -131,25 +132,26 @@ def run_jobs(
     needs: Needs | None = None,
     observe: Observe = lambda running, ended: None,
 ) -> list[Outcome]:
-    """Run `jobs` in order, `at_once` at a time; `observe(running, ended)` is called all the while.
+    """Run `jobs` in order, `at_once` at a time; return their outcomes.
 
-    A job that fails does not stop the others. On a signal the running jobs save their state, and
-    `Interrupted` is raised when the last one has ended; a second signal kills them.
+    `observe` is called repeatedly. A failed job does not stop the others. On a signal the running
+    jobs save their state, and `Interrupted` is raised after the last one has ended. A second signal
+    kills them.
     """
     waiting, running, ended = list(jobs), list[Task](), list[Outcome]()
     if not waiting:
         return ended
-    # The handlers come last: a scheduler's library may install its own when a session opens.
+    # `stop` is entered last: a scheduler's library may install signal handlers in `session`.
     stop = StopRequest(insist=False)
     with launcher.session(jobs, needs or Needs()) as start, stop:
         try:
             while (waiting or running) and not stop.count:
                 free = at_once - len(running)
-                now, waiting = waiting[:free], waiting[free:]
-                for job in now:  # What an earlier attempt printed is no sign of this one.
+                starting, waiting = waiting[:free], waiting[free:]
+                for job in starting:  # A log means that the job has started: remove older ones.
                     job.log.parent.mkdir(parents=True, exist_ok=True)
                     job.log.unlink(missing_ok=True)
-                running += start(now) if now else []
+                running += start(starting) if starting else []
                 for task in [task for task in running if task.done()]:
                     running.remove(task)
                     seconds = time.monotonic() - task.started
@@ -171,13 +173,13 @@ def run_jobs(
 
 
 def _stop_all(running: Sequence[Task], stop: StopRequest) -> None:
-    """Ask every task to stop, and wait until all have, or until patience ends."""
+    """Stop every task, and wait until all have ended, `GRACE_SECONDS` at most."""
     asked, deadline = float("-inf"), time.monotonic() + GRACE_SECONDS
     while left := [task for task in running if not task.done()]:
         now = time.monotonic()
         if stop.count > 1 or now > deadline:
             return
-        if now - asked >= left[0].ask_again_seconds:
+        if now - asked >= left[0].stop_again_seconds:
             asked = now
             for task in left:
                 task.stop()
@@ -185,9 +187,9 @@ def _stop_all(running: Sequence[Task], stop: StopRequest) -> None:
 
 
 class Child:
-    """A job as a child process, in a process group of its own: Ctrl-C reaches the parent alone.
+    """A job as a child process, in a separate session, so that Ctrl-C reaches the parent only.
 
-    `environment` is added to this process's; `folder` is the child's working directory.
+    `environment` is added to this process's environment. `folder` is the working directory.
     """
 
     def __init__(
@@ -195,18 +197,19 @@ class Child:
     ) -> None:
         self.job = job
         job.log.parent.mkdir(parents=True, exist_ok=True)
-        # One thread each, so that results do not depend on how many jobs run.
-        threads = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-        one = dict.fromkeys((*threads, "NUMEXPR_NUM_THREADS"), "1")
+        # One thread each, so that results do not depend on the number of jobs.
+        libraries = ("OMP", "MKL", "OPENBLAS", "NUMEXPR")
+        threads = dict.fromkeys((f"{name}_NUM_THREADS" for name in libraries), "1")
+        variables = {**(environment or {}), **threads, "TOKENIZERS_PARALLELISM": "false"}
         with job.log.open("w") as log:
             self.process = subprocess.Popen(
-                # -P: a module in the user's folder is no part of the child.
+                # -P: do not import modules from the user's folder.
                 (sys.executable, "-P", *job.arguments, str(os.getpid())),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env={**os.environ, **(environment or {}), **one, "TOKENIZERS_PARALLELISM": "false"},
+                env={**os.environ, **variables},
                 cwd=folder,
             )
 
@@ -220,7 +223,7 @@ class Child:
             self.process.terminate()
 
     def kill(self) -> None:
-        """End it, saved or not."""
+        """End it at once."""
         if not self.done():
             self.process.kill()
             self.process.wait()
@@ -232,22 +235,22 @@ class Child:
             return code, ""
         text = self.job.log.read_text("utf-8", errors="replace")
         lines = [line.strip() for line in text.split("\n") if line.strip()]
-        # What is printed may reach the log later than the sentence of an error.
+        # Other output may reach the log after the error's sentence.
         sentences = [line for line in lines if line.startswith("normattn: ")]
-        last = (sentences or lines or ["said nothing"])[-1]
+        last = (sentences or lines or [""])[-1]
         if code > 0:
-            return code, last
+            return code, last or "no output"
         name = signal.Signals(-code).name
-        said = "" if last == "said nothing" else f" (it last said: {last})"
-        return code, f"was stopped by {name} from outside; rerun the command to resume{said}"
+        output = f" (its last output: {last})" if last else ""
+        return code, f"was stopped by {name} from outside; rerun the command to resume{output}"
 
 
 class Local(Launcher):
     """Child processes on this machine.
 
     `devices` are the GPUs to use, as CUDA_VISIBLE_DEVICES names them (default: all that torch sees,
-    where the setting `device` is auto or cuda). A job sees one GPU alone; where there are more
-    jobs than GPUs, they share them evenly.
+    where the setting `device` is auto or cuda). A job sees one GPU only. More jobs than GPUs share
+    them evenly.
     """
 
     name: ClassVar[str] = "local"
@@ -255,14 +258,14 @@ class Local(Launcher):
     devices: Annotated[tuple[int | str, ...], Field(min_length=1)] | None = None
 
     def slots(self, needs: Needs) -> int:
-        """A job on each GPU; on a CPU as many as the cores have threads for."""
+        """One job per GPU; on a CPU as many as its cores allow."""
         if needs.device.startswith("cuda:"):
-            return 1  # All of them on the one that is named.
-        return len(self._gpus(needs)) or max(1, cores() // needs.cores)
+            return 1  # All jobs share the named GPU.
+        return len(self._gpus(needs)) or max(1, available_cores() // needs.cores)
 
     @contextmanager
     def session(self, jobs: Sequence[Job], needs: Needs) -> Iterator[Start]:
-        """Start child processes, each on the GPU with the fewest others."""
+        """Start child processes, each on the GPU with the fewest jobs."""
         gpus, children = self._gpus(needs), list[tuple[str, Child]]()
 
         def start(job: Job) -> Task:
@@ -276,25 +279,25 @@ class Local(Launcher):
         yield lambda jobs: [start(job) for job in jobs]
 
     def _gpus(self, needs: Needs) -> tuple[str, ...]:
-        """The GPUs that jobs are spread over; none where jobs choose by themselves."""
+        """The GPUs for the jobs; none where the setting `device` chooses another device."""
         if needs.device not in ("auto", "cuda"):
             return ()
         return tuple(map(str, self.devices)) if self.devices is not None else visible_gpus()
 
 
 def visible_gpus() -> tuple[str, ...]:
-    """The GPUs that torch sees here, by the names that CUDA_VISIBLE_DEVICES takes."""
-    import torch  # Hosts that only start children do without it.
+    """The GPUs that torch sees, by their names in CUDA_VISIBLE_DEVICES."""
+    import torch  # Not needed on hosts that only start children.
 
     if not torch.cuda.is_available():
         return ()
     count = torch.cuda.device_count()
-    named = [part.strip() for part in os.environ.get(VISIBLE, "").split(",") if part.strip()]
-    return tuple(named[:count]) if named else tuple(str(n) for n in range(count))
+    names = [part.strip() for part in os.environ.get(VISIBLE, "").split(",") if part.strip()]
+    return tuple(names[:count]) if names else tuple(map(str, range(count)))
 
 
-def cores() -> int:
-    """How many processors this process may use: fewer than there are in a scheduler's share."""
+def available_cores() -> int:
+    """The number of CPU cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

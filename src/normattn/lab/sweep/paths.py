@@ -14,13 +14,13 @@ from normattn.io import read_object, write_json
 
 @dataclass(frozen=True)
 class RunPaths:
-    """The places of one run: `run` holds its results, `job` what steers and describes its child.
+    """The paths of one run.
 
-    They are apart because a run directory refuses files that are no part of a training.
-    `continued` holds the trainings that go on from `run`. In `job`: `settings` (what the child is
-    to do), `done` (a copy of them, written when all was done), `diverged` (the measurement that the
-    training ended in NaN), `log` (what the child said), `progress`, and the `lock` that the child
-    at work holds.
+    - `run`: the directory of its results. `continued`: trainings that continue from `run`.
+    - `job`: the directory of its child process, separate because a run directory accepts only files
+      of a training. It holds `settings` (what the child does), `done` (a copy of them, written at
+      the end), `diverged` (the measurement that the training ended in NaN), `log` (the child's
+      output), `progress`, and the `lock` that a running child holds.
     """
 
     run: Path
@@ -35,23 +35,23 @@ class RunPaths:
 
     @classmethod
     def of(cls, out: Path, variant: str, seed: int) -> RunPaths:
-        """The places of the run (variant, seed) below `out`."""
-        own = Path(variant) / f"seed{seed}"
-        job = out / "jobs" / own
+        """The paths of the run (variant, seed) below `out`."""
+        name = Path(variant) / f"seed{seed}"
+        job = out / "jobs" / name
         files = ("cell.json", "done.json", "diverged.parquet", "log.txt", "progress.json", ".lock")
-        return cls(out / "cells" / own, out / "continued" / own, job, *(job / n for n in files))
+        return cls(out / "cells" / name, out / "continued" / name, job, *(job / n for n in files))
 
     @classmethod
     def of_job(cls, job: Path) -> RunPaths:
-        """The places of the run that `job` steers."""
+        """The paths of the run of a `job` directory."""
         job = job.resolve()
         return cls.of(job.parents[2], job.parent.name, int(job.name.removeprefix("seed")))
 
     @classmethod
     def below(cls, out: Path) -> list[RunPaths]:
-        """The places of every run below `out` that was begun, in a fixed order.
+        """The paths of all started runs below `out`, in a fixed order.
 
-        Raises `InputError` where the settings of one that has results are gone.
+        Raises `InputError` where the settings of a run with results are missing.
         """
         jobs = {settings.parent for settings in out.glob("jobs/*/*/cell.json")}
         for run in sorted(out.glob("cells/*/seed*")):
@@ -64,27 +64,27 @@ class RunPaths:
         return [cls.of_job(job) for job in sorted(jobs)]
 
 
-def is_of_a_study(run: Path) -> bool:
-    """Whether a run lies in a study's directory, so that its records are on the study's page."""
+def belongs_to_study(run: Path) -> bool:
+    """Whether a run is in a study's directory, so that the study reports its measurements."""
     names = ("config.json", "cells", "jobs")
     return any(all((folder / n).exists() for n in names) for folder in run.resolve().parents)
 
 
 def write_if_changed(path: Path, value: dict[str, Any]) -> None:
-    """Write `value` as JSON unless the file is complete already."""
-    if peek(path) != value:
+    """Write `value` as JSON unless the file holds it already."""
+    if read_or_empty(path) != value:
         write_json(path, value)
 
 
-def note_progress(path: Path, value: dict[str, Any]) -> None:
-    """Write `value` for a reader that polls: renamed into place, without waiting for the disk."""
+def write_progress(path: Path, value: dict[str, Any]) -> None:
+    """Write `value` for a polling reader: renamed into place, without fsync."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(json.dumps(value), "utf-8")
     temporary.replace(path)
 
 
-def peek(path: Path) -> dict[str, Any]:
-    """The object in a small file that can be written again; empty where there is none whole."""
+def read_or_empty(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty where it is missing or damaged."""
     try:
         return read_object(path)
     except InputError:

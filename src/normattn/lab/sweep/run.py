@@ -1,7 +1,7 @@
-"""A run, its stages, and a sweep of runs as a request makes it.
+"""A run, its stages, and the sweep of runs that a request asks for.
 
-A run is one child process's work: it trains a variant with one seed and measures the model, stage
-by stage. Each stage is done once, in a directory of its own.
+A run is the work of one child process: it trains a variant with one seed and measures the model,
+stage by stage. A finished stage is never repeated.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from normattn.lab.stats import Identity, MeasurementStore
 from normattn.lab.stats.measurements import Factor
 from normattn.lab.sweep.config import SweepConfig
 from normattn.lab.sweep.launchers import Launcher, Local
-from normattn.lab.sweep.paths import RunPaths, peek
+from normattn.lab.sweep.paths import RunPaths, read_or_empty
 from normattn.lab.training import LoopConfig, StepReport, TrainingConfig
 from normattn.lab.training.distributed import choose_device
 from normattn.lab.training.init_from import Continuation
@@ -39,26 +39,27 @@ from normattn.settings import Settings, first_difference
 CORPUS = "training.data.corpus"
 EVALUATIONS = "evaluations"
 UNKNOWN = "0" * 64
-"""The digest of weights that are not trained yet."""
+"""The placeholder digest of weights that are not trained yet."""
 Config = TypeVar("Config", bound=LoopConfig)
-Note = Callable[[int, int, str], None]
-"""Receives how much of a stage is done, of how much, and a few words."""
+Progress = Callable[[int, int, str], None]
+"""Receives the progress of a stage: (done, total, text)."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One step of a run; a finished one is found done and costs nothing again.
+    """One step of a run, which is skipped when it is done.
 
-    `cost` is what the whole stage takes, done or not; `is_done` says whether nothing is left to do
-    (a training that diverged has ended too). `run` does what is not yet done with the data that the
-    run prepared: it raises `Interrupted` when stopped, with its state saved, and `DivergedError`
-    for a divergence that ends the whole run. `trains` are the settings of a training.
+    - `cost`: of the whole stage, done or not.
+    - `is_done`: whether nothing is left to do; a training that diverged is done.
+    - `run(data, progress)`: does what is left, with the data of the run. Raises `Interrupted` when
+      stopped, with its state saved, and `DivergedError` for a divergence that ends the run.
+    - `trains`: the settings, for a training.
     """
 
     phase: str
     cost: Callable[[], Cost]
     is_done: Callable[[], bool]
-    run: Callable[[Any, Note], None]
+    run: Callable[[Any, Progress], None]
     trains: LoopConfig | None = None
 
 
@@ -67,20 +68,20 @@ def training_stage(
     folder: Path,
     essential: bool = True,
 ) -> Stage:
-    """Train `config` in `folder`. Where an `essential` training diverges, the run ends.
+    """A stage that trains `config` in `folder`. A divergence ends the run if `essential`.
 
-    A configuration that continues a model which an earlier stage trains has `UNKNOWN` weights:
-    they are looked up when the stage runs.
+    A configuration that continues the model of an earlier stage has `UNKNOWN` weights, whose digest
+    is computed when the stage runs.
     """
 
-    def train(data: Any, note: Note) -> None:
+    def train(data: Any, progress: Progress) -> None:
         def on_step(report: StepReport) -> None:
             rate = f"{report.tokens_per_second:,.0f} tokens/s"
-            note(report.step, report.steps, f"loss {report.loss:.3f}, {rate}")
+            progress(report.step, report.steps, f"loss {report.loss:.3f}, {rate}")
 
         status = read_status(folder)
         try:
-            # NaN once is NaN again, so it is not tried twice.
+            # Training is deterministic, so a divergence would repeat.
             if status is not None and status.state == "diverged":
                 raise DivergedError(status.step, status.where, status.checkpoint)
             train_model(
@@ -97,34 +98,34 @@ def training_stage(
     def is_done() -> bool:
         status = read_status(folder)
         ended = status is not None and status.state in ("finished", "diverged")
-        return ended and _holds(folder, config, config.changeable)
+        return ended and _trained_with(folder, config, config.changeable)
 
     return Stage("training", config.cost, is_done, train, config)
 
 
 def diagnostics_probes(config: LoopConfig) -> tuple[Probe, ...]:
-    """A probe of every layer, where `inspect_every` asks for one."""
+    """The diagnostics probe, if `inspect_every` is set."""
     return (DiagnosticsProbe(config.inspect_every),) if config.inspect_every else ()
 
 
-def _holds(run: Path, config: LoopConfig, changeable: frozenset[str]) -> bool:
-    """Whether the training in `run` is of these settings; the model it began from may be any.
+def _trained_with(run: Path, config: LoopConfig, changeable: frozenset[str]) -> bool:
+    """Whether the training in `run` has these settings, apart from the model it started from.
 
     A setting that did not exist when the run was trained has its default.
     """
-    stored = peek(run / "config.json").get("config")
+    stored = read_or_empty(run / "config.json").get("config")
     if not stored:
         return True
     try:
-        whole = type(config).model_validate(stored).model_dump(mode="json")
+        trained = type(config).model_validate(stored).model_dump(mode="json")
     except ValueError:
         return False
-    free = changeable | {"continued.start", "continued.weights"}
-    return first_difference(whole, config.model_dump(mode="json"), free) is None
+    ignored = changeable | {"continued.start", "continued.weights"}
+    return first_difference(trained, config.model_dump(mode="json"), ignored) is None
 
 
 def with_weights(config: Config) -> Config:
-    """The configuration with the weights that its start holds by now."""
+    """The configuration with the digest of its start's weights instead of `UNKNOWN`."""
     planned = config.continued if isinstance(config, TrainingConfig | MaskedConfig) else None
     if planned is None or planned.weights != UNKNOWN:
         return config
@@ -133,12 +134,15 @@ def with_weights(config: Config) -> Config:
 
 
 class Run(Settings, ABC):
-    """One training of a variant with one seed, and what is measured of its model.
+    """One training of a variant with one seed, and the measurements of its model.
 
-    `training` are the whole settings but for the seed. `row` is what tables call it (default: the
-    variant), `score` what it trains (default: the row), `factors` what else the study varies. Runs
-    of a study differ in (variant, seed), which also name their directories. A run that trains
-    several models has its own `stages`.
+    - `variant`, `seed`: identify the run within a study and name its directories.
+    - `row`: its name in tables (default: the variant).
+    - `score`: the trained score (default: the row).
+    - `factors`: what else the study varies.
+    - `training`: all training settings except the seed.
+
+    A run that trains several models overrides `stages`.
     """
 
     training_class: ClassVar[type[ModelTrainingConfig]]
@@ -153,83 +157,90 @@ class Run(Settings, ABC):
 
     @property
     def training_config(self) -> Any:
-        """The settings of this training, checked."""
+        """The validated settings of the training."""
         fields = {**self.training, "seed": self.seed}
         return self.training_class.parse(fields, f"the settings of {self.name}")
 
     def stages(self, paths: RunPaths) -> list[Stage]:
-        """What the run does, in order: train, then measure the model."""
+        """The stages in order: train, then measure the model."""
         config = self.training_config
-        return [training_stage(config, paths.run), self.measuring(paths.run, config)]
+        return [training_stage(config, paths.run), self.measurement_stage(paths.run, config)]
 
     @abstractmethod
-    def measuring(self, folder: Path, config: Any) -> Stage:
+    def measurement_stage(self, folder: Path, config: Any) -> Stage:
         """The stage that measures what was trained with `config` in `folder`."""
 
-    def model_in(self, folder: Path, config: Any) -> Any:
+    def load_trained(self, folder: Path, config: Any) -> Any:
         """The model that was trained with `config` in `folder`, on its device."""
         kind = self.training_class.model_class
         return load_as(kind, folder / MODEL, config.model).to(choose_device(config.device))
 
     @property
     def name(self) -> str:
-        """How progress and errors call this run."""
+        """The run's name in progress and error messages."""
         return f"{self.variant} seed {self.seed}"
 
     @property
-    def reads(self) -> tuple[str, str]:
-        """Runs that agree in this read the same data: the kind, and the settings of the data."""
+    def data_key(self) -> tuple[str, str]:
+        """(kind, settings of the data); runs with equal keys use the same data."""
         data = self.training_config.model_dump(mode="json").get("data")
         return self.kind, canonical_json(data)
 
     @property
-    def readings(self) -> int:
-        """How many rows of the table the run gives."""
+    def table_rows(self) -> int:
+        """The number of table rows from this run."""
         return 1
 
-    def identity(self, protocol: str, **known: Any) -> Identity:
-        """Whose measurement it is: the row, the seed, the factors, and further fields `known`."""
+    def identity(self, protocol: str, **fields: Any) -> Identity:
+        """The identity of a measurement of this run; `fields` are further fields of it."""
         row = self.row or self.variant
-        whose = {"row": row, "score": self.score or row, "seed": self.seed, "protocol": protocol}
-        return Identity(**{"study": "", "factors": self.factors, **whose, **known})
+        defaults = {
+            "study": "",
+            "row": row,
+            "score": self.score or row,
+            "seed": self.seed,
+            "protocol": protocol,
+            "factors": self.factors,
+        }
+        return Identity(**{**defaults, **fields})
 
 
 class MeasuredRun(Run):
     """A run whose model is measured once, by `measure`."""
 
     record: ClassVar[str]
-    """The name of what `measure` returns, among the evaluations of the training."""
+    """The key of the measurements in the store of the training."""
     phase: ClassVar[str] = "evaluation"
 
-    def measuring(self, folder: Path, config: Any) -> Stage:
-        """Measure the model that was trained with `config` in `folder`, once."""
+    def measurement_stage(self, folder: Path, config: Any) -> Stage:
+        """The stage that measures the model that was trained with `config` in `folder`."""
         store = MeasurementStore(folder / EVALUATIONS)
 
-        def run(data: Any, note: Note) -> None:
-            store.once(self.record, lambda: self.measure(folder, config, data, note))
+        def run(data: Any, progress: Progress) -> None:
+            store.once(self.record, lambda: self.measure(folder, config, data, progress))
 
         return Stage(self.phase, lambda: self.cost(config), store.path(self.record).is_file, run)
 
     @abstractmethod
-    def measure(self, folder: Path, config: Any, data: Any, note: Note) -> pl.DataFrame:
-        """What is measured of the model in `folder`."""
+    def measure(self, folder: Path, config: Any, data: Any, progress: Progress) -> pl.DataFrame:
+        """The measurements of the model in `folder`."""
 
     @abstractmethod
     def cost(self, config: Any) -> Cost:
-        """What measuring takes."""
+        """The cost of measuring."""
 
 
 def canonical_json(settings: object) -> str:
-    """Settings as one text that is equal where they are."""
+    """Settings as text; equal settings give equal texts."""
     return json.dumps(settings, sort_keys=True)
 
 
 @dataclass(frozen=True)
 class Request:
-    """What the command line asks for; None leaves a choice to the preset.
+    """The options of the command line; None leaves a choice to the preset.
 
-    `changes` are settings by dotted name, as `{"training.steps": 100}`; `launcher` is where the
-    runs execute, which no digit depends on.
+    `changes` are settings by dotted name, such as `{"training.steps": 100}`. `launcher` is where
+    the runs execute; no result depends on it.
     """
 
     preset: str = "laptop"
@@ -243,29 +254,31 @@ class Request:
 
     @property
     def choices(self) -> dict[str, str]:
-        """The options that choose runs and how they are read, as they are typed."""
-        seeds, count = self.seeds, len(self.seeds or ())
-        # One number is how many there are, from 0 on; with a comma it is the seed itself.
-        counted = str(count) if seeds == tuple(range(count)) else ",".join(map(str, seeds or ()))
-        given = {
+        """The options that choose runs and methods, as they are typed."""
+        seeds, count = self.seeds or (), len(self.seeds or ())
+        # A single number is a count of seeds, from 0 on; with a comma it is a seed.
+        text = str(count) if seeds == tuple(range(count)) else ",".join(map(str, seeds))
+        options = {
             "variants": self.variants and ",".join(self.variants),
             "methods": self.methods and ",".join(self.methods),
-            "seeds": seeds and (f"{counted}," if count == 1 and seeds != (0,) else counted),
+            "seeds": seeds and (f"{text}," if count == 1 and seeds != (0,) else text),
         }
-        return {name: text for name, text in given.items() if text}
+        return {name: value for name, value in options.items() if value}
 
     def seeds_or(self, count: int) -> tuple[int, ...]:
-        """The seeds asked for, or the preset's number of them."""
+        """The requested seeds, or the first `count`."""
         return self.seeds or tuple(range(count))
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """A resolved request: the shared settings, the runs, and why rows were left out (`skipped`).
+    """The runs of a request, with their shared settings.
 
-    `study` is the study's name. `facts` are further lines of the plan; `describe` receives a run
-    and its data, once for each kind of data, and returns lines that describe it (`InputError` where
-    it does not suffice).
+    - `study`: the study's name.
+    - `describe(run, data)`: lines that describe the data; called once for each data. Raises
+      `InputError` where the data does not suffice.
+    - `facts`: further lines of the plan.
+    - `skipped`: sentences on rows that were left out.
     """
 
     study: str
@@ -278,29 +291,29 @@ class Sweep:
 
     @classmethod
     def of(
-        cls, request: Request, study: str, config: SweepConfig, runs: Sequence[Run], **more: Any
+        cls, request: Request, study: str, config: SweepConfig, runs: Sequence[Run], **fields: Any
     ) -> Sweep:
-        """The sweep of these runs, where the request wants it; each variant's settings are checked.
+        """The sweep of these runs without duplicates, in the request's directory.
 
-        A run that was named twice is one. Raises `InputError` for settings that cannot be.
+        Raises `InputError` for impossible training settings.
         """
-        once = {(run.variant, run.seed): run for run in runs}
-        for run in {run.variant: run for run in reversed(once.values())}.values():
-            _ = run.training_config
+        unique = {(run.variant, run.seed): run for run in runs}
+        for run in {run.variant: run for run in reversed(unique.values())}.values():
+            _ = run.training_config  # raises where the settings are impossible
         out = request.out or Path("runs") / f"{study}-{config.preset}"
-        return cls(study, config, tuple(once.values()), out, **more)
+        return cls(study, config, tuple(unique.values()), out, **fields)
 
     def stages(self, run: Run) -> list[Stage]:
-        """The stages of one of the runs, in this sweep's directory."""
+        """The stages of a run in this sweep's directory."""
         return run.stages(self.paths(run))
 
     def paths(self, run: Run) -> RunPaths:
-        """Where a run keeps what."""
+        """The paths of a run."""
         return RunPaths.of(self.out, run.variant, run.seed)
 
 
 class Experiment(Protocol):
-    """What running a study needs of it: `normattn.lab.studies.base.Study` is one."""
+    """What the runner needs of a study; implemented by `normattn.lab.studies.base.Study`."""
 
     name: str
     runs: tuple[type[Run], ...]
@@ -315,7 +328,7 @@ class Experiment(Protocol):
         """The run that these fields describe."""
 
     def measurements(self, out: Path) -> pl.DataFrame:
-        """Everything that was measured below `out`."""
+        """All measurements below `out`."""
 
     def report(self, measured: pl.DataFrame, out: Path, config: Mapping[str, Any]) -> Written:
         """Write the report of these measurements into `out`."""

@@ -1,6 +1,7 @@
-"""From a request to a report: plan, data, runs under a launcher, tabulation; resumable.
+"""Run a study: plan, prepare the data, run the jobs under a launcher, write the report.
 
-Each run is a child process that does, stage by stage, what is not yet done.
+Each run is a child process that executes its stages, skipping finished ones. So an interrupted
+sweep is resumed by running the command again.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from normattn.lab.report.view import View
 from normattn.lab.runs import RunDirectory
 from normattn.lab.runs.environment import keep_pages
 from normattn.lab.stats import collected, measurements
-from normattn.lab.stats.arrays import on_common_sets
+from normattn.lab.stats.arrays import keep_common_data
 from normattn.lab.sweep.collect import refuse_changed_text
 from normattn.lab.sweep.config import CHANGEABLE
 from normattn.lab.sweep.launchers import (
@@ -33,9 +34,9 @@ from normattn.lab.sweep.launchers import (
     Needs,
     run_jobs,
 )
-from normattn.lab.sweep.paths import RunPaths, note_progress, peek, write_if_changed
+from normattn.lab.sweep.paths import RunPaths, read_or_empty, write_if_changed, write_progress
 from normattn.lab.sweep.planner import SweepProgress, make_plan, stage_shares, time_range
-from normattn.lab.sweep.run import Experiment, Note, Request, Run, Sweep
+from normattn.lab.sweep.run import Experiment, Progress, Request, Run, Sweep
 from normattn.lab.training.distributed import choose_device
 from normattn.lab.training.init_from import HasFingerprint
 from normattn.locks import InUseError, locked
@@ -44,21 +45,21 @@ from normattn.terminal import Console, warn
 
 PROGRESS_SECONDS = 0.5
 LOCK_SECONDS = 120.0
-# Above this number, the sentences about rows left out are only written to a file.
 SHOWN_SENTENCES = 12
+"""The number of sentences on left-out rows above which they are only written to a file."""
 LEFT_OUT = "left_out.txt"
 
 
 def reproduce(study: Experiment, request: Request, only_plan: bool = False) -> list[str]:
-    """Run what a study makes of `request`, or only print its plan; return what failed.
+    """Run a study as requested, or only print its plan; return a sentence for each failed run.
 
-    Raises `InputError` before anything is written when it cannot be done, and `Interrupted` when
-    stopped; rerunning the command resumes them. A run that diverged is a result; one that failed
-    otherwise is named in the answer, after all others are done.
+    Raises `InputError` before anything is written where the request is impossible, and
+    `Interrupted` when stopped; running the command again resumes it. A run that diverged is a
+    result. One that fails otherwise does not stop the others.
     """
     sweep = study.resolve(request)
-    asked = {"changed": dict(request.changes), "asked": (request.choices,)}
-    sweep = replace(sweep, config=sweep.config.model_copy(update=asked))
+    options = {"changed": dict(request.changes), "asked": (request.choices,)}
+    sweep = replace(sweep, config=sweep.config.model_copy(update=options))
     console = Console(highlight=False)
     launcher, count, first = request.launcher, len(sweep.runs), sweep.runs[0].training_config
     needs = Needs(first.threads, first.device)
@@ -66,12 +67,12 @@ def reproduce(study: Experiment, request: Request, only_plan: bool = False) -> l
     for run in _one_of_each_data(sweep):
         for line in run.training_config.data.look():
             tell(line, console)
-    _print_plan(console, sweep, launcher, at_once, every=only_plan)
+    _print_plan(console, sweep, launcher, at_once, all_sentences=only_plan)
     if only_plan:
         return []
     with ExitStack() as stack:
-        # What is no sweep, is in use, or has another configuration is refused before any work; a
-        # new directory is made only once the corpus has been found good.
+        # An existing directory is checked and locked before any work. A new one is made only after
+        # the data has been checked.
         occupied = sweep.out.exists() and (not sweep.out.is_dir() or any(sweep.out.iterdir()))
         if occupied:
             stack.enter_context(_open(sweep).lock())
@@ -79,30 +80,15 @@ def reproduce(study: Experiment, request: Request, only_plan: bool = False) -> l
         if not occupied:
             stack.enter_context(_open(sweep).lock())
         directory = RunDirectory.existing(sweep.out)
-        # What chose further runs is added to the settings: the page says how to make all.
+        # The report shows the commands of all runs, so the options of each command are recorded.
         choices = directory.config.get("asked") or [{}]
         if request.choices not in choices:
             directory.put("asked", [*choices, request.choices])
-        for lock in (sweep.paths(run).lock for run in sweep.runs):
-            # A worker that a killed command left behind saves its state first; stderr says so. One
-            # that still has its command keeps its lock: a new worker waits, and its log says so.
-            if lock.exists():
-                with suppress(InUseError), locked(lock, 0.0):
-                    pass
+        _stop_orphans(sweep)
         if sweep.skipped:
             write_text(sweep.out / LEFT_OUT, "\n".join(sweep.skipped) + "\n")
-        runs = {run.name: run for run in sweep.runs}
-        jobs = [_job(study, sweep, run) for run in sweep.runs if not is_done(sweep, run)]
-        shares = {job.name: stage_shares(sweep, runs[job.name]) for job in jobs}
-        with SweepProgress(jobs, shares, lambda name: _rows(study, sweep, runs[name])) as progress:
-            outcomes = run_jobs(jobs, launcher, at_once, needs, progress)
-        failed = [
-            f"{outcome.job.name} failed: {outcome.message.removeprefix('normattn: ')} (its output "
-            f"is in {outcome.job.log})"
-            for outcome in outcomes
-            if outcome.failed
-        ]
-        # Printed first: where too few are left, there may be nothing to report.
+        failed = _run_all(study, sweep, launcher, at_once, needs)
+        # Printed before the report: where every run failed, there is none.
         for sentence in failed:
             warn(f"normattn: {sentence}")
         if len(failed) < len(sweep.runs):
@@ -111,12 +97,40 @@ def reproduce(study: Experiment, request: Request, only_plan: bool = False) -> l
     return failed
 
 
+def _stop_orphans(sweep: Sweep) -> None:
+    """Stop workers that a killed command left behind, after they have saved their state.
+
+    A worker whose command still runs keeps its lock; a new worker waits for it.
+    """
+    for lock in (sweep.paths(run).lock for run in sweep.runs):
+        if lock.exists():
+            with suppress(InUseError), locked(lock, 0.0):
+                pass
+
+
+def _run_all(
+    study: Experiment, sweep: Sweep, launcher: Launcher, at_once: int, needs: Needs
+) -> list[str]:
+    """Run all unfinished runs; return a sentence for each that failed."""
+    runs = {run.name: run for run in sweep.runs}
+    jobs = [_job(study, sweep, run) for run in sweep.runs if not is_done(sweep, run)]
+    shares = {job.name: stage_shares(sweep, runs[job.name]) for job in jobs}
+    with SweepProgress(jobs, shares, lambda name: _rows(study, sweep, runs[name])) as progress:
+        outcomes = run_jobs(jobs, launcher, at_once, needs, progress)
+    return [
+        f"{outcome.job.name} failed: {outcome.message.removeprefix('normattn: ')} (its output "
+        f"is in {outcome.job.log})"
+        for outcome in outcomes
+        if outcome.failed
+    ]
+
+
 def _open(sweep: Sweep) -> RunDirectory:
     return RunDirectory.open(sweep.out, sweep.config, sweep.study, CHANGEABLE)
 
 
 def _print_plan(
-    console: Console, sweep: Sweep, launcher: Launcher, at_once: int, every: bool
+    console: Console, sweep: Sweep, launcher: Launcher, at_once: int, all_sentences: bool
 ) -> None:
     title = f"plan: {sweep.study}, preset {sweep.config.preset}"
     table = Table(title=title, show_header=False)
@@ -131,7 +145,7 @@ def _print_plan(
     table.add_row("runs under", launcher.describe())
     table.add_row("output", str(sweep.out))
     console.print(table)
-    if every or len(sweep.skipped) <= SHOWN_SENTENCES:
+    if all_sentences or len(sweep.skipped) <= SHOWN_SENTENCES:
         for sentence in sweep.skipped:
             tell(sentence, console)
     else:
@@ -139,13 +153,13 @@ def _print_plan(
 
 
 def _one_of_each_data(sweep: Sweep) -> list[Run]:
-    """The first of the runs that read the same data, for each data."""
-    firsts = {run.reads: run for run in reversed(sweep.runs)}
+    """One run for each data set, the first."""
+    firsts = {run.data_key: run for run in reversed(sweep.runs)}
     return list(reversed(firsts.values()))
 
 
 def _prepare(console: Console, sweep: Sweep) -> None:
-    """Prepare the data before the children start; see that it is enough, and as it was before."""
+    """Prepare the data before the children start; check its size, and that it has not changed."""
     printed: dict[str, None] = {}
     now: dict[str, str] = {}
     for run in _one_of_each_data(sweep):
@@ -153,59 +167,59 @@ def _prepare(console: Console, sweep: Sweep) -> None:
             data = run.training_config.prepare()
             lines = sweep.describe(run, data)
         if isinstance(data, HasFingerprint):
-            now[run.reads[1]] = data.fingerprint
+            now[run.data_key[1]] = data.fingerprint
         for line in lines:
             if line not in printed:
                 tell(line, console)
         printed |= dict.fromkeys(lines)
-    # Not by the children's settings: a run that has none fails alone, the others do not.
+    # By folders, not by the settings in jobs/: a run without settings must not fail the others.
     refuse_changed_text(sorted(sweep.out.glob("cells/*/seed*")), now)
 
 
 def is_done(sweep: Sweep, run: Run) -> bool:
-    """Whether this run has ended with the same request, and its records still exist."""
-    same = peek(sweep.paths(run).done) == run.model_dump(mode="json")
+    """Whether this run has ended with the same settings, and its results still exist."""
+    same = read_or_empty(sweep.paths(run).done) == run.model_dump(mode="json")
     return same and all(stage.is_done() for stage in sweep.stages(run))
 
 
 def _job(study: Experiment, sweep: Sweep, run: Run) -> Job:
-    """The child process of one run, which reads its task from its own file.
+    """The job of one run, whose child process reads its settings from a file.
 
-    The file holds the study's name and never a path: what is read from a file must not choose code.
-    A user's study file comes along as an argument.
+    That file names the study but never a path, as no file may choose which code runs. The path of
+    a user's study is an argument.
     """
     paths = sweep.paths(run)
     write_if_changed(paths.settings, {"study": study.name, **run.model_dump(mode="json")})
     paths.progress.unlink(missing_ok=True)
-    named = str(study.source.resolve()) if study.source else study.name
-    return Job(run.name, ("-m", "normattn", "_cell", "--study", named, str(paths.job)), paths.log)
+    name = str(study.source.resolve()) if study.source else study.name
+    return Job(run.name, ("-m", "normattn", "_cell", "--study", name, str(paths.job)), paths.log)
 
 
 def _rows(study: Experiment, sweep: Sweep, run: Run) -> list[str]:
-    """What the study's `headline` columns say of one run: a line for each of its rows.
+    """The study's `headline` columns of one run, a line for each of its rows.
 
-    "  KNA-YaRN: train length 31.2, change −2.1". These are values of this run's seed alone,
-    without intervals; the page at the end has those.
+    "  KNA-YaRN: at the training length 31.2, change −2.1". These are values of this run's seed,
+    without intervals; the report at the end has those.
     """
     if not study.headline:
         return []
-    view = View(on_common_sets(collected(sweep.paths(run).run), ()))
+    view = View(keep_common_data(collected(sweep.paths(run).run), ()))
     table = study.page.tables[0]
     columns = table.columns(view) if callable(table.columns) else table.columns
-    shown = [replace(column, interval=False) for column in columns if column.key in study.headline]
+    headline = [replace(c, interval=False) for c in columns if c.key in study.headline]
     lines = []
     for row in table.rows(view):
-        cells = [(column.title, column.cell(view, row)) for column in shown]
-        said = [f"{title} {made.text}" for title, made in cells if made is not NOTHING]
-        lines.append(f"  {row.label}: {', '.join(said)}")
+        cells = [(column.title, column.cell(view, row)) for column in headline]
+        values = [f"{title} {cell.text}" for title, cell in cells if cell is not NOTHING]
+        lines.append(f"  {row.label}: {', '.join(values)}")
     return lines
 
 
 def run_child(job: Path, study: Experiment, parent: int = 0) -> int:
-    """Do what `job`/cell.json says and is not yet done; return the exit code (0, or 3: diverged).
+    """Execute the unfinished stages of the run in `job`; return the exit code (3: diverged).
 
-    The file must be of `study`. `parent` is the process without which this one is to stop (0:
-    none). Stopped, training saves a checkpoint, and evaluations are whole or absent.
+    The run must be of `study`. This process stops when the process `parent` ends (0: never). A
+    stopped training saves a checkpoint; evaluations are complete or absent.
     """
     if parent:
         stop_with_parent(parent)
@@ -213,7 +227,7 @@ def run_child(job: Path, study: Experiment, parent: int = 0) -> int:
     run = read_run(paths.settings, study)
     with ExitStack() as stack:
         stack.enter_context(keep_pages())
-        try:  # An orphan of a killed parent first saves its state and goes.
+        try:  # An orphan of a killed command first saves its state and ends.
             stack.enter_context(locked(paths.lock, LOCK_SECONDS))
         except InUseError as error:
             raise InputError(
@@ -223,10 +237,10 @@ def run_child(job: Path, study: Experiment, parent: int = 0) -> int:
         data = run.training_config.prepare()
         for number, stage in enumerate(run.stages(paths)):
             try:
-                stage.run(data, _noting(paths.progress, number, stage.phase))
+                stage.run(data, _progress_writer(paths.progress, number, stage.phase))
             except DivergedError as error:
-                lost = measurements.diverged(run.identity("training"), error.step, error.where)
-                measurements.write(paths.diverged, lost)
+                diverged = measurements.diverged(run.identity("training"), error.step, error.where)
+                measurements.write(paths.diverged, diverged)
                 warn(f"normattn: {error}")
                 return DIVERGED
         write_if_changed(paths.done, run.model_dump(mode="json"))
@@ -234,31 +248,31 @@ def run_child(job: Path, study: Experiment, parent: int = 0) -> int:
 
 
 def read_run(settings: Path, study: Experiment) -> Run:
-    """The run that a cell.json describes; `InputError` where it names another study."""
-    named = study_named(settings)
-    if named != study.name:
-        raise InputError(f"{settings} belongs to the study {named!r:.100}, not of {study.name}")
+    """The run of a cell.json; raises `InputError` where it names another study."""
+    name = study_named(settings)
+    if name != study.name:
+        raise InputError(f"{settings} belongs to the study {name!r:.100}, not to {study.name}")
     fields = {name: value for name, value in read_object(settings).items() if name != "study"}
     return study.run(fields, str(settings))
 
 
 def study_named(settings: Path) -> str:
-    """The name of the study that a cell.json says it is of; it may be no study's."""
-    named = read_object(settings).get("study")
-    if not isinstance(named, str):
+    """The name of the study in a cell.json, which may be unknown."""
+    name = read_object(settings).get("study")
+    if not isinstance(name, str):
         raise InputError(f"{settings} names no study")
-    return named
+    return name
 
 
-def _noting(path: Path, stage: int, phase: str) -> Note:
-    """Write a note of how far a stage is, twice a second at most."""
+def _progress_writer(path: Path, stage: int, phase: str) -> Progress:
+    """A function that writes the progress of a stage, at most twice a second."""
     due = 0.0
 
-    def note(done: int, total: int, text: str) -> None:
+    def write(done: int, total: int, text: str) -> None:
         nonlocal due
         if time.monotonic() >= due or done == total:
             due = time.monotonic() + PROGRESS_SECONDS
             facts = {"stage": stage, "phase": phase, "done": done, "total": total, "text": text}
-            note_progress(path, {**facts, "host": platform.node()})
+            write_progress(path, {**facts, "host": platform.node()})
 
-    return note
+    return write

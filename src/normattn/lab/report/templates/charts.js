@@ -12,7 +12,7 @@ const failures = [];
 function stacked(spec, width) {
   const { hconcat, concat, ...rest } = JSON.parse(JSON.stringify(spec), (key, value) =>
     value === false && (key === "labels" || key === "ticks") ? undefined
-      : value?.orient === "bottom" && value.columns ? { ...value, columns: 2 } : value);
+      : value?.orient === "top" && value.columns ? { ...value, columns: 2 } : value);
   const panels = (hconcat || concat).map((panel) => ({ ...panel, width: Math.min(panel.width, width) }));
   return { ...rest, concat: panels, columns: 1 };
 }
