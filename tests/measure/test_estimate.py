@@ -185,14 +185,14 @@ def coverage(seeds: int, of_seeds: float, of_units: float, of_both: float, round
 
 @pytest.mark.parametrize("seeds", [3, 5])
 @pytest.mark.parametrize(
-    ("estimate_over_seeds", "of_units", "of_both"),
+    ("of_seeds", "of_units", "of_both"),
     # Shares as the published tables have them: documents differ by 10 points, seeds by 0.3 to 1.5.
     [(0.3, 10.0, 2.0), (1.5, 10.0, 3.0)],
 )
 def test_intervals_hold_the_truth_as_often_as_they_say(
     seeds: int, of_seeds: float, of_units: float, of_both: float
 ) -> None:
-    assert 0.93 <= coverage(seeds, estimate_over_seeds, of_units, of_both, 800) <= 0.97
+    assert 0.93 <= coverage(seeds, of_seeds, of_units, of_both, 800) <= 0.97
 
 
 def test_where_seeds_differ_most_three_of_them_cover_a_little_less() -> None:
