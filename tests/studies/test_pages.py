@@ -95,7 +95,7 @@ def test_what_the_sweep_of_learning_rates_says() -> None:
         ("Baseline", 16.0, {0: True}),
         ("QNA", 4.0, {}),
     ):
-        assert qknorm.failures(view, qknorm.at("rates", score, rate)) == failed
+        assert qknorm.failures(view, qknorm.where_of("rates", score, rate)) == failed
     rates = {row["row"]: row for row in tables(page(qknorm.STUDY, parts))["rates"]}
     assert list(rates) == [
         *("Baseline ×1", "Baseline ×4", "Baseline ×16", "KNA ×1", "KNA ×4", "KNA ×16")

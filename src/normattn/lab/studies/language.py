@@ -63,11 +63,13 @@ class TextSetting:
         """The training settings of a score, without the seed."""
         return merged(self.training, changes or {}, {"model.score": score})
 
-    def run(self, score: str, methods: Sequence[str] = (UNMODIFIED,), **fields: Any) -> TextRun:
+    def run(
+        self, trained_score: str, methods: Sequence[str] = (UNMODIFIED,), **fields: Any
+    ) -> TextRun:
         """A training of a score, evaluated with each method; `fields` are other fields of a run."""
         defaults = {
-            "variant": score,
-            "training": self.training_of(score),
+            "variant": trained_score,
+            "training": self.training_of(trained_score),
             "methods": tuple(methods),
             "evaluation": self.evaluation,
         }
