@@ -225,7 +225,7 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("keynorm", {"variants": ("KNA-YaRN",)}, "is applied after training"),
     ("window", {"changes": {"window.shares": [0.1, 0.12]}}, "same window twice"),
     ("window", {"changes": {"window": 3}}, "window is a group of settings, got 3"),
-    ("reading", {"changes": {"evaluation.multiples": [1]}}, r"reads reading\.multiples instead"),
+    ("reading", {"changes": {"evaluation.multiples": [1]}}, r"uses reading\.multiples instead"),
     ("factors", {"variants": ("gaus",)}, "did you mean gau"),
     ("factors", {"variants": ("english",)}, "no corpus of English text is given"),
     ("factors", {"variants": ("heads-4x",)}, r"heads is \d here, .* a multiple of 4"),
@@ -239,7 +239,7 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("continue", {"changes": {"continued.multiple": 3}}, r"give continued\.batch_size"),
     ("retrofit", {"methods": ("YaRN",)}, "chooses its own methods"),
     ("mechanism", {"changes": {"evaluation.multiples": [1]}}, r"mechanism\.multiple instead"),
-    ("retrofit", {"changes": {"continued.multiple": 8}}, "reads the training length instead"),
+    ("retrofit", {"changes": {"continued.multiple": 8}}, "uses the training length instead"),
 )
 
 

@@ -58,9 +58,8 @@ def advise(view: View) -> Advice:
     cost = cost_at_train_length(view, {"method": last.method})
     sentences = [_headline(view, winners, cost), *map(_sentence, reversed(winners))]
     if last.loss.units < LEAST_UNITS:
-        sentences.append(
-            f"{_windows(last.loss.units).capitalize()} cannot give reliable results: take more."
-        )
+        few = _windows(last.loss.units)
+        sentences.append(f"With {few}, no result is reliable: take more.")
     if last.better and cost is not None and cost.above_zero:
         sentences.append(f"Up to {trained} tokens the loss is lower without the method.")
     return Advice(tuple(sentences), last.method if last.better else None)
