@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Error numbers of a full disk."""
-MOST_BYTES = 64 << 20
+MAX_BYTES = 64 << 20
 """Largest JSON file, and longest line of JSON lines."""
-MOST_TOML_BYTES = 1 << 20
-MOST_DEPTH = 200
-_MOST_BITS = 256
+MAX_TOML_BYTES = 1 << 20
+MAX_DEPTH = 200
+_MAX_BITS = 256
 _RUST_OS_ERROR = re.compile(r"\(os error (\d{1,4})\)")
 _KINDS = (
     (stat.S_ISDIR, "a folder"),
@@ -137,12 +137,12 @@ def sha256_of(file: BinaryIO | Path) -> str:
     return digest.hexdigest()
 
 
-def read_json(path: Path, most: int = MOST_BYTES) -> Any:
+def read_json(path: Path, most: int = MAX_BYTES) -> Any:
     """Read the value in a JSON file; `InputError` as `parse_json`."""
     return parse_json(read_bytes(path, most), str(path))
 
 
-def read_object(path: Path, most: int = MOST_BYTES) -> dict[str, Any]:
+def read_object(path: Path, most: int = MAX_BYTES) -> dict[str, Any]:
     """Read the object in a JSON file; `InputError` when it is missing, damaged or no object."""
     value = read_json(path, most)
     if not isinstance(value, dict):
@@ -168,8 +168,8 @@ def parse_json(content: bytes | str, where: str) -> Any:
 
 def _check_bounds(value: Any, finite: bool, depth: int = 0) -> None:
     """Raise `ValueError` for a value that is nested too deep, and for numbers without bounds."""
-    if depth > MOST_DEPTH:
-        raise ValueError(f"it is nested more than {MOST_DEPTH} deep")
+    if depth > MAX_DEPTH:
+        raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, list):
@@ -177,8 +177,8 @@ def _check_bounds(value: Any, finite: bool, depth: int = 0) -> None:
             _check_bounds(member, finite, depth + 1)
     elif isinstance(value, float) and finite and not math.isfinite(value):
         raise ValueError("a number is beyond every floating-point number")
-    elif isinstance(value, int) and value.bit_length() > _MOST_BITS:
-        raise ValueError(f"an integer has more than {_MOST_BITS} bits")
+    elif isinstance(value, int) and value.bit_length() > _MAX_BITS:
+        raise ValueError(f"an integer has more than {_MAX_BITS} bits")
 
 
 def json_lines(
@@ -189,16 +189,16 @@ def json_lines(
     A line longer than 64 MiB is refused before it is held. `where(n)` names line n.
     """
     number = 0
-    while line := readline(MOST_BYTES + 1):
+    while line := readline(MAX_BYTES + 1):
         number += 1
-        if len(line) > MOST_BYTES:
-            raise InputError(f"{where(number)} is longer than {MOST_BYTES:,} bytes")
+        if len(line) > MAX_BYTES:
+            raise InputError(f"{where(number)} is longer than {MAX_BYTES:,} bytes")
         yield number, line
 
 
 def read_toml(path: Path) -> dict[str, Any]:
     """Read the table in a TOML file; `InputError` for what is not TOML in UTF-8."""
-    content = read_bytes(path, MOST_TOML_BYTES)
+    content = read_bytes(path, MAX_TOML_BYTES)
     try:
         text = content.decode()
     except UnicodeDecodeError as error:

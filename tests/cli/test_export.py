@@ -149,14 +149,14 @@ def test_a_classifier_reads_texts_as_in_training(tmp_path: Path) -> None:
     tokeniser: Any = AutoTokenizer.from_pretrained(tmp_path / "out")
     texts = ["for line in Lines: open(line)", "[PAD] é 中文 \t x", "a " * 20]
     found = [tokeniser(text)["input_ids"] for text in texts]
-    assert found == data.pieces.encode(texts)
+    assert found == data.tokeniser.encode(texts)
     batch = tokeniser(texts, padding=True, truncation=True, return_tensors="pt")
     assert batch["input_ids"].shape[1] == 8
     ours = load_any(tmp_path / "run" / "model").eval()
     theirs: Any = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
     with torch.no_grad():
         found = theirs(**batch).logits
-        expected = [ours(torch.tensor([ids[:8]]))[0] for ids in data.pieces.encode(texts)]
+        expected = [ours(torch.tensor([ids[:8]]))[0] for ids in data.tokeniser.encode(texts)]
     torch.testing.assert_close(found, torch.stack(expected))
     assert theirs.config.id2label == {0: "r0", 1: "r1"}
     (tmp_path / "run" / "vocab.txt").unlink()

@@ -16,7 +16,7 @@ from normattn.lab.data.batches import (
     MaskedBatches,
     Masking,
     TrainingBatches,
-    below,
+    scale_to_int,
     uniforms,
 )
 from normattn.lab.data.images import ImageBatches
@@ -41,8 +41,8 @@ def test_the_drawn_numbers_are_those_of_every_numpy() -> None:
     np.testing.assert_array_equal(found.ravel(), [int(word) // 2**11 / 2**53 for word in expected])
     assert found[0, 0] == 0.9854694359165987
     edge = np.array([0.0, np.nextafter(1.0, 0.0)])
-    np.testing.assert_array_equal(below(edge, 2**53), [0, 2**53 - 1])
-    np.testing.assert_array_equal(below(edge, np.array([1, 5])), [0, 4])
+    np.testing.assert_array_equal(scale_to_int(edge, 2**53), [0, 2**53 - 1])
+    np.testing.assert_array_equal(scale_to_int(edge, np.array([1, 5])), [0, 4])
 
 
 # Masked text.
@@ -63,10 +63,10 @@ def test_only_chosen_tokens_change_and_their_targets_are_kept(
     masking = Masking(vocab_size=500, share=share)
     rows = masking.rows(tokens, seed)
     chosen = max(1, round(share * length))
-    assert rows.places.shape == rows.targets.shape == (6, chosen)
-    assert (np.diff(rows.places, axis=1) > 0).all()
+    assert rows.positions.shape == rows.targets.shape == (6, chosen)
+    assert (np.diff(rows.positions, axis=1) > 0).all()
     again = rows.ids.copy()
-    np.put_along_axis(again, rows.places, rows.targets, 1)
+    np.put_along_axis(again, rows.positions, rows.targets, 1)
     np.testing.assert_array_equal(again, tokens)
     assert (rows.ids <= masking.mask_id).all()
     left = length - min(separators, length)
@@ -77,7 +77,7 @@ def test_the_shares_are_those_of_the_source() -> None:
     tokens = np.tile(np.arange(1, 101, dtype=np.int64), (4000, 1))
     masking = Masking(vocab_size=101)
     rows = masking.rows(tokens, 7)
-    shown = np.take_along_axis(rows.ids, rows.places, 1)
+    shown = np.take_along_axis(rows.ids, rows.positions, 1)
     masked, kept = shown == masking.mask_id, shown == rows.targets
     assert shown.size == 4000 * 15
     assert abs(masked.mean() - 0.8) < 0.006
@@ -87,7 +87,7 @@ def test_the_shares_are_those_of_the_source() -> None:
     assert others.min() > 0
     assert (shown > 0).all()
     # Every position is chosen equally often: the standard error is 0.0056.
-    assert abs(np.bincount(rows.places.ravel(), minlength=100) / 4000 - 0.15).max() < 0.03
+    assert abs(np.bincount(rows.positions.ravel(), minlength=100) / 4000 - 0.15).max() < 0.03
 
 
 # Sentence pairs.

@@ -18,7 +18,7 @@ import apart
 from normattn.errors import InputError
 from normattn.lab.data import corpora
 from normattn.lab.data.corpora import PIECE_CHARACTERS, parse_corpus
-from normattn.lab.data.sources import evenly
+from normattn.lab.data.sources import sample_evenly
 
 
 def names_and_texts(address: object, limit: int | None = None) -> list[tuple[str, str]]:
@@ -243,10 +243,10 @@ def test_what_cannot_be_read_is_named(
 
 
 def test_a_limit_is_spread_and_never_passed(tmp_path: Path) -> None:
-    assert evenly("abcdefghij", [10] * 10, 30) == ["a", "e", "h"]
-    assert evenly("ab", [100, 100], 30) == ["a"]
-    assert evenly("ab", [5, 5], None) == ["a", "b"]
-    assert evenly("abc", [10, 800, 10], 82) == ["a", "c"]
+    assert sample_evenly("abcdefghij", [10] * 10, 30) == ["a", "e", "h"]
+    assert sample_evenly("ab", [100, 100], 30) == ["a"]
+    assert sample_evenly("ab", [5, 5], None) == ["a", "b"]
+    assert sample_evenly("abc", [10, 800, 10], 82) == ["a", "c"]
     file = tmp_path / "one.txt"
     file.write_text("first line\nsecond line\n", encoding="utf-8")
     assert names_and_texts(file, limit=15) == [("one.txt#00000", "first line\n")]

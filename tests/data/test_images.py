@@ -15,8 +15,8 @@ from normattn.lab.data.images import (
     ImageDataConfig,
     image_shape,
     prepare_images,
-    scaled,
-    shifted,
+    scale_pixels,
+    shift_images,
 )
 
 from .helpers import make_images
@@ -46,7 +46,7 @@ def test_sets_that_packages_carry(source: str, count: int, side: int) -> None:
 
 
 def test_sets_that_are_not_there() -> None:
-    for read in (ImageDataConfig.look, prepare_images, image_shape):
+    for read in (ImageDataConfig.plan_notes, prepare_images, image_shape):
         with pytest.raises(InputError, match="'digit': did you mean digits"):
             read(ImageDataConfig(source="digit"))
     with pytest.raises(InputError, match="test split of digits has no image"):
@@ -65,15 +65,15 @@ def test_every_image_once_an_epoch(batch: int, steps: int, seed: int) -> None:
 
 def test_shifts_move_and_repeat_the_border() -> None:
     pixels = np.arange(9, dtype=np.uint8).reshape(1, 3, 3, 1)
-    moved = shifted(pixels, np.array([[1, -1]]))[0, ..., 0]
+    moved = shift_images(pixels, np.array([[1, -1]]))[0, ..., 0]
     np.testing.assert_array_equal(moved, [[1, 2, 2], [1, 2, 2], [4, 5, 5]])
-    assert (shifted(pixels, np.array([[0, 0]])) == pixels).all()
+    assert (shift_images(pixels, np.array([[0, 0]])) == pixels).all()
     seen = set()
     batches = ImageBatches(make_images(1), 1, 0, shift=1)
     for step in range(1, 60):
         seen.add(batches.batch(step)[0].tobytes())
     every = {
-        scaled(shifted(batches.split.pixels, np.array([move]))).tobytes()
+        scale_pixels(shift_images(batches.split.pixels, np.array([move]))).tobytes()
         for move in itertools.product((-1, 0, 1), repeat=2)
     }
     assert seen == every

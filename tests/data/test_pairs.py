@@ -66,7 +66,7 @@ def test_a_data_set_of_the_hub_with_its_own_test_split(monkeypatch: pytest.Monke
         ("a train", "b", None),
         ("a test", "b", "test"),
     ]
-    assert list(source.given()) == ["test"]
+    assert list(source.own_splits()) == ["test"]
     assert {options["revision"] for _, options in asked} == {"a" * 40}
 
 
@@ -75,7 +75,7 @@ def test_a_folder_by_split_and_language(tmp_path: Path) -> None:
     found = list(source.documents())
     assert [(pair.text, pair.target) for pair in found[:60]] == sentences(60, seed=1)
     assert [pair.split for pair in found] == [None] * 60 + ["validation"] * 8 + ["test"] * 8
-    assert set(source.given()) == {"validation", "test"}
+    assert set(source.own_splits()) == {"validation", "test"}
     write_lines(tmp_path, PAIRS, "test_other")
     with pytest.raises(InputError, match=r"one test set, but has test_other\.en, test_small"):
         read(tmp_path)

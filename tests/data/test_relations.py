@@ -154,7 +154,7 @@ def test_the_embedded_corpus_splits_by_file_and_leaks_no_import() -> None:
     config = RelationConfig(
         modules=8, test_fraction=0.2, validation_fraction=0.2, max_bytes=500_000
     )
-    corpus = config.parsed
+    corpus = config.open_corpus()
     documents = list(corpus.documents())
     labels = {label for each in documents for label in each.labels}
     assert len(labels) == 8
@@ -168,7 +168,7 @@ def test_the_embedded_corpus_splits_by_file_and_leaks_no_import() -> None:
     imports = re.compile(r"^\s*(>>> )?(import \w|from [\w.]+ import\b)", re.MULTILINE)
     assert not [each for each in documents if imports.search(each.text)]
     with pytest.raises(InputError, match="fewer than the 400 labels"):
-        list(RelationConfig(modules=400, max_bytes=300_000).parsed.documents())
+        list(RelationConfig(modules=400, max_bytes=300_000).open_corpus().documents())
 
 
 def test_prepared_data_is_cached_and_the_same_again(tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_prepared_data_is_cached_and_the_same_again(tmp_path: Path) -> None:
     assert first.train.cut > 0
     assert max(len(row) for row in first.train.tokens) == 4
     assert first.vocab_size == 200
-    assert 0 < first.pieces.vocab_size <= 200
+    assert 0 < first.tokeniser.vocab_size <= 200
     lines = (tmp_path / "a" / "train_triples.json").read_text()
     (tmp_path / "a" / "train_triples.json").write_text(lines.replace("London", "Paris"))
     assert prepare_relations(config, tmp_path / "cache").fingerprint != first.fingerprint

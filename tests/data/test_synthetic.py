@@ -33,7 +33,7 @@ def test_training_rows_and_test_documents_repeat_with_the_periods(tmp_path: Path
 
 
 def test_the_tokens_follow_from_seed_and_vocabulary() -> None:
-    task = CopyTask.of_address(ADDRESS)
+    task = CopyTask.from_address(ADDRESS)
     made = ((200, 4), (200, 4), (200, 5), (201, 4))
     prints = [task.token_data(*each).fingerprint for each in made]
     assert prints[0] == prints[1]

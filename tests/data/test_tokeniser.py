@@ -73,7 +73,7 @@ def test_saving_loading_and_what_is_refused(
         Tokeniser.load(file)
     with pytest.raises(InputError, match="does not exist"):
         Tokeniser.load(tmp_path / "none.json")
-    monkeypatch.setattr(tokeniser, "MOST_BYTES", 1)
+    monkeypatch.setattr(tokeniser, "MAX_BYTES", 1)
     with pytest.raises(InputError, match=r"tokeniser\.json is larger than 1 bytes"):
         Tokeniser.load(file)
     with pytest.raises(InputError, match="at least 257 entries"):
@@ -114,7 +114,7 @@ def test_a_given_vocabulary_splits_as_bert_does(tmp_path: Path) -> None:
     texts = [*WORD_TEXTS[:2], "中文 the unaffable fox"]
     expected = [theirs(text, add_special_tokens=False)["input_ids"] for text in texts]
     assert ours.encode(texts) == expected
-    assert (ours.vocab_size, ours.pad) == (len(entries), 0)
+    assert (ours.vocab_size, ours.pad_id) == (len(entries), 0)
 
 
 def test_a_learned_vocabulary_covers_its_texts_and_prefers_long_pieces() -> None:

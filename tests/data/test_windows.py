@@ -86,7 +86,7 @@ def test_repeated_windows_tile_equal_shares_of_segments(
     assert set(counts) == {4, 8, 16, 32}
     assert len(set(counts.values())) == 1
     assert len(found) <= most
-    seen = found.seen
+    seen = found.copyable
     assert seen is not None
     for row, segment, name, known in zip(
         found.windows, found.segments, found.documents, seen, strict=True

@@ -109,7 +109,7 @@ def test_toml_is_refused_by_name(read: Callable[[Path], Any], content: str, tmp_
 def test_a_line_without_an_end_is_refused_before_it_is_held(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(io, "MOST_BYTES", 1000)
+    monkeypatch.setattr(io, "MAX_BYTES", 1000)
     place = tmp_path / "text.jsonl"
     place.write_text('{"text": "short"}\n{"text": "' + "x" * 2000 + '"}\n')
     with pytest.raises(InputError, match=r"text\.jsonl:2 is longer than 1,000 bytes"):

@@ -155,7 +155,7 @@ def first_loss(kind: str, config: Any) -> float:
     tokens = TrainingBatches(data.train, 15, rows, seed, tiling).batch(1)
     masked = Masking(config.model.vocab_size).rows(tokens, seed, 1)
     logits = encoder(torch.from_numpy(masked.ids))
-    wanted = torch.take_along_dim(logits, torch.from_numpy(masked.places)[..., None], 1)
+    wanted = torch.take_along_dim(logits, torch.from_numpy(masked.positions)[..., None], 1)
     targets = torch.from_numpy(masked.targets).flatten()
     return float(F.cross_entropy(wanted.flatten(0, 1), targets).detach())
 
@@ -201,7 +201,7 @@ def test_a_classifier_learns_what_the_words_say(tmp_path: Path, made: dict[str, 
     assert (settings.model.vocab_size, settings.model.train_length) == (120, 16)
     assert train(settings, tmp_path).loss < 0.2
     model, data = load_as(Classifier, tmp_path / "model"), prepare_relations(settings.data)
-    assert tune_threshold(predict(model, data.split("validation"), data.pad))[1] == 1.0
+    assert tune_threshold(predict(model, data.split("validation"), data.pad_id))[1] == 1.0
     assert model.config == settings.model
     assert '"unseen"' in (tmp_path / "labels.json").read_text()
 

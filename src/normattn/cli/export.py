@@ -193,7 +193,7 @@ def _tokeniser(config: Any, run: Path) -> Any:
     if isinstance(config, ClassificationConfig):
         data, vocabulary = config.data, unchanged(run / VOCABULARY)
         return _fast(
-            WordPieces.load(vocabulary, data.lower_case).tokeniser,
+            WordPieces.load(vocabulary, data.lower_case).tokenizer,
             split_special_tokens=True,
             padding_side="right",
             model_max_length=data.max_tokens,

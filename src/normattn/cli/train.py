@@ -30,7 +30,7 @@ def train_or_plan(asked: options.Train) -> None:
     machines = (asked.nodes, asked.gpus_per_node)
     if (asked.gpu is None and machines != (1, 1)) or (asked.gpu and not asked.plan):
         raise InputError("--nodes, --gpus-per-node and --gpu need --plan, the first two --gpu")
-    lines = [*config.data.look(), *_described(config)]
+    lines = [*config.data.plan_notes(), *_described(config)]
     if asked.plan and asked.gpu is not None:
         lines.append(describe_plan(config, config.cost(), asked.gpu, *machines))
     # Under torchrun every process comes here; the first one speaks.

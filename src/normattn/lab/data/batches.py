@@ -1,11 +1,10 @@
 """Training batches of text: windows of tokens, plain, tiled or masked.
 
-A batch is a pure function of (seed, step): nothing is shuffled, stored or advanced, so a resumed
-run, another number of processes or another order of asking all see the same tokens. Its random
-numbers are Philox's, a counter: its output for a key needs no history, so step 1,000,000 costs
-what step 0 does. Only the raw 64-bit words are used, which numpy promises not to change; its
-distributions carry no such promise. Source: Salmon et al. 2011, "Parallel random numbers: as easy
-as 1, 2, 3".
+A batch is a pure function of (seed, step), with no state. So a resumed run and another number of
+processes see the same tokens. Random numbers come from Philox, a counter-based generator, so step
+1,000,000 costs as much as step 0. Only its raw 64-bit words are used: numpy promises not to change
+them, unlike its distributions. Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1,
+2, 3".
 """
 
 from __future__ import annotations
@@ -22,63 +21,61 @@ from normattn.lab.data.tokeniser import SEPARATOR_ID
 from normattn.lab.data.tokens import Tiling, TokenSplit
 
 _MASK = (1 << 64) - 1
-# Draws of the windows and of the masks come from different keys.
-_MASKING = 0x6D61736B
+# Windows and masks are drawn from different keys.
+_MASKING_KEY = 0x6D61736B
 
 
 def uniforms(seed: int, step: int, rows: int, columns: int) -> Float64[np.ndarray, "rows columns"]:
-    """Numbers in [0, 1) with 53 random bits, keyed by (seed, step)."""
+    """Draw numbers in [0, 1) with 53 random bits, keyed by (seed, step)."""
     key = np.array([seed & _MASK, step & _MASK], dtype=np.uint64)
     raw = np.random.Philox(key=key, counter=0).random_raw(rows * columns)
     return ((raw >> np.uint64(11)) * 2.0**-53).reshape(rows, columns)
 
 
-def below(uniform: Float64[np.ndarray, "n"], bound: int | np.ndarray) -> Int64[np.ndarray, "n"]:
-    """Map u in [0, 1) to an integer in [0, bound); the bias is below bound / 2^53."""
-    # u·bound can round up to bound itself when bound is huge.
+def scale_to_int(
+    uniform: Float64[np.ndarray, "n"], bound: int | np.ndarray
+) -> Int64[np.ndarray, "n"]:
+    """Map u in [0, 1) to an integer in [0, bound). The bias is below bound / 2^53."""
+    # u·bound can round up to bound itself if bound is huge.
     return np.minimum((uniform * bound).astype(np.int64), np.asarray(bound, dtype=np.int64) - 1)
 
 
 def epoch_order(
     seed: int, epoch: int, items: int, batches: int = 0
 ) -> tuple[Int64[np.ndarray, "items"], Int64[np.ndarray, "batches"]]:
-    """The order of an epoch's items, and that of its batches: keyed by (seed, epoch)."""
+    """Return a permutation of an epoch's items and one of its batches, keyed by (seed, epoch)."""
     drawn = uniforms(seed, epoch, items + batches, 1)[:, 0]
-    order, turns = (np.argsort(part, kind="stable") for part in np.split(drawn, [items]))
-    return order, turns
+    order, batch_order = (np.argsort(each, kind="stable") for each in np.split(drawn, [items]))
+    return order, batch_order
 
 
-def padded(
-    rows: Sequence[Sequence[int] | np.ndarray], pad: int, length: int | None = None
+def pad_rows(
+    rows: Sequence[Sequence[int] | np.ndarray], pad_id: int, length: int | None = None
 ) -> tuple[Int64[np.ndarray, "b t"], Bool[np.ndarray, "b t"]]:
-    """Rows of ids, filled up on the right to `length` (default: the longest); True is padding."""
+    """Pad rows of ids on the right to `length` (default: the longest). True marks padding."""
     lengths = np.array([len(row) for row in rows])
-    width = int(lengths.max()) if length is None else length
-    padding = np.arange(width) >= lengths[:, None]
-    ids = np.full((len(rows), width), pad, dtype=np.int64)
+    length = int(lengths.max()) if length is None else length
+    padding = np.arange(length) >= lengths[:, None]
+    ids = np.full((len(rows), length), pad_id, dtype=np.int64)
     ids[~padding] = np.concatenate([np.asarray(row, dtype=np.int64) for row in rows])
     return ids, padding
 
 
-def refuse_uneven_shares(batch_size: int, kind: str, share: int, shares: int) -> None:
-    """Raise `InputError` where a batch of so many `kind` does not divide into so many shares.
-
-    Equal shares alone give every row of the batch to one process.
-    """
-    if batch_size % shares or not 0 <= share < shares:
+def check_shards(batch_size: int, kind: str, shard: int, shards: int) -> None:
+    """Raise `InputError` if a batch of `batch_size` items does not divide into equal shards."""
+    if batch_size % shards or not 0 <= shard < shards:
         raise InputError(
-            f"a batch of {batch_size} {kind} does not divide into {shares} shares (share {share}); "
-            f"take a multiple of {shares}"
+            f"a batch of {batch_size} {kind} does not divide into {shards} shards (shard {shard}); "
+            f"take a multiple of {shards}"
         )
 
 
 class TrainingBatches:
     """Batches of `batch_size` rows of `length` + 1 tokens: inputs and their next tokens.
 
-    A row is a window at a uniformly drawn place of all the split's tokens, whatever documents it
-    crosses (attention reaches across separators), or, for a share `tiling.fraction` of the rows, a
-    segment of uniformly drawn length and place that repeats to fill the row.
-    Raises `InputError` when the split holds less than one row.
+    A row is a window at a uniformly drawn position of the split. It may cross documents; attention
+    sees across separators. A fraction `tiling.fraction` of the rows instead repeats a segment of
+    uniformly drawn length and position. Raises `InputError` if the split is shorter than one row.
     """
 
     def __init__(
@@ -107,51 +104,49 @@ class TrainingBatches:
         self._columns = np.arange(length + 1, dtype=np.int64)
 
     def batch(
-        self, step: int, share: int = 0, shares: int = 1
+        self, step: int, shard: int = 0, shards: int = 1
     ) -> Int64[np.ndarray, "rows length_1"]:
-        """Part `share` of `shares` of the batch of `step`: (batch_size / shares, length + 1).
+        """Return shard `shard` of `shards` of the batch of `step`.
 
-        The shares' rows, in order, are the rows of the one batch. Raises `InputError` when the
-        batch does not divide into so many shares.
+        The concatenated shards are the batch. Raises `InputError` if it does not divide evenly.
         """
-        refuse_uneven_shares(self.batch_size, "sequences", share, shares)
-        count = self.batch_size // shares
-        drawn = uniforms(self.seed, step, self.batch_size, 3)[share * count : (share + 1) * count]
-        period = np.full(len(drawn), self.length + 1, dtype=np.int64)
+        check_shards(self.batch_size, "sequences", shard, shards)
+        count = self.batch_size // shards
+        drawn = uniforms(self.seed, step, self.batch_size, 3)[shard * count : (shard + 1) * count]
+        periods = np.full(len(drawn), self.length + 1, dtype=np.int64)
         if self.tiling is not None:
             tiled = drawn[:, 0] < self.tiling.fraction
-            drawn_period = below(drawn[:, 1], self.tiling.high - self.tiling.low + 1)
-            period = np.where(tiled, self.tiling.low + drawn_period, period)
-        first = below(drawn[:, 2], self.split.total - period + 1)
+            offsets = scale_to_int(drawn[:, 1], self.tiling.high - self.tiling.low + 1)
+            periods = np.where(tiled, self.tiling.low + offsets, periods)
+        starts = scale_to_int(drawn[:, 2], self.split.total - periods + 1)
         rows = np.empty((count, self.length + 1), np.int64)
-        for row, start, size in zip(rows, first.tolist(), period.tolist(), strict=True):
-            segment = self.split.tokens[start : start + size]
-            row[:] = segment if size > self.length else segment[self._columns % size]
+        for row, start, period in zip(rows, starts.tolist(), periods.tolist(), strict=True):
+            segment = self.split.tokens[start : start + period]
+            row[:] = segment if period > self.length else segment[self._columns % period]
         return rows
 
 
 class MaskedRows(NamedTuple):
-    """Rows with hidden tokens.
+    """Rows with masked tokens.
 
-    `ids` (rows, length): what the model reads. `places` (rows, chosen): the positions whose tokens
-    it is asked for, ascending. `targets` (rows, chosen): the tokens there before.
+    `ids` (rows, length): the model's input. `positions` (rows, chosen): the positions to predict,
+    ascending. `targets` (rows, chosen): the original tokens there.
     """
 
     ids: Int64[np.ndarray, "rows length"]
-    places: Int64[np.ndarray, "rows chosen"]
+    positions: Int64[np.ndarray, "rows chosen"]
     targets: Int64[np.ndarray, "rows chosen"]
 
 
 @dataclass(frozen=True)
 class Masking:
-    """BERT's masking: a share of each row's tokens is asked for; of these most are hidden.
+    """BERT's masking: a share of each row's tokens is predicted, and most of these are masked.
 
-    Of every row max(1, round(`share` · length)) tokens are chosen, none of them a separator while
-    there are others. A chosen token becomes the mask with probability `masked`, any token but the
-    separator with probability `random`, and stays as it is otherwise. The mask has the id
-    `vocab_size`, one past the tokeniser's: a masked model's embedding has one row more than its
-    vocabulary, and the tokens on disk are those of the causal models. Defaults: 0.15, 0.8, 0.1.
-    Source: arXiv 1810.04805, section 3.1.
+    In every row max(1, round(`share` · length)) tokens are chosen, separators last. A chosen token
+    becomes the mask with probability `masked`, a random token other than the separator with
+    probability `random`, and is unchanged otherwise. The mask's id is `vocab_size`: a masked
+    model's embedding has one more row than the vocabulary, so causal and masked models share their
+    tokens on disk. Defaults: 0.15, 0.8, 0.1. Source: arXiv 1810.04805, section 3.1.
     """
 
     vocab_size: int
@@ -165,29 +160,30 @@ class Masking:
         return self.vocab_size
 
     def chosen(self, length: int) -> int:
-        """How many tokens of a row of `length` are asked for."""
+        """Return how many tokens of a row of `length` are predicted."""
         return max(1, round(self.share * length))
 
     def rows(
         self, tokens: Int64[np.ndarray, "rows length"], seed: int, step: int = 0, first: int = 0
     ) -> MaskedRows:
-        """Mask `tokens`, which are rows `first`, `first` + 1, … of step `step`.
+        """Mask `tokens`, rows `first`, `first` + 1, … of step `step`.
 
-        A row's mask depends on the seed, the step, its number and its own separators only.
+        A row's mask depends only on the seed, the step, its index and its separators.
         """
         count, length = tokens.shape
         chosen = self.chosen(length)
-        drawn = uniforms(seed ^ _MASKING, step, first + count, length + 2 * chosen)[first:]
-        # Separators come last, so that they are chosen only where nothing else is left.
+        drawn = uniforms(seed ^ _MASKING_KEY, step, first + count, length + 2 * chosen)[first:]
+        # Separators come last, so that they are chosen only if nothing else is left.
         order = np.argsort(drawn[:, :length] + (tokens == SEPARATOR_ID), axis=1, kind="stable")
-        places = np.sort(order[:, :chosen], axis=1)
-        targets = np.take_along_axis(tokens, places, 1)
-        fate, word = np.split(drawn[:, length:], 2, axis=1)
-        other = 1 + below(word.ravel(), self.vocab_size - 1).reshape(word.shape)
-        shown = np.where(fate < self.masked + self.random, other, targets)
+        positions = np.sort(order[:, :chosen], axis=1)
+        targets = np.take_along_axis(tokens, positions, 1)
+        action, word = np.split(drawn[:, length:], 2, axis=1)
+        random = 1 + scale_to_int(word.ravel(), self.vocab_size - 1).reshape(word.shape)
+        unmasked = np.where(action < self.masked + self.random, random, targets)
         ids = tokens.copy()
-        np.put_along_axis(ids, places, np.where(fate < self.masked, self.mask_id, shown), 1)
-        return MaskedRows(ids, places, targets)
+        inputs = np.where(action < self.masked, self.mask_id, unmasked)
+        np.put_along_axis(ids, positions, inputs, 1)
+        return MaskedRows(ids, positions, targets)
 
 
 class MaskedBatches:
@@ -197,7 +193,7 @@ class MaskedBatches:
         self.batches = batches
         self.masking = masking
 
-    def batch(self, step: int, share: int = 0, shares: int = 1) -> MaskedRows:
-        """Part `share` of `shares` of the batch of `step`; in order they are the whole batch."""
-        tokens = self.batches.batch(step, share, shares)
-        return self.masking.rows(tokens, self.batches.seed, step, first=share * len(tokens))
+    def batch(self, step: int, shard: int = 0, shards: int = 1) -> MaskedRows:
+        """Return shard `shard` of `shards` of the batch of `step`; concatenated they are it."""
+        tokens = self.batches.batch(step, shard, shards)
+        return self.masking.rows(tokens, self.batches.seed, step, first=shard * len(tokens))

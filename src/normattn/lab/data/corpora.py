@@ -1,4 +1,4 @@
-"""Corpora by address: the standard library, pinned packages, a path, a data set of the hub."""
+"""Corpora of text: the standard library, pinned packages, a path, a data set of the hub."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from normattn.lab.data.sources import (
     Address,
     Corpus,
     Document,
-    Part,
-    Reader,
+    FileGroup,
+    RowReader,
+    drop_repeats,
     file_corpus,
-    without_repeats,
 )
 from normattn.lab.data.text_files import (
     ROWS,
     TEXT,
     decode_python,
-    is_packed,
+    is_gzipped,
     read_rows,
     read_text,
     suffix_of,
@@ -42,29 +42,28 @@ __all__ = ["Corpus", "Document", "parse_corpus", "python_source", "rows_of"]
 
 PYTHON_SOURCE = "python-source"
 WHOLE_BYTES = 1 << 20
-"""A text file in a folder is one document up to this size, and cut like a single file beyond."""
+"""A text file in a folder is one document up to this size; larger ones are cut."""
 PIECE_CHARACTERS = 1 << 15
-"""A large text file is cut at line ends into documents of at most this much."""
-# `encodings` is a hundred tables from one template: they would be on both sides of a split.
-_LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings"})
+"""A large text file is cut at line ends into documents of at most this length."""
+# `encodings` is a hundred tables from one template, which would be in several splits.
+_EXCLUDED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings"})
 
 
 def parse_corpus(text: str) -> Corpus:
-    """The corpus of text that an address names: `body` or `body?option=value&…`.
+    """Return the corpus at an address, `body` or `body?option=value&…`.
 
-    `python-source`, `python-packages-2026`, the path of a file or a folder, or `hf:NAME`. Raises
-    `InputError` for anything else, with the nearest name, and for options that the kind does not
-    know.
+    The body is `python-source`, `python-packages-2026`, the path of a file or folder, or `hf:NAME`.
+    Raises `InputError` for anything else, with the nearest name, and for unknown options.
     """
     address = Address.parse(text)
     if address.body in (PYTHON_SOURCE, FROZEN):
-        address.take()
+        address.get_options()
         return python_source() if address.body == PYTHON_SOURCE else frozen_packages()
     if address.body.startswith(hub.PREFIX):
-        field = address.take(*hub.OPTIONS, "field")["field"] or "text"
-        return hub.hub_corpus(address, partial(_text_row, field))
+        field = address.get_options(*hub.OPTIONS, "field")["field"] or "text"
+        return hub.hub_corpus(address, partial(_read_row, field))
     if expand_path(address.body).exists():
-        return text_files(address.body, address.take("field")["field"])
+        return text_files(address.body, address.get_options("field")["field"])
     names = (PYTHON_SOURCE, FROZEN)
     near = difflib.get_close_matches(address.body, names, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
@@ -74,14 +73,14 @@ def parse_corpus(text: str) -> Corpus:
     )
 
 
-def _text_row(field: str, name: str, row: Mapping[str, Any], where: str) -> Document:
+def _read_row(field: str, name: str, row: Mapping[str, Any], where: str) -> Document:
     return Document(name, text_of(row, field, where))
 
 
 def rows_of(
-    read: Reader, name: str, path: Path, fields: Sequence[str] | None = None
+    read: RowReader, name: str, path: Path, fields: Sequence[str] | None = None
 ) -> Iterator[Document]:
-    """The document in each row of a file, called NAME:NUMBER."""
+    """Yield the document in each row of a file, named NAME:NUMBER."""
     for number, row in read_rows(path, fields):
         yield read(f"{name}:{number}", row, f"{path}:{number}")
 
@@ -89,62 +88,61 @@ def rows_of(
 # Text.
 
 
-def text_files(place: str, field: str | None) -> Corpus:
-    """The text under a path. Documents of equal text are in one split, that of the first.
+def text_files(path: str, field: str | None) -> Corpus:
+    """Return the text of a file or folder. Documents of equal text are in one split.
 
-    A single text file is cut at line ends into documents of about 32 kB. In a folder (read
-    recursively, in the order of the relative names, hidden files and unknown suffixes left out) a
-    text file is one document unless it is larger than 1 MB or packed. Every line of a JSON-lines
-    file and every row of a Parquet, CSV or TSV file is a document; `field` (default `text`) is
-    where its text is. Names are relative to the path, so that the split does not depend on
-    where the folder lies. Raises `InputError` where there are none.
+    A folder is read recursively in the order of relative names, without hidden files and unknown
+    suffixes. In it a text file is one document, unless it is larger than 1 MB or gzipped. Such
+    files and a single text file are cut at line ends into documents of about 32 kB. Every row of a
+    JSON-lines, Parquet, CSV or TSV file is a document with its text in `field` (default `text`).
+    Names are relative, so that splits do not change when the folder moves. Raises `InputError` if
+    there is no file.
     """
-    root = expand_path(place)
+    root = expand_path(path)
     files = {root.name: root}
     if root.is_dir():
-        known = (path for path in _walk(root) if suffix_of(path) in TEXT | ROWS)
-        files = {path.relative_to(root).as_posix(): path for path in known}
+        known = (file for file in _walk(root) if suffix_of(file) in TEXT | ROWS)
+        files = {file.relative_to(root).as_posix(): file for file in known}
     if not files:
         suffixes = " ".join(sorted(TEXT | ROWS))
-        raise InputError(f"corpus {place!r} holds no file of a known kind (suffixes: {suffixes})")
-    if field is not None and not any(suffix_of(path) in ROWS for path in files.values()):
-        raise InputError(f"corpus {place!r}: plain text has no fields; leave out ?field=")
-    for path in files.values():  # A pipe is named, not passed over.
-        refuse_irregular(path, file_status(path).st_mode)
+        raise InputError(f"corpus {path!r} holds no file of a known kind (suffixes: {suffixes})")
+    if field is not None and not any(suffix_of(file) in ROWS for file in files.values()):
+        raise InputError(f"corpus {path!r}: plain text has no fields; leave out ?field=")
+    for file in files.values():  # A pipe is an error, not skipped.
+        refuse_irregular(file, file_status(file).st_mode)
     return file_corpus(
-        [Part(name, (path,)) for name, path in sorted(files.items())],
-        partial(_texts, field or "text", root.is_dir()),
+        [FileGroup(name, (file,)) for name, file in sorted(files.items())],
+        partial(_read_file, field or "text", root.is_dir()),
         rules=(field, WHOLE_BYTES, PIECE_CHARACTERS),
-        sift=_with_repeats_together,
+        select=_group_repeats,
     )
 
 
-def _texts(field: str, in_folder: bool, name: str, path: Path) -> Iterator[Document]:
-    """The documents of one file."""
+def _read_file(field: str, in_folder: bool, name: str, path: Path) -> Iterator[Document]:
+    """Yield the documents of one file."""
     if suffix_of(path) in ROWS:
-        yield from rows_of(partial(_text_row, field), name, path, fields=[field])
-    elif in_folder and not is_packed(path) and file_status(path).st_size <= WHOLE_BYTES:
+        yield from rows_of(partial(_read_row, field), name, path, fields=[field])
+    elif in_folder and not is_gzipped(path) and file_status(path).st_size <= WHOLE_BYTES:
         yield Document(name, read_text(path))
     else:
         for index, text in enumerate(text_pieces(path, PIECE_CHARACTERS)):
             yield Document(f"{name}#{index:05}", text)
 
 
-def _with_repeats_together(documents: Iterable[Document]) -> Iterator[Document]:
-    """The documents, each that repeats a text in the group of the first that has it.
+def _group_repeats(documents: Iterable[Document]) -> Iterator[Document]:
+    """Put documents that repeat a text into the group of its first occurrence.
 
-    Otherwise a text could be tested that was trained on. A first one is its own, so that a corpus
-    without repetitions is divided by names alone. Held are a hash and a name for each.
+    Otherwise a training text could be in the test split. Keeps a hash and a name of each document.
     """
-    firsts: dict[bytes, str] = {}
+    first_keys: dict[bytes, str] = {}
     for document in documents:
         digest = hashlib.blake2b(document.text.encode("utf-8", "replace"), digest_size=12).digest()
-        first = firsts.setdefault(digest, document.split_name)
-        yield document if first == document.split_name else replace(document, group=first)
+        key = first_keys.setdefault(digest, document.split_key)
+        yield document if key == document.split_key else replace(document, group=key)
 
 
 def _walk(root: Path) -> Iterator[Path]:
-    """Every file that is not hidden; a folder that cannot be listed is an error, not a gap."""
+    """Yield every file that is not hidden; `InputError` for a folder that cannot be listed."""
 
     def refuse(error: OSError) -> None:
         raise InputError(f"{error.filename} cannot be read: {error.strerror}") from error
@@ -158,26 +156,26 @@ def _walk(root: Path) -> Iterator[Path]:
 
 
 def python_source() -> Corpus:
-    """Every `*.py` of the standard library without tests, `encodings` and installed packages.
+    """Return every `*.py` of the standard library without tests and `encodings`.
 
-    Sorted by name; of files with the same content only the first is kept. A document is a file,
-    its name the path relative to the library. The text depends on the Python version.
+    A document is a file, named by its path in the library and sorted by name; repeated files are
+    dropped. The text depends on the Python version.
     """
     root = Path(sysconfig.get_path("stdlib"))
     names = {path.relative_to(root).as_posix(): path for path in root.rglob("*.py")}
     return file_corpus(
         [
-            Part(name, (path,))
+            FileGroup(name, (path,))
             for name, path in sorted(names.items())
-            if not _LEFT_OUT.intersection(path.relative_to(root).parts)
+            if not _EXCLUDED.intersection(path.relative_to(root).parts)
         ],
-        _python,
-        sift=without_repeats,
+        _read_python,
+        select=drop_repeats,
         versions={"python": platform.python_version()},
     )
 
 
-def _python(name: str, path: Path) -> Iterator[Document]:
+def _read_python(name: str, path: Path) -> Iterator[Document]:
     with open_file(path) as file:
         raw = file.read()
     try:

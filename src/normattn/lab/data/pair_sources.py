@@ -1,4 +1,4 @@
-"""Sentence pairs by address: a folder, two aligned files, rows, the hub, translation catalogues."""
+"""Corpora of sentence pairs: a folder, two aligned files, rows, the hub, message catalogues."""
 
 from __future__ import annotations
 
@@ -21,24 +21,26 @@ from normattn.lab.data.sources import (
     Address,
     Corpus,
     Document,
-    Part,
+    FileGroup,
     SplitName,
+    drop_repeats,
     file_corpus,
     split_files,
-    without_repeats,
 )
 from normattn.lab.data.text_files import ROWS, suffix_of, text_lines, text_of
 
 
 def parse_pairs(text: str, source: str, target: str) -> Corpus:
-    """The sentence pairs that an address names: `body` or `body?option=value&…`.
+    """Return the corpus of sentence pairs at an address, `body` or `body?option=value&…`.
 
-    `catalogues`: messages of two installed packages. `FOLDER[?test=NAME]`: files `NAME.LANGUAGE`,
-    NAME beginning with train, val (dev) or test. `FILE,FILE`, the source language first.
-    `FILE.jsonl`, `.parquet`, `.csv`, `.tsv` or `hf:NAME`: rows with a field for each language, also
-    inside `translation`. `.gz` of text and JSON lines. A document is the sentence and its
-    translation; a side may be empty. Raises `InputError` for anything else and for options that
-    the kind does not know.
+    - `catalogues`: messages of two installed packages.
+    - `FOLDER[?test=NAME]`: files `NAME.LANGUAGE`; NAME begins with train, val (dev) or test.
+    - `FILE,FILE`: aligned lines, the source language first.
+    - `FILE.jsonl`, `.parquet`, `.csv`, `.tsv` or `hf:NAME`: rows with a field for each language,
+      at the top or inside `translation`.
+
+    Text and JSON lines may be `.gz`. A document is a sentence and its translation; either may be
+    empty. Raises `InputError` for anything else and for unknown options.
     """
     if source == target:
         raise InputError(
@@ -46,20 +48,22 @@ def parse_pairs(text: str, source: str, target: str) -> Corpus:
         )
     address = Address.parse(text, "corpus of sentence pairs")
     body, path = address.body, expand_path(address.body)
-    read = partial(_pair_row, source, target)
+    read = partial(_read_row, source, target)
     if body.startswith(hub.PREFIX):
-        address.take(*hub.OPTIONS)
+        address.get_options(*hub.OPTIONS)
         return hub.hub_corpus(address, read, held_out=True)
     if body != "catalogues" and path.is_dir():
-        return _folder(path, source, target, address.take("test")["test"])
-    address.take()
+        return _folder(path, source, target, address.get_options("test")["test"])
+    address.get_options()
     first, _, second = body.partition(",")
     if body == "catalogues":
         return _catalogues(source, target)
     if second and expand_path(first).is_file():
-        return file_corpus([Part(body, (expand_path(first), expand_path(second)))], _line_pairs)
+        return file_corpus(
+            [FileGroup(body, (expand_path(first), expand_path(second)))], _read_lines
+        )
     if suffix_of(path) in ROWS and path.is_file():
-        return file_corpus([Part(path.name, (path,))], partial(rows_of, read))
+        return file_corpus([FileGroup(path.name, (path,))], partial(rows_of, read))
     raise InputError(
         f"corpus {body!r} holds no sentence pairs: expected catalogues, a folder of train/val/test "
         "files by language, two aligned files as FILE,FILE, a .jsonl, .parquet, .csv or .tsv file, "
@@ -67,94 +71,96 @@ def parse_pairs(text: str, source: str, target: str) -> Corpus:
     )
 
 
-def _pair_row(source: str, target: str, name: str, row: Mapping[str, Any], where: str) -> Document:
-    """Each language's sentence in its field (or in `translation`), and the split in `split`."""
+def _read_row(source: str, target: str, name: str, row: Mapping[str, Any], where: str) -> Document:
+    """Return the pair in a row: a field for each language, maybe in `translation`, and `split`."""
     fields, split = row.get("translation", row), row.get("split")
     if not isinstance(fields, dict):
         raise InputError(f"{where} is not an object of sentences by language")
     if split is not None and split not in SPLITS:
         raise InputError(f"{where}: split is {split!r}; expected one of {', '.join(SPLITS)}")
     hint = "choose the languages with data.source and data.target"
-    here, there = (text_of(fields, side, where, hint) for side in (source, target))
-    return Document(name, here, split=split, target=there)
+    text, translation = (text_of(fields, side, where, hint) for side in (source, target))
+    return Document(name, text, split=split, target=translation)
 
 
-def _line_pairs(_: str, source: Path, target: Path) -> Iterator[Document]:
-    """Line n of one file with line n of the other (plain or `.gz`), without their line ends."""
+def _read_lines(_: str, source: Path, target: Path) -> Iterator[Document]:
+    """Pair line n of one file with line n of the other."""
     lines = zip_longest(text_lines(source), text_lines(target))
-    for number, (here, there) in enumerate(lines, start=1):
-        if here is None or there is None:
-            long, short = (target, source) if here is None else (source, target)
+    for number, (source_line, target_line) in enumerate(lines, start=1):
+        if source_line is None or target_line is None:
+            long, short = (target, source) if source_line is None else (source, target)
             raise InputError(
                 f"{long} has a line {number:,} and {short} has not: line n of one must be the "
                 "translation of line n of the other"
             )
-        texts = (text.rstrip("\r\n") for _, text in (here, there))
-        yield Document(f"{source.name}:{number}", next(texts), target=next(texts))
+        text, translation = source_line[1].rstrip("\r\n"), target_line[1].rstrip("\r\n")
+        yield Document(f"{source.name}:{number}", text, target=translation)
 
 
 def _folder(folder: Path, source: str, target: str, test: str | None) -> Corpus:
-    """The one file of each split in either language; of several test sets the one called `test`.
+    """Return the pairs of a folder with one file for each split and language.
 
-    A file is `NAME.LANGUAGE` or `NAME.LANGUAGE.gz`. A split that is held out may be missing.
+    A file is `NAME.LANGUAGE` or `NAME.LANGUAGE.gz`. `test` chooses among several test sets.
+    Held-out splits may be missing.
     """
-    names: dict[SplitName, str] = {"train": "train.*", "validation": "(?:val|dev).*"}
-    names["test"] = re.escape(test) if test else "test.*"
+    patterns: dict[SplitName, str] = {"train": "train.*", "validation": "(?:val|dev).*"}
+    patterns["test"] = re.escape(test) if test else "test.*"
     hint = "; ?test=NAME chooses one of several test sets"
-    here, there = (
-        split_files(folder, names, rf"\.{re.escape(side)}(?:\.(?:gz|GZ))?", hint)
+    sources, targets = (
+        split_files(folder, patterns, rf"\.{re.escape(side)}(?:\.(?:gz|GZ))?", hint)
         for side in (source, target)
     )
-    needed = {"train", *here, *there, *(["test"] if test else [])}
+    required = {"train", *sources, *targets, *(["test"] if test else [])}
     for split in SPLITS:
-        if split not in needed or (split in here and split in there):
+        if split not in required or (split in sources and split in targets):
             continue
         name = test if test and split == "test" else split
-        has = ", ".join(side[split].name for side in (here, there) if split in side) or "none"
+        has = ", ".join(files[split].name for files in (sources, targets) if split in files)
         raise InputError(
-            f"{folder} needs {name}.{source} and {name}.{target} (or .gz), but has {has}"
+            f"{folder} needs {name}.{source} and {name}.{target} (or .gz), but has {has or 'none'}"
         )
-    # A training pair stays open, so that splits without files can be cut from them.
-    parts = [
-        Part(here[split].name, (here[split], there[split]), None if split == "train" else split)
-        for split in SPLITS
-        if split in here
-    ]
-    return file_corpus(parts, _line_pairs)
+    groups = []
+    for split in SPLITS:
+        if split in sources:
+            # The split of training pairs is left open: missing splits are cut from them.
+            own_split = None if split == "train" else split
+            paths = sources[split], targets[split]
+            groups.append(FileGroup(paths[0].name, paths, own_split))
+    return file_corpus(groups, _read_lines)
 
 
-# Translation catalogues.
+# Message catalogues.
 
 PACKAGES = ("mercurial", "gramps")
-"""Whose catalogues are read: two packages that need next to nothing else."""
-_MOST_WORDS, _LEAST_WORDS = 60, 3
+"""The packages whose catalogues are read. They have few dependencies."""
+_MAX_WORDS, _MIN_WORDS = 60, 3
 _FILLER = "X"
-"""Replaces placeholders of a program: `cannot open %s` becomes `cannot open X`."""
+"""Replaces placeholders: `cannot open %s` becomes `cannot open X`."""
 _CONTEXT = "\x04"  # gettext writes "context\x04message"
 _TAG = re.compile(r"</?[A-Za-z][^<>]*>")
-_FILLED_IN = re.compile(
+_PLACEHOLDER = re.compile(
     r"%\([^()]*\)(?:[-+0#]*\d*(?:\.\d+)?[A-Za-z])?"  # %(name)s
     r"|%(?:\d+\$)?[-+0#]*\d*(?:\.\d+)?[sdifrgxXuc]\b"  # %s, %1$s, %.0f
     r"|\$?\{[^{}]*\}"  # {name}, ${name}
     r"|\$\([^()]*\)"  # $(name)
 )
 _WORD = re.compile(r"[^\W\d_]{2,}|\b[aAIX]\b")
-_KEY = re.compile(r"_(?=\w)")
+_ACCESS_KEY = re.compile(r"_(?=\w)")
 
 
 def _catalogues(source: str, target: str) -> Corpus:
-    """The messages of installed packages and their translations, from GNU gettext's `.mo` files.
+    """Return the messages of installed packages with their translations, from gettext `.mo` files.
 
-    Read from the package's files, nothing of it is imported. Placeholders, tags and access keys
-    are taken out; what is no sentence pair then (fewer than three words, an option list, an
-    untranslated message) is left out, and so is a message seen before, letter case aside. The
-    messages belong to their packages and stay under their licences.
+    No package is imported. Placeholders, tags and access keys are removed. Messages that are no
+    sentence pair (too short, an option list, not translated) and repeated messages, ignoring case,
+    are dropped. The messages stay under the licences of their packages.
     """
     if source != "en":
         raise InputError(f"catalogues translate from 'en'; for {source!r} give your own pairs")
     files = [file for package in PACKAGES for file in _catalogue_files(package, target)]
-    parts = [Part(str(path), (path,)) for path in files]
-    return file_corpus(parts, _catalogue_pairs, sift=partial(without_repeats, key=str.casefold))
+    groups = [FileGroup(str(path), (path,)) for path in files]
+    select = partial(drop_repeats, normalise=str.casefold)
+    return file_corpus(groups, _read_catalogue, select=select)
 
 
 def _catalogue_files(package: str, language: str) -> Sequence[Path]:
@@ -166,50 +172,50 @@ def _catalogue_files(package: str, language: str) -> Sequence[Path]:
             "installed: pip install 'normattn[translation]', or give your own sentence pairs"
         ) from error
     folder = f"/{language}/LC_MESSAGES/"
-    found = [file for file in files if folder in f"/{file.as_posix()}" and file.suffix == ".mo"]
-    if not found:
+    catalogues = [f for f in files if folder in f"/{f.as_posix()}" and f.suffix == ".mo"]
+    if not catalogues:
         raise InputError(f"{package} has no translations into {language!r}")
-    return [Path(str(file.locate())) for file in sorted(found, key=lambda file: file.as_posix())]
+    return [Path(str(f.locate())) for f in sorted(catalogues, key=lambda f: f.as_posix())]
 
 
-def _catalogue_pairs(_: str, path: Path) -> Iterator[Document]:
-    """The sentence pairs among the messages of one file, of a plural the first form."""
+def _read_catalogue(_: str, path: Path) -> Iterator[Document]:
+    """Yield the sentence pairs of one catalogue; of plurals, the first form."""
     with open_file(path) as file:
         try:
             translations = gettext.GNUTranslations(file)
         except (LookupError, OSError, ValueError, struct.error) as error:
             raise InputError(f"{path} is no catalogue of messages: {error}") from error
-    # gettext has no public way to list a catalogue: this is the table it looks words up in.
+    # gettext has no public way to list a catalogue; this is its lookup table.
     catalogue: Mapping[Any, str] = vars(translations)["_catalog"]
     number = 0
     for key, translation in catalogue.items():
         message, form = key if isinstance(key, tuple) else (key, 0)
         if message and form == 0:  # neither the header nor a further plural
-            here, there = _cleaned(message, translation)
-            if is_sentence_pair(here, there):
-                yield Document(f"{path.name}:{number}", here, target=there)
+            source, target = _clean(message, translation)
+            if is_sentence_pair(source, target):
+                yield Document(f"{path.name}:{number}", source, target=target)
             number += 1
 
 
-def _cleaned(source: str, target: str) -> tuple[str, str]:
-    """A message and its translation as plain sentences of one line each."""
-    a, b = (
-        _FILLED_IN.sub(_FILLER, _TAG.sub(" ", text.rpartition(_CONTEXT)[2])).replace("%%", "%")
+def _clean(source: str, target: str) -> tuple[str, str]:
+    """Return a message and its translation as plain one-line sentences."""
+    source, target = (
+        _PLACEHOLDER.sub(_FILLER, _TAG.sub(" ", text.rpartition(_CONTEXT)[2])).replace("%%", "%")
         for text in (source, target)
     )
-    a, b = " ".join(a.split()), " ".join(b.split())
-    # An underscore before an access key (`_Open`, `E_xit`) is not part of the word; identifiers
-    # that hold one are the same in both languages and keep it.
-    shared = {word for word in a.split() if "_" in word} & set(b.split())
-    if len(_KEY.findall(a)) == len(_KEY.findall(b)) == 1 and not shared:
-        a, b = _KEY.sub("", a), _KEY.sub("", b)
-    return a, b
+    source, target = " ".join(source.split()), " ".join(target.split())
+    # An underscore before an access key (`_Open`, `E_xit`) is not part of the word. Identifiers
+    # with an underscore are the same in both languages and keep it.
+    shared = {word for word in source.split() if "_" in word} & set(target.split())
+    if len(_ACCESS_KEY.findall(source)) == len(_ACCESS_KEY.findall(target)) == 1 and not shared:
+        source, target = _ACCESS_KEY.sub("", source), _ACCESS_KEY.sub("", target)
+    return source, target
 
 
 def is_sentence_pair(source: str, target: str) -> bool:
-    """Whether both sides are three to sixty words, mostly letters, and differ.
+    """Return whether both sides are 3 to 60 words, mostly letters, and differ.
 
-    Also refused: one side more than three times as long as the other (not a translation of it).
+    One side may not be more than three times as long as the other.
     """
     if source.casefold() == target.casefold():
         return False
@@ -219,10 +225,10 @@ def is_sentence_pair(source: str, target: str) -> bool:
 
 def _readable(text: str) -> bool:
     letters = sum(character.isalpha() for character in text)
-    filled = sum(not character.isspace() for character in text)
+    visible = sum(not character.isspace() for character in text)
     return (
-        len(_WORD.findall(text)) >= _LEAST_WORDS
-        and _LEAST_WORDS <= len(text.split()) <= _MOST_WORDS
-        and letters >= 0.7 * filled
+        len(_WORD.findall(text)) >= _MIN_WORDS
+        and _MIN_WORDS <= len(text.split()) <= _MAX_WORDS
+        and letters >= 0.7 * visible
         and not text.isupper()
     )

@@ -1,4 +1,4 @@
-"""Sentence pairs as tokens: cached, split by sentence, in batches of like length."""
+"""Sentence pairs as tokens: cached, split by sentence, in batches of similar length."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from pydantic import Field
 from normattn import io
 from normattn.errors import InputError
 from normattn.io import read_object, sha256_of
-from normattn.lab.data.batches import epoch_order, padded
+from normattn.lab.data.batches import epoch_order, pad_rows
 from normattn.lab.data.pair_sources import parse_pairs
 from normattn.lab.data.sources import SPLITS, Corpus, Document, SplitName, Splits, SplitSettings
 from normattn.lab.data.store import (
     ABOUT,
-    Names,
     Ragged,
     Row,
+    Strings,
+    cached_folder,
     column_digests,
-    fill,
-    prepared,
     utf8,
+    write_splits,
 )
 from normattn.lab.data.tokeniser import SAMPLE_BYTES, Tokeniser, train_tokeniser
 
 FORMAT = 3
-"""Raised whenever the same settings would give other files: old caches are then left alone."""
+"""Increased when the same settings would give other files, so that old caches are not used."""
 PAD_ID, BOS_ID, EOS_ID = 0, 1, 2
 SPECIALS = ("<pad>", "<bos>", "<eos>")
-PADDED_TO = 8
-"""Lengths are padded to a multiple of this, and rows come in multiples of it."""
+MULTIPLE = 8
+"""Lengths are padded to a multiple of this, and batches have a multiple of it as rows."""
 _SIDES = ("source", "target")
 TOKENISER = "tokeniser.json"
-_EMPTY, _LONG = "with an empty side", "training pairs too long"
+_EMPTY, _TOO_LONG = "with an empty side", "training pairs too long"
 
 
 class PairsConfig(SplitSettings):
@@ -52,11 +52,11 @@ class PairsConfig(SplitSettings):
     - `corpus`: "catalogues" (default), a folder of train/val/test files by language, two aligned
       files as "FILE,FILE", a .jsonl, .parquet, .csv or .tsv file, or "hf:NAME".
     - `source`, `target`: the languages (default en and de).
-    - `vocab_size`: entries of the byte-level BPE of both languages, three special ones included.
-    - `test_fraction`, `validation_fraction`: shares of the pairs where the corpus has no such split
-      of its own (default 0.1 and 0.05); `seed` decides which.
-    - `max_length`: training pairs with more tokens on a side (its end included) are left out.
-    - `max_pairs`: train on the first so many pairs (default: all).
+    - `vocab_size`: entries of the byte-level BPE of both languages, 3 special tokens included.
+    - `test_fraction`, `validation_fraction`: shares of the pairs if the corpus does not define
+      these splits (default 0.1 and 0.05); `seed` decides which.
+    - `max_length`: drop training pairs with more tokens on a side, its end included.
+    - `max_pairs`: train on the first `max_pairs` pairs (default: all).
     """
 
     corpus: str = "catalogues"
@@ -66,17 +66,16 @@ class PairsConfig(SplitSettings):
     max_length: int = Field(default=100, ge=2)
     max_pairs: int | None = Field(default=None, ge=1)
 
-    @property
-    def parsed(self) -> Corpus:
-        """Where the pairs are read from; `InputError` where their files are not there."""
+    def open_corpus(self) -> Corpus:
+        """Return the corpus of pairs; `InputError` if its files do not exist."""
         return parse_pairs(self.corpus, self.source, self.target)
 
 
 @dataclass(frozen=True)
 class PairSplit:
-    """The pairs of one split: sentence i of a side is its row i, without special tokens.
+    """The pairs of one split. Row i of a side is its sentence i, without special tokens.
 
-    `texts` are kept of held-out pairs only (empty for training).
+    `texts` are the sentences of held-out pairs; empty for training.
     """
 
     name: SplitName
@@ -88,15 +87,15 @@ class PairSplit:
         return len(self.source)
 
     def source_ids(self, index: int) -> list[int]:
-        """What the encoder reads of a pair: its tokens and the end of the sentence."""
+        """Return the encoder's input for a pair: its tokens and the end token."""
         return [*self.source[index].tolist(), EOS_ID]
 
     def target_ids(self, index: int) -> list[int]:
-        """A pair's translation between beginning and end."""
+        """Return the translation of a pair between the begin and end tokens."""
         return [BOS_ID, *self.target[index].tolist(), EOS_ID]
 
     def first(self, count: int | None) -> PairSplit:
-        """The first `count` pairs (None: all of them)."""
+        """Return the first `count` pairs, all if None."""
         if count is None or count >= len(self):
             return self
         source, target = (
@@ -106,108 +105,100 @@ class PairSplit:
         return PairSplit(self.name, source, target, self.texts[:count])
 
     def fingerprint(self, data: str) -> str:
-        """A hash of which pairs these are, of the data with the fingerprint `data`."""
+        """Hash which pairs these are, given the fingerprint `data` of all data."""
         return hashlib.sha256(f"{data}/{self.name}/{len(self)}".encode()).hexdigest()
 
     @property
     def target_total(self) -> int:
-        """Tokens to predict in all, the ends of the sentences included."""
+        """Number of tokens to predict, the end tokens included."""
         return len(self.target.values) + len(self)
 
 
 @dataclass(frozen=True)
 class PairData(Splits[PairSplit]):
-    """A corpus of sentence pairs in three splits, its tokeniser, and what was left out.
+    """A corpus of sentence pairs in three splits, and its tokeniser.
 
-    `left_out` counts pairs with an empty side and training pairs that are too long. `fingerprint`
-    is a hash of the tokens and texts.
+    `left_out` counts the dropped pairs by reason: an empty side, or too long for training.
+    `fingerprint` is a hash of the tokens and texts.
     """
 
     tokeniser: Tokeniser
     left_out: Mapping[str, int]
     fingerprint: str
 
-    def facts(self) -> str:
-        """The sizes in one sentence."""
-        sizes = ", ".join(f"{len(split):,} {split.name}" for split in self)
-        skipped = ", ".join(f"{count:,} {why}" for why, count in self.left_out.items() if count)
-        return f"{sizes} pairs" + (f" (left out: {skipped})" if skipped else "")
-
 
 def prepare_pairs(config: PairsConfig, cache_dir: Path | None = None) -> PairData:
-    """The tokens of sentence pairs, from the cache or built into it.
+    """Return the tokens of sentence pairs, from the cache or newly encoded into it.
 
-    The tokeniser is trained on the training side only. Pairs with the same letters in their source
-    sentence fall into the same split where splits are drawn. `cache_dir` as for `store.prepared`.
-    Raises `InputError` for pairs that are missing, not aligned or unreadable, and for a split
-    without a pair.
+    The tokeniser is trained on the training split only. If splits are drawn, pairs whose source
+    sentences have the same letters are in the same split. `cache_dir` is as in
+    `store.cached_folder`. Raises `InputError` if pairs are missing, not aligned or unreadable, or a
+    split has none.
     """
-    corpus = config.parsed
+    corpus = config.open_corpus()
     settings = config.model_dump(mode="json", exclude={"corpus"})
-    decides = [FORMAT, tokenizers.__version__, SAMPLE_BYTES, corpus.fingerprint(), settings]
-    folder = prepared("pairs", decides, lambda folder: _build(folder, config, corpus), cache_dir)
+    key = [FORMAT, tokenizers.__version__, SAMPLE_BYTES, corpus.fingerprint(), settings]
+    folder = cached_folder("pairs", key, lambda folder: _build(folder, config, corpus), cache_dir)
     about = read_object(folder / ABOUT)
+
+    def load(name: SplitName) -> PairSplit:
+        source, target = (Ragged.load(folder, f"{name}.{side}", "<u2") for side in _SIDES)
+        texts = [json.loads(line) for line in Strings.load(folder, f"{name}.texts")]
+        return PairSplit(name, source, target, tuple((text, target) for text, target in texts))
+
     return PairData(
-        **{name: _load_split(folder, name) for name in SPLITS},
+        **{name: load(name) for name in SPLITS},
         tokeniser=Tokeniser.load(folder / TOKENISER),
         left_out=about["left_out"],
         fingerprint=about["fingerprint"],
     )
 
 
-def _load_split(folder: Path, name: SplitName) -> PairSplit:
-    source, target = (Ragged.load(folder, f"{name}.{side}", "<u2") for side in _SIDES)
-    lines = Names(Ragged.load(folder, f"{name}.texts", "u1"))
-    texts = tuple((here, there) for here, there in map(json.loads, lines))
-    return PairSplit(name, source, target, texts)
-
-
 def _build(folder: Path, config: PairsConfig, corpus: Corpus) -> None:
-    """Fill `folder` with the tokens of both sides, and the texts of held-out pairs."""
-    given = corpus.given()
+    """Write the tokeniser, the tokens of both sides and the held-out texts into `folder`."""
+    own_splits = corpus.own_splits()
 
-    def cleaned() -> Iterator[Document]:
-        """Every pair, a side in one line each, and its split."""
+    def pairs() -> Iterator[Document]:
+        """Yield every pair with its split; white space is normalised."""
         for pair in corpus.documents():
-            here, there = " ".join(pair.text.split()), " ".join(pair.target.split())
-            letters = "".join(c for c in here.casefold() if c.isalpha()) or here
-            split = pair.split or config.split_of(letters, given)
-            yield Document(pair.name, here, split=split, target=there)
-
-    def training() -> Iterator[Document]:
-        pairs = (pair for pair in cleaned() if pair.split == "train" and pair.text and pair.target)
-        return islice(pairs, config.max_pairs)
+            source, target = " ".join(pair.text.split()), " ".join(pair.target.split())
+            letters = "".join(c for c in source.casefold() if c.isalpha()) or source
+            split = pair.split or config.split_of(letters, own_splits)
+            yield Document(pair.name, source, split=split, target=target)
 
     def encode(batch: list[Document], counts: Counter[str]) -> Iterator[Row]:
-        filled = [pair for pair in batch if pair.text and pair.target]
-        if len(filled) < len(batch):
-            counts[_EMPTY] += len(batch) - len(filled)
-        sides = [pair.text for pair in filled], [pair.target for pair in filled]
-        encoded = [tokeniser.encode_batch(side) for side in sides]
-        for pair, here, there in zip(filled, *encoded, strict=True):
-            columns = {"source": here, "target": there}
+        complete = [pair for pair in batch if pair.text and pair.target]
+        if len(complete) < len(batch):
+            counts[_EMPTY] += len(batch) - len(complete)
+        sources = tokeniser.encode_batch([pair.text for pair in complete])
+        targets = tokeniser.encode_batch([pair.target for pair in complete])
+        for pair, source, target in zip(complete, sources, targets, strict=True):
+            row = {"source": source, "target": target}
             if pair.split in ("validation", "test"):
                 line = json.dumps([pair.text, pair.target], ensure_ascii=False) + "\n"
-                yield pair.split, {**columns, "texts": utf8(line)}
-            elif max(len(here), len(there)) >= config.max_length:
-                counts[_LONG] += 1
+                yield pair.split, {**row, "texts": utf8(line)}
+            elif max(len(source), len(target)) >= config.max_length:
+                counts[_TOO_LONG] += 1
             elif counts["train"] != config.max_pairs:
-                yield "train", columns
+                yield "train", row
 
     if not (folder / TOKENISER).exists():
-        both = (text for pair in training() for text in (pair.text, pair.target))
-        train_tokeniser(both, config.vocab_size, specials=SPECIALS).save(folder / TOKENISER)
+        complete = (pair for pair in pairs() if pair.text and pair.target)
+        training = (pair for pair in complete if pair.split == "train")
+        chosen = islice(training, config.max_pairs)
+        texts = (text for pair in chosen for text in (pair.text, pair.target))
+        train_tokeniser(texts, config.vocab_size, specials=SPECIALS).save(folder / TOKENISER)
     tokeniser = Tokeniser.load(folder / TOKENISER)
     columns = {"source": "<u2", "target": "<u2", "texts": "u1"}
-    counts = fill(folder, config.corpus, columns, cleaned(), encode)
+    counts = write_splits(folder, config.corpus, columns, pairs(), encode)
     left_out = {why: count for why, count in counts.items() if why not in SPLITS}
     fingerprint = _fingerprint(folder, {name: counts[name] for name in SPLITS}, left_out)
     io.write_json(folder / ABOUT, {"left_out": left_out, "fingerprint": fingerprint})
 
 
-def _fingerprint(folder: Path, pairs: Mapping[str, int], left_out: Mapping[str, int]) -> str:
-    """A hash of the tokeniser, the numbers of pairs, their tokens and the held-out texts."""
-    counts = json.dumps({"pairs": pairs, "left_out": left_out}, indent=2) + "\n"
+def _fingerprint(folder: Path, sizes: Mapping[str, int], left_out: Mapping[str, int]) -> str:
+    """Hash the tokeniser, the numbers of pairs, their tokens and the held-out texts."""
+    counts = json.dumps({"pairs": sizes, "left_out": left_out}, indent=2) + "\n"
     digests = {"statistics.json": hashlib.sha256(counts.encode()).hexdigest()}
     for side in _SIDES:
         digests[f"{side}.tokeniser.json"] = sha256_of(folder / TOKENISER)
@@ -226,10 +217,10 @@ def _fingerprint(folder: Path, pairs: Mapping[str, int], left_out: Mapping[str, 
 class PairBatch(NamedTuple):
     """Sentence pairs as rows, padded with 0 on the right.
 
-    `source` (rows, S) ends each sentence with its end; `target` (rows, T + 1) is between
-    beginning and end: what the decoder reads is `target[:, :-1]`, what it predicts `target[:, 1:]`.
-    A row whose target is the beginning alone fills the batch up and is scored nowhere. `targets`
-    () counts the tokens to predict in the whole batch, of which this may be a share.
+    `source` (rows, S) has an end token. `target` (rows, T + 1) has begin and end tokens: the
+    decoder reads `target[:, :-1]` and predicts `target[:, 1:]`. A row whose target is the begin
+    token alone fills up the batch and is not scored. `targets` () is the number of tokens to
+    predict in the whole batch, of which this may be a shard.
     """
 
     source: Int64[np.ndarray, "rows S"]
@@ -240,80 +231,79 @@ class PairBatch(NamedTuple):
 class PairBatches:
     """Batches of at most `batch_tokens` padded source and target tokens together.
 
-    Sentences are sorted by their padded lengths (a multiple of 8 each) and cut into batches;
-    within equal lengths they are shuffled again in every epoch, and so is the order of the
-    batches. The cuts are the same in every epoch, so there are `len(self)` batches in each, and
-    every sentence is in exactly one of them. Rows come in multiples of 8: the last batch of the
-    sorting may hold rows that are not scored.
-    Raises `InputError` when the longest sentences do not fit into a batch, 8 at a time.
+    Sentences are sorted by their padded lengths (multiples of 8) and cut into batches. Every epoch
+    shuffles sentences of equal lengths and the order of the batches. The cuts are the same in every
+    epoch, so each has `len(self)` batches and every sentence is in exactly one. A batch has a
+    multiple of 8 rows; rows that only fill it up are not scored.
+    Raises `InputError` if 8 of the longest sentences do not fit into a batch.
     """
 
     def __init__(self, split: PairSplit, batch_tokens: int, seed: int) -> None:
         self.split = split
         self.batch_tokens = batch_tokens
         self.seed = seed
-        self._source = _padded(split.source.lengths + 1)
-        self._target = _padded(split.target.lengths + 1)
+        # Padded lengths, special tokens included.
+        self._source = -(-(split.source.lengths + 1) // MULTIPLE) * MULTIPLE
+        self._target = -(-(split.target.lengths + 1) // MULTIPLE) * MULTIPLE
         order = np.lexsort((self._target, self._source))
-        self._cuts = _cut(self._source[order], self._target[order], batch_tokens)
+        self._cuts = _cut_batches(self._source[order], self._target[order], batch_tokens)
         self._order = lru_cache(maxsize=2)(self._epoch_order)
 
     def __len__(self) -> int:
-        """Batches of an epoch."""
+        """Number of batches in an epoch."""
         return len(self._cuts) - 1
 
-    def batch(self, step: int, share: int = 0, shares: int = 1) -> PairBatch:
-        """Part `share` of `shares` of the batch of `step` (from 1), in equal numbers of rows."""
-        if PADDED_TO % shares or not 0 <= share < shares:
+    def batch(self, step: int, shard: int = 0, shards: int = 1) -> PairBatch:
+        """Return shard `shard` of `shards` of the batch of `step` (from 1), of equal row counts."""
+        if MULTIPLE % shards or not 0 <= shard < shards:
             raise InputError(
                 f"a batch of sentence pairs is shared by 1, 2, 4 or 8 processes and micro-batches, "
-                f"not by {shares} (share {share})"
+                f"not by {shards} (shard {shard})"
             )
         epoch, position = divmod(step - 1, len(self))
-        order, turns = self._order(epoch)
-        cut = int(turns[position])
+        order, batch_order = self._order(epoch)
+        cut = int(batch_order[position])
         rows = order[self._cuts[cut] : self._cuts[cut + 1]]
-        size = int(self._source[rows].max()), int(self._target[rows].max())
-        filler = -len(rows) % PADDED_TO
-        # Every `shares`-th row: the rows are sorted by length, and shares should take equal time.
-        mine = np.concatenate([rows, np.repeat(rows[:1], filler)])[share::shares].tolist()
-        scored = (np.arange(len(rows) + filler) < len(rows))[share::shares]
-        source, _ = padded([self.split.source_ids(row) for row in mine], PAD_ID, size[0])
-        sentences = [
-            self.split.target_ids(row) if kept else [BOS_ID]
-            for row, kept in zip(mine, scored, strict=True)
+        fill = -len(rows) % MULTIPLE
+        # Every `shards`-th row: rows are sorted by length, and shards should take equal time.
+        shard_rows = np.concatenate([rows, np.repeat(rows[:1], fill)])[shard::shards].tolist()
+        scored = (np.arange(len(rows) + fill) < len(rows))[shard::shards].tolist()
+        sources = [self.split.source_ids(row) for row in shard_rows]
+        targets = [
+            self.split.target_ids(row) if is_scored else [BOS_ID]
+            for row, is_scored in zip(shard_rows, scored, strict=True)
         ]
-        target, _ = padded(sentences, PAD_ID, size[1] + 1)
+        source, _ = pad_rows(sources, PAD_ID, int(self._source[rows].max()))
+        target, _ = pad_rows(targets, PAD_ID, int(self._target[rows].max()) + 1)
         return PairBatch(source, target, (self.split.target.lengths[rows] + 1).sum())
 
     def _epoch_order(
         self, epoch: int
     ) -> tuple[Int64[np.ndarray, "sentences"], Int64[np.ndarray, "batches"]]:
-        """The sentences in this epoch's sorting, and the order in which its batches are taken."""
-        order, turns = epoch_order(self.seed, epoch, len(self.split), len(self))
-        return order[np.lexsort((self._target[order], self._source[order]))], turns
+        """Return the sorted sentences of an epoch, and the order of its batches."""
+        order, batch_order = epoch_order(self.seed, epoch, len(self.split), len(self))
+        return order[np.lexsort((self._target[order], self._source[order]))], batch_order
 
 
-def _padded(lengths: Int64[np.ndarray, "n"]) -> Int64[np.ndarray, "n"]:
-    return -(-lengths // PADDED_TO) * PADDED_TO
-
-
-def _cut(
-    source: Int64[np.ndarray, "n"], target: Int64[np.ndarray, "n"], batch_tokens: int
+def _cut_batches(
+    source_lengths: Int64[np.ndarray, "n"],
+    target_lengths: Int64[np.ndarray, "n"],
+    batch_tokens: int,
 ) -> list[int]:
-    """Where batches begin and end in the sorted sentences: as many rows of 8 as fit."""
-    cuts, rows, wide, high = [0], 0, 0, 0
-    for start in range(0, len(source), PADDED_TO):
-        here = int(source[start : start + PADDED_TO].max())
-        there = int(target[start : start + PADDED_TO].max())
-        if PADDED_TO * (here + there) > batch_tokens:
+    """Cut sorted sentences into batches of as many groups of 8 as fit; return the boundaries."""
+    cuts, rows, batch_source, batch_target = [0], 0, 0, 0
+    for start in range(0, len(source_lengths), MULTIPLE):
+        source = int(source_lengths[start : start + MULTIPLE].max())
+        target = int(target_lengths[start : start + MULTIPLE].max())
+        if MULTIPLE * (source + target) > batch_tokens:
             raise InputError(
-                f"{PADDED_TO} pairs of {here} source and {there} target tokens make "
-                f"{PADDED_TO * (here + there)} tokens, more than batch_tokens ({batch_tokens}): "
+                f"{MULTIPLE} pairs of {source} source and {target} target tokens make "
+                f"{MULTIPLE * (source + target)} tokens, more than batch_tokens ({batch_tokens}): "
                 "raise it, or lower data.max_length"
             )
-        wide, high, rows = max(wide, here), max(high, there), rows + PADDED_TO
-        if rows * (wide + high) > batch_tokens:
+        rows += MULTIPLE
+        batch_source, batch_target = max(batch_source, source), max(batch_target, target)
+        if rows * (batch_source + batch_target) > batch_tokens:
             cuts.append(start)
-            wide, high, rows = here, there, PADDED_TO
-    return [*cuts, len(source)]
+            batch_source, batch_target, rows = source, target, MULTIPLE
+    return [*cuts, len(source_lengths)]

@@ -1,4 +1,4 @@
-"""Documents labelled by the relations they state: as word pieces, cached, in batches."""
+"""Documents labelled with the relations they state: word pieces, cached, in batches."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from pydantic import Field, model_validator
 from normattn import io
 from normattn.errors import InputError
 from normattn.io import expand_path, read_object, sha256_of
-from normattn.lab.data.batches import epoch_order, padded, refuse_uneven_shares
+from normattn.lab.data.batches import check_shards, epoch_order, pad_rows
 from normattn.lab.data.relation_sources import parse_relations, python_imports
 from normattn.lab.data.sources import SPLITS, Corpus, Document, SplitName, Splits, SplitSettings
-from normattn.lab.data.store import ABOUT, Names, Ragged, Row, fill, prepared, utf8
+from normattn.lab.data.store import ABOUT, Ragged, Row, Strings, cached_folder, utf8, write_splits
 from normattn.lab.data.tokeniser import WordPieces, train_word_pieces
 
 FORMAT = 3
-"""Raised whenever the same settings would give other files: old caches are then left alone."""
+"""Increased when the same settings would give other files, so that old caches are not used."""
 PYTHON_IMPORTS = "python-imports"
-_POOL = 8
-"""Batches whose documents are sorted by length among themselves."""
+_POOL_BATCHES = 8
+"""Documents are sorted by length within groups of this many batches."""
 _VOCABULARY = "vocab.txt"
 
 
 class RelationConfig(SplitSettings):
-    """Which documents, how they become word pieces, and how they are split.
+    """The documents, their word pieces and their splits.
 
     - `corpus`: "python-imports" (default: the standard library's own code), a folder of train, dev
       and test files in the NYT24 form, or "hf:NAME" with rows of that form.
@@ -43,10 +43,10 @@ class RelationConfig(SplitSettings):
     - `vocab_size`: rows of the embedding (default 30,522, BERT's); a vocabulary may have fewer
       entries, not more.
     - `lower_case`: whether case and accents are dropped (default true).
-    - `max_tokens`: a document is cut behind this many pieces (default 128).
-    - python-imports alone: `modules`, the number of labels (default 24); `test_fraction` and
+    - `max_tokens`: documents are cut after this many pieces (default 128).
+    - For python-imports only: `modules`, the number of labels (default 24); `test_fraction` and
       `validation_fraction` of the files (default 0.15 each); `seed` of that split; `max_bytes`,
-      the most text that is read (default: all).
+      the most text to read (default: all).
     """
 
     corpus: str = PYTHON_IMPORTS
@@ -60,30 +60,24 @@ class RelationConfig(SplitSettings):
     max_bytes: int | None = Field(default=None, ge=1)
 
     @model_validator(mode="after")
-    def _settings_are_read(self) -> RelationConfig:
-        own = ("modules", "test_fraction", "validation_fraction", "seed", "max_bytes")
+    def _no_unused_settings(self) -> RelationConfig:
+        names = ("modules", "test_fraction", "validation_fraction", "seed", "max_bytes")
         fields = type(self).model_fields
-        used = [name for name in own if getattr(self, name) != fields[name].default]
-        if used and not self.embedded:
+        changed = [name for name in names if getattr(self, name) != fields[name].default]
+        if changed and self.corpus != PYTHON_IMPORTS:
             raise ValueError(
-                f"{used[0]} is a setting of {PYTHON_IMPORTS}; {self.corpus} has its own splits and "
-                "labels"
+                f"{changed[0]} is a setting of {PYTHON_IMPORTS}; {self.corpus} has its own splits "
+                "and labels"
             )
         return self
 
-    @property
-    def embedded(self) -> bool:
-        """Whether the documents are the standard library's own code."""
-        return self.corpus == PYTHON_IMPORTS
-
-    @property
-    def parsed(self) -> Corpus:
-        """Where the documents are read from; `InputError` where they are plainly not there."""
+    def open_corpus(self) -> Corpus:
+        """Return the corpus; `InputError` if it or the vocabulary does not exist."""
         if self.vocabulary is not None and not expand_path(self.vocabulary).is_file():
             raise InputError(
                 f"the vocabulary {self.vocabulary} does not exist; expected a WordPiece vocab.txt"
             )
-        if self.embedded:
+        if self.corpus == PYTHON_IMPORTS:
             return python_imports(self.modules, self.split_of, self.max_bytes)
         return parse_relations(self.corpus)
 
@@ -92,8 +86,8 @@ class RelationConfig(SplitSettings):
 class RelationSplit:
     """The documents of one split as word pieces.
 
-    `tokens` are the ids of each document, `labels` the numbers of its labels, `names` what each is
-    called. `cut` counts the documents that were longer than `max_tokens`.
+    For each document `tokens` has its ids, `labels` the indices of its labels, `names` its name.
+    `cut` is the number of documents that were longer than `max_tokens`.
     """
 
     name: SplitName
@@ -108,89 +102,90 @@ class RelationSplit:
 
 @dataclass(frozen=True)
 class RelationData(Splits[RelationSplit]):
-    """A relation corpus as word pieces: three splits, the names of the labels, the padding's id.
+    """A relation corpus as word pieces: three splits, the names of the labels, the tokeniser.
 
-    `vocab_size` is the configured size, which a model needs; `pieces` is the vocabulary, which may
-    have fewer entries. `fingerprint` is a hash of the splits' pieces and labels themselves.
+    `vocab_size` is the configured size, which a model needs. `tokeniser` may have fewer entries.
+    `fingerprint` is a hash of the splits' tokens and labels.
     """
 
     labels: tuple[str, ...]
-    pad: int
+    pad_id: int
     vocab_size: int
-    pieces: WordPieces = field(compare=False)
+    tokeniser: WordPieces = field(compare=False)
     fingerprint: str
 
 
 def prepare_relations(config: RelationConfig, cache_dir: Path | None = None) -> RelationData:
-    """The documents of a relation corpus as word pieces, from the cache or built into it.
+    """Return a relation corpus as word pieces, from the cache or newly encoded into it.
 
-    A vocabulary that is not given is learned from the training split. `cache_dir` as for
-    `store.prepared`. Raises `InputError` for a corpus or vocabulary that is missing or damaged, a
-    vocabulary larger than `vocab_size`, and a split without documents.
+    Without `config.vocabulary`, one is learned from the training split. `cache_dir` is as in
+    `store.cached_folder`. Raises `InputError` if the corpus or vocabulary is missing or damaged,
+    the vocabulary is larger than `vocab_size`, or a split has no documents.
     """
-    corpus = config.parsed
+    corpus = config.open_corpus()
     vocabulary = config.vocabulary and sha256_of(expand_path(config.vocabulary))
     settings = config.model_dump(mode="json", exclude={"corpus", "vocabulary"})
-    decides = [FORMAT, tokenizers.__version__, corpus.fingerprint(), vocabulary, settings]
-    folder = prepared(
-        "relations", decides, lambda folder: _build(folder, config, corpus), cache_dir
+    key = [FORMAT, tokenizers.__version__, corpus.fingerprint(), vocabulary, settings]
+    folder = cached_folder(
+        "relations", key, lambda folder: _build(folder, config, corpus), cache_dir
     )
     about = read_object(folder / ABOUT)
-    pieces = WordPieces.load(folder / _VOCABULARY, config.lower_case)
+    tokeniser = WordPieces.load(folder / _VOCABULARY, config.lower_case)
     return RelationData(
         **{name: _load_split(folder, name, about["counts"]) for name in SPLITS},
         labels=tuple(about["labels"]),
-        pad=pieces.pad,
+        pad_id=tokeniser.pad_id,
         vocab_size=config.vocab_size,
-        pieces=pieces,
+        tokeniser=tokeniser,
         fingerprint=about["fingerprint"],
     )
 
 
 def _load_split(folder: Path, name: SplitName, counts: Mapping[str, int]) -> RelationSplit:
-    tokens, labels = (Ragged.load(folder, f"{name}.{part}", "<i4") for part in ("tokens", "labels"))
-    names = Names(Ragged.load(folder, f"{name}.names", "u1"))
+    tokens = Ragged.load(folder, f"{name}.tokens", "<i4")
+    labels = Ragged.load(folder, f"{name}.labels", "<i4")
+    names = Strings.load(folder, f"{name}.names")
     return RelationSplit(name, tokens, labels, names, counts.get(f"{name} cut", 0))
 
 
 def _build(folder: Path, config: RelationConfig, corpus: Corpus) -> None:
-    """Fill `folder` with pieces, labels and names."""
-    labels = _labels(corpus)
-    numbers = {label: number for number, label in enumerate(labels)}
+    """Write the vocabulary, tokens, labels and names into `folder`."""
+    labels = _label_names(corpus)
+    label_indices = {label: index for index, label in enumerate(labels)}
     if not (folder / _VOCABULARY).exists():
-        _word_pieces(config, corpus).save(folder / _VOCABULARY)
-    pieces = WordPieces.load(folder / _VOCABULARY, config.lower_case)
+        _make_tokeniser(config, corpus).save(folder / _VOCABULARY)
+    tokeniser = WordPieces.load(folder / _VOCABULARY, config.lower_case)
 
     def encode(batch: list[Document], counts: Counter[str]) -> Iterator[Row]:
-        encoded = pieces.encode([document.text for document in batch])
+        encoded = tokeniser.encode([document.text for document in batch])
         for document, ids in zip(batch, encoded, strict=True):
-            columns: dict[str, ArrayLike] = {
+            row: dict[str, ArrayLike] = {
                 "tokens": ids[: config.max_tokens],
-                "labels": [numbers[label] for label in document.labels],
+                "labels": [label_indices[label] for label in document.labels],
                 "names": utf8(document.name),
             }
             split = document.split or "train"
             counts[f"{split} cut"] += len(ids) > config.max_tokens
-            yield split, columns
+            yield split, row
 
     columns = {"tokens": "<i4", "labels": "<i4", "names": "u1"}
-    counts = fill(folder, config.corpus, columns, corpus.documents(), encode)
+    counts = write_splits(folder, config.corpus, columns, corpus.documents(), encode)
     splits = [_load_split(folder, name, counts) for name in SPLITS]
-    fingerprint = _fingerprint(labels, pieces, splits)
+    fingerprint = _fingerprint(labels, tokeniser, splits)
     about = {"labels": labels, "counts": counts, "fingerprint": fingerprint}
     io.write_json(folder / ABOUT, about)
 
 
-def _labels(corpus: Corpus) -> tuple[str, ...]:
-    """The labels that the corpus lists, else all that occur, sorted.
+def _label_names(corpus: Corpus) -> tuple[str, ...]:
+    """Return the labels that the corpus lists, else all that occur, sorted.
 
-    One that no training document has can only be missed, and still counts.
+    A label without a training document can only be missed, and counts as well.
     """
-    occurring, trained = set[str](), False
+    occurring, in_training = set[str](), False
     for document in corpus.documents():
         occurring.update(document.labels)
-        trained |= document.split in (None, "train") and bool(document.labels)
-    if not trained:
+        in_training |= document.split in (None, "train") and bool(document.labels)
+    if not in_training:
         raise InputError("no document of the train split has a relation")
     listed = corpus.labels or tuple(sorted(occurring))
     if missing := sorted(occurring.difference(listed)):
@@ -198,24 +193,26 @@ def _labels(corpus: Corpus) -> tuple[str, ...]:
     return listed
 
 
-def _word_pieces(config: RelationConfig, corpus: Corpus) -> WordPieces:
-    """The vocabulary that is given, or one that is learned."""
+def _make_tokeniser(config: RelationConfig, corpus: Corpus) -> WordPieces:
+    """Load the configured vocabulary, or learn one from the training split."""
     if config.vocabulary is None:
         texts = [d.text for d in corpus.documents() if d.split in (None, "train")]
         return train_word_pieces(texts, config.vocab_size, config.lower_case)
-    pieces = WordPieces.load(expand_path(config.vocabulary), config.lower_case)
-    if pieces.vocab_size > config.vocab_size:
+    tokeniser = WordPieces.load(expand_path(config.vocabulary), config.lower_case)
+    if tokeniser.vocab_size > config.vocab_size:
         raise InputError(
-            f"{config.vocabulary} has {pieces.vocab_size:,} entries, but data.vocab_size is "
+            f"{config.vocabulary} has {tokeniser.vocab_size:,} entries, but data.vocab_size is "
             f"{config.vocab_size:,}; set it to at least as many"
         )
-    return pieces
+    return tokeniser
 
 
-def _fingerprint(labels: Sequence[str], pieces: WordPieces, splits: Iterable[RelationSplit]) -> str:
+def _fingerprint(
+    labels: Sequence[str], tokeniser: WordPieces, splits: Iterable[RelationSplit]
+) -> str:
     """A hash of hashes: of the labels, and of each split, as indented JSON."""
     described: list[dict[str, Any]] = [
-        {"labels": labels, "pad": pieces.pad, "entries": pieces.vocab_size}
+        {"labels": labels, "pad": tokeniser.pad_id, "entries": tokeniser.vocab_size}
     ]
     described += [
         {
@@ -234,18 +231,18 @@ def _fingerprint(labels: Sequence[str], pieces: WordPieces, splits: Iterable[Rel
 # Batches.
 
 
-def one_hot(
-    split: RelationSplit, documents: Int64[np.ndarray, "b"], labels: int
+def multi_hot(
+    split: RelationSplit, documents: Int64[np.ndarray, "b"], num_labels: int
 ) -> Float32[np.ndarray, "b k"]:
-    """The labels of some documents of a split, 1 where one is present."""
-    targets = np.zeros((len(documents), labels), dtype=np.float32)
+    """Return the labels of documents as rows of 0 and 1."""
+    targets = np.zeros((len(documents), num_labels), dtype=np.float32)
     for row, document in enumerate(documents):
         targets[row, list(split.labels[document])] = 1.0
     return targets
 
 
 class RelationBatch(NamedTuple):
-    """Documents as rows: ids (B, T), what is padding (B, T), and the labels (B, K) as 0 and 1."""
+    """Documents as rows: ids (B, T), padding mask (B, T), and labels (B, K) as 0 and 1."""
 
     ids: Int64[np.ndarray, "b t"]
     padding: Bool[np.ndarray, "b t"]
@@ -253,15 +250,15 @@ class RelationBatch(NamedTuple):
 
 
 class RelationBatches:
-    """Batches of `batch_size` documents; each epoch sees every document once, in a new order.
+    """Batches of `batch_size` documents. Every epoch has each document once, in a new order.
 
-    The order of an epoch: all documents shuffled, then sorted by length within every 8 batches, so
-    that little is padded, then the batches shuffled. What does not fill the epoch's last batch is
-    left out of that epoch. Raises `InputError` when the split holds less than one batch.
+    An epoch shuffles the documents, sorts them by length within every 8 batches to save padding,
+    and shuffles the batches. An incomplete last batch is dropped. Raises `InputError` if the split
+    is smaller than a batch.
     """
 
     def __init__(
-        self, split: RelationSplit, labels: int, pad: int, batch_size: int, seed: int
+        self, split: RelationSplit, num_labels: int, pad_id: int, batch_size: int, seed: int
     ) -> None:
         if len(split) < batch_size:
             raise InputError(
@@ -269,39 +266,39 @@ class RelationBatches:
                 f"{batch_size:,}; lower batch_size"
             )
         self.split = split
-        self.labels = labels
-        self.pad = pad
+        self.num_labels = num_labels
+        self.pad_id = pad_id
         self.batch_size = batch_size
         self.seed = seed
         self.per_epoch = len(split) // batch_size
         self._lengths = np.array([len(row) for row in split.tokens])
-        self._epoch = lru_cache(maxsize=2)(self._order)
+        self._epoch_batches = lru_cache(maxsize=2)(self._make_epoch)
 
     @property
     def mean_tokens(self) -> float:
-        """Word pieces of a document, on average."""
+        """Mean number of word pieces of a document."""
         return float(self._lengths.mean())
 
-    def batch(self, step: int, share: int = 0, shares: int = 1) -> RelationBatch:
-        """Part `share` of `shares` of the batch of `step` (from 1): every `shares`-th document.
+    def batch(self, step: int, shard: int = 0, shards: int = 1) -> RelationBatch:
+        """Return shard `shard` of `shards` of the batch of `step` (from 1): every n-th document.
 
-        All parts of a batch are padded to the length of its longest document. Raises `InputError`
-        when the batch does not divide into so many shares.
+        All shards are padded to the longest document of the batch. Raises `InputError` if the
+        batch does not divide evenly.
         """
-        refuse_uneven_shares(self.batch_size, "documents", share, shares)
+        check_shards(self.batch_size, "documents", shard, shards)
         epoch, position = divmod(step - 1, self.per_epoch)
-        chosen = self._epoch(epoch)[position]
-        longest = int(self._lengths[chosen].max())
-        mine = chosen[share::shares]
-        ids, padding = padded([self.split.tokens[i] for i in mine], self.pad, longest)
-        return RelationBatch(ids, padding, one_hot(self.split, mine, self.labels))
+        documents = self._epoch_batches(epoch)[position]
+        longest = int(self._lengths[documents].max())
+        documents = documents[shard::shards]
+        ids, padding = pad_rows([self.split.tokens[i] for i in documents], self.pad_id, longest)
+        return RelationBatch(ids, padding, multi_hot(self.split, documents, self.num_labels))
 
-    def _order(self, epoch: int) -> Int64[np.ndarray, "batches b"]:
-        """The documents of every batch of an epoch."""
-        kept = self.per_epoch * self.batch_size
-        order, turns = epoch_order(self.seed, epoch, len(self.split), self.per_epoch)
-        pool = _POOL * self.batch_size
-        parts = [order[start : min(start + pool, kept)] for start in range(0, kept, pool)]
-        by_length = [part[np.argsort(self._lengths[part], kind="stable")] for part in parts]
+    def _make_epoch(self, epoch: int) -> Int64[np.ndarray, "batches b"]:
+        """Return the documents of every batch of an epoch."""
+        used = self.per_epoch * self.batch_size
+        order, batch_order = epoch_order(self.seed, epoch, len(self.split), self.per_epoch)
+        size = _POOL_BATCHES * self.batch_size
+        pools = [order[start : min(start + size, used)] for start in range(0, used, size)]
+        by_length = [pool[np.argsort(self._lengths[pool], kind="stable")] for pool in pools]
         batches = np.concatenate(by_length).reshape(self.per_epoch, self.batch_size)
-        return np.asarray(batches[turns])
+        return np.asarray(batches[batch_order])

@@ -1,18 +1,17 @@
-"""Retrieval: facts stated somewhere in a long text and asked for at its end; made here.
+"""Generated retrieval tasks: statements inside a long text, with questions at its end.
 
-- `passkey`: one statement at a given depth, then the question.
-- `multi_key`: four statements, the asked one at the depth, the others anywhere.
-- `variable_tracking`: a chain of three (a = value, b = a, c = b) that begins at the depth; asked
-  for c, then for what c is, and so to the value: every link must be found.
-- `key_value`: nothing but statements, as many as fill the text; one of them is asked for, and all
-  others are its distractors (as in "Lost in the middle", arXiv 2307.03172).
-- `copy`: one statement of a passage four values long, to be repeated whole.
+- `passkey`: one statement at a given depth.
+- `multi_key`: four statements, the queried one at the depth, the others anywhere.
+- `variable_tracking`: a chain of three (a = value, b = a, c = b) that begins at the depth. The
+  questions follow it from c to the value, so every link must be found.
+- `key_value`: a text of statements only. One is queried; the others are distractors (as in "Lost
+  in the middle", arXiv 2307.03172).
+- `copy`: one statement of a passage of four values, to be repeated as a whole.
 
-A statement is a name, a link and a source (a value, or another name). Asking repeats the statement
-up to its source, so a model answers by continuing as the text did before: by copying. Around the
-statements is held-out text of one document's. The last answer is the end of the window, so a
-window of `length` targets reads `length` tokens to give its last one. Source: needle tests as in
-RULER (arXiv 2404.06654), whose sentences are here lines of code.
+A statement assigns a source (a value or another name) to a name. A question is the statement up to
+its source, so a model answers by copying. The filler around statements is held-out text of one
+document. The last answer ends the window. Source: needle tests as in RULER (arXiv 2404.06654),
+with lines of code for sentences.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from jaxtyping import Bool, Int32, Int64
 from normattn.errors import InputError, unknown_name
 from normattn.lab.data.tokeniser import Tokeniser
 from normattn.lab.data.tokens import TokenData
-from normattn.lab.data.windows import choose_places, digest_of, window_length
+from normattn.lab.data.windows import choose_windows, digest_of, window_length
 
 TASKS = ("passkey", "multi_key", "variable_tracking", "key_value", "copy")
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -35,11 +34,11 @@ KEYS, LINKS, PASSAGE = 4, 3, 4
 Ids = tuple[int, ...]
 Random = np.random.Generator
 
-_TRIES = 100
-# So often in a row a pair is drawn that was drawn before: the names are used up.
-_MISSES = 50
-# A statement may be moved by this share of the text, so that it is at the end of a line.
-_SLACK = 1 / 16
+_MAX_TRIES = 100
+# After so many repeated draws in a row the names are considered used up.
+_MAX_REPEATS = 50
+# A statement may move by this share of the text to the end of a line.
+_MAX_SHIFT = 1 / 16
 _CONSONANTS = "bcdfghjkmnpqrstvwxz"
 
 
@@ -47,10 +46,10 @@ _CONSONANTS = "bcdfghjkmnpqrstvwxz"
 class RetrievalSet:
     """Samples of one task at one length, each at every depth.
 
-    `windows` (n, D, length + 1): sample n with its asked statement at depth d (0: at the
-    beginning, 1: right before the question); one sample has the same filler, names and values at
-    every depth. `documents` (n): where the filler is from. `scored` (n, length): the targets that
-    are tokens of an answer; target t is token t + 1.
+    `windows` (n, D, length + 1): sample n with its queried statement at depth d (0: the beginning,
+    1: right before the question). A sample has the same filler, names and values at every depth.
+    `documents` (n): the source of the filler. `scored` (n, length): the targets that are tokens of
+    an answer; target t is token t + 1.
     """
 
     task: str
@@ -67,7 +66,7 @@ class RetrievalSet:
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 of the windows and of what is scored in them."""
+        """SHA-256 of the windows and their scored targets."""
         described = (self.protocol, self.task, self.length, self.train_length)
         scored = np.packbits(self.scored, axis=1)
         return digest_of((*described, self.depths, self.documents), self.windows, scored)
@@ -82,11 +81,10 @@ def retrieval_set(
     seed: int = 0,
     split: str = "test",
 ) -> RetrievalSet:
-    """One task at `multiple`·L tokens: as many samples as give `max_windows` windows, at least 1.
+    """Return a task at `multiple`·L tokens: at most `max_windows` windows, at least one sample.
 
     A pure function of its arguments. Raises `InputError` for an unknown task, for generated tokens,
-    where no document of the split is as long as a window, and where a window is too short for the
-    statements.
+    or if a window is longer than every document or too short for the statements.
     """
     if task not in TASKS:
         raise unknown_name("retrieval task", task, TASKS)
@@ -94,9 +92,9 @@ def retrieval_set(
         raise InputError("retrieval writes lines of text, and generated tokens have none")
     length = window_length(train_length, multiple)
     count = min(max_windows, max(1, max_windows // len(DEPTHS)))
-    held_out, write = data.split(split), Writer(data.tokeniser)
-    # A document may give several samples, each with other names, where long ones are few.
-    starts = choose_places(held_out, length + 1, count, seed)
+    held_out, encoder = data.split(split), StatementEncoder(data.tokeniser)
+    # If long documents are few, one has several samples with other names.
+    starts = choose_windows(held_out, length + 1, count, seed)
     windows, documents = np.zeros((count, len(DEPTHS), length + 1), dtype=np.int32), []
     scored = np.zeros((count, length), dtype=bool)
     for sample in range(count):
@@ -104,18 +102,17 @@ def retrieval_set(
         text = held_out.window(document, first, length + 1).astype(np.int64)
         random = np.random.default_rng([seed, TASKS.index(task), length, sample])
         documents.append(held_out.names[document])
-        windows[sample], answers = _sample(task, write, text, random, documents[-1])
+        windows[sample], answers = _make_sample(task, encoder, text, random, documents[-1])
         scored[sample, length - len(answers) :] = answers
     return RetrievalSet(task, length, train_length, windows, documents, scored)
 
 
-class Writer:
-    r"""Assignments on lines of their own, as token ids: `\nqx7=4711`, between two lines.
+class StatementEncoder:
+    r"""Encodes assignments such as `\nqx7=4711`, each on its own line.
 
-    A name is two consonants and a digit (3,610 of them), a value four digits. There are no spaces,
-    because after one a name would have other tokens than at the beginning of a line. All pieces
-    are encoded apart and joined as tokens, so a name has the same tokens where it is stated and
-    asked.
+    A name is two consonants and a digit (3,610 names), a value four digits. There are no spaces,
+    because a name after a space would have other tokens than at the beginning of a line. Pieces are
+    encoded separately, so a name has the same tokens in statements and questions.
     """
 
     def __init__(self, tokeniser: Tokeniser) -> None:
@@ -136,149 +133,153 @@ class Writer:
         """What comes before the source in a statement."""
         return (*self._encode("\n"), *name, *self._encode("="))
 
-    def breaks(self, filler: Int64[np.ndarray, "f"]) -> np.ndarray:
-        """Say before which tokens of the filler a statement may be inserted."""
+    def line_ends(self, filler: Int64[np.ndarray, "f"]) -> np.ndarray:
+        """Return whether each token begins with a line end: a statement may be inserted there."""
         return np.asarray(self._line_ends[filler])
 
 
-# What each task states and asks for.
+# The statements and questions of each task.
 
 
 class Facts(NamedTuple):
-    """The statements in a text: the queried one first, those of a chain in their order.
+    """The statements of a sample: the queried one first, a chain in its order.
 
-    `asked` are the questions at the end, each with its answer; `words` are the names, values and
-    questions that may occur nowhere but where they are put.
+    `queries` are the questions at the end with their answers. `words` are the names, values and
+    questions, which may occur only where they are inserted.
     """
 
     statements: list[Ids]
-    asked: list[tuple[Ids, Ids]]
+    queries: list[tuple[Ids, Ids]]
     words: list[Ids]
 
     @property
     def end(self) -> Ids:
-        """Questions and answers at the end of the text."""
-        return tuple(token for pair in self.asked for part in pair for token in part)
+        """The questions and answers at the end of the text."""
+        return tuple(token for query in self.queries for ids in query for token in ids)
 
     @property
     def size(self) -> int:
-        """The tokens of all statements, questions and answers."""
+        """Number of tokens of all statements, questions and answers."""
         return sum(map(len, self.statements)) + len(self.end)
 
-    def are_unmistakable(self, window: np.ndarray) -> bool:
-        """Whether every name, value and question occurs only where it was inserted, all different.
+    def are_unambiguous(self, window: np.ndarray) -> bool:
+        """Return whether all words differ and occur only where they were inserted.
 
-        A statement and the filler around it could make another one between them.
+        A statement and the filler next to it could form another word together.
         """
-        pieces = [np.array(piece, dtype=np.int64) for piece in (*self.statements, self.end)]
+        inserted = [np.array(ids, dtype=np.int64) for ids in (*self.statements, self.end)]
         return len(set(self.words)) == len(self.words) and all(
-            _occurrences(window, word) == sum(_occurrences(piece, word) for piece in pieces)
+            _occurrences(window, word) == sum(_occurrences(ids, word) for ids in inserted)
             for word in self.words
         )
 
 
-def _facts(task: str, write: Writer, random: Random, room: int) -> Facts:
-    """Draw the names and values of one sample, and state them as the task says."""
+def _draw_facts(task: str, encoder: StatementEncoder, random: Random, max_tokens: int) -> Facts:
+    """Draw the names and values of one sample, and make the statements of its task."""
     if task == "key_value":
-        return _key_value(write, random, room)
+        return _key_value(encoder, random, max_tokens)
     chain = task == "variable_tracking"
     count = {"multi_key": KEYS, "variable_tracking": LINKS}.get(task, 1)
-    names = [write.name(random) for _ in range(count)]
+    names = [encoder.name(random) for _ in range(count)]
     if chain:
-        sources = [write.value(random), *names[:-1]]
-    else:  # The value of a copied statement is a passage.
-        pieces = PASSAGE if task == "copy" else 1
-        sources = [sum((write.value(random) for _ in range(pieces)), ()) for _ in names]
-    questions = [write.question(name) for name in names]
+        sources = [encoder.value(random), *names[:-1]]
+    else:
+        values = PASSAGE if task == "copy" else 1
+        sources = [sum((encoder.value(random) for _ in range(values)), ()) for _ in names]
+    questions = [encoder.question(name) for name in names]
     pairs = list(zip(questions, sources, strict=True))
     words = [*names, *(sources[:1] if chain else sources), *questions]
-    stated = [question + source for question, source in pairs]
-    return Facts(stated, pairs[::-1] if chain else pairs[:1], words)
+    statements = [question + source for question, source in pairs]
+    return Facts(statements, pairs[::-1] if chain else pairs[:1], words)
 
 
-def _key_value(write: Writer, random: Random, room: int) -> Facts:
-    """Pairs until the text is full, or until there are no more names."""
-    name, value = write.name(random), write.value(random)
-    question = write.question(name)
-    stated, names, values = [question + value], {name}, {value}
-    left, misses = room - 2 * len(stated[0]), 0
-    while misses < _MISSES:
-        other, source = write.name(random), write.value(random)
+def _key_value(encoder: StatementEncoder, random: Random, max_tokens: int) -> Facts:
+    """Draw statements until the text is full or the names are used up."""
+    name, value = encoder.name(random), encoder.value(random)
+    question = encoder.question(name)
+    statements, names, values = [question + value], {name}, {value}
+    free, repeats = max_tokens - 2 * len(statements[0]), 0
+    while repeats < _MAX_REPEATS:
+        other, source = encoder.name(random), encoder.value(random)
         if other in names or source in values:
-            misses += 1
+            repeats += 1
             continue
-        misses, statement = 0, write.question(other) + source
-        left -= len(statement)
-        if left < 1:
+        repeats, statement = 0, encoder.question(other) + source
+        free -= len(statement)
+        if free < 1:
             break
         names.add(other)
         values.add(source)
-        stated.append(statement)
-    return Facts(stated, [(question, value)], [name, value, question])
+        statements.append(statement)
+    return Facts(statements, [(question, value)], [name, value, question])
 
 
-# Where it is written.
+# The windows.
 
 
-def _sample(
-    task: str, write: Writer, text: Int64[np.ndarray, "length_1"], random: Random, document: str
+def _make_sample(
+    task: str,
+    encoder: StatementEncoder,
+    text: Int64[np.ndarray, "length_1"],
+    random: Random,
+    document: str,
 ) -> tuple[Int64[np.ndarray, "d length_1"], list[bool]]:
-    """The windows of one sample, and which tokens of their end are an answer's."""
-    shown = task.replace("_", "-")
-    for _ in range(_TRIES):
-        facts = _facts(task, write, random, len(text))
+    """Return the windows of one sample, and which of their last tokens belong to an answer."""
+    task_name = task.replace("_", "-")
+    for _ in range(_MAX_TRIES):
+        facts = _draw_facts(task, encoder, random, len(text))
         if facts.size >= len(text):
             raise InputError(
-                f"a text of {len(text) - 1} tokens is too short for {shown}: its statements, "
+                f"a text of {len(text) - 1} tokens is too short for {task_name}: its statements, "
                 f"questions and answers alone take {facts.size}; use a longer length"
             )
         filler = text[: len(text) - facts.size]
-        elsewhere = random.random(len(facts.statements) - 1)
-        made = [_written(task, facts, filler, write, depth, elsewhere) for depth in DEPTHS]
-        if all(map(facts.are_unmistakable, made)):
-            answers = [part == 1 for pair in facts.asked for part in (0, 1) for _ in pair[part]]
-            return np.stack(made), answers
+        depths = random.random(len(facts.statements) - 1)
+        windows = [_insert(task, facts, filler, encoder, depth, depths) for depth in DEPTHS]
+        if all(map(facts.are_unambiguous, windows)):
+            answers = [i == 1 for query in facts.queries for i in (0, 1) for _ in query[i]]
+            return np.stack(windows), answers
     raise InputError(
-        f"{_TRIES} times the names and values drawn for {shown} already occurred in the text of "
-        f"{document}; use a larger vocabulary or a shorter length"
+        f"{_MAX_TRIES} times the names and values drawn for {task_name} already occurred in the "
+        f"text of {document}; use a larger vocabulary or a shorter length"
     )
 
 
-def _written(
+def _insert(
     task: str,
     facts: Facts,
     filler: Int64[np.ndarray, "f"],
-    write: Writer,
+    encoder: StatementEncoder,
     depth: float,
-    elsewhere: np.ndarray,
+    depths: np.ndarray,
 ) -> Int64[np.ndarray, "length_1"]:
-    """Filler with the statements in their places, and the questions behind.
+    """Insert the statements into the filler, and append the questions and answers.
 
-    The first statement is at the depth, those of a chain behind it in turn, others anywhere: each
-    at the nearest break between lines, or at that very place where no break is near. Statements
-    that are themselves the text follow each other, the first at its share of them.
+    The first statement is at `depth`, the others at `depths`; a chain follows the first in order.
+    A statement moves to the nearest line end if one is near. In `key_value` the statements are the
+    text, and the first is at its share of them.
     """
     size = len(filler)
     if task == "key_value":
-        others = np.arange(1, len(facts.statements))
-        order = np.insert(others, round(depth * len(others)), 0)
+        distractors = np.arange(1, len(facts.statements))
+        order = np.insert(distractors, round(depth * len(distractors)), 0)
         offsets = np.full(len(order), size)
     else:
         chain = task == "variable_tracking"
-        breaks = np.flatnonzero(np.append(write.breaks(filler), True))
-        shares = depth + np.sort(elsewhere) * (1 - depth) if chain else elsewhere
-        wanted = [round(share * size) for share in (depth, *shares)]
-        nearest = [int(breaks[np.abs(breaks - place).argmin()]) for place in wanted]
-        near = [abs(n - w) <= size * _SLACK for n, w in zip(nearest, wanted, strict=True)]
-        offsets = np.where(near, nearest, wanted)
+        line_ends = np.flatnonzero(np.append(encoder.line_ends(filler), True))
+        others = depth + np.sort(depths) * (1 - depth) if chain else depths
+        exact = [round(each * size) for each in (depth, *others)]
+        nearest = [int(line_ends[np.abs(line_ends - offset).argmin()]) for offset in exact]
+        near = [abs(n - e) <= size * _MAX_SHIFT for n, e in zip(nearest, exact, strict=True)]
+        offsets = np.where(near, nearest, exact)
         if chain:
             offsets = np.maximum(offsets, offsets[0])
         order = np.argsort(offsets, kind="stable")
-    *before, rest = np.split(filler, offsets[order])
+    *before, last = np.split(filler, offsets[order])
     pieces: list[np.ndarray] = []
-    for index, part in zip(order, before, strict=True):
-        pieces += [part, np.array(facts.statements[index], dtype=np.int64)]
-    return np.concatenate([*pieces, rest, np.array(facts.end, dtype=np.int64)])
+    for index, piece in zip(order, before, strict=True):
+        pieces += [piece, np.array(facts.statements[index], dtype=np.int64)]
+    return np.concatenate([*pieces, last, np.array(facts.end, dtype=np.int64)])
 
 
 def _occurrences(text: np.ndarray, word: Ids) -> int:

@@ -1,4 +1,4 @@
-"""What data is read from: documents, corpora as values, their addresses, limits and splits."""
+"""Documents, corpora, their addresses, size limits and splits."""
 
 from __future__ import annotations
 
@@ -23,11 +23,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Document:
-    """One piece of text, its name (unique inside its corpus), and what places it in a split.
+    """A text with a name that is unique in its corpus.
 
-    `split` is where the corpus itself puts it. Otherwise documents of one `group` are in one
-    split; without a group a document is its own. `target` is its translation, `labels` are what it
-    is labelled with, sorted.
+    `split` is set if the corpus defines it. Otherwise a hash of `split_key` decides: documents of
+    one `group` are in the same split. `target` is a translation, `labels` are sorted class names.
     """
 
     name: str
@@ -38,28 +37,28 @@ class Document:
     labels: tuple[str, ...] = ()
 
     @property
-    def split_name(self) -> str:
-        """The name by which the split is decided where the corpus does not say it."""
+    def split_key(self) -> str:
+        """The string whose hash decides the split: the group if there is one, else the name."""
         return self.name if self.group is None else self.group
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents and where they come from. They are streamed: all may be larger than the memory.
+    """A stream of documents. It may be larger than memory.
 
-    - `documents(limit=None)`: in a fixed order, at most `limit` bytes of text in all; `InputError`
-      where they are missing, unreadable or not UTF-8.
-    - `fingerprint()`: a short hash that changes when the text (or what finds it) does; quick.
-    - `given()`: the held-out splits of the corpus itself; others are cut from its training part.
-    - `sources()`: what the text was taken from, each with its version, where there are versions.
-    - `notes()`: what a plan says before anything is done, such as what is downloaded; `InputError`
-      where a library that it needs is not installed.
-    - `labels`: those of a classifier in the order of its outputs, () where none are listed.
+    - `documents(limit=None)`: at most `limit` bytes of text in a fixed order; `InputError` if they
+      are missing, unreadable or not UTF-8.
+    - `fingerprint()`: a short hash that changes with the text; fast.
+    - `own_splits()`: the held-out splits that the corpus defines. Others are cut from its train
+      split.
+    - `sources()`: what the text was taken from → version, if there are versions.
+    - `notes()`: lines for a plan, such as what is downloaded; `InputError` if a library is missing.
+    - `labels`: the labels of a classifier in the order of its outputs, () if not listed.
     """
 
     documents: Callable[..., Iterator[Document]]
     fingerprint: Callable[[], str]
-    given: Callable[[], tuple[SplitName, ...]] = tuple
+    own_splits: Callable[[], tuple[SplitName, ...]] = tuple
     sources: Callable[[], dict[str, str]] = dict
     notes: Callable[[], tuple[str, ...]] = tuple
     labels: tuple[str, ...] = ()
@@ -68,8 +67,8 @@ class Corpus:
 # Files.
 
 
-class Part(NamedTuple):
-    """Files that are read together: what they are called, and the split that they are, if any."""
+class FileGroup(NamedTuple):
+    """Files that are read together, their name, and their split if they are one."""
 
     name: str
     paths: tuple[Path, ...]
@@ -77,89 +76,88 @@ class Part(NamedTuple):
 
 
 def file_corpus(
-    parts: Sequence[Part],
+    groups: Sequence[FileGroup],
     read: Callable[..., Iterable[Document]],
     rules: tuple[object, ...] = (),
-    sift: Callable[[Iterator[Document]], Iterator[Document]] = iter,
+    select: Callable[[Iterator[Document]], Iterator[Document]] = iter,
     versions: Mapping[str, str] | None = None,
     labels: tuple[str, ...] = (),
 ) -> Corpus:
-    """The documents that `read` finds in each part, in order; a limit takes parts evenly from all.
+    """Return the corpus of the documents that `read(name, *paths)` finds in each group, in order.
 
-    `read` gets a part's name and files. `rules` decide how they are read, `versions` say of what
-    the text is, and `sift` may leave documents out or group them. The fingerprint is a hash of
-    names, of how they are read, and of what shows that a file was written to: a copy of a file has
-    another; moving the folder that the names are relative to changes nothing.
+    A byte limit takes whole groups evenly from all. `select` may drop or group documents. The
+    fingerprint hashes the names, `rules` (how files are read), `labels`, `versions` and the
+    files' identities. So a copied file counts as changed, but a moved folder does not.
     """
     versions = dict(versions or {})
 
     def documents(limit: int | None = None) -> Iterator[Document]:
-        sizes = [sum(file_status(path).st_size for path in part.paths) for part in parts]
+        sizes = [sum(file_status(path).st_size for path in group.paths) for group in groups]
         found = (
-            document if part.split is None else replace(document, split=part.split)
-            for part in evenly(parts, sizes, limit)
-            for document in read(part.name, *part.paths)
+            document if group.split is None else replace(document, split=group.split)
+            for group in sample_evenly(groups, sizes, limit)
+            for document in read(group.name, *group.paths)
         )
-        return sift(capped(found, limit))
+        return select(limit_bytes(found, limit))
 
     def fingerprint() -> str:
         digest = hashlib.sha256(repr((rules, labels, versions)).encode())
-        for part in parts:
-            states = [file_identity(file_status(path)) for path in part.paths]
-            digest.update(repr((part.name, part.split, states)).encode())
+        for group in groups:
+            identities = [file_identity(file_status(path)) for path in group.paths]
+            digest.update(repr((group.name, group.split, identities)).encode())
         return digest.hexdigest()
 
-    given = tuple(part.split for part in parts if part.split not in (None, "train"))
-    return Corpus(documents, fingerprint, lambda: given, lambda: versions, labels=labels)
+    own_splits = tuple(group.split for group in groups if group.split not in (None, "train"))
+    return Corpus(documents, fingerprint, lambda: own_splits, lambda: versions, labels=labels)
 
 
-def without_repeats(
-    documents: Iterable[Document], key: Callable[[str], str] = str
+def drop_repeats(
+    documents: Iterable[Document], normalise: Callable[[str], str] = str
 ) -> Iterator[Document]:
-    """Leave out documents whose text came before, as `key` sees it; a hash of each is held."""
+    """Drop documents whose normalised text occurred before. Keeps a hash of each in memory."""
     seen = set()
     for document in documents:
-        digest = hashlib.sha256(key(document.text).encode("utf-8", "replace")).digest()
+        digest = hashlib.sha256(normalise(document.text).encode("utf-8", "replace")).digest()
         if digest not in seen:
             seen.add(digest)
             yield document
 
 
 def split_files(
-    folder: Path, names: Mapping[SplitName, str], end: str, hint: str = ""
+    folder: Path, patterns: Mapping[SplitName, str], ending: str, hint: str = ""
 ) -> dict[SplitName, Path]:
-    """The file of each split in a folder, by patterns of its name and of its end.
+    """Return the file of each split in a folder, by regular expressions of its stem and ending.
 
-    A split may have none. Raises `InputError`, which ends in `hint`, where a split has several.
+    A split may be missing. Raises `InputError`, which ends in `hint`, if a split has several files.
     """
-    found: dict[SplitName, Path] = {}
-    for split, name in names.items():
-        known = re.compile(f"(?:{name}){end}")
-        files = [path for path in sorted(folder.iterdir()) if known.fullmatch(path.name)]
-        if len(files) > 1:
-            several = ", ".join(path.name for path in files)
+    files: dict[SplitName, Path] = {}
+    for split, pattern in patterns.items():
+        name = re.compile(f"(?:{pattern}){ending}")
+        matches = [path for path in sorted(folder.iterdir()) if name.fullmatch(path.name)]
+        if len(matches) > 1:
+            several = ", ".join(path.name for path in matches)
             raise InputError(f"{folder} needs one {split} set, but has {several}{hint}")
-        found.update((split, path) for path in files)
-    return found
+        files.update((split, path) for path in matches)
+    return files
 
 
 # Addresses.
 
 
-Reader = Callable[[str, Mapping[str, Any], str], Document]
-"""(name, row, where) → the document in a row; `where` begins the sentence about a mistake."""
+RowReader = Callable[[str, Mapping[str, Any], str], Document]
+"""(name, row, where) → the document in a row; `where` starts error messages."""
 
 
 @dataclass(frozen=True)
 class Address:
-    """`body` or `body?option=value&…`, which names some data; a path may hold a `?`."""
+    """The address of a corpus: `body` or `body?option=value&…`. A path may contain a `?`."""
 
     body: str
     options: Mapping[str, str]
 
     @classmethod
     def parse(cls, text: str, kind: str = "corpus") -> Address:
-        """Take an address apart; `InputError` where it is empty or its options cannot be read."""
+        """Parse an address; `InputError` if it is empty or its options are malformed."""
         if not text.strip():
             raise InputError(f"the {kind} has no name")
         body, mark, query = text.rpartition("?")
@@ -175,8 +173,8 @@ class Address:
             )
         return cls(body, dict(pairs))
 
-    def take(self, *known: str) -> dict[str, str | None]:
-        """The values of the `known` options, None where absent; `InputError` for any other one."""
+    def get_options(self, *known: str) -> dict[str, str | None]:
+        """Return the `known` options, None if absent; `InputError` for any other option."""
         for name in self.options:
             if name not in known:
                 lists = f"it knows {', '.join(known)}" if known else "it takes none"
@@ -191,26 +189,26 @@ class Address:
 # Limits.
 
 
-def evenly(files: Sequence[T], sizes: Sequence[int], limit: int | None) -> list[T]:
-    """Those files, read whole, that make at most `limit` bytes, evenly from all; at least one.
+def sample_evenly(files: Sequence[T], sizes: Sequence[int], limit: int | None) -> list[T]:
+    """Return whole files of at most `limit` bytes in all, evenly from the list; at least one.
 
-    A file is read while what is kept lags behind its share of what was passed (error diffusion),
-    so the choice is deterministic and does not favour the start of the alphabet.
+    A file is taken while the taken bytes lag behind their share of the passed bytes (error
+    diffusion). The choice is deterministic and does not favour the start of the alphabet.
     """
-    total, seen, kept = sum(sizes), 0, 0
+    total, passed, taken = sum(sizes), 0, 0
     if limit is None or total <= limit:
         return list(files)
     chosen = []
     for file, size in zip(files, sizes, strict=True):
-        if size and kept * total <= limit * seen and kept + size <= limit:
-            kept += size
+        if size and taken * total <= limit * passed and taken + size <= limit:
+            taken += size
             chosen.append(file)
-        seen += size
+        passed += size
     return chosen or list(files[:1])
 
 
-def capped(documents: Iterable[Document], limit: int | None) -> Iterator[Document]:
-    """The first `limit` bytes of the documents; the last one is cut behind a line if it can."""
+def limit_bytes(documents: Iterable[Document], limit: int | None) -> Iterator[Document]:
+    """Yield the first `limit` bytes of the documents. The last one is cut at a line end if any."""
     if limit is None:
         yield from documents
         return
@@ -230,7 +228,7 @@ def capped(documents: Iterable[Document], limit: int | None) -> Iterator[Documen
 
 
 class SplitSettings(Settings):
-    """How data without splits of its own is split: the base of every configuration of data.
+    """How data without splits is split; the base of every data configuration.
 
     - `test_fraction`, `validation_fraction`: shares of the items (default 0.1 and 0.05).
     - `seed`: decides which items these are (default 0).
@@ -250,33 +248,32 @@ class SplitSettings(Settings):
             )
         return self
 
-    @property
-    def parsed(self) -> Corpus | None:
-        """Where documents are read from, if they are; `InputError` where they are not there."""
+    def open_corpus(self) -> Corpus | None:
+        """Return the corpus, None if there is none to read; `InputError` if it does not exist."""
         return None
 
-    def look(self) -> tuple[str, ...]:
-        """What a plan says of the data before anything is done; quick, no data is prepared.
+    def plan_notes(self) -> tuple[str, ...]:
+        """Return lines about the data for a plan. Fast: prepares nothing.
 
-        Raises `InputError` where the data, or a library that reads it, is plainly not there.
+        Raises `InputError` if the data, or a library that reads it, is missing.
         """
-        corpus = self.parsed
+        corpus = self.open_corpus()
         return () if corpus is None else corpus.notes()
 
-    def split_of(self, name: str, given: Collection[SplitName] = ()) -> SplitName:
-        """The split of the item with this name; nothing is cut off for splits that are `given`."""
-        test = 0.0 if "test" in given else self.test_fraction
-        validation = 0.0 if "validation" in given else self.validation_fraction
-        return split_of(name, self.seed, test, validation)
+    def split_of(self, key: str, own_splits: Collection[SplitName] = ()) -> SplitName:
+        """Return the split of an item. Nothing is cut off for splits that the corpus defines."""
+        test = 0.0 if "test" in own_splits else self.test_fraction
+        validation = 0.0 if "validation" in own_splits else self.validation_fraction
+        return split_of(key, self.seed, test, validation)
 
 
-def split_of(name: str, seed: int, test: float, validation: float) -> SplitName:
-    """The split of the item `name`: hashed to u in [0, 1), test first, then validation.
+def split_of(key: str, seed: int, test: float, validation: float) -> SplitName:
+    """Return the split of the item `key`: hashed to u in [0, 1), test first, then validation.
 
-    Other items do not matter, so a corpus that grows keeps its split, and an item is in the test
-    split of every larger `test` fraction too.
+    It does not depend on other items, so a growing corpus keeps its split. A larger `test`
+    fraction keeps the items of a smaller one.
     """
-    digest = hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(f"{seed}\0{key}".encode(), digest_size=8).digest()
     u = int.from_bytes(digest, "big") / 2**64
     if u < test:
         return "test"
@@ -285,7 +282,7 @@ def split_of(name: str, seed: int, test: float, validation: float) -> SplitName:
 
 @dataclass(frozen=True)
 class Splits(Generic[T]):
-    """Data in three splits, one after another."""
+    """Data in three splits; iterating gives them in this order."""
 
     train: T
     validation: T
@@ -295,8 +292,8 @@ class Splits(Generic[T]):
         return iter((self.train, self.validation, self.test))
 
     def split(self, name: str) -> T:
-        """The split called `name`; `InputError` for another name."""
-        for known, split in zip(SPLITS, self, strict=True):
-            if known == name:
-                return split
-        raise InputError(f"there is no split {name!r}: expected {', '.join(SPLITS)}")
+        """Return the split called `name`; `InputError` for another name."""
+        if name not in SPLITS:
+            raise InputError(f"there is no split {name!r}: expected {', '.join(SPLITS)}")
+        split: T = getattr(self, name)
+        return split

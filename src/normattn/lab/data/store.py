@@ -1,4 +1,4 @@
-"""Prepared data on disk: folders that are built once and checked, and arrays of ragged rows."""
+"""Prepared data on disk: verified cache folders, and ragged arrays that are read from files."""
 
 from __future__ import annotations
 
@@ -28,70 +28,70 @@ from normattn.lab.data.sources import SPLITS, Document, SplitName
 from normattn.locks import locked
 
 CHECKPOINT_BYTES = 64 << 20
-"""So much is written between two points from which an interrupted preparation can go on."""
+"""Bytes written between two points from which an interrupted preparation can resume."""
 MANIFEST, PROGRESS, ABOUT = "manifest.json", "progress.json", "about.json"
-_BATCH_CHARACTERS, _BATCH_ITEMS = 1 << 18, 64
+_BATCH_CHARACTERS, _BATCH_DOCUMENTS = 1 << 18, 64
 
 
-# Folders.
+# Cache folders.
 
 
-def prepared(
-    kind: str, decides: object, build: Callable[[Path], object], cache_dir: Path | None = None
+def cached_folder(
+    kind: str, key: object, build: Callable[[Path], object], cache_dir: Path | None = None
 ) -> Path:
-    """Return the folder of what `decides` (JSON values) names; `build` fills it where it is absent.
+    """Return the cache folder of `key` (JSON values); `build` fills it if it does not exist.
 
-    The folder is whole or absent: `build` fills a temporary one, which is renamed at the end.
-    Processes that ask at the same time wait on a file lock and build once. A damaged folder is
-    named in a warning and built again. What a killed or failed build has left is given to the next
-    one: a lost connection or a full disk costs nothing that was done before. `cache_dir` defaults
-    to $NORMATTN_CACHE, $XDG_CACHE_HOME/normattn or ~/.cache/normattn. Raises `InputError` where it
-    cannot be written.
+    The folder is complete or absent: `build` fills a temporary folder, which is renamed at the end.
+    A lock lets one process build while others wait. A damaged folder is reported in a warning and
+    built again. The next call resumes what a killed or failed build left behind. `cache_dir`
+    defaults to $NORMATTN_CACHE, $XDG_CACHE_HOME/normattn or ~/.cache/normattn. Raises `InputError`
+    if the cache cannot be written.
     """
-    digest = hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:32]
+    digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
     path = (cache_dir or default_cache_dir()) / f"{kind}-{digest}"
-    if path.exists() and damage(path) is None:
+    if path.exists() and find_damage(path) is None:
         return path
     with locked(path.with_name(f"{path.name}.lock")), io.explain_os_errors(path):
         if path.exists():
-            problem = damage(path)
+            problem = find_damage(path)
             if problem is None:
                 return path
             warnings.warn(f"the cache {path} {problem}; it is built again", stacklevel=2)
         for leftover in path.parent.glob(f".{path.name}.old.*"):
             shutil.rmtree(leftover, ignore_errors=True)
-        begun = path.with_name(f".{path.name}.begun")
-        begun.mkdir(exist_ok=True)
+        unfinished = path.with_name(f".{path.name}.begun")
+        unfinished.mkdir(exist_ok=True)
         try:
-            build(begun)
-            files = sorted(file for file in begun.iterdir() if file.is_file())
-            entries = {
-                file.name: [file.stat().st_size, sha256_of(file), file_identity(file.stat())]
-                for file in files
-            }
-            io.write_json(begun / MANIFEST, entries)
-            io.put_in_place(begun, path)
+            build(unfinished)
+            io.write_json(
+                unfinished / MANIFEST,
+                {
+                    file.name: [file.stat().st_size, sha256_of(file), file_identity(file.stat())]
+                    for file in sorted(unfinished.iterdir())
+                    if file.is_file()
+                },
+            )
+            io.put_in_place(unfinished, path)
         finally:
-            with suppress(OSError):  # A build that has done nothing leaves nothing.
-                begun.rmdir()
+            with suppress(OSError):  # Removes it only if the build wrote nothing.
+                unfinished.rmdir()
     return path
 
 
-def damage(path: Path) -> str | None:
-    """Say why a prepared folder cannot be used; None when it is whole.
+def find_damage(path: Path) -> str | None:
+    """Return why a cache folder cannot be used, or None if it is complete.
 
-    A file whose size, inode and times are those of the manifest is not read again; any other one,
-    of a copied folder for example, must have the recorded content.
+    A file is hashed only if its size, inode or times differ from the manifest, as in a copy.
     """
     try:
         expected = read_object(path / MANIFEST)
-        there = {file.name for file in path.iterdir()} - {MANIFEST}
-        if not expected or expected.keys() != there:
-            odd = min(expected.keys() ^ there, default="nothing")
-            return f"is damaged ({MANIFEST} and the folder differ in {odd})"
-        for name, (size, digest, state) in expected.items():
+        names = {file.name for file in path.iterdir()} - {MANIFEST}
+        if not expected or expected.keys() != names:
+            differing = min(expected.keys() ^ names, default="nothing")
+            return f"is damaged ({MANIFEST} and the folder differ in {differing})"
+        for name, (size, digest, recorded) in expected.items():
             status = (path / name).stat()
-            same = status.st_size == size and list(file_identity(status)) == state
+            same = status.st_size == size and list(file_identity(status)) == recorded
             if not same and (status.st_size != size or sha256_of(path / name) != digest):
                 return f"is damaged (the content of {name} has changed)"
     except (OSError, InputError) as error:
@@ -102,9 +102,9 @@ def damage(path: Path) -> str | None:
 
 
 def column_digests(folder: Path, name: str) -> tuple[str, str]:
-    """The sha256 of a ragged array's values, and of where its rows end."""
+    """Return the SHA-256 of a ragged array's values and that of its row ends."""
     with io.open_file(folder / f"{name}.ends") as file:
-        file.seek(8)  # The first row always begins at 0.
+        file.seek(8)  # The first offset is always 0.
         return sha256_of(folder / name), sha256_of(file)
 
 
@@ -112,11 +112,10 @@ def column_digests(folder: Path, name: str) -> tuple[str, str]:
 
 
 class FileArray:
-    """A one-dimensional array in a file, read-only: a slice is read from the file when needed.
+    """A read-only one-dimensional array in a file. Indexing reads the slice from the file.
 
-    It is not mapped into memory, because a file that is cut short under a mapping ends the process
-    by a signal. Such a file is an `InputError` here. A read costs about as much as with a mapping:
-    the pages are the system's cache in both cases.
+    Not a memory map: if the file were cut short, a map would kill the process by a signal. Here
+    that is an `InputError`. The speed is about the same, as both read the system's page cache.
     """
 
     def __init__(self, path: Path, dtype: str) -> None:
@@ -135,25 +134,24 @@ class FileArray:
         start, stop, step = index.indices(len(self))
         if step != 1:
             raise IndexError("a file is read in slices of step 1")
-        wanted = max(0, stop - start) * self.dtype.itemsize
-        raw = self._read(start * self.dtype.itemsize, wanted)
-        return np.frombuffer(raw, self.dtype)
+        size = max(0, stop - start) * self.dtype.itemsize
+        return np.frombuffer(self._read(start * self.dtype.itemsize, size), self.dtype)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(self[:], dtype)
 
     def _read(self, offset: int, size: int) -> bytes:
-        parts = [b""]
+        chunks = [b""]
         while size:  # The system reads at most 2 GiB at once.
-            part = os.pread(self._file, size, offset)
-            if not part:
+            chunk = os.pread(self._file, size, offset)
+            if not chunk:
                 raise InputError(
                     f"{self._path} was cut short while it was in use: {size:,} bytes are missing "
                     f"at {offset:,}; run the command again to prepare the data again"
                 )
-            parts.append(part)
-            offset, size = offset + len(part), size - len(part)
-        return parts[1] if len(parts) == 2 else b"".join(parts)
+            chunks.append(chunk)
+            offset, size = offset + len(chunk), size - len(chunk)
+        return chunks[1] if len(chunks) == 2 else b"".join(chunks)
 
 
 Values = np.ndarray | FileArray
@@ -182,12 +180,12 @@ class Ragged(Sequence[np.ndarray]):
 
     @classmethod
     def load(cls, folder: Path, name: str, dtype: str) -> Ragged:
-        """Open the files that `fill` wrote."""
+        """Open the column `name` that `write_splits` wrote."""
         return cls(FileArray(folder / name, dtype), FileArray(folder / f"{name}.ends", "<i8"))
 
 
-class Names(Sequence[str]):
-    """Texts kept as UTF-8 in a ragged array: millions of them need no Python objects."""
+class Strings(Sequence[str]):
+    """Strings stored as UTF-8 rows of a ragged array, so that millions need no Python objects."""
 
     def __init__(self, rows: Ragged) -> None:
         self._rows = rows
@@ -200,62 +198,69 @@ class Names(Sequence[str]):
             return [self[i] for i in range(*index.indices(len(self)))]
         return self._rows[index + len(self) if index < 0 else index].tobytes().decode()
 
+    @classmethod
+    def load(cls, folder: Path, name: str) -> Strings:
+        """Open the column `name` that `write_splits` wrote."""
+        return cls(Ragged.load(folder, name, "u1"))
+
 
 def utf8(text: str) -> np.ndarray:
-    """Return a text as a row of `Names`."""
+    """Return a text as a row of `Strings`."""
     return np.frombuffer(text.encode("utf-8", "replace"), np.uint8)
 
 
-# Filling a folder.
+# Writing the splits of a corpus.
 
 
 Row = tuple[SplitName, Mapping[str, ArrayLike]]
-"""A row of a split: its value in every column."""
+"""A split, and a row of it: the value of each column."""
 
 
-def fill(
+def write_splits(
     folder: Path,
     corpus: str,
     columns: Mapping[str, str],
     documents: Iterable[Document],
     encode: Callable[[list[Document], Counter[str]], Iterable[Row]],
-    needed: Collection[SplitName] = SPLITS,
+    required: Collection[SplitName] = SPLITS,
 ) -> Counter[str]:
-    """Write the rows of some documents into the arrays `SPLIT.COLUMN`; return what was counted.
+    """Encode documents into ragged arrays, files `SPLIT.COLUMN` in `folder`; return the counts.
 
-    `columns` are the columns and their types. `encode` makes rows of a batch of documents; it sees
-    the running counts, in which `train` and so on are the rows of each split, and may add to them.
-    Every 64 MiB the progress is written: a call after an interruption passes over the documents
-    that it counts without encoding them, and leaves the same bytes as one call. Progress that does
-    not fit the files is named in a warning, and everything is made again. Raises `InputError`, and
-    empties the folder, where no split or not every `needed` one of the `corpus` has a row.
+    `columns` maps names to dtypes. `encode` turns a batch of documents into rows. It sees the
+    running counts, which hold the number of rows of each split, and may add to them. Progress is
+    saved every 64 MiB. A call after an interruption skips the documents that are already encoded
+    and writes the same bytes as one call would. Progress that does not match the files is reported
+    in a warning, and everything is encoded again. Raises `InputError`, and empties the folder, if
+    the corpus has no rows or a `required` split has none.
     """
-    begun = _begun(folder)
-    counts, done, saved = Counter(begun["counts"]), begun["items"], 0
+    progress = _read_progress(folder)
+    counts, done, saved = Counter(progress["counts"]), progress["items"], 0
     with ExitStack() as stack:
-        arrays = {
-            f"{split}.{name}": _Array(folder, f"{split}.{name}", dtype, begun["sizes"], stack)
+        writers = {
+            f"{split}.{name}": _ColumnWriter(
+                folder, f"{split}.{name}", dtype, progress["sizes"], stack
+            )
             for split in SPLITS
             for name, dtype in columns.items()
         }
 
-        def save() -> None:
-            sizes = {name: size for array in arrays.values() for name, size in array.sync().items()}
+        def save_progress() -> None:
+            sizes = {name: size for each in writers.values() for name, size in each.sync().items()}
             io.write_json(folder / PROGRESS, {"items": done, "sizes": sizes, "counts": counts})
 
         for batch in _batches(islice(documents, done, None)):
             for split, row in encode(batch, counts):
                 counts[split] += 1
                 for name, values in row.items():
-                    arrays[f"{split}.{name}"].append(values)
+                    writers[f"{split}.{name}"].append(values)
             done += len(batch)
-            written = sum(array.written for array in arrays.values())
+            written = sum(writer.written for writer in writers.values())
             if written - saved >= CHECKPOINT_BYTES:
                 saved = written
-                save()
-        save()
+                save_progress()
+        save_progress()
     total = sum(counts[name] for name in SPLITS)
-    empty = [name for name in needed if not counts[name]]
+    empty = [name for name in required if not counts[name]]
     if not total or empty:
         for file in folder.iterdir():
             file.unlink()
@@ -264,43 +269,43 @@ def fill(
     return counts
 
 
-def _begun(folder: Path) -> dict[str, Any]:
-    """What an interrupted call has left: documents read, bytes of each file, what was counted."""
-    nothing: dict[str, Any] = {"items": 0, "sizes": {}, "counts": {}}
-    for leftover in folder.glob(".*"):  # A process that is killed leaves its temporary files.
+def _read_progress(folder: Path) -> dict[str, Any]:
+    """Return what an interrupted call saved: documents done, sizes of files, counts."""
+    fresh: dict[str, Any] = {"items": 0, "sizes": {}, "counts": {}}
+    for leftover in folder.glob(".*"):  # Temporary files of a killed process.
         leftover.unlink()
     if not (folder / PROGRESS).exists():
-        return nothing
+        return fresh
     try:
-        begun = read_object(folder / PROGRESS)
-        if begun.keys() != nothing.keys():
+        progress = read_object(folder / PROGRESS)
+        if progress.keys() != fresh.keys():
             raise InputError(f"{PROGRESS} does not hold items, sizes and counts")
-        for name, size in begun["sizes"].items():
-            there = (folder / name).stat().st_size
-            if there < size:
-                raise InputError(f"{name} has {there:,} bytes instead of {size:,}")
+        for name, size in progress["sizes"].items():
+            actual = (folder / name).stat().st_size
+            if actual < size:
+                raise InputError(f"{name} has {actual:,} bytes instead of {size:,}")
     except (InputError, OSError) as error:
         warnings.warn(f"{folder} was begun, but {error}; it is made again", stacklevel=4)
-        return nothing
-    return begun
+        return fresh
+    return progress
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """Groups of documents that are small enough to hold."""
+    """Group documents into batches of bounded size."""
     batch: list[Document] = []
-    size = 0
+    characters = 0
     for document in documents:
         batch.append(document)
-        size += len(document.text)
-        if size >= _BATCH_CHARACTERS or len(batch) >= _BATCH_ITEMS:
+        characters += len(document.text)
+        if characters >= _BATCH_CHARACTERS or len(batch) >= _BATCH_DOCUMENTS:
             yield batch
-            batch, size = [], 0
+            batch, characters = [], 0
     if batch:
         yield batch
 
 
-class _Array:
-    """Appends rows to a ragged array on disk, behind the bytes that count."""
+class _ColumnWriter:
+    """Appends rows to a ragged array on disk, after cutting its files to the saved `sizes`."""
 
     def __init__(
         self, folder: Path, name: str, dtype: str, sizes: Mapping[str, int], stack: ExitStack
@@ -319,14 +324,12 @@ class _Array:
 
     def append(self, values: ArrayLike) -> None:
         """Write one row."""
-        row = np.asarray(values, self._dtype)
-        self.written += self._values.write(row.tobytes())
-        self.written += self._ends.write(
-            np.int64(self._values.tell() // self._dtype.itemsize).tobytes()
-        )
+        self.written += self._values.write(np.asarray(values, self._dtype).tobytes())
+        end = np.int64(self._values.tell() // self._dtype.itemsize)
+        self.written += self._ends.write(end.tobytes())
 
     def sync(self) -> dict[str, int]:
-        """Bring everything to the disk; return the size of each file."""
+        """Flush both files to the disk; return their sizes."""
         for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())

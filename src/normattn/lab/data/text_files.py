@@ -1,4 +1,4 @@
-"""Files of text and tables: read so that every mistake is one sentence that names the place."""
+"""Read files of text and tables. Every error names the file and the place in it."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ TEXT = frozenset(
 )
 ROWS = frozenset({".jsonl", ".ndjson", ".parquet", ".csv", ".tsv"})
 """Files that hold rows of named fields."""
-_ROWS_AT_ONCE = 256
+_CHUNK_ROWS = 256
 
 
 def suffix_of(path: Path) -> str:
-    """The suffix of a file in small letters, the one before `.gz`."""
+    """Return the lower-case suffix of a file, ignoring `.gz`."""
     return Path(path.name.lower().removesuffix(".gz")).suffix
 
 
-def is_packed(path: Path) -> bool:
-    """Whether a file is gzip's by its name, in letters of either case."""
+def is_gzipped(path: Path) -> bool:
+    """Return whether a file's name ends in `.gz`, in either case."""
     return path.suffix.lower() == ".gz"
 
 
@@ -43,12 +43,11 @@ def is_packed(path: Path) -> bool:
 def read_rows(
     path: Path, fields: Sequence[str] | None = None
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the rows of JSON lines, of a JSON array (.json), or of a Parquet, CSV or TSV file.
+    """Yield the numbered rows of JSON lines, a JSON array (.json), or a Parquet, CSV or TSV file.
 
-    Each has its number: lines and items of an array from 1 (blank lines are passed over), rows of
-    tables from 0, of which only `fields` are read (default: all). Memory holds one line, or some
-    hundred rows of a table (some row groups of Parquet), but an array whole. Raises `InputError`
-    naming file and place.
+    Lines and array items count from 1 (blank lines are skipped), table rows from 0. Only `fields`
+    of tables are read (default: all). Files are streamed, except JSON arrays. Raises `InputError`
+    with the file and the row.
     """
     suffix = suffix_of(path)
     if suffix in (".parquet", ".csv", ".tsv"):
@@ -75,7 +74,7 @@ def read_rows(
 
 def _table_rows(path: Path, suffix: str, fields: Sequence[str] | None) -> Iterator[dict[str, Any]]:
     row = 0
-    with open_file(path):  # Raises for what is no regular file.
+    with open_file(path):  # Raises for anything but a regular file.
         pass
     try:
         if suffix == ".parquet":
@@ -84,8 +83,8 @@ def _table_rows(path: Path, suffix: str, fields: Sequence[str] | None) -> Iterat
             separator = "\t" if suffix == ".tsv" else ","
             frame = pl.scan_csv(path, separator=separator, infer_schema=False, glob=False)
         columns = frame.collect_schema().names()
-        chosen = [name for name in columns if fields is None or name in fields] or columns
-        chunks = frame.select(chosen).collect_batches(chunk_size=_ROWS_AT_ONCE, maintain_order=True)
+        selected = [name for name in columns if fields is None or name in fields] or columns
+        chunks = frame.select(selected).collect_batches(chunk_size=_CHUNK_ROWS, maintain_order=True)
         for chunk in chunks:
             for values in chunk.iter_rows(named=True):
                 yield values
@@ -97,7 +96,7 @@ def _table_rows(path: Path, suffix: str, fields: Sequence[str] | None) -> Iterat
 
 
 def field_of(row: Mapping[str, Any], field: str, where: str, hint: str) -> Any:
-    """A field of a row; `InputError` names the fields that are there instead."""
+    """Return a field of a row; `InputError` lists the existing fields if it is missing."""
     if field not in row:
         fields = ", ".join(map(repr, row)) or "none"
         raise InputError(f"{where} has no field {field!r} (its fields: {fields}); {hint}")
@@ -107,7 +106,7 @@ def field_of(row: Mapping[str, Any], field: str, where: str, hint: str) -> Any:
 def text_of(
     row: Mapping[str, Any], field: str, where: str, hint: str = "choose with ?field="
 ) -> str:
-    """The text in a field of a row; `InputError` where it is missing or no text."""
+    """Return the text in a field of a row; `InputError` if it is missing or no text."""
     text = field_of(row, field, where, hint)
     if not isinstance(text, str):
         kind = "has no value" if text is None else f"is not text but a {type(text).__name__}"
@@ -120,13 +119,13 @@ def text_of(
 
 @contextmanager
 def open_text(path: Path) -> Iterator[TextIO]:
-    """Open a UTF-8 file, unpacked when its name ends in `.gz`; a byte-order mark is left out.
+    """Open a UTF-8 file, decompressed if its name ends in `.gz`, without a byte-order mark.
 
-    Line ends stay as they are. Raises `InputError` when the file is missing, unreadable, a damaged
-    gzip file or not UTF-8, also when that shows only while it is read.
+    Line ends are unchanged. Raises `InputError`, at once or while reading, if the file is missing,
+    unreadable, a damaged gzip file or not UTF-8.
     """
     with open_file(path) as raw:
-        file = cast(BinaryIO, gzip.GzipFile(fileobj=raw)) if is_packed(path) else raw
+        file = cast(BinaryIO, gzip.GzipFile(fileobj=raw)) if is_gzipped(path) else raw
         text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="\n")
         try:
             yield text
@@ -142,24 +141,21 @@ def open_text(path: Path) -> Iterator[TextIO]:
 
 
 def read_text(path: Path) -> str:
-    """The whole of a text file."""
+    """Return the content of a text file."""
     with open_text(path) as file:
         return file.read()
 
 
 def text_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the number, from 1, and the text of each line, with its end.
-
-    Raises `InputError` for a line of more than 64 MiB.
-    """
+    """Yield the number (from 1) and the text of each line; `InputError` for one over 64 MiB."""
     with open_text(path) as file:
         yield from json_lines(file.readline, lambda number: f"{path}:{number}")
 
 
 def text_pieces(path: Path, size: int) -> Iterator[str]:
-    """Cut a text file behind the last line end before every `size` characters.
+    """Cut a text file at line ends into pieces of at most `size` characters.
 
-    A line longer than `size` is cut inside. Never holds more than twice `size` characters.
+    A longer line is cut inside. Holds at most twice `size` characters.
     """
     text = ""
     with open_text(path) as file:
@@ -174,9 +170,9 @@ def text_pieces(path: Path, size: int) -> Iterator[str]:
 
 
 def decode_python(raw: bytes) -> str:
-    """Python source decoded by the language's own rule: the declared encoding, else UTF-8.
+    """Decode Python source by its declared encoding, else as UTF-8.
 
-    Raises `SyntaxError` for an unknown encoding and `UnicodeDecodeError` for bytes that are not it.
+    Raises `SyntaxError` for an unknown encoding and `UnicodeDecodeError` for undecodable bytes.
     """
     encoding, _ = tokenize.detect_encoding(io.BytesIO(raw).readline)
     return raw.decode(encoding)

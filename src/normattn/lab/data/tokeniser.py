@@ -1,4 +1,4 @@
-"""Tokenisers: byte-level BPE, from which every text comes back unchanged, and BERT's WordPiece."""
+"""Tokenisers: lossless byte-level BPE, and BERT's WordPiece."""
 
 from __future__ import annotations
 
@@ -15,54 +15,56 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from normattn import io
 from normattn.errors import InputError
-from normattn.io import MOST_BYTES, read_bytes
+from normattn.io import MAX_BYTES, read_bytes
 from normattn.lab.data.text_files import read_text
 
 SEPARATOR = "<|doc|>"
 SEPARATOR_ID = 0
 SAMPLE_BYTES = 32 << 20
 RUN_CHARACTERS = 1 << 15
-RUNS_LEARNED = 1 << 20
-"""Characters of runs without a space that a tokeniser is trained on, at most: each piece of one is
-a word of its own to the trainer, which takes hundreds of bytes a character for it."""
+MAX_RUN_SAMPLE = 1 << 20
+"""Most characters of long runs without a space that a tokeniser is trained on.
+
+The trainer takes each for one word and needs hundreds of bytes a character.
+"""
 _PIECE_CHARACTERS = 1 << 18
 _RUN = re.compile(rf"\S{{{RUN_CHARACTERS + 1},}}")
 _SPACE = re.compile(r"(?<=\S)[ \n\t\r](?=\S)")
 _WHITE = re.compile(r"\s")
-# The library's own threads warn and deadlock when a process forks later.
+# The library's threads warn and deadlock if the process forks later.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 class Tokeniser:
-    """A trained byte-level BPE with special tokens at its first ids; by default `<|doc|>`, id 0.
+    """A trained byte-level BPE whose first ids are special tokens; by default `<|doc|>`, id 0.
 
-    Text that happens to contain `<|doc|>` is encoded as the letters it is written with: only the
-    end of a document makes a separator.
+    Text that contains `<|doc|>` is encoded letter by letter: only the end of a document is a
+    separator.
     """
 
     def __init__(self, serialised: str) -> None:
         self._json = serialised
         self._bpe = Tokenizer.from_str(serialised)
-        # Not part of the serialised form: it has to be set again at every start.
+        # Not serialised, so it must be set each time.
         self._bpe.encode_special_tokens = True
 
     @property
     def vocab_size(self) -> int:
-        """Entries, separator included; fewer than asked for when the text was small."""
+        """Number of entries, separator included; may be fewer than configured for small texts."""
         return int(self._bpe.get_vocab_size())
 
     @property
     def fingerprint(self) -> str:
-        """sha256 of the serialised tokeniser."""
+        """SHA-256 of the serialised tokeniser."""
         return hashlib.sha256(self._json.encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        """The token ids of `text`, without a separator."""
+        """Return the token ids of `text`, without a separator."""
         ids: list[int] = self.encode_batch([text])[0].tolist()
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[UInt32[np.ndarray, "_"]]:
-        """The token ids of several texts of any length; one piece is in the library at a time."""
+        """Return the token ids of several texts of any length. Encodes one piece at a time."""
         return [
             np.concatenate(
                 [
@@ -75,7 +77,7 @@ class Tokeniser:
         ]
 
     def decode(self, ids: Iterable[SupportsInt]) -> str:
-        """The text of token ids; separators are shown, a half character becomes U+FFFD."""
+        """Return the text of token ids. Separators are shown; partial characters become U+FFFD."""
         return str(self._bpe.decode([int(i) for i in ids], skip_special_tokens=False))
 
     def save(self, path: Path) -> None:
@@ -84,12 +86,12 @@ class Tokeniser:
 
     @classmethod
     def load(cls, path: Path) -> Tokeniser:
-        """Read what `save` wrote; `InputError` when it is missing or damaged."""
+        """Read what `save` wrote; `InputError` if it is missing or damaged."""
         try:
-            return cls(read_bytes(path, MOST_BYTES).decode())
+            return cls(read_bytes(path, MAX_BYTES).decode())
         except InputError as error:
             raise InputError(f"tokeniser {error}") from error
-        except Exception as error:  # tokenizers raises bare Exception for anything it dislikes
+        except Exception as error:  # tokenizers raises bare Exception
             raise InputError(f"tokeniser {path} is damaged: {error}") from error
 
 
@@ -101,14 +103,13 @@ def train_tokeniser(
 ) -> Tokeniser:
     """Train a byte-level BPE on the first `sample_bytes` (default 32 MiB) of `texts`.
 
-    The result depends on the texts and sizes only: ties between merges are ordered by the pair.
-    `vocab_size` counts the `specials` (ids 0, 1, …; default the separator alone) and the 256 bytes.
-    Raises `InputError` for fewer entries than those.
+    Deterministic: ties between merges are ordered by the pair. `vocab_size` includes the `specials`
+    (ids 0, 1, …; default the separator) and the 256 bytes. Raises `InputError` for less.
     """
-    least = 256 + len(specials)
-    if vocab_size < least:
+    minimum = 256 + len(specials)
+    if vocab_size < minimum:
         raise InputError(
-            f"a byte-level vocabulary needs at least {least} entries (256 bytes and "
+            f"a byte-level vocabulary needs at least {minimum} entries (256 bytes and "
             f"{', '.join(specials)}), got {vocab_size}"
         )
     bpe = Tokenizer(models.BPE())
@@ -125,10 +126,10 @@ def train_tokeniser(
 
 
 def cut_runs(text: str) -> list[str]:
-    """The text in pieces none of which has a run of more than 32,768 characters without a space.
+    """Cut a text inside runs of more than 32,768 characters without a space.
 
-    The whole text in one piece, but for such a run: to a byte pair encoding it is one word, whose
-    merges take memory and time out of all proportion.
+    To a byte pair encoding such a run is one word, whose merges take excessive memory and time. A
+    text without such runs is one piece.
     """
     cuts = [
         end
@@ -139,75 +140,76 @@ def cut_runs(text: str) -> list[str]:
 
 
 def cut_pieces(text: str) -> Iterator[str]:
-    """Pieces of about 256,000 characters that have the same tokens one by one as together.
+    """Cut a text into pieces of about 256,000 characters without changing its tokens.
 
-    Cut before a single space, tab or line end between two other characters: no word reaches
-    across. A run without a space is cut as by `cut_runs`.
+    Cuts are before a single white-space character between two others, where no word spans. Long
+    runs without a space are cut by `cut_runs`.
     """
-    for part in cut_runs(text):
+    for run in cut_runs(text):
         start = 0
-        while len(part) - start > _PIECE_CHARACTERS:
-            space = _SPACE.search(part, start + _PIECE_CHARACTERS)
+        while len(run) - start > _PIECE_CHARACTERS:
+            space = _SPACE.search(run, start + _PIECE_CHARACTERS)
             if space is None:
                 break
-            yield part[start : space.start()]
+            yield run[start : space.start()]
             start = space.start()
-        yield part[start:]
+        yield run[start:]
 
 
 def _sample(texts: Iterable[str], sample_bytes: int) -> Iterator[str]:
-    taken = runs = 0
+    """Yield the first `sample_bytes` of the texts, with a limit on long runs without a space."""
+    sampled = run_characters = 0
     for text in texts:
         for piece in cut_runs(text):
-            long = len(piece) >= RUN_CHARACTERS and _WHITE.search(piece) is None
-            runs += len(piece) if long else 0
-            if not long or runs <= RUNS_LEARNED:
+            is_run = len(piece) >= RUN_CHARACTERS and _WHITE.search(piece) is None
+            run_characters += len(piece) if is_run else 0
+            if not is_run or run_characters <= MAX_RUN_SAMPLE:
                 yield piece
-        taken += len(text.encode())
-        if taken >= sample_bytes:
+        sampled += len(text.encode())
+        if sampled >= sample_bytes:
             return
 
 
-# BERT's word pieces: from a given vocab.txt, or a vocabulary trained on the texts.
+# BERT's word pieces: from a vocab.txt, or a vocabulary trained on the texts.
 
 PAD, UNKNOWN = "[PAD]", "[UNK]"
-_LONGEST_WORD = 100
+_MAX_WORD = 100
 # A word that occurs once is better read from its pieces.
-_LEAST_COUNT = 2
+_MIN_COUNT = 2
 
 
 class WordPieces:
-    """Text as BERT splits it: cleaned, cut at blanks and punctuation, then the longest pieces.
+    """BERT's tokeniser: text is split at white space and punctuation, then into longest pieces.
 
-    A piece inside a word begins with `##`; a word that cannot be made of pieces, or of more than
-    100 characters, is `[UNK]`. `lower_case` also drops accents. No `[CLS]` or `[SEP]` is added.
-    `tokeniser` is the same as an object of the library tokenizers, `entries` are the pieces in the
-    order of their ids, and `pad` is the id that fills a row. Source: arXiv 1810.04805.
+    A piece inside a word begins with `##`. A word that has no pieces, or more than 100 characters,
+    is `[UNK]`. `lower_case` also drops accents. No `[CLS]` or `[SEP]` is added. `tokenizer` is the
+    object of the library tokenizers, `entries` are the pieces in the order of their ids, and
+    `pad_id` is the padding. Source: arXiv 1810.04805.
     """
 
     def __init__(self, vocabulary: Mapping[str, int], lower_case: bool) -> None:
         model = models.WordPiece(
-            vocab=dict(vocabulary), unk_token=UNKNOWN, max_input_chars_per_word=_LONGEST_WORD
+            vocab=dict(vocabulary), unk_token=UNKNOWN, max_input_chars_per_word=_MAX_WORD
         )
-        self.tokeniser = Tokenizer(model)
-        self.tokeniser.normalizer = normalizers.BertNormalizer(lowercase=lower_case)
-        self.tokeniser.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        self.tokenizer = Tokenizer(model)
+        self.tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lower_case)
+        self.tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
         self.entries = tuple(vocabulary)
-        self.pad = vocabulary[PAD]
+        self.pad_id = vocabulary[PAD]
         self._unknown = vocabulary[UNKNOWN]
 
     @property
     def vocab_size(self) -> int:
-        """Entries of the vocabulary."""
+        """Number of entries."""
         return len(self.entries)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text, `[UNK]` alone for one without anything to read."""
-        encodings = self.tokeniser.encode_batch_fast(list(texts), add_special_tokens=False)
+        """Return the ids of each text; `[UNK]` alone for an empty one."""
+        encodings = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids or [self._unknown] for encoding in encodings]
 
     def save(self, path: Path) -> None:
-        """Write a vocab.txt: one entry a line, in the order of the ids."""
+        """Write a vocab.txt, one entry a line in the order of the ids."""
         io.write_text(path, "".join(f"{entry}\n" for entry in self.entries))
 
     @classmethod
@@ -228,31 +230,30 @@ class WordPieces:
 
 
 def train_word_pieces(texts: Collection[str], vocab_size: int, lower_case: bool) -> WordPieces:
-    """Learn at most `vocab_size` pieces from `texts`: merges of pairs that occur at least twice.
+    """Learn at most `vocab_size` pieces from `texts`, by merging pairs that occur at least twice.
 
-    The same texts give the same vocabulary. Raises `InputError` when `vocab_size` does not hold
-    the characters of the texts, once at the start of a word and once inside.
+    Deterministic. Raises `InputError` if `vocab_size` is too small for the characters of the texts,
+    each once for the start of a word and once for inside.
     """
     normaliser = normalizers.BertNormalizer(lowercase=lower_case)
     letters = sorted({c for text in texts for c in normaliser.normalize_str(text)})
     letters = [letter for letter in letters if not letter.isspace()]
-    # Given from the start: left to the trainer, pieces inside words come in the order of a hash.
-    given = [PAD, UNKNOWN, *letters, *(f"##{letter}" for letter in letters)]
-    if vocab_size < len(given):
+    # Listed first, because the trainer orders pieces inside words by a hash.
+    initial = [PAD, UNKNOWN, *letters, *(f"##{letter}" for letter in letters)]
+    if vocab_size < len(initial):
         raise InputError(
             f"data.vocab_size is {vocab_size:,}, but the training texts alone are written with "
-            f"{len(letters):,} different characters; give at least {len(given):,}"
+            f"{len(letters):,} different characters; give at least {len(initial):,}"
         )
     trainer = trainers.WordPieceTrainer(
         vocab_size=vocab_size,
-        min_frequency=_LEAST_COUNT,
-        special_tokens=given,
+        min_frequency=_MIN_COUNT,
+        special_tokens=initial,
         show_progress=False,
     )
-    learner = Tokenizer(models.WordPiece(unk_token=UNKNOWN))
-    learner.normalizer = normaliser
-    learner.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    learner.train_from_iterator(texts, trainer)
-    vocabulary = learner.get_vocab()
-    ordered = sorted(vocabulary, key=vocabulary.__getitem__)
-    return WordPieces({entry: vocabulary[entry] for entry in ordered}, lower_case)
+    tokenizer = Tokenizer(models.WordPiece(unk_token=UNKNOWN))
+    tokenizer.normalizer = normaliser
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.train_from_iterator(texts, trainer)
+    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda entry: entry[1])
+    return WordPieces(dict(vocabulary), lower_case)

@@ -1,4 +1,4 @@
-"""Tokens of a corpus: streamed once in bounded memory, cached in files, split by document."""
+"""Tokens of a corpus: encoded in bounded memory, cached in files, split by document."""
 
 from __future__ import annotations
 
@@ -22,34 +22,34 @@ from normattn.lab.data.corpora import Corpus, Document, parse_corpus
 from normattn.lab.data.sources import SPLITS, Address, SplitName, Splits, SplitSettings
 from normattn.lab.data.store import (
     ABOUT,
-    Names,
     Ragged,
     Row,
+    Strings,
     Values,
+    cached_folder,
     column_digests,
-    fill,
-    prepared,
     utf8,
+    write_splits,
 )
 from normattn.lab.data.tokeniser import SAMPLE_BYTES, SEPARATOR_ID, Tokeniser, train_tokeniser
 from normattn.settings import Settings, explain
 
 FORMAT = 4
-"""Raised whenever the same settings would give other files: old caches are then left alone."""
+"""Increased when the same settings would give other files, so that old caches are not used."""
 _TOKENISER = "tokeniser.json"
 COPY = "synthetic:copy"
 Count = Annotated[int, Field(ge=1, lt=10**9)]
 
 Tokens = UInt16[np.ndarray, "tokens"] | UInt32[np.ndarray, "tokens"]
-_COUNTED_AT_ONCE = 1 << 21
+_COUNT_CHUNK = 1 << 21
 
 
 @dataclass(frozen=True)
 class TokenSplit:
-    """The tokens of one split: documents one behind the other, a separator (id 0) ending each.
+    """The tokens of one split: concatenated documents, each followed by a separator (id 0).
 
-    `tokens` (total,) is uint16 or uint32, in memory or in a file; document i is
-    at `offsets[i]` … `offsets[i + 1]`, its separator included, and is called `names[i]`.
+    `tokens` (total,) is uint16 or uint32, in memory or in a file. Document i, with its separator,
+    is `tokens[offsets[i] : offsets[i + 1]]`; its name is `names[i]`.
     """
 
     name: SplitName
@@ -62,47 +62,47 @@ class TokenSplit:
 
     @property
     def total(self) -> int:
-        """Tokens in all, separators included."""
+        """Number of tokens, separators included."""
         return len(self.tokens)
 
     @cached_property
     def lengths(self) -> Int64[np.ndarray, "documents"]:
-        """Tokens of every document, without its separator."""
+        """Number of tokens of every document, without its separator."""
         return np.diff(np.asarray(self.offsets)) - 1
 
     def document(self, index: int) -> Tokens:
-        """The tokens of one document, without its separator."""
+        """Return the tokens of one document, without its separator."""
         if not 0 <= index < len(self):
             raise IndexError(f"the {self.name} split has {len(self)} documents, no {index}")
         start, stop = self.offsets[index : index + 2].tolist()
         return np.asarray(self.tokens[start : stop - 1])
 
     def window(self, document: int, first: int, length: int) -> Tokens:
-        """`length` tokens of a document, from its token `first` on."""
+        """Return `length` tokens of a document, starting at its token `first`."""
         start = int(self.offsets[document]) + first
         return np.asarray(self.tokens[start : start + length])
 
     def token_counts(self, vocab_size: int) -> Int64[np.ndarray, "vocab"]:
-        """How often each token occurs, separators included."""
+        """Count how often each token occurs, separators included."""
         counts: np.ndarray = np.zeros(vocab_size, np.int64)
-        for start in range(0, self.total, _COUNTED_AT_ONCE):
-            part = self.tokens[start : start + _COUNTED_AT_ONCE]
-            counts += np.bincount(part, minlength=vocab_size)
+        for start in range(0, self.total, _COUNT_CHUNK):
+            chunk = self.tokens[start : start + _COUNT_CHUNK]
+            counts += np.bincount(chunk, minlength=vocab_size)
         return counts
 
     def documents_at_least(self, length: int) -> Int64[np.ndarray, "chosen"]:
-        """The documents of at least `length` tokens (separator not counted), in order."""
+        """Return the indices of documents with at least `length` tokens, separator not counted."""
         return np.flatnonzero(self.lengths >= length).astype(np.int64)
 
 
 @dataclass(frozen=True)
 class TokenData(Splits[TokenSplit]):
-    """A corpus as tokens: three splits that share no document, and how they were made.
+    """A tokenised corpus: three splits that share no document.
 
-    `vocab_size` is the configured size, the one that a model needs; the tokeniser (None for
-    generated tokens) may have fewer entries when the text was small. `fingerprint` is a hash of
-    the tokens themselves: equal on every machine that has the same text. `sources` are what the
-    text was taken from, each with its version, where the corpus says.
+    `vocab_size` is the configured size, which a model needs. The tokeniser (None for generated
+    tokens) may have fewer entries if the text is small. `fingerprint` is a hash of the tokens,
+    equal on every machine with the same text. `sources` maps what the text was taken from to its
+    version, if the corpus has versions.
     """
 
     tokeniser: Tokeniser | None
@@ -113,7 +113,7 @@ class TokenData(Splits[TokenSplit]):
 
 @dataclass(frozen=True)
 class Tiling:
-    """A share `fraction` of the rows is a segment of `low` … `high` tokens, repeated."""
+    """A `fraction` of the rows repeats a random segment of `low` … `high` tokens."""
 
     fraction: float
     low: int
@@ -121,15 +121,15 @@ class Tiling:
 
 
 class DataConfig(SplitSettings):
-    """Which text, how it becomes tokens, how it is split, and how much of it is tiled.
+    """The text, its tokeniser, its splits, and how much of it is tiled (repeated segments).
 
     - `corpus`: "python-source" (default), "python-packages-2026", a path, "hf:NAME" or
       "synthetic:copy".
     - `vocab_size`: entries of the byte-level BPE, separator included; at least 257 for text.
-    - `test_fraction`, `validation_fraction`, `seed`: the split of the documents; the seed also
+    - `test_fraction`, `validation_fraction`, `seed`: the split of the documents. The seed also
       decides the tokens of a synthetic corpus.
-    - `tiled_fraction`: share of the training sequences that are a random segment of
-      `tiled_low` … `tiled_high` tokens repeated to the full length (default 0, 8, 32).
+    - `tiled_fraction`: share of the training sequences that repeat a random segment of
+      `tiled_low` … `tiled_high` tokens to the full length (default 0, 8, 32).
     - `max_bytes`: read at most this much text (default: all).
     """
 
@@ -155,22 +155,21 @@ class DataConfig(SplitSettings):
 
     @property
     def synthetic(self) -> bool:
-        """Whether the corpus is generated tokens instead of text."""
+        """Whether the tokens are generated, not read from text."""
         return self.corpus.startswith("synthetic:")
 
-    @property
-    def parsed(self) -> Corpus | None:
-        """Where the text is read from; None for generated tokens."""
+    def open_corpus(self) -> Corpus | None:
+        """Return the corpus; None for generated tokens."""
         if self.synthetic:
-            CopyTask.of_address(self.corpus)
+            CopyTask.from_address(self.corpus)
             return None
         return parse_corpus(self.corpus)
 
     @property
     def tiling(self) -> Tiling | None:
-        """What `TrainingBatches` takes; a synthetic corpus is tiled throughout, by its periods."""
+        """The tiling for `TrainingBatches`. A synthetic corpus is tiled throughout."""
         if self.synthetic:
-            task = CopyTask.of_address(self.corpus)
+            task = CopyTask.from_address(self.corpus)
             return Tiling(1.0, task.low, task.high)
         if self.tiled_fraction == 0:
             return None
@@ -178,45 +177,43 @@ class DataConfig(SplitSettings):
 
 
 def prepare_tokens(config: DataConfig, cache_dir: Path | None = None) -> TokenData:
-    """The tokens of a corpus, from the cache or built into it.
+    """Return the tokens of a corpus, from the cache or newly encoded into it.
 
-    The tokeniser is trained on training documents only. Text streams through in batches of about
-    256 kB; after an interruption the next call goes on where this one was. `cache_dir` as for
-    `store.prepared`. Raises `InputError` for a corpus that is missing, empty, unreadable or not
-    UTF-8, and for a cache that cannot be written.
+    The tokeniser is trained on training documents only. Text is encoded in batches of about 256 kB;
+    an interrupted call is resumed by the next. `cache_dir` is as in `store.cached_folder`. Raises
+    `InputError` if the corpus is missing, empty, unreadable or not UTF-8, or if the cache cannot be
+    written.
     """
     if config.synthetic:
-        return CopyTask.of_address(config.corpus).token_data(config.vocab_size, config.seed)
+        return CopyTask.from_address(config.corpus).token_data(config.vocab_size, config.seed)
     corpus = parse_corpus(config.corpus)
-    decides = [
+    key = [
         *(FORMAT, tokenizers.__version__, SAMPLE_BYTES, corpus.fingerprint()),
         *(config.max_bytes, config.vocab_size),
         *(config.seed, config.test_fraction, config.validation_fraction),
     ]
-    folder = prepared("tokens", decides, lambda folder: _build(folder, config, corpus), cache_dir)
-    about = read_object(folder / ABOUT)
+    dtype = "<u2" if config.vocab_size <= 1 << 16 else "<u4"
+    folder = cached_folder(
+        "tokens", key, lambda folder: _build(folder, config, corpus, dtype), cache_dir
+    )
+
+    def load(name: SplitName) -> TokenSplit:
+        tokens = Ragged.load(folder, f"{name}.tokens", dtype)
+        names = Strings.load(folder, f"{name}.names")
+        return TokenSplit(name, tokens.values, tokens.offsets, names)
+
     return TokenData(
-        **{name: _load(folder, name, config) for name in SPLITS},
+        **{name: load(name) for name in SPLITS},
         tokeniser=Tokeniser.load(folder / _TOKENISER),
         vocab_size=config.vocab_size,
-        fingerprint=about["fingerprint"],
-        # The folder's name holds the corpus' fingerprint: these are the versions it was made of.
+        fingerprint=read_object(folder / ABOUT)["fingerprint"],
+        # The folder's key contains the corpus' fingerprint, so it has these versions.
         sources=corpus.sources(),
     )
 
 
-def _dtype(config: DataConfig) -> str:
-    return "<u2" if config.vocab_size <= 1 << 16 else "<u4"
-
-
-def _load(folder: Path, name: SplitName, config: DataConfig) -> TokenSplit:
-    tokens = Ragged.load(folder, f"{name}.tokens", _dtype(config))
-    names = Names(Ragged.load(folder, f"{name}.names", "u1"))
-    return TokenSplit(name, tokens.values, tokens.offsets, names)
-
-
-def _build(folder: Path, config: DataConfig, corpus: Corpus) -> None:
-    """Fill `folder` with the tokens of a corpus."""
+def _build(folder: Path, config: DataConfig, corpus: Corpus, dtype: str) -> None:
+    """Write the tokeniser, the tokens and their fingerprint into `folder`."""
 
     def documents() -> Iterator[Document]:
         return (document for document in corpus.documents(config.max_bytes) if document.text)
@@ -224,16 +221,16 @@ def _build(folder: Path, config: DataConfig, corpus: Corpus) -> None:
     def encode(batch: list[Document], counts: Counter[str]) -> Iterator[Row]:
         encoded = tokeniser.encode_batch([document.text for document in batch])
         for document, ids in zip(batch, encoded, strict=True):
-            ended = np.append(ids, np.uint32(SEPARATOR_ID))
-            row = {"tokens": ended, "names": utf8(document.name)}
-            yield config.split_of(document.split_name), row
+            tokens = np.append(ids, np.uint32(SEPARATOR_ID))
+            row = {"tokens": tokens, "names": utf8(document.name)}
+            yield config.split_of(document.split_key), row
 
     if not (folder / _TOKENISER).exists():
-        training = (d.text for d in documents() if config.split_of(d.split_name) == "train")
+        training = (d.text for d in documents() if config.split_of(d.split_key) == "train")
         train_tokeniser(training, config.vocab_size).save(folder / _TOKENISER)
     tokeniser = Tokeniser.load(folder / _TOKENISER)
-    columns = {"tokens": _dtype(config), "names": "u1"}
-    fill(folder, config.corpus, columns, documents(), encode, needed=())
+    columns = {"tokens": dtype, "names": "u1"}
+    write_splits(folder, config.corpus, columns, documents(), encode, required=())
     digests = [sha256_of(folder / _TOKENISER)]
     for name in SPLITS:
         for column in columns:
@@ -246,14 +243,14 @@ def _build(folder: Path, config: DataConfig, corpus: Corpus) -> None:
 
 
 class CopyTask(Settings):
-    """A random segment repeated, the purest test of copying from the context.
+    """Repeated random segments: a pure test of copying from the context.
 
-    `synthetic:copy[?low=8&high=32&tokens=1048576&documents=256&document_tokens=4097]`.
+    Address: `synthetic:copy[?low=8&high=32&tokens=1048576&documents=256&document_tokens=4097]`.
 
-    The training split is one document of `tokens` independent uniform tokens: tiled throughout
-    (`DataConfig.tiling`), every row is a fresh random segment of `low` … `high` tokens repeated.
-    Validation and test hold `documents` documents each, one such sequence of `document_tokens`
-    tokens in each. Token 0, the separator, is never drawn.
+    The training split is one document of `tokens` independent uniform tokens. With the tiling of
+    `DataConfig.tiling` every training row repeats a new random segment of `low` … `high` tokens.
+    Validation and test have `documents` documents each, one such row of `document_tokens` tokens
+    in each. Token 0, the separator, is never drawn.
     """
 
     low: Count = 8
@@ -263,8 +260,8 @@ class CopyTask(Settings):
     document_tokens: Count = 4097
 
     @classmethod
-    def of_address(cls, text: str) -> CopyTask:
-        """Read the address; `InputError` for another task, an unknown option or no number."""
+    def from_address(cls, text: str) -> CopyTask:
+        """Parse the address; `InputError` for another task or a bad option."""
         address = Address.parse(text)
         if address.body != COPY:
             raise InputError(f"corpus {text!r} is unknown: the generated corpus is {COPY!r}")
@@ -277,13 +274,13 @@ class CopyTask(Settings):
         return task
 
     def token_data(self, vocab_size: int, seed: int) -> TokenData:
-        """Generate the three splits: a pure function of the task, `vocab_size` and `seed`."""
+        """Generate the three splits, a pure function of the task, `vocab_size` and `seed`."""
         generator = np.random.default_rng([seed, vocab_size])
         dtype = np.uint16 if vocab_size <= 1 << 16 else np.uint32
-        noise = generator.integers(1, vocab_size, self.tokens + 1).astype(dtype)
-        noise[-1] = 0
-        ends = np.array([0, len(noise)], dtype=np.int64)
-        train = TokenSplit("train", noise, ends, ["train"])
+        tokens = generator.integers(1, vocab_size, self.tokens + 1).astype(dtype)
+        tokens[-1] = SEPARATOR_ID
+        offsets = np.array([0, len(tokens)], dtype=np.int64)
+        train = TokenSplit("train", tokens, offsets, ["train"])
         validation = self._tiled("validation", generator, vocab_size, dtype)
         test = self._tiled("test", generator, vocab_size, dtype)
         digest = hashlib.sha256()
@@ -294,12 +291,12 @@ class CopyTask(Settings):
     def _tiled(
         self, name: SplitName, generator: np.random.Generator, vocab_size: int, dtype: Any
     ) -> TokenSplit:
-        """Documents that repeat a segment each."""
+        """Generate documents that each repeat one segment."""
         count, length = self.documents, self.document_tokens
-        period = generator.integers(self.low, self.high + 1, count)
+        periods = generator.integers(self.low, self.high + 1, count)
         segments = generator.integers(1, vocab_size, (count, self.high))
         rows: np.ndarray = np.zeros((count, length + 1), dtype=dtype)
-        column = np.arange(length) % period[:, None]
-        rows[:, :-1] = np.take_along_axis(segments, column, axis=1)
+        columns = np.arange(length) % periods[:, None]
+        rows[:, :-1] = np.take_along_axis(segments, columns, axis=1)
         offsets = np.arange(count + 1, dtype=np.int64) * (length + 1)
         return TokenSplit(name, rows.reshape(-1), offsets, [f"{name}-{i:05}" for i in range(count)])

@@ -1,8 +1,8 @@
-"""The evaluation protocols' token windows: chosen once, by a seed, each inside one document.
+"""Token windows of the evaluation protocols, chosen by a seed, each inside one document.
 
 Every window has `length` + 1 tokens, so `length` targets. Windows come from as many documents as
-possible, because confidence intervals are bootstrapped over documents: every document gives its
-first window before any gives its second.
+possible, because confidence intervals are bootstrapped over documents. No document has a second
+window before every document has one.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from normattn.errors import InputError
 from normattn.lab.data.batches import MaskedRows, Masking
 from normattn.lab.data.tokens import TokenSplit
 
-MOST_TOKENS = 1 << 24
-"""In one window: rows of them are held at once."""
+MAX_TOKENS = 1 << 24
+"""Longest window: all windows of a set are in memory."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class EvaluationSet:
     """Windows of one protocol at one length.
 
     `windows` (W, length + 1); `documents`: the document of every window; `segments` (W,): the
-    period of tiled windows, None for natural ones. Targets `start` … `length` are scored: all of
-    them, except where only the last segment counts.
+    period of repeated windows, None for natural ones. Targets `start` … `length` are scored: all,
+    except in the last-segment protocol.
     """
 
     protocol: str
@@ -45,15 +45,15 @@ class EvaluationSet:
 
     @property
     def scored(self) -> slice:
-        """The targets that count."""
+        """The scored targets."""
         return slice(self.start, self.length)
 
     @property
-    def seen(self) -> Bool[np.ndarray, "w length"] | None:
-        """Repeated windows: whether the answer to target t occurs earlier in its context.
+    def copyable(self) -> Bool[np.ndarray, "w length"] | None:
+        """Whether target t occurs earlier in its context; None for natural windows.
 
-        Target t is token t + 1 of the window, a copy of token t + 1 − segment, which is in the
-        context once t + 1 ≥ segment.
+        Target t is token t + 1 of the window. In a repeated window it is a copy of token t + 1 −
+        segment, which is in the context if t + 1 ≥ segment.
         """
         if self.segments is None:
             return None
@@ -61,14 +61,14 @@ class EvaluationSet:
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 of the windows and of what is scored in them."""
+        """SHA-256 of the windows and their scored targets."""
         described = (self.protocol, self.length, self.train_length, self.start, self.documents)
         segments = () if self.segments is None else (self.segments,)
         return digest_of(described, self.windows, *segments)
 
 
 def digest_of(described: object, *arrays: np.ndarray) -> str:
-    """sha256 of a value's text and of the numbers of some arrays, in their own types."""
+    """Return the SHA-256 of a value's repr and of arrays, as little-endian bytes."""
     digest = hashlib.sha256(repr(described).encode())
     for array in arrays:
         digest.update(array.astype(array.dtype.newbyteorder("<")).tobytes())
@@ -83,25 +83,25 @@ def natural_set(
     max_windows: int = 256,
     seed: int = 0,
 ) -> EvaluationSet:
-    """Natural text of `multiple`·L tokens, windows that do not overlap, every token scored.
+    """Return disjoint windows of natural text of `multiple`·L tokens, every target scored.
 
-    `protocol` says what it is for: "train_length" (one L), "non_repeated", or "by_position", which
-    is read off in bins that grow with the position.
+    `protocol` names the set: "train_length" (one L), "non_repeated", or "by_position", which is
+    evaluated in bins that grow with the position.
     """
     length = window_length(train_length, multiple)
-    places = choose_places(split, length + 1, max_windows, seed).tolist()
-    rows = [split.window(document, first, length + 1) for document, first in places]
-    documents = [split.names[document] for document, _ in places]
+    starts = choose_windows(split, length + 1, max_windows, seed).tolist()
+    rows = [split.window(document, first, length + 1) for document, first in starts]
+    documents = [split.names[document] for document, _ in starts]
     return EvaluationSet(protocol, length, train_length, np.array(rows, np.int64), documents)
 
 
 def repeated_set(
     split: TokenSplit, train_length: int, multiple: int = 8, max_windows: int = 256, seed: int = 0
 ) -> EvaluationSet:
-    """Segments of ½L, L, 2L and 4L tokens in equal shares, tiled to `multiple`·L tokens.
+    """Return windows that repeat segments of ½L, L, 2L and 4L tokens to `multiple`·L tokens.
 
-    Only segments shorter than the window are used. The number of windows is a multiple of the
-    number of segment lengths; where long documents are few, all shares shrink alike.
+    Only segments shorter than the window are used, each length equally often. If long documents
+    are few, all lengths have fewer windows.
     """
     length = window_length(train_length, multiple)
     periods = [max(1, train_length // 2), train_length, 2 * train_length, 4 * train_length]
@@ -109,13 +109,13 @@ def repeated_set(
     if not periods:
         raise InputError(f"no segment is shorter than a window of {length} tokens")
     share = max(1, max_windows // len(periods))
-    chosen = [choose_places(split, period, share, seed) for period in periods]
-    count = min(len(places) for places in chosen)
+    candidates = [choose_windows(split, period, share, seed) for period in periods]
+    count = min(map(len, candidates))
     rows, documents, segments = [], [], []
-    for period, places in zip(periods, chosen, strict=True):
+    for period, starts in zip(periods, candidates, strict=True):
         index = np.arange(length + 1) % period
-        # As many of the places for every period, evenly over their order.
-        for document, first in places[np.arange(count) * len(places) // count].tolist():
+        # The same number for every period, evenly over the candidates.
+        for document, first in starts[np.arange(count) * len(starts) // count].tolist():
             rows.append(split.document(document)[first + index])
             documents.append(split.names[document])
             segments.append(period)
@@ -132,18 +132,18 @@ def last_segment_sets(
     max_windows: int = 256,
     seed: int = 0,
 ) -> list[EvaluationSet]:
-    """The same last L targets behind contexts of m·L tokens, one set for every m in `multiples`.
+    """Return a set for every m in `multiples`: the same last L targets after m·L tokens of context.
 
-    All sets cut their windows from the same places, so row w scores the same tokens in each.
+    Row w scores the same tokens in every set.
     """
     if not multiples or min(multiples) < 1:
         raise InputError(f"context multiples must be at least 1, got {tuple(multiples)}")
-    whole = natural_set("last_segment", split, train_length, max(multiples), max_windows, seed)
+    longest = natural_set("last_segment", split, train_length, max(multiples), max_windows, seed)
     return [
         replace(
-            whole,
+            longest,
             length=multiple * train_length,
-            windows=whole.windows[:, whole.length - multiple * train_length :],
+            windows=longest.windows[:, longest.length - multiple * train_length :],
             start=(multiple - 1) * train_length,
         )
         for multiple in multiples
@@ -151,27 +151,27 @@ def last_segment_sets(
 
 
 def window_length(train_length: int, multiple: int) -> int:
-    """The tokens of so many training lengths; `InputError` for less than one or too many."""
+    """Return `train_length` × `multiple`; `InputError` if either is below 1 or it is too long."""
     if train_length < 1 or multiple < 1:
         raise InputError(
             f"the training length and its multiple must be at least 1, got {train_length} and "
             f"{multiple}"
         )
-    if train_length * multiple > MOST_TOKENS:
+    if train_length * multiple > MAX_TOKENS:
         raise InputError(
             f"{multiple:,} training lengths of {train_length:,} tokens are more than the "
-            f"{MOST_TOKENS:,} that one window may hold"
+            f"{MAX_TOKENS:,} that one window may hold"
         )
     return train_length * multiple
 
 
-def choose_places(
+def choose_windows(
     split: TokenSplit, size: int, max_windows: int, seed: int
 ) -> Int64[np.ndarray, "w 2"]:
-    """Up to `max_windows` disjoint windows of `size` tokens as (document, first token), in order.
+    """Return up to `max_windows` disjoint windows of `size` tokens as (document, first token).
 
-    Round r takes a window from every document that has more than r; a last round that would be
-    too much takes a random part of the documents.
+    Every round takes a window from each document that has another one. The last round takes a
+    random subset of the documents.
     """
     if max_windows < 1:
         raise InputError(f"an evaluation set needs at least 1 window, got {max_windows}")
@@ -185,39 +185,39 @@ def choose_places(
         )
     random = np.random.default_rng([seed, size])
     order = random.permutation(len(documents))
-    counts = split.lengths[documents] // size
-    taken = _even_counts(counts[order], max_windows)
-    places = []
-    for rank in np.flatnonzero(taken):
-        document, have = documents[order[rank]], counts[order[rank]]
-        # Spare tokens are left at a random side, so that not every window begins a document.
-        shift = random.integers(split.lengths[document] - have * size + 1)
-        for window in random.choice(have, size=taken[rank], replace=False):
-            places.append((document, shift + window * size))
-    return np.array(sorted(places), dtype=np.int64)
+    available = split.lengths[documents] // size
+    counts = _distribute(available[order], max_windows)
+    starts = []
+    for rank in np.flatnonzero(counts):
+        document, windows = documents[order[rank]], available[order[rank]]
+        # A random offset uses up the spare tokens, so that not every window begins a document.
+        offset = random.integers(split.lengths[document] - windows * size + 1)
+        for window in random.choice(windows, size=counts[rank], replace=False):
+            starts.append((document, offset + window * size))
+    return np.array(sorted(starts), dtype=np.int64)
 
 
-def _even_counts(have: Int64[np.ndarray, "n"], budget: int) -> Int64[np.ndarray, "n"]:
-    """How many windows each document gives: as even as `have` allows, `budget` in all."""
-    taken = np.zeros_like(have)
-    while budget > 0:
-        open_ = np.flatnonzero(taken < have)
-        if len(open_) == 0:
+def _distribute(available: Int64[np.ndarray, "n"], total: int) -> Int64[np.ndarray, "n"]:
+    """Distribute `total` windows over documents, as evenly as `available` allows."""
+    counts = np.zeros_like(available)
+    while total > 0:
+        unused = np.flatnonzero(counts < available)
+        if len(unused) == 0:
             break
-        # Whole rounds at once while everyone still has enough, then the odd rest in order.
-        rounds = min(budget // len(open_), int((have - taken)[open_].min()))
+        # Whole rounds at once while every document has enough, then the remainder in order.
+        rounds = min(total // len(unused), int((available - counts)[unused].min()))
         if rounds == 0:
-            open_, rounds = open_[:budget], 1
-        taken[open_] += rounds
-        budget -= rounds * len(open_)
-    return taken
+            unused, rounds = unused[:total], 1
+        counts[unused] += rounds
+        total -= rounds * len(unused)
+    return counts
 
 
 @dataclass(frozen=True)
 class MaskedSet:
-    """Held-out texts with hidden tokens, the same for every model: rows are paired by them.
+    """Held-out windows with masked tokens, the same for every model.
 
-    `rows` are W windows, each inside one document, which `documents` names.
+    `rows` are W windows, each inside one document; `documents` has their names.
     """
 
     length: int
@@ -229,16 +229,16 @@ class MaskedSet:
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 of what the model reads and is asked for."""
+        """SHA-256 of the inputs, positions and targets."""
         return digest_of((self.length, self.documents), *self.rows)
 
 
 def masked_set(
     split: TokenSplit, length: int, masking: Masking, max_windows: int = 256, seed: int = 0
 ) -> MaskedSet:
-    """Natural text of `length` tokens, windows that do not overlap, hidden once by `seed`.
+    """Return disjoint windows of natural text of `length` tokens, masked once by `seed`.
 
-    Raises `InputError` for a length below 2 and where no document is long enough.
+    Raises `InputError` for a length below 2 or if no document is long enough.
     """
     texts = natural_set("masked", split, length - 1, max_windows=max_windows, seed=seed)
     return MaskedSet(length, masking.rows(texts.windows, seed), texts.documents)

@@ -12,9 +12,9 @@ import torch
 from jaxtyping import Bool, Float32
 from torch.nn import functional as F
 
-from normattn.lab.data.batches import padded
+from normattn.lab.data.batches import pad_rows
 from normattn.lab.data.images import ImageSplit
-from normattn.lab.data.relations import RelationData, RelationSplit, one_hot
+from normattn.lab.data.relations import RelationData, RelationSplit, multi_hot
 from normattn.lab.evaluation.scorer import (
     Precision,
     autocast,
@@ -65,17 +65,17 @@ def predict(
     lengths, done = np.array([len(row) for row in split.tokens]), 0
     with without_dropout(model), autocast(device, precision):
         for chosen in by_length(lengths, max_tokens):
-            ids, padding = padded([split.tokens[i] for i in chosen], pad)
+            ids, padding = pad_rows([split.tokens[i] for i in chosen], pad)
             given = (torch.from_numpy(part).to(device) for part in (ids, padding))
             logits = model(*given).float().cpu()
-            wanted = torch.from_numpy(one_hot(split, np.array(chosen), labels))
+            wanted = torch.from_numpy(multi_hot(split, np.array(chosen), labels))
             losses = F.binary_cross_entropy_with_logits(logits, wanted, reduction="none")
             probabilities[chosen] = logits.sigmoid().numpy()
             loss[chosen] = losses.mean(-1).numpy()
             done += len(chosen)
             progress(done, len(split))
     everything = np.arange(len(split))
-    return Predictions(probabilities, one_hot(split, everything, labels) > 0, loss)
+    return Predictions(probabilities, multi_hot(split, everything, labels) > 0, loss)
 
 
 def tune_threshold(predictions: Predictions) -> tuple[float, float]:
@@ -109,10 +109,10 @@ def evaluate_classifier(
     parameters, the threshold, and micro F1 (0 … 1) on the development set.
     """
     settings: dict[str, Any] = {"max_tokens": max_tokens, "precision": precision}
-    development = predict(model, data.split("validation"), data.pad, **settings)
+    development = predict(model, data.split("validation"), data.pad_id, **settings)
     threshold, reached = tune_threshold(development)
     split = data.split("test")
-    predictions = predict(model, split, data.pad, **settings, progress=progress)
+    predictions = predict(model, split, data.pad_id, **settings, progress=progress)
     who = replace(identity, split="test", data=data.fingerprint, weights=weights_digest(model))
     facts = {
         "parameters": parameter_count(model),

@@ -89,7 +89,7 @@ def _count(
     scorer: TokenScorer, texts: EvaluationSet, edges: tuple[int, ...], rows: int, name: str
 ) -> dict[str, tuple[Sums, Sums]]:
     """Each statistic as its sum and count, both by window and bin."""
-    windows, seen, start = texts.windows, texts.seen, texts.start
+    windows, seen, start = texts.windows, texts.copyable, texts.start
     shape = (len(windows), len(edges) - 1)
     correct, loss, right_of_seen, of_seen = (np.zeros(shape) for _ in range(4))
     for part in batches(len(windows), rows):

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from normattn.errors import InputError, import_library
-from normattn.lab.data.batches import padded
+from normattn.lab.data.batches import pad_rows
 from normattn.lab.data.pairs import EOS_ID, PAD_ID, PairSplit
 from normattn.lab.data.tokeniser import Tokeniser
 from normattn.lab.evaluation.masked import unigram_nats
@@ -88,7 +88,9 @@ def score_references(
     with torch.inference_mode(), without_dropout(model):
         for chosen in by_length(lengths, tokens_per_batch):
             source, target = (
-                torch.from_numpy(padded([ids_of(index) for index in chosen], PAD_ID)[0]).to(device)
+                torch.from_numpy(pad_rows([ids_of(index) for index in chosen], PAD_ID)[0]).to(
+                    device
+                )
                 for ids_of in (split.source_ids, split.target_ids)
             )
             scores = model.token_scores(source, target)

@@ -65,7 +65,7 @@ def reproduce(study: Experiment, request: Request, only_plan: bool = False) -> l
     needs = Needs(first.threads, first.device)
     at_once = min(request.jobs or launcher.slots(needs) or count, count)
     for run in _one_of_each_data(sweep):
-        for line in run.training_config.data.look():
+        for line in run.training_config.data.plan_notes():
             tell(line, console)
     _print_plan(console, sweep, launcher, at_once, all_sentences=only_plan)
     if only_plan:

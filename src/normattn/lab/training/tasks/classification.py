@@ -73,7 +73,7 @@ class ClassificationConfig(BatchTrainingConfig):
 
     def batches(self, data: RelationData, seed: int) -> RelationBatches:
         """Documents with their padding and labels."""
-        return RelationBatches(data.train, len(data.labels), data.pad, self.batch_size, seed)
+        return RelationBatches(data.train, len(data.labels), data.pad_id, self.batch_size, seed)
 
     def loss(self, model: Any, batch: Any, shards: int) -> Loss:
         """Binary cross-entropy in nats, the mean over documents and labels."""
@@ -92,7 +92,7 @@ class ClassificationConfig(BatchTrainingConfig):
     def leave(self, data: RelationData, out: Path) -> None:
         """The names of the labels, and the word pieces."""
         write_json(out / LABELS, {"labels": list(data.labels)})
-        data.pieces.save(out / VOCABULARY)
+        data.tokeniser.save(out / VOCABULARY)
 
 
 class VisionTrainingConfig(BatchTrainingConfig):
