@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from normattn.lab.runs.environment import describe_environment, threads
+from normattn.lab.runs.environment import describe_environment, torch_threads
 from normattn.lab.runs.timing import LEAST_SECONDS, Step, Timing, interleave
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -105,7 +105,7 @@ def _summary(timing: Timing) -> dict[str, Any]:
 
 def measure(case: Case, options: Options) -> Result:
     """Time the entries of a case in turn, in `options.rounds` rounds."""
-    with threads(options.threads):
+    with torch_threads(options.threads):
         steps = {name: build() for name, build in case.entries.items()}
         timings = interleave(
             steps,

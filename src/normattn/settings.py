@@ -1,4 +1,4 @@
-"""Settings: their base class, their text on the command line, and how two records differ."""
+"""Settings: the base class, values on the command line, and differences of two records."""
 
 from __future__ import annotations
 
@@ -15,84 +15,84 @@ from normattn.errors import InputError
 from normattn.io import parse_toml
 
 _ABSENT = object()
-Group = TypeVar("Group", bound="Settings")
+Model = TypeVar("Model", bound="Settings")
 
 
 class Settings(BaseModel):
-    """Base of every group of settings: frozen; refuses an unknown field, and true for a number."""
+    """Base class of settings: frozen, without unknown fields, and strict on true for a number."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     @classmethod
     def parse(
-        cls: type[Group], values: Mapping[str, Any], source: str = "the configuration"
-    ) -> Group:
-        """The group with these values; `InputError` names the field in `source` and what is wrong.
+        cls: type[Model], values: Mapping[str, Any], source: str = "the configuration"
+    ) -> Model:
+        """Validate values from `source`; `InputError` names the field and what is wrong.
 
-        Of an unknown field it names the nearest.
+        For an unknown field it suggests the nearest.
         """
-        values = cls.of_this_version(values)
+        values = cls.upgrade(values)
         _refuse_unknown(values, cls, source)
-        _refuse_beyond(values, source)
+        _check_integers(values, source)
         try:
             return cls.model_validate(values)
         except ValidationError as error:
             raise InputError(f"{source}: {explain(error)}") from error
 
     @classmethod
-    def of_this_version(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The values of an earlier version in the words of this one."""
+    def upgrade(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Convert the settings of an earlier version to this one."""
         return dict(values)
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_truth_for_a_number(cls, values: Any) -> Any:
+    def _refuse_bool_for_number(cls, values: Any) -> Any:
         for name, value in values.items() if isinstance(values, dict) else ():
-            if _holds_truth(value) and name in _numbers(cls):
+            if _contains_bool(value) and name in _number_fields(cls):
                 raise ValueError(f"{name}: expected a number, not true or false")
         return values
 
 
-def _holds_truth(value: Any) -> bool:
+def _contains_bool(value: Any) -> bool:
     if isinstance(value, Mapping):
         value = tuple(value.values())
     if isinstance(value, list | tuple):
-        return any(map(_holds_truth, value))
+        return any(map(_contains_bool, value))
     return isinstance(value, bool)
 
 
 @cache
-def _numbers(model: type[BaseModel]) -> frozenset[str]:
-    """The fields that hold numbers and for which true is no value."""
+def _number_fields(model: type[BaseModel]) -> frozenset[str]:
+    """Return the fields whose types include numbers but not bool."""
     types = {name: set(_types(field.annotation)) for name, field in model.model_fields.items()}
     return frozenset(n for n, of in types.items() if of & {int, float} and not of & {bool, Any})
 
 
 def _types(annotation: Any) -> Iterator[Any]:
-    """The types that a type is made of, itself among them."""
+    """Yield a type and its type arguments, recursively."""
     yield annotation
-    for part in get_args(annotation):
-        yield from _types(part)
+    for argument in get_args(annotation):
+        yield from _types(argument)
 
 
 def explain(error: ValidationError) -> str:
-    """The first thing that is wrong, as one sentence with the dotted field."""
+    """Return the first validation error as one sentence with the dotted field."""
     first = error.errors(include_url=False)[0]
     where = ".".join(str(part) for part in first["loc"])
-    message, given = str(first["msg"]).removeprefix("Value error, "), first["input"]
+    message, value = str(first["msg"]).removeprefix("Value error, "), first["input"]
     if first["type"] == "missing":
         return f"{where} is missing"
     if first["type"] == "extra_forbidden":
         return f"{where}: there is no such setting"
-    if isinstance(given, str | int | float) and repr(given) not in message:
-        message = f"{message}, got {given!r}"
+    if isinstance(value, str | int | float) and repr(value) not in message:
+        message = f"{message}, got {value!r}"
     return f"{where}: {message}" if where else message
 
 
-def read_typed(text: str, source: str) -> Any:
-    """Parse a setting's text: as TOML, as none or null, else as the text itself.
+def parse_value(text: str, source: str) -> Any:
+    """Parse a setting's value: TOML, none or null, else plain text.
 
-    Raises `InputError` for TOML that is nested too deep or has a number of thousands of digits.
+    Raises `InputError` for TOML that is nested too deeply or has huge numbers.
     """
     if text in ("none", "null"):
         return None
@@ -105,31 +105,31 @@ def read_typed(text: str, source: str) -> Any:
     return table["value"] if table.keys() == {"value"} else text
 
 
-def typed(name: str, value: Any) -> list[str]:
-    """Format `name=value` as on the command line: `read_typed` gives the value again.
+def format_setting(name: str, value: Any) -> list[str]:
+    """Format `name=value` for the command line, the inverse of `parse_value`.
 
-    A group of settings becomes one text for each of them.
+    A mapping becomes one string for each of its values.
     """
     if isinstance(value, Mapping) and value:
-        return [line for key, inner in value.items() for line in typed(f"{name}.{key}", inner)]
-    if isinstance(value, str) and value.strip() == value and read_typed(value, name) == value:
+        return [s for key, inner in value.items() for s in format_setting(f"{name}.{key}", inner)]
+    if isinstance(value, str) and value.strip() == value and parse_value(value, name) == value:
         return [f"{name}={value}"]
-    return [f"{name}={'none' if value is None else _as_toml(value)}"]
+    return [f"{name}={'none' if value is None else _to_toml(value)}"]
 
 
-def _as_toml(value: Any) -> str:
-    """A value within one line of TOML, whose strings and numbers are those of JSON."""
+def _to_toml(value: Any) -> str:
+    """Format a value as one line of TOML. Its strings and numbers are those of JSON."""
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{_as_toml(k)} = {_as_toml(v)}' for k, v in value.items())}}}"
+        return f"{{{', '.join(f'{_to_toml(k)} = {_to_toml(v)}' for k, v in value.items())}}}"
     if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_as_toml, value))}]"
+        return f"[{', '.join(map(_to_toml, value))}]"
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _refuse_unknown(values: Mapping[str, Any], model: type[BaseModel], source: str) -> None:
     """Raise `InputError` for the first field that `model` does not have, naming the nearest."""
-    known = list(dict.fromkeys(_fields(model)))
-    for name in _given(values, known):
+    known = list(dict.fromkeys(_model_fields(model)))
+    for name in _value_fields(values, known):
         if name in known:
             continue
         group, _, last = name.rpartition(".")
@@ -140,34 +140,34 @@ def _refuse_unknown(values: Mapping[str, Any], model: type[BaseModel], source: s
         raise InputError(f"{source}: unknown field {name}; {hint}")
 
 
-def _fields(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Every dotted field of a group of settings, through unions of groups."""
+def _model_fields(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Yield every dotted field of a model, also inside unions of models."""
     for name, field in model.model_fields.items():
         yield f"{prefix}{name}"
-        # The keys of a dictionary are no fields.
-        parts = () if get_origin(field.annotation) is dict else _types(field.annotation)
-        for part in parts:
-            if isinstance(part, type) and issubclass(part, BaseModel):
-                yield from _fields(part, f"{prefix}{name}.")
+        # The keys of a dictionary are not fields.
+        types = () if get_origin(field.annotation) is dict else _types(field.annotation)
+        for each in types:
+            if isinstance(each, type) and issubclass(each, BaseModel):
+                yield from _model_fields(each, f"{prefix}{name}.")
 
 
-def _given(values: Mapping[str, Any], known: list[str], prefix: str = "") -> Iterator[str]:
-    """The dotted names of values, within groups that are known."""
+def _value_fields(values: Mapping[str, Any], known: list[str], prefix: str = "") -> Iterator[str]:
+    """Yield the dotted names of values, inside groups that are known."""
     for key, value in values.items():
         name = f"{prefix}{key}"
         yield name
         if isinstance(value, Mapping) and any(field.startswith(f"{name}.") for field in known):
-            yield from _given(value, known, f"{name}.")
+            yield from _value_fields(value, known, f"{name}.")
 
 
-def _refuse_beyond(values: Any, where: str, name: str = "") -> None:
-    """Raise `InputError`, naming the setting, for an integer of more than 63 bits."""
+def _check_integers(values: Any, where: str, name: str = "") -> None:
+    """Raise `InputError` for an integer of more than 63 bits."""
     if isinstance(values, Mapping):
         for key, value in values.items():
-            _refuse_beyond(value, where, f"{name}.{key}" if name else str(key))
+            _check_integers(value, where, f"{name}.{key}" if name else str(key))
     elif isinstance(values, list | tuple):
         for value in values:
-            _refuse_beyond(value, where, name)
+            _check_integers(value, where, name)
     elif isinstance(values, int) and values.bit_length() > 63:
         digits = f"about 10^{round(values.bit_length() * 0.30103)}"
         raise InputError(f"{where}: {name} must be a number of at most 63 bits, got {digits}")
@@ -176,14 +176,14 @@ def _refuse_beyond(values: Any, where: str, name: str = "") -> None:
 def first_difference(
     stored: Any, wanted: Any, ignored: frozenset[str] = frozenset()
 ) -> tuple[str, str, str] | None:
-    """Find the first dotted field in which two JSON values differ, with both values as text."""
+    """Return the first dotted field in which two JSON values differ, with both values as text."""
     return next(differences(stored, wanted, ignored), None)
 
 
 def differences(
     stored: Any, wanted: Any, ignored: frozenset[str] = frozenset(), prefix: str = ""
 ) -> Iterator[tuple[str, str, str]]:
-    """Every dotted field in which two JSON values differ, with both values as text."""
+    """Yield every dotted field in which two JSON values differ, with both values as text."""
     if isinstance(stored, dict) and isinstance(wanted, dict):
         for key in [*wanted, *(key for key in stored if key not in wanted)]:
             name = f"{prefix}.{key}" if prefix else key

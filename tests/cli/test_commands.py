@@ -18,7 +18,7 @@ import normattn
 from cli.conftest import Command
 from normattn.cli import parsing
 from normattn.lab import studies
-from normattn.settings import typed
+from normattn.settings import format_setting
 
 
 @pytest.mark.parametrize(
@@ -207,4 +207,4 @@ WITHOUT_NONE = st.booleans() | WHOLE | REAL | st.text()
 @settings(max_examples=40, deadline=None)
 @given(st.none() | WITHOUT_NONE | st.lists(WITHOUT_NONE | st.lists(WITHOUT_NONE), max_size=4))
 def test_a_setting_is_typed_as_it_is_read(value: Any) -> None:
-    assert parsing.assignments(typed("a.b", value)) == {"a.b": value}
+    assert parsing.assignments(format_setting("a.b", value)) == {"a.b": value}

@@ -110,7 +110,7 @@ def test_angles_that_are_new(command: Command, trained: Path, tmp_path: Path) ->
         assert known.tolist().index(False) == expected
     # A run that continued has met more of them: nothing is said of it.
     settings = json.loads((trained / "config.json").read_text())["config"]
-    went_on = Continuation.of(trained / "model", "PI(factor=4)", 32)
+    went_on = Continuation.from_model(trained / "model", "PI(factor=4)", 32)
     parsed = TrainingConfig.parse({**settings, "continued": went_on.model_dump()})
     train_model(parsed, tmp_path / "run", show_progress=False)
     assert command("inspect", tmp_path / "run", *options).code == 0

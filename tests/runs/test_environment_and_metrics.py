@@ -62,7 +62,7 @@ def test_no_file_is_no_lines_and_a_damaged_line_is_named(tmp_path: Path) -> None
 def test_every_entry_is_timed_once_a_round_in_changing_order() -> None:
     said: list[str] = []
     entries = {name: (lambda name=name: said.append(name)) for name in "abc"}
-    timings = interleave(entries, 5, warm=2, least_seconds=0.0)
+    timings = interleave(entries, 5, warm=2, min_seconds=0.0)
     assert said[:6] == ["a", "a", "b", "b", "c", "c"]
     turns = [tuple(said[i : i + 3]) for i in range(6, len(said), 3)]
     assert len(turns) == 5
@@ -72,6 +72,6 @@ def test_every_entry_is_timed_once_a_round_in_changing_order() -> None:
     assert Timing((3.0, 1.0, 2.0)).median == 2.0
     # A quick one is called many times a sample.
     calls: list[int] = []
-    timing = interleave({"a": lambda: calls.append(1)}, 2, warm=1, least_seconds=1e-3)["a"]
+    timing = interleave({"a": lambda: calls.append(1)}, 2, warm=1, min_seconds=1e-3)["a"]
     assert timing.calls > 1
     assert len(calls) == 1 + 2 * timing.calls

@@ -36,7 +36,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def longer(start: Path, method: str = METHOD, steps: int = 6) -> TrainingConfig:
-    continued = Continuation.of(start, method, length=64)
+    continued = Continuation.from_model(start, method, length=64)
     fields = {"steps": steps, "keep": (2, 5), "continued": continued.model_dump()}
     schedule = {"name": "constant", "warmup_steps": 2}
     return small(**fields, seed=3, batch_size=4, schedule=schedule)
@@ -96,7 +96,7 @@ def test_bad_input(trained: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=re.escape("keep names steps from 1 to 3")):
         longer(trained, steps=3)
     with pytest.raises(InputError, match=r"config\.json does not exist"):
-        Continuation.of(tmp_path / "nowhere")
+        Continuation.from_model(tmp_path / "nowhere")
 
 
 def test_a_text_of_another_tokeniser(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_a_text_of_another_tokeniser(tmp_path: Path) -> None:
     changes = {"steps": 2, "keep": (1,), "schedule": {"warmup_steps": 1}}
     out = run(small(**changes, data=first), tmp_path / "run")
     for start in (out / "model", kept_model(out, 1)):
-        changes["continued"] = Continuation.of(start).model_dump()
+        changes["continued"] = Continuation.from_model(start).model_dump()
         with pytest.raises(InputError, match=re.escape(f"tokeniser {out / 'tokeniser.json'}")):
             run(small(**changes, data=other), tmp_path / "b")
     assert not (tmp_path / "b").exists()

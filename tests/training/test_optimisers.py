@@ -19,7 +19,7 @@ from normattn.lab.training.config import (
     OptimiserConfig,
     ScheduleConfig,
     TigerConfig,
-    multiplier,
+    lr_multiplier,
 )
 from normattn.lab.training.optim import group_parameters, make_optimiser
 from normattn.layers import Attention
@@ -189,10 +189,10 @@ def test_what_cannot_be_trained_is_refused() -> None:
 
 def test_schedules_pass_their_known_points() -> None:
     constant = ScheduleConfig(name="constant", warmup_steps=4)
-    assert [multiplier(constant, step, 6) for step in range(1, 7)] == [0.25, 0.5, 0.75, 1, 1, 1]
+    assert [lr_multiplier(constant, step, 6) for step in range(1, 7)] == [0.25, 0.5, 0.75, 1, 1, 1]
     cosine = ScheduleConfig(name="cosine", warmup_steps=10, floor=0.2)
     points = {10: 1.0, 60: 0.6, 35: 0.2 + 0.4 * (1 + math.sqrt(0.5)), 110: 0.2}
     for step, expected in points.items():
-        assert multiplier(cosine, step, 110) == pytest.approx(expected, abs=1e-15)
+        assert lr_multiplier(cosine, step, 110) == pytest.approx(expected, abs=1e-15)
     with pytest.raises(ValidationError, match="floor 0 changes nothing where the learning rate"):
         ScheduleConfig(name="constant", floor=0.0)

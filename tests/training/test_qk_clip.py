@@ -73,7 +73,7 @@ def test_heads_beyond_the_threshold_come_back_to_it(kind: str) -> None:
     before = products(layer, x, source, seen).detach()
     threshold = 0.8 * float(before.median())
     clip = QKClip(layer, threshold, ALONE)
-    with clip.watching():
+    with clip.recording():
         layer(x, **given)
     outputs = {name: p.clone() for name, p in layer.named_parameters()}
     assert clip.clip() == pytest.approx(float(before.max()), rel=1e-6)
@@ -154,7 +154,7 @@ def test_every_score_that_is_accepted_is_bounded(score: str) -> None:
     clip = QKClip(layer, 0.7, ALONE)
     seen = []
     for _ in range(2):
-        with clip.watching():
+        with clip.recording():
             layer(x)
         seen.append(clip.clip())
     assert seen[0] > 2

@@ -18,7 +18,7 @@ from normattn.lab.data.tokeniser import PAD, SEPARATOR, UNKNOWN, Tokeniser, Word
 from normattn.lab.report.tables import markdown_table
 from normattn.lab.report.terminal import tell
 from normattn.lab.report.view import View
-from normattn.lab.runs import RunDirectory, read_metrics, require_finished, unchanged
+from normattn.lab.runs import RunDirectory, check_unchanged, read_metrics, require_finished
 from normattn.lab.stats import MeasurementStore
 from normattn.lab.studies import find
 from normattn.lab.studies.language import standalone_store
@@ -174,7 +174,7 @@ def _write_model(model: nn.Module, config: Any, run: Path, folder: Path) -> bool
 
     labels: dict[str, Any] = {}
     if isinstance(config, ClassificationConfig):
-        names = read_object(unchanged(run / LABELS))["labels"]
+        names = read_object(check_unchanged(run / LABELS))["labels"]
         labels["id2label"] = dict(enumerate(names))
         labels["label2id"] = {name: number for number, name in enumerate(names)}
     wrapped, tokeniser = wrap(model, **labels), _tokeniser(config, run)
@@ -191,7 +191,7 @@ def _write_model(model: nn.Module, config: Any, run: Path, folder: Path) -> bool
 def _tokeniser(config: Any, run: Path) -> Any:
     """The tokeniser of a run in transformers' format; None for generated tokens."""
     if isinstance(config, ClassificationConfig):
-        data, vocabulary = config.data, unchanged(run / VOCABULARY)
+        data, vocabulary = config.data, check_unchanged(run / VOCABULARY)
         return _fast(
             WordPieces.load(vocabulary, data.lower_case).tokenizer,
             split_special_tokens=True,
@@ -203,7 +203,7 @@ def _tokeniser(config: Any, run: Path) -> Any:
     if config.data.synthetic:
         return None
     mask = config.model.mask_id if isinstance(config, MaskedConfig) else None
-    return as_transformers(unchanged(run / "tokeniser.json"), mask)
+    return as_transformers(check_unchanged(run / "tokeniser.json"), mask)
 
 
 def as_transformers(file: Path, mask_id: int | None = None) -> Any:

@@ -11,7 +11,7 @@ from normattn.cli import options
 from normattn.errors import InputError
 from normattn.lab.data.text_files import read_text
 from normattn.lab.data.tokeniser import SEPARATOR_ID, Tokeniser
-from normattn.lab.runs import RunDirectory, require_finished, unchanged
+from normattn.lab.runs import RunDirectory, check_unchanged, require_finished
 from normattn.lab.training import TrainingConfig
 from normattn.lab.training.distributed import choose_device
 from normattn.models import Sampling, generate, load_model
@@ -67,4 +67,4 @@ def open_run(run: Path) -> tuple[TrainingConfig, Tokeniser]:
             f"the run in {run} was trained on the generated tokens of {config.data.corpus}: it "
             "has no tokeniser, so it cannot continue text"
         )
-    return config, Tokeniser.load(unchanged(run / "tokeniser.json"))
+    return config, Tokeniser.load(check_unchanged(run / "tokeniser.json"))

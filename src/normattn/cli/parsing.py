@@ -18,7 +18,7 @@ from typer.core import TyperCommand
 
 from normattn.errors import InputError
 from normattn.io import expand_path
-from normattn.settings import read_typed
+from normattn.settings import parse_value
 
 MOST_SEEDS = 100
 """A larger number is far more likely a seed of that name than a count."""
@@ -219,5 +219,5 @@ def assignments(texts: Iterable[str], option: str = "--set") -> dict[str, Any]:
             raise InputError(f"{option} takes key=value, as in {option} model.dim=64, got {text!r}")
         if key.strip() in assigned:
             raise InputError(f"{option} gives {key.strip()} twice")
-        assigned[key.strip()] = read_typed(value.strip(), f"{option} {key.strip()}")
+        assigned[key.strip()] = parse_value(value.strip(), f"{option} {key.strip()}")
     return assigned

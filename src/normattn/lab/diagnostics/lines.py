@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from normattn.errors import InputError
 from normattn.io import json_lines, open_file, parse_json
-from normattn.lab.runs import unchanged
+from normattn.lab.runs import check_unchanged
 from normattn.settings import Settings, explain
 
 FILE = "diagnostics.jsonl"
@@ -55,7 +55,7 @@ def read_diagnostics(run: Path) -> list[DiagnosticsLine]:
 
     `run` is the directory of the run or the file itself. Raises `InputError` for a damaged file.
     """
-    path = unchanged(run / FILE if run.is_dir() else run)
+    path = check_unchanged(run / FILE if run.is_dir() else run)
     if not path.exists():
         return []
     with open_file(path) as file:

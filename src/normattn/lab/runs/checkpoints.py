@@ -1,8 +1,8 @@
-"""Checkpoints: tensors and a description, written whole or not at all, with their checksums.
+"""Checkpoints: tensors and metadata, written atomically and verified by checksums.
 
-`step-00000120/` holds `meta.json` and `tensors.safetensors`, or the parts of several processes
-(`shard-….safetensors`). The last two are kept, so that one whole checkpoint exists at every moment,
-whatever is killed or unplugged.
+`step-00000120/` has `meta.json` and `tensors.safetensors`, or the shards of several processes
+(`shard-….safetensors`). The last two checkpoints are kept, so that a complete one exists at every
+moment.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _NAME = re.compile(r"step-(\d{8,})")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A verified checkpoint: `tensors` by name (on the CPU) and `meta`, at `step` in `path`.
+    """A verified checkpoint in `path`: `tensors` by name (on the CPU) and metadata.
 
-    One that several processes wrote in parts is `sharded`, and its tensors are not read here.
+    The tensors of a `sharded` checkpoint are not loaded.
     """
 
     path: Path
@@ -51,41 +51,42 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The checkpoints of one run, in the folder `path`."""
+    """The checkpoints of a run in the folder `path`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def save(self, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-        """Write the checkpoint of `step`, then drop all but the last two.
+        """Write the checkpoint of `step`, then delete all but the last two.
 
-        Tensors must not share memory. `InputError` when the disk is full; older ones then stay.
+        Tensors must not share memory. Raises `InputError` if the disk is full; older checkpoints
+        then stay.
         """
 
         def fill(folder: Path) -> None:
-            _describe(folder, step, meta, write_tensors(folder / TENSORS, tensors))
+            _write_meta(folder, step, meta, write_tensors(folder / TENSORS, tensors))
 
         write_directory(self._folder(step), fill, replace=True)
-        self._drop_old()
+        self._delete_old()
 
     def begin(self, step: int) -> Path:
-        """A folder that several processes fill with their parts, until `finish`."""
+        """Create a temporary folder for the shards of several processes."""
         with explain_os_errors(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             return Path(tempfile.mkdtemp(prefix=f".step-{step:08d}.", dir=self.path))
 
     def finish(self, folder: Path, step: int, meta: Mapping[str, Any]) -> None:
-        """Give what was begun in `folder`, and is whole now, its name; then as `save`."""
+        """Write the metadata of a folder with all shards and rename it; then as `save`."""
         with explain_os_errors(folder):
-            _describe(folder, step, meta, _shards(folder))
+            _write_meta(folder, step, meta, _shard_digests(folder))
         put_in_place(folder, self._folder(step))
-        self._drop_old()
+        self._delete_old()
 
     def latest(self) -> Checkpoint | None:
-        """The newest whole checkpoint, or None when there is none at all.
+        """Load the newest complete checkpoint, None if there are none.
 
-        A damaged one is named on stderr and the one before it taken; `InputError` when every one
-        is damaged, because starting again from nothing would hide the loss.
+        A damaged one is reported on stderr and skipped. Raises `InputError` if all are damaged:
+        starting from nothing would hide the loss.
         """
         folders = self._folders()
         for folder in reversed(folders):
@@ -101,22 +102,22 @@ class Checkpoints:
         return None
 
     def load(self, step: int) -> Checkpoint:
-        """The checkpoint of exactly `step`, verified."""
+        """Load and verify the checkpoint of `step`."""
         return _read(self._folder(step))
 
     def last_path(self) -> Path | None:
-        """The folder of the newest checkpoint, unverified; None when there is none."""
+        """Return the folder of the newest checkpoint, not verified; None if there is none."""
         return next(reversed(self._folders()), None)
 
     def set_aside_after(self, step: int) -> None:
-        """Rename checkpoints newer than `step` (the damaged ones) so that they count no more."""
+        """Rename checkpoints newer than `step`, which are damaged."""
         for folder in self._folders():
             if _step_of(folder) > step:
                 aside = folder.with_name(f"damaged-{folder.name}")
                 shutil.rmtree(aside, ignore_errors=True)
                 folder.rename(aside)
 
-    def _drop_old(self) -> None:
+    def _delete_old(self) -> None:
         for old in self._folders()[:-KEPT]:
             shutil.rmtree(old, ignore_errors=True)
 
@@ -124,21 +125,21 @@ class Checkpoints:
         return self.path / f"step-{step:08d}"
 
     def _folders(self) -> list[Path]:
-        """The checkpoint folders, oldest first."""
-        found = self.path.iterdir() if self.path.is_dir() else ()
-        return sorted((path for path in found if _NAME.fullmatch(path.name)), key=_step_of)
+        """Return the checkpoint folders, oldest first."""
+        entries = self.path.iterdir() if self.path.is_dir() else ()
+        return sorted((path for path in entries if _NAME.fullmatch(path.name)), key=_step_of)
 
 
 def _read(folder: Path) -> Checkpoint:
-    """Read and verify one checkpoint; `InputError` says what is wrong with it."""
-    described = read_object(folder / "meta.json")
-    expected = described.pop("meta_sha256", None)
-    whole = described.keys() == {"step", "meta", "sha256"} and expected == _digest(described)
-    if not whole or described["step"] != _step_of(folder):
+    """Load and verify a checkpoint; `InputError` if it is damaged."""
+    body = read_object(folder / "meta.json")
+    expected = body.pop("meta_sha256", None)
+    intact = body.keys() == {"step", "meta", "sha256"} and expected == _digest(body)
+    if not intact or body["step"] != _step_of(folder):
         raise InputError(f"checkpoint {folder} is damaged: meta.json does not match its checksum")
-    step, meta, digest = described["step"], described["meta"], described["sha256"]
+    step, meta, digest = body["step"], body["meta"], body["sha256"]
     if isinstance(digest, dict):
-        if _shards(folder) != digest:
+        if _shard_digests(folder) != digest:
             raise InputError(f"checkpoint {folder} is damaged: its parts do not match its checksum")
         return Checkpoint(folder, step, {}, meta, sharded=True)
     try:
@@ -147,17 +148,17 @@ def _read(folder: Path) -> Checkpoint:
         raise InputError(f"checkpoint {folder} is damaged: {error}") from error
 
 
-def _describe(
+def _write_meta(
     folder: Path, step: int, meta: Mapping[str, Any], digest: str | dict[str, str]
 ) -> None:
-    """Write meta.json, with the digest of the other files."""
+    """Write meta.json with the digests of the tensors."""
     body = {"step": step, "meta": dict(meta), "sha256": digest}
     text = json.dumps({**body, "meta_sha256": _digest(body)}, indent=2)
     (folder / "meta.json").write_text(text + "\n", "utf-8")
 
 
-def _shards(folder: Path) -> dict[str, str]:
-    """The digest of every part in `folder`, by name."""
+def _shard_digests(folder: Path) -> dict[str, str]:
+    """Return the digest of every shard in `folder` by name."""
     return {path.name: sha256_of(path) for path in sorted(folder.glob("*.safetensors"))}
 
 

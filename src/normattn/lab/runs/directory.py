@@ -1,7 +1,7 @@
-"""A run directory: one configuration, one writer, and a status that other processes may read.
+"""Run directories: one configuration, one writer, and a status that other processes may read.
 
-Layout: `config.json` (kind and the whole resolved configuration), `status.json`, `metrics.jsonl`,
-`environment.json`, `checkpoints/`, `.lock`, and whatever the kind of run adds.
+Layout: `config.json` (kind and full configuration), `status.json`, `metrics.jsonl`,
+`environment.json`, `checkpoints/`, `.lock`, and files of the kind of run.
 """
 
 from __future__ import annotations
@@ -25,18 +25,16 @@ from normattn.locks import InUseError, locked
 from normattn.settings import differences
 
 FORMAT = 1
-_OURS_BEFORE_CONFIG = re.compile(r"\.lock|\.config\.json\..*")
+_BEFORE_CONFIG = re.compile(r"\.lock|\.config\.json\..*")
 _LEFTOVER = re.compile(r"\.(config\.json|status\.json|environment\.json|step-\d+|model)\..+")
 
 
 class RunDirectory:
-    """The directory of one run.
+    """The directory of a run.
 
-    `RunDirectory.open(path, config, kind)` looks at the place and writes nothing; `lock()` makes
-    the run there, or resumes it. A directory that holds another configuration, another kind
-    of run, or files that are no run at all is refused by both with an `InputError` and left as it
-    was. Only the holder of `lock()` writes, the configuration included, and the configuration is
-    written once: the holder's is the one on disk.
+    `RunDirectory.open(path, config, kind)` reads only. `lock()` creates or resumes the run, and
+    only its holder writes. The configuration is written once. Both raise `InputError`, and change
+    nothing, if the directory has another configuration, another kind of run, or other files.
     """
 
     def __init__(
@@ -57,18 +55,17 @@ class RunDirectory:
     def open(
         cls, path: Path, config: BaseModel, kind: str, changeable: Collection[str] = ()
     ) -> RunDirectory:
-        """The run of this configuration that `path` holds or may hold; nothing is written.
+        """Return the run of this configuration in `path`, existing or new. Writes nothing.
 
-        `changeable` names dotted fields that may differ from the stored ones because the results
-        do not depend on them; the stored value stays on record.
+        Dotted fields in `changeable` may differ from the stored ones; the stored values stay.
         """
         run = cls(Path(path), kind, config.model_dump(mode="json"), frozenset(changeable))
-        run._take_stored()
+        run._load_stored()
         return run
 
     @classmethod
     def existing(cls, path: Path, kind: str | None = None) -> RunDirectory:
-        """Reopen the run in `path` unchanged; `InputError` when there is none of that kind."""
+        """Open the existing run in `path`; `InputError` if there is none of that kind."""
         path = Path(path)
         file = path / "config.json"
         if not file.is_file():
@@ -86,41 +83,41 @@ class RunDirectory:
         return cls(path, stored_kind, config)
 
     @property
-    def begun(self) -> bool:
+    def exists(self) -> bool:
         """Whether the configuration is on disk."""
         return (self.path / "config.json").exists()
 
     @property
     def status(self) -> RunStatus | None:
-        """The status on disk; None before the run has begun."""
+        """The status on disk; None before the run has started."""
         return read_status(self.path)
 
     def set_status(
-        self, state: State, step: int, steps: int, message: str = "", **more: Any
+        self, state: State, step: int, steps: int, message: str = "", **details: Any
     ) -> None:
-        """Write `status.json` whole; of a run that has ended, with the digests of its files.
+        """Write `status.json`; for an ended run, with the digests of its files.
 
-        `more` are the other fields of `RunStatus`.
+        `details` are other fields of `RunStatus`.
         """
         ended = state in ("finished", "diverged")
         files = digests_of_files(self.path) if ended else {}
-        status = RunStatus(state, step, steps, message, files=files, **more)
+        status = RunStatus(state, step, steps, message, files=files, **details)
         write_json(self.path / "status.json", asdict(status))
 
     def put(self, name: str, value: Any) -> None:
-        """Change one field of the configuration on disk, on which no result depends."""
+        """Change a field of the configuration on disk that does not affect results."""
         self.config = {**self.config, name: value}
         self._write_config()
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Be the only writer, with this run's configuration on disk.
+        """Lock the directory for writing, with this run's configuration on disk.
 
-        `InputError` when another process is, or another run came to be here since `open`. The
-        lock ends with the process, however that dies.
+        Raises `InputError` if another process holds the lock, or another run was started here since
+        `open`. The lock ends with the process, even if it is killed.
         """
-        # Looked at before the lock is taken: who will be refused must not keep others out.
-        self._take_stored()
+        # Checked first, so that a wrong run does not lock out the right one.
+        self._load_stored()
         with ExitStack() as stack:
             try:
                 stack.enter_context(locked(self.path / ".lock", seconds=0.0))
@@ -129,7 +126,7 @@ class RunDirectory:
                     f"the run in {self.path} is in use by process {error.holder}; wait for it, "
                     "stop it, or choose another directory"
                 ) from error
-            if not self._take_stored():
+            if not self._load_stored():
                 self._write_config()
             self._remove_leftovers()
             yield
@@ -138,17 +135,19 @@ class RunDirectory:
         stored = {"format": FORMAT, "kind": self.kind, "config": self.config}
         write_json(self.path / "config.json", stored)
 
-    def _take_stored(self) -> bool:
-        """Take the configuration on disk if it is this one; False where there is none yet."""
-        if not self.begun:
+    def _load_stored(self) -> bool:
+        """Load the configuration on disk, which must match; return False if there is none."""
+        if not self.exists:
             _refuse_foreign(self.path)
-            if not self.begun:
+            if not self.exists:
                 return False
         stored = type(self).existing(self.path, self.kind)
         differing = list(differences(stored.config, self.config, self._changeable))
         if differing:
             (field, old, new), *others = differing
-            more = f" ({len(others)} more differ: {_named([n for n, *_ in others])})" * bool(others)
+            more = f" ({len(others)} more differ: {_first_names([n for n, *_ in others])})" * bool(
+                others
+            )
             raise InputError(
                 f"the run in {self.path} has another configuration: {field} is {old} there and "
                 f"{new} here{more}; choose another directory or the same configuration"
@@ -157,7 +156,7 @@ class RunDirectory:
         return True
 
     def _remove_leftovers(self) -> None:
-        """Drop the temporary files of a killed writer: it was never part of the run."""
+        """Delete the temporary files of a killed writer."""
         for folder in (self.path, self.path / "checkpoints"):
             entries = list(folder.iterdir()) if folder.is_dir() else []
             for entry in (entry for entry in entries if _LEFTOVER.fullmatch(entry.name)):
@@ -168,19 +167,19 @@ class RunDirectory:
 
 
 def _refuse_foreign(path: Path) -> None:
-    """Raise `InputError` for a place that holds something and no run."""
+    """Raise `InputError` for a path with other files but no run."""
     if not path.exists():
         return
     if not path.is_dir():
         raise InputError(f"{path} is a file; expected a new or empty directory for the run")
-    foreign = sorted(e.name for e in path.iterdir() if not _OURS_BEFORE_CONFIG.fullmatch(e.name))
-    # Whoever began the run meanwhile put more there than the configuration.
+    foreign = sorted(e.name for e in path.iterdir() if not _BEFORE_CONFIG.fullmatch(e.name))
+    # Another process may have started the run meanwhile.
     if foreign and not (path / "config.json").exists():
         raise InputError(
-            f"{path} holds other files ({_named(foreign)}) but no run; choose a new or empty "
+            f"{path} holds other files ({_first_names(foreign)}) but no run; choose a new or empty "
             "directory"
         )
 
 
-def _named(names: Sequence[str]) -> str:
+def _first_names(names: Sequence[str]) -> str:
     return ", ".join([*names[:3], *(["…"] if len(names) > 3 else [])])

@@ -1,4 +1,4 @@
-"""What a run runs on: versions, threads, processor, and the memory that it takes."""
+"""The environment of a run: versions, threads, processor, memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PACKAGES = ("normattn", "torch", "numpy", "tokenizers", "safetensors")
 
 
 def describe_environment(**extra: Any) -> dict[str, Any]:
-    """Everything that the digits of a run may depend on, as JSON values; `extra` is added.
+    """Return all that the results of a run may depend on, as JSON values, plus `extra`.
 
     Keys: python, one version per package, threads (torch's, in this process), cpu (the name),
     cpu_capability (the vector instructions that torch uses), platform.
@@ -47,11 +47,10 @@ def describe_environment(**extra: Any) -> dict[str, Any]:
 
 
 def record_environment(path: Path, current: dict[str, Any], step: int) -> list[str]:
-    """Store `current` in the file `path`; return the differences from the last one stored.
+    """Store `current` in the file `path`; return the changes, such as "torch 2.12.0 → 2.13.0".
 
-    The file holds `{"started": …, "resumed": [{"step": …, "environment": …}]}`; a resume is added
-    only where something changed. A damaged file is begun again, with a warning, because a run's
-    results do not depend on it. Each difference reads "torch 2.12.0 → 2.13.0".
+    The file has `{"started": …, "resumed": [{"step": …, "environment": …}]}`. A resume is added
+    only if something changed. A damaged file is replaced with a warning.
     """
     if step == 0 or not path.exists():
         write_json(path, {"started": current, "resumed": []})
@@ -74,8 +73,8 @@ def record_environment(path: Path, current: dict[str, Any], step: int) -> list[s
 
 
 @contextmanager
-def threads(count: int) -> Iterator[None]:
-    """Compute on `count` threads of torch inside, and on as many as before afterwards."""
+def torch_threads(count: int) -> Iterator[None]:
+    """Set torch's number of threads inside, and restore it afterwards."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -84,31 +83,31 @@ def threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def resident(device: torch.device) -> int:
-    """Bytes that the process holds; on a GPU, that torch holds there."""
+def allocated_memory(device: torch.device) -> int:
+    """Return the resident bytes of the process, or what torch has allocated on a GPU."""
     if device.type == "cuda":
         return int(torch.cuda.memory_allocated(device))
     return int(psutil.Process().memory_info().rss)
 
 
 @contextmanager
-def peak(device: torch.device, held: int) -> Iterator[list[int]]:
-    """A list that holds, afterwards, the most bytes beyond `held`; empty where unknown."""
+def record_peak_memory(device: torch.device, baseline: int) -> Iterator[list[int]]:
+    """Yield a list that gets the peak bytes above `baseline` at the end; empty if unknown."""
     growth: list[int] = []
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         yield growth
-        growth.append(max(0, int(torch.cuda.max_memory_allocated(device)) - held))
+        growth.append(max(0, int(torch.cuda.max_memory_allocated(device)) - baseline))
         return
-    with contextlib.suppress(OSError):  # Another system than Linux.
+    with contextlib.suppress(OSError):  # Not on Linux.
         Path("/proc/self/clear_refs").write_text("5")
     yield growth
     if kilobytes := _value_in(Path("/proc/self/status"), "VmHWM"):
-        growth.append(max(0, 1024 * int(kilobytes.split()[0]) - held))
+        growth.append(max(0, 1024 * int(kilobytes.split()[0]) - baseline))
 
 
 def _value_in(file: Path, name: str) -> str:
-    """The value after `name:` in a file of the system's; "" where there is no such line."""
+    """Return the value after `name:` in a system file; "" if there is none."""
     with contextlib.suppress(OSError):
         for line in file.read_text("utf-8", errors="replace").splitlines():
             if line.startswith(name):
@@ -116,32 +115,32 @@ def _value_in(file: Path, name: str) -> str:
     return ""
 
 
-# glibc's mallopt: what larger blocks are mapped one by one, and how much freed memory is kept.
+# Parameters of glibc's mallopt: the size above which blocks are mapped separately, and how much
+# freed memory is kept.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-_MAPPED, _KEPT, _DEFAULT = 1 << 25, 1 << 28, 1 << 17
+_MMAP_BYTES, _TRIM_BYTES, _DEFAULT_BYTES = 1 << 25, 1 << 28, 1 << 17
 _SET_BY_USER = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
 
 @contextmanager
 def keep_pages() -> Iterator[None]:
-    """Inside, glibc keeps up to 256 MiB of what is freed at the end of its heap.
+    """Make glibc keep up to 256 MiB of freed memory inside, and restore its defaults afterwards.
 
-    A training step frees what the next one takes again. Given back in between, every page of 4 KiB
-    comes as a fault (some 0.7 µs, and up to 30,000 in a step of width 128). Nothing is done where
-    the environment sets the thresholds, and where there is another C library. Afterwards the
-    thresholds are glibc's first ones again, and what was kept goes back.
+    A training step allocates what the last one freed. If that was returned to the system, every
+    4 KiB page is a page fault (about 0.7 µs; up to 30,000 in a step of width 128). Does nothing if
+    the environment sets the thresholds, or with another C library.
     """
     library = ctypes.CDLL(None)
     glibc = hasattr(library, "mallopt") and hasattr(library, "malloc_trim")
     if not glibc or any(name in os.environ for name in _SET_BY_USER):
         yield
         return
-    # Blocks from 32 MiB on are still mapped alone, the most that glibc comes to by itself.
-    library.mallopt(_MMAP_THRESHOLD, _MAPPED)
-    library.mallopt(_TRIM_THRESHOLD, _KEPT)
+    # Blocks from 32 MiB on are still mapped separately: glibc's own maximum.
+    library.mallopt(_MMAP_THRESHOLD, _MMAP_BYTES)
+    library.mallopt(_TRIM_THRESHOLD, _TRIM_BYTES)
     try:
         yield
     finally:
-        library.mallopt(_MMAP_THRESHOLD, _DEFAULT)
-        library.mallopt(_TRIM_THRESHOLD, _DEFAULT)
+        library.mallopt(_MMAP_THRESHOLD, _DEFAULT_BYTES)
+        library.mallopt(_TRIM_THRESHOLD, _DEFAULT_BYTES)
         library.malloc_trim(0)

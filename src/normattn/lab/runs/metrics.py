@@ -1,7 +1,7 @@
-"""Metrics as JSON lines: appended, flushed about once a second, cut back to a step on resume.
+"""Metrics as JSON lines: appended, flushed about once a second, truncated to a step on resume.
 
-A line holds what the run computed and no clock times, so the files of two runs of the same
-configuration are equal byte for byte, stopped and resumed or not.
+Lines contain no clock times, so that runs of the same configuration, resumed or not, have
+byte-identical files.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 from normattn.errors import InputError
 from normattn.io import explain_os_errors, json_lines, open_file, parse_json
-from normattn.lab.runs.status import unchanged
+from normattn.lab.runs.status import check_unchanged
 
 FLUSH_SECONDS = 1.0
 
@@ -31,9 +31,9 @@ class MetricsLog:
         self._flushed = 0.0
 
     def truncate_after(self, step: int) -> int:
-        """Drop the lines after `step` and a half-written last one; return how many lines stay.
+        """Delete the lines after `step` and a partial last line; return the number of lines left.
 
-        Raises `InputError` when a line that should stay is damaged.
+        Raises `InputError` if a line that should stay is damaged.
         """
         self.close()
         self.lines = 0
@@ -51,7 +51,7 @@ class MetricsLog:
         return self.lines
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Add one line; it reaches the file within about a second."""
+        """Append a line; it is flushed within about a second."""
         with explain_os_errors(self.path):
             if self._file is None:
                 self._file = self.path.open("a", encoding="utf-8", buffering=1 << 20)
@@ -63,14 +63,14 @@ class MetricsLog:
                 self._flushed = now
 
     def flush(self) -> None:
-        """Bring every line to the disk itself, safe from a loss of power."""
+        """Write every line to the disk (fsync)."""
         if self._file is not None:
             with explain_os_errors(self.path):
                 self._file.flush()
                 os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Flush and close; a later `append` opens the file again."""
+        """Close the file; a later `append` opens it again."""
         if self._file is not None:
             with explain_os_errors(self.path):
                 file, self._file = self._file, None
@@ -78,19 +78,19 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Every whole line of the metrics file `path`; [] when there is none yet.
+    """Return every complete line of the metrics file `path`; [] if it does not exist.
 
-    A half-written last line is left out; a damaged one before it raises `InputError`, as does a
-    file of an ended run that is not as the run left it.
+    A partial last line is skipped. Raises `InputError` for other damaged lines, and if the file of
+    an ended run has changed.
     """
-    if not unchanged(path).exists():
+    if not check_unchanged(path).exists():
         return []
     with open_file(path) as file:
         return [record for record, _ in _records(file, path)]
 
 
 def _records(file: BinaryIO, path: Path) -> Iterator[tuple[dict[str, Any], bytes]]:
-    """Every whole line, parsed and as bytes; of a damaged one only the last may be left out."""
+    """Yield every complete line, parsed and as bytes; a partial last line is skipped."""
     for number, line in json_lines(file.readline, lambda n: f"{path}, line {n},"):
         if not line.endswith(b"\n"):
             return

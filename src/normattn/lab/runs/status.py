@@ -1,4 +1,4 @@
-"""How far a run is, as other processes may read it, and what its files were when it ended."""
+"""The status of a run, which other processes may read, and the digests of its final files."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from normattn.errors import InputError
 from normattn.io import read_object, sha256_of
 
 State = Literal["running", "interrupted", "finished", "diverged"]
-_OTHER = {"config.json", "status.json", "environment.json", "timing.jsonl"}
-"""What is checked otherwise, may change, or differs from one run to its equal."""
+_NOT_HASHED = {"config.json", "status.json", "environment.json", "timing.jsonl"}
+"""Files that are checked otherwise, may change, or differ between equal runs."""
 
 
 @dataclass(frozen=True)
 class RunStatus:
-    """How far a run is: `step` of `steps` done, and one sentence where there is more to say.
+    """The status of a run: its state, `step` of `steps`, and maybe a message.
 
-    Of a run that diverged, `where` is the module whose output was first not finite, `checkpoint`
-    the last good checkpoint. Of a run that has ended, `files` are the SHA-256 digests of its files
-    (logs, tokenisers, labels) by name; the model's folder has its own.
+    For a diverged run, `where` is the module whose output was first not finite, and `checkpoint`
+    the last good checkpoint. For an ended run, `files` has the SHA-256 of its files (logs,
+    tokenisers, labels) by name; the model's folder has its own.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
@@ -39,12 +39,12 @@ class RunStatus:
 
 
 def read_status(path: Path) -> RunStatus | None:
-    """The status of the run in `path`; None when it has not begun."""
+    """Return the status of the run in `path`; None if it has not started."""
     file = path / "status.json"
     if not file.exists():
         return None
     try:
-        # As JSON, since a strict dataclass is made of nothing else.
+        # As JSON text: in strict mode pydantic builds a dataclass from nothing else.
         return TypeAdapter(RunStatus).validate_json(json.dumps(read_object(file)))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
@@ -55,7 +55,7 @@ def read_status(path: Path) -> RunStatus | None:
 
 
 def require_finished(run: Path, use: str) -> None:
-    """Raise `InputError` where the run in `run` has not finished; `use` is what it is asked for."""
+    """Raise `InputError` if the run has not finished; `use` says what a finished run can do."""
     status = read_status(run)
     if status is None or status.state != "finished":
         state = f"is {status.state} at step {status.step}" if status else "has not begun"
@@ -63,20 +63,20 @@ def require_finished(run: Path, use: str) -> None:
 
 
 def digests_of_files(run: Path) -> dict[str, str]:
-    """The digest of each file that a run leaves, by name."""
+    """Return the digest of each file of a run by name."""
     files = (file for file in sorted(run.iterdir()) if file.is_file() and file.name[0] != ".")
-    return {file.name: sha256_of(file) for file in files if file.name not in _OTHER}
+    return {file.name: sha256_of(file) for file in files if file.name not in _NOT_HASHED}
 
 
-def unchanged(file: Path) -> Path:
-    """The file of a run, after an `InputError` where the run has ended and left it otherwise."""
+def check_unchanged(file: Path) -> Path:
+    """Return a file of a run; `InputError` if it has changed since the run ended."""
     status = read_status(file.parent)
-    wanted = None if status is None else status.files.get(file.name)
-    if wanted is None:
+    expected = None if status is None else status.files.get(file.name)
+    if expected is None:
         return file
     if not file.is_file():
         raise InputError(f"{file} is missing: restore it, or train the run again")
-    if sha256_of(file) != wanted:
+    if sha256_of(file) != expected:
         raise InputError(
             f"{file} is damaged: it does not match its digest in "
             f"{file.with_name('status.json')}; restore it, or train the run again"

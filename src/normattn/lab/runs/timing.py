@@ -1,6 +1,7 @@
-"""Interleaved timing: every entry once per round, medians over rounds, ratios within one run.
+"""Interleaved timing: every function once per round, medians over rounds.
 
-A machine's speed drifts; entries that are timed in turn drift together, so their ratio does not.
+The speed of a machine drifts. Functions that are timed in turn drift together, so that their ratio
+does not.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import torch
 
 Step = Callable[[], object]
 
-# One timed sample lasts at least this long, so that the clock and the loop around it vanish.
-LEAST_SECONDS = 0.02
+# A sample takes at least this long, so that the overhead of the clock is negligible.
+MIN_SECONDS = 0.02
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Timing:
 
     @property
     def median(self) -> float:
-        """The middle round."""
+        """The median over rounds."""
         return statistics.median(self.rounds)
 
 
@@ -37,18 +38,18 @@ def interleave(
     rounds: int,
     warm: int = 2,
     device: str = "cpu",
-    least_seconds: float = LEAST_SECONDS,
+    min_seconds: float = MIN_SECONDS,
     on_round: Callable[[int], None] = lambda done: None,
 ) -> dict[str, Timing]:
     """Time each entry once per round, after `warm` (at least 1) untimed calls of each.
 
-    An entry quicker than `least_seconds` is called several times a sample. Every round has an
-    order of its own, the same in every run; `on_round` is told how many rounds are done.
+    An entry faster than `min_seconds` is called several times a sample. Every round has another
+    order, the same in every run. `on_round` is called with the number of rounds done.
     """
     calls = {}
     for name, step in entries.items():
-        quickest = min(_seconds(step, 1, device) for _ in range(max(1, warm)))
-        calls[name] = max(1, round(least_seconds / max(quickest, 1e-7)))
+        fastest = min(_seconds(step, 1, device) for _ in range(max(1, warm)))
+        calls[name] = max(1, round(min_seconds / max(fastest, 1e-7)))
     seconds: dict[str, list[float]] = {name: [] for name in entries}
     shuffle, order = random.Random(0), list(entries)
     for done in range(1, rounds + 1):
@@ -61,12 +62,12 @@ def interleave(
 
 
 def _seconds(step: Step, calls: int, device: str) -> float:
-    """Seconds per call; on a GPU until the device has finished.
+    """Return the seconds per call, until the device has finished.
 
-    One thread on a CPU is measured by its own CPU time: load from other processes does not count.
+    A single CPU thread is measured by its CPU time, which excludes other processes.
     """
-    alone = device == "cpu" and torch.get_num_threads() == 1
-    clock = time.thread_time if alone else time.perf_counter
+    single_thread = device == "cpu" and torch.get_num_threads() == 1
+    clock = time.thread_time if single_thread else time.perf_counter
     _synchronise(device)
     start = clock()
     for _ in range(calls):

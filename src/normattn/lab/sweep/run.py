@@ -129,7 +129,7 @@ def with_weights(config: Config) -> Config:
     planned = config.continued if isinstance(config, TrainingConfig | MaskedConfig) else None
     if planned is None or planned.weights != UNKNOWN:
         return config
-    weights = Continuation.of(Path(planned.start)).weights
+    weights = Continuation.from_model(Path(planned.start)).weights
     return config.model_copy(update={"continued": planned.model_copy(update={"weights": weights})})
 
 

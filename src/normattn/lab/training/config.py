@@ -1,4 +1,4 @@
-"""The settings of a training without model and data: steps, optimiser, schedule, distribution."""
+"""Training settings other than model and data: steps, optimiser, schedule, distribution."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from normattn.lab.training.trackers import TrackerName
 from normattn.score import ScoreSpec
 from normattn.settings import Settings
 
-# Settings that leave the loss curve as it is (threads and parallel: up to rounding), so that a run
-# may be resumed with others. `tensorboard` is in the settings of runs from before `track`.
+# Settings that may change when a run resumes: they do not affect the losses, or (threads, parallel)
+# only by rounding. `tensorboard` is in the settings of runs from before `track`.
 CHANGEABLE = frozenset({"threads", "checkpoint_seconds", "track", "tensorboard", "parallel"})
 
 
@@ -27,15 +27,15 @@ Decay = Annotated[float, Field(ge=0.0, le=10.0)]
 Epsilon = Annotated[float, Field(gt=0.0, le=1.0)]
 
 
-def later(default: object) -> Any:
-    """A field left out of a dump at its default: runs that were made before it stay the same."""
+def omit_default(default: object) -> Any:
+    """Return a field that is not dumped at its default, so that older runs keep their digests."""
     return Field(exclude_if=lambda value: value == default)
 
 
 class AdamWConfig(Settings):
-    """AdamW (arXiv 1711.05101). Weight decay acts on matrices and embeddings only.
+    """AdamW (arXiv 1711.05101). Weight decay applies to matrices and embeddings only.
 
-    `moments`: numbers of state for each weight, at least.
+    `moments`: state tensors of each weight, at least.
     """
 
     moments: ClassVar[int] = 2
@@ -47,7 +47,7 @@ class AdamWConfig(Settings):
 
 
 class TigerConfig(Settings):
-    """Tiger (kexue 9512). `lr` is relative: it is multiplied by the size of each parameter."""
+    """Tiger (kexue 9512). `lr` is relative to the size of each parameter."""
 
     moments: ClassVar[int] = 1
     name: Literal["tiger"] = "tiger"
@@ -57,11 +57,11 @@ class TigerConfig(Settings):
 
 
 class MuonConfig(Settings):
-    """Muon (arXiv 2502.16982) for matrices, AdamW with `betas` and `eps` for all else.
+    """Muon (arXiv 2502.16982) for matrices, AdamW with `betas` and `eps` for other parameters.
 
-    One `lr` for both. Weight decay acts on matrices and embeddings only. `split`: attention's
-    matrix of queries, keys and values takes its step as one (None), for each of the three ("qkv"),
-    or for each of their heads ("heads").
+    Both use `lr`. Weight decay applies to matrices and embeddings only. `split`: attention's fused
+    matrix is orthogonalised as one (None), as queries, keys and values ("qkv"), or by head
+    ("heads").
     """
 
     moments: ClassVar[int] = 1
@@ -71,7 +71,7 @@ class MuonConfig(Settings):
     betas: tuple[Share, Share] = (0.9, 0.95)
     eps: Epsilon = 1e-8
     weight_decay: Decay = 0.1
-    split: Annotated[Literal["qkv", "heads"] | None, later(None)] = None
+    split: Annotated[Literal["qkv", "heads"] | None, omit_default(None)] = None
 
 
 OptimiserConfig = Annotated[AdamWConfig | TigerConfig | MuonConfig, Field(discriminator="name")]
@@ -86,7 +86,7 @@ class ScheduleConfig(Settings):
 
     @model_validator(mode="after")
     def _check_floor(self) -> ScheduleConfig:
-        # What a run writes of its settings holds the default too, so that one is let pass.
+        # The default is allowed, because saved settings contain it.
         default = type(self).model_fields["floor"].default
         if self.name == "constant" and self.floor != default:
             raise ValueError(
@@ -100,28 +100,28 @@ class LoopConfig(Settings):
     """How to train, in optimiser steps.
 
     Args:
-        steps: optimiser steps in all.
+        steps: number of optimiser steps.
         accumulate: micro-batches of a step on each process.
-        clip: largest gradient norm, None for no clipping.
+        clip: maximum gradient norm, None for no clipping.
         precision: fp32, or autocast in bf16 or fp16 (weights stay fp32). Under fp16 the loss is
-            scaled up; a step whose gradients overflow is taken again with half the scale.
-        device: auto (CUDA where there is one), cpu, cuda, cuda:N.
-        seed: of everything random.
+            scaled; a step whose gradients overflow is repeated with half the scale.
+        device: auto (CUDA if available), cpu, cuda, cuda:N.
+        seed: of all random numbers.
         threads: of torch on the CPU.
-        checkpoint_seconds: time between checkpoints; more where one takes long, so that they cost
-            5 % at most.
+        checkpoint_seconds: time between checkpoints; longer if they would take more than 5 % of
+            the time.
         log_every: steps between metrics lines.
-        keep: steps after which the trained model is kept, in addition to the last one.
+        keep: steps after which the model is saved, in addition to the last one.
         inspect_every: steps between lines of attention statistics (diagnostics.jsonl), 0 for none.
-        track: where the curves go as well: tensorboard, trackio or wandb.
-        parallel: what each process of torchrun holds: the whole model (ddp), or 1/N of every
-            weight, gradient and moment (fsdp). The batch is divided either way.
-        qk_clip: the largest logit that weights are left with (QK-Clip), None for no bound.
-        unit_weights: before the first step and after each, normalise the weight matrices along the
-            model's width, as nGPT does; for `placement` nGPT.
-        activation_checkpointing: a block keeps only its input for the backward pass and computes
-            the rest again: less memory for about a third more time. (RealFormer's scores take
-            another kernel for it, which draws its dropout otherwise.)
+        track: experiment tracker: tensorboard, trackio or wandb.
+        parallel: each process of torchrun holds the full model (ddp), or 1/N of every weight,
+            gradient and moment (fsdp). Both divide the batch.
+        qk_clip: bound on attention logits (QK-Clip), None for no bound.
+        unit_weights: normalise the weight matrices along the model's width before the first step
+            and after each, as nGPT does; for `placement` nGPT.
+        activation_checkpointing: store only the inputs of blocks for the backward pass and
+            recompute the rest: less memory for about a third more time. (RealFormer then uses
+            another kernel, whose dropout is drawn differently.)
     """
 
     steps: int = Field(default=1000, ge=1, le=10**9)
@@ -136,33 +136,33 @@ class LoopConfig(Settings):
     log_every: int = Field(default=1, ge=1)
     keep: tuple[int, ...] = ()
     inspect_every: int = Field(default=0, ge=0)
-    track: Annotated[TrackerName | None, later(None)] = None
-    parallel: Annotated[Literal["ddp", "fsdp"], later("ddp")] = "ddp"
-    qk_clip: Annotated[float | None, Field(gt=0.0, le=1e6), later(None)] = None
-    unit_weights: Annotated[bool, later(False)] = False
-    activation_checkpointing: Annotated[bool, later(False)] = False
+    track: Annotated[TrackerName | None, omit_default(None)] = None
+    parallel: Annotated[Literal["ddp", "fsdp"], omit_default("ddp")] = "ddp"
+    qk_clip: Annotated[float | None, Field(gt=0.0, le=1e6), omit_default(None)] = None
+    unit_weights: Annotated[bool, omit_default(False)] = False
+    activation_checkpointing: Annotated[bool, omit_default(False)] = False
     optimiser: OptimiserConfig = AdamWConfig()
     schedule: ScheduleConfig = ScheduleConfig()
 
     @property
     def scores(self) -> tuple[ScoreSpec, ...]:
-        """The scores of the model's attention, where there is a model."""
+        """The model's attention scores; () without a model."""
         return ()
 
     @model_validator(mode="before")
     @classmethod
     def _name_optimiser(cls, values: Any) -> Any:
-        """An optimiser that is not named is AdamW."""
+        """Set the optimiser's name to AdamW if it is missing."""
         if not isinstance(values, Mapping):
             return values
-        values = cls.of_this_version(values)
+        values = cls.upgrade(values)
         if isinstance(values.get("optimiser"), Mapping):
             return {**values, "optimiser": {"name": "adamw", **values["optimiser"]}}
         return values
 
     @model_validator(mode="after")
     def _check_together(self) -> LoopConfig:
-        """Raise where one setting leaves no room for another."""
+        """Raise for settings that contradict each other."""
         warmup, keep = self.schedule.warmup_steps, list(self.keep)
         if warmup > self.steps:
             raise ValueError(
@@ -173,7 +173,7 @@ class LoopConfig(Settings):
             raise ValueError(
                 f"keep names steps from 1 to {self.steps}, each once and rising, got {keep}"
             )
-        undivided = {
+        unsupported_by_fsdp = {
             "a step of the optimiser tiger needs the size of whole matrices": (
                 self.optimiser.name == "tiger"
             ),
@@ -182,28 +182,28 @@ class LoopConfig(Settings):
             "no layer is inspected under it": self.inspect_every > 0,
             "unit_weights needs whole columns": self.unit_weights,
         }
-        for why, asked in undivided.items():
-            if asked and self.parallel == "fsdp":
+        for why, used in unsupported_by_fsdp.items():
+            if used and self.parallel == "fsdp":
                 raise ValueError(f"parallel is fsdp, and {why}: expected ddp")
-        clip = self.qk_clip is not None
-        if clip and self.unit_weights:
+        qk_clip = self.qk_clip is not None
+        if qk_clip and self.unit_weights:
             raise ValueError("qk_clip makes weights smaller, which unit_weights undoes")
-        if clip and self.compile:
+        if qk_clip and self.compile:
             raise ValueError("qk_clip looks at logits, which a compiled model does not show")
-        for score in self.scores if clip else ():
-            refuse_score(score)
+        for score in self.scores if qk_clip else ():
+            check_qk_clip(score)
         return self
 
     @classmethod
-    def of_this_version(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Settings of version 0.x: `tensorboard` was on or off before there was `track`.
+    def upgrade(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Convert settings of version 0.x: `tensorboard` became `track`, `kernels` is gone.
 
-        `kernels` was a choice, whose "portable" is now the only rule; `InputError` for another.
+        Raises `InputError` for `kernels` other than "portable", the only rule now.
         """
-        values, former = dict(values), values.get("tensorboard")
-        if isinstance(former, bool) and not (former and "track" in values):
+        values, tensorboard = dict(values), values.get("tensorboard")
+        if isinstance(tensorboard, bool) and not (tensorboard and "track" in values):
             del values["tensorboard"]
-            values |= {"track": "tensorboard"} if former else {}
+            values |= {"track": "tensorboard"} if tensorboard else {}
         if values.get("kernels", "portable") != "portable":
             raise InputError(
                 f"kernels is {values['kernels']!r}, but kernels are no longer chosen by timing; "
@@ -214,12 +214,12 @@ class LoopConfig(Settings):
 
     @classmethod
     def load(cls: type[Config], path: Path | str) -> Config:
-        """Read a .json or .toml file, or the config.json of a run."""
+        """Read settings from a .json or .toml file, or from a run's config.json."""
         return cls.parse(read_settings(expand_path(path)), str(path))
 
 
-def multiplier(schedule: ScheduleConfig, step: int, steps: int) -> float:
-    """The share of the peak learning rate at `step` (1-based) of `steps`.
+def lr_multiplier(schedule: ScheduleConfig, step: int, steps: int) -> float:
+    """Return the learning rate at `step` (1-based) of `steps` as a share of its peak.
 
     Warm-up: t/w for t ≤ w. Then 1, or floor + (1 − floor)·(1 + cos(π·(t − w)/(T − w)))/2, which is
     1 at t = w and `floor` at the last step.
@@ -233,10 +233,10 @@ def multiplier(schedule: ScheduleConfig, step: int, steps: int) -> float:
     return schedule.floor + (1.0 - schedule.floor) * (1.0 + math.cos(math.pi * progress)) / 2.0
 
 
-def refuse_score(spec: ScoreSpec) -> None:
-    """Raise `InputError` where QK-Clip cannot bound the logits by making weights smaller."""
+def check_qk_clip(spec: ScoreSpec) -> None:
+    """Raise `InputError` if shrinking weights cannot bound the logits of a score."""
     norms = spec.variant.query_norm(), spec.variant.key_norm()
-    for there, why in (
+    for applies, why in (
         (norms != (None, None), "its norm undoes it"),
         (spec.cap is not None, "its cap bends the logits"),
         (spec.bias is not None, "its bias is part of the logits"),
@@ -245,12 +245,12 @@ def refuse_score(spec: ScoreSpec) -> None:
         (spec.residual is not None, "its logits are also those of the layers below"),
         (getattr(spec.position, "widens", False), "it bends queries and keys"),
     ):
-        if there:
+        if applies:
             raise InputError(f"qk_clip cannot bound the logits of {spec.name} by weights: {why}")
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """The object in a .json or .toml file; the configuration inside a run's config.json."""
+    """Read settings from a .json or .toml file, or from a run's config.json."""
     if path.suffix not in (".json", ".toml"):
         raise InputError(f"{path} is not a configuration: expected a .json or .toml file")
     values = read_json(path) if path.suffix == ".json" else read_toml(path)

@@ -1,6 +1,6 @@
-"""One process or many: torchrun's environment, values shared by all ranks, and DDP.
+"""Distributed training: the process group of torchrun, collectives, and DDP.
 
-Every rank reads the same run directory (one machine, or a shared file system); rank 0 writes.
+Every rank reads the same run directory, on one machine or a shared file system. Rank 0 writes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class World:
-    """This process's place: `rank` of `size`, computing on `device`."""
+    """This process in its group: `rank` of `size`, computing on `device`."""
 
     rank: int
     size: int
@@ -36,27 +36,27 @@ class World:
 
     @property
     def main(self) -> bool:
-        """Whether this process writes."""
+        """Whether this is rank 0, which writes files."""
         return self.rank == 0
 
     def mean(self, values: Tensor) -> Tensor:
-        """The mean of `values` over all ranks; the same tensor when there is one."""
+        """Return the mean of `values` over all ranks, in place."""
         if self.size > 1:
             dist.all_reduce(values, op=dist.ReduceOp.SUM)
             values /= self.size
         return values
 
-    def largest(self, values: Tensor) -> Tensor:
-        """The largest of each of `values` over all ranks; the same tensor when there is one."""
+    def max(self, values: Tensor) -> Tensor:
+        """Return the elementwise maximum of `values` over all ranks, in place."""
         if self.size > 1:
             dist.all_reduce(values, op=dist.ReduceOp.MAX)
         return values
 
     def on_main(self, work: Callable[[], T]) -> T:
-        """Run `work` on rank 0 and give every rank its (picklable) result or its error.
+        """Run `work` on rank 0; return its (picklable) result, or raise its error, on every rank.
 
-        Whatever rank 0 raises, the other ranks raise too: an `InputError` of the same words for an
-        error of ours, else a `RuntimeError` that names it.
+        Other ranks raise an `InputError` with the same message for a `NormattnError`, and a
+        `RuntimeError` for any other exception.
         """
         if self.size == 1:
             return work()
@@ -73,23 +73,23 @@ class World:
                     copy = RuntimeError(f"the first process failed: {error!r}")
                 outcome = [pickle.dumps((None, copy))]
         dist.broadcast_object_list(outcome, src=0)
-        result, problem = pickle.loads(outcome[0])  # Of our own process group.
-        if problem is not None:
+        result, remote_failure = pickle.loads(outcome[0])  # From the same process group.
+        if remote_failure is not None:
             dist.barrier()
-            raise failure or problem
+            raise failure or remote_failure
         value: T = result
         return value
 
-    def first_of(self, value: str | None) -> str | None:
-        """The first value that is not None, in order of rank."""
+    def first_not_none(self, value: str | None) -> str | None:
+        """Return the first value that is not None, in order of rank."""
         if self.size == 1:
             return value
         values: list[str | None] = [None] * self.size
         dist.all_gather_object(values, value)
-        return next((gathered for gathered in values if gathered is not None), None)
+        return next((each for each in values if each is not None), None)
 
     def any(self, flag: bool) -> bool:
-        """Whether `flag` holds on any rank."""
+        """Return whether `flag` is true on any rank."""
         if self.size == 1:
             return flag
         return bool(self.mean(torch.tensor(float(flag), device=self.device)) > 0.0)
@@ -101,11 +101,11 @@ class World:
 
 
 @contextmanager
-def world(device: str = "auto") -> Iterator[World]:
-    """Join the process group that torchrun describes, if any, and leave it in order.
+def process_group(device: str = "auto") -> Iterator[World]:
+    """Join torchrun's process group inside, if there is one, and destroy it afterwards.
 
-    A group that exists already is used and left alone. `device` is "auto" (CUDA where there is
-    one), "cpu", "cuda" or "cuda:N".
+    An existing group is used and not destroyed. `device` is "auto" (CUDA if available), "cpu",
+    "cuda" or "cuda:N".
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if dist.is_available() and dist.is_initialized():
@@ -115,7 +115,7 @@ def world(device: str = "auto") -> Iterator[World]:
         yield World(0, 1, choose_device(device))
         return
     chosen = choose_device(device)
-    _meet("nccl" if chosen.type == "cuda" else "gloo")
+    _init_process_group("nccl" if chosen.type == "cuda" else "gloo")
     try:
         yield World(dist.get_rank(), dist.get_world_size(), chosen)
         dist.barrier()
@@ -124,28 +124,28 @@ def world(device: str = "auto") -> Iterator[World]:
         dist.barrier()
         raise
     finally:
-        # Without the barriers, destroying a gloo group under load aborts ranks that still talk.
+        # Without the barriers, destroying a gloo group under load aborts ranks still communicating.
         dist.destroy_process_group()
 
 
-def _meet(backend: str) -> None:
-    """Join the group that torchrun describes.
+def _init_process_group(backend: str) -> None:
+    """Initialise torchrun's process group with a separate store for each restart.
 
-    torchrun's store outlives a restart of the processes and still tells where those before it
-    listened (pytorch#135712), so each attempt takes a part of its own. Agents of several machines
-    count attempts apart; there TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 gives each a new store.
+    torchrun's store survives a restart and still has the addresses of the former processes
+    (pytorch#135712). Agents of several machines count restarts separately; there,
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 gives a new store each time.
     """
     if os.environ.get("GROUP_WORLD_SIZE") != "1":
         dist.init_process_group(backend)
         return
     store, rank, size = next(rendezvous("env://"))
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    own = PrefixStore(f"attempt-{attempt}", store)
-    dist.init_process_group(backend, store=own, rank=rank, world_size=size)
+    store = PrefixStore(f"attempt-{attempt}", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
 
 
 def choose_device(name: str) -> torch.device:
-    """The torch device for `name`; `InputError` where the machine lacks it."""
+    """Return the torch device for `name`; `InputError` if the machine does not have it."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -164,46 +164,46 @@ def choose_device(name: str) -> torch.device:
 
 
 class Parallel:
-    """How a model lies on the processes, and how its state is written and read there.
+    """Distributes a model over processes; saves and loads its state.
 
-    This one leaves the whole model and optimiser with each process (`ddp`, or one process).
-    `searched`: whether a forward pass can be repeated outside the wrapper, module by module.
-    Every method is called by all processes together.
+    Here every process holds the full model and optimiser (`ddp`, or one process). All processes
+    call each method together.
     """
 
-    searched = True
+    can_find_divergence = True
+    """Whether a forward pass can be repeated outside the wrapper, module by module."""
 
     def __init__(self, world: World) -> None:
         self._world = world
 
     @property
     def writes(self) -> bool:
-        """Whether this process takes part in writing a checkpoint."""
+        """Whether this process writes to checkpoints."""
         return self._world.main
 
     def wrap(self, objective: nn.Module) -> nn.Module:
-        """A module whose backward pass leaves the mean of the processes' gradients."""
+        """Wrap a module so that its backward pass averages gradients over processes."""
         return DistributedDataParallel(objective) if self._world.size > 1 else objective
 
-    def unsynchronised(self, wrapped: nn.Module) -> AbstractContextManager[object]:
-        """For micro-batches before the step's last one: gradients are exchanged once a step.
+    def no_sync(self, wrapped: nn.Module) -> AbstractContextManager[object]:
+        """Skip averaging for all micro-batches of a step but the last.
 
-        Divided gradients are exchanged each time: to wait would hold all of them whole.
+        Sharded gradients are exchanged each time, because accumulating them needs full gradients.
         """
         return wrapped.no_sync() if isinstance(wrapped, DistributedDataParallel) else nullcontext()
 
-    def average(self) -> None:
-        """Exchange the gradients that the wrapper leaves out."""
+    def average_unwrapped(self) -> None:
+        """Average the gradients of parameters that the wrapper leaves out."""
 
-    def due(self, asked: Callable[[], bool]) -> bool:
-        """Whether to save now, by what the main process answers."""
-        return self.writes and asked()
+    def decide(self, condition: Callable[[], bool]) -> bool:
+        """Return the main process's answer to `condition`."""
+        return self.writes and condition()
 
-    def finite(self, model: nn.Module) -> bool:
-        """Whether what this process holds of every parameter are finite numbers only."""
-        # Of a divided parameter (a DTensor) a process holds its part.
-        held = (getattr(p.detach(), "_local_tensor", p.detach()) for p in model.parameters())
-        return all(bool(torch.isfinite(part).all()) for part in held)
+    def is_finite(self, model: nn.Module) -> bool:
+        """Return whether all parameters are finite on the processes that write."""
+        # A process has only its shard of a DTensor.
+        local = (getattr(p.detach(), "_local_tensor", p.detach()) for p in model.parameters())
+        return all(bool(torch.isfinite(tensor).all()) for tensor in local)
 
     def save(
         self,
@@ -212,16 +212,16 @@ class Parallel:
         tensors: Mapping[str, Tensor],
         meta: Mapping[str, Any],
     ) -> None:
-        """Write a checkpoint, or begin to; the tensors may change as soon as this returns."""
+        """Write a checkpoint, or start to; the tensors may change as soon as this returns."""
         checkpoints.save(step, tensors, meta)
 
-    def settle(self) -> None:
-        """Wait until what `save` began is in its place; `InputError` where it cannot be."""
+    def wait(self) -> None:
+        """Wait until `save` has finished; raise its error on all processes."""
 
     def load(self, checkpoint: Checkpoint, model: nn.Module) -> Mapping[str, Tensor]:
-        """The tensors of a checkpoint, whoever wrote it, each as this process holds it."""
+        """Return the tensors of a checkpoint as this process holds them, whatever wrote it."""
         return read_shards(checkpoint, model) if checkpoint.sharded else checkpoint.tensors
 
-    def gathered(self, model: nn.Module) -> AbstractContextManager[object]:
-        """Within it, the main process holds every parameter of `model` whole."""
+    def full_parameters(self, model: nn.Module) -> AbstractContextManager[object]:
+        """Inside, the main process holds all parameters of `model` in full."""
         return nullcontext()

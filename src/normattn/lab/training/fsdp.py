@@ -1,10 +1,10 @@
-"""A model of which every process holds a part (FSDP2), and checkpoints written in parts.
+"""Sharded training with FSDP2, and sharded checkpoints.
 
-Weights, gradients and moments are divided by axis 0, 1/N each. The weights of a block are gathered
-when its turn comes, forward and backward, and let go afterwards; embedding, head and norms stay
-gathered through a step. Checkpoints are torch.distributed.checkpoint's with safetensors parts (each
-file's header says where its rows are in the whole): torch's own format keeps its index as a
-pickle, and to read a pickle is to run what it says."""
+Weights, gradients and moments are sharded along axis 0. The weights of a block are gathered for its
+forward and backward passes and freed afterwards; embedding, head and norms stay gathered through a
+step. Checkpoints are torch.distributed.checkpoint's, with safetensors shards: the default format
+has a pickled index, and unpickling executes code.
+"""
 
 from __future__ import annotations
 
@@ -25,67 +25,66 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from normattn.io import explain_os_errors
 from normattn.lab.runs import Checkpoint, Checkpoints
 from normattn.lab.training.distributed import Parallel, World
-from normattn.lab.training.sharding import replaced, whole
+from normattn.lab.training.sharding import full_tensor, replace_sharded_parameters
 from normattn.lab.training.state import read_shards
 from normattn.models.transformer import Blocks
 
 
 class Sharded(Parallel):
-    """`fsdp`: every process holds a part; a parameter that is one number is held whole by each.
+    """`fsdp`: every process holds a shard of each parameter; scalars are replicated.
 
     Under bf16 a block's weights are gathered in bf16, for half the bytes (autocast would keep a
-    copy of each until the backward pass), and gradients are summed in fp32; what a process holds
-    is fp32.
+    copy of each until the backward pass). Gradients are summed in fp32, and shards are fp32.
     """
 
-    searched = False
+    can_find_divergence = False
 
     def __init__(self, world: World, precision: str) -> None:
         super().__init__(world)
         self._precision = precision
-        self._numbers: list[nn.Parameter] = []
-        # Of its own: the training's messages do not wait for those of a checkpoint.
+        self._scalars: list[nn.Parameter] = []
+        # A separate group: training does not wait for the messages of a checkpoint.
         self._group = dist.new_group(backend="gloo")
-        self._finisher = ThreadPoolExecutor(1, "checkpoint")
+        self._executor = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future[Any] | None = None
 
     @property
     def writes(self) -> bool:
-        """Each its part."""
+        """Every process writes its shards."""
         return True
 
     def wrap(self, objective: nn.Module) -> nn.Module:
-        """Divide the parameters: those of each block together, then all others."""
-        # As DistributedDataParallel does: all begin with what the main process drew.
+        """Shard the parameters: those of each block together, then all others."""
+        # As in DistributedDataParallel, all start with the main process's values.
         for tensor in (*objective.parameters(), *objective.buffers()):
             dist.broadcast(tensor.detach(), src=0)
         mesh = init_device_mesh(self._world.device.type, (self._world.size,))
-        self._numbers = [p for p in objective.parameters() if p.ndim == 0]
-        whole = set(self._numbers)
+        self._scalars = [p for p in objective.parameters() if p.ndim == 0]
+        scalars = set(self._scalars)
         half = torch.bfloat16 if self._precision == "bf16" else None
         policy = MixedPrecisionPolicy(half, torch.float32, cast_forward_inputs=False)
         for module in objective.modules():
             if isinstance(module, Blocks):
                 for block in module:
-                    fully_shard(block, mesh=mesh, mp_policy=policy, ignored_params=whole)
-        fully_shard(objective, mesh=mesh, ignored_params=whole)
+                    fully_shard(block, mesh=mesh, mp_policy=policy, ignored_params=scalars)
+        fully_shard(objective, mesh=mesh, ignored_params=scalars)
         return objective
 
-    def average(self) -> None:
-        """The gradients of single numbers, which FSDP2 does not divide."""
-        gradients = [p.grad for p in self._numbers if p.grad is not None]
+    def average_unwrapped(self) -> None:
+        """Average the gradients of scalars, which FSDP2 does not shard."""
+        gradients = [p.grad for p in self._scalars if p.grad is not None]
         if gradients:
             means = self._world.mean(torch.stack(gradients))
             for gradient, mean in zip(gradients, means, strict=True):
                 gradient.copy_(mean)
 
-    def due(self, asked: Callable[[], bool]) -> bool:
-        """The writing process's clock decides for all."""
-        return self._world.any(self._world.main and asked())
+    def decide(self, condition: Callable[[], bool]) -> bool:
+        """Return the main process's answer on every process."""
+        return self._world.any(self._world.main and condition())
 
-    def finite(self, model: nn.Module) -> bool:
-        """No process holds a part that is not."""
-        return not self._world.any(not super().finite(model))
+    def is_finite(self, model: nn.Module) -> bool:
+        """Return whether the shards of all processes are finite."""
+        return not self._world.any(not super().is_finite(model))
 
     def save(
         self,
@@ -94,13 +93,12 @@ class Sharded(Parallel):
         tensors: Mapping[str, Tensor],
         meta: Mapping[str, Any],
     ) -> None:
-        """Copy the parts and write them while training goes on; `settle` waits for it.
+        """Copy the shards and write them in the background; `wait` waits for it.
 
-        One that was begun before is finished first. Nothing is lost by that: a checkpoint gets its
-        name only when all of it is on the disk with its checksums, and until then the one before
-        it stands.
+        An earlier save is finished first. A checkpoint gets its name only when all of it is on the
+        disk with its checksums. Until then the one before it is the latest.
         """
-        self.settle()
+        self.wait()
         folder = self._world.on_main(lambda: checkpoints.begin(step))
         writing = async_save(
             {name: tensor.detach() for name, tensor in tensors.items()},
@@ -108,40 +106,40 @@ class Sharded(Parallel):
             process_group=self._group,
         )
         assert isinstance(writing, Future)
-        described = dict(meta)
+        meta = dict(meta)
 
         def finish() -> None:
-            """Wait for all parts, then give the checkpoint its name."""
+            """Wait for all shards, then give the checkpoint its name."""
             with explain_os_errors(folder):
                 try:
                     writing.result()
                 except CheckpointException as error:
-                    # Of the errors of all processes the first one is raised.
+                    # Raise the first error of all processes.
                     raise next(iter(error.failures.values()))[0] from error
-            checkpoints.finish(folder, step, described)
+            checkpoints.finish(folder, step, meta)
 
-        self._pending = self._finisher.submit(finish) if self._world.main else writing
+        self._pending = self._executor.submit(finish) if self._world.main else writing
 
-    def settle(self) -> None:
-        """Wait until what `save` began is in its place; `InputError` on all where it cannot be."""
+    def wait(self) -> None:
+        """Wait until `save` has finished; raise its error on all processes."""
         pending, self._pending = self._pending, None
         if pending is not None:
             if not self._world.main:
-                # What went wrong anywhere, the writing process says.
+                # The main process raises the errors of all processes.
                 pending.exception()
             self._world.on_main(pending.result)
 
     def load(self, checkpoint: Checkpoint, model: nn.Module) -> Mapping[str, Tensor]:
-        """This process's part of each tensor, whoever wrote them."""
+        """Return this process's shards of the tensors, whatever wrote them."""
         return read_shards(checkpoint, model)
 
     @contextmanager
-    def gathered(self, model: nn.Module) -> Iterator[None]:
-        """One parameter after another is put together; the writing process keeps it, on the CPU."""
+    def full_parameters(self, model: nn.Module) -> Iterator[None]:
+        """Gather one parameter after another; the main process keeps it on the CPU."""
 
-        def kept(parameter: nn.Parameter) -> Tensor:
-            full = whole(parameter.detach())
+        def gather(parameter: nn.Parameter) -> Tensor:
+            full = full_tensor(parameter.detach())
             return full.cpu() if self._world.main else full.new_empty(0)
 
-        with replaced(model, kept):
+        with replace_sharded_parameters(model, gather):
             yield

@@ -1,4 +1,4 @@
-"""What a run leaves of its data, and training that continues from a saved model."""
+"""The record of a run's data, and training that continues from a saved model."""
 
 from __future__ import annotations
 
@@ -23,19 +23,18 @@ TOKENISER_FILE = "tokeniser.json"
 
 @runtime_checkable
 class HasFingerprint(Protocol):
-    """Prepared data; the fingerprint is a hash of all of it."""
+    """Prepared data with a hash of it."""
 
     @property
     def fingerprint(self) -> str:  # noqa: D102
         ...
 
 
-def begin_corpus(data: object, out: Path) -> None:
-    """Write `corpus.json` at the start of a run, or refuse to go on with other data than it says.
+def record_corpus(data: object, out: Path) -> None:
+    """Write `corpus.json` at the start of a run; `InputError` if it exists with other data.
 
-    It holds the `fingerprint` of the data and, of tokens, the `sources` of the text with their
-    versions. Files behind a corpus can change while a run is stopped: it would go on with the ids
-    of another tokeniser. Raises `InputError`.
+    It has the `fingerprint` of the data and, for tokens, the `sources` of the text with versions.
+    The files of a corpus may change while a run is stopped; a resumed run would mix token ids.
     """
     if not isinstance(data, HasFingerprint):
         return
@@ -45,10 +44,10 @@ def begin_corpus(data: object, out: Path) -> None:
 
 
 def refuse_other_data(data: HasFingerprint, run: Path, was: str = "trained") -> None:
-    """`InputError` where the run in `run` was trained on other data than `data`.
+    """Raise `InputError` if the run in `run` was trained on other data than `data`.
 
-    Its model would read the ids of another tokeniser, and documents that it has seen. A run from
-    before there was a `corpus.json` says nothing, and passes.
+    Token ids would differ, and test documents might have been trained on. A run without a
+    `corpus.json`, from an old version, passes.
     """
     record = run / CORPUS_FILE
     if record.is_file() and read_object(record).get("fingerprint") != data.fingerprint:
@@ -59,104 +58,105 @@ def refuse_other_data(data: HasFingerprint, run: Path, was: str = "trained") -> 
 
 
 KEPT = "kept"
-"""The folder of a run in which models of chosen steps lie."""
+"""The folder of a run with the models of the steps in `keep`."""
 AnyConfig = TypeVar("AnyConfig", CausalLMConfig, MaskedLMConfig)
 AnyModel = TypeVar("AnyModel", CausalLM, MaskedLM)
 
 
 class Continuation(Settings):
-    """Where training goes on from, and how.
+    """The saved model that training continues from, and how.
 
-    start: the folder of a saved model. weights: the SHA-256 of its weights, which decide the run
-    (the folder may move). method: inference-time components, switched on while it trains, such as
-    "PI(factor=4)"; they are no part of the saved model. length: tokens of a training sequence,
-    None for the model's train_length; whatever the score takes from its training length (log-n,
-    a window) stays as it was trained. trained: the score that the saved model was trained with,
-    where `model.score` is another one, which takes its place from the first step on (None: they
-    are one score); what the new score has beyond the old one, such as gains, starts fresh.
+    - start: the folder of the saved model.
+    - weights: the SHA-256 of its weights, which identify it if the folder moves.
+    - method: inference-time components that are active in training, such as "PI(factor=4)". They
+      are not saved with the model.
+    - length: tokens of a training sequence, None for the model's train_length. What the score
+      derives from its training length (log-n, a window) does not change.
+    - trained: the score of the saved model if `model.score` replaces it, else None. Parameters that
+      only the new score has, such as gains, are initialised.
     """
 
     start: str
     weights: str = Field(pattern=r"^[0-9a-f]{64}$")
     method: str = ""
     length: int | None = Field(default=None, ge=2)
-    # Left out of a dump where it is off: runs that were made before it stay the same.
+    # Not dumped if None, so that older runs keep their digests.
     trained: Annotated[str | None, Field(exclude_if=lambda score: score is None)] = None
 
     @classmethod
-    def of(
+    def from_model(
         cls,
         start: Path,
         method: str = "",
         length: int | None = None,
         trained: str | None = None,
     ) -> Continuation:
-        """Go on from the model saved in `start`, with the weights that it holds now."""
+        """Continue from the model saved in `start`, with its present weights."""
         digest = read_object(start / CONFIG_FILE).get("weights_sha256")
         if not isinstance(digest, str):
             raise InputError(f"{start / CONFIG_FILE} does not describe a saved model")
         return cls(start=str(start), weights=digest, method=method, length=length, trained=trained)
 
-    def saved(self, model: AnyConfig) -> AnyConfig:
-        """The settings of the saved model: `model` with the score that it was trained with."""
+    def saved_config(self, model: AnyConfig) -> AnyConfig:
+        """Return the settings of the saved model: `model` with the score it was trained with."""
         if self.trained is None:
             return model
         return type(model)(**{**model.model_dump(mode="json"), "score": self.trained})
 
     def check(self, model: CausalLMConfig) -> None:
-        """Raise `InputError` when the method cannot be applied to the model's score."""
+        """Raise `InputError` if the method cannot be applied to the model's score."""
         model.score.with_method(self.method).resolve(train_length=model.train_length)
 
 
 def refuse_other_tokeniser(continued: Continuation | None, data: TokenData) -> None:
-    """`InputError` where the run that the saved model is of left another tokeniser than `data` has.
+    """Raise `InputError` if the saved model was trained with another tokeniser than that of `data`.
 
-    Its weights know tokens by their ids. Nothing is compared where no tokeniser was saved.
+    Passes if its run has no tokeniser.
     """
     if continued is None:
         return
     start = expand_path(continued.start)
     run = start.parent.parent if start.parent.name == KEPT else start.parent
-    left = run / TOKENISER_FILE
-    if not left.is_file():
+    saved = run / TOKENISER_FILE
+    if not saved.is_file():
         return
-    now = None if data.tokeniser is None else data.tokeniser.fingerprint
-    if Tokeniser.load(left).fingerprint != now:
+    current = None if data.tokeniser is None else data.tokeniser.fingerprint
+    if Tokeniser.load(saved).fingerprint != current:
         raise InputError(
-            f"the model in {start} was trained with the tokeniser {left}, and this corpus has "
+            f"the model in {start} was trained with the tokeniser {saved}, and this corpus has "
             "another: token ids would mean other tokens; continue on the corpus that it was "
             "trained on"
         )
 
 
 def new_model(kind: type[AnyModel], config: Any, continued: Continuation | None) -> AnyModel:
-    """The model of these settings that training begins with: fresh, or the one of `continued`.
+    """Return the model that training starts with: a new one, or the one of `continued`.
 
-    Raises `InputError` when the saved model has other settings or other weights than the
-    configuration says, or holds what the new score has no place for.
+    Raises `InputError` if the saved model has other settings or weights than configured, or
+    parameters that the new score does not have.
     """
     if continued is None:
         return kind(config)
     start = expand_path(continued.start)
-    weights = Continuation.of(start).weights
+    weights = Continuation.from_model(start).weights
     if weights != continued.weights:
         raise InputError(
             f"the model in {start} holds other weights than those that this run started with "
             f"({weights[:12]}… there, {continued.weights[:12]}… in its configuration)"
         )
     model = load_as(kind, start)
-    if model.config != continued.saved(config):
+    if model.config != continued.saved_config(config):
         raise InputError(
             f"the model in {start} has other settings than `model` says; continued training uses "
             "them as they were saved"
         )
     if continued.trained is not None:
         saved, model = model, kind(config)
-        _, without_place = model.load_state_dict(saved.state_dict(), strict=False)
-        if without_place:
+        _, unexpected = model.load_state_dict(saved.state_dict(), strict=False)
+        if unexpected:
             raise InputError(
                 f"a model trained with {saved.config.score} cannot continue with {config.score}, "
-                f"which does not have {', '.join(without_place)}"
+                f"which does not have {', '.join(unexpected)}"
             )
     if isinstance(model, CausalLM):
         model.using(continued.method)

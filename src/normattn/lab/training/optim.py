@@ -1,4 +1,4 @@
-"""Optimisers: AdamW, Tiger and Muon over the parameters of a model, grouped by what they are."""
+"""Optimisers: AdamW, Tiger and Muon, over parameters grouped by kind."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from normattn.errors import InputError
 from normattn.lab.training.config import AdamWConfig, MuonConfig, OptimiserConfig, TigerConfig
-from normattn.lab.training.sharding import held_rows, whole
+from normattn.lab.training.sharding import full_tensor, local_rows
 from normattn.layers import Attention, CrossAttention, GatedAttentionUnit
 
 Named = dict[str, nn.Parameter]
@@ -23,23 +23,23 @@ _VECTOR_NAMES = frozenset({"gain", "bias", "gamma", "beta", "scale", "alpha"})
 
 @dataclass(frozen=True)
 class ParameterGroups:
-    """Named parameters by kind, each once (a tied one where it is met first), in model order."""
+    """Named parameters by kind, each once and in model order."""
 
     matrices: Named
     embeddings: Named
     vectors: Named
 
     def items(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Every (name, parameter): matrices, embeddings, vectors."""
+        """Iterate over (name, parameter): matrices, embeddings, vectors."""
         return chain(self.matrices.items(), self.embeddings.items(), self.vectors.items())
 
 
 def group_parameters(model: nn.Module) -> ParameterGroups:
     """Group the trainable parameters of `model`.
 
-    Embeddings are the weights of `nn.Embedding`. Vectors are everything of fewer than two axes,
-    whatever is named a gain, bias, gamma, beta, scale or alpha (a gain per head has two axes and
-    is still a gain), and what an attention score learns. All else is a matrix.
+    Embeddings are the weights of `nn.Embedding`. Vectors have fewer than two axes, are named gain,
+    bias, gamma, beta, scale or alpha (a gain per head has two axes), or belong to an attention
+    score. All other parameters are matrices.
     """
     groups = ParameterGroups({}, {}, {})
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
@@ -50,15 +50,15 @@ def group_parameters(model: nn.Module) -> ParameterGroups:
             groups.embeddings[name] = parameter
             continue
         *path, last = name.split(".")
-        named = "score" in path or not _VECTOR_NAMES.isdisjoint(last.split("_"))
-        (groups.vectors if named or parameter.ndim < 2 else groups.matrices)[name] = parameter
+        vector = "score" in path or not _VECTOR_NAMES.isdisjoint(last.split("_"))
+        (groups.vectors if vector or parameter.ndim < 2 else groups.matrices)[name] = parameter
     return groups
 
 
 class Optimiser:
-    """One or two of torch's optimisers over the named parameters of a model, stepped as one.
+    """One or two of torch's optimisers over the named parameters of a model, stepped together.
 
-    Its state is held, saved and loaded by the parameters' names.
+    Its state is saved and loaded by the parameters' names.
     """
 
     def __init__(self, members: list[tuple[torch.optim.Optimizer, list[str]]]) -> None:
@@ -80,14 +80,14 @@ class Optimiser:
             member.zero_grad(set_to_none=True)
 
     def step(self, lr: float) -> None:
-        """Move every parameter that has a gradient, at the learning rate `lr`."""
+        """Update every parameter that has a gradient, with learning rate `lr`."""
         for group in self.param_groups:
             group["lr"] = lr
         for member, _ in self.members:
             member.step()
 
     def state(self) -> dict[str, Tensor]:
-        """The live state as NAME/KEY for each parameter and each of its moments."""
+        """Return the state, not copied, as NAME/KEY for each parameter and moment."""
         return {
             f"{names[index]}/{key}": torch.as_tensor(value)
             for member, names in self.members
@@ -96,7 +96,7 @@ class Optimiser:
         }
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take copies of what `state` gave; `InputError` for state of unknown parameters."""
+        """Load copies of what `state` returned; `InputError` for state of unknown parameters."""
         by_name: dict[str, dict[str, Tensor]] = {}
         for path, value in tensors.items():
             name, _, key = path.rpartition("/")
@@ -104,12 +104,12 @@ class Optimiser:
         if not by_name.keys() <= {*self.names}:
             raise InputError("the checkpoint holds optimiser state of parameters that do not exist")
         for member, names in self.members:
-            own = {index: by_name[name] for index, name in enumerate(names) if name in by_name}
-            member.load_state_dict({**member.state_dict(), "state": own})
+            state = {index: by_name[name] for index, name in enumerate(names) if name in by_name}
+            member.load_state_dict({**member.state_dict(), "state": state})
 
 
 def make_optimiser(model: nn.Module, config: OptimiserConfig) -> Optimiser:
-    """The optimiser over `model`'s trainable parameters; `InputError` where it has none."""
+    """Return the optimiser of `model`'s trainable parameters; `InputError` if it has none."""
     groups = group_parameters(model)
     names = [name for name, _ in groups.items()]
     if not names:
@@ -118,25 +118,25 @@ def make_optimiser(model: nn.Module, config: OptimiserConfig) -> Optimiser:
         return Optimiser([(Tiger(groups, config), names)])
     if isinstance(config, MuonConfig):
         return Optimiser(_muon(model, groups, config))
-    decayed, plain = {**groups.matrices, **groups.embeddings}, groups.vectors
+    decayed, undecayed = {**groups.matrices, **groups.embeddings}, groups.vectors
     fused = all(p.device.type in ("cpu", "cuda") for _, p in groups.items())
-    how = {"fused": fused, "foreach": None if fused else True}
-    return Optimiser([(_adamw(decayed, plain, config, **how), names)])
+    options = {"fused": fused, "foreach": None if fused else True}
+    return Optimiser([(_adamw(decayed, undecayed, config, **options), names)])
 
 
 def _adamw(
-    decayed: Named, plain: Named, config: AdamWConfig | MuonConfig, **how: Any
+    decayed: Named, undecayed: Named, config: AdamWConfig | MuonConfig, **options: Any
 ) -> torch.optim.AdamW:
-    """torch's AdamW without decay on `plain`."""
-    members = [(list(decayed.values()), config.weight_decay), (list(plain.values()), 0.0)]
+    """Return torch's AdamW without weight decay on `undecayed`."""
+    members = [(list(decayed.values()), config.weight_decay), (list(undecayed.values()), 0.0)]
     groups = [{"params": params, "weight_decay": decay} for params, decay in members if params]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, **how)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, **options)
 
 
 def _muon(
     model: nn.Module, groups: ParameterGroups, config: MuonConfig
 ) -> list[tuple[torch.optim.Optimizer, list[str]]]:
-    """Muon for matrices, AdamW for embeddings, the head, gains, biases and what a score learns."""
+    """Return Muon for matrices, and AdamW for embeddings, the head, vectors and scores."""
     matrices: Named = {}
     decayed: Named = {}
     for name, parameter in groups.matrices.items():
@@ -151,8 +151,8 @@ def _muon(
         )
     members: list[tuple[torch.optim.Optimizer, list[str]]] = []
     if matrices:
-        parts = [rows.get(name, [len(p)]) for name, p in matrices.items()]
-        members.append((Muon(matrices.values(), parts, config), [*matrices]))
+        blocks = [rows.get(name, [len(p)]) for name, p in matrices.items()]
+        members.append((Muon(matrices.values(), blocks, config), [*matrices]))
     if decayed or groups.vectors:
         adamw = _adamw(decayed, groups.vectors, config)
         members.append((adamw, [*decayed, *groups.vectors]))
@@ -160,10 +160,10 @@ def _muon(
 
 
 def projection_rows(model: nn.Module, split: Literal["qkv", "heads"]) -> dict[str, list[int]]:
-    """How many rows each projection has in a weight that holds several, by the weight's name.
+    """Return the row counts of the projections inside fused weights, by the weight's name.
 
-    "qkv" takes queries, keys and values apart, "heads" also their heads. A gated attention unit,
-    which has one head, always gives u, v and its shared or separate keys.
+    "qkv" separates queries, keys and values, "heads" also their heads. A gated attention unit has
+    one head: always u, v and its shared or separate keys.
     """
     rows: dict[str, list[int]] = {}
     for name, layer in model.named_modules():
@@ -172,7 +172,7 @@ def projection_rows(model: nn.Module, split: Literal["qkv", "heads"]) -> dict[st
             rows[f"{path}expand.weight"] = layer.widths
         elif isinstance(layer, Attention | CrossAttention):
             heads = [[layer.head_dim] * count for count in (layer.heads, layer.kv_heads)]
-            q, kv = heads if split == "heads" else [[sum(part)] for part in heads]
+            q, kv = heads if split == "heads" else [[sum(sizes)] for sizes in heads]
             if isinstance(layer, Attention):
                 rows[f"{path}qkv.weight"] = [*q, *kv, *kv]
             else:
@@ -182,28 +182,27 @@ def projection_rows(model: nn.Module, split: Literal["qkv", "heads"]) -> dict[st
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon: momentum whose singular values are made nearly one, for each part of a matrix.
+    """Muon: orthogonalised momentum, for each block of rows of a matrix.
 
         m ← β·m + (1 − β)·g
         θ ← θ − η·(0.2·√max(rows, columns)·NS(β·m + (1 − β)·g) + wd·θ)
 
-    NS is `orthogonalise`. The factor gives a step the size of AdamW's, so that one η serves both.
-    `parts` are the numbers of rows of the parts of each parameter, which take their steps apart.
-    Where processes hold parts of a matrix (fsdp), each computes NS of the whole one and moves the
-    rows that it holds.
+    NS is `orthogonalise`. The factor matches the step size of AdamW, so that both share one η.
+    `blocks` has the row counts of each parameter's blocks, which are orthogonalised separately.
+    Under fsdp every process computes NS of the full matrix and updates its own rows.
     Sources: Jordan et al. 2024 (kellerjordan.github.io/posts/muon), arXiv 2502.16982.
     """
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], parts: Sequence[list[int]], config: MuonConfig
+        self, parameters: Iterable[nn.Parameter], blocks: Sequence[list[int]], config: MuonConfig
     ) -> None:
         defaults = {"weight_decay": config.weight_decay, "momentum": config.momentum}
         super().__init__(parameters, {"lr": config.lr, **defaults})
-        self._parts = dict(zip(self.param_groups[0]["params"], parts, strict=True))
+        self._blocks = dict(zip(self.param_groups[0]["params"], blocks, strict=True))
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Move every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         for group in self.param_groups:
             lr, beta = group["lr"], group["momentum"]
             for parameter in group["params"]:
@@ -214,31 +213,31 @@ class Muon(torch.optim.Optimizer):
                     state["momentum_buffer"] = torch.zeros_like(parameter)
                 momentum = state["momentum_buffer"]
                 momentum.lerp_(parameter.grad, 1 - beta)
-                update = whole(parameter.grad.lerp(momentum, beta))
+                update = full_tensor(parameter.grad.lerp(momentum, beta))
                 parameter.mul_(1 - lr * group["weight_decay"])
-                held, first = held_rows(parameter)
+                local, first = local_rows(parameter)
                 for start, direction, size in self._directions(parameter, update):
-                    low, high = max(start, first), min(start + len(direction), first + len(held))
+                    low, high = max(start, first), min(start + len(direction), first + len(local))
                     if low < high:
-                        own = direction[low - start : high - start]
-                        held[low - first : high - first].add_(own, alpha=-lr * size)
+                        rows = direction[low - start : high - start]
+                        local[low - first : high - first].add_(rows, alpha=-lr * size)
 
     def _directions(
         self, parameter: Tensor, update: Float[Tensor, "r c"]
     ) -> Iterator[tuple[int, Float[Tensor, "p c"], float]]:
-        """Each part's first row, direction and step size; equal neighbours come as one batch."""
+        """Yield first row, direction and step size of each block; equal neighbours as one batch."""
         start = 0
-        for rows, equal in groupby(self._parts[parameter]):
+        for rows, equal in groupby(self._blocks[parameter]):
             count = len([*equal])
-            part = update[start : start + count * rows]
-            alike = part if count == 1 else part.reshape(count, rows, -1)
-            size = 0.2 * math.sqrt(max(alike.shape[-2:]))
-            yield start, orthogonalise(alike).reshape(part.shape), size
+            block = update[start : start + count * rows]
+            batch = block if count == 1 else block.reshape(count, rows, -1)
+            size = 0.2 * math.sqrt(max(batch.shape[-2:]))
+            yield start, orthogonalise(batch).reshape(block.shape), size
             start += count * rows
 
 
 def orthogonalise(update: Float[Tensor, "*n r c"]) -> Float[Tensor, "*n r c"]:
-    """U·Vᵀ, nearly, of each matrix U·S·Vᵀ: five Newton-Schulz steps in bf16.
+    """Return nearly U·Vᵀ of each matrix U·S·Vᵀ, by five Newton-Schulz steps in bf16.
 
     Each step is x ← a·x + (b·x·xᵀ + c·(x·xᵀ)²)·x, from x = update / ‖update‖.
     """
@@ -255,15 +254,14 @@ def orthogonalise(update: Float[Tensor, "*n r c"]) -> Float[Tensor, "*n r c"]:
 
 
 class Tiger(torch.optim.Optimizer):
-    """Tiger over grouped parameters: the sign of one momentum, in proportion to each parameter.
+    """Tiger: the sign of the momentum, scaled by the size of each parameter.
 
         m ← β·m + (1 − β)·g
         θ ← θ − η_θ·(sign m + wd·θ)
 
     η_θ = η·RMS(θ) for a matrix, η·RMS(row) for each row of an embedding, η/2 and no decay for gains
-    and biases. One state tensor per parameter. A matrix that is all zero has RMS 0 and never moves,
-    so nothing trained with Tiger may start from zero but gains and biases: `InputError` where one
-    does. Source: kexue 9512.
+    and biases. One state tensor per parameter. An all-zero matrix has RMS 0 and would never change,
+    so it raises `InputError`. Source: kexue 9512.
     """
 
     def __init__(self, groups: ParameterGroups, config: TigerConfig) -> None:
@@ -285,7 +283,7 @@ class Tiger(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Move every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             if parameters:

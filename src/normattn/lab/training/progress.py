@@ -1,4 +1,4 @@
-"""Progress on stderr: loss, tokens per second, time left. A bar on a terminal, else lines."""
+"""Training progress on stderr: a bar on a terminal, else lines."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _LINE_SECONDS = 30.0
 
 
 class ProgressBar:
-    """A bar where stderr is a terminal, and a line every half minute where it is none."""
+    """Shows loss, tokens per second and time left: a bar on a terminal, else a line per 30 s."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(file=sys.stderr)
         self._progress: Progress | None = None
-        self._drawn = 0.0
-        self._done = 0
+        self._shown = 0.0
+        self._start_step = 0
 
-    def start(self, done: int, steps: int) -> None:
-        """Draw the bar at `done` of `steps`."""
-        self._done, self._drawn = done, time.monotonic()
+    def start(self, step: int, steps: int) -> None:
+        """Show the bar at `step` of `steps`."""
+        self._start_step, self._shown = step, time.monotonic()
         if self._console.is_terminal:
             self._progress = Progress(
                 TextColumn("training"),
@@ -39,21 +39,21 @@ class ProgressBar:
                 auto_refresh=False,
             )
             self._progress.start()
-            self._progress.add_task("training", total=steps, completed=done, loss="–", rate="–")
+            self._progress.add_task("training", total=steps, completed=step, loss="–", rate="–")
 
     def step(self, report: StepReport) -> None:
-        """Move the bar, a few times a second at most, or say a line."""
+        """Move the bar, a few times a second at most, or print a line."""
         now, bar = time.monotonic(), self._progress
         last = bar is not None and report.step == report.steps
-        if now - self._drawn < (_LINE_SECONDS if bar is None else _REDRAW_SECONDS) and not last:
+        if now - self._shown < (_LINE_SECONDS if bar is None else _REDRAW_SECONDS) and not last:
             return
-        self._drawn = now
+        self._shown = now
         loss, rate = f"{report.loss:.4f}", f"{report.tokens_per_second:,.0f}"
         if bar is not None:
             task = bar.task_ids[0]
             bar.update(task, completed=report.step, loss=loss, rate=rate, refresh=True)
             return
-        left = report.seconds / (report.step - self._done) * (report.steps - report.step)
+        left = report.seconds / (report.step - self._start_step) * (report.steps - report.step)
         self._console.print(
             f"step {report.step:,} of {report.steps:,}, loss {loss}, {rate} tokens/s, "
             f"{timedelta(seconds=round(left))} left",
@@ -62,6 +62,6 @@ class ProgressBar:
         )
 
     def stop(self) -> None:
-        """Leave the last state of the bar on the terminal."""
+        """Stop the bar; its last state stays on the terminal."""
         if self._progress is not None:
             self._progress.stop()

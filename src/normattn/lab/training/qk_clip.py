@@ -1,9 +1,9 @@
-"""QK-Clip: weights of the heads whose largest logit passed τ in a step are made smaller after it.
+"""QK-Clip: after a step, shrink the weights of heads whose largest logit exceeded τ.
 
     γ_h = min(1, τ / S_h)        W_q^h ← √γ_h · W_q^h        W_k^h ← √γ_h · W_k^h
 
-S_h is the largest logit of head h that the step saw, over all processes. Where query heads share a
-key head, that takes the root of their smallest γ, and each query head what is left of its own.
+S_h is the largest logit of head h in the step, over all processes. Query heads that share a key
+head shrink it by the root of their smallest γ, and each query head by the remainder of its own γ.
 Source: Kimi K2 (arXiv 2507.20534), section 2.1.
 """
 
@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from normattn.errors import InputError
 from normattn.kernels import AttentionInputs
 from normattn.kernels.stats import Observation, Observer, observing
-from normattn.lab.training.config import refuse_score
+from normattn.lab.training.config import check_qk_clip
 from normattn.lab.training.distributed import World
-from normattn.lab.training.sharding import held_rows, replaced, whole
+from normattn.lab.training.sharding import full_tensor, local_rows, replace_sharded_parameters
 from normattn.layers import Attention, CrossAttention, GatedAttentionUnit
 from normattn.score import Score
 
@@ -29,10 +29,10 @@ _LAYERS = (Attention, CrossAttention, GatedAttentionUnit)
 
 
 class QKClip:
-    """Sees the largest logits of a step's forward passes, and shrinks weights after its update.
+    """Records the largest logits of a step's forward passes, and shrinks weights after its update.
 
-    `threshold` is τ. Raises `InputError` for a model without attention of ours, and for a score
-    whose largest logit is not in proportion to the weights of q and k.
+    `threshold` is τ. Raises `InputError` for a model without normattn's attention, and for a score
+    whose logits are not proportional to the weights of q and k.
     """
 
     def __init__(self, model: nn.Module, threshold: float, world: World) -> None:
@@ -42,53 +42,54 @@ class QKClip:
                 "qk_clip is set, but the model has no attention whose weights it can clip"
             )
         for layer in layers:
-            refuse_score(layer.score.spec)
+            check_qk_clip(layer.score.spec)
         self._world, self._threshold = world, threshold
         self._layers = {layer.score: layer for layer in layers}
         self._largest: dict[Score, Tensor] = {}
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
-        """Largest logits (h,) of −∞: nothing went through a layer yet."""
+    def _reset(self) -> None:
+        """Set the largest logits (h,) to −∞."""
         for score, layer in self._layers.items():
             device = next(layer.parameters()).device
             self._largest[score] = torch.full((score.heads,), -torch.inf, device=device)
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Look at the forward passes inside, in addition to other observers."""
-        with observing(_Largest(self._largest)):
+    def recording(self) -> Iterator[None]:
+        """Record the largest logits of forward passes inside, in addition to other observers."""
+        with observing(_LargestLogits(self._largest)):
             yield
 
     @torch.no_grad()
     def clip(self) -> float:
-        """Shrink what passed the threshold; returns the largest logit of the step."""
+        """Shrink the weights of heads above the threshold; return the largest logit of the step."""
         logits = [self._largest[score] for score in self._layers]
-        every = self._world.largest(torch.cat(logits))
-        parts = torch.split(every, [len(x) for x in logits])
-        for layer, largest in zip(self._layers.values(), parts, strict=True):
-            factor = (self._threshold / largest).clamp(max=1.0)
-            # A logit of 0 or less needs nothing; one that is no number is a divergence's to tell.
-            factor = torch.where(largest > 0, factor, torch.ones_like(factor))
+        largest = self._world.max(torch.cat(logits))
+        by_layer = torch.split(largest, [len(x) for x in logits])
+        for layer, largest_of_heads in zip(self._layers.values(), by_layer, strict=True):
+            factor = (self._threshold / largest_of_heads).clamp(max=1.0)
+            # Logits of 0 or less need nothing; NaN is reported as a divergence.
+            factor = torch.where(largest_of_heads > 0, factor, torch.ones_like(factor))
             if bool((factor < 1).any()):
-                with _whole_weights(layer):
+                with _full_weights(layer):
                     layer.shrink(factor)
-        self._forget()
-        return float(every.max())
+        self._reset()
+        return float(largest.max())
 
 
 @contextmanager
-def _whole_weights(layer: nn.Module) -> Iterator[None]:
-    """The layer with whole weights; afterwards each process keeps those rows that it holds."""
-    with replaced(layer, lambda parameter: whole(parameter.detach())) as found:
+def _full_weights(layer: nn.Module) -> Iterator[None]:
+    """Make the weights of a layer full inside; afterwards each process keeps its own rows."""
+    full = replace_sharded_parameters(layer, lambda parameter: full_tensor(parameter.detach()))
+    with full as replacements:
         yield
-    for parameter, changed in found.items():
-        rows, first = held_rows(parameter.detach())
+    for parameter, changed in replacements.items():
+        rows, first = local_rows(parameter.detach())
         rows.copy_(changed[first : first + len(rows)])
 
 
-class _Largest(Observer):
-    """Raises the largest logit (h,) of each head of the scores in `largest`."""
+class _LargestLogits(Observer):
+    """Updates the largest logit (h,) of each head of the scores in `largest`."""
 
     def __init__(self, largest: dict[Score, Tensor]) -> None:
         self._largest = largest
@@ -97,16 +98,16 @@ class _Largest(Observer):
         self._rows = slice(None)
 
     def enter_layer(self, owner: Any, q: Tensor, k: Tensor, padding: Any, positions: Any) -> None:
-        """A layer's calls follow."""
+        """Start the calls of a layer."""
         self._owner = owner if isinstance(owner, Score) and owner in self._largest else None
         self._padding, self._rows = padding[0], slice(None)
 
     def select_rows(self, rows: slice, members: Tensor | None) -> None:
-        """The next call is that of some rows."""
+        """Restrict the next call to some rows."""
         self._rows = rows
 
     def record(self, inputs: AttentionInputs, observation: Observation) -> None:
-        """Take the largest logits of rows that are no padding."""
+        """Update the largest logits from rows that are not padding."""
         if self._owner is not None:
             largest = observation.largest.detach().float()
             if self._padding is not None:

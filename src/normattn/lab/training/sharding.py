@@ -1,6 +1,6 @@
-"""Tensors of which every process holds some rows (FSDP2's DTensors), whole or in part.
+"""Full and local views of FSDP2's DTensors, of which every process holds some rows.
 
-Other tensors go through unchanged, so that an optimiser needs no second path.
+Ordinary tensors pass through unchanged, so that optimisers need no second path.
 """
 
 from __future__ import annotations
@@ -12,40 +12,40 @@ from typing import Any
 from torch import Tensor, nn
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """The whole tensor, on every process; all of them must ask for it together."""
-    parts: Any = tensor
-    full: Tensor = parts.full_tensor() if hasattr(parts, "full_tensor") else tensor
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Return the full tensor. All processes must call this together."""
+    sharded: Any = tensor
+    full: Tensor = sharded.full_tensor() if hasattr(sharded, "full_tensor") else tensor
     return full
 
 
-def held_rows(tensor: Tensor) -> tuple[Tensor, int]:
-    """The rows of a tensor that this process holds, and the number of the first one."""
-    parts: Any = tensor
-    if not hasattr(parts, "to_local"):
+def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
+    """Return the rows that this process holds, and the index of the first one."""
+    sharded: Any = tensor
+    if not hasattr(sharded, "to_local"):
         return tensor, 0
-    share = -(-len(tensor) // parts.device_mesh.size())
-    return parts.to_local(), min(parts.device_mesh.get_local_rank() * share, len(tensor))
+    rows = -(-len(tensor) // sharded.device_mesh.size())
+    return sharded.to_local(), min(sharded.device_mesh.get_local_rank() * rows, len(tensor))
 
 
 @contextmanager
-def replaced(
-    model: nn.Module, made: Callable[[nn.Parameter], Tensor]
+def replace_sharded_parameters(
+    model: nn.Module, make: Callable[[nn.Parameter], Tensor]
 ) -> Iterator[dict[nn.Parameter, nn.Parameter]]:
-    """In place of each divided parameter what `made` gives of it; by the divided one, once each."""
-    places = [
+    """Inside, put `make(parameter)` in place of each sharded parameter; yields the mapping."""
+    sharded = [
         (module, name, parameter)
         for module in model.modules()
         for name, parameter in module._parameters.items()
         if parameter is not None and hasattr(parameter, "full_tensor")
     ]
-    found: dict[nn.Parameter, nn.Parameter] = {}
-    for module, name, parameter in places:
-        if parameter not in found:
-            found[parameter] = nn.Parameter(made(parameter), parameter.requires_grad)
-        module._parameters[name] = found[parameter]
+    replacements: dict[nn.Parameter, nn.Parameter] = {}
+    for module, name, parameter in sharded:
+        if parameter not in replacements:
+            replacements[parameter] = nn.Parameter(make(parameter), parameter.requires_grad)
+        module._parameters[name] = replacements[parameter]
     try:
-        yield found
+        yield replacements
     finally:
-        for module, name, parameter in places:
+        for module, name, parameter in sharded:
             module._parameters[name] = parameter

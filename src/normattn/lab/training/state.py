@@ -1,4 +1,4 @@
-"""A model and its optimiser as named tensors, and back."""
+"""Convert a model and its optimiser to named tensors and back."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ OPTIMISER = "optimiser/"
 
 
 def pack(model: nn.Module, optimiser: Optimiser) -> dict[str, Tensor]:
-    """`model/NAME` for each parameter and kept buffer, `optimiser/NAME/KEY` for each state.
+    """Return `model/NAME` for parameters and saved buffers, `optimiser/NAME/KEY` for its state.
 
-    A tied parameter appears once. The tensors are the live ones, not copies.
+    A tied parameter appears once. The tensors are not copied.
     """
     weights = {MODEL + name: tensor for name, tensor in model_tensors(model).items()}
     return weights | {OPTIMISER + name: state for name, state in optimiser.state().items()}
@@ -31,56 +31,56 @@ def pack(model: nn.Module, optimiser: Optimiser) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def unpack(tensors: Mapping[str, Tensor], model: nn.Module, optimiser: Optimiser) -> None:
-    """Put what `pack` gave back into a model and optimiser of the same construction.
+    """Load what `pack` returned into a model and optimiser of the same architecture.
 
-    Raises `InputError` when a tensor is missing, unknown, or of another shape.
+    Raises `InputError` if a tensor is missing, unknown, or has another shape.
     """
     weights = {k.removeprefix(MODEL): v for k, v in tensors.items() if k.startswith(MODEL)}
-    own = model_tensors(model)
-    if weights.keys() != own.keys():
-        name = sorted(weights.keys() ^ own.keys())[0]
-        where = "checkpoint" if name in own else "model"
+    targets = model_tensors(model)
+    if weights.keys() != targets.keys():
+        name = sorted(weights.keys() ^ targets.keys())[0]
+        where = "checkpoint" if name in targets else "model"
         raise InputError(f"the checkpoint belongs to another model: the {where} lacks {name}")
-    for name, tensor in own.items():
+    for name, tensor in targets.items():
         if tensor.shape != weights[name].shape:
             raise InputError(
                 f"the checkpoint belongs to another model: {name} has shape "
                 f"{tuple(weights[name].shape)} there and {tuple(tensor.shape)} here"
             )
         tensor.copy_(weights[name])
-    moments = {k: v for k, v in tensors.items() if k.startswith(OPTIMISER)}
-    optimiser.load_state({k.removeprefix(OPTIMISER): v for k, v in moments.items()})
+    state = {k.removeprefix(OPTIMISER): v for k, v in tensors.items() if k.startswith(OPTIMISER)}
+    optimiser.load_state(state)
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters (a tied one once) and the buffers that a state_dict keeps, by name."""
-    return {**dict(model.named_parameters()), **kept_buffers(model)}
+    """Return parameters (a tied one once) and persistent buffers by name."""
+    return {**dict(model.named_parameters()), **persistent_buffers(model)}
 
 
-def kept_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers that a state_dict keeps, such as running statistics; live ones, not copies."""
-    kept = model.state_dict().keys()
-    return {name: buffer for name, buffer in model.named_buffers() if name in kept}
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers in the state_dict, such as running statistics; not copied."""
+    names = model.state_dict().keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name in names}
 
 
 def read_shards(checkpoint: Checkpoint, model: nn.Module) -> dict[str, Tensor]:
-    """The checkpoint's tensors, each divided as `model` holds it; this process reads its part.
+    """Return the checkpoint's tensors, sharded like `model`; each process reads its shards.
 
-    Whoever wrote them: parts of any number of processes, or one file. `InputError` where the parts
-    do not make up a whole.
+    The checkpoint may be one file or the shards of any number of processes. Raises `InputError` if
+    shards are missing.
     """
     # torch's distributed checkpoints take half a second to import.
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    own = model_tensors(model)
+    model_state = model_tensors(model)
     reader = HuggingFaceStorageReader(str(checkpoint.path))
     try:
         stored = reader.read_metadata().state_dict_metadata
-        target = {key: _room(key, entry, own) for key, entry in stored.items()}
+        target = {key: _allocate(key, entry, model_state) for key, entry in stored.items()}
         with warnings.catch_warnings():
-            # A single process gets a warning that it is alone.
+            # torch warns if there is a single process.
             warnings.simplefilter("ignore", UserWarning)
             load(target, storage_reader=reader, no_dist=not dist.is_initialized())
     except (CheckpointException, KeyError, ValueError, SafetensorError) as error:
@@ -88,8 +88,8 @@ def read_shards(checkpoint: Checkpoint, model: nn.Module) -> dict[str, Tensor]:
     return target
 
 
-def _room(key: str, stored: Any, own: Mapping[str, Tensor]) -> Tensor:
-    """Memory for a tensor: as the parameter whose value or optimiser state it is, where alike."""
+def _allocate(key: str, stored: Any, model_state: Mapping[str, Tensor]) -> Tensor:
+    """Allocate a tensor, sharded like its parameter if the shapes are equal."""
     chunks = getattr(stored, "chunks", None)
     if chunks is None:
         raise ValueError(f"{key} is no tensor")
@@ -98,7 +98,7 @@ def _room(key: str, stored: Any, own: Mapping[str, Tensor]) -> Tensor:
     name = key.removeprefix(MODEL)
     if key.startswith(OPTIMISER):
         name = key.removeprefix(OPTIMISER).rpartition("/")[0]
-    owner = own.get(name)
-    if owner is not None and owner.shape == stored.size:
-        return torch.empty_like(owner, requires_grad=False)
+    parameter = model_state.get(name)
+    if parameter is not None and parameter.shape == stored.size:
+        return torch.empty_like(parameter, requires_grad=False)
     return torch.empty(stored.size, dtype=stored.properties.dtype)

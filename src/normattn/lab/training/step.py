@@ -17,23 +17,23 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from normattn.errors import InputError
-from normattn.lab.training.config import LoopConfig, multiplier
+from normattn.lab.training.config import LoopConfig, lr_multiplier
 from normattn.lab.training.distributed import Parallel, World
 from normattn.lab.training.optim import make_optimiser
 from normattn.lab.training.qk_clip import QKClip
-from normattn.lab.training.sharding import whole
-from normattn.lab.training.state import kept_buffers
+from normattn.lab.training.sharding import full_tensor
+from normattn.lab.training.state import persistent_buffers
 from normattn.lab.training.task import Task, derive_seed
 from normattn.lab.training.unit_weights import UnitWeights
 from normattn.models.transformer import set_activation_checkpointing
 
-LARGEST = "largest_logit"
+LARGEST_LOGIT = "largest_logit"
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
 class StepValues:
-    """What a step gave, as means over the global batch; `stop` when a rank was asked to stop."""
+    """Means of a step over the global batch; `stop` if any rank was asked to stop."""
 
     loss: float
     gradient_norm: float
@@ -48,7 +48,7 @@ class StepValues:
 
 
 class Objective(nn.Module):
-    """A task's loss as a module's forward, so that it can be compiled and distributed."""
+    """A task's loss as an `nn.Module`, to be compiled and distributed."""
 
     def __init__(self, task: Task) -> None:
         super().__init__()
@@ -56,12 +56,12 @@ class Objective(nn.Module):
         self._loss = task.loss
 
     def forward(self, batch: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """The task's loss and metrics."""
+        """Return the task's loss and metrics."""
         return self._loss(batch)
 
 
 def check_compiler(device: torch.device) -> None:
-    """Raise `InputError` where torch.compile would find no C++ compiler for the CPU."""
+    """Raise `InputError` if torch.compile would find no C++ compiler for the CPU."""
     default = "clang++" if sys.platform == "darwin" else "g++"
     compiler = os.environ.get("CXX", default)
     if device.type == "cpu" and shutil.which(compiler) is None:
@@ -72,10 +72,10 @@ def check_compiler(device: torch.device) -> None:
 
 
 class TrainStep:
-    """Takes steps of a task's optimiser; the update is skipped where the values are not finite.
+    """Takes optimiser steps of a task; skips the update if the loss or gradients are not finite.
 
-    Everything random in step t is drawn from (seed, t, shard), so that no generator's state has
-    to be saved. `stop_asked` is looked at once a step and shared with the other ranks.
+    Random numbers of step t are drawn from (seed, t, shard), so that no generator state is saved.
+    `stop_asked` is called once a step, and its result is shared with the other ranks.
     """
 
     def __init__(
@@ -92,115 +92,117 @@ class TrainStep:
             self.parallel = Sharded(world, config.precision)
         if config.activation_checkpointing:
             set_activation_checkpointing(task.model)
-        # Wrapped first: to divide a parameter is to make a new one.
+        # Before the optimiser is made, because sharding replaces parameters.
         objective = self.parallel.wrap(Objective(task))
         self.optimiser = make_optimiser(task.model, config.optimiser)
-        device, half = world.device.type, config.precision == "fp16"
-        self.scaler = torch.amp.GradScaler(device, enabled=half)
+        fp16 = config.precision == "fp16"
+        self.scaler = torch.amp.GradScaler(world.device.type, enabled=fp16)
         self._clip = None if config.qk_clip is None else QKClip(task.model, config.qk_clip, world)
         self._unit_weights = UnitWeights(task.model) if config.unit_weights else None
         if self._unit_weights is not None:
             self._unit_weights.normalise()
         self._stop_asked = stop_asked
-        self._buffers = list(kept_buffers(task.model).values())
-        self._before: list[Tensor] = []
+        self._buffers = list(persistent_buffers(task.model).values())
+        self._saved_buffers: list[Tensor] = []
         self._parameters = [p for g in self.optimiser.param_groups for p in g["params"]]
         self._wrapped = objective
         if config.compile:
             check_compiler(world.device)
-        self._call = torch.compile(objective, dynamic=False) if config.compile else objective
-        self._ready: tuple[int, list[Any]] = (0, [])
+        self._objective = torch.compile(objective, dynamic=False) if config.compile else objective
+        self._prefetched: tuple[int, list[Any]] = (0, [])
 
     def close(self) -> None:
-        """Let go of the wrappers: gloo may hang when its group is destroyed before they are."""
-        self._wrapped = self._call = Objective(self.task)
+        """Drop the wrappers: gloo may hang if its group is destroyed before they are."""
+        self._wrapped = self._objective = Objective(self.task)
         if self.world.size > 1:
             gc.collect()
 
     def seed(self, step: int, micro: int) -> None:
-        """Set torch's generators for one micro-step."""
+        """Seed torch's generators for one micro-batch."""
         seed = derive_seed(self.config.seed, step, self._shard(micro))
-        # torch.manual_seed formats a stack trace for every absent kind of device: 0.3 ms a call.
+        # torch.manual_seed formats a stack trace for every missing device type: 0.3 ms a call.
         torch.default_generator.manual_seed(seed)
         if self.world.device.type == "cuda":
             torch.cuda.manual_seed(seed)
 
     def autocast(self) -> AbstractContextManager[object]:
-        """The precision of forward passes."""
+        """Return the autocast context of forward passes."""
         dtype = _AUTOCAST.get(self.config.precision)
         return nullcontext() if dtype is None else torch.autocast(self.world.device.type, dtype)
 
     def batches(self, step: int) -> list[Any]:
-        """This rank's micro-batches of `step`, on the device."""
-        if self._ready[0] != step:
-            self._ready = (step, self._fetch(step))
-        return self._ready[1]
+        """Return this rank's micro-batches of `step` on the device."""
+        if self._prefetched[0] != step:
+            self._prefetched = (step, self._fetch(step))
+        return self._prefetched[1]
 
     def step(self, step: int) -> StepValues:
         """Take optimiser step `step` (from 1), unless its loss or gradient norm is not finite.
 
-        Where only fp16's scaled gradients overflow, it is taken again with half the scale.
+        If only fp16's scaled gradients overflow, it is repeated with half the scale.
         """
-        self._before = [buffer.clone() for buffer in self._buffers]
+        self._saved_buffers = [buffer.clone() for buffer in self._buffers]
         values, gradients = self._evaluate(step)
         while not values.finite and math.isfinite(values.loss) and self._lower_scale():
-            self.undo_buffers()
+            self.restore_buffers()
             values, gradients = self._evaluate(step)
         if values.finite:
             self._update(gradients, values)
             if self.scaler.is_enabled():
                 self.scaler.update()
             if self._clip is not None:
-                return replace(values, metrics={**values.metrics, LARGEST: self._clip.clip()})
+                return replace(values, metrics={**values.metrics, LARGEST_LOGIT: self._clip.clip()})
         return values
 
     def _lower_scale(self) -> bool:
-        """Halve the loss scale after gradients overflowed; False where that cannot help."""
+        """Halve the loss scale after an overflow; return False if it is already below 1."""
         before = self.scaler.get_scale()
         if self.scaler.is_enabled():
             self.scaler.update()
         return 1.0 <= self.scaler.get_scale() < before
 
     def _evaluate(self, step: int) -> tuple[StepValues, list[Tensor]]:
-        """The values of a step before its update, and the gradients, unscaled and averaged."""
+        """Return the values of a step, and its unscaled, averaged gradients."""
         means = self._accumulate(step)
-        self.parallel.average()
+        self.parallel.average_unwrapped()
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         for member, _ in self.optimiser.members:
             self.scaler.unscale_(member)
-        norm = whole(torch.nn.utils.get_total_norm(gradients))
+        norm = full_tensor(torch.nn.utils.get_total_norm(gradients))
         names = list(means)
         stop = torch.full((), float(self._stop_asked()), device=norm.device)
-        row = self.world.mean(torch.stack([stop, *(means[name].float() for name in names)]))
+        averaged = self.world.mean(torch.stack([stop, *(means[name].float() for name in names)]))
         if norm.device.type != "cpu" and step < self.config.steps:
-            # The device still works on this step: build the next batch before waiting for it.
-            self._ready = (step + 1, self._fetch(step + 1))
-        # One transfer, and so one wait, for everything that a step reports.
-        gradient_norm, stopped, *numbers = torch.cat([norm.float().view(1), row]).tolist()
+            # The device is still computing: fetch the next batch before waiting for it.
+            self._prefetched = (step + 1, self._fetch(step + 1))
+        # One transfer from the device for all values of the step.
+        gradient_norm, stopped, *numbers = torch.cat([norm.float().view(1), averaged]).tolist()
         metrics = dict(zip(names, numbers, strict=True))
-        rate = self.config.optimiser.lr * multiplier(self.config.schedule, step, self.config.steps)
+        rate = self.config.optimiser.lr * lr_multiplier(
+            self.config.schedule, step, self.config.steps
+        )
         values = StepValues(metrics.pop("loss"), gradient_norm, rate, metrics, stopped > 0.0)
         return values, gradients
 
     @torch.no_grad()
-    def undo_buffers(self) -> None:
-        """Put back what the last step's forward passes changed: running statistics."""
-        for buffer, before in zip(self._buffers, self._before, strict=True):
-            buffer.copy_(before)
+    def restore_buffers(self) -> None:
+        """Undo the changes of the last step's forward passes to buffers (running statistics)."""
+        for buffer, saved in zip(self._buffers, self._saved_buffers, strict=True):
+            buffer.copy_(saved)
 
     def _accumulate(self, step: int) -> dict[str, Tensor]:
-        """Gradients of the mean loss of this rank's micro-batches; the means of what it logs."""
+        """Accumulate gradients over this rank's micro-batches; return the means to log."""
         self.optimiser.zero_grad()
         sums: dict[str, Tensor] = {}
         batches = self.batches(step)
         for micro, batch in enumerate(batches):
             self.seed(step, micro)
             last = micro == len(batches) - 1
-            with nullcontext() if last else self.parallel.unsynchronised(self._wrapped):
-                with self.autocast(), self._watching():
-                    loss, metrics = self._call(batch)
-                part = loss / len(batches) if len(batches) > 1 else loss
-                self.scaler.scale(part).backward()
+            with nullcontext() if last else self.parallel.no_sync(self._wrapped):
+                with self.autocast(), self._recording():
+                    loss, metrics = self._objective(batch)
+                scaled = loss / len(batches) if len(batches) > 1 else loss
+                self.scaler.scale(scaled).backward()
             for name, value in {"loss": loss, **metrics}.items():
                 mean = value.detach() / len(batches) if len(batches) > 1 else value.detach()
                 sums[name] = sums[name] + mean if name in sums else mean
@@ -217,8 +219,8 @@ class TrainStep:
     def _fetch(self, step: int) -> list[Any]:
         shards = self.world.size * self.config.accumulate
         device = self.world.device
-        own = range(self.config.accumulate)
-        batches = [self.task.batch(step, self._shard(micro), shards) for micro in own]
+        micros = range(self.config.accumulate)
+        batches = [self.task.batch(step, self._shard(micro), shards) for micro in micros]
         if device.type == "cpu":
             return batches
         moved: list[Any] = tree_map(lambda x: x.pin_memory().to(device, non_blocking=True), batches)
@@ -227,5 +229,5 @@ class TrainStep:
     def _shard(self, micro: int) -> int:
         return self.world.rank * self.config.accumulate + micro
 
-    def _watching(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._clip is None else self._clip.watching()
+    def _recording(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._clip is None else self._clip.recording()

@@ -1,4 +1,4 @@
-"""What the loop trains, what it tells others, and the seeds of its draws."""
+"""The interfaces of the training loop: tasks, probes, step reports, seeds."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 @runtime_checkable
 class Task(Protocol):
-    """A model with its data and loss; the loop knows nothing else about it.
+    """A model with its batches and loss.
 
-    `batch` must be stateless: the same arguments give the same tensors, and the shards of a step
-    make up the global batch in equal parts, whatever their number. A batch is a tensor or a
-    (named) tuple of tensors.
+    `batch` must be stateless: equal arguments give equal tensors. The shards of a step are equal
+    parts of the same global batch, whatever their number. A batch is a tensor or a (named) tuple
+    of tensors.
     """
 
     @property
@@ -27,21 +27,21 @@ class Task(Protocol):
 
     @property
     def tokens_per_step(self) -> int:
-        """Targets in the global batch, for the rates shown."""
+        """Targets in the global batch, for progress and metrics."""
 
     def batch(self, step: int, shard: int, shards: int, /) -> Any:
-        """Shard `shard` of `shards` of the global batch of `step` (from 1), on the CPU."""
+        """Return shard `shard` of `shards` of the global batch of `step` (from 1), on the CPU."""
 
     def loss(self, batch: Any, /) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """The mean loss () of a batch on the model's device, and other () means to log."""
+        """Return the mean loss () of a batch on the model's device, and other () means to log."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """One finished step: `step` of `steps`, its means over the global batch, and the pace so far.
+    """One finished step: its means over the global batch, and the speed so far.
 
-    `tokens` counts all targets since step 1; `seconds` and `tokens_per_second` cover this process
-    only, since it began or resumed.
+    `tokens` counts all targets since step 1. `seconds` and `tokens_per_second` cover only the time
+    since this process started or resumed.
     """
 
     step: int
@@ -68,24 +68,24 @@ class TrainingResult:
 
 @runtime_checkable
 class Probe(Protocol):
-    """Something that looks into a training at chosen steps and leaves a line in RUN/`name`.jsonl.
+    """Measures chosen training steps and writes a line for each to RUN/`name`.jsonl.
 
-    Lines hold no clock times, so that a run that was stopped leaves the same ones. In a distributed
-    run the first process alone looks.
+    Lines contain no clock times, so that a resumed run writes the same ones. In a distributed run
+    only the first process measures.
     """
 
     name: str
 
     def due(self, step: int, steps: int) -> bool:
-        """Whether to look at `step` of `steps`."""
+        """Return whether to measure `step` of `steps`."""
 
     def around(
         self, task: Task, step: int
     ) -> AbstractContextManager[Callable[[], Mapping[str, Any]]]:
-        """Entered before the step and left after it; gives what reads the line, asked after it."""
+        """Wrap the step; yields a function that returns the line, called after the step."""
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A 63-bit seed from `parts`, e.g. (seed, step, micro, rank); other parts, other seed."""
+    """Hash `parts`, e.g. (seed, step, shard), into a 63-bit seed."""
     text = "/".join(str(part) for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1

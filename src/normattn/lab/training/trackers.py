@@ -1,11 +1,11 @@
-"""Trackers: where the curves of a training can be watched and compared (the extra `track`).
+"""Experiment trackers: TensorBoard, trackio, wandb (the extra `track`).
 
-TensorBoard writes event files in RUN/tensorboard, seen with `tensorboard --logdir RUN`. trackio
-keeps a database on this machine, seen with `trackio show --project normattn`; the environment says
-where else (TRACKIO_DIR, TRACKIO_SPACE_ID, TRACKIO_SERVER_URL), and TRACKIO_PROJECT names another
-project. wandb writes files in RUN/wandb, sent later with `wandb sync RUN/wandb/offline-run-*`:
-nothing leaves the machine unless the environment says WANDB_MODE=online, after `wandb login`;
-WANDB_PROJECT and WANDB_ENTITY name another project.
+- TensorBoard writes event files in RUN/tensorboard; view them with `tensorboard --logdir RUN`.
+- trackio keeps a local database; view it with `trackio show --project normattn`. TRACKIO_DIR,
+  TRACKIO_SPACE_ID and TRACKIO_SERVER_URL choose another place, TRACKIO_PROJECT another project.
+- wandb writes files in RUN/wandb; upload them with `wandb sync RUN/wandb/offline-run-*`. Nothing
+  leaves the machine unless WANDB_MODE=online is set, after `wandb login`. WANDB_PROJECT and
+  WANDB_ENTITY choose another project.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from normattn.lab.training.task import StepReport
 from normattn.terminal import warn
 
 TrackerName = Literal["tensorboard", "trackio", "wandb"]
-Opened = tuple[Callable[[Mapping[str, float], int], object], Callable[[], object]]
-"""What takes the values of a step, and what writes everything out at the end."""
+OpenTracker = tuple[Callable[[Mapping[str, float], int], object], Callable[[], object]]
+"""A function that logs the values of a step, and one that closes the tracker."""
 
 
-def open_tensorboard(package: Any, run: RunDirectory, done: int) -> Opened:
-    """Scalars; what an interrupted run wrote past its last checkpoint is hidden on resume."""
-    writer = package.SummaryWriter(str(run.path / "tensorboard"), purge_step=done + 1)
+def open_tensorboard(package: Any, run: RunDirectory, step: int) -> OpenTracker:
+    """Open TensorBoard. On resume, values after the last checkpoint are hidden."""
+    writer = package.SummaryWriter(str(run.path / "tensorboard"), purge_step=step + 1)
 
     def log(values: Mapping[str, float], step: int) -> None:
         for name, value in values.items():
@@ -41,32 +41,32 @@ def open_tensorboard(package: Any, run: RunDirectory, done: int) -> Opened:
     return log, writer.close
 
 
-def open_trackio(package: Any, run: RunDirectory, done: int) -> Opened:
-    """One run of a project, found again by its name."""
-    opened = package.init(
+def open_trackio(package: Any, run: RunDirectory, step: int) -> OpenTracker:
+    """Open or resume a trackio run by its name."""
+    tracked = package.init(
         project=os.environ.get("TRACKIO_PROJECT", "normattn"),
-        name=_name_of(run),
+        name=_tracker_name(run),
         config=dict(run.config),
         resume="allow",
         embed=False,
         auto_log_gpu=False,
         auto_log_cpu=False,
     )
-    # Steps since the last checkpoint are taken once more, with the same values; the database
-    # would hold them twice. The run knows, but has no public name for it.
-    first = getattr(opened, "_next_step", 0)
+    # Steps after the last checkpoint run again with the same values; skip those in the database.
+    # trackio has no public name for its next step.
+    first = getattr(tracked, "_next_step", 0)
 
     def log(values: Mapping[str, float], step: int) -> None:
         if step >= first:
-            opened.log(dict(values), step=step)
+            tracked.log(dict(values), step=step)
 
     return log, package.finish
 
 
-def open_wandb(package: Any, run: RunDirectory, done: int) -> Opened:
-    """One run, found again by its id; wandb itself drops a step that the run has already."""
-    name = _name_of(run)
-    opened = package.init(
+def open_wandb(package: Any, run: RunDirectory, step: int) -> OpenTracker:
+    """Open or resume a wandb run by its id. wandb drops steps that the run has already."""
+    name = _tracker_name(run)
+    tracked = package.init(
         project=os.environ.get("WANDB_PROJECT", "normattn"),
         id=name,
         name=name,
@@ -74,31 +74,31 @@ def open_wandb(package: Any, run: RunDirectory, done: int) -> Opened:
         dir=str(run.path),
         resume="allow",
         mode=os.environ.get("WANDB_MODE", "offline"),
-        # It would take our stdout and stderr for its own log, and speak on them.
+        # Otherwise it captures stdout and stderr, and prints to them.
         settings=package.Settings(console="off", silent=True),
     )
-    return lambda values, step: opened.log(dict(values), step=step), opened.finish
+    return lambda values, step: tracked.log(dict(values), step=step), tracked.finish
 
 
-TRACKERS: Mapping[TrackerName, tuple[str, Callable[[Any, RunDirectory, int], Opened]]] = {
+TRACKERS: Mapping[TrackerName, tuple[str, Callable[[Any, RunDirectory, int], OpenTracker]]] = {
     "tensorboard": ("torch.utils.tensorboard.writer", open_tensorboard),
     "trackio": ("trackio", open_trackio),
     "wandb": ("wandb", open_wandb),
 }
-"""The package of each, and what opens a run in it, or goes on with it after so many steps."""
+"""The package of each tracker, and the function that opens or resumes a run at a step."""
 
 
 class Tracking:
-    """Gives loss, metrics, gradient norm, learning rate and pace to a tracker every `every` steps.
+    """Logs loss, metrics, gradient norm, learning rate and speed every `every` steps.
 
-    A run that is resumed goes on in the tracker under the name it has in RUN/tracker.json. What
-    the tracker prints goes to stderr. Where it fails, one line on stderr says so and the training
-    goes on without it. Raises `InputError` when the tracker's package cannot be loaded.
+    A resumed run keeps its name in the tracker, from RUN/tracker.json. The tracker's output goes to
+    stderr. If it fails, a warning is printed and training continues without it. Raises `InputError`
+    if the tracker's package cannot be imported.
     """
 
     def __init__(self, tracker: TrackerName, run: RunDirectory, every: int = 1) -> None:
         self._name, self._run, self._every = tracker, run, every
-        self._opened: Opened | None = None
+        self._tracker: OpenTracker | None = None
         package, self._open = TRACKERS[tracker]
         try:
             self._package = importlib.import_module(package)
@@ -108,19 +108,19 @@ class Tracking:
                 "'normattn[track]'`, or train without --track"
             ) from error
 
-    def start(self, done: int, steps: int) -> None:
-        """Open the run in the tracker, or go on with it."""
+    def start(self, step: int, steps: int) -> None:
+        """Open or resume the run in the tracker."""
 
         def open_run() -> None:
-            self._opened = self._open(self._package, self._run, done)
+            self._tracker = self._open(self._package, self._run, step)
 
-        self._try(open_run, f"after step {done}")
+        self._try(open_run, f"after step {step}")
 
     def step(self, report: StepReport) -> None:
-        """Give the values of this step, where it is due."""
-        if self._opened is None or (report.step % self._every and report.step != report.steps):
+        """Log the values of this step if it is due."""
+        if self._tracker is None or (report.step % self._every and report.step != report.steps):
             return
-        log, _ = self._opened
+        log, _ = self._tracker
         values = {
             "loss": report.loss,
             "gradient_norm": report.gradient_norm,
@@ -128,21 +128,21 @@ class Tracking:
             "tokens_per_second": report.tokens_per_second,
             **report.metrics,
         }
-        named = {f"train/{name}": float(value) for name, value in values.items()}
-        self._try(lambda: log(named, report.step), f"at step {report.step}")
+        scalars = {f"train/{name}": float(value) for name, value in values.items()}
+        self._try(lambda: log(scalars, report.step), f"at step {report.step}")
 
     def stop(self) -> None:
-        """Have everything written out."""
-        if self._opened is not None:
-            self._try(self._opened[1], "at the end")
+        """Close the tracker."""
+        if self._tracker is not None:
+            self._try(self._tracker[1], "at the end")
 
     def _try(self, request: Callable[[], object], when: str) -> None:
         try:
             with redirect_stdout(sys.stderr):
                 request()
-        # A tracker is another's program with a disk and a network: whatever it raises ends it only.
+        # Trackers use the disk and the network: no error of theirs may stop the training.
         except Exception as error:
-            self._opened = None
+            self._tracker = None
             reason = " ".join(str(error).split()) or type(error).__name__
             warn(
                 f"warning: the tracker {self._name} failed {when} ({reason:.200}); the training "
@@ -150,8 +150,8 @@ class Tracking:
             )
 
 
-def _name_of(run: RunDirectory) -> str:
-    """The run's name in a tracker, drawn once and kept in RUN/tracker.json."""
+def _tracker_name(run: RunDirectory) -> str:
+    """Return the run's name in a tracker, made once and saved in RUN/tracker.json."""
     file = run.path / "tracker.json"
     if not file.exists():
         folders = "-".join(run.path.resolve().parts[-2:])

@@ -1,8 +1,8 @@
-"""nGPT's weights: after each step each matrix consists of vectors of length 1, along the width.
+"""nGPT's weight normalisation: vectors of length 1 along the model's width, after each step.
 
-These are the rows of embeddings, of the head and of what reads the stream (W_q, W_k, W_v, W_up),
-and the columns of what writes to it (W_out, W_down). Source: arXiv 2410.01131;
-github.com/NVIDIA/ngpt, `normalize_matrices` of train.py.
+These are the rows of embeddings, the head and input projections (W_q, W_k, W_v, W_up), and the
+columns of output projections (W_out, W_down). Source: arXiv 2410.01131; github.com/NVIDIA/ngpt,
+`normalize_matrices` of train.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from normattn.layers.feed_forward import GELU, SwiGLU
 
 
 class UnitWeights:
-    """Normalises the trained matrices of a model; `InputError` where nGPT places no sub-layer."""
+    """Normalises the trained matrices of a model; `InputError` unless its placement is nGPT."""
 
     def __init__(self, model: nn.Module) -> None:
         modules = list(model.modules())
@@ -26,17 +26,17 @@ class UnitWeights:
             raise InputError(
                 "unit_weights is true, but weight norms may only be fixed with placement nGPT"
             )
-        writing = {m.out for m in modules if isinstance(m, SelfAttention | CrossAttention)}
-        writing |= {m.down for m in modules if isinstance(m, SwiGLU | GELU)}
-        # A tied head shares the embedding's parameter, which is here once.
+        outputs = {m.out for m in modules if isinstance(m, SelfAttention | CrossAttention)}
+        outputs |= {m.down for m in modules if isinstance(m, SwiGLU | GELU)}
+        # Keyed by parameter, so that a tied head counts once.
         self._axes = {
-            module.weight: 0 if module in writing else 1
+            module.weight: 0 if module in outputs else 1
             for module in modules
             if isinstance(module, nn.Linear | nn.Embedding) and module.weight.requires_grad
         }
 
     @torch.no_grad()
     def normalise(self) -> None:
-        """Bring every vector to length 1; one of zeros stays."""
+        """Scale every vector to length 1; zeros stay."""
         for weight, axis in self._axes.items():
             weight.copy_(F.normalize(weight, dim=axis))

@@ -1,4 +1,4 @@
-"""A training of any kind of model: from one configuration to one saved model."""
+"""Train any kind of model, from a configuration to a saved model."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from normattn.errors import InputError
 from normattn.lab.data.sources import SplitSettings
 from normattn.lab.runs import RunDirectory, read_metrics
 from normattn.lab.training.config import CHANGEABLE, LoopConfig
-from normattn.lab.training.distributed import World, world
-from normattn.lab.training.init_from import KEPT, begin_corpus
+from normattn.lab.training.distributed import World, process_group
+from normattn.lab.training.init_from import KEPT, record_corpus
 from normattn.lab.training.loop import train
 from normattn.lab.training.planning import Cost, check_memory
 from normattn.lab.training.task import TrainingResult, derive_seed
@@ -34,12 +34,12 @@ Loss = tuple[Tensor, Mapping[str, Tensor]]
 
 
 class ModelTrainingConfig(LoopConfig, ABC):
-    """A model, its data, and how it is trained: the settings, and what follows from them.
+    """A model, its data, and how it is trained.
 
-    Settings of `model` that its data decides (`decided`) or suggests (`suggested`) may be left out.
-    A kind of training names its run directories (`kind`), the class of its model, the function that
-    prepares its data, and the settings that may differ when a run resumes (`changeable`). It
-    defines `batches`, `loss` and `work`.
+    Settings of `model` that follow from the data (`from_data`), or have a default that does
+    (`defaults_from_data`), may be left out. A subclass defines `kind` (of its run directories),
+    `model_class`, `prepare_data`, the settings that may differ when a run resumes (`changeable`),
+    and the methods `batches`, `loss` and `step_cost`.
     """
 
     kind: ClassVar[str]
@@ -51,100 +51,100 @@ class ModelTrainingConfig(LoopConfig, ABC):
     data: SplitSettings
 
     @classmethod
-    def decided(cls, data: Any) -> dict[str, Any]:
-        """The settings of the model that its data decides: others are refused."""
+    def from_data(cls, data: Any) -> dict[str, Any]:
+        """Return the settings of the model that follow from the data."""
         return {}
 
     @classmethod
-    def suggested(cls, data: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The settings of the model that its data suggests, where `given` does not have them."""
+    def defaults_from_data(cls, data: Any, model: Mapping[str, Any]) -> dict[str, Any]:
+        """Return defaults of the model's settings that depend on the data."""
         return {}
 
     @property
     def scores(self) -> tuple[ScoreSpec, ...]:
-        """The scores that the model computes."""
+        """The model's attention scores."""
         return (self.model.score,)
 
     @model_validator(mode="before")
     @classmethod
     def _fill_model(cls, values: Any) -> Any:
-        """What the data decides; saying it twice is allowed, not needed."""
+        """Fill in the settings of the model that depend on the data."""
         if not isinstance(values, Mapping) or not isinstance(values.get("model"), Mapping):
             return values
         kind: Any = cls.model_fields["data"].annotation
-        data, given = values.get("data", {}), values["model"]
+        data, model = values.get("data", {}), values["model"]
         try:
             data = kind.model_validate(data) if isinstance(data, Mapping) else data
         except ValidationError as error:
             raise ValueError(f"data.{explain(error)}") from error
-        filled = {**cls.suggested(data, given), **cls.decided(data), **given}
+        filled = {**cls.defaults_from_data(data, model), **cls.from_data(data), **model}
         return {**values, "model": filled}
 
     @model_validator(mode="after")
-    def _check_decided(self) -> ModelTrainingConfig:
-        """The model's settings must be those of the data."""
-        for name, wanted in self.decided(self.data).items():
-            given = getattr(self.model, name)
-            if given != wanted:
+    def _check_model(self) -> ModelTrainingConfig:
+        """Raise if the model's settings contradict the data."""
+        for name, expected in self.from_data(self.data).items():
+            value = getattr(self.model, name)
+            if value != expected:
                 raise ValueError(
-                    f"model.{name} is {given} but the data makes it {wanted}; leave it out"
+                    f"model.{name} is {value} but the data makes it {expected}; leave it out"
                 )
         return self
 
     @abstractmethod
     def batches(self, data: Any, seed: int) -> Any:
-        """Batches with `batch(step, shard, shards)`, a pure function of the step, as arrays.
+        """Return an object with `batch(step, shard, shards)`, a pure function, giving arrays.
 
-        Raises `InputError` for data that gives none.
+        Raises `InputError` if the data has no batch.
         """
 
     @abstractmethod
     def loss(self, model: Any, batch: Any, shards: int) -> Loss:
-        """The mean loss () in nats of a batch, one of `shards`, and other () means to log."""
+        """Return the mean loss () in nats of a batch, one of `shards`, and other means to log."""
 
     @abstractmethod
-    def work(self) -> tuple[int, float]:
-        """The tokens of a step, and its floating-point operations, before data is prepared."""
+    def step_cost(self) -> tuple[int, float]:
+        """Return the tokens and the FLOPs of a step; needs no prepared data."""
 
     def tokens_per_step(self, batches: Any) -> int:
-        """Targets in the global batch, on average."""
-        return self.work()[0]
+        """Return the mean number of targets in the global batch."""
+        return self.step_cost()[0]
 
-    def leave(self, data: Any, out: Path) -> None:
-        """Write into the run's directory what a reader of the model needs besides it."""
+    def save_extras(self, data: Any, out: Path) -> None:
+        """Write into the run's directory what the model needs to be used, such as a tokeniser."""
 
     def make_model(self) -> nn.Module:
-        """The model that training begins with."""
+        """Return the model that training starts with."""
         model: nn.Module = self.model_class(self.model)
         return model
 
     def prepare(self) -> Any:
-        """The data, from its cache where there is one; `InputError` for data that cannot be."""
+        """Return the prepared data; `InputError` if it cannot be read."""
         return self.prepare_data(self.data)
 
     def cost(self) -> Cost:
-        """What the whole training takes."""
-        tokens, flops = self.work()
+        """Return the cost of the whole training."""
+        tokens, flops = self.step_cost()
         return Cost(
             trained=self.steps * tokens,
             flops=self.steps * flops,
             parameters=planned_parameters(self.model_class, self.model),
-            kept=self.model.dim * self.model.layers,
+            activations=self.model.dim * self.model.layers,
         )
 
     def check(self, data: Any, shards: int) -> None:
-        """Raise `InputError` for what cannot be trained, before the run directory is made."""
+        """Raise `InputError` if this cannot be trained, before the run directory is created."""
         self.batches(data, derive_seed(self.seed, "batches"))
 
     def task(self, data: Any, device: torch.device, shards: int) -> ModelTask:
-        """The task on `device`, whose batches come in `shards` shards a step."""
+        """Return the task on `device`, with `shards` shards a step."""
         return ModelTask(self, data, device, shards)
 
 
 class BatchTrainingConfig(ModelTrainingConfig):
-    """A training by batches of as many rows.
+    """A training with a fixed number of rows per batch.
 
-    batch_size: rows per optimiser step, over all processes and micro-batches, whose number must
+    batch_size: rows per optimiser step, over all processes and micro-batches. Their number must
     divide it.
     """
 
@@ -160,7 +160,7 @@ class BatchTrainingConfig(ModelTrainingConfig):
         return self
 
     def check(self, data: Any, shards: int) -> None:
-        """Besides, the batch must divide into the micro-batches of all processes."""
+        """Raise also if the batch does not divide into the micro-batches of all processes."""
         if self.batch_size % shards:
             raise InputError(
                 f"batch_size {self.batch_size} does not divide into {shards} micro-batches "
@@ -170,7 +170,7 @@ class BatchTrainingConfig(ModelTrainingConfig):
 
 
 class ModelTask:
-    """A model with its batches and loss, as the loop trains it (`task.Task`)."""
+    """A model with its batches and loss: the `task.Task` of the loop."""
 
     def __init__(
         self, config: ModelTrainingConfig, data: Any, device: torch.device, shards: int
@@ -181,58 +181,57 @@ class ModelTask:
         self.loss = partial(config.loss, self.model, shards=shards)
 
     def batch(self, step: int, shard: int, shards: int) -> Any:
-        """Shard `shard` of `shards` of the global batch of `step`, as tensors on the CPU."""
+        """Return shard `shard` of `shards` of the batch of `step`, as tensors on the CPU."""
         return tree_map(torch.as_tensor, self._batches.batch(step, shard, shards))
 
 
-def train_model(config: ModelTrainingConfig, out: Path | str, **choices: Any) -> TrainingResult:
-    """Train what `config` says in the run directory `out`, or resume it where it was stopped.
+def train_model(config: ModelTrainingConfig, out: Path | str, **options: Any) -> TrainingResult:
+    """Train or resume the run of `config` in the directory `out`.
 
-    `choices` are those of `train`: `on_step`, `should_stop`, `show_progress`, `probes`. At the end
-    `out/model/` holds the trained model (config.json, model.safetensors), `out` what the kind of
-    training leaves (such as the tokeniser), and `out/kept/step-N/` the models of `config.keep`. A
-    finished run is returned at once. Raises as `train` does, and `InputError` for unusable data, a
-    directory of another run and a training that cannot fit into memory.
+    `options` are passed to `train`: `on_step`, `should_stop`, `show_progress`, `probes`. Writes the
+    trained model to `out/model/`, extras such as the tokeniser to `out`, and the models of
+    `config.keep` to `out/kept/step-N/`. A finished run returns at once. Raises like `train`, and
+    `InputError` for unusable data, the directory of another run, or too little memory.
     """
     out = Path(out)
 
-    def opened() -> RunDirectory:
+    def open_run() -> RunDirectory:
         return RunDirectory.open(out, config, config.kind, changeable=config.changeable)
 
-    with world(config.device) as process:
-        # A directory that cannot hold this run is refused here, before data is prepared for it.
-        done = process.on_main(lambda: _finished(opened()))
-        if done is not None:
-            return done
-        check_memory(config.cost(), config, process)
+    with process_group(config.device) as world:
+        # Checks the directory before data is prepared.
+        result = world.on_main(lambda: _finished_result(open_run()))
+        if result is not None:
+            return result
+        check_memory(config.cost(), config, world)
         data = config.prepare()
-        shards = process.size * config.accumulate
+        shards = world.size * config.accumulate
         config.check(data, shards)
 
-        def make_task(this_process: World) -> ModelTask:
-            # Now that the directory is this run's and locked.
-            this_process.on_main(lambda: begin_corpus(data, out))
-            return config.task(data, this_process.device, shards)
+        def make_task(world: World) -> ModelTask:
+            # Here the run directory is locked.
+            world.on_main(lambda: record_corpus(data, out))
+            return config.task(data, world.device, shards)
 
         def export(task: Any) -> None:
-            config.leave(data, out)
+            config.save_extras(data, out)
             save_model(task.model, out / MODEL)
 
         def export_kept(task: Any, step: int) -> None:
             save_model(task.model, kept_model(out, step))
 
-        choices |= {"export": export, "export_kept": export_kept}
-        return train(make_task, config, opened(), **choices)
+        options |= {"export": export, "export_kept": export_kept}
+        return train(make_task, config, open_run(), **options)
 
 
 def kept_model(run: Path, step: int) -> Path:
-    """Where the run in `run` keeps its model of `step`, one of its configuration's `keep`."""
+    """Return the folder of the model of `step`, one of the run's `keep`."""
     return run / KEPT / f"step-{step:08d}"
 
 
-def _finished(run: RunDirectory) -> TrainingResult | None:
-    """The result of a run that is done; None where there is work left."""
-    if not run.begun:
+def _finished_result(run: RunDirectory) -> TrainingResult | None:
+    """Return the result of a finished run, else None."""
+    if not run.exists:
         return None
     try:
         status = run.status

@@ -1,4 +1,4 @@
-"""Training classifiers: of documents with several labels, and of images (Vision Transformers)."""
+"""Train classifiers of documents (multi-label) and of images (Vision Transformers)."""
 
 from __future__ import annotations
 
@@ -31,18 +31,15 @@ from normattn.models.vision_transformer import VisionTransformer
 
 LABELS, VOCABULARY = "labels.json", "vocab.txt"
 NOMINAL_LENGTH = 75
-"""Tokens of a document that a run's cost assumes before its data is read.
-
-As many as a document of the embedded corpus has on average.
-"""
+"""Tokens of a document for cost estimates: the mean of the default corpus."""
 
 
 class ClassificationConfig(BatchTrainingConfig):
-    """A classifier, its documents, and how it is trained.
+    """A classifier of documents, its data, and how it is trained.
 
-    model: as `ClassifierConfig`; its vocab_size is that of `data` and may be left out, so may its
-    train_length, which is then `data.max_tokens`. Its labels are as many as the data has. Their
-    names and the word pieces are left in the run's directory.
+    model: as `ClassifierConfig`. vocab_size is that of `data` and may be left out. train_length
+    defaults to `data.max_tokens`. labels must be the number of labels of the data. The run's
+    directory gets the names of the labels and the vocabulary.
     """
 
     kind: ClassVar[str] = "classification"
@@ -53,17 +50,17 @@ class ClassificationConfig(BatchTrainingConfig):
     data: RelationConfig = RelationConfig()
 
     @classmethod
-    def decided(cls, data: Any) -> dict[str, Any]:
-        """The model's vocabulary is that of the word pieces."""
+    def from_data(cls, data: Any) -> dict[str, Any]:
+        """Return the vocabulary size of the data."""
         return {"vocab_size": data.vocab_size}
 
     @classmethod
-    def suggested(cls, data: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Documents are cut at `max_tokens`."""
+    def defaults_from_data(cls, data: Any, model: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the data's `max_tokens` as the training length."""
         return {"train_length": max(2, data.max_tokens)}
 
     def check(self, data: RelationData, shards: int) -> None:
-        """As many labels as the model has, and at least one batch of documents."""
+        """Raise also if the model and the data differ in the number of labels."""
         if len(data.labels) != self.model.labels:
             raise InputError(
                 f"model.labels is {self.model.labels}, but {self.data.corpus} has "
@@ -72,25 +69,25 @@ class ClassificationConfig(BatchTrainingConfig):
         super().check(data, shards)
 
     def batches(self, data: RelationData, seed: int) -> RelationBatches:
-        """Documents with their padding and labels."""
+        """Return batches of documents with padding and labels."""
         return RelationBatches(data.train, len(data.labels), data.pad_id, self.batch_size, seed)
 
     def loss(self, model: Any, batch: Any, shards: int) -> Loss:
-        """Binary cross-entropy in nats, the mean over documents and labels."""
+        """Return the binary cross-entropy in nats, the mean over documents and labels."""
         return model.loss(*batch), {}
 
     def tokens_per_step(self, batches: Any) -> int:
-        """Word pieces of the global batch, on average."""
+        """Return the mean number of word pieces in the global batch."""
         return round(self.batch_size * float(batches.mean_tokens))
 
-    def work(self) -> tuple[int, float]:
-        """Every token, for documents of a nominal length."""
+    def step_cost(self) -> tuple[int, float]:
+        """Return tokens and FLOPs for documents of a nominal length."""
         length = min(NOMINAL_LENGTH, self.data.max_tokens)
         tokens = self.batch_size * length
         return tokens, tokens * stack_flops(self.model, length).training
 
-    def leave(self, data: RelationData, out: Path) -> None:
-        """The names of the labels, and the word pieces."""
+    def save_extras(self, data: RelationData, out: Path) -> None:
+        """Write the names of the labels and the vocabulary."""
         write_json(out / LABELS, {"labels": list(data.labels)})
         data.tokeniser.save(out / VOCABULARY)
 
@@ -99,8 +96,7 @@ class VisionTrainingConfig(BatchTrainingConfig):
     """A Vision Transformer, its images, and how it is trained.
 
     model: as `VisionConfig`; height, width, channels and classes are those of `data` and may be
-    left out. shift: every image is moved by up to so many pixels each time it is seen, 0 for not at
-    all.
+    left out. shift: augmentation, each image moves by up to `shift` pixels.
     """
 
     kind: ClassVar[str] = "vision"
@@ -113,14 +109,14 @@ class VisionTrainingConfig(BatchTrainingConfig):
     shift: int = Field(default=0, ge=0)
 
     @classmethod
-    def suggested(cls, data: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The model's shape is that of the images, which are looked at only where it is missing."""
-        if {"height", "width", "channels", "classes"} <= given.keys():
+    def defaults_from_data(cls, data: Any, model: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the shape of the images if the model's is incomplete."""
+        if {"height", "width", "channels", "classes"} <= model.keys():
             return {}
         return {**image_shape(data)}
 
     def check(self, data: ImageData, shards: int) -> None:
-        """The images must be of the model's shape, and every micro-batch have as many."""
+        """Raise also if the images do not have the model's shape."""
         for name, value in data.shape.items():
             if getattr(self.model, name) != value:
                 raise InputError(
@@ -130,16 +126,16 @@ class VisionTrainingConfig(BatchTrainingConfig):
         super().check(data, shards)
 
     def batches(self, data: ImageData, seed: int) -> ImageBatches:
-        """Images in −1 … 1 and the class of each."""
+        """Return batches of images in −1 … 1 and their classes."""
         return ImageBatches(data.train, self.batch_size, seed, self.shift)
 
     def loss(self, model: Any, batch: Any, shards: int) -> Loss:
-        """Mean cross-entropy in nats, and the share of images named right."""
+        """Return the mean cross-entropy in nats, and the accuracy."""
         images, labels = batch
         result = model.loss(images, labels)
         return result.loss, {"accuracy": result.correct / len(labels)}
 
-    def work(self) -> tuple[int, float]:
-        """Every token of every image."""
+    def step_cost(self) -> tuple[int, float]:
+        """Return the tokens and FLOPs of a batch of images."""
         images = self.batch_size
         return images * self.model.tokens, images * flops_per_image(self.model).training

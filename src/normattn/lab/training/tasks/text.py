@@ -1,4 +1,4 @@
-"""Training language models, causal and masked, on a corpus of tokens."""
+"""Train causal and masked language models on a corpus of tokens."""
 
 from __future__ import annotations
 
@@ -26,35 +26,35 @@ from normattn.settings import Settings
 
 
 class TextTrainingConfig(BatchTrainingConfig):
-    """A language model on a corpus: its vocab_size is that of `data` and may be left out.
+    """A language model on a corpus. Its vocab_size is that of `data` and may be left out.
 
-    The tokeniser, if there is one, is left in the run's directory.
+    The run's directory gets the tokeniser, if there is one.
     """
 
     prepare_data: ClassVar[Any] = staticmethod(prepare_tokens)
-    # The weights decide where a continued run starts; their folder may move.
+    # A continued run is identified by its initial weights; their folder may move.
     changeable: ClassVar[frozenset[str]] = CHANGEABLE | {"continued.start"}
 
     data: DataConfig = DataConfig()
     continued: Continuation | None = None
 
     @classmethod
-    def decided(cls, data: Any) -> dict[str, Any]:
-        """The model's vocabulary is the tokeniser's."""
+    def from_data(cls, data: Any) -> dict[str, Any]:
+        """Return the vocabulary size of the data."""
         return {"vocab_size": data.vocab_size}
 
     def make_model(self) -> nn.Module:
-        """A fresh model, or the one that training continues from."""
+        """Return a new model, or the one that training continues from."""
         model: nn.Module = new_model(self.model_class, self.model, self.continued)
         return model
 
     def check(self, data: TokenData, shards: int) -> None:
-        """A continued model must have been trained with the same tokeniser."""
+        """Raise also if the model to continue has another tokeniser."""
         refuse_other_tokeniser(self.continued, data)
         super().check(data, shards)
 
-    def leave(self, data: TokenData, out: Path) -> None:
-        """The tokeniser, if there is one."""
+    def save_extras(self, data: TokenData, out: Path) -> None:
+        """Write the tokeniser, if there is one."""
         if data.tokeniser is not None:
             data.tokeniser.save(out / TOKENISER_FILE)
 
@@ -63,8 +63,8 @@ class TrainingConfig(TextTrainingConfig):
     """A causal language model, its data, and how it is trained on random windows of a corpus.
 
     model: as `CausalLMConfig`; its train_length is the length of every training sequence.
-    continued: the saved model whose weights training starts from, under which method and at which
-    length it goes on; `model` is then that model's settings.
+    continued: the saved model whose weights training starts from, with a method and a length;
+    `model` then has that model's settings.
     """
 
     kind: ClassVar[str] = "causal-lm"
@@ -80,28 +80,28 @@ class TrainingConfig(TextTrainingConfig):
 
     @property
     def sequence_length(self) -> int:
-        """Tokens of a training sequence: the model's train_length, or what `continued` says."""
-        longer = None if self.continued is None else self.continued.length
-        return self.model.train_length if longer is None else longer
+        """Tokens of a training sequence: the length in `continued`, else the train_length."""
+        length = None if self.continued is None else self.continued.length
+        return self.model.train_length if length is None else length
 
     def batches(self, data: TokenData, seed: int) -> TrainingBatches:
-        """Windows of length + 1 tokens."""
+        """Return batches of windows of length + 1 tokens."""
         length, tiling = self.sequence_length, self.data.tiling
         return TrainingBatches(data.train, length, self.batch_size, seed, tiling)
 
     def loss(self, model: Any, batch: Tensor, shards: int) -> Loss:
-        """Mean cross-entropy in nats, and the share of tokens predicted right."""
+        """Return the mean cross-entropy in nats, and the accuracy."""
         result = model.loss(batch)
         return result.loss, {"accuracy": result.correct / batch[:, 1:].numel()}
 
-    def work(self) -> tuple[int, float]:
-        """Every target."""
+    def step_cost(self) -> tuple[int, float]:
+        """Return the targets and FLOPs of a step."""
         tokens = self.batch_size * self.sequence_length
         return tokens, tokens * flops_per_token(self.model, self.sequence_length).training
 
 
 class MaskingConfig(Settings):
-    """The shares of `Masking`: of the tokens that are chosen, then of what becomes of those."""
+    """The shares of `Masking`: of tokens chosen, then of these masked or replaced."""
 
     share: float = Field(default=0.15, gt=0, le=1)
     masked: float = Field(default=0.8, ge=0, le=1)
@@ -115,8 +115,8 @@ class MaskingConfig(Settings):
             )
         return self
 
-    def of(self, vocab_size: int) -> Masking:
-        """The masking of a vocabulary."""
+    def make(self, vocab_size: int) -> Masking:
+        """Return the masking for a vocabulary."""
         return Masking(vocab_size, self.share, self.masked, self.random)
 
 
@@ -124,7 +124,7 @@ class MaskedConfig(TextTrainingConfig):
     """A masked language model, its data, and how it is trained to predict hidden tokens.
 
     model: as `MaskedLMConfig`; its train_length is the length of every training sequence.
-    continued: the saved model whose weights training starts from, of this score or another; without
+    continued: the saved model whose weights training starts from, maybe with another score; without
     method and length.
     """
 
@@ -133,7 +133,7 @@ class MaskedConfig(TextTrainingConfig):
 
     model: MaskedLMConfig
     masking: MaskingConfig = MaskingConfig()
-    # Left out of a dump where it is off: runs that were made before it stay the same.
+    # Not dumped if None, so that older runs keep their digests.
     continued: Annotated[Continuation | None, Field(exclude_if=lambda start: start is None)] = None
 
     @model_validator(mode="after")
@@ -143,23 +143,24 @@ class MaskedConfig(TextTrainingConfig):
         return self
 
     def batches(self, data: TokenData, seed: int) -> MaskedBatches:
-        """What the model reads, the positions that it is asked for, and their tokens."""
-        # A training window holds one token more than its length, for next-token targets.
+        """Return batches of inputs, positions to predict, and their targets."""
+        # A training window has one more token than its length, for next-token targets.
         length, tiling = self.model.train_length - 1, self.data.tiling
         windows = TrainingBatches(data.train, length, self.batch_size, seed, tiling)
-        return MaskedBatches(windows, self.masking.of(self.model.vocab_size))
+        return MaskedBatches(windows, self.masking.make(self.model.vocab_size))
 
     def loss(self, model: Any, batch: Any, shards: int) -> Loss:
-        """Mean cross-entropy in nats over the chosen tokens, and the share of them that are hit."""
+        """Return the mean cross-entropy in nats and the accuracy over the chosen tokens."""
         result = model.loss(*batch)
-        exits = result.exit_correct / result.tokens
-        named = {f"accuracy_exit_{layer}": hits for layer, hits in enumerate(exits, start=1)}
-        return result.loss, {"accuracy": result.correct / result.tokens, **named}
+        metrics = {"accuracy": result.correct / result.tokens}
+        for layer, accuracy in enumerate(result.exit_correct / result.tokens, start=1):
+            metrics[f"accuracy_exit_{layer}"] = accuracy
+        return result.loss, metrics
 
-    def work(self) -> tuple[int, float]:
-        """Every token that is read; the head, and those of the exits, see the chosen ones."""
+    def step_cost(self) -> tuple[int, float]:
+        """Return the input tokens and FLOPs of a step. Heads compute the chosen tokens only."""
         model, length, rows = self.model, self.model.train_length, self.batch_size
-        chosen = self.masking.of(model.vocab_size).chosen(length)
+        chosen = self.masking.make(model.vocab_size).chosen(length)
         heads = model.layers if model.exits else 1
         head = 3 * 2.0 * model.vocab_size * model.dim * heads
         return rows * length, rows * (length * stack_flops(model, length).training + chosen * head)

@@ -1,4 +1,4 @@
-"""Training encoder–decoders to translate."""
+"""Train encoder–decoder models to translate."""
 
 from __future__ import annotations
 
@@ -26,17 +26,19 @@ from normattn.models.translator import Translator
 from normattn.score import ScoreSpec
 
 NOMINAL_LENGTH = 16
-"""Tokens of a sentence that a run's cost assumes before its data is read."""
+"""Tokens of a sentence for cost estimates."""
 
 
 class TranslationConfig(ModelTrainingConfig):
     """A translation model, its sentence pairs, and how it is trained.
 
-    model: as `TranslatorConfig`; its vocabularies are those of `data` and may be left out, and so
-    may its train_length, which is then `data.max_length`. batch_tokens: padded source and target
-    tokens of an optimiser step, over all processes and micro-batches (of which there may be 1, 2, 4
-    or 8 together). label_smoothing: as in arXiv 1512.00567, in training only. The tokeniser is left
-    in the run's directory.
+    - model: as `TranslatorConfig`. The vocabularies are those of `data` and may be left out;
+      train_length defaults to `data.max_length`.
+    - batch_tokens: padded source and target tokens of an optimiser step, over all processes and
+      micro-batches (1, 2, 4 or 8 together).
+    - label_smoothing: as in arXiv 1512.00567, in training only.
+
+    The run's directory gets the tokeniser.
     """
 
     kind: ClassVar[str] = "translation"
@@ -50,58 +52,58 @@ class TranslationConfig(ModelTrainingConfig):
 
     @property
     def scores(self) -> tuple[ScoreSpec, ...]:
-        """The encoder's, the decoder's and those of the attention across."""
+        """The scores of the encoder, the decoder and cross-attention."""
         scores = (self.model.score, self.model.decoder_score, self.model.cross_score)
         return tuple(score for score in scores if score is not None)
 
     @classmethod
-    def decided(cls, data: Any) -> dict[str, Any]:
-        """Both languages share the tokeniser's vocabulary."""
+    def from_data(cls, data: Any) -> dict[str, Any]:
+        """Return the vocabulary size, which both languages share."""
         size = data.vocab_size
         return {"source_vocab": size, "target_vocab": size, "shared_vocabulary": True}
 
     @classmethod
-    def suggested(cls, data: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Sentences are no longer than `max_length`."""
+    def defaults_from_data(cls, data: Any, model: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the data's `max_length` as the training length."""
         return {"train_length": data.max_length}
 
     def check(self, data: PairData, shards: int) -> None:
-        """The longest pairs must fit into a batch, and the batch must divide."""
+        """Raise if the longest pairs do not fit into a batch, or it does not divide."""
         self.batches(data, 0).batch(1, 0, shards)
 
     def batches(self, data: PairData, seed: int) -> PairBatches:
-        """Sentence pairs of like length together."""
+        """Return batches of sentence pairs of similar length."""
         if not len(data.train):
             raise InputError(f"corpus {self.data.corpus!r} has no pair left to train on")
         return PairBatches(data.train, self.batch_tokens, seed)
 
     def loss(self, model: Any, batch: Any, shards: int) -> Loss:
-        """Smoothed loss, plain loss (nats) and accuracy, each a mean over the whole batch's tokens.
+        """Return the smoothed loss, and the plain loss (nats) and accuracy, means over tokens.
 
         A shard is weighted by its tokens, so that the mean over shards is that of the batch.
         """
-        real, target = (batch.target[:, 1:] != PAD_ID).sum(), batch.target
-        if not real:  # A shard that only fills up: some loss that counts nothing.
+        tokens, target = (batch.target[:, 1:] != PAD_ID).sum(), batch.target
+        if not tokens:  # A shard of filler rows: any loss, with weight 0.
             target = torch.full_like(target, EOS_ID)
         result = model.loss(batch.source, target, self.label_smoothing)
-        parts = shards / batch.targets.double()
-        weight = (real * parts).to(result.loss.dtype)
+        token_weight = shards / batch.targets.double()
+        weight = (tokens * token_weight).to(result.loss.dtype)
         return result.loss * weight, {
             "nll": result.nll * weight,
-            "accuracy": torch.minimum(result.correct, real) * parts,
+            "accuracy": torch.minimum(result.correct, tokens) * token_weight,
         }
 
     def tokens_per_step(self, batches: Any) -> int:
-        """Tokens to predict in a step, on average: batches differ a little."""
+        """Return the mean number of tokens to predict in a step."""
         tokens: int = batches.split.target_total
         return round(tokens / len(batches))
 
-    def work(self) -> tuple[int, float]:
-        """As of full batches of sentences of `NOMINAL_LENGTH`: the data is not looked at."""
+    def step_cost(self) -> tuple[int, float]:
+        """Return tokens and FLOPs for full batches of sentences of `NOMINAL_LENGTH`."""
         pairs = self.batch_tokens / (2 * NOMINAL_LENGTH)
         flops = translator_flops(self.model, NOMINAL_LENGTH, NOMINAL_LENGTH).training
         return round(pairs * NOMINAL_LENGTH), pairs * flops
 
-    def leave(self, data: PairData, out: Path) -> None:
-        """The tokeniser."""
+    def save_extras(self, data: PairData, out: Path) -> None:
+        """Write the tokeniser."""
         data.tokeniser.save(out / TOKENISER)
