@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from normattn.lab.runs.environment import describe_environment, torch_threads
-from normattn.lab.runs.timing import LEAST_SECONDS, Step, Timing, interleave
+from normattn.lab.runs.timing import MIN_SECONDS, Step, Timing, interleave
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _RESAMPLES, _LEVEL = 2000, 0.95
@@ -112,7 +112,7 @@ def measure(case: Case, options: Options) -> Result:
             1 if options.quick else options.rounds,
             warm=1 if options.quick else 2,
             device=options.device,
-            least_seconds=0.0 if options.quick else LEAST_SECONDS,
+            min_seconds=0.0 if options.quick else MIN_SECONDS,
         )
     del steps
     gc.collect()
