@@ -139,7 +139,7 @@ def test_a_scheduler_and_a_parent_that_both_say_it_said_it_once(others: list[int
 def test_who_asks_again_does_not_want_to_wait(
     kind: signal.Signals, others: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stopping, "SAME_SECONDS", -1.0)
+    monkeypatch.setattr(stopping, "DUPLICATE_SECONDS", -1.0)
     with StopRequest() as request:
         signal.raise_signal(kind)
         assert (request.by, others) == (kind.name, [])

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.table import Table
 
-from normattn.__main__ import _sentence
+from normattn.__main__ import _format_warning
 from normattn.cli.failures import exit_code_of
 from normattn.errors import InputError
 from normattn.lab.report.terminal import ProgressBar, tell
@@ -34,7 +34,7 @@ def test_every_way_to_the_terminal_escapes(capsys: pytest.CaptureFixture[str]) -
     assert said.out.count(r"\x1b]0;owned") == 2
     assert said.err.count(r"\x1b]0;owned") == 3
     assert "\x1b" not in said.out + said.err
-    assert "\x1b" not in _sentence(UserWarning(HOSTILE), UserWarning, "file", 1)
+    assert "\x1b" not in _format_warning(UserWarning(HOSTILE), UserWarning, "file", 1)
 
 
 @pytest.mark.parametrize("terminal", [True, False])

@@ -1,4 +1,4 @@
-"""Files: read with bounds, written whole or not at all, as text, JSON, TOML or safetensors."""
+"""Files: bounded reading and atomic writing of text, JSON, TOML and safetensors."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from normattn.errors import InputError
 if TYPE_CHECKING:
     from torch import Tensor
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Error numbers of a full disk."""
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Error numbers for a full disk."""
 MAX_BYTES = 64 << 20
-"""Largest JSON file, and longest line of JSON lines."""
+"""Maximum size of a JSON file and of a line of JSON lines."""
 MAX_TOML_BYTES = 1 << 20
 MAX_DEPTH = 200
 _MAX_BITS = 256
@@ -38,20 +38,20 @@ _KINDS = (
 
 
 def expand_path(path: str | Path) -> Path:
-    """Resolve `~` and `~user`; `InputError` for what cannot be the name of a file."""
+    """Expand `~` and `~user`; `InputError` for an impossible file name."""
     text = str(path)
     try:
         os.fsencode(text)
         resolved = Path(text).expanduser()
-        resolved.lstat()  # The system itself says which names are too long.
+        resolved.lstat()  # Raises for names that are too long.
     except UnicodeEncodeError as error:
         raise InputError(f"{text!r} cannot be the name of a file: it is not text") from error
     except ValueError as error:
         raise InputError(f"{text!r} cannot be the name of a file: {error}") from error
     except RuntimeError as error:
         user = text[1:].partition("/")[0]
-        lacking = f"there is no user {user!r}" if user else "this user has no home directory"
-        raise InputError(f"{text} cannot be found: {lacking}; give a path without ~") from error
+        reason = f"there is no user {user!r}" if user else "this user has no home directory"
+        raise InputError(f"{text} cannot be found: {reason}; give a path without ~") from error
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
             raise InputError(f"{text!r} cannot be the name of a file: it is too long") from error
@@ -60,9 +60,8 @@ def expand_path(path: str | Path) -> Path:
 
 def default_cache_dir() -> Path:
     """Return $NORMATTN_CACHE, else $XDG_CACHE_HOME/normattn, else ~/.cache/normattn."""
-    own = os.environ.get("NORMATTN_CACHE")
-    if own:
-        return expand_path(own)
+    if folder := os.environ.get("NORMATTN_CACHE"):
+        return expand_path(folder)
     try:
         return expand_path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "normattn"
     except InputError as error:
@@ -73,9 +72,9 @@ def default_cache_dir() -> Path:
 
 
 def refuse_irregular(path: Path, mode: int) -> None:
-    """Raise `InputError` where `mode`, of a `stat`, is not that of a regular file.
+    """Raise `InputError` unless `mode`, from a `stat`, is that of a regular file.
 
-    A pipe or a device may never end, and a second reading gives something else.
+    A pipe or device may never end, and cannot be read twice.
     """
     if not stat.S_ISREG(mode):
         kind = next((name for is_kind, name in _KINDS if is_kind(mode)), "a device")
@@ -83,7 +82,7 @@ def refuse_irregular(path: Path, mode: int) -> None:
 
 
 def file_status(path: Path) -> os.stat_result:
-    """Return `path.stat()`; `InputError` where the system refuses."""
+    """Return `path.stat()`; `InputError` if it fails."""
     try:
         return path.stat()
     except OSError as error:
@@ -91,9 +90,9 @@ def file_status(path: Path) -> os.stat_result:
 
 
 def file_identity(status: os.stat_result) -> tuple[int, int, int, int]:
-    """Return what differs after a file was written to.
+    """Return numbers that change if a file is written to.
 
-    Size and modification time can be set back; inode and change time are the system's own.
+    Size and modification time can be reset; inode and change time cannot.
     """
     return status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns
 
@@ -102,8 +101,7 @@ def file_identity(status: os.stat_result) -> tuple[int, int, int, int]:
 def open_file(path: Path) -> Iterator[BinaryIO]:
     """Open a regular file for reading.
 
-    Raises `InputError` when it is missing, unreadable, or a folder, a pipe or a device, also when
-    that shows only while it is read.
+    Raises `InputError`, at once or while reading, if it is missing, unreadable or no regular file.
     """
     try:
         # Opening a pipe would wait for its writer.
@@ -117,44 +115,46 @@ def open_file(path: Path) -> Iterator[BinaryIO]:
         raise InputError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-def read_bytes(path: Path, most: int) -> bytes:
-    """Read a regular file of at most `most` bytes; `InputError` as `open_file`."""
+def read_bytes(path: Path, max_bytes: int) -> bytes:
+    """Read a regular file of at most `max_bytes`; `InputError` as in `open_file`."""
     with open_file(path) as file:
-        content = file.read(most + 1)
-    if len(content) > most:
-        raise InputError(f"{path} is larger than {most:,} bytes, too large for a file of its kind")
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise InputError(
+            f"{path} is larger than {max_bytes:,} bytes, too large for a file of its kind"
+        )
     return content
 
 
 def sha256_of(file: BinaryIO | Path) -> str:
-    """Return the SHA-256 of a file, or of what is left of an open one, read in pieces."""
+    """Return the SHA-256 of a file, or of the rest of an open one."""
     if isinstance(file, Path):
         with open_file(file) as opened:
             return sha256_of(opened)
     digest = hashlib.sha256()
-    while piece := file.read(1 << 20):
-        digest.update(piece)
+    while chunk := file.read(1 << 20):
+        digest.update(chunk)
     return digest.hexdigest()
 
 
-def read_json(path: Path, most: int = MAX_BYTES) -> Any:
-    """Read the value in a JSON file; `InputError` as `parse_json`."""
-    return parse_json(read_bytes(path, most), str(path))
+def read_json(path: Path, max_bytes: int = MAX_BYTES) -> Any:
+    """Read the value in a JSON file; `InputError` as in `parse_json`."""
+    return parse_json(read_bytes(path, max_bytes), str(path))
 
 
-def read_object(path: Path, most: int = MAX_BYTES) -> dict[str, Any]:
-    """Read the object in a JSON file; `InputError` when it is missing, damaged or no object."""
-    value = read_json(path, most)
+def read_object(path: Path, max_bytes: int = MAX_BYTES) -> dict[str, Any]:
+    """Read the object in a JSON file; `InputError` if it is missing, damaged or no object."""
+    value = read_json(path, max_bytes)
     if not isinstance(value, dict):
         raise InputError(f"{path} is damaged: expected a JSON object, found {type(value).__name__}")
     return value
 
 
 def parse_json(content: bytes | str, where: str) -> Any:
-    """Parse JSON; `where` names it in the message.
+    """Parse JSON; `where` names its source in messages.
 
-    Raises `InputError` for what is not JSON (NaN and infinities are not), nested more than 200
-    deep, or beyond every number that is written here.
+    Raises `InputError` for invalid JSON (NaN and infinities are), for more than 200 levels, and for
+    numbers out of range.
     """
     from pydantic_core import from_json
 
@@ -167,7 +167,7 @@ def parse_json(content: bytes | str, where: str) -> Any:
 
 
 def _check_bounds(value: Any, finite: bool, depth: int = 0) -> None:
-    """Raise `ValueError` for a value that is nested too deep, and for numbers without bounds."""
+    """Raise `ValueError` for a value that is nested too deeply, and for numbers out of range."""
     if depth > MAX_DEPTH:
         raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
     if isinstance(value, dict):
@@ -184,9 +184,9 @@ def _check_bounds(value: Any, finite: bool, depth: int = 0) -> None:
 def json_lines(
     readline: Callable[[int], AnyStr], where: Callable[[int], str]
 ) -> Iterator[tuple[int, AnyStr]]:
-    """Yield the number, from 1, and the content of each line that a file's `readline` gives.
+    """Yield the number (from 1) and content of each line; `where(n)` names line n in messages.
 
-    A line longer than 64 MiB is refused before it is held. `where(n)` names line n.
+    Raises `InputError` for a line longer than 64 MiB, without reading all of it.
     """
     number = 0
     while line := readline(MAX_BYTES + 1):
@@ -197,7 +197,7 @@ def json_lines(
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Read the table in a TOML file; `InputError` for what is not TOML in UTF-8."""
+    """Read the table in a TOML file; `InputError` if it is not TOML in UTF-8."""
     content = read_bytes(path, MAX_TOML_BYTES)
     try:
         text = content.decode()
@@ -207,7 +207,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def parse_toml(text: str, where: str) -> dict[str, Any]:
-    """Parse TOML; bounds as of `parse_json`, but NaN and infinity are TOML."""
+    """Parse TOML, with the limits of `parse_json`; NaN and infinity are valid TOML."""
     try:
         table = tomllib.loads(text)
         _check_bounds(table, finite=False)
@@ -223,7 +223,7 @@ def parse_toml(text: str, where: str) -> dict[str, Any]:
 
 @contextmanager
 def explain_os_errors(path: Path) -> Iterator[None]:
-    """Turn an error of the operating system, also a library's, into an `InputError` on `path`."""
+    """Turn an operating system error, also inside a library's, into an `InputError` on `path`."""
     try:
         yield
     except InputError:
@@ -232,7 +232,7 @@ def explain_os_errors(path: Path) -> Iterator[None]:
         cause = os_error_in(error)
         if cause is None or cause.errno is None:
             raise
-        if cause.errno in FULL:
+        if cause.errno in DISK_FULL:
             message = f"no space left on the disk that holds {path}; make room and run it again"
         elif cause.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             message = f"{path} cannot be written: {cause.strerror}; choose a writable place"
@@ -245,27 +245,27 @@ def explain_os_errors(path: Path) -> Iterator[None]:
 
 
 def os_error_in(error: BaseException) -> OSError | None:
-    """Return the `OSError` behind an exception; None when there is none.
+    """Return the `OSError` that caused an exception, or None.
 
-    Libraries written in Rust (safetensors, tokenizers) raise exceptions of their own, whose text
-    ends in "(os error 28)"; others chain the `OSError` as the cause.
+    Rust libraries (safetensors, tokenizers) raise other types, whose text ends in "(os error 28)".
+    Others chain the `OSError` as the cause.
     """
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, OSError):
-            return seen
-        number = _RUST_OS_ERROR.search(str(seen))
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError):
+            return cause
+        number = _RUST_OS_ERROR.search(str(cause))
         if number is not None:
             return OSError(int(number[1]), os.strerror(int(number[1])))
-        seen = seen.__cause__
+        cause = cause.__cause__
     return None
 
 
 def write_with(path: Path, write: Callable[[Path], object], new: bool = False) -> None:
-    """Let `write` fill a temporary file next to `path`, flush it, then rename it into place.
+    """Write a file atomically: `write` fills a temporary file, which is flushed and renamed.
 
-    Raises `InputError` when the disk is full or the place cannot be written; the old file, if any,
-    is then untouched. With `new` it also does where a file is there, before or meanwhile.
+    Raises `InputError` if the disk is full or the path is not writable, and with `new` also if the
+    file exists. The old file is then unchanged.
     """
     if new and os.path.lexists(path):
         raise InputError(f"{path} exists already: choose a new file")
@@ -277,10 +277,10 @@ def write_with(path: Path, write: Callable[[Path], object], new: bool = False) -
         try:
             write(temporary)
             _flush(temporary)
-            # mkstemp makes files private; a result is as readable as any other new file.
+            # mkstemp makes files private; give it the permissions of any new file.
             temporary.chmod(0o666 & ~_umask())
             if new:
-                os.link(temporary, path)  # Unlike a rename, a link replaces nothing.
+                os.link(temporary, path)  # Unlike a rename, this does not replace a file.
             else:
                 temporary.replace(path)
             _flush(path.parent)
@@ -291,26 +291,25 @@ def write_with(path: Path, write: Callable[[Path], object], new: bool = False) -
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write `content` to `path`, whole or not at all."""
+    """Write `content` to `path` atomically."""
     write_with(path, lambda temporary: temporary.write_bytes(content))
 
 
 def write_text(path: Path, content: str, new: bool = False) -> None:
-    """Write `content` as UTF-8 to `path`, whole or not at all; `new` as of `write_with`."""
+    """Write `content` as UTF-8 to `path` atomically; `new` as in `write_with`."""
     write_with(path, lambda temporary: temporary.write_bytes(content.encode()), new)
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` as indented JSON to `path`; NaN and infinities are refused by `json`."""
+    """Write `value` as indented JSON to `path` atomically, without NaN and infinities."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def write_directory(path: Path, fill: Callable[[Path], None], replace: bool = False) -> None:
-    """Let `fill` populate a temporary folder next to `path`, then rename it into place.
+    """Write a folder atomically: `fill` fills a temporary folder, which is renamed to `path`.
 
-    `path` must be absent or an empty folder, at the end as well as at the beginning: `InputError`
-    says when it was filled meanwhile, and nothing there changes. With `replace`, a folder of our
-    own (a checkpoint, a model, a cache) is replaced as a whole.
+    `path` must not exist or be empty; `InputError` if it was filled meanwhile, and nothing changes.
+    With `replace`, an existing folder is replaced as a whole.
     """
     target = path if replace else Path(os.path.realpath(path))
     with explain_os_errors(target):
@@ -331,13 +330,13 @@ def write_directory(path: Path, fill: Callable[[Path], None], replace: bool = Fa
 
 
 def put_in_place(temporary: Path, path: Path) -> None:
-    """Rename `temporary`, a filled folder next to `path`, to it; an older one is replaced."""
+    """Rename `temporary`, a filled folder next to `path`, to `path`; replace an older one."""
     with explain_os_errors(path):
         _move_folder(temporary, path, replace=True)
 
 
 def _move_folder(temporary: Path, path: Path, replace: bool) -> None:
-    """Rename a folder once all of it is on the disk."""
+    """Flush a folder to the disk, then rename it."""
     for file in sorted(temporary.rglob("*")):
         _flush(file)
     temporary.chmod(0o777 & ~_umask())
@@ -349,7 +348,7 @@ def _move_folder(temporary: Path, path: Path, replace: bool) -> None:
         finally:
             shutil.rmtree(old, ignore_errors=True)
     else:
-        # rename(2) takes the place of an empty folder and of nothing else.
+        # rename(2) replaces only an empty folder.
         os.rename(temporary, path)
     _flush(path.parent)
 
@@ -363,7 +362,7 @@ def _flush(path: Path) -> None:
 
 
 def _umask() -> int:
-    """Return the process's file-creation mask; it can only be read by setting it."""
+    """Return the process's umask, which can only be read by setting it."""
     mask = os.umask(0)
     os.umask(mask)
     return mask
@@ -373,32 +372,32 @@ def _umask() -> int:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Write tensors, which must not share memory, as safetensors; return the file's SHA-256."""
+    """Write tensors, which must not share memory, as safetensors; return the SHA-256."""
     from safetensors.torch import save
 
-    # As bytes first: a full disk is then an OSError that says so.
+    # Serialised first, so that a full disk raises an OSError.
     content = save({name: x.detach().cpu().contiguous() for name, x in tensors.items()})
     path.write_bytes(content)
     return hashlib.sha256(content).hexdigest()
 
 
 def read_tensors(path: Path, sha256: str) -> dict[str, Tensor]:
-    """Read the tensors of a file, on the CPU, each in memory of its own.
+    """Read the tensors of a file into separate CPU memory.
 
-    Raises `InputError` where the file is missing, has another digest or is no safetensors file.
+    Raises `InputError` if the file is missing, has another digest or is no safetensors file.
     """
     from safetensors import SafetensorError, safe_open
 
     check_digest(path, sha256)
     try:
         with safe_open(path, "pt") as file:
-            # Copied: the file may change while its tensors are in use.
+            # Copied, because the file may change while its tensors are in use.
             return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise InputError(f"{path} is damaged: {error}") from error
 
 
 def check_digest(path: Path, sha256: str) -> None:
-    """Raise `InputError` where a file is missing or its SHA-256 is another."""
+    """Raise `InputError` if a file is missing or has another SHA-256."""
     if sha256_of(path) != sha256:
         raise InputError(f"{path} is damaged: its SHA-256 does not match the one on record")

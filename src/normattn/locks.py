@@ -1,8 +1,7 @@
-"""Locks between processes, held by the operating system: they end with their holder, even killed.
+"""Locks between processes. The operating system releases them when the holder ends or is killed.
 
-The lock's file stays: removing it would let two processes lock two files of one name. It holds the
-process id and the host of the last holder, and, where that is a worker that ends with the process
-that started it, that process's id.
+Lock files are never deleted: otherwise two processes could lock two files of the same name. They
+contain the process id and host of the last holder, and its parent if it is a worker.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ from normattn.stopping import watched_parent
 from normattn.terminal import warn
 
 FOREVER = -1.0
-KILLED_SECONDS = 1.0
-"""How long a lock is waited for at least: a killed process holds it until it is taken apart."""
-ENDING_SECONDS = 60.0
-"""How long a holder is waited for that has lost the process that started it."""
+MIN_WAIT_SECONDS = 1.0
+"""Minimum time to wait: a killed process holds its lock until the system has removed it."""
+ORPHAN_WAIT_SECONDS = 60.0
+"""Time to wait for a holder whose parent has ended."""
 _POLL_SECONDS = 0.05
 _HOLDER = re.compile(r"(?P<process>\d+) on (?P<host>.*)(?:\nstarted by (?P<parent>\d+))?")
 
 
 class InUseError(InputError):
-    """Another process, `holder`, has the lock."""
+    """Another process, `holder`, holds the lock."""
 
     def __init__(self, file: Path, holder: str) -> None:
         self.holder = holder
@@ -42,12 +41,12 @@ class InUseError(InputError):
 
 @contextmanager
 def locked(file: Path, seconds: float = FOREVER) -> Iterator[None]:
-    """Hold the lock `file`, made with its folder where it is absent.
+    """Hold the lock `file` inside; create it and its folder if needed.
 
-    Waits up to `seconds` (0: not at all) for another holder. One that is about to end, because it
-    or the process that started it was killed, is waited for in any case, and stderr says so.
-    Raises `InUseError` when the lock is still held then, and `InputError` where it cannot be made
-    or the file system has no locks: a marker that outlives a killed holder is no substitute.
+    Waits up to `seconds` (0: not at all) for another holder. A holder that is about to end, because
+    it or its parent was killed, is always waited for, with a message on stderr. Raises `InUseError`
+    if the lock is still held then, and `InputError` if it cannot be created or the file system has
+    no locks (a marker file would outlive a killed holder).
     """
     lock = FileLock(file, mode=0o644, fallback_to_soft=False)
     with explain_os_errors(file):
@@ -67,8 +66,8 @@ def locked(file: Path, seconds: float = FOREVER) -> Iterator[None]:
 
 
 def _acquire(lock: FileLock, file: Path, seconds: float) -> None:
-    """Take the lock; `InUseError` where another process keeps it."""
-    begun, patience, warned = time.monotonic(), max(seconds, KILLED_SECONDS), False
+    """Acquire the lock; `InUseError` if another process keeps it."""
+    start, timeout, warned = time.monotonic(), max(seconds, MIN_WAIT_SECONDS), False
     while True:
         try:
             lock.acquire(timeout=_POLL_SECONDS, poll_interval=_POLL_SECONDS)
@@ -80,24 +79,24 @@ def _acquire(lock: FileLock, file: Path, seconds: float) -> None:
                 holder = ""
             name = holder.partition("\n")[0][:80] or "unknown"
             if not warned and _is_ending(holder):
-                warned, patience = True, max(seconds, ENDING_SECONDS)
+                warned, timeout = True, max(seconds, ORPHAN_WAIT_SECONDS)
                 warn(
                     f"normattn: waiting for process {name} to end: it was at work in "
                     f"{file.parent} when it, or the command that started it, was killed"
                 )
-            if time.monotonic() - begun > patience:
+            if time.monotonic() - start > timeout:
                 raise InUseError(file, name) from error
 
 
 def _is_ending(holder: str) -> bool:
-    """Whether a holder is a process of this host that was killed, or has lost its parent."""
-    found = _HOLDER.fullmatch(holder)
-    if found is None or found["host"] != platform.node():
+    """Return whether a holder is a process of this host that was killed or has lost its parent."""
+    match = _HOLDER.fullmatch(holder)
+    if match is None or match["host"] != platform.node():
         return False
     try:
-        process = psutil.Process(int(found["process"]))
+        process = psutil.Process(int(match["process"]))
         if process.status() == psutil.STATUS_ZOMBIE:
             return True
-        return found["parent"] is not None and process.ppid() != int(found["parent"])
+        return match["parent"] is not None and process.ppid() != int(match["parent"])
     except psutil.NoSuchProcess:
         return True

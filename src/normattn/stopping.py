@@ -1,6 +1,6 @@
-"""SIGINT and SIGTERM, whatever a command is doing: one sentence on stderr, exit status 130.
+"""Handle SIGINT and SIGTERM in all commands: one message on stderr, exit status 130.
 
-This is imported before everything else, so it imports next to nothing.
+Imported before everything else, so it imports little.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 STOPPED = 130
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_NOTED = (*SIGNALS, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []))
+_RECORDED = (*SIGNALS, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []))
 GRACE_SECONDS = 10.0
-SAME_SECONDS = 10.0
+DUPLICATE_SECONDS = 10.0
 _POLL_SECONDS = 0.02
 NO_THREAD = "no thread can be started: raise the limit of processes (ulimit -u) or of memory"
 _PR_SET_PDEATHSIG = 1
@@ -30,13 +30,13 @@ _parent: int | None = None
 
 
 class Stopped(BaseException):
-    """A signal asked this process to stop; no library may take it for an error."""
+    """Raised by a signal. A `BaseException`, so that libraries do not catch it as an error."""
 
 
 def run_stoppable(command: Callable[[], None]) -> None:
-    """Run `command`, the whole program; a signal ends it by one sentence and exit status 130.
+    """Run the program; a signal ends it with one message and exit status 130.
 
-    Work that has a better answer (a training loop saves first) runs in a `StopRequest`.
+    Work that must save its state first, such as a training loop, runs in a `StopRequest`.
     """
     try:
         _guard.install()
@@ -44,29 +44,29 @@ def run_stoppable(command: Callable[[], None]) -> None:
     except BaseException:
         if _guard.by is None:
             raise
-        # Whatever a library made of the stop, it was a stop.
-        _guard.say()
+        # A library may have turned the stop into another exception.
+        _guard.print_message()
         sys.exit(STOPPED)
     finally:
-        _guard.leave()
+        _guard.uninstall()
 
 
 def asked_to_stop() -> bool:
-    """Whether a signal came to the guard: an error after that is the stop's doing."""
+    """Return whether a signal arrived: later errors are caused by the stop."""
     return _guard.by is not None
 
 
 def stop_with_parent(parent: int, poll: float = 0.5) -> None:
-    """Have this process get SIGTERM, so that it saves its state, once `parent` has ended.
+    """Send SIGTERM to this process, so that it saves its state, when `parent` has ended.
 
-    A parent that was killed cannot tell its children. On Linux the system does, at once (its
-    PR_SET_PDEATHSIG, which goes by the thread that started this process: it must wait for it);
-    elsewhere a thread looks every `poll` seconds.
+    A killed parent cannot tell its children. On Linux the system does, by PR_SET_PDEATHSIG (for the
+    thread that started this process, which must therefore stay alive). Elsewhere a thread checks
+    every `poll` seconds.
     """
     global _parent
     _parent = parent
-    if _system_tells():
-        # The parent may have ended before the system was asked.
+    if _set_parent_death_signal():
+        # The parent may have ended before that.
         if os.getppid() != parent:
             os.kill(os.getpid(), signal.SIGTERM)
         return
@@ -80,12 +80,12 @@ def stop_with_parent(parent: int, poll: float = 0.5) -> None:
 
 
 def watched_parent() -> int | None:
-    """The process with which this one ends, if there is one."""
+    """Return the process whose end stops this one, if any."""
     return _parent
 
 
-def _system_tells() -> bool:
-    """Ask Linux for a SIGTERM when the parent ends; False where the system has no such thing."""
+def _set_parent_death_signal() -> bool:
+    """Ask Linux for a SIGTERM when the parent ends; return False on other systems."""
     if not sys.platform.startswith("linux"):
         return False
     import ctypes  # Only workers need it.
@@ -97,12 +97,12 @@ def _system_tells() -> bool:
 
 
 class StopRequest:
-    """A context in which signals are noted, so that work can save its state and stop.
+    """A context that records signals, so that work can save its state and stop.
 
-    `by` names the first signal, `count` how many there were. With `insist` a second signal acts as
-    if this context were not there. A SIGTERM soon after another is the same request: a scheduler
-    signals a whole tree of processes, and parents there hand it on to their children. Outside the
-    main thread, where Python allows no handlers, nothing is noted.
+    `by` is the name of the first signal, `count` their number. With `insist` a second signal acts
+    as outside of this context. A SIGTERM soon after another counts as the same: a scheduler signals
+    all processes of a tree, and parents also forward it to their children. Outside the main thread,
+    where Python allows no handlers, nothing is recorded.
     """
 
     def __init__(self, insist: bool = True) -> None:
@@ -110,24 +110,24 @@ class StopRequest:
         self.count = 0
         self._insist = insist
         self._first = 0.0
-        self._before: dict[signal.Signals, object] = {}
+        self._handlers: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
-            for number in _NOTED:
-                self._before[number] = signal.signal(number, self._note)
-            _guard.elsewhere += 1
+            for number in _RECORDED:
+                self._handlers[number] = signal.signal(number, self._record)
+            _guard.requests += 1
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._before:
-            _guard.elsewhere -= 1
+        if self._handlers:
+            _guard.requests -= 1
             self._restore()
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _record(self, number: int, frame: FrameType | None) -> None:
         if self.by is None:
             self.by, self._first = signal.Signals(number).name, time.monotonic()
-        elif number == signal.SIGTERM and time.monotonic() < self._first + SAME_SECONDS:
+        elif number == signal.SIGTERM and time.monotonic() < self._first + DUPLICATE_SECONDS:
             return
         elif self._insist:
             self._restore()
@@ -135,82 +135,85 @@ class StopRequest:
         self.count += 1
 
     def _restore(self) -> None:
-        for number, handler in self._before.items():
-            # None is a handler that was not set from Python.
+        for number, handler in self._handlers.items():
+            # None: the handler was not set from Python.
             signal.signal(number, handler or signal.SIG_DFL)  # type: ignore[arg-type]
 
 
 class _Guard:
-    """The handlers, and a thread that sees to it that a stop is not lost."""
+    """The signal handlers, and a thread that ends the process if a stop gets lost."""
 
     def __init__(self) -> None:
         self.by: str | None = None
-        self.elsewhere = 0
-        self._said = False
+        self.requests = 0
+        self._printed = False
         self._lost = False
-        self._left = threading.Event()
+        self._uninstalled = threading.Event()
 
     def install(self) -> None:
-        """Put the handlers in place."""
+        """Install the handlers."""
         for number in SIGNALS:
             signal.signal(number, self._stop)
         sys.unraisablehook = self._unraisable
         if sys.platform != "win32":
-            out, into = os.pipe()
-            os.set_blocking(into, False)
-            signal.set_wakeup_fd(into, warn_on_full_buffer=False)
+            read_end, write_end = os.pipe()
+            os.set_blocking(write_end, False)
+            signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
             try:
-                threading.Thread(target=self._watch, args=(out,), name="stop", daemon=True).start()
+                thread = threading.Thread(
+                    target=self._watch, args=(read_end,), name="stop", daemon=True
+                )
+                thread.start()
             except RuntimeError:
                 print(f"normattn: {NO_THREAD}", file=sys.stderr)
                 sys.exit(2)
 
-    def leave(self) -> None:
-        """The outcome is decided; what the interpreter does at its end is not to be disturbed."""
+    def uninstall(self) -> None:
+        """Ignore signals from now on, while the interpreter shuts down."""
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
-        self._left.set()
+        self._uninstalled.set()
 
-    def say(self) -> None:
-        """The sentence, once."""
-        if not self._said:
-            self._said = True
-            sentence = f"normattn: stopped by {self.by}; rerun the command to resume"
-            print(sentence, file=sys.stderr, flush=True)
+    def print_message(self) -> None:
+        """Print the message once."""
+        if not self._printed:
+            self._printed = True
+            message = f"normattn: stopped by {self.by}; rerun the command to resume"
+            print(message, file=sys.stderr, flush=True)
 
     def _stop(self, number: int, frame: FrameType | None) -> NoReturn:
         if self.by is not None and not self._lost:
-            self._end_now()  # Asked twice: whoever asks does not want to wait.
+            self._end_now()  # A second signal: do not wait.
         self.by, self._lost = signal.Signals(number).name, False
         raise Stopped
 
     def _unraisable(self, unraisable: sys.UnraisableHookArgs) -> None:
-        """Python drops what is raised in a destructor or a callback; a stop is raised again."""
+        """Note a stop that Python dropped in a destructor or callback, to raise it again."""
         if isinstance(unraisable.exc_value, Stopped):
             self._lost = True
         else:
             sys.__unraisablehook__(unraisable)
 
     def _watch(self, pipe: int) -> None:
-        """Wait for signals, and end the process where one comes to nothing.
+        """Wait for signals, and end the process if a handler has no effect.
 
-        Python runs handlers between its own instructions: never inside a long call into C.
+        Python runs handlers between its own instructions, never inside a long call into C.
         """
         while True:
             number = os.read(pipe, 1)[0]
-            if number in SIGNALS and not self.elsewhere:
-                asked = signal.Signals(number)
+            if number in SIGNALS and not self.requests:
+                received = signal.Signals(number)
                 break
         for _ in range(int(GRACE_SECONDS / _POLL_SECONDS)):
-            if self._left.wait(_POLL_SECONDS):
+            if self._uninstalled.wait(_POLL_SECONDS):
                 return
             if self._lost:
-                _thread.interrupt_main(asked)
-        self.by = self.by or asked.name
+                _thread.interrupt_main(received)
+        self.by = self.by or received.name
         self._end_now()
 
     def _end_now(self) -> NoReturn:
-        self.say()
+        self.print_message()
         os._exit(STOPPED)
 
 

@@ -1,7 +1,7 @@
-"""Text for people, on the terminal: whatever would make a terminal obey is written out.
+"""Print text on the terminal with control characters escaped.
 
-Names come from files that others wrote: headers of safetensors, keys of GGUF files, studies. One
-with an escape sequence in it could retitle the window, hide lines or write to the clipboard.
+Names come from untrusted files: safetensors headers, GGUF keys, studies. An escape sequence in one
+could change the window's title, hide lines or write to the clipboard.
 """
 
 from __future__ import annotations
@@ -14,36 +14,37 @@ from typing import Any
 from rich import console
 from rich.segment import Segment
 
-_KEPT = "\n\t"
+_ALLOWED = "\n\t"
 
 
 def visible(text: str) -> str:
-    """The text with each character that does not print, but for line ends and tabs, as `\\x1b`."""
+    """Escape characters that do not print, such as `\\x1b`, except line ends and tabs."""
     if text.isprintable():
         return text
     return "".join(
-        letter if letter.isprintable() or letter in _KEPT else repr(letter)[1:-1] for letter in text
+        letter if letter.isprintable() or letter in _ALLOWED else repr(letter)[1:-1]
+        for letter in text
     )
 
 
 def show(text: object) -> None:
-    """Print a text on stdout."""
+    """Print a text on stdout, escaped."""
     print(visible(str(text)))
 
 
-def warn(sentence: object) -> None:
-    """Print a line on stderr; where that is full or gone, there is nobody to tell."""
+def warn(message: object) -> None:
+    """Print a line on stderr, escaped. Ignores a closed or full stderr."""
     try:
-        print(visible(str(sentence)), file=sys.stderr, flush=True)
+        print(visible(str(message)), file=sys.stderr, flush=True)
     except OSError:
-        # Python would write it once more at its end, and change the exit status where it cannot.
+        # Otherwise Python writes it again at exit, and changes the exit status if that fails.
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # stays
 
 
 class Console(console.Console):
-    """rich's console; what it is given to print is made visible, its own colours stay."""
+    """rich's console, which escapes the text to print but not its own control codes."""
 
     def render(self, renderable: Any, options: Any = None) -> Iterable[Segment]:
-        """The segments of a renderable; those that move the cursor are rich's own."""
+        """Yield the segments of a renderable, with their text escaped."""
         for text, style, control in super().render(renderable, options):
             yield Segment(text if control else visible(text), style, control)

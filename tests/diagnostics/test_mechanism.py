@@ -21,16 +21,16 @@ from normattn.kernels.cosines import BINS
 from normattn.lab.data.windows import EvaluationSet
 from normattn.lab.diagnostics.keys import (
     TAIL,
-    Seen,
+    LayerInputs,
     count_cosines,
     mean_direction,
+    observe_scores,
     pairs_by_region,
     position_correlation,
     products_by_distance,
     rank_correlation,
     received_attention,
     trained_range,
-    watching,
 )
 from normattn.lab.diagnostics.mechanism import READINGS, distance_octaves, measure_mechanism
 from normattn.lab.report.view import View
@@ -71,9 +71,9 @@ def model_of(score: str, **changes: Any) -> CausalLM:
     return model
 
 
-def look(model: CausalLM, ids: Tensor) -> list[Seen]:
-    found: list[Seen] = []
-    with watching(model, found.append), torch.no_grad():
+def look(model: CausalLM, ids: Tensor) -> list[LayerInputs]:
+    found: list[LayerInputs] = []
+    with observe_scores(model, found.append), torch.no_grad():
         model(ids)
     return found
 
@@ -82,7 +82,7 @@ def ids_of(rows: int, length: int) -> Tensor:
     return torch.from_numpy(np.random.default_rng(0).integers(40, size=(rows, length)))
 
 
-def brute_weights(seen: Seen, batch: int, head: int) -> list[list[float]]:
+def brute_weights(seen: LayerInputs, batch: int, head: int) -> list[list[float]]:
     """α by the definition, one pair at a time."""
     p = seen.inputs
     q, k = p.q[batch, head], p.k[batch, head // (p.q.shape[1] // p.k.shape[1])]
@@ -163,20 +163,20 @@ def test_watching_leaves_nothing_behind() -> None:
     ids = ids_of(1, 8)
     before = model(ids)
     hooks = [len(module._forward_hooks) for module in model.modules()]
-    with watching(model, lambda seen: None):
+    with observe_scores(model, lambda seen: None):
         assert torch.equal(model(ids), before)
 
-    def fail(seen: Seen) -> None:
+    def fail(seen: LayerInputs) -> None:
         raise ZeroDivisionError
 
-    with pytest.raises(ZeroDivisionError), watching(model, fail):
+    with pytest.raises(ZeroDivisionError), observe_scores(model, fail):
         model(ids)
     assert [len(module._forward_hooks) for module in model.modules()] == hooks
     assert torch.equal(model(ids), before)
 
 
 def test_what_cannot_be_looked_at_is_refused() -> None:
-    with pytest.raises(InputError, match="no Score"), watching(torch.nn.Linear(2, 2), print):
+    with pytest.raises(InputError, match="no Score"), observe_scores(torch.nn.Linear(2, 2), print):
         pass
     model = model_of("Baseline")
     with model.using("ReRoPE"), pytest.raises(InputError, match="switch off the method"):

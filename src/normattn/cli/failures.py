@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from normattn.errors import DivergedError, InputError, Interrupted, NormattnError
-from normattn.io import FULL, os_error_in
+from normattn.io import DISK_FULL, os_error_in
 from normattn.stopping import NO_THREAD
 from normattn.terminal import warn
 
@@ -70,7 +70,7 @@ def _refusal(error: BaseException) -> str | None:
     refused = os_error_in(error)
     if refused is None:
         return None
-    if refused.errno in FULL:
+    if refused.errno in DISK_FULL:
         where = f" that holds {refused.filename}" if refused.filename else ""
         return f"no space left on the disk{where}; make room and rerun the command to resume"
     reason = refused.strerror or str(refused) or type(refused).__name__

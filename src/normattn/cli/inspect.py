@@ -25,7 +25,7 @@ from normattn.io import read_object, write_json
 from normattn.kernels.stats import observing as observing_attention
 from normattn.lab.diagnostics import Collector, collecting
 from normattn.lab.diagnostics import inspect_model as measure_attention
-from normattn.lab.diagnostics.attention import MOST_TOKENS, attention_weights
+from normattn.lab.diagnostics.attention import MAX_TOKENS, attention_weights
 from normattn.lab.diagnostics.inspection import Collecting
 from normattn.lab.diagnostics.lines import read_diagnostics
 from normattn.lab.evaluation.scorer import weights_digest
@@ -247,10 +247,10 @@ def _attention_of_head(
     α (T, S) has a unit for each query and a bin for each key, with the tokens as factors.
     """
     inputs, model = subject.inputs, subject.model
-    if inputs.drawn_length > MOST_TOKENS:
+    if inputs.drawn_length > MAX_TOKENS:
         warn(
             f"normattn: no attention is drawn, for {inputs.drawn_length} tokens make too large a "
-            f"matrix (the most is {MOST_TOKENS})"
+            f"matrix (the most is {MAX_TOKENS})"
         )
         return None
     row = inputs.drawn.to(next(model.parameters()).device)

@@ -1,6 +1,6 @@
-"""Which relative positions a model meets for the first time beyond its training length.
+"""Rotation angles that a model has not seen in training.
 
-Legend: R distances, P pairs of features that turn.
+Legend: R distances, P pairs of rotated features.
 """
 
 from __future__ import annotations
@@ -22,39 +22,39 @@ def unseen_angles(
     block: int = 0,
     trained: ScoreSpec | None = None,
 ) -> Float[Tensor, " r"] | None:
-    """For every distance r = 0 … R − 1 the share of pairs of features at an angle never trained.
+    """Return for every distance r = 0 … R − 1 the share of feature pairs at unseen angles.
 
-    Pair m turns by θ_m·ρ(r), where θ are the frequencies of a score (those of query rows block·L …
-    where they move) and ρ the relative position that it makes of r. In training it has seen those
-    up to the largest of r < L, or all angles if that goes round the circle. `spec` is what reads
-    now, `trained` what was trained (default: its trained parts alone). None where nothing turns, or
-    no training length is known.
+    Pair m rotates by θ_m·ρ(r). θ are the frequencies of a score (those of query rows block·L … if
+    they depend on the block), and ρ(r) is its relative position for r. Angles up to the largest of
+    r < L were trained, or all of them if that is a full circle. `spec` is the present score,
+    `trained` the trained one (default: its trained components). None without rotation or training
+    length.
     """
     length = spec.train_length
     if not isinstance(spec.position, RotaryPosition) or length is None:
         return None
-    angle = _turns(spec, head_dim, distances, block)
-    seen = _turns(spec.trained if trained is None else trained, head_dim, length, 0).amax(0)
-    # Rounding must not make a new angle of the last one that was seen.
-    new = (angle % (2 * math.pi) > seen * (1 + 1e-9) + 1e-9) & (seen < 2 * math.pi)
-    return new.double().mean(-1)
+    angle = _angles(spec, head_dim, distances, block)
+    seen = _angles(spec.trained if trained is None else trained, head_dim, length, 0).amax(0)
+    # A tolerance, so that rounding does not make the last seen angle unseen.
+    unseen = (angle % (2 * math.pi) > seen * (1 + 1e-9) + 1e-9) & (seen < 2 * math.pi)
+    return unseen.double().mean(-1)
 
 
-def _turns(spec: ScoreSpec, head_dim: int, distances: int, block: int) -> Float[Tensor, "r p"]:
-    """How far each pair of features turns at every distance, in radians."""
+def _angles(spec: ScoreSpec, head_dim: int, distances: int, block: int) -> Float[Tensor, "r p"]:
+    """Return the rotation of each feature pair at every distance, in radians."""
     position = spec.position
     assert isinstance(position, RotaryPosition)
     size = position.rotary_dim(head_dim)
     theta = rope_frequencies(size, position.base)
-    fixed = spec.for_block(block) if spec.blockwise else spec
-    if fixed.rope_scaling is not None:
+    spec = spec.for_block(block) if spec.blockwise else spec
+    if spec.rope_scaling is not None:
         assert spec.train_length is not None
-        theta = fixed.rope_scaling.inverse_frequencies(size, position.base, spec.train_length)
-    return _relative(fixed, distances)[:, None] * position.adjusted(theta).abs()
+        theta = spec.rope_scaling.inverse_frequencies(size, position.base, spec.train_length)
+    return _relative_positions(spec, distances)[:, None] * position.adjusted(theta).abs()
 
 
-def _relative(spec: ScoreSpec, distances: int) -> Float[Tensor, " r"]:
-    """ρ(r): r itself, and what a position remapping makes of it beyond its window."""
+def _relative_positions(spec: ScoreSpec, distances: int) -> Float[Tensor, " r"]:
+    """Return ρ(r): r, or its remapped position beyond the window."""
     distance = torch.arange(distances, dtype=torch.float64)
     remapping, chunks = spec.remapping, spec.chunk_remapping
     if chunks is not None:

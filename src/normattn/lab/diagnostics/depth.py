@@ -1,4 +1,4 @@
-"""What changes from layer to layer of an encoder: variance, attention, gradients.
+"""Changes from layer to layer of an encoder: variance, attention, gradients.
 
 Legend: B batch, H heads, R sampled queries, S keys, D documents, N layers.
 """
@@ -22,7 +22,7 @@ from normattn.models.utils import without_dropout
 
 Array = NDArray[np.float64]
 SAMPLED = 16
-"""Queries of a text whose attention is compared between layers."""
+"""Queries of a text at which attention is compared between layers."""
 
 
 def measure_depth(
@@ -32,18 +32,17 @@ def measure_depth(
     tokens_per_batch: int = 4096,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Array]:
-    """Sums over the texts of each document; text w is of document `document_of[w]`.
+    """Return sums over the texts of each document; text w is of document `document_of[w]`.
 
-    `variance` (D, N + 1): the variance of the residual stream over its features, mean over tokens;
-    first what the first layer reads, then each layer's output. `entropy` (D, N): of attention, in
-    nats, mean over heads and queries. `agreement` (D, N − 1): between the attention of a layer and
-    of the one below it, Σ_j min(α_ij, α′_ij) = 1 − ½ Σ_j |α_ij − α′_ij|, mean over `SAMPLED`
-    queries spread evenly over the text and over heads, head h compared with head h;
-    `agreement_mean`: the same of the attention that is the mean over heads, for which their order
-    does not matter.
+    - `variance` (D, N + 1): variance of the residual stream over features, mean over tokens, before
+      the first layer and after each.
+    - `entropy` (D, N): of attention, in nats, mean over heads and queries.
+    - `agreement` (D, N − 1): Σ_j min(α_ij, α′_ij) = 1 − ½ Σ_j |α_ij − α′_ij| between the attention
+      of a layer and the one below, head by head, mean over heads and `SAMPLED` queries.
+    - `agreement_mean`: the same for attention averaged over heads, which ignores their order.
 
-    Dropout is off meanwhile. Entropy is the kernels' statistic, without any T × S matrix; attention
-    is computed again for the sampled queries only. `tokens_per_batch` bounds memory.
+    Dropout is off. Entropy is a kernel statistic, without a T × S matrix. Attention is recomputed
+    for the sampled queries only. `tokens_per_batch` bounds memory.
     """
     layers, count = model.config.layers, int(document_of.max()) + 1
     device = next(model.parameters()).device
@@ -51,11 +50,11 @@ def measure_depth(
     widths |= dict.fromkeys(("agreement", "agreement_mean"), layers - 1)
     sums = {name: np.zeros((count, width)) for name, width in widths.items()}
     for rows in _batches(texts, tokens_per_batch):
-        by_layer = _ByLayer()
-        with torch.no_grad(), without_dropout(model), observing(by_layer):
+        statistics = _TextStatistics()
+        with torch.no_grad(), without_dropout(model), observing(statistics):
             ids = torch.from_numpy(texts.rows.ids[rows]).to(device)
-            model.hidden(ids, after=by_layer.add_variance)
-        for name, values in by_layer.found.items():
+            model.hidden(ids, after=statistics.add_variance)
+        for name, values in statistics.by_layer.items():
             np.add.at(sums[name], document_of[rows], torch.stack(values, -1).cpu().numpy())
         progress(min(rows.stop, len(texts)), len(texts))
     return sums
@@ -64,10 +63,9 @@ def measure_depth(
 def layer_gradients(
     model: MaskedLM, texts: MaskedSet, tokens_per_batch: int = 4096
 ) -> list[list[float]]:
-    """‖∂ loss / ∂ θ_l‖ of each layer l, for each batch of texts; dropout is off meanwhile.
+    """Return ‖∂ loss / ∂ θ_l‖ of each layer l for each batch of texts, without dropout.
 
-    Empty where layers share their weights, which have one gradient. The gradients that the model
-    had are gone afterwards.
+    Empty if layers share their weights. Deletes the model's gradients.
     """
     if model.config.shared_layers:
         return []
@@ -78,8 +76,8 @@ def layer_gradients(
         batch = (torch.from_numpy(array[rows]).to(device) for array in texts.rows)
         with without_dropout(model):
             torch.autograd.backward(model.loss(*batch).loss)
-        of_blocks = ([p.grad for p in b.parameters() if p.grad is not None] for b in model.blocks)
-        gradients.append([float(torch.nn.utils.get_total_norm(each)) for each in of_blocks])
+        by_block = ([p.grad for p in b.parameters() if p.grad is not None] for b in model.blocks)
+        gradients.append([float(torch.nn.utils.get_total_norm(each)) for each in by_block])
     model.zero_grad(set_to_none=True)
     return gradients
 
@@ -89,27 +87,27 @@ def _batches(texts: MaskedSet, tokens: int) -> Iterator[slice]:
     return (slice(first, first + step) for first in range(0, len(texts), step))
 
 
-class _ByLayer(Observer):
-    """The statistics of each text (B,) in one forward, a list by layer for each name."""
+class _TextStatistics(Observer):
+    """Statistics of each text (B,) in one forward pass, a list by layer for each name."""
 
     def __init__(self) -> None:
-        self.found: dict[str, list[Tensor]] = defaultdict(list)
+        self.by_layer: dict[str, list[Tensor]] = defaultdict(list)
         self._residual = ResidualSum()
         self._below: Tensor | None = None
 
     def add_variance(self, layer: int, x: Tensor) -> None:
-        """Of the residual stream after a layer."""
-        self.found["variance"].append(x.double().var(-1, correction=0).mean(-1))
+        """Add the variance of the residual stream after a layer."""
+        self.by_layer["variance"].append(x.double().var(-1, correction=0).mean(-1))
 
     def record(self, inputs: AttentionInputs, observation: Observation) -> None:
-        """A layer's attention is done: the entropy of all queries, the agreement of some."""
-        self.found["entropy"].append(observation.entropy.double().mean((1, 2)))
+        """Add the entropy of a layer's queries, and the agreement of sampled ones."""
+        self.by_layer["entropy"].append(observation.entropy.double().mean((1, 2)))
         queries, device = inputs.q.shape[2], inputs.q.device
         rows = torch.linspace(0, queries - 1, min(SAMPLED, queries)).long().to(device)
-        attention = attention_of(self._residual.alone(inputs), rows).double()
+        attention = attention_of(self._residual.add(inputs), rows).double()
         if (below := self._below) is not None:
-            shared = torch.minimum(attention, below).sum(-1)
-            self.found["agreement"].append(shared.mean((1, 2)))
-            shared = torch.minimum(attention.mean(1), below.mean(1)).sum(-1)
-            self.found["agreement_mean"].append(shared.mean(1))
+            overlap = torch.minimum(attention, below).sum(-1)
+            self.by_layer["agreement"].append(overlap.mean((1, 2)))
+            overlap = torch.minimum(attention.mean(1), below.mean(1)).sum(-1)
+            self.by_layer["agreement_mean"].append(overlap.mean(1))
         self._below = attention

@@ -1,4 +1,4 @@
-"""`inspect_model`: what every layer's attention does with given texts.
+"""`inspect_model`: attention statistics of every layer on given texts.
 
 Legend: H heads, P bins of the position.
 """
@@ -40,27 +40,25 @@ def inspect_model(
     progress: Callable[[int, int], None] = lambda done, total: None,
     collect: Collecting = collecting,
 ) -> pl.DataFrame:
-    """Entropy, log-sum-exp, largest logit, sinks and norms of every layer, head and position bin.
+    """Measure entropy, log-sum-exp, largest logit, sinks and norms by layer, head and position.
 
-    As rows of the frame without an identity (`normattn.lab.stats.identified` adds one): `layer`
-    counts from the bottom, and the factor `layer` is its name. `by_head` and `by_position` read
-    them.
-
-    Streamed from the kernels: memory does not follow T². Dropout is off while it reads, nothing
-    stays behind.
+    Returns rows of the measurements table without an identity (`normattn.lab.stats.identified` adds
+    it). `layer` counts from the bottom; the factor `layer` is its name. Read them with `by_head`
+    and `by_position`. Memory is not quadratic in the length. Dropout is off.
 
     Args:
-        model: any model that holds scores; an inference-time method that is on stays on.
-        rows: token ids (B, T), or any rows that `read` reads; `tokens_per_batch` at a time.
-        bins: equal bins of the query's position, at most as many as there are positions.
-        reach: also attention beyond the training length, and at angles never trained.
-        cosines: also a histogram of cos(q, k), which costs one more product.
-        read: how the model reads some rows; by default `model.hidden`, or the model itself.
-        length: how many positions a row has, by default T.
-        progress: called with the rows done, and of how many.
-        collect: who collects; `cli.inspect.observing` does for models of transformers.
+        model: any model with scores. An active inference-time method stays active.
+        rows: token ids (B, T), or any rows that `read` accepts.
+        bins: number of equal position bins, at most the number of positions.
+        reach: also attention beyond the training length and at unseen angles.
+        cosines: also a histogram of cos(q, k), which costs another product.
+        tokens_per_batch: bounds memory.
+        read: runs the model on some rows; by default `model.hidden`, or the model itself.
+        length: number of positions in a row, by default T.
+        progress: called with the number of rows done and in all.
+        collect: makes the collector; `cli.inspect.observing` for models of transformers.
 
-    Raises `InputError` for a model without any score and for texts without a token.
+    Raises `InputError` for a model without a score or texts without a token.
     """
     if not rows.numel() or (rows.dim() != 2 and length is None):
         shape = tuple(rows.shape)
@@ -79,33 +77,33 @@ def inspect_model(
 
 
 def totals(measured: pl.DataFrame, statistic: str, layer: int) -> tuple[Array, Array]:
-    """Σ sum and Σ of, both (H, P); (0, 0) where the layer has no such statistic."""
+    """Return the sums and counts of a statistic, (H, P); (0, 0) if the layer does not have it."""
     rows = measured.filter(statistic=statistic, layer=layer).sort("head", "bin")
     shape = (rows["head"].n_unique(), -1) if rows.height else (0, 0)
-    above, below = (rows[name].to_numpy().reshape(shape) for name in ("sum", "of"))
-    return above, below
+    total, count = (rows[name].to_numpy().reshape(shape) for name in ("sum", "of"))
+    return total, count
 
 
 def by_position(measured: pl.DataFrame, statistic: str, layer: int) -> Array:
-    """The statistic by head and bin of the position, (H, P); NaN where nothing was counted."""
-    return _divided(*totals(measured, statistic, layer))
+    """Return a statistic by head and position bin, (H, P); NaN if the count is 0."""
+    return _divide(*totals(measured, statistic, layer))
 
 
 def by_head(measured: pl.DataFrame, statistic: str, layer: int) -> Array:
-    """The statistic over all positions, (H,): the mean, or of extremes the extreme."""
+    """Return a statistic over all positions, (H,): the mean, or the extreme for extremes."""
     if statistic in EXTREMES:
         grid = by_position(measured, statistic, layer)
         sign = EXTREMES[statistic]
         return sign * np.asarray(np.fmax.reduce(sign * grid, axis=-1, initial=np.nan))
-    return _divided(*(part.sum(-1) for part in totals(measured, statistic, layer)))
+    return _divide(*(array.sum(-1) for array in totals(measured, statistic, layer)))
 
 
-def _divided(above: Array, below: Array) -> Array:
-    return np.where(below > 0, above / np.where(below > 0, below, 1.0), np.nan)
+def _divide(total: Array, count: Array) -> Array:
+    return np.where(count > 0, total / np.where(count > 0, count, 1.0), np.nan)
 
 
 def cosine_counts(measured: pl.DataFrame, layer: int) -> Array:
-    """The histograms of cos(q, k) over −1 … 1, (H, P, bins); none where not asked."""
+    """Return the histograms of cos(q, k) over −1 … 1, (H, P, bins); empty if not measured."""
     rows = measured.filter(statistic="cosine", layer=layer)
     if not rows.height:
         return np.zeros((0, 0, BINS))

@@ -1,4 +1,4 @@
-"""What a probe leaves of a training: a line of every layer's attention, as JSON."""
+"""Attention statistics of a training, as JSON lines."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ Heads = tuple[float | None, ...]
 
 
 class LayerLine(Settings):
-    """One layer at one step, a number per query head (norms of keys: per key head).
+    """One layer at one step: a number per query head (norms of keys: per key head), or None.
 
-    `entropy` is the mean over queries of H = lse − E[s], in nats, `entropy_share` that of H / ln n
-    over the queries that choose among n ≥ 2 keys (a learned sink counted as one), `largest` the
-    largest logit of any visible pair, `first_mass` the mean weight on the key at position 0,
-    `sink_mass` that on the learned sink, `q_norm` and `k_norm` the mean norms as the projections
-    give them, `q_normed` and `k_normed` after the score's own normalisation. None where there is
-    no such thing.
+    - `entropy`: mean over queries of H = lse − E[s], in nats.
+    - `entropy_share`: mean of H / ln n over queries with n ≥ 2 visible keys (a learned sink counts
+      as one).
+    - `largest`: largest logit of any visible pair.
+    - `first_mass`, `sink_mass`: mean weight on the key at position 0 and on the learned sink.
+    - `q_norm`, `k_norm`: mean norms of the projections; `q_normed`, `k_normed` after the score's
+      normalisation.
     """
 
     entropy: Heads
@@ -38,7 +39,7 @@ class LayerLine(Settings):
 
 
 class DiagnosticsLine(Settings):
-    """A probed step: every layer by its name, bottom first."""
+    """A measured step: every layer by its name, bottom first."""
 
     step: int
     layers: dict[str, LayerLine]
@@ -46,14 +47,14 @@ class DiagnosticsLine(Settings):
     @property
     def largest(self) -> float | None:
         """The largest logit of all heads of all layers."""
-        known = (value for layer in self.layers.values() for value in layer.largest)
-        return max((value for value in known if value is not None), default=None)
+        values = (value for layer in self.layers.values() for value in layer.largest)
+        return max((value for value in values if value is not None), default=None)
 
 
 def read_diagnostics(run: Path) -> list[DiagnosticsLine]:
-    """The lines that a run's probe has left; [] where there was none.
+    """Return the diagnostics of a run; [] if it has none.
 
-    `run` is the directory of the run or the file itself. Raises `InputError` for a damaged file.
+    `run` is the run's directory or the file. Raises `InputError` for a damaged file.
     """
     path = check_unchanged(run / FILE if run.is_dir() else run)
     if not path.exists():
@@ -61,11 +62,10 @@ def read_diagnostics(run: Path) -> list[DiagnosticsLine]:
     with open_file(path) as file:
         lines = [line for _, line in json_lines(file.readline, lambda n: f"{path}, line {n},")]
     # A line that is being written has no end yet.
-    whole = [line for line in lines if line.endswith(b"\n")]
+    complete = [line for line in lines if line.endswith(b"\n")]
     try:
-        return [DiagnosticsLine.model_validate(parse_json(line, str(path))) for line in whole]
+        return [DiagnosticsLine.model_validate(parse_json(line, str(path))) for line in complete]
     except ValidationError as error:
-        wrong = explain(error)
         raise InputError(
-            f"{path} holds a line that is not a line of diagnostics: {wrong}"
+            f"{path} holds a line that is not a line of diagnostics: {explain(error)}"
         ) from None

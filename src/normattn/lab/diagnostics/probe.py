@@ -1,4 +1,4 @@
-"""A probe that looks at every layer's attention while a model trains, and warns."""
+"""A probe that records every layer's attention while a model trains, and warns."""
 
 from __future__ import annotations
 
@@ -12,21 +12,20 @@ from normattn.lab.diagnostics.lines import LayerLine
 from normattn.terminal import warn
 
 CONCENTRATED = 0.02
-"""A head whose mean H / ln n is below looks at one key, whatever the text is."""
+"""A head with a lower mean H / ln n attends to one key, whatever the text."""
 SPREAD = 0.99
-"""A head whose mean H / ln n is above looks at all keys alike."""
-SETTLED = 0.2
-"""Scores begin small, so that every head spreads: it is no news before this share of the steps."""
+"""A head with a higher mean H / ln n attends to all keys equally."""
+MIN_SHARE_OF_STEPS = 0.2
+"""No warning of spread heads before this share of the steps: initial scores are small."""
 
 
 class DiagnosticsProbe:
-    """Every `every` steps a line of every layer's attention, in RUN/diagnostics.jsonl.
+    """Writes statistics of every layer to RUN/diagnostics.jsonl every `every` steps.
 
-    It looks on while the step runs; there is no second forward. A line is `{"step": …, "layers":
-    {name: LayerLine}}`, of this process's share of the batch. Once a kind it warns on
-    stderr: where a head's mean H / ln n is below 0.02 (scores concentrate), and, after a fifth of
-    the steps, where one is above 0.99 (they spread). Raises
-    `InputError` for an `every` below 1.
+    They are recorded in the step's own forward passes. A line is `{"step": …, "layers": {name:
+    LayerLine}}`, for this process's shard of the batch. Warns once on stderr if a head's mean
+    H / ln n is below 0.02 (scores concentrate), and once if, after a fifth of the steps, one is
+    above 0.99 (they spread). Raises `InputError` for an `every` below 1.
     """
 
     name = "diagnostics"
@@ -44,39 +43,43 @@ class DiagnosticsProbe:
         self._steps = 0
 
     def due(self, step: int, steps: int) -> bool:
-        """The first step, every so many, and the last."""
+        """Return true for the first step, every `every` steps, and the last."""
         self._steps = steps
         return step % self.every == 0 or step in (1, steps)
 
     @contextmanager
     def around(self, task: Any, step: int) -> Iterator[Callable[[], Mapping[str, Any]]]:
-        """Look on during a step."""
+        """Record a step."""
         with collecting(task.model) as collector:
 
-            def read() -> Mapping[str, Any]:
+            def line() -> Mapping[str, Any]:
                 layers = collector.lines()
-                for kind, cause in self._causes(layers, step).items():
+                for kind, cause in self._warnings(layers, step).items():
                     if kind not in self._warned:
                         self._warned.add(kind)
                         self._warn(
                             f"warning: scores {kind} at step {step}: {cause} "
                             f"(said once; more in {self.name}.jsonl)"
                         )
-                return {"layers": {name: line.model_dump() for name, line in layers.items()}}
+                return {"layers": {name: layer.model_dump() for name, layer in layers.items()}}
 
-            yield read
+            yield line
 
-    def _causes(self, layers: Mapping[str, LayerLine], step: int) -> dict[str, str]:
-        """What a line gives cause to warn of, by its kind."""
+    def _warnings(self, layers: Mapping[str, LayerLine], step: int) -> dict[str, str]:
+        """Return the warnings that a line justifies, by kind."""
         shares = [
             (share, f"head {head} of {name} has a mean entropy of {share:.3f} ln n, it looks at")
-            for name, line in layers.items()
-            for head, share in enumerate(line.entropy_share)
+            for name, layer in layers.items()
+            for head, share in enumerate(layer.entropy_share)
             if share is not None
         ]
-        causes = {}
+        warnings = {}
         if shares and (low := min(shares))[0] < CONCENTRATED:
-            causes["concentrate"] = f"{low[1]} one key, whatever the text is"
-        if shares and (high := max(shares))[0] > SPREAD and step >= SETTLED * self._steps:
-            causes["spread"] = f"{high[1]} all keys alike"
-        return causes
+            warnings["concentrate"] = f"{low[1]} one key, whatever the text is"
+        if (
+            shares
+            and (high := max(shares))[0] > SPREAD
+            and step >= MIN_SHARE_OF_STEPS * self._steps
+        ):
+            warnings["spread"] = f"{high[1]} all keys alike"
+        return warnings

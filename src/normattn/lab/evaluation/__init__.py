@@ -1,1 +1,1 @@
-"""The protocols: token accuracy and loss of any tokens-to-scores callable, as measurements."""
+"""Evaluation protocols: accuracy, loss and other metrics as measurements by document."""

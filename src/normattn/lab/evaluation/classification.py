@@ -1,4 +1,4 @@
-"""Classifiers of documents and of images on a held-out set: loss and correctness of each."""
+"""Evaluate classifiers of documents and images: loss and correctness of every item."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from normattn.lab.data.relations import RelationData, RelationSplit, multi_hot
 from normattn.lab.evaluation.scorer import (
     Precision,
     autocast,
+    batch_by_length,
     batches,
-    by_length,
     weights_digest,
 )
 from normattn.lab.stats import Identity, fact, identified, joined, sums
@@ -29,14 +29,14 @@ from normattn.models.utils import without_dropout
 from normattn.models.vision_transformer import VisionTransformer
 
 THRESHOLDS = np.linspace(0.01, 0.99, 99)
-"""What is tried on the development set."""
+"""Candidate thresholds, tuned on the development set."""
 
 
 @dataclass(frozen=True)
 class Predictions:
-    """What a classifier predicts for N documents and K labels, and what is true.
+    """Predictions and true labels of N documents and K labels.
 
-    `loss` (N,) is each document's binary cross-entropy in nats, the mean over labels.
+    `loss` (N,) is the binary cross-entropy of each document in nats, the mean over labels.
     """
 
     probabilities: Float32[np.ndarray, "n k"]
@@ -48,47 +48,47 @@ class Predictions:
 def predict(
     model: Classifier,
     split: RelationSplit,
-    pad: int,
+    pad_id: int,
     *,
     max_tokens: int = 16384,
     precision: Precision = "fp32",
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Predictions:
-    """The probabilities of every label of every document, in their order.
+    """Return the probability of every label for every document, in their order.
 
-    Documents go through by length, as many at a time as `max_tokens` padded tokens hold; that
-    changes no result but for rounding. Dropout is off. `progress` receives how many are done.
+    Batches have documents of similar length and at most `max_tokens` padded tokens, which affects
+    results only by rounding. Dropout is off. `progress` receives how many are done.
     """
     device, labels = next(model.parameters()).device, model.config.labels
     probabilities = np.empty((len(split), labels), dtype=np.float32)
     loss = np.empty(len(split), dtype=np.float32)
     lengths, done = np.array([len(row) for row in split.tokens]), 0
     with without_dropout(model), autocast(device, precision):
-        for chosen in by_length(lengths, max_tokens):
-            ids, padding = pad_rows([split.tokens[i] for i in chosen], pad)
-            given = (torch.from_numpy(part).to(device) for part in (ids, padding))
-            logits = model(*given).float().cpu()
-            wanted = torch.from_numpy(multi_hot(split, np.array(chosen), labels))
-            losses = F.binary_cross_entropy_with_logits(logits, wanted, reduction="none")
+        for chosen in batch_by_length(lengths, max_tokens):
+            ids, padding = pad_rows([split.tokens[i] for i in chosen], pad_id)
+            inputs = (torch.from_numpy(array).to(device) for array in (ids, padding))
+            logits = model(*inputs).float().cpu()
+            targets = torch.from_numpy(multi_hot(split, np.array(chosen), labels))
+            losses = F.binary_cross_entropy_with_logits(logits, targets, reduction="none")
             probabilities[chosen] = logits.sigmoid().numpy()
             loss[chosen] = losses.mean(-1).numpy()
             done += len(chosen)
             progress(done, len(split))
-    everything = np.arange(len(split))
-    return Predictions(probabilities, multi_hot(split, everything, labels) > 0, loss)
+    true = multi_hot(split, np.arange(len(split)), labels) > 0
+    return Predictions(probabilities, true, loss)
 
 
 def tune_threshold(predictions: Predictions) -> tuple[float, float]:
-    """The threshold of `THRESHOLDS` with the best micro F1, and that F1 (0 … 1).
+    """Return the threshold with the best micro F1, and that F1 (0 … 1).
 
-    Of equally good ones the nearest to ½. To be called with the development set alone.
+    Among equally good ones, the nearest to ½. Use only the development set.
     """
     scores = {}
     for threshold in THRESHOLDS.round(2).tolist():
         predicted = predictions.probabilities >= threshold
         hits = np.count_nonzero(predicted & predictions.true)
-        below = np.count_nonzero(predicted) + np.count_nonzero(predictions.true)
-        scores[threshold] = 2 * hits / below if below else 0.0
+        marked = np.count_nonzero(predicted) + np.count_nonzero(predictions.true)
+        scores[threshold] = 2 * hits / marked if marked else 0.0
     best = min(scores, key=lambda threshold: (-scores[threshold], abs(threshold - 0.5)))
     return best, scores[best]
 
@@ -102,28 +102,28 @@ def evaluate_classifier(
     max_tokens: int = 16384,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> pl.DataFrame:
-    """Tune the threshold on the development set, classify the test set, measure every document.
+    """Tune the threshold on the development set, then measure every document of the test set.
 
-    Of a document: the counts behind F1, a bin for each label (sum = 2 · rightly predicted, of =
-    predicted + true), and its loss in nats. Of the model, under the protocol "training": its
+    For each document: the counts behind F1, a bin for each label (sum = 2 · true positives, of =
+    predicted + true), and its loss in nats. For the model, under the protocol "training": its
     parameters, the threshold, and micro F1 (0 … 1) on the development set.
     """
     settings: dict[str, Any] = {"max_tokens": max_tokens, "precision": precision}
     development = predict(model, data.split("validation"), data.pad_id, **settings)
-    threshold, reached = tune_threshold(development)
+    threshold, micro_f1 = tune_threshold(development)
     split = data.split("test")
     predictions = predict(model, split, data.pad_id, **settings, progress=progress)
-    who = replace(identity, split="test", data=data.fingerprint, weights=weights_digest(model))
+    identity = replace(identity, split="test", data=data.fingerprint, weights=weights_digest(model))
     facts = {
         "parameters": parameter_count(model),
         "threshold": threshold,
-        "development_micro_f1": reached,
+        "development_micro_f1": micro_f1,
     }
     return joined(
         [
-            identified(who, document_sums(predictions, threshold, split.names)),
+            identified(identity, document_sums(predictions, threshold, split.names)),
             identified(
-                replace(who, protocol="training"),
+                replace(identity, protocol="training"),
                 [fact(name, float(value)) for name, value in facts.items()],
             ),
         ]
@@ -133,7 +133,7 @@ def evaluate_classifier(
 def document_sums(
     predictions: Predictions, threshold: float, documents: Sequence[str]
 ) -> list[pl.DataFrame]:
-    """The counts behind F1, by label, and the loss of every document."""
+    """Return the counts behind F1 by label, and the loss, of every document."""
     predicted = predictions.probabilities >= threshold
     hits, marked = 2.0 * (predicted & predictions.true), predicted.astype(float) + predictions.true
     labels = range(predictions.true.shape[1])
@@ -149,17 +149,17 @@ def measure_images(
     rows: int = 256,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[pl.DataFrame]:
-    """Correctness and loss in nats of every image, `rows` at a time; the mode does not matter.
+    """Return the correctness and loss in nats of every image, `rows` at a time.
 
-    `progress` receives how many images are done, of how many.
+    `progress` receives the number of images done and in all.
     """
     device = next(model.parameters()).device
-    found: dict[str, list[float]] = {"accuracy": [], "loss": []}
-    for part in batches(len(split), rows):
-        images = torch.from_numpy(split.images(part)).to(device)
-        scores = model.scores(images, torch.from_numpy(split.labels[part]).to(device))
-        found["accuracy"] += scores.correct.double().tolist()
-        found["loss"] += scores.loss.tolist()
-        progress(min(part.stop, len(split)), len(split))
+    values: dict[str, list[float]] = {"accuracy": [], "loss": []}
+    for chosen in batches(len(split), rows):
+        images = torch.from_numpy(split.images(chosen)).to(device)
+        scores = model.scores(images, torch.from_numpy(split.labels[chosen]).to(device))
+        values["accuracy"] += scores.correct.double().tolist()
+        values["loss"] += scores.loss.tolist()
+        progress(min(chosen.stop, len(split)), len(split))
     units = [f"{number:06}" for number in range(len(split))]
-    return [sums(name, units, values, np.ones(len(units))) for name, values in found.items()]
+    return [sums(name, units, each, np.ones(len(units))) for name, each in values.items()]

@@ -1,6 +1,6 @@
-"""Language models by text protocol: each set of windows through one scorer, in bounded batches.
+"""Evaluate language models on sets of windows.
 
-`evaluate_run` takes a trained model through every inference-time method and every set.
+`evaluate_run` evaluates a trained model with every inference-time method on every set.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from normattn.lab.data.windows import EvaluationSet
 from normattn.lab.evaluation.retrieval import evaluate_retrieval
 from normattn.lab.evaluation.scorer import (
     AnySet,
+    CachedScorer,
     ModelScorer,
     Precision,
-    Remembering,
     TokenScorer,
     batches,
-    identity,
-    rows_within,
+    rows_per_batch,
     scores_from,
+    set_identity,
     weights_digest,
 )
 from normattn.lab.stats import Identity, MeasurementStore, digest, identified, sums
@@ -40,58 +40,57 @@ Sums = NDArray[np.float64]
 def evaluate_cell(
     scorer: TokenScorer,
     evaluation_set: EvaluationSet,
-    whose: Identity,
+    model: Identity,
     *,
     store: MeasurementStore | None = None,
     tokens_per_batch: int = 16384,
 ) -> pl.DataFrame:
-    """Measure one model by document and position, or return what `store` already has of it.
+    """Measure a model on a set by document and position, or return the stored measurements.
 
-    Statistics: `accuracy` and `loss` (nats) of every scored token; of tiled text also
-    `accuracy_seen`, of the tokens whose answer occurs earlier in the context, and the same by how
-    far back it occurs (`accuracy_by_distance`). Bins are those of
-    `bin_edges` (`rising_edges` of the protocol `by_position`), by the 0-based position t of the
-    query whose next token is scored.
-    `tokens_per_batch` bounds the input tokens scored at once (one window is the least) and changes
-    nothing beyond the rounding of the scorer. Raises `NormattnError` when a loss is not finite.
+    Statistics: `accuracy` and `loss` (nats) of every scored token. For repeated text also
+    `accuracy_seen`, of tokens that occur earlier in the context, and the same by the distance to
+    that occurrence (`accuracy_by_distance`). Bins are those of `bin_edges` (`rising_edges` for the
+    protocol `by_position`), by the 0-based position t of the query.
+    `tokens_per_batch` bounds the input tokens of a batch, and affects results only by rounding.
+    Raises `NormattnError` if a loss is not finite.
     """
-    rows = rows_within(tokens_per_batch, evaluation_set.length)
+    rows = rows_per_batch(tokens_per_batch, evaluation_set.length)
     edges = _edges(evaluation_set)
-    at_set = identity(whose, evaluation_set)
+    identity = set_identity(model, evaluation_set)
 
     def measure() -> pl.DataFrame:
-        counts = _count(scorer, evaluation_set, edges, rows, whose.name)
+        counts = _count(scorer, evaluation_set, edges, rows, model.name)
         documents = evaluation_set.documents
         frames = [
-            sums(name, documents, above, of, axis="position", edges=edges)
-            for name, (above, of) in counts.items()
+            sums(name, documents, total, of, axis="position", edges=edges)
+            for name, (total, of) in counts.items()
         ]
         if "accuracy_seen" in counts:
             frames.append(_by_distance(evaluation_set, *counts["accuracy_seen"]))
-        return identified(at_set, frames)
+        return identified(identity, frames)
 
     distances = [] if evaluation_set.segments is None else ["accuracy_by_distance"]
-    key = digest(at_set.columns(), edges, *distances)
+    key = digest(identity.columns(), edges, *distances)
     return measure() if store is None else store.once(key, measure)
 
 
 def _by_distance(texts: EvaluationSet, right: Sums, of: Sums) -> pl.DataFrame:
-    """Tokens of repeated text whose answer occurs earlier, by its distance: segment − 1."""
+    """Return the accuracy of copyable tokens by their distance, which is segment − 1."""
     assert texts.segments is not None
     segments = np.unique(texts.segments)
-    own = texts.segments[:, None] == segments
-    above, below = (part.sum(1)[:, None] * own for part in (right, of))
-    at: dict[str, Any] = {"axis": "distance", "edges": (segments - 1).tolist()}
-    return sums("accuracy_by_distance", texts.documents, above, below, **at)
+    member = texts.segments[:, None] == segments
+    correct, tokens = (counts.sum(1)[:, None] * member for counts in (right, of))
+    bins: dict[str, Any] = {"axis": "distance", "edges": (segments - 1).tolist()}
+    return sums("accuracy_by_distance", texts.documents, correct, tokens, **bins)
 
 
 def _count(
     scorer: TokenScorer, texts: EvaluationSet, edges: tuple[int, ...], rows: int, name: str
 ) -> dict[str, tuple[Sums, Sums]]:
-    """Each statistic as its sum and count, both by window and bin."""
-    windows, seen, start = texts.windows, texts.copyable, texts.start
+    """Return the sum and count of each statistic by window and bin."""
+    windows, copyable, start = texts.windows, texts.copyable, texts.start
     shape = (len(windows), len(edges) - 1)
-    correct, loss, right_of_seen, of_seen = (np.zeros(shape) for _ in range(4))
+    correct, loss, copied, copyable_tokens = (np.zeros(shape) for _ in range(4))
     for part in batches(len(windows), rows):
         ids = torch.from_numpy(np.array(windows[part], dtype=np.int64))
         scores = scores_from(scorer, ids, start)
@@ -104,28 +103,28 @@ def _count(
                 f"{texts.protocol} windows of {texts.length} tokens"
             )
         correct[part], loss[part] = _bin_sums(right, edges), _bin_sums(losses, edges)
-        if seen is not None:
-            known = seen[part, start:]
-            of_seen[part], right_of_seen[part] = (
-                _bin_sums(known, edges),
-                _bin_sums(known & right, edges),
-            )
+        if copyable is not None:
+            scored = copyable[part, start:]
+            copyable_tokens[part] = _bin_sums(scored, edges)
+            copied[part] = _bin_sums(scored & right, edges)
     tokens = np.tile(np.diff(np.asarray(edges, dtype=float)), (len(windows), 1))
     counts = {"accuracy": (correct, tokens), "loss": (loss, tokens)}
-    return counts if seen is None else {**counts, "accuracy_seen": (right_of_seen, of_seen)}
+    if copyable is not None:
+        counts["accuracy_seen"] = copied, copyable_tokens
+    return counts
 
 
 def _bin_sums(values: NDArray[Any], edges: tuple[int, ...]) -> Sums:
-    """Sums of (windows, scored positions) within each bin; column 0 is position edges[0]."""
+    """Sum values (windows, scored positions) in each bin; column 0 is position edges[0]."""
     starts = np.asarray(edges[:-1]) - edges[0]
     return np.asarray(np.add.reduceat(values.astype(np.float64), starts, axis=1))
 
 
 def bin_edges(start: int, length: int, train_length: int) -> tuple[int, ...]:
-    """Edges of the position bins that cover the scored positions start … length − 1.
+    """Return the edges of the position bins for scored positions start … length − 1.
 
-    Bins are a quarter of the training length wide (at least 1). Where the text is longer than 16
-    training lengths, the bins beyond one training length grow by 2^(1/4) each instead.
+    Bins are a quarter of the training length wide (at least 1). For texts longer than 16 training
+    lengths, bins after the first training length grow by 2^(1/4) each.
     """
     if not 0 <= start < length:
         raise InputError(f"scored positions {start} to {length} are empty or negative")
@@ -141,9 +140,9 @@ def bin_edges(start: int, length: int, train_length: int) -> tuple[int, ...]:
 
 
 def rising_edges(length: int, train_length: int) -> tuple[int, ...]:
-    """Edges of bins that grow from position 0 to `length`, for a logarithmic axis.
+    """Return the edges of growing bins from position 0 to `length`, for a logarithmic axis.
 
-    Two bins to an octave below the training length L, four beyond; L·2^k is an edge for every k.
+    Two bins per octave below the training length L, four above. L·2^k is an edge for every k.
     """
     if length < 1 or train_length < 1:
         raise InputError(f"a text of {length} tokens at a training length of {train_length}")
@@ -175,14 +174,13 @@ def evaluate_run(
     on_measured: Callable[[pl.DataFrame], None] | None = None,
     on_method: Callable[[str], None] = lambda method: None,
 ) -> list[pl.DataFrame]:
-    """Evaluate a trained model unmodified or under each method on each set; undo every method.
+    """Evaluate a trained model with each method on each set.
 
-    `methods` are texts such as "" (as is), "YaRN", "ReRoPE-logn+". `factor` is what stretching
-    methods stretch by, fixed for a whole table (default: the longest set over the training
-    length); `split` and `factors` say of what documents and what else varies, `row` what tables
-    call the model (default: its score). Cells that `store`
-    holds are not evaluated again. `on_measured` is called after each,
-    `on_method` after the last one of a method.
+    `methods` are "" (unmodified), "YaRN", "ReRoPE-logn+" and so on. `factor` is the extension
+    factor of methods, the same for a whole table (default: the longest set over the training
+    length). `split`, `factors` and `row` (default: the score's name) go into the measurements.
+    Measurements in `store` are not made again. `on_measured` is called after each set,
+    `on_method` after each method.
     """
     if not evaluation_sets:
         raise InputError("there is nothing to evaluate: no evaluation set was given")
@@ -190,11 +188,11 @@ def evaluate_run(
     if factor is None:
         factor = max(evaluation_set.length for evaluation_set in evaluation_sets) / train_length
     weights = weights_digest(model)
-    own = model.config.score.resolve(train_length=train_length)
+    trained = model.config.score.resolve(train_length=train_length)
     measured: list[pl.DataFrame] = []
     for method in methods:
-        spec = own.with_method(method).resolve(train_length=train_length, factor=factor)
-        whose = Identity(
+        spec = trained.with_method(method).resolve(train_length=train_length, factor=factor)
+        identity = Identity(
             study="",
             row=row or spec.variant_name,
             score=str(spec),
@@ -205,14 +203,14 @@ def evaluate_run(
             split=split,
             factors=factors or {},
         )
-        scorer = Remembering(ModelScorer(model, precision))
-        how: Any = {"store": store, "tokens_per_batch": tokens_per_batch}
-        with nullcontext() if spec == own else model.using(spec):
-            for chosen in evaluation_sets:
-                measure: Any = (
-                    evaluate_retrieval if isinstance(chosen, RetrievalSet) else evaluate_cell
-                )
-                rows: pl.DataFrame = measure(scorer, chosen, whose, **how)
+        scorer = CachedScorer(ModelScorer(model, precision))
+        options: Any = {"store": store, "tokens_per_batch": tokens_per_batch}
+        with nullcontext() if spec == trained else model.using(spec):
+            for each in evaluation_sets:
+                measure: Any = evaluate_cell
+                if isinstance(each, RetrievalSet):
+                    measure = evaluate_retrieval
+                rows: pl.DataFrame = measure(scorer, each, identity, **options)
                 measured.append(rows)
                 if on_measured is not None:
                     on_measured(rows)

@@ -1,4 +1,4 @@
-"""A masked language model on held-out texts, and the unigram baseline that it has to beat."""
+"""Evaluate masked language models, and the unigram baseline."""
 
 from __future__ import annotations
 
@@ -14,33 +14,32 @@ from normattn.lab.data.windows import MaskedSet
 from normattn.models.masked_lm import MaskedLM
 
 MARGIN = 0.1
-"""Nats by which a training must beat the unigram model to have learnt anything."""
+"""Nats below the unigram loss from which a model counts as trained."""
 
 
 def unigram_nats(counts: NDArray[np.integer[Any]]) -> NDArray[np.float64]:
-    """−ln((n_v + 1)/(N + V)) of every word v, in nats, (V,).
+    """Return −ln((n_v + 1)/(N + V)) of every token v, in nats, (V,).
 
-    `counts` (V,): n_v, how often each word of the vocabulary is in the training text; N is their
-    sum. Every word is counted once more than it occurs, so that none is impossible.
+    `counts` (V,) has n_v, the occurrences of each token in the training text; N is their sum.
     """
-    raised = np.asarray(counts, np.float64) + 1.0
-    nats: NDArray[np.float64] = -np.log(raised / raised.sum())
+    smoothed = np.asarray(counts, np.float64) + 1.0
+    nats: NDArray[np.float64] = -np.log(smoothed / smoothed.sum())
     return nats
 
 
 def learnt_nothing(loss: float, unigram: float) -> bool:
-    """Whether a loss, in nats, is less than `MARGIN` below that of the unigram model.
+    """Return whether a loss in nats is not at least `MARGIN` below that of the unigram model.
 
-    A constant guess ends within a few hundredths of it, on either side.
+    A constant prediction ends within a few hundredths of it.
     """
     return loss > unigram - MARGIN
 
 
 class MaskedSums(NamedTuple):
-    """Sums by document, whose names ascend: of the chosen tokens, of their loss in nats, of hits.
+    """Sums by document, in the order of their names.
 
-    `tokens`, `loss` (D,); `correct` (D, N): after each layer, the last of them the model's own, or
-    (D, 1) for a model without exits.
+    `tokens` (D,): the chosen tokens; `loss` (D,) in nats; `correct` (D, N): correct predictions
+    after each exit, the last of the model itself; (D, 1) without exits.
     """
 
     documents: tuple[str, ...]
@@ -50,10 +49,10 @@ class MaskedSums(NamedTuple):
 
 
 def documents_of(texts: MaskedSet) -> tuple[tuple[str, ...], NDArray[np.int64]]:
-    """The names of the documents, ascending, and which of them each text is from."""
+    """Return the sorted names of the documents, and the index of each text's document."""
     names = tuple(sorted(set(texts.documents)))
-    numbers = {name: index for index, name in enumerate(names)}
-    return names, np.array([numbers[name] for name in texts.documents], dtype=np.int64)
+    indices = {name: index for index, name in enumerate(names)}
+    return names, np.array([indices[name] for name in texts.documents], dtype=np.int64)
 
 
 def score_masked(
@@ -62,9 +61,9 @@ def score_masked(
     tokens_per_batch: int = 16384,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> MaskedSums:
-    """Score every chosen token of `texts`; dropout is off meanwhile.
+    """Score every chosen token of `texts`, without dropout.
 
-    `tokens_per_batch` bounds memory; `progress` receives texts done, of how many.
+    `tokens_per_batch` bounds memory; `progress` receives the number of texts done and in all.
     """
     device = next(model.parameters()).device
     names, document_of = documents_of(texts)
@@ -85,7 +84,7 @@ def score_masked(
 
 
 def unigram_loss(train: TokenSplit, texts: MaskedSet, vocab_size: int) -> NDArray[np.float64]:
-    """The loss of the training text's word frequencies on the same tokens, in nats by document."""
+    """Return the loss of the training text's token frequencies, in nats by document."""
     nats = unigram_nats(train.token_counts(vocab_size))
     names, document_of = documents_of(texts)
     total = np.zeros(len(names))

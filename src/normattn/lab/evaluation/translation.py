@@ -1,4 +1,4 @@
-"""A test set translated by beam search, and its references scored: what a table is made of."""
+"""Evaluate translators: beam search, scores of references, BLEU and chrF."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from normattn.lab.data.batches import pad_rows
 from normattn.lab.data.pairs import EOS_ID, PAD_ID, PairSplit
 from normattn.lab.data.tokeniser import Tokeniser
 from normattn.lab.evaluation.masked import unigram_nats
-from normattn.lab.evaluation.scorer import batches, by_length
+from normattn.lab.evaluation.scorer import batch_by_length, batches
 from normattn.models.beam_search import beam_search
 from normattn.models.translator import Translator
 from normattn.models.utils import without_dropout
 
-HOPELESS = 1e6
+NOT_FINITE_LOSS = 1e6
 Array = NDArray[np.float64]
 Progress = Callable[[int, int], None]
-"""Receives how many sentences are done, of how many."""
+"""Receives the number of sentences done and in all."""
 
 
-class Counted(NamedTuple):
-    """What sacrebleu counts in each sentence for a metric, (N, counts), and its signature."""
+class MetricCounts(NamedTuple):
+    """sacrebleu's counts of each sentence for a metric, (N, counts), and its signature."""
 
     counts: Array
     signature: str
@@ -42,13 +42,10 @@ def translate(
     batch: int = 64,
     progress: Progress = lambda done, total: None,
 ) -> list[str]:
-    """The best translation of every sentence of `split`, as text, in its order.
+    """Return the best translation of every sentence of `split`, in its order.
 
-    By beam search: `beam` hypotheses at a time, ranked by log p / ((5 + |Y|)/6)^α with α =
-    `length_penalty`, `batch` sentences together.
-
-    Sentences are translated in the order of their lengths, so that a batch wastes little; a
-    sentence's translation does not depend on the others.
+    Beam search with `beam` hypotheses, ranked by log p / ((5 + |Y|)/6)^α with α = `length_penalty`.
+    A batch has `batch` sentences of similar length; translations do not depend on it.
     """
     order = np.argsort(split.source.lengths, kind="stable").tolist()
     texts = [""] * len(split)
@@ -75,18 +72,16 @@ def score_references(
     tokens_per_batch: int = 4096,
     progress: Progress = lambda done, total: None,
 ) -> tuple[Array, Array, Array]:
-    """Of every sentence's reference: summed loss in nats, tokens predicted right, tokens.
+    """Return loss in nats, correct tokens and tokens of every sentence's reference.
 
-    Each is read word by word, every token predicted from those before it.
-    `tokens_per_batch` bounds the padded tokens that are scored at once (memory, never a result
-    beyond rounding). A sentence whose loss is not finite, as a model that fell apart may give,
-    counts as `HOPELESS` nats.
+    `tokens_per_batch` bounds the padded tokens of a batch, and affects results only by rounding. A
+    loss that is not finite counts as `NOT_FINITE_LOSS` nats.
     """
     device = next(model.parameters()).device
     loss, correct, tokens = (np.zeros(len(split)) for _ in range(3))
     lengths, done = split.source.lengths + split.target.lengths + 3, 0
     with torch.inference_mode(), without_dropout(model):
-        for chosen in by_length(lengths, tokens_per_batch):
+        for chosen in batch_by_length(lengths, tokens_per_batch):
             source, target = (
                 torch.from_numpy(pad_rows([ids_of(index) for index in chosen], PAD_ID)[0]).to(
                     device
@@ -94,7 +89,7 @@ def score_references(
                 for ids_of in (split.source_ids, split.target_ids)
             )
             scores = model.token_scores(source, target)
-            nats = scores.loss.double().sum(-1).nan_to_num(HOPELESS, HOPELESS)
+            nats = scores.loss.double().sum(-1).nan_to_num(NOT_FINITE_LOSS, NOT_FINITE_LOSS)
             loss[chosen] = nats.cpu().numpy()
             correct[chosen] = scores.correct.sum(-1).cpu().numpy()
             tokens[chosen] = (target[:, 1:] != PAD_ID).sum(-1).cpu().numpy()
@@ -104,9 +99,9 @@ def score_references(
 
 
 def unigram_loss(train: PairSplit, split: PairSplit, vocab_size: int) -> NDArray[np.float64]:
-    """The summed nats of every reference in `split`, each token guessed by its share of `train`.
+    """Return the loss of `train`'s token frequencies on every reference of `split`, in nats.
 
-    The end of a sentence counts as a token. `vocab_size`: the words of the target language.
+    The end of a sentence counts as a token.
     """
     counts = np.bincount(np.asarray(train.target.values), minlength=vocab_size)
     counts[EOS_ID] += len(train)
@@ -116,10 +111,12 @@ def unigram_loss(train: PairSplit, split: PairSplit, vocab_size: int) -> NDArray
     return np.asarray(words + nats[EOS_ID])
 
 
-def corpus_counts(translations: Sequence[str], references: Sequence[str]) -> dict[str, Counted]:
-    """What sacrebleu counts for BLEU ("bleu") and chrF ("chrf").
+def corpus_counts(
+    translations: Sequence[str], references: Sequence[str]
+) -> dict[str, MetricCounts]:
+    """Return sacrebleu's counts for BLEU ("bleu") and chrF ("chrf").
 
-    Raises `InputError` where sacrebleu is not installed and where the numbers of sentences differ.
+    Raises `InputError` if sacrebleu is not installed or the numbers of sentences differ.
     """
     if len(translations) != len(references):
         raise InputError(
@@ -129,11 +126,11 @@ def corpus_counts(translations: Sequence[str], references: Sequence[str]) -> dic
         "sacrebleu.metrics",
         "BLEU and chrF need sacrebleu, which is not installed: pip install 'normattn[translation]'",
     )
-    counted = {}
+    counts = {}
     for name, metric in (("bleu", metrics.BLEU()), ("chrf", metrics.CHRF())):
         score = metric.corpus_score(list(translations), [list(references)])
-        # sacrebleu's own resampling works on these rows; it has no public name for them.
+        # The rows that sacrebleu resamples; they have no public name.
         rows = metric._extract_corpus_statistics(list(translations), [list(references)])
         signature = f"{score.name}|{metric.get_signature()}"
-        counted[name] = Counted(np.asarray(rows, np.float64), signature)
-    return counted
+        counts[name] = MetricCounts(np.asarray(rows, np.float64), signature)
+    return counts
