@@ -216,7 +216,7 @@ def products_by_distance(
 def _pairs(
     captured: LayerInputs, q: Float[Tensor, "b h t d"], k: Float[Tensor, "b g s d"]
 ) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-    """Yield blocks of query rows: the rows, their products q kᵀ, distances i − j, and 1 for visible keys."""
+    """Yield blocks of query rows: the rows, q kᵀ, distances i − j, and 1 for visible keys."""
     mask, every = captured.inputs.mask, slice(None)
     k = k.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(-1, -2)
     for first in range(0, q.shape[2], _BLOCK_ROWS):
