@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from normattn.cli.app import main
-from normattn.cli.listing import described, excluded
+from normattn.cli.listing import describe, excluded
 from normattn.lab.studies import OF_COMMANDS, find, names
 from normattn.lab.studies import preset as presets
 from normattn.lab.studies.base import Study
@@ -163,7 +163,7 @@ def _index() -> str:
 
 
 def _part_page(name: str, part: type[Part], caption: str) -> str:
-    told = described(name, part)
+    told = describe(name, part)
     lines = [f"# {name}", "", f"{_sentence(part.summary)}", ""]
     lines += ["```text", part.equation, "```", ""]
     lines += [f"- **Source:** {_linked(part.source)}", f"- **When:** {_when(part)}"]

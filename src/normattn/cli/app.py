@@ -1,4 +1,4 @@
-"""The `normattn` command: its sub-commands, and its exit codes."""
+"""The `normattn` command: sub-commands and exit codes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typer.core import TyperCommand
 
 from normattn.cli import model_options, options, reproduce
 from normattn.cli.failures import exit_code_of
-from normattn.cli.parsing import CheckedCommand, command_of
+from normattn.cli.parsing import CheckedCommand, make_command
 from normattn.stopping import asked_to_stop
 
 HELP = "Train, extend and evaluate Transformers with different attention scores."
@@ -43,7 +43,7 @@ COMMANDS: dict[str, tuple[type[Any], str]] = {
     "report": (options.Report, "report:report_folders"),
     "lm-eval": (model_options.LmEval, "harness:run_harness"),
 }
-"""The options of each command, and the function that runs it, which is imported when called."""
+"""The options of each command, and its function, which is imported when called."""
 
 app = typer.Typer(
     name="normattn",
@@ -56,46 +56,49 @@ app = typer.Typer(
 )
 
 
-def _version(wanted: bool) -> bool:
-    if wanted:
+def _print_version(requested: bool) -> bool:
+    if requested:
         from normattn import __version__
 
         print(__version__)
         raise typer.Exit
-    return wanted
+    return requested
 
 
 @app.callback(help=HELP)
 def _root(
     version: bool = typer.Option(
-        False, "--version", callback=_version, is_eager=True, help="Print the version and exit."
+        False,
+        "--version",
+        callback=_print_version,
+        is_eager=True,
+        help="Print the version and exit.",
     ),
 ) -> None:
     pass
 
 
-def _add(name: str, kind: type[Any], target: str) -> None:
-    """Add a command; `--help` waits for no library, for the function is imported when called."""
-    module, _, function = target.partition(":")
+def _add_command(name: str, options_class: type[Any], target: str) -> None:
+    """Add a command whose function is imported when called, so that `--help` is fast."""
+    module_name, _, function_name = target.partition(":")
 
-    def work(given: Any) -> int | None:
-        found: int | None = getattr(importlib.import_module(f"normattn.cli.{module}"), function)(
-            given
-        )
-        return found
+    def run(options: Any) -> int | None:
+        module = importlib.import_module(f"normattn.cli.{module_name}")
+        code: int | None = getattr(module, function_name)(options)
+        return code
 
-    # Arguments of lm-eval are the harness's own, which has its own checks.
-    foreign = kind is model_options.LmEval
+    # lm-eval passes its arguments to the harness, which checks them.
+    passes_on = options_class is model_options.LmEval
     app.command(
         name,
-        epilog=kind.epilog,
-        cls=TyperCommand if foreign else CheckedCommand,
-        context_settings={"ignore_unknown_options": True} if foreign else None,
-    )(command_of(kind, work))
+        epilog=options_class.epilog,
+        cls=TyperCommand if passes_on else CheckedCommand,
+        context_settings={"ignore_unknown_options": True} if passes_on else None,
+    )(make_command(options_class, run))
 
 
-for _name, (_kind, _target) in COMMANDS.items():
-    _add(_name, _kind, _target)
+for _name, (_options_class, _target) in COMMANDS.items():
+    _add_command(_name, _options_class, _target)
 app.add_typer(reproduce.app, name="reproduce")
 
 
@@ -105,7 +108,7 @@ def _cell(
     study: Annotated[str, typer.Option("--study")],
     parent: Annotated[int, typer.Argument()] = 0,
 ) -> None:
-    """Run the part of a sweep in `directory`; stop when the process `parent` is gone."""
+    """Run the cell of a sweep in `directory`; stop when the process `parent` has ended."""
     from normattn.lab.studies import errors_in, find_typed
     from normattn.lab.sweep.runner import run_child
 
@@ -117,10 +120,10 @@ def _cell(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line and exit: 0 done, 2 a mistake in the input, 3 diverged, 130 stopped.
+    """Run the command line and exit: 0 done, 2 bad input, 3 diverged, 130 stopped.
 
-    What is wrong with the input is one sentence on stderr; a traceback is always our own bug.
-    Signals are handled by `normattn.stopping`.
+    Bad input is reported as one sentence on stderr; a traceback is a bug of normattn. Signals are
+    handled by `normattn.stopping`.
     """
     code = 0
     try:
@@ -128,21 +131,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
         code = result if isinstance(result, int) else 0
         sys.stdout.flush()
     except BrokenPipeError:
-        code = 1  # The reader of our output (head, less) has gone: that is not an error of ours.
+        code = 1  # The reader of the output (head, less) has exited; no error to report.
     except (Exception, KeyboardInterrupt) as error:
         if asked_to_stop():
-            raise  # `normattn.stopping` answers whatever error a stop ended in.
-        known = exit_code_of(error)
-        if known is None:
+            raise  # `normattn.stopping` handles any error that a stop caused.
+        error_code = exit_code_of(error)
+        if error_code is None:
             raise
-        code = known
+        code = error_code
     finally:
-        _let_go_of_stdout()
+        _discard_unwritten_output()
     sys.exit(code)
 
 
-def _let_go_of_stdout() -> None:
-    """Drop what stdout does not take: Python would write it once more at its end, and complain."""
+def _discard_unwritten_output() -> None:
+    """Discard output that stdout refuses; Python would retry at exit and print an error."""
     try:
         sys.stdout.flush()
     except OSError:

@@ -1,4 +1,4 @@
-"""Errors as the user sees them: one sentence on stderr, and an exit code that means something."""
+"""Errors of the command line: one sentence on stderr, and an exit code."""
 
 from __future__ import annotations
 
@@ -10,81 +10,83 @@ from normattn.stopping import NO_THREAD
 from normattn.terminal import warn
 
 INPUT, DIVERGED, STOPPED = 2, 3, 130
-_MEMORY_WORDS: dict[type, tuple[str, ...]] = {
+_MEMORY_PHRASES: dict[type, tuple[str, ...]] = {
     RuntimeError: ("not enough memory", "out of memory", "can't allocate memory"),
     ImportError: ("failed to map segment",),
 }
-# typer carries its own copy of click or uses the installed one, by version; ask it for the base.
+# Depending on its version, typer uses its own copy of click or the installed one.
 _UsageError = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 
 
 def exit_code_of(error: BaseException) -> int | None:
-    """Print the sentence for `error` and return its exit code; None for what nobody foresaw."""
+    """Print a sentence for `error` and return its exit code; None for an unexpected error."""
     if isinstance(error, typer.Exit):
         return int(error.exit_code)
     if isinstance(error, KeyboardInterrupt | typer.Abort):
-        say("stopped; rerun the command to resume from the last saved state")
+        print_error("stopped; rerun the command to resume from the last saved state")
         return STOPPED
     if isinstance(error, _UsageError):
-        return _usage(error)
+        return _report_usage_error(error)
     if isinstance(error, NormattnError):
         for note in getattr(error, "__notes__", ()):
             warn(note)
-        say(str(error))
+        print_error(str(error))
         codes = {Interrupted: STOPPED, DivergedError: DIVERGED, InputError: INPUT}
         return next((code for kind, code in codes.items() if isinstance(error, kind)), 1)
-    sentence = _refusal(error)
+    sentence = _describe_system_error(error)
     if sentence is None:
         return None
-    say(sentence)
+    print_error(sentence)
     return INPUT
 
 
-def say(sentence: str) -> None:
-    """One line on stderr, never wrapped: other programs read its last line."""
+def print_error(sentence: str) -> None:
+    """Print one line on stderr, not wrapped: other programs read its last line."""
     warn("normattn: " + " ".join(sentence.split()))
 
 
-def _usage(error: BaseException) -> int:
-    """A mistake on the command line itself, found by the parser; no_args_is_help ends here too."""
+def _report_usage_error(error: BaseException) -> int:
+    """Print an error of the command line parser; no_args_is_help also ends here."""
     message = error.format_message() if hasattr(error, "format_message") else str(error)
     if type(error).__name__ == "NoArgsIsHelpError":
         print(message)
         return INPUT
-    message = message.replace("Value error, ", "")  # of the library that typer checks values by
+    message = message.replace("Value error, ", "")  # from pydantic
     context = getattr(error, "ctx", None)
     where = context.command_path if context is not None else "normattn"
-    say(f"{message.rstrip('.')} (see: {where} --help)")
+    print_error(f"{message.rstrip('.')} (see: {where} --help)")
     return INPUT
 
 
-def _refusal(error: BaseException) -> str | None:
-    """What the operating system or a library did not do: memory, threads, files."""
-    lacking = memory_error_in(error)
-    if lacking is not None:
-        first = next(iter(str(lacking).splitlines()), "")
-        why = f" ({first})" if first else ""
-        return f"out of memory{why}; take smaller batches, shorter texts or a smaller model"
+def _describe_system_error(error: BaseException) -> str | None:
+    """Describe an error of the system: memory, threads, files. None for other errors."""
+    memory_error = memory_error_in(error)
+    if memory_error is not None:
+        first_line = next(iter(str(memory_error).splitlines()), "")
+        reason = f" ({first_line})" if first_line else ""
+        return f"out of memory{reason}; take smaller batches, shorter texts or a smaller model"
     if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
         return NO_THREAD
-    refused = os_error_in(error)
-    if refused is None:
+    os_error = os_error_in(error)
+    if os_error is None:
         return None
-    if refused.errno in DISK_FULL:
-        where = f" that holds {refused.filename}" if refused.filename else ""
+    if os_error.errno in DISK_FULL:
+        where = f" that holds {os_error.filename}" if os_error.filename else ""
         return f"no space left on the disk{where}; make room and rerun the command to resume"
-    reason = refused.strerror or str(refused) or type(refused).__name__
-    return f"{refused.filename}: {reason}" if refused.filename else reason
+    reason = os_error.strerror or str(os_error) or type(os_error).__name__
+    return f"{os_error.filename}: {reason}" if os_error.filename else reason
 
 
 def memory_error_in(error: BaseException) -> BaseException | None:
-    """The refusal of memory behind an exception; None when there is none."""
-    seen: BaseException | None = error
-    while seen is not None:
-        # torch's own is a class that is not imported for its name, or a plain RuntimeError.
-        named = {kind.__name__ for kind in type(seen).__mro__} & {"OutOfMemoryError", "MemoryError"}
-        words = _MEMORY_WORDS.get(type(seen), ())
-        if named or any(each in str(seen).lower() for each in words):
-            return seen
-        seen = seen.__cause__
+    """Return the out-of-memory error that caused an exception, or None."""
+    cause: BaseException | None = error
+    while cause is not None:
+        # By name, so that torch is not imported. Some of its errors are plain RuntimeErrors.
+        names = {kind.__name__ for kind in type(cause).__mro__}
+        phrases = _MEMORY_PHRASES.get(type(cause), ())
+        if names & {"OutOfMemoryError", "MemoryError"} or any(
+            phrase in str(cause).lower() for phrase in phrases
+        ):
+            return cause
+        cause = cause.__cause__
     return None

@@ -1,4 +1,4 @@
-"""`normattn generate`: a finished run continues prompts."""
+"""`normattn generate`: continue prompts with a finished run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from normattn.cli import options
+from normattn.cli.options import Generate
 from normattn.errors import InputError
 from normattn.lab.data.text_files import read_text
 from normattn.lab.data.tokeniser import SEPARATOR_ID, Tokeniser
@@ -18,47 +18,49 @@ from normattn.models import Sampling, generate, load_model
 from normattn.terminal import visible
 
 
-def generate_text(asked: options.Generate) -> None:
-    """Print how the finished run in the directory `asked.run` continues each prompt.
+def generate_text(options: Generate) -> None:
+    """Print the continuation of each prompt by the finished run in `options.run`.
 
-    Raises `InputError` for a run that has not finished or has no tokeniser, a method that its
-    score cannot take, an empty prompt and settings out of range.
+    Raises `InputError` for a run that has not finished or has no tokeniser, a method that its score
+    does not support, an empty prompt, and options out of range.
     """
-    Sampling(asked.temperature, asked.top_k, asked.top_p)  # Refused before the model is loaded.
-    config, tokeniser = open_run(asked.run)
-    texts = [*(asked.prompt or ()), *(read_text(path) for path in asked.file or ())]
+    Sampling(
+        options.temperature, options.top_k, options.top_p
+    )  # Checked before the model is loaded.
+    config, tokeniser = open_run(options.run)
+    texts = [*(options.prompt or ()), *(read_text(path) for path in options.file or ())]
     if not texts:
         raise InputError("there is nothing to continue: give --prompt TEXT or --file PATH")
     if not all(texts):
         raise InputError("a prompt is empty; give at least one character")
     tokens = [tokeniser.encode(text) for text in texts]
-    longest = max(map(len, tokens)) + asked.max_new_tokens
+    longest = max(map(len, tokens)) + options.max_new_tokens
     length = config.model.train_length
-    spec = config.model.score.with_method(asked.method)
+    spec = config.model.score.with_method(options.method)
     spec = spec.resolve(train_length=length, factor=max(1.0, longest / length))
-    torch.set_num_threads(asked.threads)
-    model = load_model(asked.run / "model", config.model).to(choose_device(config.device))
+    torch.set_num_threads(options.threads)
+    model = load_model(options.run / "model", config.model).to(choose_device(config.device))
     with model.using(spec):
         answers = generate(
             model,
             tokens,
-            asked.max_new_tokens,
-            temperature=asked.temperature,
-            top_k=asked.top_k,
-            top_p=asked.top_p,
-            stop=[SEPARATOR_ID, *(asked.stop or ())],
+            options.max_new_tokens,
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+            stop=[SEPARATOR_ID, *(options.stop or ())],
             decode=tokeniser.decode,
-            seed=asked.seed,
+            seed=options.seed,
         )
-    shown = [answer.text or "" for answer in answers]
+    outputs = [answer.text or "" for answer in answers]
     if len(texts) > 1:
-        shown = [f"> {text}\n{answer}" for text, answer in zip(texts, shown, strict=True)]
-    whole = "\n\n".join(shown)
-    print(visible(whole) if sys.stdout.isatty() else whole)
+        outputs = [f"> {text}\n{output}" for text, output in zip(texts, outputs, strict=True)]
+    output = "\n\n".join(outputs)
+    print(visible(output) if sys.stdout.isatty() else output)
 
 
 def open_run(run: Path) -> tuple[TrainingConfig, Tokeniser]:
-    """The settings and the tokeniser of a finished run; `InputError` where it has none."""
+    """Return the settings and tokeniser of a finished run; `InputError` if it has none."""
     stored = RunDirectory.existing(run, TrainingConfig.kind)
     config = TrainingConfig.parse(stored.config, str(run / "config.json"))
     require_finished(run, "generate")

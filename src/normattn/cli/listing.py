@@ -1,4 +1,4 @@
-"""`normattn list`: the components of a score."""
+"""`normattn list`: list and describe the components of a score."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.markup import escape
 
-from normattn.cli import options
+from normattn.cli.options import List
 from normattn.score import grammar
 from normattn.score.compatibility import combinations, example, needs
 from normattn.score.parts import Part, parts
@@ -17,34 +17,34 @@ from normattn.score.recipes import RECIPES, recipe
 from normattn.terminal import Console
 
 TOKENS, HEADS, HEAD_DIM, LAYERS = 2048, 4, 64, 4
-"""The attention for which a kernel is named."""
-PLACES = (("cpu", "float32"), ("cpu", "bfloat16"), ("cuda", "bfloat16"))
+"""The attention shape for which the kernel is shown."""
+DEVICES = (("cpu", "float32"), ("cpu", "bfloat16"), ("cuda", "bfloat16"))
 
 
-def show_components(asked: options.List) -> None:
-    """Print every component of a score, or all that is known of those of `asked.name`."""
+def show_components(options: List) -> None:
+    """Print every component of a score, or describe those of `options.name`."""
     known, console = parts(), Console(highlight=False)
-    if asked.name is not None:
-        named = {part.name for part, _ in grammar.read(asked.name)[0]}
-        known = {key: part for key, part in known.items() if key in named}
-    if asked.as_json:
-        records = [described(key, part) for key, part in known.items()]
+    if options.name is not None:
+        names = {part.name for part, _ in grammar.read(options.name)[0]}
+        known = {key: part for key, part in known.items() if key in names}
+    if options.as_json:
+        records = [describe(key, part) for key, part in known.items()]
         print(json.dumps(records, indent=2, ensure_ascii=False))
-    elif asked.name is None:
+    elif options.name is None:
         _show_all(console, known)
     else:
-        model = recipe(asked.name)
+        model = recipe(options.name)
         if model is not None:
-            console.print(f"{escape(asked.name)}: {escape(model)}", soft_wrap=True)
+            console.print(f"{escape(options.name)}: {escape(model)}", soft_wrap=True)
         for key, part in known.items():
-            entry = described(key, part)
+            entry = describe(key, part)
             console.print(f"[bold cyan]{key}[/]  [dim]{entry['slot']}, {entry['when']}[/]")
             for line in _lines(entry):
                 console.print(f"    {escape(line)}", soft_wrap=True)
 
 
 def _show_all(console: Console, known: Mapping[str, type[Part]]) -> None:
-    """A line a component, by slot, and the models whose scores have a name."""
+    """Print one line per component, by slot, and the models with named scores."""
     width, slot = max(map(len, known)), None
     console.print("A score is s = λ ⟨P N_q(q), P N_k(k)⟩ + b + r, and a name lists its components:")
     console.print("KNA-logn-YaRN is a variant, a logn and a rope scaling.")
@@ -53,19 +53,19 @@ def _show_all(console: Console, known: Mapping[str, type[Part]]) -> None:
             slot = part.slot
             console.print(f"[bold underline]{slot}[/]  [dim]{escape(slot.meaning)}[/]")
         line = f"  [bold cyan]{name:<{width}}[/]  {escape(part.summary)}"
-        whole = not console.is_terminal
-        console.print(line, no_wrap=True, soft_wrap=whole, overflow=None if whole else "ellipsis")
+        full = not console.is_terminal
+        console.print(line, no_wrap=True, soft_wrap=full, overflow=None if full else "ellipsis")
     console.print(f"[bold underline]models[/]  {', '.join(RECIPES)}")
     console.print("normattn list NAME shows the entry of a component, a score or a model.")
 
 
-def described(name: str, part: type[Part]) -> dict[str, Any]:
-    """Everything that is known of a component, for JSON.
+def describe(name: str, part: type[Part]) -> dict[str, Any]:
+    """Describe a component as JSON values.
 
-    Parameters have their defaults, and what an open one becomes at L = 512 and a factor of 8.
+    Parameters have their defaults, and their values in an example with L = 512 and factor 8.
     """
-    together, spec = combinations()[name], example(name)
-    made = next(candidate for candidate in spec.parts if candidate.slot is part.slot)
+    compatible, spec = combinations()[name], example(name)
+    instance = next(candidate for candidate in spec.parts if candidate.slot is part.slot)
     return {
         "name": name,
         "slot": str(part.slot),
@@ -74,39 +74,39 @@ def described(name: str, part: type[Part]) -> dict[str, Any]:
         "equation": part.equation,
         "source": part.source,
         "parameters": [
-            {"name": field.name, "default": field.default, "example": getattr(made, field.name)}
+            {"name": field.name, "default": field.default, "example": getattr(instance, field.name)}
             for field in dataclasses.fields(part)
         ],
         "attention": needs(name),
-        "excludes": [{"part": other, "why": why} for other, why in together.excludes.items()],
-        "beside_rope": list(together.beside_rope),
+        "excludes": [{"part": other, "why": why} for other, why in compatible.excludes.items()],
+        "beside_rope": list(compatible.beside_rope),
         "kernels": _kernels(spec),
     }
 
 
 def _kernels(spec: Any) -> dict[str, str]:
-    """The kernels that run a score, of all layers where they differ."""
+    """Return the kernels of a score by device, for all layers if they differ."""
     import torch
 
     from normattn.layers.explain import explain
 
     kernels = {}
     layers = dict.fromkeys(spec.layer(layer, LAYERS) for layer in range(LAYERS))
-    for device, dtype in PLACES:
-        # Two query heads for each key head, where a part takes them together.
+    for device, dtype in DEVICES:
+        # Two query heads for each key head, where a part takes them compatible.
         shared = 1 if spec.gate is None else HEADS // spec.gate.outputs(HEADS)
         shape, keys = ((1, heads, TOKENS, HEAD_DIM) for heads in (HEADS, HEADS // shared))
-        given = {"dtype": getattr(torch, dtype), "device": device}
-        found = [
-            explain(layer, shape, keys, causal=not layer.leaks_future, **given).kernel
+        placement = {"dtype": getattr(torch, dtype), "device": device}
+        names = [
+            explain(layer, shape, keys, causal=not layer.leaks_future, **placement).kernel
             for layer in layers
         ]
-        kernels[f"{device} {dtype}"] = ", ".join(dict.fromkeys(found))
+        kernels[f"{device} {dtype}"] = ", ".join(dict.fromkeys(names))
     return kernels
 
 
 def _lines(entry: dict[str, Any]) -> list[str]:
-    """What is known of a component, a line each."""
+    """Format the description of a component as lines."""
     lines = [entry["summary"], entry["equation"], entry["source"]]
     if entry["parameters"]:
         lines.append("parameters: " + ", ".join(map(_parameter, entry["parameters"])))
@@ -119,7 +119,7 @@ def _lines(entry: dict[str, Any]) -> list[str]:
     by_kernel: dict[str, list[str]] = {}
     for device, kernel in entry["kernels"].items():
         by_kernel.setdefault(kernel, []).append(device)
-    run = "; ".join(f"{kernel} ({', '.join(places)})" for kernel, places in by_kernel.items())
+    run = "; ".join(f"{kernel} ({', '.join(devices)})" for kernel, devices in by_kernel.items())
     return [*lines, f"runs on {run}"]
 
 
@@ -134,9 +134,9 @@ def _parameter(field: dict[str, Any]) -> str:
 
 
 def excluded(excludes: Sequence[Mapping[str, str]]) -> list[tuple[list[str], str]]:
-    """The components that another excludes, those with the same reason together, and the reason.
+    """Group the components that another excludes by reason; return them with the reasons.
 
-    Reasons are the same when they differ in the component's name alone; the first one is given.
+    Reasons that differ only in the component's name are equal.
     """
     groups: dict[str, list[Mapping[str, str]]] = {}
     for exclusion in excludes:

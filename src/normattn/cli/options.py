@@ -1,6 +1,6 @@
-"""The options of commands on runs, with their help; quick to import, for `--help` needs them all.
+"""The options of commands on runs, with their help. Fast to import, because `--help` needs all.
 
-`epilog` is what `--help` shows below the options.
+`--help` shows `epilog` below the options.
 """
 
 from __future__ import annotations

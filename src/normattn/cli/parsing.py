@@ -1,6 +1,6 @@
-"""Options of the command line: fields of dataclasses, the values that they take, and checks.
+"""Options of the command line as dataclass fields, their values, and checks.
 
-An option is declared once. `--help`, the parser and the code that does the work read its field.
+An option is declared once, as a field. `--help`, the parser and the command's function use it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from normattn.errors import InputError
 from normattn.io import expand_path
 from normattn.settings import parse_value
 
-MOST_SEEDS = 100
-"""A larger number is far more likely a seed of that name than a count."""
+MAX_SEEDS = 100
+"""A larger number is more likely a seed than a count."""
 
 
 def option(
@@ -30,20 +30,20 @@ def option(
     read: Callable[[Any, str], Any] | None = None,
     typed: Any = str | None,
     setting: str | None = None,
-    **words: Any,
+    **kwargs: Any,
 ) -> Any:
-    """A field that an option fills; required without a default.
+    """Return a dataclass field that is an option; required without a default.
 
-    `flags` replace the option's name, `words` are those of `typer.Option`. `read` makes the value
-    of what was typed (a `typed`) and the option's name; its field may be of any type. `setting` is
-    the dotted name of the setting that the option gives (see `settings`).
+    `flags` replace the option's name, `kwargs` are those of `typer.Option`. `read(text, name)`
+    converts what was typed (of type `typed`) to the field's value. `setting` is the dotted name of
+    the setting that the option sets (see `settings`).
     """
-    info = typer.Option(default, *flags, **words)
+    info = typer.Option(default, *flags, **kwargs)
     return _field(info, default, {"read": read, "typed": typed, "setting": setting})
 
 
 def settings_option(help: str) -> Any:
-    """A field that `--set KEY=VALUE`, given as often as is wanted, fills; None without any."""
+    """Return a field for `--set KEY=VALUE`, which may be repeated; None if absent."""
     return option(
         None,
         "--set",
@@ -55,50 +55,53 @@ def settings_option(help: str) -> Any:
 
 
 def flag(name: str, help: str) -> Any:
-    """A field that is True where the option `name` is given."""
+    """Return a field that is True if the option `name` is given."""
     return option(False, name, help=help)
 
 
-def argument(default: Any = ..., **words: Any) -> Any:
-    """A field that an argument without a name fills; `words` are those of `typer.Argument`."""
-    return _field(typer.Argument(default, **words), default, {})
+def argument(default: Any = ..., **kwargs: Any) -> Any:
+    """Return a field for a positional argument; `kwargs` are those of `typer.Argument`."""
+    return _field(typer.Argument(default, **kwargs), default, {})
 
 
 def _field(info: Any, default: Any, metadata: dict[str, Any]) -> Any:
-    whole, read = {"info": info, **metadata}, metadata.get("read")
+    metadata, read = {"info": info, **metadata}, metadata.get("read")
     if default is ...:
-        return dataclasses.field(metadata=whole)
+        return dataclasses.field(metadata=metadata)
     value = default if read is None or default is None else read(default, "the default")
-    return dataclasses.field(default=value, metadata=whole)
+    return dataclasses.field(default=value, metadata=metadata)
 
 
 def settings(options: Any) -> dict[str, Any]:
-    """The settings that options and `--set` give, by dotted name; `InputError` where both do."""
-    from normattn.lab.sweep.config import merged, value_at  # Slow to import, and `--help` is quick.
+    """Return the settings of options and `--set` by dotted name; `InputError` if both set one."""
+    from normattn.lab.sweep.config import merged, value_at  # Slow to import; `--help` must be fast.
 
-    given = {
+    from_options = {
         str(field.metadata["setting"]): getattr(options, field.name)
         for field in dataclasses.fields(options)
         if field.metadata.get("setting") and getattr(options, field.name) is not None
     }
     assigned = options.changes or {}
-    both = [name for name in given if value_at(merged({}, assigned), name) is not None]
+    both = [name for name in from_options if value_at(merged({}, assigned), name) is not None]
     if both:
         raise InputError(f"{', '.join(sorted(both))} is given both as an option and by --set")
-    return {**given, **assigned}
+    return {**from_options, **assigned}
 
 
-def command_of(kind: type[Any], work: Callable[[Any], int | None]) -> Callable[..., int | None]:
-    """`work`, which takes a dataclass of options, as the function that typer makes a command of.
+def make_command(
+    options_class: type[Any], run: Callable[[Any], int | None]
+) -> Callable[..., int | None]:
+    """Return the typer command that calls `run` with a dataclass of options.
 
-    Its parameters are the fields, its help is the dataclass's docstring.
+    Its parameters are the fields of the dataclass, its help is the docstring.
     """
-    fields, hints = dataclasses.fields(kind), get_type_hints(kind)
+    fields, hints = dataclasses.fields(options_class), get_type_hints(options_class)
 
-    def run(**typed: Any) -> int | None:
-        return work(kind(**{field.name: _value(field, typed[field.name]) for field in fields}))
+    def command(**typed: Any) -> int | None:
+        values = {field.name: _value(field, typed[field.name]) for field in fields}
+        return run(options_class(**values))
 
-    run.__doc__ = kind.__doc__
+    command.__doc__ = options_class.__doc__
     parameters = []
     for field in fields:
         read = field.metadata.get("read")
@@ -111,8 +114,8 @@ def command_of(kind: type[Any], work: Callable[[Any], int | None]) -> Callable[.
                 annotation=annotation,
             )
         )
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    return run
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return command
 
 
 def _value(field: dataclasses.Field[Any], typed: Any) -> Any:
@@ -125,15 +128,15 @@ def _value(field: dataclasses.Field[Any], typed: Any) -> Any:
 
 
 class CheckedCommand(TyperCommand):
-    """A command that refuses an empty argument, one that is not text, and an unbounded number."""
+    """A command that raises for empty arguments, invalid text, and numbers out of range."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse as typer does, after a look at every argument."""
+        """Check every argument, then parse as typer does."""
         names = {name for parameter in self.params for name in parameter.opts}
         for number, argument in enumerate(args, start=1):
             where = f"{ctx.command_path}: argument {number}"
-            # A value may end in "=", as a setting that is emptied, or base64. An empty one would
-            # mean the current directory where a path is expected.
+            # A value may end in "=", such as an empty setting or base64. An empty path would be the
+            # current directory.
             if not argument or (argument.endswith("=") and argument[:-1] in names):
                 before = args[number - 2] if number > 1 and not argument else argument
                 raise InputError(f"{where} is empty (near {before!r}); leave it out, or fill it in")
@@ -142,10 +145,10 @@ class CheckedCommand(TyperCommand):
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
-        """Invoke as typer does, after a look at every number."""
+        """Check every number, then invoke as typer does."""
         for parameter in self.params:
-            given, name = ctx.params.get(parameter.name), parameter.opts[0]
-            for value in given if isinstance(given, list | tuple) else [given]:
+            values, name = ctx.params.get(parameter.name), parameter.opts[0]
+            for value in values if isinstance(values, list | tuple) else [values]:
                 if isinstance(value, int) and value.bit_length() > 63:
                     raise InputError(f"{name} must be a whole number of at most 63 bits")
                 if isinstance(value, float) and not math.isfinite(value):
@@ -153,11 +156,11 @@ class CheckedCommand(TyperCommand):
         return super().invoke(ctx)
 
 
-# Values as they are typed.
+# Parsers of values.
 
 
 def names(text: str, option: str) -> tuple[str, ...]:
-    """`"KNA, QNA"` as two names; an empty or doubled name is refused."""
+    """Parse `"KNA, QNA"` as two names; `InputError` for an empty or repeated name."""
     parts = tuple(part.strip() for part in text.split(","))
     if not all(parts):
         raise InputError(f"{option} holds an empty name in {text!r}; separate names by commas")
@@ -166,12 +169,12 @@ def names(text: str, option: str) -> tuple[str, ...]:
     return parts
 
 
-def integers(text: str, option: str, least: int = 1) -> tuple[int, ...]:
-    """`"1,2,4"` as whole numbers, each at least `least`; a closing comma is allowed."""
+def integers(text: str, option: str, minimum: int = 1) -> tuple[int, ...]:
+    """Parse `"1,2,4"` as integers of at least `minimum`; a trailing comma is allowed."""
     parts = [part.strip() for part in text.rstrip(", ").split(",")]
-    # Nineteen digits hold every number of 63 bits; longer ones cost time before they are refused.
-    if not all(part.isdecimal() and len(part) < 20 and int(part) >= least for part in parts):
-        raise InputError(f"{option} takes whole numbers of at least {least}, got {text!r}")
+    # Numbers of 63 bits have at most 19 digits. Converting very long ones takes time.
+    if not all(part.isdecimal() and len(part) < 20 and int(part) >= minimum for part in parts):
+        raise InputError(f"{option} takes whole numbers of at least {minimum}, got {text!r}")
     numbers = tuple(int(part) for part in parts)
     if max(numbers) >= 1 << 63:
         raise InputError(f"{option} takes whole numbers of at most 63 bits, got {text!r}")
@@ -179,7 +182,7 @@ def integers(text: str, option: str, least: int = 1) -> tuple[int, ...]:
 
 
 def token_counts(text: str, option: str) -> tuple[int, ...]:
-    """`"8k,12000"` as (8192, 12000), ascending; k is 1024."""
+    """Parse `"8k,12000"` as (8192, 12000), sorted; k is 1024."""
     counts = []
     for part in (part.strip() for part in text.split(",")):
         match = re.fullmatch(r"([0-9]{1,9})([kK]?)", part)
@@ -196,22 +199,22 @@ def token_counts(text: str, option: str) -> tuple[int, ...]:
 
 
 def seeds(text: str, option: str = "--seeds") -> tuple[int, ...]:
-    """`"3"` is how many (0, 1, 2); `"7,8"` or `"7,"` says which."""
-    numbers = integers(text, option, least=0)
+    """Parse `"3"` as the seeds 0, 1, 2, and `"7,8"` or `"7,"` as a list."""
+    numbers = integers(text, option, minimum=0)
     if "," in text:
         if len(set(numbers)) != len(numbers):
             raise InputError(f"{option} names a seed twice: {text}")
         return numbers
-    if not 1 <= numbers[0] <= MOST_SEEDS:
+    if not 1 <= numbers[0] <= MAX_SEEDS:
         raise InputError(
-            f"{option} takes a number of seeds (at least 1, at most {MOST_SEEDS}) or a list such "
+            f"{option} takes a number of seeds (at least 1, at most {MAX_SEEDS}) or a list such "
             f"as 7,8 (of one: 7,), got {text}"
         )
     return tuple(range(numbers[0]))
 
 
 def assignments(texts: Iterable[str], option: str = "--set") -> dict[str, Any]:
-    """`["model.dim=64"]` as `{"model.dim": 64}`; a value is read as TOML, else as plain text."""
+    """Parse `["model.dim=64"]` as `{"model.dim": 64}`; a value is TOML, else plain text."""
     assigned: dict[str, Any] = {}
     for text in texts:
         key, equals, value = text.partition("=")

@@ -1,4 +1,4 @@
-"""`normattn report`: of a folder with measurements, of a sweep, of single runs, of a gallery."""
+"""`normattn report`: report a folder with measurements, a sweep, runs, or several models."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import polars as pl
 
-from normattn.cli import options
+from normattn.cli.options import Report
 from normattn.cli.report_runs import measured_of_runs, runs_below, split_label
 from normattn.errors import InputError, NormattnError
 from normattn.io import read_object, write_json
@@ -27,49 +27,48 @@ from normattn.terminal import warn
 
 
 class Content(NamedTuple):
-    """What is reported: by which study, with its settings, from which measurements."""
+    """A study, its settings and its measurements."""
 
     study: Study
     config: Mapping[str, Any]
     measured: pl.DataFrame
 
 
-def report_folders(asked: options.Report) -> None:
-    """Write the report of folders, each RUN or LABEL=RUN, into `out` (else into the first).
+def report_folders(options: Report) -> None:
+    """Write the report of folders, each RUN or LABEL=RUN, into `out` (default: the first).
 
-    A sweep's directory is collected again; a folder without runs that holds measurements.parquet
-    is recomputed from it alone, by the study that the measurements name, or by `asked.study`.
-    Several folders of `extend` are compared; of runs each label is a row. Raises `InputError`
-    where there is nothing to report.
+    The measurements of a sweep are collected again. A folder without runs uses its
+    measurements.parquet, and the study named there or `options.study`. Several folders of `extend`
+    are compared. For runs, each label is a row. Raises `InputError` if there is nothing to report.
     """
-    labelled = [split_label(text) for text in asked.runs]
-    places = [folder for _, folder in labelled]
-    for folder in places:
+    labelled = [split_label(text) for text in options.runs]
+    folders = [folder for _, folder in labelled]
+    for folder in folders:
         if not str(folder).strip() or not folder.is_dir():
             raise InputError(f"{str(folder)!r} is no directory of runs or results")
-    out = asked.out or places[0]
+    out = options.out or folders[0]
     content = None
     if not any(label is not None for label, _ in labelled):
-        content = _of_a_study(places, out, asked.study)
+        content = _study_content(folders, out, options.study)
     if content is None:
-        content = Content(find_typed(asked.study or READING), {}, measured_of_runs(labelled))
-    with errors_in(content.study), _unusable(places, content.study):
+        content = Content(find_typed(options.study or READING), {}, measured_of_runs(labelled))
+    with errors_in(content.study), _explain_bad_measurements(folders, content.study):
         written = content.study.report(content.measured, out, dict(content.config))
-    for folder in places:
+    for folder in folders:
         _warn_of_unfinished(folder)
     say(out, written)
 
 
-def _of_a_study(places: Sequence[Path], out: Path, named: str | None) -> Content | None:
-    """What a folder of a study holds, or several of `extend`; None for folders of runs."""
-    if len(places) == 1:
-        content = _content(places[0], named)
+def _study_content(folders: Sequence[Path], out: Path, study: str | None) -> Content | None:
+    """Return the content of a study's folder, or of several of `extend`; None for runs."""
+    if len(folders) == 1:
+        content = _content(folders[0], study)
         if content is not None:
-            _keep_settings(places[0], content.config, out)
+            _copy_settings(folders[0], content.config, out)
         return content
-    if all(_configuration(folder)[1] == EXTEND for folder in places):
-        return _gallery(places, out)
-    for folder in places:
+    if all(_configuration(folder)[1] == EXTEND for folder in folders):
+        return _gallery(folders, out)
+    for folder in folders:
         if not runs_below(folder) and (folder / measurements.FILE).is_file():
             raise InputError(
                 f"{folder} holds results without runs: a report of several folders needs runs, "
@@ -79,11 +78,11 @@ def _of_a_study(places: Sequence[Path], out: Path, named: str | None) -> Content
 
 
 @contextmanager
-def _unusable(places: Sequence[Path], study: Study) -> Iterator[None]:
-    """Raise `InputError` for measurements that no report of the library can be made of.
+def _explain_bad_measurements(folders: Sequence[Path], study: Study) -> Iterator[None]:
+    """Turn errors of a library study into `InputError`: the measurements are not its own.
 
-    Files whose digests are right can hold labels and numbers that no study wrote, which then are
-    not found, or no numbers. What else fails is a bug, and stays one.
+    A file with a correct digest may still have labels and numbers that no study wrote. Errors of a
+    custom study are bugs in its code, and pass.
     """
     try:
         yield
@@ -93,42 +92,42 @@ def _unusable(places: Sequence[Path], study: Study) -> Iterator[None]:
         if study.source is not None:
             raise
         raise InputError(
-            f"{', '.join(map(str, places))} does not hold the measurements that a report of "
+            f"{', '.join(map(str, folders))} does not hold the measurements that a report of "
             f"{study.name} is made of: {type(error).__name__}: {error}"
         ) from error
 
 
-def _content(folder: Path, named: str | None) -> Content | None:
-    """What the folder of a study holds; None for one of runs."""
+def _content(folder: Path, study_name: str | None) -> Content | None:
+    """Return the content of a study's folder; None for a folder of runs."""
     config, kind = _configuration(folder)
     file = folder / measurements.FILE
     if kind is not None and (folder / "jobs").is_dir():
         cells = RunPaths.below(folder)
-        study = find_typed(named) if named else find(kind)
-        if cells and not named:
+        study = find_typed(study_name) if study_name else find(kind)
+        if cells and not study_name:
             study = _registered(study_named(cells[0].settings), cells[0].settings)
         with errors_in(study):
-            _refuse_lost(study, folder)
+            _check_records(study, folder)
             measured = study.measurements(folder)
     elif kind in OF_COMMANDS and not file.is_file():
         raise InputError(
             f"{folder} holds measurements of {kind} without a report: run its command again, "
             "which measures nothing twice"
         )
-    # A report of runs lies among them by default: they may have been measured again since.
+    # A report of runs is among them by default; they may have new evaluations.
     elif file.is_file() and (kind in OF_COMMANDS or not runs_below(folder)):
         measured = measurements.read(file)
         names = measured["study"].unique().to_list()
-        if not named and len(names) != 1:
+        if not study_name and len(names) != 1:
             raise InputError(f"{file} holds measurements of {len(names)} studies, expected one")
-        study = find_typed(named) if named else _registered(str(names[0]), file)
+        study = find_typed(study_name) if study_name else _registered(str(names[0]), file)
     else:
         return None
     return Content(study, config, measured)
 
 
 def _configuration(folder: Path) -> tuple[Mapping[str, Any], str | None]:
-    """The settings and the study of a folder, as its config.json holds them."""
+    """Return the settings and the study in a folder's config.json."""
     file = folder / "config.json"
     if not file.is_file():
         if (folder / "jobs").is_dir():
@@ -148,15 +147,15 @@ def _configuration(folder: Path) -> tuple[Mapping[str, Any], str | None]:
 
 
 def _registered(name: str, source: Path) -> Study:
-    """The study of the library that a file names; a file never chooses other code."""
+    """Return the library's study named in a file. A file cannot choose other code."""
     try:
         return find(name)
     except InputError as error:
         raise InputError(f"{source}: {error} (--study FILE.py)") from error
 
 
-def _refuse_lost(study: Study, folder: Path) -> None:
-    """Raise `InputError` where records of a finished run are no longer there."""
+def _check_records(study: Study, folder: Path) -> None:
+    """Raise `InputError` if records of a finished run are missing."""
     for done in sorted(folder.glob("jobs/*/*/done.json")):
         paths = RunPaths.of_job(done.parent)
         for stage in study.run(read_object(done), str(done)).stages(paths):
@@ -168,22 +167,22 @@ def _refuse_lost(study: Study, folder: Path) -> None:
 
 
 def _warn_of_unfinished(folder: Path) -> None:
-    """Name the runs whose measurements are not complete: a report shows what there is."""
-    begun = [at for at in RunPaths.below(folder) if not at.done.exists()]
-    names = [f"{at.run.parent.name} {at.run.name}" for at in begun if not at.diverged.exists()]
+    """Warn of runs whose measurements are not complete."""
+    unfinished = [paths for paths in RunPaths.below(folder) if not paths.done.exists()]
+    names = [f"{p.run.parent.name} {p.run.name}" for p in unfinished if not p.diverged.exists()]
     if names:
         warn(
             f"normattn: of {folder} not finished, and shown as far as measured: {', '.join(names)}"
         )
 
 
-def _gallery(places: Sequence[Path], out: Path) -> Content:
-    """Models and texts that `extend` measured; their settings are kept in `out` too."""
-    if out.resolve() in {folder.resolve() for folder in places}:
+def _gallery(folders: Sequence[Path], out: Path) -> Content:
+    """Return the content of several folders of `extend`, and write their settings to `out`."""
+    if out.resolve() in {folder.resolve() for folder in folders}:
         raise InputError(
             f"{out} holds the report of one model on one text: give the joint report another --out"
         )
-    measured, config = extend.gathered(places), extend.settings(places)
+    measured, config = extend.gathered(folders), extend.settings(folders)
     kind, name = _configuration(out)[1], extend.GALLERY.name
     if kind not in (None, name):
         raise InputError(f"{out / 'config.json'} belongs to {kind}: give another --out")
@@ -191,8 +190,8 @@ def _gallery(places: Sequence[Path], out: Path) -> Content:
     return Content(extend.GALLERY, config, measured)
 
 
-def _keep_settings(source: Path, config: Mapping[str, Any], out: Path) -> None:
-    """Keep settings and sources in `out`, so that it is a folder of the study."""
+def _copy_settings(source: Path, config: Mapping[str, Any], out: Path) -> None:
+    """Copy settings and sources to `out`, so that it is a folder of the study."""
     settings = out / "config.json"
     if not config or out.resolve() == source.resolve():
         return

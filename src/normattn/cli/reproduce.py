@@ -1,6 +1,6 @@
-"""`normattn reproduce STUDY`: a published experiment, from data to its report.
+"""`normattn reproduce STUDY`: run a published experiment, from data to report.
 
-The sub-commands are made of the studies themselves: a new study appears here by itself.
+Every study is a sub-command.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typer.core import TyperGroup, TyperOption
 
 from normattn.cli.parsing import (
     CheckedCommand,
-    command_of,
     flag,
+    make_command,
     names,
     option,
     seeds,
@@ -32,7 +32,7 @@ RESUMES = "Stop it at any time and rerun the command to resume: the table is bit
 
 @dataclass(frozen=True, kw_only=True)
 class ReproduceOptions:
-    """The options of every study; the help of two options is the study's own."""
+    """The options of every study. The study defines the help of `variants` and `methods`."""
 
     preset: str = option(
         "laptop", help="Settings of the training runs: smoke, laptop, …, or your own TOML file."
@@ -66,22 +66,22 @@ class ReproduceOptions:
 
 
 class Studies(TyperGroup):
-    """A group whose commands are the studies of the library, and a user's own files."""
+    """A group whose commands are the studies of the library and files of custom studies."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """The names of the studies."""
+        """Return the names of the studies."""
         from normattn.lab.studies import names
 
         return names()
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """The command of one study, which is imported only now."""
+        """Return the command of a study, which is imported here."""
         from normattn.lab.studies import find_typed
 
         return _command(find_typed(cmd_name))
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Every study with its question; none is imported for it."""
+        """Print every study with its question, without importing them."""
         from normattn.lab.studies import names, summary
 
         formatter.write_usage(ctx.command_path, "STUDY [OPTIONS]")
@@ -102,7 +102,7 @@ def _group() -> None:
 
 
 def _command(study: Study) -> Any:
-    """The command line of one study, made of its value."""
+    """Return the command of a study."""
 
     def run(options: ReproduceOptions) -> None:
         from normattn.lab.studies import errors_in
@@ -110,7 +110,7 @@ def _command(study: Study) -> Any:
         from normattn.lab.sweep.run import Request
         from normattn.lab.sweep.runner import reproduce
 
-        own, changes = launchers.split_changes(settings(options))
+        launcher_settings, changes = launchers.split_changes(settings(options))
         if options.seeds is not None and "seeds" in changes:
             raise InputError("seeds is given both as an option and by --set")
         request = Request(
@@ -119,7 +119,7 @@ def _command(study: Study) -> Any:
             methods=options.methods,
             seeds=options.seeds,
             jobs=options.jobs,
-            launcher=clusters.launcher(options.launcher, own),
+            launcher=clusters.launcher(options.launcher, launcher_settings),
             out=options.out,
             changes=changes,
         )
@@ -128,11 +128,11 @@ def _command(study: Study) -> Any:
         if failed:
             raise typer.Exit(2)
 
-    one = typer.Typer(rich_markup_mode="markdown", add_completion=False)
-    one.command(study.name, help=study.help, epilog=_epilog(study), cls=CheckedCommand)(
-        command_of(ReproduceOptions, run)
+    group = typer.Typer(rich_markup_mode="markdown", add_completion=False)
+    group.command(study.name, help=study.help, epilog=_epilog(study), cls=CheckedCommand)(
+        make_command(ReproduceOptions, run)
     )
-    command = typer.main.get_command(one)
+    command = typer.main.get_command(group)
     for parameter in command.params:
         if isinstance(parameter, TyperOption) and parameter.name in ("variants", "methods"):
             parameter.help = getattr(study, parameter.name)

@@ -1,11 +1,11 @@
-"""`normattn train`: one training run, or its plan."""
+"""`normattn train`: train a run, or print its plan."""
 
 from __future__ import annotations
 
 import os
 from typing import Any
 
-from normattn.cli import options
+from normattn.cli.options import Train
 from normattn.cli.parsing import settings
 from normattn.errors import InputError
 from normattn.lab.report.terminal import tell
@@ -21,53 +21,52 @@ from normattn.models.flops import flops_per_token, parameter_count
 from normattn.terminal import Console
 
 
-def train_or_plan(asked: options.Train) -> None:
-    """Train a run into `asked.out`, or resume it; with `--plan` print its size and cost.
+def train_or_plan(options: Train) -> None:
+    """Train or resume a run in `options.out`; with `--plan` print its size and cost.
 
-    Raises `InputError` for settings that are wrong, and a plan's options without a plan.
+    Raises `InputError` for bad settings, and for a plan's options without a plan.
     """
-    config = TrainingConfig.parse(_fields(asked), "training settings")
-    machines = (asked.nodes, asked.gpus_per_node)
-    if (asked.gpu is None and machines != (1, 1)) or (asked.gpu and not asked.plan):
+    config = TrainingConfig.parse(_merge_settings(options), "training settings")
+    machines = (options.nodes, options.gpus_per_node)
+    if (options.gpu is None and machines != (1, 1)) or (options.gpu and not options.plan):
         raise InputError("--nodes, --gpus-per-node and --gpu need --plan, the first two --gpu")
-    lines = [*config.data.plan_notes(), *_described(config)]
-    if asked.plan and asked.gpu is not None:
-        lines.append(describe_plan(config, config.cost(), asked.gpu, *machines))
-    # Under torchrun every process comes here; the first one speaks.
+    lines = [*config.data.plan_notes(), *_describe(config)]
+    if options.plan and options.gpu is not None:
+        lines.append(describe_plan(config, config.cost(), options.gpu, *machines))
+    # Under torchrun only the first process prints.
     console = Console(highlight=False, quiet=os.environ.get("RANK", "0") != "0")
     for line in lines:
         tell(line, console)
-    if asked.plan:
+    if options.plan:
         return
     with keep_pages():
-        result = train_model(config, asked.out, probes=diagnostics_probes(config))
-    ended = f"loss {result.loss:.4f} after {result.steps:,} steps"
-    tell(f"{ended}; the model is in {asked.out / 'model'}", console)
+        result = train_model(config, options.out, probes=diagnostics_probes(config))
+    summary = f"loss {result.loss:.4f} after {result.steps:,} steps"
+    tell(f"{summary}; the model is in {options.out / 'model'}", console)
 
 
-def _fields(asked: options.Train) -> dict[str, Any]:
-    """Every setting of the run: preset, file, options and --set, each over the one before."""
-    layers = [] if asked.config is None else [read_settings(asked.config)]
-    given = settings(asked)
-    base = presets.load(asked.preset).training
-    own = merged({}, *layers, given)
-    base = {**base, "model": without_foreign(base["model"], value_at(own, "model.block"))}
-    whole = merged(base, *layers, given)
-    return merged(whole, _short_warmup(base, own))
+def _merge_settings(options: Train) -> dict[str, Any]:
+    """Merge the settings of the preset, the file, options and --set; later ones win."""
+    layers = [] if options.config is None else [read_settings(options.config)]
+    layers.append(settings(options))
+    preset, changes = presets.load(options.preset).training, merged({}, *layers)
+    block = value_at(changes, "model.block")
+    preset = {**preset, "model": without_foreign(preset["model"], block)}
+    return merged(preset, *layers, _short_warmup(preset, changes))
 
 
-def _short_warmup(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """A run shorter than the preset's warm-up takes the preset's share, unless one is given."""
-    name, whole, steps = "schedule.warmup_steps", base.get("steps"), own.get("steps")
-    warmup = value_at(base, name)
-    known = all(isinstance(number, int) for number in (warmup, whole, steps))
-    if value_at(own, name) is not None or not known:
+def _short_warmup(preset: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Scale the preset's warm-up for a run shorter than it, unless a warm-up is set."""
+    name, preset_steps, steps = "schedule.warmup_steps", preset.get("steps"), changes.get("steps")
+    warmup = value_at(preset, name)
+    valid = all(isinstance(number, int) for number in (warmup, preset_steps, steps))
+    if value_at(changes, name) is not None or not valid:
         return {}
-    return {name: warmup * steps // whole} if steps < warmup else {}
+    return {name: warmup * steps // preset_steps} if steps < warmup else {}
 
 
-def _described(config: TrainingConfig) -> list[str]:
-    """What a run is and costs, in two lines."""
+def _describe(config: TrainingConfig) -> list[str]:
+    """Describe the size and cost of a run in two lines."""
     model = config.model
     tokens = config.steps * config.batch_size * model.train_length
     flops = flops_per_token(model, model.train_length)
