@@ -93,7 +93,7 @@ def _kernels(spec: Any) -> dict[str, str]:
     kernels = {}
     layers = dict.fromkeys(spec.layer(layer, LAYERS) for layer in range(LAYERS))
     for device, dtype in DEVICES:
-        # Two query heads for each key head, where a part takes them compatible.
+        # Two query heads for each key head, if a component gates groups of heads.
         shared = 1 if spec.gate is None else HEADS // spec.gate.outputs(HEADS)
         shape, keys = ((1, heads, TOKENS, HEAD_DIM) for heads in (HEADS, HEADS // shared))
         placement = {"dtype": getattr(torch, dtype), "device": device}
