@@ -210,7 +210,7 @@ def _make_tokeniser(config: RelationConfig, corpus: Corpus) -> WordPieces:
 def _fingerprint(
     labels: Sequence[str], tokeniser: WordPieces, splits: Iterable[RelationSplit]
 ) -> str:
-    """A hash of hashes: of the labels, and of each split, as indented JSON."""
+    """Hash the labels and the content of each split, as indented JSON."""
     described: list[dict[str, Any]] = [
         {"labels": labels, "pad": tokeniser.pad_id, "entries": tokeniser.vocab_size}
     ]

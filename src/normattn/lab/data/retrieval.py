@@ -130,7 +130,7 @@ class StatementEncoder:
         return tuple(self._encode(str(random.integers(1000, 10000))))
 
     def question(self, name: Ids) -> Ids:
-        """What comes before the source in a statement."""
+        """Return the tokens of a statement before its source."""
         return (*self._encode("\n"), *name, *self._encode("="))
 
     def line_ends(self, filler: Int64[np.ndarray, "f"]) -> np.ndarray:
