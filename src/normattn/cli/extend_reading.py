@@ -27,9 +27,8 @@ from normattn.lab.data.tokeniser import cut_runs
 from normattn.lab.data.windows import EvaluationSet
 from normattn.lab.evaluation.language_model import evaluate_cell
 from normattn.lab.evaluation.retrieval import evaluate_retrieval
-from normattn.lab.evaluation.scorer import Remembering, TokenScorer
-from normattn.lab.evaluation.scorer import identity as cell_identity
-from normattn.lab.runs.environment import peak, resident
+from normattn.lab.evaluation.scorer import CachedScorer, TokenScorer, set_identity
+from normattn.lab.runs.environment import allocated_memory, record_peak_memory
 from normattn.lab.stats import Identity, digest, fact, identified, joined
 from normattn.lab.studies.extend import KIND, PEAK, PREFILL, SECONDS
 
@@ -201,7 +200,7 @@ class Evaluator:
 
     def __post_init__(self) -> None:
         gc.collect()
-        self._resident = resident(self.model.device)
+        self._resident = allocated_memory(self.model.device)
 
     def evaluate(self, cell: Cell, identity: Identity) -> pl.DataFrame:
         """The measurements of a cell; raises `NormattnError` where a loss is not finite."""
@@ -213,8 +212,8 @@ class Evaluator:
     def _evaluate_text(self, cell: Cell, identity: Identity) -> pl.DataFrame:
         settings, device = self.settings, self.model.device
         sets = self.texts.sets(cell.window, cell.length, settings.train_length, settings.segment)
-        scorer, seconds = Remembering(self.scorer), list[float]()
-        with peak(device, self._resident) as peaks, _timed(self.model, seconds):
+        scorer, seconds = CachedScorer(self.scorer), list[float]()
+        with record_peak_memory(device, self._resident) as peaks, _timed(self.model, seconds):
             frames = [evaluate_cell(scorer, each, identity) for each in sets]
         window = sets[0].documents[0]
         costs = [fact(SECONDS, seconds[0], unit=window)]
@@ -223,7 +222,7 @@ class Evaluator:
             "device": str(device),
             "threads": torch.get_num_threads(),
         }
-        prefill = replace(cell_identity(identity, sets[0], **device_fields), protocol=PREFILL)
+        prefill = replace(set_identity(identity, sets[0], **device_fields), protocol=PREFILL)
         return joined([*frames, identified(prefill, costs)])
 
     def _evaluate_passkey(self, cell: Cell, identity: Identity) -> pl.DataFrame:

@@ -252,7 +252,7 @@ def _encode_corpus(
     documents = [
         document
         for document in parse_corpus(address).documents(max_bytes)
-        if document.text and (share is None or split_of(document.split_name, *share) == "test")
+        if document.text and (share is None or split_of(document.split_key, *share) == "test")
     ]
     if not documents:
         raise InputError(f"corpus {address!r} holds no text" + (" to test on" if share else ""))

@@ -15,15 +15,15 @@ from normattn.cli.extend_reading import DEFAULT_TEXT, prepare_texts
 from normattn.errors import InputError
 from normattn.hf.model_parts import model_parts
 from normattn.hf.token_scorer import refuse_foreign_tokens
-from normattn.lab.data.batches import padded, uniforms
+from normattn.lab.data.batches import pad_rows, uniforms
 from normattn.lab.data.images import prepare_images
 from normattn.lab.data.pairs import PAD_ID, prepare_pairs
 from normattn.lab.data.relations import prepare_relations
 from normattn.lab.data.text_files import read_text
 from normattn.lab.data.tokeniser import Tokeniser
 from normattn.lab.data.tokens import prepare_tokens
-from normattn.lab.data.windows import choose_places
-from normattn.lab.runs import unchanged
+from normattn.lab.data.windows import choose_windows
+from normattn.lab.runs import check_unchanged
 from normattn.lab.training import TrainingConfig
 from normattn.lab.training.config import LoopConfig
 from normattn.lab.training.init_from import refuse_other_data
@@ -90,12 +90,12 @@ def _windows(
     length = config.model.train_length if args.length is None else args.length
     tokeniser = None
     if not config.data.synthetic:
-        tokeniser = Tokeniser.load(unchanged(args.run / "tokeniser.json"))
+        tokeniser = Tokeniser.load(check_unchanged(args.run / "tokeniser.json"))
     if args.text is None:
         data = prepare_tokens(config.data)
         refuse_other_data(data, args.run)
         split = data.split("test")
-        places = choose_places(split, length, args.windows or WINDOWS, args.seed).tolist()
+        places = choose_windows(split, length, args.windows or WINDOWS, args.seed).tolist()
         rows = [split.document(number)[first : first + length] for number, first in places]
         ids = torch.from_numpy(np.stack(rows).astype(np.int64))
         source = f"{len(rows)} windows of {length:,} held-out tokens of {config.data.corpus}"
@@ -124,18 +124,18 @@ def _documents(config: ClassificationConfig, args: options.Inspect, model: nn.Mo
     _refuse_options(args, "text")
     data = prepare_relations(config.data)
     refuse_other_data(data, args.run)
-    pieces, split = data.pieces, data.validation
+    split = data.validation
     documents = [
         np.asarray(split.tokens[i])[: args.length].tolist() for i in _draw_indices(len(split), args)
     ]
-    ids, _ = padded(documents, pieces.pad)
+    ids, _ = pad_rows(documents, data.pad_id)
 
     def read(rows: Tensor) -> Any:
-        padding = rows == pieces.pad
+        padding = rows == data.pad_id
         return model(rows, padding if bool(padding.any()) else None)
 
     source = f"{len(documents)} validation documents of {config.data.corpus}"
-    drawn = _drawn_row(torch.tensor(documents[0]), lambda token: pieces.entries[token])
+    drawn = _drawn_row(torch.tensor(documents[0]), lambda token: data.tokeniser.entries[token])
     return Inputs(torch.from_numpy(ids), source, ids.shape[1], read, *drawn)
 
 
@@ -147,7 +147,7 @@ def _sentences(config: TranslationConfig, args: options.Inspect, model: Any) -> 
     split, chosen = data.validation, _draw_indices(len(data.validation), args)
     sources = [split.source_ids(i) for i in chosen]
     targets = [split.target_ids(i)[:-1] for i in chosen]
-    sides = [torch.from_numpy(padded(side, PAD_ID)[0]) for side in (sources, targets)]
+    sides = [torch.from_numpy(pad_rows(side, PAD_ID)[0]) for side in (sources, targets)]
     rows, width = torch.cat(sides, 1), sides[0].shape[1]
     words = [[data.tokeniser.decode([i]) for i in side[0]] for side in (sources, targets)]
 
