@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from cli.conftest import Command
-from normattn.lab.demo import demo_model, demo_windows, evaluate
+from normattn.lab.demo import demo_model, demo_windows, read
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_methods_rescue_what_collapses() -> None:
-    readings = {each.label: each for each in evaluate(demo_windows(windows=3))}
+    readings = {each.label: each for each in read(demo_windows(windows=3))}
     collapsed = readings["plain RoPE, unmodified"]
     assert collapsed.far < collapsed.near / 2
     for rescued in ("plain RoPE, with YaRN", "plain RoPE, with ReRoPE", "KeyNorm, unmodified"):
@@ -25,7 +25,7 @@ def test_methods_rescue_what_collapses() -> None:
 @pytest.mark.thorough
 def test_the_numbers_of_the_readme() -> None:
     """All windows: the README's three rows, and what no method leaves behind."""
-    readings = {each.label: each for each in evaluate(demo_windows())}
+    readings = {each.label: each for each in read(demo_windows())}
     rows = re.findall(
         r"^\| ((?:plain RoPE|KeyNorm), .*?) \| ([\d.]+) \| ([\d.]+) \|$",
         (ROOT / "README.md").read_text("utf-8"),

@@ -42,7 +42,7 @@ from normattn.lab.sweep.config import flatten
 from normattn.lab.sweep.run import CORPUS, Request, Sweep
 from normattn.lab.sweep.run import Run as AnyRun
 from normattn.score.spec import UNMODIFIED
-from normattn.settings import typed
+from normattn.settings import format_setting
 
 __all__ = ["Claim", "Eval", "Method", "Metric", "Preset", "Run", "Study", "Variant"]
 
@@ -217,7 +217,8 @@ class Study:
                 options[CORPUS] = ("--corpus", str(value))
             else:
                 options |= {
-                    line.partition("=")[0]: ("--set", line) for line in typed(setting, value)
+                    line.partition("=")[0]: ("--set", line)
+                    for line in format_setting(setting, value)
                 }
         words += [word for option in options.values() for word in option]
         choices: Sequence[Mapping[str, str]] = config.get("asked") or [{}]

@@ -165,7 +165,7 @@ class ContinuedRun(Run):
                 model = kept_model(folder, step) if step else Path(continued.start)
                 if not (model / CONFIG_FILE).is_file():
                     continue
-                saved = config.model if step else continued.saved(config.model)
+                saved = config.model if step else continued.saved_config(config.model)
                 store = MeasurementStore(folder / EVALUATIONS / f"step-{step:08d}")
                 factors: dict[str, Factor] = {"step": step, "continued": branch}
                 found.append(

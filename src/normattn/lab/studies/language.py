@@ -321,7 +321,7 @@ def forward_lengths(settings: EvaluationSettings) -> list[int]:
     """The lengths of the sets that a method's forward passes read, in units of L, at most.
 
     The longest held-out text, the longest text with the same final tokens and the text by position
-    are the same windows, which are computed once (`Remembering`).
+    are the same windows, which are computed once (`CachedScorer`).
     """
     lengths, longest = set_lengths(settings), settings.multiples[-1]
     shared = {"non_repeated", "last_segment", "by_position"}.intersection(settings.protocols)

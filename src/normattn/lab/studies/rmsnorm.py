@@ -18,13 +18,18 @@ import polars as pl
 from pydantic import Field
 
 from normattn.errors import unknown_name
-from normattn.lab.data.relations import RelationConfig, RelationData, prepare_relations
+from normattn.lab.data.relations import (
+    PYTHON_IMPORTS,
+    RelationConfig,
+    RelationData,
+    prepare_relations,
+)
 from normattn.lab.evaluation.classification import evaluate_classifier
 from normattn.lab.report.claims import SEEDS, Claim
 from normattn.lab.report.figures import Curves, Figure, Line, Panel
 from normattn.lab.report.tables import Column, Row, Table, text_column
 from normattn.lab.report.view import View, step_points
-from normattn.lab.runs.environment import threads
+from normattn.lab.runs.environment import torch_threads
 from normattn.lab.runs.timing import interleave
 from normattn.lab.stats import (
     Estimate,
@@ -44,7 +49,7 @@ from normattn.lab.studies.preset import StudyPreset, load_preset
 from normattn.lab.sweep.config import SweepConfig, merged
 from normattn.lab.sweep.paths import RunPaths
 from normattn.lab.sweep.run import MeasuredRun, Progress, Request, Run, Stage, Sweep
-from normattn.lab.training.distributed import World, world
+from normattn.lab.training.distributed import World, process_group
 from normattn.lab.training.planning import Cost
 from normattn.lab.training.step import TrainStep
 from normattn.lab.training.tasks.classification import (
@@ -161,14 +166,14 @@ class TimeRun(MeasuredRun):
     ) -> pl.DataFrame:
         """Time the steps of all norms in turn."""
         rounds = self.timing.rounds
-        with world(config.device) as process, threads(config.threads):
+        with process_group(config.device) as process, torch_threads(config.threads):
             steps = {norm: _stepper(c, data, process) for norm, c in self._configs(config).items()}
             timings = interleave(
                 steps,
                 rounds,
                 warm=WARM_UP,
                 device=process.device.type,
-                least_seconds=0.0,
+                min_seconds=0.0,
                 on_round=lambda done: progress(done, rounds, "rounds"),
             )
         count = f"{config.threads} thread{'s' * (config.threads > 1)}"
@@ -235,7 +240,9 @@ def _shared_training(preset: RMSNormPreset) -> dict[str, Any]:
     if "labels" not in fields.get("model", {}):
         subject = f"preset {preset.name}, training.data"
         data = RelationConfig.parse(fields.get("data", {}), subject)
-        count = data.modules if data.embedded else len(prepare_relations(data).labels)
+        count = (
+            data.modules if data.corpus == PYTHON_IMPORTS else len(prepare_relations(data).labels)
+        )
         labels = {"model.labels": count}
     return preset.whole_training(ClassificationConfig, labels)
 
@@ -250,7 +257,7 @@ def _describe(run: Run, data: RelationData) -> list[str]:
     return [
         f"corpus {config.data.corpus}: {counts} documents to train, tune and test on, "
         f"{len(data.labels)} labels; {sum(split.cut for split in data):,} are truncated to "
-        f"{config.data.max_tokens} word pieces (vocabulary: {data.pieces.vocab_size:,})"
+        f"{config.data.max_tokens} word pieces (vocabulary: {data.tokeniser.vocab_size:,})"
     ]
 
 
