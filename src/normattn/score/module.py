@@ -137,7 +137,7 @@ class Score(nn.Module):
         if remapping is None:
             return inputs
         window = remapping.window
-        return replace(inputs, far_q=far_q, far_k=far_k, window=window, near_start=start)
+        return replace(inputs, far_q=far_q, far_k=far_k, far_from=window, near_start=start)
 
     def cache_keys(
         self,

@@ -140,7 +140,7 @@ class RelativeSinusoids:
         back = mask.distance(slice(None), slice(None)).clamp(-self.clip, self.clip)
         return (self.clip - back).expand(score.shape)
 
-    def read(
+    def weighted_sum(
         self, weight: Float[Tensor, "b h t s"], size: int, mask: AttentionMask
     ) -> Float[Tensor, "b h t e"]:
         """Σ_j a_ij·R_ij, by the sum of the weights at each clipped distance."""
