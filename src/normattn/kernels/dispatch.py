@@ -133,6 +133,13 @@ def _with_statistics(compute: Callable[[AttentionInputs, Recorder | None], Tenso
     return lambda inputs, recorder, lse: (compute(inputs, recorder), None)
 
 
+_TWO_REGIME = _PLAIN - {
+    *("attention without near and far keys", "attention without causality", "dropout", "CUDA"),
+    *("values of another size", "more queries than keys", "fewer queries than keys"),
+    "zero queries",
+}
+_RESIDUAL = _EVERYTHING - {"attention without residual scores", "near and far keys"}
+
 KERNELS: tuple[Kernel, ...] = (
     # On CUDA, scaled_dot_product_attention calls the flash operators.
     Kernel(
@@ -140,17 +147,7 @@ KERNELS: tuple[Kernel, ...] = (
         _output_only(fused),
         _PLAIN - {"near and far keys", "a causal mask with T ≠ S", "values of another size"},
     ),
-    Kernel(
-        "two-regime",
-        _output_only(two_regime),
-        _PLAIN
-        - {
-            "attention without near and far keys",
-            "attention without causality",
-            "values of another size",
-        }
-        - {"more queries than keys", "fewer queries than keys", "zero queries", "dropout", "CUDA"},
-    ),
+    Kernel("two-regime", _output_only(two_regime), _TWO_REGIME),
     Kernel(
         "flex",
         lambda inputs, recorder, lse: flex(inputs),
@@ -160,21 +157,10 @@ KERNELS: tuple[Kernel, ...] = (
     Kernel(
         "residual",
         _with_statistics(residual_attention),
-        (_TILED | {"residual scores"}) - {"attention without residual scores", "near and far keys"},
+        _RESIDUAL & (_TILED | {"residual scores"}),
         ("statistics",),
     ),
-    Kernel(
-        "concatenated",
-        None,
-        _EVERYTHING
-        - {
-            "attention without residual scores",
-            "near and far keys",
-            "a learned mask",
-            "torch.func",
-        },
-        ("lse",),
-    ),
+    Kernel("concatenated", None, _RESIDUAL - {"a learned mask", "torch.func"}, ("lse",)),
     Kernel("chunked", tiled, _TILED, ("lse", "statistics")),
     Kernel(
         "strips",

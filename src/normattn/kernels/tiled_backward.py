@@ -218,7 +218,10 @@ class _GroupGradients:
             block = scores.split_heads(grad_score)[..., columns]
             if self.bias_line is not None:
                 if not scores.workspace.margin or len(tile.span_columns) > 1:
-                    block = _pad_rows(block if last_row_first else block.flip(2))
+                    # c − 1 zeros after each row, as the margin gives.
+                    block = block if last_row_first else block.flip(2)
+                    padded = torch.nn.functional.pad(block, (0, block.shape[2] - 1))
+                    block = padded[..., : block.shape[-1]]
                 grad_line, start = _antidiagonals(block), scores.line_offset(tile, span)
                 self.bias_line[:, start : start + grad_line.shape[1]] += grad_line
                 continue
@@ -246,12 +249,6 @@ def _single_span(scores: TileScores) -> bool:
     spans = [(span.far, span.columns) for tile in scores.group.tiles for span in tile.spans]
     shape = scores.plan.shape
     return spans == [(False, slice(0, shape.keys))] and shape.near_start == 0
-
-
-def _pad_rows(block: Tensor) -> Tensor:
-    """A view of (b, g, c, r, s) in memory that has c − 1 zeros after each row."""
-    width = block.shape[-1]
-    return torch.nn.functional.pad(block, (0, block.shape[2] - 1))[..., :width]
 
 
 def _antidiagonals(block: Tensor) -> Tensor:

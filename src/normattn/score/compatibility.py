@@ -48,7 +48,10 @@ def combinations() -> Mapping[str, Combinations]:
             reasons.append(reason)
         for name, partner in ((one.name, other.name), (other.name, one.name)):
             if fillers is None:
-                excludes[name][partner] = _clearest(reasons, (one, other))
+                # The reason that names most of the two components.
+                excludes[name][partner] = max(
+                    reasons, key=lambda x: (one.name in x) + (other.name in x)
+                )
             elif "RoPE" in fillers:
                 beside[name].append(partner)
     return {name: Combinations(excludes[name], tuple(beside[name])) for name in known}
@@ -71,12 +74,6 @@ def _attempts(wanted: tuple[type[Part], ...]) -> Iterator[_Attempt]:
             yield None, fillers, str(error)
         else:
             yield spec, fillers, ""
-
-
-def _clearest(reasons: list[str], wanted: tuple[type[Part], ...]) -> str:
-    """The reason that names most of the wanted parts."""
-    names = [part.name for part in wanted]
-    return max(reasons, key=lambda reason: sum(name in reason for name in names))
 
 
 def needs(name: str) -> str:

@@ -6,8 +6,8 @@ distances.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -55,15 +55,12 @@ class Score(nn.Module):
         self.key_norm = key.build(self.kv_heads, head_dim) if key else None
         base = spec.variant.learned_base(spec.train_length)
         self.scale = None if base is None else nn.Parameter(torch.tensor(float(base)))
-        position, logn, bias, difference = spec.position, spec.logn, spec.bias, spec.difference
-        rotary = position if isinstance(position, RotaryPosition) else None
-        self.position = _parameters(
-            None if rotary is None else rotary.learned(self.kv_heads, head_dim)
-        )
-        self.logn = _parameters(None if logn is None else logn.learned(heads, spec.train_length))
-        self.bias = _parameters(None if bias is None else bias.learned(heads, head_dim))
+        rotary = spec.position if isinstance(spec.position, RotaryPosition) else None
+        self.position = _parameters(rotary, self.kv_heads, head_dim)
+        self.logn = _parameters(spec.logn, heads, spec.train_length)
+        self.bias = _parameters(spec.bias, heads, head_dim)
         self.sink = None if spec.sink is None else nn.Parameter(torch.zeros(heads))
-        self.difference = _parameters(None if difference is None else difference.learned(head_dim))
+        self.difference = _parameters(spec.difference, head_dim)
 
     @property
     def spec(self) -> ScoreSpec:
@@ -311,8 +308,9 @@ class Score(nn.Module):
         return values
 
 
-def _parameters(initial: Mapping[str, Tensor] | None) -> nn.ParameterDict | None:
-    """The parameters of a component by name; None if it learns nothing."""
+def _parameters(part: Any, *sizes: int | None) -> nn.ParameterDict | None:
+    """The parameters of a component by name; None if there is none or it learns nothing."""
+    initial = None if part is None else part.learned(*sizes)
     return nn.ParameterDict(initial) if initial else None
 
 

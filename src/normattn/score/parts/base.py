@@ -102,9 +102,9 @@ def by_length(value: Callable[[int], int]) -> Fill:
     return lambda part, length, factor: None if length is None else value(length)
 
 
-A_QUARTER = by_length(lambda length: max(1, length // 4))
+QUARTER_LENGTH = by_length(lambda length: max(1, length // 4))
 """Fill with a quarter of the training length."""
-THE_LENGTH = by_length(lambda length: length)
+TRAIN_LENGTH = by_length(lambda length: length)
 """Fill with the training length."""
 
 

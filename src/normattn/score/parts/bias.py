@@ -18,7 +18,7 @@ from normattn.errors import InputError
 from normattn.kernels import AttentionMask
 from normattn.kernels.inputs import PairBias, PairValues
 from normattn.plain import transformed
-from normattn.score.parts.base import A_QUARTER, Part, Slot, number, register
+from normattn.score.parts.base import QUARTER_LENGTH, Part, Slot, number, register
 
 Learned = Mapping[str, Tensor]
 Distances = Float[Tensor, " r"]
@@ -222,7 +222,7 @@ class FIRE(PairBiasPart):
 
     equation = "b = f_h(ψ(i−j) / ψ(max(μT, i))), ψ(x) = ln(1 + c·x)"
     source = "arXiv 2310.04418"
-    threshold: int | None = number(default=None, least=1, fill=A_QUARTER)
+    threshold: int | None = number(default=None, least=1, fill=QUARTER_LENGTH)
     width: int = number(default=32, least=1)
 
     def learned(self, heads: int, head_dim: int) -> dict[str, Tensor]:

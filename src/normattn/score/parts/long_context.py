@@ -13,7 +13,7 @@ from torch import Tensor
 
 from normattn.errors import InputError
 from normattn.score.parts.base import (
-    A_QUARTER,
+    QUARTER_LENGTH,
     Part,
     Parts,
     Slot,
@@ -47,7 +47,7 @@ class Remapping(Part):
 class PositionRemapping(Remapping):
     """Two regimes of relative position: ordinary inside a window, remapped beyond it."""
 
-    window: int | None = number(default=None, least=1, fill=A_QUARTER)
+    window: int | None = number(default=None, least=1, fill=QUARTER_LENGTH)
 
     def far_positions(self, query: QueryPositions, key: KeyPositions) -> FarPositions:
         """The positions to which queries and keys are rotated for pairs with i − j ≥ window.

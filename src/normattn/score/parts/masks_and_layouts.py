@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from normattn.errors import InputError
-from normattn.score.parts.base import A_QUARTER, Part, Parts, Slot, number, register
+from normattn.score.parts.base import QUARTER_LENGTH, Part, Parts, Slot, number, register
 from normattn.score.parts.qk_norm import Baseline, ScaledVariant
 from normattn.score.parts.rope import NoPE, RotaryPosition
 from normattn.score.parts.rope_scaling import PI
@@ -26,7 +26,7 @@ class SlidingWindow(Part):
     equation = "j is seen by i where |i−j| < w"
     source = "arXiv 2004.05150, 2310.06825"
     used_by = "Mistral 7B; in some layers Gemma 2, Gemma 3, gpt-oss"
-    window: int | None = number(default=None, least=1, fill=A_QUARTER)
+    window: int | None = number(default=None, least=1, fill=QUARTER_LENGTH)
     stretched: bool = False
 
     def conflict(self, parts: Parts) -> str | None:
@@ -54,7 +54,7 @@ class Chunked(Part):
         Slot.REMAPPING: "no relative position passes the chunk",
         Slot.DOCUMENTS: "both cut a row into pieces",
     }
-    size: int | None = number(default=None, least=1, fill=A_QUARTER)
+    size: int | None = number(default=None, least=1, fill=QUARTER_LENGTH)
 
 
 @register
@@ -211,7 +211,7 @@ class FullEvery(Layout):
     uniform = False
     excludes: ClassVar[Mapping[Slot, str]] = {Slot.WINDOW: "FullEvery has its own window"}
     every: int = number(default=2, least=2)
-    window: int | None = number(default=None, least=1, fill=A_QUARTER)
+    window: int | None = number(default=None, least=1, fill=QUARTER_LENGTH)
     base: float | None = number(default=None, above=1, optional=True)
     stretch: float = number(default=1.0, least=1)
     stretched: bool = False

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from normattn.errors import InputError
 from normattn.score.norms import Across, Kind, Normalisation
-from normattn.score.parts.base import THE_LENGTH, Part, Slot, number, one_of, register
+from normattn.score.parts.base import TRAIN_LENGTH, Part, Slot, number, one_of, register
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class QKNorm2020(UnitNorm):
     equation = "s = g · ⟨q/‖q‖, k/‖k‖⟩, g₀ = log₂(l² − l)"
     source = "Henry et al., arXiv 2010.04245"
     sides = "QK"
-    length: int | None = number(default=None, least=2, fill=THE_LENGTH)
+    length: int | None = number(default=None, least=2, fill=TRAIN_LENGTH)
 
     def learned_base(self, train_length: int | None) -> float | None:
         """log2(l² − l)."""

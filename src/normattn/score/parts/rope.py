@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from normattn.errors import InputError
-from normattn.score.parts.base import THE_LENGTH, Part, Parts, Slot, number, one_of, register
+from normattn.score.parts.base import TRAIN_LENGTH, Part, Parts, Slot, number, one_of, register
 from normattn.score.parts.qk_norm import Variant
 
 Theta = Float[Tensor, "half"]
@@ -167,7 +167,7 @@ class HoPE(RotaryPosition):
 
     equation = "θ_m = base^(−2m/d) where θ_m ≥ 2π/L, else 0"
     source = "arXiv 2410.21216"
-    length: int | None = number(default=None, least=1, fill=THE_LENGTH)
+    length: int | None = number(default=None, least=1, fill=TRAIN_LENGTH)
 
     def adjusted(self, theta: Theta) -> Theta:
         """θ_m of the pairs that complete a turn in training, and of the first pair; else 0."""

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from normattn.errors import InputError
-from normattn.score.parts.base import THE_LENGTH, Part, Slot, number, one_of, register
+from normattn.score.parts.base import TRAIN_LENGTH, Part, Slot, number, one_of, register
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ class Temperature(LengthScaling):
     used_by = "Ministral 3, Llama 4"
     needs_length = False
     beta: float = number(default=0.1, least=0)
-    length: int | None = number(default=None, least=1, fill=THE_LENGTH)
+    length: int | None = number(default=None, least=1, fill=TRAIN_LENGTH)
     shift: int = one_of(0, 1, default=0)
 
     def factor(self, n: Float[Tensor, "..."], train_length: int | None) -> Float[Tensor, "..."]:

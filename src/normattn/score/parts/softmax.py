@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from normattn.errors import InputError
 from normattn.kernels import AttentionMask
 from normattn.kernels.numerics import at_least_float32
-from normattn.score.parts.base import THE_LENGTH, Part, Parts, Slot, number, one_of, register
+from normattn.score.parts.base import TRAIN_LENGTH, Part, Parts, Slot, number, one_of, register
 from normattn.score.parts.long_context import blockwise
 
 Scores = Float[Tensor, "b h t s"]
@@ -72,7 +72,7 @@ class Sigmoid(NormaliserPart):
 
     equation = "o = Σ_j σ(s_j − ln n) v_j, n = L"
     source = "arXiv 2409.04431"
-    tokens: int | None = number(default=None, least=1, fill=THE_LENGTH)
+    tokens: int | None = number(default=None, least=1, fill=TRAIN_LENGTH)
 
     def weights(self, score: Scores, mask: AttentionMask) -> Scores:
         """σ(s − ln n)."""
