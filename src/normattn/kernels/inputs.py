@@ -245,12 +245,10 @@ class AttentionInputs:
         near_start: k may hold only the keys from this column on; the others are far for all rows.
         bias: (H, R), a value for each distance 0 … R − 1 that occurs.
         sink: (H,), one more logit in each head's denominator, with value 0.
-        cap: None leaves the product as it is.
         residual_scores: sum, or average, ⟨q_i, k_j⟩ over this layer and those below.
         pairs: a bias that depends on both positions.
         pair_values: R; the output is Σ_j softmax_j(s(i, j)) (v_j + R(i, j)).
-        normaliser: replaces softmax.
-        selection: is subtracted from the scores.
+        normaliser: replaces softmax. selection: is subtracted from the scores.
         finite: all queries and keys are known to be finite.
     """
 

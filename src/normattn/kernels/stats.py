@@ -445,11 +445,8 @@ class AttentionStatistics(Observer):
             valid = valid & members.reshape(-1, 1, members.shape[-1])
         if (padding := self._padding[0]) is not None:
             valid = valid & ~padding[:, None, rows]
-        values = {
-            "entropy": observation.entropy,
-            "lse": observation.lse,
-            "first_mass": observation.first,
-        }
+        entropy, first = observation.entropy, observation.first
+        values = {"entropy": entropy, "lse": observation.lse, "first_mass": first}
         if observation.sink is not None:
             values["sink_mass"] = observation.sink
         if observation.mean is not None and observation.even is not None:
@@ -461,7 +458,7 @@ class AttentionStatistics(Observer):
         layer.add(values, valid, bin_of)
         layer.add_largest("largest", observation.largest, valid, bin_of)
         choices = observation.choices.expand(valid.shape)
-        share = observation.entropy / choices.clamp(min=2).to(observation.entropy).log()
+        share = entropy / choices.clamp(min=2).to(entropy).log()
         layer.add({"entropy_share": share}, valid & (choices >= 2), bin_of)
         if self.cosines:
             layer.add_cosines(inputs, valid, bin_of)

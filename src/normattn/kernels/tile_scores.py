@@ -233,9 +233,8 @@ class TileScores:
         weights in `kept_tile`.
         """
         score = self.buffer("score", tile)
-        biased = (
-            self.bias_line is not None and self.inputs.cap is None and score.shape[1] >= _FEW_ROWS
-        )
+        few_rows = score.shape[1] < _FEW_ROWS
+        biased = self.bias_line is not None and self.inputs.cap is None and not few_rows
         if biased:
             # Adding products to the bias takes one pass less than adding the bias to products.
             split = self.split_heads(score)
@@ -320,10 +319,7 @@ class TileScores:
             columns = slice(spans[0].start, spans[-1].stop) if spans else slice(0)
             self.store_products([(weight[..., : tile.width], v[:, columns])], out, tile)
             return
-        pairs = [
-            (weight[..., columns], v.narrow(1, span.start, span.width))
-            for span, columns in tile.span_columns
-        ]
+        pairs = [(weight[..., x], v.narrow(1, s.start, s.width)) for s, x in tile.span_columns]
         self.store_products(pairs, out, tile)
 
     def grad_weights(self, grad_out: Tensor, tile: Tile) -> Tensor:

@@ -75,10 +75,8 @@ class Packed(Part):
 class Layout(Part):
     """Different scores in different layers of a model.
 
-    Attributes:
-        stretchable: inference-time methods can be used.
-        uniform: all layers see the same keys, apart from a separate window component.
-        has_nope_layers: some layers have no position.
+    `stretchable`: inference-time methods can be used. `uniform`: all layers see the same keys,
+    apart from a separate window component. `has_nope_layers`: some layers have no position.
     """
 
     slot = Slot.LAYOUT
