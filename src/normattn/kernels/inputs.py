@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from normattn.errors import InputError
-from normattn.kernels.residual_scores import ResidualScores, Stack
+from normattn.kernels.residual_scores import ResidualScores
 
 _ALL = slice(None)
 
@@ -291,12 +291,6 @@ class AttentionInputs:
         """Join `settings` and `tensors` again."""
         by_name: dict[str, Any] = dict(zip(TENSOR_FIELDS, tensors, strict=True))
         return AttentionInputs(**settings, **by_name)
-
-    @property
-    def stack(self) -> Stack:
-        """The sizes that all layers of a stack must share."""
-        q, k = self.q, self.k
-        return Stack(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.dtype)
 
     def upcast(self) -> AttentionInputs:
         """Convert half-precision tensors to float32, which no score overflows."""

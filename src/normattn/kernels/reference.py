@@ -39,7 +39,7 @@ def reference_with_lse(
 ) -> tuple[Float[Tensor, "b h t e"], Float[Tensor, "b h t"] | None]:
     """`reference` and the log-sum-exp of each row, −∞ for a row without any logit."""
     if inputs.residual_scores is not None:
-        inputs.residual_scores.start_layer("reference", inputs.stack)
+        inputs.residual_scores.start_layer("reference", inputs)
     dtype, inputs = inputs.v.dtype, inputs.upcast().repeat_kv()
     masked, hidden = _mask_scores(inputs, _scores(inputs))
     if inputs.pairs is not None:

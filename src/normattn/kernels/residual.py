@@ -212,7 +212,7 @@ def residual_attention(
 def _attend(inputs: AttentionInputs, recorder: Recorder | None) -> Tensor:
     state = inputs.residual_scores
     assert state is not None
-    state.start_layer("residual", inputs.stack)
+    state.start_layer("residual", inputs)
     if state.buffer is None:
         state.buffer = ScoreBuffer(inputs.mask)
     token = inputs.q.new_empty(0) if state.token is None else state.token
@@ -228,6 +228,6 @@ def concatenated(inputs: AttentionInputs) -> AttentionInputs:
     """The inputs without residual scores: the features of this and all lower layers in a row."""
     state = inputs.residual_scores
     assert state is not None
-    state.start_layer("concatenated", inputs.stack)
+    state.start_layer("concatenated", inputs)
     q, k = state.concatenate(inputs.q, inputs.k)
     return replace(inputs, q=q, k=k, residual_scores=None)

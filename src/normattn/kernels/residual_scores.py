@@ -6,7 +6,7 @@ Legend: B batch, H query heads, G key heads, T queries, S keys, D score size, n 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -18,21 +18,7 @@ Inputs = TypeVar("Inputs", bound=Any)
 """`AttentionInputs`, which imports this file."""
 
 _KERNELS = ("residual", "concatenated", "reference")
-
-
-class Stack(NamedTuple):
-    """The sizes and dtype that all layers with shared residual scores must have."""
-
-    batch: int
-    query_heads: int
-    key_heads: int
-    queries: int
-    keys: int
-    dtype: torch.dtype
-
-    def __str__(self) -> str:
-        pairs = zip(self._fields, self, strict=True)
-        return ", ".join(f"{value} {name.replace('_', ' ')}" for name, value in pairs)
+_SIZES = ("batch", "query heads", "key heads", "queries", "keys", "dtype")
 
 
 class ResidualScores:
@@ -47,7 +33,7 @@ class ResidualScores:
         self.mean = mean
         self.count = 0
         self.kernel: str | None = None
-        self.stack: Stack | None = None
+        self.sizes: tuple[Any, ...] | None = None
         # Used by the residual kernel: its buffer, and the tensor that chains the layers.
         self.buffer: Any = None
         self.token: Tensor | None = None
@@ -66,7 +52,7 @@ class ResidualScores:
     def join(self, inputs: Inputs, layer: int) -> Inputs:
         """Add these scores to the inputs of `layer`, from 0. Layer 0 starts a new forward."""
         if layer == 0 and self._backward_id == _current_backward():
-            self.kernel = self.stack = self.buffer = self.token = None
+            self.kernel = self.sizes = self.buffer = self.token = None
             self._sums, self._queries, self._keys = [], [], []
             self._had_grad = torch.is_grad_enabled()
         self._next, self._joined = layer, True
@@ -78,7 +64,7 @@ class ResidualScores:
             return None
         return f"the layers below were summed by the {self.kernel} kernel, which serves all layers"
 
-    def start_layer(self, kernel: str, stack: Stack) -> None:
+    def start_layer(self, kernel: str, inputs: Any) -> None:
         """Start the next layer.
 
         Raises `InputError` for a layer of another shape, or if a layer below has not run. A layer
@@ -97,10 +83,16 @@ class ResidualScores:
                     "residual scores have no gradient if the forward pass ran without one: "
                     "activation checkpointing needs use_reentrant=False"
                 )
-        if self.stack is not None and self.stack != stack:
+        q, k = inputs.q, inputs.k
+        sizes = (*q.shape[:2], k.shape[1], q.shape[2], k.shape[2], q.dtype)
+        if self.sizes is not None and self.sizes != sizes:
+            below, here = (
+                ", ".join(f"{value} {name}" for value, name in zip(x, _SIZES, strict=True))
+                for x in (self.sizes, sizes)
+            )
             raise InputError(
                 "all layers that share residual scores must have the same shape, but "
-                f"below is {self.stack} and here {stack}; each forward needs new `ResidualScores`"
+                f"below is {below} and here {here}; each forward needs new `ResidualScores`"
             )
         stored = {"reference": len(self._sums), "concatenated": len(self._keys)}
         if self._next > stored.get(kernel, self._next):
@@ -108,7 +100,7 @@ class ResidualScores:
                 f"layer {self._next} adds to the scores of the layers below, which have not all "
                 "run: run all layers of the stack in every forward, bottom first"
             )
-        self.stack, self.kernel, self.count = stack, kernel, self._next + 1
+        self.sizes, self.kernel, self.count = sizes, kernel, self._next + 1
         self._next, self._joined = self.count, False
 
     def add_scores(self, score: Float[Tensor, "b h t s"]) -> Float[Tensor, "b h t s"]:

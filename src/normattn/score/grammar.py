@@ -46,7 +46,14 @@ def read(text: str) -> tuple[list[NamedPart], int | None]:
         return parts, agreed_length(body, model_length, length)
     for alias, name in _ALIASES.items():
         body = re.sub(rf"{re.escape(alias)}(?=$|[-(@])", name, body)
-    return [_parse_part(match, text) for match in _split(body, text)], length
+    parsed = _PARTS.match(body)
+    end = 0 if parsed is None else parsed.end()
+    if parsed is None or end != len(body):
+        raise InputError(
+            f"{text!r} is not a score: expected names joined by hyphens, like "
+            f"CosA-logn-YaRN(factor=8)@512, but found {body[end : end + 12]!r}"
+        )
+    return [_parse_part(match, text) for match in _PART.finditer(body)], length
 
 
 def agreed_length(text: str, length: int | None, given: int | None) -> int | None:
@@ -77,18 +84,6 @@ def build_parts(
             )
         candidates[0][key] = value
     return tuple(_build(part, fields, text) for part, fields in named_parts)
-
-
-def _split(body: str, text: str) -> list[re.Match[str]]:
-    """Split a text into a match for each part; `InputError` says where that fails."""
-    match = _PARTS.match(body)
-    end = 0 if match is None else match.end()
-    if match is None or end != len(body):
-        raise InputError(
-            f"{text!r} is not a score: expected names joined by hyphens, like "
-            f"CosA-logn-YaRN(factor=8)@512, but found {body[end : end + 12]!r}"
-        )
-    return list(_PART.finditer(body))
 
 
 def _parse_part(match: re.Match[str], text: str) -> NamedPart:

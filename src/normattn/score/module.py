@@ -191,9 +191,8 @@ class Score(nn.Module):
         pairs, bias = self._pair_bias(spec, q, positions), spec.bias
         if isinstance(bias, PairBiasPart):
             q = bias.content_query(q, _tensors(self.bias))
-        q, norm_after = (
-            (features(q), None) if spec.order is None else (q, lambda x: features(norm(x)))
-        )
+        norm_after: NormAfter = None if spec.order is None else lambda x: features(norm(x))
+        q = features(q) if norm_after is None else q
         near = scaled(_rotate(q, tables.near, norm_after), tables.scale)
         if tables.far is None:
             return near, None, pairs

@@ -84,10 +84,9 @@ class ScoreSpec:
     There is an attribute for each component type: that component, or None. A parameter that depends
     on the training length or on a table's factor may be open (None) until `resolve` fills it.
 
-    Attributes:
-        leaks_future: a normalisation uses the whole sequence, so the score cannot be causal.
-        blockwise: the rotation of keys depends on the block of the query's row.
-        value_rope: a score whose keys rotate like the values of `VORoPE`; None without it.
+    `leaks_future`: a normalisation uses the whole sequence, so the score cannot be causal.
+    `blockwise`: the rotation of keys depends on the block of the query's row. `value_rope`: a score
+    whose keys rotate like the values of `VORoPE`, or None.
     """
 
     parts: tuple[Part, ...]

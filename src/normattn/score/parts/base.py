@@ -42,7 +42,7 @@ class Slot(StrEnum):
     meaning: str
 
     def __new__(cls, value: str, meaning: str) -> Slot:
-        """A member with its meaning."""
+        """A slot with its meaning."""
         slot = str.__new__(cls, value)
         slot._value_, slot.meaning = value, meaning
         return slot
