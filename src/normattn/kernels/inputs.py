@@ -61,7 +61,7 @@ class AttentionMask:
 
     def drop_first(self, keys: int) -> AttentionMask:
         """Drop the first keys; positions stay as they are."""
-        return self._cut(columns=slice(keys, None))
+        return self._slice(columns=slice(keys, None))
 
     def select_heads(self, batch: slice, heads: slice) -> AttentionMask:
         """Select batch rows and query heads."""
