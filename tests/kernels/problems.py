@@ -54,7 +54,7 @@ def make_inputs(
     if change in ("two regimes", "all"):
         far_q = leaf("far_q", batch, heads, rows, size)
         far_k = leaf("far_k", batch, groups, keys, size)
-        inputs = replace(inputs, far_q=far_q, far_k=far_k, window=far_from)
+        inputs = replace(inputs, far_q=far_q, far_k=far_k, far_from=far_from)
     if change in ("bias", "one regime", "all"):
         inputs = replace(inputs, bias=leaf("bias", heads, keys))
     if change in ("sink", "one regime", "all"):

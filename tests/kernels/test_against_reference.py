@@ -87,7 +87,7 @@ def _drawn(draw: random.Random, plain: bool, whole: bool = False) -> AttentionIn
         mask,
         far_q=None if window is None else leaf(batch, heads, rows, 4),
         far_k=None if window is None else leaf(batch, groups, keys, 4),
-        window=window,
+        far_from=window,
         bias=sometimes(leaf(heads, keys + 5)),
         sink=sometimes(leaf(heads)),
         cap=sometimes(1.5),

@@ -21,9 +21,9 @@ from .problems import leaves_of, make_inputs
 class _Places:
     """b(h, i, j) = (i + 1)·sin(j), the same for every head."""
 
-    width = 1
+    numbers = 1
 
-    def part(self, rows: slice) -> _Places:
+    def select(self, rows: slice) -> _Places:
         return self
 
     def values(self, score: torch.Tensor, mask: AttentionMask) -> torch.Tensor:
@@ -85,7 +85,7 @@ def test_a_kernel_serves_what_its_row_says(kernel: Any) -> None:
     for case in GRID:
         inputs = _inputs(*case)
         reason = kernel.why_not(inputs)
-        assert (reason is None) == (_features_of(inputs) <= kernel.serves), (case, reason)
+        assert (reason is None) == (_features_of(inputs) <= kernel.supported), (case, reason)
         if reason is not None:
             with pytest.raises(InputError, match=f"the {kernel.name} kernel cannot serve this"):
                 attend(inputs, kernel.name)
@@ -108,7 +108,7 @@ def test_types(dtype: torch.dtype) -> None:
             if kernel.why_not(inputs) is None:
                 assert attend(inputs, kernel.name).dtype == dtype
             else:
-                assert not _features_of(inputs) <= kernel.serves
+                assert not _features_of(inputs) <= kernel.supported
 
 
 def test_a_second_derivative_is_given_or_refused_in_words() -> None:

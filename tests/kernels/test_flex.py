@@ -45,7 +45,7 @@ def _inputs(name: str, change: str, learned: bool = False) -> AttentionInputs:
     """In float32; with two regimes only the keys that some query sees as near."""
     options = {"dtype": torch.float32, "learned": learned, **MASKS[name]}
     inputs = make_inputs(T, S, change, far_from=7, **options)
-    start = 0 if inputs.window is None else S - T - inputs.window + 1
+    start = 0 if inputs.far_from is None else S - T - inputs.far_from + 1
     return replace(inputs, k=inputs.k[:, :, start:], near_start=start)
 
 
@@ -70,7 +70,7 @@ def test_positions_of_each_text() -> None:
 
 def _by_functions(inputs: AttentionInputs) -> Tensor:
     """Attention of one regime by the two functions alone, known to autograd."""
-    expanded = inputs.expanded()
+    expanded = inputs.repeat_kv()
     at = torch.meshgrid(*(torch.arange(n) for n in (B, H, T, S)), indexing="ij")
     score = expanded.q @ expanded.k.mT
     changed = score_function(inputs, 0)

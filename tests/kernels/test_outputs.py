@@ -41,9 +41,9 @@ def _score(p: AttentionInputs) -> Tensor:
     k = p.k.repeat_interleave(H // G, 1)
     score = p.q @ k.mT
     distance = p.mask.query[:, None] - p.mask.key
-    if p.far_q is not None and p.far_k is not None and p.window is not None:
+    if p.far_q is not None and p.far_k is not None and p.far_from is not None:
         far = p.far_q @ p.far_k.repeat_interleave(H // G, 1).mT
-        score = torch.where(distance >= p.window, far, score)
+        score = torch.where(distance >= p.far_from, far, score)
     return logits_of(p, score)
 
 

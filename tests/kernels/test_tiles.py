@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from normattn import attention
 from normattn.kernels import tiled
-from normattn.kernels.tiled import Plan
+from normattn.kernels.tiled import TilePlan
 from score.cases import tensors
 
 from .memory import largest
@@ -16,7 +16,7 @@ from .problems import make_inputs
 
 
 def test_a_sliding_window_costs_its_width() -> None:
-    plan = Plan.of(make_inputs(4096, 4096, window=100, sink_tokens=4))
+    plan = TilePlan.of(make_inputs(4096, 4096, window=100, sink_tokens=4))
     assert all(tile.width <= 4 + 100 + tiled.ROWS for tile in plan.tiles)
 
 

@@ -29,7 +29,7 @@ TEXTS = (
 
 
 def _forget() -> None:
-    for cached in (rotary._counted_queries, rotary._counted_keys, positions._counted):
+    for cached in (rotary._cached_query_tables, rotary._cached_key_tables, positions._consecutive):
         cached.cache_clear()
     plan._PLANS.clear()
     attention_module._SCORES.clear()
@@ -104,7 +104,7 @@ def test_tables_are_shared_by_layers_and_explicit_positions_are_never_kept() -> 
     )
     assert (first - second).abs().max() > 1e-6
     attention(q, k, v, "KNA", key_padding=torch.arange(6)[None] < 2)
-    made = rotary._counted_queries, rotary._counted_keys
+    made = rotary._cached_query_tables, rotary._cached_key_tables
     assert [cached.cache_info().currsize for cached in made] == [0, 0]
     for score in [Score("KNA-logn@8", 2, 4) for _ in range(3)]:
         attention(q, k, v, score)

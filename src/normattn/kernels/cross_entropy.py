@@ -1,9 +1,9 @@
-"""Linear + cross-entropy + accuracy by chunks of rows: the (tokens × vocabulary) matrix never is.
+"""Linear layer, cross-entropy and accuracy by chunks, without the (tokens × vocabulary) matrix.
 
 loss = mean_i [ logsumexp_v(h_i·w_v) − (1 − ε) h_i·w_{y_i} − ε h_i·w̄ ],   w̄ = mean_v w_v
 
-ε is the label smoothing (arXiv 1512.00567): the mean logit is one product with the mean weight, so
-that smoothing costs next to nothing.
+ε is the label smoothing (arXiv 1512.00567). It costs little, since the mean logit is one product
+with the mean weight.
 
 Legend: N tokens, D width, V vocabulary, c rows of a chunk.
 """
@@ -28,9 +28,9 @@ PART = 2**20
 
 
 class LinearCrossEntropy(NamedTuple):
-    """Mean loss in nats (differentiable), the number of tokens predicted rightly, and `nll`.
+    """Mean loss in nats, the number of correctly predicted tokens, and the mean loss `nll`.
 
-    `nll` is the mean loss without label smoothing, and without a gradient.
+    `nll` has no label smoothing and no gradient.
     """
 
     loss: Float[Tensor, ""]
@@ -39,48 +39,49 @@ class LinearCrossEntropy(NamedTuple):
 
 
 class TokenScores(NamedTuple):
-    """Loss in nats and whether the most likely token is the right one, for each token."""
+    """For each token the loss in nats, and whether the most likely token is correct."""
 
     loss: Float[Tensor, "*n"]
     correct: Bool[Tensor, "*n"]
 
 
 def _buffers(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Room for the products of a chunk, and for its logits: another where products are half."""
+    """Buffers of a chunk's products and logits: the same one unless products are half precision."""
     products = hidden.new_empty(min(CHUNK, hidden.shape[0]), weight.shape[0])
-    wide = at_least_float32(hidden.dtype)
-    return products, products if wide == hidden.dtype else products.to(wide)
+    dtype = at_least_float32(hidden.dtype)
+    return products, products if dtype == hidden.dtype else products.to(dtype)
 
 
 def _softmax(
     hidden: Tensor, weight: Tensor, targets: Tensor, buffers: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of a chunk the weights (c, V), and of each row the loss and whether it is a hit."""
+    """A chunk's probabilities (c, V), and the loss and correctness of each row."""
     products, logits = (x[: len(hidden)] for x in buffers)
     torch.mm(hidden, weight.T, out=products)
     if logits.dtype != products.dtype:
         logits.copy_(products)
     top = logits.amax(-1)
     target = logits.gather(-1, targets[:, None]).squeeze(-1)
-    hit = _hits(logits, targets, target == top)
+    correct = _is_correct(logits, targets, target == top)
     torch.softmax(logits, -1, out=logits)
-    # The largest weight is exp(0) over the sum.
-    return logits, top - logits.amax(-1).log() - target, hit
+    # The largest probability is exp(0) divided by the sum.
+    return logits, top - logits.amax(-1).log() - target, correct
 
 
-def _hits(logits: Tensor, targets: Tensor, highest: Tensor) -> Tensor:
+def _is_correct(logits: Tensor, targets: Tensor, is_highest: Tensor) -> Tensor:
     """Whether the first of the highest logits is the target's.
 
-    `highest` says where none is higher; only there on a CPU is the (slow) argmax taken.
+    `is_highest`: no logit is higher than the target's. On a CPU, where argmax is slow, it is taken
+    of these rows only.
     """
     if logits.device.type != "cpu" or torch.compiler.is_compiling():
         return logits.argmax(-1) == targets
-    rows = highest.nonzero().squeeze(-1)
-    return highest.index_copy(0, rows, logits[rows].argmax(-1) == targets[rows])
+    rows = is_highest.nonzero().squeeze(-1)
+    return is_highest.index_copy(0, rows, logits[rows].argmax(-1) == targets[rows])
 
 
 def _accumulate(total: Tensor, p: Tensor, rows: Tensor) -> None:
-    """total += pᵀ · rows, in the type of `total`; half products by parts of the vocabulary."""
+    """total += pᵀ · rows in the dtype of `total`; in half precision by parts of the vocabulary."""
     if total.dtype == p.dtype:
         total.addmm_(p.T, rows)
         return
@@ -91,25 +92,25 @@ def _accumulate(total: Tensor, p: Tensor, rows: Tensor) -> None:
 
 
 def _smoothing(hidden: Tensor, weight: Tensor, targets: Tensor, share: float) -> Tensor | float:
-    """What label smoothing adds to the sum of the losses: −ε(h·w̄ − h·w_y) of every token."""
+    """The label smoothing term of the summed loss: −ε Σ (h·w̄ − h·w_y)."""
     if not share:
         return 0.0
-    wide, parts = at_least_float32(hidden.dtype), []
+    dtype, parts = at_least_float32(hidden.dtype), []
     for start in range(0, hidden.shape[0], CHUNK):
         rows = slice(start, start + CHUNK)
-        parts.append((hidden[rows].to(wide) * weight[targets[rows]].to(wide)).sum())
-    own = torch.stack(parts).sum() if parts else 0.0
-    return share * (own - hidden.sum(0, dtype=wide) @ weight.to(wide).mean(0))
+        parts.append((hidden[rows].to(dtype) * weight[targets[rows]].to(dtype)).sum())
+    target = torch.stack(parts).sum() if parts else 0.0
+    return share * (target - hidden.sum(0, dtype=dtype) @ weight.to(dtype).mean(0))
 
 
 class _Sums(NamedTuple):
-    """Sums over the tokens: loss, hits, and the loss's gradients where they are wanted."""
+    """Sums over tokens: losses, correct predictions, and the gradients that are needed."""
 
     loss: Tensor
     nll: Tensor
     correct: Tensor
-    by_hidden: Tensor | None
-    by_weight: Tensor | None
+    grad_hidden: Tensor | None
+    grad_weight: Tensor | None
 
 
 def _sums(
@@ -117,43 +118,44 @@ def _sums(
     weight: Tensor,
     targets: Tensor,
     share: float,
-    wanted: tuple[bool, bool],
+    needs_grad: tuple[bool, bool],
 ) -> _Sums:
-    """Gradients are made where the softmax is at hand."""
-    wide, given, weight = at_least_float32(hidden.dtype), weight, weight.to(hidden.dtype)
-    by_hidden = torch.empty_like(hidden) if wanted[0] else None
-    by_weight = torch.zeros_like(given, dtype=wide) if wanted[1] else None
-    nll = hidden.new_zeros((), dtype=wide)
+    """Compute losses and gradients together, since both need the softmax."""
+    dtype, weight_dtype = at_least_float32(hidden.dtype), weight.dtype
+    weight = weight.to(hidden.dtype)
+    grad_hidden = torch.empty_like(hidden) if needs_grad[0] else None
+    grad_weight = torch.zeros_like(weight, dtype=dtype) if needs_grad[1] else None
+    nll = hidden.new_zeros((), dtype=dtype)
     correct = torch.zeros((), dtype=torch.int64, device=hidden.device)
     buffers = _buffers(hidden, weight)
     for start in range(0, hidden.shape[0], CHUNK):
         rows = slice(start, start + CHUNK)
-        p, row_loss, hit = _softmax(hidden[rows], weight, targets[rows], buffers)
+        p, row_loss, row_correct = _softmax(hidden[rows], weight, targets[rows], buffers)
         nll += row_loss.sum()
-        correct += hit.sum()
+        correct += row_correct.sum()
         p.scatter_add_(1, targets[rows, None], p.new_full((p.shape[0], 1), share - 1.0))
         p = p if p.dtype == hidden.dtype else buffers[0][: len(p)].copy_(p)
-        if by_hidden is not None:
-            torch.mm(p, weight, out=by_hidden[rows])
-        if by_weight is not None:
-            _accumulate(by_weight, p, hidden[rows])
+        if grad_hidden is not None:
+            torch.mm(p, weight, out=grad_hidden[rows])
+        if grad_weight is not None:
+            _accumulate(grad_weight, p, hidden[rows])
     loss = nll + _smoothing(hidden, weight, targets, share)
-    if by_hidden is not None and share:
-        # −ε w̄ for each token; the target's own share is in the weights of softmax.
-        by_hidden.sub_((share * weight.to(wide).mean(0)).to(by_hidden.dtype))
-    if by_weight is not None and share:
+    if grad_hidden is not None and share:
+        # −ε w̄ for each token; the term of the target is in p.
+        grad_hidden.sub_((share * weight.to(dtype).mean(0)).to(grad_hidden.dtype))
+    if grad_weight is not None and share:
         # −ε/V Σ h for each word.
-        by_weight.sub_(hidden.sum(0, dtype=wide) * (share / len(by_weight)))
-    # A sum over tokens may be beyond float16, where their mean is not.
-    if by_weight is not None and given.dtype != torch.float16:
-        by_weight = by_weight.to(given.dtype)
-    return _Sums(loss, nll, correct, by_hidden, by_weight)
+        grad_weight.sub_(hidden.sum(0, dtype=dtype) * (share / len(grad_weight)))
+    # A sum over tokens may exceed the range of float16, their mean does not.
+    if grad_weight is not None and weight_dtype != torch.float16:
+        grad_weight = grad_weight.to(weight_dtype)
+    return _Sums(loss, nll, correct, grad_hidden, grad_weight)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Gradients are made in the forward and scaled, in place, by the first backward.
+    """Gradients are computed in the forward and scaled in place by the first backward.
 
-    A second backward through a retained graph computes them again.
+    A second backward through a retained graph recomputes them.
     """
 
     @staticmethod
@@ -175,10 +177,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if sums is None:
             sums = _sums(hidden, weight, targets, ctx.share, ctx.needs_input_grad[:2])
         per_token = grads[0] / hidden.shape[0]
-        by_hidden, by_weight = sums.by_hidden, sums.by_weight
+        grad_hidden, grad_weight = sums.grad_hidden, sums.grad_weight
         return (
-            None if by_hidden is None else by_hidden.mul_(per_token),
-            None if by_weight is None else by_weight.mul_(per_token).to(weight.dtype),
+            None if grad_hidden is None else grad_hidden.mul_(per_token),
+            None if grad_weight is None else grad_weight.mul_(per_token).to(weight.dtype),
             *(None, None),
         )
 
@@ -189,10 +191,10 @@ def linear_cross_entropy(
     targets: Int[Tensor, "n"],
     label_smoothing: float = 0.0,
 ) -> LinearCrossEntropy:
-    """Mean cross-entropy of softmax(hidden · weightᵀ) against `targets`, and the hits.
+    """Mean cross-entropy of softmax(hidden · weightᵀ) against `targets`, and correct predictions.
 
-    `label_smoothing` is the share ε of the target's weight that all V words get alike. Under
-    autocast the products run in its dtype; loss and weight gradient gather in float32. Raises
+    `label_smoothing` is the share ε of the target probability that is spread over all V tokens.
+    Under autocast products are in its dtype; loss and weight gradient are summed in float32. Raises
     `InputError` for a label smoothing outside 0 … 1.
     """
     if not 0 <= label_smoothing <= 1:
@@ -201,7 +203,7 @@ def linear_cross_entropy(
         hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
     with torch.autocast(hidden.device.type, enabled=False):
         if use_plain_ops() and not torch.compiler.is_compiling():
-            # torch's own operations: every derivative, and the (N, V) logits whole.
+            # torch's operations have every derivative, but need the whole (N, V) logits.
             logits = F.linear(hidden, weight.to(hidden.dtype)).to(at_least_float32(hidden.dtype))
             loss = F.cross_entropy(logits, targets, label_smoothing=label_smoothing)
             nll = F.cross_entropy(logits.detach(), targets)
@@ -223,13 +225,13 @@ def token_scores(
     weight: Float[Tensor, "v d"],
     targets: Int[Tensor, "n"],
 ) -> TokenScores:
-    """Loss and hit of every token, without gradients."""
+    """Loss and correctness of every token, without gradients."""
     weight, parts = weight.to(hidden.dtype), []
     buffers = _buffers(hidden, weight)
     for start in range(0, hidden.shape[0], CHUNK):
         rows = slice(start, start + CHUNK)
         parts.append(_softmax(hidden[rows], weight, targets[rows], buffers)[1:])
     if not parts:
-        none = hidden.new_zeros(0, dtype=at_least_float32(hidden.dtype))
-        return TokenScores(none, targets.new_zeros(0, dtype=torch.bool))
+        empty = hidden.new_zeros(0, dtype=at_least_float32(hidden.dtype))
+        return TokenScores(empty, targets.new_zeros(0, dtype=torch.bool))
     return TokenScores(*(torch.cat(each) for each in zip(*parts, strict=True)))

@@ -1,4 +1,4 @@
-"""What attention kernels compute with: tensors and a mask, never the name of a method.
+"""The inputs of attention kernels: tensors and a mask, never the name of a method.
 
 Legend: B batch, H query heads, G key heads, T queries, S keys, D score and E value size, n layers,
 R distances.
@@ -16,14 +16,14 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from normattn.errors import InputError
-from normattn.kernels.residual_scores import ResidualScores, Stack
+from normattn.kernels.residual_scores import ResidualScores
 
-_EVERY = slice(None)
+_ALL = slice(None)
 
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """Which keys each query sees, and what is added to a score.
+    """Which keys each query sees, and a floating mask that is added to scores.
 
     Query i sees key j if all of these hold: j is no padding; a boolean `attn_mask` is True; both
     are in the same document; j ≤ i if `causal`; |i − j| < `window` or j < `sink_tokens`. A floating
@@ -57,45 +57,45 @@ class AttentionMask:
         """Select query rows and the first `keys` keys: if aligned, the rows are the last."""
         if rows == slice(0, self.query.shape[-1]) and keys == self.key.shape[-1]:
             return self
-        return self._cut(rows=rows, columns=slice(0, keys))
+        return self._slice(rows=rows, columns=slice(0, keys))
 
     def drop_first(self, keys: int) -> AttentionMask:
         """Drop the first keys; positions stay as they are."""
-        return self._cut(columns=slice(keys, None))
+        return self._slice(columns=slice(keys, None))
 
     def select_heads(self, batch: slice, heads: slice) -> AttentionMask:
         """Select batch rows and query heads."""
-        return self._cut(batch, heads)
+        return self._slice(batch, heads)
 
-    def _cut(
+    def _slice(
         self,
-        batch: slice = _EVERY,
-        heads: slice = _EVERY,
-        rows: slice = _EVERY,
-        columns: slice = _EVERY,
+        batch: slice = _ALL,
+        heads: slice = _ALL,
+        rows: slice = _ALL,
+        columns: slice = _ALL,
     ) -> AttentionMask:
-        def cut(x: Tensor | None, along: slice) -> Any:
-            """Of (n,) or (B, n); an axis of size 1 is broadcast."""
+        def take(x: Tensor | None, index: slice) -> Any:
+            """Slice (n,) or (B, n); a batch axis of size 1 broadcasts and stays."""
             if x is None:
                 return None
-            x = x if along == _EVERY else x[..., along]
+            x = x if index == _ALL else x[..., index]
             return x[batch] if x.dim() == 2 and x.shape[0] > 1 else x
 
-        mask = self.attn_mask
-        if mask is not None:
-            mask = _block(mask, rows, columns)
-            if mask.dim() >= 3 and mask.shape[-3] > 1:
-                mask = mask[..., heads, :, :]
-            if mask.dim() == 4 and mask.shape[0] > 1:
-                mask = mask[batch]
+        attn_mask = self.attn_mask
+        if attn_mask is not None:
+            attn_mask = _block(attn_mask, rows, columns)
+            if attn_mask.dim() >= 3 and attn_mask.shape[-3] > 1:
+                attn_mask = attn_mask[..., heads, :, :]
+            if attn_mask.dim() == 4 and attn_mask.shape[0] > 1:
+                attn_mask = attn_mask[batch]
         return replace(
             self,
-            query=cut(self.query, rows),
-            key=cut(self.key, columns),
-            padding=cut(self.padding, columns),
-            attn_mask=mask,
-            query_documents=cut(self.query_documents, rows),
-            key_documents=cut(self.key_documents, columns),
+            query=take(self.query, rows),
+            key=take(self.key, columns),
+            padding=take(self.padding, columns),
+            attn_mask=attn_mask,
+            query_documents=take(self.query_documents, rows),
+            key_documents=take(self.key_documents, columns),
         )
 
     def distance(self, rows: slice, columns: slice) -> Int[Tensor, "*b t s"]:
@@ -105,41 +105,41 @@ class AttentionMask:
         return block[:, None] if block.dim() == 3 else block
 
     def position_order(self, score: Float[Tensor, "b h t s"]) -> Int[Tensor, "b h t s"] | None:
-        """The columns of `score` in the order of positions; None where they are in it already."""
+        """Indices that sort the columns of `score` by position; None if they are sorted."""
         if self.aligned:
             return None
         order = self.key.argsort(dim=-1, stable=True)
         return (order if order.dim() == 1 else order[:, None, None]).expand(score.shape)
 
     def hidden(self, rows: slice, columns: slice) -> Bool[Tensor, "..."] | None:
-        """True where a key is hidden, broadcastable to (B, H, t, s); None where all are."""
-        parts = []
+        """True where a key is hidden, broadcastable to (B, H, t, s); None where all are visible."""
+        reasons = []
         if self.causal:
-            parts.append(self.distance(rows, columns) < 0)
+            reasons.append(self.distance(rows, columns) < 0)
         if self.padding is not None:
-            parts.append(self.padding[:, None, None, columns])
+            reasons.append(self.padding[:, None, None, columns])
         if self.window is not None:
-            beyond = self.distance(rows, columns).abs() >= self.window
+            outside = self.distance(rows, columns).abs() >= self.window
             if self.sink_tokens:
-                key = self.key[..., columns] >= self.sink_tokens
-                beyond = beyond & (key[:, None, None] if key.dim() == 2 else key)
-            parts.append(beyond)
+                no_sink = self.key[..., columns] >= self.sink_tokens
+                outside = outside & (no_sink[:, None, None] if no_sink.dim() == 2 else no_sink)
+            reasons.append(outside)
         if self.query_documents is not None and self.key_documents is not None:
             query, key = self.query_documents[:, rows], self.key_documents[:, columns]
-            parts.append((query[:, :, None] != key[:, None, :])[:, None])
+            reasons.append((query[:, :, None] != key[:, None, :])[:, None])
         if self.attn_mask is not None and self.attn_mask.dtype == torch.bool:
-            parts.append(~_block(self.attn_mask, rows, columns))
-        return reduce(torch.logical_or, parts) if parts else None
+            reasons.append(~_block(self.attn_mask, rows, columns))
+        return reduce(torch.logical_or, reasons) if reasons else None
 
     def additive(self, rows: slice, columns: slice) -> Float[Tensor, "..."] | None:
-        """What the floating mask adds to a block of scores."""
+        """The block of a floating mask, to be added to scores; None without one."""
         if self.attn_mask is None or self.attn_mask.dtype == torch.bool:
             return None
         return _block(self.attn_mask, rows, columns)
 
 
 def _block(mask: Tensor, rows: slice, columns: slice) -> Tensor:
-    """The block of a mask whose last two axes may be 1 to be broadcast."""
+    """A block of a mask (…, T, S), whose last two axes may be 1 to broadcast."""
     if mask.shape[-2] != 1:
         mask = mask[..., rows, :]
     return mask if mask.shape[-1] == 1 else mask[..., columns]
@@ -147,11 +147,11 @@ def _block(mask: Tensor, rows: slice, columns: slice) -> Tensor:
 
 @dataclass
 class Selection:
-    """What earlier queries took from a key, to be subtracted from its scores.
+    """How much earlier queries selected each key, which is subtracted from its scores.
 
-    F(i, j) = Σ_{l<i} max(0, s_0(l, j)) of head 0's scores, for the scores of every head. No query
-    selects its own key or one at position 0, and a padded query, one of `padding`, none. `before`
-    (B, S) is F of the first query; a kernel writes that of the query after the last one to `after`.
+    F(i, j) = Σ_{l<i} max(0, s_0(l, j)) of head 0's scores, used for every head. No query selects
+    its own key or the key at position 0, and a padded query (`padding`) selects nothing. `before`
+    (B, S) is F of the first query. A kernel writes F of the query after the last one to `after`.
     Queries must be in the order of their positions.
     """
 
@@ -159,44 +159,46 @@ class Selection:
     padding: Bool[Tensor, "b t"] | None = None
     after: Float[Tensor, "b s"] | None = None
 
-    def taken(self, score: Float[Tensor, "b t s"], mask: AttentionMask) -> Float[Tensor, "b t s"]:
-        """F of every query, of head 0's scores, which are −∞ where a key is hidden."""
-        spared = (mask.distance(_EVERY, _EVERY) == 0) | (mask.key == 0)[..., None, None, :]
-        spared = spared.squeeze(-3)
+    def penalties(
+        self, score: Float[Tensor, "b t s"], mask: AttentionMask
+    ) -> Float[Tensor, "b t s"]:
+        """F of every query, from head 0's scores, which are −∞ where a key is hidden."""
+        exempt = (mask.distance(_ALL, _ALL) == 0) | (mask.key == 0)[..., None, None, :]
+        exempt = exempt.squeeze(-3)
         if self.padding is not None:
-            spared = spared | self.padding[..., None]
-        chosen = score.to(self.before.dtype).relu().masked_fill(spared, 0.0)
-        sums = torch.cat((self.before[:, None], chosen), 1).cumsum(1)
+            exempt = exempt | self.padding[..., None]
+        selected = score.to(self.before.dtype).relu().masked_fill(exempt, 0.0)
+        sums = torch.cat((self.before[:, None], selected), 1).cumsum(1)
         self.after = sums[:, -1]
         return sums[:, :-1]
 
-    def part(self, rows: slice, keys: int) -> Selection:
-        """The same for some of the queries, the next ones, and the first `keys` keys."""
+    def select(self, rows: slice, keys: int) -> Selection:
+        """Select the next query rows, and the first `keys` keys."""
         padding = None if self.padding is None else self.padding[:, rows]
         return Selection(self.before[:, :keys], padding)
 
-    def behind(self, part: Selection) -> Selection:
-        """The same for the queries after those of `part`."""
-        assert part.after is not None
-        rest = self.before[:, part.after.shape[1] :]
-        return Selection(torch.cat((part.after, rest), 1), self.padding)
+    def advance(self, rows: Selection) -> Selection:
+        """The selection for the queries after `rows`, which a kernel has computed."""
+        assert rows.after is not None
+        later_keys = self.before[:, rows.after.shape[1] :]
+        return Selection(torch.cat((rows.after, later_keys), 1), self.padding)
 
 
 @dataclass(frozen=True)
 class PairBias:
-    """A bias of each pair that is no function of its distance alone.
+    """A bias of query-key pairs that is no function of the distance alone.
 
-    `compute(score, mask, table)` gives b(h, i, j), (..., H, T, S), beside scores that are −∞ where
-    a key is hidden; it must be finite there, too. `table` holds what the bias reads of each query.
-    A pair takes `width` numbers on the way, beside its score of each head.
+    `compute(score, mask, table)` returns b(h, i, j), (..., H, T, S). It gets scores that are −∞
+    where a key is hidden, and must be finite there. `table` holds numbers computed from each query.
+    `numbers` counts the temporary numbers per pair, beyond the scores.
     """
 
     compute: Callable[[Tensor, AttentionMask, Any], Tensor]
-    width: int
+    numbers: int
     table: Float[Tensor, "b h t n"] | None = None
 
-    def part(self, rows: slice) -> PairBias:
-        """The bias of some of the queries."""
+    def select(self, rows: slice) -> PairBias:
+        """Select query rows."""
         table = self.table
         return self if table is None else replace(self, table=table[:, :, rows])
 
@@ -209,18 +211,18 @@ class PairBias:
 
 @runtime_checkable
 class PairValues(Protocol):
-    """What is read beside the value of each pair, by the positions of both."""
+    """A vector R(i, j) for each pair, added to the key's value."""
 
-    def read(
+    def weighted_sum(
         self, weight: Float[Tensor, "b h t s"], size: int, mask: AttentionMask
     ) -> Float[Tensor, "b h t e"]:
-        """Σ_j a(i, j)·R(i, j) for weights a and R of `size` features."""
+        """Σ_j a(i, j)·R(i, j) for weights a, with R of `size` features."""
         ...
 
 
 @runtime_checkable
 class Normaliser(Protocol):
-    """What makes weights of whole rows of scores in place of softmax."""
+    """A function from whole rows of scores to weights, in place of softmax."""
 
     def weights(
         self, score: Float[Tensor, "b h t s"], mask: AttentionMask
@@ -231,17 +233,23 @@ class Normaliser(Protocol):
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """o_i = Σ_j softmax_j(s(i, j)) v_j over the keys that query i sees; or another `normaliser`.
+    """The inputs of o_i = Σ_j softmax_j(s(i, j)) v_j over the keys that query i sees.
 
-    s(i, j) = cap·tanh(⟨q_i, k_j⟩/cap) + bias(h, |i − j|), with far_q and far_k in the product where
-    i − j ≥ window; without a cap the product itself. A `sink` (H,) is one more logit in the
-    denominator of head h, with value 0. q (B, H, T, D), k (B, G, S, D), v (B, G, S, E); G divides
-    H. With two regimes k may hold the keys from column `near_start` on only: those before are far
-    for every row. bias (H, R) has a value for every distance 0 … R − 1 that occurs; `pairs` add one
-    that depends on both positions; a `selection` is subtracted. With `pair_values` R the output is
-    Σ_j softmax_j(s(i, j)) (v_j + R(i, j)). A query that sees no key gets 0.
-    With `residual_scores` the product is the sum, or the mean, of ⟨q_i, k_j⟩ over this layer and
-    those below. `finite`: all queries and keys are known to be.
+        s(i, j) = cap·tanh(⟨q_i, k_j⟩/cap) + bias(h, |i − j|)
+
+    Shapes: q (B, H, T, D), k (B, G, S, D), v (B, G, S, E), where G divides H. The output is 0 for a
+    query that sees no key.
+
+    Attributes:
+        far_q, far_k: replace q and k in the product where i − j ≥ `far_from`.
+        near_start: k may hold only the keys from this column on; the others are far for all rows.
+        bias: (H, R), a value for each distance 0 … R − 1 that occurs.
+        sink: (H,), one more logit in each head's denominator, with value 0.
+        residual_scores: sum, or average, ⟨q_i, k_j⟩ over this layer and those below.
+        pairs: a bias that depends on both positions.
+        pair_values: R; the output is Σ_j softmax_j(s(i, j)) (v_j + R(i, j)).
+        normaliser: replaces softmax. selection: is subtracted from the scores.
+        finite: all queries and keys are known to be finite.
     """
 
     q: Float[Tensor, "b h t d"]
@@ -250,7 +258,7 @@ class AttentionInputs:
     mask: AttentionMask
     far_q: Float[Tensor, "b h t d"] | None = None
     far_k: Float[Tensor, "b g s d"] | None = None
-    window: int | None = None
+    far_from: int | None = None
     dropout: float = 0.0
     bias: Float[Tensor, "h r"] | None = None
     sink: Float[Tensor, " h"] | None = None
@@ -265,65 +273,57 @@ class AttentionInputs:
 
     @property
     def two_regimes(self) -> bool:
-        """Whether distant pairs are scored by the far queries and keys."""
-        return self.window is not None
+        """Whether distant pairs are scored by far_q and far_k."""
+        return self.far_from is not None
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """What a gradient may reach, in the order of `LEARNED`."""
+        """The tensors that a gradient may reach, in the order of `TENSOR_FIELDS`."""
         return self.q, self.k, self.v, self.far_q, self.far_k, self.bias, self.sink
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """All the rest by name, but for residual scores."""
-        return {name: getattr(self, name) for name in _SETTINGS}
+        """All other fields by name, except the residual scores."""
+        return {name: getattr(self, name) for name in _SETTING_FIELDS}
 
     @staticmethod
     def of(settings: Mapping[str, Any], tensors: Sequence[Tensor | None]) -> AttentionInputs:
-        """The inputs of `settings` and `tensors`."""
-        learned: dict[str, Any] = dict(zip(LEARNED, tensors, strict=True))
-        return AttentionInputs(**settings, **learned)
+        """Join `settings` and `tensors` again."""
+        by_name: dict[str, Any] = dict(zip(TENSOR_FIELDS, tensors, strict=True))
+        return AttentionInputs(**settings, **by_name)
 
-    @property
-    def stack(self) -> Stack:
-        """What the layers of a stack must share."""
-        q, k = self.q, self.k
-        return Stack(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.dtype)
-
-    def widened(self) -> AttentionInputs:
-        """The same inputs with half-precision tensors in float32, which no score overflows."""
+    def upcast(self) -> AttentionInputs:
+        """Convert half-precision tensors to float32, which no score overflows."""
         if self.q.element_size() != 2:
             return self
-        wide = [None if x is None else x.float() for x in self.tensors]
-        return replace(
-            AttentionInputs.of(self.settings, wide), residual_scores=self.residual_scores
-        )
+        tensors = [None if x is None else x.float() for x in self.tensors]
+        inputs = AttentionInputs.of(self.settings, tensors)
+        return replace(inputs, residual_scores=self.residual_scores)
 
-    def expanded(self) -> AttentionInputs:
-        """The same inputs with one key head per query head."""
-        groups = self.q.shape[1] // self.k.shape[1]
-        if groups == 1:
+    def repeat_kv(self) -> AttentionInputs:
+        """Repeat keys and values, so that each query head has its own."""
+        repeats = self.q.shape[1] // self.k.shape[1]
+        if repeats == 1:
             return self
-        sides = {name: getattr(self, name) for name in ("k", "v", "far_k")}
-        repeated = {
-            name: x.repeat_interleave(groups, 1) for name, x in sides.items() if x is not None
+        shared = {"k": self.k, "v": self.v, "far_k": self.far_k}
+        repeated: dict[str, Any] = {
+            name: x.repeat_interleave(repeats, 1) for name, x in shared.items() if x is not None
         }
         return replace(self, **repeated)
 
 
-LEARNED = ("q", "k", "v", "far_q", "far_k", "bias", "sink")
-"""The tensors that a gradient may reach."""
-_SETTINGS = tuple(
-    x.name for x in fields(AttentionInputs) if x.name not in (*LEARNED, "residual_scores")
+TENSOR_FIELDS = ("q", "k", "v", "far_q", "far_k", "bias", "sink")
+"""The fields that a gradient may reach."""
+_SETTING_FIELDS = tuple(
+    x.name for x in fields(AttentionInputs) if x.name not in (*TENSOR_FIELDS, "residual_scores")
 )
 
-
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-"""What scores are computed of; half precision is accumulated in float32."""
+"""The supported dtypes of q, k and v; half precision is accumulated in float32."""
 
 
 def check_dense(name: str, operand: Any) -> None:
-    """Refuse what is no tensor, and a tensor without numbers of its own: sparse, or on `meta`."""
+    """Raise `InputError` for what is no tensor, is sparse, or is on the meta device."""
     if not isinstance(operand, Tensor):
         raise InputError(f"{name} must be a tensor, but it is a {type(operand).__name__}")
     if operand.layout is not torch.strided:
@@ -333,7 +333,7 @@ def check_dense(name: str, operand: Any) -> None:
 
 
 def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Refuse tensors that do not belong together, with their shapes."""
+    """Raise `InputError` for tensors whose shapes or dtypes do not fit together."""
     for name, operand in (("q", q), ("k", k), ("v", v)):
         check_dense(name, operand)
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"

@@ -1,10 +1,9 @@
-"""Numbers that need care: infinities, subnormal numbers, and second derivatives.
+"""Infinities, subnormal numbers, second derivatives, and merging by log-sum-exp.
 
-NaN goes through products, softmax and sums unchanged. Infinity does not: a key whose score is −∞
-weighs nothing, and torch's flash kernel for a CPU makes finite numbers even of +∞ in half
-precision. So infinite queries and keys become NaN, and a model that diverged shows it by every
-kernel of a CPU. Torch's flash kernel makes 0 of a short row of nothing but NaN as well: `dispatch`
-gives such inputs to tiles.
+NaN passes through products, softmax and sums, so a model that diverged shows it. Infinity does not:
+a key whose score is −∞ gets weight 0, and torch's flash kernel for CPUs returns finite numbers for
++∞ in half precision. So on a CPU infinite queries and keys become NaN. That flash kernel also
+returns 0 for a short row of NaN only, so `dispatch` sends such inputs to the tiled kernel.
 """
 
 from __future__ import annotations
@@ -30,21 +29,21 @@ _LEAST, _ONE = 5e-324, 1.0
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    """The type in which scores, sums and statistics are computed: float32, or float64 itself."""
+    """The dtype of scores, sums and statistics: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def host_can_read(x: Float[Tensor, "*n"]) -> bool:
-    """Whether the host may look at a number: on a CPU, outside of tracing and torch.func."""
+    """Whether the numbers of x can be read without a wait: on a CPU, untraced, no torch.func."""
     if traced() or x.device.type != "cpu":
         return False
     return not torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
 def finite(x: Float[Tensor, "*n"]) -> bool:
-    """Whether every number is known to be finite; False where none can be read.
+    """Whether every number is known to be finite; False if they cannot be read.
 
-    A finite sum says yes. Another one may have overflowed, so every number is looked at then.
+    A finite sum proves it. Other sums may have overflowed, so then every number is checked.
     """
     if not host_can_read(x):
         return False
@@ -52,54 +51,54 @@ def finite(x: Float[Tensor, "*n"]) -> bool:
 
 
 def nan_for_infinite(x: Float[Tensor, "*n"]) -> Float[Tensor, "*n"]:
-    """x + 0·x: NaN where x is infinite, x elsewhere; its derivative is 1."""
+    """x with NaN for infinities, as x + 0·x; its derivative is 1."""
     return torch.add(x, x.detach(), alpha=0)
 
 
 def without_infinities(
-    x: Float[Tensor, "b h n d"], looked_at: Float[Tensor, "b h m d"] | None = None
+    x: Float[Tensor, "b h n d"], checked: Float[Tensor, "b h m d"] | None = None
 ) -> Float[Tensor, "b h n d"]:
-    """`x` itself where it is finite, else with NaN for its infinities.
+    """`x` if it is finite, else `x` with NaN for its infinities.
 
-    On a CPU one sum finds out (of `looked_at`, if that is all that is new): about a hundredth of a
-    forward at 64 tokens, a thousandth at 4,096. Under a compiler and torch.func, where no number
-    can be read, all of x goes through `nan_for_infinite`, which a compiler fuses. On another device
-    x stays the same: to look would make the host wait, and to add 0·x would copy it.
+    On a CPU one sum decides, that of `checked` if only this part is new. It takes about 1 % of a
+    forward at 64 tokens and 0.1 % at 4,096. Under a compiler or torch.func, where no number can be
+    read, `nan_for_infinite` is applied. On another device x is returned as it is: a check would
+    make the host wait, and adding 0·x would copy x.
     """
-    new = x if looked_at is None else looked_at
-    eager_elsewhere = new.device.type != "cpu" and not torch.compiler.is_compiling()
-    return x if eager_elsewhere or finite(new) else nan_for_infinite(x)
+    checked = x if checked is None else checked
+    unchecked = checked.device.type != "cpu" and not torch.compiler.is_compiling()
+    return x if unchecked or finite(checked) else nan_for_infinite(x)
 
 
 def spread_infinities(inputs: AttentionInputs) -> AttentionInputs:
     """The inputs with NaN for infinite queries and keys.
 
-    Beside a single query only the newest key is looked at: the others were when they came, and
-    reading them once more would cost as much as attending to them.
+    With a single query only the newest key is checked. The others were checked in earlier steps,
+    and reading them again would cost as much as attending to them.
     """
-    step = inputs.q.shape[2] == 1
-    sides = {name: getattr(inputs, name) for name in ("q", "k", "far_q", "far_k")}
+    decoding = inputs.q.shape[2] == 1
     changed: dict[str, Any] = {}
-    for name, x in sides.items():
+    for name in ("q", "k", "far_q", "far_k"):
+        x = getattr(inputs, name)
         if x is None:
             continue
-        newest = x[:, :, -1:] if step and name in ("k", "far_k") else x
+        newest = x[:, :, -1:] if decoding and name in ("k", "far_k") else x
         if newest is not x and not host_can_read(newest):
             continue
-        found = without_infinities(x, newest)
-        if found is not x:
-            changed[name] = found
+        cleaned = without_infinities(x, newest)
+        if cleaned is not x:
+            changed[name] = cleaned
     if changed:
         return replace(inputs, **changed)
-    known = inputs.bias is not None and not step and host_can_read(inputs.k)
-    return replace(inputs, finite=True) if known else inputs
+    known_finite = inputs.bias is not None and not decoding and host_can_read(inputs.k)
+    return replace(inputs, finite=True) if known_finite else inputs
 
 
 def refuse_second_derivative(kernel: str, instead: str) -> None:
-    """Raise `InputError` when called from a backward that is to be differentiated again.
+    """Raise `InputError` in a backward that is itself differentiated.
 
-    A hand-written backward has no derivative of its own. torch's `once_differentiable` says nothing
-    where the incoming gradient is a constant, and the second derivative is then silently 0.
+    A hand-written backward has no derivative. torch's `once_differentiable` does not notice if the
+    incoming gradient is a constant, and the second derivative is then silently 0.
     """
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise InputError(f"{kernel} gives no second derivatives (create_graph=True); use {instead}")
@@ -111,31 +110,31 @@ def merge_by_lse(
     other_out: Float[Tensor, "b h t e"],
     other_lse: Float[Tensor, "b h t"],
 ) -> tuple[Float[Tensor, "b h t e"], Float[Tensor, "b h t"]]:
-    """Attention over the keys of two shards, of the outputs and log-sum-exps over each.
+    """Merge attention over two shards of the keys, from their outputs and log-sum-exps.
 
     o = o₁ + (o₂ − o₁) · λ with λ = 1 / (1 + exp(ℓ₁ − ℓ₂)), and ℓ = ln(exp ℓ₁ + exp ℓ₂). A row that
-    sees no key in either has ℓ = −∞ and the output 0.
+    sees no key in either shard has ℓ = −∞ and output 0.
     """
-    # The difference of two −∞ would be NaN, and so would its gradient.
+    # The difference of two −∞ and its gradient would be NaN.
     least = torch.finfo(lse.dtype).min / 4
-    mine, theirs = lse.clamp(min=least), other_lse.clamp(min=least)
-    share = (theirs - mine).sigmoid()[..., None].to(out.dtype)
-    nothing = (lse == -torch.inf) & (other_lse == -torch.inf)
-    sums = torch.logaddexp(mine, theirs).masked_fill(nothing, -torch.inf)
-    return torch.lerp(out, other_out, share), sums
+    first, second = lse.clamp(min=least), other_lse.clamp(min=least)
+    share = (second - first).sigmoid()[..., None].to(out.dtype)
+    empty = (lse == -torch.inf) & (other_lse == -torch.inf)
+    merged_lse = torch.logaddexp(first, second).masked_fill(empty, -torch.inf)
+    return torch.lerp(out, other_out, share), merged_lse
 
 
 def flushes() -> bool:
-    """Whether this thread takes subnormal numbers for 0."""
+    """Whether this thread treats subnormal numbers as 0."""
     return _LEAST * _ONE == 0.0
 
 
 def flushing(compute: Callable[P, R]) -> Callable[P, R]:
-    """Decorator: subnormal numbers are 0 inside, and again what they were outside.
+    """Decorator that treats subnormal numbers as 0 during a call, in the calling thread only.
 
-    A weight of exp(−90) is such a number in float32, and products of them are slow on an Intel
-    core: ALiBi, whose bias makes very many, took three to four times as long. What is lost is below
-    2^−126 of a value. It holds for the thread that computes, not for torch's further threads.
+    A weight of exp(−90) is subnormal in float32, and Intel cores multiply such numbers slowly:
+    ALiBi, whose bias makes many, took three to four times as long. The error is below 2^−126 of a
+    value.
     """
 
     @wraps(compute)

@@ -1,23 +1,23 @@
 """Residual scores (RealFormer): every layer attends with the sum of its scores and those below.
 
-The sum is held in one of three ways, which the lowest layer's kernel decides for all:
+The kernel of the lowest layer decides for all layers how the sum is stored:
 
-- residual: one buffer of scores for the whole stack. Going up, layer n adds its products to it in
-  place, tile by tile, and attends with softmax of the sums. Coming down, its backward finds s_n in
-  the buffer, adds its gradient to a second buffer (that of s_m is the sum of those of all layers
-  from m on), and takes its products away again. So a stack of any depth holds one or two numbers
-  per pair, where a stored sum holds several for each layer, and computes no more products than
-  attention without residuals. What undoing rounds off is about the last digit of a score.
-- concatenated: ⟨[q_1 … q_n], [k_1 … k_n]⟩ = Σ_m ⟨q_m, k_m⟩, exactly. Nothing per pair is kept and
-  any kernel serves it, but layer n multiplies n·D features.
-- reference: one tensor known to autograd.
+- residual: one buffer of scores for the whole stack. In the forward, layer n adds its products in
+  place, tile by tile, and attends with softmax of the sums. Its backward finds s_n in the buffer,
+  adds its gradient to a second buffer (the gradient of s_m sums those of all layers from m on), and
+  subtracts its products again. So a stack of any depth stores one or two numbers per pair, and
+  computes no more products than attention without residuals. Subtracting loses about the last digit
+  of a score.
+- concatenated: ⟨[q_1 … q_n], [k_1 … k_n]⟩ = Σ_m ⟨q_m, k_m⟩, exactly. No number per pair is stored
+  and any kernel can compute it, but layer n multiplies n·D features.
+- reference: one tensor, known to autograd.
 
-In the buffer, layers are chained by an empty tensor, so that backward meets them from the top down.
-Undoing happens once, and for all layers. A second backward, a second derivative, and a backward
-that leaves layers above out (a loss at an early exit) are refused.
+An empty tensor chains the layers of the buffer, so that the backward visits them from the top down.
+It runs once, through all layers: a second backward, a second derivative, and a backward that skips
+upper layers (a loss at an early exit) raise `InputError`.
 
 Legend: B batch, H query heads, G key heads, r query heads per key head, T queries, S keys, D score
-size, E value size; n key heads of a group, c token rows of a tile, W its columns.
+size, E value size; n key heads of a group, c query rows of a tile, W its columns.
 """
 
 from __future__ import annotations
@@ -36,36 +36,36 @@ from normattn.kernels.inputs import AttentionInputs, AttentionMask
 from normattn.kernels.numerics import refuse_second_derivative
 from normattn.kernels.stats import Recorder
 from normattn.kernels.tile_scores import TileScores, Workspace
-from normattn.kernels.tiled import Group, Plan, Tile, hide_edges
+from normattn.kernels.tiled import HeadGroup, Tile, TilePlan, mask_edges
 from normattn.kernels.tiled_backward import Gradients, backward_tiles, draw_seed, forward_tiles
 
-Tiles = dict[tuple[int, int, int], Tensor]
+TileBuffers = dict[tuple[int, int, int], Tensor]
+"""The numbers of each tile, by its first batch row, key head and query."""
 
 
 class ScoreBuffer:
-    """The sums of a stack and their gradients, and how many layers are in them.
+    """The sums of a stack of layers and their gradients, in float32 or wider.
 
-    A number for each pair, in float32 or wider, each tile's (n, c·r, W) by itself: causal rows hold
-    the keys up to their tile's last row, about half of T × S, and pieces of that size are what an
-    allocator keeps from step to step.
+    Each tile (n, c·r, W) is a tensor of its own. So causal rows store only the keys up to their
+    tile's last row, about half of T × S, and an allocator reuses the memory from step to step.
+    `layers` is the number of layers in the sums. All layers must have the same `mask`.
     """
 
     def __init__(self, mask: AttentionMask) -> None:
-        """`mask` says which pairs all layers see."""
         self.mask, self.layers = mask, 0
-        self.sums: Tiles = {}
-        self.gradients: Tiles = {}
+        self.sums: TileBuffers = {}
+        self.gradients: TileBuffers = {}
 
-    def tile(self, of: Tiles, scores: TileScores, tile: Tile) -> Tensor:
-        """The numbers (n, c·r, W) of a tile in `sums` or `gradients`, uninitialised at first."""
-        group, lines = scores.group, tile.count * scores.plan.repeat
-        name = group.batch.start, group.heads.start, tile.rows.start
-        if name not in of:
-            of[name] = scores.q.new_empty(scores.q.shape[0], lines, tile.width)
-        return of[name]
+    def tile(self, buffers: TileBuffers, scores: TileScores, tile: Tile) -> Tensor:
+        """A tile's numbers (n, c·r, W) in `sums` or `gradients`, uninitialised at first."""
+        group, rows = scores.group, tile.num_rows * scores.plan.repeat
+        key = group.batch.start, group.heads.start, tile.rows.start
+        if key not in buffers:
+            buffers[key] = scores.q.new_empty(scores.q.shape[0], rows, tile.width)
+        return buffers[key]
 
-    def add(self, number: int, mask: AttentionMask) -> None:
-        """Layer `number`, from 1, joins. Raises `InputError` where it does not fit."""
+    def add_layer(self, number: int, mask: AttentionMask) -> None:
+        """Register layer `number`, from 1; raises `InputError` if it does not fit."""
         if self.layers != number - 1:
             raise InputError(
                 "these residual scores were already used in a backward pass: each forward pass "
@@ -79,8 +79,8 @@ class ScoreBuffer:
                 )
         self.layers = number
 
-    def undone(self, number: int) -> None:
-        """Layer `number` is no longer in the buffer."""
+    def remove_layer(self, number: int) -> None:
+        """Unregister layer `number`, whose products are subtracted; free the buffers after 1."""
         self.layers = number - 1
         if number == 1:
             self.sums.clear()
@@ -88,73 +88,73 @@ class ScoreBuffer:
 
 
 class _Layer(NamedTuple):
-    """A layer of a stack: its number, from 1, and what multiplies the sum.
+    """A layer of a stack: its number, from 1, and the factor of the sum (`share`).
 
-    `highest`: in this backward no layer above has written to the gradients.
+    `first_in_backward`: no layer above has written to the gradients.
     """
 
     number: int
     share: float
-    highest: bool = False
+    first_in_backward: bool = False
 
 
 class ResidualTileScores(TileScores):
-    """The scores are the sums in a buffer, to which a forward adds its products."""
+    """Scores that are sums in a buffer, to which the forward adds its products."""
 
     def __init__(
         self,
         buffer: ScoreBuffer,
         layer: _Layer,
         inputs: AttentionInputs,
-        plan: Plan,
-        group: Group,
-        space: Workspace,
+        plan: TilePlan,
+        group: HeadGroup,
+        workspace: Workspace,
     ) -> None:
-        """Nothing is added yet."""
-        super().__init__(inputs, plan, group, space)
-        self.held, self.layer = buffer, layer
+        super().__init__(inputs, plan, group, workspace)
+        self.score_buffer, self.layer = buffer, layer
 
     def _sums(self, tile: Tile) -> Tensor:
-        return self.held.tile(self.held.sums, self, tile)
+        return self.score_buffer.tile(self.score_buffer.sums, self, tile)
 
-    def enter(self, tile: Tile) -> None:
+    def before_forward(self, tile: Tile) -> None:
         """Add a tile's products to the sums of the layers below."""
         sums, lowest = self._sums(tile), self.layer.number == 1
         if lowest:
             self.products(tile, sums)
         else:
-            self.accumulate(sums, tile)
+            self.add_products(sums, tile)
         if self.plan.shape.aligned and (lowest or not self.finite):
-            # Hidden in every layer alike: what is added to −∞, or taken from it, changes nothing,
-            # unless it is NaN, which earlier rows would then read.
-            hide_edges(self.by_head(sums), tile, self.plan)
+            # The same pairs are hidden in every layer. Later sums keep −∞, except for a NaN,
+            # which earlier rows would then read.
+            mask_edges(self.split_heads(sums), tile, self.plan)
 
-    def leave(self, tile: Tile) -> None:
-        """Take this layer's products away again."""
+    def after_backward(self, tile: Tile) -> None:
+        """Subtract this layer's products again."""
         if self.layer.number > 1:
-            self.accumulate(self._sums(tile), tile, sign=-1)
+            self.add_products(self._sums(tile), tile, sign=-1)
 
     def weights(self, tile: Tile, capped: bool = False, keep: bool = False) -> Tensor:
-        """As for any scores."""
+        """softmax of a tile's sums; see `TileScores.weights`."""
         sums, score, share = self._sums(tile), self.buffer("score", tile), self.layer.share
-        bare = self.inputs.cap is None and self.inputs.bias is None and self.sink is None
-        alike = self.plan.shape.aligned and self.group.mask.only_causal_or_window and not keep
-        if bare and share == 1 and alike:
-            # What causality and the window hide is −∞ in the sums.
+        plain = self.inputs.cap is None and self.inputs.bias is None and self.sink is None
+        masked = self.plan.shape.aligned and self.group.mask.only_causal_or_window
+        if plain and share == 1 and masked and not keep:
+            # The sums are −∞ already where causality and the window hide keys.
             return torch.softmax(sums, -1, out=score)
         torch.mul(sums, share, out=score[..., : tile.width])
         return self.softmax(score, tile, capped, keep)
 
-    def by_product(self, by_score: Tensor, tile: Tile) -> Tensor:
-        """The gradient of the sums (n, c·r, W): that of this layer's scores joins those above."""
-        layer, gradient = self.layer, self.held.tile(self.held.gradients, self, tile)
-        mine = super().by_product(by_score, tile)[..., : tile.width]
-        if layer.highest:
-            return torch.mul(mine, layer.share, out=gradient)
+    def grad_products(self, grad_score: Tensor, tile: Tile) -> Tensor:
+        """The gradient of the sums (n, c·r, W): this layer's is added to those above."""
+        layer = self.layer
+        gradient = self.score_buffer.tile(self.score_buffer.gradients, self, tile)
+        own = super().grad_products(grad_score, tile)[..., : tile.width]
+        if layer.first_in_backward:
+            return torch.mul(own, layer.share, out=gradient)
         if layer.number == 1:
-            # Nobody reads it again: written to the tile in the cache, not to memory.
-            return torch.add(gradient, mine, alpha=layer.share, out=mine)
-        return gradient.add_(mine, alpha=layer.share)
+            # The last use: written to the tile in the cache, not to memory.
+            return torch.add(gradient, own, alpha=layer.share, out=own)
+        return gradient.add_(own, alpha=layer.share)
 
 
 class _ResidualAttention(torch.autograd.Function):
@@ -170,39 +170,39 @@ class _ResidualAttention(torch.autograd.Function):
         *tensors: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         inputs = AttentionInputs.of(settings, tensors)
-        buffer.add(layer.number, inputs.mask)
+        buffer.add_layer(layer.number, inputs.mask)
         ctx.save_for_backward(*tensors)
-        ctx.rest = buffer, layer, settings, seed
+        ctx.constants = buffer, layer, settings, seed
         make = partial(ResidualTileScores, buffer, layer)
         return forward_tiles(inputs, seed, make, recorder)[0], token.new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Gradients:
         refuse_second_derivative("the residual kernel", "backend='reference'")
-        buffer, layer, settings, seed = ctx.rest
+        buffer, layer, settings, seed = ctx.constants
         if buffer.layers != layer.number:
             raise InputError(
                 "residual scores allow only one backward pass, through all layers: add the "
                 "losses and call backward once, or use backend='reference' or 'concatenated'"
             )
         inputs = AttentionInputs.of(settings, ctx.saved_tensors)
-        layer = layer._replace(highest=not buffer.gradients)
+        layer = layer._replace(first_in_backward=not buffer.gradients)
         make = partial(ResidualTileScores, buffer, layer)
-        found = backward_tiles(inputs, grads[0], seed, make)
-        buffer.undone(layer.number)
-        return None, None, None, None, None, grads[1], *found
+        input_grads = backward_tiles(inputs, grads[0], seed, make)
+        buffer.remove_layer(layer.number)
+        return None, None, None, None, None, grads[1], *input_grads
 
 
 def residual_attention(
     inputs: AttentionInputs, recorder: Recorder | None = None
 ) -> Float[Tensor, "b h t e"]:
-    """softmax(Σ_m q_m k_mᵀ) · v, the products of this layer joining those of the layers below.
+    """softmax(Σ_m q_m k_mᵀ) · v: this layer's products are added to those of the layers below.
 
-    `recorder` takes statistics, and changes nothing. Raises `InputError` where the layers below
-    have another shape or see other pairs, in a recomputation by activation checkpointing, and in a
-    second backward.
+    `recorder` collects statistics without changing the result. Raises `InputError` if the layers
+    below have another shape or see other pairs, in a recomputation by activation checkpointing,
+    and in a second backward.
     """
-    # `disable` loads the compiler, which takes longer than torch itself: only where one runs.
+    # `disable` loads the compiler, which takes longer than torch itself.
     if torch.compiler.is_compiling():
         out: Tensor = torch.compiler.disable(_attend)(inputs, recorder)  # type: ignore[no-untyped-call]
         return out
@@ -212,7 +212,7 @@ def residual_attention(
 def _attend(inputs: AttentionInputs, recorder: Recorder | None) -> Tensor:
     state = inputs.residual_scores
     assert state is not None
-    state.enter("residual", inputs.stack)
+    state.start_layer("residual", inputs)
     if state.buffer is None:
         state.buffer = ScoreBuffer(inputs.mask)
     token = inputs.q.new_empty(0) if state.token is None else state.token
@@ -225,9 +225,9 @@ def _attend(inputs: AttentionInputs, recorder: Recorder | None) -> Tensor:
 
 
 def concatenated(inputs: AttentionInputs) -> AttentionInputs:
-    """The same inputs without a residual: their features are those of this layer and all below."""
+    """The inputs without residual scores: the features of this and all lower layers in a row."""
     state = inputs.residual_scores
     assert state is not None
-    state.enter("concatenated", inputs.stack)
-    q, k = state.features(inputs.q, inputs.k)
+    state.start_layer("concatenated", inputs)
+    q, k = state.concatenate(inputs.q, inputs.k)
     return replace(inputs, q=q, k=k, residual_scores=None)

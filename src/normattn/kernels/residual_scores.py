@@ -1,4 +1,4 @@
-"""Scores that layers sum up: how the sum of one forward pass is held, and by which kernel.
+"""The state of residual scores during one forward pass: how the sum is stored, by which kernel.
 
 Legend: B batch, H query heads, G key heads, T queries, S keys, D score size, n layers.
 """
@@ -6,7 +6,7 @@ Legend: B batch, H query heads, G key heads, T queries, S keys, D score size, n 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -15,125 +15,116 @@ from torch import Tensor
 from normattn.errors import InputError
 
 Inputs = TypeVar("Inputs", bound=Any)
-"""`AttentionInputs`, which name this file: it cannot name them."""
+"""`AttentionInputs`, which imports this file."""
 
-_HOLDING = ("residual", "concatenated", "reference")
-
-
-class Stack(NamedTuple):
-    """What all layers that share residual scores have in common."""
-
-    batch: int
-    query_heads: int
-    key_heads: int
-    queries: int
-    keys: int
-    dtype: torch.dtype
-
-    def __str__(self) -> str:
-        pairs = zip(self._fields, self, strict=True)
-        return ", ".join(f"{value} {name.replace('_', ' ')}" for name, value in pairs)
+_KERNELS = ("residual", "concatenated", "reference")
+_SIZES = ("batch", "query heads", "key heads", "queries", "keys", "dtype")
 
 
 class ResidualScores:
-    """s_n = Σ_m q_m k_mᵀ, m = 1 … n, before masks, biases and caps; `mean`: over n.
+    """s_n = Σ_m q_m k_mᵀ, m = 1 … n, before masks, biases and caps; with `mean` divided by n.
 
-    The kernel of the lowest layer decides how the sum is held, and all other layers follow:
-    "residual" in one buffer that every layer updates in place, "concatenated" as the queries and
-    keys of all layers, "reference" as one tensor known to autograd. The last two serve a layer
-    that a backward computes once more.
+    The kernel of the lowest layer decides for all layers how the sum is stored: "residual" in one
+    buffer that every layer updates in place, "concatenated" as the queries and keys of all layers,
+    "reference" as one tensor known to autograd. The last two allow activation checkpointing.
     """
 
     def __init__(self, mean: bool = False) -> None:
         self.mean = mean
         self.count = 0
         self.kernel: str | None = None
-        self.stack: Stack | None = None
-        # Of the kernel that holds the sum in a buffer: that, and what chains its layers.
+        self.sizes: tuple[Any, ...] | None = None
+        # Used by the residual kernel: its buffer, and the tensor that chains the layers.
         self.buffer: Any = None
         self.token: Tensor | None = None
         self._sums: list[Tensor | None] = []
         self._queries: list[Tensor] = []
         self._keys: list[Tensor] = []
-        self._next, self._numbered = 0, False
-        self._task = _backward_running()
-        self._learning = torch.is_grad_enabled()
+        self._next, self._joined = 0, False
+        self._backward_id = _current_backward()
+        self._had_grad = torch.is_grad_enabled()
 
     @property
     def share(self) -> float:
-        """What the sum is multiplied with: 1, or 1/n for n layers."""
+        """The factor of the sum: 1, or 1/n for n layers."""
         return 1.0 / self.count if self.mean else 1.0
 
     def join(self, inputs: Inputs, layer: int) -> Inputs:
-        """The inputs of `layer`, from 0, which is the next; layer 0 begins a forward of its own."""
-        if layer == 0 and self._task == _backward_running():
-            self.kernel = self.stack = self.buffer = self.token = None
+        """Add these scores to the inputs of `layer`, from 0. Layer 0 starts a new forward."""
+        if layer == 0 and self._backward_id == _current_backward():
+            self.kernel = self.sizes = self.buffer = self.token = None
             self._sums, self._queries, self._keys = [], [], []
-            self._learning = torch.is_grad_enabled()
-        self._next, self._numbered = layer, True
+            self._had_grad = torch.is_grad_enabled()
+        self._next, self._joined = layer, True
         return replace(inputs, residual_scores=self)
 
     def why_not(self, kernel: str) -> str | None:
-        """Why a kernel cannot continue from the layers below; None if it can."""
-        if self.kernel in (None, kernel) or kernel not in _HOLDING:
+        """Why a kernel cannot continue the sum of the layers below; None if it can."""
+        if self.kernel in (None, kernel) or kernel not in _KERNELS:
             return None
         return f"the layers below were summed by the {self.kernel} kernel, which serves all layers"
 
-    def enter(self, kernel: str, stack: Stack) -> None:
-        """The next layer enters.
+    def start_layer(self, kernel: str, inputs: Any) -> None:
+        """Start the next layer.
 
-        Raises `InputError` for a layer of another shape, for one whose layer below has not run, and
-        for one that a backward computes once more where the sum is held in a buffer, or where the
-        forward ran without gradients.
+        Raises `InputError` for a layer of another shape, or if a layer below has not run. A layer
+        that a backward recomputes is refused if the sum is in a buffer, or if the forward ran
+        without gradients.
         """
-        if self._task != _backward_running():
-            if kernel == "residual" or not self._numbered:
+        if self._backward_id != _current_backward():
+            if kernel == "residual" or not self._joined:
                 raise InputError(
                     "activation checkpointing of single layers cannot fill the buffer of "
                     "residual scores again in the backward pass: checkpoint the whole stack, or "
                     "use backend='concatenated'"
                 )
-            if not self._learning and torch.is_grad_enabled():
+            if not self._had_grad and torch.is_grad_enabled():
                 raise InputError(
                     "residual scores have no gradient if the forward pass ran without one: "
                     "activation checkpointing needs use_reentrant=False"
                 )
-        if self.stack is not None and self.stack != stack:
+        q, k = inputs.q, inputs.k
+        sizes = (*q.shape[:2], k.shape[1], q.shape[2], k.shape[2], q.dtype)
+        if self.sizes is not None and self.sizes != sizes:
+            below, here = (
+                ", ".join(f"{value} {name}" for value, name in zip(x, _SIZES, strict=True))
+                for x in (self.sizes, sizes)
+            )
             raise InputError(
                 "all layers that share residual scores must have the same shape, but "
-                f"below is {self.stack} and here {stack}; each forward needs new `ResidualScores`"
+                f"below is {below} and here {here}; each forward needs new `ResidualScores`"
             )
-        held = {"reference": len(self._sums), "concatenated": len(self._keys)}
-        if self._next > held.get(kernel, self._next):
+        stored = {"reference": len(self._sums), "concatenated": len(self._keys)}
+        if self._next > stored.get(kernel, self._next):
             raise InputError(
                 f"layer {self._next} adds to the scores of the layers below, which have not all "
                 "run: run all layers of the stack in every forward, bottom first"
             )
-        self.stack, self.kernel, self.count = stack, kernel, self._next + 1
-        self._next, self._numbered = self.count, False
+        self.sizes, self.kernel, self.count = sizes, kernel, self._next + 1
+        self._next, self._joined = self.count, False
 
-    def stored(self, score: Float[Tensor, "b h t s"]) -> Float[Tensor, "b h t s"]:
-        """The sum with this layer's scores, known to autograd."""
+    def add_scores(self, score: Float[Tensor, "b h t s"]) -> Float[Tensor, "b h t s"]:
+        """Add this layer's scores; returns the sum or mean, known to autograd."""
         layer = self.count - 1
         below = self._sums[layer - 1] if layer else None
-        whole = score if below is None else below + score
-        self._sums[layer : layer + 1] = [whole]
+        total = score if below is None else below + score
+        self._sums[layer : layer + 1] = [total]
         if layer and not torch.is_grad_enabled():
             self._sums[layer - 1] = None
-        return whole * self.share if self.mean else whole
+        return total * self.share if self.mean else total
 
-    def features(
+    def concatenate(
         self, q: Float[Tensor, "b h t d"], k: Float[Tensor, "b g s d"]
     ) -> tuple[Float[Tensor, "b h t nd"], Float[Tensor, "b g s nd"]]:
-        """[q_1 … q_n] and [k_1 … k_n], whose product is the sum."""
+        """[q_1 … q_n] and [k_1 … k_n], whose product is the sum or mean."""
         layer = slice(self.count - 1, self.count)
         self._queries[layer], self._keys[layer] = [q], [k]
-        whole = torch.cat(self._queries[: self.count], -1)
-        return whole * self.share if self.mean else whole, torch.cat(self._keys[: self.count], -1)
+        queries, keys = (torch.cat(x[: self.count], -1) for x in (self._queries, self._keys))
+        return queries * self.share if self.mean else queries, keys
 
 
-def _backward_running() -> int:
-    """The number of the backward in which this runs; −1 outside of any."""
+def _current_backward() -> int:
+    """The id of the backward that is running; −1 if none is."""
     if torch.compiler.is_compiling():
         return -1
     return int(torch._C._current_graph_task_id())

@@ -1,8 +1,8 @@
-"""torch's own attention kernels: what is absorbed into q and k, and a CPU's flash operators.
+"""torch's attention kernels: `scaled_dot_product_attention` and the flash operators for CPUs.
 
-The flash operators are called directly because they give the log-sum-exp. They walk along an
-operand's last axis as if it were dense and say nothing where it is not: what a Conv1d gives, a
-slice with a step or an expanded axis would be read out of bounds. So `flash` copies such operands.
+The flash operators are called directly because they return the log-sum-exp. They assume that an
+operand's last axis is dense and do not check it. Strided slices and expanded axes would be read out
+of bounds, so `flash` copies such operands.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from normattn.kernels.inputs import AttentionInputs
 from normattn.kernels.numerics import refuse_second_derivative
 from normattn.plain import traced
 
-# Read once, here: a compiler does not trace the question.
+# Read at import, since a compiler cannot trace the call.
 PROCESSOR_FEATURES: Mapping[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()
-"""What the processor has, by torch's names."""
-_QUICK_TYPES = tuple(
+"""Whether the processor has a feature, by torch's name of it."""
+_FAST_HALF_DTYPES = tuple(
     dtype
     for dtype, name in ((torch.bfloat16, "amx_bf16"), (torch.float16, "amx_fp16"))
     if PROCESSOR_FEATURES.get(name)
@@ -37,8 +37,8 @@ def fused(inputs: AttentionInputs) -> Float[Tensor, "b h t e"]:
     out = sdpa(q, k, inputs.v, inputs.mask.causal, 1.0, inputs.dropout)
     if not traced() or out.device.type != "cpu":
         return out
-    # A CPU's kernel may give 0 for a query whose first score is NaN: add 0, or NaN. Outside of
-    # tracing `dispatch` looks at the numbers instead.
+    # The CPU kernel may return 0 for a query whose first score is NaN, so add 0 or NaN. Without
+    # tracing, `dispatch` checks the numbers instead.
     first = k.detach()[:, :, :1].repeat_interleave(q.shape[1] // k.shape[1], 1)
     return out + (q.detach() * first).sum(-1, keepdim=True) * 0.0
 
@@ -53,16 +53,16 @@ def sdpa(
 ) -> Float[Tensor, "b h t e"]:
     """softmax(scale · q kᵀ) · v by torch's kernel, which has no second derivative.
 
-    Causal with one query, the last, means that every key is visible.
+    A single causal query is the last one and sees every key.
     """
-    shape, dtype, shared = q.shape, v.dtype, q.shape[1] != k.shape[1]
-    if q.element_size() == 2 and slow_type(q):
+    shape, dtype, grouped = q.shape, v.dtype, q.shape[1] != k.shape[1]
+    if q.element_size() == 2 and is_slow_dtype(q):
         q, k, v = q.float(), k.float(), v.float()
-    # Not by `and`: of a symbolic length that would be no plain bool.
+    # An `if`, since `causal and …` with a symbolic length would be no bool.
     if q.shape[2] == 1:
         causal = False
-        if shared:
-            # Query heads that share a key head become rows: each key is read once.
+        if grouped:
+            # Query heads that share a key head become rows, so that each key is read once.
             q = q.reshape(shape[0], k.shape[1], -1, shape[3])
     out = scaled_dot_product_attention(
         *(q, k, v),
@@ -71,32 +71,32 @@ def sdpa(
         dropout_p=dropout,
         enable_gqa=q.shape[1] != k.shape[1],
     ).to(dtype)
-    out = out.reshape(*shape[:3], -1) if shared else out
+    out = out.reshape(*shape[:3], -1) if grouped else out
     if out.requires_grad and not torch.compiler.is_compiling():
-        out.register_hook(_refuse)  # type: ignore[no-untyped-call]
+        out.register_hook(_refuse_second_derivative)  # type: ignore[no-untyped-call]
     return out
 
 
-def _refuse(_: Tensor) -> None:
+def _refuse_second_derivative(_: Tensor) -> None:
     refuse_second_derivative("the stock flash kernel", "backend='reference'")
 
 
-def slow_type(q: Float[Tensor, "b h t d"]) -> bool:
-    """Whether torch's kernel is quicker in float32 than in the half precision of these queries.
+def is_slow_dtype(q: Float[Tensor, "b h t d"]) -> bool:
+    """Whether torch's kernel is faster in float32 than in the half precision of these queries.
 
-    It keeps scores in float32 either way. On a CPU with AVX-512 and without AMX a forward in
-    bfloat16 takes 1.6 times as long as one in float32, and a backward twice as long. A single query
-    reads its keys once: to widen them would take longer than to attend.
+    Scores are in float32 either way. On a CPU with AVX-512 and without AMX a forward in bfloat16
+    takes 1.6 times as long as in float32, and a backward twice as long. A single query is excluded:
+    converting all keys would take longer than attending to them.
     """
     if q.device.type != "cpu" or q.element_size() != 2 or q.shape[2] == 1:
         return False
-    return q.dtype not in _QUICK_TYPES
+    return q.dtype not in _FAST_HALF_DTYPES
 
 
 def dense(x: Float[Tensor, "b h t d"]) -> Float[Tensor, "b h t d"]:
-    """`x`, copied where the numbers of a row do not lie side by side, or rows upon each other."""
-    whole = x.stride(-1) == 1 and x.stride(-2) >= x.shape[-1]
-    return x if whole else x.contiguous()
+    """`x`, or a copy if its rows are not dense or overlap."""
+    dense_rows = x.stride(-1) == 1 and x.stride(-2) >= x.shape[-1]
+    return x if dense_rows else x.contiguous()
 
 
 def flash(
@@ -109,22 +109,22 @@ def flash(
 ) -> tuple[Float[Tensor, "b h t d"], Float[Tensor, "b h t"]]:
     """softmax(scale · q kᵀ + mask) · v and the log-sum-exp of each row, in float32 or wider."""
     mask = mask if mask is None or mask.dim() == 4 else mask[None, None]
-    out, sums = _forward(dense(q), dense(k), dense(v), 0.0, causal, attn_mask=mask, scale=scale)
-    return out, sums
+    out, lse = _forward(dense(q), dense(k), dense(v), 0.0, causal, attn_mask=mask, scale=scale)
+    return out, lse
 
 
 def flash_backward(
-    by_out: Float[Tensor, "b h t d"],
+    grad_out: Float[Tensor, "b h t d"],
     q: Float[Tensor, "b h t d"],
     k: Float[Tensor, "b g s d"],
     v: Float[Tensor, "b g s d"],
     out: Float[Tensor, "b h t d"],
-    sums: Float[Tensor, "b h t"],
+    lse: Float[Tensor, "b h t"],
     causal: bool,
     mask: Float[Tensor, "t s"] | None = None,
 ) -> tuple[Float[Tensor, "b h t d"], Float[Tensor, "b g s d"], Float[Tensor, "b g s d"]]:
-    """The gradients of q, k and v from those of `flash`'s output."""
-    operands = (*(dense(x) for x in (by_out, q, k, v, out)), sums.contiguous())
+    """The gradients of q, k and v, from that of `flash`'s output."""
+    operands = (*(dense(x) for x in (grad_out, q, k, v, out)), lse.contiguous())
     mask = None if mask is None else mask[None, None]
-    by_q, by_k, by_v = _backward(*operands, 0.0, causal, attn_mask=mask, scale=1.0)
-    return by_q, by_k, by_v
+    grad_q, grad_k, grad_v = _backward(*operands, 0.0, causal, attn_mask=mask, scale=1.0)
+    return grad_q, grad_k, grad_v

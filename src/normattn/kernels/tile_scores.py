@@ -1,13 +1,13 @@
 """The scores and weights of one tile of attention.
 
-A bias by distance is a Toeplitz matrix. With the last query first it is a Hankel matrix: entry
-(u, j) depends on u + j alone, so that the bias of any tile is a view of one line, both strides
-positive; such tiles run backwards. Products are added to it, and causality stands in the line as
-−∞: a biased tile takes no pass more than a plain one.
+A bias by distance is a Toeplitz matrix. With the last query first it is a Hankel matrix, whose
+entry (u, j) depends on u + j alone. So the bias of any tile is a view of one line with positive
+strides, and such tiles reverse their rows. The line is −∞ where causality hides keys, and products
+are added to it. So a biased tile needs no more passes than a plain one.
 
 Legend: B batch, H query heads, G key heads, r query heads per key head, T queries, S keys, D score
-size, E value size; n = b·g key heads of a group, c token rows of a tile, W its columns, X further
-logits: one of a sink, and a margin that the gradient of a learned bias needs.
+size, E value size; n = b·g key heads of a group, c query rows of a tile, W its columns, X extra
+columns: one for a sink, and a margin that the gradient of a learned bias needs.
 """
 
 from __future__ import annotations
@@ -23,38 +23,37 @@ from torch import Tensor
 
 from normattn.kernels.inputs import AttentionInputs
 from normattn.kernels.numerics import finite
-from normattn.kernels.tiled import Group, Plan, Span, Tile, hide_edges
+from normattn.kernels.tiled import HeadGroup, Span, Tile, TilePlan, mask_edges
 
 Pairs = Iterable[tuple[Tensor, Tensor]]
-"""Left and right operands of products."""
-# Rows of a product below which a strided operand costs more than a copy of it.
-_FEW = 16
+"""Left and right factors of products."""
+# With fewer rows a product is slower on a strided operand than on a copy.
+_FEW_ROWS = 16
 
 
-def grouped(x: Tensor, repeat: int) -> Tensor:
+def group_heads(x: Tensor, repeat: int) -> Tensor:
     """(B, H, T, …) as (B, G, T, r, …)."""
     batch, heads = x.shape[:2]
     return x.reshape(batch, heads // repeat, repeat, *x.shape[2:]).transpose(2, 3)
 
 
-def ungrouped(x: Tensor) -> Tensor:
+def ungroup_heads(x: Tensor) -> Tensor:
     """(B, G, T, r, …) as (B, H, T, …)."""
     return x.transpose(2, 3).flatten(1, 2)
 
 
 class Workspace:
-    """The buffers that all tiles of a call share; every row has a `margin` of logits of −∞.
+    """Buffers that all tiles of a call share, since fresh memory costs as much as the arithmetic.
 
-    Fresh pages cost as much as the arithmetic.
+    `margin` is the number of extra columns of −∞ in each row.
     """
 
     def __init__(self, margin: int = 0) -> None:
-        """Nothing is allocated yet."""
         self.margin = margin
         self._buffers: dict[str, Tensor] = {}
 
     def take(self, name: str, shape: tuple[int, int, int], like: Tensor, most: int = 0) -> Tensor:
-        """Uninitialised numbers in a buffer that has room for `most`."""
+        """An uninitialised tensor in the buffer `name`, which has room for at least `most`."""
         buffer, size = self._buffers.get(name), math.prod(shape)
         if buffer is None or len(buffer) < size:
             buffer = self._buffers[name] = like.new_empty(max(most, size))
@@ -65,45 +64,47 @@ class TileScores:
     """The scores and weights of one group of heads, tile by tile.
 
     Query heads that share a key head are rows of one product, so keys are never repeated:
-    q (n, T·r, D), k (n, D, S), v (n, S, E). `kept` holds the scores and weights of the last tile
-    whose scores were to be kept.
+    q (n, T·r, D), k (n, D, S), v (n, S, E). `kept_tile` holds the scores and weights of the last
+    tile that was computed with `keep`.
     """
 
-    def __init__(self, inputs: AttentionInputs, plan: Plan, group: Group, space: Workspace) -> None:
-        """Nothing is computed yet."""
-        at = (group.batch, group.heads)
+    def __init__(
+        self, inputs: AttentionInputs, plan: TilePlan, group: HeadGroup, workspace: Workspace
+    ) -> None:
+        index = (group.batch, group.heads)
 
-        def queries(x: Tensor) -> Tensor:
-            return grouped(x, plan.repeat)[at].flatten(0, 1).flatten(1, 2)
+        def select_queries(x: Tensor) -> Tensor:
+            return group_heads(x, plan.repeat)[index].flatten(0, 1).flatten(1, 2)
 
-        self.inputs, self.plan, self.group, self.space = inputs, plan, group, space
-        self.kept: tuple[Tensor, Tensor] | None = None
-        self.q = queries(inputs.q)
-        self.k, self.v = inputs.k[at].flatten(0, 1).mT, inputs.v[at].flatten(0, 1)
-        self.far_q = self.far_k = self.sink = self.bias = self.line = None
+        self.inputs, self.plan, self.group, self.workspace = inputs, plan, group, workspace
+        self.kept_tile: tuple[Tensor, Tensor] | None = None
+        self.q = select_queries(inputs.q)
+        self.k, self.v = inputs.k[index].flatten(0, 1).mT, inputs.v[index].flatten(0, 1)
+        self.far_q = self.far_k = self.sink = self.bias = self.bias_line = None
         if inputs.far_q is not None and inputs.far_k is not None:
-            self.far_q, self.far_k = queries(inputs.far_q), inputs.far_k[at].flatten(0, 1).mT
+            self.far_q = select_queries(inputs.far_q)
+            self.far_k = inputs.far_k[index].flatten(0, 1).mT
         if inputs.sink is not None:
             self.sink = inputs.sink.to(self.q.dtype).view(-1, 1, plan.repeat)[group.heads]
-        self.extra = space.margin + (0 if self.sink is None else 1)
-        self._widest = max((t.count * (t.width + self.extra) for t in plan.tiles), default=0)
+        self.num_extra = workspace.margin + (0 if self.sink is None else 1)
+        self._widest = max((t.num_rows * (t.width + self.num_extra) for t in plan.tiles), default=0)
         if inputs.bias is not None:
             by_head = inputs.bias.view(-1, plan.repeat, inputs.bias.shape[1])
             self.bias = by_head[group.heads].flatten(0, 1).to(self.q.dtype)
-            self.line = self._line(self.bias) if plan.shape.aligned else None
-        # The line hides later keys too, but NaN plus −∞ is NaN.
-        self._hides_future = self.line is None or not group.mask.causal or not self.finite
-        self._all_hidden = (
-            not self._hides_future and group.mask.only_causal and plan.shape.window is None
+            self.bias_line = self._make_bias_line(self.bias) if plan.shape.aligned else None
+        # The line hides future keys with −∞, but NaN plus −∞ would be NaN.
+        self._hides_future = self.bias_line is None or not group.mask.causal or not self.finite
+        self._line_masks_all = (
+            not self._hides_future and group.mask.only_causal and plan.shape.far_from is None
         )
 
     @cached_property
     def finite(self) -> bool:
-        """Whether every key is known to be."""
+        """Whether all keys are known to be finite."""
         return self.inputs.finite or finite(self.k)
 
-    def _line(self, bias: Tensor) -> Tensor:
-        """b of the distances S − 1 … 0, then of later keys, −∞ where causality hides them."""
+    def _make_bias_line(self, bias: Tensor) -> Tensor:
+        """The bias of distances S − 1 … 0, then of future keys: −∞ where causality hides them."""
         shape = self.plan.shape
         length = shape.keys + (shape.rows if shape.causal else shape.keys)
         distance = shape.keys - 1 - torch.arange(length, device=bias.device)
@@ -111,57 +112,59 @@ class TileScores:
         return line.masked_fill_(distance < 0, -torch.inf) if shape.causal else line
 
     def line_offset(self, tile: Tile, span: Span) -> int:
-        """Where the line holds the bias of a tile's last position and a span's first column."""
+        """The index in the line of a tile's last query and a span's first column."""
         return int(span.start + self.plan.shape.queries - tile.rows.stop)
 
     def _bias_of(self, tile: Tile, span: Span) -> Tensor:
         """The bias of a span's pairs, broadcastable to (b, g, c, r, s)."""
         assert self.bias is not None
-        if self.line is not None:
-            (heads, length), repeat = self.line.shape, self.plan.repeat
-            shape = 1, heads // repeat, tile.count, repeat, span.width
+        if self.bias_line is not None:
+            (heads, length), repeat = self.bias_line.shape, self.plan.repeat
+            shape = 1, heads // repeat, tile.num_rows, repeat, span.width
             strides = 0, repeat * length, 1, length, 1
-            values = self.line.as_strided(shape, strides, self.line_offset(tile, span))
-            return values if self.plan.backwards else values.flip(2)
+            values = self.bias_line.as_strided(shape, strides, self.line_offset(tile, span))
+            return values if self.plan.last_row_first else values.flip(2)
         distance = self.group.mask.distance(tile.rows, span.columns).abs()
         values = self.bias[:, distance.clamp(max=self.bias.shape[1] - 1)]
-        # (H, b, 1, c, s) where every batch row has its own positions, else (H, c, s).
-        return self.spread(values.squeeze(2).transpose(0, 1) if distance.dim() == 4 else values)
+        # (H, b, 1, c, s) if batch rows have different positions, else (H, c, s).
+        return self.to_tile_order(
+            values.squeeze(2).transpose(0, 1) if distance.dim() == 4 else values
+        )
 
-    def enter(self, tile: Tile) -> None:
-        """Called before the weights of a tile in a forward."""
+    def before_forward(self, tile: Tile) -> None:
+        """Hook of subclasses: called before the weights of a tile in the forward."""
 
-    def leave(self, tile: Tile) -> None:
-        """Called after the gradients of a tile in a backward."""
+    def after_backward(self, tile: Tile) -> None:
+        """Hook of subclasses: called after the gradients of a tile in the backward."""
 
-    def in_order(self, x: Tensor) -> Tensor:
-        """(b, g, c, …) first query first, or in the order of the tile: its own inverse."""
-        return x.flip(2) if self.plan.backwards and x.shape[2] > 1 else x
+    def reorder_rows(self, x: Tensor) -> Tensor:
+        """Convert (b, g, c, …) between query order and tile order, in either direction."""
+        return x.flip(2) if self.plan.last_row_first and x.shape[2] > 1 else x
 
-    def _reversed(self, x: Tensor) -> Tensor:
-        """(n, c·r, …) with its tokens in the other order, if the plan runs backwards."""
-        if not self.plan.backwards:
+    def _reverse_rows(self, x: Tensor) -> Tensor:
+        """Reverse the tokens of (n, c·r, …) if the plan reverses rows."""
+        if not self.plan.last_row_first:
             return x
         if self.plan.repeat == 1:
             return x.flip(1)
         return torch.unflatten(x, 1, (-1, self.plan.repeat)).flip(1).flatten(1, 2)
 
-    def _rows(self, x: Tensor, tile: Tile) -> Tensor:
-        """The rows of a tile in (n, T·r, …)."""
+    def _tile_rows(self, x: Tensor, tile: Tile) -> Tensor:
+        """A view of a tile's rows of (n, T·r, …), in query order."""
         repeat = self.plan.repeat
-        return x.narrow(1, tile.rows.start * repeat, tile.count * repeat)
+        return x.narrow(1, tile.rows.start * repeat, tile.num_rows * repeat)
 
-    def read(self, x: Tensor, tile: Tile) -> Tensor:
-        """The rows of a tile in (n, T·r, …), in its order."""
-        return self._reversed(self._rows(x, tile))
+    def load_rows(self, x: Tensor, tile: Tile) -> Tensor:
+        """A tile's rows of (n, T·r, …), in tile order."""
+        return self._reverse_rows(self._tile_rows(x, tile))
 
-    def write(self, pairs: Pairs, x: Tensor, tile: Tile) -> None:
-        """Σ a·b into the rows of a tile in (n, T·r, E)."""
-        target = self._rows(x, tile)
-        into = torch.empty_like(target) if self.plan.backwards else target
+    def store_products(self, pairs: Pairs, x: Tensor, tile: Tile) -> None:
+        """Write Σ a·b to a tile's rows of x (n, T·r, E)."""
+        target = self._tile_rows(x, tile)
+        into = torch.empty_like(target) if self.plan.last_row_first else target
         first = True
         for a, b in pairs:
-            dense = a if a.shape[1] >= _FEW else a.contiguous()
+            dense = a if a.shape[1] >= _FEW_ROWS else a.contiguous()
             if first:
                 torch.bmm(dense, b, out=into)
             else:
@@ -169,34 +172,36 @@ class TileScores:
             first = False
         if first:
             into.zero_()
-        if self.plan.backwards:
-            target.copy_(self._reversed(into))
+        if self.plan.last_row_first:
+            target.copy_(self._reverse_rows(into))
 
-    def rows_of(self, x: Tensor, tile: Tile) -> Tensor:
-        """The rows of a tile in (B, G, T, r, …), in its order: (b, g, c, r, …)."""
-        return self.in_order(x[self.group.batch, self.group.heads, tile.rows])
+    def load_grouped_rows(self, x: Tensor, tile: Tile) -> Tensor:
+        """A tile's rows of (B, G, T, r, …), in tile order: (b, g, c, r, …)."""
+        return self.reorder_rows(x[self.group.batch, self.group.heads, tile.rows])
 
-    def by_head(self, score: Tensor) -> Tensor:
+    def split_heads(self, score: Tensor) -> Tensor:
         """(n, c·r, W) as (b, g, c, r, W)."""
         heads = self.group.heads.stop - self.group.heads.start
         repeat, (n, lines, width) = self.plan.repeat, score.shape
         return score.view(n // heads, heads, lines // repeat, repeat, width)
 
-    def spread(self, block: Tensor) -> Tensor:
-        """What is broadcastable to (b, h, c, s) and first query first, to (b, g, c, r, s)."""
+    def to_tile_order(self, block: Tensor) -> Tensor:
+        """Convert a block that broadcasts to (b, h, c, s), in query order, to (b, g, c, r, s)."""
         if block.dim() < 4:
             block = block[(None,) * (4 - block.dim())]
         one = block.shape[1] == 1
-        return self.in_order(block.unsqueeze(3) if one else grouped(block, self.plan.repeat))
+        return self.reorder_rows(
+            block.unsqueeze(3) if one else group_heads(block, self.plan.repeat)
+        )
 
     def buffer(self, name: str, tile: Tile) -> Tensor:
-        """(n, c·r, W + X) of uninitialised numbers."""
+        """An uninitialised buffer (n, c·r, W + X)."""
         n, repeat = self.q.shape[0], self.plan.repeat
-        shape = n, tile.count * repeat, tile.width + self.extra
-        return self.space.take(name, shape, self.q, n * repeat * self._widest)
+        shape = n, tile.num_rows * repeat, tile.width + self.num_extra
+        return self.workspace.take(name, shape, self.q, n * repeat * self._widest)
 
-    def side(self, span: Span) -> tuple[Tensor, Tensor]:
-        """All queries, and the keys (n, D, s) of a span, of its regime."""
+    def operands(self, span: Span) -> tuple[Tensor, Tensor]:
+        """All queries and a span's keys (n, D, s): near or far ones."""
         if span.far:
             assert self.far_q is not None
             assert self.far_k is not None
@@ -204,37 +209,38 @@ class TileScores:
         start = self.plan.shape.near_start
         return self.q, self.k.narrow(2, span.start - start, span.width)
 
-    def products(self, tile: Tile, into: Tensor) -> None:
-        """⟨q, k⟩ of a tile, each span by its regime, into the first W columns."""
-        for span, where in tile.placed:
-            q, k = self.side(span)
-            product(self.read(q, tile), k, into[..., where])
+    def products(self, tile: Tile, out: Tensor) -> None:
+        """Write ⟨q, k⟩ of a tile to the first W columns of `out`."""
+        for span, columns in tile.span_columns:
+            q, k = self.operands(span)
+            matmul_into(self.load_rows(q, tile), k, out[..., columns])
 
-    def accumulate(self, sums: Tensor, tile: Tile, sign: int = 1) -> None:
-        """Sums (n, c·r, W or more) ± the products of a tile, in place."""
-        if sums.shape[1] < _FEW:
+    def add_products(self, sums: Tensor, tile: Tile, sign: int = 1) -> None:
+        """Add the products of a tile times `sign` to sums (n, c·r, W or more), in place."""
+        if sums.shape[1] < _FEW_ROWS:
             products = self.buffer("products", tile)[..., : tile.width]
             self.products(tile, products)
             sums[..., : tile.width].add_(products, alpha=sign)
             return
-        for span, where in tile.placed:
-            q, k = self.side(span)
-            sums[..., where].baddbmm_(self.read(q, tile), k, alpha=sign)
+        for span, columns in tile.span_columns:
+            q, k = self.operands(span)
+            sums[..., columns].baddbmm_(self.load_rows(q, tile), k, alpha=sign)
 
     def weights(self, tile: Tile, capped: bool = False, keep: bool = False) -> Tensor:
-        """softmax of the tile's scores and further logits, (n, c·r, W + X).
+        """softmax of a tile's scores and extra columns, (n, c·r, W + X); 0 if no key is visible.
 
-        0 for a query that sees no key. `capped` keeps tanh of the product over the cap for
-        `by_product`; `keep` the scores beside their weights, as `kept`.
+        `capped` stores tanh of product over cap for `grad_products`. `keep` stores scores and
+        weights in `kept_tile`.
         """
         score = self.buffer("score", tile)
-        biased = self.line is not None and self.inputs.cap is None and score.shape[1] >= _FEW
+        few_rows = score.shape[1] < _FEW_ROWS
+        biased = self.bias_line is not None and self.inputs.cap is None and not few_rows
         if biased:
-            # The products are added to the bias: one pass less than the other way round.
-            by_head = self.by_head(score)
-            for span, where in tile.placed:
-                by_head[..., where].copy_(self._bias_of(tile, span))
-            self.accumulate(score, tile)
+            # Adding products to the bias takes one pass less than adding the bias to products.
+            split = self.split_heads(score)
+            for span, columns in tile.span_columns:
+                split[..., columns].copy_(self._bias_of(tile, span))
+            self.add_products(score, tile)
         else:
             self.products(tile, score)
         return self.softmax(score, tile, capped, keep, biased)
@@ -242,9 +248,9 @@ class TileScores:
     def softmax(
         self, score: Tensor, tile: Tile, capped: bool, keep: bool, biased: bool = False
     ) -> Tensor:
-        """Everything that comes after the products, in place; as for `weights`.
+        """Apply cap, bias, masks, sink and softmax to products, in place; see `weights`.
 
-        With `keep` the weights have a place of their own; `biased` scores hold the bias already.
+        With `keep` the weights get a buffer of their own. `biased`: the bias is already added.
         """
         width = tile.width
         if self.inputs.cap is not None:
@@ -253,110 +259,103 @@ class TileScores:
                 self.buffer("tanh", tile)[..., :width].copy_(tanh)
             tanh.mul_(self.inputs.cap)
         if self.bias is not None and not biased:
-            for span, where in tile.placed:
-                self.by_head(score)[..., where] += self._bias_of(tile, span)
-        certain = self._all_hidden or self._hide(self.by_head(score), tile)
+            for span, columns in tile.span_columns:
+                self.split_heads(score)[..., columns] += self._bias_of(tile, span)
+        no_empty_row = self._line_masks_all or self._apply_mask(self.split_heads(score), tile)
         if self.sink is not None:
-            self.by_head(score)[..., width].copy_(self.sink)
-        if margin := self.space.margin:
+            self.split_heads(score)[..., width].copy_(self.sink)
+        if margin := self.workspace.margin:
             score.narrow(2, score.shape[-1] - margin, margin).fill_(-torch.inf)
         if score.shape[-1] == 0:
-            self.kept = score, score
+            self.kept_tile = score, score
             return score
-        nothing = None if certain else (score == -torch.inf).all(-1, keepdim=True)
+        empty = None if no_empty_row else (score == -torch.inf).all(-1, keepdim=True)
         weight = torch.softmax(score, -1, out=self.buffer("weight", tile) if keep else score)
-        if nothing is not None:
-            weight.masked_fill_(nothing, 0.0)
+        if empty is not None:
+            weight.masked_fill_(empty, 0.0)
         if keep:
-            self.kept = score, weight
+            self.kept_tile = score, weight
         return weight
 
-    def _hide(self, by_head: Tensor, tile: Tile) -> bool:
-        """−∞ where no key is seen; whether every row is certain to see one."""
+    def _apply_mask(self, split_score: Tensor, tile: Tile) -> bool:
+        """Set hidden scores to −∞; return whether every row is certain to see a key."""
         shape, mask = self.plan.shape, self.group.mask
         if shape.aligned:
-            hide_edges(by_head, tile, self.plan, self._hides_future)
+            mask_edges(split_score, tile, self.plan, self._hides_future)
             if mask.only_causal_or_window:
                 return True
-            # Causality and the sliding window are in the edges already.
+            # The edges cover causality and the sliding window.
             mask = replace(mask, causal=False, window=None)
-        for span, where in tile.placed:
-            score = by_head[..., where]
-            added, hidden = (
-                mask.additive(tile.rows, span.columns),
-                mask.hidden(tile.rows, span.columns),
-            )
+        for span, columns in tile.span_columns:
+            score, block = split_score[..., columns], (tile.rows, span.columns)
+            added, hidden = mask.additive(*block), mask.hidden(*block)
             if added is not None:
-                score += self.spread(added)
-            if shape.window is not None and not shape.aligned:
-                far = mask.distance(tile.rows, span.columns) >= shape.window
-                other = ~far if span.far else far
-                hidden = other if hidden is None else hidden | other
+                score += self.to_tile_order(added)
+            if shape.far_from is not None and not shape.aligned:
+                far = mask.distance(*block) >= shape.far_from
+                other_regime = ~far if span.far else far
+                hidden = other_regime if hidden is None else hidden | other_regime
             if hidden is not None:
-                score.masked_fill_(self.spread(hidden), -torch.inf)
+                score.masked_fill_(self.to_tile_order(hidden), -torch.inf)
         return False
 
     def log_sum_exp(self) -> Tensor:
-        """ln Σ exp of each row of the last tile that was kept, (b, g, c, r), first to last."""
-        assert self.kept is not None
-        score, weight = self.kept
+        """ln Σ exp of each row of the kept tile, (b, g, c, r), in query order."""
+        assert self.kept_tile is not None
+        score, weight = self.kept_tile
         if not score.shape[-1]:
-            return self.by_head(score).new_full(self.by_head(score).shape[:-1], -torch.inf)
+            return self.split_heads(score).new_full(self.split_heads(score).shape[:-1], -torch.inf)
         top = score.amax(-1, keepdim=True)
-        # The largest weight is exp(0) over the sum.
+        # The largest weight is exp(0) divided by the sum.
         lse = top - weight.amax(-1, keepdim=True).log()
         lse = lse.masked_fill_(top == -torch.inf, -torch.inf)
-        return self.in_order(self.by_head(lse).squeeze(-1))
+        return self.reorder_rows(self.split_heads(lse).squeeze(-1))
 
-    def values(self, weight: Tensor, tile: Tile, out: Tensor) -> None:
-        """Σ_j weight · v into the tile's rows of `out` (n, T·r, E)."""
+    def multiply_values(self, weight: Tensor, tile: Tile, out: Tensor) -> None:
+        """Write Σ_j weight · v to the tile's rows of `out` (n, T·r, E)."""
         spans, v = tile.spans, self.v
-        if weight.shape[1] < _FEW and all(a.stop == b.start for a, b in pairwise(spans)):
-            # As in a decoding step: far and near columns follow each other.
+        if weight.shape[1] < _FEW_ROWS and all(a.stop == b.start for a, b in pairwise(spans)):
+            # Spans that follow each other, as in a decoding step, are one product.
             columns = slice(spans[0].start, spans[-1].stop) if spans else slice(0)
-            self.write([(weight[..., : tile.width], v[:, columns])], out, tile)
+            self.store_products([(weight[..., : tile.width], v[:, columns])], out, tile)
             return
-        placed = tile.placed
-        pairs = [(weight[..., at], v.narrow(1, s.start, s.width)) for s, at in placed]
-        self.write(pairs, out, tile)
+        pairs = [(weight[..., x], v.narrow(1, s.start, s.width)) for s, x in tile.span_columns]
+        self.store_products(pairs, out, tile)
 
-    def by_weight(self, by_out: Tensor, tile: Tile) -> Tensor:
-        """⟨by_out, v⟩, (n, c·r, W + X); 0 for the further logits, whose values are 0."""
+    def grad_weights(self, grad_out: Tensor, tile: Tile) -> Tensor:
+        """⟨grad_out, v⟩, (n, c·r, W + X); 0 for the extra columns, whose values are 0."""
         result = self.buffer("gradient", tile)
-        if self.extra:
-            result.narrow(2, tile.width, self.extra).zero_()
-        for span, where in tile.placed:
+        if self.num_extra:
+            result.narrow(2, tile.width, self.num_extra).zero_()
+        for span, columns in tile.span_columns:
             values = self.v.narrow(1, span.start, span.width)
-            product(by_out, values.mT, result[..., where])
+            matmul_into(grad_out, values.mT, result[..., columns])
         return result
 
-    def by_product(self, by_score: Tensor, tile: Tile) -> Tensor:
-        """The gradient of the products from that of the scores, which may be overwritten."""
+    def grad_products(self, grad_score: Tensor, tile: Tile) -> Tensor:
+        """The gradient of the products, from that of the scores, which may be overwritten."""
         if self.inputs.cap is not None:
             tanh = self.buffer("tanh", tile)[..., : tile.width]
-            by_score[..., : tile.width].mul_(tanh.square_().neg_().add_(1))
-        return by_score
+            grad_score[..., : tile.width].mul_(tanh.square_().neg_().add_(1))
+        return grad_score
 
 
-MakeScores = Callable[[AttentionInputs, Plan, Group, Workspace], TileScores]
-"""How the scores of a group of heads are made: `TileScores`, or residual ones."""
+MakeScores = Callable[[AttentionInputs, TilePlan, HeadGroup, Workspace], TileScores]
+"""A constructor of the scores of a group of heads: `TileScores`, or the residual ones."""
 
 
 def score_groups(
-    inputs: AttentionInputs, plan: Plan, make: MakeScores = TileScores, margin: int = 0
+    inputs: AttentionInputs, plan: TilePlan, make: MakeScores = TileScores, margin: int = 0
 ) -> Iterator[TileScores]:
-    """The scores of every group of heads, which share their buffers; `group.tiles` are its tiles.
-
-    `inputs` must be in float32 or wider.
-    """
-    space = Workspace(margin)
+    """The scores of every group of heads, with shared buffers; `inputs` are float32 or wider."""
+    workspace = Workspace(margin)
     for group in plan.groups(inputs.q):
-        yield make(inputs, plan, group, space)
+        yield make(inputs, plan, group, workspace)
 
 
-def product(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """a·b into `out`; few rows go to a space of their own, as a strided one is slow for them."""
-    if a.shape[1] >= _FEW:
+def matmul_into(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """Write a·b to `out`; a few rows are multiplied densely first, since strides slow them down."""
+    if a.shape[1] >= _FEW_ROWS:
         torch.bmm(a, b, out=out)
     else:
         out.copy_(torch.bmm(a, b))

@@ -1,13 +1,12 @@
-"""Attention by tiles with its backward, and as one node of a compiled graph.
+"""Attention by tiles with its backward, as an autograd function and as an operator for compilers.
 
-The backward computes the weights of a tile once more instead of keeping them. Gradients of keys and
-values gather over tiles transposed, (n, D, S): the products gradᵀ · weights then read the weights
-row by row. Where one tile holds all columns nothing gathers, and weightsᵀ · grad is written in its
-place at once, 1.6 to 9 times faster than by way of sums. Half-precision inputs are widened to
-float32: no score is rounded.
+The backward recomputes the weights of each tile. Gradients of keys and values are summed over tiles
+in transposed form, (n, D, S), because gradᵀ · weights reads the weights row by row. If one tile
+holds all columns, weightsᵀ · grad is written directly, 1.6 to 9 times faster than through sums.
+Half-precision inputs are computed in float32, so no score is rounded.
 
 Legend: B batch, H query heads, G key heads, r query heads per key head, T queries, S keys, D score
-size, E value size, R distances; n = b·g key heads of a group, c token rows of a tile.
+size, E value size, R distances; n = b·g key heads of a group, c query rows of a tile.
 """
 
 from __future__ import annotations
@@ -20,103 +19,112 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from normattn.kernels.inputs import LEARNED, AttentionInputs, AttentionMask
+from normattn.kernels.inputs import TENSOR_FIELDS, AttentionInputs, AttentionMask
 from normattn.kernels.numerics import at_least_float32, flushing, refuse_second_derivative
 from normattn.kernels.stats import Recorder, record_tile
 from normattn.kernels.tile_scores import (
     MakeScores,
     TileScores,
-    grouped,
+    group_heads,
     score_groups,
-    ungrouped,
+    ungroup_heads,
 )
-from normattn.kernels.tiled import Plan, Tile
+from normattn.kernels.tiled import Tile, TilePlan
 
 Gradients = tuple[Tensor | None, ...]
-"""Of the tensors of some inputs, in the order of `LEARNED`."""
+"""The gradients of `AttentionInputs.tensors`, in the order of `TENSOR_FIELDS`."""
 
 
 @flushing
 def forward_tiles(
-    given: AttentionInputs,
+    inputs: AttentionInputs,
     seed: int = 0,
     make: MakeScores = TileScores,
     recorder: Recorder | None = None,
     with_lse: bool = False,
 ) -> tuple[Float[Tensor, "b h t e"], Float[Tensor, "*rows"]]:
     """softmax(score) · v, and the log-sum-exp of each row (empty without `with_lse`)."""
-    inputs = given.widened()
-    # A dropout mask follows the tile's width, which has to be the same backward.
-    narrow = recorder is None and make is TileScores and not inputs.dropout
-    plan = Plan.of(inputs, narrow)
-    out = inputs.v.new_empty(*grouped(inputs.q, plan.repeat).shape[:-1], inputs.v.shape[-1])
+    dtype, inputs = inputs.v.dtype, inputs.upcast()
+    # Dropout masks have the width of a tile, which must be the same in the backward.
+    limit_reach = recorder is None and make is TileScores and not inputs.dropout
+    plan = TilePlan.of(inputs, limit_reach)
+    out = inputs.v.new_empty(*group_heads(inputs.q, plan.repeat).shape[:-1], inputs.v.shape[-1])
     lse = out.new_empty(out.shape[:-1] if with_lse else 0)
     number = 0
     for scores in score_groups(inputs, plan, make):
-        at = scores.group.batch, scores.group.heads
-        target = out[at].flatten(0, 1).flatten(1, 2)
+        index = scores.group.batch, scores.group.heads
+        group_out = out[index].flatten(0, 1).flatten(1, 2)
         for tile in scores.group.tiles:
-            scores.enter(tile)
+            scores.before_forward(tile)
             weight = scores.weights(tile, keep=recorder is not None or with_lse)
             if with_lse:
-                lse[*at, tile.rows] = scores.log_sum_exp()
+                lse[*index, tile.rows] = scores.log_sum_exp()
             if recorder is not None:
                 record_tile(recorder, scores, tile)
             if inputs.dropout:
                 weight[..., : tile.width] *= keep_mask(weight, tile, inputs.dropout, seed + number)
-            scores.values(weight, tile, target)
+            scores.multiply_values(weight, tile, group_out)
             number += 1
-    return ungrouped(out).to(given.v.dtype), ungrouped(lse) if with_lse else lse
+    return ungroup_heads(out).to(dtype), ungroup_heads(lse) if with_lse else lse
 
 
 @flushing
 def backward_tiles(
-    given: AttentionInputs,
-    by_out: Float[Tensor, "b h t e"],
+    inputs: AttentionInputs,
+    grad_out: Float[Tensor, "b h t e"],
     seed: int = 0,
     make: MakeScores = TileScores,
-    by_lse: Float[Tensor, "b h t"] | None = None,
+    grad_lse: Float[Tensor, "b h t"] | None = None,
     fixed_bias: bool = False,
 ) -> Gradients:
-    """The gradients, the weights computed once more; ∂ lse_i / ∂ s_ij = α_ij.
+    """The gradients of the inputs' tensors; ∂ lse_i / ∂ s_ij = α_ij.
 
-    A `fixed_bias` gets none.
+    A bias that is `fixed_bias` gets none.
     """
-    inputs = given.widened()
-    plan = Plan.of(inputs, narrow=make is TileScores and not inputs.dropout)
-    whole = _empty_gradients(inputs, plan.repeat, fixed_bias)
-    by_out = grouped(by_out.to(inputs.v.dtype), plan.repeat)
-    by_lse = None if by_lse is None else grouped(by_lse, plan.repeat)
-    # Antidiagonals, along which a learned bias gathers, run out of a tile by as many columns.
-    learned = "bias" in whole and plan.backwards
-    margin = min(plan.shape.rows, plan.shape.queries) if learned else 0
+    dtypes = {name: x.dtype for name, x in _by_field(inputs).items()}
+    inputs = inputs.upcast()
+    plan = TilePlan.of(inputs, limit_reach=make is TileScores and not inputs.dropout)
+    grads = _empty_gradients(inputs, plan.repeat, fixed_bias)
+    grad_out = group_heads(grad_out.to(inputs.v.dtype), plan.repeat)
+    grad_lse = None if grad_lse is None else group_heads(grad_lse, plan.repeat)
+    # A learned bias sums along antidiagonals, which leave a tile by up to this many columns.
+    learned_bias = "bias" in grads and plan.last_row_first
+    margin = min(plan.shape.rows, plan.shape.queries) if learned_bias else 0
     number = 0
     for scores in score_groups(inputs, plan, make, margin):
-        part = _GroupGradients(whole, scores)
-        by_rows = by_out[scores.group.batch, scores.group.heads].flatten(0, 1).flatten(1, 2)
+        group_grads = _GroupGradients(grads, scores)
+        grad_rows = grad_out[scores.group.batch, scores.group.heads].flatten(0, 1).flatten(1, 2)
         for tile in scores.group.tiles:
-            weight, by_row = scores.weights(tile, capped=True), scores.read(by_rows, tile)
-            by_score, used = scores.by_weight(by_row, tile), weight
+            weight, grad_row = scores.weights(tile, capped=True), scores.load_rows(grad_rows, tile)
+            grad_score, dropped = scores.grad_weights(grad_row, tile), weight
             if inputs.dropout:
                 keep = keep_mask(weight, tile, inputs.dropout, seed + number)
-                used = weight[..., : tile.width] * keep
-                by_score[..., : tile.width] *= keep
-            part.add_values(by_row, used, tile)
-            torch._softmax_backward_data(by_score, weight, -1, weight.dtype, grad_input=by_score)
-            if by_lse is not None:
-                along = scores.rows_of(by_lse, tile)[..., None]
-                scores.by_head(by_score).addcmul_(scores.by_head(weight), along)
-            part.add_scores(by_score, tile)
-            scores.leave(tile)
+                dropped = weight[..., : tile.width] * keep
+                grad_score[..., : tile.width] *= keep
+            group_grads.add_values(grad_row, dropped, tile)
+            torch._softmax_backward_data(
+                grad_score, weight, -1, weight.dtype, grad_input=grad_score
+            )
+            if grad_lse is not None:
+                row_grad = scores.load_grouped_rows(grad_lse, tile)[..., None]
+                scores.split_heads(grad_score).addcmul_(scores.split_heads(weight), row_grad)
+            group_grads.add_scores(grad_score, tile)
+            scores.after_backward(tile)
             number += 1
-        part.close()
-    sums = {name: ungrouped(x) if name in ("q", "far_q") else x for name, x in whole.items()}
-    like = dict(zip(LEARNED, given.tensors, strict=True))
-    return tuple(sums[name].to(like[name]) if name in sums else None for name in LEARNED)
+        group_grads.close()
+    for name in {"q", "far_q"} & grads.keys():
+        grads[name] = ungroup_heads(grads[name])
+    return tuple(grads[name].to(dtypes[name]) if name in grads else None for name in TENSOR_FIELDS)
+
+
+def _by_field(inputs: AttentionInputs) -> dict[str, Tensor]:
+    """The tensors that there are, by the names of their fields."""
+    tensors = zip(TENSOR_FIELDS, inputs.tensors, strict=True)
+    return {name: x for name, x in tensors if x is not None}
 
 
 def keep_mask(weight: Tensor, tile: Tile, rate: float, seed: int) -> Tensor:
-    """The dropout mask of a tile, over 1 − rate; the same in forward and backward."""
+    """The dropout mask of a tile, divided by 1 − rate; the same in forward and backward."""
     generator = torch.Generator(device=weight.device)
     generator.manual_seed(seed)
     shape = (*weight.shape[:-1], tile.width)
@@ -125,113 +133,115 @@ def keep_mask(weight: Tensor, tile: Tile, rate: float, seed: int) -> Tensor:
 
 
 def draw_seed(inputs: AttentionInputs) -> int:
-    """The seed of the dropout of some inputs."""
+    """Draw a seed for dropout; 0 without dropout."""
     return int(torch.randint(2**62, ()).item()) if inputs.dropout else 0
 
 
 def _empty_gradients(inputs: AttentionInputs, repeat: int, fixed_bias: bool) -> dict[str, Tensor]:
-    """Room for the gradients by name: those of q and far_q as (B, G, T, r, D), sums as 0."""
-    made = {}
-    for name, x in zip(LEARNED, inputs.tensors, strict=True):
-        if x is None or (name == "bias" and fixed_bias):
-            continue
+    """Buffers of the gradients by field: q and far_q as (B, G, T, r, D); bias and sink are 0."""
+    grads = {}
+    for name, x in _by_field(inputs).items():
         if name in ("bias", "sink"):
-            made[name] = x.new_zeros(x.shape, dtype=inputs.q.dtype)
+            grads[name] = x.new_zeros(x.shape, dtype=inputs.q.dtype)
         else:
-            shape = grouped(x, repeat).shape if name in ("q", "far_q") else x.shape
-            made[name] = x.new_empty(shape)
-    return made
+            shape = group_heads(x, repeat).shape if name in ("q", "far_q") else x.shape
+            grads[name] = x.new_empty(shape)
+    if fixed_bias:
+        grads.pop("bias", None)
+    return grads
 
 
 class _GroupGradients:
-    """The gradients of one group of heads; `close` writes what has gathered where it belongs."""
+    """Adds up the gradients of one group of heads; `close` writes the sums to `grads`."""
 
-    def __init__(self, whole: Mapping[str, Tensor], scores: TileScores) -> None:
-        """Nothing is added yet."""
-        self.whole, self.scores, self.line = whole, scores, None
-        # Of each operand its gradient (n, S, D), and what gathers over tiles, (n, D, S): None where
-        # the only product is written at once.
-        self.columns: dict[str, tuple[Tensor, Tensor | None]] = {}
+    def __init__(self, grads: Mapping[str, Tensor], scores: TileScores) -> None:
+        self.grads, self.scores, self.bias_line = grads, scores, None
+        # The gradient (n, S, D) of keys and values, and its sums over tiles (n, D, S): None if one
+        # product gives the gradient.
+        self.key_grads: dict[str, tuple[Tensor, Tensor | None]] = {}
         single = scores.sink is None and _single_span(scores)
         for name in ("k", "v", "far_k"):
-            if name in whole:
-                into = self._of_group(whole[name])
-                n, s, d = into.shape
-                gathers = not single or name == "far_k"
-                sums = scores.space.take(f"by_{name}", (n, d, s), into) if gathers else None
-                self.columns[name] = into, None if sums is None else sums.zero_()
-        if "bias" in whole and scores.line is not None:
-            self.line = torch.zeros_like(scores.line)
+            if name in grads:
+                grad, sums = self._select_group(grads[name]), None
+                if not single or name == "far_k":
+                    n, s, d = grad.shape
+                    sums = scores.workspace.take(f"grad_{name}", (n, d, s), grad).zero_()
+                self.key_grads[name] = grad, sums
+        if "bias" in grads and scores.bias_line is not None:
+            self.bias_line = torch.zeros_like(scores.bias_line)
 
-    def _of_group(self, x: Tensor) -> Tensor:
+    def _select_group(self, x: Tensor) -> Tensor:
         return x[self.scores.group.batch, self.scores.group.heads].flatten(0, 1)
 
-    def _add_columns(self, name: str, weight: Tensor, rows: Tensor, start: int) -> None:
-        """Weightᵀ (n, s, c) · rows (n, c, D) to the columns from `start` on."""
-        into, sums = self.columns[name]
+    def _add_to_keys(self, name: str, weight: Tensor, rows: Tensor, start: int) -> None:
+        """Add weightᵀ (n, s, c) · rows (n, c, D) to the keys or values from `start` on."""
+        grad, sums = self.key_grads[name]
         if sums is None:
-            torch.bmm(weight.mT, rows, out=into)
+            torch.bmm(weight.mT, rows, out=grad)
         else:
             sums[..., start : start + weight.shape[-1]].baddbmm_(rows.mT, weight)
 
-    def add_values(self, by_out: Tensor, weight: Tensor, tile: Tile) -> None:
-        """Weightᵀ · by_out to the values."""
-        for span, where in tile.placed:
-            self._add_columns("v", weight[..., where], by_out, span.start)
+    def add_values(self, grad_out: Tensor, weight: Tensor, tile: Tile) -> None:
+        """Add weightᵀ · grad_out to the gradient of the values."""
+        for span, columns in tile.span_columns:
+            self._add_to_keys("v", weight[..., columns], grad_out, span.start)
 
-    def add_scores(self, by_score: Tensor, tile: Tile) -> None:
-        """Send a tile's gradient of the scores to bias, sink, queries and keys."""
-        scores, whole = self.scores, self.whole
-        if "sink" in whole:
-            by_sink = scores.by_head(by_score)[..., tile.width].sum((0, 2))
-            whole["sink"].view(-1, scores.plan.repeat)[scores.group.heads] += by_sink
-            by_score[..., tile.width] = 0
-        if "bias" in whole:
-            self._add_bias(by_score, tile)
-        by_product = scores.by_product(by_score, tile)
-        for far in (False, True) if "far_q" in whole else (False,):
-            pairs, (of_q, of_k) = [], ("far_q", "far_k") if far else ("q", "k")
-            begin = 0 if far else scores.plan.shape.near_start
-            for span, where in tile.placed:
+    def add_scores(self, grad_score: Tensor, tile: Tile) -> None:
+        """Add the gradient of a tile's scores to those of sink, bias, queries and keys."""
+        scores, grads = self.scores, self.grads
+        if "sink" in grads:
+            grad_sink = scores.split_heads(grad_score)[..., tile.width].sum((0, 2))
+            grads["sink"].view(-1, scores.plan.repeat)[scores.group.heads] += grad_sink
+            grad_score[..., tile.width] = 0
+        if "bias" in grads:
+            self._add_bias(grad_score, tile)
+        grad_products = scores.grad_products(grad_score, tile)
+        for far in (False, True) if "far_q" in grads else (False,):
+            pairs, (q_name, k_name) = [], ("far_q", "far_k") if far else ("q", "k")
+            offset = 0 if far else scores.plan.shape.near_start
+            for span, columns in tile.span_columns:
                 if span.far == far:
-                    (q, k), part = scores.side(span), by_product[..., where]
-                    pairs.append((part, k.mT))
-                    self._add_columns(of_k, part, scores.read(q, tile), span.start - begin)
-            scores.write(pairs, self._of_group(whole[of_q]).flatten(1, 2), tile)
+                    (q, k), grad = scores.operands(span), grad_products[..., columns]
+                    pairs.append((grad, k.mT))
+                    self._add_to_keys(k_name, grad, scores.load_rows(q, tile), span.start - offset)
+            scores.store_products(pairs, self._select_group(grads[q_name]).flatten(1, 2), tile)
 
-    def _bias(self) -> Tensor:
+    def _bias_grad(self) -> Tensor:
         """The gradient of the bias of the group's heads, (g·r, R)."""
         repeat, heads = self.scores.plan.repeat, self.scores.group.heads
-        return self.whole["bias"][repeat * heads.start : repeat * heads.stop]
+        return self.grads["bias"][repeat * heads.start : repeat * heads.stop]
 
-    def _add_bias(self, by_score: Tensor, tile: Tile) -> None:
-        """To each head's distances: where positions are counted they are antidiagonals."""
-        scores, backwards = self.scores, self.scores.plan.backwards
-        for span, where in tile.placed:
-            block = scores.by_head(by_score)[..., where]
-            if self.line is not None:
-                if not scores.space.margin or len(tile.placed) > 1:
-                    block = _padded(block if backwards else block.flip(2))
-                by_line, start = _antidiagonals(block), scores.line_offset(tile, span)
-                self.line[:, start : start + by_line.shape[1]] += by_line
+    def _add_bias(self, grad_score: Tensor, tile: Tile) -> None:
+        """Add to each head's distances, which are antidiagonals if positions are aligned."""
+        scores, last_row_first = self.scores, self.scores.plan.last_row_first
+        for span, columns in tile.span_columns:
+            block = scores.split_heads(grad_score)[..., columns]
+            if self.bias_line is not None:
+                if not scores.workspace.margin or len(tile.span_columns) > 1:
+                    # c − 1 zeros after each row, as the margin gives.
+                    block = block if last_row_first else block.flip(2)
+                    padded = torch.nn.functional.pad(block, (0, block.shape[2] - 1))
+                    block = padded[..., : block.shape[-1]]
+                grad_line, start = _antidiagonals(block), scores.line_offset(tile, span)
+                self.bias_line[:, start : start + grad_line.shape[1]] += grad_line
                 continue
-            block, bias = ungrouped(block), self._bias()
+            block, bias_grad = ungroup_heads(block), self._bias_grad()
             index = scores.group.mask.distance(tile.rows, span.columns)
             index = index.reshape(-1, *block.shape[2:]).expand(len(block), -1, -1).flatten()
-            index = index.abs().clamp(max=bias.shape[1] - 1)
-            bias.index_add_(1, index, block.transpose(0, 1).flatten(1))
+            index = index.abs().clamp(max=bias_grad.shape[1] - 1)
+            bias_grad.index_add_(1, index, block.transpose(0, 1).flatten(1))
 
     def close(self) -> None:
-        """Write what has gathered over tiles."""
-        for into, sums in self.columns.values():
+        """Write the sums over tiles."""
+        for grad, sums in self.key_grads.values():
             if sums is not None:
-                into.copy_(sums.mT)
-        if self.line is not None:
-            shape, bias = self.scores.plan.shape, self._bias()
-            most = min(shape.keys, bias.shape[1])
-            bias[:, :most] += self.line[:, : shape.keys].flip(-1)[:, :most]
-            if not shape.causal:
-                bias[:, 1:most] += self.line[:, shape.keys : shape.keys + most - 1]
+                grad.copy_(sums.mT)
+        if self.bias_line is not None:
+            keys, bias_grad = self.scores.plan.shape.keys, self._bias_grad()
+            count = min(keys, bias_grad.shape[1])
+            bias_grad[:, :count] += self.bias_line[:, :keys].flip(-1)[:, :count]
+            if not self.scores.plan.shape.causal:
+                bias_grad[:, 1:count] += self.bias_line[:, keys : keys + count - 1]
 
 
 def _single_span(scores: TileScores) -> bool:
@@ -241,20 +251,14 @@ def _single_span(scores: TileScores) -> bool:
     return spans == [(False, slice(0, shape.keys))] and shape.near_start == 0
 
 
-def _padded(block: Tensor) -> Tensor:
-    """A block (b, g, c, r, s) with c − 1 zeros after each row."""
-    width = block.shape[-1]
-    return torch.nn.functional.pad(block, (0, block.shape[2] - 1))[..., :width]
-
-
 def _antidiagonals(block: Tensor) -> Tensor:
     """Sums of (b, g, c, r, s) over b and equal row + column: (g·r, s + c − 1).
 
-    In memory c − 1 zeros stand after each row.
+    The memory must hold c − 1 zeros after each row.
     """
     b, g, rows, repeat, width = block.shape
     strides = block.stride()
-    # Each row starts one entry earlier, so that an antidiagonal becomes a column.
+    # Each row starts one entry earlier than the last, so antidiagonals become columns.
     steps = strides[0], strides[1], strides[2] - 1, strides[3], 1
     columns = block.as_strided((b, g, rows, repeat, width + rows - 1), steps)
     sums = columns[0].sum(1) if b == 1 else columns.sum((0, 2))
@@ -284,10 +288,10 @@ class _Tiled(torch.autograd.Function):
         refuse_second_derivative("the chunked kernel", "backend='reference'")
         settings, seed, with_lse = ctx.settings
         inputs = AttentionInputs.of(settings, ctx.saved_tensors)
-        by_lse = grads[1] if with_lse else None
-        fixed = not ctx.needs_input_grad[4 + LEARNED.index("bias")]
-        found = backward_tiles(inputs, grads[0], seed, by_lse=by_lse, fixed_bias=fixed)
-        return None, None, None, None, *found
+        grad_lse = grads[1] if with_lse else None
+        fixed = not ctx.needs_input_grad[4 + TENSOR_FIELDS.index("bias")]
+        input_grads = backward_tiles(inputs, grads[0], seed, grad_lse=grad_lse, fixed_bias=fixed)
+        return None, None, None, None, *input_grads
 
 
 def tiled(
@@ -295,12 +299,12 @@ def tiled(
 ) -> tuple[Float[Tensor, "b h t e"], Float[Tensor, "b h t"] | None]:
     """softmax(score) · v by tiles of about 1 MiB of scores, and each row's log-sum-exp.
 
-    Memory is O((T + S)·(D + E)) per head; gradients come by the log-sum-exp as well. A floating
-    mask gets no gradient: the capability table refuses one that wants it. `recorder` takes
-    statistics, and changes nothing. A compiler sees one operator.
+    Memory is O((T + S)·(D + E)) per head. Both results have gradients; a floating mask gets none,
+    so `dispatch` refuses a learned one. `recorder` collects statistics without changing the
+    result. A compiler sees one operator.
     """
     if torch.compiler.is_compiling():
-        out, lse, _ = _forward_node(*_arguments(inputs), with_lse)
+        out, lse, _ = _forward_op(*_op_arguments(inputs), with_lse)
     else:
         out, lse = _Tiled.apply(  # type: ignore[no-untyped-call]
             *(inputs.settings, draw_seed(inputs), with_lse, recorder, *inputs.tensors)
@@ -308,78 +312,81 @@ def tiled(
     return out, lse if with_lse else None
 
 
-# What a node takes, in order: `LEARNED`, the fields of a mask, settings, whether to give the LSE.
+# The operators' arguments: `TENSOR_FIELDS`, the fields of a mask, settings, and `with_lse`.
 _SCHEMA = (
     "Tensor q, Tensor k, Tensor v, Tensor? far_q, Tensor? far_k, Tensor? bias, Tensor? sink, "
     "bool causal, Tensor query, Tensor key, bool aligned, Tensor? padding, Tensor? attn_mask, "
-    "SymInt? sliding_window, SymInt sink_tokens, Tensor? query_documents, Tensor? key_documents, "
-    "SymInt? window, float dropout, float? cap, SymInt near_start, bool with_lse"
+    "SymInt? window, SymInt sink_tokens, Tensor? query_documents, Tensor? key_documents, "
+    "SymInt? far_from, float dropout, float? cap, SymInt near_start, bool with_lse"
 )
-_MASK = tuple(field.name for field in fields(AttentionMask))
-_SETTINGS = ("window", "dropout", "cap", "near_start")
+_MASK_FIELDS = tuple(field.name for field in fields(AttentionMask))
+_SETTING_FIELDS = ("far_from", "dropout", "cap", "near_start")
 
 
-def _arguments(inputs: AttentionInputs) -> tuple[Any, ...]:
-    """The inputs as the arguments of a node."""
-    mask = (getattr(inputs.mask, name) for name in _MASK)
-    return (*inputs.tensors, *mask, *(getattr(inputs, name) for name in _SETTINGS))
+def _op_arguments(inputs: AttentionInputs) -> tuple[Any, ...]:
+    """The operators' arguments for some inputs, without `with_lse`."""
+    mask = (getattr(inputs.mask, name) for name in _MASK_FIELDS)
+    return (*inputs.tensors, *mask, *(getattr(inputs, name) for name in _SETTING_FIELDS))
 
 
-def _inputs_of(arguments: Sequence[Any]) -> AttentionInputs:
-    """The inputs of the arguments of a node."""
-    count, end = len(LEARNED), len(LEARNED) + len(_MASK)
-    settings: dict[str, Any] = dict(zip(_SETTINGS, arguments[end:-1], strict=True))
-    settings["mask"] = AttentionMask(*arguments[count:end])
-    return AttentionInputs.of(settings, arguments[:count])
+def _op_inputs(arguments: Sequence[Any]) -> AttentionInputs:
+    """The inputs that the operators' arguments stand for."""
+    start, end = len(TENSOR_FIELDS), len(TENSOR_FIELDS) + len(_MASK_FIELDS)
+    settings: dict[str, Any] = dict(zip(_SETTING_FIELDS, arguments[end:-1], strict=True))
+    settings["mask"] = AttentionMask(*arguments[start:end])
+    return AttentionInputs.of(settings, arguments[:start])
 
 
 @torch.library.custom_op(
     "normattn::tiled", mutates_args=(), schema=f"({_SCHEMA}) -> (Tensor, Tensor, Tensor)"
 )
-def _forward_node(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    inputs = _inputs_of(arguments)
+def _forward_op(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    inputs = _op_inputs(arguments)
     seed = draw_seed(inputs)
     out, lse = forward_tiles(inputs, seed, with_lse=arguments[-1])
     return out.contiguous(), lse.contiguous(), torch.tensor(seed)
 
 
-@_forward_node.register_fake
+@_forward_op.register_fake
 def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    p, shape = _inputs_of(arguments), arguments[0].shape[:3]
-    wide = at_least_float32(p.q.dtype)
-    lse = p.v.new_empty(shape if arguments[-1] else (0,), dtype=wide)
-    return p.v.new_empty(*shape, p.v.shape[-1]), lse, torch.empty((), dtype=torch.int64)
+    inputs, shape = _op_inputs(arguments), arguments[0].shape[:3]
+    v, dtype = inputs.v, at_least_float32(inputs.q.dtype)
+    lse = v.new_empty(shape if arguments[-1] else (0,), dtype=dtype)
+    return v.new_empty(*shape, v.shape[-1]), lse, torch.empty((), dtype=torch.int64)
 
 
 @torch.library.custom_op(
     "normattn::tiled_backward",
     mutates_args=(),
-    schema=f"(Tensor grad, Tensor by_lse, Tensor seed, {_SCHEMA}) -> Tensor[]",
+    schema=f"(Tensor grad, Tensor grad_lse, Tensor seed, {_SCHEMA}) -> Tensor[]",
 )
-def _backward_node(grad: Tensor, by_lse: Tensor, seed: Tensor, *arguments: Any) -> list[Tensor]:
-    inputs, sums = _inputs_of(arguments), by_lse if arguments[-1] else None
-    found = backward_tiles(inputs, grad, int(seed.item()), by_lse=sums)
-    return [x.contiguous() for x in found if x is not None]
+def _backward_op(grad: Tensor, grad_lse: Tensor, seed: Tensor, *arguments: Any) -> list[Tensor]:
+    inputs, lse_grad = _op_inputs(arguments), grad_lse if arguments[-1] else None
+    grads = backward_tiles(inputs, grad, int(seed.item()), grad_lse=lse_grad)
+    return [x.contiguous() for x in grads if x is not None]
 
 
-@_backward_node.register_fake
-def _(grad: Tensor, by_lse: Tensor, seed: Tensor, *arguments: Any) -> list[Tensor]:
-    return [x.new_empty(x.shape) for x in arguments[: len(LEARNED)] if x is not None]
+@_backward_op.register_fake
+def _(grad: Tensor, grad_lse: Tensor, seed: Tensor, *arguments: Any) -> list[Tensor]:
+    return [x.new_empty(x.shape) for x in arguments[: len(TENSOR_FIELDS)] if x is not None]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    ctx.others = [None if isinstance(x, Tensor) else x for x in inputs]
-    ctx.tensors = [isinstance(x, Tensor) for x in inputs]
+    ctx.constants = [None if isinstance(x, Tensor) else x for x in inputs]
+    ctx.is_tensor = [isinstance(x, Tensor) for x in inputs]
     ctx.save_for_backward(output[2], *(x for x in inputs if isinstance(x, Tensor)))
 
 
-def _node_gradients(ctx: Any, grad: Tensor, by_lse: Tensor, _: Tensor) -> Gradients:
-    seed, *saved = ctx.saved_tensors
-    given = iter(saved)
-    values = [next(given) if at else x for at, x in zip(ctx.tensors, ctx.others, strict=True)]
-    sums = iter(_backward_node(grad, by_lse, seed, *values))
-    learned = [None if x is None else next(sums) for x in values[: len(LEARNED)]]
-    return (*learned, *[None] * (len(values) - len(LEARNED)))
+def _op_gradients(ctx: Any, grad: Tensor, grad_lse: Tensor, _: Tensor) -> Gradients:
+    seed, *tensors = ctx.saved_tensors
+    saved = iter(tensors)
+    arguments = [
+        next(saved) if is_tensor else constant
+        for is_tensor, constant in zip(ctx.is_tensor, ctx.constants, strict=True)
+    ]
+    grads = iter(_backward_op(grad, grad_lse, seed, *arguments))
+    input_grads = [None if x is None else next(grads) for x in arguments[: len(TENSOR_FIELDS)]]
+    return (*input_grads, *[None] * (len(arguments) - len(TENSOR_FIELDS)))
 
 
-_forward_node.register_autograd(_node_gradients, setup_context=_save)
+_forward_op.register_autograd(_op_gradients, setup_context=_save)

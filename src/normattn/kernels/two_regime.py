@@ -1,22 +1,23 @@
-"""Near and far attention, causal, with the stock flash kernel: near keys in sliding chunks.
+"""Causal attention of two regimes by torch's flash kernel, with near keys in sliding chunks.
 
 With as many queries as keys and a window w, query i has the near keys i − w < j ≤ i and the far
-keys j ≤ i − w, and three kinds of calls give the outputs o and log-sum-exps ℓ of its parts:
+keys j ≤ i − w. Three kinds of calls give outputs o and log-sum-exps ℓ:
 
     i < w     all keys are near: causal attention of the first w queries and keys
-    near      c queries i = s … s + c − 1 at once over the keys s − w … s + c − 1, with the band
-              |i − j| < w cut out by one mask that all chunks share ("sliding chunks", Longformer)
+    near      c queries i = s … s + c − 1 over the keys s − w … s + c − 1, with one mask of the
+              band |i − j| < w that all chunks share ("sliding chunks", Longformer)
     far       causal attention of far_q[w:], far_k[: S − w] and v[: S − w]
 
     o = o_near + (o_far − o_near) · λ,   λ = 1 / (1 + exp(ℓ_near − ℓ_far)),
     ℓ = log(exp ℓ_near + exp ℓ_far)
 
-The backward is the flash backward of every part with the global o and ℓ (FlashAttention-2), which
-is exact and needs no gradient through ℓ; what chunks give to the same keys adds up in wide type.
+The backward is the flash backward of every part with the global o and ℓ (FlashAttention-2). It is
+exact and needs no gradient through ℓ. Gradients that chunks give to the same key are added in
+float32 or wider.
 
-The stock kernel multiplies whole tiles of 512 keys, so triangles without a mask cost as much as
-squares: chunks touch (w + c) / w of the band's pairs, a diagonal and a reversed triangle twice as
-many. On a CPU only.
+The flash kernel multiplies whole tiles of 512 keys, so a triangle costs as much as a square. Chunks
+compute (w + c) / w times the pairs of the band; a diagonal and a reversed triangle would compute
+twice as many. On a CPU only.
 
 Legend: B batch, H heads, G key heads, T queries, S keys, w window, c rows of a chunk, n chunks of
 one call, D size. Log-sum-exps are natural logarithms.
@@ -38,45 +39,45 @@ from torch import Tensor
 from normattn.kernels.inputs import AttentionInputs
 from normattn.kernels.numerics import at_least_float32, refuse_second_derivative
 from normattn.kernels.reference import reference
-from normattn.kernels.sdpa import dense, flash, flash_backward, slow_type
+from normattn.kernels.sdpa import dense, flash, flash_backward, is_slow_dtype
 
-# The fewest rows of which torch's kernel multiplies 64 at a time (measured: half of the time per
-# pair of the next fewer in half precision; more rows touch more pairs beside the band).
+# The fewest rows at which torch's kernel multiplies 64 rows at a time. Measured in half precision,
+# this halves the time per pair; more rows would compute more pairs outside the band.
 ROWS = 192
 
 
 def two_regime(inputs: AttentionInputs) -> Float[Tensor, "b h t d"]:
-    """Causal attention of two regimes, of as many queries as keys, by the stock kernel alone.
+    """Causal attention of two regimes with as many queries as keys, by torch's flash kernel.
 
-    In half precision no score is rounded, forward or backward: the stock kernel keeps its own in
-    float32, and rounds weights and each part's output, as it does without regimes.
+    Scores stay in float32, forward and backward. In half precision the kernel rounds weights and
+    each part's output, as it does without regimes.
     """
     if not inputs.q.numel():
-        return reference(inputs)  # torch's kernel has no answer for an empty batch
-    wide = inputs.widened() if slow_type(inputs.q) else inputs
-    out: Tensor = _TwoRegime.apply(wide.settings, *wide.tensors)  # type: ignore[no-untyped-call]
+        return reference(inputs)  # torch's kernel does not support empty inputs
+    inputs_f32 = inputs.upcast() if is_slow_dtype(inputs.q) else inputs
+    out: Tensor = _TwoRegime.apply(inputs_f32.settings, *inputs_f32.tensors)  # type: ignore[no-untyped-call]
     return out.to(inputs.v.dtype)
 
 
 class _TwoRegime(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, settings: Mapping[str, Any], *tensors: Tensor | None) -> Tensor:
-        out, sums = _forward(AttentionInputs.of(settings, tensors))
-        ctx.save_for_backward(*tensors, out, sums)
+        out, lse = _forward(AttentionInputs.of(settings, tensors))
+        ctx.save_for_backward(*tensors, out, lse)
         ctx.settings = settings
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("the two-regime kernel", "backend='reference'")
-        *tensors, out, sums = ctx.saved_tensors
+        *tensors, out, lse = ctx.saved_tensors
         inputs = AttentionInputs.of(ctx.settings, tensors)
-        return None, *_backward(inputs, grads[0], out, sums), None, None
+        return None, *_backward(inputs, grads[0], out, lse), None, None
 
 
 @dataclass(frozen=True)
 class _Chunks:
-    """`count` chunks of `rows` queries each from query `first` on, and the band of each."""
+    """`count` chunks of `rows` queries each, from query `first` on, with the mask of their band."""
 
     first: int
     rows: int
@@ -85,53 +86,54 @@ class _Chunks:
     mask: Tensor
 
     @property
-    def span(self) -> slice:
-        """All its queries."""
+    def query_rows(self) -> slice:
+        """The queries of all chunks."""
         return slice(self.first, self.first + self.rows * self.count)
 
     def queries(self, x: Tensor) -> Tensor:
         """(B, H, T, …) as (n, B·H, c, …)."""
-        own = x[:, :, self.span].flatten(0, 1)
-        return torch.unflatten(own, 1, (self.count, self.rows)).transpose(0, 1)
+        rows = x[:, :, self.query_rows].flatten(0, 1)
+        return torch.unflatten(rows, 1, (self.count, self.rows)).transpose(0, 1)
 
     def keys(self, x: Tensor) -> Tensor:
-        """(B, G, S, D) as (n, B·G, w + c, D), a view: a key is in several chunks."""
-        own = x[:, :, self.first - self.window : self.span.stop].flatten(0, 1)
-        return own.unfold(1, self.window + self.rows, self.rows).permute(1, 0, 3, 2)
+        """(B, G, S, D) as (n, B·G, w + c, D), a view in which chunks overlap."""
+        keys = x[:, :, self.first - self.window : self.query_rows.stop].flatten(0, 1)
+        return keys.unfold(1, self.window + self.rows, self.rows).permute(1, 0, 3, 2)
 
-    def joined(self, x: Tensor, like: Tensor) -> Tensor:
+    def merge(self, x: Tensor, like: Tensor) -> Tensor:
         """(n, B·H, c, …) as (B, H, n·c, …)."""
         return torch.unflatten(x.transpose(0, 1).flatten(1, 2), 0, like.shape[:2])
 
-    def add(self, into: Tensor, x: Tensor) -> None:
-        """Add (n, B·G, w + c, D) to the keys (B, G, S, D) that the chunks read."""
-        for number, part in enumerate(torch.unflatten(x, 1, into.shape[:2]).unbind()):
-            start = self.first - self.window + number * self.rows
-            into[:, :, start : start + self.window + self.rows] += part
+    def add_to_keys(self, total: Tensor, x: Tensor) -> None:
+        """Add (n, B·G, w + c, D) to the chunks' keys in `total` (B, G, S, D)."""
+        for index, chunk in enumerate(torch.unflatten(x, 1, total.shape[:2]).unbind()):
+            start = self.first - self.window + index * self.rows
+            total[:, :, start : start + self.window + self.rows] += chunk
 
 
-def _chunks(q: Tensor, window: int) -> Iterator[_Chunks]:
-    """All queries from position w on: whole chunks, some at once, and a shorter last one.
+def _iter_chunks(q: Tensor, window: int) -> Iterator[_Chunks]:
+    """All queries from position w on: whole chunks, several per call, and a shorter last one.
 
-    Their keys overlap: those of one call, and so their gradients, are no more than all keys.
+    The overlapping keys of one call take no more memory than all keys.
     """
     queries = q.shape[2]
     if queries <= window:
         return
-    count, rest = divmod(queries - window, ROWS)
+    count, remainder = divmod(queries - window, ROWS)
     rows = min(ROWS, queries - window)
-    # 0 where row r of a chunk has column r < j ≤ r + w near, −∞ elsewhere.
+    # 0 for the near columns r < j ≤ r + w of row r of a chunk, −∞ elsewhere.
     hidden = q.new_full((rows, window + rows), -torch.inf, dtype=at_least_float32(q.dtype))
     mask = hidden.triu(window + 1).add_(hidden.tril_())
     step = max(1, queries // (ROWS + window))
     for start in range(0, count, step):
         yield _Chunks(window + start * ROWS, ROWS, min(step, count - start), window, mask)
-    if rest:
-        yield _Chunks(queries - rest, rest, 1, window, mask[:rest, : window + rest])
+    if remainder:
+        last_mask = mask[:remainder, : window + remainder]
+        yield _Chunks(queries - remainder, remainder, 1, window, last_mask)
 
 
-def _far(inputs: AttentionInputs, window: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values of the far part, which has as many of each."""
+def _far_operands(inputs: AttentionInputs, window: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of the far part, equally many of each."""
     assert inputs.far_q is not None
     assert inputs.far_k is not None
     v, count = inputs.v, inputs.v.shape[2] - window
@@ -140,61 +142,62 @@ def _far(inputs: AttentionInputs, window: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _forward(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
-    """The output, laid out as the stock kernel's, and the log-sum-exp of each row."""
-    q, k, v, window = inputs.q, dense(inputs.k), dense(inputs.v), inputs.window
+    """The output, in the memory layout of torch's kernel, and the log-sum-exp of each row."""
+    q, k, v, window = inputs.q, dense(inputs.k), dense(inputs.v), inputs.far_from
     assert window is not None
     batch, heads, queries, size = q.shape
     out = q.new_empty((batch, queries, heads, size)).transpose(1, 2)
-    sums = q.new_empty((batch, heads, queries), dtype=at_least_float32(q.dtype))
+    lse = q.new_empty((batch, heads, queries), dtype=at_least_float32(q.dtype))
     # The first queries have near keys only.
     head = slice(0, min(window, queries))
-    out[:, :, head], sums[:, :, head] = flash(q[:, :, head], k[:, :, head], v[:, :, head], True)
+    out[:, :, head], lse[:, :, head] = flash(q[:, :, head], k[:, :, head], v[:, :, head], True)
     if window >= queries:
-        return out, sums
-    far_out, far_sums = flash(*_far(inputs, window), True)
-    for chunks in _chunks(q, window):
+        return out, lse
+    far_out, far_lse = flash(*_far_operands(inputs, window), True)
+    for chunks in _iter_chunks(q, window):
         keys, values = chunks.keys(k), chunks.keys(v)
-        near, near_sums = flash(chunks.queries(q), keys, values, False, chunks.mask)
-        near, near_sums = chunks.joined(near, q), chunks.joined(near_sums, q)
-        rows = slice(chunks.first - window, chunks.span.stop - window)
-        share = (far_sums[:, :, rows] - near_sums).sigmoid_()[..., None].to(q.dtype)
-        torch.lerp(near, far_out[:, :, rows], share, out=out[:, :, chunks.span])
-        sums[:, :, chunks.span] = torch.logaddexp(near_sums, far_sums[:, :, rows])
-    return out, sums
+        near, near_lse = flash(chunks.queries(q), keys, values, False, chunks.mask)
+        near, near_lse = chunks.merge(near, q), chunks.merge(near_lse, q)
+        rows = slice(chunks.first - window, chunks.query_rows.stop - window)
+        share = (far_lse[:, :, rows] - near_lse).sigmoid_()[..., None].to(q.dtype)
+        torch.lerp(near, far_out[:, :, rows], share, out=out[:, :, chunks.query_rows])
+        lse[:, :, chunks.query_rows] = torch.logaddexp(near_lse, far_lse[:, :, rows])
+    return out, lse
 
 
 def _backward(
-    inputs: AttentionInputs, by_out: Tensor, out: Tensor, sums: Tensor
+    inputs: AttentionInputs, grad_out: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, ...]:
     """The gradients of q, k, v, far_q and far_k."""
-    q, k, v, window = inputs.q, dense(inputs.k), dense(inputs.v), inputs.window
+    q, k, v, window = inputs.q, dense(inputs.k), dense(inputs.v), inputs.far_from
     assert inputs.far_q is not None
     assert inputs.far_k is not None
     assert window is not None
-    by_q = torch.empty_like(q)
-    by_k, by_v = (torch.zeros_like(x, dtype=at_least_float32(x.dtype)) for x in (k, v))
-    by_far_q, by_far_k = torch.zeros_like(inputs.far_q), torch.zeros_like(inputs.far_k)
+    grad_q = torch.empty_like(q)
+    grad_k, grad_v = (torch.zeros_like(x, dtype=at_least_float32(x.dtype)) for x in (k, v))
+    grad_far_q, grad_far_k = torch.zeros_like(inputs.far_q), torch.zeros_like(inputs.far_k)
     head = slice(0, min(window, q.shape[2]))
-    near = q[:, :, head], k[:, :, head], v[:, :, head], out[:, :, head], sums[:, :, head]
-    by_q[:, :, head], by_k[:, :, head], by_v[:, :, head] = flash_backward(
-        by_out[:, :, head], *near, causal=True
+    near = q[:, :, head], k[:, :, head], v[:, :, head], out[:, :, head], lse[:, :, head]
+    grad_q[:, :, head], grad_k[:, :, head], grad_v[:, :, head] = flash_backward(
+        grad_out[:, :, head], *near, causal=True
     )
     if window < q.shape[2]:
-        rows, keys, far = slice(window, None), slice(0, v.shape[2] - window), _far(inputs, window)
-        by_far_q[:, :, rows], by_far_k[:, :, keys], by_far_v = flash_backward(
-            by_out[:, :, rows], *far, out[:, :, rows], sums[:, :, rows], True
+        rows, keys = slice(window, None), slice(0, v.shape[2] - window)
+        operands = _far_operands(inputs, window)
+        grad_far_q[:, :, rows], grad_far_k[:, :, keys], grad_far_v = flash_backward(
+            grad_out[:, :, rows], *operands, out[:, :, rows], lse[:, :, rows], True
         )
-        by_v[:, :, keys] += by_far_v
-        del by_far_v
-    for chunks in _chunks(q, window):
-        of_q, of_k, of_v = flash_backward(
-            chunks.queries(by_out),
+        grad_v[:, :, keys] += grad_far_v
+        del grad_far_v
+    for chunks in _iter_chunks(q, window):
+        chunk_grad_q, chunk_grad_k, chunk_grad_v = flash_backward(
+            chunks.queries(grad_out),
             *(chunks.queries(q), chunks.keys(k), chunks.keys(v)),
-            *(chunks.queries(out), chunks.queries(sums)),
+            *(chunks.queries(out), chunks.queries(lse)),
             causal=False,
             mask=chunks.mask,
         )
-        by_q[:, :, chunks.span] = chunks.joined(of_q, q)
-        chunks.add(by_k, of_k)
-        chunks.add(by_v, of_v)
-    return by_q, by_k.to(k.dtype), by_v.to(v.dtype), by_far_q, by_far_k
+        grad_q[:, :, chunks.query_rows] = chunks.merge(chunk_grad_q, q)
+        chunks.add_to_keys(grad_k, chunk_grad_k)
+        chunks.add_to_keys(grad_v, chunk_grad_v)
+    return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype), grad_far_q, grad_far_k

@@ -429,7 +429,7 @@ def _feature_tables(near: object, far: object, size: int) -> RowTables | None:
         if not isinstance(rotation, Rotation):
             continue
         first, second = feature_pairs(rotation.start, rotation.cos.shape[-1], rotation.interleaved)
-        cos = rotation.rest.expand(-1, size).clone()
+        cos = rotation.unrotated.expand(-1, size).clone()
         sin, partner = torch.zeros_like(cos), torch.arange(size, device=cos.device)
         cos[:, first], cos[:, second] = rotation.cos, rotation.cos
         sin[:, first], sin[:, second] = -rotation.sin, rotation.sin

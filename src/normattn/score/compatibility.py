@@ -1,4 +1,4 @@
-"""Compatibility of score parts, found by trying every pair."""
+"""Which score components can be combined, found by trying every pair."""
 
 from __future__ import annotations
 
@@ -13,44 +13,47 @@ from normattn.score.spec import ScoreSpec
 
 TRAIN_LENGTH, FACTOR = 512, 8.0
 """The training length and the factor of examples."""
-# Tried in turn: parts alone, with a normalisation, and with rotary positions named beside a bias.
-_COMPANY = (("Baseline",), ("QKRMSNorm",), ("Baseline", "RoPE"), ("QKRMSNorm", "RoPE"))
+# Components to complete a pair with, tried in turn: a variant, and RoPE, which biases drop.
+_FILLERS = (("Baseline",), ("QKRMSNorm",), ("Baseline", "RoPE"), ("QKRMSNorm", "RoPE"))
 
 
 @dataclass(frozen=True)
 class Combinations:
-    """What a component excludes, each with the reason, and what it allows next to RoPE."""
+    """The components that a component excludes, with reasons, and those that also need RoPE."""
 
     excludes: Mapping[str, str]
     beside_rope: tuple[str, ...]
 
 
 def example(name: str) -> ScoreSpec:
-    """The smallest score that has this part, for a training length of 512 and a factor of 8."""
+    """The smallest score with this component, for a training length of 512 and a factor of 8."""
     return next(spec for spec, _, _ in _attempts((parts()[name],)) if spec is not None)
 
 
 @cache
 def combinations() -> Mapping[str, Combinations]:
-    """Combinations of every part; two parts of one slot never combine and are not listed."""
+    """The combinations of every component; two of one type never combine and are not listed."""
     known = parts()
     excludes: dict[str, dict[str, str]] = {name: {} for name in known}
     beside: dict[str, list[str]] = {name: [] for name in known}
     for one, other in itertools.combinations(known.values(), 2):
         if one.slot is other.slot:
             continue
-        refused: list[str] = []
-        company: tuple[str, ...] | None = None
+        reasons: list[str] = []
+        fillers: tuple[str, ...] | None = None
         for spec, names, reason in _attempts((one, other)):
             if spec is not None:
-                company = names
+                fillers = names
                 break
-            refused.append(reason)
-        for name, mate in ((one.name, other.name), (other.name, one.name)):
-            if company is None:
-                excludes[name][mate] = _clearest(refused, (one, other))
-            elif "RoPE" in company:
-                beside[name].append(mate)
+            reasons.append(reason)
+        for name, partner in ((one.name, other.name), (other.name, one.name)):
+            if fillers is None:
+                # The reason that names most of the two components.
+                excludes[name][partner] = max(
+                    reasons, key=lambda x: (one.name in x) + (other.name in x)
+                )
+            elif "RoPE" in fillers:
+                beside[name].append(partner)
     return {name: Combinations(excludes[name], tuple(beside[name])) for name in known}
 
 
@@ -58,25 +61,19 @@ _Attempt = tuple[ScoreSpec | None, tuple[str, ...], str]
 
 
 def _attempts(wanted: tuple[type[Part], ...]) -> Iterator[_Attempt]:
-    """Scores of these parts in company that fills the other slots; None and why where refused."""
+    """Scores of these parts with fillers of other types; None and the reason where that fails."""
     taken = {part.slot for part in wanted}
     known = parts()
-    for company in dict.fromkeys(
-        tuple(name for name in names if known[name].slot not in taken) for names in _COMPANY
+    for fillers in dict.fromkeys(
+        tuple(name for name in names if known[name].slot not in taken) for names in _FILLERS
     ):
-        text = "-".join((*company, *(part.name for part in wanted)))
+        text = "-".join((*fillers, *(part.name for part in wanted)))
         try:
             spec = ScoreSpec.parse(text, train_length=TRAIN_LENGTH).resolve(factor=FACTOR)
         except InputError as error:
-            yield None, company, str(error)
+            yield None, fillers, str(error)
         else:
-            yield spec, company, ""
-
-
-def _clearest(reasons: list[str], wanted: tuple[type[Part], ...]) -> str:
-    """The sentence that is about the wanted parts and not about their company."""
-    names = [part.name for part in wanted]
-    return max(reasons, key=lambda reason: sum(name in reason for name in names))
+            yield spec, fillers, ""
 
 
 def needs(name: str) -> str:

@@ -1,6 +1,6 @@
-"""The grammar of specifications: texts to parts and back.
+"""Parsing and printing of specifications.
 
-`PART(-PART)*(@L)?`, a part being `Name` or `Name(field=value,…)`.
+The grammar is `PART(-PART)*(@L)?`, where a part is `Name` or `Name(field=value,…)`.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _LONGEST_NUMBER = 64
 _LENGTH = re.compile(r"@(?P<length>[0-9]+)$")
 _ALIASES = {"NTK-mixed": "NTKMixed", "NTK-old": "NTKOld", "NTK-fixed": "NTK"}
 _ALIASES |= {"KERPLE-log": "KERPLELog", "KERPLE-power": "KERPLEPower"}
-Given = tuple[type[Part], dict[str, Any]]
-"""A part and the values that a text gives its fields."""
+NamedPart = tuple[type[Part], dict[str, Any]]
+"""A part's class and the values of its fields in a text."""
 
 
-def read(text: str) -> tuple[list[Given], int | None]:
-    """The parts that `text` names with the fields that it gives them, and its training length.
+def read(text: str) -> tuple[list[NamedPart], int | None]:
+    """The parts and the training length that `text` names.
 
-    The name of a model (`normattn.score.recipes`) means the components of its score.
+    A model's name stands for the components of its score (`normattn.score.recipes`).
     """
     if not isinstance(text, str):
         raise InputError(f"a score is a ScoreSpec or its name, but {text!r} was given")
@@ -42,56 +42,51 @@ def read(text: str) -> tuple[list[Given], int | None]:
         if length is None:
             raise InputError(f"{text!r} gives a training length that is too large")
     if (model := recipe(body)) is not None:
-        given, own = read(model)
-        return given, agreed_length(body, own, length)
+        parts, model_length = read(model)
+        return parts, agreed_length(body, model_length, length)
     for alias, name in _ALIASES.items():
         body = re.sub(rf"{re.escape(alias)}(?=$|[-(@])", name, body)
-    return [_parse_part(match, text) for match in _split(body, text)], length
-
-
-def agreed_length(text: str, own: int | None, other: int | None) -> int | None:
-    """The training length of a score, or the one given with it; `InputError` if they differ."""
-    if None not in (own, other) and own != other:
-        raise InputError(f"{text!r} has a training length of {own}, but {other} was given")
-    return other if own is None else own
-
-
-def build_parts(
-    given: list[Given], parameters: typing.Mapping[str, Any], text: str
-) -> tuple[Part, ...]:
-    """The parts with their values; each parameter goes to the one that has its field open."""
-    for key, value in parameters.items():
-        known = {field.name for part, _ in given for field in dataclasses.fields(part)}
-        if key not in known:
-            raise unknown_name(f"parameter of {text!r}", key, sorted(known))
-        takers = [
-            fields
-            for part, fields in given
-            if key in {field.name for field in dataclasses.fields(part)} and key not in fields
-        ]
-        if not takers:
-            raise InputError(f"{key} is already given in {text!r}")
-        if len(takers) > 1:
-            raise InputError(
-                f"two components of {text!r} take {key!r}: write it after the one that you mean"
-            )
-        takers[0][key] = value
-    return tuple(_build(part, fields, text) for part, fields in given)
-
-
-def _split(body: str, text: str) -> list[re.Match[str]]:
-    """The parts of a text, each a match; `InputError` says where it is none."""
-    match = _PARTS.match(body)
-    end = 0 if match is None else match.end()
-    if match is None or end != len(body):
+    parsed = _PARTS.match(body)
+    end = 0 if parsed is None else parsed.end()
+    if parsed is None or end != len(body):
         raise InputError(
             f"{text!r} is not a score: expected names joined by hyphens, like "
             f"CosA-logn-YaRN(factor=8)@512, but found {body[end : end + 12]!r}"
         )
-    return list(_PART.finditer(body))
+    return [_parse_part(match, text) for match in _PART.finditer(body)], length
 
 
-def _parse_part(match: re.Match[str], text: str) -> Given:
+def agreed_length(text: str, length: int | None, given: int | None) -> int | None:
+    """The training length of a score, or the given one; `InputError` if they differ."""
+    if None not in (length, given) and length != given:
+        raise InputError(f"{text!r} has a training length of {length}, but {given} was given")
+    return given if length is None else length
+
+
+def build_parts(
+    named_parts: list[NamedPart], parameters: typing.Mapping[str, Any], text: str
+) -> tuple[Part, ...]:
+    """Build parts; each of `parameters` goes to the part that has the field and does not set it."""
+    for key, value in parameters.items():
+        known = {field.name for part, _ in named_parts for field in dataclasses.fields(part)}
+        if key not in known:
+            raise unknown_name(f"parameter of {text!r}", key, sorted(known))
+        candidates = [
+            fields
+            for part, fields in named_parts
+            if key in {field.name for field in dataclasses.fields(part)} and key not in fields
+        ]
+        if not candidates:
+            raise InputError(f"{key} is already given in {text!r}")
+        if len(candidates) > 1:
+            raise InputError(
+                f"two components of {text!r} take {key!r}: write it after the one that you mean"
+            )
+        candidates[0][key] = value
+    return tuple(_build(part, fields, text) for part, fields in named_parts)
+
+
+def _parse_part(match: re.Match[str], text: str) -> NamedPart:
     part, fields = find(match["name"]), dict[str, Any]()
     for item in filter(None, (match["fields"] or "").split(",")):
         key, equals, value = (piece.strip() for piece in item.partition("="))
@@ -103,7 +98,7 @@ def _parse_part(match: re.Match[str], text: str) -> Given:
 
 @functools.cache
 def _hints(part: typing.Hashable) -> dict[str, Any]:
-    """The types of a part's fields; evaluating annotations costs more than all else here."""
+    """The types of a part's fields, cached because evaluating annotations is slow."""
     return typing.get_type_hints(part)
 
 
@@ -118,7 +113,7 @@ def _build(part: type[Part], values: dict[str, Any], text: str) -> Part:
 
 
 def _convert(hint: Any, value: Any, part: type[Part], key: str) -> Any:
-    """`value` as the field's type; text is read, numbers must be of the right kind."""
+    """Convert a value, or its text, to the type of a field."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         hint = next(choice for choice in typing.get_args(hint) if choice is not type(None))
     if typing.get_origin(hint) is Literal:
@@ -126,9 +121,9 @@ def _convert(hint: Any, value: Any, part: type[Part], key: str) -> Any:
             return value
         expected = " or ".join(repr(choice) for choice in typing.get_args(hint))
     elif typing.get_origin(hint) is tuple:
-        pieces = value.split(":") if isinstance(value, str) else value
-        if isinstance(pieces, list | tuple):
-            return tuple(_convert(typing.get_args(hint)[0], piece, part, key) for piece in pieces)
+        items = value.split(":") if isinstance(value, str) else value
+        if isinstance(items, list | tuple):
+            return tuple(_convert(typing.get_args(hint)[0], item, part, key) for item in items)
         expected = "numbers divided by colons"
     elif hint is bool:
         if isinstance(value, bool) or value in ("true", "false"):
@@ -143,11 +138,11 @@ def _convert(hint: Any, value: Any, part: type[Part], key: str) -> Any:
 
 
 def _whole(value: Any) -> int | None:
-    """A whole number, exactly, as torch counts: of at most 63 bits; None for anything else."""
+    """An integer of at most 63 bits, as torch has them; None for anything else."""
     if isinstance(value, str) and _DIGITS.fullmatch(value):
         value = int(value)
     if not isinstance(value, int) or isinstance(value, bool):
-        # 1e3 and 4.0 are whole numbers too, as far as a float tells all of them apart.
+        # 1e3 and 4.0 are whole numbers too, up to 2^53, where floats become inexact.
         real = _real(value)
         if real is None or not real.is_integer() or abs(real) > 1 << 53:
             return None
@@ -156,7 +151,7 @@ def _whole(value: Any) -> int | None:
 
 
 def _real(value: Any) -> float | None:
-    """A floating-point number, be it infinite (which its part may refuse); None for others."""
+    """A float, which may be infinite; None for anything else."""
     if isinstance(value, bool) or (isinstance(value, str) and len(value) > _LONGEST_NUMBER):
         return None
     try:
@@ -165,15 +160,12 @@ def _real(value: Any) -> float | None:
         return None
 
 
-def print_part(part: Part, usual: Part | None = None) -> str:
-    """The part as `read` reads it: its name, and the fields that are not as by default.
-
-    Fields as in `usual` are left out too.
-    """
+def print_part(part: Part, implied: Part | None = None) -> str:
+    """Print a part for `read`: its name, and the fields that differ from default and `implied`."""
     changed = [
         f"{field.name}={_print_value(getattr(part, field.name))}"
         for field in dataclasses.fields(part)
-        if getattr(part, field.name) not in (field.default, getattr(usual, field.name, None))
+        if getattr(part, field.name) not in (field.default, getattr(implied, field.name, None))
     ]
     return f"{part.name}({','.join(changed)})" if changed else part.name
 
@@ -189,7 +181,7 @@ def _print_value(value: Any) -> str:
 
 
 def check_train_length(value: Any) -> int:
-    """A training length, checked: a whole number of at least 2."""
+    """Check a training length: a whole number of at least 2."""
     try:
         length = operator.index(value)
     except TypeError:

@@ -6,8 +6,8 @@ distances.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -23,7 +23,7 @@ from normattn.score.rotary import (
     ChunkedRotation,
     NormAfter,
     Rotation,
-    by_head,
+    add_head_axis,
     key_tables,
     query_scale,
     query_tables,
@@ -36,9 +36,9 @@ from normattn.score.spec import ScoreSpec, as_spec
 class Score(nn.Module):
     """The score of a `ScoreSpec` for H query heads and G key heads of dimension D.
 
-    Holds gains, running statistics, learned scales, biases, sinks and what pairs of heads learn; a
-    specification that learns nothing has no parameters. `use` switches inference-time components on
-    and off; `spec` is the active specification, `built` the original one.
+    It holds the parameters and running statistics of the components; a specification that learns
+    nothing has none. `use` switches inference-time components on and off. `spec` is the active
+    specification, `built` the original one.
     """
 
     def __init__(
@@ -55,15 +55,12 @@ class Score(nn.Module):
         self.key_norm = key.build(self.kv_heads, head_dim) if key else None
         base = spec.variant.learned_base(spec.train_length)
         self.scale = None if base is None else nn.Parameter(torch.tensor(float(base)))
-        position, logn, bias, difference = spec.position, spec.logn, spec.bias, spec.difference
-        rotary = position if isinstance(position, RotaryPosition) else None
-        self.position = _parameters(
-            None if rotary is None else rotary.learned(self.kv_heads, head_dim)
-        )
-        self.logn = _parameters(None if logn is None else logn.learned(heads, spec.train_length))
-        self.bias = _parameters(None if bias is None else bias.learned(heads, head_dim))
+        rotary = spec.position if isinstance(spec.position, RotaryPosition) else None
+        self.position = _parameters(rotary, self.kv_heads, head_dim)
+        self.logn = _parameters(spec.logn, heads, spec.train_length)
+        self.bias = _parameters(spec.bias, heads, head_dim)
         self.sink = None if spec.sink is None else nn.Parameter(torch.zeros(heads))
-        self.difference = _parameters(None if difference is None else difference.learned(head_dim))
+        self.difference = _parameters(spec.difference, head_dim)
 
     @property
     def spec(self) -> ScoreSpec:
@@ -71,7 +68,7 @@ class Score(nn.Module):
         return self._spec
 
     def use(self, spec: ScoreSpec) -> None:
-        """Make `spec` active; its training-time components must be those of this score."""
+        """Make `spec` active; its training-time components must equal the current ones."""
         spec = spec.resolve(self._spec.train_length)
         if spec.trained != self._spec.trained:
             raise InputError(
@@ -96,48 +93,30 @@ class Score(nn.Module):
         dropout: float = 0.0,
         cached: bool = False,
     ) -> AttentionInputs:
-        """Prepare queries, keys and values for a kernel; all that can be is absorbed into q and k.
+        """Prepare queries, keys and values for a kernel: normalise, rotate and scale q and k.
 
         `mask` says which keys are visible, before the score's own window. Statistics over tokens
-        leave out padding; without `query_padding` every query is real, also if keys are padded
-        (cross attention). If the score is blockwise, the rows are those of `block`. Keys that are
-        `cached` come from `cache_keys`, or, if the score is blockwise, from `rotate_cached_keys`;
-        if causal, the queries are the last of them.
+        ignore padding; without `query_padding` every query counts, even if keys are padded (cross
+        attention). For a blockwise score the rows are those of `block`. `cached` keys come from
+        `cache_keys`, or from `rotate_cached_keys` for a blockwise score; if causal, the queries are
+        the last of them.
         """
-        if positions.causal and self._spec.leaks_future:
-            raise InputError(
-                f"{self._spec.name} uses statistics across the sequence and so leaks the future: "
-                "it cannot be used with causal attention"
-            )
-        if self._spec.needs_causal and not positions.causal:
-            raise InputError(f"{self._spec.name} is defined for causal attention only")
+        self._check_call(q, k, positions, cached)
         spec = self._spec.for_block(block) if self._spec.blockwise else self._spec
-        if spec.selection is not None and not cached and q.shape[2] != k.shape[2]:
-            raise InputError(
-                f"{spec.name} adds up what all earlier queries have selected: give as many "
-                f"queries as keys, or a cache, not {q.shape[2]} and {k.shape[2]}"
-            )
-        near_q, far_q, pairs = self._queries(spec, q, positions, query_padding, block)
-        first, near_k, far_k, start = 0 if positions.regular else None, k, None, 0
+        near_q, far_q, pairs = self._prepare_queries(spec, q, positions, query_padding, block)
         remapping = None if far_q is None else spec.remapping
+        near_k, far_k, near_start = k, None, 0
         if not cached:
-            tables = key_tables(spec, self.head_dim, positions.key, k.dtype, first)
-            k, after = self._normalise_first(spec, k, mask.padding)
-            near_k = _rotate(k, tables.select_block(block).near, after)
-            far_k = None if remapping is None else _rotate(k, tables.far, after)
+            near_k, far_k = self._rotate_keys(spec, k, positions, mask.padding, block)
         elif remapping is not None and remapping.window is not None:
-            after = None if spec.order is None else self._key_features
-            # The first column that the first of these rows reads in the near regime.
-            start = max(0, k.shape[2] - q.shape[2] - remapping.window + 1)
-            near, first = positions.key[..., start:], start if positions.regular else None
-            back = key_tables(spec, self.head_dim, near, k.dtype, first, far_to_near=True).near
-            near_k = _rotate(k[:, :, start:], back, after)
-            far_k = k if after is None else after(k)
-        inputs = self._inputs(near_q, near_k, v, positions, mask, dropout, pairs)
+            # The first column that is near for the first of these rows.
+            near_start = max(0, k.shape[2] - q.shape[2] - remapping.window + 1)
+            near_k, far_k = self._split_cached_keys(spec, k, positions, near_start)
+        inputs = self._build_inputs(near_q, near_k, v, positions, mask, dropout, pairs)
         if remapping is None:
             return inputs
-        window = remapping.window
-        return replace(inputs, far_q=far_q, far_k=far_k, window=window, near_start=start)
+        far_from = remapping.window
+        return replace(inputs, far_q=far_q, far_k=far_k, far_from=far_from, near_start=near_start)
 
     def cache_keys(
         self,
@@ -146,20 +125,20 @@ class Score(nn.Module):
         first: int | None = None,
         padding: Bool[Tensor, "b s"] | None = None,
     ) -> Float[Tensor, "b g s cached"]:
-        """Prepare keys for a cache; their positions count from `first` on where it is given.
+        """Normalise and rotate keys for a cache.
 
-        Normalised and rotated keys; rotated at their far position where there are two regimes, not
-        at all where the score is blockwise. A normalisation that follows the rotation is left to
-        `forward` then. Statistics over tokens leave out the padded ones.
+        `first` is the first position if positions are consecutive. With two regimes keys are
+        rotated to their far positions, and `forward` applies a norm that follows the rotation. Keys
+        of a blockwise score are not rotated. Statistics over tokens ignore padding.
         """
         spec = self._spec
-        k, after = self._normalise_first(spec, k, padding)
+        k, norm_after = self._norm_before_rotation(spec, k, padding)
         if spec.blockwise:
             return k
         tables = key_tables(spec, self.head_dim, positions, k.dtype, first)
         if spec.remapping is not None:
             return _rotate(k, tables.far)
-        return _rotate(k, tables.near, after)
+        return _rotate(k, tables.near, norm_after)
 
     def rotate_cached_keys(
         self,
@@ -168,12 +147,28 @@ class Score(nn.Module):
         block: int,
         first: int | None = None,
     ) -> Float[Tensor, "b g s wide"]:
-        """Rotate keys of `cache_keys` as the rows of `block` read them, for a blockwise score."""
+        """Rotate keys of `cache_keys` for the query rows of `block`, for a blockwise score."""
         spec = self._spec.for_block(block)
         tables = key_tables(spec, self.head_dim, positions, cached.dtype, first).select_block(block)
         return _rotate(cached, tables.near, None if spec.order is None else self._key_features)
 
-    def _queries(
+    def _check_call(self, q: Tensor, k: Tensor, positions: Positions, cached: bool) -> None:
+        """Raise `InputError` for a call for which the score is not defined."""
+        spec = self._spec
+        if positions.causal and spec.leaks_future:
+            raise InputError(
+                f"{spec.name} uses statistics across the sequence and so leaks the future: "
+                "it cannot be used with causal attention"
+            )
+        if spec.needs_causal and not positions.causal:
+            raise InputError(f"{spec.name} is defined for causal attention only")
+        if spec.selection is not None and not cached and q.shape[2] != k.shape[2]:
+            raise InputError(
+                f"{spec.name} adds up what all earlier queries have selected: give as many "
+                f"queries as keys, or a cache, not {q.shape[2]} and {k.shape[2]}"
+            )
+
+    def _prepare_queries(
         self,
         spec: ScoreSpec,
         q: Tensor,
@@ -181,7 +176,7 @@ class Score(nn.Module):
         padding: Tensor | None,
         block: int,
     ) -> tuple[Tensor, Tensor | None, PairBias | None]:
-        """Prepare the queries, near and far, with λ folded in, and the bias of their pairs."""
+        """Near and far queries, with λ multiplied in, and the bias of pairs."""
         tables = query_tables(spec, self.head_dim, positions, q.dtype).select_block(block)
 
         def norm(q: Tensor) -> Tensor:
@@ -190,30 +185,51 @@ class Score(nn.Module):
         def features(q: Tensor) -> Tensor:
             if isinstance(spec.position, RotaryPosition):
                 q = spec.position.query_features(q)
-            return self._learned_scale(q, positions.n)
+            return self._apply_learned_scale(q, positions.n)
 
         q = norm(q) if spec.order is None else q
-        pairs, part = self._pairs(spec, q, positions), spec.bias
-        if isinstance(part, PairBiasPart):
-            q = part.content_query(q, _values(self.bias))
-        q, after = (features(q), None) if spec.order is None else (q, lambda x: features(norm(x)))
-        near = scaled(_rotate(q, tables.near, after), tables.scale)
+        pairs, bias = self._pair_bias(spec, q, positions), spec.bias
+        if isinstance(bias, PairBiasPart):
+            q = bias.content_query(q, _tensors(self.bias))
+        norm_after: NormAfter = None if spec.order is None else lambda x: features(norm(x))
+        q = features(q) if norm_after is None else q
+        near = scaled(_rotate(q, tables.near, norm_after), tables.scale)
         if tables.far is None:
             return near, None, pairs
-        return near, scaled(_rotate(q, tables.far, after), tables.scale), pairs
+        return near, scaled(_rotate(q, tables.far, norm_after), tables.scale), pairs
 
-    def _learned_scale(self, q: Tensor, n: Tensor) -> Tensor:
-        """Multiply q by the learned part of λ."""
+    def _apply_learned_scale(self, q: Tensor, n: Tensor) -> Tensor:
+        """Multiply q by the learned factors of λ."""
         if self.logn is not None and self._spec.logn is not None:
-            n = by_head(n).to(at_least_float32(q.dtype))
+            n = add_head_axis(n).to(at_least_float32(q.dtype))
             n = n[None] if n.dim() == 1 else n
-            q = scaled(q, self._spec.logn.learned_factor(n, _values(self.logn))[..., None])
+            q = scaled(q, self._spec.logn.learned_factor(n, _tensors(self.logn))[..., None])
         return scaled(q, self.scale)
 
-    def _normalise_first(
+    def _rotate_keys(
+        self, spec: ScoreSpec, k: Tensor, positions: Positions, padding: Tensor | None, block: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """Near and far keys, normalised and rotated."""
+        first = 0 if positions.regular else None
+        tables = key_tables(spec, self.head_dim, positions.key, k.dtype, first)
+        k, norm_after = self._norm_before_rotation(spec, k, padding)
+        near = _rotate(k, tables.select_block(block).near, norm_after)
+        return near, None if tables.far is None else _rotate(k, tables.far, norm_after)
+
+    def _split_cached_keys(
+        self, spec: ScoreSpec, k: Tensor, positions: Positions, near_start: int
+    ) -> tuple[Tensor, Tensor]:
+        """Near keys from `near_start` on, and far keys, of cached keys at their far positions."""
+        norm_after = None if spec.order is None else self._key_features
+        near, first = positions.key[..., near_start:], near_start if positions.regular else None
+        tables = key_tables(spec, self.head_dim, near, k.dtype, first, far_to_near=True)
+        near_k = _rotate(k[:, :, near_start:], tables.near, norm_after)
+        return near_k, k if norm_after is None else norm_after(k)
+
+    def _norm_before_rotation(
         self, spec: ScoreSpec, k: Tensor, padding: Tensor | None
     ) -> tuple[Tensor, NormAfter]:
-        """Normalise keys that are about to rotate, or return what follows the rotation."""
+        """Normalise keys, or return the norm to apply after the rotation."""
         if spec.order is None:
             return self._key_features(k, padding), None
         return k, lambda x: self._key_features(x, padding)
@@ -223,9 +239,9 @@ class Score(nn.Module):
         position = self._spec.position
         if not isinstance(position, RotaryPosition):
             return k
-        return position.key_features(k, _values(self.position))
+        return position.key_features(k, _tensors(self.position))
 
-    def _inputs(
+    def _build_inputs(
         self,
         q: Tensor,
         k: Tensor,
@@ -235,76 +251,76 @@ class Score(nn.Module):
         dropout: float,
         pairs: PairBias | None,
     ) -> AttentionInputs:
-        """Add what a kernel computes besides the product."""
-        window, kept = self._spec.window
-        selection, part = None, self._spec.bias
+        """Join q, k and v with everything else that the kernel needs."""
+        window, sink_tokens = self._spec.window
+        selection, bias = None, self._spec.bias
         if self._spec.selection is not None:
-            own = None if mask.padding is None else mask.padding[:, v.shape[2] - q.shape[2] :]
-            taken = k.new_zeros(v.shape[0], v.shape[2], dtype=at_least_float32(k.dtype))
-            selection = Selection(taken, own)
+            padding = None if mask.padding is None else mask.padding[:, v.shape[2] - q.shape[2] :]
+            before = k.new_zeros(v.shape[0], v.shape[2], dtype=at_least_float32(k.dtype))
+            selection = Selection(before, padding)
         return AttentionInputs(
             q,
             k,
             v,
-            mask if window is None else replace(mask, window=window, sink_tokens=kept),
+            mask if window is None else replace(mask, window=window, sink_tokens=sink_tokens),
             dropout=dropout,
             bias=self._distance_bias(q, positions),
             sink=self.sink,
             cap=None if self._spec.cap is None else self._spec.cap.cap,
             pairs=pairs,
-            pair_values=part.pair_values() if isinstance(part, PairBiasPart) else None,
+            pair_values=bias.pair_values() if isinstance(bias, PairBiasPart) else None,
             normaliser=self._spec.normaliser,
             selection=selection,
         )
 
-    def _pairs(self, spec: ScoreSpec, q: Tensor, positions: Positions) -> PairBias | None:
-        """Make the bias that is no function of the distance alone; q is normalised, not rotated."""
-        part, device = spec.bias, q.device.type
-        if not isinstance(part, PairBiasPart):
+    def _pair_bias(self, spec: ScoreSpec, q: Tensor, positions: Positions) -> PairBias | None:
+        """The bias that depends on both positions; q is normalised but not rotated."""
+        bias, device = spec.bias, q.device.type
+        if not isinstance(bias, PairBiasPart):
             return None
         if not q.is_meta and torch.is_autocast_enabled(device):
-            # Biases are computed in float32 also where a training computes in bf16.
+            # Biases are computed in float32 under autocast, too.
             with torch.autocast(device, enabled=False):
-                return self._pairs(spec, q, positions)
+                return self._pair_bias(spec, q, positions)
         query = None
-        if part.reads_queries:
+        if bias.reads_queries:
             scale = scale_column(query_scale(spec, self.head_dim, positions.n))
-            own = part.bias_query(q, _values(self.bias))
-            query = scaled(self._learned_scale(own, positions.n), scale)
-        return part.pairs(_values(self.bias), at_least_float32(q.dtype), query)
+            query = bias.bias_query(q, _tensors(self.bias))
+            query = scaled(self._apply_learned_scale(query, positions.n), scale)
+        return bias.pairs(_tensors(self.bias), at_least_float32(q.dtype), query)
 
     def _distance_bias(self, q: Tensor, positions: Positions) -> Tensor | None:
         """b(h, r) for every distance r that occurs between these positions."""
-        part = self._spec.bias
-        if part is None or isinstance(part, PairBiasPart):
+        bias = self._spec.bias
+        if bias is None or isinstance(bias, PairBiasPart):
             return None
-        most = max(positions.key.shape[-1], positions.query.shape[-1])
+        count = max(positions.key.shape[-1], positions.query.shape[-1])
         if not positions.regular and positions.query.numel() and positions.key.numel():
-            furthest = torch.stack((positions.query.max(), positions.key.max()))
-            most = int(furthest.max()) + 1
-        distance = torch.arange(most, device=q.device, dtype=at_least_float32(q.dtype))
-        bias = part.values(distance, self.heads, _values(self.bias))
-        if bias.shape != (self.heads, most):
+            count = int(torch.stack((positions.query.max(), positions.key.max())).max()) + 1
+        distance = torch.arange(count, device=q.device, dtype=at_least_float32(q.dtype))
+        values = bias.values(distance, self.heads, _tensors(self.bias))
+        if values.shape != (self.heads, count):
             raise InputError(
-                f"{part.name}.values gave the shape {tuple(bias.shape)}; expected one row for each "
-                f"head and one column for each distance, {(self.heads, most)}"
+                f"{bias.name}.values gave the shape {tuple(values.shape)}; expected one row for "
+                f"each head and one column for each distance, {(self.heads, count)}"
             )
-        return bias
+        return values
 
 
-def _parameters(initial: Mapping[str, Tensor] | None) -> nn.ParameterDict | None:
-    """What a part learns, by name; None where it learns nothing."""
+def _parameters(part: Any, *sizes: int | None) -> nn.ParameterDict | None:
+    """The parameters of a component by name; None if there is none or it learns nothing."""
+    initial = None if part is None else part.learned(*sizes)
     return nn.ParameterDict(initial) if initial else None
 
 
-def _values(learned: nn.ParameterDict | None) -> dict[str, Tensor]:
-    return {} if learned is None else dict(learned.items())
+def _tensors(parameters: nn.ParameterDict | None) -> dict[str, Tensor]:
+    return {} if parameters is None else dict(parameters.items())
 
 
 def _rotate(
     x: Tensor, rotation: Rotation | ChunkedRotation | None, norm: NormAfter = None
 ) -> Tensor:
-    """Rotate x and apply the normalisation that follows, if any."""
+    """Rotate x, then apply the norm that follows the rotation, if any."""
     if rotation is not None:
         return rotation(x, norm)
     return x if norm is None else norm(x)
@@ -327,8 +343,8 @@ def _check_sizes(spec: ScoreSpec, heads: int, kv_heads: int, head_dim: int) -> N
         )
     position = spec.position
     if isinstance(position, RotaryPosition):
-        size = position.rotary_dim(head_dim)
-        if size % 2 or (size > head_dim and not position.widens):
+        rotary_dim = position.rotary_dim(head_dim)
+        if rotary_dim % 2 or (rotary_dim > head_dim and not position.widens):
             raise InputError(f"{spec.name} needs an even head dimension, but it is {head_dim}")
     if spec.layout is not None:
         raise InputError(

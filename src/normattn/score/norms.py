@@ -1,8 +1,8 @@
 """Normalisation of queries and keys: L2, LayerNorm, RMSNorm, BatchNorm, InstanceNorm, DyT, Derf.
 
-A `Normalisation` is a value; `build` makes the module that holds what it learns. Modules take
-x (B, H, T, D) and, where statistics run over the sequence, padding (B, T) with True = padding.
-Statistics are computed in float32 for half-precision inputs.
+A `Normalisation` is a value; `build` makes the module with its parameters. Modules take x
+(B, H, T, D) and padding (B, T), True = padding, which norms over tokens leave out. Statistics are
+computed in float32 for half-precision inputs.
 """
 
 from __future__ import annotations
@@ -26,17 +26,19 @@ Across = Literal["head", "all", "each"]
 _EPS = {"l2": 1e-12, "layer": 1e-5, "rms": 1e-6, "batch": 1e-5, "instance": 1e-5}
 _BOUNDED = ("dyt", "derf")
 CHUNK_BYTES = 1 << 19
-"""About this much of the rows, in float32, is worked on at a time: it stays in a core's cache."""
+"""Bytes of float32 rows that are processed at a time, so that they stay in a core's cache."""
 
 
 @dataclass(frozen=True)
 class Normalisation:
-    """Which normalisation, over what, with which gain.
+    """The kind of a normalisation, and what its statistics and gain cover.
 
-    `across="head"` takes statistics over D of each head and shares a gain (D,) between heads;
-    `across="each"` likewise with a gain of each head's own, (H, D); `across="all"` takes them over
-    H·D together and has a gain (H, D). LayerNorm's gain comes with a bias. BatchNorm and
-    InstanceNorm take statistics over tokens, so they leak the future.
+    - `across="head"`: statistics over D of each head, one gain (D,) for all heads.
+    - `across="each"`: the same statistics, a gain (H, D).
+    - `across="all"`: statistics over H·D together, a gain (H, D).
+
+    LayerNorm's gain comes with a bias. BatchNorm and InstanceNorm take statistics over tokens, so
+    they leak the future.
     """
 
     kind: Kind
@@ -80,34 +82,34 @@ class FeatureNorm(nn.Module):
         return self.apply_directly(x, _scale_rows)
 
     def apply_directly(
-        self, x: Float[Tensor, "b h t d"], by_row: Callable[..., Tensor] | None = None
+        self, x: Float[Tensor, "b h t d"], scale_rows: Callable[..., Tensor] | None = None
     ) -> Float[Tensor, "b h t d"]:
-        """`forward` in few calls, where neither a compiler nor torch.func looks on."""
-        if by_row is None:
+        """`forward` in fewer Python calls; without support for compilers and torch.func."""
+        if scale_rows is None:
             if self._forward_hooks or self._forward_pre_hooks or self._backward_hooks:
                 return self(x)  # type: ignore[no-any-return]
-            by_row = _scale_with_gradient if torch.is_grad_enabled() else _scale_rows_in_place
-            by_row = by_row if x.is_cpu else _scale_rows_plainly
-        # Not by attribute, which is a call of Python each.
+            scale_rows = _scale_with_gradient if torch.is_grad_enabled() else _scale_rows_in_place
+            scale_rows = scale_rows if x.is_cpu else _scale_rows_plainly
+        # An attribute of a module costs a Python call; a lookup in `_parameters` does not.
         gain, bias, rows = self._parameters.get("weight"), self._parameters.get("bias"), x
-        # A parametrisation, pruning or a replica keeps them elsewhere; None is a plain attribute.
+        # Parametrisations, pruning and replicas store parameters as attributes.
         gain, bias = self.weight if gain is None else gain, self.bias if bias is None else bias
-        of_row: tuple[Tensor | None, Tensor | None] = (gain, bias)
+        row_gain: Tensor | None = gain
+        row_bias: Tensor | None = bias
         if self.across == "all":
             rows = x.transpose(1, 2).flatten(2)
-            of_row = (
-                gain if gain is None else gain.flatten(),
-                bias if bias is None else bias.flatten(),
-            )
+            row_gain = gain if gain is None else gain.flatten()
+            row_bias = bias if bias is None else bias.flatten()
         elif self.across == "each":
-            rows, of_row = x if x.element_size() > 2 else x.float(), (None, None)
+            # Gain and bias are applied below.
+            rows, row_gain, row_bias = x if x.element_size() > 2 else x.float(), None, None
         if self.kind == "layer":
-            y = _layer_norm(rows, *of_row, self.eps)
+            y = _layer_norm(rows, row_gain, row_bias, self.eps)
         elif self.kind == "l2":
-            y = by_row(rows, None, self.eps, True)
-            y = y if of_row[0] is None else y * of_row[0].to(y.dtype)
+            y = scale_rows(rows, None, self.eps, True)
+            y = y if row_gain is None else y * row_gain.to(y.dtype)
         else:
-            y = by_row(rows, of_row[0], self.eps, False)
+            y = scale_rows(rows, row_gain, self.eps, False)
         if self.across == "all":
             return y.view(*rows.shape[:2], x.shape[1], x.shape[3]).transpose(1, 2)
         if self.across == "each":
@@ -119,8 +121,8 @@ class FeatureNorm(nn.Module):
 class BoundedFeatures(nn.Module):
     """tanh(α·x), or erf(α·x + s), of each feature, times a gain (D,) plus a bias (D,).
 
-    No statistics are taken. α is one learned number, ½ at first, and so is s, 0 at first; all
-    heads share gain and bias.
+    There are no statistics. α and s are one learned number each, ½ and 0 at first. All heads share
+    gain and bias.
     """
 
     def __init__(self, norm: Normalisation, head_dim: int) -> None:
@@ -133,7 +135,7 @@ class BoundedFeatures(nn.Module):
     def forward(
         self, x: Float[Tensor, "b h t d"], padding: Bool[Tensor, "b t"] | None = None
     ) -> Float[Tensor, "b h t d"]:
-        """Bound every number by itself."""
+        """Bound every feature."""
         y = self.alpha * x.to(at_least_float32(x.dtype))
         y = torch.tanh(y) if self.shift is None else torch.erf(y + self.shift)
         if self.weight is not None and self.bias is not None:
@@ -144,13 +146,13 @@ class BoundedFeatures(nn.Module):
 
 
 class TokenNorm(nn.Module):
-    """BatchNorm or InstanceNorm of each head's features over tokens; padding does not count.
+    """BatchNorm or InstanceNorm of each head's features over tokens, without padding.
 
-    InstanceNorm takes statistics over the tokens of each row. BatchNorm takes those of the batch in
-    training (synchronised across processes), with the biased variance, and moves the running ones
-    by `momentum`, the running variance by the unbiased one, as `torch.nn.BatchNorm1d` does;
-    evaluation uses the running statistics. A forward that a backward computes once more (activation
-    checkpointing) moves nothing.
+    InstanceNorm takes statistics over the tokens of each row. BatchNorm works as
+    `torch.nn.BatchNorm1d`: training uses the batch's mean and biased variance, synchronised across
+    processes, and moves the running mean and unbiased variance by `momentum`; evaluation uses the
+    running ones. A forward that is recomputed for a backward (activation checkpointing) does not
+    move them.
     """
 
     running_mean: Tensor
@@ -180,7 +182,7 @@ class TokenNorm(nn.Module):
         return y.to(x.dtype)
 
     def _statistics(self, x: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Mean and biased variance; in training the running ones move."""
+        """Mean and biased variance; training also updates the running statistics."""
         if self.kind == "instance":
             return _moments(x, padding, (2,), synchronise=False)[:2]
         if not self.training:
@@ -200,11 +202,11 @@ class TokenNorm(nn.Module):
 def _moments(
     x: Tensor, padding: Tensor | None, dims: tuple[int, ...], synchronise: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, biased variance and count over `dims`, padding left out."""
+    """Mean, biased variance and count over `dims`, without padding."""
 
-    def total(part: Tensor) -> Tensor:
-        own: Tensor = part.sum(dims, keepdim=True)
-        return all_reduce(own) if synchronise else own  # type: ignore[no-untyped-call]
+    def total(x: Tensor) -> Tensor:
+        local: Tensor = x.sum(dims, keepdim=True)
+        return all_reduce(local) if synchronise else local  # type: ignore[no-untyped-call]
 
     keep = torch.ones_like(x[:1, :1, :, :1]) if padding is None else (~padding)[:, None, :, None]
     keep = keep.to(x.dtype).expand(x.shape[0], 1, -1, 1)
@@ -223,15 +225,15 @@ def _layer_norm(x: Tensor, gain: Tensor | None, bias: Tensor | None, eps: float)
 def rms_norm(
     x: Float[Tensor, "*rows d"], gain: Float[Tensor, " d"] | None, eps: float
 ) -> Float[Tensor, "*rows d"]:
-    """x/√(mean x² + eps)·gain in the dtype of x; computed in float32 where that is a half one.
+    """x/√(mean x² + eps)·gain in the dtype of x, computed in float32 or wider.
 
-    On a CPU torch runs `F.rms_norm` as separate small operations, several times slower than this.
+    On a CPU this is several times faster than `F.rms_norm`, which runs as separate operations.
     """
     return _scale_rows(x, gain, eps, unit=False)
 
 
 def _scale_rows(x: Tensor, gain: Tensor | None, eps: float, unit: bool) -> Tensor:
-    """x·r·gain with r = (mean(x²) + eps)^−½ of each row; for `unit` length x/max(‖x‖, eps)."""
+    """x·r·gain with r = (mean(x²) + eps)^−½ of each row; with `unit`, x/max(‖x‖, eps)."""
     if not x.is_cpu or use_plain_ops():
         return _scale_rows_plainly(x, gain, eps, unit)
     if not torch.is_grad_enabled():
@@ -241,7 +243,7 @@ def _scale_rows(x: Tensor, gain: Tensor | None, eps: float, unit: bool) -> Tenso
 
 
 def _scale_rows_plainly(x: Tensor, gain: Tensor | None, eps: float, unit: bool) -> Tensor:
-    """The same by torch's own operations."""
+    """`_scale_rows` by torch's own operations."""
     rows = x if x.element_size() > 2 else x.float()
     if unit:
         norm: Tensor = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
@@ -251,21 +253,23 @@ def _scale_rows_plainly(x: Tensor, gain: Tensor | None, eps: float, unit: bool) 
 
 
 def _scale_rows_in_place(x: Tensor, gain: Tensor | None, eps: float, unit: bool) -> Tensor:
-    """The same on a CPU without a gradient, in few passes."""
-    return _scaled(x, gain, eps, unit)[0]
+    """`_scale_rows` on a CPU without a gradient, in few passes."""
+    return _scale_rows_and_factors(x, gain, eps, unit)[0]
 
 
-def _scaled(x: Tensor, gain: Tensor | None, eps: float, unit: bool) -> tuple[Tensor, Tensor]:
-    """x·r·gain, in the dtype of x, and r of every row, or 1/r for rows of unit length."""
-    # One multiplication of wide rows runs as fast at once.
+def _scale_rows_and_factors(
+    x: Tensor, gain: Tensor | None, eps: float, unit: bool
+) -> tuple[Tensor, Tensor]:
+    """x·r·gain in the dtype of x, and r of every row; 1/r with `unit`."""
+    # A single multiplication in float32 gains nothing from chunks.
     chunked = gain is not None or (x.element_size() == 2 and not unit)
     if chunked and x.numel() > max(CHUNK_BYTES // 4, x.shape[-1]) and x.is_contiguous():
         y = torch.empty_like(x)
         inverse = x.new_empty(*x.shape[:-1], 1, dtype=at_least_float32(x.dtype))
-        for part, out, r in _chunks(x, y, inverse):
-            own, own_r = _scaled(part, gain, eps, unit)
-            out.copy_(own)
-            r.copy_(own_r)
+        for x_chunk, y_chunk, inverse_chunk in _chunks(x, y, inverse):
+            scaled, factors = _scale_rows_and_factors(x_chunk, gain, eps, unit)
+            y_chunk.copy_(scaled)
+            inverse_chunk.copy_(factors)
         return y, inverse
     rows = x if x.element_size() > 2 else x.float()
     norm: Tensor = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
@@ -278,17 +282,17 @@ def _scaled(x: Tensor, gain: Tensor | None, eps: float, unit: bool) -> tuple[Ten
 
 
 def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The same rows of contiguous tensors, as many at a time as a core's cache holds."""
+    """Split contiguous tensors into the same rows, as many at a time as fit into a core's cache."""
     rows = max(1, CHUNK_BYTES // (4 * tensors[0].shape[-1]))
     return zip(*(torch.split(x.view(-1, x.shape[-1]), rows) for x in tensors), strict=True)
 
 
 class _ScaleRows(torch.autograd.Function):
-    """`_scale_rows` with two temporaries backward instead of seven."""
+    """`_scale_rows` with a backward that needs two temporary tensors instead of seven."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gain: Tensor | None, eps: float, unit: bool) -> Tensor:
-        y, scale = _scaled(x, gain, eps, unit)
+        y, scale = _scale_rows_and_factors(x, gain, eps, unit)
         ctx.save_for_backward(x, gain, scale)
         ctx.settings = eps, unit
         return y
@@ -299,35 +303,35 @@ class _ScaleRows(torch.autograd.Function):
         if not torch.is_grad_enabled():
             eps, unit = ctx.settings
             if unit:
-                return _unit_gradient(x, grad, scale, eps), None, None, None
-            return *_gradients(x, gain, grad, scale), None, None
-        # A derivative of this derivative is wanted: the same gradients by torch's own operations.
-        inputs = [part for part in (x, gain) if part is not None and part.requires_grad]
+                return _unit_norm_grad(x, grad, scale, eps), None, None, None
+            return *_rms_norm_grads(x, gain, grad, scale), None, None
+        # This backward is differentiated itself, so torch's own operations compute it.
+        inputs = [tensor for tensor in (x, gain) if tensor is not None and tensor.requires_grad]
         y = _scale_rows_plainly(x, gain, *ctx.settings)
         gradients = iter(torch.autograd.grad(y, inputs, grad, create_graph=True))
-        by_x = next(gradients) if x.requires_grad else None
-        by_gain = next(gradients) if gain is not None and gain.requires_grad else None
-        return by_x, by_gain, None, None
+        grad_x = next(gradients) if x.requires_grad else None
+        grad_gain = next(gradients) if gain is not None and gain.requires_grad else None
+        return grad_x, grad_gain, None, None
 
 
-# Past what `apply` does for torch.func, which takes as long as a small norm.
+# Skips `apply`'s checks for torch.func, which take as long as a small norm.
 _scale_with_gradient: Any = super(torch.autograd.Function, _ScaleRows).apply
 
 
-def _unit_gradient(x: Tensor, grad: Tensor, norm: Tensor, eps: float) -> Tensor:
-    """dx = (dy − x·⟨dy, x⟩/‖x‖²)/‖x‖; dy/eps where the floor is reached."""
+def _unit_norm_grad(x: Tensor, grad: Tensor, norm: Tensor, eps: float) -> Tensor:
+    """dx = (dy − x·⟨dy, x⟩/‖x‖²)/‖x‖; dy/eps where ‖x‖ ≤ eps."""
     grad = grad.to(norm.dtype)
     along = (grad * x).sum(-1, keepdim=True).div_(norm).div_(norm)
     along = torch.ops.aten.threshold_backward(along, norm, eps)
     return torch.addcmul(grad, x, along, value=-1.0).div_(norm).to(x.dtype)
 
 
-def _gradients(
+def _rms_norm_grads(
     x: Tensor, gain: Tensor | None, grad: Tensor, inverse: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     """dx = r·(g·dy − n·⟨g·dy, n⟩/d) with n = x·r, and dg = Σ rows dy·n.
 
-    Without a gain n is left as x·r, which saves a pass over the rows.
+    Without a gain n is not computed, which saves a pass over the rows.
     """
     if gain is None:
         grad = grad.to(inverse.dtype)
@@ -336,17 +340,17 @@ def _gradients(
         return torch.addcmul(grad, x, along, value=-1.0).mul_(inverse).to(x.dtype), None
     gain = gain.to(inverse.dtype)
     if x.numel() > max(CHUNK_BYTES // 4, x.shape[-1]) and x.is_contiguous():
-        by_x, total = torch.empty_like(x), torch.zeros_like(gain)
-        for part, above, r, out in _chunks(x, grad.contiguous(), inverse, by_x):
-            own, own_gain = _gradients(part, gain, above, r)
-            out.copy_(own)
-            total += 0 if own_gain is None else own_gain
-        return by_x, total
+        grad_x, grad_gain = torch.empty_like(x), torch.zeros_like(gain)
+        for x_chunk, *chunks, grad_x_chunk in _chunks(x, grad.contiguous(), inverse, grad_x):
+            chunk_grad_x, chunk_grad_gain = _rms_norm_grads(x_chunk, gain, *chunks)
+            grad_x_chunk.copy_(chunk_grad_x)
+            grad_gain += 0 if chunk_grad_gain is None else chunk_grad_gain
+        return grad_x, grad_gain
     grad, normal = grad.to(inverse.dtype), x * inverse
     product = grad * normal
     rows = product.reshape(-1, x.shape[-1])
-    by_gain = rows.sum(0)
+    grad_gain = rows.sum(0)
     along = torch.mv(rows, gain).view(*x.shape[:-1], 1)
     along.div_(x.shape[-1])
-    by_x = torch.mul(grad, gain, out=product)
-    return by_x.addcmul_(normal, along, value=-1.0).mul_(inverse).to(x.dtype), by_gain
+    grad_x = torch.mul(grad, gain, out=product)
+    return grad_x.addcmul_(normal, along, value=-1.0).mul_(inverse).to(x.dtype), grad_gain

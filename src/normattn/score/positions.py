@@ -20,12 +20,12 @@ from normattn.plain import cacheable
 
 @dataclass(frozen=True)
 class Positions:
-    """Positions of queries (T,) or (B, T) and keys (S,) or (B, S), and n for each query.
+    """Positions of queries (T,) or (B, T) and keys (S,) or (B, S), and n visible keys per query.
 
-    `n` has the shape of the queries, or (B, 1) where all queries of a row see the same keys, or,
-    counted from a mask of each head, (B, H, T). `regular` says that nothing but T, S and causal
-    decided the positions, so that tables can be kept; `ordered` that the queries are the last T of
-    keys whose positions grow; `masked` that a mask took part in n (`exclude_masked`).
+    `n` has the shape of the queries; (B, 1) if all queries of a row see the same keys; (B, H, T) if
+    it was counted from a mask of each head. `regular`: positions follow from T, S and causal alone,
+    so tables can be cached. `ordered`: the queries are the last T keys, and the keys' positions
+    grow. `masked`: n was counted from a mask (`exclude_masked`).
     """
 
     query: Int[Tensor, "*bq t"]
@@ -46,27 +46,26 @@ class Positions:
     def exclude_masked(self, mask: AttentionMask) -> Positions:
         """Subtract from n the keys that `attn_mask` hides.
 
-        A boolean mask hides where it is False; a floating one where it adds −∞ or the lowest number
-        of its type. Only keys are taken off that are visible without it: of the query's document,
-        no padding, and, if causal, not after the query. Windows do not change n, nor do chunks, so
-        `mask` must not hold those yet.
+        A boolean mask hides where it is False, a floating one where it is −∞ or the lowest number
+        of its dtype. Keys that padding, documents or causality hide are not subtracted again.
+        Windows and chunks do not change n, so `mask` must not have them yet.
         """
-        x = mask.attn_mask
-        if x is None:
+        attn_mask, everything = mask.attn_mask, slice(None)
+        if attn_mask is None:
             return self
-        hidden = ~x if x.dtype == torch.bool else x <= torch.finfo(x.dtype).min
+        lowest = None if attn_mask.dtype == torch.bool else torch.finfo(attn_mask.dtype).min
+        hidden = ~attn_mask if lowest is None else attn_mask <= lowest
         # A mask of three axes is (H, T, S).
         hidden = hidden[None] if hidden.dim() == 3 else hidden
-        every = slice(None)
-        others = replace(mask, attn_mask=None, window=None).hidden(every, every)
+        others = replace(mask, attn_mask=None, window=None).hidden(everything, everything)
         if others is not None:
             hidden = hidden & ~others
         shape = (*hidden.shape[:-2], self.query.shape[-1], self.key.shape[-1])
-        lost = hidden.expand(shape).sum(-1)
-        if lost.dim() == 3 and lost.shape[1] == 1:
-            lost = lost[:, 0]
-        n = self.n[:, None] if lost.dim() == 3 and self.n.dim() == 2 else self.n
-        return replace(self, n=(n - lost).clamp(min=1), masked=True)
+        count = hidden.expand(shape).sum(-1)
+        if count.dim() == 3 and count.shape[1] == 1:
+            count = count[:, 0]
+        n = self.n[:, None] if count.dim() == 3 and self.n.dim() == 2 else self.n
+        return replace(self, n=(n - count).clamp(min=1), masked=True)
 
     @staticmethod
     def of(
@@ -79,18 +78,17 @@ class Positions:
         k_positions: Int[Tensor, "*bk s"] | None = None,
         documents: Int[Tensor, "b s"] | None = None,
     ) -> Positions:
-        """Fill in what is not given.
+        """Positions of `queries` and `keys` tokens, by default consecutive.
 
-        Keys count from 0, from the first real token where `key_padding` (True = padding) is
-        given, and from the first token of each document, a run of `documents`; queries
-        are the last T of the keys. n is position + 1 when causal, else the number of unpadded keys,
-        those of the document where there are documents.
+        Keys count from 0 at the first unpadded token (`key_padding`, True = padding), and again at
+        the first token of each document, a run of equal `documents`. Queries are the last T keys. n
+        is position + 1 if causal, else the number of unpadded keys of the row or document.
         """
-        given = (key_padding, q_positions, k_positions, documents)
-        if causal and queries <= keys and cacheable() and all(x is None for x in given):
-            # Rows of a longer sequence, which is made once.
-            whole = _counted(max(64, 1 << (keys - 1).bit_length()), device)
-            return whole.select(slice(keys - queries, keys), keys)
+        arguments = (key_padding, q_positions, k_positions, documents)
+        if causal and queries <= keys and cacheable() and all(x is None for x in arguments):
+            # Part of a longer sequence that is cached.
+            sequence = _consecutive(max(64, 1 << (keys - 1).bit_length()), device)
+            return sequence.select(slice(keys - queries, keys), keys)
         if causal and q_positions is None and queries > keys:
             raise InputError(
                 f"causal attention of {queries} queries over {keys} keys needs q_positions: "
@@ -119,34 +117,34 @@ class Positions:
 
 
 @lru_cache(maxsize=64)
-def _counted(tokens: int, device: torch.device) -> Positions:
-    """Positions of so many tokens that see those before them."""
+def _consecutive(tokens: int, device: torch.device) -> Positions:
+    """Causal positions 0 … `tokens` − 1."""
     with torch.inference_mode(False):
-        at = torch.arange(tokens, device=device)
-        return Positions(at, at, at + 1, causal=True, regular=True)
+        positions = torch.arange(tokens, device=device)
+        return Positions(positions, positions, positions + 1, causal=True, regular=True)
 
 
 def number_documents(
     documents: Int[Tensor, "b s"], key_padding: Bool[Tensor, "b s"] | None = None
 ) -> Int[Tensor, "b s"]:
-    """Number the documents of each row from 0 on: runs of equal numbers.
+    """Number the documents of each row, runs of equal ids, from 0 on.
 
-    A number that comes back later in a row is another document. Padding is no token: it ends no
-    run, and counts to the one before it. Counting twice changes nothing.
+    An id that occurs again later in a row is a new document. Padding does not end a run and belongs
+    to the document before it. Numbering twice changes nothing.
     """
     index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
     real = index if key_padding is None else torch.where(key_padding, -1, index)
-    # The last real token before each one, −1 where there is none.
-    before = pad(real.cummax(-1).values[:, :-1], (1, 0), value=-1)
-    other = documents != documents.gather(1, before.clamp(min=0))
-    return ((real >= 0) & (before >= 0) & other).cumsum(-1)
+    # The last unpadded token before each token, −1 if there is none.
+    previous = pad(real.cummax(-1).values[:, :-1], (1, 0), value=-1)
+    differs = documents != documents.gather(1, previous.clamp(min=0))
+    return ((real >= 0) & (previous >= 0) & differs).cumsum(-1)
 
 
 def _count_in_documents(
     number: Int[Tensor, "b s"], key_padding: Bool[Tensor, "b s"] | None
 ) -> tuple[Int[Tensor, "b s"], Int[Tensor, "b s"]]:
-    """Each token's position in its document, and the tokens of that document, without padding."""
+    """Each token's position in its document, and the document's length, without padding."""
     real = torch.ones_like(number) if key_padding is None else (~key_padding).long()
-    tokens = torch.zeros_like(number).scatter_add_(1, number, real)
-    before = (tokens.cumsum(-1) - tokens).gather(1, number)
-    return (real.cumsum(-1) - 1 - before).clamp(min=0), tokens.gather(1, number)
+    lengths = torch.zeros_like(number).scatter_add_(1, number, real)
+    before = (lengths.cumsum(-1) - lengths).gather(1, number)
+    return (real.cumsum(-1) - 1 - before).clamp(min=0), lengths.gather(1, number)

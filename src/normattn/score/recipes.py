@@ -1,9 +1,9 @@
 """The scores of well-known models, by the models' names: `ScoreSpec.parse("gpt-oss")`.
 
-Each is what the model computes in its attention layers, and is held against transformers' own
-layers in the tests: the kind of score is verified. The numbers are meant to be those of the named
-release; only those of Command R7B and DeepSeek-V3 were compared with its configuration, so read a
-release's own with `normattn score` before relying on one.
+Each is what the model computes in its attention layers. Tests compare the kind of score with
+transformers' layers. The numbers are meant to be those of the named release, but only those of
+Command R7B and DeepSeek-V3 were compared with its configuration. Read the configuration of a
+release with `normattn score` before relying on them.
 """
 
 from __future__ import annotations
@@ -61,5 +61,5 @@ _LOWERED = {name.lower(): text for name, text in RECIPES.items()}
 
 
 def recipe(name: str) -> str | None:
-    """The score of the model of that name, whatever its case; None where no name is known."""
+    """The score of a model by its name, in any case; None for an unknown name."""
     return _LOWERED.get(name.lower())

@@ -1,4 +1,4 @@
-"""Rotary tables: cos and sin of positions with λ folded in, kept where positions simply count.
+"""Rotary tables: cos and sin of positions with λ folded in, cached for consecutive positions.
 
 Legend: B batch, H heads, T queries or tokens, S keys, D head dimension, P pairs of features that
 rotate.
@@ -24,50 +24,51 @@ from normattn.score.positions import Positions
 from normattn.score.spec import ScoreSpec
 
 RotationArguments = tuple[Tensor, Tensor, Tensor, bool, int]
-"""cos, sin and rest of a `Rotation`, whether pairs are interleaved, and the first that rotates."""
+"""The fields of a `Rotation`: cos, sin, unrotated, interleaved, start."""
 NormAfter = Callable[[Tensor], Tensor] | None
-"""The normalisation of rotated features, where it follows the rotation."""
+"""The norm of a score that normalises after the rotation; else None."""
 
 
 @dataclass(frozen=True)
 class Rotation:
     """Tables of cos and sin, each (T, P) or (B, 1, T, P), already multiplied by a scale.
 
-    The 2·P features from `start` on rotate; the others do not: they are multiplied by `rest`,
-    (T, 1) or (B, 1, T, 1).
+    The 2·P features from `start` on rotate. The others are multiplied by `unrotated`, (T, 1) or
+    (B, 1, T, 1).
     """
 
     cos: Float[Tensor, "*b t p"]
     sin: Float[Tensor, "*b t p"]
-    rest: Float[Tensor, "*b t 1"]
+    unrotated: Float[Tensor, "*b t 1"]
     interleaved: bool
     start: int = 0
 
     def __call__(self, x: Float[Tensor, "b h t d"], norm: NormAfter = None) -> Tensor:
         """Rotate pair (a, b) to (a·cos − b·sin, b·cos + a·sin)."""
-        rotate = _rotate_plainly if use_plain_ops() else _Rotate.apply
+        rotate = _rotate_with_plain_ops if use_plain_ops() else _Rotate.apply
         y: Tensor = rotate(x, *self.arguments)
         return y if norm is None else norm(y)
 
     @property
     def arguments(self) -> RotationArguments:
-        """What `rotate_rows` and `rotate_with_gradient` take behind the tensor."""
-        return self.cos, self.sin, self.rest, self.interleaved, self.start
+        """The arguments of `rotate_rows` and `rotate_with_gradient` after the tensor."""
+        return self.cos, self.sin, self.unrotated, self.interleaved, self.start
 
-    def rows(self, rows: slice) -> Rotation:
-        """The rotation of some of the positions."""
-        cos, sin, rest = (x[..., rows, :] for x in (self.cos, self.sin, self.rest))
-        return Rotation(cos, sin, rest, self.interleaved, self.start)
+    def select(self, rows: slice) -> Rotation:
+        """Select some of the positions."""
+        cos, sin, unrotated = (x[..., rows, :] for x in (self.cos, self.sin, self.unrotated))
+        return Rotation(cos, sin, unrotated, self.interleaved, self.start)
 
 
 @dataclass(frozen=True)
 class ChunkedRotation:
-    """Features of three rules of position side by side, as the rows of chunk `block` read them.
+    """The rotation of Dual Chunk Attention, for the query rows of chunk `block`.
 
-    The rules are those of keys in the rows' own chunk, in the one before, and further away. Queries
-    have a rotation for each rule. Keys have one: with `chunk`, (S, 1) or (B, 1, S, 1), that of each
-    key, they are placed by their rule and 0 elsewhere, so that the product with queries is that of
-    the rule. Rows of the first chunks have no keys of the last rules, and no features for them.
+    Relative positions follow three rules: for keys in the rows' own chunk, in the chunk before, and
+    further away. Queries are rotated by each rule, side by side. Keys are rotated once and placed
+    in the slot of their rule, with 0 in the others, so that the product uses one rule. `chunk`,
+    (S, 1) or (B, 1, S, 1), is the chunk of each key; None for queries. Rows of the first chunks
+    have no slots for rules that do not occur.
     """
 
     rotations: tuple[Rotation, ...]
@@ -75,44 +76,43 @@ class ChunkedRotation:
     block: int = 0
 
     def __call__(self, x: Float[Tensor, "b h t d"], norm: NormAfter = None) -> Tensor:
-        """Queries or keys, rotated and laid out by rule (B, H, T, rules·D)."""
+        """Rotate queries or keys: (B, H, T, rules·D)."""
         rules = min(max(self.block, 0) + 1, 3)
         if self.chunk is None:
             return torch.cat([rotation(x, norm) for rotation in self.rotations[:rules]], -1)
         y, rule = self.rotations[0](x, norm), (self.block - self.chunk).clamp(0, rules - 1)
         return torch.cat([torch.where(rule == n, y, 0.0) for n in range(rules)], -1)
 
-    def rows(self, rows: slice) -> ChunkedRotation:
-        """The rotations of some of the positions."""
+    def select(self, rows: slice) -> ChunkedRotation:
+        """Select some of the positions."""
         chunk = None if self.chunk is None else self.chunk[..., rows, :]
-        return ChunkedRotation(tuple(r.rows(rows) for r in self.rotations), chunk, self.block)
+        return ChunkedRotation(tuple(x.select(rows) for x in self.rotations), chunk, self.block)
 
 
 @dataclass(frozen=True)
 class RotaryTables:
-    """Rotations of queries or keys to their near and their far positions.
+    """The rotations of queries or keys to their near and far positions, and λ.
 
-    `far` is None where there is one regime, or nothing to do. λ is folded into the rotations of
-    queries, or stays outside as `scale`, a number or broadcastable to (B, H, T, 1): where nothing
-    rotates, where the normalisation follows the rotation, and where heads have a λ each. Where
-    rules go by chunks `near` has all of them.
+    `far` is None without a second regime. A chunked rotation is `near`. λ is folded into the
+    rotations of queries. It is a separate `scale`, a number or broadcastable to (B, H, T, 1), if
+    nothing rotates, if the norm follows the rotation, or if each head has its own λ.
     """
 
     near: Rotation | ChunkedRotation | None = None
     far: Rotation | None = None
     scale: Tensor | float | None = None
 
-    def rows(self, rows: slice) -> RotaryTables:
-        """The tables of some of the positions."""
-        near = None if self.near is None else self.near.rows(rows)
-        far = None if self.far is None else self.far.rows(rows)
+    def select(self, rows: slice) -> RotaryTables:
+        """Select some of the positions."""
+        near = None if self.near is None else self.near.select(rows)
+        far = None if self.far is None else self.far.select(rows)
         scale = self.scale
         if isinstance(scale, Tensor) and scale.shape[-2] > 1:
             scale = scale[..., rows, :]
         return RotaryTables(near, far, scale)
 
     def select_block(self, block: int) -> RotaryTables:
-        """The tables as the rows of a block read them."""
+        """The tables for the query rows of a block."""
         if not isinstance(self.near, ChunkedRotation):
             return self
         return replace(self, near=replace(self.near, block=block))
@@ -120,13 +120,13 @@ class RotaryTables:
 
 @dataclass(frozen=True, eq=False)
 class Rotator:
-    """How pairs of features rotate with the position.
+    """Makes rotations to given positions.
 
     Attributes:
-        theta: θ_m of the pairs (P,), in float64.
-        interleaved: whether features 2m and 2m + 1 are a pair, instead of m and m + P.
-        growth: the logarithm by which each pair grows from position to position (XPos).
-        amplitude: the factor of cos and sin; features that do not rotate keep their size.
+        theta: θ_m of each pair (P,), in float64.
+        interleaved: features 2m and 2m + 1 are a pair, instead of m and m + P.
+        growth: ln of the factor by which each pair grows per position (XPos).
+        amplitude: a factor of cos and sin, which unrotated features do not get.
         start: the first of the 2·P features that rotate.
     """
 
@@ -141,7 +141,7 @@ class Rotator:
     ) -> Rotation:
         """Make the rotation to positions (T,) or (B, T), times `scale`, with angles in float64.
 
-        Keys (sign −1) shrink what grows.
+        `sign` −1 is for keys, which shrink where queries grow.
         """
         positions = positions.double()
         if isinstance(scale, Tensor):
@@ -150,38 +150,38 @@ class Rotator:
         size = scale * self.amplitude
         if self.growth is not None:
             exponent = positions[..., None] * (self.growth * sign).to(positions.device)
-            _refuse_overflow(exponent, self.growth, dtype)
+            _check_overflow(exponent, self.growth, dtype)
             size = exponent.exp() * size
-        rest = torch.ones_like(positions)[..., None] * scale
-        table = at_least_float32(dtype)
-        tables = angle.cos() * size, angle.sin() * size, rest
-        cos, sin, rest = (by_head(x, 3).to(table) for x in tables)
-        return Rotation(cos, sin, rest, self.interleaved, self.start)
+        unrotated = torch.ones_like(positions)[..., None] * scale
+        table_dtype = at_least_float32(dtype)
+        tables = angle.cos() * size, angle.sin() * size, unrotated
+        cos, sin, unrotated = (add_head_axis(x, 3).to(table_dtype) for x in tables)
+        return Rotation(cos, sin, unrotated, self.interleaved, self.start)
 
 
-def by_head(x: Tensor, batched: int = 2) -> Tensor:
-    """x with an axis for heads behind that of the batch, which it has where it has `batched` axes.
+def add_head_axis(x: Tensor, batched_dim: int = 2) -> Tensor:
+    """Insert an axis for heads after the batch axis, which x has if it has `batched_dim` axes.
 
     λ or n of queries, (T,), (B, T) or (B, H, T), becomes broadcastable to (B, H, T).
     """
-    return x[:, None] if x.dim() == batched else x
+    return x[:, None] if x.dim() == batched_dim else x
 
 
 def scale_column(scale: Tensor | float) -> Tensor | float:
-    """λ of the shape of n as a factor of (B, H, T, D)."""
-    return by_head(scale)[..., None] if isinstance(scale, Tensor) else scale
+    """λ, a number or of the shape of n, as a factor of (B, H, T, D)."""
+    return add_head_axis(scale)[..., None] if isinstance(scale, Tensor) else scale
 
 
 def scaled(q: Float[Tensor, "b h t d"], scale: Tensor | float | None) -> Float[Tensor, "b h t d"]:
-    """q · scale, half precision rounded once: a rounded scale would be off for the whole row."""
+    """q · scale, multiplied in float32 or wider: a scale rounded to half would bias a whole row."""
     if not isinstance(scale, Tensor):
         return q if scale is None else q * scale
-    wide = at_least_float32(q.dtype)
-    return (q.to(wide) * scale.to(wide)).to(q.dtype)
+    dtype = at_least_float32(q.dtype)
+    return (q.to(dtype) * scale.to(dtype)).to(q.dtype)
 
 
 def query_scale(spec: ScoreSpec, head_dim: int, n: Int[Tensor, "*bn u"]) -> Tensor | float:
-    """λ(i), in float64: a number, or a tensor of the shape of n, the number of visible keys."""
+    """λ(i): a number, or a float64 tensor of the shape of n, the number of visible keys."""
     length, variant, logn = spec.train_length, spec.variant, spec.logn
     gain = 1.0 if spec.rope_scaling is None else spec.rope_scaling.gain(length)
     if logn is None:
@@ -193,18 +193,18 @@ def query_scale(spec: ScoreSpec, head_dim: int, n: Int[Tensor, "*bn u"]) -> Tens
 
 
 def frequencies(spec: ScoreSpec, head_dim: int) -> Float[Tensor, " p"]:
-    """θ'_m of the pairs that rotate, in float64; empty where nothing does."""
+    """θ'_m of the pairs that rotate, in float64; empty without rotary position."""
     position, scaling = spec.position, spec.rope_scaling
     if not isinstance(position, RotaryPosition):
         return torch.empty(0, dtype=torch.float64)
-    size = position.rotary_dim(head_dim)
+    rotary_dim, base = position.rotary_dim(head_dim), position.base
     if scaling is None:
-        return position.adjusted(rope_frequencies(size, position.base))
-    return position.adjusted(scaling.inverse_frequencies(size, position.base, spec.train_length))
+        return position.adjusted(rope_frequencies(rotary_dim, base))
+    return position.adjusted(scaling.inverse_frequencies(rotary_dim, base, spec.train_length))
 
 
-def _rotator(spec: ScoreSpec, head_dim: int) -> Rotator | None:
-    """Make the rotator of a score, or None where nothing rotates; the gain is in λ."""
+def _make_rotator(spec: ScoreSpec, head_dim: int) -> Rotator | None:
+    """The rotator of a score; None without rotary position. λ has the scaling's gain."""
     position = spec.position
     if not isinstance(position, RotaryPosition):
         return None
@@ -219,16 +219,16 @@ def _rotator(spec: ScoreSpec, head_dim: int) -> Rotator | None:
 def query_tables(
     spec: ScoreSpec, head_dim: int, positions: Positions, dtype: torch.dtype
 ) -> RotaryTables:
-    """Rotary tables of queries at these positions, λ included."""
+    """Rotary tables of queries at these positions, with λ."""
     if not positions.regular or positions.masked or not cacheable():
-        return _queries(spec, head_dim, positions.query, positions.n, dtype)
+        return _make_query_tables(spec, head_dim, positions.query, positions.n, dtype)
     queries, keys = positions.query.shape[-1], positions.key.shape[-1]
-    # The number of visible keys counts where λ grows with it: other tables serve every length.
+    # Without causality λ may depend on the number of keys; other tables serve every length.
     visible = None if positions.causal or spec.logn is None else keys
     first = max(0, keys - queries)
-    capacity = _capacity(spec, head_dim, dtype, first + queries)
-    whole = _counted_queries(spec, head_dim, dtype, capacity, positions.query.device, visible)
-    return whole.rows(slice(first, first + queries))
+    length = _table_length(spec, head_dim, dtype, first + queries)
+    tables = _cached_query_tables(spec, head_dim, dtype, length, positions.query.device, visible)
+    return tables.select(slice(first, first + queries))
 
 
 def key_tables(
@@ -239,115 +239,113 @@ def key_tables(
     first: int | None = None,
     far_to_near: bool = False,
 ) -> RotaryTables:
-    """Rotary tables of keys at these positions, which count from `first` on where it is given.
+    """Rotary tables of keys at these positions; consecutive ones from `first` on if it is given.
 
-    With `far_to_near` `near` rotates keys from their far to their near positions.
+    With `far_to_near`, `near` rotates keys from their far to their near positions.
     """
     if first is None or not cacheable():
-        return _keys(spec, head_dim, positions, dtype, far_to_near)
-    last = first + positions.shape[-1]
-    capacity = _capacity(spec, head_dim, dtype, last)
-    whole = _counted_keys(spec, head_dim, dtype, capacity, positions.device, far_to_near)
-    return whole.rows(slice(first, last))
+        return _make_key_tables(spec, head_dim, positions, dtype, far_to_near)
+    stop = first + positions.shape[-1]
+    length = _table_length(spec, head_dim, dtype, stop)
+    tables = _cached_key_tables(spec, head_dim, dtype, length, positions.device, far_to_near)
+    return tables.select(slice(first, stop))
 
 
-def _queries(
+def _make_query_tables(
     spec: ScoreSpec, head_dim: int, positions: Tensor, n: Tensor, dtype: torch.dtype
 ) -> RotaryTables:
-    scale, rotator = query_scale(spec, head_dim, n), _rotator(spec, head_dim)
+    scale, rotator = query_scale(spec, head_dim, n), _make_rotator(spec, head_dim)
     if rotator is None:
         return RotaryTables(scale=scale_column(scale))
-    # Rotations have no axis of heads, which n has where each head has a mask of its own.
-    inside = spec.order is None and n.dim() < 3
-    at, factor = positions.double(), scale if inside else 1.0
-    outside = None if inside else scale_column(scale)
+    # Rotations have no head axis, but n has one if each head has its own mask.
+    folded = spec.order is None and n.dim() < 3
+    positions, rotation_scale = positions.double(), scale if folded else 1.0
+    separate_scale = None if folded else scale_column(scale)
     if spec.chunk_remapping is not None:
-        rules = spec.chunk_remapping.query_positions(at)
-        near = ChunkedRotation(tuple(rotator.at(own, dtype, factor) for own in rules))
-        return RotaryTables(near, scale=outside)
+        by_rule = spec.chunk_remapping.query_positions(positions)
+        near = ChunkedRotation(tuple(rotator.at(x, dtype, rotation_scale) for x in by_rule))
+        return RotaryTables(near, scale=separate_scale)
     far = None
     if spec.remapping is not None:
-        far = rotator.at(spec.remapping.far_positions(at, at)[0], dtype, factor)
-    return RotaryTables(rotator.at(at, dtype, factor), far, outside)
+        far_positions = spec.remapping.far_positions(positions, positions)[0]
+        far = rotator.at(far_positions, dtype, rotation_scale)
+    return RotaryTables(rotator.at(positions, dtype, rotation_scale), far, separate_scale)
 
 
-def _keys(
+def _make_key_tables(
     spec: ScoreSpec, head_dim: int, positions: Tensor, dtype: torch.dtype, far_to_near: bool
 ) -> RotaryTables:
-    rotator, at, rules = _rotator(spec, head_dim), positions.double(), spec.chunk_remapping
+    rotator, near, chunks = _make_rotator(spec, head_dim), positions.double(), spec.chunk_remapping
     if rotator is None:
         return RotaryTables()
-    if rules is not None:
-        chunk = positions.div(rules.known("size"), rounding_mode="floor").long()
-        rotation = rotator.at(rules.key_positions(at), dtype, sign=-1)
-        return RotaryTables(ChunkedRotation((rotation,), by_head(chunk[..., None], 3)))
+    if chunks is not None:
+        chunk = positions.div(chunks.required("size"), rounding_mode="floor").long()
+        rotation = rotator.at(chunks.key_positions(near), dtype, sign=-1)
+        return RotaryTables(ChunkedRotation((rotation,), add_head_axis(chunk[..., None], 3)))
     if spec.remapping is None:
-        return RotaryTables(rotator.at(at, dtype, sign=-1))
-    far = spec.remapping.far_positions(at, at)[1]
+        return RotaryTables(rotator.at(near, dtype, sign=-1))
+    far = spec.remapping.far_positions(near, near)[1]
     if far_to_near:
-        return RotaryTables(rotator.at(at - far, dtype, sign=-1))
-    near = rotator.at(at, dtype, sign=-1)
-    return RotaryTables(near, rotator.at(far, dtype, sign=-1))
+        return RotaryTables(rotator.at(near - far, dtype, sign=-1))
+    return RotaryTables(rotator.at(near, dtype, sign=-1), rotator.at(far, dtype, sign=-1))
 
 
-# Tables of positions 0 … capacity − 1, of which calls take rows: a sequence that grows token by
-# token seldom needs a new one. They are ordinary tensors even when first asked for in inference
-# mode, since training reuses them.
+# Cached tables of positions 0 … length − 1, from which calls select rows: a sequence that grows
+# token by token seldom needs new ones. They are made outside of inference mode, since training
+# uses them too.
 
 
 @lru_cache(maxsize=32)
 @torch.inference_mode(False)
-def _counted_queries(
+def _cached_query_tables(
     spec: ScoreSpec,
     head_dim: int,
     dtype: torch.dtype,
-    capacity: int,
+    length: int,
     device: torch.device,
     visible: int | None,
 ) -> RotaryTables:
-    """For i + 1 visible keys of query i, or as many for every query."""
-    query = torch.arange(capacity, device=device)
+    """Tables for n = i + 1 visible keys of query i, or n = `visible` for all queries."""
+    query = torch.arange(length, device=device)
     n = query + 1 if visible is None else torch.tensor([visible], device=device)
-    return _queries(spec, head_dim, query, n, dtype)
+    return _make_query_tables(spec, head_dim, query, n, dtype)
 
 
 @lru_cache(maxsize=32)
 @torch.inference_mode(False)
-def _counted_keys(
+def _cached_key_tables(
     spec: ScoreSpec,
     head_dim: int,
     dtype: torch.dtype,
-    capacity: int,
+    length: int,
     device: torch.device,
     far_to_near: bool,
 ) -> RotaryTables:
-    return _keys(spec, head_dim, torch.arange(capacity, device=device), dtype, far_to_near)
+    positions = torch.arange(length, device=device)
+    return _make_key_tables(spec, head_dim, positions, dtype, far_to_near)
 
 
-def _capacity(spec: ScoreSpec, head_dim: int, dtype: torch.dtype, positions: int) -> int:
-    """Choose the length of a table: the next power of two, so that growth seldom makes a new one.
-
-    Where features grow with the position, the tables end where the dtype does.
-    """
-    capacity, position = max(64, 1 << (positions - 1).bit_length()), spec.position
+def _table_length(spec: ScoreSpec, head_dim: int, dtype: torch.dtype, positions: int) -> int:
+    """The length of cached tables: the next power of two, or where growing features overflow."""
+    length, position = max(64, 1 << (positions - 1).bit_length()), spec.position
     growth = position.log_growth(head_dim) if isinstance(position, RotaryPosition) else None
     if growth is None:
-        return capacity
-    return max(positions, min(capacity, _last_position(growth, dtype) + 1))
+        return length
+    return max(positions, min(length, _max_position(growth, dtype) + 1))
 
 
-def _last_position(log_growth: Float[Tensor, "p"], dtype: torch.dtype) -> int:
-    """How far features that grow with the absolute position stay well inside the dtype's range."""
+def _max_position(log_growth: Float[Tensor, "p"], dtype: torch.dtype) -> int:
+    """The last position at which growing features are well within the dtype's range."""
     range_of_dtype = math.log(torch.finfo(dtype).max) / 2
     fastest = float(log_growth.abs().max())
     return int(range_of_dtype / fastest) if fastest else 2**62
 
 
-def _refuse_overflow(exponent: Tensor, log_growth: Tensor, dtype: torch.dtype) -> None:
-    """Raise `InputError` where features grow out of a dtype's range; not while compiling."""
+def _check_overflow(exponent: Tensor, log_growth: Tensor, dtype: torch.dtype) -> None:
+    """Raise `InputError` if features exceed the dtype's range; unchecked while tracing."""
     if traced() or exponent.is_meta or not exponent.numel():
         return
-    last = _last_position(log_growth, dtype)
+    last = _max_position(log_growth, dtype)
     if float(exponent.abs().max()) > (last + 0.5) * float(log_growth.abs().max()):
         raise InputError(
             f"XPos in {dtype} works up to position {last}: beyond it a query shrinks and a key "
@@ -357,7 +355,7 @@ def _refuse_overflow(exponent: Tensor, log_growth: Tensor, dtype: torch.dtype) -
 
 @lru_cache(maxsize=256)
 def feature_pairs(start: int, count: int, interleaved: bool) -> tuple[slice, slice]:
-    """The first and the second features of the pairs that rotate."""
+    """The first and the second features of all pairs that rotate."""
     end = start + 2 * count
     if interleaved:
         return slice(start, end, 2), slice(start + 1, end, 2)
@@ -365,41 +363,41 @@ def feature_pairs(start: int, count: int, interleaved: bool) -> tuple[slice, sli
 
 
 def rotate_rows(
-    x: Tensor, cos: Tensor, sin: Tensor, rest: Tensor, interleaved: bool, start: int
+    x: Tensor, cos: Tensor, sin: Tensor, unrotated: Tensor, interleaved: bool, start: int
 ) -> Tensor:
     """Rotate pair (a, b) of x to (a·cos − b·sin, b·cos + a·sin), without a gradient."""
-    wide = x if x.dtype == cos.dtype else x.to(cos.dtype)
-    y = torch.empty_like(wide, memory_format=torch.contiguous_format)
+    dtype, x = x.dtype, x if x.dtype == cos.dtype else x.to(cos.dtype)
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
     first, second = feature_pairs(start, cos.shape[-1], interleaved)
-    a, b, left, right = wide[..., first], wide[..., second], y[..., first], y[..., second]
+    a, b, rotated_a, rotated_b = x[..., first], x[..., second], y[..., first], y[..., second]
     end = start + 2 * cos.shape[-1]
     if start > 0:
-        torch.mul(wide[..., :start], rest, out=y[..., :start])
+        torch.mul(x[..., :start], unrotated, out=y[..., :start])
     if end < x.shape[-1]:
-        torch.mul(wide[..., end:], rest, out=y[..., end:])
-    torch.mul(a, cos, out=left)
-    left.addcmul_(b, sin, value=-1)
-    torch.mul(b, cos, out=right)
-    right.addcmul_(a, sin)
-    return y.to(x.dtype)
+        torch.mul(x[..., end:], unrotated, out=y[..., end:])
+    torch.mul(a, cos, out=rotated_a)
+    rotated_a.addcmul_(b, sin, value=-1)
+    torch.mul(b, cos, out=rotated_b)
+    rotated_b.addcmul_(a, sin)
+    return y.to(dtype)
 
 
-def _rotate_plainly(
-    x: Tensor, cos: Tensor, sin: Tensor, rest: Tensor, interleaved: bool, start: int
+def _rotate_with_plain_ops(
+    x: Tensor, cos: Tensor, sin: Tensor, unrotated: Tensor, interleaved: bool, start: int
 ) -> Tensor:
     """The same rotation in operations that a compiler can fuse."""
-    wide, end = x.to(cos.dtype), start + 2 * cos.shape[-1]
+    dtype, x, end = x.dtype, x.to(cos.dtype), start + 2 * cos.shape[-1]
     first, second = feature_pairs(start, cos.shape[-1], interleaved)
-    a, b = wide[..., first], wide[..., second]
-    left, right = a * cos - b * sin, b * cos + a * sin
-    y = torch.stack((left, right), -1).flatten(-2) if interleaved else torch.cat((left, right), -1)
+    a, b = x[..., first], x[..., second]
+    rotated = a * cos - b * sin, b * cos + a * sin
+    y = torch.stack(rotated, -1).flatten(-2) if interleaved else torch.cat(rotated, -1)
     if end - start < x.shape[-1]:
-        y = torch.cat((wide[..., :start] * rest, y, wide[..., end:] * rest), -1)
-    return y.to(x.dtype)
+        y = torch.cat((x[..., :start] * unrotated, y, x[..., end:] * unrotated), -1)
+    return y.to(dtype)
 
 
 class _Rotate(torch.autograd.Function):
-    """The rotation is linear: its backward is the rotation back, times the same scale."""
+    """A rotation with its backward: the inverse rotation, times the same scale."""
 
     @staticmethod
     def forward(
@@ -407,22 +405,22 @@ class _Rotate(torch.autograd.Function):
         x: Tensor,
         cos: Tensor,
         sin: Tensor,
-        rest: Tensor,
+        unrotated: Tensor,
         interleaved: bool,
         start: int,
     ) -> Tensor:
-        # The tables are constants: no hook on saved tensors needs to see them.
-        ctx.tables = cos, sin, rest, interleaved, start
-        return rotate_rows(x, cos, sin, rest, interleaved, start)
+        # Tables are constants, so they are not saved with `save_for_backward`.
+        ctx.tables = cos, sin, unrotated, interleaved, start
+        return rotate_rows(x, cos, sin, unrotated, interleaved, start)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin, *settings = ctx.tables
-        # With gradients on, a derivative of this derivative is wanted: it is a rotation as well.
+        # With gradients enabled, this backward is differentiated: by a rotation again.
         rotate = _Rotate.apply if torch.is_grad_enabled() else rotate_rows
-        rotate = _rotate_plainly if use_plain_ops() else rotate
+        rotate = _rotate_with_plain_ops if use_plain_ops() else rotate
         return rotate(grad, cos, -sin, *settings), None, None, None, None, None
 
 
 rotate_with_gradient: Any = super(torch.autograd.Function, _Rotate).apply
-"""`rotate_rows` known to autograd, past what `apply` does for torch.func, which takes as long."""
+"""`rotate_rows` with a gradient. Skips `apply`'s checks for torch.func, which take as long."""

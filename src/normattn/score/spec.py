@@ -1,10 +1,10 @@
 """`ScoreSpec`: how a query and a key become a score, as one value with a name.
 
-The grammar is `PART(-PART)*(@L)?`, a part being `Name` or `Name(field=value,…)`:
+The grammar is `PART(-PART)*(@L)?`, where a part is `Name` or `Name(field=value,…)`:
 
     KNA    CosA-logn-YaRN(factor=8)@512    Baseline-ReRoPE(window=128)-logn+@512
 
-Names are read in any order and written in that of the slots, `logn+` last.
+Names may be in any order. They are printed in the order of slots, `logn+` last.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from normattn.score.parts import (
     Variant,
     VORoPE,
 )
-from normattn.score.parts.base import arrange, default_position
+from normattn.score.parts.base import default_position, sort_parts
 
 P = typing.TypeVar("P", bound=Part)
 
@@ -60,32 +60,33 @@ def is_unmodified(method: str) -> bool:
 
 
 @dataclass(frozen=True)
-class InSlot(typing.Generic[P]):
-    """An attribute of a `ScoreSpec`: what fills a slot, if it is of that kind, or None."""
+class PartAttribute(typing.Generic[P]):
+    """An attribute of a `ScoreSpec`: the component in a slot if it is of a class, else None."""
 
     slot: Slot
-    kind: type[P]
+    part_class: type[P]
 
     def __get__(self, spec: ScoreSpec, owner: type[ScoreSpec]) -> P | None:
         part = next((part for part in spec.parts if part.slot is self.slot), None)
-        return part if isinstance(part, self.kind) else None
+        return part if isinstance(part, self.part_class) else None
 
 
 @functools.cache
-def _slots() -> tuple[str, ...]:
-    """The attributes of a `ScoreSpec` that hold a component or None."""
-    return tuple(name for name, slot in vars(ScoreSpec).items() if isinstance(slot, InSlot))
+def _part_attributes() -> tuple[str, ...]:
+    """The names of all such attributes."""
+    return tuple(name for name, x in vars(ScoreSpec).items() if isinstance(x, PartAttribute))
 
 
 @dataclass(frozen=True)
 class ScoreSpec:
     """The components of a score, one per type, and the training length.
 
-    A parameter that depends on the training length or on the table's factor may still be open
-    (None); `resolve` fills it and refuses what stays open. `leaks_future`: a normalisation uses the
-    whole sequence (refused when causal). `blockwise`: the rotation of keys depends on the block of
-    the query's row. `value_rope`: the score whose keys rotate as the values of `VORoPE` do. An
-    attribute for each component type holds that component, or None.
+    There is an attribute for each component type: that component, or None. A parameter that depends
+    on the training length or on a table's factor may be open (None) until `resolve` fills it.
+
+    `leaks_future`: a normalisation uses the whole sequence, so the score cannot be causal.
+    `blockwise`: the rotation of keys depends on the block of the query's row. `value_rope`: a score
+    whose keys rotate like the values of `VORoPE`, or None.
     """
 
     parts: tuple[Part, ...]
@@ -94,35 +95,35 @@ class ScoreSpec:
     blockwise: bool = field(init=False, compare=False, repr=False, default=False)
     value_rope: ScoreSpec | None = field(init=False, compare=False, repr=False, default=None)
 
-    logn = InSlot(Slot.LOGN, LengthScaling)
-    rope_scaling = InSlot(Slot.ROPE_SCALING, RopeScaling)
-    remapping = InSlot(Slot.REMAPPING, PositionRemapping)
-    chunk_remapping = InSlot(Slot.REMAPPING, ChunkRemapping)
-    order = InSlot(Slot.ORDER, RotateFirst)
-    bias = InSlot(Slot.BIAS, BiasPart)
-    residual = InSlot(Slot.RESIDUAL, ResidualPart)
-    cap = InSlot(Slot.CAP, SoftCap)
-    sink = InSlot(Slot.SINK, Sink)
-    normaliser = InSlot(Slot.NORMALISER, NormaliserPart)
-    selection = InSlot(Slot.NORMALISER, Selective)
-    difference = InSlot(Slot.NORMALISER, Differential)
-    values = InSlot(Slot.VALUES, ValuePart)
-    gate = InSlot(Slot.GATE, GatePart)
-    documents = InSlot(Slot.DOCUMENTS, Packed)
-    layout = InSlot(Slot.LAYOUT, Layout)
-    _variant = InSlot(Slot.VARIANT, Variant)
-    _position = InSlot(Slot.POSITION, Position)
-    _forgetting = InSlot(Slot.BIAS, FoX)
-    _sliding = InSlot(Slot.WINDOW, SlidingWindow)
-    _chunked = InSlot(Slot.WINDOW, Chunked)
+    logn = PartAttribute(Slot.LOGN, LengthScaling)
+    rope_scaling = PartAttribute(Slot.ROPE_SCALING, RopeScaling)
+    remapping = PartAttribute(Slot.REMAPPING, PositionRemapping)
+    chunk_remapping = PartAttribute(Slot.REMAPPING, ChunkRemapping)
+    order = PartAttribute(Slot.ORDER, RotateFirst)
+    bias = PartAttribute(Slot.BIAS, BiasPart)
+    residual = PartAttribute(Slot.RESIDUAL, ResidualPart)
+    cap = PartAttribute(Slot.CAP, SoftCap)
+    sink = PartAttribute(Slot.SINK, Sink)
+    normaliser = PartAttribute(Slot.NORMALISER, NormaliserPart)
+    selection = PartAttribute(Slot.NORMALISER, Selective)
+    difference = PartAttribute(Slot.NORMALISER, Differential)
+    values = PartAttribute(Slot.VALUES, ValuePart)
+    gate = PartAttribute(Slot.GATE, GatePart)
+    documents = PartAttribute(Slot.DOCUMENTS, Packed)
+    layout = PartAttribute(Slot.LAYOUT, Layout)
+    _variant = PartAttribute(Slot.VARIANT, Variant)
+    _position = PartAttribute(Slot.POSITION, Position)
+    _forgetting = PartAttribute(Slot.BIAS, FoX)
+    _sliding = PartAttribute(Slot.WINDOW, SlidingWindow)
+    _chunked = PartAttribute(Slot.WINDOW, Chunked)
 
     def __post_init__(self) -> None:
         if self.train_length is not None:
             object.__setattr__(self, "train_length", check_train_length(self.train_length))
-        filled = (part.filled(self.train_length, None) for part in arrange(self.parts))
+        filled = (part.filled(self.train_length, None) for part in sort_parts(self.parts))
         object.__setattr__(self, "parts", tuple(filled))
-        # Searched for once: a call of attention asks for many of them.
-        self.__dict__.update({name: getattr(self, name) for name in _slots()})
+        # Stored once, since every call of attention reads many of them.
+        self.__dict__.update({name: getattr(self, name) for name in _part_attributes()})
         norms = (self.variant.query_norm(), self.variant.key_norm())
         leaks = any(norm is not None and norm.leaks_future for norm in norms)
         object.__setattr__(self, "leaks_future", leaks)
@@ -137,15 +138,15 @@ class ScoreSpec:
 
     @classmethod
     def parse(cls, text: str, train_length: int | None = None, **parameters: Any) -> ScoreSpec:
-        """The specification that `text` names.
+        """Parse a name.
 
-        `parameters` (factor=, window=, base=, …) go to the component that has such a field, if the
-        text does not give it. Raises `InputError` for unknown components (with the nearest names),
+        `parameters` (factor=, window=, base=, …) go to the component with that field, if the text
+        does not set it. Raises `InputError` for unknown components (with the nearest names),
         unknown or unused parameters, values out of range, and components that cannot be combined.
         """
-        given, own = read(text)
-        length = agreed_length(text, own, train_length)
-        return cls(build_parts(given, parameters, text), length)
+        named_parts, text_length = read(text)
+        length = agreed_length(text, text_length, train_length)
+        return cls(build_parts(named_parts, parameters, text), length)
 
     @property
     def name(self) -> str:
@@ -162,34 +163,34 @@ class ScoreSpec:
 
     @property
     def variant(self) -> Variant:
-        """What is done to queries and keys, and the base of λ."""
+        """The normalisation of queries and keys, and the base of λ."""
         assert self._variant is not None
         return self._variant
 
     @property
     def position(self) -> Position:
-        """The position, rotary or not."""
+        """The position component, rotary or not."""
         assert self._position is not None
         return self._position
 
     @property
     def block(self) -> tuple[str, int]:
-        """Where the score is `blockwise`: the part that makes it so, and the rows of a block."""
+        """The name of the component that makes the score blockwise, and the rows of a block."""
         part = self.chunk_remapping
         if part is not None:
-            return part.name, part.known("size")
+            return part.name, part.required("size")
         assert self.rope_scaling is not None
         assert self.train_length is not None
         return self.rope_scaling.name, self.train_length
 
     @property
     def forgets(self) -> bool:
-        """Whether a gate on the layer's input determines the bias."""
+        """Whether there is a forget gate on the layer's input (`FoX`)."""
         return self._forgetting is not None
 
     @property
     def window(self) -> tuple[int | None, int]:
-        """(w, kept): keys with i − j ≥ w are hidden but for the first `kept`; w None hides none."""
+        """(w, sinks): hides keys with i − j ≥ w but not the first `sinks`; w None hides no key."""
         if self._sliding is not None:
             return self._sliding.window, 0
         return (None, 0) if self.remapping is None else self.remapping.visible_window()
@@ -207,38 +208,37 @@ class ScoreSpec:
     def layer(self, layer: int, layers: int) -> ScoreSpec:
         """The score of layer `layer` (0-based) of a model of `layers`.
 
-        The specification itself, unless a layout or another component depends on the layer's
-        number.
+        It is the specification itself unless a component depends on the layer's number.
         """
         parts: dict[Slot, Part] = {part.slot: part for part in self.parts}
-        chosen: Iterable[Part] = self.parts
+        layer_parts: Iterable[Part] = self.parts
         if self.layout is not None:
             del parts[Slot.LAYOUT]
-            chosen = self.layout.layer(parts, layer, layers, self.train_length)
-        layer_parts = tuple(part.for_layer(layer) for part in chosen)
-        return self if layer_parts == self.parts else ScoreSpec(layer_parts, self.train_length)
+            layer_parts = self.layout.layer(parts, layer, layers, self.train_length)
+        numbered = tuple(part.for_layer(layer) for part in layer_parts)
+        return self if numbered == self.parts else ScoreSpec(numbered, self.train_length)
 
     @functools.lru_cache(maxsize=256)  # noqa: B019 (specifications are small values)
     def for_block(self, block: int) -> ScoreSpec:
-        """The score of the rows of a block, whose frequencies are those of no other."""
+        """The score of the query rows of a block, which may have its own frequencies."""
         if self.rope_scaling is None or not self.rope_scaling.blockwise:
             return self
         assert self.train_length is not None
-        own = self.rope_scaling.for_block(block, self.train_length)
-        parts = (own if part.slot is Slot.ROPE_SCALING else part for part in self.parts)
+        scaling = self.rope_scaling.for_block(block, self.train_length)
+        parts = (scaling if part.slot is Slot.ROPE_SCALING else part for part in self.parts)
         return ScoreSpec(tuple(parts), self.train_length)
 
     @property
     def trained(self) -> ScoreSpec:
         """The training-time components: what the unmodified model computes."""
-        kept = tuple(part for part in self.parts if part.when == "training-time")
-        return ScoreSpec(kept, self.train_length)
+        parts = tuple(part for part in self.parts if part.when == "training-time")
+        return ScoreSpec(parts, self.train_length)
 
     @property
     def variant_name(self) -> str:
-        """The name of the training-time components with chosen values, e.g. `CosA(c=3.5)-logn`.
+        """The name of the training-time components with their values, e.g. `CosA(c=3.5)-logn`.
 
-        A value that the training length gives anyway is left out.
+        Values that follow from the training length are left out.
         """
         length = self.train_length
         return "-".join(
@@ -252,18 +252,16 @@ class ScoreSpec:
 
     @property
     def method_name(self) -> str:
-        """The same with chosen values, e.g. `ReRoPE(window=16)-logn+`.
+        """The name of the inference-time components with their values: `ReRoPE(window=16)-logn+`.
 
-        A value that the training length or the factor gives anyway is left out.
+        Values that follow from the training length or the factor are left out.
         """
-        labels = []
+        names = []
         for part in self._added:
             factor = getattr(part, "factor", None)
-            usual = type(part)().filled(
-                self.train_length, factor if isinstance(factor, float) else None
-            )
-            labels.append(print_part(part, usual))
-        return "-".join(labels)
+            factor = factor if isinstance(factor, float) else None
+            names.append(print_part(part, type(part)().filled(self.train_length, factor)))
+        return "-".join(names)
 
     @property
     def method_text(self) -> str:
@@ -277,62 +275,59 @@ class ScoreSpec:
         """
         if isinstance(text, str) and is_unmodified(text):
             return self
-        given, own = read(text)
-        for part, _ in given:
+        named_parts, text_length = read(text)
+        for part, _ in named_parts:
             if part.when == "training-time":
                 raise InputError(
                     f"{part.name} is a training-time component; it cannot be added to {self.name}"
                 )
-        length = agreed_length(str(self), self.train_length, own)
-        return ScoreSpec((*self.parts, *build_parts(given, parameters, text)), length)
+        length = agreed_length(str(self), self.train_length, text_length)
+        return ScoreSpec((*self.parts, *build_parts(named_parts, parameters, text)), length)
 
     def resolve(
         self, train_length: int | None = None, factor: float | int | None = None
     ) -> ScoreSpec:
-        """Fill what is open from the training length and the factor.
+        """Fill open parameters from the training length and the factor.
 
-        Raises `InputError` if the training length contradicts the one it has, or if a component
-        still lacks a value.
+        Raises `InputError` for another training length than it has, and for a parameter that
+        remains open.
         """
         length = agreed_length(str(self), self.train_length, train_length)
         factor = None if factor is None else float(factor)
         spec = ScoreSpec(tuple(part.filled(length, factor) for part in self.parts), length)
         for part in spec.parts:
-            if lack := part.missing(length):
-                where = f": {spec!s}@512, say" if lack == "train_length" else ""
-                raise InputError(f"{part.name} in {str(spec)!r} needs {lack}=…{where}")
+            if name := part.missing(length):
+                example = f": {spec!s}@512, say" if name == "train_length" else ""
+                raise InputError(f"{part.name} in {str(spec)!r} needs {name}=…{example}")
         return spec
 
     @property
     def _named(self) -> tuple[Part, ...]:
-        """The parts of a name, in its order: all but a position that is there by default.
+        """The parts in the order of the name, without the default position.
 
-        Log-n of a method is written after what it is added to: `ReRoPE-logn+`.
+        Inference-time log-n comes last: `ReRoPE-logn+`.
         """
         default = default_position(part.slot for part in self.parts)
-        shown = (part for part in self.parts if part != default)
-        late = Slot.LOGN
-        return tuple(
-            sorted(shown, key=lambda part: part.slot is late and part.when == "inference-time")
-        )
+        named = [part for part in self.parts if part != default]
+        return tuple(sorted(named, key=lambda x: (x.slot, x.when) == (Slot.LOGN, "inference-time")))
 
     @property
     def _added(self) -> tuple[Part, ...]:
-        """The inference-time ones of them."""
+        """The inference-time components, in the order of the name."""
         return tuple(part for part in self._named if part.when != "training-time")
 
     @classmethod
     def __get_pydantic_core_schema__(
         cls, source: type[Any], handler: GetCoreSchemaHandler
     ) -> core_schema.CoreSchema:
-        """A configuration field: read from the text or the value, written as the text."""
+        """The schema of a field in a configuration, which is parsed from and saved as text."""
         return core_schema.no_info_plain_validator_function(
             as_spec, serialization=core_schema.to_string_ser_schema()
         )
 
 
 def as_spec(value: Any) -> ScoreSpec:
-    """`value` itself, or what it names; `InputError` for neither."""
+    """A specification, or the one that a name means; `InputError` for anything else."""
     if not isinstance(value, ScoreSpec | str):
         raise InputError(f"a score is a ScoreSpec or its name, but {value!r} was given")
     return value if isinstance(value, ScoreSpec) else ScoreSpec.parse(value)

@@ -76,7 +76,7 @@ class Collector(AttentionStatistics):
 
     def distance_functions(self, inputs: AttentionInputs) -> Tensor | None:
         """Return indicators of distances beyond the training length and of unseen angles."""
-        self.wanted = []
+        self.function_names = []
         score = self.owner
         if self.layer is None or not isinstance(score, Score) or not self.reach:
             return None
@@ -89,7 +89,7 @@ class Collector(AttentionStatistics):
         angles = unseen_angles(spec, score.head_dim, distances, block, score.built)
         if angles is not None:
             functions["angle"] = angles
-        self.wanted = list(functions)
+        self.function_names = list(functions)
         return torch.stack(list(functions.values())).to(inputs.q.device)
 
     def norm_hook(self, name: str, side: int) -> Callable[[nn.Module, Any, Tensor], None]:

@@ -1,15 +1,14 @@
-"""What a part of a score is: a frozen value with a name, a slot and parameters, declared once.
+"""`Part`, a component of a score: a frozen value with a name, a slot and parameters.
 
 The score of query i and key j (0-based) is
 
     s(i, j) = cap( λ(i) · ⟨ P_i N_q(q_i), P_j N_k(k_j) ⟩ + r(i, j) ) + b(i, j)
 
-with r the residual scores of the layers below, and softmax, or another normaliser, runs over the
-keys that i may see, and over a sink where there is one. Every part fills one slot of it.
+where r is the residual scores of the layers below. Softmax, or another normaliser, runs over the
+keys that i sees and a sink. Every part fills one slot of the equation.
 
-A new method is one class with `@register`, in its own file in `score/parts` or anywhere that is
-imported. Its parameters are fields; `number` and `one_of` declare their ranges and what fills them
-where nobody gave them.
+A new method is one class with `@register`, in its own file in `score/parts` or in any imported
+file. Its parameters are fields; `number` and `one_of` declare their ranges and defaults.
 """
 
 from __future__ import annotations
@@ -31,19 +30,19 @@ from normattn.errors import InputError
 
 When = Literal["training-time", "inference-time", "either"]
 Fill = Callable[[Any, int | None, float | None], Any]
-"""What an open parameter of a part becomes, by the training length and a table's factor."""
+"""(part, training length, a table's factor) → the value of an open parameter, or None."""
 
 
 class Slot(StrEnum):
-    """The places of a specification, in the order in which a name prints them.
+    """The types of components, in the order in which a name prints them.
 
-    `meaning` says what a part in the slot decides, in the symbols of the equation of a score.
+    `meaning` says what a component of the type decides, in the symbols of the score's equation.
     """
 
     meaning: str
 
     def __new__(cls, value: str, meaning: str) -> Slot:
-        """The slot of that name."""
+        """A slot with its meaning."""
         slot = str.__new__(cls, value)
         slot._value_, slot.meaning = value, meaning
         return slot
@@ -76,10 +75,10 @@ def number(
     below: float | int = math.inf,
     most: float | int = math.inf,
 ) -> Any:
-    """A field that is a finite number within the bounds.
+    """Declare a field that is a finite number within bounds.
 
-    A default of None is open: `fill` gives the value (or None, as long as it cannot), and a score
-    is refused while it lacks one, unless the field is `optional`.
+    A default of None leaves the field open until `fill` gives a value. A score with an open field
+    raises an error, unless the field is `optional`.
     """
 
     def allowed(value: Any) -> bool:
@@ -93,31 +92,32 @@ def number(
 
 
 def one_of(*values: Any, default: Any) -> Any:
-    """A field that is one of some values."""
+    """Declare a field that is one of some values."""
     expected = " or ".join(map(repr, values))
     return field(default=default, metadata={"allowed": values.__contains__, "expected": expected})
 
 
 def by_length(value: Callable[[int], int]) -> Fill:
-    """A `fill` by the training length alone."""
+    """A `fill` that depends on the training length only."""
     return lambda part, length, factor: None if length is None else value(length)
 
 
-A_QUARTER = by_length(lambda length: max(1, length // 4))
-"""The fill of a window: a quarter of the training length."""
-THE_LENGTH = by_length(lambda length: length)
-"""The training length itself."""
+QUARTER_LENGTH = by_length(lambda length: max(1, length // 4))
+"""Fill with a quarter of the training length."""
+TRAIN_LENGTH = by_length(lambda length: length)
+"""Fill with the training length."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """One named choice of a score specification; its fields are its parameters.
+    """A component of a score specification; its fields are its parameters.
 
-    The name is that of the class, and the summary the first line of its docstring, where a class
-    gives no others. `used_by` names well-known models. `excludes` says for each slot that a part
-    leaves empty why; `conflict` does where that depends on values. `needs_causal`: it is defined
-    for causal attention only. `needs_length`: the training length is used even where all parameters
-    are given.
+    Attributes:
+        name, summary: by default the class name, and the first line of its docstring.
+        used_by: well-known models.
+        needs_causal: it is defined for causal attention only.
+        needs_length: it uses the training length, even if all parameters are given.
+        excludes: slots that must be empty, each with the reason. See also `conflict`.
     """
 
     name: ClassVar[str]
@@ -145,7 +145,7 @@ class Part:
             raise InputError(f"{self.name}: {field} must be {expected}, but it is {value}")
 
     def filled(self, train_length: int | None, factor: float | None) -> Part:
-        """This part with its open fields filled, as far as their `fill` can."""
+        """This part with open fields filled, as far as possible."""
         part: Part = self
         for item in dataclasses.fields(self):
             fill = item.metadata.get("fill")
@@ -155,38 +155,38 @@ class Part:
         return part
 
     def missing(self, train_length: int | None) -> str | None:
-        """The name of a value that this part needs and does not have, or None."""
+        """The name of a value that this part still needs, or None."""
         for item in dataclasses.fields(self):
             if getattr(self, item.name) is None and not item.metadata.get("optional"):
                 return item.name
         return "train_length" if self.needs_length and train_length is None else None
 
-    def known(self, name: str) -> Any:
-        """The value of a field that must be filled by now; `InputError` where it is not."""
+    def required(self, name: str) -> Any:
+        """The value of a field; `InputError` if it is open."""
         value = getattr(self, name)
         if value is None:
             raise InputError(f"{self.name} needs {name}=…")
         return value
 
-    def known_length(self, train_length: int | None) -> int:
-        """The training length, which must be known by now; `InputError` where it is not."""
+    def required_length(self, train_length: int | None) -> int:
+        """The training length; `InputError` if it is None."""
         if train_length is None:
             raise InputError(f"{self.name} needs the training length: {self.equation}")
         return train_length
 
     def for_layer(self, layer: int) -> Part:
-        """This part in layer `layer` (0-based), with what it takes from its number filled in."""
+        """This part in layer `layer` (0-based), for parts that depend on its number."""
         return self
 
     def conflict(self, parts: Parts) -> str | None:
-        """Why this part cannot be combined with the others of a score; None if it can."""
+        """Why this part cannot be combined with the other `parts` of a score; None if it can."""
         for slot, why in self.excludes.items():
             if slot in parts:
                 return self.refusal(parts[slot], why)
         return None
 
     def refusal(self, other: Part, why: str) -> str:
-        """The sentence that this part and another exclude each other."""
+        """The message that this part and another exclude each other."""
         return f"{self.name} and {other.name} cannot be combined: {why}"
 
 
@@ -198,7 +198,7 @@ P = TypeVar("P", bound=type[Part])
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field, number, one_of))
 def register(part: P) -> P:
-    """Make a class a frozen dataclass and a part known under its name, which holds no hyphen."""
+    """Class decorator: make a frozen dataclass, and register it under its name (no hyphens)."""
     own = part.__dict__
     if "name" not in own:
         part.name = part.__name__
@@ -210,7 +210,7 @@ def register(part: P) -> P:
         if not hasattr(part, needed):
             raise ValueError(f"part {part.name} has no {needed}, which `normattn list` shows")
     if "__dataclass_fields__" not in own:
-        # Done in place: the class stays the same object.
+        # `dataclass` changes the class in place.
         dataclass(frozen=True)(part)
     _PARTS[part.name] = part
     return part
@@ -218,14 +218,14 @@ def register(part: P) -> P:
 
 @cache
 def _discover() -> None:
-    """Import every file of this folder: parts register themselves."""
+    """Import every file of this folder, which registers their parts."""
     package = importlib.import_module("normattn.score.parts")
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"{package.__name__}.{module.name}")
 
 
 def parts() -> Mapping[str, type[Part]]:
-    """All registered parts by name, in the order of slots and then of names."""
+    """All registered parts by name, ordered by slot and name."""
     _discover()
     slots = list(Slot)
     ordered = sorted(_PARTS.items(), key=lambda item: (slots.index(item[1].slot), item[0].lower()))
@@ -233,28 +233,30 @@ def parts() -> Mapping[str, type[Part]]:
 
 
 def find(name: str) -> type[Part]:
-    """The part of that name; `InputError` names the nearest ones when there is none."""
+    """The part of that name; for an unknown name `InputError` suggests the nearest ones."""
     _discover()
     if name in _PARTS:
         return _PARTS[name]
     lowered = {key.lower(): key for key in parts()}
     near = [lowered[key] for key in difflib.get_close_matches(name.lower(), lowered, 3, 0.5)]
-    # A name that the literature has for another one is in its summary: KeyNorm for KNA.
+    # Other names in the literature are in summaries: KeyNorm for KNA.
     word = re.compile(rf"\b{re.escape(name)}\b", re.IGNORECASE)
-    also = [key for key, part in parts().items() if word.search(part.summary) and key not in near]
+    in_summary = [
+        key for key, part in parts().items() if word.search(part.summary) and key not in near
+    ]
     exact = [lowered[name.lower()]] if name.lower() in lowered else []
-    near = exact or [*also[:1], *near]
+    near = exact or [*in_summary[:1], *near]
     hint = f"; did you mean {' or '.join(near)}?" if near else ";"
     raise InputError(f"unknown component {name!r}{hint} `normattn list` shows all of them")
 
 
-def arrange(chosen: Iterable[Part]) -> tuple[Part, ...]:
-    """One part per slot, in the order of slots; a position that was not named is put in.
+def sort_parts(parts: Iterable[Part]) -> tuple[Part, ...]:
+    """Sort parts by slot, and add the default position if there is none.
 
-    Raises `InputError` for two parts of one slot, and where no variant is named.
+    Raises `InputError` for two parts in one slot, and without a variant.
     """
     slots: dict[Slot, Part] = {}
-    for part in chosen:
+    for part in parts:
         if part.slot in slots:
             first = slots[part.slot].name
             raise InputError(
@@ -270,5 +272,5 @@ def arrange(chosen: Iterable[Part]) -> tuple[Part, ...]:
 
 
 def default_position(slots: Iterable[Slot]) -> Part:
-    """RoPE if no position is named; NoPE with a bias, which encodes position itself."""
+    """RoPE, or NoPE with a bias, which encodes position itself."""
     return find("NoPE" if Slot.BIAS in slots else "RoPE")()

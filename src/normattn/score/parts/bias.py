@@ -1,4 +1,4 @@
-"""Biases: what is added to a score by the distance of a pair, or by the tokens between.
+"""Biases: numbers added to a score, by the distance of a pair or by the tokens between.
 
 Legend: B batch, H query heads, T queries, S keys, R distances, D head dimension.
 """
@@ -18,13 +18,13 @@ from normattn.errors import InputError
 from normattn.kernels import AttentionMask
 from normattn.kernels.inputs import PairBias, PairValues
 from normattn.plain import transformed
-from normattn.score.parts.base import A_QUARTER, Part, Slot, number, register
+from normattn.score.parts.base import QUARTER_LENGTH, Part, Slot, number, register
 
 Learned = Mapping[str, Tensor]
 Distances = Float[Tensor, " r"]
 Biases = Float[Tensor, "h r"]
 Queries = Float[Tensor, "b h t d"]
-_EVERY = slice(None)
+_ALL = slice(None)
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class BiasPart(Part):
     slot = Slot.BIAS
 
     def learned(self, heads: int, head_dim: int) -> dict[str, Tensor]:
-        """The initial values of what is learned, by name; empty where nothing is."""
+        """The initial values of learned parameters, by name; empty by default."""
         return {}
 
     def values(self, distance: Distances, heads: int, learned: Learned) -> Biases:
@@ -44,33 +44,33 @@ class BiasPart(Part):
 
 @dataclass(frozen=True)
 class PairBiasPart(BiasPart):
-    """A bias b(h, i, j) that is no function of the distance alone; causal attention only.
+    """A bias b(h, i, j) that depends on both positions; causal attention only.
 
-    `reads_queries`: it is made of λ(i)·N_q(q_i), not rotated.
+    `reads_queries`: it is computed from λ(i)·N_q(q_i), before the rotation.
     """
 
     needs_causal = True
     reads_queries: ClassVar[bool] = False
 
     def content_query(self, q: Queries, learned: Learned) -> Queries:
-        """The queries, normalised and not rotated, that meet the keys."""
+        """The queries to multiply with keys, from normalised ones before the rotation."""
         return q
 
     def bias_query(self, q: Queries, learned: Learned) -> Queries:
-        """The queries that the bias reads, before λ."""
+        """The queries to compute the bias from, before λ."""
         return q
 
     def pairs(self, learned: Learned, dtype: torch.dtype, query: Queries | None) -> PairBias:
-        """The bias of all pairs, computed in `dtype`; `query` where it is read, λ included."""
+        """The bias of all pairs, computed in `dtype`; `query` includes λ, None if not needed."""
         raise InputError(f"{self.name} defines no pairs")
 
     def pair_values(self) -> PairValues | None:
-        """What each pair's value is read with; None where it is read alone."""
+        """Vectors that are added to the values of pairs; None by default."""
         return None
 
 
-def of_queries(part: PairBiasPart, query: Queries | None) -> Queries:
-    """The queries that a bias reads, which must be there."""
+def require_query(part: PairBiasPart, query: Queries | None) -> Queries:
+    """The queries of a bias; `InputError` if they are missing."""
     if query is None:
         raise InputError(f"{part.name} needs the queries, of which its bias is made")
     return query
@@ -99,28 +99,28 @@ class ALiBi(BiasPart):
 
 @dataclass(frozen=True)
 class KERPLE(BiasPart):
-    """A penalty with p and a learned per head, drawn from U(0, `drawn`) as in the authors' code.
+    """A penalty with p and a learned per head, from U(0, `initial_max`) as in the authors' code.
 
-    Both are at least 0.01, and a at most `most_a`. What an optimiser moves out of that range counts
-    as the nearest value within, and gradients lead back.
+    Both are at least 0.01, and a is at most `max_a`. Values that an optimiser moves out of this
+    range are clamped, with gradients that lead back.
     """
 
     source = "arXiv 2205.09921"
-    drawn: ClassVar[Mapping[str, float]]
-    most_a: ClassVar[float] = math.inf
+    initial_max: ClassVar[Mapping[str, float]]
+    max_a: ClassVar[float] = math.inf
 
     def learned(self, heads: int, head_dim: int) -> dict[str, Float[Tensor, "h"]]:
         """p and a, drawn from torch's global generator."""
-        return {name: (most * torch.rand(heads)).clamp(0.01) for name, most in self.drawn.items()}
+        return {name: (x * torch.rand(heads)).clamp(0.01) for name, x in self.initial_max.items()}
 
-    def bounded(self, learned: Learned, distance: Distances) -> tuple[Tensor, Tensor]:
-        """p and a (H, 1) within their ranges, in the dtype of the distances."""
+    def clamped(self, learned: Learned, distance: Distances) -> tuple[Tensor, Tensor]:
+        """p and a (H, 1), clamped to their ranges, in the dtype of the distances."""
         p, a = (learned[name].to(distance.dtype)[:, None] for name in ("p", "a"))
-        return _clamp(p, 0.01, math.inf), _clamp(a, 0.01, self.most_a)
+        return _clamp(p, 0.01, math.inf), _clamp(a, 0.01, self.max_a)
 
 
 class _Clamp(torch.autograd.Function):
-    """A clamp that passes gradients by which a step leads back into the range."""
+    """A clamp that also passes gradients that lead back into the range."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, low: float, high: float) -> Tensor:
@@ -131,13 +131,13 @@ class _Clamp(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (x,) = ctx.saved_tensors
-        # A step goes against the gradient.
+        # A step moves against the gradient.
         passes = ((x >= ctx.low) | (grad < 0)) & ((x <= ctx.high) | (grad > 0))
         return torch.where(passes, grad, 0.0), None, None
 
 
 def _clamp(x: Tensor, low: float, high: float) -> Tensor:
-    # torch.func and forward-mode derivatives see into no backward by hand.
+    # torch.func and forward mode do not support autograd functions.
     if transformed() or not torch.is_grad_enabled():
         return x.clamp(low, high)
     y: Tensor = _Clamp.apply(x, low, high)  # type: ignore[no-untyped-call]
@@ -149,11 +149,11 @@ class KERPLELog(KERPLE):
     """A learned penalty that grows with the logarithm of distance."""
 
     equation = "b = −p_h·ln(1 + a_h·|i−j|)"
-    drawn: ClassVar[Mapping[str, float]] = {"p": 2.0, "a": 1.0}
+    initial_max: ClassVar[Mapping[str, float]] = {"p": 2.0, "a": 1.0}
 
     def values(self, distance: Distances, heads: int, learned: Learned) -> Biases:
         """−p_h·ln(1 + a_h·r)."""
-        p, a = self.bounded(learned, distance)
+        p, a = self.clamped(learned, distance)
         return -p * torch.log1p(a * distance)
 
 
@@ -162,13 +162,13 @@ class KERPLEPower(KERPLE):
     """A learned penalty that grows with a power of distance, at most the square."""
 
     equation = "b = −p_h·|i−j|^(a_h)"
-    drawn: ClassVar[Mapping[str, float]] = {"p": 1.0, "a": 2.0}
-    most_a = 2.0
+    initial_max: ClassVar[Mapping[str, float]] = {"p": 1.0, "a": 2.0}
+    max_a = 2.0
 
     def values(self, distance: Distances, heads: int, learned: Learned) -> Biases:
         """−p_h·r^(a_h)."""
-        p, a = self.bounded(learned, distance)
-        # At 0 the power's second derivative by a would be 0·∞.
+        p, a = self.clamped(learned, distance)
+        # At distance 0 the second derivative by a would be 0·∞.
         return -p * torch.where(distance > 0, distance.clamp(min=1) ** a, 0.0)
 
 
@@ -203,7 +203,7 @@ class T5Bias(BiasPart):
         return learned["table"].to(distance.dtype)[:, self.bucket(distance)]
 
     def bucket(self, distance: Distances) -> Int[Tensor, " r"]:
-        """The bucket of each distance; in float32, as in T5, in which dtype it may come."""
+        """The bucket of each distance, computed in float32 as in T5."""
         exact, r = self.buckets // 2, distance.float()
         share = torch.log(r.clamp(min=exact) / exact) / math.log(self.max_distance / exact)
         far = (exact + (share * (self.buckets - exact)).floor()).clamp(max=self.buckets - 1)
@@ -222,7 +222,7 @@ class FIRE(PairBiasPart):
 
     equation = "b = f_h(ψ(i−j) / ψ(max(μT, i))), ψ(x) = ln(1 + c·x)"
     source = "arXiv 2310.04418"
-    threshold: int | None = number(default=None, least=1, fill=A_QUARTER)
+    threshold: int | None = number(default=None, least=1, fill=QUARTER_LENGTH)
     width: int = number(default=32, least=1)
 
     def learned(self, heads: int, head_dim: int) -> dict[str, Tensor]:
@@ -243,20 +243,20 @@ class FIRE(PairBiasPart):
         c, mu, w_in, b_in, w_out, b_out = (learned[name].to(dtype) for name in order)
 
         def compute(score: Tensor, mask: AttentionMask, _: Any) -> Tensor:
-            # 0 distance for keys after the query, which are hidden.
-            distance = mask.distance(_EVERY, _EVERY).clamp(min=0).to(c)
+            # Keys after the query are hidden; their distance is set to 0.
+            distance = mask.distance(_ALL, _ALL).clamp(min=0).to(c)
             position = mask.query.to(c)[..., None]
             if distance.dim() == 4 and position.dim() == 3:
                 position = position[:, None]
-            whole = torch.maximum(position, (mu * self.known("threshold")).abs())
-            # 1e-6 keeps the share finite where c reaches 0.
-            share = torch.log1p(c.abs() * distance) / (torch.log1p(c.abs() * whole) + 1e-6)
+            length = torch.maximum(position, (mu * self.required("threshold")).abs())
+            # 1e-6 keeps the share finite if c becomes 0.
+            share = torch.log1p(c.abs() * distance) / (torch.log1p(c.abs() * length) + 1e-6)
             hidden = torch.relu(share[..., None] * w_in + b_in)
             bias = (hidden @ w_out.t() + b_out).movedim(-1, -3)
-            # Where batch rows have positions of their own: (B, 1, H, T, S).
+            # (B, 1, H, T, S) if batch rows have different positions.
             return bias.squeeze(1) if distance.dim() == 4 else bias
 
-        # The hidden layer and the outputs of a pair.
+        # Temporary numbers per pair: the hidden layer and the outputs.
         return PairBias(compute, sum(w_out.shape))
 
 
@@ -283,11 +283,11 @@ class CoPE(PairBiasPart):
         return {"e": torch.zeros(self.positions, head_dim)}
 
     def pairs(self, learned: Learned, dtype: torch.dtype, query: Queries | None) -> PairBias:
-        """λ·⟨q, e⟩ of each query and whole position, read at sums of gates."""
-        table = of_queries(self, query).to(dtype) @ learned["e"].to(dtype).t()
+        """λ·⟨q, e⟩ of each query and integer position, interpolated at sums of gates."""
+        table = require_query(self, query).to(dtype) @ learned["e"].to(dtype).t()
 
         def compute(score: Tensor, mask: AttentionMask, table: Tensor) -> Tensor:
-            # Gates are summed from the last key that is seen down to each; hidden ones are 0.
+            # Gates are summed from the last visible key down to each key; hidden keys have 0.
             order = mask.position_order(score)
             gate = torch.sigmoid(score.to(table.dtype))
             gate = gate if order is None else gate.gather(-1, order)
@@ -295,13 +295,13 @@ class CoPE(PairBiasPart):
             position = position if order is None else position.gather(-1, order.argsort(-1))
             last = table.shape[-1] - 1
             position = position.clamp(max=last)
-            whole = position.detach().floor()
-            # A position that is no number stays one by its fraction; as an index it would be none.
-            low = whole.nan_to_num(0.0).long()
-            below, above = (table.gather(-1, at) for at in (low, (low + 1).clamp(max=last)))
-            return torch.lerp(below, above, position - whole)
+            floor = position.detach().floor()
+            # NaN is no valid index. It reaches the result through the interpolation weight.
+            low = floor.nan_to_num(0.0).long()
+            below, above = (table.gather(-1, index) for index in (low, (low + 1).clamp(max=last)))
+            return torch.lerp(below, above, position - floor)
 
-        # Gates, positions, two indices of eight bytes and what they pick, for each head.
+        # Per head: gates, positions, two indices of eight bytes, and the numbers they select.
         return PairBias(compute, 8 * table.shape[0] * table.shape[1], table)
 
 
@@ -326,8 +326,8 @@ class XLNet(PairBiasPart):
 
     def learned(self, heads: int, head_dim: int) -> dict[str, Tensor]:
         """u, v and W, drawn from torch's global generator."""
-        wide = -(-heads * head_dim // 2) * 2
-        shapes = {"u": (heads, head_dim), "v": (heads, head_dim), "w": (heads * head_dim, wide)}
+        waves = -(-heads * head_dim // 2) * 2
+        shapes = {"u": (heads, head_dim), "v": (heads, head_dim), "w": (heads * head_dim, waves)}
         return {name: 0.02 * torch.randn(shape) for name, shape in shapes.items()}
 
     def content_query(self, q: Queries, learned: Learned) -> Queries:
@@ -339,8 +339,8 @@ class XLNet(PairBiasPart):
         return q + learned["v"].to(q.dtype)[:, None]
 
     def pairs(self, learned: Learned, dtype: torch.dtype, query: Queries | None) -> PairBias:
-        """λ·W_hᵀ(q + v) times sines and cosines of i − j, by features of i and features of j."""
-        q = of_queries(self, query).to(dtype)
+        """λ·W_hᵀ(q + v) times sines and cosines of i − j, as features of i times features of j."""
+        q = require_query(self, query).to(dtype)
         table = q @ learned["w"].to(dtype).reshape(q.shape[1], q.shape[-1], -1)
 
         def waves(positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -353,8 +353,8 @@ class XLNet(PairBiasPart):
         def compute(score: Tensor, mask: AttentionMask, table: Tensor) -> Tensor:
             sines, cosines = table.chunk(2, -1)
             (sin_i, cos_i), (sin_j, cos_j) = waves(mask.query), waves(mask.key)
-            of_query = (cosines * sin_i - sines * cos_i, sines * sin_i + cosines * cos_i)
-            return torch.cat(of_query, -1) @ torch.cat((sin_j, cos_j), -1).mT
+            query_features = (cosines * sin_i - sines * cos_i, sines * sin_i + cosines * cos_i)
+            return torch.cat(query_features, -1) @ torch.cat((sin_j, cos_j), -1).mT
 
         # The bias of each head.
         return PairBias(compute, table.shape[0] * table.shape[1], table)
@@ -377,11 +377,11 @@ class ScaleInvariant(PairBiasPart):
         """(a − 1)·s + m: the change of each score."""
 
         def compute(score: Tensor, mask: AttentionMask, _: Any) -> Tensor:
-            distance = mask.distance(_EVERY, _EVERY).clamp(min=0).to(score.dtype)
+            distance = mask.distance(_ALL, _ALL).clamp(min=0).to(score.dtype)
             growth = 2 * torch.log1p(distance / self.tau)
-            # 0 for keys that are hidden, whose score is −∞.
-            shown = score.masked_fill(score == -math.inf, 0.0)
-            return ((growth + 1).sqrt() - 1) * shown - growth
+            # Hidden keys have the score −∞.
+            finite = score.masked_fill(score == -math.inf, 0.0)
+            return ((growth + 1).sqrt() - 1) * finite - growth
 
         # The distance, its logarithm, a.
         return PairBias(compute, 3)
@@ -391,10 +391,10 @@ class ScaleInvariant(PairBiasPart):
 class FoX(Part):
     """A penalty summed over the tokens between, each with a gate computed from its input.
 
-    It encodes position, so there is no RoPE unless it is named. It can be absorbed into queries and
-    keys as additional features: with C_j = Σ_{l≤j} ln σ(…) the score is ⟨(q, C_i, 1), (k, 1,
+    It encodes position, so there is no RoPE unless it is named. It is computed with additional
+    features of queries and keys: with C_j = Σ_{l≤j} ln σ(…) the score is ⟨(q, C_i, 1), (k, 1,
     −C_j)⟩. w and c belong to the layers `Attention` and `GatedAttentionUnit`; `attention` takes
-    w_h·x_l + c_h as its argument `forget`, x being the layer's input.
+    w_h·x_l + c_h as its argument `forget`, where x is the layer's input.
     """
 
     slot = Slot.BIAS

@@ -1,4 +1,4 @@
-"""Position remapping: other relative positions for distant pairs, after training, causal only."""
+"""Position remapping: other relative positions for distant pairs, after training; causal only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from normattn.errors import InputError
 from normattn.score.parts.base import (
-    A_QUARTER,
+    QUARTER_LENGTH,
     Part,
     Parts,
     Slot,
@@ -31,7 +31,7 @@ FarPositions = tuple[QueryPositions, KeyPositions]
 
 @dataclass(frozen=True)
 class Remapping(Part):
-    """What two kinds of remapping share: `PositionRemapping` and `ChunkRemapping`."""
+    """The common base of `PositionRemapping` and `ChunkRemapping`."""
 
     slot = Slot.REMAPPING
     when = "inference-time"
@@ -47,33 +47,33 @@ class Remapping(Part):
 class PositionRemapping(Remapping):
     """Two regimes of relative position: ordinary inside a window, remapped beyond it."""
 
-    window: int | None = number(default=None, least=1, fill=A_QUARTER)
+    window: int | None = number(default=None, least=1, fill=QUARTER_LENGTH)
 
     def far_positions(self, query: QueryPositions, key: KeyPositions) -> FarPositions:
-        """The positions at which queries and keys are rotated where i − j ≥ window.
+        """The positions to which queries and keys are rotated for pairs with i − j ≥ window.
 
-        A key's depends on its own position alone, so that a cache can keep the rotated key.
+        A key's far position depends only on its position, so that a cache can store rotated keys.
         """
         raise InputError(f"{self.name} defines no far positions")
 
     def visible_window(self) -> tuple[int | None, int]:
-        """(w, kept): keys with i − j ≥ w are hidden but for the first `kept`; w None hides none."""
+        """(w, sinks): hides keys with i − j ≥ w but not the first `sinks`; w None hides no key."""
         return None, 0
 
 
 @dataclass(frozen=True)
 class ChunkRemapping(Remapping):
-    """Rules of relative position by chunks of `size` tokens: the key's own, the next, further ones.
+    """Relative positions by chunks of `size` tokens, with three rules of query positions.
 
-    A key has one position; each rule gives queries another one. Rows of a chunk read together:
-    `ScoreSpec.blockwise`.
+    The rules are for keys in the query's chunk, in the chunk before, and further away. A key has
+    one position. The rows of a chunk are computed together (`ScoreSpec.blockwise`).
     """
 
     size: int | None = number(default=None, least=1)
 
     @property
     def reach(self) -> int:
-        """No relative position is as large, and texts of so many tokens are read as they were."""
+        """The length up to which text is unchanged; all relative positions are smaller."""
         raise InputError(f"{self.name} defines no reach")
 
     def key_positions(self, key: KeyPositions) -> KeyPositions:
@@ -81,12 +81,12 @@ class ChunkRemapping(Remapping):
         raise InputError(f"{self.name} defines no positions of keys")
 
     def query_positions(self, query: QueryPositions) -> tuple[QueryPositions, ...]:
-        """The positions of queries for keys of their chunk, of the one before, and further."""
+        """The positions of queries for each rule: own chunk, chunk before, further away."""
         raise InputError(f"{self.name} defines no positions of queries")
 
 
 def blockwise(parts: Parts) -> Part | None:
-    """The component that gives each block of rows its own keys, or None."""
+    """The component for which each block of query rows needs its own keys, or None."""
     scaling, remapping = parts.get(Slot.ROPE_SCALING), parts.get(Slot.REMAPPING)
     if isinstance(scaling, RopeScaling) and scaling.blockwise:
         return scaling
@@ -105,11 +105,11 @@ class ReRoPE(PositionRemapping):
 
     def far_positions(self, query: QueryPositions, key: KeyPositions) -> FarPositions:
         """Queries at w, keys at 0."""
-        return torch.full_like(query, float(self.known("window"))), torch.zeros_like(key)
+        return torch.full_like(query, float(self.required("window"))), torch.zeros_like(key)
 
 
 def _fitting_slope(part: Any, length: int | None, factor: float | None) -> float | None:
-    """The s by which factor·L fits into L."""
+    """The s with which text of factor·L tokens fits into L."""
     if length is None or factor is None or part.window >= length:
         return None
     slope: float = (factor * length - part.window) / (length - part.window)
@@ -130,7 +130,7 @@ class LeakyReRoPE(PositionRemapping):
 
     def far_positions(self, query: QueryPositions, key: KeyPositions) -> FarPositions:
         """Queries at (i + w(s − 1))/s, keys at j/s."""
-        window, s = self.known("window"), self.known("s")
+        window, s = self.required("window"), self.required("s")
         return (query + window * (s - 1)) / s, key / s
 
 
@@ -140,7 +140,7 @@ def _smallest_group(part: Any, length: int | None, factor: float | None) -> int 
         return None
     window, group, last = part.window, 1, math.ceil(factor * length) - 1
     while last // group + window - window // group >= length:
-        # Nothing changes before one of the two quotients does.
+        # Go to the next G that changes one of the two quotients.
         group = min(n // (n // group) + 1 for n in (last, window) if n // group)
     return group
 
@@ -159,7 +159,7 @@ class SelfExtend(PositionRemapping):
 
     def far_positions(self, query: QueryPositions, key: KeyPositions) -> FarPositions:
         """Queries at ⌊i/G⌋ + w − ⌊w/G⌋, keys at ⌊j/G⌋."""
-        window, group = self.known("window"), self.known("group")
+        window, group = self.required("window"), self.required("group")
         far = torch.div(query, group, rounding_mode="floor") + window - window // group
         return far, torch.div(key, group, rounding_mode="floor")
 
@@ -185,11 +185,11 @@ class StreamingLLM(PositionRemapping):
     sinks: int = number(default=4, least=0)
 
     def far_positions(self, query: QueryPositions, key: KeyPositions) -> FarPositions:
-        """Queries at min(i, sinks + w − 1), keys where they are."""
-        return query.clamp(max=self.sinks + self.known("window") - 1), key
+        """Queries at min(i, sinks + w − 1), keys at j."""
+        return query.clamp(max=self.sinks + self.required("window") - 1), key
 
     def visible_window(self) -> tuple[int | None, int]:
-        """The window, and the sinks beyond it."""
+        """(w, sinks)."""
         return self.window, self.sinks
 
 
@@ -223,15 +223,15 @@ class DualChunk(ChunkRemapping):
     @property
     def reach(self) -> int:
         """c = s + w."""
-        reach: int = self.known("size") + self.known("local")
+        reach: int = self.required("size") + self.required("local")
         return reach
 
     def key_positions(self, key: KeyPositions) -> KeyPositions:
         """j mod s."""
-        return key.remainder(self.known("size"))
+        return key.remainder(self.required("size"))
 
     def query_positions(self, query: QueryPositions) -> tuple[QueryPositions, ...]:
         """i mod s, min(i mod s + s, c − 1 + beyond), c − 1 + beyond."""
-        size, last = self.known("size"), self.reach - 1 + self.beyond
+        size, last = self.required("size"), self.reach - 1 + self.beyond
         own = query.remainder(size)
         return own, (own + size).clamp(max=last), torch.full_like(own, last)

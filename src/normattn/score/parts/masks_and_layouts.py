@@ -1,4 +1,4 @@
-"""Which keys are visible, and scores that differ from layer to layer of a model."""
+"""Windows, chunks and documents that hide keys, and layouts: different scores in each layer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from normattn.errors import InputError
-from normattn.score.parts.base import A_QUARTER, Part, Parts, Slot, number, register
+from normattn.score.parts.base import QUARTER_LENGTH, Part, Parts, Slot, number, register
 from normattn.score.parts.qk_norm import Baseline, ScaledVariant
 from normattn.score.parts.rope import NoPE, RotaryPosition
 from normattn.score.parts.rope_scaling import PI
@@ -26,11 +26,11 @@ class SlidingWindow(Part):
     equation = "j is seen by i where |i−j| < w"
     source = "arXiv 2004.05150, 2310.06825"
     used_by = "Mistral 7B; in some layers Gemma 2, Gemma 3, gpt-oss"
-    window: int | None = number(default=None, least=1, fill=A_QUARTER)
+    window: int | None = number(default=None, least=1, fill=QUARTER_LENGTH)
     stretched: bool = False
 
     def conflict(self, parts: Parts) -> str | None:
-        """A window leaves no position to stretch or to remap."""
+        """A windowed layer has no long distances to stretch or remap."""
         for slot in (Slot.ROPE_SCALING, Slot.REMAPPING):
             if slot in parts and not (self.stretched and slot is Slot.ROPE_SCALING):
                 why = "no relative position exceeds the window, so there is nothing to extend"
@@ -54,7 +54,7 @@ class Chunked(Part):
         Slot.REMAPPING: "no relative position passes the chunk",
         Slot.DOCUMENTS: "both cut a row into pieces",
     }
-    size: int | None = number(default=None, least=1, fill=A_QUARTER)
+    size: int | None = number(default=None, least=1, fill=QUARTER_LENGTH)
 
 
 @register
@@ -75,8 +75,8 @@ class Packed(Part):
 class Layout(Part):
     """Different scores in different layers of a model.
 
-    `stretchable`: whether inference-time methods apply; `uniform`: whether all layers see the same
-    keys (apart from a window named as well); `has_nope_layers`: some layers have no position.
+    `stretchable`: inference-time methods can be used. `uniform`: all layers see the same keys,
+    apart from a separate window component. `has_nope_layers`: some layers have no position.
     """
 
     slot = Slot.LAYOUT
@@ -85,26 +85,26 @@ class Layout(Part):
     has_nope_layers: ClassVar[bool] = False
 
     def conflict(self, parts: Parts) -> str | None:
-        """A layer without position takes no bias, which is one."""
+        """Layers without position exclude a bias, which encodes position."""
         if self.has_nope_layers and Slot.BIAS in parts:
             why = f"some layers of {self.name} have no position, and a bias is one"
             return self.refusal(parts[Slot.BIAS], why)
         return super().conflict(parts)
 
     def layer(self, parts: Parts, layer: int, layers: int, length: int | None) -> Iterable[Part]:
-        """The parts of layer `layer` (0-based) of `layers`, from those of the whole, less this."""
+        """The parts of layer `layer` (0-based) of `layers`, from `parts` without this layout."""
         raise InputError(f"{self.name} defines no layers")
 
 
 def without_position(parts: Parts) -> dict[Slot, Part]:
-    """The parts of a full layer with NoPE: without a window and what needs a rotary position."""
-    kept: dict[Slot, Part] = {
+    """The parts with NoPE, without window and components that need rotary position."""
+    remaining: dict[Slot, Part] = {
         slot: part
         for slot, part in parts.items()
         if slot is not Slot.WINDOW and not part.needs_rotary
     }
-    kept[Slot.POSITION] = NoPE()
-    return kept
+    remaining[Slot.POSITION] = NoPE()
+    return remaining
 
 
 @register
@@ -127,15 +127,15 @@ class HWFA(Layout):
     window: int | None = number(default=None, least=1, optional=True)
 
     def layer(self, parts: Parts, layer: int, layers: int, length: int | None) -> Iterable[Part]:
-        """A window in all layers but the last."""
-        length = self.known_length(length)
-        most = (3 * length // 4 - 1) // max(layers - 1, 1) + 1
-        window = most if self.window is None else self.window
-        if window > most and layers > 1:
+        """A window in all layers except the last."""
+        length = self.required_length(length)
+        largest = (3 * length // 4 - 1) // max(layers - 1, 1) + 1
+        window = largest if self.window is None else self.window
+        if window > largest and layers > 1:
             raise InputError(
                 f"HWFA(window={window}) with {layers} layers reaches "
                 f"{(window - 1) * (layers - 1) + 1} tokens back, but it must be at most three "
-                f"quarters of the training length {length}: window at most {most}"
+                f"quarters of the training length {length}: window at most {largest}"
             )
         if layer < layers - 1:
             return (*parts.values(), SlidingWindow(window))
@@ -186,11 +186,11 @@ class IRoPE(Layout):
             return parts.values()
         variant = parts[Slot.VARIANT]
         scale = variant.scale if isinstance(variant, ScaledVariant) else None
-        own = {**without_position(parts), Slot.VARIANT: Baseline(scale=scale)}
-        own.pop(Slot.ORDER, None)
+        layer_parts = {**without_position(parts), Slot.VARIANT: Baseline(scale=scale)}
+        layer_parts.pop(Slot.ORDER, None)
         if self.beta:
-            own[Slot.LOGN] = Temperature(self.beta, self.length, shift=1)
-        return own.values()
+            layer_parts[Slot.LOGN] = Temperature(self.beta, self.length, shift=1)
+        return layer_parts.values()
 
 
 @register
@@ -209,19 +209,19 @@ class FullEvery(Layout):
     uniform = False
     excludes: ClassVar[Mapping[Slot, str]] = {Slot.WINDOW: "FullEvery has its own window"}
     every: int = number(default=2, least=2)
-    window: int | None = number(default=None, least=1, fill=A_QUARTER)
+    window: int | None = number(default=None, least=1, fill=QUARTER_LENGTH)
     base: float | None = number(default=None, above=1, optional=True)
     stretch: float = number(default=1.0, least=1)
     stretched: bool = False
 
     def conflict(self, parts: Parts) -> str | None:
-        """Its base and stretch are those of rotary positions."""
+        """`base` and `stretch` need rotary position, and `stretch` excludes RoPE scaling."""
         if self.stretch != 1 and Slot.ROPE_SCALING in parts:
             return self.refusal(
                 parts[Slot.ROPE_SCALING], f"stretch={self.stretch:g} stretches the full layers too"
             )
-        position, chosen = parts[Slot.POSITION], self.base is not None or self.stretch != 1
-        if chosen and not isinstance(position, RotaryPosition):
+        position, changes_rope = parts[Slot.POSITION], self.base is not None or self.stretch != 1
+        if changes_rope and not isinstance(position, RotaryPosition):
             return (
                 f"FullEvery(base=…, stretch=…) cannot be combined with {position.name}: both "
                 "change rotary positions"
@@ -229,17 +229,18 @@ class FullEvery(Layout):
         return super().conflict(parts)
 
     def layer(self, parts: Parts, layer: int, layers: int, length: int | None) -> Iterable[Part]:
-        """A window in all layers but those whose number, from 1, is a multiple of `every`."""
-        own = dict(parts)
+        """No window if the layer's number, from 1, is a multiple of `every`; else a window."""
+        layer_parts = dict(parts)
         if (layer + 1) % self.every:
-            own.pop(Slot.REMAPPING, None)
+            layer_parts.pop(Slot.REMAPPING, None)
             if not self.stretched:
-                own.pop(Slot.ROPE_SCALING, None)
-            own[Slot.WINDOW] = SlidingWindow(self.known("window"), Slot.ROPE_SCALING in own)
-            return own.values()
-        position: Any = own[Slot.POSITION]
+                layer_parts.pop(Slot.ROPE_SCALING, None)
+            stretched = Slot.ROPE_SCALING in layer_parts
+            layer_parts[Slot.WINDOW] = SlidingWindow(self.required("window"), stretched)
+            return layer_parts.values()
+        position: Any = layer_parts[Slot.POSITION]
         if self.base is not None:
-            own[Slot.POSITION] = replace(position, base=self.base)
+            layer_parts[Slot.POSITION] = replace(position, base=self.base)
         if self.stretch != 1:
-            own[Slot.ROPE_SCALING] = PI(factor=self.stretch)
-        return own.values()
+            layer_parts[Slot.ROPE_SCALING] = PI(factor=self.stretch)
+        return layer_parts.values()

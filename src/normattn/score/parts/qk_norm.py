@@ -1,4 +1,4 @@
-"""Variants: how queries and keys are normalised, and the constant part of λ that goes with it."""
+"""Variants: the normalisation of queries and keys, with the constant part of λ."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import Tensor
 
 from normattn.errors import InputError
 from normattn.score.norms import Across, Kind, Normalisation
-from normattn.score.parts.base import THE_LENGTH, Part, Slot, number, one_of, register
+from normattn.score.parts.base import TRAIN_LENGTH, Part, Slot, number, one_of, register
 
 
 @dataclass(frozen=True)
 class Variant(Part):
-    """Normalisation of queries and keys and the base of λ that goes with it; trained in.
+    """The normalisation of queries and keys, and the base of λ; a training-time choice.
 
-    `sides` says which are normalised: "Q", "K", "QK" or neither; `normalisation` says how.
-    `logn_replaces_base`: with `-logn` the base depends on n and nothing else multiplies it.
+    `sides` are normalised ("Q", "K", "QK" or ""), by `normalisation`. `logn_replaces_base`: with
+    `-logn` the base depends on n (`base_at`), and log-n does not multiply it.
     """
 
     slot = Slot.VARIANT
@@ -27,7 +27,7 @@ class Variant(Part):
     logn_replaces_base: ClassVar[bool] = False
 
     def normalisation(self) -> Normalisation:
-        """The normalisation of every side: L2 unless the variant says otherwise."""
+        """The normalisation: L2 by default."""
         return Normalisation("l2")
 
     def query_norm(self) -> Normalisation | None:
@@ -39,21 +39,21 @@ class Variant(Part):
         return self.normalisation() if "K" in self.sides else None
 
     def base(self, head_dim: int, train_length: int | None) -> float:
-        """The constant part of λ: 1/√d unless the variant says otherwise."""
+        """The constant part of λ: 1/√d by default."""
         return 1.0 / math.sqrt(head_dim)
 
     def base_at(self, n: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-        """The base as a function of n, for variants whose `-logn` form replaces the base."""
+        """The base as a function of n, if `logn_replaces_base`."""
         raise InputError(f"{self.name} has no base that depends on the position")
 
     def learned_base(self, train_length: int | None) -> float | None:
-        """The initial value of a learned λ, or None where λ is not learned."""
+        """The initial value of a learned λ; None by default."""
         return None
 
 
 @dataclass(frozen=True)
 class ScaledVariant(Variant):
-    """A variant with the parameter `scale`: the constant part of λ, 1/√d where it is not given.
+    """A variant with the parameter `scale`, the constant part of λ; 1/√d by default.
 
     Gemma 2 and 3 (query_pre_attn_scalar^−½), Granite (attention_multiplier).
     """
@@ -117,7 +117,7 @@ class CosA(Variant):
 
     def base(self, head_dim: int, train_length: int | None) -> float:
         """c·ln(L/2)."""
-        return self.c * math.log(self.known_length(train_length) / 2)
+        return self.c * math.log(self.required_length(train_length) / 2)
 
     def base_at(self, n: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
         """c·ln n."""
@@ -135,11 +135,11 @@ class QKNorm2020(UnitNorm):
     equation = "s = g · ⟨q/‖q‖, k/‖k‖⟩, g₀ = log₂(l² − l)"
     source = "Henry et al., arXiv 2010.04245"
     sides = "QK"
-    length: int | None = number(default=None, least=2, fill=THE_LENGTH)
+    length: int | None = number(default=None, least=2, fill=TRAIN_LENGTH)
 
     def learned_base(self, train_length: int | None) -> float | None:
         """log2(l² − l)."""
-        length: int = self.known("length")
+        length: int = self.required("length")
         return math.log2(length * length - length)
 
 
@@ -166,7 +166,7 @@ class NGPT(Variant):
 
 @dataclass(frozen=True)
 class SidedNorm(ScaledVariant):
-    """A norm with statistics on the sides that the name begins with; keeps 1/√d, or `scale`."""
+    """A norm of the sides that the name starts with; λ is 1/√d, or `scale`."""
 
     kind: ClassVar[Kind]
 
@@ -175,8 +175,8 @@ class SidedNorm(ScaledVariant):
 class FeatureNorm(SidedNorm):
     """A norm over features. Parameters: `gain` (learned), `across` (head, all, each), `eps`.
 
-    Statistics are those of one head, its gain that of all heads; `across=each` gives each head a
-    gain of its own (Command R+), `across=all` takes the heads together (OLMo 2).
+    By default statistics are per head, and all heads share a gain. `across=each` gives each head
+    its own gain (Command R+); `across=all` takes statistics over all heads together (OLMo 2).
     """
 
     source = "arXiv 2302.05442 (ViT-22B)"
@@ -245,9 +245,9 @@ class KRMSNorm(FeatureNorm):
 
 @dataclass(frozen=True)
 class BoundedNorm(SidedNorm):
-    """A bounded function of each feature in the place of a norm, with a learned α for each side.
+    """A bounded function of each feature instead of a norm, with a learned α for each side.
 
-    `gain`: a learned factor and summand for each feature follow, shared by the heads.
+    `gain`: followed by a learned factor and bias for each feature, shared by the heads.
     """
 
     gain: bool = True

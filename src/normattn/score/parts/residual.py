@@ -1,4 +1,4 @@
-"""Residual scores: what a layer adds of the scores, or the queries and keys, of those below it."""
+"""Residual components: scores, queries and keys, or values that a layer takes from those below."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from normattn.score.parts.masks_and_layouts import Layout
 
 @dataclass(frozen=True)
 class ResidualPart(Part):
-    """What a layer takes over from the layers below it: their scores, or their q and k.
+    """What a layer takes from the layers below: scores, features (q and k), or values.
 
-    `values`: with the features also their values.
+    `values`: values are added up along with the features.
     """
 
     slot = Slot.RESIDUAL
@@ -28,11 +28,11 @@ class ResidualPart(Part):
 
     @property
     def mean(self) -> bool:
-        """Whether softmax reads the mean over the layers so far in place of the sum."""
+        """Whether softmax gets the mean over the layers so far instead of the sum."""
         return False
 
     def conflict(self, parts: Parts) -> str | None:
-        """One product per pair, over the same pairs in every layer."""
+        """Every layer must have one product per pair, over the same pairs."""
         layout, blocks = parts.get(Slot.LAYOUT), blockwise(parts)
         if Slot.REMAPPING not in parts and blocks is not None:
             return self.refusal(
@@ -61,7 +61,7 @@ class RealFormer(ResidualPart):
 
     @property
     def mean(self) -> bool:
-        """As `running_mean` says."""
+        """`running_mean`."""
         return self.running_mean
 
 
@@ -106,7 +106,7 @@ class ValueResidual(ResidualPart):
     share: float = number(default=0.5, above=0, below=1)
 
     def conflict(self, parts: Parts) -> str | None:
-        """Values alone are mixed: layers may see different keys, but each all keys in one block."""
+        """Layers may see different keys, but each must compute all rows in one block."""
         blocks = blockwise(parts)
         if blocks is None:
             return None

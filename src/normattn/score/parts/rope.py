@@ -1,4 +1,4 @@
-"""Positions: rotary ones and their relatives, none at all, and their order with a norm."""
+"""Positions: RoPE and its variants, none at all, and the order of rotation and norm."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from normattn.errors import InputError
-from normattn.score.parts.base import THE_LENGTH, Part, Parts, Slot, number, one_of, register
+from normattn.score.parts.base import TRAIN_LENGTH, Part, Parts, Slot, number, one_of, register
 from normattn.score.parts.qk_norm import Variant
 
 Theta = Float[Tensor, "half"]
-"""θ_m, or another number, of each pair of features that rotates."""
+"""A number for each pair of features that rotates, such as θ_m."""
 
 
 def rope_frequencies(head_dim: int, base: float) -> Theta:
@@ -33,7 +33,7 @@ def rope_frequencies(head_dim: int, base: float) -> Theta:
 
 @dataclass(frozen=True)
 class Position(Part):
-    """How a position rotates a query or key: P_i."""
+    """How queries and keys rotate with the position: P_i."""
 
     slot = Slot.POSITION
     rotary: ClassVar[bool] = False
@@ -55,8 +55,7 @@ class RotaryPosition(Position):
     """A position that rotates feature pair m by the angle i·base^(−2m/d).
 
     `layout="half"` pairs feature m with m + d/2, `layout="interleaved"` pairs 2m with 2m + 1.
-    `widens`: what rotates are more features than come in, made by `query_features` and
-    `key_features`.
+    `widens`: `query_features` and `key_features` return more features than they get.
     """
 
     rotary = True
@@ -65,7 +64,7 @@ class RotaryPosition(Position):
     layout: Literal["half", "interleaved"] = one_of("half", "interleaved", default="half")
 
     def rotary_dim(self, head_dim: int) -> int:
-        """How many consecutive features rotate; the others hold no position."""
+        """The number of consecutive features that rotate."""
         return head_dim
 
     def rotary_start(self, head_dim: int) -> int:
@@ -73,11 +72,11 @@ class RotaryPosition(Position):
         return 0
 
     def adjusted(self, theta: Theta) -> Theta:
-        """The frequencies of this position, from plain or scaled ones."""
+        """The frequencies of this position, from those of RoPE or of a RoPE scaling."""
         return theta
 
     def learned(self, kv_heads: int, head_dim: int) -> dict[str, Float[Tensor, "g d"]]:
-        """The initial values of what is learned, by name; empty where nothing is."""
+        """The initial values of learned parameters, by name; empty by default."""
         return {}
 
     def query_features(self, q: Float[Tensor, "b h t d"]) -> Float[Tensor, "b h t wide"]:
@@ -141,7 +140,7 @@ class PartialRoPE(RotaryPosition):
 class PRoPE(RotaryPosition):
     """Rotary position whose lowest frequencies are 0.
 
-    The fastest pairs rotate, a `fraction` p of all, with the frequencies of the whole head. In
+    A `fraction` p of all pairs rotates, the fastest, with the frequencies of the whole head. In
     `PartialRoPE`, by contrast, p·d features rotate with the frequencies of a head of that size. p =
     1 is RoPE, and the limit p → 0 is NoPE.
     """
@@ -153,29 +152,29 @@ class PRoPE(RotaryPosition):
 
     def adjusted(self, theta: Theta) -> Theta:
         """θ_m for the first ⌊p·d/2⌋ pairs, 0 for the others."""
-        kept = int(self.fraction * 2 * theta.numel() // 2)
-        return torch.where(torch.arange(theta.numel(), device=theta.device) < kept, theta, 0.0)
+        rotating = int(self.fraction * 2 * theta.numel() // 2)
+        return torch.where(torch.arange(theta.numel(), device=theta.device) < rotating, theta, 0.0)
 
 
 @register
 class HoPE(RotaryPosition):
     """Rotary position without the frequencies that complete no turn in training.
 
-    Pairs whose turn is longer than `length`, by default the training length, do not rotate and hold
-    only content. So no angle is new in a longer text. Unlike in `PRoPE`, the length decides how
-    many pairs rotate; unlike with `ClippedRoPE`, the model is trained with it.
+    Pairs whose turn is longer than `length`, by default the training length, do not rotate. So
+    longer text has no new angles. Unlike in `PRoPE`, the length decides how many pairs rotate.
+    Unlike with `ClippedRoPE`, the model is trained with it.
     """
 
     equation = "θ_m = base^(−2m/d) where θ_m ≥ 2π/L, else 0"
     source = "arXiv 2410.21216"
-    length: int | None = number(default=None, least=1, fill=THE_LENGTH)
+    length: int | None = number(default=None, least=1, fill=TRAIN_LENGTH)
 
     def adjusted(self, theta: Theta) -> Theta:
-        """The frequencies of the pairs that turn in training; the fastest always does."""
+        """θ_m of the pairs that complete a turn in training, and of the first pair; else 0."""
         trained = rope_frequencies(2 * theta.numel(), self.base).to(theta.device)
-        kept = trained >= 2 * math.pi / self.known("length")
-        kept[0] = True
-        return torch.where(kept, theta, 0.0)
+        rotates = trained >= 2 * math.pi / self.required("length")
+        rotates[0] = True
+        return torch.where(rotates, theta, 0.0)
 
 
 @register
@@ -207,7 +206,7 @@ class PoPE(RotaryPosition):
     """A feature's size is content, its angle is position.
 
     Every feature is a complex number of size softplus(x), whose angle depends only on its position.
-    So d frequencies θ_c = base^(−c/d) rotate, and a kernel gets 2·d features. δ, the bias of the
+    So there are d frequencies θ_c = base^(−c/d), and a kernel gets 2·d features. δ, a bias of the
     angles, is learned per key head and feature, and starts at 0.
     """
 
@@ -248,8 +247,9 @@ class PoPE(RotaryPosition):
 class RotateFirst(Part):
     """Rotate, then normalise.
 
-    The gain of a normalisation then meets rotated features. Without gain and mean the order changes
-    nothing: a rotation keeps lengths. With either the score does not depend on the distance alone.
+    The gain of a normalisation then applies to rotated features. Without gain and mean the order
+    does not matter, since a rotation keeps lengths. With either one, the score does not depend on
+    the distance alone.
     """
 
     slot = Slot.ORDER

@@ -1,4 +1,4 @@
-"""RoPE scaling: other rotary frequencies than those of the training, mostly for longer texts."""
+"""RoPE scaling: other rotary frequencies than those of the training, mostly for longer text."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from normattn.score.parts.rope import RotaryPosition, Theta, rope_frequencies
 
 @dataclass(frozen=True)
 class RopeScaling(Part):
-    """Other rotation frequencies after training.
+    """Other rotary frequencies after training.
 
-    `blockwise`: rows read in blocks of L, each with the frequencies of `for_block`.
+    `blockwise`: each block of L query rows has its own frequencies, those of `for_block`.
     """
 
     slot = Slot.ROPE_SCALING
@@ -26,7 +26,7 @@ class RopeScaling(Part):
     blockwise: ClassVar[bool] = False
 
     def for_block(self, block: int, train_length: int) -> RopeScaling:
-        """The scaling of query rows block·L … block·L + L − 1; itself unless `blockwise`."""
+        """The scaling of query rows block·L … block·L + L − 1, for blockwise scalings."""
         return self
 
     def inverse_frequencies(self, head_dim: int, base: float, train_length: int | None) -> Theta:
@@ -34,20 +34,20 @@ class RopeScaling(Part):
         raise InputError(f"{self.name} defines no frequencies")
 
     def gain(self, train_length: int | None) -> float:
-        """What the scaling multiplies λ with."""
+        """The factor of λ."""
         return 1.0
 
 
 @dataclass(frozen=True)
 class FactorScaling(RopeScaling):
-    """A scaling that stretches the readable length by `factor` (s ≥ 1), that of a table."""
+    """A scaling that stretches the usable length by `factor` (s ≥ 1)."""
 
     factor: float | None = number(default=None, least=1, fill=lambda part, length, factor: factor)
 
     @property
     def stretch(self) -> float:
-        """The factor s, which must be known by now."""
-        stretch: float = self.known("factor")
+        """The factor s; `InputError` if it is open."""
+        stretch: float = self.required("factor")
         return stretch
 
 
@@ -132,11 +132,10 @@ class NTKMixed(FactorScaling):
 class DynamicNTK(RopeScaling):
     """NTK-aware scaling that grows by blocks of the training length.
 
-    Rows of a block of L share their frequencies, so prefill, decoding and one full forward pass
-    agree; a cache keeps unrotated keys. The first block has the trained frequencies, block b
+    The L rows of a block share their frequencies, so prefill, decoding and one full forward pass
+    agree; a cache stores unrotated keys. The first block has the trained frequencies, block b
     (0-based) those of NTK with the factor 1 + s·b. s is `factor`, by default 1, which stretches by
-    exactly n / L. The factor of a table is not used: it is for scalings that need to know the
-    longest text.
+    exactly n / L. A table's factor is not used: it is for scalings that depend on the longest text.
     """
 
     equation = "θ'_m = (base·(s·n/L − (s − 1))^(d/(d−2)))^(−2m/d), n = L·⌈(i + 1)/L⌉"
@@ -151,7 +150,7 @@ class DynamicNTK(RopeScaling):
         return NTK(1 + self.factor * block)
 
     def inverse_frequencies(self, head_dim: int, base: float, train_length: int | None) -> Theta:
-        """Refused: there are frequencies for each block, those of `for_block`."""
+        """Raises `InputError`: each block has its own frequencies (`for_block`)."""
         raise InputError("DynamicNTK has frequencies for each block of rows: use for_block(…)")
 
 
@@ -185,7 +184,7 @@ class YaRN(FactorScaling):
 
     def inverse_frequencies(self, head_dim: int, base: float, train_length: int | None) -> Theta:
         """The blend of θ_m/s and θ_m by the ramp."""
-        length = self.known_length(train_length)
+        length = self.required_length(train_length)
 
         def dim(rotations: float) -> float:
             turns = length / (2 * math.pi * rotations)
@@ -194,7 +193,7 @@ class YaRN(FactorScaling):
         low, high = dim(self.beta_fast), dim(self.beta_slow)
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
-        low, high = (float(min(max(edge, 0), head_dim - 1)) for edge in (low, high))
+        low, high = (float(min(max(x, 0), head_dim - 1)) for x in (low, high))
         high += 0.001 if high == low else 0.0
         m = torch.arange(head_dim // 2, dtype=torch.float64)
         ramp = ((m - low) / (high - low)).clamp(0, 1)
@@ -228,9 +227,9 @@ class Llama3(FactorScaling):
     def inverse_frequencies(self, head_dim: int, base: float, train_length: int | None) -> Theta:
         """The blend of θ_m/s and θ_m by the number of rotations."""
         theta = rope_frequencies(head_dim, base)
-        rotations = theta * (self.known_length(train_length) / (2 * math.pi))
-        kept = ((rotations - self.low) / (self.high - self.low)).clamp(0, 1)
-        return (1 - kept) * theta / self.stretch + kept * theta
+        rotations = theta * (self.required_length(train_length) / (2 * math.pi))
+        ramp = ((rotations - self.low) / (self.high - self.low)).clamp(0, 1)
+        return (1 - ramp) * theta / self.stretch + ramp * theta
 
 
 @register
@@ -252,8 +251,8 @@ class LongRoPE(FactorScaling):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.factors is not None:
-            good = all(math.isfinite(factor) and factor > 0 for factor in self.factors)
-            self.require(good and bool(self.factors), "factors", "numbers above 0, like 1:1.2:4")
+            valid = all(math.isfinite(factor) and factor > 0 for factor in self.factors)
+            self.require(valid and bool(self.factors), "factors", "numbers above 0, like 1:1.2:4")
 
     def inverse_frequencies(self, head_dim: int, base: float, train_length: int | None) -> Theta:
         """θ_m/λ_m; needs d/2 factors, or d ≥ 4 without them."""
@@ -275,7 +274,7 @@ class LongRoPE(FactorScaling):
 
     def gain(self, train_length: int | None) -> float:
         """1 + ln s/ln L."""
-        return 1 + math.log(self.stretch) / math.log(self.known_length(train_length))
+        return 1 + math.log(self.stretch) / math.log(self.required_length(train_length))
 
 
 @register
@@ -293,7 +292,7 @@ class ClippedRoPE(RopeScaling):
     clip: int | None = number(default=None, least=0, optional=True)
 
     def missing(self, train_length: int | None) -> str | None:
-        """The number of pairs, or the training length that gives it."""
+        """The number of pairs, unless the training length gives it."""
         return "clip" if self.clip is None and train_length is None else None
 
     def inverse_frequencies(self, head_dim: int, base: float, train_length: int | None) -> Theta:
@@ -301,7 +300,7 @@ class ClippedRoPE(RopeScaling):
         theta = rope_frequencies(head_dim, base)
         clip = self.clip
         if clip is None:
-            clip = int((theta * self.known_length(train_length) < 2 * math.pi).sum())
+            clip = int((theta * self.required_length(train_length) < 2 * math.pi).sum())
         clip = min(clip, theta.numel())
         taper = torch.linspace(0, math.pi, clip, dtype=torch.float64).cos().add(1) / 2
         return torch.cat((theta[: theta.numel() - clip], theta[theta.numel() - clip :] * taper))
@@ -320,7 +319,7 @@ class DroPE(RopeScaling):
     source = "arXiv 2512.12167"
 
     def conflict(self, parts: Parts) -> str | None:
-        """A decay by distance would stay."""
+        """XPos has a decay that would remain."""
         position = parts.get(Slot.POSITION)
         if isinstance(position, RotaryPosition) and position.log_growth(2) is not None:
             return self.refusal(position, f"{position.name} is still a position, by its decay")

@@ -1,4 +1,4 @@
-"""How λ grows with the number of visible keys, n, or with the position."""
+"""Length scaling: how λ grows with the number of visible keys, n, or with the position."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from normattn.errors import InputError
-from normattn.score.parts.base import THE_LENGTH, Part, Slot, number, one_of, register
+from normattn.score.parts.base import TRAIN_LENGTH, Part, Slot, number, one_of, register
 
 
 @dataclass(frozen=True)
 class LengthScaling(Part):
-    """The factor of λ that grows with the number of visible keys, n.
+    """A factor of λ that grows with the number of visible keys, n.
 
-    n is the position + 1 when causal, the number of unpadded keys otherwise. `replaces_base`: it
-    replaces a base that itself depends on n (CosA's).
+    n is the position + 1 if causal, else the number of unpadded keys. `replaces_base`: it replaces
+    the constant part of λ in variants with a base that depends on n (CosA).
     """
 
     slot = Slot.LOGN
@@ -32,21 +32,21 @@ class LengthScaling(Part):
         raise InputError(f"{self.name} defines no factor")
 
     def learned(self, heads: int, train_length: int | None) -> dict[str, Float[Tensor, "h"]]:
-        """The initial values of what is learned, by name; empty where nothing is."""
+        """The initial values of learned parameters, by name; empty by default."""
         return {}
 
     def learned_factor(
         self, n: Float[Tensor, "*b one_or_h t"], learned: Mapping[str, Tensor]
     ) -> Float[Tensor, "*b h t"]:
-        """The multiplier of λ beside `factor` for n visible keys, where something is learned.
+        """A further, learned multiplier of λ for n visible keys.
 
-        n has an axis of heads, of size 1 where all heads see as many keys.
+        n has a head axis, of size 1 if all heads see equally many keys.
         """
         raise InputError(f"{self.name} learns nothing")
 
     def log_ratio(self, n: Float[Tensor, "..."], train_length: int | None) -> Float[Tensor, "..."]:
         """ln n / ln L."""
-        return n.log() / math.log(self.known_length(train_length))
+        return n.log() / math.log(self.required_length(train_length))
 
 
 @register
@@ -77,9 +77,9 @@ class LogNPostHoc(LengthScaling):
 
     def factor(self, n: Float[Tensor, "..."], train_length: int | None) -> Float[Tensor, "..."]:
         """max(1, ln n / ln L)."""
-        # Chosen by n, not by the ratio: exactly 1 up to n = L whatever the logarithms' rounding.
+        # Compares n, not the ratio, so that rounding cannot change the factor 1 up to n = L.
         ratio = self.log_ratio(n, train_length)
-        return torch.where(n > self.known_length(train_length), ratio, 1.0)
+        return torch.where(n > self.required_length(train_length), ratio, 1.0)
 
 
 @register
@@ -99,7 +99,7 @@ class YaRNTemperature(LengthScaling):
 
     def factor(self, n: Float[Tensor, "..."], train_length: int | None) -> Float[Tensor, "..."]:
         """(1 + sharpness·ln(max(1, n/L)))²."""
-        beyond = (n / self.known_length(train_length)).clamp(min=1)
+        beyond = (n / self.required_length(train_length)).clamp(min=1)
         return (1 + self.sharpness * beyond.log()).square()
 
 
@@ -134,21 +134,21 @@ class SSMax(LengthScaling):
     bias: bool = False
 
     def factor(self, n: Float[Tensor, "..."], train_length: int | None) -> Float[Tensor, "..."]:
-        """1: all of it is learned."""
+        """1: the whole factor is learned."""
         return torch.ones_like(n)
 
     def learned(self, heads: int, train_length: int | None) -> dict[str, Float[Tensor, "h"]]:
         """s = L / Σ ln n over n = 1 … L, and b = 0."""
-        length = self.known_length(train_length)
-        first = {"s": torch.full((heads,), length / math.lgamma(length + 1))}
-        return first | {"b": torch.zeros(heads)} if self.bias else first
+        length = self.required_length(train_length)
+        initial = {"s": torch.full((heads,), length / math.lgamma(length + 1))}
+        return initial | {"b": torch.zeros(heads)} if self.bias else initial
 
     def learned_factor(
         self, n: Float[Tensor, "*b one_or_h t"], learned: Mapping[str, Tensor]
     ) -> Float[Tensor, "*b h t"]:
         """s_h·ln n + b_h."""
-        grown = learned["s"].to(n.dtype)[:, None] * n.log()
-        return grown + learned["b"].to(n.dtype)[:, None] if self.bias else grown
+        factor = learned["s"].to(n.dtype)[:, None] * n.log()
+        return factor + learned["b"].to(n.dtype)[:, None] if self.bias else factor
 
 
 @register
@@ -166,7 +166,7 @@ class ASScale(LengthScaling):
     delta: float = number(default=1.0, least=0)
 
     def factor(self, n: Float[Tensor, "..."], train_length: int | None) -> Float[Tensor, "..."]:
-        """1: all of it is learned."""
+        """1: the whole factor is learned."""
         return torch.ones_like(n)
 
     def learned(self, heads: int, train_length: int | None) -> dict[str, Float[Tensor, "h"]]:
@@ -199,10 +199,10 @@ class Temperature(LengthScaling):
     used_by = "Ministral 3, Llama 4"
     needs_length = False
     beta: float = number(default=0.1, least=0)
-    length: int | None = number(default=None, least=1, fill=THE_LENGTH)
+    length: int | None = number(default=None, least=1, fill=TRAIN_LENGTH)
     shift: int = one_of(0, 1, default=0)
 
     def factor(self, n: Float[Tensor, "..."], train_length: int | None) -> Float[Tensor, "..."]:
         """1 + β·ln(1 + ⌊(n − 1 + shift)/L₀⌋)."""
-        length: int = self.known("length")
+        length: int = self.required("length")
         return 1 + self.beta * ((n - 1 + self.shift) / length).floor().log1p()

@@ -1,4 +1,4 @@
-"""Around the softmax: bounds and sinks, other normalisers of a row, pairs of heads, output gates.
+"""Softmax and its variants: caps, sinks, other normalisers, differential pairs, output gates.
 
 Legend: B batch, H heads, P pairs of heads, T queries, S keys, D head dimension, E value size.
 """
@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from normattn.errors import InputError
 from normattn.kernels import AttentionMask
 from normattn.kernels.numerics import at_least_float32
-from normattn.score.parts.base import THE_LENGTH, Part, Parts, Slot, number, one_of, register
+from normattn.score.parts.base import TRAIN_LENGTH, Part, Parts, Slot, number, one_of, register
 from normattn.score.parts.long_context import blockwise
 
 Scores = Float[Tensor, "b h t s"]
@@ -51,7 +51,7 @@ class Sink(Part):
 
 @dataclass(frozen=True)
 class NormaliserPart(Part):
-    """How a row of scores becomes weights, in place of softmax."""
+    """A function from rows of scores to weights, in place of softmax."""
 
     slot = Slot.NORMALISER
     excludes: ClassVar[Mapping[Slot, str]] = {Slot.SINK: "a sink is a logit of softmax"}
@@ -72,11 +72,11 @@ class Sigmoid(NormaliserPart):
 
     equation = "o = Σ_j σ(s_j − ln n) v_j, n = L"
     source = "arXiv 2409.04431"
-    tokens: int | None = number(default=None, least=1, fill=THE_LENGTH)
+    tokens: int | None = number(default=None, least=1, fill=TRAIN_LENGTH)
 
     def weights(self, score: Scores, mask: AttentionMask) -> Scores:
         """σ(s − ln n)."""
-        return torch.sigmoid(score - math.log(self.known("tokens")))
+        return torch.sigmoid(score - math.log(self.required("tokens")))
 
 
 @register
@@ -95,18 +95,18 @@ class StickBreaking(NormaliserPart):
     current: bool = False
 
     def weights(self, score: Scores, mask: AttentionMask) -> Scores:
-        """In logarithms, summed from each key up to the query."""
-        every = slice(None)
+        """Sums of logarithms from each key up to the query."""
         if not self.current:
-            score = score.masked_fill(mask.distance(every, every) == 0, -float("inf"))
-        # Only tokens of one text stand between two of them.
+            own_key = mask.distance(slice(None), slice(None)) == 0
+            score = score.masked_fill(own_key, -float("inf"))
+        # Keys between i and j are those with positions in between.
         order = mask.position_order(score)
-        ranked = score if order is None else score.gather(-1, order)
-        wide = ranked.float() if ranked.element_size() == 2 else ranked
-        left = F.logsigmoid(-wide).flip(-1).cumsum(-1).flip(-1)
-        # From the last key down to each one, itself not counted.
-        between = F.pad(left[..., 1:], (0, 1))
-        weight = (F.logsigmoid(wide) + between).exp().to(score.dtype)
+        ordered = score if order is None else score.gather(-1, order)
+        ordered = ordered.float() if ordered.element_size() == 2 else ordered
+        log_left = F.logsigmoid(-ordered).flip(-1).cumsum(-1).flip(-1)
+        # The sum from the last key down to each key, without the key itself.
+        between = F.pad(log_left[..., 1:], (0, 1))
+        weight = (F.logsigmoid(ordered) + between).exp().to(score.dtype)
         return weight if order is None else weight.gather(-1, order.argsort(-1))
 
 
@@ -124,36 +124,37 @@ class Entmax(NormaliserPart):
     alpha: float = number(default=1.5, above=1, most=2)
 
     def weights(self, score: Scores, mask: AttentionMask) -> Scores:
-        """Solve Σ_j a_j = 1 for τ, a row at a time; a row without keys gets none."""
+        """Solve Σ_j a_j = 1 for τ in each row; a row without keys gets weights 0."""
         if score.shape[-1] == 0:
             return score
         power = 1 / (self.alpha - 1)
-        wide = torch.promote_types(score.dtype, torch.float32)
-        x = (self.alpha - 1) * score.to(wide)
+        dtype = torch.promote_types(score.dtype, torch.float32)
+        x = (self.alpha - 1) * score.to(dtype)
         highest = x.detach().amax(-1, keepdim=True)
         x = x - torch.where(highest == -math.inf, 0.0, highest)
         tau = torch.full_like(highest, -1.0)
         with torch.no_grad():
-            for _ in range(_STEPS):
+            for _ in range(_NEWTON_STEPS):
                 tau = tau + self._step(x, tau, power)
         tau = tau + self._step(x, tau, power)
         return _above(x, tau, power).to(score.dtype)
 
     def _step(self, x: Scores, tau: Tensor, power: float) -> Tensor:
-        """Newton's step towards Σ_j a_j = 1."""
+        """A Newton step of τ towards Σ_j a_j = 1."""
         slope = power * _above(x, tau, power - 1).detach().sum(-1, keepdim=True)
-        missing = _above(x, tau, power).sum(-1, keepdim=True) - 1
-        return torch.where(slope > 0, missing / torch.where(slope > 0, slope, 1.0), 0.0)
+        excess = _above(x, tau, power).sum(-1, keepdim=True) - 1
+        return torch.where(slope > 0, excess / torch.where(slope > 0, slope, 1.0), 0.0)
 
 
-# A step leaves 1 − 1/power of a distance, which falls to N^(−1/power): about ln N steps, and some.
-_STEPS = 24
+# A step multiplies the error by 1 − 1/power, and N keys need an error of N^(−1/power): about ln N
+# steps, and a few more.
+_NEWTON_STEPS = 24
 
 
 def _above(x: Scores, tau: Tensor, power: float) -> Scores:
-    """max(0, x − τ)^power, 0 where x is not above τ for every power."""
-    over = x > tau
-    return torch.where(over, torch.where(over, x - tau, 1.0) ** power, 0.0)
+    """max(0, x − τ)^power, which is 0 where x ≤ τ even if the power is 0."""
+    above = x > tau
+    return torch.where(above, torch.where(above, x - tau, 1.0) ** power, 0.0)
 
 
 @register
@@ -172,7 +173,7 @@ class Selective(Part):
     needs_causal = True
 
     def conflict(self, parts: Parts) -> str | None:
-        """One score per pair, of all rows in their order."""
+        """The selection needs all rows in their order."""
         blocks = blockwise(parts)
         if blocks is None:
             return None
@@ -181,8 +182,8 @@ class Selective(Part):
         )
 
 
-def _usual_init(layer: int) -> float:
-    """λ_init of a layer, 0-based."""
+def _default_init(layer: int) -> float:
+    """λ₀ of a layer (0-based)."""
     return 0.8 - 0.6 * math.exp(-0.3 * layer)
 
 
@@ -204,13 +205,13 @@ class Differential(Part):
     eps: float = number(default=1e-5, least=0)
 
     def for_layer(self, layer: int) -> Differential:
-        """λ₀ by the number of the layer where none was given."""
-        return self if self.init is not None else replace(self, init=_usual_init(layer))
+        """This part with λ₀ of the layer, unless `init` was given."""
+        return self if self.init is not None else replace(self, init=_default_init(layer))
 
     def learned(self, head_dim: int) -> dict[str, Tensor]:
         """λ_q1, λ_k1, λ_q2, λ_k2, drawn from torch's global generator, and the gain of the norm."""
-        first = {name: 0.1 * torch.randn(head_dim) for name in ("q1", "k1", "q2", "k2")}
-        return {**first, "gain": torch.ones(2 * head_dim)}
+        vectors = {name: 0.1 * torch.randn(head_dim) for name in ("q1", "k1", "q2", "k2")}
+        return {**vectors, "gain": torch.ones(2 * head_dim)}
 
     def joined(
         self,
@@ -219,18 +220,20 @@ class Differential(Part):
         learned: Mapping[str, Tensor],
     ) -> Float[Tensor, "b p t e"]:
         """The norm of first − λ·second of P pairs of heads, in float32 or wider."""
-        wide = at_least_float32(first.dtype)
-        q1, k1, q2, k2, gain = (learned[name].to(wide) for name in ("q1", "k1", "q2", "k2", "gain"))
-        init = _usual_init(0) if self.init is None else self.init
+        dtype = at_least_float32(first.dtype)
+        q1, k1, q2, k2, gain = (
+            learned[name].to(dtype) for name in ("q1", "k1", "q2", "k2", "gain")
+        )
+        init = _default_init(0) if self.init is None else self.init
         factor = (q1 * k1).sum().exp() - (q2 * k2).sum().exp() + init
-        difference = first.to(wide) - factor * second.to(wide)
+        difference = first.to(dtype) - factor * second.to(dtype)
         normed = F.rms_norm(difference, gain.shape, (1 - init) * gain, self.eps)
         return normed.to(first.dtype)
 
 
 @dataclass(frozen=True)
 class GatePart(Part):
-    """What a layer does to outputs of heads by logits that it makes of its input x, W_g x.
+    """A gate of the heads' outputs, with logits W_g x from the layer's input x.
 
     W_g belongs to the layers `Attention` and `GatedAttentionUnit`; `attention` takes W_g x as its
     argument `gate`.
@@ -239,17 +242,17 @@ class GatePart(Part):
     slot = Slot.GATE
 
     def outputs(self, heads: int) -> int:
-        """How many outputs are made of those of so many heads."""
+        """The number of outputs for a number of heads."""
         return heads
 
     def logits(self, heads: int, size: int) -> int:
-        """How many logits a token has, for heads whose outputs have `size` features."""
+        """The number of logits of a token, for heads with `size` output features."""
         return heads
 
     def gated(
         self, o: Float[Tensor, "b h t e"], logits: Float[Tensor, "b out t _"]
     ) -> Float[Tensor, "b out t e"]:
-        """The outputs by the logits of each."""
+        """The gated outputs."""
         raise InputError(f"{self.name} defines no outputs")
 
 
@@ -281,18 +284,18 @@ class Gate(GatePart):
 
 @register
 class DifferentialV2(GatePart):
-    """Of two query heads of one key head, one's output less a share of the other's.
+    """The output of one query head minus a share of another's, both with one key head.
 
-    Heads 2·p and 2·p + 1 make output p, so that H query heads have H/2 outputs: give twice as many
-    as without. λ is of each token and output, a projection of the layer's input. Unlike
-    `Differential`, nothing is normed and values are those of one head.
+    Heads 2·p and 2·p + 1 make output p. So H query heads have H/2 outputs: use twice as many heads.
+    λ, one for each token and output, is a projection of the layer's input. Unlike `Differential`,
+    it has no norm, and values are those of one head.
     """
 
     equation = "o_p = o_2p − σ(λ_p)·o_2p+1, λ = W_g x"
     source = "github.com/microsoft/unilm, Diff-Transformer-V2"
 
     def conflict(self, parts: Parts) -> str | None:
-        """Each of the two heads has its own softmax and values."""
+        """Both differential components pair heads."""
         pairs = parts.get(Slot.NORMALISER)
         if isinstance(pairs, Differential):
             return self.refusal(pairs, "each makes one output of two heads")

@@ -1,4 +1,4 @@
-"""What is done to values before they are read, and to what a query has read of them.
+"""Transformations of values before attention, and of its outputs.
 
 Legend: B batch, H heads, T queries, S keys, D head dimension, E value size, R clipped distances.
 """
@@ -17,17 +17,17 @@ from normattn.kernels import AttentionMask
 from normattn.kernels.inputs import PairBias
 from normattn.kernels.numerics import at_least_float32
 from normattn.score.parts.base import Part, Parts, Slot, number, one_of, register
-from normattn.score.parts.bias import Learned, PairBiasPart, Queries, of_queries
+from normattn.score.parts.bias import Learned, PairBiasPart, Queries, require_query
 from normattn.score.parts.residual import ResidualPart
 from normattn.score.parts.softmax import Differential
 
 
 @dataclass(frozen=True)
 class OwnValues(Part):
-    """A part for which each head reads its own values."""
+    """A component that needs separate values for each head."""
 
     def conflict(self, parts: Parts) -> str | None:
-        """A head of a pair reads the other's too."""
+        """Differential pairs concatenate the values of two heads."""
         pairs = parts.get(Slot.NORMALISER)
         if isinstance(pairs, Differential):
             return self.refusal(pairs, "the values of two heads are concatenated")
@@ -36,7 +36,7 @@ class OwnValues(Part):
 
 @dataclass(frozen=True)
 class ValuePart(OwnValues):
-    """Something done to values or outputs; scores are left alone."""
+    """A transformation of values or outputs; scores do not change."""
 
     slot = Slot.VALUES
 
@@ -53,7 +53,7 @@ class XSA(ValuePart):
     source = "arXiv 2603.09078"
 
     def conflict(self, parts: Parts) -> str | None:
-        """The value that is read must be the layer's own."""
+        """Values must be the layer's own."""
         residual = parts.get(Slot.RESIDUAL)
         if isinstance(residual, ResidualPart) and (residual.values or residual.summed == "values"):
             return self.refusal(residual, "the layer's values are mixed with those of layers below")
@@ -62,9 +62,9 @@ class XSA(ValuePart):
     def without(
         self, o: Float[Tensor, "b h t e"], own: Float[Tensor, "b h t e"]
     ) -> Float[Tensor, "b h t e"]:
-        """o without its part along `own`, in float32 or wider; o where the own value is 0."""
-        wide = at_least_float32(o.dtype)
-        x, v = o.to(wide), own.to(wide)
+        """o without its component along `own`, in float32 or wider; o where `own` is 0."""
+        dtype = at_least_float32(o.dtype)
+        x, v = o.to(dtype), own.to(dtype)
         square = v.square().sum(-1, keepdim=True)
         share = (x * v).sum(-1, keepdim=True) / torch.where(square > 0, square, 1.0)
         return (x - share * v).to(o.dtype)
@@ -89,9 +89,9 @@ class VORoPE(ValuePart):
 class NEZHA(OwnValues, PairBiasPart):
     """Sinusoids of the distance are added to keys and to values.
 
-    R is one fixed table for all heads: sin and cos of r·10000^(−2m/d) side by side, r being j − i
-    within ±M, plus M, `clip` M. Nothing is learned. A strip of rows adds up its weights by clipped
-    distance, so that no number is held for each pair and feature.
+    R is one fixed table for all heads: sin and cos of r·10000^(−2m/d) side by side. r is j − i
+    clipped to ±M, plus M; `clip` is M. Nothing is learned. Weights are summed by clipped distance,
+    so that no number is stored for each pair and feature.
     """
 
     equation = "s = λ·⟨q_i, k_j + R_ij⟩, o_i = Σ_j a_ij·(v_j + R_ij)"
@@ -106,43 +106,43 @@ class NEZHA(OwnValues, PairBiasPart):
     clip: int = number(default=64, least=1)
 
     def pairs(self, learned: Learned, dtype: torch.dtype, query: Queries | None) -> PairBias:
-        """λ·⟨q, R⟩ of each query and clipped distance, picked by the distance of each pair."""
-        waves, q = self.pair_values(), of_queries(self, query).to(dtype)
-        table = q @ waves.table(q.shape[-1], q).t()
+        """λ·⟨q, R⟩ of each query and clipped distance, looked up by the distance of each pair."""
+        sinusoids, q = self.pair_values(), require_query(self, query).to(dtype)
+        table = q @ sinusoids.table(q.shape[-1], q).t()
 
         def compute(score: Tensor, mask: AttentionMask, table: Tensor) -> Tensor:
-            return table.gather(-1, waves.rows(score, mask))
+            return table.gather(-1, sinusoids.rows(score, mask))
 
-        # The bias of each head, and twice that for the row of a pair, of eight bytes.
+        # Per head: the bias, and an index of eight bytes.
         return PairBias(compute, 3 * table.shape[0] * table.shape[1], table)
 
     def pair_values(self) -> RelativeSinusoids:
-        """R, of the size of the values."""
+        """R, added to the values."""
         return RelativeSinusoids(self.clip)
 
 
 @dataclass(frozen=True)
 class RelativeSinusoids:
-    """R of NEZHA: a row for each of the distances −`clip` … `clip`, to which all are clipped."""
+    """R of NEZHA: a table with a row for each of the distances −`clip` … `clip`."""
 
     clip: int
 
     def table(self, size: int, like: Tensor) -> Float[Tensor, "r e"]:
-        """Its rows, sines and cosines in turn; the last feature of an odd size is 0."""
-        at = torch.arange(2 * self.clip + 1, dtype=torch.float64, device=like.device)
+        """All rows, sines and cosines in turn; the last feature of an odd size is 0."""
+        row = torch.arange(2 * self.clip + 1, dtype=torch.float64, device=like.device)
         exponent = torch.arange(0, size - 1, 2, dtype=torch.float64, device=like.device) / size
-        angle = at[:, None] * 10000.0**-exponent
+        angle = row[:, None] * 10000.0**-exponent
         waves = torch.stack((angle.sin(), angle.cos()), -1).flatten(1)
         return torch.nn.functional.pad(waves, (0, size % 2)).to(like.dtype)
 
     def rows(self, score: Float[Tensor, "b h t s"], mask: AttentionMask) -> Int[Tensor, "b h t s"]:
         """The row of each pair: j − i, clipped, plus `clip`."""
-        back = mask.distance(slice(None), slice(None)).clamp(-self.clip, self.clip)
-        return (self.clip - back).expand(score.shape)
+        distance = mask.distance(slice(None), slice(None)).clamp(-self.clip, self.clip)
+        return (self.clip - distance).expand(score.shape)
 
-    def read(
+    def weighted_sum(
         self, weight: Float[Tensor, "b h t s"], size: int, mask: AttentionMask
     ) -> Float[Tensor, "b h t e"]:
-        """Σ_j a_ij·R_ij, by the sum of the weights at each clipped distance."""
-        none = weight.new_zeros(*weight.shape[:-1], 2 * self.clip + 1)
-        return none.scatter_add(-1, self.rows(weight, mask), weight) @ self.table(size, weight)
+        """Σ_j a_ij·R_ij, from the sum of the weights at each clipped distance."""
+        sums = weight.new_zeros(*weight.shape[:-1], 2 * self.clip + 1)
+        return sums.scatter_add(-1, self.rows(weight, mask), weight) @ self.table(size, weight)
