@@ -17,6 +17,8 @@ from typing import Any
 
 import polars as pl
 
+from normattn.lab.stats import holm
+
 ROOT = Path(__file__).parents[1]
 MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 Row = Mapping[str, Any]
@@ -38,6 +40,8 @@ BLOCKS = {
     "PreLN": "gated attention unit under PreLN",
     "four times the training length": "trained at 512 tokens",
 }
+CONTROLLED = "KNA reads held-out text past L better than"
+"""How the claims begin that compare KNA with a window and with StreamingLLM, not the post's."""
 ARMS = {
     "KNA": "unchanged",
     "KNA, separate-qk": "linear W_q and W_k",
@@ -146,6 +150,39 @@ def _verdict(claim: Row | None) -> str:
     found = claim["verdict"]
     word = f"**{found}**" if found == "contradicted" else found
     return f"{word}, {interval('difference', sign=True)(claim)}"
+
+
+def together() -> str:
+    """The post's claims that are confirmed, corrected in each report and over all four (Holm)."""
+    shown = {
+        "keynorm-workstation-onehead": "one head of 128",
+        "keynorm-base": "one head of 128, fresh seeds",
+        "keynorm-workstation-mha": "four heads of 32",
+        "keynorm-workstation": "gated unit",
+    }
+    claims = [(folder, claim) for folder in shown for claim in published(folder)["claims"]]
+    tests = [
+        (number, verdict, p)
+        for number, (_, claim) in enumerate(claims)
+        for verdict, p in claim["uncorrected"].items()
+    ]
+    adjusted = holm([p for *_, p in tests], [number for number, *_ in tests])
+    jointly = {
+        number
+        for (number, verdict, _), p in zip(tests, adjusted, strict=True)
+        if verdict == "confirmed" and p <= 0.05
+    }
+    known = {claim["claim"] for claim in published("keynorm-workstation-mha")["claims"]}
+    post = {sentence for sentence in known if not sentence.startswith(CONTROLLED)}
+    body = []
+    for folder, name in shown.items():
+        own = {n: c for n, (place, c) in enumerate(claims) if place == folder}
+        own = {n: c for n, c in own.items() if c["claim"] in post}
+        alone = sum(claim["verdict"] == "confirmed" for claim in own.values())
+        body.append([name, str(len(own)), str(alone), str(len(jointly & own.keys()))])
+    return lines(
+        ["architecture", "claims", "confirmed", f"confirmed, of {len(claims)} together"], body
+    )
 
 
 def copying() -> str:
@@ -286,6 +323,7 @@ OUTSIDE = {
 }
 TABLES: dict[str, Callable[[], str]] = {
     "verdicts": verdicts,
+    "together": together,
     "copying": copying,
     "onehead": partial(changes, "keynorm-workstation-onehead", KEYNORM),
     "base": partial(changes, "keynorm-base", ("Baseline", "KNA", "CosA-logn", KEYNORM[3])),

@@ -77,12 +77,16 @@ class Claim:
 
 @dataclass(frozen=True)
 class Finding:
-    """A claim and its verdict; `p` is corrected for all claims of the report (None: untested)."""
+    """A claim and its verdict; `p` is corrected for all claims of the report (None: untested).
+
+    `uncorrected` are the verdicts that were possible, each with the p of its opposite.
+    """
 
     claim: Claim
     difference: Estimate
     p: float | None
     verdict: Verdict
+    uncorrected: tuple[tuple[Verdict, float], ...] = ()
 
     @property
     def size(self) -> str:
@@ -160,7 +164,8 @@ def decide(claims: Sequence[Claim], view: View) -> list[Finding]:
     findings = []
     for (claim, estimate), sides in zip(measured, hypotheses, strict=True):
         corrected = [(verdict, next(adjusted)) for verdict, _ in sides]
-        findings.append(Finding(claim, estimate, *_verdict(claim, estimate, corrected, alpha)))
+        p, verdict = _verdict(claim, estimate, corrected, alpha)
+        findings.append(Finding(claim, estimate, p, verdict, tuple(sides)))
     return findings
 
 

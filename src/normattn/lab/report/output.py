@@ -122,6 +122,7 @@ def page_json(page: PageContext) -> str:
             "measured": finding.claim.measured,
             "difference": finding.difference.as_json(),
             "p": finding.p,
+            "uncorrected": dict(finding.uncorrected),
             "verdict": finding.verdict,
         }
         for finding in page.findings
