@@ -40,8 +40,7 @@ BLOCKS = {
     "PreLN": "gated attention unit under PreLN",
     "four times the training length": "trained at 512 tokens",
 }
-CONTROLLED = "KNA reads held-out text past L better than"
-"""How the claims begin that compare KNA with a window and with StreamingLLM, not the post's."""
+ONE_HEAD = "keynorm-workstation-onehead"
 ARMS = {
     "KNA": "unchanged",
     "KNA, separate-qk": "linear W_q and W_k",
@@ -155,7 +154,7 @@ def _verdict(claim: Row | None) -> str:
 def together() -> str:
     """The post's claims that are confirmed, corrected in each report and over all four (Holm)."""
     shown = {
-        "keynorm-workstation-onehead": "one head of 128",
+        ONE_HEAD: "one head of 128",
         "keynorm-base": "one head of 128, fresh seeds",
         "keynorm-workstation-mha": "four heads of 32",
         "keynorm-workstation": "gated unit",
@@ -172,12 +171,10 @@ def together() -> str:
         for (number, verdict, _), p in zip(tests, adjusted, strict=True)
         if verdict == "confirmed" and p <= 0.05
     }
-    known = {claim["claim"] for claim in published("keynorm-workstation-mha")["claims"]}
-    post = {sentence for sentence in known if not sentence.startswith(CONTROLLED)}
+    of_post = {c["claim"] for f, c in claims if f == ONE_HEAD and c["source"] == "kexue 9859"}
     body = []
     for folder, name in shown.items():
-        own = {n: c for n, (place, c) in enumerate(claims) if place == folder}
-        own = {n: c for n, c in own.items() if c["claim"] in post}
+        own = {n: c for n, (f, c) in enumerate(claims) if f == folder and c["claim"] in of_post}
         alone = sum(claim["verdict"] == "confirmed" for claim in own.values())
         body.append([name, str(len(own)), str(alone), str(len(jointly & own.keys()))])
     return lines(
