@@ -136,9 +136,13 @@ def _parameter(field: dict[str, Any]) -> str:
 def excluded(excludes: Sequence[Mapping[str, str]]) -> list[tuple[list[str], str]]:
     """Group the components that another excludes by reason; return them with the reasons.
 
-    Reasons that differ only in the component's name are equal.
+    Reasons that differ only in the component's name are equal, and lose what the list of names
+    says already ("A and B cannot be combined: …").
     """
-    groups: dict[str, list[Mapping[str, str]]] = {}
+    groups: dict[str, list[tuple[str, str]]] = {}
     for exclusion in excludes:
-        groups.setdefault(exclusion["why"].replace(exclusion["part"], "it"), []).append(exclusion)
-    return [([each["part"] for each in group], group[0]["why"]) for group in groups.values()]
+        names, _, reason = exclusion["why"].partition(": ")
+        reason = reason if "cannot be combined" in names else exclusion["why"]
+        other = exclusion["part"]
+        groups.setdefault(reason.replace(other, "it"), []).append((other, reason))
+    return [([other for other, _ in group], group[0][1]) for group in groups.values()]
