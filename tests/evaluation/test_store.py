@@ -59,7 +59,7 @@ def test_a_damaged_file_is_named_and_redone(
         said = capsys.readouterr().err
         assert f"{path} is " in said
         assert "damaged" in said or "not a measurements table" in said
-        assert "done again" in said
+        assert "repeated" in said
         assert path.read_bytes() == whole
     assert len(scorer.shapes) == 4
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
