@@ -32,7 +32,7 @@ def test_a_part_page_tells_all_that_the_part_says(site: dict[str, Any]) -> None:
         "**Used by:** DeepSeek-V3",
         "dim(beta_fast)",
         "| `beta_fast` | `32.0` |",
-        "[NoPE](NoPE.md): YaRN cannot be combined with NoPE",
+        "[NoPE](NoPE.md): YaRN changes rotary positions",
         "| cpu float32 | fused |",
         "![a caption](figures/YaRN.png)",
     ):
