@@ -2,8 +2,8 @@
 
 One has plain RoPE, the other normalises its keys as well (KeyNorm). They differ in nothing else:
 six layers, one head of 128, 1.4 million parameters, trained on 128 tokens at a time. The text is
-source of this package, as it was on one day, which neither has seen. `normattn demo` prints what
-`read` measures.
+a snapshot of this package's source, which neither has seen. `normattn demo` prints what `read`
+measures.
 """
 
 from __future__ import annotations
@@ -66,10 +66,9 @@ def demo_model(name: str) -> CausalLM:
 
 
 def demo_windows(text: str | None = None, windows: int = 24) -> Int64[np.ndarray, "windows tokens"]:
-    """The first windows of `LENGTH` + 1 tokens of a text, which do not overlap.
+    """The first disjoint windows of `LENGTH` + 1 tokens of a text (default: the shipped text).
 
-    Without `text`, of the shipped one. Raises `InputError` where the text is shorter
-    than one window.
+    Raises `InputError` where the text is shorter than one window.
     """
     tokeniser = Tokeniser.load(FOLDER / "tokeniser.json")
     ids = tokeniser.encode(demo_text() if text is None else text)
@@ -91,7 +90,7 @@ def read(
     windows: Int64[np.ndarray, "windows tokens"],
     progress: Callable[[Reading], None] = lambda reading: None,
 ) -> list[Reading]:
-    """Both models on the windows: unmodified, with YaRN, and with ReRoPE."""
+    """Evaluate both models on the windows: unmodified, with YaRN, and with ReRoPE."""
     readings = []
     for name in MODELS:
         model = demo_model(name)
@@ -115,9 +114,9 @@ def correct_tokens(
 
 
 def in_short(readings: Sequence[Reading]) -> tuple[str, ...]:
-    """What the six rows say, in sentences made from the numbers."""
-    far = {(each.model, each.method): each.far for each in readings}
-    near = {each.model: each.near for each in readings if not each.method}
+    """Summarise the six rows in sentences."""
+    far = {(row.model, row.method): row.far for row in readings}
+    near = {row.model: row.near for row in readings if not row.method}
     yarn, rerope = list(METHODS)[1:]
     plain, keys = MODELS
     return (
@@ -156,8 +155,8 @@ def _table(readings: Sequence[Reading]) -> FilledTable:
         Column("near", f"tokens 1 to {TRAINED}, % right"),
         Column("far", f"tokens {LENGTH - TRAINED + 1} to {LENGTH:,}, % right"),
     )
-    rows = tuple(Row(each.label, {"row": each.model}) for each in readings)
-    cells = tuple((Cell(each.label), _percent(each.near), _percent(each.far)) for each in readings)
+    rows = tuple(Row(r.label, {"row": r.model}) for r in readings)
+    cells = tuple((Cell(r.label), _percent(r.near), _percent(r.far)) for r in readings)
     return FilledTable("demo", "Next tokens predicted right", "", (), columns, rows, cells)
 
 
@@ -166,14 +165,14 @@ def _percent(value: float) -> Cell:
 
 
 def _curves(readings: Sequence[Reading]) -> Curves:
-    """Accuracy by position, a panel for each model."""
+    """Accuracy by position, a panel for r model."""
     panels = [
         Panel(
             label,
             tuple(
-                Line(METHODS[each.method], tuple(_points(each.correct)), METHODS[each.method])
-                for each in readings
-                if each.model == name
+                Line(METHODS[r.method], tuple(_points(r.correct)), METHODS[r.method])
+                for r in readings
+                if r.model == name
             ),
             "position in the text",
             "next tokens right, %",

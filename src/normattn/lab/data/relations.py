@@ -179,7 +179,7 @@ def _build(folder: Path, config: RelationConfig, corpus: Corpus) -> None:
 def _label_names(corpus: Corpus) -> tuple[str, ...]:
     """Return the labels that the corpus lists, else all that occur, sorted.
 
-    A label without a training document can only be missed, and counts as well.
+    A label without a training document counts too, although it can only be missed.
     """
     occurring, in_training = set[str](), False
     for document in corpus.documents():
@@ -223,7 +223,7 @@ def _fingerprint(
         }
         for split in splits
     ]
-    texts = (json.dumps(each, indent=2, ensure_ascii=False) + "\n" for each in described)
+    texts = (json.dumps(value, indent=2, ensure_ascii=False) + "\n" for value in described)
     digests = [hashlib.sha256(text.encode()).hexdigest() for text in texts]
     return hashlib.sha256("".join(digests).encode()).hexdigest()
 

@@ -200,15 +200,15 @@ def _key_value(encoder: StatementEncoder, random: Random, max_tokens: int) -> Fa
     statements, names, values = [question + value], {name}, {value}
     free, repeats = max_tokens - 2 * len(statements[0]), 0
     while repeats < _MAX_REPEATS:
-        other, source = encoder.name(random), encoder.value(random)
-        if other in names or source in values:
+        distractor, source = encoder.name(random), encoder.value(random)
+        if distractor in names or source in values:
             repeats += 1
             continue
-        repeats, statement = 0, encoder.question(other) + source
+        repeats, statement = 0, encoder.question(distractor) + source
         free -= len(statement)
         if free < 1:
             break
-        names.add(other)
+        names.add(distractor)
         values.add(source)
         statements.append(statement)
     return Facts(statements, [(question, value)], [name, value, question])
@@ -268,7 +268,7 @@ def _insert(
         chain = task == "variable_tracking"
         line_ends = np.flatnonzero(np.append(encoder.line_ends(filler), True))
         others = depth + np.sort(depths) * (1 - depth) if chain else depths
-        exact = [round(each * size) for each in (depth, *others)]
+        exact = [round(share * size) for share in (depth, *others)]
         nearest = [int(line_ends[np.abs(line_ends - offset).argmin()]) for offset in exact]
         near = [abs(n - e) <= size * _MAX_SHIFT for n, e in zip(nearest, exact, strict=True)]
         offsets = np.where(near, nearest, exact)

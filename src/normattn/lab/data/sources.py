@@ -51,7 +51,7 @@ class Corpus:
     - `fingerprint()`: a short hash that changes with the text; fast.
     - `own_splits()`: the held-out splits that the corpus defines. Others are cut from its train
       split.
-    - `sources()`: what the text was taken from → version, if there are versions.
+    - `sources()`: the version of each source of the text, if there are versions.
     - `notes()`: lines for a plan, such as what is downloaded; `InputError` if a library is missing.
     - `labels`: the labels of a classifier in the order of its outputs, () if not listed.
     """
@@ -68,7 +68,7 @@ class Corpus:
 
 
 class FileGroup(NamedTuple):
-    """Files that are read together, their name, and their split if they are one."""
+    """Files that are read together, their name, and their split if they form one."""
 
     name: str
     paths: tuple[Path, ...]
@@ -93,12 +93,12 @@ def file_corpus(
 
     def documents(limit: int | None = None) -> Iterator[Document]:
         sizes = [sum(file_status(path).st_size for path in group.paths) for group in groups]
-        found = (
+        sampled = (
             document if group.split is None else replace(document, split=group.split)
             for group in sample_evenly(groups, sizes, limit)
             for document in read(group.name, *group.paths)
         )
-        return select(limit_bytes(found, limit))
+        return select(limit_bytes(sampled, limit))
 
     def fingerprint() -> str:
         digest = hashlib.sha256(repr((rules, labels, versions)).encode())

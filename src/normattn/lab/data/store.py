@@ -28,7 +28,7 @@ from normattn.lab.data.sources import SPLITS, Document, SplitName
 from normattn.locks import locked
 
 CHECKPOINT_BYTES = 64 << 20
-"""Bytes written between two points from which an interrupted preparation can resume."""
+"""Bytes between checkpoints, from which an interrupted preparation can resume."""
 MANIFEST, PROGRESS, ABOUT = "manifest.json", "progress.json", "about.json"
 _BATCH_CHARACTERS, _BATCH_DOCUMENTS = 1 << 18, 64
 
@@ -114,8 +114,8 @@ def column_digests(folder: Path, name: str) -> tuple[str, str]:
 class FileArray:
     """A read-only one-dimensional array in a file. Indexing reads the slice from the file.
 
-    Not a memory map: if the file were cut short, a map would kill the process by a signal. Here
-    that is an `InputError`. The speed is about the same, as both read the system's page cache.
+    Not a memory map, which would kill the process by a signal if the file were cut short; here that
+    raises `InputError`. The speed is about the same, as both read the system's page cache.
     """
 
     def __init__(self, path: Path, dtype: str) -> None:
@@ -245,7 +245,7 @@ def write_splits(
         }
 
         def save_progress() -> None:
-            sizes = {name: size for each in writers.values() for name, size in each.sync().items()}
+            sizes = {name: size for w in writers.values() for name, size in w.sync().items()}
             io.write_json(folder / PROGRESS, {"items": done, "sizes": sizes, "counts": counts})
 
         for batch in _batches(islice(documents, done, None)):

@@ -23,9 +23,9 @@ SEPARATOR_ID = 0
 SAMPLE_BYTES = 32 << 20
 RUN_CHARACTERS = 1 << 15
 MAX_RUN_SAMPLE = 1 << 20
-"""Most characters of long runs without a space that a tokeniser is trained on.
+"""The most characters to train on of long runs without a space.
 
-The trainer takes each for one word and needs hundreds of bytes a character.
+Each run is one word to the trainer, which needs hundreds of bytes a character.
 """
 _PIECE_CHARACTERS = 1 << 18
 _RUN = re.compile(rf"\S{{{RUN_CHARACTERS + 1},}}")
@@ -174,7 +174,7 @@ def _sample(texts: Iterable[str], sample_bytes: int) -> Iterator[str]:
 
 PAD, UNKNOWN = "[PAD]", "[UNK]"
 _MAX_WORD = 100
-# A word that occurs once is better read from its pieces.
+# A word that occurs once is better encoded as pieces.
 _MIN_COUNT = 2
 
 

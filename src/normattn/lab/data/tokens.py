@@ -101,7 +101,7 @@ class TokenData(Splits[TokenSplit]):
 
     `vocab_size` is the configured size, which a model needs. The tokeniser (None for generated
     tokens) may have fewer entries if the text is small. `fingerprint` is a hash of the tokens,
-    equal on every machine with the same text. `sources` maps what the text was taken from to its
+    equal on every machine with the same text. `sources` maps each source of the text to its
     version, if the corpus has versions.
     """
 

@@ -20,7 +20,7 @@ from normattn.lab.data.batches import MaskedRows, Masking
 from normattn.lab.data.tokens import TokenSplit
 
 MAX_TOKENS = 1 << 24
-"""Longest window: all windows of a set are in memory."""
+"""The longest window, as all windows of a set are in memory."""
 
 
 @dataclass(frozen=True)

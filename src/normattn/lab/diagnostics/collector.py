@@ -61,7 +61,7 @@ def _rows(
 class Collector(AttentionStatistics):
     """Attention statistics of a model, as JSON lines and as rows of the measurements table.
 
-    `reach`: also attention beyond the training length. Otherwise as `AttentionStatistics`.
+    With `reach`, also attention beyond the training length; see `AttentionStatistics`.
     """
 
     def __init__(

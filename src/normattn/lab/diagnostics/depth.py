@@ -77,7 +77,7 @@ def layer_gradients(
         with without_dropout(model):
             torch.autograd.backward(model.loss(*batch).loss)
         by_block = ([p.grad for p in b.parameters() if p.grad is not None] for b in model.blocks)
-        gradients.append([float(torch.nn.utils.get_total_norm(each)) for each in by_block])
+        gradients.append([float(torch.nn.utils.get_total_norm(block)) for block in by_block])
     model.zero_grad(set_to_none=True)
     return gradients
 

@@ -55,7 +55,7 @@ def inspect_model(
         tokens_per_batch: bounds memory.
         read: runs the model on some rows; by default `model.hidden`, or the model itself.
         length: number of positions in a row, by default T.
-        progress: called with the number of rows done and in all.
+        progress: called with the number of rows done and the total.
         collect: makes the collector; `cli.inspect.observing` for models of transformers.
 
     Raises `InputError` for a model without a score or texts without a token.

@@ -217,13 +217,13 @@ def _pairs(
     captured: LayerInputs, q: Float[Tensor, "b h t d"], k: Float[Tensor, "b g s d"]
 ) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
     """Yield blocks of query rows: the rows, q kᵀ, distances i − j, and 1 for visible keys."""
-    mask, every = captured.inputs.mask, slice(None)
+    mask, all_keys = captured.inputs.mask, slice(None)
     k = k.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(-1, -2)
     for first in range(0, q.shape[2], _BLOCK_ROWS):
         rows = slice(first, min(first + _BLOCK_ROWS, q.shape[2]))
-        products, hidden = q[:, :, rows] @ k, mask.hidden(rows, every)
+        products, hidden = q[:, :, rows] @ k, mask.hidden(rows, all_keys)
         visible = torch.ones_like(products) if hidden is None else _as_mask(~hidden)
-        yield rows, products, mask.distance(rows, every), visible.expand(products.shape)
+        yield rows, products, mask.distance(rows, all_keys), visible.expand(products.shape)
 
 
 def _as_mask(flags: Tensor) -> Float[Tensor, "b h r s"]:

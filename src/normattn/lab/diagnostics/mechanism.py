@@ -117,8 +117,8 @@ class DocumentSums:
             shape = (len(self.names), self.layers, *values.shape[1:])
             self.sums[name], self.counts[name] = np.zeros(shape), np.zeros(shape)
         of = torch.as_tensor(of, dtype=torch.float64).expand(values.shape)
-        for totals, each in ((self.sums, values), (self.counts, of)):
-            np.add.at(totals[name][:, layer], self.of_text[batch], each.cpu().numpy())
+        for totals, added in ((self.sums, values), (self.counts, of)):
+            np.add.at(totals[name][:, layer], self.of_text[batch], added.cpu().numpy())
 
     def rows(self, octaves: Sequence[int]) -> list[pl.DataFrame]:
         """Return every statistic by document, layer and head."""
@@ -173,7 +173,7 @@ class _Mechanism:
                 add("spread", values=spread(norms).nan_to_num(0.0))
 
     def add_beyond(self, batch: slice, inside: Tensor, captured: LayerInputs) -> None:
-        """Add what a layer does in whole texts; `inside` is each head's trained range."""
+        """Add the statistics of a layer in whole texts; `inside` is each head's trained range."""
         add = partial(self.far.add, batch=batch, layer=captured.layer)
         counts = count_cosines(captured).counts
         add("cosine", values=counts, of=counts.double())

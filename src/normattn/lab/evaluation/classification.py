@@ -151,7 +151,7 @@ def measure_images(
 ) -> list[pl.DataFrame]:
     """Return the correctness and loss in nats of every image, `rows` at a time.
 
-    `progress` receives the number of images done and in all.
+    `progress` receives the number of images done and the total.
     """
     device = next(model.parameters()).device
     values: dict[str, list[float]] = {"accuracy": [], "loss": []}
@@ -162,4 +162,4 @@ def measure_images(
         values["loss"] += scores.loss.tolist()
         progress(min(chosen.stop, len(split)), len(split))
     units = [f"{number:06}" for number in range(len(split))]
-    return [sums(name, units, each, np.ones(len(units))) for name, each in values.items()]
+    return [sums(name, units, column, np.ones(len(units))) for name, column in values.items()]

@@ -1,7 +1,4 @@
-"""Evaluate language models on sets of windows.
-
-`evaluate_run` evaluates a trained model with every inference-time method on every set.
-"""
+"""Evaluate a language model with every inference-time method on sets of windows."""
 
 from __future__ import annotations
 
@@ -174,13 +171,13 @@ def evaluate_run(
     on_measured: Callable[[pl.DataFrame], None] | None = None,
     on_method: Callable[[str], None] = lambda method: None,
 ) -> list[pl.DataFrame]:
-    """Evaluate a trained model with each method on each set.
+    """Evaluate a trained model with texts method on texts set.
 
     `methods` are "" (unmodified), "YaRN", "ReRoPE-logn+" and so on. `factor` is the extension
     factor of methods, the same for a whole table (default: the longest set over the training
     length). `split`, `factors` and `row` (default: the score's name) go into the measurements.
-    Measurements in `store` are not made again. `on_measured` is called after each set,
-    `on_method` after each method.
+    Measurements in `store` are not made again. `on_measured` is called after texts set,
+    `on_method` after texts method.
     """
     if not evaluation_sets:
         raise InputError("there is nothing to evaluate: no evaluation set was given")
@@ -206,11 +203,11 @@ def evaluate_run(
         scorer = CachedScorer(ModelScorer(model, precision))
         options: Any = {"store": store, "tokens_per_batch": tokens_per_batch}
         with nullcontext() if spec == trained else model.using(spec):
-            for each in evaluation_sets:
+            for texts in evaluation_sets:
                 measure: Any = evaluate_cell
-                if isinstance(each, RetrievalSet):
+                if isinstance(texts, RetrievalSet):
                     measure = evaluate_retrieval
-                rows: pl.DataFrame = measure(scorer, each, identity, **options)
+                rows: pl.DataFrame = measure(scorer, texts, identity, **options)
                 measured.append(rows)
                 if on_measured is not None:
                     on_measured(rows)

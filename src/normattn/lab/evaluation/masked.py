@@ -14,7 +14,7 @@ from normattn.lab.data.windows import MaskedSet
 from normattn.models.masked_lm import MaskedLM
 
 MARGIN = 0.1
-"""Nats below the unigram loss from which a model counts as trained."""
+"""A model counts as trained if its loss is this many nats below the unigram loss."""
 
 
 def unigram_nats(counts: NDArray[np.integer[Any]]) -> NDArray[np.float64]:
@@ -28,9 +28,9 @@ def unigram_nats(counts: NDArray[np.integer[Any]]) -> NDArray[np.float64]:
 
 
 def learnt_nothing(loss: float, unigram: float) -> bool:
-    """Return whether a loss in nats is not at least `MARGIN` below that of the unigram model.
+    """Return whether a loss in nats is not at least `MARGIN` below the unigram model's.
 
-    A constant prediction ends within a few hundredths of it.
+    A constant prediction ends within a few hundredths of the unigram loss.
     """
     return loss > unigram - MARGIN
 
@@ -63,7 +63,7 @@ def score_masked(
 ) -> MaskedSums:
     """Score every chosen token of `texts`, without dropout.
 
-    `tokens_per_batch` bounds memory; `progress` receives the number of texts done and in all.
+    `tokens_per_batch` bounds memory; `progress` receives the number of texts done and the total.
     """
     device = next(model.parameters()).device
     names, document_of = documents_of(texts)

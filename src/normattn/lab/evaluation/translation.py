@@ -22,7 +22,7 @@ from normattn.models.utils import without_dropout
 NOT_FINITE_LOSS = 1e6
 Array = NDArray[np.float64]
 Progress = Callable[[int, int], None]
-"""Receives the number of sentences done and in all."""
+"""Receives the number of sentences done and the total."""
 
 
 class MetricCounts(NamedTuple):

@@ -1,6 +1,6 @@
-"""Draw figures with Altair: each is one Vega-Lite chart, for report.html and for PNG files.
+"""Draw each figure as a Vega-Lite chart with Altair, for report.html and for PNG files.
 
-Import this only where something is drawn, as importing Altair takes a second.
+Import this module only to draw, as importing Altair takes a second.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ COLOURS = (
     *("#000000", "#E69F00", "#0072B2", "#009E73", "#D55E00", "#CC79A7"),
     *("#56B4E9", "#8C6D31", "#7F7F7F", "#332288", "#44AA99", "#AA4466", "#999933"),
 )
-"""Okabe and Ito's palette, which colour-blind readers can distinguish, without its pale yellow."""
+"""Okabe and Ito's palette for colour-blind readers, without its pale yellow."""
 PIXELS_PER_POINT = 2.0
 """Resolution of PNG files."""
 PANEL_SIZES = {1: (620, 330), 2: (440, 280), 3: (300, 240)}
 """Width and height of a panel, by the number of panels side by side."""
 ROW_HEIGHT, CELL_WIDTH, LETTER_WIDTH = 20, 64, 6
 TITLE_WIDTH = 46
-"""Letters in a line of a title, for the width of a phone."""
+"""Characters in a line of a title, to fit on a phone."""
 DIGITS = 6
-"""Significant digits of a number in a chart, more than a picture or a tooltip shows."""
+"""Significant digits of a number in a chart; pictures and tooltips show fewer."""
 MANY_LINES, HIGHLIGHTED = 6, 4
 """With more than `MANY_LINES` lines, all but `HIGHLIGHTED` are faint until one is selected."""
 MOST_DOTS = 40
@@ -111,7 +111,7 @@ def _curves(figure: Curves) -> Any:
         charts.append(chart.properties(width=width, height=height))
     # Name the view of the selection, as Altair's default names count all views of the process.
     charts[0].layer[0].name = "first"
-    charts[0] = charts[0].add_params(selection)  # the other panels refer to it by its name
+    charts[0] = charts[0].add_params(selection)  # other panels refer to it by name
     return alt.concat(*charts, columns=columns, title=_above_panels(figure.title))
 
 
@@ -126,14 +126,14 @@ def _legend(channel: Any, lines: Mapping[str, Line], values: Sequence[Any]) -> A
 def _colour(position: int) -> str:
     """The colour of the family at this position.
 
-    Colours repeat without the first, which is that of the reference, such as the unmodified model.
+    Repeated colours skip the first, which belongs to the reference, such as the unmodified model.
     """
     count = len(COLOURS)
     return COLOURS[position if position < count else 1 + (position - count) % (count - 1)]
 
 
 def _highlighted(panels: Sequence[Panel]) -> list[str]:
-    """The lines to highlight: in each panel the first, and those that end farthest apart."""
+    """The lines to highlight: the first of each panel, and those that end farthest apart."""
     highlighted: list[str] = []
     considered: set[str] = set()
     for panel in panels:
@@ -197,7 +197,7 @@ def _panel(
 
 
 def _x_axis(panel: Panel, values: Sequence[Mapping[str, Any]]) -> Any:
-    """The x axis; plots by position have a logarithmic one that starts at a quarter of L."""
+    """The x axis; by position, it is logarithmic and starts at a quarter of L."""
     ends = [point.x for line in panel.lines for point in line.points]
     length = panel.train_length
     by_position = length is not None and ends and max(ends) >= 2 * length
@@ -218,9 +218,9 @@ def _x_axis(panel: Panel, values: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def _limits(lines: Sequence[Line], log: bool) -> tuple[float, float]:
-    """The ends of the y axis: all values, and the intervals that are not far wider than others.
+    """The limits of the y axis, from all values and the intervals that are not far too wide.
 
-    The first points of a long line may leave the axis, as a training or a text starts there.
+    The first two points of a long line may be outside, as starts are extreme.
     """
     points = [
         point
@@ -343,7 +343,6 @@ def _wrapped(text: str, width: int = TITLE_WIDTH) -> list[str] | str:
 
 
 def _above_panels(text: str) -> Any:
-    """The title above several panels."""
     return alt.Title(_wrapped(text), offset=14)
 
 

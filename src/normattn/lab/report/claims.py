@@ -4,16 +4,15 @@ The verdicts:
 
 - *confirmed*: the difference has the claimed sign, and its p is at most α = 1 − the confidence
   level, corrected for all claims of the report (Holm).
-- *contradicted*: the same with the other sign.
+- *contradicted*: the same with the opposite sign.
 - *inconclusive*: fewer than three seeds on a side, no interval, or a smallest detectable effect
   above `matters`.
 - *differs (size unclear)*: see below.
 - *not confirmed*: none of these.
 
-A claim of no loss ("as good as", "gains nothing") has a margin m, as a test of non-inferiority. It
-is *confirmed* where the difference is certainly less than m on the wrong side of 0, *contradicted*
-where it is certainly more than m there, and else *differs (size unclear)* where it is certainly on
-the wrong side.
+A claim of no loss ("as good as", "gains nothing") has a margin m, as a test of non-inferiority. On
+the wrong side of 0, a difference certainly below m is *confirmed*, one certainly above m is
+*contradicted*, and any other that is certainly not 0 *differs (size unclear)*.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class Claim:
     """A sentence, the metric that tests it, the source, and a description of the metric.
 
     - `sign`: +1 where the sentence says that the metric is above 0, −1 for below.
-    - `margin`: how far on the other side of 0 the sentence still holds.
+    - `margin`: how far on the wrong side of 0 the sentence still holds.
     - `matters`: the smallest difference that would matter (None: any).
     - `test`: replaces the metric where units are chosen, not random (settings of a grid). It
       returns a difference and its exact p.
@@ -109,7 +108,7 @@ class Finding:
 
     @property
     def decided(self) -> str:
-        """The verdict in Markdown, with the remark."""
+        """The verdict with its remark, in Markdown."""
         return f"**{self.verdict}**" + (f" ({self.remark})" if self.remark else "")
 
     @property
@@ -128,7 +127,7 @@ class Finding:
 
 
 def explain_verdicts(findings: Sequence[Finding]) -> str:
-    """The text of a report on intervals, p values and verdicts of its claims."""
+    """Explain the intervals, p values and verdicts of a report's claims."""
     count, tested = len(findings), sum(finding.p is not None for finding in findings)
     return (
         f"{count} claim{'s' * (count > 1)}, {tested} of them tested. p is corrected for their "
@@ -147,10 +146,10 @@ def verdicts_in_short(findings: Sequence[Finding]) -> tuple[str, ...]:
         return ()
     parts = [f"{counts[verdict]} {verdict}" for verdict in get_args(Verdict) if counts[verdict]]
     untested = len(findings) - counts.total()
-    rest = f"; {untested} could not be tested with these seeds" if untested else ""
+    untested_note = f"; {untested} could not be tested with these seeds" if untested else ""
     total = counts.total()
     tested = "The tested claim is" if total == 1 else f"Of {total} tested claims:"
-    return (f"{tested} {', '.join(parts).removeprefix('1 ' * (total == 1))}{rest}.",)
+    return (f"{tested} {', '.join(parts).removeprefix('1 ' * (total == 1))}{untested_note}.",)
 
 
 def decide(claims: Sequence[Claim], view: View) -> list[Finding]:

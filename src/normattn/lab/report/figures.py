@@ -1,6 +1,6 @@
 """Figures as values: their numbers and titles, before anything is drawn.
 
-There are three kinds: `Curves` (lines with bands), `Intervals` (a value with its interval for each
+The kinds are `Curves` (lines with bands), `Intervals` (a value with its interval for each
 row) and `Grid` (coloured cells with numbers). `charts` draws them, for report.html and as images.
 """
 
@@ -13,7 +13,7 @@ from normattn.lab.stats import Estimate
 
 @dataclass(frozen=True)
 class Point:
-    """One value at x with its interval (None: none)."""
+    """A value at x with its interval, if any."""
 
     x: float
     value: float

@@ -4,7 +4,7 @@
   needs no network.
 - `table.md`: the main columns, for a repository.
 - `table.json`, and a CSV for each table: for programs.
-- `measurements.parquet`: for making all of them again.
+- `measurements.parquet`: for regenerating all of them.
 
 Equal contexts give equal bytes.
 """
@@ -46,8 +46,7 @@ class Written:
 def write_page(page: PageContext, out: Path, measured: pl.DataFrame | None = None) -> Written:
     """Write table.md, table.json, a CSV for each table, report.html, figures/ and measurements.
 
-    There is no date, time or path in them. Tables and figures of an earlier report in `out` that
-    this one lacks are removed.
+    They have no date, time or path. Outdated tables and figures of an earlier report are removed.
     """
     from normattn.lab.report import charts  # Altair is slow to import.
 
@@ -67,7 +66,7 @@ def write_page(page: PageContext, out: Path, measured: pl.DataFrame | None = Non
 
 
 def _earlier_files(out: Path) -> set[Path]:
-    """The files of an earlier report in `out`: tables that table.json names, and figures."""
+    """The files of an earlier report: the tables that table.json names, and the figures."""
     try:
         tables = json.loads((out / "table.json").read_text("utf-8"))["tables"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -95,7 +94,7 @@ def page_markdown(page: PageContext) -> str:
 
 
 def _claims_table(findings: Sequence[Finding], key: str, title: str = "") -> FilledTable:
-    """A table of claims with their verdicts; with a verdict as its title, with remarks instead."""
+    """A table of claims with verdicts, or with remarks where the verdict is the title."""
     names = ["claim", "difference", "p", "seeds", "remark" if title else "verdict"]
     names += ["measured", "source"]
     cells = tuple(

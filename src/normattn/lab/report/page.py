@@ -1,4 +1,4 @@
-"""A study's report as a value, made from measurements; `output` writes it to files."""
+"""Make the values of a study's report from measurements; `output` writes them to files."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from normattn.lab.stats import Bootstrap
 from normattn.lab.stats.measurements import FACTOR
 
 FEW_UNITS = 20
-"""Intervals of fewer units are not reliable."""
+"""The fewest units for a reliable interval."""
 
 
 def nothing(view: View) -> tuple[()]:
-    """The default of a page's parts: none."""
+    """Return (), the default of a page's optional parts."""
     return ()
 
 
@@ -47,10 +47,9 @@ class Page:
 
 @dataclass(frozen=True)
 class PageContext:
-    """A report before it is written: all its values.
+    """All values of a report, before it is written.
 
-    It has no date, and a path only where a study's setting names one, so that equal contexts give
-    equal bytes.
+    There is no date, and a path only where a setting names one: equal contexts give equal bytes.
     """
 
     title: str

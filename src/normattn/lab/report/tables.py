@@ -18,7 +18,7 @@ from normattn.lab.stats.arrays import Where
 from normattn.lab.stats.measurements import FACTOR
 
 FEW_SEEDS = 3
-"""With fewer trainings, a row describes those models, not the score."""
+"""The fewest trainings for a row to describe the score and not only those models."""
 _NUMBER = re.compile(r"[-+]?\d[\d,]*(\.\d+)?(e[-+]?\d+)?")
 
 
@@ -60,7 +60,7 @@ class Column:
 
     A selection in the metric has priority over the row's: `acc.at(8) - acc.at(8,
     variant="Baseline")` is the difference to Baseline. `interval` False shows the value only, as
-    for a number of parameters. `plain` makes the cell from the view, for what is not a metric.
+    for a number of parameters. `plain` makes a cell that is not a metric.
     `without` is the text where nothing was counted.
     """
 
@@ -118,8 +118,7 @@ def estimate_column(
 class FilledTable:
     """A table with its cells (rows, columns), ready for a report.
 
-    `main` are the keys of the columns that are always shown; the others are behind a switch. If it
-    is empty, all are shown.
+    `main` are the keys of the columns that are always shown (empty: all); a switch shows the rest.
     """
 
     key: str
@@ -217,10 +216,10 @@ class Table:
 
 
 def _explain_missing_intervals(columns: Iterable[tuple[Column, Sequence[Cell]]]) -> str:
-    """Why values of a table have no interval; "" where all have one."""
+    """Explain why values of a table have no interval; "" where all have one."""
     metrics = [cells for column, cells in columns if column.metric and column.interval]
     estimates = [cell.estimate for cells in metrics for cell in cells if cell.estimate]
-    with_interval = [each.low is not None and not each.of_few_units for each in estimates]
+    with_interval = [e.low is not None and not e.of_few_units for e in estimates]
     if all(with_interval):
         return ""
     if not any(with_interval):
@@ -254,15 +253,15 @@ def markdown_table(
     head: Sequence[str], lines: Iterable[Sequence[str]], left: Sequence[int] = (0,)
 ) -> str:
     """A padded Markdown table; the columns `left` are left-aligned, the others right-aligned."""
-    every = [
+    escaped = [
         [text.replace("|", "\\|").replace("\n", " ") for text in line] for line in (head, *lines)
     ]
-    widths = [max(map(len, column)) for column in zip(*every, strict=True)]
+    widths = [max(map(len, column)) for column in zip(*escaped, strict=True)]
     sides = ["<" if index in left else ">" for index in range(len(head))]
     rule = ["-" * (w - (s == ">")) + ":" * (s == ">") for w, s in zip(widths, sides, strict=True)]
     padded = [
         [f"{text:{side}{width}}" for text, side, width in zip(line, sides, widths, strict=True)]
-        for line in every
+        for line in escaped
     ]
     return "\n".join(f"| {' | '.join(line)} |" for line in (padded[0], rule, *padded[1:]))
 
@@ -270,7 +269,7 @@ def markdown_table(
 def describe_seeds(frame: pl.DataFrame) -> str:
     """The seeds of each row: "0, 1, 2 of Baseline, KNA; 0 of CosA".
 
-    A training that was not evaluated counts where it diverged, or where its row has no evaluation.
+    A training without evaluation counts if it diverged, or if its whole row has no evaluation.
     """
     is_evaluated = (pl.col("protocol") != "training") | (pl.col("statistic") == "diverged")
     evaluated = frame.filter(is_evaluated)

@@ -34,8 +34,8 @@ def print_table(table: FilledTable, title: str = "") -> None:
 
 
 def say(out: Path, written: Written) -> None:
-    """Print a report's "In short" and where the report is."""
-    for line in ("In short", *(f"  {each}" for each in written.summary)) if written.summary else ():
+    """Print the "In short" and the paths of a report."""
+    for line in ("In short", *(f"  {text}" for text in written.summary)) if written.summary else ():
         tell(line)
     tell(f"table: {out / 'table.md'}")
     tell(f"report: {out / 'report.html'}")
@@ -53,9 +53,9 @@ AnyBar = TypeVar("AnyBar", bound="ProgressBar")
 
 
 class ProgressBar:
-    """A progress bar on stderr; if that is not a terminal, only the lines of `say`.
+    """A progress bar on stderr, with `columns` after the percentage.
 
-    `columns` follow the percentage.
+    If stderr is not a terminal, only the lines of `say` are printed.
     """
 
     def __init__(self, *columns: Any, **options: Any) -> None:

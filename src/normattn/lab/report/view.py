@@ -35,23 +35,22 @@ class View:
     _cache: dict[tuple[Any, ...], Any] = field(default_factory=dict, repr=False)
 
     def _cached(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
-        """The result of `make` for this key, computed once."""
         if key not in self._cache:
             self._cache[key] = make()
         return self._cache[key]
 
     def values(self, column: str, where: Where | None = None) -> list[Any]:
-        """The unique values of a column in some rows, in order of appearance."""
+        """The unique values of a column in the rows `where`, in order of appearance."""
 
-        def found() -> list[Any]:
+        def query() -> list[Any]:
             used = {column, *(where or {})}
             frame = self.frame.select(name for name in self.frame.columns if name in used)
             return select(frame, where or {})[column].unique(maintain_order=True).to_list()
 
-        return list(self._cached(("values", column, *sorted((where or {}).items())), found))
+        return list(self._cached(("values", column, *sorted((where or {}).items())), query))
 
     def only_value(self, column: str, where: Where | None = None) -> Any:
-        """The single value of a column in some rows; None where there are none or several."""
+        """The single value of a column in the rows `where`; None where there is not just one."""
         values = self.values(column, where)
         return values[0] if len(values) == 1 else None
 
@@ -66,23 +65,23 @@ class View:
     def sums(self, statistic: str, where: Where) -> Sums | None:
         """The sums of a statistic; None where nothing was measured."""
 
-        def found() -> Sums | None:
+        def query() -> Sums | None:
             selected = tuple(name for name in ("row", "method") if name in where)
             by = ("statistic", *selected)
             parts = self._cached(("parts", *by), lambda: self.frame.partition_by(by, as_dict=True))
             part = parts.get((statistic, *(where[name] for name in selected)), self.frame.clear())
             return gathered(part, statistic, where)
 
-        sums: Sums | None = self._cached(("sums", statistic, *sorted(where.items())), found)
+        sums: Sums | None = self._cached(("sums", statistic, *sorted(where.items())), query)
         return sums
 
     @cached_property
     def evaluated(self) -> pl.DataFrame:
-        """The measurements without those of trainings."""
+        """The measurements of evaluations, without those of trainings."""
         return self.frame.filter(pl.col("protocol") != "training")
 
     def estimate(self, metric: Metric, where: Where | None = None) -> Estimate | None:
-        """The metric in some rows, with its interval.
+        """The metric in the rows `where`, with its interval.
 
         None where a term was not measured, where terms share no seed, and for the difference of a
         row to itself.
@@ -164,7 +163,7 @@ def points(view: View, metric: Metric, where: Iterable[tuple[float, Where]]) -> 
 
 
 def step_points(view: View, statistic: str, where: Where) -> tuple[Point, ...]:
-    """A statistic of trainings by step: the mean over the seeds that reached it, and their range.
+    """A statistic of trainings by step: mean and range over the seeds that reached it.
 
     `where` selects the trainings of one row, and may name another protocol than "training".
     """

@@ -76,7 +76,7 @@ class Checkpoints:
             return Path(tempfile.mkdtemp(prefix=f".step-{step:08d}.", dir=self.path))
 
     def finish(self, folder: Path, step: int, meta: Mapping[str, Any]) -> None:
-        """Write the metadata of a folder with all shards and rename it; then as `save`."""
+        """Write the metadata of a folder with all shards, rename it, delete old checkpoints."""
         with explain_os_errors(folder):
             _write_meta(folder, step, meta, _shard_digests(folder))
         put_in_place(folder, self._folder(step))

@@ -24,7 +24,7 @@ PACKAGES = ("normattn", "torch", "numpy", "tokenizers", "safetensors")
 
 
 def describe_environment(**extra: Any) -> dict[str, Any]:
-    """Return all that the results of a run may depend on, as JSON values, plus `extra`.
+    """Return everything that the results of a run may depend on, as JSON values, plus `extra`.
 
     Keys: python, one version per package, threads (torch's, in this process), cpu (the name),
     cpu_capability (the vector instructions that torch uses), platform.
@@ -57,7 +57,7 @@ def record_environment(path: Path, current: dict[str, Any], step: int) -> list[s
         return []
     try:
         stored = read_object(path)
-        last = [stored["started"], *(each["environment"] for each in stored["resumed"])][-1]
+        last = [stored["started"], *(resume["environment"] for resume in stored["resumed"])][-1]
         changed = [
             f"{key} {last.get(key, 'unknown')} → {current.get(key, 'unknown')}"
             for key in dict.fromkeys([*current, *last])
@@ -126,8 +126,8 @@ _SET_BY_USER = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNAB
 def keep_pages() -> Iterator[None]:
     """Make glibc keep up to 256 MiB of freed memory inside, and restore its defaults afterwards.
 
-    A training step allocates what the last one freed. If that was returned to the system, every
-    4 KiB page is a page fault (about 0.7 µs; up to 30,000 in a step of width 128). Does nothing if
+    A training step allocates what the last one freed. If that returned to the system, every
+    4 KiB page would be a page fault (about 0.7 µs; up to 30,000 in a step of width 128). Does nothing if
     the environment sets the thresholds, or with another C library.
     """
     library = ctypes.CDLL(None)

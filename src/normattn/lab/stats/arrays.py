@@ -57,7 +57,7 @@ class Sums:
         return self.at(kept) if kept and self.bins[kept[-1]][-1] == high else None
 
     def by_unit(self) -> Sums:
-        """The sums with one bin per unit, for what is not a function of sums, such as a median."""
+        """The sums with one bin per unit, for values such as a median that need the single units."""
         identity = np.eye(len(self.units))
         numerator, denominator = (
             part.sum(-1)[..., None] * identity for part in (self.numerator, self.denominator)
@@ -79,7 +79,7 @@ def select(frame: pl.DataFrame, where: Where) -> pl.DataFrame:
 
 
 def gathered(frame: pl.DataFrame, statistic: str, where: Where | None = None) -> Sums | None:
-    """The sums of a statistic in some rows; None where there are none.
+    """The sums of a statistic in the rows `where`; None where there are none.
 
     Raises `InputError` where the rows cannot be paired: they have several data sets, or a seed
     lacks a unit or a bin that another has.
@@ -111,9 +111,9 @@ def gathered(frame: pl.DataFrame, statistic: str, where: Where | None = None) ->
 def keep_common_data(frame: pl.DataFrame, separate: Sequence[str] = ()) -> pl.DataFrame:
     """Keep, for each protocol and length, the rows on the most common data set.
 
-    Ties are decided by the digest. The columns `separate` (and the task) are treated like protocol
-    and length, as rows that differ in them are never compared. Rows of trainings without data, such
-    as losses, are kept. `describe_left_out` describes the other rows.
+    The digest decides ties. The columns `separate` (and the task) count like protocol and length,
+    as rows that differ in them are never compared. Rows of trainings without data, such as losses,
+    are kept. `describe_left_out` describes the dropped rows.
     """
     if not frame.height:
         return frame

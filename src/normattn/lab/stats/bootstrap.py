@@ -2,8 +2,8 @@
 
 A resample draws U units (documents, sentences, …) with replacement, as multinomial counts w rather
 than copies: Σ_u w_u x_u. The draws depend only on (seed, U), so statistics of the same units have
-the same draws, and differences are paired. All trainings are evaluated on the same units, so the
-draws are crossed with the seeds, whose spread `estimate` adds.
+the same draws, and differences are paired. All trainings share the units, so the draws are crossed
+with the seeds, whose spread `estimate` adds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Array = NDArray[np.float64]
 Counts = NDArray[np.unsignedinteger[Any]]
 
 DRAWN_AT_ONCE = 1 << 23
-"""The number of counts (resamples × units) that are held as floats at a time: 64 MB."""
+"""Counts (resamples × units) held as floats at a time: 64 MB."""
 CACHED_COUNTS = 1 << 27
 """The largest number of counts, in bytes, that are cached."""
 

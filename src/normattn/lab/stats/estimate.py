@@ -1,4 +1,4 @@
-"""Estimates and contrasts, with intervals that have their coverage with few seeds.
+"""Estimates and contrasts, with intervals that keep their coverage with few seeds.
 
 A contrast is Σ_t f_t · value(rows_t), paired over the seeds and the units that all its terms share.
 An estimate is the contrast of one term. Two things vary: the U units, which the bootstrap resamples
@@ -10,7 +10,7 @@ crossed with the seeds, and the S trained seeds. With θ_s the value of seed s,
     df      = V² / (V_seeds²/(S − 1) + V_units²/(U − 1))            (Satterthwaite)
 
 The interval is θ ± t_df · √V. V_seeds and V_units both contain the interaction of seeds and units,
-so it is subtracted once. With one seed V = V_units, and the interval is of this trained model only.
+so V_both is subtracted once. With one seed V = V_units, and the interval is of this trained model only.
 On synthetic data with the variance components of the published tables, 95 % intervals cover the
 truth in 94 to 96 of 100 cases with three and with five seeds; in about 93 where three seeds differ
 more than the mean varies over documents.
@@ -33,10 +33,10 @@ from normattn.lab.stats.metrics import Metric, Value
 Term = tuple[float, Sums]
 
 LEAST_UNITS = 3
-"""The number of units that an interval of one seed needs: with two, it would extend six times
-their distance either way."""
+"""The fewest units for an interval of one seed; with two, it would extend six times their distance
+either way."""
 DIGITS = 9
-"""Decimals of every value, few enough that the order of a sum does not change them."""
+"""Decimals of every value, so few that the order of summation does not change them."""
 ROUNDING = 1e-12
 """A standard error below this fraction of the terms is due to rounding."""
 
@@ -48,7 +48,7 @@ class Estimate:
     - `low`, `high`: the interval; None where there is none (one unit).
     - `p`: two-sided, of a value this far from 0; None without an interval.
     - `count`: the denominator of one seed.
-    - `per_seed`: the values of the single seeds.
+    - `per_seed`: the value of each seed.
     - `stderr`, `df`: √V and its degrees of freedom; None where the interval is not Student's.
     """
 
@@ -99,7 +99,7 @@ class Estimate:
 
 
 def estimate(sums: Sums, metric: Metric, bootstrap: Bootstrap | None = None) -> Estimate:
-    """The metric of some rows with its interval."""
+    """Estimate the metric of `sums` with its interval."""
     return contrast([(1.0, sums)], metric.value, bootstrap)
 
 
@@ -132,7 +132,7 @@ def _make_estimate(
 ) -> Estimate:
     """The estimate from values (1 + seeds,) and their resamples (resamples, 1 + seeds).
 
-    `sums` give the numbers of units and counts. A standard error up to `rounding` counts as 0.
+    `sums` has the numbers of units and counts. A standard error up to `rounding` counts as 0.
     """
     units = len(sums.units)
     fields: dict[str, Any] = {

@@ -1,9 +1,9 @@
 """The measurements table, the one format behind every report: one row per measured sum.
 
 A row has the identity of the model and data, the unit (document, sentence, image, batch), the place
-(layer, head, a bin of an axis), the statistic, and two numbers, `sum` and `of`. These are sums,
+(layer, head, bin of an axis), the statistic, and two numbers, `sum` and `of`. These are sums,
 never rates: 7 correct of 10 tokens are sum = 7, of = 10. So any group of rows can be added up
-later, without the model. A loss is nats over tokens, a mean a sum over its count, and a fact
+later without the model. A loss is nats over tokens, a mean a sum over its count, and a fact
 (parameters, steps) a number over 1.
 
     identity    study, row, score, method, seed, protocol, length, train_length, split,
@@ -81,7 +81,7 @@ Factor = str | int | float | bool
 
 @dataclass(frozen=True)
 class Identity:
-    """The identity of a measurement; `factors` are what else a study varies."""
+    """The identity of a measurement; `factors` has what else a study varies."""
 
     study: str
     row: str
@@ -127,8 +127,8 @@ def sums(
     """Rows of one statistic, without their identity, which `identified` adds.
 
     `sum` and `of` are (units,) without an axis and (units, bins) with one; `of` is broadcast to
-    `sum`. `edges` are the ends of the bins (bins + 1,), or whole numbers (bins,). Repeated units
-    are added up, such as windows of one document.
+    `sum`. `edges` are the ends of the bins (bins + 1,), or whole numbers (bins,). Rows of one
+    unit are added up, such as windows of one document.
     """
     numerator = np.asarray(sum, dtype=np.float64)
     numerator = numerator[:, None] if numerator.ndim == 1 else numerator
@@ -157,7 +157,7 @@ def sums(
 
 
 def fact(statistic: str, value: float | int, unit: str = "") -> pl.DataFrame:
-    """A row with one number of a training, such as its parameters or its steps."""
+    """A row with one fact of a training, such as its parameters or steps."""
     return sums(statistic, [unit], [value], [1.0])
 
 
@@ -233,7 +233,7 @@ def sorted_rows(frame: pl.DataFrame) -> pl.DataFrame:
 def write(path: Path, frame: pl.DataFrame, key: str | None = None) -> None:
     """Write a measurements table as Parquet, atomically; equal tables give equal bytes.
 
-    `key` is that of its evaluation.
+    `key` is the evaluation's key in a `MeasurementStore`.
     """
     table = sorted_rows(checked(frame, str(path)))
     metadata = {DIGEST: _UNSIGNED.decode()} | ({} if key is None else {KEY: key})
@@ -249,7 +249,7 @@ def write(path: Path, frame: pl.DataFrame, key: str | None = None) -> None:
 def read(path: Path, key: str | None = None) -> pl.DataFrame:
     """Read and check a measurements table.
 
-    Raises `InputError` for a missing or damaged file, and for one of another evaluation than `key`.
+    Raises `InputError` for a missing or damaged file, and for another evaluation than `key`.
     """
     if not path.exists():
         raise InputError(f"{path} does not exist; it should hold the measurements")

@@ -1,8 +1,8 @@
 """Metrics: functions of summed numerators and denominators.
 
-A metric selects rows of the measurements table and turns their sums into a value. Units are summed
-first, as corpus-level scores are defined (ratios, BLEU, chrF, F1, quantiles); so are resampled
-units. Several seeds are several models, so their values are averaged.
+A metric selects rows of the measurements table and turns their sums into a value. Units, resampled
+or not, are summed first, as in corpus-level scores (ratios, BLEU, chrF, F1, quantiles). Seeds are
+different models, so their values are averaged.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def bleu(sums: Array) -> Array:
     """BLEU (Papineni et al. 2002) as sacrebleu computes it, with exponential smoothing.
 
     `sums`: length of the translations, of the references, matching n-grams and n-grams of the
-    translations for n = 1 … 4. BLEU = 100·min(1, exp(1 − r/c))·(Π_n p_n)^¼; a p_n without any match
-    is 1/(2^k·n-grams), k counting such n from below. 0 where nothing matches.
+    translations for n = 1 … 4. BLEU = 100·min(1, exp(1 − r/c))·(Π_n p_n)^¼; the k-th p_n
+    without a match is 1/(2^k·n-grams). BLEU is 0 where nothing matches.
     """
     length, reference = sums[..., 0], sums[..., 1]
     matches, grams = sums[..., 2 : 2 + ORDERS], sums[..., 2 + ORDERS :]
@@ -43,8 +43,8 @@ def bleu(sums: Array) -> Array:
 def chrf(sums: Array) -> Array:
     """chrF2 (Popović 2015) as sacrebleu computes it.
 
-    `sums`: for n = 1 … 6 the characters' n-grams of the translations, of the references, and those
-    in both. Precision and recall are averaged over the orders that both have; F with β = 2.
+    `sums`: for n = 1 … 6 the character n-grams of the translations, of the references, and in both.
+    Precision and recall are averaged over the orders that both have; F with β = 2.
     """
     counts = sums.reshape(*sums.shape[:-1], CHARACTERS, 3)
     translation, reference, both = counts[..., 0], counts[..., 1], counts[..., 2]
@@ -114,7 +114,7 @@ class Term:
 
     @property
     def place(self) -> tuple[Any, ...]:
-        """Identifies the sums that it uses."""
+        """Identifies the sums that the term uses."""
         # A function is its own key, as its `repr` may be that of a later function.
         bins = self.bins if callable(self.bins) else repr(self.bins)
         return (self.name, bins, *sorted(self.where.items()))
@@ -152,7 +152,7 @@ class Metric:
 
     @property
     def terms(self) -> tuple[Term, ...]:
-        """The terms, whose sum the metric is."""
+        """The terms that the metric sums."""
         return self.parts or (Term(1.0, self.name, self.value, {}),)
 
     @property
@@ -207,7 +207,7 @@ class Metric:
 
 
 def _column(name: str) -> str:
-    """The column of the measurements that a keyword of `Metric.at` means."""
+    """The column for a keyword of `Metric.at`."""
     if name == "variant":
         return "row"
     return name if name in SCHEMA or name.startswith(FACTOR) else FACTOR + name
@@ -274,11 +274,11 @@ KNOWN: dict[str, tuple[str, Value, str, int]] = {
     "accuracy_by_distance": ("copied", ratio(100.0), "%", 1),
     "loss": ("loss", ratio(), "nats", 3),
 }
-"""The title, value function, unit and digits of common metrics."""
+"""Title, value function, unit and digits of common metrics."""
 
 
 def mean(name: str, title: str, digits: int = 2, scale: float = 1.0) -> Metric:
-    """A plain mean: scale · Σ sum / Σ of."""
+    """The metric scale · Σ sum / Σ of."""
     return Metric(name, title, ratio(scale), "", digits)
 
 

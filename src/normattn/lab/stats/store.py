@@ -1,4 +1,4 @@
-"""The store of finished evaluations, so that none is repeated."""
+"""A store of finished evaluations, which are not repeated."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from normattn.terminal import warn
 
 
 def digest(*parts: object) -> str:
-    """The key of an evaluation: a hash of all that decides its result (JSON values)."""
+    """The key of an evaluation: a hash of everything that decides its result (JSON values)."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 
 DONE = "done.json"
 """The file of a store's markers; see `MeasurementStore.finish`."""
 BESIDE = "beside"
-"""The folder, in a run's store, of evaluations that its study did not ask for."""
+"""The folder in a run's store for evaluations outside its study."""
 
 
 class MeasurementStore:
     """A folder of measurements tables, one file per evaluation, named by its key.
 
-    A damaged file, or one of another evaluation, causes a warning and its evaluation is repeated.
+    A damaged or misplaced file causes a warning, and its evaluation is repeated.
     The file done.json has a marker for each finished task, with the keys of its evaluations. Keys
-    depend on data and weights, so a task's keys are known only after it has run.
+    depend on data and weights, so they are known only after the task has run.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -60,7 +60,7 @@ class MeasurementStore:
         measurements.write(self.path(key), measured, key)
 
     def once(self, key: str, measure: Callable[[], pl.DataFrame]) -> pl.DataFrame:
-        """The stored measurements of an evaluation, or those of `measure`, which are stored."""
+        """Return the stored measurements of an evaluation, or call `measure` and store them."""
         self._used.append(key)
         stored = self.get(key)
         if stored is not None:

@@ -1,8 +1,7 @@
 """The studies: each is a `STUDY = Study("name", "question", …)` in a file of this folder.
 
-A study is found by that line; nothing else has to be edited. A user's study is given by the path of
-its file, on the command line only (`normattn reproduce ./my_study.py`): a name that is read from a
-file never runs code.
+That line registers the study. A user's study is given by the path of its file, on the command line
+only (`normattn reproduce ./my_study.py`): a name read from a file never runs code.
 """
 
 from __future__ import annotations
@@ -20,31 +19,29 @@ if TYPE_CHECKING:
     from normattn.lab.studies.base import Study
 
 OF_COMMANDS = ("extend", "gallery", "inspect")
-"""Studies that commands of these names measure: only their reports are here, not listed."""
+"""Studies that the commands of these names measure; `names` does not list them."""
 
 
 class _Location(NamedTuple):
-    """Where a study is defined, and its question."""
-
     module: str
     variable: str
     question: str
 
 
 def names() -> list[str]:
-    """The names of the package's studies, sorted; none of them is imported."""
+    """Return the sorted names of the package's studies, without importing them."""
     return sorted(name for name in _found() if name not in OF_COMMANDS)
 
 
 def summary(name: str) -> str:
-    """The question of a study; its file is not imported."""
+    """Return the question of a study, without importing its file."""
     return _found()[name].question
 
 
 def find(name: str) -> Study:
-    """Return the registered study of this name; the name may come from a file.
+    """Return the registered study called `name`, which may come from a file.
 
-    Raises `InputError`, with the nearest name, for any other text: a path is never followed.
+    Raises `InputError`, with the nearest name, for any other text: paths are not followed.
     """
     location = _found().get(name)
     if location is None:
@@ -57,7 +54,7 @@ def find(name: str) -> Study:
 def find_typed(name: str) -> Study:
     """Return the study that a command line names: registered, or the file at a path FILE.py.
 
-    A file is imported, which runs it: pass only what the user typed, never a text from a file.
+    A file is imported, which runs it: pass only what the user typed, never a name read from a file.
     Raises `InputError` for an unknown name and for a file that defines no study.
     """
     if not name.endswith(".py"):
@@ -78,13 +75,13 @@ def errors_in(study: Study) -> AbstractContextManager[None]:
 
 @cache
 def _found() -> dict[str, _Location]:
-    """All `NAME = Study("name", "question", …)` at the top level of the files of this folder."""
-    found = {}
+    """Find all `NAME = Study("name", "question", …)` at the top level of files in this folder."""
+    locations = {}
     for file in sorted(Path(__file__).parent.glob("*.py")):
         text = file.read_text("utf-8")
         for line in ast.parse(text).body if " = Study(" in text else ():
             match line:
                 case ast.Assign([ast.Name(variable)], ast.Call(ast.Name("Study"), [*args])):
                     name, question = map(ast.literal_eval, args[:2])
-                    found[name] = _Location(file.stem, variable, question)
-    return found
+                    locations[name] = _Location(file.stem, variable, question)
+    return locations

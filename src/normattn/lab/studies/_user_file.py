@@ -44,7 +44,7 @@ def load(path: Path) -> Study:
 def errors_of(path: Path) -> Iterator[None]:
     """Turn an exception from the study file at `path` into an `InputError` with file and line.
 
-    Its note holds the traceback from the user's first line on. normattn's own errors, and errors
+    Its note holds the traceback from the first frame in that file. Errors of normattn, and errors
     that do not pass through the file, are raised unchanged.
     """
     try:

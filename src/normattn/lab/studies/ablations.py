@@ -8,7 +8,7 @@ Both measure one number, on the same final tokens of held-out text:
 small model of the preset `laptop` is not. Baseline and KNA are trained in the preset's setting and
 with one change each, or several joined by + (`gau+no-tiling`).
 
-*questions*: four that the source leaves open. Each score is compared with one other, at L and by
+*questions*: four that the source leaves open. Each score is compared with a reference, at L and by
 its change. KNA stands for KRMSNorm without a gain: √d·k/‖k‖ at scale 1/√d is k/‖k‖ at scale 1.
 """
 
@@ -42,14 +42,14 @@ from normattn.settings import Settings
 SCORES = ("Baseline", "KNA")
 CHANGED = "factor.change"
 AS_PRESET, ENGLISH = "preset", "english"
-# Within 64 tokens, half of the pairs of a RoPE with base 130 complete a turn, a quarter with base
-# 10,000, whatever the head dimension. In the source's setting (512 tokens) half do.
+# At any head dimension, half of the pairs of a RoPE with base 130 complete a turn within 64 tokens,
+# as in the source's setting (512 tokens). With base 10,000, a quarter do.
 TURNING = "RoPE(base=130)"
 
 
 @dataclass(frozen=True)
 class Change:
-    """One change: `settings` by dotted name, and `times`, factors for numbers of the preset.
+    """One change: `settings` by dotted name, and `times`, factors for the preset's numbers.
 
     `position` is appended to the score's name. A setting of None takes its default.
     """
@@ -60,7 +60,7 @@ class Change:
     position: str = ""
 
     def applied(self, training: Mapping[str, Any]) -> dict[str, Any]:
-        """The training settings with this change; unchanged if they have that block already."""
+        """The training settings with this change; unchanged if they already have its block."""
         for name in self.times:
             if value_at(training, name) is None:
                 raise InputError(f"{self.words}: {name} has no value here that could be multiplied")
@@ -123,7 +123,7 @@ CHANGES: Mapping[str, Change] = {
 
 
 class FactorsSettings(Settings):
-    """Settings of `reproduce factors`: the corpus of English text; without it no such row."""
+    """Settings of `reproduce factors`: the corpus for the row of English text, if any."""
 
     english: str = ""
 
@@ -135,7 +135,7 @@ class FactorsPreset(Preset):
 
 
 def _split(change: str) -> list[Change]:
-    """The single changes that a name joins; raises `InputError` for an unknown one."""
+    """The changes that a name joins by +; raises `InputError` for an unknown one."""
     for name in change.split("+"):
         if name not in CHANGES:
             raise unknown_name("change", name, CHANGES, ", and several of them joined by +")
@@ -143,10 +143,7 @@ def _split(change: str) -> list[Change]:
 
 
 def _change_runs(setting: TextSetting, english: str, change: str) -> list[TextRun]:
-    """The runs of both scores under a change.
-
-    Raises `InputError` for English text without a corpus.
-    """
+    """The runs of both scores under a change; raises `InputError` for English without a corpus."""
     changes, training = _split(change), dict(setting.training)
     for single in changes:
         training = single.applied(training)
@@ -212,7 +209,7 @@ def _change_columns(view: View) -> list[Column]:
     """Accuracy at L, whether the models copy, and what a longer context changes."""
 
     def within_training_length(sums: Sums) -> Sums:
-        # The digest of the data identifies the training length, as each has other documents.
+        # The digest of the data identifies the training length, as each has different documents.
         length = view.values("train_length", {"data": sums.data})[0]
         return sums.at(slice(sum(end <= length for *_, end in sums.bins)))
 
@@ -251,7 +248,7 @@ def _shares_documents(view: View, row: Row) -> bool:
 
 
 def _change_claims(view: View) -> Iterator[Claim]:
-    """For each change of the setting: whether KNA loses less with it."""
+    """Claim for each change of the setting that KNA loses less with it."""
     for row in _change_rows(view):
         if _shares_documents(view, row):
             yield Claim(
@@ -264,7 +261,6 @@ def _change_claims(view: View) -> Iterator[Claim]:
 
 
 def _change_figures(view: View) -> list[Figure]:
-    """The accuracy change of both scores under every change of the setting."""
     keys = ("Baseline_change", "KNA_change", "gap")
     drawn = [column for column in _change_columns(view) if column.key in keys]
     title = "Accuracy on the same final tokens: longest context − training length, in points"
@@ -323,7 +319,7 @@ class Expected:
 
 @dataclass(frozen=True)
 class Question:
-    """A question, and pairs of scores that answer it, the second the reference of the first."""
+    """A question, and the pairs (score, reference) that answer it."""
 
     words: str
     pairs: tuple[tuple[str, str], ...]
@@ -385,18 +381,18 @@ def resolve_questions(request: Request) -> Sweep:
 
 
 def _pair_rows(view: View) -> list[Row]:
-    """Every evaluated pair: its two scores and the question that they answer."""
+    """A row for each evaluated pair."""
     evaluated = set(view.values("row", lm.TRAINED))
     return [
-        Row(f"{row} − {other}", {"row": row, "other": other, "question": question.words})
+        Row(f"{row} − {reference}", {"row": row, "other": reference, "question": question.words})
         for question in QUESTIONS.values()
-        for row, other in question.pairs
-        if {row, other} <= evaluated
+        for row, reference in question.pairs
+        if {row, reference} <= evaluated
     ]
 
 
 def _pair_columns(view: View) -> list[Column]:
-    """The first score of a pair at L and its change; then the differences to the second."""
+    """The first score of a pair at L, its change, and its differences to the reference."""
 
     def column(key: str, title: str, metric: Metric, difference: bool = True) -> Column:
         def cell(view: View, row: Row) -> Cell:
@@ -419,28 +415,26 @@ def _pair_columns(view: View) -> list[Column]:
 
 
 def _pair_claims(view: View) -> Iterator[Claim]:
-    """Two claims for each pair: at L, and on the change."""
     for question in QUESTIONS.values():
-        for row, other in question.pairs:
+        for row, reference in question.pairs:
             at_l = (
                 lm.AT_L,
                 question.at_l,
                 lm.EQUAL,
-                f"{row} − {other} at the training length, accuracy",
+                f"{row} − {reference} at the training length, accuracy",
             )
-            measured = f"change of {row} − change of {other}, same final tokens"
+            measured = f"change of {row} − change of {reference}, same final tokens"
             change = (lm.UNMODIFIED_CHANGE, question.change, MATTERS, measured)
             for metric, expected, matters, description in (at_l, change):
                 yield Claim(
-                    f"{row} {expected.words} {other}",
-                    metric.at(variant=row) - metric.at(variant=other),
+                    f"{row} {expected.words} {reference}",
+                    metric.at(variant=row) - metric.at(variant=reference),
                     "left open in kexue 9859",
                     *(description, expected.sign, matters, expected.margin),
                 )
 
 
 def _pair_figures(view: View) -> list[Figure]:
-    """The differences of all pairs, accuracy by position, and the training losses."""
     differences = [c for c in _pair_columns(view) if c.key.endswith("_difference")]
     title = "Differences of accuracy, in points"
     drawn = lm.interval_figure(view, "questions", title, _pair_rows(view), differences)

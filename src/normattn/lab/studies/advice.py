@@ -14,7 +14,7 @@ from normattn.lab.studies.lm_report import ranked
 from normattn.score.spec import UNMODIFIED
 
 LEAST_GAIN = 0.01
-"""Nats per token, 1 % of perplexity: a smaller gain is no reason to change a model."""
+"""The smallest gain that justifies changing a model: nats per token, 1 % of perplexity."""
 LAST, TRAIN = "last_segment", "train_length"
 LOSS = Metric("loss")
 
@@ -38,16 +38,15 @@ class _Best:
 
     @property
     def better(self) -> bool:
-        """Whether it is certainly better than the unmodified model, by enough to matter."""
+        """Whether the interval of the gain is below 0, and the gain at least `LEAST_GAIN`."""
         return self.gain is not None and self.gain.below_zero and self.gain.value <= -LEAST_GAIN
 
 
 def advise(view: View) -> Advice:
     """Recommend the method with the lowest loss on the same final tokens at the longest length.
 
-    It is better than the unmodified model where the interval of their paired difference is below 0
-    and the difference is at least `LEAST_GAIN`. Further sentences name the best method at each
-    length.
+    A method is better than the unmodified model where the interval of their paired difference is
+    below 0 and the gain is at least `LEAST_GAIN`. More sentences name the best method per length.
     """
     winners = [best for best in (_best(view, length) for length in lengths_of(view)) if best]
     if not winners or "" not in methods_of(view):
@@ -58,8 +57,8 @@ def advise(view: View) -> Advice:
     cost = cost_at_train_length(view, {"method": last.method})
     sentences = [_headline(view, winners, cost), *map(_sentence, reversed(winners))]
     if last.loss.units < LEAST_UNITS:
-        few = _windows(last.loss.units)
-        sentences.append(f"With {few}, no result is reliable: take more.")
+        window_count = _windows(last.loss.units)
+        sentences.append(f"With {window_count}, no result is reliable: take more.")
     if last.better and cost is not None and cost.above_zero:
         sentences.append(f"Up to {trained} tokens the loss is lower without the method.")
     return Advice(tuple(sentences), last.method if last.better else None)
@@ -141,7 +140,7 @@ def name_of(method: str) -> str:
 
 
 def resolved(view: View, where: Where) -> str:
-    """The method of some rows with all its parameters, as it can be typed."""
+    """The method of the rows `where`, as typed with all its parameters."""
     return str(view.only_value("score", where) or where["method"])
 
 
@@ -151,10 +150,10 @@ def format_length(length: int) -> str:
 
 
 def cost_at_train_length(view: View, where: Where) -> Estimate | None:
-    """How much the method of some rows raises the loss at the training length, in percent.
+    """The increase in loss at the training length, in percent, by the method of the rows `where`.
 
     Paired over windows; the interval does not include the uncertainty of the unmodified model's
-    loss. None where one of the two was not measured.
+    loss. None where either loss was not measured.
     """
     at_l = LOSS.at(protocol=TRAIN)
     base = view.estimate(at_l.at(method=""), where)

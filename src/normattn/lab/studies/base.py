@@ -1,6 +1,6 @@
-"""What a study is made of.
+"""Define a study: a question, variants, evaluations, metrics as columns, claims and figures.
 
-A study is a question, variants to train, evaluations, metrics as columns, claims and figures:
+For example:
 
     acc = Metric("accuracy")
     STUDY = Study(
@@ -52,16 +52,16 @@ EXAMPLES = (
     ("--seeds 3", "three models of each kind, for verdicts"),
     ("--plan", "its cost on this machine"),
 )
-"""Command lines of every study that trains, after `normattn reproduce NAME`."""
+"""Example options in the help of every study that trains, and what they do."""
 Method = str
 """An inference-time method by name, as "ReRoPE(window=64)"; "unmodified" is the trained model."""
 Run = TextRun
-"""One training of a variant with one seed, and what is measured of it."""
+"""One training of a variant with one seed, and its measurements."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """What is trained: a score, with a separate name where further settings differ.
+    """A model to train: its name, its score (default: the name), and its settings.
 
     `settings` override the preset's training settings, by dotted name.
     """
@@ -206,11 +206,11 @@ class Study:
         """
         if self.made_by or not config:
             return _fill_in_command(self.made_by, config)
-        # A user's file is named without its folder, so that a report is the same wherever it is.
+        # A user's file is named without its folder, so that reports do not depend on the folder.
         name = f"./{self.source.name}" if self.source else self.name
         preset = preset_argument(str(config.get("preset", "laptop")), self.name)
         words = ["normattn", "reproduce", name, "--preset", preset]
-        # A group and one of its members may both have been given: the later one counts.
+        # A group and one of its members may both be set: the later one wins.
         options: dict[str, tuple[str, str]] = {}
         for setting, value in config.get("changed", {}).items():
             if setting == CORPUS:
@@ -256,7 +256,7 @@ def _fill_in_command(made_by: str, config: Mapping[str, Any]) -> str:
 def _check_metric(
     where: str, metric: Metric, variants: Sequence[str], lengths: Sequence[int]
 ) -> None:
-    """Raise `InputError` for a metric, a variant or a length that the study never measures."""
+    """Raise `InputError` for a metric, variant or length that the study does not measure."""
     for term in metric.terms:
         row, length = term.where.get("row"), term.where.get("length")
         multiple = length.multiple if isinstance(length, Length) else 0
@@ -274,7 +274,7 @@ def _check_metric(
 
 
 def _as_function(items: Any) -> Callable[[View], list[Any]]:
-    """A function of the measurements, from one or from a plain list."""
+    """Wrap a list, or a function of the measurements, as a function that returns a list."""
     return lambda view: [*(items(view) if callable(items) else items)]
 
 

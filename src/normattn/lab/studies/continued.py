@@ -93,7 +93,7 @@ class ContinueSettings(Settings):
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """The steps whose models are evaluated: those of `keep`, and the last one."""
+        """The steps whose models are evaluated: `keep` and the last step."""
         return tuple(sorted({*self.keep, self.steps}))
 
 
@@ -106,8 +106,8 @@ class ContinuedPreset(Preset):
 class ContinuedRun(Run):
     """A score trained at L, and branches of continued training, evaluated along the way.
 
-    `branches` are their settings by name, which override those of `continued`. With `every_length`
-    they are evaluated on held-out text of each length, else by the protocols of `evaluation`.
+    `branches` has each branch's settings, which override those of `continued`. With `every_length`
+    branches are evaluated on held-out text of each length, else by the protocols of `evaluation`.
     """
 
     training_class: ClassVar[type[TrainingConfig]] = TrainingConfig
@@ -147,7 +147,7 @@ class ContinuedRun(Run):
         return [*make(data, train_length, settings)]
 
     def measurement_stage(self, folder: Path, config: TrainingConfig) -> Stage:
-        """Evaluate the models that a branch kept, and the one that it started from (step 0).
+        """Evaluate the model that a branch started from (step 0), and those that it kept.
 
         Each is evaluated with the branch's method, and its measurements have the factor `step`. A
         branch that diverged kept fewer models.
@@ -160,20 +160,20 @@ class ContinuedRun(Run):
         marker = language.marker_key("kept", continued.method, settings, varied)
 
         def evaluations() -> list[language.ModelEvaluation]:
-            found = []
+            tasks = []
             for step in steps:
                 model = kept_model(folder, step) if step else Path(continued.start)
                 if not (model / CONFIG_FILE).is_file():
                     continue
-                saved = config.model if step else continued.saved_config(config.model)
+                model_config = config.model if step else continued.saved_config(config.model)
                 store = MeasurementStore(folder / EVALUATIONS / f"step-{step:08d}")
                 factors: dict[str, Factor] = {"step": step, "continued": branch}
-                found.append(
+                tasks.append(
                     language.ModelEvaluation(
-                        model, saved, store, {continued.method: marker}, factors
+                        model, model_config, store, {continued.method: marker}, factors
                     )
                 )
-            return found
+            return tasks
 
         windows = settings.max_windows * len(steps)
         cost = partial(language.evaluation_cost, config, lengths, windows)
@@ -183,7 +183,7 @@ class ContinuedRun(Run):
 def held_out_sets(
     data: TokenData, train_length: int, settings: EvaluationSettings
 ) -> list[EvaluationSet]:
-    """Held-out text of each of the lengths, every token scored."""
+    """Held-out text of each length, with every token scored."""
     split, drawn = data.split(settings.split), (settings.max_windows, settings.seed)
     return [
         natural_set("non_repeated" if n > 1 else "train_length", split, train_length, n, *drawn)
@@ -221,7 +221,7 @@ def _sweep(
 def _panel_by_step(
     view: View, title: str, metric: Metric, unit: str, rows: list[Row], text: Where
 ) -> Panel:
-    """A panel with the metric of each branch by continued step; rows of one label are a branch."""
+    """A panel with the metric by continued step; a branch is the rows of one label."""
     lines = []
     for last in {row.label: row for row in rows}.values():
         branch = [row.where for row in rows if row.label == last.label]
@@ -285,7 +285,6 @@ _STEPS = text_column("step", "continued steps", lambda view, row: row.where[STEP
 
 
 def _columns(view: View) -> list[Column]:
-    """Loss and accuracy at every length."""
     return [
         _STEPS,
         *(
@@ -324,7 +323,6 @@ def _claims(view: View) -> Iterator[Claim]:
 
 
 def _figures(view: View) -> list[Figure]:
-    """Loss and accuracy by continued steps, a panel for every length."""
     rows = _rows(view)
     panels = [
         _panel_by_step(view, f"{metric.title} at {n:,} tokens", metric, unit, rows, {"length": n})
@@ -440,7 +438,6 @@ def _branch_claims(view: View) -> Iterator[Claim]:
 
 
 def _branch_figures(view: View) -> list[Figure]:
-    """Accuracy at the training length and of the same final tokens, by continued step."""
     lengths, rows = view.lengths("last_segment"), _branch_rows(view)
     texts: dict[str, Where] = {"at the training length": AT_L}
     for n in (*lengths[:1], *lengths[-1:]):

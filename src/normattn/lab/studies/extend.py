@@ -56,7 +56,7 @@ POSITION, KEY, PREFILL = "by_position", "retrieval", "prefill"
 SECONDS, PEAK = "prefill_seconds", "peak_bytes"
 ACCURACY, EXACT = Metric("accuracy"), Metric("exact", "pass keys found", ratio(100.0), "%", 1)
 LINEAR = 0.1
-"""Nats: the axis of changes is logarithmic beyond, as an unmodified model loses a hundredfold."""
+"""Nats up to which the axis of changes is linear; beyond, it is logarithmic."""
 SOURCES = ("kexue.fm/archives/9708", "arXiv:2309.00071", "arXiv:2401.01325")
 
 Columns = Callable[[View], Sequence[Column]]
@@ -64,10 +64,10 @@ Columns = Callable[[View], Sequence[Column]]
 
 def complete(measured: pl.DataFrame, windows: int) -> pl.DataFrame:
     """The rows of the methods and lengths that were evaluated in all `windows`."""
-    text = measured.filter(pl.col("protocol") == LAST)
-    counts = text.group_by("method", "length").agg(pl.col("unit").n_unique().alias("windows"))
-    whole = counts.filter(pl.col("windows") == windows)
-    return measured.join(whole.select("method", "length"), on=["method", "length"], how="semi")
+    scored = measured.filter(pl.col("protocol") == LAST)
+    counts = scored.group_by("method", "length").agg(pl.col("unit").n_unique().alias("windows"))
+    evaluated = counts.filter(pl.col("windows") == windows)
+    return measured.join(evaluated.select("method", "length"), on=["method", "length"], how="semi")
 
 
 def collect(out: Path) -> pl.DataFrame:
@@ -88,7 +88,7 @@ PARAMETERS = text_column("parameters", "with all parameters", _with_parameters)
 
 
 def _cost_column(key: str, title: str) -> Column:
-    """How much a method raises the loss at the training length, in percent."""
+    """A column of the increase in loss at the training length, in percent."""
     return estimate_column(
         *(key, title, lambda view, row: cost_at_train_length(view, row.where)),
         lambda cost: format_estimate(cost, 2, signed=True),
@@ -96,7 +96,7 @@ def _cost_column(key: str, title: str) -> Column:
 
 
 def _by_length(metric: Metric) -> Columns:
-    """A column for every length, of the same final tokens."""
+    """Columns of the metric on the same final tokens, one for every length."""
     return lambda view: [
         *(
             Column(f"{metric.name}_{n}", format_length(n), metric.at(protocol=LAST, length=n))
@@ -303,7 +303,7 @@ def _text(folder: Path) -> str:
 
 
 def _subjects(view: View) -> list[Where]:
-    """Every model on every text, sorted: rows of a table that was read from a file are not."""
+    """Every model on every text, sorted, as rows read from a file are not."""
     return [
         {"row": model, TEXT: text}
         for model in sorted(view.values("row"))
@@ -345,17 +345,16 @@ def _losses(view: View) -> list[Column]:
 def _gallery_advice(view: View) -> list[str]:
     sentences = []
     for subject in _subjects(view):
-        own = _subview(view, subject)
-        windows = own.frame.filter(pl.col("protocol") == LAST)["unit"].n_unique()
+        measured = _subview(view, subject)
+        windows = measured.frame.filter(pl.col("protocol") == LAST)["unit"].n_unique()
         sentences.append(
             f"{subject['row']} on {subject[TEXT]} ({windows} windows, L = "
-            f"{train_length(own):,}): {advise(own).sentences[0]}"
+            f"{train_length(measured):,}): {advise(measured).sentences[0]}"
         )
     return sentences
 
 
 def _gallery_figures(view: View) -> list[Figure]:
-    """The loss on the same final tokens after every multiple of L, and the change."""
     losses = [column for column in _losses(view) if column.metric and column.metric.name == "loss"]
     title = "Loss on the same final tokens (nats), after multiples of the training length"
     return [interval_figure(view, "gallery", title, _gallery_rows(view), losses)]

@@ -74,15 +74,15 @@ def layers(rows: pl.DataFrame) -> dict[int, str]:
     "layer 3" where numbers distinguish them, else the distinguishing parts of their paths, such as
     "decoder 0 cross".
     """
-    found = rows.select("layer", "factor.layer").unique().sort("layer").rows()
-    paths = [name.split(".") for _, name in found]
+    layer_names = rows.select("layer", "factor.layer").unique().sort("layer").rows()
+    paths = [name.split(".") for _, name in layer_names]
     numbers = [tuple(part for part in path if part.isdigit()) for path in paths]
-    if all(len(number) == 1 for number in numbers) and len(set(numbers)) == len(found):
+    if all(len(number) == 1 for number in numbers) and len(set(numbers)) == len(layer_names):
         names = [f"layer {number[0]}" for number in numbers]
     else:
         common = {"blocks", "mixer", "sublayer", "layers"}
         names = [" ".join(part for part in path if part not in common) for path in paths]
-    return {n: name or f"layer {n}" for (n, _), name in zip(found, names, strict=True)}
+    return {n: name or f"layer {n}" for (n, _), name in zip(layer_names, names, strict=True)}
 
 
 def _without_layer(name: str) -> str:
@@ -110,7 +110,7 @@ def measured_quantities(rows: pl.DataFrame, quantities: Sequence[Quantity]) -> l
 
 
 def over_heads(quantity: Quantity, values: Array) -> float:
-    """The mean over a layer's heads, of largest logits the maximum; NaN where none is finite."""
+    """The mean over a layer's heads (largest logits: maximum); NaN where none is finite."""
     finite = values[np.isfinite(values)]
     if not len(finite):
         return float("nan")
@@ -128,7 +128,7 @@ def _layer_column(quantity: Quantity) -> Column:
 
 
 def _head_column(quantity: Quantity) -> Column:
-    """The value of a query head; for statistics of keys, that of its key head."""
+    """The value of a query head, or of its key head for statistics of keys."""
 
     def value(rows: pl.DataFrame, layer: int, row: Row) -> float:
         values = by_head(rows, quantity.name, layer)
@@ -190,14 +190,12 @@ def _head_columns(view: View) -> list[Column]:
 
 
 def _notes(view: View) -> Sequence[str]:
-    """The model and the inspected texts."""
     columns = inspected(view).select("row", "method", "factor.texts", "train_length")
     score, method, texts, length = columns.row(0)
     return (f"{score}, {method or UNMODIFIED}: {texts}, trained at {length:,}",)
 
 
 def _in_short(view: View) -> Sequence[str]:
-    """The sharpest head, and the largest logit of all layers."""
     rows = inspected(view)
     names, (layer, head) = layers(rows), sharpest(rows)
     share = by_head(rows, "entropy_share", layer)[head]
@@ -227,7 +225,7 @@ def figures(view: View) -> list[Figure]:
 def _layer_grids(rows: pl.DataFrame, title: str) -> Iterator[Figure]:
     """A grid of layers and heads for each quantity that is not 0 everywhere, as `layers_NAME`.
 
-    Values are means over all queries of the texts, of largest logits the maximum.
+    Values are means over all queries of the texts; for largest logits, the maximum.
     """
     names = layers(rows)
     for quantity in measured_quantities(rows, [q for q in QUANTITIES if q.grid]):
@@ -254,7 +252,7 @@ def _layer_grids(rows: pl.DataFrame, title: str) -> Iterator[Figure]:
 def _position_figure(rows: pl.DataFrame, title: str) -> Figure:
     """A line for each layer over the position of the query (for ‖k‖, of the key).
 
-    Values are means over a layer's heads, of largest logits the maximum.
+    Values are means over a layer's heads; for largest logits, the maximum.
     """
     bins = rows.filter(axis="position").select("bin", "bin_end").unique().sort("bin")
     centres = [(low + high) / 2 for low, high in bins.rows()]
@@ -292,7 +290,7 @@ def _panels(
 ) -> tuple[Panel, ...]:
     """A panel for each quantity that is not 0 everywhere, with a line for each layer.
 
-    Of many layers `MOST_LINES` are shown, evenly spaced, including the first and the last.
+    At most `MOST_LINES` layers are shown, evenly spaced, including the first and the last.
     """
     panels = []
     for quantity in quantities:

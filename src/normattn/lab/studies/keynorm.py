@@ -67,7 +67,7 @@ def resolve(request: Request) -> Sweep:
 
 
 def _variants(request: Request, setting: TextSetting) -> tuple[tuple[str, ...], list[str]]:
-    """The scores to train, and why each of the others cannot be trained here."""
+    """The scores to train, and a sentence on each that cannot be trained here."""
     extended = (ALL,) in (request.variants, request.methods) and request.variants in (None, (ALL,))
     if not extended:
         names = _without_all(request.variants, "--variants") or VARIANTS
@@ -86,10 +86,10 @@ def extended_variants(
 ) -> tuple[str, ...]:
     """The rows of the extended table: `BASES`, and one for every other training-time component.
 
-    Other norms are not among them; `reproduce mechanism` compares those. Each component is added
-    alone, with its default parameters, to Baseline. NoPE is added to KNA too, where the source
-    found no extrapolation. A component of the slot `order` is added to QKRMSNorm, as it needs a
-    norm. One that would change none of so few `layers` changes the last one.
+    Other norms are left to `reproduce mechanism`. Each component is added alone, with its default
+    parameters, to Baseline. NoPE is added to KNA too, where the source found no extrapolation. A
+    component of the slot `order` is added to QKRMSNorm, as it needs a norm. A component for every
+    n-th layer changes the last one where n exceeds `layers`.
     """
     rows = list(BASES)
     for name, part in (parts() if components is None else components).items():

@@ -1,4 +1,4 @@
-"""What the studies of causal language models share: settings, runs, evaluation and texts."""
+"""Settings, runs, evaluation and texts that the studies of causal language models share."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class TextSetting:
         sets: Sets | None = None,
         **settings: Any,
     ) -> Sweep:
-        """The sweep of these runs with every seed; `settings` are further ones of this study.
+        """The sweep of these runs with every seed; `settings` are recorded besides.
 
         `sets` makes the evaluation sets of a run (default: `evaluation_sets`); the plan counts
         their documents.
@@ -93,8 +93,8 @@ class TextSetting:
 
         def describe(run: Any, data: TokenData) -> list[str]:
             config = run.training_config
-            made = make_sets(data, config.model.train_length, run.evaluation)
-            documents = {name for evaluation_set in made for name in evaluation_set.documents}
+            model_sets = make_sets(data, config.model.train_length, run.evaluation)
+            documents = {name for evaluation_set in model_sets for name in evaluation_set.documents}
             lines = [
                 f"corpus {config.data.corpus}: {data.train.total:,} training tokens in "
                 f"{len(data.train):,} documents; {len(documents):,} held-out documents are scored"
@@ -168,7 +168,7 @@ class ModelEvaluation:
         settings: EvaluationSettings,
         on_measured: Callable[[pl.DataFrame], None],
     ) -> pl.DataFrame:
-        """Evaluate with each method; what the store holds is not measured again."""
+        """Evaluate with each method, except where the store has the measurements."""
 
         def finish(method: str) -> None:
             if marker := self.markers[method]:
@@ -201,7 +201,7 @@ def evaluation_stage(
 ) -> Stage:
     """Evaluate the models of a training on the sets that `sets` makes.
 
-    `evaluations` returns those of the models that exist when it is called.
+    `evaluations` returns an evaluation for each model that exists when it is called.
     """
 
     def run(data: TokenData, progress: Progress) -> None:
@@ -223,13 +223,13 @@ def evaluation_stage(
 def marker_key(
     kind: str, method: str, settings: EvaluationSettings, factors: Mapping[str, Factor]
 ) -> str:
-    """The done-marker of an evaluation: a digest of all that it depends on, except the data."""
+    """The done-marker of an evaluation: a digest of its inputs except the data."""
     fields = settings.model_dump(mode="json", exclude={"max_tokens"})
     return digest(kind, method, fields, dict(factors))
 
 
 def evaluation_cost(config: TrainingConfig, multiples: Iterable[int], windows: int) -> Cost:
-    """The largest cost of evaluating `windows` texts of each of the lengths, in units of L."""
+    """An upper bound of the cost of evaluating `windows` texts at each of `multiples` × L."""
     lengths = [config.model.train_length * multiple for multiple in multiples]
     forward = (flops_per_token(config.model, length).forward * length for length in lengths)
     return Cost(scored=sum(lengths) * windows, flops=sum(forward) * windows)
@@ -245,7 +245,7 @@ def evaluate_finished_run(
     store: MeasurementStore,
     on_done: Callable[[int], None],
 ) -> pl.DataFrame:
-    """Evaluate a finished run with each method; what `store` holds is not measured again.
+    """Evaluate a finished run with each method, except where `store` has the measurements.
 
     `on_done` receives the number of finished evaluations. Raises `InputError` for a run that has
     not finished or was trained on other data, and for a method that cannot be applied.
@@ -258,7 +258,7 @@ def evaluate_finished_run(
 
 
 def standalone_store(run: Path) -> MeasurementStore:
-    """The store of what `normattn evaluate` measured of a study's run, apart from the study."""
+    """The store for `normattn evaluate` on a study's run, separate from the study's store."""
     return MeasurementStore(run / EVALUATIONS / BESIDE)
 
 
@@ -266,9 +266,9 @@ def standalone_store(run: Path) -> MeasurementStore:
 
 
 def _multiples(protocol: str, settings: EvaluationSettings) -> list[int]:
-    """The length of each of a protocol's sets, in units of L.
+    """The length of each set of a protocol, in units of L.
 
-    Whole texts have the longest length only: their positions show the shorter ones.
+    Whole texts have the longest length only, as their positions show the shorter ones.
     """
     multiples, longest = list(settings.multiples), settings.multiples[-1]
     if protocol == "train_length":
@@ -283,7 +283,7 @@ def _multiples(protocol: str, settings: EvaluationSettings) -> list[int]:
 def evaluation_sets(
     data: TokenData, train_length: int, settings: EvaluationSettings
 ) -> list[AnySet]:
-    """The sets of held-out windows that `settings` ask for.
+    """The sets of held-out windows for `settings`.
 
     Raises `InputError` when no test document is long enough, naming the longest, and when a length
     is too short for retrieval.
@@ -318,10 +318,10 @@ def set_lengths(settings: EvaluationSettings) -> list[int]:
 
 
 def forward_lengths(settings: EvaluationSettings) -> list[int]:
-    """The lengths of the sets that a method's forward passes read, in units of L, at most.
+    """The lengths of a method's forward passes in units of L, an upper bound.
 
     The longest held-out text, the longest text with the same final tokens and the text by position
-    are the same windows, which are computed once (`CachedScorer`).
+    are the same windows, so they are computed once (`CachedScorer`).
     """
     lengths, longest = set_lengths(settings), settings.multiples[-1]
     shared = {"non_repeated", "last_segment", "by_position"}.intersection(settings.protocols)

@@ -1,4 +1,4 @@
-"""What the reports of language models share: metrics, rows, columns and figures.
+"""Metrics, rows, columns and figures that the reports of language models share.
 
 The columns show token accuracy and loss, L being the training length:
 
@@ -36,7 +36,7 @@ from normattn.score.spec import UNMODIFIED
 FAMILIES = ("Baseline", "QNA", "KNA", "CosA")
 VARIANT_ORDER = tuple(f"{family}{logn}" for family in FAMILIES for logn in ("", "-logn"))
 COLOUR_ORDER = tuple(f"{family}{logn}" for logn in ("", "-logn") for family in FAMILIES)
-"""The source's scores, each of one colour in all figures of these studies."""
+"""The source's scores, which have the same colours in all figures of these studies."""
 METHOD_ORDER = ("", "NTK", "YaRN", "ReRoPE")
 CONTROL = "StreamingLLM"
 """The method that is drawn with the unmodified models: it cannot see beyond its window."""
@@ -65,7 +65,7 @@ TEXTS = {
     "repeated": "repeated text",
     "last_segment": "same final tokens",
 }
-"""What people read for a protocol."""
+"""The title of each protocol."""
 MAIN_COLUMNS = ("train", "non_repeated", "change", "cost")
 """The columns that a report shows first."""
 
@@ -232,16 +232,16 @@ EQUAL, COPIES = 1.0, 10.0
 text must exceed that on held-out text for copying to be learned. Both were set in
 development/log.md before the preset `workstation` was trained."""
 LEAST_STEPS = 100
-"""Models of fewer optimiser steps have learned nothing that longer text could take away."""
+"""Models of fewer optimiser steps have learned nothing that could be lost on longer text."""
 
 
 def precondition(view: View, rows: Sequence[str] | None = None) -> list[str]:
     """Sentences on whether the scores are equally good at L, and which of them learned to copy.
 
-    A difference on longer text is one of extrapolation only between models that are equally good at
-    L, and a model that does not use distant context has little to lose. `rows` are checked for
-    copying (default: the source's scores, as others are controls that differ by design). Models of
-    fewer than `LEAST_STEPS` steps give no sentence.
+    A difference on longer text shows extrapolation only between models that are equally good at L,
+    and a model that ignores distant context has little to lose. `rows` are checked for copying
+    (default: the source's scores, as others are controls that differ by design). There are no
+    sentences for models of fewer than `LEAST_STEPS` steps.
     """
     if max(view.values("sum", {"statistic": "steps"}), default=LEAST_STEPS) < LEAST_STEPS:
         return []
@@ -365,7 +365,7 @@ def position_figures(view: View) -> list[Figure]:
 
 
 def length_figure(view: View) -> Figure:
-    """Accuracy on the same final tokens against the length of the text that they end."""
+    """Accuracy on the same final tokens against the length of the context."""
     lengths = view.lengths("last_segment")
     title = "Accuracy on the same final tokens after longer contexts"
 

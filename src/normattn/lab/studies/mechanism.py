@@ -58,7 +58,7 @@ VARIANTS = (
     *("QKLayerNorm", "QKLayerNorm(gain=false)", "QKRMSNorm", "QKRMSNorm(gain=false)"),
 )
 WEIGHT = 11
-"""Forward passes that measuring a text costs, found to be 7 to 12: texts are read three times, and
+"""The cost of measuring a text, in forward passes (found: 7 to 12). Texts are read three times, and
 scores are computed twice more, in blocks and in float64."""
 
 
@@ -270,7 +270,6 @@ def _profile_columns(view: View) -> list[Column]:
 
 
 def _layer_rows(view: View) -> list[Row]:
-    """A row for every layer of every score."""
     return [
         Row(f"{row.label}, layer {layer + 1}", {**row.where, "layer": layer})
         for row in rows(view, "attention")

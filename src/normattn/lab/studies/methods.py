@@ -15,7 +15,7 @@ WITH_LOGN = ("NTK", "YaRN", "ReRoPE")
 
 
 def canonical_scores(variants: Sequence[str], setting: TextSetting) -> tuple[str, ...]:
-    """The printed names of the scores to train; raises `InputError` for one that cannot be."""
+    """The printed names of the scores to train; raises `InputError` if one cannot be."""
     names = []
     for variant in variants:
         spec = ScoreSpec.parse(variant)
@@ -72,7 +72,7 @@ def candidates() -> tuple[str, ...]:
 def inference_time_methods(spec: ScoreSpec, factor: float = 8.0) -> tuple[str, ...]:
     """The `candidates` that `spec` supports, as texts for `with_method`.
 
-    `factor` is what stretching methods stretch by: it decides whether parameters are in range.
+    `factor` is the stretch factor, which decides whether parameters are in range.
     """
     unsupported = _unsupported(spec, candidates(), factor)
     return tuple(method for method in candidates() if method not in unsupported)

@@ -79,7 +79,7 @@ class EvaluationSettings(Settings):
 
     @property
     def factor(self) -> float:
-        """The longest tested length over L: what NTK and YaRN stretch by."""
+        """The longest tested length over L, by which NTK and YaRN stretch."""
         return float(max(self.multiples))
 
     @property
@@ -91,8 +91,8 @@ class EvaluationSettings(Settings):
 class StudyPreset(Settings):
     """What every preset has: a name, a one-line summary, the number of seeds, and the training.
 
-    `varied` are the settings, besides the seed, that the study varies itself, with placeholders for
-    checking complete settings. No preset may set one of them.
+    `varied` has the settings, besides the seed, that the study itself varies, with placeholders for
+    checking complete settings. No preset may set them.
     """
 
     varied: ClassVar[Mapping[str, Any]] = {}
@@ -140,8 +140,8 @@ class Preset(StudyPreset):
     def _has_a_model(cls, value: dict[str, Any]) -> dict[str, Any]:
         model = value.get("model")
         if not isinstance(model, Mapping):
-            found = "it is missing" if model is None else f"got {model!r}"
-            raise ValueError(f"model must be a group of settings, as dim and layers; {found}")
+            problem = "it is missing" if model is None else f"got {model!r}"
+            raise ValueError(f"model must be a group of settings, as dim and layers; {problem}")
         return value
 
 
@@ -178,7 +178,7 @@ def fields(name: str, study: str | None = None) -> tuple[str, dict[str, Any]]:
         visited.append(source)
     settings: dict[str, Any] = {}
     for layer in reversed(layers):
-        model, changes = (value_at(each, "training.model") for each in (settings, layer))
+        model, changes = (value_at(group, "training.model") for group in (settings, layer))
         if isinstance(model, Mapping) and isinstance(changes, Mapping):
             # Settings of one kind of block mean nothing to another.
             settings["training"]["model"] = without_foreign(model, changes.get("block"))
@@ -217,7 +217,7 @@ def load_preset(
     """Load the preset of a request, with the request's changes, as a `kind`.
 
     Groups of a shared file that belong to other studies are ignored. `instead` maps settings that
-    this study does not use (without `evaluation.`) to what decides in their place. Raises
+    this study does not use (without `evaluation.`) to their replacements. Raises
     `InputError` for a change of a setting that this study does not use.
     """
     own_folder = study if _folder(study).is_dir() else None
@@ -248,7 +248,7 @@ def _apply_changes(
     for name in request.changes:
         if name.partition(".")[0] in known:
             continue
-        inside = [each for each in flatten(stored) if each.endswith(f".{name}")]
+        inside = [setting for setting in flatten(stored) if setting.endswith(f".{name}")]
         if name.partition(".")[0] in LoopConfig.model_fields:
             inside = list(dict.fromkeys((f"training.{name}", *inside)))
         if inside:
@@ -258,7 +258,7 @@ def _apply_changes(
 
 
 def preset_argument(name: str, study: str) -> str:
-    """What to type for a preset: its name, or ./NAME.toml where the package has none of it."""
+    """What to type for a preset: its name, or ./NAME.toml where the package lacks it."""
     known = names(study if _folder(study).is_dir() else None)
     return name if name in known else f"./{name}.toml"
 

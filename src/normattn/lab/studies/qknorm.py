@@ -51,7 +51,7 @@ IMAGE_LOSS = Metric("loss", "loss", LOSS.value, "nats", 4)
 
 
 def where_of(experiment: str, score: str, rate: float | None = None) -> dict[str, Any]:
-    """Where a score's measurements are; `rate` is the multiple of the learning rate."""
+    """Columns that select a score's measurements; `rate` multiplies the learning rate."""
     where = {"row": score, "protocol": experiment, "factor.experiment": experiment}
     return where if rate is None else {**where, "factor.rate": rate}
 
@@ -156,7 +156,7 @@ def _translation_notes(view: View) -> Sequence[str]:
 
 
 def _addition_notes(view: View, experiment: str) -> Iterator[str]:
-    """What the rows with a + are trained with, where there are any."""
+    """Explain the additions of rows with a +, where there are any."""
     rows = scores(view, experiment)
     if any(MUON in row for row in rows):
         yield (

@@ -1,8 +1,8 @@
 """What the QK-Norm study trains and measures: translation models and Vision Transformers.
 
-A row of its tables is a score, and what else its models are trained with, such as `Baseline+Muon`.
-Each name after a + stands for settings that override the training's: another optimiser, QK-Clip. A
-preset's `trained_with` changes these settings and may add others.
+A row of its tables is a score with additions, such as `Baseline+Muon`. Each addition is a group of
+settings that override the training's: another optimiser, QK-Clip. A preset's `trained_with` changes
+these groups and may add others.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ Layer = Mapping[str, Any]
 """Settings by dotted name."""
 MUON, CLIP = "Muon", "QK-Clip"
 TRAINED_WITH: Mapping[str, Layer] = {
-    # Its updates have the size of AdamW's (arXiv 2502.16982), so the learning rate stays.
+    # Muon's updates have the size of AdamW's (arXiv 2502.16982), so the learning rate stays.
     MUON: {"optimiser": {"name": "muon"}},
     # Kimi K2 uses 100 (arXiv 2507.20534); small trainings reach 30.
     CLIP: {"qk_clip": 30.0},
@@ -77,13 +77,13 @@ _SEPARATOR = re.compile(r"\+(?=[A-Za-z])")
 
 
 def split_row(row: str) -> tuple[str, tuple[str, ...]]:
-    """A row's score, and the names of what its models are trained with."""
+    """Split a row into its score and the names of its additions."""
     score, *additions = _SEPARATOR.split(row)
     return score, tuple(additions)
 
 
 def rows_of(names: Sequence[str], layers: Mapping[str, Layer]) -> dict[str, tuple[Layer, ...]]:
-    """The settings of each row by its printed name; `layers` are those behind each addition.
+    """The settings of each row by its printed name; `layers` are those of each addition.
 
     Raises `InputError` for an unknown addition, and for a score with an inference-time method.
     """
@@ -122,8 +122,8 @@ def scores_of(variant: str) -> dict[str, str]:
             **parameters
         )
 
-    def with_norm(other: Part) -> ScoreSpec:
-        return ScoreSpec(tuple(other if part is norm else part for part in spec.parts))
+    def with_norm(replacement: Part) -> ScoreSpec:
+        return ScoreSpec(tuple(replacement if part is norm else part for part in spec.parts))
 
     return {
         "model.score": variant,
@@ -208,8 +208,8 @@ class VisionSettings(Settings):
 class QKNormPreset(StudyPreset):
     """A preset of the study; `training` holds fields of `TranslationConfig`.
 
-    Without `rates` or `vision` that experiment is skipped. `trained_with` are the settings behind
-    each name that a row may add with a +; they override `TRAINED_WITH`.
+    Without `rates` or `vision` that experiment is skipped. `trained_with` has the settings of
+    each addition of a row; they override `TRAINED_WITH`.
     """
 
     varied: ClassVar[Mapping[str, Any]] = {
@@ -231,11 +231,11 @@ class QKNormPreset(StudyPreset):
 
     @property
     def layers(self) -> dict[str, Mapping[str, Any]]:
-        """The training settings of every experiment, and those that rows add."""
+        """The training group of every experiment, and those that rows add."""
         experiments = {"rates": self.rates, "vision": self.vision}
         return {
             **super().layers,
-            **{f"{name}.training": each.training for name, each in experiments.items() if each},
+            **{f"{name}.training": group.training for name, group in experiments.items() if group},
             **{f"trained_with.{name}": layer for name, layer in self.trained_with.items()},
         }
 
@@ -244,7 +244,7 @@ class QKNormPreset(StudyPreset):
 
 
 class TranslationRun(MeasuredRun):
-    """A translation model: its references are scored and, where `translated`, translated."""
+    """A translation model, which scores the references and, where `translated`, translates."""
 
     training_class: ClassVar[type[TranslationConfig]] = TranslationConfig
     record = TRANSLATION
@@ -253,7 +253,7 @@ class TranslationRun(MeasuredRun):
     translated: bool
 
     def cost(self, config: TranslationConfig) -> Cost:
-        """An assumption, as the data is not loaded yet: sentences of 16 tokens."""
+        """An estimate, as the data is not loaded yet: sentences of 16 tokens."""
         settings = self.evaluation
         tokens = 16 * (settings.max_sentences or ASSUMED_SIZE)
         return Cost(scored=tokens * (1 + settings.beam * self.translated))
@@ -287,7 +287,7 @@ class TranslationRun(MeasuredRun):
         units: list[str],
         progress: Progress,
     ) -> tuple[list[str], str, list[pl.DataFrame]]:
-        """(the translations, how they were decoded and counted, the counts of BLEU and chrF)."""
+        """Return the translations, how they were decoded, and the counts of BLEU and chrF."""
         beam, penalty = self.evaluation.beam, self.evaluation.length_penalty
         texts = translate(
             model,
@@ -334,7 +334,7 @@ class VisionRun(MeasuredRun):
     split: Literal["test", "validation"] = "test"
 
     def cost(self, config: VisionTrainingConfig) -> Cost:
-        """An assumption, as the images are not loaded yet."""
+        """An estimate, as the images are not loaded yet."""
         flops = ASSUMED_SIZE * flops_per_image(config.model).forward
         return Cost(scored=ASSUMED_SIZE * config.model.tokens, flops=flops)
 

@@ -141,8 +141,8 @@ def _by_position(view: View, row: str) -> Figure:
 def _by_depth(view: View, where: dict[str, Any]) -> Iterator[Figure]:
     """The share of correct answer tokens, by depth of the fact, at the longest length."""
     rows = _rows_by(RETRIEVAL)(view)
-    every = {row.label: view.sums("accuracy", {**row.where, **where}) for row in rows}
-    measured = {label: sums for label, sums in every.items() if sums is not None}
+    sums_by_row = {row.label: view.sums("accuracy", {**row.where, **where}) for row in rows}
+    measured = {label: sums for label, sums in sums_by_row.items() if sums is not None}
     if not measured:
         return
     values = tuple(
@@ -285,7 +285,6 @@ def _windows(view: View) -> dict[tuple[str, int], Where]:
 
 
 def _window_rows(view: View) -> list[Row]:
-    """A row for each form of log-n and window."""
     return [
         Row(f"{form}, w = {window}" if window else form, where)
         for (form, window), where in _windows(view).items()
@@ -293,7 +292,7 @@ def _window_rows(view: View) -> list[Row]:
 
 
 def _window_claims(view: View) -> Iterator[Claim]:
-    """A claim for each window that logn+ helps: a mean over windows would hide which."""
+    """Claim for each window that logn+ helps; a mean would hide for which windows."""
     accuracy, rows = lm.at_longest(lm.ACCURACY, view, "non_repeated"), _windows(view)
     for (form, window), where in rows.items():
         if form == INFERENCE_TIME and window:

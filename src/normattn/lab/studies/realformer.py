@@ -83,7 +83,7 @@ class Setting(NamedTuple):
 
     @property
     def where(self) -> dict[str, Any]:
-        """Where its measurements are."""
+        """Columns that select its measurements."""
         varied = {WARMUP: self.warmup, RATE: self.learning_rate, DROPOUT: self.dropout}
         return {"row": self.row, "protocol": "grid", **varied}
 
@@ -141,7 +141,6 @@ def _factor_column(factor: str, title: str) -> Column:
 
 
 def _notes(view: View) -> tuple[str, ...]:
-    """The size of the data, and what the suffixes of rows mean."""
     data = []
     for row in _rows(view)[:1]:
         unigram = view.estimate(UNIGRAM, {**row.where, **MASKED})
@@ -165,8 +164,8 @@ def in_short(view: View) -> list[str]:
     for size in sizes(view):
         accuracy = ACCURACY.at({SIZE: size, **MASKED})
         gaps = {
-            other: view.finite_estimate(accuracy.at(row=REALFORMER) - accuracy.at(row=other))
-            for other in (POSTLN, PRELN)
+            base: view.finite_estimate(accuracy.at(row=REALFORMER) - accuracy.at(row=base))
+            for base in (POSTLN, PRELN)
         }
         parts = [
             f"{name} {format_estimate(gap, 2, signed=True)}" for name, gap in gaps.items() if gap
@@ -225,13 +224,13 @@ COMPARED: tuple[tuple[str, str, str, str], ...] = (
 def claims(view: View) -> list[Claim]:
     """All claims on the table, the layers and the grid, those with one sentence together."""
     all_sizes = sizes(view)
-    found = [*_comparison_claims(all_sizes), *_stability_claims(grid(view))]
+    all_claims = [*_comparison_claims(all_sizes), *_stability_claims(grid(view))]
     for size in all_sizes:
         layers = view.values("layer", {SIZE: size, **DEPTH})
         if (count := int(max(layers, default=0))) > 1:
-            found += _layer_claims(size, count)
-    order = list(dict.fromkeys(claim.sentence for claim in found))
-    return sorted(found, key=lambda claim: order.index(claim.sentence))
+            all_claims += _layer_claims(size, count)
+    order = list(dict.fromkeys(claim.sentence for claim in all_claims))
+    return sorted(all_claims, key=lambda claim: order.index(claim.sentence))
 
 
 def _comparison_claims(all_sizes: list[str]) -> Iterator[Claim]:
@@ -241,20 +240,20 @@ def _comparison_claims(all_sizes: list[str]) -> Iterator[Claim]:
     def accuracy(row: str, size: str) -> Metric:
         return POINTS.at({**MASKED, "row": row, SIZE: size})
 
-    for sentence, source, row, other in COMPARED:
+    for sentence, source, row, reference in COMPARED:
         margin = MATTERS if "at least as good" in sentence else 0.0
         for size in all_sizes:
-            measured = f"{size}: {row} − {other}, accuracy in points"
-            gap = accuracy(row, size) - accuracy(other, size)
+            measured = f"{size}: {row} − {reference}, accuracy in points"
+            gap = accuracy(row, size) - accuracy(reference, size)
             yield claim(sentence, gap, source, measured, margin=margin)
     small, large = all_sizes[:1], all_sizes[-1:]
-    for other in (POSTLN, PRELN) if len(all_sizes) > 1 else ():
-        gains = [accuracy(r, large[0]) - accuracy(r, small[0]) for r in (REALFORMER, other)]
+    for reference in (POSTLN, PRELN) if len(all_sizes) > 1 else ():
+        gains = [accuracy(r, large[0]) - accuracy(r, small[0]) for r in (REALFORMER, reference)]
         yield claim(
             "a larger model pays off with RealFormer more than without",
             gains[0] - gains[1],
             POST,
-            f"{small[0]} → {large[0]}: RealFormer's gain − {other}'s, accuracy in points",
+            f"{small[0]} → {large[0]}: RealFormer's gain − {reference}'s, accuracy in points",
         )
     for size in all_sizes:
         gains = [

@@ -99,15 +99,15 @@ Positive = Annotated[float, Field(gt=0)]
 
 
 class SizeSettings(Settings):
-    """One size of model: what differs in `training`, its rows, and its seeds (None: the preset's).
+    """A model size: its changes to `training`, its rows, and its seeds (None: the preset's).
 
-    `rows` None means every row, `[]` none. `rates` are learning rates of rows that differ from that
-    of `training`.
+    `rows` None means every row, `[]` none. `rates` are the learning rates of rows whose rate
+    differs from `training`.
     """
 
     training: dict[str, Any]
     rows: tuple[RowName, ...] | None = None
-    # Not in a dump where it is empty, so that settings saved before it existed stay equal.
+    # Left out of dumps where empty, so that settings saved before this field stay equal.
     rates: dict[RowName, Positive] = Field(default_factory=dict, exclude_if=lambda rates: not rates)
     seeds: int | None = Field(default=None, ge=1)
 
@@ -167,7 +167,7 @@ class EncoderRun(MeasuredRun):
     """A row of the table at one size, or a setting of the grid, scored on masked tokens.
 
     `protocol` says which of the two. Rows of the table are also measured layer by layer. `start`
-    are the settings of the row whose trained weights initialise this one.
+    has the settings of the row whose trained weights initialise this one.
     """
 
     training_class: ClassVar[type[MaskedConfig]] = MaskedConfig
@@ -329,7 +329,6 @@ def resolve(request: Request) -> Sweep:
     runs: list[EncoderRun] = []
 
     def add(seeds: Iterable[int], **fields: Any) -> None:
-        """Add a run for each seed."""
         run = EncoderRun(evaluation=preset.evaluation, **fields)
         score = str(run.row_config.model.score)
         runs.extend(run.model_copy(update={"score": score, "seed": seed}) for seed in seeds)

@@ -108,7 +108,7 @@ class NormRun(MeasuredRun):
     evaluation: ClassifySettings
 
     def cost(self, config: ClassificationConfig) -> Cost:
-        """An assumption, as the data is not loaded yet: documents of a nominal length."""
+        """An estimate, as the data is not loaded yet: documents of a nominal length."""
         tokens = ASSUMED_DOCUMENTS * NOMINAL_LENGTH
         return Cost(scored=tokens, flops=tokens * stack_flops(config.model, NOMINAL_LENGTH).forward)
 
@@ -154,7 +154,7 @@ class TimeRun(MeasuredRun):
 
     def cost(self, config: ClassificationConfig) -> Cost:
         """The cost of the steps, each token counted as three scored ones."""
-        costs = [each.cost() for each in self._configs(config).values()]
+        costs = [timed_config.cost() for timed_config in self._configs(config).values()]
         share = (self.timing.rounds + WARM_UP) / config.steps
         return Cost(
             scored=round(3 * share * sum(cost.trained for cost in costs)),
@@ -195,7 +195,7 @@ def timed(identity: Identity, rounds: Sequence[float]) -> pl.DataFrame:
 def _stepper(
     config: ClassificationConfig, data: RelationData, process: World
 ) -> Callable[[], object]:
-    """A function that runs one more optimiser step at each call, without an end."""
+    """A function that runs one more optimiser step at each call."""
     task = config.task(data, process.device, config.accumulate)
     stepper, numbers = TrainStep(task, config, process, lambda: False), cycle(range(config.steps))
     return lambda: stepper.step(next(numbers) + 1)
@@ -248,7 +248,6 @@ def _shared_training(preset: RMSNormPreset) -> dict[str, Any]:
 
 
 def _describe(run: Run, data: RelationData) -> list[str]:
-    """The numbers of documents, labels and truncated documents."""
     if not isinstance(run, NormRun):
         return []
     config = run.training_config
@@ -359,8 +358,8 @@ def _change(metric: Metric) -> Metric:
 def step_change(view: View) -> Estimate | None:
     """The change of the median step time with RMSNorm, in %, paired over rounds.
 
-    The interval is that of the logarithm of the ratio. It has no seeds, as rounds vary, not
-    trainings.
+    The interval is that of the logarithm of the ratio. There are no seeds, as only rounds
+    vary.
     """
     log_median = Metric("step_time", value=lambda *sums: np.log(median()(*sums)))
     log_time = log_median.between(Sums.by_unit).at(STEPS)
@@ -380,8 +379,8 @@ def early_difference(view: View) -> Estimate | None:
     for row in (RMS, LAYER):
         losses = select(view.frame, {**TRAININGS, "row": row, "statistic": "loss", "axis": "step"})
         early = losses.filter(pl.col("bin") <= (EARLY * pl.col("bin").max()).clip(lower_bound=1))
-        added = early.group_by("seed").agg(pl.col("sum", "of").sum())
-        means.append({seed: 1000 * total / count for seed, total, count in added.rows() if count})
+        totals = early.group_by("seed").agg(pl.col("sum", "of").sum())
+        means.append({seed: 1000 * total / count for seed, total, count in totals.rows() if count})
     rms, layer = means
     changes = {seed: rms[seed] - layer[seed] for seed in sorted(rms.keys() & layer.keys())}
     if not changes:

@@ -19,7 +19,7 @@ TrainingOutcome = Literal["diverged", "stuck", "learned"]
 def training_outcomes(view: View, where: Where) -> dict[int, TrainingOutcome]:
     """How the training of each seed ended, in the rows `where`; empty where none was measured.
 
-    Seeds are judged one by one, as a mean would hide one that learned nothing.
+    Each seed is judged alone, as a mean would hide one that learned nothing.
     """
     outcomes: dict[int, TrainingOutcome] = {}
     losses, unigrams = (view.sums(name, where) for name in ("loss", "unigram_loss"))

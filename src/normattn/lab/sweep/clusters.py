@@ -1,7 +1,6 @@
 """Run jobs on other hosts: as tasks of a Ray cluster, or as Slurm jobs by submitit.
 
-Slurm jobs continue when this process is killed. Cancel them (`scancel`) before the command is run
-again. Two jobs never work on one run, as each holds its lock.
+Slurm jobs survive this process: cancel them (`scancel`) before you run the command again. Two jobs never work on one run, as each holds its lock.
 """
 
 from __future__ import annotations
@@ -37,16 +36,16 @@ from normattn.lab.sweep.launchers import (
 )
 
 INHERITED = ("PYTHONPATH", "NORMATTN_CACHE", "XDG_CACHE_HOME")
-"""Environment variables for code and data, which are passed on to other hosts."""
+"""Environment variables that other hosts receive, for code and data."""
 CONNECT_SECONDS = 30.0
 CHECK_SECONDS = 2.0
 
 
 @dataclass
 class RemoteJob:
-    """A job for another host, which runs it as a child process when called there.
+    """A job for another host, which runs it as a child process.
 
-    If the scheduler's library ends the call by an exception, the child saves its state first.
+    If the scheduler's library interrupts the call, the child saves its state first.
     """
 
     job: Job
@@ -80,7 +79,7 @@ class RemoteJob:
             return self.child.result()
 
     def save(self) -> None:
-        """Stop the child, if there is one, after it has saved its state."""
+        """Let the child, if there is one, save its state and end."""
         if self.child is not None:
             self.child.stop()
             self.child.process.wait()
@@ -123,8 +122,8 @@ class Remote(Launcher):
         """The GPUs of a job."""
         if self.gpus is not None:
             return self.gpus
-        found = needs.device == "auto" and bool(visible_gpus())
-        return int(found or needs.device.startswith("cuda"))
+        auto_gpu = needs.device == "auto" and bool(visible_gpus())
+        return int(auto_gpu or needs.device.startswith("cuda"))
 
 
 def _missing(name: str, extra: str) -> str:
@@ -135,8 +134,8 @@ class Ray(Remote):
     """Tasks of a Ray cluster.
 
     `address` is the cluster: HOST:PORT, ray://HOST:PORT or auto (default: RAY_ADDRESS, else a
-    cluster on this machine, else a new one for this sweep). `retries` is how often a job whose node
-    was lost starts again on another one, from its checkpoint.
+    cluster on this machine, else a new one for this sweep). `retries` limits how often a job whose
+    node was lost resumes on another node from its checkpoint.
     """
 
     name: ClassVar[str] = "ray"
@@ -163,8 +162,6 @@ class Ray(Remote):
                 ray.shutdown()
 
     def _task(self, job: Job, ray: Any, handle: Any) -> Task:
-        """A task of Ray, whose result `handle` refers to."""
-
         def done() -> bool:
             return bool(ray.wait([handle], timeout=0)[0])
 
@@ -294,13 +291,12 @@ def _exit(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _slurm_task(job: Job, handle: Any) -> Task:
-    """A job of submitit, run by Slurm or by its local executor."""
     check_at = float("inf")
 
     def done() -> bool:
-        """Whether it left a result, or its scheduler reports its end.
+        """Whether the job left a result or has ended.
 
-        A stopped job leaves no result, so its scheduler is asked every `CHECK_SECONDS`.
+        A stopped job leaves no result, so the scheduler is asked every `CHECK_SECONDS`.
         """
         nonlocal check_at
         due = time.monotonic() >= check_at
@@ -334,7 +330,6 @@ def _slurm_task(job: Job, handle: Any) -> Task:
 
 
 def _lines(error: BaseException) -> list[str]:
-    """The lines of an exception's message."""
     lines = [line.strip() for line in str(error).split("\n") if line.strip(" -")]
     return lines or [type(error).__name__]
 

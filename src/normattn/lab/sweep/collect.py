@@ -31,9 +31,9 @@ def collect_measurements(
 ) -> pl.DataFrame:
     """The stored measurements of a sweep, and the loss curve of each of its trainings.
 
-    `factors` are those that distinguish trainings of one row. Rows with equal factors are compared
-    on one data set only, the one that most of them share (`keep_common_data`). `also` returns what
-    else a training wrote into its directory.
+    `factors` distinguish trainings of one row. Rows with equal factors are compared on one data set
+    only, the most common one (`keep_common_data`). `also` returns further measurements from the
+    directory of a training.
     """
     runs = RunPaths.below(out)
     refuse_changed_text(paths.run for paths in runs)
@@ -99,7 +99,7 @@ def history(run: Path, identity: Identity) -> pl.DataFrame:
 class Corpora:
     """The corpora of models: `fingerprints` of the tokens, and `sources` with versions.
 
-    Empty for a study without text, and for folders made before this was recorded.
+    Empty for a study without text, and for folders from before they were recorded.
     """
 
     fingerprints: frozenset[str] = frozenset()
@@ -135,7 +135,7 @@ class Corpora:
         return cls(frozenset(prints), sources)
 
     def write(self, folder: Path) -> None:
-        """Write the record into a folder that is to be published; nothing where it is empty."""
+        """Write the record into a folder to be published; an empty record is not written."""
         if self.fingerprints:
             record = {"fingerprints": sorted(self.fingerprints), "sources": dict(self.sources)}
             write_json(folder / CORPUS_FILE, record)
@@ -144,9 +144,8 @@ class Corpora:
 def refuse_changed_text(runs: Iterable[Path], now: Mapping[str, str] | None = None) -> None:
     """Raise `InputError` where two trainings have the same data settings but different data.
 
-    `now` has the fingerprint of the prepared data, by its settings (`canonical_json`). Files behind
-    an address can change between trainings. The models then have different tokenisers and test
-    documents.
+    `now` maps settings (`canonical_json`) to the fingerprint of the prepared data. Files behind an
+    address can change between trainings, and with them the tokeniser and the test documents.
     """
     seen: dict[str, tuple[object, object]] = {
         settings: ("the corpus now", fingerprint) for settings, fingerprint in (now or {}).items()

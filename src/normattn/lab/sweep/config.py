@@ -24,10 +24,10 @@ CHANGEABLE = (
 
 
 class SweepConfig(Settings):
-    """The settings that all runs of a sweep share; runs may be added, but these may not change.
+    """The settings that all runs of a sweep share; they may not change when runs are added.
 
-    `changed` are the user's changes to the preset, by dotted name. `asked` are the options that
-    chose runs, of every command that added some (`Request.choices`). Each study adds further
+    `changed` has the user's changes to the preset, by dotted name. `asked` has the options of each
+    command that added runs (`Request.choices`). Each study adds further
     settings, such as `training` and `evaluation`.
     """
 
@@ -79,7 +79,7 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 def _put(target: dict[str, Any], path: list[str], value: Any, key: str) -> None:
     *parents, last = path
     for name in parents:
-        # None where a group is switched off, as a run's `continued`.
+        # A group that is switched off is None, such as a run's `continued`.
         inner = target[name] = {} if target.get(name) is None else target[name]
         if not isinstance(inner, dict):
             raise InputError(f"{key} cannot be set: {name} is a value, not a group of settings")

@@ -46,7 +46,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended: its exit code, and why it failed ("" on success)."""
+    """How a job ended: its exit code, and the reason of a failure ("" on success)."""
 
     job: Job
     code: int
@@ -55,7 +55,7 @@ class Outcome:
 
     @property
     def failed(self) -> bool:
-        """Whether it neither finished nor diverged; a divergence is a result."""
+        """Whether the job neither finished nor diverged; a divergence is a result."""
         return self.code not in (FINISHED, DIVERGED)
 
 
@@ -71,10 +71,10 @@ class Needs:
 class Task:
     """A started job.
 
-    - `done`: whether it has ended.
-    - `result`: its exit code, and why it failed ("" on success).
-    - `stop`: asks it to save its state and end. Repeated every `stop_again_seconds` until it does.
-    - `kill`: ends it at once.
+    - `done`: whether the job has ended.
+    - `result`: the exit code, and the reason of a failure ("" on success).
+    - `stop`: asks the job to save its state and end; repeated every `stop_again_seconds`.
+    - `kill`: ends the job at once.
     """
 
     job: Job
@@ -93,8 +93,8 @@ Start = Callable[[Sequence[Job]], Sequence[Task]]
 class Launcher(Settings, ABC):
     """Where the runs of a sweep execute; its fields are the settings `launcher.NAME`.
 
-    Results, directories and settings are the same under every launcher, so a sweep that started
-    under one can continue under another.
+    Results, directories and settings are the same under every launcher, so a sweep can continue
+    under another launcher.
     """
 
     name: ClassVar[str]
@@ -106,7 +106,7 @@ class Launcher(Settings, ABC):
 
     @abstractmethod
     def session(self, jobs: Sequence[Job], needs: Needs) -> AbstractContextManager[Start]:
-        """A context that yields the function to start these jobs."""
+        """A context manager that yields the function to start these jobs."""
 
     def describe(self) -> str:
         """The name, and the settings that differ from their defaults."""
@@ -116,7 +116,7 @@ class Launcher(Settings, ABC):
 
 
 def split_changes(changes: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The launcher's settings (those of `launcher.NAME`, by NAME), and the study's."""
+    """Split changes into the launcher's (`launcher.NAME`, by NAME) and the study's."""
     launcher = {k.removeprefix(PREFIX): v for k, v in changes.items() if k.startswith(PREFIX)}
     return launcher, {k: v for k, v in changes.items() if not k.startswith(PREFIX)}
 
@@ -158,7 +158,7 @@ def run_jobs(
                     ended.append(Outcome(task.job, *task.result(), seconds))
                 observe([task.job for task in running if task.job.log.exists()], ended)
                 time.sleep(launcher.poll_seconds)
-            left = len(waiting) + len(running)
+            unfinished = len(waiting) + len(running)
             if stop.count:
                 _stop_all(running, stop)
         finally:
@@ -166,7 +166,7 @@ def run_jobs(
                 task.kill()
     if stop.count:
         raise Interrupted(
-            f"stopped by {stop.by} with {left} of {len(jobs)} jobs unfinished; "
+            f"stopped by {stop.by} with {unfinished} of {len(jobs)} jobs unfinished; "
             "their state is saved; rerun the command to resume"
         )
     return ended
@@ -174,20 +174,20 @@ def run_jobs(
 
 def _stop_all(running: Sequence[Task], stop: StopRequest) -> None:
     """Stop every task, and wait until all have ended, `GRACE_SECONDS` at most."""
-    asked, deadline = float("-inf"), time.monotonic() + GRACE_SECONDS
-    while left := [task for task in running if not task.done()]:
+    last_stop, deadline = float("-inf"), time.monotonic() + GRACE_SECONDS
+    while unfinished := [task for task in running if not task.done()]:
         now = time.monotonic()
         if stop.count > 1 or now > deadline:
             return
-        if now - asked >= left[0].stop_again_seconds:
-            asked = now
-            for task in left:
+        if now - last_stop >= unfinished[0].stop_again_seconds:
+            last_stop = now
+            for task in unfinished:
                 task.stop()
         time.sleep(0.05)
 
 
 class Child:
-    """A job as a child process, in a separate session, so that Ctrl-C reaches the parent only.
+    """A job as a child process in its own session, so that Ctrl-C reaches only the parent.
 
     `environment` is added to this process's environment. `folder` is the working directory.
     """
@@ -229,7 +229,7 @@ class Child:
             self.process.wait()
 
     def result(self) -> tuple[int, str]:
-        """Its exit code and why it failed ("" on success); waits until it has ended."""
+        """Wait for the end; return the exit code and the reason of a failure ("" on success)."""
         code = self.process.wait()
         if code == FINISHED:
             return code, ""

@@ -18,8 +18,8 @@ class RunPaths:
 
     - `run`: the directory of its results. `continued`: trainings that continue from `run`.
     - `job`: the directory of its child process, separate because a run directory accepts only files
-      of a training. It holds `settings` (what the child does), `done` (a copy of them, written at
-      the end), `diverged` (the measurement that the training ended in NaN), `log` (the child's
+      of a training. It holds `settings` (what the child does), `done` (a copy, written at the
+      end), `diverged` (the measurement that the training ended in NaN), `log` (the child's
       output), `progress`, and the `lock` that a running child holds.
     """
 
@@ -43,7 +43,7 @@ class RunPaths:
 
     @classmethod
     def of_job(cls, job: Path) -> RunPaths:
-        """The paths of the run of a `job` directory."""
+        """The paths of the run with this `job` directory."""
         job = job.resolve()
         return cls.of(job.parents[2], job.parent.name, int(job.name.removeprefix("seed")))
 
@@ -77,7 +77,7 @@ def write_if_changed(path: Path, value: dict[str, Any]) -> None:
 
 
 def write_progress(path: Path, value: dict[str, Any]) -> None:
-    """Write `value` for a polling reader: renamed into place, without fsync."""
+    """Write `value` for a polling reader, atomically but without fsync."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(json.dumps(value), "utf-8")
     temporary.replace(path)

@@ -21,11 +21,11 @@ from normattn.lab.training.planning import Cost
 BYTES = 4
 CHECKPOINTS = 2
 SLOW, FAST = 1e10, 8e10
-"""FLOPs per second of one CPU core, from a busy one with tiny models to a fast one."""
+"""FLOPs per second of a CPU core: a busy one with tiny models, and a fast one."""
 SAME_RATIO = 1.25
-"""A range of times with a smaller ratio is shown as one number."""
+"""Times within this ratio are shown as one number."""
 START_SECONDS = 5.0
-"""The time of a process to import torch and load its data."""
+"""The time for a process to import torch and load its data."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Plan:
     disk_bytes: int
 
     def lines(self) -> list[tuple[str, str]]:
-        """The name and value of each fact, to be printed."""
+        """The name and value of each fact to print."""
         done = f", {self.finished} of them trained already" if self.finished else ""
         return [
             ("configurations", f"{self.rows}"),
@@ -59,7 +59,7 @@ def make_plan(sweep: Sweep) -> Plan:
     """Count the runs, tokens, FLOPs and bytes of a sweep, without data and measurements."""
 
     def copies(config: Any) -> int:
-        """How many numbers a training saves for each parameter: models, checkpoints, moments."""
+        """Numbers saved for each parameter: models, checkpoints, moments."""
         return int(1 + len(config.keep) + CHECKPOINTS * (1 + config.optimiser.moments))
 
     stages = [stage for run in _costs(sweep) for stage in run]
@@ -124,8 +124,8 @@ def duration(seconds: float) -> str:
 class SweepProgress(ProgressBar):
     """A progress bar of the sweep and of each active run: the `observe` of `run_jobs`.
 
-    `shares` are the shares of a job's time in its stages (`stage_shares`), by the job's name.
-    `rows` returns the table lines of a finished job.
+    `shares` has the share of each stage of a job (`stage_shares`), by the job's name. `rows`
+    returns the table lines of a finished job.
     """
 
     def __init__(
@@ -172,10 +172,10 @@ class SweepProgress(ProgressBar):
         if outcome.job.name in self._bars:
             self.progress.remove_task(self._bars.pop(outcome.job.name))
         self._ended += 1
-        left = len(self._jobs) - self._ended
-        seconds = (time.monotonic() - self._started) / self._ended * left
+        remaining = len(self._jobs) - self._ended
+        seconds = (time.monotonic() - self._started) / self._ended * remaining
         count = f"({self._ended} of {len(self._jobs)})"
-        count += f", about {duration(seconds)} left" if left else ""
+        count += f", about {duration(seconds)} left" if remaining else ""
         result = f"done in {duration(outcome.seconds)}"
         if outcome.code:
             word = "diverged" if outcome.code == DIVERGED else "failed"

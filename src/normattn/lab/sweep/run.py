@@ -1,7 +1,7 @@
 """A run, its stages, and the sweep of runs that a request asks for.
 
-A run is the work of one child process: it trains a variant with one seed and measures the model,
-stage by stage. A finished stage is never repeated.
+One child process executes a run: it trains a variant with one seed and measures the model, stage
+by stage. A finished stage is never repeated.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ Progress = Callable[[int, int, str], None]
 class Stage:
     """One step of a run, which is skipped when it is done.
 
-    - `cost`: of the whole stage, done or not.
+    - `cost`: the cost of the whole stage, done or not.
     - `is_done`: whether nothing is left to do; a training that diverged is done.
-    - `run(data, progress)`: does what is left, with the data of the run. Raises `Interrupted` when
+    - `run(data, progress)`: does the remaining work. Raises `Interrupted` when
       stopped, with its state saved, and `DivergedError` for a divergence that ends the run.
-    - `trains`: the settings, for a training.
+    - `trains`: the settings of a training.
     """
 
     phase: str
@@ -125,7 +125,7 @@ def _trained_with(run: Path, config: LoopConfig, changeable: frozenset[str]) -> 
 
 
 def with_weights(config: Config) -> Config:
-    """The configuration with the digest of its start's weights instead of `UNKNOWN`."""
+    """The configuration with the digest of its initial weights instead of `UNKNOWN`."""
     planned = config.continued if isinstance(config, TrainingConfig | MaskedConfig) else None
     if planned is None or planned.weights != UNKNOWN:
         return config
@@ -192,7 +192,7 @@ class Run(Settings, ABC):
         return 1
 
     def identity(self, protocol: str, **fields: Any) -> Identity:
-        """The identity of a measurement of this run; `fields` are further fields of it."""
+        """The identity of a measurement of this run; `fields` are its other fields."""
         row = self.row or self.variant
         defaults = {
             "study": "",
@@ -277,7 +277,7 @@ class Sweep:
     - `study`: the study's name.
     - `describe(run, data)`: lines that describe the data; called once for each data. Raises
       `InputError` where the data does not suffice.
-    - `facts`: further lines of the plan.
+    - `facts`: additional lines of the plan.
     - `skipped`: sentences on rows that were left out.
     """
 

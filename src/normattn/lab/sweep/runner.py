@@ -1,7 +1,7 @@
 """Run a study: plan, prepare the data, run the jobs under a launcher, write the report.
 
-Each run is a child process that executes its stages, skipping finished ones. So an interrupted
-sweep is resumed by running the command again.
+Each run is a child process that executes its unfinished stages, so running the command again
+resumes an interrupted sweep.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from normattn.terminal import Console, warn
 PROGRESS_SECONDS = 0.5
 LOCK_SECONDS = 120.0
 SHOWN_SENTENCES = 12
-"""The number of sentences on left-out rows above which they are only written to a file."""
+"""More sentences than this on left-out rows are only written to a file."""
 LEFT_OUT = "left_out.txt"
 
 
@@ -71,8 +71,7 @@ def reproduce(study: Experiment, request: Request, only_plan: bool = False) -> l
     if only_plan:
         return []
     with ExitStack() as stack:
-        # An existing directory is checked and locked before any work. A new one is made only after
-        # the data has been checked.
+        # Check and lock an existing directory before any work; make a new one after checking data.
         occupied = sweep.out.exists() and (not sweep.out.is_dir() or any(sweep.out.iterdir()))
         if occupied:
             stack.enter_context(_open(sweep).lock())
@@ -153,7 +152,7 @@ def _print_plan(
 
 
 def _one_of_each_data(sweep: Sweep) -> list[Run]:
-    """One run for each data set, the first."""
+    """The first run of each data set."""
     firsts = {run.data_key: run for run in reversed(sweep.runs)}
     return list(reversed(firsts.values()))
 
@@ -198,8 +197,8 @@ def _job(study: Experiment, sweep: Sweep, run: Run) -> Job:
 def _rows(study: Experiment, sweep: Sweep, run: Run) -> list[str]:
     """The study's `headline` columns of one run, a line for each of its rows.
 
-    "  KNA-YaRN: at the training length 31.2, change −2.1". These are values of this run's seed,
-    without intervals; the report at the end has those.
+    "  KNA-YaRN: at the training length 31.2, change −2.1". The values are of this run's seed, without
+    intervals.
     """
     if not study.headline:
         return []
@@ -227,7 +226,7 @@ def run_child(job: Path, study: Experiment, parent: int = 0) -> int:
     run = read_run(paths.settings, study)
     with ExitStack() as stack:
         stack.enter_context(keep_pages())
-        try:  # An orphan of a killed command first saves its state and ends.
+        try:  # An orphan of a killed command saves its state and ends first.
             stack.enter_context(locked(paths.lock, LOCK_SECONDS))
         except InUseError as error:
             raise InputError(

@@ -35,7 +35,7 @@ def omit_default(default: object) -> Any:
 class AdamWConfig(Settings):
     """AdamW (arXiv 1711.05101). Weight decay applies to matrices and embeddings only.
 
-    `moments`: state tensors of each weight, at least.
+    `moments`: the least number of state tensors per weight.
     """
 
     moments: ClassVar[int] = 2
@@ -106,8 +106,8 @@ class LoopConfig(Settings):
         precision: fp32, or autocast in bf16 or fp16 (weights stay fp32). Under fp16 the loss is
             scaled; a step whose gradients overflow is repeated with half the scale.
         device: auto (CUDA if available), cpu, cuda, cuda:N.
-        seed: of all random numbers.
-        threads: of torch on the CPU.
+        seed: seed of all random numbers.
+        threads: torch's threads on the CPU.
         checkpoint_seconds: time between checkpoints; longer if they would take more than 5 % of
             the time.
         log_every: steps between metrics lines.
@@ -162,7 +162,6 @@ class LoopConfig(Settings):
 
     @model_validator(mode="after")
     def _check_together(self) -> LoopConfig:
-        """Raise for settings that contradict each other."""
         warmup, keep = self.schedule.warmup_steps, list(self.keep)
         if warmup > self.steps:
             raise ValueError(

@@ -93,10 +93,10 @@ class Sharded(Parallel):
         tensors: Mapping[str, Tensor],
         meta: Mapping[str, Any],
     ) -> None:
-        """Copy the shards and write them in the background; `wait` waits for it.
+        """Copy the shards and write them in the background; `wait` waits for the end.
 
         An earlier save is finished first. A checkpoint gets its name only when all of it is on the
-        disk with its checksums. Until then the one before it is the latest.
+        disk with its checksums. Until then the previous one is the latest.
         """
         self.wait()
         folder = self._world.on_main(lambda: checkpoints.begin(step))

@@ -23,7 +23,7 @@ TOKENISER_FILE = "tokeniser.json"
 
 @runtime_checkable
 class HasFingerprint(Protocol):
-    """Prepared data with a hash of it."""
+    """Prepared data with a hash."""
 
     @property
     def fingerprint(self) -> str:  # noqa: D102
@@ -33,7 +33,7 @@ class HasFingerprint(Protocol):
 def record_corpus(data: object, out: Path) -> None:
     """Write `corpus.json` at the start of a run; `InputError` if it exists with other data.
 
-    It has the `fingerprint` of the data and, for tokens, the `sources` of the text with versions.
+    The file has the `fingerprint` of the data and, for tokens, the `sources` of the text.
     The files of a corpus may change while a run is stopped; a resumed run would mix token ids.
     """
     if not isinstance(data, HasFingerprint):
@@ -109,10 +109,7 @@ class Continuation(Settings):
 
 
 def refuse_other_tokeniser(continued: Continuation | None, data: TokenData) -> None:
-    """Raise `InputError` if the saved model was trained with another tokeniser than that of `data`.
-
-    Passes if its run has no tokeniser.
-    """
+    """Raise `InputError` if the saved model's run has another tokeniser than `data`."""
     if continued is None:
         return
     start = expand_path(continued.start)
@@ -130,7 +127,7 @@ def refuse_other_tokeniser(continued: Continuation | None, data: TokenData) -> N
 
 
 def new_model(kind: type[AnyModel], config: Any, continued: Continuation | None) -> AnyModel:
-    """Return the model that training starts with: a new one, or the one of `continued`.
+    """Return the initial model: a new one, or the saved model of `continued`.
 
     Raises `InputError` if the saved model has other settings or weights than configured, or
     parameters that the new score does not have.

@@ -57,10 +57,9 @@ def train(
     """Train to `config.steps` from the run's last checkpoint; return the final values.
 
     `make_task` builds the task on each process, after torch's generators are seeded. On the main
-    process, `export` runs once at the end, before the run is marked as finished, and `export_kept`
-    after each step of `config.keep`. Also there, `on_step` gets a report of each step, and `probes`
-    measure chosen steps. `should_stop` is called once a step. Under torchrun every process calls
-    this.
+    process, `export` runs once at the end, before the run is marked as finished, `export_kept` runs
+    after each step of `config.keep`, `on_step` gets a report of each step, and `probes` measure
+    chosen steps. `should_stop` is called once a step. Under torchrun every process calls `train`.
 
     On CPU in fp32, with the same versions and thread count, a run that was stopped and resumed has
     bit-identical metrics to one that was not.

@@ -1,6 +1,6 @@
 """nGPT's weight normalisation: vectors of length 1 along the model's width, after each step.
 
-These are the rows of embeddings, the head and input projections (W_q, W_k, W_v, W_up), and the
+The vectors are the rows of embeddings, the head and input projections (W_q, W_k, W_v, W_up), and the
 columns of output projections (W_out, W_down). Source: arXiv 2410.01131; github.com/NVIDIA/ngpt,
 `normalize_matrices` of train.py.
 """
@@ -37,6 +37,6 @@ class UnitWeights:
 
     @torch.no_grad()
     def normalise(self) -> None:
-        """Scale every vector to length 1; zeros stay."""
+        """Scale every vector to length 1; zero vectors stay zero."""
         for weight, axis in self._axes.items():
             weight.copy_(F.normalize(weight, dim=axis))

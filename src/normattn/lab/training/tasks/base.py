@@ -93,7 +93,7 @@ class ModelTrainingConfig(LoopConfig, ABC):
 
     @abstractmethod
     def batches(self, data: Any, seed: int) -> Any:
-        """Return an object with `batch(step, shard, shards)`, a pure function, giving arrays.
+        """Return an object whose pure function `batch(step, shard, shards)` returns arrays.
 
         Raises `InputError` if the data has no batch.
         """
@@ -111,7 +111,7 @@ class ModelTrainingConfig(LoopConfig, ABC):
         return self.step_cost()[0]
 
     def save_extras(self, data: Any, out: Path) -> None:
-        """Write into the run's directory what the model needs to be used, such as a tokeniser."""
+        """Write files that the model needs, such as a tokeniser, into the run's directory."""
 
     def make_model(self) -> nn.Module:
         """Return the model that training starts with."""
@@ -133,7 +133,7 @@ class ModelTrainingConfig(LoopConfig, ABC):
         )
 
     def check(self, data: Any, shards: int) -> None:
-        """Raise `InputError` if this cannot be trained, before the run directory is created."""
+        """Raise `InputError` if training is impossible, before the run directory is created."""
         self.batches(data, derive_seed(self.seed, "batches"))
 
     def task(self, data: Any, device: torch.device, shards: int) -> ModelTask:
@@ -209,7 +209,7 @@ def train_model(config: ModelTrainingConfig, out: Path | str, **options: Any) ->
         config.check(data, shards)
 
         def make_task(world: World) -> ModelTask:
-            # Here the run directory is locked.
+            # The run directory is locked now.
             world.on_main(lambda: record_corpus(data, out))
             return config.task(data, world.device, shards)
 
