@@ -1,8 +1,8 @@
 """Two small trained models, shipped with the package, read eight times their training length.
 
 One has plain RoPE, the other normalises its keys as well (KeyNorm). They differ in nothing else:
-six layers, one head of 128, 1.4 million parameters, trained on 128 tokens at a time. The text is
-a snapshot of this package's source, which neither has seen. `normattn demo` prints what `read`
+six layers, one head of 128, 1.4 million parameters, trained on 128 tokens at a time. The text is a
+snapshot of this package's source, which neither has seen. `normattn demo` prints what `read`
 measures.
 """
 
@@ -165,7 +165,7 @@ def _percent(value: float) -> Cell:
 
 
 def _curves(readings: Sequence[Reading]) -> Curves:
-    """Accuracy by position, a panel for r model."""
+    """Accuracy by position, a panel for each model."""
     panels = [
         Panel(
             label,

@@ -218,9 +218,9 @@ class PairBatch(NamedTuple):
     """Sentence pairs as rows, padded with 0 on the right.
 
     `source` (rows, S) has an end token. `target` (rows, T + 1) has begin and end tokens: the
-    decoder reads `target[:, :-1]` and predicts `target[:, 1:]`. Filler rows, whose
-    target is the begin token alone, are not scored. `targets` () is the number of tokens to
-    predict in the whole batch, even in a shard.
+    decoder reads `target[:, :-1]` and predicts `target[:, 1:]`. Filler rows, whose target is the
+    begin token alone, are not scored. `targets` () is the number of tokens to predict in the whole
+    batch, even in a shard.
     """
 
     source: Int64[np.ndarray, "rows S"]

@@ -171,13 +171,13 @@ def evaluate_run(
     on_measured: Callable[[pl.DataFrame], None] | None = None,
     on_method: Callable[[str], None] = lambda method: None,
 ) -> list[pl.DataFrame]:
-    """Evaluate a trained model with texts method on texts set.
+    """Evaluate a trained model with each method on each set.
 
     `methods` are "" (unmodified), "YaRN", "ReRoPE-logn+" and so on. `factor` is the extension
     factor of methods, the same for a whole table (default: the longest set over the training
     length). `split`, `factors` and `row` (default: the score's name) go into the measurements.
-    Measurements in `store` are not made again. `on_measured` is called after texts set,
-    `on_method` after texts method.
+    Measurements in `store` are not made again. `on_measured` is called after each set, `on_method`
+    after each method.
     """
     if not evaluation_sets:
         raise InputError("there is nothing to evaluate: no evaluation set was given")

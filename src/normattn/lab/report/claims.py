@@ -10,9 +10,9 @@ The verdicts:
 - *differs (size unclear)*: see below.
 - *not confirmed*: none of these.
 
-A claim of no loss ("as good as", "gains nothing") has a margin m, as a test of non-inferiority. On
-the wrong side of 0, a difference certainly below m is *confirmed*, one certainly above m is
-*contradicted*, and any other that is certainly not 0 *differs (size unclear)*.
+A claim of no loss ("as good as", "gains nothing") has a margin m, as a test of non-inferiority. It is
+*confirmed* where the difference is certainly not beyond m on the wrong side of 0, *contradicted*
+where it is certainly beyond m, else *differs (size unclear)* where it is certainly on that side.
 """
 
 from __future__ import annotations

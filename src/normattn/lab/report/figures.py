@@ -1,7 +1,7 @@
 """Figures as values: their numbers and titles, before anything is drawn.
 
-The kinds are `Curves` (lines with bands), `Intervals` (a value with its interval for each
-row) and `Grid` (coloured cells with numbers). `charts` draws them, for report.html and as images.
+The kinds are `Curves` (lines with bands), `Intervals` (a value with its interval for each row) and
+`Grid` (coloured cells with numbers). `charts` draws them, for report.html and as images.
 """
 
 from __future__ import annotations

@@ -60,8 +60,8 @@ class Column:
 
     A selection in the metric has priority over the row's: `acc.at(8) - acc.at(8,
     variant="Baseline")` is the difference to Baseline. `interval` False shows the value only, as
-    for a number of parameters. `plain` makes a cell that is not a metric.
-    `without` is the text where nothing was counted.
+    for a number of parameters. `plain` makes a cell that is not a metric. `without` is the text
+    where nothing was counted.
     """
 
     key: str

@@ -57,7 +57,7 @@ class Sums:
         return self.at(kept) if kept and self.bins[kept[-1]][-1] == high else None
 
     def by_unit(self) -> Sums:
-        """The sums with one bin per unit, for values such as a median that need the single units."""
+        """The sums with one bin per unit, for values that need single units, such as a median."""
         identity = np.eye(len(self.units))
         numerator, denominator = (
             part.sum(-1)[..., None] * identity for part in (self.numerator, self.denominator)

@@ -10,10 +10,10 @@ crossed with the seeds, and the S trained seeds. With θ_s the value of seed s,
     df      = V² / (V_seeds²/(S − 1) + V_units²/(U − 1))            (Satterthwaite)
 
 The interval is θ ± t_df · √V. V_seeds and V_units both contain the interaction of seeds and units,
-so V_both is subtracted once. With one seed V = V_units, and the interval is of this trained model only.
-On synthetic data with the variance components of the published tables, 95 % intervals cover the
-truth in 94 to 96 of 100 cases with three and with five seeds; in about 93 where three seeds differ
-more than the mean varies over documents.
+so V_both is subtracted once. With one seed V = V_units, and the interval is of this trained model
+only. On synthetic data with the variance components of the published tables, 95 % intervals cover
+the truth in 94 to 96 of 100 cases with three and with five seeds; in about 93 where three seeds
+differ more than the mean varies over documents.
 """
 
 from __future__ import annotations

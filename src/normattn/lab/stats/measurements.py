@@ -1,10 +1,10 @@
 """The measurements table, the one format behind every report: one row per measured sum.
 
 A row has the identity of the model and data, the unit (document, sentence, image, batch), the place
-(layer, head, bin of an axis), the statistic, and two numbers, `sum` and `of`. These are sums,
-never rates: 7 correct of 10 tokens are sum = 7, of = 10. So any group of rows can be added up
-later without the model. A loss is nats over tokens, a mean a sum over its count, and a fact
-(parameters, steps) a number over 1.
+(layer, head, bin of an axis), the statistic, and two numbers, `sum` and `of`. These are sums, never
+rates: 7 correct of 10 tokens are sum = 7, of = 10. So any group of rows can be added up later
+without the model. A loss is nats over tokens, a mean a sum over its count, and a fact (parameters,
+steps) a number over 1.
 
     identity    study, row, score, method, seed, protocol, length, train_length, split,
                 data, weights, settings (digests), and `factor.*`: what else a study varies
@@ -127,8 +127,8 @@ def sums(
     """Rows of one statistic, without their identity, which `identified` adds.
 
     `sum` and `of` are (units,) without an axis and (units, bins) with one; `of` is broadcast to
-    `sum`. `edges` are the ends of the bins (bins + 1,), or whole numbers (bins,). Rows of one
-    unit are added up, such as windows of one document.
+    `sum`. `edges` are the ends of the bins (bins + 1,), or whole numbers (bins,). Rows of one unit
+    are added up, such as windows of one document.
     """
     numerator = np.asarray(sum, dtype=np.float64)
     numerator = numerator[:, None] if numerator.ndim == 1 else numerator

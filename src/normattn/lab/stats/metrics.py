@@ -25,8 +25,8 @@ def bleu(sums: Array) -> Array:
     """BLEU (Papineni et al. 2002) as sacrebleu computes it, with exponential smoothing.
 
     `sums`: length of the translations, of the references, matching n-grams and n-grams of the
-    translations for n = 1 … 4. BLEU = 100·min(1, exp(1 − r/c))·(Π_n p_n)^¼; the k-th p_n
-    without a match is 1/(2^k·n-grams). BLEU is 0 where nothing matches.
+    translations for n = 1 … 4. BLEU = 100·min(1, exp(1 − r/c))·(Π_n p_n)^¼; the k-th p_n without a
+    match is 1/(2^k·n-grams). BLEU is 0 where nothing matches.
     """
     length, reference = sums[..., 0], sums[..., 1]
     matches, grams = sums[..., 2 : 2 + ORDERS], sums[..., 2 + ORDERS :]

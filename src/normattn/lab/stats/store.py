@@ -29,9 +29,9 @@ BESIDE = "beside"
 class MeasurementStore:
     """A folder of measurements tables, one file per evaluation, named by its key.
 
-    A damaged or misplaced file causes a warning, and its evaluation is repeated.
-    The file done.json has a marker for each finished task, with the keys of its evaluations. Keys
-    depend on data and weights, so they are known only after the task has run.
+    A damaged or misplaced file causes a warning, and its evaluation is repeated. The file done.json
+    has a marker for each finished task, with the keys of its evaluations. Keys depend on data and
+    weights, so they are known only after the task has run.
     """
 
     def __init__(self, folder: Path) -> None:

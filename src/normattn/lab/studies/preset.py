@@ -217,8 +217,8 @@ def load_preset(
     """Load the preset of a request, with the request's changes, as a `kind`.
 
     Groups of a shared file that belong to other studies are ignored. `instead` maps settings that
-    this study does not use (without `evaluation.`) to their replacements. Raises
-    `InputError` for a change of a setting that this study does not use.
+    this study does not use (without `evaluation.`) to their replacements. Raises `InputError` for a
+    change of a setting that this study does not use.
     """
     own_folder = study if _folder(study).is_dir() else None
     ignored = {*GROUPS} - {*kind.model_fields}

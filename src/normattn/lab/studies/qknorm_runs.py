@@ -208,8 +208,8 @@ class VisionSettings(Settings):
 class QKNormPreset(StudyPreset):
     """A preset of the study; `training` holds fields of `TranslationConfig`.
 
-    Without `rates` or `vision` that experiment is skipped. `trained_with` has the settings of
-    each addition of a row; they override `TRAINED_WITH`.
+    Without `rates` or `vision` that experiment is skipped. `trained_with` has the settings of each
+    addition of a row; they override `TRAINED_WITH`.
     """
 
     varied: ClassVar[Mapping[str, Any]] = {
@@ -231,7 +231,7 @@ class QKNormPreset(StudyPreset):
 
     @property
     def layers(self) -> dict[str, Mapping[str, Any]]:
-        """The training group of every experiment, and those that rows add."""
+        """The training settings of every experiment, and those that rows add."""
         experiments = {"rates": self.rates, "vision": self.vision}
         return {
             **super().layers,

@@ -1,6 +1,7 @@
 """Run jobs on other hosts: as tasks of a Ray cluster, or as Slurm jobs by submitit.
 
-Slurm jobs survive this process: cancel them (`scancel`) before you run the command again. Two jobs never work on one run, as each holds its lock.
+Slurm jobs survive this process: cancel them (`scancel`) before you run the command again. Two jobs
+never work on one run, as each holds its lock.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ class SweepConfig(Settings):
     """The settings that all runs of a sweep share; they may not change when runs are added.
 
     `changed` has the user's changes to the preset, by dotted name. `asked` has the options of each
-    command that added runs (`Request.choices`). Each study adds further
-    settings, such as `training` and `evaluation`.
+    command that added runs (`Request.choices`). Each study adds further settings, such as
+    `training` and `evaluation`.
     """
 
     model_config = ConfigDict(extra="allow")

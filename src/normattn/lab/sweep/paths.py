@@ -18,9 +18,9 @@ class RunPaths:
 
     - `run`: the directory of its results. `continued`: trainings that continue from `run`.
     - `job`: the directory of its child process, separate because a run directory accepts only files
-      of a training. It holds `settings` (what the child does), `done` (a copy, written at the
-      end), `diverged` (the measurement that the training ended in NaN), `log` (the child's
-      output), `progress`, and the `lock` that a running child holds.
+      of a training. It holds `settings` (what the child does), `done` (a copy, written at the end),
+      `diverged` (the measurement that the training ended in NaN), `log` (the child's output),
+      `progress`, and the `lock` that a running child holds.
     """
 
     run: Path

@@ -1,7 +1,7 @@
 """A run, its stages, and the sweep of runs that a request asks for.
 
-One child process executes a run: it trains a variant with one seed and measures the model, stage
-by stage. A finished stage is never repeated.
+One child process executes a run: it trains a variant with one seed and measures the model, stage by
+stage. A finished stage is never repeated.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Stage:
 
     - `cost`: the cost of the whole stage, done or not.
     - `is_done`: whether nothing is left to do; a training that diverged is done.
-    - `run(data, progress)`: does the remaining work. Raises `Interrupted` when
-      stopped, with its state saved, and `DivergedError` for a divergence that ends the run.
+    - `run(data, progress)`: does the remaining work. Raises `Interrupted` when stopped, with its
+      state saved, and `DivergedError` for a divergence that ends the run.
     - `trains`: the settings of a training.
     """
 

@@ -197,8 +197,8 @@ def _job(study: Experiment, sweep: Sweep, run: Run) -> Job:
 def _rows(study: Experiment, sweep: Sweep, run: Run) -> list[str]:
     """The study's `headline` columns of one run, a line for each of its rows.
 
-    "  KNA-YaRN: at the training length 31.2, change −2.1". The values are of this run's seed, without
-    intervals.
+    "  KNA-YaRN: at the training length 31.2, change −2.1". The values are of this
+    run's seed, without intervals.
     """
     if not study.headline:
         return []

@@ -86,7 +86,7 @@ class World:
             return value
         values: list[str | None] = [None] * self.size
         dist.all_gather_object(values, value)
-        return next((each for each in values if each is not None), None)
+        return next((v for v in values if v is not None), None)
 
     def any(self, flag: bool) -> bool:
         """Return whether `flag` is true on any rank."""

@@ -16,9 +16,9 @@ from normattn.lab.training.step import TrainStep
 def find_origin(stepper: TrainStep, step: int) -> str | None:
     """Repeat the forward and backward passes of `step`; return where values stop being finite.
 
-    The origin is the first module whose output is not finite, such as `blocks.1.feed_forward.down` (with
-    its parameter if that was not finite before), or the loss, or the first gradient. None if all
-    values of this rank are finite.
+    The origin is the first module whose output is not finite, such as `blocks.1.feed_forward.down`
+    (with its parameter if that was not finite before), or the loss, or the first gradient. None if
+    all values of this rank are finite.
     """
     stepper.optimiser.zero_grad()
     for micro, batch in enumerate(stepper.batches(step)):

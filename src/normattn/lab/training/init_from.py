@@ -33,8 +33,8 @@ class HasFingerprint(Protocol):
 def record_corpus(data: object, out: Path) -> None:
     """Write `corpus.json` at the start of a run; `InputError` if it exists with other data.
 
-    The file has the `fingerprint` of the data and, for tokens, the `sources` of the text.
-    The files of a corpus may change while a run is stopped; a resumed run would mix token ids.
+    The file has the `fingerprint` of the data and, for tokens, the `sources` of the text. The files
+    of a corpus may change while a run is stopped; a resumed run would mix token ids.
     """
     if not isinstance(data, HasFingerprint):
         return

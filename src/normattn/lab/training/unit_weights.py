@@ -1,7 +1,7 @@
 """nGPT's weight normalisation: vectors of length 1 along the model's width, after each step.
 
-The vectors are the rows of embeddings, the head and input projections (W_q, W_k, W_v, W_up), and the
-columns of output projections (W_out, W_down). Source: arXiv 2410.01131; github.com/NVIDIA/ngpt,
+The vectors are the rows of embeddings, the head and input projections (W_q, W_k, W_v, W_up), and
+the columns of output projections (W_out, W_down). Source: arXiv 2410.01131; github.com/NVIDIA/ngpt,
 `normalize_matrices` of train.py.
 """
 
