@@ -165,7 +165,6 @@ def _percent(value: float) -> Cell:
 
 
 def _curves(readings: Sequence[Reading]) -> Curves:
-    """Accuracy by position, a panel for each model."""
     panels = [
         Panel(
             label,

@@ -119,7 +119,6 @@ def text_files(path: str, field: str | None) -> Corpus:
 
 
 def _read_file(field: str, in_folder: bool, name: str, path: Path) -> Iterator[Document]:
-    """Yield the documents of one file."""
     if suffix_of(path) in ROWS:
         yield from rows_of(partial(_read_row, field), name, path, fields=[field])
     elif in_folder and not is_gzipped(path) and file_status(path).st_size <= WHOLE_BYTES:

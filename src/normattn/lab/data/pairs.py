@@ -155,7 +155,6 @@ def prepare_pairs(config: PairsConfig, cache_dir: Path | None = None) -> PairDat
 
 
 def _build(folder: Path, config: PairsConfig, corpus: Corpus) -> None:
-    """Write the tokeniser, the tokens of both sides and the held-out texts into `folder`."""
     own_splits = corpus.own_splits()
 
     def pairs() -> Iterator[Document]:
@@ -197,7 +196,6 @@ def _build(folder: Path, config: PairsConfig, corpus: Corpus) -> None:
 
 
 def _fingerprint(folder: Path, sizes: Mapping[str, int], left_out: Mapping[str, int]) -> str:
-    """Hash the tokeniser, the numbers of pairs, their tokens and the held-out texts."""
     counts = json.dumps({"pairs": sizes, "left_out": left_out}, indent=2) + "\n"
     digests = {"statistics.json": hashlib.sha256(counts.encode()).hexdigest()}
     for side in _SIDES:

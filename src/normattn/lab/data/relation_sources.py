@@ -145,7 +145,6 @@ def python_imports(
 
     @cache
     def pieces() -> list[Document]:
-        """Return the labelled pieces, ordered by split."""
         unique: dict[str, Document] = {}
         for document in library.documents(max_bytes):
             split = split_of(document.name)

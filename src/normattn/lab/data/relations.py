@@ -149,7 +149,6 @@ def _load_split(folder: Path, name: SplitName, counts: Mapping[str, int]) -> Rel
 
 
 def _build(folder: Path, config: RelationConfig, corpus: Corpus) -> None:
-    """Write the vocabulary, tokens, labels and names into `folder`."""
     labels = _label_names(corpus)
     label_indices = {label: index for index, label in enumerate(labels)}
     if not (folder / _VOCABULARY).exists():
@@ -194,7 +193,6 @@ def _label_names(corpus: Corpus) -> tuple[str, ...]:
 
 
 def _make_tokeniser(config: RelationConfig, corpus: Corpus) -> WordPieces:
-    """Load the configured vocabulary, or learn one from the training split."""
     if config.vocabulary is None:
         texts = [d.text for d in corpus.documents() if d.split in (None, "train")]
         return train_word_pieces(texts, config.vocab_size, config.lower_case)
@@ -294,7 +292,6 @@ class RelationBatches:
         return RelationBatch(ids, padding, multi_hot(self.split, documents, self.num_labels))
 
     def _make_epoch(self, epoch: int) -> Int64[np.ndarray, "batches b"]:
-        """Return the documents of every batch of an epoch."""
         used = self.per_epoch * self.batch_size
         order, batch_order = epoch_order(self.seed, epoch, len(self.split), self.per_epoch)
         size = _POOL_BATCHES * self.batch_size

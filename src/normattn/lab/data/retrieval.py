@@ -175,7 +175,6 @@ class Facts(NamedTuple):
 
 
 def _draw_facts(task: str, encoder: StatementEncoder, random: Random, max_tokens: int) -> Facts:
-    """Draw the names and values of one sample, and make the statements of its task."""
     if task == "key_value":
         return _key_value(encoder, random, max_tokens)
     chain = task == "variable_tracking"

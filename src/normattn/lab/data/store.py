@@ -291,7 +291,6 @@ def _read_progress(folder: Path) -> dict[str, Any]:
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """Group documents into batches of bounded size."""
     batch: list[Document] = []
     characters = 0
     for document in documents:
@@ -323,7 +322,6 @@ class _ColumnWriter:
             self._ends.write(np.int64(0).tobytes())
 
     def append(self, values: ArrayLike) -> None:
-        """Write one row."""
         self.written += self._values.write(np.asarray(values, self._dtype).tobytes())
         end = np.int64(self._values.tell() // self._dtype.itemsize)
         self.written += self._ends.write(end.tobytes())

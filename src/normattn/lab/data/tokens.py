@@ -213,8 +213,6 @@ def prepare_tokens(config: DataConfig, cache_dir: Path | None = None) -> TokenDa
 
 
 def _build(folder: Path, config: DataConfig, corpus: Corpus, dtype: str) -> None:
-    """Write the tokeniser, the tokens and their fingerprint into `folder`."""
-
     def documents() -> Iterator[Document]:
         return (document for document in corpus.documents(config.max_bytes) if document.text)
 

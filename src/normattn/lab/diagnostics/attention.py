@@ -114,11 +114,9 @@ class _WeightRecorder(Observer):
         self._residual = ResidualSum()
 
     def enter_layer(self, owner: Any, q: Tensor, k: Tensor, padding: Any, positions: Any) -> None:
-        """Start a layer."""
         self._name = next(self._layers[owner])
         self.chunks[self._name] = []
 
     def record(self, inputs: AttentionInputs, observation: Observation) -> None:
-        """Recompute a layer's weights."""
         weights = attention_of(self._residual.add(inputs))[0]
         self.chunks[self._name].append(weights.float().cpu())

@@ -96,7 +96,6 @@ class _TextStatistics(Observer):
         self._below: Tensor | None = None
 
     def add_variance(self, layer: int, x: Tensor) -> None:
-        """Add the variance of the residual stream after a layer."""
         self.by_layer["variance"].append(x.double().var(-1, correction=0).mean(-1))
 
     def record(self, inputs: AttentionInputs, observation: Observation) -> None:

@@ -145,7 +145,6 @@ class _Mechanism:
         self.last = {name: np.zeros(shape) for name in ("accuracy", "loss", "tokens")}
 
     def ids(self, batch: slice, length: int) -> Tensor:
-        """Return the first `length` tokens of a batch on the model's device."""
         ids = np.array(self.texts.windows[batch, :length], dtype=np.int64)
         return torch.from_numpy(ids).to(next(self.model.parameters()).device)
 
@@ -205,7 +204,6 @@ class _Mechanism:
             np.add.at(self.last["tokens"][:, number], rows, float(self.length))
 
     def frame(self, seed: int, weights: str) -> pl.DataFrame:
-        """Return the sums as rows of the measurements table."""
         if "position" in self.near.sums:
             sizes = size_by_split_sign(self.near.sums["position"], self.near.counts["position"])
             self.near.sums["position_size"], self.near.counts["position_size"] = sizes

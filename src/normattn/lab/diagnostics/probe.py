@@ -66,7 +66,6 @@ class DiagnosticsProbe:
             yield line
 
     def _warnings(self, layers: Mapping[str, LayerLine], step: int) -> dict[str, str]:
-        """Return the warnings that a line justifies, by kind."""
         shares = [
             (share, f"head {head} of {name} has a mean entropy of {share:.3f} ln n, it looks at")
             for name, layer in layers.items()

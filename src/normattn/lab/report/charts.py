@@ -347,7 +347,6 @@ def _above_panels(text: str) -> Any:
 
 
 def _data(values: Sequence[Any]) -> Any:
-    """A chart with these data points."""
     return alt.Chart(alt.Data(values=values))  # type: ignore[no-untyped-call]
 
 

@@ -10,8 +10,8 @@ The verdicts:
 - *differs (size unclear)*: see below.
 - *not confirmed*: none of these.
 
-A claim of no loss ("as good as", "gains nothing") has a margin m, as a test of non-inferiority. It is
-*confirmed* where the difference is certainly not beyond m on the wrong side of 0, *contradicted*
+A claim of no loss ("as good as", "gains nothing") has a margin m, as a test of non-inferiority. It
+is *confirmed* where the difference is certainly not beyond m on the wrong side of 0, *contradicted*
 where it is certainly beyond m, else *differs (size unclear)* where it is certainly on that side.
 """
 

@@ -94,7 +94,6 @@ def context(
 
 
 def _provenance(view: View, tables: Sequence[FilledTable]) -> dict[str, str]:
-    """How the numbers were made: intervals, units, seeds and data."""
     cells = [cell.estimate for table in tables for line in table.cells for cell in line]
     units = sorted({estimate.units for estimate in cells if estimate and estimate.units > 1})
     level, resamples = view.bootstrap.level, view.bootstrap.resamples

@@ -151,14 +151,12 @@ def _read(folder: Path) -> Checkpoint:
 def _write_meta(
     folder: Path, step: int, meta: Mapping[str, Any], digest: str | dict[str, str]
 ) -> None:
-    """Write meta.json with the digests of the tensors."""
     body = {"step": step, "meta": dict(meta), "sha256": digest}
     text = json.dumps({**body, "meta_sha256": _digest(body)}, indent=2)
     (folder / "meta.json").write_text(text + "\n", "utf-8")
 
 
 def _shard_digests(folder: Path) -> dict[str, str]:
-    """Return the digest of every shard in `folder` by name."""
     return {path.name: sha256_of(path) for path in sorted(folder.glob("*.safetensors"))}
 
 

@@ -207,7 +207,6 @@ class Metric:
 
 
 def _column(name: str) -> str:
-    """The column for a keyword of `Metric.at`."""
     if name == "variant":
         return "row"
     return name if name in SCHEMA or name.startswith(FACTOR) else FACTOR + name

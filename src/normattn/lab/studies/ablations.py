@@ -192,7 +192,6 @@ def resolve_factors(request: Request) -> Sweep:
 
 
 def _change_rows(view: View) -> list[Row]:
-    """The changes whose models were evaluated, the unchanged preset first."""
     evaluated = view.values(CHANGED, {"protocol": "last_segment", "method": ""})
     return [
         Row(" + ".join(single.words for single in _split(name)), {CHANGED: name})
@@ -206,8 +205,6 @@ def _change_of(score: str) -> Metric:
 
 
 def _change_columns(view: View) -> list[Column]:
-    """Accuracy at L, whether the models copy, and what a longer context changes."""
-
     def within_training_length(sums: Sums) -> Sums:
         # The digest of the data identifies the training length, as each has different documents.
         length = view.values("train_length", {"data": sums.data})[0]
@@ -381,7 +378,6 @@ def resolve_questions(request: Request) -> Sweep:
 
 
 def _pair_rows(view: View) -> list[Row]:
-    """A row for each evaluated pair."""
     evaluated = set(view.values("row", lm.TRAINED))
     return [
         Row(f"{row} − {reference}", {"row": row, "other": reference, "question": question.words})
@@ -392,8 +388,6 @@ def _pair_rows(view: View) -> list[Row]:
 
 
 def _pair_columns(view: View) -> list[Column]:
-    """The first score of a pair at L, its change, and its differences to the reference."""
-
     def column(key: str, title: str, metric: Metric, difference: bool = True) -> Column:
         def cell(view: View, row: Row) -> Cell:
             first, second = (metric.at(variant=row.where[name]) for name in ("row", "other"))

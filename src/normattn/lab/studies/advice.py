@@ -29,8 +29,6 @@ class Advice:
 
 @dataclass(frozen=True)
 class _Best:
-    """The lowest loss at a length, and its gain over the unmodified model."""
-
     length: int
     method: str
     loss: Estimate

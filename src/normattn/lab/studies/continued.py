@@ -406,7 +406,6 @@ def _branch_rows(view: View) -> list[Row]:
 
 
 def _branch_columns(view: View) -> list[Column]:
-    """Accuracy at the training length, and of the same final tokens after two contexts."""
     lengths = view.lengths("last_segment")
     ends = zip(("near", "far"), (lengths[0], lengths[-1]) if lengths else (), strict=False)
     return [

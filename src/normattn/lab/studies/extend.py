@@ -88,7 +88,6 @@ PARAMETERS = text_column("parameters", "with all parameters", _with_parameters)
 
 
 def _cost_column(key: str, title: str) -> Column:
-    """A column of the increase in loss at the training length, in percent."""
     return estimate_column(
         *(key, title, lambda view, row: cost_at_train_length(view, row.where)),
         lambda cost: format_estimate(cost, 2, signed=True),
@@ -117,7 +116,6 @@ def _changes(view: View) -> list[Column]:
 
 
 def _prefill(view: View) -> list[Column]:
-    """Seconds, memory and pass keys at every length."""
     columns = []
     for n in lengths_of(view):
         where, length = {"protocol": PREFILL, "length": n}, format_length(n)
@@ -175,7 +173,6 @@ def _prefill_notes(view: View) -> list[str]:
 
 
 def _advice(view: View) -> list[str]:
-    """The recommended method, and what was scored."""
     scored = view.sums(LOSS.name, {"protocol": LAST, "length": lengths_of(view)[-1], "method": ""})
     setup = f"Trained at {train_length(view):,} tokens, not trained further."
     if scored is not None:
@@ -312,7 +309,6 @@ def _subjects(view: View) -> list[Where]:
 
 
 def _subview(view: View, subject: Where) -> View:
-    """The measurements of one model on one text."""
     return View(select(view.frame, subject), view.bootstrap)
 
 
@@ -325,7 +321,6 @@ def _gallery_rows(view: View) -> list[Row]:
 
 
 def _losses(view: View) -> list[Column]:
-    """The loss after every multiple of L, the change at the longest, cost and pass keys."""
     multiples = sorted(view.values(MULTIPLE, {"protocol": LAST}))
     titles = {m: f"{m:g} ×" for m in multiples}
     longest = multiples[-1]

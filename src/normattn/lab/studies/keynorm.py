@@ -184,7 +184,6 @@ def claims(view: View) -> Iterator[Claim]:
 
 
 def _as_contexts_grow(view: View) -> Iterator[Claim]:
-    """Claims on the same final tokens after L and after the longest context."""
     lengths = view.lengths("last_segment")
     if len(lengths) < 2:
         return

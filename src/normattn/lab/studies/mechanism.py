@@ -253,7 +253,6 @@ def _distances(view: View) -> list[tuple[int, int]]:
 
 
 def _profile_columns(view: View) -> list[Column]:
-    """The mean product by octave of distance, and how much it rises beyond L."""
     near, far = lengths(view)
     beyond = product_between(near, far) - product_between(near // 2, near)
     return [
@@ -278,7 +277,6 @@ def _layer_rows(view: View) -> list[Row]:
 
 
 def _clamped_columns() -> Iterator[Column]:
-    """The last tokens alone, after the whole text, and with clamped positions."""
     for name in ("accuracy", "loss"):
         metrics = {reading: last_tokens(name, reading) for reading in READINGS}
         for reading, metric in metrics.items():

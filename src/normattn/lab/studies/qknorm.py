@@ -117,7 +117,6 @@ def _failed(view: View, row: Row) -> str | None:
 
 
 def _largest_logit(view: View, row: Row) -> Estimate | None:
-    """The largest logit of any recorded step, layer, head and seed."""
     recorded = {**row.where, "protocol": "training", "statistic": "largest_logit"}
     values = view.values("sum", recorded)
     return Estimate(max(values), seeds=tuple(view.values("seed", recorded))) if values else None

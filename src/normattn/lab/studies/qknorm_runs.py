@@ -312,7 +312,6 @@ class TranslationRun(MeasuredRun):
 def _score_references(
     model: Translator, data: PairData, split: PairSplit, units: list[str], progress: Progress
 ) -> Iterator[pl.DataFrame]:
-    """For each sentence: loss and correct tokens of the model, loss of the unigram model."""
     loss, correct, tokens = score_references(
         model, split, progress=lambda n, of: progress(n, of, "references")
     )

@@ -84,7 +84,6 @@ def resolve(request: Request) -> Sweep:
 
 
 def _rows_by(protocol: str) -> Callable[[View], list[Row]]:
-    """The rows that were evaluated by one protocol."""
     return lambda view: lm.rows_of(view.frame.filter(protocol=protocol))
 
 

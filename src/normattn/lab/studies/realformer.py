@@ -234,7 +234,6 @@ def claims(view: View) -> list[Claim]:
 
 
 def _comparison_claims(all_sizes: list[str]) -> Iterator[Claim]:
-    """Claims on differences of accuracy between rows, and between their gains."""
     claim = partial(Claim, matters=MATTERS)
 
     def accuracy(row: str, size: str) -> Metric:
@@ -277,7 +276,6 @@ def _layer_claims(size: str, count: int) -> Iterator[Claim]:
         return of_row(REALFORMER, metric) - of_row(POSTLN, metric)
 
     def mean_over(name: str, bins: slice = slice(None)) -> Metric:
-        """The mean over some layers."""
         return replace(metrics[name], value=mean_of_bins).between(bins)
 
     def rise(name: str, first: int = 0) -> Metric:
@@ -377,7 +375,6 @@ def _stability_claims(settings: Mapping[Setting, TrainingOutcome]) -> Iterator[C
 def _failure_claim(
     sentence: str, source: str, sign: int, names: tuple[str, str], failed: list[tuple[bool, bool]]
 ) -> Claim:
-    """A claim on the number of failed settings, by an exact sign test over pairs of settings."""
     first, second = (sum(pair[side] for pair in failed) for side in (0, 1))
     only = failed.count((True, False)), failed.count((False, True))
     difference = Estimate(float(first - second), p=sign_test(*only), count=len(failed))

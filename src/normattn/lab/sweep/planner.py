@@ -168,7 +168,6 @@ class SweepProgress(ProgressBar):
         return float(fraction)
 
     def _report(self, outcome: Outcome) -> None:
-        """Print how a job ended, its rows, and the estimated time of the remaining jobs."""
         if outcome.job.name in self._bars:
             self.progress.remove_task(self._bars.pop(outcome.job.name))
         self._ended += 1

@@ -152,7 +152,6 @@ class LoopConfig(Settings):
     @model_validator(mode="before")
     @classmethod
     def _name_optimiser(cls, values: Any) -> Any:
-        """Set the optimiser's name to AdamW if it is missing."""
         if not isinstance(values, Mapping):
             return values
         values = cls.upgrade(values)

@@ -38,8 +38,6 @@ def find_origin(stepper: TrainStep, step: int) -> str | None:
 
 
 def _add_hooks(model: nn.Module, origins: list[str], stack: ExitStack) -> None:
-    """Add hooks that append the names of non-finite outputs and gradients to `origins`."""
-
     def check_output(name: str, module: nn.Module, _inputs: Any, output: Any) -> None:
         if not _finite(output):
             bad = [key for key, value in module.named_parameters() if not _finite(value)]
@@ -61,6 +59,5 @@ def _add_hooks(model: nn.Module, origins: list[str], stack: ExitStack) -> None:
 
 
 def _finite(values: Any) -> bool:
-    """Return whether all tensors in nested `values` are finite."""
     tensors = (leaf.detach() for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
     return all(bool(torch.isfinite(x).all()) for x in tensors if x.is_floating_point())

@@ -109,7 +109,6 @@ class Sharded(Parallel):
         meta = dict(meta)
 
         def finish() -> None:
-            """Wait for all shards, then give the checkpoint its name."""
             with explain_os_errors(folder):
                 try:
                     writing.result()

@@ -157,7 +157,6 @@ class _Loop:
         on_step: Callable[[StepReport], None] | None,
         export_kept: Callable[[Task, int], None] | None,
     ) -> TrainingResult:
-        """Take the remaining steps."""
         names = [probe.name for probe in probes]
         if "metrics" in names:
             raise InputError("a probe is called 'metrics', whose file belongs to the training")
@@ -241,7 +240,6 @@ class _Loop:
         return step, meta
 
     def _step(self, step: int) -> StepValues:
-        """Take a step inside the probes that are due."""
         with ExitStack() as stack:
             due: list[tuple[MetricsLog, Callable[[], Mapping[str, Any]]]] = []
 
@@ -261,7 +259,6 @@ class _Loop:
         return values
 
     def _report(self, step: int, values: StepValues) -> None:
-        """Log a step and call the listeners."""
         seconds, per_step = time.monotonic() - self.started, self.task.tokens_per_step
         report = self.last = StepReport(
             step,
@@ -338,7 +335,6 @@ class _Loop:
         self.status_due = time.monotonic() + STATUS_SECONDS
 
     def _interrupt(self, step: int) -> None:
-        """Save, set the status and raise `Interrupted`."""
         self._raise_failure()
         by = self.request.by or "another process of the group"
         message = f"stopped by {by} after step {step} of {self.steps}"

@@ -98,16 +98,13 @@ class _LargestLogits(Observer):
         self._rows = slice(None)
 
     def enter_layer(self, owner: Any, q: Tensor, k: Tensor, padding: Any, positions: Any) -> None:
-        """Start the calls of a layer."""
         self._owner = owner if isinstance(owner, Score) and owner in self._largest else None
         self._padding, self._rows = padding[0], slice(None)
 
     def select_rows(self, rows: slice, members: Tensor | None) -> None:
-        """Restrict the next call to some rows."""
         self._rows = rows
 
     def record(self, inputs: AttentionInputs, observation: Observation) -> None:
-        """Update the largest logits from rows that are not padding."""
         if self._owner is not None:
             largest = observation.largest.detach().float()
             if self._padding is not None:

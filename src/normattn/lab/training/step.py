@@ -191,7 +191,6 @@ class TrainStep:
             buffer.copy_(saved)
 
     def _accumulate(self, step: int) -> dict[str, Tensor]:
-        """Accumulate gradients over this rank's micro-batches; return the means to log."""
         self.optimiser.zero_grad()
         sums: dict[str, Tensor] = {}
         batches = self.batches(step)

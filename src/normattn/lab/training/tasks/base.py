@@ -68,7 +68,6 @@ class ModelTrainingConfig(LoopConfig, ABC):
     @model_validator(mode="before")
     @classmethod
     def _fill_model(cls, values: Any) -> Any:
-        """Fill in the settings of the model that depend on the data."""
         if not isinstance(values, Mapping) or not isinstance(values.get("model"), Mapping):
             return values
         kind: Any = cls.model_fields["data"].annotation
@@ -82,7 +81,6 @@ class ModelTrainingConfig(LoopConfig, ABC):
 
     @model_validator(mode="after")
     def _check_model(self) -> ModelTrainingConfig:
-        """Raise if the model's settings contradict the data."""
         for name, expected in self.from_data(self.data).items():
             value = getattr(self.model, name)
             if value != expected:
@@ -230,7 +228,6 @@ def kept_model(run: Path, step: int) -> Path:
 
 
 def _finished_result(run: RunDirectory) -> TrainingResult | None:
-    """Return the result of a finished run, else None."""
     if not run.exists:
         return None
     try:
