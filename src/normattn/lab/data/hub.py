@@ -31,9 +31,9 @@ def hub_corpus(address: Address, read: RowReader, held_out: bool = False) -> Cor
 
     It reads one commit: `revision`, or the newest commit of that branch or of main. The commit is
     part of the fingerprint and of the sources, so a data set that changed on the hub is never
-    served from an old cache. Rows are those of `split` (default train). With `held_out` and no
-    split in the address, rows of the validation and test splits follow. Needs the `datasets`
-    library (extra `data`).
+    served from an old cache. Rows come from `split` (default train). With `held_out` and no split
+    in the address, rows of the validation and test splits follow. Needs the `datasets` library
+    (extra `data`).
     """
     name, options = address.body.removeprefix(PREFIX), address.options
     missing = f"corpus '{address}' needs the datasets library: pip install 'normattn[data]'"

@@ -165,7 +165,7 @@ class ImageBatches:
         check_shards(self.batch_size, "images", shard, shards)
         count = self.batch_size // shards
         rows = slice(shard * count, (shard + 1) * count)
-        # Counted over all epochs: a batch may contain the end of one and the start of the next.
+        # Indices run over all epochs: a batch may contain the end of one and the start of the next.
         indices = (step - 1) * self.batch_size + np.arange(self.batch_size)[rows]
         epochs, positions = np.divmod(indices, len(self.split))
         pairs = zip(epochs.tolist(), positions.tolist(), strict=True)

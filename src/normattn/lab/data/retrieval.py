@@ -35,7 +35,7 @@ Ids = tuple[int, ...]
 Random = np.random.Generator
 
 _MAX_TRIES = 100
-# After so many repeated draws in a row the names are considered used up.
+# After this many repeated draws in a row, the names count as used up.
 _MAX_REPEATS = 50
 # A statement may move by this share of the text to the end of a line.
 _MAX_SHIFT = 1 / 16
@@ -93,7 +93,7 @@ def retrieval_set(
     length = window_length(train_length, multiple)
     count = min(max_windows, max(1, max_windows // len(DEPTHS)))
     held_out, encoder = data.split(split), StatementEncoder(data.tokeniser)
-    # If long documents are few, one has several samples with other names.
+    # If long documents are few, each has several samples with other names.
     starts = choose_windows(held_out, length + 1, count, seed)
     windows, documents = np.zeros((count, len(DEPTHS), length + 1), dtype=np.int32), []
     scored = np.zeros((count, length), dtype=bool)

@@ -114,7 +114,7 @@ def repeated_set(
     rows, documents, segments = [], [], []
     for period, starts in zip(periods, candidates, strict=True):
         index = np.arange(length + 1) % period
-        # The same number for every period, evenly over the candidates.
+        # Take the same number for every period, evenly from the candidates.
         for document, first in starts[np.arange(count) * len(starts) // count].tolist():
             rows.append(split.document(document)[first + index])
             documents.append(split.names[document])
@@ -204,7 +204,7 @@ def _distribute(available: Int64[np.ndarray, "n"], total: int) -> Int64[np.ndarr
         unused = np.flatnonzero(counts < available)
         if len(unused) == 0:
             break
-        # Whole rounds at once while every document has enough, then the remainder in order.
+        # Assign whole rounds while every document has enough, then the remainder in order.
         rounds = min(total // len(unused), int((available - counts)[unused].min()))
         if rounds == 0:
             unused, rounds = unused[:total], 1

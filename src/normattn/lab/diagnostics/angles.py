@@ -24,11 +24,10 @@ def unseen_angles(
 ) -> Float[Tensor, " r"] | None:
     """Return for every distance r = 0 … R − 1 the share of feature pairs at unseen angles.
 
-    Pair m rotates by θ_m·ρ(r). θ are the frequencies of a score (those of query rows block·L … if
-    they depend on the block), and ρ(r) is its relative position for r. Angles up to the largest of
-    r < L were trained, or all of them if that is a full circle. `spec` is the present score,
-    `trained` the trained one (default: its trained components). None without rotation or training
-    length.
+    Pair m rotates by θ_m·ρ(r). θ are the frequencies of a score (for query rows block·L … if they
+    depend on the block), and ρ(r) is its relative position for r. Angles up to the largest of r < L
+    were trained, or all of them if that is a full circle. `spec` is the present score, `trained`
+    the trained one (default: its trained components). None without rotation or training length.
     """
     length = spec.train_length
     if not isinstance(spec.position, RotaryPosition) or length is None:

@@ -22,7 +22,7 @@ from normattn.models.utils import without_dropout
 
 Array = NDArray[np.float64]
 SAMPLED = 16
-"""Queries of a text at which attention is compared between layers."""
+"""The number of queries per text at which layers are compared."""
 
 
 def measure_depth(

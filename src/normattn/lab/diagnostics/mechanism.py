@@ -76,7 +76,7 @@ def measure_mechanism(
     At the longer length:
 
     - `pairs` (visible pairs) and `attention` (Σ α over queries at i ≥ L) by region.
-    - `product`: q_i · k_j by distance, in octaves of which one begins at L.
+    - `product`: q_i · k_j by distance, in octaves, one of which begins at L.
     - `last_accuracy` and `last_loss` (nats) of the last L tokens by `READINGS`. A score that cannot
       be clamped has `of` 0 there.
 
@@ -242,8 +242,8 @@ def distance_octaves(train_length: int, length: int) -> list[int]:
 def size_by_split_sign(total: Array, count: Array) -> tuple[Array, Array]:
     """Multiply the sums of every second document by the sign of all other documents together.
 
-    This measures the size of an effect whatever its sign, so that heads of opposite signs can be
-    averaged. Chance gives 0, and intervals over documents stay valid. Two simpler ways do not: a
+    This measures the size of an effect regardless of its sign, so that heads of opposite signs can
+    be averaged. Chance gives 0, and intervals over documents stay valid. Two simpler ways do not: a
     mean of |·| is above 0 by chance, and a sign from all documents but one is nearly the document's
     own. Documents that gave the signs, those without a sign, and a single one have count 0.
     """

@@ -46,10 +46,10 @@ def evaluate_cell(
 
     Statistics: `accuracy` and `loss` (nats) of every scored token. For repeated text also
     `accuracy_seen`, of tokens that occur earlier in the context, and the same by the distance to
-    that occurrence (`accuracy_by_distance`). Bins are those of `bin_edges` (`rising_edges` for the
-    protocol `by_position`), by the 0-based position t of the query.
-    `tokens_per_batch` bounds the input tokens of a batch, and affects results only by rounding.
-    Raises `NormattnError` if a loss is not finite.
+    that occurrence (`accuracy_by_distance`). Bins come from `bin_edges` (`rising_edges` for the
+    protocol `by_position`), by the 0-based position t of the query. `tokens_per_batch` bounds the
+    input tokens of a batch, and affects results only by rounding. Raises `NormattnError` if a loss
+    is not finite.
     """
     rows = rows_per_batch(tokens_per_batch, evaluation_set.length)
     edges = _edges(evaluation_set)

@@ -45,7 +45,7 @@ def evaluate_retrieval(
             "accuracy": (correct, tokens),
             "loss": (loss, tokens),
         }
-        # Samples are the units of the bootstrap, whatever document their filler is from.
+        # The bootstrap's units are samples, even if several have filler from one document.
         samples = [f"{number:04d} {name}" for number, name in enumerate(retrieval.documents)]
         frames = [
             sums(name, samples, total, of, axis="depth", edges=retrieval.depths)
@@ -69,7 +69,7 @@ def _count(
         mask = scored[part]
         first = int(mask.any(axis=0).argmax())
         scores = scores_from(scorer, torch.from_numpy(windows[part].astype(np.int64)), first)
-        # Of the windows' full length, because the rounding of a sum depends on its length.
+        # Losses have the full length, because the rounding of a sum depends on it.
         losses = np.zeros(mask.shape)
         mask = mask[:, first:]
         losses[:, first:] = np.where(mask, scores.loss.double().cpu().numpy(), 0.0)

@@ -28,7 +28,7 @@ from normattn.lab.report.view import View
 from normattn.lab.stats import Bootstrap, Estimate, Metric, holm
 
 SEEDS = FEW_SEEDS
-"""The number of trainings on each side that a verdict on a score needs."""
+"""The fewest trainings on each side for a verdict on a score."""
 LEAST_P = 0.001
 """The smallest p that is shown as a number."""
 

@@ -116,7 +116,7 @@ class RunDirectory:
         Raises `InputError` if another process holds the lock, or another run was started here since
         `open`. The lock ends with the process, even if it is killed.
         """
-        # Checked first, so that a wrong run does not lock out the right one.
+        # Check first, so that a wrong run does not lock out the right one.
         self._load_stored()
         with ExitStack() as stack:
             try:

@@ -44,7 +44,7 @@ def read_status(path: Path) -> RunStatus | None:
     if not file.exists():
         return None
     try:
-        # As JSON text: in strict mode pydantic builds a dataclass from nothing else.
+        # In strict mode, pydantic builds a dataclass only from JSON text.
         return TypeAdapter(RunStatus).validate_json(json.dumps(read_object(file)))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]

@@ -235,7 +235,7 @@ def _student(freedom: float, value: float, error: float, level: float) -> dict[s
 def _spread(values: Array, v_units: float, v_one_seed: float, units: int) -> tuple[float, float]:
     """√V and its degrees of freedom, as in the module's equations.
 
-    `values` are those of the seeds; `v_one_seed` is mean_s var_r(θ*_sr).
+    `values` has a value per seed; `v_one_seed` is mean_s var_r(θ*_sr).
     """
     seeds = len(values)
     if seeds == 1:

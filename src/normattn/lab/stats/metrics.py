@@ -64,9 +64,9 @@ def macro_f1(
     """The mean F1, in %, of the classes that are true or predicted anywhere.
 
     A bin is a class, `numerator` is 2 · correctly predicted and `denominator` predicted + true. The
-    `whole` sums are those of all units. They decide which classes count, and a class without a
-    resampled unit keeps its F1 of all units. Without that, resamples would lack rare classes, whose
-    F1 is low, and be biased upwards.
+    `whole` sums cover all units. They decide which classes count, and a class without a resampled
+    unit keeps its F1 of all units. Without that, resamples would lack rare classes, whose F1 is
+    low, and be biased upwards.
     """
     known = _f1(whole_numerator, whole_denominator)
     counted = whole_denominator > 0
@@ -115,7 +115,7 @@ class Term:
     @property
     def place(self) -> tuple[Any, ...]:
         """Identifies the sums that the term uses."""
-        # A function is its own key, as its `repr` may be that of a later function.
+        # A function is its own key, as a later one may have the same `repr`.
         bins = self.bins if callable(self.bins) else repr(self.bins)
         return (self.name, bins, *sorted(self.where.items()))
 

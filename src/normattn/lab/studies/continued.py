@@ -55,7 +55,7 @@ BASE = "Baseline"
 UNCHANGED = "as it is"
 STEP, BRANCH = "factor.step", "factor.continued"
 MATTERS = 0.05
-"""Nats: an undecided claim is inconclusive where only larger differences were detectable."""
+"""The smallest difference that matters, in nats; see `Claim`."""
 
 # What runs
 
@@ -106,8 +106,8 @@ class ContinuedPreset(Preset):
 class ContinuedRun(Run):
     """A score trained at L, and branches of continued training, evaluated along the way.
 
-    `branches` has each branch's settings, which override those of `continued`. With `every_length`
-    branches are evaluated on held-out text of each length, else by the protocols of `evaluation`.
+    `branches` has each branch's settings, which override `continued`. With `every_length` branches
+    are evaluated on held-out text of each length, else by the protocols of `evaluation`.
     """
 
     training_class: ClassVar[type[TrainingConfig]] = TrainingConfig

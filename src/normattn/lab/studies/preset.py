@@ -35,7 +35,7 @@ Protocol = Literal[
 ]
 MOST_MULTIPLES = 1 << 20
 PROTOCOLS: tuple[Protocol, ...] = ("train_length", "non_repeated", "repeated", "last_segment")
-"""The default protocols, those of the table's columns."""
+"""The default protocols, which the table's columns show."""
 GROUPS = ("window", "continued", "mechanism", "reading", "factors")
 """Groups of settings that only one study of language models uses."""
 AnyPreset = TypeVar("AnyPreset", bound="StudyPreset")

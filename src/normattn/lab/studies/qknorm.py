@@ -106,7 +106,7 @@ def largest_logits(identity: Identity, run: Path) -> pl.DataFrame:
 
 
 def _learning_rate(view: View, row: Row) -> str | None:
-    # From the training: one that ended in NaN has no tested model.
+    # Read it from the training, as one that ended in NaN has no tested model.
     rate = view.only_value("factor.learning_rate", {**row.where, "protocol": "training"})
     return None if rate is None else f"{rate:.3g}"
 

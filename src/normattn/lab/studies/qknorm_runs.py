@@ -73,7 +73,7 @@ TRAINED_WITH: Mapping[str, Layer] = {
     CLIP: {"qk_clip": 30.0},
 }
 _SEPARATOR = re.compile(r"\+(?=[A-Za-z])")
-"""A + before a name, unlike those of `logn+` and of 1e+06."""
+"""A + before a name, unlike in `logn+` and 1e+06."""
 
 
 def split_row(row: str) -> tuple[str, tuple[str, ...]]:
@@ -149,8 +149,8 @@ def vision_score(score: str) -> str:
 class TranslationSettings(Settings):
     """How a trained model is tested: the split, the number of sentences, and the beam search.
 
-    `max_sentences` are the first of the split (default: all). `split` is that of the images too;
-    settings are chosen on "validation", tables made on "test".
+    The first `max_sentences` are tested (default: all). `split` applies to the images too; settings
+    are chosen on "validation", tables made on "test".
     """
 
     split: Literal["test", "validation"] = "test"
@@ -363,8 +363,8 @@ class VisionRun(MeasuredRun):
 def resolve(request: Request) -> Sweep:
     """The sweep of a request.
 
-    `variants` are the rows; the learning-rate sweep and the Vision Transformers use those of them
-    that the preset names. Raises `InputError` for unknown settings and for scores that cannot be
+    `variants` are the rows; the learning-rate sweep and the Vision Transformers use the rows that
+    the preset names. Raises `InputError` for unknown settings and for scores that cannot be
     trained.
     """
     preset = load_preset(request, "qknorm", QKNormPreset)

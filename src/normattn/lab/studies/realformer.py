@@ -218,7 +218,7 @@ COMPARED: tuple[tuple[str, str, str, str], ...] = (
         *(COMMENTS, "RealFormer-from-PostLN", "PostLN-continued"),
     ),
 )
-"""A claim, its source, and two rows of one size, of which the first is claimed to be better."""
+"""A claim, its source, and two rows; at equal size, the first is claimed to be better."""
 
 
 def claims(view: View) -> list[Claim]:

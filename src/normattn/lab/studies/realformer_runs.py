@@ -290,7 +290,7 @@ def _measure_layers(
     parts = []
     for name, first in (("variance", 0), ("entropy", 1), ("agreement", 2), ("agreement_mean", 2)):
         parts += by_layer(name, documents, depths[name], windows, first)
-    # Gradients are those of the model at the start of its training.
+    # Gradients are measured at the start of training.
     torch.manual_seed(derive_seed(config.seed, "initialisation"))
     initial = with_weights(config)
     start = new_model(MaskedLM, initial.model, initial.continued).to(choose_device(initial.device))

@@ -358,7 +358,7 @@ def _change(metric: Metric) -> Metric:
 def step_change(view: View) -> Estimate | None:
     """The change of the median step time with RMSNorm, in %, paired over rounds.
 
-    The interval is that of the logarithm of the ratio. There are no seeds, as only rounds vary.
+    The interval comes from the logarithm of the ratio. There are no seeds, as only rounds vary.
     """
     log_median = Metric("step_time", value=lambda *sums: np.log(median()(*sums)))
     log_time = log_median.between(Sums.by_unit).at(STEPS)

@@ -87,7 +87,7 @@ def reproduce(study: Experiment, request: Request, only_plan: bool = False) -> l
         if sweep.skipped:
             write_text(sweep.out / LEFT_OUT, "\n".join(sweep.skipped) + "\n")
         failed = _run_all(study, sweep, launcher, at_once, needs)
-        # Printed before the report: where every run failed, there is none.
+        # Print before the report, which is missing where every run failed.
         for sentence in failed:
             warn(f"normattn: {sentence}")
         if len(failed) < len(sweep.runs):
@@ -171,7 +171,7 @@ def _prepare(console: Console, sweep: Sweep) -> None:
             if line not in printed:
                 tell(line, console)
         printed |= dict.fromkeys(lines)
-    # By folders, not by the settings in jobs/: a run without settings must not fail the others.
+    # Find runs by their folders: one without settings in jobs/ must not fail the others.
     refuse_changed_text(sorted(sweep.out.glob("cells/*/seed*")), now)
 
 

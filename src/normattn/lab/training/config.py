@@ -16,7 +16,7 @@ from normattn.score import ScoreSpec
 from normattn.settings import Settings
 
 # Settings that may change when a run resumes: they do not affect the losses, or (threads, parallel)
-# only by rounding. `tensorboard` is in the settings of runs from before `track`.
+# only by rounding. Runs from before `track` have `tensorboard`.
 CHANGEABLE = frozenset({"threads", "checkpoint_seconds", "track", "tensorboard", "parallel"})
 
 

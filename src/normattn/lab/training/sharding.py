@@ -1,4 +1,4 @@
-"""Full and local views of FSDP2's DTensors, of which every process holds some rows.
+"""Full and local views of FSDP2's DTensors, whose rows are divided among processes.
 
 Ordinary tensors pass through unchanged, so that optimisers need no second path.
 """

@@ -17,8 +17,8 @@ class Task(Protocol):
     """A model with its batches and loss.
 
     `batch` must be stateless: equal arguments give equal tensors. The shards of a step are equal
-    parts of the same global batch, whatever their number. A batch is a tensor or a (named) tuple
-    of tensors.
+    parts of the same global batch, for any number. A batch is a tensor or a (named) tuple of
+    tensors.
     """
 
     @property

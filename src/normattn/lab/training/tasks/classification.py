@@ -37,7 +37,7 @@ NOMINAL_LENGTH = 75
 class ClassificationConfig(BatchTrainingConfig):
     """A classifier of documents, its data, and how it is trained.
 
-    model: as `ClassifierConfig`. vocab_size is that of `data` and may be left out. train_length
+    model: as `ClassifierConfig`. vocab_size follows from `data` and may be left out. train_length
     defaults to `data.max_tokens`. labels must be the number of labels of the data. The run's
     directory gets the names of the labels and the vocabulary.
     """
@@ -95,8 +95,8 @@ class ClassificationConfig(BatchTrainingConfig):
 class VisionTrainingConfig(BatchTrainingConfig):
     """A Vision Transformer, its images, and how it is trained.
 
-    model: as `VisionConfig`; height, width, channels and classes are those of `data` and may be
-    left out. shift: augmentation, each image moves by up to `shift` pixels.
+    model: as `VisionConfig`; height, width, channels and classes follow from `data` and may be left
+    out. shift: augmentation, each image moves by up to `shift` pixels.
     """
 
     kind: ClassVar[str] = "vision"

@@ -26,7 +26,7 @@ from normattn.settings import Settings
 
 
 class TextTrainingConfig(BatchTrainingConfig):
-    """A language model on a corpus. Its vocab_size is that of `data` and may be left out.
+    """A language model on a corpus. Its vocab_size follows from `data` and may be left out.
 
     The run's directory gets the tokeniser, if there is one.
     """

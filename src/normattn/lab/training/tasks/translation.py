@@ -32,7 +32,7 @@ NOMINAL_LENGTH = 16
 class TranslationConfig(ModelTrainingConfig):
     """A translation model, its sentence pairs, and how it is trained.
 
-    - model: as `TranslatorConfig`. The vocabularies are those of `data` and may be left out;
+    - model: as `TranslatorConfig`. The vocabularies follow from `data` and may be left out;
       train_length defaults to `data.max_length`.
     - batch_tokens: padded source and target tokens of an optimiser step, over all processes and
       micro-batches (1, 2, 4 or 8 together).
@@ -80,7 +80,7 @@ class TranslationConfig(ModelTrainingConfig):
     def loss(self, model: Any, batch: Any, shards: int) -> Loss:
         """Return the smoothed loss, and the plain loss (nats) and accuracy, means over tokens.
 
-        A shard is weighted by its tokens, so that the mean over shards is that of the batch.
+        A shard is weighted by its tokens, so that the mean over shards equals the batch's.
         """
         tokens, target = (batch.target[:, 1:] != PAD_ID).sum(), batch.target
         if not tokens:  # A shard of filler rows: any loss, with weight 0.
