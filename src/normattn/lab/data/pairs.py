@@ -232,8 +232,8 @@ class PairBatches:
     Sentences are sorted by their padded lengths (multiples of 8) and cut into batches. Every epoch
     shuffles sentences of equal lengths and the order of the batches. The cuts are the same in every
     epoch, so each has `len(self)` batches and every sentence is in exactly one. A batch has a
-    multiple of 8 rows; rows that only fill it up are not scored.
-    Raises `InputError` if 8 of the longest sentences do not fit into a batch.
+    multiple of 8 rows; filler rows are not scored. Raises `InputError` if 8 of the longest
+    sentences do not fit into a batch.
     """
 
     def __init__(self, split: PairSplit, batch_tokens: int, seed: int) -> None:

@@ -203,14 +203,14 @@ class Table:
         columns = [Column("row", self.head, plain=lambda view, row: Cell(row.label))]
         columns += self.columns(view) if callable(self.columns) else self.columns
         filled = [(column, [column.cell(view, row) for row in rows]) for column in columns]
-        kept = [(c, cells) for c, cells in filled if any(cell != NOTHING for cell in cells)]
+        nonempty = [(c, cells) for c, cells in filled if any(cell != NOTHING for cell in cells)]
         notes = self.notes(view) if callable(self.notes) else self.notes
         return FilledTable(
-            *(self.key, self.title, f"{self.intro} {_explain_missing_intervals(kept)}".strip()),
+            *(self.key, self.title, f"{self.intro} {_explain_missing_intervals(nonempty)}".strip()),
             notes=tuple(notes),
-            columns=tuple(column for column, _ in kept),
+            columns=tuple(column for column, _ in nonempty),
             rows=rows,
-            cells=tuple(zip(*(cells for _, cells in kept), strict=True)),
+            cells=tuple(zip(*(cells for _, cells in nonempty), strict=True)),
             main=self.main,
         )
 

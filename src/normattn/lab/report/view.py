@@ -43,8 +43,8 @@ class View:
         """The unique values of a column in the rows `where`, in order of appearance."""
 
         def query() -> list[Any]:
-            used = {column, *(where or {})}
-            frame = self.frame.select(name for name in self.frame.columns if name in used)
+            columns = {column, *(where or {})}
+            frame = self.frame.select(name for name in self.frame.columns if name in columns)
             return select(frame, where or {})[column].unique(maintain_order=True).to_list()
 
         return list(self._cached(("values", column, *sorted((where or {}).items())), query))

@@ -46,15 +46,15 @@ class Sums:
     def at(self, chosen: slice | Sequence[int]) -> Sums:
         """The sums of some of the bins, by index."""
         indices = range(len(self.bins))
-        kept = list(indices[chosen] if isinstance(chosen, slice) else chosen)
-        numerator, denominator = self.numerator[..., kept], self.denominator[..., kept]
-        bins = tuple(self.bins[index] for index in kept)
+        selected = list(indices[chosen] if isinstance(chosen, slice) else chosen)
+        numerator, denominator = self.numerator[..., selected], self.denominator[..., selected]
+        bins = tuple(self.bins[index] for index in selected)
         return replace(self, bins=bins, numerator=numerator, denominator=denominator)
 
     def between(self, low: float, high: float) -> Sums | None:
         """The sums of the bins from `low` to `high`; None where no bin ends at `high`."""
-        kept = [n for n, (*_, start, _) in enumerate(self.bins) if low <= start < high]
-        return self.at(kept) if kept and self.bins[kept[-1]][-1] == high else None
+        selected = [n for n, (*_, start, _) in enumerate(self.bins) if low <= start < high]
+        return self.at(selected) if selected and self.bins[selected[-1]][-1] == high else None
 
     def by_unit(self) -> Sums:
         """The sums with one bin per unit, for values that need single units, such as a median."""

@@ -259,9 +259,9 @@ def _change_claims(view: View) -> Iterator[Claim]:
 
 def _change_figures(view: View) -> list[Figure]:
     keys = ("Baseline_change", "KNA_change", "gap")
-    drawn = [column for column in _change_columns(view) if column.key in keys]
+    columns = [column for column in _change_columns(view) if column.key in keys]
     title = "Accuracy on the same final tokens: longest context − training length, in points"
-    return [lm.interval_figure(view, "factors", title, _change_rows(view), drawn)]
+    return [lm.interval_figure(view, "factors", title, _change_rows(view), columns)]
 
 
 FACTORS = Study(
@@ -431,8 +431,8 @@ def _pair_claims(view: View) -> Iterator[Claim]:
 def _pair_figures(view: View) -> list[Figure]:
     differences = [c for c in _pair_columns(view) if c.key.endswith("_difference")]
     title = "Differences of accuracy, in points"
-    drawn = lm.interval_figure(view, "questions", title, _pair_rows(view), differences)
-    return [drawn, *lm.position_figures(view), lm.history_figure(view)]
+    intervals = lm.interval_figure(view, "questions", title, _pair_rows(view), differences)
+    return [intervals, *lm.position_figures(view), lm.history_figure(view)]
 
 
 STUDY = Study(

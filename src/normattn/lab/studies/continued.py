@@ -184,9 +184,9 @@ def held_out_sets(
     data: TokenData, train_length: int, settings: EvaluationSettings
 ) -> list[EvaluationSet]:
     """Held-out text of each length, with every token scored."""
-    split, drawn = data.split(settings.split), (settings.max_windows, settings.seed)
+    split, sampling = data.split(settings.split), (settings.max_windows, settings.seed)
     return [
-        natural_set("non_repeated" if n > 1 else "train_length", split, train_length, n, *drawn)
+        natural_set("non_repeated" if n > 1 else "train_length", split, train_length, n, *sampling)
         for n in settings.multiples
     ]
 

@@ -98,8 +98,8 @@ def extended_variants(
         if part.slot.value == "order":
             rows.append(f"QKRMSNorm-{name}")
         elif part.slot.value != "variant":
-            every = getattr(part, "every", 0)
-            text = f"{part.name}(every={layers})" if every > layers >= 2 else part.name
+            period = getattr(part, "every", 0)
+            text = f"{part.name}(every={layers})" if period > layers >= 2 else part.name
             rows += [f"Baseline-{text}", *(["KNA-NoPE"] if name == "NoPE" else [])]
     return tuple(rows)
 

@@ -288,22 +288,22 @@ def evaluation_sets(
     Raises `InputError` when no test document is long enough, naming the longest, and when a length
     is too short for retrieval.
     """
-    split, drawn = data.split(settings.split), (settings.max_windows, settings.seed)
+    split, sampling = data.split(settings.split), (settings.max_windows, settings.seed)
     sets: list[AnySet] = []
     for protocol in ("train_length", "non_repeated", "repeated", "last_segment", "by_position"):
         if protocol not in settings.protocols:
             continue
         if protocol == "last_segment":
-            sets += texts.last_segment_sets(split, train_length, settings.multiples, *drawn)
+            sets += texts.last_segment_sets(split, train_length, settings.multiples, *sampling)
             continue
         for multiple in _multiples(protocol, settings):
             if protocol == "repeated":
-                sets.append(texts.repeated_set(split, train_length, multiple, *drawn))
+                sets.append(texts.repeated_set(split, train_length, multiple, *sampling))
             else:
-                sets.append(texts.natural_set(protocol, split, train_length, multiple, *drawn))
+                sets.append(texts.natural_set(protocol, split, train_length, multiple, *sampling))
     if "retrieval" in settings.protocols:
         sets += [
-            retrieval_set(data, task, train_length, multiple, *drawn, settings.split)
+            retrieval_set(data, task, train_length, multiple, *sampling, settings.split)
             for task in TASKS
             for multiple in settings.multiples
         ]

@@ -305,7 +305,7 @@ def interval_figure(
     symlog: float | None = None,
 ) -> Figure:
     """A figure of the columns' values with their intervals; differences have a line at 0."""
-    drawn = tuple(
+    interval_columns = tuple(
         IntervalColumn(
             column.title,
             column.estimates(view, rows),
@@ -313,7 +313,7 @@ def interval_figure(
         )
         for column in columns
     )
-    return Intervals(name, title, tuple(row.label for row in rows), drawn, symlog)
+    return Intervals(name, title, tuple(row.label for row in rows), interval_columns, symlog)
 
 
 def _by_method(

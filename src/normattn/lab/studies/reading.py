@@ -89,9 +89,9 @@ def _rows_by(protocol: str) -> Callable[[View], list[Row]]:
 
 def _octaves(metric: Metric) -> Callable[[View], Sequence[Column]]:
     """Columns of the metric at positions up to L, 2 L, 4 L, …"""
-    at = metric.at(protocol=POSITION)
+    by_position = metric.at(protocol=POSITION)
     return lambda view: [
-        Column(f"{metric.name}_{number}", title, at.between(span))
+        Column(f"{metric.name}_{number}", title, by_position.between(span))
         for number, (_, title, span) in enumerate(octaves(view, metric, {"protocol": POSITION}))
     ]
 

@@ -177,8 +177,8 @@ def _prepare(console: Console, sweep: Sweep) -> None:
 
 def is_done(sweep: Sweep, run: Run) -> bool:
     """Whether this run has ended with the same settings, and its results still exist."""
-    same = read_or_empty(sweep.paths(run).done) == run.model_dump(mode="json")
-    return same and all(stage.is_done() for stage in sweep.stages(run))
+    same_settings = read_or_empty(sweep.paths(run).done) == run.model_dump(mode="json")
+    return same_settings and all(stage.is_done() for stage in sweep.stages(run))
 
 
 def _job(study: Experiment, sweep: Sweep, run: Run) -> Job:

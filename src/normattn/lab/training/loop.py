@@ -76,7 +76,7 @@ def train(
         stack.enter_context(torch.random.fork_rng(devices=cuda))
         displays: list[ProgressBar | Tracking] = []
         if config.track is not None:
-            # First, so that a missing tracker leaves no run behind.
+            # Open it first, so that a missing tracker leaves no run behind.
             track, every = config.track, config.log_every
             world.on_main(lambda: displays.append(Tracking(track, run, every)))
         world.on_main(lambda: stack.enter_context(run.lock()))
@@ -178,7 +178,7 @@ class _Loop:
                 if not values.finite:
                     self._diverge(step, values)
                 self._attempt(self._report, step, values)
-                # Before the checkpoint of this step, so that a resumed run has every kept model.
+                # Export before this step's checkpoint, so that a resumed run has every kept model.
                 if step in self.config.keep and export_kept is not None:
                     with self.parallel.full_parameters(self.task.model):
                         self.world.on_main(partial(export_kept, self.task, step))
@@ -307,7 +307,7 @@ class _Loop:
         if not self.parallel.decide(lambda: self.failure is None):
             return
         assert self.last is not None
-        # Without clock times, so that equal runs have equal checkpoints.
+        # Leave out clock times, so that equal runs have equal checkpoints.
         last = {**asdict(self.last), "tokens_per_second": 0.0, "seconds": 0.0}
         meta = {"metrics_lines": self.run.metrics.lines, "last": last}
         if self.stepper.scaler.is_enabled():
@@ -317,8 +317,8 @@ class _Loop:
         self.saved_step = step
         if self.world.main:
             self._write_status(step)
-        now, every = time.monotonic(), self.config.checkpoint_seconds
-        self.save_due = now + (max(every, (now - before) / CHECKPOINT_SHARE) if every else 0.0)
+        now, period = time.monotonic(), self.config.checkpoint_seconds
+        self.save_due = now + (max(period, (now - before) / CHECKPOINT_SHARE) if period else 0.0)
 
     def _save_and_wait(self, step: int) -> None:
         """Save, wait, and raise the main process's failure, if any, on every process."""

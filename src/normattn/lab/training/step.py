@@ -92,7 +92,7 @@ class TrainStep:
             self.parallel = Sharded(world, config.precision)
         if config.activation_checkpointing:
             set_activation_checkpointing(task.model)
-        # Before the optimiser is made, because sharding replaces parameters.
+        # Wrap before making the optimiser, because sharding replaces parameters.
         objective = self.parallel.wrap(Objective(task))
         self.optimiser = make_optimiser(task.model, config.optimiser)
         fp16 = config.precision == "fp16"
@@ -175,7 +175,7 @@ class TrainStep:
         if norm.device.type != "cpu" and step < self.config.steps:
             # The device is still computing: fetch the next batch before waiting for it.
             self._prefetched = (step + 1, self._fetch(step + 1))
-        # One transfer from the device for all values of the step.
+        # Transfer all values of the step from the device at once.
         gradient_norm, stopped, *numbers = torch.cat([norm.float().view(1), averaged]).tolist()
         metrics = dict(zip(names, numbers, strict=True))
         rate = self.config.optimiser.lr * lr_multiplier(

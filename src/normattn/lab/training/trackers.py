@@ -74,7 +74,7 @@ def open_wandb(package: Any, run: RunDirectory, step: int) -> OpenTracker:
         dir=str(run.path),
         resume="allow",
         mode=os.environ.get("WANDB_MODE", "offline"),
-        # Otherwise it captures stdout and stderr, and prints to them.
+        # By default, wandb captures stdout and stderr, and prints to them.
         settings=package.Settings(console="off", silent=True),
     )
     return lambda values, step: tracked.log(dict(values), step=step), tracked.finish

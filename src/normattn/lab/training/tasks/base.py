@@ -197,7 +197,7 @@ def train_model(config: ModelTrainingConfig, out: Path | str, **options: Any) ->
         return RunDirectory.open(out, config, config.kind, changeable=config.changeable)
 
     with process_group(config.device) as world:
-        # Checks the directory before data is prepared.
+        # Check the directory before preparing data.
         result = world.on_main(lambda: _finished_result(open_run()))
         if result is not None:
             return result
