@@ -138,7 +138,7 @@ def name_of(method: str) -> str:
 
 
 def resolved(view: View, where: Where) -> str:
-    """The method of the rows `where`, as typed with all its parameters."""
+    """The method of the rows `where`, written with all its parameters."""
     return str(view.only_value("score", where) or where["method"])
 
 

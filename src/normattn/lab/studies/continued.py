@@ -147,7 +147,7 @@ class ContinuedRun(Run):
         return [*make(data, train_length, settings)]
 
     def measurement_stage(self, folder: Path, config: TrainingConfig) -> Stage:
-        """Evaluate the model that a branch started from (step 0), and those that it kept.
+        """Evaluate the model that a branch started from (step 0), and the models that it kept.
 
         Each is evaluated with the branch's method, and its measurements have the factor `step`. A
         branch that diverged kept fewer models.

@@ -300,7 +300,7 @@ def _text(folder: Path) -> str:
 
 
 def _subjects(view: View) -> list[Where]:
-    """Every model on every text, sorted, as rows read from a file are not."""
+    """Every model on every text, sorted, as rows read from a file may not be."""
     return [
         {"row": model, TEXT: text}
         for model in sorted(view.values("row"))

@@ -84,7 +84,7 @@ class TextSetting:
         sets: Sets | None = None,
         **settings: Any,
     ) -> Sweep:
-        """The sweep of these runs with every seed; `settings` are recorded besides.
+        """The sweep of these runs with every seed; `settings` are recorded too.
 
         `sets` makes the evaluation sets of a run (default: `evaluation_sets`); the plan counts
         their documents.
