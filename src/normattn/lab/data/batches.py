@@ -194,6 +194,6 @@ class MaskedBatches:
         self.masking = masking
 
     def batch(self, step: int, shard: int = 0, shards: int = 1) -> MaskedRows:
-        """Return shard `shard` of `shards` of the batch of `step`; they concatenate to it."""
+        """Return shard `shard` of `shards` of the batch of `step`: consecutive rows."""
         tokens = self.batches.batch(step, shard, shards)
         return self.masking.rows(tokens, self.batches.seed, step, first=shard * len(tokens))

@@ -92,11 +92,11 @@ def text_files(path: str, field: str | None) -> Corpus:
     """Return the text of a file or folder. Documents of equal text are in one split.
 
     A folder is read recursively in the order of relative names, without hidden files and unknown
-    suffixes. There a text file is one document, unless it is larger than 1 MB or gzipped. Such
-    files and a single text file are cut at line ends into documents of about 32 kB. Every row of a
-    JSON-lines, Parquet, CSV or TSV file is a document with its text in `field` (default `text`).
-    Names are relative, so that splits do not change when the folder moves. Raises `InputError` if
-    there is no file.
+    suffixes. In a folder a text file is one document, unless it is larger than 1 MB or gzipped.
+    Such files and a single text file are cut at line ends into documents of about 32 kB. Every row
+    of a JSON-lines, Parquet, CSV or TSV file is a document with its text in `field` (default
+    `text`). Names are relative, so that splits do not change when the folder moves. Raises
+    `InputError` if there is no file.
     """
     root = expand_path(path)
     files = {root.name: root}

@@ -126,9 +126,9 @@ _SET_BY_USER = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNAB
 def keep_pages() -> Iterator[None]:
     """Make glibc keep up to 256 MiB of freed memory inside, and restore its defaults afterwards.
 
-    A training step allocates what the last one freed. If that returned to the system, every 4 KiB
-    page would be a page fault (about 0.7 µs; up to 30,000 in a step of width 128). Does nothing if
-    the environment sets the thresholds, or with another C library.
+    A training step allocates what the last one freed. If that memory went back to the system, every
+    4 KiB page would be a page fault (about 0.7 µs; up to 30,000 in a step of width 128). Does
+    nothing if the environment sets the thresholds, or with another C library.
     """
     library = ctypes.CDLL(None)
     glibc = hasattr(library, "mallopt") and hasattr(library, "malloc_trim")
