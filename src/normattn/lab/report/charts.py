@@ -218,7 +218,7 @@ def _x_axis(panel: Panel, values: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def _limits(lines: Sequence[Line], log: bool) -> tuple[float, float]:
-    """The limits of the y axis, from all values and the intervals that are not far too wide (`WIDE`).
+    """The limits of the y axis, from all values and the intervals that are not too wide (`WIDE`).
 
     The first two points of a long line may be outside, as starts are extreme.
     """

@@ -46,7 +46,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended: its exit code, and the reason of a failure ("" on success)."""
+    """How a job ended: its exit code, and the reason for a failure ("" on success)."""
 
     job: Job
     code: int
@@ -72,7 +72,7 @@ class Task:
     """A started job.
 
     - `done`: whether the job has ended.
-    - `result`: the exit code, and the reason of a failure ("" on success).
+    - `result`: the exit code, and the reason for a failure ("" on success).
     - `stop`: asks the job to save its state and end; repeated every `stop_again_seconds`.
     - `kill`: ends the job at once.
     """
@@ -229,7 +229,7 @@ class Child:
             self.process.wait()
 
     def result(self) -> tuple[int, str]:
-        """Wait for the end; return the exit code and the reason of a failure ("" on success)."""
+        """Wait for the end; return the exit code and the reason for a failure ("" on success)."""
         code = self.process.wait()
         if code == FINISHED:
             return code, ""
