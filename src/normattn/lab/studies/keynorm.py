@@ -217,10 +217,7 @@ def _is_candidate(row: str) -> bool:
 
 
 def _by_distance(view: View) -> Iterator[Claim]:
-    """Claims on copying over a trained and over an unseen distance.
-
-    The control cannot see the answer at either distance.
-    """
+    """Claims on copying over a trained and an unseen distance; the control sees neither answer."""
     distances, trained = lm.distances(view), max(view.values("train_length"), default=0)
     near = max((distance for distance in distances if distance < trained), default=0)
     far = max(distances, default=0)

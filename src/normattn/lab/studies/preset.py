@@ -241,10 +241,7 @@ def load_preset(
 def _apply_changes(
     stored: Mapping[str, Any], request: Request, known: Collection[str]
 ) -> dict[str, Any]:
-    """The stored settings with the request's changes.
-
-    Raises `InputError` for a setting whose group was not named, and names the group.
-    """
+    """Apply the request's changes; raises `InputError` for one without its group, and names it."""
     for name in request.changes:
         if name.partition(".")[0] in known:
             continue

@@ -295,10 +295,7 @@ def _slurm_task(job: Job, handle: Any) -> Task:
     check_at = float("inf")
 
     def done() -> bool:
-        """Whether the job left a result or has ended.
-
-        A stopped job leaves no result, so the scheduler is asked every `CHECK_SECONDS`.
-        """
+        """Whether the job has ended; one that was stopped is checked every `CHECK_SECONDS`."""
         nonlocal check_at
         due = time.monotonic() >= check_at
         if due:

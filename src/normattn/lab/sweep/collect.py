@@ -48,10 +48,7 @@ def collect_measurements(
 
 
 def _training_identity(paths: RunPaths) -> Identity:
-    """The identity of a run's training, from its settings.
-
-    Raises `InputError` where the settings do not belong to this directory.
-    """
+    """The identity of a run's training; raises `InputError` for settings of another directory."""
     stored, damaged = read_object(paths.settings), f"{paths.settings} is damaged"
     expected = {"variant": paths.run.parent.name, "seed": int(paths.run.name.removeprefix("seed"))}
     for name, value in expected.items():

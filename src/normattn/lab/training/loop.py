@@ -294,10 +294,7 @@ class _Loop:
             self._write_status(step)
 
     def _save(self, step: int) -> None:
-        """Write the checkpoint of `step`, unless its weights are not finite.
-
-        A sharded checkpoint is only started here.
-        """
+        """Write, or if sharded start to write, the checkpoint of `step` if weights are finite."""
         if not self.parallel.writes or step == self.saved_step:
             return
         if not self.parallel.is_finite(self.task.model):
