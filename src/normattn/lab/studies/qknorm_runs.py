@@ -363,8 +363,8 @@ class VisionRun(MeasuredRun):
 def resolve(request: Request) -> Sweep:
     """The sweep of a request.
 
-    `variants` are the rows; the learning-rate sweep and the Vision Transformers use the rows that
-    the preset names. Raises `InputError` for unknown settings and for scores that cannot be
+    `variants` are the rows; the learning-rate sweep and the Vision Transformers use those that the
+    preset names too. Raises `InputError` for unknown settings and for scores that cannot be
     trained.
     """
     preset = load_preset(request, "qknorm", QKNormPreset)
