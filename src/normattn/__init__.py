@@ -68,12 +68,12 @@ if not TYPE_CHECKING:  # a type checker that saw it would let every name pass
     def __getattr__(name: str) -> object:
         import importlib
 
-        if name == "hf":  # so that `normattn.hf.AttentionCallback` needs no import of its own
+        if name == "hf":  # so that `normattn.hf.AttentionCallback` needs no separate import
             return importlib.import_module("normattn.hf")
         if name not in _HOMES:
             raise AttributeError(f"module 'normattn' has no attribute {name!r}")
         value = getattr(importlib.import_module(f"normattn.{_HOMES[name]}"), name)
-        globals()[name] = value  # the next time it is an ordinary attribute
+        globals()[name] = value  # from now on an ordinary attribute
         return value
 
 

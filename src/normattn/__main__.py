@@ -34,7 +34,6 @@ def _format_warning(
 
 
 def _check_address_space() -> None:
-    """Exit with a message if the limit of address space is too low to load the libraries."""
     if len(sys.argv) == 1 or INFO_OPTIONS & {*sys.argv} or sys.platform == "win32":
         return
     import resource

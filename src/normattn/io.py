@@ -72,10 +72,7 @@ def default_cache_dir() -> Path:
 
 
 def refuse_irregular(path: Path, mode: int) -> None:
-    """Raise `InputError` unless `mode`, from a `stat`, is that of a regular file.
-
-    A pipe or device may never end, and cannot be read twice.
-    """
+    """Raise `InputError` unless `mode` is that of a regular file: a pipe may never end."""
     if not stat.S_ISREG(mode):
         kind = next((name for is_kind, name in _KINDS if is_kind(mode)), "a device")
         raise InputError(f"{path} cannot be read: it is {kind}, and a file was expected")
@@ -90,19 +87,13 @@ def file_status(path: Path) -> os.stat_result:
 
 
 def file_identity(status: os.stat_result) -> tuple[int, int, int, int]:
-    """Return numbers that change if a file is written to.
-
-    Size and modification time can be reset; inode and change time cannot.
-    """
+    """Return numbers that change if a file is written to: inode and change time cannot be reset."""
     return status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns
 
 
 @contextmanager
 def open_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a regular file for reading.
-
-    Raises `InputError`, at once or while reading, if it is missing, unreadable or no regular file.
-    """
+    """Open a regular file for reading; `InputError`, also while reading, if that fails."""
     try:
         # Opening a pipe would wait for its writer.
         handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
@@ -184,7 +175,7 @@ def _check_bounds(value: Any, finite: bool, depth: int = 0) -> None:
 def json_lines(
     readline: Callable[[int], AnyStr], where: Callable[[int], str]
 ) -> Iterator[tuple[int, AnyStr]]:
-    """Yield the number (from 1) and content of each line; `where(n)` names line n in messages.
+    """Yield the number (from 1) and content of each line; `where(n)` names line n in errors.
 
     Raises `InputError` for a line longer than 64 MiB, without reading all of it.
     """
@@ -223,7 +214,7 @@ def parse_toml(text: str, where: str) -> dict[str, Any]:
 
 @contextmanager
 def explain_os_errors(path: Path) -> Iterator[None]:
-    """Turn an operating system error, also inside a library's, into an `InputError` on `path`."""
+    """Turn an OS error, even one that a library wraps, into an `InputError` about `path`."""
     try:
         yield
     except InputError:
@@ -382,10 +373,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
 
 
 def read_tensors(path: Path, sha256: str) -> dict[str, Tensor]:
-    """Read the tensors of a file into separate CPU memory.
-
-    Raises `InputError` if the file is missing, has another digest or is no safetensors file.
-    """
+    """Read tensors into separate CPU memory; `InputError` if the file is missing or damaged."""
     from safetensors import SafetensorError, safe_open
 
     check_digest(path, sha256)
@@ -398,6 +386,6 @@ def read_tensors(path: Path, sha256: str) -> dict[str, Tensor]:
 
 
 def check_digest(path: Path, sha256: str) -> None:
-    """Raise `InputError` if a file is missing or has another SHA-256."""
+    """Raise `InputError` if a file is missing or its SHA-256 differs."""
     if sha256_of(path) != sha256:
         raise InputError(f"{path} is damaged: its SHA-256 does not match the one on record")

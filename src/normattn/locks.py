@@ -66,7 +66,6 @@ def locked(file: Path, seconds: float = FOREVER) -> Iterator[None]:
 
 
 def _acquire(lock: FileLock, file: Path, seconds: float) -> None:
-    """Acquire the lock; `InUseError` if another process keeps it."""
     start, timeout, warned = time.monotonic(), max(seconds, MIN_WAIT_SECONDS), False
     while True:
         try:

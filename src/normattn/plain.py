@@ -25,7 +25,7 @@ def traced() -> bool:
 
 
 def cacheable() -> bool:
-    """Whether a tensor made now can be cached for later calls: it is no tracer or fake tensor."""
+    """Whether a tensor made now can be cached for later calls: no tracer and no fake tensor."""
     if traced():
         return False
     return torch._C._functorch.maybe_current_level() is None

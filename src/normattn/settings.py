@@ -19,7 +19,7 @@ Model = TypeVar("Model", bound="Settings")
 
 
 class Settings(BaseModel):
-    """Base class of settings: frozen, without unknown fields, and strict on true for a number."""
+    """Base class of settings: frozen, no unknown fields, and no booleans for numbers."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -65,7 +65,7 @@ def _contains_bool(value: Any) -> bool:
 def _number_fields(model: type[BaseModel]) -> frozenset[str]:
     """Return the fields whose types include numbers but not bool."""
     types = {name: set(_types(field.annotation)) for name, field in model.model_fields.items()}
-    return frozenset(n for n, of in types.items() if of & {int, float} and not of & {bool, Any})
+    return frozenset(n for n, t in types.items() if t & {int, float} and not t & {bool, Any})
 
 
 def _types(annotation: Any) -> Iterator[Any]:
@@ -106,10 +106,7 @@ def parse_value(text: str, source: str) -> Any:
 
 
 def format_setting(name: str, value: Any) -> list[str]:
-    """Format `name=value` for the command line, the inverse of `parse_value`.
-
-    A mapping becomes one string for each of its values.
-    """
+    """Format as `name=value` for the command line; a mapping gives one string for each value."""
     if isinstance(value, Mapping) and value:
         return [s for key, inner in value.items() for s in format_setting(f"{name}.{key}", inner)]
     if isinstance(value, str) and value.strip() == value and parse_value(value, name) == value:
@@ -127,7 +124,6 @@ def _to_toml(value: Any) -> str:
 
 
 def _refuse_unknown(values: Mapping[str, Any], model: type[BaseModel], source: str) -> None:
-    """Raise `InputError` for the first field that `model` does not have, naming the nearest."""
     known = list(dict.fromkeys(_model_fields(model)))
     for name in _value_fields(values, known):
         if name in known:
@@ -146,9 +142,9 @@ def _model_fields(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
         yield f"{prefix}{name}"
         # The keys of a dictionary are not fields.
         types = () if get_origin(field.annotation) is dict else _types(field.annotation)
-        for each in types:
-            if isinstance(each, type) and issubclass(each, BaseModel):
-                yield from _model_fields(each, f"{prefix}{name}.")
+        for kind in types:
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                yield from _model_fields(kind, f"{prefix}{name}.")
 
 
 def _value_fields(values: Mapping[str, Any], known: list[str], prefix: str = "") -> Iterator[str]:

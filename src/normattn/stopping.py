@@ -151,7 +151,6 @@ class _Guard:
         self._uninstalled = threading.Event()
 
     def install(self) -> None:
-        """Install the handlers."""
         for number in SIGNALS:
             signal.signal(number, self._stop)
         sys.unraisablehook = self._unraisable
@@ -175,7 +174,6 @@ class _Guard:
         self._uninstalled.set()
 
     def print_message(self) -> None:
-        """Print the message once."""
         if not self._printed:
             self._printed = True
             message = f"normattn: stopped by {self.by}; rerun the command to resume"

@@ -75,7 +75,7 @@ def cosine_counts(
 
 
 def _normalise(inputs: AttentionInputs) -> AttentionInputs:
-    """The inputs with vectors of length 1, and nothing but their products and masks."""
+    """The inputs with unit vectors and only their masks: no bias, cap or sink."""
     dtype, mask = at_least_float32(inputs.q.dtype), inputs.mask
     q, k, far_q, far_k = (
         None if x is None else torch.nn.functional.normalize(x.detach().to(dtype), dim=-1)
@@ -95,7 +95,7 @@ def _histogram(cosine: Tensor, hidden: Tensor, group: Tensor, groups: int) -> Te
     """Counts (b, h, P, bins) of the entries (b, h, c, W) that are not hidden."""
     batch, heads = cosine.shape[:2]
     index = ((cosine + 1.0) * (BINS / 2)).floor().long().clamp(0, BINS - 1)
-    # One bin more, for hidden entries.
+    # One extra bin for hidden entries.
     size = groups * BINS + 1
     index = (index + group[..., None] * BINS).masked_fill(hidden, size - 1).flatten(2)
     row = torch.arange(batch * heads, device=cosine.device).view(batch, heads, 1)

@@ -28,10 +28,7 @@ PART = 2**20
 
 
 class LinearCrossEntropy(NamedTuple):
-    """Mean loss in nats, the number of correctly predicted tokens, and the mean loss `nll`.
-
-    `nll` has no label smoothing and no gradient.
-    """
+    """Mean loss in nats, correct predictions, and `nll`: the loss unsmoothed, without gradient."""
 
     loss: Float[Tensor, ""]
     correct: Int[Tensor, ""]
@@ -71,8 +68,8 @@ def _softmax(
 def _is_correct(logits: Tensor, targets: Tensor, is_highest: Tensor) -> Tensor:
     """Whether the first of the highest logits is the target's.
 
-    `is_highest`: no logit is higher than the target's. On a CPU, where argmax is slow, it is taken
-    of these rows only.
+    `is_highest`: no logit is higher than the target's. A CPU takes argmax, which is slow there, of
+    these rows only.
     """
     if logits.device.type != "cpu" or torch.compiler.is_compiling():
         return logits.argmax(-1) == targets
@@ -153,10 +150,7 @@ def _sums(
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Gradients are computed in the forward and scaled in place by the first backward.
-
-    A second backward through a retained graph recomputes them.
-    """
+    """Gradients come from the forward; a second backward, of a retained graph, recomputes them."""
 
     @staticmethod
     def forward(
@@ -234,4 +228,4 @@ def token_scores(
     if not parts:
         empty = hidden.new_zeros(0, dtype=at_least_float32(hidden.dtype))
         return TokenScores(empty, targets.new_zeros(0, dtype=torch.bool))
-    return TokenScores(*(torch.cat(each) for each in zip(*parts, strict=True)))
+    return TokenScores(*(torch.cat(chunks) for chunks in zip(*parts, strict=True)))

@@ -247,7 +247,7 @@ class Decision:
 
 
 def reasons(inputs: AttentionInputs, backend: str = "auto") -> Decision:
-    """Explain which kernel `choose` returns, and why not the others; raises `InputError` alike."""
+    """Explain why `choose` returns its kernel and no other; raises `InputError` as it does."""
     objections = {kernel.name: kernel.why_not(inputs) for kernel in KERNELS}
     kernel = choose(inputs, backend).name
     why, preferred = "it was asked for by name", "was asked for"
@@ -311,12 +311,12 @@ def run_kernel(
     statistics: bool = False,
     functions: Float[Tensor, "f r"] | None = None,
 ) -> AttentionOutput:
-    """softmax(score) · v by the chosen kernel, and what else is requested.
+    """softmax(score) · v by the chosen kernel, with log-sum-exp and statistics if requested.
 
-    Scores are float32 or wider. `statistics` requests those of each row's softmax, with the means
-    of `functions` of the distance 0 … R − 1. Active observers get theirs as well. For statistics
-    the tiled kernel replaces torch's kernel on a CPU. A kernel without statistics is followed by a
-    pass that only computes them. Raises `InputError` as `choose` does.
+    Scores are float32 or wider. `statistics` describe each row's softmax, with the means of
+    `functions` of the distance 0 … R − 1; active observers get them as well. On a CPU the tiled
+    kernel, which computes statistics, then replaces torch's kernel. Other kernels without
+    statistics are followed by a separate pass. Raises `InputError` as `choose` does.
     """
     device = inputs.q.device.type
     if torch.is_autocast_enabled(device):

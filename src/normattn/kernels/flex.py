@@ -47,10 +47,7 @@ def flex(
 
 
 def mask_function(inputs: AttentionInputs, start: int, far: bool | None) -> MaskFunction:
-    """A function of which keys a query sees, for keys from column `start` on.
-
-    `far` keeps only far pairs (True) or only near pairs (False).
-    """
+    """A mask function for keys from column `start` on; `far` keeps only far or only near pairs."""
     mask, far_from = inputs.mask, inputs.far_from
     positions = _positions(inputs, start)
 
@@ -111,12 +108,12 @@ def _positions(
     def pick(positions: Tensor, batch: Tensor, index: Tensor) -> Tensor:
         return positions[index] if positions.dim() == 1 else positions[batch, index]
 
-    def both(batch: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    def query_and_key(batch: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         if mask.aligned:
             return query + shift, key + start
         return pick(mask.query, batch, query), pick(mask.key, batch, key + start)
 
-    return both
+    return query_and_key
 
 
 def _mask_value(mask: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:

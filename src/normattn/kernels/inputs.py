@@ -25,10 +25,10 @@ _ALL = slice(None)
 class AttentionMask:
     """Which keys each query sees, and a floating mask that is added to scores.
 
-    Query i sees key j if all of these hold: j is no padding; a boolean `attn_mask` is True; both
+    Query i sees key j if all of these hold: j is not padding; a boolean `attn_mask` is True; both
     are in the same document; j ≤ i if `causal`; |i − j| < `window` or j < `sink_tokens`. A floating
-    `attn_mask` is added to the score. `query` and `key` are positions. `aligned`: the keys are at
-    0 … S − 1 and the queries are the last T of them.
+    `attn_mask` is added to the score. `query` and `key` are positions. `aligned`: the keys are at 0
+    … S − 1 and the queries are the last T of them.
     """
 
     causal: bool
@@ -54,7 +54,7 @@ class AttentionMask:
         return unmasked and (self.aligned or not (self.causal or self.window is not None))
 
     def select(self, rows: slice, keys: int) -> AttentionMask:
-        """Select query rows and the first `keys` keys: if aligned, the rows are the last."""
+        """Select query rows and the first `keys` keys; aligned rows are the last of these."""
         if rows == slice(0, self.query.shape[-1]) and keys == self.key.shape[-1]:
             return self
         return self._slice(rows=rows, columns=slice(0, keys))
@@ -186,7 +186,7 @@ class Selection:
 
 @dataclass(frozen=True)
 class PairBias:
-    """A bias of query-key pairs that is no function of the distance alone.
+    """A bias of query-key pairs that depends on more than their distance.
 
     `compute(score, mask, table)` returns b(h, i, j), (..., H, T, S). It gets scores that are −∞
     where a key is hidden, and must be finite there. `table` holds numbers computed from each query.
@@ -288,7 +288,7 @@ class AttentionInputs:
 
     @staticmethod
     def of(settings: Mapping[str, Any], tensors: Sequence[Tensor | None]) -> AttentionInputs:
-        """Join `settings` and `tensors` again."""
+        """Rebuild the inputs from `settings` and `tensors`."""
         by_name: dict[str, Any] = dict(zip(TENSOR_FIELDS, tensors, strict=True))
         return AttentionInputs(**settings, **by_name)
 
@@ -323,7 +323,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def check_dense(name: str, operand: Any) -> None:
-    """Raise `InputError` for what is no tensor, is sparse, or is on the meta device."""
+    """Raise `InputError` unless `operand` is a dense tensor that is not on the meta device."""
     if not isinstance(operand, Tensor):
         raise InputError(f"{name} must be a tensor, but it is a {type(operand).__name__}")
     if operand.layout is not torch.strided:

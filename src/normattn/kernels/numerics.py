@@ -3,7 +3,7 @@
 NaN passes through products, softmax and sums, so a model that diverged shows it. Infinity does not:
 a key whose score is −∞ gets weight 0, and torch's flash kernel for CPUs returns finite numbers for
 +∞ in half precision. So on a CPU infinite queries and keys become NaN. That flash kernel also
-returns 0 for a short row of NaN only, so `dispatch` sends such inputs to the tiled kernel.
+returns 0 for a short row of nothing but NaN, so `dispatch` sends such inputs to the tiled kernel.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def at_least_float32(dtype: torch.dtype) -> torch.dtype:
 
 
 def host_can_read(x: Float[Tensor, "*n"]) -> bool:
-    """Whether the numbers of x can be read without a wait: on a CPU, untraced, no torch.func."""
+    """Whether the numbers of x can be read without waiting: on a CPU, untraced, no torch.func."""
     if traced() or x.device.type != "cpu":
         return False
     return not torch._C._functorch.is_functorch_wrapped_tensor(x)
@@ -60,10 +60,10 @@ def without_infinities(
 ) -> Float[Tensor, "b h n d"]:
     """`x` if it is finite, else `x` with NaN for its infinities.
 
-    On a CPU one sum decides, that of `checked` if only this part is new. It takes about 1 % of a
-    forward at 64 tokens and 0.1 % at 4,096. Under a compiler or torch.func, where no number can be
-    read, `nan_for_infinite` is applied. On another device x is returned as it is: a check would
-    make the host wait, and adding 0·x would copy x.
+    On a CPU one sum decides: that of x, or of `checked` if only this part is new. It takes about 1
+    % of a forward at 64 tokens and 0.1 % at 4,096. Under a compiler or torch.func, where no number
+    can be read, `nan_for_infinite` is applied. On another device x is returned as it is: a check
+    would make the host wait, and adding 0·x would copy x.
     """
     checked = x if checked is None else checked
     unchecked = checked.device.type != "cpu" and not torch.compiler.is_compiling()

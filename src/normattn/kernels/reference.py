@@ -1,6 +1,7 @@
 """The definition of attention by matmul and softmax, whole or by strips of whole rows.
 
-It has every derivative. Half-precision inputs are computed in float32, float64 ones in float64.
+It supports every derivative. Half-precision inputs are computed in float32, float64 ones in
+float64.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ def strips(inputs: AttentionInputs, recorder: Recorder | None = None) -> Float[T
     """`reference` by strips of query rows, for any inputs and without a T × S matrix.
 
     A strip's scores take about 4 MiB on a CPU. The backward recomputes each strip, so that no
-    number per pair is kept in between. A single strip on a CPU is kept, which is faster.
+    number per pair is kept in between. A single strip on a CPU is not recomputed, which is faster.
     `recorder` collects statistics.
     """
     if inputs.q.device.type == "cpu" and strip_rows(inputs) == inputs.q.shape[2]:
@@ -140,7 +141,7 @@ def strips(inputs: AttentionInputs, recorder: Recorder | None = None) -> Float[T
         else:
             outputs.append(reference(strip))
         if selection is not None and strip.selection is not None:
-            # A new object: the strip's own is written to again in its backward.
+            # A new object: the strip's backward writes to its selection again.
             selection = selection.advance(strip.selection)
         if recorder is not None:
             with torch.no_grad():
@@ -152,7 +153,7 @@ def strips(inputs: AttentionInputs, recorder: Recorder | None = None) -> Float[T
 
 
 def _iter_strips(inputs: AttentionInputs) -> Iterator[tuple[slice, AttentionInputs]]:
-    """The rows and inputs of each strip, without keys that none of its rows sees."""
+    """The rows and inputs of each strip, without keys that no row sees."""
     step, mask = strip_rows(inputs), inputs.mask
     queries, keys = inputs.q.shape[2], inputs.v.shape[2]
     skip_future = mask.causal and mask.aligned and queries <= keys

@@ -10,11 +10,11 @@ The kernel of the lowest layer decides for all layers how the sum is stored:
   of a score.
 - concatenated: ⟨[q_1 … q_n], [k_1 … k_n]⟩ = Σ_m ⟨q_m, k_m⟩, exactly. No number per pair is stored
   and any kernel can compute it, but layer n multiplies n·D features.
-- reference: one tensor, known to autograd.
+- reference: one tensor that autograd tracks.
 
 An empty tensor chains the layers of the buffer, so that the backward visits them from the top down.
-It runs once, through all layers: a second backward, a second derivative, and a backward that skips
-upper layers (a loss at an early exit) raise `InputError`.
+The backward runs once, through all layers: a second backward, a second derivative, and a backward
+that skips upper layers (a loss at an early exit) raise `InputError`.
 
 Legend: B batch, H query heads, G key heads, r query heads per key head, T queries, S keys, D score
 size, E value size; n key heads of a group, c query rows of a tile, W its columns.
@@ -46,7 +46,7 @@ TileBuffers = dict[tuple[int, int, int], Tensor]
 class ScoreBuffer:
     """The sums of a stack of layers and their gradients, in float32 or wider.
 
-    Each tile (n, c·r, W) is a tensor of its own. So causal rows store only the keys up to their
+    Each tile (n, c·r, W) is a separate tensor, so causal rows store only the keys up to their
     tile's last row, about half of T × S, and an allocator reuses the memory from step to step.
     `layers` is the number of layers in the sums. All layers must have the same `mask`.
     """
@@ -88,14 +88,11 @@ class ScoreBuffer:
 
 
 class _Layer(NamedTuple):
-    """A layer of a stack: its number, from 1, and the factor of the sum (`share`).
-
-    `first_in_backward`: no layer above has written to the gradients.
-    """
+    """A layer: its number, from 1, the factor of the sum, and whether its backward is the first."""
 
     number: int
     share: float
-    first_in_backward: bool = False
+    first_in_backward: bool = False  # no layer above has written to the gradients
 
 
 class ResidualTileScores(TileScores):
@@ -148,13 +145,13 @@ class ResidualTileScores(TileScores):
         """The gradient of the sums (n, c·r, W): this layer's is added to those above."""
         layer = self.layer
         gradient = self.score_buffer.tile(self.score_buffer.gradients, self, tile)
-        own = super().grad_products(grad_score, tile)[..., : tile.width]
+        grad = super().grad_products(grad_score, tile)[..., : tile.width]
         if layer.first_in_backward:
-            return torch.mul(own, layer.share, out=gradient)
+            return torch.mul(grad, layer.share, out=gradient)
         if layer.number == 1:
             # The last use: written to the tile in the cache, not to memory.
-            return torch.add(gradient, own, alpha=layer.share, out=own)
-        return gradient.add_(own, alpha=layer.share)
+            return torch.add(gradient, grad, alpha=layer.share, out=grad)
+        return gradient.add_(grad, alpha=layer.share)
 
 
 class _ResidualAttention(torch.autograd.Function):

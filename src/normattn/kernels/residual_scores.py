@@ -1,4 +1,4 @@
-"""The state of residual scores during one forward pass: how the sum is stored, by which kernel.
+"""The state of residual scores during one forward pass: how the sum is stored, and by which kernel.
 
 Legend: B batch, H query heads, G key heads, T queries, S keys, D score size, n layers.
 """
@@ -26,7 +26,7 @@ class ResidualScores:
 
     The kernel of the lowest layer decides for all layers how the sum is stored: "residual" in one
     buffer that every layer updates in place, "concatenated" as the queries and keys of all layers,
-    "reference" as one tensor known to autograd. The last two allow activation checkpointing.
+    "reference" as one tensor that autograd tracks. The last two allow activation checkpointing.
     """
 
     def __init__(self, mean: bool = False) -> None:
@@ -104,7 +104,7 @@ class ResidualScores:
         self._next, self._joined = self.count, False
 
     def add_scores(self, score: Float[Tensor, "b h t s"]) -> Float[Tensor, "b h t s"]:
-        """Add this layer's scores; returns the sum or mean, known to autograd."""
+        """Add this layer's scores and return the sum or mean, which autograd tracks."""
         layer = self.count - 1
         below = self._sums[layer - 1] if layer else None
         total = score if below is None else below + score

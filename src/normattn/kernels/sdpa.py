@@ -20,7 +20,7 @@ from normattn.plain import traced
 
 # Read at import, since a compiler cannot trace the call.
 PROCESSOR_FEATURES: Mapping[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()
-"""Whether the processor has a feature, by torch's name of it."""
+"""Whether the processor has a feature, by torch's name for it."""
 _FAST_HALF_DTYPES = tuple(
     dtype
     for dtype, name in ((torch.bfloat16, "amx_bf16"), (torch.float16, "amx_fp16"))
@@ -51,10 +51,7 @@ def sdpa(
     scale: float = 1.0,
     dropout: float = 0.0,
 ) -> Float[Tensor, "b h t e"]:
-    """softmax(scale · q kᵀ) · v by torch's kernel, which has no second derivative.
-
-    A single causal query is the last one and sees every key.
-    """
+    """softmax(scale · q kᵀ) · v by torch's kernel; a single causal query sees every key."""
     shape, dtype, grouped = q.shape, v.dtype, q.shape[1] != k.shape[1]
     if q.element_size() == 2 and is_slow_dtype(q):
         q, k, v = q.float(), k.float(), v.float()

@@ -42,7 +42,7 @@ EXTREMES = {"largest": 1.0, "largest_cosine": 1.0, "least_cosine": -1.0}
 class Observation:
     """Statistics of every query's softmax, in float32 or wider.
 
-    A query that sees no key has lse and largest −∞, and 0 otherwise.
+    For a query that sees no key, lse and largest are −∞ and all others 0.
 
     Attributes:
         lse, entropy: log-sum-exp, and entropy in nats, over the visible keys and a learned sink.
@@ -106,10 +106,7 @@ def observers() -> tuple[Observer, ...]:
 
 @contextmanager
 def observing(observer: Observer) -> Iterator[None]:
-    """Give `observer` the statistics of all calls inside, in this thread.
-
-    Observers that are active already get them too.
-    """
+    """Also give `observer` the statistics of all calls inside, in this thread."""
     with _set_observers((*_OBSERVERS.get(), observer)):
         yield
 
@@ -139,7 +136,7 @@ def announce_layer(
     query_positions: Int[Tensor, "*bq t"],
     key_positions: Int[Tensor, "*bk s"],
 ) -> None:
-    """Tell all active observers whose queries and keys come next, and their positions."""
+    """Announce the next layer to all active observers, with its queries, keys and positions."""
     padding, positions = (query_padding, key_padding), (query_positions, key_positions)
     for observer in observers():
         observer.enter_layer(owner, q, k, padding, positions)
@@ -349,7 +346,6 @@ class LayerSums:
     def _reduce(
         self, values: Tensor, valid: Tensor, bin_of: Tensor | None, reduce: str
     ) -> Shaped[Tensor, "h p"]:
-        """Sums or largest values over the valid queries of the batch."""
         empty = 0.0 if reduce == "sum" else -torch.inf
         by_head = values.masked_fill(~valid, empty).transpose(0, 1).flatten(1).double()
         if bin_of is None:
@@ -374,10 +370,7 @@ class LayerSums:
         return totals
 
     def means(self, names: Iterable[str]) -> dict[str, list[float | None]]:
-        """The statistics `names` by head, over all positions; None where there is no number.
-
-        Statistics without any value are left out.
-        """
+        """The statistics `names` by head, over all positions; None where undefined."""
         means: dict[str, list[float | None]] = {}
         totals = self.totals()
         for name in totals.keys() & set(names):
@@ -393,8 +386,8 @@ class AttentionStatistics(Observer):
     """An observer that adds up the statistics of a model's layers.
 
     `names` has the names of the layers that use an owner: a `Score`, or the attention module of
-    another library. `edges` bound the bins of the query's position (None: one bin). `cosines`
-    counts those of queries and keys, which takes one more product. Subclasses with functions of
+    another library. `edges` bound the bins of the query's position (None: one bin). `cosines` also
+    counts the cosines of queries and keys, for one more product. Subclasses with functions of
     distance name them in `function_names`. `sums` has every layer that ran, in that order.
     """
 
@@ -474,10 +467,10 @@ class AttentionStatistics(Observer):
         norms = torch.linalg.vector_norm(x.detach(), dim=-1, dtype=dtype)
         rows = self._selected[0] if own_rows else slice(None)
         rows = slice(0, x.shape[2]) if rows == slice(None) else rows
-        real, padding = torch.ones_like(norms, dtype=torch.bool), self._padding[side]
+        valid, padding = torch.ones_like(norms, dtype=torch.bool), self._padding[side]
         if padding is not None and padding[:, rows].shape == (x.shape[0], x.shape[2]):
-            real = ~padding[:, None, rows].expand(norms.shape)
-        self.layer.add({name: norms}, real, self._bins(self._positions[side][..., rows], norms))
+            valid = ~padding[:, None, rows].expand(norms.shape)
+        self.layer.add({name: norms}, valid, self._bins(self._positions[side][..., rows], norms))
 
     def _bins(self, positions: Tensor, like: Tensor) -> Tensor | None:
         """The bin of each position, (B, H, T) like `like`; None if there is one bin."""

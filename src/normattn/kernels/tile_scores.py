@@ -189,9 +189,9 @@ class TileScores:
         """Convert a block that broadcasts to (b, h, c, s), in query order, to (b, g, c, r, s)."""
         if block.dim() < 4:
             block = block[(None,) * (4 - block.dim())]
-        one = block.shape[1] == 1
+        broadcast = block.shape[1] == 1
         return self.reorder_rows(
-            block.unsqueeze(3) if one else group_heads(block, self.plan.repeat)
+            block.unsqueeze(3) if broadcast else group_heads(block, self.plan.repeat)
         )
 
     def buffer(self, name: str, tile: Tile) -> Tensor:
@@ -250,7 +250,7 @@ class TileScores:
     ) -> Tensor:
         """Apply cap, bias, masks, sink and softmax to products, in place; see `weights`.
 
-        With `keep` the weights get a buffer of their own. `biased`: the bias is already added.
+        With `keep` the weights get a separate buffer. `biased`: the bias is already added.
         """
         width = tile.width
         if self.inputs.cap is not None:
@@ -354,7 +354,7 @@ def score_groups(
 
 
 def matmul_into(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """Write a·b to `out`; a few rows are multiplied densely first, since strides slow them down."""
+    """Write a·b to `out`; few rows are multiplied densely and copied, as strides slow them down."""
     if a.shape[1] >= _FEW_ROWS:
         torch.bmm(a, b, out=out)
     else:

@@ -35,10 +35,7 @@ REACH_FROM = 512
 
 @dataclass(frozen=True)
 class Span:
-    """Columns `start` … `stop` − 1, visible where `min_distance` ≤ i − j ≤ `max_distance`.
-
-    `far`: scored by far_q and far_k.
-    """
+    """Columns `start` … `stop` − 1, of far keys if `far`, where i − j is within the bounds."""
 
     far: bool
     start: int
@@ -85,7 +82,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class TileShape:
-    """Everything that the tiles depend on: the key of the cache of `make_tiles`.
+    """Everything that tiles depend on: the cache key of `make_tiles`.
 
     `rows` is the number of query rows of a tile; the other fields are as in `AttentionInputs` and
     `AttentionMask`.
@@ -144,7 +141,7 @@ def _split_regimes(
     lowest: int | None,
     highest: int | None,
 ) -> Iterator[Span]:
-    """Split columns with bounds on i − j into a far and a near span; drop what no row sees."""
+    """Split columns with bounds on i − j into a far and a near span; drop columns no row sees."""
     (start, stop), (first, last), far_from = columns, positions, shape.far_from
     stop = stop if lowest is None else min(stop, last - lowest + 1)
     if far_from is None:

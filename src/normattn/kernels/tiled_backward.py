@@ -77,17 +77,14 @@ def backward_tiles(
     grad_lse: Float[Tensor, "b h t"] | None = None,
     fixed_bias: bool = False,
 ) -> Gradients:
-    """The gradients of the inputs' tensors; ∂ lse_i / ∂ s_ij = α_ij.
-
-    A bias that is `fixed_bias` gets none.
-    """
+    """The gradients of the inputs' tensors, except a `fixed_bias`; ∂ lse_i / ∂ s_ij = α_ij."""
     dtypes = {name: x.dtype for name, x in _by_field(inputs).items()}
     inputs = inputs.upcast()
     plan = TilePlan.of(inputs, limit_reach=make is TileScores and not inputs.dropout)
     grads = _empty_gradients(inputs, plan.repeat, fixed_bias)
     grad_out = group_heads(grad_out.to(inputs.v.dtype), plan.repeat)
     grad_lse = None if grad_lse is None else group_heads(grad_lse, plan.repeat)
-    # A learned bias sums along antidiagonals, which leave a tile by up to this many columns.
+    # A learned bias's gradient sums antidiagonals, which leave a tile by up to this many columns.
     learned_bias = "bias" in grads and plan.last_row_first
     margin = min(plan.shape.rows, plan.shape.queries) if learned_bias else 0
     number = 0
@@ -118,7 +115,7 @@ def backward_tiles(
 
 
 def _by_field(inputs: AttentionInputs) -> dict[str, Tensor]:
-    """The tensors that there are, by the names of their fields."""
+    """The inputs' tensors that are not None, by field."""
     tensors = zip(TENSOR_FIELDS, inputs.tensors, strict=True)
     return {name: x for name, x in tensors if x is not None}
 
@@ -232,7 +229,6 @@ class _GroupGradients:
             bias_grad.index_add_(1, index, block.transpose(0, 1).flatten(1))
 
     def close(self) -> None:
-        """Write the sums over tiles."""
         for grad, sums in self.key_grads.values():
             if sums is not None:
                 grad.copy_(sums.mT)
@@ -252,13 +248,11 @@ def _single_span(scores: TileScores) -> bool:
 
 
 def _antidiagonals(block: Tensor) -> Tensor:
-    """Sums of (b, g, c, r, s) over b and equal row + column: (g·r, s + c − 1).
-
-    The memory must hold c − 1 zeros after each row.
-    """
+    """Sums (g·r, s + c − 1) of (b, g, c, r, s) over b and equal row + column."""
     b, g, rows, repeat, width = block.shape
     strides = block.stride()
-    # Each row starts one entry earlier than the last, so antidiagonals become columns.
+    # Each row starts one entry earlier than the last, so antidiagonals become columns. The memory
+    # holds c − 1 zeros after each row.
     steps = strides[0], strides[1], strides[2] - 1, strides[3], 1
     columns = block.as_strided((b, g, rows, repeat, width + rows - 1), steps)
     sums = columns[0].sum(1) if b == 1 else columns.sum((0, 2))
@@ -324,13 +318,13 @@ _SETTING_FIELDS = ("far_from", "dropout", "cap", "near_start")
 
 
 def _op_arguments(inputs: AttentionInputs) -> tuple[Any, ...]:
-    """The operators' arguments for some inputs, without `with_lse`."""
+    """Flatten inputs to the operators' arguments, without `with_lse`."""
     mask = (getattr(inputs.mask, name) for name in _MASK_FIELDS)
     return (*inputs.tensors, *mask, *(getattr(inputs, name) for name in _SETTING_FIELDS))
 
 
 def _op_inputs(arguments: Sequence[Any]) -> AttentionInputs:
-    """The inputs that the operators' arguments stand for."""
+    """Rebuild the inputs from the operators' arguments."""
     start, end = len(TENSOR_FIELDS), len(TENSOR_FIELDS) + len(_MASK_FIELDS)
     settings: dict[str, Any] = dict(zip(_SETTING_FIELDS, arguments[end:-1], strict=True))
     settings["mask"] = AttentionMask(*arguments[start:end])

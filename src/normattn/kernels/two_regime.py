@@ -87,7 +87,6 @@ class _Chunks:
 
     @property
     def query_rows(self) -> slice:
-        """The queries of all chunks."""
         return slice(self.first, self.first + self.rows * self.count)
 
     def queries(self, x: Tensor) -> Tensor:
@@ -133,7 +132,7 @@ def _iter_chunks(q: Tensor, window: int) -> Iterator[_Chunks]:
 
 
 def _far_operands(inputs: AttentionInputs, window: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values of the far part, equally many of each."""
+    """Queries, keys and values of the far part, of equal length."""
     assert inputs.far_q is not None
     assert inputs.far_k is not None
     v, count = inputs.v, inputs.v.shape[2] - window

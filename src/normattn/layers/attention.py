@@ -116,10 +116,10 @@ def attention(  # type: ignore[misc]  # the second overload leaves the other arg
             `ResidualQK`, `ResidualQKV` or `ValueResidual`: `residual_layers(spec, layers)[n]`.
         gate: for a score with `Gate`, the logits whose `act` multiplies o, (B, T, H·E), or
             (B, T, H) per head; with `DifferentialV2` those of λ of each output, (B, T, H/2).
-        forget: for a score with `FoX`, the logits of the forgetting gate of each key (B, S, H).
+        forget: for a score with `FoX`, the logits of the forget gate of each key (B, S, H).
             `FoX` and `Selective` need increasing positions; only uncompiled code checks this.
         return_lse: give o and ℓ (B, H, T), where ℓ_i = ln Σ_j exp s(i, j) over the keys that
-            query i sees and a learned sink. ℓ is in float32 or wider, known to autograd, and −∞
+            query i sees and a learned sink. ℓ is in float32 or wider, differentiable, and −∞
             where nothing is seen. `normattn.kernels.merge_by_lse` merges two shards of keys.
         cache: keys and values of earlier tokens, to which k and v are added; the result is the last
             rows of attention over all of them. `key_padding` (left only), `k_positions` and
@@ -151,7 +151,7 @@ def _parameterless_score(score: ScoreSpec | str, q: Tensor, k: Tensor, v: Tensor
 
 def _cached_score(score: ScoreSpec | str, q: Tensor, k: Tensor, v: Tensor) -> Score:
     try:
-        # The identity of a specification: hashing it would take as long as all the rest.
+        # The identity of a specification: hashing it would take as long as everything else.
         name = score if isinstance(score, str) else id(score)
         key = name, q.shape[1], q.shape[-1], k.shape[1]
         if (entry := _SCORES.get(key)) is not None:

@@ -22,7 +22,7 @@ _SMALLEST = 64
 class Room:
     """A tensor buffer that grows along one axis; a full one is doubled.
 
-    Appending token by token so copies each element a constant number of times. With a `limit` the
+    So appending token by token copies each element a constant number of times. With a `limit` the
     whole size is allocated at once.
     """
 
@@ -62,9 +62,9 @@ class Room:
 
     def drop(self, count: int, capacity: int) -> None:
         """Drop the first `count` tokens, and allocate `capacity` for the others."""
-        kept = self.view(self.used).narrow(self.axis, count, self.used - count)
-        self.data, self.used = self._allocate(kept, capacity, kept.shape[0]), 0
-        self.append(kept)
+        remaining = self.view(self.used).narrow(self.axis, count, self.used - count)
+        self.data, self.used = self._allocate(remaining, capacity, remaining.shape[0]), 0
+        self.append(remaining)
 
     @property
     def nbytes(self) -> int:
@@ -97,7 +97,7 @@ class KeyValueCache:
     tokens, and those of the last call, are held. A cache works with the score that filled it, and
     for inference only: tensors that require a gradient raise an error.
 
-    `length` counts the tokens processed, of which the first `dropped` are dropped.
+    `length` counts the tokens processed; keys of the first `dropped` are no longer held.
     """
 
     def __init__(self, max_length: int | None = None, *, window: int | None = None) -> None:
@@ -145,7 +145,6 @@ class KeyValueCache:
         return keys, values
 
     def _check_shapes(self, k: Tensor, v: Tensor) -> None:
-        """Check that keys and values have the rows, heads, sizes and dtype of the held ones."""
         held = self._keys.data
         if held is not None and (held.shape[:2] != k.shape[:2] or held.dtype != k.dtype):
             raise InputError(
@@ -153,10 +152,10 @@ class KeyValueCache:
                 f"{held.dtype}, but keys of {tuple(k.shape)} in {k.dtype} were added"
             )
         values = self._values.data
-        for name, new, kept in (("keys", k, held), ("values", v, values)):
-            if kept is not None and (new.shape[1], new.shape[3]) != (kept.shape[1], kept.shape[3]):
+        for name, new, old in (("keys", k, held), ("values", v, values)):
+            if old is not None and (new.shape[1], new.shape[3]) != (old.shape[1], old.shape[3]):
                 raise InputError(
-                    f"this cache holds {name} of {kept.shape[1]} heads of size {kept.shape[3]}, "
+                    f"this cache holds {name} of {old.shape[1]} heads of size {old.shape[3]}, "
                     f"but {name} of {tuple(new.shape)} were added"
                 )
 
@@ -197,7 +196,7 @@ class KeyValueCache:
         return Selection(sums, padding)
 
     def keep_selection(self, first: int, selection: Selection) -> None:
-        """Keep the selection of all tokens and, so that they can be cut off, that of the first."""
+        """Keep the selection after all tokens and, to allow cutting, after the `first` ones."""
         assert selection.after is not None
         before = selection.before[:, : self._keys.used - (self.length - first)]
         self._selected = {first: before, self.length: selection.after.detach()}

@@ -175,7 +175,6 @@ def _check_lse(spec: ScoreSpec) -> None:
 
 
 def _check_cached(spec: ScoreSpec, q: Tensor, k: Tensor, args: AttentionArguments) -> None:
-    """Check what a call with a cache supports."""
     if q.shape[2] != k.shape[2]:
         raise InputError(
             f"with a cache each new token has a query and a key, but there are {q.shape[2]} "
@@ -238,7 +237,7 @@ def check_restarts(positions: Tensor, padding: Tensor | None) -> None:
     if not bool((positions.diff(dim=-1) < 0).any()):
         return
     if padding is not None:
-        # Each padded token gets a position of its own, below all others.
+        # Each padded token gets a unique position below all others.
         unique = torch.arange(-positions.shape[-1], 0, device=positions.device)
         positions = torch.where(padding, unique, positions)
     decreases = (positions.diff(dim=-1) < 0).any(-1)

@@ -37,8 +37,8 @@ from normattn.score.spec import as_spec
 class Memory:
     """Keys and values of a source, for the queries of one layer.
 
-    `keys` are normalised and rotated by the score `spec`, `raw` are as projected. `positions` are
-    None where the score has none.
+    `keys` are normalised and rotated by the score `spec`; `raw` keys are only projected.
+    `positions` are None where the score has none.
     """
 
     keys: Float[Tensor, "b g s d"]
@@ -61,13 +61,13 @@ class CrossAttention(nn.Module):
     """softmax(s(q, k)) v with q = x W_q and k, v = m W_kv of a source m.
 
     Shapes: x (B, T, dim), m (B, S, source_dim) → (B, T, dim). `remember` computes keys and values
-    of a source once, for any number of calls of `forward`. Every query sees every source token but
-    padding, so n of log-n scaling is the unpadded length of the source. `score` is a `ScoreSpec` or
-    its name; with rotary positions, a bias or a window it needs the positions of both sequences.
-    `source_dim` defaults to `dim`, `head_dim` to dim / heads. `dropout` is the probability of
-    dropping an attention weight in training. The weight of `kv` holds the rows of k, then v, each
-    head by head. Raises `InputError` for sizes that do not divide and for scores that are defined
-    within one sequence only. Source: arXiv 1706.03762.
+    of a source once, for any number of calls of `forward`. Every query sees every source token
+    except padding, so n of log-n scaling is the unpadded length of the source. `score` is a
+    `ScoreSpec` or its name; with rotary positions, a bias or a window it needs the positions of
+    both sequences. `source_dim` defaults to `dim`, `head_dim` to dim / heads. `dropout` is the
+    probability of dropping an attention weight in training. The weight of `kv` holds the rows of k,
+    then v, each head by head. Raises `InputError` for sizes that do not divide and for scores that
+    are defined within one sequence only. Source: arXiv 1706.03762.
     """
 
     def __init__(
@@ -157,8 +157,8 @@ class CrossAttention(nn.Module):
             residual=residual,
         )
         plan = build_plan(spec, q, memory.keys.shape[2], args, cached=True)
-        padding, at = (query_padding, memory.padding), plan.positions
-        announce_layer(self.score, q, memory.raw, *padding, at.query, at.key)
+        padding, attended = (query_padding, memory.padding), plan.positions
+        announce_layer(self.score, q, memory.raw, *padding, attended.query, attended.key)
         kernel = partial(attend, backend=backend)
         o = plan.attend(self.score, q, memory.keys, memory.values, args, kernel)
         y: Tensor = self.out(o.transpose(1, 2).reshape(rows, x.shape[1], -1))

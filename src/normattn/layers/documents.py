@@ -25,10 +25,7 @@ def documents_from_positions(positions: Int[Tensor, "b t"]) -> Int[Tensor, "b t"
 
 
 def documents_from_ends(ends: Bool[Tensor, "b t"]) -> Int[Tensor, "b t"]:
-    """Number documents by `ends`, True at the last token of each, from 0 in each row.
-
-    A separator belongs to the document that it ends.
-    """
+    """Number documents from 0 in each row by `ends`, True at their last token, the separator."""
     ends = ends.long()
     return ends.cumsum(-1) - ends
 

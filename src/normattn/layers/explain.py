@@ -71,7 +71,7 @@ def explain(
     causal: bool = True,
     backend: str = "auto",
 ) -> Explanation:
-    """Explain how `attention` would compute a score on tensors of these shapes; allocate nothing.
+    """Explain how `attention` would compute a score on these shapes, without allocating tensors.
 
     Args:
         spec: a specification, its name, or a `Score`.
@@ -79,7 +79,7 @@ def explain(
         k_shape: (B, G, S, D); that of q by default.
         v_shape: (B, G, S, E); that of k by default.
         dtype: of all three.
-        device: a CPU or a CUDA device, which need not be there.
+        device: a CPU or a CUDA device, which need not be present.
         causal: as for `attention`.
         backend: as for `attention`.
 

@@ -19,10 +19,7 @@ _CHUNK_ROWS = 512
 
 
 def swiglu_hidden(dim: int, multiple: int = 16) -> int:
-    """8/3 · `dim`, rounded to a multiple: SwiGLU then has as many parameters as a 4 · `dim` GELU.
-
-    256 → 688, 768 → 2048.
-    """
+    """8/3 · `dim`, rounded to `multiple`: as many parameters as a GELU layer of 4 · `dim`."""
     return max(multiple, round(8 * dim / (3 * multiple)) * multiple)
 
 
@@ -81,10 +78,7 @@ class GELU(nn.Module):
 
 
 class _GatedSiLU(torch.autograd.Function):
-    """silu(gate) ⊙ up of one packed tensor, with one packed gradient.
-
-    Saves memory: autograd would also keep silu(gate), and copy the two halves of the gradient.
-    """
+    """silu(gate) ⊙ up; saves memory by one packed gradient and not keeping silu(gate)."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:

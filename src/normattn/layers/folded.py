@@ -54,7 +54,7 @@ def is_foldable(score: Score) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class FoldedPlan(ABC):
-    """What makes queries and keys of some shapes operands of torch's kernel.
+    """Prepares queries and keys of given shapes for torch's kernel.
 
     `post_processes`: the score has a gate, head pairs or a component of values. `num_visible`
     (1, C) is the number of visible keys n, where a learned part of λ depends on it.
@@ -122,8 +122,8 @@ class FoldedSequence(FoldedPlan):
     ) -> Float[Tensor, "b h t e"]:
         """Rotate, and call torch's kernel; numbers that are not finite give NaN.
 
-        On a CPU their sum tells, and a general kernel takes over. On another device, where reading
-        it would wait, rows of the batch with such a number become NaN.
+        On a CPU the sum reveals them, and a general kernel takes over. On another device, where
+        reading the sum would wait, batch rows that contain them become NaN.
         """
         if self.query_rotation is not None and self.key_rotation is not None:
             rotate = rotate_with_gradient if torch.is_grad_enabled() else rotate_rows
@@ -151,7 +151,7 @@ def fold_sequence(
     mask: AttentionMask,
     backend: str,
 ) -> FoldedSequence | None:
-    """Make the plan of sequences of these shapes; None where torch's kernel is not the choice."""
+    """Make the plan of sequences of these shapes; None if another kernel is chosen."""
     spec, size = score.spec, score.head_dim
     if backend not in ("auto", "fused") or spec.remapping is not None or not is_foldable(score):
         return None
@@ -217,8 +217,8 @@ class FoldedStep(FoldedPlan):
     """Attention of one more token over a cache, at any of the positions 0 … C − 1.
 
     With one regime `key_rotation` rotates queries and keys together, and `scale` is λ: one number,
-    or one for each position. With two regimes (`spec.remapping`) queries have a rotation of their
-    own, which includes λ, and keys beyond `window` are far ones. The cache holds keys at their far
+    or one for each position. With two regimes (`spec.remapping`) queries have a separate rotation,
+    which includes λ, and keys beyond `window` are far ones. The cache holds keys at their far
     positions, and those of the window at their near positions too: a step rotates one key only.
 
     `distances` (C,) are C − 1 … 0 for a score with a bias; `bias` (1, G, r, C) are its values where
@@ -356,7 +356,7 @@ class FoldedStep(FoldedPlan):
 
 
 def fold_step(score: Score, q: Tensor, k: Tensor, v: Tensor, capacity: int) -> FoldedStep | None:
-    """Make the plan of a token whose cache holds fewer than `capacity` others.
+    """Make the plan of one new token over a cache of fewer than `capacity` tokens.
 
     None where a kernel needs whole rows of scores, where queries and keys rotate differently
     (XPos), and where the log-sum-exp of torch's kernel is needed and missing.

@@ -1,8 +1,9 @@
 """What attention layers do around a kernel: gates, pairs of heads, changes to values.
 
-FoX: the bias of a forgetting gate, b(i, j) = C_i − C_j with C_j = Σ_{l≤j} ln σ(f_l), is a product
-of two features of the query, C_i and 1, with two of the key, 1 and −C_j. In half precision three
-features represent each C, the second and third what rounding lost: products add up in float32.
+FoX: the bias of a forget gate, b(i, j) = C_i − C_j with C_j = Σ_{l≤j} ln σ(f_l), is a product of
+two features of the query, C_i and 1, with two of the key, 1 and −C_j. In half precision three
+features represent each C: the second and third hold what rounding lost, and products add up in
+float32.
 
 Differential attention: key heads 2·g and 2·g + 1 are a pair, and so are, in order, the query heads
 that read them.
@@ -45,7 +46,7 @@ def scale_heads(projection: nn.Linear, factor: Float[Tensor, " n"]) -> None:
 
 
 def gate_projection(spec: ScoreSpec, dim: int, heads: int, size: int) -> nn.Linear | None:
-    """W_g of a score with a gate; None for other scores."""
+    """The projection W_g to the gate of a score; None without a gate."""
     return None if spec.gate is None else nn.Linear(dim, spec.gate.logits(heads, size), bias=False)
 
 
@@ -96,7 +97,7 @@ def rotate_values(
 def apply_gate(
     spec: ScoreSpec, o: Float[Tensor, "b h t e"], gate: Float[Tensor, "b t gates"] | None
 ) -> Float[Tensor, "b outputs t e"]:
-    """Apply a gate to o by the logits of its outputs; o itself without a gate."""
+    """Gate o by the logits of its outputs; return o itself without a gate."""
     if spec.gate is None or gate is None:
         return o
     outputs = spec.gate.outputs(o.shape[1])
@@ -105,7 +106,7 @@ def apply_gate(
 
 
 def forget_projection(spec: ScoreSpec, dim: int, heads: int) -> nn.Linear | None:
-    """The weight and bias of the forgetting gates of `FoX`; None for other scores."""
+    """The projection to the forget gates of `FoX`; None for other scores."""
     return nn.Linear(dim, heads) if spec.forgets else None
 
 

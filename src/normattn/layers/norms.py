@@ -34,7 +34,7 @@ class LayerNorm(nn.Module):
     def forward(self, x: Float[Tensor, "... dim"]) -> Float[Tensor, "... dim"]:
         """Normalise the last axis of `x`."""
         dtype = at_least_float32(x.dtype)
-        gain, bias = (None if each is None else each.to(dtype) for each in (self.gain, self.bias))
+        gain, bias = (None if p is None else p.to(dtype) for p in (self.gain, self.bias))
         return F.layer_norm(x.to(dtype), (self.dim,), gain, bias, self.eps).to(x.dtype)
 
     def extra_repr(self) -> str:

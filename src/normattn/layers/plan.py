@@ -39,7 +39,7 @@ from normattn.plain import FAKE, plain_operations
 from normattn.score import Positions, Score, ScoreSpec
 from normattn.score.positions import number_documents
 
-# The cache is emptied at this size, since the lengths of texts vary without end.
+# The cache is emptied at this size, since text lengths vary without bound.
 _MAX_PLANS = 512
 _PLANS: dict[tuple[object, ...], tuple[ScoreSpec, FoldedPlan | None]] = {}
 
@@ -69,9 +69,9 @@ def prepare(
 
 
 def _is_cacheable(score: Score, q: Tensor, k: Tensor, v: Tensor, args: AttentionArguments) -> bool:
-    """Whether the key of `_folded_plan` holds all that the plan of a call depends on.
+    """Whether the cache key of `_folded_plan` covers all that the plan depends on.
 
-    Conditions are written out here: a Python call costs as much as a small tensor operation.
+    Conditions are inline: a Python call costs as much as a small tensor operation.
     """
     no_mask = args.attn_mask is None and args.key_padding is None and args.query_padding is None
     no_positions = args.q_positions is None and args.k_positions is None and args.documents is None
@@ -100,7 +100,7 @@ def _folded_plan(
     # A decoding step's plan serves any number of cached tokens up to the next power of two.
     capacity = 0 if num_cached is None else max(64, 1 << num_cached.bit_length())
     key = (
-        # The identity of the specification: hashing it would take as long as all the rest.
+        # The identity of the specification: hashing it would take as long as everything else.
         *(id(score._spec), score.heads, score.kv_heads, score.head_dim),
         *(args.causal, args.backend, capacity, q.shape, k.shape, v.shape),
         *(q.dtype, q.layout, q.device, k.device, v.device),
@@ -178,8 +178,8 @@ class AttentionPlan:
             k, v = cache.append(k if gates is None else torch.cat((k, gates), -1), v)
             k, gates = k[..., :size], None if gates is None else k[..., size:]
             if cache.dropped:
-                held = replace(positions, key=positions.key[..., cache.dropped :], regular=False)
-                plan = replace(self, positions=held, mask=self.mask.drop_first(cache.dropped))
+                stored = replace(positions, key=positions.key[..., cache.dropped :], regular=False)
+                plan = replace(self, positions=stored, mask=self.mask.drop_first(cache.dropped))
             if spec.selection is not None:
                 selection = cache.selection(num_cached, k, key_padding)
             if spec.blockwise:
@@ -253,9 +253,9 @@ def build_plan(
 ) -> AttentionPlan:
     """Build the positions and the mask of a call whose arguments are checked.
 
-    Only the shape and the device of q count. `cached` keys are a cache's, whose last positions are
-    the queries', or with `q_positions` another sequence's. Raises `InputError` for positions that
-    the score does not support.
+    Only the shape and the device of q matter. `cached` keys come from a cache that ends with the
+    queries, or with `q_positions` from another sequence. Raises `InputError` for positions that the
+    score does not support.
     """
     batch, _, num_queries, _ = q.shape
     query_positions, key_positions = args.q_positions, args.k_positions
@@ -272,7 +272,7 @@ def build_plan(
     if own_cache and not positions.ordered:
         positions = replace(positions, ordered=True)
     elif not cached and (query_positions is not None or key_positions is not None):
-        # Not with a cache: left padding is counted apart there, so positions may go back after it.
+        # Not with a cache: left padding has its own positions, so positions may decrease after it.
         check_order(spec, positions, documents)
     index = positions.query, positions.key, positions.regular
     mask = AttentionMask(args.causal, *index, padding, args.attn_mask)
@@ -296,7 +296,7 @@ def _attend_blocks(
 ) -> Float[Tensor, "b h t e"]:
     """Attend with the rows of each block in turn: `attend_rows(rows, num_keys, block)`.
 
-    Rows of the batch may be in different blocks at the same query: each keeps its block's output.
+    At the same query, batch rows may be in different blocks: each keeps its block's output.
     """
     if torch.compiler.is_compiling():
         raise InputError(
@@ -325,8 +325,8 @@ def _attend_blocks(
             in_block = None if contiguous else in_block[..., rows]
         for observer in observers():
             observer.select_rows(rows, in_block)
-        seen = num_keys - num_queries + rows.stop if positions.ordered else num_keys
-        out = attend_rows(rows, seen, block)
+        num_visible = num_keys - num_queries + rows.stop if positions.ordered else num_keys
+        out = attend_rows(rows, num_visible, block)
         if in_block is None:
             outputs.append(out)
             continue

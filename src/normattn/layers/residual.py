@@ -97,10 +97,10 @@ class NGPT(Placed):
     """N(x + |α|⊙(N(f(x)) − x)): a step on the sphere from x towards the sub-layer's output.
 
     N has no gain. α is learned for each feature and begins at `start`; its parameter is α in units
-    of start·√dim, as in the authors' code. The embedding is normalised too, the stack's output not
-    once more. The authors also normalise the weights after each optimiser step, which training does
-    with `unit_weights`. Their learned scales of hidden features and logits are left out. Source:
-    arXiv 2410.01131; github.com/NVIDIA/ngpt.
+    of start·√dim, as in the authors' code. The embedding is normalised too; the stack's output is
+    not normalised again. The authors also normalise the weights after each optimiser step, which
+    training does with `unit_weights`. Their learned scales of hidden features and logits are left
+    out. Source: arXiv 2410.01131; github.com/NVIDIA/ngpt.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class AttnRes(Placed):
 
     v_0 is the embedding and v_i the output of sub-layer i, or the sum of the outputs of a `block`
     of sub-layers. α = softmax_i ⟨w, v_i/rms(v_i)⟩ with a learned vector w for each sub-layer. w
-    begins at 0, the mean of all. The stack's output is such a mixture with a w of its own. Source:
+    begins at 0, the mean of all. The stack's output is such a mixture with its own w. Source:
     Attention Residuals, arXiv 2603.15031; kexue 11664.
     """
 

@@ -20,8 +20,7 @@ from normattn.score.parts.residual import ValueResidual
 class ResidualLayer:
     """The residual of one layer of a stack, made by `residual_layers`.
 
-    A layer that runs again, in another forward or for activation checkpointing, gets the same
-    residual again.
+    A layer that runs again, in another forward or for activation checkpointing, uses it again.
     """
 
     def __init__(self, sums: ResidualScores | FeatureSums | FirstValues, layer: int) -> None:

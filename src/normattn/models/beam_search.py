@@ -27,7 +27,7 @@ from normattn.models.utils import without_dropout
 class Hypothesis:
     """A finished translation: its `tokens` without begin and end token.
 
-    `log_probability` is that of the tokens and the end token, `score` the same over the length
+    `log_probability` is that of the tokens and the end token; `score` divides it by the length
     penalty. `ended` is "stop" where the model chose the end token, "length" where the longest
     allowed length forced it.
     """
@@ -149,7 +149,7 @@ def _search(
         ):
             # An upper bound: log p only falls, and lp is largest at the longest length.
             bound = score(highest, limits[number] + 1)
-            best_score = max((each.score for each in finished[number]), default=-math.inf)
+            best_score = max((x.score for x in finished[number]), default=-math.inf)
             if highest > -math.inf and bound > best_score:
                 active.append(row)
         kept = torch.tensor(active, dtype=torch.long, device=device)
@@ -167,10 +167,7 @@ def _search(
 def _log_probabilities(
     model: Any, tokens: Tensor, encoded: Any, cache: Any, full: Sequence[int]
 ) -> Float[Tensor, "rk v"]:
-    """log p of the next token of every beam; `full` sources may only end.
-
-    Padding and begin tokens have log p = −∞.
-    """
+    """log p of the next token of every beam, −∞ for pad and begin; `full` sources may only end."""
     config = model.config
     hidden = model.decode(tokens[:, :, -1].reshape(-1, 1), encoded, cache)
     logits = F.linear(hidden[:, -1], model.head_weight)

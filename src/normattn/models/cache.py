@@ -48,10 +48,7 @@ class ModelCache:
     def extend(
         self, ids: Int[Tensor, "b t"], key_padding: Bool[Tensor, "b t"] | None = None
     ) -> AttentionContext:
-        """Begin a forward of T new tokens and return its context; `commit` ends it.
-
-        `key_padding` is that of the new tokens; only left padding is allowed.
-        """
+        """Begin a forward of T new tokens, padded only on the left; `commit` ends it."""
         self.truncate(self.length)
         if self.max_length is not None:
             refuse_overflow(self.length, ids.shape[1], self.max_length)
@@ -83,10 +80,7 @@ class ModelCache:
             room.choose(chosen)
 
     def truncate(self, length: int) -> None:
-        """Drop all tokens after the first `length` of every row.
-
-        Layers that a failed call left ahead of the others are cut as well.
-        """
+        """Drop tokens after the first `length`, also in layers that a failed call left ahead."""
         for layer in self.layers:
             layer.truncate(self.length)
         if length != self.length:

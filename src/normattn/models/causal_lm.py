@@ -153,10 +153,7 @@ class CausalLM(TokenModel):
         return TokenScores(loss[:, first - start :], hits[:, first - start :])
 
     def new_cache(self, max_length: int | None = None) -> ModelCache:
-        """An empty cache for the scores that are active now.
-
-        It grows, or with `max_length` allocates memory for that many tokens and refuses more.
-        """
+        """An empty cache for the active scores; `max_length` allocates it at once and limits it."""
         return ModelCache(self.blocks.specs, max_length)
 
     @torch.no_grad()
@@ -184,7 +181,6 @@ class CausalLM(TokenModel):
     def _in_chunks(
         self, ids: Tensor, key_padding: Tensor | None, cache: ModelCache, chunk: int
     ) -> Iterator[Tensor]:
-        """The hidden vectors of consecutive chunks."""
         if not isinstance(chunk, int) or chunk < 1:
             raise InputError(f"chunk is {chunk}; it must be a whole number of at least 1")
         for start in range(0, checked_ids(ids).shape[1], chunk):

@@ -209,10 +209,7 @@ class StackConfig(Settings):
 
 
 class CausalLMConfig(StackConfig):
-    """The architecture of a `CausalLM`: a `StackConfig` and a vocabulary.
-
-    The head is the embedding unless `tie_head` is off.
-    """
+    """The architecture of a `CausalLM`; with `tie_head` the embedding is also the head."""
 
     vocab_size: Size
     tie_head: bool = True
@@ -445,12 +442,12 @@ def without_position(score: ScoreSpec) -> ScoreSpec:
     """The components of a score that need no position, and NoPE: the default of cross-attention."""
     slots = (Slot.VARIANT, Slot.LOGN, Slot.RESIDUAL, Slot.CAP, Slot.SINK)
     nope: Any = find("NoPE")()
-    kept = [part for part in score.parts if part.slot in slots]
-    return ScoreSpec((*kept, nope), score.train_length)
+    parts = [part for part in score.parts if part.slot in slots]
+    return ScoreSpec((*parts, nope), score.train_length)
 
 
 def without_foreign(base: Mapping[str, Any], block: str | None) -> dict[str, Any]:
-    """The fields `base` of a model without those of its kind of block, if `block` is another kind.
+    """The fields `base` of a model, without those of its kind of block if `block` is another kind.
 
     Heads of a preset do not apply to a gated attention unit, which then has its defaults. None
     leaves `base` unchanged.
@@ -462,10 +459,7 @@ def without_foreign(base: Mapping[str, Any], block: str | None) -> dict[str, Any
 
 @lru_cache(maxsize=1024)
 def _check_heads(score: ScoreSpec, heads: int, head_dim: int, kv_heads: int | None) -> None:
-    """Raise `InputError` if the score does not support heads of this shape.
-
-    Cached, as a sweep checks the same few shapes for thousands of runs.
-    """
+    """Raise `InputError` if the score does not support heads of this shape; cached for sweeps."""
     # Do not advance the global generator.
     with torch.random.fork_rng(devices=[]):
         Score(score, heads, head_dim, kv_heads)

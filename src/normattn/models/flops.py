@@ -46,10 +46,7 @@ class Flops:
 
 
 def parameter_count(model: nn.Module | CausalLMConfig | TranslatorConfig) -> int:
-    """The number of parameters of a model or a configuration, shared ones counted once.
-
-    `planned_parameters` counts those of configurations of other models.
-    """
+    """The number of parameters of a model or a configuration; shared ones count once."""
     if isinstance(model, CausalLMConfig):
         return planned_parameters(CausalLM, model)
     if isinstance(model, TranslatorConfig):
@@ -59,10 +56,7 @@ def parameter_count(model: nn.Module | CausalLMConfig | TranslatorConfig) -> int
 
 @lru_cache(maxsize=256)
 def planned_parameters(model: Callable[[Any], nn.Module], config: Hashable) -> int:
-    """`parameter_count` of `model(config)`, built on torch's meta device, without memory.
-
-    Cached, as a sweep counts the same few configurations again and again.
-    """
+    """`parameter_count` of `model(config)`, built on the meta device and cached for sweeps."""
     with on_meta():
         return parameter_count(model(config))
 
@@ -101,10 +95,7 @@ def translator_flops(config: TranslatorConfig, source_length: int, target_length
 
 
 def stack_flops(config: StackConfig, length: int) -> Flops:
-    """FLOPs per token of a stack of blocks, without embedding and head.
-
-    Raises `InputError` for a length below 1.
-    """
+    """FLOPs per token of a stack without embedding and head; `InputError` for a length below 1."""
     if length < 1:
         raise InputError(f"FLOPs were asked for at a length of {length}; it must be at least 1")
     attention = _attention_flops(

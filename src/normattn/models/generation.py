@@ -26,7 +26,7 @@ Ending = Literal["stop", "length"]
 
 @dataclass(frozen=True)
 class Answer:
-    """The continuation of one prompt: `tokens` without the stop token, and with `decode` `text`.
+    """The continuation of one prompt: `tokens` without the stop token, and `text` with `decode`.
 
     `ended` is "stop" after a stop token or string, else "length". `text` ends before the stop
     string.
@@ -74,12 +74,12 @@ def generate(
     stop_tokens = {
         _stop_token(t, model.head_weight.shape[0]) for t in stop if not isinstance(t, str)
     }
-    stop_strings = [each for each in stop if isinstance(each, str)]
+    stop_strings = [string for string in stop if isinstance(string, str)]
     if not all(stop_strings):
         raise InputError("a stop string is empty; every text contains it")
     if stop_strings and decode is None:
         raise InputError("stop strings need decode=…, a function from tokens to text")
-    # So many tokens contain any stop string, as a token has at least one byte; 4 more, as the first
+    # This many tokens contain any stop string, as each has at least one byte. 4 more, as the first
     # character may be cut.
     tail = max((len(string.encode()) for string in stop_strings), default=0) + 4
     if type(max_new_tokens) is not int or max_new_tokens < 1:
@@ -108,10 +108,10 @@ def generate(
                         ended[row] = "stop"
                 if ended[row] is None and len(written[row]) >= max_new_tokens:
                     ended[row] = "length"
-            kept = [index for index, row in enumerate(alive) if ended[row] is None]
-            if 0 < len(kept) < len(alive):
-                cache.reorder(kept)
-            alive = [alive[index] for index in kept]
+            remaining = [index for index, row in enumerate(alive) if ended[row] is None]
+            if 0 < len(remaining) < len(alive):
+                cache.reorder(remaining)
+            alive = [alive[index] for index in remaining]
             if alive:
                 last = torch.tensor([written[row][-1:] for row in alive], device=ids.device)
                 logits = model(last, cache=cache)[:, -1]
@@ -175,7 +175,9 @@ class Sampling:
             greedy: list[int] = logits.argmax(-1).tolist()
             return greedy
         probs, tokens = self.probabilities(logits)
-        uniform = [torch.rand((), generator=each, dtype=torch.float64) for each in generators]
+        uniform = [
+            torch.rand((), generator=generator, dtype=torch.float64) for generator in generators
+        ]
         cumulative = probs.cumsum(-1)
         threshold = torch.stack(uniform)[:, None].to(probs.device) * cumulative[:, -1:]
         index = (cumulative <= threshold).sum(-1, keepdim=True).clamp(max=probs.shape[-1] - 1)

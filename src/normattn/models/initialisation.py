@@ -22,9 +22,9 @@ _TRUNCATED_STD = 0.8796256610342398
 def initialise(model: nn.Module, config: StackConfig) -> None:
     """Draw every weight matrix of `model` from a normal truncated at two deviations.
 
-    The deviation is `init_std` (None: 1/√fan-in). That of the embedding is `embedding_std`, then
-    `init_std`, then 1/√dim: tied logits of a normalised stream have unit variance. A gain that
-    depends on the depth multiplies it:
+    The deviation is `init_std` (None: 1/√fan-in). The embedding's is `embedding_std`, else
+    `init_std`, else 1/√dim, which gives tied logits of a normalised stream unit variance. A gain
+    that depends on the depth multiplies the deviation:
 
     - PreLN: M^−½ on the output weights of the M sub-layers (GPT-2).
     - DeepNorm: the stack's β on the value, output and feed-forward weights; with `init_std` None

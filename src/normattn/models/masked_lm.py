@@ -21,8 +21,8 @@ from normattn.models.transformer import AfterLayer, AttentionContext, TokenModel
 from normattn.models.utils import without_dropout
 from normattn.plain import plain_operations
 
-# Small, so that the gradients of exits hardly change the norm that gradients are clipped by. Adam
-# and Tiger do not depend on the scale of a loss.
+# Small, so that the gradients of exits hardly change the norm for gradient clipping. Adam and Tiger
+# do not depend on the scale of a loss.
 EXIT_WEIGHT = 1e-2
 
 
@@ -142,19 +142,19 @@ class MaskedLM(TokenModel):
         the last layer's, but the gradient also trains the exits.
         """
         # Without padding every target counts: no need to read them.
-        kept = slice(None) if key_padding is None else targets.flatten() >= 0
-        kept_targets = targets.flatten()[kept]
+        valid = slice(None) if key_padding is None else targets.flatten() >= 0
+        labels = targets.flatten()[valid]
         hidden, *exit_hidden = self._hidden_at(ids, places, key_padding, backend)
         with plain_operations(backend == "reference"):
-            last = linear_cross_entropy(hidden.flatten(0, 1)[kept], self.head_weight, kept_targets)
+            last = linear_cross_entropy(hidden.flatten(0, 1)[valid], self.head_weight, labels)
             head = self.head_weight.detach()
             loss, correct = last.loss, [last.correct]
             for exit_, x in zip(self.exits, exit_hidden, strict=True):
-                scores = linear_cross_entropy(exit_(x.flatten(0, 1)[kept]), head, kept_targets)
+                scores = linear_cross_entropy(exit_(x.flatten(0, 1)[valid]), head, labels)
                 correct.append(scores.correct)
                 # Adds a gradient but no value.
                 loss = loss + EXIT_WEIGHT * (scores.loss - scores.loss.detach())
-        num_targets = torch.full_like(last.correct, kept_targets.numel())
+        num_targets = torch.full_like(last.correct, labels.numel())
         return MaskedLoss(loss, last.correct, num_targets, torch.stack(correct)[1:])
 
     @torch.no_grad()

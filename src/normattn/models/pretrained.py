@@ -136,10 +136,7 @@ def load_any(directory: Path | str, expected: BaseModel | None = None) -> nn.Mod
 
 
 def check_weights(directory: Path | str) -> None:
-    """Raise `InputError` if a saved model is missing or its weights were changed.
-
-    Faster than `load_any`, as no model is built.
-    """
+    """Raise `InputError` if a saved model is missing or its weights changed; builds no model."""
     path = Path(directory)
     check_digest(path / WEIGHTS_FILE, _read_description(path / CONFIG_FILE)["weights_sha256"])
 
@@ -159,7 +156,6 @@ def _read_description(path: Path) -> dict[str, Any]:
 
 
 def _check_tensors(model: nn.Module, tensors: dict[str, Tensor], path: Path) -> None:
-    """Raise `InputError` for a missing or unknown tensor, or one of another shape or kind."""
     expected = model.state_dict()
     for problem, names in (
         ("lacks", expected.keys() - tensors),

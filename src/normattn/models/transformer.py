@@ -73,7 +73,7 @@ class CrossContext(NamedTuple):
 
 
 class TokenModel(nn.Module):
-    """Base class of models of one text: embedding, blocks, and the norms around them.
+    """Base class of models of one token sequence: embedding, blocks, and the norms around them.
 
     PreLN and ReZero end in a norm. With PostLN and DeepNorm, whose blocks end in one, the embedding
     is normalised instead, so that every sub-layer reads a normalised stream. ReZeroNoNorm and
@@ -98,7 +98,7 @@ class TokenModel(nn.Module):
         """The last block's output after the final norm.
 
         `after(layer, x)` is called with the output of each layer, and with layer −1 for the input
-        of the first one. `vocabulary` describes the valid ids in the error about others.
+        of the first one. `vocabulary` describes the valid ids in the error for invalid ones.
         """
         with plain_operations(context.backend == "reference"):
             x = embed(self.embedding, self.embedding_norm, checked_ids(ids), vocabulary)
@@ -193,7 +193,6 @@ class Blocks(nn.ModuleList):
     def _layer_contexts(
         self, score: ScoreSpec, context: AttentionContext
     ) -> list[AttentionContext]:
-        """The context of each layer, with its residual."""
         residual = residual_layers(score, self.layers)
         if residual is None:
             return [context] * self.layers
@@ -203,7 +202,6 @@ class Blocks(nn.ModuleList):
     def _cross_contexts(
         self, score: ScoreSpec, context: AttentionContext, positions: Tensor | None, tokens: int
     ) -> list[CrossContext]:
-        """The cross-attention context of each layer, with its residual."""
         padding = context.query_padding
         if padding is None and context.key_padding is not None:
             padding = context.key_padding[:, -tokens:]
@@ -212,10 +210,7 @@ class Blocks(nn.ModuleList):
         return [CrossContext(positions, padding, layer, backend) for layer in residual]
 
     def _backend(self, score: ScoreSpec, backend: str) -> str:
-        """The kernel to use: recomputed layers cannot fill a buffer of summed scores again.
-
-        Concatenated queries and keys of all layers can be recomputed.
-        """
+        """The kernel to use: recomputed layers cannot fill a buffer of summed scores again."""
         summed = score.residual is not None and score.residual.summed == "scores"
         return "concatenated" if self._checkpoints and summed and backend == "auto" else backend
 
@@ -328,10 +323,7 @@ def set_activation_checkpointing(model: nn.Module, on: bool = True) -> None:
 
 
 def _recompute_options() -> dict[str, Any]:
-    """Options of `checkpoint` that recompute a block with the same kernels, without observers.
-
-    The backward pass runs outside the context managers of the forward pass.
-    """
+    """Options that make `checkpoint` recompute a block with the same kernels, without observers."""
     if torch.compiler.is_compiling():
         return {}
     plain_ops, observed = use_plain_ops(), bool(observers())

@@ -162,23 +162,20 @@ class Translator(nn.Module):
         Padding is ignored. The (tokens, V) logits are never stored at once, except with `backend`
         "reference".
         """
-        hidden, next_tokens, kept = self._hidden_and_targets(source, target, backend)
+        hidden, next_tokens, valid = self._hidden_and_targets(source, target, backend)
         with plain_operations(backend == "reference"):
             return linear_cross_entropy(
-                hidden[kept], self.head_weight, next_tokens[kept], label_smoothing=label_smoothing
+                hidden[valid], self.head_weight, next_tokens[valid], label_smoothing=label_smoothing
             )
 
     @torch.no_grad()
     def token_scores(self, source: Int[Tensor, "b s"], target: Int[Tensor, "b t1"]) -> TokenScores:
-        """Loss and correctness of every token of target[:, 1:], (B, T); 0 and False for padding.
-
-        Dropout is off.
-        """
+        """Loss and correctness of target[:, 1:], (B, T), dropout off; 0 and False for padding."""
         with without_dropout(self):
-            hidden, next_tokens, kept = self._hidden_and_targets(source, target)
-        scores = token_scores(hidden[kept], self.head_weight, next_tokens[kept])
-        loss = scores.loss.new_zeros(kept.shape).masked_scatter_(kept, scores.loss)
-        correct = torch.zeros_like(kept).masked_scatter_(kept, scores.correct)
+            hidden, next_tokens, valid = self._hidden_and_targets(source, target)
+        scores = token_scores(hidden[valid], self.head_weight, next_tokens[valid])
+        loss = scores.loss.new_zeros(valid.shape).masked_scatter_(valid, scores.loss)
+        correct = torch.zeros_like(valid).masked_scatter_(valid, scores.correct)
         return TokenScores(loss, correct)
 
     def translate(self, sources: Sequence[Sequence[int]], **settings: Any) -> list[Hypothesis]:
@@ -192,17 +189,17 @@ class Translator(nn.Module):
     def _hidden_and_targets(
         self, source: Tensor, target: Tensor, backend: str = "auto"
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Hidden vectors (B, T, D), the next tokens, and which of these are not padding."""
+        """Hidden vectors (B, T, D), the next tokens, and which of them are not padding."""
         if target.shape[1] < 2:
             raise InputError(
                 f"targets of {target.shape[1]} tokens have nothing to predict; give bos … eos"
             )
         next_tokens = target[:, 1:]
-        kept = next_tokens != self.config.pad_id
-        if not bool(kept.any()):
+        valid = next_tokens != self.config.pad_id
+        if not bool(valid.any()):
             raise InputError("the targets contain only padding")
         encoded = self.encode(source, backend)
-        return self.decode(target[:, :-1], encoded, backend=backend), next_tokens, kept
+        return self.decode(target[:, :-1], encoded, backend=backend), next_tokens, valid
 
     def _embed(self, table: nn.Embedding, norm: nn.Module | None, ids: Tensor) -> Tensor:
         x = embed(table, norm, ids, f"this vocabulary is 0 to {table.num_embeddings - 1}")

@@ -17,15 +17,15 @@ from normattn.score import Score, ScoreSpec
 def checked_ids(ids: Any, name: str = "ids") -> Tensor:
     """Return `ids`; `InputError` unless they are a dense (B, T) tensor of int64 or int32."""
     if not isinstance(ids, Tensor):
-        found = f"a {type(ids).__name__}"
+        actual = f"a {type(ids).__name__}"
     elif ids.layout is not torch.strided:
-        found = f"sparse {ids.dtype}"
+        actual = f"sparse {ids.dtype}"
     elif ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
-        found = f"{ids.dtype} of {tuple(ids.shape)}"
+        actual = f"{ids.dtype} of {tuple(ids.shape)}"
     else:
         return ids
     raise InputError(
-        f"{name} must be a tensor of whole numbers (int64 or int32) of shape (B, T), not {found}"
+        f"{name} must be a tensor of whole numbers (int64 or int32) of shape (B, T), not {actual}"
     )
 
 

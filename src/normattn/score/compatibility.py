@@ -12,7 +12,7 @@ from normattn.score.parts import Part, parts
 from normattn.score.spec import ScoreSpec
 
 TRAIN_LENGTH, FACTOR = 512, 8.0
-"""The training length and the factor of examples."""
+"""The training length and the extension factor of examples."""
 # Components to complete a pair with, tried in turn: a variant, and RoPE, which biases drop.
 _FILLERS = (("Baseline",), ("QKRMSNorm",), ("Baseline", "RoPE"), ("QKRMSNorm", "RoPE"))
 
@@ -36,21 +36,21 @@ def combinations() -> Mapping[str, Combinations]:
     known = parts()
     excludes: dict[str, dict[str, str]] = {name: {} for name in known}
     beside: dict[str, list[str]] = {name: [] for name in known}
-    for one, other in itertools.combinations(known.values(), 2):
-        if one.slot is other.slot:
+    for first, second in itertools.combinations(known.values(), 2):
+        if first.slot is second.slot:
             continue
         reasons: list[str] = []
         fillers: tuple[str, ...] | None = None
-        for spec, names, reason in _attempts((one, other)):
+        for spec, names, reason in _attempts((first, second)):
             if spec is not None:
                 fillers = names
                 break
             reasons.append(reason)
-        for name, partner in ((one.name, other.name), (other.name, one.name)):
+        for name, partner in ((first.name, second.name), (second.name, first.name)):
             if fillers is None:
-                # The reason that names most of the two components.
+                # Prefer a reason that names both components.
                 excludes[name][partner] = max(
-                    reasons, key=lambda x: (one.name in x) + (other.name in x)
+                    reasons, key=lambda x: (first.name in x) + (second.name in x)
                 )
             elif "RoPE" in fillers:
                 beside[name].append(partner)
@@ -61,7 +61,7 @@ _Attempt = tuple[ScoreSpec | None, tuple[str, ...], str]
 
 
 def _attempts(wanted: tuple[type[Part], ...]) -> Iterator[_Attempt]:
-    """Scores of these parts with fillers of other types; None and the reason where that fails."""
+    """Try each set of fillers: yield the score or None, the fillers, and the reason for None."""
     taken = {part.slot for part in wanted}
     known = parts()
     for fillers in dict.fromkeys(
@@ -77,7 +77,7 @@ def _attempts(wanted: tuple[type[Part], ...]) -> Iterator[_Attempt]:
 
 
 def needs(name: str) -> str:
-    """Which attention a part is for: causal, bidirectional, or either."""
+    """The attention that a part needs: causal, bidirectional or either."""
     spec = example(name)
     if spec.needs_causal:
         return "causal"

@@ -30,10 +30,7 @@ NamedPart = tuple[type[Part], dict[str, Any]]
 
 
 def read(text: str) -> tuple[list[NamedPart], int | None]:
-    """The parts and the training length that `text` names.
-
-    A model's name stands for the components of its score (`normattn.score.recipes`).
-    """
+    """The parts and the training length in `text`; the name of a model stands for its recipe."""
     if not isinstance(text, str):
         raise InputError(f"a score is a ScoreSpec or its name, but {text!r} was given")
     body, length = text.strip(), None
@@ -56,11 +53,11 @@ def read(text: str) -> tuple[list[NamedPart], int | None]:
     return [_parse_part(match, text) for match in _PART.finditer(body)], length
 
 
-def agreed_length(text: str, length: int | None, given: int | None) -> int | None:
-    """The training length of a score, or the given one; `InputError` if they differ."""
-    if None not in (length, given) and length != given:
-        raise InputError(f"{text!r} has a training length of {length}, but {given} was given")
-    return given if length is None else length
+def agreed_length(text: str, length: int | None, requested: int | None) -> int | None:
+    """The training length of a score or the requested one; `InputError` if they differ."""
+    if None not in (length, requested) and length != requested:
+        raise InputError(f"{text!r} has a training length of {length}, but {requested} was given")
+    return requested if length is None else length
 
 
 def build_parts(
@@ -113,7 +110,6 @@ def _build(part: type[Part], values: dict[str, Any], text: str) -> Part:
 
 
 def _convert(hint: Any, value: Any, part: type[Part], key: str) -> Any:
-    """Convert a value, or its text, to the type of a field."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         hint = next(choice for choice in typing.get_args(hint) if choice is not type(None))
     if typing.get_origin(hint) is Literal:
@@ -161,7 +157,7 @@ def _real(value: Any) -> float | None:
 
 
 def print_part(part: Part, implied: Part | None = None) -> str:
-    """Print a part for `read`: its name, and the fields that differ from default and `implied`."""
+    """Format a part for `read`: its name and the fields that are neither default nor `implied`."""
     changed = [
         f"{field.name}={_print_value(getattr(part, field.name))}"
         for field in dataclasses.fields(part)

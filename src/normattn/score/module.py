@@ -36,8 +36,8 @@ from normattn.score.spec import ScoreSpec, as_spec
 class Score(nn.Module):
     """The score of a `ScoreSpec` for H query heads and G key heads of dimension D.
 
-    It holds the parameters and running statistics of the components; a specification that learns
-    nothing has none. `use` switches inference-time components on and off. `spec` is the active
+    It holds the parameters and running statistics of the components; it has none if nothing is
+    learned. `use` switches inference-time components on and off. `spec` is the active
     specification, `built` the original one.
     """
 
@@ -98,8 +98,8 @@ class Score(nn.Module):
         `mask` says which keys are visible, before the score's own window. Statistics over tokens
         ignore padding; without `query_padding` every query counts, even if keys are padded (cross
         attention). For a blockwise score the rows are those of `block`. `cached` keys come from
-        `cache_keys`, or from `rotate_cached_keys` for a blockwise score; if causal, the queries are
-        the last of them.
+        `cache_keys`, or from `rotate_cached_keys` for a blockwise score; causal queries are the
+        last of these tokens.
         """
         self._check_call(q, k, positions, cached)
         spec = self._spec.for_block(block) if self._spec.blockwise else self._spec
@@ -153,7 +153,6 @@ class Score(nn.Module):
         return _rotate(cached, tables.near, None if spec.order is None else self._key_features)
 
     def _check_call(self, q: Tensor, k: Tensor, positions: Positions, cached: bool) -> None:
-        """Raise `InputError` for a call for which the score is not defined."""
         spec = self._spec
         if positions.causal and spec.leaks_future:
             raise InputError(
@@ -176,7 +175,7 @@ class Score(nn.Module):
         padding: Tensor | None,
         block: int,
     ) -> tuple[Tensor, Tensor | None, PairBias | None]:
-        """Near and far queries, with λ multiplied in, and the bias of pairs."""
+        """The near and far queries, times λ, and the pair bias."""
         tables = query_tables(spec, self.head_dim, positions, q.dtype).select_block(block)
 
         def norm(q: Tensor) -> Tensor:
@@ -199,7 +198,6 @@ class Score(nn.Module):
         return near, scaled(_rotate(q, tables.far, norm_after), tables.scale), pairs
 
     def _apply_learned_scale(self, q: Tensor, n: Tensor) -> Tensor:
-        """Multiply q by the learned factors of λ."""
         if self.logn is not None and self._spec.logn is not None:
             n = add_head_axis(n).to(at_least_float32(q.dtype))
             n = n[None] if n.dim() == 1 else n
@@ -209,7 +207,7 @@ class Score(nn.Module):
     def _rotate_keys(
         self, spec: ScoreSpec, k: Tensor, positions: Positions, padding: Tensor | None, block: int
     ) -> tuple[Tensor, Tensor | None]:
-        """Near and far keys, normalised and rotated."""
+        """The near and far keys, normalised and rotated."""
         first = 0 if positions.regular else None
         tables = key_tables(spec, self.head_dim, positions.key, k.dtype, first)
         k, norm_after = self._norm_before_rotation(spec, k, padding)
@@ -219,7 +217,7 @@ class Score(nn.Module):
     def _split_cached_keys(
         self, spec: ScoreSpec, k: Tensor, positions: Positions, near_start: int
     ) -> tuple[Tensor, Tensor]:
-        """Near keys from `near_start` on, and far keys, of cached keys at their far positions."""
+        """Near keys from `near_start` on, and far keys, of keys cached at far positions."""
         norm_after = None if spec.order is None else self._key_features
         near, first = positions.key[..., near_start:], near_start if positions.regular else None
         tables = key_tables(spec, self.head_dim, near, k.dtype, first, far_to_near=True)
@@ -251,7 +249,6 @@ class Score(nn.Module):
         dropout: float,
         pairs: PairBias | None,
     ) -> AttentionInputs:
-        """Join q, k and v with everything else that the kernel needs."""
         window, sink_tokens = self._spec.window
         selection, bias = None, self._spec.bias
         if self._spec.selection is not None:

@@ -227,7 +227,7 @@ def rms_norm(
 ) -> Float[Tensor, "*rows d"]:
     """x/√(mean x² + eps)·gain in the dtype of x, computed in float32 or wider.
 
-    On a CPU this is several times faster than `F.rms_norm`, which runs as separate operations.
+    On a CPU it is several times faster than `F.rms_norm`, which runs as separate operations.
     """
     return _scale_rows(x, gain, eps, unit=False)
 
@@ -282,7 +282,7 @@ def _scale_rows_and_factors(
 
 
 def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Split contiguous tensors into the same rows, as many at a time as fit into a core's cache."""
+    """Split contiguous tensors into chunks of rows that fit into a core's cache."""
     rows = max(1, CHUNK_BYTES // (4 * tensors[0].shape[-1]))
     return zip(*(torch.split(x.view(-1, x.shape[-1]), rows) for x in tensors), strict=True)
 
@@ -329,11 +329,9 @@ def _unit_norm_grad(x: Tensor, grad: Tensor, norm: Tensor, eps: float) -> Tensor
 def _rms_norm_grads(
     x: Tensor, gain: Tensor | None, grad: Tensor, inverse: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """dx = r·(g·dy − n·⟨g·dy, n⟩/d) with n = x·r, and dg = Σ rows dy·n.
-
-    Without a gain n is not computed, which saves a pass over the rows.
-    """
+    """dx = r·(g·dy − n·⟨g·dy, n⟩/d) with n = x·r, and dg = Σ rows dy·n."""
     if gain is None:
+        # n is not computed, which saves a pass over the rows.
         grad = grad.to(inverse.dtype)
         along = (grad * x).sum(-1, keepdim=True).mul_(inverse).mul_(inverse)
         along = along.div_(x.shape[-1])

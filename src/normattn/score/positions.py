@@ -37,7 +37,7 @@ class Positions:
     masked: bool = False
 
     def select(self, rows: slice, keys: int) -> Positions:
-        """Select query rows and the first `keys` keys, of which the rows are the last."""
+        """Select query rows and the first `keys` keys; the rows are the last of these keys."""
         if rows == slice(0, self.query.shape[-1]) and keys == self.key.shape[-1]:
             return self
         n = self.n[..., rows] if self.n.shape[-1] == self.query.shape[-1] else self.n
@@ -80,13 +80,13 @@ class Positions:
     ) -> Positions:
         """Positions of `queries` and `keys` tokens, by default consecutive.
 
-        Keys count from 0 at the first unpadded token (`key_padding`, True = padding), and again at
-        the first token of each document, a run of equal `documents`. Queries are the last T keys. n
-        is position + 1 if causal, else the number of unpadded keys of the row or document.
+        Key positions count from 0 at the first unpadded token (`key_padding`, True = padding) and
+        restart with each document, a run of equal `documents`. Queries are the last T keys. n is
+        position + 1 if causal, else the number of unpadded keys of the row or document.
         """
         arguments = (key_padding, q_positions, k_positions, documents)
         if causal and queries <= keys and cacheable() and all(x is None for x in arguments):
-            # Part of a longer sequence that is cached.
+            # A slice of a longer cached sequence.
             sequence = _consecutive(max(64, 1 << (keys - 1).bit_length()), device)
             return sequence.select(slice(keys - queries, keys), keys)
         if causal and q_positions is None and queries > keys:
@@ -127,9 +127,9 @@ def _consecutive(tokens: int, device: torch.device) -> Positions:
 def number_documents(
     documents: Int[Tensor, "b s"], key_padding: Bool[Tensor, "b s"] | None = None
 ) -> Int[Tensor, "b s"]:
-    """Number the documents of each row, runs of equal ids, from 0 on.
+    """Number the documents of each row, runs of equal ids, from 0.
 
-    An id that occurs again later in a row is a new document. Padding does not end a run and belongs
+    An id that recurs later in a row starts a new document. Padding does not end a run and belongs
     to the document before it. Numbering twice changes nothing.
     """
     index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)

@@ -1,9 +1,8 @@
 """The scores of well-known models, by the models' names: `ScoreSpec.parse("gpt-oss")`.
 
-Each is what the model computes in its attention layers. Tests compare the kind of score with
-transformers' layers. The numbers are meant to be those of the named release, but only those of
-Command R7B and DeepSeek-V3 were compared with its configuration. Read the configuration of a
-release with `normattn score` before relying on them.
+Tests compare the components with transformers' attention layers. The numbers are meant to match the
+named release, but only those of Command R7B and DeepSeek-V3 were checked against its configuration.
+Read the configuration with `normattn score` before relying on them.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ RECIPES: Mapping[str, str] = MappingProxyType(
             "Baseline-RoPE(base=50000,layout=interleaved)-SlidingWindow(window=4096)"
             "-NoPEEvery(every=4)"
         ),
-        # deepseek-ai/DeepSeek-V3: keys of latent vectors, the last 64 of whose 192 features rotate
+        # deepseek-ai/DeepSeek-V3: the last 64 of the 192 features of a query or key rotate
         "DeepSeek-V3": (
             "Baseline-PartialRoPE(layout=interleaved,fraction=0.3334,side=last)-YaRN(factor=40)"
             "@4096"
         ),
         # google/gemma-2-9b
         "Gemma-2": "Baseline-SoftCap(cap=50)-FullEvery(window=4096)",
-        # google/gemma-3-4b and -12b; the 27b has scale=168^(-1/2) besides
+        # google/gemma-3-4b and -12b; the 27b also has scale=168^(-1/2)
         "Gemma-3": "QKRMSNorm-FullEvery(every=6,window=1024,base=1000000,stretch=8)",
         # openai/gpt-oss-20b and -120b
         "gpt-oss": (
@@ -61,5 +60,5 @@ _LOWERED = {name.lower(): text for name, text in RECIPES.items()}
 
 
 def recipe(name: str) -> str | None:
-    """The score of a model by its name, in any case; None for an unknown name."""
+    """The score of the model `name`, in any case; None if it is unknown."""
     return _LOWERED.get(name.lower())

@@ -93,7 +93,7 @@ class ChunkedRotation:
 class RotaryTables:
     """The rotations of queries or keys to their near and far positions, and λ.
 
-    `far` is None without a second regime. A chunked rotation is `near`. λ is folded into the
+    `far` is None without a second regime. `near` may be a chunked rotation. λ is folded into the
     rotations of queries. It is a separate `scale`, a number or broadcastable to (B, H, T, 1), if
     nothing rotates, if the norm follows the rotation, or if each head has its own λ.
     """
@@ -120,7 +120,7 @@ class RotaryTables:
 
 @dataclass(frozen=True, eq=False)
 class Rotator:
-    """Makes rotations to given positions.
+    """Makes the rotations to any positions.
 
     Attributes:
         theta: θ_m of each pair (P,), in float64.
@@ -204,7 +204,7 @@ def frequencies(spec: ScoreSpec, head_dim: int) -> Float[Tensor, " p"]:
 
 
 def _make_rotator(spec: ScoreSpec, head_dim: int) -> Rotator | None:
-    """The rotator of a score; None without rotary position. λ has the scaling's gain."""
+    """The rotator of a score; None without rotary position. The scaling's gain is part of λ."""
     position = spec.position
     if not isinstance(position, RotaryPosition):
         return None
@@ -223,7 +223,7 @@ def query_tables(
     if not positions.regular or positions.masked or not cacheable():
         return _make_query_tables(spec, head_dim, positions.query, positions.n, dtype)
     queries, keys = positions.query.shape[-1], positions.key.shape[-1]
-    # Without causality λ may depend on the number of keys; other tables serve every length.
+    # Without causality λ may depend on the number of keys; other tables suit every length.
     visible = None if positions.causal or spec.logn is None else keys
     first = max(0, keys - queries)
     length = _table_length(spec, head_dim, dtype, first + queries)
@@ -385,7 +385,7 @@ def rotate_rows(
 def _rotate_with_plain_ops(
     x: Tensor, cos: Tensor, sin: Tensor, unrotated: Tensor, interleaved: bool, start: int
 ) -> Tensor:
-    """The same rotation in operations that a compiler can fuse."""
+    """`rotate_rows` in operations that a compiler can fuse."""
     dtype, x, end = x.dtype, x.to(cos.dtype), start + 2 * cos.shape[-1]
     first, second = feature_pairs(start, cos.shape[-1], interleaved)
     a, b = x[..., first], x[..., second]
@@ -397,7 +397,7 @@ def _rotate_with_plain_ops(
 
 
 class _Rotate(torch.autograd.Function):
-    """A rotation with its backward: the inverse rotation, times the same scale."""
+    """`rotate_rows` with its backward: the inverse rotation, times the same scale."""
 
     @staticmethod
     def forward(
@@ -423,4 +423,4 @@ class _Rotate(torch.autograd.Function):
 
 
 rotate_with_gradient: Any = super(torch.autograd.Function, _Rotate).apply
-"""`rotate_rows` with a gradient. Skips `apply`'s checks for torch.func, which take as long."""
+"""`rotate_rows` with a gradient, without `apply`'s slow checks for torch.func."""

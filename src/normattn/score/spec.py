@@ -61,7 +61,7 @@ def is_unmodified(method: str) -> bool:
 
 @dataclass(frozen=True)
 class PartAttribute(typing.Generic[P]):
-    """An attribute of a `ScoreSpec`: the component in a slot if it is of a class, else None."""
+    """An attribute of a `ScoreSpec`: the component in `slot` if it is a `part_class`, else None."""
 
     slot: Slot
     part_class: type[P]
@@ -73,7 +73,6 @@ class PartAttribute(typing.Generic[P]):
 
 @functools.cache
 def _part_attributes() -> tuple[str, ...]:
-    """The names of all such attributes."""
     return tuple(name for name, x in vars(ScoreSpec).items() if isinstance(x, PartAttribute))
 
 
@@ -81,8 +80,9 @@ def _part_attributes() -> tuple[str, ...]:
 class ScoreSpec:
     """The components of a score, one per type, and the training length.
 
-    There is an attribute for each component type: that component, or None. A parameter that depends
-    on the training length or on a table's factor may be open (None) until `resolve` fills it.
+    Each component type has an attribute, which holds its component or None. A parameter that
+    depends on the training length or the extension factor may be open (None) until `resolve` fills
+    it.
 
     `leaks_future`: a normalisation uses the whole sequence, so the score cannot be causal.
     `blockwise`: the rotation of keys depends on the block of the query's row. `value_rope`: a score
@@ -206,10 +206,7 @@ class ScoreSpec:
         return self.blockwise or any(part.needs_causal for part in self.parts)
 
     def layer(self, layer: int, layers: int) -> ScoreSpec:
-        """The score of layer `layer` (0-based) of a model of `layers`.
-
-        It is the specification itself unless a component depends on the layer's number.
-        """
+        """The score of layer `layer` (0-based) of `layers`; self if no component depends on it."""
         parts: dict[Slot, Part] = {part.slot: part for part in self.parts}
         layer_parts: Iterable[Part] = self.parts
         if self.layout is not None:
@@ -265,7 +262,7 @@ class ScoreSpec:
 
     @property
     def method_text(self) -> str:
-        """The inference-time components with every parameter, as `with_method` takes them."""
+        """The inference-time components with every parameter, in the form `with_method` takes."""
         return "-".join(print_part(part) for part in self._added)
 
     def with_method(self, text: str, **parameters: Any) -> ScoreSpec:
@@ -289,8 +286,7 @@ class ScoreSpec:
     ) -> ScoreSpec:
         """Fill open parameters from the training length and the factor.
 
-        Raises `InputError` for another training length than it has, and for a parameter that
-        remains open.
+        Raises `InputError` if the training lengths differ, and if a parameter remains open.
         """
         length = agreed_length(str(self), self.train_length, train_length)
         factor = None if factor is None else float(factor)
@@ -303,10 +299,7 @@ class ScoreSpec:
 
     @property
     def _named(self) -> tuple[Part, ...]:
-        """The parts in the order of the name, without the default position.
-
-        Inference-time log-n comes last: `ReRoPE-logn+`.
-        """
+        """The parts in the order of the name, without the default position; `logn+` is last."""
         default = default_position(part.slot for part in self.parts)
         named = [part for part in self.parts if part != default]
         return tuple(sorted(named, key=lambda x: (x.slot, x.when) == (Slot.LOGN, "inference-time")))
@@ -327,14 +320,13 @@ class ScoreSpec:
 
 
 def as_spec(value: Any) -> ScoreSpec:
-    """A specification, or the one that a name means; `InputError` for anything else."""
+    """A `ScoreSpec` as it is, or parsed from its name; `InputError` for anything else."""
     if not isinstance(value, ScoreSpec | str):
         raise InputError(f"a score is a ScoreSpec or its name, but {value!r} was given")
     return value if isinstance(value, ScoreSpec) else ScoreSpec.parse(value)
 
 
 def _check_combination(spec: ScoreSpec) -> None:
-    """Raise `InputError` for parts that cannot be combined."""
     slots = {part.slot: part for part in spec.parts}
     for part in spec.parts:
         if reason := part.conflict(slots):

@@ -1,6 +1,6 @@
-"""The parts that scores are made of, by topic, and the kinds of parts that a new one extends.
+"""The components of scores, by topic, and the base classes of new ones.
 
-A user's own part is a class in one file: `from normattn.score.parts import Variant, register`.
+A new component is one class in any file: `from normattn.score.parts import Variant, register`.
 """
 
 from normattn.score.norms import Normalisation

@@ -30,7 +30,7 @@ from normattn.errors import InputError
 
 When = Literal["training-time", "inference-time", "either"]
 Fill = Callable[[Any, int | None, float | None], Any]
-"""(part, training length, a table's factor) → the value of an open parameter, or None."""
+"""(part, training length, extension factor) → the value of an open parameter, or None."""
 
 
 class Slot(StrEnum):
@@ -85,8 +85,8 @@ def number(
         return math.isfinite(value) and above < value < below and least <= value <= most
 
     bounds = {"above": above, "of at least": least, "below": below, "at most": most}
-    named = " and ".join(f"{word} {end:g}" for word, end in bounds.items() if math.isfinite(end))
-    expected = f"a number {named}".strip()
+    limits = " and ".join(f"{word} {end:g}" for word, end in bounds.items() if math.isfinite(end))
+    expected = f"a number {limits}".strip()
     metadata = {"allowed": allowed, "expected": expected, "fill": fill, "optional": optional}
     return field(default=default, metadata=metadata)
 
@@ -199,17 +199,17 @@ P = TypeVar("P", bound=type[Part])
 @dataclass_transform(frozen_default=True, field_specifiers=(field, number, one_of))
 def register(part: P) -> P:
     """Class decorator: make a frozen dataclass, and register it under its name (no hyphens)."""
-    own = part.__dict__
-    if "name" not in own:
+    attributes = part.__dict__
+    if "name" not in attributes:
         part.name = part.__name__
-    if "summary" not in own:
+    if "summary" not in attributes:
         part.summary = (part.__doc__ or "").partition("\n")[0].rstrip(".")
     if "-" in part.name or part.name in _PARTS:
         raise ValueError(f"part name {part.name!r} holds a hyphen or is taken")
-    for needed in ("equation", "source"):
-        if not hasattr(part, needed):
-            raise ValueError(f"part {part.name} has no {needed}, which `normattn list` shows")
-    if "__dataclass_fields__" not in own:
+    for required in ("equation", "source"):
+        if not hasattr(part, required):
+            raise ValueError(f"part {part.name} has no {required}, which `normattn list` shows")
+    if "__dataclass_fields__" not in attributes:
         # `dataclass` changes the class in place.
         dataclass(frozen=True)(part)
     _PARTS[part.name] = part
@@ -233,7 +233,7 @@ def parts() -> Mapping[str, type[Part]]:
 
 
 def find(name: str) -> type[Part]:
-    """The part of that name; for an unknown name `InputError` suggests the nearest ones."""
+    """The part called `name`; for an unknown name `InputError` suggests the nearest ones."""
     _discover()
     if name in _PARTS:
         return _PARTS[name]
@@ -253,7 +253,7 @@ def find(name: str) -> type[Part]:
 def sort_parts(parts: Iterable[Part]) -> tuple[Part, ...]:
     """Sort parts by slot, and add the default position if there is none.
 
-    Raises `InputError` for two parts in one slot, and without a variant.
+    Raises `InputError` if two parts share a slot, or if there is no variant.
     """
     slots: dict[Slot, Part] = {}
     for part in parts:
@@ -264,8 +264,8 @@ def sort_parts(parts: Iterable[Part]) -> tuple[Part, ...]:
             )
         slots[part.slot] = part
     if Slot.VARIANT not in slots:
-        named = "-".join(part.name for part in slots.values())
-        hint = f": write Baseline-{named}, say" if named else ", e.g. Baseline, KNA or CosA"
+        names = "-".join(part.name for part in slots.values())
+        hint = f": write Baseline-{names}, say" if names else ", e.g. Baseline, KNA or CosA"
         raise InputError(f"a score needs a variant first{hint}")
     slots.setdefault(Slot.POSITION, default_position(slots))
     return tuple(slots[slot] for slot in Slot if slot in slots)

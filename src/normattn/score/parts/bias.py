@@ -1,4 +1,4 @@
-"""Biases: numbers added to a score, by the distance of a pair or by the tokens between.
+"""Biases: numbers added to a score, from the distance of a pair or the tokens between.
 
 Legend: B batch, H query heads, T queries, S keys, R distances, D head dimension.
 """
@@ -177,9 +177,9 @@ class T5Bias(BiasPart):
     """A learned number for each bucket of distances, wider far away.
 
     With B buckets the first ⌊B/2⌋ are the distances 0, 1, 2, …; the others grow with the logarithm
-    of the distance up to `max_distance`, from which on all distances share the last one. These are
-    the buckets of T5's decoder. Here every layer learns its own β, drawn from a
-    normal of deviation (H·D)^−½; T5's layers share the first one's.
+    of the distance up to `max_distance`, and all larger distances share the last one. These are the
+    buckets of T5's decoder. Here every layer learns its own β, drawn from a normal of deviation
+    (H·D)^−½; T5's layers share the first one's.
     """
 
     equation = "b = β[h, bucket(i−j)]"
@@ -365,8 +365,8 @@ class ScaleInvariant(PairBiasPart):
     """Scores of distant pairs are widened and lowered, by the logarithm of the distance.
 
     a grows and m falls, so that keys about 10, 100 or 1,000 tokens back get about the same share of
-    attention. Up to `tau` tokens little changes. Nothing is learned. It encodes position unless
-    another one is named: the paper's is `PRoPE`.
+    attention. Up to `tau` tokens little changes. Nothing is learned. It is the only position unless
+    another one is named; the paper uses `PRoPE`.
     """
 
     equation = "s ← a·s + m, a² = 1 + 2·ln(1 + (i−j)/τ), m = 1 − a²"

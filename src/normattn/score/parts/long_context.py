@@ -233,5 +233,5 @@ class DualChunk(ChunkRemapping):
     def query_positions(self, query: QueryPositions) -> tuple[QueryPositions, ...]:
         """i mod s, min(i mod s + s, c − 1 + beyond), c − 1 + beyond."""
         size, last = self.required("size"), self.reach - 1 + self.beyond
-        own = query.remainder(size)
-        return own, (own + size).clamp(max=last), torch.full_like(own, last)
+        in_chunk = query.remainder(size)
+        return in_chunk, (in_chunk + size).clamp(max=last), torch.full_like(in_chunk, last)

@@ -55,7 +55,7 @@ class Variant(Part):
 class ScaledVariant(Variant):
     """A variant with the parameter `scale`, the constant part of λ; 1/√d by default.
 
-    Gemma 2 and 3 (query_pre_attn_scalar^−½), Granite (attention_multiplier).
+    Used by Gemma 2 and 3 (query_pre_attn_scalar^−½) and Granite (attention_multiplier).
     """
 
     scale: float | None = number(default=None, above=0, optional=True)
@@ -148,7 +148,7 @@ class NGPT(Variant):
     """Cosine of query and key with a gain for each feature of a head, scale √d.
 
     The gains of queries and of keys start at 1. nGPT has one gain for both, and rotates before it
-    normalises (`NGPT-RotateFirst`). Its placement is `nGPT`.
+    normalises (`NGPT-RotateFirst`). Its residual placement is `nGPT`.
     """
 
     equation = "s = √d·⟨N(q), N(k)⟩, N(x) = x/‖x‖·g"

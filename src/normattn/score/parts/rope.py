@@ -21,10 +21,7 @@ Theta = Float[Tensor, "half"]
 
 
 def rope_frequencies(head_dim: int, base: float) -> Theta:
-    """θ_m = base^(−2m/d) in float64, m = 0 … d/2 − 1 (kexue.fm/archives/8265).
-
-    `head_dim` must be even.
-    """
+    """θ_m = base^(−2m/d) in float64, m = 0 … d/2 − 1, for even d (kexue.fm/archives/8265)."""
     if head_dim < 2 or head_dim % 2:
         raise InputError(f"rotary positions need an even head dimension, but it is {head_dim}")
     exponent = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim

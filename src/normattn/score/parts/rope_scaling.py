@@ -135,7 +135,8 @@ class DynamicNTK(RopeScaling):
     The L rows of a block share their frequencies, so prefill, decoding and one full forward pass
     agree; a cache stores unrotated keys. The first block has the trained frequencies, block b
     (0-based) those of NTK with the factor 1 + s·b. s is `factor`, by default 1, which stretches by
-    exactly n / L. A table's factor is not used: it is for scalings that depend on the longest text.
+    exactly n / L. The factor of `resolve` is not used: it is for scalings that depend on the
+    longest text.
     """
 
     equation = "θ'_m = (base·(s·n/L − (s − 1))^(d/(d−2)))^(−2m/d), n = L·⌈(i + 1)/L⌉"
@@ -310,9 +311,8 @@ class ClippedRoPE(RopeScaling):
 class DroPE(RopeScaling):
     """Positions are dropped after training; the model then needs some more training.
 
-    The paper continues training without positions for a short time, which is what makes it work;
-    this component is what that training uses. It does not include the paper's softmax temperature
-    for long text: add logn+.
+    The method works because the paper then trains briefly without positions; use this component for
+    that training too. It does not include the paper's softmax temperature for long text: add logn+.
     """
 
     equation = "θ'_m = 0, so P = 1"

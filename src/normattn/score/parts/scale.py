@@ -188,8 +188,8 @@ class ASScale(LengthScaling):
 class Temperature(LengthScaling):
     """Logits grow with the logarithm of the position, in steps.
 
-    `beta` β, `length` L₀, the training length by default. Ministral 3 has shift = 0. Llama 4 has
-    shift = 1, and only on its layers without positions (`IRoPE(beta=…, length=…)`). i is n − 1, the
+    `beta` is β; `length` is L₀, by default the training length. Ministral 3 has shift = 0. Llama 4
+    has shift = 1, only in its layers without positions (`IRoPE(beta=…, length=…)`). i is n − 1, the
     number of keys before a causal query's own. Without causality all queries see n keys and have
     the scale of the last.
     """

@@ -39,8 +39,8 @@ class SoftCap(Part):
 class Sink(Part):
     """One more learned logit per head in the denominator of softmax.
 
-    z_h starts at 0, which is "softmax off by one". What first tokens do in models without it, as
-    attention sinks, is described in arXiv 2309.17453.
+    z_h starts at 0, which is "softmax off by one". Without it the first tokens become attention
+    sinks (arXiv 2309.17453).
     """
 
     slot = Slot.SINK
@@ -242,7 +242,7 @@ class GatePart(Part):
     slot = Slot.GATE
 
     def outputs(self, heads: int) -> int:
-        """The number of outputs for a number of heads."""
+        """The number of outputs for `heads` heads."""
         return heads
 
     def logits(self, heads: int, size: int) -> int:
@@ -260,9 +260,9 @@ class GatePart(Part):
 class Gate(GatePart):
     """Each head's output is gated by the layer's input x, before the output projection.
 
-    `per` feature, W_g x having H·E features, or per head, H. Sigmoid after softmax·V is the form
-    that the paper recommends (its G1) and Qwen3-Next has; `act=softplus` takes ln(1 + eˣ) in place
-    of σ, as Laguna does, which may enlarge an output too.
+    With `per=feature` W_g x has H·E features, with `per=head` H. Sigmoid after softmax·V is the
+    form that the paper recommends (G1) and Qwen3-Next uses; `act=softplus` takes ln(1 + eˣ) instead
+    of σ, as Laguna does, and may also enlarge an output.
     """
 
     equation = "o_h ← σ(W_g x) ⊙ o_h"
@@ -286,7 +286,7 @@ class Gate(GatePart):
 class DifferentialV2(GatePart):
     """The output of one query head minus a share of another's, both with one key head.
 
-    Heads 2·p and 2·p + 1 make output p. So H query heads have H/2 outputs: use twice as many heads.
+    Heads 2·p and 2·p + 1 make output p, so H query heads have H/2 outputs: use twice as many heads.
     λ, one for each token and output, is a projection of the layer's input. Unlike `Differential`,
     it has no norm, and values are those of one head.
     """

@@ -53,7 +53,7 @@ class XSA(ValuePart):
     source = "arXiv 2603.09078"
 
     def conflict(self, parts: Parts) -> str | None:
-        """Values must be the layer's own."""
+        """Values of layers below must not be mixed in."""
         residual = parts.get(Slot.RESIDUAL)
         if isinstance(residual, ResidualPart) and (residual.values or residual.summed == "values"):
             return self.refusal(residual, "the layer's values are mixed with those of layers below")
