@@ -68,9 +68,6 @@ def default_cache_dir() -> Path:
         raise InputError(f"no place for the cache: {error}, in NORMATTN_CACHE") from error
 
 
-# Reading.
-
-
 def refuse_irregular(path: Path, mode: int) -> None:
     """Raise `InputError` unless `mode` is that of a regular file: a pipe may never end."""
     if not stat.S_ISREG(mode):
@@ -209,9 +206,6 @@ def parse_toml(text: str, where: str) -> dict[str, Any]:
     return table
 
 
-# Writing.
-
-
 @contextmanager
 def explain_os_errors(path: Path) -> Iterator[None]:
     """Turn an OS error, even one that a library wraps, into an `InputError` about `path`."""
@@ -245,9 +239,9 @@ def os_error_in(error: BaseException) -> OSError | None:
     while cause is not None:
         if isinstance(cause, OSError):
             return cause
-        number = _RUST_OS_ERROR.search(str(cause))
-        if number is not None:
-            return OSError(int(number[1]), os.strerror(int(number[1])))
+        match = _RUST_OS_ERROR.search(str(cause))
+        if match is not None:
+            return OSError(int(match[1]), os.strerror(int(match[1])))
         cause = cause.__cause__
     return None
 
@@ -357,9 +351,6 @@ def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
-
-
-# Tensors.
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:

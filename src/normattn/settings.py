@@ -27,10 +27,7 @@ class Settings(BaseModel):
     def parse(
         cls: type[Model], values: Mapping[str, Any], source: str = "the configuration"
     ) -> Model:
-        """Validate values from `source`; `InputError` names the field and what is wrong.
-
-        For an unknown field it suggests the nearest.
-        """
+        """Validate `values`; `InputError` names the source, the field and the nearest valid one."""
         values = cls.upgrade(values)
         _refuse_unknown(values, cls, source)
         _check_integers(values, source)
@@ -90,10 +87,7 @@ def explain(error: ValidationError) -> str:
 
 
 def parse_value(text: str, source: str) -> Any:
-    """Parse a setting's value: TOML, none or null, else plain text.
-
-    Raises `InputError` for TOML that is nested too deeply or has huge numbers.
-    """
+    """Parse TOML, none or null, else plain text; `InputError` beyond `parse_toml`'s limits."""
     if text in ("none", "null"):
         return None
     try:
@@ -115,7 +109,7 @@ def format_setting(name: str, value: Any) -> list[str]:
 
 
 def _to_toml(value: Any) -> str:
-    """Format a value as one line of TOML. Its strings and numbers are those of JSON."""
+    """Format a value as one line of TOML, with JSON's strings and numbers."""
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{_to_toml(k)} = {_to_toml(v)}' for k, v in value.items())}}}"
     if isinstance(value, list | tuple):

@@ -59,9 +59,9 @@ def asked_to_stop() -> bool:
 def stop_with_parent(parent: int, poll: float = 0.5) -> None:
     """Send SIGTERM to this process, so that it saves its state, when `parent` has ended.
 
-    A killed parent cannot tell its children. On Linux the system does, by PR_SET_PDEATHSIG (for the
-    thread that started this process, which must therefore stay alive). Elsewhere a thread checks
-    every `poll` seconds.
+    A killed parent cannot notify its children. On Linux the system does, through PR_SET_PDEATHSIG
+    (when the thread that started this process ends, so it must stay alive). Elsewhere a thread
+    checks every `poll` seconds.
     """
     global _parent
     _parent = parent
@@ -114,8 +114,8 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
-            for number in _RECORDED:
-                self._handlers[number] = signal.signal(number, self._record)
+            for signum in _RECORDED:
+                self._handlers[signum] = signal.signal(signum, self._record)
             _guard.requests += 1
         return self
 
@@ -124,20 +124,20 @@ class StopRequest:
             _guard.requests -= 1
             self._restore()
 
-    def _record(self, number: int, frame: FrameType | None) -> None:
+    def _record(self, signum: int, frame: FrameType | None) -> None:
         if self.by is None:
-            self.by, self._first = signal.Signals(number).name, time.monotonic()
-        elif number == signal.SIGTERM and time.monotonic() < self._first + DUPLICATE_SECONDS:
+            self.by, self._first = signal.Signals(signum).name, time.monotonic()
+        elif signum == signal.SIGTERM and time.monotonic() < self._first + DUPLICATE_SECONDS:
             return
         elif self._insist:
             self._restore()
-            signal.raise_signal(number)
+            signal.raise_signal(signum)
         self.count += 1
 
     def _restore(self) -> None:
-        for number, handler in self._handlers.items():
+        for signum, handler in self._handlers.items():
             # None: the handler was not set from Python.
-            signal.signal(number, handler or signal.SIG_DFL)  # type: ignore[arg-type]
+            signal.signal(signum, handler or signal.SIG_DFL)  # type: ignore[arg-type]
 
 
 class _Guard:
@@ -151,8 +151,8 @@ class _Guard:
         self._uninstalled = threading.Event()
 
     def install(self) -> None:
-        for number in SIGNALS:
-            signal.signal(number, self._stop)
+        for signum in SIGNALS:
+            signal.signal(signum, self._stop)
         sys.unraisablehook = self._unraisable
         if sys.platform != "win32":
             read_end, write_end = os.pipe()
@@ -169,8 +169,8 @@ class _Guard:
 
     def uninstall(self) -> None:
         """Ignore signals from now on, while the interpreter shuts down."""
-        for number in SIGNALS:
-            signal.signal(number, signal.SIG_IGN)
+        for signum in SIGNALS:
+            signal.signal(signum, signal.SIG_IGN)
         self._uninstalled.set()
 
     def print_message(self) -> None:
@@ -179,10 +179,10 @@ class _Guard:
             message = f"normattn: stopped by {self.by}; rerun the command to resume"
             print(message, file=sys.stderr, flush=True)
 
-    def _stop(self, number: int, frame: FrameType | None) -> NoReturn:
+    def _stop(self, signum: int, frame: FrameType | None) -> NoReturn:
         if self.by is not None and not self._lost:
             self._end_now()  # A second signal: do not wait.
-        self.by, self._lost = signal.Signals(number).name, False
+        self.by, self._lost = signal.Signals(signum).name, False
         raise Stopped
 
     def _unraisable(self, unraisable: sys.UnraisableHookArgs) -> None:
@@ -193,14 +193,11 @@ class _Guard:
             sys.__unraisablehook__(unraisable)
 
     def _watch(self, pipe: int) -> None:
-        """Wait for signals, and end the process if a handler has no effect.
-
-        Python runs handlers between its own instructions, never inside a long call into C.
-        """
+        """Wait for signals; end the process if no handler can run, as inside a long call into C."""
         while True:
-            number = os.read(pipe, 1)[0]
-            if number in SIGNALS and not self.requests:
-                received = signal.Signals(number)
+            signum = os.read(pipe, 1)[0]
+            if signum in SIGNALS and not self.requests:
+                received = signal.Signals(signum)
                 break
         for _ in range(int(GRACE_SECONDS / _POLL_SECONDS)):
             if self._uninstalled.wait(_POLL_SECONDS):

@@ -99,8 +99,8 @@ Run = Callable[[AttentionInputs, Recorder | None, bool], tuple[Tensor, Tensor | 
 class Kernel(NamedTuple):
     """A way to compute attention, with the features of inputs that it supports.
 
-    `outputs` lists what it can return besides the output: "lse", "statistics". Without `run`, the
-    inputs are rewritten for another kernel (`concatenated`).
+    `outputs` lists its optional results: "lse", "statistics". Without `run`, the inputs are
+    rewritten for another kernel (`concatenated`).
     """
 
     name: str
@@ -265,7 +265,7 @@ def reasons(inputs: AttentionInputs, backend: str = "auto") -> Decision:
 def working_bytes(kernel: str, inputs: AttentionInputs) -> int:
     """Estimate the bytes of a forward pass, without q, k, v and the output.
 
-    The reference stores scores and weights, T × S each; strips store those of some rows. torch's
+    The reference stores scores and weights, T × S each; strips store some rows of both. torch's
     kernels store a log-sum-exp, and the outputs of two regimes. Tiles store one tile of scores.
     Residual scores share one buffer between layers, with a number for each pair.
     """
@@ -329,7 +329,7 @@ def run_kernel(
         kernel = choose(inputs, backend, lse)
     unchecked, inputs = inputs, spread_infinities(inputs)
     if device == "cpu" and kernel.name in ("fused", "two-regime") and not traced():
-        # On a CPU these kernels turn NaN to 0, or into earlier rows, and give no statistics.
+        # On a CPU these kernels turn NaN to 0 or leak it into earlier rows, and lack statistics.
         diverged = any(x is not y for x, y in zip(inputs.tensors, unchecked.tensors, strict=True))
         if diverged or ((statistics or active) and backend == "auto"):
             kernel = TABLE["chunked"]

@@ -90,7 +90,7 @@ def score_function(inputs: AttentionInputs, start: int) -> ScoreFunction | None:
             score = cap * torch.tanh(score / cap)
         if bias is not None:
             i, j = positions(batch, query, key)
-            # Only hidden keys are at distances beyond those of the bias.
+            # Only hidden keys are further away than the bias reaches.
             score = score + bias[head, (i - j).abs().clamp(max=bias.shape[1] - 1)]
         if added is not None:
             score = score + _mask_value(added, batch, head, query, key + start)
@@ -195,7 +195,7 @@ def _make_block_mask(inputs: AttentionInputs, start: int, far: bool | None) -> A
 
 @cache
 def _functions(compiled: bool) -> tuple[Any, Any]:
-    """Functions that compute attention and a block mask; compiled ones serve all shapes."""
+    """Functions that compute attention and a block mask; compiled ones work for all shapes."""
     # Imported here because it loads the compiler, which takes longer than torch itself.
     from torch.nn.attention import flex_attention as torch_flex
 

@@ -41,12 +41,10 @@ def host_can_read(x: Float[Tensor, "*n"]) -> bool:
 
 
 def finite(x: Float[Tensor, "*n"]) -> bool:
-    """Whether every number is known to be finite; False if they cannot be read.
-
-    A finite sum proves it. Other sums may have overflowed, so then every number is checked.
-    """
+    """Whether every number is known to be finite; False if they cannot be read."""
     if not host_can_read(x):
         return False
+    # A finite sum proves it. Other sums may have overflowed, so then every number is checked.
     return math.isfinite(x.detach().sum().item()) or bool(x.detach().isfinite().all())
 
 

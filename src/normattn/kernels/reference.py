@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from normattn.kernels.inputs import AttentionInputs
 from normattn.kernels.stats import Recorder, record_rows
 
-# Bytes of a strip's scores: about what a core's caches hold; a GPU needs more to be busy.
+# Bytes of a strip's scores: about the size of a core's caches; a GPU needs more to be busy.
 STRIP_BYTES, DEVICE_STRIP_BYTES = 2**22, 2**28
 _ALL = slice(None)
 
@@ -123,8 +123,8 @@ def strip_rows(inputs: AttentionInputs) -> int:
 def strips(inputs: AttentionInputs, recorder: Recorder | None = None) -> Float[Tensor, "b h t e"]:
     """`reference` by strips of query rows, for any inputs and without a T × S matrix.
 
-    A strip's scores take about 4 MiB on a CPU. The backward recomputes each strip, so that no
-    number per pair is kept in between. A single strip on a CPU is not recomputed, which is faster.
+    A strip's scores take about 4 MiB on a CPU. The backward recomputes each strip, so that nothing
+    per pair is stored in between. A single strip on a CPU is not recomputed, which is faster.
     `recorder` collects statistics.
     """
     if inputs.q.device.type == "cpu" and strip_rows(inputs) == inputs.q.shape[2]:

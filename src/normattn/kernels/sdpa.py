@@ -55,7 +55,7 @@ def sdpa(
     shape, dtype, grouped = q.shape, v.dtype, q.shape[1] != k.shape[1]
     if q.element_size() == 2 and is_slow_dtype(q):
         q, k, v = q.float(), k.float(), v.float()
-    # An `if`, since `causal and …` with a symbolic length would be no bool.
+    # An `if`, since `causal and …` with a symbolic length would not be a bool.
     if q.shape[2] == 1:
         causal = False
         if grouped:
@@ -120,7 +120,7 @@ def flash_backward(
     causal: bool,
     mask: Float[Tensor, "t s"] | None = None,
 ) -> tuple[Float[Tensor, "b h t d"], Float[Tensor, "b g s d"], Float[Tensor, "b g s d"]]:
-    """The gradients of q, k and v, from that of `flash`'s output."""
+    """The gradients of q, k and v, from the gradient of `flash`'s output."""
     operands = (*(dense(x) for x in (grad_out, q, k, v, out)), lse.contiguous())
     mask = None if mask is None else mask[None, None]
     grad_q, grad_k, grad_v = _backward(*operands, 0.0, causal, attn_mask=mask, scale=1.0)

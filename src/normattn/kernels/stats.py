@@ -3,9 +3,9 @@
     lse_i = ln Σ_j exp s(i, j)        H_i = lse_i − Σ_j α_ij s(i, j)        α = softmax(s)
 
 While an observer is active (`observing`), `run_kernel` gives it an `Observation` of every call. No
-T × S matrix is stored, the backward does not change, and outputs are those of the same kernel
-without statistics. Without an observer the cost is one context variable. `AttentionStatistics` adds
-up the statistics of all layers of a model.
+T × S matrix is stored, the backward does not change, and outputs equal those without statistics.
+Without an observer the cost is one context variable. `AttentionStatistics` adds up the statistics
+of all layers of a model.
 
 Legend: B batch, H query heads, T queries, S keys, F functions of distance, R distances, P bins of
 the query's position; n and l heads and rows of a tile, W its columns, X extra columns (a sink).
@@ -86,7 +86,7 @@ class Observer:
         """
 
     def select_rows(self, rows: slice, members: Bool[Tensor, "*b t"] | None) -> None:
-        """The next call has only these rows, of which the `members` count (None: all)."""
+        """Announce that the next call has only these rows; only the `members` count (None: all)."""
 
     def distance_functions(self, inputs: AttentionInputs) -> Float[Tensor, "f r"] | None:
         """The functions of distance 0 … R − 1 to average; every distance must be below R."""
@@ -248,7 +248,7 @@ def record_rows(
 
 
 def record_tile(recorder: Recorder, scores: TileScores, tile: Tile) -> None:
-    """Record the tile whose scores and weights `scores` has just computed and kept."""
+    """Record the tile whose scores and weights `scores` has just computed (`kept_tile`)."""
     if scores.kept_tile is None or not tile.width:
         return
     (score, weight), group, repeat = scores.kept_tile, scores.group, scores.plan.repeat

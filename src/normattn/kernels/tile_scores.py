@@ -333,7 +333,7 @@ class TileScores:
         return result
 
     def grad_products(self, grad_score: Tensor, tile: Tile) -> Tensor:
-        """The gradient of the products, from that of the scores, which may be overwritten."""
+        """The gradient of the products from `grad_score`, which may be overwritten."""
         if self.inputs.cap is not None:
             tanh = self.buffer("tanh", tile)[..., : tile.width]
             grad_score[..., : tile.width].mul_(tanh.square_().neg_().add_(1))

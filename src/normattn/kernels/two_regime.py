@@ -111,10 +111,7 @@ class _Chunks:
 
 
 def _iter_chunks(q: Tensor, window: int) -> Iterator[_Chunks]:
-    """All queries from position w on: whole chunks, several per call, and a shorter last one.
-
-    The overlapping keys of one call take no more memory than all keys.
-    """
+    """All queries from position w on: whole chunks, several per call, and a shorter last one."""
     queries = q.shape[2]
     if queries <= window:
         return
@@ -123,6 +120,7 @@ def _iter_chunks(q: Tensor, window: int) -> Iterator[_Chunks]:
     # 0 for the near columns r < j ≤ r + w of row r of a chunk, −∞ elsewhere.
     hidden = q.new_full((rows, window + rows), -torch.inf, dtype=at_least_float32(q.dtype))
     mask = hidden.triu(window + 1).add_(hidden.tril_())
+    # The overlapping keys of one call take no more memory than all keys.
     step = max(1, queries // (ROWS + window))
     for start in range(0, count, step):
         yield _Chunks(window + start * ROWS, ROWS, min(step, count - start), window, mask)

@@ -93,7 +93,7 @@ def attention(  # type: ignore[misc]  # the second overload leaves the other arg
         q: queries (B, H, T, D), not yet normalised, scaled or rotated.
         k: keys (B, G, S, D); G divides H.
         v: values (B, G, S, E).
-        score: a `Score` (which holds what is learned), or a specification that learns nothing;
+        score: a `Score` (which holds learned parameters), or a specification without any;
             a graph compiled with fullgraph=True takes only a `Score`.
         causal: a query sees keys at its own position or before; the queries are the last T of
             the keys unless positions say otherwise.
@@ -112,13 +112,13 @@ def attention(  # type: ignore[misc]  # the second overload leaves the other arg
         dropout_p: probability of dropping an attention weight.
         backend: auto, or the name of a kernel. `reference` is the definition in plain operations:
             float64, any derivative, torch.func.
-        residual: what layer n shares with the layers below, for a score with `RealFormer`,
+        residual: the state that layer n shares with those below, for a score with `RealFormer`,
             `ResidualQK`, `ResidualQKV` or `ValueResidual`: `residual_layers(spec, layers)[n]`.
         gate: for a score with `Gate`, the logits whose `act` multiplies o, (B, T, H·E), or
             (B, T, H) per head; with `DifferentialV2` those of λ of each output, (B, T, H/2).
         forget: for a score with `FoX`, the logits of the forget gate of each key (B, S, H).
             `FoX` and `Selective` need increasing positions; only uncompiled code checks this.
-        return_lse: give o and ℓ (B, H, T), where ℓ_i = ln Σ_j exp s(i, j) over the keys that
+        return_lse: return o and ℓ (B, H, T), where ℓ_i = ln Σ_j exp s(i, j) over the keys that
             query i sees and a learned sink. ℓ is in float32 or wider, differentiable, and −∞
             where nothing is seen. `normattn.kernels.merge_by_lse` merges two shards of keys.
         cache: keys and values of earlier tokens, to which k and v are added; the result is the last
@@ -213,7 +213,7 @@ class SelfAttention(nn.Module, ABC):
         query_padding: Bool[Tensor, "b t"] | None = None,
         backend: str = "auto",
     ) -> Float[Tensor, "b t dim"]:
-        """Return the layer's output; masks, positions and documents are those of `attention`.
+        """Return the layer's output; masks, positions and documents are as in `attention`.
 
         With a `cache`, which this call extends, `x` are new tokens that also see the cached ones.
         `query_padding`, by default `key_padding`, leaves rows out of statistics (BatchNorm). A
@@ -244,12 +244,12 @@ class Attention(SelfAttention):
     """Attention with `heads` query heads and `kv_heads` key and value heads (default: as many).
 
     x W_qkv → q, k, v in one matmul; o = softmax(s(q, k)) v with the score s of `score`; o W_out.
-    Shapes: (B, T, dim) → (B, T, dim). `head_dim` defaults to dim / heads. `score` is a
-    `ScoreSpec` or its name; `.score` holds what it learns. The weight of `qkv` holds the rows of q,
-    then k, then v, each head by head. `bias` is for both projections, `qkv_bias` for q, k and v
-    only (Qwen2). `dropout` is the probability of dropping an attention weight in training. Raises
-    `InputError` for sizes that do not divide.
-    Source: arXiv 1706.03762; grouped queries: arXiv 2305.13245.
+    Shapes: (B, T, dim) → (B, T, dim). `head_dim` defaults to dim / heads. `score` is a `ScoreSpec`
+    or its name; `.score` holds its parameters. The weight of `qkv` holds the rows of q, then k,
+    then v, each head by head. `bias` is for both projections, `qkv_bias` for q, k and v only
+    (Qwen2). `dropout` is the probability of dropping an attention weight in training. Raises
+    `InputError` for sizes that do not divide. Source: arXiv 1706.03762; grouped queries: arXiv
+    2305.13245.
     """
 
     def __init__(

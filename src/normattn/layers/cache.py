@@ -94,8 +94,8 @@ class KeyValueCache:
 
     Memory grows by doubling. `max_length` allocates it at the first token and refuses more tokens.
     With a sliding `window`, keys that no later token can see are dropped: at most about 2·window
-    tokens, and those of the last call, are held. A cache works with the score that filled it, and
-    for inference only: tensors that require a gradient raise an error.
+    tokens and the last call are held. A cache works with the score that filled it, and for
+    inference only: tensors that require a gradient raise an error.
 
     `length` counts the tokens processed; keys of the first `dropped` are no longer held.
     """

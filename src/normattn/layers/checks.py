@@ -227,10 +227,10 @@ def check_order(spec: ScoreSpec, positions: Positions, documents: Tensor | None)
 
 
 def check_restarts(positions: Tensor, padding: Tensor | None) -> None:
-    """Check that causal positions do not restart within a row, as those of packed texts do.
+    """Check that causal positions do not restart within a row, as in packed texts.
 
-    A restart goes back to a position that occurs before it; padded tokens do not count. Positions
-    that cannot be read (traced, meta, torch.func) pass.
+    A restart is a return to an earlier position; padded tokens do not count. Positions that cannot
+    be read (traced, meta, torch.func) pass.
     """
     if traced() or positions.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(positions):
         return

@@ -76,8 +76,8 @@ def explain(
     Args:
         spec: a specification, its name, or a `Score`.
         q_shape: (B, H, T, D).
-        k_shape: (B, G, S, D); that of q by default.
-        v_shape: (B, G, S, E); that of k by default.
+        k_shape: (B, G, S, D); `q_shape` by default.
+        v_shape: (B, G, S, E); `k_shape` by default.
         dtype: of all three.
         device: a CPU or a CUDA device, which need not be present.
         causal: as for `attention`.
@@ -132,7 +132,7 @@ def _kernel_inputs(
     device: torch.device,
     causal: bool,
 ) -> AttentionInputs:
-    """The inputs of the kernel; those of the last block for a blockwise score."""
+    """The inputs of the kernel; for a blockwise score, of the last block."""
     # Expanded tensors hold one number, however large the shape.
     check_shapes(*(torch.zeros((), dtype=dtype).expand(tuple(shape)) for shape in shapes))
     with torch.device("meta"):

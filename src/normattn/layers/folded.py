@@ -72,10 +72,7 @@ class FoldedPlan(ABC):
         args: AttentionArguments,
         cache: KeyValueCache | None,
     ) -> Float[Tensor, "b outputs t out"]:
-        """Normalise queries and keys, apply the learned part of λ, attend, and apply gates.
-
-        With a cache, the new key and value are appended to it.
-        """
+        """Normalise, apply the learned part of λ, attend and gate; append to the cache, if any."""
         if self.post_processes:
             v = pair_values(score.spec, v, k.shape[-1])
         # Looked up in the dictionaries, as each attribute of a module is a Python call.
@@ -218,8 +215,8 @@ class FoldedStep(FoldedPlan):
 
     With one regime `key_rotation` rotates queries and keys together, and `scale` is λ: one number,
     or one for each position. With two regimes (`spec.remapping`) queries have a separate rotation,
-    which includes λ, and keys beyond `window` are far ones. The cache holds keys at their far
-    positions, and those of the window at their near positions too: a step rotates one key only.
+    which includes λ, and keys beyond `window` are far ones. The cache holds all keys at far
+    positions and keys in the window at near ones too, so a step rotates only one key.
 
     `distances` (C,) are C − 1 … 0 for a score with a bias; `bias` (1, G, r, C) are its values where
     it learns nothing. Without two regimes `window` hides older keys.
@@ -368,7 +365,7 @@ def fold_step(score: Score, q: Tensor, k: Tensor, v: Tensor, capacity: int) -> F
     supported = supported and spec.normaliser is None and spec.selection is None
     supported = supported and (remapping is None or spec.window[0] is None)
     if score.sink is not None or remapping is not None:
-        # The flash operator of a CPU gives the log-sum-exp, without a cap.
+        # The flash operator for CPUs returns the log-sum-exp but has no cap.
         supported = supported and q.is_cpu and spec.cap is None and v.shape[-1] == size
     # Only a CPU's kernel adds a float32 bias to half-precision products.
     if not supported or (not q.is_cpu and q.element_size() == 2 and bias_part is not None):
@@ -410,7 +407,7 @@ RowTables = tuple[Tensor, Tensor, Tensor]
 def _shared_tables(
     spec: ScoreSpec, size: int, capacity: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[list[float] | float, RowTables | None, RowTables | None]:
-    """λ, the tables of queries where they differ, and those of keys; shared by all layers."""
+    """λ, the tables of queries if they differ, and the tables of keys; shared by all layers."""
     positions = Positions.of(capacity, capacity, True, device)
     keys = key_tables(spec, size, positions.key, dtype, 0)
     key = _feature_tables(keys.near, keys.far, size)

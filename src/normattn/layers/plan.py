@@ -138,10 +138,7 @@ def _fold(
 
 @dataclass(frozen=True, eq=False)
 class AttentionPlan:
-    """Positions and mask of one call, for any score and kernel.
-
-    `cached`: keys come from `Score.cache_keys`, already normalised and rotated.
-    """
+    """Positions and mask of a call, for any score; `cached` keys come from `Score.cache_keys`."""
 
     positions: Positions
     mask: AttentionMask
@@ -159,7 +156,7 @@ class AttentionPlan:
         """Return softmax(score) · v, and ℓ with `return_lse`; append keys and values to a cache."""
         spec, positions = score.spec, self.positions
         num_cached = 0 if cache is None else cache.length
-        # Positions and padding of this call's keys; with a cache they are those of its queries.
+        # Positions and padding of this call's keys, which with a cache belong to its queries.
         key_positions = positions.key if cache is None else positions.query
         start = num_cached if positions.regular else None
         key_padding = None if args.key_padding is None else args.key_padding[:, num_cached:]

@@ -27,7 +27,7 @@ class ResidualLayer:
         self._sums, self._layer = sums, layer
 
     def join(self, inputs: AttentionInputs) -> AttentionInputs:
-        """Combine the inputs of this layer with those of the layers below."""
+        """Combine the inputs of this layer with the layers below."""
         return self._sums.join(inputs, self._layer)
 
 
@@ -80,7 +80,7 @@ class FirstValues:
         self._first: Tensor | None = None
 
     def join(self, inputs: AttentionInputs, layer: int) -> AttentionInputs:
-        """Mix the values with those of the lowest layer, which are kept."""
+        """Store the values of the lowest layer, and mix them into those of the others."""
         if layer == 0:
             self._first = inputs.v
             return inputs
@@ -98,7 +98,7 @@ def residual_layers(spec: ScoreSpec, layers: int) -> tuple[ResidualLayer, ...] |
     """The residual of each of `layers` layers, bottom first; None for a score without one.
 
     For RealFormer's scores s_n = Σ_m q_m k_mᵀ, m ≤ n, or their mean over the layers, the kernel of
-    the lowest layer decides how they are kept (`kernels.residual`).
+    the lowest layer decides how they are stored (`kernels.residual`).
     """
     if spec.residual is None:
         return None

@@ -68,7 +68,7 @@ class CausalLM(TokenModel):
         cache: ModelCache | None = None,
         backend: str = "auto",
     ) -> Float[Tensor, "b t v"]:
-        """Logits for the token after each position; the arguments are those of `hidden`."""
+        """Logits for the token after each position; the arguments are as for `hidden`."""
         return F.linear(self.hidden(ids, key_padding, cache, backend), self.head_weight)
 
     def hidden(
@@ -191,7 +191,7 @@ class CausalLM(TokenModel):
     def generate(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, **settings: Any
     ) -> list[Answer]:
-        """Continue each prompt; the settings are those of `normattn.models.generate`."""
+        """Continue each prompt; the settings are as for `normattn.models.generate`."""
         return generate(self, prompts, max_new_tokens, **settings)
 
     @property

@@ -29,7 +29,7 @@ EXIT_WEIGHT = 1e-2
 class MaskedLoss(NamedTuple):
     """Mean loss in nats over the targets (differentiable), correct predictions, and targets.
 
-    `exit_correct` (N − 1,) counts those of the exits, bottom first; it is empty without exits.
+    `exit_correct` (N − 1,) has correct predictions of the exits, bottom first; empty without exits.
     """
 
     loss: Float[Tensor, ""]

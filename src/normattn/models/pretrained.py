@@ -48,10 +48,10 @@ def save_model(model: nn.Module, directory: Path | str) -> None:
         raise InputError(f"a {type(model).__name__} cannot be saved; there are {known}")
     if path.exists() and not path.is_dir():
         raise InputError(f"{path} is a file; a model is saved as a directory")
-    others = {entry.name for entry in path.iterdir()} if path.exists() else set()
-    if others := others - {CONFIG_FILE, WEIGHTS_FILE}:
+    extra = {entry.name for entry in path.iterdir()} if path.exists() else set()
+    if extra := extra - {CONFIG_FILE, WEIGHTS_FILE}:
         raise InputError(
-            f"{path} holds {min(others)}, which is not part of a saved model; "
+            f"{path} holds {min(extra)}, which is not part of a saved model; "
             "choose an empty or a new directory"
         )
     config = model.config
@@ -150,8 +150,8 @@ def _read_description(path: Path) -> dict[str, Any]:
     unknown = sorted(set(description) - {"format", "config", "config_sha256", "weights_sha256"})
     missing = sorted({"config", "weights_sha256"} - set(description))
     if unknown or missing:
-        what = "has the unknown field" if unknown else "lacks the field"
-        raise InputError(f"{path} {what} {(unknown or missing)[0]!r}")
+        problem = "has the unknown field" if unknown else "lacks the field"
+        raise InputError(f"{path} {problem} {(unknown or missing)[0]!r}")
     return description
 
 

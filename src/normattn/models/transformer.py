@@ -112,9 +112,9 @@ class TokenModel(nn.Module):
 class Blocks(nn.ModuleList):
     """The blocks of a `StackConfig`, bottom first; with `shared_layers` one block for all layers.
 
-    `blocks(x, context)` runs all of them: (B, T, D) → (B, T, D). A decoder has a `cross_score`,
-    that of its cross-attention. With `activation_checkpointing` a block keeps only its input and
-    recomputes the rest in the backward pass (see `set_activation_checkpointing`).
+    `blocks(x, context)` runs all of them: (B, T, D) → (B, T, D). A decoder has a `cross_score` for
+    its cross-attention. With `activation_checkpointing` a block keeps only its input and recomputes
+    the rest in the backward pass (see `set_activation_checkpointing`).
     """
 
     def __init__(self, config: StackConfig, cross_score: ScoreSpec | None = None) -> None:

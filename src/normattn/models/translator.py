@@ -62,11 +62,11 @@ class Translator(nn.Module):
     `model(source (B, S), target (B, T)) → logits (B, T, V)` for the token after each of `target`,
     which begins with `bos_id`. `pad_id` pads sources on either side and targets on the right. A
     source usually ends in `eos_id`, which is not added here. Norms before and after each stack are
-    as in `CausalLM`; dropout also acts on the embeddings. Positions are those of the scores only.
-    The head is the target's embedding unless `tie_head` is off. `backend` is the kernel of every
-    layer, as in `attention`; with "reference" the whole model is plain operations. Weights are
-    drawn from torch's global generator (`initialise`). Raises `InputError` for ids outside the
-    vocabulary (on CPU) and for an empty source. Source: arXiv 1706.03762.
+    as in `CausalLM`; dropout also acts on the embeddings. Only the scores encode positions. The
+    head is the target's embedding unless `tie_head` is off. `backend` is the kernel of every layer,
+    as in `attention`; with "reference" the whole model is plain operations. Weights are drawn from
+    torch's global generator (`initialise`). Raises `InputError` for ids outside the vocabulary (on
+    CPU) and for an empty source. Source: arXiv 1706.03762.
     """
 
     config_class = TranslatorConfig
@@ -179,7 +179,7 @@ class Translator(nn.Module):
         return TokenScores(loss, correct)
 
     def translate(self, sources: Sequence[Sequence[int]], **settings: Any) -> list[Hypothesis]:
-        """The best `Hypothesis` of each source; the settings are those of `beam_search`."""
+        """The best `Hypothesis` of each source; the settings are as for `beam_search`."""
         return [hypotheses[0] for hypotheses in beam_search(self, sources, **settings)]
 
     @property

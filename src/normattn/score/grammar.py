@@ -63,7 +63,7 @@ def agreed_length(text: str, length: int | None, requested: int | None) -> int |
 def build_parts(
     named_parts: list[NamedPart], parameters: typing.Mapping[str, Any], text: str
 ) -> tuple[Part, ...]:
-    """Build parts; each of `parameters` goes to the part that has the field and does not set it."""
+    """Build parts; each of `parameters` goes to the part that has the field but does not set it."""
     for key, value in parameters.items():
         known = {field.name for part, _ in named_parts for field in dataclasses.fields(part)}
         if key not in known:

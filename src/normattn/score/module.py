@@ -97,7 +97,7 @@ class Score(nn.Module):
 
         `mask` says which keys are visible, before the score's own window. Statistics over tokens
         ignore padding; without `query_padding` every query counts, even if keys are padded (cross
-        attention). For a blockwise score the rows are those of `block`. `cached` keys come from
+        attention). For a blockwise score the query rows belong to `block`. `cached` keys come from
         `cache_keys`, or from `rotate_cached_keys` for a blockwise score; causal queries are the
         last of these tokens.
         """

@@ -121,8 +121,8 @@ class FeatureNorm(nn.Module):
 class BoundedFeatures(nn.Module):
     """tanh(α·x), or erf(α·x + s), of each feature, times a gain (D,) plus a bias (D,).
 
-    There are no statistics. α and s are one learned number each, ½ and 0 at first. All heads share
-    gain and bias.
+    There are no statistics. α and s are learned scalars, initially ½ and 0. All heads share gain
+    and bias.
     """
 
     def __init__(self, norm: Normalisation, head_dim: int) -> None:
@@ -225,10 +225,7 @@ def _layer_norm(x: Tensor, gain: Tensor | None, bias: Tensor | None, eps: float)
 def rms_norm(
     x: Float[Tensor, "*rows d"], gain: Float[Tensor, " d"] | None, eps: float
 ) -> Float[Tensor, "*rows d"]:
-    """x/√(mean x² + eps)·gain in the dtype of x, computed in float32 or wider.
-
-    On a CPU it is several times faster than `F.rms_norm`, which runs as separate operations.
-    """
+    """x/√(mean x² + eps)·gain in the dtype of x; on a CPU much faster than `F.rms_norm`."""
     return _scale_rows(x, gain, eps, unit=False)
 
 

@@ -57,9 +57,9 @@ class Positions:
         hidden = ~attn_mask if lowest is None else attn_mask <= lowest
         # A mask of three axes is (H, T, S).
         hidden = hidden[None] if hidden.dim() == 3 else hidden
-        others = replace(mask, attn_mask=None, window=None).hidden(everything, everything)
-        if others is not None:
-            hidden = hidden & ~others
+        hidden_otherwise = replace(mask, attn_mask=None, window=None).hidden(everything, everything)
+        if hidden_otherwise is not None:
+            hidden = hidden & ~hidden_otherwise
         shape = (*hidden.shape[:-2], self.query.shape[-1], self.key.shape[-1])
         count = hidden.expand(shape).sum(-1)
         if count.dim() == 3 and count.shape[1] == 1:

@@ -141,7 +141,7 @@ class Rotator:
     ) -> Rotation:
         """Make the rotation to positions (T,) or (B, T), times `scale`, with angles in float64.
 
-        `sign` −1 is for keys, which shrink where queries grow.
+        Keys use `sign` −1: they shrink where queries grow.
         """
         positions = positions.double()
         if isinstance(scale, Tensor):

@@ -227,7 +227,7 @@ class ScoreSpec:
 
     @property
     def trained(self) -> ScoreSpec:
-        """The training-time components: what the unmodified model computes."""
+        """The training-time components, which the unmodified model computes."""
         parts = tuple(part for part in self.parts if part.when == "training-time")
         return ScoreSpec(parts, self.train_length)
 

@@ -36,7 +36,7 @@ Fill = Callable[[Any, int | None, float | None], Any]
 class Slot(StrEnum):
     """The types of components, in the order in which a name prints them.
 
-    `meaning` says what a component of the type decides, in the symbols of the score's equation.
+    `meaning` describes what the type decides, in the symbols of the score's equation.
     """
 
     meaning: str
@@ -77,7 +77,7 @@ def number(
 ) -> Any:
     """Declare a field that is a finite number within bounds.
 
-    A default of None leaves the field open until `fill` gives a value. A score with an open field
+    A default of None leaves the field open until `fill` returns a value. A score with an open field
     raises an error, unless the field is `optional`.
     """
 

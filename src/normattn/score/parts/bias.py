@@ -179,7 +179,7 @@ class T5Bias(BiasPart):
     With B buckets the first ⌊B/2⌋ are the distances 0, 1, 2, …; the others grow with the logarithm
     of the distance up to `max_distance`, and all larger distances share the last one. These are the
     buckets of T5's decoder. Here every layer learns its own β, drawn from a normal of deviation
-    (H·D)^−½; T5's layers share the first one's.
+    (H·D)^−½; T5's layers share one.
     """
 
     equation = "b = β[h, bucket(i−j)]"
@@ -296,7 +296,7 @@ class CoPE(PairBiasPart):
             last = table.shape[-1] - 1
             position = position.clamp(max=last)
             floor = position.detach().floor()
-            # NaN is no valid index. It reaches the result through the interpolation weight.
+            # NaN is not a valid index. It reaches the result through the interpolation weight.
             low = floor.nan_to_num(0.0).long()
             below, above = (table.gather(-1, index) for index in (low, (low + 1).clamp(max=last)))
             return torch.lerp(below, above, position - floor)
@@ -391,10 +391,10 @@ class ScaleInvariant(PairBiasPart):
 class FoX(Part):
     """A penalty summed over the tokens between, each with a gate computed from its input.
 
-    It encodes position, so there is no RoPE unless it is named. It is computed with additional
-    features of queries and keys: with C_j = Σ_{l≤j} ln σ(…) the score is ⟨(q, C_i, 1), (k, 1,
-    −C_j)⟩. w and c belong to the layers `Attention` and `GatedAttentionUnit`; `attention` takes
-    w_h·x_l + c_h as its argument `forget`, where x is the layer's input.
+    It encodes position, so RoPE is off unless it is named. It is computed with additional features
+    of queries and keys: with C_j = Σ_{l≤j} ln σ(…) the score is ⟨(q, C_i, 1), (k, 1, −C_j)⟩. w and
+    c belong to the layers `Attention` and `GatedAttentionUnit`; `attention` takes w_h·x_l + c_h as
+    its argument `forget`, where x is the layer's input.
     """
 
     slot = Slot.BIAS

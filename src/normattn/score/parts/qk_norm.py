@@ -129,7 +129,7 @@ class QKNorm2020(UnitNorm):
     """Cosine of query and key, learned scale.
 
     `length` is l, the 97.5th-percentile length of the training sequences; None takes the training
-    length. g is one number per attention layer, by which `Score` multiplies.
+    length. `Score` multiplies by g, one number per attention layer.
     """
 
     equation = "s = g · ⟨q/‖q‖, k/‖k‖⟩, g₀ = log₂(l² − l)"

@@ -69,7 +69,7 @@ class RotaryPosition(Position):
         return 0
 
     def adjusted(self, theta: Theta) -> Theta:
-        """The frequencies of this position, from those of RoPE or of a RoPE scaling."""
+        """The frequencies of this position, from the frequencies of RoPE or a RoPE scaling."""
         return theta
 
     def learned(self, kv_heads: int, head_dim: int) -> dict[str, Float[Tensor, "g d"]]:

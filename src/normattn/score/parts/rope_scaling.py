@@ -1,4 +1,4 @@
-"""RoPE scaling: other rotary frequencies than those of the training, mostly for longer text."""
+"""RoPE scaling: rotary frequencies that differ from training, mostly for longer text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from normattn.score.parts.rope import RotaryPosition, Theta, rope_frequencies
 class RopeScaling(Part):
     """Other rotary frequencies after training.
 
-    `blockwise`: each block of L query rows has its own frequencies, those of `for_block`.
+    `blockwise`: each block of L query rows has its own frequencies (`for_block`).
     """
 
     slot = Slot.ROPE_SCALING

@@ -83,10 +83,9 @@ class Sigmoid(NormaliserPart):
 class StickBreaking(NormaliserPart):
     """Each key takes a share of what nearer keys leave, instead of softmax.
 
-    Each key takes a share of what the keys between it and the query have left of a stick of length
-    1. The query's own key gets none, so the first token's output is 0; with `current` it takes the
-    first share. The rest of the stick is unused. The order of keys encodes position: the paper's
-    score has NoPE.
+    The keys between it and the query first break their shares off a stick of length 1. The query's
+    own key gets none, so the first token's output is 0; with `current` it takes the first share.
+    The rest of the stick is unused. The order of keys encodes position: the paper's score has NoPE.
     """
 
     equation = "A(i,j) = σ(s_ij) · Π_{j<l<i} (1 − σ(s_il)), j < i"
@@ -115,8 +114,8 @@ class Entmax(NormaliserPart):
     """Weights that are exactly 0 for keys far below the best ones.
 
     τ makes the weights of a row add up to 1. α = 2 is sparsemax, α → 1 softmax. τ is found by
-    Newton's method from the left. Gradients go through the last step, which gives those of the
-    equation (first derivatives only). It needs whole rows, a strip of queries at a time.
+    Newton's method from the left. Gradients go through the last step, which is exact for first
+    derivatives only. It needs whole rows, a strip of queries at a time.
     """
 
     equation = "a_j = max(0, (α − 1)·s_j − τ)^(1/(α−1)), Σ_j a_j = 1"
@@ -193,7 +192,7 @@ class Differential(Part):
 
     λ = exp(⟨λ_q1, λ_k1⟩) − exp(⟨λ_q2, λ_k2⟩) + λ₀, one for each layer; the four vectors start at
     N(0, 0.1²). λ₀, `init`, defaults to 0.8 − 0.6·exp(−0.3·(l − 1)) in layer l = 1, 2, … of a model,
-    and to 0.2, that of the first layer, elsewhere. A pair has two queries, two keys, and the
+    and to 0.2, as in the first layer, elsewhere. A pair has two queries, two keys, and the
     concatenated values of both heads, whose RMS norm has a gain and `eps`. Where H query heads
     share G keys, heads (2·g)·H/G + r and (2·g + 1)·H/G + r are a pair.
     """
