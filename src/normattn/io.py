@@ -141,8 +141,7 @@ def read_object(path: Path, max_bytes: int = MAX_BYTES) -> dict[str, Any]:
 def parse_json(content: bytes | str, where: str) -> Any:
     """Parse JSON; `where` names its source in messages.
 
-    Raises `InputError` for invalid JSON (NaN and infinities are), for more than 200 levels, and for
-    numbers out of range.
+    Raises `InputError` for invalid JSON, NaN, infinities, over 200 levels and numbers out of range.
     """
     from pydantic_core import from_json
 

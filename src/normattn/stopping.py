@@ -60,8 +60,8 @@ def stop_with_parent(parent: int, poll: float = 0.5) -> None:
     """Send SIGTERM to this process, so that it saves its state, when `parent` has ended.
 
     A killed parent cannot notify its children. On Linux the system does, through PR_SET_PDEATHSIG
-    (when the thread that started this process ends, so it must stay alive). Elsewhere a thread
-    checks every `poll` seconds.
+    (when the thread that started this one ends, so it must stay alive). Elsewhere a thread checks
+    every `poll` seconds.
     """
     global _parent
     _parent = parent

@@ -39,8 +39,8 @@ def cosine_counts(
     """Count cos(q_i, k_j) of every visible pair of a `valid` query; far pairs use far_q and far_k.
 
     Bin b holds −1 + 2b/200 ≤ cos < −1 + 2(b + 1)/200; the last bin includes 1. `group_of` is the
-    group 0 … `groups` − 1 of each query; without it there is one group. Without visible pairs the
-    extremes are ±∞.
+    group 0 … `groups` − 1 of each query (default: one group). Without visible pairs extremes are
+    ±∞.
     """
     unit = _normalise(inputs)
     plan, rows = TilePlan.of(unit), inputs.q.shape[:3]
@@ -92,7 +92,7 @@ def _normalise(inputs: AttentionInputs) -> AttentionInputs:
 
 
 def _histogram(cosine: Tensor, hidden: Tensor, group: Tensor, groups: int) -> Tensor:
-    """Counts (b, h, P, bins) of the entries (b, h, c, W) that are not hidden."""
+    """Counts (b, h, P, bins) of the cosines (b, h, c, W) that are not hidden."""
     batch, heads = cosine.shape[:2]
     index = ((cosine + 1.0) * (BINS / 2)).floor().long().clamp(0, BINS - 1)
     # One extra bin for hidden entries.

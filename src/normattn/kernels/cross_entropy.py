@@ -2,8 +2,8 @@
 
 loss = mean_i [ logsumexp_v(h_i·w_v) − (1 − ε) h_i·w_{y_i} − ε h_i·w̄ ],   w̄ = mean_v w_v
 
-ε is the label smoothing (arXiv 1512.00567). It costs little, since the mean logit is one product
-with the mean weight.
+ε is the label smoothing (arXiv 1512.00567). It costs little: the mean logit is a product with the
+mean weight.
 
 Legend: N tokens, D width, V vocabulary, c rows of a chunk.
 """
@@ -68,8 +68,7 @@ def _softmax(
 def _is_correct(logits: Tensor, targets: Tensor, is_highest: Tensor) -> Tensor:
     """Whether the first of the highest logits is the target's.
 
-    `is_highest`: no logit is higher than the target's. A CPU takes argmax, which is slow there, of
-    these rows only.
+    `is_highest`: no logit exceeds the target's. A CPU's slow argmax takes only these rows.
     """
     if logits.device.type != "cpu" or torch.compiler.is_compiling():
         return logits.argmax(-1) == targets

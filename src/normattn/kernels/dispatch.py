@@ -179,7 +179,7 @@ _TILES_FASTER = range(256, 1025)
 
 
 def _preferred(inputs: AttentionInputs) -> Iterator[tuple[str, str]]:
-    """Names of kernels, best first, each with the reason for its rank."""
+    """Kernel names, best first, each with the reason for its rank."""
     if inputs.residual_scores is not None:
         yield from _preferred_residual(inputs)
     elif inputs.q.device.type == "cpu":

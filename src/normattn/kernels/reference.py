@@ -1,7 +1,6 @@
 """The definition of attention by matmul and softmax, whole or by strips of whole rows.
 
-It supports every derivative. Half-precision inputs are computed in float32, float64 ones in
-float64.
+It supports every derivative and computes in float32, or in float64 for float64 inputs.
 """
 
 from __future__ import annotations

@@ -67,9 +67,8 @@ class ResidualScores:
     def start_layer(self, kernel: str, inputs: Any) -> None:
         """Start the next layer.
 
-        Raises `InputError` for a layer of another shape, or if a layer below has not run. A layer
-        that a backward recomputes is refused if the sum is in a buffer, or if the forward ran
-        without gradients.
+        Raises `InputError` for a layer of another shape, or if a layer below has not run. Refuses
+        recomputation in a backward if the sum is in a buffer or the forward had no gradients.
         """
         if self._backward_id != _current_backward():
             if kernel == "residual" or not self._joined:
@@ -124,7 +123,7 @@ class ResidualScores:
 
 
 def _current_backward() -> int:
-    """The id of the backward that is running; −1 if none is."""
+    """The id of the running backward; −1 if there is none."""
     if torch.compiler.is_compiling():
         return -1
     return int(torch._C._current_graph_task_id())

@@ -4,8 +4,7 @@
 
 While an observer is active (`observing`), `run_kernel` gives it an `Observation` of every call. No
 T × S matrix is stored, the backward does not change, and outputs equal those without statistics.
-Without an observer the cost is one context variable. `AttentionStatistics` adds up the statistics
-of all layers of a model.
+Without an observer the cost is one context variable. `AttentionStatistics` sums them over a model.
 
 Legend: B batch, H query heads, T queries, S keys, F functions of distance, R distances, P bins of
 the query's position; n and l heads and rows of a tile, W its columns, X extra columns (a sink).

@@ -229,8 +229,7 @@ class TileScores:
     def weights(self, tile: Tile, capped: bool = False, keep: bool = False) -> Tensor:
         """softmax of a tile's scores and extra columns, (n, c·r, W + X); 0 if no key is visible.
 
-        `capped` stores tanh of product over cap for `grad_products`. `keep` stores scores and
-        weights in `kept_tile`.
+        `capped` stores tanh of product over cap for `grad_products`. `keep` fills `kept_tile`.
         """
         score = self.buffer("score", tile)
         few_rows = score.shape[1] < _FEW_ROWS

@@ -84,8 +84,7 @@ class Tile:
 class TileShape:
     """Everything that tiles depend on: the cache key of `make_tiles`.
 
-    `rows` is the number of query rows of a tile; the other fields are as in `AttentionInputs` and
-    `AttentionMask`.
+    `rows` counts the query rows of a tile; other fields are as in `AttentionInputs` and its mask.
     """
 
     queries: int

@@ -153,8 +153,7 @@ class _GroupGradients:
 
     def __init__(self, grads: Mapping[str, Tensor], scores: TileScores) -> None:
         self.grads, self.scores, self.bias_line = grads, scores, None
-        # The gradient (n, S, D) of keys and values, and its sums over tiles (n, D, S): None if one
-        # product gives the gradient.
+        # The gradient (n, S, D) of keys and values, and its sums over tiles (n, D, S), if needed.
         self.key_grads: dict[str, tuple[Tensor, Tensor | None]] = {}
         single = scores.sink is None and _single_span(scores)
         for name in ("k", "v", "far_k"):

@@ -180,7 +180,7 @@ Operands = tuple[
 
 
 class SelfAttention(nn.Module, ABC):
-    """A self-attention layer: projections of x to q, k and v, `attention`, output projection.
+    """A self-attention layer: projections to q, k and v, `attention`, and an output projection.
 
     `gate` and `forget` are the projections for a score with a gate and with `FoX`.
     """

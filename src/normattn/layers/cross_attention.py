@@ -1,7 +1,6 @@
 """Cross-attention: queries of one sequence, keys and values of another, with any score.
 
-Legend: B sources, r rows of queries for each, T queries, S source tokens, H query heads, G key
-heads, D head dimension.
+Legend: B sources, r rows per source, T queries, S source tokens, H query and G key heads, D size.
 """
 
 from __future__ import annotations

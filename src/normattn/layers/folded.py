@@ -2,8 +2,8 @@
 
 A score folds if it only normalises, rotates and scales queries and keys. A decoding step supports a
 distance bias, a window, a cap, a sink and two regimes as well. Tables are made once for each
-specification and shape, so that a small call costs its tensor operations only. Learned parameters
-are read in each call.
+specification and shape, so that a small call costs its tensor operations only. Each call reads
+learned parameters.
 
 Legend: B batch, H query heads, G key heads, r = H/G, T queries, S keys, D head dimension, E value
 size, C capacity.
@@ -43,7 +43,7 @@ from normattn.score.rotary import (
 
 
 def is_foldable(score: Score) -> bool:
-    """Whether queries and keys only pass a norm, a rotation and λ, in this order."""
+    """Whether queries and keys pass only a norm, a rotation and λ, in this order."""
     spec = score.spec
     extra_features = getattr(spec.position, "widens", False) or spec.forgets
     extra_features = extra_features or spec.residual is not None or score.position is not None
@@ -104,8 +104,8 @@ class FoldedSequence(FoldedPlan):
     """Attention of a whole sequence: norm, rotation, torch's kernel.
 
     The rotation of queries multiplies them by λ. Where nothing rotates, `scale` is λ: one number,
-    or one for each row. `mask` and `backend` are for the general kernels, which take over where
-    a number is not finite.
+    or one for each row. `mask` and `backend` are for the general kernels, which handle numbers that
+    are not finite.
     """
 
     query_rotation: RotationArguments | None

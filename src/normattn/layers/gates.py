@@ -2,11 +2,9 @@
 
 FoX: the bias of a forget gate, b(i, j) = C_i − C_j with C_j = Σ_{l≤j} ln σ(f_l), is a product of
 two features of the query, C_i and 1, with two of the key, 1 and −C_j. In half precision three
-features represent each C: the second and third hold what rounding lost, and products add up in
-float32.
+features represent each C: the second and third hold what rounding lost. Sums are in float32.
 
-Differential attention: key heads 2·g and 2·g + 1 are a pair, and so are, in order, the query heads
-that read them.
+Differential attention pairs key heads 2·g and 2·g + 1, and in order the query heads that read them.
 
 Legend: B batch, H query heads, G key heads, r = H/G, T queries, S keys, D head dimension, E value
 size, F additional features.
@@ -153,7 +151,7 @@ def add_forgetting(
 
 
 def _split_precision(x: Float[Tensor, "b g s r"], dtype: torch.dtype) -> Float[Tensor, "b g s f"]:
-    """x as features of `dtype`: itself, or three that add up to it."""
+    """x as features of `dtype`: x itself, or three that add up to it."""
     if x.dtype == dtype:
         return x
     first = x.to(dtype)

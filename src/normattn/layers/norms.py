@@ -47,9 +47,8 @@ class RMSNorm(nn.Module):
     """y = x / rms(x) · gain with rms(x) = √(mean(x²) + eps), or √(mean(x²)) + eps.
 
     `eps_placement` is "inside" or "outside" of the root. Shapes: (..., dim) → (..., dim).
-    Statistics are taken in float32 when the input is bfloat16 or float16. The gain starts at ones.
-    Raises `InputError` for a width below 1, a negative eps or an unknown placement. Source: arXiv
-    1910.07467.
+    Half-precision inputs have float32 statistics. The gain starts at ones. Raises `InputError` for
+    a width below 1, a negative eps or an unknown placement. Source: arXiv 1910.07467.
     """
 
     def __init__(
@@ -87,8 +86,7 @@ class RMSNorm(nn.Module):
 class DyT(nn.Module):
     """y = gain ⊙ tanh(α·x) + bias with one learned α: a norm without statistics.
 
-    Shapes: (..., dim) → (..., dim). α starts at ½, the gain at ones, the bias at zeros. Source:
-    arXiv 2503.10622.
+    Shapes: (..., dim) → (..., dim). α, gain and bias start at ½, 1 and 0. Source: arXiv 2503.10622.
     """
 
     def __init__(self, dim: int, *, gain: bool = True) -> None:

@@ -96,7 +96,7 @@ def _is_cacheable(score: Score, q: Tensor, k: Tensor, v: Tensor, args: Attention
 def _folded_plan(
     score: Score, q: Tensor, k: Tensor, v: Tensor, args: AttentionArguments, num_cached: int | None
 ) -> FoldedPlan | None:
-    """Look up or make the folded plan of a cacheable call; None where there is none."""
+    """Look up or make the folded plan of a cacheable call; None if there is none."""
     # A decoding step's plan serves any number of cached tokens up to the next power of two.
     capacity = 0 if num_cached is None else max(64, 1 << num_cached.bit_length())
     key = (
@@ -210,9 +210,8 @@ class AttentionPlan:
         """Return softmax(score) · v over all keys; `kernel` computes the output of its inputs.
 
         Values are already paired (`pair_values`) and rotated (`rotate_values`). `forget_sums` are
-        the summed gates of `FoX`, `selection` what earlier queries have selected.
-        `rotated_keys(num_keys, block)` returns the first cached keys as the rows of a block read
-        them, for a blockwise score.
+        the summed gates of `FoX`, `selection` what earlier queries have selected. For a blockwise
+        score, `rotated_keys(num_keys, block)` returns the first keys as that block reads them.
         """
         spec, positions, num_queries = score.spec, self.positions, q.shape[2]
 
@@ -251,8 +250,8 @@ def build_plan(
     """Build the positions and the mask of a call whose arguments are checked.
 
     Only the shape and the device of q matter. `cached` keys come from a cache that ends with the
-    queries, or with `q_positions` from another sequence. Raises `InputError` for positions that the
-    score does not support.
+    queries, or with `q_positions` from another sequence. Raises `InputError` for unsupported
+    positions.
     """
     batch, _, num_queries, _ = q.shape
     query_positions, key_positions = args.q_positions, args.k_positions

@@ -17,7 +17,7 @@ from normattn.kernels.numerics import at_least_float32
 
 
 class Placed(nn.Module):
-    """Base class: a sub-layer f with an optional norm N and dropout."""
+    """Base class of a sub-layer f with an optional norm N and dropout."""
 
     def __init__(
         self, sublayer: nn.Module, norm: nn.Module | None = None, dropout: float = 0.0
@@ -73,8 +73,7 @@ class DeepNorm(Placed):
 class ReZero(Placed):
     """x + α·f(N(x)) with one learned number α, which begins at `start`.
 
-    With start 0 a block begins as the identity. `norm=None` leaves N out. Source: arXiv
-    2003.04887; kexue 8027.
+    With start 0 a block begins as the identity. `norm=None` omits N. arXiv 2003.04887; kexue 8027.
     """
 
     def __init__(

@@ -28,8 +28,8 @@ class Hypothesis:
     """A finished translation: its `tokens` without begin and end token.
 
     `log_probability` is that of the tokens and the end token; `score` divides it by the length
-    penalty. `ended` is "stop" where the model chose the end token, "length" where the longest
-    allowed length forced it.
+    penalty. `ended` is "stop" if the model chose the end token, "length" if the length limit forced
+    it.
     """
 
     tokens: tuple[int, ...]
@@ -62,8 +62,7 @@ def beam_search(
     so at most K end. A source is done when no beam is left, or when no open hypothesis could exceed
     its best score. Padding and begin tokens are never generated. Ties go to the hypothesis that
     ranked higher before, then to the smaller token id. A source's result does not depend on the
-    others. Raises `InputError` for an empty source, ids outside the vocabulary and settings out of
-    range.
+    others. Raises `InputError` for an empty source, unknown ids and settings out of range.
     """
     for name, value in (("beam", beam), ("batch", batch), ("max_length", max_length)):
         if value is not None and value < 1:

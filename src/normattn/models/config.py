@@ -255,8 +255,8 @@ class VisionConfig(StackConfig):
     Images of `height` × `width` with `channels` are cut into squares of `patch`, which must divide
     both; there are `classes` of them. `pool`: the head reads a "class" token before the patches, or
     the "mean" of all patches. `positions`: "learned" vectors, added to the embedding, or "none";
-    the default is learned if the score has no positions (NoPE and no bias). `train_length` is the
-    number of tokens, and derived.
+    the default is learned if the score has no positions (NoPE and no bias). `train_length`, the
+    number of tokens, is derived.
     """
 
     causal: ClassVar[bool] = False
@@ -276,7 +276,7 @@ class VisionConfig(StackConfig):
     @model_validator(mode="before")
     @classmethod
     def _count_tokens(cls, values: Any) -> Any:
-        """Derive `train_length`; the checks of the fields refuse wrong sizes."""
+        """Derive `train_length`; field checks refuse wrong sizes."""
         if not isinstance(values, Mapping) or "train_length" in values:
             return values
         height, width, patch = values.get("height"), values.get("width"), values.get("patch", 4)
@@ -449,8 +449,7 @@ def without_position(score: ScoreSpec) -> ScoreSpec:
 def without_foreign(base: Mapping[str, Any], block: str | None) -> dict[str, Any]:
     """The fields `base` of a model, without those of its kind of block if `block` is another kind.
 
-    Heads of a preset do not apply to a gated attention unit, which then has its defaults. None
-    leaves `base` unchanged.
+    A preset's heads, say, do not apply to a gated attention unit. None leaves `base` unchanged.
     """
     kind = str(base.get("block", "mha"))
     foreign = BLOCK_SETTINGS.get(kind, ()) if block not in (None, kind) else ()

@@ -106,7 +106,7 @@ def stack_flops(config: StackConfig, length: int) -> Flops:
 
 @lru_cache(maxsize=256)
 def _matrices(config: StackConfig) -> int:
-    """The number of weights in the matrices of all layers; shared ones count for each layer."""
+    """The weights in the matrices of all layers; shared ones count for each layer."""
     with on_meta():
         blocks = Blocks(config)
     weights = sum(x.weight.numel() for x in blocks.modules() if isinstance(x, nn.Linear))
@@ -132,7 +132,7 @@ def visible_pairs(score: ScoreSpec, length: int, causal: bool = True) -> int:
 
 
 def _widths(config: StackConfig) -> tuple[int, int]:
-    """The width of the values of all query heads, and of all key heads."""
+    """The total width of the values of all query heads, and of all key heads."""
     if config.block == "gau":
         return config.expansion * config.dim, config.key_size
     size = config.score_head_dim

@@ -28,8 +28,7 @@ Ending = Literal["stop", "length"]
 class Answer:
     """The continuation of one prompt: `tokens` without the stop token, and `text` with `decode`.
 
-    `ended` is "stop" after a stop token or string, else "length". `text` ends before the stop
-    string.
+    `ended` is "stop" after a stop token or string, else "length"; `text` omits that string.
     """
 
     tokens: tuple[int, ...]
@@ -79,8 +78,7 @@ def generate(
         raise InputError("a stop string is empty; every text contains it")
     if stop_strings and decode is None:
         raise InputError("stop strings need decode=…, a function from tokens to text")
-    # This many tokens contain any stop string, as each has at least one byte. 4 more, as the first
-    # character may be cut.
+    # Tokens have at least one byte; 4 more, as the first character may be cut.
     tail = max((len(string.encode()) for string in stop_strings), default=0) + 4
     if type(max_new_tokens) is not int or max_new_tokens < 1:
         raise InputError(
@@ -198,8 +196,7 @@ def row_generators(seed: int | Sequence[int], rows: int) -> list[torch.Generator
 def left_padded(prompts: Any, device: torch.device) -> tuple[Tensor, Tensor | None]:
     """Stack prompts into one matrix of ids, padded on the left; return it and its padding mask.
 
-    Raises `InputError` for anything but lists of whole numbers (torch would truncate fractions)
-    and for an empty prompt.
+    Raises `InputError` for empty prompts and for anything but lists of whole numbers.
     """
     if not isinstance(prompts, Sequence | Tensor | np.ndarray):
         kind = type(prompts).__name__

@@ -51,7 +51,7 @@ def initialise(model: nn.Module, config: StackConfig) -> None:
 
 
 def _deviations(layer: nn.Module, config: StackConfig) -> Iterator[tuple[Tensor, float]]:
-    """The weights of a layer, without its sub-modules', and the deviation of each."""
+    """Each weight of a layer itself, not of its sub-modules, with its deviation."""
     beta, init_std, deepnorm = config.deepnorm[1], config.init_std, config.placement == "DeepNorm"
     value_gain = beta if deepnorm else 1.0
     out_gain = config.sublayers**-0.5 if config.placement == "PreLN" else value_gain

@@ -117,8 +117,7 @@ class MaskedLM(TokenModel):
     ) -> Float[Tensor, "b t d"]:
         """The last layer's output after the final norm, which the head reads.
 
-        `after(layer, x)` is called with the output of each layer, and with layer −1 for the input
-        of the first one.
+        `after(layer, x)` gets the output of each layer, and for layer −1 the input of the first.
         """
         vocabulary = (
             f"this model's vocabulary is 0 to {self.config.vocab_size - 1}, and "

@@ -34,7 +34,7 @@ WEIGHTS_FILE = "model.safetensors"
 
 
 def save_model(model: nn.Module, directory: Path | str) -> None:
-    """Write the configuration and weights of a model of one of `FORMATS` to `directory`.
+    """Write the configuration and weights of a model in `FORMATS` to `directory`.
 
     An inference-time method that is switched on is not saved. config.json holds `format`, the
     fields of the configuration under `config`, and the SHA-256 of configuration and weights. An
@@ -90,7 +90,7 @@ def load_any(directory: Path | str, expected: BaseModel | None = None) -> nn.Mod
     """Load a model that `save_model` wrote, in training mode, on the CPU.
 
     `expected` is the configuration that the run was trained with. The model is built on the meta
-    device and given the tensors of the file, in their dtypes; no random numbers are drawn. Raises
+    device and takes the tensors of the file in their dtypes; no random numbers are drawn. Raises
     `InputError` for a missing or damaged file, an unknown format or field, a configuration that is
     not the expected one or was changed since it was saved, and weights that do not fit it.
 

@@ -76,8 +76,8 @@ class TokenModel(nn.Module):
     """Base class of models of one token sequence: embedding, blocks, and the norms around them.
 
     PreLN and ReZero end in a norm. With PostLN and DeepNorm, whose blocks end in one, the embedding
-    is normalised instead, so that every sub-layer reads a normalised stream. ReZeroNoNorm and
-    FixedScale have no norms.
+    is normalised instead, so every sub-layer reads a normalised stream. ReZeroNoNorm and FixedScale
+    have none.
     """
 
     def __init__(self, config: StackConfig, num_embeddings: int) -> None:
@@ -167,7 +167,7 @@ class Blocks(nn.ModuleList):
         return self._output(stream)
 
     def _output(self, stream: Stream) -> Float[Tensor, "b t d"]:
-        """The stream itself, or with AttnRes the mixture of all outputs."""
+        """The stream, or with AttnRes the mixture of all outputs."""
         if isinstance(stream, LayerOutputs):
             assert self.query is not None
             return stream.mixed(self.query, self._eps)
@@ -284,7 +284,7 @@ def wrap_sublayer(config: StackConfig, sublayer: nn.Module) -> Placed:
 
 
 def make_norm(config: StackConfig) -> nn.Module:
-    """A norm over the width, or its replacement, of the configured kind."""
+    """The configured norm over the width, or its replacement."""
     dim, eps, gain = config.dim, config.norm_eps, config.norm_gain
     if config.norm in ("dyt", "derf"):
         return (DyT if config.norm == "dyt" else Derf)(dim, gain=gain)

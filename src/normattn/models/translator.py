@@ -1,7 +1,7 @@
 """The encoder–decoder Transformer for translation.
 
-Legend: B pairs, S source tokens, T target tokens, D width, V target vocabulary, r rows of targets
-for each source.
+Legend: B pairs, S source tokens, T target tokens, D width, V target vocabulary, r targets per
+source.
 """
 
 from __future__ import annotations
@@ -159,8 +159,7 @@ class Translator(nn.Module):
     ) -> LinearCrossEntropy:
         """Mean cross-entropy of target[:, 1:] given target[:, :-1] and the source.
 
-        Padding is ignored. The (tokens, V) logits are never stored at once, except with `backend`
-        "reference".
+        Padding is ignored. Only `backend` "reference" stores the (tokens, V) logits at once.
         """
         hidden, next_tokens, valid = self._hidden_and_targets(source, target, backend)
         with plain_operations(backend == "reference"):

@@ -1,4 +1,4 @@
-"""Helpers of all models: token ids, dropout off, inference-time methods, meta models."""
+"""Helpers of all models: token ids, evaluation mode, inference-time methods, meta models."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Parsing and printing of specifications.
-
-The grammar is `PART(-PART)*(@L)?`, where a part is `Name` or `Name(field=value,…)`.
-"""
+"""Parsing and printing of specifications, whose grammar `normattn.score.spec` describes."""
 
 from __future__ import annotations
 

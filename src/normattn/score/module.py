@@ -1,7 +1,6 @@
 """`Score`: a specification with its learned parameters, which prepares q, k and v for a kernel.
 
-Legend: B batch, H heads, G key heads, T queries, S keys, D head dimension, E value size, R
-distances.
+Legend: B batch, H heads, G key heads, T queries, S keys, D head size, E value size, R distances.
 """
 
 from __future__ import annotations
@@ -96,10 +95,9 @@ class Score(nn.Module):
         """Prepare queries, keys and values for a kernel: normalise, rotate and scale q and k.
 
         `mask` says which keys are visible, before the score's own window. Statistics over tokens
-        ignore padding; without `query_padding` every query counts, even if keys are padded (cross
-        attention). For a blockwise score the query rows belong to `block`. `cached` keys come from
-        `cache_keys`, or from `rotate_cached_keys` for a blockwise score; causal queries are the
-        last of these tokens.
+        ignore padding; without `query_padding` every query counts. For a blockwise score the query
+        rows belong to `block`. `cached` keys come from `cache_keys`, or from `rotate_cached_keys`
+        for a blockwise score; causal queries are the last of these tokens.
         """
         self._check_call(q, k, positions, cached)
         spec = self._spec.for_block(block) if self._spec.blockwise else self._spec

@@ -37,8 +37,7 @@ class Normalisation:
     - `across="each"`: the same statistics, a gain (H, D).
     - `across="all"`: statistics over H·D together, a gain (H, D).
 
-    LayerNorm's gain comes with a bias. BatchNorm and InstanceNorm take statistics over tokens, so
-    they leak the future.
+    LayerNorm's gain comes with a bias. BatchNorm and InstanceNorm (over tokens) leak the future.
     """
 
     kind: Kind
@@ -121,8 +120,7 @@ class FeatureNorm(nn.Module):
 class BoundedFeatures(nn.Module):
     """tanh(α·x), or erf(α·x + s), of each feature, times a gain (D,) plus a bias (D,).
 
-    There are no statistics. α and s are learned scalars, initially ½ and 0. All heads share gain
-    and bias.
+    α and s are learned scalars, initially ½ and 0. All heads share gain and bias.
     """
 
     def __init__(self, norm: Normalisation, head_dim: int) -> None:
@@ -151,8 +149,7 @@ class TokenNorm(nn.Module):
     InstanceNorm takes statistics over the tokens of each row. BatchNorm works as
     `torch.nn.BatchNorm1d`: training uses the batch's mean and biased variance, synchronised across
     processes, and moves the running mean and unbiased variance by `momentum`; evaluation uses the
-    running ones. A forward that is recomputed for a backward (activation checkpointing) does not
-    move them.
+    running ones. Recomputation for a backward (activation checkpointing) does not move them.
     """
 
     running_mean: Tensor

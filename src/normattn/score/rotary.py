@@ -1,7 +1,6 @@
 """Rotary tables: cos and sin of positions with λ folded in, cached for consecutive positions.
 
-Legend: B batch, H heads, T queries or tokens, S keys, D head dimension, P pairs of features that
-rotate.
+Legend: B batch, H heads, T queries or tokens, S keys, D head dimension, P rotated pairs.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ NormAfter = Callable[[Tensor], Tensor] | None
 class Rotation:
     """Tables of cos and sin, each (T, P) or (B, 1, T, P), already multiplied by a scale.
 
-    The 2·P features from `start` on rotate. The others are multiplied by `unrotated`, (T, 1) or
-    (B, 1, T, 1).
+    The 2·P features from `start` on rotate; `unrotated` (T, 1) or (B, 1, T, 1) multiplies the
+    others.
     """
 
     cos: Float[Tensor, "*b t p"]
@@ -291,8 +290,7 @@ def _make_key_tables(
 
 
 # Cached tables of positions 0 … length − 1, from which calls select rows: a sequence that grows
-# token by token seldom needs new ones. They are made outside of inference mode, since training
-# uses them too.
+# token by token seldom needs new ones. They are not inference tensors, since training uses them.
 
 
 @lru_cache(maxsize=32)
@@ -335,7 +333,7 @@ def _table_length(spec: ScoreSpec, head_dim: int, dtype: torch.dtype, positions:
 
 
 def _max_position(log_growth: Float[Tensor, "p"], dtype: torch.dtype) -> int:
-    """The last position at which growing features are well within the dtype's range."""
+    """The last position at which growing features stay well within the dtype's range."""
     range_of_dtype = math.log(torch.finfo(dtype).max) / 2
     fastest = float(log_growth.abs().max())
     return int(range_of_dtype / fastest) if fastest else 2**62

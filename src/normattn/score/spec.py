@@ -81,8 +81,7 @@ class ScoreSpec:
     """The components of a score, one per type, and the training length.
 
     Each component type has an attribute, which holds its component or None. A parameter that
-    depends on the training length or the extension factor may be open (None) until `resolve` fills
-    it.
+    depends on the training length or the extension factor may be open (None) before `resolve`.
 
     `leaks_future`: a normalisation uses the whole sequence, so the score cannot be causal.
     `blockwise`: the rotation of keys depends on the block of the query's row. `value_rope`: a score

@@ -145,7 +145,7 @@ class Part:
             raise InputError(f"{self.name}: {field} must be {expected}, but it is {value}")
 
     def filled(self, train_length: int | None, factor: float | None) -> Part:
-        """This part with open fields filled, as far as possible."""
+        """This part with open fields filled as far as possible."""
         part: Part = self
         for item in dataclasses.fields(self):
             fill = item.metadata.get("fill")
@@ -155,7 +155,7 @@ class Part:
         return part
 
     def missing(self, train_length: int | None) -> str | None:
-        """The name of a value that this part still needs, or None."""
+        """The first value that this part still needs, or None."""
         for item in dataclasses.fields(self):
             if getattr(self, item.name) is None and not item.metadata.get("optional"):
                 return item.name

@@ -42,8 +42,7 @@ class SlidingWindow(Part):
 class Chunked(Part):
     """Only keys in the query's own chunk of tokens are visible.
 
-    `size` c defaults to L // 4. i, j and n still count from the start of the text. Llama 4 uses it
-    in its layers with positions.
+    `size` c defaults to L // 4. i, j and n still count from the start of the text.
     """
 
     slot = Slot.WINDOW
@@ -62,8 +61,7 @@ class Packed(Part):
     """Documents packed into one row do not see each other.
 
     i, j and n count from the document's first token. `attention` takes the number of each key's
-    document; a document is a run of equal numbers. A model finds documents by the token
-    `separator`.
+    document; a document is a run of equal numbers. A model splits at the token `separator`.
     """
 
     slot = Slot.DOCUMENTS

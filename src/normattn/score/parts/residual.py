@@ -70,8 +70,7 @@ class ResidualQK(ResidualPart):
     """Queries and keys are added up over the layers.
 
     They are already normalised, scaled and rotated. Unlike RealFormer's sum, this one includes
-    products of one layer's queries with another layer's keys. It is one product of vectors, so any
-    kernel can compute it.
+    products of one layer's queries with another layer's keys. Any kernel can compute it.
     """
 
     equation = "s_n = ⟨Σ_m λ q_m, Σ_m k_m⟩, m ≤ n"

@@ -180,8 +180,7 @@ class XPos(RotaryPosition):
 
     Feature pair m of the d/2 of a head decays by ζ_m^((i−j)/B), with `gamma` γ and `scale` B. The
     factors depend on the absolute position, so that a cache can grow. The dtype limits the length:
-    to about 18,000 tokens in float32 with B = 512. RoPE scaling changes the frequencies but not the
-    decay.
+    to about 18,000 tokens in float32 with B = 512. RoPE scaling does not change the decay.
     """
 
     equation = (
@@ -245,8 +244,8 @@ class RotateFirst(Part):
     """Rotate, then normalise.
 
     The gain of a normalisation then applies to rotated features. Without gain and mean the order
-    does not matter, since a rotation keeps lengths. With either one, the score does not depend on
-    the distance alone.
+    does not matter, since a rotation keeps lengths. With either, the score depends on more than the
+    distance.
     """
 
     slot = Slot.ORDER

@@ -80,8 +80,7 @@ class ABF(RopeScaling):
 class NTK(FactorScaling):
     """NTK-aware scaling: a larger base divides the lowest frequency by the factor.
 
-    The highest frequency does not change. NTK-fixed is another name (`fixed` in
-    kexue.fm/archives/9708).
+    The highest frequency does not change. Also called NTK-fixed (kexue.fm/archives/9708).
     """
 
     equation = "θ'_m = (base·s^(d/(d−2)))^(−2m/d)"
@@ -135,8 +134,7 @@ class DynamicNTK(RopeScaling):
     The L rows of a block share their frequencies, so prefill, decoding and one full forward pass
     agree; a cache stores unrotated keys. The first block has the trained frequencies, block b
     (0-based) those of NTK with the factor 1 + s·b. s is `factor`, by default 1, which stretches by
-    exactly n / L. The factor of `resolve` is not used: it is for scalings that depend on the
-    longest text.
+    exactly n / L. The factor of `resolve` is for scalings that depend on the longest text.
     """
 
     equation = "θ'_m = (base·(s·n/L − (s − 1))^(d/(d−2)))^(−2m/d), n = L·⌈(i + 1)/L⌉"

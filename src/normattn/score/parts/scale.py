@@ -108,8 +108,8 @@ class SqrtLogN(LengthScaling):
     """Scale grows with the square root of the logarithm of the number of visible keys.
 
     Logits of independent normal keys reach √(2 ln n) standard deviations. At this scale the largest
-    of them neither fades nor takes all the attention. As with `logn`, λ is unchanged at n = L; CosA
-    keeps its own base.
+    of them neither fades nor takes all the attention. λ is unchanged at n = L; CosA keeps its own
+    base.
     """
 
     equation = "λ ← λ · √(ln n / ln L)"
@@ -156,8 +156,7 @@ class ASScale(LengthScaling):
     """Scale grows with a learned power of the logarithm of the visible keys, per head.
 
     With `Entmax` this is ASEntmax, in the form where β_h and γ_h are numbers for each head. In the
-    authors' other form both are projections of the layer's input. β starts at U(0.1, 1), γ at N(0,
-    0.1²).
+    authors' other form both are projections of the input. β starts at U(0.1, 1), γ at N(0, 0.1²).
     """
 
     equation = "λ ← λ · (delta + β_h·(ln(n+1))^(γ_h)), β_h, γ_h learned"
@@ -190,8 +189,8 @@ class Temperature(LengthScaling):
 
     `beta` is β; `length` is L₀, by default the training length. Ministral 3 has shift = 0. Llama 4
     has shift = 1, only in its layers without positions (`IRoPE(beta=…, length=…)`). i is n − 1, the
-    number of keys before a causal query's own. Without causality all queries see n keys and have
-    the scale of the last.
+    number of keys before a causal query's own. Without causality all queries have the scale of the
+    last.
     """
 
     equation = "λ ← λ · (1 + β·ln(1 + ⌊(i + shift)/L₀⌋))"

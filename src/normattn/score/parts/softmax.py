@@ -39,8 +39,8 @@ class SoftCap(Part):
 class Sink(Part):
     """One more learned logit per head in the denominator of softmax.
 
-    z_h starts at 0, which is "softmax off by one". Without it the first tokens become attention
-    sinks (arXiv 2309.17453).
+    z_h starts at 0, which is "softmax off by one". Without it first tokens become sinks (arXiv
+    2309.17453).
     """
 
     slot = Slot.SINK
@@ -139,7 +139,7 @@ class Entmax(NormaliserPart):
         return _above(x, tau, power).to(score.dtype)
 
     def _step(self, x: Scores, tau: Tensor, power: float) -> Tensor:
-        """A Newton step of τ towards Σ_j a_j = 1."""
+        """The step of Newton's method for τ in Σ_j a_j = 1."""
         slope = power * _above(x, tau, power - 1).detach().sum(-1, keepdim=True)
         excess = _above(x, tau, power).sum(-1, keepdim=True) - 1
         return torch.where(slope > 0, excess / torch.where(slope > 0, slope, 1.0), 0.0)
@@ -234,8 +234,7 @@ class Differential(Part):
 class GatePart(Part):
     """A gate of the heads' outputs, with logits W_g x from the layer's input x.
 
-    W_g belongs to the layers `Attention` and `GatedAttentionUnit`; `attention` takes W_g x as its
-    argument `gate`.
+    W_g belongs to the layers `Attention` and `GatedAttentionUnit`; `attention` takes `gate`, W_g x.
     """
 
     slot = Slot.GATE
