@@ -39,8 +39,7 @@ def cosine_counts(
     """Count cos(q_i, k_j) of every visible pair of a `valid` query; far pairs use far_q and far_k.
 
     Bin b holds −1 + 2b/200 ≤ cos < −1 + 2(b + 1)/200; the last bin includes 1. `group_of` is the
-    group 0 … `groups` − 1 of each query (default: one group). Without visible pairs extremes are
-    ±∞.
+    group 0 … `groups` − 1 of each query (default: one). Without visible pairs extremes are ±∞.
     """
     unit = _normalise(inputs)
     plan, rows = TilePlan.of(unit), inputs.q.shape[:3]

@@ -2,8 +2,7 @@
 
 loss = mean_i [ logsumexp_v(h_i·w_v) − (1 − ε) h_i·w_{y_i} − ε h_i·w̄ ],   w̄ = mean_v w_v
 
-ε is the label smoothing (arXiv 1512.00567). It costs little: the mean logit is a product with the
-mean weight.
+ε is the label smoothing (arXiv 1512.00567). It costs little: the mean logit is h·w̄.
 
 Legend: N tokens, D width, V vocabulary, c rows of a chunk.
 """
@@ -28,7 +27,7 @@ PART = 2**20
 
 
 class LinearCrossEntropy(NamedTuple):
-    """Mean loss in nats, correct predictions, and `nll`: the loss unsmoothed, without gradient."""
+    """Mean loss in nats, correct predictions, and `nll`, the loss without smoothing or gradient."""
 
     loss: Float[Tensor, ""]
     correct: Int[Tensor, ""]

@@ -196,8 +196,7 @@ def residual_attention(
     """softmax(Σ_m q_m k_mᵀ) · v: this layer's products are added to those of the layers below.
 
     `recorder` collects statistics without changing the result. Raises `InputError` if the layers
-    below have another shape or see other pairs, in activation checkpointing and in a second
-    backward.
+    below have another shape or see other pairs, in a recomputation and in a second backward.
     """
     # `disable` loads the compiler, which takes longer than torch itself.
     if torch.compiler.is_compiling():

@@ -12,10 +12,10 @@ keys j ≤ i − w. Three kinds of calls give outputs o and log-sum-exps ℓ:
     ℓ = log(exp ℓ_near + exp ℓ_far)
 
 The backward is the flash backward of every part with the global o and ℓ (FlashAttention-2). It is
-exact and needs no gradient through ℓ. Overlapping gradients are added in float32 or wider.
+exact and needs no gradient through ℓ. Gradients of overlapping chunks add up in float32.
 
 The flash kernel multiplies whole tiles of 512 keys, so a triangle costs as much as a square. Chunks
-compute (w + c) / w times the pairs of the band; two triangles would compute twice as many. On a CPU
+compute (w + c) / w times the pairs of the band; two triangles would compute twice as many. CPU
 only.
 
 Legend: B batch, H heads, G key heads, T queries, S keys, w window, c rows of a chunk, n chunks of

@@ -246,10 +246,9 @@ class Attention(SelfAttention):
     x W_qkv → q, k, v in one matmul; o = softmax(s(q, k)) v with the score s of `score`; o W_out.
     Shapes: (B, T, dim) → (B, T, dim). `head_dim` defaults to dim / heads. `score` is a `ScoreSpec`
     or its name; `.score` holds its parameters. The weight of `qkv` holds the rows of q, then k,
-    then v, each head by head. `bias` is for both projections, `qkv_bias` for q, k and v only
-    (Qwen2). `dropout` is the probability of dropping an attention weight in training. Raises
-    `InputError` for sizes that do not divide. Source: arXiv 1706.03762; grouped queries: arXiv
-    2305.13245.
+    then v, head by head. `bias` is for both projections, `qkv_bias` for q, k and v only (Qwen2).
+    `dropout` is the probability of dropping an attention weight in training. Raises `InputError`
+    for sizes that do not divide. Source: arXiv 1706.03762; grouped queries: arXiv 2305.13245.
     """
 
     def __init__(

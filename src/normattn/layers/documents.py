@@ -33,8 +33,7 @@ def documents_from_ends(ends: Bool[Tensor, "b t"]) -> Int[Tensor, "b t"]:
 def documents_from_lengths(cu_seqlens: Int[Tensor, " n_1"]) -> Int[Tensor, "1 t"]:
     """Number the documents of one row by the cumulative lengths 0, n_1, n_1 + n_2, …
 
-    They are flash-attention's `cu_seqlens`. Raises `InputError` unless they start at 0 and
-    increase.
+    They are flash-attention's `cu_seqlens`. Raises `InputError` unless they rise from 0.
     """
     lengths = cu_seqlens.diff()
     if len(cu_seqlens) < 2 or int(cu_seqlens[0]) != 0 or bool((lengths < 1).any()):

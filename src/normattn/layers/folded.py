@@ -2,8 +2,8 @@
 
 A score folds if it only normalises, rotates and scales queries and keys. A decoding step supports a
 distance bias, a window, a cap, a sink and two regimes as well. Tables are made once for each
-specification and shape, so that a small call costs its tensor operations only. Each call reads
-learned parameters.
+specification and shape, so small calls cost only their tensor operations. Each call reads learned
+parameters.
 
 Legend: B batch, H query heads, G key heads, r = H/G, T queries, S keys, D head dimension, E value
 size, C capacity.

@@ -249,7 +249,7 @@ def build_plan(
 ) -> AttentionPlan:
     """Build the positions and the mask of a call whose arguments are checked.
 
-    Only the shape and the device of q matter. `cached` keys come from a cache that ends with the
+    Only the shape and device of q matter. `cached` keys come from a cache that ends with the
     queries, or with `q_positions` from another sequence. Raises `InputError` for unsupported
     positions.
     """

@@ -73,7 +73,8 @@ class DeepNorm(Placed):
 class ReZero(Placed):
     """x + α·f(N(x)) with one learned number α, which begins at `start`.
 
-    With start 0 a block begins as the identity. `norm=None` omits N. arXiv 2003.04887; kexue 8027.
+    With start 0 a block begins as the identity. `norm=None` leaves N out. Source: arXiv 2003.04887;
+    kexue 8027.
     """
 
     def __init__(

@@ -28,8 +28,7 @@ class Hypothesis:
     """A finished translation: its `tokens` without begin and end token.
 
     `log_probability` is that of the tokens and the end token; `score` divides it by the length
-    penalty. `ended` is "stop" if the model chose the end token, "length" if the length limit forced
-    it.
+    penalty. `ended` is "stop" if the model chose the end token, "length" if the limit forced it.
     """
 
     tokens: tuple[int, ...]

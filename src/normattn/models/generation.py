@@ -78,7 +78,7 @@ def generate(
         raise InputError("a stop string is empty; every text contains it")
     if stop_strings and decode is None:
         raise InputError("stop strings need decode=…, a function from tokens to text")
-    # Tokens have at least one byte; 4 more, as the first character may be cut.
+    # Tokens that hold any stop string, of a byte or more each; 4 more for a cut first character.
     tail = max((len(string.encode()) for string in stop_strings), default=0) + 4
     if type(max_new_tokens) is not int or max_new_tokens < 1:
         raise InputError(

@@ -76,8 +76,8 @@ class TokenModel(nn.Module):
     """Base class of models of one token sequence: embedding, blocks, and the norms around them.
 
     PreLN and ReZero end in a norm. With PostLN and DeepNorm, whose blocks end in one, the embedding
-    is normalised instead, so every sub-layer reads a normalised stream. ReZeroNoNorm and FixedScale
-    have none.
+    is normalised, so every sub-layer reads a normalised stream. ReZeroNoNorm and FixedScale have
+    none.
     """
 
     def __init__(self, config: StackConfig, num_embeddings: int) -> None:

@@ -1,7 +1,6 @@
 """The encoder–decoder Transformer for translation.
 
-Legend: B pairs, S source tokens, T target tokens, D width, V target vocabulary, r targets per
-source.
+Legend: B pairs, S source tokens, T target tokens, D width, V target words, r targets per source.
 """
 
 from __future__ import annotations

@@ -32,8 +32,7 @@ NormAfter = Callable[[Tensor], Tensor] | None
 class Rotation:
     """Tables of cos and sin, each (T, P) or (B, 1, T, P), already multiplied by a scale.
 
-    The 2·P features from `start` on rotate; `unrotated` (T, 1) or (B, 1, T, 1) multiplies the
-    others.
+    The 2·P features from `start` on rotate; `unrotated`, (T, 1) or (B, 1, T, 1), scales the rest.
     """
 
     cos: Float[Tensor, "*b t p"]

@@ -155,7 +155,7 @@ class Part:
         return part
 
     def missing(self, train_length: int | None) -> str | None:
-        """The first value that this part still needs, or None."""
+        """The name of the first value that this part still needs, or None."""
         for item in dataclasses.fields(self):
             if getattr(self, item.name) is None and not item.metadata.get("optional"):
                 return item.name

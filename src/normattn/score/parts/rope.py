@@ -244,8 +244,7 @@ class RotateFirst(Part):
     """Rotate, then normalise.
 
     The gain of a normalisation then applies to rotated features. Without gain and mean the order
-    does not matter, since a rotation keeps lengths. With either, the score depends on more than the
-    distance.
+    does not matter, since a rotation keeps lengths. With either, more than the distance matters.
     """
 
     slot = Slot.ORDER

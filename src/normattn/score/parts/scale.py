@@ -108,8 +108,7 @@ class SqrtLogN(LengthScaling):
     """Scale grows with the square root of the logarithm of the number of visible keys.
 
     Logits of independent normal keys reach √(2 ln n) standard deviations. At this scale the largest
-    of them neither fades nor takes all the attention. λ is unchanged at n = L; CosA keeps its own
-    base.
+    of them neither fades nor takes all the attention. λ is unchanged at n = L; CosA keeps its base.
     """
 
     equation = "λ ← λ · √(ln n / ln L)"
@@ -189,8 +188,7 @@ class Temperature(LengthScaling):
 
     `beta` is β; `length` is L₀, by default the training length. Ministral 3 has shift = 0. Llama 4
     has shift = 1, only in its layers without positions (`IRoPE(beta=…, length=…)`). i is n − 1, the
-    number of keys before a causal query's own. Without causality all queries have the scale of the
-    last.
+    number of keys before a causal query's own. Without causality all have the last scale.
     """
 
     equation = "λ ← λ · (1 + β·ln(1 + ⌊(i + shift)/L₀⌋))"
