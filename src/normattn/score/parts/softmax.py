@@ -39,8 +39,8 @@ class SoftCap(Part):
 class Sink(Part):
     """One more learned logit per head in the denominator of softmax.
 
-    z_h starts at 0, which is "softmax off by one". First tokens act as sinks without it
-    (2309.17453).
+    z_h starts at 0, which is "softmax off by one". Without it the first tokens act as attention
+    sinks (arXiv 2309.17453).
     """
 
     slot = Slot.SINK

@@ -75,7 +75,8 @@ class VORoPE(ValuePart):
     """Values are rotated by their position, and outputs are rotated back.
 
     Rotary position of the second kind: a value enters as R_{j−i} v_j, by its distance. All features
-    of a value rotate, with their own `base`. It is added to RoPE; alone it is `NoPE-VORoPE`.
+    of a value rotate, with their own `base`. It adds to the score's position; alone it is
+    `NoPE-VORoPE`.
     """
 
     equation = "o_i = R_iᵀ·Σ_j a_ij·R_j v_j"
