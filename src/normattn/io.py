@@ -171,10 +171,7 @@ def _check_bounds(value: Any, finite: bool, depth: int = 0) -> None:
 def json_lines(
     readline: Callable[[int], AnyStr], where: Callable[[int], str]
 ) -> Iterator[tuple[int, AnyStr]]:
-    """Yield the number (from 1) and content of each line; `where(n)` names line n in errors.
-
-    Raises `InputError` for a line longer than 64 MiB, without reading all of it.
-    """
+    """Yield number (from 1) and content of each line; `InputError` at `where(n)` above 64 MiB."""
     number = 0
     while line := readline(MAX_BYTES + 1):
         number += 1

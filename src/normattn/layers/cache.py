@@ -258,7 +258,7 @@ class KeyValueCache:
         return self._keys, self._values, *(room for _, room in self._rotated.values())
 
     def _drop_unseen(self, tokens: int) -> None:
-        """Before `tokens` more: check `max_length`, and drop keys outside the window when full."""
+        """Check `max_length` and, when full, drop keys outside the window, before `tokens` more."""
         if self.max_length is not None:
             refuse_overflow(self.length, tokens, self.max_length)
         data, used = self._keys.data, self._keys.used

@@ -114,10 +114,7 @@ class DyT(nn.Module):
 
 
 class Derf(DyT):
-    """y = gain ⊙ erf(α·x + s) + bias, with one learned α and one learned s, 0 at the start.
-
-    Otherwise as `DyT`. Source: arXiv 2512.10938.
-    """
+    """y = gain ⊙ erf(α·x + s) + bias: `DyT` with a learned s from 0. Source: arXiv 2512.10938."""
 
     def __init__(self, dim: int, *, gain: bool = True) -> None:
         super().__init__(dim, gain=gain)

@@ -69,10 +69,8 @@ def prepare(
 
 
 def _is_cacheable(score: Score, q: Tensor, k: Tensor, v: Tensor, args: AttentionArguments) -> bool:
-    """Whether the cache key of `_folded_plan` covers all that the plan depends on.
-
-    Conditions are inline: a Python call costs as much as a small tensor operation.
-    """
+    """Whether the cache key of `_folded_plan` covers all that the plan depends on."""
+    # Inline conditions: a Python call costs as much as a small tensor operation.
     no_mask = args.attn_mask is None and args.key_padding is None and args.query_padding is None
     no_positions = args.q_positions is None and args.k_positions is None and args.documents is None
     no_features = args.residual is None and args.forget is None

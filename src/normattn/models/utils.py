@@ -32,10 +32,7 @@ def checked_ids(ids: Any, name: str = "ids") -> Tensor:
 def embed(
     table: nn.Embedding, norm: nn.Module | None, ids: Tensor, vocabulary: str | None = None
 ) -> Tensor:
-    """The normalised embeddings (B, T, D) of `ids` (B, T).
-
-    Raises `InputError` for an id outside the table (on a CPU); `vocabulary` describes valid ids.
-    """
+    """The normalised embeddings of `ids`; `InputError` with `vocabulary` for unknown ids (CPU)."""
     try:
         x: Tensor = table(ids)
     except IndexError as error:

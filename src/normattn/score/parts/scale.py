@@ -38,10 +38,7 @@ class LengthScaling(Part):
     def learned_factor(
         self, n: Float[Tensor, "*b one_or_h t"], learned: Mapping[str, Tensor]
     ) -> Float[Tensor, "*b h t"]:
-        """A further, learned multiplier of λ for n visible keys.
-
-        n has a head axis, of size 1 if all heads see equally many keys.
-        """
+        """A learned multiplier of λ for n visible keys; n has a head axis, of size 1 if shared."""
         raise InputError(f"{self.name} learns nothing")
 
     def log_ratio(self, n: Float[Tensor, "..."], train_length: int | None) -> Float[Tensor, "..."]:
