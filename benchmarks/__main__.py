@@ -38,35 +38,35 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--dtypes", nargs="+", choices=[*DTYPES], default=[*DTYPES])
     parser.add_argument("--quick", action="store_true", help="small sizes, one round: try the path")
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks"), help="of the record")
-    asked = parser.parse_args(arguments)
-    unknown = sorted(set(asked.names) - BENCHMARKS.keys())
+    args = parser.parse_args(arguments)
+    unknown = sorted(set(args.names) - BENCHMARKS.keys())
     if unknown:
         parser.error(f"there is no benchmark {unknown[0]!r}: choose from {', '.join(BENCHMARKS)}")
-    if asked.device != "cpu" and not torch.cuda.is_available():
+    if args.device != "cpu" and not torch.cuda.is_available():
         parser.error("--device cuda needs a GPU that torch can use")
-    if min(asked.rounds, asked.threads, *asked.lengths) < 1:
+    if min(args.rounds, args.threads, *args.lengths) < 1:
         parser.error("--rounds, --threads and --lengths must be at least 1")
-    return asked
+    return args
 
 
 def main(arguments: list[str]) -> None:
     """Measure what is asked for, write the record after each case, and print the table."""
-    asked = parse(arguments)
+    args = parse(arguments)
     options = Options(
-        asked.device,
-        asked.rounds,
-        asked.threads,
-        tuple(sorted(asked.lengths)),
-        tuple(asked.dtypes),
-        asked.quick,
+        args.device,
+        args.rounds,
+        args.threads,
+        tuple(sorted(args.lengths)),
+        tuple(args.dtypes),
+        args.quick,
     )
     results: list[Result] = []
     table = ""
-    for name in asked.names or BENCHMARKS:
+    for name in args.names or BENCHMARKS:
         for case in BENCHMARKS[name](options):
             print(case.name, file=sys.stderr, flush=True)
             results.append(measure(case, options))
-            table = write_record(results, options, asked.out)
+            table = write_record(results, options, args.out)
     print(table)
 
 

@@ -45,8 +45,8 @@ class Shape:
         """Normal q, k and v (B, H, T, D), the same for every entry."""
         generator = torch.Generator().manual_seed(0)
         shape = (self.batch, self.heads, self.length, self.size)
-        made = (torch.randn(shape, generator=generator) for _ in range(3))
-        q, k, v = (x.to(self.device, self.dtype).requires_grad_(self.backward) for x in made)
+        drawn = (torch.randn(shape, generator=generator) for _ in range(3))
+        q, k, v = (x.to(self.device, self.dtype).requires_grad_(self.backward) for x in drawn)
         return q, k, v
 
     def step(self, call: Callable[[], Tensor], inputs: Sequence[Tensor]) -> Step:
@@ -71,7 +71,7 @@ class Rotation:
         self.cos, self.sin = (x.to(shape.device, shape.dtype) for x in (angle.cos(), angle.sin()))
 
     def __call__(self, x: Float[Tensor, "b h t d"]) -> Float[Tensor, "b h t d"]:
-        """Every token turned by its position."""
+        """Rotate every token by its position."""
         first, second = x.chunk(2, -1)
         return x * self.cos + torch.cat((-second, first), -1) * self.sin
 
@@ -124,7 +124,7 @@ def slopes(heads: int) -> Float[Tensor, " h"]:
 
 
 def masked_alibi(shape: Shape, learned: bool) -> Step:
-    """Torch's kernel with a mask of every pair's bias, made anew where the slopes are learned."""
+    """Torch's kernel with a bias for every pair, recomputed in each call if slopes are learned."""
     q, k, v = shape.tensors()
     slope = slopes(shape.heads).to(q).requires_grad_(learned and shape.backward)
     positions = torch.arange(shape.length, device=shape.device)

@@ -1,4 +1,4 @@
-"""One new token over a filled cache, beside the plain way.
+"""One new token over a filled cache, compared with hand-written RoPE and torch's kernel.
 
 Legend: H heads, T tokens in the cache, D head dimension.
 """
@@ -25,7 +25,7 @@ SCORES = (
 
 
 def cached(shape: Shape, score: str) -> Step:
-    """A token attends to itself and to the T before it, and is forgotten again."""
+    """One token attends to itself and the T cached ones, and is then removed from the cache."""
     spec = normattn.ScoreSpec.parse(score)
     module = normattn.Score(spec, shape.heads, shape.size).to(shape.device)
     cache = KeyValueCache(shape.length + 1)
@@ -43,7 +43,7 @@ def cached(shape: Shape, score: str) -> Step:
 
 
 def by_hand(shape: Shape) -> Step:
-    """RoPE of the new query and key, both copied into their place, torch's kernel."""
+    """Rotate the new query and key, write key and value into their place, run torch's kernel."""
     _, k, v = shape.tensors()
     turned = Rotation(torch.arange(shape.length), shape)(k)
     keys, values = (F.pad(x, (0, 0, 0, 1)) for x in (turned, v))

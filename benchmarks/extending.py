@@ -18,13 +18,13 @@ HEADS, KEY_HEADS, SIZE = 9, 3, 64
 
 
 def layer(length: int, dtype: torch.dtype, device: str) -> Any:
-    """A model of one layer; its feed-forward has eight features, so that attention counts."""
+    """A model of one layer; its feed-forward has eight features, so that attention dominates."""
     import transformers
 
     config: Any = transformers.LlamaConfig
     model: Any = transformers.LlamaForCausalLM
     torch.manual_seed(0)
-    made = model(
+    llama = model(
         config(
             vocab_size=8,
             hidden_size=HEADS * SIZE,
@@ -36,11 +36,11 @@ def layer(length: int, dtype: torch.dtype, device: str) -> Any:
             attn_implementation="sdpa",
         )
     )
-    return made.eval().to(device, dtype)
+    return llama.eval().to(device, dtype)
 
 
 def reading(length: int, precision: str, device: str, method: str | None, decoding: bool) -> Step:
-    """The layer reads a text at once, or one token after it."""
+    """A prefill of `length` tokens, or a decoding step after it."""
     model = layer(length, DTYPES[precision], device)
     if method is not None:
         normattn.extend(model, method, train_length=length // 4)

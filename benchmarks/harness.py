@@ -25,7 +25,7 @@ PEERS = ("transformers", "x-transformers")
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line asks for; `quick` takes small sizes, to try the path itself."""
+    """The options of the command line; `quick` runs small sizes, to test the code path."""
 
     device: str = "cpu"
     rounds: int = 9
@@ -39,7 +39,7 @@ class Options:
 class Case:
     """Entries that are timed together; all ratios are to the entry named `peer`.
 
-    An entry makes its tensors or its model when it is built, and gives the step that is timed.
+    Building an entry creates its tensors or model, and returns the step that is timed.
     """
 
     name: str
@@ -62,8 +62,8 @@ class Result:
             low, middle, high = (1e3 * s for s in (quickest, timing.median, slowest))
             compared = "1"
             if name != self.peer:
-                to = ratio(timing.rounds, self.seconds[self.peer].rounds)
-                compared = f"{to.value:.2f} [{to.low:.2f}, {to.high:.2f}]"
+                relative = ratio(timing.rounds, self.seconds[self.peer].rounds)
+                compared = f"{relative.value:.2f} [{relative.low:.2f}, {relative.high:.2f}]"
             yield self.case, name, f"{middle:.3f} ({low:.3f} to {high:.3f})", compared
 
 
@@ -93,7 +93,6 @@ def ratio(ours: Sequence[float], peer: Sequence[float]) -> Ratio:
 
 
 def _summary(timing: Timing) -> dict[str, Any]:
-    """Median, low and high, and every round, as JSON values."""
     return {
         "median": timing.median,
         "low": min(timing.rounds),
@@ -135,7 +134,7 @@ def machine(options: Options) -> dict[str, Any]:
 
 def write_record(results: Iterable[Result], options: Options, out: Path) -> str:
     """Write `out`/benchmarks.json and `out`/benchmarks.md; return the table."""
-    kept, facts = list(results), machine(options)
+    measured, facts = list(results), machine(options)
     record = {
         "machine": facts,
         "results": [
@@ -144,10 +143,10 @@ def write_record(results: Iterable[Result], options: Options, out: Path) -> str:
                 "peer": result.peer,
                 "seconds": {name: _summary(timing) for name, timing in result.seconds.items()},
             }
-            for result in kept
+            for result in measured
         ],
     }
-    table = markdown(kept, facts)
+    table = markdown(measured, facts)
     out.mkdir(parents=True, exist_ok=True)
     (out / "benchmarks.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     (out / "benchmarks.md").write_text(table, encoding="utf-8")
@@ -156,9 +155,9 @@ def write_record(results: Iterable[Result], options: Options, out: Path) -> str:
 
 def markdown(results: Iterable[Result], facts: Mapping[str, Any]) -> str:
     """One table of all cases, after a line on the machine."""
-    named = ", ".join(f"{name} {value}" for name, value in facts.items())
+    environment = ", ".join(f"{name} {value}" for name, value in facts.items())
     head = ("case", "entry", "ms: median (least to most)", "ratio to peer [95 % interval]")
     rows = [head, ("---", "---", "---:", "---:")]
     rows += [row for result in results for row in result.rows()]
     lines = [f"| {' | '.join(row)} |" for row in rows]
-    return "\n".join([f"Medians of interleaved rounds. {named}.", "", *lines]) + "\n"
+    return "\n".join([f"Medians of interleaved rounds. {environment}.", "", *lines]) + "\n"

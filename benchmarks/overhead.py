@@ -1,12 +1,12 @@
-"""What `normattn.attention` costs beside its arithmetic, on tensors too small to hide it.
+"""The overhead of `normattn.attention`, on tensors too small to hide it.
 
     OMP_NUM_THREADS=1 python benchmarks/overhead.py
 
-Times B1 H4 T64 D32 in float32, one thread, causal, without gradients: rotary positions and
-`scaled_dot_product_attention` written out, and the same by `attention` with a `Score`, a
-`ScoreSpec` and a name. All take turns in each round, so that what else the machine does meets them
-alike; a time is the median over rounds. Counts the Python calls between `SelfAttention.forward` and
-`scaled_dot_product_attention`, too.
+Times B1 H4 T64 D32 in float32, one thread, causal, without gradients: hand-written RoPE with
+`scaled_dot_product_attention`, and the same by `attention` with a `Score`, a `ScoreSpec` and a
+name. Variants are interleaved in each round, so that other load affects all alike; times are
+medians over rounds. It also counts the Python calls between `SelfAttention.forward` and
+`scaled_dot_product_attention`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def by_hand(device: str = "cpu") -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Rotation and softmax attention, the tables made beforehand."""
+    """RoPE with precomputed tables, then torch's kernel."""
     theta = 10000.0 ** (-torch.arange(SIZE // 2, dtype=torch.float64) / (SIZE // 2))
     angle = torch.arange(TOKENS, dtype=torch.float64)[:, None] * theta
     cos, sin = (torch.cat((x, x), -1).float().to(device) for x in (angle.cos(), angle.sin()))
@@ -49,30 +49,30 @@ def by_hand(device: str = "cpu") -> Callable[[Tensor, Tensor, Tensor], Tensor]:
 
 @torch.no_grad()
 def times(rounds: int, calls: int, device: str = "cpu") -> dict[str, float]:
-    """Microseconds of a call by each way; of a GPU until all calls of a round are done."""
+    """Microseconds per call of each variant; a GPU is synchronised after each round."""
     shape = (BATCH, HEADS, TOKENS, SIZE)
     drawn = (torch.randn(shape, generator=torch.Generator().manual_seed(n)) for n in range(3))
     q, k, v = (x.to(device) for x in drawn)
     module, spec = Score("Baseline", HEADS, SIZE).to(device), ScoreSpec.parse("Baseline")
     hand = by_hand(device)
-    ways: dict[str, Callable[[], Tensor]] = {
+    variants: dict[str, Callable[[], Tensor]] = {
         "RoPE + SDPA by hand": lambda: hand(q, k, v),
         "attention, Score": lambda: attention(q, k, v, module),
         "attention, ScoreSpec": lambda: attention(q, k, v, spec),
         "attention, name": lambda: attention(q, k, v, "Baseline"),
     }
-    for way in ways.values():
-        torch.testing.assert_close(way(), hand(q, k, v), rtol=1e-5, atol=1e-5)
-    found: dict[str, list[float]] = {name: [] for name in ways}
+    for variant in variants.values():
+        torch.testing.assert_close(variant(), hand(q, k, v), rtol=1e-5, atol=1e-5)
+    samples: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(rounds):
-        for name, way in ways.items():
+        for name, variant in variants.items():
             start = time.perf_counter()
             for _ in range(calls):
-                way()
+                variant()
             if device != "cpu":
                 torch.cuda.synchronize()
-            found[name].append((time.perf_counter() - start) / calls * 1e6)
-    return {name: statistics.median(each) for name, each in found.items()}
+            samples[name].append((time.perf_counter() - start) / calls * 1e6)
+    return {name: statistics.median(values) for name, values in samples.items()}
 
 
 def python_calls(learning: bool) -> int:
@@ -103,18 +103,18 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=20, help="calls of each way in a round")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    asked = parser.parse_args()
+    args = parser.parse_args()
     torch.set_num_threads(1)
-    found = times(asked.rounds, asked.calls, asked.device)
-    first = next(iter(found.values()))
+    microseconds = times(args.rounds, args.calls, args.device)
+    first = next(iter(microseconds.values()))
     calls = {"without gradients": python_calls(False), "with gradients": python_calls(True)}
-    if asked.json:
-        print(json.dumps({"microseconds": found, "python_calls": calls}))
+    if args.json:
+        print(json.dumps({"microseconds": microseconds, "python_calls": calls}))
         return
-    for name, each in found.items():
-        print(f"{name:24}{each:8.1f} µs{each / first:8.2f} ×")
-    for name, each in calls.items():
-        print(f"Python calls {name:20}{each:4}")
+    for name, value in microseconds.items():
+        print(f"{name:24}{value:8.1f} µs{value / first:8.2f} ×")
+    for name, value in calls.items():
+        print(f"Python calls {name:20}{value:4}")
 
 
 if __name__ == "__main__":

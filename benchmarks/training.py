@@ -57,7 +57,7 @@ def llama(size: Size) -> nn.Module:
 
     config: Any = transformers.LlamaConfig
     model: Any = transformers.LlamaForCausalLM
-    made: nn.Module = model(
+    llama_model: nn.Module = model(
         config(
             vocab_size=size.vocabulary,
             hidden_size=size.width,
@@ -71,7 +71,7 @@ def llama(size: Size) -> nn.Module:
             use_cache=False,
         )
     )
-    return made
+    return llama_model
 
 
 def x_transformers(size: Size, alibi: bool) -> nn.Module:
@@ -93,14 +93,14 @@ def x_transformers(size: Size, alibi: bool) -> nn.Module:
         attn_flash=True,
         **(bias if alibi else rotary),
     )
-    made: nn.Module = library.TransformerWrapper(
+    wrapper: nn.Module = library.TransformerWrapper(
         num_tokens=size.vocabulary,
         max_seq_len=size.length,
         attn_layers=decoder,
         use_abs_pos_emb=False,
         tie_embedding=True,
     )
-    return made
+    return wrapper
 
 
 def training_step(build: Callable[[], nn.Module], size: Size, precision: str, device: str) -> Step:
@@ -126,7 +126,6 @@ def training_step(build: Callable[[], nn.Module], size: Size, precision: str, de
 
 
 def _loss(model: nn.Module, ids: Tensor) -> Tensor:
-    """The mean loss of the next token, by each library's shortest way."""
     if isinstance(model, normattn.CausalLM):
         return model.loss(ids).loss
     output: Any = model(ids[:, :-1])

@@ -34,8 +34,8 @@ def train(score: str, steps: int = 75, rate: float = 3e-2) -> tuple[float, float
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
-    found = inspect_model(model, ids)
-    largest = max(by_head(found, "largest", layer=layer).max() for layer in range(3))
+    statistics = inspect_model(model, ids)
+    largest = max(by_head(statistics, "largest", layer=layer).max() for layer in range(3))
     return loss.item(), float(largest)
 
 

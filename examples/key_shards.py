@@ -24,11 +24,11 @@ whole, whole_lse = attention(q, k, v, score, return_lse=True)
 
 def shard(keys: slice) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and log-sum-exp of all queries over some of the keys."""
-    at = torch.arange(tokens)
+    positions = torch.arange(tokens)
     return attention(
         *(q, k[:, :, keys], v[:, :, keys], score),
-        q_positions=at,
-        k_positions=at[keys],
+        q_positions=positions,
+        k_positions=positions[keys],
         return_lse=True,
     )
 
@@ -38,8 +38,8 @@ torch.testing.assert_close(out, whole)
 torch.testing.assert_close(lse, whole_lse)
 
 merged = torch.autograd.grad(out.square().sum(), (q, k, v), retain_graph=True)
-at_once = torch.autograd.grad(whole.square().sum(), (q, k, v))
-for mine, theirs in zip(merged, at_once, strict=True):
-    torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
-off = float((out - whole).abs().max().detach())
-print(f"two shards of {half} keys give the attention over all {tokens}, to {off:.0e}")
+whole_gradients = torch.autograd.grad(whole.square().sum(), (q, k, v))
+for gradient, expected in zip(merged, whole_gradients, strict=True):
+    torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-4)
+error = float((out - whole).abs().max().detach())
+print(f"two shards of {half} keys give the attention over all {tokens}, to {error:.0e}")

@@ -72,8 +72,8 @@ def main() -> None:
     }.items():
         for backend in ("reference", "auto"):
             ours = normattn.attention(q, k, v, f"{name}@32", backend=backend)
-            apart = (ours - plain).abs().max().item()
-            assert apart < 1e-12, f"{name} by {backend} is {apart} apart"
+            error = (ours - plain).abs().max().item()
+            assert error < 1e-12, f"{name} by {backend} is {error} apart"
         print(f"{name:26} equal to 1e-12")
 
 

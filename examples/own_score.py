@@ -34,8 +34,8 @@ def main() -> None:
     spec = normattn.ScoreSpec.parse("KeysOfLength(c=3)-logn-YaRN", train_length=16, factor=4)
     out = normattn.attention(q, k, v, spec)
     torch.testing.assert_close(out, normattn.attention(q, k, v, spec, backend="reference"))
-    one = normattn.attention(q, k, v, "KeysOfLength(c=1)")
-    torch.testing.assert_close(one, normattn.attention(q, k, v, "KNA"))
+    key_norm = normattn.attention(q, k, v, "KeysOfLength(c=1)")
+    torch.testing.assert_close(key_norm, normattn.attention(q, k, v, "KNA"))
     print(normattn.explain(spec, q.shape))
 
 

@@ -20,8 +20,8 @@ TRAINED = 128
 def losses(model: CausalLM, ids: Tensor) -> tuple[float, float]:
     """Mean loss in nats of the first 128 tokens, and of the last 128."""
     logits = model(ids[:, :-1])
-    each = torch.nn.functional.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
-    return each[:, :TRAINED].mean().item(), each[:, -TRAINED:].mean().item()
+    loss = torch.nn.functional.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
+    return loss[:, :TRAINED].mean().item(), loss[:, -TRAINED:].mean().item()
 
 
 @torch.inference_mode()

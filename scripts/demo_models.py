@@ -1,4 +1,4 @@
-"""The two models of `normattn demo`: take them from a finished training, in bfloat16.
+"""Take the two models of `normattn demo` from a finished training, in bfloat16.
 
     normattn reproduce keynorm --preset workstation-mha --set training.model.heads=1 \\
         --set training.precision=fp32 --set evaluation.precision=fp32 \\
@@ -6,7 +6,7 @@
         --variants Baseline,KNA --methods "as is,YaRN,ReRoPE" --seeds 20, --out RUN
     python scripts/demo_models.py RUN
 
-The frozen corpus holds text under the MIT, BSD, Apache and ISC licences alone.
+The frozen corpus has only text under the MIT, BSD, Apache and ISC licences.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from normattn.models.pretrained import save_model
 
 
 def with_gains(model: CausalLM) -> CausalLM:
-    """The same function with gains of one in its norms, as models of other libraries have them."""
-    made = CausalLM(model.config.model_copy(update={"norm_gain": True}))
-    missing = made.load_state_dict(model.state_dict(), strict=False)
+    """An equal model whose norms have gains of one, as models of other libraries do."""
+    converted = CausalLM(model.config.model_copy(update={"norm_gain": True}))
+    missing = converted.load_state_dict(model.state_dict(), strict=False)
     assert not missing.unexpected_keys
-    assert all(bool((made.state_dict()[name] == 1).all()) for name in missing.missing_keys)
-    return made
+    assert all(bool((converted.state_dict()[name] == 1).all()) for name in missing.missing_keys)
+    return converted
 
 
 def main(run: Path, seed: int = 20) -> None:

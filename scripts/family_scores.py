@@ -1,4 +1,4 @@
-"""docs/families.md, its second table: which causal family of transformers has which score.
+"""Write the second table of docs/families.md: the score of each causal family of transformers.
 
 python scripts/family_scores.py
 """

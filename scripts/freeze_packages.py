@@ -1,9 +1,9 @@
-"""The list of a frozen corpus: wheels with their hashes, near-duplicates, and what the text is.
+"""Write the list of a frozen corpus: wheels with their hashes, near-duplicates, the text's digest.
 
-    python scripts/freeze_packages.py NAME==VERSION …   write the list anew; needs datasketch
-    python scripts/freeze_packages.py --check           make the text and its tokens in a new cache
+    python scripts/freeze_packages.py NAME==VERSION …   write a new list; needs datasketch
+    python scripts/freeze_packages.py --check           prepare text and tokens in a new cache
 
-`--check` ends with 1 where the tokens are not those that tests/data/frozen_tokens.json records.
+`--check` exits with 1 if the tokens are not those recorded in tests/data/frozen_tokens.json.
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ RECORD = Path(__file__).parents[1] / "tests" / "data" / "frozen_tokens.json"
 
 
 class NearDuplicates:
-    """Remembers the texts it was shown; two are alike above a Jaccard similarity of their lines.
+    """Finds texts whose sets of lines have a Jaccard similarity of at least 0.7.
 
-    A line counts once, without the space around it, and an empty one not at all. Similarity is
-    estimated from 64 MinHashes: an estimate of 0.7 or more, at a deviation of about 0.06, makes a
-    duplicate. The same texts in the same order always give the same answers.
+    Lines are stripped, and empty ones ignored. Similarity is estimated from 64 MinHashes, with a
+    deviation of about 0.06. The same texts in the same order always give the same answers.
     """
 
     def __init__(self) -> None:
@@ -42,25 +41,29 @@ class NearDuplicates:
         self._shown: list[Any] = []
 
     def seen(self, text: str) -> bool:
-        """Whether a text like this one was shown before; if not, it is remembered."""
+        """Whether a similar text was seen before; if not, remember this one."""
         lines = {line.strip() for line in text.splitlines()} - {""}
-        own = self._new_hash(num_perm=PERMUTATIONS, hashfunc=zlib.crc32)
-        own.update_batch([line.encode("utf-8", "replace") for line in sorted(lines)])
-        if any(own.jaccard(self._shown[key]) >= THRESHOLD for key in self._index.query(own)):
+        signature = self._new_hash(num_perm=PERMUTATIONS, hashfunc=zlib.crc32)
+        signature.update_batch([line.encode("utf-8", "replace") for line in sorted(lines)])
+        if any(
+            signature.jaccard(self._shown[key]) >= THRESHOLD for key in self._index.query(signature)
+        ):
             return True
-        self._index.insert(len(self._shown), own)
-        self._shown.append(own)
+        self._index.insert(len(self._shown), signature)
+        self._shown.append(signature)
         return False
 
 
 def pinned(file: Path) -> str:
-    """The line of the list for a wheel that was downloaded, its licence as a comment."""
+    """The requirement line of a downloaded wheel, with its licence as a comment."""
     with zipfile.ZipFile(file) as archive:
         (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
-        about = email.message_from_string(archive.read(name).decode())
-    classified = [v.split(" :: ")[-1] for v in about.get_all("Classifier", []) if "License ::" in v]
-    licence = about["License-Expression"] or " / ".join(classified) or about["License"] or ""
-    digest, line = sha256_of(file), f"{frozen.package_of(file)}=={about['Version']}"
+        metadata = email.message_from_string(archive.read(name).decode())
+    classified = [
+        v.split(" :: ")[-1] for v in metadata.get_all("Classifier", []) if "License ::" in v
+    ]
+    licence = metadata["License-Expression"] or " / ".join(classified) or metadata["License"] or ""
+    digest, line = sha256_of(file), f"{frozen.package_of(file)}=={metadata['Version']}"
     return f"{line} --hash=sha256:{digest}  # {licence.splitlines()[0]}"
 
 
@@ -72,10 +75,10 @@ def freeze(requirements: list[str], out: Path = frozen.LIST) -> None:
         wanted.write_text("\n".join(requirements) + "\n")
         frozen.download(wanted, folder)
         wheels = sorted(folder.glob("*.whl"), key=frozen.package_of)
-        shown, repeated = NearDuplicates(), list[str]()
+        duplicates, repeated = NearDuplicates(), list[str]()
         for wheel in wheels:
             texts = frozen.package_texts(wheel, frozen.package_of(wheel))
-            repeated += [name for name, text in texts if shown.seen(text)]
+            repeated += [name for name, text in texts if duplicates.seen(text)]
         size = sum(wheel.stat().st_size for wheel in wheels)
         total = frozen.write_documents(folder, repeated, folder / "text")
         lines = [
@@ -94,7 +97,7 @@ def freeze(requirements: list[str], out: Path = frozen.LIST) -> None:
 
 
 def check() -> int:
-    """The digest of the tokens of the recorded settings, made in a cache of their own."""
+    """Prepare the tokens of the recorded settings in a new cache; 1 if their digest differs."""
     record = json.loads(RECORD.read_text(encoding="utf-8"))
     with tempfile.TemporaryDirectory() as temporary:
         os.environ["NORMATTN_CACHE"] = temporary

@@ -1,8 +1,8 @@
-"""docs/keynorm.png, the README's figure: accuracy by position of unmodified models.
+"""Draw docs/keynorm.png, the README's figure: accuracy by position of unmodified models.
 
     python scripts/front_figure.py
 
-Made of the published measurements of `results/keynorm-workstation-onehead` alone.
+It uses only the published measurements of `results/keynorm-workstation-onehead`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,12 @@ LABELS = {
 
 def figure() -> Curves:
     """The panel of the unmodified models, with names that need no explanation."""
-    made = context(find("keynorm").page, measurements.read(FOLDER / measurements.FILE))
-    curves = next(each for each in made.figures if each.name == "accuracy_by_position_non_repeated")
+    page = context(find("keynorm").page, measurements.read(FOLDER / measurements.FILE))
+    curves = next(
+        candidate
+        for candidate in page.figures
+        if candidate.name == "accuracy_by_position_non_repeated"
+    )
     assert isinstance(curves, Curves)
     panel = curves.panels[0]
     lines = tuple(

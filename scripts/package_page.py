@@ -1,9 +1,8 @@
-"""What the package's page shows: a metadata hook of hatchling (`python -m build`).
+"""Metadata hook of hatchling (`python -m build`): the README as the package's page.
 
-The README points at files of the repository, which a package's page does not have. The address of
-the repository stands nowhere in it, so the release says it: with
-NORMATTN_REPOSITORY=https://github.com/OWNER/NAME links and images lead to the files of this
-version there, and [project.urls] is filled; without it, images are left out and links are words.
+The README links to files of the repository, which the package's page does not have. With
+NORMATTN_REPOSITORY=https://github.com/OWNER/NAME, links and images point to this version's files
+there, and [project.urls] is filled. Without it, images are left out and links are plain words.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class PackagePage(MetadataHookInterface):
 
 
 def package_page(readme: str, address: str, tag: str) -> str:
-    """The README with absolute addresses; without an address, with none."""
+    """The README with absolute links; without an address, with neither links nor images."""
     if not address:
         return _LINK.sub(r"\1", _IMAGE.sub("", readme))
     shown = _IMAGE.sub(rf"![\1]({address}/raw/{tag}/\2)\n\n", readme)

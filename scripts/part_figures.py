@@ -1,8 +1,7 @@
-"""A small figure for every part of a score, drawn by asking the part itself.
+"""A small figure for every component of a score, computed by the component itself.
 
-RoPE scaling draws its frequencies, log-n its factor, and every other part the attention weights
-that it gives to the same queries and keys: with the identity as values, attention returns its
-weights.
+RoPE scaling draws its frequencies and log-n its factor. Other components draw the attention weights
+of the same queries and keys: with the identity as values, attention returns its weights.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from normattn.score.compatibility import example
 from normattn.score.parts import LengthScaling, RopeScaling, Slot, rope_frequencies
 
 TOKENS, LENGTH, FACTOR, HEADS, HEAD_DIM, LAYERS = 64, 16, 4.0, 4, 32, 4
-# Where positions decide, queries and keys are nearly all alike, so that the pattern can be seen.
+# For these slots queries and keys are nearly equal, so that the pattern of positions is visible.
 _BY_POSITION = {Slot.POSITION, Slot.REMAPPING, Slot.BIAS, Slot.WINDOW, Slot.LAYOUT, Slot.DOCUMENTS}
 
 
 def figure(name: str) -> tuple[bytes, str]:
-    """The PNG of a part and what it shows."""
+    """The PNG of a component, and its caption."""
     spec = _small(name)
-    part = next(each for each in spec.parts if each.name == name)
+    part = next(candidate for candidate in spec.parts if candidate.name == name)
     if isinstance(part, RopeScaling):
         return _png(1, lambda axes: _frequencies(axes[0], part, name)), (
             f"Radians per token of each feature pair, d = {HEAD_DIM}, L = {LENGTH}"
@@ -48,7 +47,7 @@ def figure(name: str) -> tuple[bytes, str]:
 
 
 def _small(name: str) -> ScoreSpec:
-    """The smallest score with this part, at a length that can be drawn."""
+    """The smallest score with this component, at a length that can be drawn."""
     text = "-".join(part.name for part in example(name).parts)
     return ScoreSpec.parse(text, train_length=LENGTH).resolve(factor=FACTOR)
 
@@ -76,19 +75,19 @@ def _weights(spec: ScoreSpec, noise: float) -> dict[str, Tensor]:
     """Head 0's weights (T, T) by title: of one layer, or of the lowest and highest of a stack."""
     torch.manual_seed(0)
     shared = torch.randn(HEAD_DIM) * 0.7
-    # Two query heads for each key head, where a part takes them together.
+    # Two query heads for each key head, where a component gates groups of heads.
     kv_heads = HEADS if spec.gate is None else spec.gate.outputs(HEADS)
     q, k = torch.randn(2, 1, HEADS, TOKENS, HEAD_DIM) * noise + shared
     k, values = k[:, :kv_heads], torch.eye(TOKENS).expand(1, kv_heads, TOKENS, TOKENS)
     documents = None
     if spec.documents is not None:
         documents = (torch.arange(TOKENS) // 24)[None]
-    made = _of_input(spec)
+    inputs = _of_input(spec)
     pairs = spec.difference is not None
     if pairs:
-        # What heads of a pair attend to, before their outputs become one.
-        alone = (part for part in spec.parts if part.slot is not Slot.NORMALISER)
-        spec = ScoreSpec(tuple(alone), spec.train_length)
+        # The attention of each head of a pair, before their outputs are combined.
+        unpaired = (part for part in spec.parts if part.slot is not Slot.NORMALISER)
+        spec = ScoreSpec(tuple(unpaired), spec.train_length)
     stacked = Slot.RESIDUAL in {part.slot for part in spec.parts} or spec.layout is not None
     layers = LAYERS if stacked else 1
     residual, drawn = residual_layers(spec, layers), {}
@@ -104,7 +103,7 @@ def _weights(spec: ScoreSpec, noise: float) -> dict[str, Tensor]:
             residual=None if residual is None else residual[layer],
             backend="auto" if residual is not None else "reference",
             return_lse=False,
-            **made,
+            **inputs,
         )
         if layer in (0, layers - 1):
             drawn[f"layer {layer + 1} of {layers}" if stacked else ""] = out[0, 0].detach()
@@ -112,15 +111,15 @@ def _weights(spec: ScoreSpec, noise: float) -> dict[str, Tensor]:
 
 
 def _of_input(spec: ScoreSpec) -> dict[str, Any]:
-    """What a layer makes of its input, for a score that asks for it: every eighth token forgets."""
-    made = {}
+    """Gate and forget logits, which a layer would compute; every eighth token forgets."""
+    logits_by_name = {}
     if spec.gate is not None:
         logits = spec.gate.logits(HEADS, TOKENS)
-        made["gate"] = torch.linspace(-3, 3, TOKENS)[None, :, None].expand(1, -1, logits)
+        logits_by_name["gate"] = torch.linspace(-3, 3, TOKENS)[None, :, None].expand(1, -1, logits)
     if spec.forgets:
         every = torch.where(torch.arange(TOKENS) % 8 == 7, 0.0, 4.0)
-        made["forget"] = every[None, :, None].expand(1, -1, HEADS)
-    return made
+        logits_by_name["forget"] = every[None, :, None].expand(1, -1, HEADS)
+    return logits_by_name
 
 
 def _maps(axes: list[Axes], maps: dict[str, Tensor]) -> None:
@@ -131,9 +130,9 @@ def _maps(axes: list[Axes], maps: dict[str, Tensor]) -> None:
 
 
 def _png(panels: int, draw: Callable[[list[Axes]], None]) -> bytes:
-    drawn = Figure(figsize=(0.4 + 2.6 * panels, 2.6), dpi=110, layout="constrained")
-    axes = list(drawn.subplots(1, panels, squeeze=False)[0])
+    canvas = Figure(figsize=(0.4 + 2.6 * panels, 2.6), dpi=110, layout="constrained")
+    axes = list(canvas.subplots(1, panels, squeeze=False)[0])
     draw(axes)
     buffer = io.BytesIO()
-    drawn.savefig(buffer, format="png", metadata={"Software": None})
+    canvas.savefig(buffer, format="png", metadata={"Software": None})
     return buffer.getvalue()

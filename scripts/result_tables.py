@@ -1,9 +1,9 @@
-"""The tables of numbers in docs/, made from what results/ holds.
+"""Write the tables of numbers in docs/ from results/.
 
     python scripts/result_tables.py
 
-A page marks a place with `<!-- table: NAME -->` and `<!-- end -->`; NAME is a key of `TABLES`. The
-tests compare every page with what this makes.
+A page marks a table with `<!-- table: NAME -->` and `<!-- end -->`; NAME is a key of `TABLES`.
+Tests compare every page with this output.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ ARMS = {
 
 @cache
 def published(folder: str) -> dict[str, Any]:
-    """What a folder of results says."""
+    """The published table.json of a folder in results/."""
     return dict(json.loads((ROOT / "results" / folder / "table.json").read_text("utf-8")))
 
 
 def rows(folder: str, table: str = "table") -> dict[str, Row]:
-    """The rows of one of its tables by name."""
+    """The rows of a published table by name."""
     return {row["row"]: row for row in published(folder)["tables"][table]}
 
 
@@ -65,32 +65,34 @@ def number(value: float, digits: int = 1, sign: bool = False) -> str:
 
 
 def plain(key: str, digits: int = 1, sign: bool = False) -> Cell:
-    """The value of one measurement."""
+    """A cell with the value of one measurement."""
 
     def cell(row: Row) -> str:
-        found = row.get(key)
-        if found is None or isinstance(found, str):
-            return found or "–"
-        return number(found["value"], digits, sign)
+        measurement = row.get(key)
+        if measurement is None or isinstance(measurement, str):
+            return measurement or "–"
+        return number(measurement["value"], digits, sign)
 
     return cell
 
 
 def interval(key: str, digits: int = 1, sign: bool = False) -> Cell:
-    """The value with the ends of its 95 % interval."""
+    """A cell with the value and its 95 % interval."""
 
     def cell(row: Row) -> str:
-        found = row.get(key)
-        if not isinstance(found, dict):
+        measurement = row.get(key)
+        if not isinstance(measurement, dict):
             return "–"
-        value, low, high = (number(found[part], digits, sign) for part in ("value", "low", "high"))
+        value, low, high = (
+            number(measurement[part], digits, sign) for part in ("value", "low", "high")
+        )
         return f"{value} [{low}, {high}]"
 
     return cell
 
 
 def lines(header: Sequence[str], body: Iterable[Sequence[str]]) -> str:
-    """A table of Markdown, its first column on the left."""
+    """A Markdown table, its first column left-aligned."""
     rule = ["---", *("---:" for _ in header[1:])]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, rule, *body))
 
@@ -117,14 +119,14 @@ def changes(folder: str, names: Sequence[str]) -> str:
     known = rows(folder)
     body = []
     for name in names:
-        own = known[name]
+        unmodified = known[name]
         methods = [known.get(f"{name}{method}") for method in READINGS[1:]]
         body.append(
             [
                 f"`{name}`",
-                *(cell(own) for cell in (interval("train"), plain("repeated_seen"))),
-                plain("non_repeated")(own),
-                interval("change", sign=True)(own),
+                *(cell(unmodified) for cell in (interval("train"), plain("repeated_seen"))),
+                plain("non_repeated")(unmodified),
+                interval("change", sign=True)(unmodified),
                 *("–" if row is None else plain("change", sign=True)(row) for row in methods),
             ]
         )
@@ -135,19 +137,21 @@ def changes(folder: str, names: Sequence[str]) -> str:
 def verdicts() -> str:
     """Every claim about KNA in the three architectures."""
     folders = ("keynorm-workstation-onehead", "keynorm-workstation-mha", "keynorm-workstation")
-    claims = [{claim["claim"]: claim for claim in published(each)["claims"]} for each in folders]
+    claims = [
+        {claim["claim"]: claim for claim in published(folder)["claims"]} for folder in folders
+    ]
     body = []
     for sentence in claims[0]:
         text = sentence.replace("KNA", "`KNA`").replace("Baseline", "`Baseline`")
-        body.append([text, *(_verdict(own.get(sentence)) for own in claims)])
+        body.append([text, *(_verdict(by_sentence.get(sentence)) for by_sentence in claims)])
     return lines(["claim", "one head of 128", "four heads of 32", "gated unit"], body)
 
 
 def _verdict(claim: Row | None) -> str:
     if claim is None:
         return "–"
-    found = claim["verdict"]
-    word = f"**{found}**" if found == "contradicted" else found
+    verdict = claim["verdict"]
+    word = f"**{verdict}**" if verdict == "contradicted" else verdict
     return f"{word}, {interval('difference', sign=True)(claim)}"
 
 
@@ -183,7 +187,7 @@ def together() -> str:
 
 
 def copying() -> str:
-    """Accuracy on repeated tokens by the length of what repeats: the distance to copy from."""
+    """Accuracy on repeated tokens by segment length, which is the distance to copy from."""
     shown = {
         ("KNA", ""): "`KNA`, unmodified",
         ("Baseline", "StreamingLLM"): "`Baseline` with StreamingLLM",
@@ -203,16 +207,19 @@ def copying() -> str:
     )
     runs = units.group_by(*by_run, "segment").agg(pl.col("sum").sum() / pl.col("of").sum() * 100)
     means = runs.group_by("row", "method", "segment").agg(pl.col("sum").mean())
-    found = {(row, method, segment): value for row, method, segment, value in means.iter_rows()}
+    accuracy = {(row, method, segment): value for row, method, segment, value in means.iter_rows()}
     segments = (64, 128, 256, 512)
     body = [
-        [label, *(number(found[(*key, each)]) for each in segments)] for key, label in shown.items()
+        [label, *(number(accuracy[(*key, segment)]) for segment in segments)]
+        for key, label in shown.items()
     ]
-    return lines(["distance to copy from, in tokens", *(str(each - 1) for each in segments)], body)
+    return lines(
+        ["distance to copy from, in tokens", *(str(segment - 1) for segment in segments)], body
+    )
 
 
 def inside() -> str:
-    """What the layers of each gated unit do: three tables of `mechanism` side by side."""
+    """Three tables of `mechanism` side by side, for each gated unit."""
     shown = {
         "energy in the mean key, %": ("table", interval("mean_direction")),
         "attention beyond the training length, %": ("distances", interval("beyond")),
@@ -228,12 +235,12 @@ def inside() -> str:
 
 
 def sweep() -> str:
-    """The learning-rate sweep: the lowest loss of each score, and what its highest rate does."""
-    found: dict[str, list[Row]] = {}
+    """The learning-rate sweep: each score's lowest loss, and the effect of the highest rate."""
+    by_score: dict[str, list[Row]] = {}
     for name, row in rows("qknorm-laptop", "rates").items():
-        found.setdefault(name.split(" ×")[0], []).append({**row, "rate": name.split(" ×")[1]})
+        by_score.setdefault(name.split(" ×")[0], []).append({**row, "rate": name.split(" ×")[1]})
     body = []
-    for name, rates in found.items():
+    for name, rates in by_score.items():
         best = min(rates, key=lambda row: row["loss"]["value"])
         last = rates[-1]
         logit = last["largest_logit"]["value"]
@@ -250,13 +257,13 @@ def sweep() -> str:
 
 def depths() -> str:
     """Masked language models: accuracy of every placement at both depths."""
-    found: dict[str, dict[str, Row]] = {}
+    by_name: dict[str, dict[str, Row]] = {}
     for row in published("realformer-workstation")["tables"]["table"]:
-        found.setdefault(row["row"], {})[row["size"]] = row
+        by_name.setdefault(row["row"], {})[row["size"]] = row
     cell = interval("accuracy")
     body = [
         [f"`{name}`", *(cell(sizes.get(size, {})) for size in ("four", "twelve"))]
-        for name, sizes in found.items()
+        for name, sizes in by_name.items()
     ]
     return lines(["accuracy, %", "4 layers", "12 layers"], body)
 
@@ -375,8 +382,8 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def remade(page: str) -> str:
-    """The page with every marked table made again."""
-    return MARKED.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}\n{found[3]}", page)
+    """The page with every marked table regenerated."""
+    return MARKED.sub(lambda match: f"{match[1]}{TABLES[match[2]]()}\n{match[3]}", page)
 
 
 def main() -> None:

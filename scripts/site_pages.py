@@ -1,8 +1,8 @@
-"""The generated pages of the site: a hook of mkdocs (`mkdocs build --strict`).
+"""Generate pages of the site: a hook of mkdocs (`mkdocs build --strict`).
 
-A page for each component and each study, the commands by their help, the interface by its
-docstrings, and copies of what is outside docs/ (readme, contributing, changelog, results) with
-their links adapted. Run by itself, it writes the table of component types into docs/scores.md.
+It makes a page for each component and each study, the commands by their help, the interface by its
+docstrings, and copies of files outside docs/ (readme, contributing, changelog, results) with
+adapted links. Run as a script, it writes the table of component types into docs/scores.md.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MOVED = {
     "family-scores.md": "families.md",
     "usage.md": "train.md",
 }
-"""Pages that the changelog knows by another name."""
+"""Pages that the changelog links by an old name."""
 
 
 def on_config(config: Any) -> Any:
@@ -61,7 +61,7 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the made pages, figures and copies."""
+    """Add the generated pages, figures and copies."""
     from mkdocs.structure.files import File
 
     generated = (command_page(), *kept_pages(), *part_pages(), *study_pages(), *interface_pages())
@@ -74,7 +74,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Guides point out of docs/ at the results, which stand beside them here."""
+    """Adapt links of guides to results/, which is next to them on the site."""
     return (
         re.sub(r"\]\(\.\./(results/|development/|C[A-Z]+\.md)", r"](\1", markdown)
         if ("/" not in page.file.src_uri)
@@ -83,7 +83,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def kept_pages() -> Iterator[tuple[str, str]]:
-    """Pages of the repository outside docs/, links to docs/ taken from there."""
+    """Copies of pages outside docs/, with adapted links."""
     for name in ("README.md", "CONTRIBUTING.md", "development/log.md", "CHANGELOG.md"):
         path = ROOT / name
         text = path.read_text("utf-8").replace("](docs/", "](")
@@ -101,7 +101,7 @@ def kept_pages() -> Iterator[tuple[str, str]]:
 
 
 def command_page() -> tuple[str, str]:
-    """What every command says of itself."""
+    """The `--help` of every command."""
     lines = ["# Which commands and options are there?", ""]
     lines += ["Every command explains itself with `--help`. This page is what they print.", ""]
     for name in ("", *COMMANDS):
@@ -113,12 +113,12 @@ def _help(name: str) -> str:
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
         main([*name.split(), "--help"])
-    told = re.sub(r"\bUsage: (python -m )?\S+", "Usage: normattn", printed.getvalue().strip())
-    return "\n".join(line.rstrip() for line in told.splitlines())
+    text = re.sub(r"\bUsage: (python -m )?\S+", "Usage: normattn", printed.getvalue().strip())
+    return "\n".join(line.rstrip() for line in text.splitlines())
 
 
 def slot_table() -> str:
-    """Every slot with what it decides and its parts, as docs/scores.md shows it."""
+    """The table of slots in docs/scores.md: what each decides, and its components."""
     lines = [
         f"A name has at most one component of each of {len(Slot)} types, in this order.",
         "",
@@ -132,7 +132,7 @@ def slot_table() -> str:
 
 
 def with_slot_table(page: str) -> str:
-    """The page with the table between its two marks."""
+    """The page with a new table between its two marks."""
     before, rest = page.split(BEGIN)
     return f"{before}{BEGIN}\n{slot_table()}\n{END}{rest.split(END)[1]}"
 
@@ -163,7 +163,7 @@ def _index() -> str:
 
 
 def _part_page(name: str, part: type[Part], caption: str) -> str:
-    told = describe(name, part)
+    entry = describe(name, part)
     lines = [f"# {name}", "", f"{_sentence(part.summary)}", ""]
     lines += ["```text", part.equation, "```", ""]
     lines += [f"- **Source:** {_linked(part.source)}", f"- **When:** {_when(part)}"]
@@ -172,13 +172,13 @@ def _part_page(name: str, part: type[Part], caption: str) -> str:
     ]
     if part.used_by:
         lines.append(f"- **Used by:** {part.used_by}")
-    if told["attention"] != "either":
-        lines.append(f"- **Attention:** {told['attention']} only")
+    if entry["attention"] != "either":
+        lines.append(f"- **Attention:** {entry['attention']} only")
     if name != part.__name__:
         lines.append(f"- **Class:** `{part.__module__}.{part.__name__}`")
     lines += ["", f"![{caption}](figures/{name}.png)", "", f"*{caption}*", ""]
     lines += _docstring(part)
-    lines += _parameters(told) + _exclusions(told) + _kernels(told)
+    lines += _parameters(entry) + _exclusions(entry) + _kernels(entry)
     return "\n".join(lines)
 
 
@@ -191,21 +191,20 @@ def _sentence(text: str) -> str:
 
 
 def _docstring(part: type[Part]) -> list[str]:
-    """What a part's docstring says after its first line, which is the summary."""
+    """A component's docstring without its first line, which is the summary."""
     import inspect
 
-    told = (inspect.getdoc(part) or "").partition("\n")[2].strip()
-    return ["```text", told, "```", ""] if told else []
+    text = (inspect.getdoc(part) or "").partition("\n")[2].strip()
+    return ["```text", text, "```", ""] if text else []
 
 
 def _linked(source: str) -> str:
-    """A source with its identifiers as links."""
     source = re.sub(r"(?<![\w./])(\d{4}\.\d{4,5})", r"[\1](https://arxiv.org/abs/\1)", source)
     return re.sub(r"(?<!\w)(kexue\.fm/archives/\d+)", r"[\1](https://\1)", source)
 
 
-def _parameters(told: dict[str, Any]) -> list[str]:
-    if not told["parameters"]:
+def _parameters(entry: dict[str, Any]) -> list[str]:
+    if not entry["parameters"]:
         return []
     lines = [
         "## Parameters",
@@ -213,38 +212,42 @@ def _parameters(told: dict[str, Any]) -> list[str]:
         "| name | default | at L = 512, factor 8 |",
         "| --- | --- | --- |",
     ]
-    for parameter in told["parameters"]:
+    for parameter in entry["parameters"]:
         default = "filled in" if parameter["default"] is None else f"`{parameter['default']}`"
         lines.append(f"| `{parameter['name']}` | {default} | `{parameter['example']}` |")
     return [*lines, ""]
 
 
-def _exclusions(told: dict[str, Any]) -> list[str]:
+def _exclusions(entry: dict[str, Any]) -> list[str]:
     lines = ["## Cannot be combined with", ""]
-    for others, reason in excluded(told["excludes"]):
+    for others, reason in excluded(entry["excludes"]):
         linked = ", ".join(f"[{name}]({name}.md)" for name in others)
         lines.append(f"- {linked}: {reason}")
-    if told["beside_rope"]:
-        linked = ", ".join(f"[{name}]({name}.md)" for name in told["beside_rope"])
+    if entry["beside_rope"]:
+        linked = ", ".join(f"[{name}]({name}.md)" for name in entry["beside_rope"])
         lines.append(f"- only if RoPE is named as well: {linked}")
     if len(lines) == 2:
         lines.append("Nothing: it works with every component of another type.")
     return [*lines, ""]
 
 
-def _kernels(told: dict[str, Any]) -> list[str]:
+def _kernels(entry: dict[str, Any]) -> list[str]:
     lines = ["## Kernel", "", "For the smallest score with this component, 2,048 tokens:", ""]
     lines += ["| device | kernel |", "| --- | --- |"]
-    return [*lines, *(f"| {device} | {kernel} |" for device, kernel in told["kernels"].items()), ""]
+    return [
+        *lines,
+        *(f"| {device} | {kernel} |" for device, kernel in entry["kernels"].items()),
+        "",
+    ]
 
 
 def studies() -> dict[str, Study]:
-    """The studies by name, those among them that commands of their own measure."""
+    """All studies by name, including those that commands measure."""
     return {name: find(name) for name in (*names(), *OF_COMMANDS)}
 
 
 def study_pages() -> Iterator[tuple[str, str]]:
-    """A page for each study, made of its value: question, rows, command lines, what it shows."""
+    """A page for each study: question, rows, command lines, contents of its report."""
     for name, study in studies().items():
         yield f"study/{name}.md", "\n".join(_study_page(name, study))
 
@@ -275,7 +278,7 @@ def _presets(name: str, study: Study) -> list[str]:
 
 
 def _shown(study: Study) -> list[str]:
-    """Its tables, and what is said below them whatever was measured."""
+    """The study's tables, with the notes that do not depend on measurements."""
     lines = ["## What its report shows", ""]
     for table in study.page.tables:
         title = table.title or "One row for each " + table.head
@@ -287,7 +290,7 @@ def _shown(study: Study) -> list[str]:
 
 
 def _published(name: str) -> list[str]:
-    """The results that the repository holds of a study, with a figure of each."""
+    """Links to the study's published results, with a figure of each."""
     lines = []
     for folder in sorted((ROOT / "results").glob(f"{name}-*")):
         tables = sorted(folder.glob("*.md"), key=lambda path: (path.stem != "table", path.stem))
@@ -302,13 +305,13 @@ def _published(name: str) -> list[str]:
 
 
 def interface() -> list[str]:
-    """The packages and modules whose docstrings become pages, as far as they are there."""
+    """The packages and modules whose docstrings become pages, if they exist."""
     wanted = (*PACKAGES, *MODULES)
     return [name for name in wanted if importlib.util.find_spec(f"normattn.{name}") is not None]
 
 
 def interface_pages() -> Iterator[tuple[str, str]]:
-    """A page of `mkdocstrings` for each."""
+    """A `mkdocstrings` page for each package or module."""
     for name in interface():
         yield f"reference/{name}.md", f"# normattn.{name}\n\n::: normattn.{name}\n"
 

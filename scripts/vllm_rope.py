@@ -54,7 +54,7 @@ FACTOR, CLOSE = 4, 1e-4
 
 
 class _Stub(types.ModuleType):
-    """A module whose every name is something that can be called, and decorates nothing."""
+    """A module with a mock for every name."""
 
     def __getattr__(self, name: str) -> Any:
         if name in ("CustomOp", "PluggableLayer"):
@@ -63,7 +63,7 @@ class _Stub(types.ModuleType):
 
 
 class _Layer(torch.nn.Module):
-    """What vLLM's layers inherit."""
+    """Base class of vLLM's layers."""
 
     def __init__(self, **_: Any) -> None:
         super().__init__()
@@ -75,12 +75,12 @@ class _Layer(torch.nn.Module):
 
     @classmethod
     def enabled(cls) -> bool:
-        """No kernel of its own."""
+        """False: there is no custom kernel."""
         return False
 
 
 class _Stubs(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds every module of vLLM but those of rotary embeddings."""
+    """Replaces every module of vLLM except those of rotary embeddings."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name.partition(".")[0] != "vllm" or name.startswith(ROPE):
@@ -89,8 +89,8 @@ class _Stubs(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def create_module(self, spec: Any) -> types.ModuleType:
         stub = _Stub(spec.name)
-        place = spec.name.replace(".", "/")
-        stub.__path__ = [str(self.root / place)]
+        folder = spec.name.replace(".", "/")
+        stub.__path__ = [str(self.root / folder)]
         return stub
 
     def exec_module(self, module: types.ModuleType) -> None:
@@ -101,17 +101,17 @@ class _Stubs(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def longest_rule(source: str, ropes: Any) -> Any:
-    """`_get_and_verify_max_len` of vLLM's config/model.py, alone."""
+    """`_get_and_verify_max_len` of vLLM's config/model.py, without the rest of the module."""
     tree = ast.parse(source)
-    found = [x for x in tree.body if getattr(x, "name", "") == "_get_and_verify_max_len"]
+    functions = [x for x in tree.body if getattr(x, "name", "") == "_get_and_verify_max_len"]
     names = dict.fromkeys(("logger", "current_platform"), MagicMock())
     names["current_platform"].check_max_model_len = lambda length: length
     envs = types.SimpleNamespace(VLLM_ALLOW_LONG_MAX_MODEL_LEN=False)
-    space: dict[str, Any] = {**names, "envs": envs, "iter_rope_parameters": ropes, "Any": Any}
+    namespace: dict[str, Any] = {**names, "envs": envs, "iter_rope_parameters": ropes, "Any": Any}
     types_used = dict.fromkeys(("PreTrainedConfig", "ModelArchitectureConfig"), object)
-    space |= types_used
-    exec(compile(ast.Module(found, []), "model.py", "exec"), space)
-    return space["_get_and_verify_max_len"]
+    namespace |= types_used
+    exec(compile(ast.Module(functions, []), "model.py", "exec"), namespace)
+    return namespace["_get_and_verify_max_len"]
 
 
 def _options(text: str) -> dict[str, str]:
@@ -120,18 +120,18 @@ def _options(text: str) -> dict[str, str]:
 
 
 def off(get_rope: Any, longest: Any, family: str, method: str) -> str:
-    """How far vLLM's table is from what is meant; "another length" where it reads another one.
+    """The largest error of vLLM's table; "another length" if its longest text differs.
 
-    Raises `InputError` where the method cannot be said for the family.
+    Raises `InputError` where vLLM cannot express the method for the family.
     """
     model = tiny.build(family, max_position_embeddings=64)
     planned = plan(model, method, 64)
-    told = _options(emit(Deployment("m", planned, 64 * FACTOR, "a"), "vllm"))
-    fields = json.loads(told["--hf-overrides"])
+    options = _options(emit(Deployment("m", planned, 64 * FACTOR, "a"), "vllm"))
+    fields = json.loads(options["--hf-overrides"])
     config = copy.deepcopy(planned.parts.config)
     for name, value in fields.items():
         setattr(config, name, value)
-    length = int(told["--max-model-len"])
+    length = int(options["--max-model-len"])
     derived = types.SimpleNamespace(
         derived_max_model_len_and_key=(config.max_position_embeddings, "max_position_embeddings")
     )
@@ -157,11 +157,11 @@ def off(get_rope: Any, longest: Any, family: str, method: str) -> str:
 def main(wheel: str) -> int:
     """Print the table."""
     root = Path(tempfile.mkdtemp())
-    with zipfile.ZipFile(wheel) as held:
-        place = ROPE.replace(".", "/")
-        names = [name for name in held.namelist() if name.startswith(place)]
-        held.extractall(root, names)
-        source = held.read("vllm/config/model.py").decode()
+    with zipfile.ZipFile(wheel) as archive:
+        folder = ROPE.replace(".", "/")
+        names = [name for name in archive.namelist() if name.startswith(folder)]
+        archive.extractall(root, names)
+        source = archive.read("vllm/config/model.py").decode()
     sys.meta_path.insert(0, _Stubs(root))
     get_rope = importlib.import_module(ROPE).get_rope
     longest = longest_rule(source, lambda config: list(leaf_mappings(config.rope_parameters)))

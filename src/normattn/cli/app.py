@@ -112,9 +112,9 @@ def _cell(
     from normattn.lab.studies import errors_in, find_typed
     from normattn.lab.sweep.runner import run_child
 
-    found = find_typed(study)
-    with errors_in(found):
-        code = run_child(directory, found, parent)
+    resolved = find_typed(study)
+    with errors_in(resolved):
+        code = run_child(directory, resolved, parent)
     if code:
         raise typer.Exit(code)
 

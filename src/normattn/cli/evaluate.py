@@ -1,4 +1,4 @@
-"""`normattn evaluate`: one finished run measured, its page written and its numbers printed."""
+"""`normattn evaluate`: evaluate a finished run, write its page and print its numbers."""
 
 from __future__ import annotations
 
@@ -29,34 +29,34 @@ from normattn.score.spec import UNMODIFIED, is_unmodified
 from normattn.terminal import Console
 
 PAGE = "report"
-"""The folder of a run that takes the page of its evaluations."""
+"""The folder in a run that holds the page of its evaluations."""
 
 
-def evaluate_run(asked: options.Evaluate) -> None:
-    """Evaluate the run in the directory `asked.run` and report all that is on record of it.
+def evaluate_run(args: options.Evaluate) -> None:
+    """Evaluate the run in the directory `args.run`, and report all its measurements.
 
-    "all" among the methods is the unmodified model and every registered method that its score can
-    take; a sentence is printed for each that it cannot. Raises `InputError` for a directory that
-    holds no finished run, an unknown protocol or method, and lengths that are no multiples of the
+    "all" among the methods means the unmodified model and every registered method that its score
+    supports; a sentence is printed for each that it does not. Raises `InputError` for a directory
+    without a finished run, an unknown protocol or method, and lengths that are no multiples of the
     training length or too short for a protocol.
     """
-    run = asked.run
+    run = args.run
     stored = RunDirectory.existing(run, TrainingConfig.kind)
     config = TrainingConfig.parse(stored.config, str(run / "config.json"))
     train_length = config.model.train_length
     fields = {
-        "protocols": [_protocol(name) for name in asked.protocols or PROTOCOLS],
-        "multiples": asked.multiples or EvaluationSettings().multiples,
-        "max_windows": asked.max_windows,
-        "max_tokens": asked.max_tokens,
-        "seed": asked.seed,
+        "protocols": [_protocol(name) for name in args.protocols or PROTOCOLS],
+        "multiples": args.multiples or EvaluationSettings().multiples,
+        "max_windows": args.max_windows,
+        "max_tokens": args.max_tokens,
+        "seed": args.seed,
     }
     settings = EvaluationSettings.parse(fields, "evaluation settings")
     score = config.model.score.resolve(train_length=train_length)
-    methods = list(asked.methods)
+    methods = list(args.methods)
     if ALL in methods:
-        every = (UNMODIFIED, *inference_time_methods(score, settings.factor))
-        methods[methods.index(ALL) : methods.index(ALL) + 1] = every
+        supported = (UNMODIFIED, *inference_time_methods(score, settings.factor))
+        methods[methods.index(ALL) : methods.index(ALL) + 1] = supported
         for sentence in explain_unsupported(score, settings.factor):
             tell(sentence)
     methods = list(dict.fromkeys("" if is_unmodified(name) else name for name in methods))
@@ -65,9 +65,9 @@ def evaluate_run(asked: options.Evaluate) -> None:
     require_finished(run, "be evaluated")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise InputError("normattn evaluate runs in one process; start it without torchrun")
-    torch.set_num_threads(asked.threads)
+    torch.set_num_threads(args.threads)
     total = len(set_lengths(settings)) * len(methods)
-    # What the command measures of a study's run is kept apart: the study's page is its own.
+    # A study's page must not change, so new measurements of its runs go to another store.
     store = standalone_store(run) if belongs_to_study(run) else MeasurementStore(run / EVALUATIONS)
     with Console(file=sys.stderr).status("evaluating") as status:
         measured = evaluate_finished_run(
@@ -91,7 +91,7 @@ def _protocol(name: str) -> str:
 
 
 def _print_numbers(measured: pl.DataFrame) -> None:
-    """A line for every score, protocol and length; intervals are on the page."""
+    """Print a row for every score, protocol and length; intervals are on the page."""
     task = pl.col("factor.task") if "factor.task" in measured.columns else pl.lit(None, pl.String)
     keys = ["row", "method", "protocol", "length"]
     named = measured.with_columns(pl.coalesce(task, "protocol").alias("protocol"))
@@ -106,23 +106,20 @@ def _print_numbers(measured: pl.DataFrame) -> None:
         "loss, nats",
     )
     for (row, method, protocol, length), lines in values.group_by(*keys, maintain_order=True):
-        found = dict(lines.select("statistic", "value").iter_rows())
-        right, loss = found.get("accuracy"), found.get("loss")
+        statistics = dict(lines.select("statistic", "value").iter_rows())
+        accuracy, loss = statistics.get("accuracy"), statistics.get("loss")
         table.add_row(
             f"{row}-{method}" if method else str(row),
             f"{protocol}",
             f"{length:,}",
-            "" if right is None else f"{100 * right:.2f}",
+            "" if accuracy is None else f"{100 * accuracy:.2f}",
             "" if loss is None else f"{loss:.4f}",
         )
     Console(highlight=False).print(table)
 
 
 def _report(run: Path) -> None:
-    """Write the page of all that is on record of the run, and print it in short.
-
-    Records that do not compare, as of two factors of one method, have no page together.
-    """
+    """Write the page of all measurements of the run and print a summary, if they are comparable."""
     try:
         written = find("reading").report(measured_of_runs([(None, run)]), run / PAGE, {})
     except InputError as error:

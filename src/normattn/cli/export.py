@@ -180,8 +180,8 @@ def _write_model(model: nn.Module, config: Any, run: Path, folder: Path) -> bool
     wrapped, tokeniser = wrap(model, **labels), _tokeniser(config, run)
     if tokeniser is not None:
         tokeniser.save_pretrained(folder)
-        of_text = [wrapped.generation_config] if isinstance(config, TrainingConfig) else []
-        for settings in (wrapped.config, *of_text):
+        generation = [wrapped.generation_config] if isinstance(config, TrainingConfig) else []
+        for settings in (wrapped.config, *generation):
             settings.pad_token_id = tokeniser.pad_token_id
             settings.eos_token_id = tokeniser.eos_token_id
     wrapped.save_pretrained(folder)
@@ -217,10 +217,10 @@ def as_transformers(file: Path, mask_id: int | None = None) -> Any:
     """
     from tokenizers import Tokenizer
 
-    own = Tokeniser.load(file)
-    if mask_id not in (None, own.vocab_size):
+    saved = Tokeniser.load(file)
+    if mask_id not in (None, saved.vocab_size):
         raise InputError(
-            f"the mask has the id {mask_id}, but {file} ends at {own.vocab_size - 1}: the ids "
+            f"the mask has the id {mask_id}, but {file} ends at {saved.vocab_size - 1}: the ids "
             "between have no token, so transformers' tokeniser cannot place it"
         )
     return _fast(
@@ -236,8 +236,8 @@ def as_transformers(file: Path, mask_id: int | None = None) -> Any:
 def _fast(tokeniser: Any, **options: Any) -> Any:
     import transformers
 
-    make: Any = transformers.PreTrainedTokenizerFast
-    return make(
+    tokeniser_class: Any = transformers.PreTrainedTokenizerFast
+    return tokeniser_class(
         tokenizer_object=tokeniser,
         clean_up_tokenization_spaces=False,
         model_input_names=["input_ids", "attention_mask"],
@@ -260,10 +260,10 @@ def _write_evaluation(run: Path, config: Any, folder: Path) -> str:
         warn(f"normattn: the model card has no evaluation: {error}")
         return ""
     results = folder / "evaluation"
-    drawn = find("reading").report(measured, results, {}).figures
+    figures = find("reading").report(measured, results, {}).figures
     table = re.sub(r"^# .*\n+", "", (results / "table.md").read_text("utf-8"), count=1)
     table = re.sub(r"^(#+) ", r"#\1 ", table, flags=re.MULTILINE).strip()
     table = re.sub(r"\]\((?!https?:)", "](evaluation/", table)
-    shown = [f"![{p.stem.replace('_', ' ')}](evaluation/figures/{p.name})" for p in drawn]
+    images = [f"![{p.stem.replace('_', ' ')}](evaluation/figures/{p.name})" for p in figures]
     end = "The numbers and figures are in [evaluation](evaluation)."
-    return "\n\n".join(["## Evaluation", table, *shown, end, ""])
+    return "\n\n".join(["## Evaluation", table, *images, end, ""])

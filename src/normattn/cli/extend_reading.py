@@ -1,6 +1,6 @@
 """Windows of text in a model's tokens, and the evaluation of one window at one length.
 
-It measures losses, the pass key, seconds and memory.
+An evaluation measures losses, the pass key, seconds and memory.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from normattn.lab.stats import Identity, digest, fact, identified, joined
 from normattn.lab.studies.extend import KIND, PEAK, PREFILL, SECONDS
 
 DEFAULT_TEXT = ("python-source",)
-_BYTES_PER_TOKEN = 16  # more than natural text has; where it is too few, the whole text is read
+_BYTES_PER_TOKEN = 16  # an upper bound for natural text; if it is too low, the whole text is read
 _QUESTION = "\nWhat is the pass key? The pass key is"
 
 
@@ -69,9 +69,9 @@ class Texts:
             starts["train_length"] = 0
         if length == self.ids.shape[1] - 1:
             starts["by_position"] = 0
-        window, named = self.window(index, length)[None], [f"window {index}"]
+        window, documents = self.window(index, length)[None], [f"window {index}"]
         return [
-            EvaluationSet(protocol, length, train_length, window, named, start=start)
+            EvaluationSet(protocol, length, train_length, window, documents, start=start)
             for protocol, start in starts.items()
         ]
 

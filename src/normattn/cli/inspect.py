@@ -153,8 +153,8 @@ def _open_run(args: options.Inspect, contexts: ExitStack) -> Subject:
         factor = max(1.0, inputs.length / trained)
         spec = shape.score.with_method(method).resolve(train_length=trained, factor=factor)
         contexts.enter_context(model.using(spec))
-    half = torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bf16")
-    contexts.enter_context(half)
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bf16")
+    contexts.enter_context(autocast)
     scores = [shape.score]
     if isinstance(shape, TranslatorConfig) and shape.decoder_score is not None:
         scores += [shape.decoder_score, shape.across]
@@ -197,8 +197,8 @@ def _training(run: Path) -> pl.DataFrame:
 def _open_transformers_model(args: options.Inspect, contexts: ExitStack) -> Subject:
     """A transformers model, with the method of the options."""
     name = model_name(args.run)
-    half = torch.bfloat16 if args.dtype == "bf16" else torch.float32
-    model, tokeniser = load(args.run, dtype=half)
+    dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float32
+    model, tokeniser = load(args.run, dtype=dtype)
     model = model.to(choose_device(args.device or "auto"))
     inputs = transformers_inputs(model, tokeniser, args)
     try:

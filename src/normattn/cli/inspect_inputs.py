@@ -95,8 +95,8 @@ def _windows(
         data = prepare_tokens(config.data)
         refuse_other_data(data, args.run)
         split = data.split("test")
-        places = choose_windows(split, length, args.windows or WINDOWS, args.seed).tolist()
-        rows = [split.document(number)[first : first + length] for number, first in places]
+        starts = choose_windows(split, length, args.windows or WINDOWS, args.seed).tolist()
+        rows = [split.document(number)[first : first + length] for number, first in starts]
         ids = torch.from_numpy(np.stack(rows).astype(np.int64))
         source = f"{len(rows)} windows of {length:,} held-out tokens of {config.data.corpus}"
     else:

@@ -156,9 +156,6 @@ class CheckedCommand(TyperCommand):
         return super().invoke(ctx)
 
 
-# Parsers of values.
-
-
 def names(text: str, option: str) -> tuple[str, ...]:
     """Parse `"KNA, QNA"` as two names; `InputError` for an empty or repeated name."""
     parts = tuple(part.strip() for part in text.split(","))

@@ -114,7 +114,7 @@ def _content(folder: Path, study_name: str | None) -> Content | None:
             f"{folder} holds measurements of {kind} without a report: run its command again, "
             "which measures nothing twice"
         )
-    # A report of runs is among them by default; they may have new evaluations.
+    # A report of runs is written into the first of them, which may have new evaluations.
     elif file.is_file() and (kind in OF_COMMANDS or not runs_below(folder)):
         measured = measurements.read(file)
         names = measured["study"].unique().to_list()
@@ -177,7 +177,7 @@ def _warn_of_unfinished(folder: Path) -> None:
 
 
 def _gallery(folders: Sequence[Path], out: Path) -> Content:
-    """Return the content of several folders of `extend`, and write their settings to `out`."""
+    """Return the joint content of several folders of `extend`; write their settings to `out`."""
     if out.resolve() in {folder.resolve() for folder in folders}:
         raise InputError(
             f"{out} holds the report of one model on one text: give the joint report another --out"

@@ -1,7 +1,7 @@
-"""Single runs in one report: a row for each label, compared on the text windows that they share.
+"""A report of single runs: a row for each label, compared on the text windows that they share.
 
-Runs of one label are its seeds, over which a report takes the mean. So they must be trained alike;
-the user names runs that were not, as in `normattn report wide=runs/a narrow=runs/b`.
+Runs of one label count as its seeds and are averaged, so they must be trained alike. Other runs
+need labels, as in `normattn report wide=runs/a narrow=runs/b`.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ _ALIKE = CHANGEABLE | {
 }
 """Settings in which runs of one row may differ: seeds, how a step is computed, what is logged."""
 RUN = "run"
-"""The run of each row, while runs are compared."""
+"""The column with the run of each measurement, while runs are compared."""
 
 
 def split_label(text: str) -> tuple[str | None, Path]:
     """(label, folder) of `LABEL=RUN`, whose label may hold an =, or (None, folder)."""
-    label, equals, place = text.rpartition("=")
+    label, equals, folder = text.rpartition("=")
     if not equals or Path(text).exists():
         return None, Path(text)
     if not label.strip():
         raise InputError(f"{text!r} begins with an empty label; expected LABEL=RUN or RUN")
-    return label.strip(), Path(place)
+    return label.strip(), Path(folder)
 
 
 def runs_below(folder: Path) -> list[Path]:
@@ -51,33 +51,33 @@ def runs_below(folder: Path) -> list[Path]:
     return sorted(path.parent.resolve() for path in folder.rglob("status.json"))
 
 
-def measured_of_runs(places: Sequence[tuple[str | None, Path]]) -> pl.DataFrame:
-    """What was measured in every run at or below these folders, with loss curves and divergences.
+def measured_of_runs(folders: Sequence[tuple[str | None, Path]]) -> pl.DataFrame:
+    """The measurements of every run at or below these folders, with loss curves and divergences.
 
-    Warns on stderr of measurements on other text windows than most runs share, which are left out.
+    Measurements on text windows that most runs do not share are left out, with a warning on stderr.
     Raises `InputError` where nothing was measured, where runs of one row were trained differently
-    or twice, and where what was measured of a run cannot be one row.
+    or twice, and where evaluations of a run cannot be compared.
     """
-    runs = dict.fromkeys((run, label) for label, folder in places for run in runs_below(folder))
-    whole = joined(_labelled(run, label) for run, label in runs)
-    if not _evaluated(whole).height and not any(whole["statistic"] == "diverged"):
-        named = ", ".join(str(folder) for _, folder in places)
+    runs = dict.fromkeys((run, label) for label, folder in folders for run in runs_below(folder))
+    measured = joined(_labelled(run, label) for run, label in runs)
+    if not _evaluated(measured).height and not any(measured["statistic"] == "diverged"):
+        names = ", ".join(str(folder) for _, folder in folders)
         raise InputError(
-            f"nothing was measured in {named}: no run there was evaluated; use normattn evaluate "
+            f"nothing was measured in {names}: no run there was evaluated; use normattn evaluate "
             "first"
         )
-    _refuse_other_trainings(whole)
-    _refuse_mixed(whole)
-    kept = keep_common_data(whole)
-    alone = _evaluated(whole).join(_evaluated(kept), on=RUN, how="anti")
-    if alone.height:
+    _refuse_other_trainings(measured)
+    _refuse_mixed(measured)
+    common = keep_common_data(measured)
+    others = _evaluated(measured).join(_evaluated(common), on=RUN, how="anti")
+    if others.height:
         raise InputError(
-            f"{alone[RUN][0]} was evaluated on other text windows than most of the runs: evaluate "
+            f"{others[RUN][0]} was evaluated on other text windows than most of the runs: evaluate "
             "it with the same corpus, lengths and windows, or make a report of it alone"
         )
-    for sentence in describe_left_out(whole, kept):
+    for sentence in describe_left_out(measured, common):
         warn(f"normattn: {sentence}")
-    return kept.drop(RUN).with_columns(pl.lit(KIND).alias("study"))
+    return common.drop(RUN).with_columns(pl.lit(KIND).alias("study"))
 
 
 def _evaluated(measured: pl.DataFrame) -> pl.DataFrame:
@@ -85,24 +85,24 @@ def _evaluated(measured: pl.DataFrame) -> pl.DataFrame:
 
 
 def _labelled(run: Path, label: str | None) -> pl.DataFrame:
-    """What was measured of a run, under its label where it has one."""
-    # Of a study's run what was evaluated by itself; the study's own records have other rows.
-    alone = standalone_store(run)
-    measured = alone.frame() if len(alone) else collected(run)
+    """The measurements of a run, under its label if it has one."""
+    # Of a study's run only standalone evaluations: the study's own records have other rows.
+    standalone = standalone_store(run)
+    measured = standalone.frame() if len(standalone) else collected(run)
     step = f"{FACTOR}step"
-    if step in measured:  # of a run that was measured at several steps the last: its model
+    if step in measured:  # of several measured steps only the last
         measured = measured.filter(pl.col(step) == pl.col(step).max())
     factors = {
         name.removeprefix(FACTOR): measured[name][0]
         for name in measured.columns
         if name.startswith(FACTOR) and measured[name].n_unique() == 1
     }
-    whole = joined([measured, *_training(run, factors)]).with_columns(pl.lit(str(run)).alias(RUN))
-    return whole if label is None else whole.with_columns(row=pl.lit(label))
+    frame = joined([measured, *_training(run, factors)]).with_columns(pl.lit(str(run)).alias(RUN))
+    return frame if label is None else frame.with_columns(row=pl.lit(label))
 
 
 def _training(run: Path, factors: Mapping[str, Factor]) -> list[pl.DataFrame]:
-    """The loss curve of a run of a language model, and where it diverged, if it did."""
+    """The loss curve of a language model's run, and where it diverged, if it did."""
     config = _language_model(run)
     if config is None:
         return []
@@ -132,8 +132,8 @@ def _first_conflict(
     several = values.filter(pl.col(column).list.len() > 1).sort(keys)
     if not several.height:
         return None
-    *place, (one, other) = several.row(0)
-    return tuple(place), (one, other)
+    *key, (first, second) = several.row(0)
+    return tuple(key), (first, second)
 
 
 def _refuse_other_trainings(measured: pl.DataFrame) -> None:
@@ -145,43 +145,42 @@ def _refuse_other_trainings(measured: pl.DataFrame) -> None:
         for run in others:
             different = _difference(Path(first), Path(run))
             if different is not None:
-                name, here, there = different
+                name, value, other_value = different
                 raise InputError(
-                    f"{first} and {run} would both be the row {row}, but {name} is {here} in the "
-                    f"first and {there} in the second: label them, as in LABEL=RUN"
+                    f"{first} and {run} would both be the row {row}, but {name} is {value} in the "
+                    f"first and {other_value} in the second: label them, as in LABEL=RUN"
                 )
-    same = _first_conflict(_evaluated(measured), ["row", "seed"], RUN)
-    if same is not None:
-        (row, seed), (one, other) = same
+    repeated = _first_conflict(_evaluated(measured), ["row", "seed"], RUN)
+    if repeated is not None:
+        (row, seed), (first, second) = repeated
         raise InputError(
-            f"{one} and {other} both hold {row} seed {seed}: give each training once, or label "
+            f"{first} and {second} both hold {row} seed {seed}: give each training once, or label "
             "them, as in LABEL=RUN"
         )
 
 
-def _difference(one: Path, other: Path) -> tuple[str, str, str] | None:
+def _difference(first: Path, second: Path) -> tuple[str, str, str] | None:
     """The first setting in which two trainings differ, with its two values."""
-    files = [run / CORPUS_FILE for run in (one, other)]
+    files = [run / CORPUS_FILE for run in (first, second)]
     texts = [Corpora.read(file).fingerprints for file in files if file.is_file()]
-    # Two addresses may name one text, which its tokens tell.
+    # Two addresses may name the same text; then their fingerprints are equal.
     same_text = len(texts) == 2 and texts[0] == texts[1] != frozenset()
-    free = _ALIKE | ({"data.corpus"} if same_text else frozenset())
-    return first_difference(_settings(one), _settings(other), free)
+    ignored = _ALIKE | ({"data.corpus"} if same_text else frozenset())
+    return first_difference(_settings(first), _settings(second), ignored)
 
 
 def _settings(run: Path) -> dict[str, Any]:
-    """The training settings of a run, whole where it is that of a language model."""
+    """The training settings of a run; of a language model with all defaults."""
     config = _language_model(run)
     stored: dict[str, Any] = RunDirectory.existing(run).config
     return dict(sorted((stored if config is None else config.model_dump(mode="json")).items()))
 
 
 def _refuse_mixed(measured: pl.DataFrame) -> None:
-    """Raise `InputError` where one row would hold evaluations that do not compare.
+    """Raise `InputError` where one row would hold evaluations that cannot be compared.
 
-    They are of another score, as of YaRN by 4 and by 8, or of other tokens: evaluations with other
-    longest contexts, or other numbers of windows, have other last segments at each length, whose
-    difference is not what a context adds.
+    They have different scores (YaRN by 4 and by 8) or different tokens: another longest context or
+    number of windows changes the last segments, and with them the losses.
     """
     table = pl.when(pl.col("protocol").is_in(OWN_TABLES)).then("protocol").otherwise(pl.lit(""))
     rows = _evaluated(measured).with_columns(table.alias("table"))
@@ -195,10 +194,10 @@ def _refuse_mixed(measured: pl.DataFrame) -> None:
         or _first_conflict(scored, [*keys, "unit"], "of")
     )
     if mixed is not None:
-        (row, method, *_), (one, other) = mixed
-        ways = f"as {one} and as {other}" if scores else "with other last segments"
+        (row, method, *_), (first, second) = mixed
+        how = f"as {first} and as {second}" if scores else "with other last segments"
         raise InputError(
-            f"{f'{row} with {method}' if method else row} was evaluated {ways}, and a report has "
+            f"{f'{row} with {method}' if method else row} was evaluated {how}, and a report has "
             "one row for it: evaluate all runs once with the same lengths, or label them, as in "
             "LABEL=RUN"
         )

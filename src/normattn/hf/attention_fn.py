@@ -5,8 +5,8 @@ rotates them by the model's frequencies, scaled by the method.
 
 transformers' cache holds the unrotated keys, and each decoding step would rotate all of them again.
 So rotated keys are cached too. transformers' `DynamicLayer` concatenates its keys and the new ones
-in a new tensor. If it held the tensor of the call before, or an unmodified beginning of it, only
-the new keys are rotated.
+in a new tensor. If its keys were the tensor of the previous call, or an unmodified prefix of it,
+only the new keys are rotated.
 
 Legend: B batch, H query heads, G key heads, T queries, S keys, D head dimension, E value size.
 """
@@ -38,11 +38,11 @@ from normattn.score.rotary import scaled
 
 
 class RotatedKeyCache:
-    """A cache of one layer's rotated keys; also a hook before that layer, which reads its cache.
+    """Caches one layer's rotated keys; also a forward pre-hook that reads that layer's cache.
 
-    It takes as much memory as the keys themselves, and is emptied when the keys are freed. It is
-    used with transformers' `DynamicCache` only. It is not used in inference mode, where torch does
-    not count writes to a tensor, nor with gradients or while a compiler traces.
+    It takes as much memory as the keys, and is emptied when they are freed. It works only with
+    transformers' `DynamicCache`. It is off in inference mode, where torch does not count writes to
+    a tensor, with gradients, and while a compiler traces.
     """
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class RotatedKeyCache:
         return rotated.view(k.shape[2])
 
     def _continues(self, before: Tensor) -> bool:
-        """Whether the cache held the keys of the last call, or a beginning of them, unmodified."""
+        """Whether `before` is the unmodified keys of the last call, or a prefix of them."""
         source = None if self._source is None else self._source()
         if source is None or source._version != self._version:
             return False
@@ -140,9 +140,11 @@ class ForwardMemory:
             self._values[name] = (), value
 
     def remember(self, name: str, inputs: tuple[object, ...], make: Callable[[], Any]) -> Any:
-        """The value that `make` computed from these same objects, computed if there is none."""
-        before, value = self._values.get(name, (None, None))
-        if before is None or not all(a is b for a, b in zip(before, inputs, strict=True)):
+        """The cached result of `make` for these same input objects; computed if there is none."""
+        known_inputs, value = self._values.get(name, (None, None))
+        if known_inputs is None or not all(
+            a is b for a, b in zip(known_inputs, inputs, strict=True)
+        ):
             value = make()
             if not torch.compiler.is_compiling():
                 self._values[name] = inputs, value
@@ -153,7 +155,7 @@ class ForwardMemory:
 class ModelRoPE(RotaryPosition):
     """The model's own rotation as the position of a score.
 
-    A method's θ'_m/θ_m of unscaled frequencies multiplies the model's θ_m, which may be scaled.
+    A method multiplies the model's θ_m, which may be scaled, by θ'_m/θ_m of unscaled frequencies.
     """
 
     name: ClassVar[str] = "ModelRoPE"
@@ -172,15 +174,15 @@ class ModelRoPE(RotaryPosition):
 
     def adjusted(self, theta: Float[Tensor, " p"]) -> Float[Tensor, " p"]:
         """The model's frequencies, times θ'/θ of unscaled ones."""
-        own = torch.tensor(self.theta, dtype=torch.float64)
-        return own * (theta / rope_frequencies(2 * own.numel(), self.base))
+        frequencies = torch.tensor(self.theta, dtype=torch.float64)
+        return frequencies * (theta / rope_frequencies(2 * frequencies.numel(), self.base))
 
 
 class ExtendedLayer:
     """The attention of one layer of an extended model: the score of the method.
 
-    Unless the method rotates inside attention, queries and keys arrive as the model rotates them.
-    `key_cache` holds rotated keys, for methods that rotate inside.
+    Queries and keys arrive rotated by the model, unless the method rotates inside attention;
+    `key_cache` then holds rotated keys.
     """
 
     def __init__(
@@ -231,7 +233,7 @@ class ExtendedLayer:
         scaling: float,
         settings: Mapping[str, Any],
     ) -> Float[Tensor, "b h t e"]:
-        """softmax(score) · v; the queries are the last of the keys that the mask names.
+        """softmax(score) · v; the queries are the last of the keys that the mask covers.
 
         `settings` are those of `AttentionInputs`: dropout, cap and sink.
         """
@@ -299,8 +301,7 @@ class ExtendedLayer:
 def _feature_factors(rotation: HeadRotation, gain: float) -> tuple[Tensor, Tensor] | None:
     """Factors of the features of queries and keys before the rotation; None where all are 1.
 
-    Features that rotate get the model's amplitude of either side; those that do not lose the gain
-    of the method.
+    Rotating features get the model's amplitude for q and k; the others lose the method's gain.
     """
     d, size = rotation.head_dim, 2 * rotation.frequencies.numel()
     q = torch.full((d,), 1 / gain, dtype=torch.float64)
@@ -312,9 +313,9 @@ def _feature_factors(rotation: HeadRotation, gain: float) -> tuple[Tensor, Tenso
 
 
 def match_autocast(inputs: AttentionInputs) -> AttentionInputs:
-    """The inputs in autocast's dtype where autocast is on, as for the stock attention.
+    """Cast the inputs to autocast's dtype where autocast is on, as stock attention does.
 
-    Under autocast a model's rotation turns queries and keys into float32, but not values.
+    Under autocast a model's rotation returns queries and keys, but not values, in float32.
     """
     device = inputs.q.device.type
     if not torch.is_autocast_enabled(device):
@@ -376,6 +377,5 @@ def attention_function(
     reason="DynamicNTK and DualChunk read rows in blocks that depend on the length of the text"
 )
 def _run_uncompiled(layer: ExtendedLayer, *args: Any) -> Tensor:
-    """Run a layer outside of the graphs of a compiled model."""
     out: Tensor = layer(*args)
     return out

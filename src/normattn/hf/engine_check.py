@@ -1,7 +1,7 @@
 """`verify`: does an engine compute the intended positions from its settings?
 
-Both sides become configurations in transformers' format, also llama.cpp's flags and GGUF keys.
-Where an engine reads a setting differently, the configuration is rewritten to what it computes
+Both sides, including llama.cpp's flags and GGUF keys, become configurations of transformers. Where
+an engine reads a setting differently, the configuration is rewritten to what it computes
 (`_apply_engine_rules`, `llama_cpp.resolve_settings`). A small model of each configuration then
 gives frequencies, amplitude, softmax scale, windows and rotary width (`tiny_model`), at a short,
 the trained and the longest length.
@@ -51,12 +51,12 @@ _MAX_LENGTH = 1 << 31
 
 @dataclass(frozen=True)
 class Verdict:
-    """What `verify` found.
+    """The result of `verify`.
 
     Attributes:
         meant: the intended method in words.
         differences: what is not as intended, a sentence each; empty where all is equal.
-        mistakes: the usual mistakes that were made, a sentence each.
+        mistakes: common mistakes in the settings, a sentence each.
     """
 
     meant: str
@@ -117,16 +117,16 @@ def verify(
         settings = _apply_engine_rules(settings, config, unmodified)
         computed = read_positions(settings.config, lengths)
         expected = unmodified if intended.plan is None else _extend(unmodified, intended.plan)
-        found = (
+        problems = (
             *differences(expected, computed),
             *settings.ignored,
             *_length_differences(intended, settings),
         )
-        if not found and intended.plan is None:
+        if not problems and intended.plan is None:
             return Verdict(str(intended), (), ())
         unscaled = not any(differences(unmodified, computed))
-        mistakes = _mistakes(intended, settings, config, unscaled, correct=not found)
-        return Verdict(str(intended), found, tuple(mistakes))
+        mistakes = _mistakes(intended, settings, config, unscaled, correct=not problems)
+        return Verdict(str(intended), problems, tuple(mistakes))
 
 
 class _Intention(NamedTuple):
@@ -154,7 +154,7 @@ def _resolve_intention(config: Any, method: str | None, length: int | None) -> _
     if method is None:
         configured = getattr(parts.config, "max_position_embeddings", None)
         originals = (rope.get(_ORIGINAL) for rope in (*parts.ropes, parts.config.to_dict()))
-        trained = next((one for one in originals if isinstance(one, int) and one), configured)
+        trained = next((x for x in originals if isinstance(x, int) and x), configured)
         name = f"{parts.name} as its configuration says"
         return _Intention(name, None, length or trained, configured, bases)
     planned = plan(model, method, length if length is not None else known_length(parts)[0])
@@ -180,7 +180,6 @@ def _lengths_to_compare(intended: _Intention, config: Any, settings: EngineSetti
 
 
 def _extend(unmodified: Positions, planned: Plan) -> Positions:
-    """The positions under a method."""
     rotated = [layer for layer in planned.layers if layer.rotation is not None]
     spectra = {layer.index: layer.spectrum(planned.spec) for layer in rotated}
     extended: Positions = {}
@@ -198,10 +197,11 @@ def _apply_engine_rules(
 ) -> EngineSettings:
     """The settings with which transformers computes what the engine computes.
 
-    They also get the engine's longest text, and a sentence for each setting that it ignores or
-    refuses: vLLM by its `get_rope` and `_get_and_verify_max_len`, SGLang by its counterparts.
+    They also get the engine's longest text, and a sentence for each setting that the engine ignores
+    or refuses. The rules are vLLM's `get_rope` and `_get_and_verify_max_len`, and SGLang's
+    counterparts.
     """
-    own: Any = next(iter(rope_parameter_sets(config_dict(config))), {})
+    model_rope: Any = next(iter(rope_parameter_sets(config_dict(config))), {})
     ignored, raw = list(settings.ignored), copy.deepcopy(settings.raw)
     spectra = (values.frequencies for values in unmodified[SHORT].values())
     rotary_dim = 2 * next(theta.numel() for theta in spectra if theta is not None)
@@ -211,10 +211,10 @@ def _apply_engine_rules(
         )
     if settings.engine != "llama.cpp" and not settings.complete:
         ignored += [
-            f"{name} is missing in an override that replaces all: it was {own[name]}"
+            f"{name} is missing in an override that replaces all: it was {model_rope[name]}"
             for rope in settings.ropes
             for name in ("partial_rotary_factor", "mrope_section")
-            if name not in rope and own.get(name) not in (None, 1, 1.0)
+            if name not in rope and model_rope.get(name) not in (None, 1, 1.0)
         ]
     max_length = settings.max_length
     if settings.engine in ("vllm", "sglang"):
@@ -293,17 +293,17 @@ def _length_differences(intended: _Intention, settings: EngineSettings) -> Itera
             yield (f"trained length: {int(original):,} instead of {intended.train_length:,} tokens")
     if settings.max_length is None or intended.max_length is None:
         return
-    given, wanted = settings.max_length, intended.max_length
-    if given < wanted and (intended.plan is not None or settings.engine == "hf"):
-        yield f"longest text: {given:,} instead of {wanted:,} tokens"
-    if given > wanted:
-        yield f"longest text: {given:,} tokens, and what is meant reaches {wanted:,}"
+    longest, intended_longest = settings.max_length, intended.max_length
+    if longest < intended_longest and (intended.plan is not None or settings.engine == "hf"):
+        yield f"longest text: {longest:,} instead of {intended_longest:,} tokens"
+    if longest > intended_longest:
+        yield f"longest text: {longest:,} tokens, and what is meant reaches {intended_longest:,}"
 
 
 def _mistakes(
     intended: _Intention, settings: EngineSettings, config: Any, unscaled: bool, correct: bool
 ) -> Iterator[str]:
-    """Every usual mistake that was made, a sentence each.
+    """A sentence for each common mistake in the settings.
 
     `unscaled`: the engine computes the unmodified model's positions. `correct`: it computes the
     intended ones.
@@ -371,11 +371,11 @@ def _original_length_mistakes(
         length = decoder_fields(settings.raw).get(source) or 0
         unknown = "transformers, SGLang and llama.cpp take"
         takes = unknown if engine == "hf" else f"{ENGINE_NAMES[engine]} takes"
-        then = f"{takes} the longest length, {int(length):,}, for it"
-        then += ", and vLLM does not start" if engine == "hf" else ""
-        then = "vLLM does not start" if engine == "vllm" else then
+        consequence = f"{takes} the longest length, {int(length):,}, for it"
+        consequence += ", and vLLM does not start" if engine == "hf" else ""
+        consequence = "vLLM does not start" if engine == "vllm" else consequence
         factor = _format_number(rope.get("factor"))
-        yield f"{name}'s factor {factor} is given without {_ORIGINAL}: {then}"
+        yield f"{name}'s factor {factor} is given without {_ORIGINAL}: {consequence}"
     if intended.train_length is not None and length > intended.train_length:
         yield (
             f"{name} is applied to a length that was multiplied already: rotations are counted "

@@ -1,7 +1,7 @@
-"""Read an engine's position settings, in the forms that people keep them in.
+"""Read an engine's position settings, in any form in which people keep them.
 
 These are a configuration, an override of some fields, a command line, a compose file, a YAML of
-options, GGUF keys or a GGUF file. Each becomes a configuration in transformers' format.
+options, GGUF keys or a GGUF file. Each becomes a configuration of transformers.
 """
 
 from __future__ import annotations
@@ -147,17 +147,19 @@ def _from_llama_cpp(
     """
     raw = copy.deepcopy(dict(base))
     decoder: Any = decoder_fields(raw)
-    own_ropes: Any = decoder.get("rope_parameters") or {}
+    model_ropes: Any = decoder.get("rope_parameters") or {}
     converted: Any = {}
     if divisors is None:
-        converted = own_ropes.get("full_attention", own_ropes)
+        converted = model_ropes.get("full_attention", model_ropes)
         keys = {"context_length": decoder.get("max_position_embeddings") or 0, **keys}
     rope, max_length, ignored = resolve_settings(converted, keys, flags, file, divisors)
-    own: Any = next(iter(rope_parameter_sets(raw)), {})
-    ropes: dict[str, Any] = {name: own[name] for name in own.keys() - SCALING_FIELDS} | rope
+    model_rope: Any = next(iter(rope_parameter_sets(raw)), {})
+    ropes: dict[str, Any] = {
+        name: model_rope[name] for name in model_rope.keys() - SCALING_FIELDS
+    } | rope
     layer_types = decoder.get("layer_types") or ["sliding_attention"]
     windowed = decoder.get("sliding_window") and "sliding_attention" in layer_types
-    if "sliding_attention" in own_ropes:
+    if "sliding_attention" in model_ropes:
         default = 10000.0 if "gemma3" in str(decoder.get("model_type")) else rope["rope_theta"]
         sliding = {"rope_type": "default", "rope_theta": keys.get("rope.freq_base_swa", default)}
         ropes = {"full_attention": ropes, "sliding_attention": sliding}
@@ -347,8 +349,8 @@ def _detect_engine(words: Sequence[str], flags: Mapping[str, str], overridden: b
     if "--json-model-override-args" in "".join(words) or "--context-length" in flags:
         return "sglang"
     programs = (Path(word).name for word in words)
-    named = (_PROGRAMS[x] for word in programs for x in _PROGRAMS if word.startswith(x))
-    return next(named, "vllm" if overridden or "--max-model-len" in flags else "llama.cpp")
+    engines = (_PROGRAMS[x] for word in programs for x in _PROGRAMS if word.startswith(x))
+    return next(engines, "vllm" if overridden or "--max-model-len" in flags else "llama.cpp")
 
 
 def _parse_length(text: str, file: str) -> int:

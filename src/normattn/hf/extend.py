@@ -2,9 +2,9 @@
 
 Nothing global is patched. A frequency method changes the buffers of the rotary modules. A method
 that changes attention gives each module a view of its configuration that names normattn's attention
-function, and passes it unrotated queries and keys. The configuration itself, and other models that
-share it, stay unchanged. So do layers with a sliding window. The extended model is checked: a
-method that has no effect or breaks the model raises an error.
+function, and passes it unrotated queries and keys. The configuration itself, other models that
+share it, and layers with a sliding window stay unchanged. The extended model is checked: a method
+that has no effect or breaks the model raises an error.
 """
 
 from __future__ import annotations
@@ -197,13 +197,13 @@ class Extension:
                 self._add_pre_hook(module, refuse_images)
 
     def _register_attention(self, implementation: str, pairs: bool, hooked: bool) -> str:
-        """Register the attention function of the extended model, once, and return its name.
+        """Register the attention function of the extended model once, and return its name.
 
-        It is normattn's, or where only frequencies change the model's `implementation` under
-        another name. `pairs`: layers that select keys get a mask of every pair. With `hooked` the
-        name is unique: torch.compile does not notice new hooks, but a new attention name. The name
-        contains that of the implementation, whose masks the unchanged layers need, without
-        "flash", which transformers would take for flash attention.
+        It is normattn's or, where only frequencies change, the model's `implementation` under a new
+        name. `pairs`: layers that select keys get a mask of every pair. With `hooked` the name is
+        unique, because torch.compile notices a new attention name but no new hooks. The name
+        contains the implementation's, whose masks the unchanged layers need, without "flash", which
+        transformers would take for flash attention.
         """
         from transformers import AttentionInterface, AttentionMaskInterface
         from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
@@ -226,7 +226,7 @@ class Extension:
         return name
 
     def _use_attention(self, planned: Plan, name: str) -> None:
-        """Let the configurations of all modules name this attention, but not of windowed layers."""
+        """Name this attention in the configurations of all modules except windowed layers."""
         parts = planned.parts
         windowed = {layer.module for layer in planned.layers if layer.sliding_window is not None}
         changed = {parts.model, *parts.decoder.modules()} - windowed
@@ -272,7 +272,7 @@ def _config_view(config: Any, name: str, views: dict[int, Any]) -> Any:
     """A configuration that shares every field with another, but names another attention.
 
     transformers builds all modules of a model on one configuration object, which several models may
-    share. Edits through the view change that object; only the attention's name is the view's own.
+    share. Edits through the view change that object, except for the attention's name.
     """
     config_class, attention = type(config), [name]
 
@@ -309,9 +309,9 @@ _TOLERANCE, _HALF_TOLERANCE = 1e-3, 5e-2
 def check_extension(plan: Plan) -> None:
     """Raise `InputError` unless every layer of the extended model computes the method.
 
-    The model runs the probe's tokens again, each layer on the same input as there. Every layer must
-    get the queries and keys that the method defines, and the cache must hold those keys. Where a
-    method leaves short texts unchanged, attention must give the same output as before.
+    The model runs the probe's tokens again, each layer on its recorded input. Every layer must get
+    the queries and keys that the method defines, and the cache must hold those keys. Where a method
+    leaves short texts unchanged, attention must give the same output as before.
     """
     name, spec = plan.parts.name, plan.spec
     cannot = f"{name} cannot be extended by {spec.method}"
@@ -385,7 +385,7 @@ def _is_cached(call: AttentionCall, cache: Any) -> bool:
 def _outputs_match(new: Tensor, old: Tensor) -> bool:
     """Whether each row of attention's output is unchanged up to rounding; True for no rows.
 
-    In half precision, where rounding may change one row much, the median row is compared.
+    In half precision, where rounding may change one row a lot, the median row is compared.
     """
     if new.shape != old.shape or not old.numel():
         return new.shape == old.shape

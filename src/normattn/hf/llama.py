@@ -59,8 +59,8 @@ _ROPE_FIELDS = {
 def from_llama(model: Any) -> CausalLM:
     """Convert a model of Llama's architecture (Llama, Qwen2, Qwen3, …) to an equal `CausalLM`.
 
-    The weights decide, not the name: those of Llama's layers, with or without biases of q, k and v
-    and norms of q and k for each head. The logits of a few tokens must agree. The weights are
+    The weights decide, not the class: they must be those of Llama's layers, with or without q, k
+    and v biases and per-head q and k norms. The logits of a few tokens must agree. The weights are
     copies, with the same dtype and device. `max_position_embeddings` becomes the training length;
     rope scaling of type `linear` or `llama3` becomes PI or Llama3. Dropout is not converted.
 
@@ -78,13 +78,13 @@ def from_llama(model: Any) -> CausalLM:
     with on_meta():
         causal_lm = CausalLM(config)
     expected = {name: value.shape for name, value in causal_lm.state_dict().items()}
-    found = {name: value.shape for name, value in converted.items()}
-    names = expected | found
-    odd = {*weights, *(name for name in names if found.get(name) != expected.get(name))}
-    if odd:
+    shapes = {name: value.shape for name, value in converted.items()}
+    names = expected | shapes
+    mismatched = {*weights, *(name for name in names if shapes.get(name) != expected.get(name))}
+    if mismatched:
         raise InputError(
             f"a {type(model).__name__} cannot become a CausalLM: its weights are not those of "
-            f"Llama's layers, which differ by {min(odd)}"
+            f"Llama's layers, which differ by {min(mismatched)}"
         )
     causal_lm.load_state_dict(converted, assign=True)
     _check_logits(model, causal_lm.eval())
@@ -95,9 +95,9 @@ def to_llama(model: CausalLM) -> Any:
     """Convert a `CausalLM` to an equal transformers model.
 
     It is a `LlamaForCausalLM`, a `Qwen2ForCausalLM` if q, k and v have biases, or a
-    `Qwen3ForCausalLM` if the score is QKRMSNorm. The weights are copies. PI and Llama3 that the
-    model was trained with are converted, dropout and an active method are not. Raises `InputError`
-    for settings that none of these has.
+    `Qwen3ForCausalLM` if the score is QKRMSNorm. The weights are copies. PI and Llama3 from
+    training are converted, dropout and an active method are not. Raises `InputError` for settings
+    that none of the three supports.
     """
     import transformers
 
@@ -123,7 +123,7 @@ def to_llama(model: CausalLM) -> Any:
 
 
 def _weight_names(config: CausalLMConfig) -> Iterator[tuple[str, list[str]]]:
-    """normattn's names, each with the names of the same weights in transformers."""
+    """normattn's weight names, each with transformers' names for the same weights."""
     for name, target in _MODEL_WEIGHTS.items():
         yield name, [target]
     for layer in range(config.layers):
@@ -176,14 +176,14 @@ def _refuse_settings(config: Any, rope: dict[str, Any], kind: str) -> None:
     layers = set(getattr(config, "layer_types", None) or ())
     windowed = getattr(config, "sliding_window", None) is not None
     unknown = [key for key, value in rope.items() if value is not None and key not in _ROPE_FIELDS]
-    scaled = rope.get("rope_type", "default")
+    rope_type = rope.get("rope_type", "default")
     reasons = {
-        f"rotary positions scaled by {scaled!r}": scaled not in _ROPE_TYPES,
+        f"rotary positions scaled by {rope_type!r}": rope_type not in _ROPE_TYPES,
         f"the setting {', '.join(unknown)} of rotary positions, which ours have not": unknown,
         "layers with a sliding window": layers - {"full_attention"} or (windowed and not layers),
     }
-    for reason, found in reasons.items():
-        if found:
+    for reason, unsupported in reasons.items():
+        if unsupported:
             raise InputError(f"this {kind} cannot become a CausalLM, because it has {reason}")
 
 

@@ -144,14 +144,14 @@ def load_unmodified(
         # transformers would ask the hub for an adapter next to the weights.
         options.setdefault("adapter_kwargs", {"local_files_only": True})
     auto: Any = transformers.AutoModelForCausalLM
-    before = transformers.logging.get_verbosity()
+    verbosity = transformers.logging.get_verbosity()
     # transformers' report would print escape sequences in a file's names; `_check_loaded` reports.
     transformers.logging.set_verbosity(logging.ERROR)
     try:
         with explained(gguf or source):
             loaded, info = auto.from_pretrained(source, output_loading_info=True, **options)
     finally:
-        transformers.logging.set_verbosity(before)
+        transformers.logging.set_verbosity(verbosity)
     _check_loaded(loaded, info, gguf or source)
     return loaded.eval(), record
 
@@ -168,10 +168,10 @@ def read_tokeniser(model: str | Path, gguf: str | None = None) -> Any:
         from transformers import AutoTokenizer
 
         tokeniser = AutoTokenizer.from_pretrained(source, **_loading_options(source, gguf))
-    longest = tokeniser.model_max_length
-    if not isinstance(longest, int | float) or isinstance(longest, bool):
+    limit = tokeniser.model_max_length
+    if not isinstance(limit, int | float) or isinstance(limit, bool):
         raise InputError(
-            f"the tokeniser of {gguf or source}: model_max_length must be a number, not {longest!r}"
+            f"the tokeniser of {gguf or source}: model_max_length must be a number, not {limit!r}"
         )
     return tokeniser
 
@@ -257,8 +257,8 @@ def _refuse_unknown_type(file: Path) -> None:
 def _check_files(folder: Path, gguf: str | None, config: Any) -> None:
     """Raise `InputError` for a local model with more weights than its files have bits.
 
-    No memory is allocated and no weight is read. Also refused are an index that points outside of
-    the folder, pickled weights, which can run code, and pipes, whose reading would never end.
+    No memory is allocated and no weight is read. It also refuses an index that points outside the
+    folder, pickled weights (which can run code) and pipes (which never end).
     """
     import transformers
 

@@ -66,8 +66,7 @@ def compact_mask(
 ) -> Int[Tensor, "b 1 x y"]:
     """The compact mask of causal attention of T queries, the first in column `q_offset`.
 
-    With a static cache, single steps have one shape, so that they are compiled once, and read
-    nothing from the device.
+    With a static cache all decoding steps have one shape: they compile once, without a device sync.
     """
     if kv_offset:
         raise InputError(
@@ -134,7 +133,7 @@ def masked_positions(
     needs_key_positions: bool,
     unselected_mask: Tensor | None = None,
 ) -> MaskedPositions:
-    """The positions and the attention mask that transformers' `mask` stands for.
+    """The positions and the attention mask that transformers' `mask` encodes.
 
     `needs_key_positions`: whether the score depends on each key's position. `unselected_mask` is
     the mask before the layer selected keys; positions are counted in it.
@@ -161,8 +160,10 @@ def masked_positions(
 
 def _without_padding(queries: int, keys: int, device: torch.device) -> MaskedPositions:
     """Causal attention without padding; the queries are the last of the keys."""
-    at = Positions.of(queries, keys, True, device)
-    return MaskedPositions(keys, at, AttentionMask(True, at.query, at.key, at.regular))
+    positions = Positions.of(queries, keys, True, device)
+    return MaskedPositions(
+        keys, positions, AttentionMask(True, positions.query, positions.key, positions.regular)
+    )
 
 
 def _with_padding(
@@ -171,16 +172,16 @@ def _with_padding(
     """Causal attention over keys at these positions, −1 where one is hidden."""
     # The output of a padded query is not used, so it may have any valid position.
     query = query.clamp(min=0)
-    at = Positions(query, key, query + 1, True, False, ordered=False)
+    positions = Positions(query, key, query + 1, True, False, ordered=False)
     attention_mask = AttentionMask(True, query, key, False, padding=key < 0, attn_mask=mask)
-    return MaskedPositions(key.shape[-1], at, attention_mask)
+    return MaskedPositions(key.shape[-1], positions, attention_mask)
 
 
 def _group_rows(query: Int[Tensor, "b t"], key: Int[Tensor, "b s"]) -> tuple[RowGroup, ...] | None:
     """Adjacent rows with equal padding as batches without padding; None where that is impossible.
 
-    It needs contiguous real tokens in each row, whose real queries are the last of them: padding on
-    the left or on the right, or a cache that is not yet full.
+    Each row's real tokens must be contiguous and end with its real queries: padding on the left or
+    on the right, or a cache that is not yet full.
     """
     real = query >= 0
     num_queries, num_keys = real.sum(-1), query.amax(-1) + 1
@@ -214,10 +215,7 @@ def _from_pair_mask(
     needs_key_positions: bool,
     unselected_mask: Tensor | None,
 ) -> MaskedPositions:
-    """Positions for a pair mask: the caller's position_ids.
-
-    Positions of cached keys are counted where the mask is causal with padding.
-    """
+    """The caller's `position_ids`; with cached keys, positions counted in a causal mask."""
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise InputError(
             "a mask of query-key pairs must be boolean (True = seen) or floating (added), but "
@@ -226,26 +224,27 @@ def _from_pair_mask(
     selected = unselected_mask is not None and unselected_mask is not mask
     if selected or (needs_key_positions and queries != keys):
         causal = mask if unselected_mask is None else unselected_mask[..., :keys]
-        positions = _count_positions(causal, queries)
-        if positions is not None:
-            return _with_padding(*positions, mask[..., :keys] if selected else None)
+        counted = _count_positions(causal, queries)
+        if counted is not None:
+            return _with_padding(*counted, mask[..., :keys] if selected else None)
     if position_ids is None or (needs_key_positions and queries != keys):
         raise InputError(
             "a mask of query-key pairs does not give positions of cached keys: pass a padding "
             "mask (batch, tokens), or use no cache"
         )
-    at_keys = position_ids
+    key_positions = position_ids
     if queries != keys:
-        at_keys = torch.zeros(1, keys, dtype=torch.int64, device=mask.device)
-    at = Positions(position_ids, at_keys, position_ids + 1, True, False, ordered=False)
-    return MaskedPositions(keys, at, AttentionMask(False, at.query, at.key, False, attn_mask=mask))
+        key_positions = torch.zeros(1, keys, dtype=torch.int64, device=mask.device)
+    positions = Positions(position_ids, key_positions, position_ids + 1, True, False, ordered=False)
+    return MaskedPositions(
+        keys, positions, AttentionMask(False, positions.query, positions.key, False, attn_mask=mask)
+    )
 
 
 def _count_positions(mask: Tensor, queries: int) -> tuple[Tensor, Tensor] | None:
     """Positions of queries and keys from a pair mask (B, 1, T, S); None if it is no causal mask.
 
-    In a causal mask each query sees the first of the last query's keys, up to its own; queries of
-    padding on the left see none.
+    In a causal mask each query sees the last query's keys up to its own; left padding sees none.
     """
     if mask.dtype != torch.bool or mask.shape[1] != 1 or torch.compiler.is_compiling():
         return None

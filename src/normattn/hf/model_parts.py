@@ -69,9 +69,9 @@ class ModelParts:
 def rope_of(config: Any, index: int | None) -> Mapping[str, Any]:
     """The rope parameters of a layer in a configuration; empty where it has none."""
     ropes: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
-    own = ropes.get(str(layer_type(config, index)))
-    if isinstance(own, Mapping):
-        return own
+    rope = ropes.get(str(layer_type(config, index)))
+    if isinstance(rope, Mapping):
+        return rope
     return {} if any(isinstance(value, Mapping) for value in ropes.values()) else ropes
 
 

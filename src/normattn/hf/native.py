@@ -30,7 +30,7 @@ from normattn.score.parts.rope_scaling import ABF, NTK, PI, Llama3, YaRN
 
 _FIELDS = ("rope_parameters", "max_position_embeddings")
 FIELD, TRAINED = "normattn", "trained"
-"""The field of a saved configuration for its method, and the record's key for the old fields."""
+"""The field of a configuration that records the method; the record's key for original fields."""
 ADAPTER_FILE = "normattn.json"
 """The file of the record next to a PEFT adapter, whose folder has no model configuration."""
 

@@ -140,6 +140,8 @@ def _convert_mask(
     padding = None if mask is None else ~mask[:, -num_keys:].bool()
     if not causal or num_queries < 2:
         return AttentionMask(False, queries, positions, False, padding), padding
-    at = Positions.of(num_queries, num_keys, True, q.device)
-    regular, window = at.regular and padding is None, kwargs.get("sliding_window")
-    return AttentionMask(True, at.query, at.key, regular, padding, window=window), padding
+    causal_positions = Positions.of(num_queries, num_keys, True, q.device)
+    regular, window = causal_positions.regular and padding is None, kwargs.get("sliding_window")
+    return AttentionMask(
+        True, causal_positions.query, causal_positions.key, regular, padding, window=window
+    ), padding

@@ -166,8 +166,8 @@ def _resolve_method(
     fields = (field.name for part, _ in parts_read for field in dataclasses.fields(part))
     if "factor" not in fields:
         factor = parameters.pop("factor", None)
-    wrong = isinstance(factor, bool) or not isinstance(factor, int | float | None)
-    if factor is not None and (wrong or factor < 1):
+    invalid = isinstance(factor, bool) or not isinstance(factor, int | float | None)
+    if factor is not None and (invalid or factor < 1):
         raise InputError(f"factor must be a number of at least 1, but it is {factor!r}")
     unresolved = ScoreSpec.parse("Baseline").with_method(method, **parameters)
     length = unresolved.train_length if train_length is None else train_length

@@ -1,8 +1,8 @@
 """Record the attention calls of a model, and probe each layer with other position embeddings.
 
 While the model runs, its configurations name an attention function that computes the same as their
-own and passes each call to a recorder. The recorded queries, keys and masks show what a layer
-does, however its family's file is written.
+own and passes each call to a recorder. The recorded queries, keys and masks show what a layer does,
+whatever its code looks like.
 
 Legend: B batch, H query heads, G key heads, T queries, S keys, D head dimension, E value size.
 """
@@ -71,16 +71,16 @@ def recording(
     configs: list[Any] = [module.__dict__.get("config") for module in model.modules()]
     configs = [config for config in configs if hasattr(config, ATTENTION_FIELD)]
     distinct = {id(x): x for config in configs for x in (config, config.get_text_config())}
-    before = [(config, getattr(config, ATTENTION_FIELD)) for config in distinct.values()]
+    saved = [(config, getattr(config, ATTENTION_FIELD)) for config in distinct.values()]
     token = _RECORDER.set((recorder, mask_recorder))
     try:
-        for config, name in before:
+        for config, name in saved:
             setattr(config, ATTENTION_FIELD, _register(str(name or "eager"), keep_implementation))
         compiled = "torch._dynamo" in sys.modules
         with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
             yield
     finally:
-        for config, name in before:
+        for config, name in saved:
             setattr(config, ATTENTION_FIELD, name)
         _RECORDER.reset(token)
 
@@ -162,7 +162,7 @@ def hidden_keys(mask: Tensor) -> Tensor:
 
 
 def _recorded_mask(*args: Any, **kwargs: Any) -> Any:
-    """Eager attention's mask, made in every case, and passed to the recorder."""
+    """Eager attention's mask, never skipped, and passed to the recorder."""
     from transformers.masking_utils import eager_mask
 
     mask = eager_mask(*args, **{**kwargs, "allow_is_causal_skip": False})
@@ -296,7 +296,7 @@ class _Probe:
     ) -> None:
         """Forward hook of any module: run a layer again with other position embeddings.
 
-        Its last run uses its own, so that later layers get the same values from it.
+        The last run uses the layer's own embeddings, so that later layers get the same values.
         """
         layer = self.layers.get(module)
         if layer is None or module in self._rerun or self._rerun_calls is not None:
@@ -350,10 +350,10 @@ def probe(parts: ModelParts) -> dict[nn.Module, ProbedLayer]:
 def replay(
     parts: ModelParts, probed: Mapping[nn.Module, ProbedLayer], start: int | None = None
 ) -> tuple[dict[nn.Module, list[AttentionCall]], Any]:
-    """Run the probe's tokens again, each layer on the same input; its calls by layer, its cache.
+    """Run the probe's tokens again, each layer on its recorded input; return calls and cache.
 
-    Each call returns the output of the probe, so a changed layer does not change the input of
-    those above. `start` is the position of the first token; None passes no position_ids.
+    Each call returns the output of the probe, so a changed layer does not change the input of later
+    ones. `start` is the position of the first token; None passes no position_ids.
     """
     calls: dict[nn.Module, list[AttentionCall]] = {}
     ids, kwargs = probe_tokens(parts), dict[str, Any]()
@@ -363,8 +363,8 @@ def replay(
     def record(call: AttentionCall) -> Tensor | None:
         recorded = calls.setdefault(call.module, [])
         recorded.append(call)
-        before = probed[call.module].calls if call.module in probed else []
-        return before[len(recorded) - 1].out if len(recorded) <= len(before) else None
+        probed_calls = probed[call.module].calls if call.module in probed else []
+        return probed_calls[len(recorded) - 1].out if len(recorded) <= len(probed_calls) else None
 
     output = run_recorded(parts.model, record, input_ids=ids, use_cache=start is None, **kwargs)
     return calls, getattr(output, "past_key_values", None)
@@ -411,8 +411,8 @@ def rotary_buffers(module: nn.Module) -> list[str]:
 def probe_tokens(parts: ModelParts, count: int = PROBE_TOKENS) -> Tensor:
     """Tokens spread over the vocabulary.
 
-    Its first tokens are often reserved and hardly trained, so rounding changes their logits more
-    (SmolLM2 in bf16: by 3 to 12 %, other tokens' by 1 %).
+    The first tokens of a vocabulary are often reserved and hardly trained, so rounding changes
+    their logits more (SmolLM2 in bf16: by 3 to 12 %, other tokens' by 1 %).
     """
     size = int(getattr(parts.config, "vocab_size", count + 3))
     return ((torch.arange(count, device=_device(parts)) + 1) * size // (count + 1))[None]

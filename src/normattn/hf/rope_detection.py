@@ -68,9 +68,9 @@ def read_tables(value: Any, spectra: Iterable[Spectrum]) -> EmbeddingTables | No
     best, best_error = None, 1e-4 if value[0].dtype in FULL_PRECISION else 2e-2
     cos, sin = cos[0].double().cpu(), sin[0].double().cpu()
     layouts: Sequence[Layout] = ("once", "halves", "pairs")
-    first = float(cos[0, 0])
-    for theta, named in spectra:
-        amplitude = named if abs(first - named) <= 1e-2 * named else first
+    measured = float(cos[0, 0])
+    for theta, nominal in spectra:
+        amplitude = nominal if abs(measured - nominal) <= 1e-2 * nominal else measured
         positions = torch.arange(cos.shape[0], dtype=torch.float64)[:, None]
         for layout in ("complex",) if isinstance(value, Tensor) else layouts:
             angle = _arrange(positions * theta, layout)
@@ -188,7 +188,7 @@ class Layer(ProbedLayer):
 
     @property
     def selects(self) -> bool:
-        """Whether it selects keys by an indexer or by a mask of its own."""
+        """Whether it selects keys by an indexer or by its own mask."""
         return self.call.kwargs.get("indices") is not None or self.call.mask_window is None
 
     @property
@@ -204,7 +204,7 @@ class Layer(ProbedLayer):
 
 
 def detect_layers(parts: ModelParts, probed: Mapping[nn.Module, ProbedLayer]) -> tuple[Layer, ...]:
-    """Detect what each layer does; raises `InputError` for a layer that is not understood."""
+    """Detect each layer's rotation; raises `InputError` for a layer that is not understood."""
     if not probed:
         raise InputError(
             f"{parts.name} uses its own attention code: no layer takes its attention function "
@@ -278,8 +278,8 @@ def _find_key_source(probed: ProbedLayer, layers: Sequence[ProbedLayer]) -> Prob
         unrotated = layer.unrotated
         return unrotated is not None and not torch.equal(unrotated.k, layer.call.k)
 
-    same = (x for x in layers if torch.equal(x.call.k, probed.call.k) and rotates_keys(x))
-    return probed if rotates_keys(probed) else next(same, None)
+    sources = (x for x in layers if torch.equal(x.call.k, probed.call.k) and rotates_keys(x))
+    return probed if rotates_keys(probed) else next(sources, None)
 
 
 def _fit_rotation(
@@ -363,14 +363,14 @@ def _find_base(
     """The base of frequencies, and the rope type of their scaling, if any.
 
     Unscaled frequencies are powers of a base that the configuration names, or 0 from some pair on.
-    Of scaled ones only some types have a base, so that a method can scale them once more.
+    Scaled ones have a base only for types that a method can scale once more.
     """
     rope = parts.rope(module)
-    named = [rope.get("rope_theta"), *(other.get("rope_theta") for other in parts.ropes)]
+    candidates = [rope.get("rope_theta"), *(other.get("rope_theta") for other in parts.ropes)]
     by_layer: Any = getattr(parts.config, "layer_rope_theta", None)
-    named += list(by_layer) if isinstance(by_layer, list | tuple) else []
+    candidates += list(by_layer) if isinstance(by_layer, list | tuple) else []
     count = int((theta != 0).sum())
-    for base in dict.fromkeys(float(value) for value in named if value):
+    for base in dict.fromkeys(float(value) for value in candidates if value):
         unscaled = rope_frequencies(2 * theta.numel(), base)
         if torch.allclose(theta[:count], unscaled[:count], rtol=2e-2, atol=0):
             return base, None

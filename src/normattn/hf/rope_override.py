@@ -63,8 +63,8 @@ def override_buffers(
     return undo, to_hook
 
 
-def _equal(one: Spectrum, other: Spectrum | None) -> bool:
-    return other is not None and one[1] == other[1] and torch.equal(one[0], other[0])
+def _equal(first: Spectrum, second: Spectrum | None) -> bool:
+    return second is not None and first[1] == second[1] and torch.equal(first[0], second[0])
 
 
 def _buffer_of(layer: Layer) -> tuple[nn.Module, str] | None:
@@ -73,8 +73,8 @@ def _buffer_of(layer: Layer) -> tuple[nn.Module, str] | None:
         return None
     module, layer_type = layer.rotary
     names = rotary_buffers(module)
-    own = f"{layer_type}_inv_freq"
-    name = own if own in names else names[0] if len(names) == 1 else None
+    typed_name = f"{layer_type}_inv_freq"
+    name = typed_name if typed_name in names else names[0] if len(names) == 1 else None
     if name is None or not hasattr(module, _scaling_field(name)):
         return None
     buffer: Any = module._buffers[name]
@@ -136,15 +136,15 @@ def layer_hook(
         if not spectrum[0].any():
             memory.keep("own tables", own)
             return replace_argument(args, kwargs, argument, identity_tables(own))
-        ids, tables = kwargs.get("position_ids"), layer.table_format
+        ids, table_format = kwargs.get("position_ids"), layer.table_format
         if ids is None or ids.dim() != 2:
             raise InputError(
                 f"layer {layer.index} does not receive the tokens' position_ids (batch, tokens), "
                 "so its positions cannot be changed"
             )
-        assert tables is not None
-        name = f"tables {id(tables)} {(own if isinstance(own, Tensor) else own[0]).dtype}"
-        replaced = memory.remember(name, (ids,), lambda: tables.make(ids, spectrum, own))
+        assert table_format is not None
+        name = f"tables {id(table_format)} {(own if isinstance(own, Tensor) else own[0]).dtype}"
+        replaced = memory.remember(name, (ids,), lambda: table_format.make(ids, spectrum, own))
         return replace_argument(args, kwargs, argument, replaced)
 
     return hook
@@ -154,10 +154,10 @@ def own_tables_hook(memory: ForwardMemory) -> Callable[..., Any]:
     """A hook before a submodule, such as an indexer, that restores the model's own tables."""
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        argument, own = find_tables(args, kwargs), memory.get("own tables")
-        if argument is None or own is None:
+        argument, tables = find_tables(args, kwargs), memory.get("own tables")
+        if argument is None or tables is None:
             return None
-        return replace_argument(args, kwargs, argument, own)
+        return replace_argument(args, kwargs, argument, tables)
 
     return hook
 

@@ -190,12 +190,15 @@ def _find_fits(layer: RecordedLayer, config: Any) -> Iterator[_Fit]:
                     same = (q_norm.kind, q_norm.eps) == (k_norm.kind, k_norm.eps)
                     if not same or len(across) > 1:
                         continue
-                of_q = _fit_normed_rotation(q_norm, unrotated.q, q, layout, first)
-                if of_q is None:
+                q_rotation = _fit_normed_rotation(q_norm, unrotated.q, q, layout, first)
+                if q_rotation is None:
                     continue
-                of_k = _fit_normed_rotation(k_norm, unrotated.k, k, layout, first)
-                if of_k is not None and float((of_q.theta - of_k.theta).abs().max()) < 1e-4:
-                    yield _Fit(unrotated, q_norm, k_norm, of_q, first)
+                k_rotation = _fit_normed_rotation(k_norm, unrotated.k, k, layout, first)
+                if (
+                    k_rotation is not None
+                    and float((q_rotation.theta - k_rotation.theta).abs().max()) < 1e-4
+                ):
+                    yield _Fit(unrotated, q_norm, k_norm, q_rotation, first)
 
 
 def _fit_normed_rotation(

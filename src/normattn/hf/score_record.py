@@ -1,11 +1,11 @@
 """Record every attention layer of a model, and fit the norm and rotation from projections to q, k.
 
-Layers are recorded in the model's own forward, so every family works whose layers take their
-attention function from transformers. The first token has position 0 and is not rotated: it
+Layers are recorded in the model's own forward, so this works for every family whose layers take
+their attention function from transformers. The first token has position 0 and is not rotated: it
 determines the normalisation and its gain. Later tokens determine the angle of each pair.
 
-Legend: B batch, H query heads, G key heads, T tokens, D head dimension, E value size, W width,
-P rotated pairs.
+Legend: B batch, H query heads, G key heads, T tokens, D head dimension, E value size, W width, P
+rotated pairs.
 """
 
 from __future__ import annotations
@@ -172,10 +172,10 @@ def fit_norms(
     Gain and bias are fitted by least squares over the batch; across a head, all heads share them.
     """
     raw, first = raw.double(), rotated[:, :, 0].double()
-    one, none = torch.ones_like(first[0]), torch.zeros_like(first[0])
+    ones, zeros = torch.ones_like(first[0]), torch.zeros_like(first[0])
     kinds = itertools.product(("rms", "layer"), ("head", "all", "each"), eps)
     for kind, across, epsilon in (("", "head", 0.0), *kinds):
-        x = Norm(kind, across, epsilon, one, none).plain(raw)[:, :, 0]
+        x = Norm(kind, across, epsilon, ones, zeros).plain(raw)[:, :, 0]
         dims = (0, 1) if across == "head" else (0,)
         shift = kind == "layer"
         mean_x, mean_y = (
@@ -184,8 +184,8 @@ def fit_norms(
         dx, dy = x - mean_x, first - mean_y
         gain = (dx * dy).sum(dims, keepdim=True)
         gain = gain / dx.square().sum(dims, keepdim=True).clamp(min=1e-30)
-        bias = (mean_y - gain * mean_x).mean(0).expand(one.shape)
-        gain = gain.mean(0).expand(one.shape)
+        bias = (mean_y - gain * mean_x).mean(0).expand(ones.shape)
+        gain = gain.mean(0).expand(ones.shape)
         if not kind and float(gain.amax() - gain.amin()) > TOLERANCE * float(gain.abs().amax()):
             continue
         if float((x * gain + bias - first).abs().max()) <= TOLERANCE * float(first.abs().max()):
@@ -293,25 +293,25 @@ def unrotated_candidates(layer: RecordedLayer) -> Iterator[Unrotated]:
     attention (arXiv 2405.04434) come from two: one holds each head's first features, before its
     values, and another the last features, the same for all heads.
     """
-    own = [made for _, made in layer.projections]
+    outputs = [output for _, output in layer.projections]
     (_, heads, _, d), groups, e = layer.q.shape, layer.k.shape[1], layer.v.shape[-1]
     # A projection holds queries only, or each head's query before its gate.
-    queries = [(x, split_heads(x, d)) for x in own if x.shape[-1] == heads * d]
-    gated = [x for x in own if e and x.shape[-1] == heads * (d + e)]
+    queries = [(x, split_heads(x, d)) for x in outputs if x.shape[-1] == heads * d]
+    gated = [x for x in outputs if e and x.shape[-1] == heads * (d + e)]
     queries += [(x, split_heads(x, d + e)[..., :d]) for x in gated]
-    key_sources = [*own, *(out for _, out in layer.shared)]
+    key_sources = [*outputs, *(out for _, out in layer.shared)]
     for width in (groups * d, groups * (d + e)):  # keys only, or keys before values
         for (query_source, q), source in itertools.product(queries, key_sources):
             if query_source is not source and source.shape[-1] == width:
                 yield Unrotated(q, split_heads(source[..., : groups * d], d))
-    for source in own:
+    for source in outputs:
         if source.shape[-1] == (heads + 2 * groups) * d:
             qkv = split_heads(source, d)
             yield Unrotated(qkv[:, :heads], qkv[:, heads : heads + groups])
             if heads == groups:
                 by_head = split_heads(source, 3 * d)
                 yield Unrotated(by_head[..., :d], by_head[..., d : 2 * d])
-    for source, shared in itertools.permutations(own, 2):
+    for source, shared in itertools.permutations(outputs, 2):
         size, remainder = divmod(source.shape[-1], groups)
         shared_size = d + e - size
         if remainder or not 0 < shared_size < d or shared.shape[-1] < shared_size:

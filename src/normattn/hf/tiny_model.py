@@ -36,7 +36,7 @@ _MAX_SIZES = {
 """Upper bounds of fields in a small model; also of lists with a value for each layer."""
 _TOKEN_IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
 _MAX_PLAUSIBLE = {"num_hidden_layers": 1000, "head_dim": 4096, "max_position_embeddings": 1 << 31}
-"""Larger values raise an error, because they would take memory without end."""
+"""Larger values raise an error, because a model of them would not fit in memory."""
 
 
 def small_model(config: Any) -> Any:
@@ -139,7 +139,6 @@ def _cap(size: Any, limit: int) -> Any:
 
 
 SHORT = PROBE_TOKENS
-"""The tokens of a short text."""
 _UNREADABLE = "cannot be asked what it computes at"
 _TOLERANCE = 1e-4
 """The relative tolerance of compared values, which are computed in float32."""
@@ -253,21 +252,23 @@ def differences(expected: Positions, computed: Positions) -> Iterator[str]:
 
 def _layer_differences(expected: LayerValues, computed: LayerValues) -> Iterator[tuple[str, str]]:
     """Each kind of value that differs, with a sentence."""
-    theta, other = expected.frequencies, computed.frequencies
-    if theta is None or other is None:
-        if theta is not other:
-            yield "rotary positions", "none" if other is None else "some instead of none"
-    elif theta.shape != other.shape:
-        width = f"{2 * other.numel()} features rotate instead of {2 * theta.numel()}"
+    theta, computed_theta = expected.frequencies, computed.frequencies
+    if theta is None or computed_theta is None:
+        if theta is not computed_theta:
+            yield "rotary positions", "none" if computed_theta is None else "some instead of none"
+    elif theta.shape != computed_theta.shape:
+        width = f"{2 * computed_theta.numel()} features rotate instead of {2 * theta.numel()}"
         yield "rotary width", width
     else:
-        error = (theta - other).abs() / torch.maximum(theta.abs(), other.abs()).clamp(min=1e-30)
+        error = (theta - computed_theta).abs() / torch.maximum(
+            theta.abs(), computed_theta.abs()
+        ).clamp(min=1e-30)
         if float(error.max()) > _TOLERANCE:
             pair = int(error.argmax())
             yield (
                 "inverse frequencies",
                 f"{int((error > _TOLERANCE).sum())} of {theta.numel()} differ, pair {pair} turns "
-                f"by {float(other[pair]):.4g} a token instead of {float(theta[pair]):.4g}",
+                f"by {float(computed_theta[pair]):.4g} a token instead of {float(theta[pair]):.4g}",
             )
     if abs(expected.amplitude - computed.amplitude) > 10 * _TOLERANCE * abs(expected.amplitude):
         factor = f"cos and sin times {computed.amplitude:.5g} instead of {expected.amplitude:.5g}"
